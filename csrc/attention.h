@@ -1,0 +1,76 @@
+// The contract between the operators (ATen, above) and the kernels (raw pointers, below).
+#pragma once
+
+#include <cstdint>
+
+namespace pyattn {
+
+// Storage formats without arithmetic: kernels widen them to float on loading and round once on storing.
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+
+enum class DType : int { kFloat64, kFloat32, kBFloat16, kFloat16 };
+inline constexpr int kNumDTypes = 4;
+
+// A (batch, head, position, column) tensor. Strides count elements; columns are contiguous.
+struct View {
+  void* data;
+  int64_t stride_b, stride_h, stride_s;
+};
+
+// Query i stands at key position i + q_offset and, if causal, sees the keys up to there.
+//
+//   seqlen_q 2, seqlen_k 4     q_offset 2     1 1 1 0     q_offset 0     1 0 0 0
+//                                             1 1 1 1                    1 1 0 0
+struct Mask {
+  bool causal;
+  int64_t q_offset;
+  const int64_t* q_offsets;  // (batch), in place of q_offset, or null
+};
+
+struct ForwardParams {
+  View q, k, v, out;
+  void* lse;  // (batch, num_heads_q, seqlen_q) dense, natural log; double for float64, else float
+  int64_t batch, num_heads_q, num_heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
+  double softmax_scale;
+  Mask mask;
+};
+
+struct BackwardParams : ForwardParams {
+  View dout, dq, dk, dv;
+  const void* dlse;  // as lse, or null
+  void* dq_parts;    // the buffer of Plan::shared_bytes, or null
+};
+
+// What a pass needs for these params. It depends on shapes and constants, never on the thread count, so that the
+// number of threads cannot change bits.
+struct Plan {
+  int64_t items;          // independent work items
+  int64_t scratch_bytes;  // private to each call of run
+  int64_t shared_bytes;   // one buffer that all calls share
+};
+
+// run computes the work items [begin, end) on the calling thread. It neither allocates nor throws; scratch is
+// kScratchAlign-aligned.
+template <class Params>
+struct Pass {
+  Plan (*plan)(const Params&);
+  void (*run)(const Params&, int64_t begin, int64_t end, void* scratch);
+};
+
+inline constexpr int64_t kScratchAlign = 64;
+
+struct Kernels {
+  Pass<ForwardParams> forward;
+  Pass<BackwardParams> backward;
+  Pass<BackwardParams> reduce_dq;  // runs after backward; no items where backward has written dq itself
+};
+
+// The kernels of the active instruction set.
+const Kernels& kernels(DType dtype);
+
+}  // namespace pyattn

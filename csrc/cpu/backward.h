@@ -1,0 +1,246 @@
+// Backward, in one pass over the keys. With S = softmax_scale Q K^T, P = exp(S - lse), delta = rowsum(dO * O) - dlse:
+//
+//   dV += P^T dO      dP = dO V^T      dS = P * (dP - delta)      dK += dS^T Q      dQ += dS K
+//
+// S and dP are made transposed, queries on the lanes; dV, dK and dQ have their columns on the lanes. softmax_scale is
+// applied to dQ and dK when they leave.
+#pragma once
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+// Two tiles of 64 queries x 96 keys beside K, V and the operands of a query block stay in L2; 128 x 96, 64 x 192 and
+// 256 x 96 measured 3 to 15 % slower.
+inline constexpr int64_t kBackwardBlockK = 96;
+
+// Query rows whose packed copies and dQ are kept at a time: about 2 MB at head_dim 64.
+inline constexpr int64_t kSuperBlock = 2048;
+
+// With fewer KV heads than this, the keys of a head are split among work items, each with a dQ of its own: more items
+// would feed more threads and take more memory (8 of them 32 MB at 16k queries of head_dim 64).
+inline constexpr int64_t kMinItems = 8;
+
+int64_t key_splits(const BackwardParams& p) {
+  const int64_t heads = max(1, p.batch * p.num_heads_kv);
+  return min(ceil_div(kMinItems, heads), max(1, ceil_div(p.seqlen_k, kBackwardBlockK)));
+}
+
+// The first key of split s: whole key blocks, so divided that the splits have about equal numbers of visible pairs.
+int64_t split_begin(const HeadRows& head, int64_t s, int64_t splits) {
+  const auto pairs = [&](int64_t j) { return head.count - head.first_row(j); };
+  int64_t total = 0, before = 0, j = 0;
+  for (int64_t i = 0; i < head.seqlen_k; i += kBackwardBlockK) total += pairs(i);
+  for (; j < head.seqlen_k && before * splits < total * s; j += kBackwardBlockK) before += pairs(j);
+  return s == splits ? head.seqlen_k : min(j, head.seqlen_k);
+}
+
+// Query rows, or keys, that are read both as rows of the left and as whole vectors of the right factor of a product.
+template <class S>
+constexpr bool rows_in_place(int64_t group, int64_t cols) {
+  return group == 1 && in_place<S>(cols, true);
+}
+
+template <class S>
+struct BackwardScratch {
+  using T = Compute<S>;
+  int64_t ld_k, ld_v;         // columns of head_dim and head_dim_v in whole vectors
+  Rows<T> Qt, dOt;            // transposed, block after block of kBlockQ queries
+  Rows<T> Q, dO, K, V;        // packed copies, where the tensor can't be read in place
+  Rows<T> P, dP, Ot;          // tiles
+  Rows<T> dQ, dK, dV;         // sums
+  T *lse, *delta, *seen;
+  int64_t bytes;
+
+  BackwardScratch(const BackwardParams& p, void* base) {
+    Carver carver(base);
+    const int64_t group = p.num_heads_kv ? p.num_heads_q / p.num_heads_kv : 1;
+    const int64_t rows = min(round_up(p.seqlen_q * group, kBlockQ<T>), kSuperBlock);
+    ld_k = round_up(p.head_dim, kLanes<T>), ld_v = round_up(p.head_dim_v, kLanes<T>);
+    const auto take = [&](int64_t n, int64_t ld) { return Rows<T>{carver.take<T>(n * ld), ld}; };
+    Qt = take(p.head_dim * (rows / kBlockQ<T>), kBlockQ<T>);
+    dOt = take(p.head_dim_v * (rows / kBlockQ<T>), kBlockQ<T>);
+    Q = take(rows_in_place<S>(group, p.head_dim) ? 0 : rows, ld_k);
+    dO = take(rows_in_place<S>(group, p.head_dim_v) ? 0 : rows, ld_v);
+    K = take(in_place<S>(p.head_dim, true) ? 0 : kBackwardBlockK, ld_k);
+    V = take(in_place<S>(p.head_dim_v, false) ? 0 : kBackwardBlockK, ld_v);
+    P = take(kBackwardBlockK, kBlockQ<T>);
+    dP = take(kBackwardBlockK, kBlockQ<T>);
+    Ot = take(p.head_dim_v, kBlockQ<T>);
+    dQ = take(key_splits(p) > 1 ? 0 : rows, ld_k);
+    dK = take(p.seqlen_k, ld_k);
+    dV = take(p.seqlen_k, ld_v);
+    lse = carver.take<T>(rows);
+    delta = carver.take<T>(rows);
+    seen = carver.take<T>(kBlockQ<T>);
+    bytes = carver.bytes();
+  }
+};
+
+template <class S>
+Plan plan_backward(const BackwardParams& p) {
+  using T = Compute<S>;
+  const int64_t heads = p.batch * p.num_heads_kv, splits = key_splits(p);
+  const int64_t dq_part = p.num_heads_q * p.seqlen_q * round_up(p.head_dim, kLanes<T>) * sizeof(T);
+  return {heads * splits, BackwardScratch<S>(p, nullptr).bytes, splits > 1 ? p.batch * splits * dq_part : 0};
+}
+
+// One work item: a range of keys of one KV head, against all its query rows.
+template <class S>
+class BackwardItem {
+  using T = Compute<S>;
+
+ public:
+  BackwardItem(const BackwardParams& p, const HeadRows& head, int64_t k_begin, int64_t k_end, T* dq_part,
+               const BackwardScratch<S>& scratch)
+      : p(p), head(head), k_begin(k_begin), k_end(k_end), dq_part(dq_part), s(scratch) {}
+
+  void run() {
+    fill_zero(s.dK.data, (k_end - k_begin) * s.ld_k);
+    fill_zero(s.dV.data, (k_end - k_begin) * s.ld_v);
+    for (int64_t r0 = 0; r0 < head.count; r0 += kSuperBlock) super_block(r0, min(kSuperBlock, head.count - r0));
+    unpack_rows<S>(Rows<const T>(s.dK), k_end - k_begin, p.head_dim, static_cast<T>(p.softmax_scale),
+                   [&](int64_t j) { return head.keys<S>(p.dk, k_begin + j).data; });
+    unpack_rows<S>(Rows<const T>(s.dV), k_end - k_begin, p.head_dim_v, T(1),
+                   [&](int64_t j) { return head.keys<S>(p.dv, k_begin + j).data; });
+  }
+
+ private:
+  const BackwardParams& p;
+  const HeadRows head;
+  const int64_t k_begin, k_end;
+  T* const dq_part;  // this item's share of dQ for all rows, or null: it is the whole of it
+  const BackwardScratch<S>& s;
+
+  void super_block(int64_t r0, int64_t rows) {
+    const Rows<T> dQ = dq_part ? Rows<T>{dq_part + r0 * s.ld_k, s.ld_k} : s.dQ;
+    fill_zero(dQ.data, rows * s.ld_k);
+    const int64_t visible = min(k_end, head.visible_keys(r0 + rows - 1));
+    if (k_begin < visible) {
+      const int64_t first = max(r0, head.first_row(k_begin) / kBlockQ<T> * kBlockQ<T>);
+      for (int64_t i = first; i < r0 + rows; i += kBlockQ<T>) pack_block(i, i - r0, min(kBlockQ<T>, r0 + rows - i));
+      const Rows<const T> Q = query_rows(p.q, r0, p.head_dim, s.Q), dO = query_rows(p.dout, r0, p.head_dim_v, s.dO);
+      for (int64_t n0 = k_begin; n0 < visible; n0 += kBackwardBlockK)
+        key_block(n0, min(kBackwardBlockK, visible - n0), r0, rows, Q, dO, dQ);
+    }
+    if (!dq_part)
+      unpack_rows<S>(Rows<const T>(dQ), rows, p.head_dim, static_cast<T>(p.softmax_scale),
+                     [&](int64_t i) { return head.row<S>(p.dq, r0 + i); });
+  }
+
+  Rows<const T> query_rows(const View& view, int64_t r0, int64_t cols, Rows<T> packed) const {
+    if constexpr (sizeof(S) == sizeof(T))
+      if (rows_in_place<S>(head.group, cols)) return {head.row<const T>(view, r0), view.stride_s};
+    return packed;
+  }
+
+  // Everything that depends on the query rows [row, row + rows) alone, at place i of the super-block.
+  void pack_block(int64_t row, int64_t i, int64_t rows) const {
+    const auto from = [&](const View& view) {
+      return [&, row](int64_t r) { return head.row<const S>(view, row + r); };
+    };
+    const int64_t lanes = round_up(rows, kLanes<T>);
+    const Rows<T> Qt = transposed_block(s.Qt, p.head_dim, i), dOt = transposed_block(s.dOt, p.head_dim_v, i);
+    pack_transposed<S>(Qt, rows, lanes, p.head_dim, static_cast<T>(p.softmax_scale), from(p.q));
+    pack_transposed<S>(dOt, rows, lanes, p.head_dim_v, T(1), from(p.dout));
+    pack_transposed<S>(s.Ot, rows, lanes, p.head_dim_v, T(1), from(p.out));
+    if (!rows_in_place<S>(head.group, p.head_dim)) pack_rows<S>(s.Q.from(i), rows, p.head_dim, from(p.q));
+    if (!rows_in_place<S>(head.group, p.head_dim_v)) pack_rows<S>(s.dO.from(i), rows, p.head_dim_v, from(p.dout));
+
+    // delta, summed in the order in which gemm makes dP: for a row with one key dP - delta is exactly 0.
+    for (int64_t j = 0; j < lanes; j += kLanes<T>) {
+      vec<T> sum = {};
+      for (int64_t d = 0; d < p.head_dim_v; ++d)
+        sum = fma(load(s.Ot.from(d).data + j), load(dOt.from(d).data + j), sum);
+      store(s.delta + i + j, sum);
+    }
+    const T *lse = static_cast<const T*>(p.lse), *dlse = static_cast<const T*>(p.dlse);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t at = head.index(p, row + r);
+      s.lse[i + r] = lse[at] == kNegInf<T> ? T(0) : lse[at];
+      if (dlse) s.delta[i + r] -= dlse[at];
+    }
+    for (int64_t r = rows; r < lanes; ++r) s.lse[i + r] = 0;
+  }
+
+  Rows<T> transposed_block(Rows<T> blocks, int64_t cols, int64_t i) const {
+    return blocks.from(i / kBlockQ<T> * cols);
+  }
+
+  // The keys [n0, n0 + keys) against the rows of the super-block that see them.
+  void key_block(int64_t n0, int64_t keys, int64_t r0, int64_t rows, Rows<const T> Q, Rows<const T> dO, Rows<T> dQ) const {
+    const Rows<const T> K = load_keys<S>(head, p.k, n0, keys, p.head_dim, true, s.K);
+    const Rows<const T> V = load_keys<S>(head, p.v, n0, keys, p.head_dim_v, false, s.V);
+    const Rows<T> dK = s.dK.from(n0 - k_begin), dV = s.dV.from(n0 - k_begin);
+    const int64_t first = max(0, head.first_row(n0) - r0) / kBlockQ<T> * kBlockQ<T>;
+    for (int64_t i = first; i < rows; i += kBlockQ<T>) {
+      const int64_t m = min(kBlockQ<T>, rows - i), lanes = round_up(m, kLanes<T>);
+      const bool masked = mask_tile(head, r0 + i, m, lanes, n0, keys, s.seen);
+      const Rows<const T> Qi = Q.from(i), dOi = dO.from(i);
+
+      gemm<T>(keys, lanes, p.head_dim, K.strided(), transposed_block(s.Qt, p.head_dim, i), s.P, {false});
+      gemm<T>(keys, lanes, p.head_dim_v, V.strided(), transposed_block(s.dOt, p.head_dim_v, i), s.dP, {false});
+      if (masked)
+        softmax_gradient_tile<true>(s.P, s.dP, keys, lanes, s.seen, s.lse + i, s.delta + i);
+      else
+        softmax_gradient_tile<false>(s.P, s.dP, keys, lanes, s.seen, s.lse + i, s.delta + i);
+
+      const Strided<T> P = s.P.strided(), dS = s.dP.strided();
+      if (masked && !(all_finite(K, keys, p.head_dim) && all_finite(Qi, m, p.head_dim) &&
+                      all_finite(dOi, m, p.head_dim_v))) {
+        const auto key_row = [&](int64_t j, int64_t, int64_t r) { return pair_seen(r, j); };
+        const auto row_key = [&](int64_t r, int64_t, int64_t j) { return pair_seen(r, j); };
+        gemm_seen<T>(keys, s.ld_v, m, P, dOi, dV, {true}, key_row);
+        gemm_seen<T>(keys, s.ld_k, m, dS, Qi, dK, {true}, key_row);
+        gemm_seen<T>(m, s.ld_k, keys, dS.transposed(), K, dQ.from(i), {true}, row_key);
+      } else {
+        gemm<T>(keys, s.ld_v, m, P, dOi, dV, {true});
+        gemm<T>(keys, s.ld_k, m, dS, Qi, dK, {true});
+        gemm<T>(m, s.ld_k, keys, dS.transposed(), K, dQ.from(i), {true});
+      }
+    }
+  }
+
+  auto pair_seen(int64_t r, int64_t j) const { return set1(static_cast<T>(j)) < set1(s.seen[r]); }
+};
+
+// Work items: (batch, KV head, range of keys).
+template <class S>
+void backward(const BackwardParams& p, int64_t begin, int64_t end, void* scratch) {
+  using T = Compute<S>;
+  const BackwardScratch<S> carved(p, scratch);
+  const int64_t splits = key_splits(p);
+  for (int64_t item = begin; item < end; ++item) {
+    const HeadRows head(p, item / splits);
+    const int64_t split = item % splits;
+    T* dq_part = splits > 1 ? static_cast<T*>(p.dq_parts) + item * head.count * carved.ld_k : nullptr;
+    BackwardItem<S>(p, head, split_begin(head, split, splits), split_begin(head, split + 1, splits), dq_part, carved).run();
+  }
+}
+
+template <class S>
+Plan plan_reduce_dq(const BackwardParams& p) {
+  if (key_splits(p) == 1) return {0, 0, 0};
+  const int64_t group = p.num_heads_kv ? p.num_heads_q / p.num_heads_kv : 1;
+  return {p.batch * p.num_heads_kv * ceil_div(p.seqlen_q * group, kBlockQ<Compute<S>>), 0, 0};
+}
+
+// dQ = softmax_scale * the sum of the splits' shares, in their order. Work items: (batch, KV head, block of query rows).
+template <class S>
+void reduce_dq(const BackwardParams& p, int64_t begin, int64_t end, void*) {
+  using T = Compute<S>;
+  const int64_t splits = key_splits(p), ld = round_up(p.head_dim, kLanes<T>);
+  const int64_t blocks = plan_reduce_dq<S>(p).items / (p.batch * p.num_heads_kv);
+  for (int64_t item = begin; item < end; ++item) {
+    const HeadRows head(p, item / blocks);
+    const int64_t r0 = item % blocks * kBlockQ<T>, rows = min(kBlockQ<T>, head.count - r0);
+    T* parts = static_cast<T*>(p.dq_parts) + (item / blocks * splits * head.count + r0) * ld;
+    for (int64_t split = 1; split < splits; ++split)
+      for (int64_t i = 0; i < rows * ld; i += kLanes<T>)
+        store(parts + i, load(parts + i) + load(parts + split * head.count * ld + i));
+    unpack_rows<S>(Rows<const T>{parts, ld}, rows, p.head_dim, static_cast<T>(p.softmax_scale),
+                   [&](int64_t i) { return head.row<S>(p.dq, r0 + i); });
+  }
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

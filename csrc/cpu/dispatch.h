@@ -1,0 +1,14 @@
+// Which instruction sets there are, and which one is active.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace pyattn {
+
+std::vector<std::string> compiled_isas();   // best first
+std::vector<std::string> available_isas();  // those this CPU runs
+std::string active_isa();
+void set_isa(const std::string& name);  // throws std::invalid_argument
+
+}  // namespace pyattn

@@ -1,0 +1,101 @@
+// Matrix product: one register tile serves every product of the forward and the backward.
+#pragma once
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+// Element (i, j) at data[i * row + j * col].
+template <class T>
+struct Strided {
+  const T* data;
+  int64_t row, col;
+  Strided transposed() const { return {data, col, row}; }
+};
+
+// Row i at data + i * row, columns contiguous and readable up to a whole vector.
+template <class T>
+struct Rows {
+  T* data;
+  int64_t row;
+  Rows from(int64_t i) const { return {data + i * row, row}; }
+  operator Rows<const T>() const { return {data, row}; }
+  Strided<std::remove_const_t<T>> strided() const { return {data, row, 1}; }
+};
+
+// What becomes of the product in C[i][j]: it replaces C, is added to C, or is added to C * decay[j]. It is summed from zero
+// and added once, so that rounding errors grow with the number of blocks and not of terms.
+template <class T>
+struct Update {
+  bool accumulate;
+  const T* decay = nullptr;
+
+  __attribute__((always_inline)) void apply(T* c, int64_t j, vec<T> product) const {
+    if (accumulate)
+      product = decay ? fma(load(c), load(decay + j), product) : load(c) + product;
+    store(c, product);
+  }
+};
+
+template <int kM, int kNV, class T>
+PYATTN_INLINE void gemm_tile(int64_t inner, Strided<T> A, Rows<const T> B, Rows<T> C, int64_t j0, Update<T> update) {
+  vec<T> sum[kM][kNV] = {};
+#pragma GCC unroll 1
+  for (int64_t k = 0; k < inner; ++k) {
+    vec<T> b[kNV];
+#pragma GCC unroll 16
+    for (int v = 0; v < kNV; ++v) b[v] = load(B.data + k * B.row + j0 + v * kLanes<T>);
+#pragma GCC unroll 16
+    for (int i = 0; i < kM; ++i) {
+      const vec<T> a = set1(A.data[i * A.row + k * A.col]);
+#pragma GCC unroll 16
+      for (int v = 0; v < kNV; ++v) sum[i][v] = fma(a, b[v], sum[i][v]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kM; ++i)
+#pragma GCC unroll 16
+    for (int v = 0; v < kNV; ++v) {
+      const int64_t j = j0 + v * kLanes<T>;
+      update.apply(C.data + i * C.row + j, j, sum[i][v]);
+    }
+}
+
+// The panel of columns [j0, j0 + kNV vectors): tiles of kM rows, the rest in halves.
+template <int kNV, class T, int kM = kMR[kNV]>
+void gemm_panel(int64_t rows, int64_t inner, Strided<T> A, Rows<const T> B, Rows<T> C, int64_t j0, Update<T> update) {
+  int64_t i = 0;
+  for (; i + kM <= rows; i += kM)
+    gemm_tile<kM, kNV>(inner, Strided<T>{A.data + i * A.row, A.row, A.col}, B, C.from(i), j0, update);
+  if constexpr (kM > 1)
+    if (i < rows)
+      gemm_panel<kNV, T, (kM + 1) / 2>(rows - i, inner, Strided<T>{A.data + i * A.row, A.row, A.col}, B, C.from(i), j0,
+                                       update);
+}
+
+// C[rows x cols] (update) A[rows x inner] B[inner x cols]; cols is a multiple of the lanes.
+template <class T, int kNV = kMaxNV>
+void gemm(int64_t rows, int64_t cols, int64_t inner, Strided<T> A, Rows<const T> B, Rows<T> C, Update<T> update,
+          int64_t j0 = 0) {
+  for (; j0 + kNV * kLanes<T> <= cols; j0 += kNV * kLanes<T>) gemm_panel<kNV>(rows, inner, A, B, C, j0, update);
+  if constexpr (kNV > 1)
+    if (j0 < cols) gemm<T, kNV - 1>(rows, cols, inner, A, B, C, update, j0);
+}
+
+// The same sums in the same order, leaving out the terms where seen(i, j, k), a vector of columns j, is false. For tiles
+// in which values that are not seen may be NaN or inf: the gemm above would multiply them by 0.
+template <class T, class Seen>
+void gemm_seen(int64_t rows, int64_t cols, int64_t inner, Strided<T> A, Rows<const T> B, Rows<T> C, Update<T> update,
+               Seen seen) {
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = 0; j < cols; j += kLanes<T>) {
+      vec<T> sum = {};
+      for (int64_t k = 0; k < inner; ++k) {
+        const vec<T> term = fma(set1(A.data[i * A.row + k * A.col]), load(B.data + k * B.row + j), sum);
+        sum = seen(i, j, k) ? term : sum;
+      }
+      update.apply(C.data + i * C.row + j, j, sum);
+    }
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

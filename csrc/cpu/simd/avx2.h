@@ -1,0 +1,34 @@
+// x86-64-v3: AVX2, FMA, F16C.
+#pragma once
+
+#include <immintrin.h>
+
+namespace pyattn::PYATTN_ISA {
+inline constexpr int kVectorBytes = 32;
+// Register tiles by width in vectors: 12 accumulators + 2 of B + 1 of A of 16 registers; 4 x 3 spills.
+inline constexpr int kMaxNV = 2;
+inline constexpr int kMR[kMaxNV + 1] = {0, 12, 6};
+}  // namespace pyattn::PYATTN_ISA
+
+#define PYATTN_HAS_F16_CONVERSION
+#include "half.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+PYATTN_INLINE vec<float> fma(vec<float> a, vec<float> b, vec<float> c) { return _mm256_fmadd_ps(a, b, c); }
+PYATTN_INLINE vec<double> fma(vec<double> a, vec<double> b, vec<double> c) { return _mm256_fmadd_pd(a, b, c); }
+
+// b where either is NaN.
+PYATTN_INLINE vec<float> max(vec<float> a, vec<float> b) { return _mm256_max_ps(a, b); }
+PYATTN_INLINE vec<double> max(vec<double> a, vec<double> b) { return _mm256_max_pd(a, b); }
+
+PYATTN_INLINE vec<float> load(const f16* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+PYATTN_INLINE void store(f16* p, vec<float> x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

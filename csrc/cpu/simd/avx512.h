@@ -1,0 +1,39 @@
+// x86-64-v4: AVX-512 F, BW, CD, DQ, VL.
+#pragma once
+
+// gcc 12 initialises _mm512_undefined_ps() with itself, and then warns about it.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+
+namespace pyattn::PYATTN_ISA {
+inline constexpr int kVectorBytes = 64;
+// Register tiles by width in vectors, of 32 registers: 24 accumulators + 4 of B + 1 of A is the widest that does not spill.
+inline constexpr int kMaxNV = 4;
+inline constexpr int kMR[kMaxNV + 1] = {0, 14, 12, 8, 6};
+}  // namespace pyattn::PYATTN_ISA
+
+#define PYATTN_HAS_F16_CONVERSION
+#include "half.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+PYATTN_INLINE vec<float> fma(vec<float> a, vec<float> b, vec<float> c) { return _mm512_fmadd_ps(a, b, c); }
+PYATTN_INLINE vec<double> fma(vec<double> a, vec<double> b, vec<double> c) { return _mm512_fmadd_pd(a, b, c); }
+
+// b where either is NaN.
+PYATTN_INLINE vec<float> max(vec<float> a, vec<float> b) { return _mm512_max_ps(a, b); }
+PYATTN_INLINE vec<double> max(vec<double> a, vec<double> b) { return _mm512_max_pd(a, b); }
+
+PYATTN_INLINE vec<float> load(const f16* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+PYATTN_INLINE void store(f16* p, vec<float> x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

@@ -1,0 +1,24 @@
+// The fallback: 128-bit vectors of the compiler's own arithmetic, for any machine.
+#pragma once
+
+namespace pyattn::PYATTN_ISA {
+inline constexpr int kVectorBytes = 16;
+// Register tiles by width in vectors: accumulators + one row of B + A + the product that has no fma, of 16 registers.
+inline constexpr int kMaxNV = 2;
+inline constexpr int kMR[kMaxNV + 1] = {0, 8, 4};
+}  // namespace pyattn::PYATTN_ISA
+
+#include "half.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+PYATTN_INLINE vec<float> fma(vec<float> a, vec<float> b, vec<float> c) { return a * b + c; }
+PYATTN_INLINE vec<double> fma(vec<double> a, vec<double> b, vec<double> c) { return a * b + c; }
+
+// b where either is NaN.
+PYATTN_INLINE vec<float> max(vec<float> a, vec<float> b) { return a > b ? a : b; }
+PYATTN_INLINE vec<double> max(vec<double> a, vec<double> b) { return a > b ? a : b; }
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

@@ -1,0 +1,81 @@
+// Vectors of the active width: what GCC's vector extension gives every instruction set alike. Included by an ISA header
+// once kVectorBytes is known; + - * / and comparisons on vec are the language's own.
+#pragma once
+
+#include <cstddef>
+#include <utility>
+
+#include "attention.h"
+
+#define PYATTN_INLINE static inline __attribute__((always_inline))
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+template <class T>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(kVectorBytes)));
+};
+template <class T>
+using vec = typename VectorOf<T>::type;
+
+template <class T>
+inline constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(T));
+
+// The type that values stored as S are computed in.
+template <class S>
+struct ComputeOf {
+  using type = float;
+};
+template <>
+struct ComputeOf<double> {
+  using type = double;
+};
+template <class S>
+using Compute = typename ComputeOf<S>::type;
+
+template <class T>
+PYATTN_INLINE vec<T> set1(T x) {
+  return x - vec<T>{};
+}
+
+template <class T>
+PYATTN_INLINE vec<T> load_unaligned(const T* p) {
+  vec<T> x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return x;
+}
+
+PYATTN_INLINE vec<float> load(const float* p) { return load_unaligned(p); }
+PYATTN_INLINE vec<double> load(const double* p) { return load_unaligned(p); }
+PYATTN_INLINE void store(float* p, vec<float> x) { __builtin_memcpy(p, &x, sizeof x); }
+PYATTN_INLINE void store(double* p, vec<double> x) { __builtin_memcpy(p, &x, sizeof x); }
+
+// The same lanes, bit for bit, as another element type.
+template <class To, class From>
+PYATTN_INLINE vec<To> bit_cast(From x) {
+  static_assert(sizeof(From) == sizeof(vec<To>));
+  return reinterpret_cast<vec<To>>(x);
+}
+
+template <int kStage, class V, std::size_t... I>
+PYATTN_INLINE void exchange(V& a, V& b, std::index_sequence<I...>) {
+  constexpr int n = sizeof...(I);
+  const V low = __builtin_shufflevector(a, b, (I & kStage ? n + I - kStage : I)...);
+  b = __builtin_shufflevector(a, b, (I & kStage ? n + I : I + kStage)...);
+  a = low;
+}
+
+// Transposes a square of registers: log2(lanes) stages, each swapping the off-diagonal halves of 2 x 2 blocks.
+template <class T, int kStage = 1>
+PYATTN_INLINE void transpose(vec<T> (&rows)[kLanes<T>]) {
+  if constexpr (kStage < kLanes<T>) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes<T>; ++i)
+      if (!(i & kStage)) exchange<kStage>(rows[i], rows[i + kStage], std::make_index_sequence<kLanes<T>>{});
+    transpose<T, 2 * kStage>(rows);
+  }
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

@@ -1,0 +1,100 @@
+// The elementwise passes between the products, over tiles S[key][query] with queries on the lanes: every reduction over
+// keys is a vertical one.
+#pragma once
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+template <class T>
+inline constexpr T kNegInf = -static_cast<T>(__builtin_inff());
+
+// Online softmax (Milakov and Gimelshein 2018) of a block of queries: after each key block,
+// row_sum = sum exp(s - row_max), and sums made with an older row_max are worth decay times as much.
+template <class T>
+struct SoftmaxState {
+  alignas(kScratchAlign) T row_max[kBlockQ<T>], row_sum[kBlockQ<T>], decay[kBlockQ<T>];
+
+  SoftmaxState() {
+    for (int64_t i = 0; i < kBlockQ<T>; ++i) row_max[i] = kNegInf<T>, row_sum[i] = 0;
+  }
+};
+
+// exp(s - shift), in the base that the hardware has. The difference comes first: s * log2(e) would overflow for scores
+// near the largest number.
+template <class T>
+PYATTN_INLINE vec<T> exp_difference(vec<T> s, vec<T> shift) {
+  return exp2<T>((s - shift) * T(kLog2e));
+}
+
+// -inf - -inf is NaN: where nothing was seen yet, subtract 0 and let exp(-inf) be 0.
+template <class T>
+PYATTN_INLINE vec<T> finite_shift(vec<T> x) {
+  return x == kNegInf<T> ? vec<T>{} : x;
+}
+
+// P = exp(S - row_max) in place, and the new state, for the lanes [j0, j0 + kNV vectors). seen counts the keys that a lane
+// sees, as mask_tile gives it.
+template <int kNV, bool kMasked, class T>
+void softmax_panel(Rows<T> S, int64_t keys, int64_t j0, const T* seen, SoftmaxState<T>& state) {
+  constexpr int L = kLanes<T>;
+  vec<T> limit[kNV], old_max[kNV], new_max[kNV], shift[kNV], sum[kNV] = {};
+#pragma GCC unroll 16
+  for (int v = 0; v < kNV; ++v) {
+    limit[v] = kMasked ? load(seen + j0 + v * L) : vec<T>{};
+    new_max[v] = old_max[v] = load(state.row_max + j0 + v * L);
+  }
+  for (int64_t k = 0; k < keys; ++k)
+#pragma GCC unroll 16
+    for (int v = 0; v < kNV; ++v) {
+      vec<T> s = load(S.data + k * S.row + j0 + v * L);
+      if constexpr (kMasked) s = static_cast<T>(k) < limit[v] ? s : set1(kNegInf<T>);
+      new_max[v] = max(s, new_max[v]);  // a NaN does not enter here; it makes its own P, and so the sum, NaN
+    }
+#pragma GCC unroll 16
+  for (int v = 0; v < kNV; ++v) shift[v] = finite_shift<T>(new_max[v]);
+  for (int64_t k = 0; k < keys; ++k)
+#pragma GCC unroll 16
+    for (int v = 0; v < kNV; ++v) {
+      T* s = S.data + k * S.row + j0 + v * L;
+      vec<T> p = exp_difference<T>(load(s), shift[v]);
+      if constexpr (kMasked) p = static_cast<T>(k) < limit[v] ? p : vec<T>{};
+      sum[v] += p;
+      store(s, p);
+    }
+#pragma GCC unroll 16
+  for (int v = 0; v < kNV; ++v) {
+    const int64_t j = j0 + v * L;
+    const vec<T> decay = exp_difference<T>(old_max[v], shift[v]);
+    store(state.row_max + j, new_max[v]);
+    store(state.row_sum + j, fma(load(state.row_sum + j), decay, sum[v]));
+    store(state.decay + j, decay);
+  }
+}
+
+template <bool kMasked, class T, int kNV = kMaxNV>
+void softmax_tile(Rows<T> S, int64_t keys, int64_t lanes, const T* seen, SoftmaxState<T>& state, int64_t j0 = 0) {
+  constexpr int64_t width = kNV * kLanes<T>;
+  for (; j0 + width <= lanes; j0 += width) softmax_panel<kNV, kMasked>(S, keys, j0, seen, state);
+  if constexpr (kNV > 1)
+    if (j0 < lanes) softmax_tile<kMasked, T, kNV - 1>(S, keys, lanes, seen, state, j0);
+}
+
+// From the scores S and dP: P = exp(S - lse) in place of S, dS = P (dP - delta) in place of dP.
+template <bool kMasked, class T>
+void softmax_gradient_tile(Rows<T> S, Rows<T> dP, int64_t keys, int64_t lanes, const T* seen, const T* lse,
+                           const T* delta) {
+  for (int64_t k = 0; k < keys; ++k)
+    for (int64_t j = 0; j < lanes; j += kLanes<T>) {
+      T *s = S.data + k * S.row + j, *ds = dP.data + k * dP.row + j;
+      vec<T> p = exp_difference<T>(load(s), load(lse + j)), d = p * (load(ds) - load(delta + j));
+      if constexpr (kMasked) {
+        const auto sees = static_cast<T>(k) < load(seen + j);
+        p = sees ? p : vec<T>{}, d = sees ? d : vec<T>{};
+      }
+      store(s, p);
+      store(ds, d);
+    }
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

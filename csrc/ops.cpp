@@ -1,0 +1,210 @@
+// The operators pyattn::attention_forward and pyattn::attention_backward: check, allocate, fill the params, run the kernels in
+// parallel. The same functions serve the CPU and, stopping before the kernels, the Meta key, so that shapes, strides and
+// errors can't differ between them.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <pthread.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+
+#include <atomic>
+
+#include "attention.h"
+
+namespace pyattn {
+namespace {
+
+using at::Tensor;
+using c10::SymInt;
+using std::optional;
+
+// ---- Checks -----------------------------------------------------------------------------------------------------------
+
+DType dtype_of(at::ScalarType type) {
+  switch (type) {
+    case at::kDouble: return DType::kFloat64;
+    case at::kFloat: return DType::kFloat32;
+    case at::kBFloat16: return DType::kBFloat16;
+    case at::kHalf: return DType::kFloat16;
+    default: TORCH_CHECK_TYPE(false, "pyattn: dtype must be float64, float32, bfloat16 or float16, got ", type);
+  }
+}
+
+at::ScalarType lse_dtype(at::ScalarType type) { return type == at::kDouble ? at::kDouble : at::kFloat; }
+
+void check_like(const char* name, const Tensor& t, const Tensor& q, at::ScalarType type, c10::SymIntArrayRef sizes) {
+  TORCH_CHECK_TYPE(t.scalar_type() == type, "pyattn: ", name, " must have dtype ", type, " as q implies, got ",
+                   t.scalar_type());
+  TORCH_CHECK_VALUE(t.device() == q.device(), "pyattn: ", name, " must be on q's device, got ", t.device(), " and ",
+                    q.device());
+  TORCH_CHECK_VALUE(t.sym_sizes() == sizes, "pyattn: ", name, " must have shape ", sizes, ", got ", t.sym_sizes());
+}
+
+void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, double softmax_scale,
+                  const optional<Tensor>& q_offsets) {
+  TORCH_CHECK_VALUE(q.dim() == 4 && k.dim() == 4 && v.dim() == 4,
+                    "pyattn: q, k and v must have 4 dimensions (batch, num_heads, seqlen, head_dim), got q ",
+                    q.sym_sizes(), ", k ", k.sym_sizes(), " and v ", v.sym_sizes());
+  dtype_of(q.scalar_type());
+  const auto qs = q.sym_sizes(), ks = k.sym_sizes(), vs = v.sym_sizes();
+  TORCH_CHECK_VALUE(ks[0] == qs[0], "pyattn: q and k must have the same batch, got ", qs[0], " and ", ks[0]);
+  TORCH_CHECK_VALUE(ks[3] == qs[3], "pyattn: q and k must have the same head_dim, got ", qs[3], " and ", ks[3]);
+  TORCH_CHECK_VALUE(ks[1] == 0 ? qs[1] == 0 : qs[1] % ks[1] == 0,
+                    "pyattn: num_heads_q must be a multiple of num_heads_kv, got ", qs[1], " and ", ks[1]);
+  check_like("k", k, q, q.scalar_type(), ks);
+  check_like("v", v, q, q.scalar_type(), {ks[0], ks[1], ks[2], vs[3]});
+  TORCH_CHECK_VALUE(std::isfinite(softmax_scale), "pyattn: softmax_scale must be finite, got ", softmax_scale);
+  if (q_offsets) check_like("q_offset", *q_offsets, q, at::kLong, {qs[0]});
+}
+
+// ---- Results ----------------------------------------------------------------------------------------------------------
+
+// A dense tensor with the dimensions in memory ordered as in like (what empty_like does), its last size being cols.
+Tensor empty_ordered_as(const Tensor& like, const SymInt& cols) {
+  std::array<int, 4> order{0, 1, 2, 3};  // outermost first
+  const auto strides = like.sym_strides(), sizes = like.sym_sizes();
+  // Only a strict difference moves a dimension. Strides of sizes 0 and 1 and of expanded dimensions say nothing.
+  const auto says = [&](int d) { return sizes[d] > 1 && strides[d] > 0; };
+  for (int end = 3; end > 0; --end)
+    for (int i = 0; i < end; ++i)
+      if (says(order[i]) && says(order[i + 1]) && strides[order[i]] < strides[order[i + 1]])
+        std::swap(order[i], order[i + 1]);
+  std::array<SymInt, 4> shape{sizes[0], sizes[1], sizes[2], cols}, dense;
+  SymInt stride = 1;
+  for (int i = 3; i >= 0; --i) {
+    dense[order[i]] = stride;
+    stride *= shape[order[i]].max(1);
+  }
+  return at::empty_strided_symint(shape, dense, like.options());
+}
+
+// ---- Params -----------------------------------------------------------------------------------------------------------
+
+// The kernels read any strides but the last, which must be 1.
+Tensor with_contiguous_columns(const Tensor& t) { return t.size(3) <= 1 || t.stride(3) == 1 ? t : t.contiguous(); }
+
+View view(const Tensor& t) {
+  return {const_cast<void*>(t.const_data_ptr()), t.stride(0), t.stride(1), t.stride(2)};
+}
+
+void fill(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+          double softmax_scale, bool causal, int64_t q_offset, const optional<Tensor>& q_offsets) {
+  p.q = view(q), p.k = view(k), p.v = view(v), p.out = view(out);
+  p.lse = const_cast<void*>(lse.const_data_ptr());
+  p.batch = q.size(0), p.num_heads_q = q.size(1), p.num_heads_kv = k.size(1);
+  p.seqlen_q = q.size(2), p.seqlen_k = k.size(2), p.head_dim = q.size(3), p.head_dim_v = v.size(3);
+  p.softmax_scale = softmax_scale;
+  p.mask = {causal, q_offset, q_offsets ? q_offsets->const_data_ptr<int64_t>() : nullptr};
+}
+
+// ---- Threads ----------------------------------------------------------------------------------------------------------
+
+// A child forked after the parent has used OpenMP hangs when it uses it, too: it has the pool's state without its threads.
+std::atomic<bool> forked{false};
+[[maybe_unused]] const int watch_forks = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+
+Tensor empty_bytes(int64_t n) { return at::empty({n}, at::TensorOptions(at::kByte)); }
+
+// Runs all work items of the pass, each thread taking the next one when it is done. Scratch belongs to a task, not to a
+// thread number.
+template <class Params>
+void run(const Pass<Params>& pass, const Params& p) {
+  const Plan plan = pass.plan(p);
+  if (plan.items == 0) return;
+  std::atomic<int64_t> next{0};
+  const auto task = [&](int64_t, int64_t) {
+    const Tensor scratch = empty_bytes(plan.scratch_bytes + kScratchAlign);
+    auto address = reinterpret_cast<uintptr_t>(scratch.mutable_data_ptr());
+    address = (address + kScratchAlign - 1) / kScratchAlign * kScratchAlign;
+    for (int64_t item; (item = next++) < plan.items;) pass.run(p, item, item + 1, reinterpret_cast<void*>(address));
+  };
+  // Waking the other threads costs about 5 us, in which one thread multiplies half a million pairs.
+  constexpr double kWorthThreads = 1 << 20;
+  const double work = static_cast<double>(p.batch) * p.num_heads_q * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v);
+  const int64_t tasks = work < kWorthThreads || forked ? 1 : std::min<int64_t>(plan.items, at::get_num_threads());
+  if (tasks == 1)
+    task(0, 1);
+  else
+    at::parallel_for(0, tasks, 1, task);
+}
+
+// ---- Operators --------------------------------------------------------------------------------------------------------
+
+std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, double softmax_scale,
+                                             bool causal, SymInt q_offset, const optional<Tensor>& q_offsets) {
+  check_inputs(q, k, v, softmax_scale, q_offsets);
+  Tensor out = empty_ordered_as(q, v.sym_size(3));
+  Tensor lse = at::empty_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2)},
+                                q.options().dtype(lse_dtype(q.scalar_type())));
+  if (q.is_meta()) return {out, lse};
+
+  const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
+  const optional<Tensor> offsets = q_offsets ? optional(q_offsets->contiguous()) : std::nullopt;
+  ForwardParams p;
+  fill(p, q_, k_, v_, out, lse, softmax_scale, causal, q_offset.expect_int(), offsets);
+  run(kernels(dtype_of(q.scalar_type())).forward, p);
+  return {out, lse};
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout, const optional<Tensor>& dlse, const Tensor& q,
+                                                      const Tensor& k, const Tensor& v, const Tensor& out,
+                                                      const Tensor& lse, double softmax_scale, bool causal,
+                                                      SymInt q_offset, const optional<Tensor>& q_offsets) {
+  check_inputs(q, k, v, softmax_scale, q_offsets);
+  const std::array<SymInt, 4> out_sizes{q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)};
+  const c10::SymIntArrayRef lse_sizes(out_sizes.data(), 3);
+  check_like("dout", dout, q, q.scalar_type(), out_sizes);
+  check_like("out", out, q, q.scalar_type(), out_sizes);
+  check_like("lse", lse, q, lse_dtype(q.scalar_type()), lse_sizes);
+  if (dlse) check_like("dlse", *dlse, q, lse_dtype(q.scalar_type()), lse_sizes);
+  Tensor dq = empty_ordered_as(q, q.sym_size(3)), dk = empty_ordered_as(k, k.sym_size(3)),
+         dv = empty_ordered_as(v, v.sym_size(3));
+  if (q.is_meta()) return {dq, dk, dv};
+
+  const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
+  const Tensor dout_ = with_contiguous_columns(dout), out_ = with_contiguous_columns(out), lse_ = lse.contiguous();
+  const Tensor dlse_ = dlse ? dlse->contiguous() : Tensor();
+  const optional<Tensor> offsets = q_offsets ? optional(q_offsets->contiguous()) : std::nullopt;
+  BackwardParams p;
+  fill(p, q_, k_, v_, out_, lse_, softmax_scale, causal, q_offset.expect_int(), offsets);
+  p.dout = view(dout_), p.dq = view(dq), p.dk = view(dk), p.dv = view(dv);
+  p.dlse = dlse ? dlse_.const_data_ptr() : nullptr;
+  const Kernels& table = kernels(dtype_of(q.scalar_type()));
+  const Tensor dq_parts = empty_bytes(table.backward.plan(p).shared_bytes);
+  p.dq_parts = dq_parts.mutable_data_ptr();
+  run(table.backward, p);
+  run(table.reduce_dq, p);
+  return {dq, dk, dv};
+}
+
+}  // namespace
+
+TORCH_LIBRARY(pyattn, m) {
+  m.def(
+      "attention_forward(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, SymInt q_offset, "
+      "Tensor? q_offsets=None) -> (Tensor out, Tensor lse)");
+  m.def(
+      "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+      "float softmax_scale, bool causal, SymInt q_offset, Tensor? q_offsets=None) -> (Tensor dq, Tensor dk, Tensor dv)");
+}
+
+TORCH_LIBRARY_IMPL(pyattn, CPU, m) {
+  m.impl("attention_forward", attention_forward);
+  m.impl("attention_backward", attention_backward);
+}
+
+TORCH_LIBRARY_IMPL(pyattn, Meta, m) {
+  m.impl("attention_forward", attention_forward);
+  m.impl("attention_backward", attention_backward);
+}
+
+// Derivatives come from pyattn/autograd.py. Whatever it does not define, double backward and forward mode, raises here
+// instead of being silently zero.
+TORCH_LIBRARY_IMPL(pyattn, Autograd, m) {
+  m.impl("attention_forward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("attention_backward", torch::autograd::autogradNotImplementedFallback());
+}
+
+}  // namespace pyattn

@@ -1,0 +1,7 @@
+"""Exact multi-head causal attention for PyTorch, forward and backward, in native code."""
+
+from pyattn.functional import attention
+
+__version__ = "0.1.0"
+
+__all__ = ["__version__", "attention"]

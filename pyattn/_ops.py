@@ -1,0 +1,59 @@
+"""Loads the native module and gives its operators what only Python can: batching rules for vmap."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    from pyattn import _build
+except ImportError as error:
+    raise ImportError(
+        "pyattn: this folder holds the package's source without its native module; install it with "
+        "'pip install -e .' in the checkout, or start Python from another folder to use the installed package"
+    ) from error
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+if _minor(torch.__version__) != _minor(_build.torch_version):
+    raise ImportError(
+        f"pyattn: built for torch {_minor(_build.torch_version)}, got torch {torch.__version__}; rebuild for it with "
+        "'pip install --no-build-isolation --force-reinstall --no-deps .' in the checkout, or install "
+        f"'torch=={_minor(_build.torch_version)}.*'"
+    )
+
+from pyattn import _C  # noqa: E402, F401  (registers torch.ops.pyattn.*)
+
+attention_forward = torch.ops.pyattn.attention_forward.default
+attention_backward = torch.ops.pyattn.attention_backward.default
+
+
+def _fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    """Moves the mapped dimension into the batch: (size, B, ...) -> (size * B, ...)."""
+    if tensor is None:
+        return None
+    tensor = tensor.unsqueeze(0).expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+    return tensor.flatten(0, 1)
+
+
+def _register_vmap(op: Callable[..., tuple[Tensor, ...]], name: str) -> None:
+    """vmap over an operator is one call with a larger batch."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        size = info.batch_size
+        folded = [
+            _fold(arg, dim, size) if arg is None or isinstance(arg, Tensor) else arg
+            for arg, dim in zip(args, in_dims, strict=True)
+        ]
+        results = op(*folded)
+        return tuple(t.unflatten(0, (size, t.shape[0] // size)) for t in results), (0,) * len(results)
+
+    torch.library.register_vmap(name, rule)
+
+
+_register_vmap(attention_forward, "pyattn::attention_forward")
+_register_vmap(attention_backward, "pyattn::attention_backward")
