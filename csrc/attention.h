@@ -34,7 +34,9 @@ struct Mask {
 
 struct ForwardParams {
   View q, k, v, out;
-  void* lse;  // (batch, num_heads_q, seqlen_q) dense, natural log; double for float64, else float
+  // (batch, num_heads_q, seqlen_q) dense, natural log, double for float64, else float. lse_low is what rounding took from
+  // lse: exp(S - lse) of large scores is as exact as softmax only with it.
+  void *lse, *lse_low;
   int64_t batch, num_heads_q, num_heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
   double softmax_scale;
   Mask mask;

@@ -17,21 +17,22 @@ from torch.autograd.function import FunctionCtx
 from pyattn import _ops
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, q_offsets = ctx.saved_tensors
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, lse_low, q_offsets = ctx.saved_tensors
     if dout is None and dlse is None:
         return (None,) * 7
     if dout is None:
         dout = torch.zeros_like(out)
     dq, dk, dv = _ops.attention_backward(
-        dout, dlse, q, k, v, out, lse, ctx.softmax_scale, ctx.causal, ctx.q_offset, q_offsets
+        dout, dlse, q, k, v, out, lse, lse_low, ctx.softmax_scale, ctx.causal, ctx.q_offset, q_offsets
     )
     return dq, dk, dv, None, None, None, None
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, ctx.softmax_scale, ctx.causal, ctx.q_offset, q_offsets = inputs
     ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(q, k, v, *output, q_offsets)
 
 
@@ -39,8 +40,8 @@ class Attention(torch.autograd.Function):
     """The one for training loops: forward and backward share a context."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, *args: Any) -> tuple[Tensor, Tensor]:  # noqa: D102
-        output: tuple[Tensor, Tensor] = _ops.attention_forward(*args)
+    def forward(ctx: FunctionCtx, *args: Any) -> tuple[Tensor, ...]:  # noqa: D102
+        output: tuple[Tensor, ...] = _ops.attention_forward(*args)
         _save(ctx, args, output)
         return output
 
@@ -53,8 +54,8 @@ class TransformableAttention(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor]:  # noqa: D102
-        output: tuple[Tensor, Tensor] = _ops.attention_forward(*args)
+    def forward(*args: Any) -> tuple[Tensor, ...]:  # noqa: D102
+        output: tuple[Tensor, ...] = _ops.attention_forward(*args)
         return output
 
     setup_context = staticmethod(_save)
@@ -76,13 +77,12 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` of the native operator, differentiable in q, k and v."""
     args = (q, k, v, softmax_scale, causal, q_offset, q_offsets)
-    output: tuple[Tensor, Tensor]
     if torch.compiler.is_compiling():
-        output = Attention.apply(*args)
+        out, lse, _ = Attention.apply(*args)
     elif torch._C._are_functorch_transforms_active():
-        output = TransformableAttention.apply(*args)
+        out, lse, _ = TransformableAttention.apply(*args)
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        output = Attention.apply(*args)
+        out, lse, _ = Attention.apply(*args)
     else:
-        output = _ops.attention_forward(*args)
-    return output
+        out, lse, _ = _ops.attention_forward(*args)
+    return out, lse

@@ -48,7 +48,7 @@ struct BackwardScratch {
   Rows<T> Q, dO, K, V;        // packed copies, where the tensor can't be read in place
   Rows<T> P, dP, Ot;          // tiles
   Rows<T> dQ, dK, dV;         // sums
-  T *lse, *delta, *seen;
+  T *lse, *lse_low, *delta, *seen;
   int64_t bytes;
 
   BackwardScratch(const BackwardParams& p, void* base) {
@@ -70,6 +70,7 @@ struct BackwardScratch {
     dK = take(p.seqlen_k, ld_k);
     dV = take(p.seqlen_k, ld_v);
     lse = carver.take<T>(rows);
+    lse_low = carver.take<T>(rows);
     delta = carver.take<T>(rows);
     seen = carver.take<T>(kBlockQ<T>);
     bytes = carver.bytes();
@@ -110,6 +111,7 @@ class BackwardItem {
   const int64_t k_begin, k_end;
   T* const dq_part;  // this item's share of dQ for all rows, or null: it is the whole of it
   const BackwardScratch<S>& s;
+  const Scale<T> scale{p.softmax_scale};
 
   void super_block(int64_t r0, int64_t rows) {
     const Rows<T> dQ = dq_part ? Rows<T>{dq_part + r0 * s.ld_k, s.ld_k} : s.dQ;
@@ -140,26 +142,32 @@ class BackwardItem {
     };
     const int64_t lanes = round_up(rows, kLanes<T>);
     const Rows<T> Qt = transposed_block(s.Qt, p.head_dim, i), dOt = transposed_block(s.dOt, p.head_dim_v, i);
-    pack_transposed<S>(Qt, rows, lanes, p.head_dim, static_cast<T>(p.softmax_scale), from(p.q));
+    pack_transposed<S>(Qt, rows, lanes, p.head_dim, scale.power, from(p.q));
     pack_transposed<S>(dOt, rows, lanes, p.head_dim_v, T(1), from(p.dout));
     pack_transposed<S>(s.Ot, rows, lanes, p.head_dim_v, T(1), from(p.out));
     if (!rows_in_place<S>(head.group, p.head_dim)) pack_rows<S>(s.Q.from(i), rows, p.head_dim, from(p.q));
     if (!rows_in_place<S>(head.group, p.head_dim_v)) pack_rows<S>(s.dO.from(i), rows, p.head_dim_v, from(p.dout));
 
-    // delta, summed in the order in which gemm makes dP: for a row with one key dP - delta is exactly 0.
+    // delta, summed in the order in which score_gemm makes dP: for a row with one key dP - delta is exactly 0.
     for (int64_t j = 0; j < lanes; j += kLanes<T>) {
-      vec<T> sum = {};
-      for (int64_t d = 0; d < p.head_dim_v; ++d)
-        sum = fma(load(s.Ot.from(d).data + j), load(dOt.from(d).data + j), sum);
-      store(s.delta + i + j, sum);
+      vec<T> delta = {};
+      for (int64_t d = 0; d < p.head_dim_v;) {
+        vec<T> sum = {};
+        for (const int64_t end = min(d + kScoreBlock, p.head_dim_v); d < end; ++d)
+          sum = fma(load(s.Ot.from(d).data + j), load(dOt.from(d).data + j), sum);
+        delta += sum;
+      }
+      store(s.delta + i + j, delta);
     }
-    const T *lse = static_cast<const T*>(p.lse), *dlse = static_cast<const T*>(p.dlse);
+    const T *lse = static_cast<const T*>(p.lse), *low = static_cast<const T*>(p.lse_low);
+    const T* dlse = static_cast<const T*>(p.dlse);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t at = head.index(p, row + r);
       s.lse[i + r] = lse[at] == kNegInf<T> ? T(0) : lse[at];
+      s.lse_low[i + r] = low[at];
       if (dlse) s.delta[i + r] -= dlse[at];
     }
-    for (int64_t r = rows; r < lanes; ++r) s.lse[i + r] = 0;
+    for (int64_t r = rows; r < lanes; ++r) s.lse[i + r] = s.lse_low[i + r] = 0;
   }
 
   Rows<T> transposed_block(Rows<T> blocks, int64_t cols, int64_t i) const {
@@ -177,12 +185,12 @@ class BackwardItem {
       const bool masked = mask_tile(head, r0 + i, m, lanes, n0, keys, s.seen);
       const Rows<const T> Qi = Q.from(i), dOi = dO.from(i);
 
-      gemm<T>(keys, lanes, p.head_dim, K.strided(), transposed_block(s.Qt, p.head_dim, i), s.P, {false});
-      gemm<T>(keys, lanes, p.head_dim_v, V.strided(), transposed_block(s.dOt, p.head_dim_v, i), s.dP, {false});
+      score_gemm<T>(keys, lanes, p.head_dim, K.strided(), transposed_block(s.Qt, p.head_dim, i), s.P);
+      score_gemm<T>(keys, lanes, p.head_dim_v, V.strided(), transposed_block(s.dOt, p.head_dim_v, i), s.dP);
       if (masked)
-        softmax_gradient_tile<true>(s.P, s.dP, keys, lanes, s.seen, s.lse + i, s.delta + i);
+        softmax_gradient_tile<true>(s.P, s.dP, keys, lanes, s.seen, scale, s.lse + i, s.lse_low + i, s.delta + i);
       else
-        softmax_gradient_tile<false>(s.P, s.dP, keys, lanes, s.seen, s.lse + i, s.delta + i);
+        softmax_gradient_tile<false>(s.P, s.dP, keys, lanes, s.seen, scale, s.lse + i, s.lse_low + i, s.delta + i);
 
       const Strided<T> P = s.P.strided(), dS = s.dP.strided();
       if (masked && !(all_finite(K, keys, p.head_dim) && all_finite(Qi, m, p.head_dim) &&

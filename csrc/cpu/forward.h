@@ -52,10 +52,11 @@ void forward_block(const ForwardParams& p, const HeadRows& head, int64_t r0, con
   const int64_t rows = min(kBlockQ<T>, head.count - r0), lanes = round_up(rows, kLanes<T>);
   const int64_t k_end = head.visible_keys(r0 + rows - 1);
   const auto [Qt, P, Ot, K_buffer, V_buffer, bytes] = scratch;
+  const Scale<T> scale(p.softmax_scale);
   SoftmaxState<T> state;
   alignas(kScratchAlign) T seen[kBlockQ<T>];
 
-  pack_transposed<S>(Qt, rows, lanes, p.head_dim, static_cast<T>(p.softmax_scale),
+  pack_transposed<S>(Qt, rows, lanes, p.head_dim, scale.power,
                      [&](int64_t i) { return head.row<const S>(p.q, r0 + i); });
   if (k_end == 0)
     for (int64_t d = 0; d < p.head_dim_v; ++d) fill_zero(Ot.data + d * Ot.row, lanes);
@@ -66,11 +67,11 @@ void forward_block(const ForwardParams& p, const HeadRows& head, int64_t r0, con
     const Rows<const T> V = load_keys<S>(head, p.v, n0, keys, p.head_dim_v, false, V_buffer);
     const bool masked = mask_tile(head, r0, rows, lanes, n0, keys, seen);
 
-    gemm<T>(keys, lanes, p.head_dim, K.strided(), Qt, P, {false});
+    score_gemm<T>(keys, lanes, p.head_dim, K.strided(), Qt, P);
     if (masked)
-      softmax_tile<true>(P, keys, lanes, seen, state);
+      softmax_tile<true>(P, keys, lanes, seen, scale, state);
     else
-      softmax_tile<false>(P, keys, lanes, seen, state);
+      softmax_tile<false>(P, keys, lanes, seen, scale, state);
     const Update<T> update{n0 > 0, state.decay};
     if (masked && !all_finite(V, keys, p.head_dim_v))
       gemm_seen<T>(p.head_dim_v, lanes, keys, V.strided().transposed(), P, Ot, update,
@@ -80,9 +81,16 @@ void forward_block(const ForwardParams& p, const HeadRows& head, int64_t r0, con
   }
 
   alignas(kScratchAlign) T inverse[kBlockQ<T>];
-  T* lse = static_cast<T*>(p.lse);
+  T *lse = static_cast<T*>(p.lse), *lse_low = static_cast<T*>(p.lse_low);
   for (int64_t i = 0; i < lanes; ++i) inverse[i] = state.row_sum[i] == 0 ? T(0) : T(1) / state.row_sum[i];
-  for (int64_t i = 0; i < rows; ++i) lse[head.index(p, r0 + i)] = state.row_max[i] + log(state.row_sum[i]);
+  for (int64_t i = 0; i < rows; ++i) {
+    const int64_t at = head.index(p, r0 + i);
+    const T max_score = scale.factor * state.row_max[i], log_sum = log(state.row_sum[i]);
+    lse[at] = max_score + log_sum;
+    lse_low[at] = lse[at] - lse[at] == 0 ? product_error(scale.factor, state.row_max[i], max_score) +
+                                               sum_error(max_score, log_sum, lse[at])
+                                         : T(0);
+  }
   unpack_transposed<S>(Rows<const T>(Ot), rows, p.head_dim_v, inverse,
                        [&](int64_t i) { return head.row<S>(p.out, r0 + i); });
 }

@@ -81,6 +81,19 @@ void gemm(int64_t rows, int64_t cols, int64_t inner, Strided<T> A, Rows<const T>
     if (j0 < cols) gemm<T, kNV - 1>(rows, cols, inner, A, B, C, update, j0);
 }
 
+// Products over the head dimension make scores, whose rounding error the exponential amplifies: they are summed in blocks of
+// this many terms.
+inline constexpr int64_t kScoreBlock = 64;
+
+// C[rows x cols] = A[rows x inner] B[inner x cols].
+template <class T>
+void score_gemm(int64_t rows, int64_t cols, int64_t inner, Strided<T> A, Rows<const T> B, Rows<T> C) {
+  int64_t k = 0;
+  do {
+    gemm<T>(rows, cols, min(kScoreBlock, inner - k), {A.data + k * A.col, A.row, A.col}, B.from(k), C, {k > 0});
+  } while ((k += kScoreBlock) < inner);
+}
+
 // The same sums in the same order, leaving out the terms where seen(i, j, k), a vector of columns j, is false. For tiles
 // in which values that are not seen may be NaN or inf: the gemm above would multiply them by 0.
 template <class T, class Seen>

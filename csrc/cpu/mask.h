@@ -4,12 +4,6 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-PYATTN_INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
-PYATTN_INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
-PYATTN_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return min(max(x, low), high); }
-PYATTN_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-PYATTN_INLINE int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
-
 // The query rows that read one KV head: row r is query r / group of the group's query head r % group. Neighbouring lanes
 // then see almost the same keys, and the few queries of decoding fill a vector with heads.
 struct HeadRows {

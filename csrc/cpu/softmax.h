@@ -9,7 +9,7 @@ template <class T>
 inline constexpr T kNegInf = -static_cast<T>(__builtin_inff());
 
 // Online softmax (Milakov and Gimelshein 2018) of a block of queries: after each key block,
-// row_sum = sum exp(s - row_max), and sums made with an older row_max are worth decay times as much.
+// row_sum = sum exp(factor (s - row_max)), and sums made with an older row_max are worth decay times as much.
 template <class T>
 struct SoftmaxState {
   alignas(kScratchAlign) T row_max[kBlockQ<T>], row_sum[kBlockQ<T>], decay[kBlockQ<T>];
@@ -19,12 +19,20 @@ struct SoftmaxState {
   }
 };
 
-// exp(s - shift), in the base that the hardware has. The difference comes first: s * log2(e) would overflow for scores
-// near the largest number.
+// softmax_scale = power * factor, power being the power of two below it, with its sign. Q is packed times power, which is
+// exact, and the tiles hold S / factor: the score itself is rounded once, inside the exponential. (Scaling by
+// softmax_scale * log2(e) beforehand would cost Q a rounding, and overflow for scores near the largest number.)
 template <class T>
-PYATTN_INLINE vec<T> exp_difference(vec<T> s, vec<T> shift) {
-  return exp2<T>((s - shift) * T(kLog2e));
-}
+struct Scale {
+  T power, factor;
+
+  explicit Scale(double softmax_scale) {
+    int exponent = 1;
+    const double fraction = __builtin_frexp(softmax_scale, &exponent);
+    factor = static_cast<T>(2 * __builtin_fabs(fraction));
+    power = static_cast<T>(__builtin_copysign(__builtin_ldexp(1.0, exponent - 1), softmax_scale));
+  }
+};
 
 // -inf - -inf is NaN: where nothing was seen yet, subtract 0 and let exp(-inf) be 0.
 template <class T>
@@ -32,11 +40,13 @@ PYATTN_INLINE vec<T> finite_shift(vec<T> x) {
   return x == kNegInf<T> ? vec<T>{} : x;
 }
 
-// P = exp(S - row_max) in place, and the new state, for the lanes [j0, j0 + kNV vectors). seen counts the keys that a lane
+// P = exp(factor (S - row_max)) in place, and the new state, for the lanes [j0, j0 + kNV vectors). seen counts the keys that a lane
 // sees, as mask_tile gives it.
 template <int kNV, bool kMasked, class T>
-void softmax_panel(Rows<T> S, int64_t keys, int64_t j0, const T* seen, SoftmaxState<T>& state) {
+void softmax_panel(Rows<T> S, int64_t keys, int64_t j0, const T* seen, Scale<T> scale,
+                   SoftmaxState<T>& state) {
   constexpr int L = kLanes<T>;
+  const vec<T> to_log2 = set1(scale.factor * T(kLog2e));
   vec<T> limit[kNV], old_max[kNV], new_max[kNV], shift[kNV], sum[kNV] = {};
 #pragma GCC unroll 16
   for (int v = 0; v < kNV; ++v) {
@@ -56,7 +66,7 @@ void softmax_panel(Rows<T> S, int64_t keys, int64_t j0, const T* seen, SoftmaxSt
 #pragma GCC unroll 16
     for (int v = 0; v < kNV; ++v) {
       T* s = S.data + k * S.row + j0 + v * L;
-      vec<T> p = exp_difference<T>(load(s), shift[v]);
+      vec<T> p = exp2<T>((load(s) - shift[v]) * to_log2);
       if constexpr (kMasked) p = static_cast<T>(k) < limit[v] ? p : vec<T>{};
       sum[v] += p;
       store(s, p);
@@ -64,7 +74,7 @@ void softmax_panel(Rows<T> S, int64_t keys, int64_t j0, const T* seen, SoftmaxSt
 #pragma GCC unroll 16
   for (int v = 0; v < kNV; ++v) {
     const int64_t j = j0 + v * L;
-    const vec<T> decay = exp_difference<T>(old_max[v], shift[v]);
+    const vec<T> decay = exp2<T>((old_max[v] - shift[v]) * to_log2);
     store(state.row_max + j, new_max[v]);
     store(state.row_sum + j, fma(load(state.row_sum + j), decay, sum[v]));
     store(state.decay + j, decay);
@@ -72,21 +82,24 @@ void softmax_panel(Rows<T> S, int64_t keys, int64_t j0, const T* seen, SoftmaxSt
 }
 
 template <bool kMasked, class T, int kNV = kMaxNV>
-void softmax_tile(Rows<T> S, int64_t keys, int64_t lanes, const T* seen, SoftmaxState<T>& state, int64_t j0 = 0) {
+void softmax_tile(Rows<T> S, int64_t keys, int64_t lanes, const T* seen, Scale<T> scale, SoftmaxState<T>& state,
+                  int64_t j0 = 0) {
   constexpr int64_t width = kNV * kLanes<T>;
-  for (; j0 + width <= lanes; j0 += width) softmax_panel<kNV, kMasked>(S, keys, j0, seen, state);
+  for (; j0 + width <= lanes; j0 += width) softmax_panel<kNV, kMasked>(S, keys, j0, seen, scale, state);
   if constexpr (kNV > 1)
-    if (j0 < lanes) softmax_tile<kMasked, T, kNV - 1>(S, keys, lanes, seen, state, j0);
+    if (j0 < lanes) softmax_tile<kMasked, T, kNV - 1>(S, keys, lanes, seen, scale, state, j0);
 }
 
-// From the scores S and dP: P = exp(S - lse) in place of S, dS = P (dP - delta) in place of dP.
+// From the tiles S and dP: P = exp(factor S - lse - lse_low) in place of S, dS = P (dP - delta) in place of dP.
 template <bool kMasked, class T>
-void softmax_gradient_tile(Rows<T> S, Rows<T> dP, int64_t keys, int64_t lanes, const T* seen, const T* lse,
-                           const T* delta) {
+void softmax_gradient_tile(Rows<T> S, Rows<T> dP, int64_t keys, int64_t lanes, const T* seen, Scale<T> scale,
+                           const T* lse, const T* lse_low, const T* delta) {
   for (int64_t k = 0; k < keys; ++k)
     for (int64_t j = 0; j < lanes; j += kLanes<T>) {
       T *s = S.data + k * S.row + j, *ds = dP.data + k * dP.row + j;
-      vec<T> p = exp_difference<T>(load(s), load(lse + j)), d = p * (load(ds) - load(delta + j));
+      const vec<T> log_p = fma(load(s), set1(scale.factor), -load(lse + j)) - load(lse_low + j);
+      vec<T> p = exp2<T>(log_p * T(kLog2e));
+      vec<T> d = p * (load(ds) - load(delta + j));
       if constexpr (kMasked) {
         const auto sees = static_cast<T>(k) < load(seen + j);
         p = sees ? p : vec<T>{}, d = sees ? d : vec<T>{};

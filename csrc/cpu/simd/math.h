@@ -1,10 +1,16 @@
-// Elementary functions over the ISA's vectors.
+// Elementary functions, of sizes and of the ISA's vectors.
 #pragma once
 
 #include "half.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
+
+PYATTN_INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+PYATTN_INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+PYATTN_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return min(max(x, low), high); }
+PYATTN_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+PYATTN_INLINE int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // What exp2 needs per type. Polynomial: 2^f - 1 on [-1/2, 1/2] without its constant term, highest degree first.
 template <class T>
@@ -52,6 +58,15 @@ inline constexpr double kLog2e = 1.4426950408889634;
 
 PYATTN_INLINE float log(float x) { return __builtin_logf(x); }
 PYATTN_INLINE double log(double x) { return __builtin_log(x); }
+
+// What rounding took from product = a * b, and from sum = a + b (Knuth's TwoSum).
+PYATTN_INLINE float product_error(float a, float b, float product) { return static_cast<double>(a) * b - product; }
+PYATTN_INLINE double product_error(double a, double b, double product) { return __builtin_fma(a, b, -product); }
+template <class T>
+PYATTN_INLINE T sum_error(T a, T b, T sum) {
+  const T b_part = sum - a;
+  return (a - (sum - b_part)) + (b - b_part);
+}
 
 }  // namespace
 }  // namespace pyattn::PYATTN_ISA
