@@ -34,9 +34,10 @@ struct Mask {
 
 struct ForwardParams {
   View q, k, v, out;
-  // (batch, num_heads_q, seqlen_q) dense, natural log, double for float64, else float. lse_low is what rounding took from
-  // lse: exp(S - lse) of large scores is as exact as softmax only with it.
-  void *lse, *lse_low;
+  // (batch, num_heads_q, seqlen_q), dense, double for float64, else float. lse is the natural logarithm of the row's softmax
+  // denominator. Backward reads the other two, the largest score in the kernels' own units and the sum relative to it, and
+  // never exp(score - lse), which has the rounding error of a large lse.
+  void *row_max, *row_sum, *lse;
   int64_t batch, num_heads_q, num_heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
   double softmax_scale;
   Mask mask;
@@ -44,7 +45,7 @@ struct ForwardParams {
 
 struct BackwardParams : ForwardParams {
   View dout, dq, dk, dv;
-  const void* dlse;  // as lse, or null
+  const void* dlse;  // dense like lse, or null
   void* dq_parts;    // the buffer of Plan::shared_bytes, or null
 };
 

@@ -90,10 +90,10 @@ View view(const Tensor& t) {
   return {const_cast<void*>(t.const_data_ptr()), t.stride(0), t.stride(1), t.stride(2)};
 }
 
-void fill(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-          const Tensor& lse_low, double softmax_scale, bool causal, int64_t q_offset, const optional<Tensor>& q_offsets) {
+void fill(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+          const Tensor& row_max, const Tensor& row_sum, double softmax_scale, bool causal, int64_t q_offset, const optional<Tensor>& q_offsets) {
   p.q = view(q), p.k = view(k), p.v = view(v), p.out = view(out);
-  p.lse = const_cast<void*>(lse.const_data_ptr()), p.lse_low = const_cast<void*>(lse_low.const_data_ptr());
+  p.row_max = const_cast<void*>(row_max.const_data_ptr()), p.row_sum = const_cast<void*>(row_sum.const_data_ptr());
   p.batch = q.size(0), p.num_heads_q = q.size(1), p.num_heads_kv = k.size(1);
   p.seqlen_q = q.size(2), p.seqlen_k = k.size(2), p.head_dim = q.size(3), p.head_dim_v = v.size(3);
   p.softmax_scale = softmax_scale;
@@ -133,46 +133,47 @@ void run(const Pass<Params>& pass, const Params& p) {
 
 // ---- Operators --------------------------------------------------------------------------------------------------------
 
-std::tuple<Tensor, Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, double softmax_scale,
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, double softmax_scale,
                                              bool causal, SymInt q_offset, const optional<Tensor>& q_offsets) {
   check_inputs(q, k, v, softmax_scale, q_offsets);
   Tensor out = empty_ordered_as(q, v.sym_size(3));
   Tensor lse = at::empty_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2)},
                                 q.options().dtype(lse_dtype(q.scalar_type())));
-  Tensor lse_low = at::empty_like(lse);
-  if (q.is_meta()) return {out, lse, lse_low};
+  Tensor row_max = at::empty_like(lse), row_sum = at::empty_like(lse);
+  if (q.is_meta()) return {out, lse, row_max, row_sum};
 
   const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
   const optional<Tensor> offsets = q_offsets ? optional(q_offsets->contiguous()) : std::nullopt;
   ForwardParams p;
-  fill(p, q_, k_, v_, out, lse, lse_low, softmax_scale, causal, q_offset.expect_int(), offsets);
+  fill(p, q_, k_, v_, out, row_max, row_sum, softmax_scale, causal, q_offset.expect_int(), offsets);
+  p.lse = lse.mutable_data_ptr();
   run(kernels(dtype_of(q.scalar_type())).forward, p);
-  return {out, lse, lse_low};
+  return {out, lse, row_max, row_sum};
 }
 
 std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout, const optional<Tensor>& dlse, const Tensor& q,
                                                       const Tensor& k, const Tensor& v, const Tensor& out,
-                                                      const Tensor& lse, const Tensor& lse_low, double softmax_scale,
-                                                      bool causal, SymInt q_offset, const optional<Tensor>& q_offsets) {
+                                                      const Tensor& row_max, const Tensor& row_sum,
+                                                      double softmax_scale, bool causal, SymInt q_offset, const optional<Tensor>& q_offsets) {
   check_inputs(q, k, v, softmax_scale, q_offsets);
   const std::array<SymInt, 4> out_sizes{q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)};
   const c10::SymIntArrayRef lse_sizes(out_sizes.data(), 3);
   check_like("dout", dout, q, q.scalar_type(), out_sizes);
   check_like("out", out, q, q.scalar_type(), out_sizes);
-  check_like("lse", lse, q, lse_dtype(q.scalar_type()), lse_sizes);
-  check_like("lse_low", lse_low, q, lse_dtype(q.scalar_type()), lse_sizes);
+  check_like("row_max", row_max, q, lse_dtype(q.scalar_type()), lse_sizes);
+  check_like("row_sum", row_sum, q, lse_dtype(q.scalar_type()), lse_sizes);
   if (dlse) check_like("dlse", *dlse, q, lse_dtype(q.scalar_type()), lse_sizes);
   Tensor dq = empty_ordered_as(q, q.sym_size(3)), dk = empty_ordered_as(k, k.sym_size(3)),
          dv = empty_ordered_as(v, v.sym_size(3));
   if (q.is_meta()) return {dq, dk, dv};
 
   const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
-  const Tensor dout_ = with_contiguous_columns(dout), out_ = with_contiguous_columns(out), lse_ = lse.contiguous();
-  const Tensor low_ = lse_low.contiguous();
+  const Tensor dout_ = with_contiguous_columns(dout), out_ = with_contiguous_columns(out);
+  const Tensor row_max_ = row_max.contiguous(), row_sum_ = row_sum.contiguous();
   const Tensor dlse_ = dlse ? dlse->contiguous() : Tensor();
   const optional<Tensor> offsets = q_offsets ? optional(q_offsets->contiguous()) : std::nullopt;
   BackwardParams p;
-  fill(p, q_, k_, v_, out_, lse_, low_, softmax_scale, causal, q_offset.expect_int(), offsets);
+  fill(p, q_, k_, v_, out_, row_max_, row_sum_, softmax_scale, causal, q_offset.expect_int(), offsets);
   p.dout = view(dout_), p.dq = view(dq), p.dk = view(dk), p.dv = view(dv);
   p.dlse = dlse ? dlse_.const_data_ptr() : nullptr;
   const Kernels& table = kernels(dtype_of(q.scalar_type()));
@@ -188,10 +189,10 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout, const 
 TORCH_LIBRARY(pyattn, m) {
   m.def(
       "attention_forward(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, SymInt q_offset, "
-      "Tensor? q_offsets=None) -> (Tensor out, Tensor lse, Tensor lse_low)");
+      "Tensor? q_offsets=None) -> (Tensor out, Tensor lse, Tensor row_max, Tensor row_sum)");
   m.def(
-      "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-      "Tensor lse_low, float softmax_scale, bool causal, SymInt q_offset, Tensor? q_offsets=None) -> (Tensor dq, Tensor dk, Tensor dv)");
+      "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor row_max, "
+      "Tensor row_sum, float softmax_scale, bool causal, SymInt q_offset, Tensor? q_offsets=None) -> (Tensor dq, Tensor dk, Tensor dv)");
 }
 
 TORCH_LIBRARY_IMPL(pyattn, CPU, m) {

@@ -17,14 +17,14 @@ from torch.autograd.function import FunctionCtx
 from pyattn import _ops
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, lse_low, q_offsets = ctx.saved_tensors
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, row_max, row_sum, q_offsets = ctx.saved_tensors
     if dout is None and dlse is None:
         return (None,) * 7
     if dout is None:
         dout = torch.zeros_like(out)
     dq, dk, dv = _ops.attention_backward(
-        dout, dlse, q, k, v, out, lse, lse_low, ctx.softmax_scale, ctx.causal, ctx.q_offset, q_offsets
+        dout, dlse, q, k, v, out, row_max, row_sum, ctx.softmax_scale, ctx.causal, ctx.q_offset, q_offsets
     )
     return dq, dk, dv, None, None, None, None
 
@@ -32,8 +32,9 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tu
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, ctx.softmax_scale, ctx.causal, ctx.q_offset, q_offsets = inputs
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[2])
-    ctx.save_for_backward(q, k, v, *output, q_offsets)
+    out, _, row_max, row_sum = output
+    ctx.mark_non_differentiable(row_max, row_sum)
+    ctx.save_for_backward(q, k, v, out, row_max, row_sum, q_offsets)
 
 
 class Attention(torch.autograd.Function):
@@ -78,11 +79,11 @@ def attention(
     """``(out, lse)`` of the native operator, differentiable in q, k and v."""
     args = (q, k, v, softmax_scale, causal, q_offset, q_offsets)
     if torch.compiler.is_compiling():
-        out, lse, _ = Attention.apply(*args)
+        out, lse, *_ = Attention.apply(*args)
     elif torch._C._are_functorch_transforms_active():
-        out, lse, _ = TransformableAttention.apply(*args)
+        out, lse, *_ = TransformableAttention.apply(*args)
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        out, lse, _ = Attention.apply(*args)
+        out, lse, *_ = Attention.apply(*args)
     else:
-        out, lse, _ = _ops.attention_forward(*args)
+        out, lse, *_ = _ops.attention_forward(*args)
     return out, lse

@@ -1,4 +1,4 @@
-// Backward, in one pass over the keys. With S = softmax_scale Q K^T, P = exp(S - lse), delta = rowsum(dO * O) - dlse:
+// Backward, in one pass over the keys. With S = softmax_scale Q K^T, P = exp(S - row_max) / row_sum, delta = rowsum(dO * O) - dlse:
 //
 //   dV += P^T dO      dP = dO V^T      dS = P * (dP - delta)      dK += dS^T Q      dQ += dS K
 //
@@ -48,7 +48,7 @@ struct BackwardScratch {
   Rows<T> Q, dO, K, V;        // packed copies, where the tensor can't be read in place
   Rows<T> P, dP, Ot;          // tiles
   Rows<T> dQ, dK, dV;         // sums
-  T *lse, *lse_low, *delta, *seen;
+  T *shift, *inverse_sum, *delta, *seen;
   int64_t bytes;
 
   BackwardScratch(const BackwardParams& p, void* base) {
@@ -69,8 +69,8 @@ struct BackwardScratch {
     dQ = take(key_splits(p) > 1 ? 0 : rows, ld_k);
     dK = take(p.seqlen_k, ld_k);
     dV = take(p.seqlen_k, ld_v);
-    lse = carver.take<T>(rows);
-    lse_low = carver.take<T>(rows);
+    shift = carver.take<T>(rows);
+    inverse_sum = carver.take<T>(rows);
     delta = carver.take<T>(rows);
     seen = carver.take<T>(kBlockQ<T>);
     bytes = carver.bytes();
@@ -159,15 +159,15 @@ class BackwardItem {
       }
       store(s.delta + i + j, delta);
     }
-    const T *lse = static_cast<const T*>(p.lse), *low = static_cast<const T*>(p.lse_low);
+    const T *row_max = static_cast<const T*>(p.row_max), *row_sum = static_cast<const T*>(p.row_sum);
     const T* dlse = static_cast<const T*>(p.dlse);
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t at = head.index(p, row + r);
-      s.lse[i + r] = lse[at] == kNegInf<T> ? T(0) : lse[at];
-      s.lse_low[i + r] = low[at];
+    for (int64_t r = 0; r < lanes; ++r) {
+      const int64_t at = head.index(p, row + min(r, rows - 1));
+      const bool sees_any = r < rows && row_sum[at] != 0;
+      s.shift[i + r] = sees_any ? row_max[at] : T(0);
+      s.inverse_sum[i + r] = sees_any ? 1 / row_sum[at] : T(0);
       if (dlse) s.delta[i + r] -= dlse[at];
     }
-    for (int64_t r = rows; r < lanes; ++r) s.lse[i + r] = s.lse_low[i + r] = 0;
   }
 
   Rows<T> transposed_block(Rows<T> blocks, int64_t cols, int64_t i) const {
@@ -188,9 +188,11 @@ class BackwardItem {
       score_gemm<T>(keys, lanes, p.head_dim, K.strided(), transposed_block(s.Qt, p.head_dim, i), s.P);
       score_gemm<T>(keys, lanes, p.head_dim_v, V.strided(), transposed_block(s.dOt, p.head_dim_v, i), s.dP);
       if (masked)
-        softmax_gradient_tile<true>(s.P, s.dP, keys, lanes, s.seen, scale, s.lse + i, s.lse_low + i, s.delta + i);
+        softmax_gradient_tile<true>(s.P, s.dP, keys, lanes, s.seen, scale, s.shift + i, s.inverse_sum + i,
+                                    s.delta + i);
       else
-        softmax_gradient_tile<false>(s.P, s.dP, keys, lanes, s.seen, scale, s.lse + i, s.lse_low + i, s.delta + i);
+        softmax_gradient_tile<false>(s.P, s.dP, keys, lanes, s.seen, scale, s.shift + i, s.inverse_sum + i,
+                                    s.delta + i);
 
       const Strided<T> P = s.P.strided(), dS = s.dP.strided();
       if (masked && !(all_finite(K, keys, p.head_dim) && all_finite(Qi, m, p.head_dim) &&

@@ -81,15 +81,12 @@ void forward_block(const ForwardParams& p, const HeadRows& head, int64_t r0, con
   }
 
   alignas(kScratchAlign) T inverse[kBlockQ<T>];
-  T *lse = static_cast<T*>(p.lse), *lse_low = static_cast<T*>(p.lse_low);
+  T *row_max = static_cast<T*>(p.row_max), *row_sum = static_cast<T*>(p.row_sum), *lse = static_cast<T*>(p.lse);
   for (int64_t i = 0; i < lanes; ++i) inverse[i] = state.row_sum[i] == 0 ? T(0) : T(1) / state.row_sum[i];
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t at = head.index(p, r0 + i);
-    const T max_score = scale.factor * state.row_max[i], log_sum = log(state.row_sum[i]);
-    lse[at] = max_score + log_sum;
-    lse_low[at] = lse[at] - lse[at] == 0 ? product_error(scale.factor, state.row_max[i], max_score) +
-                                               sum_error(max_score, log_sum, lse[at])
-                                         : T(0);
+    row_max[at] = state.row_max[i], row_sum[at] = state.row_sum[i];
+    lse[at] = scale.factor * state.row_max[i] + log(state.row_sum[i]);
   }
   unpack_transposed<S>(Rows<const T>(Ot), rows, p.head_dim_v, inverse,
                        [&](int64_t i) { return head.row<S>(p.out, r0 + i); });

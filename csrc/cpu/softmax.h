@@ -8,20 +8,9 @@ namespace {
 template <class T>
 inline constexpr T kNegInf = -static_cast<T>(__builtin_inff());
 
-// Online softmax (Milakov and Gimelshein 2018) of a block of queries: after each key block,
-// row_sum = sum exp(factor (s - row_max)), and sums made with an older row_max are worth decay times as much.
-template <class T>
-struct SoftmaxState {
-  alignas(kScratchAlign) T row_max[kBlockQ<T>], row_sum[kBlockQ<T>], decay[kBlockQ<T>];
-
-  SoftmaxState() {
-    for (int64_t i = 0; i < kBlockQ<T>; ++i) row_max[i] = kNegInf<T>, row_sum[i] = 0;
-  }
-};
-
 // softmax_scale = power * factor, power being the power of two below it, with its sign. Q is packed times power, which is
-// exact, and the tiles hold S / factor: the score itself is rounded once, inside the exponential. (Scaling by
-// softmax_scale * log2(e) beforehand would cost Q a rounding, and overflow for scores near the largest number.)
+// exact, and the tiles hold S / factor: the score is rounded once, as it enters the exponential. (Scaling Q by
+// softmax_scale * log2(e) would round Q, and overflow for scores near the largest number.)
 template <class T>
 struct Scale {
   T power, factor;
@@ -32,6 +21,21 @@ struct Scale {
     factor = static_cast<T>(2 * __builtin_fabs(fraction));
     power = static_cast<T>(__builtin_copysign(__builtin_ldexp(1.0, exponent - 1), softmax_scale));
   }
+
+  // exp(score) for s = score / factor; exactly 1 at 0.
+  __attribute__((always_inline)) vec<T> exp(vec<T> s) const { return exp2<T>(s * static_cast<T>(factor * kLog2e)); }
+};
+
+// Online softmax (Milakov and Gimelshein 2018) of a block of queries: after each key block, row_max is the largest entry of
+// S / factor, row_sum = sum exp(S - factor * row_max), and sums made before, with a smaller row_max, are worth decay times as
+// much.
+template <class T>
+struct SoftmaxState {
+  alignas(kScratchAlign) T row_max[kBlockQ<T>], row_sum[kBlockQ<T>], decay[kBlockQ<T>];
+
+  SoftmaxState() {
+    for (int64_t i = 0; i < kBlockQ<T>; ++i) row_max[i] = kNegInf<T>, row_sum[i] = 0;
+  }
 };
 
 // -inf - -inf is NaN: where nothing was seen yet, subtract 0 and let exp(-inf) be 0.
@@ -40,13 +44,11 @@ PYATTN_INLINE vec<T> finite_shift(vec<T> x) {
   return x == kNegInf<T> ? vec<T>{} : x;
 }
 
-// P = exp(factor (S - row_max)) in place, and the new state, for the lanes [j0, j0 + kNV vectors). seen counts the keys that a lane
-// sees, as mask_tile gives it.
+// P = exp(S - row_max) in place of S / factor, and the new state, for the lanes [j0, j0 + kNV vectors). seen counts the keys
+// that a lane sees, as mask_tile gives it.
 template <int kNV, bool kMasked, class T>
-void softmax_panel(Rows<T> S, int64_t keys, int64_t j0, const T* seen, Scale<T> scale,
-                   SoftmaxState<T>& state) {
+void softmax_panel(Rows<T> S, int64_t keys, int64_t j0, const T* seen, Scale<T> scale, SoftmaxState<T>& state) {
   constexpr int L = kLanes<T>;
-  const vec<T> to_log2 = set1(scale.factor * T(kLog2e));
   vec<T> limit[kNV], old_max[kNV], new_max[kNV], shift[kNV], sum[kNV] = {};
 #pragma GCC unroll 16
   for (int v = 0; v < kNV; ++v) {
@@ -66,7 +68,7 @@ void softmax_panel(Rows<T> S, int64_t keys, int64_t j0, const T* seen, Scale<T> 
 #pragma GCC unroll 16
     for (int v = 0; v < kNV; ++v) {
       T* s = S.data + k * S.row + j0 + v * L;
-      vec<T> p = exp2<T>((load(s) - shift[v]) * to_log2);
+      vec<T> p = scale.exp(load(s) - shift[v]);
       if constexpr (kMasked) p = static_cast<T>(k) < limit[v] ? p : vec<T>{};
       sum[v] += p;
       store(s, p);
@@ -74,7 +76,7 @@ void softmax_panel(Rows<T> S, int64_t keys, int64_t j0, const T* seen, Scale<T> 
 #pragma GCC unroll 16
   for (int v = 0; v < kNV; ++v) {
     const int64_t j = j0 + v * L;
-    const vec<T> decay = exp2<T>((old_max[v] - shift[v]) * to_log2);
+    const vec<T> decay = scale.exp(old_max[v] - shift[v]);
     store(state.row_max + j, new_max[v]);
     store(state.row_sum + j, fma(load(state.row_sum + j), decay, sum[v]));
     store(state.decay + j, decay);
@@ -90,15 +92,14 @@ void softmax_tile(Rows<T> S, int64_t keys, int64_t lanes, const T* seen, Scale<T
     if (j0 < lanes) softmax_tile<kMasked, T, kNV - 1>(S, keys, lanes, seen, scale, state, j0);
 }
 
-// From the tiles S and dP: P = exp(factor S - lse - lse_low) in place of S, dS = P (dP - delta) in place of dP.
+// From the tiles S / factor and dP: P = exp(S - factor * shift) * inverse_sum in place of the first, dS = P (dP - delta) in place of dP.
 template <bool kMasked, class T>
 void softmax_gradient_tile(Rows<T> S, Rows<T> dP, int64_t keys, int64_t lanes, const T* seen, Scale<T> scale,
-                           const T* lse, const T* lse_low, const T* delta) {
+                           const T* shift, const T* inverse_sum, const T* delta) {
   for (int64_t k = 0; k < keys; ++k)
     for (int64_t j = 0; j < lanes; j += kLanes<T>) {
       T *s = S.data + k * S.row + j, *ds = dP.data + k * dP.row + j;
-      const vec<T> log_p = fma(load(s), set1(scale.factor), -load(lse + j)) - load(lse_low + j);
-      vec<T> p = exp2<T>(log_p * T(kLog2e));
+      vec<T> p = scale.exp(load(s) - load(shift + j)) * load(inverse_sum + j);
       vec<T> d = p * (load(ds) - load(delta + j));
       if constexpr (kMasked) {
         const auto sees = static_cast<T>(k) < load(seen + j);

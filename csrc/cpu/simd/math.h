@@ -22,8 +22,8 @@ struct Exp2<float> {
   static constexpr float kSmallest = -126.0f;
   static constexpr float kRound = 0x1.8p23f + 127.0f;
   // Minimax, largest relative error 1.7e-7.
-  static constexpr float kPolynomial[] = {0.00132647273f, 0.00967151299f, 0.05550733581f, 0.24022242427f,
-                                          0.69314700365f};
+  static constexpr float kPolynomial[] = {1.545316294512069018e-4f, 1.339086336467123438e-3f, 9.618082557277851491e-3f,
+                                          5.550357114217077819e-2f, 2.402265076056812694e-1f, 6.931471882600e-1f};
 };
 template <>
 struct Exp2<double> {
@@ -58,15 +58,6 @@ inline constexpr double kLog2e = 1.4426950408889634;
 
 PYATTN_INLINE float log(float x) { return __builtin_logf(x); }
 PYATTN_INLINE double log(double x) { return __builtin_log(x); }
-
-// What rounding took from product = a * b, and from sum = a + b (Knuth's TwoSum).
-PYATTN_INLINE float product_error(float a, float b, float product) { return static_cast<double>(a) * b - product; }
-PYATTN_INLINE double product_error(double a, double b, double product) { return __builtin_fma(a, b, -product); }
-template <class T>
-PYATTN_INLINE T sum_error(T a, T b, T sum) {
-  const T b_part = sum - a;
-  return (a - (sum - b_part)) + (b - b_part);
-}
 
 }  // namespace
 }  // namespace pyattn::PYATTN_ISA
