@@ -22,8 +22,8 @@ struct Exp2<float> {
   static constexpr float kSmallest = -126.0f;
   static constexpr float kRound = 0x1.8p23f + 127.0f;
   // Minimax, largest relative error 1.7e-7.
-  static constexpr float kPolynomial[] = {1.545316294512069018e-4f, 1.339086336467123438e-3f, 9.618082557277851491e-3f,
-                                          5.550357114217077819e-2f, 2.402265076056812694e-1f, 6.931471882600e-1f};
+  static constexpr float kPolynomial[] = {0.00132647273f, 0.00967151299f, 0.05550733581f, 0.24022242427f,
+                                          0.69314700365f};
 };
 template <>
 struct Exp2<double> {
