@@ -1,0 +1,74 @@
+"""One small instance of every module of pyattn.nn, its plain twin, and what two such modules are judged by."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyattn import nn, reference_nn
+
+D_IN = 12
+D_OUT = 8
+CONTEXT_LENGTH = 19
+
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "SimplifiedSelfAttention": (),
+    "SelfAttention_v1": (D_IN, D_OUT),
+    "SelfAttention_v2": (D_IN, D_OUT, True),
+    "CausalAttention": (D_IN, D_OUT, CONTEXT_LENGTH, 0.0, True),
+    "MultiHeadAttentionWrapper": (D_IN, D_OUT // 2, CONTEXT_LENGTH, 0.0, 2, True),
+    "MultiHeadAttention": (D_IN, D_OUT, CONTEXT_LENGTH, 0.0, 2, True),
+    "SingleHeadSelfAttention": (D_IN, D_OUT),
+    "Attention": (D_IN, 3),
+    "GroupedQueryAttention": (D_IN, D_OUT, 0.0, 4, 2, None, True),
+}
+
+ignore_fallback = pytest.mark.filterwarnings("ignore:pyattn.*not native yet:UserWarning")
+
+every_module = pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=ignore_fallback if name == "SingleHeadSelfAttention" else ()) for name in ARGUMENTS],
+)
+
+
+def pair(name: str, *arguments: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """The native and the plain module, each made under the same seed."""
+    made = []
+    for home in (nn, reference_nn):
+        torch.manual_seed(123)
+        made.append(getattr(home, name)(*(arguments or ARGUMENTS[name])))
+    return made[0], made[1]
+
+
+def output(module: torch.nn.Module, x: Tensor) -> Tensor:
+    """What the module computes, without the weights that SingleHeadSelfAttention adds."""
+    out = module(x)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def error(x: Tensor, exact: Tensor) -> float:
+    """The largest absolute error, relative to the largest exact value."""
+    return (x.double() - exact).abs().max().item() / max(exact.abs().max().item(), torch.finfo(torch.float64).tiny)
+
+
+def assert_same(x: Tensor, exact: Tensor) -> None:
+    """Two float64 results that differ in rounding only."""
+    assert x.dtype == exact.dtype == torch.float64
+    assert x.shape == exact.shape
+    assert error(x, exact) <= 1e-12
+
+
+@contextmanager
+def first_use(*reasons: str) -> Iterator[None]:
+    """As in a new process: the fallback warns once for each of the reasons, and for nothing else."""
+    nn._warned.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    expected = [f"pyattn: {reason} is not native yet: plain PyTorch, seqlen x seqlen memory" for reason in reasons]
+    assert [str(warning.message) for warning in caught] == expected
+    assert all(warning.category is UserWarning for warning in caught)

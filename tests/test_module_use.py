@@ -1,0 +1,173 @@
+"""Promise: a module says what it does not do natively, once, and refuses what it cannot do, with the values."""
+
+import doctest
+import re
+
+import pytest
+import torch
+from module_cases import (
+    ARGUMENTS,
+    CONTEXT_LENGTH,
+    D_IN,
+    D_OUT,
+    assert_same,
+    every_module,
+    first_use,
+    ignore_fallback,
+    output,
+    pair,
+)
+
+from pyattn import nn
+
+WITH_DROPOUT = [name for name in ARGUMENTS if not name.startswith(("Simplified", "SelfAttention"))]
+
+
+@pytest.mark.parametrize("name", WITH_DROPOUT)
+def test_dropout_in_training(name):
+    native, plain = (module.double() for module in pair(name))
+    for module in native.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    weights = ["returning attention weights"] if name == "SingleHeadSelfAttention" else []
+    draws = 1000
+    x = torch.randn(7, D_IN, dtype=torch.float64)
+    expected = output(plain, x[None])[0]
+    with first_use("dropout in training", *weights), torch.no_grad():
+        out = output(native, x.expand(draws, 7, D_IN))
+        output(native, x[None])
+    standard_error = out.std(0) / draws**0.5
+    assert (standard_error > 0).all()
+    assert ((out.mean(0) - expected).abs() <= 6 * standard_error).all(), "by chance: 2e-9 for each of <= 84 numbers"
+    with first_use(*weights):
+        assert_same(output(native.eval(), x[None])[0], expected)
+
+
+@ignore_fallback
+def test_dropout_of_everything():
+    native = nn.CausalAttention(D_IN, D_OUT, CONTEXT_LENGTH, dropout=1.0)
+    assert not native(torch.randn(2, 7, D_IN)).any()
+
+
+@ignore_fallback
+def test_weights_returned_in_training_are_those_used():
+    native = nn.SingleHeadSelfAttention(D_IN, D_OUT, dropout=0.5).double()
+    x = torch.randn(2, 7, D_IN, dtype=torch.float64)
+    out, weights = native(x)
+    assert (weights == 0).sum() > 2 * 21
+    assert_same(out, weights @ native.v(x))
+
+
+@pytest.mark.parametrize("name", [name for name in ARGUMENTS if name != "SingleHeadSelfAttention"])
+def test_native_attention_gets_views(name, monkeypatch):
+    calls = []
+
+    def spy(q, k, v, **options):
+        calls.append((q, k, v))
+        return attention(q, k, v, **options)
+
+    attention = nn.attention
+    monkeypatch.setattr(nn, "attention", spy)
+    native, _ = pair(name)
+    native(torch.randn(2, 7, D_IN))
+    assert len(calls) == (2 if name == "MultiHeadAttentionWrapper" else 1)
+    for tensor in calls[0]:
+        assert tensor.transpose(1, 2).is_contiguous() or tensor.shape[0] == 1, "a view of what the projection wrote"
+
+
+def test_trace_shapes(capsys):
+    with first_use("returning attention weights"):
+        for module in pair("SingleHeadSelfAttention", 4, 2, 0.0, True):
+            module(torch.rand(1, 5, 4))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert lines[:2] == lines[2:]
+
+
+@pytest.mark.parametrize(
+    ("size", "d_model", "num_heads"), [("small", 768, 12), ("medium", 1024, 16), ("large", 1280, 20), ("xl", 1600, 25)]
+)
+def test_gpt2_factories(size, d_model, num_heads):
+    with torch.device("meta"):
+        module = getattr(nn, f"create_gpt2_{size}_attention")()
+        biased = getattr(nn, f"create_gpt2_{size}_attention")(dropout=0.0, qkv_bias=True)
+    assert (module.d_in, module.d_out, module.context_length, module.dropout.p) == (d_model, d_model, 1024, 0.1)
+    assert (module.num_heads, module.head_dim, module.W_query.bias) == (num_heads, 64, None)
+    assert (biased.dropout.p, biased.W_query.bias.shape) == (0.0, (d_model,))
+    assert nn.GPT2_CONFIGS[f"gpt2-{size}"]["num_heads"] == num_heads
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: nn.MultiHeadAttention(4, 10, 6, 0.0, 3),
+            "d_out must be a positive multiple of num_heads, got 10 and 3",
+        ),
+        (lambda: nn.MultiHeadAttention(4, 8, 6, 0.0, 0), "d_out must be a positive multiple of num_heads, got 8 and 0"),
+        (
+            lambda: nn.MultiHeadAttention(4, 12, 6, 0.0, 12, num_kv_heads=5),
+            "num_heads must be a positive multiple of num_kv_heads, got 12 and 5",
+        ),
+        (
+            lambda: nn.GroupedQueryAttention(4, 8, 0.0, 4, 3),
+            "num_heads must be a positive multiple of num_kv_groups, got 4 and 3",
+        ),
+        (lambda: nn.Attention(10, 3), "embed_dim must be a positive multiple of num_heads, got 10 and 3"),
+        (lambda: nn.CausalAttention(4, 8, 6, 1.5), "dropout must be between 0 and 1, got 1.5"),
+        (lambda: nn.SingleHeadSelfAttention(4, 8, float("nan")), "dropout must be between 0 and 1, got nan"),
+    ],
+)
+def test_constructor_errors(make, message):
+    with pytest.raises(ValueError, match=f"^{re.escape('pyattn: ' + message)}$"):
+        make()
+
+
+@every_module
+def test_input_errors(name):
+    native, _ = pair(name)
+    with pytest.raises(TypeError, match=r"^pyattn: x must be a floating-point tensor, got torch.int64$"):
+        native(torch.ones(2, 7, D_IN, dtype=torch.int64))
+    rank = r"^pyattn: x must be \(batch, seqlen, d_in\).*, got shape \(1, 2, 7, 12\)$"
+    with pytest.raises(ValueError, match=rank):
+        native(torch.ones(1, 2, 7, D_IN))
+    if name == "SimplifiedSelfAttention":
+        return
+    with pytest.raises(TypeError, match=r"must have the dtype of the weights, got torch.float64 and torch.float32$"):
+        native(torch.ones(2, 7, D_IN, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"^pyattn: the last dimension of x must be 12, got shape \(2, 7, 13\)$"):
+        native(torch.ones(2, 7, D_IN + 1))
+
+
+@pytest.mark.parametrize("name", ["CausalAttention", "MultiHeadAttentionWrapper", "MultiHeadAttention"])
+def test_input_longer_than_context(name):
+    native, _ = pair(name)
+    with pytest.raises(ValueError, match=r"^pyattn: seqlen must not exceed context_length, got 20 and 19$"):
+        native(torch.ones(2, CONTEXT_LENGTH + 1, D_IN))
+
+
+def test_mask_errors():
+    native, _ = pair("Attention")
+    x = torch.ones(2, 7, D_IN)
+    with pytest.raises(TypeError, match=r"^pyattn: mask must be bool, True = masked out, got torch.float32$"):
+        native(x, torch.ones(7, 7))
+    for shape in [(7,), (7, 6), (3, 7, 7), (2, 2, 7, 7), (1, 2, 3, 7, 7)]:
+        with pytest.raises(ValueError, match=re.escape(f"got {shape} for (2, 3, 7, 7)")):
+            native(x, torch.ones(shape, dtype=torch.bool))
+
+
+@ignore_fallback
+def test_docstring_examples_run():
+    failed, attempted = doctest.testmod(nn)
+    assert failed == 0
+    assert attempted > 0
+
+
+def test_projections_can_be_replaced():
+    """The book's appendix E puts a LoRA module, which has no weight of its own, where a Linear was."""
+    native, plain = (module.double() for module in pair("MultiHeadAttention"))
+    x = torch.randn(2, 7, D_IN, dtype=torch.float64)
+    for module in (native, plain):
+        module.W_query = torch.nn.Sequential(module.W_query, torch.nn.Tanh())
+    assert_same(native(x), plain(x))
+    native.load_state_dict(plain.state_dict(), strict=True)

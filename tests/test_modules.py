@@ -1,0 +1,246 @@
+"""Promise: a native module equals the plain one, in the values it prints, its outputs and its gradients."""
+
+import copy
+from collections import defaultdict
+
+import pytest
+import torch
+from module_cases import (
+    ARGUMENTS,
+    CONTEXT_LENGTH,
+    D_IN,
+    D_OUT,
+    assert_same,
+    error,
+    every_module,
+    first_use,
+    ignore_fallback,
+    output,
+    pair,
+)
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from pyattn import nn
+
+TOKENS = torch.tensor(
+    [
+        [0.43, 0.15, 0.89],
+        [0.55, 0.87, 0.66],
+        [0.57, 0.85, 0.64],
+        [0.22, 0.58, 0.33],
+        [0.77, 0.25, 0.10],
+        [0.05, 0.80, 0.55],
+    ]
+)
+BATCH = torch.stack([TOKENS, TOKENS])
+
+
+def results(module: torch.nn.Module, x: Tensor, dout: Tensor) -> dict[str, Tensor]:
+    """The output and every gradient. A bias stands beside its weight, as one more column of it.
+
+    In exact arithmetic the gradient of a key bias is 0, for softmax ignores what all keys of a query share: alone it
+    has no scale to be judged by.
+    """
+    module.zero_grad()
+    x = x.detach().requires_grad_()
+    out = output(module, x)
+    out.backward(dout)
+    found = {"out": out.detach(), "x": x.grad}
+    for name, parameter in module.named_parameters():
+        if name.endswith(".bias"):
+            weight = name.removesuffix("bias") + "weight"
+            found[weight] = torch.cat([found[weight], parameter.grad[:, None]], dim=1)
+        else:
+            found[name] = parameter.grad.clone()
+    return found
+
+
+class RecordSoftmax(TorchFunctionMode):
+    """Keeps what torch.softmax returns: the weights of a plain module."""
+
+    def __init__(self) -> None:
+        self.weights: list[Tensor] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.softmax:
+            self.weights.append(result)
+        return result
+
+
+def printed(rows: Tensor) -> list[list[float]]:
+    return [[round(value, 4) for value in row] for row in rows.tolist()]
+
+
+@ignore_fallback
+def test_printed_simplified():
+    out, weights = nn.SimplifiedSelfAttention()(TOKENS, need_weights=True)
+    assert printed(weights[1:2]) == [[0.1385, 0.2379, 0.2333, 0.1240, 0.1082, 0.1581]]
+    assert printed(out[1:2]) == [[0.4419, 0.6515, 0.5683]]
+    assert printed(nn.SimplifiedSelfAttention()(TOKENS)[1:2]) == [[0.4419, 0.6515, 0.5683]]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "rows"),
+    [
+        ("CausalAttention", (3, 2, 6, 0.0), {0: [-0.4519, 0.2216], -1: [-0.5299, -0.1081]}),
+        ("MultiHeadAttentionWrapper", (3, 2, 6, 0.0, 2), {-1: [-0.5299, -0.1081, 0.5077, 0.3493]}),
+        (
+            "MultiHeadAttention",
+            (3, 2, 6, 0.0, 2),
+            dict(
+                enumerate(
+                    [
+                        [0.3190, 0.4858],
+                        [0.2943, 0.3897],
+                        [0.2856, 0.3593],
+                        [0.2693, 0.3873],
+                        [0.2639, 0.3928],
+                        [0.2575, 0.4028],
+                    ]
+                )
+            ),
+        ),
+    ],
+)
+def test_printed_under_seed_123(name, arguments, rows):
+    for module in pair(name, *arguments):
+        out = module(BATCH)
+        assert torch.equal(out[0], out[1])
+        for row, values in rows.items():
+            assert printed(out[0, row : row + 1 or None]) == [values]
+
+
+@every_module
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("batch", "seqlen"), [(2, 7), (3, 1), (1, CONTEXT_LENGTH)])
+def test_equals_plain(name, dtype, batch, seqlen):
+    """Against float64: at most twice the plain module's error in this dtype, and 4 roundings of the largest value.
+
+    Both sides are summed over 64 draws. In a single one the plain module can be lucky, so much that it fails this test
+    against itself with its sums in another order.
+    """
+    native, plain = (module.to(dtype) for module in pair(name))
+    exact = copy.deepcopy(plain).double()
+    spent, allowed = defaultdict[str, float](float), defaultdict[str, float](float)
+    for _ in range(64):
+        x = torch.randn(batch, seqlen, D_IN).to(dtype)
+        dout = torch.randn_like(output(plain, x))
+        ours, theirs = results(native, x, dout), results(plain, x, dout)
+        target = results(exact, x.double(), dout.double())
+        assert ours.keys() == target.keys()
+        for what, value in ours.items():
+            assert value.dtype == dtype
+            assert value.shape == target[what].shape
+            largest = target[what].abs().max().item()
+            spent[what] += (value - target[what]).abs().max().item()
+            allowed[what] += 2 * (theirs[what] - target[what]).abs().max().item()
+            allowed[what] += 4 * torch.finfo(dtype).eps * largest
+    for what in spent:
+        assert spent[what] <= allowed[what], what
+
+
+@every_module
+def test_gradcheck(name):
+    for module in pair(name):
+        state = {key: value.detach().double().requires_grad_() for key, value in module.named_parameters()}
+        x = torch.randn(2, 4, D_IN, dtype=torch.float64, requires_grad=True)
+
+        def call(x, *values, module=module, keys=tuple(state)):
+            return torch.func.functional_call(module, dict(zip(keys, values, strict=True)), (x,))
+
+        assert torch.autograd.gradcheck(call, (x, *state.values()))
+
+
+@every_module
+def test_equals_plain_in_float64(name):
+    native, plain = (module.double() for module in pair(name))
+    x = torch.randn(2, 9, D_IN, dtype=torch.float64)
+    dout = torch.randn_like(output(plain, x))
+    ours, exact = results(native, x, dout), results(plain, x, dout)
+    for what in exact:
+        assert_same(ours[what], exact[what])
+
+
+@pytest.mark.parametrize("name", ["SimplifiedSelfAttention", "SelfAttention_v1", "SelfAttention_v2"])
+@pytest.mark.parametrize("need_weights", [False, pytest.param(True, marks=ignore_fallback)])
+def test_two_dimensional_input(name, need_weights):
+    native, _ = pair(name)
+    x = torch.randn(7, D_IN)
+    alone, batched = native(x, need_weights=need_weights), native(x[None], need_weights=need_weights)
+    for one, many in zip(alone, batched, strict=True) if need_weights else [(alone, batched)]:
+        assert one.dim() == 2
+        assert torch.equal(one, many[0])
+
+
+@ignore_fallback
+@pytest.mark.parametrize("name", [name for name in ARGUMENTS if name != "GroupedQueryAttention"])
+def test_need_weights(name):
+    native, plain = (module.double() for module in pair(name))
+    x = torch.randn(2, 7, D_IN, dtype=torch.float64)
+    out, weights = native(x) if name == "SingleHeadSelfAttention" else native(x, need_weights=True)
+    with RecordSoftmax() as record:
+        assert_same(out, output(plain, x))
+    expected = torch.stack(record.weights, dim=1) if name == "MultiHeadAttentionWrapper" else record.weights[0]
+    assert_same(weights, expected)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_shared_kv_heads_equal_repeated_heads(num_kv_heads):
+    shared = nn.MultiHeadAttention(D_IN, D_OUT, CONTEXT_LENGTH, 0.0, 4, num_kv_heads=num_kv_heads).double()
+    grouped = nn.GroupedQueryAttention(D_IN, D_OUT, 0.0, 4, num_kv_heads).double()
+    grouped.load_state_dict({key: shared.state_dict()[key] for key in grouped.state_dict()})
+    state = shared.state_dict()
+    for name in ("W_key.weight", "W_value.weight"):
+        assert state[name].shape == (num_kv_heads * 2, D_IN)
+        state[name] = state[name].unflatten(0, (num_kv_heads, 2)).repeat_interleave(4 // num_kv_heads, 0).flatten(0, 1)
+    _, repeated = pair("MultiHeadAttention", D_IN, D_OUT, CONTEXT_LENGTH, 0.0, 4)
+    repeated.double().load_state_dict(state)
+    x = torch.randn(2, 7, D_IN, dtype=torch.float64)
+    assert_same(shared(x), repeated(x))
+    assert_same(grouped(x) + shared.out_proj.bias, repeated(x))
+
+
+@pytest.mark.parametrize("shape", [(7, 7), (2, 7, 7), (2, 3, 7, 7), (1, 1, 7, 7), (2, 1, 1, 7)])
+def test_mask_is_true_where_masked_out(shape):
+    native, plain = (module.double() for module in pair("Attention"))
+    x = torch.randn(2, 7, D_IN, dtype=torch.float64)
+    mask = torch.rand(shape) < 0.5
+    mask[..., 0] = False
+    with first_use("a mask given as a tensor"):
+        assert_same(native(x, mask), plain(x, mask))
+        native(x, mask)
+
+
+@ignore_fallback
+def test_causal_mask():
+    mask = nn.causal_mask(5, device="cpu")
+    assert mask.dtype == torch.bool
+    assert torch.equal(mask[0, 0], torch.ones(5, 5).triu(1).bool())
+    native, _ = pair("Attention")
+    x = torch.randn(2, 5, D_IN)
+    changed = torch.cat([x[:, :3], torch.randn(2, 2, D_IN)], dim=1)
+    assert torch.equal(native(x, mask)[:, :3], native(changed, mask)[:, :3])
+    fully_masked = native(x, torch.ones(5, 5, dtype=torch.bool))
+    assert torch.equal(fully_masked, native.W_o.bias.expand(2, 5, D_IN)), "a query that sees no key gives 0"
+
+
+@every_module
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast(name, dtype):
+    native, plain = pair(name)
+    x = torch.randn(16, 7, D_IN).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = output(native, x), output(plain, x)
+    exact = output(plain.double(), x.double())
+    assert ours.dtype == torch.bfloat16
+    assert error(ours, exact) <= 2 * error(theirs, exact) + 4 * torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning:torch")  # torch's own, in dynamo
+@pytest.mark.parametrize("name", [name for name in ARGUMENTS if name != "SingleHeadSelfAttention"])
+def test_compiles_to_one_graph(name):
+    native, _ = pair(name)
+    x = torch.randn(2, 7, D_IN)
+    assert torch.equal(torch.compile(native, backend="aot_eager", fullgraph=True)(x), native(x))
