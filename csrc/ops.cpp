@@ -1,6 +1,6 @@
-// The operators pyattn::attention_forward and pyattn::attention_backward: check, allocate, fill the params, run the kernels in
-// parallel. The same functions serve the CPU and, stopping before the kernels, the Meta key, so that shapes, strides and
-// errors can't differ between them.
+// The operators pyattn::attention_forward and pyattn::attention_backward: check, allocate, fill the params, run the
+// kernels in parallel. The same functions serve the CPU and, stopping before the kernels, the Meta key, so that shapes,
+// strides and errors can't differ between them.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -21,7 +21,8 @@ using at::Tensor;
 using c10::SymInt;
 using std::optional;
 
-// ---- Checks -----------------------------------------------------------------------------------------------------------
+// ---- Checks
+// -----------------------------------------------------------------------------------------------------------
 
 DType dtype_of(at::ScalarType type) {
   switch (type) {
@@ -60,38 +61,41 @@ void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, double soft
   if (q_offsets) check_like("q_offset", *q_offsets, q, at::kLong, {qs[0]});
 }
 
-// ---- Results ----------------------------------------------------------------------------------------------------------
+// ---- Results
+// ----------------------------------------------------------------------------------------------------------
 
-// A dense tensor with the dimensions in memory ordered as in like (what empty_like does), its last size being cols.
+// A dense tensor with cols columns, innermost because the kernels write rows; the other dimensions lie in memory in the
+// order that they have in like, as empty_like would have them.
 Tensor empty_ordered_as(const Tensor& like, const SymInt& cols) {
-  std::array<int, 4> order{0, 1, 2, 3};  // outermost first
+  std::array<int, 3> order{0, 1, 2};  // outermost first
   const auto strides = like.sym_strides(), sizes = like.sym_sizes();
   // Only a strict difference moves a dimension. Strides of sizes 0 and 1 and of expanded dimensions say nothing.
   const auto says = [&](int d) { return sizes[d] > 1 && strides[d] > 0; };
-  for (int end = 3; end > 0; --end)
+  for (int end = 2; end > 0; --end)
     for (int i = 0; i < end; ++i)
       if (says(order[i]) && says(order[i + 1]) && strides[order[i]] < strides[order[i + 1]])
         std::swap(order[i], order[i + 1]);
   std::array<SymInt, 4> shape{sizes[0], sizes[1], sizes[2], cols}, dense;
-  SymInt stride = 1;
-  for (int i = 3; i >= 0; --i) {
+  SymInt stride = cols.max(1);
+  dense[3] = 1;
+  for (int i = 2; i >= 0; --i) {
     dense[order[i]] = stride;
     stride *= shape[order[i]].max(1);
   }
   return at::empty_strided_symint(shape, dense, like.options());
 }
 
-// ---- Params -----------------------------------------------------------------------------------------------------------
+// ---- Params
+// -----------------------------------------------------------------------------------------------------------
 
 // The kernels read any strides but the last, which must be 1.
 Tensor with_contiguous_columns(const Tensor& t) { return t.size(3) <= 1 || t.stride(3) == 1 ? t : t.contiguous(); }
 
-View view(const Tensor& t) {
-  return {const_cast<void*>(t.const_data_ptr()), t.stride(0), t.stride(1), t.stride(2)};
-}
+View view(const Tensor& t) { return {const_cast<void*>(t.const_data_ptr()), t.stride(0), t.stride(1), t.stride(2)}; }
 
-void fill(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-          const Tensor& row_max, const Tensor& row_sum, double softmax_scale, bool causal, int64_t q_offset, const optional<Tensor>& q_offsets) {
+void fill(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& row_max,
+          const Tensor& row_sum, double softmax_scale, bool causal, int64_t q_offset,
+          const optional<Tensor>& q_offsets) {
   p.q = view(q), p.k = view(k), p.v = view(v), p.out = view(out);
   p.row_max = const_cast<void*>(row_max.const_data_ptr()), p.row_sum = const_cast<void*>(row_sum.const_data_ptr());
   p.batch = q.size(0), p.num_heads_q = q.size(1), p.num_heads_kv = k.size(1);
@@ -100,9 +104,11 @@ void fill(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, c
   p.mask = {causal, q_offset, q_offsets ? q_offsets->const_data_ptr<int64_t>() : nullptr};
 }
 
-// ---- Threads ----------------------------------------------------------------------------------------------------------
+// ---- Threads
+// ----------------------------------------------------------------------------------------------------------
 
-// A child forked after the parent has used OpenMP hangs when it uses it, too: it has the pool's state without its threads.
+// A child forked after the parent has used OpenMP hangs when it uses it, too: it has the pool's state without its
+// threads.
 std::atomic<bool> forked{false};
 [[maybe_unused]] const int watch_forks = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 
@@ -123,7 +129,8 @@ void run(const Pass<Params>& pass, const Params& p) {
   };
   // Waking the other threads costs about 5 us, in which one thread multiplies half a million pairs.
   constexpr double kWorthThreads = 1 << 20;
-  const double work = static_cast<double>(p.batch) * p.num_heads_q * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v);
+  const double work =
+      static_cast<double>(p.batch) * p.num_heads_q * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v);
   const int64_t tasks = work < kWorthThreads || forked ? 1 : std::min<int64_t>(plan.items, at::get_num_threads());
   if (tasks == 1)
     task(0, 1);
@@ -131,14 +138,16 @@ void run(const Pass<Params>& pass, const Params& p) {
     at::parallel_for(0, tasks, 1, task);
 }
 
-// ---- Operators --------------------------------------------------------------------------------------------------------
+// ---- Operators
+// --------------------------------------------------------------------------------------------------------
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, double softmax_scale,
-                                             bool causal, SymInt q_offset, const optional<Tensor>& q_offsets) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                             double softmax_scale, bool causal, SymInt q_offset,
+                                                             const optional<Tensor>& q_offsets) {
   check_inputs(q, k, v, softmax_scale, q_offsets);
   Tensor out = empty_ordered_as(q, v.sym_size(3));
-  Tensor lse = at::empty_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2)},
-                                q.options().dtype(lse_dtype(q.scalar_type())));
+  Tensor lse =
+      at::empty_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2)}, q.options().dtype(lse_dtype(q.scalar_type())));
   Tensor row_max = at::empty_like(lse), row_sum = at::empty_like(lse);
   if (q.is_meta()) return {out, lse, row_max, row_sum};
 
@@ -154,7 +163,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_forward(const Tensor& q, co
 std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout, const optional<Tensor>& dlse, const Tensor& q,
                                                       const Tensor& k, const Tensor& v, const Tensor& out,
                                                       const Tensor& row_max, const Tensor& row_sum,
-                                                      double softmax_scale, bool causal, SymInt q_offset, const optional<Tensor>& q_offsets) {
+                                                      double softmax_scale, bool causal, SymInt q_offset,
+                                                      const optional<Tensor>& q_offsets) {
   check_inputs(q, k, v, softmax_scale, q_offsets);
   const std::array<SymInt, 4> out_sizes{q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)};
   const c10::SymIntArrayRef lse_sizes(out_sizes.data(), 3);
@@ -192,7 +202,8 @@ TORCH_LIBRARY(pyattn, m) {
       "Tensor? q_offsets=None) -> (Tensor out, Tensor lse, Tensor row_max, Tensor row_sum)");
   m.def(
       "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor row_max, "
-      "Tensor row_sum, float softmax_scale, bool causal, SymInt q_offset, Tensor? q_offsets=None) -> (Tensor dq, Tensor dk, Tensor dv)");
+      "Tensor row_sum, float softmax_scale, bool causal, SymInt q_offset, Tensor? q_offsets=None) -> (Tensor dq, "
+      "Tensor dk, Tensor dv)");
 }
 
 TORCH_LIBRARY_IMPL(pyattn, CPU, m) {

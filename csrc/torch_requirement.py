@@ -5,6 +5,7 @@ from typing import Any
 
 
 def dynamic_metadata(settings: Mapping[str, Any], project: Mapping[str, Any]) -> dict[str, Any]:
+    """The package's dependencies, for the torch that builds it."""
     import torch
 
     major, minor, *_ = torch.__version__.split(".")
@@ -12,4 +13,5 @@ def dynamic_metadata(settings: Mapping[str, Any], project: Mapping[str, Any]) ->
 
 
 def dynamic_wheel(settings: Mapping[str, Any]) -> dict[str, bool]:
+    """The dependencies of an sdist are not known before it is built."""
     return {"dependencies": True}

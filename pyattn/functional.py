@@ -1,10 +1,38 @@
 """The public functions: documented, thin, over :mod:`pyattn.autograd`."""
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
 from pyattn import autograd
 from pyattn.reference import default_scale
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    q_offset: int | Tensor | None = None,
+    softmax_scale: float | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    q_offset: int | Tensor | None = None,
+    softmax_scale: float | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def attention(
@@ -42,9 +70,10 @@ def attention(
         return_lse: also return lse.
 
     Returns:
-        ``out`` (B, Hq, Sq, Dv) in q's dtype, dense in memory in the order of q's dimensions; with ``return_lse``,
-        ``(out, lse)``, lse (B, Hq, Sq) being float32, or float64 for float64 inputs. Both are differentiable. A query that
-        sees no key has out 0, lse -inf and gradient 0. 16-bit inputs are accumulated in float32 and rounded once.
+        ``out`` (B, Hq, Sq, Dv) in q's dtype, dense in memory, columns innermost and the other dimensions in q's order.
+        With ``return_lse``, ``(out, lse)``: lse (B, Hq, Sq) is float32, or float64 for float64 inputs. Both are
+        differentiable. A query that sees no key has out 0, lse -inf and gradient 0. 16-bit inputs are accumulated in
+        float32 and rounded once.
 
     Raises:
         ValueError: shapes that don't fit together, a softmax_scale that is not finite.
@@ -53,7 +82,7 @@ def attention(
     Under autocast, q, k and v are cast first. The result is the same to the bit from run to run and for every number of
     threads; extra memory is linear in the sequence length, forward and backward.
 
-    Source: Vaswani et al. 2017, equation 1; computed by blocks as in Dao et al. 2022 (FlashAttention), algorithms 1 and 4.
+    Source: Vaswani et al. 2017, equation 1; by blocks as in Dao et al. 2022 (FlashAttention), algorithms 1 and 4.
 
     >>> q = torch.randn(2, 8, 100, 64, requires_grad=True)
     >>> k, v = torch.randn(2, 2, 2, 100, 64)

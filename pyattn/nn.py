@@ -73,9 +73,7 @@ def _attend(
     """Attention over (B, H, T, D), native where it can be: out, weights or None. ``mask``: bool, True = takes part."""
     dropout_p = dropout.p if dropout is not None and dropout.training else 0.0
     if dropout_p == 0.0 and mask is None and not need_weights:
-        out = attention(q, k, v, causal=causal, softmax_scale=softmax_scale)
-        assert isinstance(out, Tensor)
-        return out, None
+        return attention(q, k, v, causal=causal, softmax_scale=softmax_scale), None
     if dropout_p > 0.0:
         _warn_once("dropout in training")
     if mask is not None:

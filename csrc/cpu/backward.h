@@ -1,4 +1,5 @@
-// Backward, in one pass over the keys. With S = softmax_scale Q K^T, P = exp(S - row_max) / row_sum, delta = rowsum(dO * O) - dlse:
+// Backward, in one pass over the keys. With S = softmax_scale Q K^T, P = exp(S - row_max) / row_sum, delta = rowsum(dO
+// * O) - dlse:
 //
 //   dV += P^T dO      dP = dO V^T      dS = P * (dP - delta)      dK += dS^T Q      dQ += dS K
 //
@@ -43,11 +44,11 @@ constexpr bool rows_in_place(int64_t group, int64_t cols) {
 template <class S>
 struct BackwardScratch {
   using T = Compute<S>;
-  int64_t ld_k, ld_v;         // columns of head_dim and head_dim_v in whole vectors
-  Rows<T> Qt, dOt;            // transposed, block after block of kBlockQ queries
-  Rows<T> Q, dO, K, V;        // packed copies, where the tensor can't be read in place
-  Rows<T> P, dP, Ot;          // tiles
-  Rows<T> dQ, dK, dV;         // sums
+  int64_t ld_k, ld_v;   // columns of head_dim and head_dim_v in whole vectors
+  Rows<T> Qt, dOt;      // transposed, block after block of kBlockQ queries
+  Rows<T> Q, dO, K, V;  // packed copies, where the tensor can't be read in place
+  Rows<T> P, dP, Ot;    // tiles
+  Rows<T> dQ, dK, dV;   // sums
   T *shift, *inverse_sum, *delta, *seen;
   int64_t bytes;
 
@@ -170,12 +171,11 @@ class BackwardItem {
     }
   }
 
-  Rows<T> transposed_block(Rows<T> blocks, int64_t cols, int64_t i) const {
-    return blocks.from(i / kBlockQ<T> * cols);
-  }
+  Rows<T> transposed_block(Rows<T> blocks, int64_t cols, int64_t i) const { return blocks.from(i / kBlockQ<T> * cols); }
 
   // The keys [n0, n0 + keys) against the rows of the super-block that see them.
-  void key_block(int64_t n0, int64_t keys, int64_t r0, int64_t rows, Rows<const T> Q, Rows<const T> dO, Rows<T> dQ) const {
+  void key_block(int64_t n0, int64_t keys, int64_t r0, int64_t rows, Rows<const T> Q, Rows<const T> dO,
+                 Rows<T> dQ) const {
     const Rows<const T> K = load_keys<S>(head, p.k, n0, keys, p.head_dim, true, s.K);
     const Rows<const T> V = load_keys<S>(head, p.v, n0, keys, p.head_dim_v, false, s.V);
     const Rows<T> dK = s.dK.from(n0 - k_begin), dV = s.dV.from(n0 - k_begin);
@@ -188,15 +188,14 @@ class BackwardItem {
       score_gemm<T>(keys, lanes, p.head_dim, K.strided(), transposed_block(s.Qt, p.head_dim, i), s.P);
       score_gemm<T>(keys, lanes, p.head_dim_v, V.strided(), transposed_block(s.dOt, p.head_dim_v, i), s.dP);
       if (masked)
-        softmax_gradient_tile<true>(s.P, s.dP, keys, lanes, s.seen, scale, s.shift + i, s.inverse_sum + i,
-                                    s.delta + i);
+        softmax_gradient_tile<true>(s.P, s.dP, keys, lanes, s.seen, scale, s.shift + i, s.inverse_sum + i, s.delta + i);
       else
         softmax_gradient_tile<false>(s.P, s.dP, keys, lanes, s.seen, scale, s.shift + i, s.inverse_sum + i,
-                                    s.delta + i);
+                                     s.delta + i);
 
       const Strided<T> P = s.P.strided(), dS = s.dP.strided();
-      if (masked && !(all_finite(K, keys, p.head_dim) && all_finite(Qi, m, p.head_dim) &&
-                      all_finite(dOi, m, p.head_dim_v))) {
+      if (masked &&
+          !(all_finite(K, keys, p.head_dim) && all_finite(Qi, m, p.head_dim) && all_finite(dOi, m, p.head_dim_v))) {
         const auto key_row = [&](int64_t j, int64_t, int64_t r) { return pair_seen(r, j); };
         const auto row_key = [&](int64_t r, int64_t, int64_t j) { return pair_seen(r, j); };
         gemm_seen<T>(keys, s.ld_v, m, P, dOi, dV, {true}, key_row);
@@ -223,7 +222,8 @@ void backward(const BackwardParams& p, int64_t begin, int64_t end, void* scratch
     const HeadRows head(p, item / splits);
     const int64_t split = item % splits;
     T* dq_part = splits > 1 ? static_cast<T*>(p.dq_parts) + item * head.count * carved.ld_k : nullptr;
-    BackwardItem<S>(p, head, split_begin(head, split, splits), split_begin(head, split + 1, splits), dq_part, carved).run();
+    BackwardItem<S>(p, head, split_begin(head, split, splits), split_begin(head, split + 1, splits), dq_part, carved)
+        .run();
   }
 }
 
@@ -234,7 +234,8 @@ Plan plan_reduce_dq(const BackwardParams& p) {
   return {p.batch * p.num_heads_kv * ceil_div(p.seqlen_q * group, kBlockQ<Compute<S>>), 0, 0};
 }
 
-// dQ = softmax_scale * the sum of the splits' shares, in their order. Work items: (batch, KV head, block of query rows).
+// dQ = softmax_scale * the sum of the splits' shares, in their order. Work items: (batch, KV head, block of query
+// rows).
 template <class S>
 void reduce_dq(const BackwardParams& p, int64_t begin, int64_t end, void*) {
   using T = Compute<S>;

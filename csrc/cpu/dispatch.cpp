@@ -42,7 +42,8 @@ std::string join(const std::vector<std::string>& names) {
 const Isa& find(const std::string& name) {
   for (const Isa& isa : kIsas)
     if (name == isa.name && isa.available()) return isa;
-  throw std::invalid_argument("pyattn: instruction set must be one of " + join(available_isas()) + ", got '" + name + "'");
+  throw std::invalid_argument("pyattn: instruction set must be one of " + join(available_isas()) + ", got '" + name +
+                              "'");
 }
 
 std::atomic<const Isa*>& active() {

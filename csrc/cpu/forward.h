@@ -1,12 +1,12 @@
-// Forward: out = softmax(softmax_scale Q K^T) V by blocks of queries, transposed (S^T = K Q^T, O^T = V^T P^T) so that queries
-// lie on the vector lanes and K and V are read as they come.
+// Forward: out = softmax(softmax_scale Q K^T) V by blocks of queries, transposed (S^T = K Q^T, O^T = V^T P^T) so that
+// queries lie on the vector lanes and K and V are read as they come.
 #pragma once
 
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// Between 96 and 384 keys the time differs by 3 %; a sum over 96 terms rounds less than one over 192 (by the accuracy rule, 16
-// instead of 26 refusals among 7,444 fp32 tensors). A multiple of the tile heights 6 and 12.
+// Between 96 and 384 keys the time differs by 3 %; a sum over 96 terms rounds less than one over 192 (by the accuracy
+// rule, 16 instead of 26 refusals among 7,444 fp32 tensors). A multiple of the tile heights 6 and 12.
 inline constexpr int64_t kForwardBlockK = 96;
 
 template <class S>
@@ -93,8 +93,8 @@ void forward_block(const ForwardParams& p, const HeadRows& head, int64_t r0, con
                        [&](int64_t i) { return head.row<S>(p.out, r0 + i); });
 }
 
-// Work items: (batch, KV head, block of query rows), the last block of a head, which under a causal mask is the longest,
-// first.
+// Work items: (batch, KV head, block of query rows), the last block of a head, which under a causal mask is the
+// longest, first.
 template <class S>
 void forward(const ForwardParams& p, int64_t begin, int64_t end, void* scratch) {
   const ForwardScratch<S> carved(p, scratch);

@@ -4,8 +4,8 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// The query rows that read one KV head: row r is query r / group of the group's query head r % group. Neighbouring lanes
-// then see almost the same keys, and the few queries of decoding fill a vector with heads.
+// The query rows that read one KV head: row r is query r / group of the group's query head r % group. Neighbouring
+// lanes then see almost the same keys, and the few queries of decoding fill a vector with heads.
 struct HeadRows {
   int64_t b, h_kv, group, count;
   int64_t q_offset;  // clamped: beyond [-seqlen_q, seqlen_k] the mask does not change
@@ -19,9 +19,7 @@ struct HeadRows {
   }
 
   // Row r sees the keys [0, visible_keys(r)).
-  int64_t visible_keys(int64_t r) const {
-    return causal ? clamp(r / group + q_offset + 1, 0, seqlen_k) : seqlen_k;
-  }
+  int64_t visible_keys(int64_t r) const { return causal ? clamp(r / group + q_offset + 1, 0, seqlen_k) : seqlen_k; }
 
   // The first row that sees key j; count if none does.
   int64_t first_row(int64_t j) const { return causal ? clamp(j - q_offset, 0, seqlen_q) * group : 0; }

@@ -8,8 +8,8 @@ namespace {
 template <class T>
 inline constexpr T kNegInf = -static_cast<T>(__builtin_inff());
 
-// softmax_scale = power * factor, power being the power of two below it, with its sign. Q is packed times power, which is
-// exact, and the tiles hold S / factor: the score is rounded once, as it enters the exponential. (Scaling Q by
+// softmax_scale = power * factor, power being the power of two below it, with its sign. Q is packed times power, which
+// is exact, and the tiles hold S / factor: the score is rounded once, as it enters the exponential. (Scaling Q by
 // softmax_scale * log2(e) would round Q, and overflow for scores near the largest number.)
 template <class T>
 struct Scale {
@@ -26,9 +26,9 @@ struct Scale {
   __attribute__((always_inline)) vec<T> exp(vec<T> s) const { return exp2<T>(s * static_cast<T>(factor * kLog2e)); }
 };
 
-// Online softmax (Milakov and Gimelshein 2018) of a block of queries: after each key block, row_max is the largest entry of
-// S / factor, row_sum = sum exp(S - factor * row_max), and sums made before, with a smaller row_max, are worth decay times as
-// much.
+// Online softmax (Milakov and Gimelshein 2018) of a block of queries: after each key block, row_max is the largest
+// entry of S / factor, row_sum = sum exp(S - factor * row_max), and sums made before, with a smaller row_max, are worth
+// decay times as much.
 template <class T>
 struct SoftmaxState {
   alignas(kScratchAlign) T row_max[kBlockQ<T>], row_sum[kBlockQ<T>], decay[kBlockQ<T>];
@@ -44,8 +44,8 @@ PYATTN_INLINE vec<T> finite_shift(vec<T> x) {
   return x == kNegInf<T> ? vec<T>{} : x;
 }
 
-// P = exp(S - row_max) in place of S / factor, and the new state, for the lanes [j0, j0 + kNV vectors). seen counts the keys
-// that a lane sees, as mask_tile gives it.
+// P = exp(S - row_max) in place of S / factor, and the new state, for the lanes [j0, j0 + kNV vectors). seen counts the
+// keys that a lane sees, as mask_tile gives it.
 template <int kNV, bool kMasked, class T>
 void softmax_panel(Rows<T> S, int64_t keys, int64_t j0, const T* seen, Scale<T> scale, SoftmaxState<T>& state) {
   constexpr int L = kLanes<T>;
@@ -92,7 +92,8 @@ void softmax_tile(Rows<T> S, int64_t keys, int64_t lanes, const T* seen, Scale<T
     if (j0 < lanes) softmax_tile<kMasked, T, kNV - 1>(S, keys, lanes, seen, scale, state, j0);
 }
 
-// From the tiles S / factor and dP: P = exp(S - factor * shift) * inverse_sum in place of the first, dS = P (dP - delta) in place of dP.
+// From the tiles S / factor and dP: P = exp(S - factor * shift) * inverse_sum in place of the first, dS = P (dP -
+// delta) in place of dP.
 template <bool kMasked, class T>
 void softmax_gradient_tile(Rows<T> S, Rows<T> dP, int64_t keys, int64_t lanes, const T* seen, Scale<T> scale,
                            const T* shift, const T* inverse_sum, const T* delta) {

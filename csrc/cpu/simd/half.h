@@ -1,5 +1,5 @@
-// 16-bit storage: widening and rounding (to nearest, ties to even; NaN stays NaN) in integer vector arithmetic. bf16 uses
-// it everywhere, f16 where the instruction set has no conversion of its own.
+// 16-bit storage: widening and rounding (to nearest, ties to even; NaN stays NaN) in integer vector arithmetic. bf16
+// uses it everywhere, f16 where the instruction set has no conversion of its own.
 #pragma once
 
 #include "vector.h"

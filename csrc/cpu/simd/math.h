@@ -32,14 +32,18 @@ struct Exp2<double> {
   static constexpr double kSmallest = -1022.0;
   static constexpr double kRound = 0x1.8p52 + 1023.0;
   // Interpolation at the Chebyshev nodes, largest relative error 8.5e-18.
-  static constexpr double kPolynomial[] = {4.454960598443769208e-10, 7.0725859492692237e-9, 1.017806244584400492e-7, 1.321544258792168965e-6, 1.525273383982613628e-5, 1.540353044173605015e-4, 1.333355814641693531e-3, 9.618129107606888527e-3, 5.550410866482159434e-2, 2.402265069591009822e-1, 6.931471805599453094e-1};
+  static constexpr double kPolynomial[] = {4.454960598443769208e-10, 7.0725859492692237e-9,   1.017806244584400492e-7,
+                                           1.321544258792168965e-6,  1.525273383982613628e-5, 1.540353044173605015e-4,
+                                           1.333355814641693531e-3,  9.618129107606888527e-3, 5.550410866482159434e-2,
+                                           2.402265069591009822e-1,  6.931471805599453094e-1};
 };
 
 // 2^x.
 //   Domain   x <= 1, and NaN.
 //   Ends     exactly 1 at 0; exactly 0 below -126 (float), -1022 (double), -inf included; NaN for NaN.
 //   Error    at most 2.1 ulp (float), 1.1 ulp (double) where the result is not 0.
-//   Method   adding kRound rounds x to an integer n and leaves n + bias in the low mantissa bits, which shifted up are 2^n;
+//   Method   adding kRound rounds x to an integer n and leaves n + bias in the low mantissa bits, which shifted up are
+//   2^n;
 //            the other factor is a polynomial in x - n.
 template <class T>
 PYATTN_INLINE vec<T> exp2(vec<T> x) {

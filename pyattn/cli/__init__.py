@@ -1,0 +1,56 @@
+"""The commands: ``pyattn info`` and ``pyattn train``, also as ``python -m pyattn``.
+
+Each command is a module here with ``run(argv) -> exit code``. It is imported when it is called for, so that one
+command's extras are not another's, and ``import pyattn`` needs none of them.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "info": "what this build is, and what it runs on",
+    "train": "train a small GPT on text, and measure its attention",
+}
+EXTRAS = {"matplotlib", "numpy", "safetensors", "tqdm"}
+
+
+class InputError(ValueError):
+    """What the user asked for breaks a rule; the command line shows the message, without a traceback."""
+
+    def __init__(self, rule: str, got: object) -> None:
+        super().__init__(f"pyattn: {rule}, got {got}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: the process's own).
+
+    Returns:
+        0, or 2 for bad input or a missing extra, 130 after Ctrl-C, 1 where a check of the command's own failed.
+    """
+    parser = argparse.ArgumentParser(
+        prog="pyattn",
+        description="Exact native attention for PyTorch.",
+        epilog="\n".join(f"{name:8}{purpose}" for name, purpose in COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, help="see below; each has its own --help")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="options of the command")
+    chosen = parser.parse_args(argv)
+
+    try:
+        command = importlib.import_module(f"pyattn.cli.{chosen.command}")
+    except ModuleNotFoundError as missing:
+        if missing.name not in EXTRAS:
+            raise
+        mend = "pip install 'pyattn[cli]' (in a checkout: pip install -e '.[cli]')"
+        print(f"pyattn: {chosen.command} needs {missing.name}, which is not installed: {mend}", file=sys.stderr)
+        return 2
+    try:
+        return int(command.run(chosen.options))
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130  # 128 + SIGINT, as shells report it

@@ -1,0 +1,116 @@
+"""An attention beside the pure-Python one: same weights, same batches, sides in turn."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from pyattn.cli.fit import autocast, loss_of
+from pyattn.cli.gpt import GPT, Attend, attend_reference
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How an attention compares with the pure-Python one.
+
+    Attributes:
+        attention_speedup: time of the pure-Python attention over this one's, forward and backward; median over batches.
+        step_speedup: the same for forward and backward of the whole model.
+        difference: largest absolute difference of the two losses on a batch.
+        bound: what rounding alone can explain of it.
+    """
+
+    attention_speedup: float
+    step_speedup: float
+    difference: float
+    bound: float
+
+
+def rounding_bound(model: GPT, dtype: torch.dtype, loss: float) -> float:
+    """How far ``loss`` may move when the attention adds up in another order.
+
+    An output of attention is rounded to ``dtype``, eps(dtype), after a sum of up to ``context`` float32 terms, whose
+    errors walk at random to sqrt(context) eps(float32). There is one such output for each of the ``layers``; their
+    relative errors add up, and the loss is taken to move by the same share of itself.
+    """
+    eps, sum_eps = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
+    return model.config.layers * (eps + math.sqrt(model.config.context) * sum_eps) * loss
+
+
+def attention_inputs(model: GPT, windows: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """The q, k, v that the last block's attention meets on ``windows``, with the strides it meets."""
+    met: list[list[Tensor]] = []
+    attend = model.attend
+
+    def record(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
+        met.append([q.detach(), k.detach(), v.detach()])
+        return attend(q, k, v, dropout_p)
+
+    model.attend = record
+    with torch.no_grad():
+        loss_of(model, windows, dtype)
+    model.attend = attend
+    return [tensor.requires_grad_() for tensor in met[-1]]
+
+
+def attention_pass(attend: Attend, inputs: list[Tensor], dout: Tensor, dtype: torch.dtype) -> None:
+    """Forward and backward of the attention alone."""
+    with autocast(dout.device, dtype):
+        out = attend(inputs[0], inputs[1], inputs[2], 0.0)
+    torch.autograd.grad(out, inputs, dout)
+
+
+def model_pass(attend: Attend, model: GPT, windows: Tensor, dtype: torch.dtype) -> float:
+    """Forward and backward of the whole model. Returns the loss."""
+    model.attend = attend
+    model.zero_grad()
+    loss = loss_of(model, windows, dtype)
+    torch.autograd.backward(loss)
+    return loss.item()
+
+
+def timed(work: Callable[[], Result], device: torch.device) -> tuple[float, Result]:
+    """Seconds that ``work`` took, and its result."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+    start = time.perf_counter()
+    result = work()
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter() - start, result
+
+
+def compare(model: GPT, batches: list[Tensor], dtype: torch.dtype) -> Comparison:
+    """Time the model's attention and the pure-Python one on ``batches``, without dropout, and without learning.
+
+    The first batch warms both sides up and is not counted, so ``batches`` are at least two.
+    """
+    model.eval()
+    device, chosen = model.token.weight.device, model.attend
+    sides = (chosen, attend_reference)
+    attention_ratios, step_ratios, differences, losses = [], [], [], []
+    for windows in batches:
+        inputs = attention_inputs(model, windows, dtype)
+        dout = torch.randn_like(inputs[2])
+        ours, theirs = [timed(partial(attention_pass, side, inputs, dout, dtype), device) for side in sides]
+        attention_ratios.append(theirs[0] / ours[0])
+        own, other = [timed(partial(model_pass, side, model, windows, dtype), device) for side in sides]
+        step_ratios.append(other[0] / own[0])
+        differences.append(abs(own[1] - other[1]))
+        losses.append(other[1])
+        model.attend = chosen
+    model.zero_grad()
+    return Comparison(
+        statistics.median(attention_ratios[1:]),
+        statistics.median(step_ratios[1:]),
+        max(differences),
+        rounding_bound(model, dtype, max(losses)),
+    )

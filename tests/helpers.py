@@ -1,0 +1,86 @@
+"""Cases, how to run them, and the rule that judges accuracy."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: int
+    num_heads_q: int
+    num_heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool = True
+    q_offset: int | None = None
+    softmax_scale: float | None = None
+
+    def __str__(self) -> str:
+        sizes = (self.batch, self.num_heads_q, self.num_heads_kv, self.seqlen_q, self.seqlen_k)
+        mask = "full" if not self.causal else "causal" if self.q_offset is None else f"offset{self.q_offset}"
+        scale = "" if self.softmax_scale is None else f"-scale{self.softmax_scale}"
+        return "x".join(map(str, (*sizes, self.head_dim, self.head_dim_v))) + f"-{mask}{scale}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"causal": self.causal, "q_offset": self.q_offset, "softmax_scale": self.softmax_scale}
+
+    def inputs(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, normally distributed."""
+        return (
+            torch.randn(self.batch, self.num_heads_q, self.seqlen_q, self.head_dim).to(dtype),
+            torch.randn(self.batch, self.num_heads_kv, self.seqlen_k, self.head_dim).to(dtype),
+            torch.randn(self.batch, self.num_heads_kv, self.seqlen_k, self.head_dim_v).to(dtype),
+        )
+
+    def gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """dout and dlse."""
+        rows = (self.batch, self.num_heads_q, self.seqlen_q)
+        return torch.randn(*rows, self.head_dim_v).to(dtype), torch.randn(*rows)
+
+
+def run(
+    attention: Callable[..., Any],
+    qkv: tuple[Tensor, Tensor, Tensor],
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """out, lse, dq, dk, dv of ``attention(q, k, v, return_lse=True)``."""
+    leaves = tuple(t.detach().requires_grad_() for t in qkv)
+    out, lse = attention(*leaves, return_lse=True, **options)
+    results, grads = [out], [dout.to(out.dtype)]
+    if dlse is not None:
+        results, grads = [out, lse], [*grads, dlse.to(lse.dtype)]
+    return (out.detach(), lse.detach(), *torch.autograd.grad(results, leaves, grads, allow_unused=True))
+
+
+def error(x: Tensor, exact: Tensor) -> float:
+    """The largest absolute difference. Where the exact value is infinite, so must x be."""
+    finite = exact.isfinite()
+    assert torch.equal(x.double()[~finite], exact[~finite])
+    return (x.double() - exact)[finite].abs().max().item() if finite.any() else 0.0
+
+
+def assert_accurate(name: str, x: Tensor, plain: Tensor, exact: Tensor) -> None:
+    """At most twice the error that plain PyTorch makes in the same dtype, plus four roundings of the largest value.
+
+    ``plain`` is the reference run in x's dtype, ``exact`` in float64. For float64 itself, 1e-12 of the largest value.
+    """
+    assert x.shape == exact.shape
+    finite = exact[exact.isfinite()]
+    largest = finite.abs().max().item() if finite.numel() else 0.0
+    if x.dtype == torch.float64:
+        bound = 1e-12 * largest
+    else:
+        bound = 2 * error(plain, exact) + 4 * torch.finfo(x.dtype).eps * largest
+    assert error(x, exact) <= bound, name

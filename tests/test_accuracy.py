@@ -1,0 +1,80 @@
+"""Every result, forward and backward, is as exact as plain PyTorch in the same dtype: see helpers.assert_accurate."""
+
+import pytest
+import torch
+from helpers import DTYPES, NAMES, Case, assert_accurate, run
+
+from pyattn import attention, reference
+
+CASES = [
+    Case(1, 1, 1, 1, 1, 1, 1),
+    Case(2, 2, 2, 6, 6, 3, 3),
+    Case(2, 4, 2, 64, 64, 64, 64),
+    Case(1, 3, 1, 65, 63, 80, 72),
+    Case(2, 2, 2, 1, 130, 128, 33, causal=False),
+    Case(1, 2, 1, 130, 130, 33, 17, q_offset=0),
+    Case(1, 1, 1, 100, 30, 16, 16, q_offset=-40),
+    Case(1, 2, 2, 257, 257, 64, 48),
+    Case(2, 6, 2, 50, 333, 40, 31, causal=False, softmax_scale=-0.3),
+    Case(1, 1, 1, 97, 193, 512, 1, q_offset=5),
+    Case(1, 2, 1, 1100, 290, 20, 24),
+    Case(1, 9, 9, 33, 200, 24, 24, softmax_scale=1.7),
+]
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_forward_and_backward(case: Case, dtype: torch.dtype) -> None:
+    qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
+    ours = run(attention, qkv, dout, dlse, **case.options)
+    plain = run(reference.attention, qkv, dout, dlse, **case.options)
+    exact = run(reference.attention, tuple(t.double() for t in qkv), dout.double(), dlse, **case.options)
+    assert ours[0].dtype == dtype
+    assert ours[1].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    for name, x, yardstick, truth in zip(NAMES, ours, plain, exact, strict=True):
+        assert_accurate(name, x, yardstick, truth)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_offset_per_sequence(dtype: torch.dtype) -> None:
+    case = Case(3, 2, 1, 40, 70, 16, 16)
+    qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
+    offsets = [30, -5, 12]
+    together = run(attention, qkv, dout, dlse, q_offset=torch.tensor(offsets))
+    for b, offset in enumerate(offsets):
+        alone = run(attention, tuple(t[b : b + 1] for t in qkv), dout[b : b + 1], dlse[b : b + 1], q_offset=offset)
+        for x, y in zip(together[:2], alone[:2], strict=True):
+            assert torch.equal(x[b : b + 1], y)
+        for name, x, y in zip(NAMES[2:], together[2:], alone[2:], strict=True):
+            assert_accurate(name, x[b : b + 1], y, y.double())
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_that_sees_one_key(dtype: torch.dtype) -> None:
+    case = Case(2, 4, 2, 5, 5, 40, 24, q_offset=0)
+    qkv, (dout, _) = case.inputs(dtype), case.gradients(dtype)
+    out, _, dq, _, _ = run(attention, qkv, dout, **case.options)
+    assert torch.equal(out[:, :, 0], qkv[2][:, :, 0].repeat_interleave(2, 1))
+    assert torch.count_nonzero(dq[:, :, 0]) == 0
+    assert torch.count_nonzero(dq[:, :, 1]) > 0
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_scores_as_large_as_the_dtype_allows(dtype: torch.dtype, sign: int) -> None:
+    """All scores equal and near the largest number: the weights are 1 / n, as torch.softmax has them."""
+    largest = torch.finfo(dtype).max ** 0.5 * 0.99
+    q = torch.full((1, 1, 3, 1), largest, dtype=dtype)
+    k = torch.full((1, 1, 200, 1), sign * largest, dtype=dtype)
+    v = torch.randn(1, 1, 200, 8, dtype=dtype)
+    dout = torch.randn(1, 1, 3, 8, dtype=dtype)
+    out, _, dq, dk, dv = run(attention, (q, k, v), dout, causal=False, softmax_scale=1.0)
+    assert_accurate("out", out, v.mean(2, keepdim=True).expand_as(out), v.double().mean(2, keepdim=True).expand_as(out))
+    truth = (dout.double().sum(2, keepdim=True) / 200).expand_as(dv)
+    assert_accurate("dv", dv, truth, truth)
+    assert dq.isfinite().all()
+    assert dk.isfinite().all()

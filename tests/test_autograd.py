@@ -1,0 +1,216 @@
+"""The derivatives are right under every way that PyTorch has of asking for them, and raise where nobody wrote them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers import DTYPES, Case, run
+from torch import Tensor
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint
+
+from pyattn import attention, reference
+
+CASES = [
+    Case(1, 1, 1, 1, 1, 1, 1),
+    Case(2, 2, 2, 6, 6, 3, 3),
+    Case(1, 4, 2, 5, 7, 3, 4),
+    Case(2, 2, 1, 4, 6, 5, 2, causal=False, softmax_scale=0.7),
+    Case(1, 2, 2, 7, 4, 3, 3, q_offset=-2),
+    Case(1, 1, 1, 3, 5, 9, 17, q_offset=1, softmax_scale=-1.5),
+]
+
+
+def leaves(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = case.inputs(dtype)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+
+
+def out_and_lse(function: Callable[..., Any], case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows that see nothing have lse -inf, of which there are no differences to take."""
+    out, lse = function(q, k, v, return_lse=True, **case.options)
+    return out, lse.masked_fill(lse == -torch.inf, 0.0)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradcheck(case: Case) -> None:
+    assert gradcheck(partial(out_and_lse, attention, case), leaves(case))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradcheck_of_the_reference(case: Case) -> None:
+    assert gradcheck(partial(out_and_lse, reference.attention, case), leaves(case))
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "kv"])
+def test_gradients_of_some_inputs(wanted: str) -> None:
+    case = Case(1, 2, 2, 5, 5, 4, 4)
+    inputs = dict(zip("qkv", leaves(case), strict=True))
+    everything = torch.autograd.grad(attention(**inputs).sum(), tuple(inputs.values()))
+    some = {name: x.detach().requires_grad_(name in wanted) for name, x in inputs.items()}
+    attention(**some).sum().backward()
+    for (name, x), expected in zip(some.items(), everything, strict=True):
+        assert x.grad is None if name not in wanted else torch.equal(x.grad, expected)
+
+
+def test_gradient_into_lse_alone() -> None:
+    case = Case(1, 2, 1, 5, 8, 4, 3)
+    q, k, v = leaves(case)
+    _, lse = attention(q, k, v, return_lse=True)
+    _, expected = reference.attention(q, k, v, return_lse=True)
+    weights = torch.randn_like(lse)
+    ours = torch.autograd.grad((lse * weights).sum(), (q, k, v))
+    truth = torch.autograd.grad((expected * weights).sum(), (q, k))
+    torch.testing.assert_close(ours[:2], truth, rtol=0, atol=1e-12)
+    assert torch.count_nonzero(ours[2]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_what_is_not_written_raises() -> None:
+    case = Case(1, 2, 2, 4, 4, 3, 3)
+    q, k, v = leaves(case)
+    with pytest.raises(RuntimeError, match="attention_backward"):
+        gradgradcheck(attention, (q, k, v))
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(attention, (q.detach(), k.detach(), v.detach()), (q.detach(), k.detach(), v.detach()))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q.detach(), q.detach())
+        with pytest.raises(NotImplementedError, match="attention_forward"):
+            attention(dual, k.detach(), v.detach())
+        dual = forward_ad.make_dual(q, q.detach())
+        with pytest.raises(RuntimeError, match="jvp"):
+            attention(dual, k, v)
+    out, *_ = torch.ops.pyattn.attention_forward(q, k, v, 1.0, True, 0)
+    with pytest.raises(RuntimeError, match="attention_forward"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("offsets", [None, torch.tensor([1, -2])], ids=["offset", "offsets"])
+def test_opcheck(dtype: torch.dtype, offsets: Tensor | None) -> None:
+    case = Case(2, 4, 2, 5, 7, 8, 6)
+    q, k, v = case.inputs(dtype)
+    dout, dlse = case.gradients(dtype)
+    scalars = (0.5, True, 2, offsets)
+    out, lse, row_max, row_sum = torch.ops.pyattn.attention_forward(q, k, v, *scalars)
+    torch.library.opcheck(torch.ops.pyattn.attention_forward, (q, k, v, *scalars))
+    heads_inside = q.transpose(1, 2).contiguous().transpose(1, 2)
+    torch.library.opcheck(torch.ops.pyattn.attention_forward, (heads_inside, k, v, *scalars))
+    dlse = dlse.to(lse.dtype)
+    torch.library.opcheck(torch.ops.pyattn.attention_backward, (dout, dlse, q, k, v, out, row_max, row_sum, *scalars))
+    torch.library.opcheck(torch.ops.pyattn.attention_backward, (dout, None, q, k, v, out, row_max, row_sum, *scalars))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(dynamic: bool) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q, k, v: attention(q, k, v, return_lse=True), fullgraph=True, backend="aot_eager", dynamic=dynamic
+    )
+    for seqlen in (8, 13):
+        case = Case(2, 4, 2, seqlen, seqlen + 2, 8, 6)
+        qkv, (dout, dlse) = case.inputs(torch.float32), case.gradients(torch.float32)
+        ours = run(lambda q, k, v, return_lse: compiled(q, k, v), qkv, dout, dlse)
+        for x, y in zip(ours, run(attention, qkv, dout, dlse), strict=True):
+            assert torch.equal(x, y)
+            assert x.stride() == y.stride()
+
+
+def test_functional_transforms() -> None:
+    case = Case(2, 2, 1, 4, 5, 3, 3)
+    q, k, v = case.inputs(torch.float64)
+
+    def loss(function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = function(q, k, v, return_lse=True)
+        return (out.sin().sum() + lse.cos().sum()) / 2
+
+    inputs = leaves_of(q, k, v)
+    expected = torch.autograd.grad(loss(reference.attention, *inputs), inputs)
+    grads = torch.func.grad(partial(loss, attention), (0, 1, 2))(q, k, v)
+    torch.testing.assert_close(grads, expected, rtol=0, atol=1e-12)
+    jacobian = torch.func.jacrev(attention, argnums=1)(q, k, v)
+    plain = torch.autograd.functional.jacobian(lambda k: reference.attention(q, k, v), k)
+    torch.testing.assert_close(jacobian, plain, rtol=0, atol=1e-12)
+
+
+def leaves_of(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(t.detach().requires_grad_() for t in tensors)
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 2, 0), (1, 1, None)])
+def test_vmap(in_dims: tuple[int | None, ...]) -> None:
+    case = Case(2, 2, 1, 4, 5, 3, 3)
+    stacks = [
+        x if dim is None else torch.stack([x, x.sin(), 2 * x], dim)
+        for x, dim in zip(case.inputs(torch.float64), in_dims, strict=True)
+    ]
+
+    def slices(i: int) -> list[Tensor]:
+        return [x if dim is None else x.select(dim, i) for x, dim in zip(stacks, in_dims, strict=True)]
+
+    def grad(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        grads: tuple[Tensor, ...] = torch.func.grad(lambda *qkv: attention(*qkv).sin().sum(), (0, 1, 2))(q, k, v)
+        return grads
+
+    out, lse = torch.vmap(partial(attention, return_lse=True), in_dims)(*stacks)
+    grads = torch.vmap(grad, in_dims)(*stacks)
+    for i in range(3):
+        torch.testing.assert_close((out[i], lse[i]), attention(*slices(i), return_lse=True), rtol=0, atol=1e-12)
+        torch.testing.assert_close(tuple(g[i] for g in grads), grad(*slices(i)), rtol=0, atol=1e-12)
+
+
+def test_per_sample_offsets_under_vmap() -> None:
+    q, k, v = (torch.stack([x, 2 * x]) for x in Case(2, 1, 1, 4, 5, 3, 3).inputs(torch.float64))
+    offsets = torch.tensor([[0, 1], [-2, 3]])
+    out = torch.vmap(lambda q, k, v, o: attention(q, k, v, q_offset=o))(q, k, v, offsets)
+    for i in range(2):
+        torch.testing.assert_close(out[i], attention(q[i], k[i], v[i], q_offset=offsets[i]), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(dtype: torch.dtype) -> None:
+    case = Case(1, 2, 2, 9, 9, 8, 8)
+    q, k, v = leaves(case, torch.float32)
+    with torch.autocast("cpu", dtype):
+        out = attention(q, k.to(dtype), v)
+    assert out.dtype == dtype
+    grads = torch.autograd.grad(out.float().sum(), (q, k, v))
+    assert [g.dtype for g in grads] == [torch.float32] * 3
+    halves = leaves_of(*(x.to(dtype) for x in (q, k, v)))
+    expected = torch.autograd.grad(attention(*halves).float().sum(), halves)
+    for x, y in zip(grads, expected, strict=True):
+        assert torch.equal(x, y.float())
+
+
+def test_modes_without_gradients() -> None:
+    q, k, v = leaves(Case(1, 2, 2, 5, 5, 4, 4), torch.float32)
+    expected = attention(q, k, v).detach()
+    with torch.no_grad():
+        out = attention(q, k, v)
+    assert not out.requires_grad
+    assert torch.equal(out, expected)
+    with torch.inference_mode():
+        assert torch.equal(attention(q, k, v), expected)
+
+
+def test_checkpointing_repeats_the_bits() -> None:
+    q, k, v = leaves(Case(1, 2, 2, 40, 40, 8, 8), torch.float32)
+    direct = torch.autograd.grad(attention(q, k, v).sin().sum(), (q, k, v))
+    again = torch.autograd.grad(checkpoint(attention, q, k, v, use_reentrant=False).sin().sum(), (q, k, v))
+    for x, y in zip(direct, again, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_saved_tensors_changed_in_place_raise(which: int) -> None:
+    qkv = [x.clone() for x in leaves(Case(1, 1, 1, 3, 3, 2, 2))]
+    out = attention(*qkv)
+    loss = out.sum()
+    with torch.no_grad():
+        (*qkv, out)[which].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

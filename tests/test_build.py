@@ -1,0 +1,102 @@
+"""The native module is the one that was asked for: its instruction sets, how one is chosen, what it says of itself."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import pyattn
+from pyattn import _C, attention
+
+
+def in_new_process(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=os.environ | environment,
+    )
+
+
+def test_versions() -> None:
+    assert _C.version == pyattn.__version__
+    assert _C.torch_version == torch.__version__
+    assert _C.compiler
+
+
+def test_instruction_sets_are_listed_best_first() -> None:
+    assert _C.compiled_isas()[-1] == "scalar"
+    assert _C.available_isas() == [isa for isa in _C.compiled_isas() if isa in _C.available_isas()]
+    default = in_new_process("from pyattn import _C; print(_C.active_isa())", PYATTN_ISA="")
+    assert default.stdout.split() == _C.available_isas()[:1]
+
+
+@pytest.mark.parametrize("name", _C.available_isas())
+def test_environment_variable_chooses(name: str) -> None:
+    assert in_new_process("from pyattn import _C; print(_C.active_isa())", PYATTN_ISA=name).stdout.split() == [name]
+
+
+def test_unknown_name_in_the_environment() -> None:
+    result = in_new_process("from pyattn import _C; _C.active_isa()", PYATTN_ISA="mmx")
+    assert "pyattn: instruction set must be one of" in result.stderr
+    assert "got 'mmx'" in result.stderr
+
+
+def test_instruction_sets_differ_in_rounding() -> None:
+    """What runs is what was named: vectors of another width, or without fused multiply-add, round differently."""
+    q, k, v = torch.randn(3, 1, 2, 300, 32)
+    results = {}
+    before = _C.active_isa()
+    for isa in _C.available_isas():
+        _C.set_isa(isa)
+        results[isa] = attention(q, k, v)
+    _C.set_isa(before)
+    if "avx2" in results:
+        assert not torch.equal(results["avx2"], results["scalar"])
+
+
+def test_another_torch_is_refused() -> None:
+    """Import stops before the native module is loaded, and names the command that rebuilds it."""
+    result = in_new_process("import torch; torch.__version__ = '9.8.0'; import pyattn")
+    assert result.returncode == 1
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: pyattn: built for torch")
+    assert "got torch 9.8.0" in last
+    assert "pip install --no-build-isolation" in last
+
+
+def test_a_source_folder_says_what_to_do(tmp_path: Path) -> None:
+    package = Path(pyattn.__file__).parent
+    shutil.copytree(package, tmp_path / "pyattn", ignore=shutil.ignore_patterns("_C*.so", "_build.py", "__pycache__"))
+    result = in_new_process(
+        "import sys\n"
+        "sys.meta_path = [finder for finder in sys.meta_path if 'editable' not in type(finder).__module__]\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import pyattn\n"
+    )
+    assert "pyattn: this folder holds the package's source without its native module" in result.stderr
+    assert "pip install -e ." in result.stderr
+
+
+def test_a_forked_child_does_not_hang() -> None:
+    """Unlike torch's own operators, whose threads a forked child lacks: it compares with one thread."""
+    result = in_new_process(
+        "import os, torch\n"
+        "from pyattn import attention\n"
+        "torch.set_num_threads(2)\n"
+        "q, k, v = torch.randn(3, 1, 4, 500, 64)\n"
+        "out = attention(q, k, v)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    again = attention(q, k, v)\n"
+        "    torch.set_num_threads(1)\n"
+        "    os._exit(0 if torch.equal(again, out) else 1)\n"
+        "print(os.waitpid(child, 0)[1])\n"
+    )
+    assert result.stdout.split() == ["0"]
