@@ -8,6 +8,7 @@ Which of three ways a call takes depends on what watches it, since each costs a 
 - a functorch transform active (``torch.func.grad``, ``vmap``, ``jacrev``): :class:`TransformableAttention`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,12 +79,14 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` of the native operator, differentiable in q, k and v."""
     args = (q, k, v, softmax_scale, causal, q_offset, q_offsets)
+    apply: Callable[..., tuple[Tensor, ...]]
     if torch.compiler.is_compiling():
-        out, lse, *_ = Attention.apply(*args)
+        apply = Attention.apply
     elif torch._C._are_functorch_transforms_active():
-        out, lse, *_ = TransformableAttention.apply(*args)
+        apply = TransformableAttention.apply
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        out, lse, *_ = Attention.apply(*args)
+        apply = Attention.apply
     else:
-        out, lse, *_ = _ops.attention_forward(*args)
+        apply = _ops.attention_forward
+    out, lse, *_ = apply(*args)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
     return out, lse
