@@ -1,7 +1,7 @@
 """Drop-in modules: the attention classes people write from scratch, under the same names, native inside.
 
 Import them in place of your own. Constructors, attribute names, initial values under a seed and state dicts, the
-``mask`` buffer's key included, are those of the plain modules in :mod:`pyattn.reference_nn` (S. Raschka, "Build a Large
+``mask`` buffer's key included, are those of the plain modules in :mod:`pyattn.reference` (S. Raschka, "Build a Large
 Language Model (From Scratch)", chapters 3 and 4, and the tutorials after it); ``load_state_dict(strict=True)`` works
 both ways. What is native needs memory linear in seqlen. Each head computes (Vaswani et al. 2017, equation 1) ::
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyattn import nn, reference_nn
+from pyattn import nn, reference
 
 D_IN = 12
 D_OUT = 8
@@ -38,7 +38,7 @@ every_module = pytest.mark.parametrize(
 def pair(name: str, *arguments: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
     """The native and the plain module, each made under the same seed."""
     made = []
-    for home in (nn, reference_nn):
+    for home in (nn, reference):
         torch.manual_seed(123)
         made.append(getattr(home, name)(*(arguments or ARGUMENTS[name])))
     return made[0], made[1]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from module_cases import ARGUMENTS, CONTEXT_LENGTH, D_IN, every_module, output, pair
 
-from pyattn import nn, reference_nn
+from pyattn import nn, reference
 
 MASKED = ["CausalAttention", "MultiHeadAttentionWrapper", "MultiHeadAttention"]
 
@@ -38,7 +38,7 @@ def test_state_follows_to(name, dtype):
 @pytest.mark.parametrize("assign", [False, True])
 def test_loads_strictly_both_ways(name, assign):
     native, plain = pair(name)
-    fresh_native, fresh_plain = getattr(nn, name)(*ARGUMENTS[name]), getattr(reference_nn, name)(*ARGUMENTS[name])
+    fresh_native, fresh_plain = getattr(nn, name)(*ARGUMENTS[name]), getattr(reference, name)(*ARGUMENTS[name])
     fresh_native.load_state_dict(plain.state_dict(), strict=True, assign=assign)
     fresh_plain.load_state_dict(native.state_dict(), strict=True, assign=assign)
     assert_same_state(fresh_native, plain)
@@ -47,7 +47,7 @@ def test_loads_strictly_both_ways(name, assign):
 
 def test_loads_inside_a_model_and_through_a_file():
     native = torch.nn.Sequential(*(nn.MultiHeadAttention(8, 8, 6, 0.0, 2) for _ in range(2)))
-    plain = torch.nn.Sequential(*(reference_nn.MultiHeadAttention(8, 8, 6, 0.0, 2) for _ in range(2)))
+    plain = torch.nn.Sequential(*(reference.MultiHeadAttention(8, 8, 6, 0.0, 2) for _ in range(2)))
     file = io.BytesIO()
     torch.save(plain.state_dict(), file)
     file.seek(0)
