@@ -1,9 +1,7 @@
-// The attention kernels. Compiled once per instruction set, PYATTN_ISA naming both its header under simd/ and the
-// namespace. Everything but the table at the end has internal linkage: of a weak symbol the linker keeps one copy, and
-// it might be the one that this machine cannot run.
-#define PYATTN_QUOTE(x) #x
-#define PYATTN_HEADER(isa) PYATTN_QUOTE(simd / isa.h)
-#include PYATTN_HEADER(PYATTN_ISA)
+// The attention kernels. Compiled once per instruction set, in the namespace PYATTN_ISA and over its header. Everything
+// but the table at the end has internal linkage: of a weak symbol the linker keeps one copy, and it might be the one
+// that this machine cannot run.
+#include PYATTN_ISA_HEADER
 
 #include "simd/math.h"
 // Each of these builds on the ones before it.
@@ -15,14 +13,17 @@
 #include "backward.h"
 
 namespace pyattn::PYATTN_ISA {
+namespace {
 
-#define PYATTN_KERNELS(S)                                                                               \
-  {                                                                                                     \
-    {plan_forward<S>, forward<S>}, {plan_backward<S>, backward<S>}, { plan_reduce_dq<S>, reduce_dq<S> } \
-  }
+template <class S>
+constexpr Kernels kernels_for() {
+  return {{plan_forward<S>, forward<S>}, {plan_backward<S>, backward<S>}, {plan_reduce_dq<S>, reduce_dq<S>}};
+}
+
+}  // namespace
 
 extern const Kernels kernels[kNumDTypes];
-const Kernels kernels[kNumDTypes] = {PYATTN_KERNELS(double), PYATTN_KERNELS(float), PYATTN_KERNELS(bf16),
-                                     PYATTN_KERNELS(f16)};
+const Kernels kernels[kNumDTypes] = {kernels_for<double>(), kernels_for<float>(), kernels_for<bf16>(),
+                                     kernels_for<f16>()};
 
 }  // namespace pyattn::PYATTN_ISA
