@@ -89,8 +89,8 @@ def attention(
         return_weights: also return the weights that met ``v``, (B, Hq, Sq, Sk), after dropout.
 
     Returns:
-        ``out`` (B, Hq, Sq, Dv), then lse and weights if asked for. A row that sees no key has out 0, lse -inf. Values that
-        are not seen do not matter, even NaN ones, except on the meta device and in compiled code, which can't look at them.
+        ``out`` (B, Hq, Sq, Dv), then lse and weights if asked for. A row that sees no key has out 0, lse -inf. What is
+        not seen does not matter, even if it is NaN; compiled code, which can't look at values, takes them all as finite.
     """
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
