@@ -90,7 +90,7 @@ def attention(
 
     Returns:
         ``out`` (B, Hq, Sq, Dv), then lse and weights if asked for. A row that sees no key has out 0, lse -inf. What is
-        not seen does not matter, even if it is NaN; compiled code, which can't look at values, takes them all as finite.
+        not seen does not matter, even if it is NaN; compiled code can't look at values and takes them all as finite.
     """
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
