@@ -10,7 +10,12 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
+#include <cmath>
+#include <optional>
+#include <tuple>
 
 #include "attention.h"
 
@@ -21,8 +26,7 @@ using at::Tensor;
 using c10::SymInt;
 using std::optional;
 
-// ---- Checks
-// -----------------------------------------------------------------------------------------------------------
+// ---- Checks ----
 
 DType dtype_of(at::ScalarType type) {
   switch (type) {
@@ -61,8 +65,7 @@ void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, double soft
   if (q_offsets) check_like("q_offset", *q_offsets, q, at::kLong, {qs[0]});
 }
 
-// ---- Results
-// ----------------------------------------------------------------------------------------------------------
+// ---- Results ----
 
 // A dense tensor with cols columns, innermost because the kernels write rows; the other dimensions lie in memory in the
 // order that they have in like, as empty_like would have them.
@@ -85,8 +88,7 @@ Tensor empty_ordered_as(const Tensor& like, const SymInt& cols) {
   return at::empty_strided_symint(shape, dense, like.options());
 }
 
-// ---- Params
-// -----------------------------------------------------------------------------------------------------------
+// ---- Params ----
 
 // The kernels read any strides but the last, which must be 1.
 Tensor with_contiguous_columns(const Tensor& t) { return t.size(3) <= 1 || t.stride(3) == 1 ? t : t.contiguous(); }
@@ -104,18 +106,16 @@ void fill(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, c
   p.mask = {causal, q_offset, q_offsets ? q_offsets->const_data_ptr<int64_t>() : nullptr};
 }
 
-// ---- Threads
-// ----------------------------------------------------------------------------------------------------------
+// ---- Threads ----
 
-// A child forked after the parent has used OpenMP hangs when it uses it, too: it has the pool's state without its
-// threads.
+// A child forked after its parent used OpenMP would hang in it: it has the pool's state without the pool's threads.
 std::atomic<bool> forked{false};
 [[maybe_unused]] const int watch_forks = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 
 Tensor empty_bytes(int64_t n) { return at::empty({n}, at::TensorOptions(at::kByte)); }
 
-// Runs all work items of the pass, each thread taking the next one when it is done. Scratch belongs to a task, not to a
-// thread number.
+// Runs all work items of the pass, each task taking the next one when it is done. Scratch belongs to a task, not to a
+// thread's number.
 template <class Params>
 void run(const Pass<Params>& pass, const Params& p) {
   const Plan plan = pass.plan(p);
@@ -127,7 +127,8 @@ void run(const Pass<Params>& pass, const Params& p) {
     address = (address + kScratchAlign - 1) / kScratchAlign * kScratchAlign;
     for (int64_t item; (item = next++) < plan.items;) pass.run(p, item, item + 1, reinterpret_cast<void*>(address));
   };
-  // Waking the other threads costs about 5 us, in which one thread multiplies half a million pairs.
+  // Waking the other threads costs about 5 us, in which one thread does some 100,000 multiply-adds of a small shape: worth
+  // it from ten times as many.
   constexpr double kWorthThreads = 1 << 20;
   const double work =
       static_cast<double>(p.batch) * p.num_heads_q * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v);
@@ -138,8 +139,7 @@ void run(const Pass<Params>& pass, const Params& p) {
     at::parallel_for(0, tasks, 1, task);
 }
 
-// ---- Operators
-// --------------------------------------------------------------------------------------------------------
+// ---- Operators ----
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                                              double softmax_scale, bool causal, SymInt q_offset,

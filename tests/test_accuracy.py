@@ -19,6 +19,9 @@ CASES = [
     Case(1, 1, 1, 97, 193, 512, 1, q_offset=5),
     Case(1, 2, 1, 1100, 290, 20, 24),
     Case(1, 9, 9, 33, 200, 24, 24, softmax_scale=1.7),
+    Case(1, 2, 2, 20, 120, 8, 8, softmax_scale=0.0),
+    Case(1, 2, 2, 20, 120, 8, 8, softmax_scale=1e-30),
+    Case(1, 5, 1, 450, 450, 8, 8),
 ]
 
 

@@ -1,5 +1,5 @@
-// Backward, in one pass over the keys. With S = softmax_scale Q K^T, P = exp(S - row_max) / row_sum, delta = rowsum(dO
-// * O) - dlse:
+// Backward, in one pass over the keys. With S = softmax_scale Q K^T, P = exp(S - row_max) / row_sum and
+// delta = rowsum(dO * O) - dlse:
 //
 //   dV += P^T dO      dP = dO V^T      dS = P * (dP - delta)      dK += dS^T Q      dQ += dS K
 //
@@ -234,8 +234,8 @@ Plan plan_reduce_dq(const BackwardParams& p) {
   return {p.batch * p.num_heads_kv * ceil_div(p.seqlen_q * group, kBlockQ<Compute<S>>), 0, 0};
 }
 
-// dQ = softmax_scale * the sum of the splits' shares, in their order. Work items: (batch, KV head, block of query
-// rows).
+// dQ = softmax_scale * the sum of the splits' shares, in their order.
+// Work items: (batch, KV head, block of query rows).
 template <class S>
 void reduce_dq(const BackwardParams& p, int64_t begin, int64_t end, void*) {
   using T = Compute<S>;

@@ -10,8 +10,7 @@
 
 namespace pyattn::PYATTN_ISA {
 inline constexpr int kVectorBytes = 64;
-// Register tiles by width in vectors, of 32 registers: 24 accumulators + 4 of B + 1 of A is the widest that does not
-// spill.
+// Register tiles by width in vectors, of 32 registers: 24 accumulators + 4 of B + 1 of A; 4 x 6 and 3 x 8 spill.
 inline constexpr int kMaxNV = 4;
 inline constexpr int kMR[kMaxNV + 1] = {0, 14, 12, 8, 6};
 }  // namespace pyattn::PYATTN_ISA
