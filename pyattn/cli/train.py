@@ -23,6 +23,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 VALIDATION_WINDOWS = 64
 """A byte's loss has a standard deviation near 2 nats: the mean of 64 windows of 256 has one near 2 / 128 = 0.016."""
 
+PROMPT = 64
+"""Bytes that the sample continues: a line or two, enough to see what kind of text it is."""
+
 COMPARED_BATCHES = 8
 """Enough for a median that one disturbed batch does not move, in seconds."""
 
@@ -111,9 +114,9 @@ def introduce(options: argparse.Namespace, text: Text, model: GPT) -> None:
     )
 
 
-def continuation(model: GPT, options: argparse.Namespace) -> str:
-    """What the model writes after a line break."""
-    start = torch.tensor([[ord("\n")]], device=options.device)
+def continuation(model: GPT, text: Text, options: argparse.Namespace) -> str:
+    """What the model makes of the beginning of the validation text, that beginning included."""
+    start = text.validation[None, :PROMPT].long().to(options.device)
     generator = torch.Generator().manual_seed(options.seed)
     ids = model.generate(start, options.sample, generator, temperature=options.temperature, top_k=options.top_k)
     return bytes(ids[0].tolist()).decode(errors="replace")
@@ -167,7 +170,7 @@ def run(argv: Sequence[str]) -> int:
     kept = validate(checkpoint.load(path, attend).to(options.device), validation, recipe) == final
     chart.draw(losses, unigram, f"GPT of {config.layers} layers, attention {options.attention}", folder / "loss.png")
 
-    print(f"sample\n{continuation(model, options)}\n")
+    print(f"sample\n{continuation(model, text, options)}\n")
     print(f"validation loss {final:.4f} nats a byte; byte frequencies alone {unigram:.4f}")
     print(f"checkpoint {path}: {'loads back, same' if kept else 'loads back to ANOTHER'} validation loss")
     print(f"curve      {folder / 'loss.png'}")
