@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/core/ScalarType.h>
 #include <pthread.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
@@ -34,21 +35,25 @@ DType dtype_of(at::ScalarType type) {
     case at::kFloat: return DType::kFloat32;
     case at::kBFloat16: return DType::kBFloat16;
     case at::kHalf: return DType::kFloat16;
-    default: TORCH_CHECK_TYPE(false, "pyattn: dtype must be float64, float32, bfloat16 or float16, got ", type);
+    default:
+      TORCH_CHECK_TYPE(false, "pyattn: dtype must be float64, float32, bfloat16 or float16, got ",
+                       c10::getDtypeNames(type).first);
   }
 }
 
-at::ScalarType lse_dtype(at::ScalarType type) { return type == at::kDouble ? at::kDouble : at::kFloat; }
+// Of lse and of what goes with it.
+at::ScalarType row_dtype(at::ScalarType type) { return type == at::kDouble ? at::kDouble : at::kFloat; }
 
-void check_like(const char* name, const Tensor& t, const Tensor& q, at::ScalarType type, c10::SymIntArrayRef sizes) {
-  TORCH_CHECK_TYPE(t.scalar_type() == type, "pyattn: ", name, " must have dtype ", type, " as q implies, got ",
-                   t.scalar_type());
-  TORCH_CHECK_VALUE(t.device() == q.device(), "pyattn: ", name, " must be on q's device, got ", t.device(), " and ",
-                    q.device());
+void check_tensor(const char* name, const Tensor& t, at::Device device, at::ScalarType type,
+                  c10::SymIntArrayRef sizes) {
+  TORCH_CHECK_TYPE(t.scalar_type() == type, "pyattn: ", name, " must have dtype ", c10::getDtypeNames(type).first,
+                   ", got ", c10::getDtypeNames(t.scalar_type()).first);
+  TORCH_CHECK_VALUE(t.device() == device, "pyattn: ", name, " must be on q's device, got ", t.device(), " and ",
+                    device);
   TORCH_CHECK_VALUE(t.sym_sizes() == sizes, "pyattn: ", name, " must have shape ", sizes, ", got ", t.sym_sizes());
 }
 
-void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, double softmax_scale,
+void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, optional<double> softmax_scale,
                   const optional<Tensor>& q_offsets) {
   TORCH_CHECK_VALUE(q.dim() == 4 && k.dim() == 4 && v.dim() == 4,
                     "pyattn: q, k and v must have 4 dimensions (batch, num_heads, seqlen, head_dim), got q ",
@@ -59,31 +64,36 @@ void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, double soft
   TORCH_CHECK_VALUE(ks[3] == qs[3], "pyattn: q and k must have the same head_dim, got ", qs[3], " and ", ks[3]);
   TORCH_CHECK_VALUE(ks[1] == 0 ? qs[1] == 0 : qs[1] % ks[1] == 0,
                     "pyattn: num_heads_q must be a multiple of num_heads_kv, got ", qs[1], " and ", ks[1]);
-  check_like("k", k, q, q.scalar_type(), ks);
-  check_like("v", v, q, q.scalar_type(), {ks[0], ks[1], ks[2], vs[3]});
-  TORCH_CHECK_VALUE(std::isfinite(softmax_scale), "pyattn: softmax_scale must be finite, got ", softmax_scale);
-  if (q_offsets) check_like("q_offset", *q_offsets, q, at::kLong, {qs[0]});
+  check_tensor("k", k, q.device(), q.scalar_type(), ks);
+  check_tensor("v", v, q.device(), q.scalar_type(), {ks[0], ks[1], ks[2], vs[3]});
+  TORCH_CHECK_VALUE(!softmax_scale || std::isfinite(*softmax_scale), "pyattn: softmax_scale must be finite, got ",
+                    softmax_scale.value_or(0));
+  if (q_offsets) check_tensor("q_offset", *q_offsets, q.device(), at::kLong, {qs[0]});
 }
 
 // ---- Results ----
 
-// A dense tensor with cols columns, innermost because the kernels write rows; the other dimensions lie in memory in the
-// order that they have in like, as empty_like would have them.
+// A dense tensor with cols columns, innermost because the kernels write rows; the other dimensions lie in memory in the order
+// that they have in like, as empty_like would have them.
 Tensor empty_ordered_as(const Tensor& like, const SymInt& cols) {
-  std::array<int, 3> order{0, 1, 2};  // outermost first
   const auto strides = like.sym_strides(), sizes = like.sym_sizes();
-  // Only a strict difference moves a dimension. Strides of sizes 0 and 1 and of expanded dimensions say nothing.
+  // Sizes of 1 and strides of 0 (expanded dimensions) do not say where a dimension lies: it stays where it is.
   const auto says = [&](int d) { return sizes[d] > 1 && strides[d] > 0; };
-  for (int end = 2; end > 0; --end)
-    for (int i = 0; i < end; ++i)
-      if (says(order[i]) && says(order[i + 1]) && strides[order[i]] < strides[order[i + 1]])
-        std::swap(order[i], order[i + 1]);
-  std::array<SymInt, 4> shape{sizes[0], sizes[1], sizes[2], cols}, dense;
+  std::array<int, 3> order{2, 1, 0};  // innermost first
+  for (int i = 1; i < 3; ++i)
+    for (int at = i, j = i - 1; j >= 0; --j) {
+      if (!says(order[at]) || !says(order[j])) continue;
+      if (strides[order[j]] <= strides[order[at]]) break;
+      std::swap(order[j], order[at]);
+      at = j;
+    }
+  const std::array<SymInt, 4> shape{sizes[0], sizes[1], sizes[2], cols};
+  std::array<SymInt, 4> dense;
   SymInt stride = cols.max(1);
   dense[3] = 1;
-  for (int i = 2; i >= 0; --i) {
-    dense[order[i]] = stride;
-    stride *= shape[order[i]].max(1);
+  for (const int d : order) {
+    dense[d] = stride;
+    stride *= shape[d].max(1);
   }
   return at::empty_strided_symint(shape, dense, like.options());
 }
@@ -93,17 +103,23 @@ Tensor empty_ordered_as(const Tensor& like, const SymInt& cols) {
 // The kernels read any strides but the last, which must be 1.
 Tensor with_contiguous_columns(const Tensor& t) { return t.size(3) <= 1 || t.stride(3) == 1 ? t : t.contiguous(); }
 
-View view(const Tensor& t) { return {const_cast<void*>(t.const_data_ptr()), t.stride(0), t.stride(1), t.stride(2)}; }
+optional<Tensor> contiguous(const optional<Tensor>& t) { return t ? optional(t->contiguous()) : std::nullopt; }
 
-void fill(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& row_max,
-          const Tensor& row_sum, double softmax_scale, bool causal, int64_t q_offset,
-          const optional<Tensor>& q_offsets) {
-  p.q = view(q), p.k = view(k), p.v = view(v), p.out = view(out);
-  p.row_max = const_cast<void*>(row_max.const_data_ptr()), p.row_sum = const_cast<void*>(row_sum.const_data_ptr());
+// Params hold inputs and results alike, so the inputs' const ends here; no kernel writes to one.
+void* input_data(const Tensor& t) { return const_cast<void*>(t.const_data_ptr()); }
+View view(const Tensor& t, void* data) { return {data, t.stride(0), t.stride(1), t.stride(2)}; }
+View input(const Tensor& t) { return view(t, input_data(t)); }
+View result(const Tensor& t) { return view(t, t.mutable_data_ptr()); }
+
+void fill_inputs(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, optional<double> softmax_scale,
+                 bool causal, const optional<SymInt>& q_offset, const optional<Tensor>& q_offsets) {
+  p.q = input(q), p.k = input(k), p.v = input(v);
   p.batch = q.size(0), p.num_heads_q = q.size(1), p.num_heads_kv = k.size(1);
   p.seqlen_q = q.size(2), p.seqlen_k = k.size(2), p.head_dim = q.size(3), p.head_dim_v = v.size(3);
-  p.softmax_scale = softmax_scale;
-  p.mask = {causal, q_offset, q_offsets ? q_offsets->const_data_ptr<int64_t>() : nullptr};
+  p.softmax_scale = softmax_scale.value_or(p.head_dim ? 1 / std::sqrt(static_cast<double>(p.head_dim)) : 1);
+  p.mask.causal = causal;
+  p.mask.q_offset = q_offset ? q_offset->expect_int() : p.seqlen_k - p.seqlen_q;
+  p.mask.q_offsets = q_offsets ? q_offsets->const_data_ptr<int64_t>() : nullptr;
 }
 
 // ---- Threads ----
@@ -142,20 +158,22 @@ void run(const Pass<Params>& pass, const Params& p) {
 // ---- Operators ----
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                             double softmax_scale, bool causal, SymInt q_offset,
+                                                             optional<double> softmax_scale, bool causal,
+                                                             optional<SymInt> q_offset,
                                                              const optional<Tensor>& q_offsets) {
   check_inputs(q, k, v, softmax_scale, q_offsets);
   Tensor out = empty_ordered_as(q, v.sym_size(3));
   Tensor lse =
-      at::empty_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2)}, q.options().dtype(lse_dtype(q.scalar_type())));
+      at::empty_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2)}, q.options().dtype(row_dtype(q.scalar_type())));
   Tensor row_max = at::empty_like(lse), row_sum = at::empty_like(lse);
   if (q.is_meta()) return {out, lse, row_max, row_sum};
 
   const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
-  const optional<Tensor> offsets = q_offsets ? optional(q_offsets->contiguous()) : std::nullopt;
-  ForwardParams p;
-  fill(p, q_, k_, v_, out, row_max, row_sum, softmax_scale, causal, q_offset.expect_int(), offsets);
-  p.lse = lse.mutable_data_ptr();
+  const optional<Tensor> offsets = contiguous(q_offsets);
+  ForwardParams p{};
+  fill_inputs(p, q_, k_, v_, softmax_scale, causal, q_offset, offsets);
+  p.out = result(out);
+  p.lse = lse.mutable_data_ptr(), p.row_max = row_max.mutable_data_ptr(), p.row_sum = row_sum.mutable_data_ptr();
   run(kernels(dtype_of(q.scalar_type())).forward, p);
   return {out, lse, row_max, row_sum};
 }
@@ -163,16 +181,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_forward(const Tensor& q, co
 std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout, const optional<Tensor>& dlse, const Tensor& q,
                                                       const Tensor& k, const Tensor& v, const Tensor& out,
                                                       const Tensor& row_max, const Tensor& row_sum,
-                                                      double softmax_scale, bool causal, SymInt q_offset,
-                                                      const optional<Tensor>& q_offsets) {
+                                                      optional<double> softmax_scale, bool causal,
+                                                      optional<SymInt> q_offset, const optional<Tensor>& q_offsets) {
   check_inputs(q, k, v, softmax_scale, q_offsets);
   const std::array<SymInt, 4> out_sizes{q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)};
-  const c10::SymIntArrayRef lse_sizes(out_sizes.data(), 3);
-  check_like("dout", dout, q, q.scalar_type(), out_sizes);
-  check_like("out", out, q, q.scalar_type(), out_sizes);
-  check_like("row_max", row_max, q, lse_dtype(q.scalar_type()), lse_sizes);
-  check_like("row_sum", row_sum, q, lse_dtype(q.scalar_type()), lse_sizes);
-  if (dlse) check_like("dlse", *dlse, q, lse_dtype(q.scalar_type()), lse_sizes);
+  const c10::SymIntArrayRef row_sizes(out_sizes.data(), 3);
+  const at::ScalarType type = q.scalar_type();
+  check_tensor("dout", dout, q.device(), type, out_sizes);
+  check_tensor("out", out, q.device(), type, out_sizes);
+  check_tensor("row_max", row_max, q.device(), row_dtype(type), row_sizes);
+  check_tensor("row_sum", row_sum, q.device(), row_dtype(type), row_sizes);
+  if (dlse) check_tensor("dlse", *dlse, q.device(), row_dtype(type), row_sizes);
   Tensor dq = empty_ordered_as(q, q.sym_size(3)), dk = empty_ordered_as(k, k.sym_size(3)),
          dv = empty_ordered_as(v, v.sym_size(3));
   if (q.is_meta()) return {dq, dk, dv};
@@ -180,15 +199,15 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout, const 
   const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
   const Tensor dout_ = with_contiguous_columns(dout), out_ = with_contiguous_columns(out);
   const Tensor row_max_ = row_max.contiguous(), row_sum_ = row_sum.contiguous();
-  const Tensor dlse_ = dlse ? dlse->contiguous() : Tensor();
-  const optional<Tensor> offsets = q_offsets ? optional(q_offsets->contiguous()) : std::nullopt;
-  BackwardParams p;
-  fill(p, q_, k_, v_, out_, row_max_, row_sum_, softmax_scale, causal, q_offset.expect_int(), offsets);
-  p.dout = view(dout_), p.dq = view(dq), p.dk = view(dk), p.dv = view(dv);
-  p.dlse = dlse ? dlse_.const_data_ptr() : nullptr;
-  const Kernels& table = kernels(dtype_of(q.scalar_type()));
-  const Tensor dq_parts = empty_bytes(table.backward.plan(p).shared_bytes);
-  p.dq_parts = dq_parts.mutable_data_ptr();
+  const optional<Tensor> dlse_ = contiguous(dlse), offsets = contiguous(q_offsets);
+  BackwardParams p{};
+  fill_inputs(p, q_, k_, v_, softmax_scale, causal, q_offset, offsets);
+  p.out = input(out_), p.dout = input(dout_);
+  p.row_max = input_data(row_max_), p.row_sum = input_data(row_sum_), p.dlse = dlse_ ? input_data(*dlse_) : nullptr;
+  p.dq = result(dq), p.dk = result(dk), p.dv = result(dv);
+  const Kernels& table = kernels(dtype_of(type));
+  const Tensor shared = empty_bytes(table.backward.plan(p).shared_bytes);
+  p.dq_parts = shared.mutable_data_ptr();
   run(table.backward, p);
   run(table.reduce_dq, p);
   return {dq, dk, dv};
@@ -198,12 +217,13 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout, const 
 
 TORCH_LIBRARY(pyattn, m) {
   m.def(
-      "attention_forward(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, SymInt q_offset, "
+      "attention_forward(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, bool causal=True, SymInt? "
+      "q_offset=None, "
       "Tensor? q_offsets=None) -> (Tensor out, Tensor lse, Tensor row_max, Tensor row_sum)");
   m.def(
       "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor row_max, "
-      "Tensor row_sum, float softmax_scale, bool causal, SymInt q_offset, Tensor? q_offsets=None) -> (Tensor dq, "
-      "Tensor dk, Tensor dv)");
+      "Tensor row_sum, float? softmax_scale=None, bool causal=True, SymInt? q_offset=None, Tensor? q_offsets=None) -> "
+      "(Tensor dq, Tensor dk, Tensor dv)");
 }
 
 TORCH_LIBRARY_IMPL(pyattn, CPU, m) {

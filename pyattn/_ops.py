@@ -1,6 +1,5 @@
 """Loads the native module and gives its operators what only Python can: batching rules for vmap."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,25 +31,24 @@ attention_forward = torch.ops.pyattn.attention_forward.default
 attention_backward = torch.ops.pyattn.attention_backward.default
 
 
-def _fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+def _fold(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     """Moves the mapped dimension into the batch: (size, B, ...) -> (size * B, ...)."""
-    if tensor is None:
-        return None
     tensor = tensor.unsqueeze(0).expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+    if tensor.dim() < 2:
+        raise ValueError(f"pyattn: under vmap each tensor keeps its batch dimension, got {tuple(tensor.shape[1:])}")
     return tensor.flatten(0, 1)
 
 
-def _register_vmap(op: Callable[..., tuple[Tensor, ...]], name: str) -> None:
+def _register_vmap(op: torch._ops.OpOverload[..., Any], name: str) -> None:
     """vmap over an operator is one call with a larger batch."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         size = info.batch_size
         folded = [
-            _fold(arg, dim, size) if arg is None or isinstance(arg, Tensor) else arg
-            for arg, dim in zip(args, in_dims, strict=True)
+            _fold(arg, dim, size) if isinstance(arg, Tensor) else arg for arg, dim in zip(args, in_dims, strict=True)
         ]
-        results = op(*folded)
-        return tuple(t.unflatten(0, (size, t.shape[0] // size)) for t in results), (0,) * len(results)
+        batch = args[0].shape[1 if in_dims[0] == 0 else 0]
+        return tuple(t.unflatten(0, (size, batch)) for t in op(*folded)), (0,) * len(op._schema.returns)
 
     torch.library.register_vmap(name, rule)
 

@@ -72,12 +72,15 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    softmax_scale: float,
+    softmax_scale: float | None,
     causal: bool,
-    q_offset: int,
+    q_offset: int | None,
     q_offsets: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` of the native operator, differentiable in q, k and v."""
+    if torch.compiler.is_compiling():  # which refuses one tensor as two arguments of a Function
+        k = k.view_as(k) if k is q else k
+        v = v.view_as(v) if v is q or v is k else v
     args = (q, k, v, softmax_scale, causal, q_offset, q_offsets)
     apply: Callable[..., tuple[Tensor, ...]]
     if torch.compiler.is_compiling():

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from pyattn import autograd
-from pyattn.reference import default_scale
 
 
 @overload
@@ -76,11 +75,12 @@ def attention(
         float32 and rounded once.
 
     Raises:
-        ValueError: shapes that don't fit together, a softmax_scale that is not finite.
-        TypeError: other dtypes, or dtypes that differ.
+        ValueError: shapes that don't fit together, a softmax_scale that is not finite, a q_offset past 64 bits.
+        TypeError: other dtypes, or dtypes that differ; a q_offset tensor that is not int64; other types than these.
+        NotImplementedError: tensors that are not dense and on the CPU; forward-mode and second derivatives.
 
-    Under autocast, q, k and v are cast first. The result is the same to the bit from run to run and for every number of
-    threads; extra memory is linear in the sequence length, forward and backward.
+    Under autocast, q, k and v are cast first, float64 ones excepted. The result is the same to the bit from run to run
+    and for every number of threads; extra memory is linear in the sequence length, forward and backward.
 
     Source: Vaswani et al. 2017, equation 1; by blocks as in Dao et al. 2022 (FlashAttention), algorithms 1 and 4.
 
@@ -89,17 +89,26 @@ def attention(
     >>> attention(q, k, v).shape
     torch.Size([2, 8, 100, 64])
     """
-    device = q.device.type
-    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    scale = default_scale(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
-    offset, offsets = 0, None
-    if isinstance(q_offset, Tensor):
-        offsets = q_offset
-    elif q_offset is None:
-        offset = k.shape[-2] - q.shape[-2]
-    else:
-        offset = q_offset
-    out, lse = autograd.attention(q, k, v, scale, causal, offset, offsets)
+    _check_type("causal", causal, bool)
+    _check_type("q_offset", q_offset, int, torch.SymInt, Tensor, type(None))
+    _check_type("softmax_scale", softmax_scale, int, float, torch.SymInt, torch.SymFloat, type(None))
+    if isinstance(q_offset, int) and not -(2**63) <= q_offset < 2**63:
+        raise ValueError(f"pyattn: q_offset must fit in 64 bits, got {q_offset}")
+    q, k, v = (_autocast(t) for t in (q, k, v))
+    offset, offsets = (None, q_offset) if isinstance(q_offset, Tensor) else (q_offset, None)
+    out, lse = autograd.attention(q, k, v, softmax_scale, causal, offset, offsets)
     return (out, lse) if return_lse else out
+
+
+def _check_type(name: str, value: object, *types: type) -> None:
+    if not isinstance(value, types):
+        kinds = " or ".join(kind.__name__ for kind in types if not kind.__name__.startswith("Sym"))
+        raise TypeError(f"pyattn: {name} must be {kinds}, got {value!r}")
+
+
+def _autocast(t: Tensor) -> Tensor:
+    """Under autocast, floating tensors but float64 ones in its dtype, as torch's own autocast has it."""
+    device = t.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return t.to(torch.get_autocast_dtype(device)) if t.is_floating_point() and t.dtype != torch.float64 else t
+    return t

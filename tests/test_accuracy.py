@@ -57,12 +57,27 @@ def test_offset_per_sequence(dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_that_sees_one_key(dtype: torch.dtype) -> None:
-    case = Case(2, 4, 2, 5, 5, 40, 24, q_offset=0)
+    case = Case(2, 4, 2, 5, 5, 40, 100, q_offset=0)
     qkv, (dout, _) = case.inputs(dtype), case.gradients(dtype)
     out, _, dq, _, _ = run(attention, qkv, dout, **case.options)
     assert torch.equal(out[:, :, 0], qkv[2][:, :, 0].repeat_interleave(2, 1))
     assert torch.count_nonzero(dq[:, :, 0]) == 0
     assert torch.count_nonzero(dq[:, :, 1]) > 0
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("softmax_scale", [8.0, -8.0, 1e6])
+def test_large_scales_do_not_overflow(dtype: torch.dtype, softmax_scale: float) -> None:
+    """The scale meets the score, not the query."""
+    largest = torch.finfo(dtype).max / 4
+    q = torch.full((1, 1, 2, 4), largest, dtype=dtype)
+    k = torch.randn(1, 1, 50, 4).to(dtype) * torch.finfo(dtype).tiny
+    v = torch.randn(1, 1, 50, 8).to(dtype)
+    options = {"causal": False, "softmax_scale": softmax_scale}
+    plain = reference.attention(q, k, v, **options)
+    exact = reference.attention(q.double(), k.double(), v.double(), **options)
+    assert_accurate("out", attention(q, k, v, **options), plain if plain.isfinite().all() else exact, exact)
 
 
 @pytest.mark.usefixtures("isa")

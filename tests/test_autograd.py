@@ -120,6 +120,26 @@ def test_compile(dynamic: bool) -> None:
             assert x.stride() == y.stride()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compile_one_tensor_as_several_arguments() -> None:
+    torch._dynamo.reset()
+    x, y = leaves_of(*torch.randn(2, 1, 2, 7, 8))
+    for function in (lambda x, y: attention(x, x, x), lambda x, y: attention(x, y, y), lambda x, y: attention(y, x, y)):
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x, y), function(x, y))
+        expected = torch.func.grad(lambda x, function=function: function(x, y.detach()).sin().sum())(x.detach())
+        grad = torch.autograd.grad(compiled(x, y.detach()).sin().sum(), x)[0]
+        torch.testing.assert_close(grad, expected, rtol=0, atol=8 * torch.finfo(torch.float32).eps)
+
+
+def test_meta_tensors() -> None:
+    q, k, v = (t.to("meta") for t in Case(2, 4, 2, 5, 7, 8, 6).inputs(torch.float32))
+    out, lse, dq, dk, dv = run(attention, (q, k, v), torch.empty(2, 4, 5, 6, device="meta"))
+    assert out.shape == (2, 4, 5, 6)
+    assert lse.shape == (2, 4, 5)
+    assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
+
+
 def test_functional_transforms() -> None:
     case = Case(2, 2, 1, 4, 5, 3, 3)
     q, k, v = case.inputs(torch.float64)
@@ -139,6 +159,10 @@ def test_functional_transforms() -> None:
 
 def leaves_of(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.detach().requires_grad_() for t in tensors)
+
+
+def test_vmap_over_nothing() -> None:
+    assert torch.vmap(attention)(*torch.randn(3, 0, 1, 2, 3, 4)).shape == (0, 1, 2, 3, 4)
 
 
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 2, 0), (1, 1, None)])

@@ -58,9 +58,10 @@ def test_what_is_not_seen_changes_no_bit(dtype: torch.dtype, bad: float, seqlen:
     assert_equal(tuple(x[:, :, : t + 1] for x in (out, lse, dq)), tuple(x[:, :, : t + 1] for x in clean[:3]))
     past_q, past_dout = q.clone(), dout.clone()
     past_q[:, :, :t], past_dout[:, :, :t] = bad, bad
-    out, lse, dq, dk, dv = run(attention, (past_q, k, v), past_dout)
-    assert_equal((out[:, :, t:], lse[:, :, t:], dq[:, :, t:]), tuple(x[:, :, t:] for x in clean[:3]))
-    assert_equal((dk[:, :, t:], dv[:, :, t:]), tuple(x[:, :, t:] for x in clean[3:]))
+    for queries, gradient in ((past_q, dout), (q, past_dout), (past_q, past_dout)):
+        assert_equal(
+            tuple(x[:, :, t:] for x in run(attention, (queries, k, v), gradient)), tuple(x[:, :, t:] for x in clean)
+        )
 
 
 @each_dtype
@@ -79,6 +80,18 @@ def test_nan_that_is_seen_arrives(dtype: torch.dtype, causal: bool, seqlen: int)
         expected[0, 0, rows, columns] = True
         assert torch.equal(out.isnan(), expected)
         assert torch.equal(lse.isnan(), expected.any(-1) & (which < 2))
+
+
+@each_dtype
+def test_scores_that_are_all_minus_infinity(dtype: torch.dtype) -> None:
+    """Softmax of nothing but -inf is NaN; a row that has one other score does not see the rest."""
+    q, k, v = Case(1, 1, 1, 2, 200, 2, 3).inputs(dtype)
+    q[:], k[:] = -math.inf, 1
+    assert attention(q, k, v).isnan().all()
+    assert all(grad.isnan().all() for grad in run(attention, (q, k, v), torch.ones(1, 1, 2, 3).to(dtype))[2:4])
+    q[:], k[:, :, :150], k[:, :, 150] = 1, -math.inf, 0
+    k[:, :, 151:] = -math.inf
+    assert torch.equal(attention(q, k, v), v[:, :, 150:151].expand(1, 1, 2, 3))
 
 
 @each_dtype
@@ -185,6 +198,34 @@ def test_results_are_dense_in_the_order_of_the_inputs(dtype: torch.dtype) -> Non
     out, _, dq, dk, dv = run(attention, (q, k, v), torch.randn(2, 4, 9, 5).to(dtype))
     for x in (out, dq, dk, dv):
         assert x.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
+@pytest.mark.parametrize("shape", [(2, 3, 5), (2, 1, 5), (1, 3, 5), (2, 3, 1)])
+def test_out_lies_in_memory_as_empty_like(order: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    inverse = [order.index(d) for d in range(3)]
+    q = torch.randn(*(shape[d] for d in order), 8).permute(*inverse, 3)
+    out, like = attention(q, q, q), torch.empty_like(q)
+    assert [out.stride(d) for d in range(4) if q.shape[d] > 1] == [like.stride(d) for d in range(4) if q.shape[d] > 1]
+
+
+@each_dtype
+def test_strides_of_what_goes_with_rows(dtype: torch.dtype) -> None:
+    """row_max, row_sum, dlse and q_offset need not be contiguous."""
+    case = Case(2, 4, 2, 9, 11, 8, 5)
+    q, k, v = case.inputs(dtype)
+    dout, dlse = case.gradients(dtype)
+    offsets = torch.tensor([2, 77, -3, 77])[::2]
+    out, lse, row_max, row_sum = torch.ops.pyattn.attention_forward(q, k, v, q_offsets=offsets)
+    rows = [dlse.to(lse.dtype), row_max, row_sum]
+    results = [
+        torch.ops.pyattn.attention_backward(dout, dlse_, q, k, v, out, max_, sum_, q_offsets=offsets_)
+        for (dlse_, max_, sum_), offsets_ in (
+            (rows, offsets.contiguous()),
+            ([flipped_strides(x[..., None])[..., 0] for x in rows], offsets),
+        )
+    ]
+    assert_equal(*results)
 
 
 @each_dtype

@@ -1,4 +1,4 @@
-// Backward, in one pass over the keys. With S = softmax_scale Q K^T, P = exp(S - row_max) / row_sum and
+// Backward, in one pass over the keys. With S = softmax_scale Q K^T, P = exp(S - factor * row_max) / row_sum and
 // delta = rowsum(dO * O) - dlse:
 //
 //   dV += P^T dO      dP = dO V^T      dS = P * (dP - delta)      dK += dS^T Q      dQ += dS K
@@ -18,7 +18,7 @@ inline constexpr int64_t kBackwardBlockK = 96;
 inline constexpr int64_t kSuperBlock = 2048;
 
 // With fewer KV heads than this, the keys of a head are split among work items, each with a dQ of its own: more items
-// would feed more threads and take more memory (8 of them 32 MB at 16k queries of head_dim 64).
+// would feed more threads and take more memory (8 of them, at head_dim 64, 32 MB for every 16k queries of the head's group).
 inline constexpr int64_t kMinItems = 8;
 
 int64_t key_splits(const BackwardParams& p) {
@@ -49,12 +49,12 @@ struct BackwardScratch {
   Rows<T> Q, dO, K, V;  // packed copies, where the tensor can't be read in place
   Rows<T> P, dP, Ot;    // tiles
   Rows<T> dQ, dK, dV;   // sums
-  T *shift, *inverse_sum, *delta, *seen;
+  T *row_max, *inverse_sum, *delta, *seen;
   int64_t bytes;
 
   BackwardScratch(const BackwardParams& p, void* base) {
     Carver carver(base);
-    const int64_t group = p.num_heads_kv ? p.num_heads_q / p.num_heads_kv : 1;
+    const int64_t group = group_size(p);
     const int64_t rows = min(round_up(p.seqlen_q * group, kBlockQ<T>), kSuperBlock);
     ld_k = round_up(p.head_dim, kLanes<T>), ld_v = round_up(p.head_dim_v, kLanes<T>);
     const auto take = [&](int64_t n, int64_t ld) { return Rows<T>{carver.take<T>(n * ld), ld}; };
@@ -70,7 +70,7 @@ struct BackwardScratch {
     dQ = take(key_splits(p) > 1 ? 0 : rows, ld_k);
     dK = take(p.seqlen_k, ld_k);
     dV = take(p.seqlen_k, ld_v);
-    shift = carver.take<T>(rows);
+    row_max = carver.take<T>(rows);
     inverse_sum = carver.take<T>(rows);
     delta = carver.take<T>(rows);
     seen = carver.take<T>(kBlockQ<T>);
@@ -164,8 +164,8 @@ class BackwardItem {
     const T* dlse = static_cast<const T*>(p.dlse);
     for (int64_t r = 0; r < lanes; ++r) {
       const int64_t at = head.index(p, row + min(r, rows - 1));
-      const bool sees_any = r < rows && row_sum[at] != 0;
-      s.shift[i + r] = sees_any ? row_max[at] : T(0);
+      const bool sees_any = r < rows && head.visible_keys(row + r);
+      s.row_max[i + r] = sees_any ? row_max[at] : T(0);
       s.inverse_sum[i + r] = sees_any ? 1 / row_sum[at] : T(0);
       if (dlse) s.delta[i + r] -= dlse[at];
     }
@@ -188,9 +188,10 @@ class BackwardItem {
       score_gemm<T>(keys, lanes, p.head_dim, K.strided(), transposed_block(s.Qt, p.head_dim, i), s.P);
       score_gemm<T>(keys, lanes, p.head_dim_v, V.strided(), transposed_block(s.dOt, p.head_dim_v, i), s.dP);
       if (masked)
-        softmax_gradient_tile<true>(s.P, s.dP, keys, lanes, s.seen, scale, s.shift + i, s.inverse_sum + i, s.delta + i);
+        softmax_gradient_tile<true>(s.P, s.dP, keys, lanes, s.seen, scale, s.row_max + i, s.inverse_sum + i,
+                                    s.delta + i);
       else
-        softmax_gradient_tile<false>(s.P, s.dP, keys, lanes, s.seen, scale, s.shift + i, s.inverse_sum + i,
+        softmax_gradient_tile<false>(s.P, s.dP, keys, lanes, s.seen, scale, s.row_max + i, s.inverse_sum + i,
                                      s.delta + i);
 
       const Strided<T> P = s.P.strided(), dS = s.dP.strided();
@@ -230,8 +231,7 @@ void backward(const BackwardParams& p, int64_t begin, int64_t end, void* scratch
 template <class S>
 Plan plan_reduce_dq(const BackwardParams& p) {
   if (key_splits(p) == 1) return {0, 0, 0};
-  const int64_t group = p.num_heads_kv ? p.num_heads_q / p.num_heads_kv : 1;
-  return {p.batch * p.num_heads_kv * ceil_div(p.seqlen_q * group, kBlockQ<Compute<S>>), 0, 0};
+  return {p.batch * p.num_heads_kv * query_blocks<S>(p), 0, 0};
 }
 
 // dQ = softmax_scale * the sum of the splits' shares, in their order.
@@ -240,7 +240,7 @@ template <class S>
 void reduce_dq(const BackwardParams& p, int64_t begin, int64_t end, void*) {
   using T = Compute<S>;
   const int64_t splits = key_splits(p), ld = round_up(p.head_dim, kLanes<T>);
-  const int64_t blocks = plan_reduce_dq<S>(p).items / (p.batch * p.num_heads_kv);
+  const int64_t blocks = query_blocks<S>(p);
   for (int64_t item = begin; item < end; ++item) {
     const HeadRows head(p, item / blocks);
     const int64_t r0 = item % blocks * kBlockQ<T>, rows = min(kBlockQ<T>, head.count - r0);

@@ -28,8 +28,10 @@ struct Isa {
 };
 
 const Isa kIsas[] = {
+#ifdef __x86_64__
     {"avx512", [] { return __builtin_cpu_supports("x86-64-v4") > 0; }, avx512::kernels},
     {"avx2", [] { return __builtin_cpu_supports("x86-64-v3") > 0; }, avx2::kernels},
+#endif
     {"scalar", [] { return true; }, scalar::kernels},
 };
 

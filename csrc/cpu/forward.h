@@ -6,7 +6,7 @@ namespace pyattn::PYATTN_ISA {
 namespace {
 
 // Between 96 and 384 keys the time differs by 3 %; a sum over 96 terms rounds less than one over 192 (by the accuracy
-// rule, 16 instead of 26 refusals among 7,444 fp32 tensors). A multiple of the tile heights 6 and 12.
+// rule, 16 instead of 26 refusals among 7,444 fp32 tensors). A multiple of the tile height 6.
 inline constexpr int64_t kForwardBlockK = 96;
 
 template <class S>
@@ -41,9 +41,7 @@ Rows<const Compute<S>> load_keys(const HeadRows& head, const View& view, int64_t
 
 template <class S>
 Plan plan_forward(const ForwardParams& p) {
-  const int64_t group = p.num_heads_kv ? p.num_heads_q / p.num_heads_kv : 0;
-  const int64_t blocks = ceil_div(p.seqlen_q * group, kBlockQ<Compute<S>>);
-  return {p.batch * p.num_heads_kv * blocks, ForwardScratch<S>(p, nullptr).bytes, 0};
+  return {p.batch * p.num_heads_kv * query_blocks<S>(p), ForwardScratch<S>(p, nullptr).bytes, 0};
 }
 
 // One work item: the block of query rows [r0, r0 + rows) of one KV head.
@@ -83,7 +81,8 @@ void forward_block(const ForwardParams& p, const HeadRows& head, int64_t r0, con
 
   alignas(kScratchAlign) T inverse[kBlockQ<T>];
   T *row_max = static_cast<T*>(p.row_max), *row_sum = static_cast<T*>(p.row_sum), *lse = static_cast<T*>(p.lse);
-  for (int64_t i = 0; i < lanes; ++i) inverse[i] = state.row_sum[i] == 0 ? T(0) : T(1) / state.row_sum[i];
+  // A row whose keys all score -inf divides 0 by 0, as softmax does; one that sees no key does not.
+  for (int64_t i = 0; i < lanes; ++i) inverse[i] = i < rows && head.visible_keys(r0 + i) ? 1 / state.row_sum[i] : T(0);
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t at = head.index(p, r0 + i);
     row_max[at] = state.row_max[i], row_sum[at] = state.row_sum[i];
@@ -98,7 +97,7 @@ void forward_block(const ForwardParams& p, const HeadRows& head, int64_t r0, con
 template <class S>
 void forward(const ForwardParams& p, int64_t begin, int64_t end, void* scratch) {
   const ForwardScratch<S> carved(p, scratch);
-  const int64_t blocks = plan_forward<S>(p).items / (p.batch * p.num_heads_kv);
+  const int64_t blocks = query_blocks<S>(p);
   for (int64_t item = begin; item < end; ++item)
     forward_block<S>(p, HeadRows(p, item / blocks), (blocks - 1 - item % blocks) * kBlockQ<Compute<S>>, carved);
 }

@@ -1,6 +1,8 @@
 // Matrix product: one register tile serves every product of the forward and the backward.
 #pragma once
 
+#include <type_traits>
+
 namespace pyattn::PYATTN_ISA {
 namespace {
 
@@ -12,7 +14,7 @@ struct Strided {
   Strided transposed() const { return {data, col, row}; }
 };
 
-// Row i at data + i * row, columns contiguous and readable up to a whole vector.
+// Row i at data + i * row, columns contiguous. As the right factor of a product they are read in whole vectors.
 template <class T>
 struct Rows {
   T* data;

@@ -4,6 +4,9 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
+// Query heads to a KV head.
+PYATTN_INLINE int64_t group_size(const ForwardParams& p) { return p.num_heads_kv ? p.num_heads_q / p.num_heads_kv : 1; }
+
 // The query rows that read one KV head: row r is query r / group of the group's query head r % group. Neighbouring
 // lanes then see almost the same keys, and the few queries of decoding fill a vector with heads.
 struct HeadRows {
@@ -13,7 +16,7 @@ struct HeadRows {
   bool causal;
 
   HeadRows(const ForwardParams& p, int64_t head) {
-    b = head / p.num_heads_kv, h_kv = head % p.num_heads_kv, group = p.num_heads_q / p.num_heads_kv;
+    b = head / p.num_heads_kv, h_kv = head % p.num_heads_kv, group = group_size(p);
     seqlen_q = p.seqlen_q, seqlen_k = p.seqlen_k, count = p.seqlen_q * group, causal = p.mask.causal;
     q_offset = clamp(p.mask.q_offsets ? p.mask.q_offsets[b] : p.mask.q_offset, -seqlen_q, seqlen_k);
   }

@@ -8,19 +8,19 @@ namespace {
 template <class T>
 inline constexpr T kNegInf = -static_cast<T>(__builtin_inff());
 
-// softmax_scale = power * factor, power being the power of two below it, with its sign, and factor in [1, 2). Q is packed
-// times power, which is exact, and the tiles hold S / factor: the score is rounded once, as it enters the exponential.
-// (Scaling Q by softmax_scale * log2(e) would round Q, and overflow for scores near the largest number.)
+// softmax_scale = power * factor, power being the power of two below it, with its sign, and at most 1. Q is packed times
+// power, which is exact and can't overflow, and the tiles hold S / factor: the score is rounded once, as it enters the
+// exponential. (Scaling Q by softmax_scale * log2(e) would round Q, and overflow for scores near the largest number.)
 template <class T>
 struct Scale {
   T power = 0, factor = 1;
 
   explicit Scale(double softmax_scale) {
     if (softmax_scale == 0) return;
-    int exponent;
-    const double fraction = __builtin_frexp(softmax_scale, &exponent);
-    factor = static_cast<T>(2 * __builtin_fabs(fraction));
-    power = static_cast<T>(__builtin_copysign(__builtin_ldexp(1.0, exponent - 1), softmax_scale));
+    int exponent;  // of a fraction in [1/2, 1)
+    __builtin_frexp(softmax_scale, &exponent);
+    const double exact = __builtin_copysign(__builtin_ldexp(1.0, exponent > 1 ? 0 : exponent - 1), softmax_scale);
+    power = static_cast<T>(exact), factor = static_cast<T>(softmax_scale / exact);
   }
 
   // exp(score) for s = score / factor; exactly 1 at 0.
@@ -93,15 +93,15 @@ void softmax_tile(Rows<T> S, int64_t keys, int64_t lanes, const T* seen, Scale<T
     if (j0 < lanes) softmax_tile<kMasked, T, kNV - 1>(S, keys, lanes, seen, scale, state, j0);
 }
 
-// From the tiles S / factor and dP: P = exp(S - factor * shift) * inverse_sum in place of the first,
+// From the tiles S / factor and dP: P = exp(S - factor * row_max) * inverse_sum in place of the first,
 // dS = P (dP - delta) in place of the second.
 template <bool kMasked, class T>
 void softmax_gradient_tile(Rows<T> S, Rows<T> dP, int64_t keys, int64_t lanes, const T* seen, Scale<T> scale,
-                           const T* shift, const T* inverse_sum, const T* delta) {
+                           const T* row_max, const T* inverse_sum, const T* delta) {
   for (int64_t k = 0; k < keys; ++k)
     for (int64_t j = 0; j < lanes; j += kLanes<T>) {
       T *s = S.data + k * S.row + j, *ds = dP.data + k * dP.row + j;
-      vec<T> p = scale.exp(load(s) - load(shift + j)) * load(inverse_sum + j);
+      vec<T> p = scale.exp(load(s) - load(row_max + j)) * load(inverse_sum + j);
       vec<T> d = p * (load(ds) - load(delta + j));
       if constexpr (kMasked) {
         const auto sees = static_cast<T>(k) < load(seen + j);

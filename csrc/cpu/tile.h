@@ -4,7 +4,7 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// Queries and keys of a block, in elements. 64 queries of 4 bytes are the widest register tile of AVX-512 and, with the
+// Query rows of a block: 64 queries of 4 bytes are the widest register tile of AVX-512 and, with the
 // head dimension, of the transposed accumulators that must stay in L2.
 template <class T>
 inline constexpr int64_t kBlockQ = 256 / sizeof(T);
@@ -24,6 +24,12 @@ PYATTN_INLINE void store(S* p, vec<Compute<S>> x, int64_t n) {
   S columns[kLanes<Compute<S>>];
   store(columns, x);
   __builtin_memcpy(p, columns, n * sizeof(S));
+}
+
+// Blocks of query rows to a KV head.
+template <class S>
+int64_t query_blocks(const ForwardParams& p) {
+  return ceil_div(p.seqlen_q * group_size(p), kBlockQ<Compute<S>>);
 }
 
 // Carves one scratch buffer into arrays. With base null it only counts.

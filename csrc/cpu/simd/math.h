@@ -21,9 +21,8 @@ struct Exp2<float> {
   static constexpr int kMantissaBits = 23;
   static constexpr float kSmallest = -126.0f;
   static constexpr float kRound = 0x1.8p23f + 127.0f;
-  // Minimax, largest relative error 1.7e-7.
-  static constexpr float kPolynomial[] = {0.00132647273f, 0.00967151299f, 0.05550733581f, 0.24022242427f,
-                                          0.69314700365f};
+  // Minimax of the error in ulp, which below 1 are half as large as above: 1.05 ulp before rounding.
+  static constexpr float kPolynomial[] = {0.0013225707f, 0.009671763f, 0.055508915f, 0.24022236f, 0.6931468f};
 };
 template <>
 struct Exp2<double> {
@@ -41,7 +40,8 @@ struct Exp2<double> {
 // 2^x.
 //   Domain   x <= 1, and NaN.
 //   Ends     exactly 1 at 0; exactly 0 below -126 (float), -1022 (double), -inf included; NaN for NaN.
-//   Error    at most 2.1 ulp (float), 1.1 ulp (double) where the result is not 0.
+//   Error    at most 2.1 ulp (float), 1.75 (double); with fma 1.8 and 1.5. Measured by tests/test_exp2.py, float over every
+//            number in [-126, 0].
 //   Method   adding kRound rounds x to an integer n and leaves n + bias in the low mantissa bits, which shifted up are 2^n;
 //            the other factor is a polynomial in x - n.
 template <class T>
