@@ -119,26 +119,29 @@ def test_same_bits_for_any_number_of_threads(dtype: torch.dtype, case: Case) -> 
 
 @pytest.mark.usefixtures("threads")
 def test_two_threads_are_used() -> None:
-    """Each of two threads gains processor time in forward and in backward, also where there is one head only."""
-    script = """
+    """Each of two threads gains processor time in forward and in backward, also where there is one head only.
+
+    Ten times each: on a busy machine one thread may have done a whole call before the other wakes.
+    """
+    script = f"""
 import glob, torch
 from pyattn import _C, attention
 def spent():
-    return {path: int(open(path).read().split()[0]) for path in glob.glob("/proc/self/task/*/schedstat")}
-_C.set_isa(ISA)
+    return {{path: int(open(path).read().split()[0]) for path in glob.glob("/proc/self/task/*/schedstat")}}
+_C.set_isa("{_C.active_isa()}")
 torch.set_num_threads(2)
 q, k, v = (torch.randn(1, 1, 2048, 64, requires_grad=True) for _ in range(3))
-attention(q, k, v)
 before = spent()
-out = attention(q, k, v)
+outs = [attention(q, k, v) for _ in range(10)]
 between = spent()
-out.sum().backward()
+for out in outs:
+    torch.autograd.grad(out, (q, k, v), out)
 after = spent()
 for a, b in ((before, between), (between, after)):
-    print(sum(b[t] - a.get(t, 0) > 500_000 for t in b))
+    print(sum(b[t] - a.get(t, 0) > 1_000_000 for t in b))
 """
-    script = script.replace("ISA", repr(_C.active_isa()))
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=100)
+    assert result.returncode == 0, result.stderr
     forward, backward = map(int, result.stdout.split())
     assert forward >= 2
     assert backward >= 2
