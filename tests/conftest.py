@@ -8,6 +8,10 @@ pytest.register_assert_rewrite("helpers", "module_cases")
 from pyattn import _C  # noqa: E402
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--examples", type=int, help="random cases for test_random.py, others each time")
+
+
 @pytest.fixture(params=_C.available_isas())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs the test once on each instruction set that this machine has."""

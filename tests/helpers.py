@@ -71,16 +71,19 @@ def error(x: Tensor, exact: Tensor) -> float:
     return (x.double() - exact)[finite].abs().max().item() if finite.any() else 0.0
 
 
-def assert_accurate(name: str, x: Tensor, plain: Tensor, exact: Tensor) -> None:
+def accuracy_bound(x: Tensor, plain: Tensor, exact: Tensor) -> float:
     """At most twice the error that plain PyTorch makes in the same dtype, plus four roundings of the largest value.
 
     ``plain`` is the reference run in x's dtype, ``exact`` in float64. For float64 itself, 1e-12 of the largest value.
     """
-    assert x.shape == exact.shape
     finite = exact[exact.isfinite()]
     largest = finite.abs().max().item() if finite.numel() else 0.0
     if x.dtype == torch.float64:
-        bound = 1e-12 * largest
-    else:
-        bound = 2 * error(plain, exact) + 4 * torch.finfo(x.dtype).eps * largest
-    assert error(x, exact) <= bound, name
+        return 1e-12 * largest
+    return 2 * error(plain, exact) + 4 * torch.finfo(x.dtype).eps * largest
+
+
+def assert_accurate(name: str, x: Tensor, plain: Tensor, exact: Tensor) -> None:
+    """x is within :func:`accuracy_bound` of the exact value."""
+    assert x.shape == exact.shape
+    assert error(x, exact) <= accuracy_bound(x, plain, exact), name

@@ -93,16 +93,34 @@ void softmax_tile(Rows<T> S, int64_t keys, int64_t lanes, const T* seen, Scale<T
     if (j0 < lanes) softmax_tile<kMasked, T, kNV - 1>(S, keys, lanes, seen, scale, state, j0);
 }
 
+// delta += rowsum(P * dP), with P as below, of tiles that hold all keys of their rows.
+template <bool kMasked, class T>
+void add_delta_tile(Rows<T> S, Rows<T> dP, int64_t keys, int64_t lanes, const T* seen, Scale<T> scale, const T* row_max,
+                    const T* inverse_sum, T* delta) {
+  for (int64_t j = 0; j < lanes; j += kLanes<T>) {
+    vec<T> sum = {};
+    for (int64_t k = 0; k < keys; ++k) {
+      const vec<T> p = scale.exp(load(S.from(k).data + j) - load(row_max + j)) * load(inverse_sum + j);
+      const vec<T> more = fma(p, load(dP.from(k).data + j), sum);
+      if constexpr (kMasked)
+        sum = static_cast<T>(k) < load(seen + j) ? more : sum;
+      else
+        sum = more;
+    }
+    store(delta + j, load(delta + j) + sum);
+  }
+}
+
 // From the tiles S / factor and dP: P = exp(S - factor * row_max) * inverse_sum in place of the first,
-// dS = P (dP - delta) in place of the second.
+// dS = P (dP - delta + dlse) in place of the second.
 template <bool kMasked, class T>
 void softmax_gradient_tile(Rows<T> S, Rows<T> dP, int64_t keys, int64_t lanes, const T* seen, Scale<T> scale,
-                           const T* row_max, const T* inverse_sum, const T* delta) {
+                           const T* row_max, const T* inverse_sum, const T* delta, const T* dlse) {
   for (int64_t k = 0; k < keys; ++k)
     for (int64_t j = 0; j < lanes; j += kLanes<T>) {
       T *s = S.data + k * S.row + j, *ds = dP.data + k * dP.row + j;
       vec<T> p = scale.exp(load(s) - load(row_max + j)) * load(inverse_sum + j);
-      vec<T> d = p * (load(ds) - load(delta + j));
+      vec<T> d = p * (load(ds) - load(delta + j) + load(dlse + j));
       if constexpr (kMasked) {
         const auto sees = static_cast<T>(k) < load(seen + j);
         p = sees ? p : vec<T>{}, d = sees ? d : vec<T>{};

@@ -1,0 +1,102 @@
+"""Random shapes, layouts, dtypes and instruction sets against float64, by the rule of helpers.assert_accurate.
+
+``pytest tests/test_random.py --examples 50000`` draws that many, others each time; without it 2,000, always the same.
+"""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from helpers import DTYPES, NAMES, Case, accuracy_bound, error, run
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pyattn import _C, attention, reference
+
+REFUSED = 0.005
+"""Share of tensors that may break the rule: 0.2 % of dq and dk in fp32 did, for the reason in csrc/README.md."""
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    sizes = st.integers(1, 20) | st.sampled_from([31, 32, 33, 63, 64, 65, 96, 97, 128, 193])
+    num_heads_kv = draw(st.integers(1, 3))
+    seqlen_q, seqlen_k = draw(sizes), draw(sizes)
+    head_dim = draw(st.integers(1, 20) | st.sampled_from([32, 40, 64, 80, 128]))
+    return Case(
+        draw(st.integers(1, 2)),
+        num_heads_kv * draw(st.integers(1, 4)),
+        num_heads_kv,
+        seqlen_q,
+        seqlen_k,
+        head_dim,
+        draw(st.just(head_dim) | st.integers(1, 40)),
+        causal=draw(st.booleans()),
+        q_offset=draw(st.none() | st.integers(-seqlen_q - 2, seqlen_k + 2)),
+        softmax_scale=draw(st.none() | st.floats(-2, 2)),
+    )
+
+
+def laid_out(x: Tensor, order: list[int], padding: int) -> Tensor:
+    """x with its dimensions in memory in this order, inside a buffer of NaN."""
+    buffer = torch.full([x.shape[d] + padding for d in order], math.nan, dtype=x.dtype)
+    view = buffer.permute([order.index(d) for d in range(4)])[(slice(padding, None),) * 4]
+    return view.copy_(x)
+
+
+def test_accuracy(request: pytest.FixtureRequest) -> None:
+    examples = request.config.getoption("examples")
+    tensors: Counter[tuple[torch.dtype, str]] = Counter()
+    refused: Counter[tuple[torch.dtype, str]] = Counter()
+    reports: list[tuple[float, str]] = []
+
+    @settings(
+        max_examples=examples or 2000,
+        derandomize=not examples,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(
+        case=cases(),
+        dtype=st.sampled_from(DTYPES),
+        isa=st.sampled_from(_C.available_isas()),
+        seed=st.integers(0, 2**32),
+        orders=st.lists(st.permutations(range(4)), min_size=4, max_size=4),
+        padding=st.integers(0, 3),
+        with_dlse=st.booleans(),
+    )
+    def check(
+        case: Case, dtype: torch.dtype, isa: str, seed: int, orders: list[list[int]], padding: int, with_dlse: bool
+    ) -> None:
+        _C.set_isa(isa)
+        torch.manual_seed(seed)
+        *qkv, dout = (*case.inputs(dtype), case.gradients(dtype)[0])
+        dlse = case.gradients(dtype)[1] if with_dlse else None
+        inputs = [laid_out(x, order, padding) for x, order in zip((*qkv, dout), orders, strict=True)]
+        ours = run(attention, tuple(inputs[:3]), inputs[3], dlse, **case.options)
+        plain = run(reference.attention, tuple(qkv), dout, dlse, **case.options)
+        exact = run(reference.attention, tuple(x.double() for x in qkv), dout.double(), dlse, **case.options)
+        for name, x, yardstick, truth in zip(NAMES, ours, plain, exact, strict=True):
+            assert x.shape == truth.shape
+            tensors[dtype, name] += 1
+            wrong, bound = error(x, truth), accuracy_bound(x, yardstick, truth)
+            # Where the exact result is rounding noise of float64 there is nothing to measure against.
+            if wrong > max(bound, 1e-14):
+                refused[dtype, name] += 1
+                reports.append((wrong / bound, f"{name} {dtype} {isa} {case} seed {seed}"))
+
+    before = _C.active_isa()
+    try:
+        check()
+    finally:
+        _C.set_isa(before)
+    shares = {
+        f"{dtype} {name}": f"{refused[dtype, name]} of {n}" for (dtype, name), n in sorted(tensors.items(), key=str)
+    }
+    print(*shares.items(), *sorted(reports, reverse=True)[:20], sep="\n")
+    for key, n in tensors.items():
+        assert refused[key] <= max(1, REFUSED * n), (key, refused[key], n)
