@@ -1,0 +1,40 @@
+"""What a long-lived process relies on: no growth, no state between threads."""
+
+import gc
+import resource
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import Case, run
+
+from pyattn import attention
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_ten_thousand_calls_grow_by_less_than_a_mebibyte() -> None:
+    q, k, v = (torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3))
+
+    def call(times: int) -> int:
+        for _ in range(times):
+            torch.autograd.grad(attention(q, k, v).sum(), (q, k, v))
+        gc.collect()
+        return resident_bytes()
+
+    before = call(1000)
+    assert call(10_000) - before < 2**20
+
+
+@pytest.mark.usefixtures("isa")
+def test_eight_python_threads_at_once() -> None:
+    cases = [Case(1, 2, 1, 50 + 40 * i, 90 + 30 * i, 8 + 4 * i, 16) for i in range(8)]
+    inputs = [(case.inputs(torch.float32), *case.gradients(torch.float32)) for case in cases]
+    alone = [run(attention, *x) for x in inputs]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(5):
+            for together, expected in zip(pool.map(lambda x: run(attention, *x), inputs), alone, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(together, expected, strict=True))
