@@ -14,6 +14,8 @@ CASES = [
     Case(2, 2, 2, 1, 130, 128, 33, causal=False),
     Case(1, 2, 1, 130, 130, 33, 17, q_offset=0),
     Case(1, 1, 1, 100, 30, 16, 16, q_offset=-40),
+    Case(1, 2, 1, 70, 100, 16, 16, q_offset=60),
+    Case(1, 2, 2, 130, 200, 16, 16, q_offset=33),
     Case(1, 2, 2, 257, 257, 64, 48),
     Case(2, 6, 2, 50, 333, 40, 31, causal=False, softmax_scale=-0.3),
     Case(1, 1, 1, 97, 193, 512, 1, q_offset=5),
@@ -56,8 +58,9 @@ def test_offset_per_sequence(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_that_sees_one_key(dtype: torch.dtype) -> None:
-    case = Case(2, 4, 2, 5, 5, 40, 100, q_offset=0)
+@pytest.mark.parametrize("seqlen_k", [5, 100])
+def test_a_row_that_sees_one_key(dtype: torch.dtype, seqlen_k: int) -> None:
+    case = Case(2, 4, 2, 5, seqlen_k, 40, 100, q_offset=0)
     qkv, (dout, _) = case.inputs(dtype), case.gradients(dtype)
     out, _, dq, _, _ = run(attention, qkv, dout, **case.options)
     assert torch.equal(out[:, :, 0], qkv[2][:, :, 0].repeat_interleave(2, 1))

@@ -65,6 +65,37 @@ def test_what_is_not_seen_changes_no_bit(dtype: torch.dtype, bad: float, seqlen:
 
 
 @each_dtype
+@pytest.mark.parametrize("position", [63, 95])
+def test_one_bad_element(dtype: torch.dtype, position: int) -> None:
+    """In the last column and the last row of a block, for whoever looks for bad ones."""
+    inputs = [*Case(1, 2, 1, 96, 96, 21, 19).inputs(dtype), torch.randn(1, 2, 96, 19).to(dtype)]
+    clean = run(attention, tuple(inputs[:3]), inputs[3])
+    for which in range(4):
+        *qkv, dout = (x.clone() for x in inputs)
+        (*qkv, dout)[which][:, :, position, -1] = math.nan
+        results, keys = run(attention, tuple(qkv), dout), which in (1, 2)
+        unaware = slice(0, position) if keys else slice(position + 1, None)
+        for x, y in zip(results[:3] if keys else results[3:], clean[:3] if keys else clean[3:], strict=True):
+            assert torch.equal(x[:, :, unaware], y[:, :, unaware])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[2:], ids=str)
+def test_every_16_bit_number_is_read_and_rounded_as_torch_does(dtype: torch.dtype) -> None:
+    """The mean and the sum of each number and the next one lie halfway between two numbers, up to infinity."""
+    a = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    b = a.roll(-1)
+    largest, eps = torch.finfo(dtype).max, torch.finfo(dtype).eps
+    b[a == largest] = largest / (2 - eps) * eps / 2  # half of the distance to what would come next
+    pairs = torch.stack([a, b])[None, None]
+    mean = attention(torch.zeros(1, 1, 1, 8, dtype=dtype), torch.zeros(1, 1, 2, 8, dtype=dtype), pairs)
+    q, k, v = Case(1, 1, 1, 2, 1, 8, 2**16).inputs(dtype)
+    *_, total = run(attention, (q, k, v), pairs, causal=False)
+    exact = a.float() + b.float()
+    for x, y in ((mean, exact / 2), (total, exact)):
+        torch.testing.assert_close(x.flatten(), y.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@each_dtype
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("seqlen", LENGTHS)
 def test_nan_that_is_seen_arrives(dtype: torch.dtype, causal: bool, seqlen: int) -> None:
@@ -219,7 +250,9 @@ def test_strides_of_what_goes_with_rows(dtype: torch.dtype) -> None:
     q, k, v = case.inputs(dtype)
     dout, dlse = case.gradients(dtype)
     offsets = torch.tensor([2, 77, -3, 77])[::2]
-    out, lse, row_max, row_sum = torch.ops.pyattn.attention_forward(q, k, v, q_offsets=offsets)
+    results = [torch.ops.pyattn.attention_forward(q, k, v, q_offsets=x) for x in (offsets, offsets.contiguous())]
+    assert_equal(*results)
+    out, lse, row_max, row_sum = results[0]
     rows = [dlse.to(lse.dtype), row_max, row_sum]
     results = [
         torch.ops.pyattn.attention_backward(dout, dlse_, q, k, v, out, max_, sum_, q_offsets=offsets_)
@@ -232,8 +265,9 @@ def test_strides_of_what_goes_with_rows(dtype: torch.dtype) -> None:
 
 
 @each_dtype
-def test_every_element_is_written(dtype: torch.dtype) -> None:
-    case = Case(2, 3, 3, 70, 45, 24, 20, q_offset=-8)
+@pytest.mark.parametrize("q_offset", [-8, -66])
+def test_every_element_is_written(dtype: torch.dtype, q_offset: int) -> None:
+    case = Case(2, 3, 3, 70, 45, 24, 20, q_offset=q_offset)
     torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
     try:
         results = run(attention, case.inputs(dtype), case.gradients(dtype)[0], **case.options)
