@@ -46,6 +46,7 @@ at::ScalarType row_dtype(at::ScalarType type) { return type == at::kDouble ? at:
 
 void check_tensor(const char* name, const Tensor& t, at::Device device, at::ScalarType type,
                   c10::SymIntArrayRef sizes) {
+  TORCH_CHECK_TYPE(t.defined(), "pyattn: ", name, " must be a Tensor, got None");
   TORCH_CHECK_TYPE(t.scalar_type() == type, "pyattn: ", name, " must have dtype ", c10::getDtypeNames(type).first,
                    ", got ", c10::getDtypeNames(t.scalar_type()).first);
   TORCH_CHECK_VALUE(t.device() == device, "pyattn: ", name, " must be on q's device, got ", t.device(), " and ",
@@ -55,6 +56,7 @@ void check_tensor(const char* name, const Tensor& t, at::Device device, at::Scal
 
 void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, optional<double> softmax_scale,
                   const optional<Tensor>& q_offsets) {
+  TORCH_CHECK_TYPE(q.defined() && k.defined() && v.defined(), "pyattn: q, k and v must be Tensors, got None");
   TORCH_CHECK_VALUE(q.dim() == 4 && k.dim() == 4 && v.dim() == 4,
                     "pyattn: q, k and v must have 4 dimensions (batch, num_heads, seqlen, head_dim), got q ",
                     q.sym_sizes(), ", k ", k.sym_sizes(), " and v ", v.sym_sizes());
@@ -157,6 +159,23 @@ void run(const Pass<Params>& pass, const Params& p) {
 
 // ---- Operators ----
 
+// Stands for every backend without kernels: sparse, nested and quantized tensors, and devices that are not built in.
+void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  const auto values = torch::jit::last(*stack, arguments.size());
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (!values[i].isTensor()) continue;
+    const Tensor& t = values[i].toTensor();
+    TORCH_CHECK_TYPE(t.defined(), "pyattn: ", arguments[i].name(), " must be a Tensor, got None");
+    const bool plain = t.layout() == at::kStrided && !t.is_nested() && !t.is_quantized();
+    TORCH_CHECK_NOT_IMPLEMENTED(plain && (t.is_cpu() || t.is_meta()), "pyattn: ", arguments[i].name(),
+                                " must be a dense tensor on the CPU, got layout ", t.layout(),
+                                t.is_nested() ? " (nested)" : "", ", dtype ", c10::getDtypeNames(t.scalar_type()).first,
+                                ", device ", t.device());
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "pyattn: ", op.schema().name(), " has no kernels for tensors of this kind");
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                                              optional<double> softmax_scale, bool causal,
                                                              optional<SymInt> q_offset,
@@ -234,6 +253,17 @@ TORCH_LIBRARY_IMPL(pyattn, CPU, m) {
 TORCH_LIBRARY_IMPL(pyattn, Meta, m) {
   m.impl("attention_forward", attention_forward);
   m.impl("attention_backward", attention_backward);
+}
+
+// Which nested tensors are not part of.
+TORCH_LIBRARY_IMPL(pyattn, CompositeExplicitAutograd, m) {
+  m.impl("attention_forward", torch::CppFunction::makeFromBoxedFunction<&refuse>());
+  m.impl("attention_backward", torch::CppFunction::makeFromBoxedFunction<&refuse>());
+}
+
+TORCH_LIBRARY_IMPL(pyattn, NestedTensorCPU, m) {
+  m.impl("attention_forward", torch::CppFunction::makeFromBoxedFunction<&refuse>());
+  m.impl("attention_backward", torch::CppFunction::makeFromBoxedFunction<&refuse>());
 }
 
 // Derivatives come from pyattn/autograd.py. Whatever it does not define, double backward and forward mode, raises here

@@ -1,5 +1,6 @@
 """Exact multi-head causal attention for PyTorch, forward and backward, in native code."""
 
+from pyattn import _load  # noqa: F401  (first: the rest needs torch and the operators)
 from pyattn.functional import attention
 
 __version__ = "0.1.0"

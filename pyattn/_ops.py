@@ -1,31 +1,9 @@
-"""Loads the native module and gives its operators what only Python can: batching rules for vmap."""
+"""The native operators, with what only Python can give them: batching rules for vmap."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
-
-try:
-    from pyattn import _build
-except ImportError as error:
-    raise ImportError(
-        "pyattn: this folder holds the package's source without its native module; install it with "
-        "'pip install -e .' in the checkout, or start Python from another folder to use the installed package"
-    ) from error
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
-
-
-if _minor(torch.__version__) != _minor(_build.torch_version):
-    raise ImportError(
-        f"pyattn: built for torch {_minor(_build.torch_version)}, got torch {torch.__version__}; rebuild for it with "
-        "'pip install --no-build-isolation --force-reinstall --no-deps .' in the checkout, or install "
-        f"'torch=={_minor(_build.torch_version)}.*'"
-    )
-
-from pyattn import _C  # noqa: E402, F401  (registers torch.ops.pyattn.*)
 
 attention_forward = torch.ops.pyattn.attention_forward.default
 attention_backward = torch.ops.pyattn.attention_backward.default

@@ -89,6 +89,9 @@ def attention(
     >>> attention(q, k, v).shape
     torch.Size([2, 8, 100, 64])
     """
+    _check_tensor("q", q)
+    _check_tensor("k", k)
+    _check_tensor("v", v)
     _check_type("causal", causal, bool)
     _check_type("q_offset", q_offset, int, torch.SymInt, Tensor, type(None))
     _check_type("softmax_scale", softmax_scale, int, float, torch.SymInt, torch.SymFloat, type(None))
@@ -104,6 +107,13 @@ def _check_type(name: str, value: object, *types: type) -> None:
     if not isinstance(value, types):
         kinds = " or ".join(kind.__name__ for kind in types if not kind.__name__.startswith("Sym"))
         raise TypeError(f"pyattn: {name} must be {kinds}, got {value!r}")
+
+
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"pyattn: {name} must be Tensor, got {value!r}")
+    if value.is_nested:
+        raise NotImplementedError(f"pyattn: {name} must be a dense tensor on the CPU, got a nested one")
 
 
 def _autocast(t: Tensor) -> Tensor:

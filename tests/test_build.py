@@ -71,6 +71,13 @@ def test_another_torch_is_refused() -> None:
     assert "pip install --no-build-isolation" in last
 
 
+def test_without_torch() -> None:
+    result = in_new_process("import sys; sys.modules['torch'] = None; import pyattn")
+    minor = ".".join(torch.__version__.split(".")[:2])
+    expected = f"ImportError: pyattn: needs torch; install it with \"pip install 'torch=={minor}.*'\""
+    assert result.stderr.strip().splitlines()[-1] == expected
+
+
 def test_a_source_folder_says_what_to_do(tmp_path: Path) -> None:
     package = Path(pyattn.__file__).parent
     shutil.copytree(package, tmp_path / "pyattn", ignore=shutil.ignore_patterns("_C*.so", "_build.py", "__pycache__"))
