@@ -79,12 +79,11 @@ void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, optional<do
 // that they have in like, as empty_like would have them.
 Tensor empty_ordered_as(const Tensor& like, const SymInt& cols) {
   const auto strides = like.sym_strides(), sizes = like.sym_sizes();
-  // Sizes of 1 and strides of 0 (expanded dimensions) do not say where a dimension lies: it stays where it is.
-  const auto says = [&](int d) { return sizes[d] > 1 && strides[d] > 0; };
   std::array<int, 3> order{2, 1, 0};  // innermost first
   for (int i = 1; i < 3; ++i)
     for (int at = i, j = i - 1; j >= 0; --j) {
-      if (!says(order[at]) || !says(order[j])) continue;
+      // An expanded dimension, of stride 0, does not say where it lies: it stays where it is.
+      if (strides[order[at]] == 0 || strides[order[j]] == 0) continue;
       if (strides[order[j]] <= strides[order[at]]) break;
       std::swap(order[j], order[at]);
       at = j;

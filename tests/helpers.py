@@ -4,11 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NAMES = ("out", "lse", "dq", "dk", "dv")
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @dataclass(frozen=True)
@@ -87,3 +90,9 @@ def assert_accurate(name: str, x: Tensor, plain: Tensor, exact: Tensor) -> None:
     """x is within :func:`accuracy_bound` of the exact value."""
     assert x.shape == exact.shape
     assert error(x, exact) <= accuracy_bound(x, plain, exact), name
+
+
+def assert_equal(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> None:
+    """To the bit."""
+    for x, y in zip(a, b, strict=True):
+        assert torch.equal(x, y)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pybind11
 
 ROOT = Path(__file__).parent.parent
-TESTS = ("accuracy", "laws", "autograd", "errors", "build", "exp2")
+TESTS = ("accuracy", "laws", "layouts", "autograd", "errors", "build", "exp2")
 WANTED = 0.95
 TIMEOUT = 400
 
@@ -126,7 +126,7 @@ f16 overflow: magnitude >= 0x477ff000 => magnitude >= 0x7f800000
 f16 NaN: half = magnitude > 0x7f800000 ? set1<uint32_t>(0x7e00) : half; =>
 # csrc/ops.cpp
 order of result strides: strides[order[j]] <= strides[order[at]] => strides[order[j]] >= strides[order[at]]
-strides of size 1: sizes[d] > 1 && strides[d] > 0 => strides[d] > 0
+strides of expanded dimensions: if (strides[order[at]] == 0 || strides[order[j]] == 0) continue; =>
 columns taken for contiguous: t.stride(3) == 1 => t.stride(3) != 0
 dlse not contiguous: dlse_ = contiguous(dlse) => dlse_ = dlse
 offsets of forward not contiguous: const optional<Tensor> offsets = contiguous(q_offsets);

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import DTYPES, NAMES, Case, assert_accurate, run
+from helpers import NAMES, Case, assert_accurate, each_dtype, run
 
 from pyattn import attention, reference
 
@@ -28,7 +28,7 @@ CASES = [
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_dtype
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward_and_backward(case: Case, dtype: torch.dtype) -> None:
     qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
@@ -42,7 +42,7 @@ def test_forward_and_backward(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_dtype
 def test_offset_per_sequence(dtype: torch.dtype) -> None:
     case = Case(3, 2, 1, 40, 70, 16, 16)
     qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
@@ -57,7 +57,7 @@ def test_offset_per_sequence(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_dtype
 @pytest.mark.parametrize("seqlen_k", [5, 100])
 def test_a_row_that_sees_one_key(dtype: torch.dtype, seqlen_k: int) -> None:
     case = Case(2, 4, 2, 5, seqlen_k, 40, 100, q_offset=0)
@@ -69,7 +69,7 @@ def test_a_row_that_sees_one_key(dtype: torch.dtype, seqlen_k: int) -> None:
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_dtype
 @pytest.mark.parametrize("softmax_scale", [8.0, -8.0, 1e6])
 def test_large_scales_do_not_overflow(dtype: torch.dtype, softmax_scale: float) -> None:
     """The scale meets the score, not the query."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DTYPES, Case, run
+from helpers import Case, each_dtype, run
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
@@ -88,7 +88,7 @@ def test_what_is_not_written_raises() -> None:
         out.sum().backward()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_dtype
 @pytest.mark.parametrize("offsets", [None, torch.tensor([1, -2])], ids=["offset", "offsets"])
 def test_opcheck(dtype: torch.dtype, offsets: Tensor | None) -> None:
     case = Case(2, 4, 2, 5, 7, 8, 6)
