@@ -15,9 +15,9 @@ from torch import Tensor
 
 from pyattn import _C, attention, reference
 
-REFUSED = 0.01
-"""Share of tensors of one dtype and name that may break the rule; the worst of 50,000 cases was 0.51 %, dq in fp32, for
-the reason in csrc/README.md."""
+REFUSED = 0.0055
+"""Share of float32 tensors of one name that break the rule: of 50,000 cases at most 0.51 %, dq, for the reason in
+csrc/README.md. A sample may have four standard deviations more. Of other dtypes none did."""
 
 
 @st.composite
@@ -53,6 +53,7 @@ def test_accuracy(request: pytest.FixtureRequest) -> None:
     examples = request.config.getoption("examples")
     tensors: Counter[tuple[torch.dtype, str]] = Counter()
     refused: Counter[tuple[torch.dtype, str]] = Counter()
+    drawn: set[tuple[object, ...]] = set()
     reports: list[tuple[float, str]] = []
 
     @settings(
@@ -75,6 +76,9 @@ def test_accuracy(request: pytest.FixtureRequest) -> None:
     def check(
         case: Case, dtype: torch.dtype, isa: str, seed: int, orders: list[list[int]], padding: int, with_dlse: bool
     ) -> None:
+        if (key := (case, dtype, isa, seed, with_dlse)) in drawn:  # in another layout, which changes no bit
+            return
+        drawn.add(key)
         _C.set_isa(isa)
         torch.manual_seed(seed)
         *qkv, dout = (*case.inputs(dtype), case.gradients(dtype)[0])
@@ -102,4 +106,5 @@ def test_accuracy(request: pytest.FixtureRequest) -> None:
     }
     print(*shares.items(), *sorted(reports, reverse=True)[:20], sep="\n")
     for key, n in tensors.items():
-        assert refused[key] <= max(1, REFUSED * n), (key, refused[key], n)
+        allowed = REFUSED * n + 4 * math.sqrt(REFUSED * n) if key[0] == torch.float32 else 1
+        assert refused[key] <= allowed, (key, refused[key], n)
