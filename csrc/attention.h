@@ -32,6 +32,12 @@ struct Mask {
   const int64_t* q_offsets;  // (batch), in place of q_offset, or null
 };
 
+// Of the weights: each is dropped with probability threshold / 65536, as cpu/dropout.h says.
+struct Dropout {
+  uint32_t threshold;   // below 65536; 0: none
+  const int64_t* seed;  // one
+};
+
 struct ForwardParams {
   View q, k, v, out;
   // (batch, num_heads_q, seqlen_q), dense, double for float64, else float. row_max is the largest score over
@@ -41,6 +47,7 @@ struct ForwardParams {
   int64_t batch, num_heads_q, num_heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
   double softmax_scale;
   Mask mask;
+  Dropout dropout;
 };
 
 struct BackwardParams : ForwardParams {

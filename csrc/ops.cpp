@@ -6,7 +6,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
-#include <c10/core/ScalarType.h>
 #include <pthread.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
@@ -15,63 +14,13 @@
 #include <array>
 #include <atomic>
 #include <cmath>
-#include <optional>
 #include <tuple>
 
 #include "attention.h"
+#include "checks.h"
 
 namespace pyattn {
 namespace {
-
-using at::Tensor;
-using c10::SymInt;
-using std::optional;
-
-// ---- Checks ----
-
-DType dtype_of(at::ScalarType type) {
-  switch (type) {
-    case at::kDouble: return DType::kFloat64;
-    case at::kFloat: return DType::kFloat32;
-    case at::kBFloat16: return DType::kBFloat16;
-    case at::kHalf: return DType::kFloat16;
-    default:
-      TORCH_CHECK_TYPE(false, "pyattn: dtype must be float64, float32, bfloat16 or float16, got ",
-                       c10::getDtypeNames(type).first);
-  }
-}
-
-// Of lse and of what goes with it.
-at::ScalarType row_dtype(at::ScalarType type) { return type == at::kDouble ? at::kDouble : at::kFloat; }
-
-void check_tensor(const char* name, const Tensor& t, at::Device device, at::ScalarType type,
-                  c10::SymIntArrayRef sizes) {
-  TORCH_CHECK_TYPE(t.defined(), "pyattn: ", name, " must be a Tensor, got None");
-  TORCH_CHECK_TYPE(t.scalar_type() == type, "pyattn: ", name, " must have dtype ", c10::getDtypeNames(type).first,
-                   ", got ", c10::getDtypeNames(t.scalar_type()).first);
-  TORCH_CHECK_VALUE(t.device() == device, "pyattn: ", name, " must be on q's device, got ", t.device(), " and ",
-                    device);
-  TORCH_CHECK_VALUE(t.sym_sizes() == sizes, "pyattn: ", name, " must have shape ", sizes, ", got ", t.sym_sizes());
-}
-
-void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, optional<double> softmax_scale,
-                  const optional<Tensor>& q_offsets) {
-  TORCH_CHECK_TYPE(q.defined() && k.defined() && v.defined(), "pyattn: q, k and v must be Tensors, got None");
-  TORCH_CHECK_VALUE(q.dim() == 4 && k.dim() == 4 && v.dim() == 4,
-                    "pyattn: q, k and v must have 4 dimensions (batch, num_heads, seqlen, head_dim), got q ",
-                    q.sym_sizes(), ", k ", k.sym_sizes(), " and v ", v.sym_sizes());
-  dtype_of(q.scalar_type());
-  const auto qs = q.sym_sizes(), ks = k.sym_sizes(), vs = v.sym_sizes();
-  TORCH_CHECK_VALUE(ks[0] == qs[0], "pyattn: q and k must have the same batch, got ", qs[0], " and ", ks[0]);
-  TORCH_CHECK_VALUE(ks[3] == qs[3], "pyattn: q and k must have the same head_dim, got ", qs[3], " and ", ks[3]);
-  TORCH_CHECK_VALUE(ks[1] == 0 ? qs[1] == 0 : qs[1] % ks[1] == 0,
-                    "pyattn: num_heads_q must be a multiple of num_heads_kv, got ", qs[1], " and ", ks[1]);
-  check_tensor("k", k, q.device(), q.scalar_type(), ks);
-  check_tensor("v", v, q.device(), q.scalar_type(), {ks[0], ks[1], ks[2], vs[3]});
-  TORCH_CHECK_VALUE(!softmax_scale || std::isfinite(*softmax_scale), "pyattn: softmax_scale must be finite, got ",
-                    softmax_scale.value_or(0));
-  if (q_offsets) check_tensor("q_offset", *q_offsets, q.device(), at::kLong, {qs[0]});
-}
 
 // ---- Results ----
 
@@ -112,15 +61,18 @@ View view(const Tensor& t, void* data) { return {data, t.stride(0), t.stride(1),
 View input(const Tensor& t) { return view(t, input_data(t)); }
 View result(const Tensor& t) { return view(t, t.mutable_data_ptr()); }
 
-void fill_inputs(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, optional<double> softmax_scale,
-                 bool causal, const optional<SymInt>& q_offset, const optional<Tensor>& q_offsets) {
+// q_offsets: those of the options, contiguous.
+void fill_inputs(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, const Options& options,
+                 const optional<Tensor>& q_offsets) {
   p.q = input(q), p.k = input(k), p.v = input(v);
   p.batch = q.size(0), p.num_heads_q = q.size(1), p.num_heads_kv = k.size(1);
   p.seqlen_q = q.size(2), p.seqlen_k = k.size(2), p.head_dim = q.size(3), p.head_dim_v = v.size(3);
-  p.softmax_scale = softmax_scale.value_or(p.head_dim ? 1 / std::sqrt(static_cast<double>(p.head_dim)) : 1);
-  p.mask.causal = causal;
-  p.mask.q_offset = q_offset ? q_offset->expect_int() : p.seqlen_k - p.seqlen_q;
+  p.softmax_scale = options.softmax_scale.value_or(p.head_dim ? 1 / std::sqrt(static_cast<double>(p.head_dim)) : 1);
+  p.mask.causal = options.causal;
+  p.mask.q_offset = options.q_offset ? options.q_offset->expect_int() : p.seqlen_k - p.seqlen_q;
   p.mask.q_offsets = q_offsets ? q_offsets->const_data_ptr<int64_t>() : nullptr;
+  p.dropout.threshold = static_cast<uint32_t>(std::min(std::nearbyint(65536 * options.dropout_p), 65535.0));
+  p.dropout.seed = options.dropout_seed ? options.dropout_seed->const_data_ptr<int64_t>() : nullptr;
 }
 
 // ---- Threads ----
@@ -158,28 +110,13 @@ void run(const Pass<Params>& pass, const Params& p) {
 
 // ---- Operators ----
 
-// Stands for every backend without kernels: sparse, nested and quantized tensors, and devices that are not built in.
-void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
-  const auto& arguments = op.schema().arguments();
-  const auto values = torch::jit::last(*stack, arguments.size());
-  for (size_t i = 0; i < values.size(); ++i) {
-    if (!values[i].isTensor()) continue;
-    const Tensor& t = values[i].toTensor();
-    TORCH_CHECK_TYPE(t.defined(), "pyattn: ", arguments[i].name(), " must be a Tensor, got None");
-    const bool plain = t.layout() == at::kStrided && !t.is_nested() && !t.is_quantized();
-    TORCH_CHECK_NOT_IMPLEMENTED(plain && (t.is_cpu() || t.is_meta()), "pyattn: ", arguments[i].name(),
-                                " must be a dense tensor on the CPU, got layout ", t.layout(),
-                                t.is_nested() ? " (nested)" : "", ", dtype ", c10::getDtypeNames(t.scalar_type()).first,
-                                ", device ", t.device());
-  }
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "pyattn: ", op.schema().name(), " has no kernels for tensors of this kind");
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                                              optional<double> softmax_scale, bool causal,
                                                              optional<SymInt> q_offset,
-                                                             const optional<Tensor>& q_offsets) {
-  check_inputs(q, k, v, softmax_scale, q_offsets);
+                                                             const optional<Tensor>& q_offsets, double dropout_p,
+                                                             const optional<Tensor>& dropout_seed) {
+  const Options options{softmax_scale, causal, q_offset, q_offsets, dropout_p, dropout_seed};
+  check_inputs(q, k, v, options);
   Tensor out = empty_ordered_as(q, v.sym_size(3));
   Tensor lse =
       at::empty_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2)}, q.options().dtype(row_dtype(q.scalar_type())));
@@ -189,7 +126,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_forward(const Tensor& q, co
   const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
   const optional<Tensor> offsets = contiguous(q_offsets);
   ForwardParams p{};
-  fill_inputs(p, q_, k_, v_, softmax_scale, causal, q_offset, offsets);
+  fill_inputs(p, q_, k_, v_, options, offsets);
   p.out = result(out);
   p.lse = lse.mutable_data_ptr(), p.row_max = row_max.mutable_data_ptr(), p.row_sum = row_sum.mutable_data_ptr();
   run(kernels(dtype_of(q.scalar_type())).forward, p);
@@ -200,8 +137,10 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout, const 
                                                       const Tensor& k, const Tensor& v, const Tensor& out,
                                                       const Tensor& row_max, const Tensor& row_sum,
                                                       optional<double> softmax_scale, bool causal,
-                                                      optional<SymInt> q_offset, const optional<Tensor>& q_offsets) {
-  check_inputs(q, k, v, softmax_scale, q_offsets);
+                                                      optional<SymInt> q_offset, const optional<Tensor>& q_offsets,
+                                                      double dropout_p, const optional<Tensor>& dropout_seed) {
+  const Options options{softmax_scale, causal, q_offset, q_offsets, dropout_p, dropout_seed};
+  check_inputs(q, k, v, options);
   const std::array<SymInt, 4> out_sizes{q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)};
   const c10::SymIntArrayRef row_sizes(out_sizes.data(), 3);
   const at::ScalarType type = q.scalar_type();
@@ -219,7 +158,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout, const 
   const Tensor row_max_ = row_max.contiguous(), row_sum_ = row_sum.contiguous();
   const optional<Tensor> dlse_ = contiguous(dlse), offsets = contiguous(q_offsets);
   BackwardParams p{};
-  fill_inputs(p, q_, k_, v_, softmax_scale, causal, q_offset, offsets);
+  fill_inputs(p, q_, k_, v_, options, offsets);
   p.out = input(out_), p.dout = input(dout_);
   p.row_max = input_data(row_max_), p.row_sum = input_data(row_sum_), p.dlse = dlse_ ? input_data(*dlse_) : nullptr;
   p.dq = result(dq), p.dk = result(dk), p.dv = result(dv);
@@ -233,15 +172,16 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout, const 
 
 }  // namespace
 
+#define PYATTN_OPTIONS                                                                                                \
+  "float? softmax_scale=None, bool causal=True, SymInt? q_offset=None, Tensor? q_offsets=None, float dropout_p=0.0, " \
+  "Tensor? dropout_seed=None"
+
 TORCH_LIBRARY(pyattn, m) {
-  m.def(
-      "attention_forward(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, bool causal=True, SymInt? "
-      "q_offset=None, "
-      "Tensor? q_offsets=None) -> (Tensor out, Tensor lse, Tensor row_max, Tensor row_sum)");
+  m.def("attention_forward(Tensor q, Tensor k, Tensor v, " PYATTN_OPTIONS
+        ") -> (Tensor out, Tensor lse, Tensor row_max, Tensor row_sum)");
   m.def(
       "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor row_max, "
-      "Tensor row_sum, float? softmax_scale=None, bool causal=True, SymInt? q_offset=None, Tensor? q_offsets=None) -> "
-      "(Tensor dq, Tensor dk, Tensor dv)");
+      "Tensor row_sum, " PYATTN_OPTIONS ") -> (Tensor dq, Tensor dk, Tensor dv)");
 }
 
 TORCH_LIBRARY_IMPL(pyattn, CPU, m) {

@@ -18,10 +18,18 @@ def _fold(tensor: Tensor, dim: int | None, size: int) -> Tensor:
 
 
 def _register_vmap(op: torch._ops.OpOverload[..., Any], name: str) -> None:
-    """vmap over an operator is one call with a larger batch."""
+    """vmap over an operator is one call with a larger batch; with dropout, whose mask knows it, many calls."""
+    seed = [argument.name for argument in op._schema.arguments].index("dropout_seed")
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         size = info.batch_size
+        if args[seed : seed + 1] not in ((), (None,)) and size:
+            calls = (
+                [arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, in_dims, strict=True)]
+                for i in range(size)
+            )
+            results = tuple(torch.stack(parts) for parts in zip(*(op(*call) for call in calls), strict=True))
+            return results, (0,) * len(results)
         folded = [
             _fold(arg, dim, size) if isinstance(arg, Tensor) else arg for arg, dim in zip(args, in_dims, strict=True)
         ]

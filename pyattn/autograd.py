@@ -19,23 +19,22 @@ from pyattn import _ops
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, row_max, row_sum, q_offsets = ctx.saved_tensors
+    q, k, v, out, row_max, row_sum, q_offsets, dropout_seed = ctx.saved_tensors
     if dout is None and dlse is None:
-        return (None,) * 7
+        return (None,) * 9
     if dout is None:
         dout = torch.zeros_like(out)
-    dq, dk, dv = _ops.attention_backward(
-        dout, dlse, q, k, v, out, row_max, row_sum, ctx.softmax_scale, ctx.causal, ctx.q_offset, q_offsets
-    )
-    return dq, dk, dv, None, None, None, None
+    options = (ctx.softmax_scale, ctx.causal, ctx.q_offset, q_offsets, ctx.dropout_p, dropout_seed)
+    dq, dk, dv = _ops.attention_backward(dout, dlse, q, k, v, out, row_max, row_sum, *options)
+    return dq, dk, dv, None, None, None, None, None, None
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, ctx.softmax_scale, ctx.causal, ctx.q_offset, q_offsets = inputs
+    q, k, v, ctx.softmax_scale, ctx.causal, ctx.q_offset, q_offsets, ctx.dropout_p, dropout_seed = inputs
     ctx.set_materialize_grads(False)
     out, _, row_max, row_sum = output
     ctx.mark_non_differentiable(row_max, row_sum)
-    ctx.save_for_backward(q, k, v, out, row_max, row_sum, q_offsets)
+    ctx.save_for_backward(q, k, v, out, row_max, row_sum, q_offsets, dropout_seed)
 
 
 class Attention(torch.autograd.Function):
@@ -76,12 +75,14 @@ def attention(
     causal: bool,
     q_offset: int | None,
     q_offsets: Tensor | None,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` of the native operator, differentiable in q, k and v."""
     if torch.compiler.is_compiling():  # which refuses one tensor as two arguments of a Function
         k = k.view_as(k) if k is q else k
         v = v.view_as(v) if v is q or v is k else v
-    args = (q, k, v, softmax_scale, causal, q_offset, q_offsets)
+    args = (q, k, v, softmax_scale, causal, q_offset, q_offsets, dropout_p, dropout_seed)
     apply: Callable[..., tuple[Tensor, ...]]
     if torch.compiler.is_compiling():
         apply = Attention.apply

@@ -5,7 +5,10 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from pyattn import autograd
+from pyattn import autograd, reference
+from pyattn.reference import dropout_mask
+
+__all__ = ["attention", "dropout_mask"]
 
 
 @overload
@@ -17,6 +20,8 @@ def attention(
     causal: bool = True,
     q_offset: int | Tensor | None = None,
     softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -30,6 +35,8 @@ def attention(
     causal: bool = True,
     q_offset: int | Tensor | None = None,
     softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -42,13 +49,15 @@ def attention(
     causal: bool = True,
     q_offset: int | Tensor | None = None,
     softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact scaled dot-product attention, causal by default.
 
     For each batch, query head and query ``i``, with ``j`` running over the keys that query ``i`` sees::
 
-        out_i = sum_j softmax_j(softmax_scale * <q_i, k_j>) v_j
+        out_i = sum_j dropout(softmax_j(softmax_scale * <q_i, k_j>)) v_j
         lse_i = log sum_j exp(softmax_scale * <q_i, k_j>)
 
     Query ``i`` stands at key position ``i + q_offset`` and, if causal, sees key ``j`` when ``j <= i + q_offset``::
@@ -66,6 +75,11 @@ def attention(
         q_offset: key position of query 0, an int or a (B,) int64 tensor; default ``Sk - Sq``, which puts the last query
             at the last key. May be negative: the first queries then see nothing.
         softmax_scale: finite factor on the scores; default ``1 / sqrt(D)``.
+        dropout_p: probability of dropping a weight after the softmax, at least 0 and below 1, rounded to 1/65536; the
+            rest are scaled by 1 / (1 - dropout_p). lse is that of all weights.
+        dropout_seed: an int or an int64 scalar tensor, which with a weight's place decides whether it is dropped, as
+            :func:`dropout_mask` shows: the same for any number of threads and instruction set. Default: drawn from
+            torch's generator, so ``torch.manual_seed`` repeats it and checkpoints recompute it.
         return_lse: also return lse.
 
     Returns:
@@ -75,8 +89,10 @@ def attention(
         float32 and rounded once.
 
     Raises:
-        ValueError: shapes that don't fit together, a softmax_scale that is not finite, a q_offset past 64 bits.
-        TypeError: other dtypes, or dtypes that differ; a q_offset tensor that is not int64; other types than these.
+        ValueError: shapes that don't fit together, a softmax_scale that is not finite, a q_offset or dropout_seed past
+            64 bits, a dropout_p that is no such probability.
+        TypeError: other dtypes, or dtypes that differ; a q_offset or dropout_seed tensor that is not int64; other types
+            than these.
         NotImplementedError: tensors that are not dense and on the CPU; forward-mode and second derivatives.
 
     Under autocast, q, k and v are cast first, float64 ones excepted. The result is the same to the bit from run to run
@@ -95,11 +111,19 @@ def attention(
     _check_type("causal", causal, bool)
     _check_type("q_offset", q_offset, int, torch.SymInt, Tensor, type(None))
     _check_type("softmax_scale", softmax_scale, int, float, torch.SymInt, torch.SymFloat, type(None))
-    if isinstance(q_offset, int) and not -(2**63) <= q_offset < 2**63:
-        raise ValueError(f"pyattn: q_offset must fit in 64 bits, got {q_offset}")
+    _check_type("dropout_p", dropout_p, int, float)
+    _check_type("dropout_seed", dropout_seed, int, torch.SymInt, Tensor, type(None))
+    _check_64_bits("q_offset", q_offset)
+    _check_64_bits("dropout_seed", dropout_seed)
     q, k, v = (_autocast(t) for t in (q, k, v))
     offset, offsets = (None, q_offset) if isinstance(q_offset, Tensor) else (q_offset, None)
-    out, lse = autograd.attention(q, k, v, softmax_scale, causal, offset, offsets)
+    if dropout_p == 0:
+        dropout_seed = None
+    elif dropout_seed is None:
+        dropout_seed = reference.draw_seed(q.device)
+    elif not isinstance(dropout_seed, Tensor):
+        dropout_seed = torch.tensor(dropout_seed, dtype=torch.int64, device=q.device)
+    out, lse = autograd.attention(q, k, v, softmax_scale, causal, offset, offsets, dropout_p, dropout_seed)
     return (out, lse) if return_lse else out
 
 
@@ -107,6 +131,11 @@ def _check_type(name: str, value: object, *types: type) -> None:
     if not isinstance(value, types):
         kinds = " or ".join(kind.__name__ for kind in types if not kind.__name__.startswith("Sym"))
         raise TypeError(f"pyattn: {name} must be {kinds}, got {value!r}")
+
+
+def _check_64_bits(name: str, value: object) -> None:
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"pyattn: {name} must fit in 64 bits, got {value}")
 
 
 def _check_tensor(name: str, value: object) -> None:

@@ -15,8 +15,8 @@ What all modules share:
 - ``dropout`` is the probability, 0 to 1, of dropping a weight in training; ``qkv_bias`` gives the projections a bias.
 - ``need_weights=True`` returns ``(out, weights)``, the weights as they met ``v``, so after dropout: (batch, num_heads,
   seqlen, seqlen), without num_heads in one-head modules, without batch if ``x`` has none.
-- Not native yet: dropout in training, a mask given as a tensor, returned weights. They run in plain PyTorch with
-  seqlen x seqlen memory, and the first use of each warns. Evaluation and ``dropout=0.0`` are native.
+- Not native yet: a mask given as a tensor, returned weights. They run in plain PyTorch with seqlen x seqlen memory, and
+  the first use of each warns.
 - TypeError for a wrong dtype, ValueError for a wrong shape or value; each says what it got.
 """
 
@@ -72,10 +72,13 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention over (B, H, T, D), native where it can be: out, weights or None. ``mask``: bool, True = takes part."""
     dropout_p = dropout.p if dropout is not None and dropout.training else 0.0
-    if dropout_p == 0.0 and mask is None and not need_weights:
-        return attention(q, k, v, causal=causal, softmax_scale=softmax_scale), None
-    if dropout_p > 0.0:
-        _warn_once("dropout in training")
+    if dropout_p == 1.0:  # nothing is left
+        out, weights = _attend(
+            q, k, v, causal=causal, softmax_scale=softmax_scale, mask=mask, need_weights=need_weights
+        )
+        return out * 0.0, None if weights is None else weights * 0.0
+    if mask is None and not need_weights:
+        return attention(q, k, v, causal=causal, softmax_scale=softmax_scale, dropout_p=dropout_p), None
     if mask is not None:
         _warn_once("a mask given as a tensor")
     if need_weights:

@@ -47,6 +47,56 @@ def visible(
     return torch.arange(seqlen_k, device=device) <= position
 
 
+def _multiply_wide(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """High and low words of the products of 32-bit words, in int64."""
+    low, high = a % 2**16 * b, (a >> 16) * b
+    high = high + (low >> 16)
+    return high >> 16, high % 2**16 * 2**16 + low % 2**16
+
+
+def philox(seed: int | Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Philox4x32-10 (Salmon et al. 2011): four words, below 2^32 in int64, of a 64-bit key and four words."""
+    key0, key1 = seed % 2**32, (seed >> 32) % 2**32
+    x0, x1, x2, x3 = counter
+    for _ in range(10):
+        (high0, low0), (high2, low2) = _multiply_wide(x0, 0xD2511F53), _multiply_wide(x2, 0xCD9E8D57)
+        x0, x1, x2, x3 = high2 ^ x1 ^ key0, low2, high0 ^ x3 ^ key1, low0
+        key0, key1 = (key0 + 0x9E3779B9) % 2**32, (key1 + 0xBB67AE85) % 2**32
+    return x0, x1, x2, x3
+
+
+def dropout_threshold(dropout_p: float) -> int:
+    """What a 16-bit draw is compared with: a weight is kept if its draw is no smaller."""
+    return min(round(65536 * dropout_p), 65535)
+
+
+def dropout_mask(
+    seed: int | Tensor, batch: int, num_heads_q: int, seqlen_q: int, seqlen_k: int, dropout_p: float
+) -> Tensor:
+    """Which weights a call of :func:`pyattn.attention` with this ``dropout_seed`` and ``dropout_p`` keeps.
+
+    The draw of key ``j`` for query ``i`` of head ``h`` in sequence ``b`` is 16 bits of :func:`philox` under ``seed``
+    at the counter ``(j // 8, i, low, high word of b * num_heads_q + h)``: of word ``(j % 8) // 2``, the low half for
+    even ``j``. It is kept, and scaled by ``65536 / (65536 - t)``, if the draw is at least
+    ``t = min(round(65536 dropout_p), 65535)``.
+
+    Returns:
+        bool (batch, num_heads_q, seqlen_q, seqlen_k), True = kept.
+    """
+    device = seed.device if isinstance(seed, Tensor) else None
+    head = torch.arange(batch * num_heads_q, device=device).view(batch, num_heads_q, 1, 1)
+    query = torch.arange(seqlen_q, device=device).view(seqlen_q, 1)
+    group = torch.arange(-(-seqlen_k // 8), device=device)
+    words = philox(seed, (group, query, head % 2**32, head >> 32))
+    draws = torch.stack([half for word in words for half in (word % 2**16, word >> 16)], -1)
+    return draws.flatten(-2)[..., :seqlen_k] >= dropout_threshold(dropout_p)
+
+
+def draw_seed(device: torch.device | None = None) -> Tensor:
+    """An int64 scalar from torch's generator of the device, which ``torch.manual_seed`` sets."""
+    return torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)
+
+
 def _scores(q: Tensor, k: Tensor, seen: Tensor, finite: bool) -> Tensor:
     """``q k^T`` over the last dimension. Non-finite rows are selected away where unseen, for 0 * nan is nan."""
     if finite:
@@ -72,6 +122,7 @@ def attention(
     softmax_scale: float | None = None,
     mask: Tensor | None = None,
     dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
     return_weights: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -84,7 +135,7 @@ def attention(
         causal, q_offset: see :func:`visible`.
         softmax_scale: default ``1 / sqrt(D)``.
         mask: bool, True = takes part, broadcastable to (B, Hq, Sq, Sk); on top of ``causal``.
-        dropout_p: probability of dropping a weight, drawn with :func:`nn.functional.dropout`.
+        dropout_p, dropout_seed: drops weights by :func:`dropout_mask`; the seed is drawn if None.
         return_lse: also return the natural log of the softmax denominator, (B, Hq, Sq), float32 or float64.
         return_weights: also return the weights that met ``v``, (B, Hq, Sq, Sk), after dropout.
 
@@ -104,7 +155,10 @@ def attention(
     empty = ~seen.any(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(~seen, 0.0)
     if dropout_p > 0.0:
-        weights = nn.functional.dropout(weights, dropout_p)
+        seed = draw_seed(q.device) if dropout_seed is None else dropout_seed
+        batch, num_heads_q, seqlen_q, seqlen_k = weights.shape
+        kept = dropout_mask(seed, batch, num_heads_q, seqlen_q, seqlen_k, dropout_p)
+        weights = weights.masked_fill(~kept, 0.0) * (65536 / (65536 - dropout_threshold(dropout_p)))
     out = _combine(weights, v, seen, finite)
 
     results: tuple[Tensor, ...] = (out,)

@@ -26,16 +26,19 @@ class Case:
     causal: bool = True
     q_offset: int | None = None
     softmax_scale: float | None = None
+    dropout_p: float = 0.0
 
     def __str__(self) -> str:
         sizes = (self.batch, self.num_heads_q, self.num_heads_kv, self.seqlen_q, self.seqlen_k)
         mask = "full" if not self.causal else "causal" if self.q_offset is None else f"offset{self.q_offset}"
         scale = "" if self.softmax_scale is None else f"-scale{self.softmax_scale}"
-        return "x".join(map(str, (*sizes, self.head_dim, self.head_dim_v))) + f"-{mask}{scale}"
+        dropout = f"-dropout{self.dropout_p}" if self.dropout_p else ""
+        return "x".join(map(str, (*sizes, self.head_dim, self.head_dim_v))) + f"-{mask}{scale}{dropout}"
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"causal": self.causal, "q_offset": self.q_offset, "softmax_scale": self.softmax_scale}
+        options = {"causal": self.causal, "q_offset": self.q_offset, "softmax_scale": self.softmax_scale}
+        return options | ({"dropout_p": self.dropout_p, "dropout_seed": 0x0123456789ABCDEF} if self.dropout_p else {})
 
     def inputs(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, normally distributed."""

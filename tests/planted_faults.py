@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pybind11
 
 ROOT = Path(__file__).parent.parent
-TESTS = ("accuracy", "laws", "layouts", "autograd", "errors", "build", "exp2")
+TESTS = ("accuracy", "laws", "layouts", "dropout", "autograd", "errors", "build", "exp2")
 WANTED = 0.95
 TIMEOUT = 400
 
@@ -37,17 +37,17 @@ sys.exit(pytest.main(sys.argv[2:]))
 # Files and their faults: the name, the old text, the new.
 FAULTS = """
 # csrc/cpu/mask.h
-the diagonal is not seen: r / group + q_offset + 1, 0 => r / group + q_offset, 0
+the diagonal is not seen: query(r) + q_offset + 1, 0 => query(r) + q_offset, 0
 first row one late: clamp(j - q_offset, 0, seqlen_q) * group => clamp(j - q_offset + 1, 0, seqlen_q) * group
 sign of q_offset: : p.mask.q_offset, -seqlen_q => : -p.mask.q_offset, -seqlen_q
 negative q_offset cut off: : p.mask.q_offset, -seqlen_q => : p.mask.q_offset, 0
 large q_offset cut off: -seqlen_q, seqlen_k); => -seqlen_q, max(0, seqlen_k - seqlen_q));
 offset of the first sequence for all: p.mask.q_offsets[b] => p.mask.q_offsets[0]
-first query head of the group for all: (h_kv * group + r % group) * view.stride_h => (h_kv * group) * view.stride_h
+first query head of the group for all: query_head(r) * view.stride_h => (h_kv * group) * view.stride_h
 head and position strides of keys swapped: h_kv * view.stride_h + j * view.stride_s, view.stride_s
 => h_kv * view.stride_s + j * view.stride_h, view.stride_h
-heads of lse in another order: p.num_heads_q + h_kv * group + r % group
-=> p.num_heads_q + h_kv + r % group * p.num_heads_kv
+heads of lse in another order: b * p.num_heads_q + query_head(r)) * seqlen_q
+=> b * p.num_heads_q + h_kv + r % group * p.num_heads_kv) * seqlen_q
 mask judged by the last row: return seen[0] < keys; => return seen[lanes - 1] < keys;
 mask forgets the key block: head.visible_keys(r0 + i) - n0 => head.visible_keys(r0 + i)
 # csrc/cpu/gemm.h
@@ -114,6 +114,17 @@ finite check of dO: && all_finite(dOi, m, p.head_dim_v) =>
 one pair too many: < set1(s.seen[r]) => <= set1(s.seen[r])
 last part of dQ: split = 1; split < splits => split = 1; split < splits - 1
 parts of the first head: item / blocks * splits * head.count => item / blocks * head.count
+dropout of P lost in dV: if (p.dropout.threshold) multiply_tile => if (false) multiply_tile
+dropout of dP lost: store(dp, load(dp) * factor); =>
+# csrc/cpu/dropout.h
+draws of the first keys for all: (n0 + k) / kDrawKeys => k / kDrawKeys
+dropped for kept: >= threshold ? scale => < threshold ? scale
+dropped at the threshold: >= threshold ? scale => > threshold ? scale
+not scaled up: 65536.0 / (65536 - p.dropout.threshold) => 1.0
+halves swapped: i % 2 ? word >> 16 : word & 0xffff => i % 2 ? word & 0xffff : word >> 16
+one round too few: i < 10; ++i, key0 => i < 9; ++i, key0
+upper half of the seed: static_cast<uint32_t>(seed >> 32) => 0
+head without its batch: head.b * p.num_heads_q + head.query_head(r) => head.query_head(r)
 # csrc/cpu/simd/math.h
 exp2 without its end: x < C::kSmallest ? vec<T>{} : y * power => y * power
 exp2 of NaN is 0: x < C::kSmallest ? vec<T>{} : y * power => x >= C::kSmallest ? y * power : vec<T>{}

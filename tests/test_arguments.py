@@ -1,5 +1,6 @@
 """Random arguments to the raw operators: a result of the right shapes, or one sentence that says what is wrong."""
 
+import math
 from typing import Any
 
 import pytest
@@ -10,14 +11,14 @@ from torch import Tensor
 
 SIZES = st.sampled_from([0, 1, 2, 3, 4, 17])
 DTYPES = [torch.float32] * 8 + [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64]
-FORWARD = ("q", "k", "v", "softmax_scale", "causal", "q_offset", "q_offsets")
+FORWARD = ("q", "k", "v", "softmax_scale", "causal", "q_offset", "q_offsets", "dropout_p", "dropout_seed")
 BACKWARD = ("dout", "dlse", "q", "k", "v", "out", "row_max", "row_sum", *FORWARD[3:])
 
 
 def tensor(draw: st.DrawFn, shape: list[int], dtype: torch.dtype) -> Tensor:
     """Of ones, in one of many layouts."""
     x = torch.ones(shape, dtype=dtype)
-    match draw(st.sampled_from(["dense"] * 6 + ["reversed", "expanded", "padded", "meta", "sparse", "negated"])):
+    match draw(st.sampled_from(["dense"] * 20 + ["reversed", "expanded", "padded", "meta", "sparse", "negated"])):
         case "reversed":
             backwards = tuple(reversed(range(x.dim())))
             return x.permute(backwards).contiguous().permute(backwards)
@@ -40,22 +41,26 @@ def arguments(draw: st.DrawFn, names: tuple[str, ...]) -> dict[str, Any]:
     b, h, g, sq, sk, d, dv = (draw(SIZES) for _ in range(7))
     rows = [b, h * g, sq]
     shapes = {"q": [*rows, d], "k": [b, h, sk, d], "v": [b, h, sk, dv], "out": [*rows, dv], "dout": [*rows, dv]}
-    shapes |= dict.fromkeys(("dlse", "row_max", "row_sum"), rows) | {"q_offsets": [b]}
+    shapes |= dict.fromkeys(("dlse", "row_max", "row_sum"), rows) | {"q_offsets": [b], "dropout_seed": []}
     odd = draw(st.lists(st.sampled_from(names), max_size=3))
     dtype = draw(st.sampled_from(DTYPES))
     values: dict[str, Any] = {
-        "softmax_scale": draw(st.none() | st.floats()),
+        "softmax_scale": draw(st.none() | st.floats(-9, 9) | st.floats()),
         "causal": draw(st.booleans()),
+        "dropout_p": draw(st.just(0.0) | st.floats(0, 0.99)),
         "q_offset": draw(st.none() | st.integers(-5, 20) | st.integers(-(2**63), 2**63 - 1)),
     }
     for name in names:
         if name in odd:
             shape, kind = draw(st.lists(SIZES, max_size=5)), draw(st.sampled_from(DTYPES))
-            scalars = st.sampled_from([0, 1.5, -1, "x", (), True, 2**70])
-            values[name] = draw(st.none() | scalars | st.just(tensor(draw, shape, kind)))
+            scalars = st.sampled_from([0, 1.5, -1, math.nan, "x", (), True, 2**70])
+            # Of a sparse tensor for a number torch's own parser says, in its words, that it has no storage.
+            other = tensor(draw, shape, kind) if name in shapes else torch.ones(shape, dtype=kind)
+            values[name] = draw(st.none() | scalars | st.just(other))
         elif name in shapes:
             row = torch.float64 if dtype == torch.float64 else torch.float32
-            kind = torch.int64 if name == "q_offsets" else row if len(shapes[name]) == 3 else dtype
+            integers = name in ("q_offsets", "dropout_seed")
+            kind = torch.int64 if integers else row if len(shapes[name]) == 3 else dtype
             values[name] = tensor(draw, shapes[name], kind)
             if name in ("dlse", "q_offsets") and draw(st.booleans()):
                 values[name] = None

@@ -20,6 +20,7 @@ CASES = [
     Case(2, 2, 1, 4, 6, 5, 2, causal=False, softmax_scale=0.7),
     Case(1, 2, 2, 7, 4, 3, 3, q_offset=-2),
     Case(1, 1, 1, 3, 5, 9, 17, q_offset=1, softmax_scale=-1.5),
+    Case(2, 2, 1, 6, 9, 3, 4, dropout_p=0.3),
 ]
 
 
@@ -90,11 +91,12 @@ def test_what_is_not_written_raises() -> None:
 
 @each_dtype
 @pytest.mark.parametrize("offsets", [None, torch.tensor([1, -2])], ids=["offset", "offsets"])
-def test_opcheck(dtype: torch.dtype, offsets: Tensor | None) -> None:
+@pytest.mark.parametrize("dropout", [(), (0.3, torch.tensor(5))], ids=["", "dropout"])
+def test_opcheck(dtype: torch.dtype, offsets: Tensor | None, dropout: tuple[Any, ...]) -> None:
     case = Case(2, 4, 2, 5, 7, 8, 6)
     q, k, v = case.inputs(dtype)
     dout, dlse = case.gradients(dtype)
-    scalars = (0.5, True, 2, offsets)
+    scalars = (0.5, True, 2, offsets, *dropout)
     out, lse, row_max, row_sum = torch.ops.pyattn.attention_forward(q, k, v, *scalars)
     torch.library.opcheck(torch.ops.pyattn.attention_forward, (q, k, v, *scalars))
     heads_inside = q.transpose(1, 2).contiguous().transpose(1, 2)

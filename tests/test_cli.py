@@ -81,7 +81,7 @@ def test_the_seed_decides_the_weights(train_on):
     assert first != other
 
 
-@pytest.mark.parametrize("options", ["--attention sdpa --dropout 0.1", "--attention reference", "--dtype bfloat16"])
+@pytest.mark.parametrize("options", ["--attention sdpa", "--attention reference", "--dtype bfloat16", "--dropout 0.1"])
 def test_training_takes_other_attentions_and_dtypes(train_on, options, capsys):
     assert train_on(*options.split())[0] == 0
     assert "loads back, same validation loss" in capsys.readouterr().out
@@ -144,8 +144,7 @@ def test_ctrl_c_keeps_what_was_trained(train_on, story, monkeypatch, capsys, ste
         ("--temperature 0", "--temperature must be positive and finite, got 0.0"),
         ("--layers 0", "layers must be at least 1, got 0"),
         ("--heads 3", "width must be a multiple of heads, got 16 and 3"),
-        ("--dropout 1 --attention sdpa", "dropout must lie in [0, 1), got 1.0"),
-        ("--dropout 0.1", "--dropout needs --attention sdpa or --attention reference, got --dropout 0.1 --attention"),
+        ("--dropout 1", "dropout must lie in [0, 1), got 1.0"),
         ("--context 5000", "must be longer than the context, got 809 of 8090 bytes and context 5000"),
         ("--data nowhere", "data must be an existing file or folder, got nowhere"),
         ("--out /dev/null/run", "--out must be a folder that can be written to, got /dev/null/run"),
@@ -273,9 +272,10 @@ def test_attentions_give_the_same_loss_and_gradients(model, windows, name):
     assert (grad - expected_grad).abs().max() <= share * expected_grad.abs().max()
 
 
-def test_native_attention_refuses_dropout(windows):
-    with pytest.raises(NotImplementedError, match=r"got dropout_p 0\.5"):
-        GPT(Config(2, 2, 16, CONTEXT, dropout=0.5)).loss(windows)
+def test_dropout_is_drawn_anew_in_training_only(windows):
+    model = GPT(Config(2, 2, 16, CONTEXT, dropout=0.5))
+    assert model.loss(windows) != model.loss(windows)
+    assert model.eval().loss(windows) == model.loss(windows)
 
 
 def test_generation_repeats_and_outgrows_the_context(model, windows):

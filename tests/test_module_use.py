@@ -33,7 +33,7 @@ def test_dropout_in_training(name):
     draws = 1000
     x = torch.randn(7, D_IN, dtype=torch.float64)
     expected = output(plain, x[None])[0]
-    with first_use("dropout in training", *weights), torch.no_grad():
+    with first_use(*weights), torch.no_grad():
         out = output(native, x.expand(draws, 7, D_IN))
         output(native, x[None])
     standard_error = out.std(0) / draws**0.5

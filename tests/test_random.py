@@ -37,6 +37,7 @@ def cases(draw: st.DrawFn) -> Case:
         causal=draw(st.booleans()),
         q_offset=draw(st.none() | st.integers(-seqlen_q - 2, seqlen_k + 2)),
         softmax_scale=draw(st.none() | st.floats(-2, 2)),
+        dropout_p=draw(st.just(0.0) | st.floats(0, 0.9)),
     )
 
 

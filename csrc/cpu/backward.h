@@ -1,8 +1,9 @@
 // Backward, in one pass over the keys. With S = softmax_scale Q K^T, P = exp(S - factor * row_max) / row_sum and
 // delta = rowsum(P * dP) = rowsum(dO * O):
 //
-//   dV += P^T dO      dP = dO V^T      dS = P * (dP - delta + dlse)      dK += dS^T Q      dQ += dS K
+//   dV += (P * D)^T dO      dP = dO V^T * D      dS = P * (dP - delta + dlse)      dK += dS^T Q      dQ += dS K
 //
+// where D is 1, or with dropout 0 for what was dropped and 1 / (1 - p) for the rest.
 // S and dP are made transposed, queries on the lanes; dV, dK and dQ have their columns on the lanes. softmax_scale is
 // applied to dQ and dK when they leave.
 #pragma once
@@ -13,6 +14,7 @@ namespace {
 // Two tiles of 64 queries x 96 keys beside K, V and the operands of a query block stay in L2; 128 x 96, 64 x 192 and
 // 256 x 96 measured 3 to 15 % slower.
 inline constexpr int64_t kBackwardBlockK = 96;
+static_assert(kBackwardBlockK % kDrawKeys == 0);
 
 // Query rows whose packed copies and dQ are kept at a time: about 2 MB at head_dim 64.
 inline constexpr int64_t kSuperBlock = 2048;
@@ -53,6 +55,7 @@ struct BackwardScratch {
   Rows<T> Qt, dOt;      // transposed, block after block of kBlockQ queries
   Rows<T> Q, dO, K, V;  // packed copies, where the tensor can't be read in place
   Rows<T> P, dP, Ot;    // tiles
+  Rows<T> kept;         // the tile of dropout's factors
   Rows<T> dQ, dK, dV;   // sums
   T *row_max, *inverse_sum, *delta, *dlse, *seen;
   int64_t bytes;
@@ -72,6 +75,7 @@ struct BackwardScratch {
     P = take(kBackwardBlockK, kBlockQ<T>);
     dP = take(kBackwardBlockK, kBlockQ<T>);
     Ot = take(p.head_dim_v, kBlockQ<T>);
+    kept = take(p.dropout.threshold ? kBackwardBlockK : 0, kBlockQ<T>);
     dQ = take(key_splits(p) > 1 ? 0 : rows, ld_k);
     dK = take(p.seqlen_k, ld_k);
     dV = take(p.seqlen_k, ld_v);
@@ -201,10 +205,17 @@ class BackwardItem {
 
       score_gemm<T>(keys, lanes, p.head_dim, K.strided(), transposed_block(s.Qt, p.head_dim, i), s.P);
       score_gemm<T>(keys, lanes, p.head_dim_v, V.strided(), transposed_block(s.dOt, p.head_dim_v, i), s.dP);
+      if (p.dropout.threshold)
+        dropout_tile<T>(p, head, r0 + i, lanes, n0, keys, [&](int64_t k, int64_t j, vec<T> factor) {
+          T* dp = s.dP.from(k).data + j;
+          store(dp, load(dp) * factor);
+          store(s.kept.from(k).data + j, factor);
+        });
       if (masked)
         softmax_gradient<true>(keys, lanes, i);
       else
         softmax_gradient<false>(keys, lanes, i);
+      if (p.dropout.threshold) multiply_tile(s.P, s.kept, keys, lanes);
 
       const Strided<T> P = s.P.strided(), dS = s.dP.strided();
       if (masked &&

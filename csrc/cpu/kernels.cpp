@@ -9,6 +9,7 @@
 #include "mask.h"
 #include "tile.h"
 #include "softmax.h"
+#include "dropout.h"
 #include "forward.h"
 #include "backward.h"
 

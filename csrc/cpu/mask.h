@@ -22,15 +22,18 @@ struct HeadRows {
   }
 
   // Row r sees the keys [0, visible_keys(r)).
-  int64_t visible_keys(int64_t r) const { return causal ? clamp(r / group + q_offset + 1, 0, seqlen_k) : seqlen_k; }
+  int64_t visible_keys(int64_t r) const { return causal ? clamp(query(r) + q_offset + 1, 0, seqlen_k) : seqlen_k; }
 
   // The first row that sees key j; count if none does.
   int64_t first_row(int64_t j) const { return causal ? clamp(j - q_offset, 0, seqlen_q) * group : 0; }
 
+  // Query and query head of row r.
+  int64_t query(int64_t r) const { return r / group; }
+  int64_t query_head(int64_t r) const { return h_kv * group + r % group; }
+
   template <class S>
   S* row(const View& view, int64_t r) const {
-    return static_cast<S*>(view.data) + b * view.stride_b + (h_kv * group + r % group) * view.stride_h +
-           r / group * view.stride_s;
+    return static_cast<S*>(view.data) + b * view.stride_b + query_head(r) * view.stride_h + query(r) * view.stride_s;
   }
 
   template <class S>
@@ -40,7 +43,7 @@ struct HeadRows {
 
   // The place of row r in a dense (batch, num_heads_q, seqlen_q) array.
   int64_t index(const ForwardParams& p, int64_t r) const {
-    return (b * p.num_heads_q + h_kv * group + r % group) * seqlen_q + r / group;
+    return (b * p.num_heads_q + query_head(r)) * seqlen_q + query(r);
   }
 };
 

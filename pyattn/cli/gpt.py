@@ -28,9 +28,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 def attend_pyattn(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
     """The native kernels."""
-    if dropout_p:
-        raise NotImplementedError(f"pyattn: native attention has no dropout, got dropout_p {dropout_p}")
-    return pyattn.attention(q, k, v)
+    return pyattn.attention(q, k, v, dropout_p=dropout_p)
 
 
 def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:

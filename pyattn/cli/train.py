@@ -44,7 +44,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     model.add_argument("--heads", type=int, default=Config.heads, help="attention heads in each block")
     model.add_argument("--width", type=int, default=Config.width, help="features of a token, a multiple of heads")
     model.add_argument("--context", type=int, default=Config.context, help="bytes the model can look back on")
-    model.add_argument("--dropout", type=float, default=Config.dropout, help="share dropped; not with pyattn yet")
+    model.add_argument("--dropout", type=float, default=Config.dropout, help="share of weights and outputs dropped")
     model.add_argument("--attention", choices=ATTENTIONS, default="pyattn", help="who computes the attention")
 
     training = parser.add_argument_group("training")
@@ -78,9 +78,6 @@ def check(options: argparse.Namespace) -> None:
         raise InputError("--sample must not be negative", options.sample)
     if not 0 <= options.seed < 2**64:  # what torch.Generator takes
         raise InputError("--seed must lie in [0, 2^64)", options.seed)
-    if options.dropout and options.attention == "pyattn":
-        got = f"--dropout {options.dropout} --attention pyattn"
-        raise InputError("--dropout needs --attention sdpa or --attention reference", got)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda needs a GPU that this torch can use", f"torch {torch.__version__} without one")
 

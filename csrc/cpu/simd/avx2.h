@@ -11,6 +11,7 @@ inline constexpr int kMR[kMaxNV + 1] = {0, 12, 6};
 }  // namespace pyattn::PYATTN_ISA
 
 #define PYATTN_HAS_F16_CONVERSION
+#define PYATTN_HAS_MULTIPLY_WIDE
 #include "half.h"
 
 namespace pyattn::PYATTN_ISA {
@@ -22,6 +23,15 @@ PYATTN_INLINE vec<double> fma(vec<double> a, vec<double> b, vec<double> c) { ret
 // b where either is NaN.
 PYATTN_INLINE vec<float> max(vec<float> a, vec<float> b) { return _mm256_max_ps(a, b); }
 PYATTN_INLINE vec<double> max(vec<double> a, vec<double> b) { return _mm256_max_pd(a, b); }
+
+// Of even and of odd lanes.
+PYATTN_INLINE vec<uint32_t> multiply_wide(vec<uint32_t> a, vec<uint32_t> b, vec<uint32_t>& high) {
+  const __m256i x = (__m256i)a, y = (__m256i)b;
+  const __m256i even = _mm256_mul_epu32(x, y),
+                odd = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), _mm256_srli_epi64(y, 32));
+  high = (vec<uint32_t>)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+  return (vec<uint32_t>)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+}
 
 PYATTN_INLINE vec<float> load(const f16* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

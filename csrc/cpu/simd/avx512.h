@@ -16,6 +16,7 @@ inline constexpr int kMR[kMaxNV + 1] = {0, 14, 12, 8, 6};
 }  // namespace pyattn::PYATTN_ISA
 
 #define PYATTN_HAS_F16_CONVERSION
+#define PYATTN_HAS_MULTIPLY_WIDE
 #include "half.h"
 
 namespace pyattn::PYATTN_ISA {
@@ -27,6 +28,15 @@ PYATTN_INLINE vec<double> fma(vec<double> a, vec<double> b, vec<double> c) { ret
 // b where either is NaN.
 PYATTN_INLINE vec<float> max(vec<float> a, vec<float> b) { return _mm512_max_ps(a, b); }
 PYATTN_INLINE vec<double> max(vec<double> a, vec<double> b) { return _mm512_max_pd(a, b); }
+
+// Of even and of odd lanes.
+PYATTN_INLINE vec<uint32_t> multiply_wide(vec<uint32_t> a, vec<uint32_t> b, vec<uint32_t>& high) {
+  const __m512i x = (__m512i)a, y = (__m512i)b;
+  const __m512i even = _mm512_mul_epu32(x, y),
+                odd = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), _mm512_srli_epi64(y, 32));
+  high = (vec<uint32_t>)_mm512_mask_shuffle_epi32(odd, 0x5555, even, _MM_PERM_CDAB);
+  return (vec<uint32_t>)_mm512_mask_shuffle_epi32(even, 0xaaaa, odd, _MM_PERM_CDAB);
+}
 
 PYATTN_INLINE vec<float> load(const f16* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));

@@ -17,7 +17,6 @@ template <class T>
 struct Exp2;
 template <>
 struct Exp2<float> {
-  using bits = uint32_t;
   static constexpr int kMantissaBits = 23;
   static constexpr float kSmallest = -126.0f;
   static constexpr float kRound = 0x1.8p23f + 127.0f;
@@ -26,7 +25,6 @@ struct Exp2<float> {
 };
 template <>
 struct Exp2<double> {
-  using bits = uint64_t;
   static constexpr int kMantissaBits = 52;
   static constexpr double kSmallest = -1022.0;
   static constexpr double kRound = 0x1.8p52 + 1023.0;
@@ -49,7 +47,7 @@ PYATTN_INLINE vec<T> exp2(vec<T> x) {
   using C = Exp2<T>;
   const vec<T> shifted = x + C::kRound;
   const vec<T> f = x - (shifted - C::kRound);
-  const vec<T> power = bit_cast<T>(bit_cast<typename C::bits>(shifted) << C::kMantissaBits);
+  const vec<T> power = bit_cast<T>(bit_cast<typename Bits<T>::type>(shifted) << C::kMantissaBits);
   vec<T> y = set1(C::kPolynomial[0]);
 #pragma GCC unroll 16
   for (unsigned i = 1; i < sizeof(C::kPolynomial) / sizeof(T); ++i) y = fma(y, f, set1(C::kPolynomial[i]));

@@ -7,7 +7,8 @@
 
 #include "attention.h"
 
-#define PYATTN_INLINE static inline __attribute__((always_inline))
+#define PYATTN_MEMBER_INLINE __attribute__((always_inline))
+#define PYATTN_INLINE static inline PYATTN_MEMBER_INLINE
 
 namespace pyattn::PYATTN_ISA {
 namespace {
@@ -34,6 +35,20 @@ struct ComputeOf<double> {
 template <class S>
 using Compute = typename ComputeOf<S>::type;
 
+// Integers of the same size.
+template <class T>
+struct Bits;
+template <>
+struct Bits<float> {
+  using type = uint32_t;
+  using signed_type = int32_t;
+};
+template <>
+struct Bits<double> {
+  using type = uint64_t;
+  using signed_type = int64_t;
+};
+
 template <class T>
 PYATTN_INLINE vec<T> set1(T x) {
   return x - vec<T>{};
@@ -57,6 +72,27 @@ PYATTN_INLINE vec<To> bit_cast(From x) {
   static_assert(sizeof(From) == sizeof(vec<To>));
   return reinterpret_cast<vec<To>>(x);
 }
+
+// The part-th vector's worth of 32-bit integers, below 2^31, as wide as T.
+template <class T>
+PYATTN_INLINE vec<typename Bits<T>::signed_type> widen(vec<uint32_t> x, int part) {
+  typedef uint32_t words __attribute__((vector_size(sizeof(uint32_t) * kLanes<T>)));
+  words w;
+  __builtin_memcpy(&w, reinterpret_cast<const char*>(&x) + part * sizeof w, sizeof w);
+  return __builtin_convertvector(w, vec<typename Bits<T>::signed_type>);
+}
+
+#ifndef PYATTN_HAS_MULTIPLY_WIDE
+
+// Low and high words of the products.
+PYATTN_INLINE vec<uint32_t> multiply_wide(vec<uint32_t> a, vec<uint32_t> b, vec<uint32_t>& high) {
+  typedef uint64_t wide __attribute__((vector_size(2 * kVectorBytes)));
+  const wide product = __builtin_convertvector(a, wide) * __builtin_convertvector(b, wide);
+  high = __builtin_convertvector(product >> 32, vec<uint32_t>);
+  return __builtin_convertvector(product, vec<uint32_t>);
+}
+
+#endif
 
 template <int kStage, class V, std::size_t... I>
 PYATTN_INLINE void exchange(V& a, V& b, std::index_sequence<I...>) {

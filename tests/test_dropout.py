@@ -1,0 +1,182 @@
+"""Dropout: the promised mask, to the bit, in forward and backward, from seeds that torch's generator gives."""
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from helpers import Case, each_dtype, run
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from pyattn import attention, dropout_mask, reference
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        (0x00000000, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (0xFFFFFFFF, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    ],
+)
+def test_philox_known_answers(word: int, expected: tuple[int, ...]) -> None:
+    """Of Random123's kat_vectors, whose key is word, word and whose counter is four of it."""
+    seed = word << 32 | word
+    results = reference.philox(torch.tensor(seed - 2**64 if seed >= 2**63 else seed), (torch.tensor(word),) * 4)
+    assert tuple(x.item() for x in results) == expected
+
+
+def test_philox_known_answer_of_pi() -> None:
+    counter = tuple(torch.tensor(x) for x in (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344))
+    results = reference.philox(0x299F31D0A4093822, counter)
+    assert tuple(x.item() for x in results) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
+
+
+@pytest.mark.usefixtures("isa", "threads")
+@each_dtype
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 0x0123456789ABCDEF])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_native_mask_is_the_one_shown(dtype: torch.dtype, seed: int, num_threads: int) -> None:
+    """With equal scores and values 1 at one key, out is that key's weight; dv that of the query."""
+    torch.set_num_threads(num_threads)
+    b, h, g, sq, sk, p = 2, 2, 2, 67, 203, 0.4
+    q, k = torch.zeros(b, h * g, sq, 8, dtype=dtype), torch.zeros(b, h, sk, 8, dtype=dtype)
+    v = torch.eye(sk, dtype=dtype).expand(b, h, sk, sk).clone().requires_grad_()
+    out = attention(q, k, v, causal=False, dropout_p=p, dropout_seed=seed)
+    kept = dropout_mask(seed, b, h * g, sq, sk, p)
+    assert torch.equal(out != 0, kept)
+    assert out[kept].unique().numel() == 1
+    torch.testing.assert_close(out[kept][0].item(), 1 / (1 - p) / sk, rtol=0.004, atol=0)
+    for head in range(g):
+        dout = torch.zeros_like(out)
+        dout[:, head::g] = torch.eye(sq, sk, dtype=dtype)
+        (dv,) = torch.autograd.grad(out, v, dout, retain_graph=True)
+        assert torch.equal(dv[..., :sq] != 0, kept[:, head::g].mT)
+
+
+def test_weights_are_kept_with_their_probability() -> None:
+    """Overall, at each position, and for each of the eight keys that share a counter."""
+    p, draws = 0.3, 4000
+    kept = torch.stack([dropout_mask(seed, 1, 2, 6, 24, p) for seed in range(draws)]).double()
+    rate, deviation = 1 - round(65536 * p) / 65536, math.sqrt(p * (1 - p))
+    assert abs(kept.mean() - rate) < 4.9 * deviation / math.sqrt(kept.numel()), "by chance: 1e-6"
+    at_each = (kept.mean(0) - rate).abs().max()
+    assert at_each < 6 * deviation / math.sqrt(draws), "by chance: 2e-9 at each of 288 positions"
+    together = (kept[..., :-1] * kept[..., 1:]).mean() - rate**2
+    assert abs(together) < 4.9 / math.sqrt(kept.numel()), "neighbours are independent"
+
+
+@pytest.mark.parametrize("p", [1e-6, 0.5 / 65536, 1.5 / 65536, 0.99999, 1 - 1e-9])
+def test_probabilities_at_the_ends(p: float) -> None:
+    """Rounded to 1/65536, half to even; at most 65535 of 65536 are dropped."""
+    case = Case(1, 1, 1, 40, 300, 4, 4, causal=False, dropout_p=p)
+    qkv, (dout, _) = case.inputs(torch.float64), case.gradients(torch.float64)
+    for x, y in zip(
+        run(attention, qkv, dout, **case.options), run(reference.attention, qkv, dout, **case.options), strict=True
+    ):
+        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.usefixtures("isa")
+def test_torch_generator_gives_the_seed() -> None:
+    q, k, v = Case(1, 2, 2, 40, 40, 8, 8).inputs(torch.float32)
+    torch.manual_seed(1)
+    first, second = (attention(q, k, v, dropout_p=0.5) for _ in range(2))
+    torch.manual_seed(1)
+    again, seed = attention(q, k, v, dropout_p=0.5), reference.draw_seed()
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+    for same in (seed, int(seed)):
+        assert torch.equal(second, attention(q, k, v, dropout_p=0.5, dropout_seed=same))
+    state = torch.get_rng_state()
+    plain = attention(q, k, v)
+    assert torch.equal(plain, attention(q, k, v, dropout_p=0.0))
+    assert torch.equal(plain, attention(q, k, v, dropout_p=0.0, dropout_seed=3))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_checkpoint_drops_the_same() -> None:
+    q, k, v = (x.requires_grad_() for x in Case(1, 2, 2, 40, 40, 8, 8).inputs(torch.float32))
+
+    def gradients(function: Any) -> tuple[Tensor, ...]:
+        torch.manual_seed(2)
+        return torch.autograd.grad(function(q, k, v).sin().sum(), (q, k, v))
+
+    def drop(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, dropout_p=0.5)
+
+    for x, y in zip(gradients(drop), gradients(lambda *qkv: checkpoint(drop, *qkv, use_reentrant=False)), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compile() -> None:
+    torch._dynamo.reset()
+    q, k, v = Case(2, 4, 2, 8, 10, 8, 6).inputs(torch.float32)
+    seeded = torch.compile(
+        lambda *qkv: attention(*qkv, dropout_p=0.5, dropout_seed=9), fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(seeded(q, k, v), attention(q, k, v, dropout_p=0.5, dropout_seed=9))
+    drawn = torch.compile(lambda *qkv: attention(*qkv, dropout_p=0.5), fullgraph=True, backend="aot_eager")
+    first = drawn(q, k, v)
+    assert not torch.equal(first, drawn(q, k, v))
+    assert not torch.equal(first, attention(q, k, v))
+
+
+def test_vmap_is_one_call_after_the_other() -> None:
+    q = torch.randn(3, 1, 2, 5, 4)
+    seeds = torch.tensor([4, 5, 6])
+
+    def drop(q: Tensor, seed: Tensor) -> Tensor:
+        return attention(q, q, q, dropout_p=0.5, dropout_seed=seed)
+
+    assert torch.equal(
+        torch.vmap(drop)(q, seeds), torch.stack([drop(x, seed) for x, seed in zip(q, seeds, strict=True)])
+    )
+    same = torch.vmap(drop, (0, None))(q, seeds[0])
+    assert torch.equal(same, torch.stack([drop(x, seeds[0]) for x in q]))
+    with pytest.raises(RuntimeError, match="vmap: called random operation"):
+        torch.vmap(lambda q: attention(q, q, q, dropout_p=0.5))(q)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"dropout_p": 1.0}, ValueError, "dropout_p must be at least 0 and below 1, got 1"),
+        ({"dropout_p": -0.1}, ValueError, "dropout_p must be at least 0 and below 1, got -0.1"),
+        ({"dropout_p": math.nan}, ValueError, "dropout_p must be at least 0 and below 1, got nan"),
+        ({"dropout_p": "0.1"}, TypeError, "dropout_p must be int or float, got '0.1'"),
+        (
+            {"dropout_p": 0.1, "dropout_seed": 2**63},
+            ValueError,
+            "dropout_seed must fit in 64 bits, got 9223372036854775808",
+        ),
+        ({"dropout_p": 0.1, "dropout_seed": 0.5}, TypeError, "dropout_seed must be int or Tensor or NoneType, got 0.5"),
+        (
+            {"dropout_p": 0.1, "dropout_seed": torch.tensor(0.5)},
+            TypeError,
+            "dropout_seed must have dtype int64, got float32",
+        ),
+        ({"dropout_p": 0.1, "dropout_seed": torch.tensor([1])}, ValueError, "dropout_seed must have shape [], got [1]"),
+    ],
+    ids=str,
+)
+def test_bad_input(options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    x = torch.randn(1, 1, 2, 2)
+    with pytest.raises(kind, match="^pyattn: " + re.escape(message)):
+        attention(x, x, x, **options)
+
+
+def test_bad_input_to_the_operators() -> None:
+    x = torch.randn(1, 1, 2, 2)
+    rows = x[..., 0]
+    for p, message in (
+        (0.5, "dropout_p 0.5 needs a dropout_seed, got None"),
+        (1.0, "below 1, got 1"),
+        (math.nan, "got nan"),
+    ):
+        with pytest.raises(ValueError, match=f"^pyattn: .*{re.escape(message)}"):
+            torch.ops.pyattn.attention_forward(x, x, x, dropout_p=p)
+        with pytest.raises(ValueError, match=f"^pyattn: .*{re.escape(message)}"):
+            torch.ops.pyattn.attention_backward(x, None, x, x, x, x, rows, rows, dropout_p=p)
