@@ -200,44 +200,51 @@ class BackwardItem {
     const int64_t first = max(0, head.first_row(n0) - r0) / kBlockQ<T> * kBlockQ<T>;
     for (int64_t i = first; i < rows; i += kBlockQ<T>) {
       const int64_t m = min(kBlockQ<T>, rows - i), lanes = round_up(m, kLanes<T>);
-      const bool masked = mask_tile(head, r0 + i, m, lanes, n0, keys, s.seen);
+      const Strips<T> strips = mask_tile(head, r0 + i, m, lanes, n0, keys, s.seen);
       const Rows<const T> Qi = Q.from(i), dOi = dO.from(i);
 
-      score_gemm<T>(keys, lanes, p.head_dim, K.strided(), transposed_block(s.Qt, p.head_dim, i), s.P);
-      score_gemm<T>(keys, lanes, p.head_dim_v, V.strided(), transposed_block(s.dOt, p.head_dim_v, i), s.dP);
-      if (p.dropout.threshold)
-        dropout_tile<T>(p, head, r0 + i, lanes, n0, keys, [&](int64_t k, int64_t j, vec<T> factor) {
-          T* dp = s.dP.from(k).data + j;
-          store(dp, load(dp) * factor);
-          store(s.kept.from(k).data + j, factor);
-        });
-      if (masked)
-        softmax_gradient<true>(keys, lanes, i);
-      else
-        softmax_gradient<false>(keys, lanes, i);
-      if (p.dropout.threshold) multiply_tile(s.P, s.kept, keys, lanes);
+      strips.each([&](int64_t j0, int64_t j1, int64_t keys) {
+        score_gemm<T>(keys, j0, j1, p.head_dim, K.strided(), transposed_block(s.Qt, p.head_dim, i), s.P);
+        score_gemm<T>(keys, j0, j1, p.head_dim_v, V.strided(), transposed_block(s.dOt, p.head_dim_v, i), s.dP);
+        if (p.dropout.threshold)
+          dropout_tile<T>(p, head, r0 + i, j0, j1, n0, keys, [&](int64_t k, int64_t j, vec<T> factor) {
+            T* dp = s.dP.from(k).data + j;
+            store(dp, load(dp) * factor);
+            store(s.kept.from(k).data + j, factor);
+          });
+        if (strips.masked)
+          softmax_gradient<true>(keys, j0, j1, i);
+        else
+          softmax_gradient<false>(keys, j0, j1, i);
+        if (p.dropout.threshold) multiply_tile(s.P, s.kept, keys, j0, j1);
+      });
 
       const Strided<T> P = s.P.strided(), dS = s.dP.strided();
-      if (masked &&
+      if (strips.masked &&
           !(all_finite(K, keys, p.head_dim) && all_finite(Qi, m, p.head_dim) && all_finite(dOi, m, p.head_dim_v))) {
         const auto key_row = [&](int64_t j, int64_t, int64_t r) { return pair_seen(r, j); };
         const auto row_key = [&](int64_t r, int64_t, int64_t j) { return pair_seen(r, j); };
-        gemm_seen<T>(keys, s.ld_v, m, P, dOi, dV, {true}, key_row);
-        gemm_seen<T>(keys, s.ld_k, m, dS, Qi, dK, {true}, key_row);
-        gemm_seen<T>(m, s.ld_k, keys, dS.transposed(), K, dQ.from(i), {true}, row_key);
+        gemm_seen<T>(keys, 0, s.ld_v, m, P, dOi, dV, {true}, key_row);
+        gemm_seen<T>(keys, 0, s.ld_k, m, dS, Qi, dK, {true}, key_row);
+        gemm_seen<T>(m, 0, s.ld_k, keys, dS.transposed(), K, dQ.from(i), {true}, row_key);
       } else {
-        gemm<T>(keys, s.ld_v, m, P, dOi, dV, {true});
-        gemm<T>(keys, s.ld_k, m, dS, Qi, dK, {true});
-        gemm<T>(m, s.ld_k, keys, dS.transposed(), K, dQ.from(i), {true});
+        strips.each_keys([&](int64_t k0, int64_t k1, int64_t j) {
+          gemm<T>(k1 - k0, 0, s.ld_v, m - j, P.from(k0, j), dOi.from(j), dV.from(k0), {true});
+          gemm<T>(k1 - k0, 0, s.ld_k, m - j, dS.from(k0, j), Qi.from(j), dK.from(k0), {true});
+        });
+        strips.each([&](int64_t j0, int64_t j1, int64_t keys) {
+          gemm<T>(min(j1, m) - j0, 0, s.ld_k, keys, dS.transposed().from(j0, 0), K, dQ.from(i + j0), {true});
+        });
       }
     }
   }
 
   template <bool kMasked>
-  void softmax_gradient(int64_t keys, int64_t lanes, int64_t i) const {
+  void softmax_gradient(int64_t keys, int64_t j0, int64_t j1, int64_t i) const {
     const T *row_max = s.row_max + i, *inverse_sum = s.inverse_sum + i;
-    if (one_block(p)) add_delta_tile<kMasked>(s.P, s.dP, keys, lanes, s.seen, scale, row_max, inverse_sum, s.delta + i);
-    softmax_gradient_tile<kMasked>(s.P, s.dP, keys, lanes, s.seen, scale, row_max, inverse_sum, s.delta + i,
+    if (one_block(p))
+      add_delta_tile<kMasked>(s.P, s.dP, keys, j0, j1, s.seen, scale, row_max, inverse_sum, s.delta + i);
+    softmax_gradient_tile<kMasked>(s.P, s.dP, keys, j0, j1, s.seen, scale, row_max, inverse_sum, s.delta + i,
                                    s.dlse + i);
   }
 

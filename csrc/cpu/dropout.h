@@ -31,16 +31,16 @@ struct Philox {
   }
 };
 
-// The factors of a tile: visit(k, j, factor) for key n0 + k and a vector of lanes from j, factor being 0 in those that drop
+// The factors of the lanes [j0, j1) of a tile: visit(k, j, factor) for key n0 + k and a vector of lanes from j, factor being 0 in those that drop
 // it. n0 is a multiple of kDrawKeys.
 template <class T, class Visit>
-void dropout_tile(const ForwardParams& p, const HeadRows& head, int64_t r0, int64_t lanes, int64_t n0, int64_t keys,
-                  Visit visit) {
+void dropout_tile(const ForwardParams& p, const HeadRows& head, int64_t r0, int64_t j0, int64_t j1, int64_t n0,
+                  int64_t keys, Visit visit) {
   using Int = typename Bits<T>::signed_type;
   constexpr int W = kLanes<uint32_t>, L = kLanes<T>;
   const Int threshold = p.dropout.threshold;
   const vec<T> scale = set1(static_cast<T>(65536.0 / (65536 - p.dropout.threshold)));
-  for (int64_t j0 = 0; j0 < lanes; j0 += W) {
+  for (; j0 < j1; j0 += W) {
     uint32_t query[W], low[W], high[W];
     for (int l = 0; l < W; ++l) {
       const int64_t r = r0 + j0 + l, index = head.b * p.num_heads_q + head.query_head(r);
@@ -57,7 +57,7 @@ void dropout_tile(const ForwardParams& p, const HeadRows& head, int64_t r0, int6
         const vec<uint32_t> word = draws.word[i / 2], draw = i % 2 ? word >> 16 : word & 0xffff;
 #pragma GCC unroll 2
         for (int v = 0; v < W / L; ++v)
-          if (j0 + v * L < lanes) visit(k + i, j0 + v * L, widen<T>(draw, v) >= threshold ? scale : vec<T>{});
+          if (j0 + v * L < j1) visit(k + i, j0 + v * L, widen<T>(draw, v) >= threshold ? scale : vec<T>{});
       }
     }
   }
@@ -65,9 +65,9 @@ void dropout_tile(const ForwardParams& p, const HeadRows& head, int64_t r0, int6
 
 // X *= Y, tile by tile.
 template <class T>
-void multiply_tile(Rows<T> X, Rows<T> Y, int64_t keys, int64_t lanes) {
+void multiply_tile(Rows<T> X, Rows<T> Y, int64_t keys, int64_t j0, int64_t j1) {
   for (int64_t k = 0; k < keys; ++k)
-    for (int64_t j = 0; j < lanes; j += kLanes<T>) {
+    for (int64_t j = j0; j < j1; j += kLanes<T>) {
       T* x = X.from(k).data + j;
       store(x, load(x) * load(Y.from(k).data + j));
     }

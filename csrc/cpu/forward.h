@@ -65,24 +65,27 @@ void forward_block(const ForwardParams& p, const HeadRows& head, int64_t r0, con
     const int64_t keys = min(kForwardBlockK, k_end - n0);
     const Rows<const T> K = load_keys<S>(head, p.k, n0, keys, p.head_dim, false, K_buffer);
     const Rows<const T> V = load_keys<S>(head, p.v, n0, keys, p.head_dim_v, false, V_buffer);
-    const bool masked = mask_tile(head, r0, rows, lanes, n0, keys, seen);
-
-    score_gemm<T>(keys, lanes, p.head_dim, K.strided(), Qt, P);
-    if (masked)
-      softmax_tile<true>(P, keys, lanes, seen, scale, state);
-    else
-      softmax_tile<false>(P, keys, lanes, seen, scale, state);
-    if (p.dropout.threshold)
-      dropout_tile<T>(p, head, r0, lanes, n0, keys, [&](int64_t k, int64_t j, vec<T> factor) {
-        T* weight = P.from(k).data + j;
-        store(weight, load(weight) * factor);
-      });
+    const Strips<T> strips = mask_tile(head, r0, rows, lanes, n0, keys, seen);
+    const bool select = strips.masked && !all_finite(V, keys, p.head_dim_v);
     const Update<T> update{n0 > 0, state.decay};
-    if (masked && !all_finite(V, keys, p.head_dim_v))
-      gemm_seen<T>(p.head_dim_v, lanes, keys, V.strided().transposed(), P, Ot, update,
-                   [&](int64_t, int64_t j, int64_t k) { return static_cast<T>(k) < load(seen + j); });
-    else
-      gemm<T>(p.head_dim_v, lanes, keys, V.strided().transposed(), P, Ot, update);
+
+    strips.each([&](int64_t j0, int64_t j1, int64_t keys) {
+      score_gemm<T>(keys, j0, j1, p.head_dim, K.strided(), Qt, P);
+      if (strips.masked)
+        softmax_tile<true>(P, keys, j0, j1, seen, scale, state);
+      else
+        softmax_tile<false>(P, keys, j0, j1, seen, scale, state);
+      if (p.dropout.threshold)
+        dropout_tile<T>(p, head, r0, j0, j1, n0, keys, [&](int64_t k, int64_t j, vec<T> factor) {
+          T* weight = P.from(k).data + j;
+          store(weight, load(weight) * factor);
+        });
+      if (select)
+        gemm_seen<T>(p.head_dim_v, j0, j1, keys, V.strided().transposed(), P, Ot, update,
+                     [&](int64_t, int64_t j, int64_t k) { return static_cast<T>(k) < load(seen + j); });
+      else
+        gemm<T>(p.head_dim_v, j0, j1, keys, V.strided().transposed(), P, Ot, update);
+    });
   }
 
   alignas(kScratchAlign) T inverse[kBlockQ<T>];

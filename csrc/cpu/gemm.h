@@ -12,6 +12,7 @@ struct Strided {
   const T* data;
   int64_t row, col;
   Strided transposed() const { return {data, col, row}; }
+  Strided from(int64_t i, int64_t j) const { return {data + i * row + j * col, row, col}; }
 };
 
 // Row i at data + i * row, columns contiguous. As the right factor of a product they are read in whole vectors.
@@ -61,47 +62,44 @@ PYATTN_INLINE void gemm_tile(int64_t inner, Strided<T> A, Rows<const T> B, Rows<
     }
 }
 
-// The panel of columns [j0, j0 + kNV vectors): tiles of kM rows, the rest in halves.
+// The panel of columns [j0, j0 + kNV vectors): tiles of kM rows, the rest as one that is as high as it is.
 template <int kNV, class T, int kM = kMR[kNV]>
 void gemm_panel(int64_t rows, int64_t inner, Strided<T> A, Rows<const T> B, Rows<T> C, int64_t j0, Update<T> update) {
   int64_t i = 0;
-  for (; i + kM <= rows; i += kM)
-    gemm_tile<kM, kNV>(inner, Strided<T>{A.data + i * A.row, A.row, A.col}, B, C.from(i), j0, update);
+  for (; i + kM <= rows; i += kM) gemm_tile<kM, kNV>(inner, A.from(i, 0), B, C.from(i), j0, update);
   if constexpr (kM > 1)
-    if (i < rows)
-      gemm_panel<kNV, T, (kM + 1) / 2>(rows - i, inner, Strided<T>{A.data + i * A.row, A.row, A.col}, B, C.from(i), j0,
-                                       update);
+    if (i < rows) gemm_panel<kNV, T, kM - 1>(rows - i, inner, A.from(i, 0), B, C.from(i), j0, update);
 }
 
-// C[rows x cols] (update) A[rows x inner] B[inner x cols]; cols is a multiple of the lanes.
+// The columns [j0, cols) of C[rows x cols] (update) A[rows x inner] B[inner x cols]; j0 and cols are multiples of the lanes.
 template <class T, int kNV = kMaxNV>
-void gemm(int64_t rows, int64_t cols, int64_t inner, Strided<T> A, Rows<const T> B, Rows<T> C, Update<T> update,
-          int64_t j0 = 0) {
+void gemm(int64_t rows, int64_t j0, int64_t cols, int64_t inner, Strided<T> A, Rows<const T> B, Rows<T> C,
+          Update<T> update) {
   for (; j0 + kNV * kLanes<T> <= cols; j0 += kNV * kLanes<T>) gemm_panel<kNV>(rows, inner, A, B, C, j0, update);
   if constexpr (kNV > 1)
-    if (j0 < cols) gemm<T, kNV - 1>(rows, cols, inner, A, B, C, update, j0);
+    if (j0 < cols) gemm<T, kNV - 1>(rows, j0, cols, inner, A, B, C, update);
 }
 
 // Products over the head dimension make scores, whose rounding error the exponential amplifies: they are summed in blocks
 // of this many terms. Of 7,444 fp32 tensors of random cases the accuracy rule refused 26 with 32 terms, 37 with 64.
 inline constexpr int64_t kScoreBlock = 32;
 
-// C[rows x cols] = A[rows x inner] B[inner x cols].
+// The columns [j0, cols) of C[rows x cols] = A[rows x inner] B[inner x cols].
 template <class T>
-void score_gemm(int64_t rows, int64_t cols, int64_t inner, Strided<T> A, Rows<const T> B, Rows<T> C) {
+void score_gemm(int64_t rows, int64_t j0, int64_t cols, int64_t inner, Strided<T> A, Rows<const T> B, Rows<T> C) {
   int64_t k = 0;
   do {
-    gemm<T>(rows, cols, min(kScoreBlock, inner - k), {A.data + k * A.col, A.row, A.col}, B.from(k), C, {k > 0});
+    gemm<T>(rows, j0, cols, min(kScoreBlock, inner - k), A.from(0, k), B.from(k), C, {k > 0});
   } while ((k += kScoreBlock) < inner);
 }
 
-// The same sums in the same order, leaving out the terms where seen(i, j, k), a vector of columns j, is false. For
+// The columns [j0, cols) of the same sums in the same order, leaving out the terms where seen(i, j, k), a vector of columns j, is false. For
 // tiles in which values that are not seen may be NaN or inf: the gemm above would multiply them by 0.
 template <class T, class Seen>
-void gemm_seen(int64_t rows, int64_t cols, int64_t inner, Strided<T> A, Rows<const T> B, Rows<T> C, Update<T> update,
-               Seen seen) {
+void gemm_seen(int64_t rows, int64_t j0, int64_t cols, int64_t inner, Strided<T> A, Rows<const T> B, Rows<T> C,
+               Update<T> update, Seen seen) {
   for (int64_t i = 0; i < rows; ++i)
-    for (int64_t j = 0; j < cols; j += kLanes<T>) {
+    for (int64_t j = j0; j < cols; j += kLanes<T>) {
       vec<T> sum = {};
       for (int64_t k = 0; k < inner; ++k) {
         const vec<T> term = fma(set1(A.data[i * A.row + k * A.col]), load(B.data + k * B.row + j), sum);

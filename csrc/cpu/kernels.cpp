@@ -6,8 +6,8 @@
 #include "simd/math.h"
 // Each of these builds on the ones before it.
 #include "gemm.h"
-#include "mask.h"
 #include "tile.h"
+#include "mask.h"
 #include "softmax.h"
 #include "dropout.h"
 #include "forward.h"

@@ -47,13 +47,50 @@ struct HeadRows {
   }
 };
 
-// Lane by lane, how many of the keys [n0, n0 + keys) rows r0, r0 + 1, ... see; 0 in lanes past the last row. Returns
-// whether some row does not see them all.
+// Blocks of query rows to a KV head.
+template <class S>
+int64_t query_blocks(const ForwardParams& p) {
+  return ceil_div(p.seqlen_q * group_size(p), kBlockQ<Compute<S>>);
+}
+
+// A tile of keys and lanes as strips of lanes, each with the keys that some row of it sees: what lies beyond the diagonal is
+// not computed. 16 lanes are one vector of AVX-512; with 32, T = 256 was N % slower.
+inline constexpr int64_t kStripLanes = 16;
+
 template <class T>
-bool mask_tile(const HeadRows& head, int64_t r0, int64_t rows, int64_t lanes, int64_t n0, int64_t keys, T* seen) {
+struct Strips {
+  bool masked;           // whether some row does not see all keys of the tile
+  int64_t lanes, width;  // of the tile, and of a strip: the same where nothing is masked
+  int64_t keys[kBlockQ<T> / kStripLanes];
+
+  // f(j0, j1, keys): the lanes [j0, j1) see of the tile's keys only the first.
+  template <class F>
+  void each(F f) const {
+    for (int64_t j = 0; j < lanes; j += width) f(j, min(j + width, lanes), keys[j / width]);
+  }
+
+  // f(k0, k1, j): the keys [k0, k1) are seen by none of the lanes before j.
+  template <class F>
+  void each_keys(F f) const {
+    int64_t k = 0;
+    each([&](int64_t j, int64_t, int64_t end) {
+      if (k < end) f(k, end, j);
+      k = end;
+    });
+  }
+};
+
+// The tile of rows r0, r0 + 1, ... and the keys [n0, n0 + keys); and lane by lane, how many of these are seen, 0 past the last
+// row.
+template <class T>
+Strips<T> mask_tile(const HeadRows& head, int64_t r0, int64_t rows, int64_t lanes, int64_t n0, int64_t keys, T* seen) {
   for (int64_t i = 0; i < lanes; ++i)
     seen[i] = i < rows ? static_cast<T>(clamp(head.visible_keys(r0 + i) - n0, 0, keys)) : T(0);
-  return seen[0] < keys;  // later rows see no fewer
+  const bool masked = seen[0] < keys;  // later rows see no fewer
+  Strips<T> strips{masked, lanes, masked ? kStripLanes : lanes, {}};
+  for (int64_t j = 0; j < lanes; j += strips.width)
+    strips.keys[j / strips.width] = static_cast<int64_t>(seen[min(j + strips.width, rows) - 1]);
+  return strips;
 }
 
 }  // namespace

@@ -45,7 +45,8 @@ PYATTN_INLINE vec<T> finite_shift(vec<T> x) {
   return x == kNegInf<T> ? vec<T>{} : x;
 }
 
-// P = exp(S - row_max) in place of S / factor, and the new state, for the lanes [j0, j0 + kNV vectors). seen counts the
+// P = exp(S - row_max) in place of S / factor, and the new state, for the lanes [j0, j0 + kNV vectors) and,
+// below, [j0, j1). seen counts the
 // keys that a lane sees, as mask_tile gives it.
 template <int kNV, bool kMasked, class T>
 void softmax_panel(Rows<T> S, int64_t keys, int64_t j0, const T* seen, Scale<T> scale, SoftmaxState<T>& state) {
@@ -85,19 +86,19 @@ void softmax_panel(Rows<T> S, int64_t keys, int64_t j0, const T* seen, Scale<T> 
 }
 
 template <bool kMasked, class T, int kNV = kMaxNV>
-void softmax_tile(Rows<T> S, int64_t keys, int64_t lanes, const T* seen, Scale<T> scale, SoftmaxState<T>& state,
-                  int64_t j0 = 0) {
+void softmax_tile(Rows<T> S, int64_t keys, int64_t j0, int64_t j1, const T* seen, Scale<T> scale,
+                  SoftmaxState<T>& state) {
   constexpr int64_t width = kNV * kLanes<T>;
-  for (; j0 + width <= lanes; j0 += width) softmax_panel<kNV, kMasked>(S, keys, j0, seen, scale, state);
+  for (; j0 + width <= j1; j0 += width) softmax_panel<kNV, kMasked>(S, keys, j0, seen, scale, state);
   if constexpr (kNV > 1)
-    if (j0 < lanes) softmax_tile<kMasked, T, kNV - 1>(S, keys, lanes, seen, scale, state, j0);
+    if (j0 < j1) softmax_tile<kMasked, T, kNV - 1>(S, keys, j0, j1, seen, scale, state);
 }
 
 // delta += rowsum(P * dP), with P as below, of tiles that hold all keys of their rows.
 template <bool kMasked, class T>
-void add_delta_tile(Rows<T> S, Rows<T> dP, int64_t keys, int64_t lanes, const T* seen, Scale<T> scale, const T* row_max,
-                    const T* inverse_sum, T* delta) {
-  for (int64_t j = 0; j < lanes; j += kLanes<T>) {
+void add_delta_tile(Rows<T> S, Rows<T> dP, int64_t keys, int64_t j0, int64_t j1, const T* seen, Scale<T> scale,
+                    const T* row_max, const T* inverse_sum, T* delta) {
+  for (int64_t j = j0; j < j1; j += kLanes<T>) {
     vec<T> sum = {};
     for (int64_t k = 0; k < keys; ++k) {
       const vec<T> p = scale.exp(load(S.from(k).data + j) - load(row_max + j)) * load(inverse_sum + j);
@@ -114,10 +115,10 @@ void add_delta_tile(Rows<T> S, Rows<T> dP, int64_t keys, int64_t lanes, const T*
 // From the tiles S / factor and dP: P = exp(S - factor * row_max) * inverse_sum in place of the first,
 // dS = P (dP - delta + dlse) in place of the second.
 template <bool kMasked, class T>
-void softmax_gradient_tile(Rows<T> S, Rows<T> dP, int64_t keys, int64_t lanes, const T* seen, Scale<T> scale,
+void softmax_gradient_tile(Rows<T> S, Rows<T> dP, int64_t keys, int64_t j0, int64_t j1, const T* seen, Scale<T> scale,
                            const T* row_max, const T* inverse_sum, const T* delta, const T* dlse) {
   for (int64_t k = 0; k < keys; ++k)
-    for (int64_t j = 0; j < lanes; j += kLanes<T>) {
+    for (int64_t j = j0; j < j1; j += kLanes<T>) {
       T *s = S.data + k * S.row + j, *ds = dP.data + k * dP.row + j;
       vec<T> p = scale.exp(load(s) - load(row_max + j)) * load(inverse_sum + j);
       vec<T> d = p * (load(ds) - load(delta + j) + load(dlse + j));

@@ -26,12 +26,6 @@ PYATTN_INLINE void store(S* p, vec<Compute<S>> x, int64_t n) {
   __builtin_memcpy(p, columns, n * sizeof(S));
 }
 
-// Blocks of query rows to a KV head.
-template <class S>
-int64_t query_blocks(const ForwardParams& p) {
-  return ceil_div(p.seqlen_q * group_size(p), kBlockQ<Compute<S>>);
-}
-
 // Carves one scratch buffer into arrays. With base null it only counts.
 class Carver {
  public:
