@@ -51,12 +51,16 @@ constexpr bool rows_in_place(int64_t group, int64_t cols) {
 template <class S>
 struct BackwardScratch {
   using T = Compute<S>;
-  int64_t ld_k, ld_v;   // columns of head_dim and head_dim_v in whole vectors
-  Rows<T> Qt, dOt;      // transposed, block after block of kBlockQ queries
-  Rows<T> Q, dO, K, V;  // packed copies, where the tensor can't be read in place
-  Rows<T> P, dP, Ot;    // tiles
-  Rows<T> kept;         // the tile of dropout's factors
-  Rows<T> dQ, dK, dV;   // sums
+  using E = Operand<S>;
+  int64_t ld_k, ld_v;       // columns of head_dim and head_dim_v in whole vectors
+  Rows<E> Qt, dOt, Ot;      // transposed, block after block of kBlockQ queries
+  Rows<E> Q, dO, K, V;      // packed copies, where the tensor can't be read in place
+  Rows<E> summed_K;         // K again, where the left factor and the rows that are summed over differ
+  Rows<E> left_P, left_dS;  // tiles as operands, where these are not the tiles themselves
+  Rows<E> summed_dS;
+  Rows<T> P, dP;       // tiles
+  Rows<T> kept;        // the tile of dropout's factors
+  Rows<T> dQ, dK, dV;  // sums
   T *row_max, *inverse_sum, *delta, *dlse, *seen;
   int64_t bytes;
 
@@ -66,15 +70,21 @@ struct BackwardScratch {
     const int64_t rows = min(round_up(p.seqlen_q * group, kBlockQ<T>), kSuperBlock);
     ld_k = round_up(p.head_dim, kLanes<T>), ld_v = round_up(p.head_dim_v, kLanes<T>);
     const auto take = [&](int64_t n, int64_t ld) { return Rows<T>{carver.take<T>(n * ld), ld}; };
-    Qt = take(p.head_dim * (rows / kBlockQ<T>), kBlockQ<T>);
-    dOt = take(p.head_dim_v * (rows / kBlockQ<T>), kBlockQ<T>);
-    Q = take(rows_in_place<S>(group, p.head_dim) ? 0 : rows, ld_k);
-    dO = take(rows_in_place<S>(group, p.head_dim_v) ? 0 : rows, ld_v);
-    K = take(in_place<S>(p.head_dim, true) ? 0 : kBackwardBlockK, ld_k);
-    V = take(in_place<S>(p.head_dim_v, false) ? 0 : kBackwardBlockK, ld_v);
+    const auto take_operand = [&](int64_t n, int64_t ld) { return Rows<E>{carver.take<E>(n * ld), ld}; };
+    const int64_t pairs = kPairs<S>;
+    Qt = take_operand(terms<S>(p.head_dim) * (rows / kBlockQ<T>), kBlockQ<T>);
+    dOt = take_operand(terms<S>(p.head_dim_v) * (rows / kBlockQ<T>), kBlockQ<T>);
+    Ot = take_operand(terms<S>(p.head_dim_v), kBlockQ<T>);
+    Q = take_operand(rows_in_place<S>(group, p.head_dim) ? 0 : terms<S>(rows), ld_k);
+    dO = take_operand(rows_in_place<S>(group, p.head_dim_v) ? 0 : terms<S>(rows), ld_v);
+    K = take_operand(in_place<S>(p.head_dim, true) ? 0 : kBackwardBlockK, ld_k);
+    V = take_operand(in_place<S>(p.head_dim_v, false) ? 0 : kBackwardBlockK, ld_v);
+    summed_K = take_operand(pairs * terms<S>(kBackwardBlockK), ld_k);
+    left_P = take_operand(pairs * kBackwardBlockK, terms<S>(kBlockQ<T>));
+    left_dS = take_operand(pairs * kBackwardBlockK, terms<S>(kBlockQ<T>));
+    summed_dS = take_operand(pairs * terms<S>(kBackwardBlockK), kBlockQ<T>);
     P = take(kBackwardBlockK, kBlockQ<T>);
     dP = take(kBackwardBlockK, kBlockQ<T>);
-    Ot = take(p.head_dim_v, kBlockQ<T>);
     kept = take(p.dropout.threshold ? kBackwardBlockK : 0, kBlockQ<T>);
     dQ = take(key_splits(p) > 1 ? 0 : rows, ld_k);
     dK = take(p.seqlen_k, ld_k);
@@ -100,6 +110,7 @@ Plan plan_backward(const BackwardParams& p) {
 template <class S>
 class BackwardItem {
   using T = Compute<S>;
+  using E = Operand<S>;
 
  public:
   BackwardItem(const BackwardParams& p, const HeadRows& head, int64_t k_begin, int64_t k_end, T* dq_part,
@@ -131,7 +142,7 @@ class BackwardItem {
     if (k_begin < visible) {
       const int64_t first = max(r0, head.first_row(k_begin) / kBlockQ<T> * kBlockQ<T>);
       for (int64_t i = first; i < r0 + rows; i += kBlockQ<T>) pack_block(i, i - r0, min(kBlockQ<T>, r0 + rows - i));
-      const Rows<const T> Q = query_rows(p.q, r0, p.head_dim, s.Q), dO = query_rows(p.dout, r0, p.head_dim_v, s.dO);
+      const Rows<const E> Q = query_rows(p.q, r0, p.head_dim, s.Q), dO = query_rows(p.dout, r0, p.head_dim_v, s.dO);
       for (int64_t n0 = k_begin; n0 < visible; n0 += kBackwardBlockK)
         key_block(n0, min(kBackwardBlockK, visible - n0), r0, rows, Q, dO, dQ);
     }
@@ -140,7 +151,7 @@ class BackwardItem {
                      [&](int64_t i) { return head.row<S>(p.dq, r0 + i); });
   }
 
-  Rows<const T> query_rows(const View& view, int64_t r0, int64_t cols, Rows<T> packed) const {
+  Rows<const E> query_rows(const View& view, int64_t r0, int64_t cols, Rows<E> packed) const {
     if constexpr (sizeof(S) == sizeof(T))
       if (rows_in_place<S>(head.group, cols)) return {head.row<const T>(view, r0), view.stride_s};
     return packed;
@@ -152,15 +163,17 @@ class BackwardItem {
       return [&, row](int64_t r) { return head.row<const S>(view, row + r); };
     };
     const int64_t lanes = round_up(rows, kLanes<T>);
-    const Rows<T> Qt = transposed_block(s.Qt, p.head_dim, i), dOt = transposed_block(s.dOt, p.head_dim_v, i);
-    pack_transposed<S>(Qt, rows, lanes, p.head_dim, scale.power, from(p.q));
-    pack_transposed<S>(dOt, rows, lanes, p.head_dim_v, T(1), from(p.dout));
-    if (!rows_in_place<S>(head.group, p.head_dim)) pack_rows<S>(s.Q.from(i), rows, p.head_dim, from(p.q));
-    if (!rows_in_place<S>(head.group, p.head_dim_v)) pack_rows<S>(s.dO.from(i), rows, p.head_dim_v, from(p.dout));
+    const Rows<E> Qt = transposed_block(s.Qt, p.head_dim, i), dOt = transposed_block(s.dOt, p.head_dim_v, i);
+    pack_queries<S>(Qt, rows, lanes, p.head_dim, scale.power, from(p.q));
+    pack_queries<S>(dOt, rows, lanes, p.head_dim_v, T(1), from(p.dout));
+    if (!rows_in_place<S>(head.group, p.head_dim))
+      pack_summed_rows<S>(s.Q.from(terms<S>(i)), rows, p.head_dim, from(p.q));
+    if (!rows_in_place<S>(head.group, p.head_dim_v))
+      pack_summed_rows<S>(s.dO.from(terms<S>(i)), rows, p.head_dim_v, from(p.dout));
 
     fill_zero(s.delta + i, lanes);
     if (!one_block(p)) {
-      pack_transposed<S>(s.Ot, rows, lanes, p.head_dim_v, T(1), from(p.out));
+      pack_queries<S>(s.Ot, rows, lanes, p.head_dim_v, T(1), from(p.out));
       score_row_sums(s.Ot, dOt, lanes, s.delta + i);
     }
     const T *row_max = static_cast<const T*>(p.row_max), *row_sum = static_cast<const T*>(p.row_sum);
@@ -176,12 +189,12 @@ class BackwardItem {
 
   // sums = rowsum(A * B) of transposed rows, in the order in which score_gemm makes dP: for a row with one key dP - delta is
   // exactly 0.
-  void score_row_sums(Rows<T> At, Rows<T> Bt, int64_t lanes, T* sums) const {
+  void score_row_sums(Rows<E> At, Rows<E> Bt, int64_t lanes, T* sums) const {
     for (int64_t j = 0; j < lanes; j += kLanes<T>) {
       vec<T> total = {};
-      for (int64_t d = 0; d < p.head_dim_v;) {
+      for (int64_t d = 0, cols = terms<S>(p.head_dim_v); d < cols;) {
         vec<T> sum = {};
-        for (const int64_t end = min(d + kScoreBlock, p.head_dim_v); d < end; ++d)
+        for (const int64_t end = min(d + kScoreBlock<E>, cols); d < end; ++d)
           sum = fma(load(At.from(d).data + j), load(Bt.from(d).data + j), sum);
         total += sum;
       }
@@ -189,23 +202,26 @@ class BackwardItem {
     }
   }
 
-  Rows<T> transposed_block(Rows<T> blocks, int64_t cols, int64_t i) const { return blocks.from(i / kBlockQ<T> * cols); }
+  Rows<E> transposed_block(Rows<E> blocks, int64_t cols, int64_t i) const {
+    return blocks.from(i / kBlockQ<T> * terms<S>(cols));
+  }
 
   // The keys [n0, n0 + keys) against the rows of the super-block that see them.
-  void key_block(int64_t n0, int64_t keys, int64_t r0, int64_t rows, Rows<const T> Q, Rows<const T> dO,
+  void key_block(int64_t n0, int64_t keys, int64_t r0, int64_t rows, Rows<const E> Q, Rows<const E> dO,
                  Rows<T> dQ) const {
-    const Rows<const T> K = load_keys<S>(head, p.k, n0, keys, p.head_dim, true, s.K);
-    const Rows<const T> V = load_keys<S>(head, p.v, n0, keys, p.head_dim_v, false, s.V);
+    const Rows<const E> K = summed_keys<S>(head, p.k, n0, keys, p.head_dim, true, kPairs<S> ? s.summed_K : s.K);
+    const Strided<E> left_K = kPairs<S> ? left_keys<S>(head, p.k, n0, keys, p.head_dim, s.K) : K.strided();
+    const Strided<E> left_V = left_keys<S>(head, p.v, n0, keys, p.head_dim_v, s.V);
     const Rows<T> dK = s.dK.from(n0 - k_begin), dV = s.dV.from(n0 - k_begin);
     const int64_t first = max(0, head.first_row(n0) - r0) / kBlockQ<T> * kBlockQ<T>;
     for (int64_t i = first; i < rows; i += kBlockQ<T>) {
       const int64_t m = min(kBlockQ<T>, rows - i), lanes = round_up(m, kLanes<T>);
       const Strips<T> strips = mask_tile(head, r0 + i, m, lanes, n0, keys, s.seen);
-      const Rows<const T> Qi = Q.from(i), dOi = dO.from(i);
+      const Rows<const E> Qi = Q.from(terms<S>(i)), dOi = dO.from(terms<S>(i));
 
       strips.each([&](int64_t j0, int64_t j1, int64_t keys) {
-        score_gemm<T>(keys, j0, j1, p.head_dim, K.strided(), transposed_block(s.Qt, p.head_dim, i), s.P);
-        score_gemm<T>(keys, j0, j1, p.head_dim_v, V.strided(), transposed_block(s.dOt, p.head_dim_v, i), s.dP);
+        score_gemm<T>(keys, j0, j1, terms<S>(p.head_dim), left_K, transposed_block(s.Qt, p.head_dim, i), s.P);
+        score_gemm<T>(keys, j0, j1, terms<S>(p.head_dim_v), left_V, transposed_block(s.dOt, p.head_dim_v, i), s.dP);
         if (p.dropout.threshold)
           dropout_tile<T>(p, head, r0 + i, j0, j1, n0, keys, [&](int64_t k, int64_t j, vec<T> factor) {
             T* dp = s.dP.from(k).data + j;
@@ -219,21 +235,30 @@ class BackwardItem {
         if (p.dropout.threshold) multiply_tile(s.P, s.kept, keys, j0, j1);
       });
 
-      const Strided<T> P = s.P.strided(), dS = s.dP.strided();
-      if (strips.masked &&
-          !(all_finite(K, keys, p.head_dim) && all_finite(Qi, m, p.head_dim) && all_finite(dOi, m, p.head_dim_v))) {
+      const auto k_row = [&](int64_t j) { return head.keys<S>(p.k, n0 + j).data; };
+      const auto q_row = [&](int64_t r) { return head.row<const S>(p.q, r0 + i + r); };
+      const auto do_row = [&](int64_t r) { return head.row<const S>(p.dout, r0 + i + r); };
+      if (strips.masked && !(all_finite<S>(keys, p.head_dim, k_row) && all_finite<S>(m, p.head_dim, q_row) &&
+                             all_finite<S>(m, p.head_dim_v, do_row))) {
         const auto key_row = [&](int64_t j, int64_t, int64_t r) { return pair_seen(r, j); };
         const auto row_key = [&](int64_t r, int64_t, int64_t j) { return pair_seen(r, j); };
-        gemm_seen<T>(keys, 0, s.ld_v, m, P, dOi, dV, {true}, key_row);
-        gemm_seen<T>(keys, 0, s.ld_k, m, dS, Qi, dK, {true}, key_row);
-        gemm_seen<T>(m, 0, s.ld_k, keys, dS.transposed(), K, dQ.from(i), {true}, row_key);
+        const Strided<E> P = tile_over_lanes<S>(s.P, 0, keys, 0, lanes, s.left_P);
+        const Strided<E> dS = tile_over_lanes<S>(s.dP, 0, keys, 0, lanes, s.left_dS);
+        const Strided<E> dSt = tile_over_keys<S>(s.dP, keys, 0, lanes, s.summed_dS).strided().transposed();
+        gemm_seen<T>(keys, 0, s.ld_v, terms<S>(m), P, dOi, dV, {true}, key_row);
+        gemm_seen<T>(keys, 0, s.ld_k, terms<S>(m), dS, Qi, dK, {true}, key_row);
+        gemm_seen<T>(m, 0, s.ld_k, terms<S>(keys), dSt, K, dQ.from(i), {true}, row_key);
       } else {
         strips.each_keys([&](int64_t k0, int64_t k1, int64_t j) {
-          gemm<T>(k1 - k0, 0, s.ld_v, m - j, P.from(k0, j), dOi.from(j), dV.from(k0), {true});
-          gemm<T>(k1 - k0, 0, s.ld_k, m - j, dS.from(k0, j), Qi.from(j), dK.from(k0), {true});
+          const Strided<E> P = tile_over_lanes<S>(s.P, k0, k1, j, lanes, s.left_P);
+          const Strided<E> dS = tile_over_lanes<S>(s.dP, k0, k1, j, lanes, s.left_dS);
+          const int64_t first = terms<S>(j), rows = terms<S>(m - j);
+          gemm<T>(k1 - k0, 0, s.ld_v, rows, P.from(k0, first), dOi.from(first), dV.from(k0), {true});
+          gemm<T>(k1 - k0, 0, s.ld_k, rows, dS.from(k0, first), Qi.from(first), dK.from(k0), {true});
         });
         strips.each([&](int64_t j0, int64_t j1, int64_t keys) {
-          gemm<T>(min(j1, m) - j0, 0, s.ld_k, keys, dS.transposed().from(j0, 0), K, dQ.from(i + j0), {true});
+          const Strided<E> dS = tile_over_keys<S>(s.dP, keys, j0, j1, s.summed_dS).strided().transposed();
+          gemm<T>(min(j1, m) - j0, 0, s.ld_k, terms<S>(keys), dS.from(j0, 0), K, dQ.from(i + j0), {true});
         });
       }
     }

@@ -9,6 +9,9 @@
 #include "attention.h"
 
 namespace pyattn {
+namespace avx512_bf16 {
+extern const Kernels kernels[kNumDTypes];
+}
 namespace avx512 {
 extern const Kernels kernels[kNumDTypes];
 }
@@ -29,6 +32,8 @@ struct Isa {
 
 const Isa kIsas[] = {
 #ifdef __x86_64__
+    {"avx512_bf16", [] { return __builtin_cpu_supports("x86-64-v4") > 0 && __builtin_cpu_supports("avx512bf16") > 0; },
+     avx512_bf16::kernels},
     {"avx512", [] { return __builtin_cpu_supports("x86-64-v4") > 0; }, avx512::kernels},
     {"avx2", [] { return __builtin_cpu_supports("x86-64-v3") > 0; }, avx2::kernels},
 #endif

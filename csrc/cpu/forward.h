@@ -13,32 +13,24 @@ static_assert(kForwardBlockK % kDrawKeys == 0);
 template <class S>
 struct ForwardScratch {
   using T = Compute<S>;
-  Rows<T> Qt, P, Ot, K, V;
+  using E = Operand<S>;
+  Rows<T> P, Ot;
+  Rows<E> Qt, K, V, weights;
   int64_t bytes;
 
   ForwardScratch(const ForwardParams& p, void* base) {
     Carver carver(base);
     const int64_t ld_k = round_up(p.head_dim, kLanes<T>), ld_v = round_up(p.head_dim_v, kLanes<T>);
-    Qt = {carver.take<T>(p.head_dim * kBlockQ<T>), kBlockQ<T>};
+    Qt = {carver.take<E>(terms<S>(p.head_dim) * kBlockQ<T>), kBlockQ<T>};
     P = {carver.take<T>(kForwardBlockK * kBlockQ<T>), kBlockQ<T>};
     Ot = {carver.take<T>(p.head_dim_v * kBlockQ<T>), kBlockQ<T>};
     const bool copies = !in_place<S>(0, false);
-    K = {carver.take<T>(copies ? kForwardBlockK * ld_k : 0), ld_k};
-    V = {carver.take<T>(copies ? kForwardBlockK * ld_v : 0), ld_v};
+    K = {carver.take<E>(copies ? kForwardBlockK * ld_k : 0), ld_k};
+    V = {carver.take<E>(copies ? kForwardBlockK * ld_v : 0), ld_v};
+    weights = {carver.take<E>(kPairs<S> ? terms<S>(kForwardBlockK) * kBlockQ<T> : 0), kBlockQ<T>};
     bytes = carver.bytes();
   }
 };
-
-// Rows n0, n0 + 1, ... of a KV tensor in the compute type: where they are, or packed into the buffer.
-template <class S>
-Rows<const Compute<S>> load_keys(const HeadRows& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
-                                 bool whole_vectors, Rows<Compute<S>> buffer) {
-  const Rows<S> rows = head.keys<S>(view, n0);
-  if constexpr (in_place<S>(0, false))
-    if (in_place<S>(cols, whole_vectors)) return {rows.data, rows.row};
-  pack_rows<S>(buffer, keys, cols, [&](int64_t i) { return rows.from(i).data; });
-  return {buffer.data, buffer.row};
-}
 
 template <class S>
 Plan plan_forward(const ForwardParams& p) {
@@ -49,28 +41,30 @@ Plan plan_forward(const ForwardParams& p) {
 template <class S>
 void forward_block(const ForwardParams& p, const HeadRows& head, int64_t r0, const ForwardScratch<S>& scratch) {
   using T = Compute<S>;
+  using E = Operand<S>;
   const int64_t rows = min(kBlockQ<T>, head.count - r0), lanes = round_up(rows, kLanes<T>);
   const int64_t k_end = head.visible_keys(r0 + rows - 1);
-  const auto [Qt, P, Ot, K_buffer, V_buffer, bytes] = scratch;
+  const Rows<T> P = scratch.P, Ot = scratch.Ot;
   const Scale<T> scale(p.softmax_scale);
   SoftmaxState<T> state;
   alignas(kScratchAlign) T seen[kBlockQ<T>];
 
-  pack_transposed<S>(Qt, rows, lanes, p.head_dim, scale.power,
-                     [&](int64_t i) { return head.row<const S>(p.q, r0 + i); });
+  pack_queries<S>(scratch.Qt, rows, lanes, p.head_dim, scale.power,
+                  [&](int64_t i) { return head.row<const S>(p.q, r0 + i); });
   if (k_end == 0)
     for (int64_t d = 0; d < p.head_dim_v; ++d) fill_zero(Ot.data + d * Ot.row, lanes);
 
   for (int64_t n0 = 0; n0 < k_end; n0 += kForwardBlockK) {
     const int64_t keys = min(kForwardBlockK, k_end - n0);
-    const Rows<const T> K = load_keys<S>(head, p.k, n0, keys, p.head_dim, false, K_buffer);
-    const Rows<const T> V = load_keys<S>(head, p.v, n0, keys, p.head_dim_v, false, V_buffer);
+    const Strided<E> K = left_keys<S>(head, p.k, n0, keys, p.head_dim, scratch.K);
+    const Rows<const E> V = summed_keys<S>(head, p.v, n0, keys, p.head_dim_v, false, scratch.V);
     const Strips<T> strips = mask_tile(head, r0, rows, lanes, n0, keys, seen);
-    const bool select = strips.masked && !all_finite(V, keys, p.head_dim_v);
+    const bool select =
+        strips.masked && !all_finite<S>(keys, p.head_dim_v, [&](int64_t j) { return head.keys<S>(p.v, n0 + j).data; });
     const Update<T> update{n0 > 0, state.decay};
 
     strips.each([&](int64_t j0, int64_t j1, int64_t keys) {
-      score_gemm<T>(keys, j0, j1, p.head_dim, K.strided(), Qt, P);
+      score_gemm<T>(keys, j0, j1, terms<S>(p.head_dim), K, scratch.Qt, P);
       if (strips.masked)
         softmax_tile<true>(P, keys, j0, j1, seen, scale, state);
       else
@@ -80,11 +74,13 @@ void forward_block(const ForwardParams& p, const HeadRows& head, int64_t r0, con
           T* weight = P.from(k).data + j;
           store(weight, load(weight) * factor);
         });
+      const Strided<E> Vt = V.strided().transposed();
+      const Rows<const E> weights = tile_over_keys<S>(P, keys, j0, j1, scratch.weights);
       if (select)
-        gemm_seen<T>(p.head_dim_v, j0, j1, keys, V.strided().transposed(), P, Ot, update,
+        gemm_seen<T>(p.head_dim_v, j0, j1, terms<S>(keys), Vt, weights, Ot, update,
                      [&](int64_t, int64_t j, int64_t k) { return static_cast<T>(k) < load(seen + j); });
       else
-        gemm<T>(p.head_dim_v, j0, j1, keys, V.strided().transposed(), P, Ot, update);
+        gemm<T>(p.head_dim_v, j0, j1, terms<S>(keys), Vt, weights, Ot, update);
     });
   }
 

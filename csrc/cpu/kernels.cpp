@@ -8,6 +8,7 @@
 #include "gemm.h"
 #include "tile.h"
 #include "mask.h"
+#include "operand.h"
 #include "softmax.h"
 #include "dropout.h"
 #include "forward.h"

@@ -120,15 +120,16 @@ constexpr bool in_place(int64_t cols, bool whole_vectors) {
   return sizeof(S) == sizeof(Compute<S>) && !(whole_vectors && cols % kLanes<Compute<S>>);
 }
 
-template <class T>
-bool all_finite(Rows<const T> rows, int64_t count, int64_t cols) {
+template <class S, class Row>
+bool all_finite(int64_t rows, int64_t cols, Row row) {
+  using T = Compute<S>;
   constexpr int L = kLanes<T>;
   vec<T> sum = {};
-  for (int64_t i = 0; i < count; ++i) {
-    const T* row = rows.data + i * rows.row;
+  for (int64_t i = 0; i < rows; ++i) {
+    const S* from = row(i);
     int64_t d = 0;
-    for (; d + L <= cols; d += L) sum += load(row + d) * T(0);
-    if (d < cols) sum += load(row + d, cols - d) * T(0);
+    for (; d + L <= cols; d += L) sum += load(from + d) * T(0);
+    if (d < cols) sum += load(from + d, cols - d) * T(0);
   }
   T total = 0;
   for (int i = 0; i < L; ++i) total += sum[i];

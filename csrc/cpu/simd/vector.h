@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <type_traits>
 #include <utility>
 
 #include "attention.h"
@@ -49,6 +50,25 @@ struct Bits<double> {
   using signed_type = int64_t;
 };
 
+// Two bf16, the first in the low half: what the products of bf16 read where the instruction set multiplies pairs.
+using bf16_pair = uint32_t;
+
+// The type that products read where values are stored as S.
+template <class S>
+struct OperandOf {
+  using type = Compute<S>;
+};
+#ifdef PYATTN_HAS_BF16_PAIRS
+template <>
+struct OperandOf<bf16> {
+  using type = bf16_pair;
+};
+#endif
+template <class S>
+using Operand = typename OperandOf<S>::type;
+template <class S>
+inline constexpr bool kPairs = !std::is_same_v<Operand<S>, Compute<S>>;
+
 template <class T>
 PYATTN_INLINE vec<T> set1(T x) {
   return x - vec<T>{};
@@ -63,8 +83,18 @@ PYATTN_INLINE vec<T> load_unaligned(const T* p) {
 
 PYATTN_INLINE vec<float> load(const float* p) { return load_unaligned(p); }
 PYATTN_INLINE vec<double> load(const double* p) { return load_unaligned(p); }
+PYATTN_INLINE vec<uint32_t> load(const uint32_t* p) { return load_unaligned(p); }
 PYATTN_INLINE void store(float* p, vec<float> x) { __builtin_memcpy(p, &x, sizeof x); }
 PYATTN_INLINE void store(double* p, vec<double> x) { __builtin_memcpy(p, &x, sizeof x); }
+PYATTN_INLINE void store(uint32_t* p, vec<uint32_t> x) { __builtin_memcpy(p, &x, sizeof x); }
+
+// On all lanes what lies at p, aligned or not.
+template <class T>
+PYATTN_INLINE vec<T> broadcast(const T* p) {
+  T x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return set1(x);
+}
 
 // The same lanes, bit for bit, as another element type.
 template <class To, class From>

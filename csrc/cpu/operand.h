@@ -1,0 +1,134 @@
+// What the products read of tensors and tiles: rows as they lie or copies in the compute type; and where the instruction set
+// multiplies pairs of bf16 (kPairs<S>), pairs along the dimension that is summed over, the last one filled up with 0.
+#pragma once
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+// Terms of a sum over n elements.
+template <class S>
+constexpr int64_t terms(int64_t n) {
+  return kPairs<S> ? ceil_div(n, 2) : n;
+}
+
+// Rows n0, n0 + 1, ... of a KV tensor in the compute type: where they are, or packed into the buffer.
+template <class S>
+Rows<const Compute<S>> load_keys(const HeadRows& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
+                                 bool whole_vectors, Rows<Compute<S>> buffer) {
+  const Rows<S> rows = head.keys<S>(view, n0);
+  if constexpr (in_place<S>(0, false))
+    if (in_place<S>(cols, whole_vectors)) return {rows.data, rows.row};
+  pack_rows<S>(buffer, keys, cols, [&](int64_t i) { return rows.from(i).data; });
+  return {buffer.data, buffer.row};
+}
+
+PYATTN_INLINE vec<bf16_pair> load_pairs(const bf16* p, int64_t n) {
+  bf16 columns[2 * kLanes<bf16_pair>] = {};
+  __builtin_memcpy(columns, p, min(n, 2 * kLanes<bf16_pair>) * sizeof(bf16));
+  return load_unaligned(reinterpret_cast<const bf16_pair*>(columns));
+}
+
+// Times a power of two: exact but for subnormal numbers.
+PYATTN_INLINE vec<bf16_pair> scale_pairs(vec<bf16_pair> x, float power) {
+  const vec<uint32_t> low = bit_cast<uint32_t>(bit_cast<float>(x << 16) * power);
+  const vec<uint32_t> high = bit_cast<uint32_t>(bit_cast<float>(x & 0xffff0000) * power);
+  return low >> 16 | (high & 0xffff0000);
+}
+
+// The rows i < rows transposed, times a power of two, 0 for rows <= i < lanes: dst[d][i] = scale * row(i)[d].
+template <class S, class Row>
+void pack_queries(Rows<Operand<S>> dst, int64_t rows, int64_t lanes, int64_t cols, Compute<S> scale, Row row) {
+  if constexpr (!kPairs<S>) {
+    pack_transposed<S>(dst, rows, lanes, cols, scale, row);
+  } else {
+    constexpr int L = kLanes<bf16_pair>;
+    for (int64_t i = 0; i < lanes; i += L)
+      for (int64_t d = 0; d < cols; d += 2 * L) {
+        vec<bf16_pair> square[L] = {};
+        for (int64_t r = 0; r < min(L, rows - i); ++r) square[r] = load_pairs(row(i + r) + d, cols - d);
+        if (scale != 1)
+          for (vec<bf16_pair>& x : square) x = scale_pairs(x, scale);
+        transpose<bf16_pair>(square);
+        for (int64_t c = 0; c < min(L, terms<S>(cols - d)); ++c) store(dst.data + (d / 2 + c) * dst.row + i, square[c]);
+      }
+  }
+}
+
+// Rows that are summed over: dst[i] = row(i), up to a whole vector.
+template <class S, class Row>
+void pack_summed_rows(Rows<Operand<S>> dst, int64_t rows, int64_t cols, Row row) {
+  if constexpr (!kPairs<S>) {
+    pack_rows<S>(dst, rows, cols, row);
+  } else {
+    constexpr int L = kLanes<bf16_pair>;
+    for (int64_t i = 0; i < rows; i += 2)
+      for (int64_t d = 0; d < cols; d += L) {
+        const int64_t n = min(L, cols - d);
+        const vec<float> low = load(row(i) + d, n), high = i + 1 < rows ? load(row(i + 1) + d, n) : vec<float>{};
+        store(dst.data + i / 2 * dst.row + d, bit_cast<uint32_t>(low) >> 16 | (bit_cast<uint32_t>(high) & 0xffff0000));
+      }
+  }
+}
+
+// Keys or values from position n0 on as the left factor of a sum over columns.
+template <class S>
+Strided<Operand<S>> left_keys(const HeadRows& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
+                              Rows<Operand<S>> buffer) {
+  const Rows<S> rows = head.keys<S>(view, n0);
+  if constexpr (kPairs<S>) {
+    if (rows.row % 2 == 0 && cols % 2 == 0) return {reinterpret_cast<const bf16_pair*>(rows.data), rows.row / 2, 1};
+    for (int64_t i = 0; i < keys; ++i) {
+      buffer.from(i).data[terms<S>(cols) - 1] = 0;
+      __builtin_memcpy(buffer.from(i).data, rows.from(i).data, cols * sizeof(S));
+    }
+    return buffer.strided();
+  } else {
+    return load_keys<S>(head, view, n0, keys, cols, false, buffer).strided();
+  }
+}
+
+// Keys or values as rows that are summed over.
+template <class S>
+Rows<const Operand<S>> summed_keys(const HeadRows& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
+                                   bool whole_vectors, Rows<Operand<S>> buffer) {
+  if constexpr (kPairs<S>) {
+    const Rows<S> rows = head.keys<S>(view, n0);
+    pack_summed_rows<S>(buffer, keys, cols, [&](int64_t i) { return rows.from(i).data; });
+    return buffer;
+  } else {
+    return load_keys<S>(head, view, n0, keys, cols, whole_vectors, buffer);
+  }
+}
+
+// The lanes [j0, j1) of a tile, for a sum over its keys.
+template <class S>
+Rows<const Operand<S>> tile_over_keys(Rows<Compute<S>> tile, int64_t keys, int64_t j0, int64_t j1,
+                                      [[maybe_unused]] Rows<Operand<S>> buffer) {
+  if constexpr (kPairs<S>) {
+    for (int64_t k = 0; k < keys; k += 2)
+      for (int64_t j = j0; j < j1; j += kLanes<float>) {
+        const vec<float> high = k + 1 < keys ? load(tile.from(k + 1).data + j) : vec<float>{};
+        store(buffer.from(k / 2).data + j, make_pairs(load(tile.from(k).data + j), high));
+      }
+    return buffer;
+  } else {
+    return tile;
+  }
+}
+
+// The keys [k0, k1) and lanes [j0, j1) of a tile, for a sum over the lanes.
+template <class S>
+Strided<Operand<S>> tile_over_lanes(Rows<Compute<S>> tile, int64_t k0, int64_t k1, int64_t j0, int64_t j1,
+                                    [[maybe_unused]] Rows<Operand<S>> buffer) {
+  if constexpr (kPairs<S>) {
+    for (int64_t k = k0; k < k1; ++k)
+      for (int64_t j = j0; j < j1; j += kLanes<float>)
+        store_pairs(buffer.from(k).data + j / 2, load(tile.from(k).data + j));
+    return buffer.strided();
+  } else {
+    return tile.strided();
+  }
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA
