@@ -80,14 +80,14 @@ struct Strips {
   }
 };
 
-// The tile of rows r0, r0 + 1, ... and the keys [n0, n0 + keys); and lane by lane, how many of these are seen, 0 past the last
-// row.
+// The tile of rows r0, r0 + 1, ... and the keys [n0, n0 + keys); where some row does not see them all, lane by
+// lane, how many of them are seen, 0 past the last row.
 template <class T>
 Strips<T> mask_tile(const HeadRows& head, int64_t r0, int64_t rows, int64_t lanes, int64_t n0, int64_t keys, T* seen) {
+  if (head.visible_keys(r0) >= n0 + keys) return {false, lanes, lanes, {keys}};  // later rows see no fewer
   for (int64_t i = 0; i < lanes; ++i)
     seen[i] = i < rows ? static_cast<T>(clamp(head.visible_keys(r0 + i) - n0, 0, keys)) : T(0);
-  const bool masked = seen[0] < keys;  // later rows see no fewer
-  Strips<T> strips{masked, lanes, masked ? kStripLanes : lanes, {}};
+  Strips<T> strips{true, lanes, kStripLanes, {}};
   for (int64_t j = 0; j < lanes; j += strips.width)
     strips.keys[j / strips.width] = static_cast<int64_t>(seen[min(j + strips.width, rows) - 1]);
   return strips;
