@@ -115,7 +115,8 @@ def attention(
     _check_type("dropout_seed", dropout_seed, int, torch.SymInt, Tensor, type(None))
     _check_64_bits("q_offset", q_offset)
     _check_64_bits("dropout_seed", dropout_seed)
-    q, k, v = (_autocast(t) for t in (q, k, v))
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = _autocast(q), _autocast(k), _autocast(v)
     offset, offsets = (None, q_offset) if isinstance(q_offset, Tensor) else (q_offset, None)
     if dropout_p == 0:
         dropout_seed = None
