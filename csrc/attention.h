@@ -78,6 +78,7 @@ struct Kernels {
   Pass<ForwardParams> forward;
   Pass<BackwardParams> backward;
   Pass<BackwardParams> reduce_dq;  // runs after backward; no items where backward has written dq itself
+  double (*peak)(int64_t rounds);  // spins, and returns the floating-point operations that it has done
 };
 
 // The kernels of the active instruction set.

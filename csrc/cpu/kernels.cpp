@@ -13,13 +13,14 @@
 #include "dropout.h"
 #include "forward.h"
 #include "backward.h"
+#include "peak.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
 
 template <class S>
 constexpr Kernels kernels_for() {
-  return {{plan_forward<S>, forward<S>}, {plan_backward<S>, backward<S>}, {plan_reduce_dq<S>, reduce_dq<S>}};
+  return {{plan_forward<S>, forward<S>}, {plan_backward<S>, backward<S>}, {plan_reduce_dq<S>, reduce_dq<S>}, peak<S>};
 }
 
 }  // namespace

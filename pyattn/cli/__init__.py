@@ -1,4 +1,4 @@
-"""The commands: ``pyattn info`` and ``pyattn train``, also as ``python -m pyattn``.
+"""The commands: ``pyattn info``, ``pyattn train`` and ``pyattn bench``, also as ``python -m pyattn``.
 
 Each command is a module here with ``run(argv) -> exit code``. It is imported when it is called for, so that one
 command's extras are not another's, and ``import pyattn`` needs none of them.
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "info": "what this build is, and what it runs on",
     "train": "train a small GPT on text, and measure its attention",
+    "bench": "time and memory of attention and modules, beside PyTorch's",
 }
 EXTRAS = {"matplotlib", "numpy", "safetensors", "tqdm"}
 

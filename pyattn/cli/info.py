@@ -3,6 +3,7 @@
 import argparse
 import platform
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -21,12 +22,23 @@ def supported(dtype: torch.dtype) -> bool:
     return True
 
 
+def cpu() -> str:
+    """The processor's name, as the system gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
 def facts() -> dict[str, str]:
     """What this build is and runs on, each fact under the name it is shown with."""
     return {
         "pyattn": _C.version,
         "torch": f"{torch.__version__} (built for {_C.torch_version})",
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        "cpu": cpu(),
         "compiler": _C.compiler,
         "ISAs compiled": " ".join(_C.compiled_isas()),
         "ISAs available": " ".join(_C.available_isas()),

@@ -1,0 +1,119 @@
+"""What ``pyattn bench`` compares: attention functions, and the multi-head modules that readers of the book write.
+
+Every function takes q, k, v of shape (B, H, T, D), every module maps (B, T, width) to the same; all are causal.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import pyattn
+from pyattn import _C, reference
+from pyattn import nn as native
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _on(isa: str) -> Attention:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        _C.set_isa(isa)
+        return pyattn.attention(q, k, v)
+
+    return attend
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return cast(Tensor, reference.attention(q, k, v))
+
+
+def _flex() -> Attention:
+    """FlexAttention, compiled, which is how it is meant to be used; on CPUs it has no backward."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    compiled: Any = torch.compile(flex_attention)
+    masks: dict[int, Any] = {}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seqlen = q.shape[2]
+        if seqlen not in masks:
+            masks[seqlen] = create_block_mask(lambda b, h, i, j: j <= i, None, None, seqlen, seqlen, device=q.device)
+        return cast(Tensor, compiled(q, k, v, block_mask=masks[seqlen]))
+
+    return attend
+
+
+def functions(flex: bool) -> dict[str, Attention]:
+    """Ours on each instruction set, best first, then the others."""
+    ours = {f"pyattn {isa}": _on(isa) for isa in _C.available_isas()}
+    return ours | {"torch sdpa": _sdpa, "plain torch": _reference} | ({"torch flex": _flex()} if flex else {})
+
+
+class Projected(nn.Module):
+    """One matrix for q, k and v, a function between, and the output projection."""
+
+    def __init__(self, width: int, heads: int, attention: Attention) -> None:
+        super().__init__()
+        self.heads, self.attention = heads, attention
+        self.qkv, self.out_proj = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` (B, T, width), out the same."""
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return cast(Tensor, self.out_proj(self.attention(q, k, v).transpose(1, 2).flatten(2)))
+
+
+def _masked_softmax(scores: Tensor, v: Tensor) -> Tensor:
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill(future, -torch.inf).softmax(-1) @ v
+
+
+def _matmul(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return _masked_softmax(q @ k.mT * q.shape[-1] ** -0.5, v)
+
+
+def _einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return _masked_softmax(torch.einsum("bhid,bhjd->bhij", q, k) * q.shape[-1] ** -0.5, v)
+
+
+def _sdpa_with_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+class Torchs(nn.Module):
+    """``nn.MultiheadAttention`` with the causal mask, with or without its weights."""
+
+    def __init__(self, width: int, heads: int, need_weights: bool) -> None:
+        super().__init__()
+        self.inner, self.need_weights = nn.MultiheadAttention(width, heads, batch_first=True), need_weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` (B, T, width), out the same."""
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        out = self.inner(x, x, x, attn_mask=mask, need_weights=self.need_weights, is_causal=not self.need_weights)[0]
+        return cast(Tensor, out)
+
+
+def modules(width: int, heads: int, context: int, flex: bool) -> dict[str, nn.Module]:
+    """Ours, then the nine that the book and its readers compare (FlexAttention only where ``flex``)."""
+    wrapped = (width, width // heads, context, 0.0, heads)
+    split = (width, width, context, 0.0, heads)
+    return {
+        "pyattn MultiHeadAttention": native.MultiHeadAttention(*split),
+        "pyattn MultiHeadAttentionWrapper": native.MultiHeadAttentionWrapper(*wrapped),
+        "1 a module for each head": reference.MultiHeadAttentionWrapper(*wrapped),
+        "2 weights split by views": reference.MultiHeadAttention(*split),
+        "3 one matrix for q, k, v": Projected(width, heads, _matmul),
+        "4 einsum": Projected(width, heads, _einsum),
+        "5 sdpa": Projected(width, heads, _sdpa),
+        "6 sdpa with a mask": Projected(width, heads, _sdpa_with_mask),
+        "7 nn.MultiheadAttention": Torchs(width, heads, True),
+        "8 the same without weights": Torchs(width, heads, False),
+    } | ({"9 flex": Projected(width, heads, _flex())} if flex else {})
