@@ -52,5 +52,5 @@ def draw_speedups(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     ]
     _bars(above, measured, "forward", f"forward: {title}")
     _bars(below, measured, "forward_backward", "forward and backward")
-    above.legend(frameon=False, ncols=4)
+    figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", frameon=False, ncols=8)
     figure.savefig(path)
