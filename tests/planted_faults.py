@@ -48,13 +48,27 @@ head and position strides of keys swapped: h_kv * view.stride_h + j * view.strid
 => h_kv * view.stride_s + j * view.stride_h, view.stride_h
 heads of lse in another order: b * p.num_heads_q + query_head(r)) * seqlen_q
 => b * p.num_heads_q + h_kv + r % group * p.num_heads_kv) * seqlen_q
-mask judged by the last row: return seen[0] < keys; => return seen[lanes - 1] < keys;
+mask judged by the last row: if (head.visible_keys(r0) >= n0 + keys) => if (head.visible_keys(r0 + rows - 1) >= n0 + keys)
 mask forgets the key block: head.visible_keys(r0 + i) - n0 => head.visible_keys(r0 + i)
+last query block: ceil_div(p.seqlen_q * group_size(p), kBlockQ<Compute<S>>)
+=> (p.seqlen_q * group_size(p) / kBlockQ<Compute<S>>)
+strip sees what its first row sees: seen[min(j + strips.width, rows) - 1] => seen[j]
+strips of all lanes end early: j < lanes; j += width) f(j, min(j + width, lanes) => j < lanes - width; j += width) f(j, min(j + width, lanes)
+keys of a strip begin late: f(k, end, j); => f(k + 1, end, j);
+# csrc/cpu/operand.h
+halves of a pair swapped: low >> 16 | (high & 0xffff0000) => high >> 16 | (low & 0xffff0000)
+last of an odd number of rows: i + 1 < rows ? load => i + 2 < rows ? load
+padding of odd columns: buffer.from(i).data[terms<S>(cols) - 1] = 0; =>
+rows read in place in spite of odd columns: rows.row % 2 == 0 && cols % 2 == 0 => rows.row % 2 == 0
+odd strides read in place: rows.row % 2 == 0 && cols % 2 == 0 => cols % 2 == 0
+second key of a pair: k + 1 < keys ? load => k + 2 < keys ? load
+terms rounded down: kPairs<S> ? ceil_div(n, 2) : n => kPairs<S> ? n / 2 : n
 # csrc/cpu/gemm.h
+both of a pair seen: (seen(i, j, 2 * k + 1) & ~0xffff) => (seen(i, j, 2 * k) & ~0xffff)
 output not rescaled: decay ? fma(load(c), load(decay + j), product) : load(c) + product => load(c) + product
 last row of a panel: i + kM <= rows => i + kM < rows
 only the last block of a score: C, {k > 0}); => C, {false});
-last column of a score: (k += kScoreBlock) < inner => (k += kScoreBlock) < inner - 1
+last column of a score: (k += kScoreBlock<E>) < inner => (k += kScoreBlock<E>) < inner - 1
 unseen terms enter: sum = seen(i, j, k) ? term : sum; => sum = term;
 # csrc/cpu/softmax.h
 unseen scores enter the row maximum: if constexpr (kMasked) s = static_cast<T>(k) < limit[v] ? s : set1(kNegInf<T>); =>
@@ -76,20 +90,19 @@ unseen weights in backward: p = sees ? p : vec<T>{}, d = sees ? d : vec<T>{}; =>
 keys of the first row for the block: k_end = head.visible_keys(r0 + rows - 1) => k_end = head.visible_keys(r0)
 first key block added to what was there: update{n0 > 0, state.decay} => update{true, state.decay}
 block that sees nothing not zeroed: if (k_end == 0) => if (k_end < 0)
-finite check of V: masked && !all_finite(V, keys, p.head_dim_v) => false
+finite check of V: strips.masked && !all_finite<S>(keys, p.head_dim_v, => false && !all_finite<S>(keys, p.head_dim_v,
 row that sees nothing divided: i < rows && head.visible_keys(r0 + i) ? => i < rows ?
 row_max and row_sum swapped: row_max[at] = state.row_max[i], row_sum[at] = state.row_sum[i]
 => row_max[at] = state.row_sum[i], row_sum[at] = state.row_max[i]
 sum of float64 in float32: ? 1 / state.row_sum[i] : => ? 1 / static_cast<float>(state.row_sum[i]) :
 # csrc/cpu/tile.h
-last query block: ceil_div(p.seqlen_q * group_size(p), kBlockQ<Compute<S>>)
-=> (p.seqlen_q * group_size(p) / kBlockQ<Compute<S>>)
 first vector of row sums for all: * load(scale + i) => * load(scale)
 tail columns of packed rows: if (d < cols) store(to + d, load(from + d, cols - d)); =>
 tail columns of dq, dk not scaled: store(to + d, load(from + d) * scale, cols - d)
 => store(to + d, load(from + d), cols - d)
-finite check without tail columns: if (d < cols) sum += load(row + d, cols - d) * T(0); =>
-finite check without the last row: i < count; ++i => i < count - 1; ++i
+finite check without tail columns: if (d < cols) sum += load(from + d, cols - d) * T(0); =>
+finite check without the last row: bool all_finite(int64_t rows, int64_t cols, Row row) {
+=> bool all_finite(int64_t rows, int64_t cols, Row row) { --rows;
 # csrc/cpu/backward.h
 keys after the last visible one not written: s == splits ? head.seqlen_k : min(j, head.seqlen_k)
 => min(j, head.seqlen_k)
@@ -105,12 +118,12 @@ first block of a key block rounded up: max(0, head.first_row(n0) - r0) / kBlockQ
 => round_up(max(0, head.first_row(n0) - r0), kBlockQ<T>)
 dO blocks as far apart as those of Q: transposed_block(s.dOt, p.head_dim_v, i), s.dP
 => transposed_block(s.dOt, p.head_dim, i), s.dP
-delta in one chain: min(d + kScoreBlock, p.head_dim_v) => p.head_dim_v
+delta in one chain: min(d + kScoreBlock<E>, cols) => cols
 delta of one block for two: p.seqlen_k <= kBackwardBlockK; } => p.seqlen_k <= 2 * kBackwardBlockK; }
 delta not zeroed: fill_zero(s.delta + i, lanes); =>
-finite check of K: all_finite(K, keys, p.head_dim) && all_finite(Qi => all_finite(Qi
-finite check of Q: all_finite(Qi, m, p.head_dim) && =>
-finite check of dO: && all_finite(dOi, m, p.head_dim_v) =>
+finite check of K: all_finite<S>(keys, p.head_dim, k_row) && => 
+finite check of Q: all_finite<S>(m, p.head_dim, q_row) => true
+finite check of dO: all_finite<S>(m, p.head_dim_v, do_row) => true
 one pair too many: < set1(s.seen[r]) => <= set1(s.seen[r])
 last part of dQ: split = 1; split < splits => split = 1; split < splits - 1
 parts of the first head: item / blocks * splits * head.count => item / blocks * head.count
