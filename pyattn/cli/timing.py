@@ -17,6 +17,9 @@ from pyattn import _C
 SHORTEST = 2e-3
 """Seconds a measurement lasts at least: a shorter call is repeated, so that neither clock nor wake-ups show."""
 
+SPIN = 0.03
+"""Seconds that the peak is measured for, several times: starting threads takes less than a hundredth of it."""
+
 CLEAR_REFS = Path("/proc/self/clear_refs")
 """Where Linux resets the process's peak memory."""
 
@@ -70,15 +73,18 @@ def in_turn(calls: dict[str, Callable[[], object]], base: str, seconds: float) -
 
 def peak_flops(dtype: torch.dtype, threads: int) -> float:
     """Floating-point operations a second that ``threads`` threads reach between registers, with the active ISA."""
-    name, rounds = str(dtype).removeprefix("torch."), 2_000_000
+    name = str(dtype).removeprefix("torch.")
 
-    def spin() -> float:
+    def spin(rounds: int) -> tuple[float, float]:
         with ThreadPoolExecutor(threads) as pool:
             begin = time.perf_counter()
             done = sum(pool.map(lambda _: _C.spin(name, rounds), range(threads)))
-            return done / (time.perf_counter() - begin)
+            return done, time.perf_counter() - begin
 
-    return max(spin() for _ in range(5))
+    rounds = 1 << 16
+    while (seconds := spin(rounds)[1]) < SPIN:
+        rounds = int(rounds * min(8.0, 1.2 * SPIN / seconds))
+    return max(done / seconds for done, seconds in (spin(rounds) for _ in range(8)))
 
 
 def peak_memory(call: Callable[[], object]) -> int | None:
