@@ -12,6 +12,7 @@
 #include "softmax.h"
 #include "dropout.h"
 #include "forward.h"
+#include "splits.h"
 #include "backward.h"
 #include "peak.h"
 
