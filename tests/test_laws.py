@@ -1,6 +1,7 @@
 """Properties that hold to the bit: what is not seen does not matter, nor who computes it or where it lies."""
 
 import math
+import statistics
 import subprocess
 import sys
 import time
@@ -143,22 +144,20 @@ def test_rows_that_see_nothing(dtype: torch.dtype) -> None:
     assert (dv[:, :, 10:] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_weights_near_the_smallest_numbers_cost_no_time(dtype: torch.dtype) -> None:
+@pytest.mark.usefixtures("threads")
+def test_weights_near_the_smallest_numbers_cost_no_time() -> None:
     """Weights of e^-95 would be denormal in float32; a kernel that computed with them would be many times slower."""
-    q, k, v = Case(1, 1, 1, 256, 256, 64, 64).inputs(dtype)
+    torch.set_num_threads(1)
+    q, k, v = Case(1, 1, 1, 256, 256, 64, 64).inputs(torch.float32)
     q[:], k[:] = 0, 0
     q[..., 0], k[:, :, 1:, 0] = 8, -95
 
     def seconds(k: Tensor) -> float:
-        times = []
-        for _ in range(9):
-            begin = time.perf_counter()
-            run(attention, (q, k, v), v)
-            times.append(time.perf_counter() - begin)
-        return min(times)
+        begin = time.perf_counter()
+        run(attention, (q, k, v), v)
+        return time.perf_counter() - begin
 
-    assert seconds(k) < 3 * seconds(k * 0)
+    assert statistics.median(seconds(k) / seconds(k * 0) for _ in range(15)) < 3
 
 
 @each_dtype
