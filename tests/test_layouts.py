@@ -41,7 +41,7 @@ def expanded(x: Tensor) -> Tensor:
 
 @each_dtype
 @pytest.mark.parametrize("layout", [nan_padded, heads_inside, flipped_strides, every_other_column, expanded])
-@pytest.mark.parametrize("head_dim", [20, 32])
+@pytest.mark.parametrize("head_dim", [20, 21, 32])
 def test_layout_changes_no_bit(dtype: torch.dtype, layout: Callable[[Tensor], Tensor], head_dim: int) -> None:
     case = Case(2, 4, 2, 37, 110, head_dim, head_dim)
     views = [layout(x) for x in (*case.inputs(dtype), case.gradients(dtype)[0])]
