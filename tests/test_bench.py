@@ -52,7 +52,7 @@ def test_peak_is_reached_by_no_product():
     torch.set_num_threads(1)
     try:
         seconds = in_turn({"sdpa": lambda: a @ a}, "sdpa", 0.1)["sdpa"].low
-        peak = max(peak_flops(torch.float32, 1) for _ in range(3))
+        peak = max(peak_flops("float32", 1) for _ in range(3))
     finally:
         torch.set_num_threads(threads)
     assert 0.2 < 2 * 512**3 / seconds / peak < 1.1

@@ -32,7 +32,7 @@ struct BackwardScratch {
   int64_t ld_k, ld_v;       // columns of head_dim and head_dim_v in whole vectors
   Rows<E> Qt, dOt, Ot;      // transposed, block after block of kBlockQ queries
   Rows<E> Q, dO, K, V;      // packed copies, where the tensor can't be read in place
-  Rows<E> summed_K;         // K again, where the left factor and the rows that are summed over differ
+  Rows<E> left_K;           // K again, where the left factor and the rows that are summed over differ
   Rows<E> left_P, left_dS;  // tiles as operands, where these are not the tiles themselves
   Rows<E> summed_dS;
   Rows<T> P, dP;       // tiles
@@ -54,9 +54,9 @@ struct BackwardScratch {
     Ot = take_operand(terms<S>(p.head_dim_v), kBlockQ<T>);
     Q = take_operand(rows_in_place<S>(group, p.head_dim) ? 0 : terms<S>(rows), ld_k);
     dO = take_operand(rows_in_place<S>(group, p.head_dim_v) ? 0 : terms<S>(rows), ld_v);
-    K = take_operand(in_place<S>(p.head_dim, true) ? 0 : kBackwardBlockK, ld_k);
+    K = take_operand(in_place<S>(p.head_dim, true) ? 0 : terms<S>(kBackwardBlockK), ld_k);
     V = take_operand(in_place<S>(p.head_dim_v, false) ? 0 : kBackwardBlockK, ld_v);
-    summed_K = take_operand(pairs * terms<S>(kBackwardBlockK), ld_k);
+    left_K = take_operand(pairs * kBackwardBlockK, ld_k);
     left_P = take_operand(pairs * kBackwardBlockK, terms<S>(kBlockQ<T>));
     left_dS = take_operand(pairs * kBackwardBlockK, terms<S>(kBlockQ<T>));
     summed_dS = take_operand(pairs * terms<S>(kBackwardBlockK), kBlockQ<T>);
@@ -186,8 +186,8 @@ class BackwardItem {
   // The keys [n0, n0 + keys) against the rows of the super-block that see them.
   void key_block(int64_t n0, int64_t keys, int64_t r0, int64_t rows, Rows<const E> Q, Rows<const E> dO,
                  Rows<T> dQ) const {
-    const Rows<const E> K = summed_keys<S>(head, p.k, n0, keys, p.head_dim, true, kPairs<S> ? s.summed_K : s.K);
-    const Strided<E> left_K = kPairs<S> ? left_keys<S>(head, p.k, n0, keys, p.head_dim, s.K) : K.strided();
+    const Rows<const E> K = summed_keys<S>(head, p.k, n0, keys, p.head_dim, true, s.K);
+    const Strided<E> left_K = kPairs<S> ? left_keys<S>(head, p.k, n0, keys, p.head_dim, s.left_K) : K.strided();
     const Strided<E> left_V = left_keys<S>(head, p.v, n0, keys, p.head_dim_v, s.V);
     const Rows<T> dK = s.dK.from(n0 - k_begin), dV = s.dV.from(n0 - k_begin);
     const int64_t first = max(0, head.first_row(n0) - r0) / kBlockQ<T> * kBlockQ<T>;

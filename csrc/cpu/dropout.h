@@ -31,8 +31,8 @@ struct Philox {
   }
 };
 
-// The factors of the lanes [j0, j1) of a tile: visit(k, j, factor) for key n0 + k and a vector of lanes from j, factor being 0 in those that drop
-// it. n0 is a multiple of kDrawKeys.
+// The factors of the lanes [j0, j1) of a tile: visit(k, j, factor) for key n0 + k and a vector of lanes from j, factor being
+// 0 in those that drop it. n0 is a multiple of kDrawKeys.
 template <class T, class Visit>
 void dropout_tile(const ForwardParams& p, const HeadRows& head, int64_t r0, int64_t j0, int64_t j1, int64_t n0,
                   int64_t keys, Visit visit) {

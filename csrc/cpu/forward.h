@@ -57,7 +57,7 @@ void forward_block(const ForwardParams& p, const HeadRows& head, int64_t r0, con
   for (int64_t n0 = 0; n0 < k_end; n0 += kForwardBlockK) {
     const int64_t keys = min(kForwardBlockK, k_end - n0);
     const Strided<E> K = left_keys<S>(head, p.k, n0, keys, p.head_dim, scratch.K);
-    const Rows<const E> V = summed_keys<S>(head, p.v, n0, keys, p.head_dim_v, false, scratch.V);
+    const Strided<E> Vt = summed_keys<S>(head, p.v, n0, keys, p.head_dim_v, false, scratch.V).strided().transposed();
     const Strips<T> strips = mask_tile(head, r0, rows, lanes, n0, keys, seen);
     const bool select =
         strips.masked && !all_finite<S>(keys, p.head_dim_v, [&](int64_t j) { return head.keys<S>(p.v, n0 + j).data; });
@@ -74,7 +74,6 @@ void forward_block(const ForwardParams& p, const HeadRows& head, int64_t r0, con
           T* weight = P.from(k).data + j;
           store(weight, load(weight) * factor);
         });
-      const Strided<E> Vt = V.strided().transposed();
       const Rows<const E> weights = tile_over_keys<S>(P, keys, j0, j1, scratch.weights);
       if (select)
         gemm_seen<T>(p.head_dim_v, j0, j1, terms<S>(keys), Vt, weights, Ot, update,

@@ -24,7 +24,7 @@ from pyattn.cli import InputError, contenders, info
 from pyattn.cli.chart import draw_speedups
 from pyattn.cli.timing import in_turn, peak_flops, peak_memory
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in info.DTYPES}
 SHAPES = ("1x8x128x64", "1x8x512x64", "1x4x1024x64", "1x2x2048x64", "1x1x4096x64", "1x4x1024x32", "1x4x1024x128")
 QUICK_SHAPES = ("1x8x128x64", "1x4x1024x64")
 MODULES = ((8, 256, 256, 8), (4, 1024, 768, 12))
@@ -162,7 +162,7 @@ def measured_peaks(dtypes: Sequence[str], threads: int) -> Peaks:
     for dtype in dtypes:
         for isa in _C.available_isas():
             _C.set_isa(isa)
-            peaks[dtype, isa] = peak_flops(DTYPES[dtype], threads)
+            peaks[dtype, isa] = peak_flops(dtype, threads)
     _C.set_isa(before)
     return peaks
 

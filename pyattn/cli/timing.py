@@ -10,8 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from pyattn import _C
 
 SHORTEST = 2e-3
@@ -71,14 +69,13 @@ def in_turn(calls: dict[str, Callable[[], object]], base: str, seconds: float) -
     return {name: summary(name) for name in calls}
 
 
-def peak_flops(dtype: torch.dtype, threads: int) -> float:
+def peak_flops(dtype: str, threads: int) -> float:
     """Floating-point operations a second that ``threads`` threads reach between registers, with the active ISA."""
-    name = str(dtype).removeprefix("torch.")
 
     def spin(rounds: int) -> tuple[float, float]:
         with ThreadPoolExecutor(threads) as pool:
             begin = time.perf_counter()
-            done = sum(pool.map(lambda _: _C.spin(name, rounds), range(threads)))
+            done = sum(pool.map(lambda _: _C.spin(dtype, rounds), range(threads)))
             return done, time.perf_counter() - begin
 
     rounds = 1 << 16
