@@ -48,12 +48,12 @@ struct ForwardParams {
   double softmax_scale;
   Mask mask;
   Dropout dropout;
+  void* shared;  // the buffer of Plan::shared_bytes, or null
 };
 
 struct BackwardParams : ForwardParams {
   View dout, dq, dk, dv;
   const void* dlse;  // dense like lse, or null
-  void* dq_parts;    // the buffer of Plan::shared_bytes, or null
 };
 
 // What a pass needs for these params. It depends on shapes and constants, never on the thread count, so that the
@@ -61,7 +61,7 @@ struct BackwardParams : ForwardParams {
 struct Plan {
   int64_t items;          // independent work items
   int64_t scratch_bytes;  // private to each call of run
-  int64_t shared_bytes;   // one buffer that all calls share
+  int64_t shared_bytes;   // one buffer that all calls share, and the pass that joins what they leave in it
 };
 
 // run computes the work items [begin, end) on the calling thread. It neither allocates nor throws; scratch is
@@ -75,10 +75,10 @@ struct Pass {
 inline constexpr int64_t kScratchAlign = 64;
 
 struct Kernels {
-  Pass<ForwardParams> forward;
-  Pass<BackwardParams> backward;
-  Pass<BackwardParams> reduce_dq;  // runs after backward; no items where backward has written dq itself
-  double (*peak)(int64_t rounds);  // spins, and returns the floating-point operations that it has done
+  Pass<ForwardParams> forward,
+      merge_out;  // merge_out runs after forward; no items where forward has written out itself
+  Pass<BackwardParams> backward, reduce_dq;  // likewise, and dq
+  double (*peak)(int64_t rounds);            // spins, and returns the floating-point operations that it has done
 };
 
 // The kernels of the active instruction set.

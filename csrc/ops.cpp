@@ -88,8 +88,7 @@ c10::DataPtr allocate(int64_t bytes) { return c10::GetCPUAllocator()->allocate(b
 // Runs all work items of the pass, each task taking the next one when it is done. Scratch belongs to a task, not to a
 // thread's number.
 template <class Params>
-void run(const Pass<Params>& pass, const Params& p) {
-  const Plan plan = pass.plan(p);
+void run(const Pass<Params>& pass, const Plan& plan, const Params& p) {
   if (plan.items == 0) return;
   std::atomic<int64_t> next{0};
   const auto task = [&](int64_t, int64_t) {
@@ -108,6 +107,16 @@ void run(const Pass<Params>& pass, const Params& p) {
     task(0, 1);
   else
     at::parallel_for(0, tasks, 1, task);
+}
+
+// A pass and the one that joins what its items leave.
+template <class Params>
+void run(const Pass<Params>& pass, const Pass<Params>& join, Params& p) {
+  const Plan plan = pass.plan(p);
+  const c10::DataPtr shared = allocate(plan.shared_bytes);
+  p.shared = shared.get();
+  run(pass, plan, p);
+  run(join, join.plan(p), p);
 }
 
 // ---- Operators ----
@@ -131,7 +140,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_forward(const Tensor& q, co
   fill_inputs(p, q_, k_, v_, options, offsets);
   p.out = result(out);
   p.lse = lse.mutable_data_ptr(), p.row_max = row_max.mutable_data_ptr(), p.row_sum = row_sum.mutable_data_ptr();
-  run(kernels(dtype_of(q.scalar_type())).forward, p);
+  const Kernels& table = kernels(dtype_of(q.scalar_type()));
+  run(table.forward, table.merge_out, p);
   return {out, lse, row_max, row_sum};
 }
 
@@ -165,10 +175,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout, const 
   p.row_max = input_data(row_max_), p.row_sum = input_data(row_sum_), p.dlse = dlse_ ? input_data(*dlse_) : nullptr;
   p.dq = result(dq), p.dk = result(dk), p.dv = result(dv);
   const Kernels& table = kernels(dtype_of(type));
-  const c10::DataPtr shared = allocate(table.backward.plan(p).shared_bytes);
-  p.dq_parts = shared.get();
-  run(table.backward, p);
-  run(table.reduce_dq, p);
+  run(table.backward, table.reduce_dq, p);
   return {dq, dk, dv};
 }
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pybind11
 
 ROOT = Path(__file__).parent.parent
-TESTS = ("accuracy", "laws", "layouts", "dropout", "autograd", "errors", "build", "exp2")
+TESTS = ("accuracy", "decode", "laws", "layouts", "dropout", "autograd", "errors", "build", "exp2")
 WANTED = 0.95
 TIMEOUT = 400
 

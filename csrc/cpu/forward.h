@@ -34,6 +34,7 @@ struct ForwardScratch {
 
 template <class S>
 Plan plan_forward(const ForwardParams& p) {
+  if (few_rows<S>(p)) return plan_decode<S>(p);
   return {p.batch * p.num_heads_kv * query_blocks<S>(p), ForwardScratch<S>(p, nullptr).bytes, 0};
 }
 
@@ -84,14 +85,8 @@ void forward_block(const ForwardParams& p, const HeadRows& head, int64_t r0, con
   }
 
   alignas(kScratchAlign) T inverse[kBlockQ<T>];
-  T *row_max = static_cast<T*>(p.row_max), *row_sum = static_cast<T*>(p.row_sum), *lse = static_cast<T*>(p.lse);
-  // A row whose keys all score -inf divides 0 by 0, as softmax does; one that sees no key does not.
-  for (int64_t i = 0; i < lanes; ++i) inverse[i] = i < rows && head.visible_keys(r0 + i) ? 1 / state.row_sum[i] : T(0);
-  for (int64_t i = 0; i < rows; ++i) {
-    const int64_t at = head.index(p, r0 + i);
-    row_max[at] = state.row_max[i], row_sum[at] = state.row_sum[i];
-    lse[at] = scale.factor * state.row_max[i] + log(state.row_sum[i]);
-  }
+  for (int64_t i = 0; i < lanes; ++i)
+    inverse[i] = i < rows ? finish_row(p, head, r0 + i, state.row_max[i], state.row_sum[i], scale) : T(0);
   unpack_transposed<S>(Rows<const T>(Ot), rows, p.head_dim_v, inverse,
                        [&](int64_t i) { return head.row<S>(p.out, r0 + i); });
 }
@@ -100,6 +95,7 @@ void forward_block(const ForwardParams& p, const HeadRows& head, int64_t r0, con
 // longest, first.
 template <class S>
 void forward(const ForwardParams& p, int64_t begin, int64_t end, void* scratch) {
+  if (few_rows<S>(p)) return decode<S>(p, begin, end, scratch);
   const ForwardScratch<S> carved(p, scratch);
   const int64_t blocks = query_blocks<S>(p);
   for (int64_t item = begin; item < end; ++item)

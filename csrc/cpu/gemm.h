@@ -38,10 +38,10 @@ struct Update {
   }
 };
 
-// T is the type of sums, E that of factors: the same, or pairs of bf16, each of which counts as one term.
-template <int kM, int kNV, class T, class E>
-PYATTN_INLINE void gemm_tile(int64_t inner, Strided<E> A, std::type_identity_t<Rows<const E>> B, Rows<T> C, int64_t j0,
-                             Update<T> update) {
+// T is the type of sums, E that of factors: the same, or pairs of bf16, each of which counts as one term. B may lie in memory
+// as another type, S, which loading makes E.
+template <int kM, int kNV, class S, class T, class E>
+PYATTN_INLINE void gemm_tile(int64_t inner, Strided<E> A, Rows<const S> B, Rows<T> C, int64_t j0, Update<T> update) {
   vec<T> sum[kM][kNV] = {};
 #pragma GCC unroll 1
   for (int64_t k = 0; k < inner; ++k) {
@@ -65,22 +65,21 @@ PYATTN_INLINE void gemm_tile(int64_t inner, Strided<E> A, std::type_identity_t<R
 }
 
 // The panel of columns [j0, j0 + kNV vectors): tiles of kM rows, the rest as one that is as high as it is.
-template <int kNV, class T, class E, int kM = kMR[kNV]>
-void gemm_panel(int64_t rows, int64_t inner, Strided<E> A, std::type_identity_t<Rows<const E>> B, Rows<T> C, int64_t j0,
-                Update<T> update) {
+template <int kNV, class T, class E, class S, int kM = kMR[kNV]>
+void gemm_panel(int64_t rows, int64_t inner, Strided<E> A, Rows<const S> B, Rows<T> C, int64_t j0, Update<T> update) {
   int64_t i = 0;
   for (; i + kM <= rows; i += kM) gemm_tile<kM, kNV>(inner, A.from(i, 0), B, C.from(i), j0, update);
   if constexpr (kM > 1)
-    if (i < rows) gemm_panel<kNV, T, E, kM - 1>(rows - i, inner, A.from(i, 0), B, C.from(i), j0, update);
+    if (i < rows) gemm_panel<kNV, T, E, S, kM - 1>(rows - i, inner, A.from(i, 0), B, C.from(i), j0, update);
 }
 
 // The columns [j0, cols) of C[rows x cols] (update) A[rows x inner] B[inner x cols]; j0 and cols are multiples of the lanes.
-template <class T, class E, int kNV = kMaxNV>
-void gemm(int64_t rows, int64_t j0, int64_t cols, int64_t inner, Strided<E> A, std::type_identity_t<Rows<const E>> B,
+template <class T, class E, class S = E, int kNV = kMaxNV>
+void gemm(int64_t rows, int64_t j0, int64_t cols, int64_t inner, Strided<E> A, std::type_identity_t<Rows<const S>> B,
           Rows<T> C, Update<T> update) {
   for (; j0 + kNV * kLanes<T> <= cols; j0 += kNV * kLanes<T>) gemm_panel<kNV>(rows, inner, A, B, C, j0, update);
   if constexpr (kNV > 1)
-    if (j0 < cols) gemm<T, E, kNV - 1>(rows, j0, cols, inner, A, B, C, update);
+    if (j0 < cols) gemm<T, E, S, kNV - 1>(rows, j0, cols, inner, A, B, C, update);
 }
 
 // Products over the head dimension make scores, whose rounding error the exponential amplifies: they are summed in blocks

@@ -11,6 +11,7 @@
 #include "operand.h"
 #include "softmax.h"
 #include "dropout.h"
+#include "decode.h"
 #include "forward.h"
 #include "splits.h"
 #include "backward.h"
@@ -21,7 +22,11 @@ namespace {
 
 template <class S>
 constexpr Kernels kernels_for() {
-  return {{plan_forward<S>, forward<S>}, {plan_backward<S>, backward<S>}, {plan_reduce_dq<S>, reduce_dq<S>}, peak<S>};
+  return {{plan_forward<S>, forward<S>},
+          {plan_merge_out<S>, merge_out<S>},
+          {plan_backward<S>, backward<S>},
+          {plan_reduce_dq<S>, reduce_dq<S>},
+          peak<S>};
 }
 
 }  // namespace

@@ -5,10 +5,14 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
+// Elements to an operand.
+template <class S>
+inline constexpr int64_t kColumns = kPairs<S> ? 2 : 1;
+
 // Terms of a sum over n elements.
 template <class S>
 constexpr int64_t terms(int64_t n) {
-  return kPairs<S> ? ceil_div(n, 2) : n;
+  return ceil_div(n, kColumns<S>);
 }
 
 // Rows n0, n0 + 1, ... of a KV tensor in the compute type: where they are, or packed into the buffer.
@@ -28,8 +32,18 @@ PYATTN_INLINE vec<bf16_pair> load_pairs(const bf16* p, int64_t n) {
   return load_unaligned(reinterpret_cast<const bf16_pair*>(columns));
 }
 
+template <class S>
+PYATTN_INLINE vec<Operand<S>> load_operands(const S* p) {
+  if constexpr (kPairs<S>)
+    return load_unaligned(reinterpret_cast<const bf16_pair*>(p));
+  else
+    return load(p);
+}
+
 // Times a power of two: exact but for subnormal numbers.
-PYATTN_INLINE vec<bf16_pair> scale_pairs(vec<bf16_pair> x, float power) {
+PYATTN_INLINE vec<float> scale_operands(vec<float> x, float power) { return x * power; }
+PYATTN_INLINE vec<double> scale_operands(vec<double> x, double power) { return x * power; }
+PYATTN_INLINE vec<bf16_pair> scale_operands(vec<bf16_pair> x, float power) {
   const vec<uint32_t> low = bit_cast<uint32_t>(bit_cast<float>(x << 16) * power);
   const vec<uint32_t> high = bit_cast<uint32_t>(bit_cast<float>(x & 0xffff0000) * power);
   return low >> 16 | (high & 0xffff0000);
@@ -47,7 +61,7 @@ void pack_queries(Rows<Operand<S>> dst, int64_t rows, int64_t lanes, int64_t col
         vec<bf16_pair> square[L] = {};
         for (int64_t r = 0; r < min(L, rows - i); ++r) square[r] = load_pairs(row(i + r) + d, cols - d);
         if (scale != 1)
-          for (vec<bf16_pair>& x : square) x = scale_pairs(x, scale);
+          for (vec<bf16_pair>& x : square) x = scale_operands(x, scale);
         transpose<bf16_pair>(square);
         for (int64_t c = 0; c < min(L, terms<S>(cols - d)); ++c) store(dst.data + (d / 2 + c) * dst.row + i, square[c]);
       }

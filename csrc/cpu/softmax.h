@@ -45,6 +45,16 @@ PYATTN_INLINE vec<T> finite_shift(vec<T> x) {
   return x == kNegInf<T> ? vec<T>{} : x;
 }
 
+// Writes a row's maximum, sum and lse, and returns what its output is still to be multiplied by: 1 / row_sum. A row whose
+// keys all score -inf divides 0 by 0, as softmax does; one that sees no key does not.
+template <class T>
+T finish_row(const ForwardParams& p, const HeadRows& head, int64_t r, T row_max, T row_sum, Scale<T> scale) {
+  const int64_t at = head.index(p, r);
+  static_cast<T*>(p.row_max)[at] = row_max, static_cast<T*>(p.row_sum)[at] = row_sum;
+  static_cast<T*>(p.lse)[at] = scale.factor * row_max + log(row_sum);
+  return head.visible_keys(r) ? 1 / row_sum : T(0);
+}
+
 // P = exp(S - row_max) in place of S / factor, and the new state, for the lanes [j0, j0 + kNV vectors) and,
 // below, [j0, j1). seen counts the
 // keys that a lane sees, as mask_tile gives it.

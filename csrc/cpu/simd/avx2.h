@@ -7,10 +7,11 @@ namespace pyattn::PYATTN_ISA {
 inline constexpr int kVectorBytes = 32;
 // Register tiles by width in vectors: 12 accumulators + 2 of B + 1 of A of 16 registers; 4 x 3 spills.
 inline constexpr int kMaxNV = 2;
-inline constexpr int kMR[kMaxNV + 1] = {0, 12, 6};
+inline constexpr int kWideNV = 8;
+inline constexpr int kMR[kWideNV + 1] = {0, 12, 6, 3, 2, 2, 1, 1, 1};
 }  // namespace pyattn::PYATTN_ISA
 
-#define PYATTN_HAS_F16_CONVERSION
+#define PYATTN_HAS_HALF_CONVERSION
 #define PYATTN_HAS_MULTIPLY_WIDE
 #include "half.h"
 
@@ -33,6 +34,9 @@ PYATTN_INLINE vec<uint32_t> multiply_wide(vec<uint32_t> a, vec<uint32_t> b, vec<
   return (vec<uint32_t>)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
 }
 
+PYATTN_INLINE vec<float> load(const bf16* p) {
+  return (vec<float>)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16);
+}
 PYATTN_INLINE vec<float> load(const f16* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }

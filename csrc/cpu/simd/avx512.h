@@ -12,10 +12,11 @@ namespace pyattn::PYATTN_ISA {
 inline constexpr int kVectorBytes = 64;
 // Register tiles by width in vectors, of 32 registers: 24 accumulators + 4 of B + 1 of A; 4 x 6 and 3 x 8 spill.
 inline constexpr int kMaxNV = 4;
-inline constexpr int kMR[kMaxNV + 1] = {0, 14, 12, 8, 6};
+inline constexpr int kWideNV = 8;
+inline constexpr int kMR[kWideNV + 1] = {0, 14, 12, 8, 6, 4, 3, 3, 2};
 }  // namespace pyattn::PYATTN_ISA
 
-#define PYATTN_HAS_F16_CONVERSION
+#define PYATTN_HAS_HALF_CONVERSION
 #define PYATTN_HAS_MULTIPLY_WIDE
 #include "half.h"
 
@@ -38,6 +39,10 @@ PYATTN_INLINE vec<uint32_t> multiply_wide(vec<uint32_t> a, vec<uint32_t> b, vec<
   return (vec<uint32_t>)_mm512_mask_shuffle_epi32(even, 0xaaaa, odd, _MM_PERM_CDAB);
 }
 
+PYATTN_INLINE vec<float> load(const bf16* p) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return (vec<float>)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+}
 PYATTN_INLINE vec<float> load(const f16* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }

@@ -20,15 +20,15 @@ PYATTN_INLINE void store_bits(void* p, vec<uint32_t> x) {
   __builtin_memcpy(p, &narrow, sizeof narrow);
 }
 
-PYATTN_INLINE vec<float> load(const bf16* p) { return bit_cast<float>(load_bits(p) << 16); }
-
 PYATTN_INLINE void store(bf16* p, vec<float> x) {
   const vec<uint32_t> bits = bit_cast<uint32_t>(x);
   const vec<uint32_t> rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   store_bits(p, x == x ? rounded : (bits >> 16) | 0x40);  // 0x40: a NaN whose payload was all in the low half
 }
 
-#ifndef PYATTN_HAS_F16_CONVERSION
+#ifndef PYATTN_HAS_HALF_CONVERSION
+
+PYATTN_INLINE vec<float> load(const bf16* p) { return bit_cast<float>(load_bits(p) << 16); }
 
 PYATTN_INLINE vec<float> load(const f16* p) {
   const vec<uint32_t> bits = load_bits(p), magnitude = (bits & 0x7fff) << 13;

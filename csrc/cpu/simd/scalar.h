@@ -5,7 +5,8 @@ namespace pyattn::PYATTN_ISA {
 inline constexpr int kVectorBytes = 16;
 // Register tiles by width in vectors: accumulators + one row of B + A + the product that has no fma, of 16 registers.
 inline constexpr int kMaxNV = 2;
-inline constexpr int kMR[kMaxNV + 1] = {0, 8, 4};
+inline constexpr int kWideNV = 4;
+inline constexpr int kMR[kWideNV + 1] = {0, 8, 4, 2, 2};
 }  // namespace pyattn::PYATTN_ISA
 
 #include "half.h"

@@ -143,5 +143,18 @@ PYATTN_INLINE void transpose(vec<T> (&rows)[kLanes<T>]) {
   }
 }
 
+// rows[0] becomes the sum of each row's lanes, that of row i on lane i.
+template <class T, int kStage = 1>
+PYATTN_INLINE void sum_lanes(vec<T> (&rows)[kLanes<T>]) {
+  if constexpr (kStage < kLanes<T>) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes<T>; i += 2 * kStage) {
+      exchange<kStage>(rows[i], rows[i + kStage], std::make_index_sequence<kLanes<T>>{});
+      rows[i] += rows[i + kStage];
+    }
+    sum_lanes<T, 2 * kStage>(rows);
+  }
+}
+
 }  // namespace
 }  // namespace pyattn::PYATTN_ISA
