@@ -81,7 +81,8 @@ def prepare(copy: Path, isas: list[str]) -> None:
     if isas:
         text = re.sub(r"foreach\(isa .*\)", f"foreach(isa {' '.join(isas)})", text)
         table = copy / "csrc" / "cpu" / "dispatch.cpp"
-        table.write_text(re.sub(rf'^ +\{{"(?!{"|".join(isas)}).*\n', "", table.read_text(), flags=re.MULTILINE))
+        others = rf'^ +\{{"(?!(?:{"|".join(isas)})")[\s\S]*?::kernels\}},\n'
+        table.write_text(re.sub(others, "", table.read_text(), flags=re.MULTILINE))
     (copy / QUICK_BUILD.file).write_text(text)
     version = re.findall(r'__version__ = "(.*)"', (copy / "pyattn" / "__init__.py").read_text())[0]
     options = {"CMAKE_BUILD_TYPE": "Release", "PYATTN_WERROR": "OFF", "SKBUILD_PROJECT_VERSION": version}

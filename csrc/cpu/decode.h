@@ -143,7 +143,7 @@ template <class S>
 void decode_scores(const ForwardParams& p, const HeadRows& head, int64_t n0, int64_t keys, const DecodeScratch<S>& s) {
   using T = Compute<S>;
   const Rows<const S> K = head.keys<S>(p.k, n0);
-  if (n0 == 0 && head.visible_keys(0) < kDecodeBlockK) {
+  if (head.visible_keys(0) < kDecodeBlockK) {
     const int64_t lanes = round_up(keys, kLanes<T>);
     pack_queries<S>(s.Kt, keys, lanes, p.head_dim, T(1), [&](int64_t j) { return K.from(j).data; });
     score_gemm<T>(head.count, 0, lanes, terms<S>(p.head_dim), s.Q.strided(), s.Kt, s.P);
