@@ -70,7 +70,7 @@ def test_nan_that_is_seen_arrives(dtype: torch.dtype, position: int) -> None:
 
 @each_dtype
 def test_scores_of_minus_infinity(dtype: torch.dtype) -> None:
-    """Keys that score -inf weigh nothing, also where they fill a range; a row with no others is NaN, as softmax has it."""
+    """Keys that score -inf weigh nothing, also where they fill a range; a row with no others is NaN, as in softmax."""
     q, k, v = Case(1, 1, 1, 2, 2100, 32, 32).inputs(dtype)
     q = q.abs() + 0.1
     k[:, :, :1500] = -math.inf

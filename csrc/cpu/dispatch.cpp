@@ -18,6 +18,9 @@ extern const Kernels kernels[kNumDTypes];
 namespace avx2 {
 extern const Kernels kernels[kNumDTypes];
 }
+namespace neon {
+extern const Kernels kernels[kNumDTypes];
+}
 namespace scalar {
 extern const Kernels kernels[kNumDTypes];
 }
@@ -36,6 +39,8 @@ const Isa kIsas[] = {
      avx512_bf16::kernels},
     {"avx512", [] { return __builtin_cpu_supports("x86-64-v4") > 0; }, avx512::kernels},
     {"avx2", [] { return __builtin_cpu_supports("x86-64-v3") > 0; }, avx2::kernels},
+#elif defined(__aarch64__)
+    {"neon", [] { return true; }, neon::kernels},
 #endif
     {"scalar", [] { return true; }, scalar::kernels},
 };
