@@ -38,6 +38,18 @@ struct Dropout {
   const int64_t* seed;  // one
 };
 
+// What the time of a pass goes into.
+enum class Phase : int { kPack, kScores, kSoftmax, kDropout, kOut, kdP, kdV, kdK, kdQ, kStore };
+inline constexpr const char* kPhaseNames[] = {"pack",        "S = Q K^T",   "softmax",     "dropout",   "O = P V",
+                                              "dP = dO V^T", "dV = P^T dO", "dK = dS^T Q", "dQ = dS K", "store"};
+inline constexpr int kNumPhases = sizeof(kPhaseNames) / sizeof(*kPhaseNames);
+
+// Where a pass adds what each phase took, when someone measures.
+struct PhaseCounts {
+  int64_t ticks[kNumPhases];  // of the processor's time-stamp counter
+  int64_t flops[kNumPhases];  // of the products as computed: what a tile computes in vain because of its mask is in it
+};
+
 struct ForwardParams {
   View q, k, v, out;
   // (batch, num_heads_q, seqlen_q), dense, double for float64, else float. row_max is the largest score over
@@ -48,7 +60,8 @@ struct ForwardParams {
   double softmax_scale;
   Mask mask;
   Dropout dropout;
-  void* shared;  // the buffer of Plan::shared_bytes, or null
+  void* shared;         // the buffer of Plan::shared_bytes, or null
+  PhaseCounts* counts;  // of the calling task, or null
 };
 
 struct BackwardParams : ForwardParams {
@@ -68,6 +81,7 @@ struct Plan {
 // kScratchAlign-aligned.
 template <class Params>
 struct Pass {
+  const char* name;
   Plan (*plan)(const Params&);
   void (*run)(const Params&, int64_t begin, int64_t end, void* scratch);
 };

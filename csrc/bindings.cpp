@@ -3,11 +3,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <map>
 #include <string>
 
 #include "attention.h"
 #include "cpu/dispatch.h"
+#include "profile.h"
 
 PYBIND11_MODULE(_C, m) {
   m.attr("version") = PYATTN_VERSION;
@@ -25,5 +27,21 @@ PYBIND11_MODULE(_C, m) {
       [dtypes](const std::string& dtype, int64_t rounds) { return pyattn::kernels(dtypes.at(dtype)).peak(rounds); },
       pybind11::arg("dtype"), pybind11::arg("rounds"), pybind11::call_guard<pybind11::gil_scoped_release>(),
       "Do nothing but multiply and add between registers, and return how many floating-point operations that were.");
+  m.attr("phases") = std::vector<std::string>(std::begin(pyattn::kPhaseNames), std::end(pyattn::kPhaseNames));
+  pybind11::class_<pyattn::TaskProfile>(m, "TaskProfile", "What one thread did of one pass.")
+      .def_property_readonly("pass_name", [](const pyattn::TaskProfile& t) { return t.pass; })
+      .def_readonly("isa", &pyattn::TaskProfile::isa)
+      .def_readonly("thread", &pyattn::TaskProfile::thread, "The system's number of the thread.")
+      .def_readonly("begin_ns", &pyattn::TaskProfile::begin_ns, "Nanoseconds since 1970.")
+      .def_readonly("end_ns", &pyattn::TaskProfile::end_ns)
+      .def_readonly("items", &pyattn::TaskProfile::items, "How many of the pass's work items it computed.")
+      .def_property_readonly(
+          "ticks", [](const pyattn::TaskProfile& t) { return std::to_array(t.counts.ticks); },
+          "Of the processor's time-stamp counter, by phase.")
+      .def_property_readonly(
+          "flops", [](const pyattn::TaskProfile& t) { return std::to_array(t.counts.flops); },
+          "Floating-point operations of the products as computed, by phase.");
+  m.def("start_profile", &pyattn::start_profile, "From now on, keep what each task of a pass takes.");
+  m.def("stop_profile", &pyattn::stop_profile, "No longer, and return the tasks since.");
   m.def("set_isa", &pyattn::set_isa, pybind11::arg("name"), "Use the instruction set of that name from now on.");
 }

@@ -19,6 +19,7 @@
 
 #include "attention.h"
 #include "checks.h"
+#include "profile.h"
 
 namespace pyattn {
 namespace {
@@ -95,7 +96,16 @@ void run(const Pass<Params>& pass, const Plan& plan, const Params& p) {
     const c10::DataPtr scratch = allocate(plan.scratch_bytes + kScratchAlign);
     auto address = reinterpret_cast<uintptr_t>(scratch.get());
     address = (address + kScratchAlign - 1) / kScratchAlign * kScratchAlign;
-    for (int64_t item; (item = next++) < plan.items;) pass.run(p, item, item + 1, reinterpret_cast<void*>(address));
+    std::optional<TaskProfile> profile = begin_task(pass.name);
+    Params own = p;
+    own.counts = profile ? &profile->counts : nullptr;
+    int64_t items = 0;
+    for (int64_t item; (item = next++) < plan.items; ++items)
+      pass.run(own, item, item + 1, reinterpret_cast<void*>(address));
+    if (profile) {
+      profile->items = items;
+      end_task(*profile);
+    }
   };
   // Waking the other threads costs about 5 us, in which one thread does some 100,000 multiply-adds of a small shape: worth
   // it from ten times as many.

@@ -102,6 +102,7 @@ class BackwardItem {
                    [&](int64_t j) { return head.keys<S>(p.dk, k_begin + j).data; });
     unpack_rows<S>(Rows<const T>(s.dV), k_end - k_begin, p.head_dim_v, T(1),
                    [&](int64_t j) { return head.keys<S>(p.dv, k_begin + j).data; });
+    watch.lap(Phase::kStore);
   }
 
  private:
@@ -111,21 +112,25 @@ class BackwardItem {
   T* const dq_part;  // this item's share of dQ for all rows, or null: it is the whole of it
   const BackwardScratch<S>& s;
   const Scale<T> scale{p.softmax_scale};
+  Stopwatch watch{p.counts};
 
   void super_block(int64_t r0, int64_t rows) {
     const Rows<T> dQ = dq_part ? Rows<T>{dq_part + r0 * s.ld_k, s.ld_k} : s.dQ;
-    fill_zero(dQ.data, rows * s.ld_k);
     const int64_t visible = min(k_end, head.visible_keys(r0 + rows - 1));
+    const int64_t first =
+        k_begin < visible ? max(r0, head.first_row(k_begin) / kBlockQ<T> * kBlockQ<T>) : r0 + rows;
+    fill_zero(dQ.data, (first - r0) * s.ld_k);  // the other rows see the first block of keys, which writes theirs
     if (k_begin < visible) {
-      const int64_t first = max(r0, head.first_row(k_begin) / kBlockQ<T> * kBlockQ<T>);
       for (int64_t i = first; i < r0 + rows; i += kBlockQ<T>) pack_block(i, i - r0, min(kBlockQ<T>, r0 + rows - i));
       const Rows<const E> Q = query_rows(p.q, r0, p.head_dim, s.Q), dO = query_rows(p.dout, r0, p.head_dim_v, s.dO);
+      watch.lap(Phase::kPack);
       for (int64_t n0 = k_begin; n0 < visible; n0 += kBackwardBlockK)
         key_block(n0, min(kBackwardBlockK, visible - n0), r0, rows, Q, dO, dQ);
     }
     if (!dq_part)
       unpack_rows<S>(Rows<const T>(dQ), rows, p.head_dim, static_cast<T>(p.softmax_scale),
                      [&](int64_t i) { return head.row<S>(p.dq, r0 + i); });
+    watch.lap(Phase::kStore);
   }
 
   Rows<const E> query_rows(const View& view, int64_t r0, int64_t cols, Rows<E> packed) const {
@@ -184,8 +189,7 @@ class BackwardItem {
   }
 
   // The keys [n0, n0 + keys) against the rows of the super-block that see them.
-  void key_block(int64_t n0, int64_t keys, int64_t r0, int64_t rows, Rows<const E> Q, Rows<const E> dO,
-                 Rows<T> dQ) const {
+  void key_block(int64_t n0, int64_t keys, int64_t r0, int64_t rows, Rows<const E> Q, Rows<const E> dO, Rows<T> dQ) {
     const Rows<const E> K = summed_keys<S>(head, p.k, n0, keys, p.head_dim, true, s.K);
     const Strided<E> left_K = kPairs<S> ? left_keys<S>(head, p.k, n0, keys, p.head_dim, s.left_K) : K.strided();
     const Strided<E> left_V = left_keys<S>(head, p.v, n0, keys, p.head_dim_v, s.V);
@@ -195,21 +199,28 @@ class BackwardItem {
       const int64_t m = min(kBlockQ<T>, rows - i), lanes = round_up(m, kLanes<T>);
       const Strips<T> strips = mask_tile(head, r0 + i, m, lanes, n0, keys, s.seen);
       const Rows<const E> Qi = Q.from(terms<S>(i)), dOi = dO.from(terms<S>(i));
+      watch.lap(Phase::kPack);
 
       strips.each([&](int64_t j0, int64_t j1, int64_t keys) {
+        const int64_t pairs = keys * (j1 - j0);
         score_gemm<T>(keys, j0, j1, terms<S>(p.head_dim), left_K, transposed_block(s.Qt, p.head_dim, i), s.P);
+        watch.lap(Phase::kScores, 2 * pairs * p.head_dim);
         score_gemm<T>(keys, j0, j1, terms<S>(p.head_dim_v), left_V, transposed_block(s.dOt, p.head_dim_v, i), s.dP);
+        watch.lap(Phase::kdP, 2 * pairs * p.head_dim_v);
         if (p.dropout.threshold)
           dropout_tile<T>(p, head, r0 + i, j0, j1, n0, keys, [&](int64_t k, int64_t j, vec<T> factor) {
             T* dp = s.dP.from(k).data + j;
             store(dp, load(dp) * factor);
             store(s.kept.from(k).data + j, factor);
           });
+        watch.lap(Phase::kDropout);
         if (strips.masked)
           softmax_gradient<true>(keys, j0, j1, i);
         else
           softmax_gradient<false>(keys, j0, j1, i);
+        watch.lap(Phase::kSoftmax);
         if (p.dropout.threshold) multiply_tile(s.P, s.kept, keys, j0, j1);
+        watch.lap(Phase::kDropout);
       });
 
       const auto k_row = [&](int64_t j) { return head.keys<S>(p.k, n0 + j).data; };
@@ -222,20 +233,30 @@ class BackwardItem {
         const Strided<E> P = tile_over_lanes<S>(s.P, 0, keys, 0, lanes, s.left_P);
         const Strided<E> dS = tile_over_lanes<S>(s.dP, 0, keys, 0, lanes, s.left_dS);
         const Strided<E> dSt = tile_over_keys<S>(s.dP, keys, 0, lanes, s.summed_dS).strided().transposed();
+        watch.lap(Phase::kPack);
         gemm_seen<T>(keys, 0, s.ld_v, terms<S>(m), P, dOi, dV, {true}, key_row);
+        watch.lap(Phase::kdV, 2 * keys * m * p.head_dim_v);
         gemm_seen<T>(keys, 0, s.ld_k, terms<S>(m), dS, Qi, dK, {true}, key_row);
-        gemm_seen<T>(m, 0, s.ld_k, terms<S>(keys), dSt, K, dQ.from(i), {true}, row_key);
+        watch.lap(Phase::kdK, 2 * keys * m * p.head_dim);
+        gemm_seen<T>(m, 0, s.ld_k, terms<S>(keys), dSt, K, dQ.from(i), {n0 > k_begin}, row_key);
+        watch.lap(Phase::kdQ, 2 * keys * m * p.head_dim);
       } else {
         strips.each_keys([&](int64_t k0, int64_t k1, int64_t j) {
           const Strided<E> P = tile_over_lanes<S>(s.P, k0, k1, j, lanes, s.left_P);
           const Strided<E> dS = tile_over_lanes<S>(s.dP, k0, k1, j, lanes, s.left_dS);
-          const int64_t first = terms<S>(j), rows = terms<S>(m - j);
+          const int64_t first = terms<S>(j), rows = terms<S>(m - j), pairs = (k1 - k0) * (m - j);
+          watch.lap(Phase::kPack);
           gemm<T>(k1 - k0, 0, s.ld_v, rows, P.from(k0, first), dOi.from(first), dV.from(k0), {true});
+          watch.lap(Phase::kdV, 2 * pairs * p.head_dim_v);
           gemm<T>(k1 - k0, 0, s.ld_k, rows, dS.from(k0, first), Qi.from(first), dK.from(k0), {true});
+          watch.lap(Phase::kdK, 2 * pairs * p.head_dim);
         });
         strips.each([&](int64_t j0, int64_t j1, int64_t keys) {
           const Strided<E> dS = tile_over_keys<S>(s.dP, keys, j0, j1, s.summed_dS).strided().transposed();
-          gemm<T>(min(j1, m) - j0, 0, s.ld_k, terms<S>(keys), dS.from(j0, 0), K, dQ.from(i + j0), {true});
+          const int64_t rows = min(j1, m) - j0;
+          watch.lap(Phase::kPack);
+          gemm<T>(rows, 0, s.ld_k, terms<S>(keys), dS.from(j0, 0), K, dQ.from(i + j0), {n0 > k_begin});
+          watch.lap(Phase::kdQ, 2 * keys * rows * p.head_dim);
         });
       }
     }

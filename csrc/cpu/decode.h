@@ -161,6 +161,7 @@ void decode_keys(const ForwardParams& p, const HeadRows& head, int64_t k_begin, 
   constexpr int L = kLanes<T>;
   const int64_t rows = head.count;
   const Scale<T> scale(p.softmax_scale);
+  Stopwatch watch(p.counts);
   for (int64_t r = 0; r < rows; ++r) {
     const S* q = head.row<const S>(p.q, r);
     for (int64_t d = 0; d < terms<S>(p.head_dim); d += L)
@@ -169,18 +170,21 @@ void decode_keys(const ForwardParams& p, const HeadRows& head, int64_t k_begin, 
   }
   fill_zero(s.row_sum, rows * L);
   fill_zero(part.O.data, rows * p.head_dim_v);
+  watch.lap(Phase::kPack);
 
   const int64_t visible = min(k_end, head.visible_keys(rows - 1));
   for (int64_t n0 = k_begin; n0 < visible; n0 += kDecodeBlockK) {
     const int64_t keys = min(kDecodeBlockK, visible - n0);
     const auto seen = [&](int64_t r) { return clamp(head.visible_keys(r) - n0, 0, keys); };
     decode_scores<S>(p, head, n0, keys, s);
+    watch.lap(Phase::kScores, 2 * rows * keys * p.head_dim);
     for (int64_t r = 0; r < rows; ++r) {
       const T decay = softmax_row(s.P.from(r).data, seen(r), scale, part.row_max[r], s.row_sum + r * L);
       T* o = part.O.from(r).data;
       for (int64_t d = 0; d < p.head_dim_v; d += L) store(o + d, load(o + d) * decay);
     }
     // The keys that all rows see together, the rest row by row: no product with a value that is not seen, which may be NaN.
+    watch.lap(Phase::kSoftmax);
     const Rows<const S> V = head.keys<S>(p.v, n0);
     const int64_t common = seen(0);
     gemm<T, T, S, kWideNV>(rows, 0, p.head_dim_v, common, s.P.strided(), V, part.O, {true});
@@ -188,12 +192,14 @@ void decode_keys(const ForwardParams& p, const HeadRows& head, int64_t k_begin, 
       if (seen(r) > common)
         gemm<T, T, S, kWideNV>(1, 0, p.head_dim_v, seen(r) - common, s.P.strided().from(r, common), V.from(common),
                                part.O.from(r), {true});
+    watch.lap(Phase::kOut, 2 * rows * keys * p.head_dim_v);
   }
   for (int64_t r = 0; r < rows; ++r) {
     T sum = 0;
     for (int i = 0; i < L; ++i) sum += s.row_sum[r * L + i];
     part.row_sum[r] = sum;
   }
+  watch.lap(Phase::kStore);
 }
 
 // Work items: (batch, KV head, range of keys).
@@ -219,6 +225,7 @@ void merge_out(const ForwardParams& p, int64_t begin, int64_t end, void*) {
   using T = Compute<S>;
   const int64_t splits = decode_splits(p);
   const Scale<T> scale(p.softmax_scale);
+  Stopwatch watch(p.counts);
   for (int64_t item = begin; item < end; ++item) {
     const HeadRows head(p, item);
     const auto part = [&](int64_t split) { return DecodePart<T>(p, head, item * splits + split); };
@@ -239,6 +246,7 @@ void merge_out(const ForwardParams& p, int64_t begin, int64_t end, void*) {
       }
     }
   }
+  watch.lap(Phase::kStore);
 }
 
 }  // namespace

@@ -49,6 +49,7 @@ void forward_block(const ForwardParams& p, const HeadRows& head, int64_t r0, con
   const Scale<T> scale(p.softmax_scale);
   SoftmaxState<T> state;
   alignas(kScratchAlign) T seen[kBlockQ<T>];
+  Stopwatch watch(p.counts);
 
   pack_queries<S>(scratch.Qt, rows, lanes, p.head_dim, scale.power,
                   [&](int64_t i) { return head.row<const S>(p.q, r0 + i); });
@@ -63,24 +64,31 @@ void forward_block(const ForwardParams& p, const HeadRows& head, int64_t r0, con
     const bool select =
         strips.masked && !all_finite<S>(keys, p.head_dim_v, [&](int64_t j) { return head.keys<S>(p.v, n0 + j).data; });
     const Update<T> update{n0 > 0, state.decay};
+    watch.lap(Phase::kPack);
 
     strips.each([&](int64_t j0, int64_t j1, int64_t keys) {
+      const int64_t pairs = keys * (j1 - j0);
       score_gemm<T>(keys, j0, j1, terms<S>(p.head_dim), K, scratch.Qt, P);
+      watch.lap(Phase::kScores, 2 * pairs * p.head_dim);
       if (strips.masked)
         softmax_tile<true>(P, keys, j0, j1, seen, scale, state);
       else
         softmax_tile<false>(P, keys, j0, j1, seen, scale, state);
+      watch.lap(Phase::kSoftmax);
       if (p.dropout.threshold)
         dropout_tile<T>(p, head, r0, j0, j1, n0, keys, [&](int64_t k, int64_t j, vec<T> factor) {
           T* weight = P.from(k).data + j;
           store(weight, load(weight) * factor);
         });
+      watch.lap(Phase::kDropout);
       const Rows<const E> weights = tile_over_keys<S>(P, keys, j0, j1, scratch.weights);
+      watch.lap(Phase::kPack);
       if (select)
         gemm_seen<T>(p.head_dim_v, j0, j1, terms<S>(keys), Vt, weights, Ot, update,
                      [&](int64_t, int64_t j, int64_t k) { return static_cast<T>(k) < load(seen + j); });
       else
         gemm<T>(p.head_dim_v, j0, j1, terms<S>(keys), Vt, weights, Ot, update);
+      watch.lap(Phase::kOut, 2 * pairs * p.head_dim_v);
     });
   }
 
@@ -89,6 +97,7 @@ void forward_block(const ForwardParams& p, const HeadRows& head, int64_t r0, con
     inverse[i] = i < rows ? finish_row(p, head, r0 + i, state.row_max[i], state.row_sum[i], scale) : T(0);
   unpack_transposed<S>(Rows<const T>(Ot), rows, p.head_dim_v, inverse,
                        [&](int64_t i) { return head.row<S>(p.out, r0 + i); });
+  watch.lap(Phase::kStore);
 }
 
 // Work items: (batch, KV head, block of query rows), the last block of a head, which under a causal mask is the

@@ -7,6 +7,7 @@
 // Each of these builds on the ones before it.
 #include "gemm.h"
 #include "tile.h"
+#include "stopwatch.h"
 #include "mask.h"
 #include "operand.h"
 #include "softmax.h"
@@ -22,10 +23,10 @@ namespace {
 
 template <class S>
 constexpr Kernels kernels_for() {
-  return {{plan_forward<S>, forward<S>},
-          {plan_merge_out<S>, merge_out<S>},
-          {plan_backward<S>, backward<S>},
-          {plan_reduce_dq<S>, reduce_dq<S>},
+  return {{"forward", plan_forward<S>, forward<S>},
+          {"merge_out", plan_merge_out<S>, merge_out<S>},
+          {"backward", plan_backward<S>, backward<S>},
+          {"reduce_dq", plan_reduce_dq<S>, reduce_dq<S>},
           peak<S>};
 }
 

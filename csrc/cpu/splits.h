@@ -40,6 +40,7 @@ void reduce_dq(const BackwardParams& p, int64_t begin, int64_t end, void*) {
   using T = Compute<S>;
   const int64_t splits = key_splits(p), ld = round_up(p.head_dim, kLanes<T>);
   const int64_t blocks = query_blocks<S>(p);
+  Stopwatch watch(p.counts);
   for (int64_t item = begin; item < end; ++item) {
     const HeadRows head(p, item / blocks);
     const int64_t r0 = item % blocks * kBlockQ<T>, rows = min(kBlockQ<T>, head.count - r0);
@@ -50,6 +51,7 @@ void reduce_dq(const BackwardParams& p, int64_t begin, int64_t end, void*) {
     unpack_rows<S>(Rows<const T>{parts, ld}, rows, p.head_dim, static_cast<T>(p.softmax_scale),
                    [&](int64_t i) { return head.row<S>(p.dq, r0 + i); });
   }
+  watch.lap(Phase::kStore);
 }
 
 }  // namespace

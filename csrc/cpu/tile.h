@@ -56,13 +56,16 @@ void pack_transposed(Rows<T> dst, int64_t rows, int64_t lanes, int64_t cols, T s
     const int64_t m = min(L, rows - i);
     const S* from[L];
     for (int64_t r = 0; r < m; ++r) from[r] = row(i + r);
+    for (int64_t r = i + L; r < min(i + 2 * L, rows); ++r)
+      for (int64_t d = 0; d < cols; d += 64 / sizeof(S)) __builtin_prefetch(row(r) + d);
     for (int64_t d = 0; d < cols; d += L) {
       const int64_t n = min(L, cols - d);
-      vec<T> square[L] = {};
+      vec<T> square[L];
       if (m == L && n == L) {
 #pragma GCC unroll 16
         for (int r = 0; r < L; ++r) square[r] = load(from[r] + d) * scale;
       } else {
+        for (vec<T>& x : square) x = vec<T>{};
         for (int64_t r = 0; r < m; ++r) square[r] = load(from[r] + d, n) * scale;
       }
       transpose<T>(square);
@@ -77,6 +80,8 @@ void unpack_transposed(Rows<const T> src, int64_t rows, int64_t cols, const T* s
   constexpr int L = kLanes<T>;
   for (int64_t i = 0; i < rows; i += L) {
     const int64_t m = min(L, rows - i);
+    for (int64_t r = i + L; r < min(i + 2 * L, rows); ++r)
+      for (int64_t d = 0; d < cols; d += 64 / sizeof(S)) __builtin_prefetch(row(r) + d, 1);
     for (int64_t d = 0; d < cols; d += L) {
       const int64_t n = min(L, cols - d);
       vec<T> square[L] = {};
