@@ -102,10 +102,7 @@ void run(const Pass<Params>& pass, const Plan& plan, const Params& p) {
     int64_t items = 0;
     for (int64_t item; (item = next++) < plan.items; ++items)
       pass.run(own, item, item + 1, reinterpret_cast<void*>(address));
-    if (profile) {
-      profile->items = items;
-      end_task(*profile);
-    }
+    if (profile) end_task(*profile, items);
   };
   // Waking the other threads costs about 5 us, in which one thread does some 100,000 multiply-adds of a small shape: worth
   // it from ten times as many.

@@ -40,8 +40,9 @@ std::optional<TaskProfile> begin_task(const char* pass) {
   return TaskProfile{pass, active_isa(), syscall(SYS_gettid), now_ns(), 0, 0, {}};
 }
 
-void end_task(TaskProfile& task) {
-  task.end_ns = now_ns();
+void end_task(TaskProfile& task, int64_t items) {
+  if (items == 0) return;
+  task.end_ns = now_ns(), task.items = items;
   const std::lock_guard lock(mutex);
   if (measuring) tasks.push_back(std::move(task));
 }

@@ -23,8 +23,8 @@ struct TaskProfile {
 void start_profile();
 std::vector<TaskProfile> stop_profile();
 
-// A task that begins now; nothing if nobody measures.
+// A task that begins now; nothing if nobody measures. It is kept when it ends, unless others were faster to take all items.
 std::optional<TaskProfile> begin_task(const char* pass);
-void end_task(TaskProfile& task);
+void end_task(TaskProfile& task, int64_t items);
 
 }  // namespace pyattn

@@ -1,9 +1,12 @@
-"""The native operators, with what only Python can give them: batching rules for vmap."""
+"""The native operators, with what only Python can give them: batching rules for vmap, counts of operations."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import register_flop_formula
 
 attention_forward = torch.ops.pyattn.attention_forward.default
 attention_backward = torch.ops.pyattn.attention_backward.default
@@ -41,3 +44,42 @@ def _register_vmap(op: torch._ops.OpOverload[..., Any], name: str) -> None:
 
 _register_vmap(attention_forward, "pyattn::attention_forward")
 _register_vmap(attention_backward, "pyattn::attention_backward")
+
+
+def visible_pairs(seqlen_q: int, seqlen_k: int, q_offset: int) -> int:
+    """How many pairs of query and key a causal mask leaves: the sum over i of ``i + q_offset + 1``, cut to the keys."""
+    first = min(max(-q_offset, 0), seqlen_q)
+    full = min(max(seqlen_k - q_offset, first), seqlen_q)  # from here on, rows see all keys
+    return (full - first) * (first + full + 1 + 2 * q_offset) // 2 + (seqlen_q - full) * seqlen_k
+
+
+def _pairs(
+    q: Tensor,
+    k: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    q_offset: int | None = None,
+    q_offsets: Tensor | None = None,
+    *_: Any,
+) -> int:
+    """Pairs that are seen, over batch and query heads; all of them where per-sequence offsets have no values yet."""
+    batch, heads, seqlen_q = q.shape[:3]
+    seqlen_k = k.shape[2]
+    if not causal or isinstance(q_offsets, FakeTensor):
+        return batch * heads * seqlen_q * seqlen_k
+    offsets: Sequence[int] = [seqlen_k - seqlen_q if q_offset is None else q_offset] * batch
+    if q_offsets is not None:
+        offsets = q_offsets.tolist()
+    return heads * sum(visible_pairs(seqlen_q, seqlen_k, offset) for offset in offsets)
+
+
+@register_flop_formula(torch.ops.pyattn.attention_forward, get_raw=True)
+def forward_flops(q: Tensor, k: Tensor, v: Tensor, *options: Any, **_: Any) -> int:
+    """Q K^T and P V, two operations for each column of each pair that the mask leaves."""
+    return 2 * _pairs(q, k, *options) * (q.shape[3] + v.shape[3])
+
+
+@register_flop_formula(torch.ops.pyattn.attention_backward, get_raw=True)
+def backward_flops(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
+    """Q K^T again, dO V^T, dV, dK and dQ, counted likewise."""
+    return 2 * _pairs(q, k, *rest[3:]) * (3 * q.shape[3] + 2 * v.shape[3])

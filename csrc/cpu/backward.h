@@ -117,8 +117,7 @@ class BackwardItem {
   void super_block(int64_t r0, int64_t rows) {
     const Rows<T> dQ = dq_part ? Rows<T>{dq_part + r0 * s.ld_k, s.ld_k} : s.dQ;
     const int64_t visible = min(k_end, head.visible_keys(r0 + rows - 1));
-    const int64_t first =
-        k_begin < visible ? max(r0, head.first_row(k_begin) / kBlockQ<T> * kBlockQ<T>) : r0 + rows;
+    const int64_t first = k_begin < visible ? max(r0, head.first_row(k_begin) / kBlockQ<T> * kBlockQ<T>) : r0 + rows;
     fill_zero(dQ.data, (first - r0) * s.ld_k);  // the other rows see the first block of keys, which writes theirs
     if (k_begin < visible) {
       for (int64_t i = first; i < r0 + rows; i += kBlockQ<T>) pack_block(i, i - r0, min(kBlockQ<T>, r0 + rows - i));
@@ -207,20 +206,23 @@ class BackwardItem {
         watch.lap(Phase::kScores, 2 * pairs * p.head_dim);
         score_gemm<T>(keys, j0, j1, terms<S>(p.head_dim_v), left_V, transposed_block(s.dOt, p.head_dim_v, i), s.dP);
         watch.lap(Phase::kdP, 2 * pairs * p.head_dim_v);
-        if (p.dropout.threshold)
+        if (p.dropout.threshold) {
           dropout_tile<T>(p, head, r0 + i, j0, j1, n0, keys, [&](int64_t k, int64_t j, vec<T> factor) {
             T* dp = s.dP.from(k).data + j;
             store(dp, load(dp) * factor);
             store(s.kept.from(k).data + j, factor);
           });
-        watch.lap(Phase::kDropout);
+          watch.lap(Phase::kDropout);
+        }
         if (strips.masked)
           softmax_gradient<true>(keys, j0, j1, i);
         else
           softmax_gradient<false>(keys, j0, j1, i);
         watch.lap(Phase::kSoftmax);
-        if (p.dropout.threshold) multiply_tile(s.P, s.kept, keys, j0, j1);
-        watch.lap(Phase::kDropout);
+        if (p.dropout.threshold) {
+          multiply_tile(s.P, s.kept, keys, j0, j1);
+          watch.lap(Phase::kDropout);
+        }
       });
 
       const auto k_row = [&](int64_t j) { return head.keys<S>(p.k, n0 + j).data; };

@@ -75,12 +75,13 @@ void forward_block(const ForwardParams& p, const HeadRows& head, int64_t r0, con
       else
         softmax_tile<false>(P, keys, j0, j1, seen, scale, state);
       watch.lap(Phase::kSoftmax);
-      if (p.dropout.threshold)
+      if (p.dropout.threshold) {
         dropout_tile<T>(p, head, r0, j0, j1, n0, keys, [&](int64_t k, int64_t j, vec<T> factor) {
           T* weight = P.from(k).data + j;
           store(weight, load(weight) * factor);
         });
-      watch.lap(Phase::kDropout);
+        watch.lap(Phase::kDropout);
+      }
       const Rows<const E> weights = tile_over_keys<S>(P, keys, j0, j1, scratch.weights);
       watch.lap(Phase::kPack);
       if (select)

@@ -1,4 +1,4 @@
-"""The commands: ``pyattn info``, ``pyattn train`` and ``pyattn bench``, also as ``python -m pyattn``.
+"""The commands: ``pyattn info``, ``train``, ``bench`` and ``profile``, also as ``python -m pyattn``.
 
 Each command is a module here with ``run(argv) -> exit code``. It is imported when it is called for, so that one
 command's extras are not another's, and ``import pyattn`` needs none of them.
@@ -13,6 +13,7 @@ COMMANDS = {
     "info": "what this build is, and what it runs on",
     "train": "train a small GPT on text, and measure its attention",
     "bench": "time and memory of attention and modules, beside PyTorch's",
+    "profile": "where the time inside the kernels goes",
 }
 EXTRAS = {"matplotlib", "numpy", "safetensors", "tqdm"}
 
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="pyattn",
         description="Exact native attention for PyTorch.",
-        epilog="\n".join(f"{name:8}{purpose}" for name, purpose in COMMANDS.items()),
+        epilog="\n".join(f"{name:9}{purpose}" for name, purpose in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=COMMANDS, help="see below; each has its own --help")
