@@ -12,9 +12,8 @@ inline constexpr int64_t kDecodeRows = 8;
 inline constexpr int64_t kDecodeBlockK = 128;
 // Keys of an item: merging costs a thousandth of reading them, and 16k keys of one head still feed 16 threads.
 inline constexpr int64_t kDecodeSplit = 1024;
-// Where several rows of K are read side by side, the hardware does not see the next ones coming: 12 instead of 28 GB/s without.
+// How far ahead rows of K are prefetched where several are read side by side: 12 instead of 28 GB/s without.
 inline constexpr int64_t kPrefetchKeys = 16;
-inline constexpr int64_t kCacheLine = 64;
 
 template <class S>
 bool few_rows(const ForwardParams& p) {
@@ -75,8 +74,7 @@ template <int kRows, class S, class T = Compute<S>, class E = Operand<S>>
   const S* key[kKeys];
   for (int i = 0; i < kKeys; ++i) key[i] = K.from(min(i, keys - 1)).data;
   if constexpr (kStreams > 1)
-    for (int i = 0; i < kKeys; ++i)
-      for (int64_t d = 0; d < cols; d += kCacheLine / sizeof(S)) __builtin_prefetch(K.from(i + kPrefetchKeys).data + d);
+    prefetch_rows(kPrefetchKeys, kPrefetchKeys + kKeys, cols, [&](int64_t i) { return K.from(i).data; });
   const int64_t count = terms<S>(cols);
   vec<T> sum[kLanes<T>] = {};
 #pragma GCC unroll 16

@@ -26,12 +26,6 @@ Rows<const Compute<S>> load_keys(const HeadRows& head, const View& view, int64_t
   return {buffer.data, buffer.row};
 }
 
-PYATTN_INLINE vec<bf16_pair> load_pairs(const bf16* p, int64_t n) {
-  bf16 columns[2 * kLanes<bf16_pair>] = {};
-  __builtin_memcpy(columns, p, min(n, 2 * kLanes<bf16_pair>) * sizeof(bf16));
-  return load_unaligned(reinterpret_cast<const bf16_pair*>(columns));
-}
-
 template <class S>
 PYATTN_INLINE vec<Operand<S>> load_operands(const S* p) {
   if constexpr (kPairs<S>)
@@ -40,10 +34,19 @@ PYATTN_INLINE vec<Operand<S>> load_operands(const S* p) {
     return load(p);
 }
 
+// The first n columns, the rest zero.
+template <class S>
+PYATTN_INLINE vec<Operand<S>> load_operands(const S* p, int64_t n) {
+  S columns[kLanes<Operand<S>> * kColumns<S>] = {};
+  __builtin_memcpy(columns, p, n * sizeof(S));
+  return load_operands(columns);
+}
+
 // Times a power of two: exact but for subnormal numbers.
 PYATTN_INLINE vec<float> scale_operands(vec<float> x, float power) { return x * power; }
 PYATTN_INLINE vec<double> scale_operands(vec<double> x, double power) { return x * power; }
 PYATTN_INLINE vec<bf16_pair> scale_operands(vec<bf16_pair> x, float power) {
+  if (power == 1) return x;
   const vec<uint32_t> low = bit_cast<uint32_t>(bit_cast<float>(x << 16) * power);
   const vec<uint32_t> high = bit_cast<uint32_t>(bit_cast<float>(x & 0xffff0000) * power);
   return low >> 16 | (high & 0xffff0000);
@@ -52,19 +55,26 @@ PYATTN_INLINE vec<bf16_pair> scale_operands(vec<bf16_pair> x, float power) {
 // The rows i < rows transposed, times a power of two, 0 for rows <= i < lanes: dst[d][i] = scale * row(i)[d].
 template <class S, class Row>
 void pack_queries(Rows<Operand<S>> dst, int64_t rows, int64_t lanes, int64_t cols, Compute<S> scale, Row row) {
-  if constexpr (!kPairs<S>) {
-    pack_transposed<S>(dst, rows, lanes, cols, scale, row);
-  } else {
-    constexpr int L = kLanes<bf16_pair>;
-    for (int64_t i = 0; i < lanes; i += L)
-      for (int64_t d = 0; d < cols; d += 2 * L) {
-        vec<bf16_pair> square[L] = {};
-        for (int64_t r = 0; r < min(L, rows - i); ++r) square[r] = load_pairs(row(i + r) + d, cols - d);
-        if (scale != 1)
-          for (vec<bf16_pair>& x : square) x = scale_operands(x, scale);
-        transpose<bf16_pair>(square);
-        for (int64_t c = 0; c < min(L, terms<S>(cols - d)); ++c) store(dst.data + (d / 2 + c) * dst.row + i, square[c]);
+  using E = Operand<S>;
+  constexpr int L = kLanes<E>, kWidth = L * kColumns<S>;
+  for (int64_t i = 0; i < lanes; i += L) {
+    const int64_t m = min(L, rows - i);
+    const S* from[L];
+    for (int64_t r = 0; r < m; ++r) from[r] = row(i + r);
+    prefetch_rows(i + L, min(i + 2 * L, rows), cols, row);
+    for (int64_t d = 0; d < cols; d += kWidth) {
+      const int64_t n = min(kWidth, cols - d);
+      vec<E> square[L];
+      if (m == L && n == kWidth) {
+#pragma GCC unroll 16
+        for (int r = 0; r < L; ++r) square[r] = scale_operands(load_operands(from[r] + d), scale);
+      } else {
+        for (vec<E>& x : square) x = vec<E>{};
+        for (int64_t r = 0; r < m; ++r) square[r] = scale_operands(load_operands(from[r] + d, n), scale);
       }
+      transpose<E>(square);
+      for (int64_t c = 0; c < terms<S>(n); ++c) store(dst.from(d / kColumns<S> + c).data + i, square[c]);
+    }
   }
 }
 

@@ -4,6 +4,8 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
+inline constexpr int64_t kCacheLine = 64;
+
 // Query rows of a block: 64 queries of 4 bytes are the widest register tile of AVX-512 and, with the
 // head dimension, of the transposed accumulators that must stay in L2.
 template <class T>
@@ -48,30 +50,11 @@ void fill_zero(T* p, int64_t n) {
   __builtin_memset(p, 0, n * sizeof(T));
 }
 
-// dst[d][i] = scale * row(i)[d] for d < cols and i < rows, 0 for rows <= i < lanes.
-template <class S, class T, class Row>
-void pack_transposed(Rows<T> dst, int64_t rows, int64_t lanes, int64_t cols, T scale, Row row) {
-  constexpr int L = kLanes<T>;
-  for (int64_t i = 0; i < lanes; i += L) {
-    const int64_t m = min(L, rows - i);
-    const S* from[L];
-    for (int64_t r = 0; r < m; ++r) from[r] = row(i + r);
-    for (int64_t r = i + L; r < min(i + 2 * L, rows); ++r)
-      for (int64_t d = 0; d < cols; d += 64 / sizeof(S)) __builtin_prefetch(row(r) + d);
-    for (int64_t d = 0; d < cols; d += L) {
-      const int64_t n = min(L, cols - d);
-      vec<T> square[L];
-      if (m == L && n == L) {
-#pragma GCC unroll 16
-        for (int r = 0; r < L; ++r) square[r] = load(from[r] + d) * scale;
-      } else {
-        for (vec<T>& x : square) x = vec<T>{};
-        for (int64_t r = 0; r < m; ++r) square[r] = load(from[r] + d, n) * scale;
-      }
-      transpose<T>(square);
-      for (int64_t c = 0; c < n; ++c) store(dst.data + (d + c) * dst.row + i, square[c]);
-    }
-  }
+// Reading or writing a vector's worth of rows side by side, the hardware does not see the next ones coming.
+template <class Row>
+void prefetch_rows(int64_t i, int64_t end, int64_t cols, Row row) {
+  for (; i < end; ++i)
+    for (int64_t d = 0; d < cols; d += kCacheLine / sizeof(*row(i))) __builtin_prefetch(row(i) + d);
 }
 
 // row(i)[d] = scale[i] * src[d][i] for i < rows and d < cols.
@@ -80,8 +63,7 @@ void unpack_transposed(Rows<const T> src, int64_t rows, int64_t cols, const T* s
   constexpr int L = kLanes<T>;
   for (int64_t i = 0; i < rows; i += L) {
     const int64_t m = min(L, rows - i);
-    for (int64_t r = i + L; r < min(i + 2 * L, rows); ++r)
-      for (int64_t d = 0; d < cols; d += 64 / sizeof(S)) __builtin_prefetch(row(r) + d, 1);
+    prefetch_rows(i + L, min(i + 2 * L, rows), cols, row);
     for (int64_t d = 0; d < cols; d += L) {
       const int64_t n = min(L, cols - d);
       vec<T> square[L] = {};
