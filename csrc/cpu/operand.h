@@ -37,7 +37,9 @@ PYATTN_INLINE vec<Operand<S>> load_operands(const S* p) {
 // The first n columns, the rest zero.
 template <class S>
 PYATTN_INLINE vec<Operand<S>> load_operands(const S* p, int64_t n) {
-  S columns[kLanes<Operand<S>> * kColumns<S>] = {};
+  constexpr int64_t kWidth = kLanes<Operand<S>> * kColumns<S>;
+  if (n == kWidth) return load_operands(p);
+  S columns[kWidth] = {};
   __builtin_memcpy(columns, p, n * sizeof(S));
   return load_operands(columns);
 }
@@ -78,6 +80,16 @@ void pack_queries(Rows<Operand<S>> dst, int64_t rows, int64_t lanes, int64_t col
   }
 }
 
+// Two rows of bf16, columns as they lie, become pairs of a column each.
+template <std::size_t... I>
+PYATTN_INLINE void interleave(vec<bf16_pair>& a, vec<bf16_pair>& b, std::index_sequence<I...>) {
+  typedef uint16_t columns __attribute__((vector_size(kVectorBytes)));
+  constexpr int n = sizeof...(I);
+  const columns x = (columns)a, y = (columns)b;
+  a = (vec<bf16_pair>)__builtin_shufflevector(x, y, (I % 2 * n + I / 2)...);
+  b = (vec<bf16_pair>)__builtin_shufflevector(x, y, (I % 2 * n + I / 2 + n / 2)...);
+}
+
 // Rows that are summed over: dst[i] = row(i), up to a whole vector.
 template <class S, class Row>
 void pack_summed_rows(Rows<Operand<S>> dst, int64_t rows, int64_t cols, Row row) {
@@ -86,10 +98,13 @@ void pack_summed_rows(Rows<Operand<S>> dst, int64_t rows, int64_t cols, Row row)
   } else {
     constexpr int L = kLanes<bf16_pair>;
     for (int64_t i = 0; i < rows; i += 2)
-      for (int64_t d = 0; d < cols; d += L) {
-        const int64_t n = min(L, cols - d);
-        const vec<float> low = load(row(i) + d, n), high = i + 1 < rows ? load(row(i + 1) + d, n) : vec<float>{};
-        store(dst.data + i / 2 * dst.row + d, bit_cast<uint32_t>(low) >> 16 | (bit_cast<uint32_t>(high) & 0xffff0000));
+      for (int64_t d = 0; d < cols; d += 2 * L) {
+        const int64_t n = min(2 * L, cols - d);
+        vec<bf16_pair> a = load_operands(row(i) + d, n), b = {};
+        if (i + 1 < rows) b = load_operands(row(i + 1) + d, n);
+        interleave(a, b, std::make_index_sequence<2 * L>{});
+        store(dst.from(i / 2).data + d, a);
+        if (n > L) store(dst.from(i / 2).data + d + L, b);
       }
   }
 }
