@@ -79,18 +79,17 @@ def attention(
     dropout_seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` of the native operator, differentiable in q, k and v."""
-    if torch.compiler.is_compiling():  # which refuses one tensor as two arguments of a Function
-        k = k.view_as(k) if k is q else k
-        v = v.view_as(v) if v is q or v is k else v
-    args = (q, k, v, softmax_scale, causal, q_offset, q_offsets, dropout_p, dropout_seed)
     apply: Callable[..., tuple[Tensor, ...]]
     if torch.compiler.is_compiling():
         apply = Attention.apply
+        k = k.view_as(k) if k is q else k  # for the compiler refuses one tensor as two arguments of a Function
+        v = v.view_as(v) if v is q or v is k else v
     elif torch._C._are_functorch_transforms_active():
         apply = TransformableAttention.apply
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         apply = Attention.apply
     else:
         apply = _ops.attention_forward
-    out, lse, *_ = apply(*args)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
-    return out, lse
+    # torch leaves Function.apply untyped
+    results = apply(q, k, v, softmax_scale, causal, q_offset, q_offsets, dropout_p, dropout_seed)  # type: ignore[no-untyped-call]
+    return results[0], results[1]

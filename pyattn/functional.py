@@ -105,16 +105,18 @@ def attention(
     >>> attention(q, k, v).shape
     torch.Size([2, 8, 100, 64])
     """
-    _check_tensor("q", q)
-    _check_tensor("k", k)
-    _check_tensor("v", v)
-    _check_type("causal", causal, bool)
-    _check_type("q_offset", q_offset, int, torch.SymInt, Tensor, type(None))
-    _check_type("softmax_scale", softmax_scale, int, float, torch.SymInt, torch.SymFloat, type(None))
-    _check_type("dropout_p", dropout_p, int, float)
-    _check_type("dropout_seed", dropout_seed, int, torch.SymInt, Tensor, type(None))
-    _check_64_bits("q_offset", q_offset)
-    _check_64_bits("dropout_seed", dropout_seed)
+    plain = type(q) is type(k) is type(v) is Tensor and type(causal) is bool and type(dropout_p) is float
+    if not (plain and softmax_scale is None and q_offset is None and dropout_seed is None):  # a microsecond saved
+        _check_tensor("q", q)
+        _check_tensor("k", k)
+        _check_tensor("v", v)
+        _check_type("causal", causal, bool)
+        _check_type("q_offset", q_offset, int, torch.SymInt, Tensor, type(None))
+        _check_type("softmax_scale", softmax_scale, int, float, torch.SymInt, torch.SymFloat, type(None))
+        _check_type("dropout_p", dropout_p, int, float)
+        _check_type("dropout_seed", dropout_seed, int, torch.SymInt, Tensor, type(None))
+        _check_64_bits("q_offset", q_offset)
+        _check_64_bits("dropout_seed", dropout_seed)
     if torch._C._is_any_autocast_enabled():
         q, k, v = _autocast(q), _autocast(k), _autocast(v)
     offset, offsets = (None, q_offset) if isinstance(q_offset, Tensor) else (q_offset, None)
