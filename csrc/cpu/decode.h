@@ -17,9 +17,10 @@ inline constexpr int64_t kPrefetchKeys = 16;
 
 template <class S>
 bool few_rows(const ForwardParams& p) {
-  constexpr int L = kLanes<Compute<S>>;
-  return p.seqlen_q * group_size(p) <= kDecodeRows && !p.dropout.threshold && p.head_dim &&
-         p.head_dim % (kColumns<S> * L) == 0 && p.head_dim_v && p.head_dim_v % L == 0;
+  const auto whole_vectors = [](int64_t cols, int64_t width) { return cols > 0 && cols % width == 0; };
+  const int64_t rows = p.seqlen_q * group_size(p), lanes = kLanes<Compute<S>>;
+  return rows > 0 && rows <= kDecodeRows && !p.dropout.threshold && whole_vectors(p.head_dim, kColumns<S> * lanes) &&
+         whole_vectors(p.head_dim_v, lanes);
 }
 
 PYATTN_INLINE int64_t decode_splits(const ForwardParams& p) { return max(1, ceil_div(p.seqlen_k, kDecodeSplit)); }
@@ -135,8 +136,8 @@ T softmax_row(T* s, int64_t seen, Scale<T> scale, T& row_max, T* row_sum) {
   return decay[0];
 }
 
-// The scores of all rows with the keys [n0, n0 + keys), into P. Where a row has few keys, its scores are summed as backward will sum
-// them: weights that then add up to exactly 1 are what keeps dq of a row with one key 0.
+// The scores of all rows with the keys [n0, n0 + keys), into P. Where a row has few keys, its scores are summed as backward
+// will sum them: weights that then add up to exactly 1 are what keeps dq of a row with one key 0.
 template <class S>
 void decode_scores(const ForwardParams& p, const HeadRows& head, int64_t n0, int64_t keys, const DecodeScratch<S>& s) {
   using T = Compute<S>;
@@ -181,8 +182,8 @@ void decode_keys(const ForwardParams& p, const HeadRows& head, int64_t k_begin, 
       T* o = part.O.from(r).data;
       for (int64_t d = 0; d < p.head_dim_v; d += L) store(o + d, load(o + d) * decay);
     }
-    // The keys that all rows see together, the rest row by row: no product with a value that is not seen, which may be NaN.
     watch.lap(Phase::kSoftmax);
+    // The keys that all rows see together, the rest row by row: no product with a value that is not seen, which may be NaN.
     const Rows<const S> V = head.keys<S>(p.v, n0);
     const int64_t common = seen(0);
     gemm<T, T, S, kWideNV>(rows, 0, p.head_dim_v, common, s.P.strided(), V, part.O, {true});
