@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from pyattn import attention, reference
+
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -93,6 +95,18 @@ def assert_accurate(name: str, x: Tensor, plain: Tensor, exact: Tensor) -> None:
     """x is within :func:`accuracy_bound` of the exact value."""
     assert x.shape == exact.shape
     assert error(x, exact) <= accuracy_bound(x, plain, exact), name
+
+
+def assert_case_accurate(case: Case, dtype: torch.dtype) -> None:
+    """Every result of the native attention, forward and backward, by that rule."""
+    qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
+    ours = run(attention, qkv, dout, dlse, **case.options)
+    plain = run(reference.attention, qkv, dout, dlse, **case.options)
+    exact = run(reference.attention, tuple(t.double() for t in qkv), dout.double(), dlse, **case.options)
+    assert ours[0].dtype == dtype
+    assert ours[1].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    for name, x, yardstick, truth in zip(NAMES, ours, plain, exact, strict=True):
+        assert_accurate(name, x, yardstick, truth)
 
 
 def assert_equal(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> None:

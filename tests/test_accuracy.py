@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import NAMES, Case, assert_accurate, each_dtype, run
+from helpers import NAMES, Case, assert_accurate, assert_case_accurate, each_dtype, run
 
 from pyattn import attention, reference
 
@@ -34,14 +34,7 @@ CASES = [
 @each_dtype
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward_and_backward(case: Case, dtype: torch.dtype) -> None:
-    qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
-    ours = run(attention, qkv, dout, dlse, **case.options)
-    plain = run(reference.attention, qkv, dout, dlse, **case.options)
-    exact = run(reference.attention, tuple(t.double() for t in qkv), dout.double(), dlse, **case.options)
-    assert ours[0].dtype == dtype
-    assert ours[1].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    for name, x, yardstick, truth in zip(NAMES, ours, plain, exact, strict=True):
-        assert_accurate(name, x, yardstick, truth)
+    assert_case_accurate(case, dtype)
 
 
 @pytest.mark.usefixtures("isa")

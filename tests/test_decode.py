@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import DTYPES, NAMES, Case, assert_accurate, assert_equal, each_dtype, run
+from helpers import DTYPES, Case, assert_accurate, assert_case_accurate, assert_equal, each_dtype
 
 from pyattn import attention, reference
 
@@ -32,12 +32,7 @@ CASES = [
 @each_dtype
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward_and_backward(case: Case, dtype: torch.dtype) -> None:
-    qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
-    ours = run(attention, qkv, dout, dlse, **case.options)
-    plain = run(reference.attention, qkv, dout, dlse, **case.options)
-    exact = run(reference.attention, tuple(t.double() for t in qkv), dout.double(), dlse, **case.options)
-    for name, x, yardstick, truth in zip(NAMES, ours, plain, exact, strict=True):
-        assert_accurate(name, x, yardstick, truth)
+    assert_case_accurate(case, dtype)
 
 
 @each_dtype
