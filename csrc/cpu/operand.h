@@ -37,11 +37,10 @@ PYATTN_INLINE vec<Operand<S>> load_operands(const S* p) {
 // The first n columns, the rest zero.
 template <class S>
 PYATTN_INLINE vec<Operand<S>> load_operands(const S* p, int64_t n) {
-  constexpr int64_t kWidth = kLanes<Operand<S>> * kColumns<S>;
-  if (n == kWidth) return load_operands(p);
-  S columns[kWidth] = {};
-  __builtin_memcpy(columns, p, n * sizeof(S));
-  return load_operands(columns);
+  if constexpr (kPairs<S>)
+    return load_pairs(p, n);
+  else
+    return load(p, n);
 }
 
 // Times a power of two: exact but for subnormal numbers.

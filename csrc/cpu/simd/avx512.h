@@ -50,5 +50,12 @@ PYATTN_INLINE void store(f16* p, vec<float> x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
+// The first n columns, without the way through memory that tile.h has for any type.
+PYATTN_INLINE uint32_t first(int64_t n) { return static_cast<uint32_t>((int64_t{1} << n) - 1); }
+PYATTN_INLINE vec<float> load(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first(n), p); }
+PYATTN_INLINE vec<double> load(const double* p, int64_t n) { return _mm512_maskz_loadu_pd(first(n), p); }
+PYATTN_INLINE void store(float* p, vec<float> x, int64_t n) { _mm512_mask_storeu_ps(p, first(n), x); }
+PYATTN_INLINE void store(double* p, vec<double> x, int64_t n) { _mm512_mask_storeu_pd(p, first(n), x); }
+
 }  // namespace
 }  // namespace pyattn::PYATTN_ISA

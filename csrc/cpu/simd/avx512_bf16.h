@@ -23,5 +23,10 @@ PYATTN_INLINE void store_pairs(bf16_pair* p, vec<float> x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(x));
 }
 
+// The first n, the rest zero.
+PYATTN_INLINE vec<bf16_pair> load_pairs(const bf16* p, int64_t n) {
+  return (vec<bf16_pair>)_mm512_maskz_loadu_epi16(first(n), p);
+}
+
 }  // namespace
 }  // namespace pyattn::PYATTN_ISA
