@@ -46,7 +46,7 @@ class Fault(NamedTuple):
 
 
 NOTHING = Fault("nothing", "csrc/ops.cpp", "#include <pthread.h>", "#include <pthread.h>")
-QUICK_BUILD = Fault("quick build", "CMakeLists.txt", " -O3 ", " -O1 ")
+QUICK_BUILD = Fault("quick build", "CMakeLists.txt", "set(optimize -O3)", "set(optimize -O1)")
 
 
 def parse(text: str) -> list[Fault]:

@@ -64,8 +64,9 @@ struct BackwardScratch {
     dP = take(kBackwardBlockK, kBlockQ<T>);
     kept = take(p.dropout.threshold ? kBackwardBlockK : 0, kBlockQ<T>);
     dQ = take(key_splits(p) > 1 ? 0 : rows, ld_k);
-    dK = take(p.seqlen_k, ld_k);
-    dV = take(p.seqlen_k, ld_v);
+    const int64_t keys = longest_split(p);
+    dK = take(keys, ld_k);
+    dV = take(keys, ld_v);
     row_max = carver.take<T>(rows);
     inverse_sum = carver.take<T>(rows);
     delta = carver.take<T>(rows);

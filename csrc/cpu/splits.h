@@ -27,6 +27,19 @@ int64_t split_begin(const HeadRows& head, int64_t s, int64_t splits) {
   return s == splits ? head.seqlen_k : min(j, head.seqlen_k);
 }
 
+// The most keys that a work item has.
+int64_t longest_split(const BackwardParams& p) {
+  const int64_t splits = key_splits(p);
+  if (splits == 1) return p.seqlen_k;
+  int64_t longest = 0;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const HeadRows head(p, b * p.num_heads_kv);  // the heads of a sequence are split alike
+    for (int64_t s = 0; s < splits; ++s)
+      longest = max(longest, split_begin(head, s + 1, splits) - split_begin(head, s, splits));
+  }
+  return longest;
+}
+
 template <class S>
 Plan plan_reduce_dq(const BackwardParams& p) {
   if (key_splits(p) == 1) return {0, 0, 0};
