@@ -1,3 +1,4 @@
+// The tasks since start_profile, in one list.
 #include "profile.h"
 
 #include <sys/syscall.h>
