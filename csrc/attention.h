@@ -89,10 +89,11 @@ struct Pass {
 inline constexpr int64_t kScratchAlign = 64;
 
 struct Kernels {
-  Pass<ForwardParams> forward,
-      merge_out;  // merge_out runs after forward; no items where forward has written out itself
-  Pass<BackwardParams> backward, reduce_dq;  // likewise, and dq
-  double (*peak)(int64_t rounds);            // spins, and returns the floating-point operations that it has done
+  Pass<ForwardParams> forward;
+  Pass<ForwardParams> merge_out;  // runs after forward; no items where forward has written out itself
+  Pass<BackwardParams> backward;
+  Pass<BackwardParams> reduce_dq;  // likewise after backward, for dq
+  double (*peak)(int64_t rounds);  // spins, and returns the floating-point operations that it has done
 };
 
 // The kernels of the active instruction set.

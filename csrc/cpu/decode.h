@@ -1,5 +1,5 @@
 // Forward for few query rows, as in decoding: too few to fill the lanes, and each element of K and V is used so little that
-// reading it is the cost. Columns lie on the lanes, K and V are widened on their way into registers, and the keys of a
+// reading it is the cost. Columns lie on the lanes, K and V are read where they are and as they are stored, and the keys of a
 // head are split among work items, each of which leaves a part (maximum, sum, unscaled output) for merge_out.
 #pragma once
 
@@ -233,14 +233,17 @@ void merge_out(const ForwardParams& p, int64_t begin, int64_t end, void*) {
       for (int64_t split = 0; split < splits; ++split)
         row_max = part(split).row_max[r] > row_max ? part(split).row_max[r] : row_max;
       const vec<T> shift = finite_shift<T>(set1(row_max));
-      const auto weight = [&](int64_t split) { return scale.exp(set1(part(split).row_max[r]) - shift); };
-      for (int64_t split = 0; split < splits; ++split) row_sum += weight(split)[0] * part(split).row_sum[r];
+      for (int64_t split = 0; split < splits; ++split) {
+        T& weight = part(split).row_max[r];  // of the part, in place of its maximum
+        weight = scale.exp(set1(weight) - shift)[0];
+        row_sum += weight * part(split).row_sum[r];
+      }
       const T inverse = finish_row(p, head, r, row_max, row_sum, scale);
       S* out = head.row<S>(p.out, r);
       for (int64_t d = 0; d < p.head_dim_v; d += kLanes<T>) {
         vec<T> sum = {};
         for (int64_t split = 0; split < splits; ++split)
-          sum = fma(weight(split), load(part(split).O.from(r).data + d), sum);
+          sum = fma(set1(part(split).row_max[r]), load(part(split).O.from(r).data + d), sum);
         store(out + d, sum * inverse);
       }
     }

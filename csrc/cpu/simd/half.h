@@ -1,5 +1,5 @@
-// 16-bit storage: widening and rounding (to nearest, ties to even; NaN stays NaN) in integer vector arithmetic. bf16
-// uses it everywhere, f16 where the instruction set has no conversion of its own.
+// 16-bit storage: widening and rounding (to nearest, ties to even; NaN stays NaN) in integer vector arithmetic:
+// the rounding of bf16 everywhere, the rest where the instruction set has no conversions of its own.
 #pragma once
 
 #include "vector.h"
@@ -8,12 +8,6 @@ namespace pyattn::PYATTN_ISA {
 namespace {
 
 typedef uint16_t vec_u16 __attribute__((vector_size(kVectorBytes / 2)));
-
-PYATTN_INLINE vec<uint32_t> load_bits(const void* p) {
-  vec_u16 x;
-  __builtin_memcpy(&x, p, sizeof x);
-  return __builtin_convertvector(x, vec<uint32_t>);
-}
 
 PYATTN_INLINE void store_bits(void* p, vec<uint32_t> x) {
   const vec_u16 narrow = __builtin_convertvector(x, vec_u16);
@@ -27,6 +21,12 @@ PYATTN_INLINE void store(bf16* p, vec<float> x) {
 }
 
 #ifndef PYATTN_HAS_HALF_CONVERSION
+
+PYATTN_INLINE vec<uint32_t> load_bits(const void* p) {
+  vec_u16 x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return __builtin_convertvector(x, vec<uint32_t>);
+}
 
 PYATTN_INLINE vec<float> load(const bf16* p) { return bit_cast<float>(load_bits(p) << 16); }
 
