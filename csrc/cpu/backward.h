@@ -100,9 +100,9 @@ class BackwardItem {
     fill_zero(s.dV.data, (k_end - k_begin) * s.ld_v);
     for (int64_t r0 = 0; r0 < head.count; r0 += kSuperBlock) super_block(r0, min(kSuperBlock, head.count - r0));
     unpack_rows<S>(Rows<const T>(s.dK), k_end - k_begin, p.head_dim, static_cast<T>(p.softmax_scale),
-                   [&](int64_t j) { return head.keys<S>(p.dk, k_begin + j).data; });
+                   [&](int64_t j) { return head.key<S>(p.dk, k_begin + j); });
     unpack_rows<S>(Rows<const T>(s.dV), k_end - k_begin, p.head_dim_v, T(1),
-                   [&](int64_t j) { return head.keys<S>(p.dv, k_begin + j).data; });
+                   [&](int64_t j) { return head.key<S>(p.dv, k_begin + j); });
     watch.lap(Phase::kStore);
   }
 
@@ -226,7 +226,7 @@ class BackwardItem {
         }
       });
 
-      const auto k_row = [&](int64_t j) { return head.keys<S>(p.k, n0 + j).data; };
+      const auto k_row = [&](int64_t j) { return head.key<S>(p.k, n0 + j); };
       const auto q_row = [&](int64_t r) { return head.row<const S>(p.q, r0 + i + r); };
       const auto do_row = [&](int64_t r) { return head.row<const S>(p.dout, r0 + i + r); };
       if (strips.masked && !(all_finite<S>(keys, p.head_dim, k_row) && all_finite<S>(m, p.head_dim, q_row) &&

@@ -141,7 +141,7 @@ T softmax_row(T* s, int64_t seen, Scale<T> scale, T& row_max, T* row_sum) {
 template <class S>
 void decode_scores(const ForwardParams& p, const HeadRows& head, int64_t n0, int64_t keys, const DecodeScratch<S>& s) {
   using T = Compute<S>;
-  const Rows<const S> K = head.keys<S>(p.k, n0);
+  const Rows<const S> K = key_rows<S>(head, p.k, n0);
   if (head.visible_keys(0) < kDecodeBlockK) {
     const int64_t lanes = round_up(keys, kLanes<T>);
     pack_queries<S>(s.Kt, keys, lanes, p.head_dim, T(1), [&](int64_t j) { return K.from(j).data; });
@@ -184,7 +184,7 @@ void decode_keys(const ForwardParams& p, const HeadRows& head, int64_t k_begin, 
     }
     watch.lap(Phase::kSoftmax);
     // The keys that all rows see together, the rest row by row: no product with a value that is not seen, which may be NaN.
-    const Rows<const S> V = head.keys<S>(p.v, n0);
+    const Rows<const S> V = key_rows<S>(head, p.v, n0);
     const int64_t common = seen(0);
     gemm<T, T, S, kWideNV>(rows, 0, p.head_dim_v, common, s.P.strided(), V, part.O, {true});
     for (int64_t r = 1; r < rows; ++r)

@@ -62,7 +62,7 @@ void forward_block(const ForwardParams& p, const HeadRows& head, int64_t r0, con
     const Strided<E> Vt = summed_keys<S>(head, p.v, n0, keys, p.head_dim_v, false, scratch.V).strided().transposed();
     const Strips<T> strips = mask_tile(head, r0, rows, lanes, n0, keys, seen);
     const bool select =
-        strips.masked && !all_finite<S>(keys, p.head_dim_v, [&](int64_t j) { return head.keys<S>(p.v, n0 + j).data; });
+        strips.masked && !all_finite<S>(keys, p.head_dim_v, [&](int64_t j) { return head.key<S>(p.v, n0 + j); });
     const Update<T> update{n0 > 0, state.decay};
     watch.lap(Phase::kPack);
 

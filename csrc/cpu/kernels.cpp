@@ -3,6 +3,7 @@
 // that this machine cannot run.
 #include PYATTN_ISA_HEADER
 
+#include "rows.h"
 #include "simd/math.h"
 // Each of these builds on the ones before it.
 #include "gemm.h"

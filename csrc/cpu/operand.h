@@ -19,7 +19,7 @@ constexpr int64_t terms(int64_t n) {
 template <class S>
 Rows<const Compute<S>> load_keys(const HeadRows& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
                                  bool whole_vectors, Rows<Compute<S>> buffer) {
-  const Rows<S> rows = head.keys<S>(view, n0);
+  const Rows<S> rows = key_rows<S>(head, view, n0);
   if constexpr (in_place<S>(0, false))
     if (in_place<S>(cols, whole_vectors)) return {rows.data, rows.row};
   pack_rows<S>(buffer, keys, cols, [&](int64_t i) { return rows.from(i).data; });
@@ -112,7 +112,7 @@ void pack_summed_rows(Rows<Operand<S>> dst, int64_t rows, int64_t cols, Row row)
 template <class S>
 Strided<Operand<S>> left_keys(const HeadRows& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
                               Rows<Operand<S>> buffer) {
-  const Rows<S> rows = head.keys<S>(view, n0);
+  const Rows<S> rows = key_rows<S>(head, view, n0);
   if constexpr (kPairs<S>) {
     if (rows.row % 2 == 0 && cols % 2 == 0) return {reinterpret_cast<const bf16_pair*>(rows.data), rows.row / 2, 1};
     for (int64_t i = 0; i < keys; ++i) {
@@ -130,7 +130,7 @@ template <class S>
 Rows<const Operand<S>> summed_keys(const HeadRows& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
                                    bool whole_vectors, Rows<Operand<S>> buffer) {
   if constexpr (kPairs<S>) {
-    const Rows<S> rows = head.keys<S>(view, n0);
+    const Rows<S> rows = key_rows<S>(head, view, n0);
     pack_summed_rows<S>(buffer, keys, cols, [&](int64_t i) { return rows.from(i).data; });
     return buffer;
   } else {

@@ -1,16 +1,10 @@
-// Elementary functions, of sizes and of the ISA's vectors.
+// Elementary functions of the ISA's vectors.
 #pragma once
 
 #include "half.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
-
-PYATTN_INLINE constexpr int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
-PYATTN_INLINE constexpr int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
-PYATTN_INLINE constexpr int64_t clamp(int64_t x, int64_t low, int64_t high) { return min(max(x, low), high); }
-PYATTN_INLINE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-PYATTN_INLINE constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // What exp2 needs per type. Polynomial: 2^f - 1 on [-1/2, 1/2] without its constant term, highest degree first.
 template <class T>
