@@ -99,4 +99,12 @@ struct Kernels {
 // The kernels of the active instruction set.
 const Kernels& kernels(DType dtype);
 
+// Those of a GPU. They are launched on a stream of the current device and return null, or what went wrong, at once; the
+// addresses in params are the device's. Not deterministic, backward adds up dQ in whatever order its blocks run.
+struct DeviceKernels {
+  int64_t (*shared_bytes)(const BackwardParams&, bool deterministic);  // of params.shared
+  const char* (*forward)(const ForwardParams&, void* stream);
+  const char* (*backward)(const BackwardParams&, bool deterministic, void* stream);
+};
+
 }  // namespace pyattn

@@ -9,6 +9,7 @@
 
 #include "attention.h"
 #include "cpu/dispatch.h"
+#include "cuda/ops_cuda.h"
 #include "profile.h"
 
 PYBIND11_MODULE(_C, m) {
@@ -17,6 +18,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("compiler") = PYATTN_COMPILER;
   m.def("compiled_isas", &pyattn::compiled_isas, "Instruction sets in this build, best first.");
   m.def("available_isas", &pyattn::available_isas, "Those of them that this CPU runs, best first.");
+  m.attr("cuda_archs") = pyattn::cuda::architectures();
   m.def("active_isa", &pyattn::active_isa, "The instruction set in use.");
   const std::map<std::string, pyattn::DType> dtypes{{"float64", pyattn::DType::kFloat64},
                                                     {"float32", pyattn::DType::kFloat32},

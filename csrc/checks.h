@@ -82,8 +82,8 @@ inline void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::ji
     const Tensor& t = values[i].toTensor();
     TORCH_CHECK_TYPE(t.defined(), "pyattn: ", arguments[i].name(), " must be a Tensor, got None");
     const bool plain = t.layout() == at::kStrided && !t.is_nested() && !t.is_quantized();
-    TORCH_CHECK_NOT_IMPLEMENTED(plain && (t.is_cpu() || t.is_meta()), "pyattn: ", arguments[i].name(),
-                                " must be a dense tensor on the CPU, got layout ", t.layout(),
+    TORCH_CHECK_NOT_IMPLEMENTED(plain && (t.is_cpu() || t.is_cuda() || t.is_meta()), "pyattn: ", arguments[i].name(),
+                                " must be a dense tensor on the CPU or a CUDA device, got layout ", t.layout(),
                                 t.is_nested() ? " (nested)" : "", ", dtype ", c10::getDtypeNames(t.scalar_type()).first,
                                 ", device ", t.device());
   }

@@ -1,6 +1,6 @@
 // The operators pyattn::attention_forward and pyattn::attention_backward: check, allocate, fill the params, run the
-// kernels in parallel. The same functions serve the CPU and, stopping before the kernels, the Meta key, so that shapes,
-// strides and errors can't differ between them.
+// kernels in parallel, or hand over to cuda/. The same functions serve the CPU, CUDA and, stopping before the kernels, the
+// Meta key, so that shapes, strides and errors can't differ between them.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -19,6 +19,7 @@
 
 #include "attention.h"
 #include "checks.h"
+#include "cuda/ops_cuda.h"
 #include "profile.h"
 
 namespace pyattn {
@@ -147,8 +148,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_forward(const Tensor& q, co
   fill_inputs(p, q_, k_, v_, options, offsets);
   p.out = result(out);
   p.lse = lse.mutable_data_ptr(), p.row_max = row_max.mutable_data_ptr(), p.row_sum = row_sum.mutable_data_ptr();
-  const Kernels& table = kernels(dtype_of(q.scalar_type()));
-  run(table.forward, table.merge_out, p);
+  if (q.is_cuda()) {
+    cuda::forward(q, p);
+  } else {
+    const Kernels& table = kernels(dtype_of(q.scalar_type()));
+    run(table.forward, table.merge_out, p);
+  }
   return {out, lse, row_max, row_sum};
 }
 
@@ -157,7 +162,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout, const 
                                                       const Tensor& row_max, const Tensor& row_sum,
                                                       optional<double> softmax_scale, bool causal,
                                                       optional<SymInt> q_offset, const optional<Tensor>& q_offsets,
-                                                      double dropout_p, const optional<Tensor>& dropout_seed) {
+                                                      double dropout_p, const optional<Tensor>& dropout_seed,
+                                                      bool deterministic) {
   const Options options{softmax_scale, causal, q_offset, q_offsets, dropout_p, dropout_seed};
   check_inputs(q, k, v, options);
   const std::array<SymInt, 4> out_sizes{q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)};
@@ -181,8 +187,12 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout, const 
   p.out = input(out_), p.dout = input(dout_);
   p.row_max = input_data(row_max_), p.row_sum = input_data(row_sum_), p.dlse = dlse_ ? input_data(*dlse_) : nullptr;
   p.dq = result(dq), p.dk = result(dk), p.dv = result(dv);
-  const Kernels& table = kernels(dtype_of(type));
-  run(table.backward, table.reduce_dq, p);
+  if (q.is_cuda()) {
+    cuda::backward(q, p, deterministic);
+  } else {
+    const Kernels& table = kernels(dtype_of(type));
+    run(table.backward, table.reduce_dq, p);
+  }
   return {dq, dk, dv};
 }
 
@@ -197,10 +207,15 @@ TORCH_LIBRARY(pyattn, m) {
         ") -> (Tensor out, Tensor lse, Tensor row_max, Tensor row_sum)");
   m.def(
       "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor row_max, "
-      "Tensor row_sum, " PYATTN_OPTIONS ") -> (Tensor dq, Tensor dk, Tensor dv)");
+      "Tensor row_sum, " PYATTN_OPTIONS ", bool deterministic=True) -> (Tensor dq, Tensor dk, Tensor dv)");
 }
 
 TORCH_LIBRARY_IMPL(pyattn, CPU, m) {
+  m.impl("attention_forward", attention_forward);
+  m.impl("attention_backward", attention_backward);
+}
+
+TORCH_LIBRARY_IMPL(pyattn, CUDA, m) {
   m.impl("attention_forward", attention_forward);
   m.impl("attention_backward", attention_backward);
 }
@@ -217,6 +232,11 @@ TORCH_LIBRARY_IMPL(pyattn, CompositeExplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(pyattn, NestedTensorCPU, m) {
+  m.impl("attention_forward", torch::CppFunction::makeFromBoxedFunction<&refuse>());
+  m.impl("attention_backward", torch::CppFunction::makeFromBoxedFunction<&refuse>());
+}
+
+TORCH_LIBRARY_IMPL(pyattn, NestedTensorCUDA, m) {
   m.impl("attention_forward", torch::CppFunction::makeFromBoxedFunction<&refuse>());
   m.impl("attention_backward", torch::CppFunction::makeFromBoxedFunction<&refuse>());
 }

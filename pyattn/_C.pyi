@@ -1,6 +1,7 @@
 version: str
 torch_version: str
 compiler: str
+cuda_archs: list[str]
 
 def compiled_isas() -> list[str]: ...
 def available_isas() -> list[str]: ...

@@ -17,6 +17,23 @@ from torch.autograd.function import FunctionCtx
 
 from pyattn import _ops
 
+_deterministic = True
+
+
+def set_deterministic(deterministic: bool) -> None:
+    """Whether backward on CUDA gives the same bits from run to run; default True.
+
+    False lets it add up dq with atomic additions of float32, in one pass instead of two: faster, and equal but for the
+    order of rounding. The CPU gives the same bits either way. Holds for the whole process, when backward runs.
+
+    Raises:
+        TypeError: other types than bool.
+    """
+    global _deterministic
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"pyattn: deterministic must be a bool, got {type(deterministic).__name__}")
+    _deterministic = deterministic
+
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     q, k, v, out, row_max, row_sum, q_offsets, dropout_seed = ctx.saved_tensors
@@ -24,7 +41,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> t
         return (None,) * 9
     if dout is None:
         dout = torch.zeros_like(out)
-    options = (ctx.softmax_scale, ctx.causal, ctx.q_offset, q_offsets, ctx.dropout_p, dropout_seed)
+    options = (ctx.softmax_scale, ctx.causal, ctx.q_offset, q_offsets, ctx.dropout_p, dropout_seed, _deterministic)
     dq, dk, dv = _ops.attention_backward(dout, dlse, q, k, v, out, row_max, row_sum, *options)
     return dq, dk, dv, None, None, None, None, None, None
 

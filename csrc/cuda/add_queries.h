@@ -1,0 +1,87 @@
+// dQ += dS K inside the pass over keys, for those who waive repeatable bits: every block of keys adds its share to float sums in
+// global memory, in whatever order blocks run, and a last pass scales and rounds them.
+#pragma once
+
+namespace pyattn::cuda {
+namespace {
+
+// The sums, after the terms in params.shared: as many rows, of head_dim columns.
+PYATTN_DEVICE float* query_sums_of(const BackwardParams& p, int64_t head, int64_t rows) {
+  return reinterpret_cast<float*>(row_terms_of(p, p.batch * p.num_heads_kv, rows)) + head * rows * p.head_dim;
+}
+
+// Where the tile of dS has a key, so that a left factor of it has the order of SummedCursor's rows.
+template <class S>
+PYATTN_DEVICE int column_of_key(int key) {
+  return sizeof(S) == 4 ? (key & ~7) | (key & 1) << 2 | (key >> 1 & 3) : key;
+}
+
+// T[row][key] = W[key][row], rounded as a factor, for the kM * 16 keys of a warp from warp_key on.
+template <class S, int kM, int kN, int kRows, int kKeys>
+PYATTN_DEVICE void store_transposed(Tile<S, kRows, kKeys> T, const Sums<kM, kN>& W, int warp_key) {
+  each_sum<kM, kN>([&](int m, int n, int i, int key, int row) {
+    if constexpr (sizeof(S) == 4)
+      T.at(row, column_of_key<S>(warp_key + key)) = W[m][n][i];
+    else
+      T.at(row, warp_key + key) = {static_cast<uint16_t>(pack<S>(W[m][n][i], 0))};
+  });
+}
+
+// sums[i][col] += (dS K)[i][col] for i < rows and col < cols, squares of 16 x 16 dealt out to the warps. finite: all of K is;
+// if not, what is 0 in dS is left out.
+template <int kWarps, class S, int kRows, int kKeys, int kDim>
+PYATTN_DEVICE void add_queries(float* sums, int rows, int cols, Tile<S, kRows, kKeys> dS, Tile<S, kKeys, kDim> K,
+                               bool finite) {
+  if (!finite) {
+#pragma unroll 1
+    for (int at = thread_index(); at < rows * cols; at += kWarps * kWarpLanes) {
+      const int i = at / cols, col = at % cols;
+      float sum = 0;
+#pragma unroll 1
+      for (int j = 0; j < kKeys; ++j)
+        if (const float ds = widen(dS.at(i, column_of_key<S>(j))); ds != 0) sum = fmaf(ds, widen(K.at(j, col)), sum);
+      add_atomically(sums + at, sum);
+    }
+    return;
+  }
+  constexpr int kSquares = kRows / 16 * (kDim / 16);
+#pragma unroll 1
+  for (int square = warp(); square < kSquares; square += kWarps) {
+    const int row = square % (kRows / 16) * 16, first = square / (kRows / 16);
+    const LeftCursor<S, Tile<S, kRows, kKeys>> left(dS, row);
+    const SummedCursor<S, Tile<S, kKeys, kDim>> right(K);
+    Sums<1, 2> C = {};
+#pragma unroll
+    for (int s = 0; s < kKeys / kSlice<S>; ++s) {
+      const Left<S> a = left.load(0, s);
+      Right<S> b[2];
+      right.load(b, s * kSlice<S>, first);
+      multiply(C[0][0], a, b[0]), multiply(C[0][1], a, b[1]);
+    }
+    each_sum<1, 2>([&](int, int n, int i, int r, int c) {
+      const int at = row + r, col = 16 * first + c;
+      if (at < rows && col < cols) add_atomically(sums + static_cast<int64_t>(at) * cols + col, C[0][n][i]);
+    });
+  }
+}
+
+inline constexpr int kRoundThreads = 256;
+
+// dq = softmax_scale * sums.
+template <class S>
+PYATTN_KERNEL(kRoundThreads)
+round_queries(const __grid_constant__ BackwardParams p) {
+  const int64_t count = p.seqlen_q * group_size(p), at = block_index() * kRoundThreads + thread_index();
+  const int64_t row = at / p.head_dim, col = at % p.head_dim;
+  if (row >= p.batch * p.num_heads_kv * count) return;
+  const HeadRows head(p, row / count);
+  const float x = query_sums_of(p, 0, count)[at] * static_cast<float>(p.softmax_scale);
+  S* to = head.row<S>(p.dq, row % count) + col;
+  if constexpr (sizeof(S) == 4)
+    *to = x;
+  else
+    *to = {static_cast<uint16_t>(pack<S>(x, 0))};
+}
+
+}  // namespace
+}  // namespace pyattn::cuda

@@ -1,0 +1,70 @@
+// What a block of threads has to do: a tile of query rows, or of keys, of one KV head.
+#pragma once
+
+namespace pyattn::cuda {
+namespace {
+
+// Shared memory that every architecture from 8.0 on gives a block.
+inline constexpr int kSharedBytes = 99 * 1024;
+
+// kRows query rows of a head, its last ones, which under a causal mask see most keys, before its first. Where it is asked for
+// again it is computed again, from a number that the compiler knows nothing of: registers are scarcer than divisions.
+template <int kRows>
+struct RowBlock {
+  unsigned number, blocks;
+  HeadRows head;
+
+  PYATTN_DEVICE explicit RowBlock(const ForwardParams& p)
+      : number(opaque(static_cast<unsigned>(block_index()))),
+        blocks(static_cast<unsigned>(ceil_div(p.seqlen_q * group_size(p), kRows))),
+        head(p, number / blocks) {}
+
+  PYATTN_DEVICE int first() const { return static_cast<int>(blocks - 1 - number % blocks) * kRows; }
+  PYATTN_DEVICE int rows() const { return static_cast<int>(min(kRows, head.count - first())); }
+};
+
+// kKeys keys of a head, its first ones, which under a causal mask most rows see, before its last.
+template <int kKeys>
+struct KeyBlock {
+  unsigned number, blocks;
+  HeadRows head;
+
+  PYATTN_DEVICE explicit KeyBlock(const ForwardParams& p)
+      : number(opaque(static_cast<unsigned>(block_index()))),
+        blocks(static_cast<unsigned>(ceil_div(p.seqlen_k, kKeys))),
+        head(p, number / blocks) {}
+
+  PYATTN_DEVICE int first() const { return static_cast<int>(number % blocks) * kKeys; }
+  PYATTN_DEVICE int keys() const { return static_cast<int>(min(kKeys, head.seqlen_k - first())); }
+};
+
+// The keys, or values, of a head.
+template <class S>
+struct KeyRows {
+  const View& view;
+  const S* first;
+  int count, cols;
+
+  PYATTN_DEVICE KeyRows(const HeadRows& head, const View& view, int64_t cols)
+      : view(view),
+        first(head.key<const S>(view, 0)),
+        count(static_cast<int>(head.seqlen_k)),
+        cols(static_cast<int>(cols)) {}
+
+  // Those from n0 on.
+  template <int kThreads, int kRows, int kCols>
+  PYATTN_DEVICE void load(Tile<S, kRows, kCols> tile, int n0) const {
+    load_tile<kThreads>(tile, count - n0, cols, whole_chunks<S>(view),
+                        [&](int j) { return first + (n0 + j) * view.stride_s; });
+  }
+};
+
+// Query rows of a head, from r0 on.
+template <int kThreads, class S, int kRows, int kCols>
+PYATTN_DEVICE void load_rows(Tile<S, kRows, kCols> tile, const HeadRows& head, const View& view, int r0, int64_t cols) {
+  load_tile<kThreads>(tile, static_cast<int>(head.count - r0), static_cast<int>(cols), whole_chunks<S>(view),
+                      [&](int i) { return head.row<const S>(view, r0 + i); });
+}
+
+}  // namespace
+}  // namespace pyattn::cuda

@@ -1,0 +1,65 @@
+// Dropout of the weights: the same draws as cpu/dropout.h, which says which they are, as bits in shared memory, so that every
+// kernel finds them whichever way its tile lies.
+#pragma once
+
+namespace pyattn::cuda {
+namespace {
+
+// Keys to one counter; key blocks begin at multiples of it.
+inline constexpr int kDrawKeys = 8;
+
+struct Philox {
+  uint32_t word[4];
+
+  PYATTN_DEVICE void rounds(uint64_t seed) {
+    uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
+#pragma unroll
+    for (int i = 0; i < 10; ++i, key0 += 0x9E3779B9, key1 += 0xBB67AE85) {
+      const uint32_t high0 = multiply_high(word[0], 0xD2511F53), low0 = word[0] * 0xD2511F53;
+      const uint32_t high2 = multiply_high(word[2], 0xCD9E8D57), low2 = word[2] * 0xCD9E8D57;
+      word[0] = high2 ^ word[1] ^ key0, word[1] = low2;
+      word[2] = high0 ^ word[3] ^ key1, word[3] = low0;
+    }
+  }
+};
+
+// Which of 8 keys, from a multiple of 8 on, row r keeps, the first in the lowest bit.
+PYATTN_DEVICE uint32_t draw_kept(const ForwardParams& p, const HeadRows& head, int64_t r, int64_t key) {
+  const int64_t index = head.b * p.num_heads_q + head.query_head(r);
+  Philox draws{{static_cast<uint32_t>(key / kDrawKeys), static_cast<uint32_t>(head.query(r)),
+                static_cast<uint32_t>(index), static_cast<uint32_t>(index >> 32)}};
+  draws.rounds(static_cast<uint64_t>(*p.dropout.seed));
+  uint32_t bits = 0;
+#pragma unroll
+  for (int i = 0; i < kDrawKeys; ++i) {
+    const uint32_t draw = i % 2 ? draws.word[i / 2] >> 16 : draws.word[i / 2] & 0xffff;
+    bits |= static_cast<uint32_t>(draw >= p.dropout.threshold) << i;
+  }
+  return bits;
+}
+
+// The factors of a tile of kRows rows and kKeys keys.
+template <int kRows, int kKeys>
+struct DropoutTile {
+  static constexpr int kBytes = kRows * kKeys / kDrawKeys;
+  uint8_t* bits;
+  float scale;  // of what is kept; 1 without dropout
+
+  PYATTN_DEVICE DropoutTile(const ForwardParams& p, char* memory)
+      : bits(reinterpret_cast<uint8_t*>(memory)), scale(65536.0f / (65536 - p.dropout.threshold)) {}
+
+  // To be followed by a barrier.
+  template <int kThreads>
+  PYATTN_DEVICE void draw(const ForwardParams& p, const HeadRows& head, int r0, int n0) const {
+    constexpr int kGroups = kKeys / kDrawKeys;
+    for (unsigned at = opaque(thread_index()); at < kBytes; at += kThreads)
+      bits[at] = draw_kept(p, head, r0 + at / kGroups, n0 + at % kGroups * kDrawKeys);
+  }
+
+  PYATTN_DEVICE float factor(int row, int key) const {
+    return bits[row * (kKeys >> 3) + (key >> 3)] >> (key & 7) & 1 ? scale : 0;
+  }
+};
+
+}  // namespace
+}  // namespace pyattn::cuda

@@ -1,0 +1,97 @@
+// The attention kernels for GPUs. Compiled once per dtype (PYATTN_DTYPE) over a header of primitives: ptx.h for a GPU, another
+// for a host that emulates one. All of it has internal linkage but the table at the end.
+#include PYATTN_ISA_HEADER
+
+#include <type_traits>
+
+#include "rows.h"
+// Each of these builds on the ones before it.
+#include "fragment.h"
+#include "tile.h"
+#include "block.h"
+#include "softmax.h"
+#include "dropout.h"
+#include "forward.h"
+#include "row_terms.h"
+#include "add_queries.h"
+#include "backward_keys.h"
+#include "backward_queries.h"
+#include "plain.h"
+
+namespace pyattn::cuda {
+namespace {
+
+int64_t kv_heads(const ForwardParams& p) { return p.batch * p.num_heads_kv; }
+int64_t all_keys(const ForwardParams& p) { return kv_heads(p) * p.seqlen_k; }
+int64_t rows_of_head(const ForwardParams& p) { return p.seqlen_q * group_size(p); }
+int64_t all_rows(const ForwardParams& p) { return kv_heads(p) * rows_of_head(p); }
+int64_t row_blocks(const ForwardParams& p, int64_t rows) { return kv_heads(p) * ceil_div(rows_of_head(p), rows); }
+int64_t key_blocks(const ForwardParams& p, int64_t keys) { return kv_heads(p) * ceil_div(p.seqlen_k, keys); }
+
+float* query_sums(const BackwardParams& p) {
+  return reinterpret_cast<float*>(static_cast<RowTerms*>(p.shared) + all_rows(p));
+}
+int64_t query_sum_bytes(const BackwardParams& p) { return all_rows(p) * p.head_dim * sizeof(float); }
+
+// f(kDim) for the next head dimension that there are kernels for; both of a call's are filled up to it.
+template <class F>
+const char* with_dim(const ForwardParams& p, F f) {
+  const int64_t dim = max(p.head_dim, p.head_dim_v);
+  if (dim <= 32) return f(std::integral_constant<int, 32>());
+  if (dim <= 64) return f(std::integral_constant<int, 64>());
+  if (dim <= 96) return f(std::integral_constant<int, 96>());
+  if (dim <= 128) return f(std::integral_constant<int, 128>());
+  if (dim <= 192) return f(std::integral_constant<int, 192>());
+  return f(std::integral_constant<int, 256>());
+}
+
+template <class S>
+const char* launch_forward(const ForwardParams& p, void* stream) {
+  if constexpr (std::is_same_v<S, double>)
+    return launch(plain_forward<S>, ceil_div(all_rows(p), kPlainWarps), kPlainThreads, 0, stream, p);
+  else
+    return with_dim(p, [&](auto dim) {
+      using Shape = ForwardShape<S, dim>;
+      return launch(forward<S, dim>, row_blocks(p, Shape::kRows), Shape::kThreads, Shape::kBytes, stream, p);
+    });
+}
+
+template <class S>
+const char* launch_backward(const BackwardParams& p, bool deterministic, void* stream) {
+  const char* error;
+  if constexpr (std::is_same_v<S, double>) {
+    error = launch(plain_backward_keys<S>, ceil_div(all_keys(p), kPlainWarps), kPlainThreads, 0, stream, p);
+    if (error) return error;
+    return launch(plain_backward_queries<S>, ceil_div(all_rows(p), kPlainWarps), kPlainThreads, 0, stream, p);
+  } else {
+    error = launch(row_terms<S>, ceil_div(all_rows(p), kRowTermsWarps), kRowTermsWarps * kWarpLanes, 0, stream, p);
+    if (!error && !deterministic) error = clear_memory(query_sums(p), query_sum_bytes(p), stream);
+    if (error) return error;
+    return with_dim(p, [&](auto dim) {
+      using Keys = KeysShape<S, dim>;
+      using Queries = QueriesShape<S, dim>;
+      const auto keys = deterministic ? backward_keys<S, dim, false> : backward_keys<S, dim, true>;
+      const char* error = launch(keys, key_blocks(p, Keys::kKeys), Keys::kThreads, Keys::kBytes, stream, p);
+      if (error) return error;
+      if (deterministic)
+        return launch(backward_queries<S, dim>, row_blocks(p, Queries::kRows), Queries::kThreads, Queries::kBytes,
+                      stream, p);
+      return launch(round_queries<S>, ceil_div(all_rows(p) * p.head_dim, kRoundThreads), kRoundThreads, 0, stream, p);
+    });
+  }
+}
+
+// The terms of the rows, and unless bits are to repeat the sums of dQ.
+int64_t shared_bytes(const BackwardParams& p, bool deterministic) {
+  return all_rows(p) * sizeof(RowTerms) + (deterministic ? 0 : query_sum_bytes(p));
+}
+
+}  // namespace
+
+#define PYATTN_TABLE_OF(dtype) kernels_##dtype
+#define PYATTN_TABLE(dtype) PYATTN_TABLE_OF(dtype)
+extern const DeviceKernels PYATTN_TABLE(PYATTN_DTYPE);
+const DeviceKernels PYATTN_TABLE(PYATTN_DTYPE) = {shared_bytes, launch_forward<PYATTN_DTYPE>,
+                                                  launch_backward<PYATTN_DTYPE>};
+
+}  // namespace pyattn::cuda

@@ -1,0 +1,101 @@
+// The ATen side of the CUDA kernels: which device and stream, scratch, what went wrong. Linked with a CUDA runtime of its own and
+// with nothing of torch's CUDA side, so that the module loads where torch has none.
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <sstream>
+
+#include "ops_cuda.h"
+
+namespace pyattn::cuda {
+
+extern const DeviceKernels kernels_double, kernels_float, kernels_bf16, kernels_f16;
+
+namespace {
+
+const DeviceKernels& kernels(at::ScalarType type) {
+  switch (type) {
+    case at::kDouble: return kernels_double;
+    case at::kFloat: return kernels_float;
+    case at::kBFloat16: return kernels_bf16;
+    default: return kernels_f16;
+  }
+}
+
+// torch's current stream of the device. c10 has a name for it only in a library that is not there without CUDA.
+void* current_stream(at::DeviceIndex device) {
+  using Get = int32_t (*)(int32_t, void**);
+  static const Get get = [] {
+    void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    return reinterpret_cast<Get>(library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr);
+  }();
+  void* stream = nullptr;
+  TORCH_CHECK(get && get(device, &stream) == 0, "pyattn: torch's current CUDA stream can't be had, got device ",
+              static_cast<int>(device));
+  return stream;
+}
+
+void check(const char* error) { TORCH_CHECK(!error, "pyattn: CUDA kernels can't be launched, got \"", error, "\""); }
+void check(cudaError_t error) { check(error == cudaSuccess ? nullptr : cudaGetErrorString(error)); }
+
+// A kernel built for 8.0 runs on 8.6 and 8.9 too, and so within every major version.
+void check_architecture(at::DeviceIndex device) {
+  int major = 0, minor = 0;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+  const std::vector<std::string> built = architectures();
+  const auto runs = [&](const std::string& name) {
+    const int architecture = std::stoi(name);
+    return architecture / 10 == major && architecture % 10 <= minor;
+  };
+  TORCH_CHECK_NOT_IMPLEMENTED(std::any_of(built.begin(), built.end(), runs),
+                              "pyattn: the GPU must be one of the architectures of this build (sm_", PYATTN_CUDA_ARCHS,
+                              "; PYATTN_CUDA_ARCHITECTURES chooses them), got sm_", major, minor);
+}
+
+// Tiles are as wide as head_dim, and rows and keys of a head are counted in 32 bits.
+void check_sizes(const ForwardParams& p) {
+  TORCH_CHECK_NOT_IMPLEMENTED(std::max(p.head_dim, p.head_dim_v) <= 256,
+                              "pyattn: on CUDA head_dim must be at most 256, got ", p.head_dim, " for q and k and ",
+                              p.head_dim_v, " for v");
+  const int64_t rows = p.num_heads_kv ? p.num_heads_q / p.num_heads_kv * p.seqlen_q : 0;
+  constexpr int64_t kMost = INT32_MAX - 256;  // and a tile more
+  TORCH_CHECK_NOT_IMPLEMENTED(rows <= kMost && p.seqlen_k <= kMost, "pyattn: on CUDA a KV head must have at most ",
+                              kMost, " query rows and keys, got ", rows, " and ", p.seqlen_k);
+}
+
+// Runs f(stream) with q's device current, for torch and for our own CUDA runtime.
+template <class F>
+void on_device_of(const at::Tensor& q, const ForwardParams& p, F f) {
+  check_sizes(p);
+  const c10::DeviceGuard guard(q.device());
+  check(cudaSetDevice(q.device().index()));
+  check_architecture(q.device().index());
+  f(current_stream(q.device().index()));
+}
+
+}  // namespace
+
+std::vector<std::string> architectures() {
+  std::istringstream names(PYATTN_CUDA_ARCHS);
+  return {std::istream_iterator<std::string>(names), {}};
+}
+
+void forward(const at::Tensor& q, const ForwardParams& p) {
+  on_device_of(q, p, [&](void* stream) { check(kernels(q.scalar_type()).forward(p, stream)); });
+}
+
+void backward(const at::Tensor& q, BackwardParams& p, bool deterministic) {
+  on_device_of(q, p, [&](void* stream) {
+    const DeviceKernels& table = kernels(q.scalar_type());
+    const at::Tensor shared =
+        at::empty({table.shared_bytes(p, deterministic)}, q.options().dtype(at::kByte).memory_format(std::nullopt));
+    p.shared = shared.mutable_data_ptr();
+    check(table.backward(p, deterministic, stream));
+  });
+}
+
+}  // namespace pyattn::cuda

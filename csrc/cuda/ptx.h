@@ -1,0 +1,169 @@
+// What a GPU of compute capability 8.0 or later does in one instruction, and how a kernel is launched: all that the kernels
+// know of CUDA. tests/emulation/host.h says the same of a host, so that their source runs without a GPU.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#define PYATTN_DEVICE __device__ __forceinline__
+#define PYATTN_KERNEL(threads) __global__ void __launch_bounds__(threads)
+
+namespace pyattn::cuda {
+namespace {
+
+inline constexpr int kWarpLanes = 32;
+
+PYATTN_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
+PYATTN_DEVICE int64_t block_index() { return blockIdx.x; }
+
+PYATTN_DEVICE char* shared_memory() {
+  extern __shared__ __align__(128) char memory[];
+  return memory;
+}
+
+// ---- Of a block ----
+
+PYATTN_DEVICE void barrier() { __syncthreads(); }
+PYATTN_DEVICE bool barrier_or(bool any) { return __syncthreads_or(any); }
+PYATTN_DEVICE void add_atomically(float* to, float x) { atomicAdd(to, x); }
+
+// ---- Of a warp ----
+
+template <class T>
+PYATTN_DEVICE T shuffle_xor(T x, int lanes) {
+  return __shfl_xor_sync(0xffffffff, x, lanes);
+}
+
+// A place in shared memory.
+using SharedAddress = uint32_t;
+PYATTN_DEVICE SharedAddress shared_address(const void* p) {
+  return static_cast<SharedAddress>(__cvta_generic_to_shared(p));
+}
+
+// Four matrices of 8 rows of 16 bytes, lane l giving the address of row l % 8 of matrix l / 8. Lane l gets the 4 bytes
+// l % 4 of row l / 4 of each; transposed, and taken as 2-byte elements, rows 2 (l % 4) and 2 (l % 4) + 1 of column l / 4.
+PYATTN_DEVICE void load_matrices(uint32_t (&r)[4], SharedAddress row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(row)
+               : "memory");
+}
+
+PYATTN_DEVICE void load_matrices_transposed(uint32_t (&r)[4], SharedAddress row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(row)
+               : "memory");
+}
+
+PYATTN_DEVICE uint32_t load_word(SharedAddress address) {
+  uint32_t word;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+  return word;
+}
+
+// c += a b on tensor cores, a 16 x 16 (or 8), b 16 (or 8) x 8, c 16 x 8. With g = lane / 4 and t = lane % 4 a lane holds
+//
+//   c  rows g, g + 8, columns 2t, 2t + 1       c[0] (g, 2t)  c[1] (g, 2t + 1)  c[2] (g + 8, 2t)  c[3] (g + 8, 2t + 1)
+//   a  16-bit pairs: a[0] (g, 2t)  a[1] (g + 8, 2t)  a[2] (g, 2t + 8)  a[3] (g + 8, 2t + 8)     b[0] (2t, g)  b[1] (2t + 8, g)
+//      tf32:         a[0] (g, t)   a[1] (g + 8, t)   a[2] (g, t + 4)   a[3] (g + 8, t + 4)      b[0] (t, g)   b[1] (t + 4, g)
+#define PYATTN_MMA(shape, types)                                                                                    \
+  asm volatile("mma.sync.aligned." shape ".row.col." types " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                     \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+PYATTN_DEVICE void multiply_f16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  PYATTN_MMA("m16n8k16", "f32.f16.f16.f32");
+}
+PYATTN_DEVICE void multiply_bf16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  PYATTN_MMA("m16n8k16", "f32.bf16.bf16.f32");
+}
+PYATTN_DEVICE void multiply_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  PYATTN_MMA("m16n8k8", "f32.tf32.tf32.f32");
+}
+#undef PYATTN_MMA
+
+// ---- Copies from global to shared memory that the thread does not wait for ----
+
+// The first bytes of 16, the rest zero. Both addresses are multiples of 16.
+PYATTN_DEVICE void copy_16_bytes(SharedAddress to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+// Waits for the thread's own copies; a barrier then tells the others.
+PYATTN_DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// ---- Arithmetic ----
+
+// 0 below 2^-126, NaN stays NaN; within 2 ulp.
+PYATTN_DEVICE float exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// To the nearest with 10 bits of mantissa, ties away from zero.
+PYATTN_DEVICE uint32_t round_tf32(float x) {
+  uint32_t y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return y;
+}
+
+// Two 16-bit numbers, low in the low half.
+PYATTN_DEVICE uint32_t pack_f16(float low, float high) {
+  uint32_t y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+PYATTN_DEVICE uint32_t pack_bf16(float low, float high) {
+  uint32_t y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+PYATTN_DEVICE float widen_f16(uint16_t x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+  return y;
+}
+
+PYATTN_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
+PYATTN_DEVICE uint32_t bits_of(float x) { return __float_as_uint(x); }
+PYATTN_DEVICE float float_of(uint32_t x) { return __uint_as_float(x); }
+
+// x, of which the compiler knows nothing: so that it computes what depends on it here, and does not keep it in registers from
+// one round of a loop to the next.
+PYATTN_DEVICE unsigned opaque(unsigned x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// ---- Launch ----
+
+// Both return what went wrong, or null.
+
+inline const char* message(cudaError_t error) {
+  if (error == cudaSuccess) return nullptr;
+  cudaGetLastError();  // so that the next caller does not find it
+  return cudaGetErrorString(error);
+}
+
+inline const char* clear_memory(void* p, int64_t bytes, void* stream) {
+  return message(cudaMemsetAsync(p, 0, bytes, static_cast<cudaStream_t>(stream)));
+}
+
+template <class Params>
+const char* launch(void (*kernel)(Params), int64_t blocks, int threads, int shared_bytes, void* stream,
+                   const Params& p) {
+  if (blocks == 0) return nullptr;
+  if (blocks > INT32_MAX) return "more than 2^31 - 1 blocks of rows";
+  const void* function = reinterpret_cast<const void*>(kernel);
+  void* arguments[] = {const_cast<Params*>(&p)};
+  cudaError_t error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (error == cudaSuccess)
+    error = cudaLaunchKernel(function, dim3(static_cast<unsigned>(blocks)), dim3(threads), arguments, shared_bytes,
+                             static_cast<cudaStream_t>(stream));
+  return message(error);
+}
+
+}  // namespace
+}  // namespace pyattn::cuda

@@ -1,0 +1,36 @@
+// The first pass of backward: what the others need to know of each row, above all delta = rowsum(dO * O). A warp to a row.
+#pragma once
+
+namespace pyattn::cuda {
+namespace {
+
+inline constexpr int kRowTermsWarps = 4;
+
+// In params.shared, row by row of each KV head.
+PYATTN_DEVICE RowTerms* row_terms_of(const BackwardParams& p, int64_t head, int64_t rows) {
+  return static_cast<RowTerms*>(p.shared) + head * rows;
+}
+
+template <class S>
+PYATTN_KERNEL(kRowTermsWarps* kWarpLanes)
+row_terms(const __grid_constant__ BackwardParams p) {
+  const int64_t count = p.seqlen_q * group_size(p), at = block_index() * kRowTermsWarps + warp();
+  if (at >= p.batch * p.num_heads_kv * count) return;
+  const HeadRows head(p, at / count);
+  const int64_t r = at % count, index = head.index(p, r);
+  const S *out = head.row<const S>(p.out, r), *dout = head.row<const S>(p.dout, r);
+  float delta = 0;
+  for (int64_t c = lane(); c < p.head_dim_v; c += kWarpLanes) delta = fmaf(widen(dout[c]), widen(out[c]), delta);
+  delta = sum_lanes(delta);
+  if (lane() != 0) return;
+  const bool alone = head.visible_keys(r) == 1;
+  const float dlse = p.dlse ? static_cast<const float*>(p.dlse)[index] : 0;
+  const float row_max = static_cast<const float*>(p.row_max)[index],
+              row_sum = static_cast<const float*>(p.row_sum)[index];
+  const Softmax<S> softmax(p);
+  *(row_terms_of(p, at / count, count) + r) = {softmax.shift(row_max), 1 / row_sum, (alone ? 0 : delta) - dlse,
+                                               alone ? 0.0f : 1.0f};
+}
+
+}  // namespace
+}  // namespace pyattn::cuda

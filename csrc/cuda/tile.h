@@ -1,0 +1,283 @@
+// Tiles of rows in shared memory, and products of tiles by a warp.
+#pragma once
+
+namespace pyattn::cuda {
+namespace {
+
+inline constexpr int kChunkBytes = 16;  // what is copied, and read as a row of a matrix, at a time
+
+// kRows rows of kCols columns. The chunks of a row are swapped among each other, within kSwap of them, so that the same chunk
+// of eight rows that follow each other lies in all 32 banks: rows of whole 128 bytes differ by what is swapped alone; of
+// others two lie in every 128 bytes.
+template <class S, int kRows, int kCols>
+struct Tile {
+  static constexpr int kChunkCols = kChunkBytes / sizeof(S), kChunks = kCols / kChunkCols;
+  static constexpr int kBytes = kRows * kCols * sizeof(S), kSwap = kChunks % 8 == 0 ? 8 : 4;
+  static_assert(kChunks % kSwap == 0);
+  char* data;
+
+  static constexpr int swapped(int row, int chunk) { return chunk ^ (kSwap == 8 ? row & 7 : row >> 1 & 3); }
+  static constexpr int offset(int row, int chunk) { return (row * kChunks + swapped(row, chunk)) * kChunkBytes; }
+
+  PYATTN_DEVICE char* chunk(int row, int chunk) const { return data + offset(row, chunk); }
+  PYATTN_DEVICE S& at(int row, int col) const {
+    return reinterpret_cast<S*>(chunk(row, col / kChunkCols))[col % kChunkCols];
+  }
+};
+
+// A lane's way through a tile: chunks first + 2 s of one row, and of rows a multiple of 8 further on. Its own register holds
+// all that depends on the lane, so that a step is an exclusive or and a constant.
+template <class T>
+struct Cursor {
+  SharedAddress address;
+
+  PYATTN_DEVICE Cursor(T tile, int row, int first) : address(shared_address(tile.chunk(row, first))) {}
+
+  PYATTN_DEVICE SharedAddress at(int rows, int s) const {
+    return (address ^ (2 * s % T::kSwap * kChunkBytes)) + 2 * s / T::kSwap * T::kSwap * kChunkBytes +
+           rows * T::kChunks * kChunkBytes;
+  }
+};
+
+// Whether rows of the view can be copied by whole chunks.
+template <class S>
+PYATTN_DEVICE bool whole_chunks(const View& view) {
+  const auto strides = static_cast<unsigned>(view.stride_b | view.stride_h | view.stride_s);
+  const unsigned address = opaque(static_cast<unsigned>(reinterpret_cast<uintptr_t>(view.data)));
+  return ((address | strides * sizeof(S)) & (kChunkBytes - 1)) == 0;
+}
+
+// Begins to copy rows i < rows, row(i) pointing to cols columns; what lies beyond is 0.
+template <int kThreads, class S, int kRows, int kCols, class Row>
+PYATTN_DEVICE void load_tile(Tile<S, kRows, kCols> tile, int rows, int cols, bool whole_chunks, Row row) {
+  using T = Tile<S, kRows, kCols>;
+  const auto copy = [&](char* to, int i, int col) {
+    const int bytes = (cols - col) * static_cast<int>(sizeof(S));
+    copy_16_bytes(shared_address(to), row(i) + col,
+                  i < rows && bytes > 0 ? (bytes < kChunkBytes ? bytes : kChunkBytes) : 0);
+  };
+  const unsigned thread = opaque(thread_index());
+  constexpr unsigned kAll = kRows * T::kChunks, kStep = kThreads / T::kChunks;
+  if (!whole_chunks) {
+#pragma unroll 1
+    for (unsigned at = thread; at < kRows * kCols; at += kThreads) {
+      const int i = at / kCols, col = at % kCols;
+      tile.at(i, col) = i < rows && col < cols ? row(i)[col] : S{};
+    }
+  } else if constexpr (kThreads % T::kChunks == 0 && kStep % 8 == 0 && kRows % kStep == 0) {
+    // A thread stays in its column, and its rows are swapped alike.
+    const int i = thread / T::kChunks, chunk = thread % T::kChunks;
+    char* to = tile.chunk(i, chunk);
+#pragma unroll
+    for (unsigned step = 0; step < kRows; step += kStep)
+      copy(to + step * T::kChunks * kChunkBytes, i + step, chunk * T::kChunkCols);
+  } else {
+#pragma unroll
+    for (unsigned first = 0; first < kAll; first += kThreads) {
+      const int i = (first + thread) / T::kChunks, chunk = (first + thread) % T::kChunks;
+      if (kAll % kThreads == 0 || first + thread < kAll) copy(tile.chunk(i, chunk), i, chunk * T::kChunkCols);
+    }
+  }
+}
+
+// ---- Fragments ----
+
+// 16 rows from the given one on, slice by slice.
+template <class S, class T>
+struct LeftCursor : Cursor<T> {
+  PYATTN_DEVICE LeftCursor(T tile, int row) : Cursor<T>(tile, row + lane() % 16, lane() / 16) {}
+
+  PYATTN_DEVICE Left<S> load(int rows, int s) const {
+    uint32_t words[4];
+    load_matrices(words, this->at(rows, s));
+    return make_left<S>(words);
+  }
+};
+
+// Two times 8 rows, slice by slice, as columns.
+template <class S, class T>
+struct RightCursor : Cursor<T> {
+  PYATTN_DEVICE explicit RightCursor(T tile) : Cursor<T>(tile, lane() % 8 + lane() / 16 * 8, lane() / 8 % 2) {}
+
+  PYATTN_DEVICE void load(Right<S> (&b)[2], int rows, int s) const {
+    uint32_t words[4];
+    load_matrices(words, this->at(rows, s));
+    b[0] = make_right<S>(words[0], words[1]), b[1] = make_right<S>(words[2], words[3]);
+  }
+};
+
+// kSlice rows as what is summed over, two times 8 columns.
+template <class S, class T>
+struct SummedCursor : Cursor<T> {
+  PYATTN_DEVICE explicit SummedCursor(T tile) : Cursor<T>(tile, lane() % 16, lane() / 16) {}
+
+  PYATTN_DEVICE void load(Right<S> (&b)[2], int rows, int columns) const {
+    uint32_t words[4];
+    load_matrices_transposed(words, this->at(rows, columns));
+    b[0] = make_right<S>(words[0], words[1]), b[1] = make_right<S>(words[2], words[3]);
+  }
+};
+template <class T>
+struct SummedCursor<float, T> {  // matrices of 4 bytes can't be transposed; the order of the rows is as_left's
+  Cursor<T> even, odd;
+  int column;  // of its chunk, in bytes
+
+  PYATTN_DEVICE explicit SummedCursor(T tile)
+      : even(tile, lane() % 4 * 2, lane() / 16),
+        odd(tile, lane() % 4 * 2 + 1, lane() / 16),
+        column(lane() / 4 % 4 * 4) {}
+
+  PYATTN_DEVICE void load(Right<float> (&b)[2], int rows, int columns) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      b[i] = make_right<float>(load_word(even.at(rows, 2 * columns + i) + column),
+                               load_word(odd.at(rows, 2 * columns + i) + column));
+  }
+};
+
+// ---- Products ----
+
+// The sums of a warp: 16 kM rows of 8 kN columns.
+template <int kM, int kN>
+using Sums = float[kM][kN][4];
+
+// C += A B^T: rows of A from a_row on, rows of B from 0 on, summed over all columns.
+template <class S, int kM, int kN, int kARows, int kBRows, int kCols>
+PYATTN_DEVICE void multiply_rows(Sums<kM, kN>& C, Tile<S, kARows, kCols> A, int a_row, Tile<S, kBRows, kCols> B) {
+  const LeftCursor<S, Tile<S, kARows, kCols>> left(A, a_row);
+  const RightCursor<S, Tile<S, kBRows, kCols>> right(B);
+#pragma unroll
+  for (int s = 0; s < kCols / kSlice<S>; ++s) {
+    Left<S> a[kM];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) a[m] = left.load(16 * m, s);
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      Right<S> b[2];
+      right.load(b, 8 * n, s);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) multiply(C[m][n], a[m], b[0]), multiply(C[m][n + 1], a[m], b[1]);
+    }
+  }
+}
+
+// C += W B: W sums of an earlier product, rows of B from 0 on, its columns from 16 first on.
+template <class S, int kM, int kK, int kN, int kRows, int kCols>
+PYATTN_DEVICE void multiply_sums(Sums<kM, kN>& C, const Sums<kM, kK>& W, Tile<S, kRows, kCols> B, int first = 0) {
+  constexpr int kStep = kSlice<S> / 8;
+  const SummedCursor<S, Tile<S, kRows, kCols>> right(B);
+#pragma unroll
+  for (int k = 0; k < kK; k += kStep) {
+    Left<S> a[kM];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) a[m] = as_left<S>(W[m] + k);
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      Right<S> b[2];
+      right.load(b, 8 * k, first + n / 2);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) multiply(C[m][n], a[m], b[0]), multiply(C[m][n + 1], a[m], b[1]);
+    }
+  }
+}
+
+// f(m, n, i, row, col) for each of the lane's sums, with its place.
+template <int kM, int kN, class F>
+PYATTN_DEVICE void each_sum(F f) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) f(m, n, i, 16 * m + lane() / 4 + i / 2 * 8, 8 * n + lane() % 4 * 2 + i % 2);
+}
+
+// row(i)[col + j] = scale(i) * C[i][j] for i < rows and j < cols, i counting from the warp's first row.
+template <class S, int kM, int kN, class Row, class Scale>
+PYATTN_DEVICE void store_sums(const Sums<kM, kN>& C, int rows, int64_t cols, bool whole_chunks, Row row, Scale scale) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = 16 * m + lane() / 4 + half * 8;
+      if (i >= rows) continue;
+      S* to = row(i);
+      const float factor = scale(m, half);
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        const int j = 8 * n + lane() % 4 * 2;
+        const float x = C[m][n][2 * half] * factor, y = C[m][n][2 * half + 1] * factor;
+        if constexpr (sizeof(S) == 4) {
+          if (j < cols) to[j] = x;
+          if (j + 1 < cols) to[j + 1] = y;
+        } else {
+          const uint32_t pair = pack<S>(x, y);
+          if (whole_chunks && j + 1 < cols) {
+            *reinterpret_cast<uint32_t*>(to + j) = pair;
+          } else {
+            if (j < cols) to[j] = {static_cast<uint16_t>(pair)};
+            if (j + 1 < cols) to[j + 1] = {static_cast<uint16_t>(pair >> 16)};
+          }
+        }
+      }
+    }
+}
+
+// ---- What is not finite ----
+
+template <class S>
+PYATTN_DEVICE bool finite(S x) {
+  return widen(x) - widen(x) == 0;
+}
+
+// Calls bad(row) for the rows of the tile that are not finite, once for each chunk of theirs that is not; returns whether there
+// are any. A barrier comes after.
+template <int kThreads, class S, int kRows, int kCols, class Bad>
+PYATTN_DEVICE bool find_nonfinite(Tile<S, kRows, kCols> tile, Bad bad) {
+  using T = Tile<S, kRows, kCols>;
+  bool any = false;
+#pragma unroll 1
+  for (unsigned at = thread_index(); at < kRows * T::kChunks; at += kThreads) {
+    const S* chunk = reinterpret_cast<const S*>(tile.chunk(at / T::kChunks, at % T::kChunks));
+    bool good = true;
+#pragma unroll
+    for (int c = 0; c < T::kChunkCols; ++c) good = good && finite(chunk[c]);
+    if (!good) any = true, bad(at / T::kChunks);
+  }
+  return barrier_or(any);
+}
+
+// Rows of the tile that are not finite become 0, and flags, one for each row, say which: 0 * NaN would reach those who do not
+// see the row. Returns whether there are any; a barrier comes before and after.
+template <int kThreads, class S, int kRows, int kCols>
+PYATTN_DEVICE bool clear_nonfinite(Tile<S, kRows, kCols> tile, char* flags) {
+#pragma unroll 1
+  for (int i = thread_index(); i < kRows; i += kThreads) flags[i] = 0;
+  barrier();
+  if (!find_nonfinite<kThreads>(tile, [&](int row) { flags[row] = 1; })) return false;
+#pragma unroll 1
+  for (unsigned at = thread_index(); at < kRows * kCols; at += kThreads)
+    if (flags[at / kCols]) tile.at(at / kCols, at % kCols) = S{};
+  barrier();
+  return true;
+}
+
+// What clear_nonfinite took out of a product C += W tile, given back as NaN to the rows that see it: those of sums m, i if
+// sees(m, i, f) for a flagged row f of the tile.
+template <int kM, int kN, class Sees>
+PYATTN_DEVICE void poison(Sums<kM, kN>& C, const char* flags, int rows, Sees sees) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float more = 0;
+#pragma unroll 1
+      for (int f = 0; f < rows; ++f)
+        if (flags[f] && sees(m, 2 * half, f)) more = __builtin_nanf("");
+#pragma unroll
+      for (int n = 0; n < kN; ++n) C[m][n][2 * half] += more, C[m][n][2 * half + 1] += more;
+    }
+}
+
+}  // namespace
+}  // namespace pyattn::cuda

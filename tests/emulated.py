@@ -1,0 +1,144 @@
+"""The CUDA kernels without a GPU: their own source, compiled for this machine over the primitives of ``emulation/``."""
+
+import ctypes
+import functools
+import os
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyattn import reference
+
+ROOT = Path(__file__).parent.parent
+DTYPES = {torch.float64: "double", torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
+"""In the order of ``DType`` in attention.h, by the names of their storage types."""
+
+INCLUDES = ("-Icsrc", "-Icsrc/cuda", "-Itests/emulation", "-DPYATTN_ISA=cuda", '-DPYATTN_ISA_HEADER="host.h"')
+FLAGS = ("-std=c++20", "-O2", "-march=native", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
+# unused: what other dtypes use; unknown pragmas: #pragma unroll
+
+
+def compile_kernels(root: Path, folder: Path) -> Path:
+    """The shared library of the kernels under ``root``."""
+    compiler = os.environ.get("CXX", "c++")
+    command = [compiler, *FLAGS, "-Wno-unused-function", "-Werror", *INCLUDES, "-c", "-o"]
+
+    def build(dtype: str) -> str:
+        target = str(folder / f"{dtype}.o")
+        source = ["-x", "c++", "csrc/cuda/kernels.cu"]
+        subprocess.run([*command, target, f"-DPYATTN_DTYPE={dtype}", *source], cwd=root, check=True)
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(build, DTYPES.values()))
+    library = folder / "emulated.so"
+    entry = str(root / "tests" / "emulation" / "entry.cpp")
+    subprocess.run([compiler, *FLAGS, "-Icsrc", "-shared", "-o", library, entry, *objects], cwd=root, check=True)
+    return library
+
+
+class View(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p)] + [(name, ctypes.c_int64) for name in ("stride_b", "stride_h", "stride_s")]
+
+
+class Mask(ctypes.Structure):
+    _fields_ = [("causal", ctypes.c_bool), ("q_offset", ctypes.c_int64), ("q_offsets", ctypes.c_void_p)]
+
+
+class Dropout(ctypes.Structure):
+    _fields_ = [("threshold", ctypes.c_uint32), ("seed", ctypes.c_void_p)]
+
+
+SIZES = ("batch", "num_heads_q", "num_heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
+
+
+class BackwardParams(ctypes.Structure):
+    """``BackwardParams`` of attention.h, whose beginning is ``ForwardParams``."""
+
+    _fields_ = (
+        [(name, View) for name in ("q", "k", "v", "out")]
+        + [(name, ctypes.c_void_p) for name in ("row_max", "row_sum", "lse")]
+        + [(name, ctypes.c_int64) for name in SIZES]
+        + [("softmax_scale", ctypes.c_double), ("mask", Mask), ("dropout", Dropout)]
+        + [("shared", ctypes.c_void_p), ("counts", ctypes.c_void_p)]
+        + [(name, View) for name in ("dout", "dq", "dk", "dv")]
+        + [("dlse", ctypes.c_void_p)]
+    )
+
+
+def view(t: Tensor) -> View:
+    assert t.shape[3] <= 1 or t.stride(3) == 1
+    return View(t.data_ptr(), *t.stride()[:3])
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory() as folder:
+        kernels = ctypes.CDLL(str(compile_kernels(ROOT, Path(folder))))
+    kernels.shared_bytes.restype = ctypes.c_int64
+    kernels.forward.restype = kernels.backward.restype = ctypes.c_char_p
+    return kernels
+
+
+def _params(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> BackwardParams:
+    p = BackwardParams(q=view(q), k=view(k), v=view(v))
+    for name, size in zip(
+        SIZES, (*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]), strict=True
+    ):
+        setattr(p, name, size)
+    scale, offset = options.get("softmax_scale"), options.get("q_offset")
+    p.softmax_scale = reference.default_scale(q.shape[3]) if scale is None else scale
+    p.mask.causal = options.get("causal", True)
+    if isinstance(offset, Tensor):
+        p.mask.q_offsets = offset.data_ptr()
+    else:
+        p.mask.q_offset = k.shape[2] - q.shape[2] if offset is None else offset
+    if options.get("dropout_p"):
+        p.dropout.threshold = reference.dropout_threshold(options["dropout_p"])
+        p.dropout.seed = options["dropout_seed"].data_ptr()
+    return p
+
+
+class Emulated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        rows = torch.full((3, *q.shape[:3]), torch.nan, dtype=torch.promote_types(q.dtype, torch.float32))
+        out = torch.full((*q.shape[:3], v.shape[3]), torch.nan, dtype=q.dtype)
+        p = _params(q, k, v, options)
+        p.out, (p.row_max, p.row_sum, p.lse) = view(out), (row.data_ptr() for row in rows)
+        assert library().forward(list(DTYPES).index(q.dtype), ctypes.byref(p)) is None
+        ctx.save_for_backward(q, k, v, out, rows)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        return out, rows[2].clone()
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, rows = ctx.saved_tensors
+        dq, dk, dv = (torch.full_like(t, torch.nan, memory_format=torch.contiguous_format) for t in (q, k, v))
+        dout = torch.zeros_like(out) if dout is None else dout
+        p = _params(q, k, v, ctx.options)
+        p.out, p.dout, p.dq, p.dk, p.dv = map(view, (out, dout, dq, dk, dv))
+        p.row_max, p.row_sum, p.dlse = rows[0].data_ptr(), rows[1].data_ptr(), None
+        if dlse is not None:
+            dlse = dlse.contiguous()
+            p.dlse = dlse.data_ptr()
+        kernels, dtype = library(), list(DTYPES).index(q.dtype)
+        deterministic = ctypes.c_bool(ctx.options.get("deterministic", True))
+        shared = torch.full((kernels.shared_bytes(dtype, ctypes.byref(p), deterministic),), 255, dtype=torch.uint8)
+        p.shared = shared.data_ptr()
+        assert kernels.backward(dtype, ctypes.byref(p), deterministic) is None
+        return dq, dk, dv, None
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Any) -> Any:
+    """``pyattn.attention`` of emulated kernels; ``deterministic=False``: dQ added up atomically."""
+    if isinstance(options.get("dropout_seed"), int):
+        options["dropout_seed"] = torch.tensor(options["dropout_seed"])
+    out, lse = Emulated.apply(q, k, v, options)
+    return (out, lse) if return_lse else out

@@ -1,0 +1,174 @@
+// csrc/cuda/ptx.h for a host: the same names over the threads of threads.h, so that the kernels run where there is no GPU.
+//
+// What it makes worse than a GPU, so that faults show: shared memory begins as NaN; an asynchronous copy arrives when it is
+// waited for and not before; warps run one after the other, from the first or from the last (threads.h), up to the next barrier;
+// addresses in shared memory are checked for bounds and alignment; tensor cores cut off what a sum does not hold.
+#pragma once
+
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "threads.h"
+
+#define PYATTN_DEVICE inline
+#define PYATTN_KERNEL(threads) void
+#define __grid_constant__
+
+namespace pyattn::cuda {
+namespace {
+
+inline constexpr int kWarpLanes = emulation::kWarpLanes;
+
+using emulation::block_index;
+using emulation::thread_index;
+
+char* shared_memory() { return emulation::shared_memory(); }
+
+using std::exp;
+using std::log;
+using std::signbit;
+
+void barrier() { emulation::barrier(false); }
+bool barrier_or(bool any) { return emulation::barrier(any); }
+void add_atomically(float* to, float x) { std::atomic_ref(*to).fetch_add(x, std::memory_order_relaxed); }
+
+// ---- Of a warp: every lane publishes its words and reads the others' ----
+
+template <class T>
+T shuffle_xor(T x, int lanes) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8);
+  uint32_t words[2] = {};
+  std::memcpy(words, &x, sizeof x);
+  const auto& all = emulation::exchange(words, 2);
+  std::memcpy(&x, all[emulation::lane() ^ lanes], sizeof x);
+  return x;
+}
+
+using SharedAddress = uintptr_t;
+SharedAddress shared_address(const void* p) { return reinterpret_cast<SharedAddress>(p); }
+
+const char* matrix_row(const emulation::Words& rows, int matrix, int row) {
+  const char* p;
+  std::memcpy(&p, rows[8 * matrix + row], sizeof p);
+  return p;
+}
+
+void load_matrices(uint32_t (&r)[4], SharedAddress row) {
+  emulation::check_shared(row, 16, 16);
+  const auto& rows = emulation::exchange(reinterpret_cast<const uint32_t*>(&row), 2);
+  const int lane = emulation::lane();
+  for (int matrix = 0; matrix < 4; ++matrix)
+    std::memcpy(&r[matrix], matrix_row(rows, matrix, lane / 4) + 4 * (lane % 4), 4);
+}
+
+void load_matrices_transposed(uint32_t (&r)[4], SharedAddress row) {
+  emulation::check_shared(row, 16, 16);
+  const auto& rows = emulation::exchange(reinterpret_cast<const uint32_t*>(&row), 2);
+  const int lane = emulation::lane();
+  for (int matrix = 0; matrix < 4; ++matrix)
+    for (int i = 0; i < 2; ++i)
+      std::memcpy(reinterpret_cast<char*>(&r[matrix]) + 2 * i,
+                  matrix_row(rows, matrix, 2 * (lane % 4) + i) + 2 * (lane / 4), 2);
+}
+
+uint32_t load_word(SharedAddress address) {
+  emulation::check_shared(address, 4, 4);
+  return *reinterpret_cast<const uint32_t*>(address);
+}
+
+float widen_f16(uint16_t x) { return static_cast<float>(std::bit_cast<_Float16>(x)); }
+float widen_bf16(uint16_t x) { return std::bit_cast<float>(uint32_t{x} << 16); }
+float widen_tf32(uint32_t x) { return std::bit_cast<float>(x & 0xffffe000); }
+
+// A sum as tensor cores leave it: what float does not hold is cut off.
+float cut_off(double x) {
+  const float nearest = static_cast<float>(x);
+  return std::abs(nearest) > std::abs(x) && std::isfinite(nearest) ? std::nextafterf(nearest, 0) : nearest;
+}
+
+// c += a b with kTerms columns of a to each word pair, the words widened by their owners.
+template <int kTerms, class Widen>
+void multiply_add(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Widen widen) {
+  constexpr int kWide = 6 * kTerms;  // floats of a lane: a's four words, then b's two
+  float mine[kWide];
+  for (int w = 0; w < 6; ++w) widen(w < 4 ? a[w] : b[w - 4], mine + w * kTerms);
+  const auto& words = emulation::exchange(reinterpret_cast<const uint32_t*>(mine), kWide);
+  const int g = emulation::lane() / 4, t = emulation::lane() % 4;
+  for (int i = 0; i < 4; ++i) {
+    const int column = 2 * t + i % 2;
+    double sum = c[i];
+    for (int half = 0; half < 2; ++half)  // the columns that word half of b, and words 2 half and 2 half + 1 of a, hold
+      for (int lane = 0; lane < 4; ++lane) {
+        const uint32_t* left = words[4 * g + lane] + (2 * half + i / 2) * kTerms;
+        const uint32_t* right = words[4 * column + lane] + (4 + half) * kTerms;
+        for (int k = 0; k < kTerms; ++k)
+          sum += double{std::bit_cast<float>(left[k])} * double{std::bit_cast<float>(right[k])};
+      }
+    c[i] = cut_off(sum);
+  }
+}
+
+void multiply_f16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  multiply_add<2>(c, a, b, [](uint32_t w, float* x) { x[0] = widen_f16(w), x[1] = widen_f16(w >> 16); });
+}
+void multiply_bf16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  multiply_add<2>(c, a, b, [](uint32_t w, float* x) { x[0] = widen_bf16(w), x[1] = widen_bf16(w >> 16); });
+}
+void multiply_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  multiply_add<1>(c, a, b, [](uint32_t w, float* x) { *x = widen_tf32(w); });
+}
+
+// ---- Copies ----
+
+void copy_16_bytes(SharedAddress to, const void* from, int bytes) {
+  emulation::check_shared(to, 16, 16);
+  emulation::require(reinterpret_cast<uintptr_t>(from) % 16 == 0 && 0 <= bytes && bytes <= 16, "copy of 16 bytes");
+  emulation::copy_later(reinterpret_cast<void*>(to), from, bytes);
+}
+void wait_for_copies() { emulation::copy_now(); }
+
+// ---- Arithmetic ----
+
+float exp2(float x) { return x < -126 ? 0 : std::exp2f(x); }
+
+uint32_t round_tf32(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  return std::isfinite(x) ? (bits + 0x1000) & 0xffffe000 : bits;
+}
+
+uint32_t pack_f16(float low, float high) {
+  return std::bit_cast<uint16_t>(static_cast<_Float16>(low)) |
+         uint32_t{std::bit_cast<uint16_t>(static_cast<_Float16>(high))} << 16;
+}
+
+uint32_t round_bf16(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  return std::isnan(x) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+uint32_t pack_bf16(float low, float high) { return round_bf16(low) | round_bf16(high) << 16; }
+
+uint32_t multiply_high(uint32_t a, uint32_t b) { return static_cast<uint32_t>(uint64_t{a} * b >> 32); }
+uint32_t bits_of(float x) { return std::bit_cast<uint32_t>(x); }
+float float_of(uint32_t x) { return std::bit_cast<float>(x); }
+
+unsigned opaque(unsigned x) { return x; }
+
+// ---- Launch ----
+
+const char* clear_memory(void* p, int64_t bytes, void*) {
+  std::memset(p, 0, bytes);
+  return nullptr;
+}
+
+template <class Params>
+const char* launch(void (*kernel)(Params), int64_t blocks, int threads, int shared_bytes, void*, const Params& p) {
+  emulation::run(blocks, threads, shared_bytes, [&] { kernel(p); });
+  return nullptr;
+}
+
+}  // namespace
+}  // namespace pyattn::cuda
