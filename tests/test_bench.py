@@ -2,23 +2,95 @@
 
 import json
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 from matplotlib import image
 
-from pyattn import _C, reference
-from pyattn.cli import bench, contenders, main
-from pyattn.cli.timing import in_turn, peak_flops, peak_memory
+import pyattn
+from pyattn import _C, _ops, reference
+from pyattn.cli import bench, contenders, main, timing
+from pyattn.cli.timing import in_turn, once, peak_flops, peak_memory
 
 
-@pytest.mark.parametrize("name", contenders.functions(flex=False))
+@pytest.fixture
+def gpu(monkeypatch) -> dict[str, list]:
+    """The CPU stands in for a GPU. Returns what was done to it."""
+    done: dict[str, list] = {"randn": [], "to": [], "clock": [], "deterministic": []}
+    randn, to, stopwatch = torch.randn, torch.nn.Module.to, timing.stopwatch
+
+    def randn_here(*size: object, device: str, **options: object) -> torch.Tensor:
+        done["randn"].append(device)
+        return randn(*size, **options)
+
+    def stay(self: torch.nn.Module, device: str, dtype: torch.dtype) -> torch.nn.Module:
+        done["to"].append(device)
+        return to(self, dtype)
+
+    def clock(device: str) -> Callable[[], float]:
+        done["clock"].append(device)
+        return stopwatch("cpu")
+
+    monkeypatch.setattr(torch, "randn", randn_here)
+    monkeypatch.setattr(torch.nn.Module, "to", stay)
+    monkeypatch.setattr(timing, "stopwatch", clock)
+    monkeypatch.setattr(pyattn, "set_deterministic", done["deterministic"].append)
+    monkeypatch.setattr(_C, "cuda_archs", ["90"])
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    there = {"is_available": True, "get_device_name": "Small GPU"}
+    memory = {"reset_peak_memory_stats": None, "memory_allocated": 2, "max_memory_allocated": 9}
+    for name, answer in (there | memory).items():
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    return done
+
+
+@pytest.mark.parametrize("name", contenders.functions("cpu", flex=False))
 def test_functions_compute_the_same(name):
     q, k, v = torch.randn(3, 2, 3, 40, 16)
     before = _C.active_isa()
-    out = contenders.functions(flex=False)[name](q, k, v)
+    out = contenders.functions("cpu", flex=False)[name](q, k, v)
     _C.set_isa(before)
     torch.testing.assert_close(out, reference.attention(q, k, v))
+
+
+@pytest.mark.parametrize("name", ["pyattn", "pyattn nondeterministic", "torch sdpa", "torch sdpa flash", "plain torch"])
+def test_functions_for_a_gpu_compute_the_same(gpu, name):
+    q, k, v = torch.rand(3, 2, 3, 40, 16)
+    out = contenders.functions("cuda", flex=False)[name](q, k, v)
+    torch.testing.assert_close(out, reference.attention(q, k, v))
+
+
+def test_fused_kernels_are_taken_one_by_one(monkeypatch):
+    backends = torch.backends.cuda
+    enabled = {
+        "flash": backends.flash_sdp_enabled,
+        "efficient": backends.mem_efficient_sdp_enabled,
+        "cudnn": backends.cudnn_sdp_enabled,
+        "math": backends.math_sdp_enabled,
+    }
+    monkeypatch.setattr(contenders, "_sdpa", lambda *_: [name for name, is_enabled in enabled.items() if is_enabled()])
+    functions = contenders.functions("cuda", flex=False)
+    for name in ("flash", "efficient", "cudnn"):
+        assert functions[f"torch sdpa {name}"](*torch.ones(3, 1, 1, 1, 1)) == [name]
+    assert functions["torch sdpa"](*torch.ones(3, 1, 1, 1, 1)) == list(enabled)
+
+
+def test_determinism_is_set_when_the_backward_runs(gpu, monkeypatch):
+    backward, met = _ops.attention_backward, []
+
+    def watched(*args: object) -> object:
+        met.append(gpu["deterministic"][-1])
+        return backward(*args)
+
+    monkeypatch.setattr(_ops, "attention_backward", watched)
+    functions = contenders.functions("cuda", flex=False)
+    q = torch.rand(1, 2, 9, 4, requires_grad=True)
+    with contenders.settings_kept():
+        for name in ("pyattn nondeterministic", "pyattn", "pyattn nondeterministic"):
+            functions[name](q, q, q).sum().backward()
+    assert met == [False, True, False]
+    assert gpu["deterministic"][-1] is True
 
 
 @pytest.mark.parametrize("name", contenders.modules(16, 4, 10, flex=False))
@@ -39,6 +111,42 @@ def test_times_and_their_ratios():
     assert 0.1 < times["slow"].speedup < 0.7
     assert times["slow"].low <= times["slow"].seconds <= times["slow"].high
     assert times["slow"].seconds >= 0.006
+
+
+def test_a_gpu_is_timed_by_its_own_clock(monkeypatch):
+    """From when it is idle, by events around the repeats, read once the second has come to pass."""
+    done = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            done.append("event")
+
+        def synchronize(self) -> None:
+            done.append("wait")
+
+        def elapsed_time(self, end: "Event") -> float:
+            assert done[-1] == "wait"
+            return 12.0
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("idle"))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    assert once(lambda: done.append("call"), 3, "cuda") == 4e-3
+    assert done == ["idle", "event", "call", "call", "call", "event", "wait"]
+
+
+def test_peak_memory_of_a_gpu_is_what_a_call_adds(monkeypatch):
+    allocated = {"now": 30, "peak": 500}
+
+    def call() -> None:
+        allocated["peak"] = max(allocated["peak"], allocated["now"] + 70)
+
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: allocated.update(peak=allocated["now"]))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: allocated["now"])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: allocated["peak"])
+    assert peak_memory(call, "cuda") == 70
 
 
 def test_peak_memory_sees_an_allocation():
@@ -78,6 +186,42 @@ def test_run(tmp_path, capsys, monkeypatch):
         assert row["forward_backward"]["seconds"] > row["forward"]["seconds"] / 2
         assert 0 < row["forward"].get("of_peak", 0.5) < 1
     assert image.imread(tmp_path / "speedups.png").shape[1] == 1680
+
+
+def test_run_on_a_gpu(gpu, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "MODULES", ((1, 8, 16, 2),))
+    options = f"--device cuda --quick --shapes 1x2x70x8 --dtype float32 --out {tmp_path}"
+    assert main(["bench", *options.split()]) == 0
+    assert set(gpu["randn"]) == set(gpu["to"]) == set(gpu["clock"]) == {"cuda"}
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == f"Small GPU, torch {torch.__version__}; speed-ups over torch's sdpa"
+    assert any(line.split().count("TFLOP/s") == 2 and "peak" not in line for line in shown)
+    record = json.loads((tmp_path / "results.json").read_text())
+    assert (record["gpu"], record["cuda"], record["peak_flops"]) == ("Small GPU", "13.0", {})
+    rows = {row["side"]: row for row in record["results"]}
+    ours, fused = ["pyattn", "pyattn nondeterministic"], [f"torch sdpa {name}" for name in contenders.FUSED]
+    assert rows.keys() >= {*ours, "torch sdpa", *fused, "plain torch", "pyattn MultiHeadAttention"}
+    assert "left_out" in rows["torch sdpa cudnn"]
+    for row in (rows[name] for name in [*ours, "torch sdpa", "plain torch"]):
+        for key, share in (("forward", 1.0), ("forward_backward", 3.5)):
+            flops = share * 2 * 2 * 70 * 71 * 8
+            assert row[key]["flops_per_second"] == pytest.approx(flops / row[key]["seconds"])
+            assert "of_peak" not in row[key]
+        assert row["peak_bytes"] == 7
+
+
+def test_the_table_of_a_gpu_shows_operations_a_second(capsys):
+    time = {"seconds": 2e-3, "low": 1.9e-3, "high": 2.1e-3, "speedup": 3.0}
+    row = {
+        "what": "shape",
+        "side": "pyattn",
+        "forward": time | {"flops_per_second": 456.7e12},
+        "forward_backward": time,
+    }
+    bench.show([row], "cuda")
+    _, _, head, line = capsys.readouterr().out.splitlines()
+    assert line.split() == ["pyattn", "2.000", "±", "5%", "3.00x", "456.7", "2.000", "±", "5%", "3.00x"]
+    assert head.index("TFLOP/s") + len("TFLOP/s") == line.index("456.7") + len("456.7")
 
 
 @pytest.mark.parametrize(

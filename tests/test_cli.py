@@ -1,5 +1,6 @@
 """Promise: the commands do what they say."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +11,8 @@ import torch
 from matplotlib import image
 from torch import Tensor
 
-from pyattn.cli import InputError, checkpoint, main, train
+from pyattn import _C
+from pyattn.cli import COMMANDS, InputError, checkpoint, info, main, train
 from pyattn.cli.compare import rounding_bound
 from pyattn.cli.fit import Recipe
 from pyattn.cli.gpt import ATTENTIONS, GPT, Config, attend_reference
@@ -18,6 +20,7 @@ from pyattn.cli.text import MAX_BYTES, read
 
 CONTEXT = 16
 SMALL = Config(layers=2, heads=2, width=16, context=CONTEXT)
+STANDS_IN = {"cpu": "cpu", "cuda": "meta"}
 
 
 @pytest.fixture
@@ -167,10 +170,19 @@ def test_unknown_options_and_commands_exit_with_2(capsys):
         assert "usage: pyattn" in capsys.readouterr().err
 
 
-def test_cuda_without_a_gpu_is_one_sentence(train_on, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert train_on("--device", "cuda")[0] == 2
-    assert "pyattn: --device cuda needs a GPU" in capsys.readouterr().err
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("gpu", "message"),
+    [
+        (False, f"needs a GPU that this torch can use, got torch {torch.__version__} without one"),
+        (True, "needs a build of pyattn with CUDA kernels (PYATTN_CUDA=ON), got a build without"),
+    ],
+)
+def test_cuda_without_a_gpu_or_kernels_is_one_sentence(monkeypatch, capsys, command, gpu, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(_C, "cuda_archs", [])
+    assert main([command, "--device", "cuda"]) == 2
+    assert capsys.readouterr() == ("", f"pyattn: --device cuda {message}\n")
 
 
 # Text
@@ -303,6 +315,41 @@ def test_the_learning_rate_rises_and_falls():
     assert 0.0 < rates[-1] < 0.001
 
 
+# What is there
+
+
+def facts_of(shown: str) -> dict[str, str]:
+    return dict(re.split("  +", line, maxsplit=1) for line in shown.splitlines())
+
+
+def test_info_names_gpus_and_what_kernels_are_for(monkeypatch, capsys):
+    monkeypatch.setattr(_C, "cuda_archs", ["80", "90"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", ["Small GPU", "Large GPU"].__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", [(8, 6), (12, 0)].__getitem__)
+    assert main(["info"]) == 0
+    facts = facts_of(capsys.readouterr().out)
+    assert facts["CUDA kernels"] == "sm_80 sm_90"
+    assert facts["GPU"] == "Small GPU (sm_86), Large GPU (sm_120)"
+
+
+def test_info_asks_the_device_for_its_dtypes(monkeypatch, capsys):
+    def attention(q: Tensor, *_: Tensor) -> None:
+        if (q.device.type, q.dtype) == ("meta", torch.float64):
+            raise TypeError
+
+    ones = torch.ones
+    monkeypatch.setattr(
+        torch, "ones", lambda *size, device, **options: ones(*size, device=STANDS_IN[device], **options)
+    )
+    monkeypatch.setattr(info, "attention", attention)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(_C, "cuda_archs", ["90"])
+    for device, dtypes in (("cuda", "float32 float16 bfloat16"), ("cpu", "float32 float64 float16 bfloat16")):
+        assert main(["info", "--device", device]) == 0
+        assert facts_of(capsys.readouterr().out)["dtypes"] == dtypes
+
+
 # Processes of their own
 
 
@@ -313,8 +360,8 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_info_as_a_module():
     done = python("-m", "pyattn", "info")
     assert (done.returncode, done.stderr) == (0, "")
-    facts = dict(line.split("  ", 1) for line in done.stdout.splitlines())
-    assert facts["ISA active"].strip() in facts["ISAs available"].split()
+    facts = facts_of(done.stdout)
+    assert facts["ISA active"] in facts["ISAs available"].split()
     assert set(facts["ISAs available"].split()) <= set(facts["ISAs compiled"].split())
     assert torch.__version__ in facts["torch"]
     assert "float32" in facts["dtypes"].split()

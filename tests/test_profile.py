@@ -9,7 +9,7 @@ from helpers import Case
 from torch.utils.flop_counter import FlopCounterMode
 
 from pyattn import _C, _ops, attention
-from pyattn.cli import main
+from pyattn.cli import main, profile
 
 
 @pytest.fixture(autouse=True)
@@ -120,12 +120,78 @@ def test_run(tmp_path, capsys) -> None:
         assert any(t["ts"] <= product["ts"] <= t["ts"] + t["dur"] for t in tasks if t["tid"] == product["tid"])
 
 
+KERNELS = {
+    "forward": [("void pyattn::(anonymous namespace)::forward<float>(Sizes)", 2.0)],
+    "backward": [("rows", 0.5), ("columns", 4.0), ("rows", 0.5)],
+}
+"""Name and microseconds."""
+
+
+class Watched(torch.profiler.profile):
+    """Torch's profile as it would be on a GPU: a pass launches its KERNELS, an operator in the backward one more."""
+
+    def __init__(self, activities: list, **options: object) -> None:
+        assert torch.profiler.ProfilerActivity.CUDA in activities
+        super().__init__(activities=[torch.profiler.ProfilerActivity.CPU], **options)
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)
+        for event in self.events():
+            pass_name = event.name.removeprefix("pyattn::attention_")
+            for name, microseconds in KERNELS.get(pass_name, []):
+                event.append_kernel(name, 0, microseconds)
+            if pass_name == "backward":
+                event.cpu_children[0].append_kernel("Memset (Device)", 0, 1.0)
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> None:
+    """The CPU stands in for a GPU."""
+    randn, place = torch.randn, {"cuda": "cpu"}
+    monkeypatch.setattr(torch, "randn", lambda *size, device, **options: randn(*size, device=place[device], **options))
+    monkeypatch.setattr(profile, "once", lambda call, repeats, device: {"cuda": 0.1}[device])
+    monkeypatch.setattr(torch.profiler, "profile", Watched)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Small GPU")
+    monkeypatch.setattr(_C, "cuda_archs", ["90"])
+
+
+@pytest.mark.usefixtures("gpu")
+def test_run_on_a_gpu(tmp_path, capsys) -> None:
+    trace = tmp_path / "trace.json"
+    assert main(["profile", *f"--device cuda --shapes 1x4x300x64 --trace {trace}".split()]) == 0
+    shown = capsys.readouterr().out
+    flops = 2 * 4 * 300 * 301 // 2 * 64
+    assert shown.startswith(f"Small GPU, torch {torch.__version__}\n1x4x300x64 float32, causal, dropout 0, 5 calls\n")
+    assert [line.split() for line in shown.split("\ntorch.profiler")[0].splitlines()[3:]] == [
+        ["forward", "ms", "share", "launches", "TFLOP/s"],
+        ["pyattn::forward<float>(Sizes)", "0.002", "100.0%", "1"],
+        ["all,", "as", "masked", "0.002", "100.0%", f"{2 * flops / 2e-6 / 1e12:.1f}"],
+        [],
+        ["backward", "ms", "share", "launches", "TFLOP/s"],
+        ["columns", "0.004", "66.7%", "1"],
+        ["rows", "0.001", "16.7%", "2"],
+        ["Memset", "(Device)", "0.001", "16.7%", "1"],
+        ["all,", "as", "masked", "0.006", "100.0%", f"{5 * flops / 6e-6 / 1e12:.1f}"],
+    ]
+    assert "pyattn::attention_backward" in {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_profile_without_kernels_is_refused(monkeypatch, capsys) -> None:
+    monkeypatch.setitem(KERNELS, "forward", [])
+    assert main(["profile", "--device", "cuda", "--shapes", "1x1x9x4", "--forward"]) == 2
+    message = "pyattn: --device cuda needs a torch.profiler that sees kernels (CUPTI), got none in 5 calls"
+    assert capsys.readouterr().err.splitlines()[-1] == message
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ("--shapes 1x2x3", "pyattn: --shapes must be of the form BxHxTxD, each at least 1, got 1x2x3"),
         ("--threads 0", "pyattn: --threads must be at least 1, got 0"),
         ("--dropout 1", "pyattn: --dropout must be at least 0 and below 1, got 1.0"),
+        ("--device cuda --isa scalar", "pyattn: --isa must be left out with --device cuda, got scalar"),
     ],
 )
 def test_bad_input(options, message, capsys) -> None:

@@ -2,7 +2,6 @@
 
 import math
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from pyattn.cli.fit import autocast, loss_of
 from pyattn.cli.gpt import GPT, Attend, attend_reference
+from pyattn.cli.timing import stopwatch
 
 Result = TypeVar("Result")
 
@@ -79,13 +79,9 @@ def model_pass(attend: Attend, model: GPT, windows: Tensor, dtype: torch.dtype) 
 
 def timed(work: Callable[[], Result], device: torch.device) -> tuple[float, Result]:
     """Seconds that ``work`` took, and its result."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
-    start = time.perf_counter()
+    seconds = stopwatch(device.type)
     result = work()
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
-    return time.perf_counter() - start, result
+    return seconds(), result
 
 
 def compare(model: GPT, batches: list[Tensor], dtype: torch.dtype) -> Comparison:

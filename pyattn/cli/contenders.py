@@ -3,18 +3,27 @@
 Every function takes q, k, v of shape (B, H, T, D), every module maps (B, T, width) to the same; all are causal.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pyattn
 from pyattn import _C, reference
 from pyattn import nn as native
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+FUSED = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+"""The kernels that torch's sdpa chooses from on a GPU."""
 
 
 def _on(isa: str) -> Attention:
@@ -25,8 +34,35 @@ def _on(isa: str) -> Attention:
     return attend
 
 
+def _on_gpu(deterministic: bool) -> Attention:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        pyattn.set_deterministic(deterministic)  # not put back here: it is the backward that reads it
+        return pyattn.attention(q, k, v)
+
+    return attend
+
+
+@contextmanager
+def settings_kept() -> Iterator[None]:
+    """Puts back what our functions set and leave set: the instruction set, and that gradients are deterministic."""
+    isa = _C.active_isa()
+    try:
+        yield
+    finally:
+        _C.set_isa(isa)
+        pyattn.set_deterministic(True)
+
+
 def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _sdpa_by(backend: SDPBackend) -> Attention:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return _sdpa(q, k, v)
+
+    return attend
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -49,10 +85,15 @@ def _flex() -> Attention:
     return attend
 
 
-def functions(flex: bool) -> dict[str, Attention]:
-    """Ours on each instruction set, best first, then the others."""
-    ours = {f"pyattn {isa}": _on(isa) for isa in _C.available_isas()}
-    return ours | {"torch sdpa": _sdpa, "plain torch": _reference} | ({"torch flex": _flex()} if flex else {})
+def functions(device: str, flex: bool) -> dict[str, Attention]:
+    """Ours, on the CPU on each instruction set, best first, then the others; on a GPU each fused kernel of torch's."""
+    theirs: dict[str, Attention] = {"torch sdpa": _sdpa}
+    if device == "cuda":
+        ours = {"pyattn": _on_gpu(True), "pyattn nondeterministic": _on_gpu(False)}
+        theirs |= {f"torch sdpa {name}": _sdpa_by(backend) for name, backend in FUSED.items()}
+    else:
+        ours = {f"pyattn {isa}": _on(isa) for isa in _C.available_isas()}
+    return ours | theirs | {"plain torch": _reference} | ({"torch flex": _flex()} if flex else {})
 
 
 class Projected(nn.Module):

@@ -1,20 +1,20 @@
-"""``pyattn info``: versions, instruction sets, threads, dtypes, in a form to paste into a bug report."""
+"""``pyattn info``: versions, instruction sets, GPUs, threads, dtypes, in a form to paste into a bug report."""
 
 import argparse
 import platform
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from pyattn import _C, attention
+from pyattn.cli.device import DEVICES, check_device, cpu
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def supported(dtype: torch.dtype) -> bool:
-    """Whether the native attention takes ``dtype``: asked of itself."""
-    probe = torch.ones(1, 1, 1, 1, dtype=dtype)
+def supported(dtype: torch.dtype, device: str) -> bool:
+    """Whether the native attention takes ``dtype`` on ``device``: asked of itself."""
+    probe = torch.ones(1, 1, 1, 64, dtype=dtype, device=device)
     try:
         attention(probe, probe, probe)
     except TypeError:
@@ -22,18 +22,14 @@ def supported(dtype: torch.dtype) -> bool:
     return True
 
 
-def cpu() -> str:
-    """The processor's name, as the system gives it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+def gpu(index: int) -> str:
+    """A GPU's name and compute capability, the latter as in the names of what kernels are compiled for."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"{torch.cuda.get_device_name(index)} (sm_{major}{minor})"
 
 
-def facts() -> dict[str, str]:
-    """What this build is and runs on, each fact under the name it is shown with."""
+def facts(device: str) -> dict[str, str]:
+    """What this build is and runs on, each fact under the name it is shown with; the dtypes are those of ``device``."""
     return {
         "pyattn": _C.version,
         "torch": f"{torch.__version__} (built for {_C.torch_version})",
@@ -43,15 +39,20 @@ def facts() -> dict[str, str]:
         "ISAs compiled": " ".join(_C.compiled_isas()),
         "ISAs available": " ".join(_C.available_isas()),
         "ISA active": _C.active_isa(),
+        "CUDA kernels": " ".join(f"sm_{arch}" for arch in _C.cuda_archs) or "none",
+        "GPU": ", ".join(map(gpu, range(torch.cuda.device_count()))) or "none",
         "threads": str(torch.get_num_threads()),
-        "dtypes": " ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES if supported(dtype)),
+        "dtypes": " ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES if supported(dtype, device)),
     }
 
 
 def run(argv: Sequence[str]) -> int:
     """Print the facts, one a line."""
-    argparse.ArgumentParser(prog="pyattn info", description=__doc__).parse_args(argv)
-    known = facts()
+    parser = argparse.ArgumentParser(prog="pyattn info", description=__doc__)
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="whose dtypes to show; default: %(default)s")
+    options = parser.parse_args(argv)
+    check_device(options.device)
+    known = facts(options.device)
     width = max(map(len, known))
     for name, value in known.items():
         print(f"{name:{width}}  {value}")

@@ -6,21 +6,25 @@ multiply-adds, measured in the same run. Operations are counted as computed: a t
 vain; the last line of a pass counts only those that the mask leaves. Below, torch.profiler's view of the same calls.
 With --trace both go into one file for chrome://tracing or https://ui.perfetto.dev, where the phases of a task, which
 alternate thousands of times a second, are gathered to one bar each.
+
+On a GPU: the kernels of each pass as torch.profiler saw them, in milliseconds and launches a call, and the operations a
+second of the pass, counted as the mask leaves them; --trace writes torch's own.
 """
 
 import argparse
 import json
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pyattn import _C, _ops, attention
-from pyattn.cli import InputError, info
+from pyattn.cli import InputError
 from pyattn.cli.bench import DTYPES, shape_of
-from pyattn.cli.timing import peak_flops
+from pyattn.cli.device import DEVICES, check_device, cpu
+from pyattn.cli.timing import once, peak_flops
 
 SECONDS = 0.5
 """How long the calls are repeated for, at least three times."""
@@ -35,8 +39,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--shapes", metavar="BxHxTxD", default="1x8x1024x64", help="of q, k and v; default: %(default)s"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of all inputs")
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="where to measure; default: %(default)s")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
-    parser.add_argument("--isa", choices=_C.available_isas(), default=_C.active_isa(), help="instruction set")
+    parser.add_argument("--isa", choices=_C.available_isas(), help="instruction set; default: the active one")
     parser.add_argument("--dropout", type=float, default=0.0, metavar="P", help="probability")
     parser.add_argument("--full", action="store_true", help="without the causal mask")
     parser.add_argument("--forward", action="store_true", help="without the backward")
@@ -44,17 +49,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def repeated(call: Callable[[], object]) -> int:
+def repeated(call: Callable[[], object], device: str) -> int:
     """How often ``call`` is repeated to fill SECONDS; it is warm afterwards."""
     call()
-    begin = time.perf_counter()
-    call()
-    return min(1000, max(3, int(SECONDS / (time.perf_counter() - begin))))
+    return min(1000, max(3, int(SECONDS / once(call, 1, device))))
 
 
-def profiled(call: Callable[[], object], calls: int) -> tuple[list[_C.TaskProfile], torch.profiler.profile]:
-    """The kernels' tasks of ``calls`` calls, and torch's profile of the same."""
+def profiled(
+    call: Callable[[], object], calls: int, device: str
+) -> tuple[list[_C.TaskProfile], torch.profiler.profile]:
+    """The tasks of the CPU kernels in ``calls`` calls, and torch's profile of the same."""
     activities = [torch.profiler.ProfilerActivity.CPU]
+    if device == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities, record_shapes=True, with_flops=True) as theirs:
         _C.start_profile()
         try:
@@ -96,6 +103,31 @@ def show(tasks: list[_C.TaskProfile], calls: int, useful: dict[str, int], peak: 
             print(f"  {name:14}{1e3 * s / calls:10.3f}{s / total:8.1%}{rate}")
 
 
+def launched(op: Any) -> Iterator[Any]:
+    """The GPU kernels of an operator in torch's profile, those of the operators that it calls among them."""
+    yield from op.kernels
+    for child in op.cpu_children:
+        yield from launched(child)
+
+
+def show_kernels(events: Iterable[Any], useful: dict[str, int]) -> None:
+    """A table for each pass of its kernels on the GPU, longest first; ``useful`` as in :func:`show`."""
+    for pass_name, flops in useful.items():
+        ops = [event for event in events if event.name == f"pyattn::attention_{pass_name}"]
+        times: dict[str, list[float]] = {}
+        for kernel in (kernel for op in ops for kernel in launched(op)):
+            times.setdefault(kernel.name, []).append(kernel.duration / 1e6)
+        calls, total = len(ops), sum(map(sum, times.values()))
+        if not times:
+            raise InputError("--device cuda needs a torch.profiler that sees kernels (CUPTI)", f"none in {calls} calls")
+        print(f"\n{pass_name:62}{'ms':>10}{'share':>8}{'launches':>10}{'TFLOP/s':>9}")
+        lines = [(name, sum(taken), f"{len(taken) / calls:10g}") for name, taken in times.items()]
+        lines.sort(key=lambda line: line[1], reverse=True)
+        for name, s, rest in [*lines, ("all, as masked", total, f"{calls * flops / total / 1e12:19.1f}")]:
+            short = name.removeprefix("void ").replace("(anonymous namespace)::", "")[:60]
+            print(f"  {short:60}{1e3 * s / calls:10.3f}{s / total:8.1%}{rest}")
+
+
 def write_trace(path: Path, tasks: list[_C.TaskProfile], theirs: torch.profiler.profile) -> None:
     """Torch's Chrome trace with the kernels' tasks and phases in it, each on its thread."""
     theirs.export_chrome_trace(str(path))
@@ -122,10 +154,14 @@ def run(argv: Sequence[str]) -> int:
         raise InputError("--threads must be at least 1", options.threads)
     if not 0 <= options.dropout < 1:
         raise InputError("--dropout must be at least 0 and below 1", options.dropout)
+    if options.isa and options.device != "cpu":
+        raise InputError(f"--isa must be left out with --device {options.device}", options.isa)
     shape = shape_of(options.shapes)
+    check_device(options.device)
     torch.set_num_threads(options.threads)
-    _C.set_isa(options.isa)
-    q, k, v = (torch.randn(shape, dtype=DTYPES[options.dtype], requires_grad=not options.forward) for _ in range(3))
+    _C.set_isa(options.isa or _C.active_isa())
+    tensor = {"dtype": DTYPES[options.dtype], "device": options.device, "requires_grad": not options.forward}
+    q, k, v = (torch.randn(shape, **tensor) for _ in range(3))
     dout = torch.randn_like(q)
 
     def call() -> None:
@@ -133,23 +169,28 @@ def run(argv: Sequence[str]) -> int:
         if not options.forward:
             torch.autograd.grad(out, (q, k, v), dout)
 
-    calls = repeated(call)
-    peak = peak_flops(options.dtype, options.threads) / options.threads
-    tasks, theirs = profiled(call, calls)
+    calls = repeated(call, options.device)
+    tasks, theirs = profiled(call, calls, options.device)
+    events = theirs.events() or ()
+    useful = {"forward": _ops.forward_flops(q, k, v, None, not options.full)}
+    if not options.forward:
+        useful["backward"] = _ops.backward_flops(dout, None, q, k, v, None, None, None, None, not options.full)
     mask = "no mask" if options.full else "causal"
-    print(f"{info.cpu()}, {options.isa}, {options.threads} threads, torch {torch.__version__}")
-    print(f"{options.shapes} {options.dtype}, {mask}, dropout {options.dropout:g}, {calls} calls")
-    print(f"peak {peak / 1e9:.0f} GFLOP/s a thread")
-    useful = {
-        "forward": _ops.forward_flops(q, k, v, None, not options.full),
-        "backward": _ops.backward_flops(dout, None, q, k, v, None, None, None, None, not options.full),
-    }
-    show(tasks, calls, useful, peak)
-    for event in theirs.events() or ():  # torch counts the operations of its own operators alone
+    what = f"{options.shapes} {options.dtype}, {mask}, dropout {options.dropout:g}, {calls} calls"
+    if options.device == "cpu":
+        peak = peak_flops(options.dtype, options.threads) / options.threads
+        print(f"{cpu()}, {_C.active_isa()}, {options.threads} threads, torch {torch.__version__}\n{what}")
+        print(f"peak {peak / 1e9:.0f} GFLOP/s a thread")
+        show(tasks, calls, useful, peak)
+    else:
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n{what}")
+        show_kernels(events, useful)
+    for event in events:  # torch counts the operations of its own operators alone
         if event.name.startswith("pyattn::attention_"):
             event.flops = useful[event.name.removeprefix("pyattn::attention_")]
     print("\ntorch.profiler:")
-    print(theirs.key_averages().table(sort_by="self_cpu_time_total", row_limit=8, max_name_column_width=40))
+    order = f"self_{'cpu' if options.device == 'cpu' else 'device'}_time_total"
+    print(theirs.key_averages().table(sort_by=order, row_limit=8, max_name_column_width=40))
     if options.trace:
         write_trace(options.trace, tasks, theirs)
         print(f"written to {options.trace}: for chrome://tracing or https://ui.perfetto.dev")

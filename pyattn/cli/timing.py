@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from pyattn import _C
 
 SHORTEST = 2e-3
@@ -38,20 +40,37 @@ class Time:
     speedup: float
 
 
-def once(call: Callable[[], object], repeats: int) -> float:
+def stopwatch(device: str) -> Callable[[], float]:
+    """Starts the clock of ``device``. Returns what reads it, in seconds, once the device has done all it was given."""
+    if device == "cpu":
+        started = time.perf_counter()
+        return lambda: time.perf_counter() - started
+    torch.cuda.synchronize()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+
+    def stop() -> float:
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    return stop
+
+
+def once(call: Callable[[], object], repeats: int, device: str = "cpu") -> float:
     """Seconds of a call, mean of ``repeats`` in a row."""
-    begin = time.perf_counter()
+    seconds = stopwatch(device)
     for _ in range(repeats):
         call()
-    return (time.perf_counter() - begin) / repeats
+    return seconds() / repeats
 
 
-def in_turn(calls: dict[str, Callable[[], object]], base: str, seconds: float) -> dict[str, Time]:
+def in_turn(calls: dict[str, Callable[[], object]], base: str, seconds: float, device: str = "cpu") -> dict[str, Time]:
     """Time each of ``calls``, one after the other in rounds, for about ``seconds`` a side and at least three rounds.
 
     A machine with other work slows all sides of a round alike, so it is the ratios within a round that are compared.
     """
-    warm = {name: once(call, 1) for name, call in calls.items()}
+    warm = {name: once(call, 1, device) for name, call in calls.items()}
     repeats = {name: max(1, int(SHORTEST / max(t, 1e-7))) for name, t in warm.items()}
     expected = sum(max(warm[name] * repeats[name], SHORTEST) for name in calls)
     rounds = min(50, max(3, int(seconds * len(calls) / expected)))
@@ -59,7 +78,7 @@ def in_turn(calls: dict[str, Callable[[], object]], base: str, seconds: float) -
     shuffle = random.Random(0)
     for _ in range(rounds):
         for name in shuffle.sample(list(calls), len(calls)):  # nobody always follows the one that empties the caches
-            taken[name].append(once(calls[name], repeats[name]))
+            taken[name].append(once(calls[name], repeats[name], device))
 
     def summary(name: str) -> Time:
         low, median, high = statistics.quantiles(taken[name], n=4, method="inclusive")
@@ -84,8 +103,16 @@ def peak_flops(dtype: str, threads: int) -> float:
     return max(done / seconds for done, seconds in (spin(rounds) for _ in range(8)))
 
 
-def peak_memory(call: Callable[[], object]) -> int | None:
-    """Bytes by which resident memory rises at most during a call; None where Linux's counter is not there."""
+def peak_memory(call: Callable[[], object], device: str = "cpu") -> int | None:
+    """Bytes by which resident memory rises at most during a call; None where Linux's counter is not there.
+
+    On a GPU, what torch has allocated there.
+    """
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        return torch.cuda.max_memory_allocated() - before
     ctypes.CDLL(None).malloc_trim(0)  # what earlier calls have left
     try:
         CLEAR_REFS.write_text("5")

@@ -14,6 +14,7 @@ import torch
 
 from pyattn.cli import InputError, chart, checkpoint
 from pyattn.cli.compare import compare
+from pyattn.cli.device import DEVICES, check_device
 from pyattn.cli.fit import Losses, Recipe, fit, validate
 from pyattn.cli.gpt import ATTENTIONS, GPT, Config
 from pyattn.cli.text import Text, read
@@ -55,7 +56,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     training.add_argument("--eval-every", type=int, default=200, help="steps from one validation to the next")
     training.add_argument("--seed", type=int, default=0, help="of weights, batches, dropout and sample")
     training.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
-    training.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to train")
+    training.add_argument("--device", choices=DEVICES, default="cpu", help="where to train")
     training.add_argument("--dtype", choices=DTYPES, default="float32", help="of matrix products (bfloat16: autocast)")
 
     output = parser.add_argument_group("output")
@@ -78,8 +79,7 @@ def check(options: argparse.Namespace) -> None:
         raise InputError("--sample must not be negative", options.sample)
     if not 0 <= options.seed < 2**64:  # what torch.Generator takes
         raise InputError("--seed must lie in [0, 2^64)", options.seed)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda needs a GPU that this torch can use", f"torch {torch.__version__} without one")
+    check_device(options.device)
 
 
 def make_folder(out: Path | None) -> Path:
