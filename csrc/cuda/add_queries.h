@@ -1,5 +1,6 @@
 // dQ += dS K inside the pass over keys, for those who waive repeatable bits: every block of keys adds its share to float sums in
-// global memory, in whatever order blocks run, and a last pass scales and rounds them.
+// global memory, in whatever order blocks run, and a last pass scales and rounds them. Of 16-bit types alone: float is for
+// those who want its accuracy.
 #pragma once
 
 namespace pyattn::cuda {
@@ -10,20 +11,11 @@ PYATTN_DEVICE float* query_sums_of(const BackwardParams& p, int64_t head, int64_
   return reinterpret_cast<float*>(row_terms_of(p, p.batch * p.num_heads_kv, rows)) + head * rows * p.head_dim;
 }
 
-// Where the tile of dS has a key, so that a left factor of it has the order of SummedCursor's rows.
-template <class S>
-PYATTN_DEVICE int column_of_key(int key) {
-  return sizeof(S) == 4 ? (key & ~7) | (key & 1) << 2 | (key >> 1 & 3) : key;
-}
-
 // T[row][key] = W[key][row], rounded as a factor, for the kM * 16 keys of a warp from warp_key on.
 template <class S, int kM, int kN, int kRows, int kKeys>
 PYATTN_DEVICE void store_transposed(Tile<S, kRows, kKeys> T, const Sums<kM, kN>& W, int warp_key) {
   each_sum<kM, kN>([&](int m, int n, int i, int key, int row) {
-    if constexpr (sizeof(S) == 4)
-      T.at(row, column_of_key<S>(warp_key + key)) = W[m][n][i];
-    else
-      T.at(row, warp_key + key) = {static_cast<uint16_t>(pack<S>(W[m][n][i], 0))};
+    T.at(row, warp_key + key) = {static_cast<uint16_t>(pack<S>(W[m][n][i], 0))};
   });
 }
 
@@ -39,7 +31,7 @@ PYATTN_DEVICE void add_queries(float* sums, int rows, int cols, Tile<S, kRows, k
       float sum = 0;
 #pragma unroll 1
       for (int j = 0; j < kKeys; ++j)
-        if (const float ds = widen(dS.at(i, column_of_key<S>(j))); ds != 0) sum = fmaf(ds, widen(K.at(j, col)), sum);
+        if (const float ds = widen(dS.at(i, j)); ds != 0) sum = fmaf(ds, widen(K.at(j, col)), sum);
       add_atomically(sums + at, sum);
     }
     return;
@@ -49,13 +41,13 @@ PYATTN_DEVICE void add_queries(float* sums, int rows, int cols, Tile<S, kRows, k
   for (int square = warp(); square < kSquares; square += kWarps) {
     const int row = square % (kRows / 16) * 16, first = square / (kRows / 16);
     const LeftCursor<S, Tile<S, kRows, kKeys>> left(dS, row);
-    const SummedCursor<S, Tile<S, kKeys, kDim>> right(K);
+    const SummedCursor<S, 1, Tile<S, kKeys, kDim>> right(K, 0);
     Sums<1, 2> C = {};
 #pragma unroll
-    for (int s = 0; s < kKeys / kSlice<S>; ++s) {
+    for (int s = 0; s < kKeys / kSlice; ++s) {
       const Left<S> a = left.load(0, s);
       Right<S> b[2];
-      right.load(b, s * kSlice<S>, first);
+      right.load(b, s * kSlice, first);
       multiply(C[0][0], a, b[0]), multiply(C[0][1], a, b[1]);
     }
     each_sum<1, 2>([&](int, int n, int i, int r, int c) {
@@ -77,10 +69,7 @@ round_queries(const __grid_constant__ BackwardParams p) {
   const HeadRows head(p, row / count);
   const float x = query_sums_of(p, 0, count)[at] * static_cast<float>(p.softmax_scale);
   S* to = head.row<S>(p.dq, row % count) + col;
-  if constexpr (sizeof(S) == 4)
-    *to = x;
-  else
-    *to = {static_cast<uint16_t>(pack<S>(x, 0))};
+  *to = {static_cast<uint16_t>(pack<S>(x, 0))};
 }
 
 }  // namespace

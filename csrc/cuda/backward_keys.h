@@ -13,12 +13,12 @@ namespace {
 
 template <class S, int kDim>
 struct KeysShape {
-  // Sums of dK and dV take kM * kDim / kColumnWarps registers of a lane's 255; as many again hold S, dP and fragments.
+  // Sums of dK and dV take kM * kDim / kParts registers of a lane's 255; as many again hold S, dP and fragments.
   static constexpr bool kWide = kDim > 128;
   static constexpr int kM = sizeof(S) == 2 && kDim <= 64 ? 2 : 1;
-  static constexpr int kColumnWarps = kWide ? 2 : 1, kColumns = kDim / kColumnWarps;
+  static constexpr int kParts = kWide ? 2 : 1, kColumns = kDim / kParts;
   static constexpr int kKeys = sizeof(S) == 2 ? (kWide ? 64 : 128) : (kWide ? 32 : 64);
-  static constexpr int kWarps = kKeys / (16 * kM) * kColumnWarps, kThreads = kWarps * kWarpLanes;
+  static constexpr int kWarps = kKeys / (16 * kM) * kParts, kThreads = kWarps * kWarpLanes;
   static constexpr int kRows = kDim > 64 && sizeof(S) == 4 ? 16 : 32;
   static constexpr int kStages = kDim > 192 ? 1 : 2;  // 2: the next rows are copied meanwhile, where memory allows
   using KTile = Tile<S, kKeys, kDim>;
@@ -43,12 +43,15 @@ struct RowStage {
   PYATTN_DEVICE explicit RowStage(char* memory)
       : Q{memory}, dO{memory + Q.kBytes}, terms(reinterpret_cast<RowTerms*>(memory + 2 * Q.kBytes)) {}
 
-  PYATTN_DEVICE void load(const BackwardParams& p, const HeadRows& head, const RowTerms* from, int r0) const {
-    load_rows<Shape::kThreads>(Q, head, p.q, r0, p.head_dim);
-    load_rows<Shape::kThreads>(dO, head, p.dout, r0, p.head_dim_v);
-    const int rows = static_cast<int>(head.count) - r0;
-    for (int i = thread_index(); i < Shape::kRows; i += Shape::kThreads)
-      copy_16_bytes(shared_address(terms + i), from + r0 + i, i < rows ? sizeof(RowTerms) : 0);
+  PYATTN_DEVICE void load(const BackwardParams& p, const QueryRows<S>& q, const QueryRows<S>& dout, unsigned head,
+                          int r0) const {
+    q.template load<Shape::kThreads>(Q, r0);
+    dout.template load<Shape::kThreads>(dO, r0);
+    static_assert(Shape::kRows <= Shape::kThreads);
+    const int i = thread_index();
+    if (i < Shape::kRows)
+      copy_16_bytes(shared_address(terms + i), row_terms_of(p, head, q.count) + r0 + i,
+                    r0 + i < q.count ? sizeof(RowTerms) : 0);
   }
 };
 
@@ -57,22 +60,24 @@ PYATTN_KERNEL(Shape::kThreads)
 backward_keys(const __grid_constant__ BackwardParams p) {
   constexpr int kM = Shape::kM, kKeys = Shape::kKeys, kRows = Shape::kRows, kN = kRows / 8;
   const KeyBlock<kKeys> block(p);
-  const HeadRows& head = block.head;
-  const int n0 = block.first(), count = static_cast<int>(head.count);
-  const int warp_key = warp() / Shape::kColumnWarps * 16 * kM;
-  const int warp_col = warp() % Shape::kColumnWarps * Shape::kColumns;
+  const int n0 = block.first(), count = static_cast<int>(block.head.count);
+  const int warp_key = warp() / Shape::kParts * 16 * kM;
+  const int part = warp() % Shape::kParts;
   char* memory = shared_memory();
   const typename Shape::KTile K{memory}, V{memory + K.kBytes};
   char* flags = memory + Shape::kFlags;
   const typename Shape::Dropout dropout(p, memory + Shape::kKept);
   const Softmax<S> softmax(p);
-  const RowTerms* terms = row_terms_of(p, block.number / block.blocks, head.count);
+  const unsigned head = block.number / block.blocks;
   const auto stage = [&](int i) { return RowStage<S, kDim>(memory + 2 * K.kBytes + i * Shape::kStageBytes); };
 
-  KeyRows<S>(head, p.k, p.head_dim).template load<Shape::kThreads>(K, n0);
-  KeyRows<S>(head, p.v, p.head_dim_v).template load<Shape::kThreads>(V, n0);
-  const int first = static_cast<int>(head.first_row(n0));
-  if (first < count) stage(0).load(p, head, terms, first);
+  KeyRows<S>(block.head, p.k, p.head_dim).template load<Shape::kThreads>(K, n0);
+  KeyRows<S>(block.head, p.v, p.head_dim_v).template load<Shape::kThreads>(V, n0);
+  const QueryRows<S> q(block.head, p.q, p.head_dim), dout(block.head, p.dout, p.head_dim_v);
+  const int first = static_cast<int>(block.head.first_row(n0));
+  // From here on, rows see all keys of the block.
+  const int all_seen = n0 + kKeys <= p.seqlen_k ? static_cast<int>(block.head.first_row(n0 + kKeys - 1)) : count;
+  if (first < count) stage(0).load(p, q, dout, head, first);
   Sums<kM, Shape::kColumns / 8> dK = {}, dV = {};
   bool finite_K = true;
   int turn = 0;
@@ -84,7 +89,7 @@ backward_keys(const __grid_constant__ BackwardParams p) {
     if (kAddQueries && r0 == first) finite_K = !find_nonfinite<Shape::kThreads>(K, [](int) {});
     if (Shape::kStages == 2) {
       turn ^= 1;
-      if (next < count) stage(turn).load(p, head, terms, next);
+      if (next < count) stage(turn).load(p, q, dout, head, next);
     }
     if (p.dropout.threshold) {
       dropout.template draw<Shape::kThreads>(p, KeyBlock<kKeys>(p).head, r0, n0);
@@ -111,7 +116,7 @@ backward_keys(const __grid_constant__ BackwardParams p) {
     if (p.dropout.threshold)
       each_sum<kM, kN>(
           [&](int m, int n, int i, int key, int row) { P[m][n][i] *= dropout.factor(row, warp_key + key); });
-    const bool masked = head.visible_keys(r0) < n0 + kKeys || count < next;  // later rows see no fewer
+    const bool masked = r0 < all_seen || count < next;
     const auto limit = [&](const HeadRows& head, int row) {
       return r0 + row < count ? static_cast<int>(head.visible_keys(r0 + row)) - n0 - warp_key : 0;
     };
@@ -132,7 +137,7 @@ backward_keys(const __grid_constant__ BackwardParams p) {
 
     const auto add_product = [&](auto& C, const auto& W, const typename Shape::QTile& tile) {
       const bool cleared = masked && clear_nonfinite<Shape::kThreads>(tile, flags);
-      multiply_sums<S>(C, W, tile, warp_col / 16);
+      multiply_sums<S, Shape::kParts>(C, W, tile, part);
       if (cleared) {
         const KeyBlock<kKeys> same(p);
         poison(C, flags, kRows,
@@ -142,26 +147,25 @@ backward_keys(const __grid_constant__ BackwardParams p) {
     add_product(dV, P, rows.dO);
     const typename Shape::dSTile T{Shape::kdSInPlaceOfdO ? rows.dO.data : memory + Shape::kdS};
     if (masked || kAddQueries) barrier();  // flags, and dO, no longer read
-    if (kAddQueries) store_transposed<S>(T, dS, warp_key);
+    if constexpr (kAddQueries) store_transposed(T, dS, warp_key);
     add_product(dK, dS, rows.Q);
-    if (kAddQueries) {
+    if constexpr (kAddQueries) {
       barrier();
-      float* sums = query_sums_of(p, block.number / block.blocks, count) + r0 * p.head_dim;
+      float* sums = query_sums_of(p, head, count) + r0 * p.head_dim;
       add_queries<Shape::kWarps>(sums, min(kRows, count - r0), p.head_dim, T, K, finite_K);
     }
     if (Shape::kStages == 1) {
       barrier();  // the rows no longer read
-      if (next < count) stage(0).load(p, head, terms, next);
+      if (next < count) stage(0).load(p, q, dout, head, next);
     }
   }
 
   const KeyBlock<kKeys> same(p);
   const int first_key = same.first() + warp_key, keys = same.keys() - warp_key;
   const auto store = [&](const auto& C, const View& view, int64_t cols, float scale) {
-    store_sums<S>(
-        C, keys, cols - warp_col, whole_chunks<S>(view),
-        [&](int j) { return same.head.template key<S>(view, first_key + j) + warp_col; },
-        [&](int, int) { return scale; });
+    store_sums<S, Shape::kParts>(
+        C, part, keys, cols, whole_chunks<S>(view),
+        [&](int j) { return same.head.template key<S>(view, first_key + j); }, [&](int, int) { return scale; });
   };
   store(dK, p.dk, p.head_dim, static_cast<float>(p.softmax_scale));
   store(dV, p.dv, p.head_dim_v, 1);

@@ -11,9 +11,9 @@ template <class S, int kDim>
 struct QueriesShape {
   // As in forward, with kM * kColumns / 2 registers of dQ, and of S and dP kM * kKeys / 2 each.
   static constexpr int kM = sizeof(S) == 2 && kDim <= 128 ? 2 : 1;
-  static constexpr int kColumnWarps = sizeof(S) == 4 && kDim > 128 ? 2 : 1, kColumns = kDim / kColumnWarps;
+  static constexpr int kParts = sizeof(S) == 4 && kDim > 128 ? 2 : 1, kColumns = kDim / kParts;
   static constexpr int kWarps = 4, kThreads = kWarps * kWarpLanes;
-  static constexpr int kRows = 16 * kM * kWarps / kColumnWarps;
+  static constexpr int kRows = 16 * kM * kWarps / kParts;
   static constexpr int kKeys = sizeof(S) == 2 || kDim <= 64 ? 32 : 16;
   static constexpr int kStages = kDim > 192 ? 1 : 2;  // 2: the next keys are copied meanwhile, where memory allows
   using QTile = Tile<S, kRows, kDim>;
@@ -33,8 +33,8 @@ backward_queries(const __grid_constant__ BackwardParams p) {
   const int r0 = block.first();
   const int all_see = static_cast<int>(block.head.visible_keys(r0));
   const int visible = static_cast<int>(block.head.visible_keys(r0 + block.rows() - 1));
-  const int warp_row = warp() / Shape::kColumnWarps * 16 * kM;
-  const int warp_col = warp() % Shape::kColumnWarps * Shape::kColumns;
+  const int warp_row = warp() / Shape::kParts * 16 * kM;
+  const int part = warp() % Shape::kParts;
   const auto limits = [&] { return RowLimits<kM>(RowBlock<kRows>(p), warp_row); };
   char* memory = shared_memory();
   const typename Shape::QTile Q{memory}, dO{memory + Q.kBytes};
@@ -44,8 +44,8 @@ backward_queries(const __grid_constant__ BackwardParams p) {
   const auto stage_of_K = [&](int i) { return KTile{memory + 2 * Q.kBytes + 2 * i * KTile::kBytes}; };
   const auto stage_of_V = [&](int i) { return KTile{stage_of_K(i).data + KTile::kBytes}; };
 
-  load_rows<Shape::kThreads>(Q, block.head, p.q, r0, p.head_dim);
-  load_rows<Shape::kThreads>(dO, block.head, p.dout, r0, p.head_dim_v);
+  QueryRows<S>(block.head, p.q, p.head_dim).template load<Shape::kThreads>(Q, r0);
+  QueryRows<S>(block.head, p.dout, p.head_dim_v).template load<Shape::kThreads>(dO, r0);
   const KeyRows<S> keys_of_K(block.head, p.k, p.head_dim), keys_of_V(block.head, p.v, p.head_dim_v);
   const auto load_keys = [&](int i, int n0) {
     keys_of_K.template load<Shape::kThreads>(stage_of_K(i), n0);
@@ -96,7 +96,7 @@ backward_queries(const __grid_constant__ BackwardParams p) {
     }
 
     const bool cleared = masked && clear_nonfinite<Shape::kThreads>(K, flags);
-    multiply_sums<S>(dQ, dS, K, warp_col / 16);
+    multiply_sums<S, Shape::kParts>(dQ, dS, K, part);
     if (cleared) {
       const RowLimits<kM> rows = limits();
       poison(dQ, flags, kKeys, [&](int m, int i, int key) { return rows.sees(m, i, n0 + key); });
@@ -110,9 +110,9 @@ backward_queries(const __grid_constant__ BackwardParams p) {
   const RowBlock<kRows> same(p);
   const int first = same.first() + warp_row;
   const float scale = static_cast<float>(p.softmax_scale);
-  store_sums<S>(
-      dQ, same.rows() - warp_row, p.head_dim - warp_col, whole_chunks<S>(p.dq),
-      [&](int i) { return same.head.template row<S>(p.dq, first + i) + warp_col; }, [&](int, int) { return scale; });
+  store_sums<S, Shape::kParts>(
+      dQ, part, same.rows() - warp_row, p.head_dim, whole_chunks<S>(p.dq),
+      [&](int i) { return same.head.template row<S>(p.dq, first + i); }, [&](int, int) { return scale; });
 }
 
 }  // namespace

@@ -59,12 +59,30 @@ struct KeyRows {
   }
 };
 
-// Query rows of a head, from r0 on.
-template <int kThreads, class S, int kRows, int kCols>
-PYATTN_DEVICE void load_rows(Tile<S, kRows, kCols> tile, const HeadRows& head, const View& view, int r0, int64_t cols) {
-  load_tile<kThreads>(tile, static_cast<int>(head.count - r0), static_cast<int>(cols), whole_chunks<S>(view),
-                      [&](int i) { return head.row<const S>(view, r0 + i); });
-}
+// The query rows of a head: what HeadRows::row says, in fewer registers.
+template <class S>
+struct QueryRows {
+  const View& view;
+  const S* first;
+  unsigned group;
+  int count, cols;
+
+  PYATTN_DEVICE QueryRows(const HeadRows& head, const View& view, int64_t cols)
+      : view(view),
+        first(head.row<const S>(view, 0)),
+        group(static_cast<unsigned>(head.group)),
+        count(static_cast<int>(head.count)),
+        cols(static_cast<int>(cols)) {}
+
+  // Those from r0 on.
+  template <int kThreads, int kRows, int kCols>
+  PYATTN_DEVICE void load(Tile<S, kRows, kCols> tile, int r0) const {
+    load_tile<kThreads>(tile, count - r0, cols, whole_chunks<S>(view), [&](int i) {
+      const unsigned r = r0 + i, query = group == 1 ? r : r / group;
+      return first + query * view.stride_s + (r - query * group) * view.stride_h;
+    });
+  }
+};
 
 }  // namespace
 }  // namespace pyattn::cuda

@@ -11,9 +11,9 @@ struct ForwardShape {
   // and V once for two products, which the shared memory of an A100 keeps up with: with 16-bit inputs and 128 columns they take
   // 128 registers of O and kKeys of S. Where O would take more, one time 16, and of wide float rows half the columns.
   static constexpr int kM = sizeof(S) == 2 && kDim <= 128 ? 2 : 1;
-  static constexpr int kColumnWarps = sizeof(S) == 4 && kDim > 128 ? 2 : 1, kColumns = kDim / kColumnWarps;
+  static constexpr int kParts = sizeof(S) == 4 && kDim > 128 ? 2 : 1, kColumns = kDim / kParts;
   static constexpr int kWarps = 4, kThreads = kWarps * kWarpLanes;
-  static constexpr int kRows = 16 * kM * kWarps / kColumnWarps;
+  static constexpr int kRows = 16 * kM * kWarps / kParts;
   static constexpr int kKeys = sizeof(S) == 2 ? (kDim == 128 ? 48 : 64) : kDim <= 64 ? 64 : 32;
   using QTile = Tile<S, kRows, kDim>;
   using KTile = Tile<S, kKeys, kDim>;
@@ -31,8 +31,8 @@ forward(const __grid_constant__ ForwardParams p) {
   const int r0 = block.first();
   const int all_see = static_cast<int>(block.head.visible_keys(r0));
   const int visible = static_cast<int>(block.head.visible_keys(r0 + block.rows() - 1));
-  const int warp_row = warp() / Shape::kColumnWarps * 16 * kM;
-  const int warp_col = warp() % Shape::kColumnWarps * Shape::kColumns;
+  const int warp_row = warp() / Shape::kParts * 16 * kM;
+  const int part = warp() % Shape::kParts;
   const auto limits = [&] { return RowLimits<kM>(RowBlock<kRows>(p), warp_row); };
   char* memory = shared_memory();
   const typename Shape::QTile Q{memory};
@@ -41,7 +41,7 @@ forward(const __grid_constant__ ForwardParams p) {
   const typename Shape::Dropout dropout(p, memory + Shape::kKept);
   const Softmax<S> softmax(p);
 
-  load_rows<Shape::kThreads>(Q, block.head, p.q, r0, p.head_dim);
+  QueryRows<S>(block.head, p.q, p.head_dim).template load<Shape::kThreads>(Q, r0);
   const KeyRows<S> keys_of_K(block.head, p.k, p.head_dim), keys_of_V(block.head, p.v, p.head_dim_v);
   if (visible) keys_of_K.template load<Shape::kThreads>(K, 0);
   Sums<kM, Shape::kColumns / 8> O = {};
@@ -74,7 +74,7 @@ forward(const __grid_constant__ ForwardParams p) {
       each_sum<kM, kKeys / 8>(
           [&](int m, int n, int i, int row, int key) { P[m][n][i] *= dropout.factor(warp_row + row, key); });
     const bool cleared = masked && clear_nonfinite<Shape::kThreads>(V, flags);
-    multiply_sums<S>(O, P, V, warp_col / 16);
+    multiply_sums<S, Shape::kParts>(O, P, V, part);
     if (cleared) {
       const RowLimits<kM> rows = limits();
       poison(O, flags, kKeys, [&](int m, int i, int key) { return rows.sees(m, i, n0 + key); });
@@ -84,9 +84,9 @@ forward(const __grid_constant__ ForwardParams p) {
   const RowBlock<kRows> same(p);
   const int first = same.first() + warp_row;
   state.finish(p, same.head, first);
-  store_sums<S>(
-      O, same.rows() - warp_row, p.head_dim_v - warp_col, whole_chunks<S>(p.out),
-      [&](int i) { return same.head.template row<S>(p.out, first + i) + warp_col; },
+  store_sums<S, Shape::kParts>(
+      O, part, same.rows() - warp_row, p.head_dim_v, whole_chunks<S>(p.out),
+      [&](int i) { return same.head.template row<S>(p.out, first + i); },
       [&](int m, int half) { return state.row_sum[m][half]; });
 }
 

@@ -31,7 +31,8 @@ int64_t key_blocks(const ForwardParams& p, int64_t keys) { return kv_heads(p) * 
 float* query_sums(const BackwardParams& p) {
   return reinterpret_cast<float*>(static_cast<RowTerms*>(p.shared) + all_rows(p));
 }
-int64_t query_sum_bytes(const BackwardParams& p) { return all_rows(p) * p.head_dim * sizeof(float); }
+template <class S>
+constexpr bool kMayAddQueries = sizeof(S) == 2;
 
 // f(kDim) for the next head dimension that there are kernels for; both of a call's are filled up to it.
 template <class F>
@@ -57,7 +58,19 @@ const char* launch_forward(const ForwardParams& p, void* stream) {
 }
 
 template <class S>
-const char* launch_backward(const BackwardParams& p, bool deterministic, void* stream) {
+const char* launch_adding_queries(const BackwardParams& p, void* stream) {
+  const int64_t sums = all_rows(p) * p.head_dim;
+  const char* error = clear_memory(query_sums(p), sums * sizeof(float), stream);
+  if (error) return error;
+  error = with_dim(p, [&](auto dim) {
+    using Keys = KeysShape<S, dim>;
+    return launch(backward_keys<S, dim, true>, key_blocks(p, Keys::kKeys), Keys::kThreads, Keys::kBytes, stream, p);
+  });
+  return error ? error : launch(round_queries<S>, ceil_div(sums, kRoundThreads), kRoundThreads, 0, stream, p);
+}
+
+template <class S>
+const char* launch_backward(const BackwardParams& p, [[maybe_unused]] bool deterministic, void* stream) {
   const char* error;
   if constexpr (std::is_same_v<S, double>) {
     error = launch(plain_backward_keys<S>, ceil_div(all_keys(p), kPlainWarps), kPlainThreads, 0, stream, p);
@@ -65,25 +78,25 @@ const char* launch_backward(const BackwardParams& p, bool deterministic, void* s
     return launch(plain_backward_queries<S>, ceil_div(all_rows(p), kPlainWarps), kPlainThreads, 0, stream, p);
   } else {
     error = launch(row_terms<S>, ceil_div(all_rows(p), kRowTermsWarps), kRowTermsWarps * kWarpLanes, 0, stream, p);
-    if (!error && !deterministic) error = clear_memory(query_sums(p), query_sum_bytes(p), stream);
     if (error) return error;
+    if constexpr (kMayAddQueries<S>)
+      if (!deterministic) return launch_adding_queries<S>(p, stream);
     return with_dim(p, [&](auto dim) {
       using Keys = KeysShape<S, dim>;
       using Queries = QueriesShape<S, dim>;
-      const auto keys = deterministic ? backward_keys<S, dim, false> : backward_keys<S, dim, true>;
-      const char* error = launch(keys, key_blocks(p, Keys::kKeys), Keys::kThreads, Keys::kBytes, stream, p);
+      const char* error =
+          launch(backward_keys<S, dim, false>, key_blocks(p, Keys::kKeys), Keys::kThreads, Keys::kBytes, stream, p);
       if (error) return error;
-      if (deterministic)
-        return launch(backward_queries<S, dim>, row_blocks(p, Queries::kRows), Queries::kThreads, Queries::kBytes,
-                      stream, p);
-      return launch(round_queries<S>, ceil_div(all_rows(p) * p.head_dim, kRoundThreads), kRoundThreads, 0, stream, p);
+      return launch(backward_queries<S, dim>, row_blocks(p, Queries::kRows), Queries::kThreads, Queries::kBytes, stream,
+                    p);
     });
   }
 }
 
-// The terms of the rows, and unless bits are to repeat the sums of dQ.
+template <class S>
 int64_t shared_bytes(const BackwardParams& p, bool deterministic) {
-  return all_rows(p) * sizeof(RowTerms) + (deterministic ? 0 : query_sum_bytes(p));
+  const bool sums = kMayAddQueries<S> && !deterministic;
+  return all_rows(p) * (sizeof(RowTerms) + (sums ? p.head_dim * sizeof(float) : 0));
 }
 
 }  // namespace
@@ -91,7 +104,7 @@ int64_t shared_bytes(const BackwardParams& p, bool deterministic) {
 #define PYATTN_TABLE_OF(dtype) kernels_##dtype
 #define PYATTN_TABLE(dtype) PYATTN_TABLE_OF(dtype)
 extern const DeviceKernels PYATTN_TABLE(PYATTN_DTYPE);
-const DeviceKernels PYATTN_TABLE(PYATTN_DTYPE) = {shared_bytes, launch_forward<PYATTN_DTYPE>,
+const DeviceKernels PYATTN_TABLE(PYATTN_DTYPE) = {shared_bytes<PYATTN_DTYPE>, launch_forward<PYATTN_DTYPE>,
                                                   launch_backward<PYATTN_DTYPE>};
 
 }  // namespace pyattn::cuda

@@ -7,8 +7,8 @@ namespace {
 inline constexpr int kRowTermsWarps = 4;
 
 // In params.shared, row by row of each KV head.
-PYATTN_DEVICE RowTerms* row_terms_of(const BackwardParams& p, int64_t head, int64_t rows) {
-  return static_cast<RowTerms*>(p.shared) + head * rows;
+PYATTN_DEVICE RowTerms* row_terms_of(const BackwardParams& p, unsigned head, unsigned rows) {
+  return static_cast<RowTerms*>(p.shared) + uint64_t{head} * rows;
 }
 
 template <class S>
@@ -28,8 +28,8 @@ row_terms(const __grid_constant__ BackwardParams p) {
   const float row_max = static_cast<const float*>(p.row_max)[index],
               row_sum = static_cast<const float*>(p.row_sum)[index];
   const Softmax<S> softmax(p);
-  *(row_terms_of(p, at / count, count) + r) = {softmax.shift(row_max), 1 / row_sum, (alone ? 0 : delta) - dlse,
-                                               alone ? 0.0f : 1.0f};
+  *(row_terms_of(p, static_cast<unsigned>(at / count), static_cast<unsigned>(count)) + r) = {
+      softmax.shift(row_max), 1 / row_sum, (alone ? 0 : delta) - dlse, alone ? 0.0f : 1.0f};
 }
 
 }  // namespace

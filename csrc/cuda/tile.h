@@ -88,9 +88,19 @@ struct LeftCursor : Cursor<T> {
   PYATTN_DEVICE LeftCursor(T tile, int row) : Cursor<T>(tile, row + lane() % 16, lane() / 16) {}
 
   PYATTN_DEVICE Left<S> load(int rows, int s) const {
-    uint32_t words[4];
-    load_matrices(words, this->at(rows, s));
-    return make_left<S>(words);
+    Left<S> a;
+    if constexpr (sizeof(S) == 4) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t words[4];
+        load_matrices(words, this->at(rows, 2 * s + half));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) split(float_of(words[i]), a.high[half][i], a.low[half][i]);
+      }
+    } else {
+      load_matrices(a.data, this->at(rows, s));
+    }
+    return a;
   }
 };
 
@@ -101,37 +111,59 @@ struct RightCursor : Cursor<T> {
 
   PYATTN_DEVICE void load(Right<S> (&b)[2], int rows, int s) const {
     uint32_t words[4];
-    load_matrices(words, this->at(rows, s));
-    b[0] = make_right<S>(words[0], words[1]), b[1] = make_right<S>(words[2], words[3]);
+    if constexpr (sizeof(S) == 4) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        load_matrices(words, this->at(rows, 2 * s + half));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) split(float_of(words[i]), b[i / 2].high[half][i % 2], b[i / 2].low[half][i % 2]);
+      }
+    } else {
+      load_matrices(words, this->at(rows, s));
+      b[0] = {words[0], words[1]}, b[1] = {words[2], words[3]};
+    }
   }
 };
 
-// kSlice rows as what is summed over, two times 8 columns.
-template <class S, class T>
+// The columns of a tile may be shared out among kParts warps, one or two, of whom each takes one half of every 128 bytes of a
+// row: then a cursor's steps are the same constants for both.
+// The first of the n-th 8 columns of a part.
+template <class S, int kParts>
+PYATTN_DEVICE int column_of_part(int n, int part) {
+  constexpr int kHalf = 64 / sizeof(S);
+  return kParts == 1 ? 8 * n : 8 * n / kHalf * 2 * kHalf + part * kHalf + 8 * n % kHalf;
+}
+
+// A slice of rows as what is summed over, two times 8 columns of the part.
+template <class S, int kParts, class T>
 struct SummedCursor : Cursor<T> {
-  PYATTN_DEVICE explicit SummedCursor(T tile) : Cursor<T>(tile, lane() % 16, lane() / 16) {}
+  PYATTN_DEVICE SummedCursor(T tile, int part) : Cursor<T>(tile, lane() % 16, 4 * part + lane() / 16) {}
 
   PYATTN_DEVICE void load(Right<S> (&b)[2], int rows, int columns) const {
     uint32_t words[4];
-    load_matrices_transposed(words, this->at(rows, columns));
-    b[0] = make_right<S>(words[0], words[1]), b[1] = make_right<S>(words[2], words[3]);
+    load_matrices_transposed(words, this->at(rows, kParts == 1 ? columns : columns / 2 * 4 + columns % 2));
+    b[0] = {words[0], words[1]}, b[1] = {words[2], words[3]};
   }
 };
-template <class T>
-struct SummedCursor<float, T> {  // matrices of 4 bytes can't be transposed; the order of the rows is as_left's
+template <int kParts, class T>
+struct SummedCursor<float, kParts, T> {  // matrices of 4 bytes can't be transposed; the order of the rows is as_left's
   Cursor<T> even, odd;
   int column;  // of its chunk, in bytes
 
-  PYATTN_DEVICE explicit SummedCursor(T tile)
-      : even(tile, lane() % 4 * 2, lane() / 16),
-        odd(tile, lane() % 4 * 2 + 1, lane() / 16),
+  PYATTN_DEVICE SummedCursor(T tile, int part)
+      : even(tile, lane() % 4 * 2, 4 * part + lane() / 16),
+        odd(tile, lane() % 4 * 2 + 1, 4 * part + lane() / 16),
         column(lane() / 4 % 4 * 4) {}
 
   PYATTN_DEVICE void load(Right<float> (&b)[2], int rows, int columns) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      b[i] = make_right<float>(load_word(even.at(rows, 2 * columns + i) + column),
-                               load_word(odd.at(rows, 2 * columns + i) + column));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = rows + 8 * half, s = 2 * kParts * columns + i;
+        split(float_of(load_word(even.at(r, s) + column)), b[i].high[half][0], b[i].low[half][0]);
+        split(float_of(load_word(odd.at(r, s) + column)), b[i].high[half][1], b[i].low[half][1]);
+      }
   }
 };
 
@@ -146,8 +178,10 @@ template <class S, int kM, int kN, int kARows, int kBRows, int kCols>
 PYATTN_DEVICE void multiply_rows(Sums<kM, kN>& C, Tile<S, kARows, kCols> A, int a_row, Tile<S, kBRows, kCols> B) {
   const LeftCursor<S, Tile<S, kARows, kCols>> left(A, a_row);
   const RightCursor<S, Tile<S, kBRows, kCols>> right(B);
-#pragma unroll
-  for (int s = 0; s < kCols / kSlice<S>; ++s) {
+  // Slices of float two by two, after which a cursor's steps repeat: more would be kept in flight than there are registers.
+  [[maybe_unused]] constexpr int kTogether = sizeof(S) == 4 ? 2 : kCols / kSlice;
+#pragma unroll kTogether
+  for (int s = 0; s < kCols / kSlice; ++s) {
     Left<S> a[kM];
 #pragma unroll
     for (int m = 0; m < kM; ++m) a[m] = left.load(16 * m, s);
@@ -161,20 +195,19 @@ PYATTN_DEVICE void multiply_rows(Sums<kM, kN>& C, Tile<S, kARows, kCols> A, int 
   }
 }
 
-// C += W B: W sums of an earlier product, rows of B from 0 on, its columns from 16 first on.
-template <class S, int kM, int kK, int kN, int kRows, int kCols>
-PYATTN_DEVICE void multiply_sums(Sums<kM, kN>& C, const Sums<kM, kK>& W, Tile<S, kRows, kCols> B, int first = 0) {
-  constexpr int kStep = kSlice<S> / 8;
-  const SummedCursor<S, Tile<S, kRows, kCols>> right(B);
+// C += W B: W sums of an earlier product, rows of B from 0 on, its columns those of the part.
+template <class S, int kParts, int kM, int kK, int kN, int kRows, int kCols>
+PYATTN_DEVICE void multiply_sums(Sums<kM, kN>& C, const Sums<kM, kK>& W, Tile<S, kRows, kCols> B, int part) {
+  const SummedCursor<S, kParts, Tile<S, kRows, kCols>> right(B, part);
 #pragma unroll
-  for (int k = 0; k < kK; k += kStep) {
+  for (int k = 0; k < kK; k += kSlice / 8) {
     Left<S> a[kM];
 #pragma unroll
     for (int m = 0; m < kM; ++m) a[m] = as_left<S>(W[m] + k);
 #pragma unroll
     for (int n = 0; n < kN; n += 2) {
       Right<S> b[2];
-      right.load(b, 8 * k, first + n / 2);
+      right.load(b, 8 * k, n / 2);
 #pragma unroll
       for (int m = 0; m < kM; ++m) multiply(C[m][n], a[m], b[0]), multiply(C[m][n + 1], a[m], b[1]);
     }
@@ -192,9 +225,10 @@ PYATTN_DEVICE void each_sum(F f) {
       for (int i = 0; i < 4; ++i) f(m, n, i, 16 * m + lane() / 4 + i / 2 * 8, 8 * n + lane() % 4 * 2 + i % 2);
 }
 
-// row(i)[col + j] = scale(i) * C[i][j] for i < rows and j < cols, i counting from the warp's first row.
-template <class S, int kM, int kN, class Row, class Scale>
-PYATTN_DEVICE void store_sums(const Sums<kM, kN>& C, int rows, int64_t cols, bool whole_chunks, Row row, Scale scale) {
+// row(i)[j] = scale(i) * C[i][j] for i < rows and j < cols, i counting from the warp's first row, j the columns of the part.
+template <class S, int kParts, int kM, int kN, class Row, class Scale>
+PYATTN_DEVICE void store_sums(const Sums<kM, kN>& C, int part, int rows, int64_t cols, bool whole_chunks, Row row,
+                              Scale scale) {
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -205,7 +239,7 @@ PYATTN_DEVICE void store_sums(const Sums<kM, kN>& C, int rows, int64_t cols, boo
       const float factor = scale(m, half);
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        const int j = 8 * n + lane() % 4 * 2;
+        const int j = column_of_part<S, kParts>(n, part) + lane() % 4 * 2;
         const float x = C[m][n][2 * half] * factor, y = C[m][n][2 * half + 1] * factor;
         if constexpr (sizeof(S) == 4) {
           if (j < cols) to[j] = x;

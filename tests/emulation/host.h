@@ -155,7 +155,10 @@ uint32_t multiply_high(uint32_t a, uint32_t b) { return static_cast<uint32_t>(ui
 uint32_t bits_of(float x) { return std::bit_cast<uint32_t>(x); }
 float float_of(uint32_t x) { return std::bit_cast<float>(x); }
 
-unsigned opaque(unsigned x) { return x; }
+template <class T>
+T opaque(T x) {
+  return x;
+}
 
 // ---- Launch ----
 
