@@ -97,10 +97,12 @@ def assert_accurate(name: str, x: Tensor, plain: Tensor, exact: Tensor) -> None:
     assert error(x, exact) <= accuracy_bound(x, plain, exact), name
 
 
-def assert_case_accurate(case: Case, dtype: torch.dtype) -> None:
-    """Every result of the native attention, forward and backward, by that rule."""
+def assert_case_accurate(
+    case: Case, dtype: torch.dtype, attend: Callable[..., Any] = attention, **options: Any
+) -> None:
+    """Every result of the native attention, or of ``attend``, forward and backward, by that rule."""
     qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
-    ours = run(attention, qkv, dout, dlse, **case.options)
+    ours = run(attend, qkv, dout, dlse, **case.options, **options)
     plain = run(reference.attention, qkv, dout, dlse, **case.options)
     exact = run(reference.attention, tuple(t.double() for t in qkv), dout.double(), dlse, **case.options)
     assert ours[0].dtype == dtype

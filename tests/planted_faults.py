@@ -93,13 +93,14 @@ def prepare(copy: Path, isas: list[str]) -> None:
     shutil.copy2(copy / "build" / "_build.py", copy / "pyattn")
 
 
-def caught_by(copy: Path) -> str | None:
-    """Builds the copy and runs the suite in it: the first test that fails, or None."""
+def caught_by(copy: Path, file: str) -> str | None:
+    """Builds the copy and runs the suite in it: the first test that fails, or None. What is CUDA's is emulated."""
     options: dict[str, Any] = {"cwd": copy, "env": environment(copy), "capture_output": True, "text": True}
     build = subprocess.run(["cmake", "--build", "build"], check=False, **options)
     if build.returncode:
         sys.exit(f"does not compile:\n{build.stdout[-3000:]}")
-    tests = [f"tests/test_{name}.py" for name in TESTS]
+    names = ["cuda"] if file.startswith("csrc/cuda/") else TESTS
+    tests = [f"tests/test_{name}.py" for name in names]
     command = [sys.executable, "-c", RUN, str(copy), "-x", "-v", "--tb=no", "-p", "no:cacheprovider", *tests]
     try:
         result = subprocess.run(command, check=False, timeout=TIMEOUT, **options)
@@ -138,7 +139,7 @@ def main() -> None:
         path, before = copy / fault.file, (copy / fault.file).read_text()
         try:
             path.write_text(replaced(copy, fault))
-            by = caught_by(copy)
+            by = caught_by(copy, fault.file)
         finally:
             path.write_text(before)
             copies.put(copy)

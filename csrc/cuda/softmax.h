@@ -11,10 +11,10 @@ inline constexpr float kNegInf = -__builtin_inff();
 template <class S>
 struct Softmax {
   const ForwardParams& p;
-  float exponent;  // the magnitude of softmax_scale times log2(e)
+  float exponent;  // the magnitude of softmax_scale times log2(e); not 0, so that -inf stays what it is
 
   PYATTN_DEVICE explicit Softmax(const ForwardParams& p)
-      : p(p), exponent(static_cast<float>(fabs(p.softmax_scale) * kLog2e)) {}
+      : p(p), exponent(fmaxf(static_cast<float>(fabs(p.softmax_scale) * kLog2e), 0x1p-126f)) {}
 
   // What weight takes for row_max; 0 where nothing was seen yet, for -inf - -inf is NaN.
   PYATTN_DEVICE float shift(float row_max) const {

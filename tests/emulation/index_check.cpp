@@ -1,0 +1,116 @@
+// The index functions of the CUDA kernels on a host: where tiles put their chunks, who takes which columns, rows and keys.
+#include "host.h"
+#include "rows.h"
+#include "fragment.h"
+#include "tile.h"
+#include "block.h"
+#include "dropout.h"
+
+#include <set>
+
+namespace pyattn::cuda {
+namespace {
+
+int failures = 0;
+
+void expect(bool good, const char* what, int a = 0, int b = 0) {
+  if (good) return;
+  ++failures;
+  std::printf("%s: %d %d\n", what, a, b);
+}
+
+// Every chunk has a place of its own within the tile, and the same chunk of eight rows that follow each other lies in all
+// banks, 128 bytes.
+template <class S, int kRows, int kCols>
+void check_tile() {
+  using T = Tile<S, kRows, kCols>;
+  std::set<int> places;
+  for (int row = 0; row < kRows; ++row)
+    for (int chunk = 0; chunk < T::kChunks; ++chunk) {
+      const int place = T::offset(row, chunk);
+      expect(place % kChunkBytes == 0 && 0 <= place && place + kChunkBytes <= T::kBytes, "outside", row, chunk);
+      expect(places.insert(place).second, "two chunks in one place", row, chunk);
+    }
+  for (int row = 0; row < kRows; row += 8)
+    for (int chunk = 0; chunk < T::kChunks; ++chunk) {
+      std::set<int> banks;
+      for (int i = 0; i < 8; ++i) banks.insert(T::offset(row + i, chunk) % 128);
+      expect(banks.size() == 8, "conflict of banks", row, chunk);
+    }
+}
+
+// A cursor comes by the chunks that it says, from each row and either first chunk.
+template <class S, int kRows, int kCols>
+void check_cursor() {
+  using T = Tile<S, kRows, kCols>;
+  alignas(128) static char memory[T::kBytes];
+  const T tile{memory};
+  for (int row = 0; row < 16; ++row)
+    for (int first = 0; first < 2; ++first) {
+      const Cursor<T> cursor(tile, row, first);
+      for (int rows = 0; row + rows < kRows; rows += 8)
+        for (int s = 0; first + 2 * s < T::kChunks; ++s)
+          expect(cursor.at(rows, s) == shared_address(tile.chunk(row + rows, first + 2 * s)), "cursor", row + rows, s);
+    }
+}
+
+template <class S, int kDim, int kParts>
+void check_parts() {
+  std::set<int> columns;
+  for (int part = 0; part < kParts; ++part)
+    for (int n = 0; n < kDim / kParts / 8; ++n) {
+      const int column = column_of_part<S, kParts>(n, part);
+      expect(column % 8 == 0 && 0 <= column && column < kDim && columns.insert(column).second, "columns", n, part);
+    }
+}
+
+template <class S>
+void check_dims() {
+  check_tile<S, 16, 32>(), check_tile<S, 64, 64>(), check_tile<S, 32, 96>(), check_tile<S, 32, 128>();
+  check_tile<S, 16, 192>(), check_tile<S, 16, 256>();
+  check_cursor<S, 16, 32>(), check_cursor<S, 64, 64>(), check_cursor<S, 32, 96>(), check_cursor<S, 32, 128>();
+  check_cursor<S, 16, 192>(), check_cursor<S, 16, 256>();
+  check_parts<S, 192, 2>(), check_parts<S, 256, 2>(), check_parts<S, 96, 1>();
+}
+
+// Blocks of threads cover every row, and every key, of every head once.
+void check_blocks() {
+  ForwardParams p{};
+  p.batch = 2, p.num_heads_q = 6, p.num_heads_kv = 2, p.seqlen_q = 45, p.seqlen_k = 70, p.mask.causal = true;
+  emulation::Block block;
+  emulation::block = &block;
+  std::set<std::tuple<int64_t, int64_t, int>> rows, keys;
+  for (block.index = 0; block.index < 2 * 2 * 3; ++block.index) {
+    const RowBlock<64> here(p);
+    for (int i = 0; i < here.rows(); ++i) rows.insert({here.head.b, here.head.h_kv, here.first() + i});
+  }
+  for (block.index = 0; block.index < 2 * 2 * 3; ++block.index) {
+    const KeyBlock<32> here(p);
+    for (int j = 0; j < here.keys(); ++j) keys.insert({here.head.b, here.head.h_kv, here.first() + j});
+  }
+  expect(rows.size() == 2 * 2 * 45 * 3, "rows", rows.size());
+  expect(keys.size() == 2 * 2 * 70, "keys", keys.size());
+  block.index = 0;
+  expect(RowBlock<64>(p).first() == 128, "the longest rows first");
+}
+
+// The known answer of Philox4x32-10 for counter and key of ones (Salmon et al., the kat_vectors of Random123).
+void check_philox() {
+  Philox x{{0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff}};
+  x.rounds(0xffffffffffffffff);
+  const uint32_t known[] = {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd};
+  for (int i = 0; i < 4; ++i) expect(x.word[i] == known[i], "philox", i);
+}
+
+}  // namespace
+}  // namespace pyattn::cuda
+
+int main() {
+  using namespace pyattn;
+  cuda::check_dims<f16>();
+  cuda::check_dims<float>();
+  cuda::check_blocks();
+  cuda::check_philox();
+  if (cuda::failures == 0) std::puts("ok");
+  return cuda::failures != 0;
+}

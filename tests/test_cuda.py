@@ -1,0 +1,205 @@
+"""The CUDA kernels, their own source run on the host (emulated.py): every dtype, head dimension, mask and tail."""
+
+import math
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import emulated
+import pytest
+import torch
+from emulated import attention
+from helpers import NAMES, Case, assert_accurate, assert_case_accurate, assert_equal, each_dtype, run
+from torch import Tensor
+
+from pyattn import reference
+
+DIMS = (32, 64, 96, 128, 192, 256)
+"""What tiles are made for; others are filled up to the next."""
+
+SIZES = [
+    Case(1, 1, 1, 1, 1, 1, 1),
+    Case(2, 2, 2, 6, 6, 3, 3),
+    Case(2, 4, 2, 64, 64, 64, 64),
+    Case(1, 3, 1, 65, 63, 80, 72),
+    Case(2, 2, 2, 1, 130, 128, 33, causal=False),
+    Case(1, 2, 1, 129, 130, 33, 17, q_offset=0),
+    Case(1, 1, 1, 100, 30, 16, 16, q_offset=-40),
+    Case(1, 2, 1, 70, 100, 20, 40, q_offset=60),
+    Case(1, 9, 3, 33, 200, 24, 24, softmax_scale=1.7),
+    Case(2, 6, 2, 50, 141, 40, 31, causal=False, softmax_scale=-0.3),
+    Case(1, 2, 2, 20, 120, 8, 8, softmax_scale=0.0),
+    Case(1, 5, 1, 70, 70, 8, 8),
+    Case(1, 1, 1, 5, 5, 256, 200),
+]
+ADDING = pytest.mark.parametrize("deterministic", [True, False], ids=["repeatable", "adding"])
+
+
+@each_dtype
+@pytest.mark.parametrize("case", SIZES, ids=str)
+def test_sizes(case: Case, dtype: torch.dtype) -> None:
+    assert_case_accurate(case, dtype, attention)
+
+
+@each_dtype
+@ADDING
+@pytest.mark.parametrize("dim", DIMS)
+def test_head_dims(dim: int, dtype: torch.dtype, deterministic: bool) -> None:
+    """With keys, queries and columns a little more and a little less than whole tiles."""
+    for case in (Case(1, 2, 1, 131, 137, dim, dim), Case(1, 1, 1, 66, 127, dim - 8, dim - 15, False, dropout_p=0.2)):
+        assert_case_accurate(case, dtype, attention, deterministic=deterministic)
+
+
+@each_dtype
+@ADDING
+def test_dropout(dtype: torch.dtype, deterministic: bool) -> None:
+    """The reference's mask, so the CPU's, whatever the group, the offset and the tile."""
+    case = Case(2, 4, 2, 70, 100, 16, 20, q_offset=-10, dropout_p=0.4)
+    assert_case_accurate(case, dtype, attention, deterministic=deterministic)
+
+
+@each_dtype
+def test_offset_per_sequence(dtype: torch.dtype) -> None:
+    case = Case(3, 2, 1, 40, 70, 16, 16)
+    qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
+    offsets = [30, -5, 12]
+    together = run(attention, qkv, dout, dlse, q_offset=torch.tensor(offsets))
+    for b, offset in enumerate(offsets):
+        alone = run(attention, tuple(t[b : b + 1] for t in qkv), dout[b : b + 1], dlse[b : b + 1], q_offset=offset)
+        assert_equal(tuple(t[b : b + 1] for t in together), alone)
+
+
+@each_dtype
+@pytest.mark.parametrize("seqlen_k", [1, 5, 100])
+def test_a_row_that_sees_one_key(dtype: torch.dtype, seqlen_k: int) -> None:
+    case = Case(2, 4, 2, 5, seqlen_k, 40, 100, q_offset=0)
+    qkv, (dout, _) = case.inputs(dtype), case.gradients(dtype)
+    assert (run(attention, qkv, dout, **case.options)[2][:, :, 0] == 0).all()
+
+
+def spread(t: Tensor, kind: str) -> Tensor:
+    """``t`` as a view of that kind inside a buffer of NaN."""
+    b, h, s, d = t.shape
+    if kind == "transposed":
+        view = torch.full((b, s, h, d), torch.nan, dtype=t.dtype).transpose(1, 2)
+    elif kind == "odd":
+        view = torch.full((b * h * (s + 3) * (d + 5) + 1,), torch.nan, dtype=t.dtype)[1:]
+        view = view.view(b, h, s + 3, d + 5)[:, :, 2:-1, 3:-2]
+    else:
+        view = torch.full((b, h, 2 * s, d + 8), torch.nan, dtype=t.dtype)[:, :, ::2, :d]
+    return view.copy_(t)
+
+
+@each_dtype
+@pytest.mark.parametrize("kind", ["transposed", "odd", "spaced"])
+@pytest.mark.parametrize("dims", [(64, 64), (40, 13)])
+def test_strides(kind: str, dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    case = Case(2, 4, 2, 37, 70, *dims)
+    qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
+    options = case.options | {"deterministic": True}
+    expected = run(attention, qkv, dout, dlse, **options)
+    views = tuple(spread(t, kind) for t in qkv)
+    results = attention(*(t.requires_grad_() for t in views), return_lse=True, **options)
+    grads = torch.autograd.grad(results, views, (spread(dout, kind), dlse.to(results[1].dtype)))
+    assert_equal((*(t.detach() for t in results), *grads), expected)
+
+
+def test_expanded_tensors() -> None:
+    q, k = torch.randn(2, 4, 33, 16), torch.randn(1, 1, 40, 16).expand(2, 4, 40, 16)
+    assert torch.equal(attention(q, k, k), attention(q, k.contiguous(), k.contiguous()))
+
+
+@each_dtype
+@ADDING
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_seen_changes_no_bit(dtype: torch.dtype, deterministic: bool, value: float) -> None:
+    """In tiles that some rows see, and keys or queries beyond them."""
+    case, last = Case(1, 2, 1, 90, 140, 40, 72, q_offset=20), 60  # the queries up to last see the keys up to 80
+    options = case.options | {"deterministic": deterministic}
+    q, k, v = case.inputs(dtype)
+    dout, dlse = case.gradients(dtype)
+    clean = run(attention, (q, k, v), dout, dlse, **options)
+    k[:, :, last + 21 + 5], v[:, :, last + 21 :: 7] = value, value
+    soiled = run(attention, (q, k, v), dout, dlse, **options)
+    for x, y in zip(clean[:2], soiled[:2], strict=True):
+        assert torch.equal(x[:, :, : last + 1], y[:, :, : last + 1])
+    assert not soiled[0][:, :, last + 1 :].isfinite().all(-1).any()
+    dq, soiled_dq = clean[2][:, :, : last + 1], soiled[2][:, :, : last + 1]
+    assert torch.equal(dq, soiled_dq) or (not deterministic and torch.allclose(dq, soiled_dq, rtol=0.02, atol=0.02))
+    assert soiled[2][:, :, last + 6 :].isnan().all()
+
+    q, k, v = case.inputs(dtype)
+    clean = run(attention, (q, k, v), dout, dlse, **options)
+    q[:, :, 10], dout[:, :, 11] = value, value  # which see the keys up to 31
+    soiled = run(attention, (q, k, v), dout, dlse, **options)
+    for x, y in zip(clean[3:], soiled[3:], strict=True):
+        assert torch.equal(x[:, :, 32:], y[:, :, 32:])
+        assert not y[:, :, :31].isfinite().any()
+
+
+@each_dtype
+def test_what_is_seen_arrives(dtype: torch.dtype) -> None:
+    """NaN in the first, an inner and the last key, in tiles with a mask and without."""
+    for causal in (True, False):
+        for j in (0, 70, 129):
+            case = Case(1, 1, 1, 130, 130, 33, 33, causal)
+            q, k, v = case.inputs(dtype)
+            k[:, :, j] = torch.nan
+            out, lse = attention(q, k, v, causal=causal, return_lse=True)
+            seen = reference.visible(130, 130, causal=causal)[:, j]
+            assert torch.equal(out.isnan().all(-1)[0, 0], seen)
+            assert torch.equal(out.isnan().any(-1)[0, 0], seen)
+            assert torch.equal(lse.isnan()[0, 0], seen)
+
+
+@each_dtype
+def test_large_scores(dtype: torch.dtype) -> None:
+    case = Case(1, 2, 2, 70, 90, 64, 64, softmax_scale=2.0)
+    qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
+    results = run(attention, qkv, dout, dlse, **case.options)
+    exact = run(reference.attention, tuple(t.double() for t in qkv), dout.double(), dlse, **case.options)
+    plain = run(reference.attention, qkv, dout, dlse, **case.options)
+    for name, x, y, z in zip(NAMES, results, plain, exact, strict=True):
+        assert_accurate(name, x, y, z)
+
+
+def test_a_key_that_scores_minus_infinity() -> None:
+    """has weight 0; where all do, 0 is divided by 0, as softmax does."""
+    q, k, v = torch.ones(3, 1, 1, 4, 8, dtype=torch.float16)
+    k[:, :, 1:] = -math.inf
+    out, lse = attention(q, k, v, causal=False, return_lse=True)
+    assert torch.equal(out, torch.ones_like(out))
+    assert torch.allclose(lse, torch.full_like(lse, 8**0.5))
+    assert attention(q, k[:, :, 1:], v[:, :, 1:], causal=False).isnan().all()
+
+
+def test_long_sums_of_float() -> None:
+    """Tensor cores cut sums off; over many keys of one sign that would add up, were it not for float's own sums."""
+    q, k = torch.randn(1, 1, 16, 32), torch.randn(1, 1, 3000, 32)
+    v = torch.rand(1, 1, 3000, 32) + 1
+    out = attention(q, k, v, causal=False)
+    exact = reference.attention(q.double(), k.double(), v.double(), causal=False)
+    assert ((out - exact) / exact).abs().max() < 8 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_gradcheck(dropout_p: float) -> None:
+    case = Case(1, 2, 1, 4, 5, 3, 2, dropout_p=dropout_p)
+    qkv = tuple(t.requires_grad_() for t in case.inputs(torch.float64))
+    assert torch.autograd.gradcheck(lambda *t: attention(*t, return_lse=True, **case.options), qkv)
+
+
+@pytest.fixture(scope="module")
+def index_check(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    program = tmp_path_factory.mktemp("index") / "index_check"
+    sources = ["tests/emulation/index_check.cpp"]
+    command = ["c++", *emulated.FLAGS, "-Wno-unused-function", *emulated.INCLUDES, *sources, "-o", str(program)]
+    subprocess.run(command, cwd=emulated.ROOT, check=True)
+    yield program
+
+
+def test_index_functions(index_check: Path) -> None:
+    result: Any = subprocess.run([index_check], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "ok" in result.stdout
