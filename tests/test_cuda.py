@@ -2,7 +2,6 @@
 
 import math
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -191,12 +190,12 @@ def test_gradcheck(dropout_p: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def index_check(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def index_check(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = tmp_path_factory.mktemp("index") / "index_check"
     sources = ["tests/emulation/index_check.cpp"]
     command = ["c++", *emulated.FLAGS, "-Wno-unused-function", *emulated.INCLUDES, *sources, "-o", str(program)]
     subprocess.run(command, cwd=emulated.ROOT, check=True)
-    yield program
+    return program
 
 
 def test_index_functions(index_check: Path) -> None:

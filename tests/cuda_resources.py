@@ -1,0 +1,54 @@
+"""What the CUDA kernels take, by ptxas's word in a build log, and whether it is too much: ``cuda_resources.py LOG``.
+
+Registers that a kernel has no room for are spilled to memory. A few words that are read once in a tile's thousands of
+instructions cost nothing that could be measured; sums that are spilled inside a product cost it its speed. Between the
+two lies MOST_SPILLED. (Dynamic shared memory is not in the log: each kernel's is asserted where it is compiled.)
+"""
+
+import re
+import sys
+from pathlib import Path
+
+MOST_SPILLED = 72
+"""Bytes of stores: 18 of a lane's 255 registers. The most that is there; of products that spilled sums it was 600."""
+
+ENTRY = re.compile(
+    r"Compiling entry function '(?P<name>\S+)' for 'sm_(?P<arch>\w+)'.*?(?P<stores>\d+) bytes spill stores.*?"
+    r"Used (?P<registers>\d+) registers",
+    re.DOTALL,
+)
+KERNEL = re.compile(r"\d((?:plain_)?(?:forward|backward_keys|backward_queries)|row_terms|round_queries)I(.*?)EE?v")
+
+
+def readable(mangled: str) -> str:
+    """``forward<f16, 128>`` of a mangled name."""
+    found = KERNEL.search(mangled)
+    if not found:
+        return mangled
+    name, arguments = found.groups()
+    dtype = re.match(r"[NS0-9_]*(bf16|f16|f|d)", arguments)
+    dims = re.findall(r"Li(\d+)E", arguments)[:1]
+    adding = ["adding"] if "Lb1E" in arguments else []
+    return f"{name}<{', '.join([dtype[1] if dtype else '?', *dims, *adding])}>"
+
+
+def main() -> int:
+    entries = [entry.groupdict() for entry in ENTRY.finditer(Path(sys.argv[1]).read_text())]
+    archs = sorted({entry["arch"] for entry in entries}, key=int)
+    table: dict[str, dict[str, str]] = {}
+    for entry in entries:
+        spilled = f"+{entry['stores']}" if entry["stores"] != "0" else ""
+        table.setdefault(readable(entry["name"]), {})[entry["arch"]] = entry["registers"] + spilled
+    print(f"{'registers, + bytes spilled':34}" + "".join(f"{'sm_' + arch:>9}" for arch in archs))
+    for name, row in sorted(table.items()):
+        print(f"{name:34}" + "".join(f"{row.get(arch, 'missing'):>9}" for arch in archs))
+    worst = max((int(entry["stores"]) for entry in entries), default=0)
+    missing = [name for name, row in table.items() if len(row) < len(archs)]
+    print(
+        f"{len(table)} kernels for {len(archs)} architectures, at most {worst} bytes spilled ({MOST_SPILLED} allowed)"
+    )
+    return int(not entries or bool(missing) or worst > MOST_SPILLED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""The CUDA side of the module where there is no GPU: what is built in, what is registered, and what is said."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import pyattn
+from pyattn import _C, attention
+
+CUDA, META = map(torch._C.DispatchKeySet, (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.Meta))
+OPS = ("pyattn::attention_forward", "pyattn::attention_backward")
+
+
+def test_architectures() -> None:
+    assert all(name.isdecimal() and int(name) >= 80 for name in _C.cuda_archs)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_cuda_tensors_reach_the_operator(op: str) -> None:
+    """With kernels or without, so that its checks and its sentence meet them."""
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(op, "CUDA")
+
+
+def test_one_function_serves_cuda_too() -> None:
+    """A CPU tensor, dispatched as a CUDA one, runs on the CPU. (A CUDA tensor can't be made where there is no GPU.)"""
+    q = torch.randn(1, 2, 5, 8)
+    out = torch.ops.pyattn.attention_forward.default.redispatch(CUDA, q, q, q)[0]
+    assert torch.equal(out, attention(q, q, q))
+
+
+def test_fake_cuda_tensors() -> None:
+    """Shapes, strides and checks of CUDA tensors, without a GPU: torch.compile and export need them."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q = torch.empty(2, 5, 4, 16, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        k = torch.empty(2, 2, 7, 16, device="cuda", dtype=torch.bfloat16)
+        out, lse, row_max, row_sum = torch.ops.pyattn.attention_forward(q, k, k)
+        assert (out.device.type, out.shape, out.stride()) == ("cuda", q.shape, q.stride())
+        assert (lse.device.type, lse.dtype, lse.shape) == ("cuda", torch.float32, q.shape[:3])
+        dq, dk, _ = torch.ops.pyattn.attention_backward(out, None, q, k, k, out, row_max, row_sum)
+        assert (dq.device, dq.stride(), dk.stride()) == (q.device, q.stride(), k.stride())
+
+
+def test_mixed_devices() -> None:
+    q, k = torch.empty(1, 1, 2, 8, device="meta"), torch.empty(1, 1, 2, 8)
+    with pytest.raises(ValueError, match="pyattn: k must be on q's device, got cpu and meta"):
+        torch.ops.pyattn.attention_forward.default.redispatch(META, q, k, k)
+
+
+def test_set_deterministic() -> None:
+    """Takes a bool alone; on the CPU nothing depends on it."""
+    q, k, v = torch.randn(3, 1, 2, 40, 16)
+    grads = []
+    try:
+        for deterministic in (True, False):
+            pyattn.set_deterministic(deterministic)
+            leaf = q.clone().requires_grad_()
+            grads += torch.autograd.grad(attention(leaf, k, v).sum(), leaf)
+    finally:
+        pyattn.set_deterministic(True)
+    assert torch.equal(*grads)
+    with pytest.raises(TypeError, match="pyattn: deterministic must be a bool, got int"):
+        pyattn.set_deterministic(1)  # type: ignore[arg-type]
