@@ -78,8 +78,8 @@ def attention(
         dropout_p: probability of dropping a weight after the softmax, at least 0 and below 1, rounded to 1/65536; the
             rest are scaled by 1 / (1 - dropout_p). lse is that of all weights.
         dropout_seed: an int or an int64 scalar tensor, which with a weight's place decides whether it is dropped, as
-            :func:`dropout_mask` shows: the same for any number of threads and instruction set. Default: drawn from
-            torch's generator, so ``torch.manual_seed`` repeats it and checkpoints recompute it.
+            :func:`dropout_mask` shows: the same for any number of threads, instruction set and device. Default: drawn
+            from torch's generator, so ``torch.manual_seed`` repeats it and checkpoints recompute it.
         return_lse: also return lse.
 
     Returns:
@@ -93,10 +93,12 @@ def attention(
             64 bits, a dropout_p that is no such probability.
         TypeError: other dtypes, or dtypes that differ; a q_offset or dropout_seed tensor that is not int64; other types
             than these.
-        NotImplementedError: tensors that are not dense and on the CPU; forward-mode and second derivatives.
+        NotImplementedError: tensors that are neither on the CPU nor on a GPU that this build has kernels for, or not
+            dense; a head dimension above 256 on a GPU; forward-mode and second derivatives.
 
     Under autocast, q, k and v are cast first, float64 ones excepted. The result is the same to the bit from run to run
-    and for every number of threads; extra memory is linear in the sequence length, forward and backward.
+    and for every number of threads, on a GPU unless :func:`set_deterministic` waives it; extra memory is linear in the
+    sequence length, forward and backward.
 
     Source: Vaswani et al. 2017, equation 1; by blocks as in Dao et al. 2022 (FlashAttention), algorithms 1 and 4.
 
@@ -145,7 +147,7 @@ def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"pyattn: {name} must be Tensor, got {value!r}")
     if value.is_nested:
-        raise NotImplementedError(f"pyattn: {name} must be a dense tensor on the CPU, got a nested one")
+        raise NotImplementedError(f"pyattn: {name} must be a dense tensor, got a nested one")
 
 
 def _autocast(t: Tensor) -> Tensor:

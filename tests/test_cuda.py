@@ -43,6 +43,15 @@ def test_sizes(case: Case, dtype: torch.dtype) -> None:
 
 @each_dtype
 @ADDING
+@pytest.mark.parametrize("size", ["batch", "heads", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"])
+def test_nothing_of_one_kind(size: str, dtype: torch.dtype, deterministic: bool) -> None:
+    sizes = {"batch": 2, "heads": 2, "seqlen_q": 5, "seqlen_k": 7, "head_dim": 8, "head_dim_v": 16} | {size: 0}
+    case = Case(sizes["batch"], sizes["heads"], sizes["heads"], *list(sizes.values())[2:])
+    assert_case_accurate(case, dtype, attention, deterministic=deterministic)
+
+
+@each_dtype
+@ADDING
 @pytest.mark.parametrize("dim", DIMS)
 def test_head_dims(dim: int, dtype: torch.dtype, deterministic: bool) -> None:
     """With keys, queries and columns a little more and a little less than whole tiles."""
