@@ -2,6 +2,8 @@
 
 import ctypes
 import functools
+import math
+import mmap
 import os
 import subprocess
 import tempfile
@@ -76,6 +78,20 @@ def view(t: Tensor) -> View:
     return View(t.data_ptr(), *t.stride()[:3])
 
 
+def before_a_wall(*sizes: int, dtype: torch.dtype) -> Tensor:
+    """NaN in memory after whose end nothing may be read or written: that ends the process."""
+    page, count = mmap.PAGESIZE, math.prod(sizes)
+    size = max(count * dtype.itemsize, 1)
+    used = -(-size // page) * page
+    memory = mmap.mmap(-1, used + page)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(begin + used), page, 0) == 0
+    if not count:
+        return torch.empty(sizes, dtype=dtype)
+    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=used - count * dtype.itemsize)
+    return flat.fill_(torch.nan).view(sizes)
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
@@ -107,8 +123,8 @@ def _params(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Backwar
 class Emulated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        rows = torch.full((3, *q.shape[:3]), torch.nan, dtype=torch.promote_types(q.dtype, torch.float32))
-        out = torch.full((*q.shape[:3], v.shape[3]), torch.nan, dtype=q.dtype)
+        rows = before_a_wall(3, *q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        out = before_a_wall(*q.shape[:3], v.shape[3], dtype=q.dtype)
         p = _params(q, k, v, options)
         p.out, (p.row_max, p.row_sum, p.lse) = view(out), (row.data_ptr() for row in rows)
         assert library().forward(list(DTYPES).index(q.dtype), ctypes.byref(p)) is None
@@ -120,7 +136,7 @@ class Emulated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, rows = ctx.saved_tensors
-        dq, dk, dv = (torch.full_like(t, torch.nan, memory_format=torch.contiguous_format) for t in (q, k, v))
+        dq, dk, dv = (before_a_wall(*t.shape, dtype=t.dtype) for t in (q, k, v))
         dout = torch.zeros_like(out) if dout is None else dout
         p = _params(q, k, v, ctx.options)
         p.out, p.dout, p.dq, p.dk, p.dv = map(view, (out, dout, dq, dk, dv))

@@ -52,6 +52,17 @@ def test_nothing_of_one_kind(size: str, dtype: torch.dtype, deterministic: bool)
 
 @each_dtype
 @ADDING
+@pytest.mark.parametrize("dims", [(64, 64), (72, 20), (13, 250)])
+def test_nothing_beyond_the_end_is_touched(dtype: torch.dtype, deterministic: bool, dims: tuple[int, int]) -> None:
+    case = Case(1, 2, 1, 37, 70, *dims, dropout_p=0.1)
+    tensors = (*case.inputs(dtype), case.gradients(dtype)[0])
+    q, k, v, dout = (emulated.before_a_wall(*t.shape, dtype=dtype).copy_(t) for t in tensors)
+    results = run(attention, (q, k, v), dout, deterministic=deterministic, **case.options)
+    assert all(t.isfinite().all() for t in results)
+
+
+@each_dtype
+@ADDING
 @pytest.mark.parametrize("dim", DIMS)
 def test_head_dims(dim: int, dtype: torch.dtype, deterministic: bool) -> None:
     """With keys, queries and columns a little more and a little less than whole tiles."""
