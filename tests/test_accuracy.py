@@ -2,32 +2,9 @@
 
 import pytest
 import torch
-from helpers import NAMES, Case, assert_accurate, assert_case_accurate, each_dtype, run
+from helpers import CASES, NAMES, Case, assert_accurate, assert_case_accurate, each_dtype, run
 
 from pyattn import attention, reference
-
-CASES = [
-    Case(1, 1, 1, 1, 1, 1, 1),
-    Case(2, 2, 2, 6, 6, 3, 3),
-    Case(2, 4, 2, 64, 64, 64, 64),
-    Case(1, 3, 1, 65, 63, 80, 72),
-    Case(2, 2, 2, 1, 130, 128, 33, causal=False),
-    Case(1, 2, 1, 130, 130, 33, 17, q_offset=0),
-    Case(1, 1, 1, 100, 30, 16, 16, q_offset=-40),
-    Case(1, 2, 1, 70, 100, 16, 16, q_offset=60),
-    Case(1, 2, 2, 130, 200, 16, 16, q_offset=33),
-    Case(1, 2, 2, 257, 257, 64, 48),
-    Case(2, 6, 2, 50, 333, 40, 31, causal=False, softmax_scale=-0.3),
-    Case(1, 1, 1, 97, 193, 512, 1, q_offset=5),
-    Case(1, 2, 1, 1100, 290, 20, 24),
-    Case(1, 9, 9, 33, 200, 24, 24, softmax_scale=1.7),
-    Case(1, 2, 2, 20, 120, 8, 8, softmax_scale=0.0),
-    Case(1, 2, 2, 20, 120, 8, 8, softmax_scale=1e-30),
-    Case(1, 5, 1, 450, 450, 8, 8),
-    Case(2, 4, 2, 70, 130, 16, 20, dropout_p=0.1),
-    Case(1, 3, 1, 140, 50, 33, 8, causal=False, dropout_p=0.5),
-    Case(1, 2, 2, 300, 300, 32, 32, q_offset=-30, dropout_p=0.9),
-]
 
 
 @pytest.mark.usefixtures("isa")

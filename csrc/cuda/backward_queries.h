@@ -8,17 +8,13 @@ namespace pyattn::cuda {
 namespace {
 
 template <class S, int kDim>
-struct QueriesShape {
-  // As in forward, with kM * kColumns / 2 registers of dQ, and of S and dP kM * kKeys / 2 each.
-  static constexpr int kM = sizeof(S) == 2 && kDim <= 128 ? 2 : 1;
-  static constexpr int kParts = sizeof(S) == 4 && kDim > 128 ? 2 : 1, kColumns = kDim / kParts;
-  static constexpr int kWarps = 4, kThreads = kWarps * kWarpLanes;
-  static constexpr int kRows = 16 * kM * kWarps / kParts;
+struct QueriesShape : RowShape<S, kDim> {
+  using typename RowShape<S, kDim>::QTile;
+  // S and dP together take twice the registers that S takes in forward.
   static constexpr int kKeys = sizeof(S) == 2 || kDim <= 64 ? 32 : 16;
   static constexpr int kStages = kDim > 192 ? 1 : 2;  // 2: the next keys are copied meanwhile, where memory allows
-  using QTile = Tile<S, kRows, kDim>;
   using KTile = Tile<S, kKeys, kDim>;
-  using Dropout = DropoutTile<kRows, kKeys>;
+  using Dropout = DropoutTile<QueriesShape::kRows, kKeys>;
   static constexpr int kFlags = 2 * QTile::kBytes + 2 * kStages * KTile::kBytes, kKept = kFlags + kKeys;
   static constexpr int kBytes = kKept + Dropout::kBytes;
   static_assert(kBytes <= kSharedBytes);

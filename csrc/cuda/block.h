@@ -7,6 +7,19 @@ namespace {
 // Shared memory that every architecture from 8.0 on gives a block.
 inline constexpr int kSharedBytes = 99 * 1024;
 
+// How the four warps of a block share query rows out. A lane has 255 registers, of which it needs about 60 for other things than
+// sums. Two times 16 rows a warp read each fragment of K and V once for two products, which the shared memory of an A100
+// keeps up with; 16-bit rows of 128 columns then take 128 registers of output. Where they would take more, a warp has one
+// time 16 rows, and of wide float rows half the columns.
+template <class S, int kDim>
+struct RowShape {
+  static constexpr int kM = sizeof(S) == 2 && kDim <= 128 ? 2 : 1;
+  static constexpr int kParts = sizeof(S) == 4 && kDim > 128 ? 2 : 1, kColumns = kDim / kParts;
+  static constexpr int kWarps = 4, kThreads = kWarps * kWarpLanes;
+  static constexpr int kRows = 16 * kM * kWarps / kParts;
+  using QTile = Tile<S, kRows, kDim>;
+};
+
 // kRows query rows of a head, its last ones, which under a causal mask see most keys, before its first. Where it is asked for
 // again it is computed again, from a number that the compiler knows nothing of: registers are scarcer than divisions.
 template <int kRows>

@@ -1,23 +1,17 @@
-// Forward: a block of threads takes kRows query rows of a KV head, Q in shared memory or registers, and runs over the keys
-// that they see with online softmax (Dao 2023, algorithm 1).
+// Forward: a block of threads takes kRows query rows of a KV head and runs over the keys that they see with online softmax
+// (Dao 2023, algorithm 1). While one product runs, the keys or values of the next are copied.
 #pragma once
 
 namespace pyattn::cuda {
 namespace {
 
 template <class S, int kDim>
-struct ForwardShape {
-  // A lane has 255 registers, of which it needs about 60 for other things. Two times 16 rows a warp read each fragment of K
-  // and V once for two products, which the shared memory of an A100 keeps up with: with 16-bit inputs and 128 columns they take
-  // 128 registers of O and kKeys of S. Where O would take more, one time 16, and of wide float rows half the columns.
-  static constexpr int kM = sizeof(S) == 2 && kDim <= 128 ? 2 : 1;
-  static constexpr int kParts = sizeof(S) == 4 && kDim > 128 ? 2 : 1, kColumns = kDim / kParts;
-  static constexpr int kWarps = 4, kThreads = kWarps * kWarpLanes;
-  static constexpr int kRows = 16 * kM * kWarps / kParts;
+struct ForwardShape : RowShape<S, kDim> {
+  using typename RowShape<S, kDim>::QTile;
+  // Sums take as many registers as there are keys, or with one time 16 rows half as many.
   static constexpr int kKeys = sizeof(S) == 2 ? (kDim == 128 ? 48 : 64) : kDim <= 64 ? 64 : 32;
-  using QTile = Tile<S, kRows, kDim>;
   using KTile = Tile<S, kKeys, kDim>;
-  using Dropout = DropoutTile<kRows, kKeys>;
+  using Dropout = DropoutTile<ForwardShape::kRows, kKeys>;
   static constexpr int kFlags = QTile::kBytes + 2 * KTile::kBytes, kKept = kFlags + kKeys;
   static constexpr int kBytes = kKept + Dropout::kBytes;
   static_assert(kBytes <= kSharedBytes);

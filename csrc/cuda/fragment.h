@@ -77,7 +77,7 @@ PYATTN_DEVICE float widen(bf16 x) { return float_of(uint32_t{x.bits} << 16); }
 PYATTN_DEVICE float widen(f16 x) { return widen_f16(x.bits); }
 
 // Two times 8 columns of sums as a left factor, these columns being what is summed over. Of float the tensor core's columns t
-// and t + 4 are the sums' 2t and 2t + 1, so that no lane needs another's: SummedCursor (tile.h) agrees.
+// and t + 4 are the sums' 2t and 2t + 1, so that no lane needs another's: SummedCursor (product.h) agrees.
 template <class S>
 PYATTN_DEVICE Left<S> as_left(const float (*c)[4]) {
   if constexpr (sizeof(S) == 4) {

@@ -8,6 +8,7 @@
 // Each of these builds on the ones before it.
 #include "fragment.h"
 #include "tile.h"
+#include "product.h"
 #include "block.h"
 #include "softmax.h"
 #include "dropout.h"

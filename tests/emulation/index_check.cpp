@@ -3,6 +3,7 @@
 #include "rows.h"
 #include "fragment.h"
 #include "tile.h"
+#include "product.h"
 #include "block.h"
 #include "dropout.h"
 

@@ -1,0 +1,202 @@
+// Products of tiles by a warp: how their fragments are read, and where the sums go.
+#pragma once
+
+namespace pyattn::cuda {
+namespace {
+
+// ---- Fragments ----
+
+// 16 rows from the given one on, slice by slice.
+template <class S, class T>
+struct LeftCursor : Cursor<T> {
+  PYATTN_DEVICE LeftCursor(T tile, int row) : Cursor<T>(tile, row + lane() % 16, lane() / 16) {}
+
+  PYATTN_DEVICE Left<S> load(int rows, int s) const {
+    Left<S> a;
+    if constexpr (sizeof(S) == 4) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t words[4];
+        load_matrices(words, this->at(rows, 2 * s + half));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) split(float_of(words[i]), a.high[half][i], a.low[half][i]);
+      }
+    } else {
+      load_matrices(a.data, this->at(rows, s));
+    }
+    return a;
+  }
+};
+
+// Two times 8 rows, slice by slice, as columns.
+template <class S, class T>
+struct RightCursor : Cursor<T> {
+  PYATTN_DEVICE explicit RightCursor(T tile) : Cursor<T>(tile, lane() % 8 + lane() / 16 * 8, lane() / 8 % 2) {}
+
+  PYATTN_DEVICE void load(Right<S> (&b)[2], int rows, int s) const {
+    uint32_t words[4];
+    if constexpr (sizeof(S) == 4) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        load_matrices(words, this->at(rows, 2 * s + half));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) split(float_of(words[i]), b[i / 2].high[half][i % 2], b[i / 2].low[half][i % 2]);
+      }
+    } else {
+      load_matrices(words, this->at(rows, s));
+      b[0] = {words[0], words[1]}, b[1] = {words[2], words[3]};
+    }
+  }
+};
+
+// The columns of a tile may be shared out among kParts warps, one or two, of whom each takes one half of every 128 bytes of a
+// row: then a cursor's steps are the same constants for both.
+// The first of the n-th 8 columns of a part.
+template <class S, int kParts>
+PYATTN_DEVICE int column_of_part(int n, int part) {
+  constexpr int kHalf = 64 / sizeof(S);
+  return kParts == 1 ? 8 * n : 8 * n / kHalf * 2 * kHalf + part * kHalf + 8 * n % kHalf;
+}
+
+// A slice of rows as what is summed over, two times 8 columns of the part.
+template <class S, int kParts, class T>
+struct SummedCursor : Cursor<T> {
+  PYATTN_DEVICE SummedCursor(T tile, int part) : Cursor<T>(tile, lane() % 16, 4 * part + lane() / 16) {}
+
+  PYATTN_DEVICE void load(Right<S> (&b)[2], int rows, int columns) const {
+    uint32_t words[4];
+    load_matrices_transposed(words, this->at(rows, kParts == 1 ? columns : columns / 2 * 4 + columns % 2));
+    b[0] = {words[0], words[1]}, b[1] = {words[2], words[3]};
+  }
+};
+template <int kParts, class T>
+struct SummedCursor<float, kParts, T> {  // matrices of 4 bytes can't be transposed; the order of the rows is as_left's
+  Cursor<T> even, odd;
+  int column;  // of its chunk, in bytes
+
+  PYATTN_DEVICE SummedCursor(T tile, int part)
+      : even(tile, lane() % 4 * 2, 4 * part + lane() / 16),
+        odd(tile, lane() % 4 * 2 + 1, 4 * part + lane() / 16),
+        column(lane() / 4 % 4 * 4) {}
+
+  PYATTN_DEVICE void load(Right<float> (&b)[2], int rows, int columns) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = rows + 8 * half, s = 2 * kParts * columns + i;
+        split(float_of(load_word(even.at(r, s) + column)), b[i].high[half][0], b[i].low[half][0]);
+        split(float_of(load_word(odd.at(r, s) + column)), b[i].high[half][1], b[i].low[half][1]);
+      }
+  }
+};
+
+// ---- Products ----
+
+// The sums of a warp: 16 kM rows of 8 kN columns.
+template <int kM, int kN>
+using Sums = float[kM][kN][4];
+
+// C += A B^T: rows of A from a_row on, rows of B from 0 on, summed over all columns.
+template <class S, int kM, int kN, int kARows, int kBRows, int kCols>
+PYATTN_DEVICE void multiply_rows(Sums<kM, kN>& C, Tile<S, kARows, kCols> A, int a_row, Tile<S, kBRows, kCols> B) {
+  const LeftCursor<S, Tile<S, kARows, kCols>> left(A, a_row);
+  const RightCursor<S, Tile<S, kBRows, kCols>> right(B);
+  // Slices of float two by two, after which a cursor's steps repeat: more would be kept in flight than there are registers.
+  [[maybe_unused]] constexpr int kTogether = sizeof(S) == 4 ? 2 : kCols / kSlice;
+#pragma unroll kTogether
+  for (int s = 0; s < kCols / kSlice; ++s) {
+    Left<S> a[kM];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) a[m] = left.load(16 * m, s);
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      Right<S> b[2];
+      right.load(b, 8 * n, s);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) multiply(C[m][n], a[m], b[0]), multiply(C[m][n + 1], a[m], b[1]);
+    }
+  }
+}
+
+// C += W B: W sums of an earlier product, rows of B from 0 on, its columns those of the part.
+template <class S, int kParts, int kM, int kK, int kN, int kRows, int kCols>
+PYATTN_DEVICE void multiply_sums(Sums<kM, kN>& C, const Sums<kM, kK>& W, Tile<S, kRows, kCols> B, int part) {
+  const SummedCursor<S, kParts, Tile<S, kRows, kCols>> right(B, part);
+#pragma unroll
+  for (int k = 0; k < kK; k += kSlice / 8) {
+    Left<S> a[kM];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) a[m] = as_left<S>(W[m] + k);
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      Right<S> b[2];
+      right.load(b, 8 * k, n / 2);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) multiply(C[m][n], a[m], b[0]), multiply(C[m][n + 1], a[m], b[1]);
+    }
+  }
+}
+
+// f(m, n, i, row, col) for each of the lane's sums, with its place.
+template <int kM, int kN, class F>
+PYATTN_DEVICE void each_sum(F f) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) f(m, n, i, 16 * m + lane() / 4 + i / 2 * 8, 8 * n + lane() % 4 * 2 + i % 2);
+}
+
+// row(i)[j] = scale(i) * C[i][j] for i < rows and j < cols, i counting from the warp's first row, j the columns of the part.
+template <class S, int kParts, int kM, int kN, class Row, class Scale>
+PYATTN_DEVICE void store_sums(const Sums<kM, kN>& C, int part, int rows, int64_t cols, bool whole_chunks, Row row,
+                              Scale scale) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = 16 * m + lane() / 4 + half * 8;
+      if (i >= rows) continue;
+      S* to = row(i);
+      const float factor = scale(m, half);
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        const int j = column_of_part<S, kParts>(n, part) + lane() % 4 * 2;
+        const float x = C[m][n][2 * half] * factor, y = C[m][n][2 * half + 1] * factor;
+        if constexpr (sizeof(S) == 4) {
+          if (j < cols) to[j] = x;
+          if (j + 1 < cols) to[j + 1] = y;
+        } else {
+          const uint32_t pair = pack<S>(x, y);
+          if (whole_chunks && j + 1 < cols) {
+            *reinterpret_cast<uint32_t*>(to + j) = pair;
+          } else {
+            if (j < cols) to[j] = {static_cast<uint16_t>(pair)};
+            if (j + 1 < cols) to[j + 1] = {static_cast<uint16_t>(pair >> 16)};
+          }
+        }
+      }
+    }
+}
+
+// What clear_nonfinite took out of a product C += W tile, given back as NaN to the rows that see it: those of sums m, i if
+// sees(m, i, f) for a flagged row f of the tile.
+template <int kM, int kN, class Sees>
+PYATTN_DEVICE void poison(Sums<kM, kN>& C, const char* flags, int rows, Sees sees) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float more = 0;
+#pragma unroll 1
+      for (int f = 0; f < rows; ++f)
+        if (flags[f] && sees(m, 2 * half, f)) more = __builtin_nanf("");
+#pragma unroll
+      for (int n = 0; n < kN; ++n) C[m][n][2 * half] += more, C[m][n][2 * half + 1] += more;
+    }
+}
+
+}  // namespace
+}  // namespace pyattn::cuda
