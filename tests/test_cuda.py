@@ -149,6 +149,19 @@ def test_what_is_not_seen_changes_no_bit(dtype: torch.dtype, deterministic: bool
 
 
 @each_dtype
+@ADDING
+def test_a_key_that_no_query_sees(dtype: torch.dtype, deterministic: bool) -> None:
+    """has no gradient, be it NaN, and even where a tile has room for queries that would see it."""
+    case = Case(1, 1, 1, 10, 40, 32, 32, q_offset=0)
+    q, k, v = case.inputs(dtype)
+    k[:, :, 12], v[:, :, 13] = torch.nan, torch.nan
+    _, _, dq, dk, dv = run(attention, (q, k, v), *case.gradients(dtype), deterministic=deterministic, **case.options)
+    assert dq.isfinite().all()
+    assert (dk[:, :, 10:] == 0).all()
+    assert (dv[:, :, 10:] == 0).all()
+
+
+@each_dtype
 def test_what_is_seen_arrives(dtype: torch.dtype) -> None:
     """NaN in the first, an inner and the last key, in tiles with a mask and without."""
     for causal in (True, False):
