@@ -146,7 +146,8 @@ class Emulated(torch.autograd.Function):
             p.dlse = dlse.data_ptr()
         kernels, dtype = library(), list(DTYPES).index(q.dtype)
         deterministic = ctypes.c_bool(ctx.options.get("deterministic", True))
-        shared = before_a_wall(kernels.shared_bytes(dtype, ctypes.byref(p), deterministic) // 4, dtype=torch.float32)
+        shared_bytes = kernels.shared_bytes(dtype, ctypes.byref(p), deterministic)
+        shared = before_a_wall(-(-shared_bytes // 16) * 4, dtype=torch.float32)  # begins at a multiple of 16 bytes
         p.shared = shared.data_ptr()
         assert kernels.backward(dtype, ctypes.byref(p), deterministic) is None
         return dq, dk, dv, None
