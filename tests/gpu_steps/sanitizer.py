@@ -1,0 +1,61 @@
+"""compute-sanitizer over small shapes: accesses out of bounds, and races in shared memory.
+
+``python -m gpu_steps.sanitizer DTYPE`` is what it watches. Inputs come from the CPU and every tensor has memory of its
+own, so that nothing but our kernels runs, and no neighbour hides an access that is out of bounds.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import partial
+
+import torch
+from gpu_steps.child import Check, LeftOutError
+from gpu_steps.common import determinism, options_on, tensors
+from helpers import Case, run
+
+from pyattn import attention
+
+TOOLS = ("memcheck", "racecheck")
+DTYPES = ("bfloat16", "float32", "float16", "float64")
+FOUND = 9
+"""Exit status where it has found something."""
+
+LONGEST = 90
+"""Seconds; it slows kernels down up to a hundredfold."""
+
+
+def small(dtype: torch.dtype, device: str) -> None:
+    for head_dim, head_dim_v in ((64, 64), (128, 128), (256, 256), (20, 33)):
+        for case in (
+            Case(1, 2, 1, 70, 97, head_dim, head_dim_v),
+            Case(1, 2, 2, 33, 150, head_dim, head_dim_v, causal=False, dropout_p=0.5),
+        ):
+            for deterministic in (True, False):
+                with determinism(deterministic):
+                    run(attention, *tensors(case, dtype, device), **options_on(device, case))
+
+
+def watched(tool: str, dtype: str) -> None:
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        raise LeftOutError("compute-sanitizer not found")
+    command = [program, "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "5"]
+    command += [sys.executable, "-m", "gpu_steps.sanitizer", dtype]
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    try:
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=LONGEST)
+    except subprocess.TimeoutExpired as error:
+        raise LeftOutError(f"out of time after {LONGEST} s") from error
+    if "Device not supported" in result.stdout:
+        raise LeftOutError("compute-sanitizer says: device not supported")
+    assert result.returncode == 0, f"{tool}, status {result.returncode}: {result.stdout[:1500]}"
+
+
+def checks() -> dict[str, Check]:
+    return {f"{tool} {dtype}": partial(watched, tool, dtype) for dtype in DTYPES for tool in TOOLS}
+
+
+if __name__ == "__main__":
+    small(getattr(torch, sys.argv[1]), "cuda")

@@ -1,0 +1,92 @@
+"""TFLOP/s of forward and of backward, ours beside each of torch's kernels, in turn in one process.
+
+Counted is the causal half of the products, as FlashAttention's papers count them: forward 4 B H T^2 D / 2 operations,
+backward 2.5 times as many.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from gpu_steps.child import Check
+from torch import Tensor
+
+import pyattn
+from pyattn.cli import contenders
+from pyattn.cli.bench import usable
+from pyattn.cli.timing import Time, in_turn
+
+TOKENS, WIDTH = 2**14, 2048
+"""Batch times seqlen, and heads times head_dim."""
+
+SECONDS = 0.25
+"""For each side of a comparison."""
+
+BACKWARD = 2.5
+"""Five products where forward has two."""
+
+Shape = tuple[int, int, int, int]
+
+
+def shape_of(seqlen: int, head_dim: int) -> Shape:
+    """B, H, T, D."""
+    return TOKENS // seqlen, WIDTH // head_dim, seqlen, head_dim
+
+
+def forward_flops(shape: Shape) -> int:
+    batch, heads, seqlen, head_dim = shape
+    return 4 * batch * heads * seqlen**2 * head_dim // 2
+
+
+def backward_of(name: str, attend: contenders.Attention, qkv: tuple[Tensor, ...], dout: Tensor) -> Callable[[], Any]:
+    """Backward alone, of a forward that is run at the first call."""
+    out = cache(partial(attend, *qkv))
+
+    def call() -> Any:
+        pyattn.set_deterministic(name != "pyattn nondeterministic")
+        return torch.autograd.grad(out(), qkv, dout, retain_graph=True)
+
+    return call
+
+
+def measure(shape: Shape, dtype: torch.dtype, device: str, seconds: float) -> dict[str, Any]:
+    """What each side took, and why others were left out."""
+    *qkv, dout = (torch.randn(shape, dtype=dtype, device=device) for _ in range(4))
+    leaves = tuple(x.requires_grad_() for x in qkv)
+    functions = contenders.functions(device, flex=False)
+    del functions["plain torch"]
+    passes: dict[str, tuple[int, dict[str, Callable[[], Any]]]] = {
+        "forward": (
+            forward_flops(shape),
+            {name: partial(attend, *(x.detach() for x in qkv)) for name, attend in functions.items()},
+        ),
+        "backward": (
+            int(BACKWARD * forward_flops(shape)),
+            {name: backward_of(name, attend, leaves, dout) for name, attend in functions.items()},
+        ),
+    }
+    row: dict[str, Any] = {"shape": "x".join(map(str, shape)), "dtype": str(dtype).removeprefix("torch.")}
+    for which, (flops, calls) in passes.items():
+        with warnings.catch_warnings(), contenders.settings_kept():
+            warnings.simplefilter("ignore")  # of kernels that torch has not for this dtype
+            good, row[f"{which}_left_out"] = usable(calls)
+            times = in_turn(good, "torch sdpa", seconds, device)
+        row[which] = {name: rated(time, flops) for name, time in times.items()}
+    return row
+
+
+def rated(time: Time, flops: int) -> dict[str, float]:
+    """The time, with the operations in it over it."""
+    return dataclasses.asdict(time) | {"tflops": flops / time.seconds / 1e12}
+
+
+def checks(device: str) -> dict[str, Check]:
+    compared = [(n, d, torch.bfloat16) for d in (64, 128) for n in (2048, 4096, 8192, 16384)]
+    compared += [(n, d, torch.float32) for d in (64, 128) for n in (2048, 4096)]
+    return {
+        f"{'x'.join(map(str, shape_of(n, d)))} {dtype}": partial(measure, shape_of(n, d), dtype, device, SECONDS)
+        for n, d, dtype in compared
+    }

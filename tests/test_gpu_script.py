@@ -1,0 +1,172 @@
+"""tests/gpu.py as far as it goes without a GPU: its steps run on the CPU, and say so where something is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gpu
+import pytest
+import torch
+from gpu_steps import build, runner
+from gpu_steps.child import FAILED, LEFT_OUT, PASSED, record
+from gpu_steps.runner import OUT_OF_TIME, Step, run_step, watch
+
+TESTS = Path(__file__).parent
+
+PLANTED = """
+import os, sys, time, torch
+from gpu_steps.child import LeftOutError
+
+def succeed(*arguments):
+    time.sleep(float(arguments[0]))
+    return {"slept": arguments[0]}
+
+def fail():
+    raise ValueError("one sentence")
+
+def leave_out():
+    raise LeftOutError("not here")
+
+def lose_the_gpu():
+    torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, refuse
+
+def refuse():
+    raise RuntimeError("an illegal memory access")
+
+def end():
+    print("the last words", file=sys.stderr, flush=True)
+    os._exit(3)
+
+def checks(*arguments):
+    return {"succeed": lambda: succeed(*arguments), "fail": fail, "leave out": leave_out, "lose": lose_the_gpu,
+            "end": end, "succeed again": lambda: None}
+"""
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> dict[str, str]:
+    """The environment of processes that find the module ``planted``."""
+    (tmp_path / "planted.py").write_text(PLANTED)
+    return gpu.environment(str(tmp_path))
+
+
+def test_without_a_gpu(tmp_path: Path) -> None:
+    command = [sys.executable, str(TESTS / "gpu.py"), "--out", str(tmp_path / "out")]
+    result = subprocess.run(
+        command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 2
+    sentence = f"gpu.py needs an NVIDIA GPU that torch can use, got torch {torch.__version__} without one\n"
+    assert (result.stdout, result.stderr) == (sentence, "")
+    assert not (tmp_path / "out").exists()
+
+
+# The runner
+
+
+def test_what_fails_is_recorded_and_the_rest_done(planted: dict[str, str], tmp_path: Path) -> None:
+    records = run_step(Step("planted", ("0",), 60), planted, tmp_path / "log", time.monotonic() + 60)
+    expected = {"succeed": PASSED, "fail": FAILED, "leave out": LEFT_OUT, "lose": FAILED, "end": FAILED}
+    assert {x["check"]: x["status"] for x in records} == expected | {"succeed again": PASSED}
+    assert records[0]["figures"] == {"slept": "0"}
+    messages = [x.get("message") for x in records]
+    assert messages[1] == 'ValueError: one sentence (planted.py:10: raise ValueError("one sentence"))'
+    assert messages[2] == "not here"
+    assert messages[3].startswith("RuntimeError: an illegal memory access (planted.py:19:")
+    assert messages[4] == "the process ended with status 3: the last words"
+    assert messages[5] is None
+
+
+def test_time_is_respected(planted: dict[str, str], tmp_path: Path) -> None:
+    """No check begins when the step's time is over, and no process when that of all is."""
+    late = run_step(Step("planted", ("9",), 0.1), planted, tmp_path / "log", time.monotonic() + 60)
+    assert [x["check"] for x in late] == ["succeed", "fail", "leave out", "lose", "end", "succeed again"]
+    assert {(x["status"], x["message"]) for x in late} == {(LEFT_OUT, OUT_OF_TIME)}
+    begin = time.monotonic()
+    assert run_step(Step("planted", (), 60), planted, tmp_path / "log", begin) == [
+        record("planted", LEFT_OUT, message=OUT_OF_TIME)
+    ]
+    assert time.monotonic() - begin < 0.1
+
+
+def test_a_module_that_is_not_there(planted: dict[str, str], tmp_path: Path) -> None:
+    (failed,) = run_step(Step("elsewhere", (), 60), planted, tmp_path / "log", time.monotonic() + 60)
+    assert failed["status"] == FAILED
+    assert failed["message"].endswith("ModuleNotFoundError: No module named 'elsewhere'")
+
+
+@pytest.mark.parametrize(
+    ("longest", "step_seconds", "seconds", "wrong"),
+    [(1.0, 60, 60, "no end after 1 s"), (60, 0, 60, ""), (60, 60, 1.0, "")],
+    ids=["it hangs", "the step's time is over", "all time is over"],
+)
+def test_a_process_is_not_waited_for(
+    tmp_path: Path, longest: float, step_seconds: float, seconds: float, wrong: str
+) -> None:
+    results = tmp_path / "results"
+    results.touch()
+    script = f"import time; open({str(results)!r}, 'w').write('[]\\n'); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-S", "-c", script], start_new_session=True)
+    begin = time.monotonic()
+    assert watch(process, results, Step("", (), 0, longest), begin + step_seconds, begin + seconds) == wrong
+    runner.stop(process)
+    assert process.returncode == -9
+    assert time.monotonic() - begin < 30
+
+
+# All of it
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[dict[str, Any]]]:
+    """A GPU by name, and what each step is to record; others pass."""
+    for name, answer in {"is_available": True, "get_device_name": "Small GPU", "get_device_capability": (9, 0)}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    records: dict[str, list[dict[str, Any]]] = {}
+    monkeypatch.setattr(gpu, "run_step", lambda step, *_: records.get(step.name, [record("check", PASSED)]))
+    return records
+
+
+def timed(**rates: float) -> dict[str, dict[str, float]]:
+    return {side.replace("_", " "): {"tflops": rate} for side, rate in rates.items()}
+
+
+def test_the_record(fake_gpu: dict[str, list[dict[str, Any]]], tmp_path: Path, capsys: Any) -> None:
+    row = {"shape": "8x16x2048x128", "dtype": "bfloat16", "forward": timed(pyattn=301.4, torch_sdpa=480)}
+    fake_gpu["speed"] = [record("fast", PASSED, figures=row | {"backward": timed(pyattn=200)})]
+    fake_gpu["sanitizer"] = [record(name, LEFT_OUT, message="not found") for name in "ab"]
+    assert gpu.main(["--out", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "gpu.json").read_text())
+    assert (result["gpu"], result["compute_capability"], result["torch"]) == ("Small GPU", "9.0", torch.__version__)
+    assert [step["step"] for step in result["steps"]] == ["build", *(step.name for step in gpu.STEPS)]
+    shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "TFLOP/s, forward/backward pyattn sdpa" in shown
+    assert "8x16x2048x128 bfloat16 301/200 480/-" in shown
+    assert "sanitizer 0.0 0 0 2 not found (2)" in shown
+
+
+def test_a_failure_is_shown_and_returned(
+    fake_gpu: dict[str, list[dict[str, Any]]], tmp_path: Path, capsys: Any
+) -> None:
+    fake_gpu["laws"] = [record("bits", FAILED, message="they differ")]
+    assert gpu.main(["--out", str(tmp_path), "--installed"]) == 1
+    assert "laws: bits: they differ" in capsys.readouterr().out
+
+
+def test_without_a_build_there_is_nothing_to_test(fake_gpu: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
+    fake_gpu["build"] = [record("install", FAILED, message="no compiler")]
+    assert gpu.main(["--out", str(tmp_path)]) == 1
+    rest = json.loads((tmp_path / "gpu.json").read_text())["steps"][1:]
+    assert {check["message"] for step in rest for check in step["checks"]} == {"build failed"}
+
+
+def test_what_a_build_needs_is_named(fake_gpu: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = build.settings(Path("folder"))
+    assert found["cmake.define.PYATTN_CUDA_ARCHITECTURES"] == "90"
+    monkeypatch.setattr(build, "BUILD_TOOLS", {"no_such_module": "such-a-tool", "torch": "torch"})
+    with pytest.raises(RuntimeError, match="a build needs such-a-tool, not found"):
+        build.settings(Path("folder"))
