@@ -52,15 +52,15 @@ struct PhaseCounts {
 
 struct ForwardParams {
   View q, k, v, out;
-  // (batch, num_heads_q, seqlen_q), dense, double for float64, else float. row_max is the largest score over
-  // Scale::factor (cpu/softmax.h), row_sum the sum of exp(score - largest score), lse the natural logarithm of the sum of
-  // exp(score). Backward reads the first two, for exp(score - lse) has the rounding error of a large lse.
+  // (batch, num_heads_q, seqlen_q), dense, double for float64, else float. row_max is the largest score in the backend's own
+  // unit (cpu/softmax.h, cuda/softmax.h), row_sum the sum of exp(score - largest score), lse the natural logarithm of the sum
+  // of exp(score). Backward reads the first two, for exp(score - lse) has the rounding error of a large lse.
   void *row_max, *row_sum, *lse;
   int64_t batch, num_heads_q, num_heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
   double softmax_scale;
   Mask mask;
   Dropout dropout;
-  void* shared;         // the buffer of Plan::shared_bytes, or null
+  void* shared;         // the buffer of Plan::shared_bytes, or DeviceKernels::shared_bytes, or null
   PhaseCounts* counts;  // of the calling task, or null
 };
 

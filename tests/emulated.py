@@ -21,7 +21,7 @@ DTYPES = {torch.float64: "double", torch.float32: "float", torch.bfloat16: "bf16
 """In the order of ``DType`` in attention.h, by the names of their storage types."""
 
 INCLUDES = ("-Icsrc", "-Icsrc/cuda", "-Itests/emulation", "-DPYATTN_ISA=cuda", '-DPYATTN_ISA_HEADER="host.h"')
-FLAGS = ("-std=c++20", "-O2", "-march=native", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
+FLAGS = ("-std=c++20", "-O2", "-march=native", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
 # unused: what other dtypes use; unknown pragmas: #pragma unroll
 
 

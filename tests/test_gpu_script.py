@@ -165,6 +165,7 @@ def test_without_a_build_there_is_nothing_to_test(fake_gpu: dict[str, list[dict[
 
 
 def test_what_a_build_needs_is_named(fake_gpu: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "BUILD_TOOLS", {"torch": "torch"})
     found = build.settings(Path("folder"))
     assert found["cmake.define.PYATTN_CUDA_ARCHITECTURES"] == "90"
     monkeypatch.setattr(build, "BUILD_TOOLS", {"no_such_module": "such-a-tool", "torch": "torch"})

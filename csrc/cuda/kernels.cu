@@ -29,9 +29,6 @@ int64_t all_rows(const ForwardParams& p) { return kv_heads(p) * rows_of_head(p);
 int64_t row_blocks(const ForwardParams& p, int64_t rows) { return kv_heads(p) * ceil_div(rows_of_head(p), rows); }
 int64_t key_blocks(const ForwardParams& p, int64_t keys) { return kv_heads(p) * ceil_div(p.seqlen_k, keys); }
 
-float* query_sums(const BackwardParams& p) {
-  return reinterpret_cast<float*>(static_cast<RowTerms*>(p.shared) + all_rows(p));
-}
 template <class S>
 constexpr bool kMayAddQueries = sizeof(S) == 2;
 
@@ -61,7 +58,7 @@ const char* launch_forward(const ForwardParams& p, void* stream) {
 template <class S>
 const char* launch_adding_queries(const BackwardParams& p, void* stream) {
   const int64_t sums = all_rows(p) * p.head_dim;
-  const char* error = clear_memory(query_sums(p), sums * sizeof(float), stream);
+  const char* error = clear_memory(static_cast<RowTerms*>(p.shared) + all_rows(p), sums * sizeof(float), stream);
   if (error) return error;
   error = with_dim(p, [&](auto dim) {
     using Keys = KeysShape<S, dim>;

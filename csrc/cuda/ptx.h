@@ -127,7 +127,6 @@ PYATTN_DEVICE float widen_f16(uint16_t x) {
 }
 
 PYATTN_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
-PYATTN_DEVICE uint32_t bits_of(float x) { return __float_as_uint(x); }
 PYATTN_DEVICE float float_of(uint32_t x) { return __uint_as_float(x); }
 
 // x, of which the compiler knows nothing: so that it computes what depends on it here, and does not keep it in registers from

@@ -152,7 +152,6 @@ uint32_t round_bf16(float x) {
 uint32_t pack_bf16(float low, float high) { return round_bf16(low) | round_bf16(high) << 16; }
 
 uint32_t multiply_high(uint32_t a, uint32_t b) { return static_cast<uint32_t>(uint64_t{a} * b >> 32); }
-uint32_t bits_of(float x) { return std::bit_cast<uint32_t>(x); }
 float float_of(uint32_t x) { return std::bit_cast<float>(x); }
 
 template <class T>
