@@ -23,8 +23,9 @@ _deterministic = True
 def set_deterministic(deterministic: bool) -> None:
     """Whether backward on CUDA gives the same bits from run to run; default True.
 
-    False lets it add up dq with atomic additions of float32, in one pass instead of two: faster, and equal but for the
-    order of rounding. The CPU gives the same bits either way. Holds for the whole process, when backward runs.
+    False lets it add up the dq of bfloat16 and float16 with atomic additions of float32, in one pass instead of two:
+    equal but for the order of rounding. Other dtypes, and the CPU, give the same bits either way. Holds for the whole
+    process, when backward runs.
 
     Raises:
         TypeError: other types than bool.

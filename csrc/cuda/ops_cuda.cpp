@@ -6,6 +6,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <iterator>
 #include <sstream>
 
 #include "ops_cuda.h"
@@ -46,7 +47,7 @@ void check_architecture(at::DeviceIndex device) {
   int major = 0, minor = 0;
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
   check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-  const std::vector<std::string> built = architectures();
+  static const std::vector<std::string> built = architectures();
   const auto runs = [&](const std::string& name) {
     const int architecture = std::stoi(name);
     return architecture / 10 == major && architecture % 10 <= minor;
