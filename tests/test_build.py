@@ -19,7 +19,7 @@ def in_new_process(script: str, **environment: str) -> subprocess.CompletedProce
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=600,
         env=os.environ | environment,
     )
 

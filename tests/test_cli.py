@@ -354,7 +354,7 @@ def test_info_asks_the_device_for_its_dtypes(monkeypatch, capsys):
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=600)
 
 
 def test_info_as_a_module():

@@ -17,6 +17,9 @@ from gpu_steps.runner import OUT_OF_TIME, Step, run_step, watch
 
 TESTS = Path(__file__).parent
 
+LIMIT = 600
+"""Seconds, for what hangs: far more than a busy machine takes to start a process."""
+
 PLANTED = """
 import os, sys, time, torch
 from gpu_steps.child import LeftOutError
@@ -69,7 +72,7 @@ def test_without_a_gpu(tmp_path: Path) -> None:
 
 
 def test_what_fails_is_recorded_and_the_rest_done(planted: dict[str, str], tmp_path: Path) -> None:
-    records = run_step(Step("planted", ("0",), 60), planted, tmp_path / "log", time.monotonic() + 60)
+    records = run_step(Step("planted", ("0",), LIMIT, LIMIT), planted, tmp_path / "log", time.monotonic() + LIMIT)
     expected = {"succeed": PASSED, "fail": FAILED, "leave out": LEFT_OUT, "lose": FAILED, "end": FAILED}
     assert {x["check"]: x["status"] for x in records} == expected | {"succeed again": PASSED}
     assert records[0]["figures"] == {"slept": "0"}
@@ -83,25 +86,24 @@ def test_what_fails_is_recorded_and_the_rest_done(planted: dict[str, str], tmp_p
 
 def test_time_is_respected(planted: dict[str, str], tmp_path: Path) -> None:
     """No check begins when the step's time is over, and no process when that of all is."""
-    late = run_step(Step("planted", ("9",), 0.1), planted, tmp_path / "log", time.monotonic() + 60)
+    late = run_step(Step("planted", ("9",), 0.1, LIMIT), planted, tmp_path / "log", time.monotonic() + LIMIT)
     assert [x["check"] for x in late] == ["succeed", "fail", "leave out", "lose", "end", "succeed again"]
     assert {(x["status"], x["message"]) for x in late} == {(LEFT_OUT, OUT_OF_TIME)}
-    begin = time.monotonic()
-    assert run_step(Step("planted", (), 60), planted, tmp_path / "log", begin) == [
+    assert run_step(Step("planted", (), LIMIT), planted, tmp_path / "no log", time.monotonic()) == [
         record("planted", LEFT_OUT, message=OUT_OF_TIME)
     ]
-    assert time.monotonic() - begin < 0.1
+    assert not (tmp_path / "no log").exists()
 
 
 def test_a_module_that_is_not_there(planted: dict[str, str], tmp_path: Path) -> None:
-    (failed,) = run_step(Step("elsewhere", (), 60), planted, tmp_path / "log", time.monotonic() + 60)
+    (failed,) = run_step(Step("elsewhere", (), LIMIT, LIMIT), planted, tmp_path / "log", time.monotonic() + LIMIT)
     assert failed["status"] == FAILED
     assert failed["message"].endswith("ModuleNotFoundError: No module named 'elsewhere'")
 
 
 @pytest.mark.parametrize(
     ("longest", "step_seconds", "seconds", "wrong"),
-    [(1.0, 60, 60, "no end after 1 s"), (60, 0, 60, ""), (60, 60, 1.0, "")],
+    [(1.0, LIMIT, LIMIT, "no end after 1 s"), (LIMIT, 0, LIMIT, ""), (LIMIT, LIMIT, 1.0, "")],
     ids=["it hangs", "the step's time is over", "all time is over"],
 )
 def test_a_process_is_not_waited_for(
@@ -109,13 +111,12 @@ def test_a_process_is_not_waited_for(
 ) -> None:
     results = tmp_path / "results"
     results.touch()
-    script = f"import time; open({str(results)!r}, 'w').write('[]\\n'); time.sleep(60)"
+    script = f"import time; open({str(results)!r}, 'w').write('[]\\n'); time.sleep({LIMIT})"
     process = subprocess.Popen([sys.executable, "-S", "-c", script], start_new_session=True)
     begin = time.monotonic()
     assert watch(process, results, Step("", (), 0, longest), begin + step_seconds, begin + seconds) == wrong
     runner.stop(process)
     assert process.returncode == -9
-    assert time.monotonic() - begin < 30
 
 
 # All of it
