@@ -33,9 +33,10 @@ STEPS = (
     Step("gpu_steps.laws", DEVICE, 60),
     Step("gpu_steps.layouts", DEVICE, 60),
     Step("gpu_steps.features", DEVICE, 60),
+    Step("gpu_steps.sanitizer", ("bfloat16",), 60, longest=120),
     Step("gpu_steps.speed", DEVICE, 100),
     Step("gpu_steps.training", DEVICE, 100, longest=90),
-    Step("gpu_steps.sanitizer", (), 300, longest=120),
+    Step("gpu_steps.sanitizer", ("float32", "float16", "float64"), 300, longest=120),
 )
 """Those that matter most come first: the last ones get the time that is left."""
 
@@ -51,12 +52,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def environment(target: str) -> dict[str, str]:
-    """Of the steps: the package in ``target`` before any other, no folder that happens to be current, CUDA's tools."""
+    """The steps' environment: the package in ``target`` before any other, no folder that happens to be current, and the
+    tools beside Python and CUDA."""
     paths = [target, str(TESTS), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONSAFEPATH": "1",
-        "PATH": os.pathsep.join((os.environ["PATH"], "/usr/local/cuda/bin")),
+        "PATH": os.pathsep.join((os.environ["PATH"], str(Path(sys.executable).parent), "/usr/local/cuda/bin")),
     }
 
 
@@ -86,15 +88,20 @@ def machine(path: str) -> dict[str, Any]:
     }
 
 
+def installing_failed(step: dict[str, Any]) -> bool:
+    """Without the package nothing can be tested; no other check has that power."""
+    return any(check["check"] == "install" and check["status"] == FAILED for check in step["checks"])
+
+
 def run_steps(steps: Sequence[Step], result: dict[str, Any], target: str, out: Path, seconds: float) -> None:
-    """One after the other, the first of which the rest need; what is known so far is in gpu.json all the time."""
+    """Runs them one after the other; what is known so far is in gpu.json all the time."""
     begin = time.monotonic()
     for step in steps:
         print(f"{time.monotonic() - begin:4.0f} s  {step.name}", flush=True)
         started = time.monotonic()
         records: list[Record]
-        if result["steps"] and any(check["status"] == FAILED for check in result["steps"][0]["checks"]):
-            records = [record(step.name, LEFT_OUT, message=f"{steps[0].name} failed")]
+        if any(installing_failed(done) for done in result["steps"]):
+            records = [record(step.name, LEFT_OUT, message="there is no build")]
         else:
             records = run_step(step, environment(target), out / "gpu.log", begin + seconds)
         now = time.monotonic()

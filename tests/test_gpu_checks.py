@@ -99,7 +99,7 @@ def test_what_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, output: str, result: str) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    check = sanitizer.checks()["racecheck float32"]
+    check = sanitizer.checks("float32")["racecheck float32"]
     assert judge("", check)["message"] == "compute-sanitizer not found"
     tool = tmp_path / "compute-sanitizer"
     tool.write_text(f'#!/bin/sh\necho "{output} $2 $PYTORCH_NO_CUDA_MEMORY_CACHING"\nexit {status}\n')

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -12,8 +13,11 @@ import gpu
 import pytest
 import torch
 from gpu_steps import build, runner
+from gpu_steps.build import output_of
 from gpu_steps.child import FAILED, LEFT_OUT, PASSED, record
 from gpu_steps.runner import OUT_OF_TIME, Step, run_step, watch
+
+import pyattn
 
 TESTS = Path(__file__).parent
 
@@ -159,16 +163,42 @@ def test_a_failure_is_shown_and_returned(
 
 
 def test_without_a_build_there_is_nothing_to_test(fake_gpu: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
-    fake_gpu["build"] = [record("install", FAILED, message="no compiler")]
+    fake_gpu["build"] = [record("install", FAILED, message="no compiler"), record("info", FAILED, message="no package")]
     assert gpu.main(["--out", str(tmp_path)]) == 1
     rest = json.loads((tmp_path / "gpu.json").read_text())["steps"][1:]
-    assert {check["message"] for step in rest for check in step["checks"]} == {"build failed"}
+    assert {check["message"] for step in rest for check in step["checks"]} == {"there is no build"}
 
 
-def test_what_a_build_needs_is_named(fake_gpu: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "BUILD_TOOLS", {"torch": "torch"})
-    found = build.settings(Path("folder"))
-    assert found["cmake.define.PYATTN_CUDA_ARCHITECTURES"] == "90"
-    monkeypatch.setattr(build, "BUILD_TOOLS", {"no_such_module": "such-a-tool", "torch": "torch"})
-    with pytest.raises(RuntimeError, match="a build needs such-a-tool, not found"):
-        build.settings(Path("folder"))
+def test_installing_alone_keeps_the_rest_from_running(
+    fake_gpu: dict[str, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    fake_gpu["build"] = [record("install", PASSED), record("info", FAILED, message="a stray line")]
+    assert gpu.main(["--out", str(tmp_path)]) == 1
+    rest = json.loads((tmp_path / "gpu.json").read_text())["steps"][1:]
+    assert {check["status"] for step in rest for check in step["checks"]} == {PASSED}
+
+
+def test_a_build_is_configured_for_this_gpu_by_cmake_alone(
+    fake_gpu: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(build, "output_of", commands.append)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/{name}")
+    build.configure(tmp_path / "build", tmp_path / "package")
+    (command,) = commands
+    assert command[:5] == ["cmake", "-S", str(TESTS.parent), "-B", str(tmp_path / "build")]
+    expected = {"-DPYATTN_CUDA=ON", "-DPYATTN_CUDA_ARCHITECTURES=90", f"-DSKBUILD_PROJECT_VERSION={pyattn.__version__}"}
+    assert expected <= set(command)
+    assert "-DCMAKE_INSTALL_PREFIX=" + str(tmp_path / "package") in command
+
+
+def test_what_a_build_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"a build needs cmake and c\+\+ and nvcc, not found here"):
+        build.configure(tmp_path / "build", tmp_path / "package")
+
+
+def test_facts_are_read_from_stdout_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "import sys; print('a warning', file=sys.stderr); print('a stray line'); print('GPU   Small  GPU')"
+    monkeypatch.setattr(build, "output_of", lambda _: output_of([sys.executable, "-c", program]))
+    assert build.facts() == {"GPU": "Small  GPU"}

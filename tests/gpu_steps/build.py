@@ -1,6 +1,10 @@
-"""Builds pyattn for this machine's GPU alone, or unpacks a wheel, and says what will be tested. Needs no network."""
+"""Builds pyattn for this machine's GPU, or unpacks a wheel, and says what will be tested.
 
-import importlib.util
+CMake alone builds: it needs no network, and no version of pip or scikit-build-core can be the wrong one.
+"""
+
+import re
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -10,34 +14,62 @@ import torch
 from gpu_steps.child import Check
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILD_TOOLS = {"scikit_build_core": "scikit-build-core", "pybind11": "pybind11"}
-"""Modules, and what installs them. (scikit-build-core names cmake, ninja or nvcc itself, where one is missing.)"""
+
+PYBIND11 = """function(pybind11_add_module name)
+  list(REMOVE_ITEM ARGN NO_EXTRAS)
+  Python_add_library(${name} MODULE WITH_SOABI ${ARGN})
+endfunction()
+"""
+"""CMakeLists.txt uses this much of pybind11's CMake package; torch's headers include pybind11's."""
 
 
 def output_of(command: list[str]) -> str:
-    """What the command prints; raises with the end of it where it fails."""
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    """The command's stdout; raises with the end of what it printed where it fails."""
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
-        raise RuntimeError(f"status {result.returncode}: {result.stdout[-1500:]}")
+        raise RuntimeError(f"status {result.returncode}: {(result.stdout + result.stderr)[-1500:]}")
     return result.stdout
 
 
-def settings(build: Path) -> dict[str, str]:
-    """Of scikit-build-core."""
-    missing = [name for module, name in BUILD_TOOLS.items() if importlib.util.find_spec(module) is None]
+def architecture() -> str:
+    major, minor = torch.cuda.get_device_capability()
+    return f"{major}{minor}"
+
+
+def configure(build: Path, target: Path) -> None:
+    """Runs CMake over the checkout, for this GPU's architecture; ``target`` is where its install goes."""
+    missing = [program for program in ("cmake", "c++", "nvcc") if shutil.which(program) is None]
     if missing:
         raise RuntimeError(f"a build needs {' and '.join(missing)}, not found here; --wheel takes one built elsewhere")
-    major, minor = torch.cuda.get_device_capability()
-    defines = {"PYATTN_CUDA": "ON", "PYATTN_CUDA_ARCHITECTURES": f"{major}{minor}", "PYATTN_WERROR": "OFF"}
-    return {"build-dir": str(build)} | {f"cmake.define.{name}": value for name, value in defines.items()}
+    package = build / "pybind11"
+    package.mkdir(parents=True)
+    (package / "pybind11Config.cmake").write_text(PYBIND11)
+    (version,) = re.findall(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    defines = {
+        "SKBUILD_PROJECT_VERSION": version,
+        "CMAKE_BUILD_TYPE": "Release",
+        "CMAKE_INSTALL_PREFIX": str(target),
+        "Python_EXECUTABLE": sys.executable,
+        "pybind11_DIR": str(package),
+        "PYATTN_CUDA": "ON",
+        "PYATTN_CUDA_ARCHITECTURES": architecture(),
+        "PYATTN_WERROR": "OFF",
+    }
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    options = [f"-D{name}={value}" for name, value in defines.items()]
+    output_of(["cmake", "-S", str(ROOT), "-B", str(build), *generator, *options])
 
 
 def install(target: Path, wheel: str) -> None:
-    """Into ``target``, from the wheel or else the checkout."""
-    chosen = {} if wheel else settings(target.with_name("build"))
-    options = [f"--config-settings={name}={value}" for name, value in chosen.items()]
-    pip = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--no-build-isolation"]
-    output_of([*pip, "--target", str(target), *options, wheel or str(ROOT)])
+    """Puts the package into ``target``, from the wheel or else from the checkout."""
+    if wheel:
+        output_of([sys.executable, "-m", "zipfile", "-e", wheel, str(target)])
+    else:
+        build = target.with_name("build")
+        configure(build, target)
+        output_of(["cmake", "--build", str(build), "--parallel"])
+        shutil.copytree(ROOT / "pyattn", target / "pyattn", ignore=shutil.ignore_patterns("__pycache__"))
+        output_of(["cmake", "--install", str(build)])
     file = Path(output_of([sys.executable, "-c", "from pyattn import _C; print(_C.__file__)"]).strip())
     if not file.is_relative_to(target):
         raise RuntimeError("another pyattn is found before the one built here: uninstall it, or take --installed")
@@ -46,7 +78,7 @@ def install(target: Path, wheel: str) -> None:
 def facts() -> dict[str, str]:
     """What ``pyattn info`` says, which fails where there is no GPU or no kernel."""
     lines = output_of([sys.executable, "-m", "pyattn", "info", "--device", "cuda"]).splitlines()
-    return {name: value.strip() for name, value in (line.split("  ", 1) for line in lines)}
+    return {name: value.strip() for name, gap, value in (line.partition("  ") for line in lines) if gap}
 
 
 def checks(target: str, wheel: str) -> dict[str, Check]:
