@@ -216,7 +216,7 @@ def test_gradcheck(dropout_p: float) -> None:
 @pytest.fixture(scope="module")
 def index_check(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = tmp_path_factory.mktemp("index") / "index_check"
-    sources = ["tests/emulation/index_check.cpp"]
+    sources = ["tests/tools/emulation/index_check.cpp"]
     command = ["c++", *emulated.FLAGS, "-Wno-unused-function", *emulated.INCLUDES, *sources, "-o", str(program)]
     subprocess.run(command, cwd=emulated.ROOT, check=True)
     return program

@@ -18,7 +18,7 @@ def measure(isa: str, step: int, folder: Path) -> tuple[float, float]:
     command = ["c++", "-std=c++20", "-O2", "-ffp-contract=off", "-Wno-psabi", *flags[1].strip('"').split()]
     command += [f"-DPYATTN_ISA={isa}", f'-DPYATTN_ISA_HEADER="cpu/simd/{isa}.h"', f"-I{ROOT / 'csrc'}"]
     program = folder / "exp2"
-    subprocess.run([*command, str(ROOT / "tests" / "exp2.cpp"), "-o", str(program)], check=True)
+    subprocess.run([*command, str(ROOT / "tests" / "tools" / "exp2.cpp"), "-o", str(program)], check=True)
     result = subprocess.run([str(program), str(step)], check=True, capture_output=True, text=True)
     single, double = map(float, result.stdout.split())
     return single, double

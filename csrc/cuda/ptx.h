@@ -1,5 +1,5 @@
 // What a GPU of compute capability 8.0 or later does in one instruction, and how a kernel is launched: all that the kernels
-// know of CUDA. tests/emulation/host.h says the same of a host, so that their source runs without a GPU.
+// know of CUDA. tests/tools/emulation/host.h says the same of a host, so that their source runs without a GPU.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from pyattn import reference
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DTYPES = {torch.float64: "double", torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
 """In the order of ``DType`` in attention.h, by the names of their storage types."""
 
-INCLUDES = ("-Icsrc", "-Icsrc/cuda", "-Itests/emulation", "-DPYATTN_ISA=cuda", '-DPYATTN_ISA_HEADER="host.h"')
+INCLUDES = ("-Icsrc", "-Icsrc/cuda", "-Itests/tools/emulation", "-DPYATTN_ISA=cuda", '-DPYATTN_ISA_HEADER="host.h"')
 FLAGS = ("-std=c++20", "-O2", "-march=native", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
 # unused: what other dtypes use; unknown pragmas: #pragma unroll
 
@@ -39,7 +39,7 @@ def compile_kernels(root: Path, folder: Path) -> Path:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(build, DTYPES.values()))
     library = folder / "emulated.so"
-    entry = str(root / "tests" / "emulation" / "entry.cpp")
+    entry = str(root / "tests" / "tools" / "emulation" / "entry.cpp")
     subprocess.run([compiler, *FLAGS, "-Icsrc", "-shared", "-o", library, entry, *objects], cwd=root, check=True)
     return library
 

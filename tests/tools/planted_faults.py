@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import pybind11
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TESTS = ("accuracy", "decode", "laws", "layouts", "dropout", "autograd", "errors", "build", "exp2")
 WANTED = 0.95
 TIMEOUT = 400
@@ -34,7 +34,7 @@ assert all(Path(m.__file__).is_relative_to(sys.argv[1]) for m in (pyattn, pyattn
 sys.exit(pytest.main(sys.argv[2:]))
 """
 
-FAULTS = (ROOT / "tests" / "planted_faults.txt").read_text()
+FAULTS = (ROOT / "tests" / "tools" / "planted_faults.txt").read_text()
 """Files after #, and their faults: the name, the old text, the new."""
 
 

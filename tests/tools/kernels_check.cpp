@@ -1,7 +1,7 @@
 // Runs the kernels of every instruction set that this machine has, without torch, and compares them with the scalar ones in
 // float64, which the Python suite proves. For machines that have no PyTorch, emulated ones above all:
 //
-//   c++ -std=c++20 -O2 -Icsrc tests/kernels_check.cpp csrc/cpu/dispatch.cpp kernels_<isa>.o... -o kernels_check
+//   c++ -std=c++20 -O2 -Icsrc tests/tools/kernels_check.cpp csrc/cpu/dispatch.cpp kernels_<isa>.o... -o kernels_check
 #include <algorithm>
 #include <array>
 #include <cmath>
