@@ -26,14 +26,14 @@ struct View {
 //
 //   seqlen_q 2, seqlen_k 4     q_offset 2     1 1 1 0     q_offset 0     1 0 0 0
 //                                             1 1 1 1                    1 1 0 0
-struct Mask {
+struct MaskParams {
   bool causal;
   int64_t q_offset;
   const int64_t* q_offsets;  // (batch), in place of q_offset, or null
 };
 
 // Of the weights: each is dropped with probability threshold / 65536, as cpu/dropout.h says.
-struct Dropout {
+struct DropoutParams {
   uint32_t threshold;   // below 65536; 0: none
   const int64_t* seed;  // one
 };
@@ -58,8 +58,8 @@ struct ForwardParams {
   void *row_max, *row_sum, *lse;
   int64_t batch, num_heads_q, num_heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
   double softmax_scale;
-  Mask mask;
-  Dropout dropout;
+  MaskParams mask;
+  DropoutParams dropout;
   void* shared;         // the buffer of Plan::shared_bytes, or DeviceKernels::shared_bytes, or null
   PhaseCounts* counts;  // of the calling task, or null
 };

@@ -1,0 +1,66 @@
+// Heads: where the query rows and the keys of one KV head lie in memory. The same file serves every backend; everything is
+// constexpr, so that device code may call it.
+#pragma once
+
+#include <cstdint>
+
+#include "attention.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+constexpr int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+constexpr int64_t clamp(int64_t x, int64_t low, int64_t high) { return min(max(x, low), high); }
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+constexpr int64_t round_down(int64_t a, int64_t b) { return a / b * b; }
+
+// Operands fit in 32 bits; a 64-bit division is several times slower, and on a GPU takes many registers.
+constexpr int64_t divide(int64_t a, int64_t b) { return static_cast<uint32_t>(a) / static_cast<uint32_t>(b); }
+constexpr int64_t remainder(int64_t a, int64_t b) { return static_cast<uint32_t>(a) % static_cast<uint32_t>(b); }
+
+// Query heads per KV head.
+constexpr int64_t group_size(const ForwardParams& p) {
+  return p.num_heads_kv ? divide(p.num_heads_q, p.num_heads_kv) : 1;
+}
+
+// One KV head of one sequence, and the query rows that read it: row r is query r / group of the group's query head r % group.
+// Neighbouring rows then see almost the same keys, and the few queries of decoding fill a tile with heads.
+struct Head {
+  int64_t b, h_kv, group;
+  int64_t count;  // query rows
+  int64_t seqlen_q, seqlen_k;
+
+  constexpr Head(const ForwardParams& p, int64_t head)
+      : b(divide(head, p.num_heads_kv)),
+        h_kv(remainder(head, p.num_heads_kv)),
+        group(group_size(p)),
+        count(p.seqlen_q * group),
+        seqlen_q(p.seqlen_q),
+        seqlen_k(p.seqlen_k) {}
+
+  // Query and query head of row r. Without a group there is nothing to divide, and each row asks several times.
+  constexpr int64_t query(int64_t r) const { return group == 1 ? r : divide(r, group); }
+  constexpr int64_t query_head(int64_t r) const { return group == 1 ? h_kv : h_kv * group + remainder(r, group); }
+
+  // Row r of a tensor with query heads.
+  template <class S>
+  constexpr S* row(const View& view, int64_t r) const {
+    return static_cast<S*>(view.data) + b * view.stride_b + query_head(r) * view.stride_h + query(r) * view.stride_s;
+  }
+
+  // Position j of a tensor with KV heads.
+  template <class S>
+  constexpr S* key(const View& view, int64_t j) const {
+    return static_cast<S*>(view.data) + b * view.stride_b + h_kv * view.stride_h + j * view.stride_s;
+  }
+
+  // Where row r lies in a dense (batch, num_heads_q, seqlen_q) array.
+  constexpr int64_t index(const ForwardParams& p, int64_t r) const {
+    return (b * p.num_heads_q + query_head(r)) * seqlen_q + query(r);
+  }
+};
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA
