@@ -60,7 +60,7 @@ struct ForwardParams {
   double softmax_scale;
   MaskParams mask;
   DropoutParams dropout;
-  void* shared;         // the buffer of Plan::shared_bytes, or DeviceKernels::shared_bytes, or null
+  void* workspace;      // what Plan, or DeviceKernels, asks for: memory that all work items share; or null
   PhaseCounts* counts;  // of the calling task, or null
 };
 
@@ -72,9 +72,9 @@ struct BackwardParams : ForwardParams {
 // What a pass needs for these params. It depends on shapes and constants, never on the thread count, so that the
 // number of threads cannot change bits.
 struct Plan {
-  int64_t items;          // independent work items
-  int64_t scratch_bytes;  // private to each call of run
-  int64_t shared_bytes;   // one buffer that all calls share, and the pass that joins what they leave in it
+  int64_t items;            // independent work items
+  int64_t scratch_bytes;    // private to each call of run
+  int64_t workspace_bytes;  // one buffer for all items, and for the pass that combines their partial results
 };
 
 // run computes the work items [begin, end) on the calling thread. It neither allocates nor throws; scratch is
@@ -102,7 +102,7 @@ const Kernels& kernels(DType dtype);
 // Those of a GPU. They are launched on a stream of the current device and return null, or what went wrong, at once; the
 // addresses in params are the device's. Not deterministic, backward adds up dQ in whatever order its blocks run.
 struct DeviceKernels {
-  int64_t (*shared_bytes)(const BackwardParams&, bool deterministic);  // of params.shared
+  int64_t (*workspace_bytes)(const BackwardParams&, bool deterministic);
   const char* (*forward)(const ForwardParams&, void* stream);
   const char* (*backward)(const BackwardParams&, bool deterministic, void* stream);
 };

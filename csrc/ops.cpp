@@ -121,8 +121,8 @@ void run(const Pass<Params>& pass, const Plan& plan, const Params& p) {
 template <class Params>
 void run(const Pass<Params>& pass, const Pass<Params>& join, Params& p) {
   const Plan plan = pass.plan(p);
-  const c10::DataPtr shared = allocate(plan.shared_bytes);
-  p.shared = shared.get();
+  const c10::DataPtr workspace = allocate(plan.workspace_bytes);
+  p.workspace = workspace.get();
   run(pass, plan, p);
   run(join, join.plan(p), p);
 }

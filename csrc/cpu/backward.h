@@ -286,7 +286,7 @@ void backward(const BackwardParams& p, int64_t begin, int64_t end, void* scratch
   for (int64_t item = begin; item < end; ++item) {
     const HeadRows head(p, item / splits);
     const int64_t split = item % splits;
-    T* dq_part = splits > 1 ? static_cast<T*>(p.shared) + item * head.count * carved.ld_k : nullptr;
+    T* dq_part = splits > 1 ? static_cast<T*>(p.workspace) + item * head.count * carved.ld_k : nullptr;
     BackwardItem<S>(p, head, split_begin(head, split, splits), split_begin(head, split + 1, splits), dq_part, carved)
         .run();
   }

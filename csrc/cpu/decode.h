@@ -32,7 +32,7 @@ struct DecodePart {
   T *row_max, *row_sum;
 
   DecodePart(const ForwardParams& p, const HeadRows& head, int64_t item)
-      : O{static_cast<T*>(p.shared) + item * head.count * (p.head_dim_v + 2), p.head_dim_v},
+      : O{static_cast<T*>(p.workspace) + item * head.count * (p.head_dim_v + 2), p.head_dim_v},
         row_max(O.from(head.count).data),
         row_sum(row_max + head.count) {}
 };

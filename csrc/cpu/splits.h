@@ -57,7 +57,7 @@ void reduce_dq(const BackwardParams& p, int64_t begin, int64_t end, void*) {
   for (int64_t item = begin; item < end; ++item) {
     const HeadRows head(p, item / blocks);
     const int64_t r0 = item % blocks * kBlockQ<T>, rows = min(kBlockQ<T>, head.count - r0);
-    T* parts = static_cast<T*>(p.shared) + (item / blocks * splits * head.count + r0) * ld;
+    T* parts = static_cast<T*>(p.workspace) + (item / blocks * splits * head.count + r0) * ld;
     for (int64_t split = 1; split < splits; ++split)
       for (int64_t i = 0; i < rows * ld; i += kLanes<T>)
         store(parts + i, load(parts + i) + load(parts + split * head.count * ld + i));

@@ -6,7 +6,7 @@
 namespace pyattn::cuda {
 namespace {
 
-// The sums, after the terms in params.shared: as many rows, of head_dim columns.
+// The sums, after the terms in params.workspace: as many rows, of head_dim columns.
 PYATTN_DEVICE float* query_sums_of(const BackwardParams& p, int64_t head, int64_t rows) {
   return reinterpret_cast<float*>(row_terms_of(p, p.batch * p.num_heads_kv, rows)) + head * rows * p.head_dim;
 }

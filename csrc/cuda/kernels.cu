@@ -58,7 +58,7 @@ const char* launch_forward(const ForwardParams& p, void* stream) {
 template <class S>
 const char* launch_adding_queries(const BackwardParams& p, void* stream) {
   const int64_t sums = all_rows(p) * p.head_dim;
-  const char* error = clear_memory(static_cast<RowTerms*>(p.shared) + all_rows(p), sums * sizeof(float), stream);
+  const char* error = clear_memory(static_cast<RowTerms*>(p.workspace) + all_rows(p), sums * sizeof(float), stream);
   if (error) return error;
   error = with_dim(p, [&](auto dim) {
     using Keys = KeysShape<S, dim>;
@@ -92,7 +92,7 @@ const char* launch_backward(const BackwardParams& p, [[maybe_unused]] bool deter
 }
 
 template <class S>
-int64_t shared_bytes(const BackwardParams& p, bool deterministic) {
+int64_t workspace_bytes(const BackwardParams& p, bool deterministic) {
   const bool sums = kMayAddQueries<S> && !deterministic;
   return all_rows(p) * (sizeof(RowTerms) + (sums ? p.head_dim * sizeof(float) : 0));
 }
@@ -102,7 +102,7 @@ int64_t shared_bytes(const BackwardParams& p, bool deterministic) {
 #define PYATTN_TABLE_OF(dtype) kernels_##dtype
 #define PYATTN_TABLE(dtype) PYATTN_TABLE_OF(dtype)
 extern const DeviceKernels PYATTN_TABLE(PYATTN_DTYPE);
-const DeviceKernels PYATTN_TABLE(PYATTN_DTYPE) = {shared_bytes<PYATTN_DTYPE>, launch_forward<PYATTN_DTYPE>,
+const DeviceKernels PYATTN_TABLE(PYATTN_DTYPE) = {workspace_bytes<PYATTN_DTYPE>, launch_forward<PYATTN_DTYPE>,
                                                   launch_backward<PYATTN_DTYPE>};
 
 }  // namespace pyattn::cuda

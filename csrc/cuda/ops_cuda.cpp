@@ -92,9 +92,9 @@ void forward(const at::Tensor& q, const ForwardParams& p) {
 void backward(const at::Tensor& q, BackwardParams& p, bool deterministic) {
   on_device_of(q, p, [&](void* stream) {
     const DeviceKernels& table = kernels(q.scalar_type());
-    const at::Tensor shared =
-        at::empty({table.shared_bytes(p, deterministic)}, q.options().dtype(at::kByte).memory_format(std::nullopt));
-    p.shared = shared.mutable_data_ptr();
+    const at::Tensor workspace =
+        at::empty({table.workspace_bytes(p, deterministic)}, q.options().dtype(at::kByte).memory_format(std::nullopt));
+    p.workspace = workspace.mutable_data_ptr();
     check(table.backward(p, deterministic, stream));
   });
 }

@@ -6,9 +6,9 @@ namespace {
 
 inline constexpr int kRowTermsWarps = 4;
 
-// In params.shared, row by row of each KV head.
+// In params.workspace, row by row of each KV head.
 PYATTN_DEVICE RowTerms* row_terms_of(const BackwardParams& p, unsigned head, unsigned rows) {
-  return static_cast<RowTerms*>(p.shared) + uint64_t{head} * rows;
+  return static_cast<RowTerms*>(p.workspace) + uint64_t{head} * rows;
 }
 
 template <class S>

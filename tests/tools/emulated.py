@@ -67,7 +67,7 @@ class BackwardParams(ctypes.Structure):
         + [(name, ctypes.c_void_p) for name in ("row_max", "row_sum", "lse")]
         + [(name, ctypes.c_int64) for name in SIZES]
         + [("softmax_scale", ctypes.c_double), ("mask", Mask), ("dropout", Dropout)]
-        + [("shared", ctypes.c_void_p), ("counts", ctypes.c_void_p)]
+        + [("workspace", ctypes.c_void_p), ("counts", ctypes.c_void_p)]
         + [(name, View) for name in ("dout", "dq", "dk", "dv")]
         + [("dlse", ctypes.c_void_p)]
     )
@@ -96,7 +96,7 @@ def before_a_wall(*sizes: int, dtype: torch.dtype) -> Tensor:
 def library() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         kernels = ctypes.CDLL(str(compile_kernels(ROOT, Path(folder))))
-    kernels.shared_bytes.restype = ctypes.c_int64
+    kernels.workspace_bytes.restype = ctypes.c_int64
     kernels.forward.restype = kernels.backward.restype = ctypes.c_char_p
     return kernels
 
@@ -146,9 +146,9 @@ class Emulated(torch.autograd.Function):
             p.dlse = dlse.data_ptr()
         kernels, dtype = library(), list(DTYPES).index(q.dtype)
         deterministic = ctypes.c_bool(ctx.options.get("deterministic", True))
-        shared_bytes = kernels.shared_bytes(dtype, ctypes.byref(p), deterministic)
-        shared = before_a_wall(-(-shared_bytes // 16) * 4, dtype=torch.float32)  # begins at a multiple of 16 bytes
-        p.shared = shared.data_ptr()
+        workspace_bytes = kernels.workspace_bytes(dtype, ctypes.byref(p), deterministic)
+        workspace = before_a_wall(-(-workspace_bytes // 16) * 4, dtype=torch.float32)  # begins at a multiple of 16 bytes
+        p.workspace = workspace.data_ptr()
         assert kernels.backward(dtype, ctypes.byref(p), deterministic) is None
         return dq, dk, dv, None
 

@@ -95,10 +95,10 @@ struct Tensor {
 template <class Params>
 void run(const Pass<Params>& pass, const Pass<Params>& join, Params& p) {
   const Plan plan = pass.plan(p);
-  std::vector<char> shared(plan.shared_bytes), scratch(plan.scratch_bytes + kScratchAlign);
+  std::vector<char> workspace(plan.workspace_bytes), scratch(plan.scratch_bytes + kScratchAlign);
   auto address = reinterpret_cast<uintptr_t>(scratch.data());
   void* aligned = reinterpret_cast<void*>((address + kScratchAlign - 1) / kScratchAlign * kScratchAlign);
-  p.shared = shared.data();
+  p.workspace = workspace.data();
   pass.run(p, 0, plan.items, aligned);
   join.run(p, 0, join.plan(p).items, nullptr);
 }

@@ -14,8 +14,8 @@ static const DeviceKernels& table(int dtype) {
 }
 
 extern "C" {
-int64_t shared_bytes(int dtype, const BackwardParams* p, bool deterministic) {
-  return table(dtype).shared_bytes(*p, deterministic);
+int64_t workspace_bytes(int dtype, const BackwardParams* p, bool deterministic) {
+  return table(dtype).workspace_bytes(*p, deterministic);
 }
 const char* forward(int dtype, const ForwardParams* p) { return table(dtype).forward(*p, nullptr); }
 const char* backward(int dtype, const BackwardParams* p, bool deterministic) {
