@@ -1,4 +1,4 @@
-"""The native operators, with what only Python can give them: batching rules for vmap, counts of operations."""
+"""The native operators with their vmap rules and FLOP formulas, which only Python can register."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
+
+from pyattn.options import Options
 
 attention_forward = torch.ops.pyattn.attention_forward.default
 attention_backward = torch.ops.pyattn.attention_backward.default
@@ -21,7 +23,7 @@ def _fold(tensor: Tensor, dim: int | None, size: int) -> Tensor:
 
 
 def _register_vmap(op: torch._ops.OpOverload[..., Any], name: str) -> None:
-    """vmap over an operator is one call with a larger batch; with dropout, whose mask knows it, many calls."""
+    """vmap folds the mapped dimension into the batch. With dropout, whose draws depend on the batch, it loops."""
     seed = [argument.name for argument in op._schema.arguments].index("dropout_seed")
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
@@ -47,39 +49,45 @@ _register_vmap(attention_backward, "pyattn::attention_backward")
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, q_offset: int) -> int:
-    """How many pairs of query and key a causal mask leaves: the sum over i of ``i + q_offset + 1``, cut to the keys."""
+    """Pairs of query and key that a causal mask leaves: the sum over i of ``i + q_offset + 1``, clamped to seqlen_k."""
     first = min(max(-q_offset, 0), seqlen_q)
     full = min(max(seqlen_k - q_offset, first), seqlen_q)  # from here on, rows see all keys
     return (full - first) * (first + full + 1 + 2 * q_offset) // 2 + (seqlen_q - full) * seqlen_k
 
 
-def _pairs(
-    q: Tensor,
-    k: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = True,
-    q_offset: int | None = None,
-    q_offsets: Tensor | None = None,
-    *_: Any,
-) -> int:
-    """Pairs that are seen, over batch and query heads; all of them where per-sequence offsets have no values yet."""
+def _pairs(q: Tensor, k: Tensor, options: Options) -> int:
+    """Pairs that are seen, over batch and query heads; all pairs where q_offsets have no values yet."""
     batch, heads, seqlen_q = q.shape[:3]
     seqlen_k = k.shape[2]
-    if not causal or isinstance(q_offsets, FakeTensor):
+    if not options.causal or isinstance(options.q_offsets, FakeTensor):
         return batch * heads * seqlen_q * seqlen_k
-    offsets: Sequence[int] = [seqlen_k - seqlen_q if q_offset is None else q_offset] * batch
-    if q_offsets is not None:
-        offsets = q_offsets.tolist()
-    return heads * sum(visible_pairs(seqlen_q, seqlen_k, offset) for offset in offsets)
+    q_offsets: Sequence[int] = [seqlen_k - seqlen_q if options.q_offset is None else options.q_offset] * batch
+    if options.q_offsets is not None:
+        q_offsets = options.q_offsets.tolist()
+    return heads * sum(visible_pairs(seqlen_q, seqlen_k, q_offset) for q_offset in q_offsets)
 
 
 @register_flop_formula(torch.ops.pyattn.attention_forward, get_raw=True)
-def forward_flops(q: Tensor, k: Tensor, v: Tensor, *options: Any, **_: Any) -> int:
-    """Q K^T and P V, two operations for each column of each pair that the mask leaves."""
-    return 2 * _pairs(q, k, *options) * (q.shape[3] + v.shape[3])
+def forward_flops(q: Tensor, k: Tensor, v: Tensor, *options: Any, out_val: object = None, **named: Any) -> int:
+    """Q K^T and P V: for each pair that the mask leaves, two operations a column."""
+    return 2 * _pairs(q, k, Options(*options, **named)) * (q.shape[3] + v.shape[3])
 
 
 @register_flop_formula(torch.ops.pyattn.attention_backward, get_raw=True)
-def backward_flops(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
+def backward_flops(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    row_max: Tensor | None,
+    row_sum: Tensor | None,
+    *options: Any,
+    deterministic: bool = True,
+    out_val: object = None,
+    **named: Any,
+) -> int:
     """Q K^T again, dO V^T, dV, dK and dQ, counted likewise."""
-    return 2 * _pairs(q, k, *rest[3:]) * (3 * q.shape[3] + 2 * v.shape[3])
+    known = Options(*options[: len(Options._fields)], **named)
+    return 2 * _pairs(q, k, known) * (3 * q.shape[3] + 2 * v.shape[3])

@@ -1,21 +1,26 @@
-"""The differentiable operator: two autograd Functions over one pair of native operators.
+"""The differentiable operator: autograd Functions over the native operators.
 
-Which of three ways a call takes depends on what watches it, since each costs a different overhead (measured with torch
-2.13: 6 us for the raw operator, 13 with the first Function, 29 with the second):
+:func:`attention` takes the cheapest way that serves the call. Overheads measured with torch 2.13: 6 us for the raw
+operator, 13 with :class:`Attention`, 29 with :class:`TransformableAttention`.
 
 - no gradient wanted: the raw operator;
-- a gradient wanted, or ``torch.compile`` tracing: :class:`Attention`;
-- a functorch transform active (``torch.func.grad``, ``vmap``, ``jacrev``): :class:`TransformableAttention`.
+- a gradient wanted, or ``torch.compile`` tracing: :class:`Attention`, whose ``forward`` takes the context;
+- a functorch transform active (``torch.func.grad``, ``vmap``, ``jacrev``), or forward-mode differentiation:
+  :class:`TransformableAttention`, with ``setup_context``.
+
+A backward that is itself recorded (``create_graph=True``, nested ``torch.func.grad``) runs as :class:`Backward`.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
 from pyattn import _ops
+from pyattn.options import Options
 
 _deterministic = True
 
@@ -23,12 +28,12 @@ _deterministic = True
 def set_deterministic(deterministic: bool) -> None:
     """Whether backward on CUDA gives the same bits from run to run; default True.
 
-    False lets it add up the dq of bfloat16 and float16 with atomic additions of float32, in one pass instead of two:
-    equal but for the order of rounding. Other dtypes, and the CPU, give the same bits either way. Holds for the whole
-    process, when backward runs.
+    False lets bfloat16 and float16 add up dq atomically, in float32 and in one pass instead of two: the result then
+    differs by the order of rounding. Other dtypes and the CPU give the same bits either way. The setting holds for the
+    whole process and is read when backward runs.
 
     Raises:
-        TypeError: other types than bool.
+        TypeError: another type than bool.
     """
     global _deterministic
     if not isinstance(deterministic, bool):
@@ -36,27 +41,57 @@ def set_deterministic(deterministic: bool) -> None:
     _deterministic = deterministic
 
 
+def _refuse_forward_mode(ctx: Any, *tangents: Any) -> Any:
+    raise NotImplementedError("pyattn: forward-mode derivatives (jvp) of attention are not implemented")
+
+
+class Backward(torch.autograd.Function):
+    """The backward operator where a graph of it is recorded: its own derivatives raise."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:  # noqa: D102
+        gradients: tuple[Tensor, ...] = _ops.attention_backward(*args)
+        return gradients
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Nothing is saved, because backward only raises."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:  # noqa: D102
+        raise NotImplementedError("pyattn: second derivatives of attention are not implemented")
+
+    jvp = staticmethod(_refuse_forward_mode)
+
+
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, row_max, row_sum, q_offsets, dropout_seed = ctx.saved_tensors
+    q, k, v, out, row_max, row_sum, *tensors = ctx.saved_tensors
+    no_gradients = (None,) * len(Options._fields)
     if dout is None and dlse is None:
-        return (None,) * 9
+        return None, None, None, *no_gradients
     if dout is None:
         dout = torch.zeros_like(out)
-    options = (ctx.softmax_scale, ctx.causal, ctx.q_offset, q_offsets, ctx.dropout_p, dropout_seed, _deterministic)
-    dq, dk, dv = _ops.attention_backward(dout, dlse, q, k, v, out, row_max, row_sum, *options)
-    return dq, dk, dv, None, None, None, None, None, None
+    recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    apply: Callable[..., tuple[Tensor, ...]] = Backward.apply if recorded else _ops.attention_backward
+    options = ctx.options.with_tensors(*tensors)
+    gradients = apply(dout, dlse, q, k, v, out, row_max, row_sum, *options, _deterministic)
+    return *gradients, *no_gradients
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, ctx.softmax_scale, ctx.causal, ctx.q_offset, q_offsets, ctx.dropout_p, dropout_seed = inputs
-    ctx.set_materialize_grads(False)
+    q, k, v, *rest = inputs
+    options = Options(*rest)
     out, _, row_max, row_sum = output
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(row_max, row_sum)
-    ctx.save_for_backward(q, k, v, out, row_max, row_sum, q_offsets, dropout_seed)
+    ctx.save_for_backward(q, k, v, out, row_max, row_sum, options.q_offsets, options.dropout_seed)
+    ctx.options = options.with_tensors(None, None)
 
 
 class Attention(torch.autograd.Function):
-    """The one for training loops: forward and backward share a context."""
+    """The Function for training loops: one object is context and graph node."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, *args: Any) -> tuple[Tensor, ...]:  # noqa: D102
@@ -68,7 +103,7 @@ class Attention(torch.autograd.Function):
 
 
 class TransformableAttention(torch.autograd.Function):
-    """The one that functorch can transform; forward-mode derivatives are not written and raise."""
+    """The Function that functorch can transform. Its ``jvp``, which only raises, would break ``torch.compile``."""
 
     generate_vmap_rule = True
 
@@ -79,35 +114,22 @@ class TransformableAttention(torch.autograd.Function):
 
     setup_context = staticmethod(_save)
     backward = staticmethod(_backward)
-
-    @staticmethod
-    def jvp(ctx: FunctionCtx, *tangents: Any) -> Any:  # noqa: D102
-        raise NotImplementedError("pyattn: forward-mode derivatives (jvp) of attention are not implemented")
+    jvp = staticmethod(_refuse_forward_mode)
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None,
-    causal: bool,
-    q_offset: int | None,
-    q_offsets: Tensor | None,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` of the native operator, differentiable in q, k and v."""
     apply: Callable[..., tuple[Tensor, ...]]
     if torch.compiler.is_compiling():
         apply = Attention.apply
-        k = k.view_as(k) if k is q else k  # for the compiler refuses one tensor as two arguments of a Function
+        # The compiler refuses one tensor as two arguments of a Function.
+        k = k.view_as(k) if k is q else k
         v = v.view_as(v) if v is q or v is k else v
-    elif torch._C._are_functorch_transforms_active():
+    elif torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         apply = TransformableAttention.apply
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         apply = Attention.apply
     else:
         apply = _ops.attention_forward
-    # torch leaves Function.apply untyped
-    results = apply(q, k, v, softmax_scale, causal, q_offset, q_offsets, dropout_p, dropout_seed)  # type: ignore[no-untyped-call]
+    results = apply(q, k, v, *options)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
     return results[0], results[1]

@@ -5,8 +5,10 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from pyattn import autograd, reference
-from pyattn.reference import dropout_mask
+from pyattn import autograd
+from pyattn.arguments import check_64_bits, check_tensor, check_type, hide_catch_all, refuse
+from pyattn.dropout import draw_seed, dropout_mask
+from pyattn.options import Options
 
 __all__ = ["attention", "dropout_mask"]
 
@@ -41,17 +43,19 @@ def attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@hide_catch_all
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *positional: object,
     causal: bool = True,
     q_offset: int | Tensor | None = None,
     softmax_scale: float | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
+    **named: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact scaled dot-product attention, causal by default.
 
@@ -107,51 +111,36 @@ def attention(
     >>> attention(q, k, v).shape
     torch.Size([2, 8, 100, 64])
     """
+    if positional or named:
+        refuse(attention, positional, named)
     plain = type(q) is type(k) is type(v) is Tensor and type(causal) is bool and type(dropout_p) is float
     if not (plain and softmax_scale is None and q_offset is None and dropout_seed is None):  # a microsecond saved
-        _check_tensor("q", q)
-        _check_tensor("k", k)
-        _check_tensor("v", v)
-        _check_type("causal", causal, bool)
-        _check_type("q_offset", q_offset, int, torch.SymInt, Tensor, type(None))
-        _check_type("softmax_scale", softmax_scale, int, float, torch.SymInt, torch.SymFloat, type(None))
-        _check_type("dropout_p", dropout_p, int, float)
-        _check_type("dropout_seed", dropout_seed, int, torch.SymInt, Tensor, type(None))
-        _check_64_bits("q_offset", q_offset)
-        _check_64_bits("dropout_seed", dropout_seed)
+        check_tensor("q", q)
+        check_tensor("k", k)
+        check_tensor("v", v)
+        check_type("causal", causal, bool)
+        check_type("q_offset", q_offset, int, torch.SymInt, Tensor, type(None))
+        check_type("softmax_scale", softmax_scale, int, float, torch.SymInt, torch.SymFloat, type(None))
+        check_type("dropout_p", dropout_p, int, float)
+        check_type("dropout_seed", dropout_seed, int, torch.SymInt, Tensor, type(None))
+        check_64_bits("q_offset", q_offset)
+        check_64_bits("dropout_seed", dropout_seed)
     if torch._C._is_any_autocast_enabled():
         q, k, v = _autocast(q), _autocast(k), _autocast(v)
-    offset, offsets = (None, q_offset) if isinstance(q_offset, Tensor) else (q_offset, None)
+    q_offset, q_offsets = (None, q_offset) if isinstance(q_offset, Tensor) else (q_offset, None)
     if dropout_p == 0:
         dropout_seed = None
     elif dropout_seed is None:
-        dropout_seed = reference.draw_seed(q.device)
+        dropout_seed = draw_seed(q.device)
     elif not isinstance(dropout_seed, Tensor):
         dropout_seed = torch.tensor(dropout_seed, dtype=torch.int64, device=q.device)
-    out, lse = autograd.attention(q, k, v, softmax_scale, causal, offset, offsets, dropout_p, dropout_seed)
+    options = Options(softmax_scale, causal, q_offset, q_offsets, dropout_p, dropout_seed)
+    out, lse = autograd.attention(q, k, v, options)
     return (out, lse) if return_lse else out
 
 
-def _check_type(name: str, value: object, *types: type) -> None:
-    if not isinstance(value, types):
-        kinds = " or ".join(kind.__name__ for kind in types if not kind.__name__.startswith("Sym"))
-        raise TypeError(f"pyattn: {name} must be {kinds}, got {value!r}")
-
-
-def _check_64_bits(name: str, value: object) -> None:
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ValueError(f"pyattn: {name} must fit in 64 bits, got {value}")
-
-
-def _check_tensor(name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"pyattn: {name} must be Tensor, got {value!r}")
-    if value.is_nested:
-        raise NotImplementedError(f"pyattn: {name} must be a dense tensor, got a nested one")
-
-
 def _autocast(t: Tensor) -> Tensor:
-    """Under autocast, floating tensors but float64 ones in its dtype, as torch's own autocast has it."""
+    """``t`` in autocast's dtype where autocast is on; like torch's own, it leaves float64 and integers alone."""
     device = t.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return t.to(torch.get_autocast_dtype(device)) if t.is_floating_point() and t.dtype != torch.float64 else t

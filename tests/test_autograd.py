@@ -69,24 +69,54 @@ def test_gradient_into_lse_alone() -> None:
     assert torch.count_nonzero(ours[2]) == 0
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-def test_what_is_not_written_raises() -> None:
-    case = Case(1, 2, 2, 4, 4, 3, 3)
-    q, k, v = leaves(case)
-    with pytest.raises(RuntimeError, match="attention_backward"):
+SECOND = "^pyattn: second derivatives of attention are not implemented$"
+FORWARD_MODE = r"^pyattn: forward-mode derivatives \(jvp\) of attention are not implemented$"
+
+
+def test_second_derivatives_raise() -> None:
+    q, k, v = leaves(Case(1, 2, 2, 4, 4, 3, 3))
+    with pytest.raises(NotImplementedError, match=SECOND):
         gradgradcheck(attention, (q, k, v))
-    with pytest.raises(NotImplementedError, match="jvp"):
-        torch.func.jvp(attention, (q.detach(), k.detach(), v.detach()), (q.detach(), k.detach(), v.detach()))
+    grad = torch.func.grad(lambda q: attention(q, k.detach(), v.detach()).sin().sum())
+    with pytest.raises(NotImplementedError, match=SECOND):
+        torch.func.grad(lambda q: grad(q).sum())(q.detach())
+
+
+def test_a_recorded_backward_gives_the_same_gradients() -> None:
+    """The graph matters only to those who differentiate it: a penalty on another part of the model may need it."""
+    inputs = leaves(Case(2, 4, 2, 5, 7, 3, 4))
+    out = attention(*inputs, dropout_p=0.3, dropout_seed=3, q_offset=torch.tensor([1, -2]))
+    plain = torch.autograd.grad(out.sin().sum(), inputs, retain_graph=True)
+    for x, y in zip(torch.autograd.grad(out.sin().sum(), inputs, create_graph=True), plain, strict=True):
+        assert torch.equal(x, y)
+        assert x.requires_grad
+
+
+# torch scripts its own forward-mode rules on first use; the category is FutureWarning from torch 2.15 on.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
+def test_forward_mode_raises() -> None:
+    q, k, v = leaves(Case(1, 2, 2, 4, 4, 3, 3))
+    plain = (q.detach(), k.detach(), v.detach())
+    with pytest.raises(NotImplementedError, match=FORWARD_MODE):
+        torch.func.jvp(attention, plain, plain)
+    grad = torch.func.grad(lambda q: attention(q, *plain[1:]).sin().sum())
+    with pytest.raises(NotImplementedError, match=FORWARD_MODE):
+        torch.func.jvp(grad, plain[:1], plain[:1])
     with forward_ad.dual_level():
-        dual = forward_ad.make_dual(q.detach(), q.detach())
-        with pytest.raises(NotImplementedError, match="attention_forward"):
-            attention(dual, k.detach(), v.detach())
-        dual = forward_ad.make_dual(q, q.detach())
-        with pytest.raises(RuntimeError, match="jvp"):
-            attention(dual, k, v)
-    out, *_ = torch.ops.pyattn.attention_forward(q, k, v, 1.0, True, 0)
+        for primal, others in ((q.detach(), plain[1:]), (q, (k, v))):
+            with pytest.raises(NotImplementedError, match=FORWARD_MODE):
+                attention(forward_ad.make_dual(primal, q.detach()), *others)
+        assert torch.equal(attention(*plain), attention(q, k, v))
+
+
+def test_raw_operators_have_no_derivatives() -> None:
+    q, k, v = leaves(Case(1, 2, 2, 4, 4, 3, 3))
+    out, _, row_max, row_sum = torch.ops.pyattn.attention_forward(q, k, v, 1.0, True, 0)
     with pytest.raises(RuntimeError, match="attention_forward"):
         out.sum().backward()
+    dq, *_ = torch.ops.pyattn.attention_backward(out.detach(), None, q, k, v, out.detach(), row_max, row_sum, 1.0)
+    with pytest.raises(RuntimeError, match="attention_backward"):
+        dq.sum().backward()
 
 
 @each_dtype

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pyattn import attention, dropout_mask, reference
+from pyattn.dropout import draw_seed, philox
 
 
 @pytest.mark.parametrize(
@@ -23,13 +24,13 @@ from pyattn import attention, dropout_mask, reference
 def test_philox_known_answers(word: int, expected: tuple[int, ...]) -> None:
     """Of Random123's kat_vectors, whose key is word, word and whose counter is four of it."""
     seed = word << 32 | word
-    results = reference.philox(torch.tensor(seed - 2**64 if seed >= 2**63 else seed), (torch.tensor(word),) * 4)
+    results = philox(torch.tensor(seed - 2**64 if seed >= 2**63 else seed), (torch.tensor(word),) * 4)
     assert tuple(x.item() for x in results) == expected
 
 
 def test_philox_known_answer_of_pi() -> None:
     counter = tuple(torch.tensor(x) for x in (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344))
-    results = reference.philox(0x299F31D0A4093822, counter)
+    results = philox(0x299F31D0A4093822, counter)
     assert tuple(x.item() for x in results) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
 
 
@@ -84,7 +85,7 @@ def test_torch_generator_gives_the_seed() -> None:
     torch.manual_seed(1)
     first, second = (attention(q, k, v, dropout_p=0.5) for _ in range(2))
     torch.manual_seed(1)
-    again, seed = attention(q, k, v, dropout_p=0.5), reference.draw_seed()
+    again, seed = attention(q, k, v, dropout_p=0.5), draw_seed()
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
     for same in (seed, int(seed)):
@@ -166,6 +167,21 @@ def test_bad_input(options: dict[str, Any], kind: type[Exception], message: str)
     x = torch.randn(1, 1, 2, 2)
     with pytest.raises(kind, match="^pyattn: " + re.escape(message)):
         attention(x, x, x, **options)
+
+
+@pytest.mark.parametrize(
+    ("seed", "dropout_p", "kind", "message"),
+    [
+        (3, 1.5, ValueError, "dropout_p must be at least 0 and below 1, got 1.5"),
+        (3, math.nan, ValueError, "dropout_p must be at least 0 and below 1, got nan"),
+        (3, None, TypeError, "dropout_p must be int or float, got None"),
+        (2**63, 0.5, ValueError, "seed must fit in 64 bits, got 9223372036854775808"),
+        (0.5, 0.5, TypeError, "seed must be int or Tensor, got 0.5"),
+    ],
+)
+def test_bad_input_to_the_mask(seed: Any, dropout_p: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=f"^pyattn: {re.escape(message)}$"):
+        dropout_mask(seed, 1, 1, 2, 2, dropout_p)
 
 
 def test_bad_input_to_the_operators() -> None:

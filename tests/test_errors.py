@@ -1,5 +1,6 @@
 """Garbage in, one sentence out: from the public function and from the raw operators, forward and backward."""
 
+import inspect
 import math
 import re
 import warnings
@@ -86,12 +87,61 @@ def test_backward_shapes_and_dtypes(name: str) -> None:
         ({"causal": None}, TypeError, "pyattn: causal must be bool, got None"),
         ({"q_offset": 1.5}, TypeError, "pyattn: q_offset must be int or Tensor or NoneType, got 1.5"),
         ({"softmax_scale": "1"}, TypeError, "pyattn: softmax_scale must be int or float or NoneType, got '1'"),
+        (
+            {"softmax_scale": zeros(2, 3)},
+            TypeError,
+            "pyattn: softmax_scale must be int or float or NoneType, got torch.T",
+        ),
         ({"q_offset": 2**63}, ValueError, "pyattn: q_offset must fit in 64 bits, got 9223372036854775808"),
     ],
 )
 def test_arguments_of_other_types(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=re.escape(message)):
         attention(**tensors(), **arguments)
+
+
+HABITS: list[tuple[dict[str, Any], str]] = [
+    ({"is_causal": True}, "is_causal (use causal (default True, bottom-right; "),
+    ({"scale": 0.5}, "scale (use softmax_scale), got 0.5"),
+    (
+        {"attn_mask": zeros(5, 7)},
+        "attn_mask (masks given as tensors are not written yet, use causal and q_offset), got ",
+    ),
+    ({"enable_gqa": True}, "enable_gqa (leave it out, k and v may have fewer heads than q), got True"),
+    ({"dropout": 0.1}, "dropout (use dropout_p), got 0.1"),
+    ({"window_size": (3, 0)}, "window_size (windows are not written yet), got (3, 0)"),
+    (
+        {"flavour": "mild"},
+        "flavour (its arguments are q, k, v, causal, q_offset, softmax_scale, dropout_p, dropout_seed, return_lse), "
+        "got 'mild'",
+    ),
+    (
+        {"scale": 0.5, "dropout": 0.0},
+        "scale (use softmax_scale), got 0.5; no argument dropout (use dropout_p), got 0.0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("named", "message"), HABITS, ids=[m[:20] for _, m in HABITS])
+def test_arguments_of_other_libraries(named: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match="^pyattn: attention has no argument " + re.escape(message)):
+        attention(**tensors(), **named)
+
+
+def test_a_fourth_positional_argument() -> None:
+    message = (
+        "pyattn: attention takes q, k, v by position and the rest by name (other libraries have attn_mask or dropout_p "
+        "next), got 1 more, the first torch.Tensor of shape (5, 7)"
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        attention(*tensors().values(), zeros(5, 7))
+
+
+def test_the_signature_shows_no_catch_all() -> None:
+    kinds = {parameter.kind for parameter in inspect.signature(attention).parameters.values()}
+    assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'v'"):
+        attention(zeros(1, 1, 2, 2), zeros(1, 1, 2, 2))
 
 
 def test_autocast_does_not_hide_wrong_dtypes() -> None:
@@ -153,11 +203,22 @@ def test_jagged_tensors_are_refused() -> None:
         attention(torch.randn(2, 1, 3, 4), jagged, jagged)
 
 
-@pytest.mark.parametrize("value", [None, 3, [[1.0]], "q", np.zeros((1, 1, 2, 2), np.float32)], ids=repr)
-def test_what_is_no_tensor(value: Any) -> None:
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [
+        (None, "None"),
+        (3, "3"),
+        ([[1.0]], "[[1.0]]"),
+        ("q", "'q'"),
+        (np.zeros((2, 8, 100, 64), np.float32), "numpy.ndarray of shape (2, 8, 100, 64)"),
+        ([1.0] * 1000, "[1.0, 1.0, 1.0, 1.0, 1.0, 1.0, ...]"),
+    ],
+    ids=["None", "int", "list", "str", "array", "long list"],
+)
+def test_what_is_no_tensor(value: Any, got: str) -> None:
     x = torch.randn(1, 1, 2, 2)
     for name in "qkv":
-        with pytest.raises(TypeError, match=f"^pyattn: {name} must be Tensor, got "):
+        with pytest.raises(TypeError, match=f"^pyattn: {name} must be Tensor, got {re.escape(got)}$"):
             attention(**dict.fromkeys("qkv", x) | {name: value})
 
 

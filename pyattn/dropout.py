@@ -1,0 +1,76 @@
+"""Dropout's draws: Philox4x32-10 of a seed and a weight's place, the same bits as in the kernels.
+
+Source: Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3".
+"""
+
+import torch
+from torch import Tensor
+
+from pyattn.arguments import check_64_bits, check_type
+
+
+def _multiply_wide(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """The products of 32-bit words, in int64: high words, low words."""
+    low, high = a % 2**16 * b, (a >> 16) * b
+    high = high + (low >> 16)
+    return high >> 16, high % 2**16 * 2**16 + low % 2**16
+
+
+def philox(seed: int | Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Philox4x32-10: a 64-bit key and a counter of four 32-bit words give four random 32-bit words, all in int64."""
+    key0, key1 = seed % 2**32, (seed >> 32) % 2**32
+    x0, x1, x2, x3 = counter
+    for _ in range(10):
+        (high0, low0), (high2, low2) = _multiply_wide(x0, 0xD2511F53), _multiply_wide(x2, 0xCD9E8D57)
+        x0, x1, x2, x3 = high2 ^ x1 ^ key0, low2, high0 ^ x3 ^ key1, low0
+        key0, key1 = (key0 + 0x9E3779B9) % 2**32, (key1 + 0xBB67AE85) % 2**32
+    return x0, x1, x2, x3
+
+
+def dropout_threshold(dropout_p: float) -> int:
+    """The smallest 16-bit draw whose weight is kept: dropout_p in units of 1/65536, and never all of them."""
+    return min(round(65536 * dropout_p), 65535)
+
+
+def dropout_mask(
+    seed: int | Tensor, batch: int, num_heads_q: int, seqlen_q: int, seqlen_k: int, dropout_p: float
+) -> Tensor:
+    """Which weights :func:`pyattn.attention` keeps when called with this ``dropout_seed`` and ``dropout_p``.
+
+    Key ``j``, query ``i``, head ``h`` and sequence ``b`` draw 16 bits of :func:`philox` under ``seed`` at the counter
+    ``(j // 8, i, low word, high word of b * num_heads_q + h)``: word ``(j % 8) // 2``, its low half for even ``j``. The
+    weight is kept, and scaled by ``65536 / (65536 - t)``, if the draw is at least ``t = min(round(65536 dropout_p),
+    65535)``.
+
+    Args:
+        seed: an int of 64 bits or an int64 scalar tensor.
+        batch, num_heads_q, seqlen_q, seqlen_k: the sizes of the weights.
+        dropout_p: probability of dropping a weight, at least 0 and below 1.
+
+    Returns:
+        bool (batch, num_heads_q, seqlen_q, seqlen_k), True = kept, on the seed's device.
+
+    Raises:
+        ValueError: a dropout_p outside [0, 1), a seed past 64 bits.
+        TypeError: another type of seed or dropout_p.
+
+    >>> dropout_mask(7, batch=1, num_heads_q=1, seqlen_q=2, seqlen_k=4, dropout_p=0.5).int().tolist()
+    [[[[0, 1, 0, 0], [0, 1, 1, 1]]]]
+    """
+    check_type("seed", seed, int, Tensor)
+    check_64_bits("seed", seed)
+    check_type("dropout_p", dropout_p, int, float)
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"pyattn: dropout_p must be at least 0 and below 1, got {dropout_p}")
+    device = seed.device if isinstance(seed, Tensor) else None
+    head = torch.arange(batch * num_heads_q, device=device).view(batch, num_heads_q, 1, 1)
+    query = torch.arange(seqlen_q, device=device).view(seqlen_q, 1)
+    group = torch.arange(-(-seqlen_k // 8), device=device)
+    words = philox(seed, (group, query, head % 2**32, head >> 32))
+    draws = torch.stack([half for word in words for half in (word % 2**16, word >> 16)], -1)
+    return draws.flatten(-2)[..., :seqlen_k] >= dropout_threshold(dropout_p)
+
+
+def draw_seed(device: torch.device | None = None) -> Tensor:
+    """An int64 scalar from torch's generator of the device, which ``torch.manual_seed`` sets."""
+    return torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)

@@ -1,0 +1,35 @@
+"""Attention in plain PyTorch: the specification that the native functions and modules are tested against.
+
+Everything here materialises the (seqlen_q, seqlen_k) scores and takes any floating dtype. Nothing here imports what it
+specifies: of this package only :mod:`pyattn.dropout`, whose draws are a definition, not a computation to be checked.
+"""
+
+from pyattn.reference.formula import attention, default_scale, visible
+from pyattn.reference.modules import (
+    Attention,
+    CausalAttention,
+    GroupedQueryAttention,
+    MultiHeadAttention,
+    MultiHeadAttentionWrapper,
+    SelfAttention,
+    SelfAttention_v1,
+    SelfAttention_v2,
+    SimplifiedSelfAttention,
+    SingleHeadSelfAttention,
+)
+
+__all__ = [
+    "Attention",
+    "CausalAttention",
+    "GroupedQueryAttention",
+    "MultiHeadAttention",
+    "MultiHeadAttentionWrapper",
+    "SelfAttention",
+    "SelfAttention_v1",
+    "SelfAttention_v2",
+    "SimplifiedSelfAttention",
+    "SingleHeadSelfAttention",
+    "attention",
+    "default_scale",
+    "visible",
+]

@@ -1,0 +1,196 @@
+"""The attention modules that people write from scratch, in plain PyTorch, every ``mask`` a buffer.
+
+They are written the way S. Raschka, "Build a Large Language Model (From Scratch)", chapters 3 and 4, and the tutorials
+after it write them. Each is the specification of its namesake in :mod:`pyattn.nn`, whose docstring says what it takes.
+"""
+# ruff: noqa: D101, D102
+
+import torch
+from torch import Tensor, nn
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    masked: Tensor | None = None,
+    dropout: nn.Dropout | None = None,
+    softmax_scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``dropout(softmax(softmax_scale q k^T)) v`` and the weights; ``masked``: bool, True = masked out."""
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    if masked is not None:
+        scores = scores.masked_fill(masked, -torch.inf)
+    weights = torch.softmax(scores, dim=-1)
+    if dropout is not None:
+        weights = dropout(weights)
+    return weights @ v, weights
+
+
+def _future(context_length: int) -> Tensor:
+    return torch.triu(torch.ones(context_length, context_length), diagonal=1)
+
+
+class SimplifiedSelfAttention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _attend(x, x, x, softmax_scale=1.0)[0]
+
+
+class SelfAttention_v1(nn.Module):
+    def __init__(self, d_in: int, d_out: int) -> None:
+        super().__init__()
+        self.W_query = nn.Parameter(torch.rand(d_in, d_out))
+        self.W_key = nn.Parameter(torch.rand(d_in, d_out))
+        self.W_value = nn.Parameter(torch.rand(d_in, d_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _attend(x @ self.W_query, x @ self.W_key, x @ self.W_value)[0]
+
+
+class SelfAttention_v2(nn.Module):
+    def __init__(self, d_in: int, d_out: int, qkv_bias: bool = False) -> None:
+        super().__init__()
+        self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_key = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _attend(self.W_query(x), self.W_key(x), self.W_value(x))[0]
+
+
+SelfAttention = SelfAttention_v2
+
+
+class CausalAttention(nn.Module):
+    mask: Tensor
+
+    def __init__(self, d_in: int, d_out: int, context_length: int, dropout: float, qkv_bias: bool = False) -> None:
+        super().__init__()
+        self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_key = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("mask", _future(context_length))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seqlen = x.shape[1]
+        masked = self.mask.bool()[:seqlen, :seqlen]
+        return _attend(self.W_query(x), self.W_key(x), self.W_value(x), masked=masked, dropout=self.dropout)[0]
+
+
+class MultiHeadAttentionWrapper(nn.Module):
+    def __init__(
+        self, d_in: int, d_out: int, context_length: int, dropout: float, num_heads: int, qkv_bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(
+            CausalAttention(d_in, d_out, context_length, dropout, qkv_bias) for _ in range(num_heads)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([head(x) for head in self.heads], dim=-1)
+
+
+class MultiHeadAttention(nn.Module):
+    mask: Tensor
+
+    def __init__(
+        self, d_in: int, d_out: int, context_length: int, dropout: float, num_heads: int, qkv_bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.d_out = d_out
+        self.num_heads = num_heads
+        self.head_dim = d_out // num_heads
+        self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_key = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.out_proj = nn.Linear(d_out, d_out)
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("mask", _future(context_length))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seqlen, _ = x.shape
+        q = self.W_query(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
+        k = self.W_key(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
+        v = self.W_value(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
+        context, _ = _attend(q, k, v, masked=self.mask.bool()[:seqlen, :seqlen], dropout=self.dropout)
+        out: Tensor = self.out_proj(context.transpose(1, 2).reshape(batch, seqlen, self.d_out))
+        return out
+
+
+class SingleHeadSelfAttention(nn.Module):
+    def __init__(self, d_model: int, d_k: int, dropout: float = 0.0, trace_shapes: bool = False) -> None:
+        super().__init__()
+        self.q = nn.Linear(d_model, d_k, bias=False)
+        self.k = nn.Linear(d_model, d_k, bias=False)
+        self.v = nn.Linear(d_model, d_k, bias=False)
+        self.dropout = nn.Dropout(dropout)
+        self.trace_shapes = trace_shapes
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.trace_shapes:
+            print(f"q {q.shape}  k {k.shape}  v {v.shape}")
+        out, weights = _attend(q, k, v, masked=_future(x.shape[1]).to(x.device).bool(), dropout=self.dropout)
+        if self.trace_shapes:
+            print(f"weights {weights.shape}  out {out.shape}")
+        return out, weights
+
+
+class Attention(nn.Module):
+    def __init__(self, embed_dim: int, num_heads: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_dim = embed_dim // num_heads
+        self.W_q = nn.Linear(embed_dim, embed_dim)
+        self.W_k = nn.Linear(embed_dim, embed_dim)
+        self.W_v = nn.Linear(embed_dim, embed_dim)
+        self.W_o = nn.Linear(embed_dim, embed_dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        batch, seqlen, embed_dim = x.shape
+        q = self.W_q(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
+        k = self.W_k(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
+        v = self.W_v(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
+        if mask is not None and mask.dim() == 3:
+            mask = mask.unsqueeze(1)
+        context, _ = _attend(q, k, v, masked=mask, dropout=self.dropout)
+        out: Tensor = self.W_o(context.transpose(1, 2).reshape(batch, seqlen, embed_dim))
+        return out
+
+
+class GroupedQueryAttention(nn.Module):
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        dropout: float,
+        num_heads: int,
+        num_kv_groups: int,
+        dtype: torch.dtype | None = None,
+        qkv_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.d_out = d_out
+        self.num_heads = num_heads
+        self.head_dim = d_out // num_heads
+        self.W_key = nn.Linear(d_in, num_kv_groups * self.head_dim, bias=qkv_bias, dtype=dtype)
+        self.W_value = nn.Linear(d_in, num_kv_groups * self.head_dim, bias=qkv_bias, dtype=dtype)
+        self.num_kv_groups = num_kv_groups
+        self.group_size = num_heads // num_kv_groups
+        self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias, dtype=dtype)
+        self.out_proj = nn.Linear(d_out, d_out, bias=False, dtype=dtype)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seqlen, _ = x.shape
+        q = self.W_query(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
+        k = self.W_key(x).view(batch, seqlen, self.num_kv_groups, self.head_dim).transpose(1, 2)
+        v = self.W_value(x).view(batch, seqlen, self.num_kv_groups, self.head_dim).transpose(1, 2)
+        k = k.repeat_interleave(self.group_size, dim=1)
+        v = v.repeat_interleave(self.group_size, dim=1)
+        context, _ = _attend(q, k, v, masked=_future(seqlen).to(x.device).bool(), dropout=self.dropout)
+        out: Tensor = self.out_proj(context.transpose(1, 2).reshape(batch, seqlen, self.d_out))
+        return out
