@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pyattn import reference
+from pyattn.dropout import dropout_threshold
 
 ROOT = Path(__file__).parents[2]
 DTYPES = {torch.float64: "double", torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -115,7 +116,7 @@ def _params(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Backwar
     else:
         p.mask.q_offset = k.shape[2] - q.shape[2] if offset is None else offset
     if options.get("dropout_p"):
-        p.dropout.threshold = reference.dropout_threshold(options["dropout_p"])
+        p.dropout.threshold = dropout_threshold(options["dropout_p"])
         p.dropout.seed = options["dropout_seed"].data_ptr()
     return p
 
