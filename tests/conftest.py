@@ -1,25 +1,84 @@
+import os
 from collections.abc import Iterator
+from pathlib import Path
+
+# Waiting threads sleep: where other work runs, spinning ones take the processors from those they wait for.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
 
-pytest.register_assert_rewrite("helpers", "module_cases")
+pytest.register_assert_rewrite("backends", "helpers", "module_cases")
 
-from pyattn import _C  # noqa: E402
+from backends import Backend, chosen  # noqa: E402
+
+FIXTURES = {
+    "backend": lambda b: True,
+    "native": lambda b: b.family != "emulated",
+    "isa": lambda b: b.family == "cpu",
+}
+"""Which backends a test runs on, by the fixture that it asks for."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--examples", type=int, help="random cases for test_random.py, others each time")
+    parser.addoption(
+        "--backend", action="append", default=[], help="cpu, an instruction set, emulated, cuda: only tests of these"
+    )
 
 
-@pytest.fixture(params=_C.available_isas())
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What only a GPU has, streams and graphs, is collected with ``--backend cuda``."""
+    return True if collection_path.name == "test_on_gpu.py" and "cuda" not in config.getoption("backend") else None
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    backends = chosen(metafunc.config.getoption("backend"))
+    for fixture, suits in FIXTURES.items():
+        if fixture in metafunc.fixturenames:
+            metafunc.parametrize(fixture, list(filter(suits, backends)), ids=str, indirect=True)
+    if "device" in metafunc.fixturenames:
+        metafunc.parametrize("device", sorted({b.device for b in backends}), indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out cases that a backend does not take and, with ``--backend``, tests that depend on none."""
+
+    def is_chosen(item: pytest.Item) -> bool:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        backend = next((parameters[name] for name in FIXTURES if name in parameters), None)
+        if backend is None:
+            return not config.getoption("backend") or "device" in parameters
+        return backend.takes(parameters.get("dtype"), parameters.get("case"))
+
+    left_out = [item for item in items if not is_chosen(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """Runs the test once on each backend."""
+    with request.param.selected():
+        yield request.param
+
+
+native = backend
+"""Runs the test on each backend that torch's operators reach: not on the emulation."""
+
+
+@pytest.fixture
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs the test once on each instruction set that this machine has."""
-    before = _C.active_isa()
-    _C.set_isa(request.param)
-    assert _C.active_isa() == request.param
-    yield request.param
-    _C.set_isa(before)
+    with request.param.selected():
+        yield request.param.name
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs the test once on each device, whose kernels it does not depend on; tensors are made there."""
+    with torch.device(request.param):
+        yield request.param
 
 
 @pytest.fixture

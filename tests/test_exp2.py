@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from pyattn import _C
-
 ROOT = Path(__file__).parent.parent
 
 
@@ -24,7 +22,6 @@ def measure(isa: str, step: int, folder: Path) -> tuple[float, float]:
     return single, double
 
 
-@pytest.mark.parametrize("isa", _C.available_isas())
 @pytest.mark.parametrize("step", [1009, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_error_and_ends(isa: str, step: int, tmp_path: Path) -> None:
     single, double = measure(isa, step, tmp_path)

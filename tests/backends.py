@@ -1,0 +1,110 @@
+"""The backends that laws are tested on: each instruction set of this machine, the emulated CUDA kernels, a GPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import emulated
+import torch
+from helpers import NAMES, Case
+from torch import Tensor
+
+import pyattn
+from pyattn import _C
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Kernels, and what they promise where backends differ.
+
+    Attributes:
+        name: an instruction set, ``emulated`` or ``cuda``.
+        family: ``cpu``, ``emulated`` or ``cuda``.
+        repeatable: dq has the same bits each time. The kernels that add it up atomically exist for 16 bits alone.
+    """
+
+    name: str
+    family: str
+    repeatable: bool = True
+
+    def __str__(self) -> str:
+        return self.name if self.repeatable else f"{self.name}-adding"
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.family == "cuda" else "cpu"
+
+    @property
+    def cuda_kernels(self) -> bool:
+        """A NaN or infinity in a value may make its whole row NaN, head_dim is at most 256, float32 is split into TF32
+        halves, and a sequence has the same bits alone and in a batch."""
+        return self.family != "cpu"
+
+    def takes(self, dtype: torch.dtype | None, case: Case | None) -> bool:
+        """Whether there are such kernels, and whether an emulated case takes seconds rather than minutes."""
+        if dtype is not None and not self.repeatable and dtype.itemsize != 2:
+            return False
+        if case is None or not self.cuda_kernels:
+            return True
+        pairs = case.batch * case.num_heads_q * case.seqlen_q * case.seqlen_k
+        affordable = 25_000 if dtype == torch.float64 else 75_000
+        return max(case.head_dim, case.head_dim_v) <= 256 and (self.family == "cuda" or pairs < affordable)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        """``pyattn.attention`` by this backend's kernels."""
+        if self.family == "emulated":
+            return emulated.attention(q, k, v, deterministic=self.repeatable, **options)
+        return pyattn.attention(q, k, v, **options)
+
+    @contextmanager
+    def selected(self) -> Iterator[None]:
+        """Within it the backend's kernels run, and tensors are made on its device."""
+        if self.family == "cpu":
+            before = _C.active_isa()
+            _C.set_isa(self.name)
+            assert _C.active_isa() == self.name
+            yield
+            _C.set_isa(before)
+        elif self.family == "emulated":
+            yield
+        else:
+            exact_products()
+            pyattn.set_deterministic(self.repeatable)
+            with torch.device(self.device):
+                yield
+            pyattn.set_deterministic(True)
+
+    def assert_same(self, ours: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+        """out, lse, dq and so on, as many as there are, agree to the bit; dq but for a rounding if not repeatable."""
+        for name, x, y in zip(NAMES, ours, expected, strict=False):
+            if name == "dq" and not self.repeatable:
+                bound = 2 * torch.finfo(x.dtype).eps * y.abs().max() if y.numel() else 0
+                assert ((x - y).abs() <= bound).all(), name
+            else:
+                assert torch.equal(x, y), name
+
+
+def exact_products() -> None:
+    """torch's products, the yardstick, are float32 in float32, and add 16-bit products up in float32."""
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_tf32 = False
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
+
+
+CPU = [Backend(isa, "cpu") for isa in _C.available_isas()]
+EMULATED = [Backend("emulated", "emulated", repeatable) for repeatable in (True, False)]
+CUDA = [Backend("cuda", "cuda", repeatable) for repeatable in (True, False)]
+
+
+def chosen(names: list[str]) -> list[Backend]:
+    """The backends of these names or families; without any, all but a GPU."""
+    if not names:
+        return CPU + EMULATED
+    known = CPU + EMULATED + CUDA
+    unknown = set(names) - {name for b in known for name in (b.name, b.family)}
+    if unknown:
+        raise ValueError(
+            f"--backend must be one of cpu, {', '.join(dict.fromkeys(b.name for b in known))}, got {unknown}"
+        )
+    return [b for b in known if {b.name, b.family} & set(names)]
