@@ -1,4 +1,4 @@
-"""Cases, how to run them, and the rule that judges accuracy."""
+"""Cases, and how to run them. What judges their accuracy is in yardstick.py."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from yardstick import Yardsticks, assert_accurate
 
 from pyattn import attention, reference
 
@@ -98,43 +99,18 @@ def run(
     return (out.detach(), lse.detach(), *torch.autograd.grad(results, leaves, grads, allow_unused=True))
 
 
-def error(x: Tensor, exact: Tensor) -> float:
-    """The largest absolute difference. Where the exact value is infinite, so must x be."""
-    finite = exact.isfinite()
-    assert torch.equal(x.double()[~finite], exact[~finite])
-    return (x.double() - exact)[finite].abs().max().item() if finite.any() else 0.0
-
-
-def accuracy_bound(x: Tensor, plain: Tensor, exact: Tensor) -> float:
-    """At most twice the error that plain PyTorch makes in the same dtype, plus four roundings of the largest value.
-
-    ``plain`` is the reference run in x's dtype, ``exact`` in float64. For float64 itself, 1e-12 of the largest value.
-    """
-    finite = exact[exact.isfinite()]
-    largest = finite.abs().max().item() if finite.numel() else 0.0
-    if x.dtype == torch.float64:
-        return 1e-12 * largest
-    return 2 * error(plain, exact) + 4 * torch.finfo(x.dtype).eps * largest
-
-
-def assert_accurate(name: str, x: Tensor, plain: Tensor, exact: Tensor) -> None:
-    """x is within :func:`accuracy_bound` of the exact value."""
-    assert x.shape == exact.shape
-    assert error(x, exact) <= accuracy_bound(x, plain, exact), name
-
-
 def assert_case_accurate(
     case: Case, dtype: torch.dtype, attend: Callable[..., Any] = attention, **options: Any
 ) -> None:
     """Every result of the native attention, or of ``attend``, forward and backward, by that rule."""
     qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
     ours = run(attend, qkv, dout, dlse, **case.options, **options)
-    plain = run(reference.attention, qkv, dout, dlse, **case.options)
+    plain = Yardsticks(run, qkv, dout, dlse, **case.options)
     exact = run(reference.attention, tuple(t.double() for t in qkv), dout.double(), dlse, **case.options)
     assert ours[0].dtype == dtype
     assert ours[1].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    for name, x, yardstick, truth in zip(NAMES, ours, plain, exact, strict=True):
-        assert_accurate(name, x, yardstick, truth)
+    for name, x, orders, truth in zip(NAMES, ours, plain, exact, strict=True):
+        assert_accurate(name, x, orders, truth)
 
 
 def assert_equal(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> None:

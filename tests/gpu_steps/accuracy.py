@@ -1,4 +1,4 @@
-"""Every result, forward and backward, by the rule of helpers.accuracy_bound, reference and truth on the same device.
+"""Every result, forward and backward, by the rule of yardstick.py, reference and truth on the same device.
 
 A check returns, for each tensor, the largest share of its bound that an error reached.
 """
@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from gpu_steps.child import Check
 from gpu_steps.common import Offsets, determinism, options_on, tensors
-from helpers import DTYPES, NAMES, Case, accuracy_bound, error, run
+from helpers import DTYPES, NAMES, Case, run
+from yardstick import Yardsticks, excess
 
 from pyattn import attention, reference
 
@@ -17,9 +18,6 @@ HEAD_DIMS = (
     *((20, 20), (72, 72), (80, 80), (1, 1), (21, 77), (64, 128), (128, 33), (100, 256), (256, 64)),
 )
 """Those that there are kernels for, then some that are filled up, and values of another width."""
-
-NOISE = 1e-14
-"""Below it, the float64 result is rounding noise and there is nothing to measure against."""
 
 
 def cases(head_dim: int, head_dim_v: int) -> list[tuple[Case, Offsets | None]]:
@@ -52,20 +50,19 @@ def compare(case: Case, offsets: Offsets | None, dtype: torch.dtype, device: str
     options = options_on(device, case, offsets)
     shares, wrong = dict.fromkeys(NAMES, 0.0), []
     for dlse in (into_lse, None):
-        plain = run(reference.attention, qkv, dout, dlse, **options)
+        plain = Yardsticks(run, qkv, dout, dlse, **options)
         wide = tuple(t.double() for t in qkv)
         exact = run(reference.attention, wide, dout.double(), dlse, **options)
         for deterministic in (True, False):
             with determinism(deterministic):
                 ours = run(attention, qkv, dout, dlse, **options)
             assert ours[0].dtype == dtype
-            for name, x, yardstick, truth in zip(NAMES, ours, plain, exact, strict=True):
-                assert x.shape == truth.shape
-                found, bound = error(x, truth), max(accuracy_bound(x, yardstick, truth), NOISE)
-                shares[name] = max(shares[name], round(found / bound, 3))
-                if not found <= bound:  # NaN is no more accurate than too large an error
+            for name, x, orders, truth in zip(NAMES, ours, plain, exact, strict=True):
+                by = excess(x, orders, truth)
+                shares[name] = max(shares[name], round(by, 3))
+                if not by <= 1:  # NaN is no more accurate than too large an error
                     how = f"deterministic {deterministic}, dlse {dlse is not None}"
-                    wrong.append(f"{name} is off by {found:.3g}, bound {bound:.3g} ({how})")
+                    wrong.append(f"{name} is off by {by:.3g} times its bound ({how})")
     assert not wrong, "; ".join(wrong)
     return shares
 
