@@ -5,15 +5,22 @@ import json
 from pathlib import Path
 
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as serialize
 
 from pyattn.cli.gpt import GPT, Attend, Config, attend_pyattn
 
 
 def save(model: GPT, path: Path) -> None:
-    """Write weights and shape. The output layer is the token embedding, hence there once."""
+    """Write weights and shape, in place of what was there only once all is written.
+
+    The output layer is the token embedding, so the file has it once. It gets the mode that the umask leaves
+    (safetensors' own ``save_file`` makes files that only their owner can read).
+    """
     weights = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
-    save_file(weights, path, metadata={"config": json.dumps(dataclasses.asdict(model.config))})
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_bytes(serialize(weights, metadata={"config": json.dumps(dataclasses.asdict(model.config))}))
+    unfinished.replace(path)
 
 
 def load(path: Path, attend: Attend = attend_pyattn) -> GPT:

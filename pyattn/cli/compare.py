@@ -1,20 +1,34 @@
-"""An attention beside the pure-Python one: same weights, same batches, sides in turn."""
+"""The attentions that ``pyattn train`` takes, and one beside the pure-Python one: same weights and batches, in turn."""
 
 import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from pyattn import reference
 from pyattn.cli.fit import autocast, loss_of
-from pyattn.cli.gpt import GPT, Attend, attend_reference
+from pyattn.cli.gpt import GPT, Attend, attend_pyattn
 from pyattn.cli.timing import stopwatch
 
 Result = TypeVar("Result")
+
+
+def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
+    """PyTorch's own."""
+    return nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
+
+
+def attend_reference(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
+    """The formula in plain PyTorch."""
+    return cast(Tensor, reference.attention(q, k, v, dropout_p=dropout_p))
+
+
+ATTENTIONS: dict[str, Attend] = {"pyattn": attend_pyattn, "sdpa": attend_sdpa, "reference": attend_reference}
 
 
 @dataclass(frozen=True)

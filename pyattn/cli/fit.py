@@ -1,14 +1,14 @@
 """The training loop, and the losses it leaves behind."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from pyattn.cli.gpt import GPT
+from pyattn.cli.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,13 @@ class Losses:
     validation: dict[int, float] = field(default_factory=dict)
 
 
+class DivergenceError(ArithmeticError):
+    """A loss is infinite or NaN, and so are the weights that gave it, or soon will be."""
+
+    def __init__(self, kind: str, step: int, loss: float) -> None:
+        super().__init__(f"the {kind} loss at step {step} is {loss}")
+
+
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
     """Matrix products in ``dtype``; float32 leaves everything as it is."""
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
@@ -73,18 +80,37 @@ def make_optimizer(model: GPT) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, betas=(0.9, 0.95))
 
 
-def fit(model: GPT, batches: Iterator[Tensor], validation: Tensor, recipe: Recipe, losses: Losses) -> None:
+def evaluate(model: GPT, validation: Tensor, recipe: Recipe, losses: Losses, step: int) -> float:
+    """Note in ``losses`` the validation loss after ``step`` steps, and return it.
+
+    Raises:
+        DivergenceError: it is not finite.
+    """
+    loss = validate(model, validation, recipe)
+    if not math.isfinite(loss):
+        raise DivergenceError("validation", step, loss)
+    losses.validation[step] = loss
+    return loss
+
+
+def fit(
+    model: GPT, batches: Iterator[Tensor], validation: Tensor, recipe: Recipe, losses: Losses, keep: Callable[[], None]
+) -> None:
     """Train ``model`` on ``batches``, each (batch, context + 1), and note in ``losses`` what comes of it.
 
-    ``losses`` and the model are as good as the steps taken when Ctrl-C raises KeyboardInterrupt here.
+    ``keep`` is called after each validation. ``losses`` and the model are as good as the steps taken when Ctrl-C raises
+    KeyboardInterrupt here.
+
+    Raises:
+        DivergenceError: a loss is not finite.
     """
     optimizer = make_optimizer(model)
-    tokens = recipe.batch * model.config.context
-    with tqdm(total=recipe.steps * tokens, unit="tokens", unit_scale=True, disable=None) as bar:
+    threads = torch.get_num_threads() if model.token.weight.device.type == "cpu" else 0
+    with Progress(recipe.steps, recipe.batch * model.config.context, threads) as progress:
         for step in range(recipe.steps):
             if step % recipe.eval_every == 0:
-                losses.validation[step] = validate(model, validation, recipe)
-                bar.write(f"step {step:5}  validation loss {losses.validation[step]:.4f}")
+                progress.validated(step, evaluate(model, validation, recipe, losses, step))
+                keep()
             model.train()
             for group in optimizer.param_groups:
                 group["lr"] = recipe.rate(step)
@@ -93,6 +119,8 @@ def fit(model: GPT, batches: Iterator[Tensor], validation: Tensor, recipe: Recip
             torch.autograd.backward(loss)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # GPT-3's bound, same appendix
             optimizer.step()
-            losses.train[step + 1] = loss.item()
-            bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-            bar.update(tokens)
+            value = loss.item()
+            if not math.isfinite(value):
+                raise DivergenceError("training", step + 1, value)
+            losses.train[step + 1] = value
+            progress.stepped(value)

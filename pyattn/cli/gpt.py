@@ -13,13 +13,11 @@ Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learner
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 import pyattn
-from pyattn import reference
 from pyattn.cli import InputError
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -29,19 +27,6 @@ Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 def attend_pyattn(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
     """The native kernels."""
     return pyattn.attention(q, k, v, dropout_p=dropout_p)
-
-
-def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
-    """PyTorch's own."""
-    return nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
-
-
-def attend_reference(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
-    """The formula in plain PyTorch."""
-    return cast(Tensor, reference.attention(q, k, v, dropout_p=dropout_p))
-
-
-ATTENTIONS: dict[str, Attend] = {"pyattn": attend_pyattn, "sdpa": attend_sdpa, "reference": attend_reference}
 
 
 @dataclass(frozen=True)

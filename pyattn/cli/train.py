@@ -1,25 +1,33 @@
 """``pyattn train``: train a small GPT on text, keep it, and say what its attention was worth.
 
-Writes into --out the model (model.safetensors) and its loss curve (loss.png). Ctrl-C ends the training early; all
-that follows it is still done.
+Writes into --out the model (model.safetensors), at each validation and at the end, and its loss curve (loss.png).
+Ctrl-C ends the training early; all that follows it is still done. A loss that is infinite or NaN ends it with the model
+of the last validation.
 """
 
 import argparse
 import datetime
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from pyattn import _C
 from pyattn.cli import InputError, chart, checkpoint
-from pyattn.cli.compare import compare
+from pyattn.cli.compare import ATTENTIONS, compare
 from pyattn.cli.device import DEVICES, check_device
-from pyattn.cli.fit import Losses, Recipe, fit, validate
-from pyattn.cli.gpt import ATTENTIONS, GPT, Config
+from pyattn.cli.fit import DivergenceError, Losses, Recipe, evaluate, fit, validate
+from pyattn.cli.gpt import GPT, Config
+from pyattn.cli.output import make_folder
 from pyattn.cli.text import Text, read
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+BFLOAT16_PRODUCTS = ("avx512_bf16",)
+"""Instruction sets that multiply pairs of bfloat16; on others bfloat16 is widened first, by torch's linears too."""
+
+MODEL, CURVE = "model.safetensors", "loss.png"
 
 VALIDATION_WINDOWS = 64
 """A byte's loss has a standard deviation near 2 nats: the mean of 64 windows of 256 has one near 2 / 128 = 0.016."""
@@ -61,6 +69,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
     output = parser.add_argument_group("output")
     output.add_argument("--out", type=Path, help="folder to write; None: runs/ and the time")
+    output.add_argument("--overwrite", action="store_true", help="even if --out has an earlier run's files")
     output.add_argument("--sample", type=int, default=400, help="bytes to generate at the end")
     output.add_argument("--temperature", type=float, default=0.8, help="of the sample; lower is safer")
     output.add_argument("--top-k", type=int, default=40, help="likeliest bytes that the sample draws from")
@@ -82,19 +91,6 @@ def check(options: argparse.Namespace) -> None:
     check_device(options.device)
 
 
-def make_folder(out: Path | None) -> Path:
-    """``out``, or a folder named after the time; made and tried, so that no training is lost for want of it."""
-    folder = out or Path("runs") / datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise InputError("--out must be a folder that can be written to", f"{folder} ({error.strerror})") from error
-    return folder
-
-
 def introduce(options: argparse.Namespace, text: Text, model: GPT) -> None:
     """Say what is trained on what, and how."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -109,6 +105,10 @@ def introduce(options: argparse.Namespace, text: Text, model: GPT) -> None:
         f"attention {options.attention}, "
         f"{options.dtype} on {options.device}, {options.threads} threads, seed {options.seed}"
     )
+    if options.dtype == "bfloat16" and options.device == "cpu" and _C.active_isa() not in BFLOAT16_PRODUCTS:
+        print(
+            f"slow       {_C.active_isa()} does not multiply bfloat16: float32 is several times faster", file=sys.stderr
+        )
 
 
 def continuation(model: GPT, text: Text, options: argparse.Namespace) -> str:
@@ -135,6 +135,13 @@ def compare_attention(model: GPT, text: Text, options: argparse.Namespace) -> bo
     return agree
 
 
+def give_up(reason: DivergenceError, losses: Losses, lr: float, folder: Path) -> None:
+    """Say at which step training diverged, what is left of it, and what to change."""
+    kept = max(losses.validation, default=None)
+    left = "" if kept is None else f"; {folder / MODEL} has the weights of step {kept}"
+    print(f"pyattn: training diverged, {reason}{left}: lower --lr, got {lr:g}", file=sys.stderr)
+
+
 def run(argv: Sequence[str]) -> int:
     """Train, then write and print everything there is to show. Returns the exit code."""
     options = parse(argv)
@@ -142,7 +149,8 @@ def run(argv: Sequence[str]) -> int:
     config = Config(options.layers, options.heads, options.width, options.context, dropout=options.dropout)
     recipe = Recipe(options.steps, options.batch, options.lr, options.eval_every, DTYPES[options.dtype])
     text = read(options.data, options.context)
-    folder = make_folder(options.out)
+    named_by_time = Path("runs") / datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder = make_folder(options.out or named_by_time, (MODEL, CURVE), options.overwrite)
 
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
@@ -152,25 +160,30 @@ def run(argv: Sequence[str]) -> int:
 
     batches = text.batches(options.batch, options.context, torch.Generator().manual_seed(options.seed))
     validation = text.validation_windows(VALIDATION_WINDOWS, options.context)
-    losses = Losses()
+    losses, unigram = Losses(), text.unigram_loss()
+    title = f"GPT of {config.layers} layers, attention {options.attention}"
+    path = folder / MODEL
     interrupted = False
     try:
-        fit(model, batches, validation, recipe, losses)
-    except KeyboardInterrupt:
-        interrupted = True
-        print(f"stopped    by Ctrl-C after {len(losses.train)} of {options.steps} steps")
+        try:
+            fit(model, batches, validation, recipe, losses, keep=lambda: checkpoint.save(model, path))
+        except KeyboardInterrupt:
+            interrupted = True
+            print(f"stopped    by Ctrl-C after {len(losses.train)} of {options.steps} steps")
+        final = evaluate(model, validation, recipe, losses, len(losses.train))
+    except DivergenceError as reason:
+        chart.draw(losses, unigram, title, folder / CURVE)
+        give_up(reason, losses, options.lr, folder)
+        return 1
 
-    final = losses.validation[len(losses.train)] = validate(model, validation, recipe)
-    unigram = text.unigram_loss()
-    path = folder / "model.safetensors"
     checkpoint.save(model, path)
     kept = validate(checkpoint.load(path, attend).to(options.device), validation, recipe) == final
-    chart.draw(losses, unigram, f"GPT of {config.layers} layers, attention {options.attention}", folder / "loss.png")
+    chart.draw(losses, unigram, title, folder / CURVE)
 
     print(f"sample\n{continuation(model, text, options)}\n")
     print(f"validation loss {final:.4f} nats a byte; byte frequencies alone {unigram:.4f}")
     print(f"checkpoint {path}: {'loads back, same' if kept else 'loads back to ANOTHER'} validation loss")
-    print(f"curve      {folder / 'loss.png'}")
+    print(f"curve      {folder / CURVE}")
     agree = compare_attention(model, text, options)
     if interrupted:
         return 130

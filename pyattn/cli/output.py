@@ -1,0 +1,25 @@
+"""The folder that a command writes into."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pyattn.cli import InputError
+
+
+def make_folder(folder: Path, files: Sequence[str], overwrite: bool) -> Path:
+    """``folder``, made and tried before anything is computed for it.
+
+    Raises:
+        InputError: one of ``files`` is there and ``overwrite`` is not set, or the folder can't be written to.
+    """
+    there = [name for name in files if (folder / name).exists()]
+    if there and not overwrite:
+        raise InputError("--out must be a new folder, or --overwrite be given", f"{folder} with {' and '.join(there)}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise InputError("--out must be a folder that can be written to", f"{folder} ({error.strerror})") from error
+    return folder

@@ -1,0 +1,265 @@
+"""Promise: a training leaves a model, a curve and the truth about both, whatever happens on the way."""
+
+import itertools
+import math
+import os
+import re
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from matplotlib import image
+from torch import Tensor
+
+from pyattn import _C
+from pyattn.cli import checkpoint, contention, fit, main, progress, train
+from pyattn.cli.compare import ATTENTIONS
+from pyattn.cli.gpt import GPT
+from pyattn.cli.text import read
+
+CONTEXT = 16
+
+
+@pytest.fixture
+def story(tmp_path: Path) -> Path:
+    """Text enough to cut windows of CONTEXT from."""
+    path = tmp_path / "story.txt"
+    path.write_text("".join(f"{n} green bottles, hänging on the wall.\n" for n in range(200)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def train_on(story: Path, tmp_path: Path) -> Callable[..., tuple[int, Path]]:
+    """Trains a model of SMALL's shape for 6 steps, unless told otherwise. Returns the exit code and the folder."""
+
+    def run(*options: str, out: str = "run") -> tuple[int, Path]:
+        folder = tmp_path / out
+        shape = f"--layers 2 --heads 2 --width 16 --context {CONTEXT} --batch 4 --steps 6 --eval-every 3 --sample 20"
+        return main(["train", *shape.split(), "--data", str(story), "--out", str(folder), *options]), folder
+
+    return run
+
+
+def validation_loss(path: Path, data: Path) -> float:
+    windows = read(data, CONTEXT).validation_windows(train.VALIDATION_WINDOWS, CONTEXT)
+    with torch.no_grad():
+        return checkpoint.load(path).loss(windows).item()
+
+
+def assert_is_picture(path: Path) -> None:
+    pixels = image.imread(path)
+    assert pixels.shape[:2] == (750, 1200)
+    assert len({tuple(pixel) for pixel in pixels[::5, ::5].reshape(-1, pixels.shape[2]).tolist()}) > 2
+
+
+def test_training_leaves_a_model_a_curve_and_the_truth_about_them(train_on, story, capsys):
+    code, folder = train_on()
+    shown = capsys.readouterr().out
+    assert code == 0
+    assert_is_picture(folder / "loss.png")
+    assert f"validation loss {validation_loss(folder / 'model.safetensors', story):.4f} nats a byte" in shown
+    assert "loads back, same validation loss" in shown
+    assert "attention pyattn: " in shown
+    assert "losses agree to" in shown
+    assert [line.split()[1] for line in shown.splitlines() if line.startswith("step ")] == ["0", "3"]
+
+
+def test_training_learns(train_on, story):
+    _, folder = train_on("--steps", "200", "--lr", "1e-2")
+    assert validation_loss(folder / "model.safetensors", story) < 0.5 * read(story, CONTEXT).unigram_loss()
+
+
+def test_the_seed_decides_the_weights(train_on):
+    first, again, other = (
+        (train_on("--seed", seed, out=out)[1] / "model.safetensors").read_bytes()
+        for seed, out in (("1", "first"), ("1", "again"), ("2", "other"))
+    )
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize("options", ["--attention sdpa", "--attention reference", "--dtype bfloat16", "--dropout 0.1"])
+def test_training_takes_other_attentions_and_dtypes(train_on, options, capsys):
+    assert train_on(*options.split())[0] == 0
+    assert "loads back, same validation loss" in capsys.readouterr().out
+
+
+def test_a_wrong_attention_is_found_out(train_on, monkeypatch, capsys):
+    def looks_ahead(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    monkeypatch.setitem(ATTENTIONS, "sdpa", looks_ahead)
+    assert train_on("--attention", "sdpa")[0] == 1
+    assert "losses DIFFER by" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_changes_is_found_out(train_on, monkeypatch, capsys):
+    load = checkpoint.load
+
+    def load_scaled(*args: object) -> GPT:
+        model = load(*args)
+        model.token.weight.data *= 1.01
+        return model
+
+    monkeypatch.setattr(checkpoint, "load", load_scaled)
+    assert train_on()[0] == 1
+    assert "loads back to ANOTHER validation loss" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("steps_taken", [0, 2])
+def test_ctrl_c_keeps_what_was_trained(train_on, story, monkeypatch, capsys, steps_taken):
+    take_step, calls = torch.optim.AdamW.step, []
+
+    def interrupted(self: torch.optim.AdamW, *args: object) -> object:
+        if len(calls) == steps_taken:
+            raise KeyboardInterrupt
+        calls.append(args)
+        return take_step(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", interrupted)
+    code, folder = train_on()
+    shown = capsys.readouterr().out
+    assert code == 130
+    assert f"after {steps_taken} of 6 steps" in shown
+    assert f"validation loss {validation_loss(folder / 'model.safetensors', story):.4f} nats a byte" in shown
+    assert "losses agree to" in shown
+    assert_is_picture(folder / "loss.png")
+
+
+# Training that diverges
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, training: bool, first: int, factor: float) -> None:
+    """Multiplies the losses of training, or of validation, by ``factor``, from the batch of that number on."""
+    loss_of, batches = fit.loss_of, []
+
+    def poisoned(model: GPT, windows: Tensor, dtype: torch.dtype) -> Tensor:
+        batches.extend([windows] if model.training == training else [])
+        return loss_of(model, windows, dtype) * (factor if model.training == training and len(batches) >= first else 1)
+
+    monkeypatch.setattr(fit, "loss_of", poisoned)
+
+
+@pytest.mark.parametrize(
+    ("training", "first", "factor", "reason", "kept"),
+    [
+        (True, 1, math.inf, "the training loss at step 1 is inf", 0),
+        (True, 5, math.nan, "the training loss at step 5 is nan", 3),
+        (False, 1 + train.VALIDATION_WINDOWS // 4, math.nan, "the validation loss at step 3 is nan", 0),
+        (False, 1 + 2 * train.VALIDATION_WINDOWS // 4, math.inf, "the validation loss at step 6 is inf", 3),
+    ],
+)
+def test_divergence_keeps_the_last_good_model(
+    train_on, story, monkeypatch, capsys, training, first, factor, reason, kept
+):
+    with monkeypatch.context() as patch:
+        poison(patch, training, first, factor)
+        code, folder = train_on()
+    shown = capsys.readouterr()
+    model = folder / "model.safetensors"
+    assert code == 1
+    assert (
+        shown.err
+        == f"pyattn: training diverged, {reason}; {model} has the weights of step {kept}: lower --lr, got 0.005\n"
+    )
+    assert f"step {kept:5}  validation loss {validation_loss(model, story):.4f}" in shown.out
+    assert "sample" not in shown.out
+    assert_is_picture(folder / "loss.png")
+
+
+def test_a_learning_rate_beyond_reason_is_told(train_on, capsys):
+    """Products of such weights overflow."""
+    assert train_on("--lr", "1e30")[0] == 1
+    assert re.search(r"diverged, .* is (nan|inf); .* lower --lr, got 1e\+30", capsys.readouterr().err)
+
+
+# What it writes, and where
+
+
+def test_an_earlier_run_is_overwritten_only_on_request(train_on, capsys):
+    _, folder = train_on("--seed", "1")
+    before = (folder / "model.safetensors").read_bytes()
+    capsys.readouterr()
+    assert train_on("--seed", "2")[0] == 2
+    message = f"--out must be a new folder, or --overwrite be given, got {folder} with model.safetensors and loss.png"
+    assert capsys.readouterr() == ("", f"pyattn: {message}\n")
+    assert (folder / "model.safetensors").read_bytes() == before
+    assert train_on("--seed", "2", "--overwrite")[0] == 0
+    assert (folder / "model.safetensors").read_bytes() != before
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_files_have_the_mode_that_the_umask_leaves(train_on, umask):
+    before = os.umask(umask)
+    try:
+        _, folder = train_on()
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert modes == dict.fromkeys(("model.safetensors", "loss.png"), 0o666 & ~umask)
+
+
+# What it says on the way
+
+
+@pytest.mark.parametrize(("terminal", "speed"), [(False, "  2,500 tokens/s"), (True, "")])
+def test_lines_show_the_speed_where_no_bar_does(monkeypatch, capsys, terminal, speed):
+    """A step of 100 tokens takes 0.04 seconds; validation, 5 seconds, is not counted."""
+    now = [0.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with progress.Progress(4, 100, threads=1) as shown:
+        for step in range(5):
+            if step in (0, 4):
+                now[0] += 5
+                shown.validated(step, 1.0)
+            now[0] += 0.04
+            shown.stepped(2.0)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "step" in line]
+    assert [line.replace("\r", "").strip() for line in lines] == [
+        "step     0  validation loss 1.0000",
+        f"step     4  validation loss 1.0000{speed}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("policy", "threads", "waiting", "times"),
+    [
+        ("", 2, 0.5, 1),
+        ("active", 2, 0.5, 1),
+        ("passive", 2, 0.5, 0),
+        ("", 1, 0.5, 0),
+        ("", 2, 0.01, 0),
+        ("", 2, None, 0),
+    ],
+)
+def test_spinning_on_a_busy_machine_is_told_once(train_on, monkeypatch, capsys, policy, threads, waiting, times):
+    """A clock that ticks a second at each look at it, while each of two threads waits for ``waiting`` of it."""
+    now = itertools.count()
+    monkeypatch.setattr(contention, "time", SimpleNamespace(perf_counter=lambda: float(next(now))))
+    monkeypatch.setattr(contention, "WINDOW", 2.0)
+    total = itertools.count(0, 4 * (waiting or 0))  # it is looked at every four seconds
+    monkeypatch.setattr(contention, "waited", lambda: None if waiting is None else next(total))
+    monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    before = torch.get_num_threads()
+    try:
+        assert train_on("--threads", str(threads), "--steps", "20")[0] == 0
+    finally:
+        torch.set_num_threads(before)
+    assert capsys.readouterr().out.count("OMP_WAIT_POLICY=passive in the environment, or --threads 1, makes") == times
+
+
+@pytest.mark.parametrize(
+    ("isa", "dtype", "slow"),
+    [("avx2", "bfloat16", True), ("avx512_bf16", "bfloat16", False), ("avx2", "float32", False)],
+)
+def test_bfloat16_without_its_products_is_called_slow(train_on, monkeypatch, capsys, isa, dtype, slow):
+    monkeypatch.setattr(_C, "active_isa", lambda: isa)
+    train_on("--dtype", dtype)
+    warning = "slow       avx2 does not multiply bfloat16: float32 is several times faster\n"
+    assert capsys.readouterr().err == (warning if slow else "")
