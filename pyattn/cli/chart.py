@@ -9,6 +9,12 @@ from matplotlib.figure import Figure
 from pyattn.cli.fit import Losses
 
 
+def _plain(axes: Axes) -> None:
+    axes.grid(axis="y", color="#e5e5e5", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def draw(losses: Losses, unigram_loss: float, title: str, path: Path) -> None:
     """Write ``losses`` as a PNG, with the loss of byte frequencies alone for scale. Needs no display."""
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")  # 1200 x 750 pixels, sharp in a README
@@ -19,38 +25,47 @@ def draw(losses: Losses, unigram_loss: float, title: str, path: Path) -> None:
     axes.axhline(unigram_loss, color="#7f7f7f", linestyle=":", label="byte frequencies alone")
     axes.set(title=title, xlabel="step", ylabel="cross entropy (nats per byte)")
     axes.set_ylim(bottom=0)
-    axes.grid(color="#e5e5e5", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+    _plain(axes)
     axes.legend(frameon=False)
     figure.savefig(path)
 
 
 def _bars(axes: Axes, rows: list[dict[str, Any]], key: str, title: str) -> None:
-    """A group of bars for each comparison, one for each side, on the speed-up over torch's sdpa."""
+    """A group of bars for each comparison, one bar for each side: its speed-up over torch's sdpa."""
+    rows = [row for row in rows if key in row]
     whats = list(dict.fromkeys(row["what"] for row in rows))
     sides = list(dict.fromkeys(row["side"] for row in rows))
+    colors = {side: f"C{i}" for i, side in enumerate(side for side in sides if "pyattn" in side)}
+    grays = {
+        side: str(min(0.45 + 0.06 * i, 0.9)) for i, side in enumerate(side for side in sides if side not in colors)
+    }
     width = 0.8 / len(sides)
     for i, side in enumerate(sides):
-        values = {row["what"]: row[key]["speedup"] for row in rows if row["side"] == side and row.get(key)}
+        values = {row["what"]: row[key]["speedup"] for row in rows if row["side"] == side}
         places = [whats.index(what) + (i - (len(sides) - 1) / 2) * width for what in values]
-        color = f"C{i}" if "pyattn" in side else str(0.55 + 0.08 * (i % 4))
-        axes.bar(places, list(values.values()), width, label=side, color=color)
+        axes.bar(places, list(values.values()), width, label=side, color=(colors | grays)[side])
     axes.axhline(1, color="#7f7f7f", linewidth=0.8)
-    axes.set_xticks(range(len(whats)), whats, rotation=30, ha="right")
-    axes.set(title=title, ylabel="speed-up over torch's sdpa")
-    axes.grid(axis="y", color="#e5e5e5", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    labels = [what.removeprefix("module ").replace(", " if ", " in what else " ", "\n") for what in whats]
+    axes.set_xticks(range(len(whats)), labels, fontsize=8)
+    axes.tick_params("x", rotation=30 if len(whats) > 8 else 0)
+    axes.set(title=title, ylabel="speed-up over sdpa")
+    axes.margins(x=0.01)
+    _plain(axes)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
 
 
 def draw_speedups(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Write the rows of :mod:`pyattn.cli.bench` as a PNG, forward above the whole. Needs no display."""
-    figure = Figure(figsize=(14, 10), dpi=120, layout="constrained")
-    above, below = figure.subplots(2, 1)
-    measured = [row for row in rows if "left_out" not in row and not row["what"].startswith("module")] or [
-        row for row in rows if "left_out" not in row
+    """Write the rows of :mod:`pyattn.cli.rows` as a PNG, functions above modules. Needs no display."""
+    modules = [row for row in rows if row["what"].startswith("module")]
+    functions = [row for row in rows if row not in modules]
+    panels = [
+        (functions, "forward", "attention, forward"),
+        (functions, "forward_backward", "attention, forward and backward"),
+        (modules, "forward_backward", "multi-head modules, forward and backward"),
     ]
-    _bars(above, measured, "forward", f"forward: {title}")
-    _bars(below, measured, "forward_backward", "forward and backward")
-    figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", frameon=False, ncols=8)
+    panels = [panel for panel in panels if any(panel[1] in row for row in panel[0])]
+    figure = Figure(figsize=(12, 0.4 + 3 * len(panels)), dpi=140, layout="constrained")
+    figure.suptitle(title)
+    for i, panel in enumerate(panels):
+        _bars(figure.add_subplot(len(panels), 1, i + 1), *panel)
     figure.savefig(path)

@@ -13,12 +13,19 @@ from pathlib import Path
 import torch
 
 from pyattn import _C
+from pyattn.cli.contention import Contention
 
 SHORTEST = 2e-3
 """Seconds a measurement lasts at least: a shorter call is repeated, so that neither clock nor wake-ups show."""
 
-SPIN = 0.03
-"""Seconds that the peak is measured for, several times: starting threads takes less than a hundredth of it."""
+MOST_ROUNDS = 50
+"""More would not move a median by what the rounds themselves differ."""
+
+SPIN = 0.02
+"""CPU seconds that each thread's peak is measured for, PEAK_TRIES times: some 10^8 instructions."""
+
+PEAK_TRIES = 4
+"""The peak is the best of them: the first ones may find the core at a low clock."""
 
 CLEAR_REFS = Path("/proc/self/clear_refs")
 """Where Linux resets the process's peak memory."""
@@ -26,25 +33,37 @@ CLEAR_REFS = Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True)
 class Time:
-    """What one side took.
+    """What a call of one side took.
 
     Attributes:
-        seconds: median of the rounds.
+        seconds: median of the rounds, by the clock of :func:`stopwatch`.
         low, high: first and third quartile.
         speedup: time of the base over this one's, median of the ratios of each round.
+        rounds: their number; a quartile of fewer than three says nothing.
+        wall_seconds, cpu_seconds: medians by the wall clock and by the CPU time of all threads, spinning included.
+        waited: share of the comparison's time that threads waited for a core; None where not known, or on a GPU.
     """
 
     seconds: float
     low: float
     high: float
     speedup: float
+    rounds: int
+    wall_seconds: float
+    cpu_seconds: float
+    waited: float | None
 
 
 def stopwatch(device: str) -> Callable[[], float]:
-    """Starts the clock of ``device``. Returns what reads it, in seconds, once the device has done all it was given."""
+    """Starts the clock of ``device``. Returns what reads it, in seconds, once the device has done all it was given.
+
+    The clock of a CPU is the thread's CPU time where torch has one thread, for other programs don't touch it; the wall
+    clock where it has more, for threads that wait for each other use CPU time too.
+    """
     if device == "cpu":
-        started = time.perf_counter()
-        return lambda: time.perf_counter() - started
+        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        started = clock()
+        return lambda: clock() - started
     torch.cuda.synchronize()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
@@ -65,42 +84,57 @@ def once(call: Callable[[], object], repeats: int, device: str = "cpu") -> float
     return seconds() / repeats
 
 
-def in_turn(calls: dict[str, Callable[[], object]], base: str, seconds: float, device: str = "cpu") -> dict[str, Time]:
-    """Time each of ``calls``, one after the other in rounds, for about ``seconds`` a side and at least three rounds.
+def in_turn(
+    calls: dict[str, Callable[[], object]], base: str, seconds: float, device: str = "cpu", fewest: int = 3
+) -> dict[str, Time]:
+    """Time each of ``calls``, one after the other in rounds, about ``seconds`` a side and ``fewest`` rounds or more.
 
     A machine with other work slows all sides of a round alike, so it is the ratios within a round that are compared.
     """
-    warm = {name: once(call, 1, device) for name, call in calls.items()}
-    repeats = {name: max(1, int(SHORTEST / max(t, 1e-7))) for name, t in warm.items()}
-    expected = sum(max(warm[name] * repeats[name], SHORTEST) for name in calls)
-    rounds = min(50, max(3, int(seconds * len(calls) / expected)))
-    taken: dict[str, list[float]] = {name: [] for name in calls}
+    repeats = {name: max(1, int(SHORTEST / max(once(call, 1, device), 1e-7))) for name, call in calls.items()}
+    taken: dict[str, list[tuple[float, float, float]]] = {name: [] for name in calls}
     shuffle = random.Random(0)
-    for _ in range(rounds):
+    contention = Contention(torch.get_num_threads())
+    started, rounds = time.perf_counter(), 0
+    while rounds < fewest or (
+        rounds < MOST_ROUNDS and (time.perf_counter() - started) * (rounds + 1) / rounds < seconds * len(calls)
+    ):
         for name in shuffle.sample(list(calls), len(calls)):  # nobody always follows the one that empties the caches
-            taken[name].append(once(calls[name], repeats[name], device))
+            wall, cpu, n = time.perf_counter(), time.process_time(), repeats[name]
+            mean = once(calls[name], n, device)
+            taken[name].append((mean, (time.perf_counter() - wall) / n, (time.process_time() - cpu) / n))
+        rounds += 1
+    waited = contention.share() if device == "cpu" else None
 
     def summary(name: str) -> Time:
-        low, median, high = statistics.quantiles(taken[name], n=4, method="inclusive")
-        ratios = [b / t for b, t in zip(taken[base], taken[name], strict=True)]
-        return Time(median, low, high, statistics.median(ratios))
+        times, walls, cpus = zip(*taken[name], strict=True)
+        quartiles = statistics.quantiles(times, n=4, method="inclusive") if rounds > 1 else 3 * times
+        low, median, high = quartiles
+        ratios = [b[0] / t for b, t in zip(taken[base], times, strict=True)]
+        speedup = statistics.median(ratios)
+        return Time(median, low, high, speedup, rounds, statistics.median(walls), statistics.median(cpus), waited)
 
     return {name: summary(name) for name in calls}
 
 
 def peak_flops(dtype: str, threads: int) -> float:
-    """Floating-point operations a second that ``threads`` threads reach between registers, with the active ISA."""
+    """Floating-point operations a second that ``threads`` threads reach between registers, with the active ISA.
+
+    Each thread counts by its own CPU time, so other programs don't touch it.
+    """
 
     def spin(rounds: int) -> tuple[float, float]:
-        with ThreadPoolExecutor(threads) as pool:
-            begin = time.perf_counter()
-            done = sum(pool.map(lambda _: _C.spin(dtype, rounds), range(threads)))
-            return done, time.perf_counter() - begin
+        begin = time.thread_time()
+        done = _C.spin(dtype, rounds)
+        return done, time.thread_time() - begin
 
-    rounds = 1 << 16
-    while (seconds := spin(rounds)[1]) < SPIN:
-        rounds = int(rounds * min(8.0, 1.2 * SPIN / seconds))
-    return max(done / seconds for done, seconds in (spin(rounds) for _ in range(8)))
+    rounds, best = 1 << 16, 0.0
+    with ThreadPoolExecutor(threads) as pool:
+        while (shortest := min(s for _, s in pool.map(spin, [rounds] * threads))) < SPIN:
+            rounds = int(rounds * min(8.0, 1.2 * SPIN / max(shortest, 1e-9)))
+        for _ in range(PEAK_TRIES):
+            best = max(best, sum(done / s for done, s in pool.map(spin, [rounds] * threads)))
+    return best
 
 
 def peak_memory(call: Callable[[], object], device: str = "cpu") -> int | None:

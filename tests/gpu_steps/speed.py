@@ -16,7 +16,7 @@ from torch import Tensor
 
 import pyattn
 from pyattn.cli import contenders
-from pyattn.cli.bench import usable
+from pyattn.cli.rows import usable
 from pyattn.cli.timing import Time, in_turn
 
 TOKENS, WIDTH = 2**14, 2048

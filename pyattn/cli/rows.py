@@ -1,0 +1,127 @@
+"""The rows of a benchmark: at one shape or size, what the forward of each contender took, and its forward and backward.
+
+A row is a dictionary, as results.json has it: ``what`` is compared and which ``side`` it is, then ``forward`` and
+``forward_backward`` (the fields of :class:`pyattn.cli.timing.Time`) and ``peak_bytes``, or why it was ``left_out``.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from pyattn.cli import contenders, info
+from pyattn.cli.timing import in_turn, peak_memory
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in info.DTYPES}
+LARGEST_SCORES = 2**30
+"""Bytes of a score matrix beyond which the function that makes one is left out."""
+
+FUNCTION_SECONDS, MODULE_SECONDS = 1.0, 2.0
+"""For a side's forward, where time is not limited; its forward and backward gets twice that."""
+
+LIMITED_SHARE = 1 / 6
+"""Of limited time, what each forward is timed for: twice that goes to forward and backward, as much to first calls."""
+
+Call = Callable[[], Any]
+Row = dict[str, Any]
+Peaks = dict[tuple[str, str], float]
+"""FLOP/s by dtype and instruction set."""
+
+
+def usable(calls: dict[str, Call], ends: float = math.inf) -> tuple[dict[str, Call], dict[str, str]]:
+    """The calls that return, and why the others don't; none is begun once ``time.perf_counter()`` is past ``ends``."""
+    good, reasons = {}, {}
+    for name, call in calls.items():
+        if time.perf_counter() >= ends:
+            reasons[name] = "no time left"
+            continue
+        try:
+            call()
+        except Exception as error:  # whatever another library raises where it can't
+            reasons[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+        else:
+            good[name] = call
+    return good, reasons
+
+
+def measure(
+    what: str, forwards: dict[str, Call], trainings: dict[str, Call], seconds: float, ends: float, device: str
+) -> list[Row]:
+    """A row for each side: its forward, and its forward and backward.
+
+    Args:
+        what: name of the comparison.
+        forwards, trainings: a call of each, by side; the first with ``sdpa`` in its name is the base of speed-ups.
+        seconds: for a side's forward, if there is time.
+        ends: ``time.perf_counter()`` from which on no other side is begun, and one round is enough; inf for no limit.
+        device: whose clock counts.
+    """
+    seconds = min(seconds, LIMITED_SHARE * max(0.0, ends - time.perf_counter()) / len(forwards))
+    base = next(name for name in forwards if "sdpa" in name)
+    rows: dict[str, Row] = {name: {"what": what, "side": name} for name in forwards}
+    reasons: dict[str, str] = {}
+    remaining = sorted(forwards, key=lambda name: name != base)  # without the base there is nothing to compare
+    for key, calls, backward in (("forward", forwards, ""), ("forward_backward", trainings, ", backward")):
+        with torch.set_grad_enabled(bool(backward)):
+            good, why = usable({name: calls[name] for name in remaining}, ends)
+            if base not in good:
+                why |= dict.fromkeys(good, f"no {base} to compare with")
+                good = {}
+            fewest = 3 if ends == math.inf else 1
+            times = in_turn(good, base, seconds * (2 if backward else 1), device, fewest) if good else {}
+            for name, taken in times.items():
+                rows[name][key] = dataclasses.asdict(taken)
+        reasons |= {f"{name}{backward}": reason for name, reason in why.items()}
+        remaining = list(times)
+    for name in remaining:
+        if time.perf_counter() < ends:
+            rows[name]["peak_bytes"] = peak_memory(trainings[name], device)
+    left_out = [{"what": what, "side": name, "left_out": reason} for name, reason in reasons.items()]
+    return [row for row in rows.values() if "forward" in row] + left_out
+
+
+def of_functions(
+    what: str, shape: tuple[int, ...], dtype: str, device: str, flex: bool, peaks: Peaks, ends: float
+) -> list[Row]:
+    """The functions on q, k, v of ``shape`` (B, H, T, D), with their operations a second and percent of peak."""
+    batch, heads, seqlen, head_dim = shape
+    q, k, v = (torch.randn(shape, dtype=DTYPES[dtype], device=device, requires_grad=True) for _ in range(3))
+    dout = torch.randn_like(q)
+
+    def both(attention: contenders.Attention) -> Any:
+        return torch.autograd.grad(attention(q, k, v), (q, k, v), dout)
+
+    functions = contenders.functions(device, flex)
+    if batch * heads * seqlen**2 * q.itemsize > LARGEST_SCORES:
+        del functions["plain torch"]
+    forwards: dict[str, Call] = {n: partial(f, q.detach(), k.detach(), v.detach()) for n, f in functions.items()}
+    trainings: dict[str, Call] = {n: partial(both, f) for n, f in functions.items()}
+    rows = measure(what, forwards, trainings, FUNCTION_SECONDS, ends, device)
+    flops = 2 * batch * heads * seqlen * (seqlen + 1) * head_dim
+    by_isa = {isa: peak for (of, isa), peak in peaks.items() if of == dtype}
+    for row in rows:
+        for key, share in (("forward", 1.0), ("forward_backward", 3.5)):
+            if key in row:
+                rate = row[key]["flops_per_second"] = share * flops / row[key]["seconds"]
+                if by_isa:
+                    row[key]["of_peak"] = rate / by_isa.get(row["side"].removeprefix("pyattn "), max(by_isa.values()))
+    return rows
+
+
+def of_modules(what: str, sizes: tuple[int, ...], dtype: str, device: str, flex: bool, ends: float) -> list[Row]:
+    """The modules of ``sizes`` batch, seqlen, width and heads."""
+    batch, seqlen, width, heads = sizes
+    to: Any = {"dtype": DTYPES[dtype], "device": device}
+    x = torch.randn(batch, seqlen, width, **to, requires_grad=True)
+
+    def both(module: torch.nn.Module) -> Any:
+        return torch.autograd.grad(module(x).sum(), (x, *module.parameters()))
+
+    modules = {n: m.to(**to) for n, m in contenders.modules(width, heads, seqlen, flex).items()}
+    forwards: dict[str, Call] = {n: partial(m, x.detach()) for n, m in modules.items()}
+    trainings: dict[str, Call] = {n: partial(both, m) for n, m in modules.items()}
+    return measure(what, forwards, trainings, MODULE_SECONDS, ends, device)

@@ -1,0 +1,55 @@
+"""The rows of a benchmark as a table."""
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from pyattn.cli.contention import is_busy
+from pyattn.cli.rows import Row
+
+
+def spread(time: Row) -> str:
+    """Half the distance of the quartiles over the median, or why that would say nothing.
+
+    On a busy machine the rounds may agree to the microsecond: threads that wait for one that has no core all wait
+    until the scheduler's next tick.
+    """
+    if is_busy(time["waited"]):
+        return "busy"
+    if time["rounds"] < 3:
+        return f"{time['rounds']} round{'s' if time['rounds'] > 1 else ''}"
+    return f"±{(time['high'] - time['low']) / 2 / time['seconds']:3.0%}"
+
+
+def rate(time: Row) -> str:
+    """Percent of peak, or TFLOP/s where no peak is measured; nothing for modules."""
+    if "flops_per_second" not in time:
+        return ""
+    return f"{time['of_peak']:.0%}" if "of_peak" in time else f"{time['flops_per_second'] / 1e12:.1f}"
+
+
+def show(rows: list[Row], device: str) -> None:
+    """Print one comparison."""
+    rate_head, rate_width = ("TFLOP/s", 9) if device == "cuda" else ("peak", 6)
+    head = "".join(
+        f"{name:>20}{'speed-up':>10}{rate_head:>{rate_width}}" for name in ("forward ms", "forward+backward ms")
+    )
+    tqdm.write(f"\n{rows[0]['what']}\n{'':34}{head}{'MB':>6}")
+    for row in rows:
+        line = f"  {row['side']:32}"
+        if "left_out" in row:
+            tqdm.write(f"{line}  left out: {row['left_out'][:80]}")
+            continue
+        for key in ("forward", "forward_backward"):
+            time = row.get(key)
+            if time is None:
+                line += " " * (30 + rate_width)
+            else:
+                line += (
+                    f"{1e3 * time['seconds']:12.3f}{spread(time):>8}{time['speedup']:9.2f}x{rate(time):>{rate_width}}"
+                )
+        tqdm.write(line + ("" if row.get("peak_bytes") is None else f"{row['peak_bytes'] / 2**20:6.0f}"))
+
+
+def worst_wait(rows: list[Row]) -> float:
+    """The largest share of its time that any comparison's threads waited for a core."""
+    shares = [row[key]["waited"] for row in rows for key in ("forward", "forward_backward") if key in row]
+    return max((share for share in shares if share is not None), default=0.0)

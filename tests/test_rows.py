@@ -1,0 +1,125 @@
+"""Promise: a benchmark keeps to its time, compares only with what is there, and shows no figure that means nothing."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pyattn.cli import bench, contention, main, rows, table, timing
+
+TIME = {"seconds": 2e-3, "low": 1.9e-3, "high": 2.1e-3, "speedup": 3.0, "rounds": 9, "waited": None}
+
+
+def test_the_table_of_a_gpu_shows_operations_a_second(capsys):
+    forward = TIME | {"flops_per_second": 456.7e12}
+    table.show([{"what": "shape", "side": "pyattn", "forward": forward, "forward_backward": TIME}], "cuda")
+    _, _, head, line = capsys.readouterr().out.splitlines()
+    assert line.split() == ["pyattn", "2.000", "±", "5%", "3.00x", "456.7", "2.000", "±", "5%", "3.00x"]
+    assert head.index("TFLOP/s") + len("TFLOP/s") == line.index("456.7") + len("456.7")
+
+
+@pytest.mark.parametrize(
+    ("rounds", "waited", "expected"),
+    [
+        (3, 0.0, "± 5%"),
+        (3, None, "± 5%"),
+        (2, 0.0, "2 rounds"),
+        (1, 0.05, "1 round"),
+        (9, 0.5, "busy"),
+        (1, 0.5, "busy"),
+    ],
+)
+def test_a_spread_that_says_nothing_is_not_shown(rounds, waited, expected):
+    assert table.spread(TIME | {"rounds": rounds, "waited": waited}) == expected
+
+
+# Limited time
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    """The time, which only the calls of a test move on."""
+    now = [0.0]
+    stands_still = SimpleNamespace(**dict.fromkeys(("perf_counter", "thread_time", "process_time"), lambda: now[0]))
+    for module in (bench, contention, rows, timing):
+        monkeypatch.setattr(module, "time", stands_still)
+    monkeypatch.setattr(rows, "peak_memory", lambda call, device: 7)
+    return now
+
+
+def sides(clock: list[float], **seconds: float) -> dict[str, Callable[[], None]]:
+    """A call for each side, which takes so long."""
+
+    def call(taken: float) -> None:
+        clock[0] += taken
+
+    return {name: partial(call, taken) for name, taken in seconds.items()}
+
+
+def test_without_a_limit_there_are_three_rounds(clock):
+    result = rows.measure(
+        "x", sides(clock, ours=5.0, sdpa=9.0), sides(clock, ours=9.0, sdpa=20.0), 1.0, math.inf, "cpu"
+    )
+    assert [row["side"] for row in result] == ["ours", "sdpa"]
+    assert {row[key]["rounds"] for row in result for key in ("forward", "forward_backward")} == {3}
+    assert result[0]["forward"]["speedup"] == 9 / 5
+    assert result[0]["forward_backward"]["speedup"] == 20 / 9
+    assert result[0]["peak_bytes"] == 7
+
+
+def test_what_there_is_no_time_for_is_left_out(clock):
+    """sdpa, which the others are compared with, comes first; nothing is begun once the time is over."""
+    forwards = sides(clock, ours=1.0, sdpa=1.0, slow=1.0)
+    trainings = sides(clock, ours=5.0, sdpa=5.0, slow=5.0)
+    result = rows.measure("x", forwards, trainings, 1.0, clock[0] + 12.0, "cpu")
+    assert [row["side"] for row in result[:3]] == ["ours", "sdpa", "slow"]
+    assert all(row["forward"]["rounds"] == 1 for row in result[:3])
+    assert [("forward_backward" in row, "peak_bytes" in row) for row in result[:3]] == [
+        (False, False),
+        (True, False),
+        (False, False),
+    ]
+    assert {row["side"]: row["left_out"] for row in result[3:]} == {
+        "ours, backward": "no time left",
+        "slow, backward": "no time left",
+    }
+
+
+def test_without_sdpa_there_is_nothing_to_compare_with(clock):
+    def broken() -> None:
+        raise RuntimeError("broken\nin detail")
+
+    result = rows.measure("x", sides(clock, ours=1.0) | {"sdpa": broken}, {}, 1.0, math.inf, "cpu")
+    assert {row["side"]: row["left_out"] for row in result} == {
+        "sdpa": "RuntimeError: broken",
+        "ours": "no sdpa to compare with",
+    }
+
+
+def test_comparisons_share_the_time(clock, monkeypatch, capsys):
+    ends = []
+
+    def comparison(what: str, taken: float, end: float) -> list[dict]:
+        ends.append(end)
+        clock[0] += taken
+        return [{"what": what, "side": "sdpa", "forward": TIME | {"waited": 0.4}}]
+
+    todo = {what: partial(comparison, what, taken) for what, taken in (("a", 1.0), ("b", 29.0), ("c", 1.0), ("d", 1.0))}
+    assert [row["what"] for row in bench.measured(todo, 28.0, "cpu")] == ["a", "b"]
+    assert ends == [7.0, 10.0]
+    shown = capsys.readouterr().out
+    assert "no time left for c; d\n" in shown
+    assert "busy machine: threads waited for a core 40% of the time (load " in shown
+
+
+def test_quick_is_over_in_half_a_minute(clock, monkeypatch):
+    """Where each side takes a second a call: the whole time, less the last comparison's calls, is kept."""
+    monkeypatch.setattr(bench, "measured_peaks", lambda dtypes, threads: {})
+    slow = sides(clock, ours=1.0, sdpa=1.0)
+    monkeypatch.setattr(bench, "of_functions", lambda what, *_: rows.measure(what, slow, slow, 1.0, _[-1], "cpu"))
+    monkeypatch.setattr(bench, "of_modules", lambda what, *_: rows.measure(what, slow, slow, 1.0, _[-1], "cpu"))
+    assert main(["bench", "--quick", "--threads", str(torch.get_num_threads())]) == 0
+    assert bench.QUICK_SECONDS <= clock[0] < 30
