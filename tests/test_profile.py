@@ -9,7 +9,7 @@ from helpers import Case
 from torch.utils.flop_counter import FlopCounterMode
 
 from pyattn import _C, _ops, attention
-from pyattn.cli import main, profile
+from pyattn.cli import contention, main, profile
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +120,25 @@ def test_run(tmp_path, capsys) -> None:
         assert any(t["ts"] <= product["ts"] <= t["ts"] + t["dur"] for t in tasks if t["tid"] == product["tid"])
 
 
+def test_shapes_are_profiled_one_by_one_and_rare_passes_explained(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(profile, "SECONDS", 0.0)
+    assert main(["profile", "--shapes", "1x1x200x16", "1x9x20x16", "--threads", "1"]) == 0
+    first, second = capsys.readouterr().out.split("1x9x20x16 float32, causal, dropout 0, 3 calls")
+    assert "1x1x200x16 float32, causal, dropout 0, 3 calls" in first
+    assert f"reduce_dq{'ms':>17}" in first
+    assert profile.EXPLAINED["reduce_dq"] in first
+    assert "reduce_dq" not in second
+    assert "dQ = dS K" in second
+
+
+def test_a_busy_machine_is_told(capsys, monkeypatch) -> None:
+    waits = iter([1.0, 3600.0])
+    monkeypatch.setattr(contention, "waited", lambda: next(waits))
+    monkeypatch.setattr(profile, "SECONDS", 0.0)
+    assert main(["profile", "--shapes", "1x1x9x4", "--forward"]) == 0
+    assert "busy machine: threads waited for a core 100% of the time" in capsys.readouterr().out
+
+
 KERNELS = {
     "forward": [("void pyattn::(anonymous namespace)::forward<float>(Sizes)", 2.0)],
     "backward": [("rows", 0.5), ("columns", 4.0), ("rows", 0.5)],
@@ -191,6 +210,7 @@ def test_a_profile_without_kernels_is_refused(monkeypatch, capsys) -> None:
         ("--shapes 1x2x3", "pyattn: --shapes must be of the form BxHxTxD, each at least 1, got 1x2x3"),
         ("--threads 0", "pyattn: --threads must be at least 1, got 0"),
         ("--dropout 1", "pyattn: --dropout must be at least 0 and below 1, got 1.0"),
+        ("--shapes 1x1x9x4 1x1x9x8 --trace t", "pyattn: --trace takes one of --shapes, got 1x1x9x4 1x1x9x8"),
         ("--device cuda --isa scalar", "pyattn: --isa must be left out with --device cuda, got scalar"),
     ],
 )

@@ -22,12 +22,20 @@ import torch
 
 from pyattn import _C, _ops, attention
 from pyattn.cli import InputError
-from pyattn.cli.bench import DTYPES, shape_of
+from pyattn.cli.bench import shape_of
+from pyattn.cli.contention import Contention, busy, is_busy
 from pyattn.cli.device import DEVICES, check_device, cpu
+from pyattn.cli.rows import DTYPES
 from pyattn.cli.timing import once, peak_flops
 
 SECONDS = 0.5
 """How long the calls are repeated for, at least three times."""
+
+EXPLAINED = {
+    "merge_out": "few queries: the keys of a head were split, this joins the parts of out",
+    "reduce_dq": "few heads: the keys of a head were split, this adds up the parts of dq",
+}
+"""Passes that only some shapes have."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -36,7 +44,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="pyattn profile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--shapes", metavar="BxHxTxD", default="1x8x1024x64", help="of q, k and v; default: %(default)s"
+        "--shapes", nargs="+", metavar="BxHxTxD", default=["1x8x1024x64"], help="of q, k and v; default: 1x8x1024x64"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of all inputs")
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="where to measure; default: %(default)s")
@@ -94,6 +102,8 @@ def show(tasks: list[_C.TaskProfile], calls: int, useful: dict[str, int], peak: 
         even = sum(busy.values()) / len(busy) / max(busy.values())
         print(f"\n{pass_name:16}{'ms':>10}{'share':>8}{'GFLOP/s':>10}{'peak':>7}", end="")
         print(f"   {len(busy)} threads, {even:.0%} as long as the longest on average" if len(busy) > 1 else "")
+        if pass_name in EXPLAINED:
+            print(f"  ({EXPLAINED[pass_name]})")
         lines = [(name, seconds[name], flops[name]) for name in _C.phases if seconds[name] > total / 1000]
         lines.append(("all", total, sum(flops.values())))
         if pass_name in useful:
@@ -147,19 +157,8 @@ def write_trace(path: Path, tasks: list[_C.TaskProfile], theirs: torch.profiler.
     path.write_text(json.dumps(trace))
 
 
-def run(argv: Sequence[str]) -> int:
-    """Measure, show, write."""
-    options = parse(argv)
-    if options.threads < 1:
-        raise InputError("--threads must be at least 1", options.threads)
-    if not 0 <= options.dropout < 1:
-        raise InputError("--dropout must be at least 0 and below 1", options.dropout)
-    if options.isa and options.device != "cpu":
-        raise InputError(f"--isa must be left out with --device {options.device}", options.isa)
-    shape = shape_of(options.shapes)
-    check_device(options.device)
-    torch.set_num_threads(options.threads)
-    _C.set_isa(options.isa or _C.active_isa())
+def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
+    """Profile and show one shape; write its trace if one is asked for."""
     tensor = {"dtype": DTYPES[options.dtype], "device": options.device, "requires_grad": not options.forward}
     q, k, v = (torch.randn(shape, **tensor) for _ in range(3))
     dout = torch.randn_like(q)
@@ -170,20 +169,23 @@ def run(argv: Sequence[str]) -> int:
             torch.autograd.grad(out, (q, k, v), dout)
 
     calls = repeated(call, options.device)
+    contention = Contention(options.threads)
     tasks, theirs = profiled(call, calls, options.device)
+    waited = contention.share()
     events = theirs.events() or ()
     useful = {"forward": _ops.forward_flops(q, k, v, None, not options.full)}
     if not options.forward:
         useful["backward"] = _ops.backward_flops(dout, None, q, k, v, None, None, None, None, not options.full)
     mask = "no mask" if options.full else "causal"
-    what = f"{options.shapes} {options.dtype}, {mask}, dropout {options.dropout:g}, {calls} calls"
+    what = "x".join(map(str, shape))
+    print(f"{what} {options.dtype}, {mask}, dropout {options.dropout:g}, {calls} calls")
     if options.device == "cpu":
         peak = peak_flops(options.dtype, options.threads) / options.threads
-        print(f"{cpu()}, {_C.active_isa()}, {options.threads} threads, torch {torch.__version__}\n{what}")
         print(f"peak {peak / 1e9:.0f} GFLOP/s a thread")
+        if is_busy(waited):
+            print(busy(waited))
         show(tasks, calls, useful, peak)
     else:
-        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n{what}")
         show_kernels(events, useful)
     for event in events:  # torch counts the operations of its own operators alone
         if event.name.startswith("pyattn::attention_"):
@@ -194,4 +196,29 @@ def run(argv: Sequence[str]) -> int:
     if options.trace:
         write_trace(options.trace, tasks, theirs)
         print(f"written to {options.trace}: for chrome://tracing or https://ui.perfetto.dev")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Measure, show, write."""
+    options = parse(argv)
+    if options.threads < 1:
+        raise InputError("--threads must be at least 1", options.threads)
+    if not 0 <= options.dropout < 1:
+        raise InputError("--dropout must be at least 0 and below 1", options.dropout)
+    if options.isa and options.device != "cpu":
+        raise InputError(f"--isa must be left out with --device {options.device}", options.isa)
+    if options.trace and len(options.shapes) > 1:
+        raise InputError("--trace takes one of --shapes", " ".join(options.shapes))
+    shapes = [shape_of(text) for text in options.shapes]
+    check_device(options.device)
+    torch.set_num_threads(options.threads)
+    _C.set_isa(options.isa or _C.active_isa())
+    print(
+        f"{cpu()}, {_C.active_isa()}, {options.threads} threads, torch {torch.__version__}"
+        if options.device == "cpu"
+        else f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    )
+    for i, shape in enumerate(shapes):
+        print(end="\n" if i else "")
+        measure(shape, options)
     return 0
