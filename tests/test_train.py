@@ -255,11 +255,11 @@ def test_spinning_on_a_busy_machine_is_told_once(train_on, monkeypatch, capsys, 
 
 
 @pytest.mark.parametrize(
-    ("isa", "dtype", "slow"),
+    ("active", "dtype", "slow"),
     [("avx2", "bfloat16", True), ("avx512_bf16", "bfloat16", False), ("avx2", "float32", False)],
 )
-def test_bfloat16_without_its_products_is_called_slow(train_on, monkeypatch, capsys, isa, dtype, slow):
-    monkeypatch.setattr(_C, "active_isa", lambda: isa)
+def test_bfloat16_without_its_products_is_called_slow(train_on, monkeypatch, capsys, active, dtype, slow):
+    monkeypatch.setattr(_C, "active_isa", lambda: active)
     train_on("--dtype", dtype)
     warning = "slow       avx2 does not multiply bfloat16: float32 is several times faster\n"
     assert capsys.readouterr().err == (warning if slow else "")
