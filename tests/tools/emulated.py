@@ -148,7 +148,9 @@ class Emulated(torch.autograd.Function):
         kernels, dtype = library(), list(DTYPES).index(q.dtype)
         deterministic = ctypes.c_bool(ctx.options.get("deterministic", True))
         workspace_bytes = kernels.workspace_bytes(dtype, ctypes.byref(p), deterministic)
-        workspace = before_a_wall(-(-workspace_bytes // 16) * 4, dtype=torch.float32)  # begins at a multiple of 16 bytes
+        workspace = before_a_wall(
+            -(-workspace_bytes // 16) * 4, dtype=torch.float32
+        )  # begins at a multiple of 16 bytes
         p.workspace = workspace.data_ptr()
         assert kernels.backward(dtype, ctypes.byref(p), deterministic) is None
         return dq, dk, dv, None

@@ -1,41 +1,68 @@
 """Plants faults in a copy of the native side, one at a time, and tells which of them the suite catches.
 
 Not collected by pytest: run it by hand where PyTorch, pytest, pybind11, cmake and ninja are installed, after a change
-of the kernels or of the tests. A fault whose old text is not there exactly once is an error: the list can't rot.
+of the kernels or of the tests::
+
+    python tests/tools/planted_faults.py --check            # every fault applies and compiles: a minute or two
+    python tests/tools/planted_faults.py --results FILE     # plants them all; run again, it goes on where it stopped
+
+A fault is planted for one instruction set or emulated dtype after the other, until a test fails. It fails alone when
+it does not apply or compile. The exit status is 1 if one did, or if fewer than 95 % are caught.
 """
 
 import argparse
+import json
 import os
 import queue
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import emulated
 import pybind11
 
-ROOT = Path(__file__).parents[2]
-TESTS = ("accuracy", "decode", "laws", "layouts", "dropout", "autograd", "errors", "build", "exp2")
+from pyattn import _C
+
+TOOLS = Path(__file__).parent
+ROOT = TOOLS.parents[1]
 WANTED = 0.95
-TIMEOUT = 400
+HANG = 3600
+"""Seconds; a run of all tests takes a twentieth of it."""
+
+LIKELY = {
+    "accuracy": ("cpu/backward.h", "cpu/forward.h", "cpu/gemm.h", "cpu/operand.h", "cpu/softmax.h", "cpu/tile.h"),
+    "decode": ("cpu/decode.h", "cpu/splits.h"),
+    "dropout": ("cpu/dropout.h", "cuda/dropout.h"),
+    "exp2": ("cpu/simd/math.h",),
+    "laws": ("cpu/simd/half.h",),
+    "layouts": ("ops.cpp",),
+}
+"""The tests most likely to catch a fault, by its file in csrc; they run first."""
+TESTS = ("accuracy", "laws", "decode", "layouts", "dropout", "exp2", "cuda")
+"""Run for one backend."""
+OTHER_TESTS = ("autograd", "build", "errors")
+"""Run with the instruction set that is active."""
 
 # An editable install would find the package it was made from, here and in the processes that tests start.
 SITE = "import sys\nsys.meta_path = [f for f in sys.meta_path if 'editable' not in type(f).__module__]\n"
 RUN = """
 import sys
 from pathlib import Path
-import pyattn, pyattn._C, pytest
-assert all(Path(m.__file__).is_relative_to(sys.argv[1]) for m in (pyattn, pyattn._C)), pyattn._C.__file__
+copy = Path(sys.argv[1])
+sys.path.insert(0, str(copy / "tests" / "tools"))
+import emulated, pyattn, pyattn._C, pytest
+assert all(Path(m.__file__).is_relative_to(copy) for m in (emulated, pyattn, pyattn._C)), pyattn._C.__file__
+emulated.compile_kernels = lambda root, folder: copy / "emulated.so"
 sys.exit(pytest.main(sys.argv[2:]))
 """
-
-FAULTS = (ROOT / "tests" / "tools" / "planted_faults.txt").read_text()
-"""Files after #, and their faults: the name, the old text, the new."""
 
 
 class Fault(NamedTuple):
@@ -45,11 +72,21 @@ class Fault(NamedTuple):
     new: str
 
 
-NOTHING = Fault("nothing", "csrc/ops.cpp", "#include <pthread.h>", "#include <pthread.h>")
-QUICK_BUILD = Fault("quick build", "CMakeLists.txt", "set(optimize -O3)", "set(optimize -O1)")
+class Unit(NamedTuple):
+    """An object of the native side.
+
+    Attributes:
+        command: compiles it, in the folder ``build``.
+        backend: whose kernels it holds; "" for the rest of the module.
+    """
+
+    object: str
+    command: list[str]
+    backend: str
 
 
 def parse(text: str) -> list[Fault]:
+    """Files after #, and their faults: the name, the old text, the new."""
     faults, file = [], ""
     for header, name, old, new in re.findall(r"^# (.+)$|^([^:\n]+): (.+)\s=> ?(.*)$", text, re.MULTILINE):
         file = header or file
@@ -58,73 +95,154 @@ def parse(text: str) -> list[Fault]:
     return faults
 
 
-def replaced(folder: Path, fault: Fault) -> str:
-    text = (folder / fault.file).read_text()
+class BadFaultError(Exception):
+    """The fault does not apply, or what it makes does not compile."""
+
+
+class Copy:
+    """A copy of what git tracks, configured; at -O1, for the source alone decides the bits."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.build = folder, folder / "build"
+        for name in subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0"):
+            if name:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name)
+        (folder / "sitecustomize.py").write_text(SITE)
+        version = re.findall(r'__version__ = "(.*)"', (folder / "pyattn" / "__init__.py").read_text())[0]
+        options = {"CMAKE_BUILD_TYPE": "Release", "PYATTN_CUDA": "OFF", "SKBUILD_PROJECT_VERSION": version}
+        options |= {"Python_EXECUTABLE": sys.executable, "pybind11_DIR": pybind11.get_cmake_dir()}
+        options |= {"CMAKE_LIBRARY_OUTPUT_DIRECTORY": str(folder / "pyattn"), "PYATTN_WERROR": "OFF"}
+        defines = [f"-D{name}={value}" for name, value in options.items()]
+        self.run(["cmake", "-S", ".", "-B", "build", "-G", "Ninja", *defines], cwd=folder)
+        shutil.copy2(self.build / "_build.py", folder / "pyattn")
+        self.units = list(self.native_units()) + list(self.emulated_units())
+
+    def run(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        """The command's result in ``build``, in an environment that finds the copy alone."""
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        environment = os.environ | {"PATH": path, "PYTHONPATH": str(self.folder)} | options.pop("environment", {})
+        defaults = {"cwd": self.build, "env": environment, "capture_output": True, "text": True, "check": True}
+        return subprocess.run(command, **(defaults | options))
+
+    def native_units(self) -> Iterator[Unit]:
+        for entry in json.loads((self.build / "compile_commands.json").read_text()):
+            command = ["-O1" if x == "-O3" else x for x in shlex.split(entry["command"])]
+            at = command.index("-o")
+            isa = re.search(r"kernels_(\w+)\.dir", command[at + 1])
+            if not isa or isa[1] in _C.available_isas():
+                yield Unit(command[at + 1], command[:at] + command[at + 2 :], isa[1] if isa else "")
+
+    def emulated_units(self) -> Iterator[Unit]:
+        flags = ["-O1" if x == "-O2" else x for x in (*emulated.FLAGS, *emulated.INCLUDES)]
+        flags = [f"-I../{x.removeprefix('-I')}" if x.startswith("-I") else x for x in flags]
+        for dtype in emulated.DTYPES.values():
+            source = ["-x", "c++", "-c", "../csrc/cuda/kernels.cu"]
+            yield Unit(f"emulated_{dtype}.o", ["c++", *flags, "-w", f"-DPYATTN_DTYPE={dtype}", *source], "emulated")
+        yield Unit("emulated_entry.o", ["c++", *flags, "-c", "../tests/tools/emulation/entry.cpp"], "emulated")
+
+    def compile(self, unit: Unit, *options: str) -> None:
+        result = self.run([*unit.command, *options], check=False)
+        if result.returncode:
+            error = re.search(r"error: .*", result.stderr)
+            raise BadFaultError(f"does not compile: {error[0] if error else result.stderr[-300:]}")
+
+    def link(self) -> None:
+        """Makes the module, by CMake's command for it, and the library of the emulated kernels."""
+        command = self.run(["ninja", "-t", "commands", "_C"]).stdout.splitlines()[-1]
+        self.run(["sh", "-c", command])
+        objects = [unit.object for unit in self.units if unit.backend == "emulated"]
+        self.run(["c++", "-shared", "-pthread", "-o", "../emulated.so", *objects])
+
+    def read(self, unit: Unit) -> set[str]:
+        """The files of the project that the unit is made from."""
+        made_from = self.run([*unit.command, "-MM"]).stdout.replace("\\\n", " ").split()[1:]
+        paths = ((self.build / name).resolve() for name in made_from)
+        return {
+            str(path.relative_to(self.folder.resolve())) for path in paths if path.is_relative_to(self.folder.resolve())
+        }
+
+    def first_failure(self, *arguments: str, isa: str = "") -> str | None:
+        """The first test that fails."""
+        command = [sys.executable, "-c", RUN, str(self.folder), "-x", "-v", "--tb=no", "-p", "no:cacheprovider"]
+        try:
+            result = self.run(
+                [*command, *arguments], cwd=self.folder, check=False, timeout=HANG, environment={"PYATTN_ISA": isa}
+            )
+        except subprocess.TimeoutExpired:
+            return f"no end after {HANG} s"
+        if result.returncode == 0:
+            return None
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
+        last = re.findall(r"^tests/\S+", result.stdout, re.MULTILINE)
+        if not last:
+            raise RuntimeError(f"the suite does not start:\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
+        return failed[0] if failed else f"exit status {result.returncode} in {last[-1]}"
+
+    def caught_by(self, file: str, backend: str) -> str | None:
+        """The first test that fails, of one backend or, if "", of all instruction sets."""
+        likely = [name for name, files in LIKELY.items() if file.removeprefix("csrc/") in files]
+
+        def paths(names: tuple[str, ...]) -> list[str]:
+            return [f"tests/test_{name}.py" for name in sorted(names, key=lambda name: name not in likely)]
+
+        isa = backend.replace("emulated", "")
+        by = self.first_failure("--backend", backend or "cpu", *paths(TESTS), isa=isa)
+        return by if by or backend == "emulated" else self.first_failure(*paths(OTHER_TESTS), isa=isa)
+
+
+def planted(copy: Copy, fault: Fault) -> str:
+    """The file's text with the fault in it."""
+    text = (copy.folder / fault.file).read_text()
     if text.count(fault.old) != 1:
-        sys.exit(f"{fault.name}: {text.count(fault.old)} times and not once in {fault.file}: {fault.old}")
+        raise BadFaultError(f"does not apply: {text.count(fault.old)} times and not once in {fault.file}: {fault.old}")
     return text.replace(fault.old, fault.new)
 
 
-def environment(copy: Path) -> dict[str, str]:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return os.environ | {"PATH": path, "PYTHONPATH": str(copy), "PYATTN_ISA": ""}
+def check(copy: Copy, fault: Fault, units: list[Unit]) -> str:
+    """Raises BadFaultError, or says that it is none. The best instruction set has all code; float16 is as bfloat16."""
+    checked = [
+        unit for unit in units if unit.backend not in _C.available_isas()[1:] and unit.object != "emulated_f16.o"
+    ]
+    for unit in checked:
+        copy.compile(unit, "-fsyntax-only")
+    return f"compiles {len(checked)} times"
 
 
-def prepare(copy: Path, isas: list[str]) -> None:
-    """Copies what git tracks and builds it, quickly: the source alone decides the bits, so -O1 will do."""
-    for name in subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0"):
-        if name:
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, copy / name)
-    (copy / "sitecustomize.py").write_text(SITE)
-    text = replaced(copy, QUICK_BUILD)
-    if isas:
-        text = re.sub(r"foreach\(isa .*\)", f"foreach(isa {' '.join(isas)})", text)
-        table = copy / "csrc" / "cpu" / "dispatch.cpp"
-        others = rf'^ +\{{"(?!(?:{"|".join(isas)})")[\s\S]*?::kernels\}},\n'
-        table.write_text(re.sub(others, "", table.read_text(), flags=re.MULTILINE))
-    (copy / QUICK_BUILD.file).write_text(text)
-    version = re.findall(r'__version__ = "(.*)"', (copy / "pyattn" / "__init__.py").read_text())[0]
-    options = {"CMAKE_BUILD_TYPE": "Release", "PYATTN_WERROR": "OFF", "SKBUILD_PROJECT_VERSION": version}
-    options |= {"Python_EXECUTABLE": sys.executable, "pybind11_DIR": pybind11.get_cmake_dir()}
-    options |= {"CMAKE_LIBRARY_OUTPUT_DIRECTORY": str(copy / "pyattn")}
-    command = ["cmake", "-S", ".", "-B", "build", "-G", "Ninja", *(f"-D{name}={x}" for name, x in options.items())]
-    subprocess.run(command, cwd=copy, env=environment(copy), check=True, stdout=subprocess.DEVNULL)
-    shutil.copy2(copy / "build" / "_build.py", copy / "pyattn")
-
-
-def caught_by(copy: Path, file: str) -> str | None:
-    """Builds the copy and runs the suite in it: the first test that fails, or None. What is CUDA's is emulated."""
-    options: dict[str, Any] = {"cwd": copy, "env": environment(copy), "capture_output": True, "text": True}
-    build = subprocess.run(["cmake", "--build", "build"], check=False, **options)
-    if build.returncode:
-        sys.exit(f"does not compile:\n{build.stdout[-3000:]}")
-    names = ["cuda"] if file.startswith("csrc/cuda/") else TESTS
-    tests = [f"tests/test_{name}.py" for name in names]
-    command = [sys.executable, "-c", RUN, str(copy), "-x", "-v", "--tb=no", "-p", "no:cacheprovider", *tests]
-    try:
-        result = subprocess.run(command, check=False, timeout=TIMEOUT, **options)
-    except subprocess.TimeoutExpired:
-        return f"no end after {TIMEOUT} s"
-    if result.returncode == 0:
-        return None
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
-    last = re.findall(r"^tests/\S+", result.stdout, re.MULTILINE)
-    if not last:
-        sys.exit(f"the suite does not start:\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
-    return failed[0] if failed else f"exit status {result.returncode} in {last[-1]}"
+def plant(copy: Copy, fault: Fault, units: list[Unit]) -> str | None:
+    """The test that catches the fault. Each object in turn is compiled with it, the others are without it."""
+    changed = False
+    for unit in units:
+        target = copy.build / unit.object
+        before = target.read_bytes()
+        try:
+            copy.compile(unit, "-o", unit.object)
+            if target.read_bytes() == before:
+                continue
+            changed = True
+            copy.link()
+            if by := copy.caught_by(fault.file, unit.backend):
+                return f"{by} ({Path(unit.object).stem if unit.backend == 'emulated' else unit.backend or 'module'})"
+        finally:
+            target.write_bytes(before)
+    if not changed:
+        raise BadFaultError("changes no object")
+    return None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="apply and compile each fault; run no test")
     parser.add_argument("--only", metavar="NAME", action="append", help="plant only this fault; may be repeated")
     parser.add_argument("--list", action="store_true", help="print the faults and stop")
-    parser.add_argument("--jobs", type=int, default=2, help="copies that work side by side (2)")
-    parser.add_argument("--isa", action="append", help="build only those that are named; scalar must be")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="copies that work side by side; default: %(default)d"
+    )
+    parser.add_argument(
+        "--results", type=Path, help="a line of JSON for each fault that was planted; these are not planted again"
+    )
     arguments = parser.parse_args()
-    faults = parse(FAULTS)
-    for fault in (NOTHING, QUICK_BUILD, *faults):
-        replaced(ROOT, fault)
+    faults = parse((TOOLS / "planted_faults.txt").read_text())
     if arguments.only:
         if unknown := set(arguments.only) - {fault.name for fault in faults}:
             parser.error(f"no such fault: {', '.join(sorted(unknown))}")
@@ -132,30 +250,53 @@ def main() -> None:
     if arguments.list:
         print("\n".join(f"{fault.file}: {fault.name}" for fault in faults))
         return
-    copies: queue.Queue[Path] = queue.Queue()
-
-    def plant(fault: Fault) -> str | None:
-        begin, copy = time.monotonic(), copies.get()
-        path, before = copy / fault.file, (copy / fault.file).read_text()
-        try:
-            path.write_text(replaced(copy, fault))
-            by = caught_by(copy, fault.file)
-        finally:
-            path.write_text(before)
-            copies.put(copy)
-        print(f"{time.monotonic() - begin:4.0f} s  {fault.name}: {by or 'NOT CAUGHT'}", flush=True)
-        return by
-
+    results: dict[str, str | None] = {}
+    if arguments.results and arguments.results.exists():
+        results = dict(json.loads(line) for line in arguments.results.read_text().splitlines())
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
-        for n in range(arguments.jobs):
-            prepare(copy := Path(folder, str(n)), arguments.isa)
+        copies: queue.Queue[Copy] = queue.Queue()
+        made = list(pool.map(Copy, (Path(folder, str(n)) for n in range(arguments.jobs))))
+        for copy in made:
             copies.put(copy)
-        without, *results = pool.map(plant, (NOTHING, *faults))
-    if without:
-        sys.exit(f"without a fault the suite fails too: {without}")
-    missed = [fault.name for fault, by in zip(faults, results, strict=True) if not by]
-    print(f"{len(faults) - len(missed)} of {len(faults)} caught", *missed, sep="\n  ")
-    sys.exit(len(missed) > (1 - WANTED) * len(faults))
+        files = list(pool.map(made[0].read, made[0].units))
+        if not arguments.check:
+            for copy in made:
+                list(pool.map(lambda unit, copy=copy: copy.compile(unit, "-o", unit.object), copy.units))
+                copy.link()
+            if not results and (by := made[0].caught_by("", "") or made[0].caught_by("", "emulated")):
+                sys.exit(f"without a fault the suite fails too: {by}")
+        work: Callable[[Copy, Fault, list[Unit]], str | None] = check if arguments.check else plant
+
+        def attempt(fault: Fault) -> bool:
+            """Whether the fault is a good one."""
+            if fault.name in results:
+                return True
+            begin, copy = time.monotonic(), copies.get()
+            path = copy.folder / fault.file
+            before = path.read_text()
+            try:
+                path.write_text(planted(copy, fault))
+                units = [unit for unit, read in zip(copy.units, files, strict=True) if fault.file in read]
+                result, good = work(copy, fault, units), True
+                results[fault.name] = result
+            except BadFaultError as error:
+                result, good = f"BAD FAULT: {error}", False
+            finally:
+                path.write_text(before)
+                copies.put(copy)
+            print(f"{time.monotonic() - begin:4.0f} s  {fault.name}: {result or 'NOT CAUGHT'}", flush=True)
+            if good and arguments.results:
+                with arguments.results.open("a") as file:
+                    file.write(json.dumps([fault.name, result]) + "\n")
+            return good
+
+        bad = [fault.name for fault, good in zip(faults, pool.map(attempt, faults), strict=True) if not good]
+    missed = [fault.name for fault in faults if fault.name in results and results[fault.name] is None]
+    done = len(faults) - len(bad)
+    print(f"{done} of {len(faults)} faults apply and compile", *bad, sep="\n  ")
+    if not arguments.check:
+        print(f"{done - len(missed)} of {done} caught", *missed, sep="\n  ")
+    sys.exit(bool(bad) or len(missed) > (1 - WANTED) * len(faults))
 
 
 if __name__ == "__main__":
