@@ -1,5 +1,5 @@
-// Dropout of the weights. Which ones are dropped depends on the seed and their place alone, by Philox4x32-10 (Salmon et al.
-// 2011), so neither tiles, threads nor instruction sets change it, and backward draws again what forward drew.
+// Dropout: which weights are dropped depends on the seed and on their place alone, by Philox4x32-10 (Salmon et al. 2011), so
+// neither tiles, threads nor instruction sets change it, and backward repeats the draws of forward.
 //
 //   key      the 64-bit seed
 //   counter  (j / 8, i, low, high word of b * num_heads_q + h) for key j, query i of head h of sequence b
@@ -7,10 +7,18 @@
 //   kept     draw >= threshold, and then scaled by 65536 / (65536 - threshold)
 #pragma once
 
+#include <cstdint>
+
+#include "attention.h"
+#include "heads.h"
+#include "matrix.h"
+#include "simd.h"
+#include "strips.h"
+
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// Keys to one counter; key blocks are whole numbers of them.
+// Keys per counter. Key blocks begin at multiples of it.
 inline constexpr int kDrawKeys = 8;
 
 struct Philox {
@@ -26,36 +34,36 @@ struct Philox {
 
   PYATTN_MEMBER_INLINE void rounds(uint64_t seed) {
     uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
-#pragma GCC unroll 10
+    PYATTN_UNROLL(10)
     for (int i = 0; i < 10; ++i, key0 += 0x9E3779B9, key1 += 0xBB67AE85) round(key0, key1);
   }
 };
 
-// The factors of the lanes [j0, j1) of a tile: visit(k, j, factor) for key n0 + k and a vector of lanes from j, factor being
-// 0 in those that drop it. n0 is a multiple of kDrawKeys.
+// Draws for a strip: visit(k, j, factor) for row k and a vector of lanes from j on, factor being 0 where the weight is dropped.
+// tile.n0 is a multiple of kDrawKeys.
 template <class T, class Visit>
-void dropout_tile(const ForwardParams& p, const HeadRows& head, int64_t r0, int64_t j0, int64_t j1, int64_t n0,
-                  int64_t keys, Visit visit) {
+void draw_dropout(const ForwardParams& p, const Head& head, const Tile& tile, Strip strip, Visit visit) {
   using Int = typename Bits<T>::signed_type;
   constexpr int W = kLanes<uint32_t>, L = kLanes<T>;
   const Int threshold = p.dropout.threshold;
   const vec<T> scale = set1(static_cast<T>(65536.0 / (65536 - p.dropout.threshold)));
-  for (; j0 < j1; j0 += W) {
+  const int64_t keys = strip.keys, j1 = strip.j1;
+  for (int64_t j0 = strip.j0; j0 < j1; j0 += W) {
     uint32_t query[W], low[W], high[W];
     for (int l = 0; l < W; ++l) {
-      const int64_t r = r0 + j0 + l, index = head.b * p.num_heads_q + head.query_head(r);
+      const int64_t r = tile.r0 + j0 + l, index = head.b * p.num_heads_q + head.query_head(r);
       query[l] = static_cast<uint32_t>(head.query(r));
       low[l] = static_cast<uint32_t>(index), high[l] = static_cast<uint32_t>(index >> 32);
     }
     for (int64_t k = 0; k < keys; k += kDrawKeys) {
-      Philox draws{{set1(static_cast<uint32_t>((n0 + k) / kDrawKeys)), load_unaligned(query), load_unaligned(low),
+      Philox draws{{set1(static_cast<uint32_t>((tile.n0 + k) / kDrawKeys)), load_unaligned(query), load_unaligned(low),
                     load_unaligned(high)}};
       draws.rounds(static_cast<uint64_t>(*p.dropout.seed));
-#pragma GCC unroll 8
+      PYATTN_UNROLL(8)
       for (int i = 0; i < kDrawKeys; ++i) {
         if (k + i >= keys) break;
         const vec<uint32_t> word = draws.word[i / 2], draw = i % 2 ? word >> 16 : word & 0xffff;
-#pragma GCC unroll 2
+        PYATTN_UNROLL(2)
         for (int v = 0; v < W / L; ++v)
           if (j0 + v * L < j1) visit(k + i, j0 + v * L, widen<T>(draw, v) >= threshold ? scale : vec<T>{});
       }
@@ -63,11 +71,11 @@ void dropout_tile(const ForwardParams& p, const HeadRows& head, int64_t r0, int6
   }
 }
 
-// X *= Y, tile by tile.
+// X *= Y, of tiles [keys][lanes].
 template <class T>
-void multiply_tile(Rows<T> X, Rows<T> Y, int64_t keys, int64_t j0, int64_t j1) {
-  for (int64_t k = 0; k < keys; ++k)
-    for (int64_t j = j0; j < j1; j += kLanes<T>) {
+void multiply_strip(Matrix<T> X, Matrix<T> Y, Strip strip) {
+  for (int64_t k = 0; k < strip.keys; ++k)
+    for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
       T* x = X.from(k).data + j;
       store(x, load(x) * load(Y.from(k).data + j));
     }

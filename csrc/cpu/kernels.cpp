@@ -1,33 +1,24 @@
-// The attention kernels. Compiled once per instruction set, in the namespace PYATTN_ISA and over its header. Everything
-// but the table at the end has internal linkage: of a weak symbol the linker keeps one copy, and it might be the one
-// that this machine cannot run.
-#include PYATTN_ISA_HEADER
-
-#include "rows.h"
-#include "simd/math.h"
-// Each of these builds on the ones before it.
-#include "gemm.h"
-#include "tile.h"
-#include "stopwatch.h"
-#include "mask.h"
-#include "operand.h"
-#include "softmax.h"
-#include "dropout.h"
+// The attention kernels, compiled once per instruction set, in the namespace PYATTN_ISA and over the header PYATTN_ISA_HEADER.
+// Everything but the table at the end has internal linkage: of a weak symbol the linker keeps one copy, perhaps one that this
+// machine can't run.
+#include "attention.h"
+#include "backward.h"
 #include "decode.h"
 #include "forward.h"
-#include "splits.h"
-#include "backward.h"
+#include "merge.h"
 #include "peak.h"
+#include "score.h"
+#include "splits.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
 
 template <class S>
 constexpr Kernels kernels_for() {
-  return {{"forward", plan_forward<S>, forward<S>},
-          {"merge_out", plan_merge_out<S>, merge_out<S>},
-          {"backward", plan_backward<S>, backward<S>},
-          {"reduce_dq", plan_reduce_dq<S>, reduce_dq<S>},
+  return {{"forward", plan_forward<S>, forward<S, Plain>},
+          {"merge_out", plan_merge_out<S>, merge_out<S, Plain>},
+          {"backward", plan_backward<S>, backward<S, Plain>},
+          {"reduce_dq", plan_reduce_dq<S>, reduce_dq<S, Plain>},
           peak<S>};
 }
 

@@ -1,11 +1,21 @@
-// What the products read of tensors and tiles: rows as they lie or copies in the compute type; and where the instruction set
-// multiplies pairs of bf16 (kPairs<S>), pairs along the dimension that is summed over, the last one filled up with 0.
+// Operands: what the products read of tensors and tiles. That is rows in place, or packed copies in the compute type; and where
+// the instruction set multiplies pairs of bf16 (kPairs<S>), pairs along the dimension that is summed over, filled up with 0.
+//
+// Keys and values are found by key_rows alone: pointer, stride, and as many rows as the caller asked for.
 #pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "heads.h"
+#include "matrix.h"
+#include "pack.h"
+#include "simd.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// Elements to an operand.
+// Elements per operand.
 template <class S>
 inline constexpr int64_t kColumns = kPairs<S> ? 2 : 1;
 
@@ -15,11 +25,17 @@ constexpr int64_t terms(int64_t n) {
   return ceil_div(n, kColumns<S>);
 }
 
-// Rows n0, n0 + 1, ... of a KV tensor in the compute type: where they are, or packed into the buffer.
+// Rows of a KV tensor from position j on.
 template <class S>
-Rows<const Compute<S>> load_keys(const HeadRows& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
-                                 bool whole_vectors, Rows<Compute<S>> buffer) {
-  const Rows<S> rows = key_rows<S>(head, view, n0);
+Matrix<S> key_rows(const Head& head, const View& view, int64_t j) {
+  return {head.key<S>(view, j), view.stride_s};
+}
+
+// The rows [n0, n0 + keys) of a KV tensor in the compute type: in place, or packed into the buffer.
+template <class S>
+Matrix<const Compute<S>> load_keys(const Head& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
+                                   bool whole_vectors, Matrix<Compute<S>> buffer) {
+  const Matrix<S> rows = key_rows<S>(head, view, n0);
   if constexpr (in_place<S>(0, false))
     if (in_place<S>(cols, whole_vectors)) return {rows.data, rows.row};
   pack_rows<S>(buffer, keys, cols, [&](int64_t i) { return rows.from(i).data; });
@@ -34,7 +50,7 @@ PYATTN_INLINE vec<Operand<S>> load_operands(const S* p) {
     return load(p);
 }
 
-// The first n columns, the rest zero.
+// Loads the first n columns and fills up with zeros.
 template <class S>
 PYATTN_INLINE vec<Operand<S>> load_operands(const S* p, int64_t n) {
   if constexpr (kPairs<S>)
@@ -43,7 +59,7 @@ PYATTN_INLINE vec<Operand<S>> load_operands(const S* p, int64_t n) {
     return load(p, n);
 }
 
-// Times a power of two: exact but for subnormal numbers.
+// Multiplies by a power of two, which is exact but for subnormal numbers.
 PYATTN_INLINE vec<float> scale_operands(vec<float> x, float power) { return x * power; }
 PYATTN_INLINE vec<double> scale_operands(vec<double> x, double power) { return x * power; }
 PYATTN_INLINE vec<bf16_pair> scale_operands(vec<bf16_pair> x, float power) {
@@ -53,9 +69,9 @@ PYATTN_INLINE vec<bf16_pair> scale_operands(vec<bf16_pair> x, float power) {
   return low >> 16 | (high & 0xffff0000);
 }
 
-// The rows i < rows transposed, times a power of two, 0 for rows <= i < lanes: dst[d][i] = scale * row(i)[d].
+// row(i)[d] -> dst[cols][lanes], transposed: dst[d][i] = scale * row(i)[d], 0 for rows <= i < lanes. scale is a power of two.
 template <class S, class Row>
-void pack_queries(Rows<Operand<S>> dst, int64_t rows, int64_t lanes, int64_t cols, Compute<S> scale, Row row) {
+void pack_queries(Matrix<Operand<S>> dst, int64_t rows, int64_t lanes, int64_t cols, Compute<S> scale, Row row) {
   using E = Operand<S>;
   constexpr int L = kLanes<E>, kWidth = L * kColumns<S>;
   for (int64_t i = 0; i < lanes; i += L) {
@@ -67,7 +83,7 @@ void pack_queries(Rows<Operand<S>> dst, int64_t rows, int64_t lanes, int64_t col
       const int64_t n = min(kWidth, cols - d);
       vec<E> square[L];
       if (m == L && n == kWidth) {
-#pragma GCC unroll 16
+        PYATTN_UNROLL(16)
         for (int r = 0; r < L; ++r) square[r] = scale_operands(load_operands(from[r] + d), scale);
       } else {
         for (vec<E>& x : square) x = vec<E>{};
@@ -79,7 +95,7 @@ void pack_queries(Rows<Operand<S>> dst, int64_t rows, int64_t lanes, int64_t col
   }
 }
 
-// Two rows of bf16, columns as they lie, become pairs of a column each.
+// Two rows of bf16 -> pairs of both rows, column by column; a gets the first half of the columns.
 template <std::size_t... I>
 PYATTN_INLINE void interleave(vec<bf16_pair>& a, vec<bf16_pair>& b, std::index_sequence<I...>) {
   typedef uint16_t columns __attribute__((vector_size(kVectorBytes)));
@@ -89,9 +105,9 @@ PYATTN_INLINE void interleave(vec<bf16_pair>& a, vec<bf16_pair>& b, std::index_s
   b = (vec<bf16_pair>)__builtin_shufflevector(x, y, (I % 2 * n + I / 2 + n / 2)...);
 }
 
-// Rows that are summed over: dst[i] = row(i), up to a whole vector.
+// Packs rows that are summed over: row(i)[d] -> dst[terms(rows)][cols], filled up to a whole vector of columns.
 template <class S, class Row>
-void pack_summed_rows(Rows<Operand<S>> dst, int64_t rows, int64_t cols, Row row) {
+void pack_summed_rows(Matrix<Operand<S>> dst, int64_t rows, int64_t cols, Row row) {
   if constexpr (!kPairs<S>) {
     pack_rows<S>(dst, rows, cols, row);
   } else {
@@ -108,11 +124,11 @@ void pack_summed_rows(Rows<Operand<S>> dst, int64_t rows, int64_t cols, Row row)
   }
 }
 
-// Keys or values from position n0 on as the left factor of a sum over columns.
+// Keys or values [keys][cols] from position n0 on, as the left factor of a sum over columns.
 template <class S>
-Strided<Operand<S>> left_keys(const HeadRows& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
-                              Rows<Operand<S>> buffer) {
-  const Rows<S> rows = key_rows<S>(head, view, n0);
+Strided<Operand<S>> left_keys(const Head& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
+                              Matrix<Operand<S>> buffer) {
+  const Matrix<S> rows = key_rows<S>(head, view, n0);
   if constexpr (kPairs<S>) {
     if (rows.row % 2 == 0 && cols % 2 == 0) return {reinterpret_cast<const bf16_pair*>(rows.data), rows.row / 2, 1};
     for (int64_t i = 0; i < keys; ++i) {
@@ -125,12 +141,12 @@ Strided<Operand<S>> left_keys(const HeadRows& head, const View& view, int64_t n0
   }
 }
 
-// Keys or values as rows that are summed over.
+// Keys or values [keys][cols] from position n0 on, as rows that are summed over.
 template <class S>
-Rows<const Operand<S>> summed_keys(const HeadRows& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
-                                   bool whole_vectors, Rows<Operand<S>> buffer) {
+Matrix<const Operand<S>> summed_keys(const Head& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
+                                     bool whole_vectors, Matrix<Operand<S>> buffer) {
   if constexpr (kPairs<S>) {
-    const Rows<S> rows = key_rows<S>(head, view, n0);
+    const Matrix<S> rows = key_rows<S>(head, view, n0);
     pack_summed_rows<S>(buffer, keys, cols, [&](int64_t i) { return rows.from(i).data; });
     return buffer;
   } else {
@@ -138,10 +154,10 @@ Rows<const Operand<S>> summed_keys(const HeadRows& head, const View& view, int64
   }
 }
 
-// The lanes [j0, j1) of a tile, for a sum over its keys.
+// The lanes [j0, j1) of a tile[keys][lanes], for a sum over its keys.
 template <class S>
-Rows<const Operand<S>> tile_over_keys(Rows<Compute<S>> tile, int64_t keys, int64_t j0, int64_t j1,
-                                      [[maybe_unused]] Rows<Operand<S>> buffer) {
+Matrix<const Operand<S>> tile_over_keys(Matrix<Compute<S>> tile, int64_t keys, int64_t j0, int64_t j1,
+                                        [[maybe_unused]] Matrix<Operand<S>> buffer) {
   if constexpr (kPairs<S>) {
     for (int64_t k = 0; k < keys; k += 2)
       for (int64_t j = j0; j < j1; j += kLanes<float>) {
@@ -154,10 +170,10 @@ Rows<const Operand<S>> tile_over_keys(Rows<Compute<S>> tile, int64_t keys, int64
   }
 }
 
-// The keys [k0, k1) and lanes [j0, j1) of a tile, for a sum over the lanes.
+// The keys [k0, k1) and lanes [j0, j1) of a tile[keys][lanes], for a sum over the lanes.
 template <class S>
-Strided<Operand<S>> tile_over_lanes(Rows<Compute<S>> tile, int64_t k0, int64_t k1, int64_t j0, int64_t j1,
-                                    [[maybe_unused]] Rows<Operand<S>> buffer) {
+Strided<Operand<S>> tile_over_lanes(Matrix<Compute<S>> tile, int64_t k0, int64_t k1, int64_t j0, int64_t j1,
+                                    [[maybe_unused]] Matrix<Operand<S>> buffer) {
   if constexpr (kPairs<S>) {
     for (int64_t k = k0; k < k1; ++k)
       for (int64_t j = j0; j < j1; j += kLanes<float>)

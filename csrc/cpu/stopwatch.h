@@ -1,5 +1,10 @@
-// Where a profile's times come from. Unless one is made, a lap is one comparison with null.
+// Stopwatch: adds up ticks and operations by phase while a profile is made; otherwise a lap costs one comparison with null.
 #pragma once
+
+#include <cstdint>
+
+#include "attention.h"
+#include "simd.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
@@ -20,7 +25,7 @@ class Stopwatch {
  public:
   explicit Stopwatch(PhaseCounts* counts) : counts_(counts), last_(counts ? ticks() : 0) {}
 
-  // What happened since the last lap was this phase, and these were its floating-point operations.
+  // Counts the time since the last lap, and these floating-point operations, as the phase's.
   PYATTN_MEMBER_INLINE void lap(Phase phase, int64_t flops = 0) {
     if (!counts_) return;
     const int64_t now = ticks();

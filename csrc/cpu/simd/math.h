@@ -43,7 +43,7 @@ PYATTN_INLINE vec<T> exp2(vec<T> x) {
   const vec<T> f = x - (shifted - C::kRound);
   const vec<T> power = bit_cast<T>(bit_cast<typename Bits<T>::type>(shifted) << C::kMantissaBits);
   vec<T> y = set1(C::kPolynomial[0]);
-#pragma GCC unroll 16
+  PYATTN_UNROLL(16)
   for (unsigned i = 1; i < sizeof(C::kPolynomial) / sizeof(T); ++i) y = fma(y, f, set1(C::kPolynomial[i]));
   y = fma(y, f, set1(T(1)));
   return x < C::kSmallest ? vec<T>{} : y * power;

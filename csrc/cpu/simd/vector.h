@@ -11,6 +11,14 @@
 #define PYATTN_MEMBER_INLINE __attribute__((always_inline))
 #define PYATTN_INLINE static inline PYATTN_MEMBER_INLINE
 
+// Before a loop: unrolls it n times, fully if it has no more rounds; 1 keeps it rolled.
+#define PYATTN_PRAGMA(text) _Pragma(#text)
+#ifdef __clang__
+#define PYATTN_UNROLL(n) PYATTN_PRAGMA(clang loop unroll_count(n))
+#else
+#define PYATTN_UNROLL(n) PYATTN_PRAGMA(GCC unroll n)
+#endif
+
 namespace pyattn::PYATTN_ISA {
 namespace {
 
@@ -136,7 +144,7 @@ PYATTN_INLINE void exchange(V& a, V& b, std::index_sequence<I...>) {
 template <class T, int kStage = 1>
 PYATTN_INLINE void transpose(vec<T> (&rows)[kLanes<T>]) {
   if constexpr (kStage < kLanes<T>) {
-#pragma GCC unroll 16
+    PYATTN_UNROLL(16)
     for (int i = 0; i < kLanes<T>; ++i)
       if (!(i & kStage)) exchange<kStage>(rows[i], rows[i + kStage], std::make_index_sequence<kLanes<T>>{});
     transpose<T, 2 * kStage>(rows);
@@ -147,7 +155,7 @@ PYATTN_INLINE void transpose(vec<T> (&rows)[kLanes<T>]) {
 template <class T, int kStage = 1>
 PYATTN_INLINE void sum_lanes(vec<T> (&rows)[kLanes<T>]) {
   if constexpr (kStage < kLanes<T>) {
-#pragma GCC unroll 16
+    PYATTN_UNROLL(16)
     for (int i = 0; i < kLanes<T>; i += 2 * kStage) {
       exchange<kStage>(rows[i], rows[i + kStage], std::make_index_sequence<kLanes<T>>{});
       rows[i] += rows[i + kStage];

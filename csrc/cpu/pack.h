@@ -1,17 +1,18 @@
-// Tiles: blocks of rows on their way between tensors and kernels. Rows come through a function row(i) -> pointer.
+// Packing: rows on their way between tensors and scratch. A function row(i) says where row i of the tensor lies.
 #pragma once
+
+#include <cstdint>
+
+#include "heads.h"
+#include "matrix.h"
+#include "simd.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
 
 inline constexpr int64_t kCacheLine = 64;
 
-// Query rows of a block: 64 queries of 4 bytes are the widest register tile of AVX-512 and, with the
-// head dimension, of the transposed accumulators that must stay in L2.
-template <class T>
-inline constexpr int64_t kBlockQ = 256 / sizeof(T);
-
-// The first n columns, the rest zero.
+// Loads the first n columns and fills up with zeros.
 template <class S>
 PYATTN_INLINE vec<Compute<S>> load(const S* p, int64_t n) {
   if (n == kLanes<Compute<S>>) return load(p);
@@ -28,38 +29,16 @@ PYATTN_INLINE void store(S* p, vec<Compute<S>> x, int64_t n) {
   __builtin_memcpy(p, columns, n * sizeof(S));
 }
 
-// Carves one scratch buffer into arrays. With base null it only counts.
-class Carver {
- public:
-  explicit Carver(void* base) : base_(static_cast<char*>(base)) {}
-  template <class T>
-  T* take(int64_t n) {
-    T* p = base_ ? reinterpret_cast<T*>(base_ + used_) : nullptr;
-    used_ += round_up(n * static_cast<int64_t>(sizeof(T)), kScratchAlign);
-    return p;
-  }
-  int64_t bytes() const { return used_; }
-
- private:
-  char* base_;
-  int64_t used_ = 0;
-};
-
-template <class T>
-void fill_zero(T* p, int64_t n) {
-  __builtin_memset(p, 0, n * sizeof(T));
-}
-
-// Reading or writing a vector's worth of rows side by side, the hardware does not see the next ones coming.
+// For as many rows side by side as there are lanes: the hardware prefetcher does not follow so many streams.
 template <class Row>
 void prefetch_rows(int64_t i, int64_t end, int64_t cols, Row row) {
   for (; i < end; ++i)
     for (int64_t d = 0; d < cols; d += kCacheLine / sizeof(*row(i))) __builtin_prefetch(row(i) + d);
 }
 
-// row(i)[d] = scale[i] * src[d][i] for i < rows and d < cols.
+// src[cols][rows] -> row(i)[d] = scale[i] * src[d][i].
 template <class S, class T, class Row>
-void unpack_transposed(Rows<const T> src, int64_t rows, int64_t cols, const T* scale, Row row) {
+void unpack_transposed(Matrix<const T> src, int64_t rows, int64_t cols, const T* scale, Row row) {
   constexpr int L = kLanes<T>;
   for (int64_t i = 0; i < rows; i += L) {
     const int64_t m = min(L, rows - i);
@@ -74,9 +53,9 @@ void unpack_transposed(Rows<const T> src, int64_t rows, int64_t cols, const T* s
   }
 }
 
-// dst[i][d] = row(i)[d] for d < cols, 0 up to a whole vector.
+// row(i)[d] -> dst[rows][cols], widened, filled up with zeros to a whole vector of columns.
 template <class S, class T, class Row>
-void pack_rows(Rows<T> dst, int64_t rows, int64_t cols, Row row) {
+void pack_rows(Matrix<T> dst, int64_t rows, int64_t cols, Row row) {
   constexpr int L = kLanes<T>;
   for (int64_t i = 0; i < rows; ++i) {
     const S* from = row(i);
@@ -87,9 +66,9 @@ void pack_rows(Rows<T> dst, int64_t rows, int64_t cols, Row row) {
   }
 }
 
-// row(i)[d] = scale * src[i][d] for d < cols.
+// src[rows][cols] -> row(i)[d] = scale * src[i][d], rounded.
 template <class S, class T, class Row>
-void unpack_rows(Rows<const T> src, int64_t rows, int64_t cols, T scale, Row row) {
+void unpack_rows(Matrix<const T> src, int64_t rows, int64_t cols, T scale, Row row) {
   constexpr int L = kLanes<T>;
   for (int64_t i = 0; i < rows; ++i) {
     const T* from = src.data + i * src.row;
@@ -100,13 +79,14 @@ void unpack_rows(Rows<const T> src, int64_t rows, int64_t cols, T scale, Row row
   }
 }
 
-// Whether the kernels can read columns in place: stored in the compute type, and where whole vectors are read, a whole
-// number of them.
+// Whether kernels can read rows of a tensor in place: they are stored in the compute type and, where whole vectors are read, hold
+// a whole number of them.
 template <class S>
 constexpr bool in_place(int64_t cols, bool whole_vectors) {
   return sizeof(S) == sizeof(Compute<S>) && !(whole_vectors && cols % kLanes<Compute<S>>);
 }
 
+// Whether no element is NaN or inf: 0 times it is 0.
 template <class S, class Row>
 bool all_finite(int64_t rows, int64_t cols, Row row) {
   using T = Compute<S>;

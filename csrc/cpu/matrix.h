@@ -1,0 +1,32 @@
+// Matrices in memory, as the products see them: a pointer and strides.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "simd.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+// Element (i, j) at data[i * row + j * col].
+template <class T>
+struct Strided {
+  const T* data;
+  int64_t row, col;
+  Strided transposed() const { return {data, col, row}; }
+  Strided from(int64_t i, int64_t j) const { return {data + i * row + j * col, row, col}; }
+};
+
+// Row i at data + i * row, columns contiguous. The right factor of a product is read in whole vectors of columns.
+template <class T>
+struct Matrix {
+  T* data;
+  int64_t row;
+  Matrix from(int64_t i) const { return {data + i * row, row}; }
+  operator Matrix<const T>() const { return {data, row}; }
+  Strided<std::remove_const_t<T>> strided() const { return {data, row, 1}; }
+};
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

@@ -1,0 +1,56 @@
+// Merge: combines the partial results that decoding leaves for ranges of keys into out and the row statistics.
+#pragma once
+
+#include <cstdint>
+
+#include "attention.h"
+#include "decode.h"
+#include "heads.h"
+#include "mask.h"
+#include "simd.h"
+#include "softmax.h"
+#include "stopwatch.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+template <class S>
+Plan plan_merge_out(const ForwardParams& p) {
+  return {few_rows<S>(p) ? p.batch * p.num_heads_kv : 0, 0, 0};
+}
+
+// Work items: (batch, KV head).
+template <class S, template <class> class Score>
+void merge_out(const ForwardParams& p, int64_t begin, int64_t end, void*) {
+  using T = Compute<S>;
+  const int64_t splits = decode_splits(p);
+  const Score<T> score(p);
+  Stopwatch watch(p.counts);
+  for (int64_t item = begin; item < end; ++item) {
+    const Head head(p, item);
+    const auto part = [&](int64_t split) { return DecodePart<T>(p, head, item * splits + split); };
+    for (int64_t r = 0; r < head.count; ++r) {
+      T row_max = kNegInf<T>, row_sum = 0;
+      for (int64_t split = 0; split < splits; ++split)
+        row_max = part(split).row_max[r] > row_max ? part(split).row_max[r] : row_max;
+      const vec<T> shift = finite_shift<T>(set1(row_max));
+      for (int64_t split = 0; split < splits; ++split) {
+        T& weight = part(split).row_max[r];  // the part's weight replaces its maximum
+        weight = score.exp(set1(weight) - shift)[0];
+        row_sum += weight * part(split).row_sum[r];
+      }
+      const T inverse = finish_row(p, Mask(p, head), r, row_max, row_sum, score);
+      S* out = head.row<S>(p.out, r);
+      for (int64_t d = 0; d < p.head_dim_v; d += kLanes<T>) {
+        vec<T> sum = {};
+        for (int64_t split = 0; split < splits; ++split)
+          sum = fma(set1(part(split).row_max[r]), load(part(split).O.from(r).data + d), sum);
+        store(out + d, sum * inverse);
+      }
+    }
+  }
+  watch.lap(Phase::kStore);
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

@@ -1,0 +1,126 @@
+// Packed queries: everything of backward that depends on query rows alone, made once for all key blocks of a super-block.
+#pragma once
+
+#include <cstdint>
+
+#include "attention.h"
+#include "gemm.h"
+#include "heads.h"
+#include "mask.h"
+#include "matrix.h"
+#include "operand.h"
+#include "pack.h"
+#include "scratch.h"
+#include "simd.h"
+#include "softmax.h"
+#include "splits.h"
+#include "strips.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+// Query rows of a super-block, whose packed copies and dQ are kept at a time: about 2 MB at head_dim 64.
+inline constexpr int64_t kSuperBlock = 2048;
+
+// Where all keys fit one block, delta is rowsum(P * dP), which is what softmax's own gradient subtracts; beyond, it is
+// rowsum(dO * O), which is equal but for the rounding of O.
+inline bool one_block(const BackwardParams& p) { return p.seqlen_k <= kBackwardBlockK; }
+
+// sums[lanes] = rowsum(A * B) of transposed rows At[cols][lanes] and Bt, summed in the order in which score_gemm makes dP: for a
+// row with one key dP - delta is exactly 0.
+template <class T, class E>
+void row_sums(Matrix<E> At, Matrix<E> Bt, int64_t cols, int64_t lanes, T* sums) {
+  for (int64_t j = 0; j < lanes; j += kLanes<T>) {
+    vec<T> total = {};
+    for (int64_t d = 0; d < cols;) {
+      vec<T> sum = {};
+      for (const int64_t end = min(d + kScoreBlock<E>, cols); d < end; ++d)
+        sum = fma(load(At.from(d).data + j), load(Bt.from(d).data + j), sum);
+      total += sum;
+    }
+    store(sums + j, total);
+  }
+}
+
+template <class S>
+class PackedQueries {
+  using T = Compute<S>;
+  using E = Operand<S>;
+
+ public:
+  PackedQueries(const BackwardParams& p, Carver& carver) : p_(p), group_(group_size(p)) {
+    const int64_t rows = super_block_rows(p), blocks = rows / kBlockQ<T>;
+    const int64_t ld_k = round_up(p.head_dim, kLanes<T>), ld_v = round_up(p.head_dim_v, kLanes<T>);
+    Qt_ = carver.take<E>(blocks * terms<S>(p.head_dim), kBlockQ<T>);
+    dOt_ = carver.take<E>(blocks * terms<S>(p.head_dim_v), kBlockQ<T>);
+    Ot_ = carver.take<E>(terms<S>(p.head_dim_v), kBlockQ<T>);
+    Q_ = carver.take<E>(in_place(p.head_dim) ? 0 : terms<S>(rows), ld_k);
+    dO_ = carver.take<E>(in_place(p.head_dim_v) ? 0 : terms<S>(rows), ld_v);
+    row_max_ = carver.take<T>(rows);
+    inverse_sum_ = carver.take<T>(rows);
+    delta_ = carver.take<T>(rows);
+    dlse_ = carver.take<T>(rows);
+  }
+
+  // The rows of a super-block in whole blocks: at most kSuperBlock.
+  static int64_t super_block_rows(const BackwardParams& p) {
+    return min(round_up(p.seqlen_q * group_size(p), kBlockQ<T>), kSuperBlock);
+  }
+
+  // Packs the rows [row, row + rows), one block, which stand at place i of the super-block.
+  template <class Score>
+  void pack(const Mask& mask, const Score& score, int64_t row, int64_t i, int64_t rows) const {
+    const auto from = [&](const View& view) {
+      return [&, row](int64_t r) { return mask.head.row<const S>(view, row + r); };
+    };
+    const int64_t lanes = round_up(rows, kLanes<T>);
+    pack_queries<S>(Qt(i), rows, lanes, p_.head_dim, score.power, from(p_.q));
+    pack_queries<S>(dOt(i), rows, lanes, p_.head_dim_v, T(1), from(p_.dout));
+    if (!in_place(p_.head_dim)) pack_summed_rows<S>(Q_.from(terms<S>(i)), rows, p_.head_dim, from(p_.q));
+    if (!in_place(p_.head_dim_v)) pack_summed_rows<S>(dO_.from(terms<S>(i)), rows, p_.head_dim_v, from(p_.dout));
+
+    fill_zero(delta_ + i, lanes);
+    if (!one_block(p_)) {
+      pack_queries<S>(Ot_, rows, lanes, p_.head_dim_v, T(1), from(p_.out));
+      row_sums(Ot_, dOt(i), terms<S>(p_.head_dim_v), lanes, delta_ + i);
+    }
+    const T *row_max = static_cast<const T*>(p_.row_max), *row_sum = static_cast<const T*>(p_.row_sum);
+    const T* dlse = static_cast<const T*>(p_.dlse);
+    for (int64_t r = 0; r < lanes; ++r) {
+      const int64_t at = mask.head.index(p_, row + min(r, rows - 1));
+      const bool sees_any = r < rows && !mask.keys_of(row + r).empty();
+      row_max_[i + r] = sees_any ? row_max[at] : T(0);
+      inverse_sum_[i + r] = sees_any ? 1 / row_sum[at] : T(0);
+      dlse_[i + r] = dlse && r < rows ? dlse[at] : T(0);
+    }
+  }
+
+  // The block at place i, transposed: [terms(head_dim)][queries] and [terms(head_dim_v)][queries].
+  Matrix<E> Qt(int64_t i) const { return Qt_.from(i / kBlockQ<T> * terms<S>(p_.head_dim)); }
+  Matrix<E> dOt(int64_t i) const { return dOt_.from(i / kBlockQ<T> * terms<S>(p_.head_dim_v)); }
+
+  // The rows of the super-block that begins at row r0, [terms(rows)][cols], to be summed over.
+  Matrix<const E> Q(const Head& head, int64_t r0) const { return rows(head, p_.q, r0, p_.head_dim, Q_); }
+  Matrix<const E> dO(const Head& head, int64_t r0) const { return rows(head, p_.dout, r0, p_.head_dim_v, dO_); }
+
+  RowTerms<T> terms_of(int64_t i) const { return {row_max_ + i, inverse_sum_ + i, delta_ + i, dlse_ + i}; }
+
+ private:
+  const BackwardParams& p_;
+  int64_t group_;
+  Matrix<E> Qt_, dOt_;                          // [blocks][terms(cols)][queries of a block]
+  Matrix<E> Ot_;                                // [terms(head_dim_v)][queries], of the block that is packed
+  Matrix<E> Q_, dO_;                            // [terms(rows)][cols]: copies, where the tensor can't be read in place
+  T *row_max_, *inverse_sum_, *delta_, *dlse_;  // [rows]
+
+  bool in_place(int64_t cols) const { return group_ == 1 && PYATTN_ISA::in_place<S>(cols, true); }
+
+  Matrix<const E> rows(const Head& head, const View& view, int64_t r0, int64_t cols, Matrix<E> packed) const {
+    if constexpr (sizeof(S) == sizeof(T))
+      if (in_place(cols)) return {head.row<const T>(view, r0), view.stride_s};
+    return packed;
+  }
+};
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

@@ -1,0 +1,43 @@
+// Scratch: one buffer, carved into the arrays of a work item.
+#pragma once
+
+#include <cstdint>
+
+#include "attention.h"
+#include "heads.h"
+#include "matrix.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+// With base null it only counts.
+class Carver {
+ public:
+  explicit Carver(void* base) : base_(static_cast<char*>(base)) {}
+
+  template <class T>
+  T* take(int64_t n) {
+    T* p = base_ ? reinterpret_cast<T*>(base_ + used_) : nullptr;
+    used_ += round_up(n * static_cast<int64_t>(sizeof(T)), kScratchAlign);
+    return p;
+  }
+
+  template <class T>
+  Matrix<T> take(int64_t rows, int64_t cols) {
+    return {take<T>(rows * cols), cols};
+  }
+
+  int64_t bytes() const { return used_; }
+
+ private:
+  char* base_;
+  int64_t used_ = 0;
+};
+
+template <class T>
+void fill_zero(T* p, int64_t n) {
+  __builtin_memset(p, 0, n * sizeof(T));
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

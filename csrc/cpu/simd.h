@@ -1,0 +1,6 @@
+// The vectors of the instruction set that is compiled, and the functions over them.
+#pragma once
+
+#include PYATTN_ISA_HEADER
+
+#include "simd/math.h"
