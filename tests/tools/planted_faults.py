@@ -38,7 +38,6 @@ HANG = 3600
 """Seconds; a run of all tests takes a twentieth of it."""
 
 LIKELY = {
-    "accuracy": ("cpu/backward.h", "cpu/forward.h", "cpu/gemm.h", "cpu/operand.h", "cpu/softmax.h", "cpu/tile.h"),
     "decode": ("cpu/decode.h", "cpu/splits.h"),
     "dropout": ("cpu/dropout.h", "cuda/dropout.h"),
     "exp2": ("cpu/simd/math.h",),
