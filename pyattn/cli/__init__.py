@@ -1,7 +1,7 @@
 """The commands: ``pyattn info``, ``train``, ``bench`` and ``profile``, also as ``python -m pyattn``.
 
-Each command is a module here with ``run(argv) -> exit code``. It is imported when it is called for, so that one
-command's extras are not another's, and ``import pyattn`` needs none of them.
+Each command is a module here with ``run(argv) -> exit code``. It is imported only when it is called, so a command needs
+only the extras it uses itself, and ``import pyattn`` needs none.
 """
 
 import argparse
@@ -21,7 +21,7 @@ EXTRAS = {"matplotlib", "numpy", "safetensors", "tqdm"}
 
 
 class InputError(ValueError):
-    """What the user asked for breaks a rule; the command line shows the message, without a traceback."""
+    """Invalid user input; the command line shows its message without a traceback."""
 
     def __init__(self, rule: str, got: object) -> None:
         super().__init__(f"pyattn: {rule}, got {got}")
@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's own).
 
     Returns:
-        0, or 2 for bad input or a missing extra, 130 after Ctrl-C, 1 where a check of the command's own failed.
+        0 for success, 1 where training diverged or a result failed its check, 2 for bad input or a missing extra,
+        130 after Ctrl-C.
     """
     parser = argparse.ArgumentParser(
         prog="pyattn",

@@ -1,14 +1,14 @@
-"""``pyattn bench``: time and memory of attention, and of multi-head modules, beside PyTorch's.
+"""``pyattn bench``: time and memory of attention and of multi-head modules, beside PyTorch's.
 
-All sides run in turn in one process. Speed-ups are medians of the ratios within a round; percent are of the peak of
-multiply-adds measured in the same run with the same instruction set. Counted as work is the causal half of the scores:
-forward 2 B H T (T + 1) D floating-point operations, backward 2.5 times as many. MB is what resident memory rises by.
+All sides run in turn in one process. A time is the median of the rounds, ± half their interquartile range; a speed-up
+is the median of the ratios within a round. "peak" is the share of the peak rate of multiply-adds, measured in the same
+run with the same instruction set; the causal half of the scores counts as work: forward 2 B H T (T + 1) D
+floating-point operations, backward 2.5 times as many. "MB" is the rise of resident memory.
 
-With --threads 1 times are the thread's CPU time, which other programs don't touch. With more they are by the wall
-clock, and where other programs keep the cores busy the table says so in place of a spread.
+With --threads 1, times are CPU time, which other programs don't affect. With more, they are wall-clock time; where
+other programs keep the cores busy, the table says so in place of ±.
 
-On a GPU, where no peak is measured, TFLOP/s stand in place of percent: the same work over the time, which is the GPU's
-own, and MB is what torch allocates at most.
+On a GPU times are its own clock's, TFLOP/s replace the share of peak, and "MB" is what torch allocates at most.
 """
 
 import argparse
@@ -42,14 +42,14 @@ SHAPES = {
 }
 QUICK_SHAPES = {"cpu": ["1x8x128x64", "1x4x1024x64"], "cuda": ["4x16x2048x64", "4x16x2048x128"]}
 MODULES = ((8, 256, 256, 8), (4, 1024, 768, 12))
-"""batch, seqlen, width, heads: a small model's, and GPT-2 small's."""
+"""batch, seqlen, width, heads of a small model and of GPT-2 small."""
 QUICK_MODULES = ((2, 256, 256, 8),)
 QUICK_SECONDS = 20.0
-"""Half a minute, less what Python, torch and the picture take to start and end on a slow machine."""
+"""Half a minute, less ten seconds to import torch and to draw on a slow machine."""
 RESULTS, PICTURE = "results.json", "speedups.png"
 
 Comparison = Callable[[float], list[Row]]
-"""Makes the rows of one comparison by a ``time.perf_counter()`` of inf or, roughly, less."""
+"""Makes the rows of one comparison; its argument is the ``ends`` of :func:`pyattn.cli.rows.measure`."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -58,15 +58,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="pyattn bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     defaults = "; ".join(f"on {device} {' '.join(shapes)}" for device, shapes in SHAPES.items())
-    parser.add_argument("--shapes", nargs="+", metavar="BxHxTxD", help=f"of the functions; default: {defaults}")
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32", "bfloat16"], help="of all inputs")
+    parser.add_argument("--shapes", nargs="+", metavar="BxHxTxD", help=f"shapes of the functions; default: {defaults}")
+    parser.add_argument(
+        "--dtype", nargs="+", choices=DTYPES, default=["float32", "bfloat16"], help="dtypes of all inputs"
+    )
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="where to measure; default: %(default)s")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
-    parser.add_argument("--only", choices=("functions", "modules"), help="leave the other out")
-    parser.add_argument("--quick", action="store_true", help="less of everything, in half a minute")
+    parser.add_argument("--only", choices=("functions", "modules"), help="measure these alone")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes, modules and rounds, in half a minute")
     parser.add_argument("--flex", action="store_true", help="also FlexAttention, which is compiled first")
     parser.add_argument("--out", type=Path, help=f"folder for {RESULTS} and {PICTURE}; default: none is written")
-    parser.add_argument("--overwrite", action="store_true", help="even if --out has them already")
+    parser.add_argument("--overwrite", action="store_true", help="replace those that --out has already")
     return parser.parse_args(argv)
 
 
@@ -90,7 +92,7 @@ def measured_peaks(dtypes: Sequence[str], threads: int) -> Peaks:
 
 
 def comparisons(options: argparse.Namespace, peaks: Peaks) -> dict[str, Comparison]:
-    """What the options ask for, by name, dtype by dtype; --quick has modules in the first dtype only."""
+    """The comparisons that the options ask for, by name; --quick has modules in the first dtype only."""
     defaults = (QUICK_SHAPES if options.quick else SHAPES)[options.device]
     shapes = [shape_of(text) for text in options.shapes or defaults]
     todo: dict[str, Comparison] = {}
@@ -107,7 +109,7 @@ def comparisons(options: argparse.Namespace, peaks: Peaks) -> dict[str, Comparis
 
 
 def introduce(options: argparse.Namespace, peaks: Peaks) -> None:
-    """Say what is measured where, and what --quick leaves out."""
+    """Print the hardware, its peaks, and what --quick leaves out."""
     clock = "; CPU time" if options.device == "cpu" and options.threads == 1 else ""
     print(f"{hardware(options.device, options.threads)}, torch {torch.__version__}{clock}; speed-ups over torch's sdpa")
     if peaks:
@@ -138,7 +140,7 @@ def measured(todo: dict[str, Comparison], ends: float, device: str) -> list[Row]
 
 
 def write(folder: Path, options: argparse.Namespace, peaks: Peaks, rows: list[Row], load: tuple[float, ...]) -> None:
-    """The record and the picture; ``load`` is the machine's before the run."""
+    """Write the record and the picture; ``load`` is the load average before the run."""
     record = {
         "date": datetime.date.today().isoformat(),
         "cpu": cpu(),
@@ -174,7 +176,7 @@ def run(argv: Sequence[str]) -> int:
     peaks = measured_peaks(options.dtype, options.threads) if options.device == "cpu" else {}
     introduce(options, peaks)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what others compile
+        warnings.simplefilter("ignore")  # of other libraries' compilers
         rows = measured(comparisons(options, peaks), ends, options.device)
     if options.out:
         write(options.out, options, peaks, rows, load)

@@ -1,4 +1,4 @@
-"""Pictures: the loss curve of training, the speed-ups of a benchmark."""
+"""Charts: the loss curve of a training, the speed-ups of a benchmark."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ def _plain(axes: Axes) -> None:
 
 
 def draw(losses: Losses, unigram_loss: float, title: str, path: Path) -> None:
-    """Write ``losses`` as a PNG, with the loss of byte frequencies alone for scale. Needs no display."""
+    """Write ``losses`` as a PNG, with the unigram loss for scale. Needs no display."""
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")  # 1200 x 750 pixels, sharp in a README
     axes = figure.add_subplot()
     train, validation = losses.train, losses.validation
@@ -31,7 +31,7 @@ def draw(losses: Losses, unigram_loss: float, title: str, path: Path) -> None:
 
 
 def _bars(axes: Axes, rows: list[dict[str, Any]], key: str, title: str) -> None:
-    """A group of bars for each comparison, one bar for each side: its speed-up over torch's sdpa."""
+    """Draws speed-ups over torch's sdpa: a group of bars for each comparison, a bar for each side."""
     rows = [row for row in rows if key in row]
     whats = list(dict.fromkeys(row["what"] for row in rows))
     sides = list(dict.fromkeys(row["side"] for row in rows))

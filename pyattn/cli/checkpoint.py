@@ -1,4 +1,4 @@
-"""A model on disk: safetensors, with the model's shape as JSON in the metadata; nothing is unpickled."""
+"""Checkpoints: weights as safetensors, the model's configuration as JSON in their metadata; no pickle."""
 
 import dataclasses
 import json
@@ -12,10 +12,10 @@ from pyattn.cli.gpt import GPT, Attend, Config, attend_pyattn
 
 
 def save(model: GPT, path: Path) -> None:
-    """Write weights and shape, in place of what was there only once all is written.
+    """Write weights and configuration; an earlier file is replaced only when the new one is complete.
 
-    The output layer is the token embedding, so the file has it once. It gets the mode that the umask leaves
-    (safetensors' own ``save_file`` makes files that only their owner can read).
+    The output layer shares the token embedding, so the file holds it once. The file's mode follows the umask, which
+    safetensors' own ``save_file`` ignores: it writes 0600.
     """
     weights = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
     unfinished = path.with_suffix(".unfinished")
@@ -24,7 +24,7 @@ def save(model: GPT, path: Path) -> None:
 
 
 def load(path: Path, attend: Attend = attend_pyattn) -> GPT:
-    """The model that :func:`save` wrote, on the CPU, ready to generate.
+    """The model that :func:`save` wrote, on the CPU and in eval mode.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""The attentions that ``pyattn train`` takes, and one beside the pure-Python one: same weights and batches, in turn."""
+"""The attentions that ``pyattn train`` can use, and a comparison of one with the pure-Python one."""
 
 import math
 import statistics
@@ -33,13 +33,13 @@ ATTENTIONS: dict[str, Attend] = {"pyattn": attend_pyattn, "sdpa": attend_sdpa, "
 
 @dataclass(frozen=True)
 class Comparison:
-    """How an attention compares with the pure-Python one.
+    """An attention beside the pure-Python one, on the same weights and batches.
 
     Attributes:
         attention_speedup: time of the pure-Python attention over this one's, forward and backward; median over batches.
         step_speedup: the same for forward and backward of the whole model.
-        difference: largest absolute difference of the two losses on a batch.
-        bound: what rounding alone can explain of it.
+        difference: largest absolute difference between the two losses of a batch.
+        bound: largest difference that rounding alone explains.
     """
 
     attention_speedup: float
@@ -49,18 +49,18 @@ class Comparison:
 
 
 def rounding_bound(model: GPT, dtype: torch.dtype, loss: float) -> float:
-    """How far ``loss`` may move when the attention adds up in another order.
+    """How far ``loss`` may move when attention sums in another order.
 
-    An output of attention is rounded to ``dtype``, eps(dtype), after a sum of up to ``context`` float32 terms, whose
-    errors walk at random to sqrt(context) eps(float32). There is one such output for each of the ``layers``; their
-    relative errors add up, and the loss is taken to move by the same share of itself.
+    An output of attention is a sum of up to ``context`` float32 terms, whose rounding errors add up like a random walk
+    to sqrt(context) eps(float32), rounded to ``dtype``, eps(dtype). The relative errors of the ``layers`` add up, and
+    the loss is assumed to change by the same relative amount.
     """
     eps, sum_eps = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
     return model.config.layers * (eps + math.sqrt(model.config.context) * sum_eps) * loss
 
 
 def attention_inputs(model: GPT, windows: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """The q, k, v that the last block's attention meets on ``windows``, with the strides it meets."""
+    """The q, k and v (B, heads, S, head_dim) of the last block's attention on ``windows``, with their strides."""
     met: list[list[Tensor]] = []
     attend = model.attend
 
@@ -99,9 +99,9 @@ def timed(work: Callable[[], Result], device: torch.device) -> tuple[float, Resu
 
 
 def compare(model: GPT, batches: list[Tensor], dtype: torch.dtype) -> Comparison:
-    """Time the model's attention and the pure-Python one on ``batches``, without dropout, and without learning.
+    """Time the model's attention and the pure-Python one in turn, without dropout; the weights stay as they are.
 
-    The first batch warms both sides up and is not counted, so ``batches`` are at least two.
+    The first of ``batches`` warms both sides up and is not counted, so there must be at least two.
     """
     model.eval()
     device, chosen = model.token.weight.device, model.attend

@@ -1,4 +1,4 @@
-"""What ``pyattn bench`` compares: attention functions, and the multi-head modules that readers of the book write.
+"""The contenders of ``pyattn bench``: attention functions, and multi-head modules as people write them from scratch.
 
 Every function takes q, k, v of shape (B, H, T, D), every module maps (B, T, width) to the same; all are causal.
 """
@@ -23,7 +23,7 @@ FUSED = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-"""The kernels that torch's sdpa chooses from on a GPU."""
+"""The fused kernels that torch's sdpa chooses from on a GPU."""
 
 
 def _on(isa: str) -> Attention:
@@ -36,7 +36,7 @@ def _on(isa: str) -> Attention:
 
 def _on_gpu(deterministic: bool) -> Attention:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        pyattn.set_deterministic(deterministic)  # not put back here: it is the backward that reads it
+        pyattn.set_deterministic(deterministic)  # backward reads it, so it stays set after the return
         return pyattn.attention(q, k, v)
 
     return attend
@@ -44,7 +44,7 @@ def _on_gpu(deterministic: bool) -> Attention:
 
 @contextmanager
 def settings_kept() -> Iterator[None]:
-    """Puts back what our functions set and leave set: the instruction set, and that gradients are deterministic."""
+    """Restores what our contenders set: the instruction set, and determinism of gradients."""
     isa = _C.active_isa()
     try:
         yield
@@ -70,7 +70,7 @@ def _reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _flex() -> Attention:
-    """FlexAttention, compiled, which is how it is meant to be used; on CPUs it has no backward."""
+    """FlexAttention, compiled as its documentation asks; on CPUs it has no backward."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     compiled: Any = torch.compile(flex_attention)
@@ -86,7 +86,7 @@ def _flex() -> Attention:
 
 
 def functions(device: str, flex: bool) -> dict[str, Attention]:
-    """Ours, on the CPU on each instruction set, best first, then the others; on a GPU each fused kernel of torch's."""
+    """Functions by name: ours first (on a CPU once for each instruction set, best first), then torch's."""
     theirs: dict[str, Attention] = {"torch sdpa": _sdpa}
     if device == "cuda":
         ours = {"pyattn": _on_gpu(True), "pyattn nondeterministic": _on_gpu(False)}
@@ -97,7 +97,7 @@ def functions(device: str, flex: bool) -> dict[str, Attention]:
 
 
 class Projected(nn.Module):
-    """One matrix for q, k and v, a function between, and the output projection."""
+    """One matrix projects to q, k and v; ``attention`` is applied, then the output projection."""
 
     def __init__(self, width: int, heads: int, attention: Attention) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Projected(nn.Module):
         self.qkv, self.out_proj = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` (B, T, width), out the same."""
+        """``x`` (B, T, width) to the same shape."""
         q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         return cast(Tensor, self.out_proj(self.attention(q, k, v).transpose(1, 2).flatten(2)))
 
@@ -129,21 +129,21 @@ def _sdpa_with_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Torchs(nn.Module):
-    """``nn.MultiheadAttention`` with the causal mask, with or without its weights."""
+    """``nn.MultiheadAttention`` with a causal mask, returning its weights or not."""
 
     def __init__(self, width: int, heads: int, need_weights: bool) -> None:
         super().__init__()
         self.inner, self.need_weights = nn.MultiheadAttention(width, heads, batch_first=True), need_weights
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` (B, T, width), out the same."""
+        """``x`` (B, T, width) to the same shape."""
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
         out = self.inner(x, x, x, attn_mask=mask, need_weights=self.need_weights, is_causal=not self.need_weights)[0]
         return cast(Tensor, out)
 
 
 def modules(width: int, heads: int, context: int, flex: bool) -> dict[str, nn.Module]:
-    """Ours, then the nine that the book and its readers compare (FlexAttention only where ``flex``)."""
+    """Modules by name: ours, then nine common ways to write one (FlexAttention only with ``flex``)."""
     wrapped = (width, width // heads, context, 0.0, heads)
     split = (width, width, context, 0.0, heads)
     return {

@@ -1,4 +1,4 @@
-"""CPU contention: how much of their time this process's threads are ready to run and wait for a core."""
+"""CPU contention: the share of its time that a thread is ready to run but has no core."""
 
 import os
 import time
@@ -6,32 +6,32 @@ from pathlib import Path
 from typing import TypeGuard
 
 TASKS = Path("/proc/self/task")
-"""Where Linux counts it, for each thread."""
+"""A folder for each thread of this process, whose ``schedstat`` counts nanoseconds of waiting (Linux)."""
 
 BUSY = 0.1
-"""Share of waiting from which on times are the scheduler's rather than the program's: one more busy thread on two
-cores makes it 0.17 or more, and a machine without other work stays below 0.01."""
+"""Share above which wall-clock times say more about the scheduler than about the program. Three busy threads on two
+cores make it 1 / 6 or more for two of them, and without other work it is near 0."""
 
 WINDOW = 10.0
-"""Seconds between two looks at it in training: longer than a burst of other work, short beside any training."""
+"""Seconds over which training averages it: longer than a passing burst of other work, shorter than most trainings."""
 
 
 def waited() -> float | None:
-    """Seconds that all threads of this process have waited for a core so far; None where nobody counts them."""
+    """Seconds that this process's threads have waited for a core, summed; None where the system does not count."""
     try:
         return sum(int((task / "schedstat").read_text().split()[1]) for task in TASKS.iterdir()) / 1e9
-    except (OSError, IndexError):  # no Linux, a kernel that does not count, or a thread that ends while it is read
+    except (OSError, IndexError):  # not Linux, no counters in this kernel, or a thread that just ended
         return None
 
 
 class Contention:
-    """Watches the waiting of ``threads`` threads from now on."""
+    """Measures the waiting of ``threads`` computing threads from its creation on."""
 
     def __init__(self, threads: int) -> None:
         self.threads, self.since, self.before = threads, time.perf_counter(), waited()
 
     def share(self) -> float | None:
-        """The part of the time that a thread waited, 0 to 1, on average over the threads; None where not known."""
+        """The share of its time that a thread waited, 0 to 1, mean over the threads; None where unknown."""
         now, seconds = waited(), time.perf_counter() - self.since
         if now is None or self.before is None or seconds <= 0:
             return None
@@ -39,21 +39,22 @@ class Contention:
 
 
 def is_busy(share: float | None) -> TypeGuard[float]:
-    """Whether a share of waiting is one that spoils times."""
+    """Whether a share of waiting spoils wall-clock times."""
     return share is not None and share >= BUSY
 
 
 def busy(share: float) -> str:
-    """The sentence that says so."""
+    """A sentence with the figures."""
     load, cores = os.getloadavg()[0], os.cpu_count()
     return f"busy machine: threads waited for a core {share:.0%} of the time (load {load:.1f}, {cores} cores)"
 
 
 class SpinNotice:
-    """Says once that OpenMP's threads spin on cores that others want.
+    """Notices, once, that OpenMP's threads spin on cores that other processes need.
 
-    libgomp's threads spin for milliseconds at the end of each parallel loop. Where another process has the core of the
-    thread that they wait for, they keep that process, and so themselves, from going on.
+    At the end of a parallel loop, libgomp's threads spin until the last one is done. If that one has no core, the
+    spinning threads keep the cores busy and delay it: 60 training steps took 159 seconds beside ten other processes on
+    two cores, and 20 seconds with OMP_WAIT_POLICY=passive.
     """
 
     def __init__(self, threads: int) -> None:
@@ -61,7 +62,7 @@ class SpinNotice:
         self.contention = Contention(threads)
 
     def look(self) -> str | None:
-        """The sentence, the first time that a WINDOW was busy; else None."""
+        """The sentence to show at the end of the first busy WINDOW, else None."""
         if not self.needed or time.perf_counter() - self.contention.since < WINDOW:
             return None
         share = self.contention.share()

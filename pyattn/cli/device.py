@@ -1,4 +1,4 @@
-"""``--device``, the same for every command: where it computes, by name, and whether it can."""
+"""The ``--device`` option of all commands, and the names of the hardware."""
 
 import platform
 from pathlib import Path
@@ -32,5 +32,7 @@ def cpu() -> str:
 
 
 def hardware(device: str, threads: int) -> str:
-    """What computes on ``device``: the GPU, or the processor and how much of it."""
-    return torch.cuda.get_device_name() if device == "cuda" else f"{cpu()}, {threads} threads"
+    """The name of the GPU, or of the processor and the number of threads."""
+    return (
+        torch.cuda.get_device_name() if device == "cuda" else f"{cpu()}, {threads} thread{'s' if threads > 1 else ''}"
+    )

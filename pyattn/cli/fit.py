@@ -1,4 +1,4 @@
-"""The training loop, and the losses it leaves behind."""
+"""The training loop and the losses it records."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ class Recipe:
     Attributes:
         steps: optimiser steps.
         batch: windows in a step.
-        lr: highest learning rate, in the step after warm-up.
+        lr: highest learning rate, reached when warm-up ends.
         eval_every: steps from one validation to the next.
         dtype: float32, or bfloat16 for autocast.
     """
@@ -30,7 +30,7 @@ class Recipe:
     dtype: torch.dtype
 
     def rate(self, step: int) -> float:
-        """Learning rate of ``step``: up in a line over the first twentieth, then down a half cosine to nearly 0."""
+        """Learning rate of ``step``: linear warm-up over the first twentieth, then cosine decay to nearly 0."""
         warm_up = max(self.steps // 20, 1)
         if step < warm_up:
             return self.lr * (step + 1) / warm_up
@@ -39,21 +39,21 @@ class Recipe:
 
 @dataclass
 class Losses:
-    """What was measured so far: the loss in nats a byte by the number of steps taken."""
+    """Losses so far, in nats a byte, by the number of steps taken."""
 
     train: dict[int, float] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)
 
 
 class DivergenceError(ArithmeticError):
-    """A loss is infinite or NaN, and so are the weights that gave it, or soon will be."""
+    """A training or validation loss is infinite or NaN."""
 
     def __init__(self, kind: str, step: int, loss: float) -> None:
         super().__init__(f"the {kind} loss at step {step} is {loss}")
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
-    """Matrix products in ``dtype``; float32 leaves everything as it is."""
+    """Autocast of matrix products to ``dtype``; float32 turns it off."""
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
 
 
@@ -81,7 +81,7 @@ def make_optimizer(model: GPT) -> torch.optim.AdamW:
 
 
 def evaluate(model: GPT, validation: Tensor, recipe: Recipe, losses: Losses, step: int) -> float:
-    """Note in ``losses`` the validation loss after ``step`` steps, and return it.
+    """Record the validation loss after ``step`` steps in ``losses`` and return it.
 
     Raises:
         DivergenceError: it is not finite.
@@ -96,10 +96,10 @@ def evaluate(model: GPT, validation: Tensor, recipe: Recipe, losses: Losses, ste
 def fit(
     model: GPT, batches: Iterator[Tensor], validation: Tensor, recipe: Recipe, losses: Losses, keep: Callable[[], None]
 ) -> None:
-    """Train ``model`` on ``batches``, each (batch, context + 1), and note in ``losses`` what comes of it.
+    """Train ``model`` on ``batches``, each (batch, context + 1), and record ``losses``.
 
-    ``keep`` is called after each validation. ``losses`` and the model are as good as the steps taken when Ctrl-C raises
-    KeyboardInterrupt here.
+    ``keep`` is called after each validation. When Ctrl-C raises KeyboardInterrupt here, the model and ``losses`` are
+    those of the steps completed.
 
     Raises:
         DivergenceError: a loss is not finite.

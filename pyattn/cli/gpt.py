@@ -31,7 +31,7 @@ def attend_pyattn(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a GPT; a checkpoint carries it as JSON.
+    """The configuration of a GPT; a checkpoint stores it as JSON.
 
     Attributes:
         layers: number of blocks.
@@ -60,7 +60,7 @@ class Config:
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each on the normalised stream and added back to it."""
+    """Attention, then an MLP, each with pre-normalisation and a residual connection."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * config.width, config.width)
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        """(B, S, width) to the same; heads are views, copied neither in nor out of ``attend``."""
+        """``x`` (B, S, width) to the same shape; q, k and v are strided views, so nothing is copied for ``attend``."""
         dropout_p = self.dropout if self.training else 0.0
         q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         out = attend(q, k, v, dropout_p).transpose(1, 2).flatten(2)
@@ -83,7 +83,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token ids (B, S) to logits (B, S, vocab); ``attend`` may be exchanged at any time."""
+    """Token ids (B, S) to logits (B, S, vocab); ``attend`` may be replaced at any time."""
 
     def __init__(self, config: Config, attend: Attend = attend_pyattn) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class GPT(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """GPT-2's: std 0.02, biases 0, and what joins the residual stream scaled by 1 / sqrt(its 2 layers sums)."""
+        """GPT-2's initialisation: std 0.02, over sqrt(2 layers) for what is added to the residual stream; biases 0."""
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -115,7 +115,7 @@ class GPT(nn.Module):
         return nn.functional.linear(self.norm(x), self.token.weight)
 
     def loss(self, windows: Tensor) -> Tensor:
-        """Mean cross entropy in nats of each token of ``windows`` (B, S + 1) given those before it."""
+        """Mean cross entropy, in nats, of predicting each next token of ``windows`` (B, S + 1)."""
         logits = self(windows[:, :-1])
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
 

@@ -1,4 +1,4 @@
-"""``pyattn info``: versions, instruction sets, GPUs, threads, dtypes, in a form to paste into a bug report."""
+"""``pyattn info``: versions, instruction sets, GPUs, threads and dtypes, to be pasted into a bug report."""
 
 import argparse
 import platform
@@ -13,7 +13,7 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def supported(dtype: torch.dtype, device: str) -> bool:
-    """Whether the native attention takes ``dtype`` on ``device``: asked of itself."""
+    """Whether the native attention takes ``dtype`` on ``device``, found out by calling it."""
     probe = torch.ones(1, 1, 1, 64, dtype=dtype, device=device)
     try:
         attention(probe, probe, probe)
@@ -23,13 +23,13 @@ def supported(dtype: torch.dtype, device: str) -> bool:
 
 
 def gpu(index: int) -> str:
-    """A GPU's name and compute capability, the latter as in the names of what kernels are compiled for."""
+    """A GPU's name and its compute capability, spelled as nvcc spells architectures."""
     major, minor = torch.cuda.get_device_capability(index)
     return f"{torch.cuda.get_device_name(index)} (sm_{major}{minor})"
 
 
 def facts(device: str) -> dict[str, str]:
-    """What this build is and runs on, each fact under the name it is shown with; the dtypes are those of ``device``."""
+    """The facts by the names they are shown with; dtypes are those that ``device`` takes."""
     return {
         "pyattn": _C.version,
         "torch": f"{torch.__version__} (built for {_C.torch_version})",

@@ -7,10 +7,10 @@ from pyattn.cli import InputError
 
 
 def make_folder(folder: Path, files: Sequence[str], overwrite: bool) -> Path:
-    """``folder``, made and tried before anything is computed for it.
+    """Create ``folder`` and check that it can be written to, before the work whose results it is for.
 
     Raises:
-        InputError: one of ``files`` is there and ``overwrite`` is not set, or the folder can't be written to.
+        InputError: one of ``files`` exists and ``overwrite`` is false, or the folder can't be written to.
     """
     there = [name for name in files if (folder / name).exists()]
     if there and not overwrite:

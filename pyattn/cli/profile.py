@@ -1,14 +1,14 @@
 """``pyattn profile``: where the native time of attention goes.
 
-Shown are the phases inside the kernels (packing, each product, softmax, dropout, storing), in milliseconds a call over
-all threads, with the floating-point operations a second of the products on a thread and their percent of the peak of
-multiply-adds, measured in the same run. Operations are counted as computed: a tile that the mask cuts computes some in
-vain; the last line of a pass counts only those that the mask leaves. Below, torch.profiler's view of the same calls.
-With --trace both go into one file for chrome://tracing or https://ui.perfetto.dev, where the phases of a task, which
-alternate thousands of times a second, are gathered to one bar each.
+The tables show the phases inside the kernels (packing, each product, softmax, dropout, storing): milliseconds a call,
+summed over threads, the products' floating-point operations a second on a thread, and their share of the peak of
+multiply-adds measured in the same run. Operations are counted as computed; a tile that the mask cuts computes more than
+it needs, so the last line of a pass counts only what the mask leaves. torch.profiler's table of the same calls follows.
+--trace writes both to one file for chrome://tracing or https://ui.perfetto.dev; the phases of a task alternate
+thousands of times a second, so the trace joins each phase of a task into one bar.
 
-On a GPU: the kernels of each pass as torch.profiler saw them, in milliseconds and launches a call, and the operations a
-second of the pass, counted as the mask leaves them; --trace writes torch's own.
+On a GPU the tables show the kernels of each pass as torch.profiler sees them: milliseconds and launches a call, and the
+operations a second of the pass, counted as the mask leaves them. --trace writes torch's trace.
 """
 
 import argparse
@@ -29,13 +29,13 @@ from pyattn.cli.rows import DTYPES
 from pyattn.cli.timing import once, peak_flops
 
 SECONDS = 0.5
-"""How long the calls are repeated for, at least three times."""
+"""Time to fill with repeated calls; there are at least three."""
 
 EXPLAINED = {
-    "merge_out": "few queries: the keys of a head were split, this joins the parts of out",
-    "reduce_dq": "few heads: the keys of a head were split, this adds up the parts of dq",
+    "merge_out": "few queries: threads share the keys of a head; this pass merges their partial out",
+    "reduce_dq": "few heads: threads share the keys of a head; this pass adds up their partial dq",
 }
-"""Passes that only some shapes have."""
+"""Passes that only some shapes need."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -44,13 +44,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="pyattn profile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--shapes", nargs="+", metavar="BxHxTxD", default=["1x8x1024x64"], help="of q, k and v; default: 1x8x1024x64"
+        "--shapes",
+        nargs="+",
+        metavar="BxHxTxD",
+        default=["1x8x1024x64"],
+        help="shapes of q, k and v; default: 1x8x1024x64",
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of all inputs")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of all inputs")
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="where to measure; default: %(default)s")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
     parser.add_argument("--isa", choices=_C.available_isas(), help="instruction set; default: the active one")
-    parser.add_argument("--dropout", type=float, default=0.0, metavar="P", help="probability")
+    parser.add_argument("--dropout", type=float, default=0.0, metavar="P", help="dropout probability")
     parser.add_argument("--full", action="store_true", help="without the causal mask")
     parser.add_argument("--forward", action="store_true", help="without the backward")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="Chrome trace to write; default: none")
@@ -58,7 +62,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def repeated(call: Callable[[], object], device: str) -> int:
-    """How often ``call`` is repeated to fill SECONDS; it is warm afterwards."""
+    """How often to repeat ``call`` to fill SECONDS; warms it up."""
     call()
     return min(1000, max(3, int(SECONDS / once(call, 1, device))))
 
@@ -66,7 +70,7 @@ def repeated(call: Callable[[], object], device: str) -> int:
 def profiled(
     call: Callable[[], object], calls: int, device: str
 ) -> tuple[list[_C.TaskProfile], torch.profiler.profile]:
-    """The tasks of the CPU kernels in ``calls`` calls, and torch's profile of the same."""
+    """The tasks of the CPU kernels in ``calls`` calls, and torch's profile of the same calls."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -81,14 +85,20 @@ def profiled(
 
 
 def phases(task: _C.TaskProfile) -> list[tuple[str, float, int]]:
-    """Name, seconds and operations of each phase that a task has; its ticks are taken to fill its time."""
+    """Name, seconds and operations of each phase of a task, if its ticks fill the task's time."""
     second = sum(task.ticks) / max(task.end_ns - task.begin_ns, 1) * 1e9
     found = zip(_C.phases, task.ticks, task.flops, strict=True)
     return [(name, ticks / second, flops) for name, ticks, flops in found if ticks]
 
 
 def show(tasks: list[_C.TaskProfile], calls: int, useful: dict[str, int], peak: float) -> None:
-    """A table for each pass; ``useful`` operations of a call are those that its mask leaves, ``peak`` is a thread's."""
+    """Print a table for each pass.
+
+    Args:
+        tasks: all tasks of ``calls`` calls.
+        useful: by pass, the operations of a call that its mask leaves.
+        peak: operations a second of a thread.
+    """
     for pass_name in dict.fromkeys(task.pass_name for task in tasks):
         mine = [task for task in tasks if task.pass_name == pass_name]
         seconds, flops = dict.fromkeys(_C.phases, 0.0), dict.fromkeys(_C.phases, 0)
@@ -114,14 +124,14 @@ def show(tasks: list[_C.TaskProfile], calls: int, useful: dict[str, int], peak: 
 
 
 def launched(op: Any) -> Iterator[Any]:
-    """The GPU kernels of an operator in torch's profile, those of the operators that it calls among them."""
+    """The GPU kernels of an operator in torch's profile, including those of operators it calls."""
     yield from op.kernels
     for child in op.cpu_children:
         yield from launched(child)
 
 
 def show_kernels(events: Iterable[Any], useful: dict[str, int]) -> None:
-    """A table for each pass of its kernels on the GPU, longest first; ``useful`` as in :func:`show`."""
+    """Print a table of GPU kernels for each pass, longest first; ``useful`` as in :func:`show`."""
     for pass_name, flops in useful.items():
         ops = [event for event in events if event.name == f"pyattn::attention_{pass_name}"]
         times: dict[str, list[float]] = {}
@@ -139,7 +149,7 @@ def show_kernels(events: Iterable[Any], useful: dict[str, int]) -> None:
 
 
 def write_trace(path: Path, tasks: list[_C.TaskProfile], theirs: torch.profiler.profile) -> None:
-    """Torch's Chrome trace with the kernels' tasks and phases in it, each on its thread."""
+    """Write torch's Chrome trace with the kernels' tasks and phases added, each on its thread."""
     theirs.export_chrome_trace(str(path))
     trace = json.loads(path.read_text())
     base = trace.get("baseTimeNanoseconds", 0)
@@ -158,7 +168,7 @@ def write_trace(path: Path, tasks: list[_C.TaskProfile], theirs: torch.profiler.
 
 
 def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
-    """Profile and show one shape; write its trace if one is asked for."""
+    """Profile one shape, print its tables, and write its trace if asked."""
     tensor = {"dtype": DTYPES[options.dtype], "device": options.device, "requires_grad": not options.forward}
     q, k, v = (torch.randn(shape, **tensor) for _ in range(3))
     dout = torch.randn_like(q)
@@ -187,7 +197,7 @@ def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
         show(tasks, calls, useful, peak)
     else:
         show_kernels(events, useful)
-    for event in events:  # torch counts the operations of its own operators alone
+    for event in events:  # torch counts only its own operators
         if event.name.startswith("pyattn::attention_"):
             event.flops = useful[event.name.removeprefix("pyattn::attention_")]
     print("\ntorch.profiler:")

@@ -1,4 +1,4 @@
-"""What a training shows while it runs: a bar on a terminal, a line for each validation."""
+"""Progress of training: a bar on a terminal, and a line for each validation."""
 
 import sys
 import time
@@ -10,10 +10,10 @@ from pyattn.cli.contention import SpinNotice
 
 
 class Progress:
-    """Shows ``steps`` steps of ``tokens`` tokens each, computed by ``threads`` threads (0: not by the CPU).
+    """Shows ``steps`` steps of ``tokens`` tokens each, computed by ``threads`` CPU threads (0 on a GPU).
 
-    The bar shows the speed. Where there is no bar, or the lines go elsewhere, each line shows it: tokens a second of
-    the steps since the last validation, validation itself not counted.
+    The bar shows the speed. In a log, which has no bar, each line shows it: tokens a second since the line before,
+    validation itself not counted.
     """
 
     def __init__(self, steps: int, tokens: int, threads: int) -> None:

@@ -1,7 +1,7 @@
-"""The rows of a benchmark: at one shape or size, what the forward of each contender took, and its forward and backward.
+"""The rows of a benchmark: each contender's times at one shape or size.
 
-A row is a dictionary, as results.json has it: ``what`` is compared and which ``side`` it is, then ``forward`` and
-``forward_backward`` (the fields of :class:`pyattn.cli.timing.Time`) and ``peak_bytes``, or why it was ``left_out``.
+A row is a dictionary, as in results.json: ``what`` (the comparison) and ``side`` (the contender), then ``forward``,
+``forward_backward`` (the fields of :class:`pyattn.cli.timing.Time`) and ``peak_bytes``, or the reason ``left_out``.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ from pyattn.cli.timing import in_turn, peak_memory
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in info.DTYPES}
 LARGEST_SCORES = 2**30
-"""Bytes of a score matrix beyond which the function that makes one is left out."""
+"""Bytes of a score matrix beyond which plain torch, which makes one, is left out."""
 
 FUNCTION_SECONDS, MODULE_SECONDS = 1.0, 2.0
-"""For a side's forward, where time is not limited; its forward and backward gets twice that."""
+"""Time for the forward of a side without a time limit; its forward and backward gets twice that."""
 
 LIMITED_SHARE = 1 / 6
-"""Of limited time, what each forward is timed for: twice that goes to forward and backward, as much to first calls."""
+"""Share of limited time for timing forwards; forward and backward gets twice that, first calls and memory the rest."""
 
 Call = Callable[[], Any]
 Row = dict[str, Any]
@@ -33,7 +33,7 @@ Peaks = dict[tuple[str, str], float]
 
 
 def usable(calls: dict[str, Call], ends: float = math.inf) -> tuple[dict[str, Call], dict[str, str]]:
-    """The calls that return, and why the others don't; none is begun once ``time.perf_counter()`` is past ``ends``."""
+    """The calls that return, and why the others don't; no call starts after ``ends`` of ``time.perf_counter()``."""
     good, reasons = {}, {}
     for name, call in calls.items():
         if time.perf_counter() >= ends:
@@ -57,14 +57,14 @@ def measure(
         what: name of the comparison.
         forwards, trainings: a call of each, by side; the first with ``sdpa`` in its name is the base of speed-ups.
         seconds: for a side's forward, if there is time.
-        ends: ``time.perf_counter()`` from which on no other side is begun, and one round is enough; inf for no limit.
+        ends: ``time.perf_counter()`` after which no side is started, and one round is enough; inf for no limit.
         device: whose clock counts.
     """
     seconds = min(seconds, LIMITED_SHARE * max(0.0, ends - time.perf_counter()) / len(forwards))
     base = next(name for name in forwards if "sdpa" in name)
     rows: dict[str, Row] = {name: {"what": what, "side": name} for name in forwards}
     reasons: dict[str, str] = {}
-    remaining = sorted(forwards, key=lambda name: name != base)  # without the base there is nothing to compare
+    remaining = sorted(forwards, key=lambda name: name != base)  # the base first: nothing compares without it
     for key, calls, backward in (("forward", forwards, ""), ("forward_backward", trainings, ", backward")):
         with torch.set_grad_enabled(bool(backward)):
             good, why = usable({name: calls[name] for name in remaining}, ends)
@@ -87,7 +87,7 @@ def measure(
 def of_functions(
     what: str, shape: tuple[int, ...], dtype: str, device: str, flex: bool, peaks: Peaks, ends: float
 ) -> list[Row]:
-    """The functions on q, k, v of ``shape`` (B, H, T, D), with their operations a second and percent of peak."""
+    """Rows of the functions on q, k, v of ``shape`` (B, H, T, D), with operations a second and share of peak."""
     batch, heads, seqlen, head_dim = shape
     q, k, v = (torch.randn(shape, dtype=DTYPES[dtype], device=device, requires_grad=True) for _ in range(3))
     dout = torch.randn_like(q)
@@ -113,7 +113,7 @@ def of_functions(
 
 
 def of_modules(what: str, sizes: tuple[int, ...], dtype: str, device: str, flex: bool, ends: float) -> list[Row]:
-    """The modules of ``sizes`` batch, seqlen, width and heads."""
+    """Rows of the modules at ``sizes``: batch, seqlen, width, heads."""
     batch, seqlen, width, heads = sizes
     to: Any = {"dtype": DTYPES[dtype], "device": device}
     x = torch.randn(batch, seqlen, width, **to, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The rows of a benchmark as a table."""
+"""The rows of a benchmark as a printed table."""
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -7,10 +7,10 @@ from pyattn.cli.rows import Row
 
 
 def spread(time: Row) -> str:
-    """Half the distance of the quartiles over the median, or why that would say nothing.
+    """Half the interquartile range in percent of the median, or why it is not meaningful.
 
-    On a busy machine the rounds may agree to the microsecond: threads that wait for one that has no core all wait
-    until the scheduler's next tick.
+    On a busy machine rounds can agree to the microsecond and mean nothing: a barrier waits for a thread without a core
+    until the scheduler's next tick, so times are multiples of 4 ms.
     """
     if is_busy(time["waited"]):
         return "busy"
@@ -20,7 +20,7 @@ def spread(time: Row) -> str:
 
 
 def rate(time: Row) -> str:
-    """Percent of peak, or TFLOP/s where no peak is measured; nothing for modules."""
+    """Percent of peak, or TFLOP/s where no peak is measured; empty for modules."""
     if "flops_per_second" not in time:
         return ""
     return f"{time['of_peak']:.0%}" if "of_peak" in time else f"{time['flops_per_second'] / 1e12:.1f}"
@@ -50,6 +50,6 @@ def show(rows: list[Row], device: str) -> None:
 
 
 def worst_wait(rows: list[Row]) -> float:
-    """The largest share of its time that any comparison's threads waited for a core."""
+    """The largest share of time that the threads of a comparison waited for a core."""
     shares = [row[key]["waited"] for row in rows for key in ("forward", "forward_backward") if key in row]
     return max((share for share in shares if share is not None), default=0.0)

@@ -13,18 +13,18 @@ from torch import Tensor
 from pyattn.cli import InputError
 
 MAX_BYTES = 64 * 2**20
-"""Most bytes read: hours of training on a CPU, and the text, held once, stays small beside the model's activations."""
+"""Most bytes read: enough for hours of training on a CPU, and little memory beside the activations."""
 
 VALIDATION_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes to train on and bytes to validate on, uint8, one after the other in the source.
+    """Bytes to train on, and the bytes after them to validate on.
 
     Attributes:
         train, validation: uint8 (bytes,).
-        source: where they come from, in words.
+        source: where the text comes from, in words.
     """
 
     train: Tensor
@@ -32,25 +32,25 @@ class Text:
     source: str
 
     def batches(self, batch: int, context: int, generator: torch.Generator) -> Iterator[Tensor]:
-        """Without end: ``batch`` windows of the training bytes at random places, int64 (batch, context + 1)."""
+        """Endless batches of random windows of the training bytes, int64 (batch, context + 1)."""
         windows = self.train.unfold(0, context + 1, 1)
         while True:
             yield windows[torch.randint(len(windows), (batch,), generator=generator)].long()
 
     def validation_windows(self, count: int, context: int) -> Tensor:
-        """``count`` windows at even distances over the validation bytes, int64 (count, context + 1)."""
+        """``count`` evenly spaced windows of the validation bytes, int64 (count, context + 1)."""
         windows = self.validation.unfold(0, context + 1, 1)
         return windows[torch.linspace(0, len(windows) - 1, count).long()].long()
 
     def unigram_loss(self) -> float:
-        """What a validation byte costs in nats for one who knows how often each byte occurs in training."""
+        """Validation loss, in nats a byte, of a unigram model: the byte frequencies of the training bytes."""
         seen, expected = (torch.bincount(part, minlength=256).double() for part in (self.train, self.validation))
-        chance = (seen + 1) / (seen + 1).sum()  # one more of each: no byte is impossible
+        chance = (seen + 1) / (seen + 1).sum()  # Laplace smoothing: no byte is impossible
         return float(-(expected / expected.sum()) @ chance.log())
 
 
 def is_text(data: bytes) -> bool:
-    """UTF-8 without NUL; a character cut off at the end is no fault."""
+    """Whether ``data`` is UTF-8 without NUL; its last character may be cut off."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(data)
     except UnicodeDecodeError:
@@ -59,10 +59,10 @@ def is_text(data: bytes) -> bool:
 
 
 def read(data: Path | None, context: int) -> Text:
-    """The text of a file, of a folder's files, or by default of the standard library's top-level modules.
+    """Read a file, the files of a folder, or by default the standard library's top-level modules.
 
-    Files are shuffled, always in the same way, so that training and validation see the same kinds of files and runs
-    compare whatever their seed. Files that are not text are left out, and so is what exceeds ``MAX_BYTES``.
+    Files are shuffled in an order that does not depend on the seed, so training and validation see the same kinds of
+    files and runs can be compared. Files that are not text, and bytes past ``MAX_BYTES``, are left out.
 
     Raises:
         InputError: no such file, no text in it, or too little for one window of ``context`` + 1 bytes in each split.

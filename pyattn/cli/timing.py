@@ -1,4 +1,4 @@
-"""Times of several sides in turn, the peak of the machine in the same run, and memory."""
+"""Timing of several sides in turn, the machine's peak, and peak memory."""
 
 import ctypes
 import random
@@ -16,16 +16,16 @@ from pyattn import _C
 from pyattn.cli.contention import Contention
 
 SHORTEST = 2e-3
-"""Seconds a measurement lasts at least: a shorter call is repeated, so that neither clock nor wake-ups show."""
+"""Seconds a measurement lasts at least; shorter calls are repeated, so that clock reads and wake-ups don't show."""
 
 MOST_ROUNDS = 50
-"""More would not move a median by what the rounds themselves differ."""
+"""More rounds would move a median by less than the rounds differ."""
 
 SPIN = 0.02
-"""CPU seconds that each thread's peak is measured for, PEAK_TRIES times: some 10^8 instructions."""
+"""CPU seconds of each thread in a try at the peak: some 10^8 instructions."""
 
 PEAK_TRIES = 4
-"""The peak is the best of them: the first ones may find the core at a low clock."""
+"""The peak is the best of them; a core may still run at a low frequency in the first."""
 
 CLEAR_REFS = Path("/proc/self/clear_refs")
 """Where Linux resets the process's peak memory."""
@@ -33,15 +33,15 @@ CLEAR_REFS = Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True)
 class Time:
-    """What a call of one side took.
+    """The time of a call of one side.
 
     Attributes:
         seconds: median of the rounds, by the clock of :func:`stopwatch`.
         low, high: first and third quartile.
         speedup: time of the base over this one's, median of the ratios of each round.
-        rounds: their number; a quartile of fewer than three says nothing.
-        wall_seconds, cpu_seconds: medians by the wall clock and by the CPU time of all threads, spinning included.
-        waited: share of the comparison's time that threads waited for a core; None where not known, or on a GPU.
+        rounds: their number; quartiles of fewer than three mean nothing.
+        wall_seconds, cpu_seconds: medians of the wall clock and of all threads' CPU time, spinning included.
+        waited: share of the comparison's time that a thread waited for a core; None on a GPU or where unknown.
     """
 
     seconds: float
@@ -55,10 +55,10 @@ class Time:
 
 
 def stopwatch(device: str) -> Callable[[], float]:
-    """Starts the clock of ``device``. Returns what reads it, in seconds, once the device has done all it was given.
+    """Starts the clock of ``device``. Returns a function that reads it, in seconds, when the device's work is done.
 
-    The clock of a CPU is the thread's CPU time where torch has one thread, for other programs don't touch it; the wall
-    clock where it has more, for threads that wait for each other use CPU time too.
+    With one thread, a CPU's clock is that thread's CPU time, which other programs don't affect. With more it is the
+    wall clock, because threads that spin at a barrier use CPU time too.
     """
     if device == "cpu":
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -89,7 +89,7 @@ def in_turn(
 ) -> dict[str, Time]:
     """Time each of ``calls``, one after the other in rounds, about ``seconds`` a side and ``fewest`` rounds or more.
 
-    A machine with other work slows all sides of a round alike, so it is the ratios within a round that are compared.
+    Other work on the machine slows all sides of a round alike, so speed-ups compare times within a round.
     """
     repeats = {name: max(1, int(SHORTEST / max(once(call, 1, device), 1e-7))) for name, call in calls.items()}
     taken: dict[str, list[tuple[float, float, float]]] = {name: [] for name in calls}
@@ -99,7 +99,7 @@ def in_turn(
     while rounds < fewest or (
         rounds < MOST_ROUNDS and (time.perf_counter() - started) * (rounds + 1) / rounds < seconds * len(calls)
     ):
-        for name in shuffle.sample(list(calls), len(calls)):  # nobody always follows the one that empties the caches
+        for name in shuffle.sample(list(calls), len(calls)):  # so that no side always follows the same one
             wall, cpu, n = time.perf_counter(), time.process_time(), repeats[name]
             mean = once(calls[name], n, device)
             taken[name].append((mean, (time.perf_counter() - wall) / n, (time.process_time() - cpu) / n))
@@ -120,7 +120,7 @@ def in_turn(
 def peak_flops(dtype: str, threads: int) -> float:
     """Floating-point operations a second that ``threads`` threads reach between registers, with the active ISA.
 
-    Each thread counts by its own CPU time, so other programs don't touch it.
+    Each thread is timed by its own CPU time, which other programs don't affect.
     """
 
     def spin(rounds: int) -> tuple[float, float]:
@@ -138,16 +138,16 @@ def peak_flops(dtype: str, threads: int) -> float:
 
 
 def peak_memory(call: Callable[[], object], device: str = "cpu") -> int | None:
-    """Bytes by which resident memory rises at most during a call; None where Linux's counter is not there.
+    """Bytes by which resident memory rises at most during a call; None where Linux has no counter for it.
 
-    On a GPU, what torch has allocated there.
+    On a GPU, the bytes that torch allocates at most.
     """
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         call()
         return torch.cuda.max_memory_allocated() - before
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier calls have left
+    ctypes.CDLL(None).malloc_trim(0)  # returns what earlier calls freed
     try:
         CLEAR_REFS.write_text("5")
     except OSError:

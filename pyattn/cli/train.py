@@ -1,8 +1,8 @@
-"""``pyattn train``: train a small GPT on text, keep it, and say what its attention was worth.
+"""``pyattn train``: train a small GPT on text, save it, and compare its attention with a pure-Python one.
 
-Writes into --out the model (model.safetensors), at each validation and at the end, and its loss curve (loss.png).
-Ctrl-C ends the training early; all that follows it is still done. A loss that is infinite or NaN ends it with the model
-of the last validation.
+Writes the model (model.safetensors, at each validation and at the end) and the loss curve (loss.png) to --out. Ctrl-C
+ends training early and finishes the run as usual. A loss that is infinite or NaN ends the run; the model of the last
+validation is kept.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pyattn.cli.text import Text, read
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BFLOAT16_PRODUCTS = ("avx512_bf16",)
-"""Instruction sets that multiply pairs of bfloat16; on others bfloat16 is widened first, by torch's linears too."""
+"""Instruction sets that multiply bfloat16; on others it is converted to float32 first, in torch's linears too."""
 
 MODEL, CURVE = "model.safetensors", "loss.png"
 
@@ -33,17 +33,17 @@ VALIDATION_WINDOWS = 64
 """A byte's loss has a standard deviation near 2 nats: the mean of 64 windows of 256 has one near 2 / 128 = 0.016."""
 
 PROMPT = 64
-"""Bytes that the sample continues: a line or two, enough to see what kind of text it is."""
+"""Bytes of validation text that the sample continues: a line or two, enough to see its kind."""
 
 COMPARED_BATCHES = 8
-"""Enough for a median that one disturbed batch does not move, in seconds."""
+"""Few enough to take seconds, enough that one disturbed batch does not move the median."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options, each of the right type; :func:`check` judges their values.
+    """The options; :func:`check` judges their values.
 
-    The defaults learned most of what was tried in about the same time, two minutes on two cores: 2 layers reach 1.8
-    nats a byte; 4 layers, for 1100 steps of a batch of 4 or 550 of 8, stayed at 2.3.
+    The defaults reached the lowest loss of what was tried at equal cost (two minutes on two Zen 4 cores): 1.8 nats a
+    byte with 2 layers; 4 layers stayed at 2.3, with 1100 steps of 4 windows and with 550 of 8.
     """
     parser = argparse.ArgumentParser(
         prog="pyattn train", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -53,8 +53,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     model.add_argument("--heads", type=int, default=Config.heads, help="attention heads in each block")
     model.add_argument("--width", type=int, default=Config.width, help="features of a token, a multiple of heads")
     model.add_argument("--context", type=int, default=Config.context, help="bytes the model can look back on")
-    model.add_argument("--dropout", type=float, default=Config.dropout, help="share of weights and outputs dropped")
-    model.add_argument("--attention", choices=ATTENTIONS, default="pyattn", help="who computes the attention")
+    model.add_argument(
+        "--dropout", type=float, default=Config.dropout, help="probability of dropping a weight or an output"
+    )
+    model.add_argument("--attention", choices=ATTENTIONS, default="pyattn", help="whose attention to use")
 
     training = parser.add_argument_group("training")
     training.add_argument("--data", type=Path, help="text file or folder; None: Python's standard library")
@@ -62,22 +64,26 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     training.add_argument("--batch", type=int, default=4, help="windows in a step")
     training.add_argument("--lr", type=float, default=5e-3, help="highest learning rate")
     training.add_argument("--eval-every", type=int, default=200, help="steps from one validation to the next")
-    training.add_argument("--seed", type=int, default=0, help="of weights, batches, dropout and sample")
+    training.add_argument("--seed", type=int, default=0, help="random seed of weights, batches, dropout and sample")
     training.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
     training.add_argument("--device", choices=DEVICES, default="cpu", help="where to train")
-    training.add_argument("--dtype", choices=DTYPES, default="float32", help="of matrix products (bfloat16: autocast)")
+    training.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="dtype of matrix products (bfloat16: autocast)"
+    )
 
     output = parser.add_argument_group("output")
     output.add_argument("--out", type=Path, help="folder to write; None: runs/ and the time")
     output.add_argument("--overwrite", action="store_true", help="even if --out has an earlier run's files")
     output.add_argument("--sample", type=int, default=400, help="bytes to generate at the end")
-    output.add_argument("--temperature", type=float, default=0.8, help="of the sample; lower is safer")
-    output.add_argument("--top-k", type=int, default=40, help="likeliest bytes that the sample draws from")
+    output.add_argument(
+        "--temperature", type=float, default=0.8, help="divides the sample's logits; lower is less random"
+    )
+    output.add_argument("--top-k", type=int, default=40, help="draw each byte of the sample from the likeliest K")
     return parser.parse_args(argv)
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raise InputError for the first value that cannot be trained with; :class:`Config` judges the model's own."""
+    """Raise InputError for the first invalid value; :class:`Config` checks the model's."""
     for name in ("steps", "batch", "eval_every", "threads", "top_k"):
         if getattr(options, name) < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1", getattr(options, name))
@@ -92,7 +98,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def introduce(options: argparse.Namespace, text: Text, model: GPT) -> None:
-    """Say what is trained on what, and how."""
+    """Print what is trained, on what text, and how."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     size = (len(text.train) + len(text.validation)) / 1e6
     print(f"text       {text.source}: {size:.2f} MB, the last tenth to validate on")
@@ -112,7 +118,7 @@ def introduce(options: argparse.Namespace, text: Text, model: GPT) -> None:
 
 
 def continuation(model: GPT, text: Text, options: argparse.Namespace) -> str:
-    """What the model makes of the beginning of the validation text, that beginning included."""
+    """The beginning of the validation text and what the model adds to it."""
     start = text.validation[None, :PROMPT].long().to(options.device)
     generator = torch.Generator().manual_seed(options.seed)
     ids = model.generate(start, options.sample, generator, temperature=options.temperature, top_k=options.top_k)
@@ -120,7 +126,7 @@ def continuation(model: GPT, text: Text, options: argparse.Namespace) -> str:
 
 
 def compare_attention(model: GPT, text: Text, options: argparse.Namespace) -> bool:
-    """Print the chosen attention's speed-up over the pure-Python one. Returns whether their losses agree."""
+    """Print the speed-up over the pure-Python attention. Returns whether their losses agree."""
     generator = torch.Generator().manual_seed(options.seed)
     batches = text.batches(options.batch, options.context, generator)
     warm_up_too = [next(batches) for _ in range(1 + COMPARED_BATCHES)]
@@ -136,14 +142,14 @@ def compare_attention(model: GPT, text: Text, options: argparse.Namespace) -> bo
 
 
 def give_up(reason: DivergenceError, losses: Losses, lr: float, folder: Path) -> None:
-    """Say at which step training diverged, what is left of it, and what to change."""
+    """Print where training diverged, which weights are kept, and what to change."""
     kept = max(losses.validation, default=None)
     left = "" if kept is None else f"; {folder / MODEL} has the weights of step {kept}"
     print(f"pyattn: training diverged, {reason}{left}: lower --lr, got {lr:g}", file=sys.stderr)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Train, then write and print everything there is to show. Returns the exit code."""
+    """Train, save, show a sample and the comparison. Returns the exit code."""
     options = parse(argv)
     check(options)
     config = Config(options.layers, options.heads, options.width, options.context, dropout=options.dropout)
