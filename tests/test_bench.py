@@ -1,6 +1,7 @@
 """Promise: the benchmark compares what computes the same, measures what it says, and leaves the state as it was."""
 
 import json
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ from matplotlib import image
 
 import pyattn
 from pyattn import _C, _ops, reference
-from pyattn.cli import bench, chart, contenders, main, timing
+from pyattn.cli import bench, chart, contenders, main, rows, timing
 
 
 @pytest.fixture
@@ -103,8 +104,17 @@ def test_modules_are_causal(name):
     assert not torch.allclose(out[:, 6:], other[:, 6:])
 
 
-def test_run(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench, "MODULES", ((1, 8, 16, 2),))
+@pytest.fixture
+def least(monkeypatch) -> None:
+    """A tiny module, and three rounds of everything however long they take."""
+    monkeypatch.setattr(bench, "QUICK_MODULES", ((1, 8, 16, 2),))
+    monkeypatch.setattr(bench, "QUICK_SECONDS", math.inf)
+    monkeypatch.setattr(rows, "FUNCTION_SECONDS", 0.0)
+    monkeypatch.setattr(rows, "MODULE_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("least")
+def test_run(tmp_path, capsys):
     before = _C.active_isa()
     options = f"--quick --shapes 1x2x9x4 2x1x70x8 --dtype float32 float16 --threads 1 --out {tmp_path}"
     threads = torch.get_num_threads()
@@ -127,8 +137,8 @@ def test_run(tmp_path, capsys, monkeypatch):
     assert image.imread(tmp_path / "speedups.png").shape[1] == 1680
 
 
-def test_run_on_a_gpu(gpu, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench, "MODULES", ((1, 8, 16, 2),))
+@pytest.mark.usefixtures("least")
+def test_run_on_a_gpu(gpu, tmp_path, capsys):
     options = f"--device cuda --quick --shapes 1x2x70x8 --dtype float32 --out {tmp_path}"
     assert main(["bench", *options.split()]) == 0
     assert set(gpu["randn"]) == set(gpu["to"]) == set(gpu["clock"]) == {"cuda"}

@@ -35,9 +35,11 @@ def clocks(monkeypatch) -> Clocks:
 def test_one_thread_is_timed_by_its_cpu_time_and_more_by_the_wall(clocks, monkeypatch, threads, seconds):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     calls = {"sdpa": lambda: clocks.call(8.0, 3.0, 6.0), "ours": lambda: clocks.call(4.0, 1.0, 2.0)}
+    monkeypatch.setattr(contention, "waited", lambda: clocks.wall / 2)
     ours = in_turn(calls, "sdpa", 0.0)["ours"]
     assert (ours.seconds, ours.wall_seconds, ours.cpu_seconds) == (seconds, 4.0, 2.0)
     assert ours.speedup == (3.0 if threads == 1 else 2.0)
+    assert ours.waited == (None if threads == 1 else 0.5 / threads)
 
 
 def test_times_and_their_quartiles(clocks, monkeypatch):

@@ -41,7 +41,8 @@ class Time:
         speedup: time of the base over this one's, median of the ratios of each round.
         rounds: their number; quartiles of fewer than three mean nothing.
         wall_seconds, cpu_seconds: medians of the wall clock and of all threads' CPU time, spinning included.
-        waited: share of the comparison's time that a thread waited for a core; None on a GPU or where unknown.
+        waited: share of the comparison's time that a thread waited for a core; None where the clock is not the wall
+            clock, and where unknown.
     """
 
     seconds: float
@@ -54,6 +55,11 @@ class Time:
     waited: float | None
 
 
+def by_the_wall(device: str) -> bool:
+    """Whether times on ``device`` are by the wall clock, which other programs affect."""
+    return device == "cpu" and torch.get_num_threads() > 1
+
+
 def stopwatch(device: str) -> Callable[[], float]:
     """Starts the clock of ``device``. Returns a function that reads it, in seconds, when the device's work is done.
 
@@ -61,7 +67,7 @@ def stopwatch(device: str) -> Callable[[], float]:
     wall clock, because threads that spin at a barrier use CPU time too.
     """
     if device == "cpu":
-        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        clock = time.perf_counter if by_the_wall(device) else time.thread_time
         started = clock()
         return lambda: clock() - started
     torch.cuda.synchronize()
@@ -94,7 +100,7 @@ def in_turn(
     repeats = {name: max(1, int(SHORTEST / max(once(call, 1, device), 1e-7))) for name, call in calls.items()}
     taken: dict[str, list[tuple[float, float, float]]] = {name: [] for name in calls}
     shuffle = random.Random(0)
-    contention = Contention(torch.get_num_threads())
+    contention = Contention(torch.get_num_threads()) if by_the_wall(device) else None
     started, rounds = time.perf_counter(), 0
     while rounds < fewest or (
         rounds < MOST_ROUNDS and (time.perf_counter() - started) * (rounds + 1) / rounds < seconds * len(calls)
@@ -104,7 +110,7 @@ def in_turn(
             mean = once(calls[name], n, device)
             taken[name].append((mean, (time.perf_counter() - wall) / n, (time.process_time() - cpu) / n))
         rounds += 1
-    waited = contention.share() if device == "cpu" else None
+    waited = contention.share() if contention else None
 
     def summary(name: str) -> Time:
         times, walls, cpus = zip(*taken[name], strict=True)
