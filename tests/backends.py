@@ -41,14 +41,34 @@ class Backend:
         halves, and a sequence has the same bits alone and in a batch."""
         return self.family != "cpu"
 
+    def lengths(self, dtype: torch.dtype) -> tuple[int, ...]:
+        """Sequence lengths around those of vectors (up to 32 numbers on a CPU), tiles (64 or 128) and key blocks."""
+        if self.family == "cpu":
+            return 1, 5, 16, 17, 33, 64, 100, 230
+        if self.family == "cuda":
+            return 1, 17, 64, 100, 230, 300
+        return (17, 33) if dtype == torch.float64 else (17, 90)
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """Head dimensions that fill vectors, tiles and 16 bytes, and that do not."""
+        return {"cpu": (20, 21, 32), "emulated": (21, 40), "cuda": (20, 21, 64, 128, 200)}[self.family]
+
+    def keeps_infinity(self, dtype: torch.dtype) -> bool:
+        """On CUDA an infinite float32, split into two halves, becomes NaN."""
+        return not (self.cuda_kernels and dtype == torch.float32)
+
     def takes(self, dtype: torch.dtype | None, case: Case | None) -> bool:
-        """Whether there are such kernels, and whether an emulated case takes seconds rather than minutes."""
+        """Whether there are such kernels, and whether an emulated case takes a second rather than a minute.
+
+        In float64 an emulated warp exchanges words for every pair of query and key.
+        """
         if dtype is not None and not self.repeatable and dtype.itemsize != 2:
             return False
         if case is None or not self.cuda_kernels:
             return True
         pairs = case.batch * case.num_heads_q * case.seqlen_q * case.seqlen_k
-        affordable = 25_000 if dtype == torch.float64 else 75_000
+        affordable = 6_000 if dtype == torch.float64 else 75_000
         return max(case.head_dim, case.head_dim_v) <= 256 and (self.family == "cuda" or pairs < affordable)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:

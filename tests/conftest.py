@@ -1,5 +1,5 @@
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Waiting threads sleep: where other work runs, spinning ones take the processors from those they wait for.
@@ -8,13 +8,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 
-pytest.register_assert_rewrite("backends", "helpers", "module_cases")
+pytest.register_assert_rewrite("backends", "helpers", "module_cases", "yardstick")
 
 from backends import Backend, chosen  # noqa: E402
 
-FIXTURES = {
+FIXTURES: dict[str, Callable[[Backend], bool]] = {
     "backend": lambda b: True,
-    "native": lambda b: b.family != "emulated",
+    "repeatable": lambda b: b.repeatable,  # once where only dq tells two backends apart
+    "native": lambda b: b.family != "emulated",  # those that torch's operators reach
+    "emulation": lambda b: b.family == "emulated",
+    "cuda": lambda b: b.family == "cuda",
     "isa": lambda b: b.family == "cpu",
 }
 """Which backends a test runs on, by the fixture that it asks for."""
@@ -46,10 +49,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     def is_chosen(item: pytest.Item) -> bool:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        backend = next((parameters[name] for name in FIXTURES if name in parameters), None)
-        if backend is None:
+        asked = [parameters[name] for name in FIXTURES if name in parameters]
+        if not asked:
             return not config.getoption("backend") or "device" in parameters
-        return backend.takes(parameters.get("dtype"), parameters.get("case"))
+        backend = asked[0]  # a placeholder of pytest's where none is chosen
+        return isinstance(backend, Backend) and backend.takes(parameters.get("dtype"), parameters.get("case"))
 
     left_out = [item for item in items if not is_chosen(item)]
     config.hook.pytest_deselected(items=left_out)
@@ -63,8 +67,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
         yield request.param
 
 
-native = backend
-"""Runs the test on each backend that torch's operators reach: not on the emulation."""
+repeatable = native = emulation = cuda = backend
 
 
 @pytest.fixture

@@ -29,10 +29,7 @@ from gpu_steps.runner import Step, run_step
 TESTS = Path(__file__).resolve().parent
 DEVICE = ("cuda",)
 STEPS = (
-    Step("gpu_steps.accuracy", DEVICE, 100),
-    Step("gpu_steps.laws", DEVICE, 60),
-    Step("gpu_steps.layouts", DEVICE, 60),
-    Step("gpu_steps.features", DEVICE, 60),
+    Step("gpu_steps.suite", (str(TESTS), "--backend", "cuda"), 160),
     Step("gpu_steps.sanitizer", ("bfloat16",), 60, longest=120),
     Step("gpu_steps.speed", DEVICE, 100),
     Step("gpu_steps.training", DEVICE, 100, longest=90),

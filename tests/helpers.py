@@ -76,6 +76,7 @@ CASES = [
     Case(1, 2, 2, 20, 120, 8, 8, softmax_scale=1e-30),
     Case(1, 5, 1, 450, 450, 8, 8),
     Case(1, 2, 2, 70, 90, 64, 64, softmax_scale=2.0),
+    Case(2, 4, 2, 9, 21, 250, 100, q_offset=3, dropout_p=0.3),
     Case(1, 4, 2, 70, 100, 16, 20, q_offset=-10, dropout_p=0.4),
     Case(2, 4, 2, 70, 130, 16, 20, dropout_p=0.1),
     Case(1, 3, 1, 140, 50, 33, 8, causal=False, dropout_p=0.5),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from backends import Backend
 from helpers import Case, each_dtype, run
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -34,26 +35,25 @@ def test_philox_known_answer_of_pi() -> None:
     assert tuple(x.item() for x in results) == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
 
 
-@pytest.mark.usefixtures("isa", "threads")
+@pytest.mark.usefixtures("threads")
 @each_dtype
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 0x0123456789ABCDEF])
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_native_mask_is_the_one_shown(dtype: torch.dtype, seed: int, num_threads: int) -> None:
-    """With equal scores and values 1 at one key, out is that key's weight; dv that of the query."""
-    torch.set_num_threads(num_threads)
-    b, h, g, sq, sk, p = 2, 2, 2, 67, 203, 0.4
+def test_native_mask_is_the_one_shown(repeatable: Backend, dtype: torch.dtype, seed: int) -> None:
+    """With equal scores and values 1 at one key, out is that key's weight, and dv that of the query."""
+    torch.set_num_threads(3)
+    b, h, g, sq, sk, p = (1, 1, 2, 20, 70, 0.4) if repeatable.family == "emulated" else (2, 2, 2, 67, 203, 0.4)
     q, k = torch.zeros(b, h * g, sq, 8, dtype=dtype), torch.zeros(b, h, sk, 8, dtype=dtype)
     v = torch.eye(sk, dtype=dtype).expand(b, h, sk, sk).clone().requires_grad_()
-    out = attention(q, k, v, causal=False, dropout_p=p, dropout_seed=seed)
+    out = repeatable.attention(q, k, v, causal=False, dropout_p=p, dropout_seed=seed)
     kept = dropout_mask(seed, b, h * g, sq, sk, p)
-    assert torch.equal(out != 0, kept)
+    assert torch.equal(out != 0, kept.to(out.device))
     assert out[kept].unique().numel() == 1
     torch.testing.assert_close(out[kept][0].item(), 1 / (1 - p) / sk, rtol=0.004, atol=0)
     for head in range(g):
         dout = torch.zeros_like(out)
         dout[:, head::g] = torch.eye(sq, sk, dtype=dtype)
         (dv,) = torch.autograd.grad(out, v, dout, retain_graph=True)
-        assert torch.equal(dv[..., :sq] != 0, kept[:, head::g].mT)
+        assert torch.equal(dv[..., :sq] != 0, kept[:, head::g].mT.to(out.device))
 
 
 def test_weights_are_kept_with_their_probability() -> None:
@@ -79,24 +79,30 @@ def test_probabilities_at_the_ends(p: float) -> None:
         torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.usefixtures("isa")
-def test_torch_generator_gives_the_seed() -> None:
+def test_torch_generator_gives_the_seed(native: Backend) -> None:
     q, k, v = Case(1, 2, 2, 40, 40, 8, 8).inputs(torch.float32)
     torch.manual_seed(1)
-    first, second = (attention(q, k, v, dropout_p=0.5) for _ in range(2))
+    first, second = (native.attention(q, k, v, dropout_p=0.5) for _ in range(2))
     torch.manual_seed(1)
-    again, seed = attention(q, k, v, dropout_p=0.5), draw_seed()
+    again, seed = native.attention(q, k, v, dropout_p=0.5), draw_seed(q.device)
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
     for same in (seed, int(seed)):
-        assert torch.equal(second, attention(q, k, v, dropout_p=0.5, dropout_seed=same))
-    state = torch.get_rng_state()
-    plain = attention(q, k, v)
-    assert torch.equal(plain, attention(q, k, v, dropout_p=0.0))
-    assert torch.equal(plain, attention(q, k, v, dropout_p=0.0, dropout_seed=3))
-    assert torch.equal(state, torch.get_rng_state())
+        assert torch.equal(second, native.attention(q, k, v, dropout_p=0.5, dropout_seed=same))
 
 
+def test_without_dropout_no_seed_is_drawn(native: Backend) -> None:
+    q, k, v = Case(1, 2, 2, 40, 40, 8, 8).inputs(torch.float32)
+    torch.manual_seed(1)
+    expected = torch.randn(3)
+    torch.manual_seed(1)
+    plain = native.attention(q, k, v)
+    assert torch.equal(plain, native.attention(q, k, v, dropout_p=0.0))
+    assert torch.equal(plain, native.attention(q, k, v, dropout_p=0.0, dropout_seed=3))
+    assert torch.equal(torch.randn(3), expected)
+
+
+@pytest.mark.usefixtures("device")
 def test_checkpoint_drops_the_same() -> None:
     q, k, v = (x.requires_grad_() for x in Case(1, 2, 2, 40, 40, 8, 8).inputs(torch.float32))
 

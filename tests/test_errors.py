@@ -46,7 +46,7 @@ BAD_INPUTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"v": zeros(2, 2, 7, 6, dtype=torch.bfloat16)}, TypeError, "v must have dtype float32, got bfloat16"),
     (dict.fromkeys("qkv", zeros(2, 2, 7, 8, dtype=torch.int64)), TypeError, "bfloat16 or float16, got int64"),
     (dict.fromkeys("qkv", zeros(2, 2, 7, 8, dtype=torch.complex64)), TypeError, "float16, got complex64"),
-    ({"k": zeros(2, 2, 7, 8).to("meta")}, ValueError, "k must be on q's device, got meta and cpu"),
+    ({"k": zeros(2, 2, 7, 8).to("meta")}, ValueError, "k must be on q's device, got meta and c"),
     ({"softmax_scale": math.nan}, ValueError, "softmax_scale must be finite, got nan"),
     ({"softmax_scale": math.inf}, ValueError, "softmax_scale must be finite, got inf"),
     ({"q_offset": torch.zeros(3, dtype=torch.int64)}, ValueError, "q_offset must have shape [2], got [3]"),
@@ -55,7 +55,8 @@ BAD_INPUTS: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "kind", "message"), BAD_INPUTS, ids=[m[:40] for _, _, m in BAD_INPUTS])
-def test_forward(changes: dict[str, Any], kind: type[Exception], message: str) -> None:
+def test_forward(device: str, changes: dict[str, Any], kind: type[Exception], message: str) -> None:
+    changes = {name: x.to(device) if isinstance(x, Tensor) and not x.is_meta else x for name, x in changes.items()}
     inputs = tensors() | changes
     with pytest.raises(kind, match="pyattn: .*" + re.escape(message)):
         attention(**inputs)
@@ -68,6 +69,7 @@ def test_forward(changes: dict[str, Any], kind: type[Exception], message: str) -
         backward(q, None, q, k, v, q, rows, rows, changes.get("softmax_scale", 1.0), True, 0, offset)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("name", ["dout", "dlse", "out", "row_max", "row_sum"])
 def test_backward_shapes_and_dtypes(name: str) -> None:
     q, k, v = tensors().values()
@@ -239,11 +241,3 @@ def test_none_for_a_tensor_of_the_operators() -> None:
 def test_unknown_instruction_set() -> None:
     with pytest.raises(ValueError, match=r"pyattn: instruction set must be one of .*scalar, got 'sse9'"):
         _C.set_isa("sse9")
-
-
-@pytest.mark.parametrize("offset", [2**63 - 1, -(2**63), 2**40, -(2**40)])
-def test_extreme_offsets(offset: int) -> None:
-    q, k, v = tensors().values()
-    out = attention(q, k, v, q_offset=offset)
-    assert torch.equal(out, attention(q, k, v, causal=False) if offset > 0 else torch.zeros_like(out))
-    assert torch.equal(out, attention(q, k, v, q_offset=torch.full((2,), offset)))

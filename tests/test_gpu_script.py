@@ -88,6 +88,30 @@ def test_what_fails_is_recorded_and_the_rest_done(planted: dict[str, str], tmp_p
     assert messages[5] is None
 
 
+PLANTED_TESTS = """
+import os, pytest
+
+def test_passes(): pass
+def test_fails(): assert 1 == 2
+def test_skips(): pytest.skip("not here")
+def test_ends(): os._exit(3)
+def test_passes_again(): pass
+"""
+
+
+def test_pytest_is_a_step(tmp_path: Path) -> None:
+    """Each test is a check; one that ends the process fails alone."""
+    (tmp_path / "test_planted.py").write_text(PLANTED_TESTS)
+    step = Step("gpu_steps.suite", (str(tmp_path),), LIMIT, LIMIT)
+    records = run_step(step, gpu.environment(""), tmp_path / "log", time.monotonic() + LIMIT)
+    found = {x["check"].rpartition("::")[2]: (x["status"], x.get("message", "")) for x in records}
+    assert list(found) == ["test_passes", "test_fails", "test_skips", "test_ends", "test_passes_again"]
+    assert found["test_passes"] == found["test_passes_again"] == (PASSED, "")
+    assert found["test_fails"] == (FAILED, "assert 1 == 2 (test_planted.py:5)")
+    assert found["test_skips"] == (LEFT_OUT, "Skipped: not here")
+    assert found["test_ends"][1].startswith("the process ended with status 3")
+
+
 def test_time_is_respected(planted: dict[str, str], tmp_path: Path) -> None:
     """No check begins when the step's time is over, and no process when that of all is."""
     late = run_step(Step("planted", ("9",), 0.1, LIMIT), planted, tmp_path / "log", time.monotonic() + LIMIT)
@@ -157,9 +181,9 @@ def test_the_record(fake_gpu: dict[str, list[dict[str, Any]]], tmp_path: Path, c
 def test_a_failure_is_shown_and_returned(
     fake_gpu: dict[str, list[dict[str, Any]]], tmp_path: Path, capsys: Any
 ) -> None:
-    fake_gpu["laws"] = [record("bits", FAILED, message="they differ")]
+    fake_gpu["suite"] = [record("bits", FAILED, message="they differ")]
     assert gpu.main(["--out", str(tmp_path), "--installed"]) == 1
-    assert "laws: bits: they differ" in capsys.readouterr().out
+    assert "suite: bits: they differ" in capsys.readouterr().out
 
 
 def test_without_a_build_there_is_nothing_to_test(fake_gpu: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:

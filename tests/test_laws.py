@@ -1,73 +1,87 @@
-"""Properties that hold to the bit: what is not seen does not matter, nor who computes it or where it lies."""
+"""What holds to the bit on every backend: what is not seen does not matter, nor who computes it or how often."""
 
+import itertools
 import math
 
 import pytest
 import torch
+from backends import Backend
 from helpers import DTYPES, Case, assert_accurate, assert_equal, each_dtype, run
+from torch import Tensor
+from torch.autograd import gradcheck
 
 from pyattn import _C, attention, reference
 
-pytestmark = pytest.mark.usefixtures("isa")
-
-# Two vectors of the widest instruction set are 32 floats; key blocks are 96.
-LENGTHS = (1, 5, 16, 17, 33, 64, 100, 230)
-
 
 @each_dtype
-@pytest.mark.parametrize("seqlen", LENGTHS)
-def test_rows_ignore_the_future(dtype: torch.dtype, seqlen: int) -> None:
-    q, k, v = Case(2, 4, 2, seqlen, seqlen, 24, 20).inputs(dtype)
-    dout = torch.randn(2, 4, seqlen, 20).to(dtype)
-    t = seqlen // 2
-    before = attention(q, k, v, return_lse=True)
-    changed = [x.clone() for x in (k, v)]
-    for x in changed:
-        x[:, :, t + 1 :] = torch.randn_like(x[:, :, t + 1 :]) * 9
-    after = attention(q, *changed, return_lse=True)
-    assert_equal(tuple(x[:, :, : t + 1] for x in before), tuple(x[:, :, : t + 1] for x in after))
-    dout[:, :, t + 1 :] = 0
-    dq, dq_changed = (run(attention, (q, *kv), dout)[2] for kv in ((k, v), changed))
-    assert torch.equal(dq[:, :, : t + 1], dq_changed[:, :, : t + 1])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 7.0])
+def test_what_is_not_seen_changes_no_bit(backend: Backend, dtype: torch.dtype, bad: float) -> None:
+    """Rows up to t ignore keys and values after t; keys from t on ignore queries and dout before t."""
+    for seqlen in backend.lengths(dtype):
+        case = Case(1, 2, 1, seqlen, seqlen, 24, 20)
+        (q, k, v), (dout, _) = case.inputs(dtype), case.gradients(dtype)
+        t = seqlen // 2
+        clean = run(backend.attention, (q, k, v), dout)
+        future_k, future_v, past_q, past_dout = (x.clone() for x in (k, v, q, dout))
+        future_k[:, :, t + 1 :], future_v[:, :, t + 1 :], past_q[:, :, :t], past_dout[:, :, :t] = bad, bad, bad, bad
+        rows = run(backend.attention, (q, future_k, future_v), dout)[:3]
+        backend.assert_same(tuple(x[:, :, : t + 1] for x in rows), tuple(x[:, :, : t + 1] for x in clean))
+        for queries, gradient in ((past_q, dout), (q, past_dout), (past_q, past_dout)):
+            keys = run(backend.attention, (queries, k, v), gradient)[3:]
+            assert_equal(tuple(x[:, :, t:] for x in keys), tuple(x[:, :, t:] for x in clean[3:]))
 
 
 @each_dtype
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("seqlen", LENGTHS)
-def test_what_is_not_seen_changes_no_bit(dtype: torch.dtype, bad: float, seqlen: int) -> None:
-    """Bad keys and values after position t, bad queries and dout before it: each row looks only at what it may."""
-    q, k, v = Case(1, 2, 1, seqlen, seqlen, 24, 20).inputs(dtype)
-    dout = torch.randn(1, 2, seqlen, 20).to(dtype)
-    t = seqlen // 2
-    clean = run(attention, (q, k, v), dout)
-    future = [x.clone() for x in (k, v)]
-    for x in future:
-        x[:, :, t + 1 :] = bad
-    out, lse, dq, _, _ = run(attention, (q, *future), dout)
-    assert_equal(tuple(x[:, :, : t + 1] for x in (out, lse, dq)), tuple(x[:, :, : t + 1] for x in clean[:3]))
-    past_q, past_dout = q.clone(), dout.clone()
-    past_q[:, :, :t], past_dout[:, :, :t] = bad, bad
-    for queries, gradient in ((past_q, dout), (q, past_dout), (past_q, past_dout)):
-        assert_equal(
-            tuple(x[:, :, t:] for x in run(attention, (queries, k, v), gradient)), tuple(x[:, :, t:] for x in clean)
-        )
+@pytest.mark.parametrize("case", [Case(1, 2, 1, 90, 140, 40, 72, q_offset=20)], ids=str)
+def test_bad_keys_and_queries_within_a_tile(backend: Backend, case: Case, dtype: torch.dtype, bad: float) -> None:
+    """Where some rows of a tile see bad keys, those have no finite result and no finite gradient, the others all."""
+    last = 60  # the queries up to it see the keys up to 80
+    (q, k, v), gradients = case.inputs(dtype), case.gradients(dtype)
+    clean = run(backend.attention, (q, k, v), *gradients, **case.options)
+    soiled_k, soiled_v = k.clone(), v.clone()
+    soiled_k[:, :, last + 21 + 5], soiled_v[:, :, last + 21 :: 7] = bad, bad
+    soiled = run(backend.attention, (q, soiled_k, soiled_v), *gradients, **case.options)
+    backend.assert_same(tuple(x[:, :, : last + 1] for x in soiled[:3]), tuple(x[:, :, : last + 1] for x in clean[:3]))
+    assert not soiled[0][:, :, last + 1 :].isfinite().all(-1).any()
+    assert soiled[2][:, :, last + 6 :].isnan().all()
+
+    dout = gradients[0].clone()
+    q[:, :, 10], dout[:, :, 11] = bad, bad  # which see the keys up to 31
+    soiled = run(backend.attention, (q, k, v), dout, gradients[1], **case.options)
+    assert_equal(tuple(x[:, :, 32:] for x in soiled[3:]), tuple(x[:, :, 32:] for x in clean[3:]))
+    assert not any(x[:, :, :31].isfinite().any() for x in soiled[3:])
 
 
 @each_dtype
 @pytest.mark.parametrize("position", [63, 95])
-def test_one_bad_element(dtype: torch.dtype, position: int) -> None:
-    """In the last column and the last row of a block, for whoever looks for bad ones."""
+def test_one_bad_element(native: Backend, dtype: torch.dtype, position: int) -> None:
+    """NaN in the last column and the last row of a block changes nothing for whoever does not see it."""
     inputs = [*Case(1, 2, 1, 96, 96, 21, 19).inputs(dtype), torch.randn(1, 2, 96, 19).to(dtype)]
-    clean = run(attention, tuple(inputs[:3]), inputs[3])
+    clean = run(native.attention, tuple(inputs[:3]), inputs[3])
     for which in range(4):
         *qkv, dout = (x.clone() for x in inputs)
         (*qkv, dout)[which][:, :, position, -1] = math.nan
-        results, keys = run(attention, tuple(qkv), dout), which in (1, 2)
-        unaware = slice(0, position) if keys else slice(position + 1, None)
-        for x, y in zip(results[:3] if keys else results[3:], clean[:3] if keys else clean[3:], strict=True):
-            assert torch.equal(x[:, :, unaware], y[:, :, unaware])
+        results = run(native.attention, tuple(qkv), dout)
+        if which in (1, 2):
+            native.assert_same(tuple(x[:, :, :position] for x in results[:3]), tuple(x[:, :, :position] for x in clean))
+        else:
+            assert_equal(*(tuple(x[:, :, position + 1 :] for x in r[3:]) for r in (results, clean)))
 
 
+@each_dtype
+def test_a_key_that_no_query_sees(backend: Backend, dtype: torch.dtype) -> None:
+    """It has no gradient, be it NaN, and even where a tile has room for queries that would see it."""
+    case = Case(1, 1, 1, 10, 40, 32, 32, q_offset=0)
+    q, k, v = case.inputs(dtype)
+    k[:, :, 12], v[:, :, 13] = math.nan, math.nan
+    _, _, dq, dk, dv = run(backend.attention, (q, k, v), *case.gradients(dtype), **case.options)
+    assert dq.isfinite().all()
+    assert (dk[:, :, 10:] == 0).all()
+    assert (dv[:, :, 10:] == 0).all()
+
+
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", DTYPES[2:], ids=str)
 def test_every_16_bit_number_is_read_and_rounded_as_torch_does(dtype: torch.dtype) -> None:
     """The mean and the sum of each number and the next one lie halfway between two numbers, up to infinity."""
@@ -89,48 +103,54 @@ def test_every_16_bit_number_is_read_and_rounded_as_torch_does(dtype: torch.dtyp
 
 @each_dtype
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("seqlen", LENGTHS)
-def test_nan_that_is_seen_arrives(dtype: torch.dtype, causal: bool, seqlen: int) -> None:
-    q, k, v = Case(1, 2, 2, seqlen, seqlen, 24, 20).inputs(dtype)
-    t = seqlen // 2
-    for which in range(3):
-        inputs = [x.clone() for x in (q, k, v)]
-        inputs[which][0, 0, t, 3] = math.nan
-        out, lse = attention(*inputs, causal=causal, return_lse=True)
-        rows = slice(t, t + 1) if which == 0 else slice(t, None) if causal else slice(None)
-        columns = slice(3, 4) if which == 2 else slice(None)
-        expected = torch.zeros_like(out, dtype=torch.bool)
-        expected[0, 0, rows, columns] = True
-        assert torch.equal(out.isnan(), expected)
-        assert torch.equal(lse.isnan(), expected.any(-1) & (which < 2))
+def test_nan_that_is_seen_arrives(repeatable: Backend, dtype: torch.dtype, causal: bool) -> None:
+    """In q, k or v, at every length: in the rows that see it and, of a value, in its column."""
+    for seqlen in repeatable.lengths(dtype):
+        inputs = Case(1, 2, 2, seqlen, seqlen, 24, 20).inputs(dtype)
+        for which, t in itertools.product(range(3), {0, seqlen // 2, seqlen - 1}):
+            soiled = [x.clone() for x in inputs]
+            soiled[which][0, 0, t, 3] = math.nan
+            out, lse = repeatable.attention(*soiled, causal=causal, return_lse=True)
+            rows = torch.zeros(1, 2, seqlen, dtype=torch.bool)
+            rows[0, 0, slice(t, t + 1) if which == 0 else slice(t, None) if causal else slice(None)] = True
+            whole_rows = which < 2 or repeatable.cuda_kernels
+            assert torch.equal(out.isnan().all(-1) if which < 2 else out[..., 3].isnan(), rows)
+            assert torch.equal(out.isnan().any(-1), rows)
+            assert whole_rows or not out[..., 4:].isnan().any()
+            assert torch.equal(lse.isnan(), rows & (which < 2))
 
 
 @each_dtype
-def test_scores_that_are_all_minus_infinity(dtype: torch.dtype) -> None:
+def test_scores_that_are_all_minus_infinity(backend: Backend, dtype: torch.dtype) -> None:
     """Softmax of nothing but -inf is NaN; a row that has one other score does not see the rest."""
     q, k, v = Case(1, 1, 1, 2, 200, 2, 3).inputs(dtype)
     q[:], k[:] = -math.inf, 1
-    assert attention(q, k, v).isnan().all()
-    assert all(grad.isnan().all() for grad in run(attention, (q, k, v), torch.ones(1, 1, 2, 3).to(dtype))[2:4])
-    q[:], k[:, :, :150], k[:, :, 150] = 1, -math.inf, 0
-    k[:, :, 151:] = -math.inf
-    assert torch.equal(attention(q, k, v), v[:, :, 150:151].expand(1, 1, 2, 3))
+    assert backend.attention(q, k, v).isnan().all()
+    assert all(x.isnan().all() for x in run(backend.attention, (q, k, v), torch.ones(1, 1, 2, 3).to(dtype))[2:4])
+    if backend.keeps_infinity(dtype):
+        q[:], k[:], k[:, :, 150] = 1, -math.inf, 1
+        out, lse = backend.attention(q, k, v, return_lse=True)
+        assert torch.equal(out, v[:, :, 150:151].expand(1, 1, 2, 3))
+        assert torch.allclose(lse, torch.full_like(lse, 2**0.5))
 
 
 @each_dtype
-def test_inf_values_arrive_as_inf(dtype: torch.dtype) -> None:
+def test_inf_values_arrive(repeatable: Backend, dtype: torch.dtype) -> None:
     q, k, v = Case(1, 1, 1, 70, 70, 8, 8).inputs(dtype)
     v[0, 0, 30, 2] = math.inf
-    out = attention(q, k, v)
-    assert (out[0, 0, 30:, 2] == math.inf).all()
-    assert out[0, 0, :, 3:].isfinite().all()
+    out = repeatable.attention(q, k, v)
+    if repeatable.cuda_kernels:
+        assert not out[0, 0, 30:, 2].isfinite().any()
+    else:
+        assert (out[0, 0, 30:, 2] == math.inf).all()
+        assert out[0, 0, :, 3:].isfinite().all()
     assert out[0, 0, :30].isfinite().all()
 
 
 @each_dtype
-def test_rows_that_see_nothing(dtype: torch.dtype) -> None:
+def test_rows_that_see_nothing(backend: Backend, dtype: torch.dtype) -> None:
     case = Case(1, 2, 1, 80, 50, 16, 16, q_offset=-70)
-    out, lse, dq, dk, dv = run(attention, case.inputs(dtype), *case.gradients(dtype), **case.options)
+    out, lse, dq, dk, dv = run(backend.attention, case.inputs(dtype), *case.gradients(dtype), **case.options)
     assert (out[:, :, :70] == 0).all()
     assert (lse[:, :, :70] == -math.inf).all()
     assert (dq[:, :, :70] == 0).all()
@@ -139,7 +159,16 @@ def test_rows_that_see_nothing(dtype: torch.dtype) -> None:
     assert (dv[:, :, 10:] == 0).all()
 
 
+@pytest.mark.parametrize("offset", [2**63 - 1, -(2**63), 2**40, -(2**40)])
+def test_extreme_offsets(repeatable: Backend, offset: int) -> None:
+    q, k, v = Case(2, 4, 2, 5, 7, 8, 6).inputs(torch.float32)
+    out = repeatable.attention(q, k, v, q_offset=offset)
+    assert torch.equal(out, repeatable.attention(q, k, v, causal=False) if offset > 0 else torch.zeros_like(out))
+    assert torch.equal(out, repeatable.attention(q, k, v, q_offset=torch.full((2,), offset)))
+
+
 @pytest.mark.parametrize(("value", "gradient"), [(1e36, 1), (1, 1e36)])
+@pytest.mark.usefixtures("isa")
 def test_weights_below_the_smallest_normal_number_are_zero(value: float, gradient: float) -> None:
     """Weights of e^-95 would be denormal in float32, and their products many times slower; large factors show them."""
     q, k, v = Case(1, 1, 1, 256, 256, 64, 64).inputs(torch.float32)
@@ -151,30 +180,32 @@ def test_weights_below_the_smallest_normal_number_are_zero(value: float, gradien
 
 
 @each_dtype
-@pytest.mark.parametrize("case", [Case(1, 1, 1, 700, 700, 32, 32), Case(5, 6, 2, 130, 190, 33, 20)], ids=str)
-@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(
+    "case", [Case(1, 1, 1, 700, 700, 32, 32), Case(5, 6, 2, 130, 190, 33, 20, dropout_p=0.1)], ids=str
+)
+@pytest.mark.usefixtures("isa", "threads")
 def test_same_bits_for_any_number_of_threads(dtype: torch.dtype, case: Case) -> None:
     qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
     torch.set_num_threads(1)
-    once = run(attention, qkv, dout, dlse)
+    once = run(attention, qkv, dout, dlse, **case.options)
     for n in (2, 3, 4, 7):
         torch.set_num_threads(n)
         for _ in range(3):
-            assert_equal(run(attention, qkv, dout, dlse), once)
+            assert_equal(run(attention, qkv, dout, dlse, **case.options), once)
 
 
 @pytest.mark.usefixtures("threads")
-def test_same_bits_over_a_hundred_repeats() -> None:
+def test_same_bits_over_a_hundred_repeats(native: Backend) -> None:
     """Small enough to repeat, large enough for threads; one head, so that its keys are split."""
     case = Case(1, 1, 1, 130, 250, 32, 20)
     qkv, (dout, dlse) = case.inputs(torch.float32), case.gradients(torch.float32)
     torch.set_num_threads(3)
-    once = run(attention, qkv, dout, dlse)
+    once = run(native.attention, qkv, dout, dlse)
     for _ in range(100):
-        assert_equal(run(attention, qkv, dout, dlse), once)
+        native.assert_same(run(native.attention, qkv, dout, dlse), once)
 
 
-@pytest.mark.usefixtures("threads")
+@pytest.mark.usefixtures("isa", "threads")
 def test_two_threads_are_used() -> None:
     """In forward and in backward, also where there is one head only.
 
@@ -194,20 +225,21 @@ def test_two_threads_are_used() -> None:
 
 
 @each_dtype
-def test_decoding_equals_the_whole(dtype: torch.dtype) -> None:
+def test_decoding_equals_the_whole(native: Backend, dtype: torch.dtype) -> None:
     """One query at a time against the keys so far, as a KV cache has them."""
     q, k, v = Case(1, 4, 2, 110, 110, 24, 20).inputs(dtype)
-    steps = [attention(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1]) for t in range(110)]
+    steps = [native.attention(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1]) for t in range(110)]
     plain, exact = (reference.attention(*(x.to(t) for x in (q, k, v))) for t in (dtype, torch.float64))
     assert_accurate("out", torch.cat(steps, 2), plain, exact)
 
 
 @each_dtype
-def test_parts_of_the_keys_merge_to_the_whole(dtype: torch.dtype) -> None:
+def test_parts_of_the_keys_merge_to_the_whole(repeatable: Backend, dtype: torch.dtype) -> None:
     """lse weighs the parts, as in split-key decoding."""
     q, k, v = Case(1, 4, 2, 30, 250, 24, 20).inputs(dtype)
     parts = [
-        attention(q, k[:, :, i], v[:, :, i], causal=False, return_lse=True) for i in (slice(0, 70), slice(70, 250))
+        repeatable.attention(q, k[:, :, i], v[:, :, i], causal=False, return_lse=True)
+        for i in (slice(0, 70), slice(70, 250))
     ]
     weights = torch.stack([lse for _, lse in parts]).softmax(0)
     merged = sum(w[..., None] * out.to(w.dtype) for w, (out, _) in zip(weights, parts, strict=True))
@@ -216,13 +248,25 @@ def test_parts_of_the_keys_merge_to_the_whole(dtype: torch.dtype) -> None:
 
 
 @each_dtype
-def test_grouped_heads_equal_repeated_heads(dtype: torch.dtype) -> None:
-    case = Case(2, 6, 2, 45, 110, 24, 24)
-    q, k, v = case.inputs(dtype)
-    dout, dlse = case.gradients(dtype)
-    grouped = run(attention, (q, k, v), dout, dlse)
-    repeated = run(attention, (q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1)), dout, dlse)
-    assert_equal(grouped[:3], repeated[:3])
+@pytest.mark.parametrize("case", [Case(1, 6, 2, 9, 30, 24, 24), Case(2, 6, 2, 45, 110, 24, 24)], ids=str)
+def test_grouped_heads_equal_repeated_heads(backend: Backend, case: Case, dtype: torch.dtype) -> None:
+    (q, k, v), (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
+    grouped = run(backend.attention, (q, k, v), dout, dlse)
+    repeated = run(backend.attention, (q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1)), dout, dlse)
+    backend.assert_same(grouped[:3], repeated[:3])
     for x, y in zip(grouped[3:], repeated[3:], strict=True):
         exact = y.double().unflatten(1, (2, 3)).sum(2)
         assert_accurate("dk, dv", x, exact.to(dtype), exact)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(1, 2, 1, 4, 5, 3, 2, softmax_scale=-0.7), Case(1, 2, 1, 5, 4, 2, 3, q_offset=-2, dropout_p=0.3)],
+    ids=str,
+)
+def test_gradients_are_differences(repeatable: Backend, case: Case) -> None:
+    def out_and_lse(*qkv: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = repeatable.attention(*qkv, return_lse=True, **case.options)
+        return out, lse.masked_fill(lse == -math.inf, 0.0)  # there are no differences of -inf to take
+
+    assert gradcheck(out_and_lse, tuple(t.requires_grad_() for t in case.inputs(torch.float64)))

@@ -6,19 +6,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from backends import Backend
 from helpers import NAMES, Case, assert_accurate, assert_equal, each_dtype, run
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from pyattn import attention, reference
 
-pytestmark = pytest.mark.usefixtures("isa")
+Layout = Callable[[Tensor], Tensor]
 
 
 def nan_padded(x: Tensor) -> Tensor:
-    buffer = torch.full([n + 3 for n in x.shape], math.nan, dtype=x.dtype)
-    view = buffer[1:-2, 2:-1, 1:-2, 1:-2]
-    return view.copy_(x)
+    return x.new_full([n + 3 for n in x.shape], math.nan)[1:-2, 2:-1, 1:-2, 1:-2].copy_(x)
 
 
 def heads_inside(x: Tensor) -> Tensor:
@@ -30,36 +29,50 @@ def flipped_strides(x: Tensor) -> Tensor:
 
 
 def every_other_column(x: Tensor) -> Tensor:
-    wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), math.nan, dtype=x.dtype)
-    wide[..., ::2] = x
-    return wide[..., ::2]
+    return x.new_full((*x.shape[:-1], 2 * x.shape[-1]), math.nan)[..., ::2].copy_(x)
+
+
+def every_other_row(x: Tensor) -> Tensor:
+    return x.new_full((*x.shape[:2], 2 * x.shape[2], x.shape[3] + 8), math.nan)[:, :, ::2, : x.shape[3]].copy_(x)
 
 
 def expanded(x: Tensor) -> Tensor:
     return x[:1, :1].expand_as(x)
 
 
-@each_dtype
-@pytest.mark.parametrize("layout", [nan_padded, heads_inside, flipped_strides, every_other_column, expanded])
-@pytest.mark.parametrize("head_dim", [20, 21, 32])
-def test_layout_changes_no_bit(dtype: torch.dtype, layout: Callable[[Tensor], Tensor], head_dim: int) -> None:
-    case = Case(2, 4, 2, 37, 110, head_dim, head_dim)
-    views = [layout(x) for x in (*case.inputs(dtype), case.gradients(dtype)[0])]
-    *qkv, dout = views
+def assert_layout_changes_no_bit(backend: Backend, case: Case, dtype: torch.dtype, layout: Layout) -> None:
+    *qkv, dout = (layout(x) for x in (*case.inputs(dtype), case.gradients(dtype)[0]))
     copies = tuple(x.contiguous() for x in qkv)
-    assert_equal(run(attention, tuple(qkv), dout), run(attention, copies, dout.contiguous()))
+    assert_equal(run(backend.attention, tuple(qkv), dout), run(backend.attention, copies, dout.contiguous()))
 
 
 @each_dtype
-def test_results_are_dense_in_the_order_of_the_inputs(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("layout", [nan_padded, heads_inside, every_other_row, expanded])
+def test_layout_of_rows_changes_no_bit(repeatable: Backend, dtype: torch.dtype, layout: Layout) -> None:
+    sizes = (2, 2, 1, 20, 40) if repeatable.family == "emulated" else (2, 4, 2, 37, 110)
+    for head_dim in repeatable.head_dims:
+        assert_layout_changes_no_bit(repeatable, Case(*sizes, head_dim, head_dim), dtype, layout)
+
+
+@each_dtype
+@pytest.mark.parametrize("layout", [flipped_strides, every_other_column])
+def test_layout_of_columns_changes_no_bit(native: Backend, dtype: torch.dtype, layout: Layout) -> None:
+    """Columns that are not contiguous are copied above the kernels."""
+    for head_dim in native.head_dims:
+        assert_layout_changes_no_bit(native, Case(2, 4, 2, 37, 110, head_dim, head_dim), dtype, layout)
+
+
+@each_dtype
+def test_results_are_dense_in_the_order_of_the_inputs(native: Backend, dtype: torch.dtype) -> None:
     q, k, v = (heads_inside(x) for x in Case(2, 4, 2, 9, 11, 8, 5).inputs(dtype))
-    out, _, dq, dk, dv = run(attention, (q, k, v), torch.randn(2, 4, 9, 5).to(dtype))
+    out, _, dq, dk, dv = run(native.attention, (q, k, v), torch.randn(2, 4, 9, 5).to(dtype))
     for x in (out, dq, dk, dv):
         assert x.transpose(1, 2).is_contiguous()
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 @pytest.mark.parametrize("shape", [(2, 3, 5), (2, 1, 5), (1, 3, 5), (2, 3, 1)])
+@pytest.mark.usefixtures("device")
 def test_out_lies_in_memory_as_empty_like(order: tuple[int, ...], shape: tuple[int, ...]) -> None:
     q = torch.randn(*(shape[d] for d in order), 8).permute(*(order.index(d) for d in range(3)), 3)
     expanded = [q.narrow(d, 0, 1).expand_as(q) for d in range(3) if 1 not in shape]
@@ -70,6 +83,7 @@ def test_out_lies_in_memory_as_empty_like(order: tuple[int, ...], shape: tuple[i
 
 
 @each_dtype
+@pytest.mark.usefixtures("native")
 def test_strides_of_what_goes_with_rows(dtype: torch.dtype) -> None:
     """row_max, row_sum, dlse and q_offset need not be contiguous."""
     case = Case(2, 4, 2, 9, 11, 8, 5)
@@ -92,26 +106,25 @@ def test_strides_of_what_goes_with_rows(dtype: torch.dtype) -> None:
 
 @each_dtype
 @pytest.mark.parametrize("q_offset", [-8, -66])
-def test_every_element_is_written(dtype: torch.dtype, q_offset: int) -> None:
+def test_every_element_is_written(native: Backend, dtype: torch.dtype, q_offset: int) -> None:
     case = Case(2, 3, 3, 70, 45, 24, 20, q_offset=q_offset)
     torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
     try:
-        results = run(attention, case.inputs(dtype), case.gradients(dtype)[0], **case.options)
+        results = run(native.attention, case.inputs(dtype), case.gradients(dtype)[0], **case.options)
     finally:
         torch.use_deterministic_algorithms(False)
-    for x in results:
-        assert not x.isnan().any()
+    assert not any(x.isnan().any() for x in results)
 
 
 @each_dtype
 @pytest.mark.parametrize("size", [0, 1])
 @pytest.mark.parametrize("dimension", ["batch", "heads", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"])
-def test_sizes_zero_and_one(dtype: torch.dtype, dimension: str, size: int) -> None:
+def test_sizes_zero_and_one(backend: Backend, dtype: torch.dtype, dimension: str, size: int) -> None:
     sizes = {"batch": 2, "heads": 2, "seqlen_q": 3, "seqlen_k": 5, "head_dim": 4, "head_dim_v": 6} | {dimension: size}
     b, h, sq, sk, d, dv = sizes.values()
     case = Case(b, h, h, sq, sk, d, dv, causal=False)
     q, k, v = case.inputs(dtype)
-    out, lse, *grads = run(attention, (q, k, v), case.gradients(dtype)[0], causal=False)
+    out, lse, *grads = run(backend.attention, (q, k, v), case.gradients(dtype)[0], causal=False)
     assert out.shape == (b, h, sq, dv)
     assert lse.shape == (b, h, sq)
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
@@ -124,26 +137,32 @@ def test_sizes_zero_and_one(dtype: torch.dtype, dimension: str, size: int) -> No
     assert all(g.isfinite().all() for g in grads)
 
 
-@pytest.mark.parametrize("size", [65535, 65536, 65537])
-@pytest.mark.parametrize("dimension", ["batch", "heads", "groups", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"])
-def test_sizes_around_two_to_the_16th(dimension: str, size: int) -> None:
-    sizes = {"batch": 1, "heads": 1, "groups": 1, "seqlen_q": 1, "seqlen_k": 2, "head_dim": 3, "head_dim_v": 2}
-    b, h, g, sq, sk, d, dv = (sizes | {dimension: size}).values()
-    case = Case(b, h * g, h, sq, sk, d, dv, causal=False)
+AROUND_2_16 = [
+    Case(b, h * g, h, sq, sk, d, dv, causal=False)
+    for size in (65535, 65536, 65537)
+    for dimension in range(7)
+    for b, h, g, sq, sk, d, dv in [[size if i == dimension else n for i, n in enumerate((1, 1, 1, 1, 2, 3, 2))]]
+]
+"""Each dimension in turn: batch, KV heads, query heads of each, queries, keys, columns of q and k, of v."""
+
+
+@pytest.mark.parametrize("case", AROUND_2_16, ids=str)
+def test_sizes_around_two_to_the_16th(native: Backend, case: Case) -> None:
     qkv, (dout, dlse) = case.inputs(torch.float64), case.gradients(torch.float64)
     # In float64, whose bound is for wrong indices: a float32 sum over 65,536 rows has an error of its own.
-    ours, exact = (run(f, qkv, dout, dlse, causal=False) for f in (attention, reference.attention))
+    ours, exact = (run(f, qkv, dout, dlse, causal=False) for f in (native.attention, reference.attention))
     for name, x, truth in zip(NAMES, ours, exact, strict=True):
         assert_accurate(name, x, truth, truth)
 
 
-def test_offsets_past_two_to_the_31st() -> None:
-    """A position every 2^26 elements, of q, k, v and dout alike: the memory between them is never touched."""
-    stride = 2**26
-    buffer = torch.empty(40 * stride, dtype=torch.float32)
-    far = [buffer[64 * i :].as_strided((1, 1, 40, 8), (0, 0, stride, 1)) for i in range(4)]
-    near = [x.copy_(torch.randn(1, 1, 40, 8)).contiguous() for x in far]
-    assert_equal(run(attention, tuple(far[:3]), far[3]), run(attention, tuple(near[:3]), near[3]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_offsets_past_two_to_the_31st(native: Backend, dtype: torch.dtype) -> None:
+    """A position every 2^26 elements, of q, k, v and dout alike; a CPU never touches the memory between them."""
+    case = Case(1, 1, 1, 40, 40, 8, 8)
+    near = (*case.inputs(dtype), case.gradients(dtype)[0])
+    buffer = torch.empty(40 * 2**26, dtype=dtype)
+    far = [buffer[64 * i :].as_strided(x.shape, (0, 0, 2**26, 1)).copy_(x) for i, x in enumerate(near)]
+    native.assert_same(run(native.attention, tuple(far[:3]), far[3]), run(native.attention, near[:3], near[3]))
 
 
 def allocated(seqlen: int) -> int:
@@ -154,6 +173,7 @@ def allocated(seqlen: int) -> int:
     return sum(max(0, event.self_cpu_memory_usage) for event in profiler.key_averages())
 
 
+@pytest.mark.usefixtures("isa")
 def test_extra_memory_is_linear() -> None:
     half, whole = allocated(8192), allocated(16384)
     assert 0 < whole <= 2 * half

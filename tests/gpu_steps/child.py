@@ -1,7 +1,7 @@
 """The process of a step: does the checks of one module, one after the other, and writes a line of JSON for each.
 
 ``checks(*arguments)`` of the module gives them by name. A check returns figures to record, or None; it raises where it
-fails, and :class:`LeftOutError` where there is nothing to check.
+fails, and :class:`LeftOutError` where there is nothing to check. A module with a function ``run`` does all that itself.
 """
 
 import argparse
@@ -11,8 +11,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TextIO
 
 import torch
 
@@ -73,6 +75,21 @@ def lost() -> bool:
     return False
 
 
+def write(result: Any, results: TextIO) -> None:
+    print(json.dumps(result), file=results)
+
+
+def run_checks(module: ModuleType, results: TextIO, skip: int, *arguments: str) -> None:
+    """Writes the names of the checks, then the records of all but the first ``skip``."""
+    checks: dict[str, Check] = module.checks(*arguments)
+    write(list(checks), results)
+    for name in list(checks)[skip:]:
+        result = judge(name, checks[name])
+        write(result, results)
+        if result["status"] == FAILED and lost():
+            sys.exit(LOST)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("module")
@@ -80,11 +97,7 @@ def main() -> None:
     parser.add_argument("skip", type=int, help="how many checks are done already")
     parser.add_argument("arguments", nargs="*", help="of the module's function")
     options = parser.parse_args()
-    checks: dict[str, Check] = importlib.import_module(options.module).checks(*options.arguments)
+    module = importlib.import_module(options.module)
+    run = getattr(module, "run", None) or partial(run_checks, module)
     with options.results.open("a", buffering=1) as results:
-        print(json.dumps(list(checks)), file=results)
-        for name in list(checks)[options.skip :]:
-            result = judge(name, checks[name])
-            print(json.dumps(result), file=results)
-            if result["status"] == FAILED and lost():
-                sys.exit(LOST)
+        run(results, options.skip, *options.arguments)

@@ -12,10 +12,9 @@ from functools import partial
 
 import torch
 from gpu_steps.child import Check, LeftOutError
-from gpu_steps.common import determinism, options_on, tensors
 from helpers import Case, run
 
-from pyattn import attention
+from pyattn import attention, set_deterministic
 
 TOOLS = ("memcheck", "racecheck")
 FOUND = 9
@@ -31,9 +30,11 @@ def small(dtype: torch.dtype, device: str) -> None:
             Case(1, 2, 1, 70, 97, head_dim, head_dim_v),
             Case(1, 2, 2, 33, 150, head_dim, head_dim_v, causal=False, dropout_p=0.5),
         ):
-            for deterministic in (True, False):
-                with determinism(deterministic):
-                    run(attention, *tensors(case, dtype, device), **options_on(device, case))
+            qkv = tuple(x.to(device) for x in case.inputs(dtype))
+            gradients = tuple(x.to(device) for x in case.gradients(dtype))
+            for deterministic in (False, True):
+                set_deterministic(deterministic)
+                run(attention, qkv, *gradients, **case.options)
 
 
 def watched(tool: str, dtype: str) -> None:

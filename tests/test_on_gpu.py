@@ -1,0 +1,203 @@
+"""What only a GPU has: graphs, streams, devices, results past 2^31 elements. Collected with ``--backend cuda``."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from backends import Backend
+from helpers import Case, assert_case_accurate, each_dtype, run
+from torch import Tensor
+
+from pyattn import attention, nn, reference
+from pyattn.cli.timing import peak_memory
+from pyattn.dropout import draw_seed
+
+CASE = Case(2, 4, 2, 300, 300, 64, 64)
+LONG_WAIT = 100_000_000
+"""Cycles of a GPU's clock: some 50 ms."""
+
+each_kind = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+
+DIMS = (
+    *((d, d) for d in (32, 64, 96, 128, 192, 256)),
+    *((20, 20), (72, 72), (80, 80), (1, 1), (21, 77), (64, 128), (128, 33), (100, 256), (256, 64)),
+)
+"""Those that there are kernels for, then some that are filled up, and values of another width."""
+
+LARGER = [
+    case
+    for dims in DIMS
+    for case in (
+        Case(2, 4, 2, 130, 197, *dims),
+        Case(1, 3, 3, 257, 257, *dims, causal=False, softmax_scale=-0.3),
+        Case(2, 4, 1, 200, 129, *dims, q_offset=-30, dropout_p=0.2),
+        Case(1, 6, 2, 100, 333, *dims, causal=False, dropout_p=0.5),
+        Case(1, 8, 2, 1, 515, *dims),
+    )
+] + [Case(1, 4, 2, 1500, 1500, 64, 64), Case(1, 2, 2, 1100, 2300, 128, 128, q_offset=900, dropout_p=0.1)]
+"""Masks, groups, dropout, and lengths that fill no tile, of which an emulation takes minutes."""
+
+
+@each_dtype
+@pytest.mark.parametrize("case", LARGER, ids=str)
+def test_forward_and_backward(cuda: Backend, case: Case, dtype: torch.dtype) -> None:
+    assert_case_accurate(case, dtype, cuda.attention)
+
+
+def inputs(dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    return CASE.inputs(dtype), CASE.gradients(dtype)[0]
+
+
+def both(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seed: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Forward and backward, with dropout."""
+    leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
+    out = attention(*leaves, dropout_p=0.5, dropout_seed=seed)
+    return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+
+@each_kind
+def test_a_graph_replays(cuda: Backend, dtype: torch.dtype) -> None:
+    """Each replay draws a seed, and computes what an eager call with that seed does."""
+    (q, k, v), dout = inputs(dtype)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        both(q, k, v, dout)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        seed = draw_seed(q.device)
+        seeded, drawn = both(q, k, v, dout, seed), both(q, k, v, dout)
+    replays: list[tuple[Tensor, ...]] = []
+    for _ in range(3):
+        q.normal_()
+        graph.replay()
+        out, dq, dk, dv = both(q, k, v, dout, seed.clone())
+        cuda.assert_same((seeded[0], seeded[0], *seeded[1:]), (out, out, dq, dk, dv))
+        replays.append((seed.clone(), q.clone(), *(x.clone() for x in drawn)))
+    assert len({int(x[0]) for x in replays}) == 3
+    q.copy_(replays[-1][1])
+    graph.replay()
+    for x, y in zip(drawn, replays[-1][2:], strict=True):
+        assert not torch.equal(x, y), "two replays on the same inputs dropped the same"
+
+
+FIRST_CALL = """
+import sys, torch
+from pyattn import attention, set_deterministic
+set_deterministic(sys.argv[2] == "True")
+qkv = torch.randn(3, 1, 2, 300, 64, device="cuda", dtype=getattr(torch, sys.argv[1])).unbind()
+leaves = [x.requires_grad_() for x in qkv]
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    out = attention(*leaves)
+    captured = (out, *torch.autograd.grad(out, leaves, out.detach()))
+graph.replay()
+out = attention(*leaves)
+for x, y in zip(captured, (out, *torch.autograd.grad(out, leaves, out.detach()))):
+    torch.testing.assert_close(x, y)
+"""
+
+
+@each_kind
+def test_a_first_call_is_captured(cuda: Backend, dtype: torch.dtype) -> None:
+    """In a process of its own: setting kernels up and looking up torch's stream does not end the capture."""
+    command = [sys.executable, "-c", FIRST_CALL, str(dtype).removeprefix("torch."), str(cuda.repeatable)]
+    result = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+@each_kind
+def test_a_stream_is_kept(cuda: Backend, dtype: torch.dtype) -> None:
+    """On another stream than the default one, where the inputs come late, forward and backward wait for them."""
+    qkv, dout = inputs(dtype)
+    expected = run(attention, qkv, dout)
+    late = tuple(torch.zeros_like(x) for x in (*qkv, dout))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LONG_WAIT)
+        for x, y in zip(late, (*qkv, dout), strict=True):
+            x.copy_(y)
+        results = run(attention, late[:3], late[3])
+    side.synchronize()
+    cuda.assert_same(results, expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_another_device_computes_the_same(cuda: Backend) -> None:
+    """One that is not current."""
+    qkv, dout = inputs(torch.bfloat16)
+    there = [x.to("cuda:1") for x in (*qkv, dout)]
+    assert torch.cuda.current_device() == 0
+    results = run(attention, tuple(there[:3]), there[3])
+    cuda.assert_same(tuple(x.to("cuda:0") for x in results), run(attention, qkv, dout))
+
+
+HEADS = 2**18 + 5
+"""Of 128 x 64 elements: 2^18 of them are 2^31 elements, of results too, and more than a grid's second dimension."""
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 48e9,
+    reason="needs a GPU of 48 GB",
+)
+def test_results_past_two_to_the_31st(cuda: Backend) -> None:
+    """The last heads are what they are alone."""
+    *qkv, dout = (torch.randn(1, HEADS, 128, 64, dtype=torch.bfloat16) for _ in range(4))
+    *last, last_dout = (x[:, -3:].clone() for x in (*qkv, dout))
+    alone = run(attention, tuple(last), last_dout)
+    together = tuple(x[:, -3:].clone() for x in run(attention, tuple(qkv), dout))
+    cuda.assert_same(together, alone)
+
+
+def test_extra_memory_is_linear(cuda: Backend) -> None:
+    def peak(seqlen: int) -> int:
+        q, k, v = torch.randn(3, 1, 1, seqlen, 64, dtype=torch.bfloat16).unbind()
+        extra = peak_memory(lambda: run(cuda.attention, (q, k, v), v), "cuda")
+        assert extra is not None
+        return extra
+
+    half, whole = peak(8192), peak(16384)
+    assert 0 < whole <= 2.1 * half
+
+
+def test_limits_are_named(cuda: Backend) -> None:
+    x = torch.randn(2, 2, 7, 8)
+    wide, keys = torch.randn(2, 2, 7, 257), x[:1, :1, :1].expand(1, 1, 2**31, 8)
+    for message, (q, k, v) in {
+        "on CUDA head_dim must be at most 256, got 257 for q": (wide, wide, x),
+        "on CUDA head_dim must be at most 256, got 8 for q and k and 257": (x, x, wide),
+        "on CUDA a KV head must have at most 2147483391 query rows and keys, got 1": (x[:1, :1, :1], keys, keys),
+    }.items():
+        with pytest.raises(NotImplementedError, match=f"^pyattn: {message}"):
+            cuda.attention(q, k, v)
+    for name, options in {"k": {"k": x.cpu()}, "q_offset": {"q_offset": torch.arange(2, device="cpu")}}.items():
+        with pytest.raises(ValueError, match=f"^pyattn: {name} must be on q's device, got cpu and cuda:0"):
+            cuda.attention(**{"q": x, "k": x, "v": x} | options)
+    with pytest.raises(ValueError, match=r"^pyattn: dropout_seed must be on q's device, got cpu and cuda:0"):
+        cuda.attention(x, x, x, dropout_p=0.5, dropout_seed=torch.tensor(1, device="cpu"))
+
+
+def test_it_compiles(cuda: Backend) -> None:
+    pytest.importorskip("triton")
+    qkv, dout = inputs(torch.bfloat16)
+    seed = torch.tensor(9)
+
+    def drop(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:
+        return attention(q, k, v, dropout_p=0.5, dropout_seed=seed, return_lse=return_lse)
+
+    cuda.assert_same(run(torch.compile(drop, fullgraph=True), qkv, dout), run(drop, qkv, dout))
+
+
+def test_modules_are_those_of_the_reference(cuda: Backend) -> None:
+    arguments = (64, 64, 300, 0.0, 4)
+    ours, theirs = (m.MultiHeadAttention(*arguments).double() for m in (nn, reference))
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 300, 64, dtype=torch.float64, requires_grad=True)
+    dout = torch.randn_like(x)
+    results = [(out := m(x), *torch.autograd.grad(out, (x, *m.parameters()), dout)) for m in (ours, theirs)]
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)

@@ -1,0 +1,68 @@
+"""The laws notice an attention of which one result is a hundredth too large, or that does something else wrong."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import test_accuracy
+import test_dropout
+import test_laws
+import test_layouts
+import torch
+from backends import CPU, Backend
+from helpers import Case
+from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError
+
+from pyattn import attention
+
+
+@dataclass(frozen=True)
+class Faulty(Backend):
+    fault: str = ""
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool = False, **options: Any) -> Any:
+        inputs = {"dq": q, "dk": k, "dv": v}
+        if self.fault in inputs:
+            inputs[self.fault] = inputs[self.fault] * 1.01 - (inputs[self.fault] * 0.01).detach()
+        if self.fault == "mask":
+            options["causal"] = False
+        if self.fault == "seed":
+            options["dropout_seed"] //= 2
+        out, lse = attention(*inputs.values(), return_lse=True, **options)
+        if self.fault == "out":
+            out = out * 1.01
+        if self.fault == "lse":
+            lse = lse * 1.01
+        if self.fault == "noise":
+            out = out + torch.rand_like(out) / 1000
+        return (out, lse) if return_lse else out
+
+
+CASE = {"case": Case(1, 3, 3, 57, 57, 20, 20, causal=False, softmax_scale=-0.3), "dtype": torch.float32}
+FLOAT = {"dtype": torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("fault", "law", "arguments"),
+    [
+        ("", test_accuracy.test_forward_and_backward, CASE),
+        *((fault, test_accuracy.test_forward_and_backward, CASE) for fault in ("out", "lse", "dq", "dk", "dv")),
+        ("dq", test_laws.test_gradients_are_differences, {"case": Case(1, 2, 1, 4, 5, 3, 2)}),
+        ("mask", test_laws.test_what_is_not_seen_changes_no_bit, FLOAT | {"bad": 7.0}),
+        ("mask", test_laws.test_rows_that_see_nothing, FLOAT),
+        ("mask", test_laws.test_nan_that_is_seen_arrives, FLOAT | {"causal": True}),
+        ("noise", test_laws.test_what_is_not_seen_changes_no_bit, FLOAT | {"bad": 7.0}),
+        ("noise", test_layouts.test_layout_of_rows_changes_no_bit, FLOAT | {"layout": test_layouts.nan_padded}),
+        ("seed", test_dropout.test_native_mask_is_the_one_shown, FLOAT | {"seed": 9}),
+    ],
+)
+def test_a_law_notices(fault: str, law: Callable[..., None], arguments: dict[str, Any]) -> None:
+    backend = Faulty(CPU[0].name, "cpu", fault=fault)
+    call = {next(iter(law.__annotations__)): backend} | arguments
+    if fault:
+        with pytest.raises((AssertionError, GradcheckError)):
+            law(**call)
+    else:
+        law(**call)
