@@ -55,7 +55,7 @@ def dropout_mask(
         TypeError: another type of seed or dropout_p.
 
     >>> dropout_mask(7, batch=1, num_heads_q=1, seqlen_q=2, seqlen_k=4, dropout_p=0.5).int().tolist()
-    [[[[0, 1, 0, 0], [0, 1, 1, 1]]]]
+    [[[[0, 1, 1, 1], [1, 0, 1, 0]]]]
     """
     check_type("seed", seed, int, Tensor)
     check_64_bits("seed", seed)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyattn import nn, reference
+from pyattn.nn import heads
 
 D_IN = 12
 D_OUT = 8
@@ -65,7 +66,7 @@ def assert_same(x: Tensor, exact: Tensor) -> None:
 @contextmanager
 def first_use(*reasons: str) -> Iterator[None]:
     """As in a new process: the fallback warns once for each of the reasons, and for nothing else."""
-    nn._warned.clear()
+    heads._warned.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield

@@ -1,8 +1,10 @@
 """Promise: a module says what it does not do natively, once, and refuses what it cannot do, with the values."""
 
 import doctest
+import importlib
 import re
 
+import numpy as np
 import pytest
 import torch
 from module_cases import (
@@ -18,7 +20,9 @@ from module_cases import (
     pair,
 )
 
-from pyattn import nn
+import pyattn
+from pyattn import dropout, functional, nn
+from pyattn.nn import heads
 
 WITH_DROPOUT = [name for name in ARGUMENTS if not name.startswith(("Simplified", "SelfAttention"))]
 
@@ -66,8 +70,8 @@ def test_native_attention_gets_views(name, monkeypatch):
         calls.append((q, k, v))
         return attention(q, k, v, **options)
 
-    attention = nn.attention
-    monkeypatch.setattr(nn, "attention", spy)
+    attention = heads.attention
+    monkeypatch.setattr(heads, "attention", spy)
     native, _ = pair(name)
     native(torch.randn(2, 7, D_IN))
     assert len(calls) == (2 if name == "MultiHeadAttentionWrapper" else 1)
@@ -151,6 +155,8 @@ def test_mask_errors():
     x = torch.ones(2, 7, D_IN)
     with pytest.raises(TypeError, match=r"^pyattn: mask must be bool, True = masked out, got torch.float32$"):
         native(x, torch.ones(7, 7))
+    with pytest.raises(TypeError, match=r"^pyattn: mask must be Tensor, got 'causal'$"):
+        native(x, "causal")
     for shape in [(7,), (7, 6), (3, 7, 7), (2, 2, 7, 7), (1, 2, 3, 7, 7)]:
         with pytest.raises(ValueError, match=re.escape(f"got {shape} for (2, 3, 7, 7)")):
             native(x, torch.ones(shape, dtype=torch.bool))
@@ -158,9 +164,48 @@ def test_mask_errors():
 
 @ignore_fallback
 def test_docstring_examples_run():
-    failed, attempted = doctest.testmod(nn)
-    assert failed == 0
-    assert attempted > 0
+    homes = [functional, dropout, *map(importlib.import_module, {getattr(nn, name).__module__ for name in ARGUMENTS})]
+    results = [doctest.testmod(home) for home in homes]
+    assert all(result.attempted > 0 for result in results)
+    assert not any(result.failed for result in results)
+
+
+def test_modules_come_with_the_package():
+    assert pyattn.nn is nn
+
+
+@pytest.mark.parametrize("name", WITH_DROPOUT)
+@ignore_fallback
+def test_identity_in_place_of_dropout(name):
+    """People switch dropout off for good by putting nn.Identity where it was."""
+    native, plain = (module.double() for module in pair(name))
+    for twin in (native, plain):
+        for module in twin.modules():
+            if hasattr(module, "dropout"):
+                module.dropout.p = 0.5
+                module.dropout = torch.nn.Identity()
+    x = torch.randn(2, 7, D_IN, dtype=torch.float64)
+    assert native.training
+    assert_same(output(native, x), output(plain, x))
+
+
+def test_other_modules_in_place_of_dropout():
+    native, _ = pair("MultiHeadAttention")
+    native.dropout = torch.nn.AlphaDropout(0.5)
+    with pytest.raises(TypeError, match=r"^pyattn: dropout must be nn.Dropout or nn.Identity, got AlphaDropout$"):
+        native(torch.ones(2, 7, D_IN))
+
+
+@every_module
+@pytest.mark.parametrize(
+    ("x", "got"),
+    [(np.ones((2, 7, D_IN), np.float32), "numpy.ndarray of shape (2, 7, 12)"), (None, "None"), ([1.0], "[1.0]")],
+    ids=["array", "None", "list"],
+)
+def test_what_is_no_tensor(name, x, got):
+    native, _ = pair(name)
+    with pytest.raises(TypeError, match=f"^pyattn: x must be Tensor, got {re.escape(got)}$"):
+        native(x)
 
 
 def test_projections_can_be_replaced():

@@ -3,10 +3,12 @@
 import copy
 import io
 import pickle
+import re
+from typing import Any
 
 import pytest
 import torch
-from module_cases import ARGUMENTS, CONTEXT_LENGTH, D_IN, every_module, output, pair
+from module_cases import ARGUMENTS, CONTEXT_LENGTH, D_IN, assert_same, every_module, ignore_fallback, output, pair
 
 from pyattn import nn, reference
 
@@ -57,19 +59,140 @@ def test_loads_inside_a_model_and_through_a_file():
     assert_same_state(native, plain)
 
 
+def mask_key(module: torch.nn.Module) -> str:
+    return next(key for key in module.state_dict() if key.endswith("mask"))
+
+
 @pytest.mark.parametrize("name", MASKED)
-def test_loading_checks_the_mask(name):
+def test_loading_checks_the_masks_shape(name):
     native, plain = pair(name)
-    key = next(key for key in plain.state_dict() if key.endswith("mask"))
+    key = mask_key(plain)
     shape = rf"pyattn: {key} must have shape \({CONTEXT_LENGTH}, {CONTEXT_LENGTH}\), got \(3, 4\)"
     with pytest.raises(RuntimeError, match=shape):
         native.load_state_dict(plain.state_dict() | {key: torch.ones(3, 4)})
-    without = {k: v for k, v in plain.state_dict().items() if k != key}
-    with pytest.raises(RuntimeError, match=rf'Missing key\(s\) in state_dict: "{key}"'):
-        native.load_state_dict(without)
-    assert native.load_state_dict(without, strict=False).missing_keys == [key]
+    with pytest.raises(RuntimeError, match=rf"pyattn: {key} must be Tensor, got 'causal'"):
+        native.load_state_dict(plain.state_dict() | {key: "causal"})
     with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "masks"'):
         native.load_state_dict(plain.state_dict() | {"masks": torch.ones(1)})
+
+
+CAUSAL = torch.ones(CONTEXT_LENGTH, CONTEXT_LENGTH).triu(1)
+OTHER_MASKS = {
+    "zeros": (torch.zeros_like(CAUSAL), "got 0.0 at (0, 1)"),
+    "ones": (torch.ones_like(CAUSAL), "got 1.0 at (0, 0)"),
+    "the seen": (~CAUSAL.bool(), "got True at (0, 0)"),
+    "a window of 3": (CAUSAL + CAUSAL.new_ones(CAUSAL.shape).tril(-3), "got 1.0 at (3, 0)"),
+    "the last": (CAUSAL - torch.eye(CONTEXT_LENGTH) * (torch.arange(CONTEXT_LENGTH) == 18), "got -1.0 at (18, 18)"),
+    "scores": (torch.full_like(CAUSAL, -torch.inf).triu(1), "got -inf at (0, 1)"),
+    "nan": (CAUSAL.masked_fill(torch.eye(CONTEXT_LENGTH) > 0, torch.nan), "got nan at (0, 0)"),
+}
+
+
+@pytest.mark.parametrize("block", [1, 100, 2**20])
+@pytest.mark.parametrize(("mask", "got"), OTHER_MASKS.values(), ids=OTHER_MASKS)
+@pytest.mark.parametrize("strict", [False, True])
+def test_loading_checks_the_masks_values(mask, got, block, strict, monkeypatch):
+    monkeypatch.setattr(nn.mask, "BLOCK", block)
+    for name in MASKED:
+        native, plain = pair(name)
+        key = mask_key(plain)
+        message = f"pyattn: {key} must be the causal mask, 1 above the diagonal and else 0, {got}"
+        with pytest.raises(RuntimeError, match=re.escape(message)):
+            native.load_state_dict(plain.state_dict() | {key: mask}, strict=strict)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("block", [1, 100, 2**20])
+def test_causal_masks_of_other_dtypes_load(dtype, block, monkeypatch):
+    monkeypatch.setattr(nn.mask, "BLOCK", block)
+    native, plain = pair("MultiHeadAttention")
+    native.load_state_dict(plain.state_dict() | {"mask": CAUSAL.to(dtype)})
+
+
+def test_the_check_holds_a_block_at_a_time():
+    """A mask of 64 MB is checked with less than half of that beside it."""
+    native = nn.CausalAttention(2, 2, 4096, 0.0)
+    state = native.state_dict()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        native.load_state_dict(state)
+    held = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    assert 2**20 <= peak <= 2**25
+
+
+class WithoutKey(reference.MultiHeadAttention):
+    """Some editions of the book's class keep the mask out of the state dict."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.register_buffer("mask", self.mask, persistent=False)
+
+
+def test_states_without_a_mask_go_both_ways():
+    native, _ = pair("MultiHeadAttention")
+    plain = WithoutKey(*ARGUMENTS["MultiHeadAttention"])
+    assert native.persistent_mask
+    native.load_state_dict(plain.state_dict(), strict=True)
+    assert not native.persistent_mask, "states go back where they came from"
+    assert_same_state(native, plain)
+    plain.load_state_dict(native.state_dict(), strict=True)
+    assert_same_state(copy.deepcopy(native), plain)
+    _, usual = pair("MultiHeadAttention")
+    native.load_state_dict(usual.state_dict(), strict=True)
+    assert_same_state(native, usual)
+    native.persistent_mask = False
+    assert "mask" not in native.state_dict()
+    plain.load_state_dict(native.state_dict(), strict=True)
+
+
+def test_a_state_of_other_parts_says_nothing_about_the_mask():
+    model = torch.nn.ModuleDict({"attention": nn.CausalAttention(2, 2, 4, 0.0), "head": torch.nn.Linear(2, 2)})
+    state = {key: value for key, value in model.state_dict().items() if key.startswith("head.")}
+    model.load_state_dict(state, strict=False)
+    assert "attention.mask" in model.state_dict()
+
+
+class Windowed:
+    """A subclass with a mask of its own: each query sees itself and the two keys before it."""
+
+    def __init__(self, *arguments: Any, persistent: bool = True) -> None:
+        super().__init__(*arguments)
+        self.register_buffer("mask", OTHER_MASKS["a window of 3"][0], persistent)
+
+
+@ignore_fallback
+@pytest.mark.parametrize("name", ["CausalAttention", "MultiHeadAttention"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_subclass_with_a_mask_of_its_own(name, persistent):
+    native, plain = (
+        type("Subclass", (Windowed, getattr(home, name)), {})(*ARGUMENTS[name], persistent=persistent).double()
+        for home in (nn, reference)
+    )
+    assert [key for key, _ in native.named_buffers()] == ["mask"]
+    assert ("mask" in native.state_dict()) == persistent
+    native.load_state_dict(plain.state_dict(), strict=True)
+    plain.load_state_dict(native.state_dict(), strict=True)
+    assert_same_state(native, plain)
+    x = torch.randn(2, 7, D_IN, dtype=torch.float64)
+    assert_same(native(x), plain(x))
+    if persistent:
+        for twin in (native, plain):
+            twin.load_state_dict(plain.state_dict() | {"mask": OTHER_MASKS["zeros"][0]}, strict=True)
+        assert not native.mask.any()
+        assert_same(native(x), plain(x))
+
+
+@ignore_fallback
+def test_an_assigned_mask_is_obeyed():
+    native, plain = (module.double() for module in pair("MultiHeadAttention"))
+    for module in (native, plain):
+        module.mask = OTHER_MASKS["a window of 3"][0].double()
+    x = torch.randn(2, 7, D_IN, dtype=torch.float64)
+    assert_same(native(x), plain(x))
+    assert_same_state(native, plain)
 
 
 def test_mask_can_be_read():
@@ -81,10 +204,11 @@ def test_mask_can_be_read():
 def test_no_mask_is_held(name):
     heads = () if name == "CausalAttention" else (1,)
     short, long = (getattr(nn, name)(2, 2, length, 0.0, *heads) for length in (1024, 4096))
-    assert list(long.buffers()) == []
-    long(torch.rand(1, 5, 2)).sum().backward()
-    long.zero_grad()
-    long.load_state_dict(long.state_dict())
+    for module in (short, long):
+        module(torch.rand(1, 5, 2)).sum().backward()
+        module.zero_grad()
+        module.load_state_dict(module.state_dict())
+        assert list(module.buffers()) == []
     assert len(pickle.dumps(long)) == len(pickle.dumps(short)), "all that is held, whatever its name"
 
 

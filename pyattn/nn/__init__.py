@@ -1,0 +1,54 @@
+"""Drop-in modules: the attention classes people write from scratch, under the same names, native inside.
+
+Import them in place of your own. Constructors, attribute names, initial values under a seed and state dicts are those
+of the plain modules in :mod:`pyattn.reference` (S. Raschka, "Build a Large Language Model (From Scratch)", chapters 3
+and 4, and the tutorials after it). ``load_state_dict(strict=True)`` works both ways, the ``mask`` buffer's key
+included: see :class:`pyattn.nn.mask.CausalMask`. Native attention needs memory linear in seqlen. Each head computes
+(Vaswani et al. 2017, equation 1) ::
+
+    out = dropout(softmax(mask(q k^T / sqrt(head_dim)))) v        causal mask, seqlen 4:    1 0 0 0
+                                                                  query i down, key j       1 1 0 0
+    q = W_query(x), k = W_key(x), v = W_value(x)                  across, 1 = takes part    1 1 1 0
+                                                                                            1 1 1 1
+What all modules share:
+
+- ``x`` is (batch, seqlen, d_in), in the weights' dtype, any strides; a module that says so also takes (seqlen, d_in).
+- ``dropout`` is the probability, 0 to 1, of dropping a weight in training; the module of that name may be replaced by
+  ``nn.Identity``. ``qkv_bias`` gives the projections a bias.
+- ``need_weights=True`` returns ``(out, weights)``, the weights as they met ``v``, so after dropout: (batch, num_heads,
+  seqlen, seqlen), without num_heads in one-head modules, without batch if ``x`` has none.
+- Not native yet: a mask given as a tensor, returned weights. They run in plain PyTorch with seqlen x seqlen memory, and
+  the first use of each warns.
+- TypeError for a wrong dtype, ValueError for a wrong shape or value; each says what it got.
+"""
+
+from pyattn.nn.causal import CausalAttention, MultiHeadAttentionWrapper, SingleHeadSelfAttention
+from pyattn.nn.gpt2 import (
+    GPT2_CONFIGS,
+    create_gpt2_large_attention,
+    create_gpt2_medium_attention,
+    create_gpt2_small_attention,
+    create_gpt2_xl_attention,
+)
+from pyattn.nn.mask import causal_mask
+from pyattn.nn.multi_head import Attention, GroupedQueryAttention, MultiHeadAttention
+from pyattn.nn.self_attention import SelfAttention, SelfAttention_v1, SelfAttention_v2, SimplifiedSelfAttention
+
+__all__ = [
+    "GPT2_CONFIGS",
+    "Attention",
+    "CausalAttention",
+    "GroupedQueryAttention",
+    "MultiHeadAttention",
+    "MultiHeadAttentionWrapper",
+    "SelfAttention",
+    "SelfAttention_v1",
+    "SelfAttention_v2",
+    "SimplifiedSelfAttention",
+    "SingleHeadSelfAttention",
+    "causal_mask",
+    "create_gpt2_large_attention",
+    "create_gpt2_medium_attention",
+    "create_gpt2_small_attention",
+    "create_gpt2_xl_attention",
+]

@@ -1,0 +1,89 @@
+"""Causal attention one head at a time."""
+
+import torch
+from torch import Tensor, nn
+
+from pyattn.nn.checks import check_input
+from pyattn.nn.heads import Output, attend_single, make_dropout
+from pyattn.nn.mask import CausalMask
+
+
+class CausalAttention(CausalMask):
+    """One causal head over sequences of at most ``context_length``.
+
+    :class:`pyattn.nn.mask.CausalMask` says what its ``mask`` is, in state dicts and when assigned.
+
+    >>> CausalAttention(d_in=3, d_out=2, context_length=6, dropout=0.0)(torch.rand(8, 6, 3)).shape
+    torch.Size([8, 6, 2])
+    """
+
+    def __init__(self, d_in: int, d_out: int, context_length: int, dropout: float, qkv_bias: bool = False) -> None:
+        super().__init__(context_length)
+        self.d_in = d_in
+        self.d_out = d_out
+        self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_key = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.dropout: nn.Module = make_dropout(dropout)
+
+    def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:
+        """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out)."""
+        check_input(x, self.d_in, self.W_query, context_length=self.context_length)
+        q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
+        return attend_single(q, k, v, dropout=self.dropout, need_weights=need_weights, **self.mask_options(x))
+
+
+class MultiHeadAttentionWrapper(nn.Module):
+    """``num_heads`` :class:`CausalAttention` side by side, their outputs concatenated, each d_out wide.
+
+    >>> MultiHeadAttentionWrapper(3, 2, context_length=6, dropout=0.0, num_heads=2)(torch.rand(8, 6, 3)).shape
+    torch.Size([8, 6, 4])
+    """
+
+    def __init__(
+        self, d_in: int, d_out: int, context_length: int, dropout: float, num_heads: int, qkv_bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(
+            CausalAttention(d_in, d_out, context_length, dropout, qkv_bias) for _ in range(num_heads)
+        )
+
+    def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:
+        """``x`` (batch, seqlen, d_in), out (batch, seqlen, num_heads * d_out)."""
+        if not need_weights:
+            return torch.cat([head(x) for head in self.heads], dim=-1)
+        outs, weights = zip(*(head(x, need_weights=True) for head in self.heads), strict=True)
+        return torch.cat(outs, dim=-1), torch.stack(weights, dim=1)
+
+
+class SingleHeadSelfAttention(nn.Module):
+    """One causal head that also returns its weights, over Linears ``q k v`` without bias.
+
+    ``trace_shapes`` prints the shapes on the way. The weights make it run in plain PyTorch: :class:`CausalAttention` is
+    the native one.
+
+    >>> attention = SingleHeadSelfAttention(d_model=4, d_k=2, trace_shapes=True)
+    >>> out, weights = attention(torch.rand(1, 5, 4))
+    q torch.Size([1, 5, 2])  k torch.Size([1, 5, 2])  v torch.Size([1, 5, 2])
+    weights torch.Size([1, 5, 5])  out torch.Size([1, 5, 2])
+    """
+
+    def __init__(self, d_model: int, d_k: int, dropout: float = 0.0, trace_shapes: bool = False) -> None:
+        super().__init__()
+        self.d_model = d_model
+        self.q = nn.Linear(d_model, d_k, bias=False)
+        self.k = nn.Linear(d_model, d_k, bias=False)
+        self.v = nn.Linear(d_model, d_k, bias=False)
+        self.dropout: nn.Module = make_dropout(dropout)
+        self.trace_shapes = trace_shapes
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``x`` (batch, seqlen, d_model), out (batch, seqlen, d_k), weights (batch, seqlen, seqlen)."""
+        check_input(x, self.d_model, self.q)
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.trace_shapes:
+            print(f"q {q.shape}  k {k.shape}  v {v.shape}")
+        out, weights = attend_single(q, k, v, dropout=self.dropout, need_weights=True)
+        if self.trace_shapes:
+            print(f"weights {weights.shape}  out {out.shape}")
+        return out, weights

@@ -1,0 +1,117 @@
+"""The causal mask as the plain modules keep it, in state dicts and on request, but not in memory."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from pyattn.arguments import shown
+from pyattn.nn.checks import check_mask
+
+BLOCK = 2**20
+"""Positions of a mask that are compared at a time: temporaries of a few MB, whatever its size."""
+
+
+def causal_mask(T: int, device: torch.device | str | None = None) -> Tensor:
+    """The causal mask as :class:`pyattn.nn.Attention` takes it: bool (1, 1, T, T), True = masked out.
+
+    >>> causal_mask(3)[0, 0].int().tolist()
+    [[0, 1, 1], [0, 0, 1], [0, 0, 0]]
+    """
+    return torch.ones(1, 1, T, T, dtype=torch.bool, device=device).triu(1)
+
+
+def _first_difference(mask: Tensor) -> tuple[int, int] | None:
+    """The first (query, key) at which ``mask`` (T, T) is not 1 or True for key > query, and 0 or False elsewhere."""
+    length = mask.shape[0]
+    key = torch.arange(length, device=mask.device)
+    rows = max(1, BLOCK // max(1, length))
+    for begin in range(0, length, rows):
+        block = mask[begin : begin + rows]
+        differs = block != (key > key[begin : begin + rows, None])
+        if differs.any():
+            query, at = divmod(int(differs.flatten().to(torch.uint8).argmax()), length)
+            return begin + query, at
+    return None
+
+
+def _what_is_wrong(key: str, mask: object, length: int) -> str | None:
+    """Why ``mask``, which a state dict has under ``key``, is not the causal one, in a sentence."""
+    if not isinstance(mask, Tensor):
+        return f"pyattn: {key} must be Tensor, got {shown(mask)}"
+    if mask.shape != (length, length):
+        return f"pyattn: {key} must have shape {(length, length)}, got {tuple(mask.shape)}"
+    if mask.is_meta or isinstance(mask, FakeTensor):  # no values
+        return None
+    at = _first_difference(mask)
+    if at is None:
+        return None
+    return f"pyattn: {key} must be the causal mask, 1 above the diagonal and else 0, got {mask[at].item()} at {at}"
+
+
+class CausalMask(nn.Module):
+    """A causal module of the book, whose ``mask`` (context_length, context_length) takes no memory.
+
+    ``mask`` is 1 above the diagonal (masked out) and 0 elsewhere, in the parameters' dtype, made anew whenever it is
+    read. In state dicts it stands where the plain module's buffer stands:
+
+    - Saving writes it under the key ``mask``, unless ``persistent_mask`` is False.
+    - Loading refuses a ``mask`` of another shape or other values, naming the first that differs. A state without
+      ``mask``, as plain modules that register it with ``persistent=False`` have, loads strictly.
+    - ``persistent_mask`` follows the last state that was loaded, so that states go back where they came from; it may
+      be set by hand. Default: True.
+
+    A ``mask`` that is registered or assigned, as a subclass may do, becomes an ordinary buffer: saved and loaded like
+    any other, and obeyed as the plain module obeys it (not 0 = masked out), in plain PyTorch.
+    """
+
+    persistent_mask = True
+
+    def __init__(self, context_length: int) -> None:
+        super().__init__()
+        self.context_length = context_length
+
+    @property
+    def mask(self) -> Tensor:
+        """``triu(ones(T, T), diagonal=1)`` with T = context_length, or the buffer that was registered in its place."""
+        own = self._buffers.get("mask")
+        if own is not None:
+            return own
+        like = next(self.parameters(), torch.empty(0))
+        shape = (self.context_length, self.context_length)
+        return torch.ones(shape, dtype=like.dtype, device=like.device).triu(1)
+
+    @mask.setter
+    def mask(self, mask: Tensor) -> None:
+        self.register_buffer("mask", mask, self.persistent_mask)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """As every module's; the name ``mask`` is free although it can be read."""
+        if name == "mask":
+            self._buffers.setdefault(name, None)
+        super().register_buffer(name, tensor, persistent)
+
+    def mask_options(self, x: Tensor) -> dict[str, Any]:
+        """How attention over ``x`` (batch, seqlen, d_in) is masked: causally, or by the buffer registered as mask."""
+        own = self._buffers.get("mask")
+        if own is None:
+            return {"causal": True}
+        batch, seqlen = x.shape[:2]
+        masked = check_mask(own.bool()[:seqlen, :seqlen], (batch, 1, seqlen, seqlen))
+        return {"causal": False, "mask": ~masked}
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if self.persistent_mask and "mask" not in self._buffers:
+            destination[prefix + "mask"] = self.mask
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if "mask" not in self._buffers and any(key.startswith(prefix) for key in state_dict):
+            key = prefix + "mask"
+            self.persistent_mask = key in state_dict
+            wrong = _what_is_wrong(key, state_dict.pop(key), self.context_length) if self.persistent_mask else None
+            if wrong is not None:
+                error_msgs: list[str] = rest[-1]
+                error_msgs.append(wrong)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
