@@ -71,13 +71,15 @@ backward_keys(const __grid_constant__ BackwardParams p) {
   const unsigned head = block.number / block.blocks;
   const auto stage = [&](int i) { return RowStage<S, kDim>(memory + 2 * K.kBytes + i * Shape::kStageBytes); };
 
-  KeyRows<S>(block.head, p.k, p.head_dim).template load<Shape::kThreads>(K, n0);
-  KeyRows<S>(block.head, p.v, p.head_dim_v).template load<Shape::kThreads>(V, n0);
   const QueryRows<S> q(block.head, p.q, p.head_dim), dout(block.head, p.dout, p.head_dim_v);
   const int first = static_cast<int>(block.head.first_row(n0));
   // From here on, rows see all keys of the block.
   const int all_seen = n0 + kKeys <= p.seqlen_k ? static_cast<int>(block.head.first_row(n0 + kKeys - 1)) : count;
-  if (first < count) stage(0).load(p, q, dout, head, first);
+  if (first < count) {  // a block may not end before its copies
+    KeyRows<S>(block.head, p.k, p.head_dim).template load<Shape::kThreads>(K, n0);
+    KeyRows<S>(block.head, p.v, p.head_dim_v).template load<Shape::kThreads>(V, n0);
+    stage(0).load(p, q, dout, head, first);
+  }
   Sums<kM, Shape::kColumns / 8> dK = {}, dV = {};
   bool finite_K = true;
   int turn = 0;
@@ -147,7 +149,8 @@ backward_keys(const __grid_constant__ BackwardParams p) {
     add_product(dV, P, rows.dO);
     const typename Shape::dSTile T{Shape::kdSInPlaceOfdO ? rows.dO.data : memory + Shape::kdS};
     if (masked || kAddQueries) barrier();  // flags, and dO, no longer read
-    if constexpr (kAddQueries) store_transposed(T, dS, warp_key);
+    if constexpr (kAddQueries)
+      if (part == 0) store_transposed(T, dS, warp_key);  // both parts have the same dS
     add_product(dK, dS, rows.Q);
     if constexpr (kAddQueries) {
       barrier();

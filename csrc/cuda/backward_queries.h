@@ -40,14 +40,16 @@ backward_queries(const __grid_constant__ BackwardParams p) {
   const auto stage_of_K = [&](int i) { return KTile{memory + 2 * Q.kBytes + 2 * i * KTile::kBytes}; };
   const auto stage_of_V = [&](int i) { return KTile{stage_of_K(i).data + KTile::kBytes}; };
 
-  QueryRows<S>(block.head, p.q, p.head_dim).template load<Shape::kThreads>(Q, r0);
-  QueryRows<S>(block.head, p.dout, p.head_dim_v).template load<Shape::kThreads>(dO, r0);
   const KeyRows<S> keys_of_K(block.head, p.k, p.head_dim), keys_of_V(block.head, p.v, p.head_dim_v);
   const auto load_keys = [&](int i, int n0) {
     keys_of_K.template load<Shape::kThreads>(stage_of_K(i), n0);
     keys_of_V.template load<Shape::kThreads>(stage_of_V(i), n0);
   };
-  if (visible) load_keys(0, 0);
+  if (visible) {  // a block may not end before its copies
+    QueryRows<S>(block.head, p.q, p.head_dim).template load<Shape::kThreads>(Q, r0);
+    QueryRows<S>(block.head, p.dout, p.head_dim_v).template load<Shape::kThreads>(dO, r0);
+    load_keys(0, 0);
+  }
   RowTerms terms[kM][2];
 #pragma unroll
   for (int m = 0; m < kM; ++m)

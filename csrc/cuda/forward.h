@@ -35,9 +35,11 @@ forward(const __grid_constant__ ForwardParams p) {
   const typename Shape::Dropout dropout(p, memory + Shape::kKept);
   const Softmax<S> softmax(p);
 
-  QueryRows<S>(block.head, p.q, p.head_dim).template load<Shape::kThreads>(Q, r0);
   const KeyRows<S> keys_of_K(block.head, p.k, p.head_dim), keys_of_V(block.head, p.v, p.head_dim_v);
-  if (visible) keys_of_K.template load<Shape::kThreads>(K, 0);
+  if (visible) {  // a block may not end before its copies
+    QueryRows<S>(block.head, p.q, p.head_dim).template load<Shape::kThreads>(Q, r0);
+    keys_of_K.template load<Shape::kThreads>(K, 0);
+  }
   Sums<kM, Shape::kColumns / 8> O = {};
   SoftmaxState<S, kM> state;
   for (int n0 = 0; n0 < visible; n0 += kKeys) {

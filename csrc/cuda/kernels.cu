@@ -58,7 +58,8 @@ const char* launch_forward(const ForwardParams& p, void* stream) {
 template <class S>
 const char* launch_adding_queries(const BackwardParams& p, void* stream) {
   const int64_t sums = all_rows(p) * p.head_dim;
-  const char* error = clear_memory(static_cast<RowTerms*>(p.workspace) + all_rows(p), sums * sizeof(float), stream);
+  const char* error = nullptr;
+  if (sums) error = clear_memory(static_cast<RowTerms*>(p.workspace) + all_rows(p), sums * sizeof(float), stream);
   if (error) return error;
   error = with_dim(p, [&](auto dim) {
     using Keys = KeysShape<S, dim>;

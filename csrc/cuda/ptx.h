@@ -26,6 +26,8 @@ PYATTN_DEVICE char* shared_memory() {
 
 PYATTN_DEVICE void barrier() { __syncthreads(); }
 PYATTN_DEVICE bool barrier_or(bool any) { return __syncthreads_or(any); }
+// Several threads may set the same flag at once.
+PYATTN_DEVICE void set_flag(char& flag) { static_cast<volatile char&>(flag) = 1; }
 PYATTN_DEVICE void add_atomically(float* to, float x) { atomicAdd(to, x); }
 
 // ---- Of a warp ----

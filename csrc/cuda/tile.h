@@ -111,7 +111,7 @@ PYATTN_DEVICE bool clear_nonfinite(Tile<S, kRows, kCols> tile, char* flags) {
 #pragma unroll 1
   for (int i = thread_index(); i < kRows; i += kThreads) flags[i] = 0;
   barrier();
-  if (!find_nonfinite<kThreads>(tile, [&](int row) { flags[row] = 1; })) return false;
+  if (!find_nonfinite<kThreads>(tile, [&](int row) { set_flag(flags[row]); })) return false;
 #pragma unroll 1
   for (unsigned at = thread_index(); at < kRows * kCols; at += kThreads)
     if (flags[at / kCols]) tile.at(at / kCols, at % kCols) = S{};

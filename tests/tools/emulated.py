@@ -7,6 +7,7 @@ import mmap
 import os
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,24 +25,24 @@ DTYPES = {torch.float64: "double", torch.float32: "float", torch.bfloat16: "bf16
 INCLUDES = ("-Icsrc", "-Icsrc/cuda", "-Itests/tools/emulation", "-DPYATTN_ISA=cuda", '-DPYATTN_ISA_HEADER="host.h"')
 FLAGS = ("-std=c++20", "-O2", "-march=native", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
 # unused: what other dtypes use; unknown pragmas: #pragma unroll
+SOURCES = ("tests/tools/emulation/entry.cpp", "tests/tools/emulation/tensor_core.cpp")
+"""Beside the kernels."""
 
 
-def compile_kernels(root: Path, folder: Path) -> Path:
-    """The shared library of the kernels under ``root``."""
-    compiler = os.environ.get("CXX", "c++")
-    command = [compiler, *FLAGS, "-Wno-unused-function", *INCLUDES, "-c", "-o"]
+def compile_kernels(root: Path, folder: Path, kernel_flags: Sequence[str] = (), *more: str) -> Path:
+    """The shared library of the kernels under ``root``, compiled with these flags too, and of ``more`` sources."""
+    compiler = [os.environ.get("CXX", "c++"), *FLAGS, *INCLUDES]
 
     def build(dtype: str) -> str:
         target = str(folder / f"{dtype}.o")
-        source = ["-x", "c++", "csrc/cuda/kernels.cu"]
-        subprocess.run([*command, target, f"-DPYATTN_DTYPE={dtype}", *source], cwd=root, check=True)
+        source = ["-Wno-unused-function", *kernel_flags, f"-DPYATTN_DTYPE={dtype}", "-x", "c++", "csrc/cuda/kernels.cu"]
+        subprocess.run([*compiler, *source, "-c", "-o", target], cwd=root, check=True)
         return target
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(build, DTYPES.values()))
     library = folder / "emulated.so"
-    entry = str(root / "tests" / "tools" / "emulation" / "entry.cpp")
-    subprocess.run([compiler, *FLAGS, "-Icsrc", "-shared", "-o", library, entry, *objects], cwd=root, check=True)
+    subprocess.run([*compiler, "-shared", "-o", library, *SOURCES, *more, *objects], cwd=root, check=True)
     return library
 
 
@@ -93,13 +94,18 @@ def before_a_wall(*sizes: int, dtype: torch.dtype) -> Tensor:
     return flat.fill_(torch.nan).view(sizes)
 
 
+def load(path: Path) -> ctypes.CDLL:
+    kernels = ctypes.CDLL(str(path))
+    kernels.params_bytes.restype = kernels.workspace_bytes.restype = ctypes.c_int64
+    kernels.forward.restype = kernels.backward.restype = ctypes.c_char_p
+    assert kernels.params_bytes() == ctypes.sizeof(BackwardParams), "not the BackwardParams of attention.h"
+    return kernels
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
-        kernels = ctypes.CDLL(str(compile_kernels(ROOT, Path(folder))))
-    kernels.workspace_bytes.restype = ctypes.c_int64
-    kernels.forward.restype = kernels.backward.restype = ctypes.c_char_p
-    return kernels
+        return load(compile_kernels(ROOT, Path(folder)))
 
 
 def _params(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> BackwardParams:
@@ -123,14 +129,16 @@ def _params(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Backwar
 
 class Emulated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], kernels: ctypes.CDLL
+    ) -> tuple[Tensor, Tensor]:
         rows = before_a_wall(3, *q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         out = before_a_wall(*q.shape[:3], v.shape[3], dtype=q.dtype)
         p = _params(q, k, v, options)
         p.out, (p.row_max, p.row_sum, p.lse) = view(out), (row.data_ptr() for row in rows)
-        assert library().forward(list(DTYPES).index(q.dtype), ctypes.byref(p)) is None
+        assert kernels.forward(list(DTYPES).index(q.dtype), ctypes.byref(p)) is None
         ctx.save_for_backward(q, k, v, out, rows)
-        ctx.options = options
+        ctx.options, ctx.kernels = options, kernels
         ctx.set_materialize_grads(False)
         return out, rows[2].clone()
 
@@ -145,7 +153,7 @@ class Emulated(torch.autograd.Function):
         if dlse is not None:
             dlse = dlse.contiguous()
             p.dlse = dlse.data_ptr()
-        kernels, dtype = library(), list(DTYPES).index(q.dtype)
+        kernels, dtype = ctx.kernels, list(DTYPES).index(q.dtype)
         deterministic = ctypes.c_bool(ctx.options.get("deterministic", True))
         workspace_bytes = kernels.workspace_bytes(dtype, ctypes.byref(p), deterministic)
         workspace = before_a_wall(
@@ -153,12 +161,20 @@ class Emulated(torch.autograd.Function):
         )  # begins at a multiple of 16 bytes
         p.workspace = workspace.data_ptr()
         assert kernels.backward(dtype, ctypes.byref(p), deterministic) is None
-        return dq, dk, dv, None
+        return dq, dk, dv, None, None
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Any) -> Any:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: bool = False,
+    kernels: ctypes.CDLL | None = None,
+    **options: Any,
+) -> Any:
     """``pyattn.attention`` of emulated kernels; ``deterministic=False``: dQ added up atomically."""
     if isinstance(options.get("dropout_seed"), int):
         options["dropout_seed"] = torch.tensor(options["dropout_seed"])
-    out, lse = Emulated.apply(q, k, v, options)
+    out, lse = Emulated.apply(q, k, v, options, kernels or library())
     return (out, lse) if return_lse else out

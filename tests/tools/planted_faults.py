@@ -138,7 +138,8 @@ class Copy:
         for dtype in emulated.DTYPES.values():
             source = ["-x", "c++", "-c", "../csrc/cuda/kernels.cu"]
             yield Unit(f"emulated_{dtype}.o", ["c++", *flags, "-w", f"-DPYATTN_DTYPE={dtype}", *source], "emulated")
-        yield Unit("emulated_entry.o", ["c++", *flags, "-c", "../tests/tools/emulation/entry.cpp"], "emulated")
+        for source in emulated.SOURCES:
+            yield Unit(f"emulated_{Path(source).stem}.o", ["c++", *flags, "-c", f"../{source}"], "emulated")
 
     def compile(self, unit: Unit, *options: str) -> None:
         result = self.run([*unit.command, *options], check=False)

@@ -14,6 +14,7 @@ static const DeviceKernels& table(int dtype) {
 }
 
 extern "C" {
+int64_t params_bytes() { return sizeof(BackwardParams); }
 int64_t workspace_bytes(int dtype, const BackwardParams* p, bool deterministic) {
   return table(dtype).workspace_bytes(*p, deterministic);
 }

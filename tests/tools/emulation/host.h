@@ -1,8 +1,8 @@
 // csrc/cuda/ptx.h for a host: the same names over the threads of threads.h, so that the kernels run where there is no GPU.
 //
-// What it makes worse than a GPU, so that faults show: shared memory begins as NaN; an asynchronous copy arrives when it is
-// waited for and not before; warps run one after the other, from the first or from the last (threads.h), up to the next barrier;
-// addresses in shared memory are checked for bounds and alignment; tensor cores cut off what a sum does not hold.
+// It is worse than a GPU where that shows faults: shared memory begins as NaN; an asynchronous copy arrives when it is waited for
+// and not before; warps run one after the other, from the first or from the last (threads.h), up to the next barrier; addresses
+// in shared memory are checked for bounds and alignment; tensor cores align and truncate what they add.
 #pragma once
 
 #include <atomic>
@@ -12,6 +12,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "tensor_core.h"
 #include "threads.h"
 
 #define PYATTN_DEVICE inline
@@ -32,8 +33,14 @@ using std::exp;
 using std::log;
 using std::signbit;
 
-void barrier() { emulation::barrier(false); }
-bool barrier_or(bool any) { return emulation::barrier(any); }
+// The last two arguments of what synchronizes say where the kernel calls it.
+void barrier(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  emulation::barrier(false, {file, line});
+}
+bool barrier_or(bool any, const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  return emulation::barrier(any, {file, line});
+}
+void set_flag(char& flag) { std::atomic_ref(flag).store(1, std::memory_order_relaxed); }
 void add_atomically(float* to, float x) { std::atomic_ref(*to).fetch_add(x, std::memory_order_relaxed); }
 
 // ---- Of a warp: every lane publishes its words and reads the others' ----
@@ -80,47 +87,9 @@ uint32_t load_word(SharedAddress address) {
   return *reinterpret_cast<const uint32_t*>(address);
 }
 
-float widen_f16(uint16_t x) { return static_cast<float>(std::bit_cast<_Float16>(x)); }
-float widen_bf16(uint16_t x) { return std::bit_cast<float>(uint32_t{x} << 16); }
-float widen_tf32(uint32_t x) { return std::bit_cast<float>(x & 0xffffe000); }
-
-// A sum as tensor cores leave it: what float does not hold is cut off.
-float cut_off(double x) {
-  const float nearest = static_cast<float>(x);
-  return std::abs(nearest) > std::abs(x) && std::isfinite(nearest) ? std::nextafterf(nearest, 0) : nearest;
-}
-
-// c += a b with kTerms columns of a to each word pair, the words widened by their owners.
-template <int kTerms, class Widen>
-void multiply_add(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Widen widen) {
-  constexpr int kWide = 6 * kTerms;  // floats of a lane: a's four words, then b's two
-  float mine[kWide];
-  for (int w = 0; w < 6; ++w) widen(w < 4 ? a[w] : b[w - 4], mine + w * kTerms);
-  const auto& words = emulation::exchange(reinterpret_cast<const uint32_t*>(mine), kWide);
-  const int g = emulation::lane() / 4, t = emulation::lane() % 4;
-  for (int i = 0; i < 4; ++i) {
-    const int column = 2 * t + i % 2;
-    double sum = c[i];
-    for (int half = 0; half < 2; ++half)  // the columns that word half of b, and words 2 half and 2 half + 1 of a, hold
-      for (int lane = 0; lane < 4; ++lane) {
-        const uint32_t* left = words[4 * g + lane] + (2 * half + i / 2) * kTerms;
-        const uint32_t* right = words[4 * column + lane] + (4 + half) * kTerms;
-        for (int k = 0; k < kTerms; ++k)
-          sum += double{std::bit_cast<float>(left[k])} * double{std::bit_cast<float>(right[k])};
-      }
-    c[i] = cut_off(sum);
-  }
-}
-
-void multiply_f16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  multiply_add<2>(c, a, b, [](uint32_t w, float* x) { x[0] = widen_f16(w), x[1] = widen_f16(w >> 16); });
-}
-void multiply_bf16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  multiply_add<2>(c, a, b, [](uint32_t w, float* x) { x[0] = widen_bf16(w), x[1] = widen_bf16(w >> 16); });
-}
-void multiply_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  multiply_add<1>(c, a, b, [](uint32_t w, float* x) { *x = widen_tf32(w); });
-}
+using emulation::multiply_bf16;
+using emulation::multiply_f16;
+using emulation::multiply_tf32;
 
 // ---- Copies ----
 
@@ -129,7 +98,9 @@ void copy_16_bytes(SharedAddress to, const void* from, int bytes) {
   emulation::require(reinterpret_cast<uintptr_t>(from) % 16 == 0 && 0 <= bytes && bytes <= 16, "copy of 16 bytes");
   emulation::copy_later(reinterpret_cast<void*>(to), from, bytes);
 }
-void wait_for_copies() { emulation::copy_now(); }
+void wait_for_copies(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  emulation::copy_now({file, line});
+}
 
 // ---- Arithmetic ----
 
@@ -151,6 +122,8 @@ uint32_t round_bf16(float x) {
 }
 uint32_t pack_bf16(float low, float high) { return round_bf16(low) | round_bf16(high) << 16; }
 
+float widen_f16(uint16_t x) { return static_cast<float>(std::bit_cast<_Float16>(x)); }
+
 uint32_t multiply_high(uint32_t a, uint32_t b) { return static_cast<uint32_t>(uint64_t{a} * b >> 32); }
 float float_of(uint32_t x) { return std::bit_cast<float>(x); }
 
@@ -162,13 +135,14 @@ T opaque(T x) {
 // ---- Launch ----
 
 const char* clear_memory(void* p, int64_t bytes, void*) {
+  emulation::require(p && bytes > 0, "no memory to clear");
   std::memset(p, 0, bytes);
   return nullptr;
 }
 
 template <class Params>
 const char* launch(void (*kernel)(Params), int64_t blocks, int threads, int shared_bytes, void*, const Params& p) {
-  emulation::run(blocks, threads, shared_bytes, [&] { kernel(p); });
+  emulation::run(blocks, threads, shared_bytes, reinterpret_cast<const void*>(kernel), [&] { kernel(p); });
   return nullptr;
 }
 

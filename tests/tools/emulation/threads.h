@@ -1,5 +1,6 @@
 // The threads of a CUDA block on one thread of a host: each has a stack of its own and runs until it has to wait for others,
-// at a barrier of the block or where the lanes of its warp exchange words. Then the next one runs.
+// at a barrier of the block or where the lanes of its warp exchange words. Then the next one runs. It stops the process where a
+// kernel breaks a rule of CUDA's: warps at different barriers, addresses outside shared memory, copies that outlive their block.
 #pragma once
 
 #include <setjmp.h>
@@ -15,6 +16,8 @@
 #include <memory>
 #include <thread>
 #include <vector>
+
+#include "races.h"
 
 namespace emulation {
 
@@ -43,7 +46,8 @@ struct Thread {
   jmp_buf resume;
   bool started;
   Wait wait;
-  bool any;  // what it brings to a barrier
+  Place place;  // of the barrier that it waits at
+  bool any;     // what it brings there
   std::vector<Copy> copies;
 };
 
@@ -61,6 +65,7 @@ struct Block {
   std::vector<Warp> warps;
   std::vector<char> shared;
   int shared_bytes;
+  const void* name;  // the kernel's address
   std::function<void()> kernel;
 };
 
@@ -87,8 +92,9 @@ inline void wait_for(Wait what) {
   if (_setjmp(t.resume) == 0) _longjmp(b.scheduler, 1);
 }
 
-inline bool barrier(bool any) {
-  block->threads[block->current].any = any;
+inline bool barrier(bool any, Place place) {
+  Thread& t = block->threads[block->current];
+  t.any = any, t.place = place;
   wait_for(Wait::kBlock);
   return block->any;
 }
@@ -104,12 +110,16 @@ inline const Words& exchange(const uint32_t* words, int count) {
 }
 
 inline void copy_later(void* to, const void* from, int bytes) {
+  if constexpr (kRaces) races::begin_copy(to);
   block->threads[block->current].copies.push_back({to, from, bytes});
 }
 
-inline void copy_now() {
+inline void copy_now(Place place) {
+  if constexpr (kRaces)
+    if (!races::wait(place)) return;
   std::vector<Copy>& copies = block->threads[block->current].copies;
   for (const Copy& copy : copies) {
+    if constexpr (kRaces) races::end_copy(copy.to);
     std::memset(copy.to, 0, 16);
     std::memcpy(copy.to, copy.from, copy.bytes);
   }
@@ -149,6 +159,7 @@ inline void run_block(int64_t index) {
   Block& b = *block;
   b.index = index;
   std::memset(b.shared.data(), 0xff, b.shared.size());  // NaN in every format
+  if constexpr (kRaces) races::begin_block(shared_memory(), b.shared_bytes);
   for (Thread& t : b.threads) t.started = false, t.copies.clear();
   for (Warp& w : b.warps) std::fill(std::begin(w.exchanges), std::end(w.exchanges), 0);
   const int threads = static_cast<int>(b.threads.size());
@@ -158,18 +169,28 @@ inline void run_block(int64_t index) {
     b.any = false;
     for (Thread& t : b.threads) {
       require(t.wait == b.threads[0].wait, "some warps wait at a barrier, others have ended");
+      require(t.wait == Wait::kEnd || t.place == b.threads[0].place, "warps wait at different barriers");
       b.any = b.any || t.any;
     }
+    if constexpr (kRaces)
+      if (b.threads[0].wait == Wait::kBlock) races::barrier(b.threads[0].place);
   } while (b.threads[0].wait == Wait::kBlock);
+  for (b.current = 0; b.current < threads; ++b.current)
+    for (const Copy& copy : b.threads[b.current].copies)
+      if constexpr (kRaces)
+        races::leave_copy(copy.to);
+      else
+        require(false, "a block ends before its copies");
 }
 
 // Runs all blocks, shared among the threads of the host.
-inline void run(int64_t blocks, int threads, int shared_bytes, std::function<void()> kernel) {
+inline void run(int64_t blocks, int threads, int shared_bytes, const void* name, std::function<void()> kernel) {
   std::atomic<int64_t> next{0};
   const auto work = [&] {
     Block own;
     own.threads = std::vector<Thread>(threads), own.warps = std::vector<Warp>(threads / kWarpLanes);
-    own.shared = std::vector<char>(shared_bytes + 127), own.shared_bytes = shared_bytes, own.kernel = kernel;
+    own.shared = std::vector<char>(shared_bytes + 127), own.shared_bytes = shared_bytes;
+    own.name = name, own.kernel = kernel;
     block = &own;
     for (int64_t index; (index = next++) < blocks;) run_block(index);
   };

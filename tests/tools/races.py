@@ -1,0 +1,45 @@
+"""The emulated CUDA kernels under the race detector of ``emulation/races.cpp``."""
+
+import ctypes
+import functools
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import emulated
+from cuda_resources import readable
+from helpers import run
+from torch import Tensor
+
+INSTRUMENTED = ("-DPYATTN_RACES", "-fsanitize=thread", "-O1")
+"""The compiler calls the detector before each access to memory."""
+
+
+@functools.cache
+def library() -> tuple[ctypes.CDLL, dict[int, str]]:
+    """The kernels, and the names of their addresses."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = emulated.compile_kernels(emulated.ROOT, Path(folder), INSTRUMENTED, "tests/tools/emulation/races.cpp")
+        kernels = emulated.load(path)
+        symbols = subprocess.run(["nm", path], check=True, capture_output=True, text=True).stdout
+    kernels.races_found.restype = kernels.places_seen.restype = ctypes.c_char_p
+    return kernels, {int(at, 16): readable(name) for at, name in re.findall(r"^(\w+) t (\S+)", symbols, re.MULTILINE)}
+
+
+def places() -> list[str]:
+    """The barriers and the waits for copies that kernels have passed so far: "barrier csrc/cuda/tile.h:107"."""
+    return library()[0].places_seen().decode().splitlines()
+
+
+def races(qkv: tuple[Tensor, Tensor, Tensor], dout: Tensor, *, without: str = "", **options: Any) -> list[str]:
+    """The races of a forward and a backward, each as "kernel, place in shared memory: who and who". A place that is
+    named in ``without`` counts as if it were not in the kernels.
+    """
+    kernels, names = library()
+    kernels.take_out(without.encode())
+    run(functools.partial(emulated.attention, kernels=kernels), qkv, dout, **options)
+    kernels.take_out(b"")
+    found = kernels.races_found().decode()
+    return [re.sub(r"^\w+", lambda at: names[int(at[0], 16)], line) for line in found.splitlines()]
