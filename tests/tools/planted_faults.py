@@ -171,11 +171,13 @@ class Copy:
             )
         except subprocess.TimeoutExpired:
             return f"no end after {HANG} s"
-        if result.returncode == 0:
-            return None
         failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
+        if failed or result.returncode == 0:
+            return failed[0] if failed else None
+        if result.returncode > 0:
+            raise BadFaultError(f"the suite does not run:\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
         last = re.findall(r"^tests/\S+", result.stdout, re.MULTILINE)
-        return failed[0] if failed else f"exit status {result.returncode} in {last[-1] if last else 'the imports'}"
+        return f"signal {-result.returncode} in {last[-1] if last else 'the imports'}"
 
     def caught_by(self, file: str, backend: str) -> str | None:
         """The first test that fails, of one backend or, if "", of all instruction sets."""
