@@ -80,9 +80,9 @@ def attention(
             at the last key. May be negative: the first queries then see nothing.
         softmax_scale: finite factor on the scores; default ``1 / sqrt(D)``.
         dropout_p: probability of dropping a weight after the softmax, at least 0 and below 1, rounded to 1/65536; the
-            rest are scaled by 1 / (1 - dropout_p). lse is that of all weights.
-        dropout_seed: an int or an int64 scalar tensor, which with a weight's place decides whether it is dropped, as
-            :func:`dropout_mask` shows: the same for any number of threads, instruction set and device. Default: drawn
+            others are scaled by 1 / (1 - dropout_p). lse does not change.
+        dropout_seed: an int or an int64 scalar tensor. Seed and position decide which weights are dropped, as
+            :func:`dropout_mask` shows, the same for any number of threads, instruction set and device. Default: drawn
             from torch's generator, so ``torch.manual_seed`` repeats it and checkpoints recompute it.
         return_lse: also return lse.
 
@@ -94,14 +94,15 @@ def attention(
 
     Raises:
         ValueError: shapes that don't fit together, a softmax_scale that is not finite, a q_offset or dropout_seed past
-            64 bits, a dropout_p that is no such probability.
-        TypeError: other dtypes, or dtypes that differ; a q_offset or dropout_seed tensor that is not int64; other types
-            than these.
-        NotImplementedError: tensors that are neither on the CPU nor on a GPU that this build has kernels for, or not
-            dense; a head dimension above 256 on a GPU; forward-mode and second derivatives.
+            64 bits, a dropout_p outside [0, 1); at the first call, an instruction set in the environment variable
+            PYATTN_ISA that this CPU or build does not have.
+        TypeError: another dtype, or dtypes that differ; a q_offset or dropout_seed tensor that is not int64; another
+            type than listed; an argument that does not exist, such as ``is_causal``, naming the one that stands for it.
+        NotImplementedError: tensors that are not dense, or on a device that this build has no kernels for; a head
+            dimension above 256 on a GPU; forward-mode and second derivatives, when they are taken.
 
-    Under autocast, q, k and v are cast first, float64 ones excepted. The result is the same to the bit from run to run
-    and for every number of threads, on a GPU unless :func:`set_deterministic` waives it; extra memory is linear in the
+    Under autocast, q, k and v are cast first unless they are float64. The result has the same bits from run to run and
+    for every number of threads, on a GPU unless :func:`set_deterministic` waives it. Extra memory is linear in the
     sequence length, forward and backward.
 
     Source: Vaswani et al. 2017, equation 1; by blocks as in Dao et al. 2022 (FlashAttention), algorithms 1 and 4.
@@ -114,7 +115,7 @@ def attention(
     if positional or named:
         refuse(attention, positional, named)
     plain = type(q) is type(k) is type(v) is Tensor and type(causal) is bool and type(dropout_p) is float
-    if not (plain and softmax_scale is None and q_offset is None and dropout_seed is None):  # a microsecond saved
+    if not (plain and softmax_scale is None and q_offset is None and dropout_seed is None):  # saves 1 us
         check_tensor("q", q)
         check_tensor("k", k)
         check_tensor("v", v)

@@ -25,5 +25,7 @@ class Options(NamedTuple):
     dropout_seed: Tensor | None = None
 
     def with_tensors(self, q_offsets: Tensor | None, dropout_seed: Tensor | None) -> "Options":
-        """The same options with these tensors; autograd saves tensors apart. (``_replace`` takes a microsecond.)"""
+        """The same options with other tensors, because autograd saves tensors apart. ``_replace`` takes 1 us."""
+        if q_offsets is self.q_offsets and dropout_seed is self.dropout_seed:
+            return self
         return Options(self.softmax_scale, self.causal, self.q_offset, q_offsets, self.dropout_p, dropout_seed)

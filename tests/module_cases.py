@@ -1,4 +1,4 @@
-"""One small instance of every module of pyattn.nn, its plain twin, and what two such modules are judged by."""
+"""One small instance of every module of pyattn.nn, its plain twin, and the comparison of the two."""
 
 import warnings
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ def assert_same(x: Tensor, exact: Tensor) -> None:
 
 @contextmanager
 def first_use(*reasons: str) -> Iterator[None]:
-    """As in a new process: the fallback warns once for each of the reasons, and for nothing else."""
+    """Inside, as in a new process, the fallback warns once for each of the reasons, and for nothing else."""
     heads._warned.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

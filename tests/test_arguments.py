@@ -16,7 +16,7 @@ BACKWARD = ("dout", "dlse", "q", "k", "v", "out", "row_max", "row_sum", *FORWARD
 
 
 def tensor(draw: st.DrawFn, shape: list[int], dtype: torch.dtype) -> Tensor:
-    """Of ones, in one of many layouts."""
+    """Ones, in one of many layouts."""
     x = torch.ones(shape, dtype=dtype)
     match draw(st.sampled_from(["dense"] * 20 + ["reversed", "expanded", "padded", "meta", "sparse", "negated"])):
         case "reversed":
@@ -37,7 +37,7 @@ def tensor(draw: st.DrawFn, shape: list[int], dtype: torch.dtype) -> Tensor:
 
 @st.composite
 def arguments(draw: st.DrawFn, names: tuple[str, ...]) -> dict[str, Any]:
-    """Arguments that fit together, of which up to three are then drawn without regard to the others."""
+    """Arguments that fit together, except up to three that are drawn without regard to the others."""
     b, h, g, sq, sk, d, dv = (draw(SIZES) for _ in range(7))
     rows = [b, h * g, sq]
     shapes = {"q": [*rows, d], "k": [b, h, sk, d], "v": [b, h, sk, dv], "out": [*rows, dv], "dout": [*rows, dv]}
@@ -54,7 +54,7 @@ def arguments(draw: st.DrawFn, names: tuple[str, ...]) -> dict[str, Any]:
         if name in odd:
             shape, kind = draw(st.lists(SIZES, max_size=5)), draw(st.sampled_from(DTYPES))
             scalars = st.sampled_from([0, 1.5, -1, math.nan, "x", (), True, 2**70])
-            # Of a sparse tensor for a number torch's own parser says, in its words, that it has no storage.
+            # A sparse tensor where a number belongs is refused by torch's parser, in its own words: left out.
             other = tensor(draw, shape, kind) if name in shapes else torch.ones(shape, dtype=kind)
             values[name] = draw(st.none() | scalars | st.just(other))
         elif name in shapes:
@@ -82,7 +82,7 @@ def test_result_or_one_sentence(names: tuple[str, ...]) -> None:
             assert str(error).startswith("pyattn: ")  # noqa: PT017
             outcomes["refused"] += 1
         except RuntimeError as error:
-            assert "Expected a value of type" in str(error)  # noqa: PT017  (of the schema, which the dispatcher checks)
+            assert "Expected a value of type" in str(error)  # noqa: PT017  (the dispatcher checks the schema's types)
             outcomes["refused"] += 1
         else:
             like = ("out", "row_max", "row_max", "row_max") if names is FORWARD else ("q", "k", "v")

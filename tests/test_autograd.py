@@ -1,4 +1,4 @@
-"""The derivatives are right under every way that PyTorch has of asking for them, and raise where nobody wrote them."""
+"""Promise: derivatives are right in every way PyTorch asks for them, and those that nobody wrote raise."""
 
 from collections.abc import Callable
 from functools import partial
@@ -30,7 +30,7 @@ def leaves(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tens
 
 
 def out_and_lse(function: Callable[..., Any], case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows that see nothing have lse -inf, of which there are no differences to take."""
+    """Masks lse out where it is -inf, in rows that see nothing: finite differences do not exist there."""
     out, lse = function(q, k, v, return_lse=True, **case.options)
     return out, lse.masked_fill(lse == -torch.inf, 0.0)
 

@@ -23,7 +23,7 @@ from pyattn.dropout import draw_seed, philox
     ],
 )
 def test_philox_known_answers(word: int, expected: tuple[int, ...]) -> None:
-    """Of Random123's kat_vectors, whose key is word, word and whose counter is four of it."""
+    """Random123's kat_vectors: the key is two times the word, the counter four times."""
     seed = word << 32 | word
     results = philox(torch.tensor(seed - 2**64 if seed >= 2**63 else seed), (torch.tensor(word),) * 4)
     assert tuple(x.item() for x in results) == expected
@@ -57,7 +57,7 @@ def test_native_mask_is_the_one_shown(repeatable: Backend, dtype: torch.dtype, s
 
 
 def test_weights_are_kept_with_their_probability() -> None:
-    """Overall, at each position, and for each of the eight keys that share a counter."""
+    """They do so overall and at each position, and neighbours, which share a counter, are independent."""
     p, draws = 0.3, 4000
     kept = torch.stack([dropout_mask(seed, 1, 2, 6, 24, p) for seed in range(draws)]).double()
     rate, deviation = 1 - round(65536 * p) / 65536, math.sqrt(p * (1 - p))

@@ -1,4 +1,4 @@
-"""Garbage in, one sentence out: from the public function and from the raw operators, forward and backward."""
+"""Promise: wrong input is refused in one sentence, by the public function and by the raw operators."""
 
 import inspect
 import math
@@ -166,7 +166,7 @@ def test_vmap_over_the_only_dimension() -> None:
 def foreign(kind: str) -> Tensor:
     x = torch.randn(1, 2, 3, 4)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of features in development
+        warnings.simplefilter("ignore")  # features in development warn
         match kind:
             case "Sparse":
                 return x.to_sparse()

@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -172,6 +173,15 @@ def test_docstring_examples_run():
 
 def test_modules_come_with_the_package():
     assert pyattn.nn is nn
+
+
+def test_the_product_does_not_import_the_reference():
+    """It is for tests and comparisons; of the modules, only what is not native yet asks it."""
+    root = Path(pyattn.__file__).parent
+    sources = {path.relative_to(root).as_posix(): path.read_text() for path in root.rglob("*.py")}
+    importing = {name for name, text in sources.items() if re.search(r"^\s*(from|import)\b.*\breference\b", text, re.M)}
+    importing = {name for name in importing if not name.startswith("reference/")}
+    assert importing == {"nn/heads.py", "cli/compare.py", "cli/contenders.py"}
 
 
 @pytest.mark.parametrize("name", WITH_DROPOUT)

@@ -37,7 +37,7 @@ BATCH = torch.stack([TOKENS, TOKENS])
 
 
 def results(module: torch.nn.Module, x: Tensor, dout: Tensor) -> dict[str, Tensor]:
-    """The output and every gradient. A bias stands beside its weight, as one more column of it.
+    """The output and every gradient. A bias is one more column of its weight.
 
     In exact arithmetic the gradient of a key bias is 0, for softmax ignores what all keys of a query share: alone it
     has no scale to be judged by.

@@ -1,4 +1,4 @@
-"""What a long-lived process relies on: no growth, no state between threads."""
+"""Promise: a long-lived process neither grows nor shares state between threads."""
 
 import gc
 import resource
