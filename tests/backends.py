@@ -1,11 +1,15 @@
 """The backends that laws are tested on: each instruction set of this machine, the emulated CUDA kernels, a GPU."""
 
+import ctypes
+import functools
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import emulated
+import pytest
 import torch
 from helpers import NAMES, Case
 from torch import Tensor
@@ -73,9 +77,15 @@ class Backend:
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         """``pyattn.attention`` by this backend's kernels."""
-        if self.family == "emulated":
-            return emulated.attention(q, k, v, deterministic=self.repeatable, **options)
-        return pyattn.attention(q, k, v, **options)
+        if self.family != "emulated":
+            return pyattn.attention(q, k, v, **options)
+        compiled_emulation().result()
+        return emulated.attention(q, k, v, deterministic=self.repeatable, **options)
+
+    def needs_memory(self, size: float) -> None:
+        """Skips a test that a GPU has too few bytes for. (A CPU's memory is not touched.)"""
+        if self.family == "cuda" and torch.cuda.get_device_properties(0).total_memory < size:
+            pytest.skip(f"needs a GPU of {size / 1e9:.0f} GB")
 
     @contextmanager
     def selected(self) -> Iterator[None]:
@@ -105,6 +115,12 @@ class Backend:
                 assert torch.equal(x, y), name
 
 
+@functools.cache
+def compiled_emulation() -> Future[ctypes.CDLL]:
+    """The emulated kernels, whose compilation takes a processor half a minute and begins with the first call."""
+    return ThreadPoolExecutor(1).submit(emulated.library)
+
+
 def exact_products() -> None:
     """torch's products, the yardstick, are float32 in float32, and add 16-bit products up in float32."""
     matmul = torch.backends.cuda.matmul
@@ -122,9 +138,7 @@ def chosen(names: list[str]) -> list[Backend]:
     if not names:
         return CPU + EMULATED
     known = CPU + EMULATED + CUDA
-    unknown = set(names) - {name for b in known for name in (b.name, b.family)}
-    if unknown:
-        raise ValueError(
-            f"--backend must be one of cpu, {', '.join(dict.fromkeys(b.name for b in known))}, got {unknown}"
-        )
+    allowed = dict.fromkeys(name for b in known for name in (b.family, b.name))
+    if not set(names) <= allowed.keys():
+        raise pytest.UsageError(f"--backend must be one of {', '.join(allowed)}, got {', '.join(names)}")
     return [b for b in known if {b.name, b.family} & set(names)]

@@ -10,7 +10,7 @@ import torch
 
 pytest.register_assert_rewrite("backends", "helpers", "module_cases", "yardstick")
 
-from backends import Backend, chosen  # noqa: E402
+from backends import Backend, chosen, compiled_emulation  # noqa: E402
 
 FIXTURES: dict[str, Callable[[Backend], bool]] = {
     "backend": lambda b: True,
@@ -44,20 +44,36 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("device", sorted({b.device for b in backends}), indirect=True)
 
 
+def backend_of(item: pytest.Item) -> Backend | None:
+    """What the test runs on: None where it asks for none, or where none is chosen."""
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    return next((x for name in FIXTURES if isinstance(x := parameters.get(name), Backend)), None)
+
+
+def is_chosen(item: pytest.Item, config: pytest.Config) -> bool:
+    """Not a case that its backend does not take nor, with ``--backend``, a test that depends on none."""
+    backend, parameters = backend_of(item), getattr(item, "callspec", None)
+    if backend is not None:
+        return backend.takes(parameters.params.get("dtype"), parameters.params.get("case"))
+    asks = set(item.fixturenames) & FIXTURES.keys()
+    return not asks and (not config.getoption("backend") or "device" in item.fixturenames)
+
+
+def is_emulated(item: pytest.Item) -> bool:
+    backend = backend_of(item)
+    return backend is not None and backend.family == "emulated"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out cases that a backend does not take and, with ``--backend``, tests that depend on none."""
+    """Leaves out what is not chosen, and puts what is emulated last."""
+    config.hook.pytest_deselected(items=[item for item in items if not is_chosen(item, config)])
+    items[:] = sorted((item for item in items if is_chosen(item, config)), key=is_emulated)
 
-    def is_chosen(item: pytest.Item) -> bool:
-        parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        asked = [parameters[name] for name in FIXTURES if name in parameters]
-        if not asked:
-            return not config.getoption("backend") or "device" in parameters
-        backend = asked[0]  # a placeholder of pytest's where none is chosen
-        return isinstance(backend, Backend) and backend.takes(parameters.get("dtype"), parameters.get("case"))
 
-    left_out = [item for item in items if not is_chosen(item)]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """While other tests run, another processor compiles the emulation."""
+    if any(map(is_emulated, session.items)) and not session.config.option.collectonly:
+        compiled_emulation()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 import torch
 from backends import Backend
 from helpers import Case, assert_case_accurate, each_dtype, run
+from test_layouts import AROUND_2_16
 from torch import Tensor
 
 from pyattn import attention, nn, reference
@@ -44,6 +45,12 @@ LARGER = [
 @pytest.mark.parametrize("case", LARGER, ids=str)
 def test_forward_and_backward(cuda: Backend, case: Case, dtype: torch.dtype) -> None:
     assert_case_accurate(case, dtype, cuda.attention)
+
+
+@pytest.mark.parametrize("case", AROUND_2_16, ids=str)
+def test_sizes_around_two_to_the_16th(cuda: Backend, case: Case) -> None:
+    """In the dtypes that tiles are for; test_layouts.py has float64."""
+    assert_case_accurate(case, torch.bfloat16, cuda.attention)
 
 
 def inputs(dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
@@ -140,12 +147,9 @@ HEADS = 2**18 + 5
 """Of 128 x 64 elements: 2^18 of them are 2^31 elements, of results too, and more than a grid's second dimension."""
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 48e9,
-    reason="needs a GPU of 48 GB",
-)
 def test_results_past_two_to_the_31st(cuda: Backend) -> None:
     """The last heads are what they are alone."""
+    cuda.needs_memory(48e9)
     *qkv, dout = (torch.randn(1, HEADS, 128, 64, dtype=torch.bfloat16) for _ in range(4))
     *last, last_dout = (x[:, -3:].clone() for x in (*qkv, dout))
     alone = run(attention, tuple(last), last_dout)
