@@ -20,7 +20,7 @@ FIXTURES: dict[str, Callable[[Backend], bool]] = {
     "cuda": lambda b: b.family == "cuda",
     "isa": lambda b: b.family == "cpu",
 }
-"""Which backends a test runs on, by the fixture that it asks for."""
+"""A test names the backends that it runs on by the fixture it asks for."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,7 +51,7 @@ def backend_of(item: pytest.Item) -> Backend | None:
 
 
 def is_chosen(item: pytest.Item, config: pytest.Config) -> bool:
-    """Not a case that its backend does not take nor, with ``--backend``, a test that depends on none."""
+    """Whether the test's backend takes its case; with ``--backend``, tests that depend on none are left out."""
     backend, parameters = backend_of(item), getattr(item, "callspec", None)
     if backend is not None:
         return backend.takes(parameters.params.get("dtype"), parameters.params.get("case"))

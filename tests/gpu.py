@@ -35,7 +35,7 @@ STEPS = (
     Step("gpu_steps.training", DEVICE, 100, longest=90),
     Step("gpu_steps.sanitizer", ("float32", "float16", "float64"), 300, longest=120),
 )
-"""Those that matter most come first: the last ones get the time that is left."""
+"""The steps that matter most come first; the last ones get the time that is left."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -90,7 +90,7 @@ def test_same_bits_for_any_number_of_threads(dtype: torch.dtype) -> None:
 
 @each_dtype
 def test_keys_of_any_strides(native: Backend, dtype: torch.dtype) -> None:
-    """As a cache has them: positions before heads, rows of odd strides, and more room than is used."""
+    """A cache stores positions before heads, in rows of odd strides, with more room than is used."""
     q, k, v = Case(2, 4, 2, 2, 1500, 64, 32).inputs(dtype)
     dense = native.attention(q, k, v)
     room = torch.full((2, 1600, 2, 97), math.nan, dtype=dtype)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -93,6 +94,10 @@ import os, pytest
 
 def test_passes(): pass
 def test_fails(): assert 1 == 2
+def test_loses_the_gpu():
+    import gpu_steps.suite
+    gpu_steps.suite.lost = lambda: True
+    assert 2 == 3
 def test_skips(): pytest.skip("not here")
 def test_ends(): os._exit(3)
 def test_passes_again(): pass
@@ -100,14 +105,15 @@ def test_passes_again(): pass
 
 
 def test_pytest_is_a_step(tmp_path: Path) -> None:
-    """Each test is a check; one that ends the process fails alone."""
+    """Each test is a check; one that ends the process or loses the GPU fails alone."""
     (tmp_path / "test_planted.py").write_text(PLANTED_TESTS)
     step = Step("gpu_steps.suite", (str(tmp_path),), LIMIT, LIMIT)
     records = run_step(step, gpu.environment(""), tmp_path / "log", time.monotonic() + LIMIT)
     found = {x["check"].rpartition("::")[2]: (x["status"], x.get("message", "")) for x in records}
-    assert list(found) == ["test_passes", "test_fails", "test_skips", "test_ends", "test_passes_again"]
+    assert list(found) == re.findall(r"def (\w+)", PLANTED_TESTS)
     assert found["test_passes"] == found["test_passes_again"] == (PASSED, "")
     assert found["test_fails"] == (FAILED, "assert 1 == 2 (test_planted.py:5)")
+    assert found["test_loses_the_gpu"] == (FAILED, "assert 2 == 3 (test_planted.py:9)")
     assert found["test_skips"] == (LEFT_OUT, "Skipped: not here")
     assert found["test_ends"][1].startswith("the process ended with status 3")
 

@@ -1,4 +1,4 @@
-"""What holds to the bit on every backend: what is not seen does not matter, nor who computes it or how often."""
+"""Laws of every backend: unseen positions change no bit, visible NaN arrives, threads and repeats change nothing."""
 
 import itertools
 import math
@@ -35,7 +35,7 @@ def test_what_is_not_seen_changes_no_bit(backend: Backend, dtype: torch.dtype, b
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("case", [Case(1, 2, 1, 90, 140, 40, 72, q_offset=20)], ids=str)
 def test_bad_keys_and_queries_within_a_tile(backend: Backend, case: Case, dtype: torch.dtype, bad: float) -> None:
-    """Where some rows of a tile see bad keys, those have no finite result and no finite gradient, the others all."""
+    """Rows that see bad keys have no finite result and no finite gradient; the others of their tile keep their bits."""
     last = 60  # the queries up to it see the keys up to 80
     (q, k, v), gradients = case.inputs(dtype), case.gradients(dtype)
     clean = run(backend.attention, (q, k, v), *gradients, **case.options)
@@ -56,7 +56,7 @@ def test_bad_keys_and_queries_within_a_tile(backend: Backend, case: Case, dtype:
 @each_dtype
 @pytest.mark.parametrize("position", [63, 95])
 def test_one_bad_element(native: Backend, dtype: torch.dtype, position: int) -> None:
-    """NaN in the last column and the last row of a block changes nothing for whoever does not see it."""
+    """A NaN in the last column and row of a block changes no bit for rows and keys that do not see it."""
     inputs = [*Case(1, 2, 1, 96, 96, 21, 19).inputs(dtype), torch.randn(1, 2, 96, 19).to(dtype)]
     clean = run(native.attention, tuple(inputs[:3]), inputs[3])
     for which in range(4):
@@ -71,7 +71,7 @@ def test_one_bad_element(native: Backend, dtype: torch.dtype, position: int) -> 
 
 @each_dtype
 def test_a_key_that_no_query_sees(backend: Backend, dtype: torch.dtype) -> None:
-    """It has no gradient, be it NaN, and even where a tile has room for queries that would see it."""
+    """An unseen key has no gradient, even if it is NaN, and even in a tile that later queries would fill."""
     case = Case(1, 1, 1, 10, 40, 32, 32, q_offset=0)
     q, k, v = case.inputs(dtype)
     k[:, :, 12], v[:, :, 13] = math.nan, math.nan
@@ -104,7 +104,7 @@ def test_every_16_bit_number_is_read_and_rounded_as_torch_does(dtype: torch.dtyp
 @each_dtype
 @pytest.mark.parametrize("causal", [True, False])
 def test_nan_that_is_seen_arrives(repeatable: Backend, dtype: torch.dtype, causal: bool) -> None:
-    """In q, k or v, at every length: in the rows that see it and, of a value, in its column."""
+    """A NaN of q, k or v arrives in every row that sees it, at every length; one of v in its column alone, on a CPU."""
     for seqlen in repeatable.lengths(dtype):
         inputs = Case(1, 2, 2, seqlen, seqlen, 24, 20).inputs(dtype)
         for which, t in itertools.product(range(3), {0, seqlen // 2, seqlen - 1}):
@@ -122,7 +122,7 @@ def test_nan_that_is_seen_arrives(repeatable: Backend, dtype: torch.dtype, causa
 
 @each_dtype
 def test_scores_that_are_all_minus_infinity(backend: Backend, dtype: torch.dtype) -> None:
-    """Softmax of nothing but -inf is NaN; a row that has one other score does not see the rest."""
+    """Softmax of -inf alone is NaN, as in torch; beside a finite score, -inf weighs nothing."""
     q, k, v = Case(1, 1, 1, 2, 200, 2, 3).inputs(dtype)
     q[:], k[:] = -math.inf, 1
     assert backend.attention(q, k, v).isnan().all()
@@ -196,7 +196,7 @@ def test_same_bits_for_any_number_of_threads(dtype: torch.dtype, case: Case) -> 
 
 @pytest.mark.usefixtures("threads")
 def test_same_bits_over_a_hundred_repeats(native: Backend) -> None:
-    """Small enough to repeat, large enough for threads; one head, so that its keys are split."""
+    """The case is small enough to repeat and large enough for threads; its one head has its keys split."""
     case = Case(1, 1, 1, 130, 250, 32, 20)
     qkv, (dout, dlse) = case.inputs(torch.float32), case.gradients(torch.float32)
     torch.set_num_threads(3)
@@ -207,7 +207,7 @@ def test_same_bits_over_a_hundred_repeats(native: Backend) -> None:
 
 @pytest.mark.usefixtures("isa", "threads")
 def test_two_threads_are_used() -> None:
-    """In forward and in backward, also where there is one head only.
+    """Forward and backward share one head between threads.
 
     On a busy machine one thread may finish a call before the other wakes, so the threads of up to 100 calls count.
     """
@@ -226,7 +226,7 @@ def test_two_threads_are_used() -> None:
 
 @each_dtype
 def test_decoding_equals_the_whole(native: Backend, dtype: torch.dtype) -> None:
-    """One query at a time against the keys so far, as a KV cache has them."""
+    """Queries one at a time, against the keys so far as a KV cache has them, give the rows of the full forward."""
     q, k, v = Case(1, 4, 2, 110, 110, 24, 20).inputs(dtype)
     steps = [native.attention(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1]) for t in range(110)]
     plain, exact = (reference.attention(*(x.to(t) for x in (q, k, v))) for t in (dtype, torch.float64))
@@ -235,7 +235,7 @@ def test_decoding_equals_the_whole(native: Backend, dtype: torch.dtype) -> None:
 
 @each_dtype
 def test_parts_of_the_keys_merge_to_the_whole(repeatable: Backend, dtype: torch.dtype) -> None:
-    """lse weighs the parts, as in split-key decoding."""
+    """Outputs over parts of the keys, weighed by their lse, add up to the output over all keys."""
     q, k, v = Case(1, 4, 2, 30, 250, 24, 20).inputs(dtype)
     parts = [
         repeatable.attention(q, k[:, :, i], v[:, :, i], causal=False, return_lse=True)

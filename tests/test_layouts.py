@@ -1,4 +1,4 @@
-"""Where tensors lie in memory and how large they are: any strides, any size, linear memory."""
+"""Tensors may lie anywhere in memory and have any size; extra memory is linear."""
 
 import itertools
 import math

@@ -25,7 +25,7 @@ DIMS = (
     *((d, d) for d in (32, 64, 96, 128, 192, 256)),
     *((20, 20), (72, 72), (80, 80), (1, 1), (21, 77), (64, 128), (128, 33), (100, 256), (256, 64)),
 )
-"""Those that there are kernels for, then some that are filled up, and values of another width."""
+"""Head dimensions of kernels, then some that are filled up to them, and values of another width."""
 
 LARGER = [
     case
@@ -38,7 +38,7 @@ LARGER = [
         Case(1, 8, 2, 1, 515, *dims),
     )
 ] + [Case(1, 4, 2, 1500, 1500, 64, 64), Case(1, 2, 2, 1100, 2300, 128, 128, q_offset=900, dropout_p=0.1)]
-"""Masks, groups, dropout, and lengths that fill no tile, of which an emulation takes minutes."""
+"""Masks, groups, dropout, and lengths that fill no tile: minutes each in an emulation."""
 
 
 @each_dtype
@@ -49,7 +49,7 @@ def test_forward_and_backward(cuda: Backend, case: Case, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("case", AROUND_2_16, ids=str)
 def test_sizes_around_two_to_the_16th(cuda: Backend, case: Case) -> None:
-    """In the dtypes that tiles are for; test_layouts.py has float64."""
+    """The kernels with tiles count right too; test_layouts.py has float64."""
     assert_case_accurate(case, torch.bfloat16, cuda.attention)
 
 
@@ -110,7 +110,7 @@ for x, y in zip(captured, (out, *torch.autograd.grad(out, leaves, out.detach()))
 
 @each_kind
 def test_a_first_call_is_captured(cuda: Backend, dtype: torch.dtype) -> None:
-    """In a process of its own: setting kernels up and looking up torch's stream does not end the capture."""
+    """A process's first call sets kernels up and looks up torch's stream, neither of which ends the capture."""
     command = [sys.executable, "-c", FIRST_CALL, str(dtype).removeprefix("torch."), str(cuda.repeatable)]
     result = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
@@ -118,7 +118,7 @@ def test_a_first_call_is_captured(cuda: Backend, dtype: torch.dtype) -> None:
 
 @each_kind
 def test_a_stream_is_kept(cuda: Backend, dtype: torch.dtype) -> None:
-    """On another stream than the default one, where the inputs come late, forward and backward wait for them."""
+    """Forward and backward run on the current stream: on a side stream they wait for inputs that come late."""
     qkv, dout = inputs(dtype)
     expected = run(attention, qkv, dout)
     late = tuple(torch.zeros_like(x) for x in (*qkv, dout))
@@ -135,7 +135,7 @@ def test_a_stream_is_kept(cuda: Backend, dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 def test_another_device_computes_the_same(cuda: Backend) -> None:
-    """One that is not current."""
+    """A device that is not current gives the bits of the one that is."""
     qkv, dout = inputs(torch.bfloat16)
     there = [x.to("cuda:1") for x in (*qkv, dout)]
     assert torch.cuda.current_device() == 0
@@ -144,11 +144,11 @@ def test_another_device_computes_the_same(cuda: Backend) -> None:
 
 
 HEADS = 2**18 + 5
-"""Of 128 x 64 elements: 2^18 of them are 2^31 elements, of results too, and more than a grid's second dimension."""
+"""2^18 heads of 128 x 64 elements are 2^31 elements, in results too, and more than a grid's second dimension."""
 
 
 def test_results_past_two_to_the_31st(cuda: Backend) -> None:
-    """The last heads are what they are alone."""
+    """The last heads have the bits that they have alone."""
     cuda.needs_memory(48e9)
     *qkv, dout = (torch.randn(1, HEADS, 128, 64, dtype=torch.bfloat16) for _ in range(4))
     *last, last_dout = (x[:, -3:].clone() for x in (*qkv, dout))
