@@ -59,7 +59,8 @@ copy = Path(sys.argv[1])
 sys.path.insert(0, str(copy / "tests" / "tools"))
 import emulated, pyattn, pyattn._C, pytest
 assert all(Path(m.__file__).is_relative_to(copy) for m in (emulated, pyattn, pyattn._C)), pyattn._C.__file__
-emulated.compile_kernels = lambda root, folder: copy / "emulated.so"
+compile_kernels = emulated.compile_kernels
+emulated.compile_kernels = lambda *a: compile_kernels(*a) if len(a) > 2 else copy / "emulated.so"  # more: instrumented
 sys.exit(pytest.main(sys.argv[2:]))
 """
 
