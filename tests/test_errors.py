@@ -146,9 +146,9 @@ def test_the_signature_shows_no_catch_all() -> None:
         attention(zeros(1, 1, 2, 2), zeros(1, 1, 2, 2))
 
 
-def test_autocast_does_not_hide_wrong_dtypes() -> None:
+def test_autocast_does_not_hide_wrong_dtypes(device: str) -> None:
     q, k, v = tensors().values()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         for wrong in (torch.int64, torch.complex64, torch.bool):
             with pytest.raises(TypeError, match="pyattn: dtype must be"):
                 attention(q.to(wrong), k.to(wrong), v.to(wrong))

@@ -17,8 +17,9 @@ from pyattn import _C, attention, reference
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 7.0])
 def test_what_is_not_seen_changes_no_bit(backend: Backend, dtype: torch.dtype, bad: float) -> None:
     """Rows up to t ignore keys and values after t; keys from t on ignore queries and dout before t."""
-    for seqlen in backend.lengths(dtype):
-        case = Case(1, 2, 1, seqlen, seqlen, 24, 20)
+    dims = ((24, 20), (64, 64), (128, 128), (256, 192)) if backend.family == "cuda" else ((24, 20),)
+    for seqlen, head_dims in itertools.product(backend.lengths(dtype), dims):
+        case = Case(1, 2, 1, seqlen, seqlen, *head_dims)
         (q, k, v), (dout, _) = case.inputs(dtype), case.gradients(dtype)
         t = seqlen // 2
         clean = run(backend.attention, (q, k, v), dout)
@@ -148,15 +149,19 @@ def test_inf_values_arrive(repeatable: Backend, dtype: torch.dtype) -> None:
 
 
 @each_dtype
-def test_rows_that_see_nothing(backend: Backend, dtype: torch.dtype) -> None:
-    case = Case(1, 2, 1, 80, 50, 16, 16, q_offset=-70)
+@pytest.mark.parametrize(
+    "case", [Case(1, 2, 1, 80, 50, 16, 16, q_offset=-70), Case(1, 2, 1, 200, 90, 16, 16, q_offset=-170)], ids=str
+)
+def test_rows_that_see_nothing(backend: Backend, case: Case, dtype: torch.dtype) -> None:
+    """Their output and their gradient are 0, their lse is -inf, and keys that nobody sees have no gradient."""
     out, lse, dq, dk, dv = run(backend.attention, case.inputs(dtype), *case.gradients(dtype), **case.options)
-    assert (out[:, :, :70] == 0).all()
-    assert (lse[:, :, :70] == -math.inf).all()
-    assert (dq[:, :, :70] == 0).all()
-    assert lse[:, :, 70:].isfinite().all()
-    assert (dk[:, :, 10:] == 0).all()
-    assert (dv[:, :, 10:] == 0).all()
+    blind = -case.q_offset
+    assert (out[:, :, :blind] == 0).all()
+    assert (lse[:, :, :blind] == -math.inf).all()
+    assert (dq[:, :, :blind] == 0).all()
+    assert lse[:, :, blind:].isfinite().all()
+    assert (dk[:, :, case.seqlen_q - blind :] == 0).all()
+    assert (dv[:, :, case.seqlen_q - blind :] == 0).all()
 
 
 @pytest.mark.parametrize("offset", [2**63 - 1, -(2**63), 2**40, -(2**40)])

@@ -53,6 +53,16 @@ def test_sizes_around_two_to_the_16th(cuda: Backend, case: Case) -> None:
     assert_case_accurate(case, torch.bfloat16, cuda.attention)
 
 
+@each_dtype
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_same_bits_each_time(cuda: Backend, dtype: torch.dtype, head_dim: int) -> None:
+    case = Case(2, 8, 4, 700, 700, head_dim, head_dim, dropout_p=0.1)
+    tensors = (case.inputs(dtype), *case.gradients(dtype))
+    first = run(cuda.attention, *tensors, **case.options)
+    for _ in range(20):
+        cuda.assert_same(run(cuda.attention, *tensors, **case.options), first)
+
+
 def inputs(dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     return CASE.inputs(dtype), CASE.gradients(dtype)[0]
 

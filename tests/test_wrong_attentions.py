@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import test_accuracy
 import test_dropout
+import test_errors
 import test_laws
 import test_layouts
 import torch
@@ -51,7 +52,7 @@ FLOAT = {"dtype": torch.float32}
         *((fault, test_accuracy.test_forward_and_backward, CASE) for fault in ("out", "lse", "dq", "dk", "dv")),
         ("dq", test_laws.test_gradients_are_differences, {"case": Case(1, 2, 1, 4, 5, 3, 2)}),
         ("mask", test_laws.test_what_is_not_seen_changes_no_bit, FLOAT | {"bad": 7.0}),
-        ("mask", test_laws.test_rows_that_see_nothing, FLOAT),
+        ("mask", test_laws.test_rows_that_see_nothing, FLOAT | {"case": Case(1, 2, 1, 80, 50, 16, 16, q_offset=-70)}),
         ("mask", test_laws.test_nan_that_is_seen_arrives, FLOAT | {"causal": True}),
         ("noise", test_laws.test_what_is_not_seen_changes_no_bit, FLOAT | {"bad": 7.0}),
         ("noise", test_layouts.test_layout_of_rows_changes_no_bit, FLOAT | {"layout": test_layouts.nan_padded}),
@@ -66,3 +67,9 @@ def test_a_law_notices(fault: str, law: Callable[..., None], arguments: dict[str
             law(**call)
     else:
         law(**call)
+
+
+def test_what_is_not_refused_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_errors, "attention", lambda **_: None)
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        test_errors.test_forward("cpu", *test_errors.BAD_INPUTS[0])
