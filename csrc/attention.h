@@ -1,11 +1,13 @@
-// The contract between the operators (ATen, above) and the kernels (raw pointers, below).
+// The contract between the operators, which know ATen, and the kernels, which know raw pointers.
+// One set of params serves the CPU and CUDA.
 #pragma once
 
 #include <cstdint>
 
 namespace pyattn {
 
-// Storage formats without arithmetic: kernels widen them to float on loading and round once on storing.
+// Storage formats without arithmetic: kernels widen them to float when
+// they load and round once when they store.
 struct bf16 {
   uint16_t bits;
 };
@@ -32,36 +34,37 @@ struct MaskParams {
   const int64_t* q_offsets;  // (batch), in place of q_offset, or null
 };
 
-// Of the weights: each is dropped with probability threshold / 65536, as cpu/dropout.h says.
+// Each weight is dropped with probability threshold / 65536; cpu/dropout.h says which.
 struct DropoutParams {
-  uint32_t threshold;   // below 65536; 0: none
-  const int64_t* seed;  // one
+  uint32_t threshold;   // below 65536; 0 drops none
+  const int64_t* seed;  // ()
 };
 
-// What the time of a pass goes into.
+// The parts of a pass that a profile tells apart.
 enum class Phase : int { kPack, kScores, kSoftmax, kDropout, kOut, kdP, kdV, kdK, kdQ, kStore };
 inline constexpr const char* kPhaseNames[] = {"pack",        "S = Q K^T",   "softmax",     "dropout",   "O = P V",
                                               "dP = dO V^T", "dV = P^T dO", "dK = dS^T Q", "dQ = dS K", "store"};
 inline constexpr int kNumPhases = sizeof(kPhaseNames) / sizeof(*kPhaseNames);
 
-// Where a pass adds what each phase took, when someone measures.
+// What each phase of a task took.
 struct PhaseCounts {
   int64_t ticks[kNumPhases];  // of the processor's time-stamp counter
-  int64_t flops[kNumPhases];  // of the products as computed: what a tile computes in vain because of its mask is in it
+  int64_t flops[kNumPhases];  // of the products as computed, with what a tile computes in vain behind its mask
 };
 
 struct ForwardParams {
   View q, k, v, out;
-  // (batch, num_heads_q, seqlen_q), dense, double for float64, else float. row_max is the largest score in the backend's own
-  // unit (cpu/softmax.h, cuda/softmax.h), row_sum the sum of exp(score - largest score), lse the natural logarithm of the sum
-  // of exp(score). Backward reads the first two, for exp(score - lse) has the rounding error of a large lse.
+  // (batch, num_heads_q, seqlen_q), dense, double for float64, else float. row_max: the largest
+  // score, in the backend's own unit (cpu/score.h, cuda/softmax.h); row_sum: the sum of exp(score -
+  // largest score); lse: the natural logarithm of the sum of exp(score). Backward reads the first
+  // two, because exp(score - lse) has the rounding error of a large lse.
   void *row_max, *row_sum, *lse;
   int64_t batch, num_heads_q, num_heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
   double softmax_scale;
   MaskParams mask;
   DropoutParams dropout;
   void* workspace;      // what Plan, or DeviceKernels, asks for: memory that all work items share; or null
-  PhaseCounts* counts;  // of the calling task, or null
+  PhaseCounts* counts;  // of the calling task; null when profiling is off
 };
 
 struct BackwardParams : ForwardParams {
@@ -69,16 +72,17 @@ struct BackwardParams : ForwardParams {
   const void* dlse;  // dense like lse, or null
 };
 
-// What a pass needs for these params. It depends on shapes and constants, never on the thread count, so that the
-// number of threads cannot change bits.
+// What a pass needs for these params. It depends on shapes and constants, never on the
+// number of threads, which therefore can't change bits. Packed sequences will be items
+// here: a plan may cut them at equal cost.
 struct Plan {
   int64_t items;            // independent work items
   int64_t scratch_bytes;    // private to each call of run
   int64_t workspace_bytes;  // one buffer for all items, and for the pass that combines their partial results
 };
 
-// run computes the work items [begin, end) on the calling thread. It neither allocates nor throws; scratch is
-// kScratchAlign-aligned.
+// One pass. run computes the work items [begin, end) on the calling thread, neither allocates nor
+// throws, and takes scratch that is aligned to kScratchAlign.
 template <class Params>
 struct Pass {
   const char* name;
@@ -90,17 +94,18 @@ inline constexpr int64_t kScratchAlign = 64;
 
 struct Kernels {
   Pass<ForwardParams> forward;
-  Pass<ForwardParams> merge_out;  // runs after forward; no items where forward has written out itself
+  Pass<ForwardParams> merge_out;  // after forward; no items where forward writes out itself
   Pass<BackwardParams> backward;
-  Pass<BackwardParams> reduce_dq;  // likewise after backward, for dq
-  double (*peak)(int64_t rounds);  // spins, and returns the floating-point operations that it has done
+  Pass<BackwardParams> reduce_dq;  // after backward; no items where backward writes dq itself
+  double (*peak)(int64_t rounds);  // multiplies and adds in registers; returns the number of operations
 };
 
 // The kernels of the active instruction set.
 const Kernels& kernels(DType dtype);
 
-// Those of a GPU. They are launched on a stream of the current device and return null, or what went wrong, at once; the
-// addresses in params are the device's. Not deterministic, backward adds up dQ in whatever order its blocks run.
+// GPU kernels, on a stream of the current device; addresses in params are the device's. Launches
+// are asynchronous; a launch error comes back as a message, success as null. Backward that need not
+// be deterministic adds up dQ in the order in which its blocks run.
 struct DeviceKernels {
   int64_t (*workspace_bytes)(const BackwardParams&, bool deterministic);
   const char* (*forward)(const ForwardParams&, void* stream);

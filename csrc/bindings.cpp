@@ -1,5 +1,6 @@
-// The Python module pyattn._C: importing it registers the operators of ops.cpp. It carries introspection only; a tensor
-// function bound here would be invisible to the dispatcher, and so to torch.compile, autograd and the profiler.
+// The Python module pyattn._C: importing it registers the operators of ops.cpp. It carries
+// introspection only; a tensor function bound here would be invisible to the dispatcher, and so to
+// torch.compile, autograd and the profiler.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -17,7 +18,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("torch_version") = PYATTN_TORCH_VERSION;
   m.attr("compiler") = PYATTN_COMPILER;
   m.def("compiled_isas", &pyattn::compiled_isas, "Instruction sets in this build, best first.");
-  m.def("available_isas", &pyattn::available_isas, "Those of them that this CPU runs, best first.");
+  m.def("available_isas", &pyattn::available_isas, "Instruction sets of this build that the CPU has, best first.");
   m.attr("cuda_archs") = pyattn::cuda::architectures();
   m.def("active_isa", &pyattn::active_isa, "The instruction set in use.");
   const std::map<std::string, pyattn::DType> dtypes{{"float64", pyattn::DType::kFloat64},
@@ -28,22 +29,24 @@ PYBIND11_MODULE(_C, m) {
       "spin",
       [dtypes](const std::string& dtype, int64_t rounds) { return pyattn::kernels(dtypes.at(dtype)).peak(rounds); },
       pybind11::arg("dtype"), pybind11::arg("rounds"), pybind11::call_guard<pybind11::gil_scoped_release>(),
-      "Do nothing but multiply and add between registers, and return how many floating-point operations that were.");
+      "Multiply and add between registers only, and return the number of floating-point operations.");
   m.attr("phases") = std::vector<std::string>(std::begin(pyattn::kPhaseNames), std::end(pyattn::kPhaseNames));
-  pybind11::class_<pyattn::TaskProfile>(m, "TaskProfile", "What one thread did of one pass.")
+  pybind11::class_<pyattn::TaskProfile>(m, "TaskProfile", "The part of a pass that one thread ran.")
       .def_property_readonly("pass_name", [](const pyattn::TaskProfile& t) { return t.pass; })
       .def_readonly("isa", &pyattn::TaskProfile::isa)
-      .def_readonly("thread", &pyattn::TaskProfile::thread, "The system's number of the thread.")
+      .def_readonly("thread", &pyattn::TaskProfile::thread,
+                    "The system's number of the thread, as in torch's profiler.")
       .def_readonly("begin_ns", &pyattn::TaskProfile::begin_ns, "Nanoseconds since 1970.")
       .def_readonly("end_ns", &pyattn::TaskProfile::end_ns)
-      .def_readonly("items", &pyattn::TaskProfile::items, "How many of the pass's work items it computed.")
+      .def_readonly("items", &pyattn::TaskProfile::items, "How many of the pass's work items it ran.")
       .def_property_readonly(
           "ticks", [](const pyattn::TaskProfile& t) { return std::to_array(t.counts.ticks); },
-          "Of the processor's time-stamp counter, by phase.")
+          "Ticks of the processor's time-stamp counter, by phase.")
       .def_property_readonly(
           "flops", [](const pyattn::TaskProfile& t) { return std::to_array(t.counts.flops); },
-          "Floating-point operations of the products as computed, by phase.");
-  m.def("start_profile", &pyattn::start_profile, "From now on, keep what each task of a pass takes.");
-  m.def("stop_profile", &pyattn::stop_profile, "No longer, and return the tasks since.");
-  m.def("set_isa", &pyattn::set_isa, pybind11::arg("name"), "Use the instruction set of that name from now on.");
+          "Floating-point operations of the products, by phase, with those that a tile computes in vain behind its "
+          "mask.");
+  m.def("start_profile", &pyattn::start_profile, "Begin to record the tasks of each pass.");
+  m.def("stop_profile", &pyattn::stop_profile, "Stop recording, and return the tasks since start_profile.");
+  m.def("set_isa", &pyattn::set_isa, pybind11::arg("name"), "Make the instruction set of that name the active one.");
 }

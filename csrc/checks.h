@@ -1,4 +1,4 @@
-// What the operators accept, and what they say of the rest: one sentence with the values in it.
+// Checks: what the operators accept. An error is one sentence with the values in it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -28,7 +28,7 @@ inline DType dtype_of(at::ScalarType type) {
   }
 }
 
-// Of lse and of what goes with it.
+// dtype of lse, row_max and row_sum.
 inline at::ScalarType row_dtype(at::ScalarType type) { return type == at::kDouble ? at::kDouble : at::kFloat; }
 
 inline void check_tensor(const char* name, const Tensor& t, at::Device device, at::ScalarType type,
@@ -41,14 +41,14 @@ inline void check_tensor(const char* name, const Tensor& t, at::Device device, a
   TORCH_CHECK_VALUE(t.sym_sizes() == sizes, "pyattn: ", name, " must have shape ", sizes, ", got ", t.sym_sizes());
 }
 
-// What both operators take beside tensors of q's kind.
+// The options of both operators, from their arguments to the params, by the names that users know.
 struct Options {
   optional<double> softmax_scale;
   bool causal;
   optional<SymInt> q_offset;
-  const optional<Tensor>& q_offsets;  // (batch), in place of q_offset
+  optional<Tensor> q_offsets;  // (batch), int64, in place of q_offset
   double dropout_p;
-  const optional<Tensor>& dropout_seed;
+  optional<Tensor> dropout_seed;  // (), int64
 };
 
 inline void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) {
@@ -73,7 +73,8 @@ inline void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, cons
   if (options.dropout_seed) check_tensor("dropout_seed", *options.dropout_seed, q.device(), at::kLong, {});
 }
 
-// Stands for every backend without kernels: sparse, nested and quantized tensors, and devices that are not built in.
+// The kernel of every backend without kernels: sparse, nested and quantized
+// tensors, and devices that are not built in.
 inline void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   const auto values = torch::jit::last(*stack, arguments.size());

@@ -1,5 +1,5 @@
-// Heads: where the query rows and the keys of one KV head lie in memory. The same file serves every backend; everything is
-// constexpr, so that device code may call it.
+// Heads: where the query rows and the keys of one KV head lie in memory. The same file serves every
+// backend; everything is constexpr, so that device code may call it.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,8 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 constexpr int64_t round_down(int64_t a, int64_t b) { return a / b * b; }
 
-// Operands fit in 32 bits; a 64-bit division is several times slower, and on a GPU takes many registers.
+// Operands fit in 32 bits; a 64-bit division is several times
+// slower, and on a GPU takes many registers.
 constexpr int64_t divide(int64_t a, int64_t b) { return static_cast<uint32_t>(a) / static_cast<uint32_t>(b); }
 constexpr int64_t remainder(int64_t a, int64_t b) { return static_cast<uint32_t>(a) % static_cast<uint32_t>(b); }
 
@@ -25,8 +26,9 @@ constexpr int64_t group_size(const ForwardParams& p) {
   return p.num_heads_kv ? divide(p.num_heads_q, p.num_heads_kv) : 1;
 }
 
-// One KV head of one sequence, and the query rows that read it: row r is query r / group of the group's query head r % group.
-// Neighbouring rows then see almost the same keys, and the few queries of decoding fill a tile with heads.
+// One KV head of one sequence, and the query rows that read it: row r is query r / group of the
+// group's query head r % group. Neighbouring rows then see almost the same keys, and the few
+// queries of decoding fill a tile with heads.
 struct Head {
   int64_t b, h_kv, group;
   int64_t count;  // query rows
@@ -40,7 +42,8 @@ struct Head {
         seqlen_q(p.seqlen_q),
         seqlen_k(p.seqlen_k) {}
 
-  // Query and query head of row r. Without a group there is nothing to divide, and each row asks several times.
+  // Query and query head of row r. Without a group there is nothing to
+  // divide, and each row asks several times.
   constexpr int64_t query(int64_t r) const { return group == 1 ? r : divide(r, group); }
   constexpr int64_t query_head(int64_t r) const { return group == 1 ? h_kv : h_kv * group + remainder(r, group); }
 

@@ -1,5 +1,6 @@
-// The mask: every query row of a KV head sees an interval of keys. No other file compares a key's index with a query's. The
-// same file serves every backend; everything is constexpr, so that device code may call it.
+// The mask: every query row of a KV head sees an interval of keys. No other file compares
+// a key's index with a query's. The same file serves every backend; everything is
+// constexpr, so that device code may call it.
 //
 //   causal, q_offset 1    key  0 1 2 3 4
 //                       row 0  1 1 0 0 0    of rows 0 to 2: keys_of_any [0, 4), keys_of_all [0, 2)
@@ -33,17 +34,18 @@ struct Range {
 // How much of a tile is seen: nothing, some pairs, or every pair.
 enum class Cover { kNone, kPart, kFull };
 
-// The mask of one head. From one row to the next neither end of its interval decreases, so that first and last row answer for a
-// block of rows; a block has at least one row, or key.
+// The mask of one head. From one row to the next neither end of its interval decreases, so that
+// first and last row answer for a block of rows; a block has at least one row, or key.
 struct Mask {
-  // Whether an interval may begin after key 0. No mask does yet; where this is false, kernels ask for ends alone.
+  // Whether an interval may begin after key 0. No mask does yet; where
+  // this is false, kernels ask for ends alone.
   static constexpr bool kBegins = false;
 
   Head head;
   int64_t diagonal;  // row r sees the keys [0, query(r) + diagonal), as far as there are any
 
-  // The end is saturated and not q_offset: beyond [-seqlen_q, seqlen_k] it does not change. Without a causal mask, the diagonal
-  // lies behind the last key.
+  // The end is saturated and not q_offset: beyond [-seqlen_q, seqlen_k] it does not change. Without
+  // a causal mask, the diagonal lies behind the last key.
   constexpr Mask(const ForwardParams& p, const Head& head)
       : head(head),
         diagonal(1 + (p.mask.causal ? clamp(p.mask.q_offsets ? p.mask.q_offsets[head.b] : p.mask.q_offset,

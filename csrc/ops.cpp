@@ -1,13 +1,12 @@
-// The operators pyattn::attention_forward and pyattn::attention_backward: check, allocate, fill the params, run the
-// kernels in parallel, or hand over to cuda/. The same functions serve the CPU, CUDA and, stopping before the kernels, the
-// Meta key, so that shapes, strides and errors can't differ between them.
-#include <ATen/Parallel.h>
+// The operators pyattn::attention_forward and pyattn::attention_backward: check, allocate,
+// fill the params, run the kernels in parallel, or hand over to cuda/. The same functions
+// serve the CPU, CUDA and, stopping before the kernels, the Meta key, so that shapes,
+// strides and errors can't differ between them.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/CPUAllocator.h>
-#include <pthread.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
@@ -15,26 +14,29 @@
 #include <array>
 #include <atomic>
 #include <cmath>
+#include <optional>
 #include <tuple>
 
 #include "attention.h"
 #include "checks.h"
 #include "cuda/ops_cuda.h"
 #include "profile.h"
+#include "threads.h"
 
 namespace pyattn {
 namespace {
 
 // ---- Results ----
 
-// A dense tensor with cols columns, innermost because the kernels write rows; the other dimensions lie in memory in the order
-// that they have in like, as empty_like would have them.
+// A dense tensor like `like` but with cols columns. Columns are innermost, because
+// kernels write rows; the other dimensions lie in memory in the order that they have
+// in like, as empty_like would have them.
 Tensor empty_ordered_as(const Tensor& like, const SymInt& cols) {
   const auto strides = like.sym_strides(), sizes = like.sym_sizes();
   std::array<int, 3> order{2, 1, 0};  // innermost first
   for (int i = 1; i < 3; ++i)
     for (int at = i, j = i - 1; j >= 0; --j) {
-      // An expanded dimension, of stride 0, does not say where it lies: it stays where it is.
+      // The stride of an expanded dimension, 0, does not say where it lies: it stays in its place.
       if (strides[order[at]] == 0 || strides[order[j]] == 0) continue;
       if (strides[order[j]] <= strides[order[at]]) break;
       std::swap(order[j], order[at]);
@@ -53,47 +55,44 @@ Tensor empty_ordered_as(const Tensor& like, const SymInt& cols) {
 
 // ---- Params ----
 
-// The kernels read any strides but the last, which must be 1.
+// Kernels take any stride but that of columns, which must be 1.
 Tensor with_contiguous_columns(const Tensor& t) { return t.size(3) <= 1 || t.stride(3) == 1 ? t : t.contiguous(); }
 
 optional<Tensor> contiguous(const optional<Tensor>& t) { return t ? optional(t->contiguous()) : std::nullopt; }
 
-// Params hold inputs and results alike, so the inputs' const ends here; no kernel writes to one.
+// Params hold inputs and results alike, so const ends here; no kernel writes to an input.
 void* input_data(const Tensor& t) { return const_cast<void*>(t.const_data_ptr()); }
 View view(const Tensor& t, void* data) { return {data, t.stride(0), t.stride(1), t.stride(2)}; }
 View input(const Tensor& t) { return view(t, input_data(t)); }
 View result(const Tensor& t) { return view(t, t.mutable_data_ptr()); }
 
-// q_offsets: those of the options, contiguous.
-void fill_inputs(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, const Options& options,
-                 const optional<Tensor>& q_offsets) {
+// Makes the options' tensors contiguous; p points into them.
+void fill_inputs(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, Options& options) {
+  options.q_offsets = contiguous(options.q_offsets);
   p.q = input(q), p.k = input(k), p.v = input(v);
   p.batch = q.size(0), p.num_heads_q = q.size(1), p.num_heads_kv = k.size(1);
   p.seqlen_q = q.size(2), p.seqlen_k = k.size(2), p.head_dim = q.size(3), p.head_dim_v = v.size(3);
   p.softmax_scale = options.softmax_scale.value_or(p.head_dim ? 1 / std::sqrt(static_cast<double>(p.head_dim)) : 1);
   p.mask.causal = options.causal;
+  // Here alone the default stands: the last query is at the last key.
   p.mask.q_offset = options.q_offset ? options.q_offset->expect_int() : p.seqlen_k - p.seqlen_q;
-  p.mask.q_offsets = q_offsets ? q_offsets->const_data_ptr<int64_t>() : nullptr;
+  p.mask.q_offsets = options.q_offsets ? options.q_offsets->const_data_ptr<int64_t>() : nullptr;
   p.dropout.threshold = static_cast<uint32_t>(std::min(std::nearbyint(65536 * options.dropout_p), 65535.0));
   p.dropout.seed = options.dropout_seed ? options.dropout_seed->const_data_ptr<int64_t>() : nullptr;
 }
 
-// ---- Threads ----
+// ---- Passes ----
 
-// A child forked after its parent used OpenMP would hang in it: it has the pool's state without the pool's threads.
-std::atomic<bool> forked{false};
-[[maybe_unused]] const int watch_forks = pthread_atfork(nullptr, nullptr, [] { forked = true; });
-
-// Of ATen's allocator, so that the memory profiler sees it, without the dispatcher's microsecond.
+// ATen's allocator, so that the memory profiler sees it, without the dispatcher's microsecond.
 c10::DataPtr allocate(int64_t bytes) { return c10::GetCPUAllocator()->allocate(bytes); }
 
-// Runs all work items of the pass, each task taking the next one when it is done. Scratch belongs to a task, not to a
-// thread's number.
+// Runs all work items of a pass. Each task takes the next item when it is done with one; scratch
+// belongs to a task, not to the number of a thread.
 template <class Params>
 void run(const Pass<Params>& pass, const Plan& plan, const Params& p) {
   if (plan.items == 0) return;
   std::atomic<int64_t> next{0};
-  const auto task = [&](int64_t, int64_t) {
+  const auto task = [&] {
     const c10::DataPtr scratch = allocate(plan.scratch_bytes + kScratchAlign);
     auto address = reinterpret_cast<uintptr_t>(scratch.get());
     address = (address + kScratchAlign - 1) / kScratchAlign * kScratchAlign;
@@ -105,26 +104,22 @@ void run(const Pass<Params>& pass, const Plan& plan, const Params& p) {
       pass.run(own, item, item + 1, reinterpret_cast<void*>(address));
     if (profile) end_task(*profile, items);
   };
-  // Waking the other threads costs about 5 us, in which one thread does some 100,000 multiply-adds of a small shape: worth
-  // it from ten times as many.
+  // Waking the other threads costs about 5 us, in which one thread does some 100,000 multiply-adds
+  // of a small shape. Ten times as many are worth it.
   constexpr double kWorthThreads = 1 << 20;
   const double work =
       static_cast<double>(p.batch) * p.num_heads_q * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v);
-  const int64_t tasks = work < kWorthThreads || forked ? 1 : std::min<int64_t>(plan.items, at::get_num_threads());
-  if (tasks == 1)
-    task(0, 1);
-  else
-    at::parallel_for(0, tasks, 1, task);
+  run_tasks(work < kWorthThreads ? 1 : std::min(plan.items, max_tasks()), task);
 }
 
-// A pass and the one that joins what its items leave.
+// Runs a pass, then the pass that combines its partial results.
 template <class Params>
-void run(const Pass<Params>& pass, const Pass<Params>& join, Params& p) {
+void run(const Pass<Params>& pass, const Pass<Params>& combine, Params& p) {
   const Plan plan = pass.plan(p);
   const c10::DataPtr workspace = allocate(plan.workspace_bytes);
   p.workspace = workspace.get();
   run(pass, plan, p);
-  run(join, join.plan(p), p);
+  run(combine, combine.plan(p), p);
 }
 
 // ---- Operators ----
@@ -134,7 +129,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_forward(const Tensor& q, co
                                                              optional<SymInt> q_offset,
                                                              const optional<Tensor>& q_offsets, double dropout_p,
                                                              const optional<Tensor>& dropout_seed) {
-  const Options options{softmax_scale, causal, q_offset, q_offsets, dropout_p, dropout_seed};
+  Options options{softmax_scale, causal, q_offset, q_offsets, dropout_p, dropout_seed};
   check_inputs(q, k, v, options);
   Tensor out = empty_ordered_as(q, v.sym_size(3));
   Tensor lse =
@@ -143,9 +138,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_forward(const Tensor& q, co
   if (q.is_meta()) return {out, lse, row_max, row_sum};
 
   const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
-  const optional<Tensor> offsets = contiguous(q_offsets);
   ForwardParams p{};
-  fill_inputs(p, q_, k_, v_, options, offsets);
+  fill_inputs(p, q_, k_, v_, options);
   p.out = result(out);
   p.lse = lse.mutable_data_ptr(), p.row_max = row_max.mutable_data_ptr(), p.row_sum = row_sum.mutable_data_ptr();
   if (q.is_cuda()) {
@@ -164,7 +158,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout, const 
                                                       optional<SymInt> q_offset, const optional<Tensor>& q_offsets,
                                                       double dropout_p, const optional<Tensor>& dropout_seed,
                                                       bool deterministic) {
-  const Options options{softmax_scale, causal, q_offset, q_offsets, dropout_p, dropout_seed};
+  Options options{softmax_scale, causal, q_offset, q_offsets, dropout_p, dropout_seed};
   check_inputs(q, k, v, options);
   const std::array<SymInt, 4> out_sizes{q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)};
   const c10::SymIntArrayRef row_sizes(out_sizes.data(), 3);
@@ -181,9 +175,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout, const 
   const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
   const Tensor dout_ = with_contiguous_columns(dout), out_ = with_contiguous_columns(out);
   const Tensor row_max_ = row_max.contiguous(), row_sum_ = row_sum.contiguous();
-  const optional<Tensor> dlse_ = contiguous(dlse), offsets = contiguous(q_offsets);
+  const optional<Tensor> dlse_ = contiguous(dlse);
   BackwardParams p{};
-  fill_inputs(p, q_, k_, v_, options, offsets);
+  fill_inputs(p, q_, k_, v_, options);
   p.out = input(out_), p.dout = input(dout_);
   p.row_max = input_data(row_max_), p.row_sum = input_data(row_sum_), p.dlse = dlse_ ? input_data(*dlse_) : nullptr;
   p.dq = result(dq), p.dk = result(dk), p.dv = result(dv);
@@ -225,7 +219,7 @@ TORCH_LIBRARY_IMPL(pyattn, Meta, m) {
   m.impl("attention_backward", attention_backward);
 }
 
-// Which nested tensors are not part of.
+// Every other backend. CompositeExplicitAutograd does not cover nested tensors.
 TORCH_LIBRARY_IMPL(pyattn, CompositeExplicitAutograd, m) {
   m.impl("attention_forward", torch::CppFunction::makeFromBoxedFunction<&refuse>());
   m.impl("attention_backward", torch::CppFunction::makeFromBoxedFunction<&refuse>());
@@ -241,8 +235,8 @@ TORCH_LIBRARY_IMPL(pyattn, NestedTensorCUDA, m) {
   m.impl("attention_backward", torch::CppFunction::makeFromBoxedFunction<&refuse>());
 }
 
-// Derivatives come from pyattn/autograd.py. Whatever it does not define, double backward and forward mode, raises here
-// instead of being silently zero.
+// Derivatives come from pyattn/autograd.py. Those that it does not define, double backward and
+// forward mode, raise here instead of being silently zero.
 TORCH_LIBRARY_IMPL(pyattn, Autograd, m) {
   m.impl("attention_forward", torch::autograd::autogradNotImplementedFallback());
   m.impl("attention_backward", torch::autograd::autogradNotImplementedFallback());

@@ -1,21 +1,18 @@
-// The tasks since start_profile, in one list.
 #include "profile.h"
-
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
 #include <mutex>
 
 #include "cpu/dispatch.h"
+#include "threads.h"
 
 namespace pyattn {
 namespace {
 
 std::atomic<bool> measuring{false};
 std::mutex mutex;
-std::vector<TaskProfile> tasks;  // guarded by it
+std::vector<TaskProfile> tasks;  // since start_profile; guarded by mutex
 
 int64_t now_ns() {
   using std::chrono::nanoseconds;
@@ -38,7 +35,7 @@ std::vector<TaskProfile> stop_profile() {
 
 std::optional<TaskProfile> begin_task(const char* pass) {
   if (!measuring.load(std::memory_order_relaxed)) return std::nullopt;
-  return TaskProfile{pass, active_isa(), syscall(SYS_gettid), now_ns(), 0, 0, {}};
+  return TaskProfile{pass, active_isa(), thread_id(), now_ns(), 0, 0, {}};
 }
 
 void end_task(TaskProfile& task, int64_t items) {

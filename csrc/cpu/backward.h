@@ -1,14 +1,17 @@
-// Backward, in one pass over the keys. With P = exp(S - row_max) / row_sum and delta = rowsum(P * dP) = rowsum(dO * O):
+// Backward, in one pass over the keys. With P = exp(S - row_max) / row_sum and
+// delta = rowsum(P * dP) = rowsum(dO * O):
 //
 //   dV += (P * D)^T dO      dP = dO V^T * D      dS = P * (dP - delta + dlse)      dK += dS^T Q      dQ += dS K
 //
-// where D is 1, or with dropout 0 for what was dropped and 1 / (1 - p) for the rest. S and dP are made transposed, queries on the
-// lanes; dV, dK and dQ have their columns on the lanes. dQ and dK are scaled when they leave.
+// where D is 1, or with dropout 0 for what was dropped and 1 / (1 - p) for the rest. S and
+// dP are made transposed, queries on the lanes; dV, dK and dQ have their columns on the
+// lanes. dQ and dK are scaled when they leave.
 #pragma once
 
 #include <cstdint>
 
 #include "attention.h"
+#include "backward_scratch.h"
 #include "dropout.h"
 #include "gemm.h"
 #include "heads.h"
@@ -26,45 +29,6 @@
 
 namespace pyattn::PYATTN_ISA {
 namespace {
-
-template <class S>
-struct BackwardScratch {
-  using T = Compute<S>;
-  using E = Operand<S>;
-  int64_t ld_k, ld_v;  // columns of head_dim and head_dim_v in whole vectors
-  Carver carver;
-  PackedQueries<S> queries;
-  Matrix<E> K, V;             // [terms(keys)][ld_k], [keys][ld_v]: copies, where the tensor can't be read in place
-  Matrix<E> left_K;           // [keys][ld_k]: K again, where the left factor and the rows that are summed over differ
-  Matrix<E> left_P, left_dS;  // [keys][terms(queries)]: tiles as operands, where these are not the tiles themselves
-  Matrix<E> summed_dS;        // [terms(keys)][queries]
-  Matrix<T> P, dP;            // [keys][queries]
-  Matrix<T> kept;             // [keys][queries], dropout's factors
-  Matrix<T> dQ;               // [rows of a super-block][ld_k], where the item's sum is the whole of it
-  Matrix<T> dK, dV;           // [keys of the item][ld_k], [keys of the item][ld_v]
-  int64_t bytes;
-
-  BackwardScratch(const BackwardParams& p, void* base)
-      : ld_k(round_up(p.head_dim, kLanes<T>)),
-        ld_v(round_up(p.head_dim_v, kLanes<T>)),
-        carver(base),
-        queries(p, carver) {
-    const int64_t pairs = kPairs<S>, keys = longest_split(p);
-    K = carver.take<E>(in_place<S>(p.head_dim, true) ? 0 : terms<S>(kBackwardBlockK), ld_k);
-    V = carver.take<E>(in_place<S>(p.head_dim_v, false) ? 0 : kBackwardBlockK, ld_v);
-    left_K = carver.take<E>(pairs * kBackwardBlockK, ld_k);
-    left_P = carver.take<E>(pairs * kBackwardBlockK, terms<S>(kBlockQ<T>));
-    left_dS = carver.take<E>(pairs * kBackwardBlockK, terms<S>(kBlockQ<T>));
-    summed_dS = carver.take<E>(pairs * terms<S>(kBackwardBlockK), kBlockQ<T>);
-    P = carver.take<T>(kBackwardBlockK, kBlockQ<T>);
-    dP = carver.take<T>(kBackwardBlockK, kBlockQ<T>);
-    kept = carver.take<T>(p.dropout.threshold ? kBackwardBlockK : 0, kBlockQ<T>);
-    dQ = carver.take<T>(key_splits(p) > 1 ? 0 : PackedQueries<S>::super_block_rows(p), ld_k);
-    dK = carver.take<T>(keys, ld_k);
-    dV = carver.take<T>(keys, ld_v);
-    bytes = carver.bytes();
-  }
-};
 
 template <class S>
 Plan plan_backward(const BackwardParams& p) {
@@ -141,8 +105,8 @@ class BackwardItem {
     watch.lap(Phase::kStore);
   }
 
-  // The keys [n0, n0 + keys) against the rows of the super-block that see some of them. The first `written` rows of dQ hold sums
-  // already; returns how many do now.
+  // The keys [n0, n0 + keys) against the rows of the super-block that see some of them. The first
+  // `written` rows of dQ hold sums already; returns how many do now.
   int64_t key_block(int64_t n0, int64_t keys, int64_t r0, int64_t rows, Matrix<T> dQ, int64_t written) {
     const Matrix<const E> K = summed_keys<S>(head, p.k, n0, keys, p.head_dim, true, s.K);
     const Keys block{K, kPairs<S> ? left_keys<S>(head, p.k, n0, keys, p.head_dim, s.left_K) : K.strided(),
@@ -156,7 +120,7 @@ class BackwardItem {
       const int64_t m = min(kBlockQ<T>, rows - i);
       const Tile tile{r0 + i, m, round_up(m, kLanes<T>), n0, keys};
       const Queries queries{i, Q.from(terms<S>(i)), dO.from(terms<S>(i)), dQ.from(i),
-                            i < written ? Update<T>::add() : Update<T>::replace()};
+                            Update<T>::add_unless(i >= written)};
       const Strips<T> strips = cut_strips(mask, tile, seen);
       watch.lap(Phase::kPack);
       make_weights(tile, strips, block, queries);

@@ -1,5 +1,6 @@
-// Decoding: forward for few query rows, which would not fill the lanes, and for which reading K and V is the cost. Columns lie on
-// the lanes, K and V are read in place, as they are stored, and the keys of a head are split among work items (split-K), each of
+// Decoding: forward for few query rows, which would not fill the lanes, and for which
+// reading K and V is the cost. Columns lie on the lanes, K and V are read in place, as
+// they are stored, and the keys of a head are split among work items (split-K), each of
 // which leaves a partial result for merge.h.
 #pragma once
 
@@ -21,13 +22,16 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// With more rows than 4 (bf16 in AVX2) to 11 (fp16 in AVX-512), the kernel with queries on the lanes is faster.
+// With more rows than 4 (bf16 in AVX2) to 11 (fp16 in AVX-512), the
+// kernel with queries on the lanes is faster.
 inline constexpr int64_t kDecodeRows = 8;
 // Scores of a block stay in L1 (8 rows of 128 floats are 4 KB), and O is rescaled once per block.
 inline constexpr int64_t kDecodeBlockK = 128;
-// Keys of a work item: merging costs a thousandth of reading them, and 16k keys of one head still feed 16 threads.
+// Keys of a work item: merging costs a thousandth of reading them, and 16k
+// keys of one head still feed 16 threads.
 inline constexpr int64_t kDecodeSplit = 1024;
-// How far ahead rows of K are prefetched where several are read side by side: 12 instead of 28 GB/s without.
+// How far ahead rows of K are prefetched where several are read side
+// by side: 12 instead of 28 GB/s without.
 inline constexpr int64_t kPrefetchKeys = 16;
 
 template <class S>
@@ -81,12 +85,13 @@ Plan plan_decode(const ForwardParams& p) {
           items * rows * (p.head_dim_v + 2) * static_cast<int64_t>(sizeof(T))};
 }
 
-// Q[kRows][cols], K[keys][cols] -> out[kRows][kLanes / kRows] = Q K^T; with fewer keys, the last one stands in. Not inlined, for
-// then it spills.
+// Q[kRows][cols], K[keys][cols] -> out[kRows][kLanes / kRows] = Q K^T; with fewer keys, the last
+// one stands in. Not inlined, for then it spills.
 template <int kRows, class S, class T = Compute<S>, class E = Operand<S>>
 [[gnu::noinline]] void dot_tile(Matrix<const E> Q, Matrix<const S> K, int64_t keys, int64_t cols, Matrix<T> out) {
   constexpr int kKeys = kLanes<T> / kRows;
-  // Memory is fastest one key after the other; from 4 rows on arithmetic decides, and takes several keys at a time.
+  // Memory is fastest one key after the other; from 4 rows on arithmetic
+  // decides, and takes several keys at a time.
   constexpr int kStreams = kRows < 4 ? 1 : kKeys;
   const S* key[kKeys];
   for (int i = 0; i < kKeys; ++i) key[i] = K.from(min(i, keys - 1)).data;
@@ -129,8 +134,8 @@ PYATTN_INLINE void dots(int64_t rows, int64_t keys, int64_t cols, Matrix<const O
     if (r < rows) dots<S, T, kRows / 2>(rows - r, keys, cols, Q.from(r), K, out.from(r));
 }
 
-// s[keys] of one row -> P = exp(s - row_max) in place, for the keys of seen; row_max and the lanes' shares of row_sum are brought up
-// to date. Returns what sums made before have decayed to.
+// s[keys] of one row -> P = exp(s - row_max) in place, for the keys of seen; row_max and the lanes'
+// shares of row_sum are brought up to date. Returns what sums made before have decayed to.
 template <class T, class Score>
 T softmax_row(T* s, Range seen, const Score& score, T& row_max, T* row_sum) {
   constexpr int L = kLanes<T>;
@@ -154,8 +159,9 @@ T softmax_row(T* s, Range seen, const Score& score, T& row_max, T* row_sum) {
   return decay[0];
 }
 
-// The scores of all rows with the keys of the tile, into P. Where a row has few keys, its scores are summed in the order in which
-// backward sums them: only then do its weights add up to exactly 1 there, and dq of a row with one key is exactly 0.
+// The scores of all rows with the keys of the tile, into P. Where a row has few keys, its scores
+// are summed in the order in which backward sums them: only then do its weights add up to exactly 1
+// there, and dq of a row with one key is exactly 0.
 template <class S, class Score>
 void decode_scores(const ForwardParams& p, const Mask& mask, const Tile& tile, const Score& score,
                    const DecodeScratch<S>& s) {
@@ -172,8 +178,9 @@ void decode_scores(const ForwardParams& p, const Mask& mask, const Tile& tile, c
   score.to_scores_by_rows(s.P, tile);
 }
 
-// O += P V for the keys of a block that each row sees. Keys that every row sees are one product, the others follow row by row, so
-// that no value enters a product with a row that does not see it: it may be NaN.
+// O += P V for the keys of a block that each row sees. Keys that every row sees are
+// one product, the others follow row by row, so that no value enters a product with a
+// row that does not see it: it may be NaN.
 template <class S>
 void add_values(const ForwardParams& p, const Mask& mask, const Tile& tile, Matrix<Compute<S>> P,
                 Matrix<Compute<S>> O) {
@@ -187,9 +194,9 @@ void add_values(const ForwardParams& p, const Mask& mask, const Tile& tile, Matr
   add(0, tile.rows, common);
   for (int64_t r = 0; r < tile.rows; ++r) {
     const Range seen = mask.keys_of(r).within(tile.n0, tile.keys);
-    const Range before{seen.begin, min(seen.end, common.begin)}, after{max(seen.begin, common.end), seen.end};
-    if (!before.empty()) add(r, 1, before);
-    if (!after.empty()) add(r, 1, after);
+    const Range apart[] = {{seen.begin, min(seen.end, common.begin)}, {max(seen.begin, common.end), seen.end}};
+    for (const Range keys : apart)
+      if (!keys.empty()) add(r, 1, keys);
   }
 }
 

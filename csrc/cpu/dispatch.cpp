@@ -1,6 +1,10 @@
-// The only file that names every instruction set. The best that the CPU runs is active, unless the environment variable
-// PYATTN_ISA or set_isa names another.
+// The only file that names every instruction set. The best one that the CPU has is active, unless
+// the environment variable PYATTN_ISA or set_isa names another.
 #include "dispatch.h"
+
+#ifdef __x86_64__
+#include <cpuid.h>
+#endif
 
 #include <atomic>
 #include <cstdlib>
@@ -33,12 +37,31 @@ struct Isa {
   const Kernels* kernels;
 };
 
+#ifdef __x86_64__
+
+// x86-64-v3 and v4, as the compiler's -march= has them. clang 16 does not know these names in
+// __builtin_cpu_supports, which asks whether the system saves the registers too; nor F16C, MOVBE
+// and LZCNT, which need no more than AVX's.
+bool has_v3() {
+  unsigned a, b, c, d;
+  const bool f16c_movbe = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) && (c & bit_MOVBE);
+  const bool lzcnt = __get_cpuid(0x80000001, &a, &b, &c, &d) && (c & bit_LZCNT);
+  return f16c_movbe && lzcnt && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
+}
+
+bool has_v4() {
+  return has_v3() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+#endif
+
 const Isa kIsas[] = {
 #ifdef __x86_64__
-    {"avx512_bf16", [] { return __builtin_cpu_supports("x86-64-v4") > 0 && __builtin_cpu_supports("avx512bf16") > 0; },
-     avx512_bf16::kernels},
-    {"avx512", [] { return __builtin_cpu_supports("x86-64-v4") > 0; }, avx512::kernels},
-    {"avx2", [] { return __builtin_cpu_supports("x86-64-v3") > 0; }, avx2::kernels},
+    {"avx512_bf16", [] { return has_v4() && __builtin_cpu_supports("avx512bf16"); }, avx512_bf16::kernels},
+    {"avx512", has_v4, avx512::kernels},
+    {"avx2", has_v3, avx2::kernels},
 #elif defined(__aarch64__)
     {"neon", [] { return true; }, neon::kernels},
 #endif

@@ -1,4 +1,4 @@
-// Which instruction sets there are, and which one is active.
+// Instruction sets: which ones there are, and which one is active.
 #pragma once
 
 #include <string>
@@ -7,7 +7,7 @@
 namespace pyattn {
 
 std::vector<std::string> compiled_isas();   // best first
-std::vector<std::string> available_isas();  // those this CPU runs
+std::vector<std::string> available_isas();  // those that this CPU has, best first
 std::string active_isa();
 void set_isa(const std::string& name);  // throws std::invalid_argument
 

@@ -1,5 +1,6 @@
-// Dropout: which weights are dropped depends on the seed and on their place alone, by Philox4x32-10 (Salmon et al. 2011), so
-// neither tiles, threads nor instruction sets change it, and backward repeats the draws of forward.
+// Dropout: which weights are dropped depends on the seed and on their place alone, by
+// Philox4x32-10 (Salmon et al. 2011), so neither tiles, threads nor instruction sets change it,
+// and backward repeats the draws of forward.
 //
 //   key      the 64-bit seed
 //   counter  (j / 8, i, low, high word of b * num_heads_q + h) for key j, query i of head h of sequence b
@@ -39,8 +40,8 @@ struct Philox {
   }
 };
 
-// Draws for a strip: visit(k, j, factor) for row k and a vector of lanes from j on, factor being 0 where the weight is dropped.
-// tile.n0 is a multiple of kDrawKeys.
+// Draws for a strip: visit(k, j, factor) for row k and a vector of lanes from j on, factor being 0
+// where the weight is dropped. tile.n0 is a multiple of kDrawKeys.
 template <class T, class Visit>
 void draw_dropout(const ForwardParams& p, const Head& head, const Tile& tile, Strip strip, Visit visit) {
   using Int = typename Bits<T>::signed_type;

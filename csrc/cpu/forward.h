@@ -1,5 +1,5 @@
-// Forward: out = softmax(S) V by blocks of queries, transposed (S^T = K Q^T, O^T = V^T P^T) so that queries lie on the vector lanes
-// and K and V are read in place.
+// Forward: out = softmax(S) V by blocks of queries, transposed (S^T = K Q^T, O^T = V^T P^T) so that
+// queries lie on the vector lanes and K and V are read in place.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +22,8 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// Between 96 and 384 keys the time differs by 3 %, and a sum over 96 terms rounds less than one over 192. A multiple of the
-// register tile's height, 6.
+// Between 96 and 384 keys the time differs by 3 %, and a sum over 96 terms rounds less than one
+// over 192. A multiple of the register tile's height, 6.
 inline constexpr int64_t kForwardBlockK = 96;
 static_assert(kForwardBlockK % kDrawKeys == 0);
 
@@ -85,7 +85,7 @@ void forward_block(const ForwardParams& p, const Head& head, int64_t r0, const F
     const Strips<T> strips = cut_strips(mask, tile, seen);
     const bool select =
         strips.masked && !all_finite<S>(tile.keys, p.head_dim_v, [&](int64_t j) { return head.key<S>(p.v, n0 + j); });
-    const Update<T> update = n0 == first ? Update<T>::replace() : Update<T>::decay_and_add(state.decay);
+    const Update<T> update = Update<T>::decay_and_add_unless(n0 == first, state.decay);
     watch.lap(Phase::kPack);
 
     strips.each([&](Strip strip) {
@@ -124,7 +124,8 @@ void forward_block(const ForwardParams& p, const Head& head, int64_t r0, const F
   watch.lap(Phase::kStore);
 }
 
-// Work items: (batch, KV head, block of query rows), the last block of a head, which under a causal mask is the longest, first.
+// Work items: (batch, KV head, block of query rows), the last block of a head, which
+// under a causal mask is the longest, first.
 template <class S, template <class> class Score>
 void forward(const ForwardParams& p, int64_t begin, int64_t end, void* scratch) {
   if (few_rows<S>(p)) return decode<S, Score>(p, begin, end, scratch);

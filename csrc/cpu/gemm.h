@@ -11,14 +11,15 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// What becomes of C[i][j] when a product arrives. The product is summed from zero and added once, so that rounding errors grow
-// with the number of blocks and not of terms.
+// What becomes of C[i][j] when a product arrives. The product is summed from zero and added once,
+// so that rounding errors grow with the number of blocks and not of terms.
 template <class T>
 class Update {
  public:
-  static Update replace() { return {false, nullptr}; }                   // C = product
-  static Update add() { return {true, nullptr}; }                        // C += product
-  static Update decay_and_add(const T* decay) { return {true, decay}; }  // C = C * decay[j] + product
+  // C += product, or C = C * decay[j] + product; the first product replaces C.
+  static Update add() { return {true, nullptr}; }
+  static Update add_unless(bool first) { return {!first, nullptr}; }
+  static Update decay_and_add_unless(bool first, const T* decay) { return {!first, decay}; }
 
   PYATTN_MEMBER_INLINE void apply(T* c, int64_t j, vec<T> product) const {
     if (accumulate_) product = decay_ ? fma(load(c), load(decay_ + j), product) : load(c) + product;
@@ -31,8 +32,9 @@ class Update {
   const T* decay_;
 };
 
-// The register tile: C[kM][kNV vectors from j0] (update) A[kM][inner] B[inner][...]. T is the type of sums, E that of factors: the
-// same, or pairs of bf16, each of which counts as one term. B may lie in memory as another type, S, which loading widens to E.
+// The register tile: C[kM][kNV vectors from j0] (update) A[kM][inner] B[inner][...]. T is the type
+// of sums, E that of factors: the same, or pairs of bf16, each of which counts as one term. B may
+// lie in memory as another type, S, which loading widens to E.
 template <int kM, int kNV, class S, class T, class E>
 PYATTN_INLINE void gemm_tile(int64_t inner, Strided<E> A, Matrix<const S> B, Matrix<T> C, int64_t j0,
                              Update<T> update) {
@@ -59,7 +61,8 @@ PYATTN_INLINE void gemm_tile(int64_t inner, Strided<E> A, Matrix<const S> B, Mat
   }
 }
 
-// A panel of kNV vectors of columns from j0 on: tiles of kM rows, and the rows that are left in one lower tile.
+// A panel of kNV vectors of columns from j0 on: tiles of kM rows, and
+// the rows that are left in one lower tile.
 template <int kNV, class T, class E, class S, int kM = kMR[kNV]>
 void gemm_panel(int64_t rows, int64_t inner, Strided<E> A, Matrix<const S> B, Matrix<T> C, int64_t j0,
                 Update<T> update) {
@@ -69,7 +72,8 @@ void gemm_panel(int64_t rows, int64_t inner, Strided<E> A, Matrix<const S> B, Ma
     if (i < rows) gemm_panel<kNV, T, E, S, kM - 1>(rows - i, inner, A.from(i, 0), B, C.from(i), j0, update);
 }
 
-// The columns [j0, cols) of C[rows x cols] (update) A[rows x inner] B[inner x cols]; j0 and cols are multiples of the lanes.
+// The columns [j0, cols) of C[rows x cols] (update) A[rows x inner] B[inner x cols];
+// j0 and cols are multiples of the lanes.
 template <class T, class E, class S = E, int kNV = kMaxNV>
 void gemm(int64_t rows, int64_t j0, int64_t cols, int64_t inner, Strided<E> A, std::type_identity_t<Matrix<const S>> B,
           Matrix<T> C, Update<T> update) {
@@ -78,8 +82,9 @@ void gemm(int64_t rows, int64_t j0, int64_t cols, int64_t inner, Strided<E> A, s
     if (j0 < cols) gemm<T, E, S, kNV - 1>(rows, j0, cols, inner, A, B, C, update);
 }
 
-// Products over the head dimension make scores, whose rounding error the exponential amplifies: they are summed in blocks of
-// this many terms. The error of bf16 lies in the factors, so its sums are not cut.
+// Products over the head dimension make scores, whose rounding error the
+// exponential amplifies: they are summed in blocks of this many terms. The error of
+// bf16 lies in the factors, so its sums are not cut.
 template <class E>
 inline constexpr int64_t kScoreBlock = std::is_same_v<E, bf16_pair> ? int64_t{1} << 30 : 32;
 
@@ -89,13 +94,13 @@ void score_gemm(int64_t rows, int64_t j0, int64_t cols, int64_t inner, Strided<E
                 std::type_identity_t<Matrix<const E>> B, Matrix<T> C) {
   int64_t k = 0;
   do {
-    gemm<T>(rows, j0, cols, min(kScoreBlock<E>, inner - k), A.from(0, k), B.from(k), C,
-            k ? Update<T>::add() : Update<T>::replace());
+    gemm<T>(rows, j0, cols, min(kScoreBlock<E>, inner - k), A.from(0, k), B.from(k), C, Update<T>::add_unless(k == 0));
   } while ((k += kScoreBlock<E>) < inner);
 }
 
-// gemm for tiles in which values that are not seen may be NaN or inf, which gemm would multiply by 0: the same sums in the same
-// order, without the terms where seen(i, j, k), a vector of columns from j on, is false. k counts both elements of a pair.
+// gemm for tiles in which values that are not seen may be NaN or inf, which gemm would multiply by
+// 0: the same sums in the same order, without the terms where seen(i, j, k), a vector of columns
+// from j on, is false. k counts both elements of a pair.
 template <class T, class E, class Seen>
 void gemm_seen(int64_t rows, int64_t j0, int64_t cols, int64_t inner, Strided<E> A,
                std::type_identity_t<Matrix<const E>> B, Matrix<T> C, Update<T> update, Seen seen) {

@@ -1,6 +1,6 @@
-// The attention kernels, compiled once per instruction set, in the namespace PYATTN_ISA and over the header PYATTN_ISA_HEADER.
-// Everything but the table at the end has internal linkage: of a weak symbol the linker keeps one copy, perhaps one that this
-// machine can't run.
+// The attention kernels, compiled once per instruction set, in the namespace PYATTN_ISA and over
+// the header PYATTN_ISA_HEADER. Everything but the table at the end has internal linkage: of a weak
+// symbol the linker keeps one copy, perhaps one that this machine can't run.
 #include "attention.h"
 #include "backward.h"
 #include "decode.h"

@@ -18,7 +18,8 @@ struct Strided {
   Strided from(int64_t i, int64_t j) const { return {data + i * row + j * col, row, col}; }
 };
 
-// Row i at data + i * row, columns contiguous. The right factor of a product is read in whole vectors of columns.
+// Row i at data + i * row, columns contiguous. The right factor of a
+// product is read in whole vectors of columns.
 template <class T>
 struct Matrix {
   T* data;

@@ -1,4 +1,5 @@
-// Merge: combines the partial results that decoding leaves for ranges of keys into out and the row statistics.
+// Merge: combines the partial results that decoding leaves for ranges
+// of keys into out and the row statistics.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,9 @@
-// Operands: what the products read of tensors and tiles. That is rows in place, or packed copies in the compute type; and where
-// the instruction set multiplies pairs of bf16 (kPairs<S>), pairs along the dimension that is summed over, filled up with 0.
+// Operands: what the products read of tensors and tiles. That is rows in place, or packed copies in
+// the compute type; and where the instruction set multiplies pairs of bf16 (kPairs<S>), pairs along
+// the dimension that is summed over, filled up with 0.
 //
-// Keys and values are found by key_rows alone: pointer, stride, and as many rows as the caller asked for.
+// Keys and values are found by key_rows alone: pointer, stride,
+// and as many rows as the caller asked for.
 #pragma once
 
 #include <cstdint>
@@ -69,7 +71,8 @@ PYATTN_INLINE vec<bf16_pair> scale_operands(vec<bf16_pair> x, float power) {
   return low >> 16 | (high & 0xffff0000);
 }
 
-// row(i)[d] -> dst[cols][lanes], transposed: dst[d][i] = scale * row(i)[d], 0 for rows <= i < lanes. scale is a power of two.
+// row(i)[d] -> dst[cols][lanes], transposed: dst[d][i] = scale * row(i)[d], 0 for
+// rows <= i < lanes. scale is a power of two.
 template <class S, class Row>
 void pack_queries(Matrix<Operand<S>> dst, int64_t rows, int64_t lanes, int64_t cols, Compute<S> scale, Row row) {
   using E = Operand<S>;
@@ -105,7 +108,8 @@ PYATTN_INLINE void interleave(vec<bf16_pair>& a, vec<bf16_pair>& b, std::index_s
   b = (vec<bf16_pair>)__builtin_shufflevector(x, y, (I % 2 * n + I / 2 + n / 2)...);
 }
 
-// Packs rows that are summed over: row(i)[d] -> dst[terms(rows)][cols], filled up to a whole vector of columns.
+// Packs rows that are summed over: row(i)[d] -> dst[terms(rows)][cols],
+// filled up to a whole vector of columns.
 template <class S, class Row>
 void pack_summed_rows(Matrix<Operand<S>> dst, int64_t rows, int64_t cols, Row row) {
   if constexpr (!kPairs<S>) {

@@ -1,4 +1,5 @@
-// Packing: rows on their way between tensors and scratch. A function row(i) says where row i of the tensor lies.
+// Packing: rows on their way between tensors and scratch. A function
+// row(i) says where row i of the tensor lies.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +30,8 @@ PYATTN_INLINE void store(S* p, vec<Compute<S>> x, int64_t n) {
   __builtin_memcpy(p, columns, n * sizeof(S));
 }
 
-// For as many rows side by side as there are lanes: the hardware prefetcher does not follow so many streams.
+// For as many rows side by side as there are lanes: the hardware
+// prefetcher does not follow so many streams.
 template <class Row>
 void prefetch_rows(int64_t i, int64_t end, int64_t cols, Row row) {
   for (; i < end; ++i)
@@ -79,8 +81,8 @@ void unpack_rows(Matrix<const T> src, int64_t rows, int64_t cols, T scale, Row r
   }
 }
 
-// Whether kernels can read rows of a tensor in place: they are stored in the compute type and, where whole vectors are read, hold
-// a whole number of them.
+// Whether kernels can read rows of a tensor in place: they are stored in the compute type and,
+// where whole vectors are read, hold a whole number of them.
 template <class S>
 constexpr bool in_place(int64_t cols, bool whole_vectors) {
   return sizeof(S) == sizeof(Compute<S>) && !(whole_vectors && cols % kLanes<Compute<S>>);

@@ -1,4 +1,5 @@
-// Packed queries: everything of backward that depends on query rows alone, made once for all key blocks of a super-block.
+// Packed queries: everything of backward that depends on query rows alone, made
+// once for all key blocks of a super-block.
 #pragma once
 
 #include <cstdint>
@@ -19,15 +20,16 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// Query rows of a super-block, whose packed copies and dQ are kept at a time: about 2 MB at head_dim 64.
+// Query rows of a super-block, whose packed copies and dQ are
+// kept at a time: about 2 MB at head_dim 64.
 inline constexpr int64_t kSuperBlock = 2048;
 
-// Where all keys fit one block, delta is rowsum(P * dP), which is what softmax's own gradient subtracts; beyond, it is
-// rowsum(dO * O), which is equal but for the rounding of O.
+// Where all keys fit one block, delta is rowsum(P * dP), which is what softmax's own gradient
+// subtracts; beyond, it is rowsum(dO * O), which is equal but for the rounding of O.
 inline bool one_block(const BackwardParams& p) { return p.seqlen_k <= kBackwardBlockK; }
 
-// sums[lanes] = rowsum(A * B) of transposed rows At[cols][lanes] and Bt, summed in the order in which score_gemm makes dP: for a
-// row with one key dP - delta is exactly 0.
+// sums[lanes] = rowsum(A * B) of transposed rows At[cols][lanes] and Bt, summed in the order in
+// which score_gemm makes dP: for a row with one key dP - delta is exactly 0.
 template <class T, class E>
 void row_sums(Matrix<E> At, Matrix<E> Bt, int64_t cols, int64_t lanes, T* sums) {
   for (int64_t j = 0; j < lanes; j += kLanes<T>) {

@@ -1,4 +1,5 @@
-// The peak that speeds are compared with: multiply-adds between registers, in the shape of the products' register tile.
+// The peak that speeds are compared with: multiply-adds between registers, in
+// the shape of the products' register tile.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Softmax: the elementwise passes between the products, over tiles S[keys][queries] with queries on the lanes, so that every
-// reduction over keys is vertical.
+// Softmax: the elementwise passes between the products, over tiles S[keys][queries] with queries on
+// the lanes, so that every reduction over keys is vertical.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,9 @@ namespace {
 template <class T>
 inline constexpr T kNegInf = -static_cast<T>(__builtin_inff());
 
-// Online softmax (Milakov and Gimelshein 2018) of a block of queries. After each key block row_max is the largest entry of S,
-// row_sum = sum exp(S - row_max), and a sum made before, with a smaller row_max, is worth decay times as much.
+// Online softmax (Milakov and Gimelshein 2018) of a block of queries. After each key block
+// row_max is the largest entry of S, row_sum = sum exp(S - row_max), and a sum made before, with
+// a smaller row_max, is worth decay times as much.
 template <class T>
 struct SoftmaxState {
   alignas(kScratchAlign) T row_max[kBlockQ<T>], row_sum[kBlockQ<T>], decay[kBlockQ<T>];  // [queries]
@@ -34,8 +35,9 @@ PYATTN_INLINE vec<T> finite_shift(vec<T> x) {
   return x == kNegInf<T> ? vec<T>{} : x;
 }
 
-// Finishes a row, in forward and in merge alike: writes its maximum, sum and lse, and returns what its output is still to be
-// multiplied by. A row whose keys all score -inf divides 0 by 0, as softmax does; a row that sees no key does not.
+// Finishes a row, in forward and in merge alike: writes its maximum, sum and lse, and returns what
+// its output is still to be multiplied by. A row whose keys all score -inf divides 0 by 0, as
+// softmax does; a row that sees no key does not.
 template <class T, class Score>
 T finish_row(const ForwardParams& p, const Mask& mask, int64_t r, T row_max, T row_sum, const Score& score) {
   const int64_t at = mask.head.index(p, r);
@@ -104,7 +106,8 @@ struct RowTerms {
   const T* dlse;
 };
 
-// delta += rowsum(P * dP) with P = exp(S - row_max) * inverse_sum, of a strip that holds every key of its rows.
+// delta += rowsum(P * dP) with P = exp(S - row_max) * inverse_sum, of a
+// strip that holds every key of its rows.
 template <bool kMasked, class T, class Score>
 void add_delta(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneKeys<T>& seen, const Score& score,
                const RowTerms<T>& rows) {

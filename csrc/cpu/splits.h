@@ -1,5 +1,5 @@
-// Splits: where backward has few heads, the keys of a head are divided among work items, and reduce_dq adds up the shares of dQ
-// that they leave.
+// Splits: where backward has few heads, the keys of a head are divided among work items, and
+// reduce_dq adds up the shares of dQ that they leave.
 #pragma once
 
 #include <cstdint>
@@ -17,13 +17,14 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// Two tiles of 64 queries x 96 keys beside K, V and the operands of a query block stay in L2; 128 x 96, 64 x 192 and
-// 256 x 96 measured 3 to 15 % slower.
+// Two tiles of 64 queries x 96 keys beside K, V and the operands of a query block stay in L2; 128 x
+// 96, 64 x 192 and 256 x 96 measured 3 to 15 % slower.
 inline constexpr int64_t kBackwardBlockK = 96;
 static_assert(kBackwardBlockK % kDrawKeys == 0);
 
-// With fewer KV heads than this, the keys of a head are split among work items, each with a dQ of its own. More items would feed
-// more threads and take more memory: 8 of them, at head_dim 64, take 32 MB for every 16k queries of the head's group.
+// With fewer KV heads than this, the keys of a head are split among work items, each with a dQ of
+// its own. More items would feed more threads and take more memory: 8 of them, at head_dim 64, take
+// 32 MB for every 16k queries of the head's group.
 inline constexpr int64_t kMinItems = 8;
 
 int64_t key_splits(const BackwardParams& p) {
@@ -60,7 +61,8 @@ Plan plan_reduce_dq(const BackwardParams& p) {
   return {p.batch * p.num_heads_kv * query_blocks<S>(p), 0, 0};
 }
 
-// Adds up the splits' shares [splits][rows][ld] of dQ, in their order. Work items: (batch, KV head, block of query rows).
+// Adds up the splits' shares [splits][rows][ld] of dQ, in their order. Work
+// items: (batch, KV head, block of query rows).
 template <class S, template <class> class Score>
 void reduce_dq(const BackwardParams& p, int64_t begin, int64_t end, void*) {
   using T = Compute<S>;

@@ -1,4 +1,5 @@
-// Stopwatch: adds up ticks and operations by phase while a profile is made; otherwise a lap costs one comparison with null.
+// Stopwatch: adds up ticks and operations by phase while a profile is made;
+// otherwise a lap costs one comparison with null.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// Strips: a tile of keys and queries, cut along the mask so that keys which no lane sees are not computed.
+// Strips: a tile of keys and queries, cut along the mask so that
+// keys which no lane sees are not computed.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +12,8 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// Query rows of a block: 64 queries of 4 bytes are the widest register tile of AVX-512, and the transposed accumulators,
-// head_dim x 64, stay in L2.
+// Query rows of a block: 64 queries of 4 bytes are the widest register tile of AVX-512, and the
+// transposed accumulators, head_dim x 64, stay in L2.
 template <class T>
 inline constexpr int64_t kBlockQ = 256 / sizeof(T);
 
@@ -25,7 +26,8 @@ int64_t query_blocks(const ForwardParams& p) {
   return ceil_div(p.seqlen_q * group_size(p), kBlockQ<Compute<S>>);
 }
 
-// A tile S[keys][lanes]: key n0 + k in row k, query row r0 + j on lane j, nothing on the lanes from rows on.
+// A tile S[keys][lanes]: key n0 + k in row k, query row r0 + j on
+// lane j, nothing on the lanes from rows on.
 struct Tile {
   int64_t r0, rows, lanes, n0, keys;
 };
@@ -49,7 +51,8 @@ struct LaneRange {
   }
 };
 
-// The keys of a tile that each lane sees, counted from the tile's first; none on the lanes past the last row.
+// The keys of a tile that each lane sees, counted from the tile's
+// first; none on the lanes past the last row.
 template <class T>
 struct LaneKeys {
   alignas(kScratchAlign) T begin[kBlockQ<T>], end[kBlockQ<T>];  // [queries]; begin is written where Mask::kBegins
@@ -93,8 +96,8 @@ struct Strips {
   }
 };
 
-// Cuts a tile, and where some row does not see every key of it, writes which keys each lane sees. A strip begins with the
-// tile; keys before the first one of a lane are left to its mask.
+// Cuts a tile, and where some row does not see every key of it, writes which keys each lane sees. A
+// strip begins with the tile; keys before the first one of a lane are left to its mask.
 template <class T>
 Strips<T> cut_strips(const Mask& mask, const Tile& tile, LaneKeys<T>& seen) {
   const auto [r0, rows, lanes, n0, keys] = tile;

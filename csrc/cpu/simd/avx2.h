@@ -5,7 +5,8 @@
 
 namespace pyattn::PYATTN_ISA {
 inline constexpr int kVectorBytes = 32;
-// Register tiles by width in vectors: 12 accumulators + 2 of B + 1 of A of 16 registers; 4 x 3 spills.
+// Rows of a register tile, by its width in vectors. Of 16 registers 12 are
+// accumulators, 2 hold B, 1 holds A; 4 x 3 spills.
 inline constexpr int kMaxNV = 2;
 inline constexpr int kWideNV = 8;
 inline constexpr int kMR[kWideNV + 1] = {0, 12, 6, 3, 2, 2, 1, 1, 1};
@@ -21,11 +22,11 @@ namespace {
 PYATTN_INLINE vec<float> fma(vec<float> a, vec<float> b, vec<float> c) { return _mm256_fmadd_ps(a, b, c); }
 PYATTN_INLINE vec<double> fma(vec<double> a, vec<double> b, vec<double> c) { return _mm256_fmadd_pd(a, b, c); }
 
-// b where either is NaN.
+// Returns b where either is NaN.
 PYATTN_INLINE vec<float> max(vec<float> a, vec<float> b) { return _mm256_max_ps(a, b); }
 PYATTN_INLINE vec<double> max(vec<double> a, vec<double> b) { return _mm256_max_pd(a, b); }
 
-// Of even and of odd lanes.
+// The CPU multiplies every other lane: first the even ones, then the odd ones.
 PYATTN_INLINE vec<uint32_t> multiply_wide(vec<uint32_t> a, vec<uint32_t> b, vec<uint32_t>& high) {
   const __m256i x = (__m256i)a, y = (__m256i)b;
   const __m256i even = _mm256_mul_epu32(x, y),

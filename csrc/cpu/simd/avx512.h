@@ -2,15 +2,20 @@
 #pragma once
 
 // gcc 12 initialises _mm512_undefined_ps() with itself, and then warns about it.
+#ifndef __clang__
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
+#ifndef __clang__
 #pragma GCC diagnostic pop
+#endif
 
 namespace pyattn::PYATTN_ISA {
 inline constexpr int kVectorBytes = 64;
-// Register tiles by width in vectors, of 32 registers: 24 accumulators + 4 of B + 1 of A; 4 x 6 and 3 x 8 spill.
+// Rows of a register tile, by its width in vectors. Of 32 registers 24 are accumulators, 4
+// hold B, 1 holds A; 4 x 6 and 3 x 8 spill.
 inline constexpr int kMaxNV = 4;
 inline constexpr int kWideNV = 8;
 inline constexpr int kMR[kWideNV + 1] = {0, 14, 12, 8, 6, 4, 3, 3, 2};
@@ -26,11 +31,11 @@ namespace {
 PYATTN_INLINE vec<float> fma(vec<float> a, vec<float> b, vec<float> c) { return _mm512_fmadd_ps(a, b, c); }
 PYATTN_INLINE vec<double> fma(vec<double> a, vec<double> b, vec<double> c) { return _mm512_fmadd_pd(a, b, c); }
 
-// b where either is NaN.
+// Returns b where either is NaN.
 PYATTN_INLINE vec<float> max(vec<float> a, vec<float> b) { return _mm512_max_ps(a, b); }
 PYATTN_INLINE vec<double> max(vec<double> a, vec<double> b) { return _mm512_max_pd(a, b); }
 
-// Of even and of odd lanes.
+// The CPU multiplies every other lane: first the even ones, then the odd ones.
 PYATTN_INLINE vec<uint32_t> multiply_wide(vec<uint32_t> a, vec<uint32_t> b, vec<uint32_t>& high) {
   const __m512i x = (__m512i)a, y = (__m512i)b;
   const __m512i even = _mm512_mul_epu32(x, y),
@@ -50,7 +55,7 @@ PYATTN_INLINE void store(f16* p, vec<float> x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
-// The first n columns, without the way through memory that tile.h has for any type.
+// The first n columns by a mask register, where pack.h goes through memory.
 PYATTN_INLINE uint32_t first(int64_t n) { return static_cast<uint32_t>((int64_t{1} << n) - 1); }
 PYATTN_INLINE vec<float> load(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first(n), p); }
 PYATTN_INLINE vec<double> load(const double* p, int64_t n) { return _mm512_maskz_loadu_pd(first(n), p); }

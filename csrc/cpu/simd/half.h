@@ -1,5 +1,6 @@
-// 16-bit storage: widening and rounding (to nearest, ties to even; NaN stays NaN) in integer vector arithmetic:
-// the rounding of bf16 everywhere, the rest where the instruction set has no conversions of its own.
+// 16-bit storage, widened and rounded (to nearest, ties to even; NaN stays NaN) in
+// integer vector arithmetic. bf16 is rounded here everywhere, the rest only where the
+// instruction set has no conversions of its own.
 #pragma once
 
 #include "vector.h"

@@ -1,4 +1,5 @@
-// Elementary functions of the ISA's vectors.
+// Elementary functions of vectors. Comes after the header of an instruction set, whose fma they
+// call.
 #pragma once
 
 #include "half.h"
@@ -6,7 +7,7 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// What exp2 needs per type. Polynomial: 2^f - 1 on [-1/2, 1/2] without its constant term, highest degree first.
+// Constants of exp2. kPolynomial is (2^f - 1) / f on [-1/2, 1/2], highest degree first.
 template <class T>
 struct Exp2;
 template <>
@@ -14,7 +15,7 @@ struct Exp2<float> {
   static constexpr int kMantissaBits = 23;
   static constexpr float kSmallest = -126.0f;
   static constexpr float kRound = 0x1.8p23f + 127.0f;
-  // Minimax of the error in ulp, which below 1 are half as large as above: 1.05 ulp before rounding.
+  // Minimax of the error in ulp, whose size halves below 1: 1.05 ulp before rounding.
   static constexpr float kPolynomial[] = {0.0013225707f, 0.009671763f, 0.055508915f, 0.24022236f, 0.6931468f};
 };
 template <>

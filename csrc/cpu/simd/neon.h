@@ -1,11 +1,12 @@
-// AArch64's Advanced SIMD, which every such processor has.
+// Advanced SIMD of AArch64, which every such processor has.
 #pragma once
 
 #include <arm_neon.h>
 
 namespace pyattn::PYATTN_ISA {
 inline constexpr int kVectorBytes = 16;
-// Register tiles by width in vectors, of 32 registers: with 24 accumulators gcc 12 spills, for it reads several of A ahead.
+// Rows of a register tile, by its width in vectors. Of 32 registers at most 20 are accumulators:
+// with 24 gcc 12 spills, because it reads several of A ahead.
 inline constexpr int kMaxNV = 4;
 inline constexpr int kWideNV = 8;
 inline constexpr int kMR[kWideNV + 1] = {0, 14, 10, 7, 5, 4, 3, 3, 2};
@@ -21,11 +22,11 @@ namespace {
 PYATTN_INLINE vec<float> fma(vec<float> a, vec<float> b, vec<float> c) { return vfmaq_f32(c, a, b); }
 PYATTN_INLINE vec<double> fma(vec<double> a, vec<double> b, vec<double> c) { return vfmaq_f64(c, a, b); }
 
-// b where either is NaN, which vmaxq is not.
+// Returns b where either is NaN; vmaxq would return NaN.
 PYATTN_INLINE vec<float> max(vec<float> a, vec<float> b) { return a > b ? a : b; }
 PYATTN_INLINE vec<double> max(vec<double> a, vec<double> b) { return a > b ? a : b; }
 
-// Of the lower and of the upper lanes.
+// The lower lanes, then the upper ones.
 PYATTN_INLINE vec<uint32_t> multiply_wide(vec<uint32_t> a, vec<uint32_t> b, vec<uint32_t>& high) {
   const uint32x4_t lower = vreinterpretq_u32_u64(vmull_u32(vget_low_u32(a), vget_low_u32(b)));
   const uint32x4_t upper = vreinterpretq_u32_u64(vmull_high_u32(a, b));

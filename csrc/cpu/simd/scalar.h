@@ -1,9 +1,10 @@
-// The fallback: 128-bit vectors of the compiler's own arithmetic, for any machine.
+// The fallback for any machine: 128-bit vectors in the compiler's own arithmetic.
 #pragma once
 
 namespace pyattn::PYATTN_ISA {
 inline constexpr int kVectorBytes = 16;
-// Register tiles by width in vectors: accumulators + one row of B + A + the product that has no fma, of 16 registers.
+// Rows of a register tile, by its width in vectors. 16 registers hold 8 accumulators,
+// B, A, and products, for there is no fma.
 inline constexpr int kMaxNV = 2;
 inline constexpr int kWideNV = 4;
 inline constexpr int kMR[kWideNV + 1] = {0, 8, 4, 2, 2};
@@ -17,7 +18,7 @@ namespace {
 PYATTN_INLINE vec<float> fma(vec<float> a, vec<float> b, vec<float> c) { return a * b + c; }
 PYATTN_INLINE vec<double> fma(vec<double> a, vec<double> b, vec<double> c) { return a * b + c; }
 
-// b where either is NaN.
+// Returns b where either is NaN.
 PYATTN_INLINE vec<float> max(vec<float> a, vec<float> b) { return a > b ? a : b; }
 PYATTN_INLINE vec<double> max(vec<double> a, vec<double> b) { return a > b ? a : b; }
 

@@ -1,5 +1,6 @@
-// Vectors of the active width: what GCC's vector extension gives every instruction set alike. Included by an ISA header
-// once kVectorBytes is known; + - * / and comparisons on vec are the language's own.
+// Vectors of kVectorBytes: what GCC's vector extension gives every instruction set alike. + - * /
+// and comparisons on vec are the language's own. The header of an instruction set defines
+// kVectorBytes and then includes this one.
 #pragma once
 
 #include <cstddef>
@@ -32,7 +33,7 @@ using vec = typename VectorOf<T>::type;
 template <class T>
 inline constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(T));
 
-// The type that values stored as S are computed in.
+// Compute<S>: the type that values stored as S are computed in.
 template <class S>
 struct ComputeOf {
   using type = float;
@@ -44,7 +45,7 @@ struct ComputeOf<double> {
 template <class S>
 using Compute = typename ComputeOf<S>::type;
 
-// Integers of the same size.
+// Integers of the size of T.
 template <class T>
 struct Bits;
 template <>
@@ -58,10 +59,11 @@ struct Bits<double> {
   using signed_type = int64_t;
 };
 
-// Two bf16, the first in the low half: what the products of bf16 read where the instruction set multiplies pairs.
+// Two bf16, the first in the low half: the operand of products
+// where the instruction set multiplies pairs.
 using bf16_pair = uint32_t;
 
-// The type that products read where values are stored as S.
+// Operand<S>: the type that products read where values are stored as S.
 template <class S>
 struct OperandOf {
   using type = Compute<S>;
@@ -96,7 +98,7 @@ PYATTN_INLINE void store(float* p, vec<float> x) { __builtin_memcpy(p, &x, sizeo
 PYATTN_INLINE void store(double* p, vec<double> x) { __builtin_memcpy(p, &x, sizeof x); }
 PYATTN_INLINE void store(uint32_t* p, vec<uint32_t> x) { __builtin_memcpy(p, &x, sizeof x); }
 
-// On all lanes what lies at p, aligned or not.
+// The element at p, aligned or not, on all lanes.
 template <class T>
 PYATTN_INLINE vec<T> broadcast(const T* p) {
   T x;
@@ -111,7 +113,8 @@ PYATTN_INLINE vec<To> bit_cast(From x) {
   return reinterpret_cast<vec<To>>(x);
 }
 
-// The part-th vector's worth of 32-bit integers, below 2^31, as wide as T.
+// 32-bit integers below 2^31 -> integers as wide as T; x has
+// several vectors of them, and part says which.
 template <class T>
 PYATTN_INLINE vec<typename Bits<T>::signed_type> widen(vec<uint32_t> x, int part) {
   typedef uint32_t words __attribute__((vector_size(sizeof(uint32_t) * kLanes<T>)));
@@ -122,7 +125,7 @@ PYATTN_INLINE vec<typename Bits<T>::signed_type> widen(vec<uint32_t> x, int part
 
 #ifndef PYATTN_HAS_MULTIPLY_WIDE
 
-// Low and high words of the products.
+// Returns the low words of the products, and the high ones in high.
 PYATTN_INLINE vec<uint32_t> multiply_wide(vec<uint32_t> a, vec<uint32_t> b, vec<uint32_t>& high) {
   typedef uint64_t wide __attribute__((vector_size(2 * kVectorBytes)));
   const wide product = __builtin_convertvector(a, wide) * __builtin_convertvector(b, wide);
@@ -140,7 +143,8 @@ PYATTN_INLINE void exchange(V& a, V& b, std::index_sequence<I...>) {
   a = low;
 }
 
-// Transposes a square of registers: log2(lanes) stages, each swapping the off-diagonal halves of 2 x 2 blocks.
+// Transposes a square of registers: log2(lanes) stages, each swapping
+// the off-diagonal halves of 2 x 2 blocks.
 template <class T, int kStage = 1>
 PYATTN_INLINE void transpose(vec<T> (&rows)[kLanes<T>]) {
   if constexpr (kStage < kLanes<T>) {
@@ -151,7 +155,7 @@ PYATTN_INLINE void transpose(vec<T> (&rows)[kLanes<T>]) {
   }
 }
 
-// rows[0] becomes the sum of each row's lanes, that of row i on lane i.
+// rows[i] -> rows[0], the sum of the lanes of row i on lane i.
 template <class T, int kStage = 1>
 PYATTN_INLINE void sum_lanes(vec<T> (&rows)[kLanes<T>]) {
   if constexpr (kStage < kLanes<T>) {

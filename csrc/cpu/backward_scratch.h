@@ -1,0 +1,60 @@
+// The scratch of backward: packed queries, operands of a block of keys, the tiles, and the sums.
+#pragma once
+
+#include <cstdint>
+
+#include "attention.h"
+#include "heads.h"
+#include "matrix.h"
+#include "operand.h"
+#include "pack.h"
+#include "packed_queries.h"
+#include "scratch.h"
+#include "simd.h"
+#include "splits.h"
+#include "strips.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+template <class S>
+struct BackwardScratch {
+  using T = Compute<S>;
+  using E = Operand<S>;
+  int64_t ld_k, ld_v;  // columns of head_dim and head_dim_v in whole vectors
+  Carver carver;
+  PackedQueries<S> queries;
+  Matrix<E> K, V;             // [terms(keys)][ld_k], [keys][ld_v]: copies, where the tensor can't be read in place
+  Matrix<E> left_K;           // [keys][ld_k]: K again, where the left factor and the rows that are summed over differ
+  Matrix<E> left_P, left_dS;  // [keys][terms(queries)]: tiles as operands, where these are not the tiles themselves
+  Matrix<E> summed_dS;        // [terms(keys)][queries]
+  Matrix<T> P, dP;            // [keys][queries]
+  Matrix<T> kept;             // [keys][queries], dropout's factors
+  Matrix<T> dQ;               // [rows of a super-block][ld_k], where the item's sum is the whole of it
+  Matrix<T> dK, dV;           // [keys of the item][ld_k], [keys of the item][ld_v]
+  int64_t bytes;
+
+  BackwardScratch(const BackwardParams& p, void* base)
+      : ld_k(round_up(p.head_dim, kLanes<T>)),
+        ld_v(round_up(p.head_dim_v, kLanes<T>)),
+        carver(base),
+        queries(p, carver) {
+    const int64_t pairs = kPairs<S>, keys = longest_split(p);
+    K = carver.take<E>(in_place<S>(p.head_dim, true) ? 0 : terms<S>(kBackwardBlockK), ld_k);
+    V = carver.take<E>(in_place<S>(p.head_dim_v, false) ? 0 : kBackwardBlockK, ld_v);
+    left_K = carver.take<E>(pairs * kBackwardBlockK, ld_k);
+    left_P = carver.take<E>(pairs * kBackwardBlockK, terms<S>(kBlockQ<T>));
+    left_dS = carver.take<E>(pairs * kBackwardBlockK, terms<S>(kBlockQ<T>));
+    summed_dS = carver.take<E>(pairs * terms<S>(kBackwardBlockK), kBlockQ<T>);
+    P = carver.take<T>(kBackwardBlockK, kBlockQ<T>);
+    dP = carver.take<T>(kBackwardBlockK, kBlockQ<T>);
+    kept = carver.take<T>(p.dropout.threshold ? kBackwardBlockK : 0, kBlockQ<T>);
+    dQ = carver.take<T>(key_splits(p) > 1 ? 0 : PackedQueries<S>::super_block_rows(p), ld_k);
+    dK = carver.take<T>(keys, ld_k);
+    dV = carver.take<T>(keys, ld_v);
+    bytes = carver.bytes();
+  }
+};
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA
