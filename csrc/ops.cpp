@@ -20,6 +20,7 @@
 #include "attention.h"
 #include "checks.h"
 #include "cuda/ops_cuda.h"
+#include "defaults.h"
 #include "profile.h"
 #include "threads.h"
 
@@ -72,10 +73,9 @@ void fill_inputs(ForwardParams& p, const Tensor& q, const Tensor& k, const Tenso
   p.q = input(q), p.k = input(k), p.v = input(v);
   p.batch = q.size(0), p.num_heads_q = q.size(1), p.num_heads_kv = k.size(1);
   p.seqlen_q = q.size(2), p.seqlen_k = k.size(2), p.head_dim = q.size(3), p.head_dim_v = v.size(3);
-  p.softmax_scale = options.softmax_scale.value_or(p.head_dim ? 1 / std::sqrt(static_cast<double>(p.head_dim)) : 1);
+  p.softmax_scale = options.softmax_scale.value_or(default_softmax_scale(p.head_dim));
   p.mask.causal = options.causal;
-  // Here alone the default stands: the last query is at the last key.
-  p.mask.q_offset = options.q_offset ? options.q_offset->expect_int() : p.seqlen_k - p.seqlen_q;
+  p.mask.q_offset = options.q_offset ? options.q_offset->expect_int() : default_q_offset(p.seqlen_q, p.seqlen_k);
   p.mask.q_offsets = options.q_offsets ? options.q_offsets->const_data_ptr<int64_t>() : nullptr;
   p.dropout.threshold = static_cast<uint32_t>(std::min(std::nearbyint(65536 * options.dropout_p), 65535.0));
   p.dropout.seed = options.dropout_seed ? options.dropout_seed->const_data_ptr<int64_t>() : nullptr;

@@ -1,6 +1,5 @@
 """The native operators with their vmap rules and FLOP formulas, which only Python can register."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,6 +7,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
+from pyattn import _C
 from pyattn.options import Options
 
 attention_forward = torch.ops.pyattn.attention_forward.default
@@ -61,9 +61,8 @@ def _pairs(q: Tensor, k: Tensor, options: Options) -> int:
     seqlen_k = k.shape[2]
     if not options.causal or isinstance(options.q_offsets, FakeTensor):
         return batch * heads * seqlen_q * seqlen_k
-    q_offsets: Sequence[int] = [seqlen_k - seqlen_q if options.q_offset is None else options.q_offset] * batch
-    if options.q_offsets is not None:
-        q_offsets = options.q_offsets.tolist()
+    q_offset = _C.default_q_offset(seqlen_q, seqlen_k) if options.q_offset is None else options.q_offset
+    q_offsets = [q_offset] * batch if options.q_offsets is None else options.q_offsets.tolist()
     return heads * sum(visible_pairs(seqlen_q, seqlen_k, q_offset) for q_offset in q_offsets)
 
 
