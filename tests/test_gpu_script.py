@@ -159,8 +159,13 @@ def test_a_process_is_not_waited_for(
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[dict[str, Any]]]:
     """A GPU by name, and what each step is to record; others pass."""
-    for name, answer in {"is_available": True, "get_device_name": "Small GPU", "get_device_capability": (9, 0)}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    for name, answer in {
+        "is_available": True,
+        "get_device_name": "Small GPU",
+        "get_device_capability": (9, 0),
+        "device_count": 1,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     records: dict[str, list[dict[str, Any]]] = {}
     monkeypatch.setattr(gpu, "run_step", lambda step, *_: records.get(step.name, [record("check", PASSED)]))
     return records
