@@ -1,9 +1,6 @@
 """The backends that laws are tested on: each instruction set of this machine, the emulated CUDA kernels, a GPU."""
 
-import ctypes
-import functools
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +76,6 @@ class Backend:
         """``pyattn.attention`` by this backend's kernels."""
         if self.family != "emulated":
             return pyattn.attention(q, k, v, **options)
-        compiled_emulation().result()
         return emulated.attention(q, k, v, deterministic=self.repeatable, **options)
 
     def needs_memory(self, size: float) -> None:
@@ -113,12 +109,6 @@ class Backend:
                 assert ((x - y).abs() <= bound).all(), name
             else:
                 assert torch.equal(x, y), name
-
-
-@functools.cache
-def compiled_emulation() -> Future[ctypes.CDLL]:
-    """The emulated kernels, whose compilation takes a processor half a minute and begins with the first call."""
-    return ThreadPoolExecutor(1).submit(emulated.library)
 
 
 def exact_products() -> None:

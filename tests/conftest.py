@@ -1,6 +1,8 @@
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 # Waiting threads sleep: where other work runs, spinning ones take the processors from those they wait for.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -10,7 +12,9 @@ import torch
 
 pytest.register_assert_rewrite("backends", "helpers", "module_cases", "yardstick")
 
-from backends import Backend, chosen, compiled_emulation  # noqa: E402
+import emulated  # noqa: E402
+import races  # noqa: E402
+from backends import Backend, chosen  # noqa: E402
 
 FIXTURES: dict[str, Callable[[Backend], bool]] = {
     "backend": lambda b: True,
@@ -59,21 +63,35 @@ def is_chosen(item: pytest.Item, config: pytest.Config) -> bool:
     return not asks and (not config.getoption("backend") or "device" in item.fixturenames)
 
 
-def is_emulated(item: pytest.Item) -> bool:
+def library_of(item: pytest.Item) -> Callable[[], Any] | None:
+    """What makes the emulated kernels that the test needs, if it needs any."""
+    if item.path.name == "test_cuda_races.py":
+        return races.library
     backend = backend_of(item)
-    return backend is not None and backend.family == "emulated"
+    return emulated.library if backend is not None and backend.family == "emulated" else None
+
+
+COMPILED: dict[Callable[[], Any], Future[Any]] = {}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is not chosen, and puts what is emulated last."""
+    """Leaves out what is not chosen, and puts last what needs emulated kernels."""
     config.hook.pytest_deselected(items=[item for item in items if not is_chosen(item, config)])
-    items[:] = sorted((item for item in items if is_chosen(item, config)), key=is_emulated)
+    order = (None, emulated.library, races.library)
+    items[:] = sorted((x for x in items if is_chosen(x, config)), key=lambda item: order.index(library_of(item)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """While other tests run, another processor compiles the emulation."""
-    if any(map(is_emulated, session.items)) and not session.config.option.collectonly:
-        compiled_emulation()
+    """While other tests run, another processor compiles the emulated kernels: half a minute each."""
+    if not session.config.option.collectonly:
+        pool = ThreadPoolExecutor(1)
+        for library in dict.fromkeys(filter(None, map(library_of, session.items))):
+            COMPILED[library] = pool.submit(library)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if library := library_of(item):
+        COMPILED[library].result()
 
 
 @pytest.fixture
