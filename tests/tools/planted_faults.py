@@ -17,6 +17,7 @@ import queue
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,8 +35,10 @@ from pyattn import _C
 TOOLS = Path(__file__).parent
 ROOT = TOOLS.parents[1]
 WANTED = 0.95
-HANG = 3600
-"""Seconds; a run of all tests takes a twentieth of it."""
+IDLE = 60
+"""Seconds after which processes that only sleep are taken for ones that hang."""
+LOOP = 3600
+"""Seconds of processor time, after which a process loops: a run of all tests takes a twentieth of it."""
 
 LIKELY = {
     "decode": ("cpu/decode.h", "cpu/splits.h"),
@@ -118,11 +121,14 @@ class Copy:
         shutil.copy2(self.build / "_build.py", folder / "pyattn")
         self.units = list(self.native_units()) + list(self.emulated_units())
 
-    def run(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        """The command's result in ``build``, in an environment that finds the copy alone."""
+    def environment(self) -> dict[str, str]:
+        """One that finds the copy alone."""
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        environment = os.environ | {"PATH": path, "PYTHONPATH": str(self.folder)} | options.pop("environment", {})
-        defaults = {"cwd": self.build, "env": environment, "capture_output": True, "text": True, "check": True}
+        return os.environ | {"PATH": path, "PYTHONPATH": str(self.folder)}
+
+    def run(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        """The command's result in ``build``."""
+        defaults = {"cwd": self.build, "env": self.environment(), "capture_output": True, "text": True, "check": True}
         return subprocess.run(command, **(defaults | options))
 
     def native_units(self) -> Iterator[Unit]:
@@ -163,15 +169,34 @@ class Copy:
             str(path.relative_to(self.folder.resolve())) for path in paths if path.is_relative_to(self.folder.resolve())
         }
 
+    def watch(self, command: list[str], isa: str) -> subprocess.CompletedProcess[str] | None:
+        """The command's result; None if it hangs, as a fault that spoils the heap may."""
+        environment = self.environment() | {"PYATTN_ISA": isa}
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            command, cwd=self.folder, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        )
+        before, since = "", time.monotonic()
+        while True:
+            try:
+                out, err = process.communicate(timeout=5)
+                return subprocess.CompletedProcess(command, process.returncode, out, err)
+            except subprocess.TimeoutExpired:
+                states = ["ps", "--sid", str(process.pid), "-o", "stat=", "-o", "cputimes="]
+                now = subprocess.run(states, check=False, capture_output=True, text=True).stdout
+                if now != before or re.search("^R", now, re.MULTILINE):  # waiting for a processor is no sleep
+                    before, since = now, time.monotonic()
+                elif time.monotonic() - since > IDLE:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.communicate()
+                    return None
+
     def first_failure(self, *arguments: str, isa: str = "") -> str | None:
         """The first test that fails."""
         command = [sys.executable, "-c", RUN, str(self.folder), "-x", "-v", "--tb=no", "-p", "no:cacheprovider"]
-        try:
-            result = self.run(
-                [*command, *arguments], cwd=self.folder, check=False, timeout=HANG, environment={"PYATTN_ISA": isa}
-            )
-        except subprocess.TimeoutExpired:
-            return f"no end after {HANG} s"
+        result = self.watch(["prlimit", f"--cpu={LOOP}", *command, *arguments], isa)
+        if result is None:
+            return "hangs"
         failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
         if failed or result.returncode == 0:
             return failed[0] if failed else None
