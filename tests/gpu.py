@@ -29,7 +29,7 @@ from gpu_steps.runner import Step, run_step
 TESTS = Path(__file__).resolve().parent
 DEVICE = ("cuda",)
 STEPS = (
-    Step("gpu_steps.suite", (str(TESTS), "--backend", "cuda"), 160),
+    Step("gpu_steps.suite", (str(TESTS), "--backend", "cuda"), 160, longest=120),
     Step("gpu_steps.sanitizer", ("bfloat16",), 60, longest=120),
     Step("gpu_steps.speed", DEVICE, 100),
     Step("gpu_steps.training", DEVICE, 100, longest=90),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Case, each_dtype, run
+from helpers import Case, run
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
@@ -119,10 +119,11 @@ def test_raw_operators_have_no_derivatives() -> None:
         dq.sum().backward()
 
 
-@each_dtype
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("offsets", [None, torch.tensor([1, -2])], ids=["offset", "offsets"])
 @pytest.mark.parametrize("dropout", [(), (0.3, torch.tensor(5))], ids=["", "dropout"])
 def test_opcheck(dtype: torch.dtype, offsets: Tensor | None, dropout: tuple[Any, ...]) -> None:
+    """Results are as the schemas and fake tensors promise, where lse has q's dtype and where it does not."""
     case = Case(2, 4, 2, 5, 7, 8, 6)
     q, k, v = case.inputs(dtype)
     dout, dlse = case.gradients(dtype)

@@ -106,9 +106,12 @@ def test_passes_again(): pass
 
 def test_pytest_is_a_step(tmp_path: Path) -> None:
     """Each test is a check; one that ends the process or loses the GPU fails alone."""
+    (tmp_path / "test_broken.py").write_text("import no_such_module")
     (tmp_path / "test_planted.py").write_text(PLANTED_TESTS)
     step = Step("gpu_steps.suite", (str(tmp_path),), LIMIT, LIMIT)
-    records = run_step(step, gpu.environment(""), tmp_path / "log", time.monotonic() + LIMIT)
+    broken, *records = run_step(step, gpu.environment(""), tmp_path / "log", time.monotonic() + LIMIT)
+    assert broken["status"] == FAILED
+    assert "No module named 'no_such_module'" in broken["message"]
     found = {x["check"].rpartition("::")[2]: (x["status"], x.get("message", "")) for x in records}
     assert list(found) == re.findall(r"def (\w+)", PLANTED_TESTS)
     assert found["test_passes"] == found["test_passes_again"] == (PASSED, "")
