@@ -50,8 +50,8 @@ class BackwardItem {
       : p(p), head(head), k_begin(k_begin), k_end(k_end), dq_part(dq_part), s(scratch) {}
 
   void run() {
-    fill_zero(s.dK.data, (k_end - k_begin) * s.ld_k);
-    fill_zero(s.dV.data, (k_end - k_begin) * s.ld_v);
+    fill_zero(s.dK.data, (k_end - k_begin) * s.dK.row);
+    fill_zero(s.dV.data, (k_end - k_begin) * s.dV.row);
     for (int64_t r0 = 0; r0 < head.count; r0 += kSuperBlock) super_block(r0, min(kSuperBlock, head.count - r0));
     unpack_rows<S>(Matrix<const T>(s.dK), k_end - k_begin, p.head_dim, score.dscale,
                    [&](int64_t j) { return head.key<S>(p.dk, k_begin + j); });
@@ -64,7 +64,7 @@ class BackwardItem {
   const BackwardParams& p;
   const Head head;
   const int64_t k_begin, k_end;
-  T* const dq_part;  // [rows][ld_k], this item's share of dQ; null where it is the whole of it
+  T* const dq_part;  // [rows][cols_k], this item's share of dQ; null where it is the whole of it
   const BackwardScratch<S>& s;
   const Mask mask{p, head};
   const Score score{p};
@@ -88,7 +88,7 @@ class BackwardItem {
 
   // The query rows [r0, r0 + rows) against all keys of the item.
   void super_block(int64_t r0, int64_t rows) {
-    const Matrix<T> dQ = dq_part ? Matrix<T>{dq_part + r0 * s.ld_k, s.ld_k} : s.dQ;
+    const Matrix<T> dQ = dq_part ? Matrix<T>{dq_part + r0 * s.cols_k, s.cols_k} : s.dQ;
     int64_t written = 0;  // rows of dQ that hold something: a later block of keys adds to them
     if (const Range keys = mask.keys_of_any(r0, rows).within(k_begin, k_end - k_begin); !keys.empty()) {
       const Range seen = mask.rows_of_any(k_begin, k_end - k_begin).within(r0, rows);
@@ -98,7 +98,7 @@ class BackwardItem {
       for (int64_t n = round_down(keys.begin, kBackwardBlockK); n < keys.end; n += kBackwardBlockK)
         written = key_block(k_begin + n, min(kBackwardBlockK, keys.end - n), r0, rows, dQ, written);
     }
-    fill_zero(dQ.from(written).data, (rows - written) * s.ld_k);
+    fill_zero(dQ.from(written).data, (rows - written) * dQ.row);
     if (!dq_part)
       unpack_rows<S>(Matrix<const T>(dQ), rows, p.head_dim, score.dscale,
                      [&](int64_t i) { return head.row<S>(p.dq, r0 + i); });
@@ -108,14 +108,15 @@ class BackwardItem {
   // The keys [n0, n0 + keys) against the rows of the super-block that see some of them. The first
   // `written` rows of dQ hold sums already; returns how many do now.
   int64_t key_block(int64_t n0, int64_t keys, int64_t r0, int64_t rows, Matrix<T> dQ, int64_t written) {
-    const Matrix<const E> K = summed_keys<S>(head, p.k, n0, keys, p.head_dim, true, s.K);
+    const bool in_place = summed_in_place<S>(p.k, p.head_dim);
+    const Matrix<const E> K = summed_keys<S>(head, p.k, n0, keys, p.head_dim, in_place, s.K);
     const Keys block{K, kPairs<S> ? left_keys<S>(head, p.k, n0, keys, p.head_dim, s.left_K) : K.strided(),
                      left_keys<S>(head, p.v, n0, keys, p.head_dim_v, s.V), s.dK.from(n0 - k_begin),
                      s.dV.from(n0 - k_begin)};
     const Matrix<const E> Q = s.queries.Q(head, r0), dO = s.queries.dO(head, r0);
     const Range seeing = mask.rows_of_any(n0, keys).within(r0, rows);
     const int64_t first = round_down(seeing.begin, kBlockQ<T>);
-    if (written < first) fill_zero(dQ.from(written).data, (first - written) * s.ld_k);
+    if (written < first) fill_zero(dQ.from(written).data, (first - written) * dQ.row);
     for (int64_t i = first; i < seeing.end; i += kBlockQ<T>) {
       const int64_t m = min(kBlockQ<T>, rows - i);
       const Tile tile{r0 + i, m, round_up(m, kLanes<T>), n0, keys};
@@ -184,9 +185,11 @@ class BackwardItem {
       const Strided<E> dS = tile_over_lanes<S>(s.dP, k0, k1, j, tile.lanes, s.left_dS);
       const int64_t first = terms<S>(j), rows = terms<S>(tile.rows - j), pairs = (k1 - k0) * (tile.rows - j);
       watch.lap(Phase::kPack);
-      gemm<T>(k1 - k0, 0, s.ld_v, rows, P.from(k0, first), queries.dO.from(first), block.dV.from(k0), Update<T>::add());
+      gemm<T>(k1 - k0, 0, s.cols_v, rows, P.from(k0, first), queries.dO.from(first), block.dV.from(k0),
+              Update<T>::add());
       watch.lap(Phase::kdV, 2 * pairs * p.head_dim_v);
-      gemm<T>(k1 - k0, 0, s.ld_k, rows, dS.from(k0, first), queries.Q.from(first), block.dK.from(k0), Update<T>::add());
+      gemm<T>(k1 - k0, 0, s.cols_k, rows, dS.from(k0, first), queries.Q.from(first), block.dK.from(k0),
+              Update<T>::add());
       watch.lap(Phase::kdK, 2 * pairs * p.head_dim);
     });
     strips.each([&](Strip strip) {
@@ -194,7 +197,7 @@ class BackwardItem {
       const Strided<E> dS = tile_over_keys<S>(s.dP, keys, j0, j1, s.summed_dS).strided().transposed();
       const int64_t rows = min(j1, tile.rows) - j0;
       watch.lap(Phase::kPack);
-      gemm<T>(rows, 0, s.ld_k, terms<S>(keys), dS.from(j0, 0), block.K, queries.dQ.from(j0), queries.update);
+      gemm<T>(rows, 0, s.cols_k, terms<S>(keys), dS.from(j0, 0), block.K, queries.dQ.from(j0), queries.update);
       watch.lap(Phase::kdQ, 2 * keys * rows * p.head_dim);
     });
   }
@@ -208,11 +211,11 @@ class BackwardItem {
     const Strided<E> dSt = tile_over_keys<S>(s.dP, tile.keys, 0, tile.lanes, s.summed_dS).strided().transposed();
     const int64_t pairs = tile.keys * tile.rows;
     watch.lap(Phase::kPack);
-    gemm_seen<T>(tile.keys, 0, s.ld_v, terms<S>(tile.rows), P, queries.dO, block.dV, Update<T>::add(), key_row);
+    gemm_seen<T>(tile.keys, 0, s.cols_v, terms<S>(tile.rows), P, queries.dO, block.dV, Update<T>::add(), key_row);
     watch.lap(Phase::kdV, 2 * pairs * p.head_dim_v);
-    gemm_seen<T>(tile.keys, 0, s.ld_k, terms<S>(tile.rows), dS, queries.Q, block.dK, Update<T>::add(), key_row);
+    gemm_seen<T>(tile.keys, 0, s.cols_k, terms<S>(tile.rows), dS, queries.Q, block.dK, Update<T>::add(), key_row);
     watch.lap(Phase::kdK, 2 * pairs * p.head_dim);
-    gemm_seen<T>(tile.rows, 0, s.ld_k, terms<S>(tile.keys), dSt, block.K, queries.dQ, queries.update, row_key);
+    gemm_seen<T>(tile.rows, 0, s.cols_k, terms<S>(tile.keys), dSt, block.K, queries.dQ, queries.update, row_key);
     watch.lap(Phase::kdQ, 2 * pairs * p.head_dim);
   }
 };
@@ -227,7 +230,7 @@ void backward(const BackwardParams& p, int64_t begin, int64_t end, void* scratch
     const Head head(p, item / splits);
     const Mask mask(p, head);
     const int64_t split = item % splits;
-    T* dq_part = splits > 1 ? static_cast<T*>(p.workspace) + item * head.count * carved.ld_k : nullptr;
+    T* dq_part = splits > 1 ? static_cast<T*>(p.workspace) + item * head.count * carved.cols_k : nullptr;
     BackwardItem<S, Score<T>>(p, head, split_begin(mask, split, splits), split_begin(mask, split + 1, splits), dq_part,
                               carved)
         .run();

@@ -21,37 +21,37 @@ template <class S>
 struct BackwardScratch {
   using T = Compute<S>;
   using E = Operand<S>;
-  int64_t ld_k, ld_v;  // columns of head_dim and head_dim_v in whole vectors
+  int64_t cols_k, cols_v;  // head_dim and head_dim_v in whole vectors
   Carver carver;
   PackedQueries<S> queries;
-  Matrix<E> K, V;             // [terms(keys)][ld_k], [keys][ld_v]: copies, where the tensor can't be read in place
-  Matrix<E> left_K;           // [keys][ld_k]: K again, where the left factor and the rows that are summed over differ
+  Matrix<E> K, V;             // [terms(keys)][cols_k], [keys][cols_v]: copies, where the tensor can't be read in place
+  Matrix<E> left_K;           // [keys][cols_k]: K again, where the left factor and the rows that are summed over differ
   Matrix<E> left_P, left_dS;  // [keys][terms(queries)]: tiles as operands, where these are not the tiles themselves
   Matrix<E> summed_dS;        // [terms(keys)][queries]
   Matrix<T> P, dP;            // [keys][queries]
   Matrix<T> kept;             // [keys][queries], dropout's factors
-  Matrix<T> dQ;               // [rows of a super-block][ld_k], where the item's sum is the whole of it
-  Matrix<T> dK, dV;           // [keys of the item][ld_k], [keys of the item][ld_v]
+  Matrix<T> dQ;               // [rows of a super-block][cols_k], where the item's sum is the whole of it
+  Matrix<T> dK, dV;           // [keys of the item][cols_k], [keys of the item][cols_v]
   int64_t bytes;
 
   BackwardScratch(const BackwardParams& p, void* base)
-      : ld_k(round_up(p.head_dim, kLanes<T>)),
-        ld_v(round_up(p.head_dim_v, kLanes<T>)),
+      : cols_k(round_up(p.head_dim, kLanes<T>)),
+        cols_v(round_up(p.head_dim_v, kLanes<T>)),
         carver(base),
         queries(p, carver) {
     const int64_t pairs = kPairs<S>, keys = longest_split(p);
-    K = carver.take<E>(in_place<S>(p.head_dim, true) ? 0 : terms<S>(kBackwardBlockK), ld_k);
-    V = carver.take<E>(in_place<S>(p.head_dim_v, false) ? 0 : kBackwardBlockK, ld_v);
-    left_K = carver.take<E>(pairs * kBackwardBlockK, ld_k);
+    K = carver.take_spread<E>(summed_in_place<S>(p.k, p.head_dim) ? 0 : terms<S>(kBackwardBlockK), cols_k);
+    V = carver.take<E>(kInPlace<S> ? 0 : kBackwardBlockK, cols_v);
+    left_K = carver.take<E>(pairs * kBackwardBlockK, cols_k);
     left_P = carver.take<E>(pairs * kBackwardBlockK, terms<S>(kBlockQ<T>));
     left_dS = carver.take<E>(pairs * kBackwardBlockK, terms<S>(kBlockQ<T>));
-    summed_dS = carver.take<E>(pairs * terms<S>(kBackwardBlockK), kBlockQ<T>);
+    summed_dS = carver.take_spread<E>(pairs * terms<S>(kBackwardBlockK), kBlockQ<T>);
     P = carver.take<T>(kBackwardBlockK, kBlockQ<T>);
-    dP = carver.take<T>(kBackwardBlockK, kBlockQ<T>);
+    dP = carver.take_spread<T>(kBackwardBlockK, kBlockQ<T>);
     kept = carver.take<T>(p.dropout.threshold ? kBackwardBlockK : 0, kBlockQ<T>);
-    dQ = carver.take<T>(key_splits(p) > 1 ? 0 : PackedQueries<S>::super_block_rows(p), ld_k);
-    dK = carver.take<T>(keys, ld_k);
-    dV = carver.take<T>(keys, ld_v);
+    dQ = carver.take<T>(key_splits(p) > 1 ? 0 : PackedQueries<S>::super_block_rows(p), cols_k);
+    dK = carver.take<T>(keys, cols_k);
+    dV = carver.take<T>(keys, cols_v);
     bytes = carver.bytes();
   }
 };

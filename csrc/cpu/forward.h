@@ -40,12 +40,11 @@ struct ForwardScratch {
 
   ForwardScratch(const ForwardParams& p, void* base) {
     Carver carver(base);
-    const bool copies = !in_place<S>(0, false);
     Qt = carver.take<E>(terms<S>(p.head_dim), kBlockQ<T>);
     P = carver.take<T>(kForwardBlockK, kBlockQ<T>);
     Ot = carver.take<T>(p.head_dim_v, kBlockQ<T>);
-    K = carver.take<E>(copies ? kForwardBlockK : 0, round_up(p.head_dim, kLanes<T>));
-    V = carver.take<E>(copies ? kForwardBlockK : 0, round_up(p.head_dim_v, kLanes<T>));
+    K = carver.take<E>(kInPlace<S> ? 0 : kForwardBlockK, round_up(p.head_dim, kLanes<T>));
+    V = carver.take<E>(kInPlace<S> ? 0 : kForwardBlockK, round_up(p.head_dim_v, kLanes<T>));
     weights = carver.take<E>(kPairs<S> ? terms<S>(kForwardBlockK) : 0, kBlockQ<T>);
     bytes = carver.bytes();
   }
@@ -81,7 +80,7 @@ void forward_block(const ForwardParams& p, const Head& head, int64_t r0, const F
     const Tile tile{r0, rows, lanes, n0, min(kForwardBlockK, visible.end - n0)};
     const Strided<E> K = left_keys<S>(head, p.k, n0, tile.keys, p.head_dim, scratch.K);
     const Strided<E> Vt =
-        summed_keys<S>(head, p.v, n0, tile.keys, p.head_dim_v, false, scratch.V).strided().transposed();
+        summed_keys<S>(head, p.v, n0, tile.keys, p.head_dim_v, true, scratch.V).strided().transposed();
     const Strips<T> strips = cut_strips(mask, tile, seen);
     const bool select =
         strips.masked && !all_finite<S>(tile.keys, p.head_dim_v, [&](int64_t j) { return head.key<S>(p.v, n0 + j); });

@@ -36,10 +36,10 @@ Matrix<S> key_rows(const Head& head, const View& view, int64_t j) {
 // The rows [n0, n0 + keys) of a KV tensor in the compute type: in place, or packed into the buffer.
 template <class S>
 Matrix<const Compute<S>> load_keys(const Head& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
-                                   bool whole_vectors, Matrix<Compute<S>> buffer) {
+                                   bool in_place, Matrix<Compute<S>> buffer) {
   const Matrix<S> rows = key_rows<S>(head, view, n0);
-  if constexpr (in_place<S>(0, false))
-    if (in_place<S>(cols, whole_vectors)) return {rows.data, rows.row};
+  if constexpr (kInPlace<S>)
+    if (in_place) return {rows.data, rows.row};
   pack_rows<S>(buffer, keys, cols, [&](int64_t i) { return rows.from(i).data; });
   return {buffer.data, buffer.row};
 }
@@ -141,20 +141,20 @@ Strided<Operand<S>> left_keys(const Head& head, const View& view, int64_t n0, in
     }
     return buffer.strided();
   } else {
-    return load_keys<S>(head, view, n0, keys, cols, false, buffer).strided();
+    return load_keys<S>(head, view, n0, keys, cols, true, buffer).strided();
   }
 }
 
-// Keys or values [keys][cols] from position n0 on, as rows that are summed over.
+// Keys or values [keys][cols] from position n0 on, as rows that are summed over; in place where that is possible and asked for.
 template <class S>
 Matrix<const Operand<S>> summed_keys(const Head& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
-                                     bool whole_vectors, Matrix<Operand<S>> buffer) {
+                                     bool in_place, Matrix<Operand<S>> buffer) {
   if constexpr (kPairs<S>) {
     const Matrix<S> rows = key_rows<S>(head, view, n0);
     pack_summed_rows<S>(buffer, keys, cols, [&](int64_t i) { return rows.from(i).data; });
     return buffer;
   } else {
-    return load_keys<S>(head, view, n0, keys, cols, whole_vectors, buffer);
+    return load_keys<S>(head, view, n0, keys, cols, in_place, buffer);
   }
 }
 

@@ -6,12 +6,11 @@
 
 #include "heads.h"
 #include "matrix.h"
+#include "scratch.h"
 #include "simd.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
-
-inline constexpr int64_t kCacheLine = 64;
 
 // Loads the first n columns and fills up with zeros.
 template <class S>
@@ -81,11 +80,19 @@ void unpack_rows(Matrix<const T> src, int64_t rows, int64_t cols, T scale, Row r
   }
 }
 
-// Whether kernels can read rows of a tensor in place: they are stored in the compute type and,
-// where whole vectors are read, hold a whole number of them.
+// Whether kernels can read a tensor in place: it is stored in the compute type.
 template <class S>
-constexpr bool in_place(int64_t cols, bool whole_vectors) {
-  return sizeof(S) == sizeof(Compute<S>) && !(whole_vectors && cols % kLanes<Compute<S>>);
+inline constexpr bool kInPlace = sizeof(S) == sizeof(Compute<S>);
+
+// Rows whole pages apart fall into one set of a cache of 64 sets of 64-byte lines, and a product that reads them again and
+// again reads a copy faster: (1, 16, 512, 64) as a view of (1, 512, 16, 64) takes 0.85 of the time in AVX2.
+inline constexpr int64_t kConflictBytes = 4096;
+
+// The same for the right factor of a product, whose rows are summed over: they hold whole vectors, and do not fall into one set.
+template <class S>
+bool summed_in_place(const View& view, int64_t cols) {
+  return kInPlace<S> && cols % kLanes<Compute<S>> == 0 &&
+         view.stride_s * static_cast<int64_t>(sizeof(S)) % kConflictBytes != 0;
 }
 
 // Whether no element is NaN or inf: 0 times it is 0.

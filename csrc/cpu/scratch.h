@@ -10,6 +10,8 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
+inline constexpr int64_t kCacheLine = 64;
+
 // With base null it only counts.
 class Carver {
  public:
@@ -25,6 +27,15 @@ class Carver {
   template <class T>
   Matrix<T> take(int64_t rows, int64_t cols) {
     return {take<T>(rows * cols), cols};
+  }
+
+  // For a matrix that a product reads down its rows, a few columns of each: rows of whole cache lines lie an odd number of
+  // lines apart. An even number would put them into half of the cache's sets, or fewer, where they evict each other.
+  template <class T>
+  Matrix<T> take_spread(int64_t rows, int64_t cols) {
+    const int64_t lines = cols * static_cast<int64_t>(sizeof(T)) / kCacheLine;
+    const bool whole = cols * static_cast<int64_t>(sizeof(T)) % kCacheLine == 0;
+    return take<T>(rows, whole ? (lines | 1) * kCacheLine / static_cast<int64_t>(sizeof(T)) : cols);
   }
 
   int64_t bytes() const { return used_; }
