@@ -1,17 +1,27 @@
-// dQ += dS K inside the pass over keys, for those who waive repeatable bits: every block of keys adds its share to float sums in
-// global memory, in whatever order blocks run, and a last pass scales and rounds them. Of 16-bit types alone: float is for
+// dQ += dS K inside the pass over keys, where repeatable bits are waived: every block of keys adds its share to float sums in
+// global memory, in whatever order blocks run, and a last pass scales and rounds them. For 16-bit types only: float is for
 // those who want its accuracy.
 #pragma once
+
+#include <cstdint>
+
+#include "attention.h"
+#include "fragment.h"
+#include "heads.h"
+#include "primitives.h"
+#include "product.h"
+#include "row_terms.h"
+#include "tile.h"
 
 namespace pyattn::cuda {
 namespace {
 
-// The sums, after the terms in params.workspace: as many rows, of head_dim columns.
+// (rows, head_dim) sums of a KV head, in params.workspace after the terms of all rows.
 PYATTN_DEVICE float* query_sums_of(const BackwardParams& p, int64_t head, int64_t rows) {
   return reinterpret_cast<float*>(row_terms_of(p, p.batch * p.num_heads_kv, rows)) + head * rows * p.head_dim;
 }
 
-// T[row][key] = W[key][row], rounded as a factor, for the kM * 16 keys of a warp from warp_key on.
+// T[row][key] = W[key][row], rounded to S, for the warp's 16 kM keys from warp_key on.
 template <class S, int kM, int kN, int kRows, int kKeys>
 PYATTN_DEVICE void store_transposed(Tile<S, kRows, kKeys> T, const Sums<kM, kN>& W, int warp_key) {
   each_sum<kM, kN>([&](int m, int n, int i, int key, int row) {
@@ -19,8 +29,8 @@ PYATTN_DEVICE void store_transposed(Tile<S, kRows, kKeys> T, const Sums<kM, kN>&
   });
 }
 
-// sums[i][col] += (dS K)[i][col] for i < rows and col < cols, squares of 16 x 16 dealt out to the warps. finite: all of K is;
-// if not, what is 0 in dS is left out.
+// sums[i][col] += (dS K)[i][col] for i < rows and col < cols; the warps take squares of 16 x 16 in turn. finite: all of K is;
+// where it is not, a key counts only in rows whose dS is not 0.
 template <int kWarps, class S, int kRows, int kKeys, int kDim>
 PYATTN_DEVICE void add_queries(float* sums, int rows, int cols, Tile<S, kRows, kKeys> dS, Tile<S, kKeys, kDim> K,
                                bool finite) {
@@ -60,14 +70,14 @@ PYATTN_DEVICE void add_queries(float* sums, int rows, int cols, Tile<S, kRows, k
 inline constexpr int kRoundThreads = 256;
 
 // dq = softmax_scale * sums.
-template <class S>
+template <class S, class Score>
 PYATTN_KERNEL(kRoundThreads)
 round_queries(const __grid_constant__ BackwardParams p) {
   const int64_t count = p.seqlen_q * group_size(p), at = block_index() * kRoundThreads + thread_index();
   const int64_t row = at / p.head_dim, col = at % p.head_dim;
   if (row >= p.batch * p.num_heads_kv * count) return;
-  const HeadRows head(p, row / count);
-  const float x = query_sums_of(p, 0, count)[at] * static_cast<float>(p.softmax_scale);
+  const Head head(p, row / count);
+  const float x = query_sums_of(p, 0, count)[at] * Score(p).dscale();
   S* to = head.row<S>(p.dq, row % count) + col;
   *to = {static_cast<uint16_t>(pack<S>(x, 0))};
 }

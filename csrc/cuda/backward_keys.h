@@ -1,12 +1,26 @@
-// Backward for dK and dV: a block of threads takes kKeys keys of a KV head and runs over the query rows that see them, all
-// heads of the group one after the other, so that nothing is expanded, and nobody else adds to its sums. Tiles lie transposed,
-// keys in the rows: with P = exp(S - lse), D what dropout makes of it, and delta = rowsum(dO * O),
+// Backward for dK and dV: a block of threads takes kKeys keys of a KV head and runs over the query rows that see them, all heads
+// of the group one after the other, so that nothing is expanded and no other block adds to its sums. Tiles lie transposed,
+// [keys][queries]: P^T and dS^T are left factors in the registers in which they are made.
 //
-//   dV += (P * D)^T dO      dP^T = V dO^T * D      dS = P * (dP - delta + dlse)      dK += dS^T Q
+//   S^T = K Q^T      dP^T = V dO^T      P, dS as in gradient.h      dV += (P * D)^T dO      dK += dS^T Q
 //
-// P^T and dS^T are left factors in the registers in which they are made. A warp takes 16 kM keys and, of wide heads, half of
-// their columns.
+// A warp takes 16 kM keys and, of wide heads, half of their columns.
 #pragma once
+
+#include <cstdint>
+
+#include "add_queries.h"
+#include "attention.h"
+#include "block.h"
+#include "dropout.h"
+#include "gradient.h"
+#include "heads.h"
+#include "mask.h"
+#include "primitives.h"
+#include "product.h"
+#include "row_terms.h"
+#include "tile.h"
+#include "tile_mask.h"
 
 namespace pyattn::cuda {
 namespace {
@@ -23,13 +37,13 @@ struct KeysShape {
   static constexpr int kStages = kDim > 192 ? 1 : 2;  // 2: the next rows are copied meanwhile, where memory allows
   using KTile = Tile<S, kKeys, kDim>;
   using QTile = Tile<S, kRows, kDim>;
+  using dSTile = Tile<S, kRows, kKeys>;
   using Dropout = DropoutTile<kRows, kKeys>;
   static constexpr int kStageBytes = 2 * QTile::kBytes + kRows * sizeof(RowTerms);
-  // dS for add_queries.h lies where dO was, which by then has been read, if there is no more room.
-  using dSTile = Tile<S, kRows, kKeys>;
-  static constexpr bool kdSInPlaceOfdO = kKeys <= kDim;
+  // dS of add_queries.h replaces dO, which by then has been read, if there is no more room.
+  static constexpr bool kdSReplacesdO = kKeys <= kDim;
   static constexpr int kdS = 2 * KTile::kBytes + kStages * kStageBytes;
-  static constexpr int kFlags = kdS + (kdSInPlaceOfdO ? 0 : dSTile::kBytes), kKept = kFlags + kRows;
+  static constexpr int kFlags = kdS + (kdSReplacesdO ? 0 : dSTile::kBytes), kKept = kFlags + kRows;
   static constexpr int kBytes = kKept + Dropout::kBytes;
   static_assert(kBytes <= kSharedBytes);
 };
@@ -37,8 +51,8 @@ struct KeysShape {
 // What is copied of a block of query rows.
 template <class S, int kDim, class Shape = KeysShape<S, kDim>>
 struct RowStage {
-  typename Shape::QTile Q, dO;
-  RowTerms* terms;
+  typename Shape::QTile Q, dO;  // [kRows][kDim]
+  RowTerms* terms;              // [kRows]
 
   PYATTN_DEVICE explicit RowStage(char* memory)
       : Q{memory}, dO{memory + Q.kBytes}, terms(reinterpret_cast<RowTerms*>(memory + 2 * Q.kBytes)) {}
@@ -55,123 +69,140 @@ struct RowStage {
   }
 };
 
-template <class S, int kDim, bool kAddQueries, class Shape = KeysShape<S, kDim>>
+// Shared memory of the pass.
+template <class S, int kDim, class Shape = KeysShape<S, kDim>>
+struct KeysMemory {
+  typename Shape::KTile K, V;       // [kKeys][kDim]
+  char* stages;                     // kStages times a RowStage
+  char* dS;                         // [kRows][kKeys], or where dO lies
+  char* flags;                      // [kRows]: rows of Q or dO that are not finite
+  typename Shape::Dropout dropout;  // [kRows][kKeys]
+
+  PYATTN_DEVICE KeysMemory(const ForwardParams& p, char* memory)
+      : K{memory},
+        V{memory + K.kBytes},
+        stages(memory + 2 * K.kBytes),
+        dS(memory + Shape::kdS),
+        flags(memory + Shape::kFlags),
+        dropout(p, memory + Shape::kKept) {}
+
+  PYATTN_DEVICE RowStage<S, kDim> rows(int stage) const {
+    return RowStage<S, kDim>(stages + stage * Shape::kStageBytes);
+  }
+};
+
+// What a warp makes of its keys.
+template <class S, int kDim, class Score, class Shape = KeysShape<S, kDim>>
+struct KeysPass {
+  static constexpr Layout kLayout = Layout::kKeysByQueries;
+  static constexpr int kM = Shape::kM, kRows = Shape::kRows, kN = kRows / 8;
+  using Tile = Sums<kM, kN>;
+  const BackwardParams& p;
+  const KeysMemory<S, kDim> shared;
+  const Score score;
+  const int n0, count, warp_key, part;
+  Sums<kM, Shape::kColumns / 8> dK = {}, dV = {};
+
+  PYATTN_DEVICE KeysPass(const BackwardParams& p, int n0, int count)
+      : p(p),
+        shared(p, shared_memory()),
+        score(p),
+        n0(n0),
+        count(count),
+        warp_key(warp() / Shape::kParts * 16 * kM),
+        part(warp() % Shape::kParts) {}
+
+  // P = (P * D)^T and dS = dS^T of these rows.
+  PYATTN_DEVICE void make_weights(Tile& P, Tile& dS, const RowStage<S, kDim>& rows, int r0, bool masked) const {
+    multiply_rows<S>(P, shared.K, warp_key, rows.Q);
+    multiply_rows<S>(dS, shared.V, warp_key, rows.dO);
+    to_gradients<kLayout>(score, shared.dropout, P, dS, warp_key, [&](int, int row) { return rows.terms[row]; });
+    if (masked)
+      each_hidden<kM, kN>(mask_of_keys<Shape::kKeys>(p, r0, n0, count), warp_key,
+                          [&](int m, int n, int i) { P[m][n][i] = dS[m][n][i] = 0; });
+  }
+
+  // C += W tile, for the tile of Q or dO whose rows begin at r0.
+  PYATTN_DEVICE void add_product(Sums<kM, Shape::kColumns / 8>& C, const Tile& W, typename Shape::QTile tile, int r0,
+                                 bool masked) const {
+    const bool cleared = masked && clear_nonfinite<Shape::kThreads>(tile, shared.flags);
+    multiply_sums<S, Shape::kParts>(C, W, tile, part);
+    if (cleared) poison(C, shared.flags, kRows, mask_of_keys<Shape::kKeys>(p, r0, n0, count), warp_key);
+  }
+
+  PYATTN_DEVICE void store() const {
+    const KeyBlock<Shape::kKeys> same(p);
+    const int first_key = same.first() + warp_key, keys = same.keys() - warp_key;
+    const auto store = [&](const auto& C, const View& view, int64_t cols, float scale) {
+      store_sums<S, Shape::kParts>(
+          C, part, keys, cols, whole_chunks<S>(view),
+          [&](int j) { return same.head.template key<S>(view, first_key + j); }, [&](int, int) { return scale; });
+    };
+    store(dK, p.dk, p.head_dim, score.dscale());
+    store(dV, p.dv, p.head_dim_v, 1);
+  }
+};
+
+// kAddQueries: dQ too, as add_queries.h says.
+template <class S, int kDim, bool kAddQueries, class Score, class Shape = KeysShape<S, kDim>>
 PYATTN_KERNEL(Shape::kThreads)
 backward_keys(const __grid_constant__ BackwardParams p) {
-  constexpr int kM = Shape::kM, kKeys = Shape::kKeys, kRows = Shape::kRows, kN = kRows / 8;
+  constexpr int kKeys = Shape::kKeys, kRows = Shape::kRows;
   const KeyBlock<kKeys> block(p);
   const int n0 = block.first(), count = static_cast<int>(block.head.count);
-  const int warp_key = warp() / Shape::kParts * 16 * kM;
-  const int part = warp() % Shape::kParts;
-  char* memory = shared_memory();
-  const typename Shape::KTile K{memory}, V{memory + K.kBytes};
-  char* flags = memory + Shape::kFlags;
-  const typename Shape::Dropout dropout(p, memory + Shape::kKept);
-  const Softmax<S> softmax(p);
   const unsigned head = block.number / block.blocks;
-  const auto stage = [&](int i) { return RowStage<S, kDim>(memory + 2 * K.kBytes + i * Shape::kStageBytes); };
+  const Run run = rows_of_keys(Mask(p, block.head), n0, kKeys);
+  KeysPass<S, kDim, Score> pass(p, n0, count);
+  const auto& shared = pass.shared;
 
   const QueryRows<S> q(block.head, p.q, p.head_dim), dout(block.head, p.dout, p.head_dim_v);
-  const int first = static_cast<int>(block.head.first_row(n0));
-  // From here on, rows see all keys of the block.
-  const int all_seen = n0 + kKeys <= p.seqlen_k ? static_cast<int>(block.head.first_row(n0 + kKeys - 1)) : count;
-  if (first < count) {  // a block may not end before its copies
-    KeyRows<S>(block.head, p.k, p.head_dim).template load<Shape::kThreads>(K, n0);
-    KeyRows<S>(block.head, p.v, p.head_dim_v).template load<Shape::kThreads>(V, n0);
-    stage(0).load(p, q, dout, head, first);
+  if (!run.empty()) {  // a block may not end before its copies
+    KeyRows<S>(block.head, p.k, p.head_dim).template load<Shape::kThreads>(shared.K, n0);
+    KeyRows<S>(block.head, p.v, p.head_dim_v).template load<Shape::kThreads>(shared.V, n0);
+    shared.rows(0).load(p, q, dout, head, run.begin);
   }
-  Sums<kM, Shape::kColumns / 8> dK = {}, dV = {};
   bool finite_K = true;
+  if (kAddQueries && !run.empty()) {
+    wait_for_copies();
+    barrier();  // K is there
+    finite_K = !find_nonfinite<Shape::kThreads>(shared.K, [](int) {});
+  }
   int turn = 0;
-  for (int r0 = first; r0 < count; r0 += kRows) {
-    const RowStage<S, kDim> rows = stage(turn);
+  for (int r0 = run.begin; r0 < run.end; r0 += kRows) {
+    const RowStage<S, kDim> rows = shared.rows(turn);
     const int next = r0 + kRows;
     wait_for_copies();
     barrier();  // these rows are there, and those before no longer read
-    if (kAddQueries && r0 == first) finite_K = !find_nonfinite<Shape::kThreads>(K, [](int) {});
     if (Shape::kStages == 2) {
       turn ^= 1;
-      if (next < count) stage(turn).load(p, q, dout, head, next);
+      if (next < run.end) shared.rows(turn).load(p, q, dout, head, next);
     }
-    if (p.dropout.threshold) {
-      dropout.template draw<Shape::kThreads>(p, KeyBlock<kKeys>(p).head, r0, n0);
+    if (shared.dropout.any()) {
+      shared.dropout.template draw<Shape::kThreads>(KeyBlock<kKeys>(p).head, r0, n0);
       barrier();
     }
 
-    Sums<kM, kN> P = {}, dS = {};
-    multiply_rows<S>(P, K, warp_key, rows.Q);
-    multiply_rows<S>(dS, V, warp_key, rows.dO);
-    softmax.apply_sign(P);
-    if (p.dropout.threshold)
-      each_sum<kM, kN>(
-          [&](int m, int n, int i, int key, int row) { dS[m][n][i] *= dropout.factor(row, warp_key + key); });
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const RowTerms of_row = rows.terms[8 * n + lane() % 4 * 2 + odd];
-#pragma unroll
-        for (int m = 0; m < kM; ++m)
-#pragma unroll
-          for (int i = odd; i < 4; i += 2) of_row.gradient(softmax, P[m][n][i], dS[m][n][i]);
-      }
-    if (p.dropout.threshold)
-      each_sum<kM, kN>(
-          [&](int m, int n, int i, int key, int row) { P[m][n][i] *= dropout.factor(row, warp_key + key); });
-    const bool masked = r0 < all_seen || count < next;
-    const auto limit = [&](const HeadRows& head, int row) {
-      return r0 + row < count ? static_cast<int>(head.visible_keys(r0 + row)) - n0 - warp_key : 0;
-    };
-    if (masked) {
-      const KeyBlock<kKeys> same(p);
-#pragma unroll
-      for (int n = 0; n < kN; ++n)
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          const int sees = limit(same.head, 8 * n + lane() % 4 * 2 + odd);
-#pragma unroll
-          for (int m = 0; m < kM; ++m)
-#pragma unroll
-            for (int i = odd; i < 4; i += 2)
-              if (16 * m + i / 2 * 8 + lane() / 4 >= sees) P[m][n][i] = dS[m][n][i] = 0;
-        }
-    }
-
-    const auto add_product = [&](auto& C, const auto& W, const typename Shape::QTile& tile) {
-      const bool cleared = masked && clear_nonfinite<Shape::kThreads>(tile, flags);
-      multiply_sums<S, Shape::kParts>(C, W, tile, part);
-      if (cleared) {
-        const KeyBlock<kKeys> same(p);
-        poison(C, flags, kRows,
-               [&](int m, int i, int row) { return 16 * m + i / 2 * 8 + lane() / 4 < limit(same.head, row); });
-      }
-    };
-    add_product(dV, P, rows.dO);
-    const typename Shape::dSTile T{Shape::kdSInPlaceOfdO ? rows.dO.data : memory + Shape::kdS};
+    const bool masked = run.cover(r0, kRows) != Cover::kFull;
+    typename decltype(pass)::Tile P = {}, dS = {};
+    pass.make_weights(P, dS, rows, r0, masked);
+    pass.add_product(pass.dV, P, rows.dO, r0, masked);
     if (masked || kAddQueries) barrier();  // flags, and dO, no longer read
-    if constexpr (kAddQueries)
-      if (part == 0) store_transposed(T, dS, warp_key);  // both parts have the same dS
-    add_product(dK, dS, rows.Q);
     if constexpr (kAddQueries) {
-      barrier();
+      const typename Shape::dSTile T{Shape::kdSReplacesdO ? rows.dO.data : shared.dS};
+      if (pass.part == 0) store_transposed(T, dS, pass.warp_key);  // both parts have the same dS
+      pass.add_product(pass.dK, dS, rows.Q, r0, masked);
+      barrier();  // T is there
       float* sums = query_sums_of(p, head, count) + r0 * p.head_dim;
-      add_queries<Shape::kWarps>(sums, min(kRows, count - r0), p.head_dim, T, K, finite_K);
+      add_queries<Shape::kWarps>(sums, min(kRows, count - r0), p.head_dim, T, shared.K, finite_K);
+    } else {
+      pass.add_product(pass.dK, dS, rows.Q, r0, masked);
     }
     if (Shape::kStages == 1) {
       barrier();  // the rows no longer read
-      if (next < count) stage(0).load(p, q, dout, head, next);
+      if (next < run.end) shared.rows(0).load(p, q, dout, head, next);
     }
   }
-
-  const KeyBlock<kKeys> same(p);
-  const int first_key = same.first() + warp_key, keys = same.keys() - warp_key;
-  const auto store = [&](const auto& C, const View& view, int64_t cols, float scale) {
-    store_sums<S, Shape::kParts>(
-        C, part, keys, cols, whole_chunks<S>(view),
-        [&](int j) { return same.head.template key<S>(view, first_key + j); }, [&](int, int) { return scale; });
-  };
-  store(dK, p.dk, p.head_dim, static_cast<float>(p.softmax_scale));
-  store(dV, p.dv, p.head_dim_v, 1);
+  pass.store();
 }
 
 }  // namespace

@@ -1,8 +1,19 @@
 // Backward for dQ: a block of threads takes kRows query rows of a KV head and runs over the keys that they see, making S and dP
-// once more. Of seven products of backward these two are the price of adding up dQ in one place, in one order.
+// once more. These two of backward's seven products are the price of adding up dQ in one place, in one order.
 //
-//   dP = dO V^T * D      dS = P * (dP - delta + dlse)      dQ += dS K
+//   dP = dO V^T      P, dS as in gradient.h      dQ += dS K
 #pragma once
+
+#include "attention.h"
+#include "block.h"
+#include "dropout.h"
+#include "gradient.h"
+#include "mask.h"
+#include "primitives.h"
+#include "product.h"
+#include "row_terms.h"
+#include "tile.h"
+#include "tile_mask.h"
 
 namespace pyattn::cuda {
 namespace {
@@ -18,96 +29,93 @@ struct QueriesShape : RowShape<S, kDim> {
   static constexpr int kFlags = 2 * QTile::kBytes + 2 * kStages * KTile::kBytes, kKept = kFlags + kKeys;
   static constexpr int kBytes = kKept + Dropout::kBytes;
   static_assert(kBytes <= kSharedBytes);
+
+  struct Memory {
+    QTile Q, dO;      // [kRows][kDim]
+    char* stages;     // kStages times K and V
+    char* flags;      // [kKeys]: rows of K that are not finite
+    Dropout dropout;  // [kRows][kKeys]
+
+    PYATTN_DEVICE Memory(const ForwardParams& p, char* memory)
+        : Q{memory},
+          dO{memory + QTile::kBytes},
+          stages(memory + 2 * QTile::kBytes),
+          flags(memory + kFlags),
+          dropout(p, memory + kKept) {}
+
+    // [kKeys][kDim]
+    PYATTN_DEVICE KTile K(int stage) const { return {stages + 2 * stage * KTile::kBytes}; }
+    PYATTN_DEVICE KTile V(int stage) const { return {stages + (2 * stage + 1) * KTile::kBytes}; }
+  };
 };
 
-template <class S, int kDim, class Shape = QueriesShape<S, kDim>>
+template <class S, int kDim, class Score, class Shape = QueriesShape<S, kDim>>
 PYATTN_KERNEL(Shape::kThreads)
 backward_queries(const __grid_constant__ BackwardParams p) {
   constexpr int kM = Shape::kM, kKeys = Shape::kKeys, kRows = Shape::kRows;
-  using KTile = typename Shape::KTile;
+  constexpr Layout kLayout = Layout::kQueriesByKeys;
   const RowBlock<kRows> block(p);
   const int r0 = block.first();
-  const int all_see = static_cast<int>(block.head.visible_keys(r0));
-  const int visible = static_cast<int>(block.head.visible_keys(r0 + block.rows() - 1));
+  const Run keys = keys_of_rows(Mask(p, block.head), r0, block.rows());
   const int warp_row = warp() / Shape::kParts * 16 * kM;
   const int part = warp() % Shape::kParts;
-  const auto limits = [&] { return RowLimits<kM>(RowBlock<kRows>(p), warp_row); };
-  char* memory = shared_memory();
-  const typename Shape::QTile Q{memory}, dO{memory + Q.kBytes};
-  char* flags = memory + Shape::kFlags;
-  const typename Shape::Dropout dropout(p, memory + Shape::kKept);
-  const Softmax<S> softmax(p);
-  const auto stage_of_K = [&](int i) { return KTile{memory + 2 * Q.kBytes + 2 * i * KTile::kBytes}; };
-  const auto stage_of_V = [&](int i) { return KTile{stage_of_K(i).data + KTile::kBytes}; };
+  const typename Shape::Memory shared(p, shared_memory());
+  const Score score(p);
 
-  const KeyRows<S> keys_of_K(block.head, p.k, p.head_dim), keys_of_V(block.head, p.v, p.head_dim_v);
-  const auto load_keys = [&](int i, int n0) {
-    keys_of_K.template load<Shape::kThreads>(stage_of_K(i), n0);
-    keys_of_V.template load<Shape::kThreads>(stage_of_V(i), n0);
+  const KeyRows<S> k(block.head, p.k, p.head_dim), v(block.head, p.v, p.head_dim_v);
+  const auto load_keys = [&](int stage, int n0) {
+    k.template load<Shape::kThreads>(shared.K(stage), n0);
+    v.template load<Shape::kThreads>(shared.V(stage), n0);
   };
-  if (visible) {  // a block may not end before its copies
-    QueryRows<S>(block.head, p.q, p.head_dim).template load<Shape::kThreads>(Q, r0);
-    QueryRows<S>(block.head, p.dout, p.head_dim_v).template load<Shape::kThreads>(dO, r0);
-    load_keys(0, 0);
+  if (!keys.empty()) {  // a block may not end before its copies
+    QueryRows<S>(block.head, p.q, p.head_dim).template load<Shape::kThreads>(shared.Q, r0);
+    QueryRows<S>(block.head, p.dout, p.head_dim_v).template load<Shape::kThreads>(shared.dO, r0);
+    load_keys(0, keys.begin);
   }
-  RowTerms terms[kM][2];
+  RowTerms terms[2 * kM];
 #pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int64_t r = r0 + warp_row + 16 * m + 8 * half + lane() / 4;
-      terms[m][half] = row_terms_of(p, block.number / block.blocks, block.head.count)[min(r, block.head.count - 1)];
-    }
+  for (int at = 0; at < 2 * kM; ++at) {
+    const int64_t r = r0 + warp_row + 8 * at + lane() / 4;
+    terms[at] = row_terms_of(p, block.number / block.blocks, block.head.count)[min(r, block.head.count - 1)];
+  }
 
   Sums<kM, Shape::kColumns / 8> dQ = {};
   int turn = 0;
-  for (int n0 = 0; n0 < visible; n0 += kKeys) {
-    const KTile K = stage_of_K(turn), V = stage_of_V(turn);
+  for (int n0 = keys.begin; n0 < keys.end; n0 += kKeys) {
+    const typename Shape::KTile K = shared.K(turn), V = shared.V(turn);
     const int next = n0 + kKeys;
     wait_for_copies();
     barrier();  // these keys are there, and those before no longer read
     if (Shape::kStages == 2) {
       turn ^= 1;
-      if (next < visible) load_keys(turn, next);
+      if (next < keys.end) load_keys(turn, next);
     }
-    if (p.dropout.threshold) {
+    if (shared.dropout.any()) {
       const RowBlock<kRows> same(p);
-      dropout.template draw<Shape::kThreads>(p, same.head, same.first(), n0);
+      shared.dropout.template draw<Shape::kThreads>(same.head, same.first(), n0);
       barrier();
     }
 
     Sums<kM, kKeys / 8> P = {}, dS = {};
-    multiply_rows<S>(P, Q, warp_row, K);
-    multiply_rows<S>(dS, dO, warp_row, V);
-    softmax.apply_sign(P);
-    if (p.dropout.threshold)
-      each_sum<kM, kKeys / 8>(
-          [&](int m, int n, int i, int row, int key) { dS[m][n][i] *= dropout.factor(warp_row + row, key); });
-    each_sum<kM, kKeys / 8>(
-        [&](int m, int n, int i, int, int) { terms[m][i / 2].gradient(softmax, P[m][n][i], dS[m][n][i]); });
-    const bool masked = all_see < next;
-    if (masked) {
-      const RowLimits<kM> rows = limits();
-      each_sum<kM, kKeys / 8>([&](int m, int n, int i, int, int key) {
-        if (!rows.sees(m, i, n0 + key)) dS[m][n][i] = 0;
-      });
-    }
+    multiply_rows<S>(P, shared.Q, warp_row, K);
+    multiply_rows<S>(dS, shared.dO, warp_row, V);
+    to_gradients<kLayout>(score, shared.dropout, P, dS, warp_row, [&](int at, int) { return terms[at]; });
+    const bool masked = keys.cover(n0, kKeys) != Cover::kFull;
+    if (masked)
+      each_hidden<kM, kKeys / 8>(mask_of_rows<kRows>(p, n0), warp_row, [&](int m, int n, int i) { dS[m][n][i] = 0; });
 
-    const bool cleared = masked && clear_nonfinite<Shape::kThreads>(K, flags);
+    const bool cleared = masked && clear_nonfinite<Shape::kThreads>(K, shared.flags);
     multiply_sums<S, Shape::kParts>(dQ, dS, K, part);
-    if (cleared) {
-      const RowLimits<kM> rows = limits();
-      poison(dQ, flags, kKeys, [&](int m, int i, int key) { return rows.sees(m, i, n0 + key); });
-    }
+    if (cleared) poison(dQ, shared.flags, kKeys, mask_of_rows<kRows>(p, n0), warp_row);
     if (Shape::kStages == 1) {
       barrier();  // the keys no longer read
-      if (next < visible) load_keys(0, next);
+      if (next < keys.end) load_keys(0, next);
     }
   }
 
   const RowBlock<kRows> same(p);
   const int first = same.first() + warp_row;
-  const float scale = static_cast<float>(p.softmax_scale);
+  const float scale = score.dscale();
   store_sums<S, Shape::kParts>(
       dQ, part, same.rows() - warp_row, p.head_dim, whole_chunks<S>(p.dq),
       [&](int i) { return same.head.template row<S>(p.dq, first + i); }, [&](int, int) { return scale; });

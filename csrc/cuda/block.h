@@ -1,5 +1,12 @@
-// What a block of threads has to do: a tile of query rows, or of keys, of one KV head.
+// What a block of threads works on: a tile of query rows, or of keys, of one KV head.
 #pragma once
+
+#include <cstdint>
+
+#include "attention.h"
+#include "heads.h"
+#include "primitives.h"
+#include "tile.h"
 
 namespace pyattn::cuda {
 namespace {
@@ -7,10 +14,10 @@ namespace {
 // Shared memory that every architecture from 8.0 on gives a block.
 inline constexpr int kSharedBytes = 99 * 1024;
 
-// How the four warps of a block share query rows out. A lane has 255 registers, of which it needs about 60 for other things than
-// sums. Two times 16 rows a warp read each fragment of K and V once for two products, which the shared memory of an A100
-// keeps up with; 16-bit rows of 128 columns then take 128 registers of output. Where they would take more, a warp has one
-// time 16 rows, and of wide float rows half the columns.
+// How the four warps of a block share query rows. A lane has 255 registers, of which it needs about 60 for other things than
+// sums. With kM = 2 a warp has 32 rows and reads each fragment of K and V once for two products, which the shared memory of an
+// A100 keeps up with; 16-bit rows of 128 columns then take 128 registers of output. Where they would take more, kM is 1, and
+// the columns of wide float rows are divided between two warps.
 template <class S, int kDim>
 struct RowShape {
   static constexpr int kM = sizeof(S) == 2 && kDim <= 128 ? 2 : 1;
@@ -20,12 +27,12 @@ struct RowShape {
   using QTile = Tile<S, kRows, kDim>;
 };
 
-// kRows query rows of a head, its last ones, which under a causal mask see most keys, before its first. Where it is asked for
-// again it is computed again, from a number that the compiler knows nothing of: registers are scarcer than divisions.
+// kRows query rows of a head, its last ones first: under a causal mask they see most keys. Kernels construct it again where they
+// need it again: its number is opaque to the compiler, for registers are scarcer than divisions.
 template <int kRows>
 struct RowBlock {
   unsigned number, blocks;
-  HeadRows head;
+  Head head;
 
   PYATTN_DEVICE explicit RowBlock(const ForwardParams& p)
       : number(opaque(static_cast<unsigned>(block_index()))),
@@ -36,11 +43,11 @@ struct RowBlock {
   PYATTN_DEVICE int rows() const { return static_cast<int>(min(kRows, head.count - first())); }
 };
 
-// kKeys keys of a head, its first ones, which under a causal mask most rows see, before its last.
+// kKeys keys of a head, its first ones first: under a causal mask most rows see them.
 template <int kKeys>
 struct KeyBlock {
   unsigned number, blocks;
-  HeadRows head;
+  Head head;
 
   PYATTN_DEVICE explicit KeyBlock(const ForwardParams& p)
       : number(opaque(static_cast<unsigned>(block_index()))),
@@ -58,13 +65,13 @@ struct KeyRows {
   const S* first;
   int count, cols;
 
-  PYATTN_DEVICE KeyRows(const HeadRows& head, const View& view, int64_t cols)
+  PYATTN_DEVICE KeyRows(const Head& head, const View& view, int64_t cols)
       : view(view),
         first(head.key<const S>(view, 0)),
         count(static_cast<int>(head.seqlen_k)),
         cols(static_cast<int>(cols)) {}
 
-  // Those from n0 on.
+  // Begins to copy those from n0 on.
   template <int kThreads, int kRows, int kCols>
   PYATTN_DEVICE void load(Tile<S, kRows, kCols> tile, int n0) const {
     load_tile<kThreads>(tile, count - n0, cols, whole_chunks<S>(view),
@@ -72,7 +79,7 @@ struct KeyRows {
   }
 };
 
-// The query rows of a head: what HeadRows::row says, in fewer registers.
+// The query rows of a head: what Head::row says, in fewer registers.
 template <class S>
 struct QueryRows {
   const View& view;
@@ -80,14 +87,14 @@ struct QueryRows {
   unsigned group;
   int count, cols;
 
-  PYATTN_DEVICE QueryRows(const HeadRows& head, const View& view, int64_t cols)
+  PYATTN_DEVICE QueryRows(const Head& head, const View& view, int64_t cols)
       : view(view),
         first(head.row<const S>(view, 0)),
         group(static_cast<unsigned>(head.group)),
         count(static_cast<int>(head.count)),
         cols(static_cast<int>(cols)) {}
 
-  // Those from r0 on.
+  // Begins to copy those from r0 on.
   template <int kThreads, int kRows, int kCols>
   PYATTN_DEVICE void load(Tile<S, kRows, kCols> tile, int r0) const {
     load_tile<kThreads>(tile, count - r0, cols, whole_chunks<S>(view), [&](int i) {

@@ -1,6 +1,13 @@
-// Dropout of the weights: the same draws as cpu/dropout.h, which says which they are, as bits in shared memory, so that every
-// kernel finds them whichever way its tile lies.
+// Dropout: the draws that cpu/dropout.h defines, kept as bits in shared memory, where every pass finds them whichever way its
+// tile lies.
 #pragma once
+
+#include <cstdint>
+
+#include "attention.h"
+#include "heads.h"
+#include "primitives.h"
+#include "product.h"
 
 namespace pyattn::cuda {
 namespace {
@@ -8,6 +15,7 @@ namespace {
 // Keys to one counter; key blocks begin at multiples of it.
 inline constexpr int kDrawKeys = 8;
 
+// Philox4x32-10 (Salmon et al. 2011): counter -> four random words, in place.
 struct Philox {
   uint32_t word[4];
 
@@ -23,8 +31,8 @@ struct Philox {
   }
 };
 
-// Which of 8 keys, from a multiple of 8 on, row r keeps, the first in the lowest bit.
-PYATTN_DEVICE uint32_t draw_kept(const ForwardParams& p, const HeadRows& head, int64_t r, int64_t key) {
+// Bit i: whether row r keeps key + i, for 8 keys from a multiple of 8 on.
+PYATTN_DEVICE uint32_t draw_kept(const ForwardParams& p, const Head& head, int64_t r, int64_t key) {
   const int64_t index = head.b * p.num_heads_q + head.query_head(r);
   Philox draws{{static_cast<uint32_t>(key / kDrawKeys), static_cast<uint32_t>(head.query(r)),
                 static_cast<uint32_t>(index), static_cast<uint32_t>(index >> 32)}};
@@ -38,19 +46,22 @@ PYATTN_DEVICE uint32_t draw_kept(const ForwardParams& p, const HeadRows& head, i
   return bits;
 }
 
-// The factors of a tile of kRows rows and kKeys keys.
+// What the weights of a tile of kRows rows and kKeys keys are multiplied by.
 template <int kRows, int kKeys>
 struct DropoutTile {
   static constexpr int kBytes = kRows * kKeys / kDrawKeys;
-  uint8_t* bits;
-  float scale;  // of what is kept; 1 without dropout
+  const ForwardParams& p;
+  uint8_t* bits;  // [kRows][kKeys / 8]
+  float scale;    // of what is kept; 1 without dropout
 
   PYATTN_DEVICE DropoutTile(const ForwardParams& p, char* memory)
-      : bits(reinterpret_cast<uint8_t*>(memory)), scale(65536.0f / (65536 - p.dropout.threshold)) {}
+      : p(p), bits(reinterpret_cast<uint8_t*>(memory)), scale(65536.0f / (65536 - p.dropout.threshold)) {}
 
-  // To be followed by a barrier.
+  PYATTN_DEVICE bool any() const { return p.dropout.threshold; }
+
+  // Draws for the rows from r0 and the keys from n0 on. A barrier comes after.
   template <int kThreads>
-  PYATTN_DEVICE void draw(const ForwardParams& p, const HeadRows& head, int r0, int n0) const {
+  PYATTN_DEVICE void draw(const Head& head, int r0, int n0) const {
     constexpr int kGroups = kKeys / kDrawKeys;
     for (unsigned at = opaque(thread_index()); at < kBytes; at += kThreads)
       bits[at] = draw_kept(p, head, r0 + at / kGroups, n0 + at % kGroups * kDrawKeys);
@@ -58,6 +69,15 @@ struct DropoutTile {
 
   PYATTN_DEVICE float factor(int row, int key) const {
     return bits[row * (kKeys >> 3) + (key >> 3)] >> (key & 7) & 1 ? scale : 0;
+  }
+
+  // C[queries][keys], or transposed, times the factors; the warp's sums begin at row, or key, `first` of the tile.
+  template <Layout kLayout, int kM, int kN>
+  PYATTN_DEVICE void apply(Sums<kM, kN>& C, int first) const {
+    if (!any()) return;
+    each_query<kLayout, kM, kN>(first, [&](int, int row, auto each_key) {
+      each_key([&](int m, int n, int i, int key) { C[m][n][i] *= factor(row, key); });
+    });
   }
 };
 

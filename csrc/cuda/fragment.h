@@ -1,8 +1,13 @@
-// The factors of products on tensor cores, as a warp's lanes hold them (ptx.h has the layouts). 16-bit types multiply as they
-// are. float multiplies as three products of tf32, high and low halves of each factor, and adds in float what the tensor
-// cores, which round sums towards zero, add up for one slice alone (Ootomo and Yokota 2022): without that the error would
-// grow with the number of keys.
+// Fragments: the factors of products on tensor cores, as a warp's lanes hold them (ptx.h has the layouts). 16-bit types multiply
+// as they are. A float is the sum of two tf32, and a product of floats three of tf32; the tensor cores, which truncate sums, add
+// up one slice alone, and slices are added in float (Ootomo and Yokota 2022), or the error would grow with the number of keys.
 #pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "attention.h"
+#include "primitives.h"
 
 namespace pyattn::cuda {
 namespace {
@@ -10,7 +15,7 @@ namespace {
 PYATTN_DEVICE int lane() { return thread_index() % kWarpLanes; }
 PYATTN_DEVICE int warp() { return thread_index() / kWarpLanes; }
 
-// x of all lanes, added up, in every lane.
+// The sum of x over all lanes, in every lane.
 template <class T>
 PYATTN_DEVICE T sum_lanes(T x) {
 #pragma unroll
@@ -18,7 +23,7 @@ PYATTN_DEVICE T sum_lanes(T x) {
   return x;
 }
 
-// Columns that one product of fragments sums over.
+// The columns that one product of fragments sums over.
 inline constexpr int kSlice = 16;
 
 // 16 rows of a slice.
@@ -32,7 +37,7 @@ struct Right {
   uint32_t data[2];
 };
 
-// Of float two times 8 columns, each number as the sum of two tf32.
+// float: two times 8 columns, each number the sum of two tf32.
 template <>
 struct Left<float> {
   uint32_t high[2][4], low[2][4];
@@ -76,8 +81,8 @@ PYATTN_DEVICE float widen(float x) { return x; }
 PYATTN_DEVICE float widen(bf16 x) { return float_of(uint32_t{x.bits} << 16); }
 PYATTN_DEVICE float widen(f16 x) { return widen_f16(x.bits); }
 
-// Two times 8 columns of sums as a left factor, these columns being what is summed over. Of float the tensor core's columns t
-// and t + 4 are the sums' 2t and 2t + 1, so that no lane needs another's: SummedCursor (product.h) agrees.
+// Two times 8 columns of sums as a left factor; the product sums over these columns. For float the tensor core's columns t and
+// t + 4 are the sums' columns 2t and 2t + 1, so that no lane needs another's: SummedCursor (product.h) agrees.
 template <class S>
 PYATTN_DEVICE Left<S> as_left(const float (*c)[4]) {
   if constexpr (sizeof(S) == 4) {

@@ -1,23 +1,19 @@
 // The attention kernels for GPUs. Compiled once per dtype (PYATTN_DTYPE) over a header of primitives: ptx.h for a GPU, another
 // for a host that emulates one. All of it has internal linkage but the table at the end.
-#include PYATTN_ISA_HEADER
-
+#include <cstdint>
 #include <type_traits>
 
-#include "rows.h"
-// Each of these builds on the ones before it.
-#include "fragment.h"
-#include "tile.h"
-#include "product.h"
-#include "block.h"
-#include "softmax.h"
-#include "dropout.h"
-#include "forward.h"
-#include "row_terms.h"
 #include "add_queries.h"
+#include "attention.h"
 #include "backward_keys.h"
 #include "backward_queries.h"
-#include "plain.h"
+#include "float64.h"
+#include "forward.h"
+#include "gradient.h"
+#include "heads.h"
+#include "primitives.h"
+#include "row_terms.h"
+#include "score.h"
 
 namespace pyattn::cuda {
 namespace {
@@ -32,7 +28,7 @@ int64_t key_blocks(const ForwardParams& p, int64_t keys) { return kv_heads(p) * 
 template <class S>
 constexpr bool kMayAddQueries = sizeof(S) == 2;
 
-// f(kDim) for the next head dimension that there are kernels for; both of a call's are filled up to it.
+// f(kDim) for the smallest head dimension with kernels that holds both of the call's.
 template <class F>
 const char* with_dim(const ForwardParams& p, F f) {
   const int64_t dim = max(p.head_dim, p.head_dim_v);
@@ -47,11 +43,11 @@ const char* with_dim(const ForwardParams& p, F f) {
 template <class S>
 const char* launch_forward(const ForwardParams& p, void* stream) {
   if constexpr (std::is_same_v<S, double>)
-    return launch(plain_forward<S>, ceil_div(all_rows(p), kPlainWarps), kPlainThreads, 0, stream, p);
+    return launch(float64_forward<S, Plain<S>>, ceil_div(all_rows(p), kFloat64Warps), kFloat64Threads, 0, stream, p);
   else
     return with_dim(p, [&](auto dim) {
       using Shape = ForwardShape<S, dim>;
-      return launch(forward<S, dim>, row_blocks(p, Shape::kRows), Shape::kThreads, Shape::kBytes, stream, p);
+      return launch(forward<S, dim, Plain<S>>, row_blocks(p, Shape::kRows), Shape::kThreads, Shape::kBytes, stream, p);
     });
 }
 
@@ -59,35 +55,40 @@ template <class S>
 const char* launch_adding_queries(const BackwardParams& p, void* stream) {
   const int64_t sums = all_rows(p) * p.head_dim;
   const char* error = nullptr;
-  if (sums) error = clear_memory(static_cast<RowTerms*>(p.workspace) + all_rows(p), sums * sizeof(float), stream);
+  if (sums)  // of no head, or heads without columns, there are none
+    error = clear_memory(static_cast<RowTerms*>(p.workspace) + all_rows(p), sums * sizeof(float), stream);
   if (error) return error;
   error = with_dim(p, [&](auto dim) {
     using Keys = KeysShape<S, dim>;
-    return launch(backward_keys<S, dim, true>, key_blocks(p, Keys::kKeys), Keys::kThreads, Keys::kBytes, stream, p);
+    return launch(backward_keys<S, dim, true, Plain<S>>, key_blocks(p, Keys::kKeys), Keys::kThreads, Keys::kBytes,
+                  stream, p);
   });
-  return error ? error : launch(round_queries<S>, ceil_div(sums, kRoundThreads), kRoundThreads, 0, stream, p);
+  return error ? error : launch(round_queries<S, Plain<S>>, ceil_div(sums, kRoundThreads), kRoundThreads, 0, stream, p);
 }
 
 template <class S>
 const char* launch_backward(const BackwardParams& p, [[maybe_unused]] bool deterministic, void* stream) {
   const char* error;
   if constexpr (std::is_same_v<S, double>) {
-    error = launch(plain_backward_keys<S>, ceil_div(all_keys(p), kPlainWarps), kPlainThreads, 0, stream, p);
+    error =
+        launch(float64_backward_keys<S, Plain<S>>, ceil_div(all_keys(p), kFloat64Warps), kFloat64Threads, 0, stream, p);
     if (error) return error;
-    return launch(plain_backward_queries<S>, ceil_div(all_rows(p), kPlainWarps), kPlainThreads, 0, stream, p);
+    return launch(float64_backward_queries<S, Plain<S>>, ceil_div(all_rows(p), kFloat64Warps), kFloat64Threads, 0,
+                  stream, p);
   } else {
-    error = launch(row_terms<S>, ceil_div(all_rows(p), kRowTermsWarps), kRowTermsWarps * kWarpLanes, 0, stream, p);
+    error = launch(row_terms<S, Plain<S>>, ceil_div(all_rows(p), kRowTermsWarps), kRowTermsWarps * kWarpLanes, 0,
+                   stream, p);
     if (error) return error;
     if constexpr (kMayAddQueries<S>)
       if (!deterministic) return launch_adding_queries<S>(p, stream);
     return with_dim(p, [&](auto dim) {
       using Keys = KeysShape<S, dim>;
       using Queries = QueriesShape<S, dim>;
-      const char* error =
-          launch(backward_keys<S, dim, false>, key_blocks(p, Keys::kKeys), Keys::kThreads, Keys::kBytes, stream, p);
+      const char* error = launch(backward_keys<S, dim, false, Plain<S>>, key_blocks(p, Keys::kKeys), Keys::kThreads,
+                                 Keys::kBytes, stream, p);
       if (error) return error;
-      return launch(backward_queries<S, dim>, row_blocks(p, Queries::kRows), Queries::kThreads, Queries::kBytes, stream,
-                    p);
+      return launch(backward_queries<S, dim, Plain<S>>, row_blocks(p, Queries::kRows), Queries::kThreads,
+                    Queries::kBytes, stream, p);
     });
   }
 }

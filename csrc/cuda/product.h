@@ -1,5 +1,11 @@
-// Products of tiles by a warp: how their fragments are read, and where the sums go.
+// Products of tiles by a warp: how fragments are read, and where the sums lie.
 #pragma once
+
+#include <cstdint>
+
+#include "fragment.h"
+#include "primitives.h"
+#include "tile.h"
 
 namespace pyattn::cuda {
 namespace {
@@ -49,16 +55,15 @@ struct RightCursor : Cursor<T> {
   }
 };
 
-// The columns of a tile may be shared out among kParts warps, one or two, of whom each takes one half of every 128 bytes of a
-// row: then a cursor's steps are the same constants for both.
-// The first of the n-th 8 columns of a part.
+// kParts warps, one or two, share the columns of a tile: each takes one half of every 128 bytes of a row, so that a cursor's
+// steps are the same constants for both. The first of the n-th 8 columns of a part.
 template <class S, int kParts>
 PYATTN_DEVICE int column_of_part(int n, int part) {
   constexpr int kHalf = 64 / sizeof(S);
   return kParts == 1 ? 8 * n : 8 * n / kHalf * 2 * kHalf + part * kHalf + 8 * n % kHalf;
 }
 
-// A slice of rows as what is summed over, two times 8 columns of the part.
+// A slice of rows, which the product sums over, and two times 8 columns of the part.
 template <class S, int kParts, class T>
 struct SummedCursor : Cursor<T> {
   PYATTN_DEVICE SummedCursor(T tile, int part) : Cursor<T>(tile, lane() % 16, 4 * part + lane() / 16) {}
@@ -70,7 +75,7 @@ struct SummedCursor : Cursor<T> {
   }
 };
 template <int kParts, class T>
-struct SummedCursor<float, kParts, T> {  // matrices of 4 bytes can't be transposed; the order of the rows is as_left's
+struct SummedCursor<float, kParts, T> {  // ldmatrix transposes 2-byte elements only; the order of the rows is as_left's
   Cursor<T> even, odd;
   int column;  // of its chunk, in bytes
 
@@ -102,7 +107,7 @@ template <class S, int kM, int kN, int kARows, int kBRows, int kCols>
 PYATTN_DEVICE void multiply_rows(Sums<kM, kN>& C, Tile<S, kARows, kCols> A, int a_row, Tile<S, kBRows, kCols> B) {
   const LeftCursor<S, Tile<S, kARows, kCols>> left(A, a_row);
   const RightCursor<S, Tile<S, kBRows, kCols>> right(B);
-  // Slices of float two by two, after which a cursor's steps repeat: more would be kept in flight than there are registers.
+  // Two slices of float at a time, after which a cursor's steps repeat: more would not fit the registers.
   [[maybe_unused]] constexpr int kTogether = sizeof(S) == 4 ? 2 : kCols / kSlice;
 #pragma unroll kTogether
   for (int s = 0; s < kCols / kSlice; ++s) {
@@ -119,7 +124,7 @@ PYATTN_DEVICE void multiply_rows(Sums<kM, kN>& C, Tile<S, kARows, kCols> A, int 
   }
 }
 
-// C += W B: W sums of an earlier product, rows of B from 0 on, its columns those of the part.
+// C += W B for the columns of the part: W are sums of an earlier product, rows of B from 0 on.
 template <class S, int kParts, int kM, int kK, int kN, int kRows, int kCols>
 PYATTN_DEVICE void multiply_sums(Sums<kM, kN>& C, const Sums<kM, kK>& W, Tile<S, kRows, kCols> B, int part) {
   const SummedCursor<S, kParts, Tile<S, kRows, kCols>> right(B, part);
@@ -138,7 +143,7 @@ PYATTN_DEVICE void multiply_sums(Sums<kM, kN>& C, const Sums<kM, kK>& W, Tile<S,
   }
 }
 
-// f(m, n, i, row, col) for each of the lane's sums, with its place.
+// f(m, n, i, row, col) for each of the lane's sums.
 template <int kM, int kN, class F>
 PYATTN_DEVICE void each_sum(F f) {
 #pragma unroll
@@ -147,6 +152,34 @@ PYATTN_DEVICE void each_sum(F f) {
     for (int n = 0; n < kN; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) f(m, n, i, 16 * m + lane() / 4 + i / 2 * 8, 8 * n + lane() % 4 * 2 + i % 2);
+}
+
+// How a tile of scores lies in a warp's sums.
+enum class Layout { kQueriesByKeys, kKeysByQueries };
+
+// f(at, row, each_key) for each query row of which the lane holds sums: at counts them, row is its place in the tile, and
+// each_key(g) calls g(m, n, i, key) for the row's sums. The warp's sums begin at row, or key, `first` of the tile.
+template <Layout kLayout, int kM, int kN, class F>
+PYATTN_DEVICE void each_query(int first, F f) {
+  if constexpr (kLayout == Layout::kQueriesByKeys) {
+#pragma unroll
+    for (int at = 0; at < 2 * kM; ++at)
+      f(at, first + 8 * at + lane() / 4, [&](auto g) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+#pragma unroll
+          for (int odd = 0; odd < 2; ++odd) g(at / 2, n, at % 2 * 2 + odd, 8 * n + lane() % 4 * 2 + odd);
+      });
+  } else {
+#pragma unroll
+    for (int at = 0; at < 2 * kN; ++at)
+      f(at, at / 2 * 8 + lane() % 4 * 2 + at % 2, [&](auto g) {
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) g(m, at / 2, 2 * half + at % 2, first + 16 * m + 8 * half + lane() / 4);
+      });
+  }
 }
 
 // row(i)[j] = scale(i) * C[i][j] for i < rows and j < cols, i counting from the warp's first row, j the columns of the part.
@@ -178,23 +211,6 @@ PYATTN_DEVICE void store_sums(const Sums<kM, kN>& C, int part, int rows, int64_t
           }
         }
       }
-    }
-}
-
-// What clear_nonfinite took out of a product C += W tile, given back as NaN to the rows that see it: those of sums m, i if
-// sees(m, i, f) for a flagged row f of the tile.
-template <int kM, int kN, class Sees>
-PYATTN_DEVICE void poison(Sums<kM, kN>& C, const char* flags, int rows, Sees sees) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float more = 0;
-#pragma unroll 1
-      for (int f = 0; f < rows; ++f)
-        if (flags[f] && sees(m, 2 * half, f)) more = __builtin_nanf("");
-#pragma unroll
-      for (int n = 0; n < kN; ++n) C[m][n][2 * half] += more, C[m][n][2 * half + 1] += more;
     }
 }
 

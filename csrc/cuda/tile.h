@@ -1,14 +1,19 @@
-// Tiles of rows in shared memory: where they put them, how they are filled, and what of them is not finite.
+// Tiles of rows in shared memory: where their chunks lie, how they are filled, and which rows are not finite.
 #pragma once
+
+#include <cstdint>
+
+#include "attention.h"
+#include "fragment.h"
+#include "primitives.h"
 
 namespace pyattn::cuda {
 namespace {
 
-inline constexpr int kChunkBytes = 16;  // what is copied, and read as a row of a matrix, at a time
+inline constexpr int kChunkBytes = 16;  // one asynchronous copy, or one row of a matrix that ldmatrix reads
 
-// kRows rows of kCols columns. The chunks of a row are swapped among each other, within kSwap of them, so that the same chunk
-// of eight rows that follow each other lies in all 32 banks: rows of whole 128 bytes differ by what is swapped alone; of
-// others two lie in every 128 bytes.
+// kRows rows of kCols columns with an XOR swizzle: chunk c of row r is stored at chunk c ^ (r % 8), so that the same chunk of
+// eight consecutive rows lies in all 32 banks. Rows that are no multiple of 128 bytes swizzle within 4 chunks, by r / 2 % 4.
 template <class S, int kRows, int kCols>
 struct Tile {
   static constexpr int kChunkCols = kChunkBytes / sizeof(S), kChunks = kCols / kChunkCols;
@@ -25,8 +30,8 @@ struct Tile {
   }
 };
 
-// A lane's way through a tile: chunks first + 2 s of one row, and of rows a multiple of 8 further on. Its own register holds
-// all that depends on the lane, so that a step is an exclusive or and a constant.
+// A lane's way through a tile: chunks first + 2 s of one row, and of rows a multiple of 8 further on. One register holds all
+// that depends on the lane, so that a step is an exclusive or and a constant.
 template <class T>
 struct Cursor {
   SharedAddress address;
@@ -47,7 +52,7 @@ PYATTN_DEVICE bool whole_chunks(const View& view) {
   return ((address | strides * sizeof(S)) & (kChunkBytes - 1)) == 0;
 }
 
-// Begins to copy rows i < rows, row(i) pointing to cols columns; what lies beyond is 0.
+// tile[i][j] = row(i)[j] for i < rows and j < cols, 0 elsewhere. Where whole chunks can be copied the copies are asynchronous.
 template <int kThreads, class S, int kRows, int kCols, class Row>
 PYATTN_DEVICE void load_tile(Tile<S, kRows, kCols> tile, int rows, int cols, bool whole_chunks, Row row) {
   using T = Tile<S, kRows, kCols>;
@@ -65,7 +70,7 @@ PYATTN_DEVICE void load_tile(Tile<S, kRows, kCols> tile, int rows, int cols, boo
       tile.at(i, col) = i < rows && col < cols ? row(i)[col] : S{};
     }
   } else if constexpr (kThreads % T::kChunks == 0 && kStep % 8 == 0 && kRows % kStep == 0) {
-    // A thread stays in its column, and its rows are swapped alike.
+    // A thread stays in its column, and its rows have the same swizzle.
     const int i = thread / T::kChunks, chunk = thread % T::kChunks;
     char* to = tile.chunk(i, chunk);
 #pragma unroll
@@ -80,15 +85,14 @@ PYATTN_DEVICE void load_tile(Tile<S, kRows, kCols> tile, int rows, int cols, boo
   }
 }
 
-// ---- What is not finite ----
+// ---- Rows that are not finite ----
 
 template <class S>
 PYATTN_DEVICE bool finite(S x) {
   return widen(x) - widen(x) == 0;
 }
 
-// Calls bad(row) for the rows of the tile that are not finite, once for each chunk of theirs that is not; returns whether there
-// are any. A barrier comes after.
+// Calls bad(row) for each chunk that is not finite, and returns whether there are any. It ends with a barrier.
 template <int kThreads, class S, int kRows, int kCols, class Bad>
 PYATTN_DEVICE bool find_nonfinite(Tile<S, kRows, kCols> tile, Bad bad) {
   using T = Tile<S, kRows, kCols>;
@@ -104,8 +108,8 @@ PYATTN_DEVICE bool find_nonfinite(Tile<S, kRows, kCols> tile, Bad bad) {
   return barrier_or(any);
 }
 
-// Rows of the tile that are not finite become 0, and flags, one for each row, say which: 0 * NaN would reach those who do not
-// see the row. Returns whether there are any; a barrier comes before and after.
+// Sets rows of the tile that are not finite to 0, and their flags[kRows] to 1: 0 * NaN would reach rows that do not see them.
+// Returns whether there are any. It begins and ends with a barrier.
 template <int kThreads, class S, int kRows, int kCols>
 PYATTN_DEVICE bool clear_nonfinite(Tile<S, kRows, kCols> tile, char* flags) {
 #pragma unroll 1

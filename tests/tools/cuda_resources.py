@@ -17,7 +17,7 @@ ENTRY = re.compile(
     r"Used (?P<registers>\d+) registers",
     re.DOTALL,
 )
-KERNEL = re.compile(r"\d((?:plain_)?(?:forward|backward_keys|backward_queries)|row_terms|round_queries)I(.*?)EE?v")
+KERNEL = re.compile(r"\d((?:float64_)?(?:forward|backward_keys|backward_queries)|row_terms|round_queries)I(.*?)EE?v")
 
 
 def readable(mangled: str) -> str:

@@ -48,7 +48,7 @@ LIKELY = {
     "layouts": ("ops.cpp",),
 }
 """The tests most likely to catch a fault, by its file in csrc; they run first."""
-TESTS = ("accuracy", "laws", "decode", "layouts", "dropout", "exp2", "cuda")
+TESTS = ("accuracy", "laws", "decode", "layouts", "dropout", "exp2", "cuda", "cuda_races")
 """Run for one backend."""
 OTHER_TESTS = ("autograd", "build", "errors")
 """Run with the instruction set that is active."""

@@ -1,13 +1,13 @@
 // The index functions of the CUDA kernels on a host: where tiles put their chunks, who takes which columns, rows and keys.
-#include "host.h"
-#include "rows.h"
-#include "fragment.h"
-#include "tile.h"
-#include "product.h"
+#include <cstdio>
+#include <set>
+#include <tuple>
+
 #include "block.h"
 #include "dropout.h"
-
-#include <set>
+#include "product.h"
+#include "threads.h"
+#include "tile.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -1,0 +1,152 @@
+// float64, for checks of gradients, where speed does not matter: a warp takes a row, or a key, and makes one dot product after the
+// other, columns on the lanes. (The kernels are templates of a type that is always double: other dtypes do not compile them.)
+#pragma once
+
+#include <cstdint>
+
+#include "attention.h"
+#include "dropout.h"
+#include "fragment.h"
+#include "heads.h"
+#include "mask.h"
+#include "primitives.h"
+#include "score.h"
+
+namespace pyattn::cuda {
+namespace {
+
+inline constexpr int kFloat64Warps = 4, kFloat64Threads = kFloat64Warps * kWarpLanes;
+
+// A lane's columns of a row of up to 256: lane, lane + 32, ...
+inline constexpr int kLaneColumns = 256 / kWarpLanes;
+struct LaneRow {
+  double column[kLaneColumns] = {};
+
+  PYATTN_DEVICE LaneRow() {}
+  PYATTN_DEVICE LaneRow(const double* row, int64_t cols) {
+    for (int i = 0; i < kLaneColumns; ++i)
+      if (lane() + i * kWarpLanes < cols) column[i] = row[lane() + i * kWarpLanes];
+  }
+
+  PYATTN_DEVICE void store(double* row, int64_t cols, double scale) const {
+    for (int i = 0; i < kLaneColumns; ++i)
+      if (lane() + i * kWarpLanes < cols) row[lane() + i * kWarpLanes] = column[i] * scale;
+  }
+
+  PYATTN_DEVICE void add(double factor, const LaneRow& other) {
+    for (int i = 0; i < kLaneColumns; ++i) column[i] += factor * other.column[i];
+  }
+
+  PYATTN_DEVICE double dot(const LaneRow& other) const {
+    double sum = 0;
+    for (int i = 0; i < kLaneColumns; ++i) sum += column[i] * other.column[i];
+    return sum_lanes(sum);
+  }
+};
+
+// The row, or key, of this warp, if there is one: a head has count of them.
+struct WarpItem {
+  int64_t head, place;
+  bool there;
+
+  PYATTN_DEVICE WarpItem(const ForwardParams& p, int64_t count) {
+    const int64_t at = block_index() * kFloat64Warps + warp();
+    head = at / count, place = at % count, there = head < p.batch * p.num_heads_kv;
+  }
+};
+
+// What dropout multiplies the weight of row r and key j by.
+PYATTN_DEVICE double dropout_factor(const ForwardParams& p, const Head& head, int64_t r, int64_t j) {
+  if (!p.dropout.threshold) return 1;
+  const bool kept = draw_kept(p, head, r, j) >> j % kDrawKeys & 1;
+  return kept ? 65536.0 / (65536 - p.dropout.threshold) : 0;
+}
+
+template <class S, class Score>
+PYATTN_KERNEL(kFloat64Threads)
+float64_forward(const __grid_constant__ ForwardParams p) {
+  const WarpItem item(p, p.seqlen_q * group_size(p));
+  if (!item.there) return;
+  const Head head(p, item.head);
+  const int64_t r = item.place;
+  const Range visible = Mask(p, head).keys_of(r);
+  const Score score(p);
+  const LaneRow q(head.row<const double>(p.q, r), p.head_dim);
+  LaneRow out;
+  double row_max = kNegInf, row_sum = 0;
+  for (int64_t j = visible.begin; j < visible.end; ++j) {
+    const double s = score.to_score(q.dot({head.key<const double>(p.k, j), p.head_dim}));
+    const double most = s > row_max ? s : row_max, shift = most == kNegInf ? 0 : most;
+    const double decay = exp(row_max - shift), weight = exp(s - shift);
+    row_max = most, row_sum = row_sum * decay + weight;
+    for (double& x : out.column) x *= decay;
+    out.add(weight * dropout_factor(p, head, r, j), {head.key<const double>(p.v, j), p.head_dim_v});
+  }
+  out.store(head.row<double>(p.out, r), p.head_dim_v, visible.empty() ? 0 : 1 / row_sum);
+  if (lane() != 0) return;
+  const int64_t at = head.index(p, r);
+  static_cast<double*>(p.row_max)[at] = row_max, static_cast<double*>(p.row_sum)[at] = row_sum;
+  static_cast<double*>(p.lse)[at] = row_max + log(row_sum);
+}
+
+// A row in backward, and what a key makes of it.
+struct RowGradient {
+  LaneRow q, dout;
+  double row_max, row_sum, delta, dlse, weight, ds;
+
+  PYATTN_DEVICE RowGradient(const BackwardParams& p, const Head& head, int64_t r)
+      : q(head.row<const double>(p.q, r), p.head_dim), dout(head.row<const double>(p.dout, r), p.head_dim_v) {
+    const int64_t at = head.index(p, r);
+    row_max = static_cast<const double*>(p.row_max)[at], row_sum = static_cast<const double*>(p.row_sum)[at];
+    dlse = p.dlse ? static_cast<const double*>(p.dlse)[at] : 0;
+    delta = dout.dot({head.row<const double>(p.out, r), p.head_dim_v});
+  }
+
+  template <class Score>
+  PYATTN_DEVICE void meet(const Score& score, const LaneRow& k, const LaneRow& v, double factor) {
+    const double p_ij = exp(score.to_score(q.dot(k)) - row_max) / row_sum;
+    weight = p_ij * factor, ds = p_ij * (dout.dot(v) * factor - delta + dlse);
+  }
+};
+
+template <class S, class Score>
+PYATTN_KERNEL(kFloat64Threads)
+float64_backward_queries(const __grid_constant__ BackwardParams p) {
+  const WarpItem item(p, p.seqlen_q * group_size(p));
+  if (!item.there) return;
+  const Head head(p, item.head);
+  const int64_t r = item.place;
+  const Range visible = Mask(p, head).keys_of(r);
+  const Score score(p);
+  RowGradient row(p, head, r);
+  LaneRow dq;
+  for (int64_t j = visible.begin; j < visible.end; ++j) {
+    const LaneRow k(head.key<const double>(p.k, j), p.head_dim), v(head.key<const double>(p.v, j), p.head_dim_v);
+    row.meet(score, k, v, dropout_factor(p, head, r, j));
+    dq.add(row.ds, k);
+  }
+  dq.store(head.row<double>(p.dq, r), p.head_dim, score.dscale());
+}
+
+template <class S, class Score>
+PYATTN_KERNEL(kFloat64Threads)
+float64_backward_keys(const __grid_constant__ BackwardParams p) {
+  const WarpItem item(p, p.seqlen_k);
+  if (!item.there) return;
+  const Head head(p, item.head);
+  const int64_t j = item.place;
+  const LaneRow k(head.key<const double>(p.k, j), p.head_dim), v(head.key<const double>(p.v, j), p.head_dim_v);
+  const Range rows = Mask(p, head).rows_of_any(j, 1);
+  const Score score(p);
+  LaneRow dk, dv;
+  for (int64_t r = rows.begin; r < rows.end; ++r) {
+    RowGradient row(p, head, r);
+    row.meet(score, k, v, dropout_factor(p, head, r, j));
+    dk.add(row.ds, row.q), dv.add(row.weight, row.dout);
+  }
+  dk.store(head.key<double>(p.dk, j), p.head_dim, score.dscale());
+  dv.store(head.key<double>(p.dv, j), p.head_dim_v, 1);
+}
+
+}  // namespace
+}  // namespace pyattn::cuda
