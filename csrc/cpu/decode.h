@@ -137,7 +137,7 @@ PYATTN_INLINE void dots(int64_t rows, int64_t keys, int64_t cols, Matrix<const O
 // s[keys] of one row -> P = exp(s - row_max) in place, for the keys of seen; row_max and the lanes'
 // shares of row_sum are brought up to date. Returns what sums made before have decayed to.
 template <class T, class Score>
-T softmax_row(T* s, Range seen, const Score& score, T& row_max, T* row_sum) {
+T softmax_row(T* s, Range seen, Score score, T& row_max, T* row_sum) {
   constexpr int L = kLanes<T>;
   const int64_t begin = round_down(seen.begin, L), end = round_up(seen.end, L);
   for (int64_t k = begin; k < seen.begin; ++k) s[k] = kNegInf<T>;
@@ -163,8 +163,7 @@ T softmax_row(T* s, Range seen, const Score& score, T& row_max, T* row_sum) {
 // are summed in the order in which backward sums them: only then do its weights add up to exactly 1
 // there, and dq of a row with one key is exactly 0.
 template <class S, class Score>
-void decode_scores(const ForwardParams& p, const Mask& mask, const Tile& tile, const Score& score,
-                   const DecodeScratch<S>& s) {
+void decode_scores(const ForwardParams& p, const Mask& mask, const Tile& tile, Score score, const DecodeScratch<S>& s) {
   using T = Compute<S>;
   const Matrix<const S> K = key_rows<S>(mask.head, p.k, tile.n0);
   if (mask.keys_of_all(0, tile.rows).count() < kDecodeBlockK) {

@@ -1,5 +1,6 @@
 // Softmax: the elementwise passes between the products, over tiles S[keys][queries] with queries on
-// the lanes, so that every reduction over keys is vertical.
+// the lanes, so that every reduction over keys is vertical. Scores and row terms come by value:
+// behind a reference, their members would be read again after every store.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +40,7 @@ PYATTN_INLINE vec<T> finite_shift(vec<T> x) {
 // its output is still to be multiplied by. A row whose keys all score -inf divides 0 by 0, as
 // softmax does; a row that sees no key does not.
 template <class T, class Score>
-T finish_row(const ForwardParams& p, const Mask& mask, int64_t r, T row_max, T row_sum, const Score& score) {
+T finish_row(const ForwardParams& p, const Mask& mask, int64_t r, T row_max, T row_sum, Score score) {
   const int64_t at = mask.head.index(p, r);
   static_cast<T*>(p.row_max)[at] = row_max, static_cast<T*>(p.row_sum)[at] = row_sum;
   static_cast<T*>(p.lse)[at] = score.lse(row_max, row_sum);
@@ -48,7 +49,7 @@ T finish_row(const ForwardParams& p, const Mask& mask, int64_t r, T row_max, T r
 
 // P = exp(S - row_max) in place of S, and the new state, for kNV vectors of lanes from j0 on.
 template <int kNV, bool kMasked, class T, class Score>
-void softmax_panel(Matrix<T> S, int64_t keys, int64_t j0, const LaneKeys<T>& seen, const Score& score,
+void softmax_panel(Matrix<T> S, int64_t keys, int64_t j0, const LaneKeys<T>& seen, Score score,
                    SoftmaxState<T>& state) {
   constexpr int L = kLanes<T>;
   LaneRange<T> sees[kNV];
@@ -90,7 +91,7 @@ void softmax_panel(Matrix<T> S, int64_t keys, int64_t j0, const LaneKeys<T>& see
 
 // The same for all lanes of a strip.
 template <bool kMasked, class T, class Score, int kNV = kMaxNV>
-void softmax_strip(Matrix<T> S, Strip strip, const LaneKeys<T>& seen, const Score& score, SoftmaxState<T>& state) {
+void softmax_strip(Matrix<T> S, Strip strip, const LaneKeys<T>& seen, Score score, SoftmaxState<T>& state) {
   constexpr int64_t width = kNV * kLanes<T>;
   for (; strip.j0 + width <= strip.j1; strip.j0 += width)
     softmax_panel<kNV, kMasked>(S, strip.keys, strip.j0, seen, score, state);
@@ -109,8 +110,7 @@ struct RowTerms {
 // delta += rowsum(P * dP) with P = exp(S - row_max) * inverse_sum, of a
 // strip that holds every key of its rows.
 template <bool kMasked, class T, class Score>
-void add_delta(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneKeys<T>& seen, const Score& score,
-               const RowTerms<T>& rows) {
+void add_delta(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneKeys<T>& seen, Score score, RowTerms<T> rows) {
   for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
     vec<T> sum = {};
     for (int64_t k = 0; k < strip.keys; ++k) {
@@ -127,8 +127,7 @@ void add_delta(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneKeys<T>& seen, 
 
 // S -> P = exp(S - row_max) * inverse_sum and dP -> dS = P (dP - delta + dlse), both in place.
 template <bool kMasked, class T, class Score>
-void softmax_gradient(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneKeys<T>& seen, const Score& score,
-                      const RowTerms<T>& rows) {
+void softmax_gradient(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneKeys<T>& seen, Score score, RowTerms<T> rows) {
   for (int64_t k = 0; k < strip.keys; ++k)
     for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
       T *s = S.data + k * S.row + j, *ds = dP.data + k * dP.row + j;
