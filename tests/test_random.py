@@ -1,4 +1,4 @@
-"""Random shapes, layouts, dtypes and instruction sets against float64, by the rule of helpers.assert_accurate.
+"""Random shapes, layouts, dtypes and instruction sets against float64, by the rule of yardstick.py.
 
 ``pytest tests/test_random.py --examples 50000`` draws that many, others each time; without it 2,000, always the same.
 """
