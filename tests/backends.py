@@ -8,8 +8,9 @@ from typing import Any
 import emulated
 import pytest
 import torch
-from helpers import NAMES, Case
+from helpers import Case
 from torch import Tensor
+from yardstick import NAMES
 
 import pyattn
 from pyattn import _C

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from backends import Backend
-from helpers import CASES, NAMES, Case, assert_accurate, assert_case_accurate, each_dtype, run
+from helpers import CASES, Case, assert_case_accurate, each_dtype, run
+from yardstick import NAMES, assert_accurate
 
 from pyattn import reference
 

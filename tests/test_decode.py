@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 from backends import Backend
-from helpers import Case, assert_accurate, assert_case_accurate, assert_equal, each_dtype
+from helpers import Case, assert_case_accurate, assert_equal, each_dtype
+from yardstick import assert_accurate
 
 from pyattn import attention, reference
 

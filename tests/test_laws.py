@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 from backends import Backend
-from helpers import DTYPES, Case, assert_accurate, assert_equal, each_dtype, run
+from helpers import DTYPES, Case, assert_equal, each_dtype, run
 from torch import Tensor
 from torch.autograd import gradcheck
+from yardstick import assert_accurate
 
 from pyattn import _C, attention, reference
 

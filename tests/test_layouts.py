@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from backends import Backend
-from helpers import NAMES, Case, assert_accurate, assert_case_accurate, assert_equal, each_dtype, run
+from helpers import Case, assert_case_accurate, assert_equal, each_dtype, run
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from yardstick import NAMES, assert_accurate
 
 from pyattn import attention, reference
 

@@ -12,6 +12,7 @@
 
 #include "attention.h"
 #include "backward_scratch.h"
+#include "decode.h"
 #include "dropout.h"
 #include "gemm.h"
 #include "heads.h"
@@ -22,7 +23,7 @@
 #include "packed_queries.h"
 #include "scratch.h"
 #include "simd.h"
-#include "softmax.h"
+#include "softmax_gradient.h"
 #include "splits.h"
 #include "stopwatch.h"
 #include "strips.h"
@@ -50,6 +51,7 @@ class BackwardItem {
       : p(p), head(head), k_begin(k_begin), k_end(k_end), dq_part(dq_part), s(scratch) {}
 
   void run() {
+    if (few_rows<S>(p)) pack_few_queries<S>(p, head, score.power, s.few_Q);
     fill_zero(s.dK.data, (k_end - k_begin) * s.dK.row);
     fill_zero(s.dV.data, (k_end - k_begin) * s.dV.row);
     for (int64_t r0 = 0; r0 < head.count; r0 += kSuperBlock) super_block(r0, min(kSuperBlock, head.count - r0));
@@ -137,7 +139,10 @@ class BackwardItem {
   void make_weights(const Tile& tile, const Strips<T>& strips, const Keys& block, const Queries& queries) {
     strips.each([&](Strip strip) {
       const auto [j0, j1, keys] = strip;
-      score_gemm<T>(keys, j0, j1, terms<S>(p.head_dim), block.left_K, s.queries.Qt(queries.i), s.P);
+      if (few_rows<S>(p))
+        few_products<S>(s.few_Q, key_rows<S>(head, p.k, tile.n0), tile.rows, p.head_dim, strip, s.P);
+      else
+        score_gemm<T>(keys, j0, j1, terms<S>(p.head_dim), block.left_K, s.queries.Qt(queries.i), s.P);
       score.to_scores(s.P, tile, strip);
       watch.lap(Phase::kScores, 2 * strip.pairs() * p.head_dim);
       score_gemm<T>(keys, j0, j1, terms<S>(p.head_dim_v), block.left_V, s.queries.dOt(queries.i), s.dP);
@@ -165,7 +170,6 @@ class BackwardItem {
 
   template <bool kMasked>
   void softmax(Strip strip, const RowTerms<T>& rows) const {
-    if (one_block(p)) add_delta<kMasked>(s.P, s.dP, strip, seen, score, rows);
     softmax_gradient<kMasked>(s.P, s.dP, strip, seen, score, rows);
   }
 

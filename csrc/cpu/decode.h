@@ -60,17 +60,15 @@ template <class S>
 struct DecodeScratch {
   using T = Compute<S>;
   using E = Operand<S>;
-  Matrix<E> Q;   // [rows][terms(head_dim)]
-  Matrix<E> Kt;  // [terms(head_dim)][keys]
-  Matrix<T> P;   // [rows][keys]
-  T* row_sum;    // [rows][lanes], to be added up at the end
+  Matrix<E> Q;  // [rows][terms(head_dim)]
+  Matrix<T> P;  // [rows][keys]
+  T* row_sum;   // [rows][lanes], to be added up at the end
   int64_t bytes;
 
   DecodeScratch(const ForwardParams& p, void* base) {
     Carver carver(base);
     const int64_t ld = terms<S>(p.head_dim);
     Q = carver.take<E>(kDecodeRows, ld);
-    Kt = carver.take<E>(ld, kDecodeBlockK);
     P = carver.take<T>(kDecodeRows, kDecodeBlockK);
     row_sum = carver.take<T>(kDecodeRows * kLanes<T>);
     bytes = carver.bytes();
@@ -159,22 +157,28 @@ T softmax_row(T* s, Range seen, Score score, T& row_max, T* row_sum) {
   return decay[0];
 }
 
-// The scores of all rows with the keys of the tile, into P. Where a row has few keys, its scores
-// are summed in the order in which backward sums them: only then do its weights add up to exactly 1
-// there, and dq of a row with one key is exactly 0.
-template <class S, class Score>
-void decode_scores(const ForwardParams& p, const Mask& mask, const Tile& tile, Score score, const DecodeScratch<S>& s) {
-  using T = Compute<S>;
-  const Matrix<const S> K = key_rows<S>(mask.head, p.k, tile.n0);
-  if (mask.keys_of_all(0, tile.rows).count() < kDecodeBlockK) {
-    const int64_t lanes = round_up(tile.keys, kLanes<T>);
-    pack_queries<S>(s.Kt, tile.keys, lanes, p.head_dim, T(1), [&](int64_t j) { return K.from(j).data; });
-    score_gemm<T>(tile.rows, 0, lanes, terms<S>(p.head_dim), s.Q.strided(), s.Kt, s.P);
-  } else {
-    for (int64_t j = 0; j < tile.keys; j += kLanes<T>)
-      dots<S>(tile.rows, tile.keys - j, p.head_dim, s.Q, K.from(j), {s.P.data + j, s.P.row});
+// The query rows of a head, times a power of two -> Q[rows][terms(head_dim)].
+template <class S>
+void pack_few_queries(const ForwardParams& p, const Head& head, Compute<S> power, Matrix<Operand<S>> Q) {
+  for (int64_t r = 0; r < head.count; ++r) {
+    const S* q = head.row<const S>(p.q, r);
+    for (int64_t d = 0; d < terms<S>(p.head_dim); d += kLanes<Operand<S>>)
+      store(Q.from(r).data + d, scale_operands(load_operands(q + d * kColumns<S>), power));
   }
-  score.to_scores_by_rows(s.P, tile);
+}
+
+// The products of all rows with the keys of a strip -> out[keys][queries], for backward: to the bit those
+// that forward made, or its weights would not add up to 1.
+template <class S>
+void few_products(Matrix<const Operand<S>> Q, Matrix<const S> K, int64_t rows, int64_t cols, Strip strip,
+                  Matrix<Compute<S>> out) {
+  constexpr int L = kLanes<Compute<S>>;
+  Compute<S> block[kDecodeRows][L];
+  for (int64_t j = 0; j < strip.keys; j += L) {
+    dots<S>(rows, strip.keys - j, cols, Q, K.from(j), {block[0], L});
+    for (int64_t k = j; k < min(j + L, strip.keys); ++k)
+      for (int64_t r = strip.j0; r < strip.j1; ++r) out.from(k).data[r] = r < rows ? block[r][k - j] : 0;
+  }
 }
 
 // O += P V for the keys of a block that each row sees. Keys that every row sees are
@@ -209,12 +213,8 @@ void decode_keys(const ForwardParams& p, const Head& head, int64_t k_begin, int6
   const Mask mask(p, head);
   const Score<T> score(p);
   Stopwatch watch(p.counts);
-  for (int64_t r = 0; r < rows; ++r) {
-    const S* q = head.row<const S>(p.q, r);
-    for (int64_t d = 0; d < terms<S>(p.head_dim); d += L)
-      store(s.Q.from(r).data + d, scale_operands(load_operands(q + d * kColumns<S>), score.power));
-    part.row_max[r] = kNegInf<T>;
-  }
+  pack_few_queries<S>(p, head, score.power, s.Q);
+  for (int64_t r = 0; r < rows; ++r) part.row_max[r] = kNegInf<T>;
   fill_zero(s.row_sum, rows * L);
   fill_zero(part.O.data, rows * p.head_dim_v);
   watch.lap(Phase::kPack);
@@ -222,7 +222,10 @@ void decode_keys(const ForwardParams& p, const Head& head, int64_t k_begin, int6
   const Range visible = mask.keys_of_any(0, rows).within(k_begin, k_end - k_begin);
   for (int64_t n = visible.begin; n < visible.end; n += kDecodeBlockK) {
     const Tile tile{0, rows, rows, k_begin + n, min(kDecodeBlockK, visible.end - n)};
-    decode_scores<S>(p, mask, tile, score, s);
+    const Matrix<const S> K = key_rows<S>(head, p.k, tile.n0);
+    for (int64_t j = 0; j < tile.keys; j += L)
+      dots<S>(rows, tile.keys - j, p.head_dim, s.Q, K.from(j), {s.P.data + j, s.P.row});
+    score.to_scores_by_rows(s.P, tile);
     watch.lap(Phase::kScores, 2 * rows * tile.keys * p.head_dim);
     for (int64_t r = 0; r < rows; ++r) {
       const Range seen = mask.keys_of(r).within(tile.n0, tile.keys);

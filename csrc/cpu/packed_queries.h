@@ -13,7 +13,7 @@
 #include "pack.h"
 #include "scratch.h"
 #include "simd.h"
-#include "softmax.h"
+#include "softmax_gradient.h"
 #include "splits.h"
 #include "strips.h"
 
@@ -24,24 +24,24 @@ namespace {
 // 512 KB. With 2048 rows backward took up to 5 % longer.
 inline constexpr int64_t kSuperBlock = 256;
 
-// Where all keys fit one block, delta is rowsum(P * dP), which is what softmax's own gradient
-// subtracts; beyond, it is rowsum(dO * O), which is equal but for the rounding of O.
-inline bool one_block(const BackwardParams& p) { return p.seqlen_k <= kBackwardBlockK; }
+// Whether the keys of a row all lie in one key block. Its delta is then made there (softmax_gradient.h); for other rows it is
+// rowsum(dO * O), which is equal but for the rounding of O.
+inline bool in_one_block(Range keys) {
+  return !keys.empty() && keys.begin / kBackwardBlockK == (keys.end - 1) / kBackwardBlockK;
+}
 
-// sums[lanes] = rowsum(A * B) of transposed rows At[cols][lanes] and Bt, summed in the order in
-// which score_gemm makes dP: for a row with one key dP - delta is exactly 0.
-template <class T, class E>
-void row_sums(Matrix<E> At, Matrix<E> Bt, int64_t cols, int64_t lanes, T* sums) {
-  for (int64_t j = 0; j < lanes; j += kLanes<T>) {
-    vec<T> total = {};
-    for (int64_t d = 0; d < cols;) {
-      vec<T> sum = {};
-      for (const int64_t end = min(d + kScoreBlock<E>, cols); d < end; ++d)
-        sum = fma(load(At.from(d).data + j), load(Bt.from(d).data + j), sum);
-      total += sum;
-    }
-    store(sums + j, total);
-  }
+// The dot product of two rows.
+template <class S>
+Compute<S> dot_row(const S* a, const S* b, int64_t cols) {
+  using T = Compute<S>;
+  constexpr int L = kLanes<T>;
+  vec<T> sum = {};
+  int64_t d = 0;
+  for (; d + L <= cols; d += L) sum = fma(load(a + d), load(b + d), sum);
+  if (d < cols) sum = fma(load(a + d, cols - d), load(b + d, cols - d), sum);
+  T total = 0;
+  for (int i = 0; i < L; ++i) total += sum[i];
+  return total;
 }
 
 template <class S>
@@ -55,11 +55,11 @@ class PackedQueries {
     const int64_t ld_k = round_up(p.head_dim, kLanes<T>), ld_v = round_up(p.head_dim_v, kLanes<T>);
     Qt_ = carver.take<E>(blocks * terms<S>(p.head_dim), kBlockQ<T>);
     dOt_ = carver.take<E>(blocks * terms<S>(p.head_dim_v), kBlockQ<T>);
-    Ot_ = carver.take<E>(terms<S>(p.head_dim_v), kBlockQ<T>);
     Q_ = carver.take_spread<E>(in_place(p.q, p.head_dim) ? 0 : terms<S>(rows), ld_k);
     dO_ = carver.take_spread<E>(in_place(p.dout, p.head_dim_v) ? 0 : terms<S>(rows), ld_v);
     row_max_ = carver.take<T>(rows);
     inverse_sum_ = carver.take<T>(rows);
+    one_block_ = carver.take<T>(rows);
     delta_ = carver.take<T>(rows);
     dlse_ = carver.take<T>(rows);
   }
@@ -82,18 +82,16 @@ class PackedQueries {
     if (!in_place(p_.dout, p_.head_dim_v))
       pack_summed_rows<S>(dO_.from(terms<S>(i)), rows, p_.head_dim_v, from(p_.dout));
 
-    fill_zero(delta_ + i, lanes);
-    if (!one_block(p_)) {
-      pack_queries<S>(Ot_, rows, lanes, p_.head_dim_v, T(1), from(p_.out));
-      row_sums(Ot_, dOt(i), terms<S>(p_.head_dim_v), lanes, delta_ + i);
-    }
     const T *row_max = static_cast<const T*>(p_.row_max), *row_sum = static_cast<const T*>(p_.row_sum);
     const T* dlse = static_cast<const T*>(p_.dlse);
     for (int64_t r = 0; r < lanes; ++r) {
       const int64_t at = mask.head.index(p_, row + min(r, rows - 1));
-      const bool sees_any = r < rows && !mask.keys_of(row + r).empty();
+      const Range keys = r < rows ? mask.keys_of(row + r) : Range{0, 0};
+      const bool sees_any = !keys.empty(), one_block = in_one_block(keys);
       row_max_[i + r] = sees_any ? row_max[at] : T(0);
       inverse_sum_[i + r] = sees_any ? 1 / row_sum[at] : T(0);
+      one_block_[i + r] = one_block ? T(1) : T(0);
+      delta_[i + r] = sees_any && !one_block ? dot_row(from(p_.dout)(r), from(p_.out)(r), p_.head_dim_v) : T(0);
       dlse_[i + r] = dlse && r < rows ? dlse[at] : T(0);
     }
   }
@@ -106,15 +104,16 @@ class PackedQueries {
   Matrix<const E> Q(const Head& head, int64_t r0) const { return rows(head, p_.q, r0, p_.head_dim, Q_); }
   Matrix<const E> dO(const Head& head, int64_t r0) const { return rows(head, p_.dout, r0, p_.head_dim_v, dO_); }
 
-  RowTerms<T> terms_of(int64_t i) const { return {row_max_ + i, inverse_sum_ + i, delta_ + i, dlse_ + i}; }
+  RowTerms<T> terms_of(int64_t i) const {
+    return {row_max_ + i, inverse_sum_ + i, one_block_ + i, delta_ + i, dlse_ + i};
+  }
 
  private:
   const BackwardParams& p_;
   int64_t group_;
-  Matrix<E> Qt_, dOt_;                          // [blocks][terms(cols)][queries of a block]
-  Matrix<E> Ot_;                                // [terms(head_dim_v)][queries], of the block that is packed
-  Matrix<E> Q_, dO_;                            // [terms(rows)][cols]: copies, where the tensor can't be read in place
-  T *row_max_, *inverse_sum_, *delta_, *dlse_;  // [rows]
+  Matrix<E> Qt_, dOt_;  // [blocks][terms(cols)][queries of a block]
+  Matrix<E> Q_, dO_;    // [terms(rows)][cols]: copies, where the tensor can't be read in place
+  T *row_max_, *inverse_sum_, *one_block_, *delta_, *dlse_;  // [rows]
 
   bool in_place(const View& view, int64_t cols) const { return group_ == 1 && summed_in_place<S>(view, cols); }
 

@@ -99,48 +99,5 @@ void softmax_strip(Matrix<T> S, Strip strip, const LaneKeys<T>& seen, Score scor
     if (strip.j0 < strip.j1) softmax_strip<kMasked, T, Score, kNV - 1>(S, strip, seen, score, state);
 }
 
-// Row statistics of forward, and what backward makes of them, [queries].
-template <class T>
-struct RowTerms {
-  const T *row_max, *inverse_sum;  // largest entry of S; 1 / row_sum, 0 for rows that see no key
-  T* delta;                        // rowsum(P * dP)
-  const T* dlse;
-};
-
-// delta += rowsum(P * dP) with P = exp(S - row_max) * inverse_sum, of a
-// strip that holds every key of its rows.
-template <bool kMasked, class T, class Score>
-void add_delta(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneKeys<T>& seen, Score score, RowTerms<T> rows) {
-  for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
-    vec<T> sum = {};
-    for (int64_t k = 0; k < strip.keys; ++k) {
-      const vec<T> p = score.exp(load(S.from(k).data + j) - load(rows.row_max + j)) * load(rows.inverse_sum + j);
-      const vec<T> more = fma(p, load(dP.from(k).data + j), sum);
-      if constexpr (kMasked)
-        sum = seen.lanes(j).contains(k) ? more : sum;
-      else
-        sum = more;
-    }
-    store(rows.delta + j, load(rows.delta + j) + sum);
-  }
-}
-
-// S -> P = exp(S - row_max) * inverse_sum and dP -> dS = P (dP - delta + dlse), both in place.
-template <bool kMasked, class T, class Score>
-void softmax_gradient(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneKeys<T>& seen, Score score, RowTerms<T> rows) {
-  for (int64_t k = 0; k < strip.keys; ++k)
-    for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
-      T *s = S.data + k * S.row + j, *ds = dP.data + k * dP.row + j;
-      vec<T> p = score.exp(load(s) - load(rows.row_max + j)) * load(rows.inverse_sum + j);
-      vec<T> d = p * (load(ds) - load(rows.delta + j) + load(rows.dlse + j));
-      if constexpr (kMasked) {
-        const auto sees = seen.lanes(j).contains(k);
-        p = sees ? p : vec<T>{}, d = sees ? d : vec<T>{};
-      }
-      store(s, p);
-      store(ds, d);
-    }
-}
-
 }  // namespace
 }  // namespace pyattn::PYATTN_ISA

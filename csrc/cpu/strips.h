@@ -49,6 +49,8 @@ struct LaneRange {
     else
       return static_cast<T>(k) < end;
   }
+
+  PYATTN_MEMBER_INLINE auto any() const { return begin < end; }
 };
 
 // The keys of a tile that each lane sees, counted from the tile's
