@@ -34,6 +34,7 @@ STANDS_IN = {"cpu": "cpu", "cuda": "meta"}
         ("--context 5000", "must be longer than the context, got 155 of 1550 bytes and context 5000"),
         ("--data nowhere", "data must be an existing file or folder, got nowhere"),
         ("--context 16 --out /dev/null/run", "--out must be a folder that can be written to, got /dev/null/run"),
+        (f"--context 16 --out {'n' * 300}", "--out must be a folder that can be written to, got nnn"),
     ],
 )
 def test_bad_values_are_one_sentence(tmp_path, capsys, options, message):

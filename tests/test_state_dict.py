@@ -148,9 +148,11 @@ def test_states_without_a_mask_go_both_ways():
     plain.load_state_dict(native.state_dict(), strict=True)
 
 
-def test_a_state_of_other_parts_says_nothing_about_the_mask():
+@pytest.mark.parametrize("part", ["head.", "attention.W_query."])
+def test_a_part_of_a_state_says_nothing_about_the_mask(part):
+    """Adapters save the parameters that they train alone."""
     model = torch.nn.ModuleDict({"attention": nn.CausalAttention(2, 2, 4, 0.0), "head": torch.nn.Linear(2, 2)})
-    state = {key: value for key, value in model.state_dict().items() if key.startswith("head.")}
+    state = {key: value for key, value in model.state_dict().items() if key.startswith(part)}
     model.load_state_dict(state, strict=False)
     assert "attention.mask" in model.state_dict()
 
@@ -192,6 +194,10 @@ def test_an_assigned_mask_is_obeyed():
         module.mask = OTHER_MASKS["a window of 3"][0].double()
     x = torch.randn(2, 7, D_IN, dtype=torch.float64)
     assert_same(native(x), plain(x))
+    assert_same_state(native, plain)
+    native.mask = None
+    plain = pair("MultiHeadAttention")[1].double()
+    native.load_state_dict(plain.state_dict(), strict=True)
     assert_same_state(native, plain)
 
 

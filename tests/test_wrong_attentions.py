@@ -15,6 +15,7 @@ from backends import CPU, Backend
 from helpers import Case
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
+from yardstick import excess
 
 from pyattn import attention
 
@@ -67,6 +68,12 @@ def test_a_law_notices(fault: str, law: Callable[..., None], arguments: dict[str
             law(**call)
     else:
         law(**call)
+
+
+@pytest.mark.parametrize("plain", [torch.inf, torch.nan])
+def test_a_plain_result_that_is_not_finite_allows_nothing(plain: float) -> None:
+    x, exact = torch.tensor([1.0, 2.0], dtype=torch.float16), torch.tensor([1.0, 3.0], dtype=torch.float64)
+    assert excess(x, [torch.tensor([1.0, plain], dtype=torch.float16)], exact) == torch.inf
 
 
 def test_what_is_not_refused_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ weights, P of backward's: see :func:`delta_rounding`.
 
 import random
 from collections.abc import Callable, Iterable, Iterator
+from math import isfinite
 from typing import Any
 from unittest import mock
 
@@ -63,7 +64,8 @@ def excess(x: Tensor, plain: Iterable[Tensor], exact: Tensor, more: float = 0.0)
     wrong, smallest = error(x, exact), float("inf")
     for result in plain:
         allowed = max(bound(x.dtype, result, exact) + more, 1e-14)
-        smallest = min(smallest, wrong / allowed)  # which NaN, from a NaN among finite values, never is
+        if isfinite(allowed):  # a plain result that overflows allows nothing
+            smallest = min(smallest, wrong / allowed)  # which NaN, from a NaN among finite values, never is
         if smallest <= 1:
             break
     return smallest

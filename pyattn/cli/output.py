@@ -12,10 +12,11 @@ def make_folder(folder: Path, files: Sequence[str], overwrite: bool) -> Path:
     Raises:
         InputError: one of ``files`` exists and ``overwrite`` is false, or the folder can't be written to.
     """
-    there = [name for name in files if (folder / name).exists()]
-    if there and not overwrite:
-        raise InputError("--out must be a new folder, or --overwrite be given", f"{folder} with {' and '.join(there)}")
     try:
+        there = [name for name in files if (folder / name).exists()]
+        if there and not overwrite:
+            got = f"{folder} with {' and '.join(there)}"
+            raise InputError("--out must be a new folder, or --overwrite be given", got)
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
         probe.touch()

@@ -59,11 +59,12 @@ class CausalMask(nn.Module):
     - Saving writes it under the key ``mask``, unless ``persistent_mask`` is False.
     - Loading refuses a ``mask`` of another shape or other values, naming the first that differs. A state without
       ``mask``, as plain modules that register it with ``persistent=False`` have, loads strictly.
-    - ``persistent_mask`` follows the last state that was loaded, so that states go back where they came from; it may
-      be set by hand. Default: True.
+    - ``persistent_mask`` follows the last state that was loaded, so that states go back where they came from; a state
+      that lacks parameters too, as adapters save, says nothing. It may be set by hand. Default: True.
 
     A ``mask`` that is registered or assigned, as a subclass may do, becomes an ordinary buffer: saved and loaded like
-    any other, and obeyed as the plain module obeys it (not 0 = masked out), in plain PyTorch.
+    any other, and obeyed as the plain module obeys it (not 0 = masked out), in plain PyTorch. None makes it causal
+    again.
     """
 
     persistent_mask = True
@@ -73,42 +74,46 @@ class CausalMask(nn.Module):
         self.context_length = context_length
 
     @property
+    def _own_mask(self) -> Tensor | None:
+        return self._buffers.get("mask")
+
+    @property
     def mask(self) -> Tensor:
         """``triu(ones(T, T), diagonal=1)`` with T = context_length, or the buffer that was registered in its place."""
-        own = self._buffers.get("mask")
-        if own is not None:
+        if (own := self._own_mask) is not None:
             return own
         like = next(self.parameters(), torch.empty(0))
         shape = (self.context_length, self.context_length)
         return torch.ones(shape, dtype=like.dtype, device=like.device).triu(1)
 
     @mask.setter
-    def mask(self, mask: Tensor) -> None:
+    def mask(self, mask: Tensor | None) -> None:
         self.register_buffer("mask", mask, self.persistent_mask)
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """As every module's; the name ``mask`` is free although it can be read."""
+        """Registers a buffer as every module does; the name ``mask`` is free although it can be read."""
         if name == "mask":
             self._buffers.setdefault(name, None)
         super().register_buffer(name, tensor, persistent)
 
     def mask_options(self, x: Tensor) -> dict[str, Any]:
         """How attention over ``x`` (batch, seqlen, d_in) is masked: causally, or by the buffer registered as mask."""
-        own = self._buffers.get("mask")
-        if own is None:
+        if (own := self._own_mask) is None:
             return {"causal": True}
         batch, seqlen = x.shape[:2]
         masked = check_mask(own.bool()[:seqlen, :seqlen], (batch, 1, seqlen, seqlen))
         return {"causal": False, "mask": ~masked}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        if self.persistent_mask and "mask" not in self._buffers:
+        if self.persistent_mask and self._own_mask is None:
             destination[prefix + "mask"] = self.mask
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        if "mask" not in self._buffers and any(key.startswith(prefix) for key in state_dict):
-            key = prefix + "mask"
+        key = prefix + "mask"
+        if self._own_mask is None and (
+            key in state_dict or all(prefix + name in state_dict for name, _ in self.named_parameters())
+        ):
             self.persistent_mask = key in state_dict
             wrong = _what_is_wrong(key, state_dict.pop(key), self.context_length) if self.persistent_mask else None
             if wrong is not None:
