@@ -43,6 +43,7 @@ class Faulty(Backend):
 
 
 CASE = {"case": Case(1, 3, 3, 57, 57, 20, 20, causal=False, softmax_scale=-0.3), "dtype": torch.float32}
+TINY = CASE | {"case": Case(1, 2, 2, 20, 120, 8, 8, softmax_scale=1e-30)}
 FLOAT = {"dtype": torch.float32}
 
 
@@ -51,6 +52,7 @@ FLOAT = {"dtype": torch.float32}
     [
         ("", test_accuracy.test_forward_and_backward, CASE),
         *((fault, test_accuracy.test_forward_and_backward, CASE) for fault in ("out", "lse", "dq", "dk", "dv")),
+        *((fault, test_accuracy.test_forward_and_backward, TINY) for fault in ("", "dq", "dk")),
         ("dq", test_laws.test_gradients_are_differences, {"case": Case(1, 2, 1, 4, 5, 3, 2)}),
         ("mask", test_laws.test_what_is_not_seen_changes_no_bit, FLOAT | {"bad": 7.0}),
         ("mask", test_laws.test_rows_that_see_nothing, FLOAT | {"case": Case(1, 2, 1, 80, 50, 16, 16, q_offset=-70)}),

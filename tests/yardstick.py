@@ -54,16 +54,17 @@ def bound(dtype: torch.dtype, plain: Tensor, exact: Tensor) -> float:
     return 2 * error(plain, exact) + 4 * torch.finfo(dtype).eps * largest
 
 
-def excess(x: Tensor, plain: Iterable[Tensor], exact: Tensor, more: float = 0.0) -> float:
+def excess(x: Tensor, plain: Iterable[Tensor], exact: Tensor, more: float = 0.0, factor: float = 1.0) -> float:
     """By how much the error of x exceeds its bound, 1 being equal to it, for the order of ``plain`` that allows most.
 
-    ``more`` is allowed on top. Errors below 1e-14 count as none: there, the exact result is rounding noise of float64
-    itself.
+    ``more`` is allowed on top. Errors below 1e-14 of ``factor``, by which the result was scaled, count as none: there,
+    the exact result is rounding noise of float64 itself. So do errors below float32's normal range.
     """
     assert x.shape == exact.shape
     wrong, smallest = error(x, exact), float("inf")
+    noise = max(1e-14 * factor, torch.finfo(torch.float32).tiny)
     for result in plain:
-        allowed = max(bound(x.dtype, result, exact) + more, 1e-14)
+        allowed = max(bound(x.dtype, result, exact) + more, noise)
         if isfinite(allowed):  # a plain result that overflows allows nothing
             smallest = min(smallest, wrong / allowed)  # which NaN, from a NaN among finite values, never is
         if smallest <= 1:
@@ -76,6 +77,12 @@ def assert_accurate(name: str, x: Tensor, plain: Tensor | Iterable[Tensor], exac
     assert excess(x, [plain] if isinstance(plain, Tensor) else plain, exact) <= 1, name
 
 
+def _scale(q: Tensor, options: dict[str, Any]) -> float:
+    """The absolute value of softmax_scale."""
+    scale = options.get("softmax_scale")
+    return abs(reference.default_scale(q.shape[3]) if scale is None else scale)
+
+
 def delta_rounding(qkv: Results, dout: Tensor, **options: Any) -> dict[str, float]:
     """How much of dq and dk is due to delta alone, if forward's weights differ from backward's by WEIGHT_ROUNDINGS.
 
@@ -84,8 +91,7 @@ def delta_rounding(qkv: Results, dout: Tensor, **options: Any) -> dict[str, floa
     """
     q, k, v = (t.double() for t in qkv)
     group = q.shape[1] // k.shape[1]
-    scale = options.get("softmax_scale")
-    scale = abs(reference.default_scale(q.shape[3]) if scale is None else scale)
+    scale = _scale(q, options)
     weights, dropped = (
         reference.attention(q, k, v, return_weights=True, **options | changes)[1]
         for changes in ({"dropout_p": 0.0}, {})
@@ -136,6 +142,7 @@ class Yardsticks:
 
     def __init__(self, run: Run, qkv: Results, dout: Tensor, dlse: Tensor | None = None, **options: Any) -> None:
         self._delta_rounding = lambda: delta_rounding(qkv, dout, **options)
+        self._factors = dict.fromkeys(("dq", "dk"), min(1.0, _scale(qkv[0], options)))
         self._run = lambda seed: _reordered(run, qkv, dout, dlse, options, seed)
         self._runs = [run(reference.attention, qkv, dout, dlse, **options)]
 
@@ -150,7 +157,8 @@ class Yardsticks:
         """:func:`excess` of each result, by name; infinite where a result has a NaN that the exact one has not."""
         found = {}
         for i, (name, x, truth) in enumerate(zip(NAMES, ours, exact, strict=True)):
-            found[name] = excess(x, self.results(i), truth)
+            factor = self._factors.get(name, 1.0)
+            found[name] = excess(x, self.results(i), truth, 0.0, factor)
             if found[name] > 1 and name in ("dq", "dk") and x.dtype == torch.float32:
-                found[name] = excess(x, self.results(i), truth, self._delta_rounding()[name])
+                found[name] = excess(x, self.results(i), truth, self._delta_rounding()[name], factor)
         return found
