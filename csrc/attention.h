@@ -55,7 +55,7 @@ struct PhaseCounts {
 struct ForwardParams {
   View q, k, v, out;
   // (batch, num_heads_q, seqlen_q), dense, double for float64, else float. row_max: the largest
-  // score, in the backend's own unit (cpu/score.h, cuda/softmax.h); row_sum: the sum of exp(score -
+  // score, in the backend's own unit (cpu/score.h, cuda/score.h); row_sum: the sum of exp(score -
   // largest score); lse: the natural logarithm of the sum of exp(score). Backward reads the first
   // two, because exp(score - lse) has the rounding error of a large lse.
   void *row_max, *row_sum, *lse;

@@ -7,9 +7,8 @@
 
 namespace pyattn {
 
-// The number of threads that run_tasks may use: torch.get_num_threads(), but 1 in a child
-// process forked after its parent used OpenMP, where the pool's state has no threads behind
-// it, and 1 inside another parallel region.
+// The number of threads that run_tasks may use: torch.get_num_threads(), but 1 in a forked child,
+// where the pool may have no threads behind its state, and 1 inside another parallel region.
 int64_t max_tasks();
 
 // Calls task so many times, on as many threads as there are. The first exception comes back.

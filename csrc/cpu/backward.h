@@ -12,7 +12,7 @@
 
 #include "attention.h"
 #include "backward_scratch.h"
-#include "decode.h"
+#include "dots.h"
 #include "dropout.h"
 #include "gemm.h"
 #include "heads.h"
@@ -206,7 +206,7 @@ class BackwardItem {
     });
   }
 
-  // The same of a tile in which something that is not seen is NaN or inf: pair by pair.
+  // dV, dK and dQ of a tile in which something unseen is NaN or inf, pair by pair.
   void add_seen_products(const Tile& tile, const Keys& block, const Queries& queries) {
     const auto key_row = [&](int64_t j, int64_t, int64_t r) { return seen.lane(r).contains(j); };
     const auto row_key = [&](int64_t r, int64_t, int64_t j) { return seen.lane(r).contains(j); };

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "decode.h"
+#include "dots.h"
 #include "heads.h"
 #include "matrix.h"
 #include "operand.h"

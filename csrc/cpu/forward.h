@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "decode.h"
+#include "dots.h"
 #include "dropout.h"
 #include "gemm.h"
 #include "heads.h"

@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "decode.h"
+#include "dots.h"
 #include "heads.h"
 #include "mask.h"
 #include "simd.h"

@@ -145,7 +145,8 @@ Strided<Operand<S>> left_keys(const Head& head, const View& view, int64_t n0, in
   }
 }
 
-// Keys or values [keys][cols] from position n0 on, as rows that are summed over; in place where that is possible and asked for.
+// Keys or values [keys][cols] from position n0 on, as rows that
+// are summed over; in place where that is possible and asked for.
 template <class S>
 Matrix<const Operand<S>> summed_keys(const Head& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
                                      bool in_place, Matrix<Operand<S>> buffer) {

@@ -84,11 +84,13 @@ void unpack_rows(Matrix<const T> src, int64_t rows, int64_t cols, T scale, Row r
 template <class S>
 inline constexpr bool kInPlace = sizeof(S) == sizeof(Compute<S>);
 
-// Rows whole pages apart fall into one set of a cache of 64 sets of 64-byte lines, and a product that reads them again and
-// again reads a copy faster: (1, 16, 512, 64) as a view of (1, 512, 16, 64) takes 0.85 of the time in AVX2.
+// Rows whole pages apart fall into one set of a cache of 64 sets of 64-byte lines, and a product
+// that reads them again and again reads a copy faster: (1, 16, 512, 64) as a view of
+// (1, 512, 16, 64) takes 0.85 of the time in AVX2.
 inline constexpr int64_t kConflictBytes = 4096;
 
-// The same for the right factor of a product, whose rows are summed over: they hold whole vectors, and do not fall into one set.
+// Whether the right factor of a product, whose rows are summed over, can be read in place: its rows
+// hold whole vectors too, and do not fall into one set.
 template <class S>
 bool summed_in_place(const View& view, int64_t cols) {
   return kInPlace<S> && cols % kLanes<Compute<S>> == 0 &&

@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "gemm.h"
 #include "heads.h"
 #include "mask.h"
 #include "matrix.h"
@@ -20,12 +19,13 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// Query rows of a super-block, whose packed copies and dQ are kept at a time: 256 KB at head_dim 64, which stay in an L2 of
-// 512 KB. With 2048 rows backward took up to 5 % longer.
+// Query rows of a super-block, whose packed copies and dQ are kept at a time: 256 KB at
+// head_dim 64, which stay in an L2 of 512 KB. With 2048 rows backward took up to 5 % longer.
 inline constexpr int64_t kSuperBlock = 256;
 
-// Whether the keys of a row all lie in one key block. Its delta is then made there (softmax_gradient.h); for other rows it is
-// rowsum(dO * O), which is equal but for the rounding of O.
+// Whether the keys of a row all lie in one key block. Its delta is then made there
+// (softmax_gradient.h); for other rows it is rowsum(dO * O), which is equal but for the
+// rounding of O.
 inline bool in_one_block(Range keys) {
   return !keys.empty() && keys.begin / kBackwardBlockK == (keys.end - 1) / kBackwardBlockK;
 }

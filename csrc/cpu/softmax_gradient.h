@@ -1,5 +1,5 @@
-// The gradient of softmax: dS = P (dP - delta + dlse), over tiles [keys][queries] with queries on the
-// lanes. Scores and row terms come by value, as in softmax.h.
+// The gradient of softmax: dS = P (dP - delta + dlse), over tiles [keys][queries]
+// with queries on the lanes. Scores and row terms come by value, as in softmax.h.
 #pragma once
 
 #include <cstdint>

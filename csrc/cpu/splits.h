@@ -28,7 +28,8 @@ static_assert(kBackwardBlockK % kDrawKeys == 0);
 inline constexpr int64_t kMinItems = 8;
 
 int64_t key_splits(const BackwardParams& p) {
-  const int64_t heads = max(1, p.batch * p.num_heads_kv);
+  const int64_t heads = p.batch * p.num_heads_kv;
+  if (heads == 0) return 1;
   return min(ceil_div(kMinItems, heads), max(1, ceil_div(p.seqlen_k, kBackwardBlockK)));
 }
 

@@ -1,6 +1,7 @@
-// Backward for dK and dV: a block of threads takes kKeys keys of a KV head and runs over the query rows that see them, all heads
-// of the group one after the other, so that nothing is expanded and no other block adds to its sums. Tiles lie transposed,
-// [keys][queries]: P^T and dS^T are left factors in the registers in which they are made.
+// Backward for dK and dV: a block of threads takes kKeys keys of a KV head and runs over
+// the query rows that see them, all heads of the group one after the other, so that nothing
+// is expanded and no other block adds to its sums. Tiles lie transposed, [keys][queries]:
+// P^T and dS^T are left factors in the registers in which they are made.
 //
 //   S^T = K Q^T      dP^T = V dO^T      P, dS as in gradient.h      dV += (P * D)^T dO      dK += dS^T Q
 //
@@ -27,7 +28,8 @@ namespace {
 
 template <class S, int kDim>
 struct KeysShape {
-  // Sums of dK and dV take kM * kDim / kParts registers of a lane's 255; as many again hold S, dP and fragments.
+  // Sums of dK and dV take kM * kDim / kParts registers of
+  // a lane's 255; as many again hold S, dP and fragments.
   static constexpr bool kWide = kDim > 128;
   static constexpr int kM = sizeof(S) == 2 && kDim <= 64 ? 2 : 1;
   static constexpr int kParts = kWide ? 2 : 1, kColumns = kDim / kParts;

@@ -1,5 +1,6 @@
-// Backward for dQ: a block of threads takes kRows query rows of a KV head and runs over the keys that they see, making S and dP
-// once more. These two of backward's seven products are the price of adding up dQ in one place, in one order.
+// Backward for dQ: a block of threads takes kRows query rows of a KV head and runs over the
+// keys that they see, making S and dP once more. These two of backward's seven products are
+// the price of adding up dQ in one place, in one order.
 //
 //   dP = dO V^T      P, dS as in gradient.h      dQ += dS K
 #pragma once

@@ -14,10 +14,11 @@ namespace {
 // Shared memory that every architecture from 8.0 on gives a block.
 inline constexpr int kSharedBytes = 99 * 1024;
 
-// How the four warps of a block share query rows. A lane has 255 registers, of which it needs about 60 for other things than
-// sums. With kM = 2 a warp has 32 rows and reads each fragment of K and V once for two products, which the shared memory of an
-// A100 keeps up with; 16-bit rows of 128 columns then take 128 registers of output. Where they would take more, kM is 1, and
-// the columns of wide float rows are divided between two warps.
+// How the four warps of a block share query rows. A lane has 255 registers, of which it
+// needs about 60 for other things than sums. With kM = 2 a warp has 32 rows and reads each
+// fragment of K and V once for two products, which the shared memory of an A100 keeps up
+// with; 16-bit rows of 128 columns then take 128 registers of output. Where they would take
+// more, kM is 1, and the columns of wide float rows are divided between two warps.
 template <class S, int kDim>
 struct RowShape {
   static constexpr int kM = sizeof(S) == 2 && kDim <= 128 ? 2 : 1;
@@ -27,8 +28,9 @@ struct RowShape {
   using QTile = Tile<S, kRows, kDim>;
 };
 
-// kRows query rows of a head, its last ones first: under a causal mask they see most keys. Kernels construct it again where they
-// need it again: its number is opaque to the compiler, for registers are scarcer than divisions.
+// kRows query rows of a head, its last ones first: under a causal mask they see most keys.
+// Kernels construct it again where they need it again: its number is opaque to the
+// compiler, for registers are scarcer than divisions.
 template <int kRows>
 struct RowBlock {
   unsigned number, blocks;

@@ -1,5 +1,5 @@
-// Dropout: the draws that cpu/dropout.h defines, kept as bits in shared memory, where every pass finds them whichever way its
-// tile lies.
+// Dropout: the draws that cpu/dropout.h defines, kept as bits in shared
+// memory, where every pass finds them whichever way its tile lies.
 #pragma once
 
 #include <cstdint>
@@ -71,7 +71,8 @@ struct DropoutTile {
     return bits[row * (kKeys >> 3) + (key >> 3)] >> (key & 7) & 1 ? scale : 0;
   }
 
-  // C[queries][keys], or transposed, times the factors; the warp's sums begin at row, or key, `first` of the tile.
+  // C[queries][keys], or transposed, times the factors; the
+  // warp's sums begin at row, or key, `first` of the tile.
   template <Layout kLayout, int kM, int kN>
   PYATTN_DEVICE void apply(Sums<kM, kN>& C, int first) const {
     if (!any()) return;

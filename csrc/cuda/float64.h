@@ -1,5 +1,6 @@
-// float64, for checks of gradients, where speed does not matter: a warp takes a row, or a key, and makes one dot product after the
-// other, columns on the lanes. (The kernels are templates of a type that is always double: other dtypes do not compile them.)
+// float64, for checks of gradients, where speed does not matter: a warp takes a row, or a
+// key, and makes one dot product after the other, columns on the lanes. (The kernels are
+// templates of a type that is always double: other dtypes do not compile them.)
 #pragma once
 
 #include <cstdint>

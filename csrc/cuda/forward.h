@@ -1,5 +1,6 @@
-// Forward: a block of threads takes kRows query rows of a KV head and runs over the keys that they see with online softmax
-// (Dao 2023, algorithm 1). While one product runs, the keys or values of the next are copied.
+// Forward: a block of threads takes kRows query rows of a KV head and runs over the keys
+// that they see with online softmax (Dao 2023, algorithm 1). While one product runs, the
+// keys or values of the next are copied.
 #pragma once
 
 #include "attention.h"

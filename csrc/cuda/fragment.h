@@ -1,6 +1,7 @@
-// Fragments: the factors of products on tensor cores, as a warp's lanes hold them (ptx.h has the layouts). 16-bit types multiply
-// as they are. A float is the sum of two tf32, and a product of floats three of tf32; the tensor cores, which truncate sums, add
-// up one slice alone, and slices are added in float (Ootomo and Yokota 2022), or the error would grow with the number of keys.
+// Fragments: the factors of products on tensor cores, as a warp's lanes hold them (ptx.h has the
+// layouts). 16-bit types multiply as they are. A float is the sum of two tf32, and a product of
+// floats three of tf32; the tensor cores, which truncate sums, add up one slice alone, and slices
+// are added in float (Ootomo and Yokota 2022), or the error would grow with the number of keys.
 #pragma once
 
 #include <cstdint>
@@ -81,8 +82,9 @@ PYATTN_DEVICE float widen(float x) { return x; }
 PYATTN_DEVICE float widen(bf16 x) { return float_of(uint32_t{x.bits} << 16); }
 PYATTN_DEVICE float widen(f16 x) { return widen_f16(x.bits); }
 
-// Two times 8 columns of sums as a left factor; the product sums over these columns. For float the tensor core's columns t and
-// t + 4 are the sums' columns 2t and 2t + 1, so that no lane needs another's: SummedCursor (product.h) agrees.
+// Two times 8 columns of sums as a left factor; the product sums over these columns. For
+// float the tensor core's columns t and t + 4 are the sums' columns 2t and 2t + 1, so that
+// no lane needs another's: SummedCursor (product.h) agrees.
 template <class S>
 PYATTN_DEVICE Left<S> as_left(const float (*c)[4]) {
   if constexpr (sizeof(S) == 4) {

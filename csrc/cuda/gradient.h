@@ -1,4 +1,5 @@
-// The gradient of softmax, elementwise between the products of backward, in the passes over queries and over keys alike.
+// The gradient of softmax, elementwise between the products of
+// backward, in the passes over queries and over keys alike.
 #pragma once
 
 #include "attention.h"
@@ -15,8 +16,9 @@ struct alignas(16) RowTerms {
   float share;          // 1; 0 for a row that sees one key alone, whose weight is 1 whatever dP is
 };
 
-// S -> W = P * D and dP -> dS, in place, in sums that begin at row, or key, `first` of the tile; terms(at, row) are those of the
-// at-th of the lane's rows. D is what dropout multiplies the weights by.
+// S -> W = P * D and dP -> dS, in place, in sums that begin at row, or key, `first` of the
+// tile; terms(at, row) are those of the at-th of the lane's rows. D is what dropout
+// multiplies the weights by.
 //
 //   P = exp(S - lse)      dS = P * (dP * D - delta)
 template <Layout kLayout, class Score, class Dropout, class Terms, int kM, int kN>

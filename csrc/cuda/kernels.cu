@@ -1,5 +1,6 @@
-// The attention kernels for GPUs. Compiled once per dtype (PYATTN_DTYPE) over a header of primitives: ptx.h for a GPU, another
-// for a host that emulates one. All of it has internal linkage but the table at the end.
+// The attention kernels for GPUs. Compiled once per dtype (PYATTN_DTYPE) over a header of
+// primitives: ptx.h for a GPU, another for a host that emulates one. All of it has internal
+// linkage but the table at the end.
 #include <cstdint>
 #include <type_traits>
 
@@ -55,7 +56,7 @@ template <class S>
 const char* launch_adding_queries(const BackwardParams& p, void* stream) {
   const int64_t sums = all_rows(p) * p.head_dim;
   const char* error = nullptr;
-  if (sums)  // of no head, or heads without columns, there are none
+  if (sums)  // there are none without heads, rows or columns
     error = clear_memory(static_cast<RowTerms*>(p.workspace) + all_rows(p), sums * sizeof(float), stream);
   if (error) return error;
   error = with_dim(p, [&](auto dim) {

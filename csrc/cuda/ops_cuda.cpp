@@ -1,5 +1,6 @@
-// The ATen side of the CUDA kernels: which device and stream, scratch, what went wrong. Linked with a CUDA runtime of its own and
-// with nothing of torch's CUDA side, so that the module loads where torch has none.
+// The ATen side of the CUDA kernels: which device and stream, scratch, what went wrong.
+// Linked with a CUDA runtime of its own and with nothing of torch's CUDA side, so that the
+// module loads where torch has none.
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <cuda_runtime_api.h>
@@ -26,7 +27,8 @@ const DeviceKernels& kernels(at::ScalarType type) {
   }
 }
 
-// torch's current stream of the device. c10 has a name for it only in a library that is not there without CUDA.
+// torch's current stream of the device. c10 has a name for
+// it only in a library that is not there without CUDA.
 void* current_stream(at::DeviceIndex device) {
   using Get = int32_t (*)(int32_t, void**);
   static const Get get = [] {

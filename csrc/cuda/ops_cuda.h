@@ -1,4 +1,5 @@
-// CUDA as ops.cpp sees it. A build without it has ops_no_cuda.cpp in place of ops_cuda.cpp and the kernels.
+// CUDA as ops.cpp sees it. A build without it has
+// ops_no_cuda.cpp in place of ops_cuda.cpp and the kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -55,8 +55,9 @@ struct RightCursor : Cursor<T> {
   }
 };
 
-// kParts warps, one or two, share the columns of a tile: each takes one half of every 128 bytes of a row, so that a cursor's
-// steps are the same constants for both. The first of the n-th 8 columns of a part.
+// kParts warps, one or two, share the columns of a tile: each takes one half of every 128
+// bytes of a row, so that a cursor's steps are the same constants for both. The first of
+// the n-th 8 columns of a part.
 template <class S, int kParts>
 PYATTN_DEVICE int column_of_part(int n, int part) {
   constexpr int kHalf = 64 / sizeof(S);
@@ -107,7 +108,8 @@ template <class S, int kM, int kN, int kARows, int kBRows, int kCols>
 PYATTN_DEVICE void multiply_rows(Sums<kM, kN>& C, Tile<S, kARows, kCols> A, int a_row, Tile<S, kBRows, kCols> B) {
   const LeftCursor<S, Tile<S, kARows, kCols>> left(A, a_row);
   const RightCursor<S, Tile<S, kBRows, kCols>> right(B);
-  // Two slices of float at a time, after which a cursor's steps repeat: more would not fit the registers.
+  // Two slices of float at a time, after which a cursor's
+  // steps repeat: more would not fit the registers.
   [[maybe_unused]] constexpr int kTogether = sizeof(S) == 4 ? 2 : kCols / kSlice;
 #pragma unroll kTogether
   for (int s = 0; s < kCols / kSlice; ++s) {
@@ -157,8 +159,9 @@ PYATTN_DEVICE void each_sum(F f) {
 // How a tile of scores lies in a warp's sums.
 enum class Layout { kQueriesByKeys, kKeysByQueries };
 
-// f(at, row, each_key) for each query row of which the lane holds sums: at counts them, row is its place in the tile, and
-// each_key(g) calls g(m, n, i, key) for the row's sums. The warp's sums begin at row, or key, `first` of the tile.
+// f(at, row, each_key) for each query row of which the lane holds sums: at counts them, row
+// is its place in the tile, and each_key(g) calls g(m, n, i, key) for the row's sums. The
+// warp's sums begin at row, or key, `first` of the tile.
 template <Layout kLayout, int kM, int kN, class F>
 PYATTN_DEVICE void each_query(int first, F f) {
   if constexpr (kLayout == Layout::kQueriesByKeys) {
@@ -182,7 +185,8 @@ PYATTN_DEVICE void each_query(int first, F f) {
   }
 }
 
-// row(i)[j] = scale(i) * C[i][j] for i < rows and j < cols, i counting from the warp's first row, j the columns of the part.
+// row(i)[j] = scale(i) * C[i][j] for i < rows and j < cols, i
+// counting from the warp's first row, j the columns of the part.
 template <class S, int kParts, int kM, int kN, class Row, class Scale>
 PYATTN_DEVICE void store_sums(const Sums<kM, kN>& C, int part, int rows, int64_t cols, bool whole_chunks, Row row,
                               Scale scale) {

@@ -1,5 +1,6 @@
-// What a GPU of compute capability 8.0 or later does in one instruction, and how a kernel is launched: all that the kernels
-// know of CUDA. tests/tools/emulation/host.h says the same of a host, so that their source runs without a GPU.
+// What a GPU of compute capability 8.0 or later does in one instruction, and how a kernel
+// is launched: all that the kernels know of CUDA. tests/tools/emulation/host.h says the
+// same of a host, so that their source runs without a GPU.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,7 +23,7 @@ PYATTN_DEVICE char* shared_memory() {
   return memory;
 }
 
-// ---- Of a block ----
+// ---- Block ----
 
 PYATTN_DEVICE void barrier() { __syncthreads(); }
 PYATTN_DEVICE bool barrier_or(bool any) { return __syncthreads_or(any); }
@@ -30,7 +31,7 @@ PYATTN_DEVICE bool barrier_or(bool any) { return __syncthreads_or(any); }
 PYATTN_DEVICE void set_flag(char& flag) { static_cast<volatile char&>(flag) = 1; }
 PYATTN_DEVICE void add_atomically(float* to, float x) { atomicAdd(to, x); }
 
-// ---- Of a warp ----
+// ---- Warp ----
 
 template <class T>
 PYATTN_DEVICE T shuffle_xor(T x, int lanes) {
@@ -43,8 +44,9 @@ PYATTN_DEVICE SharedAddress shared_address(const void* p) {
   return static_cast<SharedAddress>(__cvta_generic_to_shared(p));
 }
 
-// Four matrices of 8 rows of 16 bytes, lane l giving the address of row l % 8 of matrix l / 8. Lane l gets the 4 bytes
-// l % 4 of row l / 4 of each; transposed, and taken as 2-byte elements, rows 2 (l % 4) and 2 (l % 4) + 1 of column l / 4.
+// Four matrices of 8 rows of 16 bytes, lane l giving the address of row l % 8 of matrix l / 8.
+// Lane l gets the 4 bytes l % 4 of row l / 4 of each; transposed, and taken as 2-byte elements,
+// rows 2 (l % 4) and 2 (l % 4) + 1 of column l / 4.
 PYATTN_DEVICE void load_matrices(uint32_t (&r)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -65,7 +67,8 @@ PYATTN_DEVICE uint32_t load_word(SharedAddress address) {
   return word;
 }
 
-// c += a b on tensor cores, a 16 x 16 (or 8), b 16 (or 8) x 8, c 16 x 8. With g = lane / 4 and t = lane % 4 a lane holds
+// c += a b on tensor cores, a 16 x 16 (or 8), b 16 (or 8) x 8,
+// c 16 x 8. With g = lane / 4 and t = lane % 4 a lane holds
 //
 //   c  rows g, g + 8, columns 2t, 2t + 1       c[0] (g, 2t)  c[1] (g, 2t + 1)  c[2] (g + 8, 2t)  c[3] (g + 8, 2t + 1)
 //   a  16-bit pairs: a[0] (g, 2t)  a[1] (g + 8, 2t)  a[2] (g, 2t + 8)  a[3] (g + 8, 2t + 8)     b[0] (2t, g)  b[1] (2t + 8, g)
@@ -131,8 +134,8 @@ PYATTN_DEVICE float widen_f16(uint16_t x) {
 PYATTN_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 PYATTN_DEVICE float float_of(uint32_t x) { return __uint_as_float(x); }
 
-// x, of which the compiler knows nothing: so that it computes what depends on it here, and does not keep it in registers from
-// one round of a loop to the next.
+// x, of which the compiler knows nothing: so that it computes what depends on it
+// here, and does not keep it in registers from one round of a loop to the next.
 PYATTN_DEVICE unsigned opaque(unsigned x) {
   asm volatile("" : "+r"(x));
   return x;

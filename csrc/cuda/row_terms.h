@@ -1,4 +1,5 @@
-// The first pass of backward: what the others need to know of each row, above all delta = rowsum(dO * O). One warp per row.
+// The first pass of backward: what the others need to know of
+// each row, above all delta = rowsum(dO * O). One warp per row.
 #pragma once
 
 #include <cstdint>

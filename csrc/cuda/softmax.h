@@ -17,7 +17,8 @@ PYATTN_DEVICE float reduce_row(float x, F f) {
   return f(x, shuffle_xor(x, 2));
 }
 
-// Online softmax (Milakov and Gimelshein 2018) of the lane's rows: [m][half] is row 16 m + 8 half + lane / 4 of the warp.
+// Online softmax (Milakov and Gimelshein 2018) of the lane's
+// rows: [m][half] is row 16 m + 8 half + lane / 4 of the warp.
 template <int kM>
 struct SoftmaxState {
   float row_max[kM][2];
@@ -29,7 +30,8 @@ struct SoftmaxState {
       for (int half = 0; half < 2; ++half) row_max[m][half] = kNegInf, row_sum[m][half] = 0;
   }
 
-  // S[rows][keys] -> P = exp(S - row_max) in place. Rescales O[rows][columns] and row_sum to the new row maximum.
+  // S[rows][keys] -> P = exp(S - row_max) in place. Rescales
+  // O[rows][columns] and row_sum to the new row maximum.
   template <class Score, int kN, int kCols>
   PYATTN_DEVICE void update(const Score& score, Sums<kM, kN>& S, Sums<kM, kCols>& O) {
 #pragma unroll
@@ -52,8 +54,9 @@ struct SoftmaxState {
       }
   }
 
-  // Writes maximum, sum and lse of the rows from r0 on, and replaces row_sum by what their output is still to be multiplied by. A
-  // row whose keys all score -inf divides 0 by 0, as softmax does; a row that sees no key does not.
+  // Writes maximum, sum and lse of the rows from r0 on, and replaces row_sum by what their
+  // output is still to be multiplied by. A row whose keys all score -inf divides 0 by 0, as
+  // softmax does; a row that sees no key does not.
   template <class Score>
   PYATTN_DEVICE void finish(const ForwardParams& p, const Mask& mask, const Score& score, int r0) {
 #pragma unroll

@@ -1,4 +1,5 @@
-// Tiles of rows in shared memory: where their chunks lie, how they are filled, and which rows are not finite.
+// Tiles of rows in shared memory: where their chunks lie,
+// how they are filled, and which rows are not finite.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +13,9 @@ namespace {
 
 inline constexpr int kChunkBytes = 16;  // one asynchronous copy, or one row of a matrix that ldmatrix reads
 
-// kRows rows of kCols columns with an XOR swizzle: chunk c of row r is stored at chunk c ^ (r % 8), so that the same chunk of
-// eight consecutive rows lies in all 32 banks. Rows that are no multiple of 128 bytes swizzle within 4 chunks, by r / 2 % 4.
+// kRows rows of kCols columns with an XOR swizzle: chunk c of row r is stored at chunk
+// c ^ (r % 8), so that the same chunk of eight consecutive rows lies in all 32 banks. Rows that
+// are no multiple of 128 bytes swizzle within 4 chunks, by r / 2 % 4.
 template <class S, int kRows, int kCols>
 struct Tile {
   static constexpr int kChunkCols = kChunkBytes / sizeof(S), kChunks = kCols / kChunkCols;
@@ -30,8 +32,9 @@ struct Tile {
   }
 };
 
-// A lane's way through a tile: chunks first + 2 s of one row, and of rows a multiple of 8 further on. One register holds all
-// that depends on the lane, so that a step is an exclusive or and a constant.
+// A lane's way through a tile: chunks first + 2 s of one row, and of rows a multiple of 8
+// further on. One register holds all that depends on the lane, so that a step is an
+// exclusive or and a constant.
 template <class T>
 struct Cursor {
   SharedAddress address;
@@ -52,7 +55,8 @@ PYATTN_DEVICE bool whole_chunks(const View& view) {
   return ((address | strides * sizeof(S)) & (kChunkBytes - 1)) == 0;
 }
 
-// tile[i][j] = row(i)[j] for i < rows and j < cols, 0 elsewhere. Where whole chunks can be copied the copies are asynchronous.
+// tile[i][j] = row(i)[j] for i < rows and j < cols, 0 elsewhere.
+// Where whole chunks can be copied the copies are asynchronous.
 template <int kThreads, class S, int kRows, int kCols, class Row>
 PYATTN_DEVICE void load_tile(Tile<S, kRows, kCols> tile, int rows, int cols, bool whole_chunks, Row row) {
   using T = Tile<S, kRows, kCols>;
@@ -92,7 +96,8 @@ PYATTN_DEVICE bool finite(S x) {
   return widen(x) - widen(x) == 0;
 }
 
-// Calls bad(row) for each chunk that is not finite, and returns whether there are any. It ends with a barrier.
+// Calls bad(row) for each chunk that is not finite, and
+// returns whether there are any. It ends with a barrier.
 template <int kThreads, class S, int kRows, int kCols, class Bad>
 PYATTN_DEVICE bool find_nonfinite(Tile<S, kRows, kCols> tile, Bad bad) {
   using T = Tile<S, kRows, kCols>;
@@ -108,8 +113,8 @@ PYATTN_DEVICE bool find_nonfinite(Tile<S, kRows, kCols> tile, Bad bad) {
   return barrier_or(any);
 }
 
-// Sets rows of the tile that are not finite to 0, and their flags[kRows] to 1: 0 * NaN would reach rows that do not see them.
-// Returns whether there are any. It begins and ends with a barrier.
+// Sets rows of the tile that are not finite to 0, and their flags[kRows] to 1: 0 * NaN would reach
+// rows that do not see them. Returns whether there are any. It begins and ends with a barrier.
 template <int kThreads, class S, int kRows, int kCols>
 PYATTN_DEVICE bool clear_nonfinite(Tile<S, kRows, kCols> tile, char* flags) {
 #pragma unroll 1

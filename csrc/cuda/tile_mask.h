@@ -1,4 +1,5 @@
-// The mask on tiles: which tiles a block of threads runs over, and which sums of a tile the mask hides.
+// The mask on tiles: which tiles a block of threads runs
+// over, and which sums of a tile the mask hides.
 #pragma once
 
 #include "attention.h"
@@ -12,7 +13,8 @@
 namespace pyattn::cuda {
 namespace {
 
-// What a block of threads runs over, tile by tile: the keys of a block of rows, or the rows of a block of keys.
+// What a block of threads runs over, tile by tile: the keys
+// of a block of rows, or the rows of a block of keys.
 struct Run {
   int begin, end;
   int all_begin, all_end;  // seen by every row, or seeing every key, of the block
@@ -40,7 +42,8 @@ PYATTN_DEVICE Run rows_of_keys(const Mask& mask, int n0, int keys) {
   return {mask.rows_of_any(n0, keys), mask.rows_of_all(n0, keys)};
 }
 
-// The mask on one tile, whose query rows begin at r0 and whose keys at n0: places are counted from there.
+// The mask on one tile, whose query rows begin at r0 and
+// whose keys at n0: places are counted from there.
 template <Layout kLayout>
 struct TileMask {
   Mask mask;
@@ -55,7 +58,8 @@ struct TileMask {
     PYATTN_DEVICE bool contains(int key) const { return (!Mask::kBegins || begin <= key) && key < end; }
   };
 
-  // Rows past the head's last see nothing, if something is summed over rows; else their results are not stored.
+  // Rows past the head's last see nothing, if something is
+  // summed over rows; else their results are not stored.
   PYATTN_DEVICE Keys keys_of(int row) const {
     if (kLayout == Layout::kKeysByQueries && r0 + row >= rows) return {0, 0};
     const Range keys = mask.keys_of(r0 + row);
@@ -63,7 +67,8 @@ struct TileMask {
   }
 };
 
-// The mask of this block's rows on the keys from n0 on, computed again where it is needed: see RowBlock.
+// The mask of this block's rows on the keys from n0 on,
+// computed again where it is needed: see RowBlock.
 template <int kRows>
 PYATTN_DEVICE TileMask<Layout::kQueriesByKeys> mask_of_rows(const ForwardParams& p, int n0) {
   const RowBlock<kRows> same(p);
@@ -76,7 +81,8 @@ PYATTN_DEVICE TileMask<Layout::kKeysByQueries> mask_of_keys(const ForwardParams&
   return {Mask(p, KeyBlock<kKeys>(p).head), r0, n0, rows};
 }
 
-// hide(m, n, i) for each of the lane's sums that the mask hides; the warp's sums begin at row, or key, `first` of the tile.
+// hide(m, n, i) for each of the lane's sums that the mask hides;
+// the warp's sums begin at row, or key, `first` of the tile.
 template <int kM, int kN, Layout kLayout, class F>
 PYATTN_DEVICE void each_hidden(const TileMask<kLayout>& mask, int first, F hide) {
   each_query<kLayout, kM, kN>(first, [&](int, int row, auto each_key) {
@@ -87,8 +93,9 @@ PYATTN_DEVICE void each_hidden(const TileMask<kLayout>& mask, int first, F hide)
   });
 }
 
-// C[queries][columns] += W[queries][keys] tile, or C[keys][columns] += W[keys][queries] tile: what clear_nonfinite took out of the
-// tile is given back as NaN to those rows of C that see a flagged key, or that a flagged query sees.
+// C[queries][columns] += W[queries][keys] tile, or C[keys][columns] += W[keys][queries]
+// tile: what clear_nonfinite took out of the tile is given back as NaN to those rows of C
+// that see a flagged key, or that a flagged query sees.
 template <Layout kLayout, int kM, int kN>
 PYATTN_DEVICE void poison(Sums<kM, kN>& C, const char* flags, int count, const TileMask<kLayout>& mask, int first) {
   constexpr bool kQueries = kLayout == Layout::kQueriesByKeys;

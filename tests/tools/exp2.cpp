@@ -1,5 +1,6 @@
-// Measures exp2 of one instruction set against the C library's in the next larger type: prints the largest error in ulp
-// over every step-th float in [-126, 0], over as many doubles in [-1022, 0], and fails where an end is not exact.
+// Measures exp2 of one instruction set against the C library's in the next larger type:
+// prints the largest error in ulp over every step-th float in [-126, 0], over as many
+// doubles in [-1022, 0], and fails where an end is not exact.
 #include PYATTN_ISA_HEADER
 
 #include "cpu/simd/math.h"

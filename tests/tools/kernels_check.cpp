@@ -1,5 +1,6 @@
-// Runs the kernels of every instruction set that this machine has, without torch, and compares them with the scalar ones in
-// float64, which the Python suite proves. For machines that have no PyTorch, emulated ones above all:
+// Runs the kernels of every instruction set that this machine has, without torch, and
+// compares them with the scalar ones in float64, which the Python suite proves. For
+// machines that have no PyTorch, emulated ones above all:
 //
 //   c++ -std=c++20 -O2 -Icsrc tests/tools/kernels_check.cpp csrc/cpu/dispatch.cpp kernels_<isa>.o... -o kernels_check
 #include <algorithm>
@@ -190,7 +191,8 @@ int main() {
   bool good = true;
   for (const std::string& isa : available_isas()) {
     set_isa(isa);
-    // Twice what the instruction sets of x86 need: in 16 bits, where sums are float, the rounding of the result is all.
+    // Twice what the instruction sets of x86 need: in 16 bits,
+    // where sums are float, the rounding of the result is all.
     good &= check<double>("float64", 0x1p-52, 16);
     good &= check<float>("float32", 0x1p-23, 16);
     good &= check<bf16>("bfloat16", 0x1p-7, 1.5);

@@ -41,7 +41,7 @@ LOOP = 3600
 """Seconds of processor time, after which a process loops: a run of all tests takes a twentieth of it."""
 
 LIKELY = {
-    "decode": ("cpu/decode.h", "cpu/splits.h"),
+    "decode": ("cpu/decode.h", "cpu/dots.h", "cpu/splits.h"),
     "dropout": ("cpu/dropout.h", "cuda/dropout.h"),
     "exp2": ("cpu/simd/math.h",),
     "laws": ("cpu/simd/half.h",),
@@ -95,6 +95,7 @@ def parse(text: str) -> list[Fault]:
         file = header or file
         if not header:
             faults.append(Fault(name, file, old, new))
+    assert len({fault.name for fault in faults}) == len(faults), "two faults with one name: results go by names"
     return faults
 
 

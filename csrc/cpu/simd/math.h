@@ -33,10 +33,10 @@ struct Exp2<double> {
 // 2^x.
 //   Domain   x <= 1, and NaN.
 //   Ends     exactly 1 at 0; exactly 0 below -126 (float), -1022 (double), -inf included; NaN for NaN.
-//   Error    at most 2.1 ulp (float), 1.75 (double); with fma 1.8 and 1.5. Measured by tests/test_exp2.py, float over every
-//            number in [-126, 0].
-//   Method   adding kRound rounds x to an integer n and leaves n + bias in the low mantissa bits, which shifted up are 2^n;
-//            the other factor is a polynomial in x - n.
+//   Error    at most 2.1 ulp (float), 1.75 (double); with fma 1.8 and 1.5. Measured by
+//            tests/test_exp2.py, float over every number in [-126, 0].
+//   Method   adding kRound rounds x to an integer n and leaves n + bias in the low mantissa bits,
+//            which shifted up are 2^n; the other factor is a polynomial in x - n.
 template <class T>
 PYATTN_INLINE vec<T> exp2(vec<T> x) {
   using C = Exp2<T>;

@@ -1,8 +1,10 @@
-// csrc/cuda/ptx.h for a host: the same names over the threads of threads.h, so that the kernels run where there is no GPU.
+// csrc/cuda/ptx.h for a host: the same names over the threads
+// of threads.h, so that the kernels run where there is no GPU.
 //
-// It is worse than a GPU where that shows faults: shared memory begins as NaN; an asynchronous copy arrives when it is waited for
-// and not before; warps run one after the other, from the first or from the last (threads.h), up to the next barrier; addresses
-// in shared memory are checked for bounds and alignment; tensor cores align and truncate what they add.
+// It is worse than a GPU where that shows faults: shared memory begins as NaN; an asynchronous
+// copy arrives when it is waited for and not before; warps run one after the other, from the
+// first or from the last (threads.h), up to the next barrier; addresses in shared memory are
+// checked for bounds and alignment; tensor cores align and truncate what they add.
 #pragma once
 
 #include <atomic>
@@ -43,7 +45,7 @@ bool barrier_or(bool any, const char* file = __builtin_FILE(), int line = __buil
 void set_flag(char& flag) { std::atomic_ref(flag).store(1, std::memory_order_relaxed); }
 void add_atomically(float* to, float x) { std::atomic_ref(*to).fetch_add(x, std::memory_order_relaxed); }
 
-// ---- Of a warp: every lane publishes its words and reads the others' ----
+// ---- Warp: every lane publishes its words and reads the others' ----
 
 template <class T>
 T shuffle_xor(T x, int lanes) {

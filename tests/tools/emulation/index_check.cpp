@@ -1,4 +1,5 @@
-// The index functions of the CUDA kernels on a host: where tiles put their chunks, who takes which columns, rows and keys.
+// The index functions of the CUDA kernels on a host: where tiles
+// put their chunks, who takes which columns, rows and keys.
 #include <cstdio>
 #include <set>
 #include <tuple>
@@ -20,8 +21,8 @@ void expect(bool good, const char* what, int a = 0, int b = 0) {
   std::printf("%s: %d %d\n", what, a, b);
 }
 
-// Every chunk has a place of its own within the tile, and the same chunk of eight rows that follow each other lies in all
-// banks, 128 bytes.
+// Every chunk has a place of its own within the tile, and the same chunk
+// of eight rows that follow each other lies in all banks, 128 bytes.
 template <class S, int kRows, int kCols>
 void check_tile() {
   using T = Tile<S, kRows, kCols>;
@@ -95,7 +96,8 @@ void check_blocks() {
   expect(RowBlock<64>(p).first() == 128, "the longest rows first");
 }
 
-// The known answer of Philox4x32-10 for counter and key of ones (Salmon et al., the kat_vectors of Random123).
+// The known answer of Philox4x32-10 for counter and key of
+// ones (Salmon et al., the kat_vectors of Random123).
 void check_philox() {
   Philox x{{0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff}};
   x.rounds(0xffffffffffffffff);

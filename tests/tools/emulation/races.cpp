@@ -1,9 +1,11 @@
-// Finds races on the shared memory of emulated blocks. The compiler (-fsanitize=thread) calls __tsan_read4 and the like, which
-// are defined here in place of ThreadSanitizer's own, before each access.
+// Finds races on the shared memory of emulated blocks. The compiler (-fsanitize=thread)
+// calls __tsan_read4 and the like, which are defined here in place of ThreadSanitizer's
+// own, before each access.
 //
-// Two accesses to a byte, one of them a write, race unless the same thread makes both, a barrier of the block lies between them,
-// or both threads are of one warp and an exchange of its lanes lies between them. An asynchronous copy writes its 16 bytes from
-// its issue until its thread has waited for it: meanwhile every access races, the thread's own too. What a run orders by
+// Two accesses to a byte, one of them a write, race unless the same thread makes both, a barrier
+// of the block lies between them, or both threads are of one warp and an exchange of its lanes
+// lies between them. An asynchronous copy writes its 16 bytes from its issue until its thread
+// has waited for it: meanwhile every access races, the thread's own too. What a run orders by
 // chance, warp after warp, does not count, so one run finds all races of the path it takes.
 #include <dlfcn.h>
 
@@ -34,13 +36,13 @@ struct Byte {
   bool copying = false;    // by write.thread
 };
 
-// Of the blocks that a thread of the host runs one after the other.
+// The accesses of the blocks that a thread of the host runs one after the other.
 struct Shadow {
   uintptr_t begin = 0, size = 0;  // of shared memory
   Byte* bytes = nullptr;
   uint32_t epoch = 0;  // barriers so far, the beginnings of blocks included
 };
-// (Found without a call, which each access of the kernels would make.)
+// initial-exec: the address is found without a call, which each access of the kernels would make.
 [[gnu::tls_model("initial-exec")]] thread_local constinit Shadow shadow;
 thread_local std::vector<Byte> shadow_bytes;
 
@@ -138,7 +140,8 @@ using namespace emulation;
 
 extern "C" {
 
-// The races since the last call, line by line: the kernel's address in the library, then what happened.
+// The races since the last call, line by line: the kernel's
+// address in the library, then what happened.
 const char* races_found() {
   const std::lock_guard lock(mutex);
   text.clear();

@@ -1,5 +1,6 @@
-// What the threads of a block tell the race detector (races.cpp). It is part of a library compiled with PYATTN_RACES and
-// -fsanitize=thread, whose reads and writes it sees; elsewhere none of this is called.
+// What the threads of a block tell the race detector (races.cpp). It is part of a library compiled
+// with PYATTN_RACES and -fsanitize=thread, whose reads and writes it sees; elsewhere none of this
+// is called.
 #pragma once
 
 #include <cstring>
@@ -25,7 +26,8 @@ namespace races {
 void begin_block(const char* shared_memory, int bytes);
 void barrier(Place place);  // at which all threads of the block have arrived
 bool wait(Place place);     // whether the thread's copies arrive: not where the place is taken out
-// A copy of 16 bytes by the current thread: begun, waited for, or still under way as the block ends.
+// A copy of 16 bytes by the current thread: begun, waited
+// for, or still under way as the block ends.
 void begin_copy(const void* to);
 void end_copy(const void* to);
 void leave_copy(const void* to);

@@ -15,10 +15,12 @@ float truncate(double x) {
   return std::abs(nearest) > std::abs(x) && std::isfinite(nearest) ? std::nextafterf(nearest, 0) : nearest;
 }
 
-// One step of a tensor core: each addend is aligned to the largest and truncated kExtraBits below the last bit that the largest
-// has in float, and so is their sum (Fasi, Higham, Mikaitis and Pranesh 2021, Numerical behavior of NVIDIA tensor cores). From
-// compute capability 8.0 on the A100 is the least accurate: one extra bit, and a step takes the accumulator and 8 products of
-// 16 bits, or 4 of tf32. (The H100 has two extra bits, and takes all products of an instruction in one step.)
+// One step of a tensor core: each addend is aligned to the largest and truncated kExtraBits
+// below the last bit that the largest has in float, and so is their sum (Fasi, Higham,
+// Mikaitis and Pranesh 2021, Numerical behavior of NVIDIA tensor cores). From compute
+// capability 8.0 on the A100 is the least accurate: one extra bit, and a step takes the
+// accumulator and 8 products of 16 bits, or 4 of tf32. (The H100 has two extra bits, and
+// takes all products of an instruction in one step.)
 constexpr int kExtraBits = 1;
 
 template <int kCount>
@@ -33,7 +35,8 @@ float add_aligned(const double (&addends)[kCount]) {
   return truncate(units / scale);
 }
 
-// widen makes kTerms columns of a word. The lanes exchange them widened, six words each: a's four, then b's two.
+// widen makes kTerms columns of a word. The lanes exchange
+// them widened, six words each: a's four, then b's two.
 template <int kTerms, class Widen>
 void multiply_add(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Widen widen) {
   float mine[6 * kTerms];
@@ -42,8 +45,8 @@ void multiply_add(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
   const int g = lane() / 4, t = lane() % 4;
   for (int i = 0; i < 4; ++i) {
     const int column = 2 * t + i % 2;
-    for (int half = 0; half < 2;
-         ++half) {  // the columns that word half of b, and words 2 half and 2 half + 1 of a, hold
+    // half: the columns that word half of b, and words 2 half and 2 half + 1 of a, hold.
+    for (int half = 0; half < 2; ++half) {
       double addends[4 * kTerms + 1];
       for (int lane = 0; lane < 4; ++lane) {
         const uint32_t* left = words[4 * g + lane] + (2 * half + i / 2) * kTerms;

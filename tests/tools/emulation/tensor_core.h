@@ -1,4 +1,5 @@
-// The tensor cores of an emulated GPU: c += a b in a warp's fragments, laid out as csrc/cuda/ptx.h says.
+// The tensor cores of an emulated GPU: c += a b in a warp's
+// fragments, laid out as csrc/cuda/ptx.h says.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,7 @@
-// The threads of a CUDA block on one thread of a host: each has a stack of its own and runs until it has to wait for others,
-// at a barrier of the block or where the lanes of its warp exchange words. Then the next one runs. It stops the process where a
-// kernel breaks a rule of CUDA's: warps at different barriers, addresses outside shared memory, copies that outlive their block.
+// The threads of a CUDA block on one thread of a host: each has a stack of its own and runs until
+// it has to wait for others, at a barrier of the block or where the lanes of its warp exchange
+// words. Then the next one runs. It stops the process where a kernel breaks a rule of CUDA's:
+// warps at different barriers, addresses outside shared memory, copies that outlive their block.
 #pragma once
 
 #include <setjmp.h>
