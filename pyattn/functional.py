@@ -102,8 +102,8 @@ def attention(
             dimension above 256 on a GPU; forward-mode and second derivatives, when they are taken.
 
     Under autocast, q, k and v are cast first unless they are float64. The result has the same bits from run to run and
-    for every number of threads, on a GPU unless :func:`set_deterministic` waives it. Extra memory is linear in the
-    sequence length, forward and backward.
+    for every number of threads; on a GPU, :func:`pyattn.set_deterministic` can waive that for dq. Extra memory is
+    linear in the sequence length, forward and backward.
 
     Source: Vaswani et al. 2017, equation 1; by blocks as in Dao et al. 2022 (FlashAttention), algorithms 1 and 4.
 

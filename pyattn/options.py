@@ -1,4 +1,4 @@
-"""What both operators take beside tensors shaped like q, as one value from the public functions down to the schema."""
+"""The operators' arguments after their tensors, as one value from the public functions down to the schema."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Options(NamedTuple):
-    """The operators' arguments after their tensors: ``attention_forward(q, k, v, *options)``, in the schema's order.
+    """``attention_forward(q, k, v, *options)``: the fields stand in the schema's order.
 
     Attributes:
         softmax_scale: factor on the scores; None: 1 / sqrt(head_dim).

@@ -126,6 +126,14 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def story(tmp_path: Path) -> Path:
+    """A file with text enough to train a small model on."""
+    path = tmp_path / "story.txt"
+    path.write_text("".join(f"{n} green bottles, hänging on the wall.\n" for n in range(200)), encoding="utf-8")
+    return path
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)

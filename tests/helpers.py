@@ -1,4 +1,4 @@
-"""Cases, and how to run them. What judges their accuracy is in yardstick.py."""
+"""Cases, and how to run them; yardstick.py judges their accuracy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -102,7 +102,7 @@ def run(
 def assert_case_accurate(
     case: Case, dtype: torch.dtype, attend: Callable[..., Any] = attention, **options: Any
 ) -> None:
-    """Every result of the native attention, or of ``attend``, forward and backward, by that rule."""
+    """Every result of ``attend``, forward and backward, is accurate by the rule of yardstick.py."""
     qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
     ours = run(attend, qkv, dout, dlse, **case.options, **options)
     plain = Yardsticks(run, qkv, dout, dlse, **case.options)
@@ -113,6 +113,6 @@ def assert_case_accurate(
 
 
 def assert_equal(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> None:
-    """To the bit."""
+    """The two results agree to the bit."""
     for x, y in zip(a, b, strict=True):
         assert torch.equal(x, y)

@@ -16,7 +16,7 @@ TILES = [
         Case(1, 1, 1, 66, 127, dim - 8, dim - 15, False, dropout_p=0.2),
     )
 ]
-"""For each head dimension that CUDA's tiles are made for: a little more and a little less than whole tiles."""
+"""A little more and a little less than whole tiles, for each head dimension that CUDA's tiles are made for."""
 
 
 @each_dtype
@@ -59,7 +59,7 @@ def test_a_row_that_sees_one_key(backend: Backend, dtype: torch.dtype, seqlen_k:
 @pytest.mark.parametrize("softmax_scale", [8.0, -8.0, 1e6])
 def test_large_scales_do_not_overflow(backend: Backend, dtype: torch.dtype, softmax_scale: float) -> None:
     """The scale multiplies the score, not the query."""
-    # Of a float32 below 2^-114 the smaller half would be subnormal.
+    # The smaller half of a float32 below 2^-114 would be subnormal.
     normal = 2**12 if backend.cuda_kernels and dtype == torch.float32 else 1
     largest, softmax_scale = torch.finfo(dtype).max / 4 / normal, softmax_scale * normal
     q = torch.full((1, 1, 2, 4), largest, dtype=dtype)

@@ -68,7 +68,7 @@ def arguments(draw: st.DrawFn, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 EXAMPLES = 120
-"""For each operator and instruction set; the checks, which are above the kernels, see those of all instruction sets."""
+"""Examples for each operator and instruction set. The checks, which are above the kernels, meet those of all sets."""
 
 
 @pytest.mark.usefixtures("isa")

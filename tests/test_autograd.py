@@ -30,7 +30,7 @@ def leaves(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tens
 
 
 def out_and_lse(function: Callable[..., Any], case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Masks lse out where it is -inf, in rows that see nothing: finite differences do not exist there."""
+    """Both results; lse is 0 where it is -inf, in rows that see nothing, for no finite differences exist there."""
     out, lse = function(q, k, v, return_lse=True, **case.options)
     return out, lse.masked_fill(lse == -torch.inf, 0.0)
 

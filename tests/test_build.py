@@ -92,7 +92,7 @@ def test_a_source_folder_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_does_not_hang() -> None:
-    """Unlike torch's own operators, whose threads a forked child lacks: it compares with one thread."""
+    """A forked child lacks the threads of torch's own operators, so it compares results with one thread."""
     result = in_new_process(
         "import os, torch\n"
         "from pyattn import attention\n"

@@ -17,7 +17,7 @@ def test_architectures() -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_cuda_tensors_reach_the_operator(op: str) -> None:
-    """With kernels or without, so that its checks and its sentence meet them."""
+    """A build without kernels takes CUDA tensors too, so that they meet its checks and its sentence."""
     assert torch._C._dispatch_has_kernel_for_dispatch_key(op, "CUDA")
 
 
@@ -47,7 +47,7 @@ def test_mixed_devices() -> None:
 
 
 def test_set_deterministic() -> None:
-    """Takes a bool alone; on the CPU nothing depends on it."""
+    """The setting is a bool, and no result on the CPU depends on it."""
     q, k, v = torch.randn(3, 1, 2, 40, 16)
     grads = []
     try:

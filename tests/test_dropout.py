@@ -57,7 +57,7 @@ def test_native_mask_is_the_one_shown(repeatable: Backend, dtype: torch.dtype, s
 
 
 def test_weights_are_kept_with_their_probability() -> None:
-    """They do so overall and at each position, and neighbours, which share a counter, are independent."""
+    """The rate holds overall and at each position, and neighbours, which share a counter, are independent."""
     p, draws = 0.3, 4000
     kept = torch.stack([dropout_mask(seed, 1, 2, 6, 24, p) for seed in range(draws)]).double()
     rate, deviation = 1 - round(65536 * p) / 65536, math.sqrt(p * (1 - p))
@@ -70,7 +70,7 @@ def test_weights_are_kept_with_their_probability() -> None:
 
 @pytest.mark.parametrize("p", [1e-6, 0.5 / 65536, 1.5 / 65536, 0.99999, 1 - 1e-9])
 def test_probabilities_at_the_ends(p: float) -> None:
-    """Rounded to 1/65536, half to even; at most 65535 of 65536 are dropped."""
+    """Probabilities are rounded to 1/65536, half to even; at most 65535 of 65536 weights are dropped."""
     case = Case(1, 1, 1, 40, 300, 4, 4, causal=False, dropout_p=p)
     qkv, (dout, _) = case.inputs(torch.float64), case.gradients(torch.float64)
     for x, y in zip(

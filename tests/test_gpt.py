@@ -1,7 +1,5 @@
 """Promise: text is read as bytes and split fairly, and the model on it is a GPT whatever computes its attention."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,14 +12,6 @@ from pyattn.cli.text import MAX_BYTES, read
 
 CONTEXT = 16
 SMALL = Config(layers=2, heads=2, width=16, context=CONTEXT)
-
-
-@pytest.fixture
-def story(tmp_path: Path) -> Path:
-    """Text enough to cut windows of CONTEXT from."""
-    path = tmp_path / "story.txt"
-    path.write_text("".join(f"{n} green bottles, hänging on the wall.\n" for n in range(200)), encoding="utf-8")
-    return path
 
 
 # Text

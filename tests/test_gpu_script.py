@@ -23,7 +23,7 @@ import pyattn
 TESTS = Path(__file__).parent
 
 LIMIT = 600
-"""Seconds, for what hangs: far more than a busy machine takes to start a process."""
+"""Seconds after which a process hangs: far more than a busy machine takes to start one."""
 
 PLANTED = """
 import os, sys, time
@@ -161,7 +161,7 @@ def test_a_process_is_not_waited_for(
 
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[dict[str, Any]]]:
-    """A GPU by name, and what each step is to record; others pass."""
+    """A GPU by name. Returns what each step is to record; steps that are not in it pass."""
     for name, answer in {
         "is_available": True,
         "get_device_name": "Small GPU",

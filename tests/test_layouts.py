@@ -146,7 +146,7 @@ AROUND_2_16 = [
 @pytest.mark.parametrize("case", AROUND_2_16, ids=str)
 def test_sizes_around_two_to_the_16th(native: Backend, case: Case) -> None:
     qkv, (dout, dlse) = case.inputs(torch.float64), case.gradients(torch.float64)
-    # In float64, whose bound is for wrong indices: a float32 sum over 65,536 rows has an error of its own.
+    # float64's bound is for wrong indices; a float32 sum over 65,536 rows has an error of its own.
     ours, exact = (run(f, qkv, dout, dlse, causal=False) for f in (native.attention, reference.attention))
     for name, x, truth in zip(NAMES, ours, exact, strict=True):
         assert_accurate(name, x, truth, truth)

@@ -176,7 +176,7 @@ def test_modules_come_with_the_package():
 
 
 def test_the_product_does_not_import_the_reference():
-    """It is for tests and comparisons; of the modules, only what is not native yet asks it."""
+    """The reference is for tests and comparisons; modules ask it only for what is not native yet."""
     root = Path(pyattn.__file__).parent
     sources = {path.relative_to(root).as_posix(): path.read_text() for path in root.rglob("*.py")}
     importing = {name for name, text in sources.items() if re.search(r"^\s*(from|import)\b.*\breference\b", text, re.M)}

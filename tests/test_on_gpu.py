@@ -38,7 +38,7 @@ LARGER = [
         Case(1, 8, 2, 1, 515, *dims),
     )
 ] + [Case(1, 4, 2, 1500, 1500, 64, 64), Case(1, 2, 2, 1100, 2300, 128, 128, q_offset=900, dropout_p=0.1)]
-"""Masks, groups, dropout, and lengths that fill no tile: minutes each in an emulation."""
+"""Masks, groups, dropout, and lengths that fill no tile; each would take minutes in an emulation."""
 
 
 @each_dtype
@@ -68,7 +68,7 @@ def inputs(dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
 
 
 def both(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seed: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Forward and backward, with dropout."""
+    """out, dq, dk and dv of a forward and a backward with dropout."""
     leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
     out = attention(*leaves, dropout_p=0.5, dropout_seed=seed)
     return out.detach(), *torch.autograd.grad(out, leaves, dout)

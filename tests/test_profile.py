@@ -147,7 +147,7 @@ KERNELS = {
 
 
 class Watched(torch.profiler.profile):
-    """Torch's profile as it would be on a GPU: a pass launches its KERNELS, an operator in the backward one more."""
+    """Torch's profile as it would be on a GPU: a pass launches its KERNELS, an operator inside backward one more."""
 
     def __init__(self, activities: list, **options: object) -> None:
         assert torch.profiler.ProfilerActivity.CUDA in activities

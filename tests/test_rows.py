@@ -51,7 +51,7 @@ def clock(monkeypatch) -> list[float]:
 
 
 def sides(clock: list[float], **seconds: float) -> dict[str, Callable[[], None]]:
-    """A call for each side, which takes so long."""
+    """A call for each side, which takes that many seconds."""
 
     def call(taken: float) -> None:
         clock[0] += taken
@@ -116,7 +116,7 @@ def test_comparisons_share_the_time(clock, monkeypatch, capsys):
 
 
 def test_quick_is_over_in_half_a_minute(clock, monkeypatch):
-    """Where each side takes a second a call: the whole time, less the last comparison's calls, is kept."""
+    """Where each side takes a second a call, only the calls of the last comparison pass the limit."""
     monkeypatch.setattr(bench, "measured_peaks", lambda dtypes, threads: {})
     slow = sides(clock, ours=1.0, sdpa=1.0)
     monkeypatch.setattr(bench, "of_functions", lambda what, *_: rows.measure(what, slow, slow, 1.0, _[-1], "cpu"))

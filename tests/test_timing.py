@@ -70,7 +70,7 @@ def test_rounds_end_before_the_time_does(clocks, monkeypatch, seconds, fewest, r
 
 
 def test_a_gpu_is_timed_by_its_own_clock(monkeypatch):
-    """From when it is idle, by events around the repeats, read once the second has come to pass."""
+    """Events around the repeats time them from when the GPU is idle, and are read once the second has passed."""
     done = []
 
     class Event:
@@ -111,7 +111,7 @@ def test_peak_memory_sees_an_allocation():
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_peak_is_what_all_threads_do_in_their_own_time(monkeypatch, threads):
-    """Two billion operations in each second of a thread's."""
+    """Each thread does two billion operations in a second of its own."""
     own, longest = threading.local(), []
 
     def spin(dtype: str, rounds: int) -> float:
@@ -149,7 +149,7 @@ def test_waiting_is_added_up_over_threads(tmp_path: Path, monkeypatch):
 
 @pytest.mark.parametrize(("after", "share"), [(10.0, 0.0), (13.0, 0.25), (99.0, 1.0), (9.0, 0.0), (None, None)])
 def test_a_share_of_waiting_is_that_of_a_thread(clocks, monkeypatch, after, share):
-    """Of 6 seconds of two threads; less waiting than before is a thread that has ended."""
+    """Two threads run for 6 seconds; less waiting than before means that a thread has ended."""
     waits = iter([10.0, after])
     monkeypatch.setattr(contention, "waited", lambda: next(waits))
     watched = contention.Contention(2)

@@ -25,16 +25,8 @@ CONTEXT = 16
 
 
 @pytest.fixture
-def story(tmp_path: Path) -> Path:
-    """Text enough to cut windows of CONTEXT from."""
-    path = tmp_path / "story.txt"
-    path.write_text("".join(f"{n} green bottles, hänging on the wall.\n" for n in range(200)), encoding="utf-8")
-    return path
-
-
-@pytest.fixture
 def train_on(story: Path, tmp_path: Path) -> Callable[..., tuple[int, Path]]:
-    """Trains a model of SMALL's shape for 6 steps, unless told otherwise. Returns the exit code and the folder."""
+    """Trains a small model for 6 steps, unless told otherwise. Returns the exit code and the folder."""
 
     def run(*options: str, out: str = "run") -> tuple[int, Path]:
         folder = tmp_path / out
@@ -172,7 +164,7 @@ def test_divergence_keeps_the_last_good_model(
 
 
 def test_a_learning_rate_beyond_reason_is_told(train_on, capsys):
-    """Products of such weights overflow."""
+    """The products of such weights overflow."""
     assert train_on("--lr", "1e30")[0] == 1
     assert re.search(r"diverged, .* is (nan|inf); .* lower --lr, got 1e\+30", capsys.readouterr().err)
 

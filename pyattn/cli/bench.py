@@ -60,15 +60,21 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     defaults = "; ".join(f"on {device} {' '.join(shapes)}" for device, shapes in SHAPES.items())
     parser.add_argument("--shapes", nargs="+", metavar="BxHxTxD", help=f"shapes of the functions; default: {defaults}")
     parser.add_argument(
-        "--dtype", nargs="+", choices=DTYPES, default=["float32", "bfloat16"], help="dtypes of all inputs"
+        "--dtype",
+        nargs="+",
+        choices=DTYPES,
+        default=["float32", "bfloat16"],
+        help="dtypes of all inputs; default: float32 bfloat16",
     )
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="where to measure; default: %(default)s")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default: %(default)s"
+    )
     parser.add_argument("--only", choices=("functions", "modules"), help="measure these alone")
     parser.add_argument("--quick", action="store_true", help="fewer shapes, modules and rounds, in half a minute")
-    parser.add_argument("--flex", action="store_true", help="also FlexAttention, which is compiled first")
+    parser.add_argument("--flex", action="store_true", help="compare FlexAttention too, which is compiled first")
     parser.add_argument("--out", type=Path, help=f"folder for {RESULTS} and {PICTURE}; default: none is written")
-    parser.add_argument("--overwrite", action="store_true", help="replace those that --out has already")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier run's files in --out")
     return parser.parse_args(argv)
 
 
@@ -176,7 +182,7 @@ def run(argv: Sequence[str]) -> int:
     peaks = measured_peaks(options.dtype, options.threads) if options.device == "cpu" else {}
     introduce(options, peaks)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of other libraries' compilers
+        warnings.simplefilter("ignore")  # other libraries' compilers warn
         rows = measured(comparisons(options, peaks), ends, options.device)
     if options.out:
         write(options.out, options, peaks, rows, load)

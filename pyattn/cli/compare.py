@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
-    """PyTorch's own."""
+    """PyTorch's own attention."""
     return nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
 
 

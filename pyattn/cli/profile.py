@@ -50,13 +50,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         default=["1x8x1024x64"],
         help="shapes of q, k and v; default: 1x8x1024x64",
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of all inputs")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of all inputs; default: %(default)s")
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="where to measure; default: %(default)s")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default: %(default)s"
+    )
     parser.add_argument("--isa", choices=_C.available_isas(), help="instruction set; default: the active one")
-    parser.add_argument("--dropout", type=float, default=0.0, metavar="P", help="dropout probability")
-    parser.add_argument("--full", action="store_true", help="without the causal mask")
-    parser.add_argument("--forward", action="store_true", help="without the backward")
+    parser.add_argument(
+        "--dropout", type=float, default=0.0, metavar="P", help="dropout probability; default: %(default)g"
+    )
+    parser.add_argument("--full", action="store_true", help="leave out the causal mask")
+    parser.add_argument("--forward", action="store_true", help="leave out the backward")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="Chrome trace to write; default: none")
     return parser.parse_args(argv)
 

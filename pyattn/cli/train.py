@@ -73,7 +73,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
     output = parser.add_argument_group("output")
     output.add_argument("--out", type=Path, help="folder to write; None: runs/ and the time")
-    output.add_argument("--overwrite", action="store_true", help="even if --out has an earlier run's files")
+    output.add_argument("--overwrite", action="store_true", help="replace an earlier run's files in --out")
     output.add_argument("--sample", type=int, default=400, help="bytes to generate at the end")
     output.add_argument(
         "--temperature", type=float, default=0.8, help="divides the sample's logits; lower is less random"

@@ -1,4 +1,4 @@
-"""The process of a step. Apart from child.py, which the modules of checks import and which must be there only once."""
+"""Starts the process of a step. child.py can't do that itself: run as a program it would be imported a second time."""
 
 from gpu_steps.child import main
 

@@ -6,7 +6,7 @@ from typing import Any
 from gpu_steps.child import FAILED, LEFT_OUT, PASSED
 
 MOST_FAILURES = 12
-"""Shown; the rest is in the file."""
+"""Failures that are shown; the rest is in the file."""
 
 
 def cell(row: dict[str, Any], side: str) -> str:

@@ -24,7 +24,7 @@ class Step:
     """The checks of a module.
 
     Attributes:
-        module: whose ``checks(*arguments)`` gives them.
+        module: its ``checks(*arguments)`` gives them.
         seconds: when they are over, no further check begins.
         longest: seconds after which a check is taken for one that hangs.
     """
@@ -44,7 +44,7 @@ def last_line(log: Path) -> str:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends it, and whatever it has started."""
+    """Ends the process, and whatever it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -18,10 +18,10 @@ from pyattn import attention, set_deterministic
 
 TOOLS = ("memcheck", "racecheck")
 FOUND = 9
-"""Exit status where it has found something."""
+"""The sanitizer's exit status where it has found something."""
 
 LONGEST = 90
-"""Seconds; it slows kernels down up to a hundredfold."""
+"""Seconds of a run; the sanitizer slows kernels down up to a hundredfold."""
 
 
 def small(dtype: torch.dtype, device: str) -> None:

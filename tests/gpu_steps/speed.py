@@ -23,10 +23,10 @@ TOKENS, WIDTH = 2**14, 2048
 """Batch times seqlen, and heads times head_dim."""
 
 SECONDS = 0.25
-"""For each side of a comparison."""
+"""Time for each side of a comparison."""
 
 BACKWARD = 2.5
-"""Five products where forward has two."""
+"""Backward has five products where forward has two."""
 
 Shape = tuple[int, int, int, int]
 
@@ -71,7 +71,7 @@ def measure(shape: Shape, dtype: torch.dtype, device: str, seconds: float) -> di
     row: dict[str, Any] = {"shape": "x".join(map(str, shape)), "dtype": str(dtype).removeprefix("torch.")}
     for which, (flops, calls) in passes.items():
         with warnings.catch_warnings(), contenders.settings_kept():
-            warnings.simplefilter("ignore")  # of kernels that torch has not for this dtype
+            warnings.simplefilter("ignore")  # kernels that torch does not have for this dtype warn
             good, row[f"{which}_left_out"] = usable(calls)
             times = in_turn(good, "torch sdpa", seconds, device)
         row[which] = {name: rated(time, flops) for name, time in times.items()}

@@ -39,7 +39,7 @@ def largest_difference(curves: dict[str, Curve]) -> float:
 
 
 def train(dtype: str, device: str, recipe: tuple[str, ...] = RECIPE) -> dict[str, Any]:
-    """Both at once: neither fills a GPU."""
+    """Trains with both attentions at once, because neither fills a GPU."""
     with ThreadPoolExecutor() as pool:
         running = {name: pool.submit(curve_of, name, dtype, device, recipe) for name in ATTENTIONS}
     curves = {name: curve.result() for name, curve in running.items()}

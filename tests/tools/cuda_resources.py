@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 MOST_SPILLED = 72
-"""Bytes of stores: 18 of a lane's 255 registers. The most that is there; of products that spilled sums it was 600."""
+"""Bytes of stores, 18 of a lane's 255 registers: as many as any kernel spills. Kernels that spilled sums had 600."""
 
 ENTRY = re.compile(
     r"Compiling entry function '(?P<name>\S+)' for 'sm_(?P<arch>\w+)'.*?(?P<stores>\d+) bytes spill stores.*?"

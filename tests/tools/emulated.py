@@ -20,13 +20,13 @@ from pyattn.dropout import dropout_threshold
 
 ROOT = Path(__file__).parents[2]
 DTYPES = {torch.float64: "double", torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
-"""In the order of ``DType`` in attention.h, by the names of their storage types."""
+"""Names of the storage types, in the order of ``DType`` in attention.h."""
 
 INCLUDES = ("-Icsrc", "-Icsrc/cuda", "-Itests/tools/emulation", "-DPYATTN_ISA=cuda", '-DPYATTN_ISA_HEADER="host.h"')
 FLAGS = ("-std=c++20", "-O2", "-march=native", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
-# unused: what other dtypes use; unknown pragmas: #pragma unroll
+# g++ does not know #pragma unroll.
 SOURCES = ("tests/tools/emulation/entry.cpp", "tests/tools/emulation/tensor_core.cpp")
-"""Beside the kernels."""
+"""Sources of the library beside the kernels."""
 
 
 def compile_kernels(root: Path, folder: Path, kernel_flags: Sequence[str] = (), *more: str) -> Path:

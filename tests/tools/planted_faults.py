@@ -49,9 +49,9 @@ LIKELY = {
 }
 """The tests most likely to catch a fault, by its file in csrc; they run first."""
 TESTS = ("accuracy", "laws", "decode", "layouts", "dropout", "exp2", "cuda", "cuda_races")
-"""Run for one backend."""
+"""Tests that run for one backend."""
 OTHER_TESTS = ("autograd", "build", "errors")
-"""Run with the instruction set that is active."""
+"""Tests that run with the active instruction set."""
 
 # An editable install would find the package it was made from, here and in the processes that tests start.
 SITE = "import sys\nsys.meta_path = [f for f in sys.meta_path if 'editable' not in type(f).__module__]\n"
@@ -104,7 +104,7 @@ class BadFaultError(Exception):
 
 
 class Copy:
-    """A copy of what git tracks, configured; at -O1, for the source alone decides the bits."""
+    """A configured copy of what git tracks. It compiles at -O1, because the source alone decides the bits."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.build = folder, folder / "build"
