@@ -50,6 +50,7 @@ def end():
     os._exit(3)
 
 def checks(*arguments):
+    time.sleep(sum(map(float, arguments[1:])))
     return {"succeed": lambda: succeed(*arguments), "fail": fail, "leave out": leave_out, "lose": lose_the_gpu,
             "end": end, "succeed again": lambda: None}
 """
@@ -123,7 +124,8 @@ def test_pytest_is_a_step(tmp_path: Path) -> None:
 
 def test_time_is_respected(planted: dict[str, str], tmp_path: Path) -> None:
     """No check begins when the step's time is over, and no process when that of all is."""
-    late = run_step(Step("planted", ("9",), 0.1, LIMIT), planted, tmp_path / "log", time.monotonic() + LIMIT)
+    # The names of the checks come after two seconds, so after the step's one; the first check would take nine more.
+    late = run_step(Step("planted", ("9", "2"), 1, LIMIT), planted, tmp_path / "log", time.monotonic() + LIMIT)
     assert [x["check"] for x in late] == ["succeed", "fail", "leave out", "lose", "end", "succeed again"]
     assert {(x["status"], x["message"]) for x in late} == {(LEFT_OUT, OUT_OF_TIME)}
     assert run_step(Step("planted", (), LIMIT), planted, tmp_path / "no log", time.monotonic()) == [
@@ -236,7 +238,7 @@ def test_what_a_build_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         build.configure(tmp_path / "build", tmp_path / "package")
 
 
-def test_facts_are_read_from_stdout_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_are_read_from_stdout_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     program = "import sys; print('a warning', file=sys.stderr); print('a stray line'); print('GPU   Small  GPU')"
     monkeypatch.setattr(build, "output_of", lambda _: output_of([sys.executable, "-c", program]))
     assert build.facts() == {"GPU": "Small  GPU"}

@@ -99,7 +99,7 @@ def test_without_sdpa_there_is_nothing_to_compare_with(clock):
     }
 
 
-def test_comparisons_share_the_time(clock, monkeypatch, capsys):
+def test_comparisons_share_the_time(clock, capsys):
     ends = []
 
     def comparison(what: str, taken: float, end: float) -> list[dict]:

@@ -105,8 +105,18 @@ def test_peak_memory_of_a_gpu_is_what_a_call_adds(monkeypatch):
     assert peak_memory(call, "cuda") == 70
 
 
+@pytest.mark.skipif(not timing.CLEAR_REFS.exists(), reason="this system does not count peak memory")
 def test_peak_memory_sees_an_allocation():
     assert 60 < peak_memory(lambda: torch.ones(2**24)) / 2**20 < 120
+
+
+@pytest.mark.parametrize("missing", ["malloc_trim", "clear_refs"])
+def test_peak_memory_is_unknown_where_it_is_not_counted(tmp_path: Path, monkeypatch, missing):
+    if missing == "malloc_trim":
+        monkeypatch.setattr(timing.ctypes, "CDLL", lambda name: object())
+    else:
+        monkeypatch.setattr(timing, "CLEAR_REFS", tmp_path / "proc" / "clear_refs")
+    assert peak_memory(lambda: None) is None
 
 
 @pytest.mark.parametrize("threads", [1, 3])

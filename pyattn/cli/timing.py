@@ -144,7 +144,7 @@ def peak_flops(dtype: str, threads: int) -> float:
 
 
 def peak_memory(call: Callable[[], object], device: str = "cpu") -> int | None:
-    """Bytes by which resident memory rises at most during a call; None where Linux has no counter for it.
+    """Bytes by which resident memory rises at most during a call; None where the system does not count it.
 
     On a GPU, the bytes that torch allocates at most.
     """
@@ -153,10 +153,10 @@ def peak_memory(call: Callable[[], object], device: str = "cpu") -> int | None:
         before = torch.cuda.memory_allocated()
         call()
         return torch.cuda.max_memory_allocated() - before
-    ctypes.CDLL(None).malloc_trim(0)  # returns what earlier calls freed
     try:
+        ctypes.CDLL(None).malloc_trim(0)  # returns what earlier calls freed
         CLEAR_REFS.write_text("5")
-    except OSError:
+    except (AttributeError, OSError):  # not Linux, or not its usual C library
         return None
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     call()
