@@ -56,12 +56,14 @@ def test_decoding_is_counted() -> None:
 
 
 def test_times_fit_in_their_task() -> None:
-    """The phases are most of a task's time: of its ticks, as many as a task without phases would have counted."""
+    """The phases are most of a task's time: every task counts as many ticks a second.
+
+    Whether a second thread gets any item is up to the machine; test_laws.py waits until one does.
+    """
     torch.set_num_threads(2)
     tasks = [task for task in tasks_of(Case(1, 8, 8, 700, 700, 64, 64)) if task.pass_name in ("forward", "backward")]
     rates = [sum(task.ticks) / (task.end_ns - task.begin_ns) for task in tasks]
     assert max(rates) < 1.2 * min(rates)
-    assert len({task.thread for task in tasks}) == 2
     assert sum(task.items for task in tasks if task.pass_name == "forward") == 8 * 11
 
 
