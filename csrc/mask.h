@@ -24,7 +24,7 @@ struct Range {
   constexpr int64_t count() const { return max(0, end - begin); }
   constexpr bool contains(int64_t i) const { return begin <= i && i < end; }
 
-  // What of it lies in [first, first + n), counted from first.
+  // The part that lies in [first, first + n), counted from first.
   constexpr Range within(int64_t first, int64_t n) const {
     const int64_t from = clamp(begin - first, 0, n);
     return {from, clamp(end - first, from, n)};

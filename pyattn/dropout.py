@@ -35,7 +35,7 @@ def dropout_threshold(dropout_p: float) -> int:
 def dropout_mask(
     seed: int | Tensor, batch: int, num_heads_q: int, seqlen_q: int, seqlen_k: int, dropout_p: float
 ) -> Tensor:
-    """Which weights :func:`pyattn.attention` keeps when called with this ``dropout_seed`` and ``dropout_p``.
+    """The weights that :func:`pyattn.attention` keeps when called with this ``dropout_seed`` and ``dropout_p``.
 
     Key ``j``, query ``i``, head ``h`` and sequence ``b`` draw 16 bits of :func:`philox` under ``seed`` at the counter
     ``(j // 8, i, low word, high word of b * num_heads_q + h)``: word ``(j % 8) // 2``, its low half for even ``j``. The

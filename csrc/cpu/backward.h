@@ -155,10 +155,11 @@ class BackwardItem {
         });
         watch.lap(Phase::kDropout);
       }
+      const RowTerms<T> row_terms = s.queries.terms_of(queries.i);
       if (strips.masked)
-        softmax<true>(strip, s.queries.terms_of(queries.i));
+        softmax_gradient<true>(s.P, s.dP, strip, seen, score, row_terms);
       else
-        softmax<false>(strip, s.queries.terms_of(queries.i));
+        softmax_gradient<false>(s.P, s.dP, strip, seen, score, row_terms);
       score.to_products(s.dP, tile, strip);
       watch.lap(Phase::kSoftmax);
       if (p.dropout.threshold) {
@@ -166,11 +167,6 @@ class BackwardItem {
         watch.lap(Phase::kDropout);
       }
     });
-  }
-
-  template <bool kMasked>
-  void softmax(Strip strip, const RowTerms<T>& rows) const {
-    softmax_gradient<kMasked>(s.P, s.dP, strip, seen, score, rows);
   }
 
   // Whether a product may multiply 0 for what is not seen by what stands there.

@@ -21,7 +21,7 @@ def visible(
     q_offset: int | Tensor | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Which keys each query sees: bool, True = takes part.
+    """The keys that each query sees: bool, True = takes part.
 
     The shape is (seqlen_q, seqlen_k), and (B, 1, seqlen_q, seqlen_k) where ``q_offset`` is a tensor.
 
