@@ -24,14 +24,56 @@ struct View {
   int64_t stride_b, stride_h, stride_s;
 };
 
-// Query i stands at key position i + q_offset and, if causal, sees the keys up to there.
+// What a bias is stored as. kBool: true = takes part.
+enum class BiasType : int { kNone, kBool, kLikeQ, kFloat32 };
+
+// A (batch, query head, query, key) tensor of any strides, 0 where it broadcasts.
+struct BiasView {
+  BiasType type;
+  void* data;
+  int64_t stride_b, stride_h, stride_q, stride_k;
+};
+
+// The keys [begin, end) of a row; holes: some key between is hidden by the bias.
+struct RowKeys {
+  int64_t begin, end;
+  bool holes;
+};
+
+// The keys of a block of kBlockRows rows of a KV head: each row sees a part of
+// [first_begin, last_end) and all of [last_begin, first_end), but for holes.
+struct BlockKeys {
+  int64_t first_begin, last_begin, first_end, last_end;
+  bool holes;
+};
+
+// Query i stands at key position i + q_offset and sees the keys from window_left before it to
+// window_right behind it, if causal none behind it; of these, the keys of its range; and of these,
+// those that a bias does not hide: where it is false, or -inf.
 //
-//   seqlen_q 2, seqlen_k 4     q_offset 2     1 1 1 0     q_offset 0     1 0 0 0
-//                                             1 1 1 1                    1 1 0 0
+//   seqlen_q 2, seqlen_k 4     q_offset 2     1 1 1 0     q_offset 0     1 0 0 0     q_offset 2,       0 1 1 0
+//   causal                                    1 1 1 1                    1 1 0 0     window_left 1     0 0 1 1
 struct MaskParams {
   bool causal;
   int64_t q_offset;
-  const int64_t* q_offsets;  // (batch), in place of q_offset, or null
+  const int64_t* q_offsets;                     // (batch), in place of q_offset, or null
+  int64_t window_left = -1, window_right = -1;  // -1: no bound
+  const int64_t* key_ranges;                    // (batch or 1, seqlen_q, 2): begin and end, or null
+  int64_t key_ranges_stride_b;                  // 0 where one sequence stands for all
+  // Made by the passes bias_rows and mask_blocks: what the bias leaves of each row of its own
+  // shape, dense, (batch or 1, num_heads_q or 1, seqlen_q or 1), and (batch, num_heads_kv, blocks
+  // of rows). Null without a bias, and where formulas answer for blocks of rows.
+  RowKeys* bias_rows;
+  BlockKeys* blocks;
+};
+
+// What becomes of a scaled product s: softcap * tanh(s / softcap), then bias and -slope * |i + q_offset - j| added.
+struct ScoreParams {
+  double softcap;  // 0: none
+  BiasView bias;
+  const void* alibi_slopes;  // (batch or 1, num_heads_q), double for float64, else float, or null
+  int64_t slopes_stride_b;   // 0 where one sequence stands for all
+  const void* sinks;         // (num_heads_q), likewise: the score of one more key, without a value, or null
 };
 
 // Each weight is dropped with probability threshold / 65536; cpu/dropout.h says which.
@@ -62,6 +104,7 @@ struct ForwardParams {
   int64_t batch, num_heads_q, num_heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
   double softmax_scale;
   MaskParams mask;
+  ScoreParams score;
   DropoutParams dropout;
   void* workspace;      // what Plan, or DeviceKernels, asks for: memory that all work items share; or null
   PhaseCounts* counts;  // of the calling task; null when profiling is off
@@ -70,6 +113,10 @@ struct ForwardParams {
 struct BackwardParams : ForwardParams {
   View dout, dq, dk, dv;
   const void* dlse;  // dense like lse, or null
+  // Null where they are not asked for. dbias has the bias's own shape, with strides 0 where that
+  // broadcasts; the others are dense, of slopes' and sinks' own shape, double for float64, else float.
+  BiasView dbias;
+  void *dslopes, *dsinks;
 };
 
 // What a pass needs for these params. It depends on shapes and constants, never on the

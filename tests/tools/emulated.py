@@ -50,8 +50,34 @@ class View(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p)] + [(name, ctypes.c_int64) for name in ("stride_b", "stride_h", "stride_s")]
 
 
+class Bias(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("data", ctypes.c_void_p)] + [
+        (f"stride_{name}", ctypes.c_int64) for name in ("b", "h", "q", "k")
+    ]
+
+
 class Mask(ctypes.Structure):
-    _fields_ = [("causal", ctypes.c_bool), ("q_offset", ctypes.c_int64), ("q_offsets", ctypes.c_void_p)]
+    _fields_ = [
+        ("causal", ctypes.c_bool),
+        ("q_offset", ctypes.c_int64),
+        ("q_offsets", ctypes.c_void_p),
+        ("window_left", ctypes.c_int64),
+        ("window_right", ctypes.c_int64),
+        ("key_ranges", ctypes.c_void_p),
+        ("key_ranges_stride_b", ctypes.c_int64),
+        ("bias_rows", ctypes.c_void_p),
+        ("blocks", ctypes.c_void_p),
+    ]
+
+
+class Score(ctypes.Structure):
+    _fields_ = [
+        ("softcap", ctypes.c_double),
+        ("bias", Bias),
+        ("alibi_slopes", ctypes.c_void_p),
+        ("slopes_stride_b", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p),
+    ]
 
 
 class Dropout(ctypes.Structure):
@@ -68,10 +94,10 @@ class BackwardParams(ctypes.Structure):
         [(name, View) for name in ("q", "k", "v", "out")]
         + [(name, ctypes.c_void_p) for name in ("row_max", "row_sum", "lse")]
         + [(name, ctypes.c_int64) for name in SIZES]
-        + [("softmax_scale", ctypes.c_double), ("mask", Mask), ("dropout", Dropout)]
+        + [("softmax_scale", ctypes.c_double), ("mask", Mask), ("score", Score), ("dropout", Dropout)]
         + [("workspace", ctypes.c_void_p), ("counts", ctypes.c_void_p)]
         + [(name, View) for name in ("dout", "dq", "dk", "dv")]
-        + [("dlse", ctypes.c_void_p)]
+        + [("dlse", ctypes.c_void_p), ("dbias", Bias), ("dslopes", ctypes.c_void_p), ("dsinks", ctypes.c_void_p)]
     )
 
 
@@ -117,6 +143,7 @@ def _params(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Backwar
     scale, offset = options.get("softmax_scale"), options.get("q_offset")
     p.softmax_scale = reference.default_scale(q.shape[3]) if scale is None else scale
     p.mask.causal = options.get("causal", True)
+    p.mask.window_left, p.mask.window_right = options.get("window", (-1, -1))
     if isinstance(offset, Tensor):
         p.mask.q_offsets = offset.data_ptr()
     else:
