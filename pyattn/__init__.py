@@ -1,9 +1,9 @@
 """Exact multi-head causal attention for PyTorch, forward and backward, in native code."""
 
-from pyattn import _load, nn  # noqa: F401  (_load first: the rest needs torch and the operators)
+from pyattn import _load, masks, nn  # noqa: F401  (_load first: the rest needs torch and the operators)
 from pyattn.autograd import set_deterministic
 from pyattn.functional import attention, dropout_mask
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "attention", "dropout_mask", "nn", "set_deterministic"]
+__all__ = ["__version__", "attention", "dropout_mask", "masks", "nn", "set_deterministic"]

@@ -5,6 +5,7 @@ import reprlib
 from collections.abc import Callable, Mapping
 from typing import NoReturn, TypeVar
 
+import torch
 from torch import Tensor
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -40,6 +41,13 @@ def check_64_bits(name: str, value: object) -> None:
     """ValueError for an int that int64 does not hold."""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ValueError(f"pyattn: {name} must fit in 64 bits, got {value}")
+
+
+def check_size(name: str, value: object, least: int = 0) -> None:
+    """TypeError for what is no int, ValueError for one below ``least``."""
+    check_type(name, value, int, torch.SymInt)
+    if isinstance(value, int) and value < least:
+        raise ValueError(f"pyattn: {name} must be at least {least}, got {value}")
 
 
 def check_tensor(name: str, value: object) -> None:

@@ -1,0 +1,220 @@
+"""Masks as intervals: ``key_ranges`` for :func:`pyattn.attention`, in the shapes that models ask for.
+
+Every function returns int64 (B or 1, seqlen, 2): query ``i`` sees the keys ``begin <= j < end`` of its pair, on top of
+``causal`` and ``window``. Memory is linear in seqlen, and blocks of keys that no query of a block sees cost nothing.
+Tensors given here are read on their own device, where the result lies too; ints give a result on torch's default one.
+
+Drawn below: query ``i`` down, key ``j`` across, 1 = takes part.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from pyattn.arguments import check_size, check_type
+
+__all__ = ["chunked", "documents", "from_bool", "padding", "prefix_lm"]
+
+
+def documents(lengths: Sequence[int] | Tensor) -> Tensor:
+    """Documents packed one after another into one sequence: no query sees another document.
+
+    ::
+
+        lengths 2, 3     causal=False     causal=True
+                         1 1 0 0 0        1 0 0 0 0
+                         1 1 0 0 0        1 1 0 0 0
+                         0 0 1 1 1        0 0 1 0 0
+                         0 0 1 1 1        0 0 1 1 0
+                         0 0 1 1 1        0 0 1 1 1
+
+    Args:
+        lengths: the documents' lengths, ints or an int32 or int64 tensor of 1 dimension. They may be 0; seqlen is their
+            sum. For padding at the end of a row, add its length as one more document.
+
+    Returns:
+        (1, seqlen, 2), for every sequence of a batch. Rows packed differently: ``torch.cat`` of their ranges.
+
+    Raises:
+        ValueError: a length below 0, another number of dimensions.
+        TypeError: other types.
+
+    >>> documents([2, 3])[0].tolist()
+    [[0, 2], [0, 2], [2, 5], [2, 5], [2, 5]]
+    """
+    sizes = _integers("lengths", lengths)
+    _check_between("lengths", sizes, None)
+    end = sizes.cumsum(0)
+    return torch.stack([end - sizes, end], -1).repeat_interleave(sizes, 0)[None]
+
+
+def prefix_lm(prefix: int | Tensor, seqlen: int) -> Tensor:
+    """A prefix whose tokens see each other both ways, then causal text (Raffel et al. 2020, figure 4).
+
+    For ``causal=False``: query ``i`` sees the keys below ``max(prefix, i + 1)``. ::
+
+        prefix 2, seqlen 4     1 1 0 0
+                               1 1 0 0
+                               1 1 1 0
+                               1 1 1 1
+    Args:
+        prefix: its length, an int or an int32 or int64 tensor (B,), from 0 to seqlen.
+        seqlen: the number of queries and of keys.
+
+    Returns:
+        (B, seqlen, 2), or (1, seqlen, 2) for an int.
+
+    Raises:
+        ValueError: a prefix outside 0 to seqlen, a seqlen below 0, another number of dimensions.
+        TypeError: other types.
+
+    >>> prefix_lm(2, seqlen=4)[0].tolist()
+    [[0, 2], [0, 2], [0, 3], [0, 4]]
+    """
+    check_size("seqlen", seqlen)
+    check_type("prefix", prefix, int, Tensor)
+    sizes = _integers("prefix", [prefix] if isinstance(prefix, int) else prefix)
+    _check_between("prefix", sizes, seqlen)
+    end = torch.maximum(sizes[:, None], torch.arange(1, seqlen + 1, device=sizes.device))
+    return torch.stack([torch.zeros_like(end), end], -1)
+
+
+def chunked(seqlen: int, chunk: int) -> Tensor:
+    """Chunks of ``chunk`` tokens each, the last one perhaps shorter: no query sees another chunk.
+
+    ::
+
+        seqlen 5, chunk 2     causal=False     causal=True
+                              1 1 0 0 0        1 0 0 0 0
+                              1 1 0 0 0        1 1 0 0 0
+                              0 0 1 1 0        0 0 1 0 0
+                              0 0 1 1 0        0 0 1 1 0
+                              0 0 0 0 1        0 0 0 0 1
+
+    Args:
+        seqlen: the number of queries and of keys.
+        chunk: at least 1.
+
+    Returns:
+        (1, seqlen, 2).
+
+    Raises:
+        ValueError: a seqlen below 0, a chunk below 1.
+        TypeError: other types than int.
+
+    >>> chunked(5, chunk=2)[0].tolist()
+    [[0, 2], [0, 2], [2, 4], [2, 4], [4, 5]]
+    """
+    check_size("seqlen", seqlen)
+    check_size("chunk", chunk, least=1)
+    begin = torch.arange(seqlen) // chunk * chunk
+    return torch.stack([begin, (begin + chunk).clamp(max=seqlen)], -1)[None]
+
+
+def padding(lengths: Sequence[int] | Tensor, seqlen: int, side: str = "right") -> Tensor:
+    """Sequences of different lengths in one batch: no query sees padding.
+
+    ::
+
+        length 3, seqlen 4     side "right"     causal     side "left"     causal
+                               1 1 1 0          1 0 0 0    0 1 1 1         0 0 0 0
+                               1 1 1 0          1 1 0 0    0 1 1 1         0 1 0 0
+                               1 1 1 0          1 1 1 0    0 1 1 1         0 1 1 0
+                               1 1 1 0          1 1 1 0    0 1 1 1         0 1 1 1
+
+    Queries that are padding see what their place lets them see: their results mean nothing, and a loss that leaves them
+    out sends them no gradient.
+
+    Args:
+        lengths: tokens of each sequence without padding, ints or an int32 or int64 tensor (B,), from 0 to seqlen.
+        seqlen: the number of keys, and of queries. With fewer queries, as behind a cache, slice: ``[:, -seqlen_q:]``.
+        side: where the padding is, "right" or "left".
+
+    Returns:
+        (B, seqlen, 2).
+
+    Raises:
+        ValueError: a length outside 0 to seqlen, a seqlen below 0, another side, another number of dimensions.
+        TypeError: other types.
+
+    >>> padding([2, 3], seqlen=3, side="left")[:, 0].tolist()
+    [[1, 3], [0, 3]]
+    """
+    check_size("seqlen", seqlen)
+    if side not in ("right", "left"):
+        raise ValueError(f"pyattn: side must be 'right' or 'left', got {side!r}")
+    sizes = _integers("lengths", lengths)
+    _check_between("lengths", sizes, seqlen)
+    begin = torch.zeros_like(sizes) if side == "right" else seqlen - sizes
+    return torch.stack([begin, begin + sizes], -1)[:, None].repeat(1, seqlen, 1)
+
+
+def from_bool(mask: Tensor) -> Tensor | None:
+    """The ranges that a bool mask stands for, if it stands for any.
+
+    A mask that stays what it is goes into ``attention(..., bias=mask)``, which finds ranges itself, at each call: this
+    function is for a mask that serves many calls, and for those who want to know. ::
+
+        1 1 1 0    [0, 3)        1 0 1 1    None: a hole
+        0 1 1 1    [1, 4)        1 1 1 1
+        0 0 0 0    [0, 0)        0 0 1 1
+
+    Args:
+        mask: bool, True = takes part, 1 to 4 dimensions, which broadcast from the right: (B or 1, Hq or 1, Sq, Sk).
+
+    Returns:
+        (B or 1, Sq, 2), for ``causal=False``, as the mask says it all; None where a row has holes or heads differ. A
+        mask for all queries at once, (B, 1, 1, Sk), gives (B, 1, 2): ``expand(-1, seqlen_q, -1)`` it.
+
+    Raises:
+        ValueError: another number of dimensions.
+        TypeError: a mask that is not a bool tensor.
+
+    >>> from_bool(torch.ones(3, 3, dtype=torch.bool).tril()).tolist()
+    [[[0, 1], [0, 2], [0, 3]]]
+    """
+    check_type("mask", mask, Tensor)
+    if mask.dtype != torch.bool:
+        raise TypeError(f"pyattn: mask must be bool, True = takes part, got {mask.dtype}")
+    if not 1 <= mask.dim() <= 4:
+        raise ValueError(f"pyattn: mask must have 1 to 4 dimensions, got shape {tuple(mask.shape)}")
+    wide = mask[(None,) * (4 - mask.dim())]
+    seqlen_k, heads = wide.shape[3], wide.shape[1]
+    if seqlen_k == 0 or heads == 0:
+        return torch.zeros(wide.shape[0], wide.shape[2], 2, dtype=torch.int64, device=mask.device)
+    keys = wide.to(torch.uint8)
+    count = keys.sum(-1)
+    begin = keys.argmax(-1).masked_fill(count == 0, 0)  # argmax gives the first of several
+    end = (seqlen_k - keys.flip(-1).argmax(-1)).masked_fill(count == 0, 0)
+    ranges = torch.stack([begin, end], -1)
+    if (end - begin != count).any() or (ranges != ranges[:, :1]).any():
+        return None
+    return ranges[:, 0]
+
+
+def _integers(name: str, values: Sequence[int] | Tensor) -> Tensor:
+    """``values`` as an int64 tensor of one dimension, or TypeError or ValueError."""
+    if isinstance(values, Tensor):
+        if values.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"pyattn: {name} must be int32 or int64, got {values.dtype}")
+    else:
+        check_type(name, values, Sequence, Tensor)
+        for value in values:
+            check_type(f"each of {name}", value, int)
+        values = torch.tensor(values, dtype=torch.int64)
+    if values.dim() != 1:
+        raise ValueError(f"pyattn: {name} must have 1 dimension, got shape {tuple(values.shape)}")
+    return values.to(torch.int64)
+
+
+def _check_between(name: str, values: Tensor, most: int | None) -> None:
+    """ValueError for the first of ``values`` below 0 or above ``most``. Fake tensors have no values to be wrong."""
+    if isinstance(values, FakeTensor) or values.is_meta:
+        return
+    wrong = values < 0 if most is None else (values < 0) | (values > most)
+    if wrong.any():
+        at = int(wrong.to(torch.uint8).argmax())
+        allowed = "must not be negative" if most is None else f"must lie between 0 and seqlen, {most}"
+        raise ValueError(f"pyattn: {name} {allowed}, got {int(values[at])} at {at}")

@@ -1,0 +1,152 @@
+"""Promise: each of pyattn.masks gives the ranges of the mask that its docstring draws, or says what is wrong."""
+
+import doctest
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+import pyattn
+from pyattn import masks
+
+
+def seen(ranges: Tensor, seqlen_k: int) -> Tensor:
+    """bool (B, seqlen_q, seqlen_k), True where the key lies in the query's range."""
+    assert ranges.dtype == torch.int64
+    key = torch.arange(seqlen_k, device=ranges.device)
+    return (ranges[..., :1] <= key) & (key < ranges[..., 1:])
+
+
+def same_group(groups: list[int]) -> Tensor:
+    group = torch.tensor(groups)
+    return (group == group[:, None])[None]
+
+
+@pytest.mark.parametrize("given", [list, tuple, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32)])
+def test_documents(given):
+    groups = [0] * 3 + [2] * 1 + [3] * 4
+    assert torch.equal(seen(masks.documents(given([3, 0, 1, 4, 0])), 8), same_group(groups))
+    assert masks.documents(given([0])).shape == (1, 0, 2)
+
+
+def test_no_documents():
+    assert masks.documents([]).shape == (1, 0, 2)
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 3, 5])
+def test_prefix_lm(prefix):
+    query, key = torch.arange(5)[:, None], torch.arange(5)
+    assert torch.equal(seen(masks.prefix_lm(prefix, 5), 5), ((key < prefix) | (key <= query))[None])
+
+
+def test_prefixes_of_a_batch():
+    many = masks.prefix_lm(torch.tensor([0, 4, 2]), 5)
+    assert torch.equal(many, torch.cat([masks.prefix_lm(prefix, 5) for prefix in (0, 4, 2)]))
+    assert torch.equal(many, masks.prefix_lm(torch.tensor([0, 4, 2], dtype=torch.int32), 5))
+
+
+@pytest.mark.parametrize(("seqlen", "chunk"), [(7, 3), (6, 3), (2, 5), (4, 1), (0, 2)])
+def test_chunked(seqlen, chunk):
+    ranges = masks.chunked(seqlen, chunk)
+    assert torch.equal(seen(ranges, seqlen), same_group([i // chunk for i in range(seqlen)]))
+    assert ranges.shape == (1, seqlen, 2)
+    assert (ranges <= seqlen).all()
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding(side):
+    key = torch.arange(4)
+    for given in ([0, 3, 4], torch.tensor([0, 3, 4], dtype=torch.int32)):
+        lengths = torch.tensor([0, 3, 4])[:, None, None]
+        token = key < lengths if side == "right" else key >= 4 - lengths
+        assert torch.equal(seen(masks.padding(given, 4, side), 4), token.expand(3, 4, 4))
+    assert torch.equal(masks.padding([3], 4), masks.padding([3], 4, "right"))
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        masks.documents([3, 1, 4]),
+        masks.prefix_lm(torch.tensor([0, 5, 8]), 8),
+        masks.chunked(8, 3),
+        masks.padding([8, 2, 7], 8, "left"),
+    ],
+)
+def test_from_bool_takes_back_what_ranges_mean(ranges):
+    mask = seen(ranges, 8)
+    for wide in (mask[:, None], mask[:, None].expand(-1, 5, -1, -1), mask.mT.contiguous().mT[:, None]):
+        assert torch.equal(masks.from_bool(wide), ranges)
+    assert torch.equal(masks.from_bool(mask[0]), ranges[:1])
+    assert torch.equal(masks.from_bool(mask[:1]), ranges[:1]), "three dimensions: the first is that of heads"
+
+
+def test_from_bool_of_rows_without_keys():
+    mask = torch.tensor([[False, False, False], [False, True, True]])
+    assert masks.from_bool(mask).tolist() == [[[0, 0], [1, 3]]]
+    assert masks.from_bool(torch.ones(2, 1, 4, 0, dtype=torch.bool)).tolist() == [[[0, 0]] * 4] * 2
+    assert masks.from_bool(torch.ones(2, 0, 4, 3, dtype=torch.bool)).shape == (2, 4, 2)
+
+
+def test_from_bool_of_a_mask_for_all_queries():
+    mask = torch.tensor([[0, 1, 1], [1, 0, 0]], dtype=torch.bool)[:, None, None]
+    assert masks.from_bool(mask).tolist() == [[[1, 3]], [[0, 1]]]
+    assert masks.from_bool(mask[0, 0, 0]).tolist() == [[[1, 3]]]
+
+
+def test_from_bool_of_what_no_range_is():
+    holes = torch.ones(2, 1, 3, 4, dtype=torch.bool)
+    holes[1, 0, 2, 1] = False
+    assert masks.from_bool(holes) is None
+    heads = torch.ones(1, 2, 3, 4, dtype=torch.bool)
+    heads[0, 1, 0, 0] = False
+    assert masks.from_bool(heads) is None
+    assert masks.from_bool(heads[:, 1:]) is not None
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: masks.documents([3, -1]), ValueError, "lengths must not be negative, got -1 at 1"),
+        (lambda: masks.documents([[3], [1]]), TypeError, "each of lengths must be int, got [3]"),
+        (lambda: masks.documents(torch.ones(2, 2, dtype=torch.int64)), ValueError, "must have 1 dimension, got shape"),
+        (lambda: masks.documents(torch.ones(2)), TypeError, "lengths must be int32 or int64, got torch.float32"),
+        (lambda: masks.documents(5), TypeError, "lengths must be Sequence or Tensor, got 5"),
+        (lambda: masks.prefix_lm(5, 4), ValueError, "prefix must lie between 0 and seqlen, 4, got 5 at 0"),
+        (lambda: masks.prefix_lm(torch.tensor([0, -2]), 4), ValueError, "and seqlen, 4, got -2 at 1"),
+        (lambda: masks.prefix_lm(2, -1), ValueError, "seqlen must be at least 0, got -1"),
+        (lambda: masks.prefix_lm(2.0, 4), TypeError, "prefix must be int or Tensor, got 2.0"),
+        (lambda: masks.chunked(4, 0), ValueError, "chunk must be at least 1, got 0"),
+        (lambda: masks.chunked(4.0, 2), TypeError, "seqlen must be int, got 4.0"),
+        (lambda: masks.padding([5], 4), ValueError, "lengths must lie between 0 and seqlen, 4, got 5 at 0"),
+        (lambda: masks.padding([4], 4, "top"), ValueError, "side must be 'right' or 'left', got 'top'"),
+        (lambda: masks.from_bool(torch.ones(2, 2)), TypeError, "mask must be bool, True = takes part, got torch.flo"),
+        (lambda: masks.from_bool("causal"), TypeError, "mask must be Tensor, got 'causal'"),
+        (lambda: masks.from_bool(torch.ones(()).bool()), ValueError, "1 to 4 dimensions, got shape ()"),
+    ],
+)
+def test_errors(make, kind, message):
+    with pytest.raises(kind, match=f"^pyattn: .*{re.escape(message)}"):
+        make()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compile():
+    torch._dynamo.reset()
+
+    def make(lengths: Tensor) -> tuple[Tensor, ...]:
+        return masks.padding(lengths, 6, "left"), masks.chunked(6, 4), masks.prefix_lm(lengths, 6)
+
+    lengths = torch.tensor([2, 6])
+    compiled = torch.compile(make, backend="aot_eager")
+    assert all(torch.equal(x, y) for x, y in zip(compiled(lengths), make(lengths), strict=True))
+
+
+def test_examples_run():
+    results = doctest.testmod(masks)
+    assert results.attempted >= len(masks.__all__)
+    assert not results.failed
+
+
+def test_masks_come_with_the_package():
+    assert pyattn.masks is masks
