@@ -127,7 +127,7 @@ def _reordered(
             inputs,
             dout[:, :, queries][..., columns_v],
             None if dlse is None else dlse[:, :, queries],
-            **options | {"causal": False, "q_offset": None, "mask": seen},
+            **options | {"causal": False, "q_offset": None, "bias": seen},
         )
     everything = torch.arange(1, device=q.device)
     places = ((queries, columns_v), (queries, everything), (queries, columns), (keys, columns), (keys, columns_v))

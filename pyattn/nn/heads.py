@@ -65,7 +65,7 @@ def _attend(
     if need_weights:
         _warn_once("returning attention weights")
     out, weights = reference.attention(
-        q, k, v, causal=causal, softmax_scale=softmax_scale, mask=mask, dropout_p=dropout_p, return_weights=True
+        q, k, v, causal=causal, softmax_scale=softmax_scale, bias=mask, dropout_p=dropout_p, return_weights=True
     )
     return out, weights if need_weights else None
 

@@ -4,7 +4,7 @@ Everything here materialises the (seqlen_q, seqlen_k) scores and takes any float
 specifies: of this package only :mod:`pyattn.dropout`, whose draws are a definition, not a computation to be checked.
 """
 
-from pyattn.reference.formula import attention, default_scale, visible
+from pyattn.reference.formula import attention, default_scale, distances, visible
 from pyattn.reference.modules import (
     Attention,
     CausalAttention,
@@ -31,5 +31,6 @@ __all__ = [
     "SingleHeadSelfAttention",
     "attention",
     "default_scale",
+    "distances",
     "visible",
 ]

@@ -1,6 +1,7 @@
 """The formula, step by step, for every feature that the native function has."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,35 +14,70 @@ def default_scale(head_dim: int) -> float:
     return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
 
 
+def _bounded(q_offset: int | Tensor, shift: int, low: int, high: int, device: torch.device | None) -> int | Tensor:
+    """``q_offset + shift`` within [low, high], in Python's integers, which do not overflow; tensors as (B, 1, 1, 1)."""
+    if isinstance(q_offset, Tensor):
+        offsets = [min(max(offset + shift, low), high) for offset in q_offset.tolist()]
+        return torch.tensor(offsets, dtype=torch.int64, device=device)[:, None, None, None]
+    return min(max(q_offset + shift, low), high)
+
+
 def visible(
     seqlen_q: int,
     seqlen_k: int,
     *,
     causal: bool = True,
     q_offset: int | Tensor | None = None,
+    window: tuple[int, int] = (-1, -1),
+    key_ranges: Tensor | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
     """The keys that each query sees: bool, True = takes part.
 
-    The shape is (seqlen_q, seqlen_k), and (B, 1, seqlen_q, seqlen_k) where ``q_offset`` is a tensor.
+    Query ``i`` stands at key position ``i + q_offset``. It sees key ``j`` if all of these hold::
 
-    Query ``i`` stands at key position ``i + q_offset`` and sees key ``j`` when ``j <= i + q_offset``; the default
-    offset ``seqlen_k - seqlen_q`` aligns the last query with the last key::
+        causal                 j <= i + q_offset
+        window[0] >= 0         j >= i + q_offset - window[0]
+        window[1] >= 0         j <= i + q_offset + window[1]
+        key_ranges             key_ranges[b, i, 0] <= j < key_ranges[b, i, 1]
 
-        seqlen_q 2, seqlen_k 4     q_offset = 2 (default)     q_offset = 0 (upper left)
-                                   1 1 1 0                    1 0 0 0
-                                   1 1 1 1                    1 1 0 0
+    The default offset ``seqlen_k - seqlen_q`` aligns the last query with the last key::
+
+        seqlen_q 2, seqlen_k 4     q_offset 2 (default)     q_offset 0 (upper left)     q_offset 2, window (1, -1)
+                                   1 1 1 0                  1 0 0 0                     0 1 1 0
+                                   1 1 1 1                  1 1 0 0                     0 0 1 1
+
+    Returns:
+        (seqlen_q, seqlen_k), and (B or 1, 1, seqlen_q, seqlen_k) where ``q_offset`` or ``key_ranges`` is a tensor.
     """
-    if not causal:
-        return torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
-    if q_offset is None:
-        q_offset = seqlen_k - seqlen_q
-    position = torch.arange(seqlen_q, device=device)[:, None]
-    if isinstance(q_offset, Tensor):
-        position = position + q_offset.to(device)[:, None, None, None]
-    else:
-        position = position + q_offset
-    return torch.arange(seqlen_k, device=device) <= position
+    offset = seqlen_k - seqlen_q if q_offset is None else q_offset
+    query = torch.arange(seqlen_q, device=device)[:, None]
+    key = torch.arange(seqlen_k, device=device)
+    seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    # Bounds of query 0; one beyond [-seqlen_q, seqlen_k] cuts off no more for any query.
+    around = -seqlen_q - 1, seqlen_k + 1
+    left, right = window
+    if causal:
+        seen = seen & (key <= query + _bounded(offset, 0, *around, device))
+    if right >= 0:
+        seen = seen & (key <= query + _bounded(offset, right, *around, device))
+    if left >= 0:
+        seen = seen & (key >= query + _bounded(offset, -left, *around, device))
+    if key_ranges is not None:
+        begin, end = key_ranges.to(device)[:, None, :, None].unbind(-1)
+        seen = seen & (begin <= key) & (key < end)
+    return seen
+
+
+def distances(
+    seqlen_q: int, seqlen_k: int, *, q_offset: int | Tensor | None = None, device: torch.device | None = None
+) -> Tensor:
+    """``|i + q_offset - j|`` for query i and key j, float64: (seqlen_q, seqlen_k), (B, 1, ...) of a tensor q_offset."""
+    offset = seqlen_k - seqlen_q if q_offset is None else q_offset
+    if isinstance(offset, Tensor):
+        offset = offset.to(device, torch.float64)[:, None, None, None]
+    query = torch.arange(seqlen_q, dtype=torch.float64, device=device)[:, None]
+    return (query + offset - torch.arange(seqlen_k, device=device)).abs()
 
 
 def _scores(q: Tensor, k: Tensor, seen: Tensor, finite: bool) -> Tensor:
@@ -66,45 +102,75 @@ def attention(
     *,
     causal: bool = True,
     q_offset: int | Tensor | None = None,
+    window: tuple[int, int] = (-1, -1),
+    key_ranges: Tensor | None = None,
     softmax_scale: float | None = None,
-    mask: Tensor | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
     return_weights: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """``dropout(softmax(mask(softmax_scale q k^T))) v``.
+    """``out = dropout(softmax(score))[..., :Sk] v``, the score of query i and key j being, in this order::
+
+        s = softmax_scale <q_i, k_j>
+        s = softcap tanh(s / softcap)                  if softcap > 0
+        s = s + bias_ij                                if bias is float
+        s = s - alibi_slope |i + q_offset - j|
+        s = -inf                                       if i does not see j: visible(), bias_ij False or -inf
+        and as one more column, without a value, the head's sink
 
     Args:
         q: (B, Hq, Sq, D).
         k: (B, Hkv, Sk, D); query head ``h`` reads KV head ``h // (Hq // Hkv)``.
         v: (B, Hkv, Sk, Dv).
-        causal, q_offset: see :func:`visible`.
+        causal, q_offset, window, key_ranges: see :func:`visible`.
         softmax_scale: default ``1 / sqrt(D)``.
-        mask: bool, True = takes part, broadcastable to (B, Hq, Sq, Sk); on top of ``causal``.
+        softcap: 0: none.
+        bias: bool, True = takes part, or float; broadcastable to (B, Hq, Sq, Sk). NaN at a key that is not seen has no
+            effect.
+        alibi_slopes: (Hq) or (B, Hq).
+        sinks: (Hq); -inf is as good as none.
         dropout_p, dropout_seed: drops weights by :func:`pyattn.dropout_mask`; the seed is drawn if None.
         return_lse: also return the natural log of the softmax denominator, (B, Hq, Sq), float32 or float64.
         return_weights: also return the weights that met ``v``, (B, Hq, Sq, Sk), after dropout.
 
     Returns:
-        ``out`` (B, Hq, Sq, Dv), then lse and weights if asked for. A row that sees no key has out 0, lse -inf. Masked
-        positions never affect the result, even if they hold NaN; compiled code can't look at values and takes them all
-        as finite.
+        ``out`` (B, Hq, Sq, Dv), then lse and weights if asked for. A row that sees no key has out 0 and lse -inf, with
+        a sink lse = sink. Unseen positions never affect the result, even if they hold NaN; compiled code can't look at
+        values and takes them all as finite.
     """
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scale = default_scale(q.shape[-1]) if softmax_scale is None else softmax_scale
-    seen = visible(q.shape[2], k.shape[2], causal=causal, q_offset=q_offset, device=q.device)
-    if mask is not None:
-        seen = seen & mask
+    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
+    scale = default_scale(q.shape[3]) if softmax_scale is None else softmax_scale
+    where: dict[str, Any] = {"causal": causal, "q_offset": q_offset, "window": window, "key_ranges": key_ranges}
+    seen = visible(seqlen_q, seqlen_k, **where, device=q.device)
+    if bias is not None:
+        seen = seen & (bias if bias.dtype == torch.bool else bias != -math.inf)
     finite = torch.compiler.is_compiling() or q.is_meta or all(bool(t.isfinite().all()) for t in (q, k, v))
 
-    scores = (_scores(q, k, seen, finite) * scale).masked_fill(~seen, -math.inf)
-    empty = ~seen.any(-1, keepdim=True)
-    weights = torch.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(~seen, 0.0)
+    scores = _scores(q, k, seen, finite) * scale
+    if softcap > 0.0:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None and bias.dtype != torch.bool:
+        scores = scores + torch.where(seen, bias, 0.0)
+    if alibi_slopes is not None:
+        far = distances(seqlen_q, seqlen_k, q_offset=q_offset, device=q.device)
+        scores = scores - alibi_slopes[..., None, None] * far.to(alibi_slopes.dtype)
+    columns = seen.expand(scores.shape)
+    if sinks is not None:
+        sink = sinks[:, None, None].expand(*scores.shape[:3], 1)
+        scores, columns = torch.cat([scores, sink], -1), torch.cat([columns, sink != -math.inf], -1)
+    empty = ~columns.any(-1, keepdim=True)
+    scores = scores.masked_fill(~columns, -math.inf).masked_fill(empty, 0.0)
+    weights = torch.softmax(scores, -1)[..., :seqlen_k].masked_fill(~seen, 0.0).to(q.dtype)
     if dropout_p > 0.0:
         seed = draw_seed(q.device) if dropout_seed is None else dropout_seed
-        batch, num_heads_q, seqlen_q, seqlen_k = weights.shape
+        batch, num_heads_q = q.shape[:2]
         kept = dropout_mask(seed, batch, num_heads_q, seqlen_q, seqlen_k, dropout_p)
         weights = weights.masked_fill(~kept, 0.0) * (65536 / (65536 - dropout_threshold(dropout_p)))
     out = _combine(weights, v, seen, finite)
@@ -112,8 +178,7 @@ def attention(
     results: tuple[Tensor, ...] = (out,)
     if return_lse:
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        lse = torch.logsumexp(wide.masked_fill(empty, 0.0), -1).masked_fill(empty.squeeze(-1), -math.inf)
-        results += (lse,)
+        results += (torch.logsumexp(wide, -1).masked_fill(empty.squeeze(-1), -math.inf),)
     if return_weights:
         results += (weights,)
     return results if len(results) > 1 else out
