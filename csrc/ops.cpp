@@ -20,7 +20,8 @@
 #include "attention.h"
 #include "checks.h"
 #include "cuda/ops_cuda.h"
-#include "defaults.h"
+#include "options.h"
+#include "params.h"
 #include "profile.h"
 #include "threads.h"
 
@@ -54,31 +55,8 @@ Tensor empty_ordered_as(const Tensor& like, const SymInt& cols) {
   return at::empty_strided_symint(shape, dense, like.options());
 }
 
-// ---- Params ----
-
-// Kernels take any stride but that of columns, which must be 1.
-Tensor with_contiguous_columns(const Tensor& t) { return t.size(3) <= 1 || t.stride(3) == 1 ? t : t.contiguous(); }
-
-optional<Tensor> contiguous(const optional<Tensor>& t) { return t ? optional(t->contiguous()) : std::nullopt; }
-
-// Params hold inputs and results alike, so const ends here; no kernel writes to an input.
-void* input_data(const Tensor& t) { return const_cast<void*>(t.const_data_ptr()); }
-View view(const Tensor& t, void* data) { return {data, t.stride(0), t.stride(1), t.stride(2)}; }
-View input(const Tensor& t) { return view(t, input_data(t)); }
-View result(const Tensor& t) { return view(t, t.mutable_data_ptr()); }
-
-// Makes the options' tensors contiguous; p points into them.
-void fill_inputs(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, Options& options) {
-  options.q_offsets = contiguous(options.q_offsets);
-  p.q = input(q), p.k = input(k), p.v = input(v);
-  p.batch = q.size(0), p.num_heads_q = q.size(1), p.num_heads_kv = k.size(1);
-  p.seqlen_q = q.size(2), p.seqlen_k = k.size(2), p.head_dim = q.size(3), p.head_dim_v = v.size(3);
-  p.softmax_scale = options.softmax_scale.value_or(default_softmax_scale(p.head_dim));
-  p.mask.causal = options.causal;
-  p.mask.q_offset = options.q_offset ? options.q_offset->expect_int() : default_q_offset(p.seqlen_q, p.seqlen_k);
-  p.mask.q_offsets = options.q_offsets ? options.q_offsets->const_data_ptr<int64_t>() : nullptr;
-  p.dropout.threshold = static_cast<uint32_t>(std::min(std::nearbyint(65536 * options.dropout_p), 65535.0));
-  p.dropout.seed = options.dropout_seed ? options.dropout_seed->const_data_ptr<int64_t>() : nullptr;
+Tensor empty_dense(const Tensor& like, at::ScalarType type) {
+  return at::empty_symint(like.sym_sizes(), like.options().dtype(type));
 }
 
 // ---- Passes ----
@@ -124,18 +102,21 @@ void run(const Pass<Params>& pass, const Pass<Params>& combine, Params& p) {
 
 // ---- Operators ----
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                             optional<double> softmax_scale, bool causal,
-                                                             optional<SymInt> q_offset,
-                                                             const optional<Tensor>& q_offsets, double dropout_p,
-                                                             const optional<Tensor>& dropout_seed) {
-  Options options{softmax_scale, causal, q_offset, q_offsets, dropout_p, dropout_seed};
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_forward(
+    const Tensor& q, const Tensor& k, const Tensor& v, optional<double> softmax_scale, bool causal,
+    optional<SymInt> q_offset, const optional<Tensor>& q_offsets, c10::SymIntArrayRef window,
+    const optional<Tensor>& key_ranges, double softcap, const optional<Tensor>& bias,
+    const optional<Tensor>& alibi_slopes, const optional<Tensor>& sinks, double dropout_p,
+    const optional<Tensor>& dropout_seed) {
+  Options options{softmax_scale, causal, q_offset,     q_offsets, window,    key_ranges,
+                  softcap,       bias,   alibi_slopes, sinks,     dropout_p, dropout_seed};
   check_inputs(q, k, v, options);
   Tensor out = empty_ordered_as(q, v.sym_size(3));
   Tensor lse =
       at::empty_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2)}, q.options().dtype(row_dtype(q.scalar_type())));
   Tensor row_max = at::empty_like(lse), row_sum = at::empty_like(lse);
   if (q.is_meta()) return {out, lse, row_max, row_sum};
+  check_written(options, q.is_cuda());
 
   const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
   ForwardParams p{};
@@ -151,14 +132,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_forward(const Tensor& q, co
   return {out, lse, row_max, row_sum};
 }
 
-std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout, const optional<Tensor>& dlse, const Tensor& q,
-                                                      const Tensor& k, const Tensor& v, const Tensor& out,
-                                                      const Tensor& row_max, const Tensor& row_sum,
-                                                      optional<double> softmax_scale, bool causal,
-                                                      optional<SymInt> q_offset, const optional<Tensor>& q_offsets,
-                                                      double dropout_p, const optional<Tensor>& dropout_seed,
-                                                      bool deterministic) {
-  Options options{softmax_scale, causal, q_offset, q_offsets, dropout_p, dropout_seed};
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
+    const Tensor& dout, const optional<Tensor>& dlse, const Tensor& q, const Tensor& k, const Tensor& v,
+    const Tensor& out, const Tensor& row_max, const Tensor& row_sum, optional<double> softmax_scale, bool causal,
+    optional<SymInt> q_offset, const optional<Tensor>& q_offsets, c10::SymIntArrayRef window,
+    const optional<Tensor>& key_ranges, double softcap, const optional<Tensor>& bias,
+    const optional<Tensor>& alibi_slopes, const optional<Tensor>& sinks, double dropout_p,
+    const optional<Tensor>& dropout_seed, bool deterministic, std::array<bool, 3> output_mask) {
+  Options options{softmax_scale, causal, q_offset,     q_offsets, window,    key_ranges,
+                  softcap,       bias,   alibi_slopes, sinks,     dropout_p, dropout_seed};
   check_inputs(q, k, v, options);
   const std::array<SymInt, 4> out_sizes{q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)};
   const c10::SymIntArrayRef row_sizes(out_sizes.data(), 3);
@@ -170,7 +152,21 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout, const 
   if (dlse) check_tensor("dlse", *dlse, q.device(), row_dtype(type), row_sizes);
   Tensor dq = empty_ordered_as(q, q.sym_size(3)), dk = empty_ordered_as(k, k.sym_size(3)),
          dv = empty_ordered_as(v, v.sym_size(3));
-  if (q.is_meta()) return {dq, dk, dv};
+  check_wanted(options, output_mask);
+  const auto [with_dbias, with_dslopes, with_dsinks] = output_mask;
+  Tensor dbias = with_dbias ? empty_dense(*bias, bias->scalar_type()) : Tensor();
+  Tensor dslopes = with_dslopes ? empty_dense(*alibi_slopes, row_dtype(type)) : Tensor();
+  Tensor dsinks = with_dsinks ? empty_dense(*sinks, row_dtype(type)) : Tensor();
+  const auto results = [&] {
+    return std::tuple{dq,
+                      dk,
+                      dv,
+                      dbias,
+                      with_dslopes ? dslopes.to(alibi_slopes->scalar_type()) : dslopes,
+                      with_dsinks ? dsinks.to(sinks->scalar_type()) : dsinks};
+  };
+  if (q.is_meta()) return results();
+  check_written(options, q.is_cuda());
 
   const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
   const Tensor dout_ = with_contiguous_columns(dout), out_ = with_contiguous_columns(out);
@@ -181,27 +177,33 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout, const 
   p.out = input(out_), p.dout = input(dout_);
   p.row_max = input_data(row_max_), p.row_sum = input_data(row_sum_), p.dlse = dlse_ ? input_data(*dlse_) : nullptr;
   p.dq = result(dq), p.dk = result(dk), p.dv = result(dv);
+  if (with_dbias) p.dbias = bias_view(dbias, type, dbias.mutable_data_ptr());
+  if (with_dslopes) p.dslopes = dslopes.mutable_data_ptr();
+  if (with_dsinks) p.dsinks = dsinks.mutable_data_ptr();
   if (q.is_cuda()) {
     cuda::backward(q, p, deterministic);
   } else {
     const Kernels& table = kernels(dtype_of(type));
     run(table.backward, table.reduce_dq, p);
   }
-  return {dq, dk, dv};
+  return results();
 }
 
 }  // namespace
 
-#define PYATTN_OPTIONS                                                                                                \
-  "float? softmax_scale=None, bool causal=True, SymInt? q_offset=None, Tensor? q_offsets=None, float dropout_p=0.0, " \
-  "Tensor? dropout_seed=None"
+#define PYATTN_OPTIONS                                                                           \
+  "float? softmax_scale=None, bool causal=True, SymInt? q_offset=None, Tensor? q_offsets=None, " \
+  "SymInt[2] window=[-1, -1], Tensor? key_ranges=None, float softcap=0.0, Tensor? bias=None, "   \
+  "Tensor? alibi_slopes=None, Tensor? sinks=None, float dropout_p=0.0, Tensor? dropout_seed=None"
 
 TORCH_LIBRARY(pyattn, m) {
   m.def("attention_forward(Tensor q, Tensor k, Tensor v, " PYATTN_OPTIONS
         ") -> (Tensor out, Tensor lse, Tensor row_max, Tensor row_sum)");
   m.def(
       "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor row_max, "
-      "Tensor row_sum, " PYATTN_OPTIONS ", bool deterministic=True) -> (Tensor dq, Tensor dk, Tensor dv)");
+      "Tensor row_sum, " PYATTN_OPTIONS
+      ", bool deterministic=True, bool[3] output_mask=[False, False, False]) "
+      "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi_slopes, Tensor dsinks)");
 }
 
 TORCH_LIBRARY_IMPL(pyattn, CPU, m) {

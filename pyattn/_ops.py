@@ -26,20 +26,26 @@ def _register_vmap(op: torch._ops.OpOverload[..., Any], name: str) -> None:
     """vmap folds the mapped dimension into the batch. With dropout, whose draws depend on the batch, it loops."""
     seed = [argument.name for argument in op._schema.arguments].index("dropout_seed")
 
-    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    def rule(
+        info: Any, in_dims: tuple[int | None, ...], *args: Any
+    ) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
         size = info.batch_size
         if args[seed : seed + 1] not in ((), (None,)) and size:
             calls = (
                 [arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, in_dims, strict=True)]
                 for i in range(size)
             )
-            results = tuple(torch.stack(parts) for parts in zip(*(op(*call) for call in calls), strict=True))
-            return results, (0,) * len(results)
+            results = tuple(
+                None if parts[0] is None else torch.stack(parts)
+                for parts in zip(*(op(*call) for call in calls), strict=True)
+            )
+            return results, tuple(None if t is None else 0 for t in results)
         folded = [
             _fold(arg, dim, size) if isinstance(arg, Tensor) else arg for arg, dim in zip(args, in_dims, strict=True)
         ]
         batch = args[0].shape[1 if in_dims[0] == 0 else 0]
-        return tuple(t.unflatten(0, (size, batch)) for t in op(*folded)), (0,) * len(op._schema.returns)
+        results = tuple(None if t is None else t.unflatten(0, (size, batch)) for t in op(*folded))
+        return results, tuple(None if t is None else 0 for t in results)
 
     torch.library.register_vmap(name, rule)
 

@@ -24,6 +24,9 @@ from pyattn.options import Options
 
 _deterministic = True
 
+SCORE_TENSORS = tuple(3 + Options._fields.index(name) for name in ("bias", "alibi_slopes", "sinks"))
+"""Which arguments of forward have a gradient beside q, k and v."""
+
 
 def set_deterministic(deterministic: bool) -> None:
     """Whether backward on CUDA gives the same bits from run to run; default True.
@@ -67,17 +70,20 @@ class Backward(torch.autograd.Function):
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, row_max, row_sum, *tensors = ctx.saved_tensors
-    no_gradients = (None,) * len(Options._fields)
     if dout is None and dlse is None:
-        return None, None, None, *no_gradients
+        return (None,) * (3 + len(Options._fields))
+    q, k, v, out, row_max, row_sum, *tensors = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
     recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     apply: Callable[..., tuple[Tensor, ...]] = Backward.apply if recorded else _ops.attention_backward
     options = ctx.options.with_tensors(*tensors)
-    gradients = apply(dout, dlse, q, k, v, out, row_max, row_sum, *options, _deterministic)
-    return *gradients, *no_gradients
+    wanted = [ctx.needs_input_grad[i] for i in SCORE_TENSORS]
+    dq, dk, dv, *of_score = apply(dout, dlse, q, k, v, out, row_max, row_sum, *options, _deterministic, wanted)
+    gradients: list[Tensor | None] = [dq, dk, dv, *(None for _ in Options._fields)]
+    for i, gradient in zip(SCORE_TENSORS, of_score, strict=True):
+        gradients[i] = gradient
+    return tuple(gradients)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -86,8 +92,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     out, _, row_max, row_sum = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(row_max, row_sum)
-    ctx.save_for_backward(q, k, v, out, row_max, row_sum, options.q_offsets, options.dropout_seed)
-    ctx.options = options.with_tensors(None, None)
+    ctx.save_for_backward(q, k, v, out, row_max, row_sum, *options.tensors)
+    ctx.options = options.with_tensors()
 
 
 class Attention(torch.autograd.Function):
@@ -118,7 +124,7 @@ class TransformableAttention(torch.autograd.Function):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` of the native operator, differentiable in q, k and v."""
+    """``(out, lse)`` of the native operator, differentiable in q, k, v, bias, slopes and sinks."""
     apply: Callable[..., tuple[Tensor, ...]]
     if torch.compiler.is_compiling():
         apply = Attention.apply
@@ -127,7 +133,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor
         v = v.view_as(v) if v is q or v is k else v
     elif torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         apply = TransformableAttention.apply
-    elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    elif torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (q, k, v, options.bias, options.alibi_slopes, options.sinks)
+    ):
         apply = Attention.apply
     else:
         apply = _ops.attention_forward

@@ -21,7 +21,13 @@ def attention(
     *,
     causal: bool = True,
     q_offset: int | Tensor | None = None,
+    window: tuple[int, int] = (-1, -1),
+    key_ranges: Tensor | None = None,
     softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: Literal[False] = False,
@@ -36,7 +42,13 @@ def attention(
     *,
     causal: bool = True,
     q_offset: int | Tensor | None = None,
+    window: tuple[int, int] = (-1, -1),
+    key_ranges: Tensor | None = None,
     softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: Literal[True],
@@ -51,7 +63,13 @@ def attention(
     *positional: object,
     causal: bool = True,
     q_offset: int | Tensor | None = None,
+    window: tuple[int, int] = (-1, -1),
+    key_ranges: Tensor | None = None,
     softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
@@ -135,7 +153,20 @@ def attention(
         dropout_seed = draw_seed(q.device)
     elif not isinstance(dropout_seed, Tensor):
         dropout_seed = torch.tensor(dropout_seed, dtype=torch.int64, device=q.device)
-    options = Options(softmax_scale, causal, q_offset, q_offsets, dropout_p, dropout_seed)
+    options = Options(
+        softmax_scale,
+        causal,
+        q_offset,
+        q_offsets,
+        window,
+        key_ranges,
+        softcap,
+        bias,
+        alibi_slopes,
+        sinks,
+        dropout_p,
+        dropout_seed,
+    )
     out, lse = autograd.attention(q, k, v, options)
     return (out, lse) if return_lse else out
 

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 from pyattn import attention, reference
+from pyattn.options import Options
 
 CASES = [
     Case(1, 1, 1, 1, 1, 1, 1),
@@ -121,20 +122,20 @@ def test_raw_operators_have_no_derivatives() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("offsets", [None, torch.tensor([1, -2])], ids=["offset", "offsets"])
-@pytest.mark.parametrize("dropout", [(), (0.3, torch.tensor(5))], ids=["", "dropout"])
-def test_opcheck(dtype: torch.dtype, offsets: Tensor | None, dropout: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize("dropout", [{}, {"dropout_p": 0.3, "dropout_seed": torch.tensor(5)}], ids=["", "dropout"])
+def test_opcheck(dtype: torch.dtype, offsets: Tensor | None, dropout: dict[str, Any]) -> None:
     """Results are as the schemas and fake tensors promise, where lse has q's dtype and where it does not."""
     case = Case(2, 4, 2, 5, 7, 8, 6)
     q, k, v = case.inputs(dtype)
     dout, dlse = case.gradients(dtype)
-    scalars = (0.5, True, 2, offsets, *dropout)
-    out, lse, row_max, row_sum = torch.ops.pyattn.attention_forward(q, k, v, *scalars)
-    torch.library.opcheck(torch.ops.pyattn.attention_forward, (q, k, v, *scalars))
+    options = Options(0.5, True, 2, offsets, **dropout)
+    out, lse, row_max, row_sum = torch.ops.pyattn.attention_forward(q, k, v, *options)
+    torch.library.opcheck(torch.ops.pyattn.attention_forward, (q, k, v, *options))
     heads_inside = q.transpose(1, 2).contiguous().transpose(1, 2)
-    torch.library.opcheck(torch.ops.pyattn.attention_forward, (heads_inside, k, v, *scalars))
+    torch.library.opcheck(torch.ops.pyattn.attention_forward, (heads_inside, k, v, *options))
     dlse = dlse.to(lse.dtype)
-    torch.library.opcheck(torch.ops.pyattn.attention_backward, (dout, dlse, q, k, v, out, row_max, row_sum, *scalars))
-    torch.library.opcheck(torch.ops.pyattn.attention_backward, (dout, None, q, k, v, out, row_max, row_sum, *scalars))
+    torch.library.opcheck(torch.ops.pyattn.attention_backward, (dout, dlse, q, k, v, out, row_max, row_sum, *options))
+    torch.library.opcheck(torch.ops.pyattn.attention_backward, (dout, None, q, k, v, out, row_max, row_sum, *options))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -36,7 +36,7 @@ def test_fake_cuda_tensors() -> None:
         out, lse, row_max, row_sum = torch.ops.pyattn.attention_forward(q, k, k)
         assert (out.device.type, out.shape, out.stride()) == ("cuda", q.shape, q.stride())
         assert (lse.device.type, lse.dtype, lse.shape) == ("cuda", torch.float32, q.shape[:3])
-        dq, dk, _ = torch.ops.pyattn.attention_backward(out, None, q, k, k, out, row_max, row_sum)
+        dq, dk, *_ = torch.ops.pyattn.attention_backward(out, None, q, k, k, out, row_max, row_sum)
         assert (dq.device, dq.stride(), dk.stride()) == (q.device, q.stride(), k.stride())
 
 

@@ -114,8 +114,8 @@ HABITS: list[tuple[dict[str, Any], str]] = [
     ({"window_size": (3, 0)}, "window_size (windows are not written yet), got (3, 0)"),
     (
         {"flavour": "mild"},
-        "flavour (its arguments are q, k, v, causal, q_offset, softmax_scale, dropout_p, dropout_seed, return_lse), "
-        "got 'mild'",
+        "flavour (its arguments are q, k, v, causal, q_offset, window, key_ranges, softmax_scale, softcap, bias, "
+        "alibi_slopes, sinks, dropout_p, dropout_seed, return_lse), got 'mild'",
     ),
     (
         {"scale": 0.5, "dropout": 0.0},

@@ -45,7 +45,7 @@ LIKELY = {
     "dropout": ("cpu/dropout.h", "cuda/dropout.h"),
     "exp2": ("cpu/simd/math.h",),
     "laws": ("cpu/simd/half.h",),
-    "layouts": ("ops.cpp",),
+    "layouts": ("ops.cpp", "params.h"),
 }
 """The tests most likely to catch a fault, by its file in csrc; they run first."""
 TESTS = ("accuracy", "laws", "decode", "layouts", "dropout", "exp2", "cuda", "cuda_races")

@@ -1,0 +1,136 @@
+// Options: what both operators take beside their tensors, and what of it they accept.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cmath>
+#include <optional>
+
+#include "checks.h"
+
+namespace pyattn {
+
+// From the operators' arguments to the params, by the names that users know.
+struct Options {
+  optional<double> softmax_scale;
+  bool causal;
+  optional<SymInt> q_offset;
+  optional<Tensor> q_offsets;   // (batch), int64, in place of q_offset
+  c10::SymIntArrayRef window;   // left, right; -1: no bound
+  optional<Tensor> key_ranges;  // (batch or 1, seqlen_q, 2), int32 or int64
+  double softcap;
+  optional<Tensor> bias;          // up to 4 dimensions, each 1 or that of (batch, num_heads_q, seqlen_q, seqlen_k)
+  optional<Tensor> alibi_slopes;  // (num_heads_q) or (batch, num_heads_q)
+  optional<Tensor> sinks;         // (num_heads_q)
+  double dropout_p;
+  optional<Tensor> dropout_seed;  // (), int64
+};
+
+inline void check_mask(const Tensor& q, const Options& options) {
+  TORCH_CHECK_VALUE(options.window.size() == 2 && options.window[0] >= -1 && options.window[1] >= -1,
+                    "pyattn: window must be (left, right), each at least -1, got ", options.window);
+  if (options.key_ranges) {
+    const Tensor& t = *options.key_ranges;
+    const auto sizes = t.sym_sizes();
+    check_type("key_ranges", t, {at::kInt, at::kLong});
+    check_device("key_ranges", t, q.device());
+    TORCH_CHECK_VALUE(
+        t.dim() == 3 && (sizes[0] == q.sym_size(0) || sizes[0] == 1) && sizes[1] == q.sym_size(2) && sizes[2] == 2,
+        "pyattn: key_ranges must have shape (", q.sym_size(0), " or 1, ", q.sym_size(2), ", 2), got ", sizes);
+  }
+}
+
+// What a score depends on beside q and k.
+inline void check_score(const Tensor& q, const Tensor& k, const Options& options) {
+  TORCH_CHECK_VALUE(std::isfinite(options.softcap) && options.softcap >= 0,
+                    "pyattn: softcap must be finite and at least 0, got ", options.softcap);
+  const at::ScalarType type = q.scalar_type();
+  const SymInt batch = q.sym_size(0), heads = q.sym_size(1);
+  if (options.bias) {
+    const Tensor& t = *options.bias;
+    check_type("bias", t, {at::kBool, type, at::kFloat});
+    check_device("bias", t, q.device());
+    const std::array<SymInt, 4> full{batch, heads, q.sym_size(2), k.sym_size(2)};
+    bool fits = 1 <= t.dim() && t.dim() <= 4;
+    for (int64_t d = 1; fits && d <= t.dim(); ++d) fits = t.sym_size(-d) == 1 || t.sym_size(-d) == full[4 - d];
+    TORCH_CHECK_VALUE(fits, "pyattn: bias must have 1 to 4 dimensions, each 1 or that of ", c10::SymIntArrayRef(full),
+                      ", got ", t.sym_sizes());
+  }
+  if (options.alibi_slopes) {
+    const Tensor& t = *options.alibi_slopes;
+    check_type("alibi_slopes", t, {type, at::kFloat});
+    check_device("alibi_slopes", t, q.device());
+    const auto sizes = t.sym_sizes();
+    TORCH_CHECK_VALUE((t.dim() == 1 && sizes[0] == heads) || (t.dim() == 2 && sizes[0] == batch && sizes[1] == heads),
+                      "pyattn: alibi_slopes must have shape (", heads, ") or (", batch, ", ", heads, "), got ", sizes);
+  }
+  if (options.sinks) {
+    check_type("sinks", *options.sinks, {type, at::kFloat});
+    check_device("sinks", *options.sinks, q.device());
+    TORCH_CHECK_VALUE(options.sinks->dim() == 1 && options.sinks->sym_size(0) == heads,
+                      "pyattn: sinks must have shape (", heads, "), got ", options.sinks->sym_sizes());
+  }
+}
+
+// Which of dbias, dalibi_slopes and dsinks are wanted: only of what is there and has a gradient.
+inline void check_wanted(const Options& options, const std::array<bool, 3>& output_mask) {
+  const bool differentiable = options.bias && options.bias->scalar_type() != at::kBool;
+  TORCH_CHECK_VALUE(
+      (!output_mask[0] || differentiable) && (!output_mask[1] || options.alibi_slopes) &&
+          (!output_mask[2] || options.sinks),
+      "pyattn: output_mask must ask for gradients of a float bias, alibi_slopes and sinks that are given, got ",
+      at::ArrayRef<bool>(output_mask.data(), 3));
+}
+
+// Refuses what the kernels of a backend can't do yet.
+inline void check_written(const Options& options, bool cuda) {
+  const auto check = [&](bool absent, const char* name) {
+    TORCH_CHECK_NOT_IMPLEMENTED(absent, "pyattn: ", name, " is not written yet on ", cuda ? "CUDA" : "the CPU");
+  };
+  const bool windowed = options.window[0] != -1 || options.window[1] != -1;
+  const bool hides = options.bias && options.bias->scalar_type() == at::kBool;
+  if (cuda) {
+    check(!windowed, "window");
+    check(!options.key_ranges, "key_ranges");
+    check(!hides, "a bool bias");
+    check(!options.bias || hides, "a float bias");
+    check(options.softcap == 0, "softcap");
+    check(!options.alibi_slopes, "alibi_slopes");
+    check(!options.sinks, "sinks");
+  } else {
+    check(!windowed, "window");
+    check(!options.key_ranges, "key_ranges");
+    check(!hides, "a bool bias");
+    check(!options.bias || hides, "a float bias");
+    check(options.softcap == 0, "softcap");
+    check(!options.alibi_slopes, "alibi_slopes");
+    check(!options.sinks, "sinks");
+  }
+}
+
+inline void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) {
+  TORCH_CHECK_TYPE(q.defined() && k.defined() && v.defined(), "pyattn: q, k and v must be Tensors, got None");
+  TORCH_CHECK_VALUE(q.dim() == 4 && k.dim() == 4 && v.dim() == 4,
+                    "pyattn: q, k and v must have 4 dimensions (batch, num_heads, seqlen, head_dim), got q ",
+                    q.sym_sizes(), ", k ", k.sym_sizes(), " and v ", v.sym_sizes());
+  dtype_of(q.scalar_type());
+  const auto qs = q.sym_sizes(), ks = k.sym_sizes(), vs = v.sym_sizes();
+  TORCH_CHECK_VALUE(ks[0] == qs[0], "pyattn: q and k must have the same batch, got ", qs[0], " and ", ks[0]);
+  TORCH_CHECK_VALUE(ks[3] == qs[3], "pyattn: q and k must have the same head_dim, got ", qs[3], " and ", ks[3]);
+  TORCH_CHECK_VALUE(ks[1] == 0 ? qs[1] == 0 : qs[1] % ks[1] == 0,
+                    "pyattn: num_heads_q must be a multiple of num_heads_kv, got ", qs[1], " and ", ks[1]);
+  check_tensor("k", k, q.device(), q.scalar_type(), ks);
+  check_tensor("v", v, q.device(), q.scalar_type(), {ks[0], ks[1], ks[2], vs[3]});
+  TORCH_CHECK_VALUE(std::isfinite(options.softmax_scale.value_or(1)), "pyattn: softmax_scale must be finite, got ",
+                    *options.softmax_scale);
+  if (options.q_offsets) check_tensor("q_offset", *options.q_offsets, q.device(), at::kLong, {qs[0]});
+  check_mask(q, options);
+  check_score(q, k, options);
+  const double p = options.dropout_p;
+  TORCH_CHECK_VALUE(0 <= p && p < 1, "pyattn: dropout_p must be at least 0 and below 1, got ", p);
+  TORCH_CHECK_VALUE(p == 0 || options.dropout_seed, "pyattn: dropout_p ", p, " needs a dropout_seed, got None");
+  if (options.dropout_seed) check_tensor("dropout_seed", *options.dropout_seed, q.device(), at::kLong, {});
+}
+
+}  // namespace pyattn

@@ -1,0 +1,86 @@
+// Params: from tensors and options to what kernels read, addresses and strides.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+
+#include "attention.h"
+#include "checks.h"
+#include "defaults.h"
+#include "options.h"
+
+namespace pyattn {
+
+// Kernels take any stride but that of columns, which must be 1.
+inline Tensor with_contiguous_columns(const Tensor& t) {
+  return t.size(3) <= 1 || t.stride(3) == 1 ? t : t.contiguous();
+}
+
+inline optional<Tensor> contiguous(const optional<Tensor>& t) { return t ? optional(t->contiguous()) : std::nullopt; }
+
+// Params hold inputs and results alike, so const ends here; no kernel writes to an input.
+inline void* input_data(const Tensor& t) { return const_cast<void*>(t.const_data_ptr()); }
+inline View view(const Tensor& t, void* data) { return {data, t.stride(0), t.stride(1), t.stride(2)}; }
+inline View input(const Tensor& t) { return view(t, input_data(t)); }
+inline View result(const Tensor& t) { return view(t, t.mutable_data_ptr()); }
+
+// A tensor that broadcasts to four dimensions, from the last one back.
+inline BiasView bias_view(const Tensor& t, at::ScalarType type, void* data) {
+  const auto stride = [&](int64_t d) { return t.dim() >= d && t.size(-d) > 1 ? t.stride(-d) : 0; };
+  const at::ScalarType own = t.scalar_type();
+  const BiasType kind = own == at::kBool ? BiasType::kBool : own == type ? BiasType::kLikeQ : BiasType::kFloat32;
+  return {kind, data, stride(4), stride(3), stride(2), stride(1)};
+}
+
+// Ranges on a GPU are not read here; its kernels clamp them.
+inline void check_ranges(const Tensor& ranges, int64_t seqlen_k) {
+  const int64_t* range = ranges.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < ranges.numel(); i += 2)
+    TORCH_CHECK_VALUE(0 <= range[i] && range[i] <= range[i + 1] && range[i + 1] <= seqlen_k,
+                      "pyattn: key_ranges must hold 0 <= begin <= end <= seqlen_k = ", seqlen_k, ", got [", range[i],
+                      ", ", range[i + 1], "] for query ", i / 2 % ranges.size(1), " of sequence ",
+                      i / 2 / ranges.size(1));
+}
+
+inline void fill_mask(MaskParams& mask, int64_t seqlen_q, int64_t seqlen_k, Options& options) {
+  options.q_offsets = contiguous(options.q_offsets);
+  mask.causal = options.causal;
+  mask.q_offset = options.q_offset ? options.q_offset->expect_int() : default_q_offset(seqlen_q, seqlen_k);
+  mask.q_offsets = options.q_offsets ? options.q_offsets->const_data_ptr<int64_t>() : nullptr;
+  mask.window_left = options.window[0].expect_int(), mask.window_right = options.window[1].expect_int();
+  if (!options.key_ranges) return;
+  options.key_ranges = options.key_ranges->to(at::kLong).contiguous();
+  const Tensor& ranges = *options.key_ranges;
+  if (ranges.is_cpu()) check_ranges(ranges, seqlen_k);
+  mask.key_ranges = ranges.const_data_ptr<int64_t>();
+  mask.key_ranges_stride_b = ranges.size(0) > 1 ? ranges.stride(0) : 0;
+}
+
+inline void fill_score(ScoreParams& score, at::ScalarType type, Options& options) {
+  score.softcap = options.softcap;
+  if (options.bias) score.bias = bias_view(*options.bias, type, input_data(*options.bias));
+  const auto rows = [&](optional<Tensor>& t) -> const void* {
+    if (!t) return nullptr;
+    t = t->to(row_dtype(type)).contiguous();
+    return t->const_data_ptr();
+  };
+  score.alibi_slopes = rows(options.alibi_slopes), score.sinks = rows(options.sinks);
+  if (options.alibi_slopes && options.alibi_slopes->dim() == 2) score.slopes_stride_b = options.alibi_slopes->size(1);
+}
+
+// Replaces the options' tensors by such as kernels read; p points into them.
+inline void fill_inputs(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, Options& options) {
+  p.q = input(q), p.k = input(k), p.v = input(v);
+  p.batch = q.size(0), p.num_heads_q = q.size(1), p.num_heads_kv = k.size(1);
+  p.seqlen_q = q.size(2), p.seqlen_k = k.size(2), p.head_dim = q.size(3), p.head_dim_v = v.size(3);
+  p.softmax_scale = options.softmax_scale.value_or(default_softmax_scale(p.head_dim));
+  fill_mask(p.mask, p.seqlen_q, p.seqlen_k, options);
+  fill_score(p.score, q.scalar_type(), options);
+  p.dropout.threshold = static_cast<uint32_t>(std::min(std::nearbyint(65536 * options.dropout_p), 65535.0));
+  p.dropout.seed = options.dropout_seed ? options.dropout_seed->const_data_ptr<int64_t>() : nullptr;
+}
+
+}  // namespace pyattn
