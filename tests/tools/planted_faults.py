@@ -43,12 +43,12 @@ LOOP = 3600
 LIKELY = {
     "decode": ("cpu/decode.h", "cpu/dots.h", "cpu/splits.h"),
     "dropout": ("cpu/dropout.h", "cuda/dropout.h"),
-    "exp2": ("cpu/simd/math.h",),
+    "math": ("cpu/simd/math.h",),
     "laws": ("cpu/simd/half.h",),
     "layouts": ("ops.cpp", "params.h"),
 }
 """The tests most likely to catch a fault, by its file in csrc; they run first."""
-TESTS = ("accuracy", "laws", "decode", "layouts", "dropout", "exp2", "cuda", "cuda_races")
+TESTS = ("accuracy", "laws", "decode", "layouts", "dropout", "math", "cuda", "cuda_races")
 """Tests that run for one backend."""
 OTHER_TESTS = ("autograd", "build", "errors")
 """Tests that run with the active instruction set."""

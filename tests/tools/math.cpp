@@ -1,0 +1,87 @@
+// Measures the elementary functions of one instruction set against the C library's in the next
+// larger type: prints the largest errors in ulp of exp2, over every step-th float in [-126, 0] and
+// as many doubles in [-1022, 0], and of tanh, over every step-th float and as many doubles in
+// [0, 20]. Fails where an end is not exact.
+#include PYATTN_ISA_HEADER
+
+#include "cpu/simd/math.h"
+
+#include <bit>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <limits>
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+template <class T>
+inline constexpr T kInfinity = std::numeric_limits<T>::infinity();
+template <class T>
+inline constexpr T kNaNs[] = {std::numeric_limits<T>::quiet_NaN(), std::numeric_limits<T>::signaling_NaN()};
+
+template <class T>
+T exp2_at(T x) {
+  return exp2<T>(set1(x))[0];
+}
+
+template <class T>
+T tanh_at(T x) {
+  return tanh<T>(set1(x))[0];
+}
+
+// |x - exact| in ulp of the number of T below the exact one.
+template <class T, class Wide>
+double error(T x, Wide exact) {
+  const T near = static_cast<T>(exact);
+  const T below = near > exact ? std::nextafter(near, T(0)) : near;
+  const Wide ulp = static_cast<Wide>(std::nextafter(below, kInfinity<T>)) - below;
+  return static_cast<double>(std::fabs(x - exact) / ulp);
+}
+
+template <class T>
+bool exp2_ends(T smallest) {
+  for (const T nan : kNaNs<T>)
+    if (!std::isnan(exp2_at(nan))) return false;
+  return exp2_at(T(0)) == 1 && exp2_at(T(-0.0)) == 1 && exp2_at(T(1)) == 2 &&
+         exp2_at(smallest) == std::exp2(smallest) && exp2_at(std::nextafter(smallest, -kInfinity<T>)) == 0 &&
+         exp2_at(T(2) * smallest) == 0 && exp2_at(-kInfinity<T>) == 0 && exp2_at(std::numeric_limits<T>::lowest()) == 0;
+}
+
+template <class T>
+bool tanh_ends(T large) {
+  for (const T nan : kNaNs<T>)
+    if (!std::isnan(tanh_at(nan)) || !std::isnan(tanh_at(-nan))) return false;
+  for (const T x : {large, std::numeric_limits<T>::max(), kInfinity<T>})
+    if (tanh_at(x) != 1 || tanh_at(-x) != -1) return false;
+  for (const T x : {T(1e-30), T(0.3), T(5)})
+    if (tanh_at(-x) != -tanh_at(x)) return false;
+  return tanh_at(T(0)) == 0 && !std::signbit(tanh_at(T(0))) && tanh_at(T(-0.0)) == 0 && std::signbit(tanh_at(T(-0.0)));
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA
+
+int main(int, char** arguments) {
+  using namespace pyattn::PYATTN_ISA;
+  const uint32_t step = std::atoi(arguments[1]);
+  double exp2_single = 0, exp2_double = 0, tanh_single = 0, tanh_double = 0;
+  const uint32_t last = std::bit_cast<uint32_t>(-126.0f);
+  for (uint32_t bits = std::bit_cast<uint32_t>(-0.0f); bits <= last; bits += step) {
+    const float x = std::bit_cast<float>(bits);
+    exp2_single = std::fmax(exp2_single, error<float, double>(exp2_at(x), std::exp2(static_cast<double>(x))));
+    if (bits % 16) continue;
+    const double wide = x * (1022.0 / 126.0);
+    exp2_double = std::fmax(exp2_double, error<double, long double>(exp2_at(wide), std::exp2((long double)wide)));
+  }
+  const uint32_t end = std::bit_cast<uint32_t>(10.0f);  // beyond it, tanh_ends
+  for (uint32_t bits = 1; bits < end; bits += step) {
+    const float x = std::bit_cast<float>(bits);
+    tanh_single = std::fmax(tanh_single, error<float, double>(tanh_at(x), std::tanh(static_cast<double>(x))));
+    if (bits % 16) continue;
+    const double wide = 2.0 * x;
+    tanh_double = std::fmax(tanh_double, error<double, long double>(tanh_at(wide), std::tanh((long double)wide)));
+  }
+  std::printf("%.3f %.3f %.3f %.3f\n", exp2_single, exp2_double, tanh_single, tanh_double);
+  return exp2_ends<float>(-126) && exp2_ends<double>(-1022) && tanh_ends<float>(10) && tanh_ends<double>(20) ? 0 : 1;
+}
