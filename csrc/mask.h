@@ -1,16 +1,17 @@
-// The mask: every query row of a KV head sees an interval of keys. No other file compares
-// a key's index with a query's. The same file serves every backend; everything is
-// constexpr, so that device code may call it.
+// The mask: every query row of a KV head sees an interval of keys, but for the holes that a bias may
+// leave in it. No other file compares a key's index with a query's. The same file serves every
+// backend; everything is constexpr, so that device code may call it.
 //
 //   causal, q_offset 1    key  0 1 2 3 4
-//                       row 0  1 1 0 0 0    of rows 0 to 2: keys_of_any [0, 4), keys_of_all [0, 2)
-//                       row 1  1 1 1 0 0    of keys 2 and 3: rows_of_any [1, 3), rows_of_all [2, 3)
-//                       row 2  1 1 1 1 0    cover of rows 0 to 2: keys 0 and 1 kFull, 2 and 3 kPart, 4 kNone
+//   window_left 1       row 0  1 1 0 0 0    of rows 0 to 2: keys_of_any [0, 4), keys_of_all [2, 2)
+//                       row 1  0 1 1 0 0    of keys 2 and 3: rows_of_any [1, 3), rows_of_all [2, 3)
+//                       row 2  0 0 1 1 0    cover of rows 1 and 2: key 2 kFull, 1 and 3 kPart, 0 and 4 kNone
 #pragma once
 
 #include <cstdint>
 
 #include "attention.h"
+#include "bias.h"
 #include "heads.h"
 
 namespace pyattn::PYATTN_ISA {
@@ -24,6 +25,12 @@ struct Range {
   constexpr int64_t count() const { return max(0, end - begin); }
   constexpr bool contains(int64_t i) const { return begin <= i && i < end; }
 
+  // The part of this range, which has begin <= end, that lies in the other.
+  constexpr Range in(Range other) const {
+    const int64_t from = clamp(other.begin, begin, end);
+    return {from, clamp(other.end, from, end)};
+  }
+
   // The part that lies in [first, first + n), counted from first.
   constexpr Range within(int64_t first, int64_t n) const {
     const int64_t from = clamp(begin - first, 0, n);
@@ -34,55 +41,164 @@ struct Range {
 // How much of a tile is seen: nothing, some pairs, or every pair.
 enum class Cover { kNone, kPart, kFull };
 
-// The mask of one head. From one row to the next neither end of its interval decreases, so that
-// first and last row answer for a block of rows; a block has at least one row, or key.
+// Rows of a BlockKeys: a divisor of every backend's blocks of rows, and of a warp's.
+inline constexpr int64_t kBlockRows = 16;
+
+// Sums that stay at the ends of int64; b is not negative.
+constexpr int64_t add_saturated(int64_t a, int64_t b) { return a > INT64_MAX - b ? INT64_MAX : a + b; }
+constexpr int64_t subtract_saturated(int64_t a, int64_t b) { return a < INT64_MIN + b ? INT64_MIN : a - b; }
+
+// The mask of one head. From one row to the next neither end of a formula's interval decreases, so
+// that first and last row answer for a block of rows. Where key ranges or a bias are given, the
+// summaries in params answer for blocks that begin at a multiple of kBlockRows; the pass that makes
+// them asks keys_of alone. A block has at least one row, or key.
 struct Mask {
-  // Whether an interval may begin after key 0. No mask does yet; where
-  // this is false, kernels ask for ends alone.
-  static constexpr bool kBegins = false;
-
+  const ForwardParams& p;
   Head head;
-  int64_t diagonal;  // row r sees the keys [0, query(r) + diagonal), as far as there are any
+  Range diagonals;  // by formula, query i sees the keys [i + begin, i + end), as far as there are any
 
-  // The end is saturated and not q_offset: beyond [-seqlen_q, seqlen_k] it does not change. Without
-  // a causal mask, the diagonal lies behind the last key.
-  constexpr Mask(const ForwardParams& p, const Head& head)
-      : head(head),
-        diagonal(1 + (p.mask.causal ? clamp(p.mask.q_offsets ? p.mask.q_offsets[head.b] : p.mask.q_offset,
-                                            -head.seqlen_q, head.seqlen_k)
-                                    : head.seqlen_k)) {}
+  // The ends are saturated: beyond [-seqlen_q, seqlen_k] they do not change. An end without a bound
+  // lies before the first key, or behind the last one.
+  constexpr Mask(const ForwardParams& p, const Head& head) : p(p), head(head), diagonals{} {
+    const int64_t offset = p.mask.q_offsets ? p.mask.q_offsets[head.b] : p.mask.q_offset;
+    const int64_t left = p.mask.window_left, right = p.mask.causal ? 0 : p.mask.window_right;
+    const auto bound = [&](int64_t end) { return clamp(end, -head.seqlen_q, head.seqlen_k); };
+    diagonals.begin = left < 0 ? -head.seqlen_q : bound(subtract_saturated(offset, left));
+    diagonals.end = 1 + (right < 0 ? head.seqlen_k : bound(add_saturated(offset, right)));
+  }
 
-  constexpr Range keys_of(int64_t r) const { return {0, clamp(head.query(r) + diagonal, 0, head.seqlen_k)}; }
+  // The keys that a row sees; with holes, those from the first to the last one that it may see.
+  constexpr Range keys_of(int64_t r) const {
+    const int64_t i = head.query(r);
+    Range keys = by_formula(i);
+    if (p.mask.key_ranges) {
+      const int64_t* range = p.mask.key_ranges + head.b * p.mask.key_ranges_stride_b + 2 * i;
+      keys = keys.in({range[0], range[1]});
+    }
+    if (p.mask.bias_rows) {
+      const RowKeys& row = bias_row(r);
+      keys = keys.in({row.begin, row.end});
+    }
+    return keys;
+  }
+
+  // keys_of without hidden keys at its ends, where another mask may have cut a row with holes.
+  template <class S>
+  constexpr Range exact_keys_of(int64_t r) const {
+    Range keys = keys_of(r);
+    if (has_holes(r)) {
+      while (!keys.empty() && !sees<S>(r, keys.begin)) ++keys.begin;
+      while (!keys.empty() && !sees<S>(r, keys.end - 1)) --keys.end;
+    }
+    return keys;
+  }
+
+  // Whether the bias may hide some key between those that it shows the row.
+  constexpr bool has_holes(int64_t r) const { return p.mask.bias_rows && bias_row(r).holes; }
+
+  template <class S>
+  constexpr bool sees(int64_t r, int64_t key) const {
+    if (!keys_of(r).contains(key)) return false;
+    return !has_holes(r) || with_elements<S>(p.score.bias, [&](const auto* bias) {
+      return allows(bias[offset_of_row(p.score.bias, head, r) + key * p.score.bias.stride_k]);
+    });
+  }
 
   // The keys from the first to the last one that some row of [r0, r0 + rows) sees.
   constexpr Range keys_of_any(int64_t r0, int64_t rows) const {
-    return {keys_of(r0).begin, keys_of(r0 + rows - 1).end};
+    if (!p.mask.blocks) return {by_formula(head.query(r0)).begin, by_formula(head.query(r0 + rows - 1)).end};
+    Range any{head.seqlen_k, 0};
+    each_block({r0, r0 + rows}, [&](int64_t, const BlockKeys& block) {
+      any = {min(any.begin, block.first_begin), max(any.end, block.last_end)};
+    });
+    return any;
   }
 
-  // The keys that every row of [r0, r0 + rows) sees.
+  // The keys that every row of [r0, r0 + rows) sees, but for holes.
   constexpr Range keys_of_all(int64_t r0, int64_t rows) const {
-    return {keys_of(r0 + rows - 1).begin, keys_of(r0).end};
+    if (!p.mask.blocks) return {by_formula(head.query(r0 + rows - 1)).begin, by_formula(head.query(r0)).end};
+    Range all{0, head.seqlen_k};
+    each_block({r0, r0 + rows}, [&](int64_t, const BlockKeys& block) {
+      all = {max(all.begin, block.last_begin), min(all.end, block.first_end)};
+    });
+    return all;
   }
 
-  // The rows from the first to the last one that sees some key of [n0, n0 + keys).
-  constexpr Range rows_of_any(int64_t n0, int64_t /*keys*/) const { return {first_row(n0), head.count}; }
+  // Whether some row of [r0, r0 + rows) has holes.
+  constexpr bool any_holes(int64_t r0, int64_t rows) const {
+    bool any = false;
+    if (p.mask.bias_rows)
+      each_block({r0, r0 + rows}, [&](int64_t, const BlockKeys& block) { any = any || block.holes; });
+    return any;
+  }
 
-  // The rows that see every key of [n0, n0 + keys).
+  // Of the rows within, those from the first to the last one that sees some key of [n0, n0 + keys);
+  // of summaries, whole blocks.
+  constexpr Range rows_of_any(int64_t n0, int64_t keys, Range within) const {
+    if (!p.mask.blocks) return within.in(rows_by_formula(n0, min(n0 + keys, head.seqlen_k)));
+    Range rows{within.end, within.begin};
+    each_block(within, [&](int64_t r0, const BlockKeys& block) {
+      if (block.first_begin < n0 + keys && n0 < block.last_end)
+        rows = {min(rows.begin, r0), min(r0 + kBlockRows, within.end)};
+    });
+    return rows;
+  }
+
+  constexpr Range rows_of_any(int64_t n0, int64_t keys) const { return rows_of_any(n0, keys, {0, head.count}); }
+
+  // The rows that see every key of [n0, n0 + keys), by formula; summaries do not say.
   constexpr Range rows_of_all(int64_t n0, int64_t keys) const {
-    return {n0 + keys <= head.seqlen_k ? first_row(n0 + keys - 1) : head.count, head.count};
+    if (p.mask.blocks || n0 + keys > head.seqlen_k) return {head.count, head.count};
+    return {first_row(n0 + keys - diagonals.end), first_row(n0 + 1 - diagonals.begin)};
   }
 
   constexpr Cover cover(int64_t r0, int64_t rows, int64_t n0, int64_t keys) const {
     const Range all = keys_of_all(r0, rows), any = keys_of_any(r0, rows);
-    if (all.begin <= n0 && n0 + keys <= all.end) return Cover::kFull;
+    if (all.begin <= n0 && n0 + keys <= all.end && !any_holes(r0, rows)) return Cover::kFull;
     return any.begin < n0 + keys && n0 < any.end ? Cover::kPart : Cover::kNone;
   }
 
-  constexpr bool sees(int64_t r, int64_t key) const { return keys_of(r).contains(key); }
+  // The summary of the rows [r0, r0 + rows), at most kBlockRows: no row but those that see a key counts
+  // for the keys of any, and one that sees none leaves no keys of all.
+  template <class S>
+  constexpr BlockKeys summary_of(int64_t r0, int64_t rows) const {
+    BlockKeys block{head.seqlen_k, 0, head.seqlen_k, 0, false};
+    for (int64_t r = r0; r < r0 + rows; ++r) {
+      const Range keys = exact_keys_of<S>(r);
+      block.last_begin = max(block.last_begin, keys.empty() ? head.seqlen_k : keys.begin);
+      block.first_end = min(block.first_end, keys.empty() ? 0 : keys.end);
+      if (keys.empty()) continue;
+      block.first_begin = min(block.first_begin, keys.begin);
+      block.last_end = max(block.last_end, keys.end);
+      block.holes = block.holes || has_holes(r);
+    }
+    return block;
+  }
+
+  static constexpr int64_t blocks_of(const Head& head) { return ceil_div(head.count, kBlockRows); }
 
  private:
-  // The first row that sees the key; count if none does.
-  constexpr int64_t first_row(int64_t key) const { return clamp(key + 1 - diagonal, 0, head.seqlen_q) * head.group; }
+  constexpr Range by_formula(int64_t i) const {
+    return {clamp(i + diagonals.begin, 0, head.seqlen_k), clamp(i + diagonals.end, 0, head.seqlen_k)};
+  }
+
+  // The first row of query i; of one before the first or behind the last, where these rows end.
+  constexpr int64_t first_row(int64_t i) const { return clamp(i, 0, head.seqlen_q) * head.group; }
+
+  // The rows that see some key of [begin, end).
+  constexpr Range rows_by_formula(int64_t begin, int64_t end) const {
+    return {first_row(begin + 1 - diagonals.end), first_row(end - diagonals.begin)};
+  }
+
+  constexpr const RowKeys& bias_row(int64_t r) const { return p.mask.bias_rows[BiasRows(p).index(head, r)]; }
+
+  // f(first row, summary) for each block that has some of these rows.
+  template <class F>
+  constexpr void each_block(Range rows, F f) const {
+    const BlockKeys* blocks = p.mask.blocks + (head.b * p.num_heads_kv + head.h_kv) * blocks_of(head);
+    for (int64_t r0 = round_down(rows.begin, kBlockRows); r0 < rows.end; r0 += kBlockRows)
+      f(r0, blocks[r0 / kBlockRows]);
+  }
 };
 
 }  // namespace

@@ -44,10 +44,7 @@ struct LaneRange {
   vec<T> begin, end;
 
   PYATTN_MEMBER_INLINE auto contains(int64_t k) const {
-    if constexpr (Mask::kBegins)
-      return (begin <= static_cast<T>(k)) & (static_cast<T>(k) < end);
-    else
-      return static_cast<T>(k) < end;
+    return (begin <= static_cast<T>(k)) & (static_cast<T>(k) < end);
   }
 
   PYATTN_MEMBER_INLINE auto any() const { return begin < end; }
@@ -57,22 +54,15 @@ struct LaneRange {
 // first; none on the lanes past the last row.
 template <class T>
 struct LaneKeys {
-  alignas(kScratchAlign) T begin[kBlockQ<T>], end[kBlockQ<T>];  // [queries]; begin is written where Mask::kBegins
+  alignas(kScratchAlign) T begin[kBlockQ<T>], end[kBlockQ<T>];  // [queries]
 
-  void set(int64_t j, Range keys) {
-    if constexpr (Mask::kBegins) begin[j] = static_cast<T>(keys.begin);
-    end[j] = static_cast<T>(keys.end);
-  }
+  void set(int64_t j, Range keys) { begin[j] = static_cast<T>(keys.begin), end[j] = static_cast<T>(keys.end); }
 
   // A vector of lanes from j on.
-  PYATTN_MEMBER_INLINE LaneRange<T> lanes(int64_t j) const {
-    return {Mask::kBegins ? load(begin + j) : vec<T>{}, load(end + j)};
-  }
+  PYATTN_MEMBER_INLINE LaneRange<T> lanes(int64_t j) const { return {load(begin + j), load(end + j)}; }
 
   // Lane j on every lane.
-  PYATTN_MEMBER_INLINE LaneRange<T> lane(int64_t j) const {
-    return {Mask::kBegins ? set1(begin[j]) : vec<T>{}, set1(end[j])};
-  }
+  PYATTN_MEMBER_INLINE LaneRange<T> lane(int64_t j) const { return {set1(begin[j]), set1(end[j])}; }
 };
 
 template <class T>

@@ -55,7 +55,7 @@ struct TileMask {
   struct Keys {
     int begin, end;
 
-    PYATTN_DEVICE bool contains(int key) const { return (!Mask::kBegins || begin <= key) && key < end; }
+    PYATTN_DEVICE bool contains(int key) const { return begin <= key && key < end; }
   };
 
   // Rows past the head's last see nothing, if something is

@@ -1,0 +1,53 @@
+// Elements of a bias: what they are stored as, where they lie, and which of them hide a key. The same
+// file serves every backend; everything is constexpr, so that device code may call it.
+#pragma once
+
+#include <cstdint>
+
+#include "attention.h"
+#include "heads.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+// Whether an element lets its key take part: true, or not -inf. Any byte but 0 is true.
+constexpr bool allows(uint8_t x) { return x != 0; }
+constexpr bool allows(bf16 x) { return x.bits != 0xff80; }
+constexpr bool allows(f16 x) { return x.bits != 0xfc00; }
+constexpr bool allows(float x) { return x != -__builtin_inff(); }
+constexpr bool allows(double x) { return x != -__builtin_inf(); }
+
+// f(elements), a pointer to the first in the type that they are stored as; S is q's.
+template <class S, class F>
+constexpr auto with_elements(const BiasView& bias, F f) {
+  switch (bias.type) {
+    case BiasType::kBool: return f(static_cast<const uint8_t*>(bias.data));
+    case BiasType::kFloat32: return f(static_cast<const float*>(bias.data));
+    default: return f(static_cast<const S*>(bias.data));
+  }
+}
+
+// Where the bias of row r and key 0 lies; key j follows j * stride_k behind it.
+constexpr int64_t offset_of_row(const BiasView& bias, const Head& head, int64_t r) {
+  return head.b * bias.stride_b + head.query_head(r) * bias.stride_h + head.query(r) * bias.stride_q;
+}
+
+// The rows of the bias's own shape, which has 1 where it broadcasts: how many there are, and which
+// of them holds for row r.
+struct BiasRows {
+  int64_t batch, heads, queries;
+
+  constexpr explicit BiasRows(const ForwardParams& p)
+      : batch(p.score.bias.stride_b ? p.batch : min(p.batch, 1)),
+        heads(p.score.bias.stride_h ? p.num_heads_q : min(p.num_heads_q, 1)),
+        queries(p.score.bias.stride_q ? p.seqlen_q : min(p.seqlen_q, 1)) {}
+
+  constexpr int64_t count() const { return batch * heads * queries; }
+  constexpr int64_t index(const Head& head, int64_t r) const {
+    const int64_t b = batch > 1 ? head.b : 0, h = heads > 1 ? head.query_head(r) : 0;
+    return (b * heads + h) * queries + (queries > 1 ? head.query(r) : 0);
+  }
+};
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

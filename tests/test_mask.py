@@ -1,0 +1,14 @@
+"""The answers of csrc/mask.h beside those of a loop over every pair, in C++."""
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_answers(tmp_path: Path) -> None:
+    program = tmp_path / "mask_check"
+    command = ["c++", "-std=c++20", "-O1", "-DPYATTN_ISA=check", f"-I{ROOT / 'csrc'}"]
+    subprocess.run([*command, str(ROOT / "tests" / "tools" / "mask_check.cpp"), "-o", str(program)], check=True)
+    result = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, "ok\n")

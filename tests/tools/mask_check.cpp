@@ -1,0 +1,169 @@
+// The answers of csrc/mask.h beside those of a loop over every pair, for small masks of every kind.
+#include <cstdint>
+#include <cstdio>
+#include <vector>
+
+#include "mask.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+int failures = 0;
+
+struct Case {
+  ForwardParams p{};
+  std::vector<int64_t> ranges;
+  std::vector<uint8_t> bias;
+  std::vector<RowKeys> bias_rows;
+  std::vector<BlockKeys> blocks;
+
+  // By the definition in attention.h, in numbers that can't overflow.
+  bool sees(const Head& head, int64_t r, int64_t j) const {
+    const int64_t i = head.query(r);
+    const __int128 position = static_cast<__int128>(i) + p.mask.q_offset, left = p.mask.window_left,
+                   right = p.mask.window_right;
+    if (p.mask.causal && j > position) return false;
+    if (left >= 0 && j < position - left) return false;
+    if (right >= 0 && j > position + right) return false;
+    if (!ranges.empty() && (j < ranges[2 * i] || ranges[2 * i + 1] <= j)) return false;
+    const BiasView& view = p.score.bias;
+    return bias.empty() || bias[offset_of_row(view, head, r) + j * view.stride_k];
+  }
+
+  void expect(bool good, const char* what, int64_t a, int64_t b) const {
+    if (good || ++failures > 10) return;
+    std::printf("%s: %ld %ld; %ld x %ld, group %ld, causal %d, q_offset %ld, window %ld %ld, ranges %d, bias %d\n",
+                what, a, b, p.seqlen_q, p.seqlen_k, p.num_heads_q, p.mask.causal, p.mask.q_offset, p.mask.window_left,
+                p.mask.window_right, !ranges.empty(), !bias.empty());
+  }
+
+  void check_rows(const Mask& mask, int64_t r0, int64_t rows) const {
+    Range any{p.seqlen_k, 0};
+    for (int64_t j = 0; j < p.seqlen_k; ++j)
+      for (int64_t r = r0; r < r0 + rows; ++r)
+        if (sees(mask.head, r, j)) any = {min(any.begin, j), j + 1};
+    const Range said = mask.keys_of_any(r0, rows);
+    expect(any.empty() || (said.begin <= any.begin && any.end <= said.end), "keys_of_any", r0, rows);
+    if (p.mask.blocks && r0 % kBlockRows == 0 && (rows % kBlockRows == 0 || r0 + rows == mask.head.count))
+      expect(any.empty() ? said.empty() : said.begin == any.begin && said.end == any.end, "keys_of_any exactly", r0,
+             rows);
+    for (int64_t n0 = 0; n0 < p.seqlen_k; n0 += 3)
+      for (int64_t keys : {1, 3, 7}) {
+        if (n0 + keys > p.seqlen_k) continue;
+        int64_t seen = 0;
+        for (int64_t r = r0; r < r0 + rows; ++r)
+          for (int64_t j = n0; j < n0 + keys; ++j) seen += sees(mask.head, r, j);
+        const Cover cover = mask.cover(r0, rows, n0, keys);
+        expect(cover != Cover::kFull || seen == rows * keys, "kFull", r0, n0);
+        expect(cover != Cover::kNone || seen == 0, "kNone", r0, n0);
+        if (!p.mask.blocks) expect((cover == Cover::kFull) == (seen == rows * keys), "full", r0, n0);
+        const Range all = mask.keys_of_all(r0, rows);
+        if (all.begin <= n0 && n0 + keys <= all.end && !mask.any_holes(r0, rows))
+          expect(seen == rows * keys, "keys_of_all", r0, n0);
+      }
+  }
+
+  void check_keys(const Mask& mask, int64_t n0, int64_t keys) const {
+    const Head& head = mask.head;
+    for (const Range within : {Range{0, head.count}, Range{kBlockRows, min(3 * kBlockRows, head.count)}}) {
+      if (within.empty()) continue;
+      const Range any = mask.rows_of_any(n0, keys, within), all = mask.rows_of_all(n0, keys);
+      Range exact{within.end, within.begin};
+      for (int64_t r = within.begin; r < within.end; ++r) {
+        int64_t seen = 0;
+        for (int64_t j = n0; j < n0 + keys; ++j) seen += sees(head, r, j);
+        if (seen > 0) exact = {min(exact.begin, r), r + 1};
+        expect(seen == 0 || any.contains(r), "rows_of_any", n0, r);
+        expect(seen == keys || !all.contains(r), "rows_of_all", n0, r);
+        if (!p.mask.blocks) expect(seen < keys || all.contains(r), "all rows_of_all", n0, r);
+      }
+      if (!p.mask.blocks)
+        expect(exact.empty() ? any.empty() : any.begin == exact.begin && any.end == exact.end, "rows_of_any exactly",
+               n0, keys);
+    }
+  }
+
+  void check() {
+    const Head head(p, 0);
+    if (!ranges.empty()) p.mask.key_ranges = ranges.data();
+    if (!bias.empty()) {
+      p.score.bias.type = BiasType::kBool, p.score.bias.data = bias.data();
+      const BiasRows own(p);
+      bias_rows.assign(own.count(), {});
+      for (int64_t r = 0; r < head.count; ++r) {
+        RowKeys row{p.seqlen_k, 0, false};
+        int64_t count = 0;
+        for (int64_t j = 0; j < p.seqlen_k; ++j)
+          if (bias[offset_of_row(p.score.bias, head, r) + j * p.score.bias.stride_k])
+            row = {min(row.begin, j), j + 1, false}, ++count;
+        row.holes = count < row.end - row.begin;
+        bias_rows[own.index(head, r)] = row;
+      }
+      p.mask.bias_rows = bias_rows.data();
+    }
+    const Mask mask(p, head);
+    for (int64_t r0 = 0; (p.mask.key_ranges || p.mask.bias_rows) && r0 < head.count; r0 += kBlockRows)
+      blocks.push_back(mask.summary_of<float>(r0, min(kBlockRows, head.count - r0)));
+    if (!blocks.empty()) p.mask.blocks = blocks.data();
+    for (int64_t r = 0; r < head.count; ++r) {
+      Range exact{0, 0};
+      for (int64_t j = 0; j < p.seqlen_k; ++j) {
+        if (sees(head, r, j)) exact = {exact.empty() ? j : exact.begin, j + 1};
+        expect(mask.sees<float>(r, j) == sees(head, r, j), "sees", r, j);
+      }
+      const Range said = mask.exact_keys_of<float>(r);
+      expect(exact.empty() ? said.empty() : said.begin == exact.begin && said.end == exact.end, "keys_of", r,
+             exact.end);
+    }
+    for (int64_t r0 = 0; r0 < head.count; r0 += p.mask.blocks ? kBlockRows : 5)
+      for (int64_t rows : {int64_t{1}, int64_t{9}, 2 * kBlockRows, head.count})
+        check_rows(mask, r0, min(rows, head.count - r0));
+    for (int64_t n0 = 0; n0 < p.seqlen_k; n0 += 3)
+      for (int64_t keys : {1, 5, 20}) check_keys(mask, n0, min(keys, p.seqlen_k - n0));
+  }
+};
+
+uint64_t state = 1;
+int64_t below(int64_t n) {
+  state = state * 6364136223846793005 + 1442695040888963407;
+  return static_cast<int64_t>((state >> 33) % static_cast<uint64_t>(n));
+}
+
+void check_all() {
+  constexpr int64_t kFar = INT64_MAX;
+  for (int64_t group : {1, 3})
+    for (int64_t seqlen_q : {1, 6, 37})
+      for (int64_t seqlen_k : {1, 9, 41})
+        for (bool causal : {false, true})
+          for (int64_t q_offset :
+               {seqlen_k - seqlen_q, int64_t{0}, int64_t{5}, int64_t{-7}, int64_t{60}, -kFar - 1, kFar})
+            for (int64_t left : {int64_t{-1}, int64_t{0}, int64_t{4}, int64_t{1} << 62, kFar})
+              for (int64_t right : {int64_t{-1}, int64_t{0}, int64_t{6}, kFar})
+                for (int kind = 0; kind < 4; ++kind) {
+                  Case one;
+                  ForwardParams& p = one.p;
+                  p.batch = p.num_heads_kv = 1, p.num_heads_q = group, p.seqlen_q = seqlen_q, p.seqlen_k = seqlen_k;
+                  p.mask = {causal, q_offset, nullptr, left, right, nullptr, 0, nullptr, nullptr};
+                  for (int64_t i = 0; kind & 1 && i < seqlen_q; ++i) {
+                    const int64_t begin = below(seqlen_k + 1);
+                    one.ranges.insert(one.ranges.end(), {begin, begin + below(seqlen_k - begin + 1)});
+                  }
+                  if (kind & 2) {
+                    const bool heads = below(2), queries = below(4) > 0, keys = below(8) > 0;
+                    p.score.bias.stride_k = keys, p.score.bias.stride_q = queries ? seqlen_k : 0;
+                    p.score.bias.stride_h = heads ? seqlen_q * seqlen_k : 0;
+                    const int64_t density = 1 + below(4);
+                    for (int64_t i = 0; i < group * seqlen_q * seqlen_k; ++i) one.bias.push_back(below(5) < density);
+                  }
+                  one.check();
+                }
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA
+
+int main() {
+  pyattn::PYATTN_ISA::check_all();
+  if (pyattn::PYATTN_ISA::failures == 0) std::puts("ok");
+  return pyattn::PYATTN_ISA::failures != 0;
+}
