@@ -4,10 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import case_options
 import pytest
 import torch
 from torch import Tensor
-from yardstick import Yardsticks
+from yardstick import Yardsticks, in_double, learned
 
 from pyattn import attention, reference
 
@@ -18,6 +19,14 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 @dataclass(frozen=True)
 class Case:
+    """Sizes and options of a call.
+
+    Attributes:
+        key_ranges, bias: what case_options.py makes of these words; "": none.
+        alibi: the dimensions of the slopes, "h" or "bh"; "": none.
+        wide: bias, slopes and sinks are float32 whatever q's dtype is.
+    """
+
     batch: int
     num_heads_q: int
     num_heads_kv: int
@@ -29,18 +38,56 @@ class Case:
     q_offset: int | None = None
     softmax_scale: float | None = None
     dropout_p: float = 0.0
+    window: tuple[int, int] = (-1, -1)
+    key_ranges: str = ""
+    softcap: float = 0.0
+    bias: str = ""
+    alibi: str = ""
+    sinks: bool = False
+    wide: bool = False
 
     def __str__(self) -> str:
         sizes = (self.batch, self.num_heads_q, self.num_heads_kv, self.seqlen_q, self.seqlen_k)
         mask = "full" if not self.causal else "causal" if self.q_offset is None else f"offset{self.q_offset}"
         scale = "" if self.softmax_scale is None else f"-scale{self.softmax_scale}"
         dropout = f"-dropout{self.dropout_p}" if self.dropout_p else ""
-        return "x".join(map(str, (*sizes, self.head_dim, self.head_dim_v))) + f"-{mask}{scale}{dropout}"
+        window = "" if self.window == (-1, -1) else "-window{},{}".format(*self.window)
+        words = (self.key_ranges, f"softcap{self.softcap}" if self.softcap else "", self.bias.replace(" ", "_"))
+        words += (f"alibi_{self.alibi}" if self.alibi else "", self.sinks * "sinks", self.wide * "wide")
+        more = "".join(f"-{word}" for word in words if word)
+        return "x".join(map(str, (*sizes, self.head_dim, self.head_dim_v))) + f"-{mask}{scale}{dropout}{window}{more}"
 
     @property
     def options(self) -> dict[str, Any]:
-        options = {"causal": self.causal, "q_offset": self.q_offset, "softmax_scale": self.softmax_scale}
-        return options | ({"dropout_p": self.dropout_p, "dropout_seed": 0x0123456789ABCDEF} if self.dropout_p else {})
+        """What does not depend on the dtype; :meth:`tensors` has the rest."""
+        options: dict[str, Any] = {
+            "causal": self.causal,
+            "q_offset": self.q_offset,
+            "softmax_scale": self.softmax_scale,
+        }
+        if self.dropout_p:
+            options |= {"dropout_p": self.dropout_p, "dropout_seed": 0x0123456789ABCDEF}
+        if self.window != (-1, -1):
+            options["window"] = self.window
+        if self.key_ranges:
+            sizes = self.batch, self.seqlen_q, self.seqlen_k
+            options["key_ranges"] = case_options.key_ranges(self.key_ranges, *sizes)
+        if self.softcap:
+            options["softcap"] = self.softcap
+        return options
+
+    def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """bias, alibi_slopes and sinks, as far as the case has them, in ``dtype``; in float32 if wide."""
+        dtype, tensors = torch.float32 if self.wide else dtype, {}
+        if self.bias:
+            sizes = self.batch, self.num_heads_q, self.seqlen_q, self.seqlen_k
+            tensors["bias"] = case_options.bias(self.bias, sizes, dtype)
+        if self.alibi:
+            shape = [n for name, n in (("b", self.batch), ("h", self.num_heads_q)) if name in self.alibi]
+            tensors["alibi_slopes"] = (torch.rand(shape) - 0.1).to(dtype)
+        if self.sinks:
+            tensors["sinks"] = (2 * torch.randn(self.num_heads_q)).to(dtype)
+        return tensors
 
     def inputs(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, normally distributed."""
@@ -90,12 +137,14 @@ def run(
     dlse: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, ...]:
-    """out, lse, dq, dk, dv of ``attention(q, k, v, return_lse=True)``."""
+    """out, lse, dq, dk, dv of ``attention(q, k, v, return_lse=True)``, then gradients of bias, slopes and sinks."""
     leaves = tuple(t.detach().requires_grad_() for t in qkv)
-    out, lse = attention(*leaves, return_lse=True, **options)
+    more = {name: options[name].detach().requires_grad_() for name in learned(options)}
+    out, lse = attention(*leaves, return_lse=True, **options | more)
     results, grads = [out], [dout.to(out.dtype)]
     if dlse is not None:
         results, grads = [out, lse], [*grads, dlse.to(lse.dtype)]
+    leaves += tuple(more.values())
     return (out.detach(), lse.detach(), *torch.autograd.grad(results, leaves, grads, allow_unused=True))
 
 
@@ -104,9 +153,10 @@ def assert_case_accurate(
 ) -> None:
     """Every result of ``attend``, forward and backward, is accurate by the rule of yardstick.py."""
     qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
-    ours = run(attend, qkv, dout, dlse, **case.options, **options)
-    plain = Yardsticks(run, qkv, dout, dlse, **case.options)
-    exact = run(reference.attention, tuple(t.double() for t in qkv), dout.double(), dlse, **case.options)
+    known = case.options | case.tensors(dtype)
+    ours = run(attend, qkv, dout, dlse, **known, **options)
+    plain = Yardsticks(run, qkv, dout, dlse, **known)
+    exact = run(reference.attention, tuple(t.double() for t in qkv), dout.double(), dlse, **in_double(known))
     assert ours[0].dtype == dtype
     assert ours[1].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert max((excesses := plain.excesses(ours, exact)).values()) <= 1, excesses

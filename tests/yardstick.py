@@ -6,12 +6,13 @@ dimensions permuted.
 
 One error is allowed on top, which no order of plain PyTorch's has. A kernel of linear memory subtracts
 ``delta = rowsum(dO * O)`` where softmax's own gradient subtracts ``rowsum(P * dP)``, and O is made of forward's
-weights, P of backward's: see :func:`delta_rounding`.
+weights, P of backward's: see :meth:`Rounding.delta`.
 """
 
+import functools
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator
-from math import isfinite
 from typing import Any
 from unittest import mock
 
@@ -29,9 +30,22 @@ WEIGHT_ROUNDINGS = 4
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
+LEARNED = {"bias": "dbias", "alibi_slopes": "dslopes", "sinks": "dsinks"}
+"""Options that have gradients, which come after those of NAMES."""
+
 Results = tuple[Tensor, ...]
 Run = Callable[..., Results]
-"""``run(attention, qkv, dout, dlse, **options)``: out, lse, dq, dk, dv."""
+"""``run(attention, qkv, dout, dlse, **options)``: out, lse, dq, dk, dv, and those of LEARNED that options have."""
+
+
+def learned(options: dict[str, Any]) -> list[str]:
+    """The options that have gradients: a bool bias has none."""
+    return [name for name in LEARNED if name in options and options[name].is_floating_point()]
+
+
+def in_double(options: dict[str, Any]) -> dict[str, Any]:
+    """The same options, in float64 what has a gradient."""
+    return options | {name: options[name].double() for name in learned(options)}
 
 
 def error(x: Tensor, exact: Tensor) -> float:
@@ -65,7 +79,7 @@ def excess(x: Tensor, plain: Iterable[Tensor], exact: Tensor, more: float = 0.0,
     noise = max(1e-14 * factor, torch.finfo(torch.float32).tiny)
     for result in plain:
         allowed = max(bound(x.dtype, result, exact) + more, noise)
-        if isfinite(allowed):  # a plain result that overflows allows nothing
+        if math.isfinite(allowed):  # a plain result that overflows allows nothing
             smallest = min(smallest, wrong / allowed)  # which NaN, from a NaN among finite values, never is
         if smallest <= 1:
             break
@@ -83,71 +97,126 @@ def _scale(q: Tensor, options: dict[str, Any]) -> float:
     return abs(reference.default_scale(q.shape[3]) if scale is None else scale)
 
 
-def delta_rounding(qkv: Results, dout: Tensor, **options: Any) -> dict[str, float]:
-    """How much of dq and dk is due to delta alone, if forward's weights differ from backward's by WEIGHT_ROUNDINGS.
+class Rounding:
+    """What rounding alone makes of the gradients, derived in float64 from the sums that they are.
 
-    Then row i's delta is off by up to ``d_i = eps WEIGHT_ROUNDINGS sum_j |P_ij D_ij dP_ij|``, D being dropout's
-    factors, and the gradients by ``softmax_scale d_i |sum_j P_ij k_j|`` and ``softmax_scale sum_i P_ij d_i |q_i|``.
+    P are the weights before dropout, with D after it, dP = dO V^T, dS the gradient of the score, p the sink's weight.
     """
-    q, k, v = (t.double() for t in qkv)
-    group = q.shape[1] // k.shape[1]
-    scale = _scale(q, options)
-    weights, dropped = (
-        reference.attention(q, k, v, return_weights=True, **options | changes)[1]
-        for changes in ({"dropout_p": 0.0}, {})
-    )
-    dp = dout.double() @ v.repeat_interleave(group, 1).mT
-    off = scale * torch.finfo(qkv[0].dtype).eps * WEIGHT_ROUNDINGS * (dropped * dp).abs().sum(-1, keepdim=True)
-    dq = off * (weights @ k.repeat_interleave(group, 1)).abs()
-    dk = (weights.mT @ (off * q.abs())).unflatten(1, (-1, group)).sum(2)
-    return {"dq": dq.max().item(), "dk": dk.max().item()}
+
+    def __init__(self, qkv: Results, dout: Tensor, dlse: Tensor | None, options: dict[str, Any]) -> None:
+        self._q, self._k, v = (t.double() for t in qkv)
+        self._options = exact = in_double(options)
+        self._scale, self._group = _scale(self._q, options), self._q.shape[1] // self._k.shape[1]
+        bias, shape = exact.get("bias"), (*self._q.shape[:3], self._k.shape[2])
+        scores = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+        if bias is None:
+            biased = scores
+        else:
+            biased = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
+        known = exact | {"bias": biased, "return_lse": True, "return_weights": True}
+        out, lse, dropped = reference.attention(self._q, self._k, v, **known)
+        results, gradients = [out], [dout.double()]
+        if dlse is not None:
+            results, gradients = [out, lse], [*gradients, dlse.double()]
+        (self._ds,) = torch.autograd.grad(results, [scores], gradients)
+        self._weights = reference.attention(self._q, self._k, v, **known | {"dropout_p": 0.0})[2].detach()
+        self._sink = (exact["sinks"][:, None] - lse).exp().detach() if "sinks" in exact else None
+        dp = dout.double() @ v.repeat_interleave(self._group, 1).mT
+        self._terms = (dropped.detach() * dp).abs().sum(-1)
+        self._dlse = torch.zeros_like(self._terms) if dlse is None else dlse.double().abs()
+        self._eps = torch.finfo(qkv[0].dtype).eps
+
+    def _sums(self, scores: Tensor, sink: Tensor) -> dict[str, Tensor]:
+        """Gradients of LEARNED, their terms being absolute: of each score, and of each row's sink."""
+        sums, offset = {}, self._options.get("q_offset")
+        if "bias" in self._options:
+            sums["dbias"] = scores.sum_to_size(self._options["bias"].shape)
+        if "alibi_slopes" in self._options:
+            far = reference.distances(*scores.shape[2:], q_offset=offset, device=scores.device)
+            sums["dslopes"] = (scores * far).sum((2, 3)).sum_to_size(self._options["alibi_slopes"].shape)
+        if "sinks" in self._options:
+            sums["dsinks"] = (self._sink * sink).sum((0, 2))
+        return sums
+
+    def delta(self) -> dict[str, float]:
+        """How much is due to delta alone, if forward's weights differ from backward's by WEIGHT_ROUNDINGS.
+
+        Then row i's delta is off by up to ``d_i = eps WEIGHT_ROUNDINGS sum_j |P_ij D_ij dP_ij|``, and the gradients by
+        ``softmax_scale d_i |sum_j P_ij t_ij k_j|`` and ``softmax_scale sum_i P_ij t_ij d_i |q_i|``, t being softcap's
+        derivative; those of LEARNED by their sums over ``P_ij d_i`` and ``p_i d_i``.
+        """
+        off = self._eps * WEIGHT_ROUNDINGS * self._terms[..., None]
+        weights, k = self._weights, self._k.repeat_interleave(self._group, 1)
+        if softcap := self._options.get("softcap"):
+            weights = weights * (1 - torch.tanh(self._q @ k.mT * self._scale / softcap) ** 2)
+        dq = self._scale * off * (weights @ k).abs()
+        dk = self._scale * (weights.mT @ (off * self._q.abs())).unflatten(1, (-1, self._group)).sum(2)
+        sums = {"dq": dq, "dk": dk} | self._sums(self._weights * off, off[..., 0])
+        return {name: x.max().item() for name, x in sums.items()}
+
+    def magnitudes(self) -> dict[str, float]:
+        """The largest sum of absolute terms: where they cancel out, float64's own rounding noise is as large."""
+        sums = self._sums(self._ds.abs(), self._terms + self._dlse)
+        return {name: x.max().item() for name, x in sums.items()}
+
+
+def _permuted(x: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """x with its last two dimensions permuted, as far as it has them and they do not broadcast."""
+    if x.dim() >= 1 and x.shape[-1] > 1:
+        x = x[..., keys]
+    return x[..., queries, :] if x.dim() >= 2 and x.shape[-2] > 1 else x
 
 
 def _reordered(
     run: Run, qkv: Results, dout: Tensor, dlse: Tensor | None, options: dict[str, Any], seed: int
 ) -> Results:
-    """The reference's results of permuted inputs, put back into their order."""
+    """The reference's results of permuted inputs, put back into their order.
+
+    What the formula derives from places, the mask, ALiBi's distances and dropout's draws, is permuted there.
+    """
     q, k, v = qkv
     sizes = (q.shape[2], k.shape[2], q.shape[3], v.shape[3])
     generator = random.Random(seed)
     queries, keys, columns, columns_v = (
         torch.tensor(generator.sample(range(n), n), dtype=torch.int64, device=q.device) for n in sizes
     )
-    where = {name: options.get(name, default) for name, default in (("causal", True), ("q_offset", None))}
-    seen = reference.visible(*sizes[:2], **where, device=q.device)[..., queries, :][..., keys]
-    dropout_mask = formula.dropout_mask
 
-    def permuted_mask(*arguments: Any) -> Tensor:
-        return dropout_mask(*arguments)[..., queries, :][..., keys]
+    def at_their_places(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *arguments, **named: function(*arguments, **named)[..., queries, :][..., keys]
 
+    places = {name: at_their_places(getattr(formula, name)) for name in ("visible", "distances", "dropout_mask")}
     inputs = (q[:, :, queries][..., columns], k[:, :, keys][..., columns], v[:, :, keys][..., columns_v])
-    with mock.patch.object(formula, "dropout_mask", permuted_mask):
+    if "bias" in options:
+        options = options | {"bias": _permuted(options["bias"], queries, keys)}
+    with mock.patch.multiple(formula, **places):
         results = run(
             reference.attention,
             inputs,
             dout[:, :, queries][..., columns_v],
             None if dlse is None else dlse[:, :, queries],
-            **options | {"causal": False, "q_offset": None, "bias": seen},
+            **options,
         )
-    everything = torch.arange(1, device=q.device)
-    places = ((queries, columns_v), (queries, everything), (queries, columns), (keys, columns), (keys, columns_v))
-    return tuple(
-        (x[..., None] if x.dim() == 3 else x)[:, :, rows.argsort()][..., within.argsort()].reshape(x.shape)
-        for x, (rows, within) in zip(results, places, strict=True)
-    )
+    out, lse, dq, dk, dv, *more = results
+    if "bias" in learned(options):
+        more[0] = _permuted(more[0], queries.argsort(), keys.argsort())
+    rows, these = queries.argsort(), keys.argsort()
+    dq, dk = (x[:, :, order][..., columns.argsort()] for x, order in ((dq, rows), (dk, these)))
+    out, dv = (x[:, :, order][..., columns_v.argsort()] for x, order in ((out, rows), (dv, these)))
+    return out, lse[:, :, rows], dq, dk, dv, *more
 
 
 class Yardsticks:
     """The reference's results in the dtype of ``qkv``, in as many orders as are asked for, each run once."""
 
     def __init__(self, run: Run, qkv: Results, dout: Tensor, dlse: Tensor | None = None, **options: Any) -> None:
-        self._delta_rounding = lambda: delta_rounding(qkv, dout, **options)
+        self._names = (*NAMES, *(LEARNED[name] for name in learned(options)))
+        self._rounding = functools.cache(lambda: Rounding(qkv, dout, dlse, options))
         self._factors = dict.fromkeys(("dq", "dk"), min(1.0, _scale(qkv[0], options)))
         self._run = lambda seed: _reordered(run, qkv, dout, dlse, options, seed)
         self._runs = [run(reference.attention, qkv, dout, dlse, **options)]
 
     def results(self, index: int) -> Iterator[Tensor]:
-        """Result ``index`` of out, lse, dq, dk, dv, order by order."""
+        """Result ``index`` of out, lse, dq, dk, dv and so on, order by order."""
         for order in range(ORDERS):
             if order == len(self._runs):
                 self._runs.append(self._run(order))
@@ -156,9 +225,12 @@ class Yardsticks:
     def excesses(self, ours: Results, exact: Results) -> dict[str, float]:
         """:func:`excess` of each result, by name; infinite where a result has a NaN that the exact one has not."""
         found = {}
-        for i, (name, x, truth) in enumerate(zip(NAMES, ours, exact, strict=True)):
+        for i, (name, x, truth) in enumerate(zip(self._names, ours, exact, strict=True)):
             factor = self._factors.get(name, 1.0)
             found[name] = excess(x, self.results(i), truth, 0.0, factor)
-            if found[name] > 1 and name in ("dq", "dk") and x.dtype == torch.float32:
-                found[name] = excess(x, self.results(i), truth, self._delta_rounding()[name], factor)
+            if found[name] > 1 and i >= len(NAMES):
+                factor = max(factor, self._rounding().magnitudes()[name])
+                found[name] = excess(x, self.results(i), truth, 0.0, factor)
+            if found[name] > 1 and name not in ("out", "lse", "dv") and ours[0].dtype == torch.float32:
+                found[name] = excess(x, self.results(i), truth, self._rounding().delta()[name], factor)
         return found

@@ -1,0 +1,80 @@
+"""Key ranges and biases for cases: every shape, and what models mask with."""
+
+import math
+import random
+
+import torch
+from torch import Tensor
+
+KEY_RANGES = ("documents", "prefix", "random", "empty")
+BIASES = ("bool", "causal", "padding", "float", "bands", "lowest")
+
+
+def key_ranges(kind: str, batch: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """(batch or 1, seqlen_q, 2), the same for the same arguments.
+
+    - documents: the last queries stand at the last keys, and see the document they stand in;
+    - prefix: a prefix, and from its end on what is causal;
+    - random: any two ends, in order;
+    - empty: likewise, but most ranges are empty.
+    """
+    draw = random.Random(f"{kind} {batch} {seqlen_q} {seqlen_k}")
+    ranges = []
+    for _ in range(draw.choice((1, batch))):
+        cuts = sorted({0, seqlen_k, *draw.choices(range(seqlen_k + 1), k=3)})
+        rows = []
+        for i in range(seqlen_q):
+            position = min(max(i + seqlen_k - seqlen_q, 0), max(seqlen_k - 1, 0))
+            begin, end = sorted(draw.choices(range(seqlen_k + 1), k=2))
+            match kind:
+                case "documents":
+                    begin, end = max(c for c in cuts if c <= position), min(c for c in cuts if c >= position + 1)
+                case "prefix":
+                    begin, end = 0, max(cuts[1], position + 1)
+                case "empty" if draw.random() < 0.7:
+                    end = begin
+            rows.append((begin, end))
+        ranges.append(rows)
+    return torch.tensor(ranges, dtype=draw.choice((torch.int32, torch.int64))).view(len(ranges), seqlen_q, 2)
+
+
+def bias(words: str, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:
+    """What ``words`` say: a kind, the full dimensions out of b, h, q and k, others being 1, and perhaps ``strided``.
+
+    - bool: one key of four is hidden, and all keys of one row of eight;
+    - causal: False above the diagonal that ends in the last query and the last key;
+    - padding: False from some key on;
+    - float: normally distributed;
+    - bands: likewise, with -inf at 150 neighbouring keys, or half of them, and at all keys of one row of eight;
+    - lowest: likewise, with the lowest number of ``dtype`` in one key of four, and in all keys of one row of eight.
+
+    Dimensions of size 1 before the first full one are left out: "float k" has one dimension.
+    """
+    kind, full, *layout = words.split()
+    shape = [n if name in full else 1 for name, n in zip("bhqk", sizes, strict=True)]
+    batch, heads, rows, keys = shape
+    some_keys, some_rows = torch.rand(shape) < 0.25, torch.rand(batch, heads, rows, 1) < 0.125
+    x = torch.randn(shape).to(dtype)
+    match kind:
+        case "bool":
+            x = ~(some_keys | some_rows)
+        case "causal":
+            x = torch.ones(shape, dtype=torch.bool).tril(keys - rows)
+        case "padding":
+            x = torch.arange(keys) < torch.randint(keys + 1, (batch, heads, rows, 1))
+        case "bands":
+            width = min(150, keys // 2)
+            begin = torch.randint(keys + 1, (batch, heads, rows, 1)) - width // 2
+            near = (begin <= torch.arange(keys)) & (torch.arange(keys) < begin + width)
+            x = x.masked_fill(near | some_rows, -math.inf)
+        case "lowest":
+            # Half of it in float16, where plain PyTorch's sum with a score would overflow.
+            lowest = torch.finfo(dtype).min / (2 if dtype == torch.float16 else 1)
+            x = x.masked_fill(some_keys | some_rows, lowest)
+    x = x[(0,) * next((d for d in range(3) if shape[d] > 1), 3)]
+    if layout:
+        backwards = tuple(reversed(range(x.dim())))
+        unused = True if x.dtype == torch.bool else math.nan
+        buffer = torch.full([n + 1 for n in reversed(x.shape)], unused, dtype=x.dtype)
+        x = buffer.permute(backwards)[(slice(1, None),) * x.dim()].copy_(x)
+    return x
