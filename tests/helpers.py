@@ -1,5 +1,6 @@
 """Cases, and how to run them; yardstick.py judges their accuracy."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +9,7 @@ import case_options
 import pytest
 import torch
 from torch import Tensor
-from yardstick import Yardsticks, in_double, learned
+from yardstick import NAMES, Yardsticks, in_double, learned
 
 from pyattn import attention, reference
 
@@ -148,18 +149,49 @@ def run(
     return (out.detach(), lse.detach(), *torch.autograd.grad(results, leaves, grads, allow_unused=True))
 
 
-def assert_case_accurate(
-    case: Case, dtype: torch.dtype, attend: Callable[..., Any] = attention, **options: Any
-) -> None:
+Tensors = tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(q, k, v), (dout, dlse)."""
+
+
+class Truth:
+    """What the rule of yardstick.py measures by: results of plain PyTorch in the tensors' dtype, and exact ones.
+
+    With ``same``, the exact out, lse, dq, dk and dv are those of these options, which mean the same.
+    """
+
+    def __init__(self, tensors: Tensors, options: dict[str, Any], same: dict[str, Any] | None = None) -> None:
+        self.tensors, self.options = tensors, options
+        self._count = None if same is None else len(NAMES)
+        qkv, (dout, dlse) = tensors
+        doubles = tuple(t.double() for t in qkv)
+        wanted = in_double(options if same is None else same)
+        self.exact = run(reference.attention, doubles, dout.double(), dlse, **wanted)[: self._count]
+        self._plain = Yardsticks(run, qkv, dout, dlse, **options)
+
+    def excesses(self, attend: Callable[..., Any]) -> dict[str, float]:
+        """By how much the results of ``attend``, forward and backward, exceed their bounds; 1: just not."""
+        qkv, (dout, dlse) = self.tensors
+        ours = run(attend, qkv, dout, dlse, **self.options)
+        assert ours[0].dtype == qkv[0].dtype
+        assert ours[1].dtype == (torch.float64 if qkv[0].dtype == torch.float64 else torch.float32)
+        return self._plain.excesses(ours[: self._count], self.exact)
+
+
+@functools.cache
+def truth_of(case: Case, dtype: torch.dtype, device: torch.device) -> Truth:
+    """Made once for all backends of a device."""
+    torch.manual_seed(0)
+    return Truth((case.inputs(dtype), case.gradients(dtype)), case.options | case.tensors(dtype))
+
+
+def assert_accurate_by(truth: Truth, attend: Callable[..., Any]) -> None:
+    excesses = truth.excesses(attend)
+    assert max(excesses.values()) <= 1, excesses
+
+
+def assert_case_accurate(case: Case, dtype: torch.dtype, attend: Callable[..., Any] = attention) -> None:
     """Every result of ``attend``, forward and backward, is accurate by the rule of yardstick.py."""
-    qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
-    known = case.options | case.tensors(dtype)
-    ours = run(attend, qkv, dout, dlse, **known, **options)
-    plain = Yardsticks(run, qkv, dout, dlse, **known)
-    exact = run(reference.attention, tuple(t.double() for t in qkv), dout.double(), dlse, **in_double(known))
-    assert ours[0].dtype == dtype
-    assert ours[1].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert max((excesses := plain.excesses(ours, exact)).values()) <= 1, excesses
+    assert_accurate_by(truth_of(case, dtype, torch.get_default_device()), attend)
 
 
 def assert_equal(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> None:

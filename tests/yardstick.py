@@ -224,8 +224,9 @@ class Yardsticks:
 
     def excesses(self, ours: Results, exact: Results) -> dict[str, float]:
         """:func:`excess` of each result, by name; infinite where a result has a NaN that the exact one has not."""
+        assert len(ours) == len(exact)
         found = {}
-        for i, (name, x, truth) in enumerate(zip(self._names, ours, exact, strict=True)):
+        for i, (name, x, truth) in enumerate(zip(self._names, ours, exact, strict=False)):
             factor = self._factors.get(name, 1.0)
             found[name] = excess(x, self.results(i), truth, 0.0, factor)
             if found[name] > 1 and i >= len(NAMES):

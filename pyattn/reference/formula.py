@@ -160,7 +160,8 @@ def attention(
         scores = scores + torch.where(seen, bias, 0.0)
     if alibi_slopes is not None:
         far = distances(seqlen_q, seqlen_k, q_offset=q_offset, device=q.device)
-        scores = scores - alibi_slopes[..., None, None] * far.to(alibi_slopes.dtype)
+        dtype = torch.promote_types(scores.dtype, alibi_slopes.dtype)
+        scores = scores - alibi_slopes[..., None, None].to(dtype) * far.to(dtype)
     columns = seen.expand(scores.shape)
     if sinks is not None:
         sink = sinks[:, None, None].expand(*scores.shape[:3], 1)

@@ -1,0 +1,257 @@
+"""Windows, key ranges and bool biases: every form of a mask gives what the formula gives, and hides what it hides."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from backends import Backend
+from helpers import Case, Truth, assert_accurate_by, assert_case_accurate, each_dtype, run
+from torch import Tensor
+from yardstick import NAMES, assert_accurate
+
+from pyattn import attention, masks, reference
+
+CASES = [
+    Case(1, 2, 1, 130, 130, 16, 16, window=(20, -1)),
+    Case(2, 2, 2, 65, 200, 24, 20, causal=False, window=(7, 5)),
+    Case(1, 1, 1, 257, 257, 16, 16, window=(0, 0)),
+    Case(1, 2, 1, 100, 30, 16, 16, q_offset=-40, window=(10, -1)),
+    Case(1, 3, 1, 70, 100, 16, 16, causal=False, q_offset=60, window=(-1, 3), dropout_p=0.2),
+    Case(1, 2, 2, 40, 300, 72, 40, causal=False, q_offset=100, window=(130, 20)),
+    Case(1, 2, 2, 300, 300, 32, 32, key_ranges="documents"),
+    Case(2, 4, 2, 130, 66, 16, 24, causal=False, key_ranges="random"),
+    Case(2, 2, 1, 70, 90, 64, 64, causal=False, key_ranges="prefix"),
+    Case(3, 2, 2, 40, 233, 16, 16, causal=False, key_ranges="empty", dropout_p=0.3),
+    Case(1, 2, 1, 90, 190, 16, 20, window=(60, -1), key_ranges="documents"),
+    Case(2, 4, 2, 37, 193, 40, 31, causal=False, bias="bool bhqk"),
+    Case(2, 4, 2, 67, 93, 16, 16, bias="bool k strided", window=(50, -1)),
+    Case(1, 2, 1, 130, 130, 20, 24, causal=False, bias="causal qk"),
+    Case(2, 3, 1, 33, 200, 16, 16, causal=False, bias="padding bk"),
+    Case(2, 4, 2, 50, 70, 16, 16, bias="bool bq strided", key_ranges="random", dropout_p=0.1),
+    Case(1, 2, 2, 20, 30, 8, 8, causal=False, bias="bool -"),
+    # Few queries, whose keys are split.
+    Case(2, 2, 1, 1, 2100, 32, 16, causal=False, q_offset=1500, window=(700, 300)),
+    Case(1, 8, 2, 4, 1500, 16, 16, key_ranges="random"),
+    Case(2, 6, 2, 3, 1300, 32, 16, bias="bool bhqk", key_ranges="random"),
+    Case(1, 4, 1, 8, 1100, 32, 16, causal=False, bias="bool hk"),
+]
+
+
+@each_dtype
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_forward_and_backward(backend: Backend, case: Case, dtype: torch.dtype) -> None:
+    assert_case_accurate(case, dtype, backend.attention)
+
+
+def test_visible_is_what_its_docstring_says() -> None:
+    """Its bounds saturate; Python's integers need not."""
+    extremes = (-(2**63), -6, -1, 0, 2, 9, 2**63 - 1)
+    ranges = torch.tensor([[0, 3], [4, 4], [1, 2], [0, 5]])
+    for causal, offset, left, right in itertools.product((True, False), extremes, (-1, 0, 2, 2**63 - 1), (-1, 0, 2)):
+        expected = [
+            [
+                (not causal or j <= i + offset)
+                and (left < 0 or j >= i + offset - left)
+                and (right < 0 or j <= i + offset + right)
+                and begin <= j < end
+                for j in range(5)
+            ]
+            for i, (begin, end) in enumerate(ranges.tolist())
+        ]
+        for q_offset in (offset, torch.tensor([offset])):
+            options = {"causal": causal, "q_offset": q_offset, "window": (left, right)}
+            seen = reference.visible(4, 5, **options, key_ranges=ranges[None])
+            assert seen[0, 0].tolist() == expected
+
+
+def visible(case: Case) -> Tensor:
+    """The case's mask without its bias, (B, Hq, Sq, Sk)."""
+    named = {x: y for x, y in case.options.items() if x in ("causal", "q_offset", "window", "key_ranges")}
+    seen = reference.visible(case.seqlen_q, case.seqlen_k, **named)
+    return seen.expand(case.batch, case.num_heads_q, case.seqlen_q, case.seqlen_k)
+
+
+FORMS = [
+    Case(2, 2, 1, 40, 70, 16, 16, window=(9, -1)),
+    Case(2, 2, 1, 33, 70, 16, 16, causal=False, q_offset=20, window=(30, 6)),
+    Case(2, 2, 1, 40, 70, 16, 16, causal=False, key_ranges="random"),
+    Case(2, 2, 1, 70, 40, 16, 16, key_ranges="documents"),
+    Case(2, 4, 2, 3, 300, 16, 16, causal=False, key_ranges="random"),
+]
+
+
+@each_dtype
+@pytest.mark.parametrize("case", FORMS, ids=str)
+def test_a_mask_in_any_form(backend: Backend, case: Case, dtype: torch.dtype) -> None:
+    """A window and key ranges equal the same mask as a bool bias, which equals one of 0 and -inf."""
+    tensors, seen = (case.inputs(dtype), case.gradients(dtype)), visible(case)
+    for bias in (seen, torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, -math.inf)):
+        truth = Truth(tensors, {"causal": False, "bias": bias}, same=case.options)
+        assert_accurate_by(truth, backend.attention)
+
+
+@each_dtype
+def test_padding_equals_keys_cut_off(backend: Backend, dtype: torch.dtype) -> None:
+    lengths, case = (50, 23), Case(2, 2, 1, 40, 60, 24, 20)
+    qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
+    ranges = masks.padding(lengths, 60).to(qkv[0].device)
+    seen = (torch.arange(60) < ranges[:, :1, 1:])[:, None]
+    for options in ({"key_ranges": ranges[:, :40]}, {"bias": seen}):
+        padded = run(backend.attention, qkv, dout, dlse, causal=False, **options)
+        for b, length in enumerate(lengths):
+            one, kept = slice(b, b + 1), (slice(b, b + 1), slice(None), slice(0, length))
+            cut = (qkv[0][one], qkv[1][kept], qkv[2][kept])
+            alone = run(backend.attention, cut, dout[one], dlse[one], causal=False)
+            places = (one, one, one, kept, kept)
+            for name, x, y, at in zip(NAMES, padded, alone, places, strict=True):
+                assert_accurate(name, x[at], y, y.double())
+            assert not any(x[b, :, length:].any() for x in padded[3:])
+
+
+@each_dtype
+@pytest.mark.parametrize("causal", [True, False])
+def test_documents_equal_sequences_one_by_one(backend: Backend, dtype: torch.dtype, causal: bool) -> None:
+    lengths, case = [17, 1, 0, 33, 20], Case(1, 2, 1, 71, 71, 24, 20)
+    qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
+    packed = run(backend.attention, qkv, dout, dlse, causal=causal, key_ranges=masks.documents(lengths).to(dout.device))
+    parts = [x.split(lengths, 2) for x in (*qkv, dout, dlse)]
+    alone = [run(backend.attention, tuple(x[:3]), *x[3:], causal=causal) for x in zip(*parts, strict=True)]
+    for name, x, y in zip(NAMES, packed, (torch.cat(z, 2) for z in zip(*alone, strict=True)), strict=True):
+        assert_accurate(name, x, y, y.double())
+
+
+HIDING = [
+    Case(2, 2, 1, 36, 70, 21, 19, window=(11, -1)),
+    Case(2, 2, 1, 36, 70, 16, 16, causal=False, window=(30, 4), softcap=2.0),
+    Case(2, 2, 1, 70, 70, 16, 16, key_ranges="documents", alibi="h"),
+    Case(2, 2, 1, 36, 70, 16, 16, causal=False, key_ranges="random", sinks=True),
+    Case(2, 4, 2, 36, 50, 21, 19, causal=False, bias="bool bhqk"),
+    Case(2, 2, 1, 36, 50, 16, 16, bias="bool qk", window=(20, -1)),
+    Case(2, 2, 1, 36, 50, 16, 16, causal=False, bias="bands bhqk"),
+    Case(2, 2, 1, 36, 50, 16, 16, bias="bands hqk", key_ranges="random", softcap=3.0, alibi="bh"),
+    Case(2, 4, 2, 3, 300, 32, 16, bias="bool bhqk"),
+    Case(2, 4, 2, 3, 300, 32, 16, causal=False, bias="bands hqk", key_ranges="random"),
+]
+
+
+@each_dtype
+@pytest.mark.parametrize("case", HIDING, ids=str)
+def test_what_is_hidden_changes_no_bit(backend: Backend, case: Case, dtype: torch.dtype) -> None:
+    """NaN and inf in a key and its value reach the rows that see it and no others, in a query the keys it sees."""
+    (q, k, v), (dout, dlse), tensors = case.inputs(dtype), case.gradients(dtype), case.tensors(dtype)
+    options, seen = case.options | tensors, visible(case)
+    if "bias" in tensors:
+        seen = seen & (tensors["bias"] if tensors["bias"].dtype == torch.bool else tensors["bias"] != -math.inf)
+    clean = run(backend.attention, (q, k, v), dout, dlse, **options)
+    group = case.num_heads_q // case.num_heads_kv
+    for bad, key, query in ((math.nan, case.seqlen_k // 2, 1), (math.inf, case.seqlen_k - 9, case.seqlen_q - 2)):
+        soiled_k, soiled_v, soiled_q, soiled_dout = (x.clone() for x in (k, v, q, dout))
+        soiled_k[:, :, key], soiled_v[:, :, key] = bad, bad
+        rows = run(backend.attention, (q, soiled_k, soiled_v), dout, dlse, **options)
+        blind = ~seen[..., key]
+        backend.assert_same(tuple(x[blind] for x in rows[:3]), tuple(x[blind] for x in clean[:3]))
+        assert not rows[0][~blind].isfinite().all(-1).any()
+        soiled_q[:, :, query], soiled_dout[:, :, query] = bad, bad
+        hidden = ~seen[:, :, query].unflatten(1, (-1, group)).any(2)
+        for queries, gradient in ((soiled_q, dout), (q, soiled_dout)):
+            keys = run(backend.attention, (queries, k, v), gradient, dlse, **options)
+            for x, y in zip(keys[3:5], clean[3:5], strict=True):
+                assert torch.equal(x[hidden], y[hidden])
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", [(2, 2, 36, 50), (36, 50), (50,)], ids=str)
+def test_nan_in_a_hidden_bias_changes_no_bit(backend: Backend, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    case = Case(2, 2, 1, 36, 50, 16, 16, window=(11, 2), key_ranges="documents")
+    qkv, (dout, dlse), bias = case.inputs(dtype), case.gradients(dtype), torch.randn(shape).to(dtype)
+    hidden = ~visible(case)
+    if len(shape) == 1:  # hidden from all queries
+        hidden = torch.arange(50) >= 41
+        qkv[0][:, :, -10:] = 0
+        case = Case(2, 2, 1, 36, 50, 16, 16, q_offset=5)
+    hidden = hidden.expand(case.batch, *hidden.shape[1:]) if len(shape) == 4 else hidden
+    hidden = hidden[0, 0] if len(shape) == 2 else hidden
+    clean = run(backend.attention, qkv, dout, dlse, **case.options, bias=bias)
+    for bad in (math.nan, math.inf):
+        soiled = run(backend.attention, qkv, dout, dlse, **case.options, bias=bias.masked_fill(hidden, bad))
+        backend.assert_same(soiled, clean)
+        assert torch.equal(soiled[5], clean[5])
+        assert not soiled[5][hidden].any()
+
+
+@each_dtype
+def test_rows_without_keys(backend: Backend, dtype: torch.dtype) -> None:
+    """Whatever hides all keys of a row: out 0, lse -inf, no gradient, and none for keys that no row sees."""
+    case = Case(2, 2, 1, 20, 40, 16, 16, causal=False)
+    qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
+    rows = torch.zeros(20, dtype=torch.bool)
+    rows[[0, 3, 4, 19]] = True
+    ranges = torch.tensor([0, 30]).repeat(1, 20, 1).masked_fill(rows[:, None], 7)
+    hidden = rows[:, None] | (torch.arange(40) >= 30)
+    forms = [{"key_ranges": ranges}, {"bias": ~hidden}, {"bias": torch.zeros(20, 40).masked_fill(hidden, -math.inf)}]
+    for form in forms:
+        form = {x: y.to(dtype) if y.dtype == torch.float32 else y for x, y in form.items()}
+        out, lse, dq, dk, dv, *dbias = run(backend.attention, qkv, dout, dlse, **case.options, **form)
+        assert not any(x[:, :, rows].any() for x in (out, dq))
+        assert (lse[:, :, rows] == -math.inf).all()
+        assert lse[:, :, ~rows].isfinite().all()
+        assert not any(x[:, :, 30:].any() for x in (dk, dv))
+        assert not any(x[hidden].any() for x in dbias)
+        assert all(x.isfinite().all() for x in (out, dq, dk, dv, *dbias))
+
+
+@pytest.mark.parametrize("offset", [2**63 - 1, -(2**63), 2**40, 0, -3])
+def test_extreme_windows(repeatable: Backend, offset: int) -> None:
+    """Ends of windows saturate."""
+    q, k, v = Case(2, 2, 1, 5, 7, 8, 6).inputs(torch.float64)
+    sides = (-1, 0, 3, 2**40, 2**63 - 1)
+    for causal, *window in itertools.product((True, False), sides, sides):
+        options = {"causal": causal, "window": tuple(window)}
+        expected = reference.attention(q, k, v, **options, q_offset=offset)
+        for q_offset in (offset, torch.full((2,), offset)):
+            out = repeatable.attention(q, k, v, **options, q_offset=q_offset)
+            assert_accurate("out", out, expected, expected)
+
+
+@each_dtype
+def test_the_layout_of_a_bias_changes_no_bit(repeatable: Backend, dtype: torch.dtype) -> None:
+    """Any strides, and any number of dimensions that mean the same."""
+    case = Case(2, 2, 1, 20, 50, 16, 16)
+    qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
+    for kind in ("bool", "float", "bands"):
+        for full in ("bhqk", "qk", "bk", "hq", "k", "-"):
+            (dense,) = Case(2, 2, 1, 20, 50, 16, 16, bias=f"{kind} {full}").tensors(dtype).values()
+            padded = dense.new_ones([n + 1 for n in dense.shape])
+            strided = padded.mT[(slice(1, None),) * dense.dim()].mT if dense.dim() > 1 else padded[1:]
+            strided.copy_(dense)
+            more = dense[(None,) * (4 - dense.dim())]
+            results = [run(repeatable.attention, qkv, dout, dlse, bias=x) for x in (dense, strided, more)]
+            for other in results[1:]:
+                for x, y in zip(other, results[0], strict=True):
+                    assert torch.equal(x.view(y.shape), y)
+            wide = run(repeatable.attention, qkv, dout, dlse, bias=dense.expand(2, 2, 20, 50))
+            for x, y in zip(wide[:5], results[0][:5], strict=True):
+                assert torch.equal(x, y)
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, 2, 1, 300, 400, 32, 32, window=(60, -1), sinks=True),
+        Case(2, 4, 2, 130, 190, 33, 20, causal=False, key_ranges="random", bias="bands hqk", alibi="h"),
+        Case(2, 2, 2, 130, 190, 16, 16, bias="float bhqk", softcap=2.0, sinks=True, dropout_p=0.1),
+        Case(2, 4, 2, 4, 3000, 16, 16, bias="bool bqk", alibi="bh", sinks=True),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("isa", "threads")
+def test_same_bits_for_any_number_of_threads(dtype: torch.dtype, case: Case) -> None:
+    qkv, (dout, dlse), options = case.inputs(dtype), case.gradients(dtype), case.options | case.tensors(dtype)
+    torch.set_num_threads(1)
+    once = run(attention, qkv, dout, dlse, **options)
+    for n in (2, 3, 4, 7):
+        torch.set_num_threads(n)
+        for x, y in zip(run(attention, qkv, dout, dlse, **options), once, strict=True):
+            assert torch.equal(x, y)

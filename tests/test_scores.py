@@ -1,0 +1,197 @@
+"""Softcap, float biases, ALiBi and sinks: results and gradients, and what each equals."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from backends import Backend
+from helpers import Case, Truth, assert_accurate_by, assert_case_accurate, assert_equal, each_dtype, run
+from yardstick import assert_accurate
+
+from pyattn import reference
+
+CASES = [
+    Case(2, 4, 2, 70, 130, 16, 20, softcap=1.5, dropout_p=0.2),
+    Case(1, 2, 2, 100, 100, 64, 64, softcap=30.0, softmax_scale=2.0),
+    Case(1, 2, 1, 33, 90, 24, 17, causal=False, softcap=0.1),
+    Case(2, 4, 2, 90, 90, 16, 16, alibi="h", window=(40, -1)),
+    Case(2, 2, 1, 50, 90, 24, 20, causal=False, q_offset=20, alibi="bh", wide=True),
+    Case(2, 4, 2, 60, 120, 16, 16, causal=False, key_ranges="empty", sinks=True),
+    Case(1, 2, 1, 65, 63, 20, 24, sinks=True, wide=True, dropout_p=0.3),
+    Case(1, 1, 1, 200, 200, 16, 16, sinks=True),
+    Case(2, 4, 2, 66, 70, 16, 20, bias="float bhqk"),
+    Case(2, 4, 2, 66, 70, 32, 32, causal=False, bias="float qk", wide=True),
+    Case(2, 2, 1, 40, 150, 16, 16, bias="float hk strided", dropout_p=0.2),
+    Case(2, 2, 1, 40, 150, 16, 16, causal=False, bias="float bq"),
+    Case(2, 2, 1, 40, 100, 16, 16, causal=False, bias="float -"),
+    Case(1, 2, 1, 70, 330, 16, 16, causal=False, bias="bands hqk"),
+    Case(1, 2, 2, 130, 200, 72, 40, bias="bands bqk strided", window=(90, -1)),
+    Case(2, 2, 1, 40, 100, 16, 16, causal=False, bias="lowest bhqk"),
+    # Few queries, whose keys are split.
+    Case(2, 8, 2, 1, 1100, 32, 16, bias="float bhqk"),
+    Case(1, 6, 2, 8, 1300, 16, 16, softcap=2.0, alibi="h", sinks=True, bias="float k strided"),
+    Case(1, 4, 1, 3, 700, 16, 16, causal=False, sinks=True, bias="bands hqk"),
+    Case(2, 2, 1, 2, 1200, 64, 16, alibi="bh", window=(900, -1), dropout_p=0.2),
+    # All at once.
+    Case(
+        *(2, 4, 2, 50, 80, 24, 20),
+        **{"q_offset": 10, "window": (40, -1), "key_ranges": "documents", "dropout_p": 0.3, "softmax_scale": -0.4},
+        **{"softcap": 3.0, "bias": "bands bhqk strided", "alibi": "bh", "sinks": True, "wide": True},
+    ),
+    Case(
+        *(2, 2, 1, 33, 90, 16, 16),
+        **{"causal": False, "window": (30, 40), "key_ranges": "random"},
+        **{"softcap": 3.0, "bias": "float k", "alibi": "h", "sinks": True},
+    ),
+]
+
+
+@each_dtype
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_forward_and_backward(backend: Backend, case: Case, dtype: torch.dtype) -> None:
+    assert_case_accurate(case, dtype, backend.attention)
+
+
+@each_dtype
+@pytest.mark.parametrize("q_offset", [None, -7, 2000])
+def test_alibi_equals_its_bias(backend: Backend, dtype: torch.dtype, q_offset: int | None) -> None:
+    """Slopes weigh the distance to where the query stands, however far beyond the last key that is."""
+    case = Case(1, 2, 1, 40, 60, 16, 16, causal=q_offset == -7, q_offset=q_offset, alibi="h")
+    slopes = torch.tensor([0.25, -0.5]).to(dtype)
+    bias = -slopes[:, None, None].double() * reference.distances(40, 60, q_offset=q_offset)
+    tensors = case.inputs(dtype), case.gradients(dtype)
+    same = case.options | {"bias": bias}
+    assert_accurate_by(Truth(tensors, case.options | {"alibi_slopes": slopes}, same), backend.attention)
+
+
+@each_dtype
+def test_a_large_softcap_equals_none(backend: Backend, dtype: torch.dtype) -> None:
+    """``c tanh(s / c)`` is ``s (1 - (s / c)^2 / 3 + ...)``; plain float16 has no larger cap, nor smaller quotients."""
+    case, softcap = Case(1, 2, 1, 40, 60, 16, 16), 2.0 ** (10 if dtype == torch.float16 else 40)
+    truth = Truth((case.inputs(dtype), case.gradients(dtype)), case.options | {"softcap": softcap}, case.options)
+    assert_accurate_by(truth, backend.attention)
+
+
+@each_dtype
+def test_softcap_bounds_the_scores(backend: Backend, dtype: torch.dtype) -> None:
+    """Scores far beyond the cap weigh as much as the cap, and their gradient is 0."""
+    q, k, v = Case(1, 1, 1, 3, 90, 16, 16).inputs(dtype)
+    q[:], k[:] = 10, 10
+    k[:, :, ::2] = -10
+    out, lse, dq, dk, _ = run(backend.attention, (q, k, v), torch.randn(1, 1, 3, 16), causal=False, softcap=1.0)
+    weights = torch.tensor([math.exp(-1), math.exp(1)], dtype=torch.float64).repeat(45)
+    expected = (weights[:, None] * v.double()).sum(2, keepdim=True) / weights.sum()
+    assert_accurate("out", out, expected.to(dtype).expand_as(out), expected.expand_as(out))
+    largest = torch.full_like(lse, math.log(45 * (math.exp(1) + math.exp(-1))), dtype=torch.float64)
+    assert_accurate("lse", lse, largest.to(lse.dtype), largest)
+    assert not dq.any()
+    assert not dk.any()
+
+
+@each_dtype
+def test_a_sink_is_a_key_without_a_value(backend: Backend, dtype: torch.dtype) -> None:
+    """out, lse and every gradient are those of one more key, of value 0, whose score is the sink."""
+    case = Case(2, 4, 2, 30, 50, 16, 20, key_ranges="random")
+    (q, k, v), (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
+    sinks = torch.tensor([-3.0, 0.0, 2.0, 30.0]).to(dtype)
+    options = {"causal": False, "key_ranges": case.options["key_ranges"], "sinks": sinks}
+    seen = torch.cat([reference.visible(30, 50, causal=False, key_ranges=options["key_ranges"])] * 4, 1)
+    bias = torch.zeros(seen.shape).double().masked_fill(~seen, -math.inf)
+    column = sinks.double()[:, None, None].expand(2, 4, 30, 1)
+    bias = torch.cat([bias.expand(2, 4, 30, 50), column], 3)
+    more_k, more_v = (torch.cat([x.double(), x.new_zeros(2, 2, 1, x.shape[3])], 2) for x in (k, v))
+    exact = run(reference.attention, (q.double(), more_k, more_v), dout.double(), dlse, causal=False, bias=bias)
+    out, lse, dq, dk, dv, dbias = exact
+    expected = (out, lse, dq, dk[:, :, :50], dv[:, :, :50], dbias[..., 50].sum((0, 2)))
+    truth = Truth(((q, k, v), (dout, dlse)), options)
+    for x, y in zip(truth.exact, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+    assert_accurate_by(truth, backend.attention)
+
+
+@each_dtype
+def test_extreme_sinks(backend: Backend, dtype: torch.dtype) -> None:
+    """-inf is as good as none; beside the largest number keys weigh nothing; a row without keys has its sink as lse."""
+    case = Case(1, 2, 2, 40, 60, 16, 16, q_offset=-5)
+    qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
+    none = run(backend.attention, qkv, dout, dlse, **case.options)
+    sinks = torch.full((2,), -math.inf, dtype=dtype)
+    out, lse, dq, dk, dv, dsinks = run(backend.attention, qkv, dout, dlse, **case.options, sinks=sinks)
+    backend.assert_same((out, lse, dq, dk, dv), none)
+    assert not dsinks.any()
+    largest = torch.finfo(dtype).max
+    results = run(backend.attention, qkv, dout, dlse, **case.options, sinks=torch.full((2,), largest, dtype=dtype))
+    assert not any(x.any() for x in (results[0], *results[2:5]))
+    assert (results[1] == largest).all()
+    sinks = torch.tensor([0.3, -1.7]).to(dtype)
+    out, lse = backend.attention(*qkv, **case.options, sinks=sinks, return_lse=True)
+    assert torch.equal(lse[:, :, :5], sinks.to(lse.dtype)[:, None].expand(1, 2, 5))
+    assert not out[:, :, :5].any()
+
+
+@each_dtype
+@pytest.mark.parametrize("form", ["sinks", "alibi_slopes", "bias"])
+def test_nan_that_is_seen_arrives(backend: Backend, dtype: torch.dtype, form: str) -> None:
+    """In the rows that see it: those of one head, and of a bias's place."""
+    case = Case(1, 2, 1, 20, 50, 16, 16)
+    qkv, rows = case.inputs(dtype), torch.zeros(1, 2, 20, dtype=torch.bool)
+    value = torch.ones((2, 20, 50) if form == "bias" else (2,), dtype=dtype)
+    if form == "bias":
+        value[1, 4, 30], rows[0, 1, 4] = math.nan, True
+    else:
+        value[1], rows[0, 1] = math.nan, True
+    options: dict[str, Any] = {form: value}
+    out, lse = backend.attention(*qkv, return_lse=True, **options)
+    assert torch.equal(lse.isnan(), rows)
+    assert torch.equal(out.isnan().any(-1), rows)
+
+
+@each_dtype
+def test_lowest_numbers_average(backend: Backend, dtype: torch.dtype) -> None:
+    """A row of the lowest number weighs all keys alike, as in torch, and has finite gradients."""
+    case = Case(1, 2, 2, 20, 90, 16, 16, causal=False)
+    qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
+    qkv[0].div_(1e3)  # float16's lowest number plus a score is no longer the lowest
+    bias = torch.zeros(20, 90, dtype=dtype)
+    bias[7] = torch.finfo(dtype).min
+    bias[8, 3:] = torch.finfo(dtype).min
+    out, *gradients = run(backend.attention, qkv, dout, dlse, causal=False, bias=bias)
+    plain, exact = (
+        reference.attention(*(x.to(t) for x in qkv), causal=False, bias=bias.to(t)) for t in (dtype, torch.float64)
+    )
+    assert_accurate("out", out, plain, exact)
+    mean = qkv[2].double().mean(2, keepdim=True)
+    assert (out[:, :, 7:8] - mean).abs().max() < 0.01
+    assert all(x.isfinite().all() for x in gradients[1:])
+
+
+@each_dtype
+def test_bands_wider_than_a_key_block(backend: Backend, dtype: torch.dtype) -> None:
+    """-inf at the first 300 keys, or at some in the middle, changes nothing but which keys take part."""
+    case = Case(1, 1, 1, 10, 400, 16, 16, causal=False)
+    (q, k, v), (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
+    for hidden in (slice(0, 300), slice(50, 350), slice(200, 400)):
+        bias = torch.zeros(400, dtype=dtype)
+        bias[hidden] = -math.inf
+        kept = bias == 0
+        truth = Truth(((q, k, v), (dout, dlse)), {"causal": False, "bias": bias})
+        alone = reference.attention(*(x.double() for x in (q, k[:, :, kept], v[:, :, kept])), causal=False)
+        torch.testing.assert_close(truth.exact[0], alone, rtol=1e-12, atol=1e-12)
+        assert_accurate_by(truth, backend.attention)
+
+
+@each_dtype
+def test_gradients_of_scores_alone(native: Backend, dtype: torch.dtype) -> None:
+    """Bias, slopes and sinks have the same gradients where q, k and v have none."""
+    case = Case(2, 2, 1, 20, 50, 16, 16, bias="float hqk", alibi="h", sinks=True, softcap=2.0)
+    qkv, (dout, dlse), tensors = case.inputs(dtype), case.gradients(dtype), case.tensors(dtype)
+    expected = run(native.attention, qkv, dout, dlse, **case.options, **tensors)[5:]
+    for x in tensors.values():
+        x.requires_grad_()
+    out, lse = native.attention(*qkv, **case.options, **tensors, return_lse=True)
+    assert_equal(torch.autograd.grad([out, lse], list(tensors.values()), [dout, dlse.to(lse.dtype)]), expected)
+    for name, y in zip(tensors, expected, strict=True):
+        out, lse = native.attention(*qkv, **case.options, **tensors, return_lse=True)
+        (x,) = torch.autograd.grad([out, lse], [tensors[name]], [dout, dlse.to(lse.dtype)])
+        assert torch.equal(x, y)
