@@ -27,6 +27,10 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
+def ranges(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
 BAD_INPUTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"q": zeros(4, 5, 8)},
@@ -51,6 +55,34 @@ BAD_INPUTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"softmax_scale": math.inf}, ValueError, "softmax_scale must be finite, got inf"),
     ({"q_offset": torch.zeros(3, dtype=torch.int64)}, ValueError, "q_offset must have shape [2], got [3]"),
     ({"q_offset": torch.zeros(2)}, TypeError, "q_offset must have dtype int64, got float32"),
+    ({"window": (-2, 3)}, ValueError, "window must be (left, right), each at least -1, got [-2, 3]"),
+    ({"window": (3, -(2**63))}, ValueError, "each at least -1, got [3, -9223372036854775808]"),
+    ({"key_ranges": ranges(2, 5)}, ValueError, "key_ranges must have shape (2 or 1, 5, 2), got [2, 5]"),
+    ({"key_ranges": ranges(3, 5, 2)}, ValueError, "key_ranges must have shape (2 or 1, 5, 2), got [3, 5, 2]"),
+    ({"key_ranges": ranges(2, 7, 2)}, ValueError, "key_ranges must have shape (2 or 1, 5, 2), got [2, 7, 2]"),
+    ({"key_ranges": ranges(2, 5, 3)}, ValueError, "key_ranges must have shape (2 or 1, 5, 2), got [2, 5, 3]"),
+    ({"key_ranges": zeros(2, 5, 2)}, TypeError, "key_ranges must have dtype int32 or int64, got float32"),
+    ({"key_ranges": ranges(2, 5, 2).to("meta")}, ValueError, "key_ranges must be on q's device, got meta and c"),
+    ({"softcap": -0.5}, ValueError, "softcap must be finite and at least 0, got -0.5"),
+    ({"softcap": math.nan}, ValueError, "softcap must be finite and at least 0, got nan"),
+    ({"softcap": math.inf}, ValueError, "softcap must be finite and at least 0, got inf"),
+    ({"bias": zeros(5, 6)}, ValueError, "each 1 or that of [2, 4, 5, 7], got [5, 6]"),
+    ({"bias": zeros(2, 2, 5, 7)}, ValueError, "each 1 or that of [2, 4, 5, 7], got [2, 2, 5, 7]"),
+    ({"bias": zeros(0, 1, 5, 7)}, ValueError, "each 1 or that of [2, 4, 5, 7], got [0, 1, 5, 7]"),
+    ({"bias": zeros(1, 2, 4, 5, 7)}, ValueError, "bias must have 1 to 4 dimensions, each 1 or that of"),
+    ({"bias": torch.tensor(1.0)}, ValueError, "bias must have 1 to 4 dimensions, each 1 or that of"),
+    ({"bias": zeros(5, 7, dtype=torch.float64)}, TypeError, "bias must have dtype bool or float32, got float64"),
+    ({"bias": zeros(5, 7, dtype=torch.uint8)}, TypeError, "bias must have dtype bool or float32, got uint8"),
+    ({"bias": zeros(5, 7).to("meta")}, ValueError, "bias must be on q's device, got meta and c"),
+    ({"alibi_slopes": zeros(2)}, ValueError, "alibi_slopes must have shape (4) or (2, 4), got [2]"),
+    ({"alibi_slopes": zeros(1, 4)}, ValueError, "alibi_slopes must have shape (4) or (2, 4), got [1, 4]"),
+    ({"alibi_slopes": zeros(4, 1, 1)}, ValueError, "alibi_slopes must have shape (4) or (2, 4), got [4, 1, 1]"),
+    ({"alibi_slopes": ranges(4)}, TypeError, "alibi_slopes must have dtype float32, got int64"),
+    ({"alibi_slopes": zeros(4).to("meta")}, ValueError, "alibi_slopes must be on q's device, got meta and c"),
+    ({"sinks": zeros(2)}, ValueError, "sinks must have shape (4), got [2]"),
+    ({"sinks": zeros(2, 4)}, ValueError, "sinks must have shape (4), got [2, 4]"),
+    ({"sinks": zeros(4, dtype=torch.float16)}, TypeError, "sinks must have dtype float32, got float16"),
+    ({"sinks": zeros(4).to("meta")}, ValueError, "sinks must be on q's device, got meta and c"),
 ]
 
 
@@ -61,12 +93,49 @@ def test_forward(device: str, changes: dict[str, Any], kind: type[Exception], me
     with pytest.raises(kind, match="pyattn: .*" + re.escape(message)):
         attention(**inputs)
     q, k, v = (inputs.pop(name) for name in "qkv")
-    offset = inputs.pop("q_offset", None)
+    options = {"q_offsets" if name == "q_offset" else name: value for name, value in inputs.items()}
     with pytest.raises(kind, match="pyattn: .*" + re.escape(message)):
-        forward(q, k, v, inputs.pop("softmax_scale", 1.0), True, 0, offset)
+        forward(q, k, v, **options)
     rows = torch.zeros(q.shape[:-1])
     with pytest.raises(kind, match="pyattn: .*" + re.escape(message)):
-        backward(q, None, q, k, v, q, rows, rows, changes.get("softmax_scale", 1.0), True, 0, offset)
+        backward(q, None, q, k, v, q, rows, rows, **options)
+
+
+@pytest.mark.parametrize(
+    ("pair", "got"),
+    [
+        ((-1, 3), "[-1, 3]"),
+        ((4, 3), "[4, 3]"),
+        ((2, 8), "[2, 8]"),
+        ((-(2**31), 2**31 - 1), "[-2147483648, 2147483647]"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_ranges_out_of_bounds(pair: tuple[int, int], got: str, dtype: torch.dtype) -> None:
+    """The first that is wrong is named, with its place; on a GPU they are not read, and kernels stay in bounds."""
+    q, k, v = tensors().values()
+    bad = torch.tensor([[[0, 7]] * 5] * 2, dtype=dtype)
+    bad[1, 3] = torch.tensor(pair, dtype=dtype)
+    message = f"key_ranges must hold 0 <= begin <= end <= seqlen_k = 7, got {got} for query 3 of sequence 1"
+    for call in (attention, forward):
+        with pytest.raises(ValueError, match=f"^pyattn: {re.escape(message)}"):
+            call(q, k, v, key_ranges=bad)
+    rows = torch.zeros(q.shape[:-1])
+    out = torch.zeros(2, 4, 5, 6)
+    with pytest.raises(ValueError, match=f"^pyattn: {re.escape(message)}"):
+        backward(out, None, q, k, v, out, rows, rows, key_ranges=bad)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("wanted", range(3))
+def test_gradients_of_what_is_not_there(wanted: int) -> None:
+    """The raw operator refuses to make one; a bool bias has none."""
+    q, k, v = tensors().values()
+    out, rows = torch.zeros(2, 4, 5, 6), torch.zeros(2, 4, 5)
+    mask = [i == wanted for i in range(3)]
+    for options in ({}, {"bias": torch.ones(7, dtype=torch.bool)}):
+        with pytest.raises(ValueError, match="pyattn: output_mask must ask for gradients of a float bias"):
+            backward(out, None, q, k, v, out, rows, rows, **options, output_mask=mask)
 
 
 @pytest.mark.usefixtures("device")
