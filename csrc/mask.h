@@ -175,6 +175,15 @@ struct Mask {
     return block;
   }
 
+  // By summaries, how many pairs of a row and a key before the given one are seen, or lie between.
+  constexpr int64_t pairs_before(int64_t key) const {
+    int64_t pairs = 0;
+    each_block({0, head.count}, [&](int64_t r0, const BlockKeys& block) {
+      pairs += max(0, min(block.last_end, key) - block.first_begin) * min(kBlockRows, head.count - r0);
+    });
+    return pairs;
+  }
+
   static constexpr int64_t blocks_of(const Head& head) { return ceil_div(head.count, kBlockRows); }
 
  private:

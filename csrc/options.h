@@ -99,7 +99,6 @@ inline void check_written(const Options& options, bool cuda) {
     check(!options.alibi_slopes, "alibi_slopes");
     check(!options.sinks, "sinks");
   } else {
-    check(!windowed, "window");
     check(!options.key_ranges, "key_ranges");
     check(!hides, "a bool bias");
     check(!options.bias || hides, "a float bias");

@@ -33,22 +33,24 @@ namespace {
 
 template <class S>
 Plan plan_backward(const BackwardParams& p) {
-  using T = Compute<S>;
-  const int64_t heads = p.batch * p.num_heads_kv, splits = key_splits(p);
-  const int64_t dq_part = p.num_heads_q * p.seqlen_q * round_up(p.head_dim, kLanes<T>) * sizeof(T);
-  return {heads * splits, BackwardScratch<S>(p, nullptr).bytes, splits > 1 ? p.batch * splits * dq_part : 0};
+  const DqShares<Compute<S>> shares(p);
+  return {shares.count, BackwardScratch<S>(p, longest_split(p), nullptr).bytes, key_splits(p) > 1 ? shares.bytes() : 0};
 }
 
-// One work item: the keys [k_begin, k_end) of one KV head, against all its query rows.
+// One work item: one split of the keys of a KV head, [k_begin, k_end), against all its query rows.
 template <class S, class Score>
 class BackwardItem {
   using T = Compute<S>;
   using E = Operand<S>;
 
  public:
-  BackwardItem(const BackwardParams& p, const Head& head, int64_t k_begin, int64_t k_end, T* dq_part,
-               const BackwardScratch<S>& scratch)
-      : p(p), head(head), k_begin(k_begin), k_end(k_end), dq_part(dq_part), s(scratch) {}
+  BackwardItem(const BackwardParams& p, const Head& head, int64_t item, void* scratch)
+      : p(p),
+        head(head),
+        item(item),
+        k_begin(split_begin(mask, item % splits, splits)),
+        k_end(split_begin(mask, item % splits + 1, splits)),
+        s(p, k_end - k_begin, scratch) {}
 
   void run() {
     if (few_rows<S>(p)) pack_few_queries<S>(p, head, score.power, s.few_Q);
@@ -65,12 +67,13 @@ class BackwardItem {
  private:
   const BackwardParams& p;
   const Head head;
-  const int64_t k_begin, k_end;
-  T* const dq_part;  // [rows][cols_k], this item's share of dQ; null where it is the whole of it
-  const BackwardScratch<S>& s;
   const Mask mask{p, head};
+  const int64_t item, splits = key_splits(p);
+  const int64_t k_begin, k_end;
+  const BackwardScratch<S> s;
+  const DqShares<T> shares{p};
   const Score score{p};
-  LaneKeys<T> seen;
+  LaneMask<T> seen;
   Stopwatch watch{p.counts};
 
   // A block of keys: its operands, and where its gradients are summed.
@@ -90,10 +93,13 @@ class BackwardItem {
 
   // The query rows [r0, r0 + rows) against all keys of the item.
   void super_block(int64_t r0, int64_t rows) {
-    const Matrix<T> dQ = dq_part ? Matrix<T>{dq_part + r0 * s.cols_k, s.cols_k} : s.dQ;
+    const Range keys = mask.keys_of_any(r0, rows).within(k_begin, k_end - k_begin);
+    const bool whole = splits == 1;  // whether the item's sum is the whole of dQ
+    if (!whole && !(shares.has(item, r0) = !keys.empty())) return;
+    const Matrix<T> dQ = whole ? s.dQ : shares.from(item, r0);
     int64_t written = 0;  // rows of dQ that hold something: a later block of keys adds to them
-    if (const Range keys = mask.keys_of_any(r0, rows).within(k_begin, k_end - k_begin); !keys.empty()) {
-      const Range seen = mask.rows_of_any(k_begin, k_end - k_begin).within(r0, rows);
+    if (!keys.empty()) {
+      const Range seen = mask.rows_of_any(k_begin, k_end - k_begin, {r0, r0 + rows}).within(r0, rows);
       for (int64_t i = round_down(seen.begin, kBlockQ<T>); i < seen.end; i += kBlockQ<T>)
         s.queries.pack(mask, score, r0 + i, i, min(kBlockQ<T>, rows - i));
       watch.lap(Phase::kPack);
@@ -101,7 +107,7 @@ class BackwardItem {
         written = key_block(k_begin + n, min(kBackwardBlockK, keys.end - n), r0, rows, dQ, written);
     }
     fill_zero(dQ.from(written).data, (rows - written) * dQ.row);
-    if (!dq_part)
+    if (whole)
       unpack_rows<S>(Matrix<const T>(dQ), rows, p.head_dim, score.dscale,
                      [&](int64_t i) { return head.row<S>(p.dq, r0 + i); });
     watch.lap(Phase::kStore);
@@ -110,13 +116,14 @@ class BackwardItem {
   // The keys [n0, n0 + keys) against the rows of the super-block that see some of them. The first
   // `written` rows of dQ hold sums already; returns how many do now.
   int64_t key_block(int64_t n0, int64_t keys, int64_t r0, int64_t rows, Matrix<T> dQ, int64_t written) {
+    const Range seeing = mask.rows_of_any(n0, keys, {r0, r0 + rows}).within(r0, rows);
+    if (seeing.empty()) return written;
     const bool in_place = summed_in_place<S>(p.k, p.head_dim);
     const Matrix<const E> K = summed_keys<S>(head, p.k, n0, keys, p.head_dim, in_place, s.K);
     const Keys block{K, kPairs<S> ? left_keys<S>(head, p.k, n0, keys, p.head_dim, s.left_K) : K.strided(),
                      left_keys<S>(head, p.v, n0, keys, p.head_dim_v, s.V), s.dK.from(n0 - k_begin),
                      s.dV.from(n0 - k_begin)};
     const Matrix<const E> Q = s.queries.Q(head, r0), dO = s.queries.dO(head, r0);
-    const Range seeing = mask.rows_of_any(n0, keys).within(r0, rows);
     const int64_t first = round_down(seeing.begin, kBlockQ<T>);
     if (written < first) fill_zero(dQ.from(written).data, (first - written) * dQ.row);
     for (int64_t i = first; i < seeing.end; i += kBlockQ<T>) {
@@ -124,8 +131,12 @@ class BackwardItem {
       const Tile tile{r0 + i, m, round_up(m, kLanes<T>), n0, keys};
       const Queries queries{i, Q.from(terms<S>(i)), dO.from(terms<S>(i)), dQ.from(i),
                             Update<T>::add_unless(i >= written)};
-      const Strips<T> strips = cut_strips(mask, tile, seen);
+      const Strips<T> strips = cut_strips<S>(mask, tile, seen);
       watch.lap(Phase::kPack);
+      if (strips.empty()) {
+        if (i >= written) fill_zero(dQ.from(i).data, m * dQ.row);
+        continue;
+      }
       make_weights(tile, strips, block, queries);
       if (strips.masked && !finite(tile))
         add_seen_products(tile, block, queries);
@@ -138,14 +149,16 @@ class BackwardItem {
   // P and dS of a tile, from Q K^T and dO V^T.
   void make_weights(const Tile& tile, const Strips<T>& strips, const Keys& block, const Queries& queries) {
     strips.each([&](Strip strip) {
-      const auto [j0, j1, keys] = strip;
+      const auto [j0, j1, begin, end] = strip;
       if (few_rows<S>(p))
         few_products<S>(s.few_Q, key_rows<S>(head, p.k, tile.n0), tile.rows, p.head_dim, strip, s.P);
       else
-        score_gemm<T>(keys, j0, j1, terms<S>(p.head_dim), block.left_K, s.queries.Qt(queries.i), s.P);
+        score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim), block.left_K.from(begin, 0), s.queries.Qt(queries.i),
+                      s.P.from(begin));
       score.to_scores(s.P, tile, strip);
       watch.lap(Phase::kScores, 2 * strip.pairs() * p.head_dim);
-      score_gemm<T>(keys, j0, j1, terms<S>(p.head_dim_v), block.left_V, s.queries.dOt(queries.i), s.dP);
+      score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim_v), block.left_V.from(begin, 0), s.queries.dOt(queries.i),
+                    s.dP.from(begin));
       watch.lap(Phase::kdP, 2 * strip.pairs() * p.head_dim_v);
       if (p.dropout.threshold) {
         draw_dropout<T>(p, head, tile, strip, [&](int64_t k, int64_t j, vec<T> factor) {
@@ -180,35 +193,36 @@ class BackwardItem {
 
   // dV, dK and dQ of a tile, strip by strip.
   void add_products(const Tile& tile, const Strips<T>& strips, const Keys& block, const Queries& queries) {
-    strips.each_keys([&](int64_t k0, int64_t k1, int64_t j) {
-      const Strided<E> P = tile_over_lanes<S>(s.P, k0, k1, j, tile.lanes, s.left_P);
-      const Strided<E> dS = tile_over_lanes<S>(s.dP, k0, k1, j, tile.lanes, s.left_dS);
-      const int64_t first = terms<S>(j), rows = terms<S>(tile.rows - j), pairs = (k1 - k0) * (tile.rows - j);
+    strips.each_keys([&](Strip strip) {
+      const auto [j0, j1, begin, end] = strip;
+      const Strided<E> P = tile_over_lanes<S>(s.P, begin, end, j0, j1, s.left_P);
+      const Strided<E> dS = tile_over_lanes<S>(s.dP, begin, end, j0, j1, s.left_dS);
+      const int64_t first = terms<S>(j0), rows = min(j1, tile.rows) - j0, inner = terms<S>(rows);
       watch.lap(Phase::kPack);
-      gemm<T>(k1 - k0, 0, s.cols_v, rows, P.from(k0, first), queries.dO.from(first), block.dV.from(k0),
+      gemm<T>(end - begin, 0, s.cols_v, inner, P.from(begin, first), queries.dO.from(first), block.dV.from(begin),
               Update<T>::add());
-      watch.lap(Phase::kdV, 2 * pairs * p.head_dim_v);
-      gemm<T>(k1 - k0, 0, s.cols_k, rows, dS.from(k0, first), queries.Q.from(first), block.dK.from(k0),
+      watch.lap(Phase::kdV, 2 * strip.keys() * rows * p.head_dim_v);
+      gemm<T>(end - begin, 0, s.cols_k, inner, dS.from(begin, first), queries.Q.from(first), block.dK.from(begin),
               Update<T>::add());
-      watch.lap(Phase::kdK, 2 * pairs * p.head_dim);
+      watch.lap(Phase::kdK, 2 * strip.keys() * rows * p.head_dim);
     });
     strips.each([&](Strip strip) {
-      const auto [j0, j1, keys] = strip;
-      const Strided<E> dS = tile_over_keys<S>(s.dP, keys, j0, j1, s.summed_dS).strided().transposed();
-      const int64_t rows = min(j1, tile.rows) - j0;
+      const auto [j0, j1, begin, end] = strip;
+      const Strided<E> dS = tile_over_keys<S>(s.dP, begin, end, j0, j1, s.summed_dS).strided().transposed();
+      const int64_t first = terms<S>(begin), inner = terms<S>(end) - first, rows = min(j1, tile.rows) - j0;
       watch.lap(Phase::kPack);
-      gemm<T>(rows, 0, s.cols_k, terms<S>(keys), dS.from(j0, 0), block.K, queries.dQ.from(j0), queries.update);
-      watch.lap(Phase::kdQ, 2 * keys * rows * p.head_dim);
+      gemm<T>(rows, 0, s.cols_k, inner, dS.from(j0, first), block.K.from(first), queries.dQ.from(j0), queries.update);
+      watch.lap(Phase::kdQ, 2 * strip.keys() * rows * p.head_dim);
     });
   }
 
   // dV, dK and dQ of a tile in which something unseen is NaN or inf, pair by pair.
   void add_seen_products(const Tile& tile, const Keys& block, const Queries& queries) {
-    const auto key_row = [&](int64_t j, int64_t, int64_t r) { return seen.lane(r).contains(j); };
-    const auto row_key = [&](int64_t r, int64_t, int64_t j) { return seen.lane(r).contains(j); };
+    const auto key_row = [&](int64_t j, int64_t, int64_t r) { return seen.lane_sees(j, r); };
+    const auto row_key = [&](int64_t r, int64_t, int64_t j) { return seen.lane_sees(j, r); };
     const Strided<E> P = tile_over_lanes<S>(s.P, 0, tile.keys, 0, tile.lanes, s.left_P);
     const Strided<E> dS = tile_over_lanes<S>(s.dP, 0, tile.keys, 0, tile.lanes, s.left_dS);
-    const Strided<E> dSt = tile_over_keys<S>(s.dP, tile.keys, 0, tile.lanes, s.summed_dS).strided().transposed();
+    const Strided<E> dSt = tile_over_keys<S>(s.dP, 0, tile.keys, 0, tile.lanes, s.summed_dS).strided().transposed();
     const int64_t pairs = tile.keys * tile.rows;
     watch.lap(Phase::kPack);
     gemm_seen<T>(tile.keys, 0, s.cols_v, terms<S>(tile.rows), P, queries.dO, block.dV, Update<T>::add(), key_row);
@@ -223,18 +237,9 @@ class BackwardItem {
 // Work items: (batch, KV head, range of keys).
 template <class S, template <class> class Score>
 void backward(const BackwardParams& p, int64_t begin, int64_t end, void* scratch) {
-  using T = Compute<S>;
-  const BackwardScratch<S> carved(p, scratch);
   const int64_t splits = key_splits(p);
-  for (int64_t item = begin; item < end; ++item) {
-    const Head head(p, item / splits);
-    const Mask mask(p, head);
-    const int64_t split = item % splits;
-    T* dq_part = splits > 1 ? static_cast<T*>(p.workspace) + item * head.count * carved.cols_k : nullptr;
-    BackwardItem<S, Score<T>>(p, head, split_begin(mask, split, splits), split_begin(mask, split + 1, splits), dq_part,
-                              carved)
-        .run();
-  }
+  for (int64_t item = begin; item < end; ++item)
+    BackwardItem<S, Score<Compute<S>>>(p, Head(p, item / splits), item, scratch).run();
 }
 
 }  // namespace

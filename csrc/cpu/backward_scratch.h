@@ -36,12 +36,12 @@ struct BackwardScratch {
   Matrix<T> dK, dV;           // [keys of the item][cols_k], [keys of the item][cols_v]
   int64_t bytes;
 
-  BackwardScratch(const BackwardParams& p, void* base)
+  BackwardScratch(const BackwardParams& p, int64_t keys, void* base)
       : cols_k(round_up(p.head_dim, kLanes<T>)),
         cols_v(round_up(p.head_dim_v, kLanes<T>)),
         carver(base),
         queries(p, carver) {
-    const int64_t pairs = kPairs<S>, keys = longest_split(p);
+    const int64_t pairs = kPairs<S>;
     K = carver.take_spread<E>(summed_in_place<S>(p.k, p.head_dim) ? 0 : terms<S>(kBackwardBlockK), cols_k);
     V = carver.take<E>(kInPlace<S> ? 0 : kBackwardBlockK, cols_v);
     few_Q = carver.take<E>(few_rows<S>(p) ? kDecodeRows : 0, terms<S>(p.head_dim));

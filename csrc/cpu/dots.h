@@ -97,9 +97,9 @@ void few_products(Matrix<const Operand<S>> Q, Matrix<const S> K, int64_t rows, i
                   Matrix<Compute<S>> out) {
   constexpr int L = kLanes<Compute<S>>;
   Compute<S> block[kDecodeRows][L];
-  for (int64_t j = 0; j < strip.keys; j += L) {
-    dots<S>(rows, strip.keys - j, cols, Q, K.from(j), {block[0], L});
-    for (int64_t k = j; k < min(j + L, strip.keys); ++k)
+  for (int64_t j = strip.begin; j < strip.end; j += L) {
+    dots<S>(rows, strip.end - j, cols, Q, K.from(j), {block[0], L});
+    for (int64_t k = j; k < min(j + L, strip.end); ++k)
       for (int64_t r = strip.j0; r < strip.j1; ++r) out.from(k).data[r] = r < rows ? block[r][k - j] : 0;
   }
 }

@@ -19,8 +19,9 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// Keys per counter. Key blocks begin at multiples of it.
+// Keys per counter.
 inline constexpr int kDrawKeys = 8;
+static_assert(kStripKeys % kDrawKeys == 0);
 
 struct Philox {
   vec<uint32_t> word[4];
@@ -41,14 +42,14 @@ struct Philox {
 };
 
 // Draws for a strip: visit(k, j, factor) for row k and a vector of lanes from j on, factor being 0
-// where the weight is dropped. tile.n0 is a multiple of kDrawKeys.
+// where the weight is dropped. Tile and strip begin at multiples of kDrawKeys.
 template <class T, class Visit>
 void draw_dropout(const ForwardParams& p, const Head& head, const Tile& tile, Strip strip, Visit visit) {
   using Int = typename Bits<T>::signed_type;
   constexpr int W = kLanes<uint32_t>, L = kLanes<T>;
   const Int threshold = p.dropout.threshold;
   const vec<T> scale = set1(static_cast<T>(65536.0 / (65536 - p.dropout.threshold)));
-  const int64_t keys = strip.keys, j1 = strip.j1;
+  const int64_t end = strip.end, j1 = strip.j1;
   for (int64_t j0 = strip.j0; j0 < j1; j0 += W) {
     uint32_t query[W], low[W], high[W];
     for (int l = 0; l < W; ++l) {
@@ -56,13 +57,13 @@ void draw_dropout(const ForwardParams& p, const Head& head, const Tile& tile, St
       query[l] = static_cast<uint32_t>(head.query(r));
       low[l] = static_cast<uint32_t>(index), high[l] = static_cast<uint32_t>(index >> 32);
     }
-    for (int64_t k = 0; k < keys; k += kDrawKeys) {
+    for (int64_t k = strip.begin; k < end; k += kDrawKeys) {
       Philox draws{{set1(static_cast<uint32_t>((tile.n0 + k) / kDrawKeys)), load_unaligned(query), load_unaligned(low),
                     load_unaligned(high)}};
       draws.rounds(static_cast<uint64_t>(*p.dropout.seed));
       PYATTN_UNROLL(8)
       for (int i = 0; i < kDrawKeys; ++i) {
-        if (k + i >= keys) break;
+        if (k + i >= end) break;
         const vec<uint32_t> word = draws.word[i / 2], draw = i % 2 ? word >> 16 : word & 0xffff;
         PYATTN_UNROLL(2)
         for (int v = 0; v < W / L; ++v)
@@ -75,7 +76,7 @@ void draw_dropout(const ForwardParams& p, const Head& head, const Tile& tile, St
 // X *= Y, of tiles [keys][lanes].
 template <class T>
 void multiply_strip(Matrix<T> X, Matrix<T> Y, Strip strip) {
-  for (int64_t k = 0; k < strip.keys; ++k)
+  for (int64_t k = strip.begin; k < strip.end; ++k)
     for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
       T* x = X.from(k).data + j;
       store(x, load(x) * load(Y.from(k).data + j));

@@ -26,7 +26,7 @@ namespace {
 // Between 96 and 384 keys the time differs by 3 %, and a sum over 96 terms rounds less than one
 // over 192. A multiple of the register tile's height, 6.
 inline constexpr int64_t kForwardBlockK = 96;
-static_assert(kForwardBlockK % kDrawKeys == 0);
+static_assert(kForwardBlockK % kDrawKeys == 0 && kForwardBlockK <= kTileKeys);
 
 template <class S>
 struct ForwardScratch {
@@ -68,29 +68,27 @@ void forward_block(const ForwardParams& p, const Head& head, int64_t r0, const F
   const Matrix<T> P = scratch.P, Ot = scratch.Ot;
   const Score<T> score(p);
   SoftmaxState<T> state;
-  LaneKeys<T> seen;
+  LaneMask<T> seen;
   Stopwatch watch(p.counts);
 
   pack_queries<S>(scratch.Qt, rows, lanes, p.head_dim, score.power,
                   [&](int64_t i) { return head.row<const S>(p.q, r0 + i); });
-  if (visible.empty())
-    for (int64_t d = 0; d < p.head_dim_v; ++d) fill_zero(Ot.data + d * Ot.row, lanes);
-
-  const int64_t first = round_down(visible.begin, kDrawKeys);
-  for (int64_t n0 = first; n0 < visible.end; n0 += kForwardBlockK) {
+  bool first = true;
+  for (int64_t n0 = round_down(visible.begin, kStripKeys); n0 < visible.end; n0 += kForwardBlockK) {
     const Tile tile{r0, rows, lanes, n0, min(kForwardBlockK, visible.end - n0)};
+    const Strips<T> strips = cut_strips<S>(mask, tile, seen);
+    if (strips.empty()) continue;
     const Strided<E> K = left_keys<S>(head, p.k, n0, tile.keys, p.head_dim, scratch.K);
     const Strided<E> Vt =
         summed_keys<S>(head, p.v, n0, tile.keys, p.head_dim_v, true, scratch.V).strided().transposed();
-    const Strips<T> strips = cut_strips(mask, tile, seen);
     const bool select =
         strips.masked && !all_finite<S>(tile.keys, p.head_dim_v, [&](int64_t j) { return head.key<S>(p.v, n0 + j); });
-    const Update<T> update = Update<T>::decay_and_add_unless(n0 == first, state.decay);
+    const Update<T> update = Update<T>::decay_and_add_unless(first, state.decay);
     watch.lap(Phase::kPack);
 
     strips.each([&](Strip strip) {
-      const auto [j0, j1, keys] = strip;
-      score_gemm<T>(keys, j0, j1, terms<S>(p.head_dim), K, scratch.Qt, P);
+      const auto [j0, j1, begin, end] = strip;
+      score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim), K.from(begin, 0), scratch.Qt, P.from(begin));
       score.to_scores(P, tile, strip);
       watch.lap(Phase::kScores, 2 * strip.pairs() * p.head_dim);
       if (strips.masked)
@@ -105,20 +103,24 @@ void forward_block(const ForwardParams& p, const Head& head, int64_t r0, const F
         });
         watch.lap(Phase::kDropout);
       }
-      const Matrix<const E> weights = tile_over_keys<S>(P, keys, j0, j1, scratch.weights);
+      const int64_t before = terms<S>(begin), inner = terms<S>(end) - before;
+      const Matrix<const E> weights = tile_over_keys<S>(P, begin, end, j0, j1, scratch.weights).from(before);
       watch.lap(Phase::kPack);
       if (select)
-        gemm_seen<T>(p.head_dim_v, j0, j1, terms<S>(keys), Vt, weights, Ot, update,
-                     [&](int64_t, int64_t j, int64_t k) { return seen.lanes(j).contains(k); });
+        gemm_seen<T>(p.head_dim_v, j0, j1, inner, Vt.from(0, before), weights, Ot, update,
+                     [&](int64_t, int64_t j, int64_t k) { return seen.sees(begin + k, j); });
       else
-        gemm<T>(p.head_dim_v, j0, j1, terms<S>(keys), Vt, weights, Ot, update);
+        gemm<T>(p.head_dim_v, j0, j1, inner, Vt.from(0, before), weights, Ot, update);
       watch.lap(Phase::kOut, 2 * strip.pairs() * p.head_dim_v);
     });
+    first = false;
   }
+  if (first)
+    for (int64_t d = 0; d < p.head_dim_v; ++d) fill_zero(Ot.data + d * Ot.row, lanes);
 
   alignas(kScratchAlign) T inverse[kBlockQ<T>];
   for (int64_t i = 0; i < lanes; ++i)
-    inverse[i] = i < rows ? finish_row(p, mask, r0 + i, state.row_max[i], state.row_sum[i], score) : T(0);
+    inverse[i] = i < rows ? finish_row<S>(p, mask, r0 + i, state.row_max[i], state.row_sum[i], score) : T(0);
   unpack_transposed<S>(Matrix<const T>(Ot), rows, p.head_dim_v, inverse,
                        [&](int64_t i) { return head.row<S>(p.out, r0 + i); });
   watch.lap(Phase::kStore);

@@ -41,7 +41,7 @@ void merge_out(const ForwardParams& p, int64_t begin, int64_t end, void*) {
         weight = score.exp(set1(weight) - shift)[0];
         row_sum += weight * part(split).row_sum[r];
       }
-      const T inverse = finish_row(p, Mask(p, head), r, row_max, row_sum, score);
+      const T inverse = finish_row<S>(p, Mask(p, head), r, row_max, row_sum, score);
       S* out = head.row<S>(p.out, r);
       for (int64_t d = 0; d < p.head_dim_v; d += kLanes<T>) {
         vec<T> sum = {};

@@ -159,14 +159,14 @@ Matrix<const Operand<S>> summed_keys(const Head& head, const View& view, int64_t
   }
 }
 
-// The lanes [j0, j1) of a tile[keys][lanes], for a sum over its keys.
+// The keys [k0, k1) and lanes [j0, j1) of a tile[keys][lanes], for a sum over the keys; k0 is even.
 template <class S>
-Matrix<const Operand<S>> tile_over_keys(Matrix<Compute<S>> tile, int64_t keys, int64_t j0, int64_t j1,
+Matrix<const Operand<S>> tile_over_keys(Matrix<Compute<S>> tile, int64_t k0, int64_t k1, int64_t j0, int64_t j1,
                                         [[maybe_unused]] Matrix<Operand<S>> buffer) {
   if constexpr (kPairs<S>) {
-    for (int64_t k = 0; k < keys; k += 2)
+    for (int64_t k = k0; k < k1; k += 2)
       for (int64_t j = j0; j < j1; j += kLanes<float>) {
-        const vec<float> high = k + 1 < keys ? load(tile.from(k + 1).data + j) : vec<float>{};
+        const vec<float> high = k + 1 < k1 ? load(tile.from(k + 1).data + j) : vec<float>{};
         store(buffer.from(k / 2).data + j, make_pairs(load(tile.from(k).data + j), high));
       }
     return buffer;

@@ -39,42 +39,40 @@ PYATTN_INLINE vec<T> finite_shift(vec<T> x) {
 // Finishes a row, in forward and in merge alike: writes its maximum, sum and lse, and returns what
 // its output is still to be multiplied by. A row whose keys all score -inf divides 0 by 0, as
 // softmax does; a row that sees no key does not.
-template <class T, class Score>
+template <class S, class T, class Score>
 T finish_row(const ForwardParams& p, const Mask& mask, int64_t r, T row_max, T row_sum, Score score) {
   const int64_t at = mask.head.index(p, r);
   static_cast<T*>(p.row_max)[at] = row_max, static_cast<T*>(p.row_sum)[at] = row_sum;
   static_cast<T*>(p.lse)[at] = score.lse(row_max, row_sum);
-  return mask.keys_of(r).empty() ? T(0) : 1 / row_sum;
+  return mask.exact_keys_of<S>(r).empty() ? T(0) : 1 / row_sum;
 }
 
-// P = exp(S - row_max) in place of S, and the new state, for kNV vectors of lanes from j0 on.
+// P = exp(S - row_max) in place of S, and the new state, for kNV vectors of lanes from strip.j0 on.
 template <int kNV, bool kMasked, class T, class Score>
-void softmax_panel(Matrix<T> S, int64_t keys, int64_t j0, const LaneKeys<T>& seen, Score score,
-                   SoftmaxState<T>& state) {
+void softmax_panel(Matrix<T> S, Strip strip, const LaneMask<T>& seen, Score score, SoftmaxState<T>& state) {
   constexpr int L = kLanes<T>;
-  LaneRange<T> sees[kNV];
+  const int64_t j0 = strip.j0;
   vec<T> old_max[kNV], new_max[kNV], shift[kNV], sum[kNV] = {};
   PYATTN_UNROLL(16)
   for (int v = 0; v < kNV; ++v) {
-    sees[v] = kMasked ? seen.lanes(j0 + v * L) : LaneRange<T>{};
     new_max[v] = old_max[v] = load(state.row_max + j0 + v * L);
   }
-  for (int64_t k = 0; k < keys; ++k) {
+  for (int64_t k = strip.begin; k < strip.end; ++k) {
     PYATTN_UNROLL(16)
     for (int v = 0; v < kNV; ++v) {
       vec<T> s = load(S.data + k * S.row + j0 + v * L);
-      if constexpr (kMasked) s = sees[v].contains(k) ? s : set1(kNegInf<T>);
+      if constexpr (kMasked) s = seen.sees(k, j0 + v * L) ? s : set1(kNegInf<T>);
       new_max[v] = max(s, new_max[v]);  // a NaN does not enter here; it makes its own P, and so the sum, NaN
     }
   }
   PYATTN_UNROLL(16)
   for (int v = 0; v < kNV; ++v) shift[v] = finite_shift<T>(new_max[v]);
-  for (int64_t k = 0; k < keys; ++k) {
+  for (int64_t k = strip.begin; k < strip.end; ++k) {
     PYATTN_UNROLL(16)
     for (int v = 0; v < kNV; ++v) {
       T* s = S.data + k * S.row + j0 + v * L;
       vec<T> p = score.exp(load(s) - shift[v]);
-      if constexpr (kMasked) p = sees[v].contains(k) ? p : vec<T>{};
+      if constexpr (kMasked) p = seen.sees(k, j0 + v * L) ? p : vec<T>{};
       sum[v] += p;
       store(s, p);
     }
@@ -91,10 +89,9 @@ void softmax_panel(Matrix<T> S, int64_t keys, int64_t j0, const LaneKeys<T>& see
 
 // The same for all lanes of a strip.
 template <bool kMasked, class T, class Score, int kNV = kMaxNV>
-void softmax_strip(Matrix<T> S, Strip strip, const LaneKeys<T>& seen, Score score, SoftmaxState<T>& state) {
+void softmax_strip(Matrix<T> S, Strip strip, const LaneMask<T>& seen, Score score, SoftmaxState<T>& state) {
   constexpr int64_t width = kNV * kLanes<T>;
-  for (; strip.j0 + width <= strip.j1; strip.j0 += width)
-    softmax_panel<kNV, kMasked>(S, strip.keys, strip.j0, seen, score, state);
+  for (; strip.j0 + width <= strip.j1; strip.j0 += width) softmax_panel<kNV, kMasked>(S, strip, seen, score, state);
   if constexpr (kNV > 1)
     if (strip.j0 < strip.j1) softmax_strip<kMasked, T, Score, kNV - 1>(S, strip, seen, score, state);
 }

@@ -34,27 +34,27 @@ bool any_one_block(Strip strip, RowTerms<T> rows) {
 // as softmax's own gradient has it: the roundings of row_sum, of O and of delta itself, to which
 // rowsum(dO * O) is exposed, leave dS. The other rows keep their delta.
 template <bool kMasked, class T, class Score>
-void center(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneKeys<T>& seen, Score score, RowTerms<T> rows) {
+void center(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneMask<T>& seen, Score score, RowTerms<T> rows) {
   for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
     vec<T> weighted = {}, total = {}, rest = {};
-    for (int64_t k = 0; k < strip.keys; ++k) {
+    for (int64_t k = strip.begin; k < strip.end; ++k) {
       T* s = S.from(k).data + j;
       vec<T> p = score.exp(load(s) - load(rows.row_max + j)) * load(rows.inverse_sum + j);
       vec<T> dp = load(dP.from(k).data + j);
       if constexpr (kMasked) {
-        const auto sees = seen.lanes(j).contains(k);
+        const auto sees = seen.sees(k, j);
         p = sees ? p : vec<T>{}, dp = sees ? dp : vec<T>{};
       }
       weighted = fma(p, dp, weighted), total += p;
       store(s, p);
     }
     auto chosen = load(rows.one_block + j) != vec<T>{};
-    if constexpr (kMasked) chosen = chosen & seen.lanes(j).any();
+    if constexpr (kMasked) chosen = chosen & seen.sees_any(j);
     const vec<T> delta = chosen ? weighted / total : load(rows.delta + j);
-    for (int64_t k = 0; k < strip.keys; ++k) {
+    for (int64_t k = strip.begin; k < strip.end; ++k) {
       const vec<T> more = fma(load(S.from(k).data + j), load(dP.from(k).data + j) - delta, rest);
       if constexpr (kMasked)
-        rest = seen.lanes(j).contains(k) ? more : rest;
+        rest = seen.sees(k, j) ? more : rest;
       else
         rest = more;
     }
@@ -65,31 +65,31 @@ void center(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneKeys<T>& seen, Sco
 
 // dP -> dS = P (dP - delta + dlse) in place.
 template <bool kMasked, class T>
-void scale_centered(Matrix<T> P, Matrix<T> dP, Strip strip, const LaneKeys<T>& seen, RowTerms<T> rows) {
-  for (int64_t k = 0; k < strip.keys; ++k)
+void scale_centered(Matrix<T> P, Matrix<T> dP, Strip strip, const LaneMask<T>& seen, RowTerms<T> rows) {
+  for (int64_t k = strip.begin; k < strip.end; ++k)
     for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
       T* ds = dP.data + k * dP.row + j;
       vec<T> d = load(P.data + k * P.row + j) * (load(ds) - load(rows.delta + j) + load(rows.dlse + j));
-      if constexpr (kMasked) d = seen.lanes(j).contains(k) ? d : vec<T>{};
+      if constexpr (kMasked) d = seen.sees(k, j) ? d : vec<T>{};
       store(ds, d);
     }
 }
 
 // S -> P = exp(S - row_max) * inverse_sum and dP -> dS = P (dP - delta + dlse), both in place.
 template <bool kMasked, class T, class Score>
-void softmax_gradient(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneKeys<T>& seen, Score score, RowTerms<T> rows) {
+void softmax_gradient(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneMask<T>& seen, Score score, RowTerms<T> rows) {
   if (any_one_block(strip, rows)) {
     center<kMasked>(S, dP, strip, seen, score, rows);
     scale_centered<kMasked>(S, dP, strip, seen, rows);
     return;
   }
-  for (int64_t k = 0; k < strip.keys; ++k)
+  for (int64_t k = strip.begin; k < strip.end; ++k)
     for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
       T *s = S.data + k * S.row + j, *ds = dP.data + k * dP.row + j;
       vec<T> p = score.exp(load(s) - load(rows.row_max + j)) * load(rows.inverse_sum + j);
       vec<T> d = p * (load(ds) - load(rows.delta + j) + load(rows.dlse + j));
       if constexpr (kMasked) {
-        const auto sees = seen.lanes(j).contains(k);
+        const auto sees = seen.sees(k, j);
         p = sees ? p : vec<T>{}, d = sees ? d : vec<T>{};
       }
       store(s, p);
