@@ -5,8 +5,8 @@ therefore its largest error over orders that are equal in exact arithmetic: quer
 dimensions permuted.
 
 One error is allowed on top, which no order of plain PyTorch's has. A kernel of linear memory subtracts
-``delta = rowsum(dO * O)`` where softmax's own gradient subtracts ``rowsum(P * dP)``, and O is made of forward's
-weights, P of backward's: see :meth:`Rounding.delta`.
+``delta = rowsum(dO * O)`` where softmax's own gradient subtracts ``rowsum(P * dP)``; O is made of forward's weights, P
+of backward's, and O is rounded to the dtype: see :meth:`Rounding.delta`.
 """
 
 import functools
@@ -123,8 +123,10 @@ class Rounding:
         self._sink = (exact["sinks"][:, None] - lse).exp().detach() if "sinks" in exact else None
         dp = dout.double() @ v.repeat_interleave(self._group, 1).mT
         self._terms = (dropped.detach() * dp).abs().sum(-1)
+        self._out = (dout.double() * out.detach()).abs().sum(-1)
         self._dlse = torch.zeros_like(self._terms) if dlse is None else dlse.double().abs()
-        self._eps = torch.finfo(qkv[0].dtype).eps
+        dtype = qkv[0].dtype
+        self._eps, self._eps_row = (torch.finfo(t).eps for t in (dtype, torch.promote_types(dtype, torch.float32)))
 
     def _sums(self, scores: Tensor, sink: Tensor) -> dict[str, Tensor]:
         """Gradients of LEARNED, their terms being absolute: of each score, and of each row's sink."""
@@ -141,11 +143,12 @@ class Rounding:
     def delta(self) -> dict[str, float]:
         """How much is due to delta alone, if forward's weights differ from backward's by WEIGHT_ROUNDINGS.
 
-        Then row i's delta is off by up to ``d_i = eps WEIGHT_ROUNDINGS sum_j |P_ij D_ij dP_ij|``, and the gradients by
-        ``softmax_scale d_i |sum_j P_ij t_ij k_j|`` and ``softmax_scale sum_i P_ij t_ij d_i |q_i|``, t being softcap's
-        derivative; those of LEARNED by their sums over ``P_ij d_i`` and ``p_i d_i``.
+        Then row i's delta is off by up to ``d_i = eps_row WEIGHT_ROUNDINGS sum_j |P_ij D_ij dP_ij| + eps / 2
+        |dO_i| |O_i|``, columns multiplied one by one: weights are held in lse's dtype, and O is rounded to its own. The
+        gradients are off by ``softmax_scale d_i |sum_j P_ij t_ij k_j|`` and ``softmax_scale sum_i P_ij t_ij d_i
+        |q_i|``, t being softcap's derivative; those of LEARNED by their sums over ``P_ij d_i`` and ``p_i d_i``.
         """
-        off = self._eps * WEIGHT_ROUNDINGS * self._terms[..., None]
+        off = (self._eps_row * WEIGHT_ROUNDINGS * self._terms + self._eps / 2 * self._out)[..., None]
         weights, k = self._weights, self._k.repeat_interleave(self._group, 1)
         if softcap := self._options.get("softcap"):
             weights = weights * (1 - torch.tanh(self._q @ k.mT * self._scale / softcap) ** 2)
@@ -232,6 +235,6 @@ class Yardsticks:
             if found[name] > 1 and i >= len(NAMES):
                 factor = max(factor, self._rounding().magnitudes()[name])
                 found[name] = excess(x, self.results(i), truth, 0.0, factor)
-            if found[name] > 1 and name not in ("out", "lse", "dv") and ours[0].dtype == torch.float32:
+            if found[name] > 1 and name not in ("out", "lse", "dv"):
                 found[name] = excess(x, self.results(i), truth, self._rounding().delta()[name], factor)
         return found

@@ -95,6 +95,15 @@ def _combine(weights: Tensor, v: Tensor, seen: Tensor, finite: bool) -> Tensor:
     return (weights.unsqueeze(-1) * torch.where(seen.unsqueeze(-1), v.unsqueeze(-3), 0)).sum(-2)
 
 
+def _log_sum_exp(scores: Tensor) -> Tensor:
+    """``log sum_j exp(s_j)``; torch.logsumexp's gradient, ``exp(s_j - lse)``, is wrong where log n is lost in lse."""
+    if scores.shape[-1] == 0:
+        return torch.logsumexp(scores, -1)
+    top = scores.detach().amax(-1, keepdim=True)
+    top = top.masked_fill(top.isinf(), 0.0)
+    return (scores - top).exp().sum(-1).log() + top.squeeze(-1)
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -179,7 +188,7 @@ def attention(
     results: tuple[Tensor, ...] = (out,)
     if return_lse:
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        results += (torch.logsumexp(wide, -1).masked_fill(empty.squeeze(-1), -math.inf),)
+        results += (_log_sum_exp(wide).masked_fill(empty.squeeze(-1), -math.inf),)
     if return_weights:
         results += (weights,)
     return results if len(results) > 1 else out
