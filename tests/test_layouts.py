@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from yardstick import NAMES, assert_accurate
 
-from pyattn import attention, reference
+from pyattn import attention, masks, reference
 
 Layout = Callable[[Tensor], Tensor]
 
@@ -163,11 +164,11 @@ def test_offsets_past_two_to_the_31st(native: Backend, dtype: torch.dtype) -> No
     native.assert_same(run(native.attention, tuple(far[:3]), far[3]), run(native.attention, near[:3], near[3]))
 
 
-def allocated(seqlen: int) -> int:
+def allocated(seqlen: int, **options: Any) -> int:
     """Bytes that forward and backward allocate, scratch and results, as the profiler counts them."""
     q, k, v = (torch.randn(1, 1, seqlen, 16, requires_grad=True) for _ in range(3))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        attention(q, k, v).sum().backward()
+        attention(q, k, v, **options).sum().backward()
     return sum(max(0, event.self_cpu_memory_usage) for event in profiler.key_averages())
 
 
@@ -176,3 +177,22 @@ def test_extra_memory_is_linear() -> None:
     half, whole = allocated(8192), allocated(16384)
     assert 0 < whole <= 2 * half
     assert whole < 16384 * 16384 * 4 / 50
+
+
+def features(seqlen: int, *bias: int) -> dict[str, Any]:
+    """Every mask and every score, with a bias of this shape; the window keeps the time linear too."""
+    bias_, slopes, sinks = (torch.randn(shape, requires_grad=True) for shape in (bias, (1,), (1,)))
+    ranges = masks.documents([seqlen // 2] * 2)
+    scores = {"softcap": 2.0, "bias": bias_, "alibi_slopes": slopes, "sinks": sinks}
+    return scores | {"window": (100, -1), "key_ranges": ranges, "dropout_p": 0.1}
+
+
+@pytest.mark.usefixtures("isa")
+def test_extra_memory_of_masks_and_scores_is_linear() -> None:
+    """But for the gradient of a bias, which is as large as the bias."""
+    half, whole = (allocated(n, **features(n, n)) for n in (4096, 8192))
+    assert 0 < whole <= 2.1 * half
+    assert whole < 8192 * 8192 * 4 / 20
+    half, whole = (allocated(n, **features(n, n, n)) - n * n * 4 for n in (1024, 2048))
+    assert whole <= 2.1 * half
+    assert whole < 2048 * 2048 * 4 / 4

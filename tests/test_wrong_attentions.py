@@ -10,12 +10,14 @@ import test_dropout
 import test_errors
 import test_laws
 import test_layouts
+import test_masks
+import test_scores
 import torch
 from backends import CPU, Backend
 from helpers import Case
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
-from yardstick import excess
+from yardstick import LEARNED, excess
 
 from pyattn import attention
 
@@ -27,9 +29,16 @@ class Faulty(Backend):
     def attention(self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool = False, **options: Any) -> Any:
         inputs = {"dq": q, "dk": k, "dv": v}
         if self.fault in inputs:
-            inputs[self.fault] = inputs[self.fault] * 1.01 - (inputs[self.fault] * 0.01).detach()
+            inputs[self.fault] = gradient_too_large(inputs[self.fault])
+        if self.fault in LEARNED.values():
+            option = next(name for name, gradient in LEARNED.items() if gradient == self.fault)
+            options[option] = gradient_too_large(options[option])
         if self.fault == "mask":
             options["causal"] = False
+        if self.fault == "window":
+            options["window"] = options["window"][0] + 1, options["window"][1]
+        if self.fault == "softcap":
+            options["softcap"] *= 1.01
         if self.fault == "seed":
             options["dropout_seed"] //= 2
         out, lse = attention(*inputs.values(), return_lse=True, **options)
@@ -42,9 +51,16 @@ class Faulty(Backend):
         return (out, lse) if return_lse else out
 
 
+def gradient_too_large(x: Tensor) -> Tensor:
+    """x, whose gradient will be a hundredth too large."""
+    return x * 1.01 - (x * 0.01).detach()
+
+
 CASE = {"case": Case(1, 3, 3, 57, 57, 20, 20, causal=False, softmax_scale=-0.3), "dtype": torch.float32}
 TINY = CASE | {"case": Case(1, 2, 2, 20, 120, 8, 8, softmax_scale=1e-30)}
 FLOAT = {"dtype": torch.float32}
+WINDOW = FLOAT | {"case": Case(2, 2, 1, 36, 70, 21, 19, window=(11, -1))}
+SCORES = FLOAT | {"case": Case(2, 4, 2, 40, 50, 8, 8, softcap=2.0, bias="float hk", alibi="bh", sinks=True)}
 
 
 @pytest.mark.parametrize(
@@ -54,6 +70,10 @@ FLOAT = {"dtype": torch.float32}
         *((fault, test_accuracy.test_forward_and_backward, CASE) for fault in ("out", "lse", "dq", "dk", "dv")),
         *((fault, test_accuracy.test_forward_and_backward, TINY) for fault in ("", "dq", "dk")),
         ("dq", test_laws.test_gradients_are_differences, {"case": Case(1, 2, 1, 4, 5, 3, 2)}),
+        ("", test_scores.test_forward_and_backward, SCORES),
+        *((fault, test_scores.test_forward_and_backward, SCORES) for fault in (*LEARNED.values(), "softcap")),
+        ("window", test_masks.test_forward_and_backward, WINDOW),
+        ("window", test_masks.test_what_is_hidden_changes_no_bit, WINDOW),
         ("mask", test_laws.test_what_is_not_seen_changes_no_bit, FLOAT | {"bad": 7.0}),
         ("mask", test_laws.test_rows_that_see_nothing, FLOAT | {"case": Case(1, 2, 1, 80, 50, 16, 16, q_offset=-70)}),
         ("mask", test_laws.test_nan_that_is_seen_arrives, FLOAT | {"causal": True}),

@@ -48,7 +48,7 @@ LIKELY = {
     "layouts": ("ops.cpp", "params.h"),
 }
 """The tests most likely to catch a fault, by its file in csrc; they run first."""
-TESTS = ("accuracy", "laws", "decode", "layouts", "dropout", "math", "cuda", "cuda_races")
+TESTS = ("accuracy", "masks", "scores", "laws", "decode", "layouts", "dropout", "math", "cuda", "cuda_races")
 """Tests that run for one backend."""
 OTHER_TESTS = ("autograd", "build", "errors")
 """Tests that run with the active instruction set."""
