@@ -11,7 +11,6 @@
 #include "attention.h"
 #include "cpu/dispatch.h"
 #include "cuda/ops_cuda.h"
-#include "defaults.h"
 #include "profile.h"
 
 PYBIND11_MODULE(_C, m) {
@@ -21,8 +20,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("compiled_isas", &pyattn::compiled_isas, "Instruction sets in this build, best first.");
   m.def("available_isas", &pyattn::available_isas, "Instruction sets of this build that the CPU has, best first.");
   m.attr("cuda_archs") = pyattn::cuda::architectures();
-  m.def("default_q_offset", &pyattn::default_q_offset, pybind11::arg("seqlen_q"), pybind11::arg("seqlen_k"),
-        "The q_offset of a call that names none.");
   m.def("active_isa", &pyattn::active_isa, "The instruction set in use.");
   const std::map<std::string, pyattn::DType> dtypes{{"float64", pyattn::DType::kFloat64},
                                                     {"float32", pyattn::DType::kFloat32},

@@ -1,23 +1,31 @@
 """Checks of what users pass, each failure one sentence: the rule, and the value that breaks it."""
 
 import inspect
+import math
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
 PEERS_WORDS = {
-    "attn_mask": "masks given as tensors are not written yet, use causal and q_offset",
+    "attn_bias": "use bias",
+    "attn_mask": "use bias: bool, True = takes part, or added to the scores; with causal=False if it is the whole mask",
+    "block_mask": "use bias for a mask given as a tensor, key_ranges for one range of keys a query: pyattn.masks",
     "dropout": "use dropout_p",
     "enable_gqa": "leave it out, k and v may have fewer heads than q",
     "is_causal": "use causal (default True, bottom-right; scaled_dot_product_attention's upper-left is q_offset=0)",
-    "mask": "masks given as tensors are not written yet, use causal and q_offset",
+    "key_padding_mask": "use bias of shape (B, 1, 1, Sk), True = takes part, or key_ranges=pyattn.masks.padding(...)",
+    "mask": "use bias: bool, True = takes part, or added to the scores; with causal=False if it is the whole mask",
+    "s_aux": "use sinks",
     "scale": "use softmax_scale",
-    "window_size": "windows are not written yet",
+    "score_mod": "use softcap, bias or alibi_slopes",
+    "sliding_window": "use window=(W - 1, 0): a query sees itself and the W - 1 keys before it",
+    "window_size": "use window",
 }
 """Arguments of ``torch.nn.functional.scaled_dot_product_attention`` and its peers, and what stands for each here."""
 
@@ -43,11 +51,60 @@ def check_64_bits(name: str, value: object) -> None:
         raise ValueError(f"pyattn: {name} must fit in 64 bits, got {value}")
 
 
+def check_window(window: object) -> None:
+    """TypeError for what is no pair of ints, ValueError for one with an int below -1."""
+    kinds = int, torch.SymInt
+    if not (isinstance(window, tuple | list) and len(window) == 2 and all(isinstance(x, kinds) for x in window)):
+        raise TypeError(f"pyattn: window must be a pair of ints (left, right), got {shown(window)}")
+    for bound in window:
+        check_64_bits("window", bound)
+        if bound < -1:
+            raise ValueError(f"pyattn: window must be (left, right), each at least -1, got {list(window)}")
+
+
+def check_finite(name: str, value: object) -> None:
+    """TypeError for what is no number, ValueError for one below 0, infinite or NaN."""
+    check_type(name, value, int, float, torch.SymFloat)
+    if isinstance(value, int | float) and not 0 <= value < math.inf:
+        raise ValueError(f"pyattn: {name} must be finite and at least 0, got {value}")
+
+
 def check_size(name: str, value: object, least: int = 0) -> None:
     """TypeError for what is no int, ValueError for one below ``least``."""
     check_type(name, value, int, torch.SymInt)
     if isinstance(value, int) and value < least:
         raise ValueError(f"pyattn: {name} must be at least {least}, got {value}")
+
+
+def check_integers(name: str, values: Sequence[int] | Tensor, device: torch.device | None = None) -> Tensor:
+    """``values`` as an int64 tensor of one dimension, or TypeError or ValueError."""
+    check_type(name, values, Sequence, Tensor)
+    if isinstance(values, Tensor):
+        if values.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"pyattn: {name} must be int32 or int64, got {values.dtype}")
+    else:
+        for value in values:
+            check_type(f"each of {name}", value, int)
+        values = torch.tensor(values, dtype=torch.int64, device=device)
+    if values.dim() != 1:
+        raise ValueError(f"pyattn: {name} must have 1 dimension, got shape {tuple(values.shape)}")
+    return values.to(torch.int64)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether Python may branch on the tensor's values: not on fake and meta tensors, nor while compiling."""
+    return not (torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def check_between(name: str, values: Tensor, least: int, most: int | None = None) -> None:
+    """ValueError for the first of ``values`` outside [least, most], if they can be read."""
+    if not has_values(values):
+        return
+    wrong = values < least if most is None else (values < least) | (values > most)
+    if wrong.any():
+        at = int(wrong.to(torch.uint8).argmax())
+        allowed = f"at least {least}" if most is None else f"between {least} and {most}"
+        raise ValueError(f"pyattn: each of {name} must be {allowed}, got {int(values[at])} at {at}")
 
 
 def check_tensor(name: str, value: object) -> None:

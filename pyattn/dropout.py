@@ -63,9 +63,14 @@ def dropout_mask(
     if not 0 <= dropout_p < 1:
         raise ValueError(f"pyattn: dropout_p must be at least 0 and below 1, got {dropout_p}")
     device = seed.device if isinstance(seed, Tensor) else None
-    head = torch.arange(batch * num_heads_q, device=device).view(batch, num_heads_q, 1, 1)
-    query = torch.arange(seqlen_q, device=device).view(seqlen_q, 1)
-    group = torch.arange(-(-seqlen_k // 8), device=device)
+    head = torch.arange(batch * num_heads_q, device=device).view(batch, num_heads_q, 1)
+    return kept_weights(seed, head, torch.arange(seqlen_q, device=device), seqlen_k, dropout_p)
+
+
+def kept_weights(seed: int | Tensor, head: Tensor, query: Tensor, seqlen_k: int, dropout_p: float) -> Tensor:
+    """:func:`dropout_mask` of rows: head, ``b * num_heads_q + h``, and query broadcast to (...)."""
+    head, query = head.unsqueeze(-1), query.unsqueeze(-1)
+    group = torch.arange(-(-seqlen_k // 8), device=head.device)
     words = philox(seed, (group, query, head % 2**32, head >> 32))
     draws = torch.stack([half for word in words for half in (word % 2**16, word >> 16)], -1)
     return draws.flatten(-2)[..., :seqlen_k] >= dropout_threshold(dropout_p)

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from pyattn.arguments import check_size, check_type
+from pyattn.arguments import check_between, check_integers, check_size, check_type
 
 __all__ = ["chunked", "documents", "from_bool", "padding", "prefix_lm"]
 
@@ -44,8 +43,8 @@ def documents(lengths: Sequence[int] | Tensor) -> Tensor:
     >>> documents([2, 3])[0].tolist()
     [[0, 2], [0, 2], [2, 5], [2, 5], [2, 5]]
     """
-    sizes = _integers("lengths", lengths)
-    _check_between("lengths", sizes, None)
+    sizes = check_integers("lengths", lengths)
+    check_between("lengths", sizes, 0)
     end = sizes.cumsum(0)
     return torch.stack([end - sizes, end], -1).repeat_interleave(sizes, 0)[None]
 
@@ -75,8 +74,8 @@ def prefix_lm(prefix: int | Tensor, seqlen: int) -> Tensor:
     """
     check_size("seqlen", seqlen)
     check_type("prefix", prefix, int, Tensor)
-    sizes = _integers("prefix", [prefix] if isinstance(prefix, int) else prefix)
-    _check_between("prefix", sizes, seqlen)
+    sizes = check_integers("prefix", [prefix] if isinstance(prefix, int) else prefix)
+    check_between("prefix", sizes, 0, seqlen)
     end = torch.maximum(sizes[:, None], torch.arange(1, seqlen + 1, device=sizes.device))
     return torch.stack([torch.zeros_like(end), end], -1)
 
@@ -145,8 +144,8 @@ def padding(lengths: Sequence[int] | Tensor, seqlen: int, side: str = "right") -
     check_size("seqlen", seqlen)
     if side not in ("right", "left"):
         raise ValueError(f"pyattn: side must be 'right' or 'left', got {side!r}")
-    sizes = _integers("lengths", lengths)
-    _check_between("lengths", sizes, seqlen)
+    sizes = check_integers("lengths", lengths)
+    check_between("lengths", sizes, 0, seqlen)
     begin = torch.zeros_like(sizes) if side == "right" else seqlen - sizes
     return torch.stack([begin, begin + sizes], -1)[:, None].repeat(1, seqlen, 1)
 
@@ -192,29 +191,3 @@ def from_bool(mask: Tensor) -> Tensor | None:
     if (end - begin != count).any() or (ranges != ranges[:, :1]).any():
         return None
     return ranges[:, 0]
-
-
-def _integers(name: str, values: Sequence[int] | Tensor) -> Tensor:
-    """``values`` as an int64 tensor of one dimension, or TypeError or ValueError."""
-    if isinstance(values, Tensor):
-        if values.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"pyattn: {name} must be int32 or int64, got {values.dtype}")
-    else:
-        check_type(name, values, Sequence, Tensor)
-        for value in values:
-            check_type(f"each of {name}", value, int)
-        values = torch.tensor(values, dtype=torch.int64)
-    if values.dim() != 1:
-        raise ValueError(f"pyattn: {name} must have 1 dimension, got shape {tuple(values.shape)}")
-    return values.to(torch.int64)
-
-
-def _check_between(name: str, values: Tensor, most: int | None) -> None:
-    """ValueError for the first of ``values`` below 0 or above ``most``. Fake tensors have no values to be wrong."""
-    if isinstance(values, FakeTensor) or values.is_meta:
-        return
-    wrong = values < 0 if most is None else (values < 0) | (values > most)
-    if wrong.any():
-        at = int(wrong.to(torch.uint8).argmax())
-        allowed = "must not be negative" if most is None else f"must lie between 0 and seqlen, {most}"
-        raise ValueError(f"pyattn: {name} {allowed}, got {int(values[at])} at {at}")

@@ -1,8 +1,16 @@
 """The operators' arguments after their tensors, as one value from the public functions down to the schema."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+
+from pyattn.arguments import check_64_bits, check_finite, check_tensor, check_type, check_window
+from pyattn.autocast import cast, cast_rows
+from pyattn.dropout import draw_seed
+
+UNBOUNDED = (-1, -1)
+"""The window of all keys."""
 
 
 class Options(NamedTuple):
@@ -27,7 +35,7 @@ class Options(NamedTuple):
     causal: bool = True
     q_offset: int | None = None
     q_offsets: Tensor | None = None
-    window: tuple[int, int] = (-1, -1)
+    window: tuple[int, int] = UNBOUNDED
     key_ranges: Tensor | None = None
     softcap: float = 0.0
     bias: Tensor | None = None
@@ -51,6 +59,80 @@ class Options(NamedTuple):
         dropout_seed: Tensor | None = None,
     ) -> "Options":
         """The same options with these in place of :attr:`tensors`. ``_replace`` takes 1 us."""
+        if (
+            q_offsets is self.q_offsets
+            and key_ranges is self.key_ranges
+            and bias is self.bias
+            and alibi_slopes is self.alibi_slopes
+            and sinks is self.sinks
+            and dropout_seed is self.dropout_seed
+        ):
+            return self
         scale, causal, q_offset, _, window, _, softcap, _, _, _, dropout_p, _ = self
         mask = scale, causal, q_offset, q_offsets, window, key_ranges
         return Options(*mask, softcap, bias, alibi_slopes, sinks, dropout_p, dropout_seed)
+
+
+def check_options(
+    causal: object,
+    q_offset: object,
+    window: object,
+    key_ranges: object,
+    softmax_scale: object,
+    softcap: object,
+    bias: object,
+    alibi_slopes: object,
+    sinks: object,
+    dropout_p: object,
+    dropout_seed: object,
+) -> None:
+    """TypeError or ValueError for what no operator could be asked; shapes and dtypes are the operator's to check."""
+    check_type("causal", causal, bool)
+    check_type("q_offset", q_offset, int, torch.SymInt, Tensor, type(None))
+    check_64_bits("q_offset", q_offset)
+    check_window(window)
+    check_type("softmax_scale", softmax_scale, int, float, torch.SymInt, torch.SymFloat, type(None))
+    check_finite("softcap", softcap)
+    check_type("dropout_p", dropout_p, int, float)
+    check_type("dropout_seed", dropout_seed, int, torch.SymInt, Tensor, type(None))
+    check_64_bits("dropout_seed", dropout_seed)
+    tensors = {"key_ranges": key_ranges, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            check_tensor(name, tensor)
+
+
+def options_of(
+    device: torch.device,
+    causal: bool,
+    q_offset: int | Tensor | None,
+    window: tuple[int, int],
+    key_ranges: Tensor | None,
+    softmax_scale: float | None,
+    softcap: float,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+    dropout_seed: int | Tensor | None,
+) -> tuple[Any, ...]:
+    """A public function's arguments as options: offsets apart, what autocast casts, a seed drawn if none is given.
+
+    Returns:
+        :class:`Options`, or the first of their values if the rest are defaults.
+    """
+    q_offset, q_offsets = (None, q_offset) if isinstance(q_offset, Tensor) else (q_offset, None)
+    if torch._C._is_any_autocast_enabled():
+        bias = None if bias is None else cast(bias)
+        alibi_slopes = None if alibi_slopes is None else cast_rows(alibi_slopes)
+        sinks = None if sinks is None else cast_rows(sinks)
+    if dropout_p == 0:
+        dropout_seed = None
+    elif dropout_seed is None:
+        dropout_seed = draw_seed(device)
+    elif not isinstance(dropout_seed, Tensor):
+        dropout_seed = torch.tensor(dropout_seed, dtype=torch.int64, device=device)
+    if window is UNBOUNDED and key_ranges is bias is alibi_slopes is sinks is None and not (softcap or dropout_p):
+        return softmax_scale, causal, q_offset, q_offsets
+    mask = causal, q_offset, q_offsets, window, key_ranges
+    return Options(softmax_scale, *mask, softcap, bias, alibi_slopes, sinks, dropout_p, dropout_seed)

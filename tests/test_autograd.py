@@ -47,6 +47,33 @@ def test_gradcheck_of_the_reference(case: Case) -> None:
     assert gradcheck(partial(out_and_lse, reference.attention, case), leaves(case))
 
 
+def score_tensors(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """For a batch of 2, 4 heads, 4 queries and 5 keys; the bias broadcasts over heads."""
+    return {
+        "bias": torch.randn(2, 1, 4, 5, dtype=dtype).masked_fill(torch.rand(2, 1, 4, 5) < 0.2, -torch.inf),
+        "alibi_slopes": torch.rand(4, dtype=dtype),
+        "sinks": torch.randn(4, dtype=dtype),
+    }
+
+
+SCORES = Case(2, 4, 2, 4, 5, 3, 3)
+
+
+@pytest.mark.parametrize("wanted", ["q", "bias", "alibi_slopes", "sinks", "bias sinks", "v alibi_slopes", "k bias"])
+def test_gradients_of_some_tensors(wanted: str) -> None:
+    q, k, v = SCORES.inputs(torch.float64)
+    inputs = {"q": q, "k": k, "v": v, **score_tensors()}
+    results = []
+    for attend in (attention, reference.attention):
+        leaves = {name: x.clone().requires_grad_(name in wanted.split()) for name, x in inputs.items()}
+        attend(**leaves).sin().sum().backward()
+        results.append({name: x.grad for name, x in leaves.items()})
+    for name, grad in results[0].items():
+        assert (grad is None) == (name not in wanted.split())
+        if grad is not None:
+            torch.testing.assert_close(grad, results[1][name], rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "kv"])
 def test_gradients_of_some_inputs(wanted: str) -> None:
     case = Case(1, 2, 2, 5, 5, 4, 4)
@@ -83,6 +110,15 @@ def test_second_derivatives_raise() -> None:
         torch.func.grad(lambda q: grad(q).sum())(q.detach())
 
 
+@pytest.mark.parametrize("name", ["bias", "alibi_slopes", "sinks"])
+def test_second_derivatives_of_scores_raise(name: str) -> None:
+    q, k, v = SCORES.inputs(torch.float64)
+    leaf = score_tensors()[name].requires_grad_()
+    grad = torch.autograd.grad(attention(q, k, v, **{name: leaf}).sin().sum(), leaf, create_graph=True)[0]
+    with pytest.raises(NotImplementedError, match=SECOND):
+        grad.sin().sum().backward()
+
+
 def test_a_recorded_backward_gives_the_same_gradients() -> None:
     """The graph matters only to those who differentiate it: a penalty on another part of the model may need it."""
     inputs = leaves(Case(2, 4, 2, 5, 7, 3, 4))
@@ -108,6 +144,16 @@ def test_forward_mode_raises() -> None:
             with pytest.raises(NotImplementedError, match=FORWARD_MODE):
                 attention(forward_ad.make_dual(primal, q.detach()), *others)
         assert torch.equal(attention(*plain), attention(q, k, v))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
+@pytest.mark.parametrize("name", ["bias", "alibi_slopes", "sinks"])
+def test_forward_mode_of_scores_raises(name: str) -> None:
+    q, k, v = SCORES.inputs(torch.float64)
+    tensor = score_tensors()[name]
+    attention(q, k, v, **{name: tensor})
+    with pytest.raises(NotImplementedError, match=FORWARD_MODE):
+        torch.func.jvp(lambda t: attention(q, k, v, **{name: t}), (tensor,), (tensor,))
 
 
 def test_raw_operators_have_no_derivatives() -> None:
@@ -136,6 +182,41 @@ def test_opcheck(dtype: torch.dtype, offsets: Tensor | None, dropout: dict[str, 
     dlse = dlse.to(lse.dtype)
     torch.library.opcheck(torch.ops.pyattn.attention_backward, (dout, dlse, q, k, v, out, row_max, row_sum, *options))
     torch.library.opcheck(torch.ops.pyattn.attention_backward, (dout, None, q, k, v, out, row_max, row_sum, *options))
+
+
+MASKS = {"window": (2, 1), "key_ranges": torch.tensor([[[0, 5], [1, 4], [2, 2], [0, 3]]])}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("names", [(), ("bias",), ("alibi_slopes", "sinks"), ("bias", "alibi_slopes", "sinks")])
+def test_opcheck_of_masks_and_scores(dtype: torch.dtype, names: tuple[str, ...]) -> None:
+    q, k, v = SCORES.inputs(dtype)
+    options = MASKS | {"softcap": 1.5} | {name: x for name, x in score_tensors(dtype).items() if name in names}
+    out, _, row_max, row_sum = torch.ops.pyattn.attention_forward(q, k, v, **options)
+    torch.library.opcheck(torch.ops.pyattn.attention_forward, (q, k, v), options)
+    for wanted in (False, True):
+        options["output_mask"] = [wanted and name in names for name in ("bias", "alibi_slopes", "sinks")]
+        tensors = (torch.randn_like(out), None, q, k, v, out, row_max, row_sum)
+        torch.library.opcheck(torch.ops.pyattn.attention_backward, tensors, options)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("names", [(), ("bias",), ("alibi_slopes", "sinks"), ("bias", "alibi_slopes", "sinks")])
+def test_compile_masks_and_scores(names: tuple[str, ...]) -> None:
+    torch._dynamo.reset()
+    inputs = (*SCORES.inputs(torch.float64), *(score_tensors()[name] for name in names))
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> Tensor:
+        return attention(q, k, v, **MASKS, softcap=1.5, **dict(zip(names, tensors, strict=True)))
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    leaves = leaves_of(*inputs)
+    assert torch.equal(compiled(*leaves), call(*leaves))
+    ours, plain = (torch.autograd.grad(f(*leaves).sin().sum(), leaves) for f in (compiled, call))
+    torch.testing.assert_close(ours, plain, rtol=0, atol=1e-14)
+    some = (*inputs[:-1], inputs[-1].requires_grad_())
+    ours, plain = (torch.autograd.grad(f(*some).sin().sum(), some[-1]) for f in (compiled, call))
+    torch.testing.assert_close(ours, plain, rtol=0, atol=1e-14)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -221,6 +302,51 @@ def test_vmap(in_dims: tuple[int | None, ...]) -> None:
         torch.testing.assert_close(tuple(g[i] for g in grads), grad(*slices(i)), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("mapped", ["", "q", "bias", "alibi_slopes", "sinks", "key_ranges", "q bias alibi_slopes"])
+@pytest.mark.parametrize("size", [0, 3])
+@pytest.mark.parametrize("full", [False, True])
+def test_vmap_over_masks_and_scores(mapped: str, size: int, full: bool) -> None:
+    """``full``: what may be shared by all sequences has a batch dimension of its own."""
+    q, k, v = SCORES.inputs(torch.float64)
+    inputs = {"q": q, "k": k, "v": v, "key_ranges": MASKS["key_ranges"], **score_tensors()}
+    if full:
+        inputs |= {"key_ranges": inputs["key_ranges"].expand(2, 4, 2), "alibi_slopes": torch.rand(2, 4).double()}
+    else:
+        inputs["bias"] = inputs["bias"][0, 0]
+    dims = {name: (0 if i % 2 else -1) if name in mapped.split() else None for i, name in enumerate(inputs)}
+    stacks = {
+        name: x if dims[name] is None else torch.stack([x, x.flip(-1).sort().values, x] if size else [x], dims[name])
+        for name, x in inputs.items()
+    }
+    if size == 0:
+        stacks = {name: x if dims[name] is None else x.narrow(dims[name], 0, 0) for name, x in stacks.items()}
+    learned = [name for name in inputs if name != "key_ranges"]
+
+    def call(**tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return attention(**tensors, window=(3, -1), return_lse=True)
+
+    def grads(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        rest = {name: x for name, x in tensors.items() if name not in learned}
+
+        def loss(some: dict[str, Tensor]) -> Tensor:
+            out, lse = call(**some, **rest)
+            return out.sin().sum() + lse.cos().sum()
+
+        return torch.func.grad(loss)({name: tensors[name] for name in learned})
+
+    if not mapped:
+        stacks |= {"q": torch.stack([q] * size) if size else q[None][:0]}
+        dims |= {"q": 0}
+    out, lse = torch.vmap(lambda tensors: call(**tensors), (dims,))(stacks)
+    found = torch.vmap(grads, (dims,))(stacks)
+    assert out.shape[0] == lse.shape[0] == size
+    assert all(x.shape == (size, *inputs[name].shape) for name, x in found.items())
+    for i in range(size):
+        one = {name: x if dims[name] is None else x.select(dims[name], i) for name, x in stacks.items()}
+        torch.testing.assert_close((out[i], lse[i]), call(**one), rtol=0, atol=1e-12)
+        torch.testing.assert_close({name: x[i] for name, x in found.items()}, grads(one), rtol=0, atol=1e-12)
+
+
 def test_per_sample_offsets_under_vmap() -> None:
     q, k, v = (torch.stack([x, 2 * x]) for x in Case(2, 1, 1, 4, 5, 3, 3).inputs(torch.float64))
     offsets = torch.tensor([[0, 1], [-2, 3]])
@@ -241,6 +367,21 @@ def test_autocast(dtype: torch.dtype) -> None:
     halves = leaves_of(*(x.to(dtype) for x in (q, k, v)))
     expected = torch.autograd.grad(attention(*halves).float().sum(), halves)
     for x, y in zip(grads, expected, strict=True):
+        assert torch.equal(x, y.float())
+
+
+def test_autocast_casts_the_bias() -> None:
+    q, k, v = SCORES.inputs(torch.float32)
+    tensors = leaves_of(*score_tensors(torch.float32).values())
+    names = tuple(score_tensors())
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(q, k, v, **dict(zip(names, tensors, strict=True)))
+    grads = torch.autograd.grad(out.float().sum(), tensors)
+    assert [g.dtype for g in grads] == [torch.float32] * 3
+    halves = leaves_of(tensors[0].bfloat16(), *tensors[1:])
+    plain = attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), **dict(zip(names, halves, strict=True)))
+    assert torch.equal(out, plain)
+    for x, y in zip(grads, torch.autograd.grad(plain.float().sum(), halves), strict=True):
         assert torch.equal(x, y.float())
 
 

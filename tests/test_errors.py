@@ -164,6 +164,19 @@ def test_backward_shapes_and_dtypes(name: str) -> None:
             "pyattn: softmax_scale must be int or float or NoneType, got torch.T",
         ),
         ({"q_offset": 2**63}, ValueError, "pyattn: q_offset must fit in 64 bits, got 9223372036854775808"),
+        ({"window": 256}, TypeError, "pyattn: window must be a pair of ints (left, right), got 256"),
+        ({"window": (1, 2, 3)}, TypeError, "pyattn: window must be a pair of ints (left, right), got (1, 2, 3)"),
+        ({"window": (1.0, 0)}, TypeError, "pyattn: window must be a pair of ints (left, right), got (1.0, 0)"),
+        ({"window": (-2, 0)}, ValueError, "pyattn: window must be (left, right), each at least -1, got [-2, 0]"),
+        ({"window": (0, 2**63)}, ValueError, "pyattn: window must fit in 64 bits, got 9223372036854775808"),
+        ({"key_ranges": [[0, 1]]}, TypeError, "pyattn: key_ranges must be Tensor, got [[0, 1]]"),
+        ({"softcap": "50"}, TypeError, "pyattn: softcap must be int or float, got '50'"),
+        ({"softcap": -1.0}, ValueError, "pyattn: softcap must be finite and at least 0, got -1.0"),
+        ({"softcap": math.inf}, ValueError, "pyattn: softcap must be finite and at least 0, got inf"),
+        ({"softcap": math.nan}, ValueError, "pyattn: softcap must be finite and at least 0, got nan"),
+        ({"bias": "causal"}, TypeError, "pyattn: bias must be Tensor, got 'causal'"),
+        ({"alibi_slopes": [0.5]}, TypeError, "pyattn: alibi_slopes must be Tensor, got [0.5]"),
+        ({"sinks": 1.0}, TypeError, "pyattn: sinks must be Tensor, got 1.0"),
     ],
 )
 def test_arguments_of_other_types(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
@@ -176,11 +189,13 @@ HABITS: list[tuple[dict[str, Any], str]] = [
     ({"scale": 0.5}, "scale (use softmax_scale), got 0.5"),
     (
         {"attn_mask": zeros(5, 7)},
-        "attn_mask (masks given as tensors are not written yet, use causal and q_offset), got ",
+        "attn_mask (use bias: bool, True = takes part, or added to the scores; with causal=False if it is the whole "
+        "mask), got torch.Tensor of shape (5, 7)",
     ),
     ({"enable_gqa": True}, "enable_gqa (leave it out, k and v may have fewer heads than q), got True"),
     ({"dropout": 0.1}, "dropout (use dropout_p), got 0.1"),
-    ({"window_size": (3, 0)}, "window_size (windows are not written yet), got (3, 0)"),
+    ({"window_size": (3, 0)}, "window_size (use window), got (3, 0)"),
+    ({"sliding_window": 4}, "sliding_window (use window=(W - 1, 0): a query sees itself and the W - 1 keys before it)"),
     (
         {"flavour": "mild"},
         "flavour (its arguments are q, k, v, causal, q_offset, window, key_ranges, softmax_scale, softcap, bias, "

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from helpers import Case
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from pyattn import _C, _ops, attention
+from pyattn import _C, _ops, attention, reference, visible
 from pyattn.cli import contention, main, profile
+from pyattn.options import Options
 
 
 @pytest.fixture(autouse=True)
@@ -75,11 +77,45 @@ def test_nothing_is_kept_while_nobody_measures() -> None:
     assert _C.stop_profile() == []
 
 
-@pytest.mark.parametrize("q_offset", [-90, -3, 0, 2, 4, 90])
+FAR = 2**63 - 1
+OFFSETS = [None, -90, -3, 0, 2, 4, 90, FAR, -FAR, torch.tensor([0, -2]), torch.tensor([FAR, 3])]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("q_offset", OFFSETS, ids=str)
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (5, 9), (9, 5), (4, 0)])
-def test_visible_pairs(seqlen_q: int, seqlen_k: int, q_offset: int) -> None:
-    counted = sum(min(max(i + q_offset + 1, 0), seqlen_k) for i in range(seqlen_q))
-    assert _ops.visible_pairs(seqlen_q, seqlen_k, q_offset) == counted
+def test_pairs_are_those_that_the_reference_sees(seqlen_q: int, seqlen_k: int, q_offset, causal: bool) -> None:
+    q, k = torch.randn(2, 4, seqlen_q, 3), torch.randn(2, 2, seqlen_k, 3)
+    ranges = torch.randint(seqlen_k + 1, (2, seqlen_q, 2)).sort(-1).values
+    row, column = torch.rand(2, 1, seqlen_q, 1) < 0.5, torch.randn(4, 1, seqlen_k)
+    column = column.masked_fill(column < -0.5, -torch.inf)
+    for window in [(-1, -1), (2, -1), (-1, 1), (0, 0), (3, 2), (FAR, FAR), (FAR, 0)]:
+        for key_ranges, bias in [(None, None), (ranges, None), (ranges[1:], column), (None, row), (None, column)]:
+            mask = {"causal": causal, "q_offset": q_offset, "window": window, "key_ranges": key_ranges}
+            seen = reference.visible(seqlen_q, seqlen_k, **mask).expand(2, 4, seqlen_q, seqlen_k)
+            if bias is not None:
+                seen = seen & (bias if bias.dtype == torch.bool else bias != -torch.inf)
+            offsets = {"q_offsets": mask.pop("q_offset")} if isinstance(q_offset, torch.Tensor) else {}
+            options = Options(**mask, **offsets, bias=bias)
+            assert visible.pairs(q, k, options) == seen.sum()
+            rows, heads = torch.arange(seqlen_q), torch.arange(4)
+            assert torch.equal(visible.seen(options, rows, heads, seqlen_q, seqlen_k).expand_as(seen), seen)
+
+
+def test_pairs_are_counted_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, bias = torch.randn(2, 4, 9, 3), torch.rand(2, 1, 9, 9) < 0.5
+    whole = visible.pairs(q, q, Options(bias=bias))
+    monkeypatch.setattr(visible, "PAIRS_AT_ONCE", 150)
+    assert visible.pairs(q, q, Options(bias=bias)) == whole == 4 * bias.tril().sum()
+
+
+def test_masks_without_values_count_all_pairs() -> None:
+    q, k, v = Case(2, 4, 2, 6, 9, 16, 24).inputs(torch.float32)
+    for mask in ({"bias": torch.zeros(6, 9)}, {"key_ranges": torch.zeros(1, 6, 2, dtype=torch.int64)}):
+        with FakeTensorMode():
+            fake = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in mask.items()}
+        assert _ops.forward_flops(q, k, v, **fake) == 2 * (2 * 4 * 6 * 9) * (16 + 24)
+        assert _ops.forward_flops(q, k, v, window=(2, 0), **fake) == 2 * (2 * 4 * 6 * 9) * (16 + 24)
 
 
 @pytest.mark.parametrize(
@@ -213,6 +249,9 @@ def test_a_profile_without_kernels_is_refused(monkeypatch, capsys) -> None:
         ("--threads 0", "pyattn: --threads must be at least 1, got 0"),
         ("--dropout 1", "pyattn: --dropout must be at least 0 and below 1, got 1.0"),
         ("--shapes 1x1x9x4 1x1x9x8 --trace t", "pyattn: --trace takes one of --shapes, got 1x1x9x4 1x1x9x8"),
+        ("--window 3 -2", "pyattn: --window must be two numbers, each at least -1, got 3 -2"),
+        ("--documents 0", "pyattn: --documents must be at least 1, got 0"),
+        ("--softcap nan", "pyattn: --softcap must be finite and at least 0, got nan"),
         ("--device cuda --isa scalar", "pyattn: --isa must be left out with --device cuda, got scalar"),
     ],
 )

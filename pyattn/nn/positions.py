@@ -1,0 +1,49 @@
+"""Positions: ALiBi's slopes and rotary embeddings."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def alibi_slopes(
+    num_heads: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+) -> Tensor:
+    """ALiBi's slopes, (num_heads,): ``2^(-8 h / n)`` for h from 1 to n = num_heads, if that is a power of 2.
+
+    Else the slopes of the largest power of 2 below num_heads, then every second one of twice that power.
+
+    Source: Press et al. 2022, "Train Short, Test Long", and the code released with it.
+
+    >>> alibi_slopes(4).tolist()
+    [0.25, 0.0625, 0.015625, 0.00390625]
+    """
+    power = 1 << (num_heads.bit_length() - 1)
+    whole = torch.arange(1, power + 1, dtype=torch.float64, device=device) * (-8 / power)
+    between = torch.arange(1, 2 * (num_heads - power) + 1, 2, dtype=torch.float64, device=device) * (-4 / power)
+    return torch.exp2(torch.cat([whole, between])).to(dtype)
+
+
+def rotate(x: Tensor, base: float) -> Tensor:
+    """Rotary position embedding of ``x`` (B, T, H, D): columns t and t + D / 2 turn by the angle ``i base^(-2 t / D)``.
+
+    ::
+
+        y_t           =  x_t cos(angle) - x_(t + D / 2) sin(angle)          i = position, from 0 to T - 1
+        y_(t + D / 2) =  x_t sin(angle) + x_(t + D / 2) cos(angle)          t = 0 to D / 2 - 1
+
+    16-bit types are turned in float32 and rounded once.
+
+    Source: Su et al. 2021, "RoFormer"; the order of columns is rotate-half, as in Llama's checkpoints on Hugging Face.
+
+    >>> rotate(torch.tensor([1.0, 0.0]).expand(1, 2, 1, 2), base=10000.0)[0, :, 0]
+    tensor([[1.0000, 0.0000],
+            [0.5403, 0.8415]])
+    """
+    half = x.shape[-1] // 2
+    wide = torch.promote_types(x.dtype, torch.float32)
+    frequency = torch.exp2(torch.arange(half, dtype=torch.float64, device=x.device) * (-math.log2(base) / half))
+    angle = torch.arange(x.shape[1], dtype=wide, device=x.device)[:, None, None] * frequency.to(wide)
+    cos, sin = angle.cos(), angle.sin()
+    left, right = x.to(wide).chunk(2, -1)
+    return torch.cat([left * cos - right * sin, left * sin + right * cos], -1).to(x.dtype)

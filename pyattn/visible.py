@@ -1,0 +1,114 @@
+"""Which keys a query sees, in torch operations: for weights of chosen rows, and for counting pairs."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from pyattn.arguments import has_values
+from pyattn.options import Options
+
+INT64_MAX = 2**63 - 1
+
+PAIRS_AT_ONCE = 2**24
+"""Pairs that are counted at a time where a bias is asked for each: temporaries of some 100 MB."""
+
+
+def _q_offset(options: Options, seqlen_q: int, seqlen_k: int) -> int:
+    """The key position of query 0 where all sequences share it; the default is that of csrc/defaults.h."""
+    return seqlen_k - seqlen_q if options.q_offset is None else options.q_offset
+
+
+def offsets(options: Options, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
+    """int64 (B or 1, 1): the key position of query 0."""
+    if options.q_offsets is not None:
+        return options.q_offsets[:, None]
+    return torch.full((1, 1), _q_offset(options, seqlen_q, seqlen_k), dtype=torch.int64, device=device)
+
+
+def check_ranges(key_ranges: Tensor, seqlen_k: int) -> None:
+    """ValueError for the first range that is out of bounds or reversed, in the operator's words."""
+    begin, end = key_ranges.unbind(-1)
+    wrong = (begin < 0) | (begin > end) | (end > seqlen_k)
+    if has_values(wrong) and wrong.any():
+        sequence, query = divmod(int(wrong.flatten().to(torch.uint8).argmax()), wrong.shape[1])
+        raise ValueError(
+            f"pyattn: key_ranges must hold 0 <= begin <= end <= seqlen_k = {seqlen_k}, got "
+            f"{key_ranges[sequence, query].tolist()} for query {query} of sequence {sequence}"
+        )
+
+
+def keys_of(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor]:
+    """int64 (B or 1, rows), twice: the keys [begin, end) that formulas and ranges leave; begin may lie behind end.
+
+    The bounds saturate, whatever q_offset and window are.
+    """
+    offset = offsets(options, seqlen_q, seqlen_k, rows.device)
+    left, right = options.window
+    around = -seqlen_q - 1, seqlen_k  # where the bound of query 0 matters to any query
+    begin, end = torch.zeros_like(rows)[None], torch.full_like(rows, seqlen_k)[None]
+    if left >= 0:
+        begin = rows + (offset.clamp(min=left - INT64_MAX) - left).clamp(*around)
+    if options.causal or right >= 0:
+        ahead = 0 if options.causal else right
+        end = rows + (offset.clamp(max=INT64_MAX - ahead) + ahead).clamp(*around) + 1
+    if options.key_ranges is not None:
+        first, behind_last = options.key_ranges.to(torch.int64).index_select(1, rows).unbind(-1)
+        begin, end = torch.maximum(begin, first), torch.minimum(end, behind_last)
+    return begin.clamp(0, seqlen_k), end.clamp(0, seqlen_k)
+
+
+def seen(options: Options, rows: Tensor, heads: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """bool (B or 1, heads or 1, rows, Sk): the pairs that no mask hides."""
+    key = torch.arange(seqlen_k, device=rows.device)
+    begin, end = (bound[:, None, :, None] for bound in keys_of(options, rows, seqlen_q, seqlen_k))
+    allowed = (begin <= key) & (key < end)
+    if options.bias is None:
+        return allowed
+    bias = picked(options.bias, heads, rows)
+    return allowed & (bias if bias.dtype == torch.bool else bias != -math.inf)
+
+
+def picked(bias: Tensor, heads: Tensor, rows: Tensor) -> Tensor:
+    """The bias with four dimensions, of these heads and rows where it does not broadcast."""
+    bias = bias[(None,) * (4 - bias.dim())]
+    bias = bias if bias.shape[2] == 1 else bias.index_select(2, rows)
+    return bias if bias.shape[1] == 1 else bias.index_select(1, heads)
+
+
+def visible_pairs(seqlen_q: int, seqlen_k: int, q_offset: int) -> int:
+    """Pairs of query and key that a causal mask leaves: the sum over i of ``i + q_offset + 1``, clamped to seqlen_k."""
+    first = min(max(-q_offset, 0), seqlen_q)
+    full = min(max(seqlen_k - q_offset, first), seqlen_q)  # from here on, rows see all keys
+    return (full - first) * (first + full + 1 + 2 * q_offset) // 2 + (seqlen_q - full) * seqlen_k
+
+
+def _pairs_of_formulas(options: Options, batch: int, seqlen_q: int, seqlen_k: int) -> int:
+    """Pairs that causal and window leave, over the batch: keys up to each query's last, less those before its first."""
+    left, right = options.window
+    total, shared = 0, _q_offset(options, seqlen_q, seqlen_k)
+    for q_offset in [shared] * batch if options.q_offsets is None else options.q_offsets.tolist():
+        last = q_offset if options.causal else q_offset + right if right >= 0 else seqlen_k
+        total += visible_pairs(seqlen_q, seqlen_k, last)
+        total -= visible_pairs(seqlen_q, seqlen_k, q_offset - left - 1) if left >= 0 else 0
+    return total
+
+
+def pairs(q: Tensor, k: Tensor, options: Options) -> int:
+    """Pairs of query and key that the mask leaves, over batch and query heads; all where tensors have no values."""
+    batch, num_heads, seqlen_q = q.shape[:3]
+    seqlen_k = k.shape[2]
+    sources = (options.q_offsets, options.key_ranges, options.bias)
+    if not all(t is None or has_values(t) for t in sources):
+        return batch * num_heads * seqlen_q * seqlen_k
+    if options.key_ranges is None and options.bias is None:
+        return num_heads * _pairs_of_formulas(options, batch, seqlen_q, seqlen_k)
+    rows = torch.arange(seqlen_q, device=q.device)
+    if options.bias is None:
+        begin, end = keys_of(options, rows, seqlen_q, seqlen_k)
+        return num_heads * batch * int((end - begin).clamp(min=0).sum()) // begin.shape[0]
+    heads, total = torch.arange(num_heads, device=q.device), 0
+    for some in rows.split(max(1, PAIRS_AT_ONCE // max(1, batch * num_heads * seqlen_k))):
+        here = seen(options, some, heads, seqlen_q, seqlen_k)
+        total += int(here.sum()) * (batch * num_heads // max(1, here.shape[0] * here.shape[1]))
+    return total

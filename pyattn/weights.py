@@ -1,0 +1,176 @@
+"""The weights of chosen rows and heads, which the native kernels never hold."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pyattn import _ops, visible
+from pyattn.arguments import check_between, check_integers, check_tensor, hide_catch_all, refuse
+from pyattn.autocast import cast
+from pyattn.dropout import dropout_threshold, kept_weights
+from pyattn.options import UNBOUNDED, Options, check_options, options_of
+
+__all__ = ["attention_weights"]
+
+
+@hide_catch_all
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    *positional: object,
+    lse: Tensor | None = None,
+    heads: Sequence[int] | Tensor | None = None,
+    rows: Sequence[int] | Tensor | None = None,
+    causal: bool = True,
+    q_offset: int | Tensor | None = None,
+    window: tuple[int, int] = UNBOUNDED,
+    key_ranges: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    **named: object,
+) -> Tensor:
+    """The weights that :func:`pyattn.attention` gives its values, of chosen heads and rows.
+
+    For query ``i`` of head ``h`` and the keys ``j`` that it sees, and 0 for all others::
+
+        weights_ij = dropout(exp(score_ij) / (sum_j exp(score_ij) + exp(sinks_h)))        out_i = sum_j weights_ij v_j
+
+    Time and memory are linear in the weights asked for. With the options of an :func:`pyattn.attention` call, its
+    ``dropout_seed`` included, ``attention_weights(...) @ v`` is its out, but for rounding.
+
+    Args:
+        q, k: as for :func:`pyattn.attention`.
+        lse: what that returned for the same arguments, (B, Hq, Sq). The weights are then exp(score - lse), which saves
+            a pass over them and carries lse's rounding; sinks are in it already. Gradients flow through lse too.
+            Default: each row's maximum and sum are computed here.
+        heads: query heads, ints or an int32 or int64 tensor; below 0, counted from the last. Default: all.
+        rows: queries, likewise.
+        causal, q_offset, window, key_ranges, softmax_scale, softcap, bias, alibi_slopes, sinks, dropout_p,
+            dropout_seed: as for :func:`pyattn.attention`, for all heads and rows.
+
+    Returns:
+        (B, len(heads), len(rows), Sk) in q's dtype, computed in float32 and rounded once for 16-bit types, and
+        differentiable as often as wanted. A query that sees no key has weights 0.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as :func:`pyattn.attention`; a head or row that is not there.
+
+    >>> q, k, v = torch.randn(3, 1, 8, 5, 64)
+    >>> attention_weights(q, k, heads=[0], rows=[1, -1])[0, 0].count_nonzero(-1)
+    tensor([2, 5])
+    """
+    if positional or named:
+        refuse(attention_weights, positional, named)
+    check_tensor("q", q)
+    check_tensor("k", k)
+    arguments = causal, q_offset, window, key_ranges, softmax_scale, softcap, bias, alibi_slopes, sinks
+    check_options(*arguments, dropout_p, dropout_seed)
+    options = Options(*options_of(q.device, *arguments, dropout_p, dropout_seed))
+    q, k = cast(q), cast(k)
+    _check(q, k, lse, options)
+    head = _chosen("heads", heads, q.shape[1], q.device)
+    row = _chosen("rows", rows, q.shape[2], q.device)
+    with torch.autocast(q.device.type, enabled=False):
+        return _weights(q, k, lse, heads is None, head, row, options).to(q.dtype)
+
+
+def _check(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> None:
+    """The operator's own checks of everything that meets q and k; on meta tensors it does nothing else."""
+    if torch.compiler.is_compiling():
+        return
+    meta = [t.to("meta") if isinstance(t, Tensor) else t for t in options]
+    q_, k_ = q.to("meta"), k.to("meta")
+    _, rows, *_ = _ops.attention_forward(q_, k_, k_[..., :0], *meta)
+    if options.key_ranges is not None and options.key_ranges.is_cpu:
+        visible.check_ranges(options.key_ranges, k.shape[2])
+    if lse is not None:
+        check_tensor("lse", lse)
+        if lse.shape != rows.shape:
+            raise ValueError(f"pyattn: lse must have shape {tuple(rows.shape)}, got {tuple(lse.shape)}")
+
+
+def _chosen(name: str, chosen: Sequence[int] | Tensor | None, size: int, device: torch.device) -> Tensor:
+    """Indices from 0 to size - 1."""
+    if chosen is None:
+        return torch.arange(size, device=device)
+    indices = check_integers(name, chosen, device).to(device)
+    check_between(name, indices, -size, size - 1)
+    return torch.where(indices < 0, indices + size, indices)
+
+
+def _weights(
+    q: Tensor, k: Tensor, lse: Tensor | None, all_heads: bool, head: Tensor, row: Tensor, options: Options
+) -> Tensor:
+    """(B, heads, rows, Sk) in float32, or float64."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    batch, num_heads, seqlen_q, head_dim = q.shape
+    seqlen_k = k.shape[2]
+    scale = options.softmax_scale
+    if scale is None:
+        scale = 1.0 / math.sqrt(head_dim) if head_dim else 1.0  # as csrc/defaults.h
+    if all_heads:
+        q = q.index_select(2, row)
+    else:
+        q = q.index_select(1, head).index_select(2, row)
+        k = k.index_select(1, head // (num_heads // max(1, k.shape[1])))
+    seen = visible.seen(options, row, head, seqlen_q, seqlen_k)
+
+    # Where a key is not seen, every step takes 0 in place of what may be NaN, because gradients multiply by 0.
+    scores = torch.where(seen, _products(q.to(wide), k.to(wide)), 0.0) * scale
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    if options.bias is not None and options.bias.dtype != torch.bool:
+        scores = scores + torch.where(seen, visible.picked(options.bias, head, row).to(wide), 0.0)
+    if options.alibi_slopes is not None:
+        slopes = options.alibi_slopes.to(wide).index_select(-1, head)[..., None, None]
+        position = row + visible.offsets(options, seqlen_q, seqlen_k, q.device).double()  # int64 could overflow
+        distance = (position[:, None, :, None] - torch.arange(seqlen_k, device=q.device)).abs()
+        scores = scores - slopes * distance.to(wide)
+    scores = scores.masked_fill(~seen, -math.inf)
+
+    empty = ~seen.any(-1, keepdim=True)
+    if lse is not None:
+        total = lse.index_select(1, head).index_select(2, row).unsqueeze(-1)
+        weights = torch.exp(scores - total.to(wide).masked_fill(empty, 0.0))
+    else:
+        columns = scores.masked_fill(empty, 0.0)
+        if options.sinks is not None:
+            sinks = options.sinks.to(wide).index_select(0, head)[:, None, None]
+            columns = torch.cat([columns, sinks.expand(*columns.shape[:3], 1)], -1)
+        weights = torch.softmax(columns, -1)[..., :seqlen_k]
+    weights = weights.masked_fill(~seen, 0.0)
+    if options.dropout_p:
+        assert options.dropout_seed is not None
+        heads = torch.arange(batch, device=q.device)[:, None, None] * num_heads + head[:, None]
+        kept = kept_weights(options.dropout_seed, heads, row, seqlen_k, options.dropout_p)
+        weights = weights.masked_fill(~kept, 0.0) * (65536 / (65536 - dropout_threshold(options.dropout_p)))
+    return weights
+
+
+def _products(q: Tensor, k: Tensor) -> Tensor:
+    """``q k^T``, (B, heads, rows, Sk), whose gradients take numbers that are not finite as 0.
+
+    A pair that is not seen sends the gradient 0, and 0 * NaN is NaN. What such numbers give is added, as a constant.
+    """
+    if not torch.is_grad_enabled():
+        return _grouped(q, k)
+    with torch.no_grad():
+        products = _grouped(q, k)
+    finite = _grouped(*(torch.where(t.isfinite(), t, 0.0) for t in (q, k)))
+    return finite + products.masked_fill(products.isfinite(), 0.0)
+
+
+def _grouped(q: Tensor, k: Tensor) -> Tensor:
+    """The heads of q that share one of k's are rows of one product."""
+    group = q.shape[1] // max(1, k.shape[1])
+    if group <= 1:
+        return q @ k.mT
+    rows = q.unflatten(1, (-1, group)).flatten(2, 3)
+    return torch.unflatten(rows @ k.mT, 2, (group, -1)).flatten(1, 2)

@@ -1,0 +1,252 @@
+"""Promise: attention_weights gives the weights of chosen rows and heads, with every option, differentiably."""
+
+import doctest
+import math
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers import Case
+from torch import Tensor
+from torch.autograd import gradcheck
+from yardstick import in_double
+
+from pyattn import attention, attention_weights, reference, weights
+
+CASES = [
+    Case(2, 4, 2, 9, 12, 8, 8),
+    Case(2, 4, 1, 12, 9, 8, 8, causal=False, softmax_scale=-0.4),
+    Case(2, 4, 2, 9, 12, 8, 8, window=(3, 1), q_offset=2, causal=False),
+    Case(2, 4, 2, 9, 12, 8, 8, window=(2, -1), key_ranges="random", dropout_p=0.3),
+    Case(2, 4, 2, 9, 12, 8, 8, key_ranges="empty", causal=False, sinks=True),
+    Case(2, 4, 2, 9, 12, 8, 8, softcap=1.5, alibi="h"),
+    Case(2, 4, 2, 9, 12, 8, 8, bias="bool bhqk", softcap=0.5),
+    Case(2, 4, 2, 9, 12, 8, 8, bias="bands hqk strided", alibi="bh", q_offset=-3, sinks=True),
+    Case(2, 4, 2, 9, 12, 8, 8, bias="float bk", softcap=2.0, alibi="bh", sinks=True, window=(4, -1), dropout_p=0.2),
+    Case(2, 4, 2, 9, 12, 8, 8, bias="lowest q", wide=True, sinks=True),
+]
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+CHOSEN = {"heads": [3, 0], "rows": [-1, 2, 2, 8]}
+
+
+def inputs(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    q, k, _ = case.inputs(dtype)
+    return q, k, case.options | case.tensors(dtype)
+
+
+def expected(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
+    """The reference's weights, in float64."""
+    v = torch.zeros_like(k).double()
+    return reference.attention(q.double(), k.double(), v, return_weights=True, **in_double(options))[1]
+
+
+def lse_of(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
+    row = torch.float64 if q.dtype == torch.float64 else torch.float32
+    v = torch.zeros_like(k).double()
+    return reference.attention(q.double(), k.double(), v, return_lse=True, **in_double(options))[1].to(row)
+
+
+@each_case
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_equals_reference(case: Case, dtype: torch.dtype, with_lse: bool) -> None:
+    """16-bit types are rounded once, from float32, where 12 keys and 8 columns leave few roundings."""
+    q, k, options = inputs(case, dtype)
+    lse = lse_of(q, k, options) if with_lse else None
+    found = attention_weights(q, k, lse=lse, **options)
+    exact = expected(q, k, options)
+    assert found.dtype == dtype
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    bound = (
+        torch.finfo(dtype).eps / 2 * exact.abs() + 64 * torch.finfo(compute).eps + torch.finfo(dtype).smallest_normal
+    )
+    assert ((found.double() - exact).abs() <= bound).all()
+    assert torch.equal(found == 0, exact == 0) or dtype == torch.float16
+
+
+@each_case
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize("given", [list, tuple, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32)])
+def test_chosen_heads_and_rows(case: Case, with_lse: bool, given: Any) -> None:
+    q, k, options = inputs(case, torch.float64)
+    lse = lse_of(q, k, options) if with_lse else None
+    exact = expected(q, k, options)
+    heads, rows = (given(chosen) for chosen in CHOSEN.values())
+    both = attention_weights(q, k, lse=lse, heads=heads, rows=rows, **options)
+    torch.testing.assert_close(both, exact[:, CHOSEN["heads"]][:, :, CHOSEN["rows"]], rtol=0, atol=1e-14)
+    of_rows = attention_weights(q, k, lse=lse, rows=rows, **options)
+    torch.testing.assert_close(of_rows, exact[:, :, CHOSEN["rows"]], rtol=0, atol=1e-14)
+    none = attention_weights(q, k, lse=lse, heads=heads, rows=[], **options)
+    assert none.shape == (2, 2, 0, 12 if k.shape[2] == 12 else 9)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)])
+def test_nothing_to_weigh(shape: tuple[int, ...]) -> None:
+    q = torch.randn(shape)
+    assert attention_weights(q, q).shape == (*shape[:3], shape[2])
+    assert attention_weights(q, torch.randn(shape)[:, :, :0]).shape == (*shape[:3], 0)
+
+
+@each_case
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_gradcheck(case: Case, with_lse: bool) -> None:
+    q, k, options = inputs(case, torch.float64)
+    names = [
+        name for name in ("bias", "alibi_slopes", "sinks") if name in options and options[name].is_floating_point()
+    ]
+    leaves = [t.double().detach().requires_grad_() for t in (q, k, *(options[name] for name in names))]
+
+    def chosen(q: Tensor, k: Tensor, *tensors: Tensor) -> Tensor:
+        known = options | dict(zip(names, tensors, strict=True))
+        lse = None
+        if with_lse:
+            v = torch.zeros_like(k)
+            lse = reference.attention(q, k, v, return_lse=True, **known)[1]
+        return attention_weights(q, k, lse=lse, **known, **CHOSEN)
+
+    assert gradcheck(chosen, leaves)
+
+
+def test_second_derivatives() -> None:
+    q, k, options = inputs(CASES[5], torch.float64)
+    assert torch.autograd.gradgradcheck(
+        partial(attention_weights, heads=[1], rows=[7], **options), (q.requires_grad_(), k.requires_grad_())
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_what_is_not_seen_does_not_leak(value: float, softcap: float) -> None:
+    q, k, _ = Case(1, 2, 1, 6, 6, 4, 4).inputs(torch.float64)
+    bias = torch.randn(2, 6, 6, dtype=torch.float64)
+    dirty_k, dirty_q, dirty_bias = k.clone(), q.clone(), bias.clone()
+    dirty_k[:, :, 4:] = value
+    dirty_q[:, :, 4:] = value
+    dirty_bias[:, :, 4:] = value
+    results = []
+    for x, y, z in ((q, k, bias), (dirty_q, dirty_k, dirty_bias)):
+        leaves = [t.clone().requires_grad_() for t in (x, y, z)]
+        found = attention_weights(leaves[0], leaves[1], bias=leaves[2], softcap=softcap, rows=[0, 1, 2, 3])
+        grads = torch.autograd.grad(found.sin().sum(), leaves)
+        results.append((found, grads[0][:, :, :4], grads[1], grads[2]))
+    for clean, dirty in zip(*results, strict=True):
+        assert torch.equal(clean.isnan(), dirty.isnan())
+        torch.testing.assert_close(dirty, clean, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_seen_arrives(value: float) -> None:
+    q, k, v = Case(1, 2, 1, 6, 6, 4, 4).inputs(torch.float64)
+    k[:, :, 2, 1] = value
+    found = attention_weights(q.requires_grad_(), k)
+    exact = reference.attention(q, k, v, return_weights=True)[1]
+    torch.testing.assert_close(found, exact, rtol=0, atol=1e-14, equal_nan=True)
+    dq = torch.autograd.grad(found.sin().sum(), q)[0]
+    assert not dq[:, :, :2].isnan().any()
+
+
+@each_case
+def test_weights_times_values_are_out(case: Case) -> None:
+    q, k, v = case.inputs(torch.float64)
+    options = case.options | case.tensors(torch.float64)
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    values = v.repeat_interleave(case.num_heads_q // case.num_heads_kv, 1)
+    for known in (None, lse):
+        torch.testing.assert_close(attention_weights(q, k, lse=known, **options) @ values, out, rtol=0, atol=1e-13)
+
+
+def test_memory_is_linear_in_what_is_asked() -> None:
+    """Two rows of one head over 16384 keys: 128 kB; all of the head's weights would be a gigabyte."""
+    q, k = torch.randn(2, 1, 8, 16384, 8)
+    bias = torch.zeros(16384, dtype=torch.bool).logical_not()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        found = attention_weights(q, k, heads=[3], rows=[5, -1], dropout_p=0.1, window=(100, -1), bias=bias)
+    assert found.count_nonzero() <= 6 + 101
+    held = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    assert 2**17 <= peak <= 2**23
+
+
+def test_autocast() -> None:
+    q, k, _ = CASES[0].inputs(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attention_weights(q, k, bias=torch.zeros(1))
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, attention_weights(q.bfloat16(), k.bfloat16()))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("case", [CASES[3], CASES[8]], ids=str)
+def test_compile(case: Case) -> None:
+    torch._dynamo.reset()
+    q, k, options = inputs(case, torch.float64)
+    call = partial(attention_weights, **CHOSEN, **options)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k), call(q, k), rtol=0, atol=1e-14)
+    leaf = q.requires_grad_()
+    grads = [torch.autograd.grad(f(leaf, k).sin().sum(), leaf)[0] for f in (compiled, call)]
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-14)
+
+
+def test_functional_transforms() -> None:
+    q, k, options = inputs(CASES[8], torch.float64)
+    options.pop("dropout_p")
+    call = partial(attention_weights, **CHOSEN, **options)
+    grad = torch.func.grad(lambda q: call(q, k).sin().sum())
+    leaf = q.clone().requires_grad_()
+    torch.testing.assert_close(grad(q), torch.autograd.grad(call(leaf, k).sin().sum(), leaf)[0])
+    many = torch.stack([q, q.sin()])
+    torch.testing.assert_close(torch.vmap(call, (0, None))(many, k)[1], call(many[1], k))
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"heads": [0, 4]}, ValueError, "each of heads must be between -4 and 3, got 4 at 1"),
+        ({"rows": torch.tensor([-10])}, ValueError, "each of rows must be between -9 and 8, got -10 at 0"),
+        ({"rows": 3}, TypeError, "rows must be Sequence or Tensor, got 3"),
+        ({"rows": [1.0]}, TypeError, "each of rows must be int, got 1.0"),
+        ({"heads": torch.ones(4, dtype=torch.bool)}, TypeError, "heads must be int32 or int64, got torch.bool"),
+        ({"lse": torch.zeros(2, 4, 8)}, ValueError, "lse must have shape (2, 4, 9), got (2, 4, 8)"),
+        ({"lse": 1.0}, TypeError, "lse must be Tensor, got 1.0"),
+        ({"window": (-3, 0)}, ValueError, "window must be (left, right), each at least -1, got [-3, 0]"),
+        ({"bias": torch.zeros(3, 12)}, ValueError, "bias must have 1 to 4 dimensions, each 1 or that of [2, 4, 9, 12]"),
+        (
+            {"key_ranges": torch.zeros(1, 8, 2, dtype=torch.int64)},
+            ValueError,
+            "key_ranges must have shape (2 or 1, 9, 2)",
+        ),
+        ({"sinks": torch.zeros(3)}, ValueError, "sinks must have shape (4), got [3]"),
+        ({"dropout_p": 1.0}, ValueError, "dropout_p must be at least 0 and below 1, got 1"),
+        ({"k": torch.zeros(2, 3, 12, 8)}, ValueError, "num_heads_q must be a multiple of num_heads_kv, got 4 and 3"),
+        ({"scale": 0.5}, TypeError, "attention_weights has no argument scale (use softmax_scale), got 0.5"),
+    ],
+)
+def test_errors(changes: dict[str, Any], kind: type[Exception], message: str) -> None:
+    q, k, _ = CASES[0].inputs(torch.float32)
+    with pytest.raises(kind, match=f"^pyattn: {re.escape(message)}"):
+        attention_weights(**{"q": q, "k": k} | changes)
+
+
+def test_ranges_out_of_bounds() -> None:
+    q, k, _ = CASES[0].inputs(torch.float32)
+    for begin, end in ((-1, 3), (4, 3), (0, 13)):
+        ranges = torch.tensor([0, 12]).expand(1, 9, 2).clone()
+        ranges[0, 4] = torch.tensor([begin, end])
+        message = (
+            rf"^pyattn: key_ranges must hold 0 <= begin <= end <= seqlen_k = 12, got \[{begin}, {end}\] for query 4"
+        )
+        with pytest.raises(ValueError, match=message):
+            attention_weights(q, k, key_ranges=ranges)
+
+
+def test_examples_run() -> None:
+    results = doctest.testmod(weights)
+    assert results.attempted
+    assert not results.failed
