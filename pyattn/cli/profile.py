@@ -13,6 +13,7 @@ operations a second of the pass, counted as the mask leaves them. --trace writes
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,16 +21,20 @@ from typing import Any
 
 import torch
 
-from pyattn import _C, _ops, attention
+from pyattn import _C, _ops, attention, masks
 from pyattn.cli import InputError
 from pyattn.cli.bench import shape_of
 from pyattn.cli.contention import Contention, busy, is_busy
 from pyattn.cli.device import DEVICES, check_device, cpu
 from pyattn.cli.rows import DTYPES
 from pyattn.cli.timing import once, peak_flops
+from pyattn.nn.positions import alibi_slopes
+from pyattn.options import UNBOUNDED
 
 SECONDS = 0.5
 """Time to fill with repeated calls; there are at least three."""
+
+BIASES = ("bool", "float")
 
 EXPLAINED = {
     "merge_out": "few queries: threads share the keys of a head; this pass merges their partial out",
@@ -60,9 +65,46 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--dropout", type=float, default=0.0, metavar="P", help="dropout probability; default: %(default)g"
     )
     parser.add_argument("--full", action="store_true", help="leave out the causal mask")
+    parser.add_argument(
+        "--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), default=UNBOUNDED, help="keys to see; default: all"
+    )
+    parser.add_argument("--documents", type=int, metavar="N", help="documents packed into T, of N tokens; default: one")
+    parser.add_argument(
+        "--bias", choices=BIASES, help="tensor (1, 1, T, T): a bool mask that hides one key of four, or numbers"
+    )
+    parser.add_argument("--softcap", type=float, default=0.0, metavar="C", help="bound on the scores; default: none")
+    parser.add_argument("--alibi", action="store_true", help="ALiBi with the slopes of its paper")
+    parser.add_argument("--sinks", action="store_true", help="a sink for each head")
     parser.add_argument("--forward", action="store_true", help="leave out the backward")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="Chrome trace to write; default: none")
     return parser.parse_args(argv)
+
+
+def features(shape: Sequence[int], options: argparse.Namespace, **tensor: Any) -> dict[str, Any]:
+    """The masks and scores asked for, as :func:`pyattn.attention` takes them; ``tensor``: how inputs are made."""
+    _, heads, length, _ = shape
+    found: dict[str, Any] = {"causal": not options.full, "window": tuple(options.window), "softcap": options.softcap}
+    if options.documents:
+        found["key_ranges"] = masks.chunked(length, options.documents).to(options.device)
+    if options.bias:
+        bias = torch.randn(1, 1, length, length, **tensor)
+        found["bias"] = bias if options.bias == "float" else bias.detach() > -0.67
+    if options.alibi:
+        found["alibi_slopes"] = alibi_slopes(heads, device=options.device).requires_grad_(tensor["requires_grad"])
+    if options.sinks:
+        found["sinks"] = torch.zeros(heads, **tensor)
+    return found
+
+
+def described(options: argparse.Namespace) -> str:
+    """Mask, score and dropout in words."""
+    words = ["no mask" if options.full else "causal"]
+    words += ["window {} {}".format(*options.window)] if tuple(options.window) != UNBOUNDED else []
+    words += [f"documents of {options.documents}"] if options.documents else []
+    words += [f"{options.bias} bias"] if options.bias else []
+    words += [f"softcap {options.softcap:g}"] if options.softcap else []
+    words += [name for name in ("alibi", "sinks") if getattr(options, name)]
+    return ", ".join([*words, f"dropout {options.dropout:g}"])
 
 
 def repeated(call: Callable[[], object], device: str) -> int:
@@ -176,23 +218,23 @@ def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
     tensor = {"dtype": DTYPES[options.dtype], "device": options.device, "requires_grad": not options.forward}
     q, k, v = (torch.randn(shape, **tensor) for _ in range(3))
     dout = torch.randn_like(q)
+    extras = features(shape, options, **tensor)
+    leaves = [t for t in (q, k, v, *extras.values()) if isinstance(t, torch.Tensor) and t.requires_grad]
 
     def call() -> None:
-        out = attention(q, k, v, causal=not options.full, dropout_p=options.dropout)
+        out = attention(q, k, v, dropout_p=options.dropout, **extras)
         if not options.forward:
-            torch.autograd.grad(out, (q, k, v), dout)
+            torch.autograd.grad(out, leaves, dout)
 
     calls = repeated(call, options.device)
     contention = Contention(options.threads)
     tasks, theirs = profiled(call, calls, options.device)
     waited = contention.share()
     events = theirs.events() or ()
-    useful = {"forward": _ops.forward_flops(q, k, v, None, not options.full)}
+    useful = {"forward": _ops.forward_flops(q, k, v, **extras)}
     if not options.forward:
-        useful["backward"] = _ops.backward_flops(dout, None, q, k, v, None, None, None, None, not options.full)
-    mask = "no mask" if options.full else "causal"
-    what = "x".join(map(str, shape))
-    print(f"{what} {options.dtype}, {mask}, dropout {options.dropout:g}, {calls} calls")
+        useful["backward"] = _ops.backward_flops(dout, None, q, k, v, None, None, None, **extras)
+    print(f"{'x'.join(map(str, shape))} {options.dtype}, {described(options)}, {calls} calls")
     if options.device == "cpu":
         peak = peak_flops(options.dtype, options.threads) / options.threads
         print(f"peak {peak / 1e9:.0f} GFLOP/s a thread")
@@ -219,6 +261,12 @@ def run(argv: Sequence[str]) -> int:
         raise InputError("--threads must be at least 1", options.threads)
     if not 0 <= options.dropout < 1:
         raise InputError("--dropout must be at least 0 and below 1", options.dropout)
+    if min(options.window) < -1:
+        raise InputError("--window must be two numbers, each at least -1", "{} {}".format(*options.window))
+    if options.documents is not None and options.documents < 1:
+        raise InputError("--documents must be at least 1", options.documents)
+    if not 0 <= options.softcap < math.inf:
+        raise InputError("--softcap must be finite and at least 0", options.softcap)
     if options.isa and options.device != "cpu":
         raise InputError(f"--isa must be left out with --device {options.device}", options.isa)
     if options.trace and len(options.shapes) > 1:
