@@ -1,4 +1,4 @@
-"""The commands: ``pyattn info``, ``train``, ``bench`` and ``profile``, also as ``python -m pyattn``.
+"""The commands: ``pyattn info``, ``train``, ``bench``, ``profile`` and ``show``, also as ``python -m pyattn``.
 
 Each command is a module here with ``run(argv) -> exit code``. It is imported only when it is called, so a command needs
 only the extras it uses itself, and ``import pyattn`` needs none.
@@ -16,6 +16,7 @@ COMMANDS = {
     "train": "train a small GPT on text, and measure its attention",
     "bench": "time and memory of attention and modules, beside PyTorch's",
     "profile": "where the time inside the kernels goes",
+    "show": "what a trained model's heads look at, as a picture",
 }
 EXTRAS = {"matplotlib", "numpy", "safetensors", "tqdm"}
 

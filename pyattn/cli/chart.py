@@ -1,10 +1,13 @@
-"""Charts: the loss curve of a training, the speed-ups of a benchmark."""
+"""Charts: the loss curve of a training, the speed-ups of a benchmark, the weights of heads."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from pyattn.cli.fit import Losses
 
@@ -69,3 +72,34 @@ def draw_speedups(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     for i, panel in enumerate(panels):
         _bars(figure.add_subplot(len(panels), 1, i + 1), *panel)
     figure.savefig(path)
+
+
+LABELS = 40
+"""At most so many labels on an axis: a sign of 7 points takes 0.1 inches of the panel's 4."""
+
+
+def draw_weights(
+    weights: Tensor, labels: Sequence[str], layers: Sequence[int], heads: Sequence[int], path: Path
+) -> None:
+    """Write ``weights`` (layers, heads, S, S) as a PNG: a row of panels for each layer, a panel for each head.
+
+    Colours follow the square root of a weight, so that one of 1/100, in a long text, still shows. Needs no display.
+    """
+    figure = Figure(figsize=(4 * len(heads) + 1, 4.2 * len(layers) + 0.6), dpi=120, layout="constrained")
+    panels = figure.subplots(len(layers), len(heads), squeeze=False)
+    shades = LinearSegmentedColormap.from_list("weights", ["white", "#9ecae1", "#3182bd", "#08306b"])
+    places = range(0, len(labels), -(-len(labels) // LABELS))
+    signs = [labels[i] for i in places]
+    for (row, column), axes in zip(((i, j) for i in layers for j in heads), panels.flat, strict=True):
+        values = weights[layers.index(row), heads.index(column)]
+        image = axes.imshow(values.float().numpy(), cmap=shades, norm=PowerNorm(0.5, 0, 1), interpolation="nearest")
+        axes.set_title(f"layer {row}, head {column}", fontsize=10)
+        axes.set_xticks(places, signs, fontsize=7, family="monospace")
+        axes.set_yticks(places, signs, fontsize=7, family="monospace")
+        axes.tick_params(length=0, pad=2)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("query")
+    for axes in panels[-1]:
+        axes.set_xlabel("key")
+    figure.colorbar(image, ax=panels, label="weight", shrink=0.8 / len(layers), aspect=20)
+    figure.savefig(path, format="png")

@@ -1,0 +1,100 @@
+"""``pyattn show``: what a trained model's heads look at, as a picture.
+
+Reads a checkpoint of ``pyattn train`` and draws, for a text and each head, the weight that each byte gives to the bytes
+before it: queries down, keys across, darker for more. A row's weights sum to 1; what a query does not see stays white.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from pyattn import attention, attention_weights
+from pyattn.cli import InputError, chart, checkpoint
+from pyattn.cli.gpt import GPT
+from pyattn.cli.train import MODEL
+
+PICTURE = "weights.png"
+TEXT = "def mean(numbers):\n    return sum("
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="pyattn show", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, help=f"folder that pyattn train wrote, or its {MODEL}")
+    parser.add_argument("--text", help="what the model reads; default: the beginning of a function")
+    parser.add_argument("--layer", type=int, nargs="+", metavar="N", help="layers to show, from 0; default: all")
+    parser.add_argument("--head", type=int, nargs="+", metavar="N", help="heads to show, from 0; default: all")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help=f"PNG to write, in place of an earlier one; default: {PICTURE} in run"
+    )
+    return parser.parse_args(argv)
+
+
+def load(path: Path) -> GPT:
+    """The model of a checkpoint, or InputError."""
+    try:
+        return checkpoint.load(path)
+    except FileNotFoundError as error:
+        raise InputError("run must be a folder that pyattn train wrote, or its checkpoint", path) from error
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        got = f"{path} ({str(error).splitlines()[0]})"
+        raise InputError("run must hold a checkpoint that pyattn train wrote", got) from error
+
+
+def chosen(name: str, numbers: Sequence[int] | None, size: int) -> list[int]:
+    """The numbers of the layers or heads to show."""
+    for number in numbers or ():
+        if not 0 <= number < size:
+            raise InputError(f"--{name} must lie between 0 and {size - 1}", number)
+    return list(range(size)) if numbers is None else list(numbers)
+
+
+@torch.no_grad()
+def weights_of(model: GPT, ids: Tensor, layers: Sequence[int], heads: Sequence[int]) -> Tensor:
+    """(layers, heads, S, S): the weights of the chosen layers and heads for ``ids`` (S,)."""
+    found = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
+        found.append(attention_weights(q, k, heads=heads)[0])
+        return attention(q, k, v, dropout_p=dropout_p)
+
+    model.attend = attend
+    model(ids[None])
+    return torch.stack([found[layer] for layer in layers])
+
+
+def labels_of(text: bytes) -> list[str]:
+    """A sign for each byte: the character, if it is one by itself; white space and other bytes by a stand-in."""
+    stand_ins = {
+        " ": "\N{OPEN BOX}",
+        "\n": "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}",
+        "\t": "\N{RIGHTWARDS ARROW TO BAR}",
+    }
+    signs = [chr(byte) if byte < 128 else f"{byte:02x}" for byte in text]
+    return [stand_ins.get(sign, sign if sign.isprintable() else f"{ord(sign):02x}") for sign in signs]
+
+
+def run(argv: Sequence[str]) -> int:
+    """Read, compute, draw."""
+    options = parse(argv)
+    path = options.run / MODEL if options.run.is_dir() else options.run
+    out = options.out or path.parent / PICTURE
+    model = load(path)
+    text = TEXT.encode()[: model.config.context] if options.text is None else options.text.encode()
+    if not 0 < len(text) <= model.config.context:
+        raise InputError(f"--text must have 1 to {model.config.context} bytes, the model's context", len(text))
+    layers = chosen("layer", options.layer, model.config.layers)
+    heads = chosen("head", options.head, model.config.heads)
+    weights = weights_of(model, torch.tensor(list(text)), layers, heads)
+    try:
+        chart.draw_weights(weights, labels_of(text), layers, heads, out)
+    except OSError as error:
+        raise InputError("--out must be a file that can be written to", f"{out} ({error.strerror})") from error
+    print(f"{len(layers)} layers, {len(heads)} heads, {len(text)} bytes: {out}")
+    return 0
