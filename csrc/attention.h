@@ -140,6 +140,8 @@ struct Pass {
 inline constexpr int64_t kScratchAlign = 64;
 
 struct Kernels {
+  Pass<ForwardParams> bias_rows;    // before both, with a bias: makes params.mask.bias_rows
+  Pass<ForwardParams> mask_blocks;  // then, with a bias or key ranges: makes params.mask.blocks
   Pass<ForwardParams> forward;
   Pass<ForwardParams> merge_out;  // after forward; no items where forward writes out itself
   Pass<BackwardParams> backward;

@@ -32,8 +32,24 @@ constexpr int64_t offset_of_row(const BiasView& bias, const Head& head, int64_t 
   return head.b * bias.stride_b + head.query_head(r) * bias.stride_h + head.query(r) * bias.stride_q;
 }
 
-// The rows of the bias's own shape, which has 1 where it broadcasts: how many there are, and which
-// of them holds for row r.
+// f(shown) for the row whose element of key 0 is given, shown(j) telling whether key j may take part.
+// Contiguous keys are a case of their own, because compilers make vectors of them.
+template <class E, class F>
+constexpr void with_keys(const BiasView& view, const E* row, F f) {
+  if (view.stride_k == 1)
+    f([=](int64_t j) { return allows(row[j]); });
+  else
+    f([=, stride = view.stride_k](int64_t j) { return allows(row[j * stride]); });
+}
+
+// The same for row r of a head.
+template <class S, class F>
+constexpr void with_keys_of_row(const BiasView& view, const Head& head, int64_t r, F f) {
+  with_elements<S>(view, [&](const auto* bias) { with_keys(view, bias + offset_of_row(view, head, r), f); });
+}
+
+// The rows of the bias's own shape, which has 1 where it broadcasts: how many there are, which of them
+// holds for row r, and where each lies.
 struct BiasRows {
   int64_t batch, heads, queries;
 
@@ -46,6 +62,10 @@ struct BiasRows {
   constexpr int64_t index(const Head& head, int64_t r) const {
     const int64_t b = batch > 1 ? head.b : 0, h = heads > 1 ? head.query_head(r) : 0;
     return (b * heads + h) * queries + (queries > 1 ? head.query(r) : 0);
+  }
+  constexpr int64_t offset(const BiasView& bias, int64_t row) const {
+    const int64_t head = row / queries;
+    return head / heads * bias.stride_b + head % heads * bias.stride_h + row % queries * bias.stride_q;
   }
 };
 

@@ -98,10 +98,9 @@ struct Mask {
 
   template <class S>
   constexpr bool sees(int64_t r, int64_t key) const {
-    if (!keys_of(r).contains(key)) return false;
-    return !has_holes(r) || with_elements<S>(p.score.bias, [&](const auto* bias) {
-      return allows(bias[offset_of_row(p.score.bias, head, r) + key * p.score.bias.stride_k]);
-    });
+    bool seen = keys_of(r).contains(key);
+    if (seen && has_holes(r)) with_keys_of_row<S>(p.score.bias, head, r, [&](auto shown) { seen = shown(key); });
+    return seen;
   }
 
   // The keys from the first to the last one that some row of [r0, r0 + rows) sees.
@@ -165,12 +164,12 @@ struct Mask {
     BlockKeys block{head.seqlen_k, 0, head.seqlen_k, 0, false};
     for (int64_t r = r0; r < r0 + rows; ++r) {
       const Range keys = exact_keys_of<S>(r);
+      block.holes = block.holes || (has_holes(r) && !keys_of(r).empty());
       block.last_begin = max(block.last_begin, keys.empty() ? head.seqlen_k : keys.begin);
       block.first_end = min(block.first_end, keys.empty() ? 0 : keys.end);
       if (keys.empty()) continue;
       block.first_begin = min(block.first_begin, keys.begin);
       block.last_end = max(block.last_end, keys.end);
-      block.holes = block.holes || has_holes(r);
     }
     return block;
   }

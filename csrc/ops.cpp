@@ -90,6 +90,25 @@ void run(const Pass<Params>& pass, const Plan& plan, const Params& p) {
   run_tasks(work < kWorthThreads ? 1 : std::min(plan.items, max_tasks()), task);
 }
 
+// Runs a pass whose result is an array of its own, to which params point from then on.
+template <class Entry>
+c10::DataPtr make_array(const Pass<ForwardParams>& pass, ForwardParams& p, Entry*& array) {
+  const Plan plan = pass.plan(p);
+  c10::DataPtr memory = allocate(plan.workspace_bytes);
+  array = static_cast<Entry*>(memory.get());
+  run(pass, plan, p);
+  return memory;
+}
+
+// What the mask leaves of each row and block of rows, where formulas do not say it.
+std::array<c10::DataPtr, 2> summarize_mask(const Kernels& table, ForwardParams& p) {
+  std::array<c10::DataPtr, 2> memory;
+  const bool bias = p.score.bias.type != BiasType::kNone;
+  if (bias) memory[0] = make_array(table.bias_rows, p, p.mask.bias_rows);
+  if (bias || p.mask.key_ranges) memory[1] = make_array(table.mask_blocks, p, p.mask.blocks);
+  return memory;
+}
+
 // Runs a pass, then the pass that combines its partial results.
 template <class Params>
 void run(const Pass<Params>& pass, const Pass<Params>& combine, Params& p) {
@@ -127,6 +146,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_forward(
     cuda::forward(q, p);
   } else {
     const Kernels& table = kernels(dtype_of(q.scalar_type()));
+    const auto summary = summarize_mask(table, p);
     run(table.forward, table.merge_out, p);
   }
   return {out, lse, row_max, row_sum};
@@ -184,6 +204,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     cuda::backward(q, p, deterministic);
   } else {
     const Kernels& table = kernels(dtype_of(type));
+    const auto summary = summarize_mask(table, p);
     run(table.backward, table.reduce_dq, p);
   }
   return results();

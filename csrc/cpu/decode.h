@@ -95,15 +95,25 @@ T softmax_row(T* s, Range seen, Score score, T& row_max, T* row_sum) {
 
 // O += P V for the keys of a block that each row sees. Keys that every row sees are
 // one product, the others follow row by row, so that no value enters a product with a
-// row that does not see it: it may be NaN.
+// row that does not see it: it may be NaN. Where it may meet a hole, holes are left out.
 template <class S>
 void add_values(const ForwardParams& p, const Mask& mask, const Tile& tile, Matrix<Compute<S>> P,
                 Matrix<Compute<S>> O) {
   using T = Compute<S>;
   const Matrix<const S> V = key_rows<S>(mask.head, p.v, tile.n0);
+  const bool select = mask.any_holes(0, tile.rows) &&
+                      !all_finite<S>(tile.keys, p.head_dim_v, [&](int64_t j) { return V.from(j).data; });
   const auto add = [&](int64_t r, int64_t rows, Range keys) {
-    gemm<T, T, S, kWideNV>(rows, 0, p.head_dim_v, keys.count(), P.strided().from(r, keys.begin), V.from(keys.begin),
-                           O.from(r), Update<T>::add());
+    const Strided<T> weights = P.strided().from(r, keys.begin);
+    if (select)
+      gemm_seen<T, T, S>(rows, 0, p.head_dim_v, keys.count(), weights, V.from(keys.begin), O.from(r), Update<T>::add(),
+                         [&](int64_t i, int64_t, int64_t k) {
+                           const bool sees = mask.sees<S>(r + i, tile.n0 + keys.begin + k);
+                           return set1(static_cast<T>(sees)) != vec<T>{};
+                         });
+    else
+      gemm<T, T, S, kWideNV>(rows, 0, p.head_dim_v, keys.count(), weights, V.from(keys.begin), O.from(r),
+                             Update<T>::add());
   };
   const Range common = mask.keys_of_all(0, tile.rows).within(tile.n0, tile.keys);
   add(0, tile.rows, common);
@@ -141,6 +151,11 @@ void decode_keys(const ForwardParams& p, const Head& head, int64_t k_begin, int6
     watch.lap(Phase::kScores, 2 * rows * tile.keys * p.head_dim);
     for (int64_t r = 0; r < rows; ++r) {
       const Range seen = mask.keys_of(r).within(tile.n0, tile.keys);
+      if (mask.has_holes(r))
+        with_keys_of_row<S>(p.score.bias, head, r, [&](auto shown) {
+          T* scores = s.P.from(r).data;
+          for (int64_t k = seen.begin; k < seen.end; ++k) scores[k] = shown(tile.n0 + k) ? scores[k] : kNegInf<T>;
+        });
       const T decay = softmax_row(s.P.from(r).data, seen, score, part.row_max[r], s.row_sum + r * L);
       T* o = part.O.from(r).data;
       for (int64_t d = 0; d < p.head_dim_v; d += L) store(o + d, load(o + d) * decay);

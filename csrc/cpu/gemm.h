@@ -101,9 +101,9 @@ void score_gemm(int64_t rows, int64_t j0, int64_t cols, int64_t inner, Strided<E
 // gemm for tiles in which values that are not seen may be NaN or inf, which gemm would multiply by
 // 0: the same sums in the same order, without the terms where seen(i, j, k), a vector of columns
 // from j on, is false. k counts both elements of a pair.
-template <class T, class E, class Seen>
+template <class T, class E, class S = E, class Seen>
 void gemm_seen(int64_t rows, int64_t j0, int64_t cols, int64_t inner, Strided<E> A,
-               std::type_identity_t<Matrix<const E>> B, Matrix<T> C, Update<T> update, Seen seen) {
+               std::type_identity_t<Matrix<const S>> B, Matrix<T> C, Update<T> update, Seen seen) {
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t j = j0; j < cols; j += kLanes<T>) {
       vec<T> sum = {};

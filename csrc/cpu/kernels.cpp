@@ -5,6 +5,7 @@
 #include "backward.h"
 #include "decode.h"
 #include "forward.h"
+#include "mask_rows.h"
 #include "merge.h"
 #include "peak.h"
 #include "score.h"
@@ -15,7 +16,9 @@ namespace {
 
 template <class S>
 constexpr Kernels kernels_for() {
-  return {{"forward", plan_forward<S>, forward<S, Plain>},
+  return {{"bias_rows", plan_bias_rows<S>, bias_rows<S>},
+          {"mask_blocks", plan_mask_blocks<S>, mask_blocks<S>},
+          {"forward", plan_forward<S>, forward<S, Plain>},
           {"merge_out", plan_merge_out<S>, merge_out<S, Plain>},
           {"backward", plan_backward<S>, backward<S, Plain>},
           {"reduce_dq", plan_reduce_dq<S>, reduce_dq<S, Plain>},

@@ -122,14 +122,8 @@ struct Strips {
 // Takes from bit j what the bias of row r hides of the keys of a tile.
 template <class S>
 void hide_holes(const Mask& mask, int64_t r, int64_t n0, Range keys, int64_t j, uint64_t* bits) {
-  const BiasView& view = mask.p.score.bias;
-  with_elements<S>(view, [&](const auto* bias) {
-    bias += offset_of_row(view, mask.head, r) + n0 * view.stride_k;
-    const auto hide = [=](int64_t stride) {
-      for (int64_t k = keys.begin; k < keys.end; ++k)
-        bits[k] &= ~(static_cast<uint64_t>(!allows(bias[k * stride])) << j);
-    };
-    view.stride_k == 1 ? hide(1) : hide(view.stride_k);
+  with_keys_of_row<S>(mask.p.score.bias, mask.head, r, [&](auto shown) {
+    for (int64_t k = keys.begin; k < keys.end; ++k) bits[k] &= ~(uint64_t{!shown(n0 + k)} << j);
   });
 }
 

@@ -1,0 +1,79 @@
+// What the mask leaves of rows and of blocks of rows, where no formula says it: two passes before
+// forward, and again before backward, so that nothing is saved for it. ops.cpp keeps their results.
+#pragma once
+
+#include <cstdint>
+
+#include "attention.h"
+#include "bias.h"
+#include "heads.h"
+#include "mask.h"
+#include "simd.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+// Rows, and blocks of rows, of a work item: a row takes about as long as the start of an item.
+inline constexpr int64_t kScannedRows = 16, kSummaries = 64;
+
+// shown(j) for the keys [0, seqlen_k), counted 64 at a time, which is a loop for vectors.
+template <class Shown>
+RowKeys scan_row(int64_t seqlen_k, Shown shown) {
+  constexpr int64_t kRun = 64;
+  int64_t first = seqlen_k, last = 0, count = 0;  // last: the run that holds the last one
+  for (int64_t j0 = 0; j0 < seqlen_k; j0 += kRun) {
+    uint8_t some = 0;
+    if (seqlen_k - j0 >= kRun)
+      for (int64_t j = j0; j < j0 + kRun; ++j) some += shown(j);
+    else
+      for (int64_t j = j0; j < seqlen_k; ++j) some += shown(j);
+    if (some == 0) continue;
+    if (count == 0)
+      for (first = j0; !shown(first);) ++first;
+    last = j0, count += some;
+  }
+  if (count == 0) return {0, 0, false};
+  int64_t end = min(last + kRun, seqlen_k);
+  while (!shown(end - 1)) --end;
+  return {first, end, count < end - first};
+}
+
+template <class S>
+Plan plan_bias_rows(const ForwardParams& p) {
+  const int64_t rows = BiasRows(p).count();
+  return {ceil_div(rows, kScannedRows), 0, rows * static_cast<int64_t>(sizeof(RowKeys))};
+}
+
+// Writes params.mask.bias_rows: the first and the last key that each row of the bias's own shape
+// shows. Work items: kScannedRows of them.
+template <class S>
+void bias_rows(const ForwardParams& p, int64_t begin, int64_t end, void*) {
+  const BiasRows own(p);
+  for (int64_t row = begin * kScannedRows; row < min(end * kScannedRows, own.count()); ++row)
+    with_elements<S>(p.score.bias, [&](const auto* bias) {
+      with_keys(p.score.bias, bias + own.offset(p.score.bias, row),
+                [&](auto shown) { p.mask.bias_rows[row] = scan_row(p.seqlen_k, shown); });
+    });
+}
+
+template <class S>
+Plan plan_mask_blocks(const ForwardParams& p) {
+  const int64_t heads = p.batch * p.num_heads_kv, blocks = ceil_div(p.seqlen_q * group_size(p), kBlockRows);
+  return {heads * ceil_div(blocks, kSummaries), 0, heads * blocks * static_cast<int64_t>(sizeof(BlockKeys))};
+}
+
+// Writes params.mask.blocks. Work items: (batch, KV head, kSummaries blocks of rows).
+template <class S>
+void mask_blocks(const ForwardParams& p, int64_t begin, int64_t end, void*) {
+  const int64_t blocks = ceil_div(p.seqlen_q * group_size(p), kBlockRows), items = ceil_div(blocks, kSummaries);
+  for (int64_t item = begin; item < end; ++item) {
+    const Mask mask(p, Head(p, item / items));
+    const int64_t first = item % items * kSummaries;
+    for (int64_t i = first; i < min(first + kSummaries, blocks); ++i)
+      p.mask.blocks[item / items * blocks + i] =
+          mask.summary_of<S>(i * kBlockRows, min(kBlockRows, mask.head.count - i * kBlockRows));
+  }
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA
