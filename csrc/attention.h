@@ -76,6 +76,13 @@ struct ScoreParams {
   const void* sinks;         // (num_heads_q), likewise: the score of one more key, without a value, or null
 };
 
+// Whether a score is no more than its scaled product. A bool bias is a matter of the mask, and a
+// sink one of finished rows.
+constexpr bool is_plain(const ScoreParams& score) {
+  const BiasType bias = score.bias.type;
+  return !score.softcap && !score.alibi_slopes && bias != BiasType::kLikeQ && bias != BiasType::kFloat32;
+}
+
 // Each weight is dropped with probability threshold / 65536; cpu/dropout.h says which.
 struct DropoutParams {
   uint32_t threshold;   // below 65536; 0 drops none
@@ -145,12 +152,13 @@ struct Kernels {
   Pass<ForwardParams> forward;
   Pass<ForwardParams> merge_out;  // after forward; no items where forward writes out itself
   Pass<BackwardParams> backward;
-  Pass<BackwardParams> reduce_dq;  // after backward; no items where backward writes dq itself
-  double (*peak)(int64_t rounds);  // multiplies and adds in registers; returns the number of operations
+  Pass<BackwardParams> reduce_dq;       // after backward; no items where backward writes dq itself
+  Pass<BackwardParams> head_gradients;  // after backward; of sinks and slopes
+  double (*peak)(int64_t rounds);       // multiplies and adds in registers; returns the number of operations
 };
 
-// The kernels of the active instruction set.
-const Kernels& kernels(DType dtype);
+// The kernels of the active instruction set for such scores.
+const Kernels& kernels(DType dtype, const ScoreParams& score);
 
 // GPU kernels, on a stream of the current device; addresses in params are the device's. Launches
 // are asynchronous; a launch error comes back as a message, success as null. Backward that need not

@@ -109,14 +109,14 @@ std::array<c10::DataPtr, 2> summarize_mask(const Kernels& table, ForwardParams& 
   return memory;
 }
 
-// Runs a pass, then the pass that combines its partial results.
-template <class Params>
-void run(const Pass<Params>& pass, const Pass<Params>& combine, Params& p) {
+// Runs a pass, then those that make more of what it leaves in the workspace.
+template <class Params, class... Next>
+void run(const Pass<Params>& pass, Params& p, const Next&... next) {
   const Plan plan = pass.plan(p);
   const c10::DataPtr workspace = allocate(plan.workspace_bytes);
   p.workspace = workspace.get();
   run(pass, plan, p);
-  run(combine, combine.plan(p), p);
+  (run(next, next.plan(p), p), ...);
 }
 
 // ---- Operators ----
@@ -145,9 +145,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_forward(
   if (q.is_cuda()) {
     cuda::forward(q, p);
   } else {
-    const Kernels& table = kernels(dtype_of(q.scalar_type()));
+    const Kernels& table = kernels(dtype_of(q.scalar_type()), p.score);
     const auto summary = summarize_mask(table, p);
-    run(table.forward, table.merge_out, p);
+    run(table.forward, p, table.merge_out);
   }
   return {out, lse, row_max, row_sum};
 }
@@ -203,9 +203,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   if (q.is_cuda()) {
     cuda::backward(q, p, deterministic);
   } else {
-    const Kernels& table = kernels(dtype_of(type));
+    const Kernels& table = kernels(dtype_of(type), p.score);
     const auto summary = summarize_mask(table, p);
-    run(table.backward, table.reduce_dq, p);
+    run(table.backward, p, table.reduce_dq, table.head_gradients);
   }
   return results();
 }

@@ -12,6 +12,7 @@
 
 #include "attention.h"
 #include "backward_scratch.h"
+#include "bias_tile.h"
 #include "dots.h"
 #include "dropout.h"
 #include "gemm.h"
@@ -34,7 +35,8 @@ namespace {
 template <class S>
 Plan plan_backward(const BackwardParams& p) {
   const DqShares<Compute<S>> shares(p);
-  return {shares.count, BackwardScratch<S>(p, longest_split(p), nullptr).bytes, key_splits(p) > 1 ? shares.bytes() : 0};
+  const int64_t slopes = p.dslopes ? shares.count * group_size(p) * static_cast<int64_t>(sizeof(double)) : 0;
+  return {shares.count, BackwardScratch<S>(p, longest_split(p), nullptr).bytes, shares.bytes() + slopes};
 }
 
 // One work item: one split of the keys of a KV head, [k_begin, k_end), against all its query rows.
@@ -56,6 +58,7 @@ class BackwardItem {
     if (few_rows<S>(p)) pack_few_queries<S>(p, head, score.power, s.few_Q);
     fill_zero(s.dK.data, (k_end - k_begin) * s.dK.row);
     fill_zero(s.dV.data, (k_end - k_begin) * s.dV.row);
+    if (p.dslopes) fill_zero(dslopes, head.group);
     for (int64_t r0 = 0; r0 < head.count; r0 += kSuperBlock) super_block(r0, min(kSuperBlock, head.count - r0));
     unpack_rows<S>(Matrix<const T>(s.dK), k_end - k_begin, p.head_dim, score.dscale,
                    [&](int64_t j) { return head.key<S>(p.dk, k_begin + j); });
@@ -72,6 +75,7 @@ class BackwardItem {
   const int64_t k_begin, k_end;
   const BackwardScratch<S> s;
   const DqShares<T> shares{p};
+  double* const dslopes = slope_shares<T>(p, item);
   const Score score{p};
   LaneMask<T> seen;
   Stopwatch watch{p.counts};
@@ -95,6 +99,7 @@ class BackwardItem {
   void super_block(int64_t r0, int64_t rows) {
     const Range keys = mask.keys_of_any(r0, rows).within(k_begin, k_end - k_begin);
     const bool whole = splits == 1;  // whether the item's sum is the whole of dQ
+    if (p.dbias.data && one_score_each(p)) clear_bias_gradient<S>(p, head, r0, rows, k_begin, k_end - k_begin);
     if (!whole && !(shares.has(item, r0) = !keys.empty())) return;
     const Matrix<T> dQ = whole ? s.dQ : shares.from(item, r0);
     int64_t written = 0;  // rows of dQ that hold something: a later block of keys adds to them
@@ -155,7 +160,7 @@ class BackwardItem {
       else
         score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim), block.left_K.from(begin, 0), s.queries.Qt(queries.i),
                       s.P.from(begin));
-      score.to_scores(s.P, tile, strip);
+      score.to_scores(p, s.P, head, tile, strip, s.derivative);
       watch.lap(Phase::kScores, 2 * strip.pairs() * p.head_dim);
       score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim_v), block.left_V.from(begin, 0), s.queries.dOt(queries.i),
                     s.dP.from(begin));
@@ -173,7 +178,7 @@ class BackwardItem {
         softmax_gradient<true>(s.P, s.dP, strip, seen, score, row_terms);
       else
         softmax_gradient<false>(s.P, s.dP, strip, seen, score, row_terms);
-      score.to_products(s.dP, tile, strip);
+      score.to_products(p, s.dP, head, tile, strip, s.derivative, dslopes);
       watch.lap(Phase::kSoftmax);
       if (p.dropout.threshold) {
         multiply_strip(s.P, s.kept, strip);
@@ -239,7 +244,7 @@ template <class S, template <class> class Score>
 void backward(const BackwardParams& p, int64_t begin, int64_t end, void* scratch) {
   const int64_t splits = key_splits(p);
   for (int64_t item = begin; item < end; ++item)
-    BackwardItem<S, Score<Compute<S>>>(p, Head(p, item / splits), item, scratch).run();
+    BackwardItem<S, Score<S>>(p, Head(p, item / splits), item, scratch).run();
 }
 
 }  // namespace

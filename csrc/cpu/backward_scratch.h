@@ -32,6 +32,7 @@ struct BackwardScratch {
   Matrix<E> summed_dS;        // [terms(keys)][queries]
   Matrix<T> P, dP;            // [keys][queries]
   Matrix<T> kept;             // [keys][queries], dropout's factors
+  Matrix<T> derivative;       // [keys][queries], of the softcap
   Matrix<T> dQ;               // [rows of a super-block][cols_k], where the item's sum is the whole of it
   Matrix<T> dK, dV;           // [keys of the item][cols_k], [keys of the item][cols_v]
   int64_t bytes;
@@ -52,6 +53,7 @@ struct BackwardScratch {
     P = carver.take<T>(kBackwardBlockK, kBlockQ<T>);
     dP = carver.take_spread<T>(kBackwardBlockK, kBlockQ<T>);
     kept = carver.take<T>(p.dropout.threshold ? kBackwardBlockK : 0, kBlockQ<T>);
+    derivative = carver.take<T>(p.score.softcap ? kBackwardBlockK : 0, kBlockQ<T>);
     dQ = carver.take<T>(key_splits(p) > 1 ? 0 : PackedQueries<S>::super_block_rows(p), cols_k);
     dK = carver.take<T>(keys, cols_k);
     dV = carver.take<T>(keys, cols_v);

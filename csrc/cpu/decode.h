@@ -133,7 +133,7 @@ void decode_keys(const ForwardParams& p, const Head& head, int64_t k_begin, int6
   constexpr int L = kLanes<T>;
   const int64_t rows = head.count;
   const Mask mask(p, head);
-  const Score<T> score(p);
+  const Score<S> score(p);
   Stopwatch watch(p.counts);
   pack_few_queries<S>(p, head, score.power, s.Q);
   for (int64_t r = 0; r < rows; ++r) part.row_max[r] = kNegInf<T>;
@@ -147,7 +147,7 @@ void decode_keys(const ForwardParams& p, const Head& head, int64_t k_begin, int6
     const Matrix<const S> K = key_rows<S>(head, p.k, tile.n0);
     for (int64_t j = 0; j < tile.keys; j += L)
       dots<S>(rows, tile.keys - j, p.head_dim, s.Q, K.from(j), {s.P.data + j, s.P.row});
-    score.to_scores_by_rows(s.P, tile);
+    score.to_scores_by_rows(p, s.P, head, tile);
     watch.lap(Phase::kScores, 2 * rows * tile.keys * p.head_dim);
     for (int64_t r = 0; r < rows; ++r) {
       const Range seen = mask.keys_of(r).within(tile.n0, tile.keys);

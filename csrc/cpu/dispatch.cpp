@@ -14,19 +14,19 @@
 
 namespace pyattn {
 namespace avx512_bf16 {
-extern const Kernels kernels[kNumDTypes];
+extern const Kernels kernels[kNumDTypes], general_kernels[kNumDTypes];
 }
 namespace avx512 {
-extern const Kernels kernels[kNumDTypes];
+extern const Kernels kernels[kNumDTypes], general_kernels[kNumDTypes];
 }
 namespace avx2 {
-extern const Kernels kernels[kNumDTypes];
+extern const Kernels kernels[kNumDTypes], general_kernels[kNumDTypes];
 }
 namespace neon {
-extern const Kernels kernels[kNumDTypes];
+extern const Kernels kernels[kNumDTypes], general_kernels[kNumDTypes];
 }
 namespace scalar {
-extern const Kernels kernels[kNumDTypes];
+extern const Kernels kernels[kNumDTypes], general_kernels[kNumDTypes];
 }
 
 namespace {
@@ -34,7 +34,7 @@ namespace {
 struct Isa {
   const char* name;
   bool (*available)();
-  const Kernels* kernels;
+  const Kernels *plain, *general;
 };
 
 #ifdef __x86_64__
@@ -59,13 +59,14 @@ bool has_v4() {
 
 const Isa kIsas[] = {
 #ifdef __x86_64__
-    {"avx512_bf16", [] { return has_v4() && __builtin_cpu_supports("avx512bf16"); }, avx512_bf16::kernels},
-    {"avx512", has_v4, avx512::kernels},
-    {"avx2", has_v3, avx2::kernels},
+    {"avx512_bf16", [] { return has_v4() && __builtin_cpu_supports("avx512bf16"); }, avx512_bf16::kernels,
+     avx512_bf16::general_kernels},
+    {"avx512", has_v4, avx512::kernels, avx512::general_kernels},
+    {"avx2", has_v3, avx2::kernels, avx2::general_kernels},
 #elif defined(__aarch64__)
-    {"neon", [] { return true; }, neon::kernels},
+    {"neon", [] { return true; }, neon::kernels, neon::general_kernels},
 #endif
-    {"scalar", [] { return true; }, scalar::kernels},
+    {"scalar", [] { return true; }, scalar::kernels, scalar::general_kernels},
 };
 
 std::string join(const std::vector<std::string>& names) {
@@ -106,6 +107,10 @@ std::vector<std::string> available_isas() {
 
 std::string active_isa() { return active().load()->name; }
 void set_isa(const std::string& name) { active() = &find(name); }
-const Kernels& kernels(DType dtype) { return active().load()->kernels[static_cast<int>(dtype)]; }
+
+const Kernels& kernels(DType dtype, const ScoreParams& score) {
+  const Isa& isa = *active().load();
+  return (is_plain(score) ? isa.plain : isa.general)[static_cast<int>(dtype)];
+}
 
 }  // namespace pyattn

@@ -73,15 +73,5 @@ void draw_dropout(const ForwardParams& p, const Head& head, const Tile& tile, St
   }
 }
 
-// X *= Y, of tiles [keys][lanes].
-template <class T>
-void multiply_strip(Matrix<T> X, Matrix<T> Y, Strip strip) {
-  for (int64_t k = strip.begin; k < strip.end; ++k)
-    for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
-      T* x = X.from(k).data + j;
-      store(x, load(x) * load(Y.from(k).data + j));
-    }
-}
-
 }  // namespace
 }  // namespace pyattn::PYATTN_ISA

@@ -66,7 +66,7 @@ void forward_block(const ForwardParams& p, const Head& head, int64_t r0, const F
   const Mask mask(p, head);
   const Range visible = mask.keys_of_any(r0, rows);
   const Matrix<T> P = scratch.P, Ot = scratch.Ot;
-  const Score<T> score(p);
+  const Score<S> score(p);
   SoftmaxState<T> state;
   LaneMask<T> seen;
   Stopwatch watch(p.counts);
@@ -89,7 +89,7 @@ void forward_block(const ForwardParams& p, const Head& head, int64_t r0, const F
     strips.each([&](Strip strip) {
       const auto [j0, j1, begin, end] = strip;
       score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim), K.from(begin, 0), scratch.Qt, P.from(begin));
-      score.to_scores(P, tile, strip);
+      score.to_scores(p, P, head, tile, strip, {});
       watch.lap(Phase::kScores, 2 * strip.pairs() * p.head_dim);
       if (strips.masked)
         softmax_strip<true>(P, strip, seen, score, state);

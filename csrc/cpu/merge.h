@@ -26,7 +26,7 @@ template <class S, template <class> class Score>
 void merge_out(const ForwardParams& p, int64_t begin, int64_t end, void*) {
   using T = Compute<S>;
   const int64_t splits = decode_splits(p);
-  const Score<T> score(p);
+  const Score<S> score(p);
   Stopwatch watch(p.counts);
   for (int64_t item = begin; item < end; ++item) {
     const Head head(p, item);

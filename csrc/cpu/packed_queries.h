@@ -56,6 +56,7 @@ class PackedQueries {
     row_max_ = carver.take<T>(rows);
     inverse_sum_ = carver.take<T>(rows);
     one_block_ = carver.take<T>(rows);
+    sink_ = carver.take<T>(rows);
     delta_ = carver.take<T>(rows);
     dlse_ = carver.take<T>(rows);
   }
@@ -87,6 +88,7 @@ class PackedQueries {
       row_max_[i + r] = sees_any ? row_max[at] : T(0);
       inverse_sum_[i + r] = sees_any ? 1 / row_sum[at] : T(0);
       one_block_[i + r] = one_block ? T(1) : T(0);
+      sink_[i + r] = one_block ? sink_weight<T>(p_, mask.head, row + r, score) : T(0);
       delta_[i + r] = sees_any && !one_block ? dot_row(from(p_.dout)(r), from(p_.out)(r), p_.head_dim_v) : T(0);
       dlse_[i + r] = dlse && r < rows ? dlse[at] : T(0);
     }
@@ -101,7 +103,7 @@ class PackedQueries {
   Matrix<const E> dO(const Head& head, int64_t r0) const { return rows(head, p_.dout, r0, p_.head_dim_v, dO_); }
 
   RowTerms<T> terms_of(int64_t i) const {
-    return {row_max_ + i, inverse_sum_ + i, one_block_ + i, delta_ + i, dlse_ + i};
+    return {row_max_ + i, inverse_sum_ + i, one_block_ + i, sink_ + i, delta_ + i, dlse_ + i};
   }
 
  private:
@@ -109,7 +111,7 @@ class PackedQueries {
   int64_t group_;
   Matrix<E> Qt_, dOt_;  // [blocks][terms(cols)][queries of a block]
   Matrix<E> Q_, dO_;    // [terms(rows)][cols]: copies, where the tensor can't be read in place
-  T *row_max_, *inverse_sum_, *one_block_, *delta_, *dlse_;  // [rows]
+  T *row_max_, *inverse_sum_, *one_block_, *sink_, *delta_, *dlse_;  // [rows]
 
   bool in_place(const View& view, int64_t cols) const { return group_ == 1 && summed_in_place<S>(view, cols); }
 

@@ -3,7 +3,9 @@
 // softmax does not know which one it was.
 #pragma once
 
+#include "alibi.h"
 #include "attention.h"
+#include "bias_tile.h"
 #include "matrix.h"
 #include "simd.h"
 #include "strips.h"
@@ -11,44 +13,157 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// score = softmax_scale * (q . k), and softmax_scale = power * factor, power being the
-// power of two below it, with its sign, and at most 1. Q is packed times power, which is
-// exact and can't overflow, so tiles hold score / factor: the score is rounded once, as
-// it enters the exponential. (Q times softmax_scale * log2(e) would be rounded, and
-// overflow for scores near the largest number.)
+// softmax_scale = power * factor, power being the power of two below it, with its sign, and at
+// most 1. Q is packed times power, which is exact and can't overflow, so products are score /
+// factor. (Q times softmax_scale * log2(e) would be rounded, and overflow for scores near the
+// largest number.)
 template <class T>
-class Plain {
- public:
-  T power = 0;  // what Q is packed times
-  T dscale;     // what dQ = dS K and dK = dS^T Q are multiplied by when they leave
+struct Scale {
+  T power = 0, factor = 1;
+  T dscale;  // what dQ = dS K and dK = dS^T Q are multiplied by when they leave
 
-  explicit Plain(const ForwardParams& p) : dscale(static_cast<T>(p.softmax_scale)) {
-    if (p.softmax_scale == 0) return;
+  explicit Scale(double softmax_scale) : dscale(static_cast<T>(softmax_scale)) {
+    if (softmax_scale == 0) return;
     int exponent;  // of a fraction in [1/2, 1)
-    __builtin_frexp(p.softmax_scale, &exponent);
+    __builtin_frexp(softmax_scale, &exponent);
     const double magnitude = __builtin_ldexp(1.0, exponent > 1 ? 0 : exponent - 1);
-    const double exact = __builtin_copysign(magnitude, p.softmax_scale);
-    power = static_cast<T>(exact), factor_ = static_cast<T>(p.softmax_scale / exact);
+    const double exact = __builtin_copysign(magnitude, softmax_scale);
+    power = static_cast<T>(exact), factor = static_cast<T>(softmax_scale / exact);
   }
+};
+
+// score = softmax_scale * (q . k). Tiles hold score / factor: the score is rounded once, as it
+// enters the exponential.
+template <class S>
+class Plain : public Scale<Compute<S>> {
+  using T = Compute<S>;
+  using Scale<T>::factor;
+
+ public:
+  explicit Plain(const ForwardParams& p) : Scale<T>(p.softmax_scale) {}
 
   // S[keys][queries] or, in decoding, S[queries][keys], products -> what exp
   // takes, in place: here they are the same.
-  void to_scores(Matrix<T>, const Tile&, Strip) const {}
-  void to_scores_by_rows(Matrix<T>, const Tile&) const {}
+  void to_scores(const ForwardParams&, Matrix<T>, const Head&, const Tile&, Strip, Matrix<T>) const {}
+  void to_scores_by_rows(const ForwardParams&, Matrix<T>, const Head&, const Tile&) const {}
 
   // dS[keys][queries], gradient of what exp takes -> gradient of the product over
   // dscale, in place: here they are the same.
-  void to_products(Matrix<T>, const Tile&, Strip) const {}
+  void to_products(const BackwardParams&, Matrix<T>, const Head&, const Tile&, Strip, Matrix<T>, double*) const {}
 
   // exp(score) for s = score / factor; exactly 1 at 0.
-  PYATTN_MEMBER_INLINE vec<T> exp(vec<T> s) const { return exp2<T>(s * static_cast<T>(factor_ * kLog2e)); }
+  PYATTN_MEMBER_INLINE vec<T> exp(vec<T> s) const { return exp2<T>(s * static_cast<T>(factor * kLog2e)); }
 
-  // log(sum of exp(score)), with row_max = largest score / factor and
-  // row_sum = sum of exp(score - largest score).
-  T lse(T row_max, T row_sum) const { return factor_ * row_max + log(row_sum); }
+  // What exp takes for a score, and back.
+  T from_score(T score) const { return score / factor; }
+  T to_score(T s) const { return factor * s; }
+};
+
+// score = softcap * tanh(softmax_scale * (q . k) / softcap) + bias - slope * |i + q_offset - j|,
+// without the terms that params do not have. Tiles hold it.
+template <class S>
+class General : public Scale<Compute<S>> {
+  using T = Compute<S>;
+
+ public:
+  explicit General(const ForwardParams& p)
+      : Scale<T>(p.softmax_scale),
+        softcap_(static_cast<T>(p.score.softcap)),
+        inner_(static_cast<T>(this->factor / p.score.softcap)) {}
+
+  // As in Plain. The derivative of the softcap, by which to_products multiplies, goes to a tile of
+  // its own, if that has data.
+  void to_scores(const ForwardParams& p, Matrix<T> scores, const Head& head, const Tile& tile, Strip strip,
+                 Matrix<T> derivative) const {
+    const T softcap = softcap_, inner = inner_;
+    T factor = this->factor;  // what the next term finds not multiplied in yet
+    if (p.score.softcap) {
+      for (int64_t k = strip.begin; k < strip.end; ++k)
+        for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
+          const vec<T> t = cap(scores.from(k).data + j, inner, softcap);
+          if (derivative.data) store(derivative.from(k).data + j, fma(-t, t, set1(T(1))));
+        }
+      factor = 1;
+    }
+    if (has_float_bias(p)) {
+      with_floats<S>(p.score.bias,
+                     [&](const auto* bias) { add_bias(scores, bias, p.score.bias, head, tile, strip, factor); });
+      factor = 1;
+    }
+    if (p.score.alibi_slopes)
+      for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
+        const auto distances = Distances<T>::of_rows(p, head, tile.r0 + j, tile.n0, strip.end);
+        const vec<T> slopes = slopes_of(p, head, tile.r0 + j);
+        for (int64_t k = strip.begin; k < strip.end; ++k)
+          approach(scores.from(k).data + j, factor, slopes, distances.at(k));
+      }
+  }
+
+  void to_scores_by_rows(const ForwardParams& p, Matrix<T> scores, const Head& head, const Tile& tile) const {
+    const T softcap = softcap_, inner = inner_;
+    T factor = this->factor;
+    if (p.score.softcap) {
+      for (int64_t r = 0; r < tile.rows; ++r)
+        for (int64_t k = 0; k < tile.keys; k += kLanes<T>) cap(scores.from(r).data + k, inner, softcap);
+      factor = 1;
+    }
+    if (has_float_bias(p)) {
+      with_floats<S>(p.score.bias,
+                     [&](const auto* bias) { add_bias_by_rows(scores, bias, p.score.bias, head, tile, factor); });
+      factor = 1;
+    }
+    if (p.score.alibi_slopes)
+      for (int64_t r = 0; r < tile.rows; ++r) {
+        const auto distances = Distances<T>::of_keys(position(p, head, tile.r0 + r), tile.n0, tile.keys);
+        const vec<T> slope = set1(slope_of<T>(p, head, tile.r0 + r));
+        for (int64_t k = 0; k < tile.keys; k += kLanes<T>)
+          approach(scores.from(r).data + k, factor, slope, distances.at(k));
+      }
+  }
+
+  // Gradient of the scores -> gradient of the bias, sums of the slopes' own gradients, one for each
+  // query head of the group, and gradient of the product over dscale, in place.
+  void to_products(const BackwardParams& p, Matrix<T> dS, const Head& head, const Tile& tile, Strip strip,
+                   Matrix<T> derivative, double* dslopes) const {
+    if (p.dbias.data && one_score_each(p))
+      with_floats<S>(p.dbias, [&](auto* dbias) { store_bias_gradient(dS, dbias, p.dbias, head, tile, strip); });
+    if (p.dslopes)
+      for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
+        const auto distances = Distances<T>::of_rows(p, head, tile.r0 + j, tile.n0, strip.end);
+        vec<T> sum = {};
+        for (int64_t k = strip.begin; k < strip.end; ++k) sum = fma(load(dS.from(k).data + j), distances.at(k), sum);
+        for (int64_t l = j; l < min(j + kLanes<T>, tile.rows); ++l)
+          dslopes[head.query_head(tile.r0 + l) - head.h_kv * head.group] -= sum[l - j];
+      }
+    if (p.score.softcap) multiply_strip(dS, derivative, strip);
+  }
+
+  // exp(score); exactly 1 at 0.
+  PYATTN_MEMBER_INLINE vec<T> exp(vec<T> s) const { return exp2<T>(s * static_cast<T>(kLog2e)); }
+
+  T from_score(T score) const { return score; }
+  T to_score(T s) const { return s; }
 
  private:
-  T factor_ = 1;
+  T softcap_, inner_;  // inner: factor / softcap
+
+  // s = softcap * tanh(inner * s); returns the tanh.
+  static PYATTN_MEMBER_INLINE vec<T> cap(T* s, T inner, T softcap) {
+    const vec<T> t = tanh<T>(load(s) * inner);
+    store(s, t * softcap);
+    return t;
+  }
+
+  // s = factor * s - slope * distance
+  static PYATTN_MEMBER_INLINE void approach(T* s, T factor, vec<T> slope, vec<T> distance) {
+    store(s, fma(-slope, distance, load(s) * factor));
+  }
+
+  static vec<T> slopes_of(const ForwardParams& p, const Head& head, int64_t r0) {
+    T slopes[kLanes<T>];
+    for (int l = 0; l < kLanes<T>; ++l) slopes[l] = slope_of<T>(p, head, r0 + l);
+    return load(slopes);
+  }
 };
 
 }  // namespace

@@ -36,15 +36,30 @@ PYATTN_INLINE vec<T> finite_shift(vec<T> x) {
   return x == kNegInf<T> ? vec<T>{} : x;
 }
 
-// Finishes a row, in forward and in merge alike: writes its maximum, sum and lse, and returns what
-// its output is still to be multiplied by. A row whose keys all score -inf divides 0 by 0, as
-// softmax does; a row that sees no key does not.
+// Adds the sink to the maximum and the sum of a row, as one more key; returns what sums made before
+// have decayed to. Not inlined, for most calls have none.
+template <class T, class Score>
+[[gnu::noinline]] T add_sink(T sink, Score score, T& row_max, T& row_sum) {
+  const T old_max = row_max;
+  row_max = sink > old_max ? sink : old_max;
+  const vec<T> shift = finite_shift<T>(set1(row_max));
+  const T decay = score.exp(set1(old_max) - shift)[0];
+  row_sum = row_sum * decay + score.exp(set1(sink) - shift)[0];
+  return decay;
+}
+
+// Finishes a row, in forward and in merge alike: adds its sink, writes its maximum, sum and lse, and
+// returns what its output is still to be multiplied by. A row whose keys all score -inf divides 0 by
+// 0, as softmax does; a row that sees no key does not, and its lse is the sink.
 template <class S, class T, class Score>
 T finish_row(const ForwardParams& p, const Mask& mask, int64_t r, T row_max, T row_sum, Score score) {
   const int64_t at = mask.head.index(p, r);
+  const bool empty = mask.exact_keys_of<S>(r).empty();
+  const T* sink = p.score.sinks ? static_cast<const T*>(p.score.sinks) + mask.head.query_head(r) : nullptr;
+  const T decay = sink ? add_sink(score.from_score(*sink), score, row_max, row_sum) : T(1);
   static_cast<T*>(p.row_max)[at] = row_max, static_cast<T*>(p.row_sum)[at] = row_sum;
-  static_cast<T*>(p.lse)[at] = score.lse(row_max, row_sum);
-  return mask.exact_keys_of<S>(r).empty() ? T(0) : 1 / row_sum;
+  static_cast<T*>(p.lse)[at] = sink && empty ? *sink : score.to_score(row_max) + log(row_sum);
+  return empty ? T(0) : decay / row_sum;
 }
 
 // P = exp(S - row_max) in place of S, and the new state, for kNV vectors of lanes from strip.j0 on.

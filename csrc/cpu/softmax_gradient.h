@@ -4,8 +4,11 @@
 
 #include <cstdint>
 
+#include "attention.h"
+#include "heads.h"
 #include "matrix.h"
 #include "simd.h"
+#include "softmax.h"
 #include "strips.h"
 
 namespace pyattn::PYATTN_ISA {
@@ -16,8 +19,20 @@ template <class T>
 struct RowTerms {
   const T *row_max, *inverse_sum;  // largest entry of S; 1 / row_sum, 0 for rows that see no key
   const T* one_block;              // 1 for rows whose keys all lie in one key block, else 0
+  const T* sink;                   // weight of the sink: with those of the keys it makes 1
   T *delta, *dlse;                 // rowsum(P * dP); gradient of lse
 };
+
+// The weight of a row's sink: exp(sink - row_max) / row_sum.
+template <class T, class Score>
+T sink_weight(const ForwardParams& p, const Head& head, int64_t r, Score score) {
+  if (!p.score.sinks) return 0;
+  const T sink = static_cast<const T*>(p.score.sinks)[head.query_head(r)];
+  if (sink == kNegInf<T>) return 0;
+  const int64_t at = head.index(p, r);
+  const T row_max = static_cast<const T*>(p.row_max)[at], row_sum = static_cast<const T*>(p.row_sum)[at];
+  return score.exp(set1(score.from_score(sink) - row_max))[0] / row_sum;
+}
 
 // Whether some row of the strip has all its keys in one key block.
 template <class T>
@@ -33,10 +48,12 @@ bool any_one_block(Strip strip, RowTerms<T> rows) {
 //
 // as softmax's own gradient has it: the roundings of row_sum, of O and of delta itself, to which
 // rowsum(dO * O) is exposed, leave dS. The other rows keep their delta.
+//
+// where the sink, whose dP is 0, is one more key.
 template <bool kMasked, class T, class Score>
 void center(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneMask<T>& seen, Score score, RowTerms<T> rows) {
   for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
-    vec<T> weighted = {}, total = {}, rest = {};
+    vec<T> weighted = {}, total = load(rows.sink + j);
     for (int64_t k = strip.begin; k < strip.end; ++k) {
       T* s = S.from(k).data + j;
       vec<T> p = score.exp(load(s) - load(rows.row_max + j)) * load(rows.inverse_sum + j);
@@ -51,6 +68,7 @@ void center(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneMask<T>& seen, Sco
     auto chosen = load(rows.one_block + j) != vec<T>{};
     if constexpr (kMasked) chosen = chosen & seen.sees_any(j);
     const vec<T> delta = chosen ? weighted / total : load(rows.delta + j);
+    vec<T> rest = -load(rows.sink + j) * delta;
     for (int64_t k = strip.begin; k < strip.end; ++k) {
       const vec<T> more = fma(load(S.from(k).data + j), load(dP.from(k).data + j) - delta, rest);
       if constexpr (kMasked)

@@ -10,6 +10,7 @@
 #include "mask.h"
 #include "matrix.h"
 #include "pack.h"
+#include "scratch.h"
 #include "simd.h"
 #include "stopwatch.h"
 #include "strips.h"
@@ -81,6 +82,7 @@ int64_t longest_split(const BackwardParams& p) {
 template <class T>
 struct DqShares {
   int64_t count, rows, cols, super_blocks;
+  bool split;  // whether there are any
   void* workspace;
 
   explicit DqShares(const BackwardParams& p)
@@ -88,9 +90,12 @@ struct DqShares {
         rows(p.seqlen_q * group_size(p)),
         cols(round_up(p.head_dim, kLanes<T>)),
         super_blocks(ceil_div(rows, kSuperBlock)),
+        split(key_splits(p) > 1),
         workspace(p.workspace) {}
 
-  int64_t bytes() const { return count * (rows * cols * static_cast<int64_t>(sizeof(T)) + super_blocks); }
+  int64_t bytes() const {
+    return split ? round_up(count * (rows * cols * static_cast<int64_t>(sizeof(T)) + super_blocks), kScratchAlign) : 0;
+  }
 
   // A share from row r0 on.
   Matrix<T> from(int64_t share, int64_t r0) const {
@@ -101,6 +106,13 @@ struct DqShares {
     return reinterpret_cast<char*>(from(count, 0).data)[share * super_blocks + r0 / kSuperBlock];
   }
 };
+
+// Behind them, a work item's shares of the gradients of slopes, one for each query head of its group.
+template <class T>
+double* slope_shares(const BackwardParams& p, int64_t item) {
+  char* shares = static_cast<char*>(p.workspace) + DqShares<T>(p).bytes();
+  return reinterpret_cast<double*>(shares) + item * group_size(p);
+}
 
 template <class S>
 Plan plan_reduce_dq(const BackwardParams& p) {
@@ -115,7 +127,7 @@ void reduce_dq(const BackwardParams& p, int64_t begin, int64_t end, void*) {
   using T = Compute<S>;
   const int64_t splits = key_splits(p), blocks = query_blocks<S>(p);
   const DqShares<T> shares(p);
-  const Score<T> score(p);
+  const Score<S> score(p);
   Stopwatch watch(p.counts);
   for (int64_t item = begin; item < end; ++item) {
     const Head head(p, item / blocks);

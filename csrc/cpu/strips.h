@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "heads.h"
 #include "mask.h"
+#include "matrix.h"
 #include "simd.h"
 
 namespace pyattn::PYATTN_ISA {
@@ -168,6 +169,16 @@ Strips<T> cut_strips(const Mask& mask, const Tile& tile, LaneMask<T>& seen) {
     strips.begin[i] = reached, strips.end[i] = max(strips.end[i], reached);
   }
   return strips;
+}
+
+// X *= Y, of tiles [keys][lanes].
+template <class T>
+void multiply_strip(Matrix<T> X, Matrix<T> Y, Strip strip) {
+  for (int64_t k = strip.begin; k < strip.end; ++k)
+    for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
+      T* x = X.from(k).data + j;
+      store(x, load(x) * load(Y.from(k).data + j));
+    }
 }
 
 }  // namespace

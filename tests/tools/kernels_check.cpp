@@ -2,7 +2,7 @@
 // compares them with the scalar ones in float64, which the Python suite proves. For
 // machines that have no PyTorch, emulated ones above all:
 //
-//   c++ -std=c++20 -O2 -Icsrc tests/tools/kernels_check.cpp csrc/cpu/dispatch.cpp kernels_<isa>.o... -o kernels_check
+//   c++ -std=c++20 -O2 -Icsrc tests/tools/kernels_check.cpp csrc/cpu/dispatch.cpp <objects of kernels.cpp and kernels_general.cpp> -o kernels_check
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -126,7 +126,7 @@ std::array<Values, 5> results(const Case& c, const std::array<Values, 5>& inputs
   p.softmax_scale = 1 / std::sqrt(static_cast<double>(c.head_dim));
   p.mask = {c.causal, c.q_offset, nullptr};
   p.dropout = {static_cast<uint32_t>(std::nearbyint(65536 * c.dropout_p)), &seed};
-  const Kernels& table = kernels(dtype<S>);
+  const Kernels& table = kernels(dtype<S>, p.score);
   run<ForwardParams>(table.forward, table.merge_out, p);
   run(table.backward, table.reduce_dq, p);
   return {out.values(), lse.values(), dq.values(), dk.values(), dv.values()};

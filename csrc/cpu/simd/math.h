@@ -52,6 +52,13 @@ PYATTN_INLINE vec<T> exp2(vec<T> x) {
 
 inline constexpr double kLog2e = 1.4426950408889634;
 
+// |x|, of NaN too.
+template <class T>
+PYATTN_INLINE vec<T> abs(vec<T> x) {
+  using Int = typename Bits<T>::type;
+  return bit_cast<T>(bit_cast<Int>(x) & ~(Int{1} << (8 * sizeof(T) - 1)));
+}
+
 // Constants of tanh. kPolynomial is (e^r - 1 - r) / r^2 on [-ln(2) / 2, ln(2) / 2], highest degree
 // first: interpolation at the Chebyshev nodes.
 template <class T>
@@ -84,8 +91,8 @@ template <class T>
 PYATTN_INLINE vec<T> tanh(vec<T> x) {
   using C = Tanh<T>;
   using Int = typename Bits<T>::type;
-  constexpr Int kSign = Int{1} << (8 * sizeof(T) - 1);
-  vec<T> a = bit_cast<T>(bit_cast<Int>(x) & ~kSign);
+  vec<T> a = abs<T>(x);
+  const vec<Int> sign = bit_cast<Int>(x) ^ bit_cast<Int>(a);
   a = a > C::kLargest ? set1(C::kLargest) : a;
   const vec<T> shifted = fma(a, set1(static_cast<T>(2 * kLog2e)), set1(Exp2<T>::kRound));
   const vec<T> r = fma(shifted - Exp2<T>::kRound, set1(static_cast<T>(-1 / kLog2e)), a + a);
@@ -94,7 +101,7 @@ PYATTN_INLINE vec<T> tanh(vec<T> x) {
   PYATTN_UNROLL(16)
   for (unsigned i = 1; i < sizeof(C::kPolynomial) / sizeof(T); ++i) p = fma(p, r, set1(C::kPolynomial[i]));
   const vec<T> e = fma(power, fma(p, r * r, r), power - T(1));
-  return bit_cast<T>(bit_cast<Int>(e / (e + T(2))) | (bit_cast<Int>(x) & kSign));
+  return bit_cast<T>(bit_cast<Int>(e / (e + T(2))) | sign);
 }
 
 PYATTN_INLINE float log(float x) { return __builtin_logf(x); }

@@ -1,0 +1,30 @@
+// The table of the kernels for one score.
+#pragma once
+
+#include "attention.h"
+#include "backward.h"
+#include "decode.h"
+#include "forward.h"
+#include "head_gradients.h"
+#include "mask_rows.h"
+#include "merge.h"
+#include "peak.h"
+#include "splits.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+template <class S, template <class> class Score>
+constexpr Kernels kernels_for() {
+  return {{"bias_rows", plan_bias_rows<S>, bias_rows<S>},
+          {"mask_blocks", plan_mask_blocks<S>, mask_blocks<S>},
+          {"forward", plan_forward<S>, forward<S, Score>},
+          {"merge_out", plan_merge_out<S>, merge_out<S, Score>},
+          {"backward", plan_backward<S>, backward<S, Score>},
+          {"reduce_dq", plan_reduce_dq<S>, reduce_dq<S, Score>},
+          {"head_gradients", plan_head_gradients<S>, head_gradients<S, Score>},
+          peak<S>};
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA
