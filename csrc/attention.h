@@ -162,9 +162,10 @@ const Kernels& kernels(DType dtype, const ScoreParams& score);
 
 // GPU kernels, on a stream of the current device; addresses in params are the device's. Launches
 // are asynchronous; a launch error comes back as a message, success as null. Backward that need not
-// be deterministic adds up dQ in the order in which its blocks run.
+// be deterministic adds up dQ in the order in which its blocks run. The bytes are params.workspace's.
 struct DeviceKernels {
-  int64_t (*workspace_bytes)(const BackwardParams&, bool deterministic);
+  int64_t (*forward_bytes)(const ForwardParams&);
+  int64_t (*backward_bytes)(const BackwardParams&, bool deterministic);
   const char* (*forward)(const ForwardParams&, void* stream);
   const char* (*backward)(const BackwardParams&, bool deterministic, void* stream);
 };

@@ -34,10 +34,11 @@ struct Head {
   int64_t count;  // query rows
   int64_t seqlen_q, seqlen_k;
 
-  constexpr Head(const ForwardParams& p, int64_t head)
+  constexpr Head(const ForwardParams& p, int64_t head) : Head(p, head, group_size(p)) {}
+  constexpr Head(const ForwardParams& p, int64_t head, int64_t group)
       : b(divide(head, p.num_heads_kv)),
         h_kv(remainder(head, p.num_heads_kv)),
-        group(group_size(p)),
+        group(group),
         count(p.seqlen_q * group),
         seqlen_q(p.seqlen_q),
         seqlen_k(p.seqlen_k) {}

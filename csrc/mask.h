@@ -67,6 +67,11 @@ struct Mask {
     diagonals.end = 1 + (right < 0 ? head.seqlen_k : bound(add_saturated(offset, right)));
   }
 
+  // The keys that query i sees where neither key ranges nor a bias are given.
+  constexpr Range by_formula(int64_t i) const {
+    return {clamp(i + diagonals.begin, 0, head.seqlen_k), clamp(i + diagonals.end, 0, head.seqlen_k)};
+  }
+
   // The keys that a row sees; with holes, those from the first to the last one that it may see.
   constexpr Range keys_of(int64_t r) const {
     const int64_t i = head.query(r);
@@ -186,10 +191,6 @@ struct Mask {
   static constexpr int64_t blocks_of(const Head& head) { return ceil_div(head.count, kBlockRows); }
 
  private:
-  constexpr Range by_formula(int64_t i) const {
-    return {clamp(i + diagonals.begin, 0, head.seqlen_k), clamp(i + diagonals.end, 0, head.seqlen_k)};
-  }
-
   // The first row of query i; of one before the first or behind the last, where these rows end.
   constexpr int64_t first_row(int64_t i) const { return clamp(i, 0, head.seqlen_q) * head.group; }
 

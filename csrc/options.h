@@ -88,19 +88,8 @@ inline void check_written(const Options& options, bool cuda) {
   const auto check = [&](bool absent, const char* name) {
     TORCH_CHECK_NOT_IMPLEMENTED(absent, "pyattn: ", name, " is not written yet on ", cuda ? "CUDA" : "the CPU");
   };
-  const bool windowed = options.window[0] != -1 || options.window[1] != -1;
   const bool hides = options.bias && options.bias->scalar_type() == at::kBool;
-  if (cuda) {
-    check(!windowed, "window");
-    check(!options.key_ranges, "key_ranges");
-    check(!hides, "a bool bias");
-    check(!options.bias || hides, "a float bias");
-    check(options.softcap == 0, "softcap");
-    check(!options.alibi_slopes, "alibi_slopes");
-    check(!options.sinks, "sinks");
-  } else {
-    check(!options.bias || hides, "a float bias");
-  }
+  if (!cuda) check(!options.bias || hides, "a float bias");
 }
 
 inline void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) {

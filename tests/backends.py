@@ -15,9 +15,6 @@ from yardstick import NAMES
 import pyattn
 from pyattn import _C
 
-UNWRITTEN = {"window", "key_ranges", "softcap", "bias", "alibi_slopes", "sinks"}
-"""What the emulated kernels do not do yet: whoever writes it removes it here."""
-
 
 @dataclass(frozen=True)
 class Backend:
@@ -80,8 +77,6 @@ class Backend:
         """``pyattn.attention`` by this backend's kernels."""
         if self.family != "emulated":
             return pyattn.attention(q, k, v, **options)
-        if absent := UNWRITTEN & {name for name, value in options.items() if value is not None}:
-            raise NotImplementedError(f"pyattn: {', '.join(sorted(absent))} is not written yet on CUDA")
         return emulated.attention(q, k, v, deterministic=self.repeatable, **options)
 
     def needs_memory(self, size: float) -> None:

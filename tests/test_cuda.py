@@ -10,16 +10,32 @@ import torch
 from backends import Backend
 from helpers import Case, each_dtype, run
 
+FEATURES: list[dict[str, Any]] = [
+    {},
+    {"window": (30, 2), "causal": False, "key_ranges": "random", "bias": "bool bhqk"},
+    {"bias": "bands hqk", "wide": True, "alibi": "bh", "softcap": 3.0, "sinks": True, "key_ranges": "prefix"},
+    {"bias": "float hq", "alibi": "h"},
+]
+
 
 @each_dtype
+@pytest.mark.parametrize("features", FEATURES, ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (72, 20), (13, 250)])
-def test_nothing_beyond_the_end_is_touched(emulation: Backend, dtype: torch.dtype, dims: tuple[int, int]) -> None:
+def test_nothing_beyond_the_end_is_touched(
+    emulation: Backend, dtype: torch.dtype, dims: tuple[int, int], features: dict[str, Any]
+) -> None:
     """Each tensor ends where memory does: an access beyond it ends the process."""
-    case = Case(1, 2, 1, 37, 70, *dims, dropout_p=0.1)
-    tensors = (*case.inputs(dtype), case.gradients(dtype)[0])
-    q, k, v, dout = (emulated.before_a_wall(*t.shape, dtype=dtype).copy_(t) for t in tensors)
-    results = run(emulation.attention, (q, k, v), dout, **case.options)
-    assert all(t.isfinite().all() for t in results)
+
+    def walled(t: Any) -> Any:
+        return emulated.before_a_wall(*t.shape, dtype=t.dtype).copy_(t) if isinstance(t, torch.Tensor) else t
+
+    case = Case(1, 2, 1, 37, 70, *dims, dropout_p=0.1, **features)
+    q, k, v, dout = map(walled, (*case.inputs(dtype), case.gradients(dtype)[0]))
+    options = case.options | case.tensors(dtype)
+    if "key_ranges" in options:
+        options["key_ranges"] = options["key_ranges"].long()  # which the call would copy
+    results = run(emulation.attention, (q, k, v), dout, **{name: walled(t) for name, t in options.items()})
+    assert all(not t.isnan().any() for t in results)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -20,19 +21,32 @@ FULL_AND_CAUSAL = pytest.mark.parametrize(
 """The two 16-bit formats differ in no access."""
 
 
+FEATURES: list[dict[str, Any]] = [
+    {"window": (40, -1), "sinks": True},
+    {"key_ranges": "documents", "softcap": 3.0},
+    {"bias": "bool hqk"},
+    {"bias": "bands hqk", "alibi": "h", "dropout_p": 0.2},
+    {"bias": "float qk", "wide": True},
+    {"bias": "float k", "dropout_p": 0.2},
+]
+"""The last two broadcast, which has a pass of its own."""
+
+
 def found(
-    deterministic: bool, dim: int, dtype: torch.dtype, causal: bool, dropout_p: float = 0.0, without: str = ""
+    deterministic: bool, dim: int, dtype: torch.dtype, causal: bool, *, without: str = "", **features: Any
 ) -> list[str]:
     """The races on at least three tiles each way, and as few more as there may be. Some rows are NaN where there is a
     mask, for they are cleared in the tiles that it cuts.
     """
     seqlen_q, seqlen_k = (66, 130) if dtype.itemsize == 2 or dim <= 64 else (36, 70)
-    case = Case(1, 1, 1, seqlen_q, seqlen_k, dim, dim, causal, dropout_p=dropout_p)
+    heads = 2 if "bias" in features else 1
+    case = Case(1, heads, 1, seqlen_q, seqlen_k, dim, dim, causal, **features)
     q, k, v, dout = *case.inputs(dtype), case.gradients(dtype)[0]
     if causal:
         for t in (q, k, v, dout):
             t[:, :, ::9] = torch.nan
-    return races((q, k, v), dout, deterministic=deterministic, without=without, **case.options)
+    options = case.options | case.tensors(dtype)
+    return races((q, k, v), dout, deterministic=deterministic, without=without, **options)
 
 
 @FULL_AND_CAUSAL
@@ -46,13 +60,22 @@ def test_dropout(emulation: Backend, dtype: torch.dtype, causal: bool) -> None:
     assert found(emulation.repeatable, 32, dtype, causal, dropout_p=0.2) == []
 
 
+@FULL_AND_CAUSAL
+@pytest.mark.parametrize("dim", [32, 256])
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+def test_features(emulation: Backend, dim: int, dtype: torch.dtype, causal: bool, features: dict[str, Any]) -> None:
+    assert found(emulation.repeatable, dim, dtype, causal, **features) == []
+
+
 def test_without_a_barrier_or_a_wait_there_are_races() -> None:
     """So each of them is needed, and the detector sees that it is."""
+    dropout: dict[str, Any] = {"dropout_p": 0.2}
+    cases: list[tuple[int, dict[str, Any]]] = [(32, {}), (32, dropout), (256, {}), (31, {}), (32, {"bias": "float qk"})]
 
     def missed(place: str) -> bool:
         return not any(
-            found(deterministic, dim, torch.float16, causal, dropout_p, place)
-            for dim, dropout_p in ((32, 0.0), (32, 0.2), (256, 0.0), (31, 0.0))
+            found(deterministic, dim, torch.float16, causal, without=place, **features)
+            for dim, features in cases
             for causal in (False, True)
             for deterministic in (True, False)
         )

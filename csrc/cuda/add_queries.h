@@ -10,23 +10,16 @@
 #include "heads.h"
 #include "primitives.h"
 #include "product.h"
-#include "row_terms.h"
 #include "tile.h"
+#include "workspace.h"
 
 namespace pyattn::cuda {
 namespace {
 
-// (rows, head_dim) sums of a KV head, in params.workspace after the terms of all rows.
-PYATTN_DEVICE float* query_sums_of(const BackwardParams& p, int64_t head, int64_t rows) {
-  return reinterpret_cast<float*>(row_terms_of(p, p.batch * p.num_heads_kv, rows)) + head * rows * p.head_dim;
-}
-
 // T[row][key] = W[key][row], rounded to S, for the warp's 16 kM keys from warp_key on.
 template <class S, int kM, int kN, int kRows, int kKeys>
 PYATTN_DEVICE void store_transposed(Tile<S, kRows, kKeys> T, const Sums<kM, kN>& W, int warp_key) {
-  each_sum<kM, kN>([&](int m, int n, int i, int key, int row) {
-    T.at(row, warp_key + key) = {static_cast<uint16_t>(pack<S>(W[m][n][i], 0))};
-  });
+  each_sum<kM, kN>([&](int m, int n, int i, int key, int row) { narrow(T.at(row, warp_key + key), W[m][n][i]); });
 }
 
 // sums[i][col] += (dS K)[i][col] for i < rows and col < cols; the warps take squares of 16 x 16
@@ -70,16 +63,15 @@ PYATTN_DEVICE void add_queries(float* sums, int rows, int cols, Tile<S, kRows, k
 inline constexpr int kRoundThreads = 256;
 
 // dq = softmax_scale * sums.
-template <class S, class Score>
+template <class S>
 PYATTN_KERNEL(kRoundThreads)
 round_queries(const __grid_constant__ BackwardParams p) {
   const int64_t count = p.seqlen_q * group_size(p), at = block_index() * kRoundThreads + thread_index();
   const int64_t row = at / p.head_dim, col = at % p.head_dim;
   if (row >= p.batch * p.num_heads_kv * count) return;
   const Head head(p, row / count);
-  const float x = query_sums_of(p, 0, count)[at] * Score(p).dscale();
-  S* to = head.row<S>(p.dq, row % count) + col;
-  *to = {static_cast<uint16_t>(pack<S>(x, 0))};
+  const float x = query_sums_of(p, 0, count)[at] * static_cast<float>(p.softmax_scale);
+  narrow(head.row<S>(p.dq, row % count)[col], x);
 }
 
 }  // namespace

@@ -19,23 +19,23 @@
 #include "mask.h"
 #include "primitives.h"
 #include "product.h"
-#include "row_terms.h"
 #include "tile.h"
 #include "tile_mask.h"
+#include "workspace.h"
 
 namespace pyattn::cuda {
 namespace {
 
-template <class S, int kDim>
+template <class S, int kDim, class Score>
 struct KeysShape {
   // Sums of dK and dV take kM * kDim / kParts registers of
   // a lane's 255; as many again hold S, dP and fragments.
   static constexpr bool kWide = kDim > 128;
-  static constexpr int kM = sizeof(S) == 2 && kDim <= 64 ? 2 : 1;
+  static constexpr int kM = sizeof(S) == 2 && kDim <= (Score::kGeneral ? 32 : 64) ? 2 : 1;
   static constexpr int kParts = kWide ? 2 : 1, kColumns = kDim / kParts;
   static constexpr int kKeys = sizeof(S) == 2 ? (kWide ? 64 : 128) : (kWide ? 32 : 64);
   static constexpr int kWarps = kKeys / (16 * kM) * kParts, kThreads = kWarps * kWarpLanes;
-  static constexpr int kRows = kDim > 64 && sizeof(S) == 4 ? 16 : 32;
+  static constexpr int kRows = Score::kGeneral || (kDim > 64 && sizeof(S) == 4) ? 16 : 32;
   static constexpr int kStages = kDim > 192 ? 1 : 2;  // 2: the next rows are copied meanwhile, where memory allows
   using KTile = Tile<S, kKeys, kDim>;
   using QTile = Tile<S, kRows, kDim>;
@@ -51,7 +51,7 @@ struct KeysShape {
 };
 
 // What is copied of a block of query rows.
-template <class S, int kDim, class Shape = KeysShape<S, kDim>>
+template <class S, int kDim, class Shape>
 struct RowStage {
   typename Shape::QTile Q, dO;  // [kRows][kDim]
   RowTerms* terms;              // [kRows]
@@ -72,7 +72,7 @@ struct RowStage {
 };
 
 // Shared memory of the pass.
-template <class S, int kDim, class Shape = KeysShape<S, kDim>>
+template <class S, int kDim, class Shape>
 struct KeysMemory {
   typename Shape::KTile K, V;       // [kKeys][kDim]
   char* stages;                     // kStages times a RowStage
@@ -88,40 +88,43 @@ struct KeysMemory {
         flags(memory + Shape::kFlags),
         dropout(p, memory + Shape::kKept) {}
 
-  PYATTN_DEVICE RowStage<S, kDim> rows(int stage) const {
-    return RowStage<S, kDim>(stages + stage * Shape::kStageBytes);
+  PYATTN_DEVICE RowStage<S, kDim, Shape> rows(int stage) const {
+    return RowStage<S, kDim, Shape>(stages + stage * Shape::kStageBytes);
   }
 };
 
 // What a warp makes of its keys.
-template <class S, int kDim, class Score, class Shape = KeysShape<S, kDim>>
+template <class S, int kDim, class Score, class Shape = KeysShape<S, kDim, Score>>
 struct KeysPass {
   static constexpr Layout kLayout = Layout::kKeysByQueries;
   static constexpr int kM = Shape::kM, kRows = Shape::kRows, kN = kRows / 8;
   using Tile = Sums<kM, kN>;
   const BackwardParams& p;
-  const KeysMemory<S, kDim> shared;
+  const KeysMemory<S, kDim, Shape> shared;
   const Score score;
-  const int n0, count, warp_key, part;
+  const int warp_key, part;
   Sums<kM, Shape::kColumns / 8> dK = {}, dV = {};
 
-  PYATTN_DEVICE KeysPass(const BackwardParams& p, int n0, int count)
+  PYATTN_DEVICE explicit KeysPass(const BackwardParams& p)
       : p(p),
         shared(p, shared_memory()),
         score(p),
-        n0(n0),
-        count(count),
         warp_key(warp() / Shape::kParts * 16 * kM),
         part(warp() % Shape::kParts) {}
 
-  // P = (P * D)^T and dS = dS^T of these rows.
-  PYATTN_DEVICE void make_weights(Tile& P, Tile& dS, const RowStage<S, kDim>& rows, int r0, bool masked) const {
+  PYATTN_DEVICE TileMask place(int r0) const { return mask_of_keys<Shape::kKeys>(p, r0); }
+
+  // P = (P * D)^T and dS = dS^T of these rows. dS is written to dbias where that has a place for each.
+  PYATTN_DEVICE void make_weights(Tile& P, Tile& dS, const RowStage<S, kDim, Shape>& rows, int r0, bool masked) const {
     multiply_rows<S>(P, shared.K, warp_key, rows.Q);
     multiply_rows<S>(dS, shared.V, warp_key, rows.dO);
-    to_gradients<kLayout>(score, shared.dropout, P, dS, warp_key, [&](int, int row) { return rows.terms[row]; });
-    if (masked)
-      each_hidden<kM, kN>(mask_of_keys<Shape::kKeys>(p, r0, n0, count), warp_key,
-                          [&](int m, int n, int i) { P[m][n][i] = dS[m][n][i] = 0; });
+    to_gradients<S, kLayout>(
+        score, shared.dropout, P, dS, warp_key, [&] { return place(r0); }, masked,
+        [&](int, int row) { return rows.terms[row]; },
+        [&](const Tile& dS) {
+          if constexpr (Score::kGeneral)
+            if (p.dbias.data && part == 0) store_bias<S, kLayout>(p.dbias, dS, place(r0), warp_key);
+        });
   }
 
   // C += W tile, for the tile of Q or dO whose rows begin at r0.
@@ -129,7 +132,7 @@ struct KeysPass {
                                  bool masked) const {
     const bool cleared = masked && clear_nonfinite<Shape::kThreads>(tile, shared.flags);
     multiply_sums<S, Shape::kParts>(C, W, tile, part);
-    if (cleared) poison(C, shared.flags, kRows, mask_of_keys<Shape::kKeys>(p, r0, n0, count), warp_key);
+    if (cleared) poison<S, kLayout>(C, shared.flags, kRows, place(r0), warp_key);
   }
 
   PYATTN_DEVICE void store() const {
@@ -146,15 +149,15 @@ struct KeysPass {
 };
 
 // kAddQueries: dQ too, as add_queries.h says.
-template <class S, int kDim, bool kAddQueries, class Score, class Shape = KeysShape<S, kDim>>
+template <class S, int kDim, bool kAddQueries, class Score, class Shape = KeysShape<S, kDim, Score>>
 PYATTN_KERNEL(Shape::kThreads)
 backward_keys(const __grid_constant__ BackwardParams p) {
   constexpr int kKeys = Shape::kKeys, kRows = Shape::kRows;
   const KeyBlock<kKeys> block(p);
-  const int n0 = block.first(), count = static_cast<int>(block.head.count);
+  const int n0 = block.first();
   const unsigned head = block.number / block.blocks;
   const Run run = rows_of_keys(Mask(p, block.head), n0, kKeys);
-  KeysPass<S, kDim, Score> pass(p, n0, count);
+  KeysPass<S, kDim, Score> pass(p);
   const auto& shared = pass.shared;
 
   const QueryRows<S> q(block.head, p.q, p.head_dim), dout(block.head, p.dout, p.head_dim_v);
@@ -170,9 +173,9 @@ backward_keys(const __grid_constant__ BackwardParams p) {
     finite_K = !find_nonfinite<Shape::kThreads>(shared.K, [](int) {});
   }
   int turn = 0;
-  for (int r0 = run.begin; r0 < run.end; r0 += kRows) {
-    const RowStage<S, kDim> rows = shared.rows(turn);
-    const int next = r0 + kRows;
+  for (int r0 = run.begin, next; r0 < run.end; r0 = next) {
+    const RowStage<S, kDim, Shape> rows = shared.rows(turn);
+    next = skip_rows<kRows, kKeys>(p, run, r0 + kRows);
     wait_for_copies();
     barrier();  // these rows are there, and those before no longer read
     if (Shape::kStages == 2) {
@@ -180,11 +183,12 @@ backward_keys(const __grid_constant__ BackwardParams p) {
       if (next < run.end) shared.rows(turn).load(p, q, dout, head, next);
     }
     if (shared.dropout.any()) {
-      shared.dropout.template draw<Shape::kThreads>(KeyBlock<kKeys>(p).head, r0, n0);
+      const KeyBlock<kKeys> same(p);
+      shared.dropout.template draw<Shape::kThreads>(same.head, r0, same.first());
       barrier();
     }
 
-    const bool masked = run.cover(r0, kRows) != Cover::kFull;
+    const bool masked = cover_of_keys<kRows, kKeys>(p, r0) != Cover::kFull;
     typename decltype(pass)::Tile P = {}, dS = {};
     pass.make_weights(P, dS, rows, r0, masked);
     pass.add_product(pass.dV, P, rows.dO, r0, masked);
@@ -194,8 +198,8 @@ backward_keys(const __grid_constant__ BackwardParams p) {
       if (pass.part == 0) store_transposed(T, dS, pass.warp_key);  // both parts have the same dS
       pass.add_product(pass.dK, dS, rows.Q, r0, masked);
       barrier();  // T is there
-      float* sums = query_sums_of(p, head, count) + r0 * p.head_dim;
-      add_queries<Shape::kWarps>(sums, min(kRows, count - r0), p.head_dim, T, shared.K, finite_K);
+      float* sums = query_sums_of(p, head, q.count) + r0 * p.head_dim;
+      add_queries<Shape::kWarps>(sums, min(kRows, q.count - r0), p.head_dim, T, shared.K, finite_K);
     } else {
       pass.add_product(pass.dK, dS, rows.Q, r0, masked);
     }

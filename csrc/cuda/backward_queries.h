@@ -12,18 +12,46 @@
 #include "mask.h"
 #include "primitives.h"
 #include "product.h"
-#include "row_terms.h"
+#include "softmax.h"
 #include "tile.h"
 #include "tile_mask.h"
+#include "workspace.h"
 
 namespace pyattn::cuda {
 namespace {
 
-template <class S, int kDim>
+// What the lane's rows add to dslopes: the sum of dS times minus the distance.
+template <int kM>
+struct SlopeTerms {
+  float sum[2 * kM] = {};
+
+  template <int kN>
+  PYATTN_DEVICE void add(const BackwardParams& p, const Sums<kM, kN>& dS, const TileMask& place, int first) {
+    each_query<Layout::kQueriesByKeys, kM, kN>(first, [&](int at, int row, auto each_key) {
+      const int64_t r = place.row_of(row);
+      each_key([&](int m, int n, int i, int key) {
+        sum[at] =
+            fmaf(dS[m][n][i], static_cast<float>(minus_distance(p, place.mask.head, r, place.key_of(key))), sum[at]);
+      });
+    });
+  }
+
+  // The warp's rows begin at row `first` of the head.
+  PYATTN_DEVICE void store(const BackwardParams& p, const Head& head, int first) const {
+#pragma unroll
+    for (int at = 0; at < 2 * kM; ++at) {
+      const float total = reduce_row(sum[at], [](float x, float y) { return x + y; });
+      const int r = first + 8 * at + lane() / 4;
+      if (lane() % 4 == 0 && r < head.count) slope_terms_of<float>(p)[head.index(p, r)] = total;
+    }
+  }
+};
+
+template <class S, int kDim, class Score>
 struct QueriesShape : RowShape<S, kDim> {
   using typename RowShape<S, kDim>::QTile;
   // S and dP together take twice the registers that S takes in forward.
-  static constexpr int kKeys = sizeof(S) == 2 || kDim <= 64 ? 32 : 16;
+  static constexpr int kKeys = !Score::kGeneral && (sizeof(S) == 2 || kDim <= 64) ? 32 : 16;
   static constexpr int kStages = kDim > 192 ? 1 : 2;  // 2: the next keys are copied meanwhile, where memory allows
   using KTile = Tile<S, kKeys, kDim>;
   using Dropout = DropoutTile<QueriesShape::kRows, kKeys>;
@@ -50,14 +78,14 @@ struct QueriesShape : RowShape<S, kDim> {
   };
 };
 
-template <class S, int kDim, class Score, class Shape = QueriesShape<S, kDim>>
+template <class S, int kDim, class Score, class Shape = QueriesShape<S, kDim, Score>>
 PYATTN_KERNEL(Shape::kThreads)
 backward_queries(const __grid_constant__ BackwardParams p) {
   constexpr int kM = Shape::kM, kKeys = Shape::kKeys, kRows = Shape::kRows;
   constexpr Layout kLayout = Layout::kQueriesByKeys;
   const RowBlock<kRows> block(p);
   const int r0 = block.first();
-  const Run keys = keys_of_rows(Mask(p, block.head), r0, block.rows());
+  const KeyRun keys(Mask(p, block.head), r0, block.rows());
   const int warp_row = warp() / Shape::kParts * 16 * kM;
   const int part = warp() % Shape::kParts;
   const typename Shape::Memory shared(p, shared_memory());
@@ -81,10 +109,11 @@ backward_queries(const __grid_constant__ BackwardParams p) {
   }
 
   Sums<kM, Shape::kColumns / 8> dQ = {};
+  [[maybe_unused]] SlopeTerms<kM> slopes;
   int turn = 0;
-  for (int n0 = keys.begin; n0 < keys.end; n0 += kKeys) {
+  for (int n0 = keys.begin, next; n0 < keys.end; n0 = next) {
     const typename Shape::KTile K = shared.K(turn), V = shared.V(turn);
-    const int next = n0 + kKeys;
+    next = skip_keys<kRows, kKeys>(p, keys, n0 + kKeys);
     wait_for_copies();
     barrier();  // these keys are there, and those before no longer read
     if (Shape::kStages == 2) {
@@ -100,14 +129,18 @@ backward_queries(const __grid_constant__ BackwardParams p) {
     Sums<kM, kKeys / 8> P = {}, dS = {};
     multiply_rows<S>(P, shared.Q, warp_row, K);
     multiply_rows<S>(dS, shared.dO, warp_row, V);
-    to_gradients<kLayout>(score, shared.dropout, P, dS, warp_row, [&](int at, int) { return terms[at]; });
     const bool masked = keys.cover(n0, kKeys) != Cover::kFull;
-    if (masked)
-      each_hidden<kM, kKeys / 8>(mask_of_rows<kRows>(p, n0), warp_row, [&](int m, int n, int i) { dS[m][n][i] = 0; });
+    const auto place = [&] { return mask_of_rows<kRows>(p, n0); };
+    to_gradients<S, kLayout>(
+        score, shared.dropout, P, dS, warp_row, place, masked, [&](int at, int) { return terms[at]; },
+        [&](const auto& dS) {
+          if constexpr (Score::kGeneral)
+            if (p.dslopes) slopes.add(p, dS, place(), warp_row);
+        });
 
     const bool cleared = masked && clear_nonfinite<Shape::kThreads>(K, shared.flags);
     multiply_sums<S, Shape::kParts>(dQ, dS, K, part);
-    if (cleared) poison(dQ, shared.flags, kKeys, mask_of_rows<kRows>(p, n0), warp_row);
+    if (cleared) poison<S, kLayout>(dQ, shared.flags, kKeys, place(), warp_row);
     if (Shape::kStages == 1) {
       barrier();  // the keys no longer read
       if (next < keys.end) load_keys(0, next);
@@ -116,6 +149,8 @@ backward_queries(const __grid_constant__ BackwardParams p) {
 
   const RowBlock<kRows> same(p);
   const int first = same.first() + warp_row;
+  if constexpr (Score::kGeneral)
+    if (p.dslopes && part == 0) slopes.store(p, same.head, first);
   const float scale = score.dscale();
   store_sums<S, Shape::kParts>(
       dQ, part, same.rows() - warp_row, p.head_dim, whole_chunks<S>(p.dq),

@@ -28,18 +28,23 @@ struct RowShape {
   using QTile = Tile<S, kRows, kDim>;
 };
 
+PYATTN_DEVICE unsigned opaque_group(const ForwardParams& p) {
+  return opaque(static_cast<unsigned>(p.num_heads_q)) / static_cast<unsigned>(p.num_heads_kv);
+}
+
 // kRows query rows of a head, its last ones first: under a causal mask they see most keys.
-// Kernels construct it again where they need it again: its number is opaque to the
+// Kernels construct it again where they need it again: what it divides is opaque to the
 // compiler, for registers are scarcer than divisions.
 template <int kRows>
 struct RowBlock {
-  unsigned number, blocks;
+  unsigned number, group, blocks;
   Head head;
 
   PYATTN_DEVICE explicit RowBlock(const ForwardParams& p)
       : number(opaque(static_cast<unsigned>(block_index()))),
-        blocks(static_cast<unsigned>(ceil_div(p.seqlen_q * group_size(p), kRows))),
-        head(p, number / blocks) {}
+        group(opaque_group(p)),
+        blocks(static_cast<unsigned>(ceil_div(p.seqlen_q * group, kRows))),
+        head(p, number / blocks, group) {}
 
   PYATTN_DEVICE int first() const { return static_cast<int>(blocks - 1 - number % blocks) * kRows; }
   PYATTN_DEVICE int rows() const { return static_cast<int>(min(kRows, head.count - first())); }
@@ -53,8 +58,8 @@ struct KeyBlock {
 
   PYATTN_DEVICE explicit KeyBlock(const ForwardParams& p)
       : number(opaque(static_cast<unsigned>(block_index()))),
-        blocks(static_cast<unsigned>(ceil_div(p.seqlen_k, kKeys))),
-        head(p, number / blocks) {}
+        blocks(static_cast<unsigned>(ceil_div(opaque(static_cast<unsigned>(p.seqlen_k)), kKeys))),
+        head(p, number / blocks, opaque_group(p)) {}
 
   PYATTN_DEVICE int first() const { return static_cast<int>(number % blocks) * kKeys; }
   PYATTN_DEVICE int keys() const { return static_cast<int>(min(kKeys, head.seqlen_k - first())); }
@@ -94,6 +99,14 @@ struct QueryRows {
         first(head.row<const S>(view, 0)),
         group(static_cast<unsigned>(head.group)),
         count(static_cast<int>(head.count)),
+        cols(static_cast<int>(cols)) {}
+
+  // Those of one query head of the group.
+  PYATTN_DEVICE QueryRows(const Head& head, const View& view, int64_t cols, int member)
+      : view(view),
+        first(head.row<const S>(view, member)),
+        group(1),
+        count(static_cast<int>(head.seqlen_q)),
         cols(static_cast<int>(cols)) {}
 
   // Begins to copy those from r0 on.

@@ -59,12 +59,12 @@ struct DropoutTile {
 
   PYATTN_DEVICE bool any() const { return p.dropout.threshold; }
 
-  // Draws for the rows from r0 and the keys from n0 on. A barrier comes after.
+  // Draws for the rows r0, r0 + step and so on, and the keys from n0 on. A barrier comes after.
   template <int kThreads>
-  PYATTN_DEVICE void draw(const Head& head, int r0, int n0) const {
+  PYATTN_DEVICE void draw(const Head& head, int r0, int n0, int step = 1) const {
     constexpr int kGroups = kKeys / kDrawKeys;
     for (unsigned at = opaque(thread_index()); at < kBytes; at += kThreads)
-      bits[at] = draw_kept(p, head, r0 + at / kGroups, n0 + at % kGroups * kDrawKeys);
+      bits[at] = draw_kept(p, head, r0 + at / kGroups * step, n0 + at % kGroups * kDrawKeys);
   }
 
   PYATTN_DEVICE float factor(int row, int key) const {

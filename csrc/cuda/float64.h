@@ -6,12 +6,15 @@
 #include <cstdint>
 
 #include "attention.h"
+#include "bias_tiles.h"
 #include "dropout.h"
 #include "fragment.h"
+#include "gradient.h"
 #include "heads.h"
 #include "mask.h"
 #include "primitives.h"
 #include "score.h"
+#include "workspace.h"
 
 namespace pyattn::cuda {
 namespace {
@@ -70,43 +73,65 @@ float64_forward(const __grid_constant__ ForwardParams p) {
   if (!item.there) return;
   const Head head(p, item.head);
   const int64_t r = item.place;
-  const Range visible = Mask(p, head).keys_of(r);
+  const Mask mask(p, head);
+  const Range visible = mask.exact_keys_of<S>(r);
   const Score score(p);
   const LaneRow q(head.row<const double>(p.q, r), p.head_dim);
   LaneRow out;
   double row_max = kNegInf, row_sum = 0;
   for (int64_t j = visible.begin; j < visible.end; ++j) {
-    const double s = score.to_score(q.dot({head.key<const double>(p.k, j), p.head_dim}));
+    if (!mask.sees<S>(r, j)) continue;
+    const double s = score.at(head, r, j, q.dot({head.key<const double>(p.k, j), p.head_dim})).score;
     const double most = s > row_max ? s : row_max, shift = most == kNegInf ? 0 : most;
     const double decay = exp(row_max - shift), weight = exp(s - shift);
     row_max = most, row_sum = row_sum * decay + weight;
     for (double& x : out.column) x *= decay;
     out.add(weight * dropout_factor(p, head, r, j), {head.key<const double>(p.v, j), p.head_dim_v});
   }
-  out.store(head.row<double>(p.out, r), p.head_dim_v, visible.empty() ? 0 : 1 / row_sum);
+  double decay = 1, sink = kNegInf;
+  if (p.score.sinks) {
+    sink = static_cast<const double*>(p.score.sinks)[head.query_head(r)];
+    const double most = sink > row_max ? sink : row_max, shift = most == kNegInf ? 0 : most;
+    decay = exp(row_max - shift), row_max = most, row_sum = row_sum * decay + exp(sink - shift);
+  }
+  out.store(head.row<double>(p.out, r), p.head_dim_v, visible.empty() ? 0 : decay / row_sum);
   if (lane() != 0) return;
   const int64_t at = head.index(p, r);
   static_cast<double*>(p.row_max)[at] = row_max, static_cast<double*>(p.row_sum)[at] = row_sum;
-  static_cast<double*>(p.lse)[at] = row_max + log(row_sum);
+  static_cast<double*>(p.lse)[at] = visible.empty() ? sink : row_max + log(row_sum);
 }
 
 // A row in backward, and what a key makes of it.
 struct RowGradient {
+  const BackwardParams& p;
+  Head head;
+  int64_t r;
   LaneRow q, dout;
-  double row_max, row_sum, delta, dlse, weight, ds;
+  double row_max, row_sum, delta;  // delta = rowsum(dO * O) - dlse
+  double weight, dscore, dproduct;
 
   PYATTN_DEVICE RowGradient(const BackwardParams& p, const Head& head, int64_t r)
-      : q(head.row<const double>(p.q, r), p.head_dim), dout(head.row<const double>(p.dout, r), p.head_dim_v) {
+      : p(p),
+        head(head),
+        r(r),
+        q(head.row<const double>(p.q, r), p.head_dim),
+        dout(head.row<const double>(p.dout, r), p.head_dim_v) {
     const int64_t at = head.index(p, r);
     row_max = static_cast<const double*>(p.row_max)[at], row_sum = static_cast<const double*>(p.row_sum)[at];
-    dlse = p.dlse ? static_cast<const double*>(p.dlse)[at] : 0;
     delta = dout.dot({head.row<const double>(p.out, r), p.head_dim_v});
+    if (p.dlse) delta -= static_cast<const double*>(p.dlse)[at];
   }
 
   template <class Score>
-  PYATTN_DEVICE void meet(const Score& score, const LaneRow& k, const LaneRow& v, double factor) {
-    const double p_ij = exp(score.to_score(q.dot(k)) - row_max) / row_sum;
-    weight = p_ij * factor, ds = p_ij * (dout.dot(v) * factor - delta + dlse);
+  PYATTN_DEVICE void meet(const Score& score, int64_t j, const LaneRow& k, const LaneRow& v) {
+    const auto s = score.at(head, r, j, q.dot(k));
+    const double p_ij = exp(s.score - row_max) / row_sum, factor = dropout_factor(p, head, r, j);
+    weight = p_ij * factor, dscore = p_ij * (dout.dot(v) * factor - delta), dproduct = dscore * s.derivative;
+  }
+
+  PYATTN_DEVICE double sink_term() const {
+    const double sink = static_cast<const double*>(p.score.sinks)[head.query_head(r)];
+    return sink == kNegInf ? 0 : exp(sink - row_max) / row_sum * -delta;
   }
 };
 
@@ -117,16 +142,23 @@ float64_backward_queries(const __grid_constant__ BackwardParams p) {
   if (!item.there) return;
   const Head head(p, item.head);
   const int64_t r = item.place;
-  const Range visible = Mask(p, head).keys_of(r);
+  const Mask mask(p, head);
+  const Range visible = mask.keys_of(r);
   const Score score(p);
   RowGradient row(p, head, r);
   LaneRow dq;
+  double slope_term = 0;
   for (int64_t j = visible.begin; j < visible.end; ++j) {
+    if (!mask.sees<S>(r, j)) continue;
     const LaneRow k(head.key<const double>(p.k, j), p.head_dim), v(head.key<const double>(p.v, j), p.head_dim_v);
-    row.meet(score, k, v, dropout_factor(p, head, r, j));
-    dq.add(row.ds, k);
+    row.meet(score, j, k, v);
+    dq.add(row.dproduct, k);
+    slope_term += row.dscore * minus_distance(p, head, r, j);
   }
   dq.store(head.row<double>(p.dq, r), p.head_dim, score.dscale());
+  if (lane() != 0) return;
+  if (p.dslopes) slope_terms_of<double>(p)[head.index(p, r)] = slope_term;
+  if (p.dsinks) sink_terms_of<double>(p)[head.index(p, r)] = row.sink_term();
 }
 
 template <class S, class Score>
@@ -137,16 +169,46 @@ float64_backward_keys(const __grid_constant__ BackwardParams p) {
   const Head head(p, item.head);
   const int64_t j = item.place;
   const LaneRow k(head.key<const double>(p.k, j), p.head_dim), v(head.key<const double>(p.v, j), p.head_dim_v);
-  const Range rows = Mask(p, head).rows_of_any(j, 1);
+  const Mask mask(p, head);
+  const Range rows = mask.rows_of_any(j, 1);
   const Score score(p);
   LaneRow dk, dv;
   for (int64_t r = rows.begin; r < rows.end; ++r) {
+    if (!mask.sees<S>(r, j)) continue;
     RowGradient row(p, head, r);
-    row.meet(score, k, v, dropout_factor(p, head, r, j));
-    dk.add(row.ds, row.q), dv.add(row.weight, row.dout);
+    row.meet(score, j, k, v);
+    dk.add(row.dproduct, row.q), dv.add(row.weight, row.dout);
   }
   dk.store(head.key<double>(p.dk, j), p.head_dim, score.dscale());
   dv.store(head.key<double>(p.dv, j), p.head_dim_v, 1);
+}
+
+// A warp makes an element of dbias, of all that it stands for.
+template <class S, class Score>
+PYATTN_KERNEL(kFloat64Threads)
+float64_backward_bias(const __grid_constant__ BackwardParams p) {
+  const int64_t at = block_index() * kFloat64Warps + warp();
+  const BiasTiles<1, 1> elements(p);
+  if (at >= elements.count()) return;
+  const BiasTile own(p, elements, at);
+  const Score score(p);
+  double sum = 0;
+  for (int64_t b = own.sequences.begin; b < own.sequences.end; ++b)
+    for (int64_t h = own.heads.begin; h < own.heads.end; ++h) {
+      const int64_t group = group_size(p);
+      const Head head(p, b * p.num_heads_kv + h / group);
+      const Mask mask(p, head);
+      for (int64_t i = own.queries.begin; i < own.queries.end; ++i)
+        for (int64_t j = own.keys.begin; j < own.keys.end; ++j) {
+          const int64_t r = i * group + h % group;
+          if (!mask.sees<S>(r, j)) continue;
+          RowGradient row(p, head, r);
+          row.meet(score, j, {head.key<const double>(p.k, j), p.head_dim},
+                   {head.key<const double>(p.v, j), p.head_dim_v});
+          sum += row.dscore;
+        }
+    }
+  if (lane() == 0) with_gradients<S>(p.dbias, [&](auto* to) { to[own.offset(p.dbias)] = sum; });
 }
 
 }  // namespace

@@ -16,11 +16,14 @@
 namespace pyattn::cuda {
 namespace {
 
-template <class S, int kDim>
+template <class S, int kDim, class Score>
 struct ForwardShape : RowShape<S, kDim> {
   using typename RowShape<S, kDim>::QTile;
   // S takes kM * kKeys / 2 registers of a lane.
-  static constexpr int kKeys = sizeof(S) == 2 ? (kDim == 128 ? 48 : 64) : kDim <= 64 ? 64 : 32;
+  static constexpr int kKeys = Score::kGeneral  ? (sizeof(S) == 2 && kDim == 128 ? 16 : 32)
+                               : sizeof(S) == 2 ? (kDim == 128 ? 48 : 64)
+                               : kDim <= 64     ? 64
+                                                : 32;
   using KTile = Tile<S, kKeys, kDim>;
   using Dropout = DropoutTile<ForwardShape::kRows, kKeys>;
   static constexpr int kFlags = QTile::kBytes + 2 * KTile::kBytes, kKept = kFlags + kKeys;
@@ -42,14 +45,14 @@ struct ForwardShape : RowShape<S, kDim> {
   };
 };
 
-template <class S, int kDim, class Score, class Shape = ForwardShape<S, kDim>>
+template <class S, int kDim, class Score, class Shape = ForwardShape<S, kDim, Score>>
 PYATTN_KERNEL(Shape::kThreads)
 forward(const __grid_constant__ ForwardParams p) {
   constexpr int kM = Shape::kM, kKeys = Shape::kKeys, kRows = Shape::kRows;
   constexpr Layout kLayout = Layout::kQueriesByKeys;
   const RowBlock<kRows> block(p);
   const int r0 = block.first();
-  const Run keys = keys_of_rows(Mask(p, block.head), r0, block.rows());
+  const KeyRun keys(Mask(p, block.head), r0, block.rows());
   const int warp_row = warp() / Shape::kParts * 16 * kM;
   const int part = warp() % Shape::kParts;
   const typename Shape::Memory shared(p, shared_memory());
@@ -62,7 +65,7 @@ forward(const __grid_constant__ ForwardParams p) {
   }
   Sums<kM, Shape::kColumns / 8> O = {};
   SoftmaxState<kM> state;
-  for (int n0 = keys.begin; n0 < keys.end; n0 += kKeys) {
+  for (int n0 = keys.begin, next; n0 < keys.end; n0 = next) {
     wait_for_copies();
     barrier();  // K is there, and V no longer read
     V.template load<Shape::kThreads>(shared.V, n0);
@@ -73,25 +76,27 @@ forward(const __grid_constant__ ForwardParams p) {
 
     Sums<kM, kKeys / 8> P = {};
     multiply_rows<S>(P, shared.Q, warp_row, shared.K);
-    score.to_scores(P);
+    NoDerivative none;
+    score.template to_scores<kLayout>(P, none, warp_row, [&] { return mask_of_rows<kRows>(p, n0); });
     wait_for_copies();
     barrier();  // V is there, and K no longer read
-    if (n0 + kKeys < keys.end) K.template load<Shape::kThreads>(shared.K, n0 + kKeys);
+    next = skip_keys<kRows, kKeys>(p, keys, n0 + kKeys);
+    if (next < keys.end) K.template load<Shape::kThreads>(shared.K, next);
 
     const bool masked = keys.cover(n0, kKeys) != Cover::kFull;
     if (masked)
-      each_hidden<kM, kKeys / 8>(mask_of_rows<kRows>(p, n0), warp_row,
-                                 [&](int m, int n, int i) { P[m][n][i] = kNegInf; });
+      each_hidden<S, kLayout, kM, kKeys / 8>(mask_of_rows<kRows>(p, n0), warp_row,
+                                             [&](int m, int n, int i) { P[m][n][i] = kNegInf; });
     state.update(score, P, O);
     shared.dropout.template apply<kLayout>(P, warp_row);
     const bool cleared = masked && clear_nonfinite<Shape::kThreads>(shared.V, shared.flags);
     multiply_sums<S, Shape::kParts>(O, P, shared.V, part);
-    if (cleared) poison(O, shared.flags, kKeys, mask_of_rows<kRows>(p, n0), warp_row);
+    if (cleared) poison<S, kLayout>(O, shared.flags, kKeys, mask_of_rows<kRows>(p, n0), warp_row);
   }
 
   const RowBlock<kRows> same(p);
   const int first = same.first() + warp_row;
-  state.finish(p, Mask(p, same.head), score, first);
+  state.template finish<S>(p, Mask(p, same.head), score, first);
   store_sums<S, Shape::kParts>(
       O, part, same.rows() - warp_row, p.head_dim_v, whole_chunks<S>(p.out),
       [&](int i) { return same.head.template row<S>(p.out, first + i); },

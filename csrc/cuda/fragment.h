@@ -82,6 +82,11 @@ PYATTN_DEVICE float widen(float x) { return x; }
 PYATTN_DEVICE float widen(bf16 x) { return float_of(uint32_t{x.bits} << 16); }
 PYATTN_DEVICE float widen(f16 x) { return widen_f16(x.bits); }
 
+// to = the nearest number to x.
+PYATTN_DEVICE void narrow(float& to, float x) { to = x; }
+PYATTN_DEVICE void narrow(bf16& to, float x) { to.bits = static_cast<uint16_t>(pack_bf16(x, 0)); }
+PYATTN_DEVICE void narrow(f16& to, float x) { to.bits = static_cast<uint16_t>(pack_f16(x, 0)); }
+
 // Two times 8 columns of sums as a left factor; the product sums over these columns. For
 // float the tensor core's columns t and t + 4 are the sums' columns 2t and 2t + 1, so that
 // no lane needs another's: SummedCursor (product.h) agrees.

@@ -6,15 +6,19 @@
 
 #include "add_queries.h"
 #include "attention.h"
+#include "backward_bias.h"
 #include "backward_keys.h"
 #include "backward_queries.h"
 #include "float64.h"
 #include "forward.h"
-#include "gradient.h"
+#include "bias_tiles.h"
 #include "heads.h"
+#include "mask_passes.h"
 #include "primitives.h"
+#include "row_sums.h"
 #include "row_terms.h"
 #include "score.h"
+#include "workspace.h"
 
 namespace pyattn::cuda {
 namespace {
@@ -22,12 +26,8 @@ namespace {
 int64_t kv_heads(const ForwardParams& p) { return p.batch * p.num_heads_kv; }
 int64_t all_keys(const ForwardParams& p) { return kv_heads(p) * p.seqlen_k; }
 int64_t rows_of_head(const ForwardParams& p) { return p.seqlen_q * group_size(p); }
-int64_t all_rows(const ForwardParams& p) { return kv_heads(p) * rows_of_head(p); }
 int64_t row_blocks(const ForwardParams& p, int64_t rows) { return kv_heads(p) * ceil_div(rows_of_head(p), rows); }
 int64_t key_blocks(const ForwardParams& p, int64_t keys) { return kv_heads(p) * ceil_div(p.seqlen_k, keys); }
-
-template <class S>
-constexpr bool kMayAddQueries = sizeof(S) == 2;
 
 // f(kDim) for the smallest head dimension with kernels that holds both of the call's.
 template <class F>
@@ -41,63 +41,143 @@ const char* with_dim(const ForwardParams& p, F f) {
   return f(std::integral_constant<int, 256>());
 }
 
+template <class Score>
+struct Chosen {
+  using type = Score;
+};
+
+// f(Chosen<Score>) for the score of the call.
+template <class S, class F>
+const char* with_score(const ForwardParams& p, F f) {
+  return general_score(p) ? f(Chosen<General<S>>()) : f(Chosen<Plain<S>>());
+}
+
+// Makes the mask's summaries where there are any, and leaves the rest of params.workspace.
 template <class S>
-const char* launch_forward(const ForwardParams& p, void* stream) {
-  if constexpr (std::is_same_v<S, double>)
-    return launch(float64_forward<S, Plain<S>>, ceil_div(all_rows(p), kFloat64Warps), kFloat64Threads, 0, stream, p);
-  else
-    return with_dim(p, [&](auto dim) {
-      using Shape = ForwardShape<S, dim>;
-      return launch(forward<S, dim, Plain<S>>, row_blocks(p, Shape::kRows), Shape::kThreads, Shape::kBytes, stream, p);
-    });
+const char* launch_mask(ForwardParams& p, void* stream) {
+  if (!needs_summaries(p)) return nullptr;
+  const int64_t rows = bias_rows_count(p), blocks = mask_blocks_count(p);
+  p.mask.blocks = static_cast<BlockKeys*>(p.workspace);
+  p.mask.bias_rows =
+      p.score.bias.type == BiasType::kNone ? nullptr : reinterpret_cast<RowKeys*>(p.mask.blocks + blocks);
+  p.workspace = static_cast<char*>(p.workspace) + mask_bytes(p);
+  const char* error = launch(bias_rows<S>, ceil_div(rows, kMaskWarps), kMaskThreads, 0, stream, p);
+  return error ? error : launch(mask_blocks<S>, ceil_div(blocks, kMaskThreads), kMaskThreads, 0, stream, p);
 }
 
 template <class S>
-const char* launch_adding_queries(const BackwardParams& p, void* stream) {
-  const int64_t sums = all_rows(p) * p.head_dim;
-  const char* error = nullptr;
-  if (sums)  // there are none without heads, rows or columns
-    error = clear_memory(static_cast<RowTerms*>(p.workspace) + all_rows(p), sums * sizeof(float), stream);
+const char* launch_forward(const ForwardParams& params, void* stream) {
+  ForwardParams p = params;
+  if (const char* error = launch_mask<S>(p, stream)) return error;
+  if constexpr (std::is_same_v<S, double>)
+    return launch(float64_forward<S, General<S>>, ceil_div(all_rows(p), kFloat64Warps), kFloat64Threads, 0, stream, p);
+  else
+    return with_score<S>(p, [&](auto chosen) {
+      using Score = typename decltype(chosen)::type;
+      return with_dim(p, [&](auto dim) {
+        using Shape = ForwardShape<S, dim, Score>;
+        return launch(forward<S, dim, Score>, row_blocks(p, Shape::kRows), Shape::kThreads, Shape::kBytes, stream, p);
+      });
+    });
+}
+
+// dQ by the pass over keys. dslopes needs the pass over queries, which makes dQ too.
+template <class S>
+bool adds_queries(const BackwardParams& p, bool deterministic) {
+  return sizeof(S) == 2 && !deterministic && !p.dslopes;
+}
+
+// dQ, dK and dV, what dslopes and dsinks are the sums of, and dbias where it does not broadcast.
+template <class S, class Score>
+const char* launch_gradients(const BackwardParams& p, bool deterministic, void* stream) {
+  const char* error =
+      launch(row_terms<S, Score>, ceil_div(all_rows(p), kRowTermsWarps), kRowTermsWarps * kWarpLanes, 0, stream, p);
   if (error) return error;
-  error = with_dim(p, [&](auto dim) {
-    using Keys = KeysShape<S, dim>;
-    return launch(backward_keys<S, dim, true, Plain<S>>, key_blocks(p, Keys::kKeys), Keys::kThreads, Keys::kBytes,
+  if constexpr (sizeof(S) == 2)
+    if (adds_queries<S>(p, deterministic)) {
+      const int64_t sums = all_rows(p) * p.head_dim;
+      if (sums)  // there are none without heads, rows or columns
+        error = clear_memory(query_sums_of(p, 0, 0), sums * sizeof(float), stream);
+      if (error) return error;
+      error = with_dim(p, [&](auto dim) {
+        using Keys = KeysShape<S, dim, Score>;
+        return launch(backward_keys<S, dim, true, Score>, key_blocks(p, Keys::kKeys), Keys::kThreads, Keys::kBytes,
+                      stream, p);
+      });
+      return error ? error : launch(round_queries<S>, ceil_div(sums, kRoundThreads), kRoundThreads, 0, stream, p);
+    }
+  return with_dim(p, [&](auto dim) {
+    using Keys = KeysShape<S, dim, Score>;
+    using Queries = QueriesShape<S, dim, Score>;
+    const char* error = launch(backward_keys<S, dim, false, Score>, key_blocks(p, Keys::kKeys), Keys::kThreads,
+                               Keys::kBytes, stream, p);
+    if (error) return error;
+    return launch(backward_queries<S, dim, Score>, row_blocks(p, Queries::kRows), Queries::kThreads, Queries::kBytes,
                   stream, p);
   });
-  return error ? error : launch(round_queries<S, Plain<S>>, ceil_div(sums, kRoundThreads), kRoundThreads, 0, stream, p);
 }
 
 template <class S>
-const char* launch_backward(const BackwardParams& p, [[maybe_unused]] bool deterministic, void* stream) {
-  const char* error;
+const char* launch_gradients(const BackwardParams& p, [[maybe_unused]] bool deterministic, void* stream) {
   if constexpr (std::is_same_v<S, double>) {
-    error =
-        launch(float64_backward_keys<S, Plain<S>>, ceil_div(all_keys(p), kFloat64Warps), kFloat64Threads, 0, stream, p);
+    using Score = General<S>;
+    const char* error =
+        launch(float64_backward_keys<S, Score>, ceil_div(all_keys(p), kFloat64Warps), kFloat64Threads, 0, stream, p);
     if (error) return error;
-    return launch(float64_backward_queries<S, Plain<S>>, ceil_div(all_rows(p), kFloat64Warps), kFloat64Threads, 0,
-                  stream, p);
+    return launch(float64_backward_queries<S, Score>, ceil_div(all_rows(p), kFloat64Warps), kFloat64Threads, 0, stream,
+                  p);
   } else {
-    error = launch(row_terms<S, Plain<S>>, ceil_div(all_rows(p), kRowTermsWarps), kRowTermsWarps * kWarpLanes, 0,
-                   stream, p);
-    if (error) return error;
-    if constexpr (kMayAddQueries<S>)
-      if (!deterministic) return launch_adding_queries<S>(p, stream);
-    return with_dim(p, [&](auto dim) {
-      using Keys = KeysShape<S, dim>;
-      using Queries = QueriesShape<S, dim>;
-      const char* error = launch(backward_keys<S, dim, false, Plain<S>>, key_blocks(p, Keys::kKeys), Keys::kThreads,
-                                 Keys::kBytes, stream, p);
-      if (error) return error;
-      return launch(backward_queries<S, dim, Plain<S>>, row_blocks(p, Queries::kRows), Queries::kThreads,
-                    Queries::kBytes, stream, p);
-    });
+    return with_score<S>(
+        p, [&](auto chosen) { return launch_gradients<S, typename decltype(chosen)::type>(p, deterministic, stream); });
   }
 }
 
+// dbias where it broadcasts, and in float64.
 template <class S>
-int64_t workspace_bytes(const BackwardParams& p, bool deterministic) {
-  const bool sums = kMayAddQueries<S> && !deterministic;
-  return all_rows(p) * (sizeof(RowTerms) + (sums ? p.head_dim * sizeof(float) : 0));
+const char* launch_bias(const BackwardParams& p, void* stream) {
+  using Score = General<S>;
+  if constexpr (std::is_same_v<S, double>)
+    return launch(float64_backward_bias<S, Score>, ceil_div(BiasTiles<1, 1>(p).count(), kFloat64Warps), kFloat64Threads,
+                  0, stream, p);
+  else
+    return with_dim(p, [&](auto dim) {
+      using Shape = QueriesShape<S, dim, Score>;
+      return launch(backward_bias<S, dim, Score>, BiasTiles<Shape::kRows, Shape::kKeys>(p).count(), Shape::kThreads,
+                    Shape::kBytes, stream, p);
+    });
+}
+
+template <class T>
+const char* launch_row_sums(const BackwardParams& p, const T* terms, void* sums, bool one_for_all, void* stream) {
+  if (!sums) return nullptr;
+  const RowSums<T> rows{terms, static_cast<T*>(sums), p.batch, p.num_heads_q, p.seqlen_q, one_for_all};
+  return launch(sum_rows<T>, ceil_div((one_for_all ? 1 : p.batch) * p.num_heads_q, kRowSumWarps),
+                kRowSumWarps * kWarpLanes, 0, stream, rows);
+}
+
+template <class S>
+const char* launch_backward(const BackwardParams& params, bool deterministic, void* stream) {
+  using T = std::conditional_t<std::is_same_v<S, double>, double, float>;
+  BackwardParams p = params;
+  const char* error = launch_mask<S>(p, stream);
+  const bool bias_pass = p.dbias.data && (std::is_same_v<S, double> || shares(p));
+  BackwardParams main = p;
+  if (bias_pass) main.dbias.data = nullptr;
+  if (const int64_t scores = p.batch * p.num_heads_q * p.seqlen_q * p.seqlen_k; !error && main.dbias.data && scores) {
+    const int64_t bytes = p.dbias.type == BiasType::kFloat32 ? sizeof(float) : sizeof(S);
+    error = clear_memory(p.dbias.data, scores * bytes, stream);  // what no row sees is not reached
+  }
+  if (!error) error = launch_gradients<S>(main, deterministic, stream);
+  if (!error && bias_pass) error = launch_bias<S>(p, stream);
+  if (!error) error = launch_row_sums(p, slope_terms_of<T>(p), p.dslopes, !p.score.slopes_stride_b, stream);
+  if (!error) error = launch_row_sums(p, sink_terms_of<T>(p), p.dsinks, true, stream);
+  return error;
+}
+
+template <class S>
+int64_t backward_bytes(const BackwardParams& p, bool deterministic) {
+  using T = std::conditional_t<std::is_same_v<S, double>, double, float>;
+  return mask_bytes(p) + workspace_bytes<T>(p, adds_queries<S>(p, deterministic));
 }
 
 }  // namespace
@@ -105,7 +185,7 @@ int64_t workspace_bytes(const BackwardParams& p, bool deterministic) {
 #define PYATTN_TABLE_OF(dtype) kernels_##dtype
 #define PYATTN_TABLE(dtype) PYATTN_TABLE_OF(dtype)
 extern const DeviceKernels PYATTN_TABLE(PYATTN_DTYPE);
-const DeviceKernels PYATTN_TABLE(PYATTN_DTYPE) = {workspace_bytes<PYATTN_DTYPE>, launch_forward<PYATTN_DTYPE>,
-                                                  launch_backward<PYATTN_DTYPE>};
+const DeviceKernels PYATTN_TABLE(PYATTN_DTYPE) = {mask_bytes, backward_bytes<PYATTN_DTYPE>,
+                                                  launch_forward<PYATTN_DTYPE>, launch_backward<PYATTN_DTYPE>};
 
 }  // namespace pyattn::cuda

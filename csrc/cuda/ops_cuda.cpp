@@ -80,6 +80,10 @@ void on_device_of(const at::Tensor& q, const ForwardParams& p, F f) {
   f(current_stream(q.device().index()));
 }
 
+at::Tensor scratch(const at::Tensor& q, int64_t bytes) {
+  return at::empty({bytes}, q.options().dtype(at::kByte).memory_format(std::nullopt));
+}
+
 }  // namespace
 
 std::vector<std::string> architectures() {
@@ -87,15 +91,19 @@ std::vector<std::string> architectures() {
   return {std::istream_iterator<std::string>(names), {}};
 }
 
-void forward(const at::Tensor& q, const ForwardParams& p) {
-  on_device_of(q, p, [&](void* stream) { check(kernels(q.scalar_type()).forward(p, stream)); });
+void forward(const at::Tensor& q, ForwardParams& p) {
+  on_device_of(q, p, [&](void* stream) {
+    const DeviceKernels& table = kernels(q.scalar_type());
+    const at::Tensor workspace = scratch(q, table.forward_bytes(p));
+    p.workspace = workspace.mutable_data_ptr();
+    check(table.forward(p, stream));
+  });
 }
 
 void backward(const at::Tensor& q, BackwardParams& p, bool deterministic) {
   on_device_of(q, p, [&](void* stream) {
     const DeviceKernels& table = kernels(q.scalar_type());
-    const at::Tensor workspace =
-        at::empty({table.workspace_bytes(p, deterministic)}, q.options().dtype(at::kByte).memory_format(std::nullopt));
+    const at::Tensor workspace = scratch(q, table.backward_bytes(p, deterministic));
     p.workspace = workspace.mutable_data_ptr();
     check(table.backward(p, deterministic, stream));
   });

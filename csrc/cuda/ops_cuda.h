@@ -15,7 +15,7 @@ namespace pyattn::cuda {
 std::vector<std::string> architectures();
 
 // On q's device, on its current stream.
-void forward(const at::Tensor& q, const ForwardParams& p);
+void forward(const at::Tensor& q, ForwardParams& p);
 void backward(const at::Tensor& q, BackwardParams& p, bool deterministic);
 
 }  // namespace pyattn::cuda

@@ -13,7 +13,7 @@ namespace {
 }  // namespace
 
 std::vector<std::string> architectures() { return {}; }
-void forward(const at::Tensor& q, const ForwardParams&) { refuse(q); }
+void forward(const at::Tensor& q, ForwardParams&) { refuse(q); }
 void backward(const at::Tensor& q, BackwardParams&, bool) { refuse(q); }
 
 }  // namespace pyattn::cuda

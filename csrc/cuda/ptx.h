@@ -107,6 +107,13 @@ PYATTN_DEVICE float exp2(float x) {
   return y;
 }
 
+// 1 / x within 1 ulp; 0 for an infinite x.
+PYATTN_DEVICE float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // To the nearest with 10 bits of mantissa, ties away from zero.
 PYATTN_DEVICE uint32_t round_tf32(float x) {
   uint32_t y;

@@ -1,5 +1,5 @@
 // The first pass of backward: what the others need to know of
-// each row, above all delta = rowsum(dO * O). One warp per row.
+// each row, above all delta = rowsum(dO * O), and its share of dsinks. One warp per row.
 #pragma once
 
 #include <cstdint>
@@ -10,16 +10,12 @@
 #include "heads.h"
 #include "mask.h"
 #include "primitives.h"
+#include "workspace.h"
 
 namespace pyattn::cuda {
 namespace {
 
 inline constexpr int kRowTermsWarps = 4;
-
-// (batch * num_heads_kv, rows), at the beginning of params.workspace.
-PYATTN_DEVICE RowTerms* row_terms_of(const BackwardParams& p, unsigned head, unsigned rows) {
-  return static_cast<RowTerms*>(p.workspace) + uint64_t{head} * rows;
-}
 
 template <class S, class Score>
 PYATTN_KERNEL(kRowTermsWarps* kWarpLanes)
@@ -33,13 +29,19 @@ row_terms(const __grid_constant__ BackwardParams p) {
   for (int64_t c = lane(); c < p.head_dim_v; c += kWarpLanes) delta = fmaf(widen(dout[c]), widen(out[c]), delta);
   delta = sum_lanes(delta);
   if (lane() != 0) return;
-  const bool alone = Mask(p, head).keys_of(r).count() == 1;
+  const Score score(p);
+  const float sink =
+      p.score.sinks ? score.from_sink(static_cast<const float*>(p.score.sinks)[head.query_head(r)]) : kNegInf;
+  const bool alone = sink == kNegInf && Mask(p, head).exact_keys_of<S>(r).count() == 1;
   const float dlse = p.dlse ? static_cast<const float*>(p.dlse)[index] : 0;
   const float row_max = static_cast<const float*>(p.row_max)[index],
               row_sum = static_cast<const float*>(p.row_sum)[index];
-  const Score score(p);
-  *(row_terms_of(p, static_cast<unsigned>(at / count), static_cast<unsigned>(count)) + r) = {
-      score.shift(row_max), 1 / row_sum, (alone ? 0 : delta) - dlse, alone ? 0.0f : 1.0f};
+  const RowTerms terms{score.shift(row_max), 1 / row_sum, (alone ? 0 : delta) - dlse, alone ? 0.0f : 1.0f};
+  *(row_terms_of(p, static_cast<unsigned>(at / count), static_cast<unsigned>(count)) + r) = terms;
+  // A row that sees neither a key nor a sink has a sum of 0.
+  if (p.dsinks)
+    sink_terms_of<float>(p)[index] =
+        sink == kNegInf ? 0 : score.weight_of_sink(sink, row_max) * terms.factor * -terms.delta;
 }
 
 }  // namespace

@@ -3,9 +3,14 @@
 // softmax does not know which one it was.
 #pragma once
 
+#include <cstdint>
+
 #include "attention.h"
+#include "bias.h"
+#include "heads.h"
 #include "primitives.h"
 #include "product.h"
+#include "tanh.h"
 
 namespace pyattn::cuda {
 namespace {
@@ -13,28 +18,51 @@ namespace {
 inline constexpr double kLog2e = 1.4426950408889634;
 inline constexpr float kNegInf = -__builtin_inff();
 
+// Whether a call's scores are General and not Plain. (A bool bias is a mask. Plain takes a sink over
+// the factor, which for a factor near 0 is no float.)
+inline bool general_score(const ForwardParams& p) {
+  const BiasType bias = p.score.bias.type;
+  return p.score.softcap != 0 || p.score.alibi_slopes || bias == BiasType::kLikeQ || bias == BiasType::kFloat32 ||
+         (p.score.sinks && fabs(p.softmax_scale) < 0x1p-32);
+}
+
+// The derivative of scores by what was a product times softmax_scale, where that is 1.
+struct NoDerivative {
+  PYATTN_DEVICE void set(int, int, int, float) {}
+};
+
 // score = softmax_scale * (q . k) = factor * s, where s is the product with the sign of
 // softmax_scale: a row's largest s is its largest score, and the factor enters with the
 // exponential. row_max of the params is in units of s.
 template <class S>
 class Plain {
  public:
+  static constexpr bool kGeneral = false;
+  template <int kM, int kN>
+  using Derivative = NoDerivative;
+
   PYATTN_DEVICE explicit Plain(const ForwardParams& p)
       : p_(p), exponent_(fmaxf(static_cast<float>(fabs(p.softmax_scale) * kLog2e), 0x1p-126f)) {}
 
   // Products of queries and keys -> s, in place, whichever way the tile lies.
-  template <int kM, int kN>
-  PYATTN_DEVICE void to_scores(Sums<kM, kN>& C) const {
+  template <Layout, int kM, int kN, class Place>
+  PYATTN_DEVICE void to_scores(Sums<kM, kN>& C, NoDerivative, int, Place) const {
     if (signbit(p_.softmax_scale)) each_sum<kM, kN>([&](int m, int n, int i, int, int) { C[m][n][i] = -C[m][n][i]; });
   }
 
   // dS, gradient of the scores -> gradient of the products
   // over dscale, in place: here they are the same.
   template <int kM, int kN>
-  PYATTN_DEVICE void to_products(Sums<kM, kN>&) const {}
+  PYATTN_DEVICE void to_products(Sums<kM, kN>&, NoDerivative) const {}
 
   // What dQ = dS K and dK = dS^T Q are multiplied by when they leave.
   PYATTN_DEVICE float dscale() const { return static_cast<float>(p_.softmax_scale); }
+
+  // A sink in units of s; a finite one stays so, and its product with the exponent too.
+  PYATTN_DEVICE float from_sink(float sink) const {
+    const float s = sink / static_cast<float>(fabs(p_.softmax_scale));
+    return sink - sink == 0 ? fminf(fmaxf(s, -0x1p100f), 0x1p100f) : sink;
+  }
 
   // What exp takes for row_max. -inf - -inf is NaN: where nothing was seen yet, 0 is subtracted.
   PYATTN_DEVICE float shift(float row_max) const {
@@ -48,6 +76,11 @@ class Plain {
     return sizeof(S) == 4 ? exp2((s - shift) * exponent_) : exp2(fmaf(s, exponent_, -shift));
   }
 
+  // Of a row whose largest s, the sink's included, is row_max; exactly 1 for the largest itself.
+  PYATTN_DEVICE float weight_of_sink(float sink, float row_max) const {
+    return sink == row_max && sink != kNegInf ? 1 : exp(sink, shift(row_max));
+  }
+
   // log(sum of exp(score)), with row_max = largest s and
   // row_sum = sum of exp(score - largest score).
   PYATTN_DEVICE float lse(float row_max, float row_sum) const {
@@ -59,18 +92,127 @@ class Plain {
   float exponent_;  // factor * log2(e), and not 0, so that -inf stays what it is
 };
 
-// The kernels for float64 take scores one by one, and
-// nothing is left for the exponential: row_max is a score.
-template <>
-class Plain<double> {
- public:
-  PYATTN_DEVICE explicit Plain(const ForwardParams& p) : scale_(p.softmax_scale) {}
+// Minus the distance of a key from the position of row r's query: what ALiBi multiplies by its slope.
+PYATTN_DEVICE int64_t minus_distance(const ForwardParams& p, const Head& head, int64_t r, int64_t key) {
+  const int64_t offset = p.mask.q_offsets ? p.mask.q_offsets[head.b] : p.mask.q_offset;
+  const auto distance =
+      static_cast<int64_t>(static_cast<uint64_t>(offset) + static_cast<uint64_t>(head.query(r) - key));
+  return distance < 0 ? distance : -distance;
+}
 
-  PYATTN_DEVICE double to_score(double product) const { return scale_ * product; }
-  PYATTN_DEVICE double dscale() const { return scale_; }
+template <class T>
+PYATTN_DEVICE T slope_of(const ForwardParams& p, const Head& head, int64_t r) {
+  return static_cast<const T*>(p.score.alibi_slopes)[head.b * p.score.slopes_stride_b + head.query_head(r)];
+}
+
+// The derivative of softcap, kept because P takes the place of the scores.
+template <int kM, int kN>
+struct SoftcapDerivative {
+  Sums<kM, kN> of;
+
+  PYATTN_DEVICE void set(int m, int n, int i, float x) { of[m][n][i] = x; }
+};
+
+// score = softcap * tanh(softmax_scale * (q . k) / softcap) + bias - slope * distance, each term where
+// it is given. The factor is in it, so row_max of the params is a score.
+template <class S>
+class General {
+ public:
+  static constexpr bool kGeneral = true;
+  template <int kM, int kN>
+  using Derivative = SoftcapDerivative<kM, kN>;
+
+  PYATTN_DEVICE explicit General(const ForwardParams& p) : p_(p) {}
+
+  // Products of queries and keys -> scores, in place, in sums that begin at row, or key, `first`
+  // of the tile at place().
+  template <Layout kLayout, int kM, int kN, class D, class Place>
+  PYATTN_DEVICE void to_scores(Sums<kM, kN>& C, D& derivative, int first, Place place) const {
+    const auto cap = static_cast<float>(p_.score.softcap);
+    const auto factor = static_cast<float>(cap == 0 ? p_.softmax_scale : p_.softmax_scale / p_.score.softcap);
+    each_sum<kM, kN>([&](int m, int n, int i, int, int) { C[m][n][i] *= factor; });
+    if (cap != 0)
+      each_sum<kM, kN>([&](int m, int n, int i, int, int) {
+        const float t = tanh(C[m][n][i]);
+        C[m][n][i] = cap * t, derivative.set(m, n, i, fmaf(-t, t, 1));
+      });
+    const BiasType bias = p_.score.bias.type;
+    if (bias == BiasType::kLikeQ) add_bias<S, kLayout>(C, first, place());
+    if constexpr (sizeof(S) != sizeof(float))
+      if (bias == BiasType::kFloat32) add_bias<float, kLayout>(C, first, place());
+    if (p_.score.alibi_slopes) add_alibi<kLayout>(C, first, place());
+  }
+
+  // dS, gradient of the scores -> gradient of the products over dscale, in place.
+  template <int kM, int kN>
+  PYATTN_DEVICE void to_products(Sums<kM, kN>& dS, const Derivative<kM, kN>& derivative) const {
+    if (p_.score.softcap != 0)
+      each_sum<kM, kN>([&](int m, int n, int i, int, int) { dS[m][n][i] *= derivative.of[m][n][i]; });
+  }
+
+  // As in Plain. A score may be the smallest number that there is, so
+  // that no type can multiply before it subtracts.
+  PYATTN_DEVICE float dscale() const { return p_.softmax_scale; }
+  PYATTN_DEVICE float from_sink(float sink) const { return sink; }
+  PYATTN_DEVICE float shift(float row_max) const { return row_max == kNegInf ? 0 : row_max; }
+  PYATTN_DEVICE float exp(float s, float shift) const { return exp2((s - shift) * static_cast<float>(kLog2e)); }
+  PYATTN_DEVICE float weight_of_sink(float sink, float row_max) const { return exp(sink, shift(row_max)); }
+  PYATTN_DEVICE float lse(float row_max, float row_sum) const { return row_max + logf(row_sum); }
 
  private:
-  double scale_;
+  template <class T, Layout kLayout, int kM, int kN, class Place>
+  PYATTN_DEVICE void add_bias(Sums<kM, kN>& C, int first, const Place& place) const {
+    const BiasView& bias = p_.score.bias;
+    each_query<kLayout, kM, kN>(first, [&](int, int row, auto each_key) {
+      const T* of_row = static_cast<const T*>(bias.data) + offset_of_row(bias, place.mask.head, place.row_of(row));
+      each_key([&](int m, int n, int i, int key) { C[m][n][i] += widen(of_row[place.key_of(key) * bias.stride_k]); });
+    });
+  }
+
+  template <Layout kLayout, int kM, int kN, class Place>
+  PYATTN_DEVICE void add_alibi(Sums<kM, kN>& C, int first, const Place& place) const {
+    const Head& head = place.mask.head;
+    each_query<kLayout, kM, kN>(first, [&](int, int row, auto each_key) {
+      const int64_t r = place.row_of(row);
+      const auto slope = slope_of<float>(p_, head, r);
+      each_key([&](int m, int n, int i, int key) {
+        C[m][n][i] = fmaf(slope, static_cast<float>(minus_distance(p_, head, r, place.key_of(key))), C[m][n][i]);
+      });
+    });
+  }
+
+  const ForwardParams& p_;
+};
+
+// The kernels for float64 take scores one by one: one class serves both, and row_max is a score.
+template <>
+class General<double> {
+ public:
+  PYATTN_DEVICE explicit General(const ForwardParams& p) : p_(p) {}
+
+  // The score of row r and key j, and its derivative by the product over dscale.
+  struct Value {
+    double score, derivative;
+  };
+  PYATTN_DEVICE Value at(const Head& head, int64_t r, int64_t j, double product) const {
+    Value value{p_.softmax_scale * product, 1};
+    if (const double cap = p_.score.softcap; cap != 0) {
+      const double t = ::tanh(value.score / cap);
+      value = {cap * t, 1 - t * t};
+    }
+    const BiasView& bias = p_.score.bias;
+    if (bias.type == BiasType::kLikeQ || bias.type == BiasType::kFloat32)
+      with_elements<double>(bias, [&](const auto* elements) {
+        value.score += elements[offset_of_row(bias, head, r) + j * bias.stride_k];
+      });
+    if (p_.score.alibi_slopes) value.score += slope_of<double>(p_, head, r) * minus_distance(p_, head, r, j);
+    return value;
+  }
+
+  PYATTN_DEVICE double dscale() const { return p_.softmax_scale; }
+
+ private:
+  const ForwardParams& p_;
 };
 
 }  // namespace

@@ -54,24 +54,39 @@ struct SoftmaxState {
       }
   }
 
-  // Writes maximum, sum and lse of the rows from r0 on, and replaces row_sum by what their
-  // output is still to be multiplied by. A row whose keys all score -inf divides 0 by 0, as
-  // softmax does; a row that sees no key does not.
-  template <class Score>
+  // Takes the sink in, writes maximum, sum and lse of the rows from r0 on, and replaces row_sum by
+  // what their output is still to be multiplied by. A row whose keys all score -inf divides 0 by
+  // 0, as softmax does; a row that sees no key does not.
+  template <class S, class Score>
   PYATTN_DEVICE void finish(const ForwardParams& p, const Mask& mask, const Score& score, int r0) {
+    unsigned sees_any = 0;  // a bit for each of the lane's rows
+#pragma unroll 1
+    for (int at = 0; at < 2 * kM; ++at) {
+      const int64_t r = min(r0 + 8 * at + lane() / 4, mask.head.count - 1);
+      sees_any |= static_cast<unsigned>(!mask.exact_keys_of<S>(r).empty()) << at;
+    }
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float sum = reduce_row(row_sum[m][half], [](float x, float y) { return x + y; });
+        float sum = reduce_row(row_sum[m][half], [](float x, float y) { return x + y; });
         const int r = r0 + 16 * m + 8 * half + lane() / 4;
         if (r >= mask.head.count) continue;
-        const bool sees_any = !mask.keys_of(r).empty();
-        row_sum[m][half] = sees_any ? 1 / sum : 0;
+        float most = row_max[m][half], decay = 1, sink = kNegInf;
+        bool largest = false;  // the sink
+        const bool sees = sees_any >> (2 * m + half) & 1;
+        if (p.score.sinks) {
+          sink = static_cast<const float*>(p.score.sinks)[mask.head.query_head(r)];
+          const float at_sink = score.from_sink(sink);
+          largest = at_sink >= most;
+          if (at_sink > most) decay = score.exp(most, score.shift(at_sink)), most = at_sink;
+          sum = sum * decay + score.weight_of_sink(at_sink, most);
+        }
+        row_sum[m][half] = sees ? decay / sum : 0;
         if (lane() % 4 != 0) continue;
         const int64_t at = mask.head.index(p, r);
-        static_cast<float*>(p.row_max)[at] = row_max[m][half], static_cast<float*>(p.row_sum)[at] = sum;
-        static_cast<float*>(p.lse)[at] = sees_any ? score.lse(row_max[m][half], sum) : kNegInf;
+        static_cast<float*>(p.row_max)[at] = most, static_cast<float*>(p.row_sum)[at] = sum;
+        static_cast<float*>(p.lse)[at] = !sees ? sink : largest ? sink + logf(sum) : score.lse(most, sum);
       }
   }
 };

@@ -2,7 +2,10 @@
 // over, and which sums of a tile the mask hides.
 #pragma once
 
+#include <cstdint>
+
 #include "attention.h"
+#include "bias.h"
 #include "block.h"
 #include "dropout.h"
 #include "heads.h"
@@ -17,40 +20,68 @@ namespace {
 // of a block of rows, or the rows of a block of keys.
 struct Run {
   int begin, end;
-  int all_begin, all_end;  // seen by every row, or seeing every key, of the block
 
-  PYATTN_DEVICE Run(Range any, Range all)
-      : begin(static_cast<int>(any.begin)),
-        end(static_cast<int>(any.end)),
-        all_begin(static_cast<int>(all.begin)),
-        all_end(static_cast<int>(all.end)) {}
-
+  PYATTN_DEVICE explicit Run(Range any) : begin(static_cast<int>(any.begin)), end(static_cast<int>(any.end)) {}
   PYATTN_DEVICE bool empty() const { return begin >= end; }
-  PYATTN_DEVICE Cover cover(int at, int count) const {
-    return all_begin <= at && at + count <= all_end ? Cover::kFull : Cover::kPart;
+};
+
+// The keys of a block of rows, from a multiple of what dropout draws for at once.
+struct KeyRun : Run {
+  int all_begin, all_end;  // seen by every row
+
+  PYATTN_DEVICE KeyRun(const Mask& mask, int r0, int rows) : Run(from_draw(mask.keys_of_any(r0, rows))) {
+    const Range all = mask.any_holes(r0, rows) ? Range{0, 0} : mask.keys_of_all(r0, rows);
+    all_begin = static_cast<int>(all.begin), all_end = static_cast<int>(all.end);
+  }
+  PYATTN_DEVICE Cover cover(int n0, int keys) const {
+    return all_begin <= n0 && n0 + keys <= all_end ? Cover::kFull : Cover::kPart;
+  }
+
+ private:
+  PYATTN_DEVICE static Range from_draw(Range any) {
+    return any.empty() ? any : Range{round_down(any.begin, kDrawKeys), any.end};
   }
 };
 
-// The keys of the rows [r0, r0 + rows), from a multiple of what dropout draws for at once.
-PYATTN_DEVICE Run keys_of_rows(const Mask& mask, int r0, int rows) {
-  const Range any = mask.keys_of_any(r0, rows);
-  return {{round_down(any.begin, kDrawKeys), any.end}, mask.keys_of_all(r0, rows)};
+// The rows that see some of the keys [n0, n0 + keys), of summaries: each lane looks through a
+// part of them.
+PYATTN_DEVICE Range rows_of_summaries(const Mask& mask, int n0, int keys) {
+  const int64_t part = round_up(ceil_div(mask.head.count, kWarpLanes), kBlockRows);
+  const int64_t first = min(lane() * part, mask.head.count);
+  const Range own = mask.rows_of_any(n0, keys, {first, min(first + part, mask.head.count)});
+  Range rows{own.empty() ? mask.head.count : own.begin, own.empty() ? 0 : own.end};
+#pragma unroll
+  for (int lanes = kWarpLanes / 2; lanes; lanes /= 2)
+    rows = {min(rows.begin, shuffle_xor(rows.begin, lanes)), max(rows.end, shuffle_xor(rows.end, lanes))};
+  return rows;
 }
 
-// The rows of the keys [n0, n0 + keys).
+// The rows of the keys [n0, n0 + keys), from a multiple of kBlockRows, so
+// that it does not matter to any bit what hides the rows before.
 PYATTN_DEVICE Run rows_of_keys(const Mask& mask, int n0, int keys) {
-  return {mask.rows_of_any(n0, keys), mask.rows_of_all(n0, keys)};
+  const Range any = mask.p.mask.blocks ? rows_of_summaries(mask, n0, keys) : mask.rows_of_any(n0, keys);
+  return Run(any.empty() ? any : Range{round_down(any.begin, kBlockRows), any.end});
 }
 
-// The mask on one tile, whose query rows begin at r0 and
-// whose keys at n0: places are counted from there.
-template <Layout kLayout>
+// The mask on one tile, whose query rows are r0, r0 + step and so on,
+// and whose keys begin at n0: places are counted from there.
 struct TileMask {
   Mask mask;
   int r0, n0;
   int rows;  // of the head
+  int step;
 
-  PYATTN_DEVICE TileMask(const Mask& mask, int r0, int n0, int rows) : mask(mask), r0(r0), n0(n0), rows(rows) {}
+  PYATTN_DEVICE TileMask(const Mask& mask, int r0, int n0, int rows, int step = 1)
+      : mask(mask), r0(r0), n0(n0), rows(rows), step(step) {}
+
+  // The row, or key, of the head; the last one in place of those behind it.
+  PYATTN_DEVICE int64_t row_of(int row) const { return min(r0 + row * step, rows - 1); }
+  PYATTN_DEVICE int64_t key_of(int key) const { return min(n0 + key, mask.head.seqlen_k - 1); }
+
+  // Whether the head has this row and this key.
+  PYATTN_DEVICE bool contains(int row, int key) const {
+    return r0 + row * step < rows && n0 + key < mask.head.seqlen_k;
+  }
 
   struct Keys {
     int begin, end;
@@ -58,11 +89,21 @@ struct TileMask {
     PYATTN_DEVICE bool contains(int key) const { return begin <= key && key < end; }
   };
 
-  // Rows past the head's last see nothing, if something is
-  // summed over rows; else their results are not stored.
-  PYATTN_DEVICE Keys keys_of(int row) const {
-    if (kLayout == Layout::kKeysByQueries && r0 + row >= rows) return {0, 0};
-    const Range keys = mask.keys_of(r0 + row);
+  // Rows past the head's last see nothing.
+  PYATTN_DEVICE Keys keys_of(int row) const { return from_tile(row, mask.keys_of(row_of(row))); }
+  PYATTN_DEVICE Keys keys_by_formula(int row) const {
+    return from_tile(row, mask.by_formula(mask.head.query(row_of(row))));
+  }
+
+  // As keys_of, and what the bias says of its holes.
+  template <class S>
+  PYATTN_DEVICE bool sees(int row, int key) const {
+    return keys_of(row).contains(key) && mask.sees<S>(row_of(row), n0 + key);
+  }
+
+ private:
+  PYATTN_DEVICE Keys from_tile(int row, Range keys) const {
+    if (r0 + row * step >= rows) return {0, 0};
     return {static_cast<int>(keys.begin) - n0, static_cast<int>(keys.end) - n0};
   }
 };
@@ -70,44 +111,136 @@ struct TileMask {
 // The mask of this block's rows on the keys from n0 on,
 // computed again where it is needed: see RowBlock.
 template <int kRows>
-PYATTN_DEVICE TileMask<Layout::kQueriesByKeys> mask_of_rows(const ForwardParams& p, int n0) {
+PYATTN_DEVICE TileMask mask_of_rows(const ForwardParams& p, int n0) {
   const RowBlock<kRows> same(p);
   return {Mask(p, same.head), same.first(), n0, static_cast<int>(same.head.count)};
 }
 
-// The mask of the rows from r0 on, of so many of the head, on this block's keys, which begin at n0.
+// The mask of the rows from r0 on on this block's keys.
 template <int kKeys>
-PYATTN_DEVICE TileMask<Layout::kKeysByQueries> mask_of_keys(const ForwardParams& p, int r0, int n0, int rows) {
-  return {Mask(p, KeyBlock<kKeys>(p).head), r0, n0, rows};
+PYATTN_DEVICE TileMask mask_of_keys(const ForwardParams& p, int r0) {
+  const KeyBlock<kKeys> same(p);
+  return {Mask(p, same.head), r0, same.first(), static_cast<int>(same.head.count)};
+}
+
+// ---- Tiles that summaries of rows tell of; without them a run has no gaps ----
+
+PYATTN_DEVICE bool seen_by_any(const Mask& mask, int r0, int rows, int n0, int keys) {
+  return !mask.rows_of_any(n0, keys, {r0, r0 + rows}).empty();
+}
+
+// The first key from n0 on, tile by tile, that some row of this block sees with its tile, or where the run ends.
+template <int kRows, int kKeys>
+PYATTN_DEVICE int skip_keys(const ForwardParams& p, const Run& run, int n0) {
+  if (p.mask.blocks) {
+    const RowBlock<kRows> same(p);
+    while (n0 < run.end && !seen_by_any(Mask(p, same.head), same.first(), same.rows(), n0, kKeys)) n0 += kKeys;
+  }
+  return n0;
+}
+
+// The first row from r0 on, tile by tile, that sees some key of this block with its tile, or where the run ends.
+template <int kRows, int kKeys>
+PYATTN_DEVICE int skip_rows(const ForwardParams& p, const Run& run, int r0) {
+  if (p.mask.blocks) {
+    const KeyBlock<kKeys> same(p);
+    while (r0 < run.end && !seen_by_any(Mask(p, same.head), r0, min(kRows, run.end - r0), same.first(), kKeys))
+      r0 += kRows;
+  }
+  return r0;
+}
+
+// Of the rows from r0 on and this block's keys, computed for every tile: see RowBlock.
+template <int kRows, int kKeys>
+PYATTN_DEVICE Cover cover_of_keys(const ForwardParams& p, int r0) {
+  const KeyBlock<kKeys> same(p);
+  const Mask mask(p, same.head);
+  if (p.mask.blocks) return r0 + kRows > same.head.count ? Cover::kPart : mask.cover(r0, kRows, same.first(), kKeys);
+  const Range all = mask.rows_of_all(same.first(), kKeys);
+  return all.begin <= r0 && r0 + kRows <= all.end ? Cover::kFull : Cover::kPart;
+}
+
+// ---- Sums ----
+
+// A bit for each of a lane's sums, in the order in which they lie.
+template <int kM, int kN>
+struct HiddenSums {
+  static_assert(kM * kN * 4 <= 64);
+  uint64_t bits = 0;
+
+  PYATTN_DEVICE void set(int m, int n, int i, bool hidden) {
+    bits |= static_cast<uint64_t>(hidden) << ((m * kN + n) * 4 + i);
+  }
+  PYATTN_DEVICE bool get(int m, int n, int i) const { return bits >> ((m * kN + n) * 4 + i) & 1; }
+};
+
+// Of summaries: in loops, for a bias's holes are too much code to repeat for every sum.
+template <class S, Layout kLayout, int kM, int kN>
+PYATTN_DEVICE HiddenSums<kM, kN> hidden_sums(const TileMask& mask, int first) {
+  constexpr bool kQueries = kLayout == Layout::kQueriesByKeys;
+  const BiasView& bias = mask.mask.p.score.bias;
+  HiddenSums<kM, kN> hidden;
+#pragma unroll 1
+  for (int at = 0; at < (kQueries ? 2 * kM : 2 * kN); ++at) {
+    const int row = kQueries ? first + 8 * at + lane() / 4 : at / 2 * 8 + lane() % 4 * 2 + at % 2;
+    const auto seen = mask.keys_of(row);
+    const int64_t r = mask.row_of(row);
+    const bool holes = mask.mask.has_holes(r);
+    const int64_t of_row = holes ? offset_of_row(bias, mask.mask.head, r) : 0;
+#pragma unroll 1
+    for (int j = 0; j < (kQueries ? 2 * kN : 2 * kM); ++j) {
+      const int key = kQueries ? 8 * (j / 2) + lane() % 4 * 2 + j % 2 : first + 8 * j + lane() / 4;
+      bool sees = seen.contains(key);
+      if (sees && holes)
+        sees =
+            with_elements<S>(bias, [&](const auto* x) { return allows(x[of_row + (mask.n0 + key) * bias.stride_k]); });
+      if constexpr (kQueries)
+        hidden.set(at / 2, j / 2, at % 2 * 2 + j % 2, !sees);
+      else
+        hidden.set(j / 2, at / 2, j % 2 * 2 + at % 2, !sees);
+    }
+  }
+  return hidden;
 }
 
 // hide(m, n, i) for each of the lane's sums that the mask hides;
 // the warp's sums begin at row, or key, `first` of the tile.
-template <int kM, int kN, Layout kLayout, class F>
-PYATTN_DEVICE void each_hidden(const TileMask<kLayout>& mask, int first, F hide) {
-  each_query<kLayout, kM, kN>(first, [&](int, int row, auto each_key) {
-    const auto seen = mask.keys_of(row);
-    each_key([&](int m, int n, int i, int key) {
-      if (!seen.contains(key)) hide(m, n, i);
+template <class S, Layout kLayout, int kM, int kN, class F>
+PYATTN_DEVICE void each_hidden(const TileMask& mask, int first, F hide) {
+  if (mask.mask.p.mask.blocks) {
+    const auto hidden = hidden_sums<S, kLayout, kM, kN>(mask, first);
+    each_sum<kM, kN>([&](int m, int n, int i, int, int) {
+      if (hidden.get(m, n, i)) hide(m, n, i);
     });
-  });
+  } else {
+    each_query<kLayout, kM, kN>(first, [&](int, int row, auto each_key) {
+      const auto seen = mask.keys_by_formula(row);
+      each_key([&](int m, int n, int i, int key) {
+        if (!seen.contains(key)) hide(m, n, i);
+      });
+    });
+  }
 }
 
 // C[queries][columns] += W[queries][keys] tile, or C[keys][columns] += W[keys][queries]
 // tile: what clear_nonfinite took out of the tile is given back as NaN to those rows of C
 // that see a flagged key, or that a flagged query sees.
-template <Layout kLayout, int kM, int kN>
-PYATTN_DEVICE void poison(Sums<kM, kN>& C, const char* flags, int count, const TileMask<kLayout>& mask, int first) {
+template <class S, Layout kLayout, int kM, int kN>
+PYATTN_DEVICE void poison(Sums<kM, kN>& C, const char* flags, int count, const TileMask& mask, int first) {
   constexpr bool kQueries = kLayout == Layout::kQueriesByKeys;
+  unsigned poisoned = 0;  // a bit for each of the lane's rows of C
+#pragma unroll 1
+  for (int at = 0; at < 2 * kM; ++at) {
+    const int place = first + 8 * at + lane() / 4;
+#pragma unroll 1
+    for (int f = 0; f < count; ++f)
+      if (flags[f] && mask.template sees<S>(kQueries ? place : f, kQueries ? f : place)) poisoned |= 1u << at;
+  }
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int place = first + 16 * m + 8 * half + lane() / 4;
-      float more = 0;
-#pragma unroll 1
-      for (int f = 0; f < count; ++f)
-        if (flags[f] && mask.keys_of(kQueries ? place : f).contains(kQueries ? f : place)) more = __builtin_nanf("");
+      const float more = poisoned >> (2 * m + half) & 1 ? __builtin_nanf("") : 0;
 #pragma unroll
       for (int n = 0; n < kN; ++n) C[m][n][2 * half] += more, C[m][n][2 * half + 1] += more;
     }

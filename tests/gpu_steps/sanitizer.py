@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from gpu_steps.child import Check, LeftOutError
 from helpers import Case, run
+from torch import Tensor
 
 from pyattn import attention, set_deterministic
 
@@ -29,12 +30,16 @@ def small(dtype: torch.dtype, device: str) -> None:
         for case in (
             Case(1, 2, 1, 70, 97, head_dim, head_dim_v),
             Case(1, 2, 2, 33, 150, head_dim, head_dim_v, causal=False, dropout_p=0.5),
+            Case(1, 2, 1, 70, 97, head_dim, head_dim_v, window=(40, -1), key_ranges="documents", bias="bool hqk"),
+            Case(1, 2, 1, 40, 70, head_dim, head_dim_v, softcap=3.0, bias="bands qk", alibi="h", sinks=True),
         ):
             qkv = tuple(x.to(device) for x in case.inputs(dtype))
+            known = case.options | case.tensors(dtype)
+            options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in known.items()}
             gradients = tuple(x.to(device) for x in case.gradients(dtype))
             for deterministic in (False, True):
                 set_deterministic(deterministic)
-                run(attention, qkv, *gradients, **case.options)
+                run(attention, qkv, *gradients, **options)
 
 
 def watched(tool: str, dtype: str) -> None:

@@ -17,11 +17,14 @@ ENTRY = re.compile(
     r"Used (?P<registers>\d+) registers",
     re.DOTALL,
 )
-KERNEL = re.compile(r"\d((?:float64_)?(?:forward|backward_keys|backward_queries)|row_terms|round_queries)I(.*?)EE?v")
+KERNEL = re.compile(
+    r"\d((?:float64_)?(?:forward|backward_(?:keys|queries|bias))|row_terms|round_queries|sum_rows|bias_rows|mask_blocks)"
+    r"I(.*?)EE?v"
+)
 
 
 def readable(mangled: str) -> str:
-    """``forward<f16, 128>`` of a mangled name."""
+    """``forward<f16, 128>`` of a mangled name; ``general``: of scores that are not plain."""
     found = KERNEL.search(mangled)
     if not found:
         return mangled
@@ -29,7 +32,8 @@ def readable(mangled: str) -> str:
     dtype = re.match(r"[NS0-9_]*(bf16|f16|f|d)", arguments)
     dims = re.findall(r"Li(\d+)E", arguments)[:1]
     adding = ["adding"] if "Lb1E" in arguments else []
-    return f"{name}<{', '.join([dtype[1] if dtype else '?', *dims, *adding])}>"
+    general = ["general"] if "7General" in arguments else []
+    return f"{name}<{', '.join([dtype[1] if dtype else '?', *dims, *adding, *general])}>"
 
 
 def main() -> int:
@@ -39,9 +43,9 @@ def main() -> int:
     for entry in entries:
         spilled = f"+{entry['stores']}" if entry["stores"] != "0" else ""
         table.setdefault(readable(entry["name"]), {})[entry["arch"]] = entry["registers"] + spilled
-    print(f"{'registers, + bytes spilled':34}" + "".join(f"{'sm_' + arch:>9}" for arch in archs))
+    print(f"{'registers, + bytes spilled':43}" + "".join(f"{'sm_' + arch:>9}" for arch in archs))
     for name, row in sorted(table.items()):
-        print(f"{name:34}" + "".join(f"{row.get(arch, 'missing'):>9}" for arch in archs))
+        print(f"{name:43}" + "".join(f"{row.get(arch, 'missing'):>9}" for arch in archs))
     worst = max((int(entry["stores"]) for entry in entries), default=0)
     missing = [name for name, row in table.items() if len(row) < len(archs)]
     print(

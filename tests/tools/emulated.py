@@ -117,12 +117,13 @@ def before_a_wall(*sizes: int, dtype: torch.dtype) -> Tensor:
     if not count:
         return torch.empty(sizes, dtype=dtype)
     flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=used - count * dtype.itemsize)
-    return flat.fill_(torch.nan).view(sizes)
+    return flat.fill_(torch.nan if dtype.is_floating_point else True).view(sizes)
 
 
 def load(path: Path) -> ctypes.CDLL:
     kernels = ctypes.CDLL(str(path))
-    kernels.params_bytes.restype = kernels.workspace_bytes.restype = ctypes.c_int64
+    for bytes_of in (kernels.params_bytes, kernels.forward_bytes, kernels.backward_bytes):
+        bytes_of.restype = ctypes.c_int64
     kernels.forward.restype = kernels.backward.restype = ctypes.c_char_p
     assert kernels.params_bytes() == ctypes.sizeof(BackwardParams), "not the BackwardParams of attention.h"
     return kernels
@@ -134,61 +135,102 @@ def library() -> ctypes.CDLL:
         return load(compile_kernels(ROOT, Path(folder)))
 
 
-def _params(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> BackwardParams:
-    p = BackwardParams(q=view(q), k=view(k), v=view(v))
-    for name, size in zip(
-        SIZES, (*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]), strict=True
-    ):
-        setattr(p, name, size)
-    scale, offset = options.get("softmax_scale"), options.get("q_offset")
-    p.softmax_scale = reference.default_scale(q.shape[3]) if scale is None else scale
-    p.mask.causal = options.get("causal", True)
-    p.mask.window_left, p.mask.window_right = options.get("window", (-1, -1))
-    if isinstance(offset, Tensor):
-        p.mask.q_offsets = offset.data_ptr()
-    else:
-        p.mask.q_offset = k.shape[2] - q.shape[2] if offset is None else offset
-    if options.get("dropout_p"):
-        p.dropout.threshold = dropout_threshold(options["dropout_p"])
-        p.dropout.seed = options["dropout_seed"].data_ptr()
-    return p
+def bias_view(t: Tensor, dtype: torch.dtype) -> Bias:
+    """A tensor that broadcasts to four dimensions, from the last one back; ``dtype`` is q's."""
+    kind = 1 if t.dtype == torch.bool else 2 if t.dtype == dtype else 3
+    strides = [0] * (4 - t.dim()) + [t.stride(d) if t.shape[d] > 1 else 0 for d in range(t.dim())]
+    return Bias(kind, t.data_ptr(), *strides)
+
+
+class Call:
+    """The params of a call, and the tensors that they point into."""
+
+    def __init__(self, qkv: Sequence[Tensor], learned: Sequence[Tensor | None], options: dict[str, Any]) -> None:
+        q, k, v = qkv
+        bias, slopes, sinks = learned
+        self.q, self.row_dtype = q, torch.promote_types(q.dtype, torch.float32)
+        self.options, self.kept = options, [*qkv]
+        self.p = p = BackwardParams(q=view(q), k=view(k), v=view(v))
+        sizes = *q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+        for name, size in zip(SIZES, sizes, strict=True):
+            setattr(p, name, size)
+        scale, offset = options.get("softmax_scale"), options.get("q_offset")
+        p.softmax_scale = reference.default_scale(q.shape[3]) if scale is None else scale
+        p.mask.causal = options.get("causal", True)
+        p.mask.window_left, p.mask.window_right = options.get("window", (-1, -1))
+        if isinstance(offset, Tensor):
+            p.mask.q_offsets = self.address(offset)
+        else:
+            p.mask.q_offset = k.shape[2] - q.shape[2] if offset is None else offset
+        if (ranges := options.get("key_ranges")) is not None:
+            p.mask.key_ranges = self.address(ranges.long())
+            p.mask.key_ranges_stride_b = 2 * q.shape[2] if len(ranges) > 1 else 0
+        p.score.softcap = options.get("softcap", 0.0)
+        if bias is not None:
+            self.kept.append(bias)
+            p.score.bias = bias_view(bias, q.dtype)
+        if slopes is not None:
+            p.score.alibi_slopes = self.address(slopes.to(self.row_dtype))
+            p.score.slopes_stride_b = q.shape[1] if slopes.dim() == 2 else 0
+        if sinks is not None:
+            p.score.sinks = self.address(sinks.to(self.row_dtype))
+        if options.get("dropout_p"):
+            p.dropout.threshold = dropout_threshold(options["dropout_p"])
+            p.dropout.seed = options["dropout_seed"].data_ptr()
+
+    def address(self, t: Tensor) -> int:
+        """Where the tensor, made dense, lies as long as the call does."""
+        self.kept.append(t.contiguous())
+        return self.kept[-1].data_ptr()
+
+    def set_workspace(self, size: int) -> None:
+        memory = before_a_wall(-(-size // 16) * 4, dtype=torch.float32)  # begins at a multiple of 16 bytes
+        self.p.workspace = self.address(memory)
+
+    def forward(self, kernels: ctypes.CDLL, dtype: int) -> None:
+        self.set_workspace(kernels.forward_bytes(dtype, ctypes.byref(self.p)))
+        assert kernels.forward(dtype, ctypes.byref(self.p)) is None
+
+    def backward(self, kernels: ctypes.CDLL, dtype: int) -> None:
+        deterministic = ctypes.c_bool(self.options.get("deterministic", True))
+        self.set_workspace(kernels.backward_bytes(dtype, ctypes.byref(self.p), deterministic))
+        assert kernels.backward(dtype, ctypes.byref(self.p), deterministic) is None
 
 
 class Emulated(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], kernels: ctypes.CDLL
-    ) -> tuple[Tensor, Tensor]:
-        rows = before_a_wall(3, *q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    def forward(ctx: Any, kernels: ctypes.CDLL, options: dict[str, Any], *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        q, k, v, *learned = inputs
+        call = Call((q, k, v), learned, options)
+        rows = before_a_wall(3, *q.shape[:3], dtype=call.row_dtype)
         out = before_a_wall(*q.shape[:3], v.shape[3], dtype=q.dtype)
-        p = _params(q, k, v, options)
-        p.out, (p.row_max, p.row_sum, p.lse) = view(out), (row.data_ptr() for row in rows)
-        assert kernels.forward(list(DTYPES).index(q.dtype), ctypes.byref(p)) is None
-        ctx.save_for_backward(q, k, v, out, rows)
+        call.p.out, (call.p.row_max, call.p.row_sum, call.p.lse) = view(out), (row.data_ptr() for row in rows)
+        call.forward(kernels, list(DTYPES).index(q.dtype))
+        ctx.save_for_backward(*inputs, out, rows)
         ctx.options, ctx.kernels = options, kernels
         ctx.set_materialize_grads(False)
         return out, rows[2].clone()
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, rows = ctx.saved_tensors
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, *learned, out, rows = ctx.saved_tensors
+        call = Call((q, k, v), learned, ctx.options)
+        p, (bias, slopes, sinks) = call.p, learned
         dq, dk, dv = (before_a_wall(*t.shape, dtype=t.dtype) for t in (q, k, v))
         dout = torch.zeros_like(out) if dout is None else dout
-        p = _params(q, k, v, ctx.options)
         p.out, p.dout, p.dq, p.dk, p.dv = map(view, (out, dout, dq, dk, dv))
-        p.row_max, p.row_sum, p.dlse = rows[0].data_ptr(), rows[1].data_ptr(), None
-        if dlse is not None:
-            dlse = dlse.contiguous()
-            p.dlse = dlse.data_ptr()
-        kernels, dtype = ctx.kernels, list(DTYPES).index(q.dtype)
-        deterministic = ctypes.c_bool(ctx.options.get("deterministic", True))
-        workspace_bytes = kernels.workspace_bytes(dtype, ctypes.byref(p), deterministic)
-        workspace = before_a_wall(
-            -(-workspace_bytes // 16) * 4, dtype=torch.float32
-        )  # begins at a multiple of 16 bytes
-        p.workspace = workspace.data_ptr()
-        assert kernels.backward(dtype, ctypes.byref(p), deterministic) is None
-        return dq, dk, dv, None, None
+        p.row_max, p.row_sum = rows[0].data_ptr(), rows[1].data_ptr()
+        p.dlse = None if dlse is None else call.address(dlse)
+        dbias, dslopes, dsinks = (
+            before_a_wall(*t.shape, dtype=t.dtype if t is bias else call.row_dtype) if wanted else None
+            for t, wanted in zip(learned, ctx.needs_input_grad[-3:], strict=True)
+        )
+        if dbias is not None:
+            p.dbias = bias_view(dbias, q.dtype)
+        p.dslopes, p.dsinks = (None if t is None else t.data_ptr() for t in (dslopes, dsinks))
+        call.backward(ctx.kernels, list(DTYPES).index(q.dtype))
+        dslopes, dsinks = (None if d is None else d.to(t.dtype) for d, t in ((dslopes, slopes), (dsinks, sinks)))
+        return None, None, dq, dk, dv, dbias, dslopes, dsinks
 
 
 def attention(
@@ -196,6 +238,9 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     kernels: ctypes.CDLL | None = None,
     **options: Any,
@@ -203,5 +248,5 @@ def attention(
     """``pyattn.attention`` of emulated kernels; ``deterministic=False``: dQ added up atomically."""
     if isinstance(options.get("dropout_seed"), int):
         options["dropout_seed"] = torch.tensor(options["dropout_seed"])
-    out, lse = Emulated.apply(q, k, v, options, kernels or library())
+    out, lse = Emulated.apply(kernels or library(), options, q, k, v, bias, alibi_slopes, sinks)
     return (out, lse) if return_lse else out

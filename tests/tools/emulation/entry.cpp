@@ -15,8 +15,9 @@ static const DeviceKernels& table(int dtype) {
 
 extern "C" {
 int64_t params_bytes() { return sizeof(BackwardParams); }
-int64_t workspace_bytes(int dtype, const BackwardParams* p, bool deterministic) {
-  return table(dtype).workspace_bytes(*p, deterministic);
+int64_t forward_bytes(int dtype, const ForwardParams* p) { return table(dtype).forward_bytes(*p); }
+int64_t backward_bytes(int dtype, const BackwardParams* p, bool deterministic) {
+  return table(dtype).backward_bytes(*p, deterministic);
 }
 const char* forward(int dtype, const ForwardParams* p) { return table(dtype).forward(*p, nullptr); }
 const char* backward(int dtype, const BackwardParams* p, bool deterministic) {

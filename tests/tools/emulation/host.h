@@ -107,6 +107,7 @@ void wait_for_copies(const char* file = __builtin_FILE(), int line = __builtin_L
 // ---- Arithmetic ----
 
 float exp2(float x) { return x < -126 ? 0 : std::exp2f(x); }
+float reciprocal(float x) { return 1 / x; }
 
 uint32_t round_tf32(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);

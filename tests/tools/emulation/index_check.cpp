@@ -1,12 +1,17 @@
-// The index functions of the CUDA kernels on a host: where tiles
-// put their chunks, who takes which columns, rows and keys.
+// The index functions of the CUDA kernels on a host: where tiles put their
+// chunks, who takes which columns, rows, keys and elements of a bias; and tanh.
+#include <algorithm>
+#include <bit>
+#include <cmath>
 #include <cstdio>
 #include <set>
 #include <tuple>
 
+#include "bias_tiles.h"
 #include "block.h"
 #include "dropout.h"
 #include "product.h"
+#include "tanh.h"
 #include "threads.h"
 #include "tile.h"
 
@@ -96,6 +101,49 @@ void check_blocks() {
   expect(RowBlock<64>(p).first() == 128, "the longest rows first");
 }
 
+// Every element of a bias's gradient lies in one tile, and what tiles stand for covers every score once.
+void check_bias_tiles() {
+  BackwardParams p{};
+  p.batch = 2, p.num_heads_q = 3, p.num_heads_kv = 1, p.seqlen_q = 21, p.seqlen_k = 37;
+  for (int full = 0; full < 16; ++full) {
+    const int64_t sizes[] = {full & 1 ? p.batch : 1, full & 2 ? p.num_heads_q : 1, full & 4 ? p.seqlen_q : 1,
+                             full & 8 ? p.seqlen_k : 1};
+    p.dbias.stride_b = full & 1 ? sizes[1] * sizes[2] * sizes[3] : 0;
+    p.dbias.stride_h = full & 2 ? sizes[2] * sizes[3] : 0;
+    p.dbias.stride_q = full & 4 ? sizes[3] : 0, p.dbias.stride_k = full & 8 ? 1 : 0;
+    const BiasTiles<8, 16> tiles(p);
+    std::set<int64_t> elements;
+    int64_t scores = 0;
+    for (int64_t at = 0; at < tiles.count(); ++at) {
+      const BiasTile tile(p, tiles, at);
+      scores += tile.sequences.count() * tile.heads.count() * tile.queries.count() * tile.keys.count();
+      for (int64_t i = 0; i < (full & 4 ? tile.queries.count() : 1); ++i)
+        for (int64_t j = 0; j < (full & 8 ? tile.keys.count() : 1); ++j)
+          expect(elements.insert(tile.offset(p.dbias) + i * p.dbias.stride_q + j * p.dbias.stride_k).second,
+                 "two tiles of a bias", full);
+    }
+    const int64_t count = sizes[0] * sizes[1] * sizes[2] * sizes[3];
+    expect(static_cast<int64_t>(elements.size()) == count && *elements.rbegin() == count - 1, "bias", full);
+    expect(scores == 2 * 3 * 21 * 37, "scores of a bias", full);
+    expect(shares(p) == (full != 15), "a bias broadcasts", full);
+  }
+}
+
+// One float of 101, of either sign, and NaN.
+void check_tanh() {
+  double worst = 0;
+  for (uint32_t bits = 0; bits < 0x7f800000; bits += 101) {
+    const float x = std::bit_cast<float>(bits), y = tanh(x);
+    const double exact = std::tanh(static_cast<double>(x));
+    const float ulp = std::max(std::nextafterf(y, 2) - y, 0x1p-149f);
+    worst = std::max(worst, std::abs(y - exact) / ulp);
+    expect(tanh(-x) == -y, "tanh is odd", bits);
+    expect(bits > 0x39000000 || y == x, "tanh near 0", bits);
+  }
+  expect(worst <= 2, "tanh, ulp", static_cast<int>(worst));
+  expect(tanh(__builtin_inff()) == 1 && std::isnan(tanh(__builtin_nanf(""))), "tanh at the ends");
+}
+
 // The known answer of Philox4x32-10 for counter and key of
 // ones (Salmon et al., the kat_vectors of Random123).
 void check_philox() {
@@ -113,6 +161,8 @@ int main() {
   cuda::check_dims<f16>();
   cuda::check_dims<float>();
   cuda::check_blocks();
+  cuda::check_bias_tiles();
+  cuda::check_tanh();
   cuda::check_philox();
   if (cuda::failures == 0) std::puts("ok");
   return cuda::failures != 0;
