@@ -65,6 +65,8 @@ def check_window(window: object) -> None:
 def check_finite(name: str, value: object) -> None:
     """TypeError for what is no number, ValueError for one below 0, infinite or NaN."""
     check_type(name, value, int, float, torch.SymFloat)
+    if isinstance(value, bool):
+        raise TypeError(f"pyattn: {name} must be int or float, got {value}")
     if isinstance(value, int | float) and not 0 <= value < math.inf:
         raise ValueError(f"pyattn: {name} must be finite and at least 0, got {value}")
 
@@ -92,8 +94,9 @@ def check_integers(name: str, values: Sequence[int] | Tensor, device: torch.devi
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether Python may branch on the tensor's values: not on fake and meta tensors, nor while compiling."""
-    return not (torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor))
+    """Whether Python may branch on the tensor's values: not on fake and meta ones, in transforms, nor in a compiler."""
+    unreal = tensor.is_meta or isinstance(tensor, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not (torch.compiler.is_compiling() or unreal)
 
 
 def check_between(name: str, values: Tensor, least: int, most: int | None = None) -> None:

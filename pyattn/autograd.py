@@ -79,10 +79,15 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> t
     recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     apply: Callable[..., tuple[Tensor, ...]] = Backward.apply if recorded else _ops.attention_backward
     options = ctx.options.with_tensors(*tensors)
-    wanted = ctx.needs_input_grad[3 + BEFORE_BIAS : 6 + BEFORE_BIAS] or (False, False, False)
-    dq, dk, dv, *of_score = apply(dout, dlse, q, k, v, out, row_max, row_sum, *options, _deterministic, wanted)
-    if len(ctx.needs_input_grad) <= BEFORE_BIAS:
-        return dq, dk, dv, *(None,) * (len(ctx.needs_input_grad) - 3)
+    passed = len(ctx.needs_input_grad) - 3
+    if passed <= BEFORE_BIAS and _deterministic:
+        arguments: tuple[Any, ...] = options[:passed]  # and the rest are defaults, here too
+    else:
+        wanted = ctx.needs_input_grad[3 + BEFORE_BIAS : 6 + BEFORE_BIAS] or (False, False, False)
+        arguments = *options, _deterministic, wanted
+    dq, dk, dv, *of_score = apply(dout, dlse, q, k, v, out, row_max, row_sum, *arguments)
+    if passed <= BEFORE_BIAS:
+        return dq, dk, dv, *(None,) * passed
     return dq, dk, dv, *(None,) * BEFORE_BIAS, *of_score, *(None,) * AFTER_SINKS
 
 

@@ -156,7 +156,7 @@ def attention(
     >>> k, v = torch.randn(2, 2, 2, 100, 64)
     >>> attention(q, k, v).shape
     torch.Size([2, 8, 100, 64])
-    >>> attention(q, k, v, window=(15, 0)).shape
+    >>> attention(q, k, v, window=(15, 0), softcap=50.0, sinks=torch.zeros(8)).shape
     torch.Size([2, 8, 100, 64])
     """
     if positional or named:

@@ -88,18 +88,24 @@ def check_options(
 ) -> None:
     """TypeError or ValueError for what no operator could be asked; shapes and dtypes are the operator's to check."""
     check_type("causal", causal, bool)
-    check_type("q_offset", q_offset, int, torch.SymInt, Tensor, type(None))
-    check_64_bits("q_offset", q_offset)
-    check_window(window)
-    check_type("softmax_scale", softmax_scale, int, float, torch.SymInt, torch.SymFloat, type(None))
-    check_finite("softcap", softcap)
     check_type("dropout_p", dropout_p, int, float)
-    check_type("dropout_seed", dropout_seed, int, torch.SymInt, Tensor, type(None))
-    check_64_bits("dropout_seed", dropout_seed)
-    tensors = {"key_ranges": key_ranges, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            check_tensor(name, tensor)
+    if q_offset is not None:
+        check_type("q_offset", q_offset, int, torch.SymInt, Tensor, type(None))
+        check_64_bits("q_offset", q_offset)
+    if window is not UNBOUNDED:
+        check_window(window)
+    if softmax_scale is not None:
+        check_type("softmax_scale", softmax_scale, int, float, torch.SymInt, torch.SymFloat, type(None))
+    if softcap != 0.0 or type(softcap) is not float:
+        check_finite("softcap", softcap)
+    if dropout_seed is not None:
+        check_type("dropout_seed", dropout_seed, int, torch.SymInt, Tensor, type(None))
+        check_64_bits("dropout_seed", dropout_seed)
+    if not key_ranges is bias is alibi_slopes is sinks is None:
+        tensors = {"key_ranges": key_ranges, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                check_tensor(name, tensor)
 
 
 def options_of(

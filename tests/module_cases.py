@@ -1,8 +1,5 @@
 """One small instance of every module of pyattn.nn, its plain twin, and the comparison of the two."""
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,7 +7,6 @@ import torch
 from torch import Tensor
 
 from pyattn import nn, reference
-from pyattn.nn import heads
 
 D_IN = 12
 D_OUT = 8
@@ -28,12 +24,17 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "GroupedQueryAttention": (D_IN, D_OUT, 0.0, 4, 2, None, True),
 }
 
-ignore_fallback = pytest.mark.filterwarnings("ignore:pyattn.*not native yet:UserWarning")
+every_module = pytest.mark.parametrize("name", ARGUMENTS)
 
-every_module = pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=ignore_fallback if name == "SingleHeadSelfAttention" else ()) for name in ARGUMENTS],
-)
+EXTRAS: dict[str, dict[str, Any]] = {
+    "window": {"window": (2, 1)},
+    "softcap": {"softcap": 1.5},
+    "alibi": {"alibi": True},
+    "sinks": {"sinks": True},
+    "rotary": {"rotary": 100.0},
+    "all": {"window": (3, -1), "softcap": 2.0, "alibi": True, "sinks": True, "rotary": 10000.0},
+}
+WITH_EXTRAS = ("MultiHeadAttention", "Attention", "GroupedQueryAttention")
 
 
 def pair(name: str, *arguments: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -61,15 +62,3 @@ def assert_same(x: Tensor, exact: Tensor) -> None:
     assert x.dtype == exact.dtype == torch.float64
     assert x.shape == exact.shape
     assert error(x, exact) <= 1e-12
-
-
-@contextmanager
-def first_use(*reasons: str) -> Iterator[None]:
-    """Inside, as in a new process, the fallback warns once for each of the reasons, and for nothing else."""
-    heads._warned.clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield
-    expected = [f"pyattn: {reason} is not native yet: plain PyTorch, seqlen x seqlen memory" for reason in reasons]
-    assert [str(warning.message) for warning in caught] == expected
-    assert all(warning.category is UserWarning for warning in caught)

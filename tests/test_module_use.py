@@ -1,4 +1,4 @@
-"""Promise: a module says what it does not do natively, once, and refuses what it cannot do, with the values."""
+"""Promise: modules run natively in training and out of it, and refuse what they cannot do, with the values."""
 
 import doctest
 import importlib
@@ -13,17 +13,17 @@ from module_cases import (
     CONTEXT_LENGTH,
     D_IN,
     D_OUT,
+    EXTRAS,
+    WITH_EXTRAS,
     assert_same,
     every_module,
-    first_use,
-    ignore_fallback,
     output,
     pair,
 )
 
 import pyattn
 from pyattn import dropout, functional, nn
-from pyattn.nn import heads
+from pyattn.nn import heads, positions
 
 WITH_DROPOUT = [name for name in ARGUMENTS if not name.startswith(("Simplified", "SelfAttention"))]
 
@@ -34,27 +34,25 @@ def test_dropout_in_training(name):
     for module in native.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.5
-    weights = ["returning attention weights"] if name == "SingleHeadSelfAttention" else []
     draws = 1000
     x = torch.randn(7, D_IN, dtype=torch.float64)
     expected = output(plain, x[None])[0]
-    with first_use(*weights), torch.no_grad():
+    with torch.no_grad():
         out = output(native, x.expand(draws, 7, D_IN))
         output(native, x[None])
     standard_error = out.std(0) / draws**0.5
     assert (standard_error > 0).all()
     assert ((out.mean(0) - expected).abs() <= 6 * standard_error).all(), "by chance: 2e-9 for each of <= 84 numbers"
-    with first_use(*weights):
-        assert_same(output(native.eval(), x[None])[0], expected)
+    assert_same(output(native.eval(), x[None])[0], expected)
 
 
-@ignore_fallback
 def test_dropout_of_everything():
     native = nn.CausalAttention(D_IN, D_OUT, CONTEXT_LENGTH, dropout=1.0)
-    assert not native(torch.randn(2, 7, D_IN)).any()
+    x = torch.randn(2, 7, D_IN)
+    assert not native(x).any()
+    assert not any(t.any() for t in native(x, need_weights=True))
 
 
-@ignore_fallback
 def test_weights_returned_in_training_are_those_used():
     native = nn.SingleHeadSelfAttention(D_IN, D_OUT, dropout=0.5).double()
     x = torch.randn(2, 7, D_IN, dtype=torch.float64)
@@ -63,7 +61,19 @@ def test_weights_returned_in_training_are_those_used():
     assert_same(out, weights @ native.v(x))
 
 
-@pytest.mark.parametrize("name", [name for name in ARGUMENTS if name != "SingleHeadSelfAttention"])
+@pytest.mark.parametrize("name", WITH_EXTRAS)
+def test_weights_of_heads_in_training_are_those_used(name):
+    native = getattr(nn, name)(*ARGUMENTS[name], **EXTRAS["all"]).double()
+    native.dropout.p = 0.5
+    x = torch.randn(2, 7, D_IN, dtype=torch.float64)
+    out, weights = native(x, need_weights=True)
+    v = (native.W_v if name == "Attention" else native.W_value)(x).unflatten(-1, (-1, native.head_dim)).transpose(1, 2)
+    v = v.repeat_interleave(weights.shape[1] // v.shape[1], 1)
+    project = native.W_o if name == "Attention" else native.out_proj
+    assert_same(out, project((weights @ v).transpose(1, 2).flatten(2)))
+
+
+@every_module
 def test_native_attention_gets_views(name, monkeypatch):
     calls = []
 
@@ -81,9 +91,8 @@ def test_native_attention_gets_views(name, monkeypatch):
 
 
 def test_trace_shapes(capsys):
-    with first_use("returning attention weights"):
-        for module in pair("SingleHeadSelfAttention", 4, 2, 0.0, True):
-            module(torch.rand(1, 5, 4))
+    for module in pair("SingleHeadSelfAttention", 4, 2, 0.0, True):
+        module(torch.rand(1, 5, 4))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
     assert lines[:2] == lines[2:]
@@ -119,6 +128,17 @@ def test_gpt2_factories(size, d_model, num_heads):
             "num_heads must be a positive multiple of num_kv_groups, got 4 and 3",
         ),
         (lambda: nn.Attention(10, 3), "embed_dim must be a positive multiple of num_heads, got 10 and 3"),
+        (
+            lambda: nn.Attention(12, 12, num_kv_heads=5),
+            "num_heads must be a positive multiple of num_kv_heads, got 12 and 5",
+        ),
+        (lambda: nn.Attention(12, 4, window=(-2, 0)), "window must be (left, right), each at least -1, got [-2, 0]"),
+        (lambda: nn.Attention(12, 4, softcap=-1.0), "softcap must be finite and at least 0, got -1.0"),
+        (
+            lambda: nn.Attention(12, 4, rotary=100.0),
+            "rotary must be a base above 0, with an even head_dim, got 100.0 and 3",
+        ),
+        (lambda: nn.Attention(12, 3, rotary=0), "rotary must be a base above 0, with an even head_dim, got 0 and 4"),
         (lambda: nn.CausalAttention(4, 8, 6, 1.5), "dropout must be between 0 and 1, got 1.5"),
         (lambda: nn.SingleHeadSelfAttention(4, 8, float("nan")), "dropout must be between 0 and 1, got nan"),
     ],
@@ -126,6 +146,22 @@ def test_gpt2_factories(size, d_model, num_heads):
 def test_constructor_errors(make, message):
     with pytest.raises(ValueError, match=f"^{re.escape('pyattn: ' + message)}$"):
         make()
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"window": 256}, "window must be a pair of ints (left, right), got 256"),
+        ({"softcap": "50"}, "softcap must be int or float, got '50'"),
+        ({"alibi": 8.0}, "alibi must be bool, got 8.0"),
+        ({"sinks": torch.zeros(2)}, "sinks must be bool, got torch.Tensor of shape (2,)"),
+        ({"rotary": True}, "rotary must be int or float, got True"),
+    ],
+)
+@pytest.mark.parametrize("name", WITH_EXTRAS)
+def test_extras_of_other_types(name, extra, message):
+    with pytest.raises(TypeError, match=f"^{re.escape('pyattn: ' + message)}$"):
+        getattr(nn, name)(*ARGUMENTS[name], **extra)
 
 
 @every_module
@@ -163,9 +199,9 @@ def test_mask_errors():
             native(x, torch.ones(shape, dtype=torch.bool))
 
 
-@ignore_fallback
 def test_docstring_examples_run():
-    homes = [functional, dropout, *map(importlib.import_module, {getattr(nn, name).__module__ for name in ARGUMENTS})]
+    of_modules = map(importlib.import_module, {getattr(nn, name).__module__ for name in ARGUMENTS})
+    homes = [functional, dropout, positions, *of_modules]
     results = [doctest.testmod(home) for home in homes]
     assert all(result.attempted > 0 for result in results)
     assert not any(result.failed for result in results)
@@ -186,16 +222,15 @@ def test_modules_come_with_the_package():
 
 
 def test_the_product_does_not_import_the_reference():
-    """The reference is for tests and comparisons; modules ask it only for what is not native yet."""
+    """The reference is for tests and comparisons."""
     root = Path(pyattn.__file__).parent
     sources = {path.relative_to(root).as_posix(): path.read_text() for path in root.rglob("*.py")}
     importing = {name for name, text in sources.items() if re.search(r"^\s*(from|import)\b.*\breference\b", text, re.M)}
     importing = {name for name in importing if not name.startswith("reference/")}
-    assert importing == {"nn/heads.py", "cli/compare.py", "cli/contenders.py"}
+    assert importing == {"cli/compare.py", "cli/contenders.py"}
 
 
 @pytest.mark.parametrize("name", WITH_DROPOUT)
-@ignore_fallback
 def test_identity_in_place_of_dropout(name):
     """People switch dropout off for good by putting nn.Identity where it was."""
     native, plain = (module.double() for module in pair(name))

@@ -6,15 +6,12 @@ from collections import defaultdict
 import pytest
 import torch
 from module_cases import (
-    ARGUMENTS,
     CONTEXT_LENGTH,
     D_IN,
     D_OUT,
     assert_same,
     error,
     every_module,
-    first_use,
-    ignore_fallback,
     output,
     pair,
 )
@@ -73,7 +70,6 @@ def printed(rows: Tensor) -> list[list[float]]:
     return [[round(value, 4) for value in row] for row in rows.tolist()]
 
 
-@ignore_fallback
 def test_printed_simplified():
     out, weights = nn.SimplifiedSelfAttention()(TOKENS, need_weights=True)
     assert printed(weights[1:2]) == [[0.1385, 0.2379, 0.2333, 0.1240, 0.1082, 0.1581]]
@@ -164,7 +160,7 @@ def test_equals_plain_in_float64(name):
 
 
 @pytest.mark.parametrize("name", ["SimplifiedSelfAttention", "SelfAttention_v1", "SelfAttention_v2"])
-@pytest.mark.parametrize("need_weights", [False, pytest.param(True, marks=ignore_fallback)])
+@pytest.mark.parametrize("need_weights", [False, True])
 def test_two_dimensional_input(name, need_weights):
     native, _ = pair(name)
     x = torch.randn(7, D_IN)
@@ -174,8 +170,7 @@ def test_two_dimensional_input(name, need_weights):
         assert torch.equal(one, many[0])
 
 
-@ignore_fallback
-@pytest.mark.parametrize("name", [name for name in ARGUMENTS if name != "GroupedQueryAttention"])
+@every_module
 def test_need_weights(name):
     native, plain = (module.double() for module in pair(name))
     x = torch.randn(2, 7, D_IN, dtype=torch.float64)
@@ -202,18 +197,23 @@ def test_shared_kv_heads_equal_repeated_heads(num_kv_heads):
     assert_same(grouped(x) + shared.out_proj.bias, repeated(x))
 
 
+def wide_mask(mask: Tensor) -> Tensor:
+    """(batch, num_heads, seqlen, seqlen) of a mask that has 2, 3 or 4 dimensions."""
+    return (mask[:, None] if mask.dim() == 3 else mask).expand(2, 3, 7, 7)
+
+
 @pytest.mark.parametrize("shape", [(7, 7), (2, 7, 7), (2, 3, 7, 7), (1, 1, 7, 7), (2, 1, 1, 7)])
 def test_mask_is_true_where_masked_out(shape):
     native, plain = (module.double() for module in pair("Attention"))
     x = torch.randn(2, 7, D_IN, dtype=torch.float64)
     mask = torch.rand(shape) < 0.5
     mask[..., 0] = False
-    with first_use("a mask given as a tensor"):
-        assert_same(native(x, mask), plain(x, mask))
-        native(x, mask)
+    assert_same(native(x, mask), plain(x, mask))
+    out, weights = native(x, mask, need_weights=True)
+    assert_same(out, plain(x, mask))
+    assert not weights.masked_select(wide_mask(mask)).any()
 
 
-@ignore_fallback
 def test_causal_mask():
     mask = nn.causal_mask(5, device="cpu")
     assert mask.dtype == torch.bool
@@ -239,8 +239,9 @@ def test_autocast(name, dtype):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning:torch")  # torch's own, in dynamo
-@pytest.mark.parametrize("name", [name for name in ARGUMENTS if name != "SingleHeadSelfAttention"])
+@every_module
 def test_compiles_to_one_graph(name):
+    torch._dynamo.reset()
     native, _ = pair(name)
     x = torch.randn(2, 7, D_IN)
-    assert torch.equal(torch.compile(native, backend="aot_eager", fullgraph=True)(x), native(x))
+    assert torch.equal(output(torch.compile(native, backend="aot_eager", fullgraph=True), x), output(native, x))

@@ -213,6 +213,22 @@ def gpu(monkeypatch) -> None:
     monkeypatch.setattr(_C, "cuda_archs", ["90"])
 
 
+def test_run_with_masks_and_scores(capsys) -> None:
+    options = "--window 90 0 --documents 64 --bias bool --softcap 9 --alibi --sinks --full"
+    assert main(["profile", "--shapes", "1x4x300x16", "--threads", "1", *options.split()]) == 0
+    shown = capsys.readouterr().out
+    said = "no mask, window 90 0, documents of 64, bool bias, softcap 9, alibi, sinks, dropout 0"
+    assert f"1x4x300x16 float32, {said}, " in shown
+    for pass_name in ("bias_rows", "mask_blocks", "head_gradients"):
+        assert f"\n{pass_name} " in shown
+        assert profile.EXPLAINED[pass_name] in shown
+
+
+def test_run_with_the_gradient_of_a_bias(capsys) -> None:
+    assert main(["profile", "--shapes", "1x2x90x16", "--threads", "1", "--bias", "float"]) == 0
+    assert "causal, float bias, dropout 0" in capsys.readouterr().out
+
+
 @pytest.mark.usefixtures("gpu")
 def test_run_on_a_gpu(tmp_path, capsys) -> None:
     trace = tmp_path / "trace.json"

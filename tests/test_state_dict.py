@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_cases import ARGUMENTS, CONTEXT_LENGTH, D_IN, assert_same, every_module, ignore_fallback, output, pair
+from module_cases import ARGUMENTS, CONTEXT_LENGTH, D_IN, assert_same, every_module, output, pair
 
 from pyattn import nn, reference
 
@@ -165,7 +165,6 @@ class Windowed:
         self.register_buffer("mask", OTHER_MASKS["a window of 3"][0], persistent)
 
 
-@ignore_fallback
 @pytest.mark.parametrize("name", ["CausalAttention", "MultiHeadAttention"])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_subclass_with_a_mask_of_its_own(name, persistent):
@@ -187,7 +186,6 @@ def test_a_subclass_with_a_mask_of_its_own(name, persistent):
         assert_same(native(x), plain(x))
 
 
-@ignore_fallback
 def test_an_assigned_mask_is_obeyed():
     native, plain = (module.double() for module in pair("MultiHeadAttention"))
     for module in (native, plain):

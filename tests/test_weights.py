@@ -203,6 +203,9 @@ def test_functional_transforms() -> None:
     torch.testing.assert_close(grad(q), torch.autograd.grad(call(leaf, k).sin().sum(), leaf)[0])
     many = torch.stack([q, q.sin()])
     torch.testing.assert_close(torch.vmap(call, (0, None))(many, k)[1], call(many[1], k))
+    ranges = torch.tensor([0, 9]).expand(2, 1, 9, 2)
+    one = attention_weights(q, k, key_ranges=ranges[1])
+    assert torch.equal(torch.vmap(lambda r: attention_weights(q, k, key_ranges=r))(ranges)[1], one)
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,11 @@ BIASES = ("bool", "float")
 EXPLAINED = {
     "merge_out": "few queries: threads share the keys of a head; this pass merges their partial out",
     "reduce_dq": "few heads: threads share the keys of a head; this pass adds up their partial dq",
+    "bias_rows": "masks: the keys that the bias leaves each row of its own shape",
+    "mask_blocks": "masks: the keys that ranges and bias leave each block of rows",
+    "head_gradients": "scores: the sums of gradients of slopes and sinks",
 }
-"""Passes that only some shapes need."""
+"""Passes that only some shapes and options need."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -154,7 +157,7 @@ def show(tasks: list[_C.TaskProfile], calls: int, useful: dict[str, int], peak: 
             for name, s, n in phases(task):
                 seconds[name] += s
                 flops[name] += n
-        total = sum(seconds.values())
+        total = sum(seconds.values()) or sum(busy.values()) / 1e9  # passes over masks have no phases
         even = sum(busy.values()) / len(busy) / max(busy.values())
         print(f"\n{pass_name:16}{'ms':>10}{'share':>8}{'GFLOP/s':>10}{'peak':>7}", end="")
         print(f"   {len(busy)} threads, {even:.0%} as long as the longest on average" if len(busy) > 1 else "")

@@ -3,8 +3,8 @@
 Import them in place of your own. Constructors, attribute names, initial values under a seed and state dicts are those
 of the plain modules in :mod:`pyattn.reference` (S. Raschka, "Build a Large Language Model (From Scratch)", chapters 3
 and 4, and the tutorials after it). ``load_state_dict(strict=True)`` works both ways, the ``mask`` buffer's key
-included: see :class:`pyattn.nn.mask.CausalMask`. Native attention needs memory linear in seqlen. Each head computes
-(Vaswani et al. 2017, equation 1) ::
+included: see :class:`pyattn.nn.mask.CausalMask`. Memory is linear in seqlen, unless weights are returned or a mask is
+given. Each head computes (Vaswani et al. 2017, equation 1) ::
 
     out = dropout(softmax(mask(q k^T / sqrt(head_dim)))) v        causal mask, seqlen 4:    1 0 0 0
                                                                   query i down, key j       1 1 0 0
@@ -17,8 +17,9 @@ What all modules share:
   ``nn.Identity``. ``qkv_bias`` gives the projections a bias.
 - ``need_weights=True`` returns ``(out, weights)``, the weights as they met ``v``, so after dropout: (batch, num_heads,
   seqlen, seqlen), without num_heads in one-head modules, without batch if ``x`` has none.
-- Not native yet: a mask given as a tensor, returned weights. They run in plain PyTorch with seqlen x seqlen memory, and
-  the first use of each warns.
+- ``window``, ``softcap``, ``alibi``, ``sinks`` and ``rotary`` are keyword-only extras of :class:`MultiHeadAttention`,
+  :class:`Attention` and :class:`GroupedQueryAttention`: see :class:`pyattn.nn.score.ScoreOptions`. One-head modules and
+  the wrapper around them, the book's steps on the way there, have none.
 - TypeError for a wrong dtype, ValueError for a wrong shape or value; each says what it got.
 """
 

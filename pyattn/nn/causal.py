@@ -59,8 +59,8 @@ class MultiHeadAttentionWrapper(nn.Module):
 class SingleHeadSelfAttention(nn.Module):
     """One causal head that also returns its weights, over Linears ``q k v`` without bias.
 
-    ``trace_shapes`` prints the shapes on the way. The weights make it run in plain PyTorch: :class:`CausalAttention` is
-    the native one.
+    ``trace_shapes`` prints the shapes on the way. The weights take seqlen x seqlen memory: :class:`CausalAttention` is
+    the same without them.
 
     >>> attention = SingleHeadSelfAttention(d_model=4, d_k=2, trace_shapes=True)
     >>> out, weights = attention(torch.rand(1, 5, 4))

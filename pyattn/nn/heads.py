@@ -1,27 +1,16 @@
-"""From projected tensors to attention over heads.
+"""From projected tensors to attention over heads."""
 
-The product uses the reference here and nowhere else: for masks given as tensors and for returned weights, which are
-not native yet.
-"""
-
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pyattn import reference
+from pyattn.dropout import draw_seed
 from pyattn.functional import attention
+from pyattn.nn.positions import rotate
+from pyattn.weights import attention_weights
 
 Output = Tensor | tuple[Tensor, Tensor]
-
-_warned: set[str] = set()
-
-
-def _warn_once(reason: str) -> None:
-    if reason not in _warned:
-        warnings.warn(f"pyattn: {reason} is not native yet: plain PyTorch, seqlen x seqlen memory", stacklevel=2)
-        _warned.add(reason)
 
 
 def make_dropout(p: float) -> nn.Dropout:
@@ -41,33 +30,17 @@ def dropout_probability(dropout: nn.Module | None) -> float:
 
 
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = True,
-    softmax_scale: float | None = None,
-    mask: Tensor | None = None,
-    dropout: nn.Module | None = None,
-    need_weights: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, *, dropout: nn.Module | None = None, need_weights: bool = False, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention over (B, H, T, D): out, and weights if asked for. ``mask``: bool, True = takes part."""
+    """Attention over (B, H, T, D): out, and weights if asked for, both under one seed of dropout."""
     dropout_p = dropout_probability(dropout)
     if dropout_p == 1.0:  # every weight is dropped, and the function takes less than 1 only
-        out, weights = _attend(
-            q, k, v, causal=causal, softmax_scale=softmax_scale, mask=mask, need_weights=need_weights
-        )
+        out, weights = _attend(q, k, v, need_weights=need_weights, **options)
         return out * 0.0, None if weights is None else weights * 0.0
-    if mask is None and not need_weights:
-        return attention(q, k, v, causal=causal, softmax_scale=softmax_scale, dropout_p=dropout_p), None
-    if mask is not None:
-        _warn_once("a mask given as a tensor")
-    if need_weights:
-        _warn_once("returning attention weights")
-    out, weights = reference.attention(
-        q, k, v, causal=causal, softmax_scale=softmax_scale, bias=mask, dropout_p=dropout_p, return_weights=True
-    )
-    return out, weights if need_weights else None
+    if dropout_p and need_weights:
+        options["dropout_seed"] = draw_seed(q.device)
+    out = attention(q, k, v, dropout_p=dropout_p, **options)
+    return out, attention_weights(q, k, dropout_p=dropout_p, **options) if need_weights else None
 
 
 def attend_single(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
@@ -78,12 +51,17 @@ def attend_single(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
     return output_of(out[first], None if weights is None else weights[first])
 
 
-def attend_heads(q: Tensor, k: Tensor, v: Tensor, head_dim: int, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """:func:`_attend` over (B, T, H * head_dim), the heads split and merged by views.
+def attend_heads(
+    q: Tensor, k: Tensor, v: Tensor, head_dim: int, *, rotary: float | None = None, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`_attend` over (B, T, H * head_dim), the heads split and merged by views; ``rotary``: the base, if any.
 
     H is read from the tensors: under tensor parallelism a projection yields this rank's heads only.
     """
-    out, weights = _attend(*(torch.unflatten(t, -1, (-1, head_dim)).transpose(1, 2) for t in (q, k, v)), **options)
+    q, k, v = (torch.unflatten(t, -1, (-1, head_dim)) for t in (q, k, v))
+    if rotary is not None:
+        q, k = rotate(q, rotary), rotate(k, rotary)
+    out, weights = _attend(*(t.transpose(1, 2) for t in (q, k, v)), **options)
     return out.transpose(1, 2).flatten(2), weights
 
 

@@ -63,8 +63,7 @@ class CausalMask(nn.Module):
       that lacks parameters too, as adapters save, says nothing. It may be set by hand. Default: True.
 
     A ``mask`` that is registered or assigned, as a subclass may do, becomes an ordinary buffer: saved and loaded like
-    any other, and obeyed as the plain module obeys it (not 0 = masked out), in plain PyTorch. None makes it causal
-    again.
+    any other, and obeyed as the plain module obeys it (not 0 = masked out). None makes it causal again.
     """
 
     persistent_mask = True
@@ -102,7 +101,7 @@ class CausalMask(nn.Module):
             return {"causal": True}
         batch, seqlen = x.shape[:2]
         masked = check_mask(own.bool()[:seqlen, :seqlen], (batch, 1, seqlen, seqlen))
-        return {"causal": False, "mask": ~masked}
+        return {"causal": False, "bias": ~masked}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         if self.persistent_mask and self._own_mask is None:

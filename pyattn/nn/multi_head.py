@@ -6,19 +6,31 @@ from torch import Tensor, nn
 from pyattn.nn.checks import check_input, check_mask, quotient
 from pyattn.nn.heads import Output, attend_heads, make_dropout, output_of
 from pyattn.nn.mask import CausalMask
+from pyattn.nn.score import ScoreOptions
 
 
-class MultiHeadAttention(CausalMask):
+class MultiHeadAttention(CausalMask, ScoreOptions):
     """Causal multi-head attention over sequences of at most ``context_length``, then the Linear ``out_proj``.
 
     ``num_heads`` divides ``d_out``. ``num_kv_heads``, default num_heads, divides num_heads: query head h reads KV head
     ``h // (num_heads // num_kv_heads)``, and W_key and W_value yield num_kv_heads * head_dim.
+    :class:`pyattn.nn.score.ScoreOptions` says what ``window`` and the rest are. For ``window=(2, 0)``, 1 = takes
+    part::
+
+        1 0 0 0 0
+        1 1 0 0 0
+        1 1 1 0 0
+        0 1 1 1 0
+        0 0 1 1 1
 
     :class:`pyattn.nn.mask.CausalMask` says what its ``mask`` is, in state dicts and when assigned.
 
     >>> attention = MultiHeadAttention(d_in=768, d_out=768, context_length=1024, dropout=0.0, num_heads=12)
     >>> attention(torch.rand(2, 16, 768)).shape
     torch.Size([2, 16, 768])
+    >>> modern = MultiHeadAttention(64, 64, 32, 0.0, 8, num_kv_heads=2, window=(15, 0), sinks=True, rotary=10000.0)
+    >>> modern(torch.rand(2, 16, 64)).shape
+    torch.Size([2, 16, 64])
     """
 
     def __init__(
@@ -31,6 +43,11 @@ class MultiHeadAttention(CausalMask):
         qkv_bias: bool = False,
         *,
         num_kv_heads: int | None = None,
+        window: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi: bool = False,
+        sinks: bool = False,
+        rotary: float | None = None,
     ) -> None:
         super().__init__(context_length)
         self.d_in = d_in
@@ -44,37 +61,63 @@ class MultiHeadAttention(CausalMask):
         self.W_value = nn.Linear(d_in, self.num_kv_heads * self.head_dim, bias=qkv_bias)
         self.out_proj = nn.Linear(d_out, d_out)
         self.dropout: nn.Module = make_dropout(dropout)
+        self.set_score_options(num_heads, self.head_dim, window, softcap, alibi, sinks, rotary)
 
     def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out)."""
         check_input(x, self.d_in, self.W_query, context_length=self.context_length)
         q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
-        options = {"dropout": self.dropout, "need_weights": need_weights, **self.mask_options(x)}
-        out, weights = attend_heads(q, k, v, self.head_dim, **options)
+        options = self.mask_options(x) | self.score_options(self.num_heads, x)
+        out, weights = attend_heads(q, k, v, self.head_dim, dropout=self.dropout, need_weights=need_weights, **options)
         return output_of(self.out_proj(out), weights)
 
 
-class Attention(nn.Module):
+class Attention(ScoreOptions):
     """Multi-head attention with the caller's mask, over Linears ``W_q W_k W_v W_o`` with bias.
 
     ``mask``: bool, **True = masked out** (the opposite of torch's ``scaled_dot_product_attention``), (seqlen, seqlen),
     (batch, seqlen, seqlen) or (batch, num_heads, seqlen, seqlen), sizes of 1 broadcast; a query that sees no key gets
-    0, not NaN. None, the default: every query sees every key, natively.
+    0, not NaN. None, the default: every query sees every key.
+
+    ``num_heads`` divides ``embed_dim``, ``num_kv_heads``, default num_heads, divides num_heads.
+    :class:`pyattn.nn.score.ScoreOptions` says what ``window`` and the rest are, on top of the mask. For
+    ``window=(1, 2)``, without a mask, 1 = takes part::
+
+        1 1 1 0 0
+        1 1 1 1 0
+        0 1 1 1 1
+        0 0 1 1 1
+        0 0 0 1 1
 
     >>> Attention(embed_dim=8, num_heads=2)(torch.rand(1, 5, 8)).shape
     torch.Size([1, 5, 8])
     """
 
-    def __init__(self, embed_dim: int, num_heads: int, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        *,
+        num_kv_heads: int | None = None,
+        window: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi: bool = False,
+        sinks: bool = False,
+        rotary: float | None = None,
+    ) -> None:
         super().__init__()
         self.embed_dim = embed_dim
         self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.head_dim = quotient("embed_dim", embed_dim, "num_heads", num_heads)
+        quotient("num_heads", num_heads, "num_kv_heads", self.num_kv_heads)
         self.W_q = nn.Linear(embed_dim, embed_dim)
-        self.W_k = nn.Linear(embed_dim, embed_dim)
-        self.W_v = nn.Linear(embed_dim, embed_dim)
+        self.W_k = nn.Linear(embed_dim, self.num_kv_heads * self.head_dim)
+        self.W_v = nn.Linear(embed_dim, self.num_kv_heads * self.head_dim)
         self.W_o = nn.Linear(embed_dim, embed_dim)
         self.dropout: nn.Module = make_dropout(dropout)
+        self.set_score_options(num_heads, self.head_dim, window, softcap, alibi, sinks, rotary)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, need_weights: bool = False) -> Output:
         """``x`` (batch, seqlen, embed_dim), out the same."""
@@ -82,16 +125,17 @@ class Attention(nn.Module):
         if mask is not None:
             mask = ~check_mask(mask, (x.shape[0], self.num_heads, x.shape[1], x.shape[1]))
         q, k, v = self.W_q(x), self.W_k(x), self.W_v(x)
-        options = {"causal": False, "mask": mask, "dropout": self.dropout, "need_weights": need_weights}
-        out, weights = attend_heads(q, k, v, self.head_dim, **options)
+        options = {"causal": False, "bias": mask, **self.score_options(self.num_heads, x)}
+        out, weights = attend_heads(q, k, v, self.head_dim, dropout=self.dropout, need_weights=need_weights, **options)
         return output_of(self.W_o(out), weights)
 
 
-class GroupedQueryAttention(nn.Module):
+class GroupedQueryAttention(ScoreOptions):
     """Causal attention whose ``num_heads`` query heads share ``num_kv_groups`` KV heads (Ainslie et al. 2023).
 
     Query head h reads KV head ``h // (num_heads // num_kv_groups)``. ``num_heads`` divides ``d_out``, ``num_kv_groups``
-    divides num_heads; ``dtype`` is the weights'.
+    divides num_heads; ``dtype`` is the weights'. :class:`pyattn.nn.score.ScoreOptions` says what ``window`` and the
+    rest are.
 
     >>> GroupedQueryAttention(8, 8, dropout=0.0, num_heads=4, num_kv_groups=2)(torch.rand(1, 5, 8)).shape
     torch.Size([1, 5, 8])
@@ -106,6 +150,12 @@ class GroupedQueryAttention(nn.Module):
         num_kv_groups: int,
         dtype: torch.dtype | None = None,
         qkv_bias: bool = False,
+        *,
+        window: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi: bool = False,
+        sinks: bool = False,
+        rotary: float | None = None,
     ) -> None:
         super().__init__()
         self.d_in = d_in
@@ -119,10 +169,12 @@ class GroupedQueryAttention(nn.Module):
         self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias, dtype=dtype)
         self.out_proj = nn.Linear(d_out, d_out, bias=False, dtype=dtype)
         self.dropout: nn.Module = make_dropout(dropout)
+        self.set_score_options(num_heads, self.head_dim, window, softcap, alibi, sinks, rotary, dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out)."""
         check_input(x, self.d_in, self.W_query)
         q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
-        out: Tensor = self.out_proj(attend_heads(q, k, v, self.head_dim, dropout=self.dropout)[0])
-        return out
+        options = self.score_options(self.num_heads, x)
+        out, weights = attend_heads(q, k, v, self.head_dim, dropout=self.dropout, need_weights=need_weights, **options)
+        return output_of(self.out_proj(out), weights)

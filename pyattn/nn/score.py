@@ -1,0 +1,68 @@
+"""How the scores of a multi-head module may differ from the plain formula: the keyword-only extras they share."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyattn.arguments import check_finite, check_type, check_window
+from pyattn.nn.positions import alibi_slopes
+
+
+class ScoreOptions(nn.Module):
+    """A module whose constructor takes ``window``, ``softcap``, ``alibi``, ``sinks`` and ``rotary``.
+
+    With all of them, head h computes, over the keys j that query i sees::
+
+        s_ij = softcap tanh(<turn(q_i), turn(k_j)> / sqrt(head_dim) / softcap) - slope_h |i - j|
+        out_i = sum_j exp(s_ij) v_j / (sum_j exp(s_ij) + exp(sinks_h))
+
+    - ``window=(left, right)``: a query sees itself, ``left`` keys before and ``right`` keys behind itself; -1: all.
+    - ``softcap=c``: each scaled score s becomes ``c tanh(s / c)``; 0: it does not.
+    - ``alibi=True``: each score loses ``slope_h |i - j|``, with the slopes of :func:`pyattn.nn.positions.alibi_slopes`.
+      They are made anew in each call and are no part of the state dict.
+    - ``sinks=True``: the softmax has one more column, without a value: the parameter ``sinks`` (num_heads,), zeros at
+      first (Xiao et al. 2024; learned as in gpt-oss).
+    - ``rotary=base``: q and k turn by their positions, as :func:`pyattn.nn.positions.rotate` says; head_dim is even.
+    """
+
+    sinks: nn.Parameter | None
+
+    def set_score_options(
+        self,
+        num_heads: int,
+        head_dim: int,
+        window: tuple[int, int],
+        softcap: float,
+        alibi: bool,
+        sinks: bool,
+        rotary: float | None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Checks and keeps the extras; the parameter ``sinks`` comes after those that are there."""
+        check_window(window)
+        check_finite("softcap", softcap)
+        check_type("alibi", alibi, bool)
+        check_type("sinks", sinks, bool)
+        if rotary is not None:
+            check_finite("rotary", rotary)
+            if rotary == 0 or head_dim % 2:
+                raise ValueError(
+                    f"pyattn: rotary must be a base above 0, with an even head_dim, got {rotary} and {head_dim}"
+                )
+        self.window, self.softcap, self.alibi, self.rotary = window, softcap, alibi, rotary
+        self.register_parameter("sinks", nn.Parameter(torch.zeros(num_heads, dtype=dtype)) if sinks else None)
+
+    def score_options(self, num_heads: int, x: Tensor) -> dict[str, Any]:
+        """The extras as :func:`pyattn.nn.heads.attend_heads` takes them, for the input ``x``."""
+        slopes = None
+        if self.alibi:
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            slopes = alibi_slopes(num_heads, dtype=dtype, device=x.device)
+        return {
+            "window": self.window,
+            "softcap": self.softcap,
+            "alibi_slopes": slopes,
+            "sinks": self.sinks,
+            "rotary": self.rotary,
+        }

@@ -1,0 +1,191 @@
+"""Promise: window, softcap, alibi, sinks and rotary of a module are what they are called; only sinks are state."""
+
+import copy
+import math
+
+import pytest
+import torch
+from module_cases import ARGUMENTS, D_IN, EXTRAS, WITH_EXTRAS, assert_same, output
+from torch import Tensor
+
+from pyattn import nn, reference
+from pyattn.nn.positions import alibi_slopes, rotate
+
+each_module = pytest.mark.parametrize("name", WITH_EXTRAS)
+each_extra = pytest.mark.parametrize("extra", EXTRAS)
+
+
+def slopes_of_the_paper(n: int) -> list[float]:
+    """As in https://github.com/ofirpress/attention_with_linear_biases, fairseq/models/transformer.py."""
+
+    def of_power_of_2(n: int) -> list[float]:
+        start = 2 ** (-(2 ** -(math.log2(n) - 3)))
+        return [start * start**i for i in range(n)]
+
+    if math.log2(n).is_integer():
+        return of_power_of_2(n)
+    closest = 2 ** math.floor(math.log2(n))
+    return of_power_of_2(closest) + slopes_of_the_paper(2 * closest)[0::2][: n - closest]
+
+
+def turned(x: Tensor, base: float) -> Tensor:
+    """Rotary embedding of (B, T, H, D), by complex numbers."""
+    half = x.shape[-1] // 2
+    angle = torch.outer(torch.arange(x.shape[1]).double(), base ** (-torch.arange(half).double() / half))
+    turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+    z = torch.complex(x[..., :half].double(), x[..., half:].double()) * turn
+    return torch.cat([z.real, z.imag], -1)
+
+
+def plain(module: torch.nn.Module, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """out and weights of the module, in plain PyTorch."""
+    of_caller = isinstance(module, nn.Attention)
+    names = ("W_q", "W_k", "W_v", "W_o") if of_caller else ("W_query", "W_key", "W_value", "out_proj")
+    *projections, project = (getattr(module, name) for name in names)
+    q, k, v = (p(x).unflatten(-1, (-1, module.head_dim)) for p in projections)
+    if module.rotary is not None:
+        q, k = turned(q, module.rotary), turned(k, module.rotary)
+    slopes = torch.tensor(slopes_of_the_paper(module.num_heads), dtype=x.dtype) if module.alibi else None
+    out, weights = reference.attention(
+        *(t.transpose(1, 2) for t in (q, k, v)),
+        causal=not of_caller,
+        window=module.window,
+        softcap=module.softcap,
+        alibi_slopes=slopes,
+        sinks=module.sinks,
+        bias=None if mask is None else ~mask,
+        return_weights=True,
+    )
+    return project(out.transpose(1, 2).flatten(2)), weights
+
+
+def made(name: str, extra: str) -> torch.nn.Module:
+    module = getattr(nn, name)(*ARGUMENTS[name], **EXTRAS[extra]).double()
+    if module.sinks is not None:
+        assert not module.sinks.any()
+        torch.nn.init.normal_(module.sinks)
+    return module
+
+
+@each_module
+@each_extra
+def test_equals_plain(name: str, extra: str) -> None:
+    module = made(name, extra)
+    x = torch.randn(2, 9, D_IN, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *module.parameters()]
+    ours, (exact, weights) = module(x), plain(module, x)
+    assert_same(ours, exact)
+    grads = [torch.autograd.grad(out.sin().sum(), leaves) for out in (ours, exact)]
+    for found, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    out, shown = module(x, need_weights=True)
+    assert_same(out, exact)
+    assert_same(shown, weights)
+
+
+@each_extra
+def test_extras_on_top_of_a_mask(extra: str) -> None:
+    module = made("Attention", extra)
+    x, mask = torch.randn(2, 9, D_IN, dtype=torch.float64), torch.rand(2, 1, 9, 9) < 0.3
+    exact, weights = plain(module, x, mask)
+    assert_same(module(x, mask), exact)
+    assert_same(module(x, mask, need_weights=True)[1], weights)
+
+
+def test_shared_kv_heads_of_the_callers_module() -> None:
+    shared = nn.Attention(12, 6, num_kv_heads=2).double()
+    assert shared.W_k.weight.shape == shared.W_v.weight.shape == (4, 12)
+    x = torch.randn(2, 9, 12, dtype=torch.float64)
+    assert_same(shared(x), plain(shared, x)[0])
+
+
+@each_module
+@each_extra
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiles_to_one_graph(name: str, extra: str) -> None:
+    torch._dynamo.reset()
+    module = made(name, extra)
+    x = torch.randn(2, 7, D_IN, dtype=torch.float64)
+    for options in {}, {"need_weights": True}:
+        compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x, **options), module(x, **options), rtol=0, atol=1e-14)
+
+
+@each_module
+def test_only_sinks_are_in_the_state_dict(name: str) -> None:
+    usual = list(getattr(nn, name)(*ARGUMENTS[name]).state_dict())
+    for extra in EXTRAS:
+        module = made(name, extra)
+        new = ["sinks"] if module.sinks is not None else []
+        assert sorted(module.state_dict()) == sorted([*usual, *new])
+        assert list(module.buffers()) == []
+        twin = copy.deepcopy(module)
+        twin.load_state_dict(module.state_dict(), strict=True)
+        x = torch.randn(1, 5, D_IN, dtype=torch.float64)
+        assert torch.equal(twin(x), module(x))
+
+
+@each_module
+def test_meta_modules_take_real_weights(name: str) -> None:
+    real = made(name, "all")
+    with torch.device("meta"):
+        module = getattr(nn, name)(*ARGUMENTS[name], **EXTRAS["all"])
+    module.load_state_dict(real.state_dict(), assign=True)
+    x = torch.randn(2, 7, D_IN, dtype=torch.float64)
+    assert torch.equal(module(x), real(x))
+
+
+@each_module
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_and_autocast(name: str, dtype: torch.dtype) -> None:
+    exact, x = made(name, "all"), torch.randn(2, 7, D_IN)
+    narrow = copy.deepcopy(exact).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        of_autocast, of_narrow = copy.deepcopy(exact).float()(x), narrow(x)
+    for out in (narrow(x.to(dtype)), of_autocast, of_narrow):
+        assert (out.double() - exact(x.double())).abs().max() < 0.1
+
+
+def test_the_seed_gives_the_same_weights_with_extras() -> None:
+    for name in WITH_EXTRAS:
+        torch.manual_seed(5)
+        usual = getattr(nn, name)(*ARGUMENTS[name]).state_dict()
+        torch.manual_seed(5)
+        state = getattr(nn, name)(*ARGUMENTS[name], **EXTRAS["all"]).state_dict()
+        assert all(torch.equal(state[key], value) for key, value in usual.items())
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 3, 8, 12, 25])
+def test_slopes_are_those_of_the_paper(num_heads: int) -> None:
+    expected = torch.tensor(slopes_of_the_paper(num_heads), dtype=torch.float64)
+    torch.testing.assert_close(alibi_slopes(num_heads, dtype=torch.float64), expected, rtol=1e-14, atol=0)
+    assert alibi_slopes(num_heads).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_rotation(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 50, 3, 8).to(dtype)
+    found = rotate(x.transpose(1, 2).contiguous().transpose(1, 2), 10000.0)
+    assert found.dtype == dtype
+    assert found.is_contiguous(), "position before heads, as projections lay them out"
+    # An angle of 50 has an error of 50 eps in float32; the result of 16 bits is rounded once.
+    compute = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    bound = torch.finfo(dtype).eps / 2 * turned(x, 10000.0).abs() + 50 * compute * x.double().abs().max()
+    assert ((found.double() - turned(x, 10000.0)).abs() <= bound).all()
+
+
+def test_rotated_products_depend_on_the_distance_alone() -> None:
+    q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64).expand(2, 1, 20, 1, 16)
+    products = rotate(q, 100.0)[0, :, 0] @ rotate(k, 100.0)[0, :, 0].T
+    for distance in range(20):
+        diagonal = products.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-12)
+
+
+def test_output_is_causal_with_a_window() -> None:
+    module = made("MultiHeadAttention", "window")
+    x = torch.randn(1, 9, D_IN, dtype=torch.float64)
+    changed = x.clone()
+    changed[:, 4] += 1
+    same = (output(module, x) == output(module, changed)).all(-1)[0]
+    assert same.tolist() == [True] * 4 + [False] * 3 + [True] * 2
