@@ -153,6 +153,7 @@ struct Kernels {
   Pass<ForwardParams> merge_out;  // after forward; no items where forward writes out itself
   Pass<BackwardParams> backward;
   Pass<BackwardParams> reduce_dq;       // after backward; no items where backward writes dq itself
+  Pass<BackwardParams> bias_gradient;   // where the bias broadcasts
   Pass<BackwardParams> head_gradients;  // after backward; of sinks and slopes
   double (*peak)(int64_t rounds);       // multiplies and adds in registers; returns the number of operations
 };

@@ -135,7 +135,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_forward(
       at::empty_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2)}, q.options().dtype(row_dtype(q.scalar_type())));
   Tensor row_max = at::empty_like(lse), row_sum = at::empty_like(lse);
   if (q.is_meta()) return {out, lse, row_max, row_sum};
-  check_written(options, q.is_cuda());
 
   const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
   ForwardParams p{};
@@ -186,7 +185,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
                       with_dsinks ? dsinks.to(sinks->scalar_type()) : dsinks};
   };
   if (q.is_meta()) return results();
-  check_written(options, q.is_cuda());
 
   const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
   const Tensor dout_ = with_contiguous_columns(dout), out_ = with_contiguous_columns(out);
@@ -197,7 +195,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   p.out = input(out_), p.dout = input(dout_);
   p.row_max = input_data(row_max_), p.row_sum = input_data(row_sum_), p.dlse = dlse_ ? input_data(*dlse_) : nullptr;
   p.dq = result(dq), p.dk = result(dk), p.dv = result(dv);
-  if (with_dbias) p.dbias = bias_view(dbias, type, dbias.mutable_data_ptr());
+  if (with_dbias && row_max.numel() > 0 && k.size(2) > 0)
+    p.dbias = bias_view(dbias, type, dbias.mutable_data_ptr());
+  else if (with_dbias)
+    dbias.zero_();  // no score has it, so no kernel writes it
   if (with_dslopes) p.dslopes = dslopes.mutable_data_ptr();
   if (with_dsinks) p.dsinks = dsinks.mutable_data_ptr();
   if (q.is_cuda()) {
@@ -205,7 +206,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   } else {
     const Kernels& table = kernels(dtype_of(type), p.score);
     const auto summary = summarize_mask(table, p);
-    run(table.backward, p, table.reduce_dq, table.head_gradients);
+    run(table.backward, p, table.reduce_dq, table.bias_gradient, table.head_gradients);
   }
   return results();
 }

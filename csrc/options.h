@@ -83,15 +83,6 @@ inline void check_wanted(const Options& options, const std::array<bool, 3>& outp
       at::ArrayRef<bool>(output_mask.data(), 3));
 }
 
-// Refuses what the kernels of a backend can't do yet.
-inline void check_written(const Options& options, bool cuda) {
-  const auto check = [&](bool absent, const char* name) {
-    TORCH_CHECK_NOT_IMPLEMENTED(absent, "pyattn: ", name, " is not written yet on ", cuda ? "CUDA" : "the CPU");
-  };
-  const bool hides = options.bias && options.bias->scalar_type() == at::kBool;
-  if (!cuda) check(!options.bias || hides, "a float bias");
-}
-
 inline void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) {
   TORCH_CHECK_TYPE(q.defined() && k.defined() && v.defined(), "pyattn: q, k and v must be Tensors, got None");
   TORCH_CHECK_VALUE(q.dim() == 4 && k.dim() == 4 && v.dim() == 4,

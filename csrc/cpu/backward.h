@@ -12,6 +12,7 @@
 
 #include "attention.h"
 #include "backward_scratch.h"
+#include "backward_tile.h"
 #include "bias_tile.h"
 #include "dots.h"
 #include "dropout.h"
@@ -77,8 +78,8 @@ class BackwardItem {
   const DqShares<T> shares{p};
   double* const dslopes = slope_shares<T>(p, item);
   const Score score{p};
-  LaneMask<T> seen;
   Stopwatch watch{p.counts};
+  BackwardTile<S, Score> weights{p, mask, s, score, watch, {}};
 
   // A block of keys: its operands, and where its gradients are summed.
   struct Keys {
@@ -87,9 +88,8 @@ class BackwardItem {
     Matrix<T> dK, dV;
   };
 
-  // A block of query rows, at place i of the super-block, likewise.
+  // A block of query rows, likewise.
   struct Queries {
-    int64_t i;
     Matrix<const E> Q, dO;  // [terms(rows)][cols], to be summed over
     Matrix<T> dQ;
     Update<T> update;  // of dQ
@@ -134,57 +134,26 @@ class BackwardItem {
     for (int64_t i = first; i < seeing.end; i += kBlockQ<T>) {
       const int64_t m = min(kBlockQ<T>, rows - i);
       const Tile tile{r0 + i, m, round_up(m, kLanes<T>), n0, keys};
-      const Queries queries{i, Q.from(terms<S>(i)), dO.from(terms<S>(i)), dQ.from(i),
-                            Update<T>::add_unless(i >= written)};
-      const Strips<T> strips = cut_strips<S>(mask, tile, seen);
+      const Queries queries{Q.from(terms<S>(i)), dO.from(terms<S>(i)), dQ.from(i), Update<T>::add_unless(i >= written)};
+      const Strips<T> strips = weights.cut(tile);
       watch.lap(Phase::kPack);
       if (strips.empty()) {
         if (i >= written) fill_zero(dQ.from(i).data, m * dQ.row);
         continue;
       }
-      make_weights(tile, strips, block, queries);
+      weights.make(tile, strips, i, block.left_K, block.left_V, [&](Strip strip) {
+        score.to_products(p, s.dP, head, tile, strip, s.derivative, dslopes);
+        watch.lap(Phase::kSoftmax);
+        if (!p.dropout.threshold) return;
+        multiply_strip(s.P, s.kept, strip);
+        watch.lap(Phase::kDropout);
+      });
       if (strips.masked && !finite(tile))
         add_seen_products(tile, block, queries);
       else
         add_products(tile, strips, block, queries);
     }
     return max(written, min(round_up(seeing.end, kBlockQ<T>), rows));
-  }
-
-  // P and dS of a tile, from Q K^T and dO V^T.
-  void make_weights(const Tile& tile, const Strips<T>& strips, const Keys& block, const Queries& queries) {
-    strips.each([&](Strip strip) {
-      const auto [j0, j1, begin, end] = strip;
-      if (few_rows<S>(p))
-        few_products<S>(s.few_Q, key_rows<S>(head, p.k, tile.n0), tile.rows, p.head_dim, strip, s.P);
-      else
-        score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim), block.left_K.from(begin, 0), s.queries.Qt(queries.i),
-                      s.P.from(begin));
-      score.to_scores(p, s.P, head, tile, strip, s.derivative);
-      watch.lap(Phase::kScores, 2 * strip.pairs() * p.head_dim);
-      score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim_v), block.left_V.from(begin, 0), s.queries.dOt(queries.i),
-                    s.dP.from(begin));
-      watch.lap(Phase::kdP, 2 * strip.pairs() * p.head_dim_v);
-      if (p.dropout.threshold) {
-        draw_dropout<T>(p, head, tile, strip, [&](int64_t k, int64_t j, vec<T> factor) {
-          T* dp = s.dP.from(k).data + j;
-          store(dp, load(dp) * factor);
-          store(s.kept.from(k).data + j, factor);
-        });
-        watch.lap(Phase::kDropout);
-      }
-      const RowTerms<T> row_terms = s.queries.terms_of(queries.i);
-      if (strips.masked)
-        softmax_gradient<true>(s.P, s.dP, strip, seen, score, row_terms);
-      else
-        softmax_gradient<false>(s.P, s.dP, strip, seen, score, row_terms);
-      score.to_products(p, s.dP, head, tile, strip, s.derivative, dslopes);
-      watch.lap(Phase::kSoftmax);
-      if (p.dropout.threshold) {
-        multiply_strip(s.P, s.kept, strip);
-        watch.lap(Phase::kDropout);
-      }
-    });
   }
 
   // Whether a product may multiply 0 for what is not seen by what stands there.
@@ -223,8 +192,8 @@ class BackwardItem {
 
   // dV, dK and dQ of a tile in which something unseen is NaN or inf, pair by pair.
   void add_seen_products(const Tile& tile, const Keys& block, const Queries& queries) {
-    const auto key_row = [&](int64_t j, int64_t, int64_t r) { return seen.lane_sees(j, r); };
-    const auto row_key = [&](int64_t r, int64_t, int64_t j) { return seen.lane_sees(j, r); };
+    const auto key_row = [&](int64_t j, int64_t, int64_t r) { return weights.seen.lane_sees(j, r); };
+    const auto row_key = [&](int64_t r, int64_t, int64_t j) { return weights.seen.lane_sees(j, r); };
     const Strided<E> P = tile_over_lanes<S>(s.P, 0, tile.keys, 0, tile.lanes, s.left_P);
     const Strided<E> dS = tile_over_lanes<S>(s.dP, 0, tile.keys, 0, tile.lanes, s.left_dS);
     const Strided<E> dSt = tile_over_keys<S>(s.dP, 0, tile.keys, 0, tile.lanes, s.summed_dS).strided().transposed();

@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "backward.h"
+#include "bias_gradient.h"
 #include "decode.h"
 #include "forward.h"
 #include "head_gradients.h"
@@ -22,6 +23,7 @@ constexpr Kernels kernels_for() {
           {"merge_out", plan_merge_out<S>, merge_out<S, Score>},
           {"backward", plan_backward<S>, backward<S, Score>},
           {"reduce_dq", plan_reduce_dq<S>, reduce_dq<S, Score>},
+          {"bias_gradient", plan_bias_gradient<S>, bias_gradient<S, Score>},
           {"head_gradients", plan_head_gradients<S>, head_gradients<S, Score>},
           peak<S>};
 }
