@@ -95,8 +95,9 @@ def check_integers(name: str, values: Sequence[int] | Tensor, device: torch.devi
 
 def has_values(tensor: Tensor) -> bool:
     """Whether Python may branch on the tensor's values: not on fake and meta ones, in transforms, nor in a compiler."""
-    unreal = tensor.is_meta or isinstance(tensor, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return not (torch.compiler.is_compiling() or unreal)
+    if torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor):
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def check_between(name: str, values: Tensor, least: int, most: int | None = None) -> None:

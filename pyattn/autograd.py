@@ -137,9 +137,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> tupl
     apply: Callable[..., tuple[Tensor, ...]]
     if torch.compiler.is_compiling():
         apply = Attention.apply
-        # The compiler refuses one tensor as two arguments of a Function.
-        k = k.view_as(k) if k is q else k
-        v = v.view_as(v) if v is q or v is k else v
+        distinct: list[Any] = []  # the compiler refuses one tensor as two arguments of a Function
+        for argument in (q, k, v, *options):
+            again = isinstance(argument, Tensor) and any(argument is other for other in distinct)
+            distinct.append(argument.view_as(argument) if again else argument)
+        q, k, v, options = *distinct[:3], tuple(distinct[3:])
     elif torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         apply = TransformableAttention.apply
     elif torch.is_grad_enabled() and (

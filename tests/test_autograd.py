@@ -238,6 +238,9 @@ def test_compile(dynamic: bool) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compile_one_tensor_as_several_arguments() -> None:
     torch._dynamo.reset()
+    slopes = torch.rand(2)
+    both = partial(attention, *torch.randn(3, 1, 2, 7, 8), alibi_slopes=slopes, sinks=slopes)
+    assert torch.equal(torch.compile(both, fullgraph=True, backend="aot_eager")(), both())
     x, y = leaves_of(*torch.randn(2, 1, 2, 7, 8))
     for function in (lambda x, y: attention(x, x, x), lambda x, y: attention(x, y, y), lambda x, y: attention(y, x, y)):
         compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
