@@ -241,7 +241,18 @@ def test_autocast(name, dtype):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning:torch")  # torch's own, in dynamo
 @every_module
 def test_compiles_to_one_graph(name):
+    """In training too, with dropout, with a mask and with weights."""
     torch._dynamo.reset()
     native, _ = pair(name)
+    for module in native.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
     x = torch.randn(2, 7, D_IN)
-    assert torch.equal(output(torch.compile(native, backend="aot_eager", fullgraph=True), x), output(native, x))
+    calls = [{}] if name == "SingleHeadSelfAttention" else [{}, {"need_weights": True}]
+    calls += [{"mask": nn.causal_mask(7), "need_weights": True}] if name == "Attention" else []
+    for options in calls:
+        results = []
+        for call in (torch.compile(native, backend="aot_eager", fullgraph=True), native):
+            torch.manual_seed(0)
+            results.append(call(x, **options))
+        torch.testing.assert_close(*results, rtol=0, atol=0)
