@@ -35,6 +35,8 @@ struct KeysShape {
   static constexpr int kParts = kWide ? 2 : 1, kColumns = kDim / kParts;
   static constexpr int kKeys = sizeof(S) == 2 ? (kWide ? 64 : 128) : (kWide ? 32 : 64);
   static constexpr int kWarps = kKeys / (16 * kM) * kParts, kThreads = kWarps * kWarpLanes;
+  // 0: as ptxas thinks best, which for three blocks spills 200 bytes of float rows of 64 columns.
+  static constexpr int kBlocks = sizeof(S) == 4 && kDim == 64 ? 2 : 0;
   static constexpr int kRows = Score::kGeneral || (kDim > 64 && sizeof(S) == 4) ? 16 : 32;
   static constexpr int kStages = kDim > 192 ? 1 : 2;  // 2: the next rows are copied meanwhile, where memory allows
   using KTile = Tile<S, kKeys, kDim>;
@@ -150,7 +152,7 @@ struct KeysPass {
 
 // kAddQueries: dQ too, as add_queries.h says.
 template <class S, int kDim, bool kAddQueries, class Score, class Shape = KeysShape<S, kDim, Score>>
-PYATTN_KERNEL(Shape::kThreads)
+PYATTN_KERNEL(Shape::kThreads, Shape::kBlocks)
 backward_keys(const __grid_constant__ BackwardParams p) {
   constexpr int kKeys = Shape::kKeys, kRows = Shape::kRows;
   const KeyBlock<kKeys> block(p);
@@ -188,7 +190,7 @@ backward_keys(const __grid_constant__ BackwardParams p) {
       barrier();
     }
 
-    const bool masked = cover_of_keys<kRows, kKeys>(p, r0) != Cover::kFull;
+    const bool masked = cover_of_keys<kRows, kKeys>(p, run, r0) != Cover::kFull;
     typename decltype(pass)::Tile P = {}, dS = {};
     pass.make_weights(P, dS, rows, r0, masked);
     pass.add_product(pass.dV, P, rows.dO, r0, masked);

@@ -52,7 +52,7 @@ forward(const __grid_constant__ ForwardParams p) {
   constexpr Layout kLayout = Layout::kQueriesByKeys;
   const RowBlock<kRows> block(p);
   const int r0 = block.first();
-  const KeyRun keys(Mask(p, block.head), r0, block.rows());
+  const Run keys = keys_of_rows(Mask(p, block.head), r0, block.rows());
   const int warp_row = warp() / Shape::kParts * 16 * kM;
   const int part = warp() % Shape::kParts;
   const typename Shape::Memory shared(p, shared_memory());

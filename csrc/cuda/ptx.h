@@ -8,7 +8,8 @@
 #include <cstdint>
 
 #define PYATTN_DEVICE __device__ __forceinline__
-#define PYATTN_KERNEL(threads) __global__ void __launch_bounds__(threads)
+// Threads of a block and, if need be, how many blocks a multiprocessor shall hold.
+#define PYATTN_KERNEL(...) __global__ void __launch_bounds__(__VA_ARGS__)
 
 namespace pyattn::cuda {
 namespace {

@@ -20,28 +20,30 @@ namespace {
 // of a block of rows, or the rows of a block of keys.
 struct Run {
   int begin, end;
+  int all_begin, all_end;  // seen by every row, or seeing every key, of the block
 
-  PYATTN_DEVICE explicit Run(Range any) : begin(static_cast<int>(any.begin)), end(static_cast<int>(any.end)) {}
+  PYATTN_DEVICE Run(Range any, Range all)
+      : begin(static_cast<int>(any.begin)),
+        end(static_cast<int>(any.end)),
+        all_begin(static_cast<int>(all.begin)),
+        all_end(static_cast<int>(all.end)) {}
+
   PYATTN_DEVICE bool empty() const { return begin >= end; }
-};
-
-// The keys of a block of rows, from a multiple of what dropout draws for at once.
-struct KeyRun : Run {
-  int all_begin, all_end;  // seen by every row
-
-  PYATTN_DEVICE KeyRun(const Mask& mask, int r0, int rows) : Run(from_draw(mask.keys_of_any(r0, rows))) {
-    const Range all = mask.any_holes(r0, rows) ? Range{0, 0} : mask.keys_of_all(r0, rows);
-    all_begin = static_cast<int>(all.begin), all_end = static_cast<int>(all.end);
-  }
-  PYATTN_DEVICE Cover cover(int n0, int keys) const {
-    return all_begin <= n0 && n0 + keys <= all_end ? Cover::kFull : Cover::kPart;
-  }
-
- private:
-  PYATTN_DEVICE static Range from_draw(Range any) {
-    return any.empty() ? any : Range{round_down(any.begin, kDrawKeys), any.end};
+  PYATTN_DEVICE Cover cover(int at, int count) const {
+    return all_begin <= at && at + count <= all_end ? Cover::kFull : Cover::kPart;
   }
 };
+
+// The same range from a multiple of n on.
+PYATTN_DEVICE Range from_multiple(Range range, int n) {
+  return range.empty() ? range : Range{round_down(range.begin, n), range.end};
+}
+
+// The keys of the rows [r0, r0 + rows), from a multiple of what dropout draws for at once.
+PYATTN_DEVICE Run keys_of_rows(const Mask& mask, int r0, int rows) {
+  return {from_multiple(mask.keys_of_any(r0, rows), kDrawKeys),
+          mask.any_holes(r0, rows) ? Range{0, 0} : mask.keys_of_all(r0, rows)};
+}
 
 // The rows that see some of the keys [n0, n0 + keys), of summaries: each lane looks through a
 // part of them.
@@ -60,7 +62,7 @@ PYATTN_DEVICE Range rows_of_summaries(const Mask& mask, int n0, int keys) {
 // that it does not matter to any bit what hides the rows before.
 PYATTN_DEVICE Run rows_of_keys(const Mask& mask, int n0, int keys) {
   const Range any = mask.p.mask.blocks ? rows_of_summaries(mask, n0, keys) : mask.rows_of_any(n0, keys);
-  return Run(any.empty() ? any : Range{round_down(any.begin, kBlockRows), any.end});
+  return {from_multiple(any, kBlockRows), mask.rows_of_all(n0, keys)};
 }
 
 // The mask on one tile, whose query rows are r0, r0 + step and so on,
@@ -150,14 +152,13 @@ PYATTN_DEVICE int skip_rows(const ForwardParams& p, const Run& run, int r0) {
   return r0;
 }
 
-// Of the rows from r0 on and this block's keys, computed for every tile: see RowBlock.
+// Of the rows from r0 on and this block's keys. Summaries do not tell it of the whole run.
 template <int kRows, int kKeys>
-PYATTN_DEVICE Cover cover_of_keys(const ForwardParams& p, int r0) {
+PYATTN_DEVICE Cover cover_of_keys(const ForwardParams& p, const Run& run, int r0) {
+  if (!p.mask.blocks) return run.cover(r0, kRows);
   const KeyBlock<kKeys> same(p);
-  const Mask mask(p, same.head);
-  if (p.mask.blocks) return r0 + kRows > same.head.count ? Cover::kPart : mask.cover(r0, kRows, same.first(), kKeys);
-  const Range all = mask.rows_of_all(same.first(), kKeys);
-  return all.begin <= r0 && r0 + kRows <= all.end ? Cover::kFull : Cover::kPart;
+  if (r0 + kRows > same.head.count) return Cover::kPart;
+  return Mask(p, same.head).cover(r0, kRows, same.first(), kKeys);
 }
 
 // ---- Sums ----

@@ -18,7 +18,7 @@
 #include "threads.h"
 
 #define PYATTN_DEVICE inline
-#define PYATTN_KERNEL(threads) void
+#define PYATTN_KERNEL(...) void
 #define __grid_constant__
 
 namespace pyattn::cuda {
