@@ -38,6 +38,20 @@ def test_nothing_beyond_the_end_is_touched(
     assert all(not t.isnan().any() for t in results)
 
 
+@each_dtype
+def test_ranges_are_clamped(emulation: Backend, dtype: torch.dtype) -> None:
+    """The host reads nothing on a GPU, so nobody has checked them; reversed ends are a row without keys."""
+    case = Case(1, 2, 1, 20, 40, 16, 16, causal=False)
+    begin, end = torch.tensor([[-(2**40), 2**40], [-5, 7], [30, 99], [30, 10], [41, 60]]).repeat(4, 1).unbind(1)
+    clamped = torch.stack([begin.clamp(0, 40), end.clamp(0, 40)], 1)
+    qkv, dout = case.inputs(dtype), case.gradients(dtype)[0]
+    wild, checked = (
+        run(emulation.attention, qkv, dout, **case.options, key_ranges=ranges[None])
+        for ranges in (torch.stack([begin, end], 1), clamped)
+    )
+    emulation.assert_same(wild, checked)
+
+
 @pytest.fixture(scope="module")
 def index_check(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = tmp_path_factory.mktemp("index") / "index_check"

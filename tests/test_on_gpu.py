@@ -36,9 +36,16 @@ LARGER = [
         Case(2, 4, 1, 200, 129, *dims, q_offset=-30, dropout_p=0.2),
         Case(1, 6, 2, 100, 333, *dims, causal=False, dropout_p=0.5),
         Case(1, 8, 2, 1, 515, *dims),
+        Case(2, 4, 2, 200, 333, *dims, window=(90, 5), causal=False, bias="bool hqk", sinks=True),
+        Case(2, 4, 2, 257, 300, *dims, key_ranges="documents", softcap=3.0, alibi="bh", bias="bands bhqk"),
+        Case(2, 4, 2, 130, 150, *dims, bias="float k", dropout_p=0.2),
     )
-] + [Case(1, 4, 2, 1500, 1500, 64, 64), Case(1, 2, 2, 1100, 2300, 128, 128, q_offset=900, dropout_p=0.1)]
-"""Masks, groups, dropout, and lengths that fill no tile; each would take minutes in an emulation."""
+] + [
+    Case(1, 4, 2, 1500, 1500, 64, 64),
+    Case(1, 2, 2, 1100, 2300, 128, 128, q_offset=900, dropout_p=0.1),
+    Case(1, 4, 2, 1500, 1500, 64, 64, key_ranges="documents", bias="bands qk", alibi="h", sinks=True),
+]
+"""Masks, scores, groups, dropout, and lengths that fill no tile; each would take minutes in an emulation."""
 
 
 @each_dtype
@@ -99,6 +106,28 @@ def test_a_graph_replays(cuda: Backend, dtype: torch.dtype) -> None:
     graph.replay()
     for x, y in zip(drawn, replays[-1][2:], strict=True):
         assert not torch.equal(x, y), "two replays on the same inputs dropped the same"
+
+
+def test_a_graph_reads_masks_and_scores_anew(cuda: Backend) -> None:
+    """What a replay sees, it finds on the device: ranges, a bias's holes, slopes and sinks."""
+    case = Case(2, 4, 2, 200, 230, 64, 64, key_ranges="random", causal=False, bias="bands hqk", alibi="h", sinks=True)
+    tensors = case.inputs(torch.bfloat16), *case.gradients(torch.bfloat16)
+    options = case.options | case.tensors(torch.bfloat16)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run(cuda.attention, *tensors, **options)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(cuda.attention, *tensors, **options)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        for name, x in case.tensors(torch.bfloat16).items():
+            options[name].copy_(x)
+        options["key_ranges"].copy_(options["key_ranges"].flip(1))
+        graph.replay()
+        cuda.assert_same(captured, run(cuda.attention, *tensors, **options))
 
 
 FIRST_CALL = """
