@@ -5,14 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pyattn.options import Options
+
 SIZES = st.sampled_from([0, 1, 2, 3, 4, 17])
 DTYPES = [torch.float32] * 8 + [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64]
-FORWARD = ("q", "k", "v", "softmax_scale", "causal", "q_offset", "q_offsets", "dropout_p", "dropout_seed")
-BACKWARD = ("dout", "dlse", "q", "k", "v", "out", "row_max", "row_sum", *FORWARD[3:])
+FORWARD = ("q", "k", "v", *Options._fields)
+BACKWARD = ("dout", "dlse", "q", "k", "v", "out", "row_max", "row_sum", *Options._fields, "output_mask")
 
 
 def tensor(draw: st.DrawFn, shape: list[int], dtype: torch.dtype) -> Tensor:
@@ -35,6 +37,11 @@ def tensor(draw: st.DrawFn, shape: list[int], dtype: torch.dtype) -> Tensor:
     return x
 
 
+FRACTIONS = ("alibi_slopes", "sinks")
+INTEGERS = ("q_offsets", "dropout_seed", "key_ranges")
+OPTIONAL = ("dlse", "q_offsets", "key_ranges", "bias", *FRACTIONS)
+
+
 @st.composite
 def arguments(draw: st.DrawFn, names: tuple[str, ...]) -> dict[str, Any]:
     """Arguments that fit together, except up to three that are drawn without regard to the others."""
@@ -42,28 +49,46 @@ def arguments(draw: st.DrawFn, names: tuple[str, ...]) -> dict[str, Any]:
     rows = [b, h * g, sq]
     shapes = {"q": [*rows, d], "k": [b, h, sk, d], "v": [b, h, sk, dv], "out": [*rows, dv], "dout": [*rows, dv]}
     shapes |= dict.fromkeys(("dlse", "row_max", "row_sum"), rows) | {"q_offsets": [b], "dropout_seed": []}
+    shapes["key_ranges"] = [draw(st.sampled_from([1, b])), sq, 2]
+    shapes["bias"] = [draw(st.sampled_from([1, n])) for n in (*rows, sk)][draw(st.integers(0, 3)) :]
+    shapes |= {"alibi_slopes": rows[draw(st.integers(0, 1)) : 2], "sinks": rows[1:2]}
     odd = draw(st.lists(st.sampled_from(names), max_size=3))
     dtype = draw(st.sampled_from(DTYPES))
+    sides = st.just(-1) | st.integers(-1, 20) | st.integers(-1, 2**63 - 1)
     values: dict[str, Any] = {
         "softmax_scale": draw(st.none() | st.floats(-9, 9) | st.floats()),
         "causal": draw(st.booleans()),
         "dropout_p": draw(st.just(0.0) | st.floats(0, 0.99)),
         "q_offset": draw(st.none() | st.integers(-5, 20) | st.integers(-(2**63), 2**63 - 1)),
+        "window": [draw(sides), draw(sides)],
+        "softcap": draw(st.just(0.0) | st.floats(0, 50) | st.floats(0, 3e38)),
     }
     for name in names:
         if name in odd:
             shape, kind = draw(st.lists(SIZES, max_size=5)), draw(st.sampled_from(DTYPES))
-            scalars = st.sampled_from([0, 1.5, -1, math.nan, "x", (), True, 2**70])
+            scalars = st.sampled_from([0, 1.5, -1, math.nan, "x", (), True, 2**70, [3], [-5, 2], [1, 2, 3]])
             # A sparse tensor where a number belongs is refused by torch's parser, in its own words: left out.
             other = tensor(draw, shape, kind) if name in shapes else torch.ones(shape, dtype=kind)
             values[name] = draw(st.none() | scalars | st.just(other))
+        elif name in OPTIONAL and draw(st.integers(0, 2)):
+            values[name] = None
         elif name in shapes:
             row = torch.float64 if dtype == torch.float64 else torch.float32
-            integers = name in ("q_offsets", "dropout_seed")
-            kind = torch.int64 if integers else row if len(shapes[name]) == 3 else dtype
+            kind = row if name in ("dlse", "row_max", "row_sum") else dtype
+            if name in INTEGERS:
+                kind = torch.int64
+            elif name in FRACTIONS or name == "bias":
+                kind = draw(st.sampled_from([dtype, torch.float32, *[torch.bool] * (name == "bias")]))
             values[name] = tensor(draw, shapes[name], kind)
-            if name in ("dlse", "q_offsets") and draw(st.booleans()):
-                values[name] = None
+            if name == "key_ranges" and values[name].device.type == "cpu":
+                ends = [draw(st.integers(-1, 2)), draw(st.integers(0, sk + 1))]
+                values[name] = values[name] * torch.tensor(ends)
+                values[name] = values[name].to(draw(st.sampled_from([torch.int32, torch.int64])))
+    if "output_mask" in names and "output_mask" not in odd:
+        bias = values["bias"]
+        floats = isinstance(bias, Tensor) and bias.is_floating_point()
+        given = (floats, isinstance(values["alibi_slopes"], Tensor), isinstance(values["sinks"], Tensor))
+        values["output_mask"] = [there and draw(st.booleans()) for there in given]
     return {name: values[name] for name in names}
 
 
@@ -73,15 +98,18 @@ EXAMPLES = 120
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("names", [FORWARD, BACKWARD], ids=["forward", "backward"])
-def test_result_or_one_sentence(names: tuple[str, ...]) -> None:
+def test_result_or_one_sentence(request: pytest.FixtureRequest, names: tuple[str, ...]) -> None:
+    """With ``--examples`` that many, others each time."""
     operator = torch.ops.pyattn.attention_forward if names is FORWARD else torch.ops.pyattn.attention_backward
+    examples = request.config.getoption("examples")
     outcomes = {"result": 0, "refused": 0}
 
     @settings(
-        max_examples=EXAMPLES,
-        derandomize=True,
+        max_examples=examples or EXAMPLES,
+        derandomize=not examples,
         database=None,
         deadline=None,
+        phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
     @given(values=arguments(names))
@@ -95,12 +123,16 @@ def test_result_or_one_sentence(names: tuple[str, ...]) -> None:
             assert "Expected a value of type" in str(error)  # noqa: PT017  (the dispatcher checks the schema's types)
             outcomes["refused"] += 1
         else:
-            like = ("out", "row_max", "row_max", "row_max") if names is FORWARD else ("q", "k", "v")
             q, v = values["q"], values["v"]
-            shapes = {"out": [*q.shape[:3], v.shape[3]], "row_max": [*q.shape[:3]]}
-            shapes |= {name: list(values[name].shape) for name in "qkv"}
-            assert [list(x.shape) for x in results if x is not None] == [shapes[name] for name in like]
+            if names is FORWARD:
+                expected: list[Any] = [[*q.shape[:3], v.shape[3]]] + [list(q.shape[:3])] * 3
+            else:
+                wanted = zip(("bias", "alibi_slopes", "sinks"), values["output_mask"], strict=True)
+                expected = [list(values[name].shape) for name in "qkv"]
+                expected += [list(values[name].shape) if asked else None for name, asked in wanted]
+            assert [None if x is None else list(x.shape) for x in results] == expected
             outcomes["result"] += 1
 
     check()
-    assert min(outcomes.values()) > EXAMPLES / 10, outcomes
+    print(outcomes)
+    assert min(outcomes.values()) > (examples or EXAMPLES) / 10, outcomes
