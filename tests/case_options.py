@@ -72,9 +72,12 @@ def bias(words: str, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> Te
             lowest = torch.finfo(dtype).min / (2 if dtype == torch.float16 else 1)
             x = x.masked_fill(some_keys | some_rows, lowest)
     x = x[(0,) * next((d for d in range(3) if shape[d] > 1), 3)]
-    if layout:
-        backwards = tuple(reversed(range(x.dim())))
-        unused = True if x.dtype == torch.bool else math.nan
-        buffer = torch.full([n + 1 for n in reversed(x.shape)], unused, dtype=x.dtype)
-        x = buffer.permute(backwards)[(slice(1, None),) * x.dim()].copy_(x)
-    return x
+    return strided(x) if layout else x
+
+
+def strided(x: Tensor) -> Tensor:
+    """x with its dimensions in memory in reverse order, inside a buffer of NaN or True."""
+    backwards = tuple(reversed(range(x.dim())))
+    unused = True if x.dtype == torch.bool else math.nan
+    buffer = torch.full([n + 1 for n in reversed(x.shape)], unused, dtype=x.dtype)
+    return buffer.permute(backwards)[(slice(1, None),) * x.dim()].copy_(x)

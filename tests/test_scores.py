@@ -55,31 +55,31 @@ def test_forward_and_backward(backend: Backend, case: Case, dtype: torch.dtype) 
 
 @each_dtype
 @pytest.mark.parametrize("q_offset", [None, -7, 2000])
-def test_alibi_equals_its_bias(backend: Backend, dtype: torch.dtype, q_offset: int | None) -> None:
+def test_alibi_equals_its_bias(repeatable: Backend, dtype: torch.dtype, q_offset: int | None) -> None:
     """Slopes weigh the distance to where the query stands, however far beyond the last key that is."""
     case = Case(1, 2, 1, 40, 60, 16, 16, causal=q_offset == -7, q_offset=q_offset, alibi="h")
     slopes = torch.tensor([0.25, -0.5]).to(dtype)
     bias = -slopes[:, None, None].double() * reference.distances(40, 60, q_offset=q_offset)
     tensors = case.inputs(dtype), case.gradients(dtype)
     same = case.options | {"bias": bias}
-    assert_accurate_by(Truth(tensors, case.options | {"alibi_slopes": slopes}, same), backend.attention)
+    assert_accurate_by(Truth(tensors, case.options | {"alibi_slopes": slopes}, same), repeatable.attention)
 
 
 @each_dtype
-def test_a_large_softcap_equals_none(backend: Backend, dtype: torch.dtype) -> None:
+def test_a_large_softcap_equals_none(repeatable: Backend, dtype: torch.dtype) -> None:
     """``c tanh(s / c)`` is ``s (1 - (s / c)^2 / 3 + ...)``; plain float16 has no larger cap, nor smaller quotients."""
     case, softcap = Case(1, 2, 1, 40, 60, 16, 16), 2.0 ** (10 if dtype == torch.float16 else 40)
     truth = Truth((case.inputs(dtype), case.gradients(dtype)), case.options | {"softcap": softcap}, case.options)
-    assert_accurate_by(truth, backend.attention)
+    assert_accurate_by(truth, repeatable.attention)
 
 
 @each_dtype
-def test_softcap_bounds_the_scores(backend: Backend, dtype: torch.dtype) -> None:
+def test_softcap_bounds_the_scores(repeatable: Backend, dtype: torch.dtype) -> None:
     """Scores far beyond the cap weigh as much as the cap, and their gradient is 0."""
     q, k, v = Case(1, 1, 1, 3, 90, 16, 16).inputs(dtype)
     q[:], k[:] = 10, 10
     k[:, :, ::2] = -10
-    out, lse, dq, dk, _ = run(backend.attention, (q, k, v), torch.randn(1, 1, 3, 16), causal=False, softcap=1.0)
+    out, lse, dq, dk, _ = run(repeatable.attention, (q, k, v), torch.randn(1, 1, 3, 16), causal=False, softcap=1.0)
     weights = torch.tensor([math.exp(-1), math.exp(1)], dtype=torch.float64).repeat(45)
     expected = (weights[:, None] * v.double()).sum(2, keepdim=True) / weights.sum()
     assert_accurate("out", out, expected.to(dtype).expand_as(out), expected.expand_as(out))
@@ -90,7 +90,7 @@ def test_softcap_bounds_the_scores(backend: Backend, dtype: torch.dtype) -> None
 
 
 @each_dtype
-def test_a_sink_is_a_key_without_a_value(backend: Backend, dtype: torch.dtype) -> None:
+def test_a_sink_is_a_key_without_a_value(repeatable: Backend, dtype: torch.dtype) -> None:
     """out, lse and every gradient are those of one more key, of value 0, whose score is the sink."""
     case = Case(2, 4, 2, 30, 50, 16, 20, key_ranges="random")
     (q, k, v), (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
@@ -107,32 +107,32 @@ def test_a_sink_is_a_key_without_a_value(backend: Backend, dtype: torch.dtype) -
     truth = Truth(((q, k, v), (dout, dlse)), options)
     for x, y in zip(truth.exact, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
-    assert_accurate_by(truth, backend.attention)
+    assert_accurate_by(truth, repeatable.attention)
 
 
 @each_dtype
-def test_extreme_sinks(backend: Backend, dtype: torch.dtype) -> None:
+def test_extreme_sinks(repeatable: Backend, dtype: torch.dtype) -> None:
     """-inf is as good as none; beside the largest number keys weigh nothing; a row without keys has its sink as lse."""
     case = Case(1, 2, 2, 40, 60, 16, 16, q_offset=-5)
     qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
-    none = run(backend.attention, qkv, dout, dlse, **case.options)
+    none = run(repeatable.attention, qkv, dout, dlse, **case.options)
     sinks = torch.full((2,), -math.inf, dtype=dtype)
-    out, lse, dq, dk, dv, dsinks = run(backend.attention, qkv, dout, dlse, **case.options, sinks=sinks)
-    backend.assert_same((out, lse, dq, dk, dv), none)
+    out, lse, dq, dk, dv, dsinks = run(repeatable.attention, qkv, dout, dlse, **case.options, sinks=sinks)
+    repeatable.assert_same((out, lse, dq, dk, dv), none)
     assert not dsinks.any()
     largest = torch.finfo(dtype).max
-    results = run(backend.attention, qkv, dout, dlse, **case.options, sinks=torch.full((2,), largest, dtype=dtype))
+    results = run(repeatable.attention, qkv, dout, dlse, **case.options, sinks=torch.full((2,), largest, dtype=dtype))
     assert not any(x.any() for x in (results[0], *results[2:5]))
     assert (results[1] == largest).all()
     sinks = torch.tensor([0.3, -1.7]).to(dtype)
-    out, lse = backend.attention(*qkv, **case.options, sinks=sinks, return_lse=True)
+    out, lse = repeatable.attention(*qkv, **case.options, sinks=sinks, return_lse=True)
     assert torch.equal(lse[:, :, :5], sinks.to(lse.dtype)[:, None].expand(1, 2, 5))
     assert not out[:, :, :5].any()
 
 
 @each_dtype
 @pytest.mark.parametrize("form", ["sinks", "alibi_slopes", "bias"])
-def test_nan_that_is_seen_arrives(backend: Backend, dtype: torch.dtype, form: str) -> None:
+def test_nan_that_is_seen_arrives(repeatable: Backend, dtype: torch.dtype, form: str) -> None:
     """In the rows that see it: those of one head, and of a bias's place."""
     case = Case(1, 2, 1, 20, 50, 16, 16)
     qkv, rows = case.inputs(dtype), torch.zeros(1, 2, 20, dtype=torch.bool)
@@ -142,13 +142,13 @@ def test_nan_that_is_seen_arrives(backend: Backend, dtype: torch.dtype, form: st
     else:
         value[1], rows[0, 1] = math.nan, True
     options: dict[str, Any] = {form: value}
-    out, lse = backend.attention(*qkv, return_lse=True, **options)
+    out, lse = repeatable.attention(*qkv, return_lse=True, **options)
     assert torch.equal(lse.isnan(), rows)
     assert torch.equal(out.isnan().any(-1), rows)
 
 
 @each_dtype
-def test_lowest_numbers_average(backend: Backend, dtype: torch.dtype) -> None:
+def test_lowest_numbers_average(repeatable: Backend, dtype: torch.dtype) -> None:
     """A row of the lowest number weighs all keys alike, as in torch, and has finite gradients."""
     case = Case(1, 2, 2, 20, 90, 16, 16, causal=False)
     qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
@@ -156,7 +156,7 @@ def test_lowest_numbers_average(backend: Backend, dtype: torch.dtype) -> None:
     bias = torch.zeros(20, 90, dtype=dtype)
     bias[7] = torch.finfo(dtype).min
     bias[8, 3:] = torch.finfo(dtype).min
-    out, *gradients = run(backend.attention, qkv, dout, dlse, causal=False, bias=bias)
+    out, *gradients = run(repeatable.attention, qkv, dout, dlse, causal=False, bias=bias)
     plain, exact = (
         reference.attention(*(x.to(t) for x in qkv), causal=False, bias=bias.to(t)) for t in (dtype, torch.float64)
     )
@@ -167,7 +167,7 @@ def test_lowest_numbers_average(backend: Backend, dtype: torch.dtype) -> None:
 
 
 @each_dtype
-def test_bands_wider_than_a_key_block(backend: Backend, dtype: torch.dtype) -> None:
+def test_bands_wider_than_a_key_block(repeatable: Backend, dtype: torch.dtype) -> None:
     """-inf at the first 300 keys, or at some in the middle, changes nothing but which keys take part."""
     case = Case(1, 1, 1, 10, 400, 16, 16, causal=False)
     (q, k, v), (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
@@ -178,7 +178,7 @@ def test_bands_wider_than_a_key_block(backend: Backend, dtype: torch.dtype) -> N
         truth = Truth(((q, k, v), (dout, dlse)), {"causal": False, "bias": bias})
         alone = reference.attention(*(x.double() for x in (q, k[:, :, kept], v[:, :, kept])), causal=False)
         torch.testing.assert_close(truth.exact[0], alone, rtol=1e-12, atol=1e-12)
-        assert_accurate_by(truth, backend.attention)
+        assert_accurate_by(truth, repeatable.attention)
 
 
 @each_dtype
