@@ -94,17 +94,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         COMPILED[library].result()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Any:
-    """While features land one by one: a test of one that a backend refuses is skipped."""
-    try:
-        return (yield)
-    except NotImplementedError as error:
-        if "is not written yet on" not in str(error):
-            raise
-        pytest.skip(str(error))
-
-
 @pytest.fixture
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """Runs the test once on each backend."""
