@@ -41,6 +41,7 @@ EXPLAINED = {
     "reduce_dq": "few heads: threads share the keys of a head; this pass adds up their partial dq",
     "bias_rows": "masks: the keys that the bias leaves each row of its own shape",
     "mask_blocks": "masks: the keys that ranges and bias leave each block of rows",
+    "bias_gradient": "scores: the gradient of a bias that broadcasts, from S and dP made anew",
     "head_gradients": "scores: the sums of gradients of slopes and sinks",
 }
 """Passes that only some shapes and options need."""
