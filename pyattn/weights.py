@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pyattn import _ops, visible
 from pyattn.arguments import check_between, check_integers, check_tensor, hide_catch_all, refuse
-from pyattn.autocast import cast
+from pyattn.autocast import cast, without
 from pyattn.dropout import dropout_threshold, kept_weights
 from pyattn.options import UNBOUNDED, Options, check_options, options_of
 
@@ -77,7 +77,7 @@ def attention_weights(
     _check(q, k, lse, options)
     head = _chosen("heads", heads, q.shape[1], q.device)
     row = _chosen("rows", rows, q.shape[2], q.device)
-    with torch.autocast(q.device.type, enabled=False):
+    with without(q.device):
         return _weights(q, k, lse, heads is None, head, row, options).to(q.dtype)
 
 

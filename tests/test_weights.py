@@ -173,12 +173,22 @@ def test_memory_is_linear_in_what_is_asked() -> None:
     assert 2**17 <= peak <= 2**23
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_autocast() -> None:
     q, k, _ = CASES[0].inputs(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         found = attention_weights(q, k, bias=torch.zeros(1))
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, attention_weights(q.bfloat16(), k.bfloat16()))
+    compiled = torch.compile(attention_weights, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(compiled(q, k), found)
+
+
+def test_meta_tensors() -> None:
+    q, k, _ = CASES[0].inputs(torch.bfloat16)
+    found = attention_weights(q.to("meta"), k.to("meta"), heads=[1], sinks=torch.zeros(4, device="meta"))
+    assert (found.device.type, found.dtype, found.shape) == ("meta", torch.bfloat16, (2, 1, 9, 12))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
