@@ -24,6 +24,8 @@ struct ForwardShape : RowShape<S, kDim> {
                                : sizeof(S) == 2 ? (kDim == 128 ? 48 : 64)
                                : kDim <= 64     ? 64
                                                 : 32;
+  // 0: as ptxas thinks best, which would spill more of general float scores than it is worth.
+  static constexpr int kBlocks = sizeof(S) == 4 && Score::kGeneral ? 2 : 0;
   using KTile = Tile<S, kKeys, kDim>;
   using Dropout = DropoutTile<ForwardShape::kRows, kKeys>;
   static constexpr int kFlags = QTile::kBytes + 2 * KTile::kBytes, kKept = kFlags + kKeys;
@@ -46,7 +48,7 @@ struct ForwardShape : RowShape<S, kDim> {
 };
 
 template <class S, int kDim, class Score, class Shape = ForwardShape<S, kDim, Score>>
-PYATTN_KERNEL(Shape::kThreads)
+PYATTN_KERNEL(Shape::kThreads, Shape::kBlocks)
 forward(const __grid_constant__ ForwardParams p) {
   constexpr int kM = Shape::kM, kKeys = Shape::kKeys, kRows = Shape::kRows;
   constexpr Layout kLayout = Layout::kQueriesByKeys;

@@ -64,10 +64,10 @@ void check_sizes(const ForwardParams& p) {
   TORCH_CHECK_NOT_IMPLEMENTED(std::max(p.head_dim, p.head_dim_v) <= 256,
                               "pyattn: on CUDA head_dim must be at most 256, got ", p.head_dim, " for q and k and ",
                               p.head_dim_v, " for v");
-  const int64_t rows = p.num_heads_kv ? p.num_heads_q / p.num_heads_kv * p.seqlen_q : 0;
-  constexpr int64_t kMost = INT32_MAX - 256;  // and a tile more
-  TORCH_CHECK_NOT_IMPLEMENTED(rows <= kMost && p.seqlen_k <= kMost, "pyattn: on CUDA a KV head must have at most ",
-                              kMost, " query rows and keys, got ", rows, " and ", p.seqlen_k);
+  const int64_t group = p.num_heads_kv ? p.num_heads_q / p.num_heads_kv : 0, rows = group * p.seqlen_q;
+  const int64_t most = INT32_MAX - 256 * std::max<int64_t>(group, 1);  // and a tile of each head more
+  TORCH_CHECK_NOT_IMPLEMENTED(rows <= most && p.seqlen_k <= most, "pyattn: on CUDA a KV head must have at most ", most,
+                              " query rows and keys, got ", rows, " and ", p.seqlen_k);
 }
 
 // Runs f(stream) with q's device current, for torch and for our own CUDA runtime.

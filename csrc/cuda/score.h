@@ -128,13 +128,15 @@ class General {
   // of the tile at place().
   template <Layout kLayout, int kM, int kN, class D, class Place>
   PYATTN_DEVICE void to_scores(Sums<kM, kN>& C, D& derivative, int first, Place place) const {
-    const auto cap = static_cast<float>(p_.score.softcap);
-    const auto factor = static_cast<float>(cap == 0 ? p_.softmax_scale : p_.softmax_scale / p_.score.softcap);
+    const bool capped = p_.score.softcap != 0;
+    // Within bounds in which neither the cap nor the factor is infinite.
+    const double cap = capped ? fmin(fmax(p_.score.softcap, 0x1p-100), 0x1p100) : 1;
+    const auto factor = static_cast<float>(p_.softmax_scale / cap);
     each_sum<kM, kN>([&](int m, int n, int i, int, int) { C[m][n][i] *= factor; });
-    if (cap != 0)
+    if (capped)
       each_sum<kM, kN>([&](int m, int n, int i, int, int) {
         const float t = tanh(C[m][n][i]);
-        C[m][n][i] = cap * t, derivative.set(m, n, i, fmaf(-t, t, 1));
+        C[m][n][i] = static_cast<float>(cap) * t, derivative.set(m, n, i, fmaf(-t, t, 1));
       });
     const BiasType bias = p_.score.bias.type;
     if (bias == BiasType::kLikeQ) add_bias<S, kLayout>(C, first, place());
