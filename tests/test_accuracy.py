@@ -26,14 +26,17 @@ def test_forward_and_backward(backend: Backend, case: Case, dtype: torch.dtype) 
 
 
 @each_dtype
-def test_offset_per_sequence(backend: Backend, dtype: torch.dtype) -> None:
-    case = Case(3, 2, 1, 40, 70, 16, 16)
+@pytest.mark.parametrize(
+    "case", [Case(3, 2, 1, 40, 70, 16, 16), Case(3, 2, 1, 40, 70, 16, 16, window=(9, -1), alibi="h")], ids=str
+)
+def test_offset_per_sequence(backend: Backend, case: Case, dtype: torch.dtype) -> None:
     qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
-    offsets = [30, -5, 12]
-    results = run(backend.attention, qkv, dout, dlse, q_offset=torch.tensor(offsets))
+    offsets, options = [30, -5, 12], case.options | case.tensors(dtype)
+    results = run(backend.attention, qkv, dout, dlse, **options | {"q_offset": torch.tensor(offsets)})[:5]
     for b, offset in enumerate(offsets):
         one = slice(b, b + 1)
-        alone = run(backend.attention, tuple(t[one] for t in qkv), dout[one], dlse[one], q_offset=offset)
+        options["q_offset"] = offset
+        alone = run(backend.attention, tuple(t[one] for t in qkv), dout[one], dlse[one], **options)[:5]
         together = tuple(x[one] for x in results)
         backend.assert_same(together if backend.cuda_kernels else together[:2], alone)
         for name, x, y in zip(NAMES, together, alone, strict=True):

@@ -50,7 +50,7 @@ LIKELY = {
 """The tests most likely to catch a fault, by its file in csrc; they run first."""
 TESTS = ("accuracy", "masks", "scores", "laws", "decode", "layouts", "dropout", "math", "cuda", "cuda_races")
 """Tests that run for one backend."""
-OTHER_TESTS = ("autograd", "build", "errors")
+OTHER_TESTS = ("mask", "autograd", "build", "errors")
 """Tests that run with the active instruction set."""
 
 # An editable install would find the package it was made from, here and in the processes that tests start.
