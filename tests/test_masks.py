@@ -29,6 +29,7 @@ CASES = [
     Case(1, 4, 2, 67, 93, 16, 16, bias="bool k strided", window=(50, -1)),
     Case(1, 1, 1, 130, 130, 20, 24, causal=False, bias="causal qk"),
     Case(2, 3, 1, 33, 100, 16, 16, causal=False, bias="padding bk"),
+    Case(1, 4, 2, 37, 150, 16, 16, causal=False, bias="padding hk"),
     Case(2, 2, 1, 50, 70, 16, 16, bias="bool bq strided", key_ranges="random", dropout_p=0.1),
     Case(1, 2, 2, 20, 30, 8, 8, causal=False, bias="bool -"),
     # Few queries, whose keys are split.
