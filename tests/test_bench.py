@@ -10,7 +10,7 @@ from matplotlib import image
 
 import pyattn
 from pyattn import _C, _ops, reference
-from pyattn.cli import bench, chart, contenders, main, rows, timing
+from pyattn.cli import bench, chart, contenders, features, main, rows, timing
 
 
 @pytest.fixture
@@ -176,12 +176,31 @@ def test_an_earlier_benchmark_is_overwritten_only_on_request(tmp_path, monkeypat
     assert json.loads((tmp_path / "results.json").read_text())["results"] == []
 
 
+@pytest.mark.usefixtures("least")
+def test_features(capsys):
+    """Every mask and every score is timed, and those of torch; without T x T tensors where they would be too large."""
+    threads = torch.get_num_threads()
+    options = "--only features --shapes 1x2x40x8 --dtype float32 --threads 1"
+    try:
+        assert main(["bench", *options.split()]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    shown = capsys.readouterr().out
+    assert "speed-ups over our causal attention" in shown
+    assert "left out" not in shown
+    all_sides = features.sides((1, 2, 40, 8), torch.float32, "cpu", dense=True)
+    assert all(name in shown for name in all_sides)
+    assert features.sides((1, 2, 40, 8), torch.float32, "cpu", dense=False).keys() < all_sides.keys()
+
+
 def test_the_picture_has_a_panel_for_modules(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(chart, "_bars", lambda axes, rows, key, title: drawn.append((rows[0]["what"], key, title)))
+    monkeypatch.setattr(chart, "_bars", lambda _, rows, key, title, base: drawn.append((rows[0]["what"], key, title)))
     functions = {"what": "1x1x1x1 float32", "side": "sdpa", "forward": {}, "forward_backward": {}}
     modules = functions | {"what": "module 1x1x1, 1 heads, float32"}
-    chart.draw_speedups([functions, modules, {"what": "x", "side": "y", "left_out": "z"}], "", tmp_path / "all.png")
+    chart.draw_speedups(
+        [functions, modules, {"what": "x", "side": "y", "left_out": "z"}], "", "sdpa", tmp_path / "all.png"
+    )
     assert drawn == [
         ("1x1x1x1 float32", "forward", "attention, forward"),
         ("1x1x1x1 float32", "forward_backward", "attention, forward and backward"),

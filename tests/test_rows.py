@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def sides(clock: list[float], **seconds: float) -> dict[str, Callable[[], None]]
 
 def test_without_a_limit_there_are_three_rounds(clock):
     result = rows.measure(
-        "x", sides(clock, ours=5.0, sdpa=9.0), sides(clock, ours=9.0, sdpa=20.0), 1.0, math.inf, "cpu"
+        "x", "sdpa", sides(clock, ours=5.0, sdpa=9.0), sides(clock, ours=9.0, sdpa=20.0), 1.0, math.inf, "cpu"
     )
     assert [row["side"] for row in result] == ["ours", "sdpa"]
     assert {row[key]["rounds"] for row in result for key in ("forward", "forward_backward")} == {3}
@@ -74,7 +75,7 @@ def test_what_there_is_no_time_for_is_left_out(clock):
     """sdpa, which the others are compared with, comes first; nothing is begun once the time is over."""
     forwards = sides(clock, ours=1.0, sdpa=1.0, slow=1.0)
     trainings = sides(clock, ours=5.0, sdpa=5.0, slow=5.0)
-    result = rows.measure("x", forwards, trainings, 1.0, clock[0] + 12.0, "cpu")
+    result = rows.measure("x", "sdpa", forwards, trainings, 1.0, clock[0] + 12.0, "cpu")
     assert [row["side"] for row in result[:3]] == ["ours", "sdpa", "slow"]
     assert all(row["forward"]["rounds"] == 1 for row in result[:3])
     assert [("forward_backward" in row, "peak_bytes" in row) for row in result[:3]] == [
@@ -92,7 +93,7 @@ def test_without_sdpa_there_is_nothing_to_compare_with(clock):
     def broken() -> None:
         raise RuntimeError("broken\nin detail")
 
-    result = rows.measure("x", sides(clock, ours=1.0) | {"sdpa": broken}, {}, 1.0, math.inf, "cpu")
+    result = rows.measure("x", "sdpa", sides(clock, ours=1.0) | {"sdpa": broken}, {}, 1.0, math.inf, "cpu")
     assert {row["side"]: row["left_out"] for row in result} == {
         "sdpa": "RuntimeError: broken",
         "ours": "no sdpa to compare with",
@@ -119,7 +120,11 @@ def test_quick_is_over_in_half_a_minute(clock, monkeypatch):
     """Where each side takes a second a call, only the calls of the last comparison pass the limit."""
     monkeypatch.setattr(bench, "measured_peaks", lambda dtypes, threads: {})
     slow = sides(clock, ours=1.0, sdpa=1.0)
-    monkeypatch.setattr(bench, "of_functions", lambda what, *_: rows.measure(what, slow, slow, 1.0, _[-1], "cpu"))
-    monkeypatch.setattr(bench, "of_modules", lambda what, *_: rows.measure(what, slow, slow, 1.0, _[-1], "cpu"))
+
+    def made(what: str, *rest: Any) -> list[rows.Row]:
+        return rows.measure(what, "sdpa", slow, slow, 1.0, rest[-1], "cpu")
+
+    monkeypatch.setattr(bench, "of_functions", made)
+    monkeypatch.setattr(bench, "of_modules", made)
     assert main(["bench", "--quick", "--threads", str(torch.get_num_threads())]) == 0
     assert bench.QUICK_SECONDS <= clock[0] < 30

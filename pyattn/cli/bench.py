@@ -32,7 +32,7 @@ from pyattn.cli.chart import draw_speedups
 from pyattn.cli.contention import busy, is_busy
 from pyattn.cli.device import DEVICES, check_device, cpu, hardware
 from pyattn.cli.output import make_folder
-from pyattn.cli.rows import DTYPES, Peaks, Row, of_functions, of_modules
+from pyattn.cli.rows import DTYPES, Peaks, Row, of_features, of_functions, of_modules
 from pyattn.cli.table import show, worst_wait
 from pyattn.cli.timing import peak_flops
 
@@ -41,6 +41,7 @@ SHAPES = {
     "cuda": [f"{bht}x{d}" for bht in ("4x16x2048", "2x16x4096", "1x16x8192", "1x16x16384") for d in (64, 128)],
 }
 QUICK_SHAPES = {"cpu": ["1x8x128x64", "1x4x1024x64"], "cuda": ["4x16x2048x64", "4x16x2048x128"]}
+FEATURE_SHAPES = ["1x4x2048x64"]
 MODULES = ((8, 256, 256, 8), (4, 1024, 768, 12))
 """batch, seqlen, width, heads of a small model and of GPT-2 small."""
 QUICK_MODULES = ((2, 256, 256, 8),)
@@ -70,7 +71,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default: %(default)s"
     )
-    parser.add_argument("--only", choices=("functions", "modules"), help="measure these alone")
+    parser.add_argument(
+        "--only",
+        choices=("functions", "modules", "features"),
+        help="measure these alone; features: what masks and scores cost, which is measured only when asked for",
+    )
     parser.add_argument("--quick", action="store_true", help="fewer shapes, modules and rounds, in half a minute")
     parser.add_argument("--flex", action="store_true", help="compare FlexAttention too, which is compiled first")
     parser.add_argument("--out", type=Path, help=f"folder for {RESULTS} and {PICTURE}; default: none is written")
@@ -99,10 +104,16 @@ def measured_peaks(dtypes: Sequence[str], threads: int) -> Peaks:
 
 def comparisons(options: argparse.Namespace, peaks: Peaks) -> dict[str, Comparison]:
     """The comparisons that the options ask for, by name; --quick has modules in the first dtype only."""
-    defaults = (QUICK_SHAPES if options.quick else SHAPES)[options.device]
+    features = options.only == "features"
+    defaults = FEATURE_SHAPES if features else (QUICK_SHAPES if options.quick else SHAPES)[options.device]
     shapes = [shape_of(text) for text in options.shapes or defaults]
     todo: dict[str, Comparison] = {}
     for dtype in options.dtype:
+        if features:
+            for shape in shapes:
+                what = f"features {'x'.join(map(str, shape))} {dtype}"
+                todo[what] = partial(of_features, what, shape, dtype, options.device)
+            continue
         if options.only != "modules":
             for shape in shapes:
                 what = f"{'x'.join(map(str, shape))} {dtype}"
@@ -114,10 +125,16 @@ def comparisons(options: argparse.Namespace, peaks: Peaks) -> dict[str, Comparis
     return todo
 
 
+def base_of(options: argparse.Namespace) -> str:
+    """What speed-ups are over."""
+    return "our causal attention" if options.only == "features" else "torch's sdpa"
+
+
 def introduce(options: argparse.Namespace, peaks: Peaks) -> None:
     """Print the hardware, its peaks, and what --quick leaves out."""
     clock = "; CPU time" if options.device == "cpu" and options.threads == 1 else ""
-    print(f"{hardware(options.device, options.threads)}, torch {torch.__version__}{clock}; speed-ups over torch's sdpa")
+    where = f"{hardware(options.device, options.threads)}, torch {torch.__version__}{clock}"
+    print(f"{where}; speed-ups over {base_of(options)}")
     if peaks:
         print("peak GFLOP/s  " + "  ".join(f"{dtype} {isa} {peak / 1e9:.0f}" for (dtype, isa), peak in peaks.items()))
     if options.quick:
@@ -162,7 +179,8 @@ def write(folder: Path, options: argparse.Namespace, peaks: Peaks, rows: list[Ro
         "results": rows,
     }
     (folder / RESULTS).write_text(json.dumps(record, indent=1) + "\n")
-    draw_speedups(rows, f"{hardware(options.device, options.threads)}, {record['date']}", folder / PICTURE)
+    title = f"{hardware(options.device, options.threads)}, {record['date']}"
+    draw_speedups(rows, title, base_of(options), folder / PICTURE)
     print(f"\nwritten to {folder}: {RESULTS}, {PICTURE}")
 
 

@@ -33,8 +33,8 @@ def draw(losses: Losses, unigram_loss: float, title: str, path: Path) -> None:
     figure.savefig(path)
 
 
-def _bars(axes: Axes, rows: list[dict[str, Any]], key: str, title: str) -> None:
-    """Draws speed-ups over torch's sdpa: a group of bars for each comparison, a bar for each side."""
+def _bars(axes: Axes, rows: list[dict[str, Any]], key: str, title: str, base: str) -> None:
+    """Draws speed-ups over ``base``: a group of bars for each comparison, a bar for each side."""
     rows = [row for row in rows if key in row]
     whats = list(dict.fromkeys(row["what"] for row in rows))
     sides = list(dict.fromkeys(row["side"] for row in rows))
@@ -51,13 +51,13 @@ def _bars(axes: Axes, rows: list[dict[str, Any]], key: str, title: str) -> None:
     labels = [what.removeprefix("module ").replace(", " if ", " in what else " ", "\n") for what in whats]
     axes.set_xticks(range(len(whats)), labels, fontsize=8)
     axes.tick_params("x", rotation=30 if len(whats) > 8 else 0)
-    axes.set(title=title, ylabel="speed-up over sdpa")
+    axes.set(title=title, ylabel=f"speed-up over {base}")
     axes.margins(x=0.01)
     _plain(axes)
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
 
 
-def draw_speedups(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+def draw_speedups(rows: list[dict[str, Any]], title: str, base: str, path: Path) -> None:
     """Write the rows of :mod:`pyattn.cli.rows` as a PNG, functions above modules. Needs no display."""
     modules = [row for row in rows if row["what"].startswith("module")]
     functions = [row for row in rows if row not in modules]
@@ -70,7 +70,7 @@ def draw_speedups(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     figure = Figure(figsize=(12, 0.4 + 3 * len(panels)), dpi=140, layout="constrained")
     figure.suptitle(title)
     for i, panel in enumerate(panels):
-        _bars(figure.add_subplot(len(panels), 1, i + 1), *panel)
+        _bars(figure.add_subplot(len(panels), 1, i + 1), *panel, base)
     figure.savefig(path)
 
 

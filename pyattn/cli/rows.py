@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pyattn.cli import contenders, info
+from pyattn.cli import contenders, features, info
 from pyattn.cli.timing import in_turn, peak_memory
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in info.DTYPES}
@@ -49,19 +49,25 @@ def usable(calls: dict[str, Call], ends: float = math.inf) -> tuple[dict[str, Ca
 
 
 def measure(
-    what: str, forwards: dict[str, Call], trainings: dict[str, Call], seconds: float, ends: float, device: str
+    what: str,
+    base: str,
+    forwards: dict[str, Call],
+    trainings: dict[str, Call],
+    seconds: float,
+    ends: float,
+    device: str,
 ) -> list[Row]:
     """A row for each side: its forward, and its forward and backward.
 
     Args:
         what: name of the comparison.
-        forwards, trainings: a call of each, by side; the first with ``sdpa`` in its name is the base of speed-ups.
+        base: the side that speed-ups are over.
+        forwards, trainings: a call of each, by side.
         seconds: for a side's forward, if there is time.
         ends: ``time.perf_counter()`` after which no side is started, and one round is enough; inf for no limit.
         device: whose clock counts.
     """
     seconds = min(seconds, LIMITED_SHARE * max(0.0, ends - time.perf_counter()) / len(forwards))
-    base = next(name for name in forwards if "sdpa" in name)
     rows: dict[str, Row] = {name: {"what": what, "side": name} for name in forwards}
     reasons: dict[str, str] = {}
     remaining = sorted(forwards, key=lambda name: name != base)  # the base first: nothing compares without it
@@ -100,7 +106,7 @@ def of_functions(
         del functions["plain torch"]
     forwards: dict[str, Call] = {n: partial(f, q.detach(), k.detach(), v.detach()) for n, f in functions.items()}
     trainings: dict[str, Call] = {n: partial(both, f) for n, f in functions.items()}
-    rows = measure(what, forwards, trainings, FUNCTION_SECONDS, ends, device)
+    rows = measure(what, "torch sdpa", forwards, trainings, FUNCTION_SECONDS, ends, device)
     flops = 2 * batch * heads * seqlen * (seqlen + 1) * head_dim
     by_isa = {isa: peak for (of, isa), peak in peaks.items() if of == dtype}
     for row in rows:
@@ -124,4 +130,20 @@ def of_modules(what: str, sizes: tuple[int, ...], dtype: str, device: str, flex:
     modules = {n: m.to(**to) for n, m in contenders.modules(width, heads, seqlen, flex).items()}
     forwards: dict[str, Call] = {n: partial(m, x.detach()) for n, m in modules.items()}
     trainings: dict[str, Call] = {n: partial(both, m) for n, m in modules.items()}
-    return measure(what, forwards, trainings, MODULE_SECONDS, ends, device)
+    return measure(what, "5 sdpa", forwards, trainings, MODULE_SECONDS, ends, device)
+
+
+def of_features(what: str, shape: tuple[int, ...], dtype: str, device: str, ends: float) -> list[Row]:
+    """Rows of the masks and scores on q, k, v of ``shape`` (B, H, T, D), over our own causal attention."""
+    q, k, v = (torch.randn(shape, dtype=DTYPES[dtype], device=device, requires_grad=True) for _ in range(3))
+    dout = torch.randn_like(q)
+    dense = math.prod(shape[1:3]) * shape[2] * q.itemsize <= LARGEST_SCORES
+    sides = features.sides(shape, DTYPES[dtype], device, dense)
+
+    def both(function: Callable[..., Any], named: dict[str, Any]) -> Any:
+        inputs = (q, k, v, *(t for t in named.values() if isinstance(t, torch.Tensor) and t.requires_grad))
+        return torch.autograd.grad(function(q, k, v, **named), inputs, dout)
+
+    forwards: dict[str, Call] = {n: partial(f, q, k, v, **named) for n, (f, named) in sides.items()}
+    trainings: dict[str, Call] = {n: partial(both, *side) for n, side in sides.items()}
+    return measure(what, next(iter(sides)), forwards, trainings, FUNCTION_SECONDS, ends, device)

@@ -1,0 +1,61 @@
+"""What each mask and each score costs: ``pyattn bench --only features``, beside causal attention and torch's sdpa.
+
+Every side computes attention over the same q, k, v with options of its own. Torch's sides get the same mask as a
+tensor, because sdpa knows no other way.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import pyattn
+
+Side = tuple[Callable[..., Any], dict[str, Any]]
+"""A function of q, k, v, and its options; those that require a gradient get one."""
+
+WINDOW, DOCUMENT = 256, 512
+HIDDEN = 0.1
+"""Share of the keys that the mask with holes hides."""
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None) -> Tensor:
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, is_causal=attn_mask is None)
+
+
+def sides(shape: tuple[int, ...], dtype: torch.dtype, device: str, dense: bool) -> dict[str, Side]:
+    """The sides for q, k, v of ``shape`` (B, H, T, D), the base of speed-ups first; with T x T tensors if ``dense``."""
+    _, heads, seqlen, _ = shape
+    documents = [DOCUMENT] * (seqlen // DOCUMENT) + [seqlen % DOCUMENT] * (seqlen % DOCUMENT > 0)
+    slopes, sinks = (torch.rand(heads, device=device, requires_grad=True) for _ in range(2))
+    ours: dict[str, dict[str, Any]] = {
+        "causal": {},
+        f"window of {WINDOW}": {"window": (WINDOW - 1, 0)},
+        f"documents of {DOCUMENT}": {"key_ranges": pyattn.masks.documents(documents).to(device)},
+        "softcap": {"softcap": 50.0},
+        "ALiBi": {"alibi_slopes": slopes},
+        "sinks": {"sinks": sinks},
+    }
+    torchs: dict[str, dict[str, Any]] = {"causal": {}}
+    if dense:
+        causal = torch.ones(seqlen, seqlen, dtype=torch.bool, device=device).tril()
+        padded = torch.arange(seqlen, device=device) < seqlen * 3 // 4
+        bias, shared = (torch.randn(n, seqlen, seqlen, dtype=dtype, device=device) for n in (heads, 1))
+        ours |= {
+            "causal as a bool bias": {"causal": False, "bias": causal},
+            "the same with holes": {"causal": False, "bias": causal & (torch.rand_like(bias[0]) > HIDDEN)},
+            "padding as a bool bias": {"causal": False, "bias": padded[None, None, None]},
+            "full": {"causal": False},
+            "full, float bias": {"causal": False, "bias": bias.requires_grad_()},
+            "full, one bias for all heads": {"causal": False, "bias": shared.requires_grad_()},
+        }
+        torchs |= {
+            f"window of {WINDOW}": {"attn_mask": causal & ~causal.tril(-WINDOW)},
+            "causal as a bool mask": {"attn_mask": causal},
+            "full, float mask": {"attn_mask": bias[None]},
+        }
+    return {f"pyattn {name}": (pyattn.attention, options) for name, options in ours.items()} | {
+        f"torch sdpa {name}": (_sdpa, options) for name, options in torchs.items()
+    }
