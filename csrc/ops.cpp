@@ -7,6 +7,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/CPUAllocator.h>
+#include <sys/mman.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
@@ -57,6 +58,18 @@ Tensor empty_ordered_as(const Tensor& like, const SymInt& cols) {
 
 Tensor empty_dense(const Tensor& like, at::ScalarType type) {
   return at::empty_symint(like.sym_sizes(), like.options().dtype(type));
+}
+
+// The memory of a gradient as large as a bias comes fresh from the system, and one fault for each
+// small page takes five times as long as writing it. A hint: where it does not hold, nothing changes.
+void prefer_huge_pages([[maybe_unused]] const Tensor& t) {
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
+  const auto first = reinterpret_cast<uintptr_t>(t.mutable_data_ptr());
+  const uintptr_t begin = (first + kHugePage - 1) / kHugePage * kHugePage,
+                  end = (first + t.nbytes()) / kHugePage * kHugePage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
 }
 
 // ---- Passes ----
@@ -196,7 +209,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   p.row_max = input_data(row_max_), p.row_sum = input_data(row_sum_), p.dlse = dlse_ ? input_data(*dlse_) : nullptr;
   p.dq = result(dq), p.dk = result(dk), p.dv = result(dv);
   if (with_dbias && row_max.numel() > 0 && k.size(2) > 0)
-    p.dbias = bias_view(dbias, type, dbias.mutable_data_ptr());
+    prefer_huge_pages(dbias), p.dbias = bias_view(dbias, type, dbias.mutable_data_ptr());
   else if (with_dbias)
     dbias.zero_();  // no score has it, so no kernel writes it
   if (with_dslopes) p.dslopes = dslopes.mutable_data_ptr();

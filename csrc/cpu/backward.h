@@ -99,7 +99,8 @@ class BackwardItem {
   void super_block(int64_t r0, int64_t rows) {
     const Range keys = mask.keys_of_any(r0, rows).within(k_begin, k_end - k_begin);
     const bool whole = splits == 1;  // whether the item's sum is the whole of dQ
-    if (p.dbias.data && one_score_each(p)) clear_bias_gradient<S>(p, head, r0, rows, k_begin, k_end - k_begin);
+    no_scores({r0, r0 + rows}, {k_begin, k_begin + keys.begin});
+    no_scores({r0, r0 + rows}, {k_begin + keys.begin + keys.count(), k_end});
     if (!whole && !(shares.has(item, r0) = !keys.empty())) return;
     const Matrix<T> dQ = whole ? s.dQ : shares.from(item, r0);
     int64_t written = 0;  // rows of dQ that hold something: a later block of keys adds to them
@@ -118,24 +119,32 @@ class BackwardItem {
     watch.lap(Phase::kStore);
   }
 
+  // Rows and keys of which no row sees any key, or a tile is to follow.
+  void no_scores(Range rows, Range keys) const {
+    if (p.dbias.data && one_score_each(p)) clear_bias_gradient<S>(p, head, rows, keys);
+  }
+
   // The keys [n0, n0 + keys) against the rows of the super-block that see some of them. The first
   // `written` rows of dQ hold sums already; returns how many do now.
   int64_t key_block(int64_t n0, int64_t keys, int64_t r0, int64_t rows, Matrix<T> dQ, int64_t written) {
     const Range seeing = mask.rows_of_any(n0, keys, {r0, r0 + rows}).within(r0, rows);
+    const int64_t first = round_down(seeing.begin, kBlockQ<T>), past = min(round_up(seeing.end, kBlockQ<T>), rows);
+    no_scores({r0, r0 + (seeing.empty() ? rows : first)}, {n0, n0 + keys});
     if (seeing.empty()) return written;
+    no_scores({r0 + past, r0 + rows}, {n0, n0 + keys});
     const bool in_place = summed_in_place<S>(p.k, p.head_dim);
     const Matrix<const E> K = summed_keys<S>(head, p.k, n0, keys, p.head_dim, in_place, s.K);
     const Keys block{K, kPairs<S> ? left_keys<S>(head, p.k, n0, keys, p.head_dim, s.left_K) : K.strided(),
                      left_keys<S>(head, p.v, n0, keys, p.head_dim_v, s.V), s.dK.from(n0 - k_begin),
                      s.dV.from(n0 - k_begin)};
     const Matrix<const E> Q = s.queries.Q(head, r0), dO = s.queries.dO(head, r0);
-    const int64_t first = round_down(seeing.begin, kBlockQ<T>);
     if (written < first) fill_zero(dQ.from(written).data, (first - written) * dQ.row);
     for (int64_t i = first; i < seeing.end; i += kBlockQ<T>) {
       const int64_t m = min(kBlockQ<T>, rows - i);
       const Tile tile{r0 + i, m, round_up(m, kLanes<T>), n0, keys};
       const Queries queries{Q.from(terms<S>(i)), dO.from(terms<S>(i)), dQ.from(i), Update<T>::add_unless(i >= written)};
       const Strips<T> strips = weights.cut(tile);
+      if (strips.masked) no_scores({tile.r0, tile.r0 + m}, {n0, n0 + keys});
       watch.lap(Phase::kPack);
       if (strips.empty()) {
         if (i >= written) fill_zero(dQ.from(i).data, m * dQ.row);
@@ -153,7 +162,7 @@ class BackwardItem {
       else
         add_products(tile, strips, block, queries);
     }
-    return max(written, min(round_up(seeing.end, kBlockQ<T>), rows));
+    return max(written, past);
   }
 
   // Whether a product may multiply 0 for what is not seen by what stands there.

@@ -42,6 +42,7 @@ struct BackwardTile {
   template <class Finish>
   void make(const Tile& tile, const Strips<T>& strips, int64_t i, Strided<E> K, Strided<E> V, Finish finish) const {
     const Head& head = mask.head;
+    score.prefetch(p, head, tile);
     strips.each([&](Strip strip) {
       const auto [j0, j1, begin, end] = strip;
       if (few_rows<S>(p))

@@ -67,6 +67,17 @@ PYATTN_INLINE vec<T> load_strided(const E* p, int64_t stride, int64_t n) {
   return x;
 }
 
+// Asks for the elements of a tile, into L2, before its products are made: its rows are too many for
+// the hardware to follow.
+template <class E>
+void prefetch_bias(const E* elements, const BiasView& bias, const Head& head, const Tile& tile) {
+  if (bias.stride_k != 1 || bias.stride_q == 0) return;
+  for (int64_t i = 0; i < tile.rows; ++i) {
+    const E* row = elements + offset_of_row(bias, head, tile.r0 + i) + tile.n0;
+    for (int64_t k = 0; k < tile.keys; k += kCacheLine / sizeof(E)) __builtin_prefetch(row + k, 0, 2);
+  }
+}
+
 // scores = scores * factor + bias, for the keys of a strip.
 template <class T, class E>
 void add_bias(Matrix<T> scores, const E* elements, const BiasView& bias, const Head& head, const Tile& tile,
@@ -90,10 +101,18 @@ void add_bias(Matrix<T> scores, const E* elements, const BiasView& bias, const H
     for (int64_t l = 0; l < m; ++l) row[l] = elements + offset_of_row(bias, head, tile.r0 + j + l);
     for (int64_t k = strip.begin; k < strip.end; k += L) {
       const int64_t n = min(L, strip.end - k);
-      vec<T> square[L] = {};
-      for (int64_t l = 0; l < m; ++l) square[l] = load_strided<T>(row[l] + k * bias.stride_k, bias.stride_k, n);
+      vec<T> square[L];
+      if (m == L && n == L && bias.stride_k == 1) {
+        PYATTN_UNROLL(16)
+        for (int l = 0; l < L; ++l) square[l] = load_elements<T>(row[l] + k, L);
+      } else {
+        for (vec<T>& x : square) x = vec<T>{};
+        for (int64_t l = 0; l < m; ++l) square[l] = load_strided<T>(row[l] + k * bias.stride_k, bias.stride_k, n);
+      }
       transpose<T>(square);
-      for (int64_t c = 0; c < n; ++c) {
+      PYATTN_UNROLL(16)
+      for (int c = 0; c < L; ++c) {
+        if (c >= n) break;
         T* score = scores.from(k + c).data + j;
         store(score, fma(load(score), set1(factor), square[c]));
       }
@@ -123,12 +142,13 @@ inline bool one_score_each(const BackwardParams& p) {
          (view.stride_q || p.seqlen_q == 1) && (view.stride_k || p.seqlen_k == 1);
 }
 
-// dbias = 0 for rows and keys of which tiles are to follow where some row sees some key.
+// dbias = 0.
 template <class S>
-void clear_bias_gradient(const BackwardParams& p, const Head& head, int64_t r0, int64_t rows, int64_t n0,
-                         int64_t keys) {
+void clear_bias_gradient(const BackwardParams& p, const Head& head, Range rows, Range keys) {
+  if (keys.empty()) return;
   with_floats<S>(p.dbias, [&](auto* dbias) {
-    for (int64_t r = r0; r < r0 + rows; ++r) fill_zero(dbias + offset_of_row(p.dbias, head, r) + n0, keys);
+    for (int64_t r = rows.begin; r < rows.end; ++r)
+      fill_zero(dbias + offset_of_row(p.dbias, head, r) + keys.begin, keys.count());
   });
 }
 
@@ -143,10 +163,16 @@ void store_bias_gradient(Matrix<T> dS, E* elements, const BiasView& view, const 
     for (int64_t l = 0; l < m; ++l) row[l] = elements + offset_of_row(view, head, tile.r0 + j + l) + tile.n0;
     for (int64_t k = strip.begin; k < strip.end; k += L) {
       const int64_t n = min(L, strip.end - k);
-      vec<T> square[L] = {};
-      for (int64_t c = 0; c < n; ++c) square[c] = load(dS.from(k + c).data + j);
+      vec<T> square[L];
+      PYATTN_UNROLL(16)
+      for (int c = 0; c < L; ++c) square[c] = load(dS.from(k + min(c, n - 1)).data + j);
       transpose<T>(square);
-      for (int64_t l = 0; l < m; ++l) store_elements<T>(row[l] + k, square[l], n);
+      if (m == L && n == L) {
+        PYATTN_UNROLL(16)
+        for (int l = 0; l < L; ++l) store_elements<T>(row[l] + k, square[l], L);
+      } else {
+        for (int64_t l = 0; l < m; ++l) store_elements<T>(row[l] + k, square[l], n);
+      }
     }
   }
 }

@@ -86,6 +86,7 @@ void forward_block(const ForwardParams& p, const Head& head, int64_t r0, const F
     const Update<T> update = Update<T>::decay_and_add_unless(first, state.decay);
     watch.lap(Phase::kPack);
 
+    score.prefetch(p, head, tile);
     strips.each([&](Strip strip) {
       const auto [j0, j1, begin, end] = strip;
       score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim), K.from(begin, 0), scratch.Qt, P.from(begin));

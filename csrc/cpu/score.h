@@ -42,6 +42,9 @@ class Plain : public Scale<Compute<S>> {
  public:
   explicit Plain(const ForwardParams& p) : Scale<T>(p.softmax_scale) {}
 
+  // Before the products of a tile are made.
+  void prefetch(const ForwardParams&, const Head&, const Tile&) const {}
+
   // S[keys][queries] or, in decoding, S[queries][keys], products -> what exp
   // takes, in place: here they are the same.
   void to_scores(const ForwardParams&, Matrix<T>, const Head&, const Tile&, Strip, Matrix<T>) const {}
@@ -68,8 +71,13 @@ class General : public Scale<Compute<S>> {
  public:
   explicit General(const ForwardParams& p)
       : Scale<T>(p.softmax_scale),
-        softcap_(static_cast<T>(p.score.softcap)),
-        inner_(static_cast<T>(this->factor / p.score.softcap)) {}
+        softcap_(static_cast<T>(bounded(p.score.softcap))),
+        inner_(static_cast<T>(this->factor / bounded(p.score.softcap))) {}
+
+  void prefetch(const ForwardParams& p, const Head& head, const Tile& tile) const {
+    if (has_float_bias(p))
+      with_floats<S>(p.score.bias, [&](const auto* bias) { prefetch_bias(bias, p.score.bias, head, tile); });
+  }
 
   // As in Plain. The derivative of the softcap, by which to_products multiplies, goes to a tile of
   // its own, if that has data.
@@ -146,6 +154,9 @@ class General : public Scale<Compute<S>> {
 
  private:
   T softcap_, inner_;  // inner: factor / softcap
+
+  // Neither a larger cap nor its inverse may be infinite in float.
+  static double bounded(double softcap) { return __builtin_fmin(__builtin_fmax(softcap, 0x1p-100), 0x1p100); }
 
   // s = softcap * tanh(inner * s); returns the tanh.
   static PYATTN_MEMBER_INLINE vec<T> cap(T* s, T inner, T softcap) {
