@@ -98,6 +98,13 @@ struct Mask {
     return keys;
   }
 
+  template <class S>
+  constexpr bool sees_any(int64_t r) const {
+    const int64_t i = head.query(r);
+    if (i + diagonals.end <= 0 || max(0, i + diagonals.begin) >= head.seqlen_k) return false;
+    return !p.mask.blocks || !exact_keys_of<S>(r).empty();
+  }
+
   // Whether the bias may hide some key between those that it shows the row.
   constexpr bool has_holes(int64_t r) const { return p.mask.bias_rows && bias_row(r).holes; }
 
@@ -139,7 +146,7 @@ struct Mask {
   // Of the rows within, those from the first to the last one that sees some key of [n0, n0 + keys);
   // of summaries, whole blocks.
   constexpr Range rows_of_any(int64_t n0, int64_t keys, Range within) const {
-    if (!p.mask.blocks) return within.in(rows_by_formula(n0, min(n0 + keys, head.seqlen_k)));
+    if (!p.mask.blocks) return within.in({rows_of(n0).begin, rows_of(min(n0 + keys, head.seqlen_k) - 1).end});
     Range rows{within.end, within.begin};
     each_block(within, [&](int64_t r0, const BlockKeys& block) {
       if (block.first_begin < n0 + keys && n0 < block.last_end)
@@ -150,10 +157,16 @@ struct Mask {
 
   constexpr Range rows_of_any(int64_t n0, int64_t keys) const { return rows_of_any(n0, keys, {0, head.count}); }
 
+  // The rows that see a key by formula, as if queries had no first and no last one: those of the
+  // next key begin and end a group of rows later.
+  constexpr Range rows_of(int64_t key) const {
+    return {(key + 1 - diagonals.end) * head.group, (key + 1 - diagonals.begin) * head.group};
+  }
+
   // The rows that see every key of [n0, n0 + keys), by formula; summaries do not say.
   constexpr Range rows_of_all(int64_t n0, int64_t keys) const {
     if (p.mask.blocks || n0 + keys > head.seqlen_k) return {head.count, head.count};
-    return {first_row(n0 + keys - diagonals.end), first_row(n0 + 1 - diagonals.begin)};
+    return Range{0, head.count}.in({rows_of(n0 + keys - 1).begin, rows_of(n0).end});
   }
 
   constexpr Cover cover(int64_t r0, int64_t rows, int64_t n0, int64_t keys) const {
@@ -191,14 +204,6 @@ struct Mask {
   static constexpr int64_t blocks_of(const Head& head) { return ceil_div(head.count, kBlockRows); }
 
  private:
-  // The first row of query i; of one before the first or behind the last, where these rows end.
-  constexpr int64_t first_row(int64_t i) const { return clamp(i, 0, head.seqlen_q) * head.group; }
-
-  // The rows that see some key of [begin, end).
-  constexpr Range rows_by_formula(int64_t begin, int64_t end) const {
-    return {first_row(begin + 1 - diagonals.end), first_row(end - diagonals.begin)};
-  }
-
   constexpr const RowKeys& bias_row(int64_t r) const { return p.mask.bias_rows[BiasRows(p).index(head, r)]; }
 
   // f(first row, summary) for each block that has some of these rows.

@@ -23,7 +23,8 @@ namespace {
 // (softmax_gradient.h); for other rows it is rowsum(dO * O), which is equal but for the
 // rounding of O.
 inline bool in_one_block(Range keys) {
-  return !keys.empty() && keys.begin / kBackwardBlockK == (keys.end - 1) / kBackwardBlockK;
+  return !keys.empty() && keys.count() <= kBackwardBlockK &&
+         keys.begin / kBackwardBlockK == (keys.end - 1) / kBackwardBlockK;
 }
 
 // The dot product of two rows.

@@ -54,7 +54,7 @@ template <class T, class Score>
 template <class S, class T, class Score>
 T finish_row(const ForwardParams& p, const Mask& mask, int64_t r, T row_max, T row_sum, Score score) {
   const int64_t at = mask.head.index(p, r);
-  const bool empty = mask.exact_keys_of<S>(r).empty();
+  const bool empty = !mask.sees_any<S>(r);
   const T* sink = p.score.sinks ? static_cast<const T*>(p.score.sinks) + mask.head.query_head(r) : nullptr;
   const T decay = sink ? add_sink(score.from_score(*sink), score, row_max, row_sum) : T(1);
   static_cast<T*>(p.row_max)[at] = row_max, static_cast<T*>(p.row_sum)[at] = row_sum;

@@ -47,11 +47,11 @@ struct Strip {
   int64_t pairs() const { return keys() * (j1 - j0); }
 };
 
-// Which keys of a tile each lane sees: bit j of the words of key k for lane j.
+// Which keys of a tile each lane sees: for each vector of lanes and each key a word with a bit for each lane.
 template <class T>
 class LaneMask {
   using Word = typename Bits<T>::type;
-  static constexpr int64_t kWordLanes = 8 * sizeof(Word);
+  static constexpr int64_t kWordLanes = kLanes<T>;
 
  public:
   // Bit j of bits[k] for lane j; of a tile with an odd number of keys, the other of the last pair is not seen.
@@ -66,10 +66,10 @@ class LaneMask {
   }
 
   // Whether the lanes from j on see key k, as vectors compare.
-  PYATTN_MEMBER_INLINE auto sees(int64_t k, int64_t j) const { return lanes_of(words_[j / kWordLanes] + k, j); }
+  PYATTN_MEMBER_INLINE auto sees(int64_t k, int64_t j) const { return lanes_of(words_[j / kWordLanes] + k); }
 
   // Whether they see any key.
-  PYATTN_MEMBER_INLINE auto sees_any(int64_t j) const { return lanes_of(any_ + j / kWordLanes, j); }
+  PYATTN_MEMBER_INLINE auto sees_any(int64_t j) const { return lanes_of(any_ + j / kWordLanes); }
 
   // Whether lane j sees key k, on every lane.
   PYATTN_MEMBER_INLINE auto lane_sees(int64_t k, int64_t j) const {
@@ -77,16 +77,16 @@ class LaneMask {
   }
 
  private:
-  static constexpr int64_t kWords = ceil_div(kBlockQ<T>, kWordLanes);
-  Word words_[kWords][kTileKeys], any_[kWords];
+  static constexpr int64_t kWords = kBlockQ<T> / kWordLanes;
+  Word words_[kWords][kTileKeys], any_[kWords];  // bits past those of the lanes say nothing
 
   template <std::size_t... I>
-  PYATTN_MEMBER_INLINE static vec<Word> bits_from(int64_t j, std::index_sequence<I...>) {
-    return vec<Word>{Word{1} << I...} << static_cast<Word>(j % kWordLanes);
+  PYATTN_MEMBER_INLINE static vec<Word> lane_bits(std::index_sequence<I...>) {
+    return vec<Word>{Word{1} << I...};
   }
 
-  PYATTN_MEMBER_INLINE static auto lanes_of(const Word* word, int64_t j) {
-    return (broadcast(word) & bits_from(j, std::make_index_sequence<kLanes<T>>{})) != vec<Word>{};
+  PYATTN_MEMBER_INLINE static auto lanes_of(const Word* word) {
+    return (broadcast(word) & lane_bits(std::make_index_sequence<kLanes<T>>{})) != vec<Word>{};
   }
 };
 
@@ -120,12 +120,63 @@ struct Strips {
   }
 };
 
-// Takes from bit j what the bias of row r hides of the keys of a tile.
+// The lanes [0, n), n at most 64: of a number, or of each in a vector.
+template <class N>
+PYATTN_INLINE N first_lanes(N n) {
+  return (((N{} + 1) << (n & 63)) - 1) | -(n >> 6);
+}
+
+// Bit j of bits[k]: whether row r0 + j sees key k of the tile, by formula. A vector of keys at a time,
+// and so up to a vector more than there are.
+inline void mark_by_formula(const Mask& mask, const Tile& tile, uint64_t* bits) {
+  constexpr int L = kLanes<int64_t>;
+  const auto [first, past] = mask.rows_of(tile.n0);
+  const int64_t group = mask.head.group, rows = tile.rows, keys = tile.keys;
+  vec<int64_t> begin, end;
+  for (int i = 0; i < L; ++i) begin[i] = first - tile.r0 + i * group, end[i] = past - tile.r0 + i * group;
+  const auto lanes = [&](vec<int64_t> x) {
+    x = x < 0 ? vec<int64_t>{} : x > rows ? set1(rows) : x;
+    return first_lanes(bit_cast<uint64_t>(x));
+  };
+  for (int64_t k = 0; k < keys; k += L, begin += L * group, end += L * group) {
+    const vec<uint64_t> seeing = lanes(end) & ~lanes(begin);
+    __builtin_memcpy(bits + k, &seeing, sizeof seeing);
+  }
+}
+
+// The same for any mask: of each row, where its keys begin and end.
+inline void mark_by_rows(const Mask& mask, const Tile& tile, uint64_t* bits) {
+  const auto [r0, rows, lanes, n0, keys] = tile;
+  for (int64_t k = 0; k < kTileKeys; ++k) bits[k] = 0;
+  for (int64_t j = 0; j < rows; ++j) {
+    const Range row = mask.keys_of(r0 + j).within(n0, keys);
+    if (row.begin < keys) bits[row.begin] ^= uint64_t{1} << j;
+    if (row.end < keys) bits[row.end] ^= uint64_t{1} << j;
+  }
+  for (int64_t k = 1; k < keys; ++k) bits[k] ^= bits[k - 1];
+}
+
+// Takes from the bits what the bias hides of rows with holes. Eight rows make a byte of each key, in
+// loops for vectors.
 template <class S>
-void hide_holes(const Mask& mask, int64_t r, int64_t n0, Range keys, int64_t j, uint64_t* bits) {
-  with_keys_of_row<S>(mask.p.score.bias, mask.head, r, [&](auto shown) {
-    for (int64_t k = keys.begin; k < keys.end; ++k) bits[k] &= ~(uint64_t{!shown(n0 + k)} << j);
-  });
+void hide_holes(const Mask& mask, const Tile& tile, uint64_t* bits) {
+  for (int64_t j0 = 0; j0 < tile.rows; j0 += 8) {
+    uint8_t hidden[kTileKeys] = {};
+    bool any = false;
+    for (int64_t j = j0; j < min(j0 + 8, tile.rows); ++j) {
+      if (!mask.has_holes(tile.r0 + j)) continue;
+      any = true;
+      const auto bit = static_cast<uint8_t>(1 << (j - j0));
+      with_keys_of_row<S>(mask.p.score.bias, mask.head, tile.r0 + j, [&, n0 = tile.n0](auto shown) {
+        const auto hide = [&](int64_t keys) {
+          for (int64_t k = 0; k < keys; ++k) hidden[k] |= shown(n0 + k) ? uint8_t{0} : bit;
+        };
+        tile.keys == kTileKeys ? hide(kTileKeys) : hide(tile.keys);
+      });
+    }
+    if (any)
+      for (int64_t k = 0; k < kTileKeys; ++k) bits[k] &= ~(uint64_t{hidden[k]} << j0);
+  }
 }
 
 // Cuts a tile, and where some row does not see every key of it, writes which keys each lane sees. In
@@ -139,29 +190,22 @@ Strips<T> cut_strips(const Mask& mask, const Tile& tile, LaneMask<T>& seen) {
 
   Strips<T> strips{true, lanes, whole ? lanes : kStripLanes, {}, {}};
   const int64_t count = ceil_div(lanes, strips.width);
-  uint64_t bits[kTileKeys + 1] = {};  // [keys] of lanes; at first, where they begin and end to see
-  Range range[Strips<T>::kCount];
-  for (int64_t i = 0; i < count; ++i) {
-    range[i] = {keys, 0};
-    for (int64_t j = i * strips.width; j < min((i + 1) * strips.width, rows); ++j) {
-      const Range row = mask.keys_of(r0 + j).within(n0, keys);
-      if (row.empty()) continue;
-      bits[row.begin] ^= uint64_t{1} << j, bits[row.end] ^= uint64_t{1} << j;
-      range[i] = {min(range[i].begin, row.begin), max(range[i].end, row.end)};
-    }
-  }
-  for (int64_t k = 1; k < keys; ++k) bits[k] ^= bits[k - 1];
-  if (holes) {
-    for (int64_t j = 0; j < rows; ++j)
-      if (mask.has_holes(r0 + j)) hide_holes<S>(mask, r0 + j, n0, mask.keys_of(r0 + j).within(n0, keys), j, bits);
-    for (int64_t i = 0; i < count; ++i) {
-      const uint64_t mine = (strips.width < 64 ? (uint64_t{1} << strips.width) - 1 : ~uint64_t{0}) << i * strips.width;
-      while (!range[i].empty() && !(bits[range[i].begin] & mine)) ++range[i].begin;
-      while (!range[i].empty() && !(bits[range[i].end - 1] & mine)) --range[i].end;
-    }
-  }
+  uint64_t bits[kTileKeys];  // [keys]
+  if (mask.p.mask.blocks)
+    mark_by_rows(mask, tile, bits);
+  else
+    mark_by_formula(mask, tile, bits);
+  if (holes) hide_holes<S>(mask, tile, bits);
   seen.set(bits, keys);
 
+  Range range[Strips<T>::kCount];
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t j = i * strips.width, n = min(strips.width, rows - j);
+    range[i] = mask.keys_of_any(r0 + j, n).within(n0, keys);
+    const uint64_t mine = first_lanes(static_cast<uint64_t>(n)) << j;
+    while (mask.p.mask.blocks && !range[i].empty() && !(bits[range[i].begin] & mine)) ++range[i].begin;
+    while (mask.p.mask.blocks && !range[i].empty() && !(bits[range[i].end - 1] & mine)) --range[i].end;
+  }
   int64_t reached = 0;
   for (int64_t i = 0; i < count; ++i) strips.end[i] = reached = max(reached, range[i].empty() ? 0 : range[i].end);
   for (int64_t i = count; i-- > 0;) {
