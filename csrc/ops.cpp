@@ -64,6 +64,7 @@ Tensor empty_dense(const Tensor& like, at::ScalarType type) {
 // small page takes five times as long as writing it. A hint: where it does not hold, nothing changes.
 void prefer_huge_pages([[maybe_unused]] const Tensor& t) {
 #ifdef MADV_HUGEPAGE
+  if (!t.is_cpu()) return;
   constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
   const auto first = reinterpret_cast<uintptr_t>(t.mutable_data_ptr());
   const uintptr_t begin = (first + kHugePage - 1) / kHugePage * kHugePage,
