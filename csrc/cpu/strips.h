@@ -180,9 +180,10 @@ void hide_holes(const Mask& mask, const Tile& tile, uint64_t* bits) {
 }
 
 // Cuts a tile, and where some row does not see every key of it, writes which keys each lane sees. In
-// strips of all lanes if only holes are hidden.
+// strips of all lanes if only holes are hidden. Not inlined, for then the products of the callers
+// may not be, which took half as long again.
 template <class S, class T = Compute<S>>
-Strips<T> cut_strips(const Mask& mask, const Tile& tile, LaneMask<T>& seen) {
+[[gnu::noinline]] Strips<T> cut_strips(const Mask& mask, const Tile& tile, LaneMask<T>& seen) {
   const auto [r0, rows, lanes, n0, keys] = tile;
   const Range all = mask.keys_of_all(r0, rows);
   const bool whole = all.begin <= n0 && n0 + keys <= all.end, holes = mask.any_holes(r0, rows);
