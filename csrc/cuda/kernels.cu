@@ -29,15 +29,18 @@ int64_t rows_of_head(const ForwardParams& p) { return p.seqlen_q * group_size(p)
 int64_t row_blocks(const ForwardParams& p, int64_t rows) { return kv_heads(p) * ceil_div(rows_of_head(p), rows); }
 int64_t key_blocks(const ForwardParams& p, int64_t keys) { return kv_heads(p) * ceil_div(p.seqlen_k, keys); }
 
-// f(kDim) for the smallest head dimension with kernels that holds both of the call's.
-template <class F>
+// f(kDim) for the smallest head dimension with kernels that holds both of the call's. General has half
+// as many, which take half as long to compile.
+template <class Score, class F>
 const char* with_dim(const ForwardParams& p, F f) {
   const int64_t dim = max(p.head_dim, p.head_dim_v);
-  if (dim <= 32) return f(std::integral_constant<int, 32>());
+  if constexpr (!Score::kGeneral) {
+    if (dim <= 32) return f(std::integral_constant<int, 32>());
+    if (64 < dim && dim <= 96) return f(std::integral_constant<int, 96>());
+    if (128 < dim && dim <= 192) return f(std::integral_constant<int, 192>());
+  }
   if (dim <= 64) return f(std::integral_constant<int, 64>());
-  if (dim <= 96) return f(std::integral_constant<int, 96>());
   if (dim <= 128) return f(std::integral_constant<int, 128>());
-  if (dim <= 192) return f(std::integral_constant<int, 192>());
   return f(std::integral_constant<int, 256>());
 }
 
@@ -74,7 +77,7 @@ const char* launch_forward(const ForwardParams& params, void* stream) {
   else
     return with_score<S>(p, [&](auto chosen) {
       using Score = typename decltype(chosen)::type;
-      return with_dim(p, [&](auto dim) {
+      return with_dim<Score>(p, [&](auto dim) {
         using Shape = ForwardShape<S, dim, Score>;
         return launch(forward<S, dim, Score>, row_blocks(p, Shape::kRows), Shape::kThreads, Shape::kBytes, stream, p);
       });
@@ -99,14 +102,14 @@ const char* launch_gradients(const BackwardParams& p, bool deterministic, void* 
       if (sums)  // there are none without heads, rows or columns
         error = clear_memory(query_sums_of(p, 0, 0), sums * sizeof(float), stream);
       if (error) return error;
-      error = with_dim(p, [&](auto dim) {
+      error = with_dim<Score>(p, [&](auto dim) {
         using Keys = KeysShape<S, dim, Score>;
         return launch(backward_keys<S, dim, true, Score>, key_blocks(p, Keys::kKeys), Keys::kThreads, Keys::kBytes,
                       stream, p);
       });
       return error ? error : launch(round_queries<S>, ceil_div(sums, kRoundThreads), kRoundThreads, 0, stream, p);
     }
-  return with_dim(p, [&](auto dim) {
+  return with_dim<Score>(p, [&](auto dim) {
     using Keys = KeysShape<S, dim, Score>;
     using Queries = QueriesShape<S, dim, Score>;
     const char* error = launch(backward_keys<S, dim, false, Score>, key_blocks(p, Keys::kKeys), Keys::kThreads,
@@ -140,7 +143,7 @@ const char* launch_bias(const BackwardParams& p, void* stream) {
     return launch(float64_backward_bias<S, Score>, ceil_div(BiasTiles<1, 1>(p).count(), kFloat64Warps), kFloat64Threads,
                   0, stream, p);
   else
-    return with_dim(p, [&](auto dim) {
+    return with_dim<Score>(p, [&](auto dim) {
       using Shape = QueriesShape<S, dim, Score>;
       return launch(backward_bias<S, dim, Score>, BiasTiles<Shape::kRows, Shape::kKeys>(p).count(), Shape::kThreads,
                     Shape::kBytes, stream, p);
