@@ -6,25 +6,21 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
-#include <c10/core/CPUAllocator.h>
 #include <sys/mman.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <array>
-#include <atomic>
-#include <cmath>
 #include <optional>
 #include <tuple>
+#include <utility>
 
 #include "attention.h"
 #include "checks.h"
 #include "cuda/ops_cuda.h"
 #include "options.h"
 #include "params.h"
-#include "profile.h"
-#include "threads.h"
+#include "passes.h"
 
 namespace pyattn {
 namespace {
@@ -71,66 +67,6 @@ void prefer_huge_pages([[maybe_unused]] const Tensor& t) {
                   end = (first + t.nbytes()) / kHugePage * kHugePage;
   if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #endif
-}
-
-// ---- Passes ----
-
-// ATen's allocator, so that the memory profiler sees it, without the dispatcher's microsecond.
-c10::DataPtr allocate(int64_t bytes) { return c10::GetCPUAllocator()->allocate(bytes); }
-
-// Runs all work items of a pass. Each task takes the next item when it is done with one; scratch
-// belongs to a task, not to the number of a thread.
-template <class Params>
-void run(const Pass<Params>& pass, const Plan& plan, const Params& p) {
-  if (plan.items == 0) return;
-  std::atomic<int64_t> next{0};
-  const auto task = [&] {
-    const c10::DataPtr scratch = allocate(plan.scratch_bytes + kScratchAlign);
-    auto address = reinterpret_cast<uintptr_t>(scratch.get());
-    address = (address + kScratchAlign - 1) / kScratchAlign * kScratchAlign;
-    std::optional<TaskProfile> profile = begin_task(pass.name);
-    Params own = p;
-    own.counts = profile ? &profile->counts : nullptr;
-    int64_t items = 0;
-    for (int64_t item; (item = next++) < plan.items; ++items)
-      pass.run(own, item, item + 1, reinterpret_cast<void*>(address));
-    if (profile) end_task(*profile, items);
-  };
-  // Waking the other threads costs about 5 us, in which one thread does some 100,000 multiply-adds
-  // of a small shape. Ten times as many are worth it.
-  constexpr double kWorthThreads = 1 << 20;
-  const double work =
-      static_cast<double>(p.batch) * p.num_heads_q * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v);
-  run_tasks(work < kWorthThreads ? 1 : std::min(plan.items, max_tasks()), task);
-}
-
-// Runs a pass whose result is an array of its own, to which params point from then on.
-template <class Entry>
-c10::DataPtr make_array(const Pass<ForwardParams>& pass, ForwardParams& p, Entry*& array) {
-  const Plan plan = pass.plan(p);
-  c10::DataPtr memory = allocate(plan.workspace_bytes);
-  array = static_cast<Entry*>(memory.get());
-  run(pass, plan, p);
-  return memory;
-}
-
-// What the mask leaves of each row and block of rows, where formulas do not say it.
-std::array<c10::DataPtr, 2> summarize_mask(const Kernels& table, ForwardParams& p) {
-  std::array<c10::DataPtr, 2> memory;
-  const bool bias = p.score.bias.type != BiasType::kNone;
-  if (bias) memory[0] = make_array(table.bias_rows, p, p.mask.bias_rows);
-  if (bias || p.mask.key_ranges) memory[1] = make_array(table.mask_blocks, p, p.mask.blocks);
-  return memory;
-}
-
-// Runs a pass, then those that make more of what it leaves in the workspace.
-template <class Params, class... Next>
-void run(const Pass<Params>& pass, Params& p, const Next&... next) {
-  const Plan plan = pass.plan(p);
-  const c10::DataPtr workspace = allocate(plan.workspace_bytes);
-  p.workspace = workspace.get();
-  run(pass, plan, p);
-  (run(next, next.plan(p), p), ...);
 }
 
 // ---- Operators ----
