@@ -143,8 +143,8 @@ struct Mask {
     return any;
   }
 
-  // Of the rows within, those from the first to the last one that sees some key of [n0, n0 + keys);
-  // of summaries, whole blocks.
+  // The rows within, from the first to the last one that sees some key of [n0, n0 + keys); where
+  // summaries answer, whole blocks of them.
   constexpr Range rows_of_any(int64_t n0, int64_t keys, Range within) const {
     if (!p.mask.blocks) return within.in({rows_of(n0).begin, rows_of(min(n0 + keys, head.seqlen_k) - 1).end});
     Range rows{within.end, within.begin};

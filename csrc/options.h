@@ -73,7 +73,7 @@ inline void check_score(const Tensor& q, const Tensor& k, const Options& options
   }
 }
 
-// Which of dbias, dalibi_slopes and dsinks are wanted: only of what is there and has a gradient.
+// output_mask asks for dbias, dalibi_slopes and dsinks, each only where its tensor is given and has a gradient.
 inline void check_wanted(const Options& options, const std::array<bool, 3>& output_mask) {
   const bool differentiable = options.bias && options.bias->scalar_type() != at::kBool;
   TORCH_CHECK_VALUE(

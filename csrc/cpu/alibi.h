@@ -43,7 +43,7 @@ class Distances {
     return d;
   }
 
-  // Of the key that is k behind each lane's first one.
+  // The distances of the keys k behind each lane's first one.
   PYATTN_MEMBER_INLINE vec<T> at(int64_t k) const {
     if (exact_) return abs<T>(load(first_) - static_cast<T>(k));
     T distance[L];

@@ -46,10 +46,9 @@ bool any_one_block(Strip strip, RowTerms<T> rows) {
 //
 //   delta = rowsum(P * dP) / rowsum(P)      dlse -= rowsum(P * (dP - delta)) / rowsum(P)
 //
-// as softmax's own gradient has it: the roundings of row_sum, of O and of delta itself, to which
-// rowsum(dO * O) is exposed, leave dS. The other rows keep their delta.
-//
-// where the sink, whose dP is 0, is one more key.
+// as softmax's own gradient has it, the sink being one more key, whose dP is 0: the roundings of
+// row_sum, of O and of delta itself, to which rowsum(dO * O) is exposed, leave dS. The other rows keep
+// their delta.
 template <bool kMasked, class T, class Score>
 void center(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneMask<T>& seen, Score score, RowTerms<T> rows) {
   for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {

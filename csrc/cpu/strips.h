@@ -47,7 +47,7 @@ struct Strip {
   int64_t pairs() const { return keys() * (j1 - j0); }
 };
 
-// Which keys of a tile each lane sees: for each vector of lanes and each key a word with a bit for each lane.
+// The keys of a tile that each lane sees: a word for each vector of lanes and each key, a bit for each lane.
 template <class T>
 class LaneMask {
   using Word = typename Bits<T>::type;

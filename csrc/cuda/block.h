@@ -101,7 +101,7 @@ struct QueryRows {
         count(static_cast<int>(head.count)),
         cols(static_cast<int>(cols)) {}
 
-  // Those of one query head of the group.
+  // The rows of one query head of the group.
   PYATTN_DEVICE QueryRows(const Head& head, const View& view, int64_t cols, int member)
       : view(view),
         first(head.row<const S>(view, member)),

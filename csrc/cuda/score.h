@@ -76,7 +76,7 @@ class Plain {
     return sizeof(S) == 4 ? exp2((s - shift) * exponent_) : exp2(fmaf(s, exponent_, -shift));
   }
 
-  // Of a row whose largest s, the sink's included, is row_max; exactly 1 for the largest itself.
+  // exp(sink - row_max), row_max being the row's largest s with the sink's; exactly 1 for the largest itself.
   PYATTN_DEVICE float weight_of_sink(float sink, float row_max) const {
     return sink == row_max && sink != kNegInf ? 1 : exp(sink, shift(row_max));
   }

@@ -152,7 +152,7 @@ PYATTN_DEVICE int skip_rows(const ForwardParams& p, const Run& run, int r0) {
   return r0;
 }
 
-// Of the rows from r0 on and this block's keys. Summaries do not tell it of the whole run.
+// How much the rows from r0 on see of this block's keys. Summaries do not tell it of the whole run.
 template <int kRows, int kKeys>
 PYATTN_DEVICE Cover cover_of_keys(const ForwardParams& p, const Run& run, int r0) {
   if (!p.mask.blocks) return run.cover(r0, kRows);
@@ -175,7 +175,8 @@ struct HiddenSums {
   PYATTN_DEVICE bool get(int m, int n, int i) const { return bits >> ((m * kN + n) * 4 + i) & 1; }
 };
 
-// Of summaries: in loops, for a bias's holes are too much code to repeat for every sum.
+// The lane's sums that key ranges and a bias hide. Loops stay rolled: the code that asks a bias is too
+// much to repeat for every sum.
 template <class S, Layout kLayout, int kM, int kN>
 PYATTN_DEVICE HiddenSums<kM, kN> hidden_sums(const TileMask& mask, int first) {
   constexpr bool kQueries = kLayout == Layout::kQueriesByKeys;
