@@ -76,11 +76,14 @@ struct ScoreParams {
   const void* sinks;         // (num_heads_q), likewise: the score of one more key, without a value, or null
 };
 
-// Whether a score is no more than its scaled product. A bool bias is a matter of the mask, and a
-// sink one of finished rows.
+// Whether a bias is added to the scores. A bool one is a matter of the mask.
+constexpr bool has_float_bias(const ScoreParams& score) {
+  return score.bias.type == BiasType::kLikeQ || score.bias.type == BiasType::kFloat32;
+}
+
+// Whether a score is no more than its scaled product. A sink is a matter of finished rows.
 constexpr bool is_plain(const ScoreParams& score) {
-  const BiasType bias = score.bias.type;
-  return !score.softcap && !score.alibi_slopes && bias != BiasType::kLikeQ && bias != BiasType::kFloat32;
+  return !score.softcap && !score.alibi_slopes && !has_float_bias(score);
 }
 
 // Each weight is dropped with probability threshold / 65536; cpu/dropout.h says which.

@@ -48,6 +48,13 @@ constexpr void with_keys_of_row(const BiasView& view, const Head& head, int64_t 
   with_elements<S>(view, [&](const auto* bias) { with_keys(view, bias + offset_of_row(view, head, r), f); });
 }
 
+// Whether each element of dbias is the gradient of one score.
+constexpr bool one_score_each(const BackwardParams& p) {
+  const BiasView& view = p.dbias;
+  return (view.stride_b || p.batch == 1) && (view.stride_h || p.num_heads_q == 1) &&
+         (view.stride_q || p.seqlen_q == 1) && (view.stride_k || p.seqlen_k == 1);
+}
+
 // The rows of the bias's own shape, which has 1 where it broadcasts: how many there are, which of them
 // holds for row r, and where each lies.
 struct BiasRows {

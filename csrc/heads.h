@@ -60,6 +60,12 @@ struct Head {
     return static_cast<S*>(view.data) + b * view.stride_b + h_kv * view.stride_h + j * view.stride_s;
   }
 
+  // The ALiBi slope of row r's query head, as T.
+  template <class T>
+  constexpr T slope(const ForwardParams& p, int64_t r) const {
+    return static_cast<const T*>(p.score.alibi_slopes)[b * p.score.slopes_stride_b + query_head(r)];
+  }
+
   // Where row r lies in a dense (batch, num_heads_q, seqlen_q) array.
   constexpr int64_t index(const ForwardParams& p, int64_t r) const {
     return (b * p.num_heads_q + query_head(r)) * seqlen_q + query(r);

@@ -18,11 +18,6 @@ inline double position(const ForwardParams& p, const Head& head, int64_t r) {
          static_cast<double>(p.mask.q_offsets ? p.mask.q_offsets[head.b] : p.mask.q_offset);
 }
 
-template <class T>
-T slope_of(const ForwardParams& p, const Head& head, int64_t r) {
-  return static_cast<const T*>(p.score.alibi_slopes)[head.b * p.score.slopes_stride_b + head.query_head(r)];
-}
-
 // |position - key| of a vector of lanes for the keys of a tile: the lanes are queries, or one
 // query's keys. Which of the two, and where tiles begin, changes no bit: backward makes the scores
 // of forward.

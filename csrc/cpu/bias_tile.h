@@ -16,11 +16,6 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// Whether params have one; a bool one is a matter of the mask.
-inline bool has_float_bias(const ForwardParams& p) {
-  return p.score.bias.type == BiasType::kLikeQ || p.score.bias.type == BiasType::kFloat32;
-}
-
 // f(elements), a pointer to the first in the type that they are stored as; S is q's.
 template <class S, class F>
 void with_floats(const BiasView& bias, F f) {
@@ -133,13 +128,6 @@ void add_bias_by_rows(Matrix<T> scores, const E* elements, const BiasView& bias,
       store(score, fma(load(score), set1(factor), x));
     }
   }
-}
-
-// Whether each element of dbias is the gradient of one score.
-inline bool one_score_each(const BackwardParams& p) {
-  const BiasView& view = p.dbias;
-  return (view.stride_b || p.batch == 1) && (view.stride_h || p.num_heads_q == 1) &&
-         (view.stride_q || p.seqlen_q == 1) && (view.stride_k || p.seqlen_k == 1);
 }
 
 // dbias = 0.

@@ -15,6 +15,15 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
+// A score without a bias has no gradient of one: a pass without items.
+template <class S, template <class> class Score>
+constexpr Pass<BackwardParams> bias_gradient_pass() {
+  if constexpr (Score<S>::kBias)
+    return {"bias_gradient", plan_bias_gradient<S>, bias_gradient<S, Score>};
+  else
+    return {"bias_gradient", [](const BackwardParams&) { return Plan{}; }, nullptr};
+}
+
 template <class S, template <class> class Score>
 constexpr Kernels kernels_for() {
   return {{"bias_rows", plan_bias_rows<S>, bias_rows<S>},
@@ -23,7 +32,7 @@ constexpr Kernels kernels_for() {
           {"merge_out", plan_merge_out<S>, merge_out<S, Score>},
           {"backward", plan_backward<S>, backward<S, Score>},
           {"reduce_dq", plan_reduce_dq<S>, reduce_dq<S, Score>},
-          {"bias_gradient", plan_bias_gradient<S>, bias_gradient<S, Score>},
+          bias_gradient_pass<S, Score>(),
           {"head_gradients", plan_head_gradients<S>, head_gradients<S, Score>},
           peak<S>};
 }

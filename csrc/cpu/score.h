@@ -40,6 +40,8 @@ class Plain : public Scale<Compute<S>> {
   using Scale<T>::factor;
 
  public:
+  static constexpr bool kBias = false;
+
   explicit Plain(const ForwardParams& p) : Scale<T>(p.softmax_scale) {}
 
   // Before the products of a tile are made.
@@ -69,13 +71,15 @@ class General : public Scale<Compute<S>> {
   using T = Compute<S>;
 
  public:
+  static constexpr bool kBias = true;
+
   explicit General(const ForwardParams& p)
       : Scale<T>(p.softmax_scale),
         softcap_(static_cast<T>(bounded(p.score.softcap))),
         inner_(static_cast<T>(this->factor / bounded(p.score.softcap))) {}
 
   void prefetch(const ForwardParams& p, const Head& head, const Tile& tile) const {
-    if (has_float_bias(p))
+    if (has_float_bias(p.score))
       with_floats<S>(p.score.bias, [&](const auto* bias) { prefetch_bias(bias, p.score.bias, head, tile); });
   }
 
@@ -93,7 +97,7 @@ class General : public Scale<Compute<S>> {
         }
       factor = 1;
     }
-    if (has_float_bias(p)) {
+    if (has_float_bias(p.score)) {
       with_floats<S>(p.score.bias,
                      [&](const auto* bias) { add_bias(scores, bias, p.score.bias, head, tile, strip, factor); });
       factor = 1;
@@ -115,7 +119,7 @@ class General : public Scale<Compute<S>> {
         for (int64_t k = 0; k < tile.keys; k += kLanes<T>) cap(scores.from(r).data + k, inner, softcap);
       factor = 1;
     }
-    if (has_float_bias(p)) {
+    if (has_float_bias(p.score)) {
       with_floats<S>(p.score.bias,
                      [&](const auto* bias) { add_bias_by_rows(scores, bias, p.score.bias, head, tile, factor); });
       factor = 1;
@@ -123,7 +127,7 @@ class General : public Scale<Compute<S>> {
     if (p.score.alibi_slopes)
       for (int64_t r = 0; r < tile.rows; ++r) {
         const auto distances = Distances<T>::of_keys(position(p, head, tile.r0 + r), tile.n0, tile.keys);
-        const vec<T> slope = set1(slope_of<T>(p, head, tile.r0 + r));
+        const vec<T> slope = set1(head.slope<T>(p, tile.r0 + r));
         for (int64_t k = 0; k < tile.keys; k += kLanes<T>)
           approach(scores.from(r).data + k, factor, slope, distances.at(k));
       }
@@ -172,7 +176,7 @@ class General : public Scale<Compute<S>> {
 
   static vec<T> slopes_of(const ForwardParams& p, const Head& head, int64_t r0) {
     T slopes[kLanes<T>];
-    for (int l = 0; l < kLanes<T>; ++l) slopes[l] = slope_of<T>(p, head, r0 + l);
+    for (int l = 0; l < kLanes<T>; ++l) slopes[l] = head.slope<T>(p, r0 + l);
     return load(slopes);
   }
 };

@@ -11,13 +11,6 @@
 namespace pyattn::cuda {
 namespace {
 
-// Whether some element of dbias stands for several scores.
-constexpr bool shares(const BackwardParams& p) {
-  const BiasView& d = p.dbias;
-  return (!d.stride_b && p.batch > 1) || (!d.stride_h && p.num_heads_q > 1) || (!d.stride_q && p.seqlen_q > 1) ||
-         (!d.stride_k && p.seqlen_k > 1);
-}
-
 // Tiles of kRows queries and kKeys keys of each sequence and head; where the bias
 // broadcasts along one of these, a tile stands for all of it.
 template <int kRows, int kKeys>

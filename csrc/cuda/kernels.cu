@@ -163,7 +163,7 @@ const char* launch_backward(const BackwardParams& params, bool deterministic, vo
   using T = std::conditional_t<std::is_same_v<S, double>, double, float>;
   BackwardParams p = params;
   const char* error = launch_mask<S>(p, stream);
-  const bool bias_pass = p.dbias.data && (std::is_same_v<S, double> || shares(p));
+  const bool bias_pass = p.dbias.data && (std::is_same_v<S, double> || !one_score_each(p));
   BackwardParams main = p;
   if (bias_pass) main.dbias.data = nullptr;
   if (const int64_t scores = p.batch * p.num_heads_q * p.seqlen_q * p.seqlen_k; !error && main.dbias.data && scores) {

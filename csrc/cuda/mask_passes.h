@@ -43,9 +43,7 @@ bias_rows(const __grid_constant__ ForwardParams p) {
   const int64_t at = block_index() * kMaskWarps + warp();
   if (at >= rows.count()) return;
   const BiasView& bias = p.score.bias;
-  const int64_t h = at / rows.queries;
-  const int64_t offset =
-      h / rows.heads * bias.stride_b + h % rows.heads * bias.stride_h + at % rows.queries * bias.stride_q;
+  const int64_t offset = rows.offset(bias, at);
   int64_t begin = p.seqlen_k, end = 0, count = 0;
   with_elements<S>(bias, [&](const auto* elements) {
     for (int64_t j = lane(); j < p.seqlen_k; j += kWarpLanes)

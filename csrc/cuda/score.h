@@ -18,12 +18,10 @@ namespace {
 inline constexpr double kLog2e = 1.4426950408889634;
 inline constexpr float kNegInf = -__builtin_inff();
 
-// Whether a call's scores are General and not Plain. (A bool bias is a mask. Plain takes a sink over
-// the factor, which for a factor near 0 is no float.)
+// Whether a call's scores are General and not Plain, which takes a sink over the factor: for a factor
+// near 0 that is no float.
 inline bool general_score(const ForwardParams& p) {
-  const BiasType bias = p.score.bias.type;
-  return p.score.softcap != 0 || p.score.alibi_slopes || bias == BiasType::kLikeQ || bias == BiasType::kFloat32 ||
-         (p.score.sinks && fabs(p.softmax_scale) < 0x1p-32);
+  return !is_plain(p.score) || (p.score.sinks && fabs(p.softmax_scale) < 0x1p-32);
 }
 
 // The derivative of scores by what was a product times softmax_scale, where that is 1.
@@ -100,11 +98,6 @@ PYATTN_DEVICE int64_t minus_distance(const ForwardParams& p, const Head& head, i
   return distance < 0 ? distance : -distance;
 }
 
-template <class T>
-PYATTN_DEVICE T slope_of(const ForwardParams& p, const Head& head, int64_t r) {
-  return static_cast<const T*>(p.score.alibi_slopes)[head.b * p.score.slopes_stride_b + head.query_head(r)];
-}
-
 // The derivative of softcap, kept because P takes the place of the scores.
 template <int kM, int kN>
 struct SoftcapDerivative {
@@ -176,7 +169,7 @@ class General {
     const Head& head = place.mask.head;
     each_query<kLayout, kM, kN>(first, [&](int, int row, auto each_key) {
       const int64_t r = place.row_of(row);
-      const auto slope = slope_of<float>(p_, head, r);
+      const auto slope = head.slope<float>(p_, r);
       each_key([&](int m, int n, int i, int key) {
         C[m][n][i] = fmaf(slope, static_cast<float>(minus_distance(p_, head, r, place.key_of(key))), C[m][n][i]);
       });
@@ -203,11 +196,11 @@ class General<double> {
       value = {cap * t, 1 - t * t};
     }
     const BiasView& bias = p_.score.bias;
-    if (bias.type == BiasType::kLikeQ || bias.type == BiasType::kFloat32)
+    if (has_float_bias(p_.score))
       with_elements<double>(bias, [&](const auto* elements) {
         value.score += elements[offset_of_row(bias, head, r) + j * bias.stride_k];
       });
-    if (p_.score.alibi_slopes) value.score += slope_of<double>(p_, head, r) * minus_distance(p_, head, r, j);
+    if (p_.score.alibi_slopes) value.score += head.slope<double>(p_, r) * minus_distance(p_, head, r, j);
     return value;
   }
 
