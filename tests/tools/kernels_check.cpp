@@ -7,114 +7,114 @@
 #include <array>
 #include <cmath>
 #include <cstdio>
-#include <cstring>
 #include <limits>
 #include <random>
 #include <vector>
 
 #include "attention.h"
 #include "cpu/dispatch.h"
+#include "tensor.h"
 
 namespace {
 
 using namespace pyattn;
-using Values = std::vector<double>;
+
+struct Options {
+  int64_t window_left = -1, window_right = -1;
+  bool key_ranges = false;
+  double softcap = 0;
+  BiasType bias = BiasType::kNone;  // the same for every sequence
+  bool alibi = false, sinks = false;
+};
 
 struct Case {
   int64_t batch, num_heads_q, num_heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
   bool causal;
   int64_t q_offset;
   double dropout_p;
+  Options options = {};
 };
 
 constexpr Case kCases[] = {
-    {1, 1, 1, 1, 1, 1, 1, true, 0, 0},           {2, 2, 2, 6, 6, 3, 3, true, 0, 0},
-    {1, 4, 2, 65, 63, 40, 24, true, -2, 0},      {2, 2, 1, 130, 130, 64, 64, true, 0, 0},
-    {1, 3, 3, 70, 200, 33, 17, true, 60, 0.1},   {1, 2, 2, 100, 290, 16, 32, false, 0, 0.4},
-    {1, 9, 9, 33, 100, 24, 24, true, 67, 0},     {1, 8, 2, 1, 2500, 64, 128, true, 2499, 0},
-    {2, 3, 3, 2, 1300, 32, 48, true, 1020, 0},   {1, 7, 1, 1, 300, 96, 16, false, 0, 0},
-    {1, 2, 1, 1100, 150, 20, 24, true, -950, 0}, {1, 1, 1, 100, 30, 16, 16, true, -40, 0},
-};
-
-// Conversions by the definition of the formats, rounding to nearest even.
-double widen(double x) { return x; }
-double widen(float x) { return x; }
-double widen(bf16 x) {
-  const uint32_t bits = uint32_t{x.bits} << 16;
-  float y;
-  std::memcpy(&y, &bits, sizeof y);
-  return y;
-}
-double widen(f16 x) {
-  const int exponent = x.bits >> 10 & 31, mantissa = x.bits & 1023;
-  const double magnitude = exponent ? std::ldexp(1024 + mantissa, exponent - 25) : std::ldexp(mantissa, -24);
-  return x.bits >> 15 ? -magnitude : magnitude;
-}
-
-template <class S>
-S narrow(double x) {
-  if constexpr (std::is_floating_point_v<S>) {
-    return static_cast<S>(x);
-  } else if constexpr (std::is_same_v<S, bf16>) {
-    const float rounded =
-        static_cast<float>(std::ldexp(std::nearbyint(std::ldexp(x, 7 - std::ilogb(x))), std::ilogb(x) - 7));
-    uint32_t bits;
-    std::memcpy(&bits, &rounded, sizeof bits);
-    return {static_cast<uint16_t>(bits >> 16)};
-  } else {
-    const int exponent = std::max(std::ilogb(x), -14), sign = std::signbit(x) << 15;
-    const int mantissa = static_cast<int>(std::nearbyint(std::ldexp(std::abs(x), 10 - exponent)));
-    return {static_cast<uint16_t>(sign + ((exponent + 14) << 10) + mantissa)};
-  }
-}
-
-template <class S>
-constexpr DType dtype = std::is_same_v<S, double>  ? DType::kFloat64
-                        : std::is_same_v<S, float> ? DType::kFloat32
-                        : std::is_same_v<S, bf16>  ? DType::kBFloat16
-                                                   : DType::kFloat16;
-
-// A tensor of (batch, heads, positions, columns), the positions before the heads in memory.
-template <class S>
-struct Tensor {
-  int64_t heads, positions, cols;
-  std::vector<S> data;
-
-  Tensor(int64_t batch, int64_t heads, int64_t positions, int64_t cols)
-      : heads(heads), positions(positions), cols(cols), data(batch * heads * positions * cols) {}
-  View view() { return {data.data(), positions * heads * cols, cols, heads * cols}; }
-  void fill(const Values& from) {
-    for (size_t i = 0; i < data.size(); ++i) data[i] = narrow<S>(from[i]);
-  }
-  Values values() const {
-    Values x;
-    for (const S& y : data) x.push_back(widen(y));
-    return x;
-  }
+    {1, 1, 1, 1, 1, 1, 1, true, 0, 0},
+    {2, 2, 2, 6, 6, 3, 3, true, 0, 0},
+    {1, 4, 2, 65, 63, 40, 24, true, -2, 0},
+    {2, 2, 1, 130, 130, 64, 64, true, 0, 0},
+    {1, 3, 3, 70, 200, 33, 17, true, 60, 0.1},
+    {1, 2, 2, 100, 290, 16, 32, false, 0, 0.4},
+    {1, 9, 9, 33, 100, 24, 24, true, 67, 0},
+    {1, 8, 2, 1, 2500, 64, 128, true, 2499, 0},
+    {2, 3, 3, 2, 1300, 32, 48, true, 1020, 0},
+    {1, 7, 1, 1, 300, 96, 16, false, 0, 0},
+    {1, 2, 1, 1100, 150, 20, 24, true, -950, 0},
+    {1, 1, 1, 100, 30, 16, 16, true, -40, 0},
+    {1, 2, 2, 150, 200, 32, 24, true, 50, 0, {.window_left = 20}},
+    {2, 4, 2, 70, 90, 24, 40, false, 10, 0.2, {.window_left = 9, .window_right = 3, .key_ranges = true}},
+    {1, 2, 1, 90, 130, 40, 33, true, 40, 0, {.softcap = 2, .alibi = true, .sinks = true}},
+    {1, 3, 1, 65, 140, 16, 16, true, 75, 0.1, {.bias = BiasType::kLikeQ, .sinks = true}},
+    {2, 2, 2, 80, 70, 48, 16, false, 0, 0, {.softcap = 3, .bias = BiasType::kLikeQ, .alibi = true}},
+    {2, 2, 1, 60, 150, 17, 20, true, 90, 0, {.key_ranges = true, .bias = BiasType::kBool, .alibi = true}},
+    {1, 8, 2, 1, 700, 64, 64, true, 699, 0, {.window_left = 500, .bias = BiasType::kLikeQ, .sinks = true}},
+    {1, 4, 1, 2, 300, 20, 36, true, 298, 0, {.key_ranges = true, .bias = BiasType::kBool, .alibi = true}},
 };
 
 template <class Params>
-void run(const Pass<Params>& pass, const Pass<Params>& join, Params& p) {
-  const Plan plan = pass.plan(p);
-  std::vector<char> workspace(plan.workspace_bytes), scratch(plan.scratch_bytes + kScratchAlign);
+void run(const Pass<Params>& pass, const Plan& plan, const Params& p) {
+  if (plan.items == 0) return;
+  std::vector<char> scratch(plan.scratch_bytes + kScratchAlign);
   auto address = reinterpret_cast<uintptr_t>(scratch.data());
-  void* aligned = reinterpret_cast<void*>((address + kScratchAlign - 1) / kScratchAlign * kScratchAlign);
-  p.workspace = workspace.data();
-  pass.run(p, 0, plan.items, aligned);
-  join.run(p, 0, join.plan(p).items, nullptr);
+  pass.run(p, 0, plan.items, reinterpret_cast<void*>((address + kScratchAlign - 1) / kScratchAlign * kScratchAlign));
 }
 
-constexpr const char* kNames[] = {"out", "lse", "dq", "dk", "dv"};
+// Runs a pass, then those that make more of what it leaves in the workspace.
+template <class Params, class... Next>
+void run(const Pass<Params>& pass, Params& p, const Next&... next) {
+  const Plan plan = pass.plan(p);
+  std::vector<char> workspace(plan.workspace_bytes);
+  p.workspace = workspace.data();
+  run(pass, plan, p);
+  (run(next, next.plan(p), p), ...);
+}
 
-// q, k, v, dout and dlse to out, lse, dq, dk, dv.
+// Runs a pass whose result is an array of its own, to which params point from then on.
+template <class Entry>
+std::vector<Entry> make_array(const Pass<ForwardParams>& pass, const ForwardParams& p, Entry*& array) {
+  const Plan plan = pass.plan(p);
+  std::vector<Entry> entries(plan.workspace_bytes / sizeof(Entry));
+  array = entries.data();
+  run(pass, plan, p);
+  return entries;
+}
+
+// A few keys for each query, the same for every sequence; each seventh query sees none.
+std::vector<int64_t> ranges(const Case& c) {
+  std::vector<int64_t> ends;
+  for (int64_t i = 0; i < c.seqlen_q; ++i) {
+    const int64_t begin = i * 37 % c.seqlen_k, count = i % 7 == 3 ? 0 : 30 + i * 13 % 50;
+    ends.insert(ends.end(), {begin, std::min(begin + count, c.seqlen_k)});
+  }
+  return ends;
+}
+
+// q, k, v, dout, dlse, bias, ALiBi slopes and sinks.
+using Inputs = std::array<Values, 8>;
+using Results = std::array<Values, 8>;
+constexpr const char* kNames[] = {"out", "lse", "dq", "dk", "dv", "dbias", "dslopes", "dsinks"};
+
 template <class S>
-std::array<Values, 5> results(const Case& c, const std::array<Values, 5>& inputs) {
+Results results(const Case& c, const Inputs& inputs) {
   using T = std::conditional_t<std::is_same_v<S, double>, double, float>;
+  const Options& options = c.options;
   Tensor<S> q(c.batch, c.num_heads_q, c.seqlen_q, c.head_dim), k(c.batch, c.num_heads_kv, c.seqlen_k, c.head_dim),
       v(c.batch, c.num_heads_kv, c.seqlen_k, c.head_dim_v), out(c.batch, c.num_heads_q, c.seqlen_q, c.head_dim_v),
-      dout = out, dq = q, dk = k, dv = v;
+      dout = out, dq = q, dk = k, dv = v, bias(1, c.num_heads_q, c.seqlen_q, c.seqlen_k), dbias = bias;
   Tensor<T> lse(c.batch, c.num_heads_q, c.seqlen_q, 1), row_max = lse, row_sum = lse, dlse = lse;
+  Tensor<T> slopes(1, c.num_heads_q, 1, 1), sinks = slopes, dslopes = slopes, dsinks = slopes;
   q.fill(inputs[0]), k.fill(inputs[1]), v.fill(inputs[2]), dout.fill(inputs[3]), dlse.fill(inputs[4]);
+  bias.fill(inputs[5]), slopes.fill(inputs[6]), sinks.fill(inputs[7]);
+  std::vector<uint8_t> shown;
+  for (double x : inputs[5]) shown.push_back(x > -1);
+  const std::vector<int64_t> key_ranges = ranges(c);
   const int64_t seed = 0x0123456789ABCDEF;
   BackwardParams p{};
   p.q = q.view(), p.k = k.view(), p.v = v.view(), p.out = out.view(), p.dout = dout.view();
@@ -124,12 +124,28 @@ std::array<Values, 5> results(const Case& c, const std::array<Values, 5>& inputs
   p.batch = c.batch, p.num_heads_q = c.num_heads_q, p.num_heads_kv = c.num_heads_kv;
   p.seqlen_q = c.seqlen_q, p.seqlen_k = c.seqlen_k, p.head_dim = c.head_dim, p.head_dim_v = c.head_dim_v;
   p.softmax_scale = 1 / std::sqrt(static_cast<double>(c.head_dim));
-  p.mask = {c.causal, c.q_offset, nullptr};
+  p.mask.causal = c.causal, p.mask.q_offset = c.q_offset;
+  p.mask.window_left = options.window_left, p.mask.window_right = options.window_right;
+  if (options.key_ranges) p.mask.key_ranges = key_ranges.data();
+  p.score.softcap = options.softcap;
+  if (options.bias != BiasType::kNone) {
+    void* elements = options.bias == BiasType::kBool ? static_cast<void*>(shown.data()) : bias.data.data();
+    p.score.bias = {options.bias, elements, 0, c.seqlen_k, c.num_heads_q * c.seqlen_k, 1};
+    if (options.bias == BiasType::kLikeQ) p.dbias = p.score.bias, p.dbias.data = dbias.data.data();
+  }
+  if (options.alibi) p.score.alibi_slopes = slopes.data.data(), p.dslopes = dslopes.data.data();
+  if (options.sinks) p.score.sinks = sinks.data.data(), p.dsinks = dsinks.data.data();
   p.dropout = {static_cast<uint32_t>(std::nearbyint(65536 * c.dropout_p)), &seed};
+
   const Kernels& table = kernels(dtype<S>, p.score);
-  run<ForwardParams>(table.forward, table.merge_out, p);
-  run(table.backward, table.reduce_dq, p);
-  return {out.values(), lse.values(), dq.values(), dk.values(), dv.values()};
+  std::vector<RowKeys> rows;
+  std::vector<BlockKeys> blocks;
+  if (options.bias != BiasType::kNone) rows = make_array(table.bias_rows, p, p.mask.bias_rows);
+  if (!rows.empty() || options.key_ranges) blocks = make_array(table.mask_blocks, p, p.mask.blocks);
+  run<ForwardParams>(table.forward, p, table.merge_out);
+  run(table.backward, p, table.reduce_dq, table.bias_gradient, table.head_gradients);
+  return {out.values(), lse.values(),   dq.values(),      dk.values(),
+          dv.values(),  dbias.values(), dslopes.values(), dsinks.values()};
 }
 
 std::mt19937 generator(0);
@@ -158,27 +174,29 @@ double error(const Values& x, const Values& exact, double epsilon) {
 
 template <class S>
 bool check(const char* name, double epsilon, double allowed) {
-  double worst[5] = {};
+  double worst[std::size(kNames)] = {};
   for (const Case& c : kCases) {
     const int64_t queries = c.batch * c.num_heads_q * c.seqlen_q, keys = c.batch * c.num_heads_kv * c.seqlen_k;
-    const std::array<Values, 5> inputs{normal<S>(queries * c.head_dim), normal<S>(keys * c.head_dim),
-                                       normal<S>(keys * c.head_dim_v), normal<S>(queries * c.head_dim_v),
-                                       normal<float>(queries)};
+    Inputs inputs{normal<S>(queries * c.head_dim), normal<S>(keys * c.head_dim),
+                  normal<S>(keys * c.head_dim_v),  normal<S>(queries * c.head_dim_v),
+                  normal<float>(queries),          normal<S>(c.num_heads_q * c.seqlen_q * c.seqlen_k),
+                  normal<float>(c.num_heads_q),    normal<float>(c.num_heads_q)};
+    for (double& slope : inputs[6]) slope /= 32;  // as models have them
     const std::string isa = active_isa();
     set_isa("scalar");
     const auto exact = results<double>(c, inputs);
     set_isa(isa);
     const auto ours = results<S>(c, inputs);
-    for (int i = 0; i < 5; ++i) {
+    for (size_t i = 0; i < std::size(kNames); ++i) {
       const double rounding = i == 1 ? std::min(epsilon, 0x1p-23) : epsilon;  // lse is float at least
       worst[i] = std::fmax(worst[i], error(ours[i], exact[i], rounding));
     }
   }
   bool good = true;
   std::printf("%-12s %-9s", active_isa().c_str(), name);
-  for (int i = 0; i < 5; ++i) {
+  for (size_t i = 0; i < std::size(kNames); ++i) {
     std::printf("  %s %5.2f", kNames[i], worst[i]);
-    good = good && worst[i] <= allowed;
+    good = good && worst[i] <= (i > 5 ? 4 : 1) * allowed;  // terms of dslopes and dsinks cancel
   }
   std::printf("  %s\n", good ? "ok" : "WRONG");
   return good;
