@@ -125,7 +125,7 @@ void check_bias_tiles() {
     const int64_t count = sizes[0] * sizes[1] * sizes[2] * sizes[3];
     expect(static_cast<int64_t>(elements.size()) == count && *elements.rbegin() == count - 1, "bias", full);
     expect(scores == 2 * 3 * 21 * 37, "scores of a bias", full);
-    expect(shares(p) == (full != 15), "a bias broadcasts", full);
+    expect(one_score_each(p) == (full == 15), "a bias broadcasts", full);
   }
 }
 
