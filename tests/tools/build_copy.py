@@ -1,0 +1,185 @@
+"""Copies of the native side, in which planted_faults.py plants its faults: configured, compiled by units, tested."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import emulated
+import pybind11
+
+from pyattn import _C
+
+TOOLS = Path(__file__).parent
+ROOT = TOOLS.parents[1]
+IDLE = 60
+"""Seconds after which processes that only sleep are taken for ones that hang."""
+LOOP = 3600
+"""Seconds of processor time, after which a process loops: a run of all tests takes a twentieth of it."""
+
+LIKELY = {
+    "decode": ("cpu/decode.h", "cpu/dots.h", "cpu/splits.h"),
+    "dropout": ("cpu/dropout.h", "cuda/dropout.h"),
+    "math": ("cpu/simd/math.h",),
+    "laws": ("cpu/simd/half.h",),
+    "layouts": ("ops.cpp", "params.h"),
+}
+"""The tests most likely to catch a fault, by its file in csrc; they run first."""
+TESTS = ("accuracy", "masks", "scores", "laws", "decode", "layouts", "dropout", "math", "cuda", "cuda_races")
+"""Tests that run for one backend."""
+OTHER_TESTS = ("mask", "autograd", "build", "errors")
+"""Tests that run with the active instruction set."""
+
+# An editable install would find the package it was made from, here and in the processes that tests start.
+SITE = "import sys\nsys.meta_path = [f for f in sys.meta_path if 'editable' not in type(f).__module__]\n"
+RUN = """
+import sys
+from pathlib import Path
+copy = Path(sys.argv[1])
+sys.path.insert(0, str(copy / "tests" / "tools"))
+import emulated, pyattn, pyattn._C, pytest
+assert all(Path(m.__file__).is_relative_to(copy) for m in (emulated, pyattn, pyattn._C)), pyattn._C.__file__
+compile_kernels = emulated.compile_kernels
+emulated.compile_kernels = lambda *a: compile_kernels(*a) if len(a) > 2 else copy / "emulated.so"  # more: instrumented
+sys.exit(pytest.main(sys.argv[2:]))
+"""
+
+
+class Unit(NamedTuple):
+    """An object of the native side.
+
+    Attributes:
+        command: compiles it, in the folder ``build``.
+        backend: whose kernels it holds; "" for the rest of the module.
+    """
+
+    object: str
+    command: list[str]
+    backend: str
+
+
+class BadFaultError(Exception):
+    """The fault does not apply, or what it makes does not compile."""
+
+
+class Copy:
+    """A configured copy of what git tracks. It compiles at -O1, because the source alone decides the bits."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.build = folder, folder / "build"
+        for name in subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0"):
+            if name:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name)
+        (folder / "sitecustomize.py").write_text(SITE)
+        version = re.findall(r'__version__ = "(.*)"', (folder / "pyattn" / "__init__.py").read_text())[0]
+        options = {"CMAKE_BUILD_TYPE": "Release", "PYATTN_CUDA": "OFF", "SKBUILD_PROJECT_VERSION": version}
+        options |= {"Python_EXECUTABLE": sys.executable, "pybind11_DIR": pybind11.get_cmake_dir()}
+        options |= {"CMAKE_LIBRARY_OUTPUT_DIRECTORY": str(folder / "pyattn"), "PYATTN_WERROR": "OFF"}
+        defines = [f"-D{name}={value}" for name, value in options.items()]
+        self.run(["cmake", "-S", ".", "-B", "build", "-G", "Ninja", *defines], cwd=folder)
+        shutil.copy2(self.build / "_build.py", folder / "pyattn")
+        self.units = list(self.native_units()) + list(self.emulated_units())
+
+    def environment(self) -> dict[str, str]:
+        """One that finds the copy alone."""
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        return os.environ | {"PATH": path, "PYTHONPATH": str(self.folder)}
+
+    def run(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        """The command's result in ``build``."""
+        defaults = {"cwd": self.build, "env": self.environment(), "capture_output": True, "text": True, "check": True}
+        return subprocess.run(command, **(defaults | options))
+
+    def native_units(self) -> Iterator[Unit]:
+        for entry in json.loads((self.build / "compile_commands.json").read_text()):
+            command = ["-O1" if x == "-O3" else x for x in shlex.split(entry["command"])]
+            at = command.index("-o")
+            isa = re.search(r"kernels_(\w+)\.dir", command[at + 1])
+            if not isa or isa[1] in _C.available_isas():
+                yield Unit(command[at + 1], command[:at] + command[at + 2 :], isa[1] if isa else "")
+
+    def emulated_units(self) -> Iterator[Unit]:
+        flags = ["-O1" if x == "-O2" else x for x in (*emulated.FLAGS, *emulated.INCLUDES)]
+        flags = [f"-I../{x.removeprefix('-I')}" if x.startswith("-I") else x for x in flags]
+        for dtype in emulated.DTYPES.values():
+            source = ["-x", "c++", "-c", "../csrc/cuda/kernels.cu"]
+            yield Unit(f"emulated_{dtype}.o", ["c++", *flags, "-w", f"-DPYATTN_DTYPE={dtype}", *source], "emulated")
+        for source in emulated.SOURCES:
+            yield Unit(f"emulated_{Path(source).stem}.o", ["c++", *flags, "-c", f"../{source}"], "emulated")
+
+    def compile(self, unit: Unit, *options: str) -> None:
+        result = self.run([*unit.command, *options], check=False)
+        if result.returncode:
+            error = re.search(r"error: .*", result.stderr)
+            raise BadFaultError(f"does not compile: {error[0] if error else result.stderr[-300:]}")
+
+    def link(self) -> None:
+        """Makes the module, by CMake's command for it, and the library of the emulated kernels."""
+        command = self.run(["ninja", "-t", "commands", "_C"]).stdout.splitlines()[-1]
+        self.run(["sh", "-c", command])
+        objects = [unit.object for unit in self.units if unit.backend == "emulated"]
+        self.run(["c++", "-shared", "-pthread", "-o", "../emulated.so", *objects])
+
+    def read(self, unit: Unit) -> set[str]:
+        """The files of the project that the unit is made from."""
+        made_from = self.run([*unit.command, "-MM"]).stdout.replace("\\\n", " ").split()[1:]
+        paths = ((self.build / name).resolve() for name in made_from)
+        return {
+            str(path.relative_to(self.folder.resolve())) for path in paths if path.is_relative_to(self.folder.resolve())
+        }
+
+    def watch(self, command: list[str], isa: str) -> subprocess.CompletedProcess[str] | None:
+        """The command's result; None if it hangs, as a fault that spoils the heap may."""
+        environment = self.environment() | {"PYATTN_ISA": isa}
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            command, cwd=self.folder, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        )
+        before, since = "", time.monotonic()
+        while True:
+            try:
+                out, err = process.communicate(timeout=5)
+                return subprocess.CompletedProcess(command, process.returncode, out, err)
+            except subprocess.TimeoutExpired:
+                states = ["ps", "--sid", str(process.pid), "-o", "stat=", "-o", "cputimes="]
+                now = subprocess.run(states, check=False, capture_output=True, text=True).stdout
+                if now != before or re.search("^R", now, re.MULTILINE):  # waiting for a processor is no sleep
+                    before, since = now, time.monotonic()
+                elif time.monotonic() - since > IDLE:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.communicate()
+                    return None
+
+    def first_failure(self, *arguments: str, isa: str = "") -> str | None:
+        """The first test that fails."""
+        command = [sys.executable, "-c", RUN, str(self.folder), "-x", "-v", "--tb=no", "-p", "no:cacheprovider"]
+        result = self.watch(["prlimit", f"--cpu={LOOP}", *command, *arguments], isa)
+        if result is None:
+            return "hangs"
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
+        if failed or result.returncode == 0:
+            return failed[0] if failed else None
+        if result.returncode > 0:
+            raise BadFaultError(f"the suite does not run:\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
+        last = re.findall(r"^tests/\S+", result.stdout, re.MULTILINE)
+        return f"signal {-result.returncode} in {last[-1] if last else 'the imports'}"
+
+    def caught_by(self, file: str, backend: str) -> str | None:
+        """The first test that fails, of one backend or, if "", of all instruction sets."""
+        likely = [name for name, files in LIKELY.items() if file.removeprefix("csrc/") in files]
+
+        def paths(names: tuple[str, ...]) -> list[str]:
+            return [f"tests/test_{name}.py" for name in sorted(names, key=lambda name: name not in likely)]
+
+        isa = backend.replace("emulated", "")
+        by = self.first_failure("--backend", backend or "cpu", *paths(TESTS), isa=isa)
+        return by if by or backend == "emulated" else self.first_failure(*paths(OTHER_TESTS), isa=isa)
