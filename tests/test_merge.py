@@ -1,0 +1,186 @@
+"""Promise: attention over parts of the keys merges into attention over all of them, forward and backward."""
+
+import doctest
+import itertools
+import math
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from backends import Backend
+from helpers import Case, assert_accurate_by, each_dtype, truth_of
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from pyattn import attention, merge
+
+CASES = [
+    Case(2, 4, 2, 33, 90, 24, 20),
+    Case(1, 3, 3, 40, 30, 16, 16),  # the first queries see no key
+    Case(1, 2, 1, 30, 90, 21, 21, causal=False),
+    Case(2, 2, 2, 33, 70, 32, 32, q_offset=-5, alibi="bh", sinks=True),
+    Case(1, 4, 2, 30, 80, 20, 24, window=(20, 3), softcap=3.0, sinks=True),
+    Case(2, 4, 2, 20, 60, 21, 21, causal=False, bias="bool bhqk", key_ranges="random"),
+    Case(1, 2, 2, 33, 64, 32, 32, bias="bands hqk", alibi="h"),
+]
+
+
+def part(options: dict[str, Any], begin: int, end: int, offset: int | Tensor) -> dict[str, Any]:
+    """The options of a call that has the keys [begin, end) alone; the first one carries the sinks."""
+    mine = options | {"q_offset": offset - begin}
+    if "key_ranges" in options:
+        mine["key_ranges"] = (options["key_ranges"] - begin).clamp(0, end - begin)
+    if "bias" in options and options["bias"].shape[-1] > 1:
+        mine["bias"] = options["bias"][..., begin:end]
+    if begin:
+        mine.pop("sinks", None)
+    return mine
+
+
+def in_parts(attend: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """``attend`` over ``count`` parts of unequal lengths, merged two by two; more than two in float32 at least."""
+
+    def attend_parts(
+        q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, q_offset: int | Tensor | None = None, **options: Any
+    ) -> Any:
+        seqlen_k = k.shape[2]
+        offset = seqlen_k - q.shape[2] if q_offset is None else q_offset
+        cuts = [seqlen_k * (i * (i + 1)) // (count * (count + 1)) for i in range(count + 1)]
+        parts = []
+        for begin, end in itertools.pairwise(cuts):
+            mine = part(options, begin, end, offset)
+            out, lse = attend(q, k[:, :, begin:end], v[:, :, begin:end], return_lse=True, **mine)
+            parts.append((out if count == 2 else out.to(lse.dtype), lse))
+        while len(parts) > 1:
+            pairs = zip(parts[::2], parts[1::2], strict=False)
+            parts = [merge(*a, *b) for a, b in pairs] + parts[len(parts) & ~1 :]
+        out, lse = parts[0]
+        return out.to(q.dtype), lse
+
+    return attend_parts
+
+
+@each_dtype
+@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_parts_equal_the_whole(repeatable: Backend, case: Case, count: int, dtype: torch.dtype) -> None:
+    """out, lse and every gradient, one through lse too; 8 parts of few keys leave some empty for all queries."""
+    truth = truth_of(case, dtype, torch.get_default_device())
+    assert_accurate_by(truth, in_parts(repeatable.attention, count))
+
+
+@each_dtype
+def test_one_part_is_the_whole(isa: str, dtype: torch.dtype) -> None:
+    """A part without keys changes no bit of the other one, on either side."""
+    q, k, v = Case(2, 4, 2, 9, 21, 24, 20).inputs(dtype)
+    whole = attention(q, k, v, return_lse=True)
+    empty = attention(q, k[:, :, :0], v[:, :, :0], return_lse=True)
+    for found in (merge(*whole, *empty), merge(*empty, *whole)):
+        assert all(torch.equal(x, y) for x, y in zip(found, whole, strict=True))
+
+
+def leaves(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """out_a, lse_a, out_b and lse_b, whose rows see keys in both parts, in one, in the other, in none."""
+    out_a, out_b = torch.randn(2, 1, 2, 4, 3).to(dtype)
+    lse_a, lse_b = torch.randn(2, 1, 2, 4, dtype=torch.promote_types(dtype, torch.float32))
+    lse_a[..., 1::2], lse_b[..., 2:] = -math.inf, -math.inf
+    out_a[..., 1::2, :], out_b[..., 2:, :] = 0.0, 0.0
+    return [t.requires_grad_() for t in (out_a, lse_a, out_b, lse_b)]
+
+
+def finite(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = merge(*tensors)
+    return out, lse.masked_fill(lse == -math.inf, 0.0)  # there are no differences of -inf to take
+
+
+def test_gradients_are_differences() -> None:
+    rows = [t.detach()[..., :1, :] if t.dim() == 4 else t.detach()[..., :1] for t in leaves()]
+    assert gradcheck(finite, [t.clone().requires_grad_() for t in rows])
+    out_a, lse_a, out_b, lse_b = leaves()
+    lse_a, lse_b = lse_a.detach(), lse_b.detach()  # some of which are -inf
+    assert gradcheck(lambda a, b: finite(a, lse_a, b, lse_b), (out_a, out_b))
+
+
+@each_dtype
+def test_empty_rows_have_no_gradient(dtype: torch.dtype) -> None:
+    inputs = leaves(dtype)
+    out, lse = merge(*inputs)
+    assert (out[..., 3, :] == 0).all()
+    assert (lse[..., 3] == -math.inf).all()
+    gradients = torch.autograd.grad([out, lse], inputs, [torch.randn_like(out), torch.randn_like(lse)])
+    assert all(g.isfinite().all() for g in gradients)
+    douts, dlses = torch.stack(gradients[::2]), torch.stack(gradients[1::2])
+    for which, row in ((0, 1), (1, 2), (0, 3), (1, 3)):
+        assert (douts[which][..., row, :] == 0).all()
+        assert (dlses[which][..., row] == 0).all()
+
+
+def test_packed_sequences_have_their_heads_first_in_lse() -> None:
+    out_a, lse_a, out_b, lse_b = (t.detach() for t in leaves())
+    out, lse = merge(out_a, lse_a, out_b, lse_b)
+    packed = merge(out_a[0].transpose(0, 1), lse_a[0], out_b[0].transpose(0, 1), lse_b[0])
+    assert torch.equal(packed[0].transpose(0, 1), out[0])
+    assert torch.equal(packed[1], lse[0])
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_nan_arrives_in_its_row_alone(which: int) -> None:
+    inputs = [t.detach() for t in leaves()]
+    inputs[which][0, 1, 0] = math.nan
+    out, lse = merge(*inputs)
+    rows = torch.zeros(1, 2, 4, dtype=torch.bool)
+    rows[0, 1, 0] = True
+    assert torch.equal(out.isnan().all(-1), rows)
+    assert torch.equal(lse.isnan(), rows & bool(which % 2))
+
+
+def test_lse_far_apart_does_not_overflow() -> None:
+    out_a, _, out_b, _ = (t.detach() for t in leaves(torch.float32))
+    far, near = torch.full((1, 2, 4), -3e38), torch.full((1, 2, 4), 80.0)
+    out, lse = merge(out_a, far, out_b, near)
+    assert torch.equal(out, out_b)
+    assert torch.equal(lse, near)
+
+
+def test_transforms_and_compile() -> None:
+    inputs = [t.detach() for t in leaves()]
+    expected = merge(*inputs)
+    compiled = torch.compile(merge, fullgraph=True, backend="aot_eager")(*inputs)
+    mapped = torch.vmap(merge)(*(torch.stack([t, t]) for t in inputs))
+    for x, y, z in zip(compiled, mapped, expected, strict=True):
+        assert torch.equal(x, z)
+        assert torch.equal(y[1], z)
+    grad = torch.func.grad(lambda out: finite(out, *inputs[1:])[0].sin().sum())(inputs[0])
+    assert grad.isfinite().all()
+
+
+BAD: list[tuple[dict[int, Any], type[Exception], str]] = [
+    ({0: 1.0}, TypeError, "out_a must be Tensor, got 1.0"),
+    ({3: None}, TypeError, "lse_b must be Tensor, got None"),
+    ({0: torch.ones(1, 2, 4, 3, dtype=torch.int64)}, TypeError, "out_a must be a floating-point tensor, got torch.int"),
+    ({0: torch.ones(4, 3)}, ValueError, "or, packed, (total_q, num_heads, head_dim_v), got shape (4, 3)"),
+    ({2: torch.ones(1, 2, 1, 3)}, ValueError, "out_b must have shape (1, 2, 4, 3), got (1, 2, 1, 3)"),
+    ({2: torch.ones(1, 2, 4, 3).half()}, TypeError, "out_b must have dtype torch.float32 beside out_a of"),
+    ({1: torch.ones(1, 2, 1)}, ValueError, "lse_a must have shape (1, 2, 4), got (1, 2, 1)"),
+    ({3: torch.ones(2, 4)}, ValueError, "lse_b must have shape (1, 2, 4), got (2, 4)"),
+    ({1: torch.ones(1, 2, 4).half()}, TypeError, "lse_a must have dtype torch.float32 beside out_a of torch.float32"),
+    ({3: torch.ones(1, 2, 4).to("meta")}, ValueError, "lse_b must be on out_a's device, got meta and cpu"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "message"), BAD, ids=[m[:40] for _, _, m in BAD])
+def test_wrong_input_is_refused(changes: dict[int, Any], kind: type[Exception], message: str) -> None:
+    inputs: list[Any] = [t.detach() for t in leaves(torch.float32)]
+    for which, value in changes.items():
+        inputs[which] = value
+    with pytest.raises(kind, match="^pyattn: .*" + re.escape(message)):
+        merge(*inputs)
+
+
+def test_the_example_is_right() -> None:
+    results = doctest.testmod(sys.modules[merge.__module__])
+    assert results.attempted
+    assert not results.failed
