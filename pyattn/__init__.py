@@ -2,10 +2,22 @@
 
 from pyattn import _load, masks, nn  # noqa: F401  (_load first: the rest needs torch and the operators)
 from pyattn.autograd import set_deterministic
+from pyattn.cache import KVCache, attention_with_cache
 from pyattn.functional import attention, dropout_mask
 from pyattn.merge import merge
 from pyattn.weights import attention_weights
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "attention", "attention_weights", "dropout_mask", "masks", "merge", "nn", "set_deterministic"]
+__all__ = [
+    "KVCache",
+    "__version__",
+    "attention",
+    "attention_weights",
+    "attention_with_cache",
+    "dropout_mask",
+    "masks",
+    "merge",
+    "nn",
+    "set_deterministic",
+]
