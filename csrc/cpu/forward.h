@@ -64,7 +64,7 @@ void forward_block(const ForwardParams& p, const Head& head, int64_t r0, const F
   using E = Operand<S>;
   const int64_t rows = min(kBlockQ<T>, head.count - r0), lanes = round_up(rows, kLanes<T>);
   const Mask mask(p, head);
-  const Range visible = mask.keys_of_any(r0, rows);
+  const Range visible = mask.keys_of_any(r0, rows), all = mask.keys_of_all(r0, rows);
   const Matrix<T> P = scratch.P, Ot = scratch.Ot;
   const Score<S> score(p);
   SoftmaxState<T> state;
@@ -74,8 +74,11 @@ void forward_block(const ForwardParams& p, const Head& head, int64_t r0, const F
   pack_queries<S>(scratch.Qt, rows, lanes, p.head_dim, score.power,
                   [&](int64_t i) { return head.row<const S>(p.q, r0 + i); });
   bool first = true;
-  for (int64_t n0 = round_down(visible.begin, kStripKeys); n0 < visible.end; n0 += kForwardBlockK) {
-    const Tile tile{r0, rows, lanes, n0, min(kForwardBlockK, visible.end - n0)};
+  for (int64_t n0 = round_down(visible.begin, kStripKeys), next; n0 < visible.end; n0 = next) {
+    // A tile ends where every row begins to see keys, so that the next ones need no mask.
+    const int64_t end = n0 < all.begin ? min(round_up(all.begin, kStripKeys), visible.end) : visible.end;
+    const Tile tile{r0, rows, lanes, n0, min(kForwardBlockK, end - n0)};
+    next = n0 + tile.keys;
     const Strips<T> strips = cut_strips<S>(mask, tile, seen);
     if (strips.empty()) continue;
     const Strided<E> K = left_keys<S>(head, p.k, n0, tile.keys, p.head_dim, scratch.K);
