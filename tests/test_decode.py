@@ -26,6 +26,10 @@ CASES = [
     Case(1, 5, 5, 4, 0, 32, 32),
     Case(1, 4, 1, 2, 1100, 64, 64, dropout_p=0.3),
     Case(1, 9, 1, 1, 300, 64, 64),
+    Case(1, 6, 2, 1, 1500, 72, 40),
+    Case(2, 4, 1, 1, 1100, 67, 35),
+    Case(2, 2, 2, 3, 900, 33, 17, q_offset=800),
+    Case(1, 8, 1, 1, 300, 20, 100, causal=False),
 ]
 
 
@@ -37,9 +41,12 @@ def test_forward_and_backward(native: Backend, case: Case, dtype: torch.dtype) -
 
 @each_dtype
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_seen_changes_no_bit(native: Backend, dtype: torch.dtype, bad: float) -> None:
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(32, 64), (41, 35)])
+def test_what_is_not_seen_changes_no_bit(
+    native: Backend, dtype: torch.dtype, bad: float, head_dim: int, head_dim_v: int
+) -> None:
     """Row i sees the keys up to 1020 + i, so some rows alone see some keys of each range and block."""
-    q, k, v = Case(1, 2, 1, 4, 1300, 32, 64).inputs(dtype)
+    q, k, v = Case(1, 2, 1, 4, 1300, head_dim, head_dim_v).inputs(dtype)
     clean = native.attention(q, k, v, q_offset=1020, return_lse=True)
     for i in range(4):
         k_, v_ = k.clone(), v.clone()
@@ -75,6 +82,20 @@ def test_scores_of_minus_infinity(native: Backend, dtype: torch.dtype) -> None:
         out = native.attention(q, k, v, causal=False)
         truth = reference.attention(*(t.double() for t in (q, k[:, :, 1500:], v[:, :, 1500:])), causal=False)
         assert_accurate("out", out, truth, truth)
+
+
+@each_dtype
+def test_one_infinite_column(native: Backend, dtype: torch.dtype) -> None:
+    """A score of -inf, whichever column it comes from: the last vector of columns overlaps the one before."""
+    q, k, v = Case(1, 1, 1, 1, 60, 42, 39).inputs(dtype)
+    q = q.abs() + 0.1
+    if native.keeps_infinity(dtype):
+        for column in range(42):
+            k_ = k.clone()
+            k_[:, :, 7, column] = -math.inf
+            shown = torch.arange(60) != 7
+            truth = reference.attention(*(t.double() for t in (q, k[:, :, shown], v[:, :, shown])), causal=False)
+            assert_accurate("out", native.attention(q, k_, v, causal=False), truth, truth)
 
 
 @each_dtype

@@ -26,7 +26,7 @@ struct BackwardScratch {
   Carver carver;
   PackedQueries<S> queries;
   Matrix<E> K, V;             // [terms(keys)][cols_k], [keys][cols_v]: copies, where the tensor can't be read in place
-  Matrix<E> few_Q;            // [rows][terms(head_dim)], of few rows
+  Matrix<E> few_Q;            // [rows][few_terms(head_dim)], of few rows
   Matrix<E> left_K;           // [keys][cols_k]: K again, where the left factor and the rows that are summed over differ
   Matrix<E> left_P, left_dS;  // [keys][terms(queries)]: tiles as operands, where these are not the tiles themselves
   Matrix<E> summed_dS;        // [terms(keys)][queries]
@@ -45,7 +45,7 @@ struct BackwardScratch {
     const int64_t pairs = kPairs<S>;
     K = carver.take_spread<E>(summed_in_place<S>(p.k, p.head_dim) ? 0 : terms<S>(kBackwardBlockK), cols_k);
     V = carver.take<E>(kInPlace<S> ? 0 : kBackwardBlockK, cols_v);
-    few_Q = carver.take<E>(few_rows<S>(p) ? kDecodeRows : 0, terms<S>(p.head_dim));
+    few_Q = carver.take<E>(few_rows<S>(p) ? kDecodeRows : 0, few_terms<S>(p.head_dim));
     left_K = carver.take<E>(pairs * kBackwardBlockK, cols_k);
     left_P = carver.take<E>(pairs * kBackwardBlockK, terms<S>(kBlockQ<T>));
     left_dS = carver.take<E>(pairs * kBackwardBlockK, terms<S>(kBlockQ<T>));

@@ -32,28 +32,30 @@ PYATTN_INLINE int64_t decode_splits(const ForwardParams& p) { return max(1, ceil
 // The partial result of one work item, in the workspace.
 template <class T>
 struct DecodePart {
-  Matrix<T> O;           // [rows][head_dim_v], sum of exp(S - row_max) V
+  Matrix<T> O;           // [rows][vectors of head_dim_v columns, as in dots.h], sum of exp(S - row_max) V
   T *row_max, *row_sum;  // [rows]
 
   DecodePart(const ForwardParams& p, const Head& head, int64_t item)
-      : O{static_cast<T*>(p.workspace) + item * head.count * (p.head_dim_v + 2), p.head_dim_v},
+      : O{static_cast<T*>(p.workspace) + item * head.count * row(p), row(p) - 2},
         row_max(O.from(head.count).data),
         row_sum(row_max + head.count) {}
+
+  // Numbers for each row.
+  static constexpr int64_t row(const ForwardParams& p) { return round_up(p.head_dim_v, kLanes<T>) + 2; }
 };
 
 template <class S>
 struct DecodeScratch {
   using T = Compute<S>;
   using E = Operand<S>;
-  Matrix<E> Q;  // [rows][terms(head_dim)]
+  Matrix<E> Q;  // [rows][few_terms(head_dim)]
   Matrix<T> P;  // [rows][keys]
   T* row_sum;   // [rows][lanes], to be added up at the end
   int64_t bytes;
 
   DecodeScratch(const ForwardParams& p, void* base) {
     Carver carver(base);
-    const int64_t ld = terms<S>(p.head_dim);
-    Q = carver.take<E>(kDecodeRows, ld);
+    Q = carver.take<E>(kDecodeRows, few_terms<S>(p.head_dim));
     P = carver.take<T>(kDecodeRows, kDecodeBlockK);
     row_sum = carver.take<T>(kDecodeRows * kLanes<T>);
     bytes = carver.bytes();
@@ -65,7 +67,7 @@ Plan plan_decode(const ForwardParams& p) {
   using T = Compute<S>;
   const int64_t rows = p.seqlen_q * group_size(p), items = p.batch * p.num_heads_kv * decode_splits(p);
   return {items, DecodeScratch<S>(p, nullptr).bytes,
-          items * rows * (p.head_dim_v + 2) * static_cast<int64_t>(sizeof(T))};
+          items * rows * DecodePart<T>::row(p) * static_cast<int64_t>(sizeof(T))};
 }
 
 // s[keys] of one row -> P = exp(s - row_max) in place, for the keys of seen; row_max and the lanes'
@@ -103,17 +105,22 @@ void add_values(const ForwardParams& p, const Mask& mask, const Tile& tile, Matr
   const Matrix<const S> V = key_rows<S>(mask.head, p.v, tile.n0);
   const bool select = mask.any_holes(0, tile.rows) &&
                       !all_finite<S>(tile.keys, p.head_dim_v, [&](int64_t j) { return V.from(j).data; });
-  const auto add = [&](int64_t r, int64_t rows, Range keys) {
+  const int64_t whole = round_down(p.head_dim_v, kLanes<T>);
+  const auto add_columns = [&](int64_t r, int64_t rows, Range keys, int64_t cols, Matrix<const S> V, Matrix<T> O) {
     const Strided<T> weights = P.strided().from(r, keys.begin);
     if (select)
-      gemm_seen<T, T, S>(rows, 0, p.head_dim_v, keys.count(), weights, V.from(keys.begin), O.from(r), Update<T>::add(),
+      gemm_seen<T, T, S>(rows, 0, cols, keys.count(), weights, V.from(keys.begin), O.from(r), Update<T>::add(),
                          [&](int64_t i, int64_t, int64_t k) {
                            const bool sees = mask.sees<S>(r + i, tile.n0 + keys.begin + k);
                            return set1(static_cast<T>(sees)) != vec<T>{};
                          });
     else
-      gemm<T, T, S, kWideNV>(rows, 0, p.head_dim_v, keys.count(), weights, V.from(keys.begin), O.from(r),
-                             Update<T>::add());
+      gemm<T, T, S, kWideNV>(rows, 0, cols, keys.count(), weights, V.from(keys.begin), O.from(r), Update<T>::add());
+  };
+  const auto add = [&](int64_t r, int64_t rows, Range keys) {
+    add_columns(r, rows, keys, whole, V, O);
+    if (whole < p.head_dim_v)
+      add_columns(r, rows, keys, kLanes<T>, {V.data + p.head_dim_v - kLanes<T>, V.row}, {O.data + whole, O.row});
   };
   const Range common = mask.keys_of_all(0, tile.rows).within(tile.n0, tile.keys);
   add(0, tile.rows, common);
@@ -138,7 +145,7 @@ void decode_keys(const ForwardParams& p, const Head& head, int64_t k_begin, int6
   pack_few_queries<S>(p, head, score.power, s.Q);
   for (int64_t r = 0; r < rows; ++r) part.row_max[r] = kNegInf<T>;
   fill_zero(s.row_sum, rows * L);
-  fill_zero(part.O.data, rows * p.head_dim_v);
+  fill_zero(part.O.data, rows * part.O.row);
   watch.lap(Phase::kPack);
 
   const Range visible = mask.keys_of_any(0, rows).within(k_begin, k_end - k_begin);
@@ -158,7 +165,7 @@ void decode_keys(const ForwardParams& p, const Head& head, int64_t k_begin, int6
         });
       const T decay = softmax_row(s.P.from(r).data, seen, score, part.row_max[r], s.row_sum + r * L);
       T* o = part.O.from(r).data;
-      for (int64_t d = 0; d < p.head_dim_v; d += L) store(o + d, load(o + d) * decay);
+      for (int64_t d = 0; d < part.O.row; d += L) store(o + d, load(o + d) * decay);
     }
     watch.lap(Phase::kSoftmax);
     add_values<S>(p, mask, tile, s.P, part.O);

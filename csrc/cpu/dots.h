@@ -1,5 +1,8 @@
 // Dot products of few query rows with keys. Columns lie on the lanes, and K is read in place, as it
-// is stored: few rows would not fill the lanes, and reading K is the cost.
+// is stored: few rows would not fill the lanes, and reading K is the cost. Where columns do not fill
+// their last vector, that one ends with them, and begins with some of the vector before:
+//
+//   10 columns, 4 lanes    0 1 2 3    4 5 6 7    6 7 8 9
 #pragma once
 
 #include <cstdint>
@@ -25,19 +28,47 @@ inline constexpr int64_t kPrefetchKeys = 16;
 // Whether forward decodes, and backward makes its scores with these products.
 template <class S>
 bool few_rows(const ForwardParams& p) {
-  const auto whole_vectors = [](int64_t cols, int64_t width) { return cols > 0 && cols % width == 0; };
   const int64_t rows = p.seqlen_q * group_size(p), lanes = kLanes<Compute<S>>;
-  return rows > 0 && rows <= kDecodeRows && !p.dropout.threshold && whole_vectors(p.head_dim, kColumns<S> * lanes) &&
-         whole_vectors(p.head_dim_v, lanes);
+  return rows > 0 && rows <= kDecodeRows && !p.dropout.threshold && p.head_dim >= kColumns<S> * lanes &&
+         p.head_dim_v >= lanes;
 }
 
-// The query rows of a head, times a power of two -> Q[rows][terms(head_dim)].
+// Terms of a row of few queries: whole vectors.
+template <class S>
+constexpr int64_t few_terms(int64_t cols) {
+  return round_up(terms<S>(cols), kLanes<Operand<S>>);
+}
+
+// The vector that ends at `end` without what lies before its last n columns: 0 there, not what K or
+// V may hold.
+template <class S>
+PYATTN_INLINE vec<Operand<S>> load_last(const S* end, int64_t n) {
+  using E = Operand<S>;
+  struct Bytes {
+    unsigned char at[2 * kVectorBytes];
+  };
+  alignas(kVectorBytes) static constexpr Bytes kKept = [] {
+    Bytes bytes{};
+    for (int i = kVectorBytes; i < 2 * kVectorBytes; ++i) bytes.at[i] = 0xff;
+    return bytes;
+  }();
+  vec<typename Bits<Compute<S>>::type> kept;
+  __builtin_memcpy(&kept, kKept.at + n * (sizeof(E) / kColumns<S>), sizeof kept);
+  const auto bits = reinterpret_cast<decltype(kept)>(load_operands(end - kColumns<S> * kLanes<E>));
+  return reinterpret_cast<vec<E>>(bits & kept);
+}
+
+// The query rows of a head, times a power of two -> Q[rows][few_terms(head_dim)].
 template <class S>
 void pack_few_queries(const ForwardParams& p, const Head& head, Compute<S> power, Matrix<Operand<S>> Q) {
+  constexpr int64_t kWidth = kColumns<S> * kLanes<Operand<S>>;
+  const int64_t last = p.head_dim % kWidth;
   for (int64_t r = 0; r < head.count; ++r) {
     const S* q = head.row<const S>(p.q, r);
-    for (int64_t d = 0; d < terms<S>(p.head_dim); d += kLanes<Operand<S>>)
-      store(Q.from(r).data + d, scale_operands(load_operands(q + d * kColumns<S>), power));
+    Operand<S>* packed = Q.from(r).data;
+    for (int64_t d = 0; d < p.head_dim - last; d += kWidth, packed += kLanes<Operand<S>>)
+      store(packed, scale_operands(load_operands(q + d), power));
+    if (last) store(packed, scale_operands(load_last(q + p.head_dim, last), power));
   }
 }
 
@@ -53,7 +84,7 @@ template <int kRows, class S, class T = Compute<S>, class E = Operand<S>>
   for (int i = 0; i < kKeys; ++i) key[i] = K.from(min(i, keys - 1)).data;
   if constexpr (kStreams > 1)
     prefetch_rows(kPrefetchKeys, kPrefetchKeys + kKeys, cols, [&](int64_t i) { return K.from(i).data; });
-  const int64_t count = terms<S>(cols);
+  const int64_t last = cols % (kColumns<S> * kLanes<E>), count = (cols - last) / kColumns<S>;
   vec<T> sum[kLanes<T>] = {};
   PYATTN_UNROLL(16)
   for (int i = 0; i < kKeys; i += kStreams) {
@@ -68,6 +99,14 @@ template <int kRows, class S, class T = Compute<S>, class E = Operand<S>>
         PYATTN_UNROLL(16)
         for (int e = 0; e < kStreams; ++e) sum[r * kKeys + i + e] = fma(q, k[e], sum[r * kKeys + i + e]);
       }
+    }
+    if (last == 0) continue;
+    PYATTN_UNROLL(16)
+    for (int e = 0; e < kStreams; ++e) {
+      const vec<E> k = load_last(key[i + e] + cols, last);
+      PYATTN_UNROLL(16)
+      for (int r = 0; r < kRows; ++r)
+        sum[r * kKeys + i + e] = fma(load(Q.from(r).data + count), k, sum[r * kKeys + i + e]);
     }
   }
   sum_lanes<T>(sum);

@@ -47,7 +47,7 @@ void merge_out(const ForwardParams& p, int64_t begin, int64_t end, void*) {
         vec<T> sum = {};
         for (int64_t split = 0; split < splits; ++split)
           sum = fma(set1(part(split).row_max[r]), load(part(split).O.from(r).data + d), sum);
-        store(out + d, sum * inverse);
+        store(out + min(d, p.head_dim_v - kLanes<T>), sum * inverse);
       }
     }
   }
