@@ -20,6 +20,8 @@ What all modules share:
 - ``window``, ``softcap``, ``alibi``, ``sinks`` and ``rotary`` are keyword-only extras of :class:`MultiHeadAttention`,
   :class:`Attention` and :class:`GroupedQueryAttention`: see :class:`pyattn.nn.score.ScoreOptions`. One-head modules and
   the wrapper around them, the book's steps on the way there, have none.
+- ``kv_cache``, a :class:`pyattn.KVCache`, lets those three go on behind the tokens of earlier calls, which rotary
+  positions count; gradients do not flow back into them. One cache serves one module.
 - TypeError for a wrong dtype, ValueError for a wrong shape or value; each says what it got.
 """
 

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from pyattn.arguments import check_tensor
+from pyattn.arguments import check_tensor, check_type
+from pyattn.cache import KVCache
 
 
 def check_input(
@@ -32,6 +33,20 @@ def check_input(
         raise ValueError(f"pyattn: the last dimension of x must be {d_in}, got shape {tuple(x.shape)}")
     if context_length is not None and x.shape[1] > context_length:
         raise ValueError(f"pyattn: seqlen must not exceed context_length, got {x.shape[1]} and {context_length}")
+
+
+def check_cache(kv_cache: KVCache | None, need_weights: bool, context_length: int | None = None) -> None:
+    """TypeError, ValueError or NotImplementedError unless a module can go on from ``kv_cache``; None is fine."""
+    if kv_cache is None:
+        return
+    check_type("kv_cache", kv_cache, KVCache)
+    if need_weights:
+        raise NotImplementedError("pyattn: weights over a kv_cache are not there, got need_weights=True with one")
+    if context_length is not None and kv_cache.max_seqlen > context_length:
+        raise ValueError(
+            f"pyattn: kv_cache.max_seqlen must not exceed context_length, got {kv_cache.max_seqlen} and "
+            f"{context_length}"
+        )
 
 
 def check_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:

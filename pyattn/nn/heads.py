@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyattn.cache import KVCache, attention_with_cache
 from pyattn.dropout import draw_seed
 from pyattn.functional import attention
 from pyattn.nn.positions import rotate
@@ -30,13 +31,26 @@ def dropout_probability(dropout: nn.Module | None) -> float:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, *, dropout: nn.Module | None = None, need_weights: bool = False, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dropout: nn.Module | None = None,
+    need_weights: bool = False,
+    kv_cache: KVCache | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention over (B, H, T, D): out, and weights if asked for, both under one seed of dropout."""
+    """Attention over (B, H, T, D): out, and weights if asked for, both under one seed of dropout.
+
+    With ``kv_cache``, k and v are appended to it first, and q meets all that it holds.
+    """
     dropout_p = dropout_probability(dropout)
     if dropout_p == 1.0:  # every weight is dropped, and the function takes less than 1 only
-        out, weights = _attend(q, k, v, need_weights=need_weights, **options)
+        out, weights = _attend(q, k, v, need_weights=need_weights, kv_cache=kv_cache, **options)
         return out * 0.0, None if weights is None else weights * 0.0
+    if kv_cache is not None:
+        kv_cache.append(k, v)
+        return attention_with_cache(q, kv_cache, dropout_p=dropout_p, **options), None
     if dropout_p and need_weights:
         options["dropout_seed"] = draw_seed(q.device)
     out = attention(q, k, v, dropout_p=dropout_p, **options)
@@ -52,7 +66,14 @@ def attend_single(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
 
 
 def attend_heads(
-    q: Tensor, k: Tensor, v: Tensor, head_dim: int, *, rotary: float | None = None, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    head_dim: int,
+    *,
+    rotary: float | None = None,
+    kv_cache: KVCache | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`_attend` over (B, T, H * head_dim), the heads split and merged by views; ``rotary``: the base, if any.
 
@@ -60,8 +81,9 @@ def attend_heads(
     """
     q, k, v = (torch.unflatten(t, -1, (-1, head_dim)) for t in (q, k, v))
     if rotary is not None:
-        q, k = rotate(q, rotary), rotate(k, rotary)
-    out, weights = _attend(*(t.transpose(1, 2) for t in (q, k, v)), **options)
+        first = None if kv_cache is None else kv_cache.lengths
+        q, k = rotate(q, rotary, first), rotate(k, rotary, first)
+    out, weights = _attend(*(t.transpose(1, 2) for t in (q, k, v)), kv_cache=kv_cache, **options)
     return out.transpose(1, 2).flatten(2), weights
 
 

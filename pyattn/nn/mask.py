@@ -95,10 +95,17 @@ class CausalMask(nn.Module):
             self._buffers.setdefault(name, None)
         super().register_buffer(name, tensor, persistent)
 
-    def mask_options(self, x: Tensor) -> dict[str, Any]:
-        """How attention over ``x`` (batch, seqlen, d_in) is masked: causally, or by the buffer registered as mask."""
+    def mask_options(self, x: Tensor, cached: bool = False) -> dict[str, Any]:
+        """How attention over ``x`` (batch, seqlen, d_in) is masked: causally, or by the buffer registered as mask.
+
+        Behind ``cached`` tokens it is causal; NotImplementedError with a mask of its own.
+        """
         if (own := self._own_mask) is None:
             return {"causal": True}
+        if cached:
+            raise NotImplementedError(
+                f"pyattn: a mask that was assigned goes with no kv_cache, got one of shape {tuple(own.shape)}"
+            )
         batch, seqlen = x.shape[:2]
         masked = check_mask(own.bool()[:seqlen, :seqlen], (batch, 1, seqlen, seqlen))
         return {"causal": False, "bias": ~masked}

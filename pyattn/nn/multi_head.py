@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from pyattn.nn.checks import check_input, check_mask, quotient
+from pyattn.cache import KVCache
+from pyattn.nn.checks import check_cache, check_input, check_mask, quotient
+from pyattn.nn.growing_cache import GrowingCache
 from pyattn.nn.heads import Output, attend_heads, make_dropout, output_of
 from pyattn.nn.mask import CausalMask
 from pyattn.nn.score import ScoreOptions
@@ -63,12 +65,14 @@ class MultiHeadAttention(CausalMask, ScoreOptions):
         self.dropout: nn.Module = make_dropout(dropout)
         self.set_score_options(num_heads, self.head_dim, window, softcap, alibi, sinks, rotary)
 
-    def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:
-        """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out)."""
+    def forward(self, x: Tensor, *, kv_cache: KVCache | None = None, need_weights: bool = False) -> Output:
+        """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x goes on behind the tokens in ``kv_cache``."""
         check_input(x, self.d_in, self.W_query, context_length=self.context_length)
+        check_cache(kv_cache, need_weights, self.context_length)
         q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
-        options = self.mask_options(x) | self.score_options(self.num_heads, x)
-        out, weights = attend_heads(q, k, v, self.head_dim, dropout=self.dropout, need_weights=need_weights, **options)
+        options = self.mask_options(x, kv_cache is not None) | self.score_options(self.num_heads, x)
+        options |= {"dropout": self.dropout, "need_weights": need_weights, "kv_cache": kv_cache}
+        out, weights = attend_heads(q, k, v, self.head_dim, **options)
         return output_of(self.out_proj(out), weights)
 
 
@@ -119,14 +123,22 @@ class Attention(ScoreOptions):
         self.dropout: nn.Module = make_dropout(dropout)
         self.set_score_options(num_heads, self.head_dim, window, softcap, alibi, sinks, rotary)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, *, need_weights: bool = False) -> Output:
-        """``x`` (batch, seqlen, embed_dim), out the same."""
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, kv_cache: KVCache | None = None, need_weights: bool = False
+    ) -> Output:
+        """``x`` (batch, seqlen, embed_dim), out the same.
+
+        With ``kv_cache``, x stands behind its tokens, sees them all, and ``mask`` has max_seqlen keys.
+        """
         check_input(x, self.embed_dim, self.W_q)
+        check_cache(kv_cache, need_weights)
         if mask is not None:
-            mask = ~check_mask(mask, (x.shape[0], self.num_heads, x.shape[1], x.shape[1]))
+            keys = x.shape[1] if kv_cache is None else kv_cache.max_seqlen
+            mask = ~check_mask(mask, (x.shape[0], self.num_heads, x.shape[1], keys))
         q, k, v = self.W_q(x), self.W_k(x), self.W_v(x)
         options = {"causal": False, "bias": mask, **self.score_options(self.num_heads, x)}
-        out, weights = attend_heads(q, k, v, self.head_dim, dropout=self.dropout, need_weights=need_weights, **options)
+        options |= {"dropout": self.dropout, "need_weights": need_weights, "kv_cache": kv_cache}
+        out, weights = attend_heads(q, k, v, self.head_dim, **options)
         return output_of(self.W_o(out), weights)
 
 
@@ -170,11 +182,31 @@ class GroupedQueryAttention(ScoreOptions):
         self.out_proj = nn.Linear(d_out, d_out, bias=False, dtype=dtype)
         self.dropout: nn.Module = make_dropout(dropout)
         self.set_score_options(num_heads, self.head_dim, window, softcap, alibi, sinks, rotary, dtype)
+        self._own_cache = GrowingCache()
 
-    def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:
-        """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out)."""
+    def forward(
+        self, x: Tensor, use_cache: bool = False, *, kv_cache: KVCache | None = None, need_weights: bool = False
+    ) -> Output:
+        """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x goes on behind the tokens in a cache.
+
+        With ``use_cache``, that is the module's own, which grows as needed, until :meth:`reset_cache` or a call without
+        it. ``kv_cache`` is the caller's, of a size that stays, so that ``torch.compile`` compiles once.
+        """
         check_input(x, self.d_in, self.W_query)
+        check_cache(kv_cache, need_weights)
         q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
+        if not use_cache:
+            self.reset_cache()
+        elif kv_cache is not None or need_weights:
+            wrong = "need_weights=True" if kv_cache is None else repr(kv_cache)
+            raise ValueError(f"pyattn: use_cache goes with no kv_cache and no need_weights, got {wrong}")
+        else:
+            kv_cache = self._own_cache.with_room_for(k, self.head_dim)
         options = self.score_options(self.num_heads, x)
-        out, weights = attend_heads(q, k, v, self.head_dim, dropout=self.dropout, need_weights=need_weights, **options)
+        options |= {"dropout": self.dropout, "need_weights": need_weights, "kv_cache": kv_cache}
+        out, weights = attend_heads(q, k, v, self.head_dim, **options)
         return output_of(self.out_proj(out), weights)
+
+    def reset_cache(self) -> None:
+        """Forgets the tokens of calls with ``use_cache``."""
+        self._own_cache.reset()

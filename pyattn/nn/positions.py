@@ -24,15 +24,16 @@ def alibi_slopes(
     return torch.exp2(torch.cat([whole, between])).to(dtype)
 
 
-def rotate(x: Tensor, base: float) -> Tensor:
+def rotate(x: Tensor, base: float, first: Tensor | None = None) -> Tensor:
     """Rotary position embedding of ``x`` (B, T, H, D): columns t and t + D / 2 turn by the angle ``i base^(-2 t / D)``.
 
     ::
 
-        y_t           =  x_t cos(angle) - x_(t + D / 2) sin(angle)          i = position, from 0 to T - 1
+        y_t           =  x_t cos(angle) - x_(t + D / 2) sin(angle)          i = position, T from first on
         y_(t + D / 2) =  x_t sin(angle) + x_(t + D / 2) cos(angle)          t = 0 to D / 2 - 1
 
-    16-bit types are turned in float32 and rounded once.
+    ``first``: int64 (B,), the position of each sequence's first token; default: 0. 16-bit types are turned in float32
+    and rounded once.
 
     Source: Su et al. 2021, "RoFormer"; the order of columns is rotate-half, as in Llama's checkpoints on Hugging Face.
 
@@ -43,7 +44,10 @@ def rotate(x: Tensor, base: float) -> Tensor:
     half = x.shape[-1] // 2
     wide = torch.promote_types(x.dtype, torch.float32)
     frequency = torch.exp2(torch.arange(half, dtype=torch.float64, device=x.device) * (-math.log2(base) / half))
-    angle = torch.arange(x.shape[1], dtype=wide, device=x.device)[:, None, None] * frequency.to(wide)
+    position = torch.arange(x.shape[1], device=x.device)
+    if first is not None:
+        position = first[:, None] + position
+    angle = position.to(wide)[..., None, None] * frequency.to(wide)
     cos, sin = angle.cos(), angle.sin()
     left, right = x.to(wide).chunk(2, -1)
     return torch.cat([left * cos - right * sin, left * sin + right * cos], -1).to(x.dtype)

@@ -183,14 +183,27 @@ class GroupedQueryAttention(nn.Module):
         self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias, dtype=dtype)
         self.out_proj = nn.Linear(d_out, d_out, bias=False, dtype=dtype)
         self.dropout = nn.Dropout(dropout)
+        self.cache_k: Tensor | None = None
+        self.cache_v: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, use_cache: bool = False) -> Tensor:
         batch, seqlen, _ = x.shape
         q = self.W_query(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
         k = self.W_key(x).view(batch, seqlen, self.num_kv_groups, self.head_dim).transpose(1, 2)
         v = self.W_value(x).view(batch, seqlen, self.num_kv_groups, self.head_dim).transpose(1, 2)
+        if not use_cache:
+            self.reset_cache()
+        else:
+            k = k if self.cache_k is None else torch.cat([self.cache_k, k], dim=2)
+            v = v if self.cache_v is None else torch.cat([self.cache_v, v], dim=2)
+            self.cache_k, self.cache_v = k, v
+        seqlen_k = k.shape[2]
         k = k.repeat_interleave(self.group_size, dim=1)
         v = v.repeat_interleave(self.group_size, dim=1)
-        context, _ = _attend(q, k, v, masked=_future(seqlen).to(x.device).bool(), dropout=self.dropout)
+        masked = _future(seqlen_k)[seqlen_k - seqlen :].to(x.device).bool()
+        context, _ = _attend(q, k, v, masked=masked, dropout=self.dropout)
         out: Tensor = self.out_proj(context.transpose(1, 2).reshape(batch, seqlen, self.d_out))
         return out
+
+    def reset_cache(self) -> None:
+        self.cache_k = self.cache_v = None

@@ -1,0 +1,162 @@
+"""Promise: a module over a cache gives what it gives for all tokens at once."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from module_cases import ARGUMENTS, CONTEXT_LENGTH, D_IN, EXTRAS, WITH_EXTRAS, assert_same, pair
+from torch import Tensor
+
+from pyattn import KVCache, nn
+from pyattn.nn import growing_cache
+
+each_module = pytest.mark.parametrize("name", WITH_EXTRAS)
+STEPS = (5, 1, 1, 3, 1, 6, 1)
+"""New tokens of each call; 18 in all."""
+
+
+def made(name: str, extra: str = "") -> torch.nn.Module:
+    module = getattr(nn, name)(*ARGUMENTS[name], **EXTRAS.get(extra, {})).double()
+    if module.sinks is not None:
+        torch.nn.init.normal_(module.sinks)
+    return module
+
+
+def cache_for(module: torch.nn.Module, window: int | None = None) -> KVCache:
+    heads = getattr(module, "num_kv_heads", None) or module.num_kv_groups
+    return KVCache(2, heads, CONTEXT_LENGTH, module.head_dim, dtype=torch.float64, window=window)
+
+
+def arguments(module: torch.nn.Module, begin: int, end: int, keys: int) -> tuple[Tensor, ...]:
+    """Attention masks as its caller says: here causally; the others by themselves."""
+    if not isinstance(module, nn.Attention):
+        return ()
+    return (nn.causal_mask(max(end, keys))[:, :, begin:end, :keys],)
+
+
+@each_module
+@pytest.mark.parametrize("extra", ["", *EXTRAS])
+def test_steps_equal_the_whole(name: str, extra: str) -> None:
+    """Rotary positions, windows and ALiBi's distances count from the first token on."""
+    module = made(name, extra)
+    x = torch.randn(2, sum(STEPS), D_IN, dtype=torch.float64)
+    whole = module(x, *arguments(module, 0, x.shape[1], x.shape[1]))
+    cached, begin = cache_for(module), 0
+    for new in STEPS:
+        now = slice(begin, begin + new)
+        step = module(x[:, now], *arguments(module, begin, begin + new, CONTEXT_LENGTH), kv_cache=cached)
+        assert_same(step, whole[:, now])
+        begin += new
+
+
+def test_a_ring_outlasts_the_context() -> None:
+    module = nn.GroupedQueryAttention(D_IN, 8, 0.0, 4, 2, window=(4, 0), alibi=True, rotary=100.0).double()
+    x = torch.randn(2, 100, D_IN, dtype=torch.float64)
+    cached = cache_for(module, window=5)
+    steps = [module(part, kv_cache=cached) for part in x.split(7, 1)]
+    assert_same(torch.cat(steps, 1), module(x))
+
+
+def test_sequences_of_their_own_lengths_have_their_own_positions() -> None:
+    module = made("GroupedQueryAttention", "rotary")
+    x = torch.randn(2, 9, D_IN, dtype=torch.float64)
+    cached = cache_for(module)
+    module(x[:, :7], kv_cache=cached)
+    cached.lengths[1] = 3
+    step = module(torch.stack([x[0, 7:8], x[1, 3:4]]), kv_cache=cached)
+    assert_same(step[0], module(x[:1, :8])[0, 7:])
+    assert_same(step[1], module(x[1:, :4])[0, 3:])
+
+
+@pytest.mark.parametrize("fewest", [1, 256])
+def test_use_cache_equals_plain(monkeypatch: pytest.MonkeyPatch, fewest: int) -> None:
+    """A cache that grows several times, is forgotten on request and by a call without it, and takes other batches."""
+    monkeypatch.setattr(growing_cache, "FEWEST", fewest)
+    modules = [module.double() for module in pair("GroupedQueryAttention")]
+    x = torch.randn(2, sum(STEPS), D_IN, dtype=torch.float64)
+    for use in (x, x[:1], x.repeat(2, 1, 1)):
+        for part in use.split(STEPS, 1):
+            ours, exact = (module(part, use_cache=True) for module in modules)
+            assert_same(ours, exact)
+        assert_same(modules[0](use[:, :2]), modules[1](use[:, :2]))
+    for part in x.split(STEPS, 1):
+        for module in modules:
+            module.reset_cache()
+        ours, exact = (module(part, True) for module in modules)
+        assert_same(ours, exact)
+        assert_same(ours, modules[1](part))
+    assert list(modules[0].state_dict()) == list(modules[1].state_dict())
+
+
+@each_module
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning:torch")  # torch's own, in dynamo
+def test_compiles_once_for_all_lengths(name: str) -> None:
+    torch._dynamo.reset()
+    module = made(name, "all")
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 1, D_IN, dtype=torch.float64)
+    ours, expected = cache_for(module), cache_for(module)
+    with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
+        for begin in range(CONTEXT_LENGTH):
+            mask = arguments(module, begin, begin + 1, CONTEXT_LENGTH)
+            assert_same(compiled(x, *mask, kv_cache=ours), module(x, *mask, kv_cache=expected))
+
+
+@each_module
+def test_training_drops_weights_over_a_cache(name: str) -> None:
+    module = made(name)
+    module.dropout.p = 1.0
+    x = torch.randn(2, 3, D_IN, dtype=torch.float64)
+    cached = cache_for(module)
+    dropped = module(x, kv_cache=cached)
+    assert cached.lengths.tolist() == [3, 3]
+    assert (dropped == dropped[:1, :1]).all()
+    module.eval()
+    kept = module(x, kv_cache=cached)
+    assert not torch.equal(kept[0], kept[1])
+
+
+def masked() -> torch.nn.Module:
+    module = made("MultiHeadAttention")
+    module.mask = torch.zeros(CONTEXT_LENGTH, CONTEXT_LENGTH, dtype=torch.float64)
+    return module
+
+
+BAD: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    (made, {"kv_cache": 3}, TypeError, "kv_cache must be KVCache, got 3"),
+    (
+        made,
+        {"need_weights": True},
+        NotImplementedError,
+        "weights over a kv_cache are not there, got need_weights=True with one",
+    ),
+    (
+        made,
+        {"kv_cache": KVCache(2, 2, CONTEXT_LENGTH + 1, 4)},
+        ValueError,
+        "kv_cache.max_seqlen must not exceed context_length, got 20 and 19",
+    ),
+    (made, {"kv_cache": KVCache(2, 2, 9, 4)}, TypeError, "k must have the cache's dtype torch.float32, got torch.floa"),
+    (masked, {}, NotImplementedError, "a mask that was assigned goes with no kv_cache, got one of shape (19, 19)"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "kind", "message"), BAD, ids=[m[:40] for *_, m in BAD])
+def test_wrong_calls(make: Any, options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    module = make("MultiHeadAttention") if make is made else make()
+    given = {"kv_cache": cache_for(module)} | options
+    with pytest.raises(kind, match="^pyattn: " + re.escape(message)):
+        module(torch.randn(2, 3, D_IN, dtype=torch.float64), **given)
+
+
+@pytest.mark.parametrize(
+    ("options", "got"),
+    [({"need_weights": True}, "need_weights=True"), ({"kv_cache": KVCache(2, 2, 9, 2)}, "KVCache(k")],
+)
+def test_use_cache_alone(options: dict[str, Any], got: str) -> None:
+    module = made("GroupedQueryAttention")
+    with pytest.raises(
+        ValueError, match="^pyattn: use_cache goes with no kv_cache and no need_weights, got " + re.escape(got)
+    ):
+        module(torch.randn(2, 3, D_IN, dtype=torch.float64), use_cache=True, **options)
