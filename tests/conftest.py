@@ -16,6 +16,8 @@ import emulated  # noqa: E402
 import races  # noqa: E402
 from backends import Backend, chosen  # noqa: E402
 
+from pyattn.cli import main  # noqa: E402
+
 FIXTURES: dict[str, Callable[[Backend], bool]] = {
     "backend": lambda b: True,
     "repeatable": lambda b: b.repeatable,  # once where only dq tells two backends apart
@@ -132,6 +134,18 @@ def story(tmp_path: Path) -> Path:
     path = tmp_path / "story.txt"
     path.write_text("".join(f"{n} green bottles, hänging on the wall.\n" for n in range(200)), encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def train_on(story: Path, tmp_path: Path) -> Callable[..., tuple[int, Path]]:
+    """``pyattn train`` of a small model, context 16, 6 steps unless told otherwise: the exit code and the folder."""
+
+    def run(*options: str, out: str = "run") -> tuple[int, Path]:
+        folder = tmp_path / out
+        shape = "--layers 2 --heads 2 --width 16 --context 16 --batch 4 --steps 6 --eval-every 3 --sample 20"
+        return main(["train", *shape.split(), "--data", str(story), "--out", str(folder), *options]), folder
+
+    return run
 
 
 @pytest.fixture(autouse=True)

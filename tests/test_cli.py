@@ -72,7 +72,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"pyattn {__version__}\n"
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command != "show"])
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in ("show", "generate")])
 @pytest.mark.parametrize(
     ("gpu", "message"),
     [

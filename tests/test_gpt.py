@@ -119,17 +119,6 @@ def test_dropout_is_drawn_anew_in_training_only(windows):
     assert model.eval().loss(windows) == model.loss(windows)
 
 
-def test_generation_repeats_and_outgrows_the_context(model, windows):
-    def draw(top_k: int, seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        return model.generate(windows[:, :3], 2 * CONTEXT, generator, temperature=1.0, top_k=top_k)
-
-    assert draw(40, seed=1).shape == (3, 3 + 2 * CONTEXT)
-    assert torch.equal(draw(40, seed=1), draw(40, seed=1))
-    assert not torch.equal(draw(40, seed=1), draw(40, seed=2))
-    assert torch.equal(draw(1, seed=1), draw(1, seed=2))
-
-
 def test_longer_input_than_the_context_is_rejected(model):
     with pytest.raises(InputError, match="tokens must fit the context of 16, got 17"):
         model(torch.zeros(1, CONTEXT + 1, dtype=torch.long))

@@ -6,7 +6,6 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,24 +15,12 @@ from matplotlib import image
 from torch import Tensor
 
 from pyattn import _C
-from pyattn.cli import checkpoint, contention, fit, main, progress, train
+from pyattn.cli import checkpoint, contention, fit, progress, train
 from pyattn.cli.compare import ATTENTIONS
 from pyattn.cli.gpt import GPT
 from pyattn.cli.text import read
 
 CONTEXT = 16
-
-
-@pytest.fixture
-def train_on(story: Path, tmp_path: Path) -> Callable[..., tuple[int, Path]]:
-    """Trains a small model for 6 steps, unless told otherwise. Returns the exit code and the folder."""
-
-    def run(*options: str, out: str = "run") -> tuple[int, Path]:
-        folder = tmp_path / out
-        shape = f"--layers 2 --heads 2 --width 16 --context {CONTEXT} --batch 4 --steps 6 --eval-every 3 --sample 20"
-        return main(["train", *shape.split(), "--data", str(story), "--out", str(folder), *options]), folder
-
-    return run
 
 
 def validation_loss(path: Path, data: Path) -> float:
@@ -177,8 +164,9 @@ def test_an_earlier_run_is_overwritten_only_on_request(train_on, capsys):
     before = (folder / "model.safetensors").read_bytes()
     capsys.readouterr()
     assert train_on("--seed", "2")[0] == 2
-    message = f"--out must be a new folder, or --overwrite be given, got {folder} with model.safetensors and loss.png"
-    assert capsys.readouterr() == ("", f"pyattn: {message}\n")
+    message = f"--out must be a new folder, or --overwrite be given, got {folder} with "
+    files = "model.safetensors and training.safetensors and loss.png"
+    assert capsys.readouterr() == ("", f"pyattn: {message}{files}\n")
     assert (folder / "model.safetensors").read_bytes() == before
     assert train_on("--seed", "2", "--overwrite")[0] == 0
     assert (folder / "model.safetensors").read_bytes() != before
@@ -192,7 +180,7 @@ def test_files_have_the_mode_that_the_umask_leaves(train_on, umask):
     finally:
         os.umask(before)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
-    assert modes == dict.fromkeys(("model.safetensors", "loss.png"), 0o666 & ~umask)
+    assert modes == dict.fromkeys(("model.safetensors", "training.safetensors", "loss.png"), 0o666 & ~umask)
 
 
 # What it says on the way

@@ -1,4 +1,4 @@
-"""The commands: ``pyattn info``, ``train``, ``bench``, ``profile`` and ``show``, also as ``python -m pyattn``.
+"""The commands ``pyattn info``, ``train``, ``generate``, ``bench``, ``profile``, ``show``; also ``python -m pyattn``.
 
 Each command is a module here with ``run(argv) -> exit code``. It is imported only when it is called, so a command needs
 only the extras it uses itself, and ``import pyattn`` needs none.
@@ -14,6 +14,7 @@ from pyattn import _C, __version__
 COMMANDS = {
     "info": "what this build is, and what it runs on",
     "train": "train a small GPT on text, and measure its attention",
+    "generate": "let a trained model go on with a text",
     "bench": "time and memory of attention and modules, beside PyTorch's",
     "profile": "where the time inside the kernels goes",
     "show": "what a trained model's heads look at, as a picture",
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="pyattn",
         description="Exact native attention for PyTorch.",
-        epilog="\n".join(f"{name:9}{purpose}" for name, purpose in COMMANDS.items()),
+        epilog="\n".join(f"{name:10}{purpose}" for name, purpose in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"pyattn {__version__}")

@@ -4,23 +4,31 @@ import dataclasses
 import json
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from safetensors.torch import save as serialize
+from torch import Tensor
 
+from pyattn.cli import InputError
 from pyattn.cli.gpt import GPT, Attend, Config, attend_pyattn
+
+MODEL = "model.safetensors"
+
+
+def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file; an earlier one is replaced only when the new one is complete.
+
+    Its mode follows the umask, which safetensors' own ``save_file`` ignores: it writes 0600.
+    """
+    unfinished = path.with_suffix(".unfinished")
+    dense = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    unfinished.write_bytes(serialize(dense, metadata=metadata))
+    unfinished.replace(path)
 
 
 def save(model: GPT, path: Path) -> None:
-    """Write weights and configuration; an earlier file is replaced only when the new one is complete.
-
-    The output layer shares the token embedding, so the file holds it once. The file's mode follows the umask, which
-    safetensors' own ``save_file`` ignores: it writes 0600.
-    """
-    weights = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_bytes(serialize(weights, metadata={"config": json.dumps(dataclasses.asdict(model.config))}))
-    unfinished.replace(path)
+    """Write weights and configuration. The output layer shares the token embedding, so the file holds it once."""
+    write(path, model.state_dict(), {"config": json.dumps(dataclasses.asdict(model.config))})
 
 
 def load(path: Path, attend: Attend = attend_pyattn) -> GPT:
@@ -35,3 +43,15 @@ def load(path: Path, attend: Attend = attend_pyattn) -> GPT:
     model = GPT(config, attend)
     model.load_state_dict(load_file(path))
     return model.eval()
+
+
+def of_run(run: Path) -> tuple[GPT, Path]:
+    """The model that ``pyattn train`` left in the folder ``run``, or in the checkpoint of that name, and its path."""
+    path = run / MODEL if run.is_dir() else run
+    try:
+        return load(path), path
+    except FileNotFoundError as error:
+        raise InputError("run must be a folder that pyattn train wrote, or its checkpoint", path) from error
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        got = f"{path} ({str(error).splitlines()[0]})"
+        raise InputError("run must hold a checkpoint that pyattn train wrote", got) from error

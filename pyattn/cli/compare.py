@@ -5,27 +5,27 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from pyattn import reference
 from pyattn.cli.fit import autocast, loss_of
-from pyattn.cli.gpt import GPT, Attend, attend_pyattn
+from pyattn.cli.gpt import GPT, Attend, Block, attend_pyattn
 from pyattn.cli.timing import stopwatch
 
 Result = TypeVar("Result")
 
 
 def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
-    """PyTorch's own attention."""
+    """PyTorch's own attention, which has no windows, ALiBi or sinks."""
     return nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
 
 
-def attend_reference(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
+def attend_reference(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, **options: Any) -> Tensor:
     """The formula in plain PyTorch."""
-    return cast(Tensor, reference.attention(q, k, v, dropout_p=dropout_p))
+    return cast(Tensor, reference.attention(q, k, v, dropout_p=dropout_p, **options))
 
 
 ATTENTIONS: dict[str, Attend] = {"pyattn": attend_pyattn, "sdpa": attend_sdpa, "reference": attend_reference}
@@ -64,9 +64,9 @@ def attention_inputs(model: GPT, windows: Tensor, dtype: torch.dtype) -> list[Te
     met: list[list[Tensor]] = []
     attend = model.attend
 
-    def record(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
+    def record(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, **options: Any) -> Tensor:
         met.append([q.detach(), k.detach(), v.detach()])
-        return attend(q, k, v, dropout_p)
+        return attend(q, k, v, dropout_p, **options)
 
     model.attend = record
     with torch.no_grad():
@@ -75,10 +75,12 @@ def attention_inputs(model: GPT, windows: Tensor, dtype: torch.dtype) -> list[Te
     return [tensor.requires_grad_() for tensor in met[-1]]
 
 
-def attention_pass(attend: Attend, inputs: list[Tensor], dout: Tensor, dtype: torch.dtype) -> None:
+def attention_pass(
+    attend: Attend, inputs: list[Tensor], dout: Tensor, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
     """Forward and backward of the attention alone."""
     with autocast(dout.device, dtype):
-        out = attend(inputs[0], inputs[1], inputs[2], 0.0)
+        out = attend(inputs[0], inputs[1], inputs[2], 0.0, **options)
     torch.autograd.grad(out, inputs, dout)
 
 
@@ -105,12 +107,12 @@ def compare(model: GPT, batches: list[Tensor], dtype: torch.dtype) -> Comparison
     """
     model.eval()
     device, chosen = model.token.weight.device, model.attend
-    sides = (chosen, attend_reference)
+    sides, options = (chosen, attend_reference), cast(Block, model.blocks[-1]).options()
     attention_ratios, step_ratios, differences, losses = [], [], [], []
     for windows in batches:
         inputs = attention_inputs(model, windows, dtype)
         dout = torch.randn_like(inputs[2])
-        ours, theirs = [timed(partial(attention_pass, side, inputs, dout, dtype), device) for side in sides]
+        ours, theirs = [timed(partial(attention_pass, side, inputs, dout, dtype, options), device) for side in sides]
         attention_ratios.append(theirs[0] / ours[0])
         own, other = [timed(partial(model_pass, side, model, windows, dtype), device) for side in sides]
         step_ratios.append(other[0] / own[0])

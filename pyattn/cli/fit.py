@@ -94,9 +94,15 @@ def evaluate(model: GPT, validation: Tensor, recipe: Recipe, losses: Losses, ste
 
 
 def fit(
-    model: GPT, batches: Iterator[Tensor], validation: Tensor, recipe: Recipe, losses: Losses, keep: Callable[[], None]
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterator[Tensor],
+    validation: Tensor,
+    recipe: Recipe,
+    losses: Losses,
+    keep: Callable[[], None],
 ) -> None:
-    """Train ``model`` on ``batches``, each (batch, context + 1), and record ``losses``.
+    """Train ``model`` on ``batches``, each (batch, context + 1), and record ``losses``, which say what is done already.
 
     ``keep`` is called after each validation. When Ctrl-C raises KeyboardInterrupt here, the model and ``losses`` are
     those of the steps completed.
@@ -104,10 +110,10 @@ def fit(
     Raises:
         DivergenceError: a loss is not finite.
     """
-    optimizer = make_optimizer(model)
+    done = len(losses.train)
     threads = torch.get_num_threads() if model.token.weight.device.type == "cpu" else 0
-    with Progress(recipe.steps, recipe.batch * model.config.context, threads) as progress:
-        for step in range(recipe.steps):
+    with Progress(recipe.steps, recipe.batch * model.config.context, threads, done) as progress:
+        for step in range(done, recipe.steps):
             if step % recipe.eval_every == 0:
                 progress.validated(step, evaluate(model, validation, recipe, losses, step))
                 keep()

@@ -2,31 +2,37 @@
 
 ::
 
-    x = token[ids] + position                                    (B, S, width)
+    x = token[ids] + position                                    (B, S, width); with ALiBi, token[ids]
     x = x + project(attend(q, k, v)),  q k v = qkv(norm(x))      q, k, v (B, heads, S, width / heads)
     x = x + down(gelu(up(norm(x))))                              4 width inside; both lines `layers` times
     logits = norm(x) token^T                                     (B, S, vocab)
 
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", and the code released with it.
+Windows, ALiBi and sinks, which let a model read on past the length that it was trained on: see
+:func:`pyattn.attention`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import pyattn
 from pyattn.cli import InputError
+from pyattn.nn.positions import alibi_slopes
 
-Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""Causal attention: q, k, v (B, heads, S, head_dim) and dropout_p to out, shaped like q."""
+Attend = Callable[..., Tensor]
+"""Causal attention: q, k, v (B, heads, S, head_dim) and dropout_p to out, shaped like q; window, alibi_slopes and sinks
+by name, as far as the model has them."""
 
 
-def attend_pyattn(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
+def attend_pyattn(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, **options: Any) -> Tensor:
     """The native kernels."""
-    return pyattn.attention(q, k, v, dropout_p=dropout_p)
+    out: Tensor = pyattn.attention(q, k, v, dropout_p=dropout_p, **options)
+    return out
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,9 @@ class Config:
         context: most tokens the model can look at.
         vocab: number of distinct tokens; 256 for bytes.
         dropout: probability of dropping an embedding, an attention weight or a block's output while training.
+        window: tokens that a token sees, itself counted; 0: all.
+        sinks: whether each head's softmax has a learned sink.
+        alibi: ALiBi's biases in place of learned positions: text may then be longer than ``context``.
     """
 
     layers: int = 2
@@ -48,6 +57,9 @@ class Config:
     context: int = 256
     vocab: int = 256
     dropout: float = 0.0
+    window: int = 0
+    sinks: bool = False
+    alibi: bool = False
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "width", "context", "vocab"):
@@ -57,6 +69,8 @@ class Config:
             raise InputError("width must be a multiple of heads", f"{self.width} and {self.heads}")
         if not 0.0 <= self.dropout < 1.0:
             raise InputError("dropout must lie in [0, 1)", self.dropout)
+        if self.window < 0:
+            raise InputError("window must be at least 0", self.window)
 
 
 class Block(nn.Module):
@@ -71,12 +85,21 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(config.width)
         self.up = nn.Linear(config.width, 4 * config.width)
         self.down = nn.Linear(4 * config.width, config.width)
+        self.window = config.window
+        self.sinks = nn.Parameter(torch.zeros(config.heads)) if config.sinks else None
+        self.register_buffer("slopes", alibi_slopes(config.heads) if config.alibi else None, persistent=False)
+
+    def options(self) -> dict[str, Any]:
+        """What attention takes besides q, k, v and dropout: nothing in GPT-2."""
+        window = (self.window - 1, 0) if self.window else None
+        options = {"window": window, "alibi_slopes": self.slopes, "sinks": self.sinks}
+        return {name: value for name, value in options.items() if value is not None}
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         """``x`` (B, S, width) to the same shape; q, k and v are strided views, so nothing is copied for ``attend``."""
         dropout_p = self.dropout if self.training else 0.0
         q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        out = attend(q, k, v, dropout_p).transpose(1, 2).flatten(2)
+        out = attend(q, k, v, dropout_p, **self.options()).transpose(1, 2).flatten(2)
         x = x + nn.functional.dropout(self.project(out), dropout_p)
         hidden = nn.functional.gelu(self.up(self.mlp_norm(x)), approximate="tanh")
         return x + nn.functional.dropout(self.down(hidden), dropout_p)
@@ -89,7 +112,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.attend = config, attend
         self.token = nn.Embedding(config.vocab, config.width)
-        self.position = nn.Embedding(config.context, config.width)
+        self.position = None if config.alibi else nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.init_weights()
@@ -104,40 +127,23 @@ class GPT(nn.Module):
                 sums = 2 * self.config.layers if joins_stream else 1
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(sums))
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """``ids``: int64 (B, S), S at most ``config.context``. Returns logits (B, S, vocab)."""
-        if ids.shape[1] > self.config.context:
-            raise InputError(f"tokens must fit the context of {self.config.context}", ids.shape[1])
-        x = self.token(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
+    def forward(self, ids: Tensor, attends: Sequence[Attend] | None = None, first: int = 0) -> Tensor:
+        """Logits (B, S, vocab) of ``ids``, int64 (B, S), whose first token stands at position ``first``.
+
+        Learned positions end at ``config.context``. ``attends``: an attention for each block in place of the model's
+        own, which may know the tokens before ``first``.
+        """
+        x = self.token(ids)
+        if self.position is not None:
+            if first + ids.shape[1] > self.config.context:
+                raise InputError(f"tokens must fit the context of {self.config.context}", first + ids.shape[1])
+            x = x + self.position(torch.arange(first, first + ids.shape[1], device=ids.device))
         x = nn.functional.dropout(x, self.config.dropout, self.training)
-        for block in self.blocks:
-            x = block(x, self.attend)
+        for block, attend in zip(self.blocks, attends or [self.attend] * len(self.blocks), strict=True):
+            x = block(x, attend)
         return nn.functional.linear(self.norm(x), self.token.weight)
 
     def loss(self, windows: Tensor) -> Tensor:
         """Mean cross entropy, in nats, of predicting each next token of ``windows`` (B, S + 1)."""
         logits = self(windows[:, :-1])
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
-
-    @torch.no_grad()
-    def generate(
-        self, ids: Tensor, count: int, generator: torch.Generator, *, temperature: float, top_k: int
-    ) -> Tensor:
-        """Continue ``ids`` (B, S) by ``count`` tokens.
-
-        Args:
-            ids: int64 (B, S).
-            count: how many tokens to add.
-            generator: on the CPU; the same one gives the same text.
-            temperature: divides the logits; below 1 keeps closer to the likeliest token.
-            top_k: draw from this many likeliest tokens.
-
-        Returns:
-            int64 (B, S + count).
-        """
-        for _ in range(count):
-            likeliest = self(ids[:, -self.config.context :])[:, -1].float().topk(min(top_k, self.config.vocab))
-            weights = torch.softmax(likeliest.values / temperature, -1).cpu()
-            drawn = torch.multinomial(weights, 1, generator=generator).to(ids.device)
-            ids = torch.cat([ids, likeliest.indices.gather(1, drawn)], 1)
-        return ids

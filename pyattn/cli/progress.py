@@ -10,15 +10,15 @@ from pyattn.cli.contention import SpinNotice
 
 
 class Progress:
-    """Shows ``steps`` steps of ``tokens`` tokens each, computed by ``threads`` CPU threads (0 on a GPU).
+    """Shows ``steps`` steps of ``tokens`` tokens each, by ``threads`` CPU threads (0 on a GPU), from step ``done`` on.
 
     The bar shows the speed. In a log, which has no bar, each line shows it: tokens a second since the line before,
     validation itself not counted.
     """
 
-    def __init__(self, steps: int, tokens: int, threads: int) -> None:
+    def __init__(self, steps: int, tokens: int, threads: int, done: int = 0) -> None:
         self.tokens, self.notice = tokens, SpinNotice(threads)
-        self.bar = tqdm(total=steps * tokens, unit="tokens", unit_scale=True, disable=None)
+        self.bar = tqdm(total=steps * tokens, initial=done * tokens, unit="tokens", unit_scale=True, disable=None)
         self.lines_show_speed = self.bar.disable or not sys.stdout.isatty()
         self.steps, self.seconds = 0, 0.0
         self.resumed = time.perf_counter()

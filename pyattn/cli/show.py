@@ -7,15 +7,14 @@ before it: queries down, keys across, darker for more. A row's weights sum to 1;
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from pyattn import attention, attention_weights
+from pyattn import attention_weights
 from pyattn.cli import InputError, chart, checkpoint
-from pyattn.cli.gpt import GPT
-from pyattn.cli.train import MODEL
+from pyattn.cli.gpt import GPT, attend_pyattn
 
 PICTURE = "weights.png"
 TEXT = "def mean(numbers):\n    return sum("
@@ -26,7 +25,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="pyattn show", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, help=f"folder that pyattn train wrote, or its {MODEL}")
+    parser.add_argument("run", type=Path, help=f"folder that pyattn train wrote, or its {checkpoint.MODEL}")
     parser.add_argument("--text", help="what the model reads; default: the beginning of a function")
     parser.add_argument("--layer", type=int, nargs="+", metavar="N", help="layers to show, from 0; default: all")
     parser.add_argument("--head", type=int, nargs="+", metavar="N", help="heads to show, from 0; default: all")
@@ -34,17 +33,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--out", type=Path, metavar="FILE", help=f"PNG to write, in place of an earlier one; default: {PICTURE} in run"
     )
     return parser.parse_args(argv)
-
-
-def load(path: Path) -> GPT:
-    """The model of a checkpoint, or InputError."""
-    try:
-        return checkpoint.load(path)
-    except FileNotFoundError as error:
-        raise InputError("run must be a folder that pyattn train wrote, or its checkpoint", path) from error
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        got = f"{path} ({str(error).splitlines()[0]})"
-        raise InputError("run must hold a checkpoint that pyattn train wrote", got) from error
 
 
 def chosen(name: str, numbers: Sequence[int] | None, size: int) -> list[int]:
@@ -60,9 +48,9 @@ def weights_of(model: GPT, ids: Tensor, layers: Sequence[int], heads: Sequence[i
     """(layers, heads, S, S): the weights of the chosen layers and heads for ``ids`` (S,)."""
     found = []
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
-        found.append(attention_weights(q, k, heads=heads)[0])
-        return attention(q, k, v, dropout_p=dropout_p)
+    def attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, **options: Any) -> Tensor:
+        found.append(attention_weights(q, k, heads=heads, **options)[0])
+        return attend_pyattn(q, k, v, dropout_p, **options)
 
     model.attend = attend
     model(ids[None])
@@ -83,9 +71,8 @@ def labels_of(text: bytes) -> list[str]:
 def run(argv: Sequence[str]) -> int:
     """Read, compute, draw."""
     options = parse(argv)
-    path = options.run / MODEL if options.run.is_dir() else options.run
+    model, path = checkpoint.of_run(options.run)
     out = options.out or path.parent / PICTURE
-    model = load(path)
     text = TEXT.encode()[: model.config.context] if options.text is None else options.text.encode()
     if not 0 < len(text) <= model.config.context:
         raise InputError(f"--text must have 1 to {model.config.context} bytes, the model's context", len(text))

@@ -1,8 +1,9 @@
 """``pyattn train``: train a small GPT on text, save it, and compare its attention with a pure-Python one.
 
-Writes the model (model.safetensors, at each validation and at the end) and the loss curve (loss.png) to --out. Ctrl-C
-ends training early and finishes the run as usual. A loss that is infinite or NaN ends the run; the model of the last
-validation is kept.
+Writes the model (model.safetensors, at each validation and at the end), what --resume needs (training.safetensors, at
+each validation) and the loss curve (loss.png) to --out. Ctrl-C ends training early and finishes the run as usual;
+--resume goes on from the last validation, to the bit. A loss that is infinite or NaN ends the run; the model of the
+last validation is kept.
 """
 
 import argparse
@@ -15,10 +16,11 @@ from pathlib import Path
 import torch
 
 from pyattn import _C
-from pyattn.cli import InputError, chart, checkpoint
+from pyattn.cli import InputError, chart, checkpoint, generation, state
+from pyattn.cli.checkpoint import MODEL
 from pyattn.cli.compare import ATTENTIONS, compare
 from pyattn.cli.device import DEVICES, check_device
-from pyattn.cli.fit import DivergenceError, Losses, Recipe, evaluate, fit, validate
+from pyattn.cli.fit import DivergenceError, Losses, Recipe, evaluate, fit, make_optimizer, validate
 from pyattn.cli.gpt import GPT, Config
 from pyattn.cli.output import make_folder
 from pyattn.cli.text import Text, read
@@ -27,13 +29,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BFLOAT16_PRODUCTS = ("avx512_bf16",)
 """Instruction sets that multiply bfloat16; on others it is converted to float32 first, in torch's linears too."""
 
-MODEL, CURVE = "model.safetensors", "loss.png"
+CURVE = "loss.png"
 
 VALIDATION_WINDOWS = 64
 """A byte's loss has a standard deviation near 2 nats: the mean of 64 windows of 256 has one near 2 / 128 = 0.016."""
 
 PROMPT = 64
-"""Bytes of validation text that the sample continues: a line or two, enough to see its kind."""
+"""Bytes of validation text that the sample continues, a quarter of the context at most: a line or two, enough to see
+its kind."""
 
 COMPARED_BATCHES = 8
 """Few enough to take seconds, enough that one disturbed batch does not move the median."""
@@ -56,6 +59,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     model.add_argument(
         "--dropout", type=float, default=Config.dropout, help="probability of dropping a weight or an output"
     )
+    model.add_argument(
+        "--window", type=int, default=Config.window, help="bytes that a byte sees, itself counted; 0: all"
+    )
+    model.add_argument("--sinks", action="store_true", help="give each head's softmax a learned sink")
+    model.add_argument(
+        "--alibi", action="store_true", help="ALiBi in place of learned positions, which end at the context"
+    )
     model.add_argument("--attention", choices=ATTENTIONS, default="pyattn", help="whose attention to use")
 
     training = parser.add_argument_group("training")
@@ -69,6 +79,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     training.add_argument("--device", choices=DEVICES, default="cpu", help="where to train")
     training.add_argument(
         "--dtype", choices=DTYPES, default="float32", help="dtype of matrix products (bfloat16: autocast)"
+    )
+
+    training.add_argument(
+        "--resume", type=Path, metavar="RUN", help="go on with the run in this folder, by its own options alone"
     )
 
     output = parser.add_argument_group("output")
@@ -90,6 +104,8 @@ def check(options: argparse.Namespace) -> None:
     for name in ("lr", "temperature"):
         if not 0.0 < getattr(options, name) < math.inf:
             raise InputError(f"--{name} must be positive and finite", getattr(options, name))
+    if options.attention == "sdpa" and (options.window or options.sinks or options.alibi):
+        raise InputError("--window, --sinks and --alibi need another --attention", options.attention)
     if options.sample < 0:
         raise InputError("--sample must not be negative", options.sample)
     if not 0 <= options.seed < 2**64:  # what torch.Generator takes
@@ -117,12 +133,17 @@ def introduce(options: argparse.Namespace, text: Text, model: GPT) -> None:
         )
 
 
-def continuation(model: GPT, text: Text, options: argparse.Namespace) -> str:
-    """The beginning of the validation text and what the model adds to it."""
-    start = text.validation[None, :PROMPT].long().to(options.device)
+def show_sample(model: GPT, text: Text, options: argparse.Namespace) -> None:
+    """Print the beginning of the validation text and what the model adds to it."""
+    prompt = text.validation[None, : max(1, min(PROMPT, options.context // 4))].long().to(options.device)
+    size = prompt.shape[1]
+    count = generation.room(model, size, options.sample)
     generator = torch.Generator().manual_seed(options.seed)
-    ids = model.generate(start, options.sample, generator, temperature=options.temperature, top_k=options.top_k)
-    return bytes(ids[0].tolist()).decode(errors="replace")
+    read = generation.with_cache(model, 1, size + count)
+    draw = {"temperature": options.temperature, "top_k": options.top_k}
+    added = list(generation.continuation(read, prompt, count, generator, **draw))
+    where = "" if count == options.sample else f", up to the context of {options.context} bytes"
+    print(f"sample{where}\n{bytes(torch.cat([prompt, *added], 1)[0].tolist()).decode(errors='replace')}\n")
 
 
 def compare_attention(model: GPT, text: Text, options: argparse.Namespace) -> bool:
@@ -148,34 +169,62 @@ def give_up(reason: DivergenceError, losses: Losses, lr: float, folder: Path) ->
     print(f"pyattn: training diverged, {reason}{left}: lower --lr, got {lr:g}", file=sys.stderr)
 
 
+def resumed(run: Path, argv: Sequence[str]) -> tuple[state.State, argparse.Namespace]:
+    """The state that ``run`` was left in, and its options."""
+    others = [word for word in argv if word.startswith("-") and word.partition("=")[0] != "--resume"]
+    if others:
+        raise InputError("--resume goes on by the options of its run, leave others out", " ".join(others))
+    before = state.load(run)
+    return before, argparse.Namespace(**vars(parse([])) | vars(before.options) | {"resume": run})
+
+
 def run(argv: Sequence[str]) -> int:
     """Train, save, show a sample and the comparison. Returns the exit code."""
-    options = parse(argv)
+    options, before = parse(argv), None
+    if options.resume is not None:
+        before, options = resumed(options.resume, argv)
     check(options)
-    config = Config(options.layers, options.heads, options.width, options.context, dropout=options.dropout)
+    model_options = {name: getattr(options, name) for name in ("dropout", "window", "sinks", "alibi")}
+    config = Config(options.layers, options.heads, options.width, options.context, **model_options)
     recipe = Recipe(options.steps, options.batch, options.lr, options.eval_every, DTYPES[options.dtype])
     text = read(options.data, options.context)
-    named_by_time = Path("runs") / datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = make_folder(options.out or named_by_time, (MODEL, CURVE), options.overwrite)
+    if before is None:
+        named_by_time = Path("runs") / datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        files = MODEL, state.STATE, CURVE
+        folder = make_folder(options.out or named_by_time, files, options.overwrite)
+    else:
+        folder = options.resume
+        if before.text != state.digest(text):
+            raise InputError("--resume needs the text that its run began with", f"another one in {text.source}")
 
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     attend = ATTENTIONS[options.attention]
     model = GPT(config, attend).to(options.device)
+    generator = torch.Generator().manual_seed(options.seed)
+    training = state.Training(model, make_optimizer(model), Losses(), generator)
+    losses = training.losses
     introduce(options, text, model)
+    if before is not None:
+        before.restore(training)
+        print(f"resumed    after {len(losses.train)} of {options.steps} steps")
 
-    batches = text.batches(options.batch, options.context, torch.Generator().manual_seed(options.seed))
+    def keep() -> None:
+        checkpoint.save(model, path)
+        state.save(folder / state.STATE, training, options, text)
+
+    batches = text.batches(options.batch, options.context, generator)
     validation = text.validation_windows(VALIDATION_WINDOWS, options.context)
-    losses, unigram = Losses(), text.unigram_loss()
+    unigram = text.unigram_loss()
     title = f"GPT of {config.layers} layers, attention {options.attention}"
     path = folder / MODEL
     interrupted = False
     try:
         try:
-            fit(model, batches, validation, recipe, losses, keep=lambda: checkpoint.save(model, path))
+            fit(model, training.optimizer, batches, validation, recipe, losses, keep)
         except KeyboardInterrupt:
             interrupted = True
-            print(f"stopped    by Ctrl-C after {len(losses.train)} of {options.steps} steps")
+            print(f"stopped    by Ctrl-C after {len(losses.train)} of {options.steps} steps; --resume {folder} goes on")
         final = evaluate(model, validation, recipe, losses, len(losses.train))
     except DivergenceError as reason:
         chart.draw(losses, unigram, title, folder / CURVE)
@@ -186,7 +235,7 @@ def run(argv: Sequence[str]) -> int:
     kept = validate(checkpoint.load(path, attend).to(options.device), validation, recipe) == final
     chart.draw(losses, unigram, title, folder / CURVE)
 
-    print(f"sample\n{continuation(model, text, options)}\n")
+    show_sample(model, text, options)
     print(f"validation loss {final:.4f} nats a byte; byte frequencies alone {unigram:.4f}")
     print(f"checkpoint {path}: {'loads back, same' if kept else 'loads back to ANOTHER'} validation loss")
     print(f"curve      {folder / CURVE}")

@@ -1,0 +1,89 @@
+"""``pyattn generate``: let a trained model go on with a text.
+
+Reads a checkpoint of ``pyattn train`` and prints the prompt with what the model adds to it, byte by byte. Each step
+reads one byte over a cache of the keys and values so far. A model with learned positions stops at its context; one that
+was trained with --alibi goes on.
+"""
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from pyattn.cli import InputError, checkpoint, generation
+from pyattn.cli.device import DEVICES, check_device
+
+PROMPT = "def mean(numbers):\n"
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="pyattn generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, help=f"folder that pyattn train wrote, or its {checkpoint.MODEL}")
+    parser.add_argument("--prompt", default=PROMPT, help="text to go on with; default: the beginning of a function")
+    parser.add_argument("--tokens", type=int, default=400, help="bytes to add; default: %(default)s")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="divides the logits: lower is less random, 0 takes the likeliest byte; default: %(default)s",
+    )
+    parser.add_argument("--top-k", type=int, default=40, help="draw from the likeliest K; default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="random seed; default: %(default)s")
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default: %(default)s"
+    )
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="where to compute; default: %(default)s")
+    parser.add_argument("--no-cache", action="store_true", help="read the whole text again for each byte, to compare")
+    return parser.parse_args(argv)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise InputError for the first invalid value."""
+    for name, least in (("tokens", 0), ("top_k", 1), ("threads", 1)):
+        if getattr(options, name) < least:
+            raise InputError(f"--{name.replace('_', '-')} must be at least {least}", getattr(options, name))
+    if not 0.0 <= options.temperature < math.inf:
+        raise InputError("--temperature must be finite and at least 0", options.temperature)
+    if not 0 <= options.seed < 2**64:  # what torch.Generator takes
+        raise InputError("--seed must lie in [0, 2^64)", options.seed)
+    if not options.prompt:
+        raise InputError("--prompt must have at least 1 byte", 0)
+    check_device(options.device)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Read the model and the prompt, go on, print. Returns the exit code."""
+    options = parse(argv)
+    check(options)
+    torch.set_num_threads(options.threads)
+    model, _ = checkpoint.of_run(options.run)
+    model = model.to(options.device)
+    prompt = options.prompt.encode()
+    context = model.config.context
+    if model.position is not None and len(prompt) > context:
+        raise InputError(f"--prompt must have at most {context} bytes, the model's context", len(prompt))
+    count = generation.room(model, len(prompt), options.tokens)
+    ids = torch.tensor([list(prompt)], device=options.device)
+    read = generation.recomputing(model) if options.no_cache else generation.with_cache(model, 1, len(prompt) + count)
+    generator = torch.Generator().manual_seed(options.seed)
+
+    begin = time.perf_counter()
+    draw = {"temperature": options.temperature, "top_k": options.top_k}
+    tokens = generation.continuation(read, ids, count, generator, **draw)
+    added = [int(token) for token in tqdm(tokens, total=count, unit="tokens", leave=False, disable=None)]
+    seconds = time.perf_counter() - begin
+
+    print((prompt + bytes(added)).decode(errors="replace"))
+    if count < options.tokens:
+        print(f"stopped at the context of {context} bytes, where learned positions end", file=sys.stderr)
+    rate = f", {count / seconds:,.0f} tokens/s" if count else ""
+    print(f"{count} bytes after {len(prompt)} in {seconds:.1f} s{rate}", file=sys.stderr)
+    return 0

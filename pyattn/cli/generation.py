@@ -1,0 +1,89 @@
+"""Text that a model goes on with, token by token, over caches of the keys and values so far."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyattn.cache import KVCache, attention_with_cache
+from pyattn.cli.gpt import GPT
+
+CHUNK = 256
+"""Tokens of a prompt that are read at a time: enough to fill the kernels, and activations of a few MB."""
+
+Read = Callable[[Tensor], Tensor]
+"""Reads the next tokens, int64 (B, S), and returns the logits (B, vocab) behind the last."""
+
+
+def attend_cached(cache: KVCache, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, **options: Any) -> Tensor:
+    """Attention over the tokens so far, the new ones included."""
+    cache.append(k, v)
+    out: Tensor = attention_with_cache(q, cache, dropout_p=dropout_p, **options)
+    return out
+
+
+def caches_for(model: GPT, batch: int, tokens: int) -> list[KVCache]:
+    """A cache for each block of ``model``, with room for ``tokens``; a ring, where a window needs less than that."""
+    config, weight = model.config, model.token.weight
+    window, size = config.window or None, config.window - 1 + CHUNK
+    if window is None or size >= tokens:
+        window, size = None, tokens
+    sizes = batch, config.heads, size, config.width // config.heads
+    return [KVCache(*sizes, dtype=weight.dtype, device=weight.device, window=window) for _ in model.blocks]
+
+
+def with_cache(model: GPT, batch: int, tokens: int) -> Read:
+    """Reads each token once; text of up to ``tokens``."""
+    attends = [partial(attend_cached, cache) for cache in caches_for(model, batch, tokens)]
+    done = 0
+
+    def read(ids: Tensor) -> Tensor:
+        nonlocal done
+        for chunk in ids.split(CHUNK, 1):
+            logits: Tensor = model(chunk, attends, done)
+            done += chunk.shape[1]
+        return logits[:, -1]
+
+    return read
+
+
+def recomputing(model: GPT) -> Read:
+    """Reads all tokens again each time: what the cache saves, and what it must equal."""
+    so_far: list[Tensor] = []
+
+    def read(ids: Tensor) -> Tensor:
+        so_far.append(ids)
+        logits: Tensor = model(torch.cat(so_far, 1))
+        return logits[:, -1]
+
+    return read
+
+
+def room(model: GPT, prompt: int, count: int) -> int:
+    """How many of ``count`` tokens fit behind a prompt: learned positions end at the context."""
+    return count if model.position is None else max(0, min(count, model.config.context - prompt))
+
+
+def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> Tensor:
+    """The next token (B, 1): the likeliest at temperature 0, else drawn from the ``top_k`` likeliest ones.
+
+    ``generator`` lies on the CPU, so that the same one gives the same text on any device.
+    """
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    likeliest = logits.float().topk(min(top_k, logits.shape[-1]))
+    weights = torch.softmax(likeliest.values / temperature, -1).cpu()
+    drawn = torch.multinomial(weights, 1, generator=generator).to(logits.device)
+    return likeliest.indices.gather(1, drawn)
+
+
+@torch.no_grad()
+def continuation(
+    read: Read, ids: Tensor, count: int, generator: torch.Generator, *, temperature: float, top_k: int
+) -> Iterator[Tensor]:
+    """``count`` tokens, each (B, 1), that follow ``ids`` (B, S), as they come."""
+    for _ in range(count):
+        ids = choose(read(ids), temperature, top_k, generator)
+        yield ids

@@ -1,0 +1,132 @@
+"""Promise: text goes on over a cache as it would if all of it were read again for each byte, or stops and says why."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyattn.cli import checkpoint, generation, main
+from pyattn.cli.gpt import GPT, Config
+
+CONTEXT = 16
+MODELS: dict[str, dict[str, Any]] = {
+    "learned positions": {},
+    "ALiBi": {"alibi": True},
+    "window": {"window": 5, "alibi": True},
+    "window of learned positions": {"window": 5},
+    "all": {"window": 6, "sinks": True, "alibi": True},
+}
+
+
+def made(**options: Any) -> GPT:
+    """A model whose logits differ by more than rounding does."""
+    torch.manual_seed(0)
+    model = GPT(Config(layers=2, heads=2, width=16, context=CONTEXT, **options)).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    return model
+
+
+def text_of(model: GPT, cached: bool, ids: Tensor, count: int, seed: int = 0, **draw: Any) -> Tensor:
+    """(B, count)."""
+    reads = generation.with_cache(model, len(ids), ids.shape[1] + count) if cached else generation.recomputing(model)
+    draw = {"temperature": 0.0, "top_k": 40} | draw
+    return torch.cat([*generation.continuation(reads, ids, count, torch.Generator().manual_seed(seed), **draw)], 1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("chunk", [3, 256])
+def test_same_tokens_as_recomputing(monkeypatch: pytest.MonkeyPatch, name: str, chunk: int) -> None:
+    """The prompt comes in chunks, and a window's ring turns several times; with ALiBi, past the context."""
+    monkeypatch.setattr(generation, "CHUNK", chunk)
+    model = made(**MODELS[name])
+    ids = torch.randint(256, (3, 7))
+    count = generation.room(model, 7, 40)
+    assert count == (40 if model.config.alibi else CONTEXT - 7)
+    for draw in ({}, {"temperature": 1.0}):
+        ours, expected = (text_of(model, cached, ids, count, **draw) for cached in (True, False))
+        assert torch.equal(ours, expected)
+    caches = generation.caches_for(model, 3, 7 + count)
+    ring = chunk == 3 and model.config.window > 0
+    assert all((cache.window is not None) == ring for cache in caches)
+    assert not ring or caches[0].max_seqlen == model.config.window - 1 + chunk
+
+
+def test_tokens_are_drawn_by_the_seed() -> None:
+    model, ids = made(alibi=True), torch.randint(256, (3, 7))
+
+    def draw(top_k: int, seed: int) -> Tensor:
+        return text_of(model, True, ids, 30, seed, temperature=1.0, top_k=top_k)
+
+    assert torch.equal(draw(40, seed=1), draw(40, seed=1))
+    assert not torch.equal(draw(40, seed=1), draw(40, seed=2))
+    assert torch.equal(draw(1, seed=1), draw(1, seed=2))
+    assert torch.equal(draw(1, seed=1), text_of(model, True, ids, 30))
+
+
+# The command
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    for name, options in (("learned", {}), ("endless", {"window": 5, "sinks": True, "alibi": True})):
+        (tmp_path / name).mkdir()
+        checkpoint.save(made(**options).float(), tmp_path / name / checkpoint.MODEL)
+    return tmp_path
+
+
+def test_the_text_and_its_speed_are_shown(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for more in ([], ["--no-cache"]):
+        assert main(["generate", str(runs / "endless"), "--prompt", "Grüße", "--tokens", "40", *more]) == 0
+        shown.append(capsys.readouterr())
+        assert " tokens/s" in shown[-1].err
+        assert "40 bytes after 7 in " in shown[-1].err
+        assert "stopped" not in shown[-1].err
+    assert shown[0].out == shown[1].out
+    assert shown[0].out.startswith("Grüße")
+
+
+def test_a_bar_shows_tokens_a_second(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    assert main(["generate", str(runs / "endless"), "--tokens", "40"]) == 0
+    assert "tokens/s]" in capsys.readouterr().err
+
+
+def test_learned_positions_stop_at_the_context(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(runs / "learned" / checkpoint.MODEL)
+    assert main(["generate", path, "--prompt", "abc", "--tokens", "40"]) == 0
+    shown = capsys.readouterr().err
+    assert "stopped at the context of 16 bytes, where learned positions end\n13 bytes after 3 in " in shown
+    assert main(["generate", path, "--prompt", "a" * 16]) == 0
+    assert capsys.readouterr().out == "a" * 16 + "\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--tokens -1", "--tokens must be at least 0, got -1"),
+        ("--top-k 0", "--top-k must be at least 1, got 0"),
+        ("--threads 0", "--threads must be at least 1, got 0"),
+        ("--temperature -0.5", "--temperature must be finite and at least 0, got -0.5"),
+        ("--temperature nan", "--temperature must be finite and at least 0, got nan"),
+        ("--seed -1", "--seed must lie in [0, 2^64), got -1"),
+        ("--prompt=", "--prompt must have at least 1 byte, got 0"),
+        ("--prompt aaaaaaaaaaaaaaaaa", "--prompt must have at most 16 bytes, the model's context, got 17"),
+        ("--device cuda", "--device cuda needs a "),
+    ],
+)
+def test_wrong_options(runs: Path, capsys: pytest.CaptureFixture[str], options: str, message: str) -> None:
+    assert main(["generate", str(runs / "learned"), *options.split()]) == 2
+    assert capsys.readouterr().err.startswith(f"pyattn: {message}")
+
+
+def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(tmp_path)]) == 2
+    wanted = "run must be a folder that pyattn train wrote, or its checkpoint"
+    assert capsys.readouterr().err == f"pyattn: {wanted}, got {tmp_path / checkpoint.MODEL}\n"

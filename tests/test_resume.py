@@ -1,0 +1,103 @@
+"""Promise: a training that was cut off goes on to the bit where its last validation was."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pyattn.cli import main, state
+from pyattn.cli.checkpoint import MODEL
+
+FILES = (MODEL, state.STATE)
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """Ctrl-C in the optimiser, after ``steps`` steps: random numbers of the next one are drawn already."""
+    take_step, taken = torch.optim.AdamW.step, []
+
+    def interrupted(self: torch.optim.AdamW, *args: object) -> object:
+        if len(taken) == steps:
+            raise KeyboardInterrupt
+        taken.append(1)
+        return take_step(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", interrupted)
+
+
+@pytest.mark.parametrize("cut", [0, 2, 3, 5])
+@pytest.mark.parametrize("options", ["--dropout 0.2", "--dropout 0.1 --window 4 --sinks --alibi --seed 3"])
+def test_it_goes_on_to_the_bit(train_on, monkeypatch, capsys, cut: int, options: str) -> None:
+    """Weights, moments, losses and what is drawn next are those of a training that was not cut off."""
+    _, whole = train_on(*options.split(), out="whole")
+    shown = capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        interrupt(patch, cut)
+        code, folder = train_on(*options.split(), out="cut")
+    assert code == 130
+    assert f"after {cut} of 6 steps; --resume {folder} goes on" in capsys.readouterr().out
+    torch.manual_seed(99)
+    assert main(["train", "--resume", str(folder)]) == 0
+    resumed = capsys.readouterr().out
+    assert f"resumed    after {cut // 3 * 3} of 6 steps" in resumed
+    assert (
+        resumed[resumed.index("sample") :].split("checkpoint")[0]
+        == shown[shown.index("sample") :].split("checkpoint")[0]
+    )
+    assert (folder / MODEL).read_bytes() == (whole / MODEL).read_bytes()
+    ours, expected = (state.load(run) for run in (folder, whole))
+    assert ours.text == expected.text
+    assert ours.tensors.keys() == expected.tensors.keys()
+    assert all(torch.equal(x, expected.tensors[name]) for name, x in ours.tensors.items())
+    assert {name.split(".")[1] for name in ours.tensors if name.startswith("optimizer")} == {
+        "step",
+        "exp_avg",
+        "exp_avg_sq",
+    }
+
+
+def test_a_finished_training_ends_the_same(train_on, capsys) -> None:
+    _, folder = train_on("--dropout", "0.2")
+    before = {name: (folder / name).read_bytes() for name in FILES}
+    assert main(["train", f"--resume={folder}"]) == 0
+    assert (folder / MODEL).read_bytes() == before[MODEL]
+    assert not list(folder.glob("*.unfinished"))
+
+
+def test_the_state_is_no_pickle(train_on) -> None:
+    _, folder = train_on()
+    assert (folder / state.STATE).read_bytes()[8:10] == b'{"'  # safetensors: a length, then JSON
+    assert state.load(folder).options.lr == 5e-3
+
+
+# What is refused
+
+
+def test_other_options(train_on, capsys) -> None:
+    _, folder = train_on()
+    assert main(["train", "--resume", str(folder), "--lr", "0.1"]) == 2
+    message = "--resume goes on by the options of its run, leave others out, got --lr"
+    assert capsys.readouterr().err == f"pyattn: {message}\n"
+
+
+def test_another_text(train_on, story: Path, capsys) -> None:
+    _, folder = train_on()
+    story.write_text(story.read_text().replace("green", "brown"))
+    assert main(["train", "--resume", str(folder)]) == 2
+    assert "--resume needs the text that its run began with, got another one in 1 files of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no safetensors at all", b"\x02\0\0\0\0\0\0\0{}"])
+def test_no_state(tmp_path: Path, capsys, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / state.STATE).write_bytes(content)
+    assert main(["train", "--resume", str(tmp_path)]) == 2
+    message = f"pyattn: --resume must be a folder that pyattn train wrote, got {tmp_path / state.STATE}"
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_peers_that_have_no_windows(train_on, capsys) -> None:
+    assert train_on("--attention", "sdpa", "--window", "4")[0] == 2
+    assert capsys.readouterr().err == "pyattn: --window, --sinks and --alibi need another --attention, got sdpa\n"
+    assert train_on("--window", "-1")[0] == 2
+    assert capsys.readouterr().err == "pyattn: window must be at least 0, got -1\n"
+    assert train_on("--attention", "reference", "--window", "4", "--sinks", "--alibi")[0] == 0
