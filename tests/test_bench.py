@@ -10,7 +10,8 @@ from matplotlib import image
 
 import pyattn
 from pyattn import _C, _ops, reference
-from pyattn.cli import bench, chart, contenders, features, main, rows, timing
+from pyattn.cli import bench, chart, contenders, decoding, features, main, rows, timing
+from pyattn.cli.gpt import Config
 
 
 @pytest.fixture
@@ -191,6 +192,31 @@ def test_features(capsys):
     all_sides = features.sides((1, 2, 40, 8), torch.float32, "cpu", dense=True)
     assert all(name in shown for name in all_sides)
     assert features.sides((1, 2, 40, 8), torch.float32, "cpu", dense=False).keys() < all_sides.keys()
+
+
+@pytest.mark.usefixtures("least")
+def test_decoding(monkeypatch, tmp_path, capsys):
+    """A token is timed over caches and without, in tokens a second; all sides compute the same logits."""
+    monkeypatch.setattr(decoding, "CONTEXTS", (9, 30))
+    monkeypatch.setattr(decoding, "MODEL", Config(layers=2, heads=2, width=16))
+    monkeypatch.setattr(rows, "TOKEN_SECONDS", 0.0)
+    threads = torch.get_num_threads()
+    try:
+        assert main(["bench", *f"--only decode --dtype float32 --threads 1 --out {tmp_path}".split()]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    shown = capsys.readouterr().out
+    assert "speed-ups over torch sdpa over a cache" in shown
+    assert "tokens/s" in shown
+    record = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert [row["what"] for row in record] == ["decode 9 float32"] * 4 + ["decode 30 float32"] * 4
+    for row in record:
+        assert row["side"] in shown
+        assert row["forward"]["tokens_per_second"] == 1 / row["forward"]["seconds"]
+    for context in (1, 30):
+        calls = decoding.sides(context, torch.float64, "cpu")
+        for logits in (call() for call in calls.values() for _ in range(2)):
+            torch.testing.assert_close(logits, calls[decoding.BASE](), rtol=0, atol=1e-12)
 
 
 def test_the_picture_has_a_panel_for_modules(tmp_path, monkeypatch):

@@ -27,12 +27,12 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from pyattn import _C
-from pyattn.cli import InputError, contenders
+from pyattn.cli import InputError, contenders, decoding
 from pyattn.cli.chart import draw_speedups
 from pyattn.cli.contention import busy, is_busy
 from pyattn.cli.device import DEVICES, check_device, cpu, hardware
 from pyattn.cli.output import make_folder
-from pyattn.cli.rows import DTYPES, Peaks, Row, of_features, of_functions, of_modules
+from pyattn.cli.rows import DTYPES, Peaks, Row, of_decoding, of_features, of_functions, of_modules
 from pyattn.cli.table import show, worst_wait
 from pyattn.cli.timing import peak_flops
 
@@ -73,8 +73,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--only",
-        choices=("functions", "modules", "features"),
-        help="measure these alone; features: what masks and scores cost, which is measured only when asked for",
+        choices=("functions", "modules", "features", "decode"),
+        help="measure these alone; features: what masks and scores cost; decode: a token of a model with and without "
+        "a cache; both are measured only when asked for",
     )
     parser.add_argument("--quick", action="store_true", help="fewer shapes, modules and rounds, in half a minute")
     parser.add_argument("--flex", action="store_true", help="compare FlexAttention too, which is compiled first")
@@ -104,6 +105,10 @@ def measured_peaks(dtypes: Sequence[str], threads: int) -> Peaks:
 
 def comparisons(options: argparse.Namespace, peaks: Peaks) -> dict[str, Comparison]:
     """The comparisons that the options ask for, by name; --quick has modules in the first dtype only."""
+    if options.only == "decode":
+        contexts = decoding.CONTEXTS[: 1 if options.quick else None]
+        named = {f"decode {context} {dtype}": (context, dtype) for dtype in options.dtype for context in contexts}
+        return {what: partial(of_decoding, what, *sizes, options.device) for what, sizes in named.items()}
     features = options.only == "features"
     defaults = FEATURE_SHAPES if features else (QUICK_SHAPES if options.quick else SHAPES)[options.device]
     shapes = [shape_of(text) for text in options.shapes or defaults]
@@ -127,7 +132,7 @@ def comparisons(options: argparse.Namespace, peaks: Peaks) -> dict[str, Comparis
 
 def base_of(options: argparse.Namespace) -> str:
     """What speed-ups are over."""
-    return "our causal attention" if options.only == "features" else "torch's sdpa"
+    return {"features": "our causal attention", "decode": decoding.BASE}.get(options.only, "torch's sdpa")
 
 
 def introduce(options: argparse.Namespace, peaks: Peaks) -> None:

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from pyattn.cli import contenders, features, info
+from pyattn.cli import contenders, decoding, features, info
 from pyattn.cli.timing import in_turn, peak_memory
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in info.DTYPES}
 LARGEST_SCORES = 2**30
 """Bytes of a score matrix beyond which plain torch, which makes one, is left out."""
 
-FUNCTION_SECONDS, MODULE_SECONDS = 1.0, 2.0
+FUNCTION_SECONDS, MODULE_SECONDS, TOKEN_SECONDS = 1.0, 2.0, 2.0
 """Time for the forward of a side without a time limit; its forward and backward gets twice that."""
 
 LIMITED_SHARE = 1 / 6
@@ -147,3 +147,14 @@ def of_features(what: str, shape: tuple[int, ...], dtype: str, device: str, ends
     forwards: dict[str, Call] = {n: partial(f, q, k, v, **named) for n, (f, named) in sides.items()}
     trainings: dict[str, Call] = {n: partial(both, *side) for n, side in sides.items()}
     return measure(what, next(iter(sides)), forwards, trainings, FUNCTION_SECONDS, ends, device)
+
+
+def of_decoding(what: str, context: int, dtype: str, device: str, ends: float) -> list[Row]:
+    """Rows of one token behind ``context`` others, with tokens a second; there is no backward."""
+    calls: dict[str, Call] = dict(decoding.sides(context, DTYPES[dtype], device))
+    seconds = min(TOKEN_SECONDS, max(0.0, ends - time.perf_counter()) / len(calls))
+    times = in_turn(calls, decoding.BASE, seconds, device, 3 if ends == math.inf else 1)
+    rows: list[Row] = [{"what": what, "side": name, "forward": dataclasses.asdict(t)} for name, t in times.items()]
+    for row in rows:
+        row["forward"]["tokens_per_second"] = 1 / row["forward"]["seconds"]
+    return rows

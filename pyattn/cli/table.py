@@ -20,7 +20,9 @@ def spread(time: Row) -> str:
 
 
 def rate(time: Row) -> str:
-    """Percent of peak, or TFLOP/s where no peak is measured; empty for modules."""
+    """Tokens a second, percent of peak, or TFLOP/s where no peak is measured; empty for modules."""
+    if "tokens_per_second" in time:
+        return f"{time['tokens_per_second']:,.1f}"
     if "flops_per_second" not in time:
         return ""
     return f"{time['of_peak']:.0%}" if "of_peak" in time else f"{time['flops_per_second'] / 1e12:.1f}"
@@ -29,10 +31,11 @@ def rate(time: Row) -> str:
 def show(rows: list[Row], device: str) -> None:
     """Print one comparison."""
     rate_head, rate_width = ("TFLOP/s", 9) if device == "cuda" else ("peak", 6)
-    head = "".join(
-        f"{name:>20}{'speed-up':>10}{rate_head:>{rate_width}}" for name in ("forward ms", "forward+backward ms")
-    )
-    tqdm.write(f"\n{rows[0]['what']}\n{'':34}{head}{'MB':>6}")
+    columns, memory = ["forward ms", "forward+backward ms"], f"{'MB':>6}"
+    if any("tokens_per_second" in row.get("forward", ()) for row in rows):
+        columns, memory, rate_head, rate_width = ["token ms"], "", "tokens/s", 10
+    head = "".join(f"{name:>20}{'speed-up':>10}{rate_head:>{rate_width}}" for name in columns)
+    tqdm.write(f"\n{rows[0]['what']}\n{'':34}{head}{memory}")
     for row in rows:
         line = f"  {row['side']:32}"
         if "left_out" in row:

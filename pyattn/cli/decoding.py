@@ -1,0 +1,81 @@
+"""One token of a model that writes text: ``pyattn bench --only decode``, beside PyTorch's attention and recomputing.
+
+Every side computes the logits behind ``context`` tokens, of which all but the last are read before the clock starts:
+over a cache of theirs, or, recomputing, not at all.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pyattn.cli import generation
+from pyattn.cli.compare import attend_sdpa
+from pyattn.cli.gpt import GPT, Config, attend_pyattn
+
+CONTEXTS = (256, 4096)
+MODEL = Config(layers=4, heads=8, width=512)
+"""13 million parameters, 50 MB in float32: beyond most second-level caches, as real models are."""
+
+BASE = "torch sdpa over a cache"
+
+
+class SdpaCache:
+    """What a cache takes with torch alone: one sequence, and slices of keys and values written in place."""
+
+    def __init__(self, heads: int, size: int, head_dim: int, like: Tensor) -> None:
+        self.k, self.v = torch.zeros(2, 1, heads, size, head_dim, dtype=like.dtype, device=like.device)
+        self.used = 0
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
+        """Attention of new tokens, after a prompt one at a time, over all so far."""
+        before, self.used = self.used, self.used + q.shape[2]
+        self.k[:, :, before : self.used], self.v[:, :, before : self.used] = k, v
+        keys, values = self.k[:, :, : self.used], self.v[:, :, : self.used]
+        return functional.scaled_dot_product_attention(q, keys, values, is_causal=before == 0)
+
+
+@torch.no_grad()
+def sides(context: int, dtype: torch.dtype, device: str) -> dict[str, Callable[[], Tensor]]:
+    """By side, the logits (1, vocab) behind the same ``context`` tokens; BASE is what speed-ups are over."""
+    config = replace(MODEL, context=context)
+    model = GPT(config).to(device=device, dtype=dtype).eval()
+    ids = torch.randint(config.vocab, (1, context), device=device)
+    last, before = ids[:, -1:], context - 1
+
+    ours = generation.caches_for(model, 1, context)
+    theirs = [SdpaCache(config.heads, context, config.width // config.heads, model.token.weight) for _ in model.blocks]
+    attends = [partial(generation.attend_cached, cache) for cache in ours]
+    sdpa_attends = [cache.attend for cache in theirs]
+    for one in (attends, sdpa_attends):
+        if before:
+            model(ids[:, :-1], one)
+
+    @torch.no_grad()
+    def cached() -> Tensor:
+        for cache in ours:
+            cache.lengths.fill_(before)
+        logits: Tensor = model(last, attends, before)
+        return logits[:, -1]
+
+    @torch.no_grad()
+    def sdpa_cached() -> Tensor:
+        for cache in theirs:
+            cache.used = before
+        logits: Tensor = model(last, sdpa_attends, before)
+        return logits[:, -1]
+
+    @torch.no_grad()
+    def recomputing(attend: Callable[..., Tensor]) -> Tensor:
+        logits: Tensor = model(ids, [attend] * config.layers)
+        return logits[:, -1]
+
+    return {
+        BASE: sdpa_cached,
+        "pyattn over a cache": cached,
+        "torch sdpa recomputing": partial(recomputing, attend_sdpa),
+        "pyattn recomputing": partial(recomputing, attend_pyattn),
+    }
