@@ -15,7 +15,7 @@ from matplotlib import image
 from torch import Tensor
 
 from pyattn import _C
-from pyattn.cli import checkpoint, contention, fit, progress, train
+from pyattn.cli import checkpoint, contention, fit, lengths, progress, train
 from pyattn.cli.compare import ATTENTIONS
 from pyattn.cli.gpt import GPT
 from pyattn.cli.text import read
@@ -107,6 +107,24 @@ def test_ctrl_c_keeps_what_was_trained(train_on, story, monkeypatch, capsys, ste
     assert f"validation loss {validation_loss(folder / 'model.safetensors', story):.4f} nats a byte" in shown
     assert "losses agree to" in shown
     assert_is_picture(folder / "loss.png")
+
+
+def test_models_without_learned_positions_read_on(train_on, story, capsys):
+    """The loss of each range of positions is that of the bytes there, given all before them."""
+    _, folder = train_on("--alibi", "--window", "4", "--sinks")
+    shown = capsys.readouterr().out
+    model, text = checkpoint.load(folder / "model.safetensors"), read(story, CONTEXT)
+    windows = text.validation_windows(lengths.WINDOWS, 256)
+    with torch.no_grad():
+        logits = model(windows[:, :-1])
+    losses = torch.nn.functional.cross_entropy(logits.mT, windows[:, 1:], reduction="none").mean(0)
+    found = re.search(r"past the training length, validation loss of the bytes up to (.*)", shown)[1]
+    ends = dict(part.split(": ") for part in found.split(", "))
+    assert list(ends) == ["16", "32", "64", "128", "256"]
+    for begin, end in ((0, 16), (16, 32), (128, 256)):
+        assert float(ends[str(end)]) == pytest.approx(losses[begin:end].mean().item(), abs=2e-4)
+    train_on(out="learned")
+    assert "past the training length" not in capsys.readouterr().out
 
 
 # Training that diverges

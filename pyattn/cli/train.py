@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from pyattn import _C
-from pyattn.cli import InputError, chart, checkpoint, generation, state
+from pyattn.cli import InputError, chart, checkpoint, generation, lengths, state
 from pyattn.cli.checkpoint import MODEL
 from pyattn.cli.compare import ATTENTIONS, compare
 from pyattn.cli.device import DEVICES, check_device
@@ -237,6 +237,7 @@ def run(argv: Sequence[str]) -> int:
 
     show_sample(model, text, options)
     print(f"validation loss {final:.4f} nats a byte; byte frequencies alone {unigram:.4f}")
+    lengths.show(model, text, DTYPES[options.dtype])
     print(f"checkpoint {path}: {'loads back, same' if kept else 'loads back to ANOTHER'} validation loss")
     print(f"curve      {folder / CURVE}")
     agree = compare_attention(model, text, options)
