@@ -107,6 +107,30 @@ def test_learned_positions_stop_at_the_context(runs: Path, capsys: pytest.Captur
     assert capsys.readouterr().out == "a" * 16 + "\n"
 
 
+def test_ctrl_c_keeps_what_was_written(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose, chosen = generation.choose, []
+
+    def interrupted(*arguments: Any) -> Tensor:
+        if len(chosen) == 5:
+            raise KeyboardInterrupt
+        chosen.append(choose(*arguments))
+        return chosen[-1]
+
+    options = ["generate", str(runs / "learned"), "--prompt", "abc", "--tokens", "40"]
+    assert main(options) == 0
+    whole = capsys.readouterr().out
+    monkeypatch.setattr(generation, "choose", interrupted)
+    assert main(options) == 130
+    shown = capsys.readouterr()
+    assert "5 bytes after 3 in " in shown.err
+    assert "stopped" not in shown.err
+    written = bytes([*b"abc", *(int(token) for token in chosen)]).decode(errors="replace")
+    assert shown.out == written + "\n"
+    assert whole.startswith(written.rstrip("\ufffd"))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

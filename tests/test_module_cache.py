@@ -103,6 +103,18 @@ def test_compiles_once_for_all_lengths(name: str) -> None:
             assert_same(compiled(x, *mask, kv_cache=ours), module(x, *mask, kv_cache=expected))
 
 
+def test_autocast_fills_a_cache_of_its_dtype() -> None:
+    module = nn.GroupedQueryAttention(D_IN, 8, 0.0, 4, 2, rotary=100.0)
+    x = torch.randn(2, 9, D_IN)
+    cached = KVCache(2, 2, CONTEXT_LENGTH, 2, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = module(x)
+        steps = [module(part, kv_cache=cached) for part in x.split(4, 1)]
+        own = [module(part, use_cache=True) for part in x.split(4, 1)]
+    assert torch.equal(torch.cat(steps, 1), whole)
+    assert torch.equal(torch.cat(own, 1), whole)
+
+
 @each_module
 def test_training_drops_weights_over_a_cache(name: str) -> None:
     module = made(name)

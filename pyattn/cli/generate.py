@@ -2,7 +2,7 @@
 
 Reads a checkpoint of ``pyattn train`` and prints the prompt with what the model adds to it, byte by byte. Each step
 reads one byte over a cache of the keys and values so far. A model with learned positions stops at its context; one that
-was trained with --alibi goes on.
+was trained with --alibi goes on. Ctrl-C stops too.
 """
 
 import argparse
@@ -75,15 +75,19 @@ def run(argv: Sequence[str]) -> int:
     read = generation.recomputing(model) if options.no_cache else generation.with_cache(model, 1, len(prompt) + count)
     generator = torch.Generator().manual_seed(options.seed)
 
-    begin = time.perf_counter()
+    begin, interrupted, added = time.perf_counter(), False, bytearray()
     draw = {"temperature": options.temperature, "top_k": options.top_k}
     tokens = generation.continuation(read, ids, count, generator, **draw)
-    added = [int(token) for token in tqdm(tokens, total=count, unit="tokens", leave=False, disable=None)]
+    try:
+        for token in tqdm(tokens, total=count, unit="tokens", leave=False, disable=None):
+            added.append(int(token))
+    except KeyboardInterrupt:
+        interrupted = True
     seconds = time.perf_counter() - begin
 
-    print((prompt + bytes(added)).decode(errors="replace"))
-    if count < options.tokens:
+    print((prompt + added).decode(errors="replace"))
+    if len(added) == count < options.tokens:
         print(f"stopped at the context of {context} bytes, where learned positions end", file=sys.stderr)
-    rate = f", {count / seconds:,.0f} tokens/s" if count else ""
-    print(f"{count} bytes after {len(prompt)} in {seconds:.1f} s{rate}", file=sys.stderr)
-    return 0
+    rate = f", {len(added) / seconds:,.0f} tokens/s" if added else ""
+    print(f"{len(added)} bytes after {len(prompt)} in {seconds:.1f} s{rate}", file=sys.stderr)
+    return 130 if interrupted else 0
