@@ -92,6 +92,24 @@ struct DropoutParams {
   const int64_t* seed;  // ()
 };
 
+// What the KV heads of a call are cut into; cpu/units.h says into how many.
+enum class Unit : int { kForward, kPartRows, kMerges, kSplits, kShareRows, kShareBlocks, kReduced, kSummaries };
+inline constexpr int kNumUnits = 8;
+
+// How many units of each kind a KV head has.
+struct Units {
+  int64_t of[kNumUnits];
+};
+
+// Packed sequences lie one behind the other. Sequence b has the queries [cu_seqlens_q[b],
+// cu_seqlens_q[b + 1]) and likewise its keys; with seqused_k, only so many of these.
+struct PackedParams {
+  const int64_t *cu_seqlens_q, *cu_seqlens_k;  // (batch + 1), or null for a batch
+  const int64_t* seqused_k;                    // (batch), or null
+  int64_t total_q;                             // rows of q, with those that belong to no sequence
+  Units* before;                               // (batch + 1), over the sequences before; made by the pass count_units
+};
+
 // The parts of a pass that a profile tells apart.
 enum class Phase : int { kPack, kScores, kSoftmax, kDropout, kOut, kdP, kdV, kdK, kdQ, kStore };
 inline constexpr const char* kPhaseNames[] = {"pack",        "S = Q K^T",   "softmax",     "dropout",   "O = P V",
@@ -106,13 +124,16 @@ struct PhaseCounts {
 
 struct ForwardParams {
   View q, k, v, out;
-  // (batch, num_heads_q, seqlen_q), dense, double for float64, else float. row_max: the largest
+  // (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q), dense, double for float64, else float. row_max: the largest
   // score, in the backend's own unit (cpu/score.h, cuda/score.h); row_sum: the sum of exp(score -
   // largest score); lse: the natural logarithm of the sum of exp(score). Backward reads the first
   // two, because exp(score - lse) has the rounding error of a large lse.
   void *row_max, *row_sum, *lse;
+  // Packed: batch is the number of sequences, seqlen_q and seqlen_k are the largest lengths.
   int64_t batch, num_heads_q, num_heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
+  double pairs;  // of a query and a key of the same sequence, seen or not
   double softmax_scale;
+  PackedParams packed;
   MaskParams mask;
   ScoreParams score;
   DropoutParams dropout;
@@ -130,8 +151,7 @@ struct BackwardParams : ForwardParams {
 };
 
 // What a pass needs for these params. It depends on shapes and constants, never on the
-// number of threads, which therefore can't change bits. Packed sequences will be items
-// here: a plan may cut them at equal cost.
+// number of threads, which therefore can't change bits.
 struct Plan {
   int64_t items;            // independent work items
   int64_t scratch_bytes;    // private to each call of run
@@ -150,6 +170,7 @@ struct Pass {
 inline constexpr int64_t kScratchAlign = 64;
 
 struct Kernels {
+  Pass<ForwardParams> count_units;  // before all, with packed sequences: makes params.packed.before
   Pass<ForwardParams> bias_rows;    // before both, with a bias: makes params.mask.bias_rows
   Pass<ForwardParams> mask_blocks;  // then, with a bias or key ranges: makes params.mask.blocks
   Pass<ForwardParams> forward;

@@ -26,22 +26,30 @@ constexpr int64_t group_size(const ForwardParams& p) {
   return p.num_heads_kv ? divide(p.num_heads_q, p.num_heads_kv) : 1;
 }
 
-// One KV head of one sequence, and the query rows that read it: row r is query r / group of the
+// The most query rows of a KV head.
+constexpr int64_t most_rows(const ForwardParams& p) { return p.seqlen_q * group_size(p); }
+
+// One KV head of one sequence, of a batch or packed, and the query rows that read it: row r is query r / group of the
 // group's query head r % group. Neighbouring rows then see almost the same keys, and the few
 // queries of decoding fill a tile with heads.
 struct Head {
   int64_t b, h_kv, group;
-  int64_t count;  // query rows
+  int64_t first_q, first_k;  // where the sequence begins; 0 in a batch
   int64_t seqlen_q, seqlen_k;
+  int64_t count;  // query rows
 
   constexpr Head(const ForwardParams& p, int64_t head) : Head(p, head, group_size(p)) {}
   constexpr Head(const ForwardParams& p, int64_t head, int64_t group)
       : b(divide(head, p.num_heads_kv)),
         h_kv(remainder(head, p.num_heads_kv)),
         group(group),
-        count(p.seqlen_q * group),
-        seqlen_q(p.seqlen_q),
-        seqlen_k(p.seqlen_k) {}
+        first_q(p.packed.cu_seqlens_q ? p.packed.cu_seqlens_q[b] : 0),
+        first_k(p.packed.cu_seqlens_k ? p.packed.cu_seqlens_k[b] : 0),
+        seqlen_q(p.packed.cu_seqlens_q ? p.packed.cu_seqlens_q[b + 1] - first_q : p.seqlen_q),
+        seqlen_k(p.packed.seqused_k      ? p.packed.seqused_k[b]
+                 : p.packed.cu_seqlens_k ? p.packed.cu_seqlens_k[b + 1] - first_k
+                                         : p.seqlen_k),
+        count(seqlen_q * group) {}
 
   // Query and query head of row r. Without a group there is nothing to
   // divide, and each row asks several times.
@@ -51,13 +59,14 @@ struct Head {
   // Row r of a tensor with query heads.
   template <class S>
   constexpr S* row(const View& view, int64_t r) const {
-    return static_cast<S*>(view.data) + b * view.stride_b + query_head(r) * view.stride_h + query(r) * view.stride_s;
+    return static_cast<S*>(view.data) + b * view.stride_b + query_head(r) * view.stride_h +
+           (first_q + query(r)) * view.stride_s;
   }
 
   // Position j of a tensor with KV heads.
   template <class S>
   constexpr S* key(const View& view, int64_t j) const {
-    return static_cast<S*>(view.data) + b * view.stride_b + h_kv * view.stride_h + j * view.stride_s;
+    return static_cast<S*>(view.data) + b * view.stride_b + h_kv * view.stride_h + (first_k + j) * view.stride_s;
   }
 
   // The ALiBi slope of row r's query head, as T.
@@ -66,8 +75,9 @@ struct Head {
     return static_cast<const T*>(p.score.alibi_slopes)[b * p.score.slopes_stride_b + query_head(r)];
   }
 
-  // Where row r lies in a dense (batch, num_heads_q, seqlen_q) array.
+  // Where row r lies in a dense (batch, num_heads_q, seqlen_q) array, packed (num_heads_q, total_q).
   constexpr int64_t index(const ForwardParams& p, int64_t r) const {
+    if (p.packed.cu_seqlens_q) return query_head(r) * p.packed.total_q + first_q + query(r);
     return (b * p.num_heads_q + query_head(r)) * seqlen_q + query(r);
   }
 };

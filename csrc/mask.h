@@ -13,6 +13,7 @@
 #include "attention.h"
 #include "bias.h"
 #include "heads.h"
+#include "work.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
@@ -77,7 +78,7 @@ struct Mask {
     const int64_t i = head.query(r);
     Range keys = by_formula(i);
     if (p.mask.key_ranges) {
-      const int64_t* range = p.mask.key_ranges + head.b * p.mask.key_ranges_stride_b + 2 * i;
+      const int64_t* range = p.mask.key_ranges + head.b * p.mask.key_ranges_stride_b + 2 * (head.first_q + i);
       keys = keys.in({range[0], range[1]});
     }
     if (p.mask.bias_rows) {
@@ -209,7 +210,7 @@ struct Mask {
   // f(first row, summary) for each block that has some of these rows.
   template <class F>
   constexpr void each_block(Range rows, F f) const {
-    const BlockKeys* blocks = p.mask.blocks + (head.b * p.num_heads_kv + head.h_kv) * blocks_of(head);
+    const BlockKeys* blocks = p.mask.blocks + first_unit(p, Unit::kSummaries, head, blocks_of(head));
     for (int64_t r0 = round_down(rows.begin, kBlockRows); r0 < rows.end; r0 += kBlockRows)
       f(r0, blocks[r0 / kBlockRows]);
   }

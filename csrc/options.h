@@ -27,36 +27,45 @@ struct Options {
   optional<Tensor> dropout_seed;  // (), int64
 };
 
-inline void check_mask(const Tensor& q, const Options& options) {
-  TORCH_CHECK_VALUE(options.window.size() == 2 && options.window[0] >= -1 && options.window[1] >= -1,
-                    "pyattn: window must be (left, right), each at least -1, got ", options.window);
-  if (options.key_ranges) {
-    const Tensor& t = *options.key_ranges;
-    const auto sizes = t.sym_sizes();
-    check_type("key_ranges", t, {at::kInt, at::kLong});
-    check_device("key_ranges", t, q.device());
-    TORCH_CHECK_VALUE(
-        t.dim() == 3 && (sizes[0] == q.sym_size(0) || sizes[0] == 1) && sizes[1] == q.sym_size(2) && sizes[2] == 2,
-        "pyattn: key_ranges must have shape (", q.sym_size(0), " or 1, ", q.sym_size(2), ", 2), got ", sizes);
-  }
+// The same, as the operators' schemas have it.
+#define PYATTN_OPTIONS                                                                           \
+  "float? softmax_scale=None, bool causal=True, SymInt? q_offset=None, Tensor? q_offsets=None, " \
+  "SymInt[2] window=[-1, -1], Tensor? key_ranges=None, float softcap=0.0, Tensor? bias=None, "   \
+  "Tensor? alibi_slopes=None, Tensor? sinks=None, float dropout_p=0.0, Tensor? dropout_seed=None"
+
+inline void check_key_ranges(const Tensor& q, const Options& options) {
+  if (!options.key_ranges) return;
+  const Tensor& t = *options.key_ranges;
+  const auto sizes = t.sym_sizes();
+  check_type("key_ranges", t, {at::kInt, at::kLong});
+  check_device("key_ranges", t, q.device());
+  TORCH_CHECK_VALUE(
+      t.dim() == 3 && (sizes[0] == q.sym_size(0) || sizes[0] == 1) && sizes[1] == q.sym_size(2) && sizes[2] == 2,
+      "pyattn: key_ranges must have shape (", q.sym_size(0), " or 1, ", q.sym_size(2), ", 2), got ", sizes);
 }
 
-// What a score depends on beside q and k.
-inline void check_score(const Tensor& q, const Tensor& k, const Options& options) {
+inline void check_bias(const Tensor& q, const Tensor& k, const Options& options) {
+  if (!options.bias) return;
+  const Tensor& t = *options.bias;
+  check_type("bias", t, {at::kBool, q.scalar_type(), at::kFloat});
+  check_device("bias", t, q.device());
+  const std::array<SymInt, 4> full{q.sym_size(0), q.sym_size(1), q.sym_size(2), k.sym_size(2)};
+  bool fits = 1 <= t.dim() && t.dim() <= 4;
+  for (int64_t d = 1; fits && d <= t.dim(); ++d) fits = t.sym_size(-d) == 1 || t.sym_size(-d) == full[4 - d];
+  TORCH_CHECK_VALUE(fits, "pyattn: bias must have 1 to 4 dimensions, each 1 or that of ", c10::SymIntArrayRef(full),
+                    ", got ", t.sym_sizes());
+}
+
+// What knows nothing of positions; batch: the number of sequences.
+inline void check_options(const Tensor& q, const SymInt& batch, const SymInt& heads, const Options& options) {
+  TORCH_CHECK_VALUE(std::isfinite(options.softmax_scale.value_or(1)), "pyattn: softmax_scale must be finite, got ",
+                    *options.softmax_scale);
+  if (options.q_offsets) check_tensor("q_offset", *options.q_offsets, q.device(), at::kLong, {batch});
+  TORCH_CHECK_VALUE(options.window.size() == 2 && options.window[0] >= -1 && options.window[1] >= -1,
+                    "pyattn: window must be (left, right), each at least -1, got ", options.window);
   TORCH_CHECK_VALUE(std::isfinite(options.softcap) && options.softcap >= 0,
                     "pyattn: softcap must be finite and at least 0, got ", options.softcap);
   const at::ScalarType type = q.scalar_type();
-  const SymInt batch = q.sym_size(0), heads = q.sym_size(1);
-  if (options.bias) {
-    const Tensor& t = *options.bias;
-    check_type("bias", t, {at::kBool, type, at::kFloat});
-    check_device("bias", t, q.device());
-    const std::array<SymInt, 4> full{batch, heads, q.sym_size(2), k.sym_size(2)};
-    bool fits = 1 <= t.dim() && t.dim() <= 4;
-    for (int64_t d = 1; fits && d <= t.dim(); ++d) fits = t.sym_size(-d) == 1 || t.sym_size(-d) == full[4 - d];
-    TORCH_CHECK_VALUE(fits, "pyattn: bias must have 1 to 4 dimensions, each 1 or that of ", c10::SymIntArrayRef(full),
-                      ", got ", t.sym_sizes());
-  }
   if (options.alibi_slopes) {
     const Tensor& t = *options.alibi_slopes;
     check_type("alibi_slopes", t, {type, at::kFloat});
@@ -71,7 +80,18 @@ inline void check_score(const Tensor& q, const Tensor& k, const Options& options
     TORCH_CHECK_VALUE(options.sinks->dim() == 1 && options.sinks->sym_size(0) == heads,
                       "pyattn: sinks must have shape (", heads, "), got ", options.sinks->sym_sizes());
   }
+  const double p = options.dropout_p;
+  TORCH_CHECK_VALUE(0 <= p && p < 1, "pyattn: dropout_p must be at least 0 and below 1, got ", p);
+  TORCH_CHECK_VALUE(p == 0 || options.dropout_seed, "pyattn: dropout_p ", p, " needs a dropout_seed, got None");
+  if (options.dropout_seed) check_tensor("dropout_seed", *options.dropout_seed, q.device(), at::kLong, {});
 }
+
+// The results of forward, and what backward takes and returns, as the operators' schemas have it.
+#define PYATTN_FORWARD_RESULTS "(Tensor out, Tensor lse, Tensor row_max, Tensor row_sum)"
+#define PYATTN_BACKWARD_TENSORS \
+  "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor row_max, Tensor row_sum"
+#define PYATTN_BACKWARD_FLAGS "bool deterministic=True, bool[3] output_mask=[False, False, False]"
+#define PYATTN_BACKWARD_RESULTS "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi_slopes, Tensor dsinks)"
 
 // output_mask asks for dbias, dalibi_slopes and dsinks, each only where its tensor is given and has a gradient.
 inline void check_wanted(const Options& options, const std::array<bool, 3>& output_mask) {
@@ -83,6 +103,11 @@ inline void check_wanted(const Options& options, const std::array<bool, 3>& outp
       at::ArrayRef<bool>(output_mask.data(), 3));
 }
 
+inline void check_heads(const SymInt& num_heads_q, const SymInt& num_heads_kv) {
+  TORCH_CHECK_VALUE(num_heads_kv == 0 ? num_heads_q == 0 : num_heads_q % num_heads_kv == 0,
+                    "pyattn: num_heads_q must be a multiple of num_heads_kv, got ", num_heads_q, " and ", num_heads_kv);
+}
+
 inline void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) {
   TORCH_CHECK_TYPE(q.defined() && k.defined() && v.defined(), "pyattn: q, k and v must be Tensors, got None");
   TORCH_CHECK_VALUE(q.dim() == 4 && k.dim() == 4 && v.dim() == 4,
@@ -92,19 +117,12 @@ inline void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, cons
   const auto qs = q.sym_sizes(), ks = k.sym_sizes(), vs = v.sym_sizes();
   TORCH_CHECK_VALUE(ks[0] == qs[0], "pyattn: q and k must have the same batch, got ", qs[0], " and ", ks[0]);
   TORCH_CHECK_VALUE(ks[3] == qs[3], "pyattn: q and k must have the same head_dim, got ", qs[3], " and ", ks[3]);
-  TORCH_CHECK_VALUE(ks[1] == 0 ? qs[1] == 0 : qs[1] % ks[1] == 0,
-                    "pyattn: num_heads_q must be a multiple of num_heads_kv, got ", qs[1], " and ", ks[1]);
+  check_heads(qs[1], ks[1]);
   check_tensor("k", k, q.device(), q.scalar_type(), ks);
   check_tensor("v", v, q.device(), q.scalar_type(), {ks[0], ks[1], ks[2], vs[3]});
-  TORCH_CHECK_VALUE(std::isfinite(options.softmax_scale.value_or(1)), "pyattn: softmax_scale must be finite, got ",
-                    *options.softmax_scale);
-  if (options.q_offsets) check_tensor("q_offset", *options.q_offsets, q.device(), at::kLong, {qs[0]});
-  check_mask(q, options);
-  check_score(q, k, options);
-  const double p = options.dropout_p;
-  TORCH_CHECK_VALUE(0 <= p && p < 1, "pyattn: dropout_p must be at least 0 and below 1, got ", p);
-  TORCH_CHECK_VALUE(p == 0 || options.dropout_seed, "pyattn: dropout_p ", p, " needs a dropout_seed, got None");
-  if (options.dropout_seed) check_tensor("dropout_seed", *options.dropout_seed, q.device(), at::kLong, {});
+  check_options(q, qs[0], qs[1], options);
+  check_key_ranges(q, options);
+  check_bias(q, k, options);
 }
 
 }  // namespace pyattn

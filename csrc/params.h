@@ -16,7 +16,7 @@ namespace pyattn {
 
 // Kernels take any stride but that of columns, which must be 1.
 inline Tensor with_contiguous_columns(const Tensor& t) {
-  return t.size(3) <= 1 || t.stride(3) == 1 ? t : t.contiguous();
+  return t.size(-1) <= 1 || t.stride(-1) == 1 ? t : t.contiguous();
 }
 
 inline optional<Tensor> contiguous(const optional<Tensor>& t) { return t ? optional(t->contiguous()) : std::nullopt; }
@@ -35,14 +35,12 @@ inline BiasView bias_view(const Tensor& t, at::ScalarType type, void* data) {
   return {kind, data, stride(4), stride(3), stride(2), stride(1)};
 }
 
-// Ranges on a GPU are not read here; its kernels clamp them.
-inline void check_ranges(const Tensor& ranges, int64_t seqlen_k) {
-  const int64_t* range = ranges.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < ranges.numel(); i += 2)
-    TORCH_CHECK_VALUE(0 <= range[i] && range[i] <= range[i + 1] && range[i + 1] <= seqlen_k,
-                      "pyattn: key_ranges must hold 0 <= begin <= end <= seqlen_k = ", seqlen_k, ", got [", range[i],
-                      ", ", range[i + 1], "] for query ", i / 2 % ranges.size(1), " of sequence ",
-                      i / 2 / ranges.size(1));
+// The ranges of the queries of one sequence. Ranges on a GPU are not read here; its kernels clamp them.
+inline void check_ranges(const int64_t* range, int64_t seqlen_q, int64_t seqlen_k, int64_t sequence) {
+  for (int64_t i = 0; i < seqlen_q; ++i, range += 2)
+    TORCH_CHECK_VALUE(0 <= range[0] && range[0] <= range[1] && range[1] <= seqlen_k,
+                      "pyattn: key_ranges must hold 0 <= begin <= end <= seqlen_k = ", seqlen_k, ", got [", range[0],
+                      ", ", range[1], "] for query ", i, " of sequence ", sequence);
 }
 
 inline void fill_mask(MaskParams& mask, int64_t seqlen_q, int64_t seqlen_k, Options& options) {
@@ -54,9 +52,8 @@ inline void fill_mask(MaskParams& mask, int64_t seqlen_q, int64_t seqlen_k, Opti
   if (!options.key_ranges) return;
   options.key_ranges = options.key_ranges->to(at::kLong).contiguous();
   const Tensor& ranges = *options.key_ranges;
-  if (ranges.is_cpu()) check_ranges(ranges, seqlen_k);
   mask.key_ranges = ranges.const_data_ptr<int64_t>();
-  mask.key_ranges_stride_b = ranges.size(0) > 1 ? ranges.stride(0) : 0;
+  mask.key_ranges_stride_b = ranges.dim() == 3 && ranges.size(0) > 1 ? ranges.stride(0) : 0;
 }
 
 inline void fill_score(ScoreParams& score, at::ScalarType type, Options& options) {
@@ -71,16 +68,25 @@ inline void fill_score(ScoreParams& score, at::ScalarType type, Options& options
   if (options.alibi_slopes && options.alibi_slopes->dim() == 2) score.slopes_stride_b = options.alibi_slopes->size(1);
 }
 
+// What does not depend on how sequences lie in memory.
+inline void fill_options(ForwardParams& p, at::ScalarType type, Options& options) {
+  p.softmax_scale = options.softmax_scale.value_or(default_softmax_scale(p.head_dim));
+  fill_mask(p.mask, p.seqlen_q, p.seqlen_k, options);
+  fill_score(p.score, type, options);
+  p.dropout.threshold = static_cast<uint32_t>(std::min(std::nearbyint(65536 * options.dropout_p), 65535.0));
+  p.dropout.seed = options.dropout_seed ? options.dropout_seed->const_data_ptr<int64_t>() : nullptr;
+}
+
 // Replaces the options' tensors by such as kernels read; p points into them.
 inline void fill_inputs(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, Options& options) {
   p.q = input(q), p.k = input(k), p.v = input(v);
   p.batch = q.size(0), p.num_heads_q = q.size(1), p.num_heads_kv = k.size(1);
   p.seqlen_q = q.size(2), p.seqlen_k = k.size(2), p.head_dim = q.size(3), p.head_dim_v = v.size(3);
-  p.softmax_scale = options.softmax_scale.value_or(default_softmax_scale(p.head_dim));
-  fill_mask(p.mask, p.seqlen_q, p.seqlen_k, options);
-  fill_score(p.score, q.scalar_type(), options);
-  p.dropout.threshold = static_cast<uint32_t>(std::min(std::nearbyint(65536 * options.dropout_p), 65535.0));
-  p.dropout.seed = options.dropout_seed ? options.dropout_seed->const_data_ptr<int64_t>() : nullptr;
+  p.pairs = static_cast<double>(p.batch) * static_cast<double>(p.seqlen_q) * static_cast<double>(p.seqlen_k);
+  fill_options(p, q.scalar_type(), options);
+  if (options.key_ranges && options.key_ranges->is_cpu())
+    for (int64_t b = 0; b < options.key_ranges->size(0); ++b)
+      check_ranges(p.mask.key_ranges + b * p.mask.key_ranges_stride_b, p.seqlen_q, p.seqlen_k, b);
 }
 
 }  // namespace pyattn

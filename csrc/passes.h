@@ -39,8 +39,7 @@ void run(const Pass<Params>& pass, const Plan& plan, const Params& p) {
   // Waking the other threads costs about 5 us, in which one thread does some 100,000 multiply-adds
   // of a small shape. Ten times as many are worth it.
   constexpr double kWorthThreads = 1 << 20;
-  const double work =
-      static_cast<double>(p.batch) * p.num_heads_q * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v);
+  const double work = p.pairs * static_cast<double>(p.num_heads_q * (p.head_dim + p.head_dim_v));
   run_tasks(work < kWorthThreads ? 1 : std::min(plan.items, max_tasks()), task);
 }
 
@@ -54,10 +53,11 @@ c10::DataPtr make_array(const Pass<ForwardParams>& pass, ForwardParams& p, Entry
   return memory;
 }
 
-// What the mask leaves of each row and block of rows, where formulas do not say it.
-inline std::array<c10::DataPtr, 2> summarize_mask(const Kernels& table, ForwardParams& p) {
-  std::array<c10::DataPtr, 2> memory;
+// The work of packed sequences, and what the mask leaves of each row and block of rows, where formulas do not say it.
+inline std::array<c10::DataPtr, 3> prepare(const Kernels& table, ForwardParams& p) {
+  std::array<c10::DataPtr, 3> memory;
   const bool bias = p.score.bias.type != BiasType::kNone;
+  if (p.packed.cu_seqlens_q) memory[2] = make_array(table.count_units, p, p.packed.before);
   if (bias) memory[0] = make_array(table.bias_rows, p, p.mask.bias_rows);
   if (bias || p.mask.key_ranges) memory[1] = make_array(table.mask_blocks, p, p.mask.blocks);
   return memory;
@@ -71,6 +71,18 @@ void run(const Pass<Params>& pass, Params& p, const Next&... next) {
   p.workspace = workspace.get();
   run(pass, plan, p);
   (run(next, next.plan(p), p), ...);
+}
+
+inline void run_forward(DType type, ForwardParams& p) {
+  const Kernels& table = kernels(type, p.score);
+  const auto memory = prepare(table, p);
+  run(table.forward, p, table.merge_out);
+}
+
+inline void run_backward(DType type, BackwardParams& p) {
+  const Kernels& table = kernels(type, p.score);
+  const auto memory = prepare(table, p);
+  run(table.backward, p, table.reduce_dq, table.bias_gradient, table.head_gradients);
 }
 
 }  // namespace pyattn

@@ -5,6 +5,7 @@ from pyattn.autograd import set_deterministic
 from pyattn.cache import KVCache, attention_with_cache
 from pyattn.functional import attention, dropout_mask
 from pyattn.merge import merge
+from pyattn.varlen import attention_varlen
 from pyattn.weights import attention_weights
 
 __version__ = "0.1.0"
@@ -13,6 +14,7 @@ __all__ = [
     "KVCache",
     "__version__",
     "attention",
+    "attention_varlen",
     "attention_weights",
     "attention_with_cache",
     "dropout_mask",

@@ -7,18 +7,64 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from pyattn.options import Options
-from pyattn.visible import pairs
+from pyattn.options import Options, Packing
+from pyattn.visible import packed_pairs, pairs
 
 attention_forward = torch.ops.pyattn.attention_forward.default
 attention_backward = torch.ops.pyattn.attention_backward.default
+attention_varlen_forward = torch.ops.pyattn.attention_varlen_forward.default
+attention_varlen_backward = torch.ops.pyattn.attention_varlen_backward.default
+
+
+Values = dict[str, Any]
+"""An operator's arguments by name."""
+
+Results = tuple[Tensor | None, ...]
+
+
+def _register_vmap(
+    op: torch._ops.OpOverload[..., Any],
+    name: str,
+    loops: Callable[[Values, dict[str, int]], bool],
+    fold: Callable[[Callable[..., Results], Values, dict[str, int], int], Results],
+) -> None:
+    """vmap by one call on folded tensors; call by call where ``loops(values, mapped)`` says that can't be.
+
+    ``mapped`` has the mapped dimension of each tensor that has one. ``fold(op, values, mapped, size)`` returns results
+    whose first dimension is the mapped one.
+    """
+    names = [argument.name for argument in op._schema.arguments]
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Results, tuple[int | None, ...]]:
+        size = info.batch_size
+        values = dict(zip(names, args, strict=False))
+        mapped = {name: dim for name, dim in zip(names, in_dims, strict=False) if isinstance(dim, int)}
+
+        def sliced(select: Callable[[Tensor, int], Tensor]) -> Results:
+            """The results of one call on slices of what is mapped."""
+            results: Results = op(
+                *(select(value, mapped[name]) if name in mapped else value for name, value in values.items())
+            )
+            return results
+
+        if size == 0:  # a call on zeros gives the shapes
+            one = sliced(lambda t, dim: t.new_zeros(t.movedim(dim, 0).shape[1:]))
+            results = tuple(None if t is None else t[None][:0] for t in one)
+        elif loops(values, mapped):
+            many = [sliced(lambda t, dim, i=i: t.select(dim, i)) for i in range(size)]  # type: ignore[misc]
+            results = tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*many, strict=True))
+        else:
+            results = fold(op, values, mapped, size)
+        return results, tuple(None if t is None else 0 for t in results)
+
+    torch.library.register_vmap(name, rule)
 
 
 SHARED = {"key_ranges": 3, "bias": 4, "alibi_slopes": 2}
 """Tensors that all sequences may share, with the number of their dimensions where they don't."""
 
 
-def _fold(name: str, tensor: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
+def _into_batch(name: str, tensor: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
     """Moves the mapped dimension into the batch: (size, B, ...) -> (size * B, ...). What all share stays as it is."""
     if dim is None and name in SHARED and (tensor.dim() < SHARED[name] or tensor.shape[0] != batch):
         return tensor
@@ -31,51 +77,53 @@ def _fold(name: str, tensor: Tensor, dim: int | None, size: int, batch: int) -> 
     return tensor.flatten(0, 1)
 
 
-def _register_vmap(op: torch._ops.OpOverload[..., Any], name: str) -> None:
-    """vmap folds the mapped dimension into the batch.
-
-    It loops where that can't be: with dropout, whose draws depend on the batch; where sinks are mapped, which have no
-    batch; where gradients of bias, slopes or sinks are wanted, which are summed over the batch.
-    """
-    names = [argument.name for argument in op._schema.arguments]
-
-    def rule(
-        info: Any, in_dims: tuple[Any, ...], *args: Any
-    ) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
-        size = info.batch_size
-        values = dict(zip(names, args, strict=False))
-        mapped = {name: dim for name, dim in zip(names, in_dims, strict=False) if isinstance(dim, int)}
-
-        def sliced(select: Callable[[Tensor, int], Tensor]) -> tuple[Tensor | None, ...]:
-            """The results of one call on slices of what is mapped."""
-            results: tuple[Tensor | None, ...] = op(
-                *(select(value, mapped[name]) if name in mapped else value for name, value in values.items())
-            )
-            return results
-
-        dropout = values.get("dropout_seed") is not None
-        if size == 0:  # a call on zeros gives the shapes
-            one = sliced(lambda t, dim: t.new_zeros(t.movedim(dim, 0).shape[1:]))
-            results = tuple(None if t is None else t[None][:0] for t in one)
-        elif dropout or "sinks" in mapped or any(values.get("output_mask", ())):
-            many = [sliced(lambda t, dim, i=i: t.select(dim, i)) for i in range(size)]  # type: ignore[misc]
-            results = tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*many, strict=True))
-        else:
-            batch = values["q"].shape[1 if mapped.get("q") == 0 else 0]
-            folded = [
-                _fold(name, value, mapped.get(name), size, batch)
-                if isinstance(value, Tensor) and name != "sinks"
-                else value
-                for name, value in values.items()
-            ]
-            results = tuple(None if t is None else t.unflatten(0, (size, batch)) for t in op(*folded))
-        return results, tuple(None if t is None else 0 for t in results)
-
-    torch.library.register_vmap(name, rule)
+def _fold_into_batch(op: Callable[..., Results], values: Values, mapped: dict[str, int], size: int) -> Results:
+    batch = values["q"].shape[1 if mapped.get("q") == 0 else 0]
+    folded = [
+        _into_batch(name, value, mapped.get(name), size, batch)
+        if isinstance(value, Tensor) and name != "sinks"
+        else value
+        for name, value in values.items()
+    ]
+    return tuple(None if t is None else t.unflatten(0, (size, batch)) for t in op(*folded))
 
 
-_register_vmap(attention_forward, "pyattn::attention_forward")
-_register_vmap(attention_backward, "pyattn::attention_backward")
+def _batch_loops(values: Values, mapped: dict[str, int]) -> bool:
+    """Dropout's draws depend on the batch, sinks have none, and gradients of scores are summed over it."""
+    return values.get("dropout_seed") is not None or "sinks" in mapped or any(values.get("output_mask", ()))
+
+
+HEADS = dict.fromkeys(("dout", "dlse", "q", "k", "v", "out", "row_max", "row_sum"), -2)
+HEADS |= {"alibi_slopes": -1, "sinks": -1}
+"""Where the heads are in the tensors of packed sequences, counted from the last dimension."""
+
+
+def _fold_into_heads(op: Callable[..., Results], values: Values, mapped: dict[str, int], size: int) -> Results:
+    """Packed sequences have no batch, but heads don't know of each other either."""
+
+    def into_heads(name: str, value: Any) -> Any:
+        if name not in HEADS or value is None:
+            return value
+        at, dim = HEADS[name], mapped.get(name)
+        tensor = value.unsqueeze(0).expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
+        return tensor.movedim(0, at - 1).flatten(at - 1, at)
+
+    def out_of_heads(at: int, t: Tensor | None) -> Tensor | None:
+        return None if t is None else t.unflatten(at, (size, t.shape[at] // size)).movedim(at - 1, 0)
+
+    results = op(*(into_heads(name, value) for name, value in values.items()))
+    return tuple(out_of_heads(-1 if i > 3 else -2, t) for i, t in enumerate(results))
+
+
+def _heads_loop(values: Values, mapped: dict[str, int]) -> bool:
+    """Dropout's draws depend on the heads; lengths and masks are the same for all heads."""
+    return values.get("dropout_seed") is not None or not mapped.keys() <= HEADS.keys()
+
+
+_register_vmap(attention_forward, "pyattn::attention_forward", _batch_loops, _fold_into_batch)
+_register_vmap(attention_backward, "pyattn::attention_backward", _batch_loops, _fold_into_batch)
+_register_vmap(attention_varlen_forward, "pyattn::attention_varlen_forward", _heads_loop, _fold_into_heads)
+_register_vmap(attention_varlen_backward, "pyattn::attention_varlen_backward", _heads_loop, _fold_into_heads)
 
 
 @register_flop_formula(torch.ops.pyattn.attention_forward, get_raw=True)
@@ -102,3 +150,38 @@ def backward_flops(
     """Q K^T again, dO V^T, dV, dK and dQ, counted likewise."""
     known = Options(*options[: len(Options._fields)], **named)
     return 2 * pairs(q, k, known) * (3 * q.shape[3] + 2 * v.shape[3])
+
+
+@register_flop_formula(torch.ops.pyattn.attention_varlen_forward, get_raw=True)
+def varlen_forward_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: object = None, **named: Any) -> int:
+    """As :func:`forward_flops`."""
+    packing, options = _split(rest, named)
+    return 2 * packed_pairs(q, k, packing, options) * (q.shape[2] + v.shape[2])
+
+
+@register_flop_formula(torch.ops.pyattn.attention_varlen_backward, get_raw=True)
+def varlen_backward_flops(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    row_max: Tensor | None,
+    row_sum: Tensor | None,
+    *rest: Any,
+    deterministic: bool = True,
+    out_val: object = None,
+    **named: Any,
+) -> int:
+    """As :func:`backward_flops`."""
+    packing, options = _split(rest[: len(Packing._fields) + len(Options._fields)], named)
+    return 2 * packed_pairs(q, k, packing, options) * (3 * q.shape[2] + 2 * v.shape[2])
+
+
+def _split(rest: tuple[Any, ...], named: dict[str, Any]) -> tuple[Packing, Options]:
+    """The operators' arguments behind the tensors, given by position or by name."""
+    values = dict(zip(Packing._fields + Options._fields, rest, strict=False)) | named
+    packing = {name: value for name, value in values.items() if name in Packing._fields}
+    options = {name: value for name, value in values.items() if name in Options._fields}
+    return Packing(**packing), Options(**options)

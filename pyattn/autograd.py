@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
 from pyattn import _ops
-from pyattn.options import Options
+from pyattn.options import Options, Packing
 
 _deterministic = True
 
@@ -50,14 +50,13 @@ def _refuse_forward_mode(ctx: Any, *tangents: Any) -> Any:
 
 
 class Backward(torch.autograd.Function):
-    """The backward operator where a graph of it is recorded: its own derivatives raise."""
+    """A backward operator, the first argument, where a graph of it is recorded: its own derivatives raise."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:  # noqa: D102
-        gradients: tuple[Tensor, ...] = _ops.attention_backward(*args)
-        return gradients
+    def forward(operator: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, ...]:  # noqa: D102
+        return operator(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -70,14 +69,18 @@ class Backward(torch.autograd.Function):
     jvp = staticmethod(_refuse_forward_mode)
 
 
+def _run_backward(operator: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, ...]:
+    recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    gradients: tuple[Tensor, ...] = Backward.apply(operator, *args) if recorded else operator(*args)  # type: ignore[no-untyped-call]
+    return gradients
+
+
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if dout is None and dlse is None:
         return (None,) * len(ctx.needs_input_grad)
     q, k, v, out, row_max, row_sum, *tensors = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    apply: Callable[..., tuple[Tensor, ...]] = Backward.apply if recorded else _ops.attention_backward
     options = ctx.options.with_tensors(*tensors)
     passed = len(ctx.needs_input_grad) - 3
     if passed <= BEFORE_BIAS and _deterministic:
@@ -85,7 +88,8 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> t
     else:
         wanted = ctx.needs_input_grad[3 + BEFORE_BIAS : 6 + BEFORE_BIAS] or (False, False, False)
         arguments = *options, _deterministic, wanted
-    dq, dk, dv, *of_score = apply(dout, dlse, q, k, v, out, row_max, row_sum, *arguments)
+    tensors = [dout, dlse, q, k, v, out, row_max, row_sum]
+    dq, dk, dv, *of_score = _run_backward(_ops.attention_backward, *tensors, *arguments)
     if passed <= BEFORE_BIAS:
         return dq, dk, dv, *(None,) * passed
     return dq, dk, dv, *(None,) * BEFORE_BIAS, *of_score, *(None,) * AFTER_SINKS
@@ -128,6 +132,74 @@ class TransformableAttention(torch.autograd.Function):
     jvp = staticmethod(_refuse_forward_mode)
 
 
+def _backward_varlen(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if dout is None and dlse is None:
+        return (None,) * len(ctx.needs_input_grad)
+    q, k, v, out, row_max, row_sum, cu_seqlens_q, cu_seqlens_k, seqused_k, *tensors = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    max_seqlen_q, max_seqlen_k = ctx.max_seqlens
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
+    options = ctx.options.with_tensors(*tensors)
+    before = 3 + len(packing) + BEFORE_BIAS
+    arguments = *packing, *options, _deterministic, ctx.needs_input_grad[before : before + 3]
+    rows = dout, dlse, q, k, v, out, row_max, row_sum
+    dq, dk, dv, *of_score = _run_backward(_ops.attention_varlen_backward, *rows, *arguments)
+    return dq, dk, dv, *(None,) * (before - 3), *of_score, *(None,) * AFTER_SINKS
+
+
+def _save_varlen(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, *rest = inputs
+    count = len(Packing._fields)
+    packing, options = Packing(*rest[:count]), Options(*rest[count:])
+    out, _, row_max, row_sum = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(row_max, row_sum)
+    lengths = packing.cu_seqlens_q, packing.cu_seqlens_k, packing.seqused_k
+    ctx.save_for_backward(q, k, v, out, row_max, row_sum, *lengths, *options.tensors)
+    ctx.max_seqlens, ctx.options = (packing.max_seqlen_q, packing.max_seqlen_k), options.with_tensors()
+
+
+class VarlenAttention(torch.autograd.Function):
+    """:class:`Attention` of packed sequences."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, *args: Any) -> tuple[Tensor, ...]:  # noqa: D102
+        output: tuple[Tensor, ...] = _ops.attention_varlen_forward(*args)
+        _save_varlen(ctx, args, output)
+        return output
+
+    backward = staticmethod(_backward_varlen)
+
+
+class TransformableVarlenAttention(torch.autograd.Function):
+    """:class:`TransformableAttention` of packed sequences."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:  # noqa: D102
+        output: tuple[Tensor, ...] = _ops.attention_varlen_forward(*args)
+        return output
+
+    setup_context = staticmethod(_save_varlen)
+    backward = staticmethod(_backward_varlen)
+    jvp = staticmethod(_refuse_forward_mode)
+
+
+def _distinct(arguments: tuple[Any, ...]) -> list[Any]:
+    """The arguments as views where a tensor comes again: the compiler refuses one as two arguments of a Function."""
+    distinct: list[Any] = []
+    for argument in arguments:
+        again = isinstance(argument, Tensor) and any(argument is other for other in distinct)
+        distinct.append(argument.view_as(argument) if again else argument)
+    return distinct
+
+
+def _transforming() -> bool:
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` of the native operator, differentiable in q, k, v, bias, slopes and sinks.
 
@@ -137,12 +209,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> tupl
     apply: Callable[..., tuple[Tensor, ...]]
     if torch.compiler.is_compiling():
         apply = Attention.apply
-        distinct: list[Any] = []  # the compiler refuses one tensor as two arguments of a Function
-        for argument in (q, k, v, *options):
-            again = isinstance(argument, Tensor) and any(argument is other for other in distinct)
-            distinct.append(argument.view_as(argument) if again else argument)
-        q, k, v, options = *distinct[:3], tuple(distinct[3:])
-    elif torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        q, k, v, *rest = _distinct((q, k, v, *options))
+        options = tuple(rest)
+    elif _transforming():
         apply = TransformableAttention.apply
     elif torch.is_grad_enabled() and (
         q.requires_grad
@@ -154,4 +223,19 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> tupl
     else:
         apply = _ops.attention_forward
     results = apply(q, k, v, *options)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
+    return results[0], results[1]
+
+
+def attention_varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: Options) -> tuple[Tensor, Tensor]:
+    """:func:`attention` of packed sequences."""
+    arguments = q, k, v, *packing, *options
+    learned = q, k, v, options.bias, options.alibi_slopes, options.sinks
+    apply: Callable[..., tuple[Tensor, ...]] = _ops.attention_varlen_forward
+    if torch.compiler.is_compiling():
+        apply, arguments = VarlenAttention.apply, tuple(_distinct(arguments))
+    elif _transforming():
+        apply = TransformableVarlenAttention.apply
+    elif torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned):
+        apply = VarlenAttention.apply
+    results = apply(*arguments)
     return results[0], results[1]

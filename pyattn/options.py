@@ -73,6 +73,24 @@ class Options(NamedTuple):
         return Options(*mask, softcap, bias, alibi_slopes, sinks, dropout_p, dropout_seed)
 
 
+class Packing(NamedTuple):
+    """What tells packed sequences apart: ``attention_varlen_forward(q, k, v, *packing, *options)``.
+
+    Attributes:
+        cu_seqlens_q: int32 or int64 (B + 1,), where each sequence's queries begin, and where the last one's end.
+        cu_seqlens_k: the same for the keys.
+        max_seqlen_q: no sequence has more queries.
+        max_seqlen_k: nor more keys.
+        seqused_k: int32 or int64 (B,), how many keys of each sequence take part; None: all.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    seqused_k: Tensor | None = None
+
+
 def check_options(
     causal: object,
     q_offset: object,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyattn.arguments import has_values
-from pyattn.options import Options
+from pyattn.options import Options, Packing
 
 INT64_MAX = 2**63 - 1
 
@@ -112,3 +112,27 @@ def pairs(q: Tensor, k: Tensor, options: Options) -> int:
         here = seen(options, some, heads, seqlen_q, seqlen_k)
         total += int(here.sum()) * (batch * num_heads // max(1, here.shape[0] * here.shape[1]))
     return total
+
+
+def packed_pairs(q: Tensor, k: Tensor, packing: Packing, options: Options) -> int:
+    """:func:`pairs` of packed sequences; where their lengths have no values, of one sequence of all tokens."""
+    num_heads = q.shape[1]
+    lengths = packing.cu_seqlens_q, packing.cu_seqlens_k, packing.seqused_k
+    sources = (*lengths, options.q_offsets, options.key_ranges)
+    if not all(t is None or has_values(t) for t in sources):
+        return num_heads * q.shape[0] * k.shape[0]
+    begins = packing.cu_seqlens_q.tolist()
+    keys = packing.cu_seqlens_k.diff() if packing.seqused_k is None else packing.seqused_k
+    total = 0
+    for b, seqlen_k in enumerate(keys.tolist()):
+        seqlen_q = begins[b + 1] - begins[b]
+        own = options._replace(
+            q_offsets=None if options.q_offsets is None else options.q_offsets[b : b + 1],
+            key_ranges=None if options.key_ranges is None else options.key_ranges[None, begins[b] : begins[b + 1]],
+        )
+        if own.key_ranges is None:
+            total += _pairs_of_formulas(own, 1, seqlen_q, seqlen_k)
+        else:
+            begin, end = keys_of(own, torch.arange(seqlen_q, device=q.device), seqlen_q, seqlen_k)
+            total += int((end - begin).clamp(min=0).sum())
+    return num_heads * total

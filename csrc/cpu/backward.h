@@ -35,9 +35,9 @@ namespace {
 
 template <class S>
 Plan plan_backward(const BackwardParams& p) {
-  const DqShares<Compute<S>> shares(p);
-  const int64_t slopes = p.dslopes ? shares.count * group_size(p) * static_cast<int64_t>(sizeof(double)) : 0;
-  return {shares.count, BackwardScratch<S>(p, longest_split(p), nullptr).bytes, shares.bytes() + slopes};
+  const int64_t items = work_of<S>(p, Unit::kSplits).count();
+  const int64_t slopes = p.dslopes ? items * group_size(p) * static_cast<int64_t>(sizeof(double)) : 0;
+  return {items, BackwardScratch<S>(p, true, longest_split(p), nullptr).bytes, DqShares<S>::bytes(p) + slopes};
 }
 
 // One work item: one split of the keys of a KV head, [k_begin, k_end), against all its query rows.
@@ -47,16 +47,17 @@ class BackwardItem {
   using E = Operand<S>;
 
  public:
-  BackwardItem(const BackwardParams& p, const Head& head, int64_t item, void* scratch)
+  BackwardItem(const BackwardParams& p, const Place& place, void* scratch)
       : p(p),
-        head(head),
-        item(item),
-        k_begin(split_begin(mask, item % splits, splits)),
-        k_end(split_begin(mask, item % splits + 1, splits)),
-        s(p, k_end - k_begin, scratch) {}
+        head(p, place.head),
+        split(place.n),
+        splits(place.count),
+        k_begin(split_begin(mask, split, splits)),
+        k_end(split_begin(mask, split + 1, splits)),
+        s(p, splits == 1, k_end - k_begin, scratch) {}
 
   void run() {
-    if (few_rows<S>(p)) pack_few_queries<S>(p, head, score.power, s.few_Q);
+    if (few_rows<S>(p, head.count)) pack_few_queries<S>(p, head, score.power, s.few_Q);
     fill_zero(s.dK.data, (k_end - k_begin) * s.dK.row);
     fill_zero(s.dV.data, (k_end - k_begin) * s.dV.row);
     if (p.dslopes) fill_zero(dslopes, head.group);
@@ -72,11 +73,11 @@ class BackwardItem {
   const BackwardParams& p;
   const Head head;
   const Mask mask{p, head};
-  const int64_t item, splits = key_splits(p);
+  const int64_t split, splits;
   const int64_t k_begin, k_end;
   const BackwardScratch<S> s;
-  const DqShares<T> shares{p};
-  double* const dslopes = slope_shares<T>(p, item);
+  const DqShares<S> shares{p, head};
+  double* const dslopes = slope_shares<S>(p, head, split);
   const Score score{p};
   Stopwatch watch{p.counts};
   BackwardTile<S, Score> weights{p, mask, s, score, watch, {}};
@@ -101,8 +102,8 @@ class BackwardItem {
     const bool whole = splits == 1;  // whether the item's sum is the whole of dQ
     no_scores({r0, r0 + rows}, {k_begin, k_begin + keys.begin});
     no_scores({r0, r0 + rows}, {k_begin + keys.begin + keys.count(), k_end});
-    if (!whole && !(shares.has(item, r0) = !keys.empty())) return;
-    const Matrix<T> dQ = whole ? s.dQ : shares.from(item, r0);
+    if (!whole && !(shares.has(split, r0) = !keys.empty())) return;
+    const Matrix<T> dQ = whole ? s.dQ : shares.from(split, r0);
     int64_t written = 0;  // rows of dQ that hold something: a later block of keys adds to them
     if (!keys.empty()) {
       const Range seen = mask.rows_of_any(k_begin, k_end - k_begin, {r0, r0 + rows}).within(r0, rows);
@@ -217,12 +218,11 @@ class BackwardItem {
   }
 };
 
-// Work items: (batch, KV head, range of keys).
+// Work items: splits of each KV head.
 template <class S, template <class> class Score>
 void backward(const BackwardParams& p, int64_t begin, int64_t end, void* scratch) {
-  const int64_t splits = key_splits(p);
-  for (int64_t item = begin; item < end; ++item)
-    BackwardItem<S, Score<S>>(p, Head(p, item / splits), item, scratch).run();
+  const Work work = work_of<S>(p, Unit::kSplits);
+  for (int64_t item = begin; item < end; ++item) BackwardItem<S, Score<S>>(p, work.at(item), scratch).run();
 }
 
 }  // namespace

@@ -37,7 +37,7 @@ struct BackwardScratch {
   Matrix<T> dK, dV;           // [keys of the item][cols_k], [keys of the item][cols_v]
   int64_t bytes;
 
-  BackwardScratch(const BackwardParams& p, int64_t keys, void* base)
+  BackwardScratch(const BackwardParams& p, bool whole, int64_t keys, void* base)
       : cols_k(round_up(p.head_dim, kLanes<T>)),
         cols_v(round_up(p.head_dim_v, kLanes<T>)),
         carver(base),
@@ -45,7 +45,7 @@ struct BackwardScratch {
     const int64_t pairs = kPairs<S>;
     K = carver.take_spread<E>(summed_in_place<S>(p.k, p.head_dim) ? 0 : terms<S>(kBackwardBlockK), cols_k);
     V = carver.take<E>(kInPlace<S> ? 0 : kBackwardBlockK, cols_v);
-    few_Q = carver.take<E>(few_rows<S>(p) ? kDecodeRows : 0, few_terms<S>(p.head_dim));
+    few_Q = carver.take<E>(few_rows<S>(p, 1) ? kDecodeRows : 0, few_terms<S>(p.head_dim));
     left_K = carver.take<E>(pairs * kBackwardBlockK, cols_k);
     left_P = carver.take<E>(pairs * kBackwardBlockK, terms<S>(kBlockQ<T>));
     left_dS = carver.take<E>(pairs * kBackwardBlockK, terms<S>(kBlockQ<T>));
@@ -54,7 +54,7 @@ struct BackwardScratch {
     dP = carver.take_spread<T>(kBackwardBlockK, kBlockQ<T>);
     kept = carver.take<T>(p.dropout.threshold ? kBackwardBlockK : 0, kBlockQ<T>);
     derivative = carver.take<T>(p.score.softcap ? kBackwardBlockK : 0, kBlockQ<T>);
-    dQ = carver.take<T>(key_splits(p) > 1 ? 0 : PackedQueries<S>::super_block_rows(p), cols_k);
+    dQ = carver.take<T>(whole ? PackedQueries<S>::super_block_rows(p) : 0, cols_k);
     dK = carver.take<T>(keys, cols_k);
     dV = carver.take<T>(keys, cols_v);
     bytes = carver.bytes();

@@ -45,7 +45,7 @@ struct BackwardTile {
     score.prefetch(p, head, tile);
     strips.each([&](Strip strip) {
       const auto [j0, j1, begin, end] = strip;
-      if (few_rows<S>(p))
+      if (few_rows<S>(p, head.count))
         few_products<S>(s.few_Q, key_rows<S>(head, p.k, tile.n0), tile.rows, p.head_dim, strip, s.P);
       else
         score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim), K.from(begin, 0), s.queries.Qt(i), s.P.from(begin));

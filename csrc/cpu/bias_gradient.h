@@ -159,7 +159,7 @@ void add_head(const BackwardParams& p, const Head& head, const BiasItem& item, c
   const Score score(p);
   Stopwatch watch(p.counts);
   BackwardTile<S, Score> weights{p, mask, s, score, watch, {}};
-  if (few_rows<S>(p)) pack_few_queries<S>(p, head, score.power, s.few_Q);
+  if (few_rows<S>(p, head.count)) pack_few_queries<S>(p, head, score.power, s.few_Q);
   const int64_t end = item.queries.end * head.group;
   for (int64_t r0 = item.queries.begin * head.group; r0 < end; r0 += kBlockQ<T>) {
     const int64_t rows = min(kBlockQ<T>, end - r0);
@@ -185,7 +185,9 @@ struct BiasScratch {
   BackwardScratch<S> tiles;
 
   BiasScratch(const BackwardParams& p, const BiasItem& item, void* base)
-      : carver(base), sums(p, item, carver), tiles(p, 0, base ? static_cast<char*>(base) + carver.bytes() : nullptr) {}
+      : carver(base),
+        sums(p, item, carver),
+        tiles(p, false, 0, base ? static_cast<char*>(base) + carver.bytes() : nullptr) {}
 
   int64_t bytes() const { return carver.bytes() + tiles.bytes; }
 };

@@ -17,31 +17,44 @@
 #include "softmax.h"
 #include "stopwatch.h"
 #include "strips.h"
+#include "units.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
 
 // Scores of a block stay in L1 (8 rows of 128 floats are 4 KB), and O is rescaled once per block.
 inline constexpr int64_t kDecodeBlockK = 128;
-// Keys of a work item: merging costs a thousandth of reading them, and 16k
-// keys of one head still feed 16 threads.
-inline constexpr int64_t kDecodeSplit = 1024;
 
-PYATTN_INLINE int64_t decode_splits(const ForwardParams& p) { return max(1, ceil_div(p.seqlen_k, kDecodeSplit)); }
+// The partial results of a head, in the workspace, one for each range of its keys.
+template <class S>
+class DecodeParts {
+  using T = Compute<S>;
 
-// The partial result of one work item, in the workspace.
-template <class T>
-struct DecodePart {
-  Matrix<T> O;           // [rows][vectors of head_dim_v columns, as in dots.h], sum of exp(S - row_max) V
-  T *row_max, *row_sum;  // [rows]
+ public:
+  struct Part {
+    Matrix<T> O;           // [rows][vectors of head_dim_v columns, as in dots.h], sum of exp(S - row_max) V
+    T *row_max, *row_sum;  // [rows]
+  };
 
-  DecodePart(const ForwardParams& p, const Head& head, int64_t item)
-      : O{static_cast<T*>(p.workspace) + item * head.count * row(p), row(p) - 2},
-        row_max(O.from(head.count).data),
-        row_sum(row_max + head.count) {}
+  DecodeParts(const ForwardParams& p, const Head& head)
+      : rows_(head.count),
+        cols_(columns(p)),
+        first_(static_cast<T*>(p.workspace) + first_unit_of<S>(p, Unit::kPartRows, head) * (cols_ + 2)) {}
 
-  // Numbers for each row.
-  static constexpr int64_t row(const ForwardParams& p) { return round_up(p.head_dim_v, kLanes<T>) + 2; }
+  static int64_t bytes(const ForwardParams& p) {
+    return work_of<S>(p, Unit::kPartRows).count() * (columns(p) + 2) * static_cast<int64_t>(sizeof(T));
+  }
+
+  Part of(int64_t split) const {
+    const Matrix<T> O{first_ + split * rows_ * (cols_ + 2), cols_};
+    return {O, O.from(rows_).data, O.from(rows_).data + rows_};
+  }
+
+ private:
+  int64_t rows_, cols_;
+  T* first_;
+
+  static int64_t columns(const ForwardParams& p) { return round_up(p.head_dim_v, kLanes<T>); }
 };
 
 template <class S>
@@ -61,14 +74,6 @@ struct DecodeScratch {
     bytes = carver.bytes();
   }
 };
-
-template <class S>
-Plan plan_decode(const ForwardParams& p) {
-  using T = Compute<S>;
-  const int64_t rows = p.seqlen_q * group_size(p), items = p.batch * p.num_heads_kv * decode_splits(p);
-  return {items, DecodeScratch<S>(p, nullptr).bytes,
-          items * rows * DecodePart<T>::row(p) * static_cast<int64_t>(sizeof(T))};
-}
 
 // s[keys] of one row -> P = exp(s - row_max) in place, for the keys of seen; row_max and the lanes'
 // shares of row_sum are brought up to date. Returns what sums made before have decayed to.
@@ -132,13 +137,14 @@ void add_values(const ForwardParams& p, const Mask& mask, const Tile& tile, Matr
   }
 }
 
-// One work item: the keys [k_begin, k_end) of one KV head, for all its query rows.
+// One work item: a range of the keys of one KV head, for all its query rows.
 template <class S, template <class> class Score>
-void decode_keys(const ForwardParams& p, const Head& head, int64_t k_begin, int64_t k_end,
-                 const DecodePart<Compute<S>>& part, const DecodeScratch<S>& s) {
+void decode_keys(const ForwardParams& p, const Head& head, int64_t split, const DecodeScratch<S>& s) {
   using T = Compute<S>;
   constexpr int L = kLanes<T>;
   const int64_t rows = head.count;
+  const int64_t k_begin = split * kDecodeSplit, k_end = min(k_begin + kDecodeSplit, head.seqlen_k);
+  const auto part = DecodeParts<S>(p, head).of(split);
   const Mask mask(p, head);
   const Score<S> score(p);
   Stopwatch watch(p.counts);
@@ -177,18 +183,6 @@ void decode_keys(const ForwardParams& p, const Head& head, int64_t k_begin, int6
     part.row_sum[r] = sum;
   }
   watch.lap(Phase::kStore);
-}
-
-// Work items: (batch, KV head, range of keys).
-template <class S, template <class> class Score>
-void decode(const ForwardParams& p, int64_t begin, int64_t end, void* scratch) {
-  const DecodeScratch<S> carved(p, scratch);
-  const int64_t splits = decode_splits(p);
-  for (int64_t item = begin; item < end; ++item) {
-    const Head head(p, item / splits);
-    const int64_t k_begin = item % splits * kDecodeSplit, k_end = min(k_begin + kDecodeSplit, p.seqlen_k);
-    decode_keys<S, Score>(p, head, k_begin, k_end, {p, head, item}, carved);
-  }
 }
 
 }  // namespace

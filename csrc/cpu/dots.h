@@ -25,10 +25,10 @@ inline constexpr int64_t kDecodeRows = 8;
 // by side: 12 instead of 28 GB/s without.
 inline constexpr int64_t kPrefetchKeys = 16;
 
-// Whether forward decodes, and backward makes its scores with these products.
+// Whether forward decodes a KV head with so many rows, and backward makes its scores with these products.
 template <class S>
-bool few_rows(const ForwardParams& p) {
-  const int64_t rows = p.seqlen_q * group_size(p), lanes = kLanes<Compute<S>>;
+bool few_rows(const ForwardParams& p, int64_t rows) {
+  const int64_t lanes = kLanes<Compute<S>>;
   return rows > 0 && rows <= kDecodeRows && !p.dropout.threshold && p.head_dim >= kColumns<S> * lanes &&
          p.head_dim_v >= lanes;
 }

@@ -19,6 +19,7 @@
 #include "softmax.h"
 #include "stopwatch.h"
 #include "strips.h"
+#include "units.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
@@ -53,8 +54,9 @@ struct ForwardScratch {
 
 template <class S>
 Plan plan_forward(const ForwardParams& p) {
-  if (few_rows<S>(p)) return plan_decode<S>(p);
-  return {p.batch * p.num_heads_kv * query_blocks<S>(p), ForwardScratch<S>(p, nullptr).bytes, 0};
+  const int64_t blocks = few_rows<S>(p, most_rows(p)) ? 0 : ForwardScratch<S>(p, nullptr).bytes;
+  return {work_of<S>(p, Unit::kForward).count(), max(blocks, DecodeScratch<S>(p, nullptr).bytes),
+          DecodeParts<S>::bytes(p)};
 }
 
 // One work item: the block of query rows of one KV head that begins at r0.
@@ -130,15 +132,19 @@ void forward_block(const ForwardParams& p, const Head& head, int64_t r0, const F
   watch.lap(Phase::kStore);
 }
 
-// Work items: (batch, KV head, block of query rows), the last block of a head, which
-// under a causal mask is the longest, first.
+// Work items: ranges of keys of each KV head with few query rows, and blocks of query rows of each of
+// the others, the last block, which under a causal mask is the longest, first.
 template <class S, template <class> class Score>
 void forward(const ForwardParams& p, int64_t begin, int64_t end, void* scratch) {
-  if (few_rows<S>(p)) return decode<S, Score>(p, begin, end, scratch);
-  const ForwardScratch<S> carved(p, scratch);
-  const int64_t blocks = query_blocks<S>(p);
-  for (int64_t item = begin; item < end; ++item)
-    forward_block<S, Score>(p, Head(p, item / blocks), (blocks - 1 - item % blocks) * kBlockQ<Compute<S>>, carved);
+  const Work work = work_of<S>(p, Unit::kForward);
+  for (int64_t item = begin; item < end; ++item) {
+    const auto [index, n, count] = work.at(item);
+    const Head head(p, index);
+    if (few_rows<S>(p, head.count))
+      decode_keys<S, Score>(p, head, n, DecodeScratch<S>(p, scratch));
+    else
+      forward_block<S, Score>(p, head, (count - 1 - n) * kBlockQ<Compute<S>>, ForwardScratch<S>(p, scratch));
+  }
 }
 
 }  // namespace

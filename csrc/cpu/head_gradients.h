@@ -47,11 +47,13 @@ double sink_gradient(const BackwardParams& p, int64_t h, Score score) {
 // Adds up what the work items of backward left for the slope of head h: of sequence b, or of all.
 template <class S>
 double slope_gradient(const BackwardParams& p, int64_t h, Range sequences) {
-  const int64_t splits = key_splits(p), group = group_size(p);
+  const int64_t group = group_size(p);
   double sum = 0;
-  for (int64_t b = sequences.begin; b < sequences.end; ++b)
-    for (int64_t split = 0; split < splits; ++split)
-      sum += slope_shares<Compute<S>>(p, (b * p.num_heads_kv + h / group) * splits + split)[h % group];
+  for (int64_t b = sequences.begin; b < sequences.end; ++b) {
+    const Head head(p, b * p.num_heads_kv + h / group);
+    const int64_t splits = key_splits(p, head.seqlen_q, head.seqlen_k);
+    for (int64_t split = 0; split < splits; ++split) sum += slope_shares<S>(p, head, split)[h % group];
+  }
   return sum;
 }
 

@@ -11,6 +11,7 @@
 #include "merge.h"
 #include "peak.h"
 #include "splits.h"
+#include "units.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
@@ -26,7 +27,8 @@ constexpr Pass<BackwardParams> bias_gradient_pass() {
 
 template <class S, template <class> class Score>
 constexpr Kernels kernels_for() {
-  return {{"bias_rows", plan_bias_rows<S>, bias_rows<S>},
+  return {{"count_units", plan_count_units<S>, count_units<S>},
+          {"bias_rows", plan_bias_rows<S>, bias_rows<S>},
           {"mask_blocks", plan_mask_blocks<S>, mask_blocks<S>},
           {"forward", plan_forward<S>, forward<S, Score>},
           {"merge_out", plan_merge_out<S>, merge_out<S, Score>},

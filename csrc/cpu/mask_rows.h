@@ -9,6 +9,7 @@
 #include "heads.h"
 #include "mask.h"
 #include "simd.h"
+#include "units.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
@@ -58,20 +59,19 @@ void bias_rows(const ForwardParams& p, int64_t begin, int64_t end, void*) {
 
 template <class S>
 Plan plan_mask_blocks(const ForwardParams& p) {
-  const int64_t heads = p.batch * p.num_heads_kv, blocks = ceil_div(p.seqlen_q * group_size(p), kBlockRows);
-  return {heads * ceil_div(blocks, kSummaries), 0, heads * blocks * static_cast<int64_t>(sizeof(BlockKeys))};
+  const int64_t blocks = work_of<S>(p, Unit::kSummaries).count();
+  return {ceil_div(blocks, kSummaries), 0, blocks * static_cast<int64_t>(sizeof(BlockKeys))};
 }
 
-// Writes params.mask.blocks. Work items: (batch, KV head, kSummaries blocks of rows).
+// Writes params.mask.blocks. Work items: kSummaries blocks of rows.
 template <class S>
 void mask_blocks(const ForwardParams& p, int64_t begin, int64_t end, void*) {
-  const int64_t blocks = ceil_div(p.seqlen_q * group_size(p), kBlockRows), items = ceil_div(blocks, kSummaries);
-  for (int64_t item = begin; item < end; ++item) {
-    const Mask mask(p, Head(p, item / items));
-    const int64_t first = item % items * kSummaries;
-    for (int64_t i = first; i < min(first + kSummaries, blocks); ++i)
-      p.mask.blocks[item / items * blocks + i] =
-          mask.summary_of<S>(i * kBlockRows, min(kBlockRows, mask.head.count - i * kBlockRows));
+  const Work work = work_of<S>(p, Unit::kSummaries);
+  for (int64_t i = begin * kSummaries; i < min(end * kSummaries, work.count()); ++i) {
+    const Place place = work.at(i);
+    const Mask mask(p, Head(p, place.head));
+    const int64_t r0 = place.n * kBlockRows;
+    p.mask.blocks[i] = mask.summary_of<S>(r0, min(kBlockRows, mask.head.count - r0));
   }
 }
 

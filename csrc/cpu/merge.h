@@ -12,25 +12,28 @@
 #include "simd.h"
 #include "softmax.h"
 #include "stopwatch.h"
+#include "units.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
 
 template <class S>
 Plan plan_merge_out(const ForwardParams& p) {
-  return {few_rows<S>(p) ? p.batch * p.num_heads_kv : 0, 0, 0};
+  return {work_of<S>(p, Unit::kMerges).count(), 0, 0};
 }
 
-// Work items: (batch, KV head).
+// Work items: KV heads that are decoded.
 template <class S, template <class> class Score>
 void merge_out(const ForwardParams& p, int64_t begin, int64_t end, void*) {
   using T = Compute<S>;
-  const int64_t splits = decode_splits(p);
+  const Work work = work_of<S>(p, Unit::kMerges);
   const Score<S> score(p);
   Stopwatch watch(p.counts);
   for (int64_t item = begin; item < end; ++item) {
-    const Head head(p, item);
-    const auto part = [&](int64_t split) { return DecodePart<T>(p, head, item * splits + split); };
+    const Head head(p, work.at(item).head);
+    const int64_t splits = decode_splits(head.seqlen_k);
+    const DecodeParts<S> parts(p, head);
+    const auto part = [&](int64_t split) { return parts.of(split); };
     for (int64_t r = 0; r < head.count; ++r) {
       T row_max = kNegInf<T>, row_sum = 0;
       for (int64_t split = 0; split < splits; ++split)

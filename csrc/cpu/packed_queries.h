@@ -64,7 +64,7 @@ class PackedQueries {
 
   // The rows of a super-block in whole blocks: at most kSuperBlock.
   static int64_t super_block_rows(const BackwardParams& p) {
-    return min(round_up(p.seqlen_q * group_size(p), kBlockQ<T>), kSuperBlock);
+    return min(round_up(most_rows(p), kBlockQ<T>), kSuperBlock);
   }
 
   // Packs the rows [row, row + rows), one block, which stand at place i of the super-block.

@@ -1,5 +1,5 @@
-// Splits: where backward has few heads, the keys of a head are divided among work items, and
-// reduce_dq adds up the shares of dQ that they leave.
+// Splits: where backward has few heads, or one is dear, the keys of a head are divided among work items,
+// and reduce_dq adds up the shares of dQ that they leave.
 #pragma once
 
 #include <cstdint>
@@ -14,29 +14,12 @@
 #include "simd.h"
 #include "stopwatch.h"
 #include "strips.h"
+#include "units.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// Two tiles of 64 queries x 96 keys beside K, V and the operands of a query block stay in L2; 128 x
-// 96, 64 x 192 and 256 x 96 measured 3 to 15 % slower.
-inline constexpr int64_t kBackwardBlockK = 96;
-static_assert(kBackwardBlockK % kDrawKeys == 0 && kBackwardBlockK <= kTileKeys);
-
-// With fewer KV heads than this, the keys of a head are split among work items, each with a dQ of
-// its own. More items would feed more threads and take more memory: 8 of them, at head_dim 64, take
-// 32 MB for every 16k queries of the head's group.
-inline constexpr int64_t kMinItems = 8;
-
-// Query rows of a super-block, whose packed copies and dQ are kept at a time: 256 KB at
-// head_dim 64, which stay in an L2 of 512 KB. With 2048 rows backward took up to 5 % longer.
-inline constexpr int64_t kSuperBlock = 256;
-
-int64_t key_splits(const BackwardParams& p) {
-  const int64_t heads = p.batch * p.num_heads_kv;
-  if (heads == 0) return 1;
-  return min(ceil_div(kMinItems, heads), max(1, ceil_div(p.seqlen_k, kBackwardBlockK)));
-}
+static_assert(kBackwardBlockK % kDrawKeys == 0);
 
 // What the keys before the given one cost in backward, in units of its own: rows of each key block that
 // they see, or pairs.
@@ -64,11 +47,15 @@ int64_t split_begin(const Mask& mask, int64_t s, int64_t splits) {
 
 // The largest number of keys of a work item.
 int64_t longest_split(const BackwardParams& p) {
-  const int64_t splits = key_splits(p);
-  if (splits == 1) return p.seqlen_k;
   int64_t longest = 0;
-  for (int64_t head = 0; head < p.batch * p.num_heads_kv; ++head) {
-    const Mask mask(p, Head(p, head));
+  for (int64_t i = 0; i < p.batch * p.num_heads_kv; ++i) {
+    const Head head(p, i);
+    const int64_t splits = key_splits(p, head.seqlen_q, head.seqlen_k);
+    if (splits == 1) {
+      longest = max(longest, head.seqlen_k);
+      continue;
+    }
+    const Mask mask(p, head);
     for (int64_t s = 0, begin = 0; s < splits; ++s) {
       const int64_t end = split_begin(mask, s + 1, splits);
       longest = max(longest, end - begin), begin = end;
@@ -77,69 +64,75 @@ int64_t longest_split(const BackwardParams& p) {
   return longest;
 }
 
-// The shares of dQ in the workspace, one for each split of each head: [shares][rows][cols], and
-// behind them for each super-block of rows whether a share has them: some row sees a key of the split.
-template <class T>
-struct DqShares {
-  int64_t count, rows, cols, super_blocks;
-  bool split;  // whether there are any
-  void* workspace;
+// The shares of dQ that the splits of a head leave in the workspace, [splits][rows][cols], and for each
+// super-block of rows whether a share has them: some row sees a key of the split. A head that is not
+// split has none.
+template <class S>
+class DqShares {
+  using T = Compute<S>;
 
-  explicit DqShares(const BackwardParams& p)
-      : count(p.batch * p.num_heads_kv * key_splits(p)),
-        rows(p.seqlen_q * group_size(p)),
-        cols(round_up(p.head_dim, kLanes<T>)),
-        super_blocks(ceil_div(rows, kSuperBlock)),
-        split(key_splits(p) > 1),
-        workspace(p.workspace) {}
+ public:
+  DqShares(const BackwardParams& p, const Head& head)
+      : rows_(head.count),
+        cols_(columns(p)),
+        super_blocks_(ceil_div(rows_, kSuperBlock)),
+        first_(static_cast<T*>(p.workspace) + first_unit_of<S>(p, Unit::kShareRows, head) * cols_),
+        has_(static_cast<char*>(p.workspace) + bytes_of_rows(p) + first_unit_of<S>(p, Unit::kShareBlocks, head)) {}
 
-  int64_t bytes() const {
-    return split ? round_up(count * (rows * cols * static_cast<int64_t>(sizeof(T)) + super_blocks), kScratchAlign) : 0;
+  // The shares of all heads.
+  static int64_t bytes(const BackwardParams& p) {
+    return round_up(bytes_of_rows(p) + work_of<S>(p, Unit::kShareBlocks).count(), kScratchAlign);
   }
 
   // A share from row r0 on.
-  Matrix<T> from(int64_t share, int64_t r0) const {
-    return {static_cast<T*>(workspace) + (share * rows + r0) * cols, cols};
-  }
+  Matrix<T> from(int64_t split, int64_t r0) const { return {first_ + (split * rows_ + r0) * cols_, cols_}; }
 
-  char& has(int64_t share, int64_t r0) const {
-    return reinterpret_cast<char*>(from(count, 0).data)[share * super_blocks + r0 / kSuperBlock];
+  char& has(int64_t split, int64_t r0) const { return has_[split * super_blocks_ + r0 / kSuperBlock]; }
+
+ private:
+  int64_t rows_, cols_, super_blocks_;
+  T* first_;
+  char* has_;
+
+  static int64_t columns(const BackwardParams& p) { return round_up(p.head_dim, kLanes<T>); }
+  static int64_t bytes_of_rows(const BackwardParams& p) {
+    return work_of<S>(p, Unit::kShareRows).count() * columns(p) * static_cast<int64_t>(sizeof(T));
   }
 };
 
-// Behind them, a work item's shares of the gradients of slopes, one for each query head of its group.
-template <class T>
-double* slope_shares(const BackwardParams& p, int64_t item) {
-  char* shares = static_cast<char*>(p.workspace) + DqShares<T>(p).bytes();
-  return reinterpret_cast<double*>(shares) + item * group_size(p);
+// Behind them, a split's shares of the gradients of slopes, one for each query head of its group.
+template <class S>
+double* slope_shares(const BackwardParams& p, const Head& head, int64_t split) {
+  char* shares = static_cast<char*>(p.workspace) + DqShares<S>::bytes(p);
+  return reinterpret_cast<double*>(shares) + (first_unit_of<S>(p, Unit::kSplits, head) + split) * head.group;
 }
 
 template <class S>
 Plan plan_reduce_dq(const BackwardParams& p) {
-  if (key_splits(p) == 1) return {0, 0, 0};
-  return {p.batch * p.num_heads_kv * query_blocks<S>(p), 0, 0};
+  return {work_of<S>(p, Unit::kReduced).count(), 0, 0};
 }
 
-// Adds up the splits' shares of dQ, in their order, in the first one. Work items: (batch, KV head,
-// block of query rows).
+// Adds up the splits' shares of dQ, in their order, in the first one. Work items: blocks of query rows
+// of each KV head that is split.
 template <class S, template <class> class Score>
 void reduce_dq(const BackwardParams& p, int64_t begin, int64_t end, void*) {
   using T = Compute<S>;
-  const int64_t splits = key_splits(p), blocks = query_blocks<S>(p);
-  const DqShares<T> shares(p);
+  const Work work = work_of<S>(p, Unit::kReduced);
   const Score<S> score(p);
   Stopwatch watch(p.counts);
   for (int64_t item = begin; item < end; ++item) {
-    const Head head(p, item / blocks);
-    const int64_t r0 = item % blocks * kBlockQ<T>, rows = min(kBlockQ<T>, head.count - r0);
-    const int64_t begin = item / blocks * splits, end = begin + splits;
-    int64_t first = begin;
-    while (first < end && !shares.has(first, r0)) ++first;
-    const Matrix<T> sum = shares.from(min(first, end - 1), r0);
-    if (first == end) fill_zero(sum.data, rows * sum.row);
-    for (int64_t share = first + 1; share < end; ++share)
-      for (int64_t i = 0; shares.has(share, r0) && i < rows * sum.row; i += kLanes<T>)
-        store(sum.data + i, load(sum.data + i) + load(shares.from(share, r0).data + i));
+    const Place place = work.at(item);
+    const Head head(p, place.head);
+    const DqShares<S> shares(p, head);
+    const int64_t splits = key_splits(p, head.seqlen_q, head.seqlen_k);
+    const int64_t r0 = place.n * kBlockQ<T>, rows = min(kBlockQ<T>, head.count - r0);
+    int64_t first = 0;
+    while (first < splits && !shares.has(first, r0)) ++first;
+    const Matrix<T> sum = shares.from(min(first, splits - 1), r0);
+    if (first == splits) fill_zero(sum.data, rows * sum.row);
+    for (int64_t split = first + 1; split < splits; ++split)
+      for (int64_t i = 0; shares.has(split, r0) && i < rows * sum.row; i += kLanes<T>)
+        store(sum.data + i, load(sum.data + i) + load(shares.from(split, r0).data + i));
     unpack_rows<S>(Matrix<const T>(sum), rows, p.head_dim, score.dscale,
                    [&](int64_t i) { return head.row<S>(p.dq, r0 + i); });
   }

@@ -27,12 +27,6 @@ inline constexpr int64_t kStripKeys = 8;
 // The most keys of a tile.
 inline constexpr int64_t kTileKeys = 96;
 
-// Blocks of query rows per KV head.
-template <class S>
-int64_t query_blocks(const ForwardParams& p) {
-  return ceil_div(p.seqlen_q * group_size(p), kBlockQ<Compute<S>>);
-}
-
 // A tile S[keys][lanes]: key n0 + k in row k, query row r0 + j on
 // lane j, nothing on the lanes from rows on.
 struct Tile {

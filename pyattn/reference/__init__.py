@@ -17,6 +17,7 @@ from pyattn.reference.modules import (
     SimplifiedSelfAttention,
     SingleHeadSelfAttention,
 )
+from pyattn.reference.packed import attention_varlen
 
 __all__ = [
     "Attention",
@@ -30,6 +31,7 @@ __all__ = [
     "SimplifiedSelfAttention",
     "SingleHeadSelfAttention",
     "attention",
+    "attention_varlen",
     "default_scale",
     "distances",
     "visible",

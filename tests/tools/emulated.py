@@ -84,6 +84,13 @@ class Dropout(ctypes.Structure):
     _fields_ = [("threshold", ctypes.c_uint32), ("seed", ctypes.c_void_p)]
 
 
+class Packed(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")] + [
+        ("total_q", ctypes.c_int64),
+        ("before", ctypes.c_void_p),
+    ]
+
+
 SIZES = ("batch", "num_heads_q", "num_heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
 
 
@@ -94,7 +101,14 @@ class BackwardParams(ctypes.Structure):
         [(name, View) for name in ("q", "k", "v", "out")]
         + [(name, ctypes.c_void_p) for name in ("row_max", "row_sum", "lse")]
         + [(name, ctypes.c_int64) for name in SIZES]
-        + [("softmax_scale", ctypes.c_double), ("mask", Mask), ("score", Score), ("dropout", Dropout)]
+        + [
+            ("pairs", ctypes.c_double),
+            ("softmax_scale", ctypes.c_double),
+            ("packed", Packed),
+            ("mask", Mask),
+            ("score", Score),
+            ("dropout", Dropout),
+        ]
         + [("workspace", ctypes.c_void_p), ("counts", ctypes.c_void_p)]
         + [(name, View) for name in ("dout", "dq", "dk", "dv")]
         + [("dlse", ctypes.c_void_p), ("dbias", Bias), ("dslopes", ctypes.c_void_p), ("dsinks", ctypes.c_void_p)]

@@ -1,0 +1,95 @@
+// The operators pyattn::attention_varlen_forward and _backward: as those of ops.cpp, for sequences one
+// behind the other, each of its own length, on the CPU.
+#include "ops_varlen.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include <limits>
+
+#include "attention.h"
+#include "options.h"
+#include "packing.h"
+#include "params.h"
+#include "passes.h"
+#include "results.h"
+
+namespace pyattn {
+namespace {
+
+// Fills what lies behind position `end` of a dimension: tokens of no sequence.
+void fill_rest(const Tensor& t, int64_t dim, int64_t end, double value) {
+  if (end < t.size(dim)) t.narrow(dim, end, t.size(dim) - end).fill_(value);
+}
+
+int64_t tokens(const int64_t* cu_seqlens, int64_t sequences) { return cu_seqlens[sequences]; }
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_varlen_forward(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+    SymInt max_seqlen_q, SymInt max_seqlen_k, const optional<Tensor>& seqused_k, optional<double> softmax_scale,
+    bool causal, optional<SymInt> q_offset, const optional<Tensor>& q_offsets, c10::SymIntArrayRef window,
+    const optional<Tensor>& key_ranges, double softcap, const optional<Tensor>& bias,
+    const optional<Tensor>& alibi_slopes, const optional<Tensor>& sinks, double dropout_p,
+    const optional<Tensor>& dropout_seed) {
+  Packing packing{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k};
+  Options options{softmax_scale, causal, q_offset,     q_offsets, window,    key_ranges,
+                  softcap,       bias,   alibi_slopes, sinks,     dropout_p, dropout_seed};
+  check_packed(q, k, v, packing, options);
+  Tensor out = empty_ordered_as(q, v.sym_size(2));
+  Tensor lse = at::empty_symint({q.sym_size(1), q.sym_size(0)}, q.options().dtype(row_dtype(q.scalar_type())));
+  Tensor row_max = at::empty_like(lse), row_sum = at::empty_like(lse);
+  if (q.is_meta()) return {out, lse, row_max, row_sum};
+
+  const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
+  ForwardParams p{};
+  fill_packed(p, q_, k_, v_, packing, options);
+  p.out = packed_result(out);
+  p.lse = lse.mutable_data_ptr(), p.row_max = row_max.mutable_data_ptr(), p.row_sum = row_sum.mutable_data_ptr();
+  run_forward(dtype_of(q.scalar_type()), p);
+  const int64_t end = tokens(p.packed.cu_seqlens_q, p.batch);
+  fill_rest(out, 0, end, 0), fill_rest(row_sum, 1, end, 0);
+  for (const Tensor& t : {lse, row_max}) fill_rest(t, 1, end, -std::numeric_limits<double>::infinity());
+  return {out, lse, row_max, row_sum};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_varlen_backward(
+    const Tensor& dout, const optional<Tensor>& dlse, const Tensor& q, const Tensor& k, const Tensor& v,
+    const Tensor& out, const Tensor& row_max, const Tensor& row_sum, const Tensor& cu_seqlens_q,
+    const Tensor& cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, const optional<Tensor>& seqused_k,
+    optional<double> softmax_scale, bool causal, optional<SymInt> q_offset, const optional<Tensor>& q_offsets,
+    c10::SymIntArrayRef window, const optional<Tensor>& key_ranges, double softcap, const optional<Tensor>& bias,
+    const optional<Tensor>& alibi_slopes, const optional<Tensor>& sinks, double dropout_p,
+    const optional<Tensor>& dropout_seed, bool, std::array<bool, 3> output_mask) {
+  Packing packing{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k};
+  Options options{softmax_scale, causal, q_offset,     q_offsets, window,    key_ranges,
+                  softcap,       bias,   alibi_slopes, sinks,     dropout_p, dropout_seed};
+  check_packed(q, k, v, packing, options);
+  const at::ScalarType type = q.scalar_type();
+  check_gradients(dout, dlse, out, row_max, row_sum, q, {q.sym_size(0), q.sym_size(1), v.sym_size(2)},
+                  {q.sym_size(1), q.sym_size(0)});
+  Tensor dq = empty_ordered_as(q, q.sym_size(2)), dk = empty_ordered_as(k, k.sym_size(2)),
+         dv = empty_ordered_as(v, v.sym_size(2));
+  check_wanted(options, output_mask);
+  const OptionGradients more(options, output_mask, row_dtype(type));
+  if (q.is_meta()) return more.with(dq, dk, dv);
+
+  const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
+  const Tensor dout_ = with_contiguous_columns(dout), out_ = with_contiguous_columns(out);
+  const Tensor row_max_ = row_max.contiguous(), row_sum_ = row_sum.contiguous();
+  const optional<Tensor> dlse_ = contiguous(dlse);
+  BackwardParams p{};
+  fill_packed(p, q_, k_, v_, packing, options);
+  p.out = packed_input(out_), p.dout = packed_input(dout_);
+  p.row_max = input_data(row_max_), p.row_sum = input_data(row_sum_), p.dlse = dlse_ ? input_data(*dlse_) : nullptr;
+  p.dq = packed_result(dq), p.dk = packed_result(dk), p.dv = packed_result(dv);
+  more.fill_rows(p);
+  fill_rest(dq, 0, tokens(p.packed.cu_seqlens_q, p.batch), 0);
+  // Keys that are not used lie between those that are.
+  for (const Tensor& t : {dk, dv}) fill_rest(t, 0, seqused_k ? 0 : tokens(p.packed.cu_seqlens_k, p.batch), 0);
+  run_backward(dtype_of(type), p);
+  return more.with(dq, dk, dv);
+}
+
+}  // namespace pyattn

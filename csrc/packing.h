@@ -1,0 +1,129 @@
+// Packing: sequences one behind the other in one tensor, what operators take to tell them apart.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "attention.h"
+#include "checks.h"
+#include "defaults.h"
+#include "options.h"
+#include "params.h"
+
+namespace pyattn {
+
+struct Packing {
+  Tensor cu_seqlens_q, cu_seqlens_k;  // (sequences + 1), int32 or int64: where each begins, and where the last one ends
+  SymInt max_seqlen_q, max_seqlen_k;  // no sequence is longer
+  optional<Tensor> seqused_k;         // (sequences), int32 or int64: how many keys of each take part
+};
+
+// The same, as the operators' schemas have it.
+#define PYATTN_PACKING \
+  "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor? seqused_k=None"
+
+// The number of sequences.
+inline SymInt sequences(const Packing& packing) { return packing.cu_seqlens_q.sym_size(0) - 1; }
+
+inline void check_lengths(const char* name, const Tensor& t, const Tensor& q) {
+  TORCH_CHECK_TYPE(t.defined(), "pyattn: ", name, " must be a Tensor, got None");
+  check_type(name, t, {at::kInt, at::kLong});
+  check_device(name, t, q.device());
+}
+
+inline void check_packed(const Tensor& q, const Tensor& k, const Tensor& v, const Packing& packing,
+                         const Options& options) {
+  TORCH_CHECK_TYPE(q.defined() && k.defined() && v.defined(), "pyattn: q, k and v must be Tensors, got None");
+  TORCH_CHECK_VALUE(q.dim() == 3 && k.dim() == 3 && v.dim() == 3,
+                    "pyattn: packed q, k and v must have 3 dimensions (tokens, num_heads, head_dim), got q ",
+                    q.sym_sizes(), ", k ", k.sym_sizes(), " and v ", v.sym_sizes());
+  dtype_of(q.scalar_type());
+  const auto qs = q.sym_sizes(), ks = k.sym_sizes(), vs = v.sym_sizes();
+  TORCH_CHECK_VALUE(ks[2] == qs[2], "pyattn: q and k must have the same head_dim, got ", qs[2], " and ", ks[2]);
+  check_heads(qs[1], ks[1]);
+  check_tensor("k", k, q.device(), q.scalar_type(), ks);
+  check_tensor("v", v, q.device(), q.scalar_type(), {ks[0], ks[1], vs[2]});
+  check_lengths("cu_seqlens_q", packing.cu_seqlens_q, q);
+  check_lengths("cu_seqlens_k", packing.cu_seqlens_k, q);
+  const auto cu_q = packing.cu_seqlens_q.sym_sizes(), cu_k = packing.cu_seqlens_k.sym_sizes();
+  TORCH_CHECK_VALUE(cu_q.size() == 1 && cu_q == cu_k && cu_q[0] >= 1,
+                    "pyattn: cu_seqlens_q and cu_seqlens_k must have shape (sequences + 1), got ", cu_q, " and ", cu_k);
+  TORCH_CHECK_VALUE(packing.max_seqlen_q >= 0 && packing.max_seqlen_k >= 0,
+                    "pyattn: max_seqlen_q and max_seqlen_k must be at least 0, got ", packing.max_seqlen_q, " and ",
+                    packing.max_seqlen_k);
+  if (packing.seqused_k) {
+    check_lengths("seqused_k", *packing.seqused_k, q);
+    const auto sizes = packing.seqused_k->sym_sizes();
+    TORCH_CHECK_VALUE(sizes.size() == 1 && sizes[0] == sequences(packing), "pyattn: seqused_k must have shape (",
+                      sequences(packing), "), got ", sizes);
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(!options.bias, "pyattn: packed sequences take no bias, got one of shape ",
+                              options.bias->sym_sizes());
+  check_options(q, sequences(packing), qs[1], options);
+  if (!options.key_ranges) return;
+  check_type("key_ranges", *options.key_ranges, {at::kInt, at::kLong});
+  check_device("key_ranges", *options.key_ranges, q.device());
+  const auto sizes = options.key_ranges->sym_sizes();
+  TORCH_CHECK_VALUE(sizes.size() == 2 && sizes[0] == qs[0] && sizes[1] == 2, "pyattn: key_ranges must have shape (",
+                    qs[0], ", 2), got ", sizes);
+}
+
+// cu_seqlens as kernels read it: it starts at 0, never decreases and ends within the tokens. Returns the
+// longest sequence.
+inline int64_t check_starts(const char* name, const Tensor& cu_seqlens, int64_t tokens) {
+  const int64_t* starts = cu_seqlens.const_data_ptr<int64_t>();
+  TORCH_CHECK_VALUE(starts[0] == 0, "pyattn: ", name, " must start at 0, got ", starts[0]);
+  int64_t longest = 0;
+  for (int64_t b = 1; b < cu_seqlens.size(0); ++b) {
+    TORCH_CHECK_VALUE(starts[b - 1] <= starts[b], "pyattn: ", name, " must never decrease, got ", starts[b], " after ",
+                      starts[b - 1], " at ", b);
+    TORCH_CHECK_VALUE(starts[b] <= tokens, "pyattn: ", name, " must end within the ", tokens, " tokens, got ",
+                      starts[b], " at ", b);
+    longest = std::max(longest, starts[b] - starts[b - 1]);
+  }
+  return longest;
+}
+
+inline void check_longest(const char* name, int64_t longest, const SymInt& bound) {
+  TORCH_CHECK_VALUE(longest <= bound, "pyattn: ", name, " must be at least the longest sequence, got ", bound, " and ",
+                    longest);
+}
+
+inline View packed_view(const Tensor& t, void* data) { return {data, 0, t.stride(1), t.stride(0)}; }
+inline View packed_input(const Tensor& t) { return packed_view(t, input_data(t)); }
+inline View packed_result(const Tensor& t) { return packed_view(t, t.mutable_data_ptr()); }
+
+// Replaces the tensors of packing and options by such as kernels read; p points into them.
+inline void fill_packed(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, Packing& packing,
+                        Options& options) {
+  const auto as_read = [](Tensor& t) { return t = t.to(at::kLong).contiguous(); };
+  const int64_t* starts_q = as_read(packing.cu_seqlens_q).const_data_ptr<int64_t>();
+  const int64_t* starts_k = as_read(packing.cu_seqlens_k).const_data_ptr<int64_t>();
+  const int64_t* used = packing.seqused_k ? as_read(*packing.seqused_k).const_data_ptr<int64_t>() : nullptr;
+  p.q = packed_input(q), p.k = packed_input(k), p.v = packed_input(v);
+  p.batch = packing.cu_seqlens_q.size(0) - 1, p.num_heads_q = q.size(1), p.num_heads_kv = k.size(1);
+  p.head_dim = q.size(2), p.head_dim_v = v.size(2);
+  p.seqlen_q = check_starts("cu_seqlens_q", packing.cu_seqlens_q, q.size(0));
+  p.seqlen_k = check_starts("cu_seqlens_k", packing.cu_seqlens_k, k.size(0));
+  check_longest("max_seqlen_q", p.seqlen_q, packing.max_seqlen_q);
+  check_longest("max_seqlen_k", p.seqlen_k, packing.max_seqlen_k);
+  p.packed = {starts_q, starts_k, used, q.size(0), nullptr};
+
+  const bool bottom_right = !options.q_offset && !options.q_offsets;
+  if (bottom_right) options.q_offsets = at::empty({p.batch}, packing.cu_seqlens_q.options());
+  fill_options(p, q.scalar_type(), options);
+  int64_t* const offsets = bottom_right ? options.q_offsets->mutable_data_ptr<int64_t>() : nullptr;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t seqlen_q = starts_q[b + 1] - starts_q[b], length = starts_k[b + 1] - starts_k[b];
+    const int64_t seqlen_k = used ? used[b] : length;
+    TORCH_CHECK_VALUE(0 <= seqlen_k && seqlen_k <= length, "pyattn: seqused_k must be between 0 and the ", length,
+                      " keys of sequence ", b, ", got ", seqlen_k);
+    if (p.mask.key_ranges) check_ranges(p.mask.key_ranges + 2 * starts_q[b], seqlen_q, seqlen_k, b);
+    if (bottom_right) offsets[b] = default_q_offset(seqlen_q, seqlen_k);
+    p.pairs += static_cast<double>(seqlen_q) * static_cast<double>(seqlen_k);
+  }
+}
+
+}  // namespace pyattn

@@ -1,0 +1,91 @@
+// Results: tensors that the kernels write.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <sys/mman.h>
+
+#include <array>
+#include <optional>
+#include <tuple>
+#include <utility>
+
+#include "attention.h"
+#include "checks.h"
+#include "options.h"
+
+namespace pyattn {
+
+// A dense tensor like `like` but with cols columns. Columns are innermost, because
+// kernels write rows; the other dimensions lie in memory in the order that they have
+// in like, as empty_like would have them.
+inline Tensor empty_ordered_as(const Tensor& like, const SymInt& cols) {
+  const auto strides = like.sym_strides(), sizes = like.sym_sizes();
+  const int outer = static_cast<int>(like.dim()) - 1;
+  c10::SmallVector<int, 3> order(outer);  // innermost first
+  for (int i = 0; i < outer; ++i) order[i] = outer - 1 - i;
+  for (int i = 1; i < outer; ++i)
+    for (int at = i, j = i - 1; j >= 0; --j) {
+      // The stride of an expanded dimension, 0, does not say where it lies: it stays in its place.
+      if (strides[order[at]] == 0 || strides[order[j]] == 0) continue;
+      if (strides[order[j]] <= strides[order[at]]) break;
+      std::swap(order[j], order[at]);
+      at = j;
+    }
+  c10::SymDimVector shape(sizes.begin(), sizes.end()), dense(sizes.size(), 1);
+  shape[outer] = cols;
+  SymInt stride = cols.max(1);
+  for (const int d : order) {
+    dense[d] = stride;
+    stride *= shape[d].max(1);
+  }
+  return at::empty_strided_symint(shape, dense, like.options());
+}
+
+inline Tensor empty_dense(const Tensor& like, at::ScalarType type) {
+  return at::empty_symint(like.sym_sizes(), like.options().dtype(type));
+}
+
+// The memory of a gradient as large as a bias comes fresh from the system, and one fault for each
+// small page takes five times as long as writing it. A hint: where it does not hold, nothing changes.
+inline void prefer_huge_pages([[maybe_unused]] const Tensor& t) {
+#ifdef MADV_HUGEPAGE
+  if (!t.is_cpu()) return;
+  constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
+  const auto first = reinterpret_cast<uintptr_t>(t.mutable_data_ptr());
+  const uintptr_t begin = (first + kHugePage - 1) / kHugePage * kHugePage,
+                  end = (first + t.nbytes()) / kHugePage * kHugePage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+// What backward returns beside dq, dk and dv; undefined where it is not wanted. The gradients of slopes
+// and sinks are made in the dtype of row_sum.
+struct OptionGradients {
+  optional<Tensor> slopes, sinks;  // as given
+  Tensor dbias, dslopes, dsinks;
+
+  OptionGradients(const Options& options, const std::array<bool, 3>& wanted, at::ScalarType rows)
+      : slopes(options.alibi_slopes), sinks(options.sinks) {
+    if (wanted[0]) dbias = empty_dense(*options.bias, options.bias->scalar_type());
+    if (wanted[1]) dslopes = empty_dense(*options.alibi_slopes, rows);
+    if (wanted[2]) dsinks = empty_dense(*options.sinks, rows);
+  }
+
+  void fill_rows(BackwardParams& p) const {
+    if (dslopes.defined()) p.dslopes = dslopes.mutable_data_ptr();
+    if (dsinks.defined()) p.dsinks = dsinks.mutable_data_ptr();
+  }
+
+  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> with(Tensor dq, Tensor dk, Tensor dv) const {
+    return {std::move(dq),
+            std::move(dk),
+            std::move(dv),
+            dbias,
+            dslopes.defined() ? dslopes.to(slopes->scalar_type()) : dslopes,
+            dsinks.defined() ? dsinks.to(sinks->scalar_type()) : dsinks};
+  }
+};
+
+}  // namespace pyattn

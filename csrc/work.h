@@ -1,0 +1,59 @@
+// Work: units, such as work items, numbered over all KV heads, one head after the other. In a batch all
+// heads have as many; packed sequences have a table of how many came before. The same file serves every
+// backend; everything is constexpr, so that device code may call it.
+#pragma once
+
+#include <cstdint>
+
+#include "attention.h"
+#include "heads.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+// How many units each KV head of the sequences before b has; not for a batch.
+constexpr int64_t units_before(const ForwardParams& p, Unit unit, int64_t b) {
+  return p.packed.before[b].of[static_cast<int>(unit)];
+}
+
+// The number of a head's first unit, if it has `count`.
+constexpr int64_t first_unit(const ForwardParams& p, Unit unit, const Head& head, int64_t count) {
+  if (!p.packed.before) return (head.b * p.num_heads_kv + head.h_kv) * count;
+  return units_before(p, unit, head.b) * p.num_heads_kv + head.h_kv * count;
+}
+
+// Unit n, of `count`, of a KV head.
+struct Place {
+  int64_t head, n, count;
+};
+
+class Work {
+ public:
+  // each: how many units a KV head of a batch has.
+  constexpr Work(const ForwardParams& p, Unit unit, int64_t each) : p_(p), unit_(unit), each_(each) {}
+
+  // Units of all KV heads.
+  constexpr int64_t count() const {
+    return p_.num_heads_kv * (p_.packed.before ? units_before(p_, unit_, p_.batch) : p_.batch * each_);
+  }
+
+  constexpr Place at(int64_t i) const {
+    if (!p_.packed.before) return {i / each_, i % each_, each_};
+    int64_t b = 0, past = p_.batch;  // the sequence lies between: the last one that begins at i or before
+    while (past - b > 1) {
+      const int64_t middle = (b + past) / 2;
+      (units_before(p_, unit_, middle) * p_.num_heads_kv <= i ? b : past) = middle;
+    }
+    const int64_t before = units_before(p_, unit_, b), count = units_before(p_, unit_, b + 1) - before;
+    i -= before * p_.num_heads_kv;
+    return {b * p_.num_heads_kv + i / count, i % count, count};
+  }
+
+ private:
+  const ForwardParams& p_;
+  Unit unit_;
+  int64_t each_;
+};
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

@@ -1,0 +1,70 @@
+"""Packed sequences by the formula: as a padded batch, of which nothing but the sequences is kept."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyattn.reference.formula import attention
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    q_offset: int | Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    return_lse: bool = False,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`attention` of sequence ``b``: queries [cu_seqlens_q[b], cu_seqlens_q[b + 1]), keys likewise.
+
+    Args:
+        q, k, v: (tokens, heads, head_dim).
+        cu_seqlens_q, cu_seqlens_k: (B + 1,).
+        max_seqlen_q, max_seqlen_k: no sequence is longer.
+        q_offset: an int or (B,); default: each sequence's last query stands at its last key.
+        key_ranges: (tokens, 2), counted within the sequence.
+        seqused_k: (B,), how many keys of each sequence take part.
+        return_lse: also return lse.
+        options: as for :func:`attention`, which gives sequence ``b`` the draws of dropout.
+
+    Returns:
+        ``out`` (tokens, Hq, Dv), with ``return_lse`` also lse (Hq, tokens): 0 and -inf behind the last sequence.
+    """
+    lengths_q, lengths_k = cu_seqlens_q.long().diff(), cu_seqlens_k.long().diff()
+    batch, used = len(lengths_q), lengths_k if seqused_k is None else seqused_k.long()
+    queries, keys = _places(lengths_q), _places(lengths_k)
+
+    def padded(x: Tensor, places: tuple[Tensor, Tensor], seqlen: int) -> Tensor:
+        """(tokens, ...) -> (B, seqlen, ...)."""
+        return x.new_zeros(batch, seqlen, *x.shape[1:]).index_put(places, x[: len(places[0])])
+
+    if q_offset is None:
+        q_offset = used - lengths_q
+    ranges = torch.stack([torch.zeros_like(used), used], -1)[:, None].expand(batch, max_seqlen_q, 2)
+    if key_ranges is not None:
+        ranges = padded(key_ranges.long(), queries, max_seqlen_q)
+    inputs = padded(q, queries, max_seqlen_q), padded(k, keys, max_seqlen_k), padded(v, keys, max_seqlen_k)
+    out, lse = attention(
+        *(x.transpose(1, 2) for x in inputs), q_offset=q_offset, key_ranges=ranges, return_lse=True, **options
+    )
+    count = len(queries[0])
+    rest = len(q) - count
+    out = torch.cat([out.transpose(1, 2)[queries], out.new_zeros(rest, *out.shape[1::2])])
+    if not return_lse:
+        return out
+    return out, torch.cat([lse.transpose(1, 2)[queries].mT, lse.new_full((lse.shape[1], rest), -math.inf)], -1)
+
+
+def _places(lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """The sequence of each token, and its place there."""
+    sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
+    return sequence, torch.arange(len(sequence)) - (lengths.cumsum(0) - lengths)[sequence]

@@ -1,0 +1,163 @@
+"""Attention over packed sequences: of any lengths, one behind the other, without padding."""
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from pyattn import autograd
+from pyattn.arguments import check_size, check_tensor, hide_catch_all, refuse
+from pyattn.autocast import cast
+from pyattn.options import UNBOUNDED, Options, Packing, check_options, options_of
+
+__all__ = ["attention_varlen"]
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = True,
+    q_offset: int | Tensor | None = None,
+    window: tuple[int, int] = (-1, -1),
+    key_ranges: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    block_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = True,
+    q_offset: int | Tensor | None = None,
+    window: tuple[int, int] = (-1, -1),
+    key_ranges: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    block_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@hide_catch_all
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *positional: object,
+    causal: bool = True,
+    q_offset: int | Tensor | None = None,
+    window: tuple[int, int] = UNBOUNDED,
+    key_ranges: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    block_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    return_lse: bool = False,
+    **named: object,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`pyattn.attention` of sequences of different lengths, packed one behind the other.
+
+    Sequence ``b`` has the queries ``cu_seqlens_q[b] <= i < cu_seqlens_q[b + 1]`` and likewise its keys; they see each
+    other as in a call of their own, and nothing of other sequences. No padding is computed. 1 = takes part::
+
+        cu_seqlens_q = cu_seqlens_k = [0, 2, 5]     cu_seqlens_q [0, 1, 3], cu_seqlens_k [0, 2, 5]
+                           1 0 . . .                                        1 1 . . .
+                           1 1 . . .                                        . . 1 1 0
+                           . . 1 0 0                                        . . 1 1 1
+                           . . 1 1 0
+                           . . 1 1 1
+
+    Args:
+        q: (total_q, Hq, D), dtype and strides as for :func:`pyattn.attention`.
+        k: (total_k, Hkv, D).
+        v: (total_k, Hkv, Dv).
+        cu_seqlens_q: (B + 1,), int32 or int64, where each sequence begins: from 0, never decreasing, up to at most
+            total_q. Sequences may be empty.
+        cu_seqlens_k: the same for the keys.
+        max_seqlen_q, max_seqlen_k: no sequence is longer. They may be larger than the longest sequence: time, memory
+            and results do not depend on them.
+        causal, window, softmax_scale, softcap, sinks, dropout_p: as for :func:`pyattn.attention`.
+        q_offset: key position of each sequence's first query, an int or a (B,) int64 tensor; default: the last query
+            stands at the last key of its sequence.
+        key_ranges: (total_q, 2), int32 or int64: the keys [begin, end) of each query, counted within its sequence.
+        bias: not implemented.
+        alibi_slopes: (Hq,) or (B, Hq).
+        dropout_seed: as for :func:`pyattn.attention`; the draws of sequence ``b`` are those of ``b`` in a batch.
+        block_table: not implemented.
+        seqused_k: (B,), int32 or int64: only so many of each sequence's keys take part, as if there were no more.
+        return_lse: also return lse.
+
+    Returns:
+        ``out`` (total_q, Hq, Dv) in q's dtype, or ``(out, lse)``, lse being (Hq, total_q) in float32, or float64 for
+        float64 inputs. Both are differentiable, in q, k, v, alibi_slopes and sinks. Queries behind the last sequence
+        have out 0 and lse -inf, and gradients are 0 for them, for the keys behind it and for keys that are not used.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as :func:`pyattn.attention`; cu_seqlens that do not start at 0,
+            decrease, end behind the tokens or differ in number; a max_seqlen below the longest sequence; seqused_k
+            outside a sequence; bias, block_table or tensors on a GPU.
+
+    Memory beyond the results is linear in the tokens. The result has the same bits for every number of threads.
+
+    >>> q, k, v = torch.randn(3, 100, 8, 64)
+    >>> cu_seqlens = torch.tensor([0, 10, 10, 64, 100])
+    >>> attention_varlen(q, k, v, cu_seqlens, cu_seqlens, 54, 54).shape
+    torch.Size([100, 8, 64])
+    """
+    if positional or named:
+        refuse(attention_varlen, positional, named)
+    tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    if seqused_k is not None:
+        tensors["seqused_k"] = seqused_k
+    for name, tensor in tensors.items():
+        check_tensor(name, tensor)
+    check_size("max_seqlen_q", max_seqlen_q)
+    check_size("max_seqlen_k", max_seqlen_k)
+    if block_table is not None:
+        raise NotImplementedError("pyattn: attention_varlen takes no block_table: pages are not implemented")
+    arguments = causal, q_offset, window, key_ranges, softmax_scale, softcap, bias, alibi_slopes, sinks
+    check_options(*arguments, dropout_p, dropout_seed)
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = cast(q), cast(k), cast(v)
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
+    options = Options(*options_of(q.device, *arguments, dropout_p, dropout_seed))
+    out, lse = autograd.attention_varlen(q, k, v, packing, options)
+    return (out, lse) if return_lse else out
