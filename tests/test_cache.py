@@ -125,11 +125,11 @@ def test_sequences_of_their_own_lengths(attend: Callable[..., Any], window: int 
     """Each equals the sequence alone; queries past their sequence's new tokens see nothing that was not appended."""
     case = Case(3, 4, 2, 40, 40, 24, 20)
     q, k, v = case.inputs(dtype)
-    cached = made(case, dtype, 40, window)
+    cached = made(case, dtype, 18 if window else 40, window)
     options = {} if window is None else {"window": (window - 1, 0)}
-    for counts in ([9, 0, 4], [1, 1, 1], [0, 12, 3], [2, 2, 2], [5, 1, 0]):
+    for counts in ([9, 0, 4], [1, 1, 1], [0, 12, 3], [2, 2, 2], [5, 1, 0], [12, 3, 12], [6, 9, 5]):
         before, new = cached.lengths.clone(), max(counts)
-        at = before[:, None] + torch.arange(new)
+        at = (before[:, None] + torch.arange(new)).clamp(max=39)
         rows = torch.arange(3)[:, None]
         qs, ks, vs = (t.transpose(1, 2)[rows, at].transpose(1, 2) for t in (q, k, v))
         cached.append(ks, vs, counts if len(set(counts)) > 1 else torch.tensor(counts, dtype=torch.int32))
@@ -211,9 +211,12 @@ def test_reorder_and_reset(window: int | None) -> None:
     cached = made(case, torch.float64, 12, window)
     cached.append(k, v, [11, 7, 9])
     cached.append(k[:, :, :1], v[:, :, :1], [0, 1, 1])
-    expected = attention_with_cache(q, cached)
+    if window:  # whose sequences then begin at positions of their own
+        cached.append(k, v, [11, 0, 2])
+        assert cached.starts.unique().numel() > 1
+    expected, lengths = attention_with_cache(q, cached), cached.lengths[[2, 0, 0]]
     cached.reorder([2, 0, 0])
-    assert cached.lengths.tolist() == [10, 11, 11]
+    assert torch.equal(cached.lengths, lengths)
     assert torch.equal(attention_with_cache(q[[2, 0, 0]], cached), expected[[2, 0, 0]])
     cached.append(k[:, :, :1], v[:, :, :1])
     cached.reset()
@@ -421,9 +424,9 @@ BAD_RINGS: list[tuple[Tensor, dict[str, Any], type[Exception], str]] = [
     (q, {"q_offset": torch.zeros(2)}, TypeError, "q_offset must be int64, got torch.float32"),
     (
         q,
-        {"q_offset": 11},
+        {"q_offset": 12},
         ValueError,
-        "q_offset must be at least 13, where a window of 4 begins with the oldest key that the cache keeps, got 11 for "
+        "q_offset must be at least 13, where a window of 4 begins with the oldest key that the cache keeps, got 12 for "
         "sequence 0",
     ),
 ]

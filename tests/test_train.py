@@ -110,19 +110,20 @@ def test_ctrl_c_keeps_what_was_trained(train_on, story, monkeypatch, capsys, ste
 
 
 def test_models_without_learned_positions_read_on(train_on, story, capsys):
-    """The loss of each range of positions is that of the bytes there, given all before them."""
+    """The same bytes are judged at the end of texts of several lengths."""
     _, folder = train_on("--alibi", "--window", "4", "--sinks")
     shown = capsys.readouterr().out
     model, text = checkpoint.load(folder / "model.safetensors"), read(story, CONTEXT)
-    windows = text.validation_windows(lengths.WINDOWS, 256)
-    with torch.no_grad():
-        logits = model(windows[:, :-1])
-    losses = torch.nn.functional.cross_entropy(logits.mT, windows[:, 1:], reduction="none").mean(0)
-    found = re.search(r"past the training length, validation loss of the bytes up to (.*)", shown)[1]
-    ends = dict(part.split(": ") for part in found.split(", "))
-    assert list(ends) == ["16", "32", "64", "128", "256"]
-    for begin, end in ((0, 16), (16, 32), (128, 256)):
-        assert float(ends[str(end)]) == pytest.approx(losses[begin:end].mean().item(), abs=2e-4)
+    texts = text.validation_windows(lengths.TEXTS, 256)
+    found = re.search(r"past the training length, validation loss of the same bytes at the end of (.*)", shown)[1]
+    losses = dict(part.split(": ") for part in found.split(", "))
+    assert list(losses) == ["16", "32", "64", "128", "256"]
+    for length, loss in losses.items():
+        ids = texts[:, -int(length) - 1 :]
+        with torch.no_grad():
+            logits = model(ids[:, :-1])[:, -8:]
+        exact = torch.nn.functional.cross_entropy(logits.mT, ids[:, -8:]).item()
+        assert float(loss) == pytest.approx(exact, abs=1e-4)
     train_on(out="learned")
     assert "past the training length" not in capsys.readouterr().out
 
