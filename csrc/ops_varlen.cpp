@@ -45,7 +45,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_varlen_forward(
   const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
   ForwardParams p{};
   fill_packed(p, q_, k_, v_, packing, options);
-  p.out = packed_result(out);
+  prefer_huge_pages(out), p.out = packed_result(out);
   p.lse = lse.mutable_data_ptr(), p.row_max = row_max.mutable_data_ptr(), p.row_sum = row_sum.mutable_data_ptr();
   run_forward(dtype_of(q.scalar_type()), p);
   const int64_t end = tokens(p.packed.cu_seqlens_q, p.batch);
@@ -83,6 +83,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_varlen_back
   fill_packed(p, q_, k_, v_, packing, options);
   p.out = packed_input(out_), p.dout = packed_input(dout_);
   p.row_max = input_data(row_max_), p.row_sum = input_data(row_sum_), p.dlse = dlse_ ? input_data(*dlse_) : nullptr;
+  for (const Tensor& t : {dq, dk, dv}) prefer_huge_pages(t);
   p.dq = packed_result(dq), p.dk = packed_result(dk), p.dv = packed_result(dv);
   more.fill_rows(p);
   fill_rest(dq, 0, tokens(p.packed.cu_seqlens_q, p.batch), 0);

@@ -47,8 +47,8 @@ inline Tensor empty_dense(const Tensor& like, at::ScalarType type) {
   return at::empty_symint(like.sym_sizes(), like.options().dtype(type));
 }
 
-// The memory of a gradient as large as a bias comes fresh from the system, and one fault for each
-// small page takes five times as long as writing it. A hint: where it does not hold, nothing changes.
+// The memory of large results comes fresh from the system, and one fault for each small page takes
+// five times as long as writing it. A hint: where it does not hold, nothing changes.
 inline void prefer_huge_pages([[maybe_unused]] const Tensor& t) {
 #ifdef MADV_HUGEPAGE
   if (!t.is_cpu()) return;
