@@ -9,12 +9,16 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pyattn.options import Options
+from pyattn.options import Options, Packing
 
 SIZES = st.sampled_from([0, 1, 2, 3, 4, 17])
+SLIPS = st.sampled_from([0] * 15 + [1])
 DTYPES = [torch.float32] * 8 + [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64]
 FORWARD = ("q", "k", "v", *Options._fields)
-BACKWARD = ("dout", "dlse", "q", "k", "v", "out", "row_max", "row_sum", *Options._fields, "output_mask")
+ROWS = ("dout", "dlse", "q", "k", "v", "out", "row_max", "row_sum")
+BACKWARD = (*ROWS, *Options._fields, "output_mask")
+VARLEN_FORWARD = ("q", "k", "v", *Packing._fields, *Options._fields)
+VARLEN_BACKWARD = (*ROWS, *Packing._fields, *Options._fields, "output_mask")
 
 
 def tensor(draw: st.DrawFn, shape: list[int], dtype: torch.dtype) -> Tensor:
@@ -38,8 +42,18 @@ def tensor(draw: st.DrawFn, shape: list[int], dtype: torch.dtype) -> Tensor:
 
 
 FRACTIONS = ("alibi_slopes", "sinks")
-INTEGERS = ("q_offsets", "dropout_seed", "key_ranges")
-OPTIONAL = ("dlse", "q_offsets", "key_ranges", "bias", *FRACTIONS)
+INTEGERS = ("q_offsets", "dropout_seed", "key_ranges", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+OPTIONAL = ("dlse", "q_offsets", "key_ranges", "bias", "seqused_k", *FRACTIONS)
+
+
+def lengths(draw: st.DrawFn, count: int) -> list[int]:
+    """Where sequences begin and end, most of them in order."""
+    begins = [0]
+    for _ in range(count):
+        begins.append(begins[-1] + draw(SIZES))
+    if not draw(st.integers(0, 15)):
+        begins[draw(st.integers(0, count))] = draw(st.integers(-(2**63), 2**63 - 1) | st.integers(-3, 30))
+    return begins
 
 
 @st.composite
@@ -52,6 +66,20 @@ def arguments(draw: st.DrawFn, names: tuple[str, ...]) -> dict[str, Any]:
     shapes["key_ranges"] = [draw(st.sampled_from([1, b])), sq, 2]
     shapes["bias"] = [draw(st.sampled_from([1, n])) for n in (*rows, sk)][draw(st.integers(0, 3)) :]
     shapes |= {"alibi_slopes": rows[draw(st.integers(0, 1)) : 2], "sinks": rows[1:2]}
+    contents: dict[str, list[int]] = {}
+    bounds: dict[str, Any] = {}
+    if "cu_seqlens_q" in names:
+        contents = {"cu_seqlens_q": lengths(draw, b), "cu_seqlens_k": lengths(draw, b)}
+        begins = contents["cu_seqlens_k"]
+        contents["seqused_k"] = [min(draw(SIZES), begins[i + 1] - begins[i] + draw(SLIPS)) for i in range(b)]
+        sq, sk = (max(0, min(contents[name][-1], 100)) + draw(st.integers(0, 3)) for name in Packing._fields[:2])
+        bounds = {name: 17 - draw(SLIPS) for name in Packing._fields[2:4]}
+        rows = [h * g, sq]
+        shapes = {"q": [sq, h * g, d], "k": [sk, h, d], "v": [sk, h, dv]}
+        shapes |= {name: [sq, h * g, dv] for name in ("out", "dout")}
+        shapes |= dict.fromkeys(("dlse", "row_max", "row_sum"), rows) | {"q_offsets": [b], "dropout_seed": []}
+        shapes |= {"key_ranges": [sq, 2], "alibi_slopes": [b, h * g][draw(st.integers(0, 1)) :], "sinks": [h * g]}
+        shapes |= {name: [len(x)] for name, x in contents.items()}
     odd = draw(st.lists(st.sampled_from(names), max_size=3))
     dtype = draw(st.sampled_from(DTYPES))
     sides = st.just(-1) | st.integers(-1, 20) | st.integers(-1, 2**63 - 1)
@@ -62,6 +90,8 @@ def arguments(draw: st.DrawFn, names: tuple[str, ...]) -> dict[str, Any]:
         "q_offset": draw(st.none() | st.integers(-5, 20) | st.integers(-(2**63), 2**63 - 1)),
         "window": [draw(sides), draw(sides)],
         "softcap": draw(st.just(0.0) | st.floats(0, 50) | st.floats(0, 3e38)),
+        "bias": None,
+        **bounds,
     }
     for name in names:
         if name in odd:
@@ -80,6 +110,8 @@ def arguments(draw: st.DrawFn, names: tuple[str, ...]) -> dict[str, Any]:
             elif name in FRACTIONS or name == "bias":
                 kind = draw(st.sampled_from([dtype, torch.float32, *[torch.bool] * (name == "bias")]))
             values[name] = tensor(draw, shapes[name], kind)
+            if name in contents and values[name].device.type == "cpu":
+                values[name] = torch.tensor(contents[name], dtype=torch.int64)
             if name == "key_ranges" and values[name].device.type == "cpu":
                 ends = [draw(st.integers(-1, 2)), draw(st.integers(0, sk + 1))]
                 values[name] = values[name] * torch.tensor(ends)
@@ -92,15 +124,23 @@ def arguments(draw: st.DrawFn, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: values[name] for name in names}
 
 
+OPERATORS = {
+    "forward": FORWARD,
+    "backward": BACKWARD,
+    "varlen_forward": VARLEN_FORWARD,
+    "varlen_backward": VARLEN_BACKWARD,
+}
+
 EXAMPLES = 120
 """Examples for each operator and instruction set. The checks, which are above the kernels, meet those of all sets."""
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("names", [FORWARD, BACKWARD], ids=["forward", "backward"])
+@pytest.mark.parametrize("names", OPERATORS.values(), ids=list(OPERATORS))
 def test_result_or_one_sentence(request: pytest.FixtureRequest, names: tuple[str, ...]) -> None:
     """With ``--examples`` that many, others each time."""
-    operator = torch.ops.pyattn.attention_forward if names is FORWARD else torch.ops.pyattn.attention_backward
+    name = next(name for name, own in OPERATORS.items() if own is names)
+    operator = getattr(torch.ops.pyattn, f"attention_{name}")
     examples = request.config.getoption("examples")
     outcomes = {"result": 0, "refused": 0}
 
@@ -124,8 +164,9 @@ def test_result_or_one_sentence(request: pytest.FixtureRequest, names: tuple[str
             outcomes["refused"] += 1
         else:
             q, v = values["q"], values["v"]
-            if names is FORWARD:
-                expected: list[Any] = [[*q.shape[:3], v.shape[3]]] + [list(q.shape[:3])] * 3
+            if "output_mask" not in names:
+                rows = list(q.shape[-2::-1]) if "cu_seqlens_q" in names else list(q.shape[:3])
+                expected: list[Any] = [[*q.shape[:-1], v.shape[-1]]] + [rows] * 3
             else:
                 wanted = zip(("bias", "alibi_slopes", "sinks"), values["output_mask"], strict=True)
                 expected = [list(values[name].shape) for name in "qkv"]

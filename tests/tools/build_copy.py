@@ -31,11 +31,12 @@ LIKELY = {
     "math": ("cpu/simd/math.h",),
     "laws": ("cpu/simd/half.h",),
     "layouts": ("ops.cpp", "params.h"),
+    "varlen": ("cpu/units.h", "ops_varlen.cpp", "packing.h", "work.h"),
 }
 """The tests most likely to catch a fault, by its file in csrc; they run first."""
-TESTS = ("accuracy", "masks", "scores", "laws", "decode", "layouts", "dropout", "math", "cuda", "cuda_races")
+TESTS = ("accuracy", "masks", "scores", "laws", "decode", "layouts", "dropout", "math", "varlen", "cuda", "cuda_races")
 """Tests that run for one backend."""
-OTHER_TESTS = ("mask", "autograd", "build", "errors")
+OTHER_TESTS = ("mask", "autograd", "build", "errors", "varlen")
 """Tests that run with the active instruction set."""
 
 # An editable install would find the package it was made from, here and in the processes that tests start.
