@@ -6,7 +6,6 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from pyattn import _cache_ops
 from pyattn.arguments import (
     check_64_bits,
     check_integers,
@@ -22,6 +21,10 @@ from pyattn.options import UNBOUNDED
 from pyattn.visible import check_ranges
 
 __all__ = ["KVCache", "attention_with_cache"]
+
+_append = torch.ops.pyattn.cache_append.default
+_reorder = torch.ops.pyattn.cache_reorder.default
+_slots = torch.ops.pyattn.cache_slots.default
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -126,7 +129,7 @@ class KVCache:
         check_tensor("v", v)
         new = None if lengths is None else check_integers("lengths", lengths, self.lengths.device)
         storage = self.k, self.v, self.lengths, self.starts
-        _cache_ops.append(*storage, k.detach(), v.detach(), new, self.max_seqlen)
+        _append(*storage, k.detach(), v.detach(), new, self.max_seqlen)
 
     def reset(self) -> None:
         """Forgets all sequences; the memory stays."""
@@ -144,7 +147,7 @@ class KVCache:
             TypeError: other types.
         """
         chosen = check_integers("idx", idx, self.lengths.device)
-        _cache_ops.reorder(self.k, self.v, self.lengths, self.starts, chosen)
+        _reorder(self.k, self.v, self.lengths, self.starts, chosen)
 
 
 @overload
@@ -283,7 +286,7 @@ def _in_ring(
     check_type("q_offset", q_offset, int, torch.SymInt, Tensor)
     check_64_bits("q_offset", q_offset)
     offsets = q_offset if isinstance(q_offset, Tensor) else torch.full_like(cache.lengths, q_offset)
-    return (left, right), _cache_ops.slots(cache.lengths, cache.starts, offsets, left + 1, cache.max_seqlen)
+    return (left, right), _slots(cache.lengths, cache.starts, offsets, left + 1, cache.max_seqlen)
 
 
 def _used(key_ranges: Tensor | None, cache: KVCache, seqlen_q: int) -> Tensor:

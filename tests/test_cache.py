@@ -15,7 +15,9 @@ from helpers import Case, each_dtype
 from torch import Tensor
 from yardstick import assert_accurate, in_double
 
-from pyattn import KVCache, _cache_ops, attention, attention_with_cache, cache, reference
+from pyattn import KVCache, attention, attention_with_cache, cache, reference
+
+ops = torch.ops.pyattn
 
 OPTIONS: dict[str, Case] = {
     "plain": Case(2, 4, 2, 40, 40, 24, 20),
@@ -289,10 +291,10 @@ def test_operators_declare_what_they_change() -> None:
         cached = made(case, torch.float32, 10, window)
         storage = cached.k.zero_(), cached.v.zero_(), cached.lengths, cached.starts
         checks = ("test_schema", "test_faketensor")
-        torch.library.opcheck(_cache_ops.append, (*storage, k, v, torch.tensor([1, 3]), 10), test_utils=checks)
-        torch.library.opcheck(_cache_ops.reorder, (*storage, torch.tensor([1, 1])), test_utils=checks)
+        torch.library.opcheck(ops.cache_append, (*storage, k, v, torch.tensor([1, 3]), 10), test_utils=checks)
+        torch.library.opcheck(ops.cache_reorder, (*storage, torch.tensor([1, 1])), test_utils=checks)
         offsets = torch.tensor([4, 5])
-        torch.library.opcheck(_cache_ops.slots, (*storage[2:], offsets, 5, 10), test_utils=checks)
+        torch.library.opcheck(ops.cache_slots, (*storage[2:], offsets, 5, 10), test_utils=checks)
 
 
 def test_inference_mode_and_copies() -> None:
@@ -333,12 +335,12 @@ def test_wrong_caches(changes: dict[str, Any], kind: type[Exception], message: s
 
 BAD_APPENDS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k": None}, TypeError, "k must be Tensor, got None"),
-    ({"k": zeros(2, 3, 8)}, ValueError, "k must have 4 dimensions (batch, num_heads, new, head_dim), got (2, 3, 8)"),
-    ({"k": zeros(3, 2, 3, 8)}, ValueError, "k must have shape (2, 2, 3, 8), got (3, 2, 3, 8)"),
-    ({"v": zeros(2, 2, 4, 6)}, ValueError, "v must have shape (2, 2, 3, 6), got (2, 2, 4, 6)"),
-    ({"v": zeros(2, 2, 3, 6).half()}, TypeError, "v must have the cache's dtype torch.float32, got torch.float16"),
+    ({"k": zeros(2, 3, 8)}, ValueError, "k must have 4 dimensions (batch, num_heads, new, head_dim), got [2, 3, 8]"),
+    ({"k": zeros(3, 2, 3, 8)}, ValueError, "k must have shape [2, 2, 3, 8], got [3, 2, 3, 8]"),
+    ({"v": zeros(2, 2, 4, 6)}, ValueError, "v must have shape [2, 2, 3, 6], got [2, 2, 4, 6]"),
+    ({"v": zeros(2, 2, 3, 6).half()}, TypeError, "v must have the cache's dtype float32, got float16"),
     ({"k": zeros(2, 2, 3, 8).to("meta")}, ValueError, "k must be on the cache's device, got meta and cpu"),
-    ({"lengths": [1]}, ValueError, "lengths must have shape (2,), got (1,)"),
+    ({"lengths": [1]}, ValueError, "lengths must have shape [2], got [1]"),
     ({"lengths": [1, 4]}, ValueError, "each of lengths must be between 0 and 3, got 4 at 1"),
     ({"lengths": [-1, 2]}, ValueError, "each of lengths must be between 0 and 3, got -1 at 0"),
     ({"lengths": zeros(2)}, TypeError, "lengths must be int32 or int64, got torch.float32"),
@@ -363,8 +365,38 @@ def test_lengths_that_were_tampered_with() -> None:
         assert attention_with_cache(zeros(2, 2, 1, 8), cached).isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {0: zeros(2, 2, 8)},
+            "keys and values must have 4 dimensions (batch, num_heads, slots, head_dim), got [2, 2, 8]",
+        ),
+        ({1: zeros(2, 2, 9, 6)}, "values must have shape [2, 2, 10, 6], got [2, 2, 9, 6]"),
+        ({2: torch.zeros(1, dtype=torch.int64)}, "lengths must have shape [2], got [1]"),
+        ({3: torch.zeros(1, dtype=torch.int64)}, "starts must have shape [2], got [1]"),
+        (
+            {3: torch.tensor([0, 1])},
+            "each of the cache's lengths must be between its start and 10 more, got 0 and 1 at",
+        ),
+        ({3: torch.tensor([-(2**63), 0])}, "between its start and 10 more, got 0 and -9223372036854775808 at 0"),
+    ],
+    ids=str,
+)
+def test_operators_check_what_they_write(changes: dict[int, Tensor], message: str) -> None:
+    """Raw operators read and write in bounds whatever stands for a cache."""
+    storage = [zeros(2, 2, 10, 8), zeros(2, 2, 10, 6), *torch.zeros(2, 2, dtype=torch.int64)]
+    for which, value in changes.items():
+        storage[which] = value
+    with pytest.raises(ValueError, match="^pyattn: .*" + re.escape(message)):
+        ops.cache_append(*storage, zeros(2, 2, 3, 8), zeros(2, 2, 3, 6), None, 10)
+    if "lengths must be" not in message and "between" not in message:
+        with pytest.raises(ValueError, match="^pyattn: .*" + re.escape(message)):
+            ops.cache_reorder(*storage, torch.tensor([1, 0]))
+
+
 BAD_ORDERS: list[tuple[Any, type[Exception], str]] = [
-    ([0], ValueError, "idx must have shape (2,), got (1,)"),
+    ([0], ValueError, "idx must have shape [2], got [1]"),
     ([0, 2], ValueError, "each of idx must be between 0 and 1, got 2 at 1"),
     ([-1, 0], ValueError, "each of idx must be between 0 and 1, got -1 at 0"),
     (torch.zeros(2), TypeError, "idx must be int32 or int64, got torch.float32"),
@@ -420,8 +452,8 @@ BAD_RINGS: list[tuple[Tensor, dict[str, Any], type[Exception], str]] = [
     ),
     (q, {"window": (-2, 0)}, ValueError, "window must be (left, right), each at least -1, got [-2, 0]"),
     (q, {"q_offset": 0.5}, TypeError, "q_offset must be int or Tensor, got 0.5"),
-    (q, {"q_offset": torch.zeros(3, dtype=torch.int64)}, ValueError, "q_offset must have shape (2,), got (3,)"),
-    (q, {"q_offset": torch.zeros(2)}, TypeError, "q_offset must be int64, got torch.float32"),
+    (q, {"q_offset": torch.zeros(3, dtype=torch.int64)}, ValueError, "q_offset must have shape [2], got [3]"),
+    (q, {"q_offset": torch.zeros(2)}, TypeError, "q_offset must have dtype int64, got float32"),
     (
         q,
         {"q_offset": 12},

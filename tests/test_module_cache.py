@@ -149,7 +149,7 @@ BAD: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         ValueError,
         "kv_cache.max_seqlen must not exceed context_length, got 20 and 19",
     ),
-    (made, {"kv_cache": KVCache(2, 2, 9, 4)}, TypeError, "k must have the cache's dtype torch.float32, got torch.floa"),
+    (made, {"kv_cache": KVCache(2, 2, 9, 4)}, TypeError, "k must have the cache's dtype float32, got float64"),
     (masked, {}, NotImplementedError, "a mask that was assigned goes with no kv_cache, got one of shape (19, 19)"),
 ]
 

@@ -26,6 +26,7 @@ LOOP = 3600
 """Seconds of processor time, after which a process loops: a run of all tests takes a twentieth of it."""
 
 LIKELY = {
+    "cache": ("ops_cache.cpp",),
     "decode": ("cpu/decode.h", "cpu/dots.h", "cpu/splits.h"),
     "dropout": ("cpu/dropout.h", "cuda/dropout.h"),
     "math": ("cpu/simd/math.h",),
@@ -36,7 +37,7 @@ LIKELY = {
 """The tests most likely to catch a fault, by its file in csrc; they run first."""
 TESTS = ("accuracy", "masks", "scores", "laws", "decode", "layouts", "dropout", "math", "varlen", "cuda", "cuda_races")
 """Tests that run for one backend."""
-OTHER_TESTS = ("mask", "autograd", "build", "errors", "varlen")
+OTHER_TESTS = ("mask", "autograd", "build", "errors", "cache", "varlen")
 """Tests that run with the active instruction set."""
 
 # An editable install would find the package it was made from, here and in the processes that tests start.

@@ -1,0 +1,185 @@
+// The operators that change a KV cache in place, with what they mutate declared, so that torch.compile
+// keeps a decoding loop in one graph: how far each sequence has come is read inside them, where the
+// compiler does not look.
+//
+// keys [batch][heads][slots][head_dim] and values [batch][heads][slots][head_dim_v] hold position p of
+// sequence b in slot p - starts[b], up to position lengths[b]. A ring has more slots than max_seqlen and
+// keeps the last max_seqlen positions at least; any other cache has as many, and its starts stay 0.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <initializer_list>
+
+#include "checks.h"
+
+namespace pyattn {
+namespace {
+
+// ---- Checks ----
+
+// Errors unless t can stand beside `storage`, which lies in the cache.
+void check_beside(const char* name, const Tensor& t, const Tensor& storage, c10::SymIntArrayRef sizes) {
+  TORCH_CHECK_TYPE(t.scalar_type() == storage.scalar_type(), "pyattn: ", name, " must have the cache's dtype ",
+                   c10::getDtypeNames(storage.scalar_type()).first, ", got ",
+                   c10::getDtypeNames(t.scalar_type()).first);
+  TORCH_CHECK_VALUE(t.device() == storage.device(), "pyattn: ", name, " must be on the cache's device, got ",
+                    t.device(), " and ", storage.device());
+  TORCH_CHECK_VALUE(t.sym_sizes() == sizes, "pyattn: ", name, " must have shape ", sizes, ", got ", t.sym_sizes());
+}
+
+// Likewise an int64 for each sequence.
+void check_indices(const char* name, const Tensor& t, const Tensor& lengths) {
+  check_type(name, t, {at::kLong});
+  check_beside(name, t, lengths, lengths.sym_sizes());
+}
+
+void check_new(const char* name, const Tensor& t, const Tensor& storage, const SymInt& count) {
+  const std::array<SymInt, 4> sizes{storage.sym_size(0), storage.sym_size(1), count, storage.sym_size(3)};
+  check_beside(name, t, storage, sizes);
+}
+
+void check_cache(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& starts) {
+  TORCH_CHECK_VALUE(keys.dim() == 4 && values.dim() == 4,
+                    "pyattn: keys and values must have 4 dimensions (batch, num_heads, slots, head_dim), got ",
+                    keys.sym_sizes(), " and ", values.sym_sizes());
+  const std::array<SymInt, 4> sizes{keys.sym_size(0), keys.sym_size(1), keys.sym_size(2), values.sym_size(3)};
+  check_beside("values", values, keys, sizes);
+  check_type("lengths", lengths, {at::kLong});
+  TORCH_CHECK_VALUE(lengths.device() == keys.device(), "pyattn: lengths must be on the cache's device, got ",
+                    lengths.device(), " and ", keys.device());
+  const std::array<SymInt, 1> batch{keys.sym_size(0)};
+  const c10::SymIntArrayRef wanted(batch);
+  TORCH_CHECK_VALUE(lengths.sym_sizes() == wanted, "pyattn: lengths must have shape ", wanted, ", got ",
+                    lengths.sym_sizes());
+  check_indices("starts", starts, lengths);
+}
+
+// ---- Values of each sequence, on the host ----
+
+struct Values {
+  Tensor t;
+  explicit Values(const Tensor& values) : t(values.cpu().contiguous()) {}
+  int64_t operator[](int64_t b) const { return t.const_data_ptr<int64_t>()[b]; }
+};
+
+// How far a sequence has come, where its slots begin, and how many new positions it gets.
+struct State {
+  int64_t length, start, added;
+  bool operator==(const State&) const = default;
+};
+
+// ---- Operators ----
+
+// Writes position lengths[b] + i for the first new_lengths[b] of the new ones, all if there are none.
+// Everything is checked before anything is written.
+void cache_append(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& starts,
+                  const Tensor& k, const Tensor& v, const optional<Tensor>& new_lengths, SymInt max_seqlen) {
+  check_cache(keys, values, lengths, starts);
+  TORCH_CHECK_VALUE(k.dim() == 4, "pyattn: k must have 4 dimensions (batch, num_heads, new, head_dim), got ",
+                    k.sym_sizes());
+  check_new("k", k, keys, k.sym_size(2));
+  check_new("v", v, values, k.sym_size(2));
+  if (new_lengths) check_indices("lengths", *new_lengths, lengths);
+  if (keys.is_meta()) return;
+
+  const int64_t batch = keys.size(0), slots = keys.size(2), fresh = k.size(2),
+                kept_positions = max_seqlen.guard_int(__FILE__, __LINE__);
+  const Values length(lengths), start(starts), added(new_lengths ? *new_lengths : lengths);
+  const auto state = [&](int64_t b) { return State{length[b], start[b], new_lengths ? added[b] : fresh}; };
+  for (int64_t b = 0; b < batch; ++b) {
+    const State s = state(b);
+    TORCH_CHECK_VALUE(0 <= s.start && s.start <= s.length && s.length - s.start <= slots,
+                      "pyattn: each of the cache's lengths must be between its start and ", slots, " more, got ",
+                      s.length, " and ", s.start, " at ", b);
+    TORCH_CHECK_VALUE(0 <= s.added && s.added <= fresh, "pyattn: each of lengths must be between 0 and ", fresh,
+                      ", got ", s.added, " at ", b);
+    TORCH_CHECK_VALUE(slots > kept_positions || s.length <= kept_positions - s.added,
+                      "pyattn: a sequence must not outgrow the cache's max_seqlen of ", kept_positions, ", got ",
+                      s.length, " + ", s.added, " positions of sequence ", b);
+  }
+  for (int64_t first = 0, count; first < batch; first += count) {  // neighbours in the same state together
+    const State s = state(first);
+    for (count = 1; first + count < batch && state(first + count) == s;) ++count;
+    int64_t end = s.length - s.start, skipped = 0;
+    if (end + s.added > slots) {  // what the ring still needs moves to its first slots
+      skipped = std::max<int64_t>(s.added - kept_positions, 0);
+      const int64_t kept = std::min(end, kept_positions - s.added + skipped);
+      for (const Tensor& storage : {keys, values}) {
+        const Tensor rows = storage.narrow(0, first, count);
+        rows.narrow(2, 0, kept).copy_(rows.narrow(2, end - kept, kept).clone());  // the two may overlap
+      }
+      starts.narrow(0, first, count).fill_(s.length - kept + skipped);
+      end = kept;
+    }
+    const int64_t written = s.added - skipped;
+    const auto write = [&](const Tensor& storage, const Tensor& t) {
+      storage.narrow(0, first, count)
+          .narrow(2, end, written)
+          .copy_(t.narrow(0, first, count).narrow(2, skipped, written));
+    };
+    write(keys, k), write(values, v);
+  }
+  if (new_lengths)
+    lengths.add_(*new_lengths);
+  else
+    lengths.add_(fresh);
+}
+
+// Sequence b becomes a copy of sequence idx[b]; slots that no sequence uses stay as they are.
+void cache_reorder(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& starts,
+                   const Tensor& idx) {
+  check_cache(keys, values, lengths, starts);
+  check_indices("idx", idx, lengths);
+  if (keys.is_meta()) return;
+  const int64_t batch = keys.size(0), slots = keys.size(2);
+  const Values length(lengths), start(starts), index(idx);
+  int64_t used = 0;
+  for (int64_t b = 0; b < batch; ++b) {
+    TORCH_CHECK_VALUE(0 <= index[b] && index[b] < batch, "pyattn: each of idx must be between 0 and ", batch - 1,
+                      ", got ", index[b], " at ", b);
+    used = std::max(used, std::min(length[b] - start[b], slots));
+  }
+  for (const Tensor& t : {keys.narrow(2, 0, used), values.narrow(2, 0, used), lengths, starts})
+    t.copy_(t.index_select(0, idx));
+}
+
+// q_offset in slots of a ring, where query 0 must not see keys that may have been dropped.
+Tensor cache_slots(const Tensor& lengths, const Tensor& starts, const Tensor& q_offset, SymInt window,
+                   SymInt max_seqlen) {
+  check_indices("starts", starts, lengths);
+  check_indices("q_offset", q_offset, lengths);
+  if (lengths.is_meta()) return at::empty_like(q_offset);
+  const int64_t left = window.guard_int(__FILE__, __LINE__) - 1, kept = max_seqlen.guard_int(__FILE__, __LINE__);
+  const Values length(lengths), offset(q_offset);
+  for (int64_t b = 0; b < lengths.size(0); ++b) {
+    const int64_t oldest = length[b] - kept;
+    TORCH_CHECK_VALUE(oldest <= 0 || offset[b] >= oldest + left, "pyattn: q_offset must be at least ", oldest + left,
+                      ", where a window of ", left + 1, " begins with the oldest key that the cache keeps, got ",
+                      offset[b], " for sequence ", b);
+  }
+  return q_offset.sub(starts);
+}
+
+TORCH_LIBRARY_FRAGMENT(pyattn, m) {
+  m.def(
+      "cache_append(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) lengths, Tensor(d!) starts, Tensor k, Tensor v, "
+      "Tensor? new_lengths, SymInt max_seqlen) -> ()");
+  m.def("cache_reorder(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) lengths, Tensor(d!) starts, Tensor idx) -> ()");
+  m.def("cache_slots(Tensor lengths, Tensor starts, Tensor q_offset, SymInt window, SymInt max_seqlen) -> Tensor");
+}
+
+void add_kernels(torch::Library& m) {
+  m.impl("cache_append", cache_append);
+  m.impl("cache_reorder", cache_reorder);
+  m.impl("cache_slots", cache_slots);
+}
+
+TORCH_LIBRARY_IMPL(pyattn, CPU, m) { add_kernels(m); }
+TORCH_LIBRARY_IMPL(pyattn, CUDA, m) { add_kernels(m); }
+TORCH_LIBRARY_IMPL(pyattn, Meta, m) { add_kernels(m); }
+
+}  // namespace
+}  // namespace pyattn
