@@ -15,7 +15,7 @@ from helpers import Case, assert_accurate_by, each_dtype, truth_of
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from pyattn import attention, merge
+from pyattn import attention, attention_varlen, merge
 
 CASES = [
     Case(2, 4, 2, 33, 90, 24, 20),
@@ -124,6 +124,24 @@ def test_packed_sequences_have_their_heads_first_in_lse() -> None:
     packed = merge(out_a[0].transpose(0, 1), lse_a[0], out_b[0].transpose(0, 1), lse_b[0])
     assert torch.equal(packed[0].transpose(0, 1), out[0])
     assert torch.equal(packed[1], lse[0])
+
+
+@pytest.mark.usefixtures("isa")
+def test_parts_of_packed_sequences() -> None:
+    """As attention_varlen gives them; some queries see keys of one part alone."""
+    q, k, v = (torch.randn(17, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    cu_seqlens = torch.tensor([0, 9, 9, 17], dtype=torch.int32)
+
+    def attend(begin: int, end: int) -> tuple[Tensor, Tensor]:
+        lengths = torch.tensor([9] * 9 + [8] * 8)
+        ranges = torch.stack([lengths.clamp(max=begin), lengths.clamp(max=end)], -1)
+        return attention_varlen(q, k, v, cu_seqlens, cu_seqlens, 9, 9, key_ranges=ranges, return_lse=True)
+
+    whole, merged = attend(0, 9), merge(*attend(0, 5), *attend(5, 9))
+    douts = [torch.randn_like(t) for t in whole]
+    gradients = (torch.autograd.grad(results, (q, k, v), douts) for results in (whole, merged))
+    for x, y in zip((*whole, *next(gradients)), (*merged, *next(gradients)), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("which", range(4))

@@ -35,7 +35,20 @@ LIKELY = {
     "varlen": ("cpu/units.h", "ops_varlen.cpp", "packing.h", "work.h"),
 }
 """The tests most likely to catch a fault, by its file in csrc; they run first."""
-TESTS = ("accuracy", "masks", "scores", "laws", "decode", "layouts", "dropout", "math", "varlen", "cuda", "cuda_races")
+TESTS = (
+    "accuracy",
+    "masks",
+    "scores",
+    "laws",
+    "decode",
+    "cache",
+    "layouts",
+    "dropout",
+    "math",
+    "varlen",
+    "cuda",
+    "cuda_races",
+)
 """Tests that run for one backend."""
 OTHER_TESTS = ("mask", "autograd", "build", "errors", "cache", "varlen")
 """Tests that run with the active instruction set."""
