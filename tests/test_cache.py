@@ -129,7 +129,7 @@ def test_sequences_of_their_own_lengths(attend: Callable[..., Any], window: int 
     q, k, v = case.inputs(dtype)
     cached = made(case, dtype, 18 if window else 40, window)
     options = {} if window is None else {"window": (window - 1, 0)}
-    for counts in ([9, 0, 4], [1, 1, 1], [0, 12, 3], [2, 2, 2], [5, 1, 0], [12, 3, 12], [6, 9, 5]):
+    for counts in ([0, 9, 4], [1, 1, 1], [0, 12, 3], [2, 2, 2], [5, 1, 0], [12, 3, 12], [6, 9, 5]):
         before, new = cached.lengths.clone(), max(counts)
         at = (before[:, None] + torch.arange(new)).clamp(max=39)
         rows = torch.arange(3)[:, None]
