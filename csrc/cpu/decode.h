@@ -110,6 +110,8 @@ void add_values(const ForwardParams& p, const Mask& mask, const Tile& tile, Matr
   const Matrix<const S> V = key_rows<S>(mask.head, p.v, tile.n0);
   const bool select = mask.any_holes(0, tile.rows) &&
                       !all_finite<S>(tile.keys, p.head_dim_v, [&](int64_t j) { return V.from(j).data; });
+  const Matrix<const S> next_K = key_rows<S>(mask.head, p.k, tile.n0 + kDecodeBlockK);
+  constexpr int64_t kHeight = kMR[kWideNV], kLine = kCacheLine / sizeof(S);
   const int64_t whole = round_down(p.head_dim_v, kLanes<T>);
   const auto add_columns = [&](int64_t r, int64_t rows, Range keys, int64_t cols, Matrix<const S> V, Matrix<T> O) {
     const Strided<T> weights = P.strided().from(r, keys.begin);
@@ -119,8 +121,17 @@ void add_values(const ForwardParams& p, const Mask& mask, const Tile& tile, Matr
                            const bool sees = mask.sees<S>(r + i, tile.n0 + keys.begin + k);
                            return set1(static_cast<T>(sees)) != vec<T>{};
                          });
-    else
+    else if (rows < kSideBySide)
       gemm<T, T, S, kWideNV>(rows, 0, cols, keys.count(), weights, V.from(keys.begin), O.from(r), Update<T>::add());
+    else  // V is read once for every kHeight rows, K of the next block once
+      for (int64_t i = 0; i < rows; i += kHeight) {
+        const int64_t first = round_down(p.head_dim * i / rows, kLine), past = p.head_dim * (i + kHeight) / rows;
+        gemm<T, T, S, kWideNV>(min(kHeight, rows - i), 0, cols, keys.count(), weights.from(i, 0), V.from(keys.begin),
+                               O.from(r + i), Update<T>::add(), [=](int64_t k) {
+                                 for (int64_t d = first; d < past; d += kLine)
+                                   __builtin_prefetch(next_K.from(keys.begin + k).data + d);
+                               });
+      }
   };
   const auto add = [&](int64_t r, int64_t rows, Range keys) {
     add_columns(r, rows, keys, whole, V, O);
@@ -157,9 +168,12 @@ void decode_keys(const ForwardParams& p, const Head& head, int64_t split, const 
   const Range visible = mask.keys_of_any(0, rows).within(k_begin, k_end - k_begin);
   for (int64_t n = visible.begin; n < visible.end; n += kDecodeBlockK) {
     const Tile tile{0, rows, rows, k_begin + n, min(kDecodeBlockK, visible.end - n)};
-    const Matrix<const S> K = key_rows<S>(head, p.k, tile.n0);
+    const Matrix<const S> K = key_rows<S>(head, p.k, tile.n0), V = key_rows<S>(head, p.v, tile.n0);
     for (int64_t j = 0; j < tile.keys; j += L)
-      dots<S>(rows, tile.keys - j, p.head_dim, s.Q, K.from(j), {s.P.data + j, s.P.row});
+      dots<S>(rows, tile.keys - j, p.head_dim, s.Q, K.from(j), {s.P.data + j, s.P.row}, [&](int64_t i, int64_t n) {
+        prefetch_later_keys(K, j + i, n, p.head_dim);
+        prefetch_rows(j + i, j + i + n, p.head_dim_v, [&](int64_t i) { return V.from(i).data; });
+      });
     score.to_scores_by_rows(p, s.P, head, tile);
     watch.lap(Phase::kScores, 2 * rows * tile.keys * p.head_dim);
     for (int64_t r = 0; r < rows; ++r) {

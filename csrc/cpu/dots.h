@@ -21,6 +21,9 @@ namespace {
 // With more rows than 4 (bf16 in AVX2) to 11 (fp16 in AVX-512), the
 // kernel with queries on the lanes is faster.
 inline constexpr int64_t kDecodeRows = 8;
+// From so many rows on arithmetic takes as long as memory: several keys are multiplied side by side,
+// and what comes later is asked for meanwhile. Fewer rows read fastest one key after the other.
+inline constexpr int kSideBySide = 4;
 // How far ahead rows of K are prefetched where several are read side
 // by side: 12 instead of 28 GB/s without.
 inline constexpr int64_t kPrefetchKeys = 16;
@@ -77,13 +80,9 @@ void pack_few_queries(const ForwardParams& p, const Head& head, Compute<S> power
 template <int kRows, class S, class T = Compute<S>, class E = Operand<S>>
 [[gnu::noinline]] void dot_tile(Matrix<const E> Q, Matrix<const S> K, int64_t keys, int64_t cols, Matrix<T> out) {
   constexpr int kKeys = kLanes<T> / kRows;
-  // Memory is fastest one key after the other; from 4 rows on arithmetic
-  // decides, and takes several keys at a time.
-  constexpr int kStreams = kRows < 4 ? 1 : kKeys;
+  constexpr int kStreams = kRows < kSideBySide ? 1 : kKeys;
   const S* key[kKeys];
   for (int i = 0; i < kKeys; ++i) key[i] = K.from(min(i, keys - 1)).data;
-  if constexpr (kStreams > 1)
-    prefetch_rows(kPrefetchKeys, kPrefetchKeys + kKeys, cols, [&](int64_t i) { return K.from(i).data; });
   const int64_t last = cols % (kColumns<S> * kLanes<E>), count = (cols - last) / kColumns<S>;
   vec<T> sum[kLanes<T>] = {};
   PYATTN_UNROLL(16)
@@ -116,17 +115,26 @@ template <int kRows, class S, class T = Compute<S>, class E = Operand<S>>
   for (int r = 0; r < kRows; ++r) __builtin_memcpy(out.from(r).data, scores + r * kKeys, kKeys * sizeof(T));
 }
 
-// Q[rows][cols], K[keys][cols] -> out[rows][at most kLanes keys] = Q K^T.
-template <class S, class T = Compute<S>, int kRows = min(4, kLanes<T>)>
+// Q[rows][cols], K[keys][cols] -> out[rows][at most kLanes keys] = Q K^T. Before keys are multiplied side
+// by side, ahead(j, n) is called for the n from key j on, once.
+template <class S, class Ahead, class T = Compute<S>, int kRows = min(kSideBySide, kLanes<T>)>
 PYATTN_INLINE void dots(int64_t rows, int64_t keys, int64_t cols, Matrix<const Operand<S>> Q, Matrix<const S> K,
-                        Matrix<T> out) {
+                        Matrix<T> out, Ahead ahead) {
   constexpr int kKeys = kLanes<T> / kRows;
   int64_t r = 0;
   for (; r + kRows <= rows; r += kRows)
-    for (int64_t j = 0; j < min(keys, kLanes<T>); j += kKeys)
+    for (int64_t j = 0; j < min(keys, kLanes<T>); j += kKeys) {
+      if (kRows == kSideBySide && r == 0) ahead(j, kKeys);
       dot_tile<kRows, S>(Q.from(r), K.from(j), keys - j, cols, {out.from(r).data + j, out.row});
+    }
   if constexpr (kRows > 1)
-    if (r < rows) dots<S, T, kRows / 2>(rows - r, keys, cols, Q.from(r), K, out.from(r));
+    if (r < rows) dots<S, Ahead, T, kRows / 2>(rows - r, keys, cols, Q.from(r), K, out.from(r), ahead);
+}
+
+// Asks for the rows of K that are multiplied kPrefetchKeys after the n from row j on.
+template <class S>
+void prefetch_later_keys(Matrix<const S> K, int64_t j, int64_t n, int64_t cols) {
+  prefetch_rows(j + kPrefetchKeys, j + kPrefetchKeys + n, cols, [&](int64_t i) { return K.from(i).data; });
 }
 
 // The products of all rows with the keys of a strip -> out[keys][queries]. Backward makes the
@@ -137,7 +145,8 @@ void few_products(Matrix<const Operand<S>> Q, Matrix<const S> K, int64_t rows, i
   constexpr int L = kLanes<Compute<S>>;
   Compute<S> block[kDecodeRows][L];
   for (int64_t j = strip.begin; j < strip.end; j += L) {
-    dots<S>(rows, strip.end - j, cols, Q, K.from(j), {block[0], L});
+    dots<S>(rows, strip.end - j, cols, Q, K.from(j), {block[0], L},
+            [&](int64_t i, int64_t n) { prefetch_later_keys(K, j + i, n, cols); });
     for (int64_t k = j; k < min(j + L, strip.end); ++k)
       for (int64_t r = strip.j0; r < strip.j1; ++r) out.from(k).data[r] = r < rows ? block[r][k - j] : 0;
   }
