@@ -18,7 +18,7 @@ constexpr int64_t units_before(const ForwardParams& p, Unit unit, int64_t b) {
 
 // The number of a head's first unit, if it has `count`.
 constexpr int64_t first_unit(const ForwardParams& p, Unit unit, const Head& head, int64_t count) {
-  if (!p.packed.before) return (head.b * p.num_heads_kv + head.h_kv) * count;
+  if (!is_packed(p)) return (head.b * p.num_heads_kv + head.h_kv) * count;
   return units_before(p, unit, head.b) * p.num_heads_kv + head.h_kv * count;
 }
 
@@ -34,11 +34,11 @@ class Work {
 
   // Units of all KV heads.
   constexpr int64_t count() const {
-    return p_.num_heads_kv * (p_.packed.before ? units_before(p_, unit_, p_.batch) : p_.batch * each_);
+    return p_.num_heads_kv * (is_packed(p_) ? units_before(p_, unit_, p_.batch) : p_.batch * each_);
   }
 
   constexpr Place at(int64_t i) const {
-    if (!p_.packed.before) return {i / each_, i % each_, each_};
+    if (!is_packed(p_)) return {i / each_, i % each_, each_};
     int64_t b = 0, past = p_.batch;  // the sequence lies between: the last one that begins at i or before
     while (past - b > 1) {
       const int64_t middle = (b + past) / 2;

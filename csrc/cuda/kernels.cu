@@ -1,6 +1,8 @@
 // The attention kernels for GPUs. Compiled once per dtype (PYATTN_DTYPE) over a header of
 // primitives: ptx.h for a GPU, another for a host that emulates one. All of it has internal
 // linkage but the table at the end.
+#define PYATTN_BATCHES_ALONE
+
 #include <cstdint>
 #include <type_traits>
 
