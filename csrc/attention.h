@@ -124,10 +124,11 @@ struct PhaseCounts {
 
 struct ForwardParams {
   View q, k, v, out;
-  // (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q), dense, double for float64, else float. row_max: the largest
-  // score, in the backend's own unit (cpu/score.h, cuda/score.h); row_sum: the sum of exp(score -
-  // largest score); lse: the natural logarithm of the sum of exp(score). Backward reads the first
-  // two, because exp(score - lse) has the rounding error of a large lse.
+  // (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q), dense, double for float64, else
+  // float. row_max: the largest score, in the backend's own unit (cpu/score.h, cuda/score.h);
+  // row_sum: the sum of exp(score - largest score); lse: the natural logarithm of the sum of
+  // exp(score). Backward reads the first two, because exp(score - lse) has the rounding error of a
+  // large lse.
   void *row_max, *row_sum, *lse;
   // Packed: batch is the number of sequences, seqlen_q and seqlen_k are the largest lengths.
   int64_t batch, num_heads_q, num_heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;

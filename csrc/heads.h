@@ -37,9 +37,9 @@ constexpr bool is_packed(const ForwardParams& p) { return p.packed.cu_seqlens_q;
 // The most query rows of a KV head.
 constexpr int64_t most_rows(const ForwardParams& p) { return p.seqlen_q * group_size(p); }
 
-// One KV head of one sequence, of a batch or packed, and the query rows that read it: row r is query r / group of the
-// group's query head r % group. Neighbouring rows then see almost the same keys, and the few
-// queries of decoding fill a tile with heads.
+// One KV head of one sequence, of a batch or packed, and the query rows that read it: row r is query
+// r / group of the group's query head r % group. Neighbouring rows then see almost the same keys, and
+// the few queries of decoding fill a tile with heads.
 struct Head {
   int64_t b, h_kv, group;
   int64_t first_q, first_k;  // where the sequence begins; 0 in a batch

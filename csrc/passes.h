@@ -53,7 +53,8 @@ c10::DataPtr make_array(const Pass<ForwardParams>& pass, ForwardParams& p, Entry
   return memory;
 }
 
-// The work of packed sequences, and what the mask leaves of each row and block of rows, where formulas do not say it.
+// The work of packed sequences, and what the mask leaves of each row and block of rows, where formulas
+// do not say it.
 inline std::array<c10::DataPtr, 3> prepare(const Kernels& table, ForwardParams& p) {
   std::array<c10::DataPtr, 3> memory;
   const bool bias = p.score.bias.type != BiasType::kNone;
