@@ -111,32 +111,36 @@ void add_values(const ForwardParams& p, const Mask& mask, const Tile& tile, Matr
   const bool select = mask.any_holes(0, tile.rows) &&
                       !all_finite<S>(tile.keys, p.head_dim_v, [&](int64_t j) { return V.from(j).data; });
   const Matrix<const S> next_K = key_rows<S>(mask.head, p.k, tile.n0 + kDecodeBlockK);
-  constexpr int64_t kHeight = kMR[kWideNV], kLine = kCacheLine / sizeof(S);
+  constexpr int64_t kHeight = kMR[kWideNV], kWidth = kWideNV * kLanes<T>, kLine = kCacheLine / sizeof(S);
   const int64_t whole = round_down(p.head_dim_v, kLanes<T>);
-  const auto add_columns = [&](int64_t r, int64_t rows, Range keys, int64_t cols, Matrix<const S> V, Matrix<T> O) {
+  // O[rows][cols] += P V in tiles, each of which asks for its share of so many columns of the next K.
+  const auto add_columns = [&](int64_t r, int64_t rows, Range keys, int64_t cols, Matrix<const S> V, Matrix<T> O,
+                               int64_t ahead) {
     const Strided<T> weights = P.strided().from(r, keys.begin);
+    V = V.from(keys.begin), O = O.from(r);
     if (select)
-      gemm_seen<T, T, S>(rows, 0, cols, keys.count(), weights, V.from(keys.begin), O.from(r), Update<T>::add(),
-                         [&](int64_t i, int64_t, int64_t k) {
-                           const bool sees = mask.sees<S>(r + i, tile.n0 + keys.begin + k);
-                           return set1(static_cast<T>(sees)) != vec<T>{};
-                         });
-    else if (rows < kSideBySide)
-      gemm<T, T, S, kWideNV>(rows, 0, cols, keys.count(), weights, V.from(keys.begin), O.from(r), Update<T>::add());
-    else  // V is read once for every kHeight rows, K of the next block once
-      for (int64_t i = 0; i < rows; i += kHeight) {
-        const int64_t first = round_down(p.head_dim * i / rows, kLine), past = p.head_dim * (i + kHeight) / rows;
-        gemm<T, T, S, kWideNV>(min(kHeight, rows - i), 0, cols, keys.count(), weights.from(i, 0), V.from(keys.begin),
-                               O.from(r + i), Update<T>::add(), [=](int64_t k) {
+      return gemm_seen<T, T, S>(rows, 0, cols, keys.count(), weights, V, O, Update<T>::add(),
+                                [&](int64_t i, int64_t, int64_t k) {
+                                  const bool sees = mask.sees<S>(r + i, tile.n0 + keys.begin + k);
+                                  return set1(static_cast<T>(sees)) != vec<T>{};
+                                });
+    if (!ahead) return gemm<T, T, S, kWideNV>(rows, 0, cols, keys.count(), weights, V, O, Update<T>::add());
+    const int64_t tiles = ceil_div(rows, kHeight) * ceil_div(cols, kWidth);
+    int64_t n = 0;
+    for (int64_t i = 0; i < rows; i += kHeight)
+      for (int64_t j = 0; j < cols; j += kWidth, ++n) {
+        const int64_t first = round_down(ahead * n / tiles, kLine), past = ahead * (n + 1) / tiles;
+        gemm<T, T, S, kWideNV>(min(kHeight, rows - i), j, min(j + kWidth, cols), keys.count(), weights.from(i, 0), V,
+                               O.from(i), Update<T>::add(), [=](int64_t k) {
                                  for (int64_t d = first; d < past; d += kLine)
                                    __builtin_prefetch(next_K.from(keys.begin + k).data + d);
                                });
       }
   };
   const auto add = [&](int64_t r, int64_t rows, Range keys) {
-    add_columns(r, rows, keys, whole, V, O);
+    add_columns(r, rows, keys, whole, V, O, kAsksAhead<S, 1> || rows > 1 ? p.head_dim : 0);
     if (whole < p.head_dim_v)
-      add_columns(r, rows, keys, kLanes<T>, {V.data + p.head_dim_v - kLanes<T>, V.row}, {O.data + whole, O.row});
+      add_columns(r, rows, keys, kLanes<T>, {V.data + p.head_dim_v - kLanes<T>, V.row}, {O.data + whole, O.row}, 0);
   };
   const Range common = mask.keys_of_all(0, tile.rows).within(tile.n0, tile.keys);
   add(0, tile.rows, common);

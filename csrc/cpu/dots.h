@@ -21,8 +21,8 @@ namespace {
 // With more rows than 4 (bf16 in AVX2) to 11 (fp16 in AVX-512), the
 // kernel with queries on the lanes is faster.
 inline constexpr int64_t kDecodeRows = 8;
-// From so many rows on arithmetic takes as long as memory: several keys are multiplied side by side,
-// and what comes later is asked for meanwhile. Fewer rows read fastest one key after the other.
+// From so many rows on arithmetic takes as long as memory: several keys are multiplied side by side.
+// Fewer rows read fastest one key after the other.
 inline constexpr int kSideBySide = 4;
 // How far ahead rows of K are prefetched where several are read side
 // by side: 12 instead of 28 GB/s without.
@@ -35,6 +35,10 @@ bool few_rows(const ForwardParams& p, int64_t rows) {
   return rows > 0 && rows <= kDecodeRows && !p.dropout.threshold && p.head_dim >= kColumns<S> * lanes &&
          p.head_dim_v >= lanes;
 }
+
+// Whether so many rows ask meanwhile for later keys and values. One row of float reads faster without.
+template <class S, int kRows>
+inline constexpr bool kAsksAhead = kRows > 1 || sizeof(S) < sizeof(Compute<S>);
 
 // Terms of a row of few queries: whole vectors.
 template <class S>
@@ -115,20 +119,23 @@ template <int kRows, class S, class T = Compute<S>, class E = Operand<S>>
   for (int r = 0; r < kRows; ++r) __builtin_memcpy(out.from(r).data, scores + r * kKeys, kKeys * sizeof(T));
 }
 
-// Q[rows][cols], K[keys][cols] -> out[rows][at most kLanes keys] = Q K^T. Before keys are multiplied side
-// by side, ahead(j, n) is called for the n from key j on, once.
-template <class S, class Ahead, class T = Compute<S>, int kRows = min(kSideBySide, kLanes<T>)>
+// Q[rows][cols], K[keys][cols] -> out[rows][at most kLanes keys] = Q K^T. Before n keys from key j
+// on are multiplied, ahead(j, n) is called, once.
+template <class S, class T = Compute<S>, int kRows = min(kSideBySide, kLanes<T>), class Ahead>
 PYATTN_INLINE void dots(int64_t rows, int64_t keys, int64_t cols, Matrix<const Operand<S>> Q, Matrix<const S> K,
                         Matrix<T> out, Ahead ahead) {
   constexpr int kKeys = kLanes<T> / kRows;
   int64_t r = 0;
   for (; r + kRows <= rows; r += kRows)
     for (int64_t j = 0; j < min(keys, kLanes<T>); j += kKeys) {
-      if (kRows == kSideBySide && r == 0) ahead(j, kKeys);
+      if (kAsksAhead<S, kRows> && r == 0) ahead(j, kKeys);
       dot_tile<kRows, S>(Q.from(r), K.from(j), keys - j, cols, {out.from(r).data + j, out.row});
     }
   if constexpr (kRows > 1)
-    if (r < rows) dots<S, Ahead, T, kRows / 2>(rows - r, keys, cols, Q.from(r), K, out.from(r), ahead);
+    if (r < rows)
+      dots<S, T, kRows / 2>(rows - r, keys, cols, Q.from(r), K, out.from(r), [&](int64_t j, int64_t n) {
+        if (r == 0) ahead(j, n);
+      });
 }
 
 // Asks for the rows of K that are multiplied kPrefetchKeys after the n from row j on.
