@@ -101,13 +101,21 @@ struct Units {
   int64_t of[kNumUnits];
 };
 
-// Packed sequences lie one behind the other. Sequence b has the queries [cu_seqlens_q[b],
-// cu_seqlens_q[b + 1]) and likewise its keys; with seqused_k, only so many of these.
+// Where a packed sequence lies: its queries [first_q, first_q + seqlen_q), and its keys likewise.
+struct Sequence {
+  int64_t first_q, first_k, seqlen_q, seqlen_k;
+};
+
+// Packed sequences lie one behind the other. The operator checks cu_seqlens_q, cu_seqlens_k and
+// seqused_k and makes the sequences of them; on a GPU the pass place_sequences does, and a sequence
+// whose indices are invalid has lengths of -1.
 struct PackedParams {
-  const int64_t *cu_seqlens_q, *cu_seqlens_k;  // (batch + 1), or null for a batch
+  const int64_t *cu_seqlens_q, *cu_seqlens_k;  // (batch + 1)
   const int64_t* seqused_k;                    // (batch), or null
-  int64_t total_q;                             // rows of q, with those that belong to no sequence
-  Units* before;                               // (batch + 1), over the sequences before; made by the pass count_units
+  int64_t total_q, total_k;                    // rows of q and k, with those that belong to no sequence
+  Sequence* sequences;       // (batch + 1), the last one where tokens of no sequence begin; null for a batch
+  int64_t* default_offsets;  // (batch): mask.q_offsets, made together with sequences; or null
+  Units* before;             // (batch + 1), over the sequences before; made by the pass count_units
 };
 
 // The parts of a pass that a profile tells apart.

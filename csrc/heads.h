@@ -26,13 +26,17 @@ constexpr int64_t group_size(const ForwardParams& p) {
   return p.num_heads_kv ? divide(p.num_heads_q, p.num_heads_kv) : 1;
 }
 
-// Whether sequences are packed. GPU kernels take batches alone so far; were they to ask at run time,
-// they would spill up to 84 bytes of registers instead of 72.
-#ifdef PYATTN_BATCHES_ALONE
-constexpr bool is_packed(const ForwardParams&) { return false; }
+// Whether sequences are packed. GPU kernels are compiled for one answer each: were they to ask at run
+// time, they would spill up to 84 bytes of registers instead of 72.
+#ifdef PYATTN_PACKED
+constexpr bool is_packed(const ForwardParams&) { return PYATTN_PACKED; }
 #else
-constexpr bool is_packed(const ForwardParams& p) { return p.packed.cu_seqlens_q; }
+constexpr bool is_packed(const ForwardParams& p) { return p.packed.sequences; }
 #endif
+
+constexpr Sequence sequence_of(const ForwardParams& p, int64_t b) {
+  return is_packed(p) ? p.packed.sequences[b] : Sequence{0, 0, p.seqlen_q, p.seqlen_k};
+}
 
 // The most query rows of a KV head.
 constexpr int64_t most_rows(const ForwardParams& p) { return p.seqlen_q * group_size(p); }
@@ -48,16 +52,13 @@ struct Head {
 
   constexpr Head(const ForwardParams& p, int64_t head) : Head(p, head, group_size(p)) {}
   constexpr Head(const ForwardParams& p, int64_t head, int64_t group)
-      : b(divide(head, p.num_heads_kv)),
-        h_kv(remainder(head, p.num_heads_kv)),
-        group(group),
-        first_q(is_packed(p) ? p.packed.cu_seqlens_q[b] : 0),
-        first_k(is_packed(p) ? p.packed.cu_seqlens_k[b] : 0),
-        seqlen_q(is_packed(p) ? p.packed.cu_seqlens_q[b + 1] - first_q : p.seqlen_q),
-        seqlen_k(!is_packed(p)        ? p.seqlen_k
-                 : p.packed.seqused_k ? p.packed.seqused_k[b]
-                                      : p.packed.cu_seqlens_k[b + 1] - first_k),
-        count(seqlen_q * group) {}
+      : Head(divide(head, p.num_heads_kv), remainder(head, p.num_heads_kv), group,
+             sequence_of(p, divide(head, p.num_heads_kv))) {}
+
+  // All tokens of packed sequences as one, those of none among them.
+  static constexpr Head of_tokens(const ForwardParams& p, int64_t h_kv) {
+    return {0, h_kv, group_size(p), {0, 0, p.packed.total_q, p.packed.total_k}};
+  }
 
   // Query and query head of row r. Without a group there is nothing to
   // divide, and each row asks several times.
@@ -88,7 +89,29 @@ struct Head {
     if (is_packed(p)) return query_head(r) * p.packed.total_q + first_q + query(r);
     return (b * p.num_heads_q + query_head(r)) * seqlen_q + query(r);
   }
+
+ private:
+  constexpr Head(int64_t b, int64_t h_kv, int64_t group, const Sequence& own)
+      : b(b),
+        h_kv(h_kv),
+        group(group),
+        first_q(own.first_q),
+        first_k(own.first_k),
+        seqlen_q(own.seqlen_q),
+        seqlen_k(own.seqlen_k),
+        count(own.seqlen_q * group) {}
 };
+
+// The last i below count for which begins(i) holds, or 0: it holds up to some i and not behind.
+template <class F>
+constexpr int64_t last_that(int64_t count, F begins) {
+  int64_t i = 0;
+  for (int64_t past = count; past - i > 1;) {
+    const int64_t middle = (i + past) / 2;
+    (begins(middle) ? i : past) = middle;
+  }
+  return i;
+}
 
 }  // namespace
 }  // namespace pyattn::PYATTN_ISA

@@ -13,7 +13,6 @@
 #include "attention.h"
 #include "bias.h"
 #include "heads.h"
-#include "work.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
@@ -204,13 +203,31 @@ struct Mask {
 
   static constexpr int64_t blocks_of(const Head& head) { return ceil_div(head.count, kBlockRows); }
 
+  // Where the head's summaries begin. A packed sequence begins so many behind the first one that every
+  // sequence before has room for a block that is not whole.
+  constexpr int64_t first_block() const {
+    if (!is_packed(p)) return (head.b * p.num_heads_kv + head.h_kv) * blocks_of(head);
+    return head.h_kv * packed_blocks(p) + first_block_of(head.first_q, head.group, head.b);
+  }
+  static constexpr int64_t first_block_of(int64_t first_q, int64_t group, int64_t b) {
+    return first_q * group / kBlockRows + b;
+  }
+
+  // Room for the summaries of a KV head of packed sequences, and for those of all heads.
+  static constexpr int64_t packed_blocks(const ForwardParams& p) {
+    return first_block_of(p.packed.total_q, group_size(p), p.batch);
+  }
+  static constexpr int64_t count_blocks(const ForwardParams& p) {
+    return p.num_heads_kv * (is_packed(p) ? packed_blocks(p) : p.batch * ceil_div(most_rows(p), kBlockRows));
+  }
+
  private:
   constexpr const RowKeys& bias_row(int64_t r) const { return p.mask.bias_rows[BiasRows(p).index(head, r)]; }
 
   // f(first row, summary) for each block that has some of these rows.
   template <class F>
   constexpr void each_block(Range rows, F f) const {
-    const BlockKeys* blocks = p.mask.blocks + first_unit(p, Unit::kSummaries, head, blocks_of(head));
+    const BlockKeys* blocks = p.mask.blocks + first_block();
     for (int64_t r0 = round_down(rows.begin, kBlockRows); r0 < rows.end; r0 += kBlockRows)
       f(r0, blocks[r0 / kBlockRows]);
   }

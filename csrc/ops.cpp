@@ -112,6 +112,8 @@ TORCH_LIBRARY_IMPL(pyattn, CPU, m) {
 TORCH_LIBRARY_IMPL(pyattn, CUDA, m) {
   m.impl("attention_forward", attention_forward);
   m.impl("attention_backward", attention_backward);
+  m.impl("attention_varlen_forward", attention_varlen_forward);
+  m.impl("attention_varlen_backward", attention_varlen_backward);
 }
 
 TORCH_LIBRARY_IMPL(pyattn, Meta, m) {

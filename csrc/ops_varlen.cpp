@@ -1,5 +1,5 @@
 // The operators pyattn::attention_varlen_forward and _backward: as those of ops.cpp, for sequences one
-// behind the other, each of its own length, on the CPU.
+// behind the other, each of its own length.
 #include "ops_varlen.h"
 
 #include <ATen/ops/empty.h>
@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "attention.h"
+#include "cuda/ops_cuda.h"
 #include "options.h"
 #include "packing.h"
 #include "params.h"
@@ -17,12 +18,10 @@
 namespace pyattn {
 namespace {
 
-// Fills what lies behind position `end` of a dimension: tokens of no sequence.
+// Fills what lies behind position `end` of a dimension: tokens of no sequence. (GPU kernels fill them.)
 void fill_rest(const Tensor& t, int64_t dim, int64_t end, double value) {
   if (end < t.size(dim)) t.narrow(dim, end, t.size(dim) - end).fill_(value);
 }
-
-int64_t tokens(const int64_t* cu_seqlens, int64_t sequences) { return cu_seqlens[sequences]; }
 
 }  // namespace
 
@@ -47,10 +46,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_varlen_forward(
   fill_packed(p, q_, k_, v_, packing, options);
   prefer_huge_pages(out), p.out = packed_result(out);
   p.lse = lse.mutable_data_ptr(), p.row_max = row_max.mutable_data_ptr(), p.row_sum = row_sum.mutable_data_ptr();
-  run_forward(dtype_of(q.scalar_type()), p);
-  const int64_t end = tokens(p.packed.cu_seqlens_q, p.batch);
-  fill_rest(out, 0, end, 0), fill_rest(row_sum, 1, end, 0);
-  for (const Tensor& t : {lse, row_max}) fill_rest(t, 1, end, -std::numeric_limits<double>::infinity());
+  if (q.is_cuda()) {
+    cuda::forward(q, p);
+  } else {
+    run_forward(dtype_of(q.scalar_type()), p);
+    const int64_t end = p.packed.sequences[p.batch].first_q;
+    fill_rest(out, 0, end, 0), fill_rest(row_sum, 1, end, 0);
+    for (const Tensor& t : {lse, row_max}) fill_rest(t, 1, end, -std::numeric_limits<double>::infinity());
+  }
   return {out, lse, row_max, row_sum};
 }
 
@@ -61,7 +64,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_varlen_back
     optional<double> softmax_scale, bool causal, optional<SymInt> q_offset, const optional<Tensor>& q_offsets,
     c10::SymIntArrayRef window, const optional<Tensor>& key_ranges, double softcap, const optional<Tensor>& bias,
     const optional<Tensor>& alibi_slopes, const optional<Tensor>& sinks, double dropout_p,
-    const optional<Tensor>& dropout_seed, bool, std::array<bool, 3> output_mask) {
+    const optional<Tensor>& dropout_seed, bool deterministic, std::array<bool, 3> output_mask) {
   Packing packing{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k};
   Options options{softmax_scale, causal, q_offset,     q_offsets, window,    key_ranges,
                   softcap,       bias,   alibi_slopes, sinks,     dropout_p, dropout_seed};
@@ -86,10 +89,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_varlen_back
   for (const Tensor& t : {dq, dk, dv}) prefer_huge_pages(t);
   p.dq = packed_result(dq), p.dk = packed_result(dk), p.dv = packed_result(dv);
   more.fill_rows(p);
-  fill_rest(dq, 0, tokens(p.packed.cu_seqlens_q, p.batch), 0);
-  // Keys that are not used lie between those that are.
-  for (const Tensor& t : {dk, dv}) fill_rest(t, 0, seqused_k ? 0 : tokens(p.packed.cu_seqlens_k, p.batch), 0);
-  run_backward(dtype_of(type), p);
+  if (q.is_cuda()) {
+    cuda::backward(q, p, deterministic);
+  } else {
+    const Sequence& end = p.packed.sequences[p.batch];
+    fill_rest(dq, 0, end.first_q, 0);
+    // Keys that are not used lie between those that are.
+    for (const Tensor& t : {dk, dv}) fill_rest(t, 0, seqused_k ? 0 : end.first_k, 0);
+    run_backward(dtype_of(type), p);
+  }
   return more.with(dq, dk, dv);
 }
 

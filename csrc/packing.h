@@ -18,6 +18,7 @@ struct Packing {
   Tensor cu_seqlens_q, cu_seqlens_k;  // (sequences + 1), int32 or int64: where each begins, and where the last one ends
   SymInt max_seqlen_q, max_seqlen_k;  // no sequence is longer
   optional<Tensor> seqused_k;         // (sequences), int32 or int64: how many keys of each take part
+  Tensor sequences = {};              // what params.packed.sequences points to
 };
 
 // The same, as the operators' schemas have it.
@@ -95,35 +96,49 @@ inline View packed_view(const Tensor& t, void* data) { return {data, 0, t.stride
 inline View packed_input(const Tensor& t) { return packed_view(t, input_data(t)); }
 inline View packed_result(const Tensor& t) { return packed_view(t, t.mutable_data_ptr()); }
 
-// Replaces the tensors of packing and options by such as kernels read; p points into them.
+// Checks the indices of p and makes the sequences of them, and p's lengths and pairs.
+inline void place_sequences(ForwardParams& p, const Packing& packing) {
+  const PackedParams& packed = p.packed;
+  p.seqlen_q = check_starts("cu_seqlens_q", packing.cu_seqlens_q, packed.total_q);
+  p.seqlen_k = check_starts("cu_seqlens_k", packing.cu_seqlens_k, packed.total_k);
+  check_longest("max_seqlen_q", p.seqlen_q, packing.max_seqlen_q);
+  check_longest("max_seqlen_k", p.seqlen_k, packing.max_seqlen_k);
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t first_q = packed.cu_seqlens_q[b], first_k = packed.cu_seqlens_k[b],
+                  seqlen_q = packed.cu_seqlens_q[b + 1] - first_q, length = packed.cu_seqlens_k[b + 1] - first_k;
+    const int64_t seqlen_k = packed.seqused_k ? packed.seqused_k[b] : length;
+    TORCH_CHECK_VALUE(0 <= seqlen_k && seqlen_k <= length, "pyattn: seqused_k must be between 0 and the ", length,
+                      " keys of sequence ", b, ", got ", seqlen_k);
+    if (p.mask.key_ranges) check_ranges(p.mask.key_ranges + 2 * first_q, seqlen_q, seqlen_k, b);
+    packed.sequences[b] = {first_q, first_k, seqlen_q, seqlen_k};
+    if (packed.default_offsets) packed.default_offsets[b] = default_q_offset(seqlen_q, seqlen_k);
+    p.pairs += static_cast<double>(seqlen_q) * static_cast<double>(seqlen_k);
+  }
+  packed.sequences[p.batch] = {packed.cu_seqlens_q[p.batch], packed.cu_seqlens_k[p.batch], 0, 0};
+}
+
+// Replaces the tensors of packing and options by such as kernels read; p points into them. Indices on
+// a GPU are not read here: its kernels place the sequences, none of which is longer than it may be.
 inline void fill_packed(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, Packing& packing,
                         Options& options) {
-  const auto as_read = [](Tensor& t) { return t = t.to(at::kLong).contiguous(); };
-  const int64_t* starts_q = as_read(packing.cu_seqlens_q).const_data_ptr<int64_t>();
-  const int64_t* starts_k = as_read(packing.cu_seqlens_k).const_data_ptr<int64_t>();
-  const int64_t* used = packing.seqused_k ? as_read(*packing.seqused_k).const_data_ptr<int64_t>() : nullptr;
+  const auto as_read = [](Tensor& t) { return (t = t.to(at::kLong).contiguous()).const_data_ptr<int64_t>(); };
   p.q = packed_input(q), p.k = packed_input(k), p.v = packed_input(v);
   p.batch = packing.cu_seqlens_q.size(0) - 1, p.num_heads_q = q.size(1), p.num_heads_kv = k.size(1);
   p.head_dim = q.size(2), p.head_dim_v = v.size(2);
-  p.seqlen_q = check_starts("cu_seqlens_q", packing.cu_seqlens_q, q.size(0));
-  p.seqlen_k = check_starts("cu_seqlens_k", packing.cu_seqlens_k, k.size(0));
-  check_longest("max_seqlen_q", p.seqlen_q, packing.max_seqlen_q);
-  check_longest("max_seqlen_k", p.seqlen_k, packing.max_seqlen_k);
-  p.packed = {starts_q, starts_k, used, q.size(0), nullptr};
-
-  const bool bottom_right = !options.q_offset && !options.q_offsets;
-  if (bottom_right) options.q_offsets = at::empty({p.batch}, packing.cu_seqlens_q.options());
-  fill_options(p, q.scalar_type(), options);
-  int64_t* const offsets = bottom_right ? options.q_offsets->mutable_data_ptr<int64_t>() : nullptr;
-  for (int64_t b = 0; b < p.batch; ++b) {
-    const int64_t seqlen_q = starts_q[b + 1] - starts_q[b], length = starts_k[b + 1] - starts_k[b];
-    const int64_t seqlen_k = used ? used[b] : length;
-    TORCH_CHECK_VALUE(0 <= seqlen_k && seqlen_k <= length, "pyattn: seqused_k must be between 0 and the ", length,
-                      " keys of sequence ", b, ", got ", seqlen_k);
-    if (p.mask.key_ranges) check_ranges(p.mask.key_ranges + 2 * starts_q[b], seqlen_q, seqlen_k, b);
-    if (bottom_right) offsets[b] = default_q_offset(seqlen_q, seqlen_k);
-    p.pairs += static_cast<double>(seqlen_q) * static_cast<double>(seqlen_k);
+  p.packed.cu_seqlens_q = as_read(packing.cu_seqlens_q), p.packed.cu_seqlens_k = as_read(packing.cu_seqlens_k);
+  p.packed.seqused_k = packing.seqused_k ? as_read(*packing.seqused_k) : nullptr;
+  p.packed.total_q = q.size(0), p.packed.total_k = k.size(0);
+  const auto indices = packing.cu_seqlens_q.options();
+  packing.sequences = at::empty({(p.batch + 1) * static_cast<int64_t>(sizeof(Sequence) / sizeof(int64_t))}, indices);
+  p.packed.sequences = static_cast<Sequence*>(packing.sequences.mutable_data_ptr());
+  if (!options.q_offset && !options.q_offsets) {
+    options.q_offsets = at::empty({p.batch}, indices);
+    p.packed.default_offsets = options.q_offsets->mutable_data_ptr<int64_t>();
   }
+  fill_options(p, q.scalar_type(), options);
+  if (q.is_cpu()) return place_sequences(p, packing);
+  p.seqlen_q = packing.max_seqlen_q.min(p.packed.total_q).expect_int();
+  p.seqlen_k = packing.max_seqlen_k.min(p.packed.total_k).expect_int();
 }
 
 }  // namespace pyattn

@@ -58,7 +58,7 @@ c10::DataPtr make_array(const Pass<ForwardParams>& pass, ForwardParams& p, Entry
 inline std::array<c10::DataPtr, 3> prepare(const Kernels& table, ForwardParams& p) {
   std::array<c10::DataPtr, 3> memory;
   const bool bias = p.score.bias.type != BiasType::kNone;
-  if (p.packed.cu_seqlens_q) memory[2] = make_array(table.count_units, p, p.packed.before);
+  if (p.packed.sequences) memory[2] = make_array(table.count_units, p, p.packed.before);
   if (bias) memory[0] = make_array(table.bias_rows, p, p.mask.bias_rows);
   if (bias || p.mask.key_ranges) memory[1] = make_array(table.mask_blocks, p, p.mask.blocks);
   return memory;

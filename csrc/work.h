@@ -39,11 +39,7 @@ class Work {
 
   constexpr Place at(int64_t i) const {
     if (!is_packed(p_)) return {i / each_, i % each_, each_};
-    int64_t b = 0, past = p_.batch;  // the sequence lies between: the last one that begins at i or before
-    while (past - b > 1) {
-      const int64_t middle = (b + past) / 2;
-      (units_before(p_, unit_, middle) * p_.num_heads_kv <= i ? b : past) = middle;
-    }
+    const int64_t b = last_that(p_.batch, [&](int64_t b) { return units_before(p_, unit_, b) * p_.num_heads_kv <= i; });
     const int64_t before = units_before(p_, unit_, b), count = units_before(p_, unit_, b + 1) - before;
     i -= before * p_.num_heads_kv;
     return {b * p_.num_heads_kv + i / count, i % count, count};

@@ -112,8 +112,9 @@ def attention_varlen(
         cu_seqlens_q: (B + 1,), int32 or int64, where each sequence begins: from 0, never decreasing, up to at most
             total_q. Sequences may be empty.
         cu_seqlens_k: the same for the keys.
-        max_seqlen_q, max_seqlen_k: no sequence is longer. They may be larger than the longest sequence: time, memory
-            and results do not depend on them.
+        max_seqlen_q, max_seqlen_k: no sequence is longer. They may be larger than the longest sequence: results and
+            memory do not depend on them, nor does the time of a CPU; a GPU starts blocks for sequences of this
+            length.
         causal, window, softmax_scale, softcap, sinks, dropout_p: as for :func:`pyattn.attention`.
         q_offset: key position of each sequence's first query, an int or a (B,) int64 tensor; default: the last query
             stands at the last key of its sequence.
@@ -133,7 +134,8 @@ def attention_varlen(
     Raises:
         ValueError, TypeError, NotImplementedError: as :func:`pyattn.attention`; cu_seqlens that do not start at 0,
             decrease, end behind the tokens or differ in number; a max_seqlen below the longest sequence; seqused_k
-            outside a sequence; bias, block_table or tensors on a GPU.
+            outside a sequence; bias or block_table. On a GPU the values of cu_seqlens and seqused_k are not read
+            back: tokens of sequences whose values are invalid come out NaN, of all if cu_seqlens are.
 
     Memory beyond the results is linear in the tokens. The result has the same bits for every number of threads.
 

@@ -79,6 +79,12 @@ class Backend:
             return pyattn.attention(q, k, v, **options)
         return emulated.attention(q, k, v, deterministic=self.repeatable, **options)
 
+    def attention_varlen(self, q: Tensor, k: Tensor, v: Tensor, *packing: Any, **options: Any) -> Any:
+        """``pyattn.attention_varlen`` likewise."""
+        if self.family != "emulated":
+            return pyattn.attention_varlen(q, k, v, *packing, **options)
+        return emulated.attention_varlen(q, k, v, *packing, deterministic=self.repeatable, **options)
+
     def needs_memory(self, size: float) -> None:
         """Skips a test that a GPU has too few bytes for. (A CPU's memory is not touched.)"""
         if self.family == "cuda" and torch.cuda.get_device_properties(0).total_memory < size:

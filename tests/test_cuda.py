@@ -9,6 +9,9 @@ import pytest
 import torch
 from backends import Backend
 from helpers import Case, each_dtype, run
+from torch import Tensor
+
+from pyattn.options import Packing
 
 FEATURES: list[dict[str, Any]] = [
     {},
@@ -50,6 +53,77 @@ def test_ranges_are_clamped(emulation: Backend, dtype: torch.dtype) -> None:
         for ranges in (torch.stack([begin, end], 1), clamped)
     )
     emulation.assert_same(wild, checked)
+
+
+PACKED_FEATURES: list[dict[str, Any]] = [
+    {},
+    {"window": (9, 2), "causal": False, "key_ranges": "random", "alibi": "bh", "softcap": 3.0, "sinks": True},
+]
+
+
+def packed_inputs(case: Case, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], Tensor]:
+    """q, k, v and dout of the case's only sequence: (tokens, heads, columns), each before a wall."""
+    tensors = (t[0].transpose(0, 1) for t in (*case.inputs(dtype), case.gradients(dtype)[0]))
+    q, k, v, dout = (emulated.before_a_wall(*t.shape, dtype=t.dtype).copy_(t) for t in tensors)
+    return (q, k, v), dout
+
+
+@each_dtype
+@pytest.mark.parametrize("features", PACKED_FEATURES, ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (72, 20), (13, 250)])
+def test_nothing_beyond_packed_tokens_is_touched(
+    emulation: Backend, dtype: torch.dtype, dims: tuple[int, int], features: dict[str, Any]
+) -> None:
+    case = Case(1, 2, 1, 37, 70, *dims, dropout_p=0.1, **features)
+    qkv, dout = packed_inputs(case, dtype)
+    options = case.options | case.tensors(dtype)
+    if "key_ranges" in options:
+        options["key_ranges"] = options["key_ranges"][0]
+        options["alibi_slopes"] = options["alibi_slopes"].repeat(3, 1)
+    packing = Packing(torch.tensor([0, 20, 20, 37]), torch.tensor([0, 50, 60, 70]), 33, 65, torch.tensor([50, 3, 9]))
+    results = run(emulation.attention, qkv, dout, packing=packing, **options)
+    assert all(not t.isnan().any() for t in results)
+
+
+INVALID: list[tuple[str, Any, list[int]]] = [
+    ("cu_seqlens_q", [0, 14, 5, 20], [0, 1, 2]),
+    ("cu_seqlens_q", [0, 5, 14, 2**62], [0, 1, 2]),
+    ("cu_seqlens_q", [-(2**62), 5, 14, 20], [0, 1, 2]),
+    ("cu_seqlens_q", [1, 5, 14, 20], [0, 1, 2]),
+    ("cu_seqlens_k", [0, 7, 16, 39], [0, 1, 2]),
+    ("cu_seqlens_k", [0, 17, 16, 36], [0, 1, 2]),
+    ("cu_seqlens_k", [2, 7, 16, 36], [0, 1, 2]),
+    ("seqused_k", [7, 10, 20], [1]),
+    ("seqused_k", [-1, 9, 20], [0]),
+    ("seqused_k", [2**40, -(2**40), 21], [0, 1, 2]),
+    ("max_seqlen_q", 8, [1]),
+    ("max_seqlen_k", 19, [2]),
+]
+"""What the operator would refuse on a CPU, and whose tokens are NaN on a GPU. Where starts are wrong, all are."""
+
+
+@each_dtype
+@pytest.mark.parametrize(("name", "value", "invalid"), INVALID, ids=[f"{name}-{value}" for name, value, _ in INVALID])
+def test_sequences_whose_indices_are_invalid_are_nan(
+    emulation: Backend, dtype: torch.dtype, name: str, value: Any, invalid: list[int]
+) -> None:
+    case = Case(1, 2, 1, 22, 38, 16, 20)
+    qkv, dout = packed_inputs(case, dtype)
+    starts = torch.tensor([0, 5, 14, 20]), torch.tensor([0, 7, 16, 36])
+    packing = Packing(*starts, 9, 20, None)
+    expected = run(emulation.attention, qkv, dout, packing=packing)
+    changed = packing._replace(**{name: torch.tensor(value) if isinstance(value, list) else value})
+    found = run(emulation.attention, qkv, dout, packing=changed)
+    lse = [x[1].mT[..., None] for x in (expected, found)]
+    pairs = zip((expected[0], lse[0], *expected[2:]), (found[0], lse[1], *found[2:]), (0, 0, 0, 1, 1), strict=True)
+    for before, after, of in pairs:
+        gone = torch.zeros(len(before), dtype=torch.bool)
+        for b in invalid:
+            gone[starts[of][b] : starts[of][b + 1]] = True
+        if name.startswith("cu_seqlens"):
+            gone[:] = True
+        assert after[gone].isnan().all()
+        torch.testing.assert_close(after[~gone], before[~gone], rtol=1e-2, atol=1e-2)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,8 @@ from emulated import ROOT
 from helpers import Case
 from races import places, races
 
+from pyattn.options import Packing
+
 DIMS = (31, 32, 64, 96, 128, 192, 256)
 """31: rows that are not copied by 16 bytes."""
 FULL_AND_CAUSAL = pytest.mark.parametrize(
@@ -65,6 +67,20 @@ def test_dropout(emulation: Backend, dtype: torch.dtype, causal: bool) -> None:
 @pytest.mark.parametrize("features", FEATURES, ids=str)
 def test_features(emulation: Backend, dim: int, dtype: torch.dtype, features: dict[str, Any]) -> None:
     assert found(emulation.repeatable, dim, dtype, True, **features) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [31, 64, 256])
+@pytest.mark.parametrize("features", [{}, {"softcap": 3.0, "alibi": "h", "dropout_p": 0.2}], ids=str)
+def test_packed_sequences(emulation: Backend, dtype: torch.dtype, dim: int, features: dict[str, Any]) -> None:
+    """Some of their blocks have nothing to do, or keys without a query."""
+    case = Case(1, 1, 1, 80, 150, dim, dim, **features)
+    q, k, v, dout = (t[0].transpose(0, 1) for t in (*case.inputs(dtype), case.gradients(dtype)[0]))
+    for t in (q, k, v, dout):
+        t[::9] = torch.nan
+    packing = Packing(torch.tensor([0, 70, 70, 78]), torch.tensor([0, 130, 145, 150]), 75, 150, None)
+    options = case.options | case.tensors(dtype) | {"packing": packing}
+    assert races((q, k, v), dout, deterministic=emulation.repeatable, **options) == []
 
 
 def test_without_a_barrier_or_a_wait_there_are_races() -> None:

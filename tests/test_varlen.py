@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from backends import Backend
 from helpers import Case, Truth, assert_accurate_by, assert_equal, each_dtype
 from torch import Tensor
 from torch.autograd import gradcheck
@@ -37,7 +38,22 @@ class Packed:
     ) -> None:
         self.queries, self.keys = queries, queries if keys is None else keys
         self.heads, self.rest = heads, rest
-        self.packing = starts(self.queries), starts(self.keys), max(self.queries), max(self.keys)
+
+    def on(self, backend: Backend, dtype: torch.dtype = torch.float32) -> "Packed":
+        """These, or so many of them as the emulated kernels do in a second."""
+        if backend.family != "emulated":
+            return self
+        most = 25 if dtype == torch.float64 else 90
+        queries, keys = ([min(n, most) for n in lengths] for lengths in (self.queries, self.keys))
+        return Packed(queries, keys, (self.heads[0] // self.heads[1], 1), self.rest)
+
+    def inputs_of(self, backend: Backend, dtype: torch.dtype) -> Inputs:
+        """On a GPU, packed sequences and batches have the same kernels for the same bits from 33 columns on."""
+        return self.inputs(dtype, 40, 36) if backend.cuda_kernels else self.inputs(dtype)
+
+    @property
+    def packing(self) -> tuple[Tensor, Tensor, int, int]:
+        return starts(self.queries), starts(self.keys), max(self.queries), max(self.keys)
 
     @property
     def spans(self) -> list[tuple[slice, slice]]:
@@ -66,15 +82,17 @@ def results(call: Callable[..., Any], qkv: Inputs, dout: Tensor, dlse: Tensor, *
     return out.detach(), lse.detach(), *grads
 
 
-def results_of(packed: Packed, qkv: Inputs, **options: Any) -> tuple[Tensor, ...]:
+def results_of(
+    packed: Packed, qkv: Inputs, attend: Callable[..., Any] = attention_varlen, **options: Any
+) -> tuple[Tensor, ...]:
     torch.manual_seed(1)
-    call = partial(attention_varlen, **options)
+    call = partial(attend, **options)
     dout = torch.randn(*qkv[0].shape[:2], qkv[2].shape[2]).to(qkv[0].dtype)
     dlse = torch.randn(qkv[0].shape[1], len(qkv[0]), dtype=torch.promote_types(qkv[0].dtype, torch.float32))
     return results(lambda q, k, v, **named: call(q, k, v, *packed.packing, **named), qkv, dout, dlse)
 
 
-def one_by_one(packed: Packed, qkv: Inputs, **options: Any) -> tuple[Tensor, ...]:
+def one_by_one(packed: Packed, qkv: Inputs, attend: Callable[..., Any], **options: Any) -> tuple[Tensor, ...]:
     """The same by :func:`attention`, a call for each sequence."""
     q, k, v = qkv
     torch.manual_seed(1)
@@ -93,7 +111,7 @@ def one_by_one(packed: Packed, qkv: Inputs, **options: Any) -> tuple[Tensor, ...
         if (used := own.pop("seqused_k", None)) is not None:
             j = slice(j.start, j.start + int(used[b]))
         each = tuple(x[None, s].transpose(1, 2) for x, s in ((q, i), (k, j), (v, j)))
-        one = results(partial(attention, **own), each, dout[None, i].transpose(1, 2), dlse[None, :, i])
+        one = results(partial(attend, **own), each, dout[None, i].transpose(1, 2), dlse[None, :, i])
         out[i], lse[:, i] = one[0][0].transpose(0, 1), one[1][0]
         for grad, s, x in zip(grads, (i, j, j), one[2:], strict=True):
             grad[s] = x[0].transpose(0, 1)
@@ -113,21 +131,22 @@ SINGLE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.usefixtures("isa")
 @each_dtype
 @pytest.mark.parametrize("packed", [MIXED, GROUPED], ids=["mixed", "grouped"])
 @pytest.mark.parametrize("options", SINGLE.values(), ids=list(SINGLE))
-def test_as_one_by_one(packed: Packed, options: dict[str, Any], dtype: torch.dtype) -> None:
-    """To the bit: with eight KV heads, each alone is one work item of backward too."""
-    qkv = packed.inputs(dtype)
-    assert_equal(results_of(packed, qkv, **options), one_by_one(packed, qkv, **options))
+def test_as_one_by_one(backend: Backend, packed: Packed, options: dict[str, Any], dtype: torch.dtype) -> None:
+    """To the bit: with eight KV heads, each alone is one work item of backward on a CPU too."""
+    packed = packed.on(backend, dtype)
+    qkv = packed.inputs_of(backend, dtype)
+    alone = one_by_one(packed, qkv, backend.attention, **options)
+    backend.assert_same(results_of(packed, qkv, backend.attention_varlen, **options), alone)
 
 
-@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("packed", [MIXED, GROUPED], ids=["mixed", "grouped"])
 @pytest.mark.parametrize("name", ["q_offset", "key_ranges", "alibi_slopes", "slopes_of_each", "sinks", "seqused_k"])
-def test_options_of_each_sequence(packed: Packed, name: str) -> None:
-    qkv, count, heads = packed.inputs(torch.float32), len(packed.queries), packed.heads[0]
+def test_options_of_each_sequence(repeatable: Backend, packed: Packed, name: str) -> None:
+    packed = packed.on(repeatable)
+    qkv, count, heads = packed.inputs_of(repeatable, torch.float32), len(packed.queries), packed.heads[0]
     options = {
         "q_offset": torch.randint(-9, 50, (count,)),
         "key_ranges": packed.ranges(),
@@ -137,25 +156,30 @@ def test_options_of_each_sequence(packed: Packed, name: str) -> None:
         "seqused_k": torch.tensor([n * 2 // 3 for n in packed.keys], dtype=torch.int32),
     }
     chosen = {"alibi_slopes" if name == "slopes_of_each" else name: options[name]}
-    assert_equal(results_of(packed, qkv, **chosen), one_by_one(packed, qkv, **chosen))
+    alone = one_by_one(packed, qkv, repeatable.attention, **chosen)
+    assert_equal(results_of(packed, qkv, repeatable.attention_varlen, **chosen), alone)
 
 
-@pytest.mark.usefixtures("isa")
 @each_dtype
 @pytest.mark.parametrize("heads", [(2, 1), (3, 3)])
 @pytest.mark.parametrize("seqlen", [5, 64, 200])
-def test_equal_lengths_are_a_batch(heads: tuple[int, int], seqlen: int, dtype: torch.dtype) -> None:
+def test_equal_lengths_are_a_batch(
+    repeatable: Backend, heads: tuple[int, int], seqlen: int, dtype: torch.dtype
+) -> None:
     """The same work items, splits of keys among them: the same bits."""
-    packed = Packed([seqlen] * 2, [seqlen + 90] * 2, heads)
-    qkv = packed.inputs(dtype)
+    packed = Packed([seqlen] * 2, [seqlen + 90] * 2, heads).on(repeatable, dtype)
+    seqlen, heads = packed.queries[0], packed.heads
+    qkv = packed.inputs_of(repeatable, dtype)
 
     def batched(q: Tensor, k: Tensor, v: Tensor, *_: Any, return_lse: bool) -> tuple[Tensor, Tensor]:
-        out, lse = attention(*(x.unflatten(0, (2, -1)).transpose(1, 2) for x in (q, k, v)), return_lse=return_lse)
+        batch = (x.unflatten(0, (2, -1)).transpose(1, 2) for x in (q, k, v))
+        out, lse = repeatable.attention(*batch, return_lse=return_lse)
         return out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1, 2)
 
-    dout = torch.randn(2 * seqlen, heads[0], 20).to(dtype)
+    dout = torch.randn(2 * seqlen, heads[0], qkv[2].shape[2]).to(dtype)
     dlse = torch.randn(heads[0], 2 * seqlen, dtype=torch.promote_types(dtype, torch.float32))
-    ours = results(lambda *qkv, **named: attention_varlen(*qkv, *packed.packing, **named), qkv, dout, dlse)
+    call = repeatable.attention_varlen
+    ours = results(lambda *qkv, **named: call(*qkv, *packed.packing, **named), qkv, dout, dlse)
     assert_equal(ours, results(batched, qkv, dout, dlse))
 
 
@@ -173,13 +197,13 @@ class Unpadded:
         self.ranges = ranges * self.is_query[..., None]
         self.offset = torch.tensor(keys) - torch.tensor(queries)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    def attend(self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         masks = self.is_query, self.is_key, self.is_key
         qkv = [x.transpose(1, 2)[mask] for x, mask in zip((q, k, v), masks, strict=True)]
         options["key_ranges"] = self.ranges[self.is_query]
         if options["q_offset"] is self.offset:
             options["q_offset"] = None
-        out, lse = attention_varlen(*qkv, *self.packed.packing, **options)
+        out, lse = backend.attention_varlen(*qkv, *self.packed.packing, **options)
         nothing = options.get("sinks", torch.tensor(-math.inf)).to(lse.dtype)
         padded = nothing.expand(*self.is_query.shape, q.shape[1]).masked_scatter(self.is_query[..., None], lse.mT)
         wide = out.new_zeros(*self.is_query.shape, *out.shape[1:]).masked_scatter(self.is_query[..., None, None], out)
@@ -191,22 +215,24 @@ PADDED = [
     (Case(2, 4, 2, 130, 130, 24, 24, softcap=3.0, alibi="bh", sinks=True), [130, 50], [130, 50]),
     (Case(3, 2, 2, 33, 100, 32, 16, causal=False, key_ranges="random", dropout_p=0.1), [33, 0, 9], [100, 9, 50]),
     (Case(2, 1, 1, 300, 300, 16, 16, window=(40, -1), alibi="h"), [300, 10], [300, 10]),
+    (Case(2, 2, 1, 40, 40, 80, 72, window=(9, -1), softcap=5.0, alibi="bh", sinks=True), [40, 17], [40, 30]),
+    (Case(2, 1, 1, 33, 66, 256, 200, dropout_p=0.2, key_ranges="random"), [33, 20], [66, 20]),
+    (Case(3, 2, 2, 20, 30, 8, 8, alibi="h", sinks=True, dropout_p=0.2), [20, 0, 7], [30, 4, 0]),
     (Case(3, 6, 3, 8, 200, 32, 32, key_ranges="documents", sinks=True), [1, 8, 3], [200, 8, 150]),
     (Case(4, 1, 1, 400, 400, 8, 8, softcap=20.0, dropout_p=0.2, sinks=True, alibi="h"), [8, 400, 8, 7], [8, 400, 8, 7]),
 ]
 
 
-@pytest.mark.usefixtures("isa")
 @each_dtype
 @pytest.mark.parametrize(("case", "queries", "keys"), PADDED, ids=[str(case) for case, *_ in PADDED])
-def test_accurate(case: Case, queries: list[int], keys: list[int], dtype: torch.dtype) -> None:
+def test_accurate(backend: Backend, case: Case, queries: list[int], keys: list[int], dtype: torch.dtype) -> None:
     """Dropout's draws are those of the sequence in a batch."""
     unpadded = Unpadded(case, queries, keys)
     dout, dlse = case.gradients(dtype)
     dlse = dlse.masked_fill(~unpadded.is_query[:, None], 0.0)
     q_offset = unpadded.offset if case.q_offset is None else case.q_offset
     options = case.options | case.tensors(dtype) | {"q_offset": q_offset, "key_ranges": unpadded.ranges}
-    assert_accurate_by(Truth((case.inputs(dtype), (dout, dlse)), options), unpadded.attend)
+    assert_accurate_by(Truth((case.inputs(dtype), (dout, dlse)), options), partial(unpadded.attend, backend))
 
 
 @pytest.mark.parametrize("options", [{}, {"window": (2, -1), "softcap": 2.0, "sinks": True, "alibi": True}, {"p": 0.3}])
@@ -228,9 +254,8 @@ def test_the_reference_takes_each_alone(options: dict[str, Any]) -> None:
     assert (lse[:, -2:] == -math.inf).all()
 
 
-@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("names", ["", "alibi_slopes sinks", "dropout", "key_ranges"])
-def test_gradients_are_differences(names: str) -> None:
+def test_gradients_are_differences(repeatable: Backend, names: str) -> None:
     packed = Packed([3, 0, 4, 1], [4, 2, 3, 2], (2, 1), rest=1)
     learned = {"alibi_slopes": torch.rand(2).double(), "sinks": torch.randn(2).double()}
     learned = {name: x.requires_grad_() for name, x in learned.items() if name in names}
@@ -242,30 +267,30 @@ def test_gradients_are_differences(names: str) -> None:
 
     def out_and_lse(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> tuple[Tensor, Tensor]:
         tensors = dict(zip(learned, more, strict=True))
-        out, lse = attention_varlen(q, k, v, *packed.packing, return_lse=True, **tensors, **options)
+        out, lse = repeatable.attention_varlen(q, k, v, *packed.packing, return_lse=True, **tensors, **options)
         return out, lse.masked_fill(lse == -math.inf, 0.0)
 
     leaves = (x.requires_grad_() for x in packed.inputs(torch.float64, 3, 2))
     assert gradcheck(out_and_lse, (*leaves, *learned.values()))
 
 
-@pytest.mark.usefixtures("isa")
 @each_dtype
-def test_tokens_of_no_sequence_never_leak(dtype: torch.dtype) -> None:
+def test_tokens_of_no_sequence_never_leak(backend: Backend, dtype: torch.dtype) -> None:
     """Behind the last sequence, or behind the keys in use."""
-    used = torch.tensor([n // 2 for n in MIXED.keys])
-    qkv = MIXED.inputs(dtype)
-    plain = results_of(MIXED, qkv, seqused_k=used)
+    packed = MIXED.on(backend, dtype)
+    used = torch.tensor([n // 2 for n in packed.keys])
+    qkv = packed.inputs(dtype)
+    plain = results_of(packed, qkv, backend.attention_varlen, seqused_k=used)
     q, k, v = (x.clone() for x in qkv)
     q[-3:] = k[-3:] = v[-3:] = math.nan
-    for (_, keys), n in zip(MIXED.spans, used.tolist(), strict=True):
+    for (_, keys), n in zip(packed.spans, used.tolist(), strict=True):
         k[keys.start + n : keys.stop] = v[keys.start + n : keys.stop] = math.inf
-    assert_equal(results_of(MIXED, (q, k, v), seqused_k=used), plain)
+    backend.assert_same(results_of(packed, (q, k, v), backend.attention_varlen, seqused_k=used), plain)
     out, lse, dq, dk, dv = plain
     assert (lse[:, -3:] == -math.inf).all()
     for x in (out, dq, dk, dv):
         assert (x[-3:] == 0).all()
-    for (_, keys), n in zip(MIXED.spans, used.tolist(), strict=True):
+    for (_, keys), n in zip(packed.spans, used.tolist(), strict=True):
         assert (dk[keys.start + n : keys.stop] == 0).all()
         assert (dv[keys.start + n : keys.stop] == 0).all()
 

@@ -66,11 +66,12 @@ inline constexpr int kRoundThreads = 256;
 template <class S>
 PYATTN_KERNEL(kRoundThreads)
 round_queries(const __grid_constant__ BackwardParams p) {
-  const int64_t count = p.seqlen_q * group_size(p), at = block_index() * kRoundThreads + thread_index();
+  const int64_t at = block_index() * kRoundThreads + thread_index();
   const int64_t row = at / p.head_dim, col = at % p.head_dim;
-  if (row >= p.batch * p.num_heads_kv * count) return;
-  const Head head(p, row / count);
-  const float x = query_sums_of(p, 0, count)[at] * static_cast<float>(p.softmax_scale);
+  if (row >= all_rows(p)) return;
+  const int64_t count = (is_packed(p) ? p.packed.total_q : p.seqlen_q) * group_size(p);
+  const Head head = is_packed(p) ? Head::of_tokens(p, row / count) : Head(p, row / count);
+  const float x = query_sums_of(p, 0, 0)[at] * static_cast<float>(p.softmax_scale);
   narrow(head.row<S>(p.dq, row % count)[col], x);
 }
 

@@ -61,14 +61,14 @@ struct RowStage {
   PYATTN_DEVICE explicit RowStage(char* memory)
       : Q{memory}, dO{memory + Q.kBytes}, terms(reinterpret_cast<RowTerms*>(memory + 2 * Q.kBytes)) {}
 
-  PYATTN_DEVICE void load(const BackwardParams& p, const QueryRows<S>& q, const QueryRows<S>& dout, unsigned head,
+  PYATTN_DEVICE void load(const BackwardParams& p, const QueryRows<S>& q, const QueryRows<S>& dout, RowsBefore before,
                           int r0) const {
     q.template load<Shape::kThreads>(Q, r0);
     dout.template load<Shape::kThreads>(dO, r0);
     static_assert(Shape::kRows <= Shape::kThreads);
     const int i = thread_index();
     if (i < Shape::kRows)
-      copy_16_bytes(shared_address(terms + i), row_terms_of(p, head, q.count) + r0 + i,
+      copy_16_bytes(shared_address(terms + i), row_terms_of(p, before, q.count) + r0 + i,
                     r0 + i < q.count ? sizeof(RowTerms) : 0);
   }
 };
@@ -156,8 +156,9 @@ PYATTN_KERNEL(Shape::kThreads, Shape::kBlocks)
 backward_keys(const __grid_constant__ BackwardParams p) {
   constexpr int kKeys = Shape::kKeys, kRows = Shape::kRows;
   const KeyBlock<kKeys> block(p);
+  if (block.empty()) return;
   const int n0 = block.first();
-  const unsigned head = block.number / block.blocks;
+  const RowsBefore before = rows_before(p, block.number / block.blocks, block.head);
   const Run run = rows_of_keys(Mask(p, block.head), n0, kKeys);
   KeysPass<S, kDim, Score> pass(p);
   const auto& shared = pass.shared;
@@ -166,7 +167,7 @@ backward_keys(const __grid_constant__ BackwardParams p) {
   if (!run.empty()) {  // a block may not end before its copies
     KeyRows<S>(block.head, p.k, p.head_dim).template load<Shape::kThreads>(shared.K, n0);
     KeyRows<S>(block.head, p.v, p.head_dim_v).template load<Shape::kThreads>(shared.V, n0);
-    shared.rows(0).load(p, q, dout, head, run.begin);
+    shared.rows(0).load(p, q, dout, before, run.begin);
   }
   bool finite_K = true;
   if (kAddQueries && !run.empty()) {
@@ -182,7 +183,7 @@ backward_keys(const __grid_constant__ BackwardParams p) {
     barrier();  // these rows are there, and those before no longer read
     if (Shape::kStages == 2) {
       turn ^= 1;
-      if (next < run.end) shared.rows(turn).load(p, q, dout, head, next);
+      if (next < run.end) shared.rows(turn).load(p, q, dout, before, next);
     }
     if (shared.dropout.any()) {
       const KeyBlock<kKeys> same(p);
@@ -200,14 +201,14 @@ backward_keys(const __grid_constant__ BackwardParams p) {
       if (pass.part == 0) store_transposed(T, dS, pass.warp_key);  // both parts have the same dS
       pass.add_product(pass.dK, dS, rows.Q, r0, masked);
       barrier();  // T is there
-      float* sums = query_sums_of(p, head, q.count) + r0 * p.head_dim;
+      float* sums = query_sums_of(p, before, q.count) + r0 * p.head_dim;
       add_queries<Shape::kWarps>(sums, min(kRows, q.count - r0), p.head_dim, T, shared.K, finite_K);
     } else {
       pass.add_product(pass.dK, dS, rows.Q, r0, masked);
     }
     if (Shape::kStages == 1) {
       barrier();  // the rows no longer read
-      if (next < run.end) shared.rows(0).load(p, q, dout, head, next);
+      if (next < run.end) shared.rows(0).load(p, q, dout, before, next);
     }
   }
   pass.store();

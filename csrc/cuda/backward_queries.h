@@ -84,6 +84,7 @@ backward_queries(const __grid_constant__ BackwardParams p) {
   constexpr int kM = Shape::kM, kKeys = Shape::kKeys, kRows = Shape::kRows;
   constexpr Layout kLayout = Layout::kQueriesByKeys;
   const RowBlock<kRows> block(p);
+  if (block.empty()) return;
   const int r0 = block.first();
   const Run keys = keys_of_rows(Mask(p, block.head), r0, block.rows());
   const int warp_row = warp() / Shape::kParts * 16 * kM;
@@ -102,10 +103,11 @@ backward_queries(const __grid_constant__ BackwardParams p) {
     load_keys(0, keys.begin);
   }
   RowTerms terms[2 * kM];
+  const RowsBefore before = rows_before(p, block.number / block.blocks, block.head);
 #pragma unroll
   for (int at = 0; at < 2 * kM; ++at) {
     const int64_t r = r0 + warp_row + 8 * at + lane() / 4;
-    terms[at] = row_terms_of(p, block.number / block.blocks, block.head.count)[min(r, block.head.count - 1)];
+    terms[at] = row_terms_of(p, before, block.head.count)[min(r, block.head.count - 1)];
   }
 
   Sums<kM, Shape::kColumns / 8> dQ = {};

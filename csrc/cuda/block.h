@@ -48,6 +48,9 @@ struct RowBlock {
 
   PYATTN_DEVICE int first() const { return static_cast<int>(blocks - 1 - number % blocks) * kRows; }
   PYATTN_DEVICE int rows() const { return static_cast<int>(min(kRows, head.count - first())); }
+
+  // Packed sequences have as many blocks as the longest may have; those that a sequence does not fill leave at once.
+  PYATTN_DEVICE bool empty() const { return PYATTN_PACKED && first() >= head.count; }
 };
 
 // kKeys keys of a head, its first ones first: under a causal mask most rows see them.
@@ -63,6 +66,7 @@ struct KeyBlock {
 
   PYATTN_DEVICE int first() const { return static_cast<int>(number % blocks) * kKeys; }
   PYATTN_DEVICE int keys() const { return static_cast<int>(min(kKeys, head.seqlen_k - first())); }
+  PYATTN_DEVICE bool empty() const { return PYATTN_PACKED && first() >= head.seqlen_k; }
 };
 
 // The keys, or values, of a head.

@@ -14,6 +14,7 @@
 #include "mask.h"
 #include "primitives.h"
 #include "score.h"
+#include "sequences.h"
 #include "workspace.h"
 
 namespace pyattn::cuda {
@@ -48,16 +49,8 @@ struct LaneRow {
   }
 };
 
-// The row, or key, of this warp, if there is one: a head has count of them.
-struct WarpItem {
-  int64_t head, place;
-  bool there;
-
-  PYATTN_DEVICE WarpItem(const ForwardParams& p, int64_t count) {
-    const int64_t at = block_index() * kFloat64Warps + warp();
-    head = at / count, place = at % count, there = head < p.batch * p.num_heads_kv;
-  }
-};
+// This warp's row, or key, among all of them.
+PYATTN_DEVICE int64_t item_of_warp() { return block_index() * kFloat64Warps + warp(); }
 
 // What dropout multiplies the weight of row r and key j by.
 PYATTN_DEVICE double dropout_factor(const ForwardParams& p, const Head& head, int64_t r, int64_t j) {
@@ -69,7 +62,7 @@ PYATTN_DEVICE double dropout_factor(const ForwardParams& p, const Head& head, in
 template <class S, class Score>
 PYATTN_KERNEL(kFloat64Threads)
 float64_forward(const __grid_constant__ ForwardParams p) {
-  const WarpItem item(p, p.seqlen_q * group_size(p));
+  const Item item = row_at(p, item_of_warp());
   if (!item.there) return;
   const Head head(p, item.head);
   const int64_t r = item.place;
@@ -138,7 +131,7 @@ struct RowGradient {
 template <class S, class Score>
 PYATTN_KERNEL(kFloat64Threads)
 float64_backward_queries(const __grid_constant__ BackwardParams p) {
-  const WarpItem item(p, p.seqlen_q * group_size(p));
+  const Item item = row_at(p, item_of_warp());
   if (!item.there) return;
   const Head head(p, item.head);
   const int64_t r = item.place;
@@ -164,7 +157,7 @@ float64_backward_queries(const __grid_constant__ BackwardParams p) {
 template <class S, class Score>
 PYATTN_KERNEL(kFloat64Threads)
 float64_backward_keys(const __grid_constant__ BackwardParams p) {
-  const WarpItem item(p, p.seqlen_k);
+  const Item item = key_at(p, item_of_warp());
   if (!item.there) return;
   const Head head(p, item.head);
   const int64_t j = item.place;

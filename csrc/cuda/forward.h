@@ -53,6 +53,7 @@ forward(const __grid_constant__ ForwardParams p) {
   constexpr int kM = Shape::kM, kKeys = Shape::kKeys, kRows = Shape::kRows;
   constexpr Layout kLayout = Layout::kQueriesByKeys;
   const RowBlock<kRows> block(p);
+  if (block.empty()) return;
   const int r0 = block.first();
   const Run keys = keys_of_rows(Mask(p, block.head), r0, block.rows());
   const int warp_row = warp() / Shape::kParts * 16 * kM;

@@ -83,6 +83,7 @@ PYATTN_DEVICE float widen(bf16 x) { return float_of(uint32_t{x.bits} << 16); }
 PYATTN_DEVICE float widen(f16 x) { return widen_f16(x.bits); }
 
 // to = the nearest number to x.
+PYATTN_DEVICE void narrow(double& to, float x) { to = x; }
 PYATTN_DEVICE void narrow(float& to, float x) { to = x; }
 PYATTN_DEVICE void narrow(bf16& to, float x) { to.bits = static_cast<uint16_t>(pack_bf16(x, 0)); }
 PYATTN_DEVICE void narrow(f16& to, float x) { to.bits = static_cast<uint16_t>(pack_f16(x, 0)); }

@@ -1,8 +1,6 @@
-// The attention kernels for GPUs. Compiled once per dtype (PYATTN_DTYPE) over a header of
-// primitives: ptx.h for a GPU, another for a host that emulates one. All of it has internal
-// linkage but the table at the end.
-#define PYATTN_BATCHES_ALONE
-
+// The attention kernels for GPUs. Compiled for each dtype (PYATTN_DTYPE), once for batches and once for
+// packed sequences (PYATTN_PACKED), over a header of primitives: ptx.h for a GPU, another for a host that
+// emulates one. All of it has internal linkage but the table at the end.
 #include <cstdint>
 #include <type_traits>
 
@@ -26,17 +24,19 @@ namespace pyattn::cuda {
 namespace {
 
 int64_t kv_heads(const ForwardParams& p) { return p.batch * p.num_heads_kv; }
-int64_t all_keys(const ForwardParams& p) { return kv_heads(p) * p.seqlen_k; }
+int64_t all_keys(const ForwardParams& p) {
+  return p.num_heads_kv * (PYATTN_PACKED ? p.packed.total_k : p.batch * p.seqlen_k);
+}
 int64_t rows_of_head(const ForwardParams& p) { return p.seqlen_q * group_size(p); }
 int64_t row_blocks(const ForwardParams& p, int64_t rows) { return kv_heads(p) * ceil_div(rows_of_head(p), rows); }
 int64_t key_blocks(const ForwardParams& p, int64_t keys) { return kv_heads(p) * ceil_div(p.seqlen_k, keys); }
 
-// f(kDim) for the smallest head dimension with kernels that holds both of the call's. General has half
-// as many, which take half as long to compile.
+// f(kDim) for the smallest head dimension with kernels that holds both of the call's. General and packed
+// sequences have half as many, which take half as long to compile.
 template <class Score, class F>
 const char* with_dim(const ForwardParams& p, F f) {
   const int64_t dim = max(p.head_dim, p.head_dim_v);
-  if constexpr (!Score::kGeneral) {
+  if constexpr (!Score::kGeneral && !PYATTN_PACKED) {
     if (dim <= 32) return f(std::integral_constant<int, 32>());
     if (64 < dim && dim <= 96) return f(std::integral_constant<int, 96>());
     if (128 < dim && dim <= 192) return f(std::integral_constant<int, 192>());
@@ -57,9 +57,20 @@ const char* with_score(const ForwardParams& p, F f) {
   return general_score(p) ? f(Chosen<General<S>>()) : f(Chosen<Plain<S>>());
 }
 
-// Makes the mask's summaries where there are any, and leaves the rest of params.workspace.
+// Fills what no packed sequence has.
+template <class S>
+const char* launch_rest(const ForwardParams& p, const View& to, int64_t cols, Filled what, void* stream) {
+  const int64_t tokens = what == Filled::kKeys ? p.packed.total_k : p.packed.total_q;
+  return launch(fill_rest<S>, ceil_div(tokens, kFillWarps), kFillWarps * kWarpLanes, 0, stream,
+                Rest{p, to, cols, what});
+}
+
+// Finds packed sequences, makes the mask's summaries where there are any, and leaves the rest of
+// params.workspace.
 template <class S>
 const char* launch_mask(ForwardParams& p, void* stream) {
+  if constexpr (PYATTN_PACKED)
+    if (const char* error = launch(place_sequences<S>, 1, kWarpLanes, 0, stream, p)) return error;
   if (!needs_summaries(p)) return nullptr;
   const int64_t rows = bias_rows_count(p), blocks = mask_blocks_count(p);
   p.mask.blocks = static_cast<BlockKeys*>(p.workspace);
@@ -73,7 +84,10 @@ const char* launch_mask(ForwardParams& p, void* stream) {
 template <class S>
 const char* launch_forward(const ForwardParams& params, void* stream) {
   ForwardParams p = params;
-  if (const char* error = launch_mask<S>(p, stream)) return error;
+  const char* error = launch_mask<S>(p, stream);
+  if constexpr (PYATTN_PACKED)
+    if (!error) error = launch_rest<S>(p, p.out, p.head_dim_v, Filled::kOut, stream);
+  if (error) return error;
   if constexpr (std::is_same_v<S, double>)
     return launch(float64_forward<S, General<S>>, ceil_div(all_rows(p), kFloat64Warps), kFloat64Threads, 0, stream, p);
   else
@@ -155,9 +169,39 @@ const char* launch_bias(const BackwardParams& p, void* stream) {
 template <class T>
 const char* launch_row_sums(const BackwardParams& p, const T* terms, void* sums, bool one_for_all, void* stream) {
   if (!sums) return nullptr;
-  const RowSums<T> rows{terms, static_cast<T*>(sums), p.batch, p.num_heads_q, p.seqlen_q, one_for_all};
+  RowSums<T> rows{terms, static_cast<T*>(sums), p.batch, p.num_heads_q, p.seqlen_q, one_for_all, nullptr};
+  if (PYATTN_PACKED) rows.rows = p.packed.total_q;
+  if (PYATTN_PACKED && one_for_all) rows.batch = 1;
+  if (PYATTN_PACKED && !one_for_all) rows.sequences = p.packed.sequences;
   return launch(sum_rows<T>, ceil_div((one_for_all ? 1 : p.batch) * p.num_heads_q, kRowSumWarps),
                 kRowSumWarps * kWarpLanes, 0, stream, rows);
+}
+
+// dbias, where there is one.
+template <class S>
+const char* launch_gradients_and_bias(const BackwardParams& p, bool deterministic, void* stream) {
+  const bool bias_pass = p.dbias.data && (std::is_same_v<S, double> || !one_score_each(p));
+  BackwardParams main = p;
+  if (bias_pass) main.dbias.data = nullptr;
+  const char* error = nullptr;
+  if (const int64_t scores = p.batch * p.num_heads_q * p.seqlen_q * p.seqlen_k; main.dbias.data && scores) {
+    const int64_t bytes = p.dbias.type == BiasType::kFloat32 ? sizeof(float) : sizeof(S);
+    error = clear_memory(p.dbias.data, scores * bytes, stream);  // what no row sees is not reached
+  }
+  if (!error) error = launch_gradients<S>(main, deterministic, stream);
+  return !error && bias_pass ? launch_bias<S>(p, stream) : error;
+}
+
+// Packed sequences have no bias. Rows of no sequence have no share of dslopes and dsinks.
+template <class S, class T>
+const char* launch_packed_gradients(const BackwardParams& p, bool deterministic, void* stream) {
+  const char* error = nullptr;
+  if (const int64_t terms = ((p.dslopes ? 1 : 0) + (p.dsinks ? 1 : 0)) * all_rows(p); terms)
+    error = clear_memory(slope_terms_of<T>(p), terms * sizeof(T), stream);
+  if (!error) error = launch_gradients<S>(p, deterministic, stream);
+  if (!error) error = launch_rest<S>(p, p.dq, p.head_dim, Filled::kQueries, stream);
+  if (!error) error = launch_rest<S>(p, p.dk, p.head_dim, Filled::kKeys, stream);
+  return error ? error : launch_rest<S>(p, p.dv, p.head_dim_v, Filled::kKeys, stream);
 }
 
 template <class S>
@@ -165,15 +209,11 @@ const char* launch_backward(const BackwardParams& params, bool deterministic, vo
   using T = std::conditional_t<std::is_same_v<S, double>, double, float>;
   BackwardParams p = params;
   const char* error = launch_mask<S>(p, stream);
-  const bool bias_pass = p.dbias.data && (std::is_same_v<S, double> || !one_score_each(p));
-  BackwardParams main = p;
-  if (bias_pass) main.dbias.data = nullptr;
-  if (const int64_t scores = p.batch * p.num_heads_q * p.seqlen_q * p.seqlen_k; !error && main.dbias.data && scores) {
-    const int64_t bytes = p.dbias.type == BiasType::kFloat32 ? sizeof(float) : sizeof(S);
-    error = clear_memory(p.dbias.data, scores * bytes, stream);  // what no row sees is not reached
+  if constexpr (PYATTN_PACKED) {
+    if (!error) error = launch_packed_gradients<S, T>(p, deterministic, stream);
+  } else {
+    if (!error) error = launch_gradients_and_bias<S>(p, deterministic, stream);
   }
-  if (!error) error = launch_gradients<S>(main, deterministic, stream);
-  if (!error && bias_pass) error = launch_bias<S>(p, stream);
   if (!error) error = launch_row_sums(p, slope_terms_of<T>(p), p.dslopes, !p.score.slopes_stride_b, stream);
   if (!error) error = launch_row_sums(p, sink_terms_of<T>(p), p.dsinks, true, stream);
   return error;
@@ -187,10 +227,16 @@ int64_t backward_bytes(const BackwardParams& p, bool deterministic) {
 
 }  // namespace
 
-#define PYATTN_TABLE_OF(dtype) kernels_##dtype
-#define PYATTN_TABLE(dtype) PYATTN_TABLE_OF(dtype)
-extern const DeviceKernels PYATTN_TABLE(PYATTN_DTYPE);
-const DeviceKernels PYATTN_TABLE(PYATTN_DTYPE) = {mask_bytes, backward_bytes<PYATTN_DTYPE>,
-                                                  launch_forward<PYATTN_DTYPE>, launch_backward<PYATTN_DTYPE>};
+// batch_float, packed_float and so on.
+#define PYATTN_TABLE_OF(layout, dtype) layout##_##dtype
+#define PYATTN_TABLE(layout, dtype) PYATTN_TABLE_OF(layout, dtype)
+#if PYATTN_PACKED
+#define PYATTN_LAYOUT packed
+#else
+#define PYATTN_LAYOUT batch
+#endif
+extern const DeviceKernels PYATTN_TABLE(PYATTN_LAYOUT, PYATTN_DTYPE);
+const DeviceKernels PYATTN_TABLE(PYATTN_LAYOUT, PYATTN_DTYPE) = {
+    mask_bytes, backward_bytes<PYATTN_DTYPE>, launch_forward<PYATTN_DTYPE>, launch_backward<PYATTN_DTYPE>};
 
 }  // namespace pyattn::cuda

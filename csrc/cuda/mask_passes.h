@@ -25,9 +25,7 @@ constexpr bool needs_summaries(const ForwardParams& p) {
 constexpr int64_t bias_rows_count(const ForwardParams& p) {
   return p.score.bias.type == BiasType::kNone ? 0 : BiasRows(p).count();
 }
-constexpr int64_t mask_blocks_count(const ForwardParams& p) {
-  return needs_summaries(p) ? p.batch * p.num_heads_kv * ceil_div(p.seqlen_q * group_size(p), kBlockRows) : 0;
-}
+constexpr int64_t mask_blocks_count(const ForwardParams& p) { return needs_summaries(p) ? Mask::count_blocks(p) : 0; }
 
 // What the two passes write, at the beginning of params.workspace: the blocks, then the bias's rows.
 constexpr int64_t mask_bytes(const ForwardParams& p) {
@@ -60,12 +58,18 @@ bias_rows(const __grid_constant__ ForwardParams p) {
 template <class S>
 PYATTN_KERNEL(kMaskThreads)
 mask_blocks(const __grid_constant__ ForwardParams p) {
-  const int64_t blocks = ceil_div(p.seqlen_q * group_size(p), kBlockRows);
-  const int64_t at = block_index() * kMaskThreads + thread_index();
-  if (at >= p.batch * p.num_heads_kv * blocks) return;
-  const Head head(p, at / blocks);
-  const int64_t r0 = at % blocks * kBlockRows;
-  p.mask.blocks[at] = Mask(p, head).summary_of<S>(r0, min(kBlockRows, head.count - r0));
+  const int64_t at = block_index() * kMaskThreads + thread_index(), count = Mask::count_blocks(p);
+  if (at >= count) return;
+  const int64_t blocks = count / (p.num_heads_kv * (is_packed(p) ? 1 : p.batch));
+  int64_t number = at / blocks, n = at % blocks;
+  if (is_packed(p)) {
+    const auto first = [&](int64_t b) { return Mask::first_block_of(p.packed.sequences[b].first_q, group_size(p), b); };
+    const int64_t b = last_that(p.batch, [&](int64_t b) { return first(b) <= n; });
+    number += b * p.num_heads_kv, n -= first(b);
+  }
+  const Head head(p, number);
+  const int64_t r0 = n * kBlockRows;
+  if (r0 < head.count) p.mask.blocks[at] = Mask(p, head).summary_of<S>(r0, min(kBlockRows, head.count - r0));
 }
 
 }  // namespace

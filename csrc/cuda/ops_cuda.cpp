@@ -14,16 +14,17 @@
 
 namespace pyattn::cuda {
 
-extern const DeviceKernels kernels_double, kernels_float, kernels_bf16, kernels_f16;
+extern const DeviceKernels batch_double, batch_float, batch_bf16, batch_f16, packed_double, packed_float, packed_bf16,
+    packed_f16;
 
 namespace {
 
-const DeviceKernels& kernels(at::ScalarType type) {
+const DeviceKernels& kernels(at::ScalarType type, bool packed) {
   switch (type) {
-    case at::kDouble: return kernels_double;
-    case at::kFloat: return kernels_float;
-    case at::kBFloat16: return kernels_bf16;
-    default: return kernels_f16;
+    case at::kDouble: return packed ? packed_double : batch_double;
+    case at::kFloat: return packed ? packed_float : batch_float;
+    case at::kBFloat16: return packed ? packed_bf16 : batch_bf16;
+    default: return packed ? packed_f16 : batch_f16;
   }
 }
 
@@ -93,7 +94,7 @@ std::vector<std::string> architectures() {
 
 void forward(const at::Tensor& q, ForwardParams& p) {
   on_device_of(q, p, [&](void* stream) {
-    const DeviceKernels& table = kernels(q.scalar_type());
+    const DeviceKernels& table = kernels(q.scalar_type(), p.packed.sequences);
     const at::Tensor workspace = scratch(q, table.forward_bytes(p));
     p.workspace = workspace.mutable_data_ptr();
     check(table.forward(p, stream));
@@ -102,7 +103,7 @@ void forward(const at::Tensor& q, ForwardParams& p) {
 
 void backward(const at::Tensor& q, BackwardParams& p, bool deterministic) {
   on_device_of(q, p, [&](void* stream) {
-    const DeviceKernels& table = kernels(q.scalar_type());
+    const DeviceKernels& table = kernels(q.scalar_type(), p.packed.sequences);
     const at::Tensor workspace = scratch(q, table.backward_bytes(p, deterministic));
     p.workspace = workspace.mutable_data_ptr();
     check(table.backward(p, deterministic, stream));

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "attention.h"
 #include "fragment.h"
 #include "primitives.h"
 
@@ -17,7 +18,8 @@ struct RowSums {
   const T* terms;  // (batch, heads, rows)
   T* sums;         // (batch or 1, heads)
   int64_t batch, heads, rows;
-  bool one_for_all;  // sequences
+  bool one_for_all;           // sequences
+  const Sequence* sequences;  // where terms are (heads, rows) of packed sequences and sums (batch, heads); or null
 };
 
 template <class T>
@@ -26,8 +28,15 @@ sum_rows(const __grid_constant__ RowSums<T> p) {
   const int64_t at = block_index() * kRowSumWarps + warp(), count = (p.one_for_all ? 1 : p.batch) * p.heads;
   if (at >= count) return;
   double sum = 0;
-  for (int64_t head = at; head < p.batch * p.heads; head += count)
-    for (int64_t i = lane(); i < p.rows; i += kWarpLanes) sum += p.terms[head * p.rows + i];
+  const auto add = [&](int64_t first, int64_t rows) {
+    for (int64_t i = lane(); i < rows; i += kWarpLanes) sum += p.terms[first + i];
+  };
+  if (p.sequences) {
+    const Sequence& own = p.sequences[at / p.heads];
+    add(at % p.heads * p.rows + own.first_q, own.seqlen_q);
+  } else {
+    for (int64_t head = at; head < p.batch * p.heads; head += count) add(head * p.rows, p.rows);
+  }
   sum = sum_lanes(sum);
   if (lane() == 0) p.sums[at] = static_cast<T>(sum);
 }

@@ -10,6 +10,7 @@
 #include "heads.h"
 #include "mask.h"
 #include "primitives.h"
+#include "sequences.h"
 #include "workspace.h"
 
 namespace pyattn::cuda {
@@ -20,10 +21,11 @@ inline constexpr int kRowTermsWarps = 4;
 template <class S, class Score>
 PYATTN_KERNEL(kRowTermsWarps* kWarpLanes)
 row_terms(const __grid_constant__ BackwardParams p) {
-  const int64_t count = p.seqlen_q * group_size(p), at = block_index() * kRowTermsWarps + warp();
-  if (at >= p.batch * p.num_heads_kv * count) return;
-  const Head head(p, at / count);
-  const int64_t r = at % count, index = head.index(p, r);
+  const int64_t at = block_index() * kRowTermsWarps + warp();
+  const Item row = row_at(p, at);
+  if (!row.there) return;
+  const Head head(p, row.head);
+  const int64_t r = row.place, index = head.index(p, r);
   const S *out = head.row<const S>(p.out, r), *dout = head.row<const S>(p.dout, r);
   float delta = 0;
   for (int64_t c = lane(); c < p.head_dim_v; c += kWarpLanes) delta = fmaf(widen(dout[c]), widen(out[c]), delta);
@@ -37,7 +39,7 @@ row_terms(const __grid_constant__ BackwardParams p) {
   const float row_max = static_cast<const float*>(p.row_max)[index],
               row_sum = static_cast<const float*>(p.row_sum)[index];
   const RowTerms terms{score.shift(row_max), 1 / row_sum, (alone ? 0 : delta) - dlse, alone ? 0.0f : 1.0f};
-  *(row_terms_of(p, static_cast<unsigned>(at / count), static_cast<unsigned>(count)) + r) = terms;
+  row_terms_of(p, 0, 0)[at] = terms;
   // A row that sees neither a key nor a sink has a sum of 0.
   if (p.dsinks)
     sink_terms_of<float>(p)[index] =

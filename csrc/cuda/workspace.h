@@ -3,23 +3,37 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "attention.h"
 #include "gradient.h"
+#include "heads.h"
 #include "primitives.h"
 
 namespace pyattn::cuda {
 namespace {
 
-constexpr int64_t all_rows(const ForwardParams& p) { return p.batch * p.num_heads_q * p.seqlen_q; }
-
-// (batch * num_heads_kv, rows).
-PYATTN_DEVICE RowTerms* row_terms_of(const BackwardParams& p, unsigned head, unsigned rows) {
-  return static_cast<RowTerms*>(p.workspace) + uint64_t{head} * rows;
+// Rows that arrays of all rows have; packed, also those of tokens that belong to no sequence.
+constexpr int64_t all_rows(const ForwardParams& p) {
+  return p.num_heads_q * (is_packed(p) ? p.packed.total_q : p.batch * p.seqlen_q);
 }
 
-// Each row's share of dslopes and of dsinks, (batch, num_heads_q, seqlen_q), T being double for
-// float64, else float.
+// What lies before the rows of a head in (batch * num_heads_kv, rows), packed (num_heads_kv, total_q, group), from
+// where rows_from makes a number of rows: so many heads of as many rows, or the rows themselves.
+using RowsBefore = std::conditional_t<PYATTN_PACKED, uint64_t, unsigned>;
+PYATTN_DEVICE RowsBefore rows_before(const ForwardParams& p, unsigned number, const Head& head) {
+  return PYATTN_PACKED ? (head.h_kv * p.packed.total_q + head.first_q) * head.group : number;
+}
+constexpr uint64_t rows_from(RowsBefore before, unsigned rows) {
+  return PYATTN_PACKED ? before : uint64_t{before} * rows;
+}
+
+PYATTN_DEVICE RowTerms* row_terms_of(const BackwardParams& p, RowsBefore before, unsigned rows) {
+  return static_cast<RowTerms*>(p.workspace) + rows_from(before, rows);
+}
+
+// Each row's share of dslopes and of dsinks, (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q), T being
+// double for float64, else float.
 template <class T>
 constexpr T* slope_terms_of(const BackwardParams& p) {
   return static_cast<T*>(static_cast<void*>(static_cast<RowTerms*>(p.workspace) + all_rows(p)));
@@ -30,8 +44,8 @@ constexpr T* sink_terms_of(const BackwardParams& p) {
 }
 
 // (rows, head_dim) sums of dQ of a KV head, for 16-bit types.
-constexpr float* query_sums_of(const BackwardParams& p, int64_t head, int64_t rows) {
-  return sink_terms_of<float>(p) + (p.dsinks ? all_rows(p) : 0) + head * rows * p.head_dim;
+constexpr float* query_sums_of(const BackwardParams& p, RowsBefore before, unsigned rows) {
+  return sink_terms_of<float>(p) + (p.dsinks ? all_rows(p) : 0) + rows_from(before, rows) * p.head_dim;
 }
 
 // T as above.

@@ -32,7 +32,7 @@ LIKELY = {
     "math": ("cpu/simd/math.h",),
     "laws": ("cpu/simd/half.h",),
     "layouts": ("ops.cpp", "params.h"),
-    "varlen": ("cpu/units.h", "ops_varlen.cpp", "packing.h", "work.h"),
+    "varlen": ("cpu/units.h", "cuda/sequences.h", "ops_varlen.cpp", "packing.h", "work.h"),
 }
 """The tests most likely to catch a fault, by its file in csrc; they run first."""
 TESTS = (
@@ -125,9 +125,10 @@ class Copy:
     def emulated_units(self) -> Iterator[Unit]:
         flags = ["-O1" if x == "-O2" else x for x in (*emulated.FLAGS, *emulated.INCLUDES)]
         flags = [f"-I../{x.removeprefix('-I')}" if x.startswith("-I") else x for x in flags]
-        for dtype in emulated.DTYPES.values():
-            source = ["-x", "c++", "-c", "../csrc/cuda/kernels.cu"]
-            yield Unit(f"emulated_{dtype}.o", ["c++", *flags, "-w", f"-DPYATTN_DTYPE={dtype}", *source], "emulated")
+        for dtype, packed in emulated.UNITS:
+            source = ["-w", f"-DPYATTN_DTYPE={dtype}", f"-DPYATTN_PACKED={packed}", "-x", "c++"]
+            command = ["c++", *flags, *source, "-c", "../csrc/cuda/kernels.cu"]
+            yield Unit(f"emulated_{dtype}_{packed}.o", command, "emulated")
         for source in emulated.SOURCES:
             yield Unit(f"emulated_{Path(source).stem}.o", ["c++", *flags, "-c", f"../{source}"], "emulated")
 

@@ -7,6 +7,7 @@ two lies MOST_SPILLED. (Dynamic shared memory is not in the log: each kernel's i
 
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 MOST_SPILLED = 72
@@ -18,9 +19,11 @@ ENTRY = re.compile(
     re.DOTALL,
 )
 KERNEL = re.compile(
-    r"\d((?:float64_)?(?:forward|backward_(?:keys|queries|bias))|row_terms|round_queries|sum_rows|bias_rows|mask_blocks)"
-    r"I(.*?)EE?v"
+    r"\d((?:float64_)?(?:forward|backward_(?:keys|queries|bias))|row_terms|round_queries|sum_rows|bias_rows|mask_blocks"
+    r"|place_sequences|fill_rest)I(.*?)EE?v"
 )
+OBJECT = re.compile(r"(?=cuda_(?:batch|packed)_\w+\.dir)")
+"""Where the log of an object begins: kernels for batches and for packed sequences have the same names."""
 
 
 def readable(mangled: str) -> str:
@@ -36,16 +39,24 @@ def readable(mangled: str) -> str:
     return f"{name}<{', '.join([dtype[1] if dtype else '?', *dims, *adding, *general])}>"
 
 
+def entries_of(log: str) -> Iterator[dict[str, str]]:
+    """Each kernel of each architecture."""
+    for part in OBJECT.split(log):
+        packed = "packed " if part.startswith("cuda_packed") else ""
+        for entry in ENTRY.finditer(part):
+            yield entry.groupdict() | {"name": packed + readable(entry["name"])}
+
+
 def main() -> int:
-    entries = [entry.groupdict() for entry in ENTRY.finditer(Path(sys.argv[1]).read_text())]
+    entries = list(entries_of(Path(sys.argv[1]).read_text()))
     archs = sorted({entry["arch"] for entry in entries}, key=int)
     table: dict[str, dict[str, str]] = {}
     for entry in entries:
         spilled = f"+{entry['stores']}" if entry["stores"] != "0" else ""
-        table.setdefault(readable(entry["name"]), {})[entry["arch"]] = entry["registers"] + spilled
-    print(f"{'registers, + bytes spilled':43}" + "".join(f"{'sm_' + arch:>9}" for arch in archs))
+        table.setdefault(entry["name"], {})[entry["arch"]] = entry["registers"] + spilled
+    print(f"{'registers, + bytes spilled':50}" + "".join(f"{'sm_' + arch:>9}" for arch in archs))
     for name, row in sorted(table.items()):
-        print(f"{name:43}" + "".join(f"{row.get(arch, 'missing'):>9}" for arch in archs))
+        print(f"{name:50}" + "".join(f"{row.get(arch, 'missing'):>9}" for arch in archs))
     worst = max((int(entry["stores"]) for entry in entries), default=0)
     missing = [name for name, row in table.items() if len(row) < len(archs)]
     print(

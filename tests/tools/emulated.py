@@ -17,10 +17,14 @@ from torch import Tensor
 
 from pyattn import reference
 from pyattn.dropout import dropout_threshold
+from pyattn.options import Packing
 
 ROOT = Path(__file__).parents[2]
 DTYPES = {torch.float64: "double", torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
 """Names of the storage types, in the order of ``DType`` in attention.h."""
+
+UNITS = [(dtype, packed) for dtype in DTYPES.values() for packed in ("false", "true")]
+"""PYATTN_DTYPE and PYATTN_PACKED of each object of the kernels."""
 
 INCLUDES = ("-Icsrc", "-Icsrc/cuda", "-Itests/tools/emulation", "-DPYATTN_ISA=cuda", '-DPYATTN_ISA_HEADER="host.h"')
 FLAGS = ("-std=c++20", "-O2", "-march=native", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
@@ -33,14 +37,16 @@ def compile_kernels(root: Path, folder: Path, kernel_flags: Sequence[str] = (), 
     """The shared library of the kernels under ``root``, compiled with these flags too, and of ``more`` sources."""
     compiler = [os.environ.get("CXX", "c++"), *FLAGS, *INCLUDES]
 
-    def build(dtype: str) -> str:
-        target = str(folder / f"{dtype}.o")
-        source = ["-Wno-unused-function", *kernel_flags, f"-DPYATTN_DTYPE={dtype}", "-x", "c++", "csrc/cuda/kernels.cu"]
+    def build(unit: tuple[str, str]) -> str:
+        dtype, packed = unit
+        target = str(folder / f"{dtype}_{packed}.o")
+        defines = f"-DPYATTN_DTYPE={dtype}", f"-DPYATTN_PACKED={packed}"
+        source = ["-Wno-unused-function", *kernel_flags, *defines, "-x", "c++", "csrc/cuda/kernels.cu"]
         subprocess.run([*compiler, *source, "-c", "-o", target], cwd=root, check=True)
         return target
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(build, DTYPES.values()))
+        objects = list(pool.map(build, UNITS))
     library = folder / "emulated.so"
     subprocess.run([*compiler, "-shared", "-o", library, *SOURCES, *more, *objects], cwd=root, check=True)
     return library
@@ -85,9 +91,10 @@ class Dropout(ctypes.Structure):
 
 
 class Packed(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")] + [
-        ("total_q", ctypes.c_int64),
-        ("before", ctypes.c_void_p),
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")),
+        *((name, ctypes.c_int64) for name in ("total_q", "total_k")),
+        *((name, ctypes.c_void_p) for name in ("sequences", "default_offsets", "before")),
     ]
 
 
@@ -116,8 +123,9 @@ class BackwardParams(ctypes.Structure):
 
 
 def view(t: Tensor) -> View:
-    assert t.shape[3] <= 1 or t.stride(3) == 1
-    return View(t.data_ptr(), *t.stride()[:3])
+    """Of (batch, heads, tokens, columns), or of packed (tokens, heads, columns)."""
+    assert t.shape[-1] <= 1 or t.stride(-1) == 1
+    return View(t.data_ptr(), *(t.stride()[:3] if t.dim() == 4 else (0, t.stride(1), t.stride(0))))
 
 
 def before_a_wall(*sizes: int, dtype: torch.dtype) -> Tensor:
@@ -165,20 +173,29 @@ class Call:
         self.q, self.row_dtype = q, torch.promote_types(q.dtype, torch.float32)
         self.options, self.kept = options, [*qkv]
         self.p = p = BackwardParams(q=view(q), k=view(k), v=view(v))
-        sizes = *q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+        packing: Packing | None = options.get("packing")
+        if packing is None:
+            batch, seqlen_q, seqlen_k = q.shape[0], q.shape[2], k.shape[2]
+        else:
+            batch = len(packing.cu_seqlens_q) - 1
+            seqlen_q, seqlen_k = min(packing.max_seqlen_q, len(q)), min(packing.max_seqlen_k, len(k))
+            self.pack(packing, len(q), len(k))
+        sizes = batch, q.shape[1], k.shape[1], seqlen_q, seqlen_k, q.shape[-1], v.shape[-1]
         for name, size in zip(SIZES, sizes, strict=True):
             setattr(p, name, size)
         scale, offset = options.get("softmax_scale"), options.get("q_offset")
-        p.softmax_scale = reference.default_scale(q.shape[3]) if scale is None else scale
+        p.softmax_scale = reference.default_scale(q.shape[-1]) if scale is None else scale
         p.mask.causal = options.get("causal", True)
         p.mask.window_left, p.mask.window_right = options.get("window", (-1, -1))
         if isinstance(offset, Tensor):
             p.mask.q_offsets = self.address(offset)
+        elif packing is not None and offset is None:
+            p.mask.q_offsets = p.packed.default_offsets = self.address(before_a_wall(batch, dtype=torch.int64))
         else:
-            p.mask.q_offset = k.shape[2] - q.shape[2] if offset is None else offset
+            p.mask.q_offset = seqlen_k - seqlen_q if offset is None else offset
         if (ranges := options.get("key_ranges")) is not None:
             p.mask.key_ranges = self.address(ranges.long())
-            p.mask.key_ranges_stride_b = 2 * q.shape[2] if len(ranges) > 1 else 0
+            p.mask.key_ranges_stride_b = 2 * seqlen_q if ranges.dim() == 3 and len(ranges) > 1 else 0
         p.score.softcap = options.get("softcap", 0.0)
         if bias is not None:
             self.kept.append(bias)
@@ -191,6 +208,16 @@ class Call:
         if options.get("dropout_p"):
             p.dropout.threshold = dropout_threshold(options["dropout_p"])
             p.dropout.seed = options["dropout_seed"].data_ptr()
+
+    def pack(self, packing: Packing, total_q: int, total_k: int) -> None:
+        packed = self.p.packed
+        lengths = {"cu_seqlens_q": packing.cu_seqlens_q, "cu_seqlens_k": packing.cu_seqlens_k}
+        if packing.seqused_k is not None:
+            lengths["seqused_k"] = packing.seqused_k
+        for name, t in lengths.items():
+            setattr(packed, name, self.address(before_a_wall(*t.shape, dtype=torch.int64).copy_(t)))
+        packed.total_q, packed.total_k = total_q, total_k
+        packed.sequences = self.address(before_a_wall(len(packing.cu_seqlens_q), 4, dtype=torch.int64))
 
     def address(self, t: Tensor) -> int:
         """Where the tensor, made dense, lies as long as the call does."""
@@ -216,8 +243,8 @@ class Emulated(torch.autograd.Function):
     def forward(ctx: Any, kernels: ctypes.CDLL, options: dict[str, Any], *inputs: Tensor | None) -> tuple[Tensor, ...]:
         q, k, v, *learned = inputs
         call = Call((q, k, v), learned, options)
-        rows = before_a_wall(3, *q.shape[:3], dtype=call.row_dtype)
-        out = before_a_wall(*q.shape[:3], v.shape[3], dtype=q.dtype)
+        rows = before_a_wall(3, *(q.shape[:3] if q.dim() == 4 else q.shape[1::-1]), dtype=call.row_dtype)
+        out = before_a_wall(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
         call.p.out, (call.p.row_max, call.p.row_sum, call.p.lse) = view(out), (row.data_ptr() for row in rows)
         call.forward(kernels, list(DTYPES).index(q.dtype))
         ctx.save_for_backward(*inputs, out, rows)
@@ -264,3 +291,20 @@ def attention(
         options["dropout_seed"] = torch.tensor(options["dropout_seed"])
     out, lse = Emulated.apply(kernels or library(), options, q, k, v, bias, alibi_slopes, sinks)
     return (out, lse) if return_lse else out
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_k: Tensor | None = None,
+    **options: Any,
+) -> Any:
+    """``pyattn.attention_varlen`` likewise."""
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
+    return attention(q, k, v, packing=packing, **options)

@@ -2,25 +2,27 @@
 #include "attention.h"
 
 namespace pyattn::cuda {
-extern const DeviceKernels kernels_double, kernels_float, kernels_bf16, kernels_f16;
+extern const DeviceKernels batch_double, batch_float, batch_bf16, batch_f16, packed_double, packed_float, packed_bf16,
+    packed_f16;
 }
 
 using namespace pyattn;
 
-static const DeviceKernels& table(int dtype) {
-  const DeviceKernels* const tables[] = {&cuda::kernels_double, &cuda::kernels_float, &cuda::kernels_bf16,
-                                         &cuda::kernels_f16};
-  return *tables[dtype];
+static const DeviceKernels& table(int dtype, const ForwardParams* p) {
+  const DeviceKernels* const tables[][kNumDTypes] = {
+      {&cuda::batch_double, &cuda::batch_float, &cuda::batch_bf16, &cuda::batch_f16},
+      {&cuda::packed_double, &cuda::packed_float, &cuda::packed_bf16, &cuda::packed_f16}};
+  return *tables[p->packed.sequences != nullptr][dtype];
 }
 
 extern "C" {
 int64_t params_bytes() { return sizeof(BackwardParams); }
-int64_t forward_bytes(int dtype, const ForwardParams* p) { return table(dtype).forward_bytes(*p); }
+int64_t forward_bytes(int dtype, const ForwardParams* p) { return table(dtype, p).forward_bytes(*p); }
 int64_t backward_bytes(int dtype, const BackwardParams* p, bool deterministic) {
-  return table(dtype).backward_bytes(*p, deterministic);
+  return table(dtype, p).backward_bytes(*p, deterministic);
 }
-const char* forward(int dtype, const ForwardParams* p) { return table(dtype).forward(*p, nullptr); }
+const char* forward(int dtype, const ForwardParams* p) { return table(dtype, p).forward(*p, nullptr); }
 const char* backward(int dtype, const BackwardParams* p, bool deterministic) {
-  return table(dtype).backward(*p, deterministic, nullptr);
+  return table(dtype, p).backward(*p, deterministic, nullptr);
 }
 }
