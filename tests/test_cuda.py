@@ -130,7 +130,8 @@ def test_sequences_whose_indices_are_invalid_are_nan(
 def index_check(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = tmp_path_factory.mktemp("index") / "index_check"
     sources = ["tests/tools/emulation/index_check.cpp"]
-    command = ["c++", *emulated.FLAGS, "-Wno-unused-function", *emulated.INCLUDES, *sources, "-o", str(program)]
+    flags = *emulated.FLAGS, *emulated.INCLUDES, "-DPYATTN_PACKED=false", "-Wno-unused-function"
+    command = ["c++", *flags, *sources, "-o", str(program)]
     subprocess.run(command, cwd=emulated.ROOT, check=True)
     return program
 
