@@ -5,10 +5,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pyattn
-from pyattn import _C, attention
+from pyattn import _C, attention, attention_varlen
 
 CUDA, META = map(torch._C.DispatchKeySet, (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.Meta))
-OPS = ("pyattn::attention_forward", "pyattn::attention_backward")
+OPS = tuple(f"pyattn::attention_{kind}{way}" for kind in ("", "varlen_") for way in ("forward", "backward"))
 
 
 def test_architectures() -> None:
@@ -37,6 +37,21 @@ def test_fake_cuda_tensors() -> None:
         assert (out.device.type, out.shape, out.stride()) == ("cuda", q.shape, q.stride())
         assert (lse.device.type, lse.dtype, lse.shape) == ("cuda", torch.float32, q.shape[:3])
         dq, dk, *_ = torch.ops.pyattn.attention_backward(out, None, q, k, k, out, row_max, row_sum)
+        assert (dq.device, dq.stride(), dk.stride()) == (q.device, q.stride(), k.stride())
+
+
+def test_packed_sequences() -> None:
+    """The function for packed sequences serves CUDA too, and fake tensors of it."""
+    forward, backward = torch.ops.pyattn.attention_varlen_forward, torch.ops.pyattn.attention_varlen_backward
+    q, cu_seqlens = torch.randn(5, 2, 8), torch.tensor([0, 2, 5])
+    packing = cu_seqlens, cu_seqlens, 3, 3
+    assert torch.equal(forward.default.redispatch(CUDA, q, q, q, *packing)[0], attention_varlen(q, q, q, *packing))
+    with FakeTensorMode():
+        q, k = (torch.empty(n, 4, 16, device="cuda", dtype=torch.float16) for n in (5, 7))
+        lengths = torch.empty(3, device="cuda", dtype=torch.int32)
+        out, lse, row_max, row_sum = forward(q, k, k, lengths, lengths, 3, 4)
+        assert (out.device.type, out.shape, lse.dtype, lse.shape) == ("cuda", q.shape, torch.float32, (4, 5))
+        dq, dk, *_ = backward(out, None, q, k, k, out, row_max, row_sum, lengths, lengths, 3, 4)
         assert (dq.device, dq.stride(), dk.stride()) == (q.device, q.stride(), k.stride())
 
 

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -128,6 +130,47 @@ def test_a_graph_reads_masks_and_scores_anew(cuda: Backend) -> None:
         options["key_ranges"].copy_(options["key_ranges"].flip(1))
         graph.replay()
         cuda.assert_same(captured, run(cuda.attention, *tensors, **options))
+
+
+def test_a_graph_reads_lengths_anew(cuda: Backend) -> None:
+    """Of packed sequences it knows how many tokens and sequences there are, and the longest that may come."""
+    q, k, v, dout = torch.randn(4, 900, 4, 64, dtype=torch.bfloat16).unbind()
+    lengths = torch.tensor([0, 300, 300, 600, 890], dtype=torch.int32)
+    used = torch.tensor([300, 0, 9, 290])
+
+    def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        return cuda.attention_varlen(q, k, v, lengths, lengths, 500, 500, seqused_k=used, **options)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run(call, (q, k, v), dout)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(call, (q, k, v), dout)
+    for other in ([0, 1, 400, 890, 900], [0, 0, 0, 480, 500]):
+        lengths.copy_(torch.tensor(other))
+        used.copy_(lengths.diff() // 2)
+        graph.replay()
+        cuda.assert_same(captured, run(call, (q, k, v), dout))
+
+
+def test_sequences_whose_indices_are_invalid_are_nan(cuda: Backend) -> None:
+    q, k, v, dout = torch.randn(4, 300, 4, 64, dtype=torch.float16).unbind()
+    for starts, longest, used, gone in (
+        ([0, 100, 2**40, 300], 300, [100] * 3, slice(0, 300)),
+        ([0, 200, 100, 300], 300, [100] * 3, slice(0, 300)),
+        ([0, 100, 200, 300], 300, [100, 101, -1], slice(100, 300)),
+        ([0, 100, 250, 300], 120, [0, 0, 0], slice(100, 250)),
+    ):
+        packing = torch.tensor(starts), torch.tensor(starts), longest, longest
+        call = partial(cuda.attention_varlen, seqused_k=torch.tensor(used))
+        results = run(lambda *qkv, call=call, packing=packing, **named: call(*qkv, *packing, **named), (q, k, v), dout)
+        for x in (results[0], results[1].mT, *results[2:]):
+            is_nan = torch.zeros(300, dtype=torch.bool)
+            is_nan[gone] = True
+            assert torch.equal(x.flatten(1).isnan().all(1), is_nan)
 
 
 FIRST_CALL = """

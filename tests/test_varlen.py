@@ -43,7 +43,7 @@ class Packed:
         """These, or so many of them as the emulated kernels do in a second."""
         if backend.family != "emulated":
             return self
-        most = 25 if dtype == torch.float64 else 90
+        most = 20 if dtype == torch.float64 else 70
         queries, keys = ([min(n, most) for n in lengths] for lengths in (self.queries, self.keys))
         return Packed(queries, keys, (self.heads[0] // self.heads[1], 1), self.rest)
 

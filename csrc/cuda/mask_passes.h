@@ -59,7 +59,7 @@ template <class S>
 PYATTN_KERNEL(kMaskThreads)
 mask_blocks(const __grid_constant__ ForwardParams p) {
   const int64_t at = block_index() * kMaskThreads + thread_index(), count = Mask::count_blocks(p);
-  if (at >= count) return;
+  if (at >= count || !p.batch) return;
   const int64_t blocks = count / (p.num_heads_kv * (is_packed(p) ? 1 : p.batch));
   int64_t number = at / blocks, n = at % blocks;
   if (is_packed(p)) {

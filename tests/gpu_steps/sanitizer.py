@@ -15,7 +15,7 @@ from gpu_steps.child import Check, LeftOutError
 from helpers import Case, run
 from torch import Tensor
 
-from pyattn import attention, set_deterministic
+from pyattn import attention, attention_varlen, set_deterministic
 
 TOOLS = ("memcheck", "racecheck")
 FOUND = 9
@@ -40,6 +40,19 @@ def small(dtype: torch.dtype, device: str) -> None:
             for deterministic in (False, True):
                 set_deterministic(deterministic)
                 run(attention, qkv, *gradients, **options)
+        packed(dtype, device, head_dim, head_dim_v)
+
+
+def packed(dtype: torch.dtype, device: str, head_dim: int, head_dim_v: int) -> None:
+    """Packed sequences, one of them empty and one invalid, and tokens behind them."""
+    starts = torch.tensor([0, 33, 33, 60], device=device)
+    q, k, v = (torch.randn(70, 2, n).to(dtype).to(device) for n in (head_dim, head_dim, head_dim_v))
+    used = torch.tensor([33, 0, 28], device=device)
+    for options in ({}, {"softcap": 3.0, "alibi_slopes": torch.rand(2).to(dtype).to(device), "window": (9, -1)}):
+        for deterministic in (False, True):
+            set_deterministic(deterministic)
+            call = partial(attention_varlen, seqused_k=used)
+            run(lambda *qkv, call=call, **named: call(*qkv, starts, starts, 40, 40, **named), (q, k, v), v, **options)
 
 
 def watched(tool: str, dtype: str) -> None:
