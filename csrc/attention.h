@@ -118,6 +118,13 @@ struct PackedParams {
   Units* before;             // (batch + 1), over the sequences before; made by the pass count_units
 };
 
+// Keys and values in pages: position j of sequence b lies at j % size of page table[b * stride + j / size]. The
+// views' stride_b is then that of pages. CPU kernels of forward alone know of them.
+struct PageParams {
+  const int64_t* table;  // (batch, pages of a sequence), or null
+  int64_t stride, size;
+};
+
 // The parts of a pass that a profile tells apart.
 enum class Phase : int { kPack, kScores, kSoftmax, kDropout, kOut, kdP, kdV, kdK, kdQ, kStore };
 inline constexpr const char* kPhaseNames[] = {"pack",        "S = Q K^T",   "softmax",     "dropout",   "O = P V",
@@ -143,6 +150,7 @@ struct ForwardParams {
   double pairs;  // of a query and a key of the same sequence, seen or not
   double softmax_scale;
   PackedParams packed;
+  PageParams pages;
   MaskParams mask;
   ScoreParams score;
   DropoutParams dropout;

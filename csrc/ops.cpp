@@ -42,7 +42,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_forward(
 
   const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
   ForwardParams p{};
-  fill_inputs(p, q_, k_, v_, options);
+  fill_inputs(p, q_, k_, v_, k.size(2), options);
   p.out = result(out);
   p.lse = lse.mutable_data_ptr(), p.row_max = row_max.mutable_data_ptr(), p.row_sum = row_sum.mutable_data_ptr();
   if (q.is_cuda())
@@ -76,7 +76,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   const Tensor row_max_ = row_max.contiguous(), row_sum_ = row_sum.contiguous();
   const optional<Tensor> dlse_ = contiguous(dlse);
   BackwardParams p{};
-  fill_inputs(p, q_, k_, v_, options);
+  fill_inputs(p, q_, k_, v_, k.size(2), options);
   p.out = input(out_), p.dout = input(dout_);
   p.row_max = input_data(row_max_), p.row_sum = input_data(row_sum_), p.dlse = dlse_ ? input_data(*dlse_) : nullptr;
   p.dq = result(dq), p.dk = result(dk), p.dv = result(dv);

@@ -12,29 +12,12 @@
 #include <algorithm>
 #include <array>
 #include <initializer_list>
+#include <limits>
 
-#include "checks.h"
+#include "cache.h"
 
 namespace pyattn {
 namespace {
-
-// ---- Checks ----
-
-// Errors unless t can stand beside `storage`, which lies in the cache.
-void check_beside(const char* name, const Tensor& t, const Tensor& storage, c10::SymIntArrayRef sizes) {
-  TORCH_CHECK_TYPE(t.scalar_type() == storage.scalar_type(), "pyattn: ", name, " must have the cache's dtype ",
-                   c10::getDtypeNames(storage.scalar_type()).first, ", got ",
-                   c10::getDtypeNames(t.scalar_type()).first);
-  TORCH_CHECK_VALUE(t.device() == storage.device(), "pyattn: ", name, " must be on the cache's device, got ",
-                    t.device(), " and ", storage.device());
-  TORCH_CHECK_VALUE(t.sym_sizes() == sizes, "pyattn: ", name, " must have shape ", sizes, ", got ", t.sym_sizes());
-}
-
-// Likewise an int64 for each sequence.
-void check_indices(const char* name, const Tensor& t, const Tensor& lengths) {
-  check_type(name, t, {at::kLong});
-  check_beside(name, t, lengths, lengths.sym_sizes());
-}
 
 void check_new(const char* name, const Tensor& t, const Tensor& storage, const SymInt& count) {
   const std::array<SymInt, 4> sizes{storage.sym_size(0), storage.sym_size(1), count, storage.sym_size(3)};
@@ -47,31 +30,18 @@ void check_cache(const Tensor& keys, const Tensor& values, const Tensor& lengths
                     keys.sym_sizes(), " and ", values.sym_sizes());
   const std::array<SymInt, 4> sizes{keys.sym_size(0), keys.sym_size(1), keys.sym_size(2), values.sym_size(3)};
   check_beside("values", values, keys, sizes);
-  check_type("lengths", lengths, {at::kLong});
-  TORCH_CHECK_VALUE(lengths.device() == keys.device(), "pyattn: lengths must be on the cache's device, got ",
-                    lengths.device(), " and ", keys.device());
-  const std::array<SymInt, 1> batch{keys.sym_size(0)};
-  const c10::SymIntArrayRef wanted(batch);
-  TORCH_CHECK_VALUE(lengths.sym_sizes() == wanted, "pyattn: lengths must have shape ", wanted, ", got ",
-                    lengths.sym_sizes());
+  check_cache_lengths(lengths, keys, keys.sym_size(0));
   check_indices("starts", starts, lengths);
 }
 
-// ---- Values of each sequence, on the host ----
-
-struct Values {
-  Tensor t;
-  explicit Values(const Tensor& values) : t(values.cpu().contiguous()) {}
-  int64_t operator[](int64_t b) const { return t.const_data_ptr<int64_t>()[b]; }
-};
+// The most positions of a ring's sequence.
+constexpr int64_t kEndless = std::numeric_limits<int64_t>::max();
 
 // How far a sequence has come, where its slots begin, and how many new positions it gets.
 struct State {
   int64_t length, start, added;
   bool operator==(const State&) const = default;
 };
-
-// ---- Operators ----
 
 // Writes position lengths[b] + i for the first new_lengths[b] of the new ones, all if there are none.
 // Everything is checked before anything is written.
@@ -94,11 +64,7 @@ void cache_append(const Tensor& keys, const Tensor& values, const Tensor& length
     TORCH_CHECK_VALUE(0 <= s.start && s.start <= s.length && s.length - s.start <= slots,
                       "pyattn: each of the cache's lengths must be between its start and ", slots, " more, got ",
                       s.length, " and ", s.start, " at ", b);
-    TORCH_CHECK_VALUE(0 <= s.added && s.added <= fresh, "pyattn: each of lengths must be between 0 and ", fresh,
-                      ", got ", s.added, " at ", b);
-    TORCH_CHECK_VALUE(slots > kept_positions || s.length <= kept_positions - s.added,
-                      "pyattn: a sequence must not outgrow the cache's max_seqlen of ", kept_positions, ", got ",
-                      s.length, " + ", s.added, " positions of sequence ", b);
+    check_added(s.length, s.added, fresh, slots > kept_positions ? kEndless : kept_positions, b);
   }
   for (int64_t first = 0, count; first < batch; first += count) {  // neighbours in the same state together
     const State s = state(first);
@@ -138,8 +104,7 @@ void cache_reorder(const Tensor& keys, const Tensor& values, const Tensor& lengt
   const Values length(lengths), start(starts), index(idx);
   int64_t used = 0;
   for (int64_t b = 0; b < batch; ++b) {
-    TORCH_CHECK_VALUE(0 <= index[b] && index[b] < batch, "pyattn: each of idx must be between 0 and ", batch - 1,
-                      ", got ", index[b], " at ", b);
+    check_order(index[b], batch, b);
     used = std::max(used, std::min(length[b] - start[b], slots));
   }
   for (const Tensor& t : {keys.narrow(2, 0, used), values.narrow(2, 0, used), lengths, starts})

@@ -5,8 +5,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
-#include <limits>
-
 #include "attention.h"
 #include "cuda/ops_cuda.h"
 #include "options.h"
@@ -16,15 +14,6 @@
 #include "results.h"
 
 namespace pyattn {
-namespace {
-
-// Fills what lies behind position `end` of a dimension: tokens of no sequence. (GPU kernels fill them.)
-void fill_rest(const Tensor& t, int64_t dim, int64_t end, double value) {
-  if (end < t.size(dim)) t.narrow(dim, end, t.size(dim) - end).fill_(value);
-}
-
-}  // namespace
-
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_varlen_forward(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
     SymInt max_seqlen_q, SymInt max_seqlen_k, const optional<Tensor>& seqused_k, optional<double> softmax_scale,
@@ -50,9 +39,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_varlen_forward(
     cuda::forward(q, p);
   } else {
     run_forward(dtype_of(q.scalar_type()), p);
-    const int64_t end = p.packed.sequences[p.batch].first_q;
-    fill_rest(out, 0, end, 0), fill_rest(row_sum, 1, end, 0);
-    for (const Tensor& t : {lse, row_max}) fill_rest(t, 1, end, -std::numeric_limits<double>::infinity());
+    fill_rest(p, out, lse, row_max, row_sum);
   }
   return {out, lse, row_max, row_sum};
 }

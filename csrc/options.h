@@ -44,12 +44,12 @@ inline void check_key_ranges(const Tensor& q, const Options& options) {
       "pyattn: key_ranges must have shape (", q.sym_size(0), " or 1, ", q.sym_size(2), ", 2), got ", sizes);
 }
 
-inline void check_bias(const Tensor& q, const Tensor& k, const Options& options) {
+inline void check_bias(const Tensor& q, const SymInt& seqlen_k, const Options& options) {
   if (!options.bias) return;
   const Tensor& t = *options.bias;
   check_type("bias", t, {at::kBool, q.scalar_type(), at::kFloat});
   check_device("bias", t, q.device());
-  const std::array<SymInt, 4> full{q.sym_size(0), q.sym_size(1), q.sym_size(2), k.sym_size(2)};
+  const std::array<SymInt, 4> full{q.sym_size(0), q.sym_size(1), q.sym_size(2), seqlen_k};
   bool fits = 1 <= t.dim() && t.dim() <= 4;
   for (int64_t d = 1; fits && d <= t.dim(); ++d) fits = t.sym_size(-d) == 1 || t.sym_size(-d) == full[4 - d];
   TORCH_CHECK_VALUE(fits, "pyattn: bias must have 1 to 4 dimensions, each 1 or that of ", c10::SymIntArrayRef(full),
@@ -122,7 +122,7 @@ inline void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, cons
   check_tensor("v", v, q.device(), q.scalar_type(), {ks[0], ks[1], ks[2], vs[3]});
   check_options(q, qs[0], qs[1], options);
   check_key_ranges(q, options);
-  check_bias(q, k, options);
+  check_bias(q, ks[2], options);
 }
 
 }  // namespace pyattn

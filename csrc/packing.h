@@ -2,8 +2,10 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 
 #include "attention.h"
@@ -28,10 +30,39 @@ struct Packing {
 // The number of sequences.
 inline SymInt sequences(const Packing& packing) { return packing.cu_seqlens_q.sym_size(0) - 1; }
 
-inline void check_lengths(const char* name, const Tensor& t, const Tensor& q) {
+inline void check_lengths(const char* name, const Tensor& t, at::Device device) {
   TORCH_CHECK_TYPE(t.defined(), "pyattn: ", name, " must be a Tensor, got None");
   check_type(name, t, {at::kInt, at::kLong});
-  check_device(name, t, q.device());
+  check_device(name, t, device);
+}
+
+inline void check_seqused(const Tensor& seqused_k, const SymInt& batch, at::Device device) {
+  check_lengths("seqused_k", seqused_k, device);
+  const auto sizes = seqused_k.sym_sizes();
+  TORCH_CHECK_VALUE(sizes.size() == 1 && sizes[0] == batch, "pyattn: seqused_k must have shape (", batch, "), got ",
+                    sizes);
+}
+
+// What does not depend on how keys lie.
+inline void check_packing(const Tensor& q, const Packing& packing, const Options& options) {
+  check_lengths("cu_seqlens_q", packing.cu_seqlens_q, q.device());
+  check_lengths("cu_seqlens_k", packing.cu_seqlens_k, q.device());
+  const auto cu_q = packing.cu_seqlens_q.sym_sizes(), cu_k = packing.cu_seqlens_k.sym_sizes();
+  TORCH_CHECK_VALUE(cu_q.size() == 1 && cu_q == cu_k && cu_q[0] >= 1,
+                    "pyattn: cu_seqlens_q and cu_seqlens_k must have shape (sequences + 1), got ", cu_q, " and ", cu_k);
+  TORCH_CHECK_VALUE(packing.max_seqlen_q >= 0 && packing.max_seqlen_k >= 0,
+                    "pyattn: max_seqlen_q and max_seqlen_k must be at least 0, got ", packing.max_seqlen_q, " and ",
+                    packing.max_seqlen_k);
+  if (packing.seqused_k) check_seqused(*packing.seqused_k, sequences(packing), q.device());
+  TORCH_CHECK_NOT_IMPLEMENTED(!options.bias, "pyattn: packed sequences take no bias, got one of shape ",
+                              options.bias->sym_sizes());
+  check_options(q, sequences(packing), q.sym_size(1), options);
+  if (!options.key_ranges) return;
+  check_type("key_ranges", *options.key_ranges, {at::kInt, at::kLong});
+  check_device("key_ranges", *options.key_ranges, q.device());
+  const auto sizes = options.key_ranges->sym_sizes();
+  TORCH_CHECK_VALUE(sizes.size() == 2 && sizes[0] == q.sym_size(0) && sizes[1] == 2,
+                    "pyattn: key_ranges must have shape (", q.sym_size(0), ", 2), got ", sizes);
 }
 
 inline void check_packed(const Tensor& q, const Tensor& k, const Tensor& v, const Packing& packing,
@@ -46,30 +77,11 @@ inline void check_packed(const Tensor& q, const Tensor& k, const Tensor& v, cons
   check_heads(qs[1], ks[1]);
   check_tensor("k", k, q.device(), q.scalar_type(), ks);
   check_tensor("v", v, q.device(), q.scalar_type(), {ks[0], ks[1], vs[2]});
-  check_lengths("cu_seqlens_q", packing.cu_seqlens_q, q);
-  check_lengths("cu_seqlens_k", packing.cu_seqlens_k, q);
-  const auto cu_q = packing.cu_seqlens_q.sym_sizes(), cu_k = packing.cu_seqlens_k.sym_sizes();
-  TORCH_CHECK_VALUE(cu_q.size() == 1 && cu_q == cu_k && cu_q[0] >= 1,
-                    "pyattn: cu_seqlens_q and cu_seqlens_k must have shape (sequences + 1), got ", cu_q, " and ", cu_k);
-  TORCH_CHECK_VALUE(packing.max_seqlen_q >= 0 && packing.max_seqlen_k >= 0,
-                    "pyattn: max_seqlen_q and max_seqlen_k must be at least 0, got ", packing.max_seqlen_q, " and ",
-                    packing.max_seqlen_k);
-  if (packing.seqused_k) {
-    check_lengths("seqused_k", *packing.seqused_k, q);
-    const auto sizes = packing.seqused_k->sym_sizes();
-    TORCH_CHECK_VALUE(sizes.size() == 1 && sizes[0] == sequences(packing), "pyattn: seqused_k must have shape (",
-                      sequences(packing), "), got ", sizes);
-  }
-  TORCH_CHECK_NOT_IMPLEMENTED(!options.bias, "pyattn: packed sequences take no bias, got one of shape ",
-                              options.bias->sym_sizes());
-  check_options(q, sequences(packing), qs[1], options);
-  if (!options.key_ranges) return;
-  check_type("key_ranges", *options.key_ranges, {at::kInt, at::kLong});
-  check_device("key_ranges", *options.key_ranges, q.device());
-  const auto sizes = options.key_ranges->sym_sizes();
-  TORCH_CHECK_VALUE(sizes.size() == 2 && sizes[0] == qs[0] && sizes[1] == 2, "pyattn: key_ranges must have shape (",
-                    qs[0], ", 2), got ", sizes);
+  check_packing(q, packing, options);
 }
+
+// Keys in pages are bounded by what block tables have room for.
+inline constexpr int64_t kAnyTokens = std::numeric_limits<int64_t>::max();
 
 // cu_seqlens as kernels read it: it starts at 0, never decreases and ends within the tokens. Returns the
 // longest sequence.
@@ -92,6 +104,15 @@ inline void check_longest(const char* name, int64_t longest, const SymInt& bound
                     longest);
 }
 
+// How many of the keys of sequence b take part.
+inline int64_t check_used(const int64_t* cu_seqlens_k, const int64_t* seqused_k, int64_t b) {
+  const int64_t length = cu_seqlens_k[b + 1] - cu_seqlens_k[b];
+  if (!seqused_k) return length;
+  TORCH_CHECK_VALUE(0 <= seqused_k[b] && seqused_k[b] <= length, "pyattn: seqused_k must be between 0 and the ", length,
+                    " keys of sequence ", b, ", got ", seqused_k[b]);
+  return seqused_k[b];
+}
+
 inline View packed_view(const Tensor& t, void* data) { return {data, 0, t.stride(1), t.stride(0)}; }
 inline View packed_input(const Tensor& t) { return packed_view(t, input_data(t)); }
 inline View packed_result(const Tensor& t) { return packed_view(t, t.mutable_data_ptr()); }
@@ -105,10 +126,8 @@ inline void place_sequences(ForwardParams& p, const Packing& packing) {
   check_longest("max_seqlen_k", p.seqlen_k, packing.max_seqlen_k);
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t first_q = packed.cu_seqlens_q[b], first_k = packed.cu_seqlens_k[b],
-                  seqlen_q = packed.cu_seqlens_q[b + 1] - first_q, length = packed.cu_seqlens_k[b + 1] - first_k;
-    const int64_t seqlen_k = packed.seqused_k ? packed.seqused_k[b] : length;
-    TORCH_CHECK_VALUE(0 <= seqlen_k && seqlen_k <= length, "pyattn: seqused_k must be between 0 and the ", length,
-                      " keys of sequence ", b, ", got ", seqlen_k);
+                  seqlen_q = packed.cu_seqlens_q[b + 1] - first_q,
+                  seqlen_k = check_used(packed.cu_seqlens_k, packed.seqused_k, b);
     if (p.mask.key_ranges) check_ranges(p.mask.key_ranges + 2 * first_q, seqlen_q, seqlen_k, b);
     packed.sequences[b] = {first_q, first_k, seqlen_q, seqlen_k};
     if (packed.default_offsets) packed.default_offsets[b] = default_q_offset(seqlen_q, seqlen_k);
@@ -119,15 +138,16 @@ inline void place_sequences(ForwardParams& p, const Packing& packing) {
 
 // Replaces the tensors of packing and options by such as kernels read; p points into them. Indices on
 // a GPU are not read here: its kernels place the sequences, none of which is longer than it may be.
+// Keys of four dimensions lie in pages, which pages.h finds.
 inline void fill_packed(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, Packing& packing,
                         Options& options) {
   const auto as_read = [](Tensor& t) { return (t = t.to(at::kLong).contiguous()).const_data_ptr<int64_t>(); };
   p.q = packed_input(q), p.k = packed_input(k), p.v = packed_input(v);
-  p.batch = packing.cu_seqlens_q.size(0) - 1, p.num_heads_q = q.size(1), p.num_heads_kv = k.size(1);
-  p.head_dim = q.size(2), p.head_dim_v = v.size(2);
+  p.batch = packing.cu_seqlens_q.size(0) - 1, p.num_heads_q = q.size(1), p.num_heads_kv = k.size(-2);
+  p.head_dim = q.size(2), p.head_dim_v = v.size(-1);
   p.packed.cu_seqlens_q = as_read(packing.cu_seqlens_q), p.packed.cu_seqlens_k = as_read(packing.cu_seqlens_k);
   p.packed.seqused_k = packing.seqused_k ? as_read(*packing.seqused_k) : nullptr;
-  p.packed.total_q = q.size(0), p.packed.total_k = k.size(0);
+  p.packed.total_q = q.size(0), p.packed.total_k = k.dim() == 3 ? k.size(0) : kAnyTokens;
   const auto indices = packing.cu_seqlens_q.options();
   packing.sequences = at::empty({(p.batch + 1) * static_cast<int64_t>(sizeof(Sequence) / sizeof(int64_t))}, indices);
   p.packed.sequences = static_cast<Sequence*>(packing.sequences.mutable_data_ptr());

@@ -78,10 +78,11 @@ inline void fill_options(ForwardParams& p, at::ScalarType type, Options& options
 }
 
 // Replaces the options' tensors by such as kernels read; p points into them.
-inline void fill_inputs(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, Options& options) {
+inline void fill_inputs(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, int64_t seqlen_k,
+                        Options& options) {
   p.q = input(q), p.k = input(k), p.v = input(v);
   p.batch = q.size(0), p.num_heads_q = q.size(1), p.num_heads_kv = k.size(1);
-  p.seqlen_q = q.size(2), p.seqlen_k = k.size(2), p.head_dim = q.size(3), p.head_dim_v = v.size(3);
+  p.seqlen_q = q.size(2), p.seqlen_k = seqlen_k, p.head_dim = q.size(3), p.head_dim_v = v.size(3);
   p.pairs = static_cast<double>(p.batch) * static_cast<double>(p.seqlen_q) * static_cast<double>(p.seqlen_k);
   fill_options(p, q.scalar_type(), options);
   if (options.key_ranges && options.key_ranges->is_cpu())

@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 
 #include <array>
+#include <limits>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -58,6 +59,19 @@ inline void prefer_huge_pages([[maybe_unused]] const Tensor& t) {
                   end = (first + t.nbytes()) / kHugePage * kHugePage;
   if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #endif
+}
+
+// Fills what lies behind position `end` of a dimension: tokens of no sequence. (GPU kernels fill them.)
+inline void fill_rest(const Tensor& t, int64_t dim, int64_t end, double value) {
+  if (end < t.size(dim)) t.narrow(dim, end, t.size(dim) - end).fill_(value);
+}
+
+// The results of packed queries behind the last sequence: none sees a key.
+inline void fill_rest(const ForwardParams& p, const Tensor& out, const Tensor& lse, const Tensor& row_max,
+                      const Tensor& row_sum) {
+  const int64_t end = p.packed.sequences[p.batch].first_q;
+  fill_rest(out, 0, end, 0), fill_rest(row_sum, 1, end, 0);
+  for (const Tensor& t : {lse, row_max}) fill_rest(t, 1, end, -std::numeric_limits<double>::infinity());
 }
 
 // What backward returns beside dq, dk and dv; undefined where it is not wanted. The gradients of slopes

@@ -2,7 +2,8 @@
 
 from pyattn import _load, masks, nn  # noqa: F401  (_load first: the rest needs torch and the operators)
 from pyattn.autograd import set_deterministic
-from pyattn.cache import KVCache, attention_with_cache
+from pyattn.cache import KVCache
+from pyattn.cached_attention import attention_with_cache
 from pyattn.functional import attention, dropout_mask
 from pyattn.merge import merge
 from pyattn.varlen import attention_varlen

@@ -13,6 +13,8 @@ from pyattn.visible import packed_pairs, pairs
 attention_forward = torch.ops.pyattn.attention_forward.default
 attention_backward = torch.ops.pyattn.attention_backward.default
 attention_varlen_forward = torch.ops.pyattn.attention_varlen_forward.default
+attention_paged_forward = torch.ops.pyattn.attention_paged_forward.default
+attention_varlen_paged_forward = torch.ops.pyattn.attention_varlen_paged_forward.default
 attention_varlen_backward = torch.ops.pyattn.attention_varlen_backward.default
 
 
@@ -157,6 +159,32 @@ def varlen_forward_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: o
     """As :func:`forward_flops`."""
     packing, options = _split(rest, named)
     return 2 * packed_pairs(q, k, packing, options) * (q.shape[2] + v.shape[2])
+
+
+@register_flop_formula(torch.ops.pyattn.attention_paged_forward, get_raw=True)
+def paged_forward_flops(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_table: Tensor,
+    seqlen_k: int,
+    *options: Any,
+    out_val: object = None,
+    **named: Any,
+) -> int:
+    """As :func:`forward_flops`."""
+    keys = q.new_empty(q.shape[0], k.shape[2], seqlen_k, 0)
+    return 2 * pairs(q, keys, Options(*options, **named)) * (q.shape[3] + v.shape[3])
+
+
+@register_flop_formula(torch.ops.pyattn.attention_varlen_paged_forward, get_raw=True)
+def varlen_paged_forward_flops(
+    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, *rest: Any, out_val: object = None, **named: Any
+) -> int:
+    """As :func:`forward_flops`."""
+    packing, options = _split(rest, named)
+    keys = q.new_empty(block_table.numel() * k.shape[1], k.shape[2], 0)
+    return 2 * packed_pairs(q, keys, packing, options) * (q.shape[2] + v.shape[3])
 
 
 @register_flop_formula(torch.ops.pyattn.attention_varlen_backward, get_raw=True)

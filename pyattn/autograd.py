@@ -196,7 +196,8 @@ def _distinct(arguments: tuple[Any, ...]) -> list[Any]:
     return distinct
 
 
-def _transforming() -> bool:
+def transforming() -> bool:
+    """Whether a transform of torch.func or forward-mode differentiation is active."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
@@ -211,7 +212,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> tupl
         apply = Attention.apply
         q, k, v, *rest = _distinct((q, k, v, *options))
         options = tuple(rest)
-    elif _transforming():
+    elif transforming():
         apply = TransformableAttention.apply
     elif torch.is_grad_enabled() and (
         q.requires_grad
@@ -233,7 +234,7 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, options:
     apply: Callable[..., tuple[Tensor, ...]] = _ops.attention_varlen_forward
     if torch.compiler.is_compiling():
         apply, arguments = VarlenAttention.apply, tuple(_distinct(arguments))
-    elif _transforming():
+    elif transforming():
         apply = TransformableVarlenAttention.apply
     elif torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned):
         apply = VarlenAttention.apply

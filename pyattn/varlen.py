@@ -5,7 +5,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from pyattn import autograd
+from pyattn import autograd, pages
 from pyattn.arguments import check_size, check_tensor, hide_catch_all, refuse
 from pyattn.autocast import cast
 from pyattn.options import UNBOUNDED, Options, Packing, check_options, options_of
@@ -122,7 +122,11 @@ def attention_varlen(
         bias: not implemented.
         alibi_slopes: (Hq,) or (B, Hq).
         dropout_seed: as for :func:`pyattn.attention`; the draws of sequence ``b`` are those of ``b`` in a batch.
-        block_table: not implemented.
+        block_table: (B, pages of a sequence), int32 or int64: k is (pages, page_size, Hkv, D) and v (pages, page_size,
+            Hkv, Dv), page_size at least 16, and sequence ``b`` has its key ``j`` at ``j % page_size`` of page
+            ``block_table[b, j // page_size]``; cu_seqlens_k tells how many keys it has, and entries behind those are
+            not looked at. Sequences may share pages, whose gradients add up, in k's dtype. Where a gradient is wanted,
+            and in transforms of torch.func, the pages of all sequences are copied behind each other first.
         seqused_k: (B,), int32 or int64: only so many of each sequence's keys take part, as if there were no more.
         return_lse: also return lse.
 
@@ -134,8 +138,9 @@ def attention_varlen(
     Raises:
         ValueError, TypeError, NotImplementedError: as :func:`pyattn.attention`; cu_seqlens that do not start at 0,
             decrease, end behind the tokens or differ in number; a max_seqlen below the longest sequence; seqused_k
-            outside a sequence; bias or block_table. On a GPU the values of cu_seqlens and seqused_k are not read
-            back: tokens of sequences whose values are invalid come out NaN, of all if cu_seqlens are.
+            outside a sequence; a block_table with too few pages or with ones that are not there, or on a GPU; bias. On
+            a GPU the values of cu_seqlens and seqused_k are not read back: tokens of sequences whose values are invalid
+            come out NaN, of all if cu_seqlens are.
 
     Memory beyond the results is linear in the tokens. The result has the same bits for every number of threads.
 
@@ -147,19 +152,19 @@ def attention_varlen(
     if positional or named:
         refuse(attention_varlen, positional, named)
     tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    if seqused_k is not None:
-        tensors["seqused_k"] = seqused_k
+    tensors |= {name: t for name, t in (("seqused_k", seqused_k), ("block_table", block_table)) if t is not None}
     for name, tensor in tensors.items():
         check_tensor(name, tensor)
     check_size("max_seqlen_q", max_seqlen_q)
     check_size("max_seqlen_k", max_seqlen_k)
-    if block_table is not None:
-        raise NotImplementedError("pyattn: attention_varlen takes no block_table: pages are not implemented")
     arguments = causal, q_offset, window, key_ranges, softmax_scale, softcap, bias, alibi_slopes, sinks
     check_options(*arguments, dropout_p, dropout_seed)
     if torch._C._is_any_autocast_enabled():
         q, k, v = cast(q), cast(k), cast(v)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     options = Options(*options_of(q.device, *arguments, dropout_p, dropout_seed))
-    out, lse = autograd.attention_varlen(q, k, v, packing, options)
+    if block_table is None:
+        out, lse = autograd.attention_varlen(q, k, v, packing, options)
+    else:
+        out, lse = pages.attention_varlen(q, k, v, block_table, packing, options)
     return (out, lse) if return_lse else out

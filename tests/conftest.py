@@ -3,6 +3,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 # Waiting threads sleep: where other work runs, spinning ones take the processors from those they wait for.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -10,12 +11,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 
-pytest.register_assert_rewrite("backends", "helpers", "module_cases", "yardstick")
+pytest.register_assert_rewrite("backends", "caches", "helpers", "module_cases", "yardstick")
 
 import emulated  # noqa: E402
 import races  # noqa: E402
 from backends import Backend, chosen  # noqa: E402
 
+from pyattn import cached_attention  # noqa: E402
 from pyattn.cli import main  # noqa: E402
 
 FIXTURES: dict[str, Callable[[Backend], bool]] = {
@@ -126,6 +128,13 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def attend(repeatable: Backend) -> Iterator[Callable[..., Any]]:
+    """attention_with_cache by the backend's kernels."""
+    with mock.patch.object(cached_attention, "attention", repeatable.attention):
+        yield cached_attention.attention_with_cache
 
 
 @pytest.fixture

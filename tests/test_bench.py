@@ -209,7 +209,7 @@ def test_decoding(monkeypatch, tmp_path, capsys):
     assert "speed-ups over torch sdpa over a cache" in shown
     assert "tokens/s" in shown
     record = json.loads((tmp_path / "results.json").read_text())["results"]
-    assert [row["what"] for row in record] == ["decode 9 float32"] * 4 + ["decode 30 float32"] * 4
+    assert [row["what"] for row in record] == ["decode 9 float32"] * 5 + ["decode 30 float32"] * 5
     for row in record:
         assert row["side"] in shown
         assert row["forward"]["tokens_per_second"] == 1 / row["forward"]["seconds"]

@@ -4,66 +4,19 @@ import copy
 import doctest
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from backends import Backend
+from caches import OPTIONS, STEPS, assert_equals_the_whole, each_option, in_steps, made, same, snapshot
 from helpers import Case, each_dtype
 from torch import Tensor
-from yardstick import assert_accurate, in_double
 
-from pyattn import KVCache, attention, attention_with_cache, cache, reference
+import pyattn.cache
+from pyattn import KVCache, attention, attention_with_cache
 
 ops = torch.ops.pyattn
-
-OPTIONS: dict[str, Case] = {
-    "plain": Case(2, 4, 2, 40, 40, 24, 20),
-    "window": Case(2, 4, 2, 40, 40, 21, 21, window=(6, 0)),
-    "scores": Case(2, 4, 1, 40, 40, 20, 24, softcap=3.0, alibi="bh", sinks=True, softmax_scale=0.3),
-}
-STEPS = (17, 1, 1, 6, 1, 9, 1, 1, 3)
-"""New tokens of each call: a prompt, tokens, chunks; 40 in all."""
-
-each_option = pytest.mark.parametrize("name", OPTIONS)
-
-
-def made(case: Case, dtype: torch.dtype, max_seqlen: int, window: int | None = None) -> KVCache:
-    """A cache for the case, full of NaN where nothing was appended."""
-    made = KVCache(
-        case.batch, case.num_heads_kv, max_seqlen, case.head_dim, head_dim_v=case.head_dim_v, dtype=dtype, window=window
-    )
-    made.k.fill_(math.nan), made.v.fill_(math.nan)
-    return made
-
-
-@pytest.fixture
-def attend(repeatable: Backend) -> Iterator[Callable[..., Any]]:
-    """attention_with_cache by the backend's kernels."""
-    with mock.patch.object(cache, "attention", repeatable.attention):
-        yield attention_with_cache
-
-
-def in_steps(attend: Callable[..., Any], cached: KVCache, qkv: tuple[Tensor, ...], **options: Any) -> Tensor:
-    """out of all queries, as the tokens come in STEPS, over and over."""
-    q, k, v = qkv
-    outs, t = [], 0
-    while t < q.shape[2]:
-        for new in STEPS:
-            now = slice(t, t + new)
-            cached.append(k[:, :, now], v[:, :, now])
-            outs.append(attend(q[:, :, now], cached, **options))
-            t += new
-    return torch.cat(outs, 2)
-
-
-def assert_equals_the_whole(out: Tensor, qkv: tuple[Tensor, ...], options: dict[str, Any]) -> None:
-    """By the accuracy rule; a query's row alone, in the order that the tokens come."""
-    plain = reference.attention(*qkv, **options)
-    exact = reference.attention(*(t.double() for t in qkv), **in_double(options))
-    assert_accurate("out", out, plain, exact)
 
 
 @each_dtype
@@ -88,37 +41,6 @@ def test_same_bits_as_attention_over_the_keys_so_far(isa: str, name: str, dtype:
         ours = attention_with_cache(q[:, :, now], cached, return_lse=True, **options)
         expected = attention(q[:, :, now], k[:, :, :t], v[:, :, :t], return_lse=True, **options)
         assert all(torch.equal(x, y) for x, y in zip(ours, expected, strict=True))
-
-
-@each_dtype
-@pytest.mark.parametrize("name", ["plain", "scores"])
-def test_a_ring_equals_a_window(attend: Callable[..., Any], name: str, dtype: torch.dtype) -> None:
-    """Text goes on through several moves to the front; ALiBi's distances hold."""
-    case = OPTIONS[name]
-    qkv = tuple(t.repeat(1, 1, 3, 1) for t in case.inputs(dtype))
-    options = case.options | case.tensors(dtype)
-    cached = made(case, dtype, 24, window=8)
-    slots = cached.k.shape[2]
-    assert_equals_the_whole(in_steps(attend, cached, qkv, **options), qkv, options | {"window": (7, 0)})
-    assert cached.lengths.tolist() == [120, 120]
-    assert cached.k.shape[2] == slots == 30
-    cached.reset()
-    narrow = options | {"window": (4, 0)}
-    assert_equals_the_whole(in_steps(attend, cached, qkv, **narrow), qkv, narrow)
-
-
-@pytest.mark.parametrize("new", [23, 24, 25, 30, 31, 100])
-def test_a_ring_takes_more_than_it_keeps(new: int) -> None:
-    """The queries of a long prompt come in chunks; those at its end find what they see."""
-    case = Case(2, 4, 2, 110, 110, 16, 16)
-    q, k, v = case.inputs(torch.float64)
-    whole = attention(q, k, v, window=(7, 0))
-    cached = made(case, torch.float64, 24, window=8)
-    for begin, end in ((0, 5), (5, 5 + new), (5 + new, 6 + new)):
-        cached.append(k[:, :, begin:end], v[:, :, begin:end])
-    first = max(0, 6 + new - 17)
-    out = attention_with_cache(q[:, :, first : 6 + new], cached)
-    torch.testing.assert_close(out, whole[:, :, first : 6 + new], rtol=0, atol=1e-14)
 
 
 @each_dtype
@@ -182,14 +104,6 @@ def test_key_ranges_and_biases_count_positions() -> None:
             torch.testing.assert_close(out[b : b + 1], alone, rtol=0, atol=1e-14)
             alone = attention(q[b : b + 1], *keys, causal=causal, key_ranges=ranges[:1].clamp(max=length))
             torch.testing.assert_close(shared[b : b + 1], alone, rtol=0, atol=1e-14)
-
-
-def snapshot(cached: KVCache) -> list[Tensor]:
-    return [t.clone() for t in (cached.k, cached.v, cached.lengths, cached.starts)]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in zip(a, b, strict=True))
 
 
 def test_overflow_leaves_the_cache_as_it_was() -> None:
@@ -309,172 +223,12 @@ def test_inference_mode_and_copies() -> None:
     twin.append(k, v, [2])
     assert (cached.lengths.item(), twin.lengths.item()) == (5, 7)
     assert attention_with_cache(q.requires_grad_(), cached).requires_grad
-    assert repr(twin).startswith("KVCache(k (1, 2, 8, 8), v (1, 2, 8, 8), torch.float32, max_seqlen=8, window=None, ")
-
-
-def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.zeros(shape, dtype=dtype)
-
-
-BAD_CACHES: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"batch": -1}, ValueError, "batch must be at least 0, got -1"),
-    ({"max_seqlen": 4.0}, TypeError, "max_seqlen must be int, got 4.0"),
-    ({"head_dim_v": -2}, ValueError, "head_dim_v must be at least 0, got -2"),
-    ({"dtype": torch.int64}, TypeError, "dtype must be float64, float32, bfloat16 or float16, got torch.int64"),
-    ({"page_size": 16}, NotImplementedError, "KVCache has no pages yet, leave page_size out, got 16"),
-    ({"window": 0}, ValueError, "window must be at least 1, got 0"),
-    ({"window": 11}, ValueError, "window must not exceed max_seqlen, got 11 and 10"),
-]
-
-
-@pytest.mark.parametrize(("changes", "kind", "message"), BAD_CACHES, ids=[m[:30] for _, _, m in BAD_CACHES])
-def test_wrong_caches(changes: dict[str, Any], kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match="^pyattn: " + re.escape(message)):
-        KVCache(**{"batch": 2, "num_heads_kv": 2, "max_seqlen": 10, "head_dim": 8} | changes)
-
-
-BAD_APPENDS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"k": None}, TypeError, "k must be Tensor, got None"),
-    ({"k": zeros(2, 3, 8)}, ValueError, "k must have 4 dimensions (batch, num_heads, new, head_dim), got [2, 3, 8]"),
-    ({"k": zeros(3, 2, 3, 8)}, ValueError, "k must have shape [2, 2, 3, 8], got [3, 2, 3, 8]"),
-    ({"v": zeros(2, 2, 4, 6)}, ValueError, "v must have shape [2, 2, 3, 6], got [2, 2, 4, 6]"),
-    ({"v": zeros(2, 2, 3, 6).half()}, TypeError, "v must have the cache's dtype float32, got float16"),
-    ({"k": zeros(2, 2, 3, 8).to("meta")}, ValueError, "k must be on the cache's device, got meta and cpu"),
-    ({"lengths": [1]}, ValueError, "lengths must have shape [2], got [1]"),
-    ({"lengths": [1, 4]}, ValueError, "each of lengths must be between 0 and 3, got 4 at 1"),
-    ({"lengths": [-1, 2]}, ValueError, "each of lengths must be between 0 and 3, got -1 at 0"),
-    ({"lengths": zeros(2)}, TypeError, "lengths must be int32 or int64, got torch.float32"),
-]
-
-
-@pytest.mark.parametrize(("changes", "kind", "message"), BAD_APPENDS, ids=[m[:40] for _, _, m in BAD_APPENDS])
-def test_wrong_appends(changes: dict[str, Any], kind: type[Exception], message: str) -> None:
-    cached = KVCache(2, 2, 10, 8, head_dim_v=6)
-    arguments = {"k": zeros(2, 2, 3, 8) + 1, "v": zeros(2, 2, 3, 6) + 1} | changes
-    with pytest.raises(kind, match="^pyattn: " + re.escape(message)):
-        cached.append(**arguments)
-    assert not any(t.any() for t in snapshot(cached))
-
-
-def test_lengths_that_were_tampered_with() -> None:
-    cached = KVCache(2, 2, 10, 8)
-    for wrong in (-3, 11):
-        cached.lengths[1] = wrong
-        with pytest.raises(ValueError, match=f"lengths must be between its start and 10 more, got {wrong} and 0 at 1"):
-            cached.append(zeros(2, 2, 1, 8), zeros(2, 2, 1, 8))
-        assert attention_with_cache(zeros(2, 2, 1, 8), cached).isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {0: zeros(2, 2, 8)},
-            "keys and values must have 4 dimensions (batch, num_heads, slots, head_dim), got [2, 2, 8]",
-        ),
-        ({1: zeros(2, 2, 9, 6)}, "values must have shape [2, 2, 10, 6], got [2, 2, 9, 6]"),
-        ({2: torch.zeros(1, dtype=torch.int64)}, "lengths must have shape [2], got [1]"),
-        ({3: torch.zeros(1, dtype=torch.int64)}, "starts must have shape [2], got [1]"),
-        (
-            {3: torch.tensor([0, 1])},
-            "each of the cache's lengths must be between its start and 10 more, got 0 and 1 at",
-        ),
-        ({3: torch.tensor([-(2**63), 0])}, "between its start and 10 more, got 0 and -9223372036854775808 at 0"),
-    ],
-    ids=str,
-)
-def test_operators_check_what_they_write(changes: dict[int, Tensor], message: str) -> None:
-    """Raw operators read and write in bounds whatever stands for a cache."""
-    storage = [zeros(2, 2, 10, 8), zeros(2, 2, 10, 6), *torch.zeros(2, 2, dtype=torch.int64)]
-    for which, value in changes.items():
-        storage[which] = value
-    with pytest.raises(ValueError, match="^pyattn: .*" + re.escape(message)):
-        ops.cache_append(*storage, zeros(2, 2, 3, 8), zeros(2, 2, 3, 6), None, 10)
-    if "lengths must be" not in message and "between" not in message:
-        with pytest.raises(ValueError, match="^pyattn: .*" + re.escape(message)):
-            ops.cache_reorder(*storage, torch.tensor([1, 0]))
-
-
-BAD_ORDERS: list[tuple[Any, type[Exception], str]] = [
-    ([0], ValueError, "idx must have shape [2], got [1]"),
-    ([0, 2], ValueError, "each of idx must be between 0 and 1, got 2 at 1"),
-    ([-1, 0], ValueError, "each of idx must be between 0 and 1, got -1 at 0"),
-    (torch.zeros(2), TypeError, "idx must be int32 or int64, got torch.float32"),
-]
-
-
-@pytest.mark.parametrize(("idx", "kind", "message"), BAD_ORDERS, ids=[m[:30] for _, _, m in BAD_ORDERS])
-def test_wrong_orders(idx: Any, kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match="^pyattn: " + re.escape(message)):
-        KVCache(2, 2, 10, 8).reorder(idx)
-
-
-q = zeros(2, 4, 3, 8)
-BAD_CALLS: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
-    ((q, q), {}, TypeError, "cache must be KVCache, got torch.Tensor of shape (2, 4, 3, 8)"),
-    ((q[0], None), {}, ValueError, "must have 4 dimensions"),
-    ((q, None, q), {}, TypeError, "attention_with_cache takes q, cache by position and the rest by name"),
-    ((q, None), {"is_causal": True}, TypeError, "attention_with_cache has no argument is_causal (use causal"),
-    ((q[:1], None), {}, ValueError, "q and k must have the same batch, got 1 and 2"),
-    ((q.double(), None), {}, TypeError, "k must have dtype float64, got float32"),
-    ((q, None), {"bias": zeros(3, 5)}, ValueError, "each 1 or that of [2, 4, 3, 10], got [3, 5]"),
-    ((q, None), {"key_ranges": torch.tensor([[[4, 3]] * 3] * 2)}, ValueError, "got [4, 3] for query 0 of sequence 0"),
-    (
-        (q, None),
-        {"key_ranges": torch.tensor([[[4, 11]] * 3]), "causal": False},
-        ValueError,
-        "key_ranges must hold 0 <= begin <= end <= seqlen_k = 10, got [4, 11] for query 0 of sequence 0",
-    ),
-    (
-        (q, None),
-        {"key_ranges": torch.zeros(2, 4, 2, dtype=torch.int64), "causal": False},
-        ValueError,
-        "key_ranges must have shape (2 or 1, 3, 2), got [2, 4, 2]",
-    ),
-]
-
-
-@pytest.mark.parametrize(("arguments", "options", "kind", "message"), BAD_CALLS, ids=[m[:40] for *_, m in BAD_CALLS])
-def test_wrong_calls(arguments: tuple[Any, ...], options: dict[str, Any], kind: type[Exception], message: str) -> None:
-    given = [KVCache(2, 2, 10, 8) if x is None else x for x in arguments]
-    with pytest.raises(kind, match="pyattn: .*" + re.escape(message)):
-        attention_with_cache(*given, **options)
-
-
-BAD_RINGS: list[tuple[Tensor, dict[str, Any], type[Exception], str]] = [
-    (zeros(2, 4, 8, 8), {}, ValueError, "with window=4, seqlen_q must not exceed max_seqlen - window + 1 = 7, got 8"),
-    (q, {"bias": zeros(3, 10)}, NotImplementedError, "a cache with a window takes no bias, got window=4"),
-    (
-        q,
-        {"key_ranges": torch.zeros(1, 3, 2, dtype=torch.int64)},
-        NotImplementedError,
-        "a cache with a window takes no key_ranges, got window=4",
-    ),
-    (q, {"window": (-2, 0)}, ValueError, "window must be (left, right), each at least -1, got [-2, 0]"),
-    (q, {"q_offset": 0.5}, TypeError, "q_offset must be int or Tensor, got 0.5"),
-    (q, {"q_offset": torch.zeros(3, dtype=torch.int64)}, ValueError, "q_offset must have shape [2], got [3]"),
-    (q, {"q_offset": torch.zeros(2)}, TypeError, "q_offset must have dtype int64, got float32"),
-    (
-        q,
-        {"q_offset": 12},
-        ValueError,
-        "q_offset must be at least 13, where a window of 4 begins with the oldest key that the cache keeps, got 12 for "
-        "sequence 0",
-    ),
-]
-
-
-@pytest.mark.parametrize(("queries", "options", "kind", "message"), BAD_RINGS, ids=[m[:40] for *_, m in BAD_RINGS])
-def test_wrong_calls_over_a_ring(queries: Tensor, options: dict[str, Any], kind: type[Exception], message: str) -> None:
-    cached = KVCache(2, 2, 10, 8, window=4)
-    for _ in range(4):
-        cached.append(zeros(2, 2, 5, 8), zeros(2, 2, 5, 8))
-    attention_with_cache(q, cached, q_offset=13)
-    with pytest.raises(kind, match="pyattn: .*" + re.escape(message)):
-        attention_with_cache(queries, cached, **options)
+    assert repr(twin).startswith(
+        "KVCache(k (1, 2, 8, 8), v (1, 2, 8, 8), torch.float32, max_seqlen=8, page_size=None, window=None, "
+    )
 
 
 def test_the_example_is_right() -> None:
-    results = doctest.testmod(cache)
+    results = doctest.testmod(pyattn.cache, extraglobs={"pyattn": pyattn})
     assert results.attempted
     assert not results.failed

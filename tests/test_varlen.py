@@ -423,7 +423,6 @@ def test_errors(changes: dict[str, Any], kind: type[Exception], message: str) ->
         ({"max_seqlen_k": 4.0}, TypeError, "max_seqlen_k must be int, got 4.0"),
         ({"cu_seqlens_q": [0, 2, 5]}, TypeError, "cu_seqlens_q must be Tensor, got [0, 2, 5]"),
         ({"seqused_k": [4, 3]}, TypeError, "seqused_k must be Tensor, got [4, 3]"),
-        ({"block_table": torch.zeros(2, 1)}, NotImplementedError, "attention_varlen takes no block_table"),
         ({"is_causal": True}, TypeError, "attention_varlen has no argument is_causal (use causal"),
     ],
 )

@@ -12,6 +12,7 @@
 #include "mask.h"
 #include "matrix.h"
 #include "operand.h"
+#include "pages.h"
 #include "scratch.h"
 #include "simd.h"
 #include "softmax.h"
@@ -64,6 +65,8 @@ struct DecodeScratch {
   Matrix<E> Q;  // [rows][few_terms(head_dim)]
   Matrix<T> P;  // [rows][keys]
   T* row_sum;   // [rows][lanes], to be added up at the end
+  // With pages, where the rows of K and V lie: [keys of an item, and those asked for behind them].
+  const S **k_rows, **v_rows;
   int64_t bytes;
 
   DecodeScratch(const ForwardParams& p, void* base) {
@@ -71,6 +74,8 @@ struct DecodeScratch {
     Q = carver.take<E>(kDecodeRows, few_terms<S>(p.head_dim));
     P = carver.take<T>(kDecodeRows, kDecodeBlockK);
     row_sum = carver.take<T>(kDecodeRows * kLanes<T>);
+    k_rows = carver.take<const S*>(p.pages.table ? kDecodeSplit + kDecodeBlockK : 0);
+    v_rows = carver.take<const S*>(p.pages.table ? kDecodeSplit + kPrefetchKeys : 0);
     bytes = carver.bytes();
   }
 };
@@ -103,44 +108,41 @@ T softmax_row(T* s, Range seen, Score score, T& row_max, T* row_sum) {
 // O += P V for the keys of a block that each row sees. Keys that every row sees are
 // one product, the others follow row by row, so that no value enters a product with a
 // row that does not see it: it may be NaN. Where it may meet a hole, holes are left out.
-template <class S>
-void add_values(const ForwardParams& p, const Mask& mask, const Tile& tile, Matrix<Compute<S>> P,
+template <class S, class Rows>
+void add_values(const ForwardParams& p, const Mask& mask, const Tile& tile, Matrix<Compute<S>> P, Rows V, Rows next_K,
                 Matrix<Compute<S>> O) {
   using T = Compute<S>;
-  const Matrix<const S> V = key_rows<S>(mask.head, p.v, tile.n0);
-  const bool select = mask.any_holes(0, tile.rows) &&
-                      !all_finite<S>(tile.keys, p.head_dim_v, [&](int64_t j) { return V.from(j).data; });
-  const Matrix<const S> next_K = key_rows<S>(mask.head, p.k, tile.n0 + kDecodeBlockK);
+  const bool select =
+      mask.any_holes(0, tile.rows) && !all_finite<S>(tile.keys, p.head_dim_v, [&](int64_t j) { return V.at(j); });
   constexpr int64_t kHeight = kMR[kWideNV], kWidth = kWideNV * kLanes<T>, kLine = kCacheLine / sizeof(S);
   const int64_t whole = round_down(p.head_dim_v, kLanes<T>);
   // O[rows][cols] += P V in tiles, each of which asks for its share of so many columns of the next K.
-  const auto add_columns = [&](int64_t r, int64_t rows, Range keys, int64_t cols, Matrix<const S> V, Matrix<T> O,
-                               int64_t ahead) {
+  const auto add_columns = [&](int64_t r, int64_t rows, Range keys, int64_t cols, Rows V, Matrix<T> O, int64_t ahead) {
     const Strided<T> weights = P.strided().from(r, keys.begin);
     V = V.from(keys.begin), O = O.from(r);
     if (select)
-      return gemm_seen<T, T, S>(rows, 0, cols, keys.count(), weights, V, O, Update<T>::add(),
-                                [&](int64_t i, int64_t, int64_t k) {
-                                  const bool sees = mask.sees<S>(r + i, tile.n0 + keys.begin + k);
-                                  return set1(static_cast<T>(sees)) != vec<T>{};
-                                });
-    if (!ahead) return gemm<T, T, S, kWideNV>(rows, 0, cols, keys.count(), weights, V, O, Update<T>::add());
+      return gemm_seen<T, T, Rows>(rows, 0, cols, keys.count(), weights, V, O, Update<T>::add(),
+                                   [&](int64_t i, int64_t, int64_t k) {
+                                     const bool sees = mask.sees<S>(r + i, tile.n0 + keys.begin + k);
+                                     return set1(static_cast<T>(sees)) != vec<T>{};
+                                   });
+    if (!ahead) return gemm<T, T, Rows, kWideNV>(rows, 0, cols, keys.count(), weights, V, O, Update<T>::add());
     const int64_t tiles = ceil_div(rows, kHeight) * ceil_div(cols, kWidth);
     int64_t n = 0;
     for (int64_t i = 0; i < rows; i += kHeight)
       for (int64_t j = 0; j < cols; j += kWidth, ++n) {
         const int64_t first = round_down(ahead * n / tiles, kLine), past = ahead * (n + 1) / tiles;
-        gemm<T, T, S, kWideNV>(min(kHeight, rows - i), j, min(j + kWidth, cols), keys.count(), weights.from(i, 0), V,
-                               O.from(i), Update<T>::add(), [=](int64_t k) {
-                                 for (int64_t d = first; d < past; d += kLine)
-                                   __builtin_prefetch(next_K.from(keys.begin + k).data + d);
-                               });
+        gemm<T, T, Rows, kWideNV>(min(kHeight, rows - i), j, min(j + kWidth, cols), keys.count(), weights.from(i, 0), V,
+                                  O.from(i), Update<T>::add(), [=](int64_t k) {
+                                    for (int64_t d = first; d < past; d += kLine)
+                                      __builtin_prefetch(next_K.at(keys.begin + k) + d);
+                                  });
       }
   };
   const auto add = [&](int64_t r, int64_t rows, Range keys) {
-    add_columns(r, rows, keys, whole, V, O, kAsksAhead<S, 1> || rows > 1 ? p.head_dim : 0);
+    add_columns(r, rows, keys, whole, V, O, kAsksAhead<S, Rows, 1> || rows > 1 ? p.head_dim : 0);
     if (whole < p.head_dim_v)
-      add_columns(r, rows, keys, kLanes<T>, {V.data + p.head_dim_v - kLanes<T>, V.row}, {O.data + whole, O.row}, 0);
+      add_columns(r, rows, keys, kLanes<T>, V.from_column(p.head_dim_v - kLanes<T>), {O.data + whole, O.row}, 0);
   };
   const Range common = mask.keys_of_all(0, tile.rows).within(tile.n0, tile.keys);
   add(0, tile.rows, common);
@@ -152,8 +154,9 @@ void add_values(const ForwardParams& p, const Mask& mask, const Tile& tile, Matr
   }
 }
 
-// One work item: a range of the keys of one KV head, for all its query rows.
-template <class S, template <class> class Score>
+// One work item: a range of the keys of one KV head, for all its query rows. Rows: a Matrix, or in pages a
+// RowTable.
+template <class S, template <class> class Score, class Rows>
 void decode_keys(const ForwardParams& p, const Head& head, int64_t split, const DecodeScratch<S>& s) {
   using T = Compute<S>;
   constexpr int L = kLanes<T>;
@@ -170,13 +173,16 @@ void decode_keys(const ForwardParams& p, const Head& head, int64_t split, const 
   watch.lap(Phase::kPack);
 
   const Range visible = mask.keys_of_any(0, rows).within(k_begin, k_end - k_begin);
+  const Range keys{k_begin + visible.begin, k_begin + visible.end};
+  const Rows k_rows = find_rows<Rows>(p, head, p.k, keys, kDecodeBlockK, s.k_rows),
+             v_rows = find_rows<Rows>(p, head, p.v, keys, kPrefetchKeys, s.v_rows);
   for (int64_t n = visible.begin; n < visible.end; n += kDecodeBlockK) {
     const Tile tile{0, rows, rows, k_begin + n, min(kDecodeBlockK, visible.end - n)};
-    const Matrix<const S> K = key_rows<S>(head, p.k, tile.n0), V = key_rows<S>(head, p.v, tile.n0);
+    const Rows K = k_rows.from(n - visible.begin), V = v_rows.from(n - visible.begin);
     for (int64_t j = 0; j < tile.keys; j += L)
       dots<S>(rows, tile.keys - j, p.head_dim, s.Q, K.from(j), {s.P.data + j, s.P.row}, [&](int64_t i, int64_t n) {
         prefetch_later_keys(K, j + i, n, p.head_dim);
-        prefetch_rows(j + i, j + i + n, p.head_dim_v, [&](int64_t i) { return V.from(i).data; });
+        prefetch_rows(j + i, j + i + n, p.head_dim_v, [&](int64_t i) { return V.at(i); });
       });
     score.to_scores_by_rows(p, s.P, head, tile);
     watch.lap(Phase::kScores, 2 * rows * tile.keys * p.head_dim);
@@ -192,7 +198,7 @@ void decode_keys(const ForwardParams& p, const Head& head, int64_t split, const 
       for (int64_t d = 0; d < part.O.row; d += L) store(o + d, load(o + d) * decay);
     }
     watch.lap(Phase::kSoftmax);
-    add_values<S>(p, mask, tile, s.P, part.O);
+    add_values<S>(p, mask, tile, s.P, V, K.from(kDecodeBlockK), part.O);
     watch.lap(Phase::kOut, 2 * rows * tile.keys * p.head_dim_v);
   }
   for (int64_t r = 0; r < rows; ++r) {

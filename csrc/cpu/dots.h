@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "attention.h"
 #include "heads.h"
@@ -36,9 +37,11 @@ bool few_rows(const ForwardParams& p, int64_t rows) {
          p.head_dim_v >= lanes;
 }
 
-// Whether so many rows ask meanwhile for later keys and values. One row of float reads faster without.
-template <class S, int kRows>
-inline constexpr bool kAsksAhead = kRows > 1 || sizeof(S) < sizeof(Compute<S>);
+// Whether so many rows ask meanwhile for later keys and values, whose rows are a Matrix or a RowTable. One
+// row of float reads a Matrix faster without.
+template <class S, class Rows, int kRows>
+inline constexpr bool kAsksAhead = kRows > 1 || sizeof(S) < sizeof(Compute<S>) ||
+                                   !std::is_same_v<Rows, Matrix<const S>>;
 
 // Terms of a row of few queries: whole vectors.
 template <class S>
@@ -81,12 +84,12 @@ void pack_few_queries(const ForwardParams& p, const Head& head, Compute<S> power
 
 // Q[kRows][cols], K[keys][cols] -> out[kRows][kLanes / kRows] = Q K^T; with fewer keys, the last
 // one stands in. Not inlined, for then it spills.
-template <int kRows, class S, class T = Compute<S>, class E = Operand<S>>
-[[gnu::noinline]] void dot_tile(Matrix<const E> Q, Matrix<const S> K, int64_t keys, int64_t cols, Matrix<T> out) {
+template <int kRows, class S, class Rows, class T = Compute<S>, class E = Operand<S>>
+[[gnu::noinline]] void dot_tile(Matrix<const E> Q, Rows K, int64_t keys, int64_t cols, Matrix<T> out) {
   constexpr int kKeys = kLanes<T> / kRows;
   constexpr int kStreams = kRows < kSideBySide ? 1 : kKeys;
   const S* key[kKeys];
-  for (int i = 0; i < kKeys; ++i) key[i] = K.from(min(i, keys - 1)).data;
+  for (int i = 0; i < kKeys; ++i) key[i] = K.at(min(i, keys - 1));
   const int64_t last = cols % (kColumns<S> * kLanes<E>), count = (cols - last) / kColumns<S>;
   vec<T> sum[kLanes<T>] = {};
   PYATTN_UNROLL(16)
@@ -121,14 +124,14 @@ template <int kRows, class S, class T = Compute<S>, class E = Operand<S>>
 
 // Q[rows][cols], K[keys][cols] -> out[rows][at most kLanes keys] = Q K^T. Before n keys from key j
 // on are multiplied, ahead(j, n) is called, once.
-template <class S, class T = Compute<S>, int kRows = min(kSideBySide, kLanes<T>), class Ahead>
-PYATTN_INLINE void dots(int64_t rows, int64_t keys, int64_t cols, Matrix<const Operand<S>> Q, Matrix<const S> K,
-                        Matrix<T> out, Ahead ahead) {
+template <class S, class T = Compute<S>, int kRows = min(kSideBySide, kLanes<T>), class Rows, class Ahead>
+PYATTN_INLINE void dots(int64_t rows, int64_t keys, int64_t cols, Matrix<const Operand<S>> Q, Rows K, Matrix<T> out,
+                        Ahead ahead) {
   constexpr int kKeys = kLanes<T> / kRows;
   int64_t r = 0;
   for (; r + kRows <= rows; r += kRows)
     for (int64_t j = 0; j < min(keys, kLanes<T>); j += kKeys) {
-      if (kAsksAhead<S, kRows> && r == 0) ahead(j, kKeys);
+      if (kAsksAhead<S, Rows, kRows> && r == 0) ahead(j, kKeys);
       dot_tile<kRows, S>(Q.from(r), K.from(j), keys - j, cols, {out.from(r).data + j, out.row});
     }
   if constexpr (kRows > 1)
@@ -139,9 +142,9 @@ PYATTN_INLINE void dots(int64_t rows, int64_t keys, int64_t cols, Matrix<const O
 }
 
 // Asks for the rows of K that are multiplied kPrefetchKeys after the n from row j on.
-template <class S>
-void prefetch_later_keys(Matrix<const S> K, int64_t j, int64_t n, int64_t cols) {
-  prefetch_rows(j + kPrefetchKeys, j + kPrefetchKeys + n, cols, [&](int64_t i) { return K.from(i).data; });
+template <class Rows>
+void prefetch_later_keys(Rows K, int64_t j, int64_t n, int64_t cols) {
+  prefetch_rows(j + kPrefetchKeys, j + kPrefetchKeys + n, cols, [&](int64_t i) { return K.at(i); });
 }
 
 // The products of all rows with the keys of a strip -> out[keys][queries]. Backward makes the

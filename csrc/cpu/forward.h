@@ -14,6 +14,7 @@
 #include "matrix.h"
 #include "operand.h"
 #include "pack.h"
+#include "pages.h"
 #include "scratch.h"
 #include "simd.h"
 #include "softmax.h"
@@ -33,11 +34,12 @@ template <class S>
 struct ForwardScratch {
   using T = Compute<S>;
   using E = Operand<S>;
-  Matrix<E> Qt;       // [terms(head_dim)][queries]
-  Matrix<T> P;        // [keys][queries]
-  Matrix<T> Ot;       // [head_dim_v][queries]
-  Matrix<E> K, V;     // [keys][head_dim], [keys][head_dim_v]: copies, where the tensor can't be read in place
-  Matrix<E> weights;  // [terms(keys)][queries]: P as an operand, where P itself is none
+  Matrix<E> Qt;              // [terms(head_dim)][queries]
+  Matrix<T> P;               // [keys][queries]
+  Matrix<T> Ot;              // [head_dim_v][queries]
+  Matrix<E> K, V;            // [keys][head_dim], [keys][head_dim_v]: copies, where the tensor can't be read in place
+  Matrix<S> page_K, page_V;  // likewise, as they are stored, where pages part them
+  Matrix<E> weights;         // [terms(keys)][queries]: P as an operand, where P itself is none
   int64_t bytes;
 
   ForwardScratch(const ForwardParams& p, void* base) {
@@ -47,6 +49,8 @@ struct ForwardScratch {
     Ot = carver.take<T>(p.head_dim_v, kBlockQ<T>);
     K = carver.take<E>(kInPlace<S> ? 0 : kForwardBlockK, round_up(p.head_dim, kLanes<T>));
     V = carver.take<E>(kInPlace<S> ? 0 : kForwardBlockK, round_up(p.head_dim_v, kLanes<T>));
+    page_K = carver.take<S>(p.pages.table ? kForwardBlockK : 0, round_up(p.head_dim, kLanes<T>));
+    page_V = carver.take<S>(p.pages.table ? kForwardBlockK : 0, round_up(p.head_dim_v, kLanes<T>));
     weights = carver.take<E>(kPairs<S> ? terms<S>(kForwardBlockK) : 0, kBlockQ<T>);
     bytes = carver.bytes();
   }
@@ -83,11 +87,13 @@ void forward_block(const ForwardParams& p, const Head& head, int64_t r0, const F
     next = n0 + tile.keys;
     const Strips<T> strips = cut_strips<S>(mask, tile, seen);
     if (strips.empty()) continue;
-    const Strided<E> K = left_keys<S>(head, p.k, n0, tile.keys, p.head_dim, scratch.K);
-    const Strided<E> Vt =
-        summed_keys<S>(head, p.v, n0, tile.keys, p.head_dim_v, true, scratch.V).strided().transposed();
+    const Range keys{n0, next};
+    const Matrix<const S> k_rows = whole_rows<S>(p, head, p.k, keys, p.head_dim, scratch.page_K),
+                          v_rows = whole_rows<S>(p, head, p.v, keys, p.head_dim_v, scratch.page_V);
+    const Strided<E> K = left_keys<S>(k_rows, tile.keys, p.head_dim, scratch.K);
+    const Strided<E> Vt = summed_keys<S>(v_rows, tile.keys, p.head_dim_v, true, scratch.V).strided().transposed();
     const bool select =
-        strips.masked && !all_finite<S>(tile.keys, p.head_dim_v, [&](int64_t j) { return head.key<S>(p.v, n0 + j); });
+        strips.masked && !all_finite<S>(tile.keys, p.head_dim_v, [&](int64_t j) { return v_rows.at(j); });
     const Update<T> update = Update<T>::decay_and_add_unless(first, state.decay);
     watch.lap(Phase::kPack);
 
@@ -140,8 +146,10 @@ void forward(const ForwardParams& p, int64_t begin, int64_t end, void* scratch) 
   for (int64_t item = begin; item < end; ++item) {
     const auto [index, n, count] = work.at(item);
     const Head head(p, index);
-    if (few_rows<S>(p, head.count))
-      decode_keys<S, Score>(p, head, n, DecodeScratch<S>(p, scratch));
+    if (few_rows<S>(p, head.count) && p.pages.table)
+      decode_keys<S, Score, RowTable<const S>>(p, head, n, DecodeScratch<S>(p, scratch));
+    else if (few_rows<S>(p, head.count))
+      decode_keys<S, Score, Matrix<const S>>(p, head, n, DecodeScratch<S>(p, scratch));
     else
       forward_block<S, Score>(p, head, (count - 1 - n) * kBlockQ<Compute<S>>, ForwardScratch<S>(p, scratch));
   }

@@ -24,9 +24,25 @@ template <class T>
 struct Matrix {
   T* data;
   int64_t row;
-  Matrix from(int64_t i) const { return {data + i * row, row}; }
+  T* at(int64_t i) const { return data + i * row; }
+  Matrix from(int64_t i) const { return {at(i), row}; }
+  Matrix from_column(int64_t j) const { return {data + j, row}; }
   operator Matrix<const T>() const { return {data, row}; }
   Strided<std::remove_const_t<T>> strided() const { return {data, row, 1}; }
+};
+
+// The same for rows anywhere in memory: row i at rows[i] + col.
+template <class T>
+struct RowTable {
+  T* const* rows;
+  int64_t col = 0;
+  PYATTN_MEMBER_INLINE T* at(int64_t i) const {
+    T* row = rows[i] + col;
+    asm("" : "+r"(row));  // one address for a row's columns, where gcc would keep one offset for each, and spill
+    return row;
+  }
+  RowTable from(int64_t i) const { return {rows + i, col}; }
+  RowTable from_column(int64_t j) const { return {rows, col + j}; }
 };
 
 }  // namespace

@@ -2,8 +2,8 @@
 // the compute type; and where the instruction set multiplies pairs of bf16 (kPairs<S>), pairs along
 // the dimension that is summed over, filled up with 0.
 //
-// Keys and values are found by key_rows alone: pointer, stride,
-// and as many rows as the caller asked for.
+// Keys and values are found by key_rows, or where they may lie in pages,
+// by pages.h.
 #pragma once
 
 #include <cstdint>
@@ -33,14 +33,13 @@ Matrix<S> key_rows(const Head& head, const View& view, int64_t j) {
   return {head.key<S>(view, j), view.stride_s};
 }
 
-// The rows [n0, n0 + keys) of a KV tensor in the compute type: in place, or packed into the buffer.
+// Rows of a KV tensor in the compute type: in place, or packed into the buffer.
 template <class S>
-Matrix<const Compute<S>> load_keys(const Head& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
-                                   bool in_place, Matrix<Compute<S>> buffer) {
-  const Matrix<S> rows = key_rows<S>(head, view, n0);
+Matrix<const Compute<S>> load_keys(Matrix<const S> rows, int64_t keys, int64_t cols, bool in_place,
+                                   Matrix<Compute<S>> buffer) {
   if constexpr (kInPlace<S>)
     if (in_place) return {rows.data, rows.row};
-  pack_rows<S>(buffer, keys, cols, [&](int64_t i) { return rows.from(i).data; });
+  pack_rows<S>(buffer, keys, cols, [&](int64_t i) { return rows.at(i); });
   return {buffer.data, buffer.row};
 }
 
@@ -128,35 +127,44 @@ void pack_summed_rows(Matrix<Operand<S>> dst, int64_t rows, int64_t cols, Row ro
   }
 }
 
-// Keys or values [keys][cols] from position n0 on, as the left factor of a sum over columns.
+// Keys or values [keys][cols] as the left factor of a sum over columns.
 template <class S>
-Strided<Operand<S>> left_keys(const Head& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
-                              Matrix<Operand<S>> buffer) {
-  const Matrix<S> rows = key_rows<S>(head, view, n0);
+Strided<Operand<S>> left_keys(Matrix<const S> rows, int64_t keys, int64_t cols, Matrix<Operand<S>> buffer) {
   if constexpr (kPairs<S>) {
     if (rows.row % 2 == 0 && cols % 2 == 0) return {reinterpret_cast<const bf16_pair*>(rows.data), rows.row / 2, 1};
     for (int64_t i = 0; i < keys; ++i) {
       buffer.from(i).data[terms<S>(cols) - 1] = 0;
-      __builtin_memcpy(buffer.from(i).data, rows.from(i).data, cols * sizeof(S));
+      __builtin_memcpy(buffer.at(i), rows.at(i), cols * sizeof(S));
     }
     return buffer.strided();
   } else {
-    return load_keys<S>(head, view, n0, keys, cols, true, buffer).strided();
+    return load_keys<S>(rows, keys, cols, true, buffer).strided();
   }
 }
 
-// Keys or values [keys][cols] from position n0 on, as rows that
-// are summed over; in place where that is possible and asked for.
+// Keys or values [keys][cols] as rows that are summed over; in place where that is possible and asked for.
+template <class S>
+Matrix<const Operand<S>> summed_keys(Matrix<const S> rows, int64_t keys, int64_t cols, bool in_place,
+                                     Matrix<Operand<S>> buffer) {
+  if constexpr (kPairs<S>) {
+    pack_summed_rows<S>(buffer, keys, cols, [&](int64_t i) { return rows.at(i); });
+    return buffer;
+  } else {
+    return load_keys<S>(rows, keys, cols, in_place, buffer);
+  }
+}
+
+// The same from position n0 of a KV tensor on.
+template <class S>
+Strided<Operand<S>> left_keys(const Head& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
+                              Matrix<Operand<S>> buffer) {
+  return left_keys<S>(key_rows<const S>(head, view, n0), keys, cols, buffer);
+}
+
 template <class S>
 Matrix<const Operand<S>> summed_keys(const Head& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
                                      bool in_place, Matrix<Operand<S>> buffer) {
-  if constexpr (kPairs<S>) {
-    const Matrix<S> rows = key_rows<S>(head, view, n0);
-    pack_summed_rows<S>(buffer, keys, cols, [&](int64_t i) { return rows.from(i).data; });
-    return buffer;
-  } else {
-    return load_keys<S>(head, view, n0, keys, cols, in_place, buffer);
-  }
+  return summed_keys<S>(key_rows<const S>(head, view, n0), keys, cols, in_place, buffer);
 }
 
 // The keys [k0, k1) and lanes [j0, j1) of a tile[keys][lanes], for a sum over the keys; k0 is even.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pyattn.cache import KVCache
 from pyattn.cli import generation
 from pyattn.cli.compare import attend_sdpa
 from pyattn.cli.gpt import GPT, Config, attend_pyattn
@@ -21,6 +22,8 @@ MODEL = Config(layers=4, heads=8, width=512)
 """13 million parameters, 50 MB in float32: beyond most second-level caches, as real models are."""
 
 BASE = "torch sdpa over a cache"
+PAGE_SIZE = 16
+"""The smallest page there is, which costs most."""
 
 
 class SdpaCache:
@@ -47,18 +50,20 @@ def sides(context: int, dtype: torch.dtype, device: str) -> dict[str, Callable[[
     last, before = ids[:, -1:], context - 1
 
     ours = generation.caches_for(model, 1, context)
+    paged = generation.caches_for(model, 1, context, PAGE_SIZE) if device == "cpu" else []
     theirs = [SdpaCache(config.heads, context, config.width // config.heads, model.token.weight) for _ in model.blocks]
-    attends = [partial(generation.attend_cached, cache) for cache in ours]
     sdpa_attends = [cache.attend for cache in theirs]
-    for one in (attends, sdpa_attends):
-        if before:
-            model(ids[:, :-1], one)
+    for caches in (ours, paged):
+        if before and caches:
+            model(ids[:, :-1], [partial(generation.attend_cached, cache) for cache in caches])
+    if before:
+        model(ids[:, :-1], sdpa_attends)
 
     @torch.no_grad()
-    def cached() -> Tensor:
-        for cache in ours:
+    def cached(caches: list[KVCache]) -> Tensor:
+        for cache in caches:
             cache.lengths.fill_(before)
-        logits: Tensor = model(last, attends, before)
+        logits: Tensor = model(last, [partial(generation.attend_cached, cache) for cache in caches], before)
         return logits[:, -1]
 
     @torch.no_grad()
@@ -75,7 +80,8 @@ def sides(context: int, dtype: torch.dtype, device: str) -> dict[str, Callable[[
 
     return {
         BASE: sdpa_cached,
-        "pyattn over a cache": cached,
+        "pyattn over a cache": partial(cached, ours),
+        **({f"pyattn over pages of {PAGE_SIZE}": partial(cached, paged)} if paged else {}),
         "torch sdpa recomputing": partial(recomputing, attend_sdpa),
         "pyattn recomputing": partial(recomputing, attend_pyattn),
     }

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyattn.cache import KVCache, attention_with_cache
+from pyattn.cache import KVCache
+from pyattn.cached_attention import attention_with_cache
 from pyattn.cli.gpt import GPT
 
 CHUNK = 256
@@ -24,14 +25,15 @@ def attend_cached(cache: KVCache, q: Tensor, k: Tensor, v: Tensor, dropout_p: fl
     return out
 
 
-def caches_for(model: GPT, batch: int, tokens: int) -> list[KVCache]:
+def caches_for(model: GPT, batch: int, tokens: int, page_size: int | None = None) -> list[KVCache]:
     """A cache for each block of ``model``, with room for ``tokens``; a ring, where a window needs less than that."""
     config, weight = model.config, model.token.weight
     window, size = config.window or None, config.window - 1 + CHUNK
     if window is None or size >= tokens:
         window, size = None, tokens
     sizes = batch, config.heads, size, config.width // config.heads
-    return [KVCache(*sizes, dtype=weight.dtype, device=weight.device, window=window) for _ in model.blocks]
+    options: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device, "window": window}
+    return [KVCache(*sizes, **options, page_size=page_size) for _ in model.blocks]
 
 
 def with_cache(model: GPT, batch: int, tokens: int) -> Read:

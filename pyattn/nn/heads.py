@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyattn.cache import KVCache, attention_with_cache
+from pyattn.cache import KVCache
+from pyattn.cached_attention import attention_with_cache
 from pyattn.dropout import draw_seed
 from pyattn.functional import attention
 from pyattn.nn.positions import rotate

@@ -20,6 +20,7 @@ def attention_varlen(
     *,
     q_offset: int | Tensor | None = None,
     key_ranges: Tensor | None = None,
+    block_table: Tensor | None = None,
     seqused_k: Tensor | None = None,
     return_lse: bool = False,
     **options: Any,
@@ -32,6 +33,7 @@ def attention_varlen(
         max_seqlen_q, max_seqlen_k: no sequence is longer.
         q_offset: an int or (B,); default: each sequence's last query stands at its last key.
         key_ranges: (tokens, 2), counted within the sequence.
+        block_table: (B, pages of a sequence): k and v are (pages, page_size, heads, head_dim).
         seqused_k: (B,), how many keys of each sequence take part.
         return_lse: also return lse.
         options: as for :func:`attention`, which gives sequence ``b`` the draws of dropout.
@@ -42,6 +44,10 @@ def attention_varlen(
     lengths_q, lengths_k = cu_seqlens_q.long().diff(), cu_seqlens_k.long().diff()
     batch, used = len(lengths_q), lengths_k if seqused_k is None else seqused_k.long()
     queries, keys = _places(lengths_q), _places(lengths_k)
+    if block_table is not None:
+        sequence, place = keys = _places(used)
+        where = block_table.long()[sequence, place // k.shape[1]], place % k.shape[1]
+        k, v = k[where], v[where]
 
     def padded(x: Tensor, places: tuple[Tensor, Tensor], seqlen: int) -> Tensor:
         """(tokens, ...) -> (B, seqlen, ...)."""

@@ -26,12 +26,14 @@ LOOP = 3600
 """Seconds of processor time, after which a process loops: a run of all tests takes a twentieth of it."""
 
 LIKELY = {
-    "cache": ("ops_cache.cpp",),
+    "cache": ("cache.h", "ops_cache.cpp"),
     "decode": ("cpu/decode.h", "cpu/dots.h", "cpu/splits.h"),
     "dropout": ("cpu/dropout.h", "cuda/dropout.h"),
     "math": ("cpu/simd/math.h",),
     "laws": ("cpu/simd/half.h",),
     "layouts": ("ops.cpp", "params.h"),
+    "pages": ("cpu/pages.h", "ops_cache_pages.cpp", "ops_paged.cpp", "pages.h"),
+    "ring": ("ops_cache.cpp",),
     "varlen": ("cpu/units.h", "cuda/sequences.h", "ops_varlen.cpp", "packing.h", "work.h"),
 }
 """The tests most likely to catch a fault, by its file in csrc; they run first."""
@@ -45,12 +47,15 @@ TESTS = (
     "layouts",
     "dropout",
     "math",
+    "pages",
+    "ring",
     "varlen",
+    "varlen_pages",
     "cuda",
     "cuda_races",
 )
 """Tests that run for one backend."""
-OTHER_TESTS = ("mask", "autograd", "build", "errors", "cache", "varlen")
+OTHER_TESTS = ("mask", "autograd", "build", "errors", "cache", "cache_errors", "pages", "varlen", "varlen_pages")
 """Tests that run with the active instruction set."""
 
 # An editable install would find the package it was made from, here and in the processes that tests start.

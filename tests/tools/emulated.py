@@ -98,6 +98,10 @@ class Packed(ctypes.Structure):
     ]
 
 
+class Pages(ctypes.Structure):
+    _fields_ = [("table", ctypes.c_void_p), ("stride", ctypes.c_int64), ("size", ctypes.c_int64)]
+
+
 SIZES = ("batch", "num_heads_q", "num_heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
 
 
@@ -112,6 +116,7 @@ class BackwardParams(ctypes.Structure):
             ("pairs", ctypes.c_double),
             ("softmax_scale", ctypes.c_double),
             ("packed", Packed),
+            ("pages", Pages),
             ("mask", Mask),
             ("score", Score),
             ("dropout", Dropout),

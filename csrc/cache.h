@@ -1,0 +1,59 @@
+// Caches: what the operators that change one in place check, and how they read lengths.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstdint>
+
+#include "checks.h"
+
+namespace pyattn {
+
+// Errors unless t can stand beside `storage`, which lies in the cache.
+inline void check_beside(const char* name, const Tensor& t, const Tensor& storage, c10::SymIntArrayRef sizes) {
+  TORCH_CHECK_TYPE(t.scalar_type() == storage.scalar_type(), "pyattn: ", name, " must have the cache's dtype ",
+                   c10::getDtypeNames(storage.scalar_type()).first, ", got ",
+                   c10::getDtypeNames(t.scalar_type()).first);
+  TORCH_CHECK_VALUE(t.device() == storage.device(), "pyattn: ", name, " must be on the cache's device, got ",
+                    t.device(), " and ", storage.device());
+  TORCH_CHECK_VALUE(t.sym_sizes() == sizes, "pyattn: ", name, " must have shape ", sizes, ", got ", t.sym_sizes());
+}
+
+// Likewise an int64 for each sequence.
+inline void check_indices(const char* name, const Tensor& t, const Tensor& lengths) {
+  check_type(name, t, {at::kLong});
+  check_beside(name, t, lengths, lengths.sym_sizes());
+}
+
+inline void check_cache_lengths(const Tensor& lengths, const Tensor& keys, const SymInt& sequences) {
+  check_type("lengths", lengths, {at::kLong});
+  TORCH_CHECK_VALUE(lengths.device() == keys.device(), "pyattn: lengths must be on the cache's device, got ",
+                    lengths.device(), " and ", keys.device());
+  const std::array<SymInt, 1> batch{sequences};
+  const c10::SymIntArrayRef wanted(batch);
+  TORCH_CHECK_VALUE(lengths.sym_sizes() == wanted, "pyattn: lengths must have shape ", wanted, ", got ",
+                    lengths.sym_sizes());
+}
+
+// How many of the new positions count for sequence b, and whether they fit.
+inline void check_added(int64_t length, int64_t added, int64_t fresh, int64_t most, int64_t b) {
+  TORCH_CHECK_VALUE(0 <= added && added <= fresh, "pyattn: each of lengths must be between 0 and ", fresh, ", got ",
+                    added, " at ", b);
+  TORCH_CHECK_VALUE(length <= most - added, "pyattn: a sequence must not outgrow the cache's max_seqlen of ", most,
+                    ", got ", length, " + ", added, " positions of sequence ", b);
+}
+
+inline void check_order(int64_t index, int64_t batch, int64_t b) {
+  TORCH_CHECK_VALUE(0 <= index && index < batch, "pyattn: each of idx must be between 0 and ", batch - 1, ", got ",
+                    index, " at ", b);
+}
+
+// Values of each sequence, on the host.
+struct Values {
+  Tensor t;
+  explicit Values(const Tensor& values) : t(values.cpu().contiguous()) {}
+  int64_t operator[](int64_t b) const { return t.const_data_ptr<int64_t>()[b]; }
+};
+
+}  // namespace pyattn

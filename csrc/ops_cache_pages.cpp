@@ -1,0 +1,170 @@
+// The operators that change a KV cache of pages in place, on the CPU, with what they mutate declared.
+//
+// keys [pages][page_size][heads][head_dim] and values [pages][page_size][heads][head_dim_v] hold position p of
+// sequence b at p % page_size of page block_table[b][p / page_size], up to position lengths[b]. There are
+// as many pages as all sequences together can have. A page is free unless some sequence has it within its
+// length, so lengths and table say everything; sequences may share pages, of which none is written to.
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <vector>
+
+#include "cache.h"
+#include "pages.h"
+
+namespace pyattn {
+namespace {
+
+// The pages of a cache on the host: which sequences have them.
+class PageTable {
+ public:
+  PageTable(const Tensor& block_table, const Tensor& lengths, int64_t pages, int64_t page_size)
+      : table_(block_table), each_(block_table.size(1)), size_(page_size), uses_(pages) {
+    const Values length(lengths);
+    for (int64_t b = 0; b < block_table.size(0); ++b) {
+      TORCH_CHECK_VALUE(0 <= length[b] && length[b] <= each_ * size_,
+                        "pyattn: each of the cache's lengths must be between 0 and ", each_ * size_, ", got ",
+                        length[b], " at ", b);
+      const int64_t used = check_pages(&at(b, 0), each_, length[b], b, pages, size_);
+      for (int64_t i = 0; i < used; ++i) ++uses_[at(b, i)];
+    }
+  }
+
+  int64_t& at(int64_t b, int64_t i) { return table_.mutable_data_ptr<int64_t>()[b * each_ + i]; }
+  int64_t page_of(int64_t b, int64_t position) { return at(b, position / size_); }
+
+  // Gives sequence b pages of its own for the positions [begin, end). copy(from, to, n): the first n positions
+  // of a page that others share.
+  template <class Copy>
+  void extend(int64_t b, int64_t begin, int64_t end, Copy copy) {
+    if (begin == end) return;
+    if (const int64_t held = begin % size_; held && uses_[page_of(b, begin)] > 1) {
+      const int64_t i = begin / size_, shared = at(b, i);
+      take(b, i);
+      --uses_[shared];
+      copy(shared, at(b, i), held);
+    }
+    for (int64_t i = (begin + size_ - 1) / size_; i * size_ < end; ++i) take(b, i);
+  }
+
+ private:
+  Tensor table_;
+  int64_t each_, size_, next_ = 0;
+  std::vector<int64_t> uses_;  // how many sequences have each page
+
+  // A free page for place i of sequence b: its own one, so that a sequence that shares nothing lies in one
+  // piece, or the first one. While a sequence lacks a page, the others leave one.
+  void take(int64_t b, int64_t i) {
+    int64_t page = b * each_ + i;
+    if (uses_[page] > 0) {
+      while (uses_[next_] > 0) ++next_;
+      page = next_;
+    }
+    uses_[page] = 1;
+    at(b, i) = page;
+  }
+};
+
+void check_cache(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& block_table) {
+  TORCH_CHECK_VALUE(keys.dim() == 4 && values.dim() == 4,
+                    "pyattn: keys and values must have 4 dimensions (pages, page_size, num_heads, head_dim), got ",
+                    keys.sym_sizes(), " and ", values.sym_sizes());
+  const std::array<SymInt, 4> sizes{keys.sym_size(0), keys.sym_size(1), keys.sym_size(2), values.sym_size(3)};
+  check_beside("values", values, keys, sizes);
+  check_page_size(keys.sym_size(1));
+  check_type("block_table", block_table, {at::kLong});
+  TORCH_CHECK_VALUE(block_table.dim() == 2 && block_table.is_contiguous(),
+                    "pyattn: block_table must have shape (batch, pages of a sequence), contiguous, got ",
+                    block_table.sym_sizes());
+  TORCH_CHECK_VALUE(block_table.sym_numel() <= keys.sym_size(0), "pyattn: the cache must have ",
+                    block_table.sym_numel(), " pages, one for each place of block_table, got ", keys.sym_size(0));
+  for (const Tensor& t : {keys, values})
+    TORCH_CHECK_VALUE(t.sym_size(3) <= 1 || t.sym_stride(3) == 1,
+                      "pyattn: columns of keys and values must be contiguous, got strides ", t.sym_strides());
+  check_cache_lengths(lengths, keys, block_table.sym_size(0));
+}
+
+// Rows t[b][heads][first..first + n] -> storage[page][place..place + n][heads].
+void write(const Tensor& storage, int64_t page, int64_t place, const Tensor& t, int64_t b, int64_t first, int64_t n) {
+  const int64_t size = storage.element_size(), bytes = storage.size(3) * size;
+  char* to =
+      static_cast<char*>(storage.mutable_data_ptr()) + size * (page * storage.stride(0) + place * storage.stride(1));
+  const char* from = static_cast<const char*>(t.const_data_ptr()) + size * (b * t.stride(0) + first * t.stride(2));
+  for (int64_t h = 0; h < storage.size(2); ++h)
+    for (int64_t i = 0; i < n; ++i)
+      std::memcpy(to + size * (h * storage.stride(2) + i * storage.stride(1)),
+                  from + size * (h * t.stride(1) + i * t.stride(2)), bytes);
+}
+
+// Writes position lengths[b] + i for the first new_lengths[b] of the new ones, all if there are none.
+// Everything is checked before anything is written.
+void cache_append_pages(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& block_table,
+                        const Tensor& k, const Tensor& v, const optional<Tensor>& new_lengths, SymInt max_seqlen) {
+  check_cache(keys, values, lengths, block_table);
+  TORCH_CHECK_VALUE(k.dim() == 4, "pyattn: k must have 4 dimensions (batch, num_heads, new, head_dim), got ",
+                    k.sym_sizes());
+  const auto check_new = [&](const char* name, const Tensor& t, const Tensor& storage) {
+    const std::array<SymInt, 4> sizes{lengths.sym_size(0), storage.sym_size(2), k.sym_size(2), storage.sym_size(3)};
+    check_beside(name, t, storage, sizes);
+  };
+  check_new("k", k, keys), check_new("v", v, values);
+  if (new_lengths) check_indices("lengths", *new_lengths, lengths);
+  if (keys.is_meta()) return;
+
+  const int64_t batch = lengths.size(0), fresh = k.size(2), page_size = keys.size(1);
+  const int64_t most = std::min(max_seqlen.guard_int(__FILE__, __LINE__), block_table.size(1) * page_size);
+  const Values length(lengths), added(new_lengths ? *new_lengths : lengths);
+  const auto added_to = [&](int64_t b) { return new_lengths ? added[b] : fresh; };
+  PageTable table(block_table, lengths, keys.size(0), page_size);
+  for (int64_t b = 0; b < batch; ++b) check_added(length[b], added_to(b), fresh, most, b);
+  const Tensor k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
+  for (int64_t b = 0; b < batch; ++b) {
+    const int64_t begin = length[b], end = begin + added_to(b);
+    table.extend(b, begin, end, [&](int64_t from, int64_t to, int64_t n) {
+      for (const Tensor& storage : {keys, values})
+        storage.select(0, to).narrow(0, 0, n).copy_(storage.select(0, from).narrow(0, 0, n));
+    });
+    for (int64_t position = begin, n; position < end; position += n) {
+      const int64_t page = table.page_of(b, position), place = position % page_size;
+      n = std::min(page_size - place, end - position);
+      write(keys, page, place, k_, b, position - begin, n), write(values, page, place, v_, b, position - begin, n);
+    }
+  }
+  for (const Tensor& t : {keys, values, block_table}) t.unsafeGetTensorImpl()->bump_version();
+  if (new_lengths)
+    lengths.add_(*new_lengths);
+  else
+    lengths.add_(fresh);
+}
+
+// Sequence b goes on with the pages of sequence idx[b].
+void cache_reorder_pages(const Tensor& lengths, const Tensor& block_table, const Tensor& idx) {
+  check_indices("idx", idx, lengths);
+  check_block_table(block_table, lengths.device(), lengths.sym_size(0));
+  if (lengths.is_meta()) return;
+  const int64_t batch = lengths.size(0);
+  const Values index(idx);
+  for (int64_t b = 0; b < batch; ++b) check_order(index[b], batch, b);
+  for (const Tensor& t : {lengths, block_table}) t.copy_(t.index_select(0, idx));
+}
+
+TORCH_LIBRARY_FRAGMENT(pyattn, m) {
+  m.def(
+      "cache_append_pages(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) lengths, Tensor(d!) block_table, Tensor k, "
+      "Tensor v, Tensor? new_lengths, SymInt max_seqlen) -> ()");
+  m.def("cache_reorder_pages(Tensor(a!) lengths, Tensor(b!) block_table, Tensor idx) -> ()");
+}
+
+void add_kernels(torch::Library& m) {
+  m.impl("cache_append_pages", cache_append_pages);
+  m.impl("cache_reorder_pages", cache_reorder_pages);
+}
+
+TORCH_LIBRARY_IMPL(pyattn, CPU, m) { add_kernels(m); }
+TORCH_LIBRARY_IMPL(pyattn, Meta, m) { add_kernels(m); }
+
+}  // namespace
+}  // namespace pyattn

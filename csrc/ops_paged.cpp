@@ -1,0 +1,147 @@
+// The operators over keys and values in pages, on the CPU: pyattn::attention_paged_forward as
+// attention_forward, for sequences that all have seqlen_k positions, and pyattn::attention_varlen_paged_forward
+// as attention_varlen_forward. They have no backward: where a gradient is wanted, pyattn/pages.py copies the
+// pages that pyattn::pages_in_use names and calls the others.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "attention.h"
+#include "checks.h"
+#include "options.h"
+#include "packing.h"
+#include "pages.h"
+#include "params.h"
+#include "passes.h"
+#include "results.h"
+
+namespace pyattn {
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_paged_forward(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& block_table, SymInt seqlen_k,
+    optional<double> softmax_scale, bool causal, optional<SymInt> q_offset, const optional<Tensor>& q_offsets,
+    c10::SymIntArrayRef window, const optional<Tensor>& key_ranges, double softcap, const optional<Tensor>& bias,
+    const optional<Tensor>& alibi_slopes, const optional<Tensor>& sinks, double dropout_p,
+    const optional<Tensor>& dropout_seed) {
+  Options options{softmax_scale, causal, q_offset,     q_offsets, window,    key_ranges,
+                  softcap,       bias,   alibi_slopes, sinks,     dropout_p, dropout_seed};
+  check_paged(q, k, v, 4);
+  const SymInt batch = q.sym_size(0), heads = q.sym_size(1), seqlen_q = q.sym_size(2);
+  check_block_table(block_table, q.device(), batch);
+  TORCH_CHECK_VALUE(seqlen_k >= 0, "pyattn: seqlen_k must be at least 0, got ", seqlen_k);
+  check_options(q, batch, heads, options);
+  check_key_ranges(q, options);
+  check_bias(q, seqlen_k, options);
+  Tensor out = empty_ordered_as(q, v.sym_size(3));
+  Tensor lse = at::empty_symint({batch, heads, seqlen_q}, q.options().dtype(row_dtype(q.scalar_type())));
+  Tensor row_max = at::empty_like(lse), row_sum = at::empty_like(lse);
+  if (q.is_meta()) return {out, lse, row_max, row_sum};
+
+  const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
+  Tensor table = block_table;
+  ForwardParams p{};
+  fill_inputs(p, q_, k_.transpose(1, 2), v_.transpose(1, 2), seqlen_k.expect_int(), options);
+  fill_pages(p, k_, v_, table);
+  p.out = result(out);
+  p.lse = lse.mutable_data_ptr(), p.row_max = row_max.mutable_data_ptr(), p.row_sum = row_sum.mutable_data_ptr();
+  run_forward(dtype_of(q.scalar_type()), p);
+  return {out, lse, row_max, row_sum};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_varlen_paged_forward(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& block_table, const Tensor& cu_seqlens_q,
+    const Tensor& cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, const optional<Tensor>& seqused_k,
+    optional<double> softmax_scale, bool causal, optional<SymInt> q_offset, const optional<Tensor>& q_offsets,
+    c10::SymIntArrayRef window, const optional<Tensor>& key_ranges, double softcap, const optional<Tensor>& bias,
+    const optional<Tensor>& alibi_slopes, const optional<Tensor>& sinks, double dropout_p,
+    const optional<Tensor>& dropout_seed) {
+  Packing packing{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k};
+  Options options{softmax_scale, causal, q_offset,     q_offsets, window,    key_ranges,
+                  softcap,       bias,   alibi_slopes, sinks,     dropout_p, dropout_seed};
+  check_paged(q, k, v, 3);
+  check_packing(q, packing, options);
+  check_block_table(block_table, q.device(), sequences(packing));
+  Tensor out = empty_ordered_as(q, v.sym_size(3));
+  Tensor lse = at::empty_symint({q.sym_size(1), q.sym_size(0)}, q.options().dtype(row_dtype(q.scalar_type())));
+  Tensor row_max = at::empty_like(lse), row_sum = at::empty_like(lse);
+  if (q.is_meta()) return {out, lse, row_max, row_sum};
+
+  const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
+  Tensor table = block_table;
+  ForwardParams p{};
+  fill_packed(p, q_, k_, v_, packing, options);
+  fill_pages(p, k_, v_, table);
+  p.out = packed_result(out);
+  p.lse = lse.mutable_data_ptr(), p.row_max = row_max.mutable_data_ptr(), p.row_sum = row_sum.mutable_data_ptr();
+  run_forward(dtype_of(q.scalar_type()), p);
+  fill_rest(p, out, lse, row_max, row_sum);
+  return {out, lse, row_max, row_sum};
+}
+
+// Checked as above: block_table with 0 where a sequence has no keys, and how many keys each has, all int64.
+std::tuple<Tensor, Tensor> pages_in_use(const Tensor& block_table, const Tensor& cu_seqlens_k, SymInt max_seqlen_k,
+                                        const optional<Tensor>& seqused_k, SymInt pages, SymInt page_size) {
+  check_page_size(page_size);
+  check_lengths("cu_seqlens_k", cu_seqlens_k, cu_seqlens_k.device());
+  TORCH_CHECK_VALUE(cu_seqlens_k.dim() == 1 && cu_seqlens_k.sym_size(0) >= 1,
+                    "pyattn: cu_seqlens_k must have shape (sequences + 1), got ", cu_seqlens_k.sym_sizes());
+  const SymInt batch = cu_seqlens_k.sym_size(0) - 1;
+  check_block_table(block_table, cu_seqlens_k.device(), batch);
+  if (seqused_k) check_seqused(*seqused_k, batch, cu_seqlens_k.device());
+  const auto wide = block_table.options().dtype(at::kLong);
+  Tensor used = at::zeros_like(block_table, wide), lengths = at::empty_symint({batch}, wide);
+  if (block_table.is_meta()) return {used, lengths};
+
+  const auto as_read = [](const Tensor& t) { return t.to(at::kLong).contiguous(); };
+  const Tensor table = as_read(block_table), starts = as_read(cu_seqlens_k);
+  const Tensor seqused = seqused_k ? as_read(*seqused_k) : Tensor();
+  check_longest("max_seqlen_k", check_starts("cu_seqlens_k", starts, kAnyTokens), max_seqlen_k);
+  for (int64_t b = 0; b < starts.size(0) - 1; ++b) {
+    const int64_t* listed = table.const_data_ptr<int64_t>() + b * table.size(1);
+    const int64_t length = check_used(starts.const_data_ptr<int64_t>(),
+                                      seqused.defined() ? seqused.const_data_ptr<int64_t>() : nullptr, b);
+    const int64_t count = check_pages(listed, table.size(1), length, b, pages.expect_int(), page_size.expect_int());
+    std::copy_n(listed, count, used.mutable_data_ptr<int64_t>() + b * table.size(1));
+    lengths.mutable_data_ptr<int64_t>()[b] = length;
+  }
+  return {used, lengths};
+}
+
+TORCH_LIBRARY_FRAGMENT(pyattn, m) {
+  m.def("attention_paged_forward(Tensor q, Tensor k, Tensor v, Tensor block_table, SymInt seqlen_k, " PYATTN_OPTIONS
+        ") -> " PYATTN_FORWARD_RESULTS);
+  m.def("attention_varlen_paged_forward(Tensor q, Tensor k, Tensor v, Tensor block_table, " PYATTN_PACKING
+        ", " PYATTN_OPTIONS ") -> " PYATTN_FORWARD_RESULTS);
+  m.def(
+      "pages_in_use(Tensor block_table, Tensor cu_seqlens_k, SymInt max_seqlen_k, Tensor? seqused_k, SymInt pages, "
+      "SymInt page_size) -> (Tensor, Tensor)");
+}
+
+void add_kernels(torch::Library& m) {
+  m.impl("attention_paged_forward", attention_paged_forward);
+  m.impl("attention_varlen_paged_forward", attention_varlen_paged_forward);
+  m.impl("pages_in_use", pages_in_use);
+}
+
+TORCH_LIBRARY_IMPL(pyattn, CPU, m) { add_kernels(m); }
+TORCH_LIBRARY_IMPL(pyattn, Meta, m) { add_kernels(m); }
+
+constexpr const char* kForwards[] = {"attention_paged_forward", "attention_varlen_paged_forward"};
+
+// As those of ops.cpp: other backends are refused, and derivatives raise instead of being silently zero.
+TORCH_LIBRARY_IMPL(pyattn, CompositeExplicitAutograd, m) {
+  for (const char* name : kForwards) m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse>());
+}
+TORCH_LIBRARY_IMPL(pyattn, Autograd, m) {
+  for (const char* name : kForwards) m.impl(name, torch::autograd::autogradNotImplementedFallback());
+}
+
+}  // namespace
+}  // namespace pyattn

@@ -1,0 +1,102 @@
+"""Keys and values in pages, which a block table lists for each sequence: attention over them.
+
+Kernels of forward read pages where they lie. Where a gradient is wanted, and in transforms of torch.func, the pages of
+all sequences are copied behind each other once, by operations that have gradients, and from there on they are like any
+other keys: the gradient of a page that sequences share is the sum of theirs.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyattn import _ops, autograd, functional
+from pyattn.arguments import check_size
+from pyattn.autocast import cast
+from pyattn.options import Options, Packing, check_options, options_of
+
+_in_use = torch.ops.pyattn.pages_in_use.default
+
+LEAST = 16
+"""Positions of a page, at least: as csrc/pages.h has it."""
+
+
+def table_for(lengths: Tensor, max_seqlen: int, page_size: int) -> Tensor:
+    """The block table (B, pages of a sequence), all zeros, of a cache for sequences of up to ``max_seqlen``."""
+    check_size("page_size", page_size, least=LEAST)
+    _refuse_cuda(lengths)
+    return lengths.new_zeros(len(lengths), -(-max_seqlen // page_size))
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, lengths: Tensor, seqlen_k: int, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """``(out, lse)`` of :func:`pyattn.attention` over a cache of pages, all positions of ``options`` in [0, seqlen_k).
+
+    Args:
+        q: (B, Hq, Sq, D).
+        k, v: (pages, page_size, Hkv, D) and (pages, page_size, Hkv, Dv).
+        block_table: (B, pages of a sequence), each entry a page.
+        lengths: (B,), how many positions of each sequence hold something.
+        seqlen_k: how many positions there are.
+        options: the other arguments of :func:`pyattn.attention`, all of them, without ``return_lse``.
+    """
+    check_options(**options)
+    if _differentiated(q, options["bias"], options["alibi_slopes"], options["sinks"]):
+        starts = seqlen_k * torch.arange(len(lengths) + 1, device=lengths.device)
+        k, v, _ = _gathered(k, v, block_table, starts, seqlen_k, lengths)
+        keys, values = (t[:, :seqlen_k].transpose(1, 2) for t in (k, v))
+        return functional.attention(q, keys, values, return_lse=True, **options)
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = cast(q), cast(k), cast(v)
+    known = Options(*options_of(q.device, **options))
+    results = _ops.attention_paged_forward(q, k, v, block_table, seqlen_k, *known)
+    return results[0], results[1]
+
+
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, packing: Packing, options: Options
+) -> tuple[Tensor, Tensor]:
+    """:func:`pyattn.autograd.attention_varlen` of keys in pages, ``cu_seqlens_k`` telling their lengths alone."""
+    _refuse_cuda(q)
+    if not _differentiated(q, k, v, options.alibi_slopes, options.sinks):
+        results = _ops.attention_varlen_paged_forward(q, k, v, block_table, *packing, *options)
+        return results[0], results[1]
+    lengths = packing.cu_seqlens_k, packing.max_seqlen_k, packing.seqused_k
+    k, v, used = _gathered(k, v, block_table, *lengths)
+    room = k.shape[1]
+    starts = room * torch.arange(k.shape[0] + 1, device=k.device)
+    apart = packing._replace(cu_seqlens_k=starts, max_seqlen_k=room, seqused_k=used)
+    return autograd.attention_varlen(q, k.flatten(0, 1), v.flatten(0, 1), apart, options)
+
+
+def _refuse_cuda(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        raise NotImplementedError(f"pyattn: keys in pages are on the CPU alone so far, got device {tensor.device}")
+
+
+def _differentiated(*tensors: Tensor | None) -> bool:
+    """Whether one of these may need a gradient, or a transform is active."""
+    if not torch.compiler.is_compiling() and autograd.transforming():
+        return True
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _gathered(
+    k: Tensor,
+    v: Tensor,
+    block_table: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_k: int,
+    seqused_k: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """k and v (B, room of a sequence, Hkv, D or Dv), and how many keys each sequence has."""
+    if k.dim() != 4 or v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            "pyattn: k and v in pages must have 4 dimensions (pages, page_size, num_heads, head_dim), all but the last "
+            f"the same, got {list(k.shape)} and {list(v.shape)}"
+        )
+    table, lengths = _in_use(block_table, cu_seqlens_k, max_seqlen_k, seqused_k, k.shape[0], k.shape[1])
+    batch, count = table.shape
+    gathered = (t.index_select(0, table.flatten()).unflatten(0, (batch, count)).flatten(1, 2) for t in (k, v))
+    return *gathered, lengths

@@ -1,0 +1,66 @@
+"""Caches under test, and how tokens go into them."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import Case
+from torch import Tensor
+from yardstick import assert_accurate, in_double
+
+from pyattn import KVCache, reference
+
+OPTIONS: dict[str, Case] = {
+    "plain": Case(2, 4, 2, 40, 40, 24, 20),
+    "window": Case(2, 4, 2, 40, 40, 21, 21, window=(6, 0)),
+    "scores": Case(2, 4, 1, 40, 40, 20, 24, softcap=3.0, alibi="bh", sinks=True, softmax_scale=0.3),
+}
+STEPS = (17, 1, 1, 6, 1, 9, 1, 1, 3)
+"""New tokens of each call: a prompt, tokens, chunks; 40 in all."""
+
+each_option = pytest.mark.parametrize("name", OPTIONS)
+
+
+def made(
+    case: Case, dtype: torch.dtype, max_seqlen: int, window: int | None = None, page_size: int | None = None
+) -> KVCache:
+    """A cache for the case, full of NaN where nothing was appended."""
+    sizes = case.batch, case.num_heads_kv, max_seqlen, case.head_dim
+    made = KVCache(*sizes, head_dim_v=case.head_dim_v, dtype=dtype, window=window, page_size=page_size)
+    made.k.fill_(math.nan), made.v.fill_(math.nan)
+    return made
+
+
+def in_steps(attend: Callable[..., Any], cached: KVCache, qkv: tuple[Tensor, ...], **options: Any) -> Tensor:
+    """out of all queries, as the tokens come in STEPS, over and over."""
+    q, k, v = qkv
+    outs, t = [], 0
+    while t < q.shape[2]:
+        for new in STEPS:
+            now = slice(t, t + new)
+            cached.append(k[:, :, now], v[:, :, now])
+            outs.append(attend(q[:, :, now], cached, **options))
+            t += new
+    return torch.cat(outs, 2)
+
+
+def assert_equals_the_whole(out: Tensor, qkv: tuple[Tensor, ...], options: dict[str, Any]) -> None:
+    """By the accuracy rule; a query's row alone, in the order that the tokens come."""
+    plain = reference.attention(*qkv, **options)
+    exact = reference.attention(*(t.double() for t in qkv), **in_double(options))
+    assert_accurate("out", out, plain, exact)
+
+
+def snapshot(cached: KVCache) -> list[Tensor]:
+    tables = (cached.starts,) if cached.block_table is None else (cached.block_table,)
+    return [t.clone() for t in (cached.k, cached.v, cached.lengths, *tables)]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in zip(a, b, strict=True))
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)

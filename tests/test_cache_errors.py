@@ -1,0 +1,144 @@
+"""Promise: what a cache can't take is an error that names it and leaves the cache as it was."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from caches import snapshot, zeros
+from torch import Tensor
+
+from pyattn import KVCache, attention_with_cache
+
+ops = torch.ops.pyattn
+
+
+BAD_CACHES: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"batch": -1}, ValueError, "batch must be at least 0, got -1"),
+    ({"max_seqlen": 4.0}, TypeError, "max_seqlen must be int, got 4.0"),
+    ({"head_dim_v": -2}, ValueError, "head_dim_v must be at least 0, got -2"),
+    ({"dtype": torch.int64}, TypeError, "dtype must be float64, float32, bfloat16 or float16, got torch.int64"),
+    ({"page_size": 15}, ValueError, "page_size must be at least 16, got 15"),
+    ({"page_size": 16.0}, TypeError, "page_size must be int, got 16.0"),
+    (
+        {"page_size": 16, "window": 4},
+        NotImplementedError,
+        "a cache with a window has no pages, got page_size=16 and window=4",
+    ),
+    ({"window": 0}, ValueError, "window must be at least 1, got 0"),
+    ({"window": 11}, ValueError, "window must not exceed max_seqlen, got 11 and 10"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "message"), BAD_CACHES, ids=[m[:30] for _, _, m in BAD_CACHES])
+def test_wrong_caches(changes: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match="^pyattn: " + re.escape(message)):
+        KVCache(**{"batch": 2, "num_heads_kv": 2, "max_seqlen": 10, "head_dim": 8} | changes)
+
+
+BAD_APPENDS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"k": None}, TypeError, "k must be Tensor, got None"),
+    ({"k": zeros(2, 3, 8)}, ValueError, "k must have 4 dimensions (batch, num_heads, new, head_dim), got [2, 3, 8]"),
+    ({"k": zeros(3, 2, 3, 8)}, ValueError, "k must have shape [2, 2, 3, 8], got [3, 2, 3, 8]"),
+    ({"v": zeros(2, 2, 4, 6)}, ValueError, "v must have shape [2, 2, 3, 6], got [2, 2, 4, 6]"),
+    ({"v": zeros(2, 2, 3, 6).half()}, TypeError, "v must have the cache's dtype float32, got float16"),
+    ({"k": zeros(2, 2, 3, 8).to("meta")}, ValueError, "k must be on the cache's device, got meta and cpu"),
+    ({"lengths": [1]}, ValueError, "lengths must have shape [2], got [1]"),
+    ({"lengths": [1, 4]}, ValueError, "each of lengths must be between 0 and 3, got 4 at 1"),
+    ({"lengths": [-1, 2]}, ValueError, "each of lengths must be between 0 and 3, got -1 at 0"),
+    ({"lengths": zeros(2)}, TypeError, "lengths must be int32 or int64, got torch.float32"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "message"), BAD_APPENDS, ids=[m[:40] for _, _, m in BAD_APPENDS])
+def test_wrong_appends(changes: dict[str, Any], kind: type[Exception], message: str) -> None:
+    cached = KVCache(2, 2, 10, 8, head_dim_v=6)
+    arguments = {"k": zeros(2, 2, 3, 8) + 1, "v": zeros(2, 2, 3, 6) + 1} | changes
+    with pytest.raises(kind, match="^pyattn: " + re.escape(message)):
+        cached.append(**arguments)
+    assert not any(t.any() for t in snapshot(cached))
+
+
+def test_lengths_that_were_tampered_with() -> None:
+    cached = KVCache(2, 2, 10, 8)
+    for wrong in (-3, 11):
+        cached.lengths[1] = wrong
+        with pytest.raises(ValueError, match=f"lengths must be between its start and 10 more, got {wrong} and 0 at 1"):
+            cached.append(zeros(2, 2, 1, 8), zeros(2, 2, 1, 8))
+        assert attention_with_cache(zeros(2, 2, 1, 8), cached).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {0: zeros(2, 2, 8)},
+            "keys and values must have 4 dimensions (batch, num_heads, slots, head_dim), got [2, 2, 8]",
+        ),
+        ({1: zeros(2, 2, 9, 6)}, "values must have shape [2, 2, 10, 6], got [2, 2, 9, 6]"),
+        ({2: torch.zeros(1, dtype=torch.int64)}, "lengths must have shape [2], got [1]"),
+        ({3: torch.zeros(1, dtype=torch.int64)}, "starts must have shape [2], got [1]"),
+        (
+            {3: torch.tensor([0, 1])},
+            "each of the cache's lengths must be between its start and 10 more, got 0 and 1 at",
+        ),
+        ({3: torch.tensor([-(2**63), 0])}, "between its start and 10 more, got 0 and -9223372036854775808 at 0"),
+    ],
+    ids=str,
+)
+def test_operators_check_what_they_write(changes: dict[int, Tensor], message: str) -> None:
+    """Raw operators read and write in bounds whatever stands for a cache."""
+    storage = [zeros(2, 2, 10, 8), zeros(2, 2, 10, 6), *torch.zeros(2, 2, dtype=torch.int64)]
+    for which, value in changes.items():
+        storage[which] = value
+    with pytest.raises(ValueError, match="^pyattn: .*" + re.escape(message)):
+        ops.cache_append(*storage, zeros(2, 2, 3, 8), zeros(2, 2, 3, 6), None, 10)
+    if "lengths must be" not in message and "between" not in message:
+        with pytest.raises(ValueError, match="^pyattn: .*" + re.escape(message)):
+            ops.cache_reorder(*storage, torch.tensor([1, 0]))
+
+
+BAD_ORDERS: list[tuple[Any, type[Exception], str]] = [
+    ([0], ValueError, "idx must have shape [2], got [1]"),
+    ([0, 2], ValueError, "each of idx must be between 0 and 1, got 2 at 1"),
+    ([-1, 0], ValueError, "each of idx must be between 0 and 1, got -1 at 0"),
+    (torch.zeros(2), TypeError, "idx must be int32 or int64, got torch.float32"),
+]
+
+
+@pytest.mark.parametrize(("idx", "kind", "message"), BAD_ORDERS, ids=[m[:30] for _, _, m in BAD_ORDERS])
+def test_wrong_orders(idx: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match="^pyattn: " + re.escape(message)):
+        KVCache(2, 2, 10, 8).reorder(idx)
+
+
+q = zeros(2, 4, 3, 8)
+BAD_CALLS: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
+    ((q, q), {}, TypeError, "cache must be KVCache, got torch.Tensor of shape (2, 4, 3, 8)"),
+    ((q[0], None), {}, ValueError, "must have 4 dimensions"),
+    ((q, None, q), {}, TypeError, "attention_with_cache takes q, cache by position and the rest by name"),
+    ((q, None), {"is_causal": True}, TypeError, "attention_with_cache has no argument is_causal (use causal"),
+    ((q[:1], None), {}, ValueError, "q and k must have the same batch, got 1 and 2"),
+    ((q.double(), None), {}, TypeError, "k must have dtype float64, got float32"),
+    ((q, None), {"bias": zeros(3, 5)}, ValueError, "each 1 or that of [2, 4, 3, 10], got [3, 5]"),
+    ((q, None), {"key_ranges": torch.tensor([[[4, 3]] * 3] * 2)}, ValueError, "got [4, 3] for query 0 of sequence 0"),
+    (
+        (q, None),
+        {"key_ranges": torch.tensor([[[4, 11]] * 3]), "causal": False},
+        ValueError,
+        "key_ranges must hold 0 <= begin <= end <= seqlen_k = 10, got [4, 11] for query 0 of sequence 0",
+    ),
+    (
+        (q, None),
+        {"key_ranges": torch.zeros(2, 4, 2, dtype=torch.int64), "causal": False},
+        ValueError,
+        "key_ranges must have shape (2 or 1, 3, 2), got [2, 4, 2]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "options", "kind", "message"), BAD_CALLS, ids=[m[:40] for *_, m in BAD_CALLS])
+def test_wrong_calls(arguments: tuple[Any, ...], options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    given = [KVCache(2, 2, 10, 8) if x is None else x for x in arguments]
+    with pytest.raises(kind, match="pyattn: .*" + re.escape(message)):
+        attention_with_cache(*given, **options)

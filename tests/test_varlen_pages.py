@@ -1,0 +1,269 @@
+"""Promise: packed sequences whose keys lie in pages get what they get of keys one behind the other."""
+
+import math
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_equal, each_dtype
+from test_varlen import GROUPED, MIXED, Packed
+from torch import Tensor
+from torch.autograd import gradcheck
+from torch.utils.flop_counter import FlopCounterMode
+
+from pyattn import attention_varlen, reference
+from pyattn.options import Options
+
+forward = torch.ops.pyattn.attention_varlen_paged_forward
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+each_size = pytest.mark.parametrize("page_size", [16, 21, 512])
+
+
+class Paged:
+    """The keys of packed sequences in pages, in any order, NaN around them, -1 where a sequence has no more."""
+
+    def __init__(self, packed: Packed, page_size: int, spare: int = 2) -> None:
+        self.packed, self.size = packed, page_size
+        counts = [-(-n // page_size) for n in packed.keys]
+        self.pages = torch.randperm(sum(counts) + spare)
+        self.table = torch.full((len(counts), max(counts) + 1), -1)
+        for row, pages in zip(self.table, self.pages.split([*counts, spare])[:-1], strict=True):
+            row[: len(pages)] = pages
+
+    def of(self, t: Tensor) -> Tensor:
+        """(tokens, heads, dim) -> (pages, page_size, heads, dim)."""
+        paged = t.new_full((len(self.pages), self.size, *t.shape[1:]), math.nan)
+        for row, (_, keys) in zip(self.table.tolist(), self.packed.spans, strict=True):
+            for page, some in zip(row, t[keys].split(self.size), strict=False):
+                paged[page, : len(some)] = some
+        return paged
+
+    def back(self, paged: Tensor, like: Tensor) -> Tensor:
+        """The inverse of :meth:`of`, 0 for tokens of no sequence."""
+        t = torch.zeros_like(like)
+        for row, (_, keys) in zip(self.table.tolist(), self.packed.spans, strict=True):
+            t[keys] = torch.cat([paged[:0].flatten(0, 1), *(paged[page] for page in row if page >= 0)])[
+                : keys.stop - keys.start
+            ]
+        return t
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "full": {"causal": False},
+    "window": {"window": (40, 3), "causal": False},
+    "softcap": {"softcap": 3.0, "softmax_scale": 0.7, "q_offset": 7},
+    "dropout": {"dropout_p": 0.3, "dropout_seed": 5},
+}
+
+
+@pytest.mark.usefixtures("isa")
+@each_dtype
+@pytest.mark.parametrize("packed", [MIXED, GROUPED], ids=["mixed", "grouped"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+@each_size
+def test_same_bits_as_one_behind_the_other(
+    packed: Packed, page_size: int, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    q, k, v = packed.inputs(dtype)
+    paged = Paged(packed, page_size)
+    expected = attention_varlen(q, k, v, *packed.packing, return_lse=True, **options)
+    call = partial(attention_varlen, q, paged.of(k), paged.of(v), *packed.packing, return_lse=True, **options)
+    assert_equal(call(block_table=paged.table), expected)
+    assert_equal(call(block_table=paged.table.int()), expected)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("name", ["q_offset", "key_ranges", "alibi_slopes", "sinks", "seqused_k"])
+def test_options_of_each_sequence(name: str) -> None:
+    count, heads = len(GROUPED.queries), GROUPED.heads[0]
+    options = {
+        "q_offset": torch.randint(-9, 50, (count,)),
+        "key_ranges": GROUPED.ranges(),
+        "alibi_slopes": torch.rand(count, heads),
+        "sinks": torch.randn(heads),
+        "seqused_k": torch.tensor([n * 2 // 3 for n in GROUPED.keys], dtype=torch.int32),
+    }
+    q, k, v = GROUPED.inputs(torch.float32)
+    paged = Paged(GROUPED, 48)
+    call = partial(attention_varlen, return_lse=True, **{name: options[name]})
+    ours = call(q, paged.of(k), paged.of(v), *GROUPED.packing, block_table=paged.table)
+    assert_equal(ours, call(q, k, v, *GROUPED.packing))
+    wide = (t.double() for t in (q, paged.of(k), paged.of(v)))
+    known = {n: t.double() if t.is_floating_point() else t for n, t in ((name, options[name]),)}
+    exact, lse = reference.attention_varlen(*wide, *GROUPED.packing, block_table=paged.table, return_lse=True, **known)
+    torch.testing.assert_close(ours, (exact.float(), lse.float()), rtol=1e-5, atol=1e-5)
+
+
+def gradients(
+    call: Any, leaves: tuple[Tensor, ...], dout: Tensor, dlse: Tensor
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
+    own = [t.detach().requires_grad_() for t in leaves]
+    out, lse = call(*own)
+    return (out.detach(), lse.detach()), torch.autograd.grad((out, lse), own, (dout, dlse))
+
+
+@pytest.mark.usefixtures("isa")
+@each_dtype
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+def test_gradients(options: dict[str, Any], dtype: torch.dtype) -> None:
+    """Of the pages, in their own shape: 0 where no key lies."""
+    q, k, v = GROUPED.inputs(dtype)
+    slopes, paged = torch.rand(24).to(dtype), Paged(GROUPED, 48)
+    dout = torch.randn(*q.shape[:2], 20).to(dtype)
+    dlse = torch.randn(24, len(q), dtype=torch.promote_types(dtype, torch.float32))
+
+    def call(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, **named: Any) -> Any:
+        return attention_varlen(q, k, v, *GROUPED.packing, alibi_slopes=slopes, return_lse=True, **options, **named)
+
+    expected, (dq, dk, dv, dslopes) = gradients(call, (q, k, v, slopes), dout, dlse)
+    with_pages = partial(call, block_table=paged.table)
+    ours, mine = gradients(with_pages, (q, paged.of(k), paged.of(v), slopes), dout, dlse)
+    assert_equal(ours, expected)
+    assert_equal((mine[0], mine[3]), (dq, dslopes))
+    for grad, whole in ((mine[1], dk), (mine[2], dv)):
+        assert_equal((paged.back(grad, whole),), (whole,))
+        kept = paged.of(torch.ones_like(whole)).nan_to_num(0.0)
+        assert (grad[kept == 0] == 0).all()
+
+
+def test_gradients_of_shared_pages_add_up() -> None:
+    """Two sequences that begin alike, in order: the sum of what each gives."""
+    packed = Packed([5, 9], [40, 50], (4, 2))
+    q = packed.inputs(torch.float64, 8)[0]
+    table = torch.tensor([[3, 1, 0, -1], [3, 1, 2, 4]])
+    pages = torch.randn(5, 16, 2, 8).double(), torch.randn(5, 16, 2, 6).double()
+    dout, dlse = torch.randn(14, 4, 6).double(), torch.randn(4, 14).double()
+
+    def call(q: Tensor, k: Tensor, v: Tensor, packed: Packed, table: Tensor) -> Any:
+        return attention_varlen(q, k, v, *packed.packing, block_table=table, return_lse=True)
+
+    total = gradients(partial(call, packed=packed, table=table), (q, *pages), dout, dlse)[1]
+    parts = [torch.zeros_like(t) for t in pages]
+    for b, (i, _) in enumerate(packed.spans):
+        alone = Packed([packed.queries[b]], [packed.keys[b]], (4, 2))
+        one = partial(call, packed=alone, table=table[b : b + 1])
+        own = gradients(one, (q[i], *pages), dout[i], dlse[:, i])[1]
+        torch.testing.assert_close(total[0][i], own[0], rtol=0, atol=1e-14)
+        parts = [x + y for x, y in zip(parts, own[1:], strict=True)]
+    torch.testing.assert_close(total[1:], tuple(parts), rtol=0, atol=1e-14)
+    small = (q[..., :2], *(t[..., :2] for t in pages))
+    leaves = [t.detach().requires_grad_() for t in small]
+    assert gradcheck(partial(call, packed=packed, table=table), leaves)
+
+
+def test_any_strides() -> None:
+    q, k, v = MIXED.inputs(torch.float32)
+    paged = Paged(MIXED, 16)
+    keys, values = paged.of(k), paged.of(v)
+    expected = attention_varlen(q, keys, values, *MIXED.packing, block_table=paged.table)
+    heads_outside = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (keys, values)]
+    strided = [torch.stack([t, torch.full_like(t, math.nan)], -1)[..., 0] for t in (keys, values)]
+    wide = [torch.nn.functional.pad(t, (1, 0, 1, 0, 1, 0), value=math.nan)[:, 1:, 1:, 1:] for t in (keys, values)]
+    for views in (heads_outside, strided, wide):
+        assert torch.equal(attention_varlen(q, *views, *MIXED.packing, block_table=paged.table), expected)
+    table = paged.table.repeat_interleave(2, 1)[:, ::2]
+    assert torch.equal(attention_varlen(q, keys, values, *MIXED.packing, block_table=table), expected)
+
+
+def test_compiled_vmapped_and_counted() -> None:
+    q, k, v = GROUPED.inputs(torch.float64)
+    paged = Paged(GROUPED, 32)
+    keys, values = paged.of(k), paged.of(v)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = attention_varlen(q, k, v, *GROUPED.packing, block_table=paged.table)
+        return out
+
+    expected = call(q, keys, values)
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, keys, values), expected)
+    leaves = [t.clone().requires_grad_() for t in (q, keys, values)]
+    both = [torch.autograd.grad(f(*leaves).sin().sum(), leaves) for f in (compiled, call)]
+    assert_equal(*both)
+    found = torch.vmap(call, (0, None, 1))(torch.stack([q, 2 * q]), keys, torch.stack([values, -values], 1))
+    torch.testing.assert_close(found[1], call(2 * q, keys, -values))
+    grads = torch.func.grad(lambda k: call(q, k, values).sin().sum())(keys)
+    assert torch.equal(grads, both[1][1])
+    with FlopCounterMode(display=False) as ours:
+        call(q, keys, values)
+    with FlopCounterMode(display=False) as theirs:
+        attention_varlen(q, k, v, *GROUPED.packing)
+    assert ours.get_total_flops() == theirs.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_opcheck(more: bool) -> None:
+    packed = Packed([3, 0, 4], [4, 2, 30], (4, 2), rest=1)
+    q, k, v = packed.inputs(torch.bfloat16)
+    paged = Paged(packed, 16)
+    options = Options(window=(2, 1), softcap=1.5, sinks=torch.randn(4).bfloat16()) if more else Options()
+    used = torch.tensor([4, 1, 30]) if more else None
+    torch.library.opcheck(forward, (q, paged.of(k), paged.of(v), paged.table, *packed.packing, used, *options))
+
+
+def inputs(**changes: Any) -> dict[str, Any]:
+    packed = Packed([2, 3], [20, 33], (4, 2))
+    q, k, v = packed.inputs(torch.float32, 8, 6)
+    paged = Paged(packed, 16)
+    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    made = dict(zip(names, (q, paged.of(k), paged.of(v), *packed.packing), strict=True))
+    return made | {"block_table": paged.table} | changes
+
+
+TABLE = torch.tensor([[0, 1, -1], [2, 3, 4]])
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"k": torch.zeros(53, 2, 8)}, ValueError, "(pages, page_size, num_heads, head_dim)"),
+    ({"k": torch.zeros(7, 15, 2, 8), "v": torch.zeros(7, 15, 2, 6)}, ValueError, "at least 16, got 15"),
+    ({"block_table": TABLE.float()}, TypeError, "block_table must have dtype int32 or int64, got float32"),
+    ({"block_table": TABLE[:1]}, ValueError, "block_table must have shape (2, pages of a sequence), got [1, 3]"),
+    ({"block_table": TABLE[0]}, ValueError, "block_table must have shape (2, pages of a sequence), got [3]"),
+    ({"block_table": TABLE[:, :2]}, ValueError, "got 2 of size 16 for the 33 keys of sequence 1"),
+    ({"block_table": TABLE + 5}, ValueError, "block_table must hold pages from 0 to 6, got 7 at [1, 0]"),
+    ({"block_table": TABLE - 1}, ValueError, "block_table must hold pages from 0 to 6, got -1 at [0, 0]"),
+    ({"cu_seqlens_k": torch.tensor([0, 20, 19])}, ValueError, "cu_seqlens_k must never decrease, got 19 after 20 at 2"),
+    ({"cu_seqlens_k": torch.tensor([1, 20, 53])}, ValueError, "cu_seqlens_k must start at 0, got 1"),
+    ({"cu_seqlens_k": torch.tensor([0, 20, 2**63 - 1])}, ValueError, "max_seqlen_k must be at least the longest"),
+    ({"max_seqlen_k": 32}, ValueError, "max_seqlen_k must be at least the longest sequence, got 32 and 33"),
+    ({"seqused_k": torch.tensor([20, 34])}, ValueError, "between 0 and the 33 keys of sequence 1, got 34"),
+    ({"seqused_k": torch.tensor([20])}, ValueError, "seqused_k must have shape (2), got [1]"),
+    ({"bias": torch.zeros(1)}, NotImplementedError, "packed sequences take no bias, got one of shape [1]"),
+]
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize(("changes", "kind", "message"), BAD, ids=[m[:40] for *_, m in BAD])
+def test_errors(changes: dict[str, Any], kind: type[Exception], message: str, learned: bool) -> None:
+    """The same words where a gradient is wanted, and pages are copied."""
+    arguments = inputs(**changes)
+    arguments["q"].requires_grad_(learned)
+    with pytest.raises(kind, match="^pyattn: .*" + re.escape(message)):
+        attention_varlen(**arguments)
+
+
+def test_entries_behind_the_keys_in_use_are_not_looked_at() -> None:
+    arguments = inputs(seqused_k=torch.tensor([3, 16]))
+    expected = attention_varlen(**arguments)
+    arguments["block_table"][:, 1:] = 2**40
+    assert torch.equal(attention_varlen(**arguments), expected)
+    arguments["q"].requires_grad_()
+    assert torch.equal(attention_varlen(**arguments), expected)
+
+
+def test_refusals_by_name() -> None:
+    with pytest.raises(TypeError, match=r"^pyattn: block_table must be Tensor, got \[\[0\]\]"):
+        attention_varlen(**inputs(block_table=[[0]]))
+    real = inputs()
+    with torch._subclasses.FakeTensorMode():
+        arguments = {
+            name: torch.empty(t.shape, dtype=t.dtype, device="cuda:0") if isinstance(t, Tensor) else t
+            for name, t in real.items()
+        }
+        with pytest.raises(NotImplementedError) as error:
+            attention_varlen(**arguments)
+    assert str(error.value) == "pyattn: keys in pages are on the CPU alone so far, got device cuda:0"
