@@ -93,7 +93,7 @@ struct DropoutParams {
 };
 
 // What the KV heads of a call are cut into; cpu/units.h says into how many.
-enum class Unit : int { kForward, kPartRows, kMerges, kSplits, kShareRows, kShareBlocks, kReduced, kSummaries };
+enum class Unit : int { kForward, kPartRows, kMerges, kSplits, kShareColumns, kShareBlocks, kReduced, kSummaries };
 inline constexpr int kNumUnits = 8;
 
 // How many units of each kind a KV head has.
@@ -193,7 +193,7 @@ struct Kernels {
   Pass<ForwardParams> forward;
   Pass<ForwardParams> merge_out;  // after forward; no items where forward writes out itself
   Pass<BackwardParams> backward;
-  Pass<BackwardParams> reduce_dq;       // after backward; no items where backward writes dq itself
+  Pass<BackwardParams> reduce;          // after backward; no items where backward writes all gradients itself
   Pass<BackwardParams> bias_gradient;   // where the bias broadcasts
   Pass<BackwardParams> head_gradients;  // after backward; of sinks and slopes
   double (*peak)(int64_t rounds);       // multiplies and adds in registers; returns the number of operations

@@ -83,7 +83,7 @@ inline void run_forward(DType type, ForwardParams& p) {
 inline void run_backward(DType type, BackwardParams& p) {
   const Kernels& table = kernels(type, p.score);
   const auto memory = prepare(table, p);
-  run(table.backward, p, table.reduce_dq, table.bias_gradient, table.head_gradients);
+  run(table.backward, p, table.reduce, table.bias_gradient, table.head_gradients);
 }
 
 }  // namespace pyattn

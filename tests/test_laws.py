@@ -187,7 +187,9 @@ def test_weights_below_the_smallest_normal_number_are_zero(value: float, gradien
 
 @each_dtype
 @pytest.mark.parametrize(
-    "case", [Case(1, 1, 1, 700, 700, 32, 32), Case(5, 6, 2, 130, 190, 33, 20, dropout_p=0.1)], ids=str
+    "case",
+    [Case(1, 1, 1, 700, 700, 32, 32), Case(1, 8, 1, 300, 300, 32, 16), Case(5, 6, 2, 130, 190, 33, 20, dropout_p=0.1)],
+    ids=str,
 )
 @pytest.mark.usefixtures("isa", "threads")
 def test_same_bits_for_any_number_of_threads(dtype: torch.dtype, case: Case) -> None:

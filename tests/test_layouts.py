@@ -164,9 +164,9 @@ def test_offsets_past_two_to_the_31st(native: Backend, dtype: torch.dtype) -> No
     native.assert_same(run(native.attention, tuple(far[:3]), far[3]), run(native.attention, near[:3], near[3]))
 
 
-def allocated(seqlen: int, **options: Any) -> int:
+def allocated(seqlen: int, heads: int = 1, **options: Any) -> int:
     """Bytes that forward and backward allocate, scratch and results, as the profiler counts them."""
-    q, k, v = (torch.randn(1, 1, seqlen, 16, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(1, h, seqlen, 16, requires_grad=True) for h in (heads, 1, 1))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         attention(q, k, v, **options).sum().backward()
     return sum(max(0, event.self_cpu_memory_usage) for event in profiler.key_averages())
@@ -177,6 +177,13 @@ def test_extra_memory_is_linear() -> None:
     half, whole = allocated(8192), allocated(16384)
     assert 0 < whole <= 2 * half
     assert whole < 16384 * 16384 * 4 / 50
+
+
+@pytest.mark.usefixtures("isa")
+def test_extra_memory_of_many_queries_to_a_key() -> None:
+    """Beyond out, dout and dq, each as large: half of one for shares of dk and dv, and what is linear in the keys."""
+    dq = 32 * 2048 * 16 * 4
+    assert allocated(2048, heads=32) < 3 * dq + 1.25 * dq
 
 
 def features(seqlen: int, *bias: int) -> dict[str, Any]:

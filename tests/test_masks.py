@@ -32,6 +32,9 @@ CASES = [
     Case(1, 4, 2, 37, 150, 16, 16, causal=False, bias="padding hk"),
     Case(2, 2, 1, 50, 70, 16, 16, bias="bool bq strided", key_ranges="random", dropout_p=0.1),
     Case(1, 2, 2, 20, 30, 8, 8, causal=False, bias="bool -"),
+    # Many queries to a key, whose rows are split, so that each split sees some of the keys alone.
+    Case(1, 8, 1, 150, 320, 16, 20, window=(40, 0)),
+    Case(1, 6, 1, 200, 250, 24, 16, bias="bool bhqk", key_ranges="documents", dropout_p=0.2),
     # Few queries, whose keys are split.
     Case(2, 2, 1, 1, 2100, 32, 16, causal=False, q_offset=1500, window=(700, 300)),
     Case(1, 4, 1, 4, 1500, 16, 16, key_ranges="random"),

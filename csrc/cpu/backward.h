@@ -24,6 +24,7 @@
 #include "pack.h"
 #include "packed_queries.h"
 #include "scratch.h"
+#include "shares.h"
 #include "simd.h"
 #include "softmax_gradient.h"
 #include "splits.h"
@@ -37,10 +38,10 @@ template <class S>
 Plan plan_backward(const BackwardParams& p) {
   const int64_t items = work_of<S>(p, Unit::kSplits).count();
   const int64_t slopes = p.dslopes ? items * group_size(p) * static_cast<int64_t>(sizeof(double)) : 0;
-  return {items, BackwardScratch<S>(p, true, longest_split(p), nullptr).bytes, DqShares<S>::bytes(p) + slopes};
+  return {items, BackwardScratch<S>(p, true, most_summed_keys(p), nullptr).bytes, Shares<S>::bytes(p) + slopes};
 }
 
-// One work item: one split of the keys of a KV head, [k_begin, k_end), against all its query rows.
+// One work item: the query rows and the keys of one split of a KV head.
 template <class S, class Score>
 class BackwardItem {
   using T = Compute<S>;
@@ -51,32 +52,43 @@ class BackwardItem {
       : p(p),
         head(p, place.head),
         split(place.n),
-        splits(place.count),
-        k_begin(split_begin(mask, split, splits)),
-        k_end(split_begin(mask, split + 1, splits)),
-        s(p, splits == 1, k_end - k_begin, scratch) {}
+        own(split_of(mask, shares.splits, split)),
+        s(p, dQ_whole, dKV_whole ? own.keys.count() : 0, scratch) {}
 
   void run() {
     if (few_rows<S>(p, head.count)) pack_few_queries<S>(p, head, score.power, s.few_Q);
-    fill_zero(s.dK.data, (k_end - k_begin) * s.dK.row);
-    fill_zero(s.dV.data, (k_end - k_begin) * s.dV.row);
+    fill_zero(sums.dK.data, sums.keys.count() * sums.dK.row);
+    fill_zero(sums.dV.data, sums.keys.count() * sums.dV.row);
     if (p.dslopes) fill_zero(dslopes, head.group);
-    for (int64_t r0 = 0; r0 < head.count; r0 += kSuperBlock) super_block(r0, min(kSuperBlock, head.count - r0));
-    unpack_rows<S>(Matrix<const T>(s.dK), k_end - k_begin, p.head_dim, score.dscale,
-                   [&](int64_t j) { return head.key<S>(p.dk, k_begin + j); });
-    unpack_rows<S>(Matrix<const T>(s.dV), k_end - k_begin, p.head_dim_v, T(1),
-                   [&](int64_t j) { return head.key<S>(p.dv, k_begin + j); });
+    for (int64_t r0 = own.rows.begin; r0 < own.rows.end; r0 += kSuperBlock)
+      super_block(r0, min(kSuperBlock, own.rows.end - r0));
+    if (dKV_whole) {
+      unpack_rows<S>(Matrix<const T>(sums.dK), sums.keys.count(), p.head_dim, score.dscale,
+                     [&](int64_t j) { return head.key<S>(p.dk, sums.keys.begin + j); });
+      unpack_rows<S>(Matrix<const T>(sums.dV), sums.keys.count(), p.head_dim_v, T(1),
+                     [&](int64_t j) { return head.key<S>(p.dv, sums.keys.begin + j); });
+    }
     watch.lap(Phase::kStore);
   }
 
  private:
+  // The sums of dK and dV, and of which keys they are.
+  struct Sums {
+    Range keys;
+    Matrix<T> dK, dV;
+  };
+
   const BackwardParams& p;
   const Head head;
   const Mask mask{p, head};
-  const int64_t split, splits;
-  const int64_t k_begin, k_end;
+  const Shares<S> shares{p, head};
+  const int64_t split;
+  const Split own;
+  // Whether the item's sums are the whole gradient, not a share.
+  const bool dQ_whole = shares.splits.count == 1 || shares.splits.by_rows;
+  const bool dKV_whole = shares.splits.count == 1 || !shares.splits.by_rows;
   const BackwardScratch<S> s;
-  const DqShares<S> shares{p, head};
+  const Sums sums = sums_of_keys();
   double* const dslopes = slope_shares<S>(p, head, split);
   const Score score{p};
   Stopwatch watch{p.counts};
@@ -96,25 +108,34 @@ class BackwardItem {
     Update<T> update;  // of dQ
   };
 
+  // A share has the blocks of which some row of the item sees a key.
+  Sums sums_of_keys() const {
+    if (dKV_whole) return {own.keys, s.dK, s.dV};
+    const Range seen = own.keys.in(mask.keys_of_any(own.rows.begin, own.rows.count()));
+    const Range keys{round_down(seen.begin, kBackwardBlockK), min(round_up(seen.end, kBackwardBlockK), own.keys.end)};
+    for (int64_t n0 = own.keys.begin; n0 < own.keys.end; n0 += kBackwardBlockK)
+      shares.has_keys(split, n0) = keys.contains(n0);
+    return {keys, shares.dK(split, keys.begin), shares.dV(split, keys.begin)};
+  }
+
   // The query rows [r0, r0 + rows) against all keys of the item.
   void super_block(int64_t r0, int64_t rows) {
-    const Range keys = mask.keys_of_any(r0, rows).within(k_begin, k_end - k_begin);
-    const bool whole = splits == 1;  // whether the item's sum is the whole of dQ
-    no_scores({r0, r0 + rows}, {k_begin, k_begin + keys.begin});
-    no_scores({r0, r0 + rows}, {k_begin + keys.begin + keys.count(), k_end});
-    if (!whole && !(shares.has(split, r0) = !keys.empty())) return;
-    const Matrix<T> dQ = whole ? s.dQ : shares.from(split, r0);
+    const Range keys = own.keys.in(mask.keys_of_any(r0, rows));
+    no_scores({r0, r0 + rows}, {own.keys.begin, keys.begin});
+    no_scores({r0, r0 + rows}, {keys.end, own.keys.end});
+    if (!dQ_whole && !(shares.has_rows(split, r0) = !keys.empty())) return;
+    const Matrix<T> dQ = dQ_whole ? s.dQ : shares.dQ(split, r0);
     int64_t written = 0;  // rows of dQ that hold something: a later block of keys adds to them
     if (!keys.empty()) {
-      const Range seen = mask.rows_of_any(k_begin, k_end - k_begin, {r0, r0 + rows}).within(r0, rows);
+      const Range seen = mask.rows_of_any(own.keys.begin, own.keys.count(), {r0, r0 + rows}).within(r0, rows);
       for (int64_t i = round_down(seen.begin, kBlockQ<T>); i < seen.end; i += kBlockQ<T>)
         s.queries.pack(mask, score, r0 + i, i, min(kBlockQ<T>, rows - i));
       watch.lap(Phase::kPack);
       for (int64_t n = round_down(keys.begin, kBackwardBlockK); n < keys.end; n += kBackwardBlockK)
-        written = key_block(k_begin + n, min(kBackwardBlockK, keys.end - n), r0, rows, dQ, written);
+        written = key_block(n, min(kBackwardBlockK, keys.end - n), r0, rows, dQ, written);
     }
     fill_zero(dQ.from(written).data, (rows - written) * dQ.row);
-    if (whole)
+    if (dQ_whole)
       unpack_rows<S>(Matrix<const T>(dQ), rows, p.head_dim, score.dscale,
                      [&](int64_t i) { return head.row<S>(p.dq, r0 + i); });
     watch.lap(Phase::kStore);
@@ -136,8 +157,8 @@ class BackwardItem {
     const bool in_place = summed_in_place<S>(p.k, p.head_dim);
     const Matrix<const E> K = summed_keys<S>(head, p.k, n0, keys, p.head_dim, in_place, s.K);
     const Keys block{K, kPairs<S> ? left_keys<S>(head, p.k, n0, keys, p.head_dim, s.left_K) : K.strided(),
-                     left_keys<S>(head, p.v, n0, keys, p.head_dim_v, s.V), s.dK.from(n0 - k_begin),
-                     s.dV.from(n0 - k_begin)};
+                     left_keys<S>(head, p.v, n0, keys, p.head_dim_v, s.V), sums.dK.from(n0 - sums.keys.begin),
+                     sums.dV.from(n0 - sums.keys.begin)};
     const Matrix<const E> Q = s.queries.Q(head, r0), dO = s.queries.dO(head, r0);
     if (written < first) fill_zero(dQ.from(written).data, (first - written) * dQ.row);
     for (int64_t i = first; i < seeing.end; i += kBlockQ<T>) {

@@ -12,8 +12,8 @@
 #include "packed_queries.h"
 #include "scratch.h"
 #include "simd.h"
-#include "splits.h"
 #include "strips.h"
+#include "units.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
@@ -38,10 +38,7 @@ struct BackwardScratch {
   int64_t bytes;
 
   BackwardScratch(const BackwardParams& p, bool whole, int64_t keys, void* base)
-      : cols_k(round_up(p.head_dim, kLanes<T>)),
-        cols_v(round_up(p.head_dim_v, kLanes<T>)),
-        carver(base),
-        queries(p, carver) {
+      : cols_k(columns_k<S>(p)), cols_v(columns_v<S>(p)), carver(base), queries(p, carver) {
     const int64_t pairs = kPairs<S>;
     K = carver.take_spread<E>(summed_in_place<S>(p.k, p.head_dim) ? 0 : terms<S>(kBackwardBlockK), cols_k);
     V = carver.take<E>(kInPlace<S> ? 0 : kBackwardBlockK, cols_v);

@@ -9,7 +9,7 @@
 #include "packed_queries.h"
 #include "simd.h"
 #include "softmax_gradient.h"
-#include "splits.h"
+#include "shares.h"
 #include "stopwatch.h"
 
 namespace pyattn::PYATTN_ISA {
@@ -51,7 +51,7 @@ double slope_gradient(const BackwardParams& p, int64_t h, Range sequences) {
   double sum = 0;
   for (int64_t b = sequences.begin; b < sequences.end; ++b) {
     const Head head(p, b * p.num_heads_kv + h / group);
-    const int64_t splits = key_splits(p, head.seqlen_q, head.seqlen_k);
+    const int64_t splits = splits_of(p, head.seqlen_q, head.seqlen_k).count;
     for (int64_t split = 0; split < splits; ++split) sum += slope_shares<S>(p, head, split)[h % group];
   }
   return sum;

@@ -10,7 +10,7 @@
 #include "mask_rows.h"
 #include "merge.h"
 #include "peak.h"
-#include "splits.h"
+#include "reduce.h"
 #include "units.h"
 
 namespace pyattn::PYATTN_ISA {
@@ -33,7 +33,7 @@ constexpr Kernels kernels_for() {
           {"forward", plan_forward<S>, forward<S, Score>},
           {"merge_out", plan_merge_out<S>, merge_out<S, Score>},
           {"backward", plan_backward<S>, backward<S, Score>},
-          {"reduce_dq", plan_reduce_dq<S>, reduce_dq<S, Score>},
+          {"reduce", plan_reduce<S>, reduce<S, Score>},
           bias_gradient_pass<S, Score>(),
           {"head_gradients", plan_head_gradients<S>, head_gradients<S, Score>},
           peak<S>};

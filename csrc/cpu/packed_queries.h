@@ -13,8 +13,8 @@
 #include "scratch.h"
 #include "simd.h"
 #include "softmax_gradient.h"
-#include "splits.h"
 #include "strips.h"
+#include "units.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -28,19 +28,40 @@ static_assert(kBackwardBlockK <= kTileKeys);
 // head_dim 64, which stay in an L2 of 512 KB. With 2048 rows backward took up to 5 % longer.
 inline constexpr int64_t kSuperBlock = 256;
 
-// Backward has at least so many work items: the keys of a head whose share of all pairs is larger than
-// an item's are split, each split with a dQ of its own. More items would feed more threads and take
-// more memory: 8 of them, at head_dim 64, take 32 MB for every 16k queries of the head's group.
+// Backward has at least so many work items: a head whose share of all pairs is larger than an item's is
+// split. More items would feed more threads and take more memory: of 8 splits of the keys, at head_dim 64,
+// the shares of dQ take 32 MB for every 16k queries of the head's group.
 inline constexpr int64_t kMinItems = 8;
+
+// head_dim and head_dim_v in whole vectors, as sums have them.
+template <class S>
+int64_t columns_k(const ForwardParams& p) {
+  return round_up(p.head_dim, kLanes<Compute<S>>);
+}
+template <class S>
+int64_t columns_v(const ForwardParams& p) {
+  return round_up(p.head_dim_v, kLanes<Compute<S>>);
+}
 
 inline int64_t decode_splits(int64_t seqlen_k) { return max(1, ceil_div(seqlen_k, kDecodeSplit)); }
 
-inline int64_t key_splits(const ForwardParams& p, int64_t seqlen_q, int64_t seqlen_k) {
-  if (p.pairs == 0 || p.num_heads_kv == 0) return 1;
+// How backward splits a KV head among work items: its keys, each item with a share of dQ, or its query
+// rows, each with shares of dK and dV.
+struct Splits {
+  int64_t count;
+  bool by_rows;
+};
+
+// By rows where shares are smaller then: many queries read each key of few KV heads.
+inline Splits splits_of(const ForwardParams& p, int64_t seqlen_q, int64_t seqlen_k) {
+  if (p.pairs == 0 || p.num_heads_kv == 0) return {1, false};
+  const int64_t rows = seqlen_q * group_size(p);
+  const bool by_rows = rows * p.head_dim > seqlen_k * (p.head_dim + p.head_dim_v);
   const double pairs = static_cast<double>(seqlen_q) * static_cast<double>(seqlen_k);
   const double items = kMinItems * pairs / (p.pairs * static_cast<double>(p.num_heads_kv));
   const auto whole = static_cast<int64_t>(items);
-  return clamp(whole + (static_cast<double>(whole) < items), 1, max(1, ceil_div(seqlen_k, kBackwardBlockK)));
+  const int64_t most = by_rows ? ceil_div(rows, kSuperBlock) : ceil_div(seqlen_k, kBackwardBlockK);
+  return {clamp(whole + (static_cast<double>(whole) < items), 1, max(1, most)), by_rows};
 }
 
 // How many units a KV head has in a sequence of these lengths.
@@ -48,15 +69,17 @@ template <class S>
 int64_t units_of(const ForwardParams& p, Unit unit, int64_t seqlen_q, int64_t seqlen_k) {
   const int64_t rows = seqlen_q * group_size(p), blocks = ceil_div(rows, kBlockQ<Compute<S>>);
   const bool few = few_rows<S>(p, rows);
-  const auto where_split = [&](int64_t units) { return key_splits(p, seqlen_q, seqlen_k) > 1 ? units : 0; };
+  const auto [splits, by_rows] = splits_of(p, seqlen_q, seqlen_k);
+  const int64_t shares = splits > 1 ? splits : 0, key_blocks = ceil_div(seqlen_k, kBackwardBlockK);
   switch (unit) {
     case Unit::kForward: return few ? decode_splits(seqlen_k) : blocks;
     case Unit::kPartRows: return few ? decode_splits(seqlen_k) * rows : 0;
     case Unit::kMerges: return few;
-    case Unit::kSplits: return key_splits(p, seqlen_q, seqlen_k);
-    case Unit::kShareRows: return where_split(key_splits(p, seqlen_q, seqlen_k) * rows);
-    case Unit::kShareBlocks: return where_split(key_splits(p, seqlen_q, seqlen_k) * ceil_div(rows, kSuperBlock));
-    case Unit::kReduced: return where_split(blocks);
+    case Unit::kSplits: return splits;
+    case Unit::kShareColumns:
+      return shares * (by_rows ? seqlen_k * (columns_k<S>(p) + columns_v<S>(p)) : rows * columns_k<S>(p));
+    case Unit::kShareBlocks: return shares * (by_rows ? key_blocks : ceil_div(rows, kSuperBlock));
+    case Unit::kReduced: return shares ? (by_rows ? key_blocks : blocks) : 0;
     case Unit::kSummaries: return ceil_div(rows, kBlockRows);
   }
   return 0;

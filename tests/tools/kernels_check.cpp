@@ -144,7 +144,7 @@ Results results(const Case& c, const Inputs& inputs) {
   if (options.bias != BiasType::kNone) rows = make_array(table.bias_rows, p, p.mask.bias_rows);
   if (!rows.empty() || options.key_ranges) blocks = make_array(table.mask_blocks, p, p.mask.blocks);
   run<ForwardParams>(table.forward, p, table.merge_out);
-  run(table.backward, p, table.reduce_dq, table.bias_gradient, table.head_gradients);
+  run(table.backward, p, table.reduce, table.bias_gradient, table.head_gradients);
   return {out.values(), lse.values(),   dq.values(),      dk.values(),
           dv.values(),  dbias.values(), dslopes.values(), dsinks.values()};
 }
