@@ -74,6 +74,8 @@ struct ScoreParams {
   const void* alibi_slopes;  // (batch or 1, num_heads_q), double for float64, else float, or null
   int64_t slopes_stride_b;   // 0 where one sequence stands for all
   const void* sinks;         // (num_heads_q), likewise: the score of one more key, without a value, or null
+  // Backward of a part of the keys: out and the row statistics are those of all keys, row_max in scores.
+  bool part;
 };
 
 // Whether a bias is added to the scores. A bool one is a matter of the mask.
@@ -81,9 +83,10 @@ constexpr bool has_float_bias(const ScoreParams& score) {
   return score.bias.type == BiasType::kLikeQ || score.bias.type == BiasType::kFloat32;
 }
 
-// Whether a score is no more than its scaled product. A sink is a matter of finished rows.
+// Whether a score is no more than its scaled product, and counts in the unit of a backend's own. A sink
+// is a matter of finished rows.
 constexpr bool is_plain(const ScoreParams& score) {
-  return !score.softcap && !score.alibi_slopes && !has_float_bias(score);
+  return !score.softcap && !score.alibi_slopes && !has_float_bias(score) && !score.part;
 }
 
 // Each weight is dropped with probability threshold / 65536; cpu/dropout.h says which.

@@ -58,7 +58,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     optional<SymInt> q_offset, const optional<Tensor>& q_offsets, c10::SymIntArrayRef window,
     const optional<Tensor>& key_ranges, double softcap, const optional<Tensor>& bias,
     const optional<Tensor>& alibi_slopes, const optional<Tensor>& sinks, double dropout_p,
-    const optional<Tensor>& dropout_seed, bool deterministic, std::array<bool, 3> output_mask) {
+    const optional<Tensor>& dropout_seed, bool deterministic, std::array<bool, 3> output_mask, bool part) {
   Options options{softmax_scale, causal, q_offset,     q_offsets, window,    key_ranges,
                   softcap,       bias,   alibi_slopes, sinks,     dropout_p, dropout_seed};
   check_inputs(q, k, v, options);
@@ -79,6 +79,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   fill_inputs(p, q_, k_, v_, k.size(2), options);
   p.out = input(out_), p.dout = input(dout_);
   p.row_max = input_data(row_max_), p.row_sum = input_data(row_sum_), p.dlse = dlse_ ? input_data(*dlse_) : nullptr;
+  p.score.part = part;
   p.dq = result(dq), p.dk = result(dk), p.dv = result(dv);
   more.fill_rows(p);
   if (const Tensor& dbias = more.dbias; dbias.defined() && row_max.numel() > 0 && k.size(2) > 0)

@@ -51,7 +51,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_varlen_back
     optional<double> softmax_scale, bool causal, optional<SymInt> q_offset, const optional<Tensor>& q_offsets,
     c10::SymIntArrayRef window, const optional<Tensor>& key_ranges, double softcap, const optional<Tensor>& bias,
     const optional<Tensor>& alibi_slopes, const optional<Tensor>& sinks, double dropout_p,
-    const optional<Tensor>& dropout_seed, bool deterministic, std::array<bool, 3> output_mask) {
+    const optional<Tensor>& dropout_seed, bool deterministic, std::array<bool, 3> output_mask, bool part) {
   Packing packing{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k};
   Options options{softmax_scale, causal, q_offset,     q_offsets, window,    key_ranges,
                   softcap,       bias,   alibi_slopes, sinks,     dropout_p, dropout_seed};
@@ -73,6 +73,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_varlen_back
   fill_packed(p, q_, k_, v_, packing, options);
   p.out = packed_input(out_), p.dout = packed_input(dout_);
   p.row_max = input_data(row_max_), p.row_sum = input_data(row_sum_), p.dlse = dlse_ ? input_data(*dlse_) : nullptr;
+  p.score.part = part;
   for (const Tensor& t : {dq, dk, dv}) prefer_huge_pages(t);
   p.dq = packed_result(dq), p.dk = packed_result(dk), p.dv = packed_result(dv);
   more.fill_rows(p);

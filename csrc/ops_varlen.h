@@ -26,6 +26,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_varlen_back
     optional<double> softmax_scale, bool causal, optional<SymInt> q_offset, const optional<Tensor>& q_offsets,
     c10::SymIntArrayRef window, const optional<Tensor>& key_ranges, double softcap, const optional<Tensor>& bias,
     const optional<Tensor>& alibi_slopes, const optional<Tensor>& sinks, double dropout_p,
-    const optional<Tensor>& dropout_seed, bool deterministic, std::array<bool, 3> output_mask);
+    const optional<Tensor>& dropout_seed, bool deterministic, std::array<bool, 3> output_mask, bool part);
 
 }  // namespace pyattn

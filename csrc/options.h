@@ -90,7 +90,7 @@ inline void check_options(const Tensor& q, const SymInt& batch, const SymInt& he
 #define PYATTN_FORWARD_RESULTS "(Tensor out, Tensor lse, Tensor row_max, Tensor row_sum)"
 #define PYATTN_BACKWARD_TENSORS \
   "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor row_max, Tensor row_sum"
-#define PYATTN_BACKWARD_FLAGS "bool deterministic=True, bool[3] output_mask=[False, False, False]"
+#define PYATTN_BACKWARD_FLAGS "bool deterministic=True, bool[3] output_mask=[False, False, False], bool part=False"
 #define PYATTN_BACKWARD_RESULTS "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi_slopes, Tensor dsinks)"
 
 // output_mask asks for dbias, dalibi_slopes and dsinks, each only where its tensor is given and has a gradient.

@@ -5,7 +5,7 @@ from pyattn.autograd import set_deterministic
 from pyattn.cache import KVCache
 from pyattn.cached_attention import attention_with_cache
 from pyattn.functional import attention, dropout_mask
-from pyattn.merge import merge
+from pyattn.parts import attention_backward, merge
 from pyattn.varlen import attention_varlen
 from pyattn.weights import attention_weights
 
@@ -15,6 +15,7 @@ __all__ = [
     "KVCache",
     "__version__",
     "attention",
+    "attention_backward",
     "attention_varlen",
     "attention_weights",
     "attention_with_cache",

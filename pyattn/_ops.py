@@ -146,6 +146,7 @@ def backward_flops(
     row_sum: Tensor | None,
     *options: Any,
     deterministic: bool = True,
+    part: bool = False,
     out_val: object = None,
     **named: Any,
 ) -> int:
@@ -199,6 +200,7 @@ def varlen_backward_flops(
     row_sum: Tensor | None,
     *rest: Any,
     deterministic: bool = True,
+    part: bool = False,
     out_val: object = None,
     **named: Any,
 ) -> int:

@@ -85,6 +85,12 @@ class Backend:
             return pyattn.attention_varlen(q, k, v, *packing, **options)
         return emulated.attention_varlen(q, k, v, *packing, deterministic=self.repeatable, **options)
 
+    def attention_backward(self, *tensors: Any, **options: Any) -> tuple[Tensor | None, ...]:
+        """``pyattn.attention_backward`` likewise."""
+        if self.family != "emulated":
+            return pyattn.attention_backward(*tensors, **options)
+        return emulated.attention_backward(*tensors, deterministic=self.repeatable, **options)
+
     def needs_memory(self, size: float) -> None:
         """Skips a test that a GPU has too few bytes for. (A CPU's memory is not touched.)"""
         if self.family == "cuda" and torch.cuda.get_device_properties(0).total_memory < size:

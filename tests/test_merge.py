@@ -40,6 +40,11 @@ def part(options: dict[str, Any], begin: int, end: int, offset: int | Tensor) ->
     return mine
 
 
+def cuts(seqlen_k: int, count: int) -> list[tuple[int, int]]:
+    """``count`` parts of unequal lengths, [begin, end)."""
+    return list(itertools.pairwise(seqlen_k * (i * (i + 1)) // (count * (count + 1)) for i in range(count + 1)))
+
+
 def in_parts(attend: Callable[..., Any], count: int) -> Callable[..., Any]:
     """``attend`` over ``count`` parts of unequal lengths, merged two by two; more than two in float32 at least."""
 
@@ -48,9 +53,8 @@ def in_parts(attend: Callable[..., Any], count: int) -> Callable[..., Any]:
     ) -> Any:
         seqlen_k = k.shape[2]
         offset = seqlen_k - q.shape[2] if q_offset is None else q_offset
-        cuts = [seqlen_k * (i * (i + 1)) // (count * (count + 1)) for i in range(count + 1)]
         parts = []
-        for begin, end in itertools.pairwise(cuts):
+        for begin, end in cuts(seqlen_k, count):
             mine = part(options, begin, end, offset)
             out, lse = attend(q, k[:, :, begin:end], v[:, :, begin:end], return_lse=True, **mine)
             parts.append((out if count == 2 else out.to(lse.dtype), lse))

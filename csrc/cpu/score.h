@@ -109,6 +109,9 @@ class General : public Scale<Compute<S>> {
         for (int64_t k = strip.begin; k < strip.end; ++k)
           approach(scores.from(k).data + j, factor, slopes, distances.at(k));
       }
+    else if (factor != 1)
+      for (int64_t k = strip.begin; k < strip.end; ++k)
+        for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) multiply(scores.from(k).data + j, factor);
   }
 
   void to_scores_by_rows(const ForwardParams& p, Matrix<T> scores, const Head& head, const Tile& tile) const {
@@ -131,6 +134,9 @@ class General : public Scale<Compute<S>> {
         for (int64_t k = 0; k < tile.keys; k += kLanes<T>)
           approach(scores.from(r).data + k, factor, slope, distances.at(k));
       }
+    else if (factor != 1)
+      for (int64_t r = 0; r < tile.rows; ++r)
+        for (int64_t k = 0; k < tile.keys; k += kLanes<T>) multiply(scores.from(r).data + k, factor);
   }
 
   // Gradient of the scores -> gradient of the bias, sums of the slopes' own gradients, one for each
@@ -173,6 +179,8 @@ class General : public Scale<Compute<S>> {
   static PYATTN_MEMBER_INLINE void approach(T* s, T factor, vec<T> slope, vec<T> distance) {
     store(s, fma(-slope, distance, load(s) * factor));
   }
+
+  static PYATTN_MEMBER_INLINE void multiply(T* s, T factor) { store(s, load(s) * factor); }
 
   static vec<T> slopes_of(const ForwardParams& p, const Head& head, int64_t r0) {
     T slopes[kLanes<T>];

@@ -83,6 +83,7 @@ class Score(ctypes.Structure):
         ("alibi_slopes", ctypes.c_void_p),
         ("slopes_stride_b", ctypes.c_int64),
         ("sinks", ctypes.c_void_p),
+        ("part", ctypes.c_bool),
     ]
 
 
@@ -201,7 +202,7 @@ class Call:
         if (ranges := options.get("key_ranges")) is not None:
             p.mask.key_ranges = self.address(ranges.long())
             p.mask.key_ranges_stride_b = 2 * seqlen_q if ranges.dim() == 3 and len(ranges) > 1 else 0
-        p.score.softcap = options.get("softcap", 0.0)
+        p.score.softcap, p.score.part = options.get("softcap", 0.0), options.get("part", False)
         if bias is not None:
             self.kept.append(bias)
             p.score.bias = bias_view(bias, q.dtype)
@@ -259,24 +260,41 @@ class Emulated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, *learned, out, rows = ctx.saved_tensors
-        call = Call((q, k, v), learned, ctx.options)
-        p, (bias, slopes, sinks) = call.p, learned
-        dq, dk, dv = (before_a_wall(*t.shape, dtype=t.dtype) for t in (q, k, v))
+        *inputs, out, rows = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        p.out, p.dout, p.dq, p.dk, p.dv = map(view, (out, dout, dq, dk, dv))
-        p.row_max, p.row_sum = rows[0].data_ptr(), rows[1].data_ptr()
-        p.dlse = None if dlse is None else call.address(dlse)
-        dbias, dslopes, dsinks = (
-            before_a_wall(*t.shape, dtype=t.dtype if t is bias else call.row_dtype) if wanted else None
-            for t, wanted in zip(learned, ctx.needs_input_grad[-3:], strict=True)
-        )
-        if dbias is not None:
-            p.dbias = bias_view(dbias, q.dtype)
-        p.dslopes, p.dsinks = (None if t is None else t.data_ptr() for t in (dslopes, dsinks))
-        call.backward(ctx.kernels, list(DTYPES).index(q.dtype))
-        dslopes, dsinks = (None if d is None else d.to(t.dtype) for d, t in ((dslopes, slopes), (dsinks, sinks)))
-        return None, None, dq, dk, dv, dbias, dslopes, dsinks
+        wanted = ctx.needs_input_grad[-3:]
+        return None, None, *gradients(ctx.kernels, ctx.options, inputs, wanted, dout, dlse, out, rows[0], rows[1])
+
+
+def gradients(
+    kernels: ctypes.CDLL,
+    options: dict[str, Any],
+    inputs: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """Those of q, k and v, and what is wanted of bias, slopes and sinks."""
+    q, k, v, *learned = inputs
+    call = Call((q, k, v), learned, options)
+    p, (bias, slopes, sinks) = call.p, learned
+    dq, dk, dv = (before_a_wall(*t.shape, dtype=t.dtype) for t in (q, k, v))
+    p.out, p.dout, p.dq, p.dk, p.dv = map(view, (out, dout, dq, dk, dv))
+    p.row_max, p.row_sum = call.address(row_max), call.address(row_sum)
+    p.dlse = None if dlse is None else call.address(dlse)
+    dbias, dslopes, dsinks = (
+        before_a_wall(*t.shape, dtype=t.dtype if t is bias else call.row_dtype) if w else None
+        for t, w in zip(learned, wanted, strict=True)
+    )
+    if dbias is not None:
+        p.dbias = bias_view(dbias, q.dtype)
+    p.dslopes, p.dsinks = (None if t is None else t.data_ptr() for t in (dslopes, dsinks))
+    call.backward(kernels, list(DTYPES).index(q.dtype))
+    dslopes, dsinks = (None if d is None else d.to(t.dtype) for d, t in ((dslopes, slopes), (dsinks, sinks)))
+    return dq, dk, dv, dbias, dslopes, dsinks
 
 
 def attention(
@@ -313,3 +331,25 @@ def attention_varlen(
     """``pyattn.attention_varlen`` likewise."""
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     return attention(q, k, v, packing=packing, **options)
+
+
+def attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor | tuple[Tensor, Tensor],
+    *,
+    dlse: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor | None, ...]:
+    """``pyattn.attention_backward`` likewise."""
+    row_max, row_sum = lse if isinstance(lse, tuple) else (lse, torch.ones_like(lse))
+    learned = bias, alibi_slopes, sinks
+    wanted = [t is not None and t.is_floating_point() for t in learned]
+    options["part"] = True
+    return gradients(library(), options, (q, k, v, *learned), wanted, dout, dlse, out, row_max, row_sum)

@@ -1,0 +1,194 @@
+"""Attention over keys that were split into parts: results of two become those of both, gradients come part by part."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyattn import _ops, autograd
+from pyattn.arguments import check_tensor
+from pyattn.options import UNBOUNDED, Options, check_options, options_of
+
+__all__ = ["Gradients", "attention_backward", "merge"]
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """The attention over two sets of keys, from ``(out, lse)`` over each: exact, and differentiable.
+
+    ::
+
+        lse = log(exp(lse_a) + exp(lse_b))
+        out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
+
+    The same queries, with ``return_lse=True``, see keys [0, n) in one call of :func:`pyattn.attention` and keys [n, Sk)
+    in the other. A key's position counts from its part's first key, so that part's ``q_offset`` is smaller by n, and
+    ``key_ranges`` and the columns of ``bias`` are its own. With sinks, exactly one part is given them. Dropout counts
+    keys within a part: parts with dropout need seeds of their own, and drop other weights than one call would.
+
+    Args:
+        out_a, out_b: (B, Hq, Sq, Dv), or (total, Hq, Dv) of packed sequences, of one dtype.
+        lse_a, lse_b: (B, Hq, Sq), or (Hq, total), float32; float64 for float64 outs.
+
+    Returns:
+        ``(out, lse)``, like the arguments. A part in which a query sees no key (lse -inf) leaves the other's row as it
+        is; where both are empty, out is 0, lse -inf and every gradient 0. NaN arrives.
+
+    Raises:
+        ValueError: another number of dimensions, shapes that differ (nothing broadcasts), several devices.
+        TypeError: what is no tensor, another dtype.
+        NotImplementedError: nested tensors.
+
+    16-bit outs are added up in float32 and rounded once a merge: to merge many parts, pass them on as float32. A weight
+    exp(lse_a - lse) has a relative error of 2 eps(float32) |lse| at most, because lse is rounded.
+
+    Source: Dao et al. 2022 (FlashAttention), section 3.1; between devices, Liu et al. 2023 (Ring Attention).
+
+    >>> from pyattn import attention
+    >>> q, k, v = torch.randn(3, 1, 8, 100, 64)
+    >>> whole = attention(q, k, v)
+    >>> first = attention(q, k[:, :, :60], v[:, :, :60], q_offset=0, return_lse=True)
+    >>> second = attention(q, k[:, :, 60:], v[:, :, 60:], q_offset=-60, return_lse=True)
+    >>> torch.allclose(merge(*first, *second)[0], whole, atol=1e-5)
+    True
+    """
+    _check(out_a, lse_a, out_b, lse_b)
+    empty_a, empty_b = lse_a == -math.inf, lse_b == -math.inf
+    # An infinite difference would make gradients NaN, and where one part is empty nothing depends on it.
+    difference = (lse_a - lse_b).masked_fill(empty_a | empty_b, 0.0)
+    weight_a, weight_b = (
+        torch.where(theirs, 1.0, torch.sigmoid(d)).masked_fill(own, 0.0)
+        for own, theirs, d in ((empty_a, empty_b, difference), (empty_b, empty_a, -difference))
+    )
+    both = torch.maximum(lse_a, lse_b) + torch.log1p(torch.exp(-difference.abs()))
+    lse = torch.where(empty_b, lse_a, torch.where(empty_a, lse_b, both)).masked_fill(empty_a & empty_b, -math.inf)
+    out = _by_row(weight_a, out_a) * out_a + _by_row(weight_b, out_b) * out_b
+    return out.to(out_a.dtype), lse
+
+
+class Gradients(NamedTuple):
+    """What :func:`attention_backward` returns, each in its tensor's dtype and shape; None where there is no tensor."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+
+
+def attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor | tuple[Tensor, Tensor],
+    *,
+    dlse: Tensor | None = None,
+    causal: bool = True,
+    q_offset: int | Tensor | None = None,
+    window: tuple[int, int] = UNBOUNDED,
+    key_ranges: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+) -> Gradients:
+    """The share that one part of the keys has in the gradients of attention over all of them.
+
+    With P_ij = exp(score_ij - lse_i), the weight that key j of the part has among all keys, and D the dropout factors::
+
+        dv = (P * D)^T dout        dp = dout v^T * D        ds = P * (dp - rowsum(dout * out) + dlse)
+        dq = softmax_scale * ds k       dk = softmax_scale * ds^T q       dbias = ds
+
+    Over the parts, dq and the gradients of slopes add up to those of the whole; dk, dv and dbias are the part's own.
+    This is what backward of attention needs whose keys lie on several devices, or come one part after the other.
+
+    Args:
+        dout: (B, Hq, Sq, Dv), gradient of the merged out.
+        q, k, v: as for :func:`pyattn.attention`; k and v hold the part's keys.
+        out: the merged out, like dout.
+        lse: the merged lse (B, Hq, Sq), as :func:`merge` returns it; or (row_max, row_sum), each query's largest score,
+            or any number near it, and its sum of exp(score - row_max), over all keys. float32; float64 for float64.
+        dlse: gradient of the merged lse, if it has one.
+        causal, q_offset, window, key_ranges, softmax_scale, softcap, bias, alibi_slopes: as in the part's forward.
+        sinks: as the merged forward had them, for one of the parts alone: the gradient is whole.
+        dropout_p, dropout_seed: as the part's forward had them, the seed not None.
+
+    Returns:
+        :class:`Gradients`. bias has one unless it is bool.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as :func:`pyattn.attention`; ValueError for dropout without a seed.
+
+    Not differentiable. lse is rounded, so each P has a relative error of at most 2 eps |lse|, eps that of lse's dtype;
+    from (row_max, row_sum) it is as exact as in the backward of :func:`pyattn.attention`.
+
+    Source: Liu et al. 2023 (Ring Attention), algorithm 1.
+
+    >>> from pyattn import attention
+    >>> q, k, v, dout = torch.randn(4, 1, 8, 100, 64)
+    >>> first, second = (k[:, :, :60], v[:, :, :60]), (k[:, :, 60:], v[:, :, 60:])
+    >>> out, lse = merge(
+    ...     *attention(q, *first, q_offset=0, return_lse=True), *attention(q, *second, q_offset=-60, return_lse=True)
+    ... )
+    >>> parts = [
+    ...     attention_backward(dout, q, *first, out, lse, q_offset=0),
+    ...     attention_backward(dout, q, *second, out, lse, q_offset=-60),
+    ... ]
+    >>> whole = torch.autograd.grad(attention(q.requires_grad_(), k, v), q, dout)[0]
+    >>> torch.allclose(parts[0].q + parts[1].q, whole, atol=1e-5)
+    True
+    """
+    row_max, row_sum = lse if isinstance(lse, tuple) else (lse, None)
+    tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": row_max}
+    for name, tensor in tensors.items():
+        check_tensor(name, tensor)
+    if row_sum is None:
+        row_sum = torch.ones_like(row_max)
+    arguments = causal, q_offset, window, key_ranges, softmax_scale, softcap, bias, alibi_slopes, sinks
+    check_options(*arguments, dropout_p, dropout_seed)
+    if dropout_p and dropout_seed is None:
+        raise ValueError(f"pyattn: dropout_seed must be that of the forward, got None with dropout_p {dropout_p}")
+    options = Options(*options_of(q.device, *arguments, dropout_p, dropout_seed))
+    wanted = bias is not None and bias.dtype != torch.bool, alibi_slopes is not None, sinks is not None
+    rows = dout, dlse, q, k, v, out, row_max, row_sum
+    with torch.no_grad():
+        gradients = _ops.attention_backward(*rows, *options, autograd._deterministic, wanted, True)
+    return Gradients(*gradients)
+
+
+def _by_row(weight: Tensor, out: Tensor) -> Tensor:
+    """``weight``, shaped like lse, as a column beside ``out``: packed sequences have their heads first in lse alone."""
+    return (weight if out.dim() == 4 else weight.mT).unsqueeze(-1)
+
+
+def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+    tensors = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    for name, tensor in tensors.items():
+        check_tensor(name, tensor)
+        if tensor.device != out_a.device:
+            raise ValueError(f"pyattn: {name} must be on out_a's device, got {tensor.device} and {out_a.device}")
+    if not out_a.is_floating_point():
+        raise TypeError(f"pyattn: out_a must be a floating-point tensor, got {out_a.dtype}")
+    if out_a.dim() not in (3, 4):
+        raise ValueError(
+            f"pyattn: out_a must be (batch, num_heads, seqlen_q, head_dim_v) or, packed, (total_q, num_heads, "
+            f"head_dim_v), got shape {tuple(out_a.shape)}"
+        )
+    rows = out_a.shape[:3] if out_a.dim() == 4 else out_a.shape[1::-1]
+    row_dtype = torch.promote_types(out_a.dtype, torch.float32)
+    for name, shape, dtype in (
+        ("out_b", out_a.shape, out_a.dtype),
+        ("lse_a", rows, row_dtype),
+        ("lse_b", rows, row_dtype),
+    ):
+        tensor = tensors[name]
+        if tensor.dtype != dtype:
+            raise TypeError(f"pyattn: {name} must have dtype {dtype} beside out_a of {out_a.dtype}, got {tensor.dtype}")
+        if tensor.shape != shape:
+            raise ValueError(f"pyattn: {name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
