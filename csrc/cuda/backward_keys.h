@@ -125,7 +125,7 @@ struct KeysPass {
         [&](int, int row) { return rows.terms[row]; },
         [&](const Tile& dS) {
           if constexpr (Score::kGeneral)
-            if (p.dbias.data && part == 0) store_bias<S, kLayout>(p.dbias, dS, place(r0), warp_key);
+            if (!is_packed(p) && p.dbias.data && part == 0) store_bias<S, kLayout>(p.dbias, dS, place(r0), warp_key);
         });
   }
 

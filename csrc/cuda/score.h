@@ -131,7 +131,7 @@ class General {
         const float t = tanh(C[m][n][i]);
         C[m][n][i] = static_cast<float>(cap) * t, derivative.set(m, n, i, fmaf(-t, t, 1));
       });
-    const BiasType bias = p_.score.bias.type;
+    const BiasType bias = is_packed(p_) ? BiasType::kNone : p_.score.bias.type;  // packed sequences take none
     if (bias == BiasType::kLikeQ) add_bias<S, kLayout>(C, first, place());
     if constexpr (sizeof(S) != sizeof(float))
       if (bias == BiasType::kFloat32) add_bias<float, kLayout>(C, first, place());

@@ -18,18 +18,21 @@ constexpr int64_t all_rows(const ForwardParams& p) {
   return p.num_heads_q * (is_packed(p) ? p.packed.total_q : p.batch * p.seqlen_q);
 }
 
-// What lies before the rows of a head in (batch * num_heads_kv, rows), packed (num_heads_kv, total_q, group), from
-// where rows_from makes a number of rows: so many heads of as many rows, or the rows themselves.
-using RowsBefore = std::conditional_t<PYATTN_PACKED, uint64_t, unsigned>;
+// What lies before the rows of a head in (batch * num_heads_kv, rows), packed (num_heads_kv, total_q, group): so many
+// heads of as many rows, which are one register, or packed so many rows.
+using RowsBefore = std::conditional_t<PYATTN_PACKED, int64_t, unsigned>;
 PYATTN_DEVICE RowsBefore rows_before(const ForwardParams& p, unsigned number, const Head& head) {
-  return PYATTN_PACKED ? (head.h_kv * p.packed.total_q + head.first_q) * head.group : number;
-}
-constexpr uint64_t rows_from(RowsBefore before, unsigned rows) {
-  return PYATTN_PACKED ? before : uint64_t{before} * rows;
+  if constexpr (PYATTN_PACKED)
+    return (head.h_kv * p.packed.total_q + head.first_q) * head.group;
+  else
+    return number;
 }
 
-PYATTN_DEVICE RowTerms* row_terms_of(const BackwardParams& p, RowsBefore before, unsigned rows) {
-  return static_cast<RowTerms*>(p.workspace) + rows_from(before, rows);
+PYATTN_DEVICE RowTerms* row_terms_of(const BackwardParams& p, RowsBefore before, [[maybe_unused]] unsigned rows) {
+  if constexpr (PYATTN_PACKED)
+    return static_cast<RowTerms*>(p.workspace) + before;
+  else
+    return static_cast<RowTerms*>(p.workspace) + uint64_t{before} * rows;
 }
 
 // Each row's share of dslopes and of dsinks, (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q), T being
@@ -44,8 +47,9 @@ constexpr T* sink_terms_of(const BackwardParams& p) {
 }
 
 // (rows, head_dim) sums of dQ of a KV head, for 16-bit types.
-constexpr float* query_sums_of(const BackwardParams& p, RowsBefore before, unsigned rows) {
-  return sink_terms_of<float>(p) + (p.dsinks ? all_rows(p) : 0) + rows_from(before, rows) * p.head_dim;
+constexpr float* query_sums_of(const BackwardParams& p, RowsBefore before, int64_t rows) {
+  const int64_t first = PYATTN_PACKED ? before : before * rows;
+  return sink_terms_of<float>(p) + (p.dsinks ? all_rows(p) : 0) + first * p.head_dim;
 }
 
 // T as above.
