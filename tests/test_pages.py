@@ -37,6 +37,18 @@ def twins(case: Case, dtype: torch.dtype, max_seqlen: int, page_size: int) -> tu
     return made(case, dtype, max_seqlen, page_size=page_size), made(case, dtype, max_seqlen)
 
 
+def scatter(cached: KVCache) -> None:
+    """Moves the pages into another order."""
+    order = torch.randperm(len(cached.k))
+    for storage in (cached.k, cached.v):
+        storage.copy_(storage[order])
+    assert cached.block_table is not None
+    cached.block_table.copy_(order.argsort()[cached.block_table])
+
+
+each_order = pytest.mark.parametrize("scattered", [False, True])
+
+
 def both(caches: tuple[KVCache, KVCache], q: Tensor, **options: Any) -> None:
     """The two give the same bits, out and lse."""
     assert_equal(*(attention_with_cache(q, cached, return_lse=True, **options) for cached in caches))
@@ -60,23 +72,30 @@ def test_same_bits_as_without(isa: str, name: str, page_size: int, dtype: torch.
 @each_dtype
 @pytest.mark.parametrize("name", LONG)
 @each_size
-def test_long_ones(isa: str, name: str, page_size: int, dtype: torch.dtype) -> None:
+@each_order
+def test_long_ones(isa: str, name: str, scattered: bool, page_size: int, dtype: torch.dtype) -> None:
+    """Over pages in one piece, and over such as lie apart."""
     case = LONG[name]
     (q, k, v), options = case.inputs(dtype), case.options | case.tensors(dtype)
     caches = twins(case, dtype, 1400, page_size)
     for cached in caches:
         cached.append(k, v)
+    if scattered:
+        scatter(caches[0])
     both(caches, q, **options)
 
 
 @each_size
-def test_masks_of_every_kind(isa: str, page_size: int) -> None:
+@each_order
+def test_masks_of_every_kind(isa: str, scattered: bool, page_size: int) -> None:
     """Sequences of their own lengths; queries anywhere; ranges and biases with holes."""
     case = Case(3, 4, 2, 3, 200, 24, 20)
     q, k, v = case.inputs(torch.float32)
     caches = twins(case, torch.float32, 210, page_size)
     for cached in caches:
         cached.append(k, v, [200, 0, 131])
+    if scattered:
+        scatter(caches[0])
     bias, ranges = torch.randn(4, 3, 210), torch.randint(105, (3, 3, 2)) + torch.tensor([0, 105])
     shown = torch.rand(3, 1, 3, 210) < 0.8
     choices = [{}, {"key_ranges": ranges}]

@@ -154,9 +154,8 @@ void add_values(const ForwardParams& p, const Mask& mask, const Tile& tile, Matr
   }
 }
 
-// One work item: a range of the keys of one KV head, for all its query rows. Rows: a Matrix, or in pages a
-// RowTable.
-template <class S, template <class> class Score, class Rows>
+// One work item: a range of the keys of one KV head, for all its query rows.
+template <class S, template <class> class Score>
 void decode_keys(const ForwardParams& p, const Head& head, int64_t split, const DecodeScratch<S>& s) {
   using T = Compute<S>;
   constexpr int L = kLanes<T>;
@@ -173,33 +172,41 @@ void decode_keys(const ForwardParams& p, const Head& head, int64_t split, const 
   watch.lap(Phase::kPack);
 
   const Range visible = mask.keys_of_any(0, rows).within(k_begin, k_end - k_begin);
-  const Range keys{k_begin + visible.begin, k_begin + visible.end};
-  const Rows k_rows = find_rows<Rows>(p, head, p.k, keys, kDecodeBlockK, s.k_rows),
-             v_rows = find_rows<Rows>(p, head, p.v, keys, kPrefetchKeys, s.v_rows);
-  for (int64_t n = visible.begin; n < visible.end; n += kDecodeBlockK) {
-    const Tile tile{0, rows, rows, k_begin + n, min(kDecodeBlockK, visible.end - n)};
-    const Rows K = k_rows.from(n - visible.begin), V = v_rows.from(n - visible.begin);
-    for (int64_t j = 0; j < tile.keys; j += L)
-      dots<S>(rows, tile.keys - j, p.head_dim, s.Q, K.from(j), {s.P.data + j, s.P.row}, [&](int64_t i, int64_t n) {
-        prefetch_later_keys(K, j + i, n, p.head_dim);
-        prefetch_rows(j + i, j + i + n, p.head_dim_v, [&](int64_t i) { return V.at(i); });
-      });
-    score.to_scores_by_rows(p, s.P, head, tile);
-    watch.lap(Phase::kScores, 2 * rows * tile.keys * p.head_dim);
-    for (int64_t r = 0; r < rows; ++r) {
-      const Range seen = mask.keys_of(r).within(tile.n0, tile.keys);
-      if (mask.has_holes(r))
-        with_keys_of_row<S>(p.score.bias, head, r, [&](auto shown) {
-          T* scores = s.P.from(r).data;
-          for (int64_t k = seen.begin; k < seen.end; ++k) scores[k] = shown(tile.n0 + k) ? scores[k] : kNegInf<T>;
+  const auto run = [&](auto k_rows, auto v_rows) {  // a Matrix each, or a RowTable
+    for (int64_t n = visible.begin; n < visible.end; n += kDecodeBlockK) {
+      const Tile tile{0, rows, rows, k_begin + n, min(kDecodeBlockK, visible.end - n)};
+      const auto K = k_rows.from(n - visible.begin), V = v_rows.from(n - visible.begin);
+      for (int64_t j = 0; j < tile.keys; j += L)
+        dots<S>(rows, tile.keys - j, p.head_dim, s.Q, K.from(j), {s.P.data + j, s.P.row}, [&](int64_t i, int64_t n) {
+          prefetch_later_keys(K, j + i, n, p.head_dim);
+          prefetch_rows(j + i, j + i + n, p.head_dim_v, [&](int64_t i) { return V.at(i); });
         });
-      const T decay = softmax_row(s.P.from(r).data, seen, score, part.row_max[r], s.row_sum + r * L);
-      T* o = part.O.from(r).data;
-      for (int64_t d = 0; d < part.O.row; d += L) store(o + d, load(o + d) * decay);
+      score.to_scores_by_rows(p, s.P, head, tile);
+      watch.lap(Phase::kScores, 2 * rows * tile.keys * p.head_dim);
+      for (int64_t r = 0; r < rows; ++r) {
+        const Range seen = mask.keys_of(r).within(tile.n0, tile.keys);
+        if (mask.has_holes(r))
+          with_keys_of_row<S>(p.score.bias, head, r, [&](auto shown) {
+            T* scores = s.P.from(r).data;
+            for (int64_t k = seen.begin; k < seen.end; ++k) scores[k] = shown(tile.n0 + k) ? scores[k] : kNegInf<T>;
+          });
+        const T decay = softmax_row(s.P.from(r).data, seen, score, part.row_max[r], s.row_sum + r * L);
+        T* o = part.O.from(r).data;
+        for (int64_t d = 0; d < part.O.row; d += L) store(o + d, load(o + d) * decay);
+      }
+      watch.lap(Phase::kSoftmax);
+      add_values<S>(p, mask, tile, s.P, V, K.from(kDecodeBlockK), part.O);
+      watch.lap(Phase::kOut, 2 * rows * tile.keys * p.head_dim_v);
     }
-    watch.lap(Phase::kSoftmax);
-    add_values<S>(p, mask, tile, s.P, V, K.from(kDecodeBlockK), part.O);
-    watch.lap(Phase::kOut, 2 * rows * tile.keys * p.head_dim_v);
+  };
+  const Range keys{k_begin + visible.begin, k_begin + visible.end};
+  if (!keys.empty()) {
+    const KeyRun<S> K = key_run<S>(p, head, p.k, keys), V = key_run<S>(p, head, p.v, keys);
+    if (K.count == keys.count() && V.count == keys.count())
+      run(K.rows, V.rows);
+    else
+      run(list_rows<S>(p, head, p.k, keys, kDecodeBlockK, s.k_rows),
+          list_rows<S>(p, head, p.v, keys, kPrefetchKeys, s.v_rows));
   }
   for (int64_t r = 0; r < rows; ++r) {
     T sum = 0;

@@ -146,10 +146,8 @@ void forward(const ForwardParams& p, int64_t begin, int64_t end, void* scratch) 
   for (int64_t item = begin; item < end; ++item) {
     const auto [index, n, count] = work.at(item);
     const Head head(p, index);
-    if (few_rows<S>(p, head.count) && p.pages.table)
-      decode_keys<S, Score, RowTable<const S>>(p, head, n, DecodeScratch<S>(p, scratch));
-    else if (few_rows<S>(p, head.count))
-      decode_keys<S, Score, Matrix<const S>>(p, head, n, DecodeScratch<S>(p, scratch));
+    if (few_rows<S>(p, head.count))
+      decode_keys<S, Score>(p, head, n, DecodeScratch<S>(p, scratch));
     else
       forward_block<S, Score>(p, head, (count - 1 - n) * kBlockQ<Compute<S>>, ForwardScratch<S>(p, scratch));
   }
