@@ -80,7 +80,7 @@ struct Mask {
       const int64_t* range = p.mask.key_ranges + head.b * p.mask.key_ranges_stride_b + 2 * (head.first_q + i);
       keys = keys.in({range[0], range[1]});
     }
-    if (has_bias()) {
+    if (p.mask.bias_rows) {
       const RowKeys& row = bias_row(r);
       keys = keys.in({row.begin, row.end});
     }
@@ -106,7 +106,7 @@ struct Mask {
   }
 
   // Whether the bias may hide some key between those that it shows the row.
-  constexpr bool has_holes(int64_t r) const { return has_bias() && bias_row(r).holes; }
+  constexpr bool has_holes(int64_t r) const { return p.mask.bias_rows && bias_row(r).holes; }
 
   template <class S>
   constexpr bool sees(int64_t r, int64_t key) const {
@@ -138,7 +138,8 @@ struct Mask {
   // Whether some row of [r0, r0 + rows) has holes.
   constexpr bool any_holes(int64_t r0, int64_t rows) const {
     bool any = false;
-    if (has_bias()) each_block({r0, r0 + rows}, [&](int64_t, const BlockKeys& block) { any = any || block.holes; });
+    if (p.mask.bias_rows)
+      each_block({r0, r0 + rows}, [&](int64_t, const BlockKeys& block) { any = any || block.holes; });
     return any;
   }
 
@@ -221,8 +222,6 @@ struct Mask {
   }
 
  private:
-  // Packed sequences take none.
-  constexpr bool has_bias() const { return !is_packed(p) && p.mask.bias_rows; }
   constexpr const RowKeys& bias_row(int64_t r) const { return p.mask.bias_rows[BiasRows(p).index(head, r)]; }
 
   // f(first row, summary) for each block that has some of these rows.

@@ -20,7 +20,7 @@ constexpr int64_t all_rows(const ForwardParams& p) {
 
 // What lies before the rows of a head in (batch * num_heads_kv, rows), packed (num_heads_kv, total_q, group): so many
 // heads of as many rows, which are one register, or packed so many rows.
-using RowsBefore = std::conditional_t<PYATTN_PACKED, int64_t, unsigned>;
+using RowsBefore = std::conditional_t<PYATTN_PACKED, uint64_t, unsigned>;
 PYATTN_DEVICE RowsBefore rows_before(const ForwardParams& p, unsigned number, const Head& head) {
   if constexpr (PYATTN_PACKED)
     return (head.h_kv * p.packed.total_q + head.first_q) * head.group;
