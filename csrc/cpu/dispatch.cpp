@@ -42,7 +42,7 @@ struct Isa {
 // x86-64-v3 and v4, as the compiler's -march= has them. clang 16 does not know these names in
 // __builtin_cpu_supports, which asks whether the system saves the registers too; nor F16C, MOVBE
 // and LZCNT, which need no more than AVX's.
-bool has_v3() {
+[[maybe_unused]] bool has_v3() {
   unsigned a, b, c, d;
   const bool f16c_movbe = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) && (c & bit_MOVBE);
   const bool lzcnt = __get_cpuid(0x80000001, &a, &b, &c, &d) && (c & bit_LZCNT);
@@ -50,7 +50,7 @@ bool has_v3() {
          __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
 }
 
-bool has_v4() {
+[[maybe_unused]] bool has_v4() {
   return has_v3() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
@@ -58,12 +58,17 @@ bool has_v4() {
 #endif
 
 const Isa kIsas[] = {
-#ifdef __x86_64__
+#ifdef PYATTN_HAS_avx512_bf16
     {"avx512_bf16", [] { return has_v4() && __builtin_cpu_supports("avx512bf16"); }, avx512_bf16::kernels,
      avx512_bf16::general_kernels},
+#endif
+#ifdef PYATTN_HAS_avx512
     {"avx512", has_v4, avx512::kernels, avx512::general_kernels},
+#endif
+#ifdef PYATTN_HAS_avx2
     {"avx2", has_v3, avx2::kernels, avx2::general_kernels},
-#elif defined(__aarch64__)
+#endif
+#ifdef PYATTN_HAS_neon
     {"neon", [] { return true; }, neon::kernels, neon::general_kernels},
 #endif
     {"scalar", [] { return true; }, scalar::kernels, scalar::general_kernels},
