@@ -173,6 +173,10 @@ def test_reorder_shares_pages() -> None:
     assert third == [0, 1, 10]
     cached.append(k[:, :, :9], v[:, :, :9], [9, 0, 0])  # its last page is no longer shared
     assert pages_in_use(cached)[0] == [0, 1, 2, 3]
+    cached.reorder([0, 0, 0])
+    shared = pages_in_use(cached)[0][-1]
+    cached.append(k[:, :, :1], v[:, :, :1])
+    assert [row[-1] == shared for row in pages_in_use(cached)] == [False, False, True]  # nobody else has it by then
     cached.reset()
     cached.append(k, v)
     assert pages_in_use(cached) == [[0, 1, 2], [4, 5, 6], [8, 9, 10]]

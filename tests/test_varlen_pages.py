@@ -78,6 +78,21 @@ def test_same_bits_as_one_behind_the_other(
 
 
 @pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("apart", [0, 1], ids=["keys", "values"])
+def test_keys_or_values_alone_in_one_piece(apart: int) -> None:
+    """Pages follow one another; between those of k, or of v, lies a position of NaN."""
+    packed = Packed([1], [100], (4, 2))
+    q, *kv = packed.inputs(torch.float32, 32, 32)
+    pages = [torch.full((7, 16 + (i == apart), 2, 32), math.nan) for i in range(2)]
+    for t, paged in zip(kv, pages, strict=True):
+        for page, part in zip(paged, t.split(16), strict=True):
+            page[: len(part)] = part
+    k, v = (paged[:, :16] for paged in pages)
+    ours = attention_varlen(q, k, v, *packed.packing, block_table=torch.arange(7)[None], return_lse=True)
+    assert_equal(ours, attention_varlen(q, *kv, *packed.packing, return_lse=True))
+
+
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("name", ["q_offset", "key_ranges", "alibi_slopes", "sinks", "seqused_k"])
 def test_options_of_each_sequence(name: str) -> None:
     count, heads = len(GROUPED.queries), GROUPED.heads[0]
