@@ -15,10 +15,11 @@
 namespace pyattn::PYATTN_ISA {
 inline constexpr int kVectorBytes = 64;
 // Rows of a register tile, by its width in vectors. Of 32 registers 24 are accumulators, 4
-// hold B, 1 holds A; 4 x 6 and 3 x 8 spill.
+// hold B, 1 holds A; 4 x 6 and 3 x 8 spill. 16 rows of one vector leave no rest of a strip of 16
+// lanes, whose keys under a causal mask are a multiple of 16, and of most head dimensions.
 inline constexpr int kMaxNV = 4;
 inline constexpr int kWideNV = 8;
-inline constexpr int kMR[kWideNV + 1] = {0, 14, 12, 8, 6, 4, 3, 3, 2};
+inline constexpr int kMR[kWideNV + 1] = {0, 16, 12, 8, 6, 4, 3, 3, 2};
 }  // namespace pyattn::PYATTN_ISA
 
 #define PYATTN_HAS_HALF_CONVERSION
