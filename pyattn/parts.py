@@ -144,12 +144,12 @@ def attention_backward(
     >>> torch.allclose(parts[0].q + parts[1].q, whole, atol=1e-5)
     True
     """
-    row_max, row_sum = lse if isinstance(lse, tuple) else (lse, None)
-    tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": row_max}
-    for name, tensor in tensors.items():
+    if isinstance(lse, tuple) and len(lse) != 2:
+        raise ValueError(f"pyattn: lse must be a Tensor or (row_max, row_sum), got a tuple of {len(lse)}")
+    pair = {"row_max": lse[0], "row_sum": lse[1]} if isinstance(lse, tuple) else {"lse": lse}
+    for name, tensor in ({"dout": dout, "q": q, "k": k, "v": v, "out": out} | pair).items():
         check_tensor(name, tensor)
-    if row_sum is None:
-        row_sum = torch.ones_like(row_max)
+    row_max, row_sum = lse if isinstance(lse, tuple) else (lse, torch.ones_like(lse))
     arguments = causal, q_offset, window, key_ranges, softmax_scale, softcap, bias, alibi_slopes, sinks
     check_options(*arguments, dropout_p, dropout_seed)
     if dropout_p and dropout_seed is None:

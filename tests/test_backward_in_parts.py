@@ -111,7 +111,9 @@ def test_errors() -> None:
     q, k, v = Case(1, 2, 2, 3, 5, 8, 8).inputs(torch.float32)
     out, lse = attention(q, k, v, return_lse=True)
     for error, message, arguments, options in (
-        (TypeError, "pyattn: lse must be a Tensor, got None", (out, None), {}),
+        (TypeError, "pyattn: lse must be Tensor, got None", (out, None), {}),
+        (TypeError, "pyattn: row_sum must be Tensor, got None", (out, (lse, None)), {}),
+        (ValueError, "pyattn: lse must be a Tensor or (row_max, row_sum), got a tuple of 1", (out, (lse,)), {}),
         (ValueError, "pyattn: row_max must have shape [1, 2, 3], got [1, 2, 2]", (out, lse[..., :2]), {}),
         (TypeError, "pyattn: row_max must have dtype float32, got float64", (out, lse.double()), {}),
         (ValueError, "pyattn: out must have shape [1, 2, 3, 8], got [1, 2, 2, 8]", (out[:, :, :2], lse), {}),
