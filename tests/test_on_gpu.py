@@ -133,7 +133,7 @@ def test_a_graph_reads_masks_and_scores_anew(cuda: Backend) -> None:
 
 
 def test_a_graph_reads_lengths_anew(cuda: Backend) -> None:
-    """Of packed sequences it knows how many tokens and sequences there are, and the longest that may come."""
+    """A graph of packed sequences fixes how many tokens and sequences there are, and the longest that may come."""
     q, k, v, dout = torch.randn(4, 900, 4, 64, dtype=torch.bfloat16).unbind()
     lengths = torch.tensor([0, 300, 300, 600, 890], dtype=torch.int32)
     used = torch.tensor([300, 0, 9, 290])

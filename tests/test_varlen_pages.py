@@ -126,7 +126,7 @@ def gradients(
 @each_dtype
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 def test_gradients(options: dict[str, Any], dtype: torch.dtype) -> None:
-    """Of the pages, in their own shape: 0 where no key lies."""
+    """Gradients of pages have the pages' own shape, and are 0 where no key lies."""
     q, k, v = GROUPED.inputs(dtype)
     slopes, paged = torch.rand(24).to(dtype), Paged(GROUPED, 48)
     dout = torch.randn(*q.shape[:2], 20).to(dtype)

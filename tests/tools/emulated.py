@@ -129,7 +129,7 @@ class BackwardParams(ctypes.Structure):
 
 
 def view(t: Tensor) -> View:
-    """Of (batch, heads, tokens, columns), or of packed (tokens, heads, columns)."""
+    """The tensor is (batch, heads, tokens, columns), or packed (tokens, heads, columns)."""
     assert t.shape[-1] <= 1 or t.stride(-1) == 1
     return View(t.data_ptr(), *(t.stride()[:3] if t.dim() == 4 else (0, t.stride(1), t.stride(0))))
 
@@ -277,7 +277,7 @@ def gradients(
     row_max: Tensor,
     row_sum: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """Those of q, k and v, and what is wanted of bias, slopes and sinks."""
+    """The gradients of q, k and v, and those of bias, slopes and sinks that are wanted."""
     q, k, v, *learned = inputs
     call = Call((q, k, v), learned, options)
     p, (bias, slopes, sinks) = call.p, learned
