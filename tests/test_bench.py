@@ -10,8 +10,7 @@ from matplotlib import image
 
 import pyattn
 from pyattn import _C, _ops, reference
-from pyattn.cli import bench, chart, contenders, decoding, features, main, rows, timing
-from pyattn.cli.gpt import Config
+from pyattn.cli import bench, chart, contenders, features, main, rows, runtimes, timing
 
 
 @pytest.fixture
@@ -130,6 +129,8 @@ def test_run(tmp_path, capsys):
     assert sides >= {f"pyattn {isa}" for isa in _C.available_isas()} | {"torch sdpa", "pyattn MultiHeadAttention"}
     for row in record["results"]:
         assert row["side"] in shown
+        if row["side"] in runtimes.COMPILERS:  # where they are installed; they may refuse these shapes
+            continue
         assert row["forward"]["seconds"] > 0
         assert row["forward_backward"]["seconds"] > 0
         assert ("of_peak" in row["forward"]) == (not row["what"].startswith("module"))
@@ -145,7 +146,7 @@ def test_run_on_a_gpu(gpu, tmp_path, capsys):
     assert set(gpu["randn"]) == set(gpu["to"]) == set(gpu["clock"]) == {"cuda"}
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == f"Small GPU, torch {torch.__version__}; speed-ups over torch's sdpa"
-    assert "--quick leaves out larger modules, modules in any dtype but float32, and rounds" in shown[1]
+    assert shown[1] == "--quick makes 2 of 3 comparisons, in fewer rounds"
     assert any(line.split().count("TFLOP/s") == 2 and "peak" not in line for line in shown)
     record = json.loads((tmp_path / "results.json").read_text())
     assert (record["gpu"], record["cuda"], record["peak_flops"]) == ("Small GPU", "13.0", {})
@@ -194,31 +195,6 @@ def test_features(capsys):
     assert features.sides((1, 2, 40, 8), torch.float32, "cpu", dense=False).keys() < all_sides.keys()
 
 
-@pytest.mark.usefixtures("least")
-def test_decoding(monkeypatch, tmp_path, capsys):
-    """A token is timed over caches and without, in tokens a second; all sides compute the same logits."""
-    monkeypatch.setattr(decoding, "CONTEXTS", (9, 30))
-    monkeypatch.setattr(decoding, "MODEL", Config(layers=2, heads=2, width=16))
-    monkeypatch.setattr(rows, "TOKEN_SECONDS", 0.0)
-    threads = torch.get_num_threads()
-    try:
-        assert main(["bench", *f"--only decode --dtype float32 --threads 1 --out {tmp_path}".split()]) == 0
-    finally:
-        torch.set_num_threads(threads)
-    shown = capsys.readouterr().out
-    assert "speed-ups over torch sdpa over a cache" in shown
-    assert "tokens/s" in shown
-    record = json.loads((tmp_path / "results.json").read_text())["results"]
-    assert [row["what"] for row in record] == ["decode 9 float32"] * 5 + ["decode 30 float32"] * 5
-    for row in record:
-        assert row["side"] in shown
-        assert row["forward"]["tokens_per_second"] == 1 / row["forward"]["seconds"]
-    for context in (1, 30):
-        calls = decoding.sides(context, torch.float64, "cpu")
-        for logits in (call() for call in calls.values() for _ in range(2)):
-            torch.testing.assert_close(logits, calls[decoding.BASE](), rtol=0, atol=1e-12)
-
-
 def test_the_picture_has_a_panel_for_modules(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(chart, "_bars", lambda _, rows, key, title, base: drawn.append((rows[0]["what"], key, title)))
@@ -243,6 +219,7 @@ def test_the_picture_has_a_panel_for_modules(tmp_path, monkeypatch):
         ("--shapes 1x2x3", "pyattn: --shapes must be of the form BxHxTxD, each at least 1, got 1x2x3"),
         ("--shapes 1x2x0x4", "pyattn: --shapes must be of the form BxHxTxD, each at least 1, got 1x2x0x4"),
         ("--threads 0", "pyattn: --threads must be at least 1, got 0"),
+        ("--only cache --shapes 1x2x3x4", "pyattn: --shapes must be left out with --only cache, got 1x2x3x4"),
     ],
 )
 def test_bad_input(options, message, capsys):

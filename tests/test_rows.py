@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ TIME = {"seconds": 2e-3, "low": 1.9e-3, "high": 2.1e-3, "speedup": 3.0, "rounds"
 
 def test_the_table_of_a_gpu_shows_operations_a_second(capsys):
     forward = TIME | {"flops_per_second": 456.7e12}
-    table.show([{"what": "shape", "side": "pyattn", "forward": forward, "forward_backward": TIME}], "cuda")
+    table.show([{"what": "shape", "side": "pyattn", "forward": forward, "forward_backward": TIME}])
     _, _, head, line = capsys.readouterr().out.splitlines()
     assert line.split() == ["pyattn", "2.000", "±", "5%", "3.00x", "456.7", "2.000", "±", "5%", "3.00x"]
     assert head.index("TFLOP/s") + len("TFLOP/s") == line.index("456.7") + len("456.7")
@@ -100,6 +99,16 @@ def test_without_sdpa_there_is_nothing_to_compare_with(clock):
     }
 
 
+def test_a_side_without_a_backward_is_compared_in_the_forward_alone(clock):
+    forwards, trainings = sides(clock, ours=1.0, sdpa=2.0, runtime=4.0), sides(clock, ours=1.0, sdpa=2.0)
+    result = rows.measure("x", "sdpa", forwards, trainings, 1.0, math.inf, "cpu")
+    runtime = result[2]
+    assert runtime["forward"]["speedup"] == 0.5
+    assert {"forward_backward", "peak_bytes", "left_out"}.isdisjoint(runtime)
+    assert {"forward_backward", "peak_bytes"} <= result[0].keys()
+    assert len(result) == 3
+
+
 def test_comparisons_share_the_time(clock, capsys):
     ends = []
 
@@ -109,7 +118,7 @@ def test_comparisons_share_the_time(clock, capsys):
         return [{"what": what, "side": "sdpa", "forward": TIME | {"waited": 0.4}}]
 
     todo = {what: partial(comparison, what, taken) for what, taken in (("a", 1.0), ("b", 29.0), ("c", 1.0), ("d", 1.0))}
-    assert [row["what"] for row in bench.measured(todo, 28.0, "cpu")] == ["a", "b"]
+    assert [row["what"] for row in bench.measured(todo, 28.0)] == ["a", "b"]
     assert ends == [7.0, 10.0]
     shown = capsys.readouterr().out
     assert "no time left for c; d\n" in shown
@@ -121,8 +130,8 @@ def test_quick_is_over_in_half_a_minute(clock, monkeypatch):
     monkeypatch.setattr(bench, "measured_peaks", lambda dtypes, threads: {})
     slow = sides(clock, ours=1.0, sdpa=1.0)
 
-    def made(what: str, *rest: Any) -> list[rows.Row]:
-        return rows.measure(what, "sdpa", slow, slow, 1.0, rest[-1], "cpu")
+    def made(what: str, sizes: object, dtype: str, device: str, ends: float, **options: object) -> list[rows.Row]:
+        return rows.measure(what, "sdpa", slow, slow, 1.0, ends, device)
 
     monkeypatch.setattr(bench, "of_functions", made)
     monkeypatch.setattr(bench, "of_modules", made)

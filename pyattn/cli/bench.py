@@ -3,7 +3,11 @@
 All sides run in turn in one process. A time is the median of the rounds, ± half their interquartile range; a speed-up
 is the median of the ratios within a round. "peak" is the share of the peak rate of multiply-adds, measured in the same
 run with the same instruction set; the causal half of the scores counts as work: forward 2 B H T (T + 1) D
-floating-point operations, backward 2.5 times as many. "MB" is the rise of resident memory.
+floating-point operations, backward 2.5 times as many. "MB" is the rise of resident memory. "GB/s" are the keys and
+values of all tokens over the time.
+
+Where onnx and onnxruntime, or openvino, are installed, their attention takes part in the forward of the functions in
+float32, with as many threads, and only if it computes the same.
 
 With --threads 1, times are CPU time, which other programs don't affect. With more, they are wall-clock time; where
 other programs keep the cores busy, the table says so in place of ±.
@@ -22,17 +26,18 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from pyattn import _C
-from pyattn.cli import InputError, contenders, decoding
+from pyattn.cli import InputError, contenders, decoding, kv_caches, packed, sentences
 from pyattn.cli.chart import draw_speedups
 from pyattn.cli.contention import busy, is_busy
 from pyattn.cli.device import DEVICES, check_device, cpu, hardware
 from pyattn.cli.output import make_folder
-from pyattn.cli.rows import DTYPES, Peaks, Row, of_decoding, of_features, of_functions, of_modules
+from pyattn.cli.rows import DTYPES, Peaks, Row, of_caches, of_decoding, of_features, of_functions, of_modules, of_packed
 from pyattn.cli.table import show, worst_wait
 from pyattn.cli.timing import peak_flops
 
@@ -49,6 +54,27 @@ QUICK_SECONDS = 20.0
 """Half a minute, less ten seconds to import torch and to draw on a slow machine."""
 RESULTS, PICTURE = "results.json", "speedups.png"
 
+KINDS = {
+    "functions": "attention",
+    "modules": "multi-head modules",
+    "features": "what masks and scores cost",
+    "varlen": "sequences as long as real texts, packed and padded",
+    "cache": "one token over a KV cache",
+    "decode": "a token of a model with and without a cache",
+}
+"""Comparisons by kind. Without --only, the first two are made."""
+
+SHAPED = ("functions", "features")
+"""Kinds whose comparisons --shapes chooses."""
+
+BASES = {
+    "features": "our causal attention",
+    "varlen": packed.BASE,
+    "cache": kv_caches.BASE,
+    "decode": decoding.BASE,
+}
+"""What speed-ups are over; torch's sdpa elsewhere."""
+
 Comparison = Callable[[float], list[Row]]
 """Makes the rows of one comparison; its argument is the ``ends`` of :func:`pyattn.cli.rows.measure`."""
 
@@ -59,7 +85,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="pyattn bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     defaults = "; ".join(f"on {device} {' '.join(shapes)}" for device, shapes in SHAPES.items())
-    parser.add_argument("--shapes", nargs="+", metavar="BxHxTxD", help=f"shapes of the functions; default: {defaults}")
+    parser.add_argument(
+        "--shapes", nargs="+", metavar="BxHxTxD", help=f"shapes of functions and features; default: {defaults}"
+    )
     parser.add_argument(
         "--dtype",
         nargs="+",
@@ -71,12 +99,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default: %(default)s"
     )
-    parser.add_argument(
-        "--only",
-        choices=("functions", "modules", "features", "decode"),
-        help="measure these alone; features: what masks and scores cost; decode: a token of a model with and without "
-        "a cache; both are measured only when asked for",
-    )
+    kinds = "; ".join(f"{name}: {purpose}" for name, purpose in KINDS.items())
+    parser.add_argument("--only", choices=KINDS, help=f"measure one kind alone: {kinds}; default: the first two")
     parser.add_argument("--quick", action="store_true", help="fewer shapes, modules and rounds, in half a minute")
     parser.add_argument("--flex", action="store_true", help="compare FlexAttention too, which is compiled first")
     parser.add_argument("--out", type=Path, help=f"folder for {RESULTS} and {PICTURE}; default: none is written")
@@ -103,36 +127,49 @@ def measured_peaks(dtypes: Sequence[str], threads: int) -> Peaks:
     return peaks
 
 
+def sizes_of(kind: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What the comparisons of one kind are made at, by their names."""
+    only_first = 1 if options.quick else None
+    if kind in SHAPED:
+        by_device = QUICK_SHAPES if options.quick else SHAPES
+        defaults = FEATURE_SHAPES if kind == "features" else by_device[options.device]
+        shapes = [shape_of(text) for text in options.shapes or defaults]
+        return {f"{'' if kind == 'functions' else 'features '}{'x'.join(map(str, shape))}": shape for shape in shapes}
+    if kind == "modules":
+        modules = QUICK_MODULES if options.quick else MODULES
+        return {"module {}x{}x{}, {} heads,".format(*sizes): sizes for sizes in modules}
+    if kind == "varlen":
+        return {f"varlen {text}": text for text in sentences.TEXTS[:only_first]}
+    if kind == "cache":
+        named = {"cache {}/{} heads, {} tokens,".format(*sizes): sizes for sizes in kv_caches.SIZES}
+        return dict(list(named.items())[:only_first])
+    return {f"decode {context}": context for context in decoding.CONTEXTS[:only_first]}
+
+
 def comparisons(options: argparse.Namespace, peaks: Peaks) -> dict[str, Comparison]:
     """The comparisons that the options ask for, by name; --quick has modules in the first dtype only."""
-    if options.only == "decode":
-        contexts = decoding.CONTEXTS[: 1 if options.quick else None]
-        named = {f"decode {context} {dtype}": (context, dtype) for dtype in options.dtype for context in contexts}
-        return {what: partial(of_decoding, what, *sizes, options.device) for what, sizes in named.items()}
-    features = options.only == "features"
-    defaults = FEATURE_SHAPES if features else (QUICK_SHAPES if options.quick else SHAPES)[options.device]
-    shapes = [shape_of(text) for text in options.shapes or defaults]
+    makers: dict[str, Callable[..., list[Row]]] = {
+        "functions": partial(of_functions, flex=options.flex, peaks=peaks),
+        "modules": partial(of_modules, flex=options.flex),
+        "features": of_features,
+        "varlen": partial(of_packed, peaks=peaks),
+        "cache": of_caches,
+        "decode": of_decoding,
+    }
     todo: dict[str, Comparison] = {}
     for dtype in options.dtype:
-        if features:
-            for shape in shapes:
-                what = f"features {'x'.join(map(str, shape))} {dtype}"
-                todo[what] = partial(of_features, what, shape, dtype, options.device)
-            continue
-        if options.only != "modules":
-            for shape in shapes:
-                what = f"{'x'.join(map(str, shape))} {dtype}"
-                todo[what] = partial(of_functions, what, shape, dtype, options.device, options.flex, peaks)
-        if options.only != "functions" and not (options.quick and dtype != options.dtype[0]):
-            for sizes in QUICK_MODULES if options.quick else MODULES:
-                what = "module {}x{}x{}, {} heads, ".format(*sizes) + dtype
-                todo[what] = partial(of_modules, what, sizes, dtype, options.device, options.flex)
+        for kind in [options.only] if options.only else list(KINDS)[:2]:
+            if kind == "modules" and options.quick and dtype != options.dtype[0]:
+                continue
+            for name, sizes in sizes_of(kind, options).items():
+                what = f"{name} {dtype}"
+                todo[what] = partial(makers[kind], what, sizes, dtype, options.device)
     return todo
 
 
 def base_of(options: argparse.Namespace) -> str:
     """What speed-ups are over."""
-    return {"features": "our causal attention", "decode": decoding.BASE}.get(options.only, "torch's sdpa")
+    return BASES.get(options.only, "torch's sdpa")
 
 
 def introduce(options: argparse.Namespace, peaks: Peaks) -> None:
@@ -143,11 +180,11 @@ def introduce(options: argparse.Namespace, peaks: Peaks) -> None:
     if peaks:
         print("peak GFLOP/s  " + "  ".join(f"{dtype} {isa} {peak / 1e9:.0f}" for (dtype, isa), peak in peaks.items()))
     if options.quick:
-        shapes = "" if options.shapes else f"{len(SHAPES[options.device]) - len(QUICK_SHAPES[options.device])} shapes, "
-        print(f"--quick leaves out {shapes}larger modules, modules in any dtype but {options.dtype[0]}, and rounds")
+        every = comparisons(argparse.Namespace(**vars(options) | {"quick": False}), peaks)
+        print(f"--quick makes {len(comparisons(options, peaks))} of {len(every)} comparisons, in fewer rounds")
 
 
-def measured(todo: dict[str, Comparison], ends: float, device: str) -> list[Row]:
+def measured(todo: dict[str, Comparison], ends: float) -> list[Row]:
     """The rows of all comparisons, shown as they come; they share the time until ``ends`` equally."""
     rows: list[Row] = []
     late: list[str] = []
@@ -158,7 +195,7 @@ def measured(todo: dict[str, Comparison], ends: float, device: str) -> list[Row]
             continue
         with contenders.settings_kept():
             new = comparison(now + (ends - now) / (len(todo) - i))
-        show(new, device)
+        show(new)
         rows += new
     if late:
         print(f"\nno time left for {'; '.join(late)}")
@@ -194,6 +231,8 @@ def run(argv: Sequence[str]) -> int:
     options = parse(argv)
     if options.threads < 1:
         raise InputError("--threads must be at least 1", options.threads)
+    if options.shapes and options.only not in (None, *SHAPED):
+        raise InputError(f"--shapes must be left out with --only {options.only}", " ".join(options.shapes))
     check_device(options.device)
     for text in options.shapes or ():
         shape_of(text)
@@ -206,7 +245,7 @@ def run(argv: Sequence[str]) -> int:
     introduce(options, peaks)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # other libraries' compilers warn
-        rows = measured(comparisons(options, peaks), ends, options.device)
+        rows = measured(comparisons(options, peaks), ends)
     if options.out:
         write(options.out, options, peaks, rows, load)
     return 0

@@ -10,35 +10,18 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from pyattn.cache import KVCache
 from pyattn.cli import generation
 from pyattn.cli.compare import attend_sdpa
 from pyattn.cli.gpt import GPT, Config, attend_pyattn
+from pyattn.cli.kv_caches import PAGE_SIZE, SdpaCache
 
 CONTEXTS = (256, 4096)
 MODEL = Config(layers=4, heads=8, width=512)
 """13 million parameters, 50 MB in float32: beyond most second-level caches, as real models are."""
 
 BASE = "torch sdpa over a cache"
-PAGE_SIZE = 16
-"""The smallest page there is, which costs most."""
-
-
-class SdpaCache:
-    """What a cache takes with torch alone: one sequence, and slices of keys and values written in place."""
-
-    def __init__(self, heads: int, size: int, head_dim: int, like: Tensor) -> None:
-        self.k, self.v = torch.zeros(2, 1, heads, size, head_dim, dtype=like.dtype, device=like.device)
-        self.used = 0
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
-        """Attention of new tokens, after a prompt one at a time, over all so far."""
-        before, self.used = self.used, self.used + q.shape[2]
-        self.k[:, :, before : self.used], self.v[:, :, before : self.used] = k, v
-        keys, values = self.k[:, :, : self.used], self.v[:, :, : self.used]
-        return functional.scaled_dot_product_attention(q, keys, values, is_causal=before == 0)
 
 
 @torch.no_grad()

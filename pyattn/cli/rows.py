@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pyattn.cli import contenders, decoding, features, info
+from pyattn.cli import contenders, decoding, features, info, kv_caches, packed, runtimes, sentences
 from pyattn.cli.timing import in_turn, peak_memory
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in info.DTYPES}
@@ -62,7 +62,7 @@ def measure(
     Args:
         what: name of the comparison.
         base: the side that speed-ups are over.
-        forwards, trainings: a call of each, by side.
+        forwards, trainings: a call of each, by side; a side without a backward has no training.
         seconds: for a side's forward, if there is time.
         ends: ``time.perf_counter()`` after which no side is started, and one round is enough; inf for no limit.
         device: whose clock counts.
@@ -73,7 +73,7 @@ def measure(
     remaining = sorted(forwards, key=lambda name: name != base)  # the base first: nothing compares without it
     for key, calls, backward in (("forward", forwards, ""), ("forward_backward", trainings, ", backward")):
         with torch.set_grad_enabled(bool(backward)):
-            good, why = usable({name: calls[name] for name in remaining}, ends)
+            good, why = usable({name: calls[name] for name in remaining if name in calls}, ends)
             if base not in good:
                 why |= dict.fromkeys(good, f"no {base} to compare with")
                 good = {}
@@ -90,24 +90,8 @@ def measure(
     return [row for row in rows.values() if "forward" in row] + left_out
 
 
-def of_functions(
-    what: str, shape: tuple[int, ...], dtype: str, device: str, flex: bool, peaks: Peaks, ends: float
-) -> list[Row]:
-    """Rows of the functions on q, k, v of ``shape`` (B, H, T, D), with operations a second and share of peak."""
-    batch, heads, seqlen, head_dim = shape
-    q, k, v = (torch.randn(shape, dtype=DTYPES[dtype], device=device, requires_grad=True) for _ in range(3))
-    dout = torch.randn_like(q)
-
-    def both(attention: contenders.Attention) -> Any:
-        return torch.autograd.grad(attention(q, k, v), (q, k, v), dout)
-
-    functions = contenders.functions(device, flex)
-    if batch * heads * seqlen**2 * q.itemsize > LARGEST_SCORES:
-        del functions["plain torch"]
-    forwards: dict[str, Call] = {n: partial(f, q.detach(), k.detach(), v.detach()) for n, f in functions.items()}
-    trainings: dict[str, Call] = {n: partial(both, f) for n, f in functions.items()}
-    rows = measure(what, "torch sdpa", forwards, trainings, FUNCTION_SECONDS, ends, device)
-    flops = 2 * batch * heads * seqlen * (seqlen + 1) * head_dim
+def rated(rows: list[Row], flops: float, dtype: str, peaks: Peaks) -> list[Row]:
+    """The rows with operations a second, ``flops`` in a forward, and with their share of the peak."""
     by_isa = {isa: peak for (of, isa), peak in peaks.items() if of == dtype}
     for row in rows:
         for key, share in (("forward", 1.0), ("forward_backward", 3.5)):
@@ -118,7 +102,28 @@ def of_functions(
     return rows
 
 
-def of_modules(what: str, sizes: tuple[int, ...], dtype: str, device: str, flex: bool, ends: float) -> list[Row]:
+def of_functions(
+    what: str, shape: tuple[int, ...], dtype: str, device: str, ends: float, *, flex: bool, peaks: Peaks
+) -> list[Row]:
+    """Rows of the functions on q, k, v of ``shape`` (B, H, T, D)."""
+    batch, heads, seqlen, head_dim = shape
+    q, k, v = (torch.randn(shape, dtype=DTYPES[dtype], device=device, requires_grad=True) for _ in range(3))
+    inputs, dout = (q.detach(), k.detach(), v.detach()), torch.randn_like(q)
+
+    def both(attention: contenders.Attention) -> Any:
+        return torch.autograd.grad(attention(q, k, v), (q, k, v), dout)
+
+    functions = contenders.functions(device, flex)
+    if batch * heads * seqlen**2 * q.itemsize > LARGEST_SCORES:
+        del functions["plain torch"]
+    forwards: dict[str, Call] = {n: partial(f, *inputs) for n, f in functions.items()}
+    trainings: dict[str, Call] = {n: partial(both, f) for n, f in functions.items()}
+    forwards |= runtimes.forwards(*inputs)
+    rows = measure(what, "torch sdpa", forwards, trainings, FUNCTION_SECONDS, ends, device)
+    return rated(rows, 2 * batch * heads * seqlen * (seqlen + 1) * head_dim, dtype, peaks)
+
+
+def of_modules(what: str, sizes: tuple[int, ...], dtype: str, device: str, ends: float, *, flex: bool) -> list[Row]:
     """Rows of the modules at ``sizes``: batch, seqlen, width, heads."""
     batch, seqlen, width, heads = sizes
     to: Any = {"dtype": DTYPES[dtype], "device": device}
@@ -149,12 +154,37 @@ def of_features(what: str, shape: tuple[int, ...], dtype: str, device: str, ends
     return measure(what, next(iter(sides)), forwards, trainings, FUNCTION_SECONDS, ends, device)
 
 
-def of_decoding(what: str, context: int, dtype: str, device: str, ends: float) -> list[Row]:
-    """Rows of one token behind ``context`` others, with tokens a second; there is no backward."""
-    calls: dict[str, Call] = dict(decoding.sides(context, DTYPES[dtype], device))
+def of_packed(what: str, text: str, dtype: str, device: str, ends: float, *, peaks: Peaks) -> list[Row]:
+    """Rows of attention of sequences as long as real texts; operations on padding don't count as work."""
+    lengths = sentences.lengths(text, packed.SEQUENCES)
+    sides = packed.sides(lengths, DTYPES[dtype], device)
+    forwards: dict[str, Call] = {name: side.forward for name, side in sides.items()}
+    trainings: dict[str, Call] = {name: side.gradients for name, side in sides.items()}
+    rows = measure(what, packed.BASE, forwards, trainings, FUNCTION_SECONDS, ends, device)
+    return rated(rows, packed.flops(lengths), dtype, peaks)
+
+
+def of_token(
+    what: str, base: str, calls: dict[str, Call], done: dict[str, float], device: str, ends: float
+) -> list[Row]:
+    """Rows of one more token, forward alone; ``done``: what a call does, by the name of what is done a second."""
     seconds = min(TOKEN_SECONDS, max(0.0, ends - time.perf_counter()) / len(calls))
-    times = in_turn(calls, decoding.BASE, seconds, device, 3 if ends == math.inf else 1)
+    times = in_turn(calls, base, seconds, device, 3 if ends == math.inf else 1)
     rows: list[Row] = [{"what": what, "side": name, "forward": dataclasses.asdict(t)} for name, t in times.items()]
     for row in rows:
-        row["forward"]["tokens_per_second"] = 1 / row["forward"]["seconds"]
+        row["forward"] |= {f"{name}_per_second": n / row["forward"]["seconds"] for name, n in done.items()}
     return rows
+
+
+@torch.no_grad()
+def of_caches(what: str, sizes: tuple[int, ...], dtype: str, device: str, ends: float) -> list[Row]:
+    """Rows of one token over a KV cache, at the sizes of :data:`pyattn.cli.kv_caches.SIZES`."""
+    calls = kv_caches.sides(sizes, DTYPES[dtype], device)
+    done = {"bytes": float(kv_caches.bytes_read(sizes, DTYPES[dtype]))}
+    return of_token(what, kv_caches.BASE, calls, done, device, ends)
+
+
+def of_decoding(what: str, context: int, dtype: str, device: str, ends: float) -> list[Row]:
+    """Rows of one token of a model behind ``context`` others."""
+    calls: dict[str, Call] = dict(decoding.sides(context, DTYPES[dtype], device))
+    return of_token(what, decoding.BASE, calls, {"tokens": 1.0}, device, ends)

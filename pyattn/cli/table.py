@@ -1,9 +1,13 @@
 """The rows of a benchmark as a printed table."""
 
+from collections.abc import Callable
+
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from pyattn.cli.contention import is_busy
 from pyattn.cli.rows import Row
+
+COLUMNS = {"forward": "forward ms", "forward_backward": "forward+backward ms"}
 
 
 def spread(time: Row) -> str:
@@ -19,37 +23,40 @@ def spread(time: Row) -> str:
     return f"±{(time['high'] - time['low']) / 2 / time['seconds']:3.0%}"
 
 
-def rate(time: Row) -> str:
-    """Tokens a second, percent of peak, or TFLOP/s where no peak is measured; empty for modules."""
-    if "tokens_per_second" in time:
-        return f"{time['tokens_per_second']:,.1f}"
-    if "flops_per_second" not in time:
-        return ""
-    return f"{time['of_peak']:.0%}" if "of_peak" in time else f"{time['flops_per_second'] / 1e12:.1f}"
+RATES: dict[str, tuple[str, int, Callable[[float], str]]] = {
+    "tokens_per_second": ("tokens/s", 10, lambda rate: f"{rate:,.1f}"),
+    "bytes_per_second": ("GB/s", 7, lambda rate: f"{rate / 1e9:.1f}"),
+    "of_peak": ("peak", 6, lambda share: f"{share:.0%}"),
+    "flops_per_second": ("TFLOP/s", 9, lambda rate: f"{rate / 1e12:.1f}"),
+}
+"""A field of a time with its heading, the width of its column and its figure; the first that a time has is shown."""
+
+ONE_TOKEN = ("tokens_per_second", "bytes_per_second")
+"""Rates of comparisons without a backward, of one token a call."""
 
 
-def show(rows: list[Row], device: str) -> None:
+def show(rows: list[Row]) -> None:
     """Print one comparison."""
-    rate_head, rate_width = ("TFLOP/s", 9) if device == "cuda" else ("peak", 6)
-    columns, memory = ["forward ms", "forward+backward ms"], f"{'MB':>6}"
-    if any("tokens_per_second" in row.get("forward", ()) for row in rows):
-        columns, memory, rate_head, rate_width = ["token ms"], "", "tokens/s", 10
-    head = "".join(f"{name:>20}{'speed-up':>10}{rate_head:>{rate_width}}" for name in columns)
-    tqdm.write(f"\n{rows[0]['what']}\n{'':34}{head}{memory}")
+    times = [row[key] for row in rows for key in ("forward", "forward_backward") if key in row]
+    rate = next((name for name in RATES if any(name in time for time in times)), "")
+    heading, width, figure = RATES.get(rate, ("", 0, str))
+    columns = {"forward": "token ms"} if rate in ONE_TOKEN else COLUMNS
+    head = "".join(f"{name:>20}{'speed-up':>10}{heading:>{width}}" for name in columns.values())
+    tqdm.write(f"\n{rows[0]['what']}\n{'':34}{head}" + ("" if rate in ONE_TOKEN else f"{'MB':>6}"))
     for row in rows:
         line = f"  {row['side']:32}"
         if "left_out" in row:
             tqdm.write(f"{line}  left out: {row['left_out'][:80]}")
             continue
-        for key in ("forward", "forward_backward"):
+        for key in columns:
             time = row.get(key)
             if time is None:
-                line += " " * (30 + rate_width)
+                line += " " * (30 + width)
             else:
-                line += (
-                    f"{1e3 * time['seconds']:12.3f}{spread(time):>8}{time['speedup']:9.2f}x{rate(time):>{rate_width}}"
-                )
-        tqdm.write(line + ("" if row.get("peak_bytes") is None else f"{row['peak_bytes'] / 2**20:6.0f}"))
+                shown = figure(time[rate]) if rate in time else ""
+                line += f"{1e3 * time['seconds']:12.3f}{spread(time):>8}{time['speedup']:9.2f}x{shown:>{width}}"
+        memory = "" if row.get("peak_bytes") is None else f"{row['peak_bytes'] / 2**20:6.0f}"
+        tqdm.write((line + memory).rstrip())
 
 
 def worst_wait(rows: list[Row]) -> float:

@@ -1,0 +1,98 @@
+"""One token over a KV cache: ``pyattn bench --only cache``, append and attention alone, beside PyTorch's ways.
+
+Every side takes q, k, v of one more token behind ``before`` others, keeps k and v, and returns the token's out. What is
+kept before the clock starts is each side's own: a cache, slices of tensors, or nothing, where it computes attention of
+all tokens again. GB/s are those of reading the keys and values of all tokens, once.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import pyattn
+from pyattn.cache import KVCache
+
+SIZES = ((8, 8, 512, 128), (8, 8, 4096, 128), (8, 8, 16384, 128), (32, 8, 16384, 128))
+"""Query heads, KV heads, tokens and head_dim. K and V of the longest, 134 MB in float32, lie beyond all caches."""
+
+LONGEST_RECOMPUTED = 4096
+"""Tokens up to which attention is computed again; of 16,384 it takes seconds."""
+
+BASE = "torch sdpa over slices"
+READING = "torch.sum of K and V"
+"""No attention: how fast torch reads the same memory."""
+
+PAGE_SIZE = 16
+"""The smallest page there is, which costs most."""
+
+
+class SdpaCache:
+    """What a cache takes with torch alone: one sequence, and slices of keys and values written in place."""
+
+    def __init__(self, heads: int, size: int, head_dim: int, like: Tensor) -> None:
+        self.k, self.v = torch.zeros(2, 1, heads, size, head_dim, dtype=like.dtype, device=like.device)
+        self.used = 0
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
+        """Attention of new tokens, after a prompt one at a time, over all so far."""
+        before, self.used = self.used, self.used + q.shape[2]
+        self.k[:, :, before : self.used], self.v[:, :, before : self.used] = k, v
+        keys, values = self.k[:, :, : self.used], self.v[:, :, : self.used]
+        grouped = q.shape[1] != k.shape[1]
+        return functional.scaled_dot_product_attention(q, keys, values, is_causal=before == 0, enable_gqa=grouped)
+
+
+def bytes_read(sizes: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of the keys and values of all tokens."""
+    _, kv_heads, tokens, head_dim = sizes
+    return 2 * kv_heads * tokens * head_dim * dtype.itemsize
+
+
+@torch.no_grad()
+def sides(sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> dict[str, Callable[[], object]]:
+    """By side, out (1, heads, 1, head_dim) of the last token, the same for all; and READING."""
+    heads, kv_heads, tokens, head_dim = sizes
+    before = tokens - 1
+    where: dict[str, Any] = {"dtype": dtype, "device": device}
+    recomputed = tokens if tokens <= LONGEST_RECOMPUTED else 1
+    q = torch.randn(1, heads, recomputed, head_dim, **where)
+    k, v = torch.randn(2, 1, kv_heads, tokens, head_dim, **where).unbind()
+    token = q[:, :, -1:], k[:, :, -1:], v[:, :, -1:]
+    kept = k[:, :, :-1].contiguous(), v[:, :, :-1].contiguous()
+
+    def kept_in(cache: KVCache) -> KVCache:
+        cache.append(*kept)
+        return cache
+
+    def ours(cache: KVCache) -> Tensor:
+        cache.lengths.fill_(before)
+        cache.append(*token[1:])
+        return pyattn.attention_with_cache(token[0], cache)
+
+    def sliced(theirs: SdpaCache) -> Tensor:
+        theirs.used = before
+        return theirs.attend(*token, 0.0)
+
+    theirs = SdpaCache(kv_heads, tokens, head_dim, k)
+    theirs.k[:, :, :before], theirs.v[:, :, :before] = kept
+    sdpa = partial(functional.scaled_dot_product_attention, enable_gqa=heads != kv_heads)
+    cache = partial(KVCache, 1, kv_heads, tokens, head_dim, **where)
+
+    def concatenated() -> Tensor:
+        return sdpa(token[0], torch.cat([kept[0], token[1]], 2), torch.cat([kept[1], token[2]], 2))
+
+    calls: dict[str, Callable[[], object]] = {
+        BASE: partial(sliced, theirs),
+        "torch sdpa over torch.cat": concatenated,
+        "pyattn over a cache": partial(ours, kept_in(cache())),
+    }
+    if device == "cpu":
+        calls[f"pyattn over pages of {PAGE_SIZE}"] = partial(ours, kept_in(cache(page_size=PAGE_SIZE)))
+    if recomputed == tokens:
+        calls["torch sdpa recomputing"] = lambda: sdpa(q, k, v, is_causal=True)[:, :, -1:]
+        calls["pyattn recomputing"] = lambda: pyattn.attention(q, k, v)[:, :, -1:]
+    return calls | {READING: lambda: (k.sum(), v.sum())}

@@ -1,0 +1,96 @@
+"""Sequences of different lengths: ``pyattn bench --only varlen``, packed, beside padding and beside a loop.
+
+Every side computes causal attention of the same tokens, in the layout that it wants, which is made before the clock
+starts. Padding stands behind a sequence, where a causal mask alone hides it; the mask is what people pass nevertheless.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+
+import pyattn
+from pyattn.cli.contenders import Attention
+
+SEQUENCES, HEADS, HEAD_DIM = 64, 8, 64
+BASE = "torch sdpa padded, with its mask"
+
+
+@dataclass(frozen=True)
+class Side:
+    """A way to compute the attention of all sequences.
+
+    Attributes:
+        attend: q, k, v to out, in the side's layout.
+        inputs: q, k, v and dout.
+        packed: a tensor in the side's layout to (total, H, D).
+    """
+
+    attend: Attention
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor]
+    packed: Callable[[Tensor], Tensor]
+
+    def forward(self) -> Tensor:
+        """Its out."""
+        return self.attend(*(t.detach() for t in self.inputs[:3]))
+
+    def gradients(self) -> tuple[Tensor, ...]:
+        """Its dq, dk and dv."""
+        q, k, v, dout = self.inputs
+        return torch.autograd.grad(self.attend(q, k, v), (q, k, v), dout)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+
+
+def _one_by_one(lengths: list[int], attention: Callable[..., Tensor], *qkv: Tensor) -> Tensor:
+    """A loop over the sequences of packed tensors (total, H, D)."""
+    sequences = zip(*(t.split(lengths) for t in qkv), strict=True)
+    return torch.cat([attention(*(t.transpose(0, 1)[None] for t in each))[0].transpose(0, 1) for each in sequences])
+
+
+def sides(lengths: Sequence[int], dtype: torch.dtype, device: str) -> dict[str, Side]:
+    """The sides for sequences of these lengths, by name; BASE is what speed-ups are over."""
+    lengths = list(lengths)
+    longest = max(lengths)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device)
+    tokens = torch.randn(4, sum(lengths), HEADS, HEAD_DIM, dtype=dtype, device=device).unbind()
+    real = torch.arange(longest, device=device) < torch.tensor(lengths, device=device)[:, None]
+    mask = real[:, None, None] & torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
+
+    def padded(t: Tensor) -> Tensor:
+        return pad_sequence(list(t.split(lengths)), batch_first=True).transpose(1, 2).contiguous()
+
+    def leaves(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        q, k, v, dout = tensors
+        return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
+
+    batch, packed = leaves([padded(t) for t in tokens]), leaves(tokens)
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return pyattn.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest)
+
+    in_batch: dict[str, Attention] = {
+        BASE: partial(_sdpa, mask=mask),
+        "torch sdpa padded, causal alone": _sdpa,
+        "pyattn padded": pyattn.attention,
+    }
+    in_line: dict[str, Attention] = {
+        "torch sdpa in a loop": partial(_one_by_one, lengths, _sdpa),
+        "pyattn in a loop": partial(_one_by_one, lengths, pyattn.attention),
+    }
+    return {
+        "pyattn packed": Side(varlen, packed, lambda t: t),
+        **{name: Side(attend, batch, lambda t: t.transpose(1, 2)[real]) for name, attend in in_batch.items()},
+        **{name: Side(attend, packed, lambda t: t) for name, attend in in_line.items()},
+    }
+
+
+def flops(lengths: Sequence[int]) -> int:
+    """Operations of a forward, padding not counted."""
+    return 2 * HEADS * HEAD_DIM * sum(n * (n + 1) for n in lengths)

@@ -1,0 +1,154 @@
+"""Promise: the tables of packed sequences, caches and decoding compare what computes the same, and count its work."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pyattn.cli import InputError, decoding, kv_caches, main, packed, rows, sentences
+from pyattn.cli.gpt import Config
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch) -> Iterator[None]:
+    """Three rounds of everything; threads as before."""
+    for limit in ("FUNCTION_SECONDS", "TOKEN_SECONDS"):
+        monkeypatch.setattr(rows, limit, 0.0)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def table(kind: str, folder: Path) -> list[rows.Row]:
+    """The rows that a run writes."""
+    assert main(["bench", *f"--only {kind} --dtype float32 --threads 1 --out {folder}".split()]) == 0
+    results: list[rows.Row] = json.loads((folder / "results.json").read_text())["results"]
+    return results
+
+
+# Packed sequences
+
+
+def test_packed_sequences(monkeypatch, tmp_path, capsys):
+    """Each side is timed in both directions; operations are those of the sequences, without padding."""
+    words = {"sentences": [1, 9, 4], "docstrings": [30, 2]}
+    monkeypatch.setattr(sentences, "lengths", lambda text, count: words[text])
+    result = table("varlen", tmp_path)
+    shown = capsys.readouterr().out
+    assert f"speed-ups over {packed.BASE}" in shown
+    assert [row["what"] for row in result] == ["varlen sentences float32"] * 6 + ["varlen docstrings float32"] * 6
+    for row in result:
+        assert row["side"] in shown
+        done = 2 * sum(n * (n + 1) for n in words[row["what"].split()[1]]) * packed.HEADS * packed.HEAD_DIM
+        for key, share in (("forward", 1.0), ("forward_backward", 3.5)):
+            assert row[key]["flops_per_second"] == pytest.approx(share * done / row[key]["seconds"])
+            assert 0 < row[key]["of_peak"] < 1
+
+
+@pytest.mark.parametrize("lengths", [[1], [5, 1, 12, 12, 3]])
+def test_sides_of_packed_sequences_compute_the_same(lengths):
+    sides = packed.sides(lengths, torch.float64, "cpu")
+    base = sides[packed.BASE]
+    out, gradients = base.packed(base.forward()), [base.packed(gradient) for gradient in base.gradients()]
+    assert out.shape == (sum(lengths), packed.HEADS, packed.HEAD_DIM)
+    for side in sides.values():
+        torch.testing.assert_close(side.packed(side.forward()), out, rtol=0, atol=1e-12)
+        for gradient, expected in zip(side.gradients(), gradients, strict=True):
+            torch.testing.assert_close(side.packed(gradient), expected, rtol=0, atol=1e-12)
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """The documentation is read anew, now and afterwards."""
+    sentences.documentation.cache_clear()
+    yield
+    sentences.documentation.cache_clear()
+
+
+LIBRARY = '''"""One two three. Four five?
+
+Six
+seven"""
+class Empty: pass
+class Full:
+    """Eight!"""
+    async def run(self):
+        "e.g. 3.5 nine"
+    x = "no documentation"
+'''
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_lengths_are_those_of_documentation(monkeypatch, tmp_path):
+    (tmp_path / "a.py").write_text(LIBRARY)
+    (tmp_path / "b.py").write_text("")
+    monkeypatch.setattr(sentences.sysconfig, "get_path", {"stdlib": str(tmp_path)}.__getitem__)
+    assert sorted(sentences.lengths("docstrings", 3)) == [1, 3, 7]
+    assert sorted(sentences.lengths("sentences", 6)) == [1, 1, 2, 2, 2, 3]
+    with pytest.raises(InputError, match="the standard library must have 7 sentences, got 6"):
+        sentences.lengths("sentences", 7)
+
+
+def test_lengths_are_the_same_each_time():
+    for text in sentences.TEXTS:
+        lengths = sentences.lengths(text, packed.SEQUENCES)
+        assert lengths == sentences.lengths(text, packed.SEQUENCES)
+        assert min(lengths) > 0
+        assert len(set(lengths)) > 5
+
+
+# Caches
+
+
+def test_caches(monkeypatch, tmp_path, capsys):
+    """A token is timed over each cache, in bytes of keys and values a second; attention again where that is short."""
+    monkeypatch.setattr(kv_caches, "SIZES", ((2, 2, 9, 8), (4, 2, 30, 8)))
+    monkeypatch.setattr(kv_caches, "LONGEST_RECOMPUTED", 9)
+    result = table("cache", tmp_path)
+    shown = capsys.readouterr().out
+    assert f"speed-ups over {kv_caches.BASE}" in shown
+    assert [line.split()[-1] for line in shown.splitlines() if "token ms" in line] == ["GB/s", "GB/s"]
+    named = {
+        "cache 2/2 heads, 9 tokens, float32": 2 * 2 * 9 * 8 * 4,
+        "cache 4/2 heads, 30 tokens, float32": 2 * 2 * 30 * 8 * 4,
+    }
+    assert [row["what"] for row in result] == [what for what, n in zip(named, (7, 5), strict=True) for _ in range(n)]
+    assert ["recomputing" in row["side"] for row in result].count(True) == 2
+    for row in result:
+        assert row["side"] in shown
+        assert row["forward"]["bytes_per_second"] == pytest.approx(named[row["what"]] / row["forward"]["seconds"])
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 1, 8), (2, 2, 40, 8), (6, 2, 40, 8)])
+def test_sides_of_caches_compute_the_same_each_time(sizes):
+    calls = kv_caches.sides(sizes, torch.float64, "cpu")
+    keys_and_values = calls.pop(kv_caches.READING)()
+    assert all(t.dim() == 0 for t in keys_and_values)
+    out = calls[kv_caches.BASE]()
+    assert out.shape == (1, sizes[0], 1, 8)
+    for call in calls.values():
+        for _ in range(2):
+            torch.testing.assert_close(call(), out, rtol=0, atol=1e-12)
+
+
+# Decoding
+
+
+def test_decoding(monkeypatch, tmp_path, capsys):
+    """A token is timed over caches and without, in tokens a second; all sides compute the same logits."""
+    monkeypatch.setattr(decoding, "CONTEXTS", (9, 30))
+    monkeypatch.setattr(decoding, "MODEL", Config(layers=2, heads=2, width=16))
+    result = table("decode", tmp_path)
+    shown = capsys.readouterr().out
+    assert "speed-ups over torch sdpa over a cache" in shown
+    assert "tokens/s" in shown
+    assert [row["what"] for row in result] == ["decode 9 float32"] * 5 + ["decode 30 float32"] * 5
+    for row in result:
+        assert row["side"] in shown
+        assert row["forward"]["tokens_per_second"] == 1 / row["forward"]["seconds"]
+    for context in (1, 30):
+        calls = decoding.sides(context, torch.float64, "cpu")
+        for logits in (call() for call in calls.values() for _ in range(2)):
+            torch.testing.assert_close(logits, calls[decoding.BASE](), rtol=0, atol=1e-12)
