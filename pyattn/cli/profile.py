@@ -7,44 +7,35 @@ it needs, so the last line of a pass counts only what the mask leaves. torch.pro
 --trace writes both to one file for chrome://tracing or https://ui.perfetto.dev; the phases of a task alternate
 thousands of times a second, so the trace joins each phase of a task into one bar.
 
+--queries 1 is decoding. Below its tables stands how fast the keys and values that the mask leaves were read, all
+threads together, beside torch.sum, which reads all of them.
+
 On a GPU the tables show the kernels of each pass as torch.profiler sees them: milliseconds and launches a call, and the
 operations a second of the pass, counted as the mask leaves them. --trace writes torch's trace.
 """
 
 import argparse
-import json
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pyattn import _C, _ops, attention, masks
-from pyattn.cli import InputError
+from pyattn.cli import InputError, phases, reading
 from pyattn.cli.bench import shape_of
 from pyattn.cli.contention import Contention, busy, is_busy
 from pyattn.cli.device import DEVICES, check_device, cpu
 from pyattn.cli.rows import DTYPES
 from pyattn.cli.timing import once, peak_flops
 from pyattn.nn.positions import alibi_slopes
-from pyattn.options import UNBOUNDED
+from pyattn.options import UNBOUNDED, Options
 
 SECONDS = 0.5
 """Time to fill with repeated calls; there are at least three."""
 
 BIASES = ("bool", "float")
-
-EXPLAINED = {
-    "merge_out": "few queries: threads share the keys of a head; this pass merges their partial out",
-    "reduce": "few heads: threads share the keys or queries of a head; this pass adds up their partial gradients",
-    "bias_rows": "masks: the keys that the bias leaves each row of its own shape",
-    "mask_blocks": "masks: the keys that ranges and bias leave each block of rows",
-    "bias_gradient": "scores: the gradient of a bias that broadcasts, from S and dP made anew",
-    "head_gradients": "scores: the sums of gradients of slopes and sinks",
-}
-"""Passes that only some shapes and options need."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -58,6 +49,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="BxHxTxD",
         default=["1x8x1024x64"],
         help="shapes of q, k and v; default: 1x8x1024x64",
+    )
+    parser.add_argument("--kv-heads", type=int, metavar="N", help="heads of k and v; default: H")
+    parser.add_argument(
+        "--queries", type=int, metavar="N", help="the last N of T queries alone, forward alone, as over a KV cache"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of all inputs; default: %(default)s")
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="where to measure; default: %(default)s")
@@ -87,11 +82,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def features(shape: Sequence[int], options: argparse.Namespace, **tensor: Any) -> dict[str, Any]:
     """The masks and scores asked for, as :func:`pyattn.attention` takes them; ``tensor``: how inputs are made."""
     _, heads, length, _ = shape
+    queries = options.queries or length
     found: dict[str, Any] = {"causal": not options.full, "window": tuple(options.window), "softcap": options.softcap}
     if options.documents:
-        found["key_ranges"] = masks.chunked(length, options.documents).to(options.device)
+        found["key_ranges"] = masks.chunked(length, options.documents)[:, -queries:].to(options.device)
     if options.bias:
-        bias = torch.randn(1, 1, length, length, **tensor)
+        bias = torch.randn(1, 1, queries, length, **tensor)
         found["bias"] = bias if options.bias == "float" else bias.detach() > -0.67
     if options.alibi:
         found["alibi_slopes"] = alibi_slopes(heads, device=options.device).requires_grad_(tensor["requires_grad"])
@@ -101,8 +97,10 @@ def features(shape: Sequence[int], options: argparse.Namespace, **tensor: Any) -
 
 
 def described(options: argparse.Namespace) -> str:
-    """Mask, score and dropout in words."""
-    words = ["no mask" if options.full else "causal"]
+    """Heads, queries, mask, score and dropout in words."""
+    words = [f"KV heads {options.kv_heads}"] if options.kv_heads else []
+    words += [f"queries {options.queries}"] if options.queries else []
+    words += ["no mask" if options.full else "causal"]
     words += ["window {} {}".format(*options.window)] if tuple(options.window) != UNBOUNDED else []
     words += [f"documents of {options.documents}"] if options.documents else []
     words += [f"{options.bias} bias"] if options.bias else []
@@ -134,100 +132,20 @@ def profiled(
     return tasks, theirs
 
 
-def phases(task: _C.TaskProfile) -> list[tuple[str, float, int]]:
-    """Name, seconds and operations of each phase of a task, if its ticks fill the task's time."""
-    second = sum(task.ticks) / max(task.end_ns - task.begin_ns, 1) * 1e9
-    found = zip(_C.phases, task.ticks, task.flops, strict=True)
-    return [(name, ticks / second, flops) for name, ticks, flops in found if ticks]
-
-
-def show(tasks: list[_C.TaskProfile], calls: int, useful: dict[str, int], peak: float) -> None:
-    """Print a table for each pass.
-
-    Args:
-        tasks: all tasks of ``calls`` calls.
-        useful: by pass, the operations of a call that its mask leaves.
-        peak: operations a second of a thread.
-    """
-    for pass_name in dict.fromkeys(task.pass_name for task in tasks):
-        mine = [task for task in tasks if task.pass_name == pass_name]
-        seconds, flops = dict.fromkeys(_C.phases, 0.0), dict.fromkeys(_C.phases, 0)
-        busy: dict[int, int] = {}
-        for task in mine:
-            busy[task.thread] = busy.get(task.thread, 0) + task.end_ns - task.begin_ns
-            for name, s, n in phases(task):
-                seconds[name] += s
-                flops[name] += n
-        total = sum(seconds.values()) or sum(busy.values()) / 1e9  # passes over masks have no phases
-        even = sum(busy.values()) / len(busy) / max(busy.values())
-        print(f"\n{pass_name:16}{'ms':>10}{'share':>8}{'GFLOP/s':>10}{'peak':>7}", end="")
-        print(f"   {len(busy)} threads, {even:.0%} as long as the longest on average" if len(busy) > 1 else "")
-        if pass_name in EXPLAINED:
-            print(f"  ({EXPLAINED[pass_name]})")
-        lines = [(name, seconds[name], flops[name]) for name in _C.phases if seconds[name] > total / 1000]
-        lines.append(("all", total, sum(flops.values())))
-        if pass_name in useful:
-            lines.append(("all, as masked", total, calls * useful[pass_name]))
-        for name, s, n in lines:
-            rate = f"{n / s / 1e9:10.1f}{n / s / peak:7.0%}" if n else ""
-            print(f"  {name:14}{1e3 * s / calls:10.3f}{s / total:8.1%}{rate}")
-
-
-def launched(op: Any) -> Iterator[Any]:
-    """The GPU kernels of an operator in torch's profile, including those of operators it calls."""
-    yield from op.kernels
-    for child in op.cpu_children:
-        yield from launched(child)
-
-
-def show_kernels(events: Iterable[Any], useful: dict[str, int]) -> None:
-    """Print a table of GPU kernels for each pass, longest first; ``useful`` as in :func:`show`."""
-    for pass_name, flops in useful.items():
-        ops = [event for event in events if event.name == f"pyattn::attention_{pass_name}"]
-        times: dict[str, list[float]] = {}
-        for kernel in (kernel for op in ops for kernel in launched(op)):
-            times.setdefault(kernel.name, []).append(kernel.duration / 1e6)
-        calls, total = len(ops), sum(map(sum, times.values()))
-        if not times:
-            raise InputError("--device cuda needs a torch.profiler that sees kernels (CUPTI)", f"none in {calls} calls")
-        print(f"\n{pass_name:62}{'ms':>10}{'share':>8}{'launches':>10}{'TFLOP/s':>9}")
-        lines = [(name, sum(taken), f"{len(taken) / calls:10g}") for name, taken in times.items()]
-        lines.sort(key=lambda line: line[1], reverse=True)
-        for name, s, rest in [*lines, ("all, as masked", total, f"{calls * flops / total / 1e12:19.1f}")]:
-            short = name.removeprefix("void ").replace("(anonymous namespace)::", "")[:60]
-            print(f"  {short:60}{1e3 * s / calls:10.3f}{s / total:8.1%}{rest}")
-
-
-def write_trace(path: Path, tasks: list[_C.TaskProfile], theirs: torch.profiler.profile) -> None:
-    """Write torch's Chrome trace with the kernels' tasks and phases added, each on its thread."""
-    theirs.export_chrome_trace(str(path))
-    trace = json.loads(path.read_text())
-    base = trace.get("baseTimeNanoseconds", 0)
-
-    def bar(name: str, thread: int, begin: float, seconds: float, **args: object) -> None:
-        place = {"ph": "X", "cat": "pyattn", "pid": os.getpid(), "tid": thread}
-        trace["traceEvents"].append(place | {"name": name, "ts": begin, "dur": seconds * 1e6, "args": args})
-
-    for task in tasks:
-        at = (task.begin_ns - base) / 1e3
-        bar(task.pass_name, task.thread, at, (task.end_ns - task.begin_ns) / 1e9, isa=task.isa, items=task.items)
-        for name, seconds, flops in phases(task):
-            bar(name, task.thread, at, seconds, **({"GFLOP/s": flops / seconds / 1e9} if flops else {}))
-            at += seconds * 1e6
-    path.write_text(json.dumps(trace))
-
-
 def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
     """Profile one shape, print its tables, and write its trace if asked."""
-    tensor = {"dtype": DTYPES[options.dtype], "device": options.device, "requires_grad": not options.forward}
-    q, k, v = (torch.randn(shape, **tensor) for _ in range(3))
+    batch, heads, length, head_dim = shape
+    backward = not (options.forward or options.queries)
+    tensor = {"dtype": DTYPES[options.dtype], "device": options.device, "requires_grad": backward}
+    q = torch.randn(batch, heads, options.queries or length, head_dim, **tensor)
+    k, v = (torch.randn(batch, options.kv_heads or heads, length, head_dim, **tensor) for _ in range(2))
     dout = torch.randn_like(q)
     extras = features(shape, options, **tensor)
     leaves = [t for t in (q, k, v, *extras.values()) if isinstance(t, torch.Tensor) and t.requires_grad]
 
     def call() -> None:
         out = attention(q, k, v, dropout_p=options.dropout, **extras)
-        if not options.forward:
+        if backward:
             torch.autograd.grad(out, leaves, dout)
 
     calls = repeated(call, options.device)
@@ -236,7 +154,7 @@ def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
     waited = contention.share()
     events = theirs.events() or ()
     useful = {"forward": _ops.forward_flops(q, k, v, **extras)}
-    if not options.forward:
+    if backward:
         useful["backward"] = _ops.backward_flops(dout, None, q, k, v, None, None, None, **extras)
     print(f"{'x'.join(map(str, shape))} {options.dtype}, {described(options)}, {calls} calls")
     if options.device == "cpu":
@@ -244,9 +162,11 @@ def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
         print(f"peak {peak / 1e9:.0f} GFLOP/s a thread")
         if is_busy(waited):
             print(busy(waited))
-        show(tasks, calls, useful, peak)
+        phases.show(tasks, calls, useful, peak)
     else:
-        show_kernels(events, useful)
+        phases.show_kernels(events, useful)
+    if options.queries:
+        reading.show(call, q, k, v, Options(**extras))
     for event in events:  # torch counts only its own operators
         if event.name.startswith("pyattn::attention_"):
             event.flops = useful[event.name.removeprefix("pyattn::attention_")]
@@ -254,7 +174,7 @@ def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
     order = f"self_{'cpu' if options.device == 'cpu' else 'device'}_time_total"
     print(theirs.key_averages().table(sort_by=order, row_limit=8, max_name_column_width=40))
     if options.trace:
-        write_trace(options.trace, tasks, theirs)
+        phases.write_trace(options.trace, tasks, theirs)
         print(f"written to {options.trace}: for chrome://tracing or https://ui.perfetto.dev")
 
 
@@ -276,6 +196,11 @@ def run(argv: Sequence[str]) -> int:
     if options.trace and len(options.shapes) > 1:
         raise InputError("--trace takes one of --shapes", " ".join(options.shapes))
     shapes = [shape_of(text) for text in options.shapes]
+    for _, heads, length, _ in shapes:
+        if options.queries is not None and not 1 <= options.queries <= length:
+            raise InputError(f"--queries must lie between 1 and T = {length}", options.queries)
+        if options.kv_heads is not None and (options.kv_heads < 1 or heads % options.kv_heads):
+            raise InputError(f"--kv-heads must divide H = {heads}", options.kv_heads)
     check_device(options.device)
     torch.set_num_threads(options.threads)
     _C.set_isa(options.isa or _C.active_isa())

@@ -1,0 +1,105 @@
+"""What a profile shows: tables of phases or of GPU kernels, and a trace."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pyattn import _C
+from pyattn.cli import InputError
+
+EXPLAINED = {
+    "merge_out": "few queries: threads share the keys of a head; this pass merges their partial out",
+    "reduce": "few heads: threads share the keys or queries of a head; this pass adds up their partial gradients",
+    "bias_rows": "masks: the keys that the bias leaves each row of its own shape",
+    "mask_blocks": "masks: the keys that ranges and bias leave each block of rows",
+    "bias_gradient": "scores: the gradient of a bias that broadcasts, from S and dP made anew",
+    "head_gradients": "scores: the sums of gradients of slopes and sinks",
+}
+"""Passes that only some shapes and options need."""
+
+
+def phases(task: _C.TaskProfile) -> list[tuple[str, float, int]]:
+    """Name, seconds and operations of each phase of a task, if its ticks fill the task's time."""
+    second = sum(task.ticks) / max(task.end_ns - task.begin_ns, 1) * 1e9
+    found = zip(_C.phases, task.ticks, task.flops, strict=True)
+    return [(name, ticks / second, flops) for name, ticks, flops in found if ticks]
+
+
+def show(tasks: list[_C.TaskProfile], calls: int, useful: dict[str, int], peak: float) -> None:
+    """Print a table for each pass.
+
+    Args:
+        tasks: all tasks of ``calls`` calls.
+        useful: by pass, the operations of a call that its mask leaves.
+        peak: operations a second of a thread.
+    """
+    for pass_name in dict.fromkeys(task.pass_name for task in tasks):
+        mine = [task for task in tasks if task.pass_name == pass_name]
+        seconds, flops = dict.fromkeys(_C.phases, 0.0), dict.fromkeys(_C.phases, 0)
+        busy: dict[int, int] = {}
+        for task in mine:
+            busy[task.thread] = busy.get(task.thread, 0) + task.end_ns - task.begin_ns
+            for name, s, n in phases(task):
+                seconds[name] += s
+                flops[name] += n
+        total = sum(seconds.values()) or sum(busy.values()) / 1e9  # passes over masks have no phases
+        even = sum(busy.values()) / len(busy) / max(busy.values())
+        print(f"\n{pass_name:16}{'ms':>10}{'share':>8}{'GFLOP/s':>10}{'peak':>7}", end="")
+        print(f"   {len(busy)} threads, {even:.0%} as long as the longest on average" if len(busy) > 1 else "")
+        if pass_name in EXPLAINED:
+            print(f"  ({EXPLAINED[pass_name]})")
+        lines = [(name, seconds[name], flops[name]) for name in _C.phases if seconds[name] > total / 1000]
+        lines.append(("all", total, sum(flops.values())))
+        if pass_name in useful:
+            lines.append(("all, as masked", total, calls * useful[pass_name]))
+        for name, s, n in lines:
+            rate = f"{n / s / 1e9:10.1f}{n / s / peak:7.0%}" if n else ""
+            print(f"  {name:14}{1e3 * s / calls:10.3f}{s / total:8.1%}{rate}")
+
+
+def launched(op: Any) -> Iterator[Any]:
+    """The GPU kernels of an operator in torch's profile, including those of operators it calls."""
+    yield from op.kernels
+    for child in op.cpu_children:
+        yield from launched(child)
+
+
+def show_kernels(events: Iterable[Any], useful: dict[str, int]) -> None:
+    """Print a table of GPU kernels for each pass, longest first; ``useful`` as in :func:`show`."""
+    for pass_name, flops in useful.items():
+        ops = [event for event in events if event.name == f"pyattn::attention_{pass_name}"]
+        times: dict[str, list[float]] = {}
+        for kernel in (kernel for op in ops for kernel in launched(op)):
+            times.setdefault(kernel.name, []).append(kernel.duration / 1e6)
+        calls, total = len(ops), sum(map(sum, times.values()))
+        if not times:
+            raise InputError("--device cuda needs a torch.profiler that sees kernels (CUPTI)", f"none in {calls} calls")
+        print(f"\n{pass_name:62}{'ms':>10}{'share':>8}{'launches':>10}{'TFLOP/s':>9}")
+        lines = [(name, sum(taken), f"{len(taken) / calls:10g}") for name, taken in times.items()]
+        lines.sort(key=lambda line: line[1], reverse=True)
+        for name, s, rest in [*lines, ("all, as masked", total, f"{calls * flops / total / 1e12:19.1f}")]:
+            short = name.removeprefix("void ").replace("(anonymous namespace)::", "")[:60]
+            print(f"  {short:60}{1e3 * s / calls:10.3f}{s / total:8.1%}{rest}")
+
+
+def write_trace(path: Path, tasks: list[_C.TaskProfile], theirs: torch.profiler.profile) -> None:
+    """Write torch's Chrome trace with the kernels' tasks and phases added, each on its thread."""
+    theirs.export_chrome_trace(str(path))
+    trace = json.loads(path.read_text())
+    base = trace.get("baseTimeNanoseconds", 0)
+
+    def bar(name: str, thread: int, begin: float, seconds: float, **args: object) -> None:
+        place = {"ph": "X", "cat": "pyattn", "pid": os.getpid(), "tid": thread}
+        trace["traceEvents"].append(place | {"name": name, "ts": begin, "dur": seconds * 1e6, "args": args})
+
+    for task in tasks:
+        at = (task.begin_ns - base) / 1e3
+        bar(task.pass_name, task.thread, at, (task.end_ns - task.begin_ns) / 1e9, isa=task.isa, items=task.items)
+        for name, seconds, flops in phases(task):
+            bar(name, task.thread, at, seconds, **({"GFLOP/s": flops / seconds / 1e9} if flops else {}))
+            at += seconds * 1e6
+    path.write_text(json.dumps(trace))
