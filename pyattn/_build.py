@@ -1,0 +1,1 @@
+torch_version = "2.13.0+cpu"

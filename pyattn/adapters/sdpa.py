@@ -1,0 +1,62 @@
+"""``torch.nn.functional.scaled_dot_product_attention`` by the native kernels: one function, under torch's rules."""
+
+from torch import Tensor
+
+from pyattn.adapters.sdpa_arguments import SdpaError, attend
+
+__all__ = ["SdpaError", "scaled_dot_product_attention"]
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """:func:`torch.nn.functional.scaled_dot_product_attention`, with its documented meaning of every argument.
+
+    It differs from :func:`pyattn.attention` in the defaults and in ``is_causal``, whose mask is upper-left: query ``i``
+    sees the keys up to ``i``, also where lengths differ. 1 = takes part::
+
+        is_causal, L 2, S 4     1 0 0 0      is_causal, L 4, S 2     1 0
+                                1 1 0 0                              1 1
+                                                                     1 1
+                                                                     1 1
+
+    Args:
+        query: (..., Hq, L, E), float64, float32, bfloat16 or float16, at least 2 dimensions, any strides.
+        key: (..., H, S, E). The dimensions before the last two broadcast among query, key and value.
+        value: (..., H, S, Ev).
+        attn_mask: broadcasts to (..., Hq, L, S). bool: True = takes part (the opposite of ``nn.MultiheadAttention``'s
+            masks). query's dtype or float32: added to the scores; -inf hides the key. A bool mask whose rows are
+            intervals costs what it leaves. Not together with ``is_causal``.
+        dropout_p: probability of dropping a weight, 0 to 1, applied whenever it is above 0. The draws come from torch's
+            generator, so ``torch.manual_seed`` repeats them; they are not those of torch's own function.
+        is_causal: whether query ``i`` sees the keys up to ``i`` only.
+        scale: finite factor on the scores; default ``1 / sqrt(E)``.
+        enable_gqa: whether Hq may be a multiple of H: query head ``h`` reads KV head ``h // (Hq // H)``.
+
+    Returns:
+        (..., Hq, L, Ev) in query's dtype, differentiable in query, key, value and a float attn_mask. A query that sees
+        no key, such as a row of False or -inf, has the result 0 and gradients of 0, as in torch 2.13 on a CPU.
+
+    Raises:
+        SdpaError: shapes that don't fit, a mask together with ``is_causal``, a dropout_p outside [0, 1], a scale that
+            is not finite, heads that enable_gqa does not group. It is a ValueError and a RuntimeError, which torch
+            raises.
+        TypeError: other dtypes, or dtypes that differ; another type than listed.
+        NotImplementedError: nested tensors, layouts and devices without kernels.
+
+    >>> import torch
+    >>> query, key, value = torch.randn(3, 2, 8, 100, 64)
+    >>> scaled_dot_product_attention(query, key, value, is_causal=True).shape
+    torch.Size([2, 8, 100, 64])
+    >>> scaled_dot_product_attention(query, key[:, :2], value[:, :2], torch.rand(100, 100) < 0.5, enable_gqa=True).shape
+    torch.Size([2, 8, 100, 64])
+    """
+    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)

@@ -1,0 +1,217 @@
+"""Promise: scaled_dot_product_attention means what torch's does, for each argument, forward and backward."""
+
+import doctest
+import math
+import random
+import re
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from yardstick import assert_accurate
+
+from pyattn.adapters import sdpa
+from pyattn.adapters.sdpa import SdpaError, scaled_dot_product_attention
+
+
+def by_torch(*arguments, **named):
+    with sdpa_kernel(SDPBackend.MATH):
+        return torch.nn.functional.scaled_dot_product_attention(*arguments, **named)
+
+
+def results(function, tensors, arguments, options):
+    """out of ``function`` and the gradient of each float tensor, under the same gradient of out."""
+    leaves = [t if t is None or t.dtype == torch.bool else t.detach().requires_grad_() for t in tensors]
+    out = function(*leaves, *arguments, **options)
+    dout = torch.sin(torch.arange(out.numel()).reshape(out.shape)).to(out.dtype)
+    learned = [t for t in leaves if t is not None and t.requires_grad]
+    gradients = torch.autograd.grad(out, learned, dout, allow_unused=True)
+    return [out, *(torch.zeros_like(t) if g is None else g for t, g in zip(learned, gradients, strict=True))]
+
+
+def random_case(seed):
+    """Tensors in float64 and arguments, of 2 to 6 dimensions: broadcast, grouped, masked, causal or none of it."""
+    draw = random.Random(seed)
+    lead = [draw.choice([1, 2, 3]) for _ in range(draw.randint(0, 4))]
+    grouped = bool(lead) and draw.random() < 0.3
+    heads = draw.choice([1, 2])
+
+    def broadcast_from(sizes, first):
+        return [n if draw.random() < 0.7 else 1 for n in sizes][first:]
+
+    def leading(own_heads):
+        if grouped:
+            return [*broadcast_from(lead[:-1], 0), own_heads]
+        return broadcast_from(lead, draw.choice([0, 0, draw.randint(0, len(lead))]))
+
+    seqlen_q, seqlen_k, head_dim, head_dim_v = (draw.randint(1, 5) for _ in range(4))
+    q_lead, k_lead, v_lead = leading(heads * draw.choice([1, 2, 3])), leading(heads), leading(heads)
+    q, k = torch.randn(*q_lead, seqlen_q, head_dim), torch.randn(*k_lead, seqlen_k, head_dim)
+    v, mask = torch.randn(*v_lead, seqlen_k, head_dim_v), None
+    kind = draw.choice(["none", "causal", "bool", "float"])
+    if kind in ("bool", "float"):
+        own = q_lead[-1:] if grouped else []
+        scores = torch.broadcast_shapes(q_lead[: len(q_lead) - len(own)], k_lead[: len(k_lead) - len(own)])
+        sizes = (*scores, *own, seqlen_q, seqlen_k)
+        mask = torch.randn(broadcast_from(sizes, draw.randint(0, len(sizes))))
+        mask = mask > 0 if kind == "bool" else mask.masked_fill(torch.rand(mask.shape) < 0.3, -math.inf)
+    options = {"scale": draw.choice([None, 0.3]), "enable_gqa": grouped}
+    return (q, k, v, mask), (0.0, kind == "causal"), options
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_any_shapes_as_torch(seed):
+    torch.manual_seed(seed)
+    torch.set_default_dtype(torch.float64)
+    try:
+        tensors, arguments, options = random_case(seed)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    ours, theirs = (results(f, tensors, arguments, options) for f in (scaled_dot_product_attention, by_torch))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["causal", "bool", "float", "wide"])
+def test_accuracy(dtype, kind):
+    """By the rule of yardstick.py, torch's math backend being plain PyTorch; the mask may be float32 beside 16 bits."""
+    q, k, v = torch.randn(2, 6, 70, 33), torch.randn(2, 2, 90, 33), torch.randn(2, 2, 90, 20)
+    mask = {"causal": None, "bool": torch.rand(70, 90) < 0.8}.get(kind, torch.randn(2, 1, 70, 90))
+    q, k, v = (t.to(dtype) for t in (q, k, v))
+    mask = mask.to(dtype) if kind == "float" else mask
+    doubles = [t if t is None or t.dtype == torch.bool else t.double() for t in (q, k, v, mask)]
+    arguments, options = (0.0, kind == "causal"), {"enable_gqa": True}
+    exact = results(by_torch, doubles, arguments, options)
+    plain = results(by_torch, (q, k, v, mask), arguments, options)
+    ours = results(scaled_dot_product_attention, (q, k, v, mask), arguments, options)
+    for i, (mine, other, truth) in enumerate(zip(ours, plain, exact, strict=True)):
+        assert mine.dtype == other.dtype
+        assert_accurate(f"result {i}", mine, other, truth)
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.tensor([True, False, True])[:, None], torch.tensor([0.0, -math.inf, 0.0])[:, None]]
+)
+def test_rows_that_see_nothing_are_zero(mask):
+    tensors = (*torch.randn(3, 2, 2, 3, 8), mask.expand(3, 3))
+    ours = results(scaled_dot_product_attention, tensors, (), {})
+    assert not ours[0][:, :, 1].any()
+    assert not ours[1][:, :, 1].any()
+    for mine, other in zip(ours, results(by_torch, tensors, (), {}), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("sizes", [(0, 3, 4), (3, 0, 4), (3, 5, 0)], ids=["queries", "keys", "columns"])
+def test_empty(sizes):
+    seqlen_q, seqlen_k, head_dim = sizes
+    q, k = torch.randn(2, seqlen_q, head_dim), torch.randn(2, seqlen_k, head_dim)
+    v = torch.randn(2, seqlen_k, 6)
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, v), by_torch(q, k, v))
+    assert scaled_dot_product_attention(q[:0], k[:0], v[:0]).shape == (0, seqlen_q, 6)
+
+
+def test_odd_strides():
+    q, k, v = torch.randn(3, 2, 20, 4, 24)[..., ::3].transpose(2, 3).unbind()
+    k = k.flip(2)
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, v), by_torch(q, k, v))
+    one = torch.randn(20, 8).expand(2, 4, 20, 8)
+    torch.testing.assert_close(scaled_dot_product_attention(q, one, one), by_torch(q, one, one))
+
+
+def test_dropout_draws_from_torchs_generator():
+    q, k = torch.randn(2, 1, 2, 40, 8)
+    v = torch.eye(40).expand(1, 2, 40, 40)  # so the result is the weights after dropout
+    exact = by_torch(q, k, v)
+    torch.manual_seed(1)
+    first, second = (scaled_dot_product_attention(q, k, v, dropout_p=0.25) for _ in range(2))
+    torch.manual_seed(1)
+    assert torch.equal(scaled_dot_product_attention(q, k, v, dropout_p=0.25), first)
+    assert not torch.equal(first, second)
+    kept = first != 0
+    torch.testing.assert_close(first[kept], exact[kept] / 0.75)
+    deviation = math.sqrt(0.25 * 0.75 / kept.numel())
+    assert abs(kept.double().mean().item() - 0.75) < 5 * deviation
+
+
+@pytest.mark.parametrize("p", [1, 1.0])
+def test_dropout_of_everything(p):
+    q, k, v = torch.randn(3, 2, 3, 8).requires_grad_().unbind()
+    out = scaled_dot_product_attention(q, k, v, dropout_p=p)
+    assert not out.any()
+    assert not torch.autograd.grad(out.sum(), v)[0].any()
+
+
+def test_autocast():
+    q, k, v = torch.randn(3, 2, 2, 20, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, other = (f(q, k, v, torch.randn(20, 20) * 0) for f in (scaled_dot_product_attention, by_torch))
+    assert out.dtype == other.dtype == torch.bfloat16
+    assert_accurate("out", out, other, by_torch(q.double(), k.double(), v.double()))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": (8,)}, "query, key and value must have at least 2 dimensions, got shapes (8,), (2, 4, 5, 8) and "),
+        ({"query": (2, 4, 5, 7)}, "query and key must have the same last dimension, got shapes (2, 4, 5, 7) and (2, "),
+        ({"value": (2, 4, 6, 8)}, "key and value must have the same length, got shapes (2, 4, 5, 8) and (2, 4, 6, 8)"),
+        ({"query": (2, 8, 5, 8)}, "the dimensions of query, key and value before the last two must broadcast (for "),
+        ({"query": (5, 8), "enable_gqa": True}, "with enable_gqa, query, key and value must have heads, at least 3 "),
+        ({"query": (6, 5, 8), "enable_gqa": True}, "with enable_gqa, the heads of query must be a multiple of those "),
+        ({"value": (2, 2, 5, 8), "enable_gqa": True}, "with enable_gqa, key and value must have the same number of "),
+        ({"attn_mask": (4, 5)}, "attn_mask must broadcast to the scores' shape (2, 4, 5, 5), got shape (4, 5)"),
+        ({"attn_mask": (1, 2, 4, 5, 5)}, "attn_mask must broadcast to the scores' shape (2, 4, 5, 5), got shape (1, 2"),
+        ({"attn_mask": (5, 5), "is_causal": True}, "attn_mask must not be set together with is_causal, got a mask of "),
+        ({"dropout_p": -0.1}, "dropout_p must be between 0 and 1, got -0.1"),
+        ({"dropout_p": 1.5}, "dropout_p must be between 0 and 1, got 1.5"),
+        ({"dropout_p": math.nan}, "dropout_p must be between 0 and 1, got nan"),
+        ({"scale": math.inf}, "scale must be finite, got inf"),
+    ],
+)
+def test_value_errors(change, message):
+    tensors = dict.fromkeys(("query", "key", "value"), (2, 4, 5, 8)) | change
+    arguments = {name: torch.ones(x) if isinstance(x, tuple) else x for name, x in tensors.items()}
+    with pytest.raises(SdpaError, match=f"^{re.escape('pyattn: ' + message)}"):
+        scaled_dot_product_attention(**arguments)
+    assert issubclass(SdpaError, ValueError)
+    assert issubclass(SdpaError, RuntimeError), "what torch raises"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": None}, "query must be Tensor, got None"),
+        ({"attn_mask": [1]}, "attn_mask must be Tensor, got [1]"),
+        ({"attn_mask": torch.ones(5, 5, dtype=torch.int64)}, "attn_mask must be bool, query's dtype or float32, got "),
+        (
+            {"attn_mask": torch.ones(5, 5, dtype=torch.float16)},
+            "attn_mask must be bool, query's dtype or float32, got ",
+        ),
+        ({"is_causal": 1}, "is_causal must be bool, got 1"),
+        ({"enable_gqa": 1}, "enable_gqa must be bool, got 1"),
+        ({"dropout_p": "0"}, "dropout_p must be int or float, got '0'"),
+        ({"scale": "1"}, "scale must be int or float, got '1'"),
+    ],
+)
+def test_type_errors(change, message):
+    arguments = dict.fromkeys(("query", "key", "value"), torch.ones(2, 4, 5, 8)) | change
+    with pytest.raises(TypeError, match=f"^{re.escape('pyattn: ' + message)}"):
+        scaled_dot_product_attention(**arguments)
+
+
+def test_dtypes_that_no_kernel_takes():
+    ints = torch.ones(2, 4, 5, 8, dtype=torch.int64)
+    with pytest.raises(TypeError, match=r"^pyattn: dtype must be float64, .*, got int64$"):
+        scaled_dot_product_attention(ints, ints, ints)
+    with pytest.raises(TypeError, match=r"^pyattn: .* dtype"):
+        scaled_dot_product_attention(ints.float(), ints.double(), ints.double())
+    nested = torch.nested.nested_tensor([torch.ones(3, 8), torch.ones(2, 8)], layout=torch.jagged)
+    with pytest.raises(NotImplementedError, match=r"^pyattn: query must be a dense tensor, got a nested one$"):
+        scaled_dot_product_attention(nested, nested, nested)
+
+
+def test_the_docstrings_example_runs():
+    tested = doctest.testmod(sdpa)
+    assert tested.attempted > 0
+    assert not tested.failed
