@@ -1,1 +1,0 @@
-torch_version = "2.13.0+cpu"
