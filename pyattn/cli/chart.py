@@ -39,9 +39,8 @@ def _bars(axes: Axes, rows: list[dict[str, Any]], key: str, title: str, base: st
     whats = list(dict.fromkeys(row["what"] for row in rows))
     sides = list(dict.fromkeys(row["side"] for row in rows))
     colors = {side: f"C{i}" for i, side in enumerate(side for side in sides if "pyattn" in side)}
-    grays = {
-        side: str(min(0.45 + 0.06 * i, 0.9)) for i, side in enumerate(side for side in sides if side not in colors)
-    }
+    others = [side for side in sides if side not in colors]
+    grays = {side: str(0.35 + 0.5 * i / len(others)) for i, side in enumerate(others)}
     width = 0.8 / len(sides)
     for i, side in enumerate(sides):
         values = {row["what"]: row[key]["speedup"] for row in rows if row["side"] == side}

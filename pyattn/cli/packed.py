@@ -1,7 +1,8 @@
 """Sequences of different lengths: ``pyattn bench --only varlen``, packed, beside padding and beside a loop.
 
 Every side computes causal attention of the same tokens, in the layout that it wants, which is made before the clock
-starts. Padding stands behind a sequence, where a causal mask alone hides it; the mask is what people pass nevertheless.
+starts. Padding stands behind a sequence, where a causal mask alone hides it; what people pass is a mask of both, as a
+tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ import pyattn
 from pyattn.cli.contenders import Attention
 
 SEQUENCES, HEADS, HEAD_DIM = 64, 8, 64
-BASE = "torch sdpa padded, with its mask"
+BASE = "torch sdpa padded"
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def sides(lengths: Sequence[int], dtype: torch.dtype, device: str) -> dict[str, 
 
     in_batch: dict[str, Attention] = {
         BASE: partial(_sdpa, mask=mask),
-        "torch sdpa padded, causal alone": _sdpa,
+        "torch sdpa padded, no mask": _sdpa,
         "pyattn padded": pyattn.attention,
     }
     in_line: dict[str, Attention] = {
