@@ -1,10 +1,31 @@
-"""``torch.nn.functional.scaled_dot_product_attention`` by the native kernels: one function, under torch's rules."""
+"""``torch.nn.functional.scaled_dot_product_attention`` by the native kernels, under torch's rules.
+
+Either as a function of this module, or by the switch, after which torch's own function computes natively on the CPU::
+
+    from pyattn.adapters import sdpa
+
+    sdpa.enable()  # or: with sdpa.enabled(): ...
+    train(model)
+    print(sdpa.counts())  # calls taken, calls traced, calls left to torch by reason
+    sdpa.disable()
+"""
 
 from torch import Tensor
 
 from pyattn.adapters.sdpa_arguments import SdpaError, attend
+from pyattn.adapters.sdpa_switch import Counts, counts, disable, enable, enabled, is_enabled, reset_counts
 
-__all__ = ["SdpaError", "scaled_dot_product_attention"]
+__all__ = [
+    "Counts",
+    "SdpaError",
+    "counts",
+    "disable",
+    "enable",
+    "enabled",
+    "is_enabled",
+    "reset_counts",
+    "scaled_dot_product_attention",
+]
 
 
 def scaled_dot_product_attention(

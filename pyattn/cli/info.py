@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from pyattn import _C, attention
+from pyattn.adapters import sdpa_switch
 from pyattn.cli.device import DEVICES, check_device, cpu
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -42,6 +43,7 @@ def facts(device: str) -> dict[str, str]:
         "CUDA kernels": " ".join(f"sm_{arch}" for arch in _C.cuda_archs) or "none",
         "GPU": ", ".join(map(gpu, range(torch.cuda.device_count()))) or "none",
         "threads": str(torch.get_num_threads()),
+        "SDPA switch": sdpa_switch.described(),
         "dtypes": " ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES if supported(dtype, device)),
     }
 

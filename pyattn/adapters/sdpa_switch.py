@@ -1,0 +1,214 @@
+"""A switch that sends torch's own ``scaled_dot_product_attention`` on the CPU to the native kernels.
+
+It registers kernels for the operator itself with torch's dispatcher, so it reaches every caller: names bound before it
+was switched on, C++, ``nn.MultiheadAttention``, ``nn.TransformerEncoderLayer``. The inference fast path of these
+modules, ``torch._native_multi_head_attention``, has attention of its own and is off meanwhile
+(``torch.backends.mha.set_fastpath_enabled``), so that they call the operator in evaluation too.
+"""
+
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from pyattn import autograd
+from pyattn.adapters.sdpa_arguments import attend
+
+_OPERATOR = torch.ops.aten.scaled_dot_product_attention.default
+_NATIVE_KEYS = "CPU", "AutogradCPU"
+_COMPILER_TAG = "pyattn-sdpa"
+
+_TAKEN, _TRACED = "taken", "traced"
+_counting = threading.Lock()
+_counted: Counter[str] = Counter()
+
+
+class Counts(NamedTuple):
+    """Calls of ``scaled_dot_product_attention`` while the switch was on.
+
+    Attributes:
+        taken: calls that the native kernels computed.
+        traced: calls taken into a graph by ``torch.compile`` and other tracers, which may trace one several times.
+            Running the graph is not counted.
+        torch: calls that torch computed, by reason.
+    """
+
+    taken: int
+    traced: int
+    torch: dict[str, int]
+
+
+def counts() -> Counts:
+    """What was counted since the process began or :func:`reset_counts` was called, over all threads."""
+    with _counting:
+        reasons = {name: n for name, n in _counted.items() if name not in (_TAKEN, _TRACED)}
+        return Counts(_counted[_TAKEN], _counted[_TRACED], reasons)
+
+
+def reset_counts() -> None:
+    """Begins to count anew."""
+    with _counting:
+        _counted.clear()
+
+
+def _count(name: str) -> None:
+    with _counting:
+        _counted[name] += 1
+
+
+def _refusal(query: Tensor, key: Tensor) -> str | None:
+    """Why torch computes a call that the rules of :func:`attend` would take, if it does."""
+    if autograd.transforming():
+        return "a transform of torch.func, or forward-mode differentiation"
+    if not query.shape[-2] or not key.shape[-2]:  # torch's shape of an empty result is query's, without broadcasting
+        return "no queries or no keys"
+    return None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """The operator's kernel: native attention where its rules take the call, else torch's own, counted by reason."""
+    try:
+        reason = _refusal(query, key)
+        if reason is None:
+            out = attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    except (TypeError, ValueError, NotImplementedError) as refused:
+        if not str(refused).startswith("pyattn: "):
+            raise
+        reason = str(refused).removeprefix("pyattn: ").split(", got ")[0]
+    if reason is None:
+        _count(_TRACED if torch.compiler.is_compiling() or isinstance(query, FakeTensor) else _TAKEN)
+        return out
+    _count(reason)
+    return _OPERATOR.decompose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _leave_nested(*arguments: Any, **named: Any) -> Any:
+    """The kernel of nested tensors in torch's strided layout."""
+    _count("nested tensors")
+    return _OPERATOR.decompose(*arguments, **named)
+
+
+class _Installation:
+    """The kernels in the dispatcher, and what goes with them, from construction to :meth:`remove`."""
+
+    _alive: ClassVar[deque[Any]] = deque(maxlen=1000)
+    """Kernels stay alive behind their removal: another thread may have looked one up and not yet called it."""
+
+    def __init__(self) -> None:
+        self._library = torch.library.Library("aten", "IMPL")
+        name = _OPERATOR.name()
+        for key, kernel in (*((key, _attend) for key in _NATIVE_KEYS), ("AutogradNestedTensor", _leave_nested)):
+            self._library.impl(name, kernel, key)
+            self._alive.append(torch.library.get_kernel(name, key))
+        self._had_fastpath = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        self._tag = torch.compiler.config.cache_key_tag
+        torch.compiler.config.cache_key_tag = self._tag + _COMPILER_TAG
+        _OPERATOR._dispatch_cache.clear()
+
+    def remove(self) -> None:
+        """Leaves everything as it was found."""
+        self._library._destroy()
+        torch.backends.mha.set_fastpath_enabled(self._had_fastpath)
+        torch.compiler.config.cache_key_tag = self._tag
+        _OPERATOR._dispatch_cache.clear()
+
+
+class _Switch:
+    """Who wants the kernels: :func:`enable`, and each open block of :func:`enabled`."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.enabled = False
+        self.blocks = 0
+        self.installation: _Installation | None = None
+
+    def change(self, *, enabled: bool | None = None, blocks: int = 0) -> None:
+        with self.lock:
+            self.enabled = self.enabled if enabled is None else enabled
+            self.blocks += blocks
+            wanted = self.enabled or self.blocks > 0
+            if wanted and self.installation is None:
+                self.installation = _Installation()
+            elif not wanted and self.installation is not None:
+                self.installation.remove()
+                self.installation = None
+
+
+_switch = _Switch()
+
+
+def _renew_locks() -> None:
+    """A child process has no other threads, but would inherit what they held."""
+    global _counting
+    _counting, _switch.lock = threading.Lock(), threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
+
+
+def enable() -> None:
+    """Sends torch's ``scaled_dot_product_attention`` on the CPU here, in all threads, until :func:`disable`.
+
+    Results, gradients, errors and autocast are as torch documents them; dropout draws other weights than torch's from
+    the same generator. Calls that the native kernels do not take go to torch, and :func:`counts` shows why: other
+    dtypes, nested tensors, invalid arguments, whose errors stay torch's own, and transforms of ``torch.func`` (``vmap``
+    alone does not come by and is not counted). Calls on other devices are not touched.
+
+    ``nn.MultiheadAttention`` comes here with ``need_weights=False``; with True, its default, it computes weights by
+    itself. Its inference fast path, and that of ``nn.TransformerEncoder``, is off meanwhile: rows that are padding then
+    hold numbers, where the fast path may put zeros.
+
+    ``torch.compile`` takes the native operator into its graphs. A graph keeps what was on when it was compiled:
+    ``torch.compiler.reset()`` compiles anew. Caches of compiled code on disk are told apart by
+    ``torch.compiler.config.cache_key_tag``.
+
+    The switch belongs to the process and may be changed from any thread at any time. Calling it again does nothing.
+    """
+    _switch.change(enabled=True)
+
+
+def disable() -> None:
+    """Ends what :func:`enable` began. Blocks of :func:`enabled` that are still open keep the switch on."""
+    _switch.change(enabled=False)
+
+
+@contextmanager
+def enabled() -> Iterator[None]:
+    """:func:`enable` within a block. Blocks may be nested, and overlap in several threads; all threads are affected."""
+    _switch.change(blocks=1)
+    try:
+        yield
+    finally:
+        _switch.change(blocks=-1)
+
+
+def is_enabled() -> bool:
+    """Whether the switch is on."""
+    return _switch.installation is not None
+
+
+def described() -> str:
+    """The switch and its counts in a line, for ``pyattn info``."""
+    taken, traced, by_torch = counts()
+    state = "on" if is_enabled() else "off"
+    if not (taken or traced or by_torch):
+        return state
+    reasons = "".join(f", {n} to torch ({reason})" for reason, n in sorted(by_torch.items()))
+    return f"{state}: {taken} calls taken, {traced} traced{reasons}"

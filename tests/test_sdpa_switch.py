@@ -1,0 +1,295 @@
+"""Promise: the switch sends torch's own SDPA and its modules here, counts what it leaves to torch, and goes away."""
+
+import threading
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention  # bound before the switch is on, as in models
+from torch.profiler import profile
+
+from pyattn.adapters import sdpa_switch
+from pyattn.adapters.sdpa_switch import counts, disable, enable, enabled, is_enabled, reset_counts
+from pyattn.cli import info
+
+OPERATOR = "aten::scaled_dot_product_attention"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_counted():
+    """Each test begins with the switch off and counts of 0, and leaves torch as it was."""
+    before = torch._C._dispatch_dump_table(OPERATOR), torch.backends.mha.get_fastpath_enabled()
+    assert not is_enabled()
+    reset_counts()
+    yield
+    assert before == (torch._C._dispatch_dump_table(OPERATOR), torch.backends.mha.get_fastpath_enabled())
+    assert torch.compiler.config.cache_key_tag == ""
+    reset_counts()
+
+
+def tensors(dtype=torch.float64):
+    return [torch.randn(2, 4, 6, 8, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+def operators(call):
+    with profile() as record:
+        call()
+    return {event.key for event in record.key_averages()}
+
+
+def test_calls_come_here_with_their_gradients():
+    q, k, v = tensors()
+    mask = torch.randn(6, 6, dtype=torch.float64, requires_grad=True)
+
+    def step():
+        out = scaled_dot_product_attention(q, k, v, mask)
+        return out, *torch.autograd.grad(out.sin().sum(), (q, k, v, mask))
+
+    plain = step()
+    with enabled():
+        ours = step()
+        assert "pyattn::attention_backward" in operators(step)
+    for mine, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+    assert counts() == (2, 0, {})
+    assert not any("pyattn" in name for name in operators(step))
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_every_grad_mode(mode):
+    q, k, v = tensors(torch.float32)
+    with enabled(), mode():
+        out = scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert out.requires_grad == (mode is nullcontext)
+    assert counts().taken == 1
+
+
+def test_autocast():
+    q, k, v = tensors(torch.float32)
+    with enabled(), torch.autocast("cpu", torch.bfloat16):
+        assert scaled_dot_product_attention(q, k, v).dtype == torch.bfloat16
+    assert counts().taken == 1
+
+
+def test_dropout_follows_torchs_seed():
+    q, k, v = tensors(torch.float32)
+    with enabled():
+        torch.manual_seed(1)
+        first = scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+        torch.manual_seed(1)
+        assert torch.equal(scaled_dot_product_attention(q, k, v, dropout_p=0.5), first)
+    assert counts().taken == 2
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, dtype=torch.float64)
+    return nn.TransformerEncoder(layer, 2)
+
+
+PADDING = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # which torch's fast path makes of padding
+@pytest.mark.parametrize("options", [{}, {"src_key_padding_mask": PADDING}, {"mask": torch.ones(6, 6).triu(1).bool()}])
+@pytest.mark.parametrize("training", [True, False])
+def test_encoders_and_their_fast_path(training, options):
+    model = encoder().train(training)
+    x = torch.randn(2, 6, 32, dtype=torch.float64)
+    grads = torch.enable_grad() if training else torch.no_grad()
+    with grads:
+        plain = model(x, **options)
+        with enabled():
+            ours = model(x, **options)
+    assert counts() == (2, 0, {}), "one call a layer"
+    tokens = ~options.get("src_key_padding_mask", torch.zeros(2, 6, dtype=torch.bool))
+    torch.testing.assert_close(ours[tokens], plain[tokens])
+    if training:
+        weights = list(model.parameters())
+        for mine, other in zip(
+            torch.autograd.grad(ours[tokens].sin().sum(), weights),
+            torch.autograd.grad(plain[tokens].sin().sum(), weights),
+            strict=True,
+        ):
+            torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_multihead_attention(training, need_weights):
+    mha = nn.MultiheadAttention(32, 4, batch_first=True, dtype=torch.float64).train(training)
+    x = torch.randn(2, 6, 32, dtype=torch.float64)
+    with torch.set_grad_enabled(training):
+        plain = mha(x, x, x, key_padding_mask=PADDING, need_weights=need_weights)
+        with enabled():
+            ours = mha(x, x, x, key_padding_mask=PADDING, need_weights=need_weights)
+    torch.testing.assert_close(ours, plain)
+    assert counts().taken == (not need_weights)
+
+
+def test_compiled_code():
+    """The graph has the native operator, forward and backward; a graph compiled with the switch off does not."""
+
+    def step(q, k, v):
+        return scaled_dot_product_attention(q, k, v, is_causal=True).sin()
+
+    q, k, v = tensors()
+    plain = step(q, k, v)
+    torch.compiler.reset()
+    with enabled():
+        compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(q, k, v), plain)
+        (dq,) = torch.autograd.grad(compiled(q, k, v).sum(), q)
+        torch.testing.assert_close(dq, torch.autograd.grad(plain.sum(), q)[0])
+        assert {"pyattn::attention_forward"} <= operators(lambda: compiled(q, k, v))
+        assert counts().taken == 0
+        assert counts().traced > 0
+    torch.compiler.reset()
+    again = torch.compile(step, backend="aot_eager", fullgraph=True)
+    again(q, k, v)
+    assert not any("pyattn" in name for name in operators(lambda: again(q, k, v)))
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (
+            lambda q, k, v: scaled_dot_product_attention(q, k, v, torch.zeros(6, 6).double(), is_causal=True),
+            "attn_mask must not be set together with is_causal",
+        ),
+        (
+            lambda q, k, v: torch.func.grad(lambda x: scaled_dot_product_attention(x, k, v).sum())(q),
+            "a transform of torch.func, or forward-mode differentiation",
+        ),
+        (lambda q, k, v: scaled_dot_product_attention(q[:, :, :0], k, v), "no queries or no keys"),
+    ],
+    ids=["mask and causal", "torch.func", "empty"],
+)
+def test_what_torch_computes_is_counted(call, reason):
+    q, k, v = (t.detach() for t in tensors())
+    plain = call(q, k, v)
+    with enabled():
+        assert torch.equal(call(q, k, v), plain)
+    assert counts() == (0, 0, {reason: 1})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda q, k, v: (q.long(), k.long(), v.long()), "dtype must be float64, float32, bfloat16 or float16"),
+        (lambda q, k, v: (q, k[:, :3], v), "the dimensions of query, key and value before the last two must broadcast"),
+        (lambda q, k, v: (q, k, v, torch.ones(6, 6, dtype=torch.int64)), "attn_mask must be bool, query's dtype or"),
+    ],
+    ids=["int64", "heads", "mask"],
+)
+def test_errors_stay_torchs(change, reason):
+    arguments = change(*tensors())
+    with pytest.raises(RuntimeError) as plain:
+        scaled_dot_product_attention(*arguments)
+    with enabled(), pytest.raises(RuntimeError) as under:
+        scaled_dot_product_attention(*arguments)
+    assert str(under.value) == str(plain.value)
+    ((counted, number),) = counts().torch.items()
+    assert counted.startswith(reason)
+    assert number == 1
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_counted():
+    nested = torch.nested.nested_tensor([torch.randn(4, 3, 8), torch.randn(4, 2, 8)])
+    plain = scaled_dot_product_attention(nested, nested, nested)
+    with enabled():
+        out = scaled_dot_product_attention(nested, nested, nested)
+    for mine, other in zip(out.unbind(), plain.unbind(), strict=True):
+        assert torch.equal(mine, other)
+    assert counts() == (0, 0, {"nested tensors": 1})
+
+
+def test_enable_disable_and_blocks():
+    enable()
+    enable()
+    with enabled():
+        disable()
+        assert is_enabled(), "a block is open"
+        with enabled():
+            pass
+        assert is_enabled()
+    assert not is_enabled()
+    with enabled():
+        enable()
+    assert is_enabled()
+    disable()
+    assert not is_enabled()
+    disable()
+    with pytest.raises(ZeroDivisionError), enabled():
+        _ = 1 / 0
+    assert not is_enabled()
+
+
+def test_what_was_set_before_comes_back(monkeypatch):
+    monkeypatch.setattr(torch.backends.mha, "_is_fastpath_enabled", False)
+    with enabled():
+        assert not torch.backends.mha.get_fastpath_enabled()
+    assert not torch.backends.mha.get_fastpath_enabled()
+    monkeypatch.undo()
+
+
+def test_the_switch_belongs_to_the_process():
+    """Another thread's calls come here while this one holds the switch, and no longer after it let go."""
+    q, k, v = (t.detach() for t in tensors())
+
+    def in_a_thread():
+        thread = threading.Thread(target=scaled_dot_product_attention, args=(q, k, v))
+        thread.start()
+        thread.join()
+
+    with enabled():
+        in_a_thread()
+        assert counts().taken == 1
+    in_a_thread()
+    assert counts().taken == 1
+
+
+def test_threads_call_while_others_switch():
+    q, k, v = (t.detach() for t in tensors())
+    exact = scaled_dot_product_attention(q, k, v)
+    done, wrong = threading.Event(), []
+
+    def call():
+        try:
+            while not done.is_set():
+                torch.testing.assert_close(scaled_dot_product_attention(q, k, v), exact)
+        except BaseException as error:
+            wrong.append(error)
+
+    def switch():
+        try:
+            for _ in range(100):
+                with enabled():
+                    scaled_dot_product_attention(q, k, v)
+        except BaseException as error:
+            wrong.append(error)
+
+    callers = [threading.Thread(target=call) for _ in range(2)]
+    switchers = [threading.Thread(target=switch) for _ in range(2)]
+    for thread in (*callers, *switchers):
+        thread.start()
+    for thread in switchers:
+        thread.join()
+    done.set()
+    for thread in callers:
+        thread.join()
+    assert not wrong
+    assert not is_enabled()
+    assert counts().taken >= 200
+
+
+def test_info_shows_the_switch(capsys):
+    assert info.facts("cpu")["SDPA switch"] == "off"
+    q, k, v = (t.detach() for t in tensors())
+    with enabled():
+        scaled_dot_product_attention(q, k, v)
+        scaled_dot_product_attention(q[:, :, :0], k, v)
+        shown = "on: 1 calls taken, 0 traced, 1 to torch (no queries or no keys)"
+        assert info.facts("cpu")["SDPA switch"] == shown
+    assert sdpa_switch.described().startswith("off: 1 calls taken")
