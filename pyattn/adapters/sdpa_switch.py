@@ -8,20 +8,20 @@ modules, ``torch._native_multi_head_attention``, has attention of its own and is
 
 import os
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pyattn import autograd
+from pyattn.adapters.dispatcher import Kernels
 from pyattn.adapters.sdpa_arguments import attend
 
 _OPERATOR = torch.ops.aten.scaled_dot_product_attention.default
-_NATIVE_KEYS = "CPU", "AutogradCPU"
 _COMPILER_TAG = "pyattn-sdpa"
 
 _TAKEN, _TRACED = "taken", "traced"
@@ -107,15 +107,14 @@ def _leave_nested(*arguments: Any, **named: Any) -> Any:
 class _Installation:
     """The kernels in the dispatcher, and what goes with them, from construction to :meth:`remove`."""
 
-    _alive: ClassVar[deque[Any]] = deque(maxlen=1000)
-    """Kernels stay alive behind their removal: another thread may have looked one up and not yet called it."""
-
     def __init__(self) -> None:
-        self._library = torch.library.Library("aten", "IMPL")
         name = _OPERATOR.name()
-        for key, kernel in (*((key, _attend) for key in _NATIVE_KEYS), ("AutogradNestedTensor", _leave_nested)):
-            self._library.impl(name, kernel, key)
-            self._alive.append(torch.library.get_kernel(name, key))
+        kernels = {
+            (name, "CPU"): _attend,
+            (name, "AutogradCPU"): _attend,
+            (name, "AutogradNestedTensor"): _leave_nested,
+        }
+        self._kernels = Kernels(kernels)
         self._had_fastpath = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         self._tag = torch.compiler.config.cache_key_tag
@@ -124,7 +123,7 @@ class _Installation:
 
     def remove(self) -> None:
         """Leaves everything as it was found."""
-        self._library._destroy()
+        self._kernels.remove()
         torch.backends.mha.set_fastpath_enabled(self._had_fastpath)
         torch.compiler.config.cache_key_tag = self._tag
         _OPERATOR._dispatch_cache.clear()

@@ -1,0 +1,198 @@
+"""``torch.nn.attention.varlen.varlen_attn`` on the CPU, where torch has no kernel for it.
+
+torch lets a library bring the kernels (``torch.nn.attention.register_flash_attention_impl``). This one is registered
+under the name PYATTN by :func:`register`, and works from :func:`activate` to :func:`remove`::
+
+    from pyattn.adapters import torch_varlen
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    torch_varlen.activate()
+    lengths = cu_seqlens, cu_seqlens, 54, 54
+    out, lse = varlen_attn(q, k, v, *lengths, window_size=(-1, 0), return_aux=AuxRequest(lse=True))
+
+q (total_q, Hq, D), k and v (total_k, Hkv, D) in float32, bfloat16 or float16; out like q; lse (Hq, total_q) in float32.
+``window_size`` is as in flash-attention, the last query standing at the last key, and (-1, 0) is causal. ``scale``,
+``enable_gqa``, ``seqused_k`` and ``block_table`` are honoured; ``num_splits`` asks for what holds here anyway: a
+sequence's results have the same bits whatever else is in the batch. Backward starts from lse, so each weight carries a
+relative error of 2 eps |lse|, and torch passes on no gradient of lse itself.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import attention as torch_attention
+
+from pyattn import _ops, autograd
+from pyattn.adapters.dispatcher import Kernels
+from pyattn.options import UNBOUNDED, Options, Packing
+from pyattn.varlen import attention_varlen
+
+__all__ = ["NAME", "activate", "register", "remove"]
+
+NAME = "PYATTN"
+"""The implementation's name in torch's table."""
+
+
+def register() -> None:
+    """Enters :data:`NAME` in torch's table. ``torch.nn.attention.activate_flash_attention_impl(NAME)`` then works.
+
+    Raises:
+        ImportError: a torch that has no such table.
+    """
+    if not hasattr(torch_attention, "register_flash_attention_impl"):
+        raise ImportError(
+            "pyattn: torch must have torch.nn.attention.register_flash_attention_impl for varlen_attn on the CPU, "
+            f"got torch {torch.__version__}"
+        )
+    torch_attention.register_flash_attention_impl(NAME, register_fn=_kernels)
+
+
+def activate() -> None:
+    """Makes ``varlen_attn`` and ``varlen_attn_out`` work on the CPU, in the whole process; again: nothing more.
+
+    torch has one active implementation: another one that was active, such as FA4 for GPUs, is restored to the default.
+
+    Raises:
+        ImportError: as :func:`register`.
+    """
+    register()
+    if torch_attention.current_flash_attention_impl() != NAME:
+        torch_attention.activate_flash_attention_impl(NAME)
+
+
+def remove() -> None:
+    """Ends what :func:`activate` began. Another implementation that is active stays."""
+    register()
+    if torch_attention.current_flash_attention_impl() == NAME:
+        torch_attention.restore_flash_attention_impl()
+
+
+def _kernels() -> Kernels:
+    """The kernels in the dispatcher; torch calls ``remove()`` on them."""
+    functions: dict[tuple[str, str], Callable[..., Any]] = {
+        ("aten::_flash_attention_forward", "CPU"): _forward,
+        ("aten::_flash_attention_backward", "CPU"): _backward,
+    }
+    if hasattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace"):
+        functions["aten::_flash_attention_forward_no_dropout_inplace", "CPU"] = _forward_into
+    return Kernels(functions)
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``aten::_flash_attention_forward``: out, lse, and three tensors that mean something with dropout only."""
+    _check(query, value, dropout_p, return_debug_mask)
+    if cum_seq_q is None:
+        raise NotImplementedError("pyattn: cu_seq_q must be given: dense batches have pyattn.attention, got None")
+    if block_table is not None:
+        if seqused_k is None:
+            raise ValueError("pyattn: block_table must come with seqused_k, got None")
+        cum_seq_k, seqused_k = torch.nn.functional.pad(seqused_k.cumsum(0), (1, 0)), None
+    if cum_seq_k is None:
+        raise ValueError("pyattn: cu_seq_k must be given unless block_table and seqused_k are, got None")
+    causal, window = _mask(is_causal, window_size_left, window_size_right)
+    out, lse = attention_varlen(
+        query,
+        key,
+        value,
+        cum_seq_q,
+        cum_seq_k,
+        max_q,
+        max_k,
+        causal=causal,
+        window=window,
+        softmax_scale=scale,
+        alibi_slopes=alibi_slopes,
+        block_table=block_table,
+        seqused_k=seqused_k,
+        return_lse=True,
+    )
+    return out, lse, torch.zeros(2, dtype=torch.uint64), torch.empty(0), query.new_empty(0)
+
+
+def _forward_into(out: Tensor, *arguments: Any, **named: Any) -> Tensor:
+    """``aten::_flash_attention_forward_no_dropout_inplace``: fills ``out`` and returns lse."""
+    result, lse, *_ = _forward(*arguments, **named)
+    if out.shape != result.shape or out.dtype != result.dtype:
+        raise ValueError(
+            f"pyattn: out must be {result.dtype} of shape {tuple(result.shape)}, "
+            f"got {out.dtype} of shape {tuple(out.shape)}"
+        )
+    out.copy_(result)
+    return lse
+
+
+def _backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor,
+    cum_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``aten::_flash_attention_backward``: dq, dk, dv. lse stands for row_max, and row_sum is 1."""
+    _check(query, value, dropout_p, False)
+    causal, window = _mask(is_causal, window_size_left, window_size_right)
+    packing = Packing(cum_seq_q, cum_seq_k, max_q, max_k)
+    options = Options(softmax_scale=scale, causal=causal, window=window)
+    rows = grad_out, None, query, key, value, out, logsumexp, torch.ones_like(logsumexp)
+    wanted = False, False, False
+    dq, dk, dv, *_ = _ops.attention_varlen_backward(*rows, *packing, *options, autograd._deterministic, wanted, True)
+    return dq, dk, dv
+
+
+def _check(query: Tensor, value: Tensor, dropout_p: float, return_debug_mask: bool) -> None:
+    """What torch's shapes and dtypes, declared for GPUs, leave no room for."""
+    if query.dtype == torch.float64:
+        raise TypeError(
+            "pyattn: query must be float32, bfloat16 or float16, as torch's lse is float32 (attention_varlen takes "
+            f"float64), got {query.dtype}"
+        )
+    if value.shape[-1] != query.shape[-1]:
+        raise NotImplementedError(
+            "pyattn: value must have query's head dimension in torch's varlen_attn (not in attention_varlen), "
+            f"got {value.shape[-1]} and {query.shape[-1]}"
+        )
+    if dropout_p:
+        raise NotImplementedError(f"pyattn: dropout_p must be 0 in torch's varlen_attn, got {dropout_p}")
+    if return_debug_mask:
+        raise NotImplementedError(f"pyattn: return_debug_mask must be False, got {return_debug_mask}")
+
+
+def _mask(is_causal: bool, left: int | None, right: int | None) -> tuple[bool, tuple[int, int]]:
+    """torch's mask as ``causal`` and ``window``: None and -1 are no bound, and (-1, 0) is causal."""
+    left, right = -1 if left is None else left, -1 if right is None else right
+    causal = is_causal or (left, right) == (-1, 0)
+    return causal, UNBOUNDED if causal and left == -1 else (left, right)

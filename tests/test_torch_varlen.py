@@ -1,0 +1,217 @@
+"""Promise: torch's varlen_attn works on the CPU while told to: forward, backward, lse, and every argument."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
+from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
+from yardstick import assert_accurate
+
+from pyattn import attention_varlen
+from pyattn.adapters import torch_varlen
+
+LENGTHS_Q, LENGTHS_K = (10, 0, 33, 1, 20), (10, 4, 50, 7, 5)
+
+
+@pytest.fixture(autouse=True)
+def _active():
+    torch_varlen.activate()
+    yield
+    torch_varlen.remove()
+    assert current_flash_attention_impl() is None
+
+
+def bounds(lengths):
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+
+
+CU_Q, CU_K = bounds(LENGTHS_Q), bounds(LENGTHS_K)
+SIZES = CU_Q, CU_K, max(LENGTHS_Q), max(LENGTHS_K)
+
+
+def inputs(dtype=torch.float32, head_dim=16):
+    sizes = (sum(LENGTHS_Q), 6), (sum(LENGTHS_K), 2), (sum(LENGTHS_K), 2)
+    return tuple(torch.randn(*size, head_dim, dtype=dtype, requires_grad=True) for size in sizes)
+
+
+def visible(queries, keys, window):
+    """torch's window, the last query standing at the last key: True = takes part."""
+    distance = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
+    left, right = window
+    return ((distance <= left) | (left < 0)) & ((-distance <= right) | (right < 0))
+
+
+def by_torch(q, k, v, window, scale=None):
+    """torch's math backend, sequence by sequence."""
+    outs = []
+    for own_q, own_k, own_v in zip(q.split(LENGTHS_Q), k.split(LENGTHS_K), v.split(LENGTHS_K), strict=True):
+        mask = visible(len(own_q), len(own_k), window)
+        with sdpa_kernel(SDPBackend.MATH):
+            turned = (t.transpose(0, 1) for t in (own_q, own_k, own_v))
+            out = torch.nn.functional.scaled_dot_product_attention(*turned, mask, scale=scale, enable_gqa=True)
+        outs.append(out.transpose(0, 1))
+    return torch.cat(outs)
+
+
+def with_gradients(function, tensors, dout):
+    leaves = tuple(t.detach().requires_grad_() for t in tensors)
+    out = function(*leaves)
+    return out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0), (3, 2)], ids=str)
+def test_accuracy(dtype, window):
+    tensors, dout = inputs(dtype), torch.randn(sum(LENGTHS_Q), 6, 16)
+
+    def native(q, k, v):
+        return varlen_attn(q, k, v, *SIZES, window_size=window, scale=0.3, enable_gqa=True)
+
+    ours = with_gradients(native, tensors, dout)
+    plain = with_gradients(lambda *t: by_torch(*t, window, 0.3), tensors, dout)
+    exact = with_gradients(lambda *t: by_torch(*t, window, 0.3), [t.double() for t in tensors], dout.double())
+    for name, mine, other, truth in zip(("out", "dq", "dk", "dv"), ours, plain, exact, strict=True):
+        assert mine.dtype == dtype
+        assert_accurate(name, mine, other, truth)
+
+
+def test_lse():
+    q, k, v = inputs()
+    out, lse = varlen_attn(q, k, v, *SIZES, enable_gqa=True, window_size=(-1, 0), return_aux=AuxRequest(lse=True))
+    assert lse.shape == (6, len(q))
+    assert lse.dtype == torch.float32
+    start, end = CU_Q[2], CU_Q[3]
+    keys = k.double()[CU_K[2] : CU_K[3]].repeat_interleave(3, 1)
+    scores = torch.einsum("qhd,khd->hqk", q.double()[start:end], keys) / 4
+    expected = scores.masked_fill(~visible(33, 50, (-1, 0)), float("-inf")).logsumexp(-1)
+    torch.testing.assert_close(lse[:, start:end].double(), expected, rtol=1e-6, atol=1e-6)
+    unseeing = CU_Q[4] + 20 - 5 - 1  # of 20 queries on 5 keys, 15 stand before the first key
+    assert not out[CU_Q[4] : unseeing + 1].any()
+    assert (lse[:, CU_Q[4] : unseeing + 1] == float("-inf")).all()
+
+
+def test_out_variant():
+    q, k, v = (t.detach() for t in inputs())
+    out = torch.full_like(q, float("nan"))
+    _, lse = varlen_attn_out(out, q, k, v, *SIZES, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    expected = varlen_attn(q, k, v, *SIZES, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+
+
+def test_used_keys_and_pages():
+    q, k, v = (t.detach() for t in inputs())
+    used = torch.tensor([3, 0, 50, 7, 4], dtype=torch.int32)
+    expected = attention_varlen(q, k, v, *SIZES, seqused_k=used)
+    out = varlen_attn(q, k, v, *SIZES, window_size=(-1, 0), enable_gqa=True, seqused_k=used, num_splits=1)
+    assert torch.equal(out, expected)
+    table = torch.randperm(20).reshape(5, 4).to(torch.int32)
+    pages_k, pages_v = torch.full((2, 20, 16, 2, 16), float("nan"))
+    for b, (begin, count) in enumerate(zip(CU_K.tolist(), used.tolist(), strict=False)):
+        for j in range(count):
+            page = table[b, j // 16]
+            pages_k[page, j % 16], pages_v[page, j % 16] = k[begin + j], v[begin + j]
+    options = {"window_size": (-1, 0), "enable_gqa": True, "seqused_k": used, "block_table": table}
+    paged = varlen_attn(q, pages_k, pages_v, CU_Q, None, max(LENGTHS_Q), 64, **options)
+    torch.testing.assert_close(paged, expected)
+
+
+def test_a_packed_projection_compiled():
+    """q, k and v as views of one tensor, in a graph of torch.compile with its backward."""
+    x = torch.randn(64, 3, 4, 16, requires_grad=True)
+    cu = torch.tensor([0, 20, 64], dtype=torch.int32)
+
+    def step(x):
+        return varlen_attn(*x.unbind(1), cu, cu, 44, 44, window_size=(-1, 0)).sin()
+
+    results = []
+    for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        out = function(x)
+        results.append((out, *torch.autograd.grad(out.sum(), x)))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_opcheck():
+    q, k, v = inputs()
+    torch.library.opcheck(torch.ops.torch_attn._varlen_attn.default, (q, k, v, *SIZES, True, None, [-1, 0], True))
+
+
+def call(**change):
+    q, k, v = (t.detach() for t in inputs())
+    arguments = {"query": q, "key": k, "value": v, "cum_seq_q": CU_Q, "cum_seq_k": CU_K, "max_q": 33, "max_k": 50}
+    arguments |= {"dropout_p": 0.0, "is_causal": False, "return_debug_mask": False}
+    return torch.ops.aten._flash_attention_forward(**arguments | change)
+
+
+@pytest.mark.parametrize(
+    ("error", "change", "message"),
+    [
+        (
+            TypeError,
+            {"query": torch.ones(64, 6, 16).double()},
+            "query must be float32, bfloat16 or float16, as torch's",
+        ),
+        (NotImplementedError, {"value": torch.ones(76, 2, 8)}, "value must have query's head dimension in torch's "),
+        (NotImplementedError, {"dropout_p": 0.5}, "dropout_p must be 0 in torch's varlen_attn, got 0.5"),
+        (NotImplementedError, {"return_debug_mask": True}, "return_debug_mask must be False, got True"),
+        (NotImplementedError, {"cum_seq_q": None}, "cu_seq_q must be given: dense batches have pyattn.attention, got "),
+        (ValueError, {"cum_seq_k": None}, "cu_seq_k must be given unless block_table and seqused_k are, got None"),
+        (ValueError, {"block_table": torch.ones(5, 4).int()}, "block_table must come with seqused_k, got None"),
+        (ValueError, {"max_q": 3}, "max_seqlen_q "),
+    ],
+    ids=["dtype", "columns", "dropout", "debug", "dense", "no keys", "pages", "max_q"],
+)
+def test_errors(error, change, message):
+    with pytest.raises(error, match=f"^{re.escape('pyattn: ' + message)}"):
+        call(**change)
+
+
+def test_gradients_of_used_keys_are_torchs_error():
+    q, k, v = inputs()
+    with pytest.raises(RuntimeError, match="seqused_k is an inference-only parameter"):
+        varlen_attn(q, k, v, *SIZES, enable_gqa=True, seqused_k=torch.ones(5, dtype=torch.int32))
+
+
+def test_out_of_another_shape():
+    q, k, v = (t.detach() for t in inputs())
+    with pytest.raises(
+        ValueError, match=r"^pyattn: out must be torch.float32 of shape \(64, 6, 16\), got torch.float32 "
+    ):
+        varlen_attn_out(torch.empty(64, 6, 8), q, k, v, *SIZES, enable_gqa=True)
+
+
+def test_activation_is_torchs_own():
+    torch_varlen.activate()
+    assert current_flash_attention_impl() == "PYATTN"
+    restore_flash_attention_impl()
+    torch_varlen.remove()
+    q, k, v = inputs()
+    with pytest.raises(NotImplementedError, match="_flash_attention_forward"):
+        varlen_attn(q, k, v, *SIZES, enable_gqa=True)
+    activate_flash_attention_impl("PYATTN")
+    assert varlen_attn(q, k, v, *SIZES, enable_gqa=True).shape == q.shape
+
+
+def test_importing_pyattn_changes_nothing():
+    code = """if True:
+        import sys, torch
+        from torch.nn.attention import list_flash_attention_impls
+        before = torch._C._dispatch_dump_table("aten::scaled_dot_product_attention")
+        import pyattn
+        assert not any(name.startswith("pyattn.adapters") for name in sys.modules)
+        import pyattn.adapters.sdpa, pyattn.adapters.torch_varlen
+        assert torch._C._dispatch_dump_table("aten::scaled_dot_product_attention") == before
+        assert "PYATTN" not in list_flash_attention_impls()
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
