@@ -1,0 +1,238 @@
+"""transformers: ``register()``, and models run here that are told ``attn_implementation="pyattn"``.
+
+A model of transformers 5 calls one function for a mask and, in each layer, one for attention, both by name. The mask
+comes as ``key_ranges`` wherever its rows have no holes: see :mod:`pyattn.adapters.transformers_masks`.
+
+>>> import pyattn.adapters.transformers
+>>> pyattn.adapters.transformers.register()  # doctest: +SKIP
+>>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="pyattn")  # doctest: +SKIP
+"""
+
+import inspect
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyattn.adapters import transformers_masks
+from pyattn.adapters.transformers_masks import are_ranges
+from pyattn.arguments import check_size, check_tensor, shown
+from pyattn.dropout import draw_seed
+from pyattn.functional import attention
+from pyattn.options import UNBOUNDED
+from pyattn.varlen import attention_varlen
+from pyattn.weights import attention_weights
+
+__all__ = ["attention_function", "fallbacks", "mask_function", "register"]
+
+NAME = "pyattn"
+"""What ``attn_implementation`` calls us."""
+
+mask_function = transformers_masks.mask_function
+
+NOT_ABOUT_ATTENTION = frozenset({"cache_position", "num_items_in_batch", "position_ids"})
+"""Tensors that models hand through: the mask has what attention needs of positions."""
+
+
+def register() -> None:
+    """Makes ``attn_implementation="pyattn"`` known to transformers, for attention and masks alike.
+
+    Nothing else changes: models with another ``attn_implementation`` run as before. A second call does nothing more.
+
+    Raises:
+        ImportError: transformers is missing, or older than 5.6, whose masks are called otherwise.
+    """
+    needed = 'pyattn: register() needs transformers 5.6 or later (pip install "transformers>=5.6")'
+    try:
+        import transformers
+        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+        from transformers.modeling_utils import AttentionInterface
+    except ImportError as error:
+        raise ImportError(f"{needed}, got {error}") from error
+    if "q_length" not in inspect.signature(sdpa_mask).parameters:
+        raise ImportError(f"{needed}, got {transformers.__version__}")
+    AttentionInterface.register(NAME, attention_function)
+    AttentionMaskInterface.register(NAME, mask_function)
+
+
+def fallbacks(model: nn.Module | None = None) -> list[str]:
+    """What ran otherwise than in linear memory, and what of a model does not run here at all.
+
+    Args:
+        model: a model of transformers; default: masks alone.
+
+    Returns:
+        A line for each reason why a mask of queries x keys was made since the process began, with their number; it runs
+        here nevertheless. Then one for each part of ``model`` whose attention is its own or another implementation's:
+        transformers takes ``attn_implementation="pyattn"`` for such a model without a word. Empty if all is well.
+    """
+    lines = [f"{count} masks of queries x keys: {why}" for why, count in sorted(transformers_masks.DENSE.items())]
+    parts = {} if model is None else dict(model.named_modules())
+    configured: set[int] = set()
+    for name, part in parts.items():
+        where = f"{name or 'the model'} ({type(part).__name__})"
+        config = getattr(part, "config", None)
+        chosen = getattr(config, "_attn_implementation", None)
+        if chosen not in (None, NAME) and id(config) not in configured:
+            configured.add(id(config))
+            lines.append(f"{where}: attn_implementation is {chosen}")
+        if _has_attention_of_its_own(type(part)):
+            lines.append(f"{where}: attention of its own")
+    return lines
+
+
+def _has_attention_of_its_own(kind: type[nn.Module]) -> bool:
+    """Whether a class of modules computes attention and does not ask transformers for a function that does.
+
+    By its source, as transformers itself judges it.
+    """
+    if not re.search("attention|attn", kind.__name__, re.IGNORECASE):
+        return False
+    try:
+        code = "".join(
+            inspect.getsource(c) for c in kind.__mro__ if c.__module__.split(".")[0] != "torch" and c is not object
+        )
+    except (OSError, TypeError):  # defined where there is no file
+        return False
+    return "get_interface(" not in code and bool(re.search(r"softmax\(|scaled_dot_product_attention", code))
+
+
+def attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    cache: object = None,
+    output_attentions: bool | None = None,
+    **named: object,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`pyattn.attention` as transformers' ``AttentionInterface`` calls it.
+
+    Args:
+        module: the layer; its ``is_causal`` counts where ``is_causal`` is None.
+        query: (B, Hq, Sq, D); with batch 1 it serves every batch of the keys.
+        key, value: (B, Hkv, Sk, D), heads not repeated.
+        attention_mask: what :func:`mask_function` makes, or a mask of four dimensions that broadcasts to (B, Hq, Sq,
+            Sk): bool, True = takes part, or float, added to the scores. It is the whole mask. None: causal from the
+            upper left if ``is_causal`` and there are several queries, else every key.
+        dropout: probability of dropping a weight.
+        scaling: factor on the scores; default 1 / sqrt(D).
+        sliding_window: a query sees itself and the ``sliding_window`` - 1 keys before it. In a mask it is contained;
+            without one, it counts for causal attention, and elsewhere must be longer than the keys.
+        softcap: bound on the scores.
+        is_causal: see ``attention_mask``.
+        s_aux: (Hq,), sinks.
+        position_bias: added to the scores, as T5 does, with its gradient.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences, batch 1, as for flash-attn: no
+            query sees another sequence. On top of a mask; without one, causal in each sequence by itself.
+        cache: the paged cache of continuous batching: refused.
+        output_attentions: whether the weights are wanted too.
+        named: tensors of other names are refused, but for positions and counts; anything else has no bearing here.
+
+    Returns:
+        ``(out, weights)``: out (B, Sq, Hq, Dv), contiguous; weights (B, Hq, Sq, Sk), after dropout, or None. A query
+        that sees no key has out 0.
+
+    Raises:
+        TypeError: a tensor of another name; a mask of another dtype.
+        ValueError: ranges of another shape; a sliding_window that no mask contains; packed sequences of a batch.
+        NotImplementedError: a paged cache; packed sequences without a mask, with position_bias or output_attentions.
+    """
+    for name, argument in named.items():
+        if isinstance(argument, Tensor) and name not in NOT_ABOUT_ATTENTION:
+            raise TypeError(f"pyattn: the attention function has no tensor argument {name}, got {shown(argument)}")
+    if cache is not None:
+        raise NotImplementedError(
+            f"pyattn: cache must be None, continuous batching is not supported, got {shown(cache)}"
+        )
+    decoder = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    causal = query.shape[2] > 1 and attention_mask is None and decoder
+    if query.shape[0] == 1 != key.shape[0]:
+        query = query.expand(key.shape[0], -1, -1, -1)
+    options: dict[str, Any] = {
+        "causal": causal,
+        "softmax_scale": scaling,
+        "softcap": softcap or 0.0,
+        "sinks": s_aux,
+        "dropout_p": dropout,
+    }
+    if attention_mask is None and sliding_window is not None:
+        options["window"] = _window(sliding_window, decoder, key.shape[2])
+    if cu_seq_lens_q is not None:
+        packed = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+        if query.shape[0] != 1:
+            raise ValueError(f"pyattn: cu_seq_lens_q goes with batch 1, got batch {query.shape[0]}")
+        if attention_mask is None:
+            if position_bias is not None or output_attentions:
+                wrong = "output_attentions" if position_bias is None else "position_bias"
+                raise NotImplementedError(f"pyattn: cu_seq_lens_q goes without {wrong} where no mask is given")
+            longest = int(max_length_q or query.shape[2]), int(max_length_k or key.shape[2])
+            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+            return attention_varlen(q, k, v, *packed, *longest, **(options | {"causal": decoder}))[None], None
+        options["key_ranges"] = _sequences(*packed, query.shape[2])
+    if causal:
+        options["q_offset"] = 0  # keys behind the queries are slots that a static cache has not filled
+    options |= _masked(attention_mask, position_bias, options.get("key_ranges"), key.shape[2])
+    if dropout and output_attentions:
+        options["dropout_seed"] = draw_seed(query.device)
+    out = attention(query, key, value, **options).transpose(1, 2).contiguous()
+    return out, attention_weights(query, key, **options) if output_attentions else None
+
+
+def _window(sliding_window: int, decoder: bool, seqlen_k: int) -> tuple[int, int]:
+    """The window of attention without a mask, or ValueError where it would need one."""
+    check_size("sliding_window", sliding_window, least=1)
+    if decoder:
+        return sliding_window - 1, -1
+    if sliding_window < seqlen_k:
+        raise ValueError(
+            f"pyattn: sliding_window must be at least the number of keys where attention is neither causal nor masked, "
+            f"got {sliding_window} and {seqlen_k}"
+        )
+    return UNBOUNDED
+
+
+def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqlen_q: int) -> Tensor:
+    """key_ranges (1, Sq, 2) of packed sequences; queries behind the last one see nothing."""
+    at = torch.arange(seqlen_q, device=cu_seqlens_q.device)
+    sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), at, right=True)
+    end = torch.nn.functional.pad(cu_seqlens_k, (0, 1), value=int(cu_seqlens_k[-1]))
+    return torch.stack([end[sequence], end[sequence + 1]], -1)[None]
+
+
+def _masked(
+    mask: Tensor | None, position_bias: Tensor | None, key_ranges: Tensor | None, seqlen_k: int
+) -> dict[str, Any]:
+    """A mask and a position bias as key_ranges and bias: ranges within ``key_ranges``, where those are given too."""
+    bias = position_bias
+    if mask is not None:
+        check_tensor("attention_mask", mask)
+        if mask.dim() != 4:
+            raise ValueError(f"pyattn: attention_mask must have 4 dimensions, got shape {tuple(mask.shape)}")
+        if are_ranges(mask, seqlen_k):
+            key_ranges = mask[:, 0] if key_ranges is None else transformers_masks.within(mask[:, 0], key_ranges)
+        elif mask.dtype != torch.bool and not mask.is_floating_point():
+            raise TypeError(
+                f"pyattn: attention_mask must be bool, float, or ranges as mask_function makes them, int32 (B or 1, 1, "
+                f"Sq, 2) for more than 2 keys, got {mask.dtype} of shape {tuple(mask.shape)}"
+            )
+        elif position_bias is None:
+            bias = mask
+        elif mask.dtype == torch.bool:
+            bias = torch.where(mask, position_bias, -torch.inf)
+        else:
+            bias = position_bias + mask
+    return {"key_ranges": key_ranges, "bias": bias}

@@ -1,0 +1,80 @@
+"""The rules that transformers' masks are made of, as intervals: what a causal, windowed, chunked or packed mask needs.
+
+A mask function of transformers is a closure. Those of its own are known here by name, with what they have captured, and
+give the keys of each query without evaluating any pair. Names could come to mean something else in another version, so
+the caller compares a few rows with the function itself; what is not known is evaluated row by row.
+"""
+
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FAR = 2**62
+"""Beyond every position, and far enough from int64's end to add to."""
+
+Interval = tuple[Tensor, Tensor]
+"""Positions (B or 1, Sq), the first key that a query sees and the one behind the last."""
+
+RELATIVE = frozenset(
+    {
+        "bidirectional_mask_function",
+        "causal_mask_function",
+        "sliding_window_bidirectional_overlay",
+        "sliding_window_overlay",
+    }
+)
+"""Rules of the distance of query and key alone: in packed text they mean the same in positions and in places."""
+
+PACKING = frozenset({"and_masks", "packed_sequence_mask_function", "remap_positions_for_packed_sequence"})
+"""How transformers packs a mask: the same sequence, and the rules by positions within it."""
+
+
+def rules(function: object) -> list[tuple[str, dict[str, Any]]]:
+    """``(name, what it captured)`` of a mask function and of those that it joins, the joining ones first."""
+    if isinstance(function, tuple):
+        return [rule for part in function for rule in rules(part)]
+    if not isinstance(function, FunctionType):
+        return []
+    cells = (cell.cell_contents for cell in function.__closure__ or ())
+    captured = dict(zip(function.__code__.co_freevars, cells, strict=True))
+    ours = function.__module__ == "transformers.masking_utils"
+    name = function.__qualname__.partition(".")[0] if ours else ""
+    return [(name, captured), *(rule for part in captured.values() for rule in rules(part))]
+
+
+def interval(function: object, queries: Tensor) -> Interval | None:
+    """The keys that queries at these positions (Sq,) see, or None where a rule is not known."""
+    found = rules(function)
+    names = {name for name, _ in found}
+    if "remap_positions_for_packed_sequence" in names and not names <= RELATIVE | PACKING:
+        return None
+    begin, end = torch.full_like(queries, -FAR)[None], torch.full_like(queries, FAR)[None]
+    for name, captured in found:
+        part = _part(name, captured, queries)
+        if part is None:
+            return None
+        begin, end = torch.maximum(begin, part[0]), torch.minimum(end, part[1])
+    return begin, torch.maximum(begin, end)
+
+
+def _part(name: str, captured: dict[str, Any], at: Tensor) -> Interval | None:
+    """The keys of queries at these positions by one rule, or None if it is not known."""
+    first, behind = at.new_tensor(-FAR), at.new_tensor(FAR)
+    if name in ("and_masks", "bidirectional_mask_function", "remap_positions_for_packed_sequence"):
+        return first, behind
+    if name == "causal_mask_function":
+        return first, at + 1
+    if name == "sliding_window_overlay":
+        return at - captured["sliding_window"] + 1, behind
+    if name == "sliding_window_bidirectional_overlay":
+        return at - captured["sliding_window"], at + captured["sliding_window"] + 1
+    if name == "chunked_overlay":
+        size, left = captured["chunk_size"], captured["left_padding"][:, None].to(at.device)
+        chunk = (at - left) // size * size + left
+        return chunk, chunk + size
+    if name == "packed_sequence_mask_function":
+        sequence = captured["packed_sequence_mask"].contiguous()  # never decreases
+        return torch.searchsorted(sequence, sequence), torch.searchsorted(sequence, sequence, right=True)
+    return None

@@ -1,0 +1,95 @@
+"""Small models of transformers built from configurations, and how the tests run them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from pyattn.adapters import transformers as adapter
+
+VOCABULARY = 64
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GROUPED = SIZES | {"num_key_value_heads": 2}
+WINDOWED = GROUPED | {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+GPT2 = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}
+BART = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "encoder_ffn_dim": 48, "dropout": 0.0}
+T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", GPT2 | ENDS | {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "llama": ("Llama", GROUPED),
+    "mistral": ("Mistral", GROUPED | {"sliding_window": 4}),
+    "qwen3": ("Qwen3", GROUPED | {"head_dim": 8}),
+    "gemma2": ("Gemma2", WINDOWED | {"attn_logit_softcapping": 2.0}),
+    "gemma3": ("Gemma3Text", WINDOWED),
+    "gpt-oss": ("GptOss", WINDOWED | EXPERTS | {"rope_parameters": ROPE}),
+    "phi": ("Phi", SIZES),
+    "opt": ("OPT", SIZES | OPT),
+    "llama4": ("Llama4Text", WINDOWED | {"num_local_experts": 2, "intermediate_size_mlp": 48}),
+}
+"""Name of the configuration, less ``Config``, and its arguments."""
+
+DECODERS["llama4"][1].update(layer_types=["chunked_attention", "full_attention"], attention_chunk_size=4)
+
+LENGTH = 12
+IDS = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+PADDING = {
+    "none": torch.ones(2, LENGTH, dtype=torch.int64),
+    "left": torch.arange(LENGTH).ge(torch.tensor([[5], [0]])).long(),
+    "right": torch.arange(LENGTH).lt(torch.tensor([[LENGTH], [8]])).long(),
+}
+
+
+def made(config: str, arguments: dict[str, Any], kind: str = "CausalLM") -> Any:
+    """A model with weights large enough that attention matters, without dropout."""
+    adapter.register()
+    torch.manual_seed(0)
+    configuration = getattr(transformers, f"{config}Config")(**arguments)
+    model = getattr(transformers, f"AutoModelFor{kind}").from_config(configuration).eval()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the others have no float64
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def decoder(name: str) -> Any:
+    return made(*DECODERS[name])
+
+
+@pytest.fixture
+def softmax_in_its_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager attention casts scores to float32 before the softmax, in float64 too."""
+    softmax = torch.nn.functional.softmax
+    own: Callable[..., Tensor] = lambda x, dim=None, **named: softmax(x, dim=dim)  # noqa: E731
+    monkeypatch.setattr(torch.nn.functional, "softmax", own)
+
+
+def results(model: Any, implementation: str, rows: Tensor, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Outputs of these rows, bool (B, S), and the gradient of each parameter."""
+    model.set_attn_implementation(implementation)
+    model.zero_grad()
+    outputs = model(**inputs)
+    out = (outputs.logits if "logits" in outputs else outputs.last_hidden_state)[rows.bool()]
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    (out * dout.to(out.dtype)).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return out.detach(), gradients

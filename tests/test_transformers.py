@@ -1,0 +1,186 @@
+"""Promise: models of transformers give with ``attn_implementation="pyattn"`` what eager attention gives in float64."""
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import hf_models
+import pytest
+import torch
+from hf_models import BART, DECODERS, ENDS, IDS, PADDING, SIZES, T5, decoder, made, results
+
+from pyattn.adapters import transformers as adapter
+from pyattn.adapters import transformers_masks
+
+ROUNDINGS = 2**-17
+"""Norms and rotary tables compute in float32 in float64 models too, where a rounding may fall the other way: 2^-24,
+and 2^7 for what two layers make of it. A mask or a scale that is wrong changes results by some 2^-3."""
+
+exact = pytest.mark.usefixtures("softmax_in_its_own_dtype")
+softmax_in_its_own_dtype = hf_models.softmax_in_its_own_dtype
+
+
+def assert_same(model: Any, rows: torch.Tensor, **inputs: Any) -> None:
+    """Outputs and every gradient as with eager attention."""
+    out, gradients = results(model, "pyattn", rows, **inputs)
+    truth, true_gradients = results(model, "eager", rows, **inputs)
+    assert (out - truth).abs().max() <= ROUNDINGS * truth.abs().max()
+    assert gradients.keys() == true_gradients.keys()
+    largest = max(g.abs().max() for g in true_gradients.values())
+    for name, gradient in gradients.items():
+        assert (gradient - true_gradients[name]).abs().max() <= ROUNDINGS * largest, name
+
+
+@exact
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders(name: str, padding: str) -> None:
+    mask = PADDING[padding]
+    model = decoder(name).double()
+    assert_same(model, mask, input_ids=IDS, attention_mask=mask)
+    model.set_attn_implementation("pyattn")
+    assert not adapter.fallbacks(model)[len(adapter.fallbacks()) :]
+
+
+@exact
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt-oss"])
+def test_packed_documents(name: str) -> None:
+    """Position ids that restart: documents that don't see each other, as each by itself."""
+    model = decoder(name).double()
+    ids, lengths = IDS[:1], [5, 7]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    sizes = torch.tensor([0, 5, 12], dtype=torch.int32)
+    flash = {"cu_seq_lens_q": sizes, "cu_seq_lens_k": sizes, "max_length_q": 7, "max_length_k": 7}
+    packed = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+    assert_same(model, torch.ones_like(ids), **packed)
+    model.set_attn_implementation("pyattn")
+    with torch.no_grad():
+        alone = torch.cat([model(part, use_cache=False).logits for part in ids.split(lengths, 1)], 1)
+        ways = (packed, packed | flash, packed | flash | {"attention_mask": torch.ones_like(ids)})
+        for inputs in ways[name == "gpt-oss" :]:  # whose mask does not look at positions, with eager attention neither
+            assert (model(**inputs).logits - alone).abs().max() <= ROUNDINGS * alone.abs().max()
+
+
+@exact
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_generation(name: str, padding: str, cache: str) -> None:
+    """Past the windows and chunks of four tokens."""
+    model = decoder(name).double()
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options |= {"output_logits": True, "return_dict_in_generate": True, "disable_compile": True}
+    sides = []
+    for implementation in ("pyattn", "eager"):
+        model.set_attn_implementation(implementation)
+        kind = None if cache == "dynamic" else cache
+        sides.append(model.generate(IDS, attention_mask=PADDING[padding], cache_implementation=kind, **options))
+    assert torch.equal(sides[0].sequences, sides[1].sequences)
+    ours, truth = (torch.stack(side.logits) for side in sides)
+    assert (ours - truth).abs().max() <= ROUNDINGS * truth.abs().max()
+
+
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SEQ2SEQ = {
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "d_model": 32,
+    "vocab_size": 64,
+    "decoder_start_token_id": 1,
+}
+ENCODERS = {
+    "bert": lambda: made("Bert", SIZES | NO_DROPOUT, "MaskedLM"),
+    "modernbert": lambda: made("ModernBert", SIZES | {"local_attention": 4}, "MaskedLM"),
+}
+PAIRS = {
+    "t5": lambda: made("T5", T5 | ENDS | {"dropout_rate": 0.0, "decoder_start_token_id": 1}, "Seq2SeqLM"),
+    "bart": lambda: made("Bart", BART | ENDS | SEQ2SEQ | {"max_position_embeddings": 64}, "Seq2SeqLM"),
+}
+
+
+@exact
+@pytest.mark.parametrize("padding", [*PADDING, "holes"])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders(name: str, padding: str) -> None:
+    mask = PADDING[padding] if padding != "holes" else PADDING["right"].index_fill(1, torch.tensor([3]), 0)
+    assert_same(ENCODERS[name]().double(), mask, input_ids=IDS, attention_mask=mask)
+
+
+@exact
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_encoders_and_decoders(name: str, padding: str) -> None:
+    """T5 adds a learned bias to the scores."""
+    model = PAIRS[name]().double()
+    decoded, right = IDS[:, :7], PADDING["right"][:, 3:10]
+    inputs = {"input_ids": IDS, "attention_mask": PADDING[padding], "decoder_input_ids": decoded}
+    assert_same(model, torch.ones_like(decoded), **inputs)
+    assert_same(model, right, decoder_attention_mask=right, **inputs)
+    options = {"max_new_tokens": 6, "num_beams": 3, "eos_token_id": None}
+    beams = []
+    for implementation in ("pyattn", "eager"):
+        model.set_attn_implementation(implementation)
+        beams.append(model.generate(IDS, attention_mask=PADDING[padding], **options))
+    assert torch.equal(*beams)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(reentrant: bool) -> None:
+    model = decoder("mistral")
+    model.config.attention_dropout = 0.25
+    inputs = {"input_ids": IDS, "attention_mask": PADDING["left"], "use_cache": False}
+    model.train()
+    sides = []
+    for enable in (False, True):
+        if enable:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        torch.manual_seed(0)
+        sides.append(results(model, "pyattn", PADDING["left"], **inputs)[1])
+    for name, gradient in sides[0].items():
+        assert torch.equal(gradient, sides[1][name]), name
+
+
+@pytest.mark.filterwarnings("ignore::Warning")  # of the compiler about its own parts
+def test_compiled() -> None:
+    torch._dynamo.reset()
+    model = decoder("llama")
+    model.set_attn_implementation("pyattn")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for mask in (PADDING["left"], None):
+        inputs = {"input_ids": IDS, "attention_mask": mask, "use_cache": False}
+        rows = torch.ones_like(IDS, dtype=torch.bool) if mask is None else mask.bool()
+        out, truth = compiled(**inputs).logits[rows], model(**inputs).logits[rows]
+        assert (out - truth).abs().max() <= ROUNDINGS * truth.abs().max()
+
+
+def test_weights() -> None:
+    model = decoder("gemma2")
+    sides = []
+    for implementation in ("pyattn", "eager"):
+        model.set_attn_implementation(implementation)
+        sides.append(model(IDS, attention_mask=PADDING["left"], output_attentions=True).attentions)
+    for ours, eager in zip(*sides, strict=True):
+        rows = PADDING["left"].bool()
+        assert (ours - eager).transpose(1, 2)[rows].abs().max() <= ROUNDINGS
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+def test_models_with_attention_of_their_own() -> None:
+    """transformers gives them any name without a word; a mask of ours would mean no mask there."""
+    bloom = made("Bloom", {"vocab_size": 64, "hidden_size": 32, "n_layer": 1, "n_head": 4})
+    assert "attn_implementation is eager" in adapter.fallbacks(bloom)[-2]
+    bloom.config._attn_implementation = "pyattn"
+    with pytest.raises(NotImplementedError, match="attention of its own, got a BloomConfig"):
+        bloom(IDS)
+    assert adapter.fallbacks(bloom)[-1] == "transformer.h.0.self_attention (BloomAttention): attention of its own"
+
+
+def test_readme(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_masks, "DENSE", Counter())
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"^```py\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(snippet, names)
+    assert names["losses"][-1] < names["losses"][0]

@@ -1,0 +1,154 @@
+"""Promise: transformers' masks become ranges in linear memory, and are those that it makes itself."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import masking_utils as theirs
+
+from pyattn.adapters import transformers as adapter
+from pyattn.adapters import transformers_masks
+from pyattn.adapters.transformers import mask_function
+from pyattn.cli.timing import peak_memory
+
+LEFT = torch.tensor([2, 0])
+
+
+def image(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Tokens 1 to 3 see each other, as those of an image do."""
+    return (q >= 1) & (q <= 3) & (k >= 1) & (k <= 3)
+
+
+def far_key(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return k == q + 3
+
+
+RULES: dict[str, Callable[..., Tensor]] = {
+    "causal": theirs.causal_mask_function,
+    "full": theirs.bidirectional_mask_function,
+    "window": theirs.sliding_window_causal_mask_function(3),
+    "both ways": theirs.sliding_window_bidirectional_mask_function(2),
+    "chunks": theirs.chunked_causal_mask_function(3, LEFT),
+    "image": theirs.or_masks(theirs.causal_mask_function, image),
+    "holes": theirs.or_masks(theirs.causal_mask_function, far_key),
+}
+SHAPES = [(7, 7, 0, 0), (5, 9, 0, 0), (3, 7, 4, 0), (3, 6, 5, 2), (1, 7, 6, 0), (2, 2, 0, 0), (7, 4, 0, 0)]
+"""Queries, keys, positions of the first of each: a prompt, a static cache, a dynamic one, that of a window, ..."""
+
+
+def shown(mask: Tensor | None, q_length: int, kv_length: int, causal: bool) -> Tensor:
+    """bool (2, 1, Sq, Sk): what the attention function makes of a mask."""
+    keys = torch.arange(kv_length)
+    if mask is None:
+        seen = keys <= torch.arange(q_length)[:, None] if causal and q_length > 1 else keys >= 0
+    elif mask.dtype == torch.int32:
+        assert transformers_masks.are_ranges(mask, kv_length)
+        seen = (mask[..., :1] <= keys) & (keys < mask[..., 1:])
+    else:
+        seen = mask
+    return seen.expand(2, 1, q_length, kv_length)
+
+
+@pytest.mark.parametrize("padding", ["none", "ones", "left", "right", "hole", "short"])
+@pytest.mark.parametrize("one_by_one", [False, True], ids=["", "vmap"])
+@pytest.mark.parametrize("rule", RULES)
+def test_masks_are_those_of_transformers(rule: str, one_by_one: bool, padding: str) -> None:
+    kept = {"causal": True, "full": False, "window": True}
+    for q_length, kv_length, q_offset, kv_offset in SHAPES:
+        tokens = None if padding == "none" else torch.ones(2, q_offset + q_length, dtype=torch.bool)
+        if tokens is not None and padding != "ones":
+            at = {"left": slice(2), "right": slice(-2, None), "hole": slice(1, 2), "short": slice(0)}[padding]
+            tokens[0, at] = False
+        arguments: dict[str, Any] = {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": RULES[rule]}
+        arguments |= {"attention_mask": tokens, "use_vmap": one_by_one}
+        sizes = 2, q_length, kv_length
+        truth = theirs.sdpa_mask(*sizes, allow_is_causal_skip=False, **arguments).expand(2, 1, q_length, kv_length)
+        for skip in {False, kept.get(rule, False)}:
+            size = 3 if rule == "window" else None
+            mask = mask_function(*sizes, allow_is_causal_skip=skip, local_size=size, **arguments)
+            assert torch.equal(shown(mask, q_length, kv_length, causal=True), truth)
+        if rule in ("full", "both ways"):
+            arguments |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": True}
+            mask = mask_function(*sizes, local_size=3 if rule == "both ways" else None, **arguments)
+            assert torch.equal(shown(mask, q_length, kv_length, causal=False), truth)
+
+
+def packed(lengths: list[int], rule: Callable[..., Tensor]) -> dict[str, Any]:
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    sequences = theirs.find_packed_sequence_indices(positions)
+    rule = theirs.packed_sequence_compatibility_function(rule, positions, sequences)
+    return {"mask_function": rule, "allow_is_causal_skip": False}
+
+
+@pytest.mark.parametrize("rule", ["causal", "window", "chunks"])
+def test_packed_masks(rule: str) -> None:
+    arguments = packed([4, 1, 7], theirs.chunked_causal_mask_function(3, LEFT[1:]) if rule == "chunks" else RULES[rule])
+    mask = mask_function(1, 12, 12, **arguments)
+    assert mask is not None
+    assert mask.dtype == torch.int32
+    assert torch.equal(shown(mask, 12, 12, causal=True)[:1], theirs.sdpa_mask(1, 12, 12, **arguments))
+
+
+def test_plain_masks_are_left_out() -> None:
+    ones = torch.ones(2, 6, dtype=torch.bool)
+    for tokens in (None, ones):
+        assert mask_function(2, 6, 6, attention_mask=tokens) is None
+        assert mask_function(2, 1, 6, q_offset=5, attention_mask=tokens) is None
+        assert mask_function(2, 6, 9, q_offset=torch.tensor(0), attention_mask=tokens) is None
+        full = {"mask_function": RULES["full"], "allow_is_causal_skip": False, "allow_is_bidirectional_skip": True}
+        assert mask_function(2, 6, 6, attention_mask=tokens, **full) is None
+    assert mask_function(2, 1, 9, q_offset=5) is not None  # slots that a static cache has not filled
+    assert mask_function(2, 6, 6, attention_mask=ones, allow_is_causal_skip=False) is not None
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "arguments"),
+    [
+        (32768, packed([10000, 20000, 2768], RULES["window"])),
+        (32768, {"attention_mask": torch.arange(32768).ge(9)[None]}),
+        (8192, {"mask_function": RULES["image"]}),
+    ],
+    ids=["packed", "padded", "evaluated"],
+)
+def test_memory_is_linear(seqlen: int, arguments: dict[str, Any]) -> None:
+    """Resident memory: bools for all pairs of query and key take 1 GiB, and 64 MiB where rows are evaluated."""
+    mask_function(1, seqlen, seqlen, **arguments)  # loads what is loaded once
+    found = peak_memory(lambda: mask_function(1, seqlen, seqlen, **arguments))
+    if found is None:
+        pytest.skip("needs /proc, as Linux has it")
+    assert found < 32 * 2**20
+
+
+def test_dense_masks_are_counted() -> None:
+    def lines(*sizes: int, **arguments: Any) -> list[str]:
+        transformers_masks.DENSE.clear()
+        mask = mask_function(*sizes, **arguments)
+        assert mask is None or mask.dtype != torch.int32 or not adapter.fallbacks()
+        return adapter.fallbacks()
+
+    assert lines(1, 6, 6, mask_function=RULES["holes"]) == ["1 masks of queries x keys: a row of the mask has holes"]
+    wanted = ["1 masks of queries x keys: the model works with the mask itself"]
+    assert lines(1, 6, 6, allow_is_causal_skip=False) == wanted
+    assert lines(1, 6, 6, mask_function=RULES["image"], allow_is_causal_skip=False, use_vmap=True) == []
+    blocks = theirs.or_masks(RULES["causal"], theirs.blockwise_overlay(torch.tensor([[-1, 0, 0, 0, -1, -1]])))
+    assert lines(1, 6, 6, mask_function=blocks, allow_is_causal_skip=False) == []
+    assert lines(1, 1, 6, q_offset=3) == []
+    transformers_masks.DENSE.clear()
+
+
+def sliding_window_overlay(sliding_window: int) -> Callable[..., Tensor]:
+    """As another version of transformers might count."""
+
+    def inner_mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return k >= q - sliding_window
+
+    inner_mask.__module__ = theirs.__name__
+    return inner_mask
+
+
+def test_a_rule_that_means_something_else_is_evaluated() -> None:
+    arguments = {"mask_function": theirs.and_masks(sliding_window_overlay(3), RULES["causal"])}
+    truth = theirs.sdpa_mask(1, 9, 9, allow_is_causal_skip=False, **arguments)
+    assert torch.equal(shown(mask_function(1, 9, 9, **arguments), 9, 9, causal=True)[:1], truth)
