@@ -16,15 +16,20 @@ from pyattn.cli import info
 OPERATOR = "aten::scaled_dot_product_attention"
 
 
+def state():
+    """What the switch changes in torch."""
+    settings = torch.backends.mha.get_fastpath_enabled(), torch.compiler.config.cache_key_tag
+    return torch._C._dispatch_dump_table(OPERATOR), nn.functional.multi_head_attention_forward, *settings
+
+
 @pytest.fixture(autouse=True)
 def _nothing_counted():
     """Each test begins with the switch off and counts of 0, and leaves torch as it was."""
-    before = torch._C._dispatch_dump_table(OPERATOR), torch.backends.mha.get_fastpath_enabled()
+    before = state()
     assert not is_enabled()
     reset_counts()
     yield
-    assert before == (torch._C._dispatch_dump_table(OPERATOR), torch.backends.mha.get_fastpath_enabled())
-    assert torch.compiler.config.cache_key_tag == ""
+    assert before == state()
     reset_counts()
 
 
@@ -124,7 +129,7 @@ def test_multihead_attention(training, need_weights):
         with enabled():
             ours = mha(x, x, x, key_padding_mask=PADDING, need_weights=need_weights)
     torch.testing.assert_close(ours, plain)
-    assert counts().taken == (not need_weights)
+    assert counts() == ((0, 0, {"nn.MultiheadAttention with need_weights=True": 1}) if need_weights else (1, 0, {}))
 
 
 def test_compiled_code():

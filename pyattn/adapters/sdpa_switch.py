@@ -6,6 +6,8 @@ modules, ``torch._native_multi_head_attention``, has attention of its own and is
 (``torch.backends.mha.set_fastpath_enabled``), so that they call the operator in evaluation too.
 """
 
+import functools
+import inspect
 import os
 import threading
 from collections import Counter
@@ -104,6 +106,19 @@ def _leave_nested(*arguments: Any, **named: Any) -> Any:
     return _OPERATOR.decompose(*arguments, **named)
 
 
+_torchs_multi_head_attention_forward = torch.nn.functional.multi_head_attention_forward
+_NEED_WEIGHTS = list(inspect.signature(_torchs_multi_head_attention_forward).parameters).index("need_weights")
+
+
+@functools.wraps(_torchs_multi_head_attention_forward)
+def _multi_head_attention_forward(*arguments: Any, **named: Any) -> Any:
+    """What ``nn.MultiheadAttention`` calls. It comes to the operator unless weights are wanted."""
+    wanted = arguments[_NEED_WEIGHTS] if len(arguments) > _NEED_WEIGHTS else named.get("need_weights", True)
+    if wanted and not torch.compiler.is_compiling():
+        _count("nn.MultiheadAttention with need_weights=True")
+    return _torchs_multi_head_attention_forward(*arguments, **named)
+
+
 class _Installation:
     """The kernels in the dispatcher, and what goes with them, from construction to :meth:`remove`."""
 
@@ -117,6 +132,7 @@ class _Installation:
         self._kernels = Kernels(kernels)
         self._had_fastpath = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
+        torch.nn.functional.multi_head_attention_forward = _multi_head_attention_forward
         self._tag = torch.compiler.config.cache_key_tag
         torch.compiler.config.cache_key_tag = self._tag + _COMPILER_TAG
         _OPERATOR._dispatch_cache.clear()
@@ -124,6 +140,7 @@ class _Installation:
     def remove(self) -> None:
         """Leaves everything as it was found."""
         self._kernels.remove()
+        torch.nn.functional.multi_head_attention_forward = _torchs_multi_head_attention_forward
         torch.backends.mha.set_fastpath_enabled(self._had_fastpath)
         torch.compiler.config.cache_key_tag = self._tag
         _OPERATOR._dispatch_cache.clear()
@@ -171,8 +188,8 @@ def enable() -> None:
     alone does not come by and is not counted). Calls on other devices are not touched.
 
     ``nn.MultiheadAttention`` comes here with ``need_weights=False``; with True, its default, it computes weights by
-    itself. Its inference fast path, and that of ``nn.TransformerEncoder``, is off meanwhile: rows that are padding then
-    hold numbers, where the fast path may put zeros.
+    itself, which is counted. Its inference fast path, and that of ``nn.TransformerEncoder``, is off meanwhile: rows
+    that are padding then hold numbers, where the fast path may put zeros.
 
     ``torch.compile`` takes the native operator into its graphs. A graph keeps what was on when it was compiled:
     ``torch.compiler.reset()`` compiles anew. Caches of compiled code on disk are told apart by
