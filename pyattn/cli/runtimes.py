@@ -19,10 +19,17 @@ import pyattn
 
 
 class Program(NamedTuple):
-    """An operator with its inputs: ``run`` computes, ``out`` returns the last result (B, H, T, D)."""
+    """An operator with its inputs.
+
+    Attributes:
+        run: computes.
+        out: returns the last result (B, H, T, D).
+        inputs: what is read in place, and lives as long as the program.
+    """
 
     run: Callable[[], object]
     out: Callable[[], Tensor]
+    inputs: object = None
 
 
 ATTENTION = """
@@ -53,7 +60,7 @@ def _onnxruntime(model: str, packed: bool, q: Tensor, k: Tensor, v: Tensor) -> P
     text = model.format(shape=shape, batch=batch, heads=heads, seqlen=seqlen, last=last)
     options = runtime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3  # errors alone, which are also raised
+    options.log_severity_level = 4  # what ends the process alone; errors are raised
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # between its calls others are timed
     session = runtime.InferenceSession(
         parser.parse_model(text).SerializeToString(), options, providers=["CPUExecutionProvider"]
@@ -68,7 +75,7 @@ def _onnxruntime(model: str, packed: bool, q: Tensor, k: Tensor, v: Tensor) -> P
         result = torch.from_numpy(binding.copy_outputs_to_cpu()[0])
         return result.unflatten(2, (heads, -1)).transpose(1, 2) if packed else result
 
-    return Program(partial(session.run_with_iobinding, binding), out)
+    return Program(partial(session.run_with_iobinding, binding), out, inputs)
 
 
 def _openvino(q: Tensor, k: Tensor, v: Tensor) -> Program:
@@ -85,7 +92,7 @@ def _openvino(q: Tensor, k: Tensor, v: Tensor) -> Program:
     request = openvino.Core().compile_model(model, "CPU", settings).create_infer_request()
     for i, tensor in enumerate(inputs):
         request.set_input_tensor(i, openvino.Tensor(tensor, shared_memory=True))
-    return Program(request.infer, lambda: torch.from_numpy(request.get_output_tensor(0).data))
+    return Program(request.infer, lambda: torch.from_numpy(request.get_output_tensor(0).data), inputs)
 
 
 Compiler = Callable[[Tensor, Tensor, Tensor], Program]

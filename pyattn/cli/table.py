@@ -7,6 +7,9 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from pyattn.cli.contention import is_busy
 from pyattn.cli.rows import Row
 
+REASON = 200
+"""Most characters of a reason: two lines of a terminal, in which onnxruntime gets from its preamble to the matter."""
+
 COLUMNS = {"forward": "forward ms", "forward_backward": "forward+backward ms"}
 
 
@@ -46,7 +49,7 @@ def show(rows: list[Row]) -> None:
     for row in rows:
         line = f"  {row['side']:32}"
         if "left_out" in row:
-            tqdm.write(f"{line}  left out: {row['left_out'][:80]}")
+            tqdm.write(f"{line}  left out: {row['left_out'][:REASON]}")
             continue
         for key in columns:
             time = row.get(key)
