@@ -8,11 +8,12 @@ operator, 13 with :class:`Attention`, 29 with :class:`TransformableAttention`.
 - a functorch transform active (``torch.func.grad``, ``vmap``, ``jacrev``), or forward-mode differentiation:
   :class:`TransformableAttention`, with ``setup_context``.
 
-A backward that is itself recorded (``create_graph=True``, nested ``torch.func.grad``) runs as :class:`Backward`.
+A backward that may be differentiated itself (``create_graph=True``, any transform), and forward mode, run as the
+Functions of :mod:`pyattn.second_order`.
 """
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch.autograd.function import FunctionCtx
 
 from pyattn import _ops
 from pyattn.options import Options, Packing
+from pyattn.second_order import DENSE, PACKED, Backward, Kind, Tangents, leaves
 
 _deterministic = True
 
@@ -45,33 +47,15 @@ def set_deterministic(deterministic: bool) -> None:
     _deterministic = deterministic
 
 
-def _refuse_forward_mode(ctx: Any, *tangents: Any) -> Any:
-    raise NotImplementedError("pyattn: forward-mode derivatives (jvp) of attention are not implemented")
+def _recorded() -> bool:
+    """Whether a backward that runs now may be differentiated itself."""
+    return not torch.compiler.is_compiling() and (torch.is_grad_enabled() or transforming())
 
 
-class Backward(torch.autograd.Function):
-    """A backward operator, the first argument, where a graph of it is recorded: its own derivatives raise."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(operator: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, ...]:  # noqa: D102
-        return operator(*args)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Nothing is saved, because backward only raises."""
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:  # noqa: D102
-        raise NotImplementedError("pyattn: second derivatives of attention are not implemented")
-
-    jvp = staticmethod(_refuse_forward_mode)
-
-
-def _run_backward(operator: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[Tensor, ...]:
-    recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    gradients: tuple[Tensor, ...] = Backward.apply(operator, *args) if recorded else operator(*args)  # type: ignore[no-untyped-call]
+def _run_backward(kind: Kind, *args: Any) -> tuple[Tensor | None, ...]:
+    if not _recorded():
+        return kind.backward(*args)
+    gradients: tuple[Tensor | None, ...] = Backward.apply(kind, *leaves(args))  # type: ignore[no-untyped-call]
     return gradients
 
 
@@ -83,26 +67,39 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> t
         dout = torch.zeros_like(out)
     options = ctx.options.with_tensors(*tensors)
     passed = len(ctx.needs_input_grad) - 3
-    if passed <= BEFORE_BIAS and _deterministic:
+    if passed <= BEFORE_BIAS and _deterministic and not _recorded():
         arguments: tuple[Any, ...] = options[:passed]  # and the rest are defaults, here too
     else:
         wanted = ctx.needs_input_grad[3 + BEFORE_BIAS : 6 + BEFORE_BIAS] or (False, False, False)
         arguments = *options, _deterministic, wanted
     tensors = [dout, dlse, q, k, v, out, row_max, row_sum]
-    dq, dk, dv, *of_score = _run_backward(_ops.attention_backward, *tensors, *arguments)
+    dq, dk, dv, *of_score = _run_backward(DENSE, *tensors, *arguments)
     if passed <= BEFORE_BIAS:
         return dq, dk, dv, *(None,) * passed
     return dq, dk, dv, *(None,) * BEFORE_BIAS, *of_score, *(None,) * AFTER_SINKS
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
     q, k, v, *rest = inputs
     options = Options(*rest)
     out, _, row_max, row_sum = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(row_max, row_sum)
-    ctx.save_for_backward(q, k, v, out, row_max, row_sum, *options.tensors)
+    tensors = q, k, v, out, row_max, row_sum, *options.tensors
+    ctx.save_for_backward(*tensors)
     ctx.options = options.with_tensors()
+    return tensors
+
+
+def _save_for_both(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_forward(*_save(ctx, inputs, output))
+
+
+def _jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
+    q, k, v, out, row_max, row_sum, *tensors = ctx.saved_tensors
+    direction = DENSE.learned(tangents[:3], tangents[3:])
+    options = ctx.options.with_tensors(*tensors)
+    return *Tangents.apply(DENSE, *direction, q, k, v, out, row_max, row_sum, *leaves(options)), None, None  # type: ignore[no-untyped-call]
 
 
 class Attention(torch.autograd.Function):
@@ -118,7 +115,7 @@ class Attention(torch.autograd.Function):
 
 
 class TransformableAttention(torch.autograd.Function):
-    """The Function that functorch can transform. Its ``jvp``, which only raises, would break ``torch.compile``."""
+    """The Function that functorch can transform. Its ``jvp`` would break ``torch.compile``."""
 
     generate_vmap_rule = True
 
@@ -127,28 +124,33 @@ class TransformableAttention(torch.autograd.Function):
         output: tuple[Tensor, ...] = _ops.attention_forward(*args)
         return output
 
-    setup_context = staticmethod(_save)
+    setup_context = staticmethod(_save_for_both)
     backward = staticmethod(_backward)
-    jvp = staticmethod(_refuse_forward_mode)
+    jvp = staticmethod(_jvp)
+
+
+def _saved_varlen(ctx: Any) -> tuple[Any, ...]:
+    """q, k, v, out, row_max, row_sum, packing and options."""
+    *rows, cu_seqlens_q, cu_seqlens_k, seqused_k, a, b, c, d, e, f = ctx.saved_tensors
+    max_seqlen_q, max_seqlen_k = ctx.max_seqlens
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
+    return *rows, packing, ctx.options.with_tensors(a, b, c, d, e, f)
 
 
 def _backward_varlen(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if dout is None and dlse is None:
         return (None,) * len(ctx.needs_input_grad)
-    q, k, v, out, row_max, row_sum, cu_seqlens_q, cu_seqlens_k, seqused_k, *tensors = ctx.saved_tensors
+    q, k, v, out, row_max, row_sum, packing, options = _saved_varlen(ctx)
     if dout is None:
         dout = torch.zeros_like(out)
-    max_seqlen_q, max_seqlen_k = ctx.max_seqlens
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
-    options = ctx.options.with_tensors(*tensors)
     before = 3 + len(packing) + BEFORE_BIAS
     arguments = *packing, *options, _deterministic, ctx.needs_input_grad[before : before + 3]
     rows = dout, dlse, q, k, v, out, row_max, row_sum
-    dq, dk, dv, *of_score = _run_backward(_ops.attention_varlen_backward, *rows, *arguments)
+    dq, dk, dv, *of_score = _run_backward(PACKED, *rows, *arguments)
     return dq, dk, dv, *(None,) * (before - 3), *of_score, *(None,) * AFTER_SINKS
 
 
-def _save_varlen(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_varlen(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
     q, k, v, *rest = inputs
     count = len(Packing._fields)
     packing, options = Packing(*rest[:count]), Options(*rest[count:])
@@ -156,8 +158,21 @@ def _save_varlen(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(row_max, row_sum)
     lengths = packing.cu_seqlens_q, packing.cu_seqlens_k, packing.seqused_k
-    ctx.save_for_backward(q, k, v, out, row_max, row_sum, *lengths, *options.tensors)
+    tensors = q, k, v, out, row_max, row_sum, *lengths, *options.tensors
+    ctx.save_for_backward(*tensors)
     ctx.max_seqlens, ctx.options = (packing.max_seqlen_q, packing.max_seqlen_k), options.with_tensors()
+    return tensors
+
+
+def _save_varlen_for_both(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_forward(*_save_varlen(ctx, inputs, output))
+
+
+def _jvp_varlen(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
+    q, k, v, out, row_max, row_sum, packing, options = _saved_varlen(ctx)
+    direction = PACKED.learned(tangents[:3], tangents[3:])
+    rows = q, k, v, out, row_max, row_sum
+    return *Tangents.apply(PACKED, *direction, *rows, *packing, *leaves(options)), None, None  # type: ignore[no-untyped-call]
 
 
 class VarlenAttention(torch.autograd.Function):
@@ -182,9 +197,9 @@ class TransformableVarlenAttention(torch.autograd.Function):
         output: tuple[Tensor, ...] = _ops.attention_varlen_forward(*args)
         return output
 
-    setup_context = staticmethod(_save_varlen)
+    setup_context = staticmethod(_save_varlen_for_both)
     backward = staticmethod(_backward_varlen)
-    jvp = staticmethod(_refuse_forward_mode)
+    jvp = staticmethod(_jvp_varlen)
 
 
 def _distinct(arguments: tuple[Any, ...]) -> list[Any]:
@@ -214,6 +229,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> tupl
         options = tuple(rest)
     elif transforming():
         apply = TransformableAttention.apply
+        options = tuple(leaves(options))
     elif torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
@@ -235,7 +251,7 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, options:
     if torch.compiler.is_compiling():
         apply, arguments = VarlenAttention.apply, tuple(_distinct(arguments))
     elif transforming():
-        apply = TransformableVarlenAttention.apply
+        apply, arguments = TransformableVarlenAttention.apply, tuple(leaves(arguments))
     elif torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned):
         apply = VarlenAttention.apply
     results = apply(*arguments)

@@ -142,11 +142,14 @@ def attention(
         TypeError: another dtype, or dtypes that differ; a q_offset or dropout_seed tensor that is not int64; another
             type than listed; an argument that does not exist, such as ``is_causal``, naming the one that stands for it.
         NotImplementedError: tensors that are not dense, or on a device that this build has no kernels for; a head
-            dimension above 256 on a GPU; forward-mode and second derivatives, when they are taken.
+            dimension above 256 on a GPU; third derivatives, when they are taken.
 
     Under autocast, q, k, v and a float bias are cast first unless they are float64. The result has the same bits from
     run to run and for every number of threads; on a GPU, :func:`pyattn.set_deterministic` can waive that for dq. Extra
     memory is linear in the sequence lengths, forward and backward. Keys that no query of a block sees cost nothing.
+
+    First derivatives are native. Second ones, and forward mode, run as torch operations over blocks of query rows
+    (:mod:`pyattn.tangents`): in linear memory too, but over all keys, whatever the mask hides.
 
     Sources: Vaswani et al. 2017, equation 1; by blocks as in Dao et al. 2022 (FlashAttention), algorithms 1 and 4;
     windows as in Beltagy et al. 2020 (Longformer), softcap as in Gemma Team 2024 (Gemma 2), Press et al. 2022 (ALiBi),

@@ -10,6 +10,7 @@ from pyattn import _ops, visible
 from pyattn.arguments import check_between, check_integers, check_tensor, hide_catch_all, refuse
 from pyattn.autocast import cast, without
 from pyattn.dropout import dropout_threshold, kept_weights
+from pyattn.grouped import products
 from pyattn.options import UNBOUNDED, Options, check_options, options_of
 
 __all__ = ["attention_weights"]
@@ -160,17 +161,8 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
     A pair that is not seen sends the gradient 0, and 0 * NaN is NaN. What such numbers give is added, as a constant.
     """
     if not torch.is_grad_enabled():
-        return _grouped(q, k)
+        return products(q, k)
     with torch.no_grad():
-        products = _grouped(q, k)
-    finite = _grouped(*(torch.where(t.isfinite(), t, 0.0) for t in (q, k)))
-    return finite + products.masked_fill(products.isfinite(), 0.0)
-
-
-def _grouped(q: Tensor, k: Tensor) -> Tensor:
-    """The heads of q that share one of k's are rows of one product."""
-    group = q.shape[1] // max(1, k.shape[1])
-    if group <= 1:
-        return q @ k.mT
-    rows = q.unflatten(1, (-1, group)).flatten(2, 3)
-    return torch.unflatten(rows @ k.mT, 2, (group, -1)).flatten(1, 2)
+        exact = products(q, k)
+    finite = products(*(torch.where(t.isfinite(), t, 0.0) for t in (q, k)))
+    return finite + exact.masked_fill(exact.isfinite(), 0.0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import Case, run
 from torch import Tensor
-from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
 from pyattn import attention, reference
@@ -97,28 +97,6 @@ def test_gradient_into_lse_alone() -> None:
     assert torch.count_nonzero(ours[2]) == 0
 
 
-SECOND = "^pyattn: second derivatives of attention are not implemented$"
-FORWARD_MODE = r"^pyattn: forward-mode derivatives \(jvp\) of attention are not implemented$"
-
-
-def test_second_derivatives_raise() -> None:
-    q, k, v = leaves(Case(1, 2, 2, 4, 4, 3, 3))
-    with pytest.raises(NotImplementedError, match=SECOND):
-        gradgradcheck(attention, (q, k, v))
-    grad = torch.func.grad(lambda q: attention(q, k.detach(), v.detach()).sin().sum())
-    with pytest.raises(NotImplementedError, match=SECOND):
-        torch.func.grad(lambda q: grad(q).sum())(q.detach())
-
-
-@pytest.mark.parametrize("name", ["bias", "alibi_slopes", "sinks"])
-def test_second_derivatives_of_scores_raise(name: str) -> None:
-    q, k, v = SCORES.inputs(torch.float64)
-    leaf = score_tensors()[name].requires_grad_()
-    grad = torch.autograd.grad(attention(q, k, v, **{name: leaf}).sin().sum(), leaf, create_graph=True)[0]
-    with pytest.raises(NotImplementedError, match=SECOND):
-        grad.sin().sum().backward()
-
-
 def test_a_recorded_backward_gives_the_same_gradients() -> None:
     """The graph matters only to those who differentiate it: a penalty on another part of the model may need it."""
     inputs = leaves(Case(2, 4, 2, 5, 7, 3, 4))
@@ -127,33 +105,6 @@ def test_a_recorded_backward_gives_the_same_gradients() -> None:
     for x, y in zip(torch.autograd.grad(out.sin().sum(), inputs, create_graph=True), plain, strict=True):
         assert torch.equal(x, y)
         assert x.requires_grad
-
-
-# torch scripts its own forward-mode rules on first use; the category is FutureWarning from torch 2.15 on.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script")
-def test_forward_mode_raises() -> None:
-    q, k, v = leaves(Case(1, 2, 2, 4, 4, 3, 3))
-    plain = (q.detach(), k.detach(), v.detach())
-    with pytest.raises(NotImplementedError, match=FORWARD_MODE):
-        torch.func.jvp(attention, plain, plain)
-    grad = torch.func.grad(lambda q: attention(q, *plain[1:]).sin().sum())
-    with pytest.raises(NotImplementedError, match=FORWARD_MODE):
-        torch.func.jvp(grad, plain[:1], plain[:1])
-    with forward_ad.dual_level():
-        for primal, others in ((q.detach(), plain[1:]), (q, (k, v))):
-            with pytest.raises(NotImplementedError, match=FORWARD_MODE):
-                attention(forward_ad.make_dual(primal, q.detach()), *others)
-        assert torch.equal(attention(*plain), attention(q, k, v))
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script")
-@pytest.mark.parametrize("name", ["bias", "alibi_slopes", "sinks"])
-def test_forward_mode_of_scores_raises(name: str) -> None:
-    q, k, v = SCORES.inputs(torch.float64)
-    tensor = score_tensors()[name]
-    attention(q, k, v, **{name: tensor})
-    with pytest.raises(NotImplementedError, match=FORWARD_MODE):
-        torch.func.jvp(lambda t: attention(q, k, v, **{name: t}), (tensor,), (tensor,))
 
 
 def test_raw_operators_have_no_derivatives() -> None:

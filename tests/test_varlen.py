@@ -542,12 +542,8 @@ def test_vmap_with_dropout() -> None:
         torch.testing.assert_close(found[i], call(q[i], k[i], v[i], *SMALL.packing), rtol=0, atol=1e-12)
 
 
-def test_derivatives_that_nobody_wrote_raise() -> None:
+def test_raw_operators_have_no_derivatives() -> None:
     q, k, v = (x.requires_grad_() for x in SMALL.inputs(torch.float64))
-    out = attention_varlen(q, k, v, *SMALL.packing)
-    grad = torch.autograd.grad(out.sin().sum(), q, create_graph=True)[0]
-    with pytest.raises(NotImplementedError, match=r"^pyattn: second derivatives of attention are not implemented$"):
-        grad.sum().backward()
     with pytest.raises(RuntimeError, match="attention_varlen_forward"):
         forward(q, k, v, *SMALL.packing)[0].sum().backward()
 

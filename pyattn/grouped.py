@@ -1,0 +1,37 @@
+"""Products of heads that share keys: the query heads of a group are rows of one product, and nothing is repeated.
+
+Query head h goes with KV head ``h // (Hq // Hkv)``.
+"""
+
+from torch import Tensor
+
+
+def _group(queries: Tensor, keys: Tensor) -> int:
+    return queries.shape[1] // max(1, keys.shape[1])
+
+
+def _folded(rows: Tensor, group: int) -> Tensor:
+    """(B, Hq, rows, C) -> (B, Hkv, group * rows, C)."""
+    return rows if group <= 1 else rows.unflatten(1, (-1, group)).flatten(2, 3)
+
+
+def _unfolded(rows: Tensor, group: int) -> Tensor:
+    return rows if group <= 1 else rows.unflatten(2, (group, -1)).flatten(1, 2)
+
+
+def products(q: Tensor, k: Tensor) -> Tensor:
+    """``q k^T``: (B, Hq, rows, D) and (B, Hkv, Sk, D) -> (B, Hq, rows, Sk)."""
+    group = _group(q, k)
+    return _unfolded(_folded(q, group) @ k.mT, group)
+
+
+def sum_over_keys(weights: Tensor, v: Tensor) -> Tensor:
+    """``weights v``: (B, Hq, rows, Sk) and (B, Hkv, Sk, C) -> (B, Hq, rows, C)."""
+    group = _group(weights, v)
+    return _unfolded(_folded(weights, group) @ v, group)
+
+
+def sum_over_rows(weights: Tensor, rows: Tensor, num_heads_kv: int) -> Tensor:
+    """``weights^T rows``: (B, Hq, rows, Sk) and (B, Hq, rows, C) -> (B, Hkv, Sk, C), summed over a group's heads."""
+    group = rows.shape[1] // max(1, num_heads_kv)
+    return _folded(weights, group).mT @ _folded(rows, group)

@@ -1,0 +1,228 @@
+"""Derivatives that are themselves differentiated, as autograd Functions: backward with a graph, and forward mode.
+
+Attention's backward and its tangent are functions of the same tensors, and their derivatives are each other's::
+
+    Backward(dout, dlse; x) = (dq, dk, dv, ...)     derivatives: Tangents, Backward and GradientTangents
+    Tangents(x'; x) = (out', lse')                  derivatives: Backward, GradientTangents, Tangents, SecondTangents
+    GradientTangents(dout, dlse, x'; x)             raise, being third
+    SecondTangents(x', x*; x)                       raise, being third
+
+x being q, k, v, bias, slopes and sinks. Where nobody differentiates a backward, no graph is recorded and none of this
+runs.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from pyattn import _ops, packed_tangents, tangents
+from pyattn.autocast import without
+from pyattn.block import Learned
+from pyattn.options import Options, Packing
+from pyattn.tangents import added
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Dense or packed attention.
+
+    Attributes:
+        backward: the native operator.
+        tangents: ``tangents(q, k, v, rest, direction, other=None)``.
+        gradient_tangents: ``gradient_tangents(dout, dlse, q, k, v, rest, direction)``.
+        before: how many arguments stand between v and bias, in ``rest``.
+    """
+
+    backward: Callable[..., tuple[Tensor | None, ...]]
+    tangents: Callable[..., tuple[Tensor, Tensor]]
+    gradient_tangents: Callable[..., tuple[Any, ...]]
+    before: int
+
+    def learned(self, rows: Sequence[Any], rest: Sequence[Any]) -> Learned:
+        """What belongs to the tensors that have derivatives, of entries for q, k, v and for each argument of rest."""
+        return Learned(*rows, *rest[self.before : self.before + 3])
+
+    def spread(self, learned: Learned, count: int) -> tuple[Tensor | None, ...]:
+        """Gradients of ``rest``, which has ``count`` arguments."""
+        return (None,) * self.before + tuple(learned[3:]) + (None,) * (count - self.before - 3)
+
+
+def _tangents(
+    q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...], direction: Learned, other: Learned | None = None
+) -> tuple[Tensor, Tensor]:
+    return tangents.tangents(q, k, v, Options(*rest), direction, other)
+
+
+def _gradient_tangents(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...], direction: Learned
+) -> tuple[Any, ...]:
+    return tangents.gradient_tangents(dout, dlse, q, k, v, Options(*rest), direction)
+
+
+DENSE = Kind(_ops.attention_backward, _tangents, _gradient_tangents, Options._fields.index("bias"))
+PACKED = Kind(
+    _ops.attention_varlen_backward,
+    packed_tangents.tangents,
+    packed_tangents.gradient_tangents,
+    len(Packing._fields) + Options._fields.index("bias"),
+)
+
+
+def save(ctx: Any, inputs: tuple[Any, ...]) -> None:
+    """Saves all inputs, tensors as autograd wants them."""
+    tensors = [x if isinstance(x, Tensor) else None for x in inputs]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
+    ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+
+
+def saved(ctx: Any) -> list[Any]:
+    """The inputs that :func:`save` has saved."""
+    return [other if tensor is None else tensor for tensor, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
+
+
+class Leaf(tuple[Any, ...]):
+    """A tuple that torch.func takes as one argument: its rules count the arguments, not what they hold."""
+
+
+def leaves(args: Iterable[Any]) -> list[Any]:
+    """The arguments for ``apply`` of a Function that torch.func may transform."""
+    return [Leaf(x) if type(x) in (tuple, list) else x for x in args]
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> tuple[Any, ...]:
+    results: tuple[Any, ...] = function.apply(*args)
+    return results
+
+
+class Backward(torch.autograd.Function):
+    """The native backward: ``apply(kind, *arguments of kind.backward)``."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(kind: Kind, *args: Any) -> tuple[Tensor | None, ...]:  # noqa: D102
+        return kind.backward(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: D102
+        save(ctx, inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: D102
+        kind, dout, dlse, q, k, v, out, row_max, row_sum, *rest, _, _ = saved(ctx)
+        direction, needed = Learned(*gradients), ctx.needs_input_grad
+        into_dout, into_dlse, moved = None, None, Learned(None, None, None)
+        if all(x is None for x in direction):
+            return (None,) * len(needed)
+        if needed[1] or needed[2]:
+            into_dout, into_dlse = _apply(Tangents, kind, *direction, q, k, v, out, row_max, row_sum, *rest)
+        if any(needed[3:]):
+            moved = Learned(*_apply(GradientTangents, kind, dout, dlse, *direction, q, k, v, *rest))
+        into_dlse = None if dlse is None else into_dlse
+        return None, into_dout, into_dlse, *moved[:3], None, None, None, *kind.spread(moved, len(rest)), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: D102
+        kind, dout, dlse, q, k, v, out, row_max, row_sum, *rest, deterministic, wanted = saved(ctx)
+        moved_dout, moved_dlse, *inputs = tangents
+        direction = kind.learned(inputs[:3], inputs[6:])
+        results: tuple[Tensor | None, ...] = (None,) * 6
+        if any(x is not None for x in direction):
+            results = _apply(GradientTangents, kind, dout, dlse, *direction, q, k, v, *rest)
+        if moved_dout is not None or moved_dlse is not None:
+            moved_dout = torch.zeros_like(dout) if moved_dout is None else moved_dout
+            rows = moved_dout, moved_dlse, q, k, v, out, row_max, row_sum
+            more = _apply(Backward, kind, *rows, *rest, deterministic, wanted)
+            results = tuple(added(x, y) for x, y in zip(results, more, strict=True))
+        asked = True, True, True, *wanted
+        return tuple(x if ask else None for x, ask in zip(results, asked, strict=True))
+
+
+class Tangents(torch.autograd.Function):
+    """out' and lse': ``apply(kind, *direction, q, k, v, out, row_max, row_sum, *rest)``."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:  # noqa: D102
+        *direction, q, k, v, _, _, _ = args[:12]
+        with without(q.device):
+            return kind.tangents(q, k, v, args[12:], Learned(*direction))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: D102
+        save(ctx, inputs)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: D102
+        kind, *args = saved(ctx)
+        direction, (q, k, v, *rows), rest = Learned(*args[:6]), args[6:12], args[12:]
+        needed = ctx.needs_input_grad[1:]
+        if dout is None and dlse is None:
+            return (None,) * (1 + len(needed))
+        dout = torch.zeros_like(rows[0]) if dout is None else dout
+        into_direction: tuple[Tensor | None, ...] = (None,) * 6
+        moved = Learned(None, None, None)
+        if any(needed[:6]):
+            wanted = Leaf(needed[3:6])
+            into_direction = _apply(Backward, kind, dout, dlse, q, k, v, *rows, *rest, True, wanted)
+        if any(needed[6:]):
+            moved = Learned(*_apply(GradientTangents, kind, dout, dlse, *direction, q, k, v, *rest))
+        into_direction = tuple(x if need else None for x, need in zip(into_direction, needed, strict=False))
+        return None, *into_direction, *moved[:3], None, None, None, *kind.spread(moved, len(rest))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: D102
+        kind, *args = saved(ctx)
+        direction, (q, k, v, *rows), rest = Learned(*args[:6]), args[6:12], args[12:]
+        moved_direction, other = Learned(*tangents[:6]), kind.learned(tangents[6:9], tangents[12:])
+        results: tuple[Tensor | None, ...] = None, None
+        if any(x is not None for x in other):
+            results = _apply(SecondTangents, kind, *direction, *other, q, k, v, *rest)
+        if any(x is not None for x in moved_direction):
+            more = _apply(Tangents, kind, *moved_direction, q, k, v, *rows, *rest)
+            results = tuple(added(x, y) for x, y in zip(results, more, strict=True))
+        return results
+
+
+class _Last(torch.autograd.Function):
+    """A second derivative: its own derivatives raise."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Nothing is saved, because derivatives only raise."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> NoReturn:
+        raise NotImplementedError("pyattn: third derivatives of attention are not implemented")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        raise NotImplementedError("pyattn: third derivatives of attention are not implemented")
+
+
+class SecondTangents(_Last):
+    """out'* and lse'*: ``apply(kind, *direction, *other, q, k, v, *rest)``."""
+
+    @staticmethod
+    def forward(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:  # noqa: D102
+        q, k, v = args[12:15]
+        with without(q.device):
+            return kind.tangents(q, k, v, args[15:], Learned(*args[:6]), Learned(*args[6:12]))
+
+
+class GradientTangents(_Last):
+    """The gradients' tangents: ``apply(kind, dout, dlse, *direction, q, k, v, *rest)``."""
+
+    @staticmethod
+    def forward(kind: Kind, dout: Tensor, dlse: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:  # noqa: D102
+        direction, (q, k, v), rest = Learned(*args[:6]), args[6:9], args[9:]
+        with without(q.device):
+            return kind.gradient_tangents(dout, dlse, q, k, v, rest, direction)

@@ -1,0 +1,168 @@
+"""How attention's results and gradients change along a direction, in torch operations, by blocks of query rows.
+
+With the words of :mod:`pyattn.block`, for a dout and a dlse that stay as they are::
+
+    out = (P D) v                            out' = (P' D) v + (P D) v'
+    dP = D (dout v^T)                        dP' = D (dout v'^T)
+    delta = rowsum(P dP)                     delta' = rowsum(P' dP + P dP')
+    dS = P (dP - delta + dlse)               dS' = P' (dP - delta + dlse) + P (dP' - delta')
+    dA = softmax_scale f1 dS                 dA' = softmax_scale (f1 dS' + f2 a' dS)           f2 = df1/da
+    dq = dA k                                dq' = dA' k + dA k'
+    dk = dA^T q                              dk' = dA'^T q + dA^T q'
+    dv = (P D)^T dout                        dv' = (P' D)^T dout
+    dbias = dS, dm = -sum dS distance        dbias' = dS', dm' = -sum dS' distance
+    dn = sum N (dlse - delta)                dn' = sum N' (dlse - delta) - N delta'
+
+Second derivatives are symmetric: along the direction of the gradients that flow into dq, dk, dv and so on, out' and
+lse' are the gradients of dout and dlse, and dq', dk', dv' those of q, k and v, which double backward asks for. Along
+two directions::
+
+    out'* = (P'* D) v + (P' D) v* + (P* D) v'
+
+Memory is linear in the sequence lengths, by :data:`PAIRS_AT_ONCE`. 16-bit types are computed in float32 and rounded
+once.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyattn.block import Block, Inputs, Learned
+from pyattn.grouped import products
+from pyattn.options import Options
+
+PAIRS_AT_ONCE = 2**20
+"""Pairs of query and key, over batch and heads, in a block of rows: some twenty temporaries of 4 MB in float32."""
+
+
+def tangents(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    direction: Learned,
+    other: Learned | None = None,
+    first: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """out' (B, Hq, Sq, Dv) in q's dtype, and lse' (B, Hq, Sq); along two directions out'* and lse'*.
+
+    ``first`` is the number of the first sequence, which dropout counts by.
+    """
+    inputs = _widened(q, k, v, options, first)
+    direction, other = _cast(direction, inputs.q.dtype), None if other is None else _cast(other, inputs.q.dtype)
+    out, lse = [], []
+    for block in _blocks(inputs):
+        change = block.along(direction)
+        if other is None:
+            weights, moved_lse, terms = change.weights, change.lse, [(block.weights, direction.v)]
+        else:
+            more = block.along(other)
+            weights, moved_lse = block.twice(change, more, direction, other)
+            terms = [(change.weights, other.v), (more.weights, direction.v)]
+        moved = block.over_keys(block.drop(weights), block.v)
+        for pairs, values in terms:
+            if values is not None:
+                moved = moved + block.over_keys(block.drop(pairs), values)
+        out.append(moved.to(q.dtype))
+        lse.append(moved_lse.squeeze(-1))
+    return torch.cat(out, 2), torch.cat(lse, 2)
+
+
+def gradient_tangents(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    direction: Learned,
+    first: int = 0,
+) -> tuple[Any, ...]:
+    """dq', dk', dv', dbias', dm' and dn', each in its tensor's dtype and shape; a bool bias has none."""
+    inputs = _widened(q, k, v, options, first)
+    direction, dout = _cast(direction, inputs.q.dtype), dout.to(inputs.q.dtype)
+    bias = None if options.bias is None or options.bias.dtype == torch.bool else options.bias
+    by_rows = bias is not None and bias.dim() > 1 and bias.shape[-2] != 1
+    dq: list[Tensor] = []
+    dbias: list[Tensor] = []
+    sums: list[Tensor | None] = [None] * 5
+    for block in _blocks(inputs):
+        rows, *rest = _moved_gradients(block, block.of(dout), None if dlse is None else block.of(dlse), direction, bias)
+        dq.append(rows)
+        if by_rows:
+            dbias.append(rest[2])
+            rest[2] = None
+        sums = [added(x, y) for x, y in zip(sums, rest, strict=True)]
+    if by_rows:
+        sums[2] = torch.cat(dbias, 2)
+    tensors = q, k, v, bias, options.alibi_slopes, options.sinks
+    return tuple(_like(x, t) for x, t in zip((torch.cat(dq, 2), *sums), tensors, strict=True))
+
+
+def added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The sum of two gradients, either of which may be None for 0."""
+    return b if a is None else a if b is None else a + b
+
+
+def _moved_gradients(
+    block: Block, dout: Tensor, dlse: Tensor | None, direction: Learned, bias: Tensor | None
+) -> list[Any]:
+    """The block's dq', dk', dv', dbias' summed over what broadcasts, and dm' and dn' as (B, Hq)."""
+    change = block.along(direction)
+    dp = block.hide(block.drop(products(dout, block.v)))
+    moved_dp = torch.zeros_like(dp)
+    if direction.v is not None:
+        moved_dp = block.hide(block.drop(products(dout, direction.v)))
+    delta = (block.weights * dp).sum(-1, keepdim=True)
+    moved_delta = (change.weights * dp + block.weights * moved_dp).sum(-1, keepdim=True)
+    into_lse = -delta if dlse is None else dlse.unsqueeze(-1) - delta
+    ds = block.hide(block.weights * (dp + into_lse))
+    moved_ds = block.hide(change.weights * (dp + into_lse) + block.weights * (moved_dp - moved_delta))
+    da, moved_da = block.scale * ds, block.scale * moved_ds
+    if block.cap is not None:
+        slope, bend = block.cap
+        da, moved_da = slope * da, slope * moved_da + bend * change.products * da
+    dq, dk = block.over_keys(moved_da, block.k), block.over_rows(moved_da, block.q)
+    if direction.k is not None:
+        dq = dq + block.over_keys(da, direction.k)
+    if direction.q is not None:
+        dk = dk + block.over_rows(da, block.of(direction.q))
+    dv = block.over_rows(block.drop(change.weights), dout)
+    dbias = dslopes = dsinks = None
+    if bias is not None:
+        sizes = zip((1,) * (4 - bias.dim()) + tuple(bias.shape), moved_ds.shape, strict=True)
+        dbias = moved_ds.sum_to_size([1 if own == 1 else full for own, full in sizes])
+    if block.distance is not None:
+        dslopes = -(moved_ds * block.distance).sum((-2, -1))
+    if change.sink_weight is not None and block.sink_weight is not None:
+        dsinks = (change.sink_weight * into_lse - block.sink_weight * moved_delta).sum((-2, -1))
+    return [dq, dk, dv, dbias, dslopes, dsinks]
+
+
+def _like(gradient: Tensor | None, tensor: Tensor | None) -> Tensor | None:
+    """In the tensor's shape and dtype."""
+    return None if gradient is None or tensor is None else gradient.sum_to_size(tensor.shape).to(tensor.dtype)
+
+
+def _blocks(inputs: Inputs) -> Iterator[Block]:
+    """All rows of a call; where it has none, one block without rows, so that results have shapes."""
+    batch, num_heads, seqlen_q, _ = inputs.q.shape
+    step = max(1, PAIRS_AT_ONCE // max(1, batch * num_heads * inputs.k.shape[2]))
+    for begin in range(0, max(1, seqlen_q), step):
+        yield Block(inputs, begin, min(begin + step, seqlen_q))
+
+
+def _widened(q: Tensor, k: Tensor, v: Tensor, options: Options, first: int) -> Inputs:
+    """All in float32 or float64, but for a bias: each block casts its own part."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    slopes, sinks = (None if t is None else t.to(wide) for t in (options.alibi_slopes, options.sinks))
+    return Inputs(q.to(wide), k.to(wide), v.to(wide), options._replace(alibi_slopes=slopes, sinks=sinks), first)
+
+
+def _cast(direction: Learned, dtype: torch.dtype) -> Learned:
+    """The same for a direction."""
+    q, k, v, bias, slopes, sinks = direction
+    q, k, v, slopes, sinks = (None if t is None else t.to(dtype) for t in (q, k, v, slopes, sinks))
+    return Learned(q, k, v, bias, slopes, sinks)

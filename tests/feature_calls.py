@@ -1,0 +1,92 @@
+"""Calls of attention with one or more features, as functions of all tensors that have derivatives."""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from helpers import Case
+from torch import Tensor
+from yardstick import learned
+
+from pyattn import attention, attention_varlen, reference
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "window": {"window": (2, 1)},
+    "key_ranges": {"key_ranges": "random"},
+    "softcap": {"softcap": 0.7},
+    "bool bias": {"bias": "bool bqk"},
+    "broadcast bias": {"bias": "float hk"},
+    "full bias": {"bias": "bands bhqk"},
+    "slopes": {"alibi": "h"},
+    "slopes of each sequence": {"alibi": "bh"},
+    "sinks": {"sinks": True},
+    "dropout": {"dropout_p": 0.3},
+    "grouped heads": {"num_heads_kv": 1},
+    "not causal": {"causal": False},
+}
+"""Words for options, as Case takes them."""
+
+PAIRS = [
+    (a, b)
+    for a, b in itertools.combinations(FEATURES, 2)
+    if not FEATURES[a].keys() & FEATURES[b].keys()  # not two biases
+]
+
+ALL = {"softcap": 0.7, "bias": "float hk", "alibi": "h", "sinks": True, "dropout_p": 0.3, "num_heads_kv": 1}
+
+
+class Call:
+    """``call(function, *inputs)`` is out and a finite lse; ``inputs`` are q, k, v and the options with derivatives."""
+
+    def __init__(self, features: dict[str, Any], dtype: torch.dtype = torch.float64) -> None:
+        sizes: dict[str, Any] = {"batch": 2, "num_heads_q": 2, "num_heads_kv": 2, "seqlen_q": 5, "seqlen_k": 6}
+        case = Case(**sizes | {"head_dim": 3, "head_dim_v": 2, "q_offset": 2} | features)
+        self._options = case.options | case.tensors(dtype)
+        self._names = learned(self._options)
+        bias = self._options.get("bias")
+        self._hidden = None if "bias" not in self._names else bias == -math.inf
+        # A hidden bias varies too: its differences are 0.
+        self.inputs = (*case.inputs(dtype), *(self._options[name].nan_to_num(neginf=0.0) for name in self._names))
+        self.leaves = tuple(x.detach().requires_grad_() for x in self.inputs)
+
+    def __call__(self, function: Callable[..., Any], *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v, *more = inputs
+        options = self._options | dict(zip(self._names, more, strict=True))
+        if self._hidden is not None:
+            options["bias"] = options["bias"].masked_fill(self._hidden, -math.inf)
+        out, lse = function(q, k, v, return_lse=True, **options)
+        return out, lse.masked_fill(lse == -math.inf, 0.0)  # there are no differences of -inf to take
+
+    ours, reference = staticmethod(attention), staticmethod(reference.attention)
+
+
+class PackedCall:
+    """The same of packed sequences: one without queries, one without keys, keys that are not used, and a tail."""
+
+    def __init__(self) -> None:
+        q, k, v = torch.randn(8, 4, 3), torch.randn(9, 2, 3), torch.randn(9, 2, 2)
+        self.inputs = tuple(x.double() for x in (q, k, v, torch.rand(4, 4), torch.randn(4)))
+        self.leaves = tuple(x.detach().requires_grad_() for x in self.inputs)
+
+    def __call__(
+        self, function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, sinks: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        lengths = torch.tensor([0, 2, 2, 3, 6]), torch.tensor([0, 3, 4, 4, 8]), 3, 4
+        options: dict[str, Any] = {"seqused_k": torch.tensor([2, 1, 0, 4]), "q_offset": torch.tensor([0, 1, 0, 2])}
+        options |= {"window": (2, -1), "softcap": 1.3, "dropout_p": 0.2, "dropout_seed": 3}
+        out, lse = function(q, k, v, *lengths, alibi_slopes=slopes, sinks=sinks, return_lse=True, **options)
+        return out, lse.masked_fill(lse == -math.inf, 0.0)
+
+    ours, reference = staticmethod(attention_varlen), staticmethod(reference.attention_varlen)
+
+
+def loss(call: Any, function: Callable[..., Any]) -> Callable[..., Tensor]:
+    """A scalar of a call's inputs whose derivatives of every order depend on all of its results."""
+
+    def of(*inputs: Tensor) -> Tensor:
+        out, lse = call(function, *inputs)
+        return out.sin().sum() + lse.cos().sum()
+
+    return of

@@ -1,0 +1,153 @@
+"""Promise: forward-mode derivatives are right, of every tensor that has derivatives."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from feature_calls import ALL, FEATURES, PAIRS, Call, PackedCall, loss
+from helpers import Case
+from torch import Tensor
+from torch.autograd import forward_ad, gradcheck
+from yardstick import assert_accurate
+
+from pyattn import attention, reference, tangents
+
+# torch scripts its own forward-mode rules on first use; the category is FutureWarning from torch 2.15 on.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")
+
+
+@pytest.mark.parametrize(("a", "b"), PAIRS, ids="-".join)
+def test_tangents_are_differences(a: str, b: str) -> None:
+    call = Call(FEATURES[a] | FEATURES[b])
+    with mock.patch.object(tangents, "PAIRS_AT_ONCE", 50):  # two query rows at a time
+        assert gradcheck(
+            lambda *x: call(attention, *x), call.leaves, check_forward_ad=True, check_backward_ad=False, fast_mode=True
+        )
+
+
+@pytest.mark.parametrize("make", [lambda: Call(ALL), PackedCall], ids=["dense", "packed"])
+def test_jvp_of_each_tensor(make: Any) -> None:
+    """Tangents of all tensors, and of one alone."""
+    call = make()
+    results: list[list[Any]] = [[], []]
+    for function, found in zip((call.ours, call.reference), results, strict=True):
+        moved = tuple(x.sin() for x in call.inputs)
+        found.append(torch.func.jvp(lambda *x, f=function: call(f, *x), call.inputs, moved))
+        for i, x in enumerate(call.inputs):
+            rest = list(call.inputs)
+
+            def of_one(x: Tensor, i: int = i, rest: list[Tensor] = rest, function: Any = function) -> Any:
+                return call(function, *rest[:i], x, *rest[i + 1 :])
+
+            found.append(torch.func.jvp(of_one, (x,), (x.cos(),)))
+    torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("make", [lambda: Call(ALL), PackedCall], ids=["dense", "packed"])
+def test_jacfwd(make: Any) -> None:
+    call = make()
+    ours, truth = (
+        torch.func.jacfwd(lambda *x, f=function: call(f, *x), (0, 1, 4))(*call.inputs)
+        for function in (call.ours, call.reference)
+    )
+    torch.testing.assert_close(ours, truth, rtol=0, atol=1e-12)
+
+
+def test_vmap_of_jvp() -> None:
+    """Primals and tangents mapped together, as for many samples' directional derivatives."""
+    call = Call(ALL)
+    stacks = tuple(torch.stack([x, 2 * x, -x]) for x in call.inputs)
+
+    def moved(function: Any, *inputs: Tensor) -> Any:
+        return torch.func.jvp(lambda *x: call(function, *x), inputs, tuple(x.sin() for x in inputs))[1]
+
+    mapped = torch.vmap(lambda *x: moved(attention, *x))(*stacks)
+    for i, inputs in enumerate(zip(*stacks, strict=True)):
+        truth = moved(reference.attention, *inputs)
+        torch.testing.assert_close(tuple(x[i] for x in mapped), truth, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("make", [lambda: Call(ALL), PackedCall], ids=["dense", "packed"])
+def test_forward_ad_and_forward_over_reverse(make: Any) -> None:
+    """Dual tensors of torch.autograd.forward_ad, through the call and through its backward."""
+    call = make()
+    results = []
+    for function in (call.ours, call.reference):
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(x, x.detach().sin()) for x in call.leaves]
+            out, lse = call(function, *duals)
+            gradients = torch.autograd.grad(out.sin().sum() + lse.cos().sum(), duals)
+            results.append([forward_ad.unpack_dual(x).tangent for x in (out, lse, *gradients)])
+    torch.testing.assert_close(*results, rtol=0, atol=1e-11)
+
+
+def test_a_tangent_of_no_tensor_costs_nothing() -> None:
+    inputs = Call({}).inputs
+    with forward_ad.dual_level():
+        out = attention(*inputs)
+        assert forward_ad.unpack_dual(out).tangent is None
+        assert torch.equal(out, attention(*inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_accuracy(dtype: torch.dtype) -> None:
+    case = Case(1, 4, 2, 60, 70, 16, 16, softcap=5.0, dropout_p=0.1)
+    qkv = case.inputs(dtype)
+    directions = tuple(torch.randn(x.shape).to(dtype) for x in qkv)
+
+    def moved(function: Any, wide: torch.dtype) -> tuple[Tensor, ...]:
+        primals, tangents = (tuple(x.to(wide) for x in tensors) for tensors in (qkv, directions))
+        return torch.func.jvp(lambda *x: function(*x, return_lse=True, **case.options), primals, tangents)[1]
+
+    ours, plain, exact = (
+        moved(attention, dtype),
+        moved(reference.attention, dtype),
+        moved(reference.attention, torch.float64),
+    )
+    assert (ours[0].dtype, ours[1].dtype) == (dtype, torch.float32)
+    for name, x, y, truth in zip(("out", "lse"), ours, plain, exact, strict=True):
+        assert_accurate(name, x, y, truth)
+
+
+def test_under_autocast() -> None:
+    """The tangent is that of the call in autocast's dtype, and computed in float32 like it."""
+    inputs = tuple(x.float() for x in Call({}).inputs)
+    moved = tuple(x.sin() for x in inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, tangent = torch.func.jvp(attention, inputs, moved)
+    halves = (tuple(x.bfloat16() for x in tensors) for tensors in (inputs, moved))
+    torch.testing.assert_close((out, tangent), torch.func.jvp(attention, *halves), rtol=0, atol=0)
+
+
+def test_what_is_not_seen_does_not_matter() -> None:
+    results = []
+    for value in (0.0, torch.nan):
+        torch.manual_seed(0)
+        primals, moved = (torch.randn(3, 2, 2, 6, 3).double() for _ in range(2))
+        primals[1:, :, :, 4:] = moved[1:, :, :, 4:] = value
+        results.append(torch.func.jvp(lambda *x: attention(*x, q_offset=-2), tuple(primals), tuple(moved)))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_nan_that_is_seen_arrives(moved: bool) -> None:
+    primals, directions = torch.randn(2, 3, 1, 1, 4, 2)
+    (directions if moved else primals)[2, 0, 0, 1] = torch.nan
+    out = torch.func.jvp(attention, tuple(primals), tuple(directions))[1]
+    assert out.isnan().any(-1).tolist() == [[[False, True, True, True]]]
+
+
+def test_gradient_of_a_tangent() -> None:
+    """Reverse over forward: a loss on a directional derivative."""
+    call = Call(ALL)
+    every = tuple(range(len(call.inputs)))
+
+    def slope(function: Any, *inputs: Tensor) -> Tensor:
+        return torch.func.jvp(loss(call, function), inputs, tuple(x.sin() for x in inputs))[1]
+
+    ours, truth = (
+        torch.func.grad(lambda *x, f=function: slope(f, *x), every)(*call.inputs)
+        for function in (attention, reference.attention)
+    )
+    torch.testing.assert_close(ours, truth, rtol=0, atol=1e-11)

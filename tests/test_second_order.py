@@ -1,0 +1,173 @@
+"""Promise: second derivatives are right, take linear memory, and third ones raise."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from feature_calls import ALL, FEATURES, PAIRS, Call, PackedCall, loss
+from helpers import Case
+from torch import Tensor
+from torch.autograd import gradgradcheck
+from yardstick import assert_accurate
+
+from pyattn import attention, reference, tangents
+from pyattn.cli.timing import peak_memory
+
+THIRD = "^pyattn: third derivatives of attention are not implemented$"
+
+
+@pytest.mark.parametrize(("a", "b"), PAIRS, ids="-".join)
+def test_second_derivatives_are_differences(a: str, b: str) -> None:
+    call = Call(FEATURES[a] | FEATURES[b])
+    with mock.patch.object(tangents, "PAIRS_AT_ONCE", 50):  # two query rows at a time
+        assert gradgradcheck(lambda *x: call(attention, *x), call.leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("case", [Case(1, 1, 1, 1, 1, 1, 1), Case(2, 2, 1, 3, 2, 2, 3, q_offset=-1)], ids=str)
+def test_every_second_derivative(case: Case) -> None:
+    """The second case has rows that see no key."""
+    inputs = tuple(x.requires_grad_() for x in case.inputs(torch.float64))
+    assert gradgradcheck(lambda *x: attention(*x, **case.options), inputs)
+
+
+def test_second_derivatives_of_packed_sequences() -> None:
+    call = PackedCall()
+    assert gradgradcheck(lambda *x: call(call.ours, *x), call.leaves, fast_mode=True)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
+@pytest.mark.parametrize("make", [lambda: Call(ALL), PackedCall], ids=["dense", "packed"])
+@pytest.mark.parametrize("outer", ["jacfwd", "jacrev"])
+@pytest.mark.parametrize("inner", ["jacfwd", "jacrev"])
+def test_hessians(make: Any, outer: str, inner: str) -> None:
+    call = make()
+    every = tuple(range(len(call.inputs)))
+    ours, truth = (
+        getattr(torch.func, outer)(getattr(torch.func, inner)(loss(call, function), every), every)(*call.inputs)
+        for function in (call.ours, call.reference)
+    )
+    torch.testing.assert_close(ours, truth, rtol=0, atol=1e-11)
+
+
+def test_grad_of_grad_and_vmap() -> None:
+    call = Call(ALL)
+
+    def penalty(function: Any, *inputs: Tensor) -> Tensor:
+        gradients = torch.func.grad(loss(call, function), (0, 1, 2))(*inputs)
+        return sum(x.sin().sum() for x in gradients)
+
+    stacks = [torch.stack([x, 2 * x, -x]) for x in call.inputs]
+    grad = torch.func.grad(lambda *x: penalty(attention, *x), (0, 1, 2, 3))
+    truth = torch.func.grad(lambda *x: penalty(reference.attention, *x), (0, 1, 2, 3))
+    mapped = torch.vmap(grad)(*stacks)
+    for i, inputs in enumerate(zip(*stacks, strict=True)):
+        torch.testing.assert_close(tuple(x[i] for x in mapped), truth(*inputs), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "q v"])
+def test_some_gradients_of_some_tensors(wanted: str) -> None:
+    results = []
+    for function in (attention, reference.attention):
+        inputs = dict(zip("qkv", Call({}).inputs, strict=True))
+        torch.manual_seed(1)
+        leaves = {name: torch.randn_like(x).requires_grad_(name in wanted.split()) for name, x in inputs.items()}
+        some = [leaves[name] for name in wanted.split()]
+        gradients = torch.autograd.grad(function(**leaves).sin().sum(), some, create_graph=True)
+        results.append(torch.autograd.grad(gradients[-1].sin().sum(), some[0]))
+    torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_accuracy(dtype: torch.dtype) -> None:
+    """A product with the Hessian errs by no more than twice what plain PyTorch's errs by."""
+    case = Case(1, 4, 2, 60, 70, 16, 16, softcap=5.0, dropout_p=0.1)
+    qkv, (dout, _) = case.inputs(dtype), case.gradients(dtype)
+    directions = [torch.randn(x.shape).to(dtype) for x in qkv]
+
+    def product(function: Any, wide: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = tuple(x.to(wide).requires_grad_() for x in qkv)
+        out = function(*leaves, **case.options)
+        gradients = torch.autograd.grad(out, leaves, dout.to(wide), create_graph=True)
+        return torch.autograd.grad(gradients, leaves, [x.to(wide) for x in directions])
+
+    plain, exact = product(reference.attention, dtype), product(reference.attention, torch.float64)
+    for name, x, y, truth in zip("qkv", product(attention, dtype), plain, exact, strict=True):
+        assert x.dtype == dtype
+        assert_accurate(name, x, y, truth)
+
+
+def test_what_is_not_seen_does_not_matter() -> None:
+    """NaN in keys behind every query's last one, and in rows that see no key, reaches no second derivative."""
+    results = []
+    for value in (0.0, torch.nan):
+        torch.manual_seed(0)
+        q, k, v, dout = torch.randn(4, 2, 2, 6, 3).double().unbind()
+        q[:, :, :2], k[:, :, 4:], v[:, :, 4:], dout[:, :, :2] = value, value, value, value
+        leaves = tuple(x.requires_grad_() for x in (q, k, v, dout))
+        gradients = torch.autograd.grad(attention(*leaves[:3], q_offset=-2), leaves[:3], leaves[3], create_graph=True)
+        results.append(torch.autograd.grad([x[..., 2:4, :].sin().sum() for x in gradients], leaves))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    assert all(x.isfinite().all() for x in results[1])
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "dout", "direction"])
+def test_nan_that_is_seen_arrives(which: str) -> None:
+    tensors = dict(zip(("q", "k", "v", "dout", "direction"), torch.randn(5, 1, 1, 4, 2).unbind(), strict=True))
+    tensors[which][0, 0, 1, 0] = torch.nan
+    q, k, v, dout = (tensors[name].requires_grad_() for name in ("q", "k", "v", "dout"))
+    (dq,) = torch.autograd.grad(attention(q, k, v), q, dout, create_graph=True)
+    row = torch.autograd.grad(dq, q, tensors["direction"])[0][0, 0, 1]
+    assert row.isnan().any()
+
+
+@pytest.mark.parametrize("size", ["batch", "num_heads_q", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"])
+def test_sizes_of_zero(size: str) -> None:
+    sizes = dict.fromkeys(("batch", "num_heads_q", "num_heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"), 2)
+    sizes |= {size: 0} | ({"num_heads_kv": 0} if size == "num_heads_q" else {})
+    leaves = tuple(x.requires_grad_() for x in Case(**sizes).inputs(torch.float64))
+    gradients = torch.autograd.grad(attention(*leaves).sin().sum(), leaves, create_graph=True)
+    for x, leaf in zip(torch.autograd.grad([x.sin().sum() for x in gradients], leaves), leaves, strict=True):
+        assert x.shape == leaf.shape
+        assert x.isfinite().all()
+
+
+def test_memory_is_linear() -> None:
+    """Less than one matrix of all pairs in float32, of which a formula without blocks holds some twenty."""
+    leaves = tuple(x.requires_grad_() for x in torch.randn(3, 1, 1, 4096, 8).unbind())
+
+    def call() -> None:
+        gradients = torch.autograd.grad(attention(*leaves).sum(), leaves, create_graph=True)
+        torch.autograd.grad([x.sum() for x in gradients], leaves)
+
+    with mock.patch.object(tangents, "PAIRS_AT_ONCE", 2**18):
+        needed = peak_memory(call)
+    if needed is None:
+        pytest.skip("needs /proc, as Linux has it")
+    assert needed < 4096**2 * 4
+
+
+def test_third_derivatives_raise() -> None:
+    leaves = Call({}).leaves
+    gradients = torch.autograd.grad(attention(*leaves).sin().sum(), leaves, create_graph=True)
+    second = torch.autograd.grad(gradients[0].sin().sum(), leaves, create_graph=True)
+    with pytest.raises(NotImplementedError, match=THIRD):
+        torch.autograd.grad(second[0].sum(), leaves)
+    call, moved = Call({}), torch.ones(2, 2, 5, 3).double()
+    q, k, v = call.inputs
+    first = torch.func.grad(lambda q: loss(call, attention)(q, k, v))
+
+    def along(q: Tensor) -> Tensor:
+        return torch.func.jvp(first, (q,), (moved,))[1]
+
+    def summed(q: Tensor) -> Tensor:
+        return torch.func.grad(lambda q: first(q).sin().sum())(q).sum()
+
+    for third in (
+        lambda: torch.func.grad(summed)(q),
+        lambda: torch.func.jvp(summed, (q,), (moved,)),
+        lambda: torch.func.grad(lambda q: along(q).sum())(q),
+        lambda: torch.func.jvp(along, (q,), (moved,)),
+    ):
+        with pytest.raises(NotImplementedError, match=THIRD):
+            third()
