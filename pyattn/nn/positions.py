@@ -48,6 +48,21 @@ def rotate(x: Tensor, base: float, first: Tensor | None = None) -> Tensor:
     if first is not None:
         position = first[:, None] + position
     angle = position.to(wide)[..., None, None] * frequency.to(wide)
-    cos, sin = angle.cos(), angle.sin()
-    left, right = x.to(wide).chunk(2, -1)
-    return torch.cat([left * cos - right * sin, left * sin + right * cos], -1).to(x.dtype)
+    return turn(x, angle.cos(), angle.sin())
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Columns t and t + R / 2 of ``x`` (..., D), or, interleaved, 2t and 2t + 1, turned by angles of which these are
+    the cosines and sines, (..., R / 2). Columns from R on stay. 16-bit types are turned in float32 and rounded once.
+
+    >>> turn(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0]), torch.tensor([1.0]))
+    tensor([-2.,  1.,  3.])
+    """
+    half, wide = cos.shape[-1], torch.promote_types(x.dtype, torch.float32)
+    turning, cos, sin = x[..., : 2 * half].to(wide), cos.to(wide), sin.to(wide)
+    left, right = turning[..., :half], turning[..., half:]
+    if interleaved:
+        left, right = turning[..., ::2], turning[..., 1::2]
+    turned = left * cos - right * sin, left * sin + right * cos
+    result = (torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)).to(x.dtype)
+    return result if 2 * half == x.shape[-1] else torch.cat([result, x[..., 2 * half :]], -1)

@@ -1,0 +1,142 @@
+"""``import flash_attn`` without flash-attn: the modules of this adapter under flash-attn's names."""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from pyattn.adapters.flash_attn import cached, dense, padding, rotary, rotary_embedding, varlen
+
+VERSION = "2.8.4+pyattn"
+"""The flash-attn whose functions these are; code compares it with the one it needs."""
+
+ROOT = "flash_attn"
+
+
+def _of(source: ModuleType, *names: str) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in names}
+
+
+INTERFACE = {
+    **_of(dense, "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func"),
+    **_of(
+        varlen,
+        "flash_attn_varlen_func",
+        "flash_attn_varlen_qkvpacked_func",
+        "flash_attn_varlen_kvpacked_func",
+    ),
+    **_of(cached, "flash_attn_with_kvcache"),
+}
+
+MODULES: dict[str, dict[str, Any]] = {
+    ROOT: {**INTERFACE, "__version__": VERSION},
+    f"{ROOT}.flash_attn_interface": INTERFACE,
+    f"{ROOT}.bert_padding": _of(
+        padding,
+        "index_first_axis",
+        "index_first_axis_residual",
+        "index_put_first_axis",
+        "pad_input",
+        "unpad_input",
+        "unpad_input_for_concatenated_sequences",
+    ),
+    f"{ROOT}.layers": {},
+    f"{ROOT}.layers.rotary": {
+        **_of(
+            rotary,
+            "apply_rotary_emb",
+            "apply_rotary_emb_func",
+            "apply_rotary_emb_kv_",
+            "apply_rotary_emb_qkv_",
+            "apply_rotary_emb_torch",
+        ),
+        **_of(rotary_embedding, "RotaryEmbedding"),
+    },
+    f"{ROOT}.ops": {},
+    f"{ROOT}.ops.triton": {},
+    f"{ROOT}.ops.triton.rotary": _of(rotary, "apply_rotary"),
+}
+"""The modules of the alias and what each holds; others of flash-attn's raise ImportError."""
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes the modules when they are imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The spec of a module of the alias."""
+        if fullname in MODULES:
+            package = any(name.startswith(f"{fullname}.") for name in MODULES)
+            return importlib.machinery.ModuleSpec(fullname, self, origin=__file__, is_package=package)
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fills it."""
+        vars(module).update(MODULES[module.__name__])
+
+
+_finder = _Finder()
+_shadowed: dict[str, ModuleType] = {}
+
+
+def enabled() -> bool:
+    """Whether ``import flash_attn`` finds this adapter."""
+    return _finder in sys.meta_path
+
+
+def enable(*, force: bool = False) -> None:
+    """From now on, ``import flash_attn`` finds this adapter, in the whole process, until :func:`disable`.
+
+    The names are flash_attn, flash_attn.flash_attn_interface, flash_attn.bert_padding, flash_attn.layers.rotary and
+    flash_attn.ops.triton.rotary. What was imported from them stays what it is after :func:`disable`.
+
+    Args:
+        force: whether to take the place of an installed flash-attn.
+
+    Raises:
+        RuntimeError: flash-attn is installed or imported, and ``force`` is not given.
+    """
+    if enabled():
+        return
+    if not force and (ROOT in sys.modules or importlib.util.find_spec(ROOT) is not None):
+        where = getattr(sys.modules.get(ROOT), "__file__", None) or importlib.util.find_spec(ROOT)
+        raise RuntimeError(f"pyattn: flash_attn must not be installed, or force=True given, got {where}")
+    _shadowed.update(_take_modules())
+    sys.meta_path.insert(0, _finder)
+
+
+def disable() -> None:
+    """Undoes :func:`enable`: an installed flash-attn is found again, as it was."""
+    if not enabled():
+        return
+    sys.meta_path.remove(_finder)
+    _take_modules()
+    sys.modules.update(_shadowed)
+    _shadowed.clear()
+
+
+@contextmanager
+def alias(*, force: bool = False) -> Iterator[None]:
+    """:func:`enable` for a block; enabled before, it stays so.
+
+    >>> with alias():
+    ...     from flash_attn import flash_attn_func
+    """
+    before = enabled()
+    enable(force=force)
+    try:
+        yield
+    finally:
+        if not before:
+            disable()
+
+
+def _take_modules() -> dict[str, ModuleType]:
+    """Takes flash-attn's modules out of those that Python has imported."""
+    names = [name for name in sys.modules if name == ROOT or name.startswith(f"{ROOT}.")]
+    return {name: sys.modules.pop(name) for name in names}

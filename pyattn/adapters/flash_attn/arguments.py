@@ -1,0 +1,86 @@
+"""flash-attn's arguments: what is checked, and how they are called here."""
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyattn.arguments import check_tensor, check_type, shown
+from pyattn.options import UNBOUNDED
+
+Window = tuple[int, int] | list[int] | Tensor
+"""(left, right); flash-attn takes a tensor too, and any number below 0 for all keys."""
+
+
+class WrongValueError(ValueError, RuntimeError):
+    """A ValueError, as everywhere in pyattn, that code which expects flash-attn's RuntimeError catches too."""
+
+
+def named(
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool = True,
+) -> dict[str, Any]:
+    """The options as :func:`pyattn.attention` takes them. Backward is deterministic either way."""
+    check_type("deterministic", deterministic, bool)
+    if alibi_slopes is not None:
+        check_tensor("alibi_slopes", alibi_slopes)
+        if alibi_slopes.dtype != torch.float32:
+            raise TypeError(f"pyattn: alibi_slopes must be float32, got {alibi_slopes.dtype}")
+    return {
+        "causal": causal,
+        "window": window_of(window_size),
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "dropout_p": dropout_p,
+    }
+
+
+def window_of(window_size: Window) -> tuple[int, int]:
+    """``window_size`` as a pair of ints, each at least -1."""
+    try:
+        left, right = (max(-1, operator.index(bound)) for bound in window_size)
+    except (TypeError, ValueError):
+        raise TypeError(f"pyattn: window_size must be a pair of ints (left, right), got {shown(window_size)}") from None
+    return UNBOUNDED if left < 0 and right < 0 else (left, right)
+
+
+def check_int32(name: str, tensor: object, shape: tuple[int, ...] | None = None) -> None:
+    """TypeError for what is no int32 tensor, ValueError for one of another shape."""
+    check_tensor(name, tensor)
+    assert isinstance(tensor, Tensor)
+    if tensor.dtype != torch.int32:
+        raise TypeError(f"pyattn: {name} must be int32, got {tensor.dtype}")
+    if shape is not None and tensor.shape != shape:
+        raise WrongValueError(f"pyattn: {name} must have shape {shape}, got {tuple(tensor.shape)}")
+
+
+def check_dimensions(name: str, tensor: object, layout: str) -> None:
+    """ValueError for a tensor that has other dimensions than ``layout``, whose digits are sizes."""
+    check_tensor(name, tensor)
+    assert isinstance(tensor, Tensor)
+    sizes = layout.split(", ")
+    if tensor.dim() != len(sizes) or any(x.isdigit() and n != int(x) for x, n in zip(sizes, tensor.shape, strict=True)):
+        raise WrongValueError(f"pyattn: {name} must have shape ({layout}), got {tuple(tensor.shape)}")
+
+
+def check_batch(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """ValueError for a batch whose sizes don't fit together."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_dimensions(name, tensor, "batch, seqlen, num_heads, head_dim")
+    if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+        raise WrongValueError(
+            "pyattn: q, k and v must have shapes (B, Sq, Hq, D), (B, Sk, Hkv, D) and (B, Sk, Hkv, Dv), "
+            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+
+
+def with_inf(lse: Tensor) -> Tensor:
+    """``lse`` as flash-attn gives it: +inf, not -inf, for a query that sees no key."""
+    return torch.where(lse == -torch.inf, torch.inf, lse)

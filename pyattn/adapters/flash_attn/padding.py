@@ -1,0 +1,72 @@
+"""flash_attn.bert_padding: between padded batches (B, S, ...) and packed tokens (total, ...)."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:  # noqa: A002
+    """``input[indices]``, (total, ...); an index that comes again adds to the gradient again."""
+    return input[indices]
+
+
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+    """(first_axis_dim, ...) with ``values`` at ``indices`` and 0 elsewhere."""
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_put((indices,), values)
+
+
+def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:  # noqa: A002
+    """``input[indices]`` and input."""
+    return input[indices], input
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """Packs the tokens that ``attention_mask`` names.
+
+    Args:
+        hidden_states: (B, S, ...).
+        attention_mask: (B, S), bool or integer, not 0 = a token.
+        unused_mask: (B, S), likewise: packed too, but not counted in seqused.
+
+    Returns:
+        The tokens (total, ...); their indices (total,) among all B * S; cu_seqlens (B + 1,) int32; the longest
+        sequence; seqused (B,) int32, how many tokens of each sequence attention_mask names.
+
+    >>> mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    >>> tokens, indices, cu_seqlens, longest, _ = unpad_input(torch.randn(2, 3, 8), mask)
+    >>> tokens.shape, indices.tolist(), cu_seqlens.tolist(), longest
+    (torch.Size([5, 8]), [0, 1, 3, 4, 5], [0, 2, 5], 3)
+    """
+    packed = attention_mask if unused_mask is None else attention_mask + unused_mask
+    lengths = packed.sum(-1, dtype=torch.int32)
+    indices = packed.flatten().nonzero().flatten()
+    tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
+    used = attention_mask.sum(-1, dtype=torch.int32)
+    return tokens, indices, _starts(lengths), int(lengths.max()), used
+
+
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """:func:`unpad_input` of rows that hold several sequences each.
+
+    ``attention_mask_in_length`` (B, S) has the lengths of a row's sequences first, then zeros: [2, 3, 0, 0, 0, 0] is a
+    sequence of 2 tokens, one of 3, and padding. Returns tokens, indices, cu_seqlens and the longest sequence.
+    """
+    seqlen = attention_mask_in_length.shape[-1]
+    of_rows = attention_mask_in_length.sum(-1, keepdim=True)
+    indices = (torch.arange(seqlen, device=of_rows.device) < of_rows).flatten().nonzero().flatten()
+    lengths = attention_mask_in_length[attention_mask_in_length != 0].int()
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, _starts(lengths), int(lengths.max())
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """(batch, seqlen, ...) with the tokens ``hidden_states`` (total, ...) at ``indices`` and 0 elsewhere."""
+    padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    return padded.reshape(batch, seqlen, *padded.shape[1:])
+
+
+def _starts(lengths: Tensor) -> Tensor:
+    return pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))

@@ -1,0 +1,70 @@
+"""S_dmask: the weights with dropout's choice in their signs, which flash-attn returns for tests."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from pyattn.dropout import draw_seed, kept_weights
+from pyattn.weights import attention_weights
+
+MULTIPLE = 128
+"""flash-attn rounds both sequence lengths of S_dmask up to this."""
+
+
+def seed_for(q: Tensor, dropout_p: float) -> Tensor | None:
+    """A seed drawn as :func:`pyattn.attention` would draw it."""
+    return draw_seed(q.device) if dropout_p else None
+
+
+@torch.no_grad()
+def signed(q: Tensor, k: Tensor, options: dict[str, Any], first: int = 0) -> Tensor:
+    """The softmax of q (B, Hq, Sq, D) and k (B, Hkv, Sk, D), negative where the weight is dropped.
+
+    flash-attn leaves the scale of these numbers open; here they are the weights before dropout's own scaling, 0 for
+    keys that are not seen. Time and memory are quadratic in the lengths.
+
+    Args:
+        q, k: what attention had.
+        options: its options, with dropout_p and dropout_seed.
+        first: the number of the first sequence of the batch, from which dropout counts.
+
+    Returns:
+        (B, Hq, Sq, Sk) in q's dtype, its last two sizes rounded up to multiples of 128 with zeros; of shape (0,) if
+        nothing is dropped.
+    """
+    scores = dict(options)
+    dropout_p, seed = scores.pop("dropout_p"), scores.pop("dropout_seed")
+    if not dropout_p:
+        return q.new_empty(0)
+    weights = attention_weights(q, k, **scores)
+    batch, num_heads, seqlen_q, seqlen_k = weights.shape
+    head = torch.arange(first * num_heads, (first + batch) * num_heads, device=q.device).view(batch, num_heads, 1)
+    kept = kept_weights(seed, head, torch.arange(seqlen_q, device=q.device), seqlen_k, dropout_p)
+    return pad(torch.where(kept, weights, -weights), (0, -seqlen_k % MULTIPLE, 0, -seqlen_q % MULTIPLE))
+
+
+def signed_packed(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    options: dict[str, Any],
+) -> Tensor:
+    """:func:`signed` of packed sequences, q (total_q, Hq, D) and k (total_k, Hkv, D), each in a row of the batch."""
+    if not options["dropout_p"]:
+        return q.new_empty(0)
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    batch, slopes = len(starts_q) - 1, options["alibi_slopes"]
+    rows, columns = (-(-seqlen // MULTIPLE) * MULTIPLE for seqlen in (max_seqlen_q, max_seqlen_k))
+    result = q.new_zeros(batch, q.shape[1], rows, columns)
+    for b in range(batch):
+        queries = q[starts_q[b] : starts_q[b + 1]].transpose(0, 1)[None]
+        keys = k[starts_k[b] : starts_k[b + 1]].transpose(0, 1)[None]
+        own = options | {"alibi_slopes": slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes}
+        weights = signed(queries, keys, own, first=b)
+        result[b, :, : weights.shape[2], : weights.shape[3]] = weights[0]
+    return result

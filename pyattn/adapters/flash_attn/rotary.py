@@ -1,0 +1,224 @@
+"""flash_attn.layers.rotary: rotary embeddings of given cosines and sines.
+
+``x`` is (B, S, H, D), or (total, H, D) with cu_seqlens; cos and sin are (positions, R / 2) with R at most D, and turn
+the first R columns of x: t and t + R / 2 together, or, interleaved, 2t and 2t + 1.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from pyattn.adapters.flash_attn.arguments import WrongValueError, check_dimensions
+from pyattn.arguments import check_integers, check_size, has_values
+from pyattn.nn.positions import turn
+
+
+def apply_rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    interleaved: bool = False,
+    inplace: bool = False,
+    conjugate: bool = False,
+) -> Tensor:
+    """``x`` turned by its positions; with ``conjugate``, back by them. In float32, rounded once.
+
+    Args:
+        x, cos, sin: see above.
+        seqlen_offsets: an int or (B,) int32 or int64, the position of each sequence's first token.
+        cu_seqlens: (B + 1,), int32 or int64, where each sequence of a packed x begins. Tokens behind the last stay.
+        max_seqlen: needed with cu_seqlens: no sequence is longer.
+        interleaved: which columns turn together.
+        inplace: whether to write to x, which is then returned.
+
+    Raises:
+        ValueError: sizes that don't fit together, a position that cos and sin do not have.
+        TypeError: another type than listed.
+    """
+    cos, sin = _rows(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    sin = -sin if conjugate else sin
+    if not inplace:
+        return turn(x, cos, sin, interleaved)
+    turning = x[..., : 2 * cos.shape[-1]]
+    turning.copy_(turn(turning, cos, sin, interleaved))
+    return x
+
+
+def _rows(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: int | Tensor,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+) -> tuple[Tensor, Tensor]:
+    """cos and sin at the positions of x's tokens, with a dimension for its heads."""
+    tokens = "batch, seqlen" if cu_seqlens is None else "total"
+    check_dimensions("x", x, f"{tokens}, num_heads, head_dim")
+    check_dimensions("cos", cos, "positions, rotary_dim / 2")
+    if sin.shape != cos.shape or 2 * cos.shape[1] > x.shape[-1]:
+        raise WrongValueError(
+            f"pyattn: cos and sin must have the same shape and at most head_dim / 2 = {x.shape[-1] // 2} columns, "
+            f"got {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    longest = x.shape[1]
+    if cu_seqlens is not None:
+        cu_seqlens = check_integers("cu_seqlens", cu_seqlens)
+        check_size("max_seqlen", max_seqlen)
+        assert max_seqlen is not None
+        longest = max_seqlen
+    batch = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    if isinstance(seqlen_offsets, Tensor):
+        seqlen_offsets = check_integers("seqlen_offsets", seqlen_offsets)
+        if len(seqlen_offsets) != batch:
+            raise WrongValueError(f"pyattn: seqlen_offsets must have shape ({batch},), got ({len(seqlen_offsets)},)")
+        if has_values(seqlen_offsets) and batch:
+            _check_positions(int(seqlen_offsets.min()), int(seqlen_offsets.max()) + longest, cos)
+    else:
+        check_size("seqlen_offsets", seqlen_offsets)
+        _check_positions(seqlen_offsets, seqlen_offsets + longest, cos)
+        if cu_seqlens is None:
+            rows = slice(seqlen_offsets, seqlen_offsets + longest)
+            return cos[rows, None], sin[rows, None]
+    if cu_seqlens is None:
+        assert isinstance(seqlen_offsets, Tensor)
+        places = seqlen_offsets[:, None] + torch.arange(longest, device=x.device)
+    else:
+        places = _packed_places(x, cu_seqlens, longest, seqlen_offsets)
+        cos, sin = pad(cos, (0, 0, 0, 1), value=1.0), pad(sin, (0, 0, 0, 1))
+    return cos[places, None], sin[places, None]
+
+
+def _check_positions(first: int, behind_last: int, cos: Tensor) -> None:
+    if first < 0 or behind_last > cos.shape[0]:
+        raise WrongValueError(
+            f"pyattn: cos and sin must have all positions of x, [{first}, {behind_last}), got {cos.shape[0]} positions"
+        )
+
+
+def _packed_places(x: Tensor, cu_seqlens: Tensor, max_seqlen: int, seqlen_offsets: int | Tensor) -> Tensor:
+    """The position of each token of a packed x; -1 behind the last sequence."""
+    if has_values(cu_seqlens):
+        lengths = cu_seqlens.diff()
+        if cu_seqlens[:1].any() or (lengths < 0).any() or cu_seqlens[-1] > len(x) or (lengths > max_seqlen).any():
+            raise WrongValueError(
+                f"pyattn: cu_seqlens must rise from 0 to at most {len(x)} tokens, by at most max_seqlen={max_seqlen}, "
+                f"got {cu_seqlens.tolist()}"
+            )
+    token = torch.arange(len(x), device=x.device)
+    sequence = torch.searchsorted(cu_seqlens[1:], token, right=True)
+    if isinstance(seqlen_offsets, Tensor):
+        seqlen_offsets = pad(seqlen_offsets, (0, 1))[sequence]
+    places = token - cu_seqlens[sequence] + seqlen_offsets
+    return torch.where(sequence == len(cu_seqlens) - 1, -1, places)
+
+
+Parts = list[tuple[Any, Tensor, Tensor]]
+"""Indices into a tensor, each with the cosines and sines by which that part turns."""
+
+
+class _TurnedInPlace(torch.autograd.Function):
+    """Turns parts of its first argument in place and returns it: leaves and views of leaves may be turned too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        parts: Parts,
+        seqlen_offsets: int | Tensor,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
+        interleaved: bool,
+    ) -> Tensor:
+        inplace = True
+        ctx.parts, ctx.options = parts, (seqlen_offsets, cu_seqlens, max_seqlen, interleaved, inplace)
+        for index, cos, sin in parts:
+            apply_rotary(x[index], cos, sin, *ctx.options)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
+        dx = dx.clone()
+        for index, cos, sin in ctx.parts:
+            apply_rotary(dx[index], cos, -sin, *ctx.options)
+        return dx, *(None,) * 5
+
+
+def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """``x`` (B, S, H, D) turned by cos and sin of its own tokens, (S, R / 2) or (B, S, R / 2)."""
+    return turn(x, cos.unsqueeze(-2), sin.unsqueeze(-2), interleaved)
+
+
+def apply_rotary_emb(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """:func:`apply_rotary`, differentiable in x, and where it is not in place in cos and sin too.
+
+    >>> x, angle = torch.ones(1, 2, 1, 4), torch.tensor([[0.0], [torch.pi / 2]])
+    >>> apply_rotary_emb(x, angle.cos(), angle.sin()).round().squeeze().tolist()
+    [[1.0, 1.0, 1.0, 1.0], [-1.0, 1.0, 1.0, 1.0]]
+    """
+    if not inplace:
+        return apply_rotary(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved)
+    return _turned(x, [(..., cos, sin)], seqlen_offsets, cu_seqlens, max_seqlen, interleaved)
+
+
+apply_rotary_emb_func = apply_rotary_emb
+
+
+def apply_rotary_emb_qkv_(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cos_k: Tensor | None = None,
+    sin_k: Tensor | None = None,
+    interleaved: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    num_heads_q: int | None = None,
+) -> Tensor:
+    """Turns q and k of qkv in place, and returns it.
+
+    qkv is (B, S, 3, H, D), or (B, S, num_heads_q + 2 num_heads_k, D), which needs ``num_heads_q``. cos_k and sin_k:
+    for k, if it has angles of its own.
+    """
+    cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
+    if num_heads_q is None:
+        check_dimensions("qkv", qkv, "batch, seqlen, 3, num_heads, head_dim")
+        of_q: tuple[Any, ...] = (slice(None), slice(None), 0)
+        of_k: tuple[Any, ...] = (slice(None), slice(None), 1)
+    else:
+        check_dimensions("qkv", qkv, "batch, seqlen, num_heads_q + 2 * num_heads_k, head_dim")
+        heads = qkv.shape[2] - num_heads_q
+        if num_heads_q < 0 or heads < 0 or heads % 2:
+            raise WrongValueError(
+                f"pyattn: qkv must have num_heads_q={num_heads_q} + 2 * num_heads_k heads, got {qkv.shape[2]}"
+            )
+        of_q = (slice(None), slice(None), slice(num_heads_q))
+        of_k = (slice(None), slice(None), slice(num_heads_q, num_heads_q + heads // 2))
+    return _turned(qkv, [(of_q, cos, sin), (of_k, cos_k, sin_k)], seqlen_offsets, None, None, interleaved)
+
+
+def apply_rotary_emb_kv_(
+    kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
+) -> Tensor:
+    """Turns k of kv (B, S, 2, H, D) in place, and returns kv."""
+    check_dimensions("kv", kv, "batch, seqlen, 2, num_heads, head_dim")
+    of_k = slice(None), slice(None), 0
+    return _turned(kv, [(of_k, cos, sin)], seqlen_offsets, None, None, interleaved)
+
+
+def _turned(x: Tensor, parts: Parts, *options: Any) -> Tensor:
+    result: Tensor = _TurnedInPlace.apply(x, parts, *options)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return result
