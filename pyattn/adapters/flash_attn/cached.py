@@ -101,6 +101,10 @@ def flash_attn_with_kvcache(
     if block_table is not None:
         starts = capacity * torch.arange(batch + 1, device=q.device)
         table, _ = _in_use(block_table, starts, capacity, lengths, k_cache.shape[0], page_size)
+    options["causal"] = causal or seqlen_q == 1  # the last position sees all
+    options["q_offset"] = lengths - seqlen_q
+    if cache_leftpad is not None or not options["causal"]:
+        options["key_ranges"] = _ranges(cache_leftpad, lengths, seqlen_q)
 
     if rotary_cos is not None or rotary_sin is not None:
         check_type("rotary_interleaved", rotary_interleaved, bool)
@@ -119,10 +123,6 @@ def flash_attn_with_kvcache(
         k_cache.index_put_(where, k)
         v_cache.index_put_(where, v)
 
-    options["causal"] = causal or seqlen_q == 1  # the last position sees all
-    options["q_offset"] = lengths - seqlen_q
-    if cache_leftpad is not None or not options["causal"]:
-        options["key_ranges"] = _ranges(cache_leftpad, lengths, seqlen_q)
     if block_table is None and cache_batch_idx is None:
         keys, values = (cache[:batch].transpose(1, 2) for cache in (k_cache, v_cache))
         out, lse = attention(q.transpose(1, 2), keys, values, return_lse=True, **options)

@@ -1,0 +1,245 @@
+"""flash_attn_with_kvcache: attention over a cache that the caller owns, written in place."""
+
+import math
+import re
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from pyattn.adapters.flash_attn import flash_attn_func, flash_attn_with_kvcache
+
+SLOTS = 40
+
+
+def turned(x, positions, angle, interleaved):
+    """x (S, H, D), its first columns as complex numbers times e^(i angle of its position)."""
+    half = angle.shape[1]
+    pairs = x[..., : 2 * half].unflatten(-1, (half, 2) if interleaved else (2, half))
+    numbers = torch.view_as_complex((pairs if interleaved else pairs.mT).contiguous())
+    pairs = torch.view_as_real(numbers * torch.polar(torch.ones_like(angle), angle)[positions][:, None])
+    return torch.cat([(pairs if interleaved else pairs.mT).flatten(-2), x[..., 2 * half :]], -1)
+
+
+def expected(
+    q,
+    keys,
+    values,
+    k,
+    v,
+    length,
+    pad,
+    angle=None,
+    causal=False,
+    window=(-1, -1),
+    softcap=0.0,
+    slopes=None,
+    interleaved=True,
+):
+    """One sequence by flash-attn's documentation, keys (slots, Hkv, D): out, lse, and the cache after it."""
+    seqlen_q, new = q.shape[0], 0 if k is None else k.shape[0]
+    if angle is not None:
+        moving = causal or window != (-1, -1)
+        q = turned(q, length + torch.arange(seqlen_q) * moving, angle, interleaved)
+        k = turned(k, length + torch.arange(new), angle, interleaved)
+    keys, values = keys.clone(), values.clone()
+    if k is not None:
+        keys[length : length + new], values[length : length + new] = k, v
+    end = length + new
+    groups = q.shape[1] // keys.shape[1]
+    seen_k, seen_v = (t[pad:end].repeat_interleave(groups, 1) for t in (keys, values))
+    scores = torch.einsum("ihd,jhd->hij", q, seen_k) / math.sqrt(q.shape[2])
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    position, key = torch.arange(seqlen_q)[:, None] + end - seqlen_q, torch.arange(pad, end)
+    if slopes is not None:
+        scores = scores - slopes.double()[:, None, None] * (position - key).abs()
+    left, right = (window[0], 0) if causal else window
+    seen = (key >= position - left) | (left < 0)
+    seen &= (key <= position + right) | (right < 0)
+    scores = scores.masked_fill(~seen, -math.inf)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
+    lse = torch.where(lse == -math.inf, math.inf, lse)
+    return torch.einsum("hij,jhd->ihd", weights, seen_v), lse, keys, values
+
+
+PLACES = ["plain", "longer", "batch_idx", "paged", "leftpad"]
+
+CALLS = [
+    {"seqlen_q": 1, "new": None},
+    {"seqlen_q": 5, "new": None, "causal": True, "softcap": 2.0},
+    {"seqlen_q": 1, "new": 1, "causal": True, "rotary": 8, "interleaved": False},
+    {"seqlen_q": 4, "new": 4, "rotary": 4, "interleaved": True},
+    {"seqlen_q": 6, "new": 2, "causal": True, "window": (5, 3), "rotary": 8, "interleaved": True, "slopes": True},
+    {"seqlen_q": 3, "new": 7, "window": (4, 2), "rotary": 6, "interleaved": False},
+]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_the_documented_formula(call, place):
+    """In float64, with NaN in every slot that no sequence holds."""
+    call = dict(call)
+    seqlen_q, new, rotary = call.pop("seqlen_q"), call.pop("new"), call.pop("rotary", 0)
+    batch, lengths, pads = 3, torch.tensor([7, 0, 29]), [0, 0, 0]
+    if new is None:
+        lengths = torch.tensor([7, 1, SLOTS])
+    q = torch.randn(batch, seqlen_q, 4, 8, dtype=torch.float64)
+    caches = torch.randn(2, batch, SLOTS, 2, 8, dtype=torch.float64)
+    if place == "leftpad":
+        pads = [2, 0, 11]
+    for b in range(batch):
+        caches[:, b, lengths[b] :] = caches[:, b, : pads[b]] = math.nan
+    k, v = (None, None) if new is None else torch.randn(2, batch, new, 2, 8, dtype=torch.float64).unbind()
+    angle = torch.rand(64, rotary // 2, dtype=torch.float64) * 7 if rotary else None
+    slopes = torch.rand(batch, 4) if call.pop("slopes", False) else None
+
+    named, order = {}, list(range(batch))
+    storage = caches.clone()
+    if place == "leftpad":
+        named["cache_leftpad"] = torch.tensor(pads, dtype=torch.int32)
+    elif place == "longer":
+        storage = torch.cat([caches, caches[:, :1]], 1)
+    elif place == "batch_idx":
+        order = [4, 0, 2]
+        storage = torch.full((2, 5, SLOTS, 2, 8), math.nan, dtype=torch.float64)
+        storage[:, order] = caches
+        named["cache_batch_idx"] = torch.tensor(order, dtype=torch.int32)
+    elif place == "paged":  # 40 slots and 8 more in pages of 16, in any order
+        table = torch.randperm(12)[:9].view(3, 3)
+        storage = torch.full((2, 12, 16, 2, 8), math.nan, dtype=torch.float64)
+        padded = torch.cat([caches, caches.new_full((2, batch, 8, 2, 8), math.nan)], 2)
+        storage[:, table] = padded.unflatten(2, (3, 16))
+        named["block_table"] = table.int()
+    rotations = {} if angle is None else {"rotary_cos": angle.cos(), "rotary_sin": angle.sin()}
+    options = {"causal": call.get("causal", False), "softcap": call.get("softcap", 0.0)}
+    out, lse = flash_attn_with_kvcache(
+        q,
+        *storage,
+        k,
+        v,
+        cache_seqlens=lengths.int(),
+        window_size=call.get("window", (-1, -1)),
+        rotary_interleaved=call.get("interleaved", True),
+        alibi_slopes=slopes,
+        return_softmax_lse=True,
+        **options,
+        **rotations,
+        **named,
+    )
+    after = storage[:, order] if place != "paged" else storage[:, table].flatten(2, 3)[:, :, :SLOTS]
+    for b in range(batch):
+        tokens = (None, None) if k is None else (k[b], v[b])
+        own = {"slopes": None if slopes is None else slopes[b], "angle": angle, **call}
+        wanted = expected(q[b], *caches[:, b], *tokens, int(lengths[b]), pads[b], **own)
+        got = out[b], lse[b], *after[:, b]
+        assert_close(got, wanted, rtol=1e-11, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_decoding_equals_the_whole(dtype):
+    """Token by token and in chunks, the lengths an int."""
+    q, k, v = torch.randn(3, 2, 21, 4, 16, dtype=dtype).unbind()
+    k, v = k[:, :, :2], v[:, :, :2]
+    whole = flash_attn_func(q, k, v, causal=True, window_size=(9, 0))
+    bound = 4 * torch.finfo(dtype).eps * whole.abs().max()
+    k_cache, v_cache = torch.zeros(2, 2, 32, 2, 16, dtype=dtype).unbind()
+    at, parts = 0, []
+    for count in (10, 1, 1, 5, 4):
+        tokens = slice(at, at + count)
+        options = {"cache_seqlens": at, "causal": True, "window_size": (9, 0)}
+        parts.append(flash_attn_with_kvcache(q[:, tokens], k_cache, v_cache, k[:, tokens], v[:, tokens], **options))
+        at += count
+    together = torch.cat(parts, 1)
+    assert together.dtype == dtype
+    assert (together - whole).abs().max() <= bound
+    assert torch.equal(k_cache[:, :21], k)
+    assert v_cache[:, 21:].count_nonzero() == 0
+    again = flash_attn_with_kvcache(q, k_cache[:, :21], v_cache[:, :21], causal=True, window_size=(9, 0), num_splits=3)
+    assert (again - whole).abs().max() <= bound
+
+
+def test_a_cache_smaller_than_a_page():
+    q, (k_cache, v_cache) = torch.randn(2, 1, 4, 8), torch.randn(2, 3, 5, 4, 8)
+    index = torch.tensor([2, 2], dtype=torch.int32)
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_batch_idx=index, cache_seqlens=3)
+    assert_close(out, flash_attn_func(q, k_cache[[2, 2], :3], v_cache[[2, 2], :3]))
+
+
+def test_no_gradient_is_recorded():
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    cache = torch.zeros(1, 9, 4, 8)
+    k = torch.randn(1, 2, 4, 8, requires_grad=True)
+    out = flash_attn_with_kvcache(q, cache, cache.clone(), k, k, cache_seqlens=0)
+    assert not out.requires_grad
+    assert not cache.requires_grad
+
+
+def test_wrong_arguments_are_refused_and_leave_the_cache():
+    q, k, v = torch.randn(3, 2, 3, 4, 16).unbind()
+    k_cache, v_cache = torch.randn(2, 2, 20, 4, 16).unbind()
+    before = k_cache.clone()
+    two = torch.tensor([1, 0], dtype=torch.int32)
+    angle = torch.rand(20, 8)
+
+    def wrong(error, message, q=q, k=k, v=v, cache_seqlens=two, **options):
+        with pytest.raises(error, match=f"^{re.escape(message)}"):
+            flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, **options)
+        assert torch.equal(k_cache, before)
+
+    together = "pyattn: k, v and cache_seqlens must be given together, got no "
+    wrong(ValueError, together + "v", v=None)
+    wrong(ValueError, together + "k", k=None)
+    wrong(ValueError, together + "cache_seqlens", cache_seqlens=None)
+    room = (
+        "pyattn: each of cache_seqlens must be at least 0, and with 3 new positions at most the 20 of the cache, got "
+    )
+    wrong(ValueError, room + "[18, 0]", cache_seqlens=torch.tensor([18, 0], dtype=torch.int32))
+    wrong(RuntimeError, room + "[-1, 0]", cache_seqlens=two - 2 * two)
+    wrong(ValueError, room + "[18, 18]", cache_seqlens=18)
+    wrong(ValueError, "pyattn: cache_seqlens must be at least 0, got -1", cache_seqlens=-1)
+    wrong(TypeError, "pyattn: cache_seqlens must be int32, got torch.int64", cache_seqlens=two.long())
+    wrong(ValueError, "pyattn: cache_seqlens must have shape (2,), got (1,)", cache_seqlens=two[:1])
+    wrong(TypeError, "pyattn: k must have the cache's dtype, torch.float32, got torch.float16", k=k.half())
+    wrong(TypeError, "pyattn: k_cache must have q's dtype, torch.float16, got torch.float32", q=q.half())
+    wrong(ValueError, "pyattn: v must have shape (batch, new, num_heads_kv, head_dim), for q", v=v[:, 1:])
+    wrong(ValueError, "pyattn: q, k_cache and v_cache must have shapes", q=q[:, :, :3])
+    wrong(
+        ValueError,
+        "pyattn: k_cache must have q's 3 sequences, got 2",
+        *(torch.randn(3, 3, 3, 4, 16)),
+        torch.zeros(3).int(),
+    )
+    wrong(TypeError, "pyattn: num_splits must be int, got None", num_splits=None)
+
+    index = "pyattn: each of cache_batch_idx must be between 0 and 1, got 2 at 1"
+    wrong(ValueError, index, cache_batch_idx=torch.tensor([0, 2], dtype=torch.int32))
+    wrong(TypeError, "pyattn: cache_batch_idx must be int32, got torch.int64", cache_batch_idx=two.long())
+    rows = "pyattn: rotary_cos, rotary_sin and k must be given together, got no "
+    wrong(ValueError, rows + "rotary_sin", rotary_cos=angle)
+    wrong(ValueError, rows + "k", k=None, v=None, rotary_cos=angle, rotary_sin=angle)
+    dtype = "pyattn: rotary_sin must have q's dtype, torch.float32, got torch.float64"
+    wrong(TypeError, dtype, rotary_cos=angle, rotary_sin=angle.double())
+    rows = "pyattn: rotary_cos and rotary_sin must have at least the cache's 20 positions and at most head_dim / 2 = 8 "
+    wrong(ValueError, rows + "columns, got (19, 8) and (19, 8)", rotary_cos=angle[1:], rotary_sin=angle[1:])
+    wrong(
+        ValueError,
+        rows + "columns, got (20, 9) and (20, 9)",
+        rotary_cos=torch.rand(20, 9),
+        rotary_sin=torch.rand(20, 9),
+    )
+
+    table = torch.tensor([[0], [1]], dtype=torch.int32)
+    wrong(
+        NotImplementedError,
+        "pyattn: a block_table takes no cache_leftpad, got both",
+        cache_leftpad=two,
+        block_table=table,
+    )
+    wrong(NotImplementedError, "pyattn: a block_table takes no cache_batch_idx", cache_batch_idx=two, block_table=table)
+    wrong(RuntimeError, room.replace("of the cache", "that block_table lists"), cache_seqlens=18, block_table=table)
+    wrong(ValueError, "pyattn: ", block_table=table + 1)
+    wrong(TypeError, "pyattn: block_table must be int32, got torch.int64", block_table=table.long())
+    pad = "pyattn: each of cache_leftpad must be between 0 and its sequence's length, [4, 3], got [1, 4]"
+    wrong(ValueError, pad, cache_leftpad=torch.tensor([1, 4], dtype=torch.int32))
