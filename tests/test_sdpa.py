@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from yardstick import assert_accurate
 
 from pyattn.adapters import sdpa
@@ -109,6 +110,23 @@ def test_empty(sizes):
     v = torch.randn(2, seqlen_k, 6)
     torch.testing.assert_close(scaled_dot_product_attention(q, k, v), by_torch(q, k, v))
     assert scaled_dot_product_attention(q[:0], k[:0], v[:0]).shape == (0, seqlen_q, 6)
+
+
+@pytest.mark.parametrize("lengths", [(4, 6), (5, 5), (3, 1)])
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+@pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs")
+def test_causal_biases(make, lengths):
+    q, (k, v) = torch.randn(2, 3, lengths[0], 8), torch.randn(2, 2, 3, lengths[1], 8)
+    out, other = (f(q, k, v, make(*lengths)) for f in (scaled_dot_product_attention, by_torch))
+    torch.testing.assert_close(out, other)
+    with pytest.raises(
+        SdpaError, match=r"^pyattn: a CausalBias must have the lengths of query and key, got \(7, 9\) for"
+    ):
+        scaled_dot_product_attention(q, k, v, make(7, 9))
+    with pytest.raises(
+        SdpaError, match=r"^pyattn: attn_mask must not be set together with is_causal, got a CausalBias"
+    ):
+        scaled_dot_product_attention(q, k, v, make(*lengths), is_causal=True)
 
 
 def test_odd_strides():

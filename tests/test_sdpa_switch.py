@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.nested._internal import ops as jagged
 from torch.nn.functional import scaled_dot_product_attention  # bound before the switch is on, as in models
 from torch.profiler import profile
 
@@ -19,7 +20,12 @@ OPERATOR = "aten::scaled_dot_product_attention"
 def state():
     """What the switch changes in torch."""
     settings = torch.backends.mha.get_fastpath_enabled(), torch.compiler.config.cache_key_tag
-    return torch._C._dispatch_dump_table(OPERATOR), nn.functional.multi_head_attention_forward, *settings
+    return (
+        torch._C._dispatch_dump_table(OPERATOR),
+        nn.functional.multi_head_attention_forward,
+        jagged.jagged_scaled_dot_product_attention,
+        *settings,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -199,9 +205,14 @@ def test_errors_stay_torchs(change, reason):
     assert number == 1
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_are_counted():
-    nested = torch.nested.nested_tensor([torch.randn(4, 3, 8), torch.randn(4, 2, 8)])
+def test_nested_tensors_are_counted(layout):
+    parts = [torch.randn(4, 3, 8), torch.randn(4, 2, 8)]
+    if layout == torch.jagged:  # which has its uneven dimension second, and heads behind it
+        nested = torch.nested.nested_tensor([t.transpose(0, 1) for t in parts], layout=layout).transpose(1, 2)
+    else:
+        nested = torch.nested.nested_tensor(parts)
     plain = scaled_dot_product_attention(nested, nested, nested)
     with enabled():
         out = scaled_dot_product_attention(nested, nested, nested)

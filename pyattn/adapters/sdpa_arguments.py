@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from pyattn.arguments import check_tensor, check_type
 from pyattn.functional import attention
@@ -36,6 +37,10 @@ def attend(
         return attention(query, key, value, causal=is_causal, dropout_p=dropout_p)
     _check_numbers(dropout_p, is_causal, scale, enable_gqa)
     _check_sizes(query, key, value)
+    q_offset = 0 if is_causal and query.shape[-2] != key.shape[-2] else None
+    if isinstance(attn_mask, CausalBias):
+        q_offset = _offset_of(attn_mask, query.shape[-2], key.shape[-2], is_causal)
+        attn_mask, is_causal = None, True
     lead = _leading_sizes(query.shape[:-2], key.shape[:-2], value.shape[:-2], enable_gqa)
     if attn_mask is not None:
         check_tensor("attn_mask", attn_mask)
@@ -51,7 +56,7 @@ def attend(
         k,
         v,
         causal=is_causal,
-        q_offset=0 if is_causal and query.shape[-2] != key.shape[-2] else None,
+        q_offset=q_offset,
         softmax_scale=scale,
         bias=None if attn_mask is None else _with_one_batch(attn_mask, lead),
         dropout_p=0.0 if dropout_p == 1 else float(dropout_p),
@@ -141,6 +146,18 @@ def _check_mask(attn_mask: Tensor, scores: Shape, dtype: torch.dtype, is_causal:
         raise SdpaError(
             f"pyattn: attn_mask must broadcast to the scores' shape {scores}, got shape {tuple(attn_mask.shape)}"
         )
+
+
+def _offset_of(bias: CausalBias, seqlen_q: int, seqlen_k: int, is_causal: bool) -> int | None:
+    """The ``q_offset`` of torch's causal_upper_left or causal_lower_right, whose tensor holds no mask."""
+    if is_causal:
+        raise SdpaError("pyattn: attn_mask must not be set together with is_causal, got a CausalBias and True")
+    if (bias.seq_len_q, bias.seq_len_kv) != (seqlen_q, seqlen_k):
+        raise SdpaError(
+            f"pyattn: a CausalBias must have the lengths of query and key, got ({bias.seq_len_q}, {bias.seq_len_kv}) "
+            f"for ({seqlen_q}, {seqlen_k})"
+        )
+    return 0 if bias.variant == CausalVariant.UPPER_LEFT else None
 
 
 def _expanded(tensor: Tensor, lead: Shape) -> Tensor:

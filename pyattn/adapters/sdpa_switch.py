@@ -11,13 +11,14 @@ import inspect
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nested._internal import ops as jagged
 
 from pyattn import autograd
 from pyattn.adapters.dispatcher import Kernels
@@ -106,17 +107,37 @@ def _leave_nested(*arguments: Any, **named: Any) -> Any:
     return _OPERATOR.decompose(*arguments, **named)
 
 
-_torchs_multi_head_attention_forward = torch.nn.functional.multi_head_attention_forward
-_NEED_WEIGHTS = list(inspect.signature(_torchs_multi_head_attention_forward).parameters).index("need_weights")
+_NEED_WEIGHTS = list(inspect.signature(torch.nn.functional.multi_head_attention_forward).parameters).index(
+    "need_weights"
+)
 
 
-@functools.wraps(_torchs_multi_head_attention_forward)
-def _multi_head_attention_forward(*arguments: Any, **named: Any) -> Any:
-    """What ``nn.MultiheadAttention`` calls. It comes to the operator unless weights are wanted."""
-    wanted = arguments[_NEED_WEIGHTS] if len(arguments) > _NEED_WEIGHTS else named.get("need_weights", True)
-    if wanted and not torch.compiler.is_compiling():
-        _count("nn.MultiheadAttention with need_weights=True")
-    return _torchs_multi_head_attention_forward(*arguments, **named)
+def _counted_as(reason: str, function: Callable[..., Any], comes_by: Callable[..., bool]) -> Callable[..., Any]:
+    """torch's ``function``, which does not call the operator unless it ``comes_by``."""
+
+    @functools.wraps(function)
+    def counting(*arguments: Any, **named: Any) -> Any:
+        if not torch.compiler.is_compiling() and not comes_by(*arguments, **named):
+            _count(reason)
+        return function(*arguments, **named)
+
+    return counting
+
+
+def _wants_no_weights(*arguments: Any, **named: Any) -> bool:
+    return not (arguments[_NEED_WEIGHTS] if len(arguments) > _NEED_WEIGHTS else named.get("need_weights", True))
+
+
+_COUNTING = (
+    (
+        torch.nn.functional,
+        "multi_head_attention_forward",
+        "nn.MultiheadAttention with need_weights=True",
+        _wants_no_weights,
+    ),
+    (jagged, "jagged_scaled_dot_product_attention", "nested tensors", lambda *_, **__: False),
+)
+"""Functions of torch that have attention of their own: where they are, and what they are counted as."""
 
 
 class _Installation:
@@ -132,7 +153,9 @@ class _Installation:
         self._kernels = Kernels(kernels)
         self._had_fastpath = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
-        torch.nn.functional.multi_head_attention_forward = _multi_head_attention_forward
+        self._functions = [(module, name, getattr(module, name)) for module, name, *_ in _COUNTING]
+        for module, name, reason, comes_by in _COUNTING:
+            setattr(module, name, _counted_as(reason, getattr(module, name), comes_by))
         self._tag = torch.compiler.config.cache_key_tag
         torch.compiler.config.cache_key_tag = self._tag + _COMPILER_TAG
         _OPERATOR._dispatch_cache.clear()
@@ -140,7 +163,8 @@ class _Installation:
     def remove(self) -> None:
         """Leaves everything as it was found."""
         self._kernels.remove()
-        torch.nn.functional.multi_head_attention_forward = _torchs_multi_head_attention_forward
+        for module, name, function in self._functions:
+            setattr(module, name, function)
         torch.backends.mha.set_fastpath_enabled(self._had_fastpath)
         torch.compiler.config.cache_key_tag = self._tag
         _OPERATOR._dispatch_cache.clear()
