@@ -1,0 +1,142 @@
+"""flash_attn's module names, switched on and off, and its padding functions."""
+
+import importlib
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from pyattn.adapters import flash_attn as adapter
+from pyattn.adapters.flash_attn import padding, rotary
+
+INSTALLED = "from flash_attn.flash_attn_interface import flash_attn_func\n__version__ = '2.3.4'\n"
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Another flash_attn that Python finds, and that leaves no trace."""
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text(INSTALLED)
+    (tmp_path / "flash_attn" / "flash_attn_interface.py").write_text("flash_attn_func = 'installed'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    yield tmp_path
+    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
+        del sys.modules[name]
+
+
+def test_imports_within_the_alias():
+    with adapter.alias():
+        assert adapter.enabled()
+        assert importlib.util.find_spec("flash_attn") is not None
+        import flash_attn
+        from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+        from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
+        from flash_attn.flash_attn_interface import flash_attn_varlen_qkvpacked_func
+        from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
+        from flash_attn.ops.triton.rotary import apply_rotary
+
+        assert tuple(map(int, flash_attn.__version__.split("+")[0].split("."))) >= (2, 8, 4)
+        with pytest.raises(ImportError, match=r"^No module named 'flash_attn.modules'$"):
+            importlib.import_module("flash_attn.modules.mha")
+    assert not adapter.enabled()
+    assert flash_attn_func is adapter.flash_attn_func
+    assert flash_attn_varlen_func is adapter.flash_attn_varlen_func
+    assert flash_attn_varlen_qkvpacked_func is adapter.flash_attn_varlen_qkvpacked_func
+    assert flash_attn_with_kvcache is adapter.flash_attn_with_kvcache
+    assert (index_first_axis, pad_input, unpad_input) == (
+        padding.index_first_axis,
+        padding.pad_input,
+        padding.unpad_input,
+    )
+    assert (apply_rotary, apply_rotary_emb) == (rotary.apply_rotary, rotary.apply_rotary_emb)
+    assert RotaryEmbedding(8).dim == 8
+    assert "flash_attn" not in sys.modules
+    with pytest.raises(ImportError):
+        importlib.import_module("flash_attn")
+
+
+def test_enabling_twice_and_nested():
+    adapter.enable()
+    with adapter.alias():
+        adapter.enable()
+    assert adapter.enabled()
+    assert importlib.import_module("flash_attn").flash_attn_func is adapter.flash_attn_func
+    adapter.disable()
+    adapter.disable()
+    assert importlib.util.find_spec("flash_attn") is None
+
+
+def test_a_failing_block_leaves_nothing():
+    with pytest.raises(KeyError), adapter.alias():
+        raise KeyError
+    assert not adapter.enabled()
+
+
+def test_an_installed_flash_attn_is_not_shadowed_silently(installed):
+    with pytest.raises(RuntimeError, match=r"^pyattn: flash_attn must not be installed, or force=True given, got "):
+        adapter.enable()
+    assert not adapter.enabled()
+    theirs = importlib.import_module("flash_attn")
+    with pytest.raises(RuntimeError, match=str(installed)), adapter.alias():
+        pass
+    with adapter.alias(force=True):
+        assert importlib.import_module("flash_attn").flash_attn_func is adapter.flash_attn_func
+        assert importlib.util.find_spec("flash_attn.flash_attn_interface").origin.endswith("alias.py")
+    assert importlib.import_module("flash_attn") is theirs
+    assert sys.modules["flash_attn.flash_attn_interface"].flash_attn_func == "installed"
+
+
+def test_importing_pyattn_switches_nothing_on():
+    code = "import sys, pyattn; print([x for x in sys.modules if 'flash_attn' in x], len(sys.meta_path))"
+    with_adapter = (
+        f"import sys; n = len(sys.meta_path); {code}; import pyattn.adapters.flash_attn; print(len(sys.meta_path))"
+    )
+    done = subprocess.run([sys.executable, "-c", with_adapter], capture_output=True, text=True, check=True)
+    modules, before, after = done.stdout.replace("\n", " ").rsplit(maxsplit=2)
+    assert modules.split("]")[0] == "["
+    assert before == after
+
+
+def test_padding_and_back():
+    x = torch.randn(3, 6, 2, 4, requires_grad=True)
+    mask = torch.tensor([[1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1]])
+    tokens, indices, cu_seqlens, longest, used = padding.unpad_input(x, mask)
+    assert_close(tokens, x[mask.bool()])
+    assert indices.tolist() == [0, 1, 2, 13, 14, 15, 16, 17]
+    assert cu_seqlens.tolist() == [0, 3, 3, 8]
+    assert cu_seqlens.dtype == used.dtype == torch.int32
+    assert longest == 5
+    assert used.tolist() == [3, 0, 5]
+    back = padding.pad_input(tokens, indices, 3, 6)
+    assert_close(back, x * mask[..., None, None])
+    (gradient,) = torch.autograd.grad((back * torch.arange(6.0)[:, None, None]).sum(), x)
+    assert_close(gradient, (mask * torch.arange(6.0))[..., None, None].expand_as(x))
+
+
+def test_padding_with_an_unused_mask():
+    """Tokens of both masks are packed; seqused counts those of the first."""
+    x = torch.randn(2, 4, 3)
+    mask, unused = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]]), torch.tensor([[0, 0, 1, 0], [0, 1, 1, 1]])
+    tokens, _, cu_seqlens, longest, used = padding.unpad_input(x, mask.bool(), unused.bool())
+    assert_close(tokens, torch.cat([x[0, :3], x[1]]))
+    assert (cu_seqlens.tolist(), longest, used.tolist()) == ([0, 3, 7], 4, [2, 1])
+
+
+def test_rows_of_several_sequences():
+    x = torch.randn(2, 6, 3)
+    lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
+    tokens, indices, cu_seqlens, longest = padding.unpad_input_for_concatenated_sequences(x, lengths)
+    assert_close(tokens, torch.cat([x[0, :5], x[1]]))
+    assert indices.tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
+    assert (cu_seqlens.tolist(), longest) == ([0, 2, 5, 11], 6)
+
+
+def test_indices_that_come_again_add_their_gradients():
+    x = torch.randn(4, 3, requires_grad=True)
+    taken, residual = padding.index_first_axis_residual(x, torch.tensor([1, 1, 3]))
+    (gradient,) = torch.autograd.grad(taken.sum() + residual.sum(), x)
+    assert gradient[:, 0].tolist() == [1, 3, 1, 2]

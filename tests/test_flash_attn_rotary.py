@@ -1,0 +1,174 @@
+"""Rotary embeddings in flash-attn's signatures."""
+
+import math
+import re
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from pyattn.adapters.flash_attn.rotary import (
+    apply_rotary,
+    apply_rotary_emb,
+    apply_rotary_emb_kv_,
+    apply_rotary_emb_qkv_,
+    apply_rotary_emb_torch,
+)
+from pyattn.adapters.flash_attn.rotary_embedding import RotaryEmbedding
+from pyattn.nn.positions import rotate
+
+POSITIONS = 40
+
+
+def turned(x, positions, angle, interleaved=False):
+    """x (..., H, D), its first columns as complex numbers times e^(i angle of its position)."""
+    half = angle.shape[1]
+    pairs = x[..., : 2 * half].unflatten(-1, (half, 2) if interleaved else (2, half))
+    numbers = torch.view_as_complex((pairs if interleaved else pairs.mT).contiguous())
+    pairs = torch.view_as_real(numbers * torch.polar(torch.ones_like(angle), angle)[positions][..., None, :])
+    return torch.cat([(pairs if interleaved else pairs.mT).flatten(-2), x[..., 2 * half :]], -1)
+
+
+def angles(columns):
+    return torch.rand(POSITIONS, columns, dtype=torch.float64) * 2 * math.pi
+
+
+OFFSETS = {"none": 0, "int": 5, "tensor": torch.tensor([3, 0], dtype=torch.int32)}
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("offsets", OFFSETS)
+def test_turns_pairs_of_columns(offsets, interleaved, inplace):
+    angle, offset = angles(3), OFFSETS[offsets]
+    positions = torch.as_tensor(offset).expand(2)[:, None] + torch.arange(9)
+    leaf = torch.randn(2, 9, 4, 10, dtype=torch.float64, requires_grad=True)
+    x = leaf.clone()
+    options = {"interleaved": interleaved, "inplace": inplace, "seqlen_offsets": offset}
+    out = apply_rotary_emb(x, angle.cos(), angle.sin(), **options)
+    expected = turned(leaf, positions, angle, interleaved)
+    assert_close(out, expected)
+    assert_close(x.detach(), (expected if inplace else leaf).detach())
+    dout = torch.randn_like(out)
+    before = dout.clone()
+    assert_close(torch.autograd.grad(out, leaf, dout), torch.autograd.grad(expected, leaf, dout))
+    assert torch.equal(dout, before)
+    cos, sin = (t[positions] for t in (angle.cos(), angle.sin()))
+    assert_close(apply_rotary_emb_torch(leaf, cos, sin, interleaved), expected)
+
+
+def test_turns_leaves_in_place_as_flash_attn_does():
+    angle = angles(4)
+    x = torch.randn(1, 5, 2, 8, dtype=torch.float64, requires_grad=True)
+    before = x.detach().clone()
+    out = apply_rotary_emb(x, angle.cos(), angle.sin(), inplace=True)
+    (gradient,) = torch.autograd.grad(out, x, torch.ones_like(out))
+    assert_close(x.detach(), turned(before, torch.arange(5), angle))
+    assert_close(turned(gradient, torch.arange(5), angle), torch.ones_like(gradient))  # the transposed is the inverse
+
+
+@pytest.mark.parametrize("offsets", OFFSETS)
+def test_packed_sequences(offsets):
+    """The two tokens behind the last sequence stay as they are."""
+    angle, offset = angles(4), OFFSETS[offsets]
+    starts = torch.tensor([0, 7, 9], dtype=torch.int32)
+    x = torch.randn(11, 2, 8, dtype=torch.float64)
+    first = torch.as_tensor(offset).expand(2)
+    positions = torch.cat([first[0] + torch.arange(7), first[1] + torch.arange(2)])
+    expected = torch.cat([turned(x[:9], positions, angle), x[9:]])
+    named = {"cu_seqlens": starts, "max_seqlen": 7}
+    assert_close(apply_rotary_emb(x, angle.cos(), angle.sin(), seqlen_offsets=offset, **named), expected)
+
+
+def test_keys_and_queries_in_one_tensor():
+    angle, of_keys = angles(4), angles(4)
+    waves, key_waves = (angle.cos(), angle.sin()), (of_keys.cos(), of_keys.sin())
+    positions = torch.arange(6) + 2
+    leaf = torch.randn(2, 6, 3, 4, 8, dtype=torch.float64, requires_grad=True)
+    q, k, v = leaf.unbind(2)
+    expected = torch.stack([turned(q, positions, angle), turned(k, positions, of_keys), v], 2)
+    dout = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, leaf, dout)
+    out = apply_rotary_emb_qkv_(leaf.clone(), *waves, *key_waves, seqlen_offsets=2)
+    assert_close((out, *torch.autograd.grad(out, leaf, dout)), (expected, *wanted))
+    heads = apply_rotary_emb_qkv_(leaf.detach().flatten(2, 3).clone(), *waves, *key_waves, False, 2, num_heads_q=4)
+    assert_close(heads.unflatten(2, (3, 4)), expected.detach())
+    kv = apply_rotary_emb_kv_(torch.stack([k, v], 2), *key_waves, seqlen_offsets=2)
+    assert_close(kv, expected[:, :, 1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_computed_in_float32_and_rounded_once(dtype):
+    angle = angles(8)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    x = torch.randn(2, 9, 4, 16).to(dtype)
+    expected = apply_rotary(x.float(), cos.float(), sin.float()).to(dtype)
+    assert torch.equal(apply_rotary(x, cos, sin), expected)
+    back = apply_rotary(expected, cos, sin, conjugate=True)
+    assert (back - x).abs().max() <= 4 * torch.finfo(dtype).eps * x.abs().max()
+
+
+def test_the_modules_angles_are_those_of_pyattns_modules():
+    qkv = torch.randn(2, 30, 3, 4, 16)
+    q, k, v = qkv.clone().unbind(2)
+    first = torch.tensor([4, 4])
+    module = RotaryEmbedding(16)
+    out = module(qkv, seqlen_offset=4)
+    assert out.data_ptr() == qkv.data_ptr()
+    assert_close(out, torch.stack([rotate(q, 10000.0, first), rotate(k, 10000.0, first), v], 2))
+    assert not module.state_dict()
+    again, kv = module(q, torch.stack([k, v], 2), seqlen_offset=first, max_seqlen=64)
+    assert_close(torch.cat([again[:, :, None], kv], 2), out)
+    with pytest.raises(
+        ValueError, match=r"^pyattn: max_seqlen must be given where seqlen_offset is a tensor, got None$"
+    ):
+        RotaryEmbedding(16)(qkv, seqlen_offset=first)
+
+
+def test_a_module_in_16_bits_keeps_exact_angles():
+    module = RotaryEmbedding(16).bfloat16()
+    module._update_cos_sin_cache(3000, dtype=torch.float32, device=torch.device("cpu"))
+    exact = torch.arange(3000, dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
+    assert_close(module._cos_cached, exact.cos().float(), rtol=0, atol=1e-3)
+
+
+def test_xpos_products_depend_on_distances_alone():
+    """Scaling q up and k down by position leaves the factor s^(distance / scale_base)."""
+    module = RotaryEmbedding(8, scale_base=16.0)
+    ones = torch.ones(1, 20, 3, 1, 8)
+    q, k, v = module(ones.clone()).unbind(2)
+    products = torch.einsum("bihd,bjhd->bij", q, k)[0]
+    for distance in (0, 3, 11):
+        diagonal = products.diagonal(-distance)
+        assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-4)
+    assert torch.equal(v, ones[:, :, 2])
+    plain_q, plain_k, _ = RotaryEmbedding(8)(ones.clone()).unbind(2)
+    assert_close(products.diagonal(), torch.einsum("bihd,bihd->bi", plain_q, plain_k)[0])
+    assert products[15, 0].abs() < torch.einsum("hd,hd->", plain_q[0, 15], plain_k[0, 0]).abs()
+
+
+def test_wrong_arguments_are_refused():
+    x, cos = torch.randn(2, 9, 4, 16), torch.rand(12, 8)
+    starts = torch.tensor([0, 5, 9], dtype=torch.int32)
+
+    def wrong(error, message, x=x, cos=cos, sin=None, **options):
+        with pytest.raises(error, match=f"^{re.escape(message)}"):
+            apply_rotary_emb(x, cos, cos if sin is None else sin, **options)
+
+    wrong(ValueError, "pyattn: x must have shape (batch, seqlen, num_heads, head_dim), got (9, 4, 16)", x=x[0])
+    wrong(ValueError, "pyattn: cos must have shape (positions, rotary_dim / 2), got (1, 12, 8)", cos=cos[None])
+    same = "pyattn: cos and sin must have the same shape and at most head_dim / 2 = 8 columns, got (12, 8) and (11, 8)"
+    wrong(ValueError, same, sin=cos[1:])
+    wrong(ValueError, "pyattn: cos and sin must have the same shape", cos=torch.rand(12, 9))
+    have = "pyattn: cos and sin must have all positions of x, [4, 13), got 12 positions"
+    wrong(ValueError, have, seqlen_offsets=4)
+    wrong(ValueError, have.replace("[4", "[0"), seqlen_offsets=torch.tensor([0, 4]))
+    wrong(ValueError, have.replace("[4, 13", "[-1, 9"), seqlen_offsets=torch.tensor([-1, 0]))
+    wrong(TypeError, "pyattn: seqlen_offsets must be int32 or int64, got torch.float32", seqlen_offsets=torch.rand(2))
+    wrong(ValueError, "pyattn: seqlen_offsets must have shape (2,), got (3,)", seqlen_offsets=torch.arange(3))
+    packed = x.flatten(0, 1)[:9]
+    wrong(TypeError, "pyattn: max_seqlen must be int", x=packed, cu_seqlens=starts)
+    rise = "pyattn: cu_seqlens must rise from 0 to at most 9 tokens, by at most max_seqlen=4, got [0, 5, 9]"
+    wrong(ValueError, rise, x=packed, cu_seqlens=starts, max_seqlen=4)
+    with pytest.raises(ValueError, match=r"^pyattn: qkv must have num_heads_q=3 \+ 2 \* num_heads_k heads, got 4$"):
+        apply_rotary_emb_qkv_(x, cos, cos, num_heads_q=3)
