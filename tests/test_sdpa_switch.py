@@ -9,9 +9,9 @@ from torch import nn
 from torch.nested._internal import ops as jagged
 from torch.nn.functional import scaled_dot_product_attention  # bound before the switch is on, as in models
 from torch.profiler import profile
+from torch.testing._internal.two_tensor import TwoTensor
 
-from pyattn.adapters import sdpa_switch
-from pyattn.adapters.sdpa_switch import counts, disable, enable, enabled, is_enabled, reset_counts
+from pyattn.adapters.sdpa import counts, disable, enable, enabled, is_enabled, reset_counts
 from pyattn.cli import info
 
 OPERATOR = "aten::scaled_dot_product_attention"
@@ -221,6 +221,28 @@ def test_nested_tensors_are_counted(layout):
     assert counts() == (0, 0, {"nested tensors": 1})
 
 
+def test_tensors_that_hold_others_are_torchs():
+    """Such as DTensor; a plain subclass is taken and comes back as one."""
+
+    class Plain(torch.Tensor):
+        pass
+
+    q, k, v = (t.detach() for t in tensors())
+    with enabled():
+        both = scaled_dot_product_attention(TwoTensor(q, q), TwoTensor(k, k), TwoTensor(v, v))
+        assert counts() == (0, 0, {"tensors of type TwoTensor": 1})
+        assert type(both) is TwoTensor
+        assert type(scaled_dot_product_attention(q.as_subclass(Plain), k, v)) is Plain
+        assert counts().taken == 1
+
+
+def test_nothing_is_recorded_below_autograd():
+    q, k, v = tensors()
+    with enabled(), torch._C._AutoDispatchBelowAutograd():
+        assert not scaled_dot_product_attention(q, k, v).requires_grad
+    assert counts().taken == 1
+
+
 def test_enable_disable_and_blocks():
     enable()
     enable()
@@ -308,4 +330,4 @@ def test_info_shows_the_switch(capsys):
         scaled_dot_product_attention(q[:, :, :0], k, v)
         shown = "on: 1 calls taken, 0 traced, 1 to torch (no queries or no keys)"
         assert info.facts("cpu")["SDPA switch"] == shown
-    assert sdpa_switch.described().startswith("off: 1 calls taken")
+    assert info.facts("cpu")["SDPA switch"] == shown.replace("on", "off", 1)

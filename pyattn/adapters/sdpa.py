@@ -13,7 +13,8 @@ Either as a function of this module, or by the switch, after which torch's own f
 from torch import Tensor
 
 from pyattn.adapters.sdpa_arguments import SdpaError, attend
-from pyattn.adapters.sdpa_switch import Counts, counts, disable, enable, enabled, is_enabled, reset_counts
+from pyattn.adapters.sdpa_counts import Counts, counts, reset_counts
+from pyattn.adapters.sdpa_switch import disable, enable, enabled, is_enabled
 
 __all__ = [
     "Counts",

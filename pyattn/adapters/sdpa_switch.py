@@ -7,66 +7,32 @@ modules, ``torch._native_multi_head_attention``, has attention of its own and is
 """
 
 import functools
-import inspect
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nested._internal import ops as jagged
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pyattn import autograd
 from pyattn.adapters.dispatcher import Kernels
 from pyattn.adapters.sdpa_arguments import attend
+from pyattn.adapters.sdpa_counts import TAKEN, TRACED, count
 
 _OPERATOR = torch.ops.aten.scaled_dot_product_attention.default
 _COMPILER_TAG = "pyattn-sdpa"
 
-_TAKEN, _TRACED = "taken", "traced"
-_counting = threading.Lock()
-_counted: Counter[str] = Counter()
 
-
-class Counts(NamedTuple):
-    """Calls of ``scaled_dot_product_attention`` while the switch was on.
-
-    Attributes:
-        taken: calls that the native kernels computed.
-        traced: calls taken into a graph by ``torch.compile`` and other tracers, which may trace one several times.
-            Running the graph is not counted.
-        torch: calls that torch computed, by reason.
-    """
-
-    taken: int
-    traced: int
-    torch: dict[str, int]
-
-
-def counts() -> Counts:
-    """What was counted since the process began or :func:`reset_counts` was called, over all threads."""
-    with _counting:
-        reasons = {name: n for name, n in _counted.items() if name not in (_TAKEN, _TRACED)}
-        return Counts(_counted[_TAKEN], _counted[_TRACED], reasons)
-
-
-def reset_counts() -> None:
-    """Begins to count anew."""
-    with _counting:
-        _counted.clear()
-
-
-def _count(name: str) -> None:
-    with _counting:
-        _counted[name] += 1
-
-
-def _refusal(query: Tensor, key: Tensor) -> str | None:
+def _refusal(query: Tensor, key: Tensor, *others: object) -> str | None:
     """Why torch computes a call that the rules of :func:`attend` would take, if it does."""
+    for tensor in (query, key, *others):
+        if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor):
+            return f"tensors of type {type(tensor).__name__}"  # such as DTensor: what holds others has rules of its own
     if autograd.transforming():
         return "a transform of torch.func, or forward-mode differentiation"
     if not query.shape[-2] or not key.shape[-2]:  # torch's shape of an empty result is query's, without broadcasting
@@ -87,7 +53,7 @@ def _attend(
 ) -> Any:
     """The operator's kernel: native attention where its rules take the call, else torch's own, counted by reason."""
     try:
-        reason = _refusal(query, key)
+        reason = _refusal(query, key, value, attn_mask)
         if reason is None:
             out = attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     except (TypeError, ValueError, NotImplementedError) as refused:
@@ -95,21 +61,22 @@ def _attend(
             raise
         reason = str(refused).removeprefix("pyattn: ").split(", got ")[0]
     if reason is None:
-        _count(_TRACED if torch.compiler.is_compiling() or isinstance(query, FakeTensor) else _TAKEN)
+        count(TRACED if torch.compiler.is_compiling() or isinstance(query, FakeTensor) else TAKEN)
         return out
-    _count(reason)
+    count(reason)
     return _OPERATOR.decompose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _attend_below_autograd(*arguments: Any, **named: Any) -> Any:
+    """The kernel where autograd has been passed, in inference mode or by an operator around: no graph is recorded."""
+    with torch.no_grad():
+        return _attend(*arguments, **named)
 
 
 def _leave_nested(*arguments: Any, **named: Any) -> Any:
     """The kernel of nested tensors in torch's strided layout."""
-    _count("nested tensors")
+    count("nested tensors")
     return _OPERATOR.decompose(*arguments, **named)
-
-
-_NEED_WEIGHTS = list(inspect.signature(torch.nn.functional.multi_head_attention_forward).parameters).index(
-    "need_weights"
-)
 
 
 def _counted_as(reason: str, function: Callable[..., Any], comes_by: Callable[..., bool]) -> Callable[..., Any]:
@@ -118,24 +85,28 @@ def _counted_as(reason: str, function: Callable[..., Any], comes_by: Callable[..
     @functools.wraps(function)
     def counting(*arguments: Any, **named: Any) -> Any:
         if not torch.compiler.is_compiling() and not comes_by(*arguments, **named):
-            _count(reason)
+            count(reason)
         return function(*arguments, **named)
 
     return counting
+
+
+_NEED_WEIGHTS = 15
+"""Where ``multi_head_attention_forward`` has ``need_weights``, if it is given by position."""
 
 
 def _wants_no_weights(*arguments: Any, **named: Any) -> bool:
     return not (arguments[_NEED_WEIGHTS] if len(arguments) > _NEED_WEIGHTS else named.get("need_weights", True))
 
 
+def _never(*arguments: Any, **named: Any) -> bool:
+    return False
+
+
+_WEIGHTS = "nn.MultiheadAttention with need_weights=True"
 _COUNTING = (
-    (
-        torch.nn.functional,
-        "multi_head_attention_forward",
-        "nn.MultiheadAttention with need_weights=True",
-        _wants_no_weights,
-    ),
-    (jagged, "jagged_scaled_dot_product_attention", "nested tensors", lambda *_, **__: False),
+    (torch.nn.functional, "multi_head_attention_forward", _WEIGHTS, _wants_no_weights),
+    (jagged, "jagged_scaled_dot_product_attention", "nested tensors", _never),
 )
 """Functions of torch that have attention of their own: where they are, and what they are counted as."""
 
@@ -146,7 +117,7 @@ class _Installation:
     def __init__(self) -> None:
         name = _OPERATOR.name()
         kernels = {
-            (name, "CPU"): _attend,
+            (name, "CPU"): _attend_below_autograd,
             (name, "AutogradCPU"): _attend,
             (name, "AutogradNestedTensor"): _leave_nested,
         }
@@ -194,22 +165,22 @@ class _Switch:
 _switch = _Switch()
 
 
-def _renew_locks() -> None:
+def _renew_lock() -> None:
     """A child process has no other threads, but would inherit what they held."""
-    global _counting
-    _counting, _switch.lock = threading.Lock(), threading.Lock()
+    _switch.lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_renew_locks)
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def enable() -> None:
     """Sends torch's ``scaled_dot_product_attention`` on the CPU here, in all threads, until :func:`disable`.
 
     Results, gradients, errors and autocast are as torch documents them; dropout draws other weights than torch's from
-    the same generator. Calls that the native kernels do not take go to torch, and :func:`counts` shows why: other
-    dtypes, nested tensors, invalid arguments, whose errors stay torch's own, and transforms of ``torch.func`` (``vmap``
-    alone does not come by and is not counted). Calls on other devices are not touched.
+    the same generator. Calls that the native kernels do not take go to torch, and
+    :func:`~pyattn.adapters.sdpa_counts.counts` shows why: other dtypes, nested and distributed tensors, invalid
+    arguments, whose errors stay torch's own, and transforms of ``torch.func``. Calls on other devices are not touched,
+    and neither they nor ``vmap`` alone are counted.
 
     ``nn.MultiheadAttention`` comes here with ``need_weights=False``; with True, its default, it computes weights by
     itself, which is counted. Its inference fast path, and that of ``nn.TransformerEncoder``, is off meanwhile: rows
@@ -242,13 +213,3 @@ def enabled() -> Iterator[None]:
 def is_enabled() -> bool:
     """Whether the switch is on."""
     return _switch.installation is not None
-
-
-def described() -> str:
-    """The switch and its counts in a line, for ``pyattn info``."""
-    taken, traced, by_torch = counts()
-    state = "on" if is_enabled() else "off"
-    if not (taken or traced or by_torch):
-        return state
-    reasons = "".join(f", {n} to torch ({reason})" for reason, n in sorted(by_torch.items()))
-    return f"{state}: {taken} calls taken, {traced} traced{reasons}"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from pyattn import _C, attention
-from pyattn.adapters import sdpa_switch
+from pyattn.adapters import sdpa_counts, sdpa_switch
 from pyattn.cli.device import DEVICES, check_device, cpu
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -29,6 +29,12 @@ def gpu(index: int) -> str:
     return f"{torch.cuda.get_device_name(index)} (sm_{major}{minor})"
 
 
+def sdpa_switch_state() -> str:
+    """Whether :func:`pyattn.adapters.sdpa.enable` is in force in this process, and what it counted."""
+    state, counted = "on" if sdpa_switch.is_enabled() else "off", sdpa_counts.described()
+    return f"{state}: {counted}" if counted else state
+
+
 def facts(device: str) -> dict[str, str]:
     """The facts by the names they are shown with; dtypes are those that ``device`` takes."""
     return {
@@ -43,7 +49,7 @@ def facts(device: str) -> dict[str, str]:
         "CUDA kernels": " ".join(f"sm_{arch}" for arch in _C.cuda_archs) or "none",
         "GPU": ", ".join(map(gpu, range(torch.cuda.device_count()))) or "none",
         "threads": str(torch.get_num_threads()),
-        "SDPA switch": sdpa_switch.described(),
+        "SDPA switch": sdpa_switch_state(),
         "dtypes": " ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES if supported(dtype, device)),
     }
 
