@@ -188,10 +188,11 @@ def test_what_torch_computes_is_counted(call, reason):
     ("change", "reason"),
     [
         (lambda q, k, v: (q.long(), k.long(), v.long()), "dtype must be float64, float32, bfloat16 or float16"),
+        (lambda q, k, v: (q[0, 0, 0], k, v), "query, key and value must have at least 2 dimensions"),
         (lambda q, k, v: (q, k[:, :3], v), "the dimensions of query, key and value before the last two must broadcast"),
         (lambda q, k, v: (q, k, v, torch.ones(6, 6, dtype=torch.int64)), "attn_mask must be bool, query's dtype or"),
     ],
-    ids=["int64", "heads", "mask"],
+    ids=["int64", "rank", "heads", "mask"],
 )
 def test_errors_stay_torchs(change, reason):
     arguments = change(*tensors())

@@ -35,7 +35,7 @@ def _refusal(query: Tensor, key: Tensor, *others: object) -> str | None:
             return f"tensors of type {type(tensor).__name__}"  # such as DTensor: what holds others has rules of its own
     if autograd.transforming():
         return "a transform of torch.func, or forward-mode differentiation"
-    if not query.shape[-2] or not key.shape[-2]:  # torch's shape of an empty result is query's, without broadcasting
+    if any(t.dim() > 1 and t.shape[-2] == 0 for t in (query, key)):  # for which torch does not broadcast
         return "no queries or no keys"
     return None
 
