@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nested._internal import ops as jagged
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention  # bound before the switch is on, as in models
 from torch.profiler import profile
 from torch.testing._internal.two_tensor import TwoTensor
@@ -161,6 +162,11 @@ def test_compiled_code():
     assert not any("pyattn" in name for name in operators(lambda: again(q, k, v)))
 
 
+def by_math(q, k, v):
+    with sdpa_kernel(SDPBackend.MATH):
+        return scaled_dot_product_attention(q, k, v)
+
+
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
@@ -173,8 +179,9 @@ def test_compiled_code():
             "a transform of torch.func, or forward-mode differentiation",
         ),
         (lambda q, k, v: scaled_dot_product_attention(q[:, :, :0], k, v), "no queries or no keys"),
+        (by_math, "torch.nn.attention.sdpa_kernel without FLASH_ATTENTION"),
     ],
-    ids=["mask and causal", "torch.func", "empty"],
+    ids=["mask and causal", "torch.func", "empty", "math"],
 )
 def test_what_torch_computes_is_counted(call, reason):
     q, k, v = (t.detach() for t in tensors())

@@ -33,6 +33,8 @@ def _refusal(query: Tensor, key: Tensor, *others: object) -> str | None:
     for tensor in (query, key, *others):
         if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor):
             return f"tensors of type {type(tensor).__name__}"  # such as DTensor: what holds others has rules of its own
+    if not torch.backends.cuda.flash_sdp_enabled():  # its name notwithstanding, it is read on the CPU as well
+        return "torch.nn.attention.sdpa_kernel without FLASH_ATTENTION"
     if autograd.transforming():
         return "a transform of torch.func, or forward-mode differentiation"
     if any(t.dim() > 1 and t.shape[-2] == 0 for t in (query, key)):  # for which torch does not broadcast
@@ -179,8 +181,9 @@ def enable() -> None:
     Results, gradients, errors and autocast are as torch documents them; dropout draws other weights than torch's from
     the same generator. Calls that the native kernels do not take go to torch, and
     :func:`~pyattn.adapters.sdpa_counts.counts` shows why: other dtypes, nested and distributed tensors, invalid
-    arguments, whose errors stay torch's own, and transforms of ``torch.func``. Calls on other devices are not touched,
-    and neither they nor ``vmap`` alone are counted.
+    arguments, whose errors stay torch's own, transforms of ``torch.func``, and calls within
+    ``torch.nn.attention.sdpa_kernel`` that rules out FLASH_ATTENTION, the backend whose place this takes. Calls on
+    other devices are not touched, and neither they nor ``vmap`` alone are counted.
 
     ``nn.MultiheadAttention`` comes here with ``need_weights=False``; with True, its default, it computes weights by
     itself, which is counted. Its inference fast path, and that of ``nn.TransformerEncoder``, is off meanwhile: rows
