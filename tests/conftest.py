@@ -26,6 +26,7 @@ FIXTURES: dict[str, Callable[[Backend], bool]] = {
     "native": lambda b: b.family != "emulated",  # those that torch's operators reach
     "emulation": lambda b: b.family == "emulated",
     "cuda": lambda b: b.family == "cuda",
+    "cuda_kernels": lambda b: b.cuda_kernels and b.repeatable,  # emulated or on a GPU
     "isa": lambda b: b.family == "cpu",
 }
 """A test names the backends that it runs on by the fixture it asks for."""
@@ -105,7 +106,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
         yield request.param
 
 
-repeatable = native = emulation = cuda = backend
+repeatable = native = emulation = cuda = cuda_kernels = backend
 
 
 @pytest.fixture

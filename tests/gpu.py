@@ -32,6 +32,7 @@ STEPS = (
     Step("gpu_steps.suite", (str(TESTS), "--backend", "cuda"), 160, longest=120),
     Step("gpu_steps.sanitizer", ("bfloat16",), 60, longest=120),
     Step("gpu_steps.speed", DEVICE, 100),
+    Step("gpu_steps.decoding", DEVICE, 30),
     Step("gpu_steps.training", DEVICE, 100, longest=90),
     Step("gpu_steps.sanitizer", ("float32", "float16", "float64"), 300, longest=120),
 )

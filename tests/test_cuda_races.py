@@ -83,6 +83,19 @@ def test_packed_sequences(emulation: Backend, dtype: torch.dtype, dim: int, feat
     assert races((q, k, v), dout, deterministic=emulation.repeatable, **options) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [31, 64, 128, 256])
+@pytest.mark.parametrize("features", [{}, {"softcap": 3.0, "bias": "bool k", "dropout_p": 0.2}], ids=str)
+def test_splits(emulation: Backend, dtype: torch.dtype, dim: int, features: dict[str, Any]) -> None:
+    """Two warps have rows, two have none; some rows are NaN."""
+    case = Case(1, 2, 1, 10, 600, dim, dim, **features)
+    q, k, v, dout = *case.inputs(dtype), case.gradients(dtype)[0]
+    for t in (q, k, v, dout):
+        t[:, :, ::9] = torch.nan
+    options = case.options | case.tensors(dtype)
+    assert races((q, k, v), dout, deterministic=emulation.repeatable, **options) == []
+
+
 def test_without_a_barrier_or_a_wait_there_are_races() -> None:
     """So each of them is needed, and the detector sees that it is."""
     dropout: dict[str, Any] = {"dropout_p": 0.2}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_steps import report, sanitizer, speed, training
+from gpu_steps import decoding, report, sanitizer, speed, training
 from gpu_steps.child import FAILED, LEFT_OUT, PASSED, judge
 
 from pyattn import _ops
@@ -56,6 +56,14 @@ def test_speed_on_the_cpu() -> None:
         for side in row[which].values():
             assert side["tflops"] == pytest.approx(operations / side["seconds"] / 1e12)
     assert len(report.speeds([row])) == 2
+
+
+def test_decoding_on_the_cpu() -> None:
+    row = decoding.measure((2, 4, 2, 128, 16), torch.float32, "cpu", 0.01)
+    assert row["sides"].keys() == {"torch sum", "pyattn", "torch sdpa"}
+    for side in row["sides"].values():
+        assert side["gb_per_s"] == pytest.approx(2 * 2 * 2 * 128 * 16 * 4 / side["seconds"] / 1e9)
+    assert len(report.rates([row])) == 2
 
 
 def test_curves_are_read_from_what_train_prints(

@@ -44,6 +44,9 @@ LARGER = [
     )
 ] + [
     Case(1, 4, 2, 1500, 1500, 64, 64),
+    Case(2, 8, 2, 1, 20000, 64, 64, sinks=True),
+    Case(1, 8, 1, 5, 40000, 128, 128, window=(30000, 0), alibi="h"),
+    Case(1, 4, 4, 3, 9000, 256, 256, causal=False, dropout_p=0.2, bias="bool k"),
     Case(1, 2, 2, 1100, 2300, 128, 128, q_offset=900, dropout_p=0.1),
     Case(1, 4, 2, 1500, 1500, 64, 64, key_ranges="documents", bias="bands qk", alibi="h", sinks=True),
 ]

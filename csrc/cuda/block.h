@@ -19,9 +19,9 @@ inline constexpr int kSharedBytes = 99 * 1024;
 // fragment of K and V once for two products, which the shared memory of an A100 keeps up
 // with; 16-bit rows of 128 columns then take 128 registers of output. Where they would take
 // more, kM is 1, and the columns of wide float rows are divided between two warps.
-template <class S, int kDim>
+template <class S, int kDim, int kWarpTiles = sizeof(S) == 2 && kDim <= 128 ? 2 : 1>
 struct RowShape {
-  static constexpr int kM = sizeof(S) == 2 && kDim <= 128 ? 2 : 1;
+  static constexpr int kM = kWarpTiles;
   static constexpr int kParts = sizeof(S) == 4 && kDim > 128 ? 2 : 1, kColumns = kDim / kParts;
   static constexpr int kWarps = 4, kThreads = kWarps * kWarpLanes;
   static constexpr int kRows = 16 * kM * kWarps / kParts;

@@ -3,6 +3,8 @@
 // keys or values of the next are copied.
 #pragma once
 
+#include <type_traits>
+
 #include "attention.h"
 #include "block.h"
 #include "dropout.h"
@@ -10,20 +12,27 @@
 #include "primitives.h"
 #include "product.h"
 #include "softmax.h"
+#include "splits.h"
 #include "tile.h"
 #include "tile_mask.h"
 
 namespace pyattn::cuda {
 namespace {
 
-template <class S, int kDim, class Score>
-struct ForwardShape : RowShape<S, kDim> {
-  using typename RowShape<S, kDim>::QTile;
+// The few rows of a head whose keys are split take one tile of a warp, whose other registers hold more keys.
+template <class S, int kDim, bool kSplit>
+using ForwardRows = std::conditional_t<kSplit, RowShape<S, kDim, 1>, RowShape<S, kDim>>;
+
+template <class S, int kDim, class Score, bool kSplit>
+struct ForwardShape : ForwardRows<S, kDim, kSplit> {
+  using typename ForwardRows<S, kDim, kSplit>::QTile;
   // S takes kM * kKeys / 2 registers of a lane.
-  static constexpr int kKeys = Score::kGeneral  ? (sizeof(S) == 2 && kDim == 128 ? 16 : 32)
-                               : sizeof(S) == 2 ? (kDim == 128 ? 48 : 64)
-                               : kDim <= 64     ? 64
-                                                : 32;
+  static constexpr int kKeys = kSplit && sizeof(S) == 2 ? (Score::kGeneral && kDim > 128 ? 32 : 64)
+                               : Score::kGeneral        ? (sizeof(S) == 2 && kDim == 128 ? 16 : 32)
+                               : sizeof(S) == 2         ? (kDim == 128 ? 48 : 64)
+                               : kDim <= 64             ? 64
+                                                        : 32;
+  static_assert(!kSplit || (kSplitStep % kKeys == 0 && ForwardShape::kRows <= kSplitRows));
   // 0: as ptxas thinks best, which would spill more of general float scores than it is worth.
   static constexpr int kBlocks = sizeof(S) == 4 && Score::kGeneral ? 2 : 0;
   using KTile = Tile<S, kKeys, kDim>;
@@ -47,16 +56,19 @@ struct ForwardShape : RowShape<S, kDim> {
   };
 };
 
-template <class S, int kDim, class Score, class Shape = ForwardShape<S, kDim, Score>>
+// kSplit: a block takes one split of the keys (splits.h), and leaves its O and row statistics for merge_splits.
+template <class S, int kDim, class Score, bool kSplit, class Shape = ForwardShape<S, kDim, Score, kSplit>>
 PYATTN_KERNEL(Shape::kThreads, Shape::kBlocks)
 forward(const __grid_constant__ ForwardParams p) {
   constexpr int kM = Shape::kM, kKeys = Shape::kKeys, kRows = Shape::kRows;
   constexpr Layout kLayout = Layout::kQueriesByKeys;
   const RowBlock<kRows> block(p);
   if (block.empty()) return;
+  if (!has_keys<kSplit>(Mask(p, block.head))) return;
   const int r0 = block.first();
-  const Run keys = keys_of_rows(Mask(p, block.head), r0, block.rows());
+  const Run keys = keys_of_block<kSplit, kKeys>(Mask(p, block.head), r0, block.rows());
   const int warp_row = warp() / Shape::kParts * 16 * kM;
+  const bool idle = kSplit && warp_row >= block.rows();  // a warp without rows
   const int part = warp() % Shape::kParts;
   const typename Shape::Memory shared(p, shared_memory());
   const Score score(p);
@@ -78,32 +90,45 @@ forward(const __grid_constant__ ForwardParams p) {
     }
 
     Sums<kM, kKeys / 8> P = {};
-    multiply_rows<S>(P, shared.Q, warp_row, shared.K);
-    NoDerivative none;
-    score.template to_scores<kLayout>(P, none, warp_row, [&] { return mask_of_rows<kRows>(p, n0); });
+    if (!idle) {
+      multiply_rows<S>(P, shared.Q, warp_row, shared.K);
+      NoDerivative none;
+      score.template to_scores<kLayout>(P, none, warp_row, [&] { return mask_of_rows<kRows>(p, n0); });
+    }
     wait_for_copies();
     barrier();  // V is there, and K no longer read
     next = skip_keys<kRows, kKeys>(p, keys, n0 + kKeys);
     if (next < keys.end) K.template load<Shape::kThreads>(shared.K, next);
 
     const bool masked = keys.cover(n0, kKeys) != Cover::kFull;
-    if (masked)
-      each_hidden<S, kLayout, kM, kKeys / 8>(mask_of_rows<kRows>(p, n0), warp_row,
-                                             [&](int m, int n, int i) { P[m][n][i] = kNegInf; });
-    state.update(score, P, O);
-    shared.dropout.template apply<kLayout>(P, warp_row);
+    if (!idle) {
+      if (masked)
+        each_hidden<S, kLayout, kM, kKeys / 8>(mask_of_rows<kRows>(p, n0), warp_row,
+                                               [&](int m, int n, int i) { P[m][n][i] = kNegInf; });
+      state.update(score, P, O);
+      shared.dropout.template apply<kLayout>(P, warp_row);
+    }
     const bool cleared = masked && clear_nonfinite<Shape::kThreads>(shared.V, shared.flags);
+    if (idle) continue;
     multiply_sums<S, Shape::kParts>(O, P, shared.V, part);
     if (cleared) poison<S, kLayout>(O, shared.flags, kKeys, mask_of_rows<kRows>(p, n0), warp_row);
   }
 
   const RowBlock<kRows> same(p);
   const int first = same.first() + warp_row;
-  state.template finish<S>(p, Mask(p, same.head), score, first);
-  store_sums<S, Shape::kParts>(
-      O, part, same.rows() - warp_row, p.head_dim_v, whole_chunks<S>(p.out),
-      [&](int i) { return same.head.template row<S>(p.out, first + i); },
-      [&](int m, int half) { return state.row_sum[m][half]; });
+  if constexpr (kSplit) {
+    const SplitResults results(p, same.head);
+    state.leave(results, block_index_y(), first);
+    store_sums<float, Shape::kParts>(
+        O, part, same.rows() - warp_row, p.head_dim_v, false,
+        [&](int i) { return results.out(block_index_y(), first + i); }, [](int, int) { return 1.0f; });
+  } else {
+    state.template finish<S>(p, Mask(p, same.head), score, first);
+    store_sums<S, Shape::kParts>(
+        O, part, same.rows() - warp_row, p.head_dim_v, whole_chunks<S>(p.out),
+        [&](int i) { return same.head.template row<S>(p.out, first + i); },
+        [&](int m, int half) { return state.row_sum[m][half]; });
+  }
 }
 
 }  // namespace

@@ -14,10 +14,12 @@
 #include "bias_tiles.h"
 #include "heads.h"
 #include "mask_passes.h"
+#include "merge.h"
 #include "primitives.h"
 #include "row_sums.h"
 #include "row_terms.h"
 #include "score.h"
+#include "splits.h"
 #include "workspace.h"
 
 namespace pyattn::cuda {
@@ -31,12 +33,12 @@ int64_t rows_of_head(const ForwardParams& p) { return p.seqlen_q * group_size(p)
 int64_t row_blocks(const ForwardParams& p, int64_t rows) { return kv_heads(p) * ceil_div(rows_of_head(p), rows); }
 int64_t key_blocks(const ForwardParams& p, int64_t keys) { return kv_heads(p) * ceil_div(p.seqlen_k, keys); }
 
-// f(kDim) for the smallest head dimension with kernels that holds both of the call's. General and packed
-// sequences have half as many, which take half as long to compile.
-template <class Score, class F>
+// f(kDim) for the smallest head dimension with kernels that holds both of the call's. General, packed
+// sequences and splits have half as many (kFew), which take half as long to compile.
+template <class Score, bool kFew = Score::kGeneral || PYATTN_PACKED, class F>
 const char* with_dim(const ForwardParams& p, F f) {
   const int64_t dim = max(p.head_dim, p.head_dim_v);
-  if constexpr (!Score::kGeneral && !PYATTN_PACKED) {
+  if constexpr (!kFew) {
     if (dim <= 32) return f(std::integral_constant<int, 32>());
     if (64 < dim && dim <= 96) return f(std::integral_constant<int, 96>());
     if (128 < dim && dim <= 192) return f(std::integral_constant<int, 192>());
@@ -81,6 +83,19 @@ const char* launch_mask(ForwardParams& p, void* stream) {
   return error ? error : launch(mask_blocks<S>, ceil_div(blocks, kMaskThreads), kMaskThreads, 0, stream, p);
 }
 
+// Heads whose keys are split.
+template <class S, class Score>
+const char* launch_splits(const ForwardParams& few, void* stream) {
+  const char* error = with_dim<Score, true>(few, [&](auto dim) {
+    using Shape = ForwardShape<S, dim, Score, true>;
+    return launch(forward<S, dim, Score, true>, {row_blocks(few, Shape::kRows), most_splits(few)}, Shape::kThreads,
+                  Shape::kBytes, stream, few);
+  });
+  if (error) return error;
+  return launch(merge_splits<S, Score>, {kv_heads(few), ceil_div(rows_of_head(few), kMergeWarps)},
+                kMergeWarps * kWarpLanes, 0, stream, few);
+}
+
 template <class S>
 const char* launch_forward(const ForwardParams& params, void* stream) {
   ForwardParams p = params;
@@ -93,10 +108,16 @@ const char* launch_forward(const ForwardParams& params, void* stream) {
   else
     return with_score<S>(p, [&](auto chosen) {
       using Score = typename decltype(chosen)::type;
-      return with_dim<Score>(p, [&](auto dim) {
-        using Shape = ForwardShape<S, dim, Score>;
-        return launch(forward<S, dim, Score>, row_blocks(p, Shape::kRows), Shape::kThreads, Shape::kBytes, stream, p);
-      });
+      const ForwardParams few = with_few_rows(p);
+      const bool splits = most_splits(few) > 1;
+      const char* error = nullptr;
+      if (PYATTN_PACKED || !splits)  // packed, some sequences may be split and others not
+        error = with_dim<Score>(p, [&](auto dim) {
+          using Shape = ForwardShape<S, dim, Score, false>;
+          return launch(forward<S, dim, Score, false>, row_blocks(p, Shape::kRows), Shape::kThreads, Shape::kBytes,
+                        stream, p);
+        });
+      return !error && splits ? launch_splits<S, Score>(few, stream) : error;
     });
 }
 
@@ -220,6 +241,11 @@ const char* launch_backward(const BackwardParams& params, bool deterministic, vo
 }
 
 template <class S>
+int64_t forward_bytes(const ForwardParams& p) {
+  return mask_bytes(p) + (std::is_same_v<S, double> ? 0 : SplitResults::bytes(with_few_rows(p)));
+}
+
+template <class S>
 int64_t backward_bytes(const BackwardParams& p, bool deterministic) {
   using T = std::conditional_t<std::is_same_v<S, double>, double, float>;
   return mask_bytes(p) + workspace_bytes<T>(p, adds_queries<S>(p, deterministic));
@@ -237,6 +263,7 @@ int64_t backward_bytes(const BackwardParams& p, bool deterministic) {
 #endif
 extern const DeviceKernels PYATTN_TABLE(PYATTN_LAYOUT, PYATTN_DTYPE);
 const DeviceKernels PYATTN_TABLE(PYATTN_LAYOUT, PYATTN_DTYPE) = {
-    mask_bytes, backward_bytes<PYATTN_DTYPE>, launch_forward<PYATTN_DTYPE>, launch_backward<PYATTN_DTYPE>};
+    forward_bytes<PYATTN_DTYPE>, backward_bytes<PYATTN_DTYPE>, launch_forward<PYATTN_DTYPE>,
+    launch_backward<PYATTN_DTYPE>};
 
 }  // namespace pyattn::cuda

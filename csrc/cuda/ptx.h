@@ -18,6 +18,7 @@ inline constexpr int kWarpLanes = 32;
 
 PYATTN_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
 PYATTN_DEVICE int64_t block_index() { return blockIdx.x; }
+PYATTN_DEVICE int64_t block_index_y() { return blockIdx.y; }
 
 PYATTN_DEVICE char* shared_memory() {
   extern __shared__ __align__(128) char memory[];
@@ -163,17 +164,23 @@ inline const char* clear_memory(void* p, int64_t bytes, void* stream) {
   return message(cudaMemsetAsync(p, 0, bytes, static_cast<cudaStream_t>(stream)));
 }
 
+// Blocks of threads.
+struct Grid {
+  int64_t x, y;
+
+  Grid(int64_t x, int64_t y = 1) : x(x), y(y) {}
+};
+
 template <class Params>
-const char* launch(void (*kernel)(Params), int64_t blocks, int threads, int shared_bytes, void* stream,
-                   const Params& p) {
-  if (blocks == 0) return nullptr;
-  if (blocks > INT32_MAX) return "more than 2^31 - 1 blocks of rows";
+const char* launch(void (*kernel)(Params), Grid grid, int threads, int shared_bytes, void* stream, const Params& p) {
+  if (grid.x == 0 || grid.y == 0) return nullptr;
+  if (grid.x > INT32_MAX) return "more than 2^31 - 1 blocks of rows";
   const void* function = reinterpret_cast<const void*>(kernel);
   void* arguments[] = {const_cast<Params*>(&p)};
   cudaError_t error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error == cudaSuccess)
-    error = cudaLaunchKernel(function, dim3(static_cast<unsigned>(blocks)), dim3(threads), arguments, shared_bytes,
-                             static_cast<cudaStream_t>(stream));
+    error = cudaLaunchKernel(function, dim3(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y)),
+                             dim3(threads), arguments, shared_bytes, static_cast<cudaStream_t>(stream));
   return message(error);
 }
 

@@ -6,6 +6,7 @@
 #include "primitives.h"
 #include "product.h"
 #include "score.h"
+#include "splits.h"
 
 namespace pyattn::cuda {
 namespace {
@@ -15,6 +16,29 @@ template <class F>
 PYATTN_DEVICE float reduce_row(float x, F f) {
   x = f(x, shuffle_xor(x, 1));
   return f(x, shuffle_xor(x, 2));
+}
+
+// Takes the sink into a row's maximum and sum, which one lane `writes` with lse. Returns what the row's
+// output is still to be multiplied by. A row whose keys all score -inf divides 0 by 0, as softmax does;
+// a row that sees no key does not.
+template <class Score>
+PYATTN_DEVICE float finish_row(const ForwardParams& p, const Head& head, const Score& score, int64_t r, bool sees,
+                               float row_max, float row_sum, bool writes) {
+  float most = row_max, sum = row_sum, decay = 1, sink = kNegInf;
+  bool largest = false;  // the sink
+  if (p.score.sinks) {
+    sink = static_cast<const float*>(p.score.sinks)[head.query_head(r)];
+    const float at_sink = score.from_sink(sink);
+    largest = at_sink >= most;
+    if (at_sink > most) decay = score.exp(most, score.shift(at_sink)), most = at_sink;
+    sum = sum * decay + score.weight_of_sink(at_sink, most);
+  }
+  if (writes) {
+    const int64_t at = head.index(p, r);
+    static_cast<float*>(p.row_max)[at] = most, static_cast<float*>(p.row_sum)[at] = sum;
+    static_cast<float*>(p.lse)[at] = !sees ? sink : largest ? sink + logf(sum) : score.lse(most, sum);
+  }
+  return sees ? decay / sum : 0;
 }
 
 // Online softmax (Milakov and Gimelshein 2018) of the lane's
@@ -54,9 +78,7 @@ struct SoftmaxState {
       }
   }
 
-  // Takes the sink in, writes maximum, sum and lse of the rows from r0 on, and replaces row_sum by
-  // what their output is still to be multiplied by. A row whose keys all score -inf divides 0 by
-  // 0, as softmax does; a row that sees no key does not.
+  // Finishes the rows from r0 on: row_sum becomes what their output is still to be multiplied by.
   template <class S, class Score>
   PYATTN_DEVICE void finish(const ForwardParams& p, const Mask& mask, const Score& score, int r0) {
     unsigned sees_any = 0;  // a bit for each of the lane's rows
@@ -69,24 +91,23 @@ struct SoftmaxState {
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float sum = reduce_row(row_sum[m][half], [](float x, float y) { return x + y; });
+        const float sum = reduce_row(row_sum[m][half], [](float x, float y) { return x + y; });
         const int r = r0 + 16 * m + 8 * half + lane() / 4;
         if (r >= mask.head.count) continue;
-        float most = row_max[m][half], decay = 1, sink = kNegInf;
-        bool largest = false;  // the sink
         const bool sees = sees_any >> (2 * m + half) & 1;
-        if (p.score.sinks) {
-          sink = static_cast<const float*>(p.score.sinks)[mask.head.query_head(r)];
-          const float at_sink = score.from_sink(sink);
-          largest = at_sink >= most;
-          if (at_sink > most) decay = score.exp(most, score.shift(at_sink)), most = at_sink;
-          sum = sum * decay + score.weight_of_sink(at_sink, most);
-        }
-        row_sum[m][half] = sees ? decay / sum : 0;
-        if (lane() % 4 != 0) continue;
-        const int64_t at = mask.head.index(p, r);
-        static_cast<float*>(p.row_max)[at] = most, static_cast<float*>(p.row_sum)[at] = sum;
-        static_cast<float*>(p.lse)[at] = !sees ? sink : largest ? sink + logf(sum) : score.lse(most, sum);
+        row_sum[m][half] = finish_row(p, mask.head, score, r, sees, row_max[m][half], sum, lane() % 4 == 0);
+      }
+  }
+
+  // Leaves maximum and sum of the rows from r0 on for merge_splits.
+  PYATTN_DEVICE void leave(const SplitResults& results, int64_t split, int r0) const {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float sum = reduce_row(row_sum[m][half], [](float x, float y) { return x + y; });
+        const int r = r0 + 16 * m + 8 * half + lane() / 4;
+        if (r < results.rows && lane() % 4 == 0) results.stats_of(split, r) = {row_max[m][half], sum};
       }
   }
 };

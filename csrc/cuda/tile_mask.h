@@ -12,6 +12,7 @@
 #include "mask.h"
 #include "primitives.h"
 #include "product.h"
+#include "splits.h"
 
 namespace pyattn::cuda {
 namespace {
@@ -43,6 +44,18 @@ PYATTN_DEVICE Range from_multiple(Range range, int n) {
 PYATTN_DEVICE Run keys_of_rows(const Mask& mask, int r0, int rows) {
   return {from_multiple(mask.keys_of_any(r0, rows), kDrawKeys),
           mask.any_holes(r0, rows) ? Range{0, 0} : mask.keys_of_all(r0, rows)};
+}
+
+// Those that a block of threads takes: all of them, or those of its split, whole tiles of the split.
+template <bool kSplit, int kKeys>
+PYATTN_DEVICE Run keys_of_block(const Mask& mask, int r0, int rows) {
+  Run run = keys_of_rows(mask, r0, rows);
+  if constexpr (kSplit) {
+    const Range split = Splits(mask.head).keys_of(block_index_y());
+    run.begin = static_cast<int>(max(round_down(run.begin, kKeys), split.begin));
+    run.end = static_cast<int>(min(run.end, split.end));
+  }
+  return run;
 }
 
 // The rows that see some of the keys [n0, n0 + keys), of summaries: each lane looks through a

@@ -24,10 +24,24 @@ def speeds(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def rates(rows: list[dict[str, Any]]) -> list[str]:
+    """GB/s of decoding, likewise."""
+    sides = list(dict.fromkeys(side for row in rows for side in row["sides"]))
+    lines = [f"{'GB/s, decoding':28}" + "".join(f"{side.removeprefix('torch '):>18}" for side in sides)]
+    for row in rows:
+        numbers = "".join(f"{row['sides'][side]['gb_per_s']:>18.0f}" for side in sides)
+        lines.append(f"{row['shape']} {row['dtype']}".ljust(28) + numbers)
+    return lines
+
+
 def reasons(checks: list[dict[str, Any]]) -> str:
     """Why checks were left out, each reason once."""
     counts = Counter(check["message"] for check in checks if check["status"] == LEFT_OUT)
     return ", ".join(f"{reason} ({count})" for reason, count in counts.items())
+
+
+TABLES = {"speed": speeds, "decoding": rates}
+"""What is shown of a step's figures."""
 
 
 def table(result: dict[str, Any]) -> str:
@@ -43,8 +57,9 @@ def table(result: dict[str, Any]) -> str:
             for check in step["checks"]
             if check["status"] == FAILED
         ]
-        if step["step"] == "speed" and (rows := [check["figures"] for check in step["checks"] if "figures" in check]):
-            lines = [*speeds(rows), "", *lines]
+        rows = [check["figures"] for check in step["checks"] if "figures" in check]
+        if rows and step["step"] in TABLES:
+            lines = [*TABLES[step["step"]](rows), "", *lines]
     more = [f"... and {len(failures) - MOST_FAILURES} more failures"] if len(failures) > MOST_FAILURES else []
     head = f"{'step':12}{'seconds':>8}{PASSED:>10}{FAILED:>10}{LEFT_OUT:>10}"
     title = f"{result['gpu']}, torch {result['torch']}, driver {result['driver']}, {result['seconds']:.0f} s"

@@ -34,6 +34,7 @@ LIKELY = {
     "layouts": ("ops.cpp", "params.h"),
     "pages": ("cpu/pages.h", "ops_cache_pages.cpp", "ops_paged.cpp", "pages.h"),
     "ring": ("ops_cache.cpp",),
+    "splits": ("cuda/merge.h", "cuda/splits.h"),
     "varlen": ("cpu/units.h", "cuda/sequences.h", "ops_varlen.cpp", "packing.h", "work.h"),
 }
 """The tests most likely to catch a fault, by its file in csrc; they run first."""
@@ -49,6 +50,7 @@ TESTS = (
     "math",
     "pages",
     "ring",
+    "splits",
     "varlen",
     "varlen_pages",
     "cuda",

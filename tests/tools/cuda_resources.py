@@ -20,7 +20,7 @@ ENTRY = re.compile(
 )
 KERNEL = re.compile(
     r"\d((?:float64_)?(?:forward|backward_(?:keys|queries|bias))|row_terms|round_queries|sum_rows|bias_rows|mask_blocks"
-    r"|place_sequences|fill_rest)I(.*?)EE?v"
+    r"|place_sequences|fill_rest|merge_splits)I(.*?)EE?v"
 )
 OBJECT = re.compile(r"(?=cuda_(?:batch|packed)_\w+\.dir)")
 """Where the log of an object begins: kernels for batches and for packed sequences have the same names."""
@@ -34,9 +34,9 @@ def readable(mangled: str) -> str:
     name, arguments = found.groups()
     dtype = re.match(r"[NS0-9_]*(bf16|f16|f|d)", arguments)
     dims = re.findall(r"Li(\d+)E", arguments)[:1]
-    adding = ["adding"] if "Lb1E" in arguments else []
+    flag = ["split" if name == "forward" else "adding"] if "Lb1E" in arguments else []
     general = ["general"] if "7General" in arguments else []
-    return f"{name}<{', '.join([dtype[1] if dtype else '?', *dims, *adding, *general])}>"
+    return f"{name}<{', '.join([dtype[1] if dtype else '?', *dims, *flag, *general])}>"
 
 
 def entries_of(log: str) -> Iterator[dict[str, str]]:

@@ -27,6 +27,7 @@ namespace {
 inline constexpr int kWarpLanes = emulation::kWarpLanes;
 
 using emulation::block_index;
+using emulation::block_index_y;
 using emulation::thread_index;
 
 char* shared_memory() { return emulation::shared_memory(); }
@@ -143,9 +144,16 @@ const char* clear_memory(void* p, int64_t bytes, void*) {
   return nullptr;
 }
 
+// Blocks of threads.
+struct Grid {
+  int64_t x, y;
+
+  Grid(int64_t x, int64_t y = 1) : x(x), y(y) {}
+};
+
 template <class Params>
-const char* launch(void (*kernel)(Params), int64_t blocks, int threads, int shared_bytes, void*, const Params& p) {
-  emulation::run(blocks, threads, shared_bytes, reinterpret_cast<const void*>(kernel), [&] { kernel(p); });
+const char* launch(void (*kernel)(Params), Grid grid, int threads, int shared_bytes, void*, const Params& p) {
+  emulation::run(grid.x, grid.y, threads, shared_bytes, reinterpret_cast<const void*>(kernel), [&] { kernel(p); });
   return nullptr;
 }
 

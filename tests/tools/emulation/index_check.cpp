@@ -11,6 +11,7 @@
 #include "block.h"
 #include "dropout.h"
 #include "product.h"
+#include "splits.h"
 #include "tanh.h"
 #include "threads.h"
 #include "tile.h"
@@ -101,6 +102,26 @@ void check_blocks() {
   expect(RowBlock<64>(p).first() == 128, "the longest rows first");
 }
 
+// Splits have no key twice and leave none out, there are no more of them than blocks, and what sequences that
+// lie behind each other leave has room.
+void check_splits() {
+  for (int64_t rows = 1; rows <= kSplitRows + 1; ++rows)
+    for (int64_t seqlen_k = 0; seqlen_k < 100000; seqlen_k += seqlen_k < 3000 ? 1 : 977) {
+      const Splits splits(rows, seqlen_k);
+      if (splits.count <= 1) continue;
+      expect(splits.keys % kSplitStep == 0 && rows <= kSplitRows, "keys of a split", rows, seqlen_k);
+      expect(splits.keys_of(0).begin == 0 && splits.keys_of(1).begin == splits.keys_of(0).end, "a gap", rows, seqlen_k);
+      const Range last = splits.keys_of(splits.count - 1);
+      expect(last.begin < seqlen_k && seqlen_k <= last.end, "the last split", rows, seqlen_k);
+      expect(splits.count <= min(ceil_div(seqlen_k, kSplitKeys), kMostSplits), "more splits than blocks", rows,
+             seqlen_k);
+      for (int64_t most = rows; most <= kSplitRows; ++most)
+        for (int64_t first : {0, 1, 255, 1000001})
+          expect(SplitResults::room(most, first) + rows * splits.count <= SplitResults::room(most, first + seqlen_k),
+                 "no room for a sequence", rows, seqlen_k);
+    }
+}
+
 // Every element of a bias's gradient lies in one tile, and what tiles stand for covers every score once.
 void check_bias_tiles() {
   BackwardParams p{};
@@ -161,6 +182,7 @@ int main() {
   cuda::check_dims<f16>();
   cuda::check_dims<float>();
   cuda::check_blocks();
+  cuda::check_splits();
   cuda::check_bias_tiles();
   cuda::check_tanh();
   cuda::check_philox();

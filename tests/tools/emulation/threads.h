@@ -58,7 +58,7 @@ struct Warp {
 };
 
 struct Block {
-  int64_t index;
+  int64_t index, index_y;
   int current;
   bool any;  // what the last barrier gave
   jmp_buf scheduler;
@@ -73,6 +73,7 @@ struct Block {
 inline thread_local Block* block;
 
 inline int64_t block_index() { return block->index; }
+inline int64_t block_index_y() { return block->index_y; }
 inline int thread_index() { return block->current; }
 inline int lane() { return block->current % kWarpLanes; }
 inline char* shared_memory() {
@@ -156,15 +157,15 @@ inline void run_warp(int first) {
   } while (wait == Wait::kWarp);
 }
 
-inline void run_block(int64_t index) {
+inline void run_block(int64_t index, int64_t index_y) {
   Block& b = *block;
-  b.index = index;
+  b.index = index, b.index_y = index_y;
   std::memset(b.shared.data(), 0xff, b.shared.size());  // NaN in every format
   if constexpr (kRaces) races::begin_block(shared_memory(), b.shared_bytes);
   for (Thread& t : b.threads) t.started = false, t.copies.clear();
   for (Warp& w : b.warps) std::fill(std::begin(w.exchanges), std::end(w.exchanges), 0);
   const int threads = static_cast<int>(b.threads.size());
-  const bool backwards = index % 2;  // so that whoever runs ahead of the others is not always the same
+  const bool backwards = (index + index_y) % 2;  // so that whoever runs ahead of the others is not always the same
   do {
     for (int t = 0; t < threads; t += kWarpLanes) run_warp(backwards ? threads - kWarpLanes - t : t);
     b.any = false;
@@ -185,7 +186,8 @@ inline void run_block(int64_t index) {
 }
 
 // Runs all blocks, shared among the threads of the host.
-inline void run(int64_t blocks, int threads, int shared_bytes, const void* name, std::function<void()> kernel) {
+inline void run(int64_t blocks, int64_t blocks_y, int threads, int shared_bytes, const void* name,
+                std::function<void()> kernel) {
   std::atomic<int64_t> next{0};
   const auto work = [&] {
     Block own;
@@ -193,10 +195,10 @@ inline void run(int64_t blocks, int threads, int shared_bytes, const void* name,
     own.shared = std::vector<char>(shared_bytes + 127), own.shared_bytes = shared_bytes;
     own.name = name, own.kernel = kernel;
     block = &own;
-    for (int64_t index; (index = next++) < blocks;) run_block(index);
+    for (int64_t at; (at = next++) < blocks * blocks_y;) run_block(at % blocks, at / blocks);
   };
   std::vector<std::thread> hosts;
-  for (unsigned i = 0; i < std::min<int64_t>(blocks, std::thread::hardware_concurrency()); ++i)
+  for (unsigned i = 0; i < std::min<int64_t>(blocks * blocks_y, std::thread::hardware_concurrency()); ++i)
     hosts.emplace_back(work);
   for (std::thread& host : hosts) host.join();
 }
