@@ -36,6 +36,32 @@ inline void check_cache_lengths(const Tensor& lengths, const Tensor& keys, const
                     lengths.sym_sizes());
 }
 
+inline void check_new(const char* name, const Tensor& t, const Tensor& storage, const SymInt& count) {
+  const std::array<SymInt, 4> sizes{storage.sym_size(0), storage.sym_size(1), count, storage.sym_size(3)};
+  check_beside(name, t, storage, sizes);
+}
+
+// A cache without pages.
+inline void check_storage(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& starts) {
+  TORCH_CHECK_VALUE(keys.dim() == 4 && values.dim() == 4,
+                    "pyattn: keys and values must have 4 dimensions (batch, num_heads, slots, head_dim), got ",
+                    keys.sym_sizes(), " and ", values.sym_sizes());
+  const std::array<SymInt, 4> sizes{keys.sym_size(0), keys.sym_size(1), keys.sym_size(2), values.sym_size(3)};
+  check_beside("values", values, keys, sizes);
+  check_cache_lengths(lengths, keys, keys.sym_size(0));
+  check_indices("starts", starts, lengths);
+}
+
+inline void check_append(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& starts,
+                         const Tensor& k, const Tensor& v, const optional<Tensor>& new_lengths) {
+  check_storage(keys, values, lengths, starts);
+  TORCH_CHECK_VALUE(k.dim() == 4, "pyattn: k must have 4 dimensions (batch, num_heads, new, head_dim), got ",
+                    k.sym_sizes());
+  check_new("k", k, keys, k.sym_size(2));
+  check_new("v", v, values, k.sym_size(2));
+  if (new_lengths) check_indices("lengths", *new_lengths, lengths);
+}
+
 // How many of the new positions count for sequence b, and whether they fit.
 inline void check_added(int64_t length, int64_t added, int64_t fresh, int64_t most, int64_t b) {
   TORCH_CHECK_VALUE(0 <= added && added <= fresh, "pyattn: each of lengths must be between 0 and ", fresh, ", got ",

@@ -5,6 +5,7 @@
 // keys [batch][heads][slots][head_dim] and values [batch][heads][slots][head_dim_v] hold position p of
 // sequence b in slot p - starts[b], up to position lengths[b]. A ring has more slots than max_seqlen and
 // keeps the last max_seqlen positions at least; any other cache has as many, and its starts stay 0.
+// ops_cache_cuda.cpp has the kernels for GPUs.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
@@ -19,21 +20,6 @@
 namespace pyattn {
 namespace {
 
-void check_new(const char* name, const Tensor& t, const Tensor& storage, const SymInt& count) {
-  const std::array<SymInt, 4> sizes{storage.sym_size(0), storage.sym_size(1), count, storage.sym_size(3)};
-  check_beside(name, t, storage, sizes);
-}
-
-void check_cache(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& starts) {
-  TORCH_CHECK_VALUE(keys.dim() == 4 && values.dim() == 4,
-                    "pyattn: keys and values must have 4 dimensions (batch, num_heads, slots, head_dim), got ",
-                    keys.sym_sizes(), " and ", values.sym_sizes());
-  const std::array<SymInt, 4> sizes{keys.sym_size(0), keys.sym_size(1), keys.sym_size(2), values.sym_size(3)};
-  check_beside("values", values, keys, sizes);
-  check_cache_lengths(lengths, keys, keys.sym_size(0));
-  check_indices("starts", starts, lengths);
-}
-
 // The most positions of a ring's sequence.
 constexpr int64_t kEndless = std::numeric_limits<int64_t>::max();
 
@@ -47,12 +33,7 @@ struct State {
 // Everything is checked before anything is written.
 void cache_append(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& starts,
                   const Tensor& k, const Tensor& v, const optional<Tensor>& new_lengths, SymInt max_seqlen) {
-  check_cache(keys, values, lengths, starts);
-  TORCH_CHECK_VALUE(k.dim() == 4, "pyattn: k must have 4 dimensions (batch, num_heads, new, head_dim), got ",
-                    k.sym_sizes());
-  check_new("k", k, keys, k.sym_size(2));
-  check_new("v", v, values, k.sym_size(2));
-  if (new_lengths) check_indices("lengths", *new_lengths, lengths);
+  check_append(keys, values, lengths, starts, k, v, new_lengths);
   if (keys.is_meta()) return;
 
   const int64_t batch = keys.size(0), slots = keys.size(2), fresh = k.size(2),
@@ -97,7 +78,7 @@ void cache_append(const Tensor& keys, const Tensor& values, const Tensor& length
 // Sequence b becomes a copy of sequence idx[b]; slots that no sequence uses stay as they are.
 void cache_reorder(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& starts,
                    const Tensor& idx) {
-  check_cache(keys, values, lengths, starts);
+  check_storage(keys, values, lengths, starts);
   check_indices("idx", idx, lengths);
   if (keys.is_meta()) return;
   const int64_t batch = keys.size(0), slots = keys.size(2);
@@ -143,7 +124,6 @@ void add_kernels(torch::Library& m) {
 }
 
 TORCH_LIBRARY_IMPL(pyattn, CPU, m) { add_kernels(m); }
-TORCH_LIBRARY_IMPL(pyattn, CUDA, m) { add_kernels(m); }
 TORCH_LIBRARY_IMPL(pyattn, Meta, m) { add_kernels(m); }
 
 }  // namespace

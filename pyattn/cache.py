@@ -45,6 +45,11 @@ class KVCache:
     neighbours, which are read as fast as a sequence in one piece. Where a gradient is wanted, or in a transform of
     torch.func, :func:`attention_with_cache` first copies the pages of all sequences into one batch.
 
+    On a GPU nothing is read on the host, so CUDA graphs capture :meth:`append` and :func:`attention_with_cache`; what
+    would be an error on the CPU is none there. Positions that do not fit are left out, and lengths end at max_seqlen;
+    lengths and indices are clamped; a ring's query sees those of its keys that are left. Each append to a ring copies
+    the positions that it keeps.
+
     Args:
         batch, num_heads_kv: sizes of k and v.
         max_seqlen: the most positions of a sequence; of a ring, those it keeps, at least W.
@@ -129,8 +134,8 @@ class KVCache:
                 (B,); default: all.
 
         Raises:
-            ValueError: a sequence that would outgrow max_seqlen, unless the cache is a ring; other shapes; a length
-                outside 0 to new. The cache is then as it was.
+            ValueError: other shapes; on the CPU, a sequence that would outgrow max_seqlen, unless the cache is a ring,
+                and a length outside 0 to new. The cache is then as it was.
             TypeError: another dtype, what is no tensor.
         """
         check_tensor("k", k)
@@ -155,7 +160,7 @@ class KVCache:
             idx: (B,), ints or an int32 or int64 tensor, each from 0 to B - 1.
 
         Raises:
-            ValueError: another number of them, one that is not there. The cache is then as it was.
+            ValueError: another number of them; on the CPU, one that is not there. The cache is then as it was.
             TypeError: other types.
         """
         chosen = check_integers("idx", idx, self.lengths.device)

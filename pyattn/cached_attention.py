@@ -96,8 +96,8 @@ def attention_with_cache(
         forward and backward makes backward raise, unless the cache has pages, of which backward has a copy.
 
     Raises:
-        ValueError, TypeError: as :func:`pyattn.attention`; more than max_seqlen - W + 1 queries over a ring, or a
-            q_offset where query 0 sees keys that the ring may have dropped.
+        ValueError, TypeError: as :func:`pyattn.attention`; more than max_seqlen - W + 1 queries over a ring; on the
+            CPU, a q_offset where query 0 sees keys that the ring may have dropped.
         NotImplementedError: as there; key_ranges or bias over a ring, whose slots are not positions.
     """
     if positional or named:
@@ -139,13 +139,14 @@ def attention_with_cache(
 
 def _used(key_ranges: Tensor | None, cache: KVCache, seqlen_q: int) -> Tensor:
     """The slots in use, [0, length), in these ranges; a causal mask of the newest queries hides the rest itself."""
-    end = (cache.lengths - cache.starts)[:, None].expand(-1, seqlen_q)
+    end = (cache.lengths - cache.starts).unsqueeze(1).expand(-1, seqlen_q)
     if key_ranges is None:
         return torch.stack([torch.zeros_like(end), end], -1)
     check_tensor("key_ranges", key_ranges)
     if key_ranges.shape not in ((1, seqlen_q, 2), (*end.shape, 2)):
         return key_ranges  # which attention refuses
-    check_ranges(key_ranges, cache.max_seqlen)
+    if not key_ranges.is_cuda:  # whose kernels clamp them, for nobody reads them here
+        check_ranges(key_ranges, cache.max_seqlen)
     first, behind_last = key_ranges.unbind(-1)
     end = torch.minimum(behind_last, end)
     return torch.stack([torch.minimum(first, end), end], -1)

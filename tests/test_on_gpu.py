@@ -12,8 +12,9 @@ from backends import Backend
 from helpers import Case, assert_case_accurate, each_dtype, run
 from test_layouts import AROUND_2_16
 from torch import Tensor
+from yardstick import assert_accurate
 
-from pyattn import attention, nn, reference
+from pyattn import KVCache, attention, attention_with_cache, nn, reference
 from pyattn.cli.timing import peak_memory
 from pyattn.dropout import draw_seed
 
@@ -157,6 +158,67 @@ def test_a_graph_reads_lengths_anew(cuda: Backend) -> None:
         used.copy_(lengths.diff() // 2)
         graph.replay()
         cuda.assert_same(captured, run(call, (q, k, v), dout))
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@each_kind
+def test_a_graph_decodes(cuda: Backend, dtype: torch.dtype, window: int | None) -> None:
+    """A captured step appends a token to sequences of any lengths and attends over all so far, some keys split."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, heads, 1500, 64, dtype=dtype) for heads in (8, 2, 2))
+    cached, expected = (KVCache(3, 2, 1600 if window is None else 90, 64, dtype=dtype, window=window) for _ in range(2))
+    token = tuple(t[:, :, :1].clone() for t in (q, k, v))
+    count = torch.ones(3, dtype=torch.int64)
+
+    def step(cache: KVCache) -> Tensor:
+        cache.append(*token[1:], count)
+        return attention_with_cache(token[0], cache)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(cached)
+    torch.cuda.current_stream().wait_stream(side)
+    cached.reset()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(cached)
+    prompt, starts = (k[:, :, :1400], v[:, :, :1400]), torch.tensor([1400, 20, 700])
+    for cache in (cached, expected):
+        cache.reset()
+        cache.append(*prompt, starts)
+    places = torch.arange(3)
+    for n in range(1400, 1440):
+        at = starts + (n - 1400)
+        for to, t in zip(token, (q, k, v), strict=True):
+            to.copy_(t[places, :, at][:, :, None])
+        graph.replay()
+        assert torch.equal(captured, step(expected))
+        assert torch.equal(cached.lengths, expected.lengths)
+    for b, length in enumerate(cached.lengths.tolist()):
+        now, seen = slice(length - 1, length), slice(0, length)
+        mask = {} if window is None else {"window": (window - 1, 0)}
+        alone = tuple(t[b : b + 1, :, part] for t, part in ((q, now), (k, seen), (v, seen)))
+        exact = reference.attention(*(t.double() for t in alone), **mask)
+        assert_accurate("out", captured[b : b + 1], reference.attention(*alone, **mask), exact)
+
+
+def test_a_cache_that_is_full_stays_as_it_is(cuda: Backend) -> None:
+    """What does not fit is left out; nobody reads the lengths to refuse it."""
+    k, v = torch.randn(2, 2, 2, 5, 64)
+    cached = KVCache(2, 2, 8, 64)
+    cached.append(k, v, [5, 3])
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        cached.reorder(torch.zeros(2, dtype=torch.int64))  # captured, not run
+    for _ in range(2):
+        cached.append(k, v)
+        assert cached.lengths.tolist() == [8, 8]
+        assert torch.equal(cached.k[1], torch.cat([k[1, :, :3], k[1]], 1))
+        assert torch.equal(cached.k[0], torch.cat([k[0], k[0, :, :3]], 1))
+    cached.reorder([1, 9])
+    assert torch.equal(cached.k[0], cached.k[1])
+    with pytest.raises(NotImplementedError, match=r"^pyattn: keys in pages are on the CPU alone so far"):
+        KVCache(2, 2, 64, 64, page_size=16)
 
 
 def test_sequences_whose_indices_are_invalid_are_nan(cuda: Backend) -> None:

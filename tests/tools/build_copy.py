@@ -27,6 +27,7 @@ LOOP = 3600
 
 LIKELY = {
     "cache": ("cache.h", "ops_cache.cpp"),
+    "cache_on_gpu": ("ops_cache_cuda.cpp",),
     "decode": ("cpu/decode.h", "cpu/dots.h", "cpu/splits.h"),
     "dropout": ("cpu/dropout.h", "cuda/dropout.h"),
     "math": ("cpu/simd/math.h",),
@@ -57,7 +58,18 @@ TESTS = (
     "cuda_races",
 )
 """Tests that run for one backend."""
-OTHER_TESTS = ("mask", "autograd", "build", "errors", "cache", "cache_errors", "pages", "varlen", "varlen_pages")
+OTHER_TESTS = (
+    "mask",
+    "autograd",
+    "build",
+    "errors",
+    "cache",
+    "cache_errors",
+    "cache_on_gpu",
+    "pages",
+    "varlen",
+    "varlen_pages",
+)
 """Tests that run with the active instruction set."""
 
 # An editable install would find the package it was made from, here and in the processes that tests start.
