@@ -132,6 +132,12 @@ def test_a_module_in_16_bits_keeps_exact_angles():
     assert_close(module._cos_cached, exact.cos().float(), rtol=0, atol=1e-3)
 
 
+def test_an_argument_of_older_flash_attns():
+    assert RotaryEmbedding(dim=8, base=500.0, pos_idx_in_fp32=True).base == 500.0
+    with pytest.raises(NotImplementedError, match=r"^pyattn: pos_idx_in_fp32 must be True, got False$"):
+        RotaryEmbedding(8, pos_idx_in_fp32=False)
+
+
 def test_xpos_products_depend_on_distances_alone():
     """Scaling q up and k down by position leaves the factor s^(distance / scale_base)."""
     module = RotaryEmbedding(8, scale_base=16.0)

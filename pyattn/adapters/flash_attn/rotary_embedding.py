@@ -18,6 +18,7 @@ class RotaryEmbedding(nn.Module):
         interleaved: whether columns 2t and 2t + 1 turn together, or else t and t + dim / 2.
         scale_base: of xPos; None: no scaling.
         device: where inv_freq lies.
+        pos_idx_in_fp32: an argument of flash-attn until 2.7; positions are float32 always, as there by default.
 
     Sources: Su et al. 2021, "RoFormer"; Sun et al. 2022, "A Length-Extrapolatable Transformer" (xPos).
 
@@ -36,8 +37,12 @@ class RotaryEmbedding(nn.Module):
         interleaved: bool = False,
         scale_base: float | None = None,
         device: torch.device | str | None = None,
+        *,
+        pos_idx_in_fp32: bool = True,
     ) -> None:
         super().__init__()
+        if not pos_idx_in_fp32:
+            raise NotImplementedError(f"pyattn: pos_idx_in_fp32 must be True, got {pos_idx_in_fp32}")
         self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
         self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
         columns = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
