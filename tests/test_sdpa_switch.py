@@ -178,7 +178,7 @@ def by_math(q, k, v):
             lambda q, k, v: torch.func.grad(lambda x: scaled_dot_product_attention(x, k, v).sum())(q),
             "a transform of torch.func, or forward-mode differentiation",
         ),
-        (lambda q, k, v: scaled_dot_product_attention(q[:, :, :0], k, v), "no queries or no keys"),
+        (lambda q, k, v: scaled_dot_product_attention(q[:, :, :0], k, v), "query or key without elements"),
         (by_math, "torch.nn.attention.sdpa_kernel without FLASH_ATTENTION"),
     ],
     ids=["mask and causal", "torch.func", "empty", "math"],
@@ -336,6 +336,6 @@ def test_info_shows_the_switch(capsys):
     with enabled():
         scaled_dot_product_attention(q, k, v)
         scaled_dot_product_attention(q[:, :, :0], k, v)
-        shown = "on: 1 calls taken, 0 traced, 1 to torch (no queries or no keys)"
+        shown = "on: 1 calls taken, 0 traced, 1 to torch (query or key without elements)"
         assert info.facts("cpu")["SDPA switch"] == shown
     assert info.facts("cpu")["SDPA switch"] == shown.replace("on", "off", 1)

@@ -37,8 +37,8 @@ def _refusal(query: Tensor, key: Tensor, *others: object) -> str | None:
         return "torch.nn.attention.sdpa_kernel without FLASH_ATTENTION"
     if autograd.transforming():
         return "a transform of torch.func, or forward-mode differentiation"
-    if any(t.dim() > 1 and t.shape[-2] == 0 for t in (query, key)):  # for which torch does not broadcast
-        return "no queries or no keys"
+    if not (query.numel() and key.numel()):  # torch does not broadcast these
+        return "query or key without elements"
     return None
 
 
