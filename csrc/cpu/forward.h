@@ -65,14 +65,14 @@ Plan plan_forward(const ForwardParams& p) {
 
 // One work item: the block of query rows of one KV head that begins at r0.
 template <class S, template <class> class Score>
-void forward_block(const ForwardParams& p, const Head& head, int64_t r0, const ForwardScratch<S>& scratch) {
+void forward_block(const ForwardParams& p, const Head& head, int64_t r0, const ForwardScratch<S>& scratch,
+                   Score<S> score) {
   using T = Compute<S>;
   using E = Operand<S>;
   const int64_t rows = min(kBlockQ<T>, head.count - r0), lanes = round_up(rows, kLanes<T>);
   const Mask mask(p, head);
   const Range visible = mask.keys_of_any(r0, rows), all = mask.keys_of_all(r0, rows);
   const Matrix<T> P = scratch.P, Ot = scratch.Ot;
-  const Score<S> score(p);
   SoftmaxState<T> state;
   LaneMask<T> seen;
   Stopwatch watch(p.counts);
@@ -98,11 +98,14 @@ void forward_block(const ForwardParams& p, const Head& head, int64_t r0, const F
     watch.lap(Phase::kPack);
 
     score.prefetch(p, head, tile);
-    strips.each([&](Strip strip) {
+    strips.each_keys([&](Strip strip) {
       const auto [j0, j1, begin, end] = strip;
       score_gemm<T>(end - begin, j0, j1, terms<S>(p.head_dim), K.from(begin, 0), scratch.Qt, P.from(begin));
       score.to_scores(p, P, head, tile, strip, {});
       watch.lap(Phase::kScores, 2 * strip.pairs() * p.head_dim);
+    });
+    strips.each([&](Strip strip) {
+      const auto [j0, j1, begin, end] = strip;
       if (strips.masked)
         softmax_strip<true>(P, strip, seen, score, state);
       else
@@ -130,10 +133,9 @@ void forward_block(const ForwardParams& p, const Head& head, int64_t r0, const F
   if (first)
     for (int64_t d = 0; d < p.head_dim_v; ++d) fill_zero(Ot.data + d * Ot.row, lanes);
 
-  alignas(kScratchAlign) T inverse[kBlockQ<T>];
-  for (int64_t i = 0; i < lanes; ++i)
-    inverse[i] = i < rows ? finish_row<S>(p, mask, r0 + i, state.row_max[i], state.row_sum[i], score) : T(0);
-  unpack_transposed<S>(Matrix<const T>(Ot), rows, p.head_dim_v, inverse,
+  alignas(kScratchAlign) T scale[kBlockQ<T>] = {};
+  finish_rows<S>(p, mask, r0, rows, state.row_max, state.row_sum, scale, score);
+  unpack_transposed<S>(Matrix<const T>(Ot), rows, p.head_dim_v, scale,
                        [&](int64_t i) { return head.row<S>(p.out, r0 + i); });
   watch.lap(Phase::kStore);
 }
@@ -143,13 +145,14 @@ void forward_block(const ForwardParams& p, const Head& head, int64_t r0, const F
 template <class S, template <class> class Score>
 void forward(const ForwardParams& p, int64_t begin, int64_t end, void* scratch) {
   const Work work = work_of<S>(p, Unit::kForward);
+  const Score<S> score(p);
   for (int64_t item = begin; item < end; ++item) {
     const auto [index, n, count] = work.at(item);
     const Head head(p, index);
     if (few_rows<S>(p, head.count))
       decode_keys<S, Score>(p, head, n, DecodeScratch<S>(p, scratch));
     else
-      forward_block<S, Score>(p, head, (count - 1 - n) * kBlockQ<Compute<S>>, ForwardScratch<S>(p, scratch));
+      forward_block<S, Score>(p, head, (count - 1 - n) * kBlockQ<Compute<S>>, ForwardScratch<S>(p, scratch), score);
   }
 }
 

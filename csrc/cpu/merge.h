@@ -34,23 +34,26 @@ void merge_out(const ForwardParams& p, int64_t begin, int64_t end, void*) {
     const int64_t splits = decode_splits(head.seqlen_k);
     const DecodeParts<S> parts(p, head);
     const auto part = [&](int64_t split) { return parts.of(split); };
+    alignas(kScratchAlign) T row_max[kBlockQ<T>] = {}, row_sum[kBlockQ<T>] = {}, scale[kBlockQ<T>];
     for (int64_t r = 0; r < head.count; ++r) {
-      T row_max = kNegInf<T>, row_sum = 0;
+      row_max[r] = kNegInf<T>, row_sum[r] = 0;
       for (int64_t split = 0; split < splits; ++split)
-        row_max = part(split).row_max[r] > row_max ? part(split).row_max[r] : row_max;
-      const vec<T> shift = finite_shift<T>(set1(row_max));
+        row_max[r] = part(split).row_max[r] > row_max[r] ? part(split).row_max[r] : row_max[r];
+      const vec<T> shift = finite_shift<T>(set1(row_max[r]));
       for (int64_t split = 0; split < splits; ++split) {
         T& weight = part(split).row_max[r];  // the part's weight replaces its maximum
         weight = score.exp(set1(weight) - shift)[0];
-        row_sum += weight * part(split).row_sum[r];
+        row_sum[r] += weight * part(split).row_sum[r];
       }
-      const T inverse = finish_row<S>(p, Mask(p, head), r, row_max, row_sum, score);
+    }
+    finish_rows<S>(p, Mask(p, head), 0, head.count, row_max, row_sum, scale, score);
+    for (int64_t r = 0; r < head.count; ++r) {
       S* out = head.row<S>(p.out, r);
       for (int64_t d = 0; d < p.head_dim_v; d += kLanes<T>) {
         vec<T> sum = {};
         for (int64_t split = 0; split < splits; ++split)
           sum = fma(set1(part(split).row_max[r]), load(part(split).O.from(r).data + d), sum);
-        store(out + min(d, p.head_dim_v - kLanes<T>), sum * inverse);
+        store(out + min(d, p.head_dim_v - kLanes<T>), sum * scale[r]);
       }
     }
   }

@@ -61,7 +61,7 @@ class Plain : public Scale<Compute<S>> {
 
   // What exp takes for a score, and back.
   T from_score(T score) const { return score / factor; }
-  T to_score(T s) const { return factor * s; }
+  vec<T> to_score(vec<T> s) const { return s * factor; }
 };
 
 // score = softcap * tanh(softmax_scale * (q . k) / softcap) + bias - slope * |i + q_offset - j|,
@@ -160,7 +160,7 @@ class General : public Scale<Compute<S>> {
   PYATTN_MEMBER_INLINE vec<T> exp(vec<T> s) const { return exp2<T>(s * static_cast<T>(kLog2e)); }
 
   T from_score(T score) const { return score; }
-  T to_score(T s) const { return s; }
+  vec<T> to_score(vec<T> s) const { return s; }
 
  private:
   T softcap_, inner_;  // inner: factor / softcap

@@ -48,18 +48,32 @@ template <class T, class Score>
   return decay;
 }
 
-// Finishes a row, in forward and in merge alike: adds its sink, writes its maximum, sum and lse, and
-// returns what its output is still to be multiplied by. A row whose keys all score -inf divides 0 by
-// 0, as softmax does; a row that sees no key does not, and its lse is the sink.
+// Finishes the rows from r0 on, in forward and in merge alike: adds their sinks, writes their maximum,
+// sum and lse, and returns in scale what the output of each is still to be multiplied by. A row whose
+// keys all score -inf divides 0 by 0, as softmax does; a row that sees no key does not, and its lse is
+// the sink. The arrays have whole vectors.
 template <class S, class T, class Score>
-T finish_row(const ForwardParams& p, const Mask& mask, int64_t r, T row_max, T row_sum, Score score) {
-  const int64_t at = mask.head.index(p, r);
-  const bool empty = !mask.sees_any<S>(r);
-  const T* sink = p.score.sinks ? static_cast<const T*>(p.score.sinks) + mask.head.query_head(r) : nullptr;
-  const T decay = sink ? add_sink(score.from_score(*sink), score, row_max, row_sum) : T(1);
-  static_cast<T*>(p.row_max)[at] = row_max, static_cast<T*>(p.row_sum)[at] = row_sum;
-  static_cast<T*>(p.lse)[at] = sink && empty ? *sink : score.to_score(row_max) + log(row_sum);
-  return empty ? T(0) : decay / row_sum;
+void finish_rows(const ForwardParams& p, const Mask& mask, int64_t r0, int64_t rows, T* row_max, T* row_sum, T* scale,
+                 Score score) {
+  constexpr int L = kLanes<T>;
+  alignas(kScratchAlign) T lse[kBlockQ<T>];
+  const T* sinks = static_cast<const T*>(p.score.sinks);
+  for (int64_t i = 0; i < rows; ++i)
+    scale[i] =
+        sinks ? add_sink(score.from_score(sinks[mask.head.query_head(r0 + i)]), score, row_max[i], row_sum[i]) : T(1);
+  for (int64_t i = 0; i < rows; i += L) {
+    const vec<T> sum = load(row_sum + i);
+    store(lse + i, score.to_score(load(row_max + i)) + log<T>(sum));
+    store(scale + i, load(scale + i) / sum);
+  }
+  for (int64_t i = 0; i < rows; ++i) {
+    const int64_t at = mask.head.index(p, r0 + i);
+    static_cast<T*>(p.row_max)[at] = row_max[i], static_cast<T*>(p.row_sum)[at] = row_sum[i];
+    static_cast<T*>(p.lse)[at] = lse[i];
+    if (mask.sees_any<S>(r0 + i)) continue;
+    scale[i] = 0;
+    if (sinks) static_cast<T*>(p.lse)[at] = sinks[mask.head.query_head(r0 + i)];
+  }
 }
 
 // P = exp(S - row_max) in place of S, and the new state, for kNV vectors of lanes from strip.j0 on.

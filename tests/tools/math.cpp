@@ -1,7 +1,8 @@
 // Measures the elementary functions of one instruction set against the C library's in the next
 // larger type: prints the largest errors in ulp of exp2, over every step-th float in [-126, 0] and
-// as many doubles in [-1022, 0], and of tanh, over every step-th float and as many doubles in
-// [0, 20]. Fails where an end is not exact.
+// as many doubles in [-1022, 0], of tanh, over every step-th float and as many doubles in [0, 20],
+// and of log, over every step-th normal float and as many doubles in the squares of their range.
+// Fails where an end is not exact.
 #include PYATTN_ISA_HEADER
 
 #include "cpu/simd/math.h"
@@ -30,12 +31,17 @@ T tanh_at(T x) {
   return tanh<T>(set1(x))[0];
 }
 
+template <class T>
+T log_at(T x) {
+  return log<T>(set1(x))[0];
+}
+
 // |x - exact| in ulp of the number of T below the exact one.
 template <class T, class Wide>
 double error(T x, Wide exact) {
   const T near = static_cast<T>(exact);
-  const T below = near > exact ? std::nextafter(near, T(0)) : near;
-  const Wide ulp = static_cast<Wide>(std::nextafter(below, kInfinity<T>)) - below;
+  const T below = std::fabs(near) > std::fabs(exact) ? std::nextafter(near, T(0)) : near;
+  const Wide ulp = std::fabs(static_cast<Wide>(std::nextafter(below, std::copysign(kInfinity<T>, below))) - below);
   return static_cast<double>(std::fabs(x - exact) / ulp);
 }
 
@@ -59,13 +65,20 @@ bool tanh_ends(T large) {
   return tanh_at(T(0)) == 0 && !std::signbit(tanh_at(T(0))) && tanh_at(T(-0.0)) == 0 && std::signbit(tanh_at(T(-0.0)));
 }
 
+template <class T>
+bool log_ends() {
+  for (const T nan : kNaNs<T>)
+    if (!std::isnan(log_at(nan)) || !std::isnan(log_at(-nan))) return false;
+  return log_at(T(0)) == -kInfinity<T> && log_at(T(1)) == 0 && !std::signbit(log_at(T(1)));
+}
+
 }  // namespace
 }  // namespace pyattn::PYATTN_ISA
 
 int main(int, char** arguments) {
   using namespace pyattn::PYATTN_ISA;
   const uint32_t step = std::atoi(arguments[1]);
-  double exp2_single = 0, exp2_double = 0, tanh_single = 0, tanh_double = 0;
+  double exp2_single = 0, exp2_double = 0, tanh_single = 0, tanh_double = 0, log_single = 0, log_double = 0;
   const uint32_t last = std::bit_cast<uint32_t>(-126.0f);
   for (uint32_t bits = std::bit_cast<uint32_t>(-0.0f); bits <= last; bits += step) {
     const float x = std::bit_cast<float>(bits);
@@ -82,6 +95,17 @@ int main(int, char** arguments) {
     const double wide = 2.0 * x;
     tanh_double = std::fmax(tanh_double, error<double, long double>(tanh_at(wide), std::tanh((long double)wide)));
   }
-  std::printf("%.3f %.3f %.3f %.3f\n", exp2_single, exp2_double, tanh_single, tanh_double);
-  return exp2_ends<float>(-126) && exp2_ends<double>(-1022) && tanh_ends<float>(10) && tanh_ends<double>(20) ? 0 : 1;
+  const uint32_t infinity = std::bit_cast<uint32_t>(kInfinity<float>);
+  for (uint32_t bits = std::bit_cast<uint32_t>(std::numeric_limits<float>::min()); bits < infinity; bits += step) {
+    const float x = std::bit_cast<float>(bits);
+    log_single = std::fmax(log_single, error<float, double>(log_at(x), std::log(static_cast<double>(x))));
+    if (bits % 16) continue;
+    const double wide = static_cast<double>(x) * x;
+    log_double = std::fmax(log_double, error<double, long double>(log_at(wide), std::log((long double)wide)));
+  }
+  std::printf("%.3f %.3f %.3f %.3f %.3f %.3f\n", exp2_single, exp2_double, tanh_single, tanh_double, log_single,
+              log_double);
+  const bool exp2_exact = exp2_ends<float>(-126) && exp2_ends<double>(-1022);
+  const bool tanh_exact = tanh_ends<float>(10) && tanh_ends<double>(20);
+  return exp2_exact && tanh_exact && log_ends<float>() && log_ends<double>() ? 0 : 1;
 }
