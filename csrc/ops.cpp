@@ -3,8 +3,6 @@
 // serve the CPU, CUDA and, stopping before the kernels, the Meta key, so that shapes,
 // strides and errors can't differ between them. At the end, all operators are registered.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
@@ -34,22 +32,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_forward(
   Options options{softmax_scale, causal, q_offset,     q_offsets, window,    key_ranges,
                   softcap,       bias,   alibi_slopes, sinks,     dropout_p, dropout_seed};
   check_inputs(q, k, v, options);
-  Tensor out = empty_ordered_as(q, v.sym_size(3));
-  Tensor lse =
-      at::empty_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2)}, q.options().dtype(row_dtype(q.scalar_type())));
-  Tensor row_max = at::empty_like(lse), row_sum = at::empty_like(lse);
-  if (q.is_meta()) return {out, lse, row_max, row_sum};
+  const ForwardResults results(q, v.sym_size(3), {q.sym_size(0), q.sym_size(1), q.sym_size(2)});
+  if (q.is_meta()) return results.all();
 
   const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
   ForwardParams p{};
   fill_inputs(p, q_, k_, v_, k.size(2), options);
-  p.out = result(out);
-  p.lse = lse.mutable_data_ptr(), p.row_max = row_max.mutable_data_ptr(), p.row_sum = row_sum.mutable_data_ptr();
+  p.out = result(results.out), results.fill_rows(p);
   if (q.is_cuda())
     cuda::forward(q, p);
   else
     run_forward(dtype_of(q.scalar_type()), p);
-  return {out, lse, row_max, row_sum};
+  return results.all();
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(

@@ -4,7 +4,6 @@
 // pages that pyattn::pages_in_use names and calls the others.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
@@ -39,20 +38,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_paged_forward(
   check_options(q, batch, heads, options);
   check_key_ranges(q, options);
   check_bias(q, seqlen_k, options);
-  Tensor out = empty_ordered_as(q, v.sym_size(3));
-  Tensor lse = at::empty_symint({batch, heads, seqlen_q}, q.options().dtype(row_dtype(q.scalar_type())));
-  Tensor row_max = at::empty_like(lse), row_sum = at::empty_like(lse);
-  if (q.is_meta()) return {out, lse, row_max, row_sum};
+  const ForwardResults results(q, v.sym_size(3), {batch, heads, seqlen_q});
+  if (q.is_meta()) return results.all();
 
   const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
   Tensor table = block_table;
   ForwardParams p{};
   fill_inputs(p, q_, k_.transpose(1, 2), v_.transpose(1, 2), seqlen_k.expect_int(), options);
   fill_pages(p, k_, v_, table);
-  p.out = result(out);
-  p.lse = lse.mutable_data_ptr(), p.row_max = row_max.mutable_data_ptr(), p.row_sum = row_sum.mutable_data_ptr();
+  p.out = result(results.out), results.fill_rows(p);
   run_forward(dtype_of(q.scalar_type()), p);
-  return {out, lse, row_max, row_sum};
+  return results.all();
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_varlen_paged_forward(
@@ -68,21 +64,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_varlen_paged_forward(
   check_paged(q, k, v, 3);
   check_packing(q, packing, options);
   check_block_table(block_table, q.device(), sequences(packing));
-  Tensor out = empty_ordered_as(q, v.sym_size(3));
-  Tensor lse = at::empty_symint({q.sym_size(1), q.sym_size(0)}, q.options().dtype(row_dtype(q.scalar_type())));
-  Tensor row_max = at::empty_like(lse), row_sum = at::empty_like(lse);
-  if (q.is_meta()) return {out, lse, row_max, row_sum};
+  const ForwardResults results(q, v.sym_size(3), {q.sym_size(1), q.sym_size(0)});
+  if (q.is_meta()) return results.all();
 
   const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
   Tensor table = block_table;
   ForwardParams p{};
   fill_packed(p, q_, k_, v_, packing, options);
   fill_pages(p, k_, v_, table);
-  p.out = packed_result(out);
-  p.lse = lse.mutable_data_ptr(), p.row_max = row_max.mutable_data_ptr(), p.row_sum = row_sum.mutable_data_ptr();
+  p.out = packed_result(results.out), results.fill_rows(p);
   run_forward(dtype_of(q.scalar_type()), p);
-  fill_rest(p, out, lse, row_max, row_sum);
-  return {out, lse, row_max, row_sum};
+  results.fill_unused(p);
+  return results.all();
 }
 
 // Checked as above: block_table with 0 where a sequence has no keys, and how many keys each has, all int64.

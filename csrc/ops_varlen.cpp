@@ -2,9 +2,6 @@
 // behind the other, each of its own length.
 #include "ops_varlen.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-
 #include "attention.h"
 #include "cuda/ops_cuda.h"
 #include "options.h"
@@ -25,23 +22,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_varlen_forward(
   Options options{softmax_scale, causal, q_offset,     q_offsets, window,    key_ranges,
                   softcap,       bias,   alibi_slopes, sinks,     dropout_p, dropout_seed};
   check_packed(q, k, v, packing, options);
-  Tensor out = empty_ordered_as(q, v.sym_size(2));
-  Tensor lse = at::empty_symint({q.sym_size(1), q.sym_size(0)}, q.options().dtype(row_dtype(q.scalar_type())));
-  Tensor row_max = at::empty_like(lse), row_sum = at::empty_like(lse);
-  if (q.is_meta()) return {out, lse, row_max, row_sum};
+  const ForwardResults results(q, v.sym_size(2), {q.sym_size(1), q.sym_size(0)});
+  if (q.is_meta()) return results.all();
 
   const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
   ForwardParams p{};
   fill_packed(p, q_, k_, v_, packing, options);
-  prefer_huge_pages(out), p.out = packed_result(out);
-  p.lse = lse.mutable_data_ptr(), p.row_max = row_max.mutable_data_ptr(), p.row_sum = row_sum.mutable_data_ptr();
+  prefer_huge_pages(results.out), p.out = packed_result(results.out), results.fill_rows(p);
   if (q.is_cuda()) {
     cuda::forward(q, p);
   } else {
     run_forward(dtype_of(q.scalar_type()), p);
-    fill_rest(p, out, lse, row_max, row_sum);
+    results.fill_unused(p);
   }
-  return {out, lse, row_max, row_sum};
+  return results.all();
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_varlen_backward(

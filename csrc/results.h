@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <sys/mman.h>
 
@@ -66,13 +67,30 @@ inline void fill_rest(const Tensor& t, int64_t dim, int64_t end, double value) {
   if (end < t.size(dim)) t.narrow(dim, end, t.size(dim) - end).fill_(value);
 }
 
-// The results of packed queries behind the last sequence: none sees a key.
-inline void fill_rest(const ForwardParams& p, const Tensor& out, const Tensor& lse, const Tensor& row_max,
-                      const Tensor& row_sum) {
-  const int64_t end = p.packed.sequences[p.batch].first_q;
-  fill_rest(out, 0, end, 0), fill_rest(row_sum, 1, end, 0);
-  for (const Tensor& t : {lse, row_max}) fill_rest(t, 1, end, -std::numeric_limits<double>::infinity());
-}
+// What forward returns: out, and of each row lse, maximum and sum.
+struct ForwardResults {
+  Tensor out, lse, row_max, row_sum;
+
+  // rows: the shape of lse.
+  ForwardResults(const Tensor& q, const SymInt& head_dim_v, c10::SymIntArrayRef rows)
+      : out(empty_ordered_as(q, head_dim_v)),
+        lse(at::empty_symint(rows, q.options().dtype(row_dtype(q.scalar_type())))),
+        row_max(at::empty_like(lse)),
+        row_sum(at::empty_like(lse)) {}
+
+  void fill_rows(ForwardParams& p) const {
+    p.lse = lse.mutable_data_ptr(), p.row_max = row_max.mutable_data_ptr(), p.row_sum = row_sum.mutable_data_ptr();
+  }
+
+  // Of packed queries behind the last sequence: none sees a key.
+  void fill_unused(const ForwardParams& p) const {
+    const int64_t end = p.packed.sequences[p.batch].first_q;
+    fill_rest(out, 0, end, 0), fill_rest(row_sum, 1, end, 0);
+    for (const Tensor& t : {lse, row_max}) fill_rest(t, 1, end, -std::numeric_limits<double>::infinity());
+  }
+
+  std::tuple<Tensor, Tensor, Tensor, Tensor> all() const { return {out, lse, row_max, row_sum}; }
+};
 
 // What backward returns beside dq, dk and dv; undefined where it is not wanted. The gradients of slopes
 // and sinks are made in the dtype of row_sum.
