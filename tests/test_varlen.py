@@ -197,13 +197,15 @@ class Unpadded:
         self.ranges = ranges * self.is_query[..., None]
         self.offset = torch.tensor(keys) - torch.tensor(queries)
 
-    def attend(self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, call: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, **options: Any
+    ) -> tuple[Tensor, Tensor]:
         masks = self.is_query, self.is_key, self.is_key
         qkv = [x.transpose(1, 2)[mask] for x, mask in zip((q, k, v), masks, strict=True)]
         options["key_ranges"] = self.ranges[self.is_query]
         if options["q_offset"] is self.offset:
             options["q_offset"] = None
-        out, lse = backend.attention_varlen(*qkv, *self.packed.packing, **options)
+        out, lse = call(*qkv, *self.packed.packing, **options)
         nothing = options.get("sinks", torch.tensor(-math.inf)).to(lse.dtype)
         padded = nothing.expand(*self.is_query.shape, q.shape[1]).masked_scatter(self.is_query[..., None], lse.mT)
         wide = out.new_zeros(*self.is_query.shape, *out.shape[1:]).masked_scatter(self.is_query[..., None, None], out)
@@ -232,7 +234,8 @@ def test_accurate(backend: Backend, case: Case, queries: list[int], keys: list[i
     dlse = dlse.masked_fill(~unpadded.is_query[:, None], 0.0)
     q_offset = unpadded.offset if case.q_offset is None else case.q_offset
     options = case.options | case.tensors(dtype) | {"q_offset": q_offset, "key_ranges": unpadded.ranges}
-    assert_accurate_by(Truth((case.inputs(dtype), (dout, dlse)), options), partial(unpadded.attend, backend))
+    attend = partial(unpadded.attend, backend.attention_varlen)
+    assert_accurate_by(Truth((case.inputs(dtype), (dout, dlse)), options), attend)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": (2, -1), "softcap": 2.0, "sinks": True, "alibi": True}, {"p": 0.3}])
