@@ -6,13 +6,13 @@ import math
 import mmap
 import os
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from once import built
 from torch import Tensor
 
 from pyattn import reference
@@ -159,8 +159,7 @@ def load(path: Path) -> ctypes.CDLL:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    with tempfile.TemporaryDirectory() as folder:
-        return load(compile_kernels(ROOT, Path(folder)))
+    return load(built("emulated", functools.partial(compile_kernels, ROOT)))
 
 
 def bias_view(t: Tensor, dtype: torch.dtype) -> Bias:

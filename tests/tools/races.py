@@ -4,13 +4,13 @@ import ctypes
 import functools
 import re
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import emulated
 from cuda_resources import readable
 from helpers import run
+from once import built
 from torch import Tensor
 
 INSTRUMENTED = ("-DPYATTN_RACES", "-fsanitize=thread", "-O1")
@@ -20,10 +20,13 @@ INSTRUMENTED = ("-DPYATTN_RACES", "-fsanitize=thread", "-O1")
 @functools.cache
 def library() -> tuple[ctypes.CDLL, dict[int, str]]:
     """The kernels, and the names of their addresses."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = emulated.compile_kernels(emulated.ROOT, Path(folder), INSTRUMENTED, "tests/tools/emulation/races.cpp")
-        kernels = emulated.load(path)
-        symbols = subprocess.run(["nm", path], check=True, capture_output=True, text=True).stdout
+
+    def build(folder: Path) -> Path:
+        return emulated.compile_kernels(emulated.ROOT, folder, INSTRUMENTED, "tests/tools/emulation/races.cpp")
+
+    path = built("races", build)
+    kernels = emulated.load(path)
+    symbols = subprocess.run(["nm", path], check=True, capture_output=True, text=True).stdout
     kernels.races_found.restype = kernels.places_seen.restype = ctypes.c_char_p
     return kernels, {int(at, 16): readable(name) for at, name in re.findall(r"^(\w+) t (\S+)", symbols, re.MULTILINE)}
 
