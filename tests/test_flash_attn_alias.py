@@ -33,6 +33,8 @@ def test_imports_within_the_alias():
         assert adapter.enabled()
         assert importlib.util.find_spec("flash_attn") is not None
         import flash_attn
+
+        assert flash_attn.flash_attn_interface.flash_attn_func is adapter.flash_attn_func
         from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
         from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
         from flash_attn.flash_attn_interface import flash_attn_varlen_qkvpacked_func

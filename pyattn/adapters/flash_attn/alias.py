@@ -1,5 +1,6 @@
 """``import flash_attn`` without flash-attn: the modules of this adapter under flash-attn's names."""
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -76,8 +77,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fills it."""
+        """Fills it; flash_attn imports its interface, so that code finds it as an attribute."""
         vars(module).update(MODULES[module.__name__])
+        if module.__name__ == ROOT:
+            importlib.import_module(f"{ROOT}.flash_attn_interface")
 
 
 _finder = _Finder()
