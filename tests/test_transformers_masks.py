@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import masking_utils as theirs
 
 from pyattn.adapters import transformers as adapter
@@ -136,6 +137,30 @@ def test_dense_masks_are_counted() -> None:
     assert lines(1, 6, 6, mask_function=blocks, allow_is_causal_skip=False) == []
     assert lines(1, 1, 6, q_offset=3) == []
     transformers_masks.DENSE.clear()
+
+
+def test_traced_masks_are_dense() -> None:
+    """Where no value can be read, ranges would have to take the example's."""
+
+    def traced(tokens: Tensor) -> Tensor:
+        mask = mask_function(2, 6, 6, attention_mask=tokens)
+        assert mask is not None
+        return mask
+
+    tokens = torch.ones(2, 6, dtype=torch.bool)
+    graph = make_fx(traced, tracing_mode="fake")(tokens)
+    assert adapter.fallbacks()[-1].endswith("made while tracing or compiling, where values cannot be read")
+    tokens[0, :2] = False
+    assert torch.equal(graph(tokens), theirs.sdpa_mask(2, 6, 6, attention_mask=tokens, allow_is_causal_skip=False))
+    transformers_masks.DENSE.clear()
+
+
+@pytest.mark.parametrize("sizes", [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 0, 0)])
+def test_empty_masks(sizes: tuple[int, int, int]) -> None:
+    for rule in RULES.values():
+        mask = mask_function(*sizes, mask_function=rule, allow_is_causal_skip=False)
+        assert mask is not None
+        assert mask.shape[-1] == sizes[2]
 
 
 def sliding_window_overlay(sliding_window: int) -> Callable[..., Tensor]:

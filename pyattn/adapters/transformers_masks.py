@@ -116,7 +116,7 @@ def mask_function(
     if traced:
         return _counted(TRACED, dense(0, q_length, None))
 
-    if q_length == 1 or kv_length <= MOST_KEYS_OF_A_MASK:
+    if q_length <= 1 or batch_size == 0 or kv_length <= MOST_KEYS_OF_A_MASK:
         return dense(0, q_length, attention_mask)
     if not (allow_is_causal_skip or allow_is_bidirectional_skip or use_vmap or _packs(rule)):
         return _counted(WANTED, dense(0, q_length, attention_mask))
@@ -126,7 +126,7 @@ def mask_function(
         return seen[:, None, None]
     found = None if holes else _known(rule, dense, q_length, kv_length, q_offset, kv_offset, device)
     if found is None:
-        found = _evaluated(dense, batch_size, q_length, kv_length, attention_mask if holes else None)
+        found = _evaluated(dense, batch_size, q_length, kv_length, attention_mask if holes else None, device)
     if found is None:
         return _counted(HOLES, dense(0, q_length, attention_mask))
     return (found if unpadded is None else within(found, unpadded))[:, None].to(torch.int32)
@@ -199,17 +199,21 @@ def _known(
     return ranges
 
 
-def _evaluated(dense: Dense, batch: int, q_length: int, kv_length: int, padding: Tensor | None) -> Tensor | None:
+def _evaluated(
+    dense: Dense, batch: int, q_length: int, kv_length: int, padding: Tensor | None, device: torch.device | str
+) -> Tensor | None:
     """(B or 1, Sq, 2), from a mask evaluated some rows at a time; None where a row has holes."""
+    shared = dense(0, 1, padding).stride(0) == 0  # most rules are the same for every sequence
     rows = max(1, CHUNK // (batch * kv_length))
-    parts = []
+    # One tensor, for parts that are kept would pin the heap between the masks that are freed.
+    ranges = torch.empty(1 if shared else batch, q_length, 2, dtype=torch.int64, device=device)
     for first in range(0, q_length, rows):
         mask = dense(first, min(rows, q_length - first), padding)
-        part = masks.from_bool(mask[:1] if mask.stride(0) == 0 else mask)  # most rules are the same for every sequence
+        part = masks.from_bool(mask[:1] if shared else mask)
         if part is None:
             return None
-        parts.append(part)
-    return torch.cat(parts, 1)
+        ranges[:, first : first + rows] = part
+    return ranges
 
 
 def _packs(rule: object) -> bool:
