@@ -216,6 +216,12 @@ def transforming() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def _keep_transforms_eager() -> None:
+    """A transform of torch.func runs outside of compiled graphs, which know of first derivatives alone."""
+    if torch._C._are_functorch_transforms_active():
+        torch._dynamo.graph_break()
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` of the native operator, differentiable in q, k, v, bias, slopes and sinks.
 
@@ -224,6 +230,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> tupl
     """
     apply: Callable[..., tuple[Tensor, ...]]
     if torch.compiler.is_compiling():
+        _keep_transforms_eager()
         apply = Attention.apply
         q, k, v, *rest = _distinct((q, k, v, *options))
         options = tuple(rest)
@@ -249,6 +256,7 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, options:
     learned = q, k, v, options.bias, options.alibi_slopes, options.sinks
     apply: Callable[..., tuple[Tensor, ...]] = _ops.attention_varlen_forward
     if torch.compiler.is_compiling():
+        _keep_transforms_eager()
         apply, arguments = VarlenAttention.apply, tuple(_distinct(arguments))
     elif transforming():
         apply, arguments = TransformableVarlenAttention.apply, tuple(leaves(arguments))

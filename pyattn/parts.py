@@ -125,8 +125,9 @@ def attention_backward(
     Raises:
         ValueError, TypeError, NotImplementedError: as :func:`pyattn.attention`; ValueError for dropout without a seed.
 
-    Not differentiable. lse is rounded, so each P has a relative error of at most 2 eps |lse|, eps that of lse's dtype;
-    from (row_max, row_sum) it is as exact as in the backward of :func:`pyattn.attention`.
+    Not differentiable: a transform of torch.func that asks for derivatives raises. lse is rounded, so each P has a
+    relative error of at most 2 eps |lse|, eps that of lse's dtype; from (row_max, row_sum) it is as exact as in the
+    backward of :func:`pyattn.attention`.
 
     Source: Liu et al. 2023 (Ring Attention), algorithm 1.
 
@@ -157,7 +158,7 @@ def attention_backward(
     options = Options(*options_of(q.device, *arguments, dropout_p, dropout_seed))
     wanted = bias is not None and bias.dtype != torch.bool, alibi_slopes is not None, sinks is not None
     rows = dout, dlse, q, k, v, out, row_max, row_sum
-    with torch.no_grad():
+    with torch.set_grad_enabled(autograd.transforming()):  # there, no_grad would hide that nobody wrote a derivative
         gradients = _ops.attention_backward(*rows, *options, autograd._deterministic, wanted, True)
     return Gradients(*gradients)
 

@@ -86,8 +86,8 @@ def _check(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> None:
     """The operator's own checks of everything that meets q and k; on meta tensors it does nothing else."""
     if torch.compiler.is_compiling():
         return
-    meta = [t.to("meta") if isinstance(t, Tensor) else t for t in options]
-    q_, k_ = q.to("meta"), k.to("meta")
+    meta = [_shape_of(t) if isinstance(t, Tensor) else t for t in options]
+    q_, k_ = _shape_of(q), _shape_of(k)
     _, rows, *_ = _ops.attention_forward(q_, k_, k_[..., :0], *meta)
     if options.key_ranges is not None and options.key_ranges.is_cpu:
         visible.check_ranges(options.key_ranges, k.shape[2])
@@ -95,6 +95,11 @@ def _check(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> None:
         check_tensor("lse", lse)
         if lse.shape != rows.shape:
             raise ValueError(f"pyattn: lse must have shape {tuple(rows.shape)}, got {tuple(lse.shape)}")
+
+
+def _shape_of(t: Tensor) -> Tensor:
+    """A meta tensor of its kind, without the tangent that ``t.to("meta")`` would keep."""
+    return torch.empty(t.shape, dtype=t.dtype, device="meta")
 
 
 def _chosen(name: str, chosen: Sequence[int] | Tensor | None, size: int, device: torch.device) -> Tensor:

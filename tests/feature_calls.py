@@ -90,3 +90,22 @@ def loss(call: Any, function: Callable[..., Any]) -> Callable[..., Tensor]:
         return out.sin().sum() + lse.cos().sum()
 
     return of
+
+
+def score_tensors(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """For a batch of 2, 4 heads, 4 queries and 5 keys; the bias broadcasts over heads."""
+    return {
+        "bias": torch.randn(2, 1, 4, 5, dtype=dtype).masked_fill(torch.rand(2, 1, 4, 5) < 0.2, -torch.inf),
+        "alibi_slopes": torch.rand(4, dtype=dtype),
+        "sinks": torch.randn(4, dtype=dtype),
+    }
+
+
+SCORES = Case(2, 4, 2, 4, 5, 3, 3)
+
+
+MASKS = {"window": (2, 1), "key_ranges": torch.tensor([[[0, 5], [1, 4], [2, 2], [0, 3]]])}
+
+
+def leaves_of(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(t.detach().requires_grad_() for t in tensors)

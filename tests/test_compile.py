@@ -1,0 +1,152 @@
+"""Promise: torch.compile gives the same results and gradients, in one graph, for all lengths."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from feature_calls import MASKS, SCORES, leaves_of, score_tensors
+from helpers import Case, run
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from pyattn import attention, attention_varlen
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("names", [(), ("bias",), ("alibi_slopes", "sinks"), ("bias", "alibi_slopes", "sinks")])
+def test_compile_masks_and_scores(names: tuple[str, ...]) -> None:
+    torch._dynamo.reset()
+    inputs = (*SCORES.inputs(torch.float64), *(score_tensors()[name] for name in names))
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> Tensor:
+        return attention(q, k, v, **MASKS, softcap=1.5, **dict(zip(names, tensors, strict=True)))
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    leaves = leaves_of(*inputs)
+    assert torch.equal(compiled(*leaves), call(*leaves))
+    ours, plain = (torch.autograd.grad(f(*leaves).sin().sum(), leaves) for f in (compiled, call))
+    torch.testing.assert_close(ours, plain, rtol=0, atol=1e-14)
+    some = (*inputs[:-1], inputs[-1].requires_grad_())
+    ours, plain = (torch.autograd.grad(f(*some).sin().sum(), some[-1]) for f in (compiled, call))
+    torch.testing.assert_close(ours, plain, rtol=0, atol=1e-14)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(dynamic: bool) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q, k, v: attention(q, k, v, return_lse=True), fullgraph=True, backend="aot_eager", dynamic=dynamic
+    )
+    for seqlen in (8, 13):
+        case = Case(2, 4, 2, seqlen, seqlen + 2, 8, 6)
+        qkv, (dout, dlse) = case.inputs(torch.float32), case.gradients(torch.float32)
+        ours = run(lambda q, k, v, return_lse: compiled(q, k, v), qkv, dout, dlse)
+        for x, y in zip(ours, run(attention, qkv, dout, dlse), strict=True):
+            assert torch.equal(x, y)
+            assert x.stride() == y.stride()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compile_one_tensor_as_several_arguments() -> None:
+    torch._dynamo.reset()
+    slopes = torch.rand(2)
+    both = partial(attention, *torch.randn(3, 1, 2, 7, 8), alibi_slopes=slopes, sinks=slopes)
+    assert torch.equal(torch.compile(both, fullgraph=True, backend="aot_eager")(), both())
+    x, y = leaves_of(*torch.randn(2, 1, 2, 7, 8))
+    for function in (lambda x, y: attention(x, x, x), lambda x, y: attention(x, y, y), lambda x, y: attention(y, x, y)):
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x, y), function(x, y))
+        expected = torch.func.grad(lambda x, function=function: function(x, y.detach()).sin().sum())(x.detach())
+        grad = torch.autograd.grad(compiled(x, y.detach()).sin().sum(), x)[0]
+        torch.testing.assert_close(grad, expected, rtol=0, atol=8 * torch.finfo(torch.float32).eps)
+
+
+OPTIONS = {"window": (5, -1), "softcap": 2.0, "dropout_p": 0.3}
+
+
+def every_option(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, slopes: Tensor, sinks: Tensor, seed: Tensor
+) -> tuple[Tensor, Tensor]:
+    more = {"bias": bias, "alibi_slopes": slopes, "sinks": sinks, "dropout_seed": seed}
+    return attention(q, k, v, **OPTIONS, **more, return_lse=True)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_one_graph_for_all_lengths() -> None:
+    """The default backend, every option: ten lengths compile once, and 0, which torch specializes on, once more."""
+    torch._dynamo.reset()
+    compiled = torch.compile(every_option, fullgraph=True, dynamic=True)
+
+    def check(seqlen: int) -> None:
+        qkv = (torch.randn(2, heads, seqlen, 8) for heads in (4, 2, 2))
+        leaves = leaves_of(*qkv, torch.randn(4, 1, seqlen), torch.rand(4), torch.randn(4))
+        results = []
+        for function in (compiled, every_option):
+            out, lse = function(*leaves, torch.tensor(7))
+            results.append((out, lse, *torch.autograd.grad(out.sin().sum() + lse.cos().sum(), leaves)))
+        torch.testing.assert_close(*results)
+
+    check(5)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seqlen in (6, 7, 9, 12, 20, 33, 64, 100, 130):
+            check(seqlen)
+    check(0)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_packed_sequences_compile_once() -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+        return attention_varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, softcap=2.0)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for lengths in ([3, 2, 4], [1, 1, 2], [7, 0, 5]):
+            cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+            leaves = leaves_of(*(torch.randn(sum(lengths), heads, 8) for heads in (4, 2, 2)))
+            results = [function(*leaves, cu_seqlens, max(lengths)) for function in (compiled, call)]
+            torch.testing.assert_close(*results)
+            torch.testing.assert_close(*(torch.autograd.grad(x.sin().sum(), leaves) for x in results))
+
+
+def first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.func.grad(lambda q: attention(q, k, v).sin().sum())(q)
+
+
+def second(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.func.grad(lambda q: first(q, k, v).sin().sum())(q)
+
+
+def mapped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.vmap(lambda *x: attention(*(t[None] for t in x)))(q, k, v)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("function", [first, second, mapped])
+def test_transforms_in_compiled_functions(function: Any) -> None:
+    """They run outside of graphs, rather than with derivatives that a graph does not have."""
+    torch._dynamo.reset()
+    inputs = Case(2, 4, 2, 5, 6, 3, 3).inputs(torch.float64)
+    torch.testing.assert_close(torch.compile(function, backend="aot_eager")(*inputs), function(*inputs))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
+        torch.compile(function, backend="aot_eager", fullgraph=True)(*inputs)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_second_derivatives_raise() -> None:
+    """torch itself has no double backward of compiled functions, and a dual tensor meets the raw operator."""
+    torch._dynamo.reset()
+    leaves = leaves_of(*Case(1, 2, 2, 5, 6, 3, 3).inputs(torch.float64))
+    compiled = torch.compile(attention, backend="aot_eager")
+    grad = torch.autograd.grad(compiled(*leaves).sin().sum(), leaves[0], create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="double backward"):
+        grad.sum().backward()
+    torch._dynamo.reset()
+    q, k, v = (x.detach() for x in leaves)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, q.sin())
+        with pytest.raises(NotImplementedError, match="forward AD"):
+            torch.compile(attention, backend="aot_eager")(dual, k, v)

@@ -1,0 +1,13 @@
+"""Promise: DTensors sharded over the batch or over heads give what whole tensors give."""
+
+from pathlib import Path
+
+import pytest
+import sharded
+import torch
+import torch.multiprocessing
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_two_processes(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(sharded.compare, (2, str(tmp_path / "rendezvous")), 2)
