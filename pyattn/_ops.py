@@ -1,6 +1,7 @@
 """The native operators with their vmap rules and FLOP formulas, which only Python can register."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def _register_vmap(
     op: torch._ops.OpOverload[..., Any],
     name: str,
     loops: Callable[[Values, dict[str, int]], bool],
-    fold: Callable[[Callable[..., Results], Values, dict[str, int], int], Results],
+    fold: Callable[[torch._ops.OpOverload[..., Any], Values, dict[str, int], int], Results],
 ) -> None:
     """vmap by one call on folded tensors; call by call where ``loops(values, mapped)`` says that can't be.
 
@@ -90,42 +91,67 @@ def _fold_into_batch(op: Callable[..., Results], values: Values, mapped: dict[st
     return tuple(None if t is None else t.unflatten(0, (size, batch)) for t in op(*folded))
 
 
-def _batch_loops(values: Values, mapped: dict[str, int]) -> bool:
-    """Dropout's draws depend on the batch, sinks have none, and gradients of scores are summed over it."""
-    return values.get("dropout_seed") is not None or "sinks" in mapped or any(values.get("output_mask", ()))
+ROWS = ("dout", "q", "k", "v", "out")
+HEADS_PACKED = dict.fromkeys((*ROWS, "dlse", "lse", "row_max", "row_sum"), -2) | {"alibi_slopes": -1, "sinks": -1}
+HEADS = HEADS_PACKED | dict.fromkeys((*ROWS, "bias"), -3)
+"""Where the heads are in tensors and in their gradients, counted from the last dimension."""
 
 
-HEADS = dict.fromkeys(("dout", "dlse", "q", "k", "v", "out", "row_max", "row_sum"), -2)
-HEADS |= {"alibi_slopes": -1, "sinks": -1}
-"""Where the heads are in the tensors of packed sequences, counted from the last dimension."""
-
-
-def _fold_into_heads(op: Callable[..., Results], values: Values, mapped: dict[str, int], size: int) -> Results:
-    """Packed sequences have no batch, but heads don't know of each other either."""
+def _fold_into_heads(
+    places: dict[str, int], op: torch._ops.OpOverload[..., Any], values: Values, mapped: dict[str, int], size: int
+) -> Results:
+    """Heads don't know of each other: the mapped dimension becomes the outer one of theirs."""
 
     def into_heads(name: str, value: Any) -> Any:
-        if name not in HEADS or value is None:
+        if name not in places or value is None:
             return value
-        at, dim = HEADS[name], mapped.get(name)
+        at, dim = places[name], mapped.get(name)
+        if dim is None and (value.dim() < -at or (name == "bias" and value.shape[at] == 1)):
+            return value  # a bias that broadcasts over heads
         tensor = value.unsqueeze(0).expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
         return tensor.movedim(0, at - 1).flatten(at - 1, at)
 
-    def out_of_heads(at: int, t: Tensor | None) -> Tensor | None:
-        return None if t is None else t.unflatten(at, (size, t.shape[at] // size)).movedim(at - 1, 0)
+    def out_of_heads(name: str, t: Tensor | None) -> Tensor | None:
+        if t is None:
+            return None
+        at = places.get(name) or places[name.removeprefix("d")]
+        apart: Tensor = t.unflatten(at, (size, t.shape[at] // size)).movedim(at - 1, 0)
+        return apart
 
     results = op(*(into_heads(name, value) for name, value in values.items()))
-    return tuple(out_of_heads(-1 if i > 3 else -2, t) for i, t in enumerate(results))
+    return tuple(out_of_heads(r.name, t) for r, t in zip(op._schema.returns, results, strict=True))
 
 
-def _heads_loop(values: Values, mapped: dict[str, int]) -> bool:
+def _fold(op: torch._ops.OpOverload[..., Any], values: Values, mapped: dict[str, int], size: int) -> Results:
+    if _apart(values, mapped):
+        return _fold_into_heads(HEADS, op, values, mapped, size)
+    return _fold_into_batch(op, values, mapped, size)
+
+
+def _apart(values: Values, mapped: dict[str, int]) -> bool:
+    """Whether the batch can't tell slices apart: sinks have none, and gradients of scores are summed over it."""
+    return "sinks" in mapped or any(values.get("output_mask") or ())
+
+
+def _loops(values: Values, mapped: dict[str, int]) -> bool:
+    """Dropout's draws depend on batch and heads. Masks of their own need the batch, and so does a bias's gradient."""
+    if values.get("dropout_seed") is not None:
+        return True
+    bias = "bias" in mapped or any((values.get("output_mask") or ())[:1])
+    return _apart(values, mapped) and (bias or not mapped.keys() <= HEADS.keys())
+
+
+def _packed_loops(values: Values, mapped: dict[str, int]) -> bool:
     """Dropout's draws depend on the heads; lengths and masks are the same for all heads."""
-    return values.get("dropout_seed") is not None or not mapped.keys() <= HEADS.keys()
+    return values.get("dropout_seed") is not None or not mapped.keys() <= HEADS_PACKED.keys()
 
 
-_register_vmap(attention_forward, "pyattn::attention_forward", _batch_loops, _fold_into_batch)
-_register_vmap(attention_backward, "pyattn::attention_backward", _batch_loops, _fold_into_batch)
-_register_vmap(attention_varlen_forward, "pyattn::attention_varlen_forward", _heads_loop, _fold_into_heads)
-_register_vmap(attention_varlen_backward, "pyattn::attention_varlen_backward", _heads_loop, _fold_into_heads)
+_fold_packed = partial(_fold_into_heads, HEADS_PACKED)
+
+_register_vmap(attention_forward, "pyattn::attention_forward", _loops, _fold)
+_register_vmap(attention_backward, "pyattn::attention_backward", _loops, _fold)
+_register_vmap(attention_varlen_forward, "pyattn::attention_varlen_forward", _packed_loops, _fold_packed)
+_register_vmap(attention_varlen_backward, "pyattn::attention_varlen_backward", _packed_loops, _fold_packed)
 
 
 @register_flop_formula(torch.ops.pyattn.attention_forward, get_raw=True)

@@ -280,13 +280,12 @@ def test_operators_declare_what_they_change() -> None:
     q, k, v = case.inputs(torch.float32)
     cached = made(case, torch.float32, 40, page_size=16)
     storage = cached.k.zero_(), cached.v.zero_(), cached.lengths, cached.block_table
-    checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(ops.cache_append_pages, (*storage, k, v, torch.tensor([1, 3]), 40), test_utils=checks)
-    torch.library.opcheck(ops.cache_reorder_pages, (*storage[2:], torch.tensor([1, 1])), test_utils=checks)
+    torch.library.opcheck(ops.cache_append_pages, (*storage, k, v, torch.tensor([1, 3]), 40))
+    torch.library.opcheck(ops.cache_reorder_pages, (*storage[2:], torch.tensor([1, 1])))
     torch.library.opcheck(ops.attention_paged_forward, (q, cached.k, cached.v, cached.block_table, 40))
     starts = torch.tensor([0, 40, 80])
     in_use = cached.block_table, starts, 40, cached.lengths, 6, 16
-    torch.library.opcheck(ops.pages_in_use, in_use, test_utils=checks)
+    torch.library.opcheck(ops.pages_in_use, in_use)
     with torch.inference_mode():
         cached.append(k, v)
     out = ops.attention_paged_forward(q.requires_grad_(), cached.k, cached.v, cached.block_table, 40)[0]
