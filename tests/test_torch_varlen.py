@@ -1,5 +1,6 @@
 """Promise: torch's varlen_attn works on the CPU while told to: forward, backward, lse, and every argument."""
 
+import inspect
 import re
 import subprocess
 import sys
@@ -12,12 +13,17 @@ from torch.nn.attention import (
     current_flash_attention_impl,
     restore_flash_attention_impl,
     sdpa_kernel,
+    varlen,
 )
-from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from yardstick import assert_accurate
 
 from pyattn import attention_varlen
 from pyattn.adapters import torch_varlen
+
+KNOWN = inspect.signature(varlen_attn).parameters
+GROUPED = {"enable_gqa": True} if "enable_gqa" in KNOWN else {}  # torch 2.11 groups heads without being asked
+newer = pytest.mark.skipif("seqused_k" not in KNOWN, reason="varlen_attn has it from torch 2.12 on")
 
 LENGTHS_Q, LENGTHS_K = (10, 0, 33, 1, 20), (10, 4, 50, 7, 5)
 
@@ -74,7 +80,7 @@ def test_accuracy(dtype, window):
     tensors, dout = inputs(dtype), torch.randn(sum(LENGTHS_Q), 6, 16)
 
     def native(q, k, v):
-        return varlen_attn(q, k, v, *SIZES, window_size=window, scale=0.3, enable_gqa=True)
+        return varlen_attn(q, k, v, *SIZES, window_size=window, scale=0.3, **GROUPED)
 
     ours = with_gradients(native, tensors, dout)
     plain = with_gradients(lambda *t: by_torch(*t, window, 0.3), tensors, dout)
@@ -86,7 +92,7 @@ def test_accuracy(dtype, window):
 
 def test_lse():
     q, k, v = inputs()
-    out, lse = varlen_attn(q, k, v, *SIZES, enable_gqa=True, window_size=(-1, 0), return_aux=AuxRequest(lse=True))
+    out, lse = varlen_attn(q, k, v, *SIZES, window_size=(-1, 0), return_aux=AuxRequest(lse=True), **GROUPED)
     assert lse.shape == (6, len(q))
     assert lse.dtype == torch.float32
     start, end = CU_Q[2], CU_Q[3]
@@ -99,20 +105,34 @@ def test_lse():
     assert (lse[:, CU_Q[4] : unseeing + 1] == float("-inf")).all()
 
 
+def test_a_sequence_alone_has_the_same_bits():
+    """What torch promises for num_splits=1."""
+    q, k, v = (t.detach() for t in inputs())
+    out, lse = varlen_attn(q, k, v, *SIZES, return_aux=AuxRequest(lse=True), **GROUPED)
+    for b, lengths in enumerate(zip(LENGTHS_Q, LENGTHS_K, strict=True)):
+        queries, keys = slice(CU_Q[b], CU_Q[b + 1]), slice(CU_K[b], CU_K[b + 1])
+        sizes = *(bounds([length]) for length in lengths), *lengths
+        alone = varlen_attn(q[queries], k[keys], v[keys], *sizes, return_aux=AuxRequest(lse=True), **GROUPED)
+        assert torch.equal(alone[0], out[queries])
+        assert torch.equal(alone[1], lse[:, queries])
+
+
+@newer
 def test_out_variant():
     q, k, v = (t.detach() for t in inputs())
     out = torch.full_like(q, float("nan"))
-    _, lse = varlen_attn_out(out, q, k, v, *SIZES, enable_gqa=True, return_aux=AuxRequest(lse=True))
-    expected = varlen_attn(q, k, v, *SIZES, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    _, lse = varlen.varlen_attn_out(out, q, k, v, *SIZES, return_aux=AuxRequest(lse=True), **GROUPED)
+    expected = varlen_attn(q, k, v, *SIZES, return_aux=AuxRequest(lse=True), **GROUPED)
     assert torch.equal(out, expected[0])
     assert torch.equal(lse, expected[1])
 
 
+@newer
 def test_used_keys_and_pages():
     q, k, v = (t.detach() for t in inputs())
     used = torch.tensor([3, 0, 50, 7, 4], dtype=torch.int32)
     expected = attention_varlen(q, k, v, *SIZES, seqused_k=used)
-    out = varlen_attn(q, k, v, *SIZES, window_size=(-1, 0), enable_gqa=True, seqused_k=used, num_splits=1)
+    out = varlen_attn(q, k, v, *SIZES, window_size=(-1, 0), **GROUPED, seqused_k=used, num_splits=1)
     assert torch.equal(out, expected)
     table = torch.randperm(20).reshape(5, 4).to(torch.int32)
     pages_k, pages_v = torch.full((2, 20, 16, 2, 16), float("nan"))
@@ -120,7 +140,7 @@ def test_used_keys_and_pages():
         for j in range(count):
             page = table[b, j // 16]
             pages_k[page, j % 16], pages_v[page, j % 16] = k[begin + j], v[begin + j]
-    options = {"window_size": (-1, 0), "enable_gqa": True, "seqused_k": used, "block_table": table}
+    options = {"window_size": (-1, 0), "seqused_k": used, "block_table": table, **GROUPED}
     paged = varlen_attn(q, pages_k, pages_v, CU_Q, None, max(LENGTHS_Q), 64, **options)
     torch.testing.assert_close(paged, expected)
 
@@ -144,7 +164,9 @@ def test_a_packed_projection_compiled():
 @pytest.mark.filterwarnings("ignore")
 def test_opcheck():
     q, k, v = inputs()
-    torch.library.opcheck(torch.ops.torch_attn._varlen_attn.default, (q, k, v, *SIZES, True, None, [-1, 0], True))
+    torch.library.opcheck(
+        torch.ops.torch_attn._varlen_attn.default, (q, k, v, *SIZES, True, None, [-1, 0], *GROUPED.values())
+    )
 
 
 def call(**change):
@@ -177,18 +199,20 @@ def test_errors(error, change, message):
         call(**change)
 
 
+@newer
 def test_gradients_of_used_keys_are_torchs_error():
     q, k, v = inputs()
     with pytest.raises(RuntimeError, match="seqused_k is an inference-only parameter"):
-        varlen_attn(q, k, v, *SIZES, enable_gqa=True, seqused_k=torch.ones(5, dtype=torch.int32))
+        varlen_attn(q, k, v, *SIZES, seqused_k=torch.ones(5, dtype=torch.int32), **GROUPED)
 
 
+@newer
 def test_out_of_another_shape():
     q, k, v = (t.detach() for t in inputs())
     with pytest.raises(
         ValueError, match=r"^pyattn: out must be torch.float32 of shape \(64, 6, 16\), got torch.float32 "
     ):
-        varlen_attn_out(torch.empty(64, 6, 8), q, k, v, *SIZES, enable_gqa=True)
+        varlen.varlen_attn_out(torch.empty(64, 6, 8), q, k, v, *SIZES, **GROUPED)
 
 
 def test_activation_is_torchs_own():
@@ -198,9 +222,9 @@ def test_activation_is_torchs_own():
     torch_varlen.remove()
     q, k, v = inputs()
     with pytest.raises(NotImplementedError, match="_flash_attention_forward"):
-        varlen_attn(q, k, v, *SIZES, enable_gqa=True)
+        varlen_attn(q, k, v, *SIZES, **GROUPED)
     activate_flash_attention_impl("PYATTN")
-    assert varlen_attn(q, k, v, *SIZES, enable_gqa=True).shape == q.shape
+    assert varlen_attn(q, k, v, *SIZES, **GROUPED).shape == q.shape
 
 
 def test_importing_pyattn_changes_nothing():

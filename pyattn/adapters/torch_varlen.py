@@ -12,9 +12,9 @@ under the name PYATTN by :func:`register`, and works from :func:`activate` to :f
 
 q (total_q, Hq, D), k and v (total_k, Hkv, D) in float32, bfloat16 or float16; out like q; lse (Hq, total_q) in float32.
 ``window_size`` is as in flash-attention, the last query standing at the last key, and (-1, 0) is causal. ``scale``,
-``enable_gqa``, ``seqused_k`` and ``block_table`` are honoured; ``num_splits`` asks for what holds here anyway: a
-sequence's results have the same bits whatever else is in the batch. Backward starts from lse, so each weight carries a
-relative error of 2 eps |lse|, and torch passes on no gradient of lse itself.
+``enable_gqa``, ``seqused_k`` and ``block_table`` are honoured, as far as torch's version has them. Every ``num_splits``
+gives what torch promises for 1: out and lse of a sequence have the same bits whatever else is in the batch. Backward
+starts from lse, so each weight carries a relative error of 2 eps |lse|, and torch passes on no gradient of lse itself.
 """
 
 from collections.abc import Callable
