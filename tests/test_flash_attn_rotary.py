@@ -67,6 +67,21 @@ def test_turns_leaves_in_place_as_flash_attn_does():
     assert_close(turned(gradient, torch.arange(5), angle), torch.ones_like(gradient))  # the transposed is the inverse
 
 
+def test_gradients_of_what_was_turned_in_place_wherever_it_is_read():
+    angle = angles(4)
+    waves = angle.cos(), angle.sin()
+    leaf = torch.randn(2, 6, 3, 4, 8, dtype=torch.float64, requires_grad=True)
+    q, k, v = leaf.unbind(2)
+    expected = torch.stack([turned(q, torch.arange(6), angle), turned(k, torch.arange(6), angle), v], 2)
+    wanted = torch.autograd.grad(expected.square().prod(2).sum(), leaf)
+    whole, parts = leaf.clone(), leaf.clone()
+    apply_rotary_emb_qkv_(whole, *waves)
+    for part in (0, 1):
+        apply_rotary_emb(parts[:, :, part], *waves, inplace=True)
+    for read in (whole, parts):
+        assert_close(torch.autograd.grad(read.square().prod(2).sum(), leaf), wanted)
+
+
 @pytest.mark.parametrize("offsets", OFFSETS)
 def test_packed_sequences(offsets):
     """The two tokens behind the last sequence stay as they are."""

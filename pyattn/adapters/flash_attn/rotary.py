@@ -123,7 +123,10 @@ Parts = list[tuple[Any, Tensor, Tensor]]
 
 
 class _TurnedInPlace(torch.autograd.Function):
-    """Turns parts of its first argument in place and returns it: leaves and views of leaves may be turned too."""
+    """Turns parts of its first argument in place and returns it.
+
+    Leaves and views of leaves may be turned too, as flash-attn has it; only the result then has the gradient.
+    """
 
     @staticmethod
     def forward(
@@ -139,6 +142,9 @@ class _TurnedInPlace(torch.autograd.Function):
         ctx.parts, ctx.options = parts, (seqlen_offsets, cu_seqlens, max_seqlen, interleaved, inplace)
         for index, cos, sin in parts:
             apply_rotary(x[index], cos, sin, *ctx.options)
+        whole = x if x._base is None else x._base
+        if not (whole.is_leaf and whole.requires_grad):  # which autograd would refuse
+            ctx.mark_dirty(x)
         return x
 
     @staticmethod
