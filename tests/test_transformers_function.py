@@ -83,9 +83,12 @@ def test_packed_sequences() -> None:
             alone = attention(q[:, :, part], k[:, :, part], v[:, :, part], causal=causal).transpose(1, 2)
             torch.testing.assert_close(out[:, part], alone)
         assert not out[:, 5].any()
-    mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
-    same = attention_function(DECODER, q, k, v, mask, cu_seq_lens_q=sizes, cu_seq_lens_k=sizes)[0]
-    torch.testing.assert_close(same, attention_function(DECODER, q, k, v, None, cu_seq_lens_q=sizes)[0])
+    seen = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+    ranges = torch.tensor([[0, i + 1] for i in range(6)], dtype=torch.int32)[None, None]
+    alone = attention_function(DECODER, q, k, v, None, cu_seq_lens_q=sizes)[0]
+    for mask in (seen, ranges):
+        out = attention_function(DECODER, q, k, v, mask, cu_seq_lens_q=sizes, cu_seq_lens_k=sizes)[0]
+        torch.testing.assert_close(out, alone)
 
 
 @pytest.mark.parametrize(

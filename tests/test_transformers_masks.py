@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import masking_utils as theirs
 
 from pyattn.adapters import transformers as adapter
-from pyattn.adapters import transformers_masks
+from pyattn.adapters import transformers_masks, transformers_rules
 from pyattn.adapters.transformers import mask_function
 from pyattn.cli.timing import peak_memory
 
@@ -90,6 +90,17 @@ def test_packed_masks(rule: str) -> None:
     assert mask is not None
     assert mask.dtype == torch.int32
     assert torch.equal(shown(mask, 12, 12, causal=True)[:1], theirs.sdpa_mask(1, 12, 12, **arguments))
+
+
+@pytest.mark.parametrize("rule", ["causal", "full", "window", "both ways", "chunks"])
+def test_rules_of_transformers_are_known(rule: str) -> None:
+    """Nothing is evaluated but the rows that are compared."""
+    interval = transformers_rules.interval(RULES[rule], torch.arange(9))
+    assert interval is not None
+    ranges = torch.stack(interval, -1).clamp(0, 9)[:, None].int()
+    truth = theirs.sdpa_mask(2, 9, 9, mask_function=RULES[rule], allow_is_causal_skip=False)
+    assert torch.equal(shown(ranges, 9, 9, causal=True), truth)
+    assert transformers_rules.interval(theirs.and_masks(RULES[rule], RULES["image"]), torch.arange(9)) is None
 
 
 def test_plain_masks_are_left_out() -> None:
