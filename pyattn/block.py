@@ -152,7 +152,7 @@ class Block:
 
     def of(self, queries: Tensor) -> Tensor:
         """These rows of a tensor that has one for each query."""
-        return queries[:, :, self.begin : self.end]
+        return queries.narrow(2, self.begin, self.end - self.begin)
 
     def of_bias(self, bias: Tensor) -> Tensor:
         """These rows of a bias or of its tangent, broadcasting to pairs."""

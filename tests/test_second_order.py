@@ -171,3 +171,31 @@ def test_third_derivatives_raise() -> None:
     ):
         with pytest.raises(NotImplementedError, match=THIRD):
             third()
+
+
+def test_autograd_functional() -> None:
+    """torch.autograd.functional, whose jvp is a double backward; its hvp is a triple one, and raises."""
+    call, functional = Call({}), torch.autograd.functional
+    moved = tuple(x.sin() for x in call.inputs)
+    ours, truth = (
+        (
+            functional.jvp(lambda *x, f=function: call(f, *x), call.inputs, moved),
+            functional.vhp(loss(call, function), call.inputs, moved),
+            functional.hessian(loss(call, function), call.inputs),
+        )
+        for function in (attention, reference.attention)
+    )
+    torch.testing.assert_close(ours, truth, rtol=0, atol=1e-11)
+    with pytest.raises(NotImplementedError, match=THIRD):
+        functional.hvp(loss(call, attention), call.inputs, moved)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_saved_tensors_changed_in_place_raise(which: int) -> None:
+    leaves = Call({}).leaves
+    inputs = [x.clone() for x in leaves]
+    gradient = torch.autograd.grad(attention(*inputs).sin().sum(), leaves, create_graph=True)[0].sin().sum()
+    with torch.no_grad():
+        inputs[which].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(gradient, leaves)
