@@ -4,6 +4,7 @@ import math
 import re
 import sys
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -141,16 +142,18 @@ def test_what_a_runtime_is_asked_for_is_causal_attention(name, shape):
     torch.testing.assert_close(side.program.out(), reference.attention(q, k, v))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", COMPILERS)
-def test_an_installed_runtime_computes_ours(name, shape):
-    for package in COMPILERS[name][0]:
-        pytest.importorskip(package)
-    q, k, v = torch.randn(3, *shape)
-    side = runtimes.forwards(q, k, v)[name]
-    for _ in range(2):
-        side()
-        torch.testing.assert_close(side.program.out(), reference.attention(q, k, v))
+INSTALLED = [name for name, (packages, _) in COMPILERS.items() if all(map(find_spec, packages))]
+
+if INSTALLED:
+
+    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize("name", INSTALLED)
+    def test_an_installed_runtime_computes_ours(name, shape):
+        q, k, v = torch.randn(3, *shape)
+        side = runtimes.forwards(q, k, v)[name]
+        for _ in range(2):
+            side()
+            torch.testing.assert_close(side.program.out(), reference.attention(q, k, v))
 
 
 @pytest.mark.usefixtures("stand_ins")
