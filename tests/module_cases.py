@@ -22,6 +22,13 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "SingleHeadSelfAttention": (D_IN, D_OUT),
     "Attention": (D_IN, 3),
     "GroupedQueryAttention": (D_IN, D_OUT, 0.0, 4, 2, None, True),
+    "Ch03_MHA_Wrapper": (D_IN, D_OUT // 2, CONTEXT_LENGTH, 0.0, 2, True),
+    "MultiHeadAttentionCombinedQKV": (D_IN, D_OUT, 2, CONTEXT_LENGTH, 0.0, True),
+    "MHAEinsum": (D_IN, D_OUT, CONTEXT_LENGTH, 0.0, 2, True),
+    "MHAPyTorchScaledDotProduct": (D_IN, D_OUT, 2, CONTEXT_LENGTH),
+    "MHAPyTorchSDPAWithoutFlash": (D_IN, D_OUT, 4, CONTEXT_LENGTH, 0.0, True),
+    "MHAPyTorchClass": (D_IN, D_IN, 3, CONTEXT_LENGTH, 0.0, True),
+    "MHAPyTorchFlexAttention": (D_IN, D_OUT, 1, CONTEXT_LENGTH),
 }
 
 every_module = pytest.mark.parametrize("name", ARGUMENTS)
@@ -44,6 +51,15 @@ def pair(name: str, *arguments: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
         torch.manual_seed(123)
         made.append(getattr(home, name)(*(arguments or ARGUMENTS[name])))
     return made[0], made[1]
+
+
+def set_dropout(module: torch.nn.Module, p: float) -> None:
+    """In all modules within, be it a module or a number."""
+    for part in module.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = p
+        elif isinstance(getattr(part, "dropout", None), float):
+            part.dropout = p
 
 
 def output(module: torch.nn.Module, x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from module_cases import (
     every_module,
     output,
     pair,
+    set_dropout,
 )
 
 import pyattn
@@ -31,9 +32,7 @@ WITH_DROPOUT = [name for name in ARGUMENTS if not name.startswith(("Simplified",
 @pytest.mark.parametrize("name", WITH_DROPOUT)
 def test_dropout_in_training(name):
     native, plain = (module.double() for module in pair(name))
-    for module in native.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.5
+    set_dropout(native, 0.5)
     draws = 1000
     x = torch.randn(7, D_IN, dtype=torch.float64)
     expected = output(plain, x[None])[0]
@@ -85,9 +84,10 @@ def test_native_attention_gets_views(name, monkeypatch):
     monkeypatch.setattr(heads, "attention", spy)
     native, _ = pair(name)
     native(torch.randn(2, 7, D_IN))
-    assert len(calls) == (2 if name == "MultiHeadAttentionWrapper" else 1)
+    assert len(calls) == (2 if name.endswith("Wrapper") else 1)
     for tensor in calls[0]:
-        assert tensor.transpose(1, 2).is_contiguous() or tensor.shape[0] == 1, "a view of what the projection wrote"
+        side_by_side = tensor.stride(3) == 1 and tensor.stride(1) == tensor.shape[3]
+        assert side_by_side or tensor.shape[0] == 1, "a view of what the projection wrote"
 
 
 def test_trace_shapes(capsys):
@@ -230,7 +230,7 @@ def test_the_product_does_not_import_the_reference():
     assert importing == {"cli/compare.py", "cli/contenders.py"}
 
 
-@pytest.mark.parametrize("name", WITH_DROPOUT)
+@pytest.mark.parametrize("name", [name for name in WITH_DROPOUT if not name.startswith("MHAPyTorch")])
 def test_identity_in_place_of_dropout(name):
     """People switch dropout off for good by putting nn.Identity where it was."""
     native, plain = (module.double() for module in pair(name))

@@ -14,6 +14,7 @@ from module_cases import (
     every_module,
     output,
     pair,
+    set_dropout,
 )
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -33,8 +34,12 @@ TOKENS = torch.tensor(
 BATCH = torch.stack([TOKENS, TOKENS])
 
 
+WEIGHTS = {"bias_q": "W_query", "bias_k": "W_key", "bias_v": "W_value"}
+"""MHAEinsum's biases, and the weights (d_in, d_out) that they belong to."""
+
+
 def results(module: torch.nn.Module, x: Tensor, dout: Tensor) -> dict[str, Tensor]:
-    """The output and every gradient. A bias is one more column of its weight.
+    """The output and every gradient. A bias is one more column, or row, of its weight.
 
     In exact arithmetic the gradient of a key bias is 0, for softmax ignores what all keys of a query share: alone it
     has no scale to be judged by.
@@ -48,6 +53,8 @@ def results(module: torch.nn.Module, x: Tensor, dout: Tensor) -> dict[str, Tenso
         if name.endswith(".bias"):
             weight = name.removesuffix("bias") + "weight"
             found[weight] = torch.cat([found[weight], parameter.grad[:, None]], dim=1)
+        elif name in WEIGHTS:
+            found[WEIGHTS[name]] = torch.cat([found[WEIGHTS[name]], parameter.grad[None]])
         else:
             found[name] = parameter.grad.clone()
     return found
@@ -177,7 +184,7 @@ def test_need_weights(name):
     out, weights = native(x) if name == "SingleHeadSelfAttention" else native(x, need_weights=True)
     with RecordSoftmax() as record:
         assert_same(out, output(plain, x))
-    expected = torch.stack(record.weights, dim=1) if name == "MultiHeadAttentionWrapper" else record.weights[0]
+    expected = torch.stack(record.weights, dim=1) if name.endswith("Wrapper") else record.weights[0]
     assert_same(weights, expected)
 
 
@@ -244,9 +251,7 @@ def test_compiles_to_one_graph(name):
     """In training too, with dropout, with a mask and with weights."""
     torch._dynamo.reset()
     native, _ = pair(name)
-    for module in native.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.5
+    set_dropout(native, 0.5)
     x = torch.randn(2, 7, D_IN)
     calls = [{}] if name == "SingleHeadSelfAttention" else [{}, {"need_weights": True}]
     calls += [{"mask": nn.causal_mask(7), "need_weights": True}] if name == "Attention" else []

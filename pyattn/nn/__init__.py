@@ -2,9 +2,9 @@
 
 Import them in place of your own. Constructors, attribute names, initial values under a seed and state dicts are those
 of the plain modules in :mod:`pyattn.reference` (S. Raschka, "Build a Large Language Model (From Scratch)", chapters 3
-and 4, and the tutorials after it). ``load_state_dict(strict=True)`` works both ways, the ``mask`` buffer's key
-included: see :class:`pyattn.nn.mask.CausalMask`. Memory is linear in seqlen, unless weights are returned or a mask is
-given. Each head computes (Vaswani et al. 2017, equation 1) ::
+and 4 with its bonus material, and the tutorials after it). ``load_state_dict(strict=True)`` works both ways, the
+``mask`` buffer's key included: see :class:`pyattn.nn.mask.CausalMask`. Memory is linear in seqlen, unless weights are
+returned or a mask is given. Each head computes (Vaswani et al. 2017, equation 1) ::
 
     out = dropout(softmax(mask(q k^T / sqrt(head_dim)))) v        causal mask, seqlen 4:    1 0 0 0
                                                                   query i down, key j       1 1 0 0
@@ -26,6 +26,16 @@ What all modules share:
 """
 
 from pyattn.nn.causal import CausalAttention, MultiHeadAttentionWrapper, SingleHeadSelfAttention
+from pyattn.nn.efficient import (
+    Ch03_MHA,
+    Ch03_MHA_Wrapper,
+    MHAEinsum,
+    MHAPyTorchClass,
+    MHAPyTorchFlexAttention,
+    MHAPyTorchScaledDotProduct,
+    MHAPyTorchSDPAWithoutFlash,
+    MultiHeadAttentionCombinedQKV,
+)
 from pyattn.nn.gpt2 import (
     GPT2_CONFIGS,
     create_gpt2_large_attention,
@@ -41,8 +51,16 @@ __all__ = [
     "GPT2_CONFIGS",
     "Attention",
     "CausalAttention",
+    "Ch03_MHA",
+    "Ch03_MHA_Wrapper",
     "GroupedQueryAttention",
+    "MHAEinsum",
+    "MHAPyTorchClass",
+    "MHAPyTorchFlexAttention",
+    "MHAPyTorchSDPAWithoutFlash",
+    "MHAPyTorchScaledDotProduct",
     "MultiHeadAttention",
+    "MultiHeadAttentionCombinedQKV",
     "MultiHeadAttentionWrapper",
     "SelfAttention",
     "SelfAttention_v1",

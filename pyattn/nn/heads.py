@@ -15,15 +15,22 @@ from pyattn.weights import attention_weights
 Output = Tensor | tuple[Tensor, Tensor]
 
 
-def make_dropout(p: float) -> nn.Dropout:
-    """The module ``dropout`` of a constructor's argument."""
+def check_dropout(p: float) -> float:
+    """A constructor's ``dropout``, or ValueError."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"pyattn: dropout must be between 0 and 1, got {p}")
-    return nn.Dropout(p)
+    return p
 
 
-def dropout_probability(dropout: nn.Module | None) -> float:
+def make_dropout(p: float) -> nn.Dropout:
+    """The module ``dropout`` of a constructor's argument."""
+    return nn.Dropout(check_dropout(p))
+
+
+def dropout_probability(dropout: nn.Module | float | None) -> float:
     """The probability that ``dropout`` stands for now. ``nn.Identity`` in its place switches it off."""
+    if isinstance(dropout, (int, float)):
+        return check_dropout(dropout)
     if dropout is None or isinstance(dropout, nn.Identity):
         return 0.0
     if not isinstance(dropout, nn.Dropout):
@@ -36,7 +43,7 @@ def _attend(
     k: Tensor,
     v: Tensor,
     *,
-    dropout: nn.Module | None = None,
+    dropout: nn.Module | float | None = None,
     need_weights: bool = False,
     kv_cache: KVCache | None = None,
     **options: Any,

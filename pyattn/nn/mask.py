@@ -53,8 +53,8 @@ def _what_is_wrong(key: str, mask: object, length: int) -> str | None:
 class CausalMask(nn.Module):
     """A causal module of the book, whose ``mask`` (context_length, context_length) takes no memory.
 
-    ``mask`` is 1 above the diagonal (masked out) and 0 elsewhere, in the parameters' dtype, made anew whenever it is
-    read. In state dicts it stands where the plain module's buffer stands:
+    ``mask`` is 1 above the diagonal (masked out) and 0 elsewhere, in the parameters' dtype or ``mask_dtype``, made anew
+    whenever it is read. In state dicts it stands where the plain module's buffer stands:
 
     - Saving writes it under the key ``mask``, unless ``persistent_mask`` is False.
     - Loading refuses a ``mask`` of another shape or other values, naming the first that differs. A state without
@@ -67,6 +67,8 @@ class CausalMask(nn.Module):
     """
 
     persistent_mask = True
+    mask_dtype: torch.dtype | None = None
+    """The mask's dtype; None: the parameters'."""
 
     def __init__(self, context_length: int) -> None:
         super().__init__()
@@ -83,7 +85,7 @@ class CausalMask(nn.Module):
             return own
         like = next(self.parameters(), torch.empty(0))
         shape = (self.context_length, self.context_length)
-        return torch.ones(shape, dtype=like.dtype, device=like.device).triu(1)
+        return torch.ones(shape, dtype=self.mask_dtype or like.dtype, device=like.device).triu(1)
 
     @mask.setter
     def mask(self, mask: Tensor | None) -> None:
@@ -111,9 +113,9 @@ class CausalMask(nn.Module):
         return {"causal": False, "bias": ~masked}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.persistent_mask and self._own_mask is None:
             destination[prefix + "mask"] = self.mask
-        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         key = prefix + "mask"

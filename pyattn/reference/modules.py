@@ -15,7 +15,7 @@ def _attend(
     v: Tensor,
     *,
     masked: Tensor | None = None,
-    dropout: nn.Dropout | None = None,
+    dropout: nn.Module | None = None,
     softmax_scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``dropout(softmax(softmax_scale q k^T)) v`` and the weights; ``masked``: bool, True = masked out."""

@@ -1,0 +1,214 @@
+"""The book's efficient multi-head attention, nine ways to write the same: those that :mod:`pyattn.nn` lacks otherwise.
+
+The first two of S. Raschka's comparison (chapter 3, "Comparing Efficient Multi-Head Attention Implementations") are the
+chapter's own classes, under other names; the others differ in where their weights are. Here all compute natively.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+
+from pyattn.cache import KVCache
+from pyattn.nn.causal import MultiHeadAttentionWrapper
+from pyattn.nn.checks import check_cache, check_input, quotient
+from pyattn.nn.heads import Output, attend_heads, check_dropout, make_dropout, output_of
+from pyattn.nn.mask import CausalMask
+from pyattn.nn.multi_head import MultiHeadAttention
+
+Ch03_MHA = MultiHeadAttention
+
+
+class Ch03_MHA_Wrapper(MultiHeadAttentionWrapper):
+    """:class:`MultiHeadAttentionWrapper` with a Linear ``out_proj`` over the concatenated heads.
+
+    >>> Ch03_MHA_Wrapper(3, 2, context_length=6, dropout=0.0, num_heads=2)(torch.rand(8, 6, 3)).shape
+    torch.Size([8, 6, 4])
+    """
+
+    def __init__(
+        self, d_in: int, d_out: int, context_length: int, dropout: float, num_heads: int, qkv_bias: bool = False
+    ) -> None:
+        super().__init__(d_in, d_out, context_length, dropout, num_heads, qkv_bias)
+        self.out_proj = nn.Linear(d_out * num_heads, d_out * num_heads)
+
+    def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:
+        """``x`` (batch, seqlen, d_in), out (batch, seqlen, num_heads * d_out)."""
+        result = super().forward(x, need_weights=need_weights)
+        out, weights = result if isinstance(result, tuple) else (result, None)
+        return output_of(self.out_proj(out), weights)
+
+
+class MHAPyTorchScaledDotProduct(CausalMask):
+    """One Linear ``qkv`` for queries, keys and values, and one, ``proj``, for the output; ``dropout`` is a number.
+
+    The plain module calls torch's ``scaled_dot_product_attention`` and has no mask, so its states have none.
+
+    >>> MHAPyTorchScaledDotProduct(d_in=8, d_out=12, num_heads=3, context_length=6)(torch.rand(2, 6, 8)).shape
+    torch.Size([2, 6, 12])
+    """
+
+    persistent_mask = False
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        num_heads: int,
+        context_length: int,
+        dropout: float = 0.0,
+        qkv_bias: bool = False,
+    ) -> None:
+        super().__init__(context_length)
+        self.d_in = d_in
+        self.d_out = d_out
+        self.num_heads = num_heads
+        self.head_dim = quotient("d_out", d_out, "num_heads", num_heads)
+        self.qkv = nn.Linear(d_in, 3 * d_out, bias=qkv_bias)
+        self.proj = nn.Linear(d_out, d_out)
+        self.dropout: float | nn.Module = check_dropout(dropout)
+
+    def forward(self, x: Tensor, *, kv_cache: KVCache | None = None, need_weights: bool = False) -> Output:
+        """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x goes on behind the tokens in ``kv_cache``."""
+        check_input(x, self.d_in, self.qkv, context_length=self.context_length)
+        check_cache(kv_cache, need_weights, self.context_length)
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        dropout = self.dropout if isinstance(self.dropout, nn.Module) else self.dropout * self.training
+        options = self.mask_options(x, kv_cache is not None) | {"dropout": dropout, "need_weights": need_weights}
+        out, weights = attend_heads(q, k, v, self.head_dim, kv_cache=kv_cache, **options)
+        return output_of(self.proj(out), weights)
+
+
+class MHAPyTorchFlexAttention(MHAPyTorchScaledDotProduct):
+    """The same as the plain module writes it with FlexAttention, which has no dropout: here it counts."""
+
+
+class MHAPyTorchSDPAWithoutFlash(MHAPyTorchScaledDotProduct):
+    """The same with a bool ``mask``, which the plain module keeps in its states."""
+
+    persistent_mask = True
+    mask_dtype = torch.bool
+
+
+class MultiHeadAttentionCombinedQKV(MHAPyTorchScaledDotProduct):
+    """The same with a ``mask`` in its states, and a module ``dropout``."""
+
+    persistent_mask = True
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        num_heads: int,
+        context_length: int,
+        dropout: float = 0.0,
+        qkv_bias: bool = False,
+    ) -> None:
+        super().__init__(d_in, d_out, num_heads, context_length, dropout, qkv_bias)
+        self.dropout = make_dropout(dropout)
+
+
+class MHAEinsum(CausalMask):
+    """Projections by parameters ``W_query W_key W_value`` (d_in, d_out) and ``bias_q bias_k bias_v``, and ``out_proj``.
+
+    Editions of the book in which the parameters are (d_out, d_in) take d_in = d_out alone; they mean the same there.
+
+    >>> MHAEinsum(8, 8, context_length=6, dropout=0.0, num_heads=2)(torch.rand(2, 6, 8)).shape
+    torch.Size([2, 6, 8])
+    """
+
+    bias_q: Tensor | None
+    bias_k: Tensor | None
+    bias_v: Tensor | None
+
+    def __init__(
+        self, d_in: int, d_out: int, context_length: int, dropout: float, num_heads: int, qkv_bias: bool = False
+    ) -> None:
+        super().__init__(context_length)
+        self.d_in = d_in
+        self.d_out = d_out
+        self.num_heads = num_heads
+        self.head_dim = quotient("d_out", d_out, "num_heads", num_heads)
+        self.W_query = nn.Parameter(torch.randn(d_in, d_out))
+        self.W_key = nn.Parameter(torch.randn(d_in, d_out))
+        self.W_value = nn.Parameter(torch.randn(d_in, d_out))
+        for name in ("bias_q", "bias_k", "bias_v"):
+            self.register_parameter(name, nn.Parameter(torch.zeros(d_out)) if qkv_bias else None)
+        self.out_proj = nn.Linear(d_out, d_out)
+        self.dropout: nn.Module = make_dropout(dropout)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the projections anew, in the plain module's order; not ``out_proj``."""
+        for weight in (self.W_query, self.W_key, self.W_value):
+            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+        bound = 1 / math.sqrt(self.W_query.shape[1])
+        for bias in (self.bias_q, self.bias_k, self.bias_v):
+            if bias is not None:
+                nn.init.uniform_(bias, -bound, bound)
+
+    def forward(self, x: Tensor, *, kv_cache: KVCache | None = None, need_weights: bool = False) -> Output:
+        """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x goes on behind the tokens in ``kv_cache``."""
+        check_input(x, self.d_in, self.W_query, context_length=self.context_length)
+        check_cache(kv_cache, need_weights, self.context_length)
+        weights = (self.W_query, self.bias_q), (self.W_key, self.bias_k), (self.W_value, self.bias_v)
+        q, k, v = (linear(x, weight.mT, bias) for weight, bias in weights)
+        options = self.mask_options(x, kv_cache is not None) | {"dropout": self.dropout, "need_weights": need_weights}
+        out, shown = attend_heads(q, k, v, self.head_dim, kv_cache=kv_cache, **options)
+        return output_of(self.out_proj(out), shown)
+
+
+class MHAPyTorchClass(CausalMask):
+    """The parameters of torch's ``nn.MultiheadAttention``, in ``multihead_attn``, then the Linear ``proj``.
+
+    With ``qkv_bias``, that module also has a key and a value, ``bias_k`` and ``bias_v``, which every query sees behind
+    all others. ``need_weights`` chooses the plain module's way to compute and changes no result: the weights come with
+    ``forward(x, need_weights=True)``.
+
+    >>> MHAPyTorchClass(d_in=8, d_out=8, num_heads=2, context_length=6)(torch.rand(2, 6, 8)).shape
+    torch.Size([2, 6, 8])
+    """
+
+    mask_dtype = torch.bool
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        num_heads: int,
+        context_length: int,
+        dropout: float = 0.0,
+        qkv_bias: bool = False,
+        need_weights: bool = True,
+    ) -> None:
+        super().__init__(context_length)
+        if d_in != d_out:
+            raise ValueError(f"pyattn: d_in must equal d_out for nn.MultiheadAttention, got {d_in} and {d_out}")
+        self.d_in = d_in
+        self.head_dim = quotient("d_out", d_out, "num_heads", num_heads)
+        self.multihead_attn = nn.MultiheadAttention(
+            d_out, num_heads, check_dropout(dropout), bias=qkv_bias, add_bias_kv=qkv_bias, batch_first=True
+        )
+        self.need_weights = need_weights
+        self.proj = nn.Linear(d_out, d_out)
+
+    def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:
+        """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); the weights' last key is that of ``bias_k``."""
+        check_input(x, self.d_in, self.proj, context_length=self.context_length)
+        inner, options = self.multihead_attn, self.mask_options(x)
+        q, k, v = linear(x, inner.in_proj_weight, inner.in_proj_bias).chunk(3, dim=-1)
+        if inner.bias_k is not None and inner.bias_v is not None:
+            k, v = (_before(bias, x) for bias, x in ((inner.bias_k, k), (inner.bias_v, v)))
+            if "bias" in options:
+                options["bias"] = pad(options["bias"], (1, 0), value=True)
+        options |= {"dropout": inner.dropout * self.training, "need_weights": need_weights}
+        out, weights = attend_heads(q, k, v, self.head_dim, **options)
+        if weights is not None and inner.bias_k is not None:
+            weights = weights.roll(-1, -1)
+        return output_of(self.proj(inner.out_proj(out)), weights)
+
+
+def _before(row: Tensor, x: Tensor) -> Tensor:
+    """``row`` (1, 1, E) and behind it x (batch, seqlen, E): as the first key, the causal mask shows it to all."""
+    return torch.cat([row.to(x.dtype).expand(x.shape[0], 1, -1), x], dim=1)

@@ -1,0 +1,156 @@
+"""The book's efficient multi-head attention in plain PyTorch: the specification of :mod:`pyattn.nn.efficient`.
+
+The way it is computed is that of the chapter's own classes, whichever function of torch the book calls; what differs,
+and is specified here, are the parameters, their order and the states.
+"""
+# ruff: noqa: D101, D102
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from pyattn.reference.modules import MultiHeadAttention, MultiHeadAttentionWrapper, _attend, _future
+
+Ch03_MHA = MultiHeadAttention
+
+
+def _causal_heads(q: Tensor, k: Tensor, v: Tensor, num_heads: int, dropout: nn.Module) -> Tensor:
+    """Causal attention over (B, T, num_heads * head_dim); the keys behind the last query's are seen by all."""
+    q, k, v = (x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in (q, k, v))
+    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
+    masked = torch.ones(seqlen_q, seqlen_q, dtype=torch.bool, device=q.device).triu(1)
+    masked = torch.nn.functional.pad(masked, (0, seqlen_k - seqlen_q))
+    return _attend(q, k, v, masked=masked, dropout=dropout)[0].transpose(1, 2).flatten(2)
+
+
+class Ch03_MHA_Wrapper(MultiHeadAttentionWrapper):
+    def __init__(
+        self, d_in: int, d_out: int, context_length: int, dropout: float, num_heads: int, qkv_bias: bool = False
+    ) -> None:
+        super().__init__(d_in, d_out, context_length, dropout, num_heads, qkv_bias)
+        self.out_proj = nn.Linear(d_out * num_heads, d_out * num_heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out_proj(super().forward(x))
+        return out
+
+
+class MHAPyTorchScaledDotProduct(nn.Module):
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        num_heads: int,
+        context_length: int,
+        dropout: float = 0.0,
+        qkv_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.context_length = context_length
+        self.qkv = nn.Linear(d_in, 3 * d_out, bias=qkv_bias)
+        self.proj = nn.Linear(d_out, d_out)
+        self.dropout: float | nn.Module = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        dropout = self.dropout if isinstance(self.dropout, nn.Module) else nn.Dropout(self.dropout)
+        q, k, v = self.qkv(x).chunk(3, -1)
+        out: Tensor = self.proj(_causal_heads(q, k, v, self.num_heads, dropout.train(self.training)))
+        return out
+
+
+class MHAPyTorchFlexAttention(MHAPyTorchScaledDotProduct):
+    pass
+
+
+class MHAPyTorchSDPAWithoutFlash(MHAPyTorchScaledDotProduct):
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        num_heads: int,
+        context_length: int,
+        dropout: float = 0.0,
+        qkv_bias: bool = False,
+    ) -> None:
+        super().__init__(d_in, d_out, num_heads, context_length, dropout, qkv_bias)
+        self.register_buffer("mask", _future(context_length).bool())
+
+
+class MultiHeadAttentionCombinedQKV(MHAPyTorchScaledDotProduct):
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        num_heads: int,
+        context_length: int,
+        dropout: float = 0.0,
+        qkv_bias: bool = False,
+    ) -> None:
+        super().__init__(d_in, d_out, num_heads, context_length, dropout, qkv_bias)
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("mask", _future(context_length))
+
+
+class MHAEinsum(nn.Module):
+    bias_q: Tensor | None
+    bias_k: Tensor | None
+    bias_v: Tensor | None
+
+    def __init__(
+        self, d_in: int, d_out: int, context_length: int, dropout: float, num_heads: int, qkv_bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.W_query = nn.Parameter(torch.randn(d_in, d_out))
+        self.W_key = nn.Parameter(torch.randn(d_in, d_out))
+        self.W_value = nn.Parameter(torch.randn(d_in, d_out))
+        for name in ("bias_q", "bias_k", "bias_v"):
+            self.register_parameter(name, nn.Parameter(torch.zeros(d_out)) if qkv_bias else None)
+        self.out_proj = nn.Linear(d_out, d_out)
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("mask", _future(context_length))
+        for weight in (self.W_query, self.W_key, self.W_value):
+            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+        bound = 1 / math.sqrt(d_out)
+        for bias in (self.bias_q, self.bias_k, self.bias_v):
+            if bias is not None:
+                nn.init.uniform_(bias, -bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = (self.W_query, self.bias_q), (self.W_key, self.bias_k), (self.W_value, self.bias_v)
+        q, k, v = (linear(x, weight.mT, bias) for weight, bias in weights)
+        out: Tensor = self.out_proj(_causal_heads(q, k, v, self.num_heads, self.dropout))
+        return out
+
+
+class MHAPyTorchClass(nn.Module):
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        num_heads: int,
+        context_length: int,
+        dropout: float = 0.0,
+        qkv_bias: bool = False,
+        need_weights: bool = True,
+    ) -> None:
+        super().__init__()
+        self.multihead_attn = nn.MultiheadAttention(
+            d_out, num_heads, dropout, bias=qkv_bias, add_bias_kv=qkv_bias, batch_first=True
+        )
+        self.need_weights = need_weights
+        self.proj = nn.Linear(d_out, d_out)
+        self.register_buffer("mask", _future(context_length).bool())
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.multihead_attn
+        q, k, v = linear(x, inner.in_proj_weight, inner.in_proj_bias).chunk(3, -1)
+        if inner.bias_k is not None and inner.bias_v is not None:
+            k = torch.cat([k, inner.bias_k.to(k.dtype).expand(len(x), 1, -1)], 1)
+            v = torch.cat([v, inner.bias_v.to(v.dtype).expand(len(x), 1, -1)], 1)
+        dropout = nn.Dropout(inner.dropout).train(self.training)
+        out: Tensor = self.proj(inner.out_proj(_causal_heads(q, k, v, inner.num_heads, dropout)))
+        return out
