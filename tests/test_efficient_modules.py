@@ -35,9 +35,7 @@ def test_multihead_attention_has_one_width():
         nn.MHAPyTorchClass(8, 12, 3, 9)
 
 
-@pytest.mark.parametrize(
-    "name", ["MHAPyTorchScaledDotProduct", "MHAPyTorchSDPAWithoutFlash", "MHAPyTorchFlexAttention"]
-)
+@pytest.mark.parametrize("name", ["ScaledDotProduct", "SDPAWithoutFlash", "FlexAttention"])
 def test_parameters_of_sdpa(name):
     module = getattr(nn, f"MHAPyTorch{name}")(12, 24, 4, 9, qkv_bias=True).double()
     q, k, v = module.qkv(X).view(2, 7, 3, 4, 6).permute(2, 0, 3, 1, 4)
