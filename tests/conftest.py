@@ -11,7 +11,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 
-pytest.register_assert_rewrite("backends", "caches", "feature_calls", "helpers", "module_cases", "yardstick")
+pytest.register_assert_rewrite(
+    "backends", "caches", "feature_calls", "helpers", "module_cases", "packed_cases", "yardstick"
+)
 
 import emulated  # noqa: E402
 import races  # noqa: E402

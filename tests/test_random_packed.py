@@ -11,8 +11,8 @@ import torch
 from helpers import DTYPES, Truth, assert_accurate_by, assert_equal
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from packed_cases import Unpadded
 from test_random import cases
-from test_varlen import Unpadded
 from test_varlen_pages import Paged
 
 from pyattn import _C, attention_varlen

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_equal, each_dtype
-from test_varlen import GROUPED, MIXED, Packed
+from packed_cases import GROUPED, MIXED, Packed
 from torch import Tensor
 from torch.autograd import gradcheck
 from torch.utils.flop_counter import FlopCounterMode
