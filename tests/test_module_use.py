@@ -207,16 +207,6 @@ def test_docstring_examples_run():
     assert not any(result.failed for result in results)
 
 
-def test_the_readmes_snippets_run_in_their_order():
-    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    names = {}
-    for snippet in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        exec(snippet, names)
-    assert names["lse"].shape == (2, 12, 1024)
-    assert names["q"].grad.isfinite().all()
-    assert isinstance(names["mha"], nn.MultiHeadAttention)
-
-
 def test_modules_come_with_the_package():
     assert pyattn.nn is nn
 
