@@ -235,6 +235,14 @@ def test_nested_tensors_are_counted(layout):
     assert counts() == (0, 0, {"nested tensors": 1})
 
 
+def test_nested_tensors_in_modules_are_an_error():
+    """torch takes them on its fast path alone, and says so."""
+    module = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    nested = torch.nested.nested_tensor([torch.randn(3, 8)], layout=torch.strided)
+    with enabled(), torch.no_grad(), pytest.raises(AssertionError, match="NestedTensor outside of its fast path"):
+        module(nested, nested, nested, need_weights=False)
+
+
 def test_tensors_that_hold_others_are_torchs():
     """Such as DTensor; a plain subclass is taken and comes back as one."""
 

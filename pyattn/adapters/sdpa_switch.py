@@ -90,6 +90,7 @@ def _counted_as(reason: str, function: Callable[..., Any], comes_by: Callable[..
             count(reason)
         return function(*arguments, **named)
 
+    counting.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]  # TorchScript compiles torch's own
     return counting
 
 
@@ -187,7 +188,8 @@ def enable() -> None:
 
     ``nn.MultiheadAttention`` comes here with ``need_weights=False``; with True, its default, it computes weights by
     itself, which is counted. Its inference fast path, and that of ``nn.TransformerEncoder``, is off meanwhile: rows
-    that are padding then hold numbers, where the fast path may put zeros.
+    that are padding then hold numbers, where the fast path may put zeros, and a nested tensor given to these modules is
+    an error, as torch takes one on that path only.
 
     ``torch.compile`` takes the native operator into its graphs. A graph keeps what was on when it was compiled:
     ``torch.compiler.reset()`` compiles anew. Caches of compiled code on disk are told apart by
