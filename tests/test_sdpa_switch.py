@@ -235,6 +235,7 @@ def test_nested_tensors_are_counted(layout):
     assert counts() == (0, 0, {"nested tensors": 1})
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_in_modules_are_an_error():
     """torch takes them on its fast path alone, and says so."""
     module = nn.MultiheadAttention(8, 2, batch_first=True).eval()
