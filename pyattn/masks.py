@@ -191,3 +191,9 @@ def from_bool(mask: Tensor) -> Tensor | None:
     if (end - begin != count).any() or (ranges != ranges[:, :1]).any():
         return None
     return ranges[:, 0]
+
+
+def within(ranges: Tensor, others: Tensor) -> Tensor:
+    """What is in both of two ranges; (B or 1, Sq or 1, 2) each."""
+    begin = torch.maximum(ranges[..., 0], others[..., 0])
+    return torch.stack([begin, torch.maximum(begin, torch.minimum(ranges[..., 1], others[..., 1]))], -1)

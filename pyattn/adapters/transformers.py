@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyattn import masks
 from pyattn.adapters import transformers_masks
 from pyattn.adapters.transformers_masks import are_ranges
 from pyattn.arguments import check_size, check_tensor, shown
@@ -223,7 +224,7 @@ def _masked(
         if mask.dim() != 4:
             raise ValueError(f"pyattn: attention_mask must have 4 dimensions, got shape {tuple(mask.shape)}")
         if are_ranges(mask, seqlen_k):
-            key_ranges = mask[:, 0] if key_ranges is None else transformers_masks.within(mask[:, 0], key_ranges)
+            key_ranges = mask[:, 0] if key_ranges is None else masks.within(mask[:, 0], key_ranges)
         elif mask.dtype != torch.bool and not mask.is_floating_point():
             raise TypeError(
                 f"pyattn: attention_mask must be bool, float, or ranges as mask_function makes them, int32 (B or 1, 1, "

@@ -129,7 +129,7 @@ def mask_function(
         found = _evaluated(dense, batch_size, q_length, kv_length, attention_mask if holes else None, device)
     if found is None:
         return _counted(HOLES, dense(0, q_length, attention_mask))
-    return (found if unpadded is None else within(found, unpadded))[:, None].to(torch.int32)
+    return (found if unpadded is None else masks.within(found, unpadded))[:, None].to(torch.int32)
 
 
 def _counted(why: str, mask: Tensor) -> Tensor:
@@ -163,12 +163,6 @@ def _source_asks(config: type) -> bool:
     except (OSError, TypeError):  # defined where there is no file
         return True
     return "get_interface(" in code or not re.search(r"^class \w*Attention\w*\(nn\.Module\):", code, re.MULTILINE)
-
-
-def within(ranges: Tensor, others: Tensor) -> Tensor:
-    """What is in both of two ranges; (B or 1, Sq or 1, 2) each."""
-    begin = torch.maximum(ranges[..., 0], others[..., 0])
-    return torch.stack([begin, torch.maximum(begin, torch.minimum(ranges[..., 1], others[..., 1]))], -1)
 
 
 def _seen(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor:

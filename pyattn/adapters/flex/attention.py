@@ -1,0 +1,206 @@
+"""create_block_mask and flex_attention: native on a CPU, torch's own anywhere else."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+
+from pyattn.adapters.flex.blocks import blocks_of, check_complete
+from pyattn.adapters.flex.meaning import Mask, MaskMod, Score, ScoreMod, mask_of, options_of, score_of
+from pyattn.arguments import check_size, check_tensor, check_type
+from pyattn.functional import attention
+
+Results = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
+"""out, with return_lse (out, lse), with return_aux (out, AuxOutput)."""
+
+
+def create_block_mask(
+    mask_mod: MaskMod,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    **more: Any,
+) -> BlockMask:
+    """:func:`torch.nn.attention.flex_attention.create_block_mask`; on a CPU, the same blocks found from intervals.
+
+    torch's own function evaluates every pair: 1 GB for 32,768 queries and keys.
+
+    Args:
+        mask_mod: from a function of this module; on a GPU, any function.
+        B, H: batch and number of query heads, None for 1.
+        Q_LEN, KV_LEN: the numbers of queries and keys.
+        device: where to make it; default: the accelerator, or else the CPU.
+        BLOCK_SIZE: of queries and keys, one int or a pair.
+        _compile: torch's deprecated argument; nothing needs it on a CPU.
+        separate_full_blocks: whether blocks that hide nothing are listed apart. torch has it from 2.13 on.
+        **more: torch's further arguments, for GPUs alone, as ``compute_dq_write_order``.
+
+    Raises:
+        NotImplementedError: on a CPU, a mask_mod from elsewhere, or further arguments.
+        ValueError: a size that is not positive, a B that is not the mask_mod's.
+        TypeError: other types.
+
+    >>> from pyattn.adapters.flex import causal
+    >>> create_block_mask(causal(), None, None, 256, 256, device="cpu").sparsity()
+    25.0
+    """
+    place = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
+    if place.type != "cpu":
+        if not separate_full_blocks:
+            more["separate_full_blocks"] = False
+        sizes = B, H, Q_LEN, KV_LEN
+        return torch_flex.create_block_mask(mask_mod, *sizes, place, BLOCK_SIZE, _compile, **more)
+    if more:
+        raise NotImplementedError(f"pyattn: create_block_mask has no {', '.join(more)} on a CPU, got {more}")
+    for name, size in (("B", B), ("H", H)):
+        if size is not None:
+            check_size(name, size)
+    check_size("Q_LEN", Q_LEN)
+    check_size("KV_LEN", KV_LEN)
+    check_type("separate_full_blocks", separate_full_blocks, bool)
+    block_size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
+    check_type("BLOCK_SIZE", block_size, tuple)
+    for size in block_size:
+        check_size("each of BLOCK_SIZE", size, least=1)
+    sizes = 1 if B is None else B, 1 if H is None else H, Q_LEN, KV_LEN
+    return blocks_of(mask_mod, sizes, place, block_size, separate_full_blocks)
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Results:
+    """:func:`torch.nn.attention.flex_attention.flex_attention`; on a CPU native, with its backward.
+
+    Tensors on any other device go to torch's own function with the same arguments, and may have any mods there.
+
+    Args:
+        query: (B, Hq, L, E), float64, float32, bfloat16 or float16, any strides.
+        key, value: (B, H, S, E) and (B, H, S, Ev); B may be 1 where block_mask has query's B.
+        score_mod: from ``softcap`` or ``alibi``.
+        block_mask: from :func:`create_block_mask`, torch's own included, for a mask_mod of this module. The mask_mod
+            says what is seen; blocks that leave out some of it are refused.
+        scale: finite factor on the scores; default ``1 / sqrt(E)``.
+        enable_gqa: whether Hq may be a multiple of H: query head ``h`` reads head ``h // (Hq // H)``.
+        return_lse: also return the natural logarithm of the softmax denominator, (B, Hq, L), differentiable.
+        kernel_options: torch's options for its GPU kernels. They say how to compute, not what, so they have no effect
+            here; names that torch does not document are refused.
+        return_aux: which of lse and max_scores to return; the CPU has no max_scores, as in torch.
+
+    Returns:
+        (B, Hq, L, Ev) in query's dtype, differentiable in query, key, value and alibi's slopes. A query that sees no
+        key has out 0 and lse -inf, as in torch on a CPU.
+
+    Raises:
+        NotImplementedError: mods from elsewhere, max_scores.
+        ValueError: shapes that don't fit, heads that enable_gqa does not group, a block_mask of other lengths,
+            return_lse together with return_aux.
+        TypeError: other types.
+
+    >>> from pyattn.adapters.flex import sliding_window, softcap
+    >>> query, key, value = torch.randn(3, 2, 8, 100, 64).unbind()
+    >>> block_mask = create_block_mask(sliding_window(16), None, None, 100, 100, device="cpu")
+    >>> flex_attention(query, key, value, softcap(50.0), block_mask).shape
+    torch.Size([2, 8, 100, 64])
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, tensor)
+    if query.device.type != "cpu":
+        arguments = score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options
+        return torch_flex.flex_attention(query, key, value, *arguments, return_aux=return_aux)  # type: ignore[arg-type]
+    wants_lse = _wants_lse(return_lse, return_aux)
+    _check_kernel_options(kernel_options)
+    _check_sizes(query, key, value, enable_gqa)
+    score = Score() if score_mod is None else score_of(score_mod)
+    mask = Mask()
+    if block_mask is not None:
+        check_type("block_mask", block_mask, BlockMask)
+        mask = mask_of(block_mask.mask_mod)
+        _check_block_mask(block_mask, mask, query, key)
+        if key.shape[0] == 1:
+            key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
+    offset = None if score.alibi_slopes is None else score.offset
+    out, lse = attention(
+        query,
+        key,
+        value,
+        **options_of(mask, offset, query, key.shape[2]),
+        softmax_scale=scale,
+        softcap=score.softcap,
+        alibi_slopes=score.alibi_slopes,
+        return_lse=True,
+    )
+    if return_aux is not None:
+        return out, AuxOutput(lse=lse if wants_lse else None)
+    return (out, lse) if wants_lse else out
+
+
+KERNEL_OPTIONS = frozenset(torch_flex.FlexKernelOptions.__annotations__)
+"""What torch documents; each may also begin with ``fwd_`` or ``bwd_``."""
+
+
+def _wants_lse(return_lse: object, return_aux: object) -> bool:
+    check_type("return_lse", return_lse, bool)
+    if return_aux is None:
+        return bool(return_lse)
+    check_type("return_aux", return_aux, AuxRequest)
+    assert isinstance(return_aux, AuxRequest)
+    if return_lse:
+        raise ValueError(f"pyattn: return_lse must not be set together with return_aux, got True and {return_aux}")
+    if return_aux.max_scores:
+        raise NotImplementedError(f"pyattn: return_aux must not ask for max_scores on a CPU, got {return_aux}")
+    return return_aux.lse
+
+
+def _check_kernel_options(kernel_options: object) -> None:
+    if kernel_options is None:
+        return
+    check_type("kernel_options", kernel_options, dict)
+    assert isinstance(kernel_options, dict)
+    for name in kernel_options:
+        if str(name).removeprefix("fwd_").removeprefix("bwd_") not in KERNEL_OPTIONS:
+            raise ValueError(f"pyattn: kernel_options must be torch's FlexKernelOptions, got {name!r}")
+
+
+def _check_sizes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: object) -> None:
+    check_type("enable_gqa", enable_gqa, bool)
+    if not query.dim() == key.dim() == value.dim() == 4:
+        raise ValueError(
+            "pyattn: query, key and value must have 4 dimensions, got shapes "
+            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise ValueError(
+            "pyattn: query and key must have the same number of heads, or set enable_gqa, "
+            f"got {query.shape[1]} and {key.shape[1]}"
+        )
+
+
+def _check_block_mask(block_mask: BlockMask, mask: Mask, query: Tensor, key: Tensor) -> None:
+    wanted = (*query.shape[:3], key.shape[2])
+    batch, heads, *lengths = shape = block_mask.shape
+    if (batch not in (1, wanted[0])) or heads not in (1, wanted[1]) or tuple(lengths) != wanted[2:]:
+        raise ValueError(f"pyattn: block_mask must be of shape {wanted}, B and H may be 1, got {tuple(shape)}")
+    if query.shape[0] != key.shape[0] and (key.shape[0] != 1 or batch != query.shape[0]):
+        raise ValueError(
+            "pyattn: query and key must have the same batch size, or 1 for key and query's for block_mask, "
+            f"got {query.shape[0]}, {key.shape[0]} and {batch}"
+        )
+    check_complete(block_mask, mask)

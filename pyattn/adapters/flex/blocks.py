@@ -1,0 +1,107 @@
+"""torch's BlockMask of a mask that is one interval of keys for each query, without a look at single pairs."""
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from pyattn.adapters.flex.meaning import Mask, MaskMod, key_ranges_of, mask_of
+
+
+def blocks_of(
+    mask_mod: MaskMod,
+    sizes: tuple[int, int, int, int],
+    device: torch.device,
+    block_size: tuple[int, int],
+    separate_full_blocks: bool,
+) -> BlockMask:
+    """What torch's create_block_mask makes of a mask_mod for ``sizes`` (B, Hq, Sq, Sk)."""
+    batch, heads, seqlen_q, seqlen_k = sizes
+    some, whole = _seen(mask_of(mask_mod), seqlen_q, seqlen_k, device, block_size)
+    if some.shape[0] not in (1, batch):
+        raise ValueError(f"pyattn: B must be {some.shape[0]}, the number of sequences of the mask_mod, got {batch}")
+    whole[:, seqlen_q // block_size[0] :] = False  # torch lists no block as full that reaches past the last pair
+    whole[:, :, seqlen_k // block_size[1] :] = False
+    some, whole = (blocks[:, None].expand(batch, heads, -1, -1) for blocks in (some, whole))
+    part = _ordered(some & ~whole if separate_full_blocks else some)
+    full = _ordered(whole) if separate_full_blocks else (None, None)
+    block_mask = BlockMask.from_kv_blocks(
+        part[0], part[1], full[0], full[1], block_size, mask_mod, seq_lengths=(seqlen_q, seqlen_k)
+    )
+    _remember(block_mask)
+    return block_mask
+
+
+def check_complete(block_mask: BlockMask, mask: Mask) -> None:
+    """ValueError unless the blocks are those of the mask, or more; RuntimeError when it runs, while compiling.
+
+    The result is kept on the BlockMask, for as long as it has this mask_mod.
+    """
+    if getattr(block_mask, "complete_for", None) is block_mask.mask_mod:
+        return
+    rule = "pyattn: block_mask must list every block that its mask_mod shows, and as full only what it shows entirely"
+    if torch.compiler.is_compiling():
+        torch._assert_async(is_complete(block_mask, mask), rule)
+        return
+    if not is_complete(block_mask, mask):
+        raise ValueError(f"{rule}, got others for lengths {tuple(block_mask.seq_lengths)}")
+    _remember(block_mask)
+
+
+def is_complete(block_mask: BlockMask, mask: Mask) -> Tensor:
+    """Whether the blocks listed leave out nothing that the mask shows, and none is listed as full that is not.
+
+    torch's kernels for GPUs look into no other block, and ask no mask_mod within full ones.
+    """
+    some, whole = _seen(mask, *block_mask.seq_lengths, block_mask.kv_indices.device, block_mask.BLOCK_SIZE)
+    listed = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, some)
+    if block_mask.full_kv_num_blocks is None or block_mask.full_kv_indices is None:
+        return (listed >= some[:, None]).all()
+    full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, some)
+    return ((listed | full) >= some[:, None]).all() & (full <= whole[:, None]).all()
+
+
+def _remember(block_mask: BlockMask) -> None:
+    block_mask.complete_for = block_mask.mask_mod  # type: ignore[attr-defined]
+
+
+def _seen(
+    mask: Mask, seqlen_q: int, seqlen_k: int, device: torch.device, block_size: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Blocks in which the mask shows some pair, and blocks in which it shows all; bool (B or 1, blocks_q, blocks_k)."""
+    rows, columns = block_size
+    begin, end = key_ranges_of(mask, seqlen_q, seqlen_k, device).unbind(-1)
+    touched = torch.where(begin < end, -(-end // columns), 0)  # an empty row touches none
+    some = _count_rows(begin // columns, touched, seqlen_k, block_size)
+    behind = torch.where(end == seqlen_k, -(-end // columns), end // columns)
+    whole = _count_rows(-(-begin // columns), behind, seqlen_k, block_size)
+    first = torch.arange(0, seqlen_q, rows, device=device)
+    return some > 0, whole == (seqlen_q - first).clamp(max=rows)[:, None]
+
+
+def _count_rows(first: Tensor, behind: Tensor, seqlen_k: int, block_size: tuple[int, int]) -> Tensor:
+    """How many rows of each block have it in their own range [first, behind) of blocks, (B or 1, Sq) each."""
+    batch, seqlen_q = first.shape
+    blocks_q, blocks_k = -(-seqlen_q // block_size[0]), -(-seqlen_k // block_size[1])
+    row = torch.arange(seqlen_q, device=first.device) // block_size[0] * (blocks_k + 1)
+    one = torch.ones_like(first)
+    change = first.new_zeros(batch, blocks_q * (blocks_k + 1))
+    change = change.scatter_add(1, row + first, one).scatter_add(1, row + torch.maximum(first, behind), -one)
+    return change.reshape(batch, blocks_q, blocks_k + 1).cumsum(-1)[..., :-1]
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """torch's form of blocks: how many each row has, and their columns, followed by the other ones."""
+    count, order = blocks.sum(-1), blocks.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
+    return count.to(torch.int32), order.to(torch.int32)
+
+
+def _listed(count: Tensor, columns: Tensor, like: Tensor) -> Tensor:
+    """The blocks that torch's form lists, bool (B, Hq, blocks_q, blocks_k); what follows those counted is undefined."""
+    if columns.shape[-2:] != like.shape[-2:]:
+        raise ValueError(
+            f"pyattn: block_mask must have {tuple(like.shape[-2:])} blocks, got kv_indices of {tuple(columns.shape)}"
+        )
+    counted = torch.arange(columns.shape[-1], device=columns.device) < count[..., None]
+    places = torch.where(counted, columns, columns.shape[-1]).to(torch.int64)
+    blocks = counted.new_zeros(*columns.shape[:-1], columns.shape[-1] + 1)
+    return blocks.scatter(-1, places, True)[..., :-1]

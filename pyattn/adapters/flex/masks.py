@@ -1,0 +1,220 @@
+"""The mask_mods that are one interval of keys for each query, as FlexAttention's examples have them.
+
+Every function here returns a plain Python function as torch's own ``create_block_mask`` and ``flex_attention`` take it,
+which carries its native meaning. Drawn below: query ``i`` down, key ``j`` across, 1 = takes part.
+"""
+
+import torch
+from torch import Tensor
+
+from pyattn.adapters.flex.meaning import (
+    Mask,
+    MaskMod,
+    check_integers,
+    check_offset,
+    column,
+    is_same,
+    known,
+    mask_of,
+    of_sequence,
+    ranges_of_band,
+)
+from pyattn.arguments import check_size, check_window, has_values
+from pyattn.options import UNBOUNDED
+
+
+def causal(offset: int | Tensor = 0) -> MaskMod:
+    """``q_idx + offset >= kv_idx``: upper-left for ``offset=0``, as FlexAttention's examples have it.
+
+    ::
+
+        offset 0     1 0 0 0      offset 2     1 1 1 0
+                     1 1 0 0                   1 1 1 1
+
+    Args:
+        offset: key position of query 0, an int, or an int32 or int64 tensor of shape () or (B,), read at each call.
+
+    Raises:
+        ValueError: an int past 64 bits, a tensor of another shape.
+        TypeError: other types.
+    """
+    return _band("causal", (-1, 0), offset)
+
+
+def sliding_window(left: int, right: int = 0, offset: int | Tensor = 0) -> MaskMod:
+    """``-right <= q_idx + offset - kv_idx <= left``: a query sees itself, ``left`` keys before and ``right`` behind.
+
+    ::
+
+        left 1     1 0 0 0      left 1, right 1     1 1 0 0
+                   1 1 0 0                          1 1 1 0
+                   0 1 1 0                          0 1 1 1
+
+    Args:
+        left: keys before the query's own position; -1: all of them.
+        right: keys behind it; 0: causal; -1: all of them.
+        offset: as in :func:`causal`.
+
+    Raises:
+        ValueError: a bound below -1, an int past 64 bits, an offset of another shape.
+        TypeError: other types.
+    """
+    check_window((left, right))
+    return _band("sliding_window", (left, right), offset)
+
+
+def document(ids: Tensor) -> MaskMod:
+    """``ids[q_idx] == ids[kv_idx]``: packed documents, of which none sees another one.
+
+    ::
+
+        ids 0 0 1 1 1     1 1 0 0 0
+                          1 1 0 0 0
+                          0 0 1 1 1
+                          0 0 1 1 1
+                          0 0 1 1 1
+
+    Args:
+        ids: the document of each position, integers (S,) or (B, S), S at least the numbers of queries and of keys.
+            Copied, so the mask stays what it is.
+
+    Raises:
+        ValueError: another number of dimensions; later, more queries or keys than ids.
+        TypeError: another type.
+        NotImplementedError: on a CPU, a document that is not one run of neighbours, which is no interval of keys; a
+            call while compiling, where ids can't be read.
+    """
+    check_integers("ids", ids, (1, 2))
+    ids = ids.clone()
+    runs = _runs(ids.reshape(-1, ids.shape[-1])) if ids.device.type == "cpu" else None
+
+    def ranges(seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
+        if runs is None:
+            raise ValueError(f"pyattn: ids of document must be on query's device {device}, got {ids.device}")
+        if max(seqlen_q, seqlen_k) > ids.shape[-1]:
+            raise ValueError(
+                f"pyattn: ids of document must be as many as queries and keys, {seqlen_q} and {seqlen_k}, "
+                f"got shape {tuple(ids.shape)}"
+            )
+        own = runs[:, :seqlen_q]
+        return own if seqlen_k == ids.shape[-1] else own.clamp(max=seqlen_k)
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        if ids.dim() == 2:
+            return ids[b, q_idx] == ids[b, kv_idx]
+        return ids[q_idx] == ids[kv_idx]
+
+    return known("document", mask_mod, Mask(ranges=(ranges,)))
+
+
+def prefix_lm(prefix: int | Tensor) -> MaskMod:
+    """``kv_idx < prefix or q_idx >= kv_idx``: a prefix that all queries see, then causal text.
+
+    ::
+
+        prefix 2     1 1 0 0
+                     1 1 0 0
+                     1 1 1 0
+                     1 1 1 1
+
+    Args:
+        prefix: its length, an int, or an int32 or int64 tensor of shape () or (B,), read at each call.
+
+    Raises:
+        ValueError: an int below 0, a tensor of another shape.
+        TypeError: other types.
+    """
+    if isinstance(prefix, Tensor):
+        check_integers("prefix", prefix, (0, 1))
+    else:
+        check_size("prefix", prefix)
+
+    def ranges(seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
+        end = torch.maximum(torch.arange(1, seqlen_q + 1, device=device), column(prefix)).clamp(max=seqlen_k)
+        return torch.stack([torch.zeros_like(end), end], -1)
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (kv_idx < of_sequence(prefix, b)) | (q_idx >= kv_idx)
+
+    return known("prefix_lm", mask_mod, Mask(ranges=(ranges,)))
+
+
+def and_masks(*mask_mods: MaskMod) -> MaskMod:
+    """What all of these masks show, an interval again; of none, everything.
+
+    Raises:
+        NotImplementedError: a mask_mod that no function of this module made, naming it.
+    """
+    window, offset, ranges = Mask()
+    for mask in map(mask_of, mask_mods):
+        if window == UNBOUNDED:
+            window, offset = mask.window, mask.offset
+        elif mask.window != UNBOUNDED and is_same(mask.offset, offset):
+            left, right = (max(pair) if -1 in pair else min(pair) for pair in zip(window, mask.window, strict=True))
+            window = left, right
+        elif mask.window != UNBOUNDED:
+            ranges += (ranges_of_band(mask.window, mask.offset),)
+        ranges += mask.ranges
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        seen = b.new_ones((), dtype=torch.bool)
+        for part in mask_mods:
+            seen = seen & part(b, h, q_idx, kv_idx)
+        return seen
+
+    return known("and_masks", mask_mod, Mask(window, offset, ranges))
+
+
+def or_masks(*mask_mods: MaskMod) -> MaskMod:
+    """What any of these windows shows: windows at the same offset share the query's own position, so it is one again.
+
+    Raises:
+        NotImplementedError: other masks, of which a union need not be an interval; none at all.
+    """
+    masks = [mask_of(mask_mod) for mask_mod in mask_mods]
+    if not masks or any(mask.ranges or not is_same(mask.offset, masks[0].offset) for mask in masks):
+        names = ", ".join(mask_mod.__name__ for mask_mod in mask_mods) or "none"
+        raise NotImplementedError(
+            "pyattn: or_masks must be of causal and sliding_window with one offset (prefix_lm is a mask of its own), "
+            f"got {names}"
+        )
+    left, right = (-1 if -1 in sides else max(sides) for sides in zip(*(mask.window for mask in masks), strict=True))
+    return _band("or_masks", (left, right), masks[0].offset)
+
+
+def _band(name: str, window: tuple[int, int], offset: int | Tensor) -> MaskMod:
+    check_offset(offset)
+    left, right = window
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        distance = q_idx + of_sequence(offset, b) - kv_idx
+        seen = b.new_ones((), dtype=torch.bool)
+        if left >= 0:
+            seen = seen & (distance <= left)
+        return seen & (distance >= -right) if right >= 0 else seen
+
+    return known(name, mask_mod, Mask(window, offset))
+
+
+def _runs(ids: Tensor) -> Tensor:
+    """(B, S, 2), the run of equal ids (B, S) around each position; NotImplementedError if an id has two runs."""
+    if not has_values(ids):
+        raise NotImplementedError(
+            f"pyattn: document must be called outside of torch.compile and transforms, got ids of type {type(ids)}"
+        )
+    starts = torch.ones_like(ids, dtype=torch.bool)
+    starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    ordered = ids.sort(-1).values
+    distinct = (ordered[:, 1:] != ordered[:, :-1]).sum(-1) + 1
+    for b in (starts.sum(-1) != distinct).nonzero()[:, 0].tolist() if ids.shape[1] else ():
+        before = set()
+        for i in starts[b].nonzero()[:, 0].tolist():
+            name = int(ids[b, i])
+            if name in before:
+                raise NotImplementedError(
+                    "pyattn: each document must be one run of neighbours, an interval of keys, "
+                    f"got ids in which {name} comes back at position {i} of sequence {b}"
+                )
+            before.add(name)
+    run = starts.cumsum(-1)
+    return torch.stack([torch.searchsorted(run, run), torch.searchsorted(run, run, right=True)], -1)

@@ -1,0 +1,175 @@
+"""What a mask_mod or score_mod of this adapter means natively, and how a function carries it."""
+
+import functools
+from collections.abc import Callable
+from types import CodeType
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from pyattn.arguments import check_64_bits, check_tensor, check_type
+from pyattn.masks import within
+from pyattn.options import UNBOUNDED
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""``mask_mod(b, h, q_idx, kv_idx)``: whether the key takes part, for index tensors without dimensions."""
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""``score_mod(score, b, h, q_idx, kv_idx)``: another score."""
+
+Mod = TypeVar("Mod", MaskMod, ScoreMod)
+
+Ranges = Callable[[int, int, torch.device], Tensor]
+"""``ranges(seqlen_q, seqlen_k, device)``: key_ranges, (B or 1, Sq, 2)."""
+
+
+class Mask(NamedTuple):
+    """An intersection of intervals: query ``i`` sees the keys that lie in its window and in all of its ranges.
+
+    Attributes:
+        window: how many keys before and behind its position a query sees; -1: all.
+        offset: key position of query 0, an int, or an integer tensor of shape () or (B,).
+        ranges: what else hides keys.
+    """
+
+    window: tuple[int, int] = UNBOUNDED
+    offset: int | Tensor = 0
+    ranges: tuple[Ranges, ...] = ()
+
+
+class Score(NamedTuple):
+    """What a score_mod does, in the words of :func:`pyattn.attention`; ``offset`` is that of ALiBi's distances."""
+
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    offset: int | Tensor = 0
+
+
+class Native(NamedTuple):
+    """The meaning of the function that has this code: ``functools.wraps`` copies attributes to other functions."""
+
+    code: CodeType
+    meaning: Mask | Score
+
+
+def known(name: str, function: Mod, meaning: Mask | Score) -> Mod:
+    """``function`` under this name, carrying its native meaning."""
+    function.__name__ = function.__qualname__ = name  # what torch and errors show
+    function.native = Native(function.__code__, meaning)  # type: ignore[attr-defined]
+    return function
+
+
+def check_integers(name: str, tensor: object, dims: tuple[int, int]) -> None:
+    """TypeError or ValueError for what is no int32 or int64 tensor of as many dimensions."""
+    check_tensor(name, tensor)
+    assert isinstance(tensor, Tensor)
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"pyattn: {name} must be int32 or int64, got {tensor.dtype}")
+    if tensor.dim() not in dims:
+        raise ValueError(f"pyattn: {name} must have {dims[0]} or {dims[1]} dimensions, got shape {tuple(tensor.shape)}")
+
+
+def check_offset(offset: int | Tensor) -> None:
+    """TypeError or ValueError for what is no int, nor an integer tensor of shape () or (B,)."""
+    if isinstance(offset, Tensor):
+        check_integers("offset", offset, (0, 1))
+    else:
+        check_type("offset", offset, int, Tensor)
+        check_64_bits("offset", offset)
+
+
+def mask_of(mask_mod: object) -> Mask:
+    """The native meaning of a mask_mod, or NotImplementedError with its name."""
+    meaning = _meaning(mask_mod)
+    if isinstance(meaning, Mask):
+        return meaning
+    _refuse("mask_mod", "causal, sliding_window, document, prefix_lm, and_masks or or_masks", mask_mod)
+
+
+def score_of(score_mod: object) -> Score:
+    """The native meaning of a score_mod, or NotImplementedError with its name."""
+    meaning = _meaning(score_mod)
+    if isinstance(meaning, Score):
+        return meaning
+    _refuse("score_mod", "softcap or alibi", score_mod)
+
+
+def is_same(offset: int | Tensor, other: int | Tensor) -> bool:
+    """Whether two offsets are known to be the same: tensors are not read."""
+    return offset is other or (isinstance(offset, int) and isinstance(other, int) and offset == other)
+
+
+def options_of(mask: Mask, offset: int | Tensor | None, query: Tensor, seqlen_k: int) -> dict[str, Any]:
+    """``mask`` as arguments of :func:`pyattn.attention`, for ``query`` (B, Hq, Sq, D).
+
+    ``offset`` is that of ALiBi's distances. attention has one for both, so a window at another place becomes ranges.
+    """
+    batch, _, seqlen_q, _ = query.shape
+    window, own, ranges = mask
+    if offset is None or is_same(offset, own):
+        offset = own
+    elif window != UNBOUNDED:
+        window, ranges = UNBOUNDED, (*ranges, ranges_of_band(window, own))
+    if isinstance(offset, Tensor):
+        q_offset: int | Tensor | None = offset.to(torch.int64).expand(batch).contiguous()
+    else:
+        q_offset = None if offset == 0 and seqlen_q == seqlen_k else offset
+    left, right = window
+    key_ranges = key_ranges_of(Mask(ranges=ranges), seqlen_q, seqlen_k, query.device) if ranges else None
+    if key_ranges is not None and key_ranges.shape[0] not in (1, batch):
+        raise ValueError(
+            f"pyattn: block_mask must be made of ids or lengths for 1 or {batch} sequences, got {key_ranges.shape[0]}"
+        )
+    return {
+        "causal": right == 0,
+        "window": UNBOUNDED if left == -1 and right <= 0 else (left, right),
+        "q_offset": q_offset,
+        "key_ranges": key_ranges,
+    }
+
+
+def key_ranges_of(mask: Mask, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
+    """``mask`` as key_ranges, (B or 1, Sq, 2)."""
+    parts = mask.ranges if mask.window == UNBOUNDED else (*mask.ranges, ranges_of_band(mask.window, mask.offset))
+    if not parts:
+        return torch.tensor([0, seqlen_k], device=device).repeat(1, seqlen_q, 1)
+    return functools.reduce(within, [ranges(seqlen_q, seqlen_k, device) for ranges in parts])
+
+
+def ranges_of_band(window: tuple[int, int], offset: int | Tensor) -> Ranges:
+    """The ranges of a window around positions that begin at ``offset``."""
+    left, right = window
+
+    def ranges(seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
+        at = torch.arange(seqlen_q, device=device) + column(offset)
+        begin = torch.zeros_like(at) if left < 0 else (at - left).clamp(0, seqlen_k)
+        end = torch.full_like(at, seqlen_k) if right < 0 else (at + right + 1).clamp(0, seqlen_k)
+        return torch.stack([begin, torch.maximum(begin, end)], -1)
+
+    return ranges
+
+
+def of_sequence(value: int | Tensor, b: Tensor) -> int | Tensor:
+    """The number of sequence ``b``, where ``value`` has one for each."""
+    return value[b] if isinstance(value, Tensor) and value.dim() else value
+
+
+def column(value: int | Tensor) -> Tensor:
+    """A number for each sequence as (B or 1, 1)."""
+    return value.to(torch.int64).reshape(-1, 1) if isinstance(value, Tensor) else torch.tensor([[value]])
+
+
+def _meaning(function: object) -> Mask | Score | None:
+    native = getattr(function, "native", None)
+    if isinstance(native, Native) and native.code is getattr(function, "__code__", None):
+        return native.meaning
+    return None
+
+
+def _refuse(what: str, ours: str, function: object) -> NoReturn:
+    if not callable(function):
+        raise TypeError(f"pyattn: {what} must be a function, got {function!r}")
+    name = getattr(function, "__qualname__", None)
+    name = f"{function.__module__}.{name}" if name else f"an instance of {type(function).__qualname__}"
+    raise NotImplementedError(f"pyattn: on a CPU, {what} must come from {ours} of pyattn.adapters.flex, got {name}")

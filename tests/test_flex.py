@@ -1,0 +1,225 @@
+"""Promise: FlexAttention's common masks and scores mean on a CPU what they mean to torch, with gradients."""
+
+import doctest
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as torch_flex
+from yardstick import assert_accurate
+
+from pyattn.adapters.flex import (
+    AuxRequest,
+    alibi,
+    and_masks,
+    causal,
+    create_block_mask,
+    document,
+    flex_attention,
+    or_masks,
+    prefix_lm,
+    sliding_window,
+    softcap,
+)
+from pyattn.adapters.flex import attention as flex_native
+
+LENGTHS = [(90, 90), (40, 90), (90, 60)]
+
+ONE_ROW = torch.tensor([4] * 20 + [1] * 30 + [2] + [0] * 39)
+ROWS = torch.stack([ONE_ROW, torch.arange(90) // 7]).to(torch.int32)
+
+MASKS = {
+    "causal": lambda: causal(),
+    "ahead": lambda: causal(5),
+    "behind": lambda: causal(-17),
+    "anywhere": lambda: causal(torch.tensor([3, -9])),
+    "one offset": lambda: causal(torch.tensor(4, dtype=torch.int32)),
+    "window": lambda: sliding_window(20),
+    "both sides": lambda: sliding_window(6, 10, offset=3),
+    "no left end": lambda: sliding_window(-1, 10),
+    "no ends": lambda: sliding_window(-1, -1),
+    "documents": lambda: document(ONE_ROW),
+    "rows of documents": lambda: document(ROWS),
+    "prefix": lambda: prefix_lm(50),
+    "no prefix": lambda: prefix_lm(0),
+    "prefixes": lambda: prefix_lm(torch.tensor([10, 70])),
+    "causal documents": lambda: and_masks(causal(), document(ROWS)),
+    "all of them": lambda: and_masks(sliding_window(-1, 9, 3), sliding_window(30, -1, 3), document(ONE_ROW), causal(3)),
+    "two places": lambda: and_masks(causal(2), sliding_window(12, 30, -5), prefix_lm(3)),
+    "nested": lambda: and_masks(and_masks(document(ROWS), causal()), and_masks(prefix_lm(torch.tensor([80, 20])))),
+    "nothing hidden": lambda: and_masks(),
+    "a union": lambda: or_masks(causal(), sliding_window(4, 9)),
+}
+every_mask = pytest.mark.parametrize("name", MASKS)
+
+SCORES = {
+    "softcap": lambda: softcap(2.0),
+    "alibi": lambda: alibi(torch.rand(4)),
+    "alibi elsewhere": lambda: alibi(torch.rand(2, 4), torch.tensor([1, 5])),
+}
+
+
+@pytest.fixture(autouse=True)
+def _plain_torch(monkeypatch):
+    """torch's formula runs as it stands: by default it is traced for each mask first, which takes a second."""
+    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
+
+
+def inputs(lengths, dtype=torch.float64, head_dim=16):
+    (seqlen_q, seqlen_k) = lengths
+    sizes = (4, seqlen_q, head_dim), (2, seqlen_k, head_dim), (2, seqlen_k, 9)
+    return tuple(torch.randn(2, *size).to(dtype) for size in sizes)
+
+
+def by_torch(tensors, score_mod, block_mask):
+    return torch_flex.flex_attention(*tensors, score_mod, block_mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
+
+
+def assert_as_torch(tensors, score_mod, block_mask, tolerance=1e-12):
+    out, aux = flex_attention(*tensors, score_mod, block_mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    expected, others = by_torch(tensors, score_mod, block_mask)
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(aux.lse, others.lse, rtol=tolerance, atol=tolerance)
+    assert aux.max_scores is None
+
+
+@every_mask
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_masks(name, lengths):
+    """Rows that see nothing included: out 0 and lse -inf on both sides."""
+    block_mask = create_block_mask(MASKS[name](), 2, None, *lengths, device="cpu")
+    assert_as_torch(inputs(lengths), None, block_mask)
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("name", ["causal", "both sides", "two places", "rows of documents", None])
+def test_scores(score, name):
+    mask_mod, score_mod = and_masks() if name is None else MASKS[name](), SCORES[score]()
+    if score != "softcap":  # of the dtype of query
+        tensors = inputs((40, 90), torch.float32)
+        block_mask = create_block_mask(mask_mod, 2, None, 40, 90, device="cpu")
+        assert_as_torch(tensors, score_mod, None if name is None else block_mask, 1e-5)
+    else:
+        assert_as_torch(inputs((40, 90)), score_mod, create_block_mask(mask_mod, 2, 4, 40, 90, device="cpu"))
+
+
+@every_mask
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("block_size", [128, 16, (64, 32)], ids=str)
+def test_blocks_are_torchs(name, lengths, block_size):
+    mask_mod = MASKS[name]()
+    for sizes in ((2, None, *lengths), (2, 3, *lengths)):
+        ours, theirs = (
+            make(mask_mod, *sizes, device="cpu", BLOCK_SIZE=block_size)
+            for make in (create_block_mask, torch_flex.create_block_mask)
+        )
+        assert ours.mask_mod is theirs.mask_mod is mask_mod
+        for mine, other in zip(ours.as_tuple()[:-1], theirs.as_tuple()[:-1], strict=True):
+            assert torch.equal(mine, other) if isinstance(mine, torch.Tensor) else mine == other
+    together = create_block_mask(mask_mod, 2, 3, *lengths, "cpu", block_size, separate_full_blocks=False)
+    assert together.full_kv_num_blocks is None
+    assert torch.equal(together.to_dense(), theirs.to_dense())
+
+
+def test_blocks_of_a_long_sequence():
+    """torch's own function would make 16 GB of pairs."""
+    mask_mod = and_masks(causal(), document(torch.arange(2**17) // 4096))
+    block_mask = create_block_mask(mask_mod, None, None, 2**17, 2**17, "cpu", 1024)
+    assert int(block_mask.kv_num_blocks.sum()) == 128
+    assert int(block_mask.full_kv_num_blocks.sum()) == 32 * 6
+
+
+def formula(q, k, v, mask_mod, score_mod, slopes):
+    """Plain torch, the mask and ALiBi's distances by their definitions."""
+    k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    if score_mod == "softcap":
+        scores = 2 * torch.tanh(scores / 2)
+    if score_mod == "alibi":
+        distance = torch.arange(q.shape[2])[:, None] + 3 - torch.arange(k.shape[2])
+        scores = scores - slopes[:, None, None] * distance.abs()
+    mask = torch_flex.create_mask(mask_mod, 2, 1, q.shape[2], k.shape[2], device="cpu")
+    hidden = ~mask.any(-1, keepdim=True)
+    weights = scores.masked_fill(~mask, float("-inf")).masked_fill(hidden, 0.0).softmax(-1)
+    return weights.masked_fill(hidden, 0.0) @ v
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["causal", "behind", "all of them", "nested", "prefixes"])
+@pytest.mark.parametrize("score", [None, "softcap", "alibi"])
+def test_gradients(dtype, name, score):
+    """By the rule of yardstick.py; torch's own function has no gradients on a CPU."""
+    mask_mod, tensors, dout = MASKS[name](), inputs((40, 90), dtype), torch.randn(2, 4, 40, 9)
+    tensors = (*tensors, torch.rand(4).to(dtype))
+    block_mask = create_block_mask(mask_mod, 2, None, 40, 90, device="cpu")
+
+    def native(q, k, v, slopes):
+        score_mod = {"softcap": softcap(2.0), "alibi": alibi(slopes, 3)}.get(score)
+        return flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True)
+
+    def results(function, tensors):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        out = function(*leaves)
+        return out.detach(), *torch.autograd.grad(out, leaves[: None if score == "alibi" else 3], dout.to(out.dtype))
+
+    def plain(q, k, v, slopes):
+        return formula(q, k, v, mask_mod, score, slopes)
+
+    ours, others = results(native, tensors), results(plain, tensors)
+    exact = results(plain, [t.double() for t in tensors])
+    for part, mine, other, truth in zip(("out", "dq", "dk", "dv", "dslopes"), ours, others, exact, strict=False):
+        assert mine.dtype == dtype
+        assert_accurate(part, mine, other, truth)
+
+
+@pytest.mark.parametrize("lengths", [(0, 3), (3, 0), (0, 0)], ids=str)
+def test_empty(lengths):
+    q, k, v = inputs(lengths)
+    out, lse = flex_attention(q, k, v, enable_gqa=True, return_lse=True)
+    assert out.shape == (2, 4, lengths[0], 9)
+    assert (lse == float("-inf")).all()
+    assert not out.any()
+    for mask_mod in (causal(), prefix_lm(2), document(torch.zeros(3, dtype=torch.int64))):
+        block_mask = create_block_mask(mask_mod, None, None, *lengths, device="cpu")
+        assert torch.equal(flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True), out)
+
+
+def test_every_way_to_pass_arguments():
+    q, k, v = inputs((90, 90), torch.float32)
+    block_mask = torch_flex.create_block_mask(MASKS["nested"](), 2, None, 90, 90, device="cpu")
+    expected = by_torch((q * 0.5, k, v), None, block_mask)[0]
+    options = {"num_warps": 4, "fwd_BLOCK_M": 64, "bwd_BLOCK_M1": 32, "PRESCALE_QK": True}
+    out, lse = flex_attention(q, k, v, None, block_mask, 0.125, True, True, options)
+    torch.testing.assert_close(out, expected)
+    assert torch.equal(flex_attention(q, k, v, block_mask=block_mask, scale=0.125, enable_gqa=True), out)
+    _, aux = flex_attention(
+        q, k, v, block_mask=block_mask, scale=0.125, enable_gqa=True, return_aux=AuxRequest(lse=True)
+    )
+    assert torch.equal(aux.lse, lse)
+    assert flex_attention(q, k, v, enable_gqa=True, return_aux=AuxRequest())[1] == (None, None)
+
+
+def test_one_sequence_of_keys_for_all_queries():
+    q, k, v = inputs((90, 90))
+    block_mask = create_block_mask(MASKS["rows of documents"](), 2, None, 90, 90, device="cpu")
+    assert_as_torch((q, k[:1], v[:1]), None, block_mask)
+
+
+def test_decoding_with_rows_of_a_mask():
+    """One row of blocks of a large mask, at a position that changes in place, as generation does it."""
+    q, k, v = inputs((90, 90))
+    full = flex_attention(
+        q, k, v, block_mask=create_block_mask(causal(), None, None, 90, 90, "cpu", 16), enable_gqa=True
+    )
+    base, at = create_block_mask(causal(), None, None, 90, 90, "cpu", (16, 16)), torch.tensor(0)
+    for position in (0, 40, 89):
+        at.fill_(position)
+        row = base[:, :, position // 16]
+        row.seq_lengths, row.mask_mod = (1, 90), causal(at)
+        out = flex_attention(q[:, :, position : position + 1], k, v, block_mask=row, enable_gqa=True)
+        torch.testing.assert_close(out, full[:, :, position : position + 1], rtol=1e-12, atol=1e-12)
+
+
+def test_the_docstrings_examples_run():
+    tested = doctest.testmod(flex_native)
+    assert tested.attempted > 0
+    assert not tested.failed

@@ -1,0 +1,122 @@
+"""Promise: the FlexAttention adapter refuses wrong arguments in one sentence, with their values."""
+
+import re
+
+import pytest
+import torch
+
+from pyattn.adapters.flex import (
+    AuxRequest,
+    alibi,
+    causal,
+    create_block_mask,
+    document,
+    flex_attention,
+    or_masks,
+    prefix_lm,
+    sliding_window,
+    softcap,
+)
+
+IDS = torch.tensor([0] * 20 + [1] * 30 + [2] * 14)
+
+
+def blocks(mask_mod, batch=None):
+    return create_block_mask(mask_mod, batch, None, 64, 64, device="cpu")
+
+
+MADE = blocks(causal())
+ELSEWHERE = document(torch.zeros(64, dtype=torch.int64, device="meta"))
+CALLS = {
+    "heads": (ValueError, lambda q, k, v: flex_attention(q, k[:, :1], v[:, :1]), "query and key must have the same n"),
+    "dimensions": (ValueError, lambda q, k, v: flex_attention(q[0], k, v), "query, key and value must have 4 dim"),
+    "lengths": (
+        ValueError,
+        lambda q, k, v: flex_attention(q[:, :, :9], k, v, None, MADE),
+        "block_mask must be of shap",
+    ),
+    "batch": (
+        ValueError,
+        lambda q, k, v: flex_attention(q, k[:1], v[:1], None, MADE),
+        "query and key must have the same batch size, or 1 for key and query's for block_mask, got 2, 1 and 1",
+    ),
+    "sequences": (
+        ValueError,
+        lambda q, k, v: blocks(document(IDS.expand(3, -1)), 2),
+        "B must be 3, the number of sequences of the mask_mod, got 2",
+    ),
+    "mask": (TypeError, lambda *t: flex_attention(*t, block_mask=IDS), "block_mask must be BlockMask, got "),
+    "score": (TypeError, lambda *t: flex_attention(*t, 3), "score_mod must be a function, got 3"),
+    "max_scores": (
+        NotImplementedError,
+        lambda *t: flex_attention(*t, return_aux=AuxRequest(max_scores=True)),
+        "return_aux must not ask for max_scores on a CPU, got AuxRequest(lse=False, max_scores=True)",
+    ),
+    "both": (
+        ValueError,
+        lambda *t: flex_attention(*t, return_lse=True, return_aux=AuxRequest()),
+        "return_lse must not be set together with return_aux, got True and AuxRequest(",
+    ),
+    "aux": (TypeError, lambda *t: flex_attention(*t, return_aux=True), "return_aux must be AuxRequest, got True"),
+    "option": (
+        ValueError,
+        lambda *t: flex_attention(*t, kernel_options={"OUTPUT_MAX": True}),
+        "kernel_options must be torch's FlexKernelOptions, got 'OUTPUT_MAX'",
+    ),
+    "options": (TypeError, lambda *t: flex_attention(*t, kernel_options=3), "kernel_options must be dict, got 3"),
+    "list": (TypeError, lambda *t: flex_attention([1.0], *t[1:]), "query must be Tensor, got [1.0]"),
+    "scale": (ValueError, lambda *t: flex_attention(*t, scale=float("nan")), "softmax_scale must be finite, got nan"),
+    "dtype": (TypeError, lambda q, k, v: flex_attention(q, k.half(), v), "k must have dtype float32, got float16"),
+    "more": (
+        NotImplementedError,
+        lambda *t: create_block_mask(causal(), 1, 1, 64, 64, "cpu", dq_kv_order=True),
+        "create_block_mask has no dq_kv_order on a CPU, got {'dq_kv_order': True}",
+    ),
+    "block": (
+        ValueError,
+        lambda *t: create_block_mask(causal(), 1, 1, 9, 9, "cpu", 0),
+        "each of BLOCK_SIZE must be at",
+    ),
+    "size": (
+        ValueError,
+        lambda *t: create_block_mask(causal(), 1, 1, -9, 9, "cpu"),
+        "Q_LEN must be at least 0, got -9",
+    ),
+    "offset": (TypeError, lambda *t: causal(0.5), "offset must be int or Tensor, got 0.5"),
+    "offsets": (ValueError, lambda *t: causal(IDS[None]), "offset must have 0 or 1 dimensions, got shape (1, 64)"),
+    "window": (
+        ValueError,
+        lambda *t: sliding_window(-2),
+        "window must be (left, right), each at least -1, got [-2, 0]",
+    ),
+    "ids": (TypeError, lambda *t: document(IDS.float()), "ids must be int32 or int64, got torch.float32"),
+    "ids again": (
+        NotImplementedError,
+        lambda *t: document(torch.tensor([[5, 5, 6], [5, 6, 5]])),
+        "each document must be one run of neighbours, an interval of keys, got ids in which 5 comes back at position 2 "
+        "of sequence 1",
+    ),
+    "few ids": (
+        ValueError,
+        lambda *t: blocks(document(IDS[:60])),
+        "ids of document must be as many as queries and keys, 64 and 64, got shape (60,)",
+    ),
+    "ids elsewhere": (ValueError, lambda *t: blocks(ELSEWHERE), "ids of document must be on query's device cpu, got m"),
+    "prefix": (ValueError, lambda *t: prefix_lm(-1), "prefix must be at least 0, got -1"),
+    "union": (
+        NotImplementedError,
+        lambda *t: or_masks(causal(), document(IDS)),
+        "or_masks must be of causal and sliding_window with one offset (prefix_lm is a mask of its own), got causal, "
+        "document",
+    ),
+    "cap": (ValueError, lambda *t: softcap(0), "cap must be above 0, got 0"),
+    "slopes": (ValueError, lambda *t: alibi(torch.ones(())), "slopes must have 1 or 2 dimensions, got shape ()"),
+    "int slopes": (TypeError, lambda *t: alibi(IDS), "slopes must be of a floating-point dtype, got torch.int64"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_errors(name):
+    error, call, message = CALLS[name]
+    with pytest.raises(error, match=f"^pyattn: {re.escape(message)}"):
+        call(*torch.randn(3, 2, 2, 64, 16).unbind())

@@ -1,0 +1,208 @@
+"""Promise: the FlexAttention adapter refuses by name what it does not know, compiles, and leaves GPUs to torch."""
+
+import copy
+import functools
+import re
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
+from torch.utils import _pytree
+
+from pyattn import attention
+from pyattn.adapters.flex import (
+    AuxRequest,
+    alibi,
+    and_masks,
+    causal,
+    create_block_mask,
+    document,
+    flex_attention,
+    or_masks,
+    sliding_window,
+    softcap,
+)
+
+IDS = torch.tensor([0] * 20 + [1] * 30 + [2] * 14)
+
+
+def tensors(batch=2, heads=2):
+    return tuple(torch.randn(batch, heads, 64, 16) for _ in range(3))
+
+
+def blocks(mask_mod, batch=None, make=create_block_mask):
+    return make(mask_mod, batch, None, 64, 64, device="cpu", BLOCK_SIZE=16)
+
+
+def own_mask(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def own_score(score, b, h, q_idx, kv_idx):
+    return score * 2
+
+
+class Callable:
+    def __call__(self, b, h, q_idx, kv_idx):
+        return q_idx >= kv_idx
+
+
+FOREIGN = {
+    "own_mask": own_mask,
+    "test_flex_use.<lambda>": lambda b, h, q_idx, kv_idx: q_idx >= kv_idx,
+    "an instance of Callable": Callable(),
+    "and_masks.<locals>.and_mask": torch_flex.and_masks(causal(), document(IDS)),
+    "torch.nn.attention.flex_attention.noop_mask": noop_mask,
+    "wrapping": functools.wraps(causal())(lambda b, h, q_idx, kv_idx: q_idx > kv_idx),
+    "softcap": softcap(3.0),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_functions_from_elsewhere_are_refused_by_name(name):
+    mask_mod = FOREIGN[name]
+    message = re.escape("" if name == "wrapping" else name)
+    message = f"^pyattn: on a CPU, mask_mod must come from causal, .* of pyattn.adapters.flex, got .*{message}"
+    for make in (create_block_mask, and_masks, or_masks):
+        with pytest.raises(NotImplementedError, match=message):
+            blocks(mask_mod) if make is create_block_mask else make(causal(), mask_mod)
+    block_mask = blocks(causal())
+    block_mask.mask_mod = mask_mod
+    with pytest.raises(NotImplementedError, match=message):
+        flex_attention(*tensors(), block_mask=block_mask)
+
+
+def test_scores_from_elsewhere_are_refused_by_name():
+    for score_mod in (own_score, causal()):
+        with pytest.raises(
+            NotImplementedError, match=r"^pyattn: on a CPU, score_mod must come from softcap or alibi of"
+        ):
+            flex_attention(*tensors(), score_mod)
+
+
+def test_rows_of_a_mask_without_its_mask_mod():
+    """torch takes the mask_mod away where a part of a mask may mean something else."""
+    with pytest.raises(NotImplementedError, match="_sliced_mask_mod_error"):
+        flex_attention(*tensors(), block_mask=blocks(causal())[:, :, :])
+
+
+def test_blocks_that_say_something_else():
+    """torch's GPU kernels would follow the blocks, its formula on a CPU the mask_mod."""
+    rule = (
+        "^pyattn: block_mask must list every block that its mask_mod shows, and as full only what it shows entirely, "
+    )
+    narrow, wide = (blocks(mod, make=torch_flex.create_block_mask) for mod in (sliding_window(3), causal()))
+    narrow.mask_mod = causal()
+    with pytest.raises(ValueError, match=rule):
+        flex_attention(*tensors(), block_mask=narrow)
+    wide.mask_mod = sliding_window(3)
+    with pytest.raises(ValueError, match=rule):
+        flex_attention(*tensors(), block_mask=wide)
+    first_sequence = blocks(document(torch.stack([IDS, IDS.flip(0)])), make=torch_flex.create_block_mask)
+    with pytest.raises(ValueError, match=rule):
+        flex_attention(*tensors(), block_mask=first_sequence)
+    too_many = create_block_mask(causal(), None, None, 64, 64, "cpu", 16, separate_full_blocks=False)
+    too_many.mask_mod = sliding_window(3)
+    q, k, v = tensors()
+    expected = attention(q, k, v, window=(3, 0))
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=too_many), expected)
+    few = BlockMask.from_kv_blocks(
+        torch.ones(1, 1, 2, dtype=torch.int32),
+        torch.zeros(1, 1, 2, 2, dtype=torch.int32),
+        BLOCK_SIZE=16,
+        mask_mod=causal(),
+        seq_lengths=(64, 64),
+    )
+    with pytest.raises(ValueError, match=r"^pyattn: block_mask must have \(4, 4\) blocks, got kv_indices of "):
+        flex_attention(q, k, v, block_mask=few)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("make", [create_block_mask, torch_flex.create_block_mask], ids=["ours", "torch"])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compiled(make, dynamic):
+    slopes = torch.rand(2, requires_grad=True)
+
+    def step(q, k, v, block_mask):
+        return flex_attention(q, k, v, alibi(slopes), block_mask, return_aux=AuxRequest(lse=True))
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    block_mask = blocks(and_masks(causal(), document(IDS)), make=make)
+    results = []
+    inputs = [t.requires_grad_() for t in tensors()]
+    for function in (step, compiled):
+        out, aux = function(*inputs, copy.copy(block_mask))
+        results.append((out, aux.lse, *torch.autograd.grad(out.sum() + aux.lse.sum(), [*inputs, slopes])))
+    for eager, other in zip(*results, strict=True):
+        assert torch.equal(eager, other)
+    wrong = blocks(sliding_window(3), make=torch_flex.create_block_mask)
+    wrong.mask_mod = block_mask.mask_mod
+    with pytest.raises(RuntimeError, match=r"^pyattn: block_mask must list every block"):
+        compiled(*inputs, wrong)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_mask_made_in_a_compiled_function():
+    mask_mod = and_masks(causal(), document(IDS))
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def step(q, k, v):
+        return flex_attention(q, k, v, block_mask=blocks(mask_mod))
+
+    inputs = tensors()
+    assert torch.equal(step(*inputs), flex_attention(*inputs, block_mask=blocks(mask_mod)))
+    with pytest.raises(Exception, match=r"document must be called outside of torch\.compile"):
+        torch.compile(lambda ids: flex_attention(*inputs, block_mask=blocks(document(ids))), backend="eager")(IDS)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_positions_that_change_compile_once():
+    at, inputs = torch.tensor(0), tensors()
+    base = create_block_mask(sliding_window(-1, -1), None, None, 64, 64, device="cpu", separate_full_blocks=False)
+    base.mask_mod = causal(at)
+    step = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for position in (0, 3, -2):
+            at.fill_(position)
+            expected = attention(*inputs, q_offset=position)
+            torch.testing.assert_close(step(*inputs, block_mask=base), expected)
+
+
+def test_masks_that_moved():
+    inputs, block_mask = tensors(), blocks(and_masks(causal(), document(IDS)))
+    expected = flex_attention(*inputs, block_mask=block_mask)
+    for moved in (block_mask.to("cpu"), copy.deepcopy(block_mask), _pytree.tree_map(lambda t: t, block_mask)):
+        assert torch.equal(flex_attention(*inputs, block_mask=moved), expected)
+
+
+def test_documents_stay_what_they_are():
+    inputs, ids = tensors(), IDS.clone()
+    mask_mod = document(ids)
+    expected = flex_attention(*inputs, block_mask=blocks(mask_mod))
+    ids.zero_()
+    block_mask = blocks(mask_mod, make=torch_flex.create_block_mask)
+    assert torch.equal(flex_attention(*inputs, block_mask=block_mask), expected)
+
+
+def test_plain_causal_has_the_bits_of_attention():
+    inputs = tensors()
+    assert torch.equal(flex_attention(*inputs, block_mask=blocks(causal())), attention(*inputs))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(flex_attention(*inputs, block_mask=blocks(causal())), attention(*inputs))
+
+
+def test_other_devices_are_torchs(monkeypatch):
+    calls = []
+    for name in ("flex_attention", "create_block_mask"):
+        monkeypatch.setattr(torch_flex, name, lambda *given, **named: calls.append((given, named)))
+    q, k, v = (t.to("meta") for t in tensors())
+    flex_attention(q, k, v, own_score, "mask", 0.5, True, True, {"num_warps": 4})
+    create_block_mask(own_mask, None, 4, 64, 32, "meta", 64, compute_dq_write_order=True)
+    create_block_mask(own_mask, 2, None, 64, 32, "meta", (64, 32), True, False)
+    meta = torch.device("meta")
+    assert calls == [
+        ((q, k, v, own_score, "mask", 0.5, True, True, {"num_warps": 4}), {"return_aux": None}),
+        ((own_mask, None, 4, 64, 32, meta, 64, False), {"compute_dq_write_order": True}),
+        ((own_mask, 2, None, 64, 32, meta, (64, 32), True), {"separate_full_blocks": False}),
+    ]
