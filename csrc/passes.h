@@ -18,11 +18,22 @@ namespace pyattn {
 // ATen's allocator, so that the memory profiler sees it, without the dispatcher's microsecond.
 inline c10::DataPtr allocate(int64_t bytes) { return c10::GetCPUAllocator()->allocate(bytes); }
 
-// Runs all work items of a pass. Each task takes the next item when it is done with one; scratch
+// Runs all work items of a pass. Each task takes the next items when it is done with some; scratch
 // belongs to a task, not to the number of a thread.
 template <class Params>
 void run(const Pass<Params>& pass, const Plan& plan, const Params& p) {
   if (plan.items == 0) return;
+  // Waking the other threads costs about 5 us, in which one thread does some 100,000 multiply-adds
+  // of a small shape. Ten times as many are worth it.
+  constexpr double kWorthThreads = 1 << 20;
+  const double work = p.pairs * static_cast<double>(p.num_heads_q * (p.head_dim + p.head_dim_v));
+  const int64_t tasks = work < kWorthThreads ? 1 : std::min(plan.items, max_tasks());
+  // Small items are taken together, as many as are worth a thread, for memory's sake: heads of one
+  // sequence share its pages. With two threads 2000 sequences of up to 64 took 9 % less for it.
+  const double most = static_cast<double>(plan.items) / static_cast<double>(16 * tasks);  // so that all end together
+  const auto take =
+      static_cast<int64_t>(std::max(1.0, std::min(most, kWorthThreads * static_cast<double>(plan.items) / work)));
+
   std::atomic<int64_t> next{0};
   const auto task = [&] {
     const c10::DataPtr scratch = allocate(plan.scratch_bytes + kScratchAlign);
@@ -32,15 +43,14 @@ void run(const Pass<Params>& pass, const Plan& plan, const Params& p) {
     Params own = p;
     own.counts = profile ? &profile->counts : nullptr;
     int64_t items = 0;
-    for (int64_t item; (item = next++) < plan.items; ++items)
-      pass.run(own, item, item + 1, reinterpret_cast<void*>(address));
+    for (int64_t item; (item = next.fetch_add(take)) < plan.items;) {
+      const int64_t end = std::min(item + take, plan.items);
+      pass.run(own, item, end, reinterpret_cast<void*>(address));
+      items += end - item;
+    }
     if (profile) end_task(*profile, items);
   };
-  // Waking the other threads costs about 5 us, in which one thread does some 100,000 multiply-adds
-  // of a small shape. Ten times as many are worth it.
-  constexpr double kWorthThreads = 1 << 20;
-  const double work = p.pairs * static_cast<double>(p.num_heads_q * (p.head_dim + p.head_dim_v));
-  run_tasks(work < kWorthThreads ? 1 : std::min(plan.items, max_tasks()), task);
+  run_tasks(tasks, task);
 }
 
 // Runs a pass whose result is an array of its own, to which params point from then on.

@@ -77,6 +77,8 @@ void forward_block(const ForwardParams& p, const Head& head, int64_t r0, const F
   LaneMask<T> seen;
   Stopwatch watch(p.counts);
 
+  const auto out_row = [&](int64_t i) { return head.row<S>(p.out, r0 + i); };
+  prefetch_rows<true>(0, rows, p.head_dim_v, out_row);  // memory that nobody read before, as a new tensor's
   pack_queries<S>(scratch.Qt, rows, lanes, p.head_dim, score.power,
                   [&](int64_t i) { return head.row<const S>(p.q, r0 + i); });
   bool first = true;
@@ -135,8 +137,7 @@ void forward_block(const ForwardParams& p, const Head& head, int64_t r0, const F
 
   alignas(kScratchAlign) T scale[kBlockQ<T>] = {};
   finish_rows<S>(p, mask, r0, rows, state.row_max, state.row_sum, scale, score);
-  unpack_transposed<S>(Matrix<const T>(Ot), rows, p.head_dim_v, scale,
-                       [&](int64_t i) { return head.row<S>(p.out, r0 + i); });
+  unpack_transposed<S>(Matrix<const T>(Ot), rows, p.head_dim_v, scale, out_row);
   watch.lap(Phase::kStore);
 }
 

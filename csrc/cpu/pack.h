@@ -29,12 +29,12 @@ PYATTN_INLINE void store(S* p, vec<Compute<S>> x, int64_t n) {
   __builtin_memcpy(p, columns, n * sizeof(S));
 }
 
-// For as many rows side by side as there are lanes: the hardware
-// prefetcher does not follow so many streams.
-template <class Row>
+// For as many rows side by side as there are lanes, which the hardware prefetcher does not follow, and
+// for rows that are written, of which the first store would wait.
+template <bool kWritten = false, class Row>
 void prefetch_rows(int64_t i, int64_t end, int64_t cols, Row row) {
   for (; i < end; ++i)
-    for (int64_t d = 0; d < cols; d += kCacheLine / sizeof(*row(i))) __builtin_prefetch(row(i) + d);
+    for (int64_t d = 0; d < cols; d += kCacheLine / sizeof(*row(i))) __builtin_prefetch(row(i) + d, kWritten);
 }
 
 // src[cols][rows] -> row(i)[d] = scale[i] * src[d][i].
@@ -43,7 +43,6 @@ void unpack_transposed(Matrix<const T> src, int64_t rows, int64_t cols, const T*
   constexpr int L = kLanes<T>;
   for (int64_t i = 0; i < rows; i += L) {
     const int64_t m = min(L, rows - i);
-    prefetch_rows(i + L, min(i + 2 * L, rows), cols, row);
     for (int64_t d = 0; d < cols; d += L) {
       const int64_t n = min(L, cols - d);
       vec<T> square[L] = {};
