@@ -32,8 +32,9 @@ NAME = "pyattn"
 
 mask_function = transformers_masks.mask_function
 
-NOT_ABOUT_ATTENTION = frozenset({"cache_position", "num_items_in_batch", "position_ids"})
-"""Tensors that models hand through: the mask has what attention needs of positions."""
+NOT_ABOUT_ATTENTION = frozenset({"cache_position", "num_items_in_batch", "position_ids", "seq_idx", "shift_labels"})
+"""Tensors that models hand through: positions, which the mask contains, and arguments of the loss and of state space
+layers."""
 
 
 def register() -> None:
@@ -141,7 +142,8 @@ def attention_function(
             query sees another sequence. On top of a mask; without one, causal in each sequence by itself.
         cache: the paged cache of continuous batching: refused.
         output_attentions: whether the weights are wanted too.
-        named: tensors of other names are refused, but for positions and counts; anything else has no bearing here.
+        named: tensors of other names are refused, but for positions and what the loss and state space layers take;
+            anything else has no bearing here.
 
     Returns:
         ``(out, weights)``: out (B, Sq, Hq, Dv), contiguous; weights (B, Hq, Sq, Sk), after dropout, or None. A query
