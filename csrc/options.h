@@ -56,7 +56,7 @@ inline void check_bias(const Tensor& q, const SymInt& seqlen_k, const Options& o
                     ", got ", t.sym_sizes());
 }
 
-// What knows nothing of positions; batch: the number of sequences.
+// Checks the options that know nothing of positions; batch: the number of sequences.
 inline void check_options(const Tensor& q, const SymInt& batch, const SymInt& heads, const Options& options) {
   TORCH_CHECK_VALUE(std::isfinite(options.softmax_scale.value_or(1)), "pyattn: softmax_scale must be finite, got ",
                     *options.softmax_scale);

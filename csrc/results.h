@@ -82,7 +82,7 @@ struct ForwardResults {
     p.lse = lse.mutable_data_ptr(), p.row_max = row_max.mutable_data_ptr(), p.row_sum = row_sum.mutable_data_ptr();
   }
 
-  // Of packed queries behind the last sequence: none sees a key.
+  // Packed queries behind the last sequence see no key: out 0, lse -inf.
   void fill_unused(const ForwardParams& p) const {
     const int64_t end = p.packed.sequences[p.batch].first_q;
     fill_rest(out, 0, end, 0), fill_rest(row_sum, 1, end, 0);

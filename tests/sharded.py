@@ -19,7 +19,7 @@ def calls() -> list[dict[str, Tensor]]:
 
 
 def loss(options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Of out and lse, where a row sees a key; and out."""
+    """A scalar that depends on out, and on lse where a row sees a key; then out itself."""
     dropout_p = 0.4 if "dropout_seed" in options else 0.0
     out, lse = attention(**options, dropout_p=dropout_p, return_lse=True)
     return out.sin().sum() + lse.masked_fill(lse.isinf(), 0.0).cos().sum(), out

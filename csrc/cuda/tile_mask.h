@@ -46,7 +46,7 @@ PYATTN_DEVICE Run keys_of_rows(const Mask& mask, int r0, int rows) {
           mask.any_holes(r0, rows) ? Range{0, 0} : mask.keys_of_all(r0, rows)};
 }
 
-// Those that a block of threads takes: all of them, or those of its split, whole tiles of the split.
+// A block of threads takes all keys of its rows, or those of its split, from a multiple of kKeys on.
 template <bool kSplit, int kKeys>
 PYATTN_DEVICE Run keys_of_block(const Mask& mask, int r0, int rows) {
   Run run = keys_of_rows(mask, r0, rows);

@@ -166,7 +166,7 @@ def _source_asks(config: type) -> bool:
 
 
 def _seen(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor:
-    """Which keys are no padding, bool (B, kv_length); places behind the mask are padding."""
+    """A key is seen unless it is padding: bool (B, kv_length); places behind the mask are padding."""
     tokens = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
     return torch.nn.functional.pad(tokens, (0, kv_length - tokens.shape[1]))
 
