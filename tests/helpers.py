@@ -1,4 +1,4 @@
-"""Cases, and how to run them; yardstick.py judges their accuracy."""
+"""Cases, how to run them, and the memory that they need; yardstick.py judges their accuracy."""
 
 import functools
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from torch import Tensor
 from yardstick import NAMES, Yardsticks, in_double, learned
 
 from pyattn import attention, reference
+from pyattn.cli.timing import peak_memory
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -198,3 +199,11 @@ def assert_equal(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> None:
     """The two results agree to the bit."""
     for x, y in zip(a, b, strict=True):
         assert torch.equal(x, y)
+
+
+def memory_needed(call: Callable[[], object]) -> int:
+    """Bytes by which resident memory rises at most in the call, or a skip where the system does not count them."""
+    found = peak_memory(call)
+    if found is None:
+        pytest.skip("needs /proc, as Linux has it")
+    return found

@@ -6,13 +6,12 @@ from unittest import mock
 import pytest
 import torch
 from feature_calls import ALL, FEATURES, PAIRS, Call, PackedCall, loss
-from helpers import Case
+from helpers import Case, memory_needed
 from torch import Tensor
 from torch.autograd import gradgradcheck
 from yardstick import assert_accurate
 
 from pyattn import attention, reference, tangents
-from pyattn.cli.timing import peak_memory
 
 THIRD = "^pyattn: third derivatives of attention are not implemented$"
 
@@ -141,10 +140,7 @@ def test_memory_is_linear() -> None:
         torch.autograd.grad([x.sum() for x in gradients], leaves)
 
     with mock.patch.object(tangents, "PAIRS_AT_ONCE", 2**18):
-        needed = peak_memory(call)
-    if needed is None:
-        pytest.skip("needs /proc, as Linux has it")
-    assert needed < 4096**2 * 4
+        assert memory_needed(call) < 4096**2 * 4
 
 
 def test_third_derivatives_raise() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import memory_needed
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import masking_utils as theirs
@@ -12,7 +13,6 @@ from transformers import masking_utils as theirs
 from pyattn.adapters import transformers as adapter
 from pyattn.adapters import transformers_masks, transformers_rules
 from pyattn.adapters.transformers import mask_function
-from pyattn.cli.timing import peak_memory
 
 LEFT = torch.tensor([2, 0])
 
@@ -127,10 +127,7 @@ def test_plain_masks_are_left_out() -> None:
 def test_memory_is_linear(seqlen: int, arguments: dict[str, Any]) -> None:
     """Resident memory: bools for all pairs of query and key take 1 GiB, and 64 MiB where rows are evaluated."""
     mask_function(1, seqlen, seqlen, **arguments)  # loads what is loaded once
-    found = peak_memory(lambda: mask_function(1, seqlen, seqlen, **arguments))
-    if found is None:
-        pytest.skip("needs /proc, as Linux has it")
-    assert found < 32 * 2**20
+    assert memory_needed(lambda: mask_function(1, seqlen, seqlen, **arguments)) < 32 * 2**20
 
 
 def test_dense_masks_are_counted() -> None:
