@@ -46,6 +46,16 @@ CALLS = {
         "B must be 3, the number of sequences of the mask_mod, got 2",
     ),
     "mask": (TypeError, lambda *t: flex_attention(*t, block_mask=IDS), "block_mask must be BlockMask, got "),
+    "device": (
+        ValueError,
+        lambda *t: flex_attention(*t, block_mask=MADE.to("meta")),
+        "block_mask must be on query's device cpu, got meta",
+    ),
+    "pair": (
+        ValueError,
+        lambda *t: create_block_mask(causal(), 1, 1, 9, 9, "cpu", (8, 8, 8)),
+        "BLOCK_SIZE must be an int or a pair of ints, got (8, 8, 8)",
+    ),
     "score": (TypeError, lambda *t: flex_attention(*t, 3), "score_mod must be a function, got 3"),
     "max_scores": (
         NotImplementedError,

@@ -92,7 +92,7 @@ def test_blocks_that_say_something_else():
     rule = (
         "^pyattn: block_mask must list every block that its mask_mod shows, and as full only what it shows entirely, "
     )
-    narrow, wide = (blocks(mod, make=torch_flex.create_block_mask) for mod in (sliding_window(3), causal()))
+    narrow, wide = blocks(sliding_window(3)), blocks(causal(), make=torch_flex.create_block_mask)
     narrow.mask_mod = causal()
     with pytest.raises(ValueError, match=rule):
         flex_attention(*tensors(), block_mask=narrow)

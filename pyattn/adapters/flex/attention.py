@@ -1,6 +1,5 @@
 """create_block_mask and flex_attention: native on a CPU, torch's own anywhere else."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ def create_block_mask(
     torch's own function evaluates every pair: 1 GB for 32,768 queries and keys.
 
     Args:
-        mask_mod: from a function of this module; on a GPU, any function.
+        mask_mod: from a function of this package; on a GPU, any function.
         B, H: batch and number of query heads, None for 1.
         Q_LEN, KV_LEN: the numbers of queries and keys.
         device: where to make it; default: the accelerator, or else the CPU.
@@ -45,7 +44,7 @@ def create_block_mask(
 
     Raises:
         NotImplementedError: on a CPU, a mask_mod from elsewhere, or further arguments.
-        ValueError: a size that is not positive, a B that is not the mask_mod's.
+        ValueError: a length below 0, a BLOCK_SIZE below 1, a B that is not the mask_mod's.
         TypeError: other types.
 
     >>> from pyattn.adapters.flex import causal
@@ -68,6 +67,8 @@ def create_block_mask(
     check_type("separate_full_blocks", separate_full_blocks, bool)
     block_size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
     check_type("BLOCK_SIZE", block_size, tuple)
+    if len(block_size) != 2:
+        raise ValueError(f"pyattn: BLOCK_SIZE must be an int or a pair of ints, got {block_size}")
     for size in block_size:
         check_size("each of BLOCK_SIZE", size, least=1)
     sizes = 1 if B is None else B, 1 if H is None else H, Q_LEN, KV_LEN
@@ -83,7 +84,7 @@ def flex_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
-    kernel_options: Mapping[str, Any] | None = None,
+    kernel_options: dict[str, Any] | None = None,
     *,
     return_aux: AuxRequest | None = None,
 ) -> Results:
@@ -95,14 +96,14 @@ def flex_attention(
         query: (B, Hq, L, E), float64, float32, bfloat16 or float16, any strides.
         key, value: (B, H, S, E) and (B, H, S, Ev); B may be 1 where block_mask has query's B.
         score_mod: from ``softcap`` or ``alibi``.
-        block_mask: from :func:`create_block_mask`, torch's own included, for a mask_mod of this module. The mask_mod
+        block_mask: from :func:`create_block_mask`, torch's own included, for a mask_mod of this package. The mask_mod
             says what is seen; blocks that leave out some of it are refused.
         scale: finite factor on the scores; default ``1 / sqrt(E)``.
         enable_gqa: whether Hq may be a multiple of H: query head ``h`` reads head ``h // (Hq // H)``.
         return_lse: also return the natural logarithm of the softmax denominator, (B, Hq, L), differentiable.
         kernel_options: torch's options for its GPU kernels. They say how to compute, not what, so they have no effect
             here; names that torch does not document are refused.
-        return_aux: which of lse and max_scores to return; the CPU has no max_scores, as in torch.
+        return_aux: which of lse and max_scores to return; as in torch, a CPU has no max_scores.
 
     Returns:
         (B, Hq, L, Ev) in query's dtype, differentiable in query, key, value and alibi's slopes. A query that sees no
@@ -198,6 +199,8 @@ def _check_block_mask(block_mask: BlockMask, mask: Mask, query: Tensor, key: Ten
     batch, heads, *lengths = shape = block_mask.shape
     if (batch not in (1, wanted[0])) or heads not in (1, wanted[1]) or tuple(lengths) != wanted[2:]:
         raise ValueError(f"pyattn: block_mask must be of shape {wanted}, B and H may be 1, got {tuple(shape)}")
+    if block_mask.kv_indices.device != query.device:
+        raise ValueError(f"pyattn: block_mask must be on query's device cpu, got {block_mask.kv_indices.device}")
     if query.shape[0] != key.shape[0] and (key.shape[0] != 1 or batch != query.shape[0]):
         raise ValueError(
             "pyattn: query and key must have the same batch size, or 1 for key and query's for block_mask, "

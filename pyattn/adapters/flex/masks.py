@@ -179,7 +179,14 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
             f"got {names}"
         )
     left, right = (-1 if -1 in sides else max(sides) for sides in zip(*(mask.window for mask in masks), strict=True))
-    return _band("or_masks", (left, right), masks[0].offset)
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        seen = b.new_zeros((), dtype=torch.bool)
+        for part in mask_mods:
+            seen = seen | part(b, h, q_idx, kv_idx)
+        return seen
+
+    return known("or_masks", mask_mod, Mask((left, right), masks[0].offset))
 
 
 def _band(name: str, window: tuple[int, int], offset: int | Tensor) -> MaskMod:
