@@ -155,12 +155,15 @@ def test_compiled() -> None:
         assert (out - truth).abs().max() <= ROUNDINGS * truth.abs().max()
 
 
-def test_weights() -> None:
-    model = decoder("gemma2")
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "opt"])  # gpt2 and opt don't tell their layers
+def test_weights(name: str) -> None:
+    model = decoder(name)
     sides = []
     for implementation in ("pyattn", "eager"):
         model.set_attn_implementation(implementation)
         sides.append(model(IDS, attention_mask=PADDING["left"], output_attentions=True).attentions)
+        assert model(IDS).attentions is None
+    assert len(sides[0]) == model.config.num_hidden_layers
     for ours, eager in zip(*sides, strict=True):
         rows = PADDING["left"].bool()
         assert (ours - eager).transpose(1, 2)[rows].abs().max() <= ROUNDINGS

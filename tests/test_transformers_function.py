@@ -48,7 +48,7 @@ def test_the_function_renames(dtype: torch.dtype) -> None:
         ({"attention_mask": rows, "position_bias": bias}, {"causal": False, "key_ranges": ranges, "bias": bias}),
         ({"attention_mask": seen, "position_bias": bias}, {"causal": False, "bias": bias.where(seen, -torch.inf)}),
         ({"attention_mask": bias, "position_bias": bias}, {"causal": False, "bias": bias + bias}),
-        ({name: torch.arange(6) for name in ("position_ids", "num_items_in_batch", "seq_idx", "shift_labels")}, {}),
+        (dict.fromkeys(adapter.NOT_ABOUT_ATTENTION, torch.arange(6)), {}),
         ({"use_cache": True}, {}),
     ]
     for theirs_, ours in pairs:

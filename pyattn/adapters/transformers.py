@@ -10,6 +10,7 @@ comes as ``key_ranges`` wherever its rows have no holes: see :mod:`pyattn.adapte
 
 import inspect
 import re
+import sys
 from typing import Any
 
 import torch
@@ -32,9 +33,11 @@ NAME = "pyattn"
 
 mask_function = transformers_masks.mask_function
 
-NOT_ABOUT_ATTENTION = frozenset({"cache_position", "num_items_in_batch", "position_ids", "seq_idx", "shift_labels"})
-"""Tensors that models hand through: positions, which the mask contains, and arguments of the loss and of state space
-layers."""
+NOT_ABOUT_ATTENTION = frozenset(
+    {"cache_position", "decoder_input_ids", "num_items_in_batch", "position_ids", "seq_idx", "shift_labels"}
+)
+"""Tensors that models hand through: positions, which the mask contains, tokens, and arguments of the loss and of state
+space layers."""
 
 
 def register() -> None:
@@ -141,9 +144,9 @@ def attention_function(
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences, batch 1, as for flash-attn: no
             query sees another sequence. On top of a mask; without one, causal in each sequence by itself.
         cache: the paged cache of continuous batching: refused.
-        output_attentions: whether the weights are wanted too.
-        named: tensors of other names are refused, but for positions and what the loss and state space layers take;
-            anything else has no bearing here.
+        output_attentions: whether the weights are wanted too; what the model was asked for counts as well.
+        named: tensors of other names are refused, but for positions, tokens, and what the loss and state space layers
+            take; anything else has no bearing here.
 
     Returns:
         ``(out, weights)``: out (B, Sq, Hq, Dv), contiguous; weights (B, Hq, Sq, Sk), after dropout, or None. A query
@@ -189,10 +192,19 @@ def attention_function(
     if causal:
         options["q_offset"] = 0  # keys behind the queries are slots that a static cache has not filled
     options |= _masked(attention_mask, position_bias, options.get("key_ranges"), key.shape[2])
+    output_attentions = output_attentions or _captures_weights()
     if dropout and output_attentions:
         options["dropout_seed"] = draw_seed(query.device)
     out = attention(query, key, value, **options).transpose(1, 2).contiguous()
     return out, attention_weights(query, key, **options) if output_attentions else None
+
+
+def _captures_weights() -> bool:
+    """Whether transformers collects attentions now: not every model hands ``output_attentions`` on to its layers."""
+    if torch.compiler.is_compiling():
+        return False
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    return collector is not None and any(name.endswith("attentions") for name in collector.get() or ())
 
 
 def _window(sliding_window: int, decoder: bool, seqlen_k: int) -> tuple[int, int]:
