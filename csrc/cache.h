@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <limits>
 
 #include "checks.h"
 
@@ -81,5 +82,37 @@ struct Values {
   explicit Values(const Tensor& values) : t(values.cpu().contiguous()) {}
   int64_t operator[](int64_t b) const { return t.const_data_ptr<int64_t>()[b]; }
 };
+
+// The most positions of a ring's sequence.
+inline constexpr int64_t kEndless = std::numeric_limits<int64_t>::max();
+
+// What an append reads: how far each sequence has come, and how many of the `fresh` positions it gets.
+inline void check_room(const Tensor& lengths, const Tensor& starts, const optional<Tensor>& new_lengths, int64_t fresh,
+                       int64_t slots, int64_t kept_positions) {
+  const Values length(lengths), start(starts), added(new_lengths ? *new_lengths : lengths);
+  for (int64_t b = 0; b < lengths.size(0); ++b) {
+    TORCH_CHECK_VALUE(0 <= start[b] && start[b] <= length[b] && length[b] - start[b] <= slots,
+                      "pyattn: each of the cache's lengths must be between its start and ", slots, " more, got ",
+                      length[b], " and ", start[b], " at ", b);
+    check_added(length[b], new_lengths ? added[b] : fresh, fresh, slots > kept_positions ? kEndless : kept_positions,
+                b);
+  }
+}
+
+inline void check_orders(const Tensor& idx) {
+  const Values index(idx);
+  for (int64_t b = 0; b < idx.size(0); ++b) check_order(index[b], idx.size(0), b);
+}
+
+// Whether query 0 sees only keys that the ring keeps.
+inline void check_kept(const Tensor& lengths, const Tensor& q_offset, int64_t window, int64_t kept_positions) {
+  const Values length(lengths), offset(q_offset);
+  for (int64_t b = 0; b < lengths.size(0); ++b) {
+    const int64_t oldest = length[b] - kept_positions, least = oldest + window - 1;
+    TORCH_CHECK_VALUE(oldest <= 0 || offset[b] >= least, "pyattn: q_offset must be at least ", least,
+                      ", where a window of ", window, " begins with the oldest key that the cache keeps, got ",
+                      offset[b], " for sequence ", b);
+  }
+}
 
 }  // namespace pyattn

@@ -6,9 +6,11 @@
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <initializer_list>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "attention.h"
 
@@ -68,6 +70,13 @@ inline void check_gradients(const Tensor& dout, const optional<Tensor>& dlse, co
   check_tensor("row_max", row_max, q.device(), rows, row_sizes);
   check_tensor("row_sum", row_sum, q.device(), rows, row_sizes);
   if (dlse) check_tensor("dlse", *dlse, q.device(), rows, row_sizes);
+}
+
+// Whether the contents of indices on a GPU are read and checked like those on a CPU, which waits for the GPU:
+// the environment variable PYATTN_CHECK is 1.
+inline bool checks_gpu() {
+  static const char* const value = std::getenv("PYATTN_CHECK");
+  return value && std::string_view(value) == "1";
 }
 
 // The kernel of every backend without kernels: sparse, nested and quantized

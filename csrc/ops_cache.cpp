@@ -13,15 +13,11 @@
 #include <algorithm>
 #include <array>
 #include <initializer_list>
-#include <limits>
 
 #include "cache.h"
 
 namespace pyattn {
 namespace {
-
-// The most positions of a ring's sequence.
-constexpr int64_t kEndless = std::numeric_limits<int64_t>::max();
 
 // How far a sequence has come, where its slots begin, and how many new positions it gets.
 struct State {
@@ -40,13 +36,7 @@ void cache_append(const Tensor& keys, const Tensor& values, const Tensor& length
                 kept_positions = max_seqlen.guard_int(__FILE__, __LINE__);
   const Values length(lengths), start(starts), added(new_lengths ? *new_lengths : lengths);
   const auto state = [&](int64_t b) { return State{length[b], start[b], new_lengths ? added[b] : fresh}; };
-  for (int64_t b = 0; b < batch; ++b) {
-    const State s = state(b);
-    TORCH_CHECK_VALUE(0 <= s.start && s.start <= s.length && s.length - s.start <= slots,
-                      "pyattn: each of the cache's lengths must be between its start and ", slots, " more, got ",
-                      s.length, " and ", s.start, " at ", b);
-    check_added(s.length, s.added, fresh, slots > kept_positions ? kEndless : kept_positions, b);
-  }
+  check_room(lengths, starts, new_lengths, fresh, slots, kept_positions);
   for (int64_t first = 0, count; first < batch; first += count) {  // neighbours in the same state together
     const State s = state(first);
     for (count = 1; first + count < batch && state(first + count) == s;) ++count;
@@ -82,12 +72,10 @@ void cache_reorder(const Tensor& keys, const Tensor& values, const Tensor& lengt
   check_indices("idx", idx, lengths);
   if (keys.is_meta()) return;
   const int64_t batch = keys.size(0), slots = keys.size(2);
-  const Values length(lengths), start(starts), index(idx);
+  check_orders(idx);
+  const Values length(lengths), start(starts);
   int64_t used = 0;
-  for (int64_t b = 0; b < batch; ++b) {
-    check_order(index[b], batch, b);
-    used = std::max(used, std::min(length[b] - start[b], slots));
-  }
+  for (int64_t b = 0; b < batch; ++b) used = std::max(used, std::min(length[b] - start[b], slots));
   for (const Tensor& t : {keys.narrow(2, 0, used), values.narrow(2, 0, used), lengths, starts})
     t.copy_(t.index_select(0, idx));
 }
@@ -98,14 +86,7 @@ Tensor cache_slots(const Tensor& lengths, const Tensor& starts, const Tensor& q_
   check_indices("starts", starts, lengths);
   check_indices("q_offset", q_offset, lengths);
   if (lengths.is_meta()) return at::empty_like(q_offset);
-  const int64_t left = window.guard_int(__FILE__, __LINE__) - 1, kept = max_seqlen.guard_int(__FILE__, __LINE__);
-  const Values length(lengths), offset(q_offset);
-  for (int64_t b = 0; b < lengths.size(0); ++b) {
-    const int64_t oldest = length[b] - kept;
-    TORCH_CHECK_VALUE(oldest <= 0 || offset[b] >= oldest + left, "pyattn: q_offset must be at least ", oldest + left,
-                      ", where a window of ", left + 1, " begins with the oldest key that the cache keeps, got ",
-                      offset[b], " for sequence ", b);
-  }
+  check_kept(lengths, q_offset, window.guard_int(__FILE__, __LINE__), max_seqlen.guard_int(__FILE__, __LINE__));
   return q_offset.sub(starts);
 }
 

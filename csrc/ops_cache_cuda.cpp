@@ -1,6 +1,6 @@
 // The operators of ops_cache.cpp on a GPU, in ATen's operations without a host read, so that CUDA graphs
 // capture them. Nobody can refuse there what a sequence has no room for: it is left out, indices are
-// clamped, and nothing outside the cache is read or written.
+// clamped, and nothing outside the cache is read or written. With PYATTN_CHECK=1 all is read and checked first.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/full_like.h>
@@ -50,6 +50,7 @@ void cache_append(const Tensor& keys, const Tensor& values, const Tensor& length
                   const Tensor& k, const Tensor& v, const optional<Tensor>& new_lengths, SymInt max_seqlen) {
   check_append(keys, values, lengths, starts, k, v, new_lengths);
   const int64_t slots = keys.size(2), kept_positions = max_seqlen.guard_int(__FILE__, __LINE__);
+  if (checks_gpu()) check_room(lengths, starts, new_lengths, k.size(2), slots, kept_positions);
   const int64_t count = std::min(k.size(2), slots);  // no sequence gets more
   const Steps steps(lengths, starts, k, new_lengths, slots, kept_positions);
   if (count == 0) return;
@@ -76,14 +77,18 @@ void cache_reorder(const Tensor& keys, const Tensor& values, const Tensor& lengt
   check_storage(keys, values, lengths, starts);
   check_indices("idx", idx, lengths);
   if (idx.size(0) == 0) return;
+  if (checks_gpu()) check_orders(idx);
   const Tensor index = idx.clamp(0, keys.size(0) - 1);
   for (const Tensor& t : {keys, values, lengths, starts}) t.copy_(t.index_select(0, index));
 }
 
 // Queries that see keys which may have been dropped see those that are left.
-Tensor cache_slots(const Tensor& lengths, const Tensor& starts, const Tensor& q_offset, SymInt, SymInt) {
+Tensor cache_slots(const Tensor& lengths, const Tensor& starts, const Tensor& q_offset, SymInt window,
+                   SymInt max_seqlen) {
   check_indices("starts", starts, lengths);
   check_indices("q_offset", q_offset, lengths);
+  if (checks_gpu())
+    check_kept(lengths, q_offset, window.guard_int(__FILE__, __LINE__), max_seqlen.guard_int(__FILE__, __LINE__));
   return q_offset.sub(starts);
 }
 

@@ -8,7 +8,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <vector>
 
@@ -21,16 +20,10 @@ namespace {
 // The pages of a cache on the host: which sequences have them.
 class PageTable {
  public:
-  PageTable(const Tensor& block_table, const Tensor& lengths, int64_t pages, int64_t page_size)
+  PageTable(const Tensor& block_table, const Values& lengths, int64_t pages, int64_t page_size)
       : table_(block_table), each_(block_table.size(1)), size_(page_size), uses_(pages) {
-    const Values length(lengths);
-    for (int64_t b = 0; b < block_table.size(0); ++b) {
-      TORCH_CHECK_VALUE(0 <= length[b] && length[b] <= each_ * size_,
-                        "pyattn: each of the cache's lengths must be between 0 and ", each_ * size_, ", got ",
-                        length[b], " at ", b);
-      const int64_t used = check_pages(&at(b, 0), each_, length[b], b, pages, size_);
-      for (int64_t i = 0; i < used; ++i) ++uses_[at(b, i)];
-    }
+    for (int64_t b = 0; b < block_table.size(0); ++b)
+      for (int64_t i = 0; i * size_ < lengths[b]; ++i) ++uses_[at(b, i)];
   }
 
   int64_t& at(int64_t b, int64_t i) { return table_.mutable_data_ptr<int64_t>()[b * each_ + i]; }
@@ -68,25 +61,6 @@ class PageTable {
   }
 };
 
-void check_cache(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& block_table) {
-  TORCH_CHECK_VALUE(keys.dim() == 4 && values.dim() == 4,
-                    "pyattn: keys and values must have 4 dimensions (pages, page_size, num_heads, head_dim), got ",
-                    keys.sym_sizes(), " and ", values.sym_sizes());
-  const std::array<SymInt, 4> sizes{keys.sym_size(0), keys.sym_size(1), keys.sym_size(2), values.sym_size(3)};
-  check_beside("values", values, keys, sizes);
-  check_page_size(keys.sym_size(1));
-  check_type("block_table", block_table, {at::kLong});
-  TORCH_CHECK_VALUE(block_table.dim() == 2 && block_table.is_contiguous(),
-                    "pyattn: block_table must have shape (batch, pages of a sequence), contiguous, got ",
-                    block_table.sym_sizes());
-  TORCH_CHECK_VALUE(block_table.sym_numel() <= keys.sym_size(0), "pyattn: the cache must have ",
-                    block_table.sym_numel(), " pages, one for each place of block_table, got ", keys.sym_size(0));
-  for (const Tensor& t : {keys, values})
-    TORCH_CHECK_VALUE(t.sym_size(3) <= 1 || t.sym_stride(3) == 1,
-                      "pyattn: columns of keys and values must be contiguous, got strides ", t.sym_strides());
-  check_cache_lengths(lengths, keys, block_table.sym_size(0));
-}
-
 // Rows t[b][heads][first..first + n] -> storage[page][place..place + n][heads].
 void write(const Tensor& storage, int64_t page, int64_t place, const Tensor& t, int64_t b, int64_t first, int64_t n) {
   const int64_t size = storage.element_size(), bytes = storage.size(3) * size;
@@ -103,23 +77,15 @@ void write(const Tensor& storage, int64_t page, int64_t place, const Tensor& t, 
 // Everything is checked before anything is written.
 void cache_append_pages(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& block_table,
                         const Tensor& k, const Tensor& v, const optional<Tensor>& new_lengths, SymInt max_seqlen) {
-  check_cache(keys, values, lengths, block_table);
-  TORCH_CHECK_VALUE(k.dim() == 4, "pyattn: k must have 4 dimensions (batch, num_heads, new, head_dim), got ",
-                    k.sym_sizes());
-  const auto check_new = [&](const char* name, const Tensor& t, const Tensor& storage) {
-    const std::array<SymInt, 4> sizes{lengths.sym_size(0), storage.sym_size(2), k.sym_size(2), storage.sym_size(3)};
-    check_beside(name, t, storage, sizes);
-  };
-  check_new("k", k, keys), check_new("v", v, values);
-  if (new_lengths) check_indices("lengths", *new_lengths, lengths);
+  check_append_pages(keys, values, lengths, block_table, k, v, new_lengths);
   if (keys.is_meta()) return;
 
   const int64_t batch = lengths.size(0), fresh = k.size(2), page_size = keys.size(1);
   const int64_t most = std::min(max_seqlen.guard_int(__FILE__, __LINE__), block_table.size(1) * page_size);
   const Values length(lengths), added(new_lengths ? *new_lengths : lengths);
   const auto added_to = [&](int64_t b) { return new_lengths ? added[b] : fresh; };
-  PageTable table(block_table, lengths, keys.size(0), page_size);
-  for (int64_t b = 0; b < batch; ++b) check_added(length[b], added_to(b), fresh, most, b);
+  check_page_room(lengths, block_table, new_lengths, fresh, most, keys.size(0), page_size);
+  PageTable table(block_table, length, keys.size(0), page_size);
   const Tensor k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
   for (int64_t b = 0; b < batch; ++b) {
     const int64_t begin = length[b], end = begin + added_to(b);
@@ -145,9 +111,7 @@ void cache_reorder_pages(const Tensor& lengths, const Tensor& block_table, const
   check_indices("idx", idx, lengths);
   check_block_table(block_table, lengths.device(), lengths.sym_size(0));
   if (lengths.is_meta()) return;
-  const int64_t batch = lengths.size(0);
-  const Values index(idx);
-  for (int64_t b = 0; b < batch; ++b) check_order(index[b], batch, b);
+  check_orders(idx);
   for (const Tensor& t : {lengths, block_table}) t.copy_(t.index_select(0, idx));
 }
 

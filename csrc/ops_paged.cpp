@@ -81,15 +81,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_varlen_paged_forward(
 // Checked as above: block_table with 0 where a sequence has no keys, and how many keys each has, all int64.
 std::tuple<Tensor, Tensor> pages_in_use(const Tensor& block_table, const Tensor& cu_seqlens_k, SymInt max_seqlen_k,
                                         const optional<Tensor>& seqused_k, SymInt pages, SymInt page_size) {
-  check_page_size(page_size);
-  check_lengths("cu_seqlens_k", cu_seqlens_k, cu_seqlens_k.device());
-  TORCH_CHECK_VALUE(cu_seqlens_k.dim() == 1 && cu_seqlens_k.sym_size(0) >= 1,
-                    "pyattn: cu_seqlens_k must have shape (sequences + 1), got ", cu_seqlens_k.sym_sizes());
-  const SymInt batch = cu_seqlens_k.sym_size(0) - 1;
-  check_block_table(block_table, cu_seqlens_k.device(), batch);
-  if (seqused_k) check_seqused(*seqused_k, batch, cu_seqlens_k.device());
+  check_pages_in_use(block_table, cu_seqlens_k, seqused_k, page_size);
   const auto wide = block_table.options().dtype(at::kLong);
-  Tensor used = at::zeros_like(block_table, wide), lengths = at::empty_symint({batch}, wide);
+  Tensor used = at::zeros_like(block_table, wide), lengths = at::empty_symint({cu_seqlens_k.sym_size(0) - 1}, wide);
   if (block_table.is_meta()) return {used, lengths};
 
   const auto as_read = [](const Tensor& t) { return t.to(at::kLong).contiguous(); };

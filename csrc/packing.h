@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 #include <limits>
@@ -136,8 +137,22 @@ inline void place_sequences(ForwardParams& p, const Packing& packing) {
   packed.sequences[p.batch] = {packed.cu_seqlens_q[p.batch], packed.cu_seqlens_k[p.batch], 0, 0};
 }
 
+// Checks the indices of p, which lie on a GPU, as those on a CPU, by copies of them.
+inline void check_sequences(ForwardParams p, Packing packing, const Options& options) {
+  const auto on_host = [](Tensor& t) { return (t = t.cpu()).const_data_ptr<int64_t>(); };
+  Tensor ranges = options.key_ranges.value_or(Tensor());
+  p.packed.cu_seqlens_q = on_host(packing.cu_seqlens_q), p.packed.cu_seqlens_k = on_host(packing.cu_seqlens_k);
+  p.packed.seqused_k = packing.seqused_k ? on_host(*packing.seqused_k) : nullptr;
+  p.mask.key_ranges = ranges.defined() ? on_host(ranges) : nullptr;
+  packing.sequences = at::empty_like(packing.sequences, at::kCPU);
+  p.packed.sequences = static_cast<Sequence*>(packing.sequences.mutable_data_ptr());
+  p.packed.default_offsets = nullptr;
+  place_sequences(p, packing);
+}
+
 // Replaces the tensors of packing and options by such as kernels read; p points into them. Indices on
-// a GPU are not read here: its kernels place the sequences, none of which is longer than it may be.
+// a GPU are not read here, but for PYATTN_CHECK=1: its kernels place the sequences, none of which is longer than
+// it may be.
 // Keys of four dimensions lie in pages, which pages.h finds.
 inline void fill_packed(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, Packing& packing,
                         Options& options) {
@@ -157,6 +172,7 @@ inline void fill_packed(ForwardParams& p, const Tensor& q, const Tensor& k, cons
   }
   fill_options(p, q.scalar_type(), options);
   if (q.is_cpu()) return place_sequences(p, packing);
+  if (checks_gpu()) check_sequences(p, packing, options);
   p.seqlen_q = packing.max_seqlen_q.min(p.packed.total_q).expect_int();
   p.seqlen_k = packing.max_seqlen_k.min(p.packed.total_k).expect_int();
 }

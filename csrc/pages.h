@@ -5,7 +5,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
+#include <array>
+
 #include "attention.h"
+#include "cache.h"
 #include "checks.h"
 #include "packing.h"
 #include "params.h"
@@ -54,6 +58,63 @@ inline int64_t check_pages(const int64_t* listed, int64_t count, int64_t seqlen_
     TORCH_CHECK_VALUE(0 <= listed[i] && listed[i] < pages, "pyattn: block_table must hold pages from 0 to ", pages - 1,
                       ", got ", listed[i], " at [", b, ", ", i, "]");
   return used;
+}
+
+// What pyattn::pages_in_use takes.
+inline void check_pages_in_use(const Tensor& block_table, const Tensor& cu_seqlens_k, const optional<Tensor>& seqused_k,
+                               const SymInt& page_size) {
+  check_page_size(page_size);
+  check_lengths("cu_seqlens_k", cu_seqlens_k, cu_seqlens_k.device());
+  TORCH_CHECK_VALUE(cu_seqlens_k.dim() == 1 && cu_seqlens_k.sym_size(0) >= 1,
+                    "pyattn: cu_seqlens_k must have shape (sequences + 1), got ", cu_seqlens_k.sym_sizes());
+  const SymInt batch = cu_seqlens_k.sym_size(0) - 1;
+  check_block_table(block_table, cu_seqlens_k.device(), batch);
+  if (seqused_k) check_seqused(*seqused_k, batch, cu_seqlens_k.device());
+}
+
+// A cache in pages, and what is appended to it.
+inline void check_append_pages(const Tensor& keys, const Tensor& values, const Tensor& lengths,
+                               const Tensor& block_table, const Tensor& k, const Tensor& v,
+                               const optional<Tensor>& new_lengths) {
+  TORCH_CHECK_VALUE(keys.dim() == 4 && values.dim() == 4,
+                    "pyattn: keys and values must have 4 dimensions (pages, page_size, num_heads, head_dim), got ",
+                    keys.sym_sizes(), " and ", values.sym_sizes());
+  const std::array<SymInt, 4> sizes{keys.sym_size(0), keys.sym_size(1), keys.sym_size(2), values.sym_size(3)};
+  check_beside("values", values, keys, sizes);
+  check_page_size(keys.sym_size(1));
+  check_type("block_table", block_table, {at::kLong});
+  TORCH_CHECK_VALUE(block_table.dim() == 2 && block_table.is_contiguous(),
+                    "pyattn: block_table must have shape (batch, pages of a sequence), contiguous, got ",
+                    block_table.sym_sizes());
+  TORCH_CHECK_VALUE(block_table.sym_numel() <= keys.sym_size(0), "pyattn: the cache must have ",
+                    block_table.sym_numel(), " pages, one for each place of block_table, got ", keys.sym_size(0));
+  for (const Tensor& t : {keys, values})
+    TORCH_CHECK_VALUE(t.sym_size(3) <= 1 || t.sym_stride(3) == 1,
+                      "pyattn: columns of keys and values must be contiguous, got strides ", t.sym_strides());
+  check_cache_lengths(lengths, keys, block_table.sym_size(0));
+  TORCH_CHECK_VALUE(k.dim() == 4, "pyattn: k must have 4 dimensions (batch, num_heads, new, head_dim), got ",
+                    k.sym_sizes());
+  const auto check_new = [&](const char* name, const Tensor& t, const Tensor& storage) {
+    const std::array<SymInt, 4> sizes{lengths.sym_size(0), storage.sym_size(2), k.sym_size(2), storage.sym_size(3)};
+    check_beside(name, t, storage, sizes);
+  };
+  check_new("k", k, keys), check_new("v", v, values);
+  if (new_lengths) check_indices("lengths", *new_lengths, lengths);
+}
+
+// What an append reads, as check_room of cache.h.
+inline void check_page_room(const Tensor& lengths, const Tensor& block_table, const optional<Tensor>& new_lengths,
+                            int64_t fresh, int64_t most, int64_t pages, int64_t page_size) {
+  const Values length(lengths), added(new_lengths ? *new_lengths : lengths);
+  const Tensor table = block_table.cpu();
+  const int64_t each = table.size(1);
+  for (int64_t b = 0; b < lengths.size(0); ++b) {
+    TORCH_CHECK_VALUE(0 <= length[b] && length[b] <= each * page_size,
+                      "pyattn: each of the cache's lengths must be between 0 and ", each * page_size, ", got ",
+                      length[b], " at ", b);
+    check_pages(table.const_data_ptr<int64_t>() + b * each, each, length[b], b, pages, page_size);
+  }
+  for (int64_t b = 0; b < lengths.size(0); ++b) check_added(length[b], new_lengths ? added[b] : fresh, fresh, most, b);
 }
 
 // Replaces the table by one that kernels read; p, whose sequences are known, points into it.

@@ -35,7 +35,8 @@ inline BiasView bias_view(const Tensor& t, at::ScalarType type, void* data) {
   return {kind, data, stride(4), stride(3), stride(2), stride(1)};
 }
 
-// The ranges of the queries of one sequence. Ranges on a GPU are not read here; its kernels clamp them.
+// The ranges of the queries of one sequence. A GPU's kernels clamp them: there they are read with PYATTN_CHECK=1
+// alone.
 inline void check_ranges(const int64_t* range, int64_t seqlen_q, int64_t seqlen_k, int64_t sequence) {
   for (int64_t i = 0; i < seqlen_q; ++i, range += 2)
     TORCH_CHECK_VALUE(0 <= range[0] && range[0] <= range[1] && range[1] <= seqlen_k,
@@ -85,9 +86,10 @@ inline void fill_inputs(ForwardParams& p, const Tensor& q, const Tensor& k, cons
   p.seqlen_q = q.size(2), p.seqlen_k = seqlen_k, p.head_dim = q.size(3), p.head_dim_v = v.size(3);
   p.pairs = static_cast<double>(p.batch) * static_cast<double>(p.seqlen_q) * static_cast<double>(p.seqlen_k);
   fill_options(p, q.scalar_type(), options);
-  if (options.key_ranges && options.key_ranges->is_cpu())
-    for (int64_t b = 0; b < options.key_ranges->size(0); ++b)
-      check_ranges(p.mask.key_ranges + b * p.mask.key_ranges_stride_b, p.seqlen_q, p.seqlen_k, b);
+  if (!options.key_ranges || !(options.key_ranges->is_cpu() || checks_gpu())) return;
+  const Tensor ranges = options.key_ranges->cpu();
+  for (int64_t b = 0; b < ranges.size(0); ++b)
+    check_ranges(ranges.const_data_ptr<int64_t>() + b * p.mask.key_ranges_stride_b, p.seqlen_q, p.seqlen_k, b);
 }
 
 }  // namespace pyattn

@@ -42,13 +42,13 @@ class KVCache:
     sequences share pages, and the first to write to a shared page, the last one of a sequence, gets a copy of it: beam
     search keeps its common beginning once and copies at most one page a sequence and step, where other caches copy all.
     There are B * ceil(max_seqlen / P) pages, so that the only limit is max_seqlen, and a sequence that shares none has
-    neighbours, which are read as fast as a sequence in one piece. Where a gradient is wanted, or in a transform of
-    torch.func, :func:`attention_with_cache` first copies the pages of all sequences into one batch.
+    neighbours, which are read as fast as a sequence in one piece. On a GPU, where a gradient is wanted, or in a
+    transform of torch.func, :func:`attention_with_cache` first copies the pages of all sequences into one batch.
 
     On a GPU nothing is read on the host, so CUDA graphs capture :meth:`append` and :func:`attention_with_cache`; what
     would be an error on the CPU is none there. Positions that do not fit are left out, and lengths end at max_seqlen;
-    lengths and indices are clamped; a ring's query sees those of its keys that are left. Each append to a ring copies
-    the positions that it keeps.
+    lengths and indices are clamped; a ring's query sees those of its keys that are left. With PYATTN_CHECK=1 in the
+    environment they are read, and raise as on the CPU. Each append to a ring copies the positions that it keeps.
 
     Args:
         batch, num_heads_kv: sizes of k and v.
@@ -56,7 +56,7 @@ class KVCache:
         head_dim, head_dim_v: columns of k and of v; default of the latter: head_dim.
         dtype: float64, float32, bfloat16 or float16; default: torch's.
         device: default: torch's.
-        page_size: positions of a page, at least 16, on the CPU; default: no pages.
+        page_size: positions of a page, at least 16; default: no pages.
         window: W of a ring; default: none.
 
     Attributes:
@@ -69,7 +69,7 @@ class KVCache:
     Raises:
         ValueError: a size below 0, a window outside [1, max_seqlen].
         TypeError: another dtype, what is no int.
-        NotImplementedError: pages on a GPU, or of a ring.
+        NotImplementedError: pages of a ring.
 
     >>> cache = KVCache(batch=2, num_heads_kv=4, max_seqlen=100, head_dim=64)
     >>> cache.append(*torch.randn(2, 2, 4, 10, 64))

@@ -136,9 +136,9 @@ def attention(
 
     Raises:
         ValueError: shapes that don't fit together, a softmax_scale or softcap that is not finite, a window below -1,
-            key_ranges out of bounds or reversed (on a GPU they are clamped), a number past 64 bits, a dropout_p outside
-            [0, 1); at the first call, an instruction set in the environment variable PYATTN_ISA that this CPU or build
-            does not have.
+            key_ranges out of bounds or reversed (on a GPU they are clamped, unless PYATTN_CHECK=1 is in the
+            environment), a number past 64 bits, a dropout_p outside [0, 1); at the first call, an instruction set in
+            the environment variable PYATTN_ISA that this CPU or build does not have.
         TypeError: another dtype, or dtypes that differ; a q_offset or dropout_seed tensor that is not int64; another
             type than listed; an argument that does not exist, such as ``is_causal``, naming the one that stands for it.
         NotImplementedError: tensors that are not dense, or on a device that this build has no kernels for; a head

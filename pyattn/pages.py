@@ -1,8 +1,8 @@
 """Keys and values in pages, which a block table lists for each sequence: attention over them.
 
-Kernels of forward read pages where they lie. Where a gradient is wanted, and in transforms of torch.func, the pages of
-all sequences are copied behind each other once, by operations that have gradients, and from there on they are like any
-other keys: the gradient of a page that sequences share is the sum of theirs.
+The CPU's kernels of forward read pages where they lie. On a GPU, where a gradient is wanted, and in transforms of
+torch.func, the pages of all sequences are copied behind each other once, by operations that have gradients, and from
+there on they are like any other keys: the gradient of a page that sequences share is the sum of theirs.
 """
 
 from typing import Any
@@ -24,7 +24,6 @@ LEAST = 16
 def table_for(lengths: Tensor, max_seqlen: int, page_size: int) -> Tensor:
     """The block table (B, pages of a sequence), all zeros, of a cache for sequences of up to ``max_seqlen``."""
     check_size("page_size", page_size, least=LEAST)
-    _refuse_cuda(lengths)
     return lengths.new_zeros(len(lengths), -(-max_seqlen // page_size))
 
 
@@ -42,10 +41,10 @@ def attention(
         options: the other arguments of :func:`pyattn.attention`, all of them, without ``return_lse``.
     """
     check_options(**options)
-    if _differentiated(q, options["bias"], options["alibi_slopes"], options["sinks"]):
+    if _needs_copy(q, options["bias"], options["alibi_slopes"], options["sinks"]):
         starts = seqlen_k * torch.arange(len(lengths) + 1, device=lengths.device)
         k, v, _ = _gathered(k, v, block_table, starts, seqlen_k, lengths)
-        keys, values = (t[:, :seqlen_k].transpose(1, 2) for t in (k, v))
+        keys, values = (t.narrow(1, 0, seqlen_k).transpose(1, 2) for t in (k, v))
         return functional.attention(q, keys, values, return_lse=True, **options)
     if torch._C._is_any_autocast_enabled():
         q, k, v = cast(q), cast(k), cast(v)
@@ -58,8 +57,7 @@ def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, packing: Packing, options: Options
 ) -> tuple[Tensor, Tensor]:
     """:func:`pyattn.autograd.attention_varlen` of keys in pages, ``cu_seqlens_k`` telling their lengths alone."""
-    _refuse_cuda(q)
-    if not _differentiated(q, k, v, options.alibi_slopes, options.sinks):
+    if not _needs_copy(q, k, v, options.alibi_slopes, options.sinks):
         results = _ops.attention_varlen_paged_forward(q, k, v, block_table, *packing, *options)
         return results[0], results[1]
     lengths = packing.cu_seqlens_k, packing.max_seqlen_k, packing.seqused_k
@@ -70,16 +68,11 @@ def attention_varlen(
     return autograd.attention_varlen(q, k.flatten(0, 1), v.flatten(0, 1), apart, options)
 
 
-def _refuse_cuda(tensor: Tensor) -> None:
-    if tensor.is_cuda:
-        raise NotImplementedError(f"pyattn: keys in pages are on the CPU alone so far, got device {tensor.device}")
-
-
-def _differentiated(*tensors: Tensor | None) -> bool:
-    """Whether one of these may need a gradient, or a transform is active."""
-    if not torch.compiler.is_compiling() and autograd.transforming():
+def _needs_copy(q: Tensor, *tensors: Tensor | None) -> bool:
+    """Whether one of these is on a GPU or may need a gradient, or a transform is active."""
+    if q.is_cuda or (not torch.compiler.is_compiling() and autograd.transforming()):
         return True
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, *tensors))
 
 
 def _gathered(

@@ -125,8 +125,9 @@ def attention_varlen(
         block_table: (B, pages of a sequence), int32 or int64: k is (pages, page_size, Hkv, D) and v (pages, page_size,
             Hkv, Dv), page_size at least 16, and sequence ``b`` has its key ``j`` at ``j % page_size`` of page
             ``block_table[b, j // page_size]``; cu_seqlens_k tells how many keys it has, and entries behind those are
-            not looked at. Sequences may share pages, whose gradients add up, in k's dtype. Where a gradient is wanted,
-            and in transforms of torch.func, the pages of all sequences are copied behind each other first.
+            not looked at. Sequences may share pages, whose gradients add up, in k's dtype. On a GPU, where a
+            gradient is wanted, and in transforms of torch.func, the pages of all sequences are copied behind each
+            other first.
         seqused_k: (B,), int32 or int64: only so many of each sequence's keys take part, as if there were no more.
         return_lse: also return lse.
 
@@ -138,9 +139,9 @@ def attention_varlen(
     Raises:
         ValueError, TypeError, NotImplementedError: as :func:`pyattn.attention`; cu_seqlens that do not start at 0,
             decrease, end behind the tokens or differ in number; a max_seqlen below the longest sequence; seqused_k
-            outside a sequence; a block_table with too few pages or with ones that are not there, or on a GPU; bias. On
-            a GPU the values of cu_seqlens and seqused_k are not read back: tokens of sequences whose values are invalid
-            come out NaN, of all if cu_seqlens are.
+            outside a sequence; a block_table with too few pages or with ones that are not there; bias. On a GPU the
+            values of cu_seqlens, seqused_k and block_table are not read back unless PYATTN_CHECK=1 is in the
+            environment: tokens of sequences whose values are invalid come out NaN, of all if cu_seqlens are.
 
     Memory beyond the results is linear in the tokens. The result has the same bits for every number of threads.
 

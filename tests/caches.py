@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Case
+from helpers import Case, assert_equal
 from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
 from yardstick import assert_accurate, in_double
 
-from pyattn import KVCache, reference
+from pyattn import KVCache, attention_with_cache, reference
 
 OPTIONS: dict[str, Case] = {
     "plain": Case(2, 4, 2, 40, 40, 24, 20),
@@ -31,6 +32,21 @@ def made(
     made = KVCache(*sizes, head_dim_v=case.head_dim_v, dtype=dtype, window=window, page_size=page_size)
     made.k.fill_(math.nan), made.v.fill_(math.nan)
     return made
+
+
+def twins(case: Case, dtype: torch.dtype, max_seqlen: int, page_size: int) -> tuple[KVCache, KVCache]:
+    """A cache with pages and one without, NaN in both."""
+    return made(case, dtype, max_seqlen, page_size=page_size), made(case, dtype, max_seqlen)
+
+
+def both(caches: tuple[KVCache, KVCache], q: Tensor, **options: Any) -> None:
+    """The two give the same bits, out and lse."""
+    assert_equal(*(attention_with_cache(q, cached, return_lse=True, **options) for cached in caches))
+
+
+def on_gpu(operator: Any, *arguments: Any) -> Any:
+    """What the operator does with tensors of a GPU."""
+    return operator.default.redispatch(DispatchKeySet(DispatchKey.CUDA), *arguments)
 
 
 def in_steps(attend: Callable[..., Any], cached: KVCache, qkv: tuple[Tensor, ...], **options: Any) -> Tensor:

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from caches import made, same, snapshot
+from caches import made, on_gpu, same, snapshot
 from helpers import Case, each_dtype
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pyattn import KVCache, attention_with_cache
@@ -20,11 +19,6 @@ ops = torch.ops.pyattn
 CASE = Case(3, 4, 2, 40, 40, 24, 20)
 
 each_window = pytest.mark.parametrize("window", [None, 5])
-
-
-def on_gpu(operator: Any, *arguments: Any) -> Any:
-    """What the operator does with tensors of a GPU."""
-    return operator.default.redispatch(DispatchKeySet(DispatchKey.CUDA), *arguments)
 
 
 def append(cached: KVCache, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> None:
@@ -117,13 +111,3 @@ def test_nothing_is_read_on_the_host(window: int | None) -> None:
             ]
         for options in calls:
             assert attention_with_cache(q, cached, **options).shape == q.shape
-
-
-def test_pages_are_not_for_a_gpu() -> None:
-    with (
-        FakeTensorMode(),
-        pytest.raises(
-            NotImplementedError, match=r"^pyattn: keys in pages are on the CPU alone so far, got device cuda:0"
-        ),
-    ):
-        KVCache(3, 2, 20, 16, page_size=16, device="cuda")

@@ -2,14 +2,13 @@
 
 import copy
 import math
-import random
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from caches import OPTIONS, STEPS, each_option, made, same, snapshot, zeros
+from caches import OPTIONS, STEPS, both, each_option, made, same, snapshot, twins, zeros
 from helpers import Case, assert_equal, each_dtype
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -32,11 +31,6 @@ LONG = {
 """Tokens that decode over several ranges and blocks of keys, and queries that run in blocks."""
 
 
-def twins(case: Case, dtype: torch.dtype, max_seqlen: int, page_size: int) -> tuple[KVCache, KVCache]:
-    """A cache with pages and one without, NaN in both."""
-    return made(case, dtype, max_seqlen, page_size=page_size), made(case, dtype, max_seqlen)
-
-
 def scatter(cached: KVCache) -> None:
     """Moves the pages into another order."""
     order = torch.randperm(len(cached.k))
@@ -47,11 +41,6 @@ def scatter(cached: KVCache) -> None:
 
 
 each_order = pytest.mark.parametrize("scattered", [False, True])
-
-
-def both(caches: tuple[KVCache, KVCache], q: Tensor, **options: Any) -> None:
-    """The two give the same bits, out and lse."""
-    assert_equal(*(attention_with_cache(q, cached, return_lse=True, **options) for cached in caches))
 
 
 @each_dtype
@@ -119,81 +108,6 @@ def test_threads_change_no_bit(threads_used: int) -> None:
         cached.append(k, v)
     torch.set_num_threads(threads_used)
     both(caches, q)
-
-
-def pages_in_use(cached: KVCache) -> list[list[int]]:
-    assert cached.block_table is not None
-    pages = (cached.lengths + cached.page_size - 1).div(cached.page_size, rounding_mode="floor")
-    return [row[:count] for row, count in zip(cached.block_table.tolist(), pages.tolist(), strict=True)]
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_as_without_through_any_steps(seed: int) -> None:
-    """Appends of any lengths, reorders, resets and steps back: what is read is the same, and pages suffice."""
-    chance, case = random.Random(seed), Case(4, 4, 2, 2, 2, 16, 16)
-    caches = twins(case, torch.float32, 70, 16)
-    for _ in range(60):
-        room = 70 - int(caches[0].lengths.max())
-        new = chance.randint(0, min(room, chance.choice([2, 30])))
-        counts = [chance.randint(0, new) for _ in range(4)]
-        order = [chance.randrange(4) for _ in range(4)]
-        back = chance.randint(0, 5)
-        what = chance.random()
-        k, v = torch.randn(2, 4, 2, new, 16)
-        for cached in caches:
-            if what < 0.6:
-                cached.append(k, v, counts if what < 0.4 else None)
-            elif what < 0.9:
-                cached.reorder(order)
-            elif what < 0.97:
-                cached.lengths.sub_(back).clamp_(min=0)
-            else:
-                cached.reset()
-        both(caches, torch.randn(4, 4, 2, 16))
-        both(caches, torch.randn(4, 4, 12, 16), causal=False)
-        rows = pages_in_use(caches[0])
-        assert all(len(set(row)) == len(row) for row in rows)
-        assert max((page for row in rows for page in row), default=0) < 4 * 5
-
-
-def test_reorder_shares_pages() -> None:
-    """It copies the table alone; who writes to a shared page first gets a copy of that one page."""
-    case = Case(3, 4, 2, 1, 40, 8, 8)
-    _, k, v = case.inputs(torch.float32)
-    cached = made(case, torch.float32, 64, page_size=16)
-    cached.append(k, v, [40, 5, 16])
-    before = snapshot(cached)
-    cached.reorder([0, 0, 0])
-    assert same(snapshot(cached)[:2], before[:2])
-    assert pages_in_use(cached) == [[0, 1, 2]] * 3
-    cached.append(k[:, :, :1], v[:, :, :1], [0, 1, 1])
-    first, second, third = pages_in_use(cached)
-    assert first == [0, 1, 2]
-    assert second == [0, 1, 6]
-    assert third == [0, 1, 10]
-    cached.append(k[:, :, :9], v[:, :, :9], [9, 0, 0])  # its last page is no longer shared
-    assert pages_in_use(cached)[0] == [0, 1, 2, 3]
-    cached.reorder([0, 0, 0])
-    shared = pages_in_use(cached)[0][-1]
-    cached.append(k[:, :, :1], v[:, :, :1])
-    assert [row[-1] == shared for row in pages_in_use(cached)] == [False, False, True]  # nobody else has it by then
-    cached.reset()
-    cached.append(k, v)
-    assert pages_in_use(cached) == [[0, 1, 2], [4, 5, 6], [8, 9, 10]]
-
-
-def test_all_pages_are_handed_out() -> None:
-    """Sequences that part after sharing all they have fill every page, and no more are needed."""
-    case = Case(3, 2, 2, 1, 50, 8, 8)
-    q, k, v = case.inputs(torch.float64)
-    caches = twins(case, torch.float64, 50, 16)
-    for cached in caches:
-        cached.append(k[:, :, :20], v[:, :, :20])
-        cached.reorder([1, 1, 1])
-        for t in range(20, 50):
-            cached.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
-    both(caches, q)
-    assert len({page for row in pages_in_use(caches[0]) for page in row}) == 3 * 4 - 2
 
 
 def test_overflow_leaves_the_cache_as_it_was() -> None:
@@ -412,9 +326,3 @@ def test_nothing() -> None:
         out, lse = attention_with_cache(torch.zeros(batch, heads, 3, head_dim), cached, return_lse=True)
         assert (out == 0).all()
         assert (lse == -math.inf).all()
-
-
-def test_gpus_are_refused_by_name() -> None:
-    with torch._subclasses.FakeTensorMode(), pytest.raises(NotImplementedError) as error:
-        KVCache(2, 2, 40, 8, page_size=16, device="cuda:0")
-    assert str(error.value) == "pyattn: keys in pages are on the CPU alone so far, got device cuda:0"

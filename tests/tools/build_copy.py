@@ -33,7 +33,9 @@ LIKELY = {
     "math": ("cpu/simd/math.h",),
     "laws": ("cpu/simd/half.h",),
     "layouts": ("ops.cpp", "params.h"),
+    "page_table": ("ops_cache_pages.cpp", "ops_pages_cuda.cpp"),
     "pages": ("cpu/pages.h", "ops_cache_pages.cpp", "ops_paged.cpp", "pages.h"),
+    "pages_on_gpu": ("ops_pages_cuda.cpp",),
     "ring": ("ops_cache.cpp",),
     "splits": ("cuda/merge.h", "cuda/splits.h"),
     "varlen": ("cpu/units.h", "cuda/sequences.h", "ops_varlen.cpp", "packing.h", "work.h"),
@@ -67,6 +69,8 @@ OTHER_TESTS = (
     "cache_errors",
     "cache_on_gpu",
     "pages",
+    "page_table",
+    "pages_on_gpu",
     "varlen",
     "varlen_pages",
 )
