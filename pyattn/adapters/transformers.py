@@ -44,6 +44,8 @@ def register() -> None:
     """Makes ``attn_implementation="pyattn"`` known to transformers, for attention and masks alike.
 
     Nothing else changes: models with another ``attn_implementation`` run as before. A second call does nothing more.
+    The few architectures that choose among attention classes of their own by this name, such as GPT-J, GPT-Neo and
+    Falcon, are not made with ours: transformers raises ``KeyError: 'pyattn'``.
 
     Raises:
         ImportError: transformers is missing, or older than 5.6, whose masks are called otherwise.
