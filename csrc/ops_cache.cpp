@@ -15,9 +15,18 @@
 #include <initializer_list>
 
 #include "cache.h"
+#include "huge_pages.h"
 
 namespace pyattn {
 namespace {
+
+// Zeros in new storage, contiguous. A query reads all of a cache, up to a third faster from huge pages.
+void cache_clear(const Tensor& storage) {
+  if (storage.is_meta()) return;
+  TORCH_CHECK_VALUE(storage.is_contiguous(), "pyattn: storage must be contiguous, got strides ", storage.strides());
+  prefer_huge_pages(storage);
+  storage.zero_();
+}
 
 // How far a sequence has come, where its slots begin, and how many new positions it gets.
 struct State {
@@ -95,6 +104,7 @@ TORCH_LIBRARY_FRAGMENT(pyattn, m) {
       "cache_append(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) lengths, Tensor(d!) starts, Tensor k, Tensor v, "
       "Tensor? new_lengths, SymInt max_seqlen) -> ()");
   m.def("cache_reorder(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) lengths, Tensor(d!) starts, Tensor idx) -> ()");
+  m.def("cache_clear(Tensor(a!) storage) -> ()");
   m.def("cache_slots(Tensor lengths, Tensor starts, Tensor q_offset, SymInt window, SymInt max_seqlen) -> Tensor");
 }
 
@@ -106,6 +116,7 @@ void add_kernels(torch::Library& m) {
 
 TORCH_LIBRARY_IMPL(pyattn, CPU, m) { add_kernels(m); }
 TORCH_LIBRARY_IMPL(pyattn, Meta, m) { add_kernels(m); }
+TORCH_LIBRARY_IMPL(pyattn, CompositeExplicitAutograd, m) { m.impl("cache_clear", cache_clear); }
 
 }  // namespace
 }  // namespace pyattn

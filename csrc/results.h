@@ -5,7 +5,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
-#include <sys/mman.h>
 
 #include <array>
 #include <limits>
@@ -15,6 +14,7 @@
 
 #include "attention.h"
 #include "checks.h"
+#include "huge_pages.h"
 #include "options.h"
 
 namespace pyattn {
@@ -47,19 +47,6 @@ inline Tensor empty_ordered_as(const Tensor& like, const SymInt& cols) {
 
 inline Tensor empty_dense(const Tensor& like, at::ScalarType type) {
   return at::empty_symint(like.sym_sizes(), like.options().dtype(type));
-}
-
-// The memory of large results comes fresh from the system, and one fault for each small page takes
-// five times as long as writing it. A hint: where it does not hold, nothing changes.
-inline void prefer_huge_pages([[maybe_unused]] const Tensor& t) {
-#ifdef MADV_HUGEPAGE
-  if (!t.is_cpu()) return;
-  constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
-  const auto first = reinterpret_cast<uintptr_t>(t.mutable_data_ptr());
-  const uintptr_t begin = (first + kHugePage - 1) / kHugePage * kHugePage,
-                  end = (first + t.nbytes()) / kHugePage * kHugePage;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
 }
 
 // Fills what lies behind position `end` of a dimension: tokens of no sequence. (GPU kernels fill them.)

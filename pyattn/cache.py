@@ -12,6 +12,7 @@ from pyattn.ring import slots_of
 __all__ = ["KVCache"]
 
 _append = torch.ops.pyattn.cache_append.default
+_clear = torch.ops.pyattn.cache_clear.default
 _append_pages = torch.ops.pyattn.cache_append_pages.default
 _reorder = torch.ops.pyattn.cache_reorder.default
 _reorder_pages = torch.ops.pyattn.cache_reorder_pages.default
@@ -114,7 +115,8 @@ class KVCache:
                 shape = batch, num_heads_kv, slots, columns
                 if page_size is not None and self.block_table is not None:
                     shape = num_heads_kv, self.block_table.numel(), page_size, columns
-                made = torch.zeros(shape, dtype=dtype, device=device)
+                made = torch.empty(shape, dtype=dtype, device=device)
+                _clear(made)
                 # What a head reads of neighbouring pages lies in one piece, as memory is read fastest.
                 return made if page_size is None else made.permute(1, 2, 0, 3)
 
