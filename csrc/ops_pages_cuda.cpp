@@ -9,6 +9,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <tuple>
 #include <utility>
 

@@ -99,3 +99,17 @@ def test_all_pages_are_handed_out() -> None:
             cached.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
     both(caches, q)
     assert len({page for row in pages_in_use(caches[0]) for page in row}) == 3 * 4 - 2
+
+
+@pytest.mark.usefixtures("operators")
+def test_one_of_those_that_share_a_page_keeps_it() -> None:
+    """Where they all write to it: there would not be pages enough for a copy each."""
+    case = Case(3, 2, 2, 1, 6, 8, 8)
+    q, k, v = case.inputs(torch.float32)
+    caches = twins(case, torch.float32, 16, 16)
+    for cached in caches:
+        cached.append(k[:, :, :5], v[:, :, :5])
+        cached.reorder([0, 1, 1])
+        cached.append(k[:, :, 5:], v[:, :, 5:], [0, 1, 1])
+    both(caches, q)
+    assert sorted(pages_in_use(caches[0])) == [[0], [1], [2]]
