@@ -71,11 +71,6 @@ inline void check_added(int64_t length, int64_t added, int64_t fresh, int64_t mo
                     ", got ", length, " + ", added, " positions of sequence ", b);
 }
 
-inline void check_order(int64_t index, int64_t batch, int64_t b) {
-  TORCH_CHECK_VALUE(0 <= index && index < batch, "pyattn: each of idx must be between 0 and ", batch - 1, ", got ",
-                    index, " at ", b);
-}
-
 // Values of each sequence, on the host.
 struct Values {
   Tensor t;
@@ -83,25 +78,27 @@ struct Values {
   int64_t operator[](int64_t b) const { return t.const_data_ptr<int64_t>()[b]; }
 };
 
-// The most positions of a ring's sequence.
-inline constexpr int64_t kEndless = std::numeric_limits<int64_t>::max();
-
 // What an append reads: how far each sequence has come, and how many of the `fresh` positions it gets.
 inline void check_room(const Tensor& lengths, const Tensor& starts, const optional<Tensor>& new_lengths, int64_t fresh,
                        int64_t slots, int64_t kept_positions) {
   const Values length(lengths), start(starts), added(new_lengths ? *new_lengths : lengths);
+  const bool ring = slots > kept_positions;
+  const int64_t most = ring ? std::numeric_limits<int64_t>::max() : kept_positions;
   for (int64_t b = 0; b < lengths.size(0); ++b) {
     TORCH_CHECK_VALUE(0 <= start[b] && start[b] <= length[b] && length[b] - start[b] <= slots,
                       "pyattn: each of the cache's lengths must be between its start and ", slots, " more, got ",
                       length[b], " and ", start[b], " at ", b);
-    check_added(length[b], new_lengths ? added[b] : fresh, fresh, slots > kept_positions ? kEndless : kept_positions,
-                b);
+    check_added(length[b], new_lengths ? added[b] : fresh, fresh, most, b);
   }
 }
 
-inline void check_orders(const Tensor& idx) {
+// What a reorder reads: a sequence for each.
+inline void check_order(const Tensor& idx) {
   const Values index(idx);
-  for (int64_t b = 0; b < idx.size(0); ++b) check_order(index[b], idx.size(0), b);
+  const int64_t batch = idx.size(0);
+  for (int64_t b = 0; b < batch; ++b)
+    TORCH_CHECK_VALUE(0 <= index[b] && index[b] < batch, "pyattn: each of idx must be between 0 and ", batch - 1,
+                      ", got ", index[b], " at ", b);
 }
 
 // Whether query 0 sees only keys that the ring keeps.

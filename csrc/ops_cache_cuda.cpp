@@ -77,7 +77,7 @@ void cache_reorder(const Tensor& keys, const Tensor& values, const Tensor& lengt
   check_storage(keys, values, lengths, starts);
   check_indices("idx", idx, lengths);
   if (idx.size(0) == 0) return;
-  if (checks_gpu()) check_orders(idx);
+  if (checks_gpu()) check_order(idx);
   const Tensor index = idx.clamp(0, keys.size(0) - 1);
   for (const Tensor& t : {keys, values, lengths, starts}) t.copy_(t.index_select(0, index));
 }

@@ -111,7 +111,7 @@ void cache_reorder_pages(const Tensor& lengths, const Tensor& block_table, const
   check_indices("idx", idx, lengths);
   check_block_table(block_table, lengths.device(), lengths.sym_size(0));
   if (lengths.is_meta()) return;
-  check_orders(idx);
+  check_order(idx);
   for (const Tensor& t : {lengths, block_table}) t.copy_(t.index_select(0, idx));
 }
 

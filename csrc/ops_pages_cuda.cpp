@@ -63,7 +63,7 @@ struct Extension {
       return at::zeros({pages}, before.options()).scatter_add_(0, before.flatten(), counts.flatten().to(at::kLong));
     };
     const Tensor uses = count(held), writers = count(held.logical_and(written));
-    // Of sequences that share a page and all write to it, the last one keeps it.
+    // The last one of the sequences that share a page keeps it, if they all write to it.
     const Tensor last = at::zeros({pages}, before.options())
                             .scatter_reduce_(0, before.flatten(), at::where(held, own, 0).flatten(), "amax");
     const auto of_page = [&](const Tensor& t) { return t.index_select(0, before.flatten()).view_as(before); };
@@ -116,7 +116,7 @@ void cache_reorder_pages(const Tensor& lengths, const Tensor& block_table, const
   check_indices("idx", idx, lengths);
   check_block_table(block_table, lengths.device(), lengths.sym_size(0));
   if (idx.size(0) == 0) return;
-  if (checks_gpu()) check_orders(idx);
+  if (checks_gpu()) check_order(idx);
   const Tensor index = idx.clamp(0, idx.size(0) - 1);
   for (const Tensor& t : {lengths, block_table}) t.copy_(t.index_select(0, index));
 }

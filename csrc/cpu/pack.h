@@ -29,8 +29,8 @@ PYATTN_INLINE void store(S* p, vec<Compute<S>> x, int64_t n) {
   __builtin_memcpy(p, columns, n * sizeof(S));
 }
 
-// For as many rows side by side as there are lanes, which the hardware prefetcher does not follow, and
-// for rows that are written, of which the first store would wait.
+// The hardware prefetcher does not follow as many rows side by side as there are lanes, and knows nothing of
+// rows before the first store to them.
 template <bool kWritten = false, class Row>
 void prefetch_rows(int64_t i, int64_t end, int64_t cols, Row row) {
   for (; i < end; ++i)
