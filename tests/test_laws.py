@@ -1,4 +1,4 @@
-"""Laws of every backend: unseen positions change no bit, visible NaN arrives, threads and repeats change nothing."""
+"""Laws of every backend: unseen positions change no bit, visible NaN arrives, parts and groups equal the whole."""
 
 import itertools
 import math
@@ -183,53 +183,6 @@ def test_weights_below_the_smallest_normal_number_are_zero(value: float, gradien
     out, _, _, dk, dv = run(attention, (q, k, v), torch.full_like(v, gradient))
     for x in (out, dk[:, :, 1:], dv[:, :, 1:]):
         assert (x == 0).all()
-
-
-@each_dtype
-@pytest.mark.parametrize(
-    "case",
-    [Case(1, 1, 1, 700, 700, 32, 32), Case(1, 8, 1, 300, 300, 32, 16), Case(5, 6, 2, 130, 190, 33, 20, dropout_p=0.1)],
-    ids=str,
-)
-@pytest.mark.usefixtures("isa", "threads")
-def test_same_bits_for_any_number_of_threads(dtype: torch.dtype, case: Case) -> None:
-    qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
-    torch.set_num_threads(1)
-    once = run(attention, qkv, dout, dlse, **case.options)
-    for n in (2, 3, 4, 7):
-        torch.set_num_threads(n)
-        for _ in range(3):
-            assert_equal(run(attention, qkv, dout, dlse, **case.options), once)
-
-
-@pytest.mark.usefixtures("threads")
-def test_same_bits_over_a_hundred_repeats(native: Backend) -> None:
-    """The case is small enough to repeat and large enough for threads; its one head has its keys split."""
-    case = Case(1, 1, 1, 130, 250, 32, 20)
-    qkv, (dout, dlse) = case.inputs(torch.float32), case.gradients(torch.float32)
-    torch.set_num_threads(3)
-    once = run(native.attention, qkv, dout, dlse)
-    for _ in range(100):
-        native.assert_same(run(native.attention, qkv, dout, dlse), once)
-
-
-@pytest.mark.usefixtures("isa", "threads")
-def test_two_threads_are_used() -> None:
-    """Forward and backward share one head between threads.
-
-    On a busy machine one thread may finish a call before the other wakes, so the threads of up to 100 calls count.
-    """
-    torch.set_num_threads(2)
-    qkv, (dout, _) = (case := Case(1, 1, 1, 2048, 2048, 64, 64)).inputs(torch.float32), case.gradients(torch.float32)
-    threads: dict[str, set[int]] = {"forward": set(), "backward": set()}
-    for _ in range(100):
-        _C.start_profile()
-        run(attention, qkv, dout)
-        for task in _C.stop_profile():
-            threads.setdefault(task.pass_name, set()).add(task.thread)
-        if all(len(threads[name]) == 2 for name in ("forward", "backward")):
-            return
-    pytest.fail(f"threads of each pass: {threads}")
 
 
 @each_dtype

@@ -38,6 +38,7 @@ LIKELY = {
     "pages_on_gpu": ("ops_pages_cuda.cpp",),
     "ring": ("ops_cache.cpp",),
     "splits": ("cuda/merge.h", "cuda/splits.h"),
+    "threads": ("threads.cpp",),
     "varlen": ("cpu/units.h", "cuda/sequences.h", "ops_varlen.cpp", "packing.h", "work.h"),
 }
 """The tests most likely to catch a fault, by its file in csrc; they run first."""
@@ -46,6 +47,7 @@ TESTS = (
     "masks",
     "scores",
     "laws",
+    "threads",
     "decode",
     "cache",
     "layouts",
