@@ -4,7 +4,7 @@
 // pages that pyattn::pages_in_use names and calls the others.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros_like.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
@@ -83,7 +83,9 @@ std::tuple<Tensor, Tensor> pages_in_use(const Tensor& block_table, const Tensor&
                                         const optional<Tensor>& seqused_k, SymInt pages, SymInt page_size) {
   check_pages_in_use(block_table, cu_seqlens_k, seqused_k, page_size);
   const auto wide = block_table.options().dtype(at::kLong);
-  Tensor used = at::zeros_like(block_table, wide), lengths = at::empty_symint({cu_seqlens_k.sym_size(0) - 1}, wide);
+  // Dense whatever the strides of block_table, because it is written through a pointer.
+  Tensor used = at::zeros_symint(block_table.sym_sizes(), wide),
+         lengths = at::empty_symint({cu_seqlens_k.sym_size(0) - 1}, wide);
   if (block_table.is_meta()) return {used, lengths};
 
   const auto as_read = [](const Tensor& t) { return t.to(at::kLong).contiguous(); };

@@ -71,13 +71,13 @@ def bias(words: str, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> Te
             # Half of it in float16, where plain PyTorch's sum with a score would overflow.
             lowest = torch.finfo(dtype).min / (2 if dtype == torch.float16 else 1)
             x = x.masked_fill(some_keys | some_rows, lowest)
-    x = x[(0,) * next((d for d in range(3) if shape[d] > 1), 3)]
+    x = x[(0,) * next((d for d in range(3) if shape[d] != 1), 3)]
     return strided(x) if layout else x
 
 
 def strided(x: Tensor) -> Tensor:
-    """x with its dimensions in memory in reverse order, inside a buffer of NaN or True."""
+    """x with its dimensions in memory in reverse order, none of them dense, inside a buffer of NaN, True or -2^31."""
     backwards = tuple(reversed(range(x.dim())))
-    unused = True if x.dtype == torch.bool else math.nan
-    buffer = torch.full([n + 1 for n in reversed(x.shape)], unused, dtype=x.dtype)
+    unused = True if x.dtype == torch.bool else math.nan if x.is_floating_point() else -(2**31)
+    buffer = torch.full([*(n + 1 for n in reversed(x.shape)), 2], unused, dtype=x.dtype)[..., 0]
     return buffer.permute(backwards)[(slice(1, None),) * x.dim()].copy_(x)

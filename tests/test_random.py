@@ -49,7 +49,7 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.just(head_dim) | st.integers(1, 40)),
         causal=draw(st.booleans()),
         q_offset=draw(st.none() | st.integers(-seqlen_q - 2, seqlen_k + 2)),
-        softmax_scale=draw(st.none() | st.floats(-2, 2)),
+        softmax_scale=draw(st.none() | st.floats(-2, 2, width=32)),
         dropout_p=draw(st.just(0.0) | st.floats(0, 0.9)),
         window=draw(st.just((-1, -1)) | st.tuples(sides, sides)),
         **{name: draw(values) for name, values in MORE.items() if draw(st.integers(0, 2)) == 0},
@@ -88,9 +88,17 @@ def test_accuracy(request: pytest.FixtureRequest) -> None:
         orders=st.lists(st.permutations(range(4)), min_size=4, max_size=4),
         padding=st.integers(0, 3),
         with_dlse=st.booleans(),
+        strided=st.booleans(),
     )
     def check(
-        case: Case, dtype: torch.dtype, isa: str, seed: int, orders: list[list[int]], padding: int, with_dlse: bool
+        case: Case,
+        dtype: torch.dtype,
+        isa: str,
+        seed: int,
+        orders: list[list[int]],
+        padding: int,
+        with_dlse: bool,
+        strided: bool,
     ) -> None:
         if (key := (case, dtype, isa, seed, with_dlse)) in drawn:  # in another layout, which changes no bit
             return
@@ -101,6 +109,8 @@ def test_accuracy(request: pytest.FixtureRequest) -> None:
         dlse = case.gradients(dtype)[1] if with_dlse else None
         inputs = [laid_out(x, order, padding) for x, order in zip((*qkv, dout), orders, strict=True)]
         options = case.options | case.tensors(dtype)
+        if case.key_ranges and strided:
+            options["key_ranges"] = case_options.strided(options["key_ranges"])
         ours = run(attention, tuple(inputs[:3]), inputs[3], dlse, **options)
         plain = Yardsticks(run, tuple(qkv), dout, dlse, **options)
         doubles = tuple(x.double() for x in qkv)

@@ -5,7 +5,9 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import case_options
 import pytest
 import torch
 from helpers import DTYPES, Truth, assert_accurate_by, assert_equal
@@ -16,6 +18,17 @@ from test_random import cases
 from test_varlen_pages import Paged
 
 from pyattn import _C, attention_varlen
+
+
+@st.composite
+def laid_out_anew(draw: st.DrawFn, x: Any) -> Any:
+    """A tensor of integers as it is, in int32, or with other strides; anything else as it is."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    x = x.int() if x.dim() > 1 and draw(st.booleans()) else x  # offsets and cumulative lengths may need all 64 bits
+    return draw(
+        st.sampled_from([x, case_options.strided(x), x.mT.contiguous().mT if x.dim() == 2 else x.repeat(2)[: len(x)]])
+    )
 
 
 @pytest.mark.usefixtures("threads")
@@ -53,12 +66,26 @@ def test_accuracy(request: pytest.FixtureRequest) -> None:
         )
 
         paged = Paged(unpadded.packed, page_size)
-        qkv = unpadded.packed.inputs(dtype, case.head_dim, case.head_dim_v)
+        q, k, v = unpadded.packed.inputs(dtype, case.head_dim, case.head_dim_v)
         options |= {"q_offset": case.q_offset, "key_ranges": unpadded.ranges[unpadded.is_query], "return_lse": True}
+        if data.draw(st.booleans()):
+            options["q_offset"] = torch.tensor([case.q_offset or n for n in unpadded.offset.tolist()])
+        used = torch.tensor([data.draw(st.integers(0, n)) for n in keys]) if data.draw(st.booleans()) else None
+        options["key_ranges"] = options["key_ranges"].clamp(max=min(keys if used is None else used.tolist()))
         packing = unpadded.packed.packing
-        whole = attention_varlen(*qkv, *packing, **options)
+        whole = attention_varlen(q, k, v, *packing, seqused_k=used, **options)
+        learned = q.clone().requires_grad_(data.draw(st.booleans()))  # for a gradient pages are copied
+        changed = [data.draw(laid_out_anew(x)) for x in (*packing[:2], paged.table, used)]
+        options |= {name: data.draw(laid_out_anew(options[name])) for name in ("q_offset", "key_ranges")}
         parts = attention_varlen(
-            qkv[0], paged.of(qkv[1]), paged.of(qkv[2]), *packing, **options, block_table=paged.table
+            learned,
+            paged.of(k),
+            paged.of(v),
+            *changed[:2],
+            *packing[2:],
+            block_table=changed[2],
+            seqused_k=changed[3],
+            **options,
         )
         assert_equal(parts, whole)
 

@@ -5,6 +5,7 @@ import re
 from functools import partial
 from typing import Any
 
+import case_options
 import pytest
 import torch
 from helpers import assert_equal, each_dtype
@@ -73,8 +74,8 @@ def test_same_bits_as_one_behind_the_other(
     paged = Paged(packed, page_size)
     expected = attention_varlen(q, k, v, *packed.packing, return_lse=True, **options)
     call = partial(attention_varlen, q, paged.of(k), paged.of(v), *packed.packing, return_lse=True, **options)
-    assert_equal(call(block_table=paged.table), expected)
-    assert_equal(call(block_table=paged.table.int()), expected)
+    for table in (paged.table, paged.table.int(), case_options.strided(paged.table)):
+        assert_equal(call(block_table=table), expected)
 
 
 @pytest.mark.usefixtures("isa")
@@ -136,14 +137,15 @@ def test_gradients(options: dict[str, Any], dtype: torch.dtype) -> None:
         return attention_varlen(q, k, v, *GROUPED.packing, alibi_slopes=slopes, return_lse=True, **options, **named)
 
     expected, (dq, dk, dv, dslopes) = gradients(call, (q, k, v, slopes), dout, dlse)
-    with_pages = partial(call, block_table=paged.table)
-    ours, mine = gradients(with_pages, (q, paged.of(k), paged.of(v), slopes), dout, dlse)
-    assert_equal(ours, expected)
-    assert_equal((mine[0], mine[3]), (dq, dslopes))
-    for grad, whole in ((mine[1], dk), (mine[2], dv)):
-        assert_equal((paged.back(grad, whole),), (whole,))
-        kept = paged.of(torch.ones_like(whole)).nan_to_num(0.0)
-        assert (grad[kept == 0] == 0).all()
+    for table in (paged.table, paged.table.mT.contiguous().mT, case_options.strided(paged.table.int())):
+        with_pages = partial(call, block_table=table)
+        ours, mine = gradients(with_pages, (q, paged.of(k), paged.of(v), slopes), dout, dlse)
+        assert_equal(ours, expected)
+        assert_equal((mine[0], mine[3]), (dq, dslopes))
+        for grad, whole in ((mine[1], dk), (mine[2], dv)):
+            assert_equal((paged.back(grad, whole),), (whole,))
+            kept = paged.of(torch.ones_like(whole)).nan_to_num(0.0)
+            assert (grad[kept == 0] == 0).all()
 
 
 def test_gradients_of_shared_pages_add_up() -> None:
