@@ -124,14 +124,22 @@ def test_every_element_is_written(native: Backend, case: Case, dtype: torch.dtyp
     assert not any(x.isnan().any() for x in results)
 
 
+SIZES = ("batch", "heads", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
+EVERY_SCORE = {"softcap": 2.0, "bias": "float hqk", "alibi": "h", "sinks": True, "dropout_p": 0.2}
+
+
 @each_dtype
 @pytest.mark.parametrize("size", [0, 1])
-@pytest.mark.parametrize("dimension", ["batch", "heads", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"])
+@pytest.mark.parametrize("dimension", SIZES)
 def test_sizes_zero_and_one(backend: Backend, dtype: torch.dtype, dimension: str, size: int) -> None:
-    sizes = {"batch": 2, "heads": 2, "seqlen_q": 3, "seqlen_k": 5, "head_dim": 4, "head_dim_v": 6} | {dimension: size}
-    b, h, sq, sk, d, dv = sizes.values()
-    case = Case(b, h, h, sq, sk, d, dv, causal=False)
-    assert_case_accurate(case, dtype, backend.attention)
+    """One tile and several, one query to many keys, as the score's products alone and with all that goes on top."""
+    many = backend.lengths(dtype)[-1]
+    for lengths, more in itertools.product([(3, 5), (3, many), (many - 8, many)], [{}, EVERY_SCORE]):
+        sizes = dict(zip(SIZES, (2, 2, *lengths, 4, 6), strict=True)) | {dimension: size}
+        b, h, sq, sk, d, dv = sizes.values()
+        case = Case(b, h, h, sq, sk, d, dv, causal=False, **more)
+        if backend.takes(dtype, case):
+            assert_case_accurate(case, dtype, backend.attention)
 
 
 AROUND_2_16 = [

@@ -133,7 +133,7 @@ Strided<Operand<S>> left_keys(Matrix<const S> rows, int64_t keys, int64_t cols, 
   if constexpr (kPairs<S>) {
     if (rows.row % 2 == 0 && cols % 2 == 0) return {reinterpret_cast<const bf16_pair*>(rows.data), rows.row / 2, 1};
     for (int64_t i = 0; i < keys; ++i) {
-      buffer.from(i).data[terms<S>(cols) - 1] = 0;
+      if (cols % 2) buffer.from(i).data[cols / 2] = 0;
       __builtin_memcpy(buffer.at(i), rows.at(i), cols * sizeof(S));
     }
     return buffer.strided();
