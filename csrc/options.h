@@ -56,10 +56,20 @@ inline void check_bias(const Tensor& q, const SymInt& seqlen_k, const Options& o
                     ", got ", t.sym_sizes());
 }
 
+// Kernels hold the scale in the type that they compute in, where a smaller one would count as 0 and give every key
+// the same weight, and a larger one times log2(e) would be infinite.
+inline void check_softmax_scale(double scale, at::ScalarType type) {
+  TORCH_CHECK_VALUE(std::isfinite(scale), "pyattn: softmax_scale must be finite, got ", scale);
+  const bool wide = type == at::kDouble;
+  const double least = std::ldexp(1, wide ? -1074 : -149), most = std::ldexp(1, wide ? 1022 : 126);
+  TORCH_CHECK_VALUE(scale == 0 || (least <= std::abs(scale) && std::abs(scale) <= most),
+                    "pyattn: softmax_scale must be 0 or between ", least, " and ", most, " in magnitude for ",
+                    c10::getDtypeNames(type).first, ", got ", scale);
+}
+
 // Checks the options that know nothing of positions; batch: the number of sequences.
 inline void check_options(const Tensor& q, const SymInt& batch, const SymInt& heads, const Options& options) {
-  TORCH_CHECK_VALUE(std::isfinite(options.softmax_scale.value_or(1)), "pyattn: softmax_scale must be finite, got ",
-                    *options.softmax_scale);
+  check_softmax_scale(options.softmax_scale.value_or(1), q.scalar_type());
   if (options.q_offsets) check_tensor("q_offset", *options.q_offsets, q.device(), at::kLong, {batch});
   TORCH_CHECK_VALUE(options.window.size() == 2 && options.window[0] >= -1 && options.window[1] >= -1,
                     "pyattn: window must be (left, right), each at least -1, got ", options.window);

@@ -53,6 +53,8 @@ BAD_INPUTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k": zeros(2, 2, 7, 8).to("meta")}, ValueError, "k must be on q's device, got meta and c"),
     ({"softmax_scale": math.nan}, ValueError, "softmax_scale must be finite, got nan"),
     ({"softmax_scale": math.inf}, ValueError, "softmax_scale must be finite, got inf"),
+    ({"softmax_scale": 1e-50}, ValueError, "between 1.4013e-45 and 8.50706e+37 in magnitude for float32, got 1e-50"),
+    ({"softmax_scale": -1e39}, ValueError, "between 1.4013e-45 and 8.50706e+37 in magnitude for float32, got -1e+39"),
     ({"q_offset": torch.zeros(3, dtype=torch.int64)}, ValueError, "q_offset must have shape [2], got [3]"),
     ({"q_offset": torch.zeros(2)}, TypeError, "q_offset must have dtype int64, got float32"),
     ({"window": (-2, 3)}, ValueError, "window must be (left, right), each at least -1, got [-2, 3]"),

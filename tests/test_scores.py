@@ -9,7 +9,7 @@ from backends import Backend
 from helpers import Case, Truth, assert_accurate_by, assert_case_accurate, assert_equal, each_dtype, run
 from yardstick import assert_accurate
 
-from pyattn import reference
+from pyattn import attention, reference
 
 CASES = [
     Case(1, 4, 2, 70, 130, 16, 20, softcap=1.5, dropout_p=0.2),
@@ -71,6 +71,65 @@ def test_a_large_softcap_equals_none(repeatable: Backend, dtype: torch.dtype) ->
     case, softcap = Case(1, 2, 1, 40, 60, 16, 16), 2.0 ** (10 if dtype == torch.float16 else 40)
     truth = Truth((case.inputs(dtype), case.gradients(dtype)), case.options | {"softcap": softcap}, case.options)
     assert_accurate_by(truth, repeatable.attention)
+
+
+@each_dtype
+@pytest.mark.parametrize("ratio", [1.0, 8.0, 17.0])
+def test_softcap_near_its_bounds_has_an_exact_gradient(repeatable: Backend, dtype: torch.dtype, ratio: float) -> None:
+    """Two keys whose scores are near the cap, where 1 - tanh^2 would cancel to a few bits, or to none at 17.
+
+    dq has two terms, of both signs. Each errs by some roundings of P, dP and dS in their types, and by twice the
+    ratio's rounding, for that is what exp(-2 ratio) makes of it.
+    """
+    q, k = torch.ones(1, 1, 1, 1, dtype=dtype), torch.tensor([[[[ratio], [ratio - 0.5]]]], dtype=dtype)
+    v, dout = torch.tensor([[[[1.0], [-1.0]]]], dtype=dtype), torch.ones(1, 1, 1, 1, dtype=dtype)
+    dq = run(repeatable.attention, (q, k, v), dout, softmax_scale=1.0, softcap=1.0)[2]
+    scores, u = k.flatten().double().tanh(), torch.exp(-2 * k.flatten().double())
+    weights = scores.softmax(0)
+    dp = torch.tensor([1.0, -1.0]).double()
+    terms = weights * (dp - (weights * dp).sum()) * 4 * u / (1 + u) ** 2 * k.flatten().double()
+    compute = torch.promote_types(dtype, torch.float32)
+    bound = (8 * torch.finfo(dtype).eps + 4 * ratio * torch.finfo(compute).eps) * terms.abs().sum()
+    smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+    assert abs(dq.item() - terms.sum().item()) <= bound + smallest
+
+
+@each_dtype
+@pytest.mark.parametrize("powers", [(0, 0), (4, 3), (40, 40), (-40, -40), (0, 80), (-10, 60)])
+def test_a_scale_takes_powers_of_two_from_queries_and_keys(
+    repeatable: Backend, dtype: torch.dtype, powers: tuple[int, int]
+) -> None:
+    """Same bits, but for dq and dk, whose own power it is; in float16 as far as its range goes."""
+    a, b = (max(0, min(n, 8)) if dtype == torch.float16 else n for n in powers)
+    (q, k, v), (dout, _) = (case := Case(1, 2, 1, 40, 70, 16, 16)).inputs(dtype), case.gradients(dtype)
+    if repeatable.cuda_kernels and dtype == torch.float32:
+        q, k = (x.bfloat16().float() for x in (q, k))  # both halves of TF32 in range
+    plain = run(repeatable.attention, (q, k, v), dout, softmax_scale=1.0)
+    ours = run(repeatable.attention, (q * 2.0**a, k * 2.0**b, v), dout, softmax_scale=2.0 ** -(a + b))
+    for x, y in zip((ours[0], ours[1], ours[4]), (plain[0], plain[1], plain[4]), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_least_scale_counts(dtype: torch.dtype) -> None:
+    """A subnormal scale, where products would overflow without it: scores of 2 and 3."""
+    q, k, v = Case(1, 1, 1, 4, 40, 1, 8).inputs(dtype)
+    q[:], k[:] = 2.0**120, torch.tensor([1.0, 1.5]).repeat(20)[:, None] * 2.0**30
+    out = attention(q, k, v, softmax_scale=2.0**-149, causal=False)
+    exact = attention(q.double(), k.double(), v.double(), softmax_scale=2.0**-149, causal=False)
+    assert (out.double() - exact).abs().max() <= 8 * torch.finfo(dtype).eps * exact.abs().max()
+
+
+@pytest.mark.usefixtures("isa")
+def test_a_scale_far_above_the_softcap_is_no_nan() -> None:
+    """The quotient of the two is infinite in float32; a product of 0 has score 0 all the same."""
+    q, k, v = Case(1, 1, 1, 8, 40, 16, 16).inputs(torch.float32)
+    k[:, :, ::2] = 0
+    results = run(attention, (q, k, v), torch.ones_like(q), softmax_scale=1e30, softcap=1e-25, causal=False)
+    exact = attention(q.double(), k.double(), v.double(), softmax_scale=1e30, softcap=1e-25, causal=False)
+    torch.testing.assert_close(results[0], exact.float())
+    assert all(x.isfinite().all() for x in results[:3])
 
 
 @each_dtype

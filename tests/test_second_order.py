@@ -30,6 +30,19 @@ def test_every_second_derivative(case: Case) -> None:
     assert gradgradcheck(lambda *x: attention(*x, **case.options), inputs)
 
 
+def test_second_derivatives_near_the_softcap() -> None:
+    """Scores of 8 caps, where 1 - tanh^2 has 3 bits left in float32, against float64, where it has 32."""
+    k, v = torch.tensor([[[[8.0], [7.5]]]]), torch.tensor([[[[1.0], [-1.0]]]])
+
+    def second(dtype: torch.dtype) -> Tensor:
+        q = torch.ones(1, 1, 1, 1, dtype=dtype, requires_grad=True)
+        out = attention(q, k.to(dtype), v.to(dtype), softmax_scale=1.0, softcap=1.0)
+        (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+        return torch.autograd.grad(dq.sum(), q)[0]
+
+    torch.testing.assert_close(second(torch.float32), second(torch.float64).float(), rtol=1e-5, atol=0)
+
+
 def test_second_derivatives_of_packed_sequences() -> None:
     call = PackedCall()
     assert gradgradcheck(lambda *x: call(call.ours, *x), call.leaves, fast_mode=True)

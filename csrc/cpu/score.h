@@ -13,8 +13,8 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// softmax_scale = power * factor, power being the power of two below it, with its sign, and at
-// most 1. Q is packed times power, which is exact and can't overflow, so products are score /
+// softmax_scale = power * factor, power being the power of two below it, with its sign, at most 1, and
+// a normal number. Q is packed times power, which is exact and can't overflow, so products are score /
 // factor. (Q times softmax_scale * log2(e) would be rounded, and overflow for scores near the
 // largest number.)
 template <class T>
@@ -26,7 +26,8 @@ struct Scale {
     if (softmax_scale == 0) return;
     int exponent;  // of a fraction in [1/2, 1)
     __builtin_frexp(softmax_scale, &exponent);
-    const double magnitude = __builtin_ldexp(1.0, exponent > 1 ? 0 : exponent - 1);
+    const int least = sizeof(T) == sizeof(float) ? -126 : -1022;
+    const double magnitude = __builtin_ldexp(1.0, exponent > 1 ? 0 : max(exponent - 1, least));
     const double exact = __builtin_copysign(magnitude, softmax_scale);
     power = static_cast<T>(exact), factor = static_cast<T>(softmax_scale / exact);
   }
@@ -76,7 +77,7 @@ class General : public Scale<Compute<S>> {
   explicit General(const ForwardParams& p)
       : Scale<T>(p.softmax_scale),
         softcap_(static_cast<T>(bounded(p.score.softcap))),
-        inner_(static_cast<T>(this->factor / bounded(p.score.softcap))) {}
+        inner_(static_cast<T>(__builtin_fmin(this->factor / bounded(p.score.softcap), 0x1p127))) {}
 
   void prefetch(const ForwardParams& p, const Head& head, const Tile& tile) const {
     if (has_float_bias(p.score))
@@ -92,8 +93,8 @@ class General : public Scale<Compute<S>> {
     if (p.score.softcap) {
       for (int64_t k = strip.begin; k < strip.end; ++k)
         for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
-          const vec<T> t = cap(scores.from(k).data + j, inner, softcap);
-          if (derivative.data) store(derivative.from(k).data + j, fma(-t, t, set1(T(1))));
+          const vec<T> x = cap(scores.from(k).data + j, inner, softcap);
+          if (derivative.data) store(derivative.from(k).data + j, tanh_derivative<T>(x));
         }
       factor = 1;
     }
@@ -165,14 +166,14 @@ class General : public Scale<Compute<S>> {
  private:
   T softcap_, inner_;  // inner: factor / softcap
 
-  // Neither a larger cap nor its inverse may be infinite in float.
+  // Within bounds in which neither the cap nor its inverse is infinite in float.
   static double bounded(double softcap) { return __builtin_fmin(__builtin_fmax(softcap, 0x1p-100), 0x1p100); }
 
-  // s = softcap * tanh(inner * s); returns the tanh.
+  // s = softcap * tanh(inner * s); returns inner * s.
   static PYATTN_MEMBER_INLINE vec<T> cap(T* s, T inner, T softcap) {
-    const vec<T> t = tanh<T>(load(s) * inner);
-    store(s, t * softcap);
-    return t;
+    const vec<T> x = load(s) * inner;
+    store(s, tanh<T>(x) * softcap);
+    return x;
   }
 
   // s = factor * s - slope * distance

@@ -124,12 +124,12 @@ class General {
     const bool capped = p_.score.softcap != 0;
     // Within bounds in which neither the cap nor the factor is infinite.
     const double cap = capped ? fmin(fmax(p_.score.softcap, 0x1p-100), 0x1p100) : 1;
-    const auto factor = static_cast<float>(p_.softmax_scale / cap);
+    const auto factor = static_cast<float>(fmin(fmax(p_.softmax_scale / cap, -0x1p127), 0x1p127));
     each_sum<kM, kN>([&](int m, int n, int i, int, int) { C[m][n][i] *= factor; });
     if (capped)
       each_sum<kM, kN>([&](int m, int n, int i, int, int) {
-        const float t = tanh(C[m][n][i]);
-        C[m][n][i] = static_cast<float>(cap) * t, derivative.set(m, n, i, fmaf(-t, t, 1));
+        derivative.set(m, n, i, tanh_derivative(C[m][n][i]));
+        C[m][n][i] = static_cast<float>(cap) * tanh(C[m][n][i]);
       });
     const BiasType bias = is_packed(p_) ? BiasType::kNone : p_.score.bias.type;  // packed sequences take none
     if (bias == BiasType::kLikeQ) add_bias<S, kLayout>(C, first, place());
@@ -192,8 +192,8 @@ class General<double> {
   PYATTN_DEVICE Value at(const Head& head, int64_t r, int64_t j, double product) const {
     Value value{p_.softmax_scale * product, 1};
     if (const double cap = p_.score.softcap; cap != 0) {
-      const double t = ::tanh(value.score / cap);
-      value = {cap * t, 1 - t * t};
+      const double x = value.score / cap, u = ::exp(-2 * fabs(x));
+      value = {cap * ::tanh(x), 4 * u / ((1 + u) * (1 + u))};
     }
     const BiasView& bias = p_.score.bias;
     if (has_float_bias(p_.score))

@@ -1,7 +1,7 @@
 // Measures the elementary functions of one instruction set against the C library's in the next
 // larger type: prints the largest errors in ulp of exp2, over every step-th float in [-126, 0] and
-// as many doubles in [-1022, 0], of tanh, over every step-th float and as many doubles in [0, 20],
-// and of log, over every step-th normal float and as many doubles in the squares of their range.
+// as many doubles in [-1022, 0], of tanh, over every step-th float and as many doubles in [0, 20], of its
+// derivative, over those in [0, 43] and in [0, 353] and in units of 1 + x / 2 ulp, and of log, over every step-th normal float and as many doubles in the squares of their range.
 // Fails where an end is not exact.
 #include PYATTN_ISA_HEADER
 
@@ -29,6 +29,17 @@ T exp2_at(T x) {
 template <class T>
 T tanh_at(T x) {
   return tanh<T>(set1(x))[0];
+}
+
+template <class T>
+T tanh_derivative_at(T x) {
+  return tanh_derivative<T>(set1(x))[0];
+}
+
+template <class T>
+T exact_tanh_derivative(T x) {
+  const T u = std::exp(-2 * x);
+  return 4 * u / ((1 + u) * (1 + u));
 }
 
 template <class T>
@@ -66,6 +77,15 @@ bool tanh_ends(T large) {
 }
 
 template <class T>
+bool tanh_derivative_ends(T large) {
+  for (const T nan : kNaNs<T>)
+    if (!std::isnan(tanh_derivative_at(nan)) || !std::isnan(tanh_derivative_at(-nan))) return false;
+  for (const T x : {std::nextafter(large, kInfinity<T>), std::numeric_limits<T>::max(), kInfinity<T>})
+    if (tanh_derivative_at(x) != 0 || tanh_derivative_at(-x) != 0) return false;
+  return tanh_derivative_at(T(0)) == 1 && tanh_derivative_at(T(-5)) == tanh_derivative_at(T(5));
+}
+
+template <class T>
 bool log_ends() {
   for (const T nan : kNaNs<T>)
     if (!std::isnan(log_at(nan)) || !std::isnan(log_at(-nan))) return false;
@@ -78,7 +98,8 @@ bool log_ends() {
 int main(int, char** arguments) {
   using namespace pyattn::PYATTN_ISA;
   const uint32_t step = std::atoi(arguments[1]);
-  double exp2_single = 0, exp2_double = 0, tanh_single = 0, tanh_double = 0, log_single = 0, log_double = 0;
+  double exp2_single = 0, exp2_double = 0, tanh_single = 0, tanh_double = 0, derivative_single = 0,
+         derivative_double = 0, log_single = 0, log_double = 0;
   const uint32_t last = std::bit_cast<uint32_t>(-126.0f);
   for (uint32_t bits = std::bit_cast<uint32_t>(-0.0f); bits <= last; bits += step) {
     const float x = std::bit_cast<float>(bits);
@@ -95,6 +116,18 @@ int main(int, char** arguments) {
     const double wide = 2.0 * x;
     tanh_double = std::fmax(tanh_double, error<double, long double>(tanh_at(wide), std::tanh((long double)wide)));
   }
+  const uint32_t saturated = std::bit_cast<uint32_t>(43.0f);
+  for (uint32_t bits = 1; bits <= saturated; bits += step) {
+    const float x = std::bit_cast<float>(bits);
+    const double exact = exact_tanh_derivative<double>(x);
+    const double own = 1 + x / 2;  // the error may grow with x
+    derivative_single = std::fmax(derivative_single, error<float, double>(tanh_derivative_at(x), exact) / own);
+    if (bits % 16) continue;
+    const double wide = x * (353.0 / 43.0);
+    const long double exact_wide = exact_tanh_derivative<long double>(wide);
+    const double wrong = error<double, long double>(tanh_derivative_at(wide), exact_wide);
+    derivative_double = std::fmax(derivative_double, wrong / (1 + wide / 2));
+  }
   const uint32_t infinity = std::bit_cast<uint32_t>(kInfinity<float>);
   for (uint32_t bits = std::bit_cast<uint32_t>(std::numeric_limits<float>::min()); bits < infinity; bits += step) {
     const float x = std::bit_cast<float>(bits);
@@ -103,9 +136,11 @@ int main(int, char** arguments) {
     const double wide = static_cast<double>(x) * x;
     log_double = std::fmax(log_double, error<double, long double>(log_at(wide), std::log((long double)wide)));
   }
-  std::printf("%.3f %.3f %.3f %.3f %.3f %.3f\n", exp2_single, exp2_double, tanh_single, tanh_double, log_single,
-              log_double);
+  for (const double worst : {exp2_single, exp2_double, tanh_single, tanh_double, derivative_single, derivative_double,
+                             log_single, log_double})
+    std::printf("%.3f ", worst);
   const bool exp2_exact = exp2_ends<float>(-126) && exp2_ends<double>(-1022);
   const bool tanh_exact = tanh_ends<float>(10) && tanh_ends<double>(20);
-  return exp2_exact && tanh_exact && log_ends<float>() && log_ends<double>() ? 0 : 1;
+  const bool derivative_exact = tanh_derivative_ends<float>(43) && tanh_derivative_ends<double>(353);
+  return exp2_exact && tanh_exact && derivative_exact && log_ends<float>() && log_ends<double>() ? 0 : 1;
 }

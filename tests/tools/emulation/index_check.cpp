@@ -162,6 +162,13 @@ void check_tanh() {
     expect(bits > 0x39000000 || y == x, "tanh near 0", bits);
   }
   expect(worst <= 2, "tanh, ulp", static_cast<int>(worst));
+  for (uint32_t bits = 0; bits < 0x42200000; bits += 101) {  // up to 40
+    const float x = std::bit_cast<float>(bits);
+    const double u = std::exp(-2.0 * x), exact = 4 * u / ((1 + u) * (1 + u));
+    // Some roundings, and that of the exponent, which counts by its size.
+    expect(std::abs(tanh_derivative(x) - exact) <= (4 + 3 * x) * 0x1p-24 * exact, "derivative of tanh", bits);
+  }
+  expect(tanh_derivative(__builtin_inff()) == 0 && tanh_derivative(0) == 1, "derivative of tanh at the ends");
   expect(tanh(__builtin_inff()) == 1 && std::isnan(tanh(__builtin_nanf(""))), "tanh at the ends");
 }
 
