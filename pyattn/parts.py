@@ -1,7 +1,7 @@
 """Attention over keys that were split into parts: results of two become those of both, gradients come part by part."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from pyattn import _ops, autograd
 from pyattn.arguments import check_tensor
 from pyattn.options import UNBOUNDED, Options, check_options, options_of
+from pyattn.second_order import Last, Leaf, leaves, never
 
 __all__ = ["Gradients", "attention_backward", "merge"]
 
@@ -158,9 +159,21 @@ def attention_backward(
     options = Options(*options_of(q.device, *arguments, dropout_p, dropout_seed))
     wanted = bias is not None and bias.dtype != torch.bool, alibi_slopes is not None, sinks is not None
     rows = dout, dlse, q, k, v, out, row_max, row_sum
-    with torch.set_grad_enabled(autograd.transforming()):  # there, no_grad would hide that nobody wrote a derivative
-        gradients = _ops.attention_backward(*rows, *options, autograd._deterministic, wanted, True)
-    return Gradients(*gradients)
+    if autograd.transforming():
+        return Gradients(*_Transformable.apply(*rows, *leaves(options), autograd._deterministic, Leaf(wanted), True))  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        return Gradients(*_ops.attention_backward(*rows, *options, autograd._deterministic, wanted, True))
+
+
+class _Transformable(Last):
+    """The native backward in transforms of torch.func, of which vmap alone has a rule."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor | None, ...]:
+        gradients: tuple[Tensor | None, ...] = _ops.attention_backward(*args)
+        return gradients
+
+    backward = jvp = never("pyattn: derivatives of attention_backward are not implemented")
 
 
 def _by_row(weight: Tensor, out: Tensor) -> Tensor:
