@@ -131,9 +131,10 @@ def check_integers(name: str, values: Sequence[int] | Tensor, device: torch.devi
         if values.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"pyattn: {name} must be int32 or int64, got {values.dtype}")
     else:
+        each = f"each of {name}"
         for value in values:
-            check_type(f"each of {name}", value, int)
-            check_64_bits(f"each of {name}", value)
+            check_type(each, value, int)
+            check_64_bits(each, value)
         values = torch.tensor(values, dtype=torch.int64, device=device)
     if values.dim() != 1:
         raise ValueError(f"pyattn: {name} must have 1 dimension, got shape {tuple(values.shape)}")
