@@ -99,8 +99,8 @@ def check_finite(name: str, value: object) -> None:
 
 
 def check_probability(name: str, value: object) -> None:
-    """TypeError for what is no number, ValueError for one outside [0, 1)."""
-    check_type(name, value, int, float)
+    """TypeError for what is no number, ValueError for one outside [0, 1); False is 0, as ``training and p`` has it."""
+    check_type(name, 0 if value is False else value, int, float)
     if isinstance(value, int | float) and not 0 <= value < 1:
         raise ValueError(f"pyattn: {name} must be at least 0 and below 1, got {shown(value)}")
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from pyattn import KVCache, attention, attention_varlen, attention_weights, attention_with_cache, dropout_mask, masks
-from pyattn.adapters import flex
+from pyattn.adapters import flex, sdpa
+from pyattn.adapters.sdpa_arguments import SdpaError
 from pyattn.reference import attention as formula
 from pyattn.reference import visible
 
@@ -94,14 +95,12 @@ NUMBERS: dict[str, Callable[[Any], Any]] = {
     "q_offset": lambda n: attention(CUT, CUT, CUT, q_offset=n),
     "window": lambda n: attention(CUT, CUT, CUT, window=(n, 0)),
     "window of weights": lambda n: attention_weights(CUT, CUT, window=(0, n)),
-    "dropout_p": lambda n: attention(CUT, CUT, CUT, dropout_p=n),
     "dropout_seed": lambda n: attention(CUT, CUT, CUT, dropout_p=0.5, dropout_seed=n),
     "heads": lambda n: attention_weights(CUT, CUT, heads=[n]),
     "rows": lambda n: attention_weights(CUT, CUT, rows=[n]),
     "max_seqlen_q": lambda n: attention_varlen(*PACKED, *CU_SEQLENS, n, 4),
     "max_seqlen_k": lambda n: attention_varlen(*PACKED, *CU_SEQLENS, 3, n),
     "seed": lambda n: dropout_mask(n, 1, 1, 2, 2, 0.5),
-    "probability": lambda n: dropout_mask(1, 1, 1, 2, 2, n),
     "prefix": lambda n: masks.prefix_lm(n, 4),
     "chunk": lambda n: masks.chunked(4, n),
     "flex offset": lambda n: flex.causal(n),
@@ -118,10 +117,16 @@ NUMBERS: dict[str, Callable[[Any], Any]] = {
     "new lengths": lambda n: cache(1, 1, 4, 2).append(CUT, CUT, [n]),
 }
 SCALES: dict[str, Callable[[Any], Any]] = {
+    "scale": lambda n: sdpa.scaled_dot_product_attention(CUT, CUT, CUT, scale=n),
     "softmax_scale": lambda n: attention(CUT, CUT, CUT, softmax_scale=n),
     "softmax_scale of weights": lambda n: attention_weights(CUT, CUT, softmax_scale=n),
     "softcap": lambda n: attention(CUT, CUT, CUT, softcap=n),
     "flex softcap": lambda n: flex.softcap(n),
+}
+PROBABILITIES: dict[str, Callable[[Any], Any]] = {
+    "dropout_p of sdpa": lambda n: sdpa.scaled_dot_product_attention(CUT, CUT, CUT, dropout_p=n),
+    "dropout_p": lambda n: attention(CUT, CUT, CUT, dropout_p=n),
+    "probability": lambda n: dropout_mask(1, 1, 1, 2, 2, n),
 }
 SIZES: dict[str, Callable[[Any], Any]] = {
     "batch of a mask": lambda n: dropout_mask(1, n, 1, 2, 2, 0.5),
@@ -146,12 +151,12 @@ SIZES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*NUMBERS, *SIZES, *SCALES])
+@pytest.mark.parametrize("name", [*NUMBERS, *SIZES, *SCALES, *PROBABILITIES])
 def test_past_the_ends(name: str) -> None:
-    call = (NUMBERS | SIZES | SCALES)[name]
+    call = (NUMBERS | SIZES | SCALES | PROBABILITIES)[name]
     numbers = NO_DOUBLES if name in SCALES else PAST
     for number in (*numbers, *((LOWEST, -1, 2**60, HIGHEST) if name in SIZES else ())):
-        with pytest.raises(ValueError, match=r"^pyattn: [^\n]*, got [^\n]{1,300}$") as caught:
+        with pytest.raises((ValueError, SdpaError), match=r"^pyattn: [^\n]*, got [^\n]{1,300}$") as caught:
             call(number)
         assert caught.value.__cause__ is caught.value.__context__ is None
 
@@ -161,3 +166,9 @@ def test_past_the_ends(name: str) -> None:
 def test_a_bool_is_no_number(name: str, value: bool) -> None:
     with pytest.raises(TypeError, match=r"^pyattn: [^\n]* must be [^\n]*, got [(\[]?[^\n]*(True|False)"):
         (NUMBERS | SIZES | SCALES)[name](value)
+
+
+@pytest.mark.parametrize("name", PROBABILITIES)
+def test_false_is_a_probability(name: str) -> None:
+    """As ``training and p`` has it."""
+    PROBABILITIES[name](False)
