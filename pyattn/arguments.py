@@ -1,10 +1,13 @@
 """Checks of what users pass, each failure one sentence: the rule, and the value that breaks it."""
 
+import difflib
+import functools
 import inspect
 import math
 import reprlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,17 +33,30 @@ PEERS_WORDS = {
 """Arguments of ``torch.nn.functional.scaled_dot_product_attention`` and its peers, and what stands for each here."""
 
 
+MOST_NUMBERS = 2**58
+"""No memory holds as many, and their bytes still fit in 64 bits."""
+
+
+class _Short(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to write out an int of more than 4,300 digits."""
+        return super().repr_int(x, level) if x.bit_length() <= 128 else f"an int of {x.bit_length()} bits"
+
+
+_short = _Short()
+
+
 def shown(value: object) -> str:
     """``value`` as an error shows it: an array by type and shape, anything else by a repr of one line at most."""
     shape = getattr(value, "shape", ())
     if isinstance(shape, tuple) and shape:
         return f"{type(value).__module__}.{type(value).__qualname__} of shape {tuple(shape)}"
-    return reprlib.repr(value)
+    return _short.repr(value)
 
 
 def check_type(name: str, value: object, *types: type) -> None:
-    """TypeError unless ``value`` is of one of ``types``; symbolic numbers of torch.compile go unmentioned."""
-    if not isinstance(value, types):
+    """TypeError unless ``value`` is of one of ``types``: a bool is no int, symbolic numbers go unmentioned."""
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         kinds = " or ".join(kind.__name__ for kind in types if not kind.__name__.startswith("Sym"))
         raise TypeError(f"pyattn: {name} must be {kinds}, got {shown(value)}")
 
@@ -48,34 +64,64 @@ def check_type(name: str, value: object, *types: type) -> None:
 def check_64_bits(name: str, value: object) -> None:
     """ValueError for an int that int64 does not hold."""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ValueError(f"pyattn: {name} must fit in 64 bits, got {value}")
+        raise ValueError(f"pyattn: {name} must fit in 64 bits, got {shown(value)}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
 
 
 def check_window(window: object) -> None:
     """TypeError for what is no pair of ints, ValueError for one with an int below -1."""
-    kinds = int, torch.SymInt
-    if not (isinstance(window, tuple | list) and len(window) == 2 and all(isinstance(x, kinds) for x in window)):
-        raise TypeError(f"pyattn: window must be a pair of ints (left, right), got {shown(window)}")
+    if not (isinstance(window, tuple | list) and len(window) == 2 and all(map(_is_int, window))):
+        raise TypeError(
+            "pyattn: window must be a pair of ints (left, right), window=(W - 1, 0) for a query and the W - 1 keys "
+            f"before it, got {shown(window)}"
+        )
     for bound in window:
         check_64_bits("window", bound)
         if bound < -1:
             raise ValueError(f"pyattn: window must be (left, right), each at least -1, got {list(window)}")
 
 
+def check_scale(name: str, value: object) -> None:
+    """TypeError for what is no number, ValueError for an int that no double holds; the operator checks doubles."""
+    check_type(name, value, int, float, torch.SymInt, torch.SymFloat, type(None))
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise ValueError(f"pyattn: {name} must be finite, got {shown(value)}")
+
+
 def check_finite(name: str, value: object) -> None:
     """TypeError for what is no number, ValueError for one below 0, infinite or NaN."""
     check_type(name, value, int, float, torch.SymFloat)
-    if isinstance(value, bool):
-        raise TypeError(f"pyattn: {name} must be int or float, got {value}")
-    if isinstance(value, int | float) and not 0 <= value < math.inf:
-        raise ValueError(f"pyattn: {name} must be finite and at least 0, got {value}")
+    if isinstance(value, int | float) and not 0 <= value <= sys.float_info.max:
+        raise ValueError(f"pyattn: {name} must be finite and at least 0, got {shown(value)}")
+
+
+def check_probability(name: str, value: object) -> None:
+    """TypeError for what is no number, ValueError for one outside [0, 1); False is 0, as ``training and p`` has it."""
+    check_type(name, 0 if value is False else value, int, float)
+    if isinstance(value, int | float) and not 0 <= value < 1:
+        raise ValueError(f"pyattn: {name} must be at least 0 and below 1, got {shown(value)}")
 
 
 def check_size(name: str, value: object, least: int = 0) -> None:
-    """TypeError for what is no int, ValueError for one below ``least``."""
+    """TypeError for what is no int, ValueError for one below ``least`` or past 64 bits."""
     check_type(name, value, int, torch.SymInt)
+    check_64_bits(name, value)
     if isinstance(value, int) and value < least:
         raise ValueError(f"pyattn: {name} must be at least {least}, got {value}")
+
+
+def check_sizes(**sizes: int) -> None:
+    """:func:`check_size` of each, and ValueError for more numbers than any memory holds."""
+    for name, size in sizes.items():
+        check_size(name, size)
+    values = sizes.values()
+    if all(isinstance(size, int) for size in values) and math.prod(max(1, size) for size in values) >= MOST_NUMBERS:
+        raise ValueError(
+            f"pyattn: {' * '.join(sizes)} must be below {MOST_NUMBERS}, got {' * '.join(map(str, values))}"
+        )
 
 
 def check_integers(name: str, values: Sequence[int] | Tensor, device: torch.device | None = None) -> Tensor:
@@ -85,12 +131,19 @@ def check_integers(name: str, values: Sequence[int] | Tensor, device: torch.devi
         if values.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"pyattn: {name} must be int32 or int64, got {values.dtype}")
     else:
+        each = f"each of {name}"
         for value in values:
-            check_type(f"each of {name}", value, int)
+            check_type(each, value, int)
+            check_64_bits(each, value)
         values = torch.tensor(values, dtype=torch.int64, device=device)
     if values.dim() != 1:
         raise ValueError(f"pyattn: {name} must have 1 dimension, got shape {tuple(values.shape)}")
     return values.to(torch.int64)
+
+
+def int64_of(values: Tensor) -> Tensor:
+    """int32 as int64, which the operators take; any other dtype is theirs to refuse."""
+    return values.to(torch.int64) if values.dtype == torch.int32 else values
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -131,16 +184,40 @@ def hide_catch_all(function: Function) -> Function:
     return function
 
 
+def check_names(function: Function) -> Function:
+    """:func:`refuse` for arguments that the function does not have, at the cost of one more call."""
+    known = frozenset(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*positional: Any, **named: Any) -> object:
+        unknown = {name: value for name, value in named.items() if name not in known}
+        if unknown:
+            refuse(function, (), unknown)
+        return function(*positional, **named)
+
+    return checked  # type: ignore[return-value]
+
+
 def refuse(function: Callable[..., object], positional: tuple[object, ...], named: Mapping[str, object]) -> NoReturn:
     """TypeError for arguments that ``function`` does not have, naming those that stand for them."""
     parameters = inspect.signature(function).parameters.values()
-    name = function.__name__
+    name = function.__qualname__.removesuffix(".__init__")
     if positional:
         first = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
         raise TypeError(
             f"pyattn: {name} takes {', '.join(first)} by position and the rest by name (other libraries have attn_mask "
             f"or dropout_p next), got {len(positional)} more, the first {shown(positional[0])}"
         )
-    all_names = "its arguments are " + ", ".join(p.name for p in parameters)
-    words = [f"no argument {word} ({PEERS_WORDS.get(word, all_names)}), got {shown(named[word])}" for word in named]
+    own = [p.name for p in parameters if p.name != "self"]
+    words = [f"no argument {word} ({_hint(word, own)}), got {shown(named[word])}" for word in named]
     raise TypeError(f"pyattn: {name} has " + "; ".join(words))
+
+
+def _hint(word: str, own: Sequence[str]) -> str:
+    """What stands for ``word`` in a function with the arguments ``own``."""
+    peers = PEERS_WORDS if "softmax_scale" in own else {}
+    if word in peers:
+        return peers[word]
+    for close in difflib.get_close_matches(word, [*own, *peers], n=1):
+        return f"did you mean {close}?" + (f" {peers[close]}" if close in peers else "")
+    return "its arguments are " + ", ".join(own)

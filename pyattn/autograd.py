@@ -84,7 +84,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> tupl
     options = Options(*rest)
     out, _, row_max, row_sum = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(row_max, row_sum)
     tensors = q, k, v, out, row_max, row_sum, *options.tensors
     ctx.save_for_backward(*tensors)
     ctx.options = options.with_tensors()
@@ -95,11 +94,17 @@ def _save_for_both(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_forward(*_save(ctx, inputs, output))
 
 
+def _no_change(*rows: Tensor) -> tuple[Tensor, ...]:
+    """Tangents of row_max and row_sum, whose derivatives nobody uses: vmap's generated rules take no None for them."""
+    return tuple(torch.zeros_like(row) for row in rows)
+
+
 def _jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
     q, k, v, out, row_max, row_sum, *tensors = ctx.saved_tensors
     direction = DENSE.learned(tangents[:3], tangents[3:])
     options = ctx.options.with_tensors(*tensors)
-    return *Tangents.apply(DENSE, *direction, q, k, v, out, row_max, row_sum, *leaves(options)), None, None  # type: ignore[no-untyped-call]
+    moved = Tangents.apply(DENSE, *direction, q, k, v, out, row_max, row_sum, *leaves(options))  # type: ignore[no-untyped-call]
+    return *moved, *_no_change(row_max, row_sum)
 
 
 class Attention(torch.autograd.Function):
@@ -109,6 +114,7 @@ class Attention(torch.autograd.Function):
     def forward(ctx: FunctionCtx, *args: Any) -> tuple[Tensor, ...]:  # noqa: D102
         output: tuple[Tensor, ...] = _ops.attention_forward(*args)
         _save(ctx, args, output)
+        ctx.mark_non_differentiable(*output[2:])
         return output
 
     backward = staticmethod(_backward)
@@ -156,7 +162,6 @@ def _save_varlen(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
     packing, options = Packing(*rest[:count]), Options(*rest[count:])
     out, _, row_max, row_sum = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(row_max, row_sum)
     lengths = packing.cu_seqlens_q, packing.cu_seqlens_k, packing.seqused_k
     tensors = q, k, v, out, row_max, row_sum, *lengths, *options.tensors
     ctx.save_for_backward(*tensors)
@@ -172,7 +177,8 @@ def _jvp_varlen(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
     q, k, v, out, row_max, row_sum, packing, options = _saved_varlen(ctx)
     direction = PACKED.learned(tangents[:3], tangents[3:])
     rows = q, k, v, out, row_max, row_sum
-    return *Tangents.apply(PACKED, *direction, *rows, *packing, *leaves(options)), None, None  # type: ignore[no-untyped-call]
+    moved = Tangents.apply(PACKED, *direction, *rows, *packing, *leaves(options))  # type: ignore[no-untyped-call]
+    return *moved, *_no_change(row_max, row_sum)
 
 
 class VarlenAttention(torch.autograd.Function):
@@ -182,6 +188,7 @@ class VarlenAttention(torch.autograd.Function):
     def forward(ctx: FunctionCtx, *args: Any) -> tuple[Tensor, ...]:  # noqa: D102
         output: tuple[Tensor, ...] = _ops.attention_varlen_forward(*args)
         _save_varlen(ctx, args, output)
+        ctx.mark_non_differentiable(*output[2:])
         return output
 
     backward = staticmethod(_backward_varlen)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyattn.arguments import check_integers, check_size, check_tensor
+from pyattn.arguments import check_integers, check_names, check_sizes, check_tensor, shown
 from pyattn.pages import table_for
 from pyattn.ring import slots_of
 
@@ -68,7 +68,7 @@ class KVCache:
         block_table: int64 (B, pages of a sequence), or None without pages.
 
     Raises:
-        ValueError: a size below 0, a window outside [1, max_seqlen].
+        ValueError: a size below 0, more numbers than any memory holds, a window outside [1, max_seqlen].
         TypeError: another dtype, what is no int.
         NotImplementedError: pages of a ring.
 
@@ -80,6 +80,7 @@ class KVCache:
     torch.Size([2, 8, 1, 64])
     """
 
+    @check_names
     def __init__(
         self,
         batch: int,
@@ -95,9 +96,12 @@ class KVCache:
     ) -> None:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        sizes = {"batch": batch, "num_heads_kv": num_heads_kv, "max_seqlen": max_seqlen}
-        for name, size in (sizes | {"head_dim": head_dim, "head_dim_v": head_dim_v}).items():
-            check_size(name, size)
+        sizes = {"batch": batch, "num_heads_kv": num_heads_kv, "head_dim": head_dim, "head_dim_v": head_dim_v}
+        check_sizes(max_seqlen=max_seqlen, **sizes)
+        if page_size is not None:
+            check_sizes(page_size=page_size, **sizes)
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"pyattn: dtype must be a torch.dtype, such as torch.float32, got {shown(dtype)}")
         if dtype not in DTYPES:
             raise TypeError(f"pyattn: dtype must be float64, float32, bfloat16 or float16, got {dtype}")
         if page_size is not None and window is not None:

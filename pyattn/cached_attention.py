@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyattn import pages
-from pyattn.arguments import check_tensor, check_type, hide_catch_all, refuse
+from pyattn.arguments import check_tensor, check_type, hide_catch_all, int64_of, refuse
 from pyattn.cache import KVCache
 from pyattn.functional import attention
 from pyattn.options import UNBOUNDED
@@ -23,14 +23,14 @@ def attention_with_cache(
     *,
     causal: bool = True,
     q_offset: int | Tensor | None = None,
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] | None = (-1, -1),
     key_ranges: Tensor | None = None,
     softmax_scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float | None = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
@@ -43,14 +43,14 @@ def attention_with_cache(
     *,
     causal: bool = True,
     q_offset: int | Tensor | None = None,
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] | None = (-1, -1),
     key_ranges: Tensor | None = None,
     softmax_scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float | None = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -63,14 +63,14 @@ def attention_with_cache(
     *positional: object,
     causal: bool = True,
     q_offset: int | Tensor | None = None,
-    window: tuple[int, int] = UNBOUNDED,
+    window: tuple[int, int] | None = UNBOUNDED,
     key_ranges: Tensor | None = None,
     softmax_scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float | None = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
     **named: object,
@@ -102,6 +102,8 @@ def attention_with_cache(
     """
     if positional or named:
         refuse(attention_with_cache, positional, named)
+    window = UNBOUNDED if window is None else window
+    q_offset = int64_of(q_offset) if isinstance(q_offset, Tensor) else q_offset
     check_tensor("q", q)
     check_type("cache", cache, KVCache)
     seqlen_q = q.shape[2] if q.dim() == 4 else 0  # attention refuses q of other dimensions

@@ -6,7 +6,7 @@ Source: Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3".
 import torch
 from torch import Tensor
 
-from pyattn.arguments import check_64_bits, check_type
+from pyattn.arguments import check_64_bits, check_names, check_probability, check_sizes, check_type
 
 
 def _multiply_wide(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
@@ -32,6 +32,7 @@ def dropout_threshold(dropout_p: float) -> int:
     return min(round(65536 * dropout_p), 65535)
 
 
+@check_names
 def dropout_mask(
     seed: int | Tensor, batch: int, num_heads_q: int, seqlen_q: int, seqlen_k: int, dropout_p: float
 ) -> Tensor:
@@ -51,17 +52,16 @@ def dropout_mask(
         bool (batch, num_heads_q, seqlen_q, seqlen_k), True = kept, on the seed's device.
 
     Raises:
-        ValueError: a dropout_p outside [0, 1), a seed past 64 bits.
-        TypeError: another type of seed or dropout_p.
+        ValueError: a dropout_p outside [0, 1), a seed past 64 bits, a size below 0, more weights than any memory holds.
+        TypeError: other types.
 
     >>> dropout_mask(7, batch=1, num_heads_q=1, seqlen_q=2, seqlen_k=4, dropout_p=0.5).int().tolist()
     [[[[0, 1, 1, 1], [1, 0, 1, 0]]]]
     """
     check_type("seed", seed, int, Tensor)
     check_64_bits("seed", seed)
-    check_type("dropout_p", dropout_p, int, float)
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"pyattn: dropout_p must be at least 0 and below 1, got {dropout_p}")
+    check_probability("dropout_p", dropout_p)
+    check_sizes(batch=batch, num_heads_q=num_heads_q, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
     device = seed.device if isinstance(seed, Tensor) else None
     head = torch.arange(batch * num_heads_q, device=device).view(batch, num_heads_q, 1)
     return kept_weights(seed, head, torch.arange(seqlen_q, device=device), seqlen_k, dropout_p)

@@ -22,14 +22,14 @@ def attention(
     *,
     causal: bool = True,
     q_offset: int | Tensor | None = None,
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] | None = (-1, -1),
     key_ranges: Tensor | None = None,
     softmax_scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float | None = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
@@ -43,14 +43,14 @@ def attention(
     *,
     causal: bool = True,
     q_offset: int | Tensor | None = None,
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] | None = (-1, -1),
     key_ranges: Tensor | None = None,
     softmax_scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float | None = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -64,14 +64,14 @@ def attention(
     *positional: object,
     causal: bool = True,
     q_offset: int | Tensor | None = None,
-    window: tuple[int, int] = UNBOUNDED,
+    window: tuple[int, int] | None = UNBOUNDED,
     key_ranges: Tensor | None = None,
     softmax_scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float | None = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
     **named: object,
@@ -107,20 +107,21 @@ def attention(
         k: (B, Hkv, Sk, D), Hq a multiple of Hkv: query head ``h`` reads KV head ``h // (Hq // Hkv)``.
         v: (B, Hkv, Sk, Dv).
         causal: whether a query sees no key behind its own position.
-        q_offset: key position of query 0, an int or a (B,) int64 tensor; default ``Sk - Sq``, which puts the last query
-            at the last key. May be negative: the first queries then see nothing.
-        window: (left, right), how many keys before and behind its own position a query sees; -1: all. Default: all.
+        q_offset: key position of query 0, an int or a (B,) int32 or int64 tensor; default ``Sk - Sq``, which puts the
+            last query at the last key. May be negative: the first queries then see nothing.
+        window: (left, right), how many keys before and after its own position a query sees; -1: all. Default or None:
+            all. Every int of 64 bits is right, here and in q_offset: sums saturate.
         key_ranges: (B or 1, Sq, 2), int32 or int64: query ``i`` sees the keys [begin, end) alone, 0 <= begin <= end <=
             Sk. :mod:`pyattn.masks` makes them for packed documents, prefixes, chunks and padding.
         softmax_scale: finite factor on the scores; default ``1 / sqrt(D)``.
-        softcap: bound on the scaled scores, finite and at least 0; default 0: none.
+        softcap: bound on the scaled scores, finite and at least 0; 0, the default, or None: none.
         bias: 1 to 4 dimensions, which broadcast from the right to (B, Hq, Sq, Sk), any strides. bool: True = takes
             part. float, in q's dtype or float32: added to the scores; -inf hides the key, as False does, and the lowest
             finite number does not. A mask whose rows are intervals costs what ``key_ranges`` cost.
         alibi_slopes: (Hq,) or (B, Hq), in q's dtype or float32. Distances count both ways where not causal.
         sinks: (Hq,), in q's dtype or float32: the score of one more key, which has no value.
         dropout_p: probability of dropping a weight after the softmax, at least 0 and below 1, rounded to 1/65536; the
-            others are scaled by 1 / (1 - dropout_p). lse does not change.
+            others are scaled by 1 / (1 - dropout_p). lse does not change. Default or None: 0.
         dropout_seed: an int or an int64 scalar tensor. Seed and position decide which weights are dropped, as
             :func:`dropout_mask` shows, the same for any number of threads, instruction set and device. Default: drawn
             from torch's generator, so ``torch.manual_seed`` repeats it and checkpoints recompute it.
@@ -139,8 +140,8 @@ def attention(
             key_ranges out of bounds or reversed (on a GPU they are clamped, unless PYATTN_CHECK=1 is in the
             environment), a number past 64 bits, a dropout_p outside [0, 1); at the first call, an instruction set in
             the environment variable PYATTN_ISA that this CPU or build does not have.
-        TypeError: another dtype, or dtypes that differ; a q_offset or dropout_seed tensor that is not int64; another
-            type than listed; an argument that does not exist, such as ``is_causal``, naming the one that stands for it.
+        TypeError: another dtype, or dtypes that differ; another type than listed, such as a bool for a number; an
+            argument that does not exist, such as ``is_causal``, naming the one that stands for it or is spelt like it.
         NotImplementedError: tensors that are not dense, or on a device that this build has no kernels for; a head
             dimension above 256 on a GPU; third derivatives, when they are taken.
 

@@ -12,11 +12,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyattn.arguments import check_between, check_integers, check_size, check_type
+from pyattn.arguments import (
+    MOST_NUMBERS,
+    check_between,
+    check_integers,
+    check_names,
+    check_size,
+    check_sizes,
+    check_type,
+    has_values,
+    shown,
+)
 
 __all__ = ["chunked", "documents", "from_bool", "padding", "prefix_lm"]
 
 
+@check_names
 def documents(lengths: Sequence[int] | Tensor) -> Tensor:
     """Documents packed one after another into one sequence: no query sees another document.
 
@@ -45,10 +56,13 @@ def documents(lengths: Sequence[int] | Tensor) -> Tensor:
     """
     sizes = check_integers("lengths", lengths)
     check_between("lengths", sizes, 0)
+    if has_values(sizes) and sizes.double().sum() >= MOST_NUMBERS:
+        raise ValueError(f"pyattn: lengths must add up to less than {MOST_NUMBERS}, got {shown(sizes.tolist())}")
     end = sizes.cumsum(0)
     return torch.stack([end - sizes, end], -1).repeat_interleave(sizes, 0)[None]
 
 
+@check_names
 def prefix_lm(prefix: int | Tensor, seqlen: int) -> Tensor:
     """A prefix whose tokens see each other both ways, then causal text (Raffel et al. 2020, figure 4).
 
@@ -72,14 +86,15 @@ def prefix_lm(prefix: int | Tensor, seqlen: int) -> Tensor:
     >>> prefix_lm(2, seqlen=4)[0].tolist()
     [[0, 2], [0, 2], [0, 3], [0, 4]]
     """
-    check_size("seqlen", seqlen)
     check_type("prefix", prefix, int, Tensor)
     sizes = check_integers("prefix", [prefix] if isinstance(prefix, int) else prefix)
+    check_sizes(sequences=len(sizes), seqlen=seqlen)
     check_between("prefix", sizes, 0, seqlen)
     end = torch.maximum(sizes[:, None], torch.arange(1, seqlen + 1, device=sizes.device))
     return torch.stack([torch.zeros_like(end), end], -1)
 
 
+@check_names
 def chunked(seqlen: int, chunk: int) -> Tensor:
     """Chunks of ``chunk`` tokens each, the last one perhaps shorter: no query sees another chunk.
 
@@ -106,12 +121,13 @@ def chunked(seqlen: int, chunk: int) -> Tensor:
     >>> chunked(5, chunk=2)[0].tolist()
     [[0, 2], [0, 2], [2, 4], [2, 4], [4, 5]]
     """
-    check_size("seqlen", seqlen)
+    check_sizes(seqlen=seqlen)
     check_size("chunk", chunk, least=1)
     begin = torch.arange(seqlen) // chunk * chunk
     return torch.stack([begin, (begin + chunk).clamp(max=seqlen)], -1)[None]
 
 
+@check_names
 def padding(lengths: Sequence[int] | Tensor, seqlen: int, side: str = "right") -> Tensor:
     """Sequences of different lengths in one batch: no query sees padding.
 
@@ -141,15 +157,16 @@ def padding(lengths: Sequence[int] | Tensor, seqlen: int, side: str = "right") -
     >>> padding([2, 3], seqlen=3, side="left")[:, 0].tolist()
     [[1, 3], [0, 3]]
     """
-    check_size("seqlen", seqlen)
     if side not in ("right", "left"):
         raise ValueError(f"pyattn: side must be 'right' or 'left', got {side!r}")
     sizes = check_integers("lengths", lengths)
+    check_sizes(sequences=len(sizes), seqlen=seqlen)
     check_between("lengths", sizes, 0, seqlen)
     begin = torch.zeros_like(sizes) if side == "right" else seqlen - sizes
     return torch.stack([begin, begin + sizes], -1)[:, None].repeat(1, seqlen, 1)
 
 
+@check_names
 def from_bool(mask: Tensor) -> Tensor | None:
     """The ranges that a bool mask stands for, if it stands for any.
 

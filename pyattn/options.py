@@ -5,7 +5,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyattn.arguments import check_64_bits, check_finite, check_tensor, check_type, check_window
+from pyattn.arguments import (
+    check_64_bits,
+    check_finite,
+    check_probability,
+    check_scale,
+    check_tensor,
+    check_type,
+    check_window,
+    int64_of,
+)
 from pyattn.autocast import cast, cast_rows
 from pyattn.dropout import draw_seed
 
@@ -106,15 +115,16 @@ def check_options(
 ) -> None:
     """TypeError or ValueError for what no operator could be asked; shapes and dtypes are the operator's to check."""
     check_type("causal", causal, bool)
-    check_type("dropout_p", dropout_p, int, float)
+    if dropout_p is not None:
+        check_probability("dropout_p", dropout_p)
     if q_offset is not None:
         check_type("q_offset", q_offset, int, torch.SymInt, Tensor, type(None))
         check_64_bits("q_offset", q_offset)
-    if window is not UNBOUNDED:
+    if window is not UNBOUNDED and window is not None:
         check_window(window)
     if softmax_scale is not None:
-        check_type("softmax_scale", softmax_scale, int, float, torch.SymInt, torch.SymFloat, type(None))
-    if softcap != 0.0 or type(softcap) is not float:
+        check_scale("softmax_scale", softmax_scale)
+    if softcap is not None and (softcap != 0.0 or type(softcap) is not float):
         check_finite("softcap", softcap)
     if dropout_seed is not None:
         check_type("dropout_seed", dropout_seed, int, torch.SymInt, Tensor, type(None))
@@ -130,22 +140,28 @@ def options_of(
     device: torch.device,
     causal: bool,
     q_offset: int | Tensor | None,
-    window: tuple[int, int],
+    window: tuple[int, int] | None,
     key_ranges: Tensor | None,
     softmax_scale: float | None,
-    softcap: float,
+    softcap: float | None,
     bias: Tensor | None,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
-    dropout_p: float,
+    dropout_p: float | None,
     dropout_seed: int | Tensor | None,
 ) -> tuple[Any, ...]:
     """A public function's arguments as options: offsets apart, what autocast casts, a seed drawn if none is given.
 
+    None stands for each default, as the configurations of models have it.
+
     Returns:
         :class:`Options`, or the first of their values if the rest are defaults.
     """
-    q_offset, q_offsets = (None, q_offset) if isinstance(q_offset, Tensor) else (q_offset, None)
+    q_offset, q_offsets = (None, int64_of(q_offset)) if isinstance(q_offset, Tensor) else (q_offset, None)
+    window = UNBOUNDED if window is None else window
+    softmax_scale = _float(softmax_scale)
+    softcap = 0.0 if softcap is None else _float(softcap)
+    dropout_p = 0.0 if dropout_p is None else _float(dropout_p)
     if torch._C._is_any_autocast_enabled():
         bias = None if bias is None else cast(bias)
         alibi_slopes = None if alibi_slopes is None else cast_rows(alibi_slopes)
@@ -160,3 +176,8 @@ def options_of(
         return softmax_scale, causal, q_offset, q_offsets
     mask = causal, q_offset, q_offsets, window, key_ranges
     return Options(softmax_scale, *mask, softcap, bias, alibi_slopes, sinks, dropout_p, dropout_seed)
+
+
+def _float(value: Any) -> Any:
+    """An int as a float: torch's operations take no int past 64 bits."""
+    return float(value) if isinstance(value, int) else value

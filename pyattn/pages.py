@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from pyattn import _ops, autograd, functional
 from pyattn.arguments import check_size
@@ -91,5 +92,7 @@ def _gathered(
         )
     table, lengths = _in_use(block_table, cu_seqlens_k, max_seqlen_k, seqused_k, k.shape[0], k.shape[1])
     batch, count = table.shape
+    if k.shape[0] == 0:  # a table without pages in use holds zeros, and index_select wants a page 0
+        k, v = (pad(t, (0, 0, 0, 0, 0, 0, 0, 1)) for t in (k, v))
     gathered = (t.index_select(0, table.flatten()).unflatten(0, (batch, count)).flatten(1, 2) for t in (k, v))
     return *gathered, lengths

@@ -1,18 +1,20 @@
 """Attention over keys that were split into parts: results of two become those of both, gradients come part by part."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyattn import _ops, autograd
-from pyattn.arguments import check_tensor
+from pyattn.arguments import check_names, check_tensor
 from pyattn.options import UNBOUNDED, Options, check_options, options_of
+from pyattn.second_order import Last, Leaf, leaves, never
 
 __all__ = ["Gradients", "attention_backward", "merge"]
 
 
+@check_names
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """The attention over two sets of keys, from ``(out, lse)`` over each: exact, and differentiable.
 
@@ -77,6 +79,7 @@ class Gradients(NamedTuple):
     sinks: Tensor | None
 
 
+@check_names
 def attention_backward(
     dout: Tensor,
     q: Tensor,
@@ -88,14 +91,14 @@ def attention_backward(
     dlse: Tensor | None = None,
     causal: bool = True,
     q_offset: int | Tensor | None = None,
-    window: tuple[int, int] = UNBOUNDED,
+    window: tuple[int, int] | None = UNBOUNDED,
     key_ranges: Tensor | None = None,
     softmax_scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float | None = 0.0,
     dropout_seed: int | Tensor | None = None,
 ) -> Gradients:
     """The share that one part of the keys has in the gradients of attention over all of them.
@@ -125,9 +128,9 @@ def attention_backward(
     Raises:
         ValueError, TypeError, NotImplementedError: as :func:`pyattn.attention`; ValueError for dropout without a seed.
 
-    Not differentiable: a transform of torch.func that asks for derivatives raises. lse is rounded, so each P has a
-    relative error of at most 2 eps |lse|, eps that of lse's dtype; from (row_max, row_sum) it is as exact as in the
-    backward of :func:`pyattn.attention`.
+    Not differentiable: in a transform of torch.func, derivatives raise NotImplementedError; vmap works. lse is rounded,
+    so each P has a relative error of at most 2 eps |lse|, eps that of lse's dtype; from (row_max, row_sum) it is as
+    exact as in the backward of :func:`pyattn.attention`.
 
     Source: Liu et al. 2023 (Ring Attention), algorithm 1.
 
@@ -158,9 +161,21 @@ def attention_backward(
     options = Options(*options_of(q.device, *arguments, dropout_p, dropout_seed))
     wanted = bias is not None and bias.dtype != torch.bool, alibi_slopes is not None, sinks is not None
     rows = dout, dlse, q, k, v, out, row_max, row_sum
-    with torch.set_grad_enabled(autograd.transforming()):  # there, no_grad would hide that nobody wrote a derivative
-        gradients = _ops.attention_backward(*rows, *options, autograd._deterministic, wanted, True)
-    return Gradients(*gradients)
+    if autograd.transforming():
+        return Gradients(*_Transformable.apply(*rows, *leaves(options), autograd._deterministic, Leaf(wanted), True))  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        return Gradients(*_ops.attention_backward(*rows, *options, autograd._deterministic, wanted, True))
+
+
+class _Transformable(Last):
+    """The native backward in transforms of torch.func, of which vmap alone has a rule."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor | None, ...]:
+        gradients: tuple[Tensor | None, ...] = _ops.attention_backward(*args)
+        return gradients
+
+    backward = jvp = never("pyattn: derivatives of attention_backward are not implemented")
 
 
 def _by_row(weight: Tensor, out: Tensor) -> Tensor:

@@ -190,25 +190,28 @@ class Tangents(torch.autograd.Function):
         return results
 
 
-class _Last(torch.autograd.Function):
-    """A second derivative: its own derivatives raise."""
+def never(sentence: str) -> Any:
+    """The backward and jvp of a Function without derivatives: they raise NotImplementedError with this sentence."""
+
+    def derivative(ctx: Any, *gradients: Any) -> NoReturn:
+        raise NotImplementedError(sentence)
+
+    return staticmethod(derivative)
+
+
+class Last(torch.autograd.Function):
+    """A Function whose derivatives raise: nothing is saved for them."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Nothing is saved, because derivatives only raise."""
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:  # noqa: D102
+        pass
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> NoReturn:
-        raise NotImplementedError("pyattn: third derivatives of attention are not implemented")
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-        raise NotImplementedError("pyattn: third derivatives of attention are not implemented")
+    backward = jvp = never("pyattn: third derivatives of attention are not implemented")
 
 
-class SecondTangents(_Last):
+class SecondTangents(Last):
     """out'* and lse'*: ``apply(kind, *direction, *other, q, k, v, *rest)``."""
 
     @staticmethod
@@ -218,7 +221,7 @@ class SecondTangents(_Last):
             return kind.tangents(q, k, v, args[15:], Learned(*args[:6]), Learned(*args[6:12]))
 
 
-class GradientTangents(_Last):
+class GradientTangents(Last):
     """The gradients' tangents: ``apply(kind, dout, dlse, *direction, q, k, v, *rest)``."""
 
     @staticmethod

@@ -25,14 +25,14 @@ def attention_varlen(
     *,
     causal: bool = True,
     q_offset: int | Tensor | None = None,
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] | None = (-1, -1),
     key_ranges: Tensor | None = None,
     softmax_scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float | None = 0.0,
     dropout_seed: int | Tensor | None = None,
     block_table: Tensor | None = None,
     seqused_k: Tensor | None = None,
@@ -52,14 +52,14 @@ def attention_varlen(
     *,
     causal: bool = True,
     q_offset: int | Tensor | None = None,
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] | None = (-1, -1),
     key_ranges: Tensor | None = None,
     softmax_scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float | None = 0.0,
     dropout_seed: int | Tensor | None = None,
     block_table: Tensor | None = None,
     seqused_k: Tensor | None = None,
@@ -79,14 +79,14 @@ def attention_varlen(
     *positional: object,
     causal: bool = True,
     q_offset: int | Tensor | None = None,
-    window: tuple[int, int] = UNBOUNDED,
+    window: tuple[int, int] | None = UNBOUNDED,
     key_ranges: Tensor | None = None,
     softmax_scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float | None = 0.0,
     dropout_seed: int | Tensor | None = None,
     block_table: Tensor | None = None,
     seqused_k: Tensor | None = None,
@@ -116,8 +116,8 @@ def attention_varlen(
             memory do not depend on them, nor does the time of a CPU; a GPU starts blocks for sequences of this
             length.
         causal, window, softmax_scale, softcap, sinks, dropout_p: as for :func:`pyattn.attention`.
-        q_offset: key position of each sequence's first query, an int or a (B,) int64 tensor; default: the last query
-            stands at the last key of its sequence.
+        q_offset: key position of each sequence's first query, an int or a (B,) int32 or int64 tensor; default: the
+            last query is at the last key of its sequence.
         key_ranges: (total_q, 2), int32 or int64: the keys [begin, end) of each query, counted within its sequence.
         bias: not implemented.
         alibi_slopes: (Hq,) or (B, Hq).

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad, gradcheck
 from yardstick import assert_accurate
 
-from pyattn import attention, attention_backward, attention_weights, reference, tangents
+from pyattn import attention, attention_weights, reference, tangents
 
 # torch scripts its own forward-mode rules on first use; the category is FutureWarning from torch 2.15 on.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")
@@ -160,15 +160,3 @@ def test_weights() -> None:
         for function in (lambda q: attention_weights(q, k) @ v, lambda q: attention(q, k, v))
     ]
     torch.testing.assert_close(*results, rtol=0, atol=1e-12)
-
-
-def test_backward_in_parts_has_no_derivatives() -> None:
-    q, k, v = Call({}).inputs
-    out, lse = attention(q, k, v, return_lse=True)
-
-    def part(q: Tensor) -> Tensor:
-        return attention_backward(out, q, k, v, out, lse).q.sum()
-
-    for transform in (torch.func.grad, torch.func.jacfwd):
-        with pytest.raises((RuntimeError, NotImplementedError), match="pyattn::attention_backward"):
-            transform(part)(q)

@@ -151,7 +151,11 @@ def test_constructor_errors(make, message):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"window": 256}, "window must be a pair of ints (left, right), got 256"),
+        (
+            {"window": 256},
+            "window must be a pair of ints (left, right), window=(W - 1, 0) for a query and the W - 1 keys before it, "
+            "got 256",
+        ),
         ({"softcap": "50"}, "softcap must be int or float, got '50'"),
         ({"alibi": 8.0}, "alibi must be bool, got 8.0"),
         ({"sinks": torch.zeros(2)}, "sinks must be bool, got torch.Tensor of shape (2,)"),

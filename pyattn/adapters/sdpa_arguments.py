@@ -1,12 +1,13 @@
 """The arguments of torch's ``scaled_dot_product_attention``, checked and laid out for :func:`pyattn.attention`."""
 
 import math
+import sys
 
 import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from pyattn.arguments import check_tensor, check_type
+from pyattn.arguments import check_tensor, check_type, shown
 from pyattn.functional import attention
 
 Shape = tuple[int, ...]
@@ -69,13 +70,13 @@ def attend(
 def _check_numbers(dropout_p: object, is_causal: object, scale: object, enable_gqa: object) -> None:
     check_type("is_causal", is_causal, bool)
     check_type("enable_gqa", enable_gqa, bool)
-    check_type("dropout_p", dropout_p, int, float)
+    check_type("dropout_p", 0 if dropout_p is False else dropout_p, int, float)
     if isinstance(dropout_p, int | float) and not 0 <= dropout_p <= 1:
-        raise SdpaError(f"pyattn: dropout_p must be between 0 and 1, got {dropout_p}")
+        raise SdpaError(f"pyattn: dropout_p must be between 0 and 1, got {shown(dropout_p)}")
     if scale is not None:
         check_type("scale", scale, int, float, torch.SymInt, torch.SymFloat)
-        if isinstance(scale, int | float) and not math.isfinite(scale):
-            raise SdpaError(f"pyattn: scale must be finite, got {scale}")
+        if isinstance(scale, int | float) and not abs(scale) <= sys.float_info.max:
+            raise SdpaError(f"pyattn: scale must be finite, got {shown(scale)}")
 
 
 def _check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -8,8 +8,8 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from pyattn.adapters.flex.blocks import blocks_of, check_complete
-from pyattn.adapters.flex.meaning import Mask, MaskMod, Score, ScoreMod, mask_of, options_of, score_of
-from pyattn.arguments import check_size, check_tensor, check_type
+from pyattn.adapters.flex.meaning import Mask, MaskMod, Score, ScoreMod, check_made, mask_of, options_of, score_of
+from pyattn.arguments import check_size, check_sizes, check_tensor, check_type
 from pyattn.functional import attention
 
 Results = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
@@ -44,13 +44,14 @@ def create_block_mask(
 
     Raises:
         NotImplementedError: on a CPU, a mask_mod from elsewhere, or further arguments.
-        ValueError: a length below 0, a BLOCK_SIZE below 1, a B that is not the mask_mod's.
-        TypeError: other types.
+        ValueError: a length below 0, a BLOCK_SIZE below 1, a B that is not the mask_mod's, sizes past any memory.
+        TypeError: other types; a function such as ``causal`` where what it returns belongs, ``causal()``.
 
     >>> from pyattn.adapters.flex import causal
     >>> create_block_mask(causal(), None, None, 256, 256, device="cpu").sparsity()
     25.0
     """
+    check_made("mask_mod", mask_mod)
     place = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
     if place.type != "cpu":
         if not separate_full_blocks:
@@ -59,11 +60,8 @@ def create_block_mask(
         return torch_flex.create_block_mask(mask_mod, *sizes, place, BLOCK_SIZE, _compile, **more)
     if more:
         raise NotImplementedError(f"pyattn: create_block_mask has no {', '.join(more)} on a CPU, got {more}")
-    for name, size in (("B", B), ("H", H)):
-        if size is not None:
-            check_size(name, size)
-    check_size("Q_LEN", Q_LEN)
-    check_size("KV_LEN", KV_LEN)
+    batch, heads = 1 if B is None else B, 1 if H is None else H
+    check_sizes(B=batch, H=heads, Q_LEN=Q_LEN, KV_LEN=KV_LEN)
     check_type("separate_full_blocks", separate_full_blocks, bool)
     block_size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
     check_type("BLOCK_SIZE", block_size, tuple)
@@ -71,8 +69,7 @@ def create_block_mask(
         raise ValueError(f"pyattn: BLOCK_SIZE must be an int or a pair of ints, got {block_size}")
     for size in block_size:
         check_size("each of BLOCK_SIZE", size, least=1)
-    sizes = 1 if B is None else B, 1 if H is None else H, Q_LEN, KV_LEN
-    return blocks_of(mask_mod, sizes, place, block_size, separate_full_blocks)
+    return blocks_of(mask_mod, (batch, heads, Q_LEN, KV_LEN), place, block_size, separate_full_blocks)
 
 
 def flex_attention(
@@ -113,7 +110,7 @@ def flex_attention(
         NotImplementedError: mods from elsewhere, max_scores.
         ValueError: shapes that don't fit, heads that enable_gqa does not group, a block_mask of other lengths,
             return_lse together with return_aux.
-        TypeError: other types.
+        TypeError: other types; a function such as ``softcap`` where what it returns belongs.
 
     >>> from pyattn.adapters.flex import sliding_window, softcap
     >>> query, key, value = torch.randn(3, 2, 8, 100, 64).unbind()
@@ -123,6 +120,7 @@ def flex_attention(
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, tensor)
+    check_made("score_mod", score_mod)
     if query.device.type != "cpu":
         arguments = score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options
         return torch_flex.flex_attention(query, key, value, *arguments, return_aux=return_aux)  # type: ignore[arg-type]

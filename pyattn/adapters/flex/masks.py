@@ -15,6 +15,7 @@ from pyattn.adapters.flex.meaning import (
     column,
     is_same,
     known,
+    makes_mods,
     mask_of,
     of_sequence,
     ranges_of_band,
@@ -23,6 +24,7 @@ from pyattn.arguments import check_size, check_window, has_values
 from pyattn.options import UNBOUNDED
 
 
+@makes_mods
 def causal(offset: int | Tensor = 0) -> MaskMod:
     """``q_idx + offset >= kv_idx``: upper-left for ``offset=0``, as FlexAttention's examples have it.
 
@@ -41,6 +43,7 @@ def causal(offset: int | Tensor = 0) -> MaskMod:
     return _band("causal", (-1, 0), offset)
 
 
+@makes_mods
 def sliding_window(left: int, right: int = 0, offset: int | Tensor = 0) -> MaskMod:
     """``-right <= q_idx + offset - kv_idx <= left``: a query sees itself, ``left`` keys before and ``right`` behind.
 
@@ -63,6 +66,7 @@ def sliding_window(left: int, right: int = 0, offset: int | Tensor = 0) -> MaskM
     return _band("sliding_window", (left, right), offset)
 
 
+@makes_mods
 def document(ids: Tensor) -> MaskMod:
     """``ids[q_idx] == ids[kv_idx]``: packed documents, of which none sees another one.
 
@@ -107,6 +111,7 @@ def document(ids: Tensor) -> MaskMod:
     return known("document", mask_mod, Mask(ranges=(ranges,)))
 
 
+@makes_mods
 def prefix_lm(prefix: int | Tensor) -> MaskMod:
     """``kv_idx < prefix or q_idx >= kv_idx``: a prefix that all queries see, then causal text.
 
@@ -139,6 +144,7 @@ def prefix_lm(prefix: int | Tensor) -> MaskMod:
     return known("prefix_lm", mask_mod, Mask(ranges=(ranges,)))
 
 
+@makes_mods
 def and_masks(*mask_mods: MaskMod) -> MaskMod:
     """What all of these masks show, an interval again; of none, everything.
 
@@ -165,6 +171,7 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
     return known("and_masks", mask_mod, Mask(window, offset, ranges))
 
 
+@makes_mods
 def or_masks(*mask_mods: MaskMod) -> MaskMod:
     """What any of these windows shows: windows at the same offset share the query's own position, so it is one again.
 
@@ -194,13 +201,18 @@ def _band(name: str, window: tuple[int, int], offset: int | Tensor) -> MaskMod:
     left, right = window
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        distance = q_idx + of_sequence(offset, b) - kv_idx
+        at, distance = of_sequence(offset, b), kv_idx - q_idx
         seen = b.new_ones((), dtype=torch.bool)
         if left >= 0:
-            seen = seen & (distance <= left)
-        return seen & (distance >= -right) if right >= 0 else seen
+            seen = seen & (distance >= _saturated(at - left))
+        return seen & (distance <= _saturated(at + right)) if right >= 0 else seen
 
     return known(name, mask_mod, Mask(window, offset))
+
+
+def _saturated(bound: int | Tensor) -> int | Tensor:
+    """An int within int64, which holds every distance between positions."""
+    return bound if isinstance(bound, Tensor) else min(max(bound, -(2**63)), 2**63 - 1)
 
 
 def _runs(ids: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from pyattn.arguments import check_64_bits, check_tensor, check_type
+from pyattn.arguments import check_64_bits, check_names, check_tensor, check_type
 from pyattn.masks import within
-from pyattn.options import UNBOUNDED
+from pyattn.options import UNBOUNDED, Options
+from pyattn.visible import keys_of
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """``mask_mod(b, h, q_idx, kv_idx)``: whether the key takes part, for index tensors without dimensions."""
@@ -19,6 +20,8 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """``score_mod(score, b, h, q_idx, kv_idx)``: another score."""
 
 Mod = TypeVar("Mod", MaskMod, ScoreMod)
+
+Factory = TypeVar("Factory", bound=Callable[..., object])
 
 Ranges = Callable[[int, int, torch.device], Tensor]
 """``ranges(seqlen_q, seqlen_k, device)``: key_ranges, (B or 1, Sq, 2)."""
@@ -51,6 +54,20 @@ class Native(NamedTuple):
 
     code: CodeType
     meaning: Mask | Score
+
+
+def makes_mods(function: Factory) -> Factory:
+    """``function``, which returns a mod: errors tell it from what it returns."""
+    checked = check_names(function)
+    checked.makes_mods = True  # type: ignore[attr-defined]
+    return checked
+
+
+def check_made(what: str, function: object) -> None:
+    """TypeError for a function that returns mods, where what it returns belongs."""
+    if getattr(function, "makes_mods", False):
+        name = getattr(function, "__name__", "")
+        raise TypeError(f"pyattn: {what} must be what {name}(...) returns, got the function {name} itself")
 
 
 def known(name: str, function: Mod, meaning: Mask | Score) -> Mod:
@@ -139,12 +156,14 @@ def key_ranges_of(mask: Mask, seqlen_q: int, seqlen_k: int, device: torch.device
 
 def ranges_of_band(window: tuple[int, int], offset: int | Tensor) -> Ranges:
     """The ranges of a window around positions that begin at ``offset``."""
-    left, right = window
 
     def ranges(seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
-        at = torch.arange(seqlen_q, device=device) + column(offset)
-        begin = torch.zeros_like(at) if left < 0 else (at - left).clamp(0, seqlen_k)
-        end = torch.full_like(at, seqlen_k) if right < 0 else (at + right + 1).clamp(0, seqlen_k)
+        options = Options(causal=False, window=window)
+        if isinstance(offset, Tensor):
+            options = options._replace(q_offsets=offset.to(torch.int64).reshape(-1))
+        else:
+            options = options._replace(q_offset=offset)
+        begin, end = keys_of(options, torch.arange(seqlen_q, device=device), seqlen_q, seqlen_k)
         return torch.stack([begin, torch.maximum(begin, end)], -1)
 
     return ranges
@@ -168,6 +187,7 @@ def _meaning(function: object) -> Mask | Score | None:
 
 
 def _refuse(what: str, ours: str, function: object) -> NoReturn:
+    check_made(what, function)
     if not callable(function):
         raise TypeError(f"pyattn: {what} must be a function, got {function!r}")
     name = getattr(function, "__qualname__", None)

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from pyattn.adapters.flex.meaning import Score, ScoreMod, check_offset, known, of_sequence
+from pyattn.adapters.flex.meaning import Score, ScoreMod, check_offset, known, makes_mods, of_sequence
 from pyattn.arguments import check_finite, check_tensor
 
 
+@makes_mods
 def softcap(cap: float) -> ScoreMod:
     """``cap * tanh(score / cap)``.
 
@@ -27,6 +28,7 @@ def softcap(cap: float) -> ScoreMod:
     return known("softcap", score_mod, Score(softcap=float(cap)))
 
 
+@makes_mods
 def alibi(slopes: Tensor, offset: int | Tensor = 0) -> ScoreMod:
     """``score - slopes[h] * |q_idx + offset - kv_idx|``: ALiBi, its distances counted both ways.
 

@@ -1,0 +1,251 @@
+"""Promise: transforms of torch.func compose, two deep, over every public function that has derivatives."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from feature_calls import FEATURES, Call
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils._pytree import tree_leaves
+
+import pyattn
+from pyattn import reference
+
+# torch scripts its own forward-mode rules on first use; the category is FutureWarning from torch 2.15 on.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")
+
+Function = Callable[..., tuple[Tensor, ...]]
+
+
+def pattern(shape: Sequence[int]) -> Tensor:
+    """Numbers without a symmetry; torch.randn would be an error within vmap."""
+    return (1.7 * torch.arange(math.prod(shape), dtype=torch.float64) + 0.4).sin().view(tuple(shape))
+
+
+def flat(function: Callable[..., Any]) -> Function:
+    """The function with a flat tuple of results, so that transforms take it whatever it is."""
+    return lambda *inputs: tuple(tree_leaves(function(*inputs)))
+
+
+def total(function: Function) -> Callable[..., Tensor]:
+    """A scalar that depends on every result, with another weight for each entry."""
+
+    def of(*inputs: Tensor) -> Tensor:
+        results = function(*inputs)
+        return sum(((pattern(x.shape) + i) * x.sin()).sum() for i, x in enumerate(results))  # type: ignore[return-value]
+
+    return of
+
+
+def every(inputs: tuple[Tensor, ...]) -> tuple[int, ...]:
+    return tuple(range(len(inputs)))
+
+
+def stacked(inputs: tuple[Tensor, ...]) -> tuple[list[Tensor], list[int]]:
+    """Two different inputs for each, along its first or last dimension in turn."""
+    dims = [0 if i % 2 else -1 for i in range(len(inputs))]
+    others = (1.5 * x.flip(-1).cos() for x in inputs)
+    return [torch.stack(pair, dim) for *pair, dim in zip(inputs, others, dims, strict=True)], dims
+
+
+def mapped(function: Function) -> Function:
+    def of(*inputs: Tensor) -> Any:
+        stacks, dims = stacked(inputs)
+        return torch.vmap(function, tuple(dims))(*stacks)
+
+    return of
+
+
+def one_by_one(function: Function) -> Function:
+    """What vmap gives, without it: plain PyTorch's formula looks at values."""
+
+    def of(*inputs: Tensor) -> Any:
+        stacks, dims = stacked(inputs)
+        slices = zip(*(x.unbind(dim) for x, dim in zip(stacks, dims, strict=True)), strict=True)
+        return [torch.stack(parts) for parts in zip(*(function(*one) for one in slices), strict=True)]
+
+    return of
+
+
+def jvp(function: Function) -> Function:
+    return lambda *inputs: torch.func.jvp(function, inputs, tuple(x.sin() + 0.5 for x in inputs))
+
+
+def vjp(function: Function) -> Function:
+    def of(*inputs: Tensor) -> Any:
+        results, pull = torch.func.vjp(function, *inputs)
+        return results, pull(tuple(x.cos() + pattern(x.shape) + i for i, x in enumerate(results)))
+
+    return of
+
+
+# How many derivatives each takes, and what it makes of a function.
+TRANSFORMS: dict[str, tuple[int, Callable[[Function], Callable[..., Any]]]] = {
+    "vmap": (0, mapped),
+    "grad": (1, lambda f: lambda *x: torch.func.grad(total(f), every(x))(*x)),
+    "vjp": (1, vjp),
+    "jvp": (1, jvp),
+    "jacfwd": (1, lambda f: lambda *x: torch.func.jacfwd(f, every(x))(*x)),
+    "jacrev": (1, lambda f: lambda *x: torch.func.jacrev(f, every(x))(*x)),
+    "hessian": (2, lambda f: lambda *x: torch.func.hessian(total(f), every(x))(*x)),
+}
+
+
+SCORES: dict[str, Any] = {"window": (2, -1), "softcap": 1.5, "dropout_p": 0.4, "dropout_seed": 3}
+
+
+def dense(attend: Callable[..., Any], **options: Any) -> Function:
+    def call(q: Tensor, k: Tensor, v: Tensor, *learned: Tensor) -> Any:
+        named = dict(zip(("bias", "alibi_slopes", "sinks"), learned, strict=False))
+        return attend(q, k, v, return_lse=True, **options, **named)
+
+    return call
+
+
+def packed(attend: Callable[..., Any], **options: Any) -> Function:
+    """A sequence without queries, and one of two queries and two keys."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *learned: Tensor) -> Any:
+        named = dict(zip(("alibi_slopes", "sinks"), learned, strict=False))
+        lengths = torch.tensor([0, 0, 2]), torch.tensor([0, 1, 3]), 2, 2
+        return attend(q, k, v, *lengths, return_lse=True, **options, **named)
+
+    return call
+
+
+def in_pages(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    """The packed keys in pages of 16: the second sequence's two in page 0, the first one's in page 1."""
+    paged = (torch.stack([pad(x[1:], (0, 0, 0, 0, 0, 14)), pad(x[:1], (0, 0, 0, 0, 0, 15))]) for x in (k, v))
+    return packed(pyattn.attention_varlen, block_table=torch.tensor([[1], [0]]))(q, *paged)
+
+
+def weights(q: Tensor, k: Tensor, sinks: Tensor) -> Any:
+    return pyattn.attention_weights(q, k, heads=[1], rows=[1, 0], sinks=sinks, softcap=1.5)
+
+
+def weights_by_formula(q: Tensor, k: Tensor, sinks: Tensor) -> Any:
+    *_, found = reference.attention(q, k, k[..., :0], sinks=sinks, softcap=1.5, return_weights=True)
+    return found[:, [1]][:, :, [1, 0]]
+
+
+def merged_by_formula(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Any:
+    a, b = lse_a.exp(), lse_b.exp()
+    return (a[..., None] * out_a + b[..., None] * out_b) / (a + b)[..., None], (a + b).log()
+
+
+def over_cache(**sizes: Any) -> tuple[Function, Function]:
+    """Two queries, the newest of three tokens, as attention_with_cache has it and by the formula."""
+    cache = pyattn.KVCache(1, 1, 4, 2, head_dim_v=1, dtype=torch.float64, **sizes)
+    k, v = pattern((1, 1, 3, 2)), pattern((1, 1, 3, 1))
+    cache.append(k, v)
+    window = (-1 if cache.window is None else cache.window - 1, -1)
+
+    def ours(q: Tensor, sinks: Tensor) -> Any:
+        return pyattn.attention_with_cache(q, cache, sinks=sinks, return_lse=True)
+
+    def truth(q: Tensor, sinks: Tensor) -> Any:
+        return reference.attention(q, k, v, sinks=sinks, window=window, return_lse=True)
+
+    return ours, truth
+
+
+DENSE, PACKED = ((1, 2, 2, 2), (1, 1, 3, 2), (1, 1, 3, 1)), ((2, 2, 2), (3, 1, 2), (3, 1, 1))
+OF_SCORES, OVER_CACHE = ((2, 1, 3), (2,), (2,)), ((1, 2, 2, 2), (2,))
+FEW = ("vmap", "grad", "jvp")
+
+CALLS: dict[str, tuple[tuple[Function, Function], tuple[tuple[int, ...], ...], tuple[str, ...]]] = {
+    "attention": (
+        (dense(pyattn.attention, **SCORES), dense(reference.attention, **SCORES)),
+        (*DENSE, *OF_SCORES),
+        tuple(TRANSFORMS),
+    ),
+    "attention_varlen": (
+        (packed(pyattn.attention_varlen, **SCORES), packed(reference.attention_varlen, **SCORES)),
+        (*PACKED, *OF_SCORES[1:]),
+        tuple(TRANSFORMS),
+    ),
+    "attention_weights": ((weights, weights_by_formula), (*DENSE[:2], (2,)), tuple(TRANSFORMS)),
+    "merge": ((pyattn.merge, merged_by_formula), ((1, 2, 2, 1), (1, 2, 2)) * 2, tuple(TRANSFORMS)),
+    "plain": ((dense(pyattn.attention), dense(reference.attention)), DENSE, FEW),
+    "pages": ((in_pages, packed(reference.attention_varlen)), PACKED, FEW),
+    "cache": (over_cache(), OVER_CACHE, FEW),
+    "ring": (over_cache(window=2), OVER_CACHE, FEW),
+    "pages of a cache": (over_cache(page_size=16), OVER_CACHE, FEW),
+}
+"""What is transformed and what it should give, the shapes of its inputs, and which transforms it is tried with."""
+
+ANY_ORDER = ("attention_weights", "merge")
+"""What runs as torch operations, differentiable as often as wanted."""
+
+
+@pytest.mark.parametrize(("name", "outer"), [(name, outer) for name, (_, _, tried) in CALLS.items() for outer in tried])
+def test_two_deep(name: str, outer: str) -> None:
+    (ours, truth), shapes, tried = CALLS[name]
+    inputs = tuple(torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    outer_order, transform = TRANSFORMS[outer]
+    for inner in tried:
+        inner_order, first = TRANSFORMS[inner]
+        both = transform(flat(first(flat(ours))))
+        if name not in ANY_ORDER and outer_order + inner_order > 2:
+            with pytest.raises(NotImplementedError, match=r"^pyattn: third derivatives of attention are not impl"):
+                both(*inputs)
+            continue
+        a, b = (one_by_one if each == "vmap" else TRANSFORMS[each][1] for each in (outer, inner))
+        expected = flat(a(flat(b(flat(truth)))))(*inputs)
+        torch.testing.assert_close(
+            flat(both)(*inputs), expected, rtol=0, atol=1e-10, msg=partial("{}: {}".format, inner)
+        )
+
+
+def of_part(*inputs: Tensor) -> Any:
+    dout, q, k, v, out, lse = inputs
+    return pyattn.attention_backward(dout, q, k, v, out, lse)[:3]
+
+
+PART = ((1, 2, 2, 1), *DENSE, (1, 2, 2, 1), (1, 2, 2))
+
+
+@pytest.mark.parametrize("inner", TRANSFORMS)
+@pytest.mark.parametrize("outer", TRANSFORMS)
+def test_backward_in_parts_has_no_derivatives(outer: str, inner: str) -> None:
+    inputs = tuple(torch.randn(shape, dtype=torch.float64) for shape in PART)
+    both = TRANSFORMS[outer][1](flat(TRANSFORMS[inner][1](flat(of_part))))
+    if outer == inner == "vmap":
+        torch.testing.assert_close(flat(both)(*inputs), flat(one_by_one(one_by_one(of_part)))(*inputs))
+        return
+    with pytest.raises(NotImplementedError, match=r"^pyattn: derivatives of attention_backward are not implemented$"):
+        both(*inputs)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_one_input_of_many(which: int) -> None:
+    """A derivative in one tensor, while others are mapped or constant: tangents and gradients that are not there."""
+    inputs = [torch.randn(shape, dtype=torch.float64) for shape in DENSE]
+
+    def results(function: Any, transform: Any) -> Any:
+        def of(x: Tensor) -> Any:
+            return function(*inputs[:which], x, *inputs[which + 1 :])
+
+        return [
+            flat(TRANSFORMS[outer][1](flat(transform(of))))(inputs[which])
+            for outer in ("jvp", "jacfwd", "grad", "hessian")
+        ]
+
+    found = results(dense(pyattn.attention), mapped)
+    torch.testing.assert_close(found, results(dense(reference.attention), one_by_one), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_tangents_of_vmap_with_each_feature(name: str) -> None:
+    call = Call(FEATURES[name])
+
+    def results(function: Any, transform: Any) -> Any:
+        moved = TRANSFORMS["jvp"][1](flat(transform(lambda *x: call(function, *x))))
+        return flat(moved)(*call.inputs), flat(TRANSFORMS["grad"][1](flat(moved)))(*call.inputs)
+
+    truth = results(reference.attention, one_by_one)
+    torch.testing.assert_close(results(pyattn.attention, mapped), truth, rtol=0, atol=1e-11)
