@@ -141,29 +141,22 @@ def test_info_as_a_module():
 
 NEEDED = {
     "info": [set(), []],
-    "train": [{"matplotlib", "safetensors", "tqdm"}, ["--steps", "0"]],
+    "train": [{"matplotlib", "numpy", "safetensors", "tqdm"}, ["--steps", "0"]],
     "generate": [{"safetensors", "tqdm"}, ["nowhere"]],
     "bench": [{"tqdm"}, ["--threads", "0"]],
-    "bench --out": [{"matplotlib", "tqdm"}, ["--out", "/dev/null/nowhere"]],
+    "bench --out": [{"matplotlib", "numpy", "tqdm"}, ["--out", "/dev/null/nowhere"]],
     "profile": [set(), ["--shapes", "1x1x9x4", "--forward", "--threads", "1"]],
-    "show": [{"matplotlib", "safetensors"}, ["nowhere"]],
+    "show": [{"matplotlib", "numpy", "safetensors"}, ["nowhere"]],
 }
 """The packages that a command needs, and a command line that gets past its imports."""
 
 
 def without(packages: set[str], command: str, options: list[str]) -> subprocess.CompletedProcess[str]:
     """The command in a process that can't import ``packages``, as where they are not installed."""
-    program = f"""
-import importlib.abc, sys
-class Missing(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name in {packages!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Missing())
-from pyattn.cli import main
-sys.exit(main({[command, *options]!r}))
-"""
-    return python("-W", "ignore", "-c", program)
+    missing = f"import sys; sys.modules |= dict.fromkeys({packages!r})"
+    return python(
+        "-W", "ignore", "-c", f"{missing}; from pyattn.cli import main; sys.exit(main({[command, *options]}))"
+    )
 
 
 @pytest.mark.parametrize("command", NEEDED)
@@ -175,7 +168,10 @@ def test_a_command_runs_without_the_packages_that_it_does_not_need(command):
     assert done.returncode == (2 if needed else 0)
 
 
-@pytest.mark.parametrize(("command", "package"), [(c, p) for c in NEEDED for p in sorted(NEEDED[c][0])])
+@pytest.mark.parametrize(
+    ("command", "package"),
+    [("train", "tqdm"), ("generate", "safetensors"), ("bench --out", "matplotlib"), ("show", "numpy")],
+)
 def test_a_missing_package_is_named_with_the_command_that_installs_it(command, package):
     name, options = command.split()[0], NEEDED[command][1]
     done = without({package}, name, options)

@@ -36,8 +36,9 @@ from pyattn import _C
 from pyattn.cli import InputError, contenders, decoding, kv_caches, output, packed, sentences
 from pyattn.cli.contention import busy, is_busy
 from pyattn.cli.device import DEVICES, check_device, cpu, hardware
+from pyattn.cli.info import DTYPES
 from pyattn.cli.limits import check_memory, check_threads, shape_of
-from pyattn.cli.rows import DTYPES, Peaks, Row, of_caches, of_decoding, of_features, of_functions, of_modules, of_packed
+from pyattn.cli.rows import Peaks, Row, of_caches, of_decoding, of_features, of_functions, of_modules, of_packed
 from pyattn.cli.table import show, worst_wait
 from pyattn.cli.timing import peak_flops
 

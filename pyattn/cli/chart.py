@@ -3,7 +3,7 @@
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, PowerNorm
@@ -11,7 +11,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from pyattn.cli import InputError, output
-from pyattn.cli.fit import Losses
+
+if TYPE_CHECKING:
+    from pyattn.cli.fit import Losses  # fit needs tqdm, which pictures don't
 
 
 def _save(figure: Figure, path: Path) -> None:
@@ -27,7 +29,7 @@ def _plain(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def draw(losses: Losses, unigram_loss: float, title: str, path: Path) -> None:
+def draw(losses: "Losses", unigram_loss: float, title: str, path: Path) -> None:
     """Write ``losses`` as a PNG, with the unigram loss for scale. Needs no display."""
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")  # 1200 x 750 pixels, sharp in a README
     axes = figure.add_subplot()

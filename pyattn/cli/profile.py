@@ -26,8 +26,8 @@ from pyattn import _C, _ops, attention, masks
 from pyattn.cli import InputError, output, phases, reading
 from pyattn.cli.contention import Contention, busy, is_busy
 from pyattn.cli.device import DEVICES, check_device, cpu
+from pyattn.cli.info import DTYPES
 from pyattn.cli.limits import check_integer, check_memory, check_threads, shape_of
-from pyattn.cli.rows import DTYPES
 from pyattn.cli.timing import once, peak_flops
 from pyattn.nn.positions import alibi_slopes
 from pyattn.options import UNBOUNDED, Options
