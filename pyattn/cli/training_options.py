@@ -30,41 +30,69 @@ def parser(about: str | None = None) -> argparse.ArgumentParser:
     byte with 2 layers; 4 layers stayed at 2.3, with 1100 steps of 4 windows and with 550 of 8.
     """
     made = argparse.ArgumentParser(
-        prog="pyattn train", description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        prog="pyattn train", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     model = made.add_argument_group("model")
-    model.add_argument("--layers", type=int, default=Config.layers, help="number of blocks")
-    model.add_argument("--heads", type=int, default=Config.heads, help="attention heads in each block")
-    model.add_argument("--width", type=int, default=Config.width, help="features of a token, a multiple of heads")
-    model.add_argument("--context", type=int, default=Config.context, help="bytes the model can look back on")
+    model.add_argument("--layers", type=int, default=Config.layers, help="number of blocks; default: %(default)s")
     model.add_argument(
-        "--dropout", type=float, default=Config.dropout, help="probability of dropping a weight or an output"
+        "--heads", type=int, default=Config.heads, help="attention heads in each block; default: %(default)s"
     )
     model.add_argument(
-        "--window", type=int, default=Config.window, help="bytes that a byte sees, itself counted; 0: all"
+        "--width", type=int, default=Config.width, help="features of a token, a multiple of heads; default: %(default)s"
+    )
+    model.add_argument(
+        "--context", type=int, default=Config.context, help="bytes the model can look back on; default: %(default)s"
+    )
+    model.add_argument(
+        "--dropout",
+        type=float,
+        default=Config.dropout,
+        help="probability of dropping a weight or an output; default: %(default)s",
+    )
+    model.add_argument(
+        "--window",
+        type=int,
+        default=Config.window,
+        help="bytes that a byte sees, itself counted; 0: all; default: %(default)s",
     )
     model.add_argument("--sinks", action="store_true", help="give each head's softmax a learned sink")
     model.add_argument(
         "--alibi", action="store_true", help="ALiBi in place of learned positions, which end at the context"
     )
-    model.add_argument("--attention", choices=ATTENTIONS, default="pyattn", help="whose attention to use")
+    model.add_argument(
+        "--attention", choices=ATTENTIONS, default="pyattn", help="whose attention to use; default: %(default)s"
+    )
 
     training = made.add_argument_group("training")
-    training.add_argument("--data", type=Path, help="text file or folder; None: Python's standard library")
-    training.add_argument("--steps", type=int, default=2400, help="optimiser steps, those of a resumed run included")
-    training.add_argument("--batch", type=int, default=4, help="windows of context bytes in a step")
+    training.add_argument("--data", type=Path, help="text file or folder; default: Python's standard library")
+    training.add_argument(
+        "--steps", type=int, default=2400, help="optimiser steps, those of a resumed run included; default: %(default)s"
+    )
+    training.add_argument(
+        "--batch", type=int, default=4, help="windows of context bytes in a step; default: %(default)s"
+    )
     training.add_argument(
         "--lr",
         type=float,
         default=5e-3,
-        help="highest learning rate: reached after a twentieth of the steps, then a cosine takes it to nearly 0",
+        help="highest learning rate: reached after a twentieth of the steps, then a cosine takes it to nearly 0; "
+        "default: %(default)s",
     )
-    training.add_argument("--eval-every", type=int, default=200, help="steps from one validation to the next")
-    training.add_argument("--seed", type=int, default=0, help="random seed of weights, batches, dropout and sample")
-    training.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
-    training.add_argument("--device", choices=DEVICES, default="cpu", help="where to train")
     training.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="dtype of matrix products (bfloat16: autocast)"
+        "--eval-every", type=int, default=200, help="steps from one validation to the next; default: %(default)s"
+    )
+    training.add_argument(
+        "--seed", type=int, default=0, help="random seed of weights, batches, dropout and sample; default: %(default)s"
+    )
+    training.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default: %(default)s"
+    )
+    training.add_argument("--device", choices=DEVICES, default="cpu", help="where to train; default: %(default)s")
+    training.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="dtype of matrix products (bfloat16: autocast); default: %(default)s",
     )
     training.add_argument(
         "--resume",
@@ -73,17 +101,22 @@ def parser(about: str | None = None) -> argparse.ArgumentParser:
         help="go on with the run in this folder, from its end or, if it was cut off, its last validation. Its own "
         "options hold, and are left out here, but --steps may be another number: further steps then have the learning "
         "rates of a run of so many steps from its beginning (the rate of a finished run rises again), and all else "
-        "goes on to the bit; None: begin a run",
+        "goes on to the bit; default: begin a run",
     )
 
     output = made.add_argument_group("output")
-    output.add_argument("--out", type=Path, help="folder to write; None: a new one in runs/, named by the time")
+    output.add_argument("--out", type=Path, help="folder to write; default: a new one in runs/, named by the time")
     output.add_argument("--overwrite", action="store_true", help="replace an earlier run's files in --out")
-    output.add_argument("--sample", type=int, default=400, help="bytes to generate at the end")
+    output.add_argument("--sample", type=int, default=400, help="bytes to generate at the end; default: %(default)s")
     output.add_argument(
-        "--temperature", type=float, default=0.8, help="divides the sample's logits; lower is less random"
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="divides the sample's logits; lower is less random; default: %(default)s",
     )
-    output.add_argument("--top-k", type=int, default=40, help="draw each byte of the sample from the likeliest K")
+    output.add_argument(
+        "--top-k", type=int, default=40, help="draw each byte of the sample from the likeliest K; default: %(default)s"
+    )
     return made
 
 
