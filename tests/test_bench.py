@@ -217,8 +217,11 @@ def test_the_picture_has_a_panel_for_modules(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--shapes 1x2x3", "pyattn: --shapes must be of the form BxHxTxD, each at least 1, got 1x2x3"),
-        ("--shapes 1x2x0x4", "pyattn: --shapes must be of the form BxHxTxD, each at least 1, got 1x2x0x4"),
+        ("--shapes 1x2x3", "pyattn: --shapes must be of the form BxHxTxD, each at least 1 and below 2^63, got 1x2x3"),
+        (
+            "--shapes 1x2x0x4",
+            "pyattn: --shapes must be of the form BxHxTxD, each at least 1 and below 2^63, got 1x2x0x4",
+        ),
         ("--threads 0", "pyattn: --threads must be at least 1, got 0"),
         ("--only cache --shapes 1x2x3x4", "pyattn: --shapes must be left out with --only cache, got 1x2x3x4"),
     ],

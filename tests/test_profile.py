@@ -201,11 +201,11 @@ def test_a_profile_without_kernels_is_refused(monkeypatch, capsys) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--shapes 1x2x3", "pyattn: --shapes must be of the form BxHxTxD, each at least 1, got 1x2x3"),
+        ("--shapes 1x2x3", "pyattn: --shapes must be of the form BxHxTxD, each at least 1 and below 2^63, got 1x2x3"),
         ("--threads 0", "pyattn: --threads must be at least 1, got 0"),
         ("--dropout 1", "pyattn: --dropout must be at least 0 and below 1, got 1.0"),
         ("--shapes 1x1x9x4 1x1x9x8 --trace t", "pyattn: --trace takes one of --shapes, got 1x1x9x4 1x1x9x8"),
-        ("--window 3 -2", "pyattn: --window must be two numbers, each at least -1, got 3 -2"),
+        ("--window 3 -2", "pyattn: --window: each of its two numbers must be at least -1, got -2"),
         ("--documents 0", "pyattn: --documents must be at least 1, got 0"),
         ("--queries 0 --shapes 1x1x9x4", "pyattn: --queries must lie between 1 and T = 9, got 0"),
         ("--queries 10 --shapes 1x1x9x4", "pyattn: --queries must lie between 1 and T = 9, got 10"),

@@ -1,11 +1,11 @@
-"""Promise: a training that was cut off goes on to the bit where its last validation was."""
+"""Promise: a training that was cut off goes on to the bit from its last validation; any training can go further."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from pyattn.cli import main, state
+from pyattn.cli import fit, main, state
 from pyattn.cli.checkpoint import MODEL
 
 FILES = (MODEL, state.STATE)
@@ -69,13 +69,71 @@ def test_the_state_is_no_pickle(train_on) -> None:
     assert state.load(folder).options.lr == 5e-3
 
 
+# More steps than the run was to have
+
+
+def rates_of(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The learning rates of the steps from here on."""
+    take_step, rates = torch.optim.AdamW.step, []
+
+    def noted(self: torch.optim.AdamW, *args: object) -> object:
+        rates.append(self.param_groups[0]["lr"])
+        return take_step(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", noted)
+    return rates
+
+
+@pytest.mark.parametrize("cut", [None, 4])
+def test_a_run_is_extended_to_the_bit_under_a_constant_rate(
+    train_on, monkeypatch: pytest.MonkeyPatch, capsys, cut: int | None
+) -> None:
+    """Weights, moments and draws are those of a run that had all steps from the beginning, finished or cut off."""
+    monkeypatch.setattr(fit.Recipe, "rate", lambda self, step: self.lr)
+    options = "--dropout", "0.2", "--eval-every", "4"
+    _, whole = train_on(*options, "--steps", "11", out="whole")
+    with monkeypatch.context() as patch:
+        if cut is not None:
+            interrupt(patch, cut)
+        _, folder = train_on(*options)
+    capsys.readouterr()
+    assert main(["train", "--resume", str(folder), "--steps", "11"]) == 0
+    assert f"resumed    after {6 if cut is None else 4} of 11 steps" in capsys.readouterr().out
+    assert (folder / MODEL).read_bytes() == (whole / MODEL).read_bytes()
+    ours, expected = (state.load(run) for run in (folder, whole))
+    validations = [dict(s.tensors.pop("losses.validation").tolist()) for s in (ours, expected)]
+    assert validations[0].items() >= validations[1].items()
+    assert ours.options.steps == 11
+    assert all(torch.equal(x, expected.tensors[name]) for name, x in ours.tensors.items())
+
+
+def test_further_steps_have_the_rates_of_a_run_of_so_many(train_on, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = rates_of(monkeypatch)
+    _, folder = train_on()
+    assert main(["train", "--resume", str(folder), "--steps", "15"]) == 0
+    assert main(["train", f"--resume={folder}"]) == 0
+    recipes = [fit.Recipe(steps, 4, 5e-3, 3, torch.float32) for steps in (6, 15)]
+    assert rates == [recipes[0].rate(step) for step in range(6)] + [recipes[1].rate(step) for step in range(6, 15)]
+    assert rates[6] > rates[5]
+
+
+def test_steps_that_are_done_already(train_on, capsys) -> None:
+    _, folder = train_on()
+    before = (folder / state.STATE).read_bytes()
+    capsys.readouterr()
+    assert main(["train", "--resume", str(folder), "--steps", "5"]) == 2
+    assert capsys.readouterr() == ("", "pyattn: --steps must be at least the 6 steps that are done, got 5\n")
+    assert (folder / state.STATE).read_bytes() == before
+    assert main(["train", "--resume", str(folder), "--steps", "6"]) == 0
+
+
 # What is refused
 
 
 def test_other_options(train_on, capsys) -> None:
     _, folder = train_on()
     assert main(["train", "--resume", str(folder), "--lr", "0.1"]) == 2
-    message = "--resume goes on by the options of its run, leave others out, got --lr"
+    message = "--resume goes on by the options of its run but --steps, leave others out, got --lr"
     assert capsys.readouterr().err == f"pyattn: {message}\n"
 
 

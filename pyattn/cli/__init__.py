@@ -6,8 +6,12 @@ only the extras it uses itself, and ``import pyattn`` needs none.
 
 import argparse
 import importlib
+import os
+import re
 import sys
 from collections.abc import Sequence
+
+import torch
 
 from pyattn import _C, __version__
 
@@ -21,12 +25,17 @@ COMMANDS = {
 }
 EXTRAS = {"matplotlib", "numpy", "safetensors", "tqdm"}
 
+LONGEST_INTEGER = 40
+"""Digits that a sentence holds; 2^64 has 20."""
+
 
 class InputError(ValueError):
-    """Invalid user input; the command line shows its message without a traceback."""
+    """What a command can't do, by its input or its disk; the command line shows its message without a traceback."""
 
     def __init__(self, rule: str, got: object) -> None:
-        super().__init__(f"pyattn: {rule}, got {got}")
+        digits = len(str(got))
+        long = isinstance(got, int) and digits > LONGEST_INTEGER
+        super().__init__(f"pyattn: {rule}, got {f'an integer of {digits} digits' if long else got}")
 
 
 def check_instruction_set() -> None:
@@ -38,12 +47,50 @@ def check_instruction_set() -> None:
         raise InputError(f"PYATTN_ISA: {rule}", got) from error
 
 
+def said(command: str, error: Exception) -> str | None:
+    """The sentence for what went wrong in ``command``, None where it is a fault of ours."""
+    if isinstance(error, InputError):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError) and (package := (error.name or "").partition(".")[0]) in EXTRAS:
+        return f"pyattn: {command} needs {package}, which is not installed: pip install {package}"
+    if isinstance(error, OSError):
+        return f"pyattn: {command} must be able to read and write, got {error}"
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+        asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
+        return f"pyattn: {command} must fit the memory that is free, got {asked[1] if asked else 'more'}"
+    return None
+
+
+def run(command: str, options: Sequence[str]) -> int:
+    """Run one command and write out what it printed. Returns the exit code."""
+    try:
+        check_instruction_set()
+        code = int(importlib.import_module(f"pyattn.cli.{command}").run(options))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        code = 141  # 128 + SIGPIPE, as shells report it
+    except KeyboardInterrupt:
+        return 130  # 128 + SIGINT
+    except Exception as error:
+        sentence = said(command, error)
+        if sentence is None:
+            raise
+        print(sentence, file=sys.stderr)
+        code = 2
+    try:
+        sys.stdout.flush()
+    except OSError:  # the interpreter would try again at its end, and complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's own).
 
     Returns:
-        0 for success, 1 where training diverged or a result failed its check, 2 for bad input or a missing extra,
-        130 after Ctrl-C.
+        0 for success, 1 where training diverged or a result failed its check, 2 for bad input, a missing package or a
+        full disk, 130 after Ctrl-C, 141 where the reader of what is printed has gone.
     """
     parser = argparse.ArgumentParser(
         prog="pyattn",
@@ -58,19 +105,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     if chosen.command is None:
         parser.print_help()
         return 0
-
-    try:
-        check_instruction_set()
-        command = importlib.import_module(f"pyattn.cli.{chosen.command}")
-        return int(command.run(chosen.options))
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except ModuleNotFoundError as missing:
-        if missing.name not in EXTRAS:
-            raise
-        mend = "pip install 'pyattn[cli]' (in a checkout: pip install -e '.[cli]')"
-        print(f"pyattn: {chosen.command} needs {missing.name}, which is not installed: {mend}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130  # 128 + SIGINT, as shells report it
+    return run(chosen.command, chosen.options)

@@ -17,6 +17,7 @@ On a GPU times are its own clock's, TFLOP/s replace the share of peak, and "MB" 
 
 import argparse
 import datetime
+import importlib
 import json
 import math
 import os
@@ -32,12 +33,12 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from pyattn import _C
-from pyattn.cli import InputError, contenders, decoding, kv_caches, packed, sentences
-from pyattn.cli.chart import draw_speedups
+from pyattn.cli import InputError, contenders, decoding, kv_caches, output, packed, sentences
 from pyattn.cli.contention import busy, is_busy
 from pyattn.cli.device import DEVICES, check_device, cpu, hardware
-from pyattn.cli.output import make_folder
-from pyattn.cli.rows import DTYPES, Peaks, Row, of_caches, of_decoding, of_features, of_functions, of_modules, of_packed
+from pyattn.cli.info import DTYPES
+from pyattn.cli.limits import check_memory, check_threads, shape_of
+from pyattn.cli.rows import Peaks, Row, of_caches, of_decoding, of_features, of_functions, of_modules, of_packed
 from pyattn.cli.table import show, worst_wait
 from pyattn.cli.timing import peak_flops
 
@@ -103,17 +104,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", choices=KINDS, help=f"measure one kind alone: {kinds}; default: the first two")
     parser.add_argument("--quick", action="store_true", help="fewer shapes, modules and rounds, in half a minute")
     parser.add_argument("--flex", action="store_true", help="compare FlexAttention too, which is compiled first")
-    parser.add_argument("--out", type=Path, help=f"folder for {RESULTS} and {PICTURE}; default: none is written")
+    parser.add_argument(
+        "--out", type=Path, help=f"folder for {RESULTS} and {PICTURE}, which matplotlib draws; default: none"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier run's files in --out")
     return parser.parse_args(argv)
-
-
-def shape_of(text: str) -> tuple[int, ...]:
-    """B, H, T and D of ``BxHxTxD``."""
-    sizes = tuple(int(n) if n.isdecimal() else 0 for n in text.split("x"))
-    if len(sizes) != 4 or min(sizes) < 1:
-        raise InputError("--shapes must be of the form BxHxTxD, each at least 1", text)
-    return sizes
 
 
 def measured_peaks(dtypes: Sequence[str], threads: int) -> Peaks:
@@ -206,6 +201,8 @@ def measured(todo: dict[str, Comparison], ends: float) -> list[Row]:
 
 def write(folder: Path, options: argparse.Namespace, peaks: Peaks, rows: list[Row], load: tuple[float, ...]) -> None:
     """Write the record and the picture; ``load`` is the load average before the run."""
+    from pyattn.cli.chart import draw_speedups
+
     record = {
         "date": datetime.date.today().isoformat(),
         "cpu": cpu(),
@@ -220,24 +217,26 @@ def write(folder: Path, options: argparse.Namespace, peaks: Peaks, rows: list[Ro
         "peak_flops": {f"{dtype} {isa}": peak for (dtype, isa), peak in peaks.items()},
         "results": rows,
     }
-    (folder / RESULTS).write_text(json.dumps(record, indent=1) + "\n")
+    output.write(folder / RESULTS, (json.dumps(record, indent=1) + "\n").encode())
     title = f"{hardware(options.device, options.threads)}, {record['date']}"
     draw_speedups(rows, title, base_of(options), folder / PICTURE)
     print(f"\nwritten to {folder}: {RESULTS}, {PICTURE}")
 
 
-def run(argv: Sequence[str]) -> int:
-    """Measure, show, write."""
-    options = parse(argv)
-    if options.threads < 1:
-        raise InputError("--threads must be at least 1", options.threads)
+def check(options: argparse.Namespace) -> None:
+    """Raise InputError for the first invalid value."""
+    check_threads(options.threads)
     if options.shapes and options.only not in (None, *SHAPED):
         raise InputError(f"--shapes must be left out with --only {options.only}", " ".join(options.shapes))
     check_device(options.device)
     for text in options.shapes or ():
-        shape_of(text)
-    if options.out:
-        make_folder(options.out, (RESULTS, PICTURE), options.overwrite)
+        # q, k and v, and the gradient of each.
+        needed = 6 * math.prod(shape_of(text)) * max(DTYPES[dtype].itemsize for dtype in options.dtype)
+        check_memory(f"--shapes {text}", needed, options.device)
+
+
+def measure(options: argparse.Namespace) -> tuple[Peaks, list[Row], tuple[float, ...]]:
+    """Measure and show all that is asked for: the peaks, the rows, and the load average before."""
     ends = time.perf_counter() + (QUICK_SECONDS if options.quick else math.inf)
     load = os.getloadavg()
     torch.set_num_threads(options.threads)
@@ -246,6 +245,17 @@ def run(argv: Sequence[str]) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # other libraries' compilers warn
         rows = measured(comparisons(options, peaks), ends)
-    if options.out:
-        write(options.out, options, peaks, rows, load)
+    return peaks, rows, load
+
+
+def run(argv: Sequence[str]) -> int:
+    """Measure, show, write."""
+    options = parse(argv)
+    check(options)
+    if not options.out:
+        measure(options)
+        return 0
+    importlib.import_module("pyattn.cli.chart")  # now, not after the measurement, it is told that matplotlib is missing
+    with output.held("--out", options.out, (RESULTS, PICTURE), options.overwrite):
+        write(options.out, options, *measure(options))
     return 0

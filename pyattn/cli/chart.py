@@ -1,15 +1,26 @@
 """Charts: the loss curve of a training, the speed-ups of a benchmark, the weights of heads."""
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from pyattn.cli.fit import Losses
+from pyattn.cli import InputError, output
+
+if TYPE_CHECKING:
+    from pyattn.cli.fit import Losses  # fit needs tqdm, which pictures don't
+
+
+def _save(figure: Figure, path: Path) -> None:
+    """Writes ``figure`` as a PNG, whole or not at all."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    output.write(path, picture.getvalue())
 
 
 def _plain(axes: Axes) -> None:
@@ -18,7 +29,7 @@ def _plain(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def draw(losses: Losses, unigram_loss: float, title: str, path: Path) -> None:
+def draw(losses: "Losses", unigram_loss: float, title: str, path: Path) -> None:
     """Write ``losses`` as a PNG, with the unigram loss for scale. Needs no display."""
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")  # 1200 x 750 pixels, sharp in a README
     axes = figure.add_subplot()
@@ -30,7 +41,7 @@ def draw(losses: Losses, unigram_loss: float, title: str, path: Path) -> None:
     axes.set_ylim(bottom=0)
     _plain(axes)
     axes.legend(frameon=False)
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def _bars(axes: Axes, rows: list[dict[str, Any]], key: str, title: str, base: str) -> None:
@@ -70,11 +81,32 @@ def draw_speedups(rows: list[dict[str, Any]], title: str, base: str, path: Path)
     figure.suptitle(title)
     for i, panel in enumerate(panels):
         _bars(figure.add_subplot(len(panels), 1, i + 1), *panel, base)
-    figure.savefig(path)
+    _save(figure, path)
 
+
+PANEL, DPI = (4.0, 4.2), 120
+"""Width and height in inches of the panel of a head, and pixels of an inch."""
+
+MOST_PIXELS = 2**16 - 1
+"""The most that a side of matplotlib's picture has."""
 
 LABELS = 40
 """At most so many labels on an axis: a sign of 7 points takes 0.1 inches of the panel's 4."""
+
+
+def _size(layers: int, heads: int) -> tuple[float, float]:
+    """Inches of the panels of ``layers`` and ``heads`` with their margins."""
+    return PANEL[0] * heads + 1, PANEL[1] * layers + 0.6
+
+
+def check_panels(layers: int, heads: int) -> None:
+    """Raise InputError where a picture of so many layers and heads would be too large to draw."""
+    if max(_size(layers, heads)) * DPI > MOST_PIXELS:
+        most = int((MOST_PIXELS / DPI - 1) / max(PANEL))
+        rule = (
+            f"--layer and --head must choose at most {most} each, as a picture has at most {MOST_PIXELS} pixels a side"
+        )
+        raise InputError(rule, f"{layers} and {heads}")
 
 
 def draw_weights(
@@ -84,7 +116,7 @@ def draw_weights(
 
     Colours follow the square root of a weight, so that one of 1/100, in a long text, still shows. Needs no display.
     """
-    figure = Figure(figsize=(4 * len(heads) + 1, 4.2 * len(layers) + 0.6), dpi=120, layout="constrained")
+    figure = Figure(figsize=_size(len(layers), len(heads)), dpi=DPI, layout="constrained")
     panels = figure.subplots(len(layers), len(heads), squeeze=False)
     shades = LinearSegmentedColormap.from_list("weights", ["white", "#9ecae1", "#3182bd", "#08306b"])
     places = range(0, len(labels), -(-len(labels) // LABELS))
@@ -101,4 +133,4 @@ def draw_weights(
     for axes in panels[-1]:
         axes.set_xlabel("key")
     figure.colorbar(image, ax=panels, label="weight", shrink=0.8 / len(layers), aspect=20)
-    figure.savefig(path, format="png")
+    _save(figure, path)

@@ -4,26 +4,21 @@ import dataclasses
 import json
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 from torch import Tensor
 
-from pyattn.cli import InputError
+from pyattn.cli import InputError, output, stored
 from pyattn.cli.gpt import GPT, Attend, Config, attend_pyattn
 
 MODEL = "model.safetensors"
+FIELDS = {field.name: (field.type,) for field in dataclasses.fields(Config) if isinstance(field.type, type)}
+"""The configuration's, with their types."""
 
 
 def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file; an earlier one is replaced only when the new one is complete.
-
-    Its mode follows the umask, which safetensors' own ``save_file`` ignores: it writes 0600.
-    """
-    unfinished = path.with_suffix(".unfinished")
+    """Write a safetensors file whole or not at all; safetensors' own ``save_file`` writes in place, in mode 0600."""
     dense = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    unfinished.write_bytes(serialize(dense, metadata=metadata))
-    unfinished.replace(path)
+    output.write(path, serialize(dense, metadata=metadata))
 
 
 def save(model: GPT, path: Path) -> None:
@@ -34,14 +29,21 @@ def save(model: GPT, path: Path) -> None:
 def load(path: Path, attend: Attend = attend_pyattn) -> GPT:
     """The model that :func:`save` wrote, on the CPU and in eval mode.
 
+    Raises:
+        FileNotFoundError: there is no such file.
+        InputError: it is no checkpoint, or not as :func:`save` wrote it.
+
     Example::
 
         model = pyattn.cli.checkpoint.load("runs/first/model.safetensors")
     """
-    with safe_open(path, framework="pt") as file:
-        config = Config(**json.loads(file.metadata()["config"]))
+    with stored.named("run must hold a checkpoint that pyattn train wrote", path):
+        facts, tensors = stored.read(path)
+        config = Config(**stored.fields(facts, "config", FIELDS))
+        skeleton = stored.skeleton(config, len(tensors), sum(tensor.numel() for tensor in tensors.values()))
+        stored.check_tensors(tensors, stored.weights_of(skeleton))
     model = GPT(config, attend)
-    model.load_state_dict(load_file(path))
+    model.load_state_dict(tensors)
     return model.eval()
 
 
@@ -52,6 +54,3 @@ def of_run(run: Path) -> tuple[GPT, Path]:
         return load(path), path
     except FileNotFoundError as error:
         raise InputError("run must be a folder that pyattn train wrote, or its checkpoint", path) from error
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        got = f"{path} ({str(error).splitlines()[0]})"
-        raise InputError("run must hold a checkpoint that pyattn train wrote", got) from error

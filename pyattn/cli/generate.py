@@ -6,7 +6,6 @@ was trained with --alibi goes on. Ctrl-C stops too.
 """
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from pyattn.cli import InputError, checkpoint, generation
 from pyattn.cli.device import DEVICES, check_device
+from pyattn.cli.limits import check_integer, check_positive, check_seed, check_text, check_threads
 
 PROMPT = "def mean(numbers):\n"
 
@@ -45,32 +45,33 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def check(options: argparse.Namespace) -> None:
-    """Raise InputError for the first invalid value."""
-    for name, least in (("tokens", 0), ("top_k", 1), ("threads", 1)):
-        if getattr(options, name) < least:
-            raise InputError(f"--{name.replace('_', '-')} must be at least {least}", getattr(options, name))
-    if not 0.0 <= options.temperature < math.inf:
-        raise InputError("--temperature must be finite and at least 0", options.temperature)
-    if not 0 <= options.seed < 2**64:  # what torch.Generator takes
-        raise InputError("--seed must lie in [0, 2^64)", options.seed)
-    if not options.prompt:
+def check(options: argparse.Namespace) -> bytes:
+    """Raise InputError for the first invalid value; returns the prompt's bytes."""
+    for name, least in (("tokens", 0), ("top_k", 1)):
+        check_integer(f"--{name.replace('_', '-')}", getattr(options, name), least)
+    check_threads(options.threads)
+    check_positive("--temperature", options.temperature, zero=True)
+    check_seed(options.seed)
+    prompt = check_text("--prompt", options.prompt)
+    if not prompt:
         raise InputError("--prompt must have at least 1 byte", 0)
     check_device(options.device)
+    return prompt
 
 
 def run(argv: Sequence[str]) -> int:
     """Read the model and the prompt, go on, print. Returns the exit code."""
     options = parse(argv)
-    check(options)
+    prompt = check(options)
     torch.set_num_threads(options.threads)
     model, _ = checkpoint.of_run(options.run)
     model = model.to(options.device)
-    prompt = options.prompt.encode()
     context = model.config.context
     if model.position is not None and len(prompt) > context:
         raise InputError(f"--prompt must have at most {context} bytes, the model's context", len(prompt))
-    count = generation.room(model, len(prompt), options.tokens)
+    count = generation.room(model.config, len(prompt), options.tokens)
+    if not options.no_cache:
+        generation.check_caches("--tokens", model.config, len(prompt), count, options.device)
     ids = torch.tensor([list(prompt)], device=options.device)
     read = generation.recomputing(model) if options.no_cache else generation.with_cache(model, 1, len(prompt) + count)
     generator = torch.Generator().manual_seed(options.seed)

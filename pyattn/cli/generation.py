@@ -9,13 +9,14 @@ from torch import Tensor
 
 from pyattn.cache import KVCache
 from pyattn.cached_attention import attention_with_cache
-from pyattn.cli.gpt import GPT
+from pyattn.cli.gpt import GPT, Config
+from pyattn.cli.limits import check_memory
 
 CHUNK = 256
 """Tokens of a prompt that are read at a time: enough to fill the kernels, and activations of a few MB."""
 
 Read = Callable[[Tensor], Tensor]
-"""Reads the next tokens, int64 (B, S), and returns the logits (B, vocab) behind the last."""
+"""Reads the next tokens, int64 (B, S), and returns the logits (B, vocab) after the last."""
 
 
 def attend_cached(cache: KVCache, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, **options: Any) -> Tensor:
@@ -25,15 +26,25 @@ def attend_cached(cache: KVCache, q: Tensor, k: Tensor, v: Tensor, dropout_p: fl
     return out
 
 
+def cache_size(config: Config, tokens: int) -> tuple[int | None, int]:
+    """The window and the capacity of a cache for ``tokens``: a ring, where a window needs less than all of them."""
+    size = config.window - 1 + CHUNK
+    return (config.window, size) if config.window and size < tokens else (None, tokens)
+
+
 def caches_for(model: GPT, batch: int, tokens: int, page_size: int | None = None) -> list[KVCache]:
-    """A cache for each block of ``model``, with room for ``tokens``; a ring, where a window needs less than that."""
+    """A cache for each block of ``model``, with room for ``tokens``."""
     config, weight = model.config, model.token.weight
-    window, size = config.window or None, config.window - 1 + CHUNK
-    if window is None or size >= tokens:
-        window, size = None, tokens
+    window, size = cache_size(config, tokens)
     sizes = batch, config.heads, size, config.width // config.heads
     options: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device, "window": window}
     return [KVCache(*sizes, **options, page_size=page_size) for _ in model.blocks]
+
+
+def check_caches(option: str, config: Config, prompt: int, count: int, device: str) -> None:
+    """Raise InputError where the caches for a prompt and ``count`` more tokens exceed the memory of ``device``."""
+    _, size = cache_size(config, prompt + room(config, prompt, count))
+    check_memory(f"{option}: a KV cache of so many bytes of text", 8 * config.layers * config.width * size, device)
 
 
 def with_cache(model: GPT, batch: int, tokens: int) -> Read:
@@ -63,9 +74,9 @@ def recomputing(model: GPT) -> Read:
     return read
 
 
-def room(model: GPT, prompt: int, count: int) -> int:
-    """How many of ``count`` tokens fit behind a prompt: learned positions end at the context."""
-    return count if model.position is None else max(0, min(count, model.config.context - prompt))
+def room(config: Config, prompt: int, count: int) -> int:
+    """How many of ``count`` tokens fit after a prompt: learned positions end at the context."""
+    return count if config.alibi else max(0, min(count, config.context - prompt))
 
 
 def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> Tensor:
@@ -76,7 +87,8 @@ def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Gene
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     likeliest = logits.float().topk(min(top_k, logits.shape[-1]))
-    weights = torch.softmax(likeliest.values / temperature, -1).cpu()
+    below = likeliest.values - likeliest.values[..., :1]  # a logit over a low temperature may be infinite
+    weights = torch.softmax(below / temperature, -1).cpu()
     drawn = torch.multinomial(weights, 1, generator=generator).to(logits.device)
     return likeliest.indices.gather(1, drawn)
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import pyattn
 from pyattn.cli import InputError
+from pyattn.cli.limits import check_integer
 from pyattn.nn.positions import alibi_slopes
 
 Attend = Callable[..., Tensor]
@@ -63,14 +64,18 @@ class Config:
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "width", "context", "vocab"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1", getattr(self, name))
+            check_integer(name, getattr(self, name), 1)
         if self.width % self.heads:
             raise InputError("width must be a multiple of heads", f"{self.width} and {self.heads}")
         if not 0.0 <= self.dropout < 1.0:
             raise InputError("dropout must lie in [0, 1)", self.dropout)
-        if self.window < 0:
-            raise InputError("window must be at least 0", self.window)
+        check_integer("window", self.window, 0)
+
+    @property
+    def weights(self) -> int:
+        """The elements of a model's matrices, the least that it has."""
+        tokens = self.vocab + (0 if self.alibi else self.context)
+        return self.width * (tokens + 12 * self.width * self.layers)
 
 
 class Block(nn.Module):

@@ -10,7 +10,9 @@ from pyattn import _C, attention
 from pyattn.adapters import sdpa_counts, sdpa_switch
 from pyattn.cli.device import DEVICES, check_device, cpu
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+}
 
 
 def supported(dtype: torch.dtype, device: str) -> bool:
@@ -50,7 +52,7 @@ def facts(device: str) -> dict[str, str]:
         "GPU": ", ".join(map(gpu, range(torch.cuda.device_count()))) or "none",
         "threads": str(torch.get_num_threads()),
         "SDPA switch": sdpa_switch_state(),
-        "dtypes": " ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES if supported(dtype, device)),
+        "dtypes": " ".join(name for name, dtype in DTYPES.items() if supported(dtype, device)),
     }
 
 

@@ -1,7 +1,9 @@
 """What a profile shows: tables of phases or of GPU kernels, and a trace."""
 
+import gzip
 import json
 import os
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import torch
 
 from pyattn import _C
-from pyattn.cli import InputError
+from pyattn.cli import InputError, output
 
 EXPLAINED = {
     "merge_out": "few queries: threads share the keys of a head; this pass merges their partial out",
@@ -87,9 +89,18 @@ def show_kernels(events: Iterable[Any], useful: dict[str, int]) -> None:
 
 
 def write_trace(path: Path, tasks: list[_C.TaskProfile], theirs: torch.profiler.profile) -> None:
-    """Write torch's Chrome trace with the kernels' tasks and phases added, each on its thread."""
-    theirs.export_chrome_trace(str(path))
-    trace = json.loads(path.read_text())
+    """Write torch's Chrome trace with the kernels' tasks and phases added, each on its thread; compressed to ``*.gz``.
+
+    Raises:
+        InputError: there is no room for it, at ``path`` or in the folder for temporary files, where torch writes.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        export = Path(folder, "trace.json")
+        try:
+            theirs.export_chrome_trace(str(export))
+            trace = json.loads(export.read_text())
+        except (OSError, ValueError) as error:  # torch tells of no failure, but leaves out the end or all of it
+            raise InputError("torch must be able to write its trace for --trace", folder) from error
     base = trace.get("baseTimeNanoseconds", 0)
 
     def bar(name: str, thread: int, begin: float, seconds: float, **args: object) -> None:
@@ -102,4 +113,5 @@ def write_trace(path: Path, tasks: list[_C.TaskProfile], theirs: torch.profiler.
         for name, seconds, flops in phases(task):
             bar(name, task.thread, at, seconds, **({"GFLOP/s": flops / seconds / 1e9} if flops else {}))
             at += seconds * 1e6
-    path.write_text(json.dumps(trace))
+    content = json.dumps(trace).encode()
+    output.write(path, gzip.compress(content) if path.suffix == ".gz" else content)

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from pyattn import _C, _ops, attention, masks
-from pyattn.cli import InputError, phases, reading
-from pyattn.cli.bench import shape_of
+from pyattn.cli import InputError, output, phases, reading
 from pyattn.cli.contention import Contention, busy, is_busy
 from pyattn.cli.device import DEVICES, check_device, cpu
-from pyattn.cli.rows import DTYPES
+from pyattn.cli.info import DTYPES
+from pyattn.cli.limits import check_integer, check_memory, check_threads, shape_of
 from pyattn.cli.timing import once, peak_flops
 from pyattn.nn.positions import alibi_slopes
 from pyattn.options import UNBOUNDED, Options
@@ -52,7 +52,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--kv-heads", type=int, metavar="N", help="heads of k and v; default: H")
     parser.add_argument(
-        "--queries", type=int, metavar="N", help="the last N of T queries alone, forward alone, as over a KV cache"
+        "--queries",
+        type=int,
+        metavar="N",
+        help="the last N of the T queries, forward alone, as over a KV cache; default: T",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of all inputs; default: %(default)s")
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="where to measure; default: %(default)s")
@@ -65,17 +68,26 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--full", action="store_true", help="leave out the causal mask")
     parser.add_argument(
-        "--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), default=UNBOUNDED, help="keys to see; default: all"
+        "--window",
+        type=int,
+        nargs=2,
+        metavar=("LEFT", "RIGHT"),
+        default=UNBOUNDED,
+        help="keys to see before and after a query's own position, -1: all; default: -1 -1",
     )
     parser.add_argument("--documents", type=int, metavar="N", help="documents packed into T, of N tokens; default: one")
     parser.add_argument(
-        "--bias", choices=BIASES, help="tensor (1, 1, T, T): a bool mask that hides one key of four, or numbers"
+        "--bias",
+        choices=BIASES,
+        help="tensor (1, 1, T, T): a bool mask that hides one key of four, or numbers; default: none",
     )
     parser.add_argument("--softcap", type=float, default=0.0, metavar="C", help="bound on the scores; default: none")
     parser.add_argument("--alibi", action="store_true", help="ALiBi with the slopes of its paper")
     parser.add_argument("--sinks", action="store_true", help="a sink for each head")
     parser.add_argument("--forward", action="store_true", help="leave out the backward")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="Chrome trace to write; default: none")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="Chrome trace to write, compressed if named *.gz; default: none"
+    )
     return parser.parse_args(argv)
 
 
@@ -178,17 +190,24 @@ def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
         print(f"written to {options.trace}: for chrome://tracing or https://ui.perfetto.dev")
 
 
-def run(argv: Sequence[str]) -> int:
-    """Measure, show, write."""
-    options = parse(argv)
-    if options.threads < 1:
-        raise InputError("--threads must be at least 1", options.threads)
+def needed(shape: Sequence[int], options: argparse.Namespace) -> int:
+    """The least bytes that profiling ``shape`` takes: q, k, v and a bias, and as much for what goes back to each."""
+    batch, heads, length, head_dim = shape
+    queries, kv_heads = options.queries or length, options.kv_heads or heads
+    numbers = batch * head_dim * (heads * queries + 2 * kv_heads * length)
+    numbers += queries * length if options.bias else 0
+    return numbers * DTYPES[options.dtype].itemsize * (1 if options.forward or options.queries else 2)
+
+
+def check(options: argparse.Namespace) -> list[tuple[int, ...]]:
+    """Raise InputError for the first invalid value; returns the shapes."""
+    check_threads(options.threads)
     if not 0 <= options.dropout < 1:
         raise InputError("--dropout must be at least 0 and below 1", options.dropout)
-    if min(options.window) < -1:
-        raise InputError("--window must be two numbers, each at least -1", "{} {}".format(*options.window))
-    if options.documents is not None and options.documents < 1:
-        raise InputError("--documents must be at least 1", options.documents)
+    for number in options.window:
+        check_integer("--window: each of its two numbers", number, -1)
+    if options.documents is not None:
+        check_integer("--documents", options.documents, 1)
     if not 0 <= options.softcap < math.inf:
         raise InputError("--softcap must be finite and at least 0", options.softcap)
     if options.isa and options.device != "cpu":
@@ -202,6 +221,17 @@ def run(argv: Sequence[str]) -> int:
         if options.kv_heads is not None and (options.kv_heads < 1 or heads % options.kv_heads):
             raise InputError(f"--kv-heads must divide H = {heads}", options.kv_heads)
     check_device(options.device)
+    for shape in shapes:
+        check_memory(f"--shapes {'x'.join(map(str, shape))}", needed(shape, options), options.device)
+    if options.trace:
+        output.check_file("--trace", options.trace)
+    return shapes
+
+
+def run(argv: Sequence[str]) -> int:
+    """Measure, show, write."""
+    options = parse(argv)
+    shapes = check(options)
     torch.set_num_threads(options.threads)
     _C.set_isa(options.isa or _C.active_isa())
     print(

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from pyattn.cli import contenders, decoding, features, info, kv_caches, packed, runtimes, sentences
+from pyattn.cli import contenders, decoding, features, kv_caches, packed, runtimes, sentences
+from pyattn.cli.info import DTYPES
 from pyattn.cli.timing import in_turn, peak_memory
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in info.DTYPES}
 LARGEST_SCORES = 2**30
 """Bytes of a score matrix beyond which plain torch, which makes one, is left out."""
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from pyattn import attention_weights
-from pyattn.cli import InputError, chart, checkpoint
+from pyattn.cli import InputError, chart, checkpoint, output
 from pyattn.cli.gpt import GPT, attend_pyattn
+from pyattn.cli.limits import check_text
 
 PICTURE = "weights.png"
 TEXT = "def mean(numbers):\n    return sum("
@@ -26,7 +27,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="pyattn show", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, help=f"folder that pyattn train wrote, or its {checkpoint.MODEL}")
-    parser.add_argument("--text", help="what the model reads; default: the beginning of a function")
+    parser.add_argument(
+        "--text", help="what the model reads, at most its context in bytes; default: the beginning of a function"
+    )
     parser.add_argument("--layer", type=int, nargs="+", metavar="N", help="layers to show, from 0; default: all")
     parser.add_argument("--head", type=int, nargs="+", metavar="N", help="heads to show, from 0; default: all")
     parser.add_argument(
@@ -71,17 +74,17 @@ def labels_of(text: bytes) -> list[str]:
 def run(argv: Sequence[str]) -> int:
     """Read, compute, draw."""
     options = parse(argv)
+    given = None if options.text is None else check_text("--text", options.text)
     model, path = checkpoint.of_run(options.run)
     out = options.out or path.parent / PICTURE
-    text = TEXT.encode()[: model.config.context] if options.text is None else options.text.encode()
+    text = TEXT.encode()[: model.config.context] if given is None else given
     if not 0 < len(text) <= model.config.context:
         raise InputError(f"--text must have 1 to {model.config.context} bytes, the model's context", len(text))
     layers = chosen("layer", options.layer, model.config.layers)
     heads = chosen("head", options.head, model.config.heads)
+    chart.check_panels(len(layers), len(heads))
+    output.check_file("--out", out)
     weights = weights_of(model, torch.tensor(list(text)), layers, heads)
-    try:
-        chart.draw_weights(weights, labels_of(text), layers, heads, out)
-    except OSError as error:
-        raise InputError("--out must be a file that can be written to", f"{out} ({error.strerror})") from error
+    chart.draw_weights(weights, labels_of(text), layers, heads, out)
     print(f"{len(layers)} layers, {len(heads)} heads, {len(text)} bytes: {out}")
     return 0

@@ -5,21 +5,22 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pyattn.cli import InputError
+from pyattn.cli import InputError, stored, training_options
 from pyattn.cli.checkpoint import write
 from pyattn.cli.fit import Losses
 from pyattn.cli.gpt import GPT
 from pyattn.cli.text import Text
 
 STATE = "training.safetensors"
+RULE = "--resume must be a folder that pyattn train wrote"
 PATHS = ("data", "out", "resume")
 """The options that are paths."""
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+"""What AdamW knows of a parameter: the steps taken, and two tensors of its shape."""
 
 
 def digest(text: Text) -> str:
@@ -73,17 +74,24 @@ def save(path: Path, training: Training, options: argparse.Namespace, text: Text
 
 @dataclass(frozen=True)
 class State:
-    """A state that was read.
+    """A state that was read and checked.
 
     Attributes:
+        path: its file.
         options: those of the run.
         text: :func:`digest` of its text.
         tensors: by the names that :func:`save` gives them.
     """
 
+    path: Path
     options: argparse.Namespace
     text: str
     tensors: dict[str, Tensor]
+
+    @property
+    def steps(self) -> int:
+        """The steps that are done."""
+        return len(self.tensors["losses.train"])
 
     def restore(self, training: Training) -> None:
         """Put ``training``, made for the same options, where the saved one was."""
@@ -91,35 +99,72 @@ class State:
         weights = {name.removeprefix("model."): x for name, x in tensors.items() if name.startswith("model.")}
         model.load_state_dict(weights)
         for name, parameter in model.named_parameters():
-            known = {key: tensors.get(f"optimizer.{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
-            if known["step"] is not None:
+            if self.steps:
+                known = {key: tensors[f"optimizer.{key}.{name}"] for key in MOMENTS}
                 # AdamW counts steps on the CPU wherever the weights lie.
-                moments = {key: x.to(parameter.device) for key, x in known.items() if x is not None and key != "step"}
-                training.optimizer.state[parameter] = {"step": known["step"], **moments}
+                moved = {key: x if key == "step" else x.to(parameter.device) for key, x in known.items()}
+                training.optimizer.state[parameter] = moved
         losses.train.update(enumerate(tensors["losses.train"].tolist(), 1))
         losses.validation.update((int(step), loss) for step, loss in tensors["losses.validation"].tolist())
-        training.generator.set_state(tensors["generator.batches"])
-        torch.set_rng_state(tensors["generator.torch"])
+        generators = {"batches": training.generator.set_state, "torch": torch.set_rng_state}
         if training.on_gpu:
-            torch.cuda.set_rng_state(tensors["generator.cuda"])
+            generators["cuda"] = torch.cuda.set_rng_state
+        for name, put in generators.items():
+            key = f"generator.{name}"
+            with stored.named(RULE, self.path, key):
+                put(tensors[key])
+
+
+def _expected(options: argparse.Namespace, tensors: dict[str, Tensor]) -> stored.Expected:
+    """Shape and dtype of what :func:`save` writes for ``options`` after as many steps as ``tensors`` have losses of."""
+    numbers = sum(tensor.numel() for tensor in tensors.values())
+    model = stored.skeleton(training_options.config_of(options), len(tensors), numbers)
+    done, validated = (tensors[key].shape[:1].numel() for key in ("losses.train", "losses.validation"))
+    expected = {f"model.{name}": what for name, what in stored.weights_of(model).items()}
+    for name, parameter in model.named_parameters() if done else ():
+        for key in MOMENTS:
+            shape = () if key == "step" else tuple(parameter.shape)
+            expected[f"optimizer.{key}.{name}"] = shape, torch.float32
+    expected["losses.train"] = (done,), torch.float64
+    expected["losses.validation"] = (validated, 2), torch.float64
+    drawn = tuple(torch.get_rng_state().shape), torch.uint8
+    expected |= {"generator.batches": drawn, "generator.torch": drawn}
+    if options.device == "cuda":
+        expected["generator.cuda"] = tuple(torch.cuda.get_rng_state().shape), torch.uint8
+    return expected
+
+
+def _check(options: argparse.Namespace, tensors: dict[str, Tensor]) -> None:
+    """Raise ValueError or TypeError unless ``tensors`` are what :func:`save` writes for ``options``."""
+    for key in ("losses.train", "losses.validation"):
+        if key not in tensors:
+            raise ValueError(f"the file must have the tensor {key}")
+    stored.check_tensors(tensors, _expected(options, tensors))
+    done = len(tensors["losses.train"])
+    if done > options.steps:
+        raise ValueError(f"losses.train must have at most the {options.steps} steps of the run, got {done}")
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer.step.") and tensor.item() != done:
+            raise ValueError(f"{name} must be {done}, the number of losses.train, got {tensor.item():g}")
+        if name.startswith("optimizer.exp_avg_sq.") and (tensor < 0).any():
+            raise ValueError(f"{name} must not be negative, got {tensor.min().item():g}")
 
 
 def load(run: Path) -> State:
     """The state that ``pyattn train`` left in the folder ``run``.
 
     Raises:
-        InputError: there is none, or it can't be read.
+        InputError: there is none, or it is not as :func:`save` wrote it.
     """
     path = run / STATE
     try:
-        with safe_open(path, framework="pt") as file:
-            facts: dict[str, str] = file.metadata()
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
-        options: dict[str, Any] = json.loads(facts["options"])
-        paths = {name: Path(options[name]) for name in PATHS if options[name] is not None}
-        return State(argparse.Namespace(**options | paths), facts["text"], tensors)
+        with stored.named(RULE, path):
+            facts, tensors = stored.read(path)
+            options = stored.fields(facts, "options", training_options.types())
+            options |= {name: Path(options[name]) for name in PATHS if options[name] is not None}
+            named = argparse.Namespace(**options)
+            training_options.check(named)
+            _check(named, tensors)
+            return State(path, named, stored.fact(facts, "text"), tensors)
     except FileNotFoundError as error:
-        raise InputError("--resume must be a folder that pyattn train wrote", path) from error
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        got = f"{path} ({str(error).splitlines()[0]})"
-        raise InputError("--resume must be a folder that pyattn train wrote", got) from error
+        raise InputError(RULE, path) from error

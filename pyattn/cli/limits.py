@@ -1,0 +1,68 @@
+"""Limits of options and stored sizes, found before the work begins: past one, a command says one sentence."""
+
+import os
+
+import torch
+
+from pyattn.cli import InputError
+
+INT64 = 2**63 - 1
+FLOAT32 = torch.finfo(torch.float32)
+
+MOST_THREADS = max(1024, os.cpu_count() or 1)
+"""OpenMP ends the process where the system refuses it a thread, as systems do between some 1,000 and 30,000; processors
+are never refused theirs."""
+
+
+def check_integer(name: str, value: int, least: int, most: int = INT64, why: str = "int64 ends there") -> None:
+    """Raise InputError unless ``value`` lies in [``least``, ``most``]; ``why`` is the reason for ``most``."""
+    if value < least:
+        raise InputError(f"{name} must be at least {least}", value)
+    if value > most:
+        raise InputError(f"{name} must be at most {most} ({why})", value)
+
+
+def check_positive(name: str, value: float, most: float = FLOAT32.max, zero: bool = False) -> None:
+    """Raise InputError unless ``value`` is a positive number of float32, at most ``most``, or 0 where ``zero``."""
+    if not (FLOAT32.tiny <= value <= most or (zero and value == 0)):
+        rule = f"{name} must be {'0 or ' if zero else ''}between {FLOAT32.tiny:.2g} and {most:.2g}"
+        raise InputError(f"{rule}, a number of float32", value)
+
+
+def check_threads(threads: int) -> None:
+    """Raise InputError unless a process can start so many threads."""
+    cores = f"this machine has {os.cpu_count()} processors, and more than {MOST_THREADS} threads may fail to start"
+    check_integer("--threads", threads, 1, MOST_THREADS, cores)
+
+
+def check_seed(seed: int) -> None:
+    """Raise InputError unless a torch.Generator takes ``seed``."""
+    if not 0 <= seed < 2**64:
+        raise InputError("--seed must lie in [0, 2^64)", seed)
+
+
+def check_memory(what: str, needed: int, device: str) -> None:
+    """Raise InputError where ``needed`` bytes, the least that ``what`` takes, exceed all memory of ``device``."""
+    there = (
+        torch.cuda.mem_get_info()[1] if device == "cuda" else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    )
+    if needed > there:
+        rule = f"{what} must fit the memory of this {'GPU' if device == 'cuda' else 'machine'}, {there / 1e9:.3g} GB"
+        raise InputError(rule, f"at least {needed / 1e9:.3g} GB")
+
+
+def check_text(name: str, text: str) -> bytes:
+    """The bytes of ``text``; InputError where it holds half a surrogate pair, as bytes that are not UTF-8 arrive."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{name} must be text (UTF-8)", ascii(text[:40])) from error
+
+
+def shape_of(text: str) -> tuple[int, ...]:
+    """B, H, T and D of ``BxHxTxD``."""
+    sizes = tuple(int(n) if n.isascii() and n.isdecimal() and len(n) < 20 else 0 for n in text.split("x"))
+    if len(sizes) != 4 or min(sizes) < 1 or max(sizes) > INT64:
+        got = text if len(text) <= 80 else f"{text[:80]}..."
+        raise InputError("--shapes must be of the form BxHxTxD, each at least 1 and below 2^63", got)
+    return sizes

@@ -1,0 +1,165 @@
+"""Promise: a file is written whole or not at all, and where it can't be written a command says so before its work."""
+
+import contextlib
+import errno
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pyattn.cli import InputError, bench, checkpoint, main, output, profile, show
+
+
+def test_names_of_unfinished_files_are_unique(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write inside a write of the same file: both are whole, and the one that ends last stays."""
+    met, sync = [], os.fsync
+
+    def inside(descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", sync)
+        output.write(tmp_path / "a", b"inner")
+        met.extend(path.name for path in tmp_path.iterdir())
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", inside)
+    output.write(tmp_path / "a", b"outer")
+    assert len(met) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert (tmp_path / "a").read_bytes() == b"outer"
+
+
+# A full disk
+
+
+@contextlib.contextmanager
+def room(size: int) -> Iterator[None]:
+    """No file of this process grows past ``size`` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+COMMANDS: dict[str, Callable[[Path], list[str]]] = {
+    "train": lambda run: ["train", "--resume", str(run), "--steps", "9"],
+    "show": lambda run: ["show", str(run), "--text", "ab"],
+    "profile": lambda run: [
+        "profile",
+        "--shapes",
+        "1x1x9x4",
+        "--forward",
+        "--threads",
+        "1",
+        "--trace",
+        f"{run}/t.json",
+    ],
+    "bench": lambda run: ["bench", "--out", str(run)],
+}
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_room_on_the_disk_is_one_sentence(
+    train_on: Callable[..., tuple[int, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+) -> None:
+    """What was there before stays to the byte, so the run can be resumed; nothing else is left."""
+    if command == "bench":
+        monkeypatch.setattr(bench, "comparisons", lambda options, peaks: {})
+        monkeypatch.setattr(bench, "measured_peaks", lambda dtypes, threads: {})
+    _, run = train_on()
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    capsys.readouterr()
+    with room(100):
+        assert main(COMMANDS[command](run)) == 2
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+    shown = capsys.readouterr().err.splitlines()[-1]
+    assert shown.startswith("pyattn: ")
+    assert "File too large" in shown or "torch must be able to write its trace for --trace" in shown
+    assert ("the earlier file is kept" in shown) == (command == "train")
+    assert main(["train", "--resume", str(run), "--steps", "9"]) == 0
+
+
+def test_a_first_write_without_room_leaves_no_folder(train_on: Callable[..., tuple[int, Path]]) -> None:
+    with room(100):
+        code, folder = train_on()
+    assert (code, folder.exists()) == (2, False)
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_disk_that_is_full_late_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "a").write_bytes(b"before")
+    monkeypatch.setattr(*((os, "fsync") if call == "fsync" else (Path, "replace")), full)
+    with pytest.raises(InputError, match=r"a \(No space left on device; the earlier file is kept\)"):
+        output.write(tmp_path / "a", b"after")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert (tmp_path / "a").read_bytes() == b"before"
+
+
+def test_links_and_devices_stay_what_they_are(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    output.write(tmp_path / "link", b"through")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_bytes() == b"through"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    output.write(tmp_path / "pipe", b"past")
+    assert os.read(reader, 9) == b"past"
+    os.close(reader)
+    with pytest.raises(InputError, match=r"/dev/full \(No space left on device\)"):
+        output.write(Path("/dev/full"), b"nowhere")
+    assert Path("/dev/full").is_char_device()
+
+
+# Places that can't be written, found before the work
+
+
+@pytest.mark.parametrize("place", ["{folder}", "{folder}/missing/file", "/dev/null/file", f"{{folder}}/{'n' * 300}"])
+@pytest.mark.parametrize("command", ["show {run} --out", "profile --shapes 1x1x9x4 --trace"])
+def test_a_file_that_can_not_be_written(
+    train_on: Callable[..., tuple[int, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    command: str,
+    place: str,
+) -> None:
+    def works(*arguments: object) -> None:
+        raise AssertionError("this is the work")
+
+    _, run = train_on()
+    capsys.readouterr()
+    monkeypatch.setattr(show, "weights_of", works)
+    monkeypatch.setattr(profile, "measure", works)
+    assert main([*command.format(run=run).split(), place.format(folder=tmp_path)]) == 2
+    option = command.split()[-1]
+    assert capsys.readouterr().err.startswith(f"pyattn: {option} must be a file that can be written to, got ")
+
+
+def test_a_file_of_the_run_that_is_a_folder(train_on: Callable[..., tuple[int, Path]], tmp_path: Path) -> None:
+    (tmp_path / "run" / checkpoint.MODEL).mkdir(parents=True)
+    assert train_on("--overwrite")[0] == 2
+
+
+@pytest.mark.parametrize(("descriptor", "code"), [("/dev/full", 2), ("pipe", 141)])
+def test_output_that_nobody_takes(descriptor: str, code: int) -> None:
+    if descriptor == "pipe":
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open(descriptor, os.O_WRONLY)
+    command = [sys.executable, "-W", "ignore", "-m", "pyattn", "info"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=600)
+    os.close(writer)
+    assert done.returncode == code
+    assert done.stderr.count("\n") == (1 if code == 2 else 0)
