@@ -1,11 +1,13 @@
 """Keys and values that stay between calls, for text that is generated a few tokens at a time."""
 
+import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyattn.arguments import check_integers, check_size, check_tensor
+from pyattn.arguments import check_64_bits, check_integers, check_size, check_tensor, check_type, shown
 from pyattn.pages import table_for
 from pyattn.ring import slots_of
 
@@ -14,10 +16,16 @@ __all__ = ["KVCache"]
 _append = torch.ops.pyattn.cache_append.default
 _clear = torch.ops.pyattn.cache_clear.default
 _append_pages = torch.ops.pyattn.cache_append_pages.default
+_truncate = torch.ops.pyattn.cache_truncate.default
 _reorder = torch.ops.pyattn.cache_reorder.default
 _reorder_pages = torch.ops.pyattn.cache_reorder_pages.default
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in DTYPES:
+        raise TypeError(f"pyattn: dtype must be float64, float32, bfloat16 or float16, got {shown(dtype)}")
 
 
 class KVCache:
@@ -98,8 +106,7 @@ class KVCache:
         sizes = {"batch": batch, "num_heads_kv": num_heads_kv, "max_seqlen": max_seqlen}
         for name, size in (sizes | {"head_dim": head_dim, "head_dim_v": head_dim_v}).items():
             check_size(name, size)
-        if dtype not in DTYPES:
-            raise TypeError(f"pyattn: dtype must be float64, float32, bfloat16 or float16, got {dtype}")
+        _check_dtype(dtype)
         if page_size is not None and window is not None:
             raise NotImplementedError(
                 f"pyattn: a cache with a window has no pages, got page_size={page_size} and window={window}"
@@ -170,6 +177,69 @@ class KVCache:
         self.starts.zero_()
         self._ragged = False
 
+    def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:
+        """Each sequence keeps its first positions, as rejected drafts of speculative decoding want it.
+
+        Args:
+            lengths: sequence b keeps lengths[b] positions, ints or an int32 or int64 tensor (B,), or one int for all.
+
+        Raises:
+            ValueError: another number of them; on the CPU, a length below 0 or above the sequence's, and over a ring
+                one whose newest query would see keys that were dropped. The cache is then as it was.
+            TypeError: other types.
+        """
+        if isinstance(lengths, int | torch.SymInt):
+            check_64_bits("lengths", lengths)
+            kept = torch.full_like(self.lengths, lengths)
+        else:
+            kept = check_integers("lengths", lengths, self.lengths.device)
+        _truncate(self.lengths, None if self.window is None else self.starts, kept, self.window or 0)
+
+    def clone(self) -> "KVCache":
+        """A cache of the same sequences with storage of its own, pages and ring included."""
+        return self._copied(self.lengths.device, self.k.dtype)
+
+    def to(
+        self, device: torch.device | str | int | torch.dtype | None = None, dtype: torch.dtype | None = None
+    ) -> "KVCache":
+        """A cache of the same sequences on this device, in this dtype; itself, if it is so already. ``to(dtype)`` too.
+
+        Args:
+            device: default: the cache's.
+            dtype: float64, float32, bfloat16 or float16, of k and v; default: the cache's.
+
+        Raises:
+            TypeError: another dtype.
+        """
+        if isinstance(device, torch.dtype) and dtype is None:
+            device, dtype = None, device
+        check_type("device", device, torch.device, str, int, type(None))
+        dtype = self.k.dtype if dtype is None else dtype
+        _check_dtype(dtype)
+        moved = self.lengths if device is None else self.lengths.to(device)
+        if moved is self.lengths and dtype == self.k.dtype:
+            return self
+        return self._copied(moved.device, dtype)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """For pickle and deepcopy: a cache that was read or copied in inference mode outlives it too."""
+        with torch.inference_mode(False):
+            for name, value in state.items():
+                setattr(self, name, value.clone() if isinstance(value, Tensor) and value.is_inference() else value)
+
+    def _copied(self, device: torch.device, dtype: torch.dtype) -> "KVCache":
+        """Tensors are copied, whatever else the cache has is shared."""
+        made = copy.copy(self)
+        with torch.inference_mode(False):
+            for name, value in vars(self).items():
+                if name in ("k", "v"):
+                    storage = torch.empty_like(value, dtype=dtype, device=device)
+                    _clear(storage)
+                    setattr(made, name, storage.copy_(value))
+                elif isinstance(value, Tensor):
+                    setattr(made, name, value.to(device, copy=True))
+        return made
+
     def reorder(self, idx: Sequence[int] | Tensor) -> None:
         """Sequence b becomes what sequence idx[b] was, as beam search wants it; one may be taken several times.
 
@@ -188,3 +258,6 @@ class KVCache:
         if self._ragged:
             chosen = chosen.clamp(0, max(0, len(self.lengths) - 1))  # as the operator takes them on a GPU
             torch.index_select(self._last.clone(), 1, chosen, out=self._last)
+
+
+torch.serialization.add_safe_globals([KVCache])  # torch.load reads one without weights_only=False
