@@ -15,6 +15,8 @@ from pyattn.visible import check_ranges
 
 __all__ = ["attention_with_cache"]
 
+_first = torch.ops.pyattn.cache_newest.default
+
 
 @overload
 def attention_with_cache(
@@ -112,7 +114,10 @@ def attention_with_cache(
         refuse(attention_with_cache, positional, named)
     check_tensor("q", q)
     check_type("cache", cache, KVCache)
-    seqlen_q = q.shape[2] if q.dim() == 4 else 0  # attention refuses q of other dimensions
+    seqlen_q = 0
+    if q.dim() == 4:  # attention refuses q of other dimensions
+        seqlen_q = q.shape[2]
+        _check_fits(q, cache)
     if cache.window is not None:
         if key_ranges is not None or bias is not None:
             wrong = "bias" if key_ranges is None else "key_ranges"
@@ -120,14 +125,14 @@ def attention_with_cache(
         window = narrowed(window, cache.window, cache.max_seqlen, seqlen_q)
     last_append = cache.last_append if q_offset is None else None
     if causal and q_offset is None and last_append is None:
-        q_offset = _used(cache) - seqlen_q  # a causal mask of the newest queries hides unused slots itself
+        q_offset = _newest(cache, seqlen_q, window[0])  # their causal mask hides unused slots itself
     else:
-        used, padding = _used(cache), None
+        used, padding = _newest(cache), None
+        if last_append is not None:
+            padding = _padding(last_append, cache.lengths, seqlen_q)
+            q_offset = cache.lengths - seqlen_q + padding
         if q_offset is None:
-            q_offset = used - seqlen_q
-            if last_append is not None:
-                padding = _padding(last_append, cache.lengths, seqlen_q)
-                q_offset = q_offset + padding
+            q_offset = _newest(cache, seqlen_q, window[0])
         elif cache.window is not None:
             q_offset = in_slots(q_offset, cache.lengths, cache.starts, window[0], cache.max_seqlen)
         key_ranges = _in_use(key_ranges, used, padding, seqlen_q, cache.max_seqlen)
@@ -152,9 +157,34 @@ def attention_with_cache(
     return (out, lse) if return_lse else out
 
 
-def _used(cache: KVCache) -> Tensor:
-    """(B,): how many slots each sequence uses."""
-    return cache.lengths if cache.window is None else cache.lengths - cache.starts
+def _check_fits(q: Tensor, cache: KVCache) -> None:
+    """ValueError or TypeError naming the cache, which attention knows as k and v."""
+    batch, num_heads_q, _, head_dim = q.shape
+    k, batch_of_cache = cache.k, cache.lengths.shape[0]
+    num_heads_kv = k.shape[1 if cache.block_table is None else 2]
+    if batch != batch_of_cache:
+        raise ValueError(f"pyattn: q must have the cache's batch, got {batch} and {batch_of_cache}")
+    if head_dim != k.shape[3]:
+        raise ValueError(f"pyattn: q must have the cache's head_dim, got {head_dim} and {k.shape[3]}")
+    if num_heads_q % num_heads_kv if num_heads_kv else num_heads_q:
+        raise ValueError(
+            f"pyattn: num_heads_q must be a multiple of the cache's num_heads_kv, got {num_heads_q} and {num_heads_kv}"
+        )
+    if q.device != k.device:
+        raise ValueError(f"pyattn: q must be on the cache's device, got {q.device} and {k.device}")
+    if q.dtype != k.dtype and not torch._C._is_any_autocast_enabled():
+        raise TypeError(f"pyattn: q must have the cache's dtype, got {q.dtype} and {k.dtype}")
+
+
+def _newest(cache: KVCache, seqlen_q: int = 0, left: int = 0) -> Tensor:
+    """(B,): the slot of the first of so many newest queries, which sees ``left`` keys before its own; for 0, the end
+    of the slots in use.
+    """
+    if cache.window is None:
+        first: Tensor = _first(cache.lengths, None, seqlen_q, 0, cache.max_seqlen)
+    else:
+        first = _first(cache.lengths, cache.starts, seqlen_q, left, cache.k.shape[2])
+    return first
 
 
 def _padding(last_append: Tensor, lengths: Tensor, seqlen_q: int) -> Tensor:
@@ -166,9 +196,7 @@ def _padding(last_append: Tensor, lengths: Tensor, seqlen_q: int) -> Tensor:
     return torch.where((new <= seqlen_q) & (after == lengths), new - (after - before), 0)
 
 
-def _in_use(
-    key_ranges: Tensor | None, used: Tensor, padding: Tensor | None, seqlen_q: int, max_seqlen: int
-) -> Tensor:
+def _in_use(key_ranges: Tensor | None, used: Tensor, padding: Tensor | None, seqlen_q: int, max_seqlen: int) -> Tensor:
     """(B, Sq, 2): the slots in use, [0, used), in these ranges; none for the last ``padding`` queries."""
     end = used.unsqueeze(1).expand(-1, seqlen_q)
     if padding is not None:

@@ -1,4 +1,4 @@
-"""Promise: after an append with lengths, queries that are padded as its keys are get what their sequences give alone."""
+"""Promise: after an append with lengths, queries padded as its keys are get what their sequences give alone."""
 
 import copy
 import math
