@@ -20,10 +20,11 @@
 namespace pyattn {
 namespace {
 
-// Zeros in new storage, contiguous. A query reads all of a cache, from huge pages up to a fifth faster.
+// Zeros in new storage, dense. A query reads all of a cache, from huge pages up to a fifth faster.
 void cache_clear(const Tensor& storage) {
   if (storage.is_meta()) return;
-  TORCH_CHECK_VALUE(storage.is_contiguous(), "pyattn: storage must be contiguous, got strides ", storage.strides());
+  TORCH_CHECK_VALUE(storage.is_non_overlapping_and_dense(), "pyattn: storage must be dense, got strides ",
+                    storage.strides());
   prefer_huge_pages(storage);
   storage.zero_();
 }
@@ -37,9 +38,12 @@ struct State {
 // Writes position lengths[b] + i for the first new_lengths[b] of the new ones, all if there are none.
 // Everything is checked before anything is written.
 void cache_append(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& starts,
-                  const Tensor& k, const Tensor& v, const optional<Tensor>& new_lengths, SymInt max_seqlen) {
-  check_append(keys, values, lengths, starts, k, v, new_lengths);
+                  const Tensor& new_k, const Tensor& new_v, const optional<Tensor>& new_counts, SymInt max_seqlen) {
+  check_append(keys, values, lengths, starts, new_k, new_v, new_counts);
   if (keys.is_meta()) return;
+  check_written(keys, values, {{"lengths", lengths}, {"starts", starts}});
+  const Tensor k = apart_from({keys, values}, new_k), v = apart_from({keys, values}, new_v);
+  const optional<Tensor> new_lengths = apart_from({lengths, starts}, new_counts);
 
   const int64_t batch = keys.size(0), slots = keys.size(2), fresh = k.size(2),
                 kept_positions = max_seqlen.guard_int(__FILE__, __LINE__);
@@ -80,13 +84,15 @@ void cache_reorder(const Tensor& keys, const Tensor& values, const Tensor& lengt
   check_storage(keys, values, lengths, starts);
   check_indices("idx", idx, lengths);
   if (keys.is_meta()) return;
+  check_written(keys, values, {{"lengths", lengths}, {"starts", starts}});
   const int64_t batch = keys.size(0), slots = keys.size(2);
   check_order(idx);
   const Values length(lengths), start(starts);
   int64_t used = 0;
   for (int64_t b = 0; b < batch; ++b) used = std::max(used, std::min(length[b] - start[b], slots));
+  const Tensor order = apart_from({lengths, starts}, idx);
   for (const Tensor& t : {keys.narrow(2, 0, used), values.narrow(2, 0, used), lengths, starts})
-    t.copy_(t.index_select(0, idx));
+    t.copy_(t.index_select(0, order));
 }
 
 // q_offset in slots of a ring, where query 0 must not see keys that may have been dropped.
@@ -95,8 +101,28 @@ Tensor cache_slots(const Tensor& lengths, const Tensor& starts, const Tensor& q_
   check_indices("starts", starts, lengths);
   check_indices("q_offset", q_offset, lengths);
   if (lengths.is_meta()) return at::empty_like(q_offset);
-  check_kept(lengths, q_offset, window.guard_int(__FILE__, __LINE__), max_seqlen.guard_int(__FILE__, __LINE__));
+  check_kept(lengths, starts, q_offset, window.guard_int(__FILE__, __LINE__), max_seqlen.guard_int(__FILE__, __LINE__));
   return q_offset.sub(starts);
+}
+
+// In slots, the positions lengths - seqlen_q: of the first of so many newest queries, or, for 0, how many
+// slots are in use. Every read of a cache begins here, so that lengths that were set by hand are checked.
+Tensor cache_newest(const Tensor& lengths, const optional<Tensor>& starts, SymInt seqlen_q, SymInt left, SymInt slots) {
+  check_state(lengths, starts);
+  if (lengths.is_meta()) return at::empty_like(lengths);
+  const auto number = [](const SymInt& n) { return n.guard_int(__FILE__, __LINE__); };
+  check_newest(lengths, starts, number(seqlen_q), number(left), number(slots));
+  return (starts ? lengths.sub(*starts) : lengths).sub(number(seqlen_q));
+}
+
+// Each sequence keeps its first positions.
+void cache_truncate(const Tensor& lengths, const optional<Tensor>& starts, const Tensor& kept, SymInt window) {
+  check_state(lengths, starts);
+  check_indices("lengths", kept, lengths);
+  if (lengths.is_meta()) return;
+  check_apart("lengths", lengths);
+  check_truncation(lengths, starts, kept, window.guard_int(__FILE__, __LINE__));
+  lengths.copy_(kept);
 }
 
 TORCH_LIBRARY_FRAGMENT(pyattn, m) {
@@ -105,12 +131,16 @@ TORCH_LIBRARY_FRAGMENT(pyattn, m) {
       "Tensor? new_lengths, SymInt max_seqlen) -> ()");
   m.def("cache_reorder(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) lengths, Tensor(d!) starts, Tensor idx) -> ()");
   m.def("cache_clear(Tensor(a!) storage) -> ()");
+  m.def("cache_newest(Tensor lengths, Tensor? starts, SymInt seqlen_q, SymInt left, SymInt slots) -> Tensor");
+  m.def("cache_truncate(Tensor(a!) lengths, Tensor? starts, Tensor kept, SymInt window) -> ()");
   m.def("cache_slots(Tensor lengths, Tensor starts, Tensor q_offset, SymInt window, SymInt max_seqlen) -> Tensor");
 }
 
 void add_kernels(torch::Library& m) {
   m.impl("cache_append", cache_append);
   m.impl("cache_reorder", cache_reorder);
+  m.impl("cache_newest", cache_newest);
+  m.impl("cache_truncate", cache_truncate);
   m.impl("cache_slots", cache_slots);
 }
 

@@ -21,12 +21,17 @@ namespace {
 class PageTable {
  public:
   PageTable(const Tensor& block_table, const Values& lengths, int64_t pages, int64_t page_size)
-      : table_(block_table), each_(block_table.size(1)), size_(page_size), uses_(pages) {
+      : table_(block_table.mutable_data_ptr<int64_t>()),
+        stride_b_(block_table.stride(0)),
+        stride_i_(block_table.stride(1)),
+        each_(block_table.size(1)),
+        size_(page_size),
+        uses_(pages) {
     for (int64_t b = 0; b < block_table.size(0); ++b)
       for (int64_t i = 0; i * size_ < lengths[b]; ++i) ++uses_[at(b, i)];
   }
 
-  int64_t& at(int64_t b, int64_t i) { return table_.mutable_data_ptr<int64_t>()[b * each_ + i]; }
+  int64_t& at(int64_t b, int64_t i) { return table_[b * stride_b_ + i * stride_i_]; }
   int64_t page_of(int64_t b, int64_t position) { return at(b, position / size_); }
 
   // Gives sequence b pages of its own for the positions [begin, end). copy(from, to, n): the first n positions
@@ -44,8 +49,8 @@ class PageTable {
   }
 
  private:
-  Tensor table_;
-  int64_t each_, size_, next_ = 0;
+  int64_t* table_;
+  int64_t stride_b_, stride_i_, each_, size_, next_ = 0;
   std::vector<int64_t> uses_;  // how many sequences have each page
 
   // A free page for place i of sequence b: its own one, so that a sequence that shares nothing lies in one
@@ -76,9 +81,14 @@ void write(const Tensor& storage, int64_t page, int64_t place, const Tensor& t, 
 // Writes position lengths[b] + i for the first new_lengths[b] of the new ones, all if there are none.
 // Everything is checked before anything is written.
 void cache_append_pages(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& block_table,
-                        const Tensor& k, const Tensor& v, const optional<Tensor>& new_lengths, SymInt max_seqlen) {
-  check_append_pages(keys, values, lengths, block_table, k, v, new_lengths);
+                        const Tensor& new_k, const Tensor& new_v, const optional<Tensor>& new_counts,
+                        SymInt max_seqlen) {
+  check_append_pages(keys, values, lengths, block_table, new_k, new_v, new_counts);
   if (keys.is_meta()) return;
+  check_written(keys, values, {{"lengths", lengths}, {"block_table", block_table}});
+  const Tensor k = with_contiguous_columns(apart_from({keys, values}, new_k)),
+               v = with_contiguous_columns(apart_from({keys, values}, new_v));
+  const optional<Tensor> new_lengths = apart_from({lengths, block_table}, new_counts);
 
   const int64_t batch = lengths.size(0), fresh = k.size(2), page_size = keys.size(1);
   const int64_t most = std::min(max_seqlen.guard_int(__FILE__, __LINE__), block_table.size(1) * page_size);
@@ -86,7 +96,6 @@ void cache_append_pages(const Tensor& keys, const Tensor& values, const Tensor& 
   const auto added_to = [&](int64_t b) { return new_lengths ? added[b] : fresh; };
   check_page_room(lengths, block_table, new_lengths, fresh, most, keys.size(0), page_size);
   PageTable table(block_table, length, keys.size(0), page_size);
-  const Tensor k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
   for (int64_t b = 0; b < batch; ++b) {
     const int64_t begin = length[b], end = begin + added_to(b);
     table.extend(b, begin, end, [&](int64_t from, int64_t to, int64_t n) {
@@ -96,7 +105,7 @@ void cache_append_pages(const Tensor& keys, const Tensor& values, const Tensor& 
     for (int64_t position = begin, n; position < end; position += n) {
       const int64_t page = table.page_of(b, position), place = position % page_size;
       n = std::min(page_size - place, end - position);
-      write(keys, page, place, k_, b, position - begin, n), write(values, page, place, v_, b, position - begin, n);
+      write(keys, page, place, k, b, position - begin, n), write(values, page, place, v, b, position - begin, n);
     }
   }
   for (const Tensor& t : {keys, values, block_table}) t.unsafeGetTensorImpl()->bump_version();
@@ -111,8 +120,10 @@ void cache_reorder_pages(const Tensor& lengths, const Tensor& block_table, const
   check_indices("idx", idx, lengths);
   check_block_table(block_table, lengths.device(), lengths.sym_size(0));
   if (lengths.is_meta()) return;
+  check_apart("lengths", lengths), check_apart("block_table", block_table);
   check_order(idx);
-  for (const Tensor& t : {lengths, block_table}) t.copy_(t.index_select(0, idx));
+  const Tensor order = apart_from({lengths, block_table}, idx);
+  for (const Tensor& t : {lengths, block_table}) t.copy_(t.index_select(0, order));
 }
 
 TORCH_LIBRARY_FRAGMENT(pyattn, m) {

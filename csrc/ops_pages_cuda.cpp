@@ -85,8 +85,12 @@ struct Extension {
 // Every position from the first one of a page that is written to, with what lies there already; behind the
 // end the last one again, so that all writes to a row are the same.
 void cache_append_pages(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& block_table,
-                        const Tensor& k, const Tensor& v, const optional<Tensor>& new_lengths, SymInt max_seqlen) {
-  check_append_pages(keys, values, lengths, block_table, k, v, new_lengths);
+                        const Tensor& new_k, const Tensor& new_v, const optional<Tensor>& new_counts,
+                        SymInt max_seqlen) {
+  check_append_pages(keys, values, lengths, block_table, new_k, new_v, new_counts);
+  check_written(keys, values, {{"lengths", lengths}, {"block_table", block_table}});
+  const Tensor k = apart_from({keys, values}, new_k), v = apart_from({keys, values}, new_v);
+  const optional<Tensor> new_lengths = apart_from({lengths, block_table}, new_counts);
   const int64_t page_size = keys.size(1), fresh = k.size(2);
   if (fresh == 0 || block_table.numel() == 0) return;
   const int64_t most = std::min(max_seqlen.guard_int(__FILE__, __LINE__), block_table.size(1) * page_size);
@@ -116,6 +120,7 @@ void cache_reorder_pages(const Tensor& lengths, const Tensor& block_table, const
   check_indices("idx", idx, lengths);
   check_block_table(block_table, lengths.device(), lengths.sym_size(0));
   if (idx.size(0) == 0) return;
+  check_apart("lengths", lengths), check_apart("block_table", block_table);
   if (checks_gpu()) check_order(idx);
   const Tensor index = idx.clamp(0, idx.size(0) - 1);
   for (const Tensor& t : {lengths, block_table}) t.copy_(t.index_select(0, index));

@@ -83,8 +83,7 @@ inline void check_append_pages(const Tensor& keys, const Tensor& values, const T
   check_beside("values", values, keys, sizes);
   check_page_size(keys.sym_size(1));
   check_type("block_table", block_table, {at::kLong});
-  TORCH_CHECK_VALUE(block_table.dim() == 2 && block_table.is_contiguous(),
-                    "pyattn: block_table must have shape (batch, pages of a sequence), contiguous, got ",
+  TORCH_CHECK_VALUE(block_table.dim() == 2, "pyattn: block_table must have shape (batch, pages of a sequence), got ",
                     block_table.sym_sizes());
   TORCH_CHECK_VALUE(block_table.sym_numel() <= keys.sym_size(0), "pyattn: the cache must have ",
                     block_table.sym_numel(), " pages, one for each place of block_table, got ", keys.sym_size(0));
@@ -106,12 +105,10 @@ inline void check_append_pages(const Tensor& keys, const Tensor& values, const T
 inline void check_page_room(const Tensor& lengths, const Tensor& block_table, const optional<Tensor>& new_lengths,
                             int64_t fresh, int64_t most, int64_t pages, int64_t page_size) {
   const Values length(lengths), added(new_lengths ? *new_lengths : lengths);
-  const Tensor table = block_table.cpu();
+  const Tensor table = block_table.cpu().contiguous();
   const int64_t each = table.size(1);
   for (int64_t b = 0; b < lengths.size(0); ++b) {
-    TORCH_CHECK_VALUE(0 <= length[b] && length[b] <= each * page_size,
-                      "pyattn: each of the cache's lengths must be between 0 and ", each * page_size, ", got ",
-                      length[b], " at ", b);
+    check_length(length[b], 0, each * page_size, b);
     check_pages(table.const_data_ptr<int64_t>() + b * each, each, length[b], b, pages, page_size);
   }
   for (int64_t b = 0; b < lengths.size(0); ++b) check_added(length[b], new_lengths ? added[b] : fresh, fresh, most, b);

@@ -1,11 +1,21 @@
 """Keys and values that stay between calls, for text that is generated a few tokens at a time."""
 
+import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyattn.arguments import check_integers, check_names, check_sizes, check_tensor, shown
+from pyattn.arguments import (
+    check_64_bits,
+    check_integers,
+    check_names,
+    check_sizes,
+    check_tensor,
+    check_type,
+    shown,
+)
 from pyattn.pages import table_for
 from pyattn.ring import slots_of
 
@@ -14,10 +24,18 @@ __all__ = ["KVCache"]
 _append = torch.ops.pyattn.cache_append.default
 _clear = torch.ops.pyattn.cache_clear.default
 _append_pages = torch.ops.pyattn.cache_append_pages.default
+_truncate = torch.ops.pyattn.cache_truncate.default
 _reorder = torch.ops.pyattn.cache_reorder.default
 _reorder_pages = torch.ops.pyattn.cache_reorder_pages.default
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"pyattn: dtype must be a torch.dtype, such as torch.float32, got {shown(dtype)}")
+    if dtype not in DTYPES:
+        raise TypeError(f"pyattn: dtype must be float64, float32, bfloat16 or float16, got {dtype}")
 
 
 class KVCache:
@@ -100,10 +118,7 @@ class KVCache:
         check_sizes(max_seqlen=max_seqlen, **sizes)
         if page_size is not None:
             check_sizes(page_size=page_size, **sizes)
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"pyattn: dtype must be a torch.dtype, such as torch.float32, got {shown(dtype)}")
-        if dtype not in DTYPES:
-            raise TypeError(f"pyattn: dtype must be float64, float32, bfloat16 or float16, got {dtype}")
+        _check_dtype(dtype)
         if page_size is not None and window is not None:
             raise NotImplementedError(
                 f"pyattn: a cache with a window has no pages, got page_size={page_size} and window={window}"
@@ -112,6 +127,7 @@ class KVCache:
         with torch.inference_mode(False):  # so that a cache outlives the mode that it was made in
             self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
             self.starts = torch.zeros_like(self.lengths)
+            self._ragged, self._last = False, self.lengths.new_zeros(3, batch)
             self.block_table = None if page_size is None else table_for(self.lengths, max_seqlen, page_size)
 
             def storage(columns: int) -> Tensor:
@@ -131,13 +147,22 @@ class KVCache:
         sizes = f"max_seqlen={self.max_seqlen}, page_size={self.page_size}, window={self.window}"
         return f"KVCache({shape}, {sizes}, lengths={self.lengths.tolist()})"
 
+    @property
+    def last_append(self) -> Tensor | None:
+        """int64 (3, B) after an append with ``lengths``: its ``new``, each sequence's length before it and after it.
+
+        None after an append of as many positions to all, and after a reset: lengths says where its rows are.
+        """
+        return self._last if self._ragged else None
+
     def append(self, k: Tensor, v: Tensor, lengths: Sequence[int] | Tensor | None = None) -> None:
         """Appends new positions in place; gradients do not flow through them.
 
         Args:
             k, v: (B, Hkv, new, D) and (B, Hkv, new, Dv), in the cache's dtype, any strides.
             lengths: the first lengths[b] of the new positions count for sequence b, ints or an int32 or int64 tensor
-                (B,); default: all.
+                (B,); default: all. The others are padding: :func:`attention_with_cache` hides the queries that
+                belong to them.
 
         Raises:
             ValueError: other shapes; on the CPU, a sequence that would outgrow max_seqlen, unless the cache is a ring,
@@ -147,17 +172,85 @@ class KVCache:
         check_tensor("k", k)
         check_tensor("v", v)
         new = None if lengths is None else check_integers("lengths", lengths, self.lengths.device)
+        before = None if new is None else self.lengths.clone()
         storage = self.k, self.v, self.lengths
         tokens = k.detach(), v.detach(), new, self.max_seqlen
         if self.block_table is None:
             _append(*storage, self.starts, *tokens)
         else:
             _append_pages(*storage, self.block_table, *tokens)
+        self._ragged = before is not None
+        if before is not None:
+            torch.stack([torch.full_like(before, k.shape[2]), before, self.lengths], out=self._last)
 
     def reset(self) -> None:
         """Forgets all sequences; the memory stays."""
         self.lengths.zero_()
         self.starts.zero_()
+        self._ragged = False
+
+    def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:
+        """Each sequence keeps its first positions, as rejected drafts of speculative decoding want it.
+
+        Args:
+            lengths: sequence b keeps lengths[b] positions, ints or an int32 or int64 tensor (B,), or one int for all.
+
+        Raises:
+            ValueError: another number of them; on the CPU, a length below 0 or above the sequence's, and over a ring
+                one whose newest query would see keys that were dropped. The cache is then as it was.
+            TypeError: other types.
+        """
+        if isinstance(lengths, int | torch.SymInt):
+            check_64_bits("lengths", lengths)
+            kept = torch.full_like(self.lengths, lengths)
+        else:
+            kept = check_integers("lengths", lengths, self.lengths.device)
+        _truncate(self.lengths, None if self.window is None else self.starts, kept, self.window or 0)
+
+    def clone(self) -> "KVCache":
+        """A cache of the same sequences with storage of its own, pages and ring included."""
+        return self._copied(self.lengths.device, self.k.dtype)
+
+    def to(
+        self, device: torch.device | str | int | torch.dtype | None = None, dtype: torch.dtype | None = None
+    ) -> "KVCache":
+        """A cache of the same sequences on this device, in this dtype; itself, if it is so already. ``to(dtype)`` too.
+
+        Args:
+            device: default: the cache's.
+            dtype: float64, float32, bfloat16 or float16, of k and v; default: the cache's.
+
+        Raises:
+            TypeError: another dtype.
+        """
+        if isinstance(device, torch.dtype) and dtype is None:
+            device, dtype = None, device
+        check_type("device", device, torch.device, str, int, type(None))
+        dtype = self.k.dtype if dtype is None else dtype
+        _check_dtype(dtype)
+        moved = self.lengths if device is None else self.lengths.to(device)
+        if moved is self.lengths and dtype == self.k.dtype:
+            return self
+        return self._copied(moved.device, dtype)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """For pickle and deepcopy: a cache that was read or copied in inference mode outlives it too."""
+        with torch.inference_mode(False):
+            for name, value in state.items():
+                setattr(self, name, value.clone() if isinstance(value, Tensor) and value.is_inference() else value)
+
+    def _copied(self, device: torch.device, dtype: torch.dtype) -> "KVCache":
+        """Tensors are copied, whatever else the cache has is shared."""
+        made = copy.copy(self)
+        with torch.inference_mode(False):
+            for name, value in vars(self).items():
+                if name in ("k", "v"):
+                    storage = torch.empty_like(value, dtype=dtype, device=device)
+                    _clear(storage)
+                    setattr(made, name, storage.copy_(value))
+                elif isinstance(value, Tensor):
+                    setattr(made, name, value.to(device, copy=True))
+        return made
 
     def reorder(self, idx: Sequence[int] | Tensor) -> None:
         """Sequence b becomes what sequence idx[b] was, as beam search wants it; one may be taken several times.
@@ -174,3 +267,9 @@ class KVCache:
             _reorder(self.k, self.v, self.lengths, self.starts, chosen)
         else:
             _reorder_pages(self.lengths, self.block_table, chosen)
+        if self._ragged:
+            chosen = chosen.clamp(0, max(0, len(self.lengths) - 1))  # as the operator takes them on a GPU
+            torch.index_select(self._last.clone(), 1, chosen, out=self._last)
+
+
+torch.serialization.add_safe_globals([KVCache])  # torch.load reads one without weights_only=False

@@ -1,6 +1,7 @@
 """Promise: what a cache can't take is an error that names it and leaves the cache as it was."""
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -59,13 +60,30 @@ def test_wrong_appends(changes: dict[str, Any], kind: type[Exception], message: 
     assert not any(t.any() for t in snapshot(cached))
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning:torch")  # torch's own, in dynamo
 def test_lengths_that_were_tampered_with() -> None:
-    cached = KVCache(2, 2, 10, 8)
-    for wrong in (-3, 11):
-        cached.lengths[1] = wrong
-        with pytest.raises(ValueError, match=f"lengths must be between its start and 10 more, got {wrong} and 0 at 1"):
-            cached.append(zeros(2, 2, 1, 8), zeros(2, 2, 1, 8))
-        assert attention_with_cache(zeros(2, 2, 1, 8), cached).isfinite().all()
+    """An append, a read of any kind and a compiled read refuse them; to be between is all that is asked for."""
+    torch._dynamo.reset()
+    q = zeros(2, 2, 1, 8)
+    for kind in ({}, {"window": 4}, {"page_size": 16}):
+        cached = KVCache(2, 2, 10, 8, **kind)
+        compiled = torch.compile(partial(attention_with_cache, cache=cached), fullgraph=True, backend="aot_eager")
+        cached.append(q, q, [1, 0])
+        for wrong in (-3, 500):
+            cached.lengths[1] = wrong
+            for call in (
+                lambda cached=cached: cached.append(q, q),
+                lambda cached=cached: attention_with_cache(q, cached),
+                lambda cached=cached: attention_with_cache(q, cached, causal=False),
+                lambda cached=cached: attention_with_cache(q, cached, q_offset=2),
+                lambda compiled=compiled: compiled(q),
+                lambda compiled=compiled: compiled(q, q_offset=torch.tensor([2, 2])),
+            ):
+                with pytest.raises(ValueError, match=rf"each of the cache's lengths .* 1\d, got {wrong} at 1"):
+                    call()
+        cached.lengths[1] = 8
+        assert attention_with_cache(q, cached).isfinite().all()
+        assert compiled(q).isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -82,6 +100,7 @@ def test_lengths_that_were_tampered_with() -> None:
             {3: torch.tensor([0, 1])},
             "each of the cache's lengths must be between its start and 10 more, got 0 and 1 at",
         ),
+        ({2: torch.tensor([3, 11])}, "each of the cache's lengths must be between 0 and 10, got 11 at 1"),
         ({3: torch.tensor([-(2**63), 0])}, "between its start and 10 more, got 0 and -9223372036854775808 at 0"),
     ],
     ids=str,
@@ -118,8 +137,11 @@ BAD_CALLS: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = 
     ((q[0], None), {}, ValueError, "must have 4 dimensions"),
     ((q, None, q), {}, TypeError, "attention_with_cache takes q, cache by position and the rest by name"),
     ((q, None), {"is_causal": True}, TypeError, "attention_with_cache has no argument is_causal (use causal"),
-    ((q[:1], None), {}, ValueError, "q and k must have the same batch, got 1 and 2"),
-    ((q.double(), None), {}, TypeError, "k must have dtype float64, got float32"),
+    ((q[:1], None), {}, ValueError, "q must have the cache's batch, got 1 and 2"),
+    ((q[..., :7], None), {}, ValueError, "q must have the cache's head_dim, got 7 and 8"),
+    ((q[:, :3], None), {}, ValueError, "num_heads_q must be a multiple of the cache's num_heads_kv, got 3 and 2"),
+    ((q.to("meta"), None), {}, ValueError, "q must be on the cache's device, got meta and cpu"),
+    ((q.double(), None), {}, TypeError, "q must have the cache's dtype, got torch.float64 and torch.float32"),
     ((q, None), {"bias": zeros(3, 5)}, ValueError, "each 1 or that of [2, 4, 3, 10], got [3, 5]"),
     ((q, None), {"key_ranges": torch.tensor([[[4, 3]] * 3] * 2)}, ValueError, "got [4, 3] for query 0 of sequence 0"),
     (
