@@ -17,8 +17,17 @@ class CausalAttention(CausalMask):
     torch.Size([8, 6, 2])
     """
 
-    def __init__(self, d_in: int, d_out: int, context_length: int, dropout: float, qkv_bias: bool = False) -> None:
-        super().__init__(context_length)
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        context_length: int,
+        dropout: float,
+        qkv_bias: bool = False,
+        *,
+        persistent_mask: bool | None = None,
+    ) -> None:
+        super().__init__(context_length, persistent_mask)
         self.d_in = d_in
         self.d_out = d_out
         self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias)
@@ -41,11 +50,20 @@ class MultiHeadAttentionWrapper(nn.Module):
     """
 
     def __init__(
-        self, d_in: int, d_out: int, context_length: int, dropout: float, num_heads: int, qkv_bias: bool = False
+        self,
+        d_in: int,
+        d_out: int,
+        context_length: int,
+        dropout: float,
+        num_heads: int,
+        qkv_bias: bool = False,
+        *,
+        persistent_mask: bool | None = None,
     ) -> None:
         super().__init__()
         self.heads = nn.ModuleList(
-            CausalAttention(d_in, d_out, context_length, dropout, qkv_bias) for _ in range(num_heads)
+            CausalAttention(d_in, d_out, context_length, dropout, qkv_bias, persistent_mask=persistent_mask)
+            for _ in range(num_heads)
         )
 
     def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:

@@ -28,9 +28,17 @@ class Ch03_MHA_Wrapper(MultiHeadAttentionWrapper):
     """
 
     def __init__(
-        self, d_in: int, d_out: int, context_length: int, dropout: float, num_heads: int, qkv_bias: bool = False
+        self,
+        d_in: int,
+        d_out: int,
+        context_length: int,
+        dropout: float,
+        num_heads: int,
+        qkv_bias: bool = False,
+        *,
+        persistent_mask: bool | None = None,
     ) -> None:
-        super().__init__(d_in, d_out, context_length, dropout, num_heads, qkv_bias)
+        super().__init__(d_in, d_out, context_length, dropout, num_heads, qkv_bias, persistent_mask=persistent_mask)
         self.out_proj = nn.Linear(d_out * num_heads, d_out * num_heads)
 
     def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:
@@ -49,8 +57,6 @@ class MHAPyTorchScaledDotProduct(CausalMask):
     torch.Size([2, 6, 12])
     """
 
-    persistent_mask = False
-
     def __init__(
         self,
         d_in: int,
@@ -60,7 +66,7 @@ class MHAPyTorchScaledDotProduct(CausalMask):
         dropout: float = 0.0,
         qkv_bias: bool = False,
     ) -> None:
-        super().__init__(context_length)
+        super().__init__(context_length, persistent_mask=False)
         self.d_in = d_in
         self.d_out = d_out
         self.num_heads = num_heads
@@ -87,14 +93,7 @@ class MHAPyTorchFlexAttention(MHAPyTorchScaledDotProduct):
 class MHAPyTorchSDPAWithoutFlash(MHAPyTorchScaledDotProduct):
     """The same with a bool ``mask``, which the plain module keeps in its states."""
 
-    persistent_mask = True
     mask_dtype = torch.bool
-
-
-class MultiHeadAttentionCombinedQKV(MHAPyTorchScaledDotProduct):
-    """The same with a ``mask`` in its states, and a module ``dropout``."""
-
-    persistent_mask = True
 
     def __init__(
         self,
@@ -104,8 +103,29 @@ class MultiHeadAttentionCombinedQKV(MHAPyTorchScaledDotProduct):
         context_length: int,
         dropout: float = 0.0,
         qkv_bias: bool = False,
+        *,
+        persistent_mask: bool | None = None,
     ) -> None:
         super().__init__(d_in, d_out, num_heads, context_length, dropout, qkv_bias)
+        self.persistent_mask = persistent_mask
+
+
+class MultiHeadAttentionCombinedQKV(MHAPyTorchScaledDotProduct):
+    """The same with a ``mask`` in its states, and a module ``dropout``."""
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        num_heads: int,
+        context_length: int,
+        dropout: float = 0.0,
+        qkv_bias: bool = False,
+        *,
+        persistent_mask: bool | None = None,
+    ) -> None:
+        super().__init__(d_in, d_out, num_heads, context_length, dropout, qkv_bias)
+        self.persistent_mask = persistent_mask
         self.dropout = make_dropout(dropout)
 
 
@@ -123,9 +143,17 @@ class MHAEinsum(CausalMask):
     bias_v: Tensor | None
 
     def __init__(
-        self, d_in: int, d_out: int, context_length: int, dropout: float, num_heads: int, qkv_bias: bool = False
+        self,
+        d_in: int,
+        d_out: int,
+        context_length: int,
+        dropout: float,
+        num_heads: int,
+        qkv_bias: bool = False,
+        *,
+        persistent_mask: bool | None = None,
     ) -> None:
-        super().__init__(context_length)
+        super().__init__(context_length, persistent_mask)
         self.d_in = d_in
         self.d_out = d_out
         self.num_heads = num_heads
@@ -181,8 +209,10 @@ class MHAPyTorchClass(CausalMask):
         dropout: float = 0.0,
         qkv_bias: bool = False,
         need_weights: bool = True,
+        *,
+        persistent_mask: bool | None = None,
     ) -> None:
-        super().__init__(context_length)
+        super().__init__(context_length, persistent_mask)
         if d_in != d_out:
             raise ValueError(f"pyattn: d_in must equal d_out for nn.MultiheadAttention, got {d_in} and {d_out}")
         self.d_in = d_in

@@ -50,8 +50,9 @@ class MultiHeadAttention(CausalMask, ScoreOptions):
         alibi: bool = False,
         sinks: bool = False,
         rotary: float | None = None,
+        persistent_mask: bool | None = None,
     ) -> None:
-        super().__init__(context_length)
+        super().__init__(context_length, persistent_mask)
         self.d_in = d_in
         self.d_out = d_out
         self.num_heads = num_heads
