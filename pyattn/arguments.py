@@ -74,6 +74,8 @@ def check_finite(name: str, value: object) -> None:
 def check_size(name: str, value: object, least: int = 0) -> None:
     """TypeError for what is no int, ValueError for one below ``least``."""
     check_type(name, value, int, torch.SymInt)
+    if isinstance(value, bool):
+        raise TypeError(f"pyattn: {name} must be int, got {value}")
     if isinstance(value, int) and value < least:
         raise ValueError(f"pyattn: {name} must be at least {least}, got {value}")
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from pyattn.arguments import check_tensor, check_type
+from pyattn.arguments import check_size, check_tensor, check_type
 from pyattn.cache import KVCache
 
 
@@ -63,8 +63,15 @@ def check_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     return wide
 
 
+def check_sizes(**sizes: int) -> None:
+    """TypeError or ValueError unless each is an int of at least 1."""
+    for name, size in sizes.items():
+        check_size(name, size, least=1)
+
+
 def quotient(name: str, value: int, divisor_name: str, divisor: int) -> int:
-    """``value // divisor``, or ValueError."""
-    if value < 1 or divisor < 1 or value % divisor:
-        raise ValueError(f"pyattn: {name} must be a positive multiple of {divisor_name}, got {value} and {divisor}")
+    """``value // divisor``, or TypeError or ValueError unless both are sizes and it leaves no rest."""
+    check_sizes(**{name: value, divisor_name: divisor})
+    if value % divisor:
+        raise ValueError(f"pyattn: {name} must be a multiple of {divisor_name}, got {value} and {divisor}")
     return value // divisor

@@ -12,7 +12,7 @@ from torch.nn.functional import linear, pad
 
 from pyattn.cache import KVCache
 from pyattn.nn.causal import MultiHeadAttentionWrapper
-from pyattn.nn.checks import check_cache, check_input, quotient
+from pyattn.nn.checks import check_cache, check_input, check_sizes, quotient
 from pyattn.nn.heads import Output, attend_heads, check_dropout, make_dropout, output_of
 from pyattn.nn.mask import CausalMask
 from pyattn.nn.multi_head import MultiHeadAttention
@@ -67,6 +67,7 @@ class MHAPyTorchScaledDotProduct(CausalMask):
         qkv_bias: bool = False,
     ) -> None:
         super().__init__(context_length, persistent_mask=False)
+        check_sizes(d_in=d_in)
         self.d_in = d_in
         self.d_out = d_out
         self.num_heads = num_heads
@@ -154,6 +155,7 @@ class MHAEinsum(CausalMask):
         persistent_mask: bool | None = None,
     ) -> None:
         super().__init__(context_length, persistent_mask)
+        check_sizes(d_in=d_in)
         self.d_in = d_in
         self.d_out = d_out
         self.num_heads = num_heads
@@ -213,6 +215,7 @@ class MHAPyTorchClass(CausalMask):
         persistent_mask: bool | None = None,
     ) -> None:
         super().__init__(context_length, persistent_mask)
+        check_sizes(d_in=d_in, d_out=d_out)
         if d_in != d_out:
             raise ValueError(f"pyattn: d_in must equal d_out for nn.MultiheadAttention, got {d_in} and {d_out}")
         self.d_in = d_in

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyattn.arguments import check_type
 from pyattn.cache import KVCache
 from pyattn.cached_attention import attention_with_cache
 from pyattn.dropout import draw_seed
@@ -16,7 +17,10 @@ Output = Tensor | tuple[Tensor, Tensor]
 
 
 def check_dropout(p: float) -> float:
-    """A constructor's ``dropout``, or ValueError."""
+    """A constructor's ``dropout``, or TypeError or ValueError."""
+    check_type("dropout", p, int, float)
+    if isinstance(p, bool):
+        raise TypeError(f"pyattn: dropout must be int or float, got {p}")
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"pyattn: dropout must be between 0 and 1, got {p}")
     return p

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from pyattn.cache import KVCache
-from pyattn.nn.checks import check_cache, check_input, check_mask, quotient
+from pyattn.nn.checks import check_cache, check_input, check_mask, check_sizes, quotient
 from pyattn.nn.growing_cache import GrowingCache
 from pyattn.nn.heads import Output, attend_heads, make_dropout, output_of
 from pyattn.nn.mask import CausalMask
@@ -45,14 +45,15 @@ class MultiHeadAttention(CausalMask, ScoreOptions):
         qkv_bias: bool = False,
         *,
         num_kv_heads: int | None = None,
-        window: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
+        window: tuple[int, int] | None = None,
+        softcap: float | None = None,
         alibi: bool = False,
         sinks: bool = False,
         rotary: float | None = None,
         persistent_mask: bool | None = None,
     ) -> None:
         super().__init__(context_length, persistent_mask)
+        check_sizes(d_in=d_in)
         self.d_in = d_in
         self.d_out = d_out
         self.num_heads = num_heads
@@ -105,8 +106,8 @@ class Attention(ScoreOptions):
         dropout: float = 0.0,
         *,
         num_kv_heads: int | None = None,
-        window: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
+        window: tuple[int, int] | None = None,
+        softcap: float | None = None,
         alibi: bool = False,
         sinks: bool = False,
         rotary: float | None = None,
@@ -164,13 +165,14 @@ class GroupedQueryAttention(ScoreOptions):
         dtype: torch.dtype | None = None,
         qkv_bias: bool = False,
         *,
-        window: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
+        window: tuple[int, int] | None = None,
+        softcap: float | None = None,
         alibi: bool = False,
         sinks: bool = False,
         rotary: float | None = None,
     ) -> None:
         super().__init__()
+        check_sizes(d_in=d_in)
         self.d_in = d_in
         self.d_out = d_out
         self.num_heads = num_heads
