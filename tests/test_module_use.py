@@ -24,7 +24,7 @@ from module_cases import (
 
 import pyattn
 from pyattn import dropout, functional, nn
-from pyattn.nn import heads, positions
+from pyattn.nn import described, heads, positions
 
 WITH_DROPOUT = [name for name in ARGUMENTS if not name.startswith(("Simplified", "SelfAttention"))]
 
@@ -148,7 +148,7 @@ def test_mask_errors():
 
 def test_docstring_examples_run():
     of_modules = map(importlib.import_module, {getattr(nn, name).__module__ for name in ARGUMENTS})
-    homes = [functional, dropout, positions, *of_modules]
+    homes = [functional, dropout, described, positions, *of_modules]
     results = [doctest.testmod(home) for home in homes]
     assert all(result.attempted > 0 for result in results)
     assert not any(result.failed for result in results)

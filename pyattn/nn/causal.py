@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from pyattn.nn.checks import check_input, check_sizes
+from pyattn.nn.described import described
 from pyattn.nn.heads import Output, attend_single, make_dropout
 from pyattn.nn.mask import CausalMask
 
@@ -35,6 +36,9 @@ class CausalAttention(CausalMask):
         self.W_key = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.dropout: nn.Module = make_dropout(dropout)
+
+    def extra_repr(self) -> str:  # noqa: D102
+        return described(**self.described_mask())
 
     def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out)."""
@@ -68,6 +72,9 @@ class MultiHeadAttentionWrapper(nn.Module):
             for _ in range(num_heads)
         )
 
+    def extra_repr(self) -> str:  # noqa: D102
+        return described(num_heads=len(self.heads))
+
     def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, num_heads * d_out)."""
         if not need_weights:
@@ -97,6 +104,9 @@ class SingleHeadSelfAttention(nn.Module):
         self.v = nn.Linear(d_model, d_k, bias=False)
         self.dropout: nn.Module = make_dropout(dropout)
         self.trace_shapes = trace_shapes
+
+    def extra_repr(self) -> str:  # noqa: D102
+        return described(trace_shapes=self.trace_shapes or None)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``x`` (batch, seqlen, d_model), out (batch, seqlen, d_k), weights (batch, seqlen, seqlen)."""

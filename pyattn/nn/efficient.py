@@ -13,6 +13,7 @@ from torch.nn.functional import linear, pad
 from pyattn.cache import KVCache
 from pyattn.nn.causal import MultiHeadAttentionWrapper
 from pyattn.nn.checks import check_cache, check_input, check_sizes, quotient
+from pyattn.nn.described import described
 from pyattn.nn.heads import Output, attend_heads, check_dropout, make_dropout, output_of
 from pyattn.nn.mask import CausalMask
 from pyattn.nn.multi_head import MultiHeadAttention
@@ -57,6 +58,8 @@ class MHAPyTorchScaledDotProduct(CausalMask):
     torch.Size([2, 6, 12])
     """
 
+    mask_in_plain_states = False
+
     def __init__(
         self,
         d_in: int,
@@ -66,7 +69,7 @@ class MHAPyTorchScaledDotProduct(CausalMask):
         dropout: float = 0.0,
         qkv_bias: bool = False,
     ) -> None:
-        super().__init__(context_length, persistent_mask=False)
+        super().__init__(context_length)
         check_sizes(d_in=d_in)
         self.d_in = d_in
         self.d_out = d_out
@@ -75,6 +78,10 @@ class MHAPyTorchScaledDotProduct(CausalMask):
         self.qkv = nn.Linear(d_in, 3 * d_out, bias=qkv_bias)
         self.proj = nn.Linear(d_out, d_out)
         self.dropout: float | nn.Module = check_dropout(dropout)
+
+    def extra_repr(self) -> str:  # noqa: D102
+        p = None if isinstance(self.dropout, nn.Module) else self.dropout or None
+        return described(num_heads=self.num_heads, **self.described_mask(), dropout=p)
 
     def forward(self, x: Tensor, *, kv_cache: KVCache | None = None, need_weights: bool = False) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x goes on behind the tokens in ``kv_cache``."""
@@ -94,6 +101,7 @@ class MHAPyTorchFlexAttention(MHAPyTorchScaledDotProduct):
 class MHAPyTorchSDPAWithoutFlash(MHAPyTorchScaledDotProduct):
     """The same with a bool ``mask``, which the plain module keeps in its states."""
 
+    mask_in_plain_states = True
     mask_dtype = torch.bool
 
     def __init__(
@@ -113,6 +121,8 @@ class MHAPyTorchSDPAWithoutFlash(MHAPyTorchScaledDotProduct):
 
 class MultiHeadAttentionCombinedQKV(MHAPyTorchScaledDotProduct):
     """The same with a ``mask`` in its states, and a module ``dropout``."""
+
+    mask_in_plain_states = True
 
     def __init__(
         self,
@@ -168,6 +178,10 @@ class MHAEinsum(CausalMask):
         self.out_proj = nn.Linear(d_out, d_out)
         self.dropout: nn.Module = make_dropout(dropout)
         self.reset_parameters()
+
+    def extra_repr(self) -> str:  # noqa: D102
+        sizes = {"d_in": self.d_in, "d_out": self.d_out, "qkv_bias": None if self.bias_q is None else True}
+        return described(**sizes, num_heads=self.num_heads, **self.described_mask())
 
     def reset_parameters(self) -> None:
         """Draws the projections anew, in the plain module's order; not ``out_proj``."""
@@ -225,6 +239,16 @@ class MHAPyTorchClass(CausalMask):
         )
         self.need_weights = need_weights
         self.proj = nn.Linear(d_out, d_out)
+
+    def extra_repr(self) -> str:  # noqa: D102
+        inner = self.multihead_attn
+        return described(
+            num_heads=inner.num_heads,
+            **self.described_mask(),
+            dropout=inner.dropout or None,
+            qkv_bias=None if inner.bias_k is None else True,
+            need_weights=None if self.need_weights else False,
+        )
 
     def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); the weights' last key is that of ``bias_k``."""

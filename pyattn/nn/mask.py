@@ -73,6 +73,8 @@ class CausalMask(nn.Module):
     out). None makes it causal again.
     """
 
+    mask_in_plain_states = True
+    """Whether the plain module's states have the mask."""
     mask_dtype: torch.dtype | None = None
     """The mask's dtype; None: the parameters'."""
 
@@ -87,7 +89,8 @@ class CausalMask(nn.Module):
     def persistent_mask(self) -> bool:
         """Whether saving writes the causal mask."""
         if self._persistent_mask is None:
-            return self._state_had_mask and self.context_length <= LONGEST_WRITTEN
+            usual = self.mask_in_plain_states and self.context_length <= LONGEST_WRITTEN
+            return usual and self._state_had_mask
         return self._persistent_mask
 
     @persistent_mask.setter
@@ -118,6 +121,10 @@ class CausalMask(nn.Module):
         if name == "mask":
             self._buffers.setdefault(name, None)
         super().register_buffer(name, tensor, persistent)
+
+    def described_mask(self) -> dict[str, object]:
+        """The constructor's arguments for :func:`pyattn.nn.described.described`."""
+        return {"context_length": self.context_length, "persistent_mask": self._persistent_mask}
 
     def mask_options(self, x: Tensor, cached: bool = False) -> dict[str, Any]:
         """How attention over ``x`` (batch, seqlen, d_in) is masked: causally, or by the buffer registered as mask.

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from pyattn.cache import KVCache
 from pyattn.nn.checks import check_cache, check_input, check_mask, check_sizes, quotient
+from pyattn.nn.described import described
 from pyattn.nn.growing_cache import GrowingCache
 from pyattn.nn.heads import Output, attend_heads, make_dropout, output_of
 from pyattn.nn.mask import CausalMask
@@ -67,6 +68,11 @@ class MultiHeadAttention(CausalMask, ScoreOptions):
         self.dropout: nn.Module = make_dropout(dropout)
         self.set_score_options(num_heads, self.head_dim, window, softcap, alibi, sinks, rotary)
 
+    def extra_repr(self) -> str:  # noqa: D102
+        shared = None if self.num_kv_heads == self.num_heads else self.num_kv_heads
+        heads = {"num_heads": self.num_heads, "num_kv_heads": shared}
+        return described(**heads, **self.described_mask(), **self.described_options())
+
     def forward(self, x: Tensor, *, kv_cache: KVCache | None = None, need_weights: bool = False) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x goes on behind the tokens in ``kv_cache``."""
         check_input(x, self.d_in, self.W_query, context_length=self.context_length)
@@ -124,6 +130,10 @@ class Attention(ScoreOptions):
         self.W_o = nn.Linear(embed_dim, embed_dim)
         self.dropout: nn.Module = make_dropout(dropout)
         self.set_score_options(num_heads, self.head_dim, window, softcap, alibi, sinks, rotary)
+
+    def extra_repr(self) -> str:  # noqa: D102
+        shared = None if self.num_kv_heads == self.num_heads else self.num_kv_heads
+        return described(num_heads=self.num_heads, num_kv_heads=shared, **self.described_options())
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, *, kv_cache: KVCache | None = None, need_weights: bool = False
@@ -186,6 +196,9 @@ class GroupedQueryAttention(ScoreOptions):
         self.dropout: nn.Module = make_dropout(dropout)
         self.set_score_options(num_heads, self.head_dim, window, softcap, alibi, sinks, rotary, dtype)
         self._own_cache = GrowingCache()
+
+    def extra_repr(self) -> str:  # noqa: D102
+        return described(num_heads=self.num_heads, num_kv_groups=self.num_kv_groups, **self.described_options())
 
     def forward(
         self, x: Tensor, use_cache: bool = False, *, kv_cache: KVCache | None = None, need_weights: bool = False

@@ -57,6 +57,16 @@ class ScoreOptions(nn.Module):
         self.window, self.softcap, self.alibi, self.rotary = window, softcap, alibi, rotary
         self.register_parameter("sinks", nn.Parameter(torch.zeros(num_heads, dtype=dtype)) if sinks else None)
 
+    def described_options(self) -> dict[str, object]:
+        """The extras for :func:`pyattn.nn.described.described`, each None that is its default."""
+        return {
+            "window": None if self.window == UNBOUNDED else self.window,
+            "softcap": self.softcap or None,
+            "alibi": self.alibi or None,
+            "sinks": None if self.sinks is None else True,
+            "rotary": self.rotary,
+        }
+
     def score_options(self, num_heads: int, x: Tensor) -> dict[str, Any]:
         """The extras as :func:`pyattn.nn.heads.attend_heads` takes them, for the input ``x``."""
         slopes = None

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from pyattn.nn.checks import check_input, check_sizes
+from pyattn.nn.described import described
 from pyattn.nn.heads import Output, attend_single
 
 
@@ -33,6 +34,10 @@ class SelfAttention_v1(nn.Module):
         self.W_query = nn.Parameter(torch.rand(d_in, d_out))
         self.W_key = nn.Parameter(torch.rand(d_in, d_out))
         self.W_value = nn.Parameter(torch.rand(d_in, d_out))
+
+    def extra_repr(self) -> str:  # noqa: D102
+        d_in, d_out = self.W_query.shape
+        return described(d_in=d_in, d_out=d_out)
 
     def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:
         """``x`` (batch, seqlen, d_in) or (seqlen, d_in); out the same with d_out."""
