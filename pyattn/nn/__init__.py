@@ -16,7 +16,8 @@ What all modules share:
 - ``dropout`` is the probability, 0 to 1, of dropping a weight in training; the module of that name may be replaced by
   ``nn.Identity``. ``qkv_bias`` gives the projections a bias.
 - ``need_weights=True`` returns ``(out, weights)``, the weights as they met ``v``, so after dropout: (batch, num_heads,
-  seqlen, seqlen), without num_heads in one-head modules, without batch if ``x`` has none.
+  seqlen, seqlen), without num_heads in one-head modules, without batch if ``x`` has none. The default is False, but in
+  :class:`SingleHeadSelfAttention`, whose plain module returns them always.
 - ``window``, ``softcap``, ``alibi``, ``sinks`` and ``rotary`` are keyword-only extras of :class:`MultiHeadAttention`,
   :class:`Attention` and :class:`GroupedQueryAttention`: see :class:`pyattn.nn.score.ScoreOptions`. One-head modules and
   the wrapper around them, the book's steps on the way there, have none.

@@ -86,8 +86,8 @@ class MultiHeadAttentionWrapper(nn.Module):
 class SingleHeadSelfAttention(nn.Module):
     """One causal head that also returns its weights, over Linears ``q k v`` without bias.
 
-    ``trace_shapes`` prints the shapes on the way. The weights take seqlen x seqlen memory: :class:`CausalAttention` is
-    the same without them.
+    ``trace_shapes`` prints the shapes on the way. The weights take seqlen x seqlen memory, which ``need_weights=False``
+    saves.
 
     >>> attention = SingleHeadSelfAttention(d_model=4, d_k=2, trace_shapes=True)
     >>> out, weights = attention(torch.rand(1, 5, 4))
@@ -108,13 +108,14 @@ class SingleHeadSelfAttention(nn.Module):
     def extra_repr(self) -> str:  # noqa: D102
         return described(trace_shapes=self.trace_shapes or None)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, *, need_weights: bool = True) -> Output:
         """``x`` (batch, seqlen, d_model), out (batch, seqlen, d_k), weights (batch, seqlen, seqlen)."""
         check_input(x, self.d_model, self.q)
         q, k, v = self.q(x), self.k(x), self.v(x)
         if self.trace_shapes:
             print(f"q {q.shape}  k {k.shape}  v {v.shape}")
-        out, weights = attend_single(q, k, v, dropout=self.dropout, need_weights=True)
+        result = attend_single(q, k, v, dropout=self.dropout, need_weights=need_weights)
         if self.trace_shapes:
-            print(f"weights {weights.shape}  out {out.shape}")
-        return out, weights
+            out, weights = result if isinstance(result, tuple) else (result, None)
+            print(f"out {out.shape}" if weights is None else f"weights {weights.shape}  out {out.shape}")
+        return result
