@@ -108,6 +108,7 @@ class KVCache:
         with torch.inference_mode(False):  # so that a cache outlives the mode that it was made in
             self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
             self.starts = torch.zeros_like(self.lengths)
+            self._ragged, self._last = False, self.lengths.new_zeros(3, batch)
             self.block_table = None if page_size is None else table_for(self.lengths, max_seqlen, page_size)
 
             def storage(columns: int) -> Tensor:
@@ -127,13 +128,22 @@ class KVCache:
         sizes = f"max_seqlen={self.max_seqlen}, page_size={self.page_size}, window={self.window}"
         return f"KVCache({shape}, {sizes}, lengths={self.lengths.tolist()})"
 
+    @property
+    def last_append(self) -> Tensor | None:
+        """int64 (3, B) after an append with ``lengths``: its ``new``, each sequence's length before it and after it.
+
+        None after an append of as many positions to all, and after a reset: lengths says where its rows are.
+        """
+        return self._last if self._ragged else None
+
     def append(self, k: Tensor, v: Tensor, lengths: Sequence[int] | Tensor | None = None) -> None:
         """Appends new positions in place; gradients do not flow through them.
 
         Args:
             k, v: (B, Hkv, new, D) and (B, Hkv, new, Dv), in the cache's dtype, any strides.
             lengths: the first lengths[b] of the new positions count for sequence b, ints or an int32 or int64 tensor
-                (B,); default: all.
+                (B,); default: all. The others are padding: :func:`attention_with_cache` hides the queries that
+                belong to them.
 
         Raises:
             ValueError: other shapes; on the CPU, a sequence that would outgrow max_seqlen, unless the cache is a ring,
@@ -143,17 +153,22 @@ class KVCache:
         check_tensor("k", k)
         check_tensor("v", v)
         new = None if lengths is None else check_integers("lengths", lengths, self.lengths.device)
+        before = None if new is None else self.lengths.clone()
         storage = self.k, self.v, self.lengths
         tokens = k.detach(), v.detach(), new, self.max_seqlen
         if self.block_table is None:
             _append(*storage, self.starts, *tokens)
         else:
             _append_pages(*storage, self.block_table, *tokens)
+        self._ragged = before is not None
+        if before is not None:
+            torch.stack([torch.full_like(before, k.shape[2]), before, self.lengths], out=self._last)
 
     def reset(self) -> None:
         """Forgets all sequences; the memory stays."""
         self.lengths.zero_()
         self.starts.zero_()
+        self._ragged = False
 
     def reorder(self, idx: Sequence[int] | Tensor) -> None:
         """Sequence b becomes what sequence idx[b] was, as beam search wants it; one may be taken several times.
@@ -170,3 +185,6 @@ class KVCache:
             _reorder(self.k, self.v, self.lengths, self.starts, chosen)
         else:
             _reorder_pages(self.lengths, self.block_table, chosen)
+        if self._ragged:
+            chosen = chosen.clamp(0, max(0, len(self.lengths) - 1))  # as the operator takes them on a GPU
+            torch.index_select(self._last.clone(), 1, chosen, out=self._last)

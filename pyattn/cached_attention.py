@@ -10,7 +10,7 @@ from pyattn.arguments import check_tensor, check_type, hide_catch_all, refuse
 from pyattn.cache import KVCache
 from pyattn.functional import attention
 from pyattn.options import UNBOUNDED
-from pyattn.ring import in_slots
+from pyattn.ring import in_slots, narrowed
 from pyattn.visible import check_ranges
 
 __all__ = ["attention_with_cache"]
@@ -77,16 +77,24 @@ def attention_with_cache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`pyattn.attention` of queries over the keys in a cache, the queries' own appended before.
 
-    Query ``i`` of sequence ``b`` stands at position ``cache.lengths[b] - Sq + i``: the last query is the newest key's.
+    Query ``i`` of sequence ``b`` is at position ``cache.lengths[b] - Sq + i``: the last query is the newest key's.
     The result is that of the last rows of one call over all tokens. ::
 
         cache.lengths 3, Sq 1     1 1 1 . .          cache.lengths 4, Sq 2     1 1 1 0 .
                                                                                1 1 1 1 .
+
+    After ``cache.append(k, v, lengths)``, q is padded as k is: query ``i`` is at position ``before[b] + i``, before
+    being what cache.lengths held before that append, and queries from ``lengths[b]`` on are padding: out 0, lse -inf
+    (with sinks, the sink), gradient 0. Where q has more rows than k had, the last ones are that append's and the others
+    lie right before them; where it has fewer, or a sequence's length was changed since, q holds the newest positions,
+    as above. Only the last append counts: after several with lengths, call once for each, or pass q_offset. ::
+
+        append of 2, lengths [2, 1], Sq 2     sequence 0, before 2   1 1 1 0 .      sequence 1, before 1   1 1 0 0 .
+                                                                     1 1 1 1 .                             0 0 0 0 .
     Args:
         q: (B, Hq, Sq, D) in the cache's dtype: one token to decode, or a chunk of a prompt.
         cache: a :class:`KVCache`.
-        q_offset: position of query 0, an int or (B,) int64. After an append with lengths of its own, pass what
-            cache.lengths held before it (a clone); queries that do not count then see no more than the others.
+        q_offset: position of query 0, an int or (B,) int64; no query is padding then. Default: as above.
         window, key_ranges: in positions, on top of the cache's own window.
         bias: as for :func:`pyattn.attention`, with max_seqlen keys.
         causal, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, return_lse: as there.
@@ -105,17 +113,24 @@ def attention_with_cache(
     check_tensor("q", q)
     check_type("cache", cache, KVCache)
     seqlen_q = q.shape[2] if q.dim() == 4 else 0  # attention refuses q of other dimensions
-    newest = q_offset is None
     if cache.window is not None:
         if key_ranges is not None or bias is not None:
             wrong = "bias" if key_ranges is None else "key_ranges"
             raise NotImplementedError(f"pyattn: a cache with a window takes no {wrong}, got window={cache.window}")
-        state = cache.lengths, cache.starts, cache.window, cache.max_seqlen
-        window, q_offset = in_slots(*state, window=window, q_offset=q_offset, seqlen_q=seqlen_q)
-    elif q_offset is None:
-        q_offset = cache.lengths - seqlen_q
-    if not (causal and newest):
-        key_ranges = _used(key_ranges, cache, seqlen_q)
+        window = narrowed(window, cache.window, cache.max_seqlen, seqlen_q)
+    last_append = cache.last_append if q_offset is None else None
+    if causal and q_offset is None and last_append is None:
+        q_offset = _used(cache) - seqlen_q  # a causal mask of the newest queries hides unused slots itself
+    else:
+        used, padding = _used(cache), None
+        if q_offset is None:
+            q_offset = used - seqlen_q
+            if last_append is not None:
+                padding = _padding(last_append, cache.lengths, seqlen_q)
+                q_offset = q_offset + padding
+        elif cache.window is not None:
+            q_offset = in_slots(q_offset, cache.lengths, cache.starts, window[0], cache.max_seqlen)
+        key_ranges = _in_use(key_ranges, used, padding, seqlen_q, cache.max_seqlen)
     options: dict[str, Any] = {
         "causal": causal,
         "q_offset": q_offset,
@@ -137,16 +152,35 @@ def attention_with_cache(
     return (out, lse) if return_lse else out
 
 
-def _used(key_ranges: Tensor | None, cache: KVCache, seqlen_q: int) -> Tensor:
-    """The slots in use, [0, length), in these ranges; a causal mask of the newest queries hides the rest itself."""
-    end = (cache.lengths - cache.starts).unsqueeze(1).expand(-1, seqlen_q)
+def _used(cache: KVCache) -> Tensor:
+    """(B,): how many slots each sequence uses."""
+    return cache.lengths if cache.window is None else cache.lengths - cache.starts
+
+
+def _padding(last_append: Tensor, lengths: Tensor, seqlen_q: int) -> Tensor:
+    """(B,): how many of a sequence's last queries belong to new positions that did not count.
+
+    None do where the queries are fewer than the rows of that append, or where lengths have changed since.
+    """
+    new, before, after = last_append.unbind(0)
+    return torch.where((new <= seqlen_q) & (after == lengths), new - (after - before), 0)
+
+
+def _in_use(
+    key_ranges: Tensor | None, used: Tensor, padding: Tensor | None, seqlen_q: int, max_seqlen: int
+) -> Tensor:
+    """(B, Sq, 2): the slots in use, [0, used), in these ranges; none for the last ``padding`` queries."""
+    end = used.unsqueeze(1).expand(-1, seqlen_q)
+    if padding is not None:
+        rows = torch.arange(seqlen_q, device=used.device)
+        end = torch.where(rows < (seqlen_q - padding).unsqueeze(1), end, 0)
     if key_ranges is None:
         return torch.stack([torch.zeros_like(end), end], -1)
     check_tensor("key_ranges", key_ranges)
     if key_ranges.shape not in ((1, seqlen_q, 2), (*end.shape, 2)):
         return key_ranges  # which attention refuses
     if not key_ranges.is_cuda:  # whose kernels clamp them, for nobody reads them here
-        check_ranges(key_ranges, cache.max_seqlen)
+        check_ranges(key_ranges, max_seqlen)
     first, behind_last = key_ranges.unbind(-1)
     end = torch.minimum(behind_last, end)
     return torch.stack([torch.minimum(first, end), end], -1)

@@ -21,17 +21,8 @@ def slots_of(window: int, max_seqlen: int) -> int:
     return max_seqlen + -(-max_seqlen // SLACK)
 
 
-def in_slots(
-    lengths: Tensor,
-    starts: Tensor,
-    kept: int,
-    max_seqlen: int,
-    *,
-    window: tuple[int, int],
-    q_offset: int | Tensor | None,
-    seqlen_q: int,
-) -> tuple[tuple[int, int], Tensor]:
-    """``window`` within that of a ring, ``kept`` keys wide, and ``q_offset``, None: the newest, in its slots."""
+def narrowed(window: tuple[int, int], kept: int, max_seqlen: int, seqlen_q: int) -> tuple[int, int]:
+    """``window`` within that of a ring, ``kept`` keys wide; ValueError for more queries than find their keys there."""
     if seqlen_q > max_seqlen - kept + 1:
         raise ValueError(
             f"pyattn: over a cache with window={kept}, seqlen_q must not exceed max_seqlen - window + 1 = "
@@ -39,10 +30,12 @@ def in_slots(
         )
     check_window(window)
     left, right = window
-    left = kept - 1 if left < 0 else min(left, kept - 1)
-    if q_offset is None:
-        return (left, right), lengths - seqlen_q - starts
+    return kept - 1 if left < 0 else min(left, kept - 1), right
+
+
+def in_slots(q_offset: int | Tensor, lengths: Tensor, starts: Tensor, left: int, max_seqlen: int) -> Tensor:
+    """``q_offset`` in slots, for queries that see ``left`` keys before their own; those must still be there."""
     check_type("q_offset", q_offset, int, torch.SymInt, Tensor)
     check_64_bits("q_offset", q_offset)
     offsets = q_offset if isinstance(q_offset, Tensor) else torch.full_like(lengths, q_offset)
-    return (left, right), _slots(lengths, starts, offsets, left + 1, max_seqlen)
+    return _slots(lengths, starts, offsets, left + 1, max_seqlen)
