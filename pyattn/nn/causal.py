@@ -40,11 +40,12 @@ class CausalAttention(CausalMask):
     def extra_repr(self) -> str:  # noqa: D102
         return described(**self.described_mask())
 
-    def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:
+    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None, need_weights: bool = False) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out)."""
         check_input(x, self.d_in, self.W_query, context_length=self.context_length)
         q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
-        return attend_single(q, k, v, dropout=self.dropout, need_weights=need_weights, **self.mask_options(x))
+        options = self.mask_options(x) | {"key_ranges": key_ranges}
+        return attend_single(q, k, v, dropout=self.dropout, need_weights=need_weights, **options)
 
 
 class MultiHeadAttentionWrapper(nn.Module):
@@ -75,11 +76,12 @@ class MultiHeadAttentionWrapper(nn.Module):
     def extra_repr(self) -> str:  # noqa: D102
         return described(num_heads=len(self.heads))
 
-    def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:
+    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None, need_weights: bool = False) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, num_heads * d_out)."""
+        results = [head(x, key_ranges=key_ranges, need_weights=need_weights) for head in self.heads]
         if not need_weights:
-            return torch.cat([head(x) for head in self.heads], dim=-1)
-        outs, weights = zip(*(head(x, need_weights=True) for head in self.heads), strict=True)
+            return torch.cat(results, dim=-1)
+        outs, weights = zip(*results, strict=True)
         return torch.cat(outs, dim=-1), torch.stack(weights, dim=1)
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
+from pyattn.arguments import shown
 from pyattn.cache import KVCache
 from pyattn.nn.causal import MultiHeadAttentionWrapper
-from pyattn.nn.checks import check_cache, check_input, check_sizes, quotient
+from pyattn.nn.checks import Lengths, check_cache, check_input, check_sizes, quotient
 from pyattn.nn.described import described
 from pyattn.nn.heads import Output, attend_heads, check_dropout, make_dropout, output_of
 from pyattn.nn.mask import CausalMask
@@ -42,9 +43,9 @@ class Ch03_MHA_Wrapper(MultiHeadAttentionWrapper):
         super().__init__(d_in, d_out, context_length, dropout, num_heads, qkv_bias, persistent_mask=persistent_mask)
         self.out_proj = nn.Linear(d_out * num_heads, d_out * num_heads)
 
-    def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:
+    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None, need_weights: bool = False) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, num_heads * d_out)."""
-        result = super().forward(x, need_weights=need_weights)
+        result = super().forward(x, key_ranges=key_ranges, need_weights=need_weights)
         out, weights = result if isinstance(result, tuple) else (result, None)
         return output_of(self.out_proj(out), weights)
 
@@ -83,14 +84,23 @@ class MHAPyTorchScaledDotProduct(CausalMask):
         p = None if isinstance(self.dropout, nn.Module) else self.dropout or None
         return described(num_heads=self.num_heads, **self.described_mask(), dropout=p)
 
-    def forward(self, x: Tensor, *, kv_cache: KVCache | None = None, need_weights: bool = False) -> Output:
-        """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x goes on behind the tokens in ``kv_cache``."""
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_ranges: Tensor | None = None,
+        kv_cache: KVCache | None = None,
+        lengths: Lengths | None = None,
+        need_weights: bool = False,
+    ) -> Output:
+        """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x continues the tokens in ``kv_cache``."""
         check_input(x, self.d_in, self.qkv, context_length=self.context_length)
-        check_cache(kv_cache, need_weights, self.context_length)
+        check_cache(kv_cache, lengths, self.context_length)
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         dropout = self.dropout if isinstance(self.dropout, nn.Module) else self.dropout * self.training
         options = self.mask_options(x, kv_cache is not None) | {"dropout": dropout, "need_weights": need_weights}
-        out, weights = attend_heads(q, k, v, self.head_dim, kv_cache=kv_cache, **options)
+        options |= {"key_ranges": key_ranges, "kv_cache": kv_cache, "lengths": lengths}
+        out, weights = attend_heads(q, k, v, self.head_dim, **options)
         return output_of(self.proj(out), weights)
 
 
@@ -192,15 +202,24 @@ class MHAEinsum(CausalMask):
             if bias is not None:
                 nn.init.uniform_(bias, -bound, bound)
 
-    def forward(self, x: Tensor, *, kv_cache: KVCache | None = None, need_weights: bool = False) -> Output:
-        """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x goes on behind the tokens in ``kv_cache``."""
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_ranges: Tensor | None = None,
+        kv_cache: KVCache | None = None,
+        lengths: Lengths | None = None,
+        need_weights: bool = False,
+    ) -> Output:
+        """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x continues the tokens in ``kv_cache``."""
         check_input(x, self.d_in, self.W_query, context_length=self.context_length)
-        check_cache(kv_cache, need_weights, self.context_length)
+        check_cache(kv_cache, lengths, self.context_length)
         weights = (self.W_query, self.bias_q), (self.W_key, self.bias_k), (self.W_value, self.bias_v)
         q, k, v = (linear(x, weight.mT, bias) for weight, bias in weights)
         options = self.mask_options(x, kv_cache is not None) | {"dropout": self.dropout, "need_weights": need_weights}
-        out, shown = attend_heads(q, k, v, self.head_dim, kv_cache=kv_cache, **options)
-        return output_of(self.out_proj(out), shown)
+        options |= {"key_ranges": key_ranges, "kv_cache": kv_cache, "lengths": lengths}
+        out, attended = attend_heads(q, k, v, self.head_dim, **options)
+        return output_of(self.out_proj(out), attended)
 
 
 class MHAPyTorchClass(CausalMask):
@@ -250,12 +269,20 @@ class MHAPyTorchClass(CausalMask):
             need_weights=None if self.need_weights else False,
         )
 
-    def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:
-        """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); the weights' last key is that of ``bias_k``."""
+    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None, need_weights: bool = False) -> Output:
+        """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); the weights' last key is that of ``bias_k``.
+
+        NotImplementedError for ``key_ranges`` with ``qkv_bias``: the keys of a range and ``bias_k`` are no range.
+        """
         check_input(x, self.d_in, self.proj, context_length=self.context_length)
-        inner, options = self.multihead_attn, self.mask_options(x)
+        inner, options = self.multihead_attn, self.mask_options(x) | {"key_ranges": key_ranges}
         q, k, v = linear(x, inner.in_proj_weight, inner.in_proj_bias).chunk(3, dim=-1)
         if inner.bias_k is not None and inner.bias_v is not None:
+            if key_ranges is not None:
+                raise NotImplementedError(
+                    "pyattn: key_ranges are not supported with qkv_bias=True, where every query also sees bias_k, got "
+                    f"{shown(key_ranges)}"
+                )
             k, v = (_before(bias, x) for bias, x in ((inner.bias_k, k), (inner.bias_v, v)))
             if "bias" in options:
                 options["bias"] = pad(options["bias"], (1, 0), value=True)
