@@ -140,3 +140,37 @@ def test_use_cache_alone() -> None:
     message = re.escape("pyattn: use_cache=True must come without kv_cache, got KVCache(k")
     with pytest.raises(ValueError, match=f"^{message}"):
         module(torch.randn(2, 3, D_IN, dtype=torch.float64), use_cache=True, kv_cache=KVCache(2, 2, 9, 2))
+
+
+MISFITS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"batch": 3}, ValueError, "batch size must be that of the module's keys, got 3 and 2"),
+    ({"num_heads_kv": 4}, ValueError, "number of KV heads must be that of the module's keys, got 4 and 2"),
+    ({"head_dim": 8}, ValueError, "head_dim must be that of the module's keys, got 8 and 4"),
+    ({"head_dim_v": 8}, ValueError, "head_dim_v must be that of the module's keys, got 8 and 4"),
+    ({"dtype": torch.float32}, TypeError, "dtype must be that of the module's keys, got torch.float32 and torch.float"),
+    ({"device": "meta"}, ValueError, "device must be that of the module's keys, got meta and cpu"),
+]
+
+
+@pytest.mark.parametrize("kind", [{}, {"page_size": 16}, {"window": 5}])
+@pytest.mark.parametrize(("other", "error", "message"), MISFITS, ids=[next(iter(x)) for x, _, _ in MISFITS])
+@pytest.mark.parametrize("extra", ["", "rotary"])
+def test_a_cache_that_does_not_fit(
+    extra: str, other: dict[str, Any], error: type[Exception], message: str, kind: dict[str, Any]
+) -> None:
+    """In our words where torch's would come first, as for rotary positions."""
+    module = made("MultiHeadAttention", extra)
+    sizes = {"batch": 2, "num_heads_kv": 2, "max_seqlen": CONTEXT_LENGTH, "head_dim": 4, "dtype": torch.float64}
+    cached = KVCache(**sizes | kind | other)
+    with pytest.raises(error, match="^pyattn: the cache's " + re.escape(message)):
+        module(torch.randn(2, 3, D_IN, dtype=torch.float64), kv_cache=cached)
+
+
+@pytest.mark.parametrize("new", [1, 300])
+def test_the_modules_own_cache_is_of_one_batch(new: int) -> None:
+    """Also where it would grow."""
+    module = made("GroupedQueryAttention", "rotary")
+    module(torch.randn(2, 3, D_IN, dtype=torch.float64), use_cache=True)
+    message = r"^pyattn: the cache's batch size must be that of the module's keys, got 2 and 1$"
+    with pytest.raises(ValueError, match=message):
+        module(torch.randn(1, new, D_IN, dtype=torch.float64), use_cache=True)
