@@ -101,3 +101,18 @@ def test_nothing_is_there() -> None:
     assert module(empty, kv_cache=cache_for(module, 0), need_weights=True)[1].shape == (0, 2, 3, 0)
     none_new = torch.zeros(2, 0, D_IN, dtype=torch.float64)
     assert module(none_new, kv_cache=cache_for(module), need_weights=True)[1].shape == (2, 2, 0, 0)
+
+
+@pytest.mark.parametrize("kind", [{}, {"page_size": 16}, {"window": 8}])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning:torch")  # torch's own, in dynamo
+def test_compiles_to_one_graph(kind: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    module = made("MultiHeadAttention", "all")
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 3, D_IN, dtype=torch.float64)
+    ours, expected = cache_for(module, **kind), cache_for(module, **kind)
+    with torch.no_grad():
+        for _ in range(3):
+            results = [f(x, kv_cache=c, need_weights=True) for f, c in ((compiled, ours), (module, expected))]
+            for found, target in zip(*results, strict=True):
+                assert_same(found, target)

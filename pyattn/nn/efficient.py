@@ -225,7 +225,7 @@ class MHAEinsum(CausalMask):
 class MHAPyTorchClass(CausalMask):
     """The parameters of torch's ``nn.MultiheadAttention``, in ``multihead_attn``, then the Linear ``proj``.
 
-    With ``qkv_bias``, that module also has a key and a value, ``bias_k`` and ``bias_v``, which every query sees behind
+    With ``qkv_bias``, that module also has a key and a value, ``bias_k`` and ``bias_v``, which every query sees after
     all others. ``need_weights`` chooses the plain module's way to compute and changes no result: the weights come with
     ``forward(x, need_weights=True)``.
 
@@ -294,5 +294,5 @@ class MHAPyTorchClass(CausalMask):
 
 
 def _before(row: Tensor, x: Tensor) -> Tensor:
-    """``row`` (1, 1, E) and behind it x (batch, seqlen, E): as the first key, the causal mask shows it to all."""
+    """``row`` (1, 1, E), then x (batch, seqlen, E): the causal mask shows the first key to all."""
     return torch.cat([row.to(x.dtype).expand(x.shape[0], 1, -1), x], dim=1)
