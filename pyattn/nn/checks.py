@@ -58,21 +58,22 @@ def check_cache(kv_cache: KVCache | None, lengths: Lengths | None, context_lengt
         )
 
 
-def check_append(kv_cache: KVCache, q: Tensor, k: Tensor, key_ranges: Tensor | None, mask: Tensor | None) -> None:
+def check_append(kv_cache: KVCache, k: Tensor, key_ranges: Tensor | None, mask: Tensor | None) -> None:
     """TypeError, ValueError or NotImplementedError for what ``kv_cache`` cannot take, before anything is appended.
 
     Args:
         kv_cache: the cache.
-        q, k: (B, new, Hq, D) and (B, new, Hkv, D), as the module projects them.
+        k: (B, new, Hkv, D), as the module projects it; v is like it.
         key_ranges: the ranges of the new queries.
         mask: the module's mask, of a shape that fits.
     """
+    batch, new, num_heads_kv, head_dim = k.shape
     heads = 1 if kv_cache.block_table is None else 2
     pairs = {
-        "batch size": (kv_cache.lengths.shape[0], k.shape[0]),
-        "number of KV heads": (kv_cache.k.shape[heads], k.shape[2]),
-        "head_dim": (kv_cache.k.shape[-1], k.shape[-1]),
-        "head_dim_v": (kv_cache.v.shape[-1], k.shape[-1]),
+        "batch size": (kv_cache.lengths.shape[0], batch),
+        "number of KV heads": (kv_cache.k.shape[heads], num_heads_kv),
+        "head_dim": (kv_cache.k.shape[-1], head_dim),
+        "head_dim_v": (kv_cache.v.shape[-1], head_dim),
         "dtype": (kv_cache.k.dtype, k.dtype),
         "device": (kv_cache.k.device, k.device),
     }
@@ -80,15 +81,15 @@ def check_append(kv_cache: KVCache, q: Tensor, k: Tensor, key_ranges: Tensor | N
         if of_cache != of_keys:
             kind = TypeError if name == "dtype" else ValueError
             raise kind(f"pyattn: the cache's {name} must be that of the module's keys, got {of_cache} and {of_keys}")
-    check_ring(kv_cache, q.shape[1], key_ranges, mask)
+    check_ring(kv_cache, new, key_ranges, mask)
     if key_ranges is not None:
         check_tensor("key_ranges", key_ranges)
-        if key_ranges.shape not in ((1, q.shape[1], 2), (q.shape[0], q.shape[1], 2)):
-            raise ValueError(
-                f"pyattn: key_ranges must have shape ({q.shape[0]} or 1, {q.shape[1]}, 2), got {list(key_ranges.shape)}"
-            )
+        if key_ranges.shape not in ((1, new, 2), (batch, new, 2)):
+            shape = list(key_ranges.shape)
+            raise ValueError(f"pyattn: key_ranges must have shape ({batch} or 1, {new}, 2), got {shape}")
         if key_ranges.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"pyattn: key_ranges must have dtype int32 or int64, got {str(key_ranges.dtype)[6:]}")
+            dtype = str(key_ranges.dtype).removeprefix("torch.")
+            raise TypeError(f"pyattn: key_ranges must have dtype int32 or int64, got {dtype}")
         if not key_ranges.is_cuda:
             check_ranges(key_ranges, kv_cache.max_seqlen)
 

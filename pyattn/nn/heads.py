@@ -106,7 +106,7 @@ def attend_heads(
     """
     q, k, v = (torch.unflatten(t, -1, (-1, head_dim)) for t in (q, k, v))
     if kv_cache is not None:
-        check_append(kv_cache, q, k, options.get("key_ranges"), options.get("bias"))
+        check_append(kv_cache, k, options.get("key_ranges"), options.get("bias"))
     if rotary is not None:
         first = None if kv_cache is None else kv_cache.lengths
         q, k = rotate(q, rotary, first), rotate(k, rotary, first)

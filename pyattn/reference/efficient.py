@@ -151,6 +151,8 @@ class MHAPyTorchClass(nn.Module):
         inner = self.multihead_attn
         q, k, v = linear(x, inner.in_proj_weight, inner.in_proj_bias).chunk(3, -1)
         if inner.bias_k is not None and inner.bias_v is not None:
+            if key_ranges is not None:
+                raise NotImplementedError("pyattn: key_ranges do not say whether bias_k is seen, got qkv_bias=True")
             k = torch.cat([k, inner.bias_k.to(k.dtype).expand(len(x), 1, -1)], 1)
             v = torch.cat([v, inner.bias_v.to(v.dtype).expand(len(x), 1, -1)], 1)
         dropout = nn.Dropout(inner.dropout).train(self.training)
