@@ -109,7 +109,7 @@ class CausalMask(nn.Module):
             return own
         like = next(self.parameters(), torch.empty(0))
         shape = (self.context_length, self.context_length)
-        return torch.ones(shape, dtype=self.mask_dtype or like.dtype, device=like.device).triu(1)
+        return torch.ones(shape, dtype=self.mask_dtype or like.dtype, device=like.device).triu_(1)
 
     @mask.setter
     def mask(self, mask: Tensor | None) -> None:
