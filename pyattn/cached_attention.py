@@ -120,10 +120,46 @@ def attention_with_cache(
     if q.dim() == 4:  # attention refuses q of other dimensions
         seqlen_q = q.shape[2]
         _check_fits(q, cache)
+    check_ring(cache, seqlen_q, key_ranges, bias)
+    masks = in_slots_of(cache, seqlen_q, causal=causal, q_offset=q_offset, window=window, key_ranges=key_ranges)
+    options = masks | {
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "bias": bias,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "dropout_p": dropout_p,
+        "dropout_seed": dropout_seed,
+    }
+    if cache.block_table is None:
+        out, lse = attention(q, cache.k, cache.v, return_lse=True, **options)
+    else:
+        table = cache.block_table, cache.lengths, cache.max_seqlen
+        out, lse = pages.attention(q, cache.k, cache.v, *table, **options)
+    return (out, lse) if return_lse else out
+
+
+def check_ring(cache: KVCache, seqlen_q: int, key_ranges: Tensor | None, bias: Tensor | None) -> None:
+    """NotImplementedError or ValueError for what queries over a ring cannot have, which is none of the others'."""
+    if cache.window is None:
+        return
+    if key_ranges is not None or bias is not None:
+        wrong = "bias" if key_ranges is None else "key_ranges"
+        raise NotImplementedError(f"pyattn: a cache with a window takes no {wrong}, got window={cache.window}")
+    narrowed(UNBOUNDED, cache.window, cache.max_seqlen, seqlen_q)
+
+
+def in_slots_of(
+    cache: KVCache,
+    seqlen_q: int,
+    *,
+    causal: bool,
+    q_offset: int | Tensor | None,
+    window: tuple[int, int],
+    key_ranges: Tensor | None,
+) -> dict[str, Any]:
+    """These masks, which count positions, as :func:`pyattn.attention` takes them over the cache's slots."""
     if cache.window is not None:
-        if key_ranges is not None or bias is not None:
-            wrong = "bias" if key_ranges is None else "key_ranges"
-            raise NotImplementedError(f"pyattn: a cache with a window takes no {wrong}, got window={cache.window}")
         window = narrowed(window, cache.window, cache.max_seqlen, seqlen_q)
     last_append = cache.last_append if q_offset is None else None
     if causal and q_offset is None and last_append is None:
@@ -138,25 +174,7 @@ def attention_with_cache(
         elif cache.window is not None:
             q_offset = in_slots(q_offset, cache.lengths, cache.starts, window[0], cache.max_seqlen)
         key_ranges = _in_use(key_ranges, used, padding, seqlen_q, cache.max_seqlen)
-    options: dict[str, Any] = {
-        "causal": causal,
-        "q_offset": q_offset,
-        "window": window,
-        "key_ranges": key_ranges,
-        "softmax_scale": softmax_scale,
-        "softcap": softcap,
-        "bias": bias,
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-        "dropout_p": dropout_p,
-        "dropout_seed": dropout_seed,
-    }
-    if cache.block_table is None:
-        out, lse = attention(q, cache.k, cache.v, return_lse=True, **options)
-    else:
-        where = cache.block_table, cache.lengths, cache.max_seqlen
-        out, lse = pages.attention(q, cache.k, cache.v, *where, **options)
-    return (out, lse) if return_lse else out
+    return {"causal": causal, "q_offset": q_offset, "window": window, "key_ranges": key_ranges}
 
 
 def _check_fits(q: Tensor, cache: KVCache) -> None:

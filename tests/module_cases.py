@@ -1,12 +1,13 @@
 """One small instance of every module of pyattn.nn, its plain twin, and the comparison of the two."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from pyattn import nn, reference
+from pyattn import KVCache, nn, reference
 
 D_IN = 12
 D_OUT = 8
@@ -78,3 +79,73 @@ def assert_same(x: Tensor, exact: Tensor) -> None:
     assert x.dtype == exact.dtype == torch.float64
     assert x.shape == exact.shape
     assert error(x, exact) <= 1e-12
+
+
+def slopes_of_the_paper(n: int) -> list[float]:
+    """As in https://github.com/ofirpress/attention_with_linear_biases, fairseq/models/transformer.py."""
+
+    def of_power_of_2(n: int) -> list[float]:
+        start = 2 ** (-(2 ** -(math.log2(n) - 3)))
+        return [start * start**i for i in range(n)]
+
+    if math.log2(n).is_integer():
+        return of_power_of_2(n)
+    closest = 2 ** math.floor(math.log2(n))
+    return of_power_of_2(closest) + slopes_of_the_paper(2 * closest)[0::2][: n - closest]
+
+
+def turned(x: Tensor, base: float) -> Tensor:
+    """Rotary embedding of (B, T, H, D), by complex numbers."""
+    half = x.shape[-1] // 2
+    angle = torch.outer(torch.arange(x.shape[1]).double(), base ** (-torch.arange(half).double() / half))
+    turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+    z = torch.complex(x[..., :half].double(), x[..., half:].double()) * turn
+    return torch.cat([z.real, z.imag], -1)
+
+
+def plain(
+    module: torch.nn.Module, x: Tensor, mask: Tensor | None = None, key_ranges: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """out and weights of the module, in plain PyTorch, in training with the dropout of the same generator's state."""
+    of_caller = isinstance(module, nn.Attention)
+    names = ("W_q", "W_k", "W_v", "W_o") if of_caller else ("W_query", "W_key", "W_value", "out_proj")
+    *projections, project = (getattr(module, name) for name in names)
+    q, k, v = (p(x).unflatten(-1, (-1, module.head_dim)) for p in projections)
+    if module.rotary is not None:
+        q, k = turned(q, module.rotary), turned(k, module.rotary)
+    slopes = torch.tensor(slopes_of_the_paper(module.num_heads), dtype=x.dtype) if module.alibi else None
+    out, weights = reference.attention(
+        *(t.transpose(1, 2) for t in (q, k, v)),
+        causal=not of_caller,
+        window=module.window,
+        softcap=module.softcap,
+        alibi_slopes=slopes,
+        sinks=module.sinks,
+        bias=None if mask is None else ~mask,
+        key_ranges=key_ranges,
+        dropout_p=module.dropout.p if module.training else 0.0,
+        return_weights=True,
+    )
+    return project(out.transpose(1, 2).flatten(2)), weights
+
+
+def made(name: str, extra: str = "") -> torch.nn.Module:
+    """One of WITH_EXTRAS, in float64, its sinks not zeros."""
+    module = getattr(nn, name)(*ARGUMENTS[name], **EXTRAS.get(extra, {})).double()
+    if module.sinks is not None:
+        assert not module.sinks.any()
+        torch.nn.init.normal_(module.sinks)
+    return module
+
+
+def cache_for(module: torch.nn.Module, batch: int = 2, **options: Any) -> KVCache:
+    """A cache of the context's length that fits the module."""
+    heads = getattr(module, "num_kv_heads", None) or getattr(module, "num_kv_groups", None) or module.num_heads
+    return KVCache(batch, heads, CONTEXT_LENGTH, module.head_dim, dtype=torch.float64, **options)
+
+
+def arguments(module: torch.nn.Module, begin: int, end: int, keys: int) -> tuple[Tensor, ...]:
+    """Attention masks as its caller says: here causally; the others by themselves."""
+    if not isinstance(module, nn.Attention):
+        return ()
+    return (nn.causal_mask(max(end, keys))[:, :, begin:end, :keys],)

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_cases import ARGUMENTS, CONTEXT_LENGTH, D_IN, EXTRAS, WITH_EXTRAS, assert_same, pair
-from torch import Tensor
+from module_cases import CONTEXT_LENGTH, D_IN, EXTRAS, WITH_EXTRAS, arguments, assert_same, cache_for, made, pair
 
 from pyattn import KVCache, nn
 from pyattn.nn import growing_cache
@@ -14,25 +13,6 @@ from pyattn.nn import growing_cache
 each_module = pytest.mark.parametrize("name", WITH_EXTRAS)
 STEPS = (5, 1, 1, 3, 1, 6, 1)
 """New tokens of each call; 18 in all."""
-
-
-def made(name: str, extra: str = "") -> torch.nn.Module:
-    module = getattr(nn, name)(*ARGUMENTS[name], **EXTRAS.get(extra, {})).double()
-    if module.sinks is not None:
-        torch.nn.init.normal_(module.sinks)
-    return module
-
-
-def cache_for(module: torch.nn.Module, window: int | None = None) -> KVCache:
-    heads = getattr(module, "num_kv_heads", None) or module.num_kv_groups
-    return KVCache(2, heads, CONTEXT_LENGTH, module.head_dim, dtype=torch.float64, window=window)
-
-
-def arguments(module: torch.nn.Module, begin: int, end: int, keys: int) -> tuple[Tensor, ...]:
-    """Attention masks as its caller says: here causally; the others by themselves."""
-    if not isinstance(module, nn.Attention):
-        return ()
-    return (nn.causal_mask(max(end, keys))[:, :, begin:end, :keys],)
 
 
 @each_module
@@ -139,17 +119,10 @@ BAD: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (made, {"kv_cache": 3}, TypeError, "kv_cache must be KVCache, got 3"),
     (
         made,
-        {"need_weights": True},
-        NotImplementedError,
-        "weights over a kv_cache are not there, got need_weights=True with one",
-    ),
-    (
-        made,
         {"kv_cache": KVCache(2, 2, CONTEXT_LENGTH + 1, 4)},
         ValueError,
         "kv_cache.max_seqlen must not exceed context_length, got 20 and 19",
     ),
-    (made, {"kv_cache": KVCache(2, 2, 9, 4)}, TypeError, "k must have the cache's dtype float32, got float64"),
     (masked, {}, NotImplementedError, "a mask that was assigned goes with no kv_cache, got one of shape (19, 19)"),
 ]
 
@@ -162,13 +135,42 @@ def test_wrong_calls(make: Any, options: dict[str, Any], kind: type[Exception], 
         module(torch.randn(2, 3, D_IN, dtype=torch.float64), **given)
 
 
-@pytest.mark.parametrize(
-    ("options", "got"),
-    [({"need_weights": True}, "need_weights=True"), ({"kv_cache": KVCache(2, 2, 9, 2)}, "KVCache(k")],
-)
-def test_use_cache_alone(options: dict[str, Any], got: str) -> None:
+def test_use_cache_alone() -> None:
     module = made("GroupedQueryAttention")
-    with pytest.raises(
-        ValueError, match="^pyattn: use_cache goes with no kv_cache and no need_weights, got " + re.escape(got)
-    ):
-        module(torch.randn(2, 3, D_IN, dtype=torch.float64), use_cache=True, **options)
+    message = re.escape("pyattn: use_cache=True must come without kv_cache, got KVCache(k")
+    with pytest.raises(ValueError, match=f"^{message}"):
+        module(torch.randn(2, 3, D_IN, dtype=torch.float64), use_cache=True, kv_cache=KVCache(2, 2, 9, 2))
+
+
+MISFITS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"batch": 3}, ValueError, "batch size must be that of the module's keys, got 3 and 2"),
+    ({"num_heads_kv": 4}, ValueError, "number of KV heads must be that of the module's keys, got 4 and 2"),
+    ({"head_dim": 8}, ValueError, "head_dim must be that of the module's keys, got 8 and 4"),
+    ({"head_dim_v": 8}, ValueError, "head_dim_v must be that of the module's keys, got 8 and 4"),
+    ({"dtype": torch.float32}, TypeError, "dtype must be that of the module's keys, got torch.float32 and torch.float"),
+    ({"device": "meta"}, ValueError, "device must be that of the module's keys, got meta and cpu"),
+]
+
+
+@pytest.mark.parametrize("kind", [{}, {"page_size": 16}, {"window": 5}])
+@pytest.mark.parametrize(("other", "error", "message"), MISFITS, ids=[next(iter(x)) for x, _, _ in MISFITS])
+@pytest.mark.parametrize("extra", ["", "rotary"])
+def test_a_cache_that_does_not_fit(
+    extra: str, other: dict[str, Any], error: type[Exception], message: str, kind: dict[str, Any]
+) -> None:
+    """In our words where torch's would come first, as for rotary positions."""
+    module = made("MultiHeadAttention", extra)
+    sizes = {"batch": 2, "num_heads_kv": 2, "max_seqlen": CONTEXT_LENGTH, "head_dim": 4, "dtype": torch.float64}
+    cached = KVCache(**sizes | kind | other)
+    with pytest.raises(error, match="^pyattn: the cache's " + re.escape(message)):
+        module(torch.randn(2, 3, D_IN, dtype=torch.float64), kv_cache=cached)
+
+
+@pytest.mark.parametrize("new", [1, 300])
+def test_the_modules_own_cache_is_of_one_batch(new: int) -> None:
+    """Also where it would grow."""
+    module = made("GroupedQueryAttention", "rotary")
+    module(torch.randn(2, 3, D_IN, dtype=torch.float64), use_cache=True)
+    message = r"^pyattn: the cache's batch size must be that of the module's keys, got 2 and 1$"
+    with pytest.raises(ValueError, match=message):
+        module(torch.randn(1, new, D_IN, dtype=torch.float64), use_cache=True)

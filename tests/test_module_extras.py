@@ -1,70 +1,27 @@
 """Promise: window, softcap, alibi, sinks and rotary of a module are what they are called; only sinks are state."""
 
 import copy
-import math
 
 import pytest
 import torch
-from module_cases import ARGUMENTS, D_IN, EXTRAS, WITH_EXTRAS, assert_same, output
-from torch import Tensor
+from module_cases import (
+    ARGUMENTS,
+    D_IN,
+    EXTRAS,
+    WITH_EXTRAS,
+    assert_same,
+    made,
+    output,
+    plain,
+    slopes_of_the_paper,
+    turned,
+)
 
-from pyattn import nn, reference
+from pyattn import nn
 from pyattn.nn.positions import alibi_slopes, rotate
 
 each_module = pytest.mark.parametrize("name", WITH_EXTRAS)
 each_extra = pytest.mark.parametrize("extra", EXTRAS)
-
-
-def slopes_of_the_paper(n: int) -> list[float]:
-    """As in https://github.com/ofirpress/attention_with_linear_biases, fairseq/models/transformer.py."""
-
-    def of_power_of_2(n: int) -> list[float]:
-        start = 2 ** (-(2 ** -(math.log2(n) - 3)))
-        return [start * start**i for i in range(n)]
-
-    if math.log2(n).is_integer():
-        return of_power_of_2(n)
-    closest = 2 ** math.floor(math.log2(n))
-    return of_power_of_2(closest) + slopes_of_the_paper(2 * closest)[0::2][: n - closest]
-
-
-def turned(x: Tensor, base: float) -> Tensor:
-    """Rotary embedding of (B, T, H, D), by complex numbers."""
-    half = x.shape[-1] // 2
-    angle = torch.outer(torch.arange(x.shape[1]).double(), base ** (-torch.arange(half).double() / half))
-    turn = torch.polar(torch.ones_like(angle), angle)[:, None]
-    z = torch.complex(x[..., :half].double(), x[..., half:].double()) * turn
-    return torch.cat([z.real, z.imag], -1)
-
-
-def plain(module: torch.nn.Module, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """out and weights of the module, in plain PyTorch."""
-    of_caller = isinstance(module, nn.Attention)
-    names = ("W_q", "W_k", "W_v", "W_o") if of_caller else ("W_query", "W_key", "W_value", "out_proj")
-    *projections, project = (getattr(module, name) for name in names)
-    q, k, v = (p(x).unflatten(-1, (-1, module.head_dim)) for p in projections)
-    if module.rotary is not None:
-        q, k = turned(q, module.rotary), turned(k, module.rotary)
-    slopes = torch.tensor(slopes_of_the_paper(module.num_heads), dtype=x.dtype) if module.alibi else None
-    out, weights = reference.attention(
-        *(t.transpose(1, 2) for t in (q, k, v)),
-        causal=not of_caller,
-        window=module.window,
-        softcap=module.softcap,
-        alibi_slopes=slopes,
-        sinks=module.sinks,
-        bias=None if mask is None else ~mask,
-        return_weights=True,
-    )
-    return project(out.transpose(1, 2).flatten(2)), weights
-
-
-def made(name: str, extra: str) -> torch.nn.Module:
-    module = getattr(nn, name)(*ARGUMENTS[name], **EXTRAS[extra]).double()
-    if module.sinks is not None:
-        assert not module.sinks.any()
-        torch.nn.init.normal_(module.sinks)
-    return module
 
 
 @each_module

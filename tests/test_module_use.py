@@ -24,7 +24,7 @@ from module_cases import (
 
 import pyattn
 from pyattn import dropout, functional, nn
-from pyattn.nn import heads, positions
+from pyattn.nn import described, heads, positions
 
 WITH_DROPOUT = [name for name in ARGUMENTS if not name.startswith(("Simplified", "SelfAttention"))]
 
@@ -111,63 +111,6 @@ def test_gpt2_factories(size, d_model, num_heads):
     assert nn.GPT2_CONFIGS[f"gpt2-{size}"]["num_heads"] == num_heads
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: nn.MultiHeadAttention(4, 10, 6, 0.0, 3),
-            "d_out must be a positive multiple of num_heads, got 10 and 3",
-        ),
-        (lambda: nn.MultiHeadAttention(4, 8, 6, 0.0, 0), "d_out must be a positive multiple of num_heads, got 8 and 0"),
-        (
-            lambda: nn.MultiHeadAttention(4, 12, 6, 0.0, 12, num_kv_heads=5),
-            "num_heads must be a positive multiple of num_kv_heads, got 12 and 5",
-        ),
-        (
-            lambda: nn.GroupedQueryAttention(4, 8, 0.0, 4, 3),
-            "num_heads must be a positive multiple of num_kv_groups, got 4 and 3",
-        ),
-        (lambda: nn.Attention(10, 3), "embed_dim must be a positive multiple of num_heads, got 10 and 3"),
-        (
-            lambda: nn.Attention(12, 12, num_kv_heads=5),
-            "num_heads must be a positive multiple of num_kv_heads, got 12 and 5",
-        ),
-        (lambda: nn.Attention(12, 4, window=(-2, 0)), "window must be (left, right), each at least -1, got [-2, 0]"),
-        (lambda: nn.Attention(12, 4, softcap=-1.0), "softcap must be finite and at least 0, got -1.0"),
-        (
-            lambda: nn.Attention(12, 4, rotary=100.0),
-            "rotary must be a base above 0, with an even head_dim, got 100.0 and 3",
-        ),
-        (lambda: nn.Attention(12, 3, rotary=0), "rotary must be a base above 0, with an even head_dim, got 0 and 4"),
-        (lambda: nn.CausalAttention(4, 8, 6, 1.5), "dropout must be between 0 and 1, got 1.5"),
-        (lambda: nn.SingleHeadSelfAttention(4, 8, float("nan")), "dropout must be between 0 and 1, got nan"),
-    ],
-)
-def test_constructor_errors(make, message):
-    with pytest.raises(ValueError, match=f"^{re.escape('pyattn: ' + message)}$"):
-        make()
-
-
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        (
-            {"window": 256},
-            "window must be a pair of ints (left, right), window=(W - 1, 0) for a query and the W - 1 keys before it, "
-            "got 256",
-        ),
-        ({"softcap": "50"}, "softcap must be int or float, got '50'"),
-        ({"alibi": 8.0}, "alibi must be bool, got 8.0"),
-        ({"sinks": torch.zeros(2)}, "sinks must be bool, got torch.Tensor of shape (2,)"),
-        ({"rotary": True}, "rotary must be int or float, got True"),
-    ],
-)
-@pytest.mark.parametrize("name", WITH_EXTRAS)
-def test_extras_of_other_types(name, extra, message):
-    with pytest.raises(TypeError, match=f"^{re.escape('pyattn: ' + message)}$"):
-        getattr(nn, name)(*ARGUMENTS[name], **extra)
-
-
 @every_module
 def test_input_errors(name):
     native, _ = pair(name)
@@ -205,7 +148,7 @@ def test_mask_errors():
 
 def test_docstring_examples_run():
     of_modules = map(importlib.import_module, {getattr(nn, name).__module__ for name in ARGUMENTS})
-    homes = [functional, dropout, positions, *of_modules]
+    homes = [functional, dropout, described, positions, *of_modules]
     results = [doctest.testmod(home) for home in homes]
     assert all(result.attempted > 0 for result in results)
     assert not any(result.failed for result in results)

@@ -111,7 +111,7 @@ def test_causal_masks_of_other_dtypes_load(dtype, block, monkeypatch):
 
 def test_the_check_holds_a_block_at_a_time():
     """A mask of 64 MB is checked with less than half of that beside it."""
-    native = nn.CausalAttention(2, 2, 4096, 0.0)
+    native = nn.CausalAttention(2, 2, 4096, 0.0, persistent_mask=True)
     state = native.state_dict()
     with torch.profiler.profile(profile_memory=True) as profile:
         native.load_state_dict(state)

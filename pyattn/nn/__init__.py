@@ -3,8 +3,9 @@
 Import them in place of your own. Constructors, attribute names, initial values under a seed and state dicts are those
 of the plain modules in :mod:`pyattn.reference` (S. Raschka, "Build a Large Language Model (From Scratch)", chapters 3
 and 4 with its bonus material, and the tutorials after it). ``load_state_dict(strict=True)`` works both ways, the
-``mask`` buffer's key included: see :class:`pyattn.nn.mask.CausalMask`. Memory is linear in seqlen, unless weights are
-returned or a mask is given. Each head computes (Vaswani et al. 2017, equation 1) ::
+``mask`` buffer's key included, above a context of 2,048 with ``persistent_mask=True``: see
+:class:`pyattn.nn.mask.CausalMask`. Memory is linear in seqlen, unless weights are returned or a mask is given. Each
+head computes (Vaswani et al. 2017, equation 1) ::
 
     out = dropout(softmax(mask(q k^T / sqrt(head_dim)))) v        causal mask, seqlen 4:    1 0 0 0
                                                                   query i down, key j       1 1 0 0
@@ -16,12 +17,22 @@ What all modules share:
 - ``dropout`` is the probability, 0 to 1, of dropping a weight in training; the module of that name may be replaced by
   ``nn.Identity``. ``qkv_bias`` gives the projections a bias.
 - ``need_weights=True`` returns ``(out, weights)``, the weights as they met ``v``, so after dropout: (batch, num_heads,
-  seqlen, seqlen), without num_heads in one-head modules, without batch if ``x`` has none.
+  seqlen, seqlen), without num_heads in one-head modules, without batch if ``x`` has none. The default is False, but in
+  :class:`SingleHeadSelfAttention`, whose plain module returns them always.
+- ``key_ranges`` (batch or 1, seqlen, 2), as for :func:`pyattn.attention`: query i sees the keys [begin, end) alone, on
+  top of the module's own mask. :mod:`pyattn.masks` has those of padded and packed batches; ``masks.prefix_lm`` is for
+  :class:`Attention`, the others being causal. Every module with several heads takes them, and :class:`CausalAttention`.
 - ``window``, ``softcap``, ``alibi``, ``sinks`` and ``rotary`` are keyword-only extras of :class:`MultiHeadAttention`,
   :class:`Attention` and :class:`GroupedQueryAttention`: see :class:`pyattn.nn.score.ScoreOptions`. One-head modules and
   the wrapper around them, the book's steps on the way there, have none.
-- ``kv_cache``, a :class:`pyattn.KVCache`, lets those three go on behind the tokens of earlier calls, which rotary
-  positions count; gradients do not flow back into them. One cache serves one module.
+- ``kv_cache``, a :class:`pyattn.KVCache` of the batch size, KV heads, head_dim and dtype of the module's keys, lets
+  those three, :class:`MHAEinsum`, :class:`MHAPyTorchScaledDotProduct` and its subclasses continue the tokens of earlier
+  calls, which rotary positions count; gradients do not flow back into them. One cache serves one module. ``key_ranges``
+  count positions, up to the cache's max_seqlen; a ring takes none. Weights are (batch, num_heads, seqlen, the most
+  tokens of a sequence so far). An error leaves the cache as it was.
+- ``lengths``, with a cache: of ``x``, padded on the right, the first lengths[b] tokens count for sequence b, ints or an
+  int32 or int64 tensor (batch,). The other tokens are not kept, their weights are 0, and their rows of out hold the
+  bias of the last projection, or 0 without one.
 - TypeError for a wrong dtype, ValueError for a wrong shape or value; each says what it got.
 """
 

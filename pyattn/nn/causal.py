@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from pyattn.nn.checks import check_input
+from pyattn.nn.checks import check_input, check_sizes
+from pyattn.nn.described import described
 from pyattn.nn.heads import Output, attend_single, make_dropout
 from pyattn.nn.mask import CausalMask
 
@@ -17,8 +18,18 @@ class CausalAttention(CausalMask):
     torch.Size([8, 6, 2])
     """
 
-    def __init__(self, d_in: int, d_out: int, context_length: int, dropout: float, qkv_bias: bool = False) -> None:
-        super().__init__(context_length)
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        context_length: int,
+        dropout: float,
+        qkv_bias: bool = False,
+        *,
+        persistent_mask: bool | None = None,
+    ) -> None:
+        super().__init__(context_length, persistent_mask)
+        check_sizes(d_in=d_in, d_out=d_out)
         self.d_in = d_in
         self.d_out = d_out
         self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias)
@@ -26,11 +37,15 @@ class CausalAttention(CausalMask):
         self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.dropout: nn.Module = make_dropout(dropout)
 
-    def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:
+    def extra_repr(self) -> str:  # noqa: D102
+        return described(**self.described_mask())
+
+    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None, need_weights: bool = False) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out)."""
         check_input(x, self.d_in, self.W_query, context_length=self.context_length)
         q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
-        return attend_single(q, k, v, dropout=self.dropout, need_weights=need_weights, **self.mask_options(x))
+        options = self.mask_options(x) | {"key_ranges": key_ranges}
+        return attend_single(q, k, v, dropout=self.dropout, need_weights=need_weights, **options)
 
 
 class MultiHeadAttentionWrapper(nn.Module):
@@ -41,26 +56,40 @@ class MultiHeadAttentionWrapper(nn.Module):
     """
 
     def __init__(
-        self, d_in: int, d_out: int, context_length: int, dropout: float, num_heads: int, qkv_bias: bool = False
+        self,
+        d_in: int,
+        d_out: int,
+        context_length: int,
+        dropout: float,
+        num_heads: int,
+        qkv_bias: bool = False,
+        *,
+        persistent_mask: bool | None = None,
     ) -> None:
         super().__init__()
+        check_sizes(num_heads=num_heads)
         self.heads = nn.ModuleList(
-            CausalAttention(d_in, d_out, context_length, dropout, qkv_bias) for _ in range(num_heads)
+            CausalAttention(d_in, d_out, context_length, dropout, qkv_bias, persistent_mask=persistent_mask)
+            for _ in range(num_heads)
         )
 
-    def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:
+    def extra_repr(self) -> str:  # noqa: D102
+        return described(num_heads=len(self.heads))
+
+    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None, need_weights: bool = False) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, num_heads * d_out)."""
+        results = [head(x, key_ranges=key_ranges, need_weights=need_weights) for head in self.heads]
         if not need_weights:
-            return torch.cat([head(x) for head in self.heads], dim=-1)
-        outs, weights = zip(*(head(x, need_weights=True) for head in self.heads), strict=True)
+            return torch.cat(results, dim=-1)
+        outs, weights = zip(*results, strict=True)
         return torch.cat(outs, dim=-1), torch.stack(weights, dim=1)
 
 
 class SingleHeadSelfAttention(nn.Module):
     """One causal head that also returns its weights, over Linears ``q k v`` without bias.
 
-    ``trace_shapes`` prints the shapes on the way. The weights take seqlen x seqlen memory: :class:`CausalAttention` is
-    the same without them.
+    ``trace_shapes`` prints the shapes on the way. The weights take seqlen x seqlen memory, which ``need_weights=False``
+    saves.
 
     >>> attention = SingleHeadSelfAttention(d_model=4, d_k=2, trace_shapes=True)
     >>> out, weights = attention(torch.rand(1, 5, 4))
@@ -70,6 +99,7 @@ class SingleHeadSelfAttention(nn.Module):
 
     def __init__(self, d_model: int, d_k: int, dropout: float = 0.0, trace_shapes: bool = False) -> None:
         super().__init__()
+        check_sizes(d_model=d_model, d_k=d_k)
         self.d_model = d_model
         self.q = nn.Linear(d_model, d_k, bias=False)
         self.k = nn.Linear(d_model, d_k, bias=False)
@@ -77,13 +107,17 @@ class SingleHeadSelfAttention(nn.Module):
         self.dropout: nn.Module = make_dropout(dropout)
         self.trace_shapes = trace_shapes
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def extra_repr(self) -> str:  # noqa: D102
+        return described(trace_shapes=self.trace_shapes or None)
+
+    def forward(self, x: Tensor, *, need_weights: bool = True) -> Output:
         """``x`` (batch, seqlen, d_model), out (batch, seqlen, d_k), weights (batch, seqlen, seqlen)."""
         check_input(x, self.d_model, self.q)
         q, k, v = self.q(x), self.k(x), self.v(x)
         if self.trace_shapes:
             print(f"q {q.shape}  k {k.shape}  v {v.shape}")
-        out, weights = attend_single(q, k, v, dropout=self.dropout, need_weights=True)
+        result = attend_single(q, k, v, dropout=self.dropout, need_weights=need_weights)
         if self.trace_shapes:
-            print(f"weights {weights.shape}  out {out.shape}")
-        return out, weights
+            out, weights = result if isinstance(result, tuple) else (result, None)
+            print(f"out {out.shape}" if weights is None else f"weights {weights.shape}  out {out.shape}")
+        return result

@@ -1,10 +1,16 @@
 """Checks of what the modules are given."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
-from pyattn.arguments import check_tensor, check_type
+from pyattn.arguments import check_size, check_tensor, check_type, shown
 from pyattn.cache import KVCache
+from pyattn.cached_attention import check_ring
+from pyattn.visible import check_ranges
+
+Lengths = Sequence[int] | Tensor
 
 
 def check_input(
@@ -35,18 +41,57 @@ def check_input(
         raise ValueError(f"pyattn: seqlen must not exceed context_length, got {x.shape[1]} and {context_length}")
 
 
-def check_cache(kv_cache: KVCache | None, need_weights: bool, context_length: int | None = None) -> None:
-    """TypeError, ValueError or NotImplementedError unless a module can go on from ``kv_cache``; None is fine."""
+def check_cache(kv_cache: KVCache | None, lengths: Lengths | None, context_length: int | None = None) -> None:
+    """TypeError or ValueError unless a module can continue from ``kv_cache``; None is fine, without ``lengths``."""
     if kv_cache is None:
+        if lengths is not None:
+            raise ValueError(
+                f"pyattn: lengths must come with a kv_cache, got {shown(lengths)} alone; "
+                "key_ranges=pyattn.masks.padding(lengths, seqlen) needs none"
+            )
         return
     check_type("kv_cache", kv_cache, KVCache)
-    if need_weights:
-        raise NotImplementedError("pyattn: weights over a kv_cache are not there, got need_weights=True with one")
     if context_length is not None and kv_cache.max_seqlen > context_length:
         raise ValueError(
             f"pyattn: kv_cache.max_seqlen must not exceed context_length, got {kv_cache.max_seqlen} and "
             f"{context_length}"
         )
+
+
+def check_append(kv_cache: KVCache, k: Tensor, key_ranges: Tensor | None, mask: Tensor | None) -> None:
+    """TypeError, ValueError or NotImplementedError for what ``kv_cache`` cannot take, before anything is appended.
+
+    Args:
+        kv_cache: the cache.
+        k: (B, new, Hkv, D), as the module projects it; v is like it.
+        key_ranges: the ranges of the new queries.
+        mask: the module's mask, of a shape that fits.
+    """
+    batch, new, num_heads_kv, head_dim = k.shape
+    heads = 1 if kv_cache.block_table is None else 2
+    pairs = {
+        "batch size": (kv_cache.lengths.shape[0], batch),
+        "number of KV heads": (kv_cache.k.shape[heads], num_heads_kv),
+        "head_dim": (kv_cache.k.shape[-1], head_dim),
+        "head_dim_v": (kv_cache.v.shape[-1], head_dim),
+        "dtype": (kv_cache.k.dtype, k.dtype),
+        "device": (kv_cache.k.device, k.device),
+    }
+    for name, (of_cache, of_keys) in pairs.items():
+        if of_cache != of_keys:
+            kind = TypeError if name == "dtype" else ValueError
+            raise kind(f"pyattn: the cache's {name} must be that of the module's keys, got {of_cache} and {of_keys}")
+    check_ring(kv_cache, new, key_ranges, mask)
+    if key_ranges is not None:
+        check_tensor("key_ranges", key_ranges)
+        if key_ranges.shape not in ((1, new, 2), (batch, new, 2)):
+            shape = list(key_ranges.shape)
+            raise ValueError(f"pyattn: key_ranges must have shape ({batch} or 1, {new}, 2), got {shape}")
+        if key_ranges.dtype not in (torch.int32, torch.int64):
+            dtype = str(key_ranges.dtype).removeprefix("torch.")
+            raise TypeError(f"pyattn: key_ranges must have dtype int32 or int64, got {dtype}")
+        if not key_ranges.is_cuda:
+            check_ranges(key_ranges, kv_cache.max_seqlen)
 
 
 def check_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
@@ -63,8 +108,15 @@ def check_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     return wide
 
 
+def check_sizes(**sizes: int) -> None:
+    """TypeError or ValueError unless each is an int of at least 1."""
+    for name, size in sizes.items():
+        check_size(name, size, least=1)
+
+
 def quotient(name: str, value: int, divisor_name: str, divisor: int) -> int:
-    """``value // divisor``, or ValueError."""
-    if value < 1 or divisor < 1 or value % divisor:
-        raise ValueError(f"pyattn: {name} must be a positive multiple of {divisor_name}, got {value} and {divisor}")
+    """``value // divisor``, or TypeError or ValueError unless both are sizes and it leaves no rest."""
+    check_sizes(**{name: value, divisor_name: divisor})
+    if value % divisor:
+        raise ValueError(f"pyattn: {name} must be a multiple of {divisor_name}, got {value} and {divisor}")
     return value // divisor

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
+from pyattn.arguments import shown
 from pyattn.cache import KVCache
 from pyattn.nn.causal import MultiHeadAttentionWrapper
-from pyattn.nn.checks import check_cache, check_input, quotient
+from pyattn.nn.checks import Lengths, check_cache, check_input, check_sizes, quotient
+from pyattn.nn.described import described
 from pyattn.nn.heads import Output, attend_heads, check_dropout, make_dropout, output_of
 from pyattn.nn.mask import CausalMask
 from pyattn.nn.multi_head import MultiHeadAttention
@@ -28,14 +30,22 @@ class Ch03_MHA_Wrapper(MultiHeadAttentionWrapper):
     """
 
     def __init__(
-        self, d_in: int, d_out: int, context_length: int, dropout: float, num_heads: int, qkv_bias: bool = False
+        self,
+        d_in: int,
+        d_out: int,
+        context_length: int,
+        dropout: float,
+        num_heads: int,
+        qkv_bias: bool = False,
+        *,
+        persistent_mask: bool | None = None,
     ) -> None:
-        super().__init__(d_in, d_out, context_length, dropout, num_heads, qkv_bias)
+        super().__init__(d_in, d_out, context_length, dropout, num_heads, qkv_bias, persistent_mask=persistent_mask)
         self.out_proj = nn.Linear(d_out * num_heads, d_out * num_heads)
 
-    def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:
+    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None, need_weights: bool = False) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, num_heads * d_out)."""
-        result = super().forward(x, need_weights=need_weights)
+        result = super().forward(x, key_ranges=key_ranges, need_weights=need_weights)
         out, weights = result if isinstance(result, tuple) else (result, None)
         return output_of(self.out_proj(out), weights)
 
@@ -49,7 +59,7 @@ class MHAPyTorchScaledDotProduct(CausalMask):
     torch.Size([2, 6, 12])
     """
 
-    persistent_mask = False
+    mask_in_plain_states = False
 
     def __init__(
         self,
@@ -61,6 +71,7 @@ class MHAPyTorchScaledDotProduct(CausalMask):
         qkv_bias: bool = False,
     ) -> None:
         super().__init__(context_length)
+        check_sizes(d_in=d_in)
         self.d_in = d_in
         self.d_out = d_out
         self.num_heads = num_heads
@@ -69,14 +80,27 @@ class MHAPyTorchScaledDotProduct(CausalMask):
         self.proj = nn.Linear(d_out, d_out)
         self.dropout: float | nn.Module = check_dropout(dropout)
 
-    def forward(self, x: Tensor, *, kv_cache: KVCache | None = None, need_weights: bool = False) -> Output:
-        """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x goes on behind the tokens in ``kv_cache``."""
+    def extra_repr(self) -> str:  # noqa: D102
+        p = None if isinstance(self.dropout, nn.Module) else self.dropout or None
+        return described(num_heads=self.num_heads, **self.described_mask(), dropout=p)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_ranges: Tensor | None = None,
+        kv_cache: KVCache | None = None,
+        lengths: Lengths | None = None,
+        need_weights: bool = False,
+    ) -> Output:
+        """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x continues the tokens in ``kv_cache``."""
         check_input(x, self.d_in, self.qkv, context_length=self.context_length)
-        check_cache(kv_cache, need_weights, self.context_length)
+        check_cache(kv_cache, lengths, self.context_length)
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         dropout = self.dropout if isinstance(self.dropout, nn.Module) else self.dropout * self.training
         options = self.mask_options(x, kv_cache is not None) | {"dropout": dropout, "need_weights": need_weights}
-        out, weights = attend_heads(q, k, v, self.head_dim, kv_cache=kv_cache, **options)
+        options |= {"key_ranges": key_ranges, "kv_cache": kv_cache, "lengths": lengths}
+        out, weights = attend_heads(q, k, v, self.head_dim, **options)
         return output_of(self.proj(out), weights)
 
 
@@ -87,14 +111,8 @@ class MHAPyTorchFlexAttention(MHAPyTorchScaledDotProduct):
 class MHAPyTorchSDPAWithoutFlash(MHAPyTorchScaledDotProduct):
     """The same with a bool ``mask``, which the plain module keeps in its states."""
 
-    persistent_mask = True
+    mask_in_plain_states = True
     mask_dtype = torch.bool
-
-
-class MultiHeadAttentionCombinedQKV(MHAPyTorchScaledDotProduct):
-    """The same with a ``mask`` in its states, and a module ``dropout``."""
-
-    persistent_mask = True
 
     def __init__(
         self,
@@ -104,8 +122,31 @@ class MultiHeadAttentionCombinedQKV(MHAPyTorchScaledDotProduct):
         context_length: int,
         dropout: float = 0.0,
         qkv_bias: bool = False,
+        *,
+        persistent_mask: bool | None = None,
     ) -> None:
         super().__init__(d_in, d_out, num_heads, context_length, dropout, qkv_bias)
+        self.persistent_mask = persistent_mask
+
+
+class MultiHeadAttentionCombinedQKV(MHAPyTorchScaledDotProduct):
+    """The same with a ``mask`` in its states, and a module ``dropout``."""
+
+    mask_in_plain_states = True
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        num_heads: int,
+        context_length: int,
+        dropout: float = 0.0,
+        qkv_bias: bool = False,
+        *,
+        persistent_mask: bool | None = None,
+    ) -> None:
+        super().__init__(d_in, d_out, num_heads, context_length, dropout, qkv_bias)
+        self.persistent_mask = persistent_mask
         self.dropout = make_dropout(dropout)
 
 
@@ -123,9 +164,18 @@ class MHAEinsum(CausalMask):
     bias_v: Tensor | None
 
     def __init__(
-        self, d_in: int, d_out: int, context_length: int, dropout: float, num_heads: int, qkv_bias: bool = False
+        self,
+        d_in: int,
+        d_out: int,
+        context_length: int,
+        dropout: float,
+        num_heads: int,
+        qkv_bias: bool = False,
+        *,
+        persistent_mask: bool | None = None,
     ) -> None:
-        super().__init__(context_length)
+        super().__init__(context_length, persistent_mask)
+        check_sizes(d_in=d_in)
         self.d_in = d_in
         self.d_out = d_out
         self.num_heads = num_heads
@@ -139,6 +189,10 @@ class MHAEinsum(CausalMask):
         self.dropout: nn.Module = make_dropout(dropout)
         self.reset_parameters()
 
+    def extra_repr(self) -> str:  # noqa: D102
+        sizes = {"d_in": self.d_in, "d_out": self.d_out, "qkv_bias": None if self.bias_q is None else True}
+        return described(**sizes, num_heads=self.num_heads, **self.described_mask())
+
     def reset_parameters(self) -> None:
         """Draws the projections anew, in the plain module's order; not ``out_proj``."""
         for weight in (self.W_query, self.W_key, self.W_value):
@@ -148,21 +202,30 @@ class MHAEinsum(CausalMask):
             if bias is not None:
                 nn.init.uniform_(bias, -bound, bound)
 
-    def forward(self, x: Tensor, *, kv_cache: KVCache | None = None, need_weights: bool = False) -> Output:
-        """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x goes on behind the tokens in ``kv_cache``."""
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_ranges: Tensor | None = None,
+        kv_cache: KVCache | None = None,
+        lengths: Lengths | None = None,
+        need_weights: bool = False,
+    ) -> Output:
+        """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x continues the tokens in ``kv_cache``."""
         check_input(x, self.d_in, self.W_query, context_length=self.context_length)
-        check_cache(kv_cache, need_weights, self.context_length)
+        check_cache(kv_cache, lengths, self.context_length)
         weights = (self.W_query, self.bias_q), (self.W_key, self.bias_k), (self.W_value, self.bias_v)
         q, k, v = (linear(x, weight.mT, bias) for weight, bias in weights)
         options = self.mask_options(x, kv_cache is not None) | {"dropout": self.dropout, "need_weights": need_weights}
-        out, shown = attend_heads(q, k, v, self.head_dim, kv_cache=kv_cache, **options)
-        return output_of(self.out_proj(out), shown)
+        options |= {"key_ranges": key_ranges, "kv_cache": kv_cache, "lengths": lengths}
+        out, attended = attend_heads(q, k, v, self.head_dim, **options)
+        return output_of(self.out_proj(out), attended)
 
 
 class MHAPyTorchClass(CausalMask):
     """The parameters of torch's ``nn.MultiheadAttention``, in ``multihead_attn``, then the Linear ``proj``.
 
-    With ``qkv_bias``, that module also has a key and a value, ``bias_k`` and ``bias_v``, which every query sees behind
+    With ``qkv_bias``, that module also has a key and a value, ``bias_k`` and ``bias_v``, which every query sees after
     all others. ``need_weights`` chooses the plain module's way to compute and changes no result: the weights come with
     ``forward(x, need_weights=True)``.
 
@@ -181,8 +244,11 @@ class MHAPyTorchClass(CausalMask):
         dropout: float = 0.0,
         qkv_bias: bool = False,
         need_weights: bool = True,
+        *,
+        persistent_mask: bool | None = None,
     ) -> None:
-        super().__init__(context_length)
+        super().__init__(context_length, persistent_mask)
+        check_sizes(d_in=d_in, d_out=d_out)
         if d_in != d_out:
             raise ValueError(f"pyattn: d_in must equal d_out for nn.MultiheadAttention, got {d_in} and {d_out}")
         self.d_in = d_in
@@ -193,12 +259,30 @@ class MHAPyTorchClass(CausalMask):
         self.need_weights = need_weights
         self.proj = nn.Linear(d_out, d_out)
 
-    def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:
-        """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); the weights' last key is that of ``bias_k``."""
+    def extra_repr(self) -> str:  # noqa: D102
+        inner = self.multihead_attn
+        return described(
+            num_heads=inner.num_heads,
+            **self.described_mask(),
+            dropout=inner.dropout or None,
+            qkv_bias=None if inner.bias_k is None else True,
+            need_weights=None if self.need_weights else False,
+        )
+
+    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None, need_weights: bool = False) -> Output:
+        """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); the weights' last key is that of ``bias_k``.
+
+        NotImplementedError for ``key_ranges`` with ``qkv_bias``: the keys of a range and ``bias_k`` are no range.
+        """
         check_input(x, self.d_in, self.proj, context_length=self.context_length)
-        inner, options = self.multihead_attn, self.mask_options(x)
+        inner, options = self.multihead_attn, self.mask_options(x) | {"key_ranges": key_ranges}
         q, k, v = linear(x, inner.in_proj_weight, inner.in_proj_bias).chunk(3, dim=-1)
         if inner.bias_k is not None and inner.bias_v is not None:
+            if key_ranges is not None:
+                raise NotImplementedError(
+                    "pyattn: key_ranges are not supported with qkv_bias=True, where every query also sees bias_k, got "
+                    f"{shown(key_ranges)}"
+                )
             k, v = (_before(bias, x) for bias, x in ((inner.bias_k, k), (inner.bias_v, v)))
             if "bias" in options:
                 options["bias"] = pad(options["bias"], (1, 0), value=True)
@@ -210,5 +294,5 @@ class MHAPyTorchClass(CausalMask):
 
 
 def _before(row: Tensor, x: Tensor) -> Tensor:
-    """``row`` (1, 1, E) and behind it x (batch, seqlen, E): as the first key, the causal mask shows it to all."""
+    """``row`` (1, 1, E), then x (batch, seqlen, E): the causal mask shows the first key to all."""
     return torch.cat([row.to(x.dtype).expand(x.shape[0], 1, -1), x], dim=1)

@@ -19,14 +19,17 @@ class GrowingCache:
         self.cache = None
 
     def with_room_for(self, k: Tensor, head_dim: int) -> KVCache:
-        """The cache, with room for ``k`` (B, new, Hkv * head_dim), which is about to be appended."""
+        """The cache, with room for ``k`` (B, new, Hkv * head_dim), which is about to be appended.
+
+        One that k does not fit is returned as it is, for the caller to refuse.
+        """
         batch, new, width = k.shape
         old = self.cache
         used = int(old.lengths.max()) if old is not None and old.lengths.numel() else 0
-        if old is not None and used + new <= old.max_seqlen:
+        if old is not None and (used + new <= old.max_seqlen or len(old.lengths) != batch or old.k.dtype != k.dtype):
             return old
         size = max(FEWEST, 1 << (used + new - 1).bit_length())
         self.cache = KVCache(batch, width // head_dim, size, head_dim, dtype=k.dtype, device=k.device)
         if old is not None:
-            self.cache.append(old.k[:, :, :used], old.v[:, :, :used])
+            self.cache.append(old.k[:, :, :used], old.v[:, :, :used], old.lengths)
         return self.cache

@@ -5,10 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyattn.arguments import check_type
 from pyattn.cache import KVCache
 from pyattn.cached_attention import attention_with_cache
+from pyattn.cached_weights import weights_with_cache
 from pyattn.dropout import draw_seed
 from pyattn.functional import attention
+from pyattn.nn.checks import Lengths, check_append
 from pyattn.nn.positions import rotate
 from pyattn.weights import attention_weights
 
@@ -16,7 +19,10 @@ Output = Tensor | tuple[Tensor, Tensor]
 
 
 def check_dropout(p: float) -> float:
-    """A constructor's ``dropout``, or ValueError."""
+    """A constructor's ``dropout``, or TypeError or ValueError."""
+    check_type("dropout", p, int, float)
+    if isinstance(p, bool):
+        raise TypeError(f"pyattn: dropout must be int or float, got {p}")
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"pyattn: dropout must be between 0 and 1, got {p}")
     return p
@@ -46,31 +52,41 @@ def _attend(
     dropout: nn.Module | float | None = None,
     need_weights: bool = False,
     kv_cache: KVCache | None = None,
+    lengths: Lengths | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention over (B, H, T, D): out, and weights if asked for, both under one seed of dropout.
 
-    With ``kv_cache``, k and v are appended to it first, and q meets all that it holds.
+    With ``kv_cache``, k and v are appended to it first, the first ``lengths[b]`` of each sequence, and q meets all that
+    it holds.
     """
     dropout_p = dropout_probability(dropout)
     if dropout_p == 1.0:  # every weight is dropped, and the function takes less than 1 only
-        out, weights = _attend(q, k, v, need_weights=need_weights, kv_cache=kv_cache, **options)
+        options |= {"need_weights": need_weights, "kv_cache": kv_cache, "lengths": lengths}
+        out, weights = _attend(q, k, v, **options)
         return out * 0.0, None if weights is None else weights * 0.0
-    if kv_cache is not None:
-        kv_cache.append(k, v)
-        return attention_with_cache(q, kv_cache, dropout_p=dropout_p, **options), None
+    options["dropout_p"] = dropout_p
     if dropout_p and need_weights:
         options["dropout_seed"] = draw_seed(q.device)
-    out = attention(q, k, v, dropout_p=dropout_p, **options)
-    return out, attention_weights(q, k, dropout_p=dropout_p, **options) if need_weights else None
+    if kv_cache is None:
+        out = attention(q, k, v, **options)
+        return out, attention_weights(q, k, **options) if need_weights else None
+    kv_cache.append(k, v, lengths)
+    out = attention_with_cache(q, kv_cache, **options)
+    return out, weights_with_cache(q, kv_cache, **options) if need_weights else None
 
 
 def attend_single(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
-    """:func:`_attend` over (B, T, D) or (T, D): sequences of one head pass as the heads of one batch entry."""
-    missing = 4 - q.dim()
-    out, weights = _attend(*(t[(None,) * missing] for t in (q, k, v)), **options)
-    first = (0,) * missing
+    """:func:`_attend` over (B, T, D) or (T, D), which has one head."""
+    batched = q.dim() == 3
+    out, weights = _attend(*(_one_head(t if batched else t[None]) for t in (q, k, v)), **options)
+    first = (slice(None), 0) if batched else (0, 0)
     return output_of(out[first], None if weights is None else weights[first])
+
+
+def _one_head(x: Tensor) -> Tensor:
+    """(B, T, D) as (B, 1, T, D), strided as :func:`attend_heads` makes it."""
+    return x.unsqueeze(2).transpose(1, 2)
 
 
 def attend_heads(
@@ -81,6 +97,7 @@ def attend_heads(
     *,
     rotary: float | None = None,
     kv_cache: KVCache | None = None,
+    lengths: Lengths | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`_attend` over (B, T, H * head_dim), the heads split and merged by views; ``rotary``: the base, if any.
@@ -88,10 +105,13 @@ def attend_heads(
     H is read from the tensors: under tensor parallelism a projection yields this rank's heads only.
     """
     q, k, v = (torch.unflatten(t, -1, (-1, head_dim)) for t in (q, k, v))
+    if kv_cache is not None:
+        check_append(kv_cache, k, options.get("key_ranges"), options.get("bias"))
     if rotary is not None:
         first = None if kv_cache is None else kv_cache.lengths
         q, k = rotate(q, rotary, first), rotate(k, rotary, first)
-    out, weights = _attend(*(t.transpose(1, 2) for t in (q, k, v)), kv_cache=kv_cache, **options)
+    options |= {"kv_cache": kv_cache, "lengths": lengths}
+    out, weights = _attend(*(t.transpose(1, 2) for t in (q, k, v)), **options)
     return out.transpose(1, 2).flatten(2), weights
 
 

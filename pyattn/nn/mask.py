@@ -6,11 +6,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from pyattn.arguments import shown
-from pyattn.nn.checks import check_mask
+from pyattn.arguments import check_type, shown
+from pyattn.nn.checks import check_mask, check_sizes
 
 BLOCK = 2**20
 """Positions of a mask that are compared at a time: temporaries of a few MB, whatever its size."""
+
+LONGEST_WRITTEN = 2048
+"""The longest context whose mask is written unasked: 17 MB a layer in float32, where 16,384 would be 1,074 MB."""
 
 
 def causal_mask(T: int, device: torch.device | str | None = None) -> Tensor:
@@ -53,26 +56,47 @@ def _what_is_wrong(key: str, mask: object, length: int) -> str | None:
 class CausalMask(nn.Module):
     """A causal module of the book, whose ``mask`` (context_length, context_length) takes no memory.
 
-    ``mask`` is 1 above the diagonal (masked out) and 0 elsewhere, in the parameters' dtype or ``mask_dtype``, made anew
-    whenever it is read. In state dicts it stands where the plain module's buffer stands:
+    ``mask`` is 1 above the diagonal (masked out) and 0 elsewhere, in the parameters' dtype or ``mask_dtype``, computed
+    whenever it is read. In state dicts it has the place of the plain module's buffer:
 
-    - Saving writes it under the key ``mask``, unless ``persistent_mask`` is False.
-    - Loading refuses a ``mask`` of another shape or other values, naming the first that differs. A state without
-      ``mask``, as plain modules that register it with ``persistent=False`` have, loads strictly.
-    - ``persistent_mask`` follows the last state that was loaded, so that states go back where they came from; a state
-      that lacks parameters too, as adapters save, says nothing. It may be set by hand. Default: True.
+    - ``persistent_mask``, the constructor's keyword and an attribute that may be set, says whether saving writes it
+      under the key ``mask``. True: always, False: never, None, the default: up to a context of 2,048. For a plain
+      module with a longer context to load the state with ``strict=True``, pass True.
+    - Loading takes states with and without ``mask``, both with ``strict=True``, whatever ``persistent_mask`` is. One of
+      another shape or other values is refused, naming the first that differs.
+    - With None, up to a context of 2,048, saving follows the last state that was loaded, so states without ``mask``, as
+      plain modules that register it with ``persistent=False`` have, go back where they came from. A state that also
+      lacks parameters, as adapters save, changes nothing.
 
-    A ``mask`` that is registered or assigned, as a subclass may do, becomes an ordinary buffer: saved and loaded like
-    any other, and obeyed as the plain module obeys it (not 0 = masked out). None makes it causal again.
+    A ``mask`` that is registered or assigned, as a subclass may do, becomes an ordinary buffer: saved, unless
+    ``persistent_mask`` is False, and loaded like any other, and obeyed as the plain module obeys it (not 0 = masked
+    out). None makes it causal again.
     """
 
-    persistent_mask = True
+    mask_in_plain_states = True
+    """Whether the plain module's states have the mask."""
     mask_dtype: torch.dtype | None = None
     """The mask's dtype; None: the parameters'."""
 
-    def __init__(self, context_length: int) -> None:
+    def __init__(self, context_length: int, persistent_mask: bool | None = None) -> None:
         super().__init__()
+        check_sizes(context_length=context_length)
         self.context_length = context_length
+        self._state_had_mask = True
+        self.persistent_mask = persistent_mask
+
+    @property
+    def persistent_mask(self) -> bool:
+        """Whether saving writes the causal mask."""
+        if self._persistent_mask is None:
+            usual = self.mask_in_plain_states and self.context_length <= LONGEST_WRITTEN
+            return usual and self._state_had_mask
+        return self._persistent_mask
+
+    @persistent_mask.setter
+    def persistent_mask(self, persistent_mask: bool | None) -> None:
+        check_type("persistent_mask", persistent_mask, bool, type(None))
+        self._persistent_mask = persistent_mask
 
     @property
     def _own_mask(self) -> Tensor | None:
@@ -85,17 +109,22 @@ class CausalMask(nn.Module):
             return own
         like = next(self.parameters(), torch.empty(0))
         shape = (self.context_length, self.context_length)
-        return torch.ones(shape, dtype=self.mask_dtype or like.dtype, device=like.device).triu(1)
+        return torch.ones(shape, dtype=self.mask_dtype or like.dtype, device=like.device).triu_(1)
 
     @mask.setter
     def mask(self, mask: Tensor | None) -> None:
-        self.register_buffer("mask", mask, self.persistent_mask)
+        asked = self._persistent_mask
+        self.register_buffer("mask", mask, self._state_had_mask if asked is None else asked)
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """Registers a buffer as every module does; the name ``mask`` is free although it can be read."""
         if name == "mask":
             self._buffers.setdefault(name, None)
         super().register_buffer(name, tensor, persistent)
+
+    def described_mask(self) -> dict[str, object]:
+        """The constructor's arguments for :func:`pyattn.nn.described.described`."""
+        return {"context_length": self.context_length, "persistent_mask": self._persistent_mask}
 
     def mask_options(self, x: Tensor, cached: bool = False) -> dict[str, Any]:
         """How attention over ``x`` (batch, seqlen, d_in) is masked: causally, or by the buffer registered as mask.
@@ -122,8 +151,9 @@ class CausalMask(nn.Module):
         if self._own_mask is None and (
             key in state_dict or all(prefix + name in state_dict for name, _ in self.named_parameters())
         ):
-            self.persistent_mask = key in state_dict
-            wrong = _what_is_wrong(key, state_dict.pop(key), self.context_length) if self.persistent_mask else None
+            # A long context's states lack the mask because it is long, which says nothing about one that is assigned.
+            self._state_had_mask = key in state_dict or self.context_length > LONGEST_WRITTEN
+            wrong = _what_is_wrong(key, state_dict.pop(key), self.context_length) if key in state_dict else None
             if wrong is not None:
                 error_msgs: list[str] = rest[-1]
                 error_msgs.append(wrong)

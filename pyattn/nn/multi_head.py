@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from pyattn.cache import KVCache
-from pyattn.nn.checks import check_cache, check_input, check_mask, quotient
+from pyattn.nn.checks import Lengths, check_cache, check_input, check_mask, check_sizes, quotient
+from pyattn.nn.described import described
 from pyattn.nn.growing_cache import GrowingCache
 from pyattn.nn.heads import Output, attend_heads, make_dropout, output_of
 from pyattn.nn.mask import CausalMask
@@ -45,13 +46,15 @@ class MultiHeadAttention(CausalMask, ScoreOptions):
         qkv_bias: bool = False,
         *,
         num_kv_heads: int | None = None,
-        window: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
+        window: tuple[int, int] | None = None,
+        softcap: float | None = None,
         alibi: bool = False,
         sinks: bool = False,
         rotary: float | None = None,
+        persistent_mask: bool | None = None,
     ) -> None:
-        super().__init__(context_length)
+        super().__init__(context_length, persistent_mask)
+        check_sizes(d_in=d_in)
         self.d_in = d_in
         self.d_out = d_out
         self.num_heads = num_heads
@@ -65,13 +68,27 @@ class MultiHeadAttention(CausalMask, ScoreOptions):
         self.dropout: nn.Module = make_dropout(dropout)
         self.set_score_options(num_heads, self.head_dim, window, softcap, alibi, sinks, rotary)
 
-    def forward(self, x: Tensor, *, kv_cache: KVCache | None = None, need_weights: bool = False) -> Output:
-        """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x goes on behind the tokens in ``kv_cache``."""
+    def extra_repr(self) -> str:  # noqa: D102
+        shared = None if self.num_kv_heads == self.num_heads else self.num_kv_heads
+        heads = {"num_heads": self.num_heads, "num_kv_heads": shared}
+        return described(**heads, **self.described_mask(), **self.described_options())
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_ranges: Tensor | None = None,
+        kv_cache: KVCache | None = None,
+        lengths: Lengths | None = None,
+        need_weights: bool = False,
+    ) -> Output:
+        """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x continues the tokens in ``kv_cache``."""
         check_input(x, self.d_in, self.W_query, context_length=self.context_length)
-        check_cache(kv_cache, need_weights, self.context_length)
+        check_cache(kv_cache, lengths, self.context_length)
         q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
         options = self.mask_options(x, kv_cache is not None) | self.score_options(self.num_heads, x)
-        options |= {"dropout": self.dropout, "need_weights": need_weights, "kv_cache": kv_cache}
+        options |= {"key_ranges": key_ranges, "kv_cache": kv_cache, "lengths": lengths}
+        options |= {"dropout": self.dropout, "need_weights": need_weights}
         out, weights = attend_heads(q, k, v, self.head_dim, **options)
         return output_of(self.out_proj(out), weights)
 
@@ -104,8 +121,8 @@ class Attention(ScoreOptions):
         dropout: float = 0.0,
         *,
         num_kv_heads: int | None = None,
-        window: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
+        window: tuple[int, int] | None = None,
+        softcap: float | None = None,
         alibi: bool = False,
         sinks: bool = False,
         rotary: float | None = None,
@@ -123,21 +140,33 @@ class Attention(ScoreOptions):
         self.dropout: nn.Module = make_dropout(dropout)
         self.set_score_options(num_heads, self.head_dim, window, softcap, alibi, sinks, rotary)
 
+    def extra_repr(self) -> str:  # noqa: D102
+        shared = None if self.num_kv_heads == self.num_heads else self.num_kv_heads
+        return described(num_heads=self.num_heads, num_kv_heads=shared, **self.described_options())
+
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, *, kv_cache: KVCache | None = None, need_weights: bool = False
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        *,
+        key_ranges: Tensor | None = None,
+        kv_cache: KVCache | None = None,
+        lengths: Lengths | None = None,
+        need_weights: bool = False,
     ) -> Output:
         """``x`` (batch, seqlen, embed_dim), out the same.
 
-        With ``kv_cache``, x stands behind its tokens, sees them all, and ``mask`` has max_seqlen keys.
+        With ``kv_cache``, x comes after its tokens, sees them all, and ``mask`` has max_seqlen keys.
         """
         check_input(x, self.embed_dim, self.W_q)
-        check_cache(kv_cache, need_weights)
+        check_cache(kv_cache, lengths)
         if mask is not None:
             keys = x.shape[1] if kv_cache is None else kv_cache.max_seqlen
             mask = ~check_mask(mask, (x.shape[0], self.num_heads, x.shape[1], keys))
         q, k, v = self.W_q(x), self.W_k(x), self.W_v(x)
         options = {"causal": False, "bias": mask, **self.score_options(self.num_heads, x)}
-        options |= {"dropout": self.dropout, "need_weights": need_weights, "kv_cache": kv_cache}
+        options |= {"key_ranges": key_ranges, "kv_cache": kv_cache, "lengths": lengths}
+        options |= {"dropout": self.dropout, "need_weights": need_weights}
         out, weights = attend_heads(q, k, v, self.head_dim, **options)
         return output_of(self.W_o(out), weights)
 
@@ -163,13 +192,14 @@ class GroupedQueryAttention(ScoreOptions):
         dtype: torch.dtype | None = None,
         qkv_bias: bool = False,
         *,
-        window: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
+        window: tuple[int, int] | None = None,
+        softcap: float | None = None,
         alibi: bool = False,
         sinks: bool = False,
         rotary: float | None = None,
     ) -> None:
         super().__init__()
+        check_sizes(d_in=d_in)
         self.d_in = d_in
         self.d_out = d_out
         self.num_heads = num_heads
@@ -184,26 +214,36 @@ class GroupedQueryAttention(ScoreOptions):
         self.set_score_options(num_heads, self.head_dim, window, softcap, alibi, sinks, rotary, dtype)
         self._own_cache = GrowingCache()
 
+    def extra_repr(self) -> str:  # noqa: D102
+        return described(num_heads=self.num_heads, num_kv_groups=self.num_kv_groups, **self.described_options())
+
     def forward(
-        self, x: Tensor, use_cache: bool = False, *, kv_cache: KVCache | None = None, need_weights: bool = False
+        self,
+        x: Tensor,
+        use_cache: bool = False,
+        *,
+        key_ranges: Tensor | None = None,
+        kv_cache: KVCache | None = None,
+        lengths: Lengths | None = None,
+        need_weights: bool = False,
     ) -> Output:
-        """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x goes on behind the tokens in a cache.
+        """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x continues the tokens in a cache.
 
         With ``use_cache``, that is the module's own, which grows as needed, until :meth:`reset_cache` or a call without
         it. ``kv_cache`` is the caller's, of a size that stays, so that ``torch.compile`` compiles once.
         """
         check_input(x, self.d_in, self.W_query)
-        check_cache(kv_cache, need_weights)
+        if use_cache and kv_cache is not None:
+            raise ValueError(f"pyattn: use_cache=True must come without kv_cache, got {kv_cache!r}")
         q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
-        if not use_cache:
-            self.reset_cache()
-        elif kv_cache is not None or need_weights:
-            wrong = "need_weights=True" if kv_cache is None else repr(kv_cache)
-            raise ValueError(f"pyattn: use_cache goes with no kv_cache and no need_weights, got {wrong}")
-        else:
+        if use_cache:
             kv_cache = self._own_cache.with_room_for(k, self.head_dim)
+        else:
+            self.reset_cache()
+        check_cache(kv_cache, lengths)
         options = self.score_options(self.num_heads, x)
-        options |= {"dropout": self.dropout, "need_weights": need_weights, "kv_cache": kv_cache}
+        options |= {"key_ranges": key_ranges, "kv_cache": kv_cache, "lengths": lengths}
+        options |= {"dropout": self.dropout, "need_weights": need_weights}
         out, weights = attend_heads(q, k, v, self.head_dim, **options)
         return output_of(self.out_proj(out), weights)
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from pyattn.arguments import check_finite, check_type, check_window
 from pyattn.nn.positions import alibi_slopes
+from pyattn.options import UNBOUNDED
 
 
 class ScoreOptions(nn.Module):
@@ -17,8 +18,9 @@ class ScoreOptions(nn.Module):
         s_ij = softcap tanh(<turn(q_i), turn(k_j)> / sqrt(head_dim) / softcap) - slope_h |i - j|
         out_i = sum_j exp(s_ij) v_j / (sum_j exp(s_ij) + exp(sinks_h))
 
-    - ``window=(left, right)``: a query sees itself, ``left`` keys before and ``right`` keys behind itself; -1: all.
-    - ``softcap=c``: each scaled score s becomes ``c tanh(s / c)``; 0: it does not.
+    - ``window=(left, right)``: a query sees itself, ``left`` keys before and ``right`` keys after itself; -1 or None:
+      all.
+    - ``softcap=c``: each scaled score s becomes ``c tanh(s / c)``; 0 or None: it does not.
     - ``alibi=True``: each score loses ``slope_h |i - j|``, with the slopes of :func:`pyattn.nn.positions.alibi_slopes`.
       They are made anew in each call and are no part of the state dict.
     - ``sinks=True``: the softmax has one more column, without a value: the parameter ``sinks`` (num_heads,), zeros at
@@ -32,14 +34,16 @@ class ScoreOptions(nn.Module):
         self,
         num_heads: int,
         head_dim: int,
-        window: tuple[int, int],
-        softcap: float,
+        window: tuple[int, int] | None,
+        softcap: float | None,
         alibi: bool,
         sinks: bool,
         rotary: float | None,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Checks and keeps the extras; the parameter ``sinks`` comes after those that are there."""
+        window = UNBOUNDED if window is None else window
+        softcap = 0.0 if softcap is None else softcap
         check_window(window)
         check_finite("softcap", softcap)
         check_type("alibi", alibi, bool)
@@ -52,6 +56,16 @@ class ScoreOptions(nn.Module):
                 )
         self.window, self.softcap, self.alibi, self.rotary = window, softcap, alibi, rotary
         self.register_parameter("sinks", nn.Parameter(torch.zeros(num_heads, dtype=dtype)) if sinks else None)
+
+    def described_options(self) -> dict[str, object]:
+        """The extras for :func:`pyattn.nn.described.described`, each None that is its default."""
+        return {
+            "window": None if self.window == UNBOUNDED else self.window,
+            "softcap": self.softcap or None,
+            "alibi": self.alibi or None,
+            "sinks": None if self.sinks is None else True,
+            "rotary": self.rotary,
+        }
 
     def score_options(self, num_heads: int, x: Tensor) -> dict[str, Any]:
         """The extras as :func:`pyattn.nn.heads.attend_heads` takes them, for the input ``x``."""

@@ -16,13 +16,15 @@ from pyattn.reference.modules import MultiHeadAttention, MultiHeadAttentionWrapp
 Ch03_MHA = MultiHeadAttention
 
 
-def _causal_heads(q: Tensor, k: Tensor, v: Tensor, num_heads: int, dropout: nn.Module) -> Tensor:
-    """Causal attention over (B, T, num_heads * head_dim); the keys behind the last query's are seen by all."""
+def _causal_heads(
+    q: Tensor, k: Tensor, v: Tensor, num_heads: int, dropout: nn.Module, key_ranges: Tensor | None = None
+) -> Tensor:
+    """Causal attention over (B, T, num_heads * head_dim); all queries see the keys after the last query's."""
     q, k, v = (x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in (q, k, v))
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     masked = torch.ones(seqlen_q, seqlen_q, dtype=torch.bool, device=q.device).triu(1)
     masked = torch.nn.functional.pad(masked, (0, seqlen_k - seqlen_q))
-    return _attend(q, k, v, masked=masked, dropout=dropout)[0].transpose(1, 2).flatten(2)
+    return _attend(q, k, v, masked=masked, key_ranges=key_ranges, dropout=dropout)[0].transpose(1, 2).flatten(2)
 
 
 class Ch03_MHA_Wrapper(MultiHeadAttentionWrapper):
@@ -32,8 +34,8 @@ class Ch03_MHA_Wrapper(MultiHeadAttentionWrapper):
         super().__init__(d_in, d_out, context_length, dropout, num_heads, qkv_bias)
         self.out_proj = nn.Linear(d_out * num_heads, d_out * num_heads)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.out_proj(super().forward(x))
+    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None) -> Tensor:
+        out: Tensor = self.out_proj(super().forward(x, key_ranges=key_ranges))
         return out
 
 
@@ -54,10 +56,10 @@ class MHAPyTorchScaledDotProduct(nn.Module):
         self.proj = nn.Linear(d_out, d_out)
         self.dropout: float | nn.Module = dropout
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None) -> Tensor:
         dropout = self.dropout if isinstance(self.dropout, nn.Module) else nn.Dropout(self.dropout)
         q, k, v = self.qkv(x).chunk(3, -1)
-        out: Tensor = self.proj(_causal_heads(q, k, v, self.num_heads, dropout.train(self.training)))
+        out: Tensor = self.proj(_causal_heads(q, k, v, self.num_heads, dropout.train(self.training), key_ranges))
         return out
 
 
@@ -119,10 +121,10 @@ class MHAEinsum(nn.Module):
             if bias is not None:
                 nn.init.uniform_(bias, -bound, bound)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None) -> Tensor:
         weights = (self.W_query, self.bias_q), (self.W_key, self.bias_k), (self.W_value, self.bias_v)
         q, k, v = (linear(x, weight.mT, bias) for weight, bias in weights)
-        out: Tensor = self.out_proj(_causal_heads(q, k, v, self.num_heads, self.dropout))
+        out: Tensor = self.out_proj(_causal_heads(q, k, v, self.num_heads, self.dropout, key_ranges))
         return out
 
 
@@ -145,12 +147,14 @@ class MHAPyTorchClass(nn.Module):
         self.proj = nn.Linear(d_out, d_out)
         self.register_buffer("mask", _future(context_length).bool())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None) -> Tensor:
         inner = self.multihead_attn
         q, k, v = linear(x, inner.in_proj_weight, inner.in_proj_bias).chunk(3, -1)
         if inner.bias_k is not None and inner.bias_v is not None:
+            if key_ranges is not None:
+                raise NotImplementedError("pyattn: key_ranges do not say whether bias_k is seen, got qkv_bias=True")
             k = torch.cat([k, inner.bias_k.to(k.dtype).expand(len(x), 1, -1)], 1)
             v = torch.cat([v, inner.bias_v.to(v.dtype).expand(len(x), 1, -1)], 1)
         dropout = nn.Dropout(inner.dropout).train(self.training)
-        out: Tensor = self.proj(inner.out_proj(_causal_heads(q, k, v, inner.num_heads, dropout)))
+        out: Tensor = self.proj(inner.out_proj(_causal_heads(q, k, v, inner.num_heads, dropout, key_ranges)))
         return out

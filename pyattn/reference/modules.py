@@ -15,14 +15,27 @@ def _attend(
     v: Tensor,
     *,
     masked: Tensor | None = None,
+    key_ranges: Tensor | None = None,
     dropout: nn.Module | None = None,
     softmax_scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``dropout(softmax(softmax_scale q k^T)) v`` and the weights; ``masked``: bool, True = masked out."""
+    """``dropout(softmax(softmax_scale q k^T)) v`` and the weights; ``masked``: bool, True = masked out.
+
+    ``key_ranges`` (batch or 1, seqlen_q, 2): query i also sees the keys [begin, end) alone; if it sees none, it gets 0.
+    """
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    unseen = None
+    if key_ranges is not None:
+        begin, end = (bound if q.dim() == 3 else bound[:, None] for bound in key_ranges[..., None].unbind(-2))
+        key = torch.arange(k.shape[-2], device=k.device)
+        outside = (key < begin) | (key >= end)
+        masked = outside if masked is None else masked | outside
+        unseen = masked.all(-1, keepdim=True)
     if masked is not None:
         scores = scores.masked_fill(masked, -torch.inf)
     weights = torch.softmax(scores, dim=-1)
+    if unseen is not None:
+        weights = weights.masked_fill(unseen, 0.0)
     if dropout is not None:
         weights = dropout(weights)
     return weights @ v, weights
@@ -73,10 +86,11 @@ class CausalAttention(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.register_buffer("mask", _future(context_length))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None) -> Tensor:
         seqlen = x.shape[1]
         masked = self.mask.bool()[:seqlen, :seqlen]
-        return _attend(self.W_query(x), self.W_key(x), self.W_value(x), masked=masked, dropout=self.dropout)[0]
+        q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
+        return _attend(q, k, v, masked=masked, key_ranges=key_ranges, dropout=self.dropout)[0]
 
 
 class MultiHeadAttentionWrapper(nn.Module):
@@ -88,8 +102,8 @@ class MultiHeadAttentionWrapper(nn.Module):
             CausalAttention(d_in, d_out, context_length, dropout, qkv_bias) for _ in range(num_heads)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([head(x) for head in self.heads], dim=-1)
+    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None) -> Tensor:
+        return torch.cat([head(x, key_ranges=key_ranges) for head in self.heads], dim=-1)
 
 
 class MultiHeadAttention(nn.Module):
@@ -109,12 +123,13 @@ class MultiHeadAttention(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.register_buffer("mask", _future(context_length))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None) -> Tensor:
         batch, seqlen, _ = x.shape
         q = self.W_query(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
         k = self.W_key(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
         v = self.W_value(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
-        context, _ = _attend(q, k, v, masked=self.mask.bool()[:seqlen, :seqlen], dropout=self.dropout)
+        masked = self.mask.bool()[:seqlen, :seqlen]
+        context, _ = _attend(q, k, v, masked=masked, key_ranges=key_ranges, dropout=self.dropout)
         out: Tensor = self.out_proj(context.transpose(1, 2).reshape(batch, seqlen, self.d_out))
         return out
 
@@ -149,14 +164,14 @@ class Attention(nn.Module):
         self.W_o = nn.Linear(embed_dim, embed_dim)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, key_ranges: Tensor | None = None) -> Tensor:
         batch, seqlen, embed_dim = x.shape
         q = self.W_q(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
         k = self.W_k(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
         v = self.W_v(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
         if mask is not None and mask.dim() == 3:
             mask = mask.unsqueeze(1)
-        context, _ = _attend(q, k, v, masked=mask, dropout=self.dropout)
+        context, _ = _attend(q, k, v, masked=mask, key_ranges=key_ranges, dropout=self.dropout)
         out: Tensor = self.W_o(context.transpose(1, 2).reshape(batch, seqlen, embed_dim))
         return out
 
@@ -186,7 +201,7 @@ class GroupedQueryAttention(nn.Module):
         self.cache_k: Tensor | None = None
         self.cache_v: Tensor | None = None
 
-    def forward(self, x: Tensor, use_cache: bool = False) -> Tensor:
+    def forward(self, x: Tensor, use_cache: bool = False, *, key_ranges: Tensor | None = None) -> Tensor:
         batch, seqlen, _ = x.shape
         q = self.W_query(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
         k = self.W_key(x).view(batch, seqlen, self.num_kv_groups, self.head_dim).transpose(1, 2)
@@ -201,7 +216,7 @@ class GroupedQueryAttention(nn.Module):
         k = k.repeat_interleave(self.group_size, dim=1)
         v = v.repeat_interleave(self.group_size, dim=1)
         masked = _future(seqlen_k)[seqlen_k - seqlen :].to(x.device).bool()
-        context, _ = _attend(q, k, v, masked=masked, dropout=self.dropout)
+        context, _ = _attend(q, k, v, masked=masked, key_ranges=key_ranges, dropout=self.dropout)
         out: Tensor = self.out_proj(context.transpose(1, 2).reshape(batch, seqlen, self.d_out))
         return out
 

@@ -1,0 +1,216 @@
+"""Promise: key_ranges of a module hide padding and other documents, in training and over a cache."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from module_cases import (
+    D_IN,
+    EXTRAS,
+    WITH_EXTRAS,
+    arguments,
+    assert_same,
+    cache_for,
+    made,
+    pair,
+    plain,
+)
+from torch import Tensor
+
+from pyattn import masks, nn
+
+ROWS = 9
+RANGES: dict[str, Tensor] = {
+    "documents": masks.documents([4, 0, 5]),
+    "two packings": torch.cat([masks.documents([4, 5]), masks.documents([2, 3, 4])]),
+    "padding": masks.padding([ROWS, 5], ROWS),
+    "padding on the left": masks.padding([ROWS, 5], ROWS, side="left"),
+    "chunks": masks.chunked(ROWS, 4),
+    "nothing": torch.zeros(1, ROWS, 2, dtype=torch.int32),
+}
+WITH_RANGES = {
+    "CausalAttention": (),
+    "MultiHeadAttentionWrapper": (),
+    "MultiHeadAttention": (),
+    "Attention": (),
+    "GroupedQueryAttention": (),
+    "Ch03_MHA_Wrapper": (),
+    "MultiHeadAttentionCombinedQKV": (),
+    "MHAEinsum": (),
+    "MHAPyTorchScaledDotProduct": (),
+    "MHAPyTorchSDPAWithoutFlash": (),
+    "MHAPyTorchFlexAttention": (),
+    "MHAPyTorchClass": (D_IN, D_IN, 3, ROWS),
+}
+"""Modules that take them, each with the arguments to use if not the usual ones."""
+
+each_module = pytest.mark.parametrize("name", WITH_RANGES)
+each_range = pytest.mark.parametrize("ranges", RANGES)
+
+
+def rows(batch: int = 2) -> Tensor:
+    return torch.randn(batch, ROWS, D_IN, dtype=torch.float64)
+
+
+def gradients(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(out.sin().sum(), leaves))
+
+
+@each_module
+@each_range
+def test_equals_plain(name: str, ranges: str) -> None:
+    native, reference = (module.double() for module in pair(name, *WITH_RANGES[name]))
+    x = rows().requires_grad_()
+    ours, exact = native(x, key_ranges=RANGES[ranges]), reference(x, key_ranges=RANGES[ranges])
+    assert_same(ours, exact)
+    found, expected = (gradients(out, [x, *m.parameters()]) for out, m in ((ours, native), (exact, reference)))
+    for gradient, target in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, target, rtol=0, atol=1e-12)
+    out, weights = native(x, key_ranges=RANGES[ranges], need_weights=True)
+    assert torch.equal(out, ours)
+    key = torch.arange(ROWS)
+    begin, end = RANGES[ranges][..., None].unbind(-2)
+    outside = ((key < begin) | (key >= end)).expand(2, ROWS, ROWS)
+    wide = weights if weights.dim() == 4 else weights[:, None]
+    assert not wide.masked_select(outside[:, None]).any()
+
+
+@pytest.mark.parametrize("name", WITH_EXTRAS)
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_extras_and_dropout(name: str, extra: str, dropout: float) -> None:
+    """The heads of GroupedQueryAttention share keys."""
+    module = made(name, extra)
+    module.dropout.p = dropout
+    x = rows().requires_grad_()
+    leaves = [x, *module.parameters()]
+    for ranges in RANGES.values():
+        results = []
+        for call in (lambda r: module(x, key_ranges=r), lambda r: plain(module, x, key_ranges=r)[0]):
+            torch.manual_seed(0)
+            results.append(call(ranges))
+        assert_same(*results)
+        for found, expected in zip(*(gradients(out, leaves) for out in results), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@each_module
+def test_a_padded_batch_is_its_sequences(name: str) -> None:
+    """Whatever the padding holds, NaN too."""
+    module, _ = pair(name, *WITH_RANGES[name])
+    module = module.double()
+    x, tokens = rows(), [ROWS, 5]
+    for side, own in (("right", slice(None, 5)), ("left", slice(-5, None))):
+        filled = x.clone()
+        filled[1] = torch.nan
+        filled[1, own] = x[1, own]
+        out = module(filled, key_ranges=masks.padding(tokens, ROWS, side))
+        assert_same(out[0], module(x[:1])[0])
+        assert_same(out[1, own], module(x[1:, own])[0])
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_a_prefix_of_what_is_not_causal(extra: str) -> None:
+    module, x, ranges = made("Attention", extra), rows(), masks.prefix_lm(torch.tensor([3, 6]), ROWS)
+    assert_same(module(x, key_ranges=ranges), plain(module, x, key_ranges=ranges)[0])
+
+
+@pytest.mark.parametrize("name", WITH_EXTRAS)
+@pytest.mark.parametrize("extra", ["", *EXTRAS])
+def test_a_packed_row_is_its_documents(name: str, extra: str) -> None:
+    """Scores depend on distances alone, those of rotary and ALiBi too."""
+    module, x = made(name, extra), rows(1)
+    packed = module(x, key_ranges=masks.documents([4, 5]))
+    assert_same(packed, torch.cat([module(x[:, :4]), module(x[:, 4:])], 1))
+
+
+@pytest.mark.parametrize("name", ["CausalAttention", "MultiHeadAttention", "MHAPyTorchClass"])
+def test_on_top_of_an_assigned_mask(name: str) -> None:
+    native, reference = (module.double() for module in pair(name, *WITH_RANGES[name]))
+    size = native.context_length
+    for module in (native, reference):
+        module.mask = torch.ones(size, size).triu(2)
+    x = rows()
+    key_ranges = masks.padding([ROWS, 5], ROWS)
+    masked = native(x, key_ranges=key_ranges)
+    if name != "MHAPyTorchClass":  # whose plain module is causal whatever its mask
+        assert_same(masked, reference(x, key_ranges=key_ranges))
+    assert_same(masked[1, :4], native(x[1:, :5])[0, :4])
+
+
+@pytest.mark.parametrize("name", [*WITH_EXTRAS, "MHAEinsum", "MHAPyTorchScaledDotProduct"])
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_over_a_cache(name: str, page_size: int | None) -> None:
+    module = made(name, "all") if name in WITH_EXTRAS else pair(name)[0].double()
+    x, ranges = rows(), masks.padding([ROWS, 5], ROWS, side="left")
+    whole = module(x, *arguments(module, 0, ROWS, ROWS), key_ranges=ranges)
+    cached, begin = cache_for(module, page_size=page_size), 0
+    with torch.no_grad():
+        for part in x.split([5, 1, 3], 1):
+            end = begin + part.shape[1]
+            mask = arguments(module, begin, end, cached.max_seqlen)
+            step = module(part, *mask, kv_cache=cached, key_ranges=ranges[:, begin:end])
+            assert_same(step, whole[:, begin:end])
+            begin = end
+
+
+def test_with_use_cache() -> None:
+    module = made("GroupedQueryAttention", "rotary")
+    x, ranges = rows(), masks.padding([ROWS, 5], ROWS, side="left")
+    with torch.no_grad():
+        steps = [module(x[:, part], use_cache=True, key_ranges=ranges[:, part]) for part in (slice(5), slice(5, None))]
+        assert_same(torch.cat(steps, 1), module(x, key_ranges=ranges))
+
+
+@each_module
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning:torch")  # torch's own, in dynamo
+def test_compiles_to_one_graph(name: str) -> None:
+    torch._dynamo.reset()
+    native, _ = pair(name, *WITH_RANGES[name])
+    x, key_ranges = torch.randn(2, ROWS, D_IN, requires_grad=True), RANGES["padding"]
+    compiled = torch.compile(native, backend="aot_eager", fullgraph=True)
+    results = [call(x, key_ranges=key_ranges) for call in (compiled, native)]
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    torch.testing.assert_close(*(gradients(out, [x]) for out in results), rtol=0, atol=1e-6)
+
+
+SHAPE = "key_ranges must have shape (2 or 1, 9, 2), got "
+BAD: list[tuple[Any, type[Exception], str]] = [
+    ([[0, 1]], TypeError, "key_ranges must be Tensor, got [[0, 1]]"),
+    (RANGES["padding"].repeat(2, 1, 1), ValueError, SHAPE + "[4, 9, 2]"),
+    (RANGES["padding"][:, 1:], ValueError, SHAPE + "[2, 8, 2]"),
+    (torch.zeros(2, ROWS, 2), TypeError, "key_ranges must have dtype int32 or int64, got float32"),
+    (torch.tensor([[[3, 2]] * ROWS]), ValueError, "key_ranges must hold 0 <= begin <= end <= seqlen_k = "),
+    (torch.tensor([[[0, 20]] * ROWS]), ValueError, "key_ranges must hold 0 <= begin <= end <= seqlen_k = "),
+]
+
+
+@pytest.mark.parametrize(("key_ranges", "kind", "message"), BAD)
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_wrong_ranges_leave_a_cache_as_it_was(
+    key_ranges: Any, kind: type[Exception], message: str, page_size: int | None
+) -> None:
+    module = made("MultiHeadAttention")
+    cached = cache_for(module, page_size=page_size)
+    for options in ({}, {"kv_cache": cached}):
+        with pytest.raises(kind, match=f"^pyattn: {re.escape(message)}"):
+            module(rows(), key_ranges=key_ranges, **options)
+    assert cached.lengths.tolist() == [0, 0]
+
+
+def test_a_ring_has_none() -> None:
+    module = made("GroupedQueryAttention")
+    cached = cache_for(module, window=4)
+    with pytest.raises(NotImplementedError, match=r"^pyattn: a cache with a window takes no key_ranges, got window=4$"):
+        module(rows(), key_ranges=RANGES["padding"], kv_cache=cached)
+    with pytest.raises(ValueError, match=r"^pyattn: over a cache with window=4, seqlen_q must not exceed .*, got 18$"):
+        module(rows().repeat(1, 2, 1), kv_cache=cached)
+    assert cached.lengths.tolist() == [0, 0]
+
+
+def test_a_key_that_is_always_seen_is_in_no_range() -> None:
+    module = nn.MHAPyTorchClass(D_IN, D_IN, 3, ROWS, qkv_bias=True).double()
+    message = "pyattn: key_ranges are not supported with qkv_bias=True, where every query also sees bias_k, got torch."
+    with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}"):
+        module(rows(), key_ranges=RANGES["padding"])

@@ -1,0 +1,147 @@
+"""Promise: prompts of different lengths, padded on the right, fill a cache in one call, and go on from there."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from module_cases import ARGUMENTS, D_IN, EXTRAS, WITH_EXTRAS, assert_same, cache_for, made, pair
+from torch import Tensor
+
+from pyattn import nn
+from pyattn.nn import growing_cache
+
+LENGTHS = [7, 3, 0]
+NEW = [2, 0, 3]
+"""Tokens of the second call."""
+CACHES: dict[str, dict[str, Any]] = {"slots": {}, "pages": {"page_size": 16}, "ring": {"window": 4}}
+
+
+def alone(module: torch.nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Out and weights of one sequence without padding."""
+    return module(x, *([nn.causal_mask(x.shape[1])] if isinstance(module, nn.Attention) else []), need_weights=True)
+
+
+def mask_of(module: torch.nn.Module, lengths: list[int], new: int, keys: int) -> list[Tensor]:
+    """The causal mask over a cache, which Attention's caller gives: (B, 1, new, keys)."""
+    if not isinstance(module, nn.Attention):
+        return []
+    position = torch.tensor(lengths)[:, None] + torch.arange(new)
+    return [torch.arange(keys) > position[:, None, :, None]]
+
+
+def bias_of(module: torch.nn.Module) -> Tensor:
+    """The row of a query that is padding."""
+    project = module.W_o if isinstance(module, nn.Attention) else getattr(module, "out_proj", None) or module.proj
+    return torch.zeros(project.out_features, dtype=torch.float64) if project.bias is None else project.bias
+
+
+def windowed(name: str, extra: str) -> torch.nn.Module:
+    """A module whose queries see as many keys as those of the ring do."""
+    return getattr(nn, name)(*ARGUMENTS[name], **EXTRAS.get(extra, {}) | {"window": (3, 0)}).double()
+
+
+def cases() -> list[tuple[str, str, str]]:
+    """Modules, extras and caches: rings for those that have a window and no mask of their caller's."""
+    of_all = [(name, extra, kind) for name in WITH_EXTRAS for extra in ("", *EXTRAS) for kind in CACHES]
+    others = [(name, "", kind) for name in ("MHAEinsum", "MHAPyTorchScaledDotProduct") for kind in CACHES]
+    return [case for case in of_all if case[2] != "ring" or case[0] != "Attention"] + [
+        case for case in others if case[2] != "ring"
+    ]
+
+
+@pytest.mark.parametrize(("name", "extra", "kind"), cases())
+def test_each_sequence_gets_what_it_gets_alone(name: str, extra: str, kind: str) -> None:
+    """Whatever the padding holds; a query that is padding has the last projection's bias alone."""
+    if name not in WITH_EXTRAS:
+        module = pair(name)[0].double()
+    else:
+        module = windowed(name, extra) if kind == "ring" else made(name, extra)
+    x = torch.randn(3, 10, D_IN, dtype=torch.float64)
+    cached, before = cache_for(module, 3, **CACHES[kind]), [0, 0, 0]
+    for new in (LENGTHS, NEW, [1, 1, 1]):
+        width = max(new)
+        padded = torch.full((3, width, D_IN), torch.nan, dtype=torch.float64)
+        for b, (begin, count) in enumerate(zip(before, new, strict=True)):
+            padded[b, :count] = x[b, begin : begin + count]
+        mask = mask_of(module, before, width, cached.max_seqlen)
+        out, weights = module(padded, *mask, kv_cache=cached, lengths=new, need_weights=True)
+        for b, (begin, count) in enumerate(zip(before, new, strict=True)):
+            end = begin + count
+            if count:
+                expected, shown = alone(module, x[b : b + 1, :end])
+                assert_same(out[b : b + 1, :count], expected[:, begin:])
+                assert_same(weights[b : b + 1, :, :count, :end], shown[:, :, begin:])
+            assert torch.equal(out[b, count:], bias_of(module).expand(width - count, -1))
+            assert not weights[b, :, count:].any()
+            assert not weights[b, :, :, end:].any()
+        before = [begin + count for begin, count in zip(before, new, strict=True)]
+        assert cached.lengths.tolist() == before
+        assert weights.shape[-1] == max(before)
+
+
+def test_gradients_of_what_counts() -> None:
+    """Padding sends none; keys of the cache take none."""
+    module = made("MultiHeadAttention", "all")
+    x = torch.randn(3, 7, D_IN, dtype=torch.float64, requires_grad=True)
+    out = module(x, kv_cache=cache_for(module, 3), lengths=LENGTHS)
+    (gradient,) = torch.autograd.grad(out.sin().sum(), x)
+    assert not gradient[2].any()
+    for b, count in enumerate(LENGTHS[:2]):
+        assert not gradient[b, count:].any()
+        own = x[b : b + 1, :count].detach().requires_grad_()
+        expected = module(own, kv_cache=cache_for(module, 1))
+        (target,) = torch.autograd.grad(expected.sin().sum(), own)
+        torch.testing.assert_close(gradient[b : b + 1, :count], target, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("fewest", [1, 256])
+def test_with_use_cache(monkeypatch: pytest.MonkeyPatch, fewest: int) -> None:
+    """A cache that grows keeps each sequence's own length."""
+    monkeypatch.setattr(growing_cache, "FEWEST", fewest)
+    module = made("GroupedQueryAttention", "rotary")
+    x = torch.randn(3, 7, D_IN, dtype=torch.float64)
+    module(x, use_cache=True, lengths=LENGTHS)
+    out, weights = module(x, use_cache=True, need_weights=True)
+    assert weights.shape == (3, 4, 7, 14)
+    for b, count in enumerate(LENGTHS):
+        whole = torch.cat([x[b : b + 1, :count], x[b : b + 1]], 1)
+        assert_same(out[b : b + 1], module(whole)[:, count:])
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning:torch")  # torch's own, in dynamo
+def test_compiles_to_one_graph() -> None:
+    torch._dynamo.reset()
+    module = made("MultiHeadAttention", "all")
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    ours, expected = cache_for(module, 3), cache_for(module, 3)
+    x, lengths = torch.randn(3, 7, D_IN, dtype=torch.float64), torch.tensor(LENGTHS)
+    with torch.no_grad():
+        for _ in range(2):
+            assert_same(compiled(x, kv_cache=ours, lengths=lengths), module(x, kv_cache=expected, lengths=lengths))
+    assert torch.equal(ours.lengths, expected.lengths)
+
+
+BAD: list[tuple[Any, type[Exception], str]] = [
+    ([1, 2], ValueError, "lengths must have "),
+    ([8, 3, 0], ValueError, "each of lengths must be "),
+    ([1.5, 3, 0], TypeError, "each of lengths must be int, got 1.5"),
+    (torch.tensor([1.0, 2.0, 3.0]), TypeError, "lengths must be int32 or int64, got torch.float32"),
+]
+
+
+@pytest.mark.parametrize(("lengths", "kind", "message"), BAD)
+def test_wrong_lengths(lengths: Any, kind: type[Exception], message: str) -> None:
+    module = made("MultiHeadAttention")
+    cached = cache_for(module, 3)
+    with pytest.raises(kind, match=f"^pyattn: {re.escape(message)}"):
+        module(torch.randn(3, 7, D_IN, dtype=torch.float64), kv_cache=cached, lengths=lengths)
+    assert cached.lengths.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", [*WITH_EXTRAS, "MHAEinsum", "MHAPyTorchScaledDotProduct"])
+def test_lengths_without_a_cache(name: str) -> None:
+    module, _ = pair(name)
+    message = "pyattn: lengths must come with a kv_cache, got [7, 3, 0] alone; key_ranges=pyattn.masks.padding("
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        module(torch.randn(3, 7, D_IN), lengths=LENGTHS)
