@@ -3,11 +3,12 @@
 import argparse
 import platform
 from collections.abc import Sequence
+from importlib.metadata import version
 
 import torch
 
 from pyattn import _C, attention
-from pyattn.adapters import sdpa_counts, sdpa_switch
+from pyattn.adapters import sdpa_counts, sdpa_switch, transformers_models
 from pyattn.cli.device import DEVICES, check_device, cpu
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -35,6 +36,16 @@ def sdpa_switch_state() -> str:
     return f"{state}: {counted}" if counted else state
 
 
+def transformers_coverage() -> dict[str, str]:
+    """The installed transformers, and whose attention does not come here by ``attn_implementation="pyattn"``."""
+    own = transformers_models.installed_with_attention_of_their_own()
+    if own is None:
+        return {}
+    return {
+        "transformers": f"{version('transformers')}; {len(own)} architectures keep their own attention: {' '.join(own)}"
+    }
+
+
 def facts(device: str) -> dict[str, str]:
     """The facts by the names they are shown with; dtypes are those that ``device`` takes."""
     return {
@@ -51,6 +62,7 @@ def facts(device: str) -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "SDPA switch": sdpa_switch_state(),
         "dtypes": " ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES if supported(dtype, device)),
+        **transformers_coverage(),
     }
 
 
