@@ -72,8 +72,9 @@ def check_finite(name: str, value: object) -> None:
 
 
 def check_size(name: str, value: object, least: int = 0) -> None:
-    """TypeError for what is no int, ValueError for one below ``least``."""
+    """TypeError for what is no int, ValueError for one below ``least`` or past 64 bits."""
     check_type(name, value, int, torch.SymInt)
+    check_64_bits(name, value)
     if isinstance(value, int) and value < least:
         raise ValueError(f"pyattn: {name} must be at least {least}, got {value}")
 

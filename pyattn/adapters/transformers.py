@@ -181,6 +181,8 @@ def attention_function(
                 wrong = "output_attentions" if position_bias is None else "position_bias"
                 raise NotImplementedError(f"pyattn: cu_seq_lens_q goes without {wrong} where no mask is given")
             longest = int(max_length_q or query.shape[2]), int(max_length_k or key.shape[2])
+            for name, length in zip(("max_length_q", "max_length_k"), longest, strict=True):
+                check_size(name, length)
             q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
             return attention_varlen(q, k, v, *packed, *longest, **(options | {"causal": decoder}))[None], None
         options["key_ranges"] = transformers_packed.by_lengths(*packed, query.shape[2])
