@@ -60,9 +60,9 @@ def facts(device: str) -> dict[str, str]:
         "CUDA kernels": " ".join(f"sm_{arch}" for arch in _C.cuda_archs) or "none",
         "GPU": ", ".join(map(gpu, range(torch.cuda.device_count()))) or "none",
         "threads": str(torch.get_num_threads()),
+        **transformers_coverage(),
         "SDPA switch": sdpa_switch_state(),
         "dtypes": " ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES if supported(dtype, device)),
-        **transformers_coverage(),
     }
 
 
