@@ -149,6 +149,16 @@ def test_positions_of_other_shapes_say_nothing(positions: Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", WITHOUT_POSITIONS)
+def test_lengths_reach_models_that_keep_their_positions(name: str) -> None:
+    """Chunks of four tokens begin anew with each document."""
+    model = decoder(name)
+    truth = alone(model)
+    for way in WAYS:
+        out = model(**batch(return_flash_attn_kwargs=True), **way).logits
+        assert (out - truth).abs().max() <= ROUNDINGS * truth.abs().max(), way
+
+
+@pytest.mark.parametrize("name", WITHOUT_POSITIONS)
 def test_models_that_keep_their_positions_are_listed(name: str) -> None:
     model = decoder(name)
     model.set_attn_implementation("pyattn")

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyattn import masks
 from pyattn.adapters import transformers_masks, transformers_models, transformers_packed
 from pyattn.adapters.transformers_masks import are_pairs, are_ranges, seen_pairs
 from pyattn.arguments import check_size, check_tensor, shown
@@ -243,7 +242,7 @@ def _masked(
     if mask is not None:
         mask = seen_pairs(mask) if are_pairs(mask) else mask
         if are_ranges(mask, seqlen_k):
-            key_ranges = mask[:, 0] if key_ranges is None else masks.within(mask[:, 0], key_ranges)
+            key_ranges = mask[:, 0] if key_ranges is None else transformers_packed.within(mask[:, 0], key_ranges)
         elif mask.dtype != torch.bool and not mask.is_floating_point():
             raise TypeError(
                 f"pyattn: attention_mask must be bool, float, or ranges as mask_function makes them, int32 (B or 1, 1, "

@@ -13,6 +13,7 @@ from collections import Counter
 import torch
 from torch import Tensor, nn
 
+from pyattn import masks
 from pyattn.adapters import transformers_masks
 from pyattn.adapters.transformers_masks import can_read
 
@@ -73,6 +74,21 @@ def _rows(mask: Tensor) -> tuple[Tensor, Tensor]:
         return mask[:, 0].any(-1), mask[:, 0].triu(1).any(-1)
     begin, end = mask[:, 0].unbind(-1)
     return begin < end, end > torch.arange(1, mask.shape[2] + 1, device=mask.device)
+
+
+def within(ranges: Tensor, documents: Tensor) -> Tensor:
+    """What is in both of two ranges (B or 1, Sq, 2), the keys of a mask and those of documents.
+
+    Chunks, which a mask counts from the first token of its row, begin anew with each document.
+    """
+    begin, end = ranges.unbind(-1)
+    size = int((begin[:1] == 0).sum()) if can_read(begin) else 0
+    at = torch.arange(ranges.shape[1], device=begin.device)
+    if size and (begin == at // size * size).all():
+        first = documents[..., 0]
+        begin = first + (at - first) // size * size
+        ranges = torch.stack([begin, end.expand_as(begin)], -1)
+    return masks.within(ranges, documents)
 
 
 def remember(module: nn.Module) -> None:
