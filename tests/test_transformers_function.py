@@ -48,6 +48,8 @@ def test_the_function_renames(dtype: torch.dtype) -> None:
         ({"attention_mask": rows, "position_bias": bias}, {"causal": False, "key_ranges": ranges, "bias": bias}),
         ({"attention_mask": seen, "position_bias": bias}, {"causal": False, "bias": bias.where(seen, -torch.inf)}),
         ({"attention_mask": bias, "position_bias": bias}, {"causal": False, "bias": bias + bias}),
+        ({"attention_mask": seen.to(torch.int8)}, {"causal": False, "bias": seen}),
+        ({"position_ids": torch.arange(6)[None]}, {"q_offset": 0}),
         (dict.fromkeys(adapter.NOT_ABOUT_ATTENTION, torch.arange(6)), {}),
         ({"use_cache": True}, {}),
     ]

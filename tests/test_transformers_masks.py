@@ -48,7 +48,7 @@ def shown(mask: Tensor | None, q_length: int, kv_length: int, causal: bool) -> T
         assert transformers_masks.are_ranges(mask, kv_length)
         seen = (mask[..., :1] <= keys) & (keys < mask[..., 1:])
     else:
-        seen = mask
+        seen = mask.bool()
     return seen.expand(2, 1, q_length, kv_length)
 
 

@@ -20,6 +20,7 @@ from torch.nested._internal import ops as jagged
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pyattn import autograd
+from pyattn.adapters import sdpa_graphs
 from pyattn.adapters.dispatcher import Kernels
 from pyattn.adapters.sdpa_arguments import attend
 from pyattn.adapters.sdpa_counts import TAKEN, TRACED, count
@@ -154,13 +155,16 @@ class _Switch:
         self.installation: _Installation | None = None
 
     def change(self, *, enabled: bool | None = None, blocks: int = 0) -> None:
-        with self.lock:
+        with sdpa_graphs.compiling(), self.lock:
             self.enabled = self.enabled if enabled is None else enabled
             self.blocks += blocks
             wanted = self.enabled or self.blocks > 0
-            if wanted and self.installation is None:
+            if wanted == (self.installation is not None):
+                return
+            sdpa_graphs.keep_apart(not wanted, is_enabled)
+            if self.installation is None:
                 self.installation = _Installation()
-            elif not wanted and self.installation is not None:
+            else:
                 self.installation.remove()
                 self.installation = None
 
@@ -191,9 +195,9 @@ def enable() -> None:
     that are padding then hold numbers, where the fast path may put zeros, and a nested tensor given to these modules is
     an error, as torch takes one on that path only.
 
-    ``torch.compile`` takes the native operator into its graphs. A graph keeps what was on when it was compiled:
-    ``torch.compiler.reset()`` compiles anew. Caches of compiled code on disk are told apart by
-    ``torch.compiler.config.cache_key_tag``.
+    ``torch.compile`` takes the native operator into its graphs. Functions that were compiled before are compiled anew
+    when they are called next, and after :func:`disable` run again as they were; exported programs stay what they are.
+    Caches of compiled code on disk are told apart by ``torch.compiler.config.cache_key_tag``.
 
     The switch belongs to the process and may be changed from any thread at any time. Calling it again does nothing.
     """

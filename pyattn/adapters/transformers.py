@@ -9,16 +9,14 @@ comes as ``key_ranges`` wherever its rows have no holes: see :mod:`pyattn.adapte
 """
 
 import inspect
-import re
 import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pyattn import masks
-from pyattn.adapters import transformers_masks
-from pyattn.adapters.transformers_masks import are_ranges
+from pyattn.adapters import transformers_masks, transformers_models, transformers_packed
+from pyattn.adapters.transformers_masks import are_pairs, are_ranges, seen_pairs
 from pyattn.arguments import check_size, check_tensor, shown
 from pyattn.dropout import draw_seed
 from pyattn.functional import attention
@@ -34,10 +32,10 @@ NAME = "pyattn"
 mask_function = transformers_masks.mask_function
 
 NOT_ABOUT_ATTENTION = frozenset(
-    {"cache_position", "decoder_input_ids", "num_items_in_batch", "position_ids", "seq_idx", "shift_labels"}
+    {"cache_position", "decoder_input_ids", "num_items_in_batch", "seq_idx", "shift_labels"}
 )
-"""Tensors that models hand through: positions, which the mask contains, tokens, and arguments of the loss and of state
-space layers."""
+"""Tensors that models hand through: places in a cache, which the mask contains, tokens, and arguments of the loss and
+of state space layers."""
 
 
 def register() -> None:
@@ -72,7 +70,8 @@ def fallbacks(model: nn.Module | None = None) -> list[str]:
     Returns:
         A line for each reason why a mask of queries x keys was made since the process began, with their number; it runs
         here nevertheless. Then one for each part of ``model`` whose attention is its own or another implementation's:
-        transformers takes ``attn_implementation="pyattn"`` for such a model without a word. Empty if all is well.
+        transformers takes ``attn_implementation="pyattn"`` for such a model without a word. Then those where documents
+        packed into a row saw each other, or may have. Empty if all is well.
     """
     lines = [f"{count} masks of queries x keys: {why}" for why, count in sorted(transformers_masks.DENSE.items())]
     parts = {} if model is None else dict(model.named_modules())
@@ -84,25 +83,9 @@ def fallbacks(model: nn.Module | None = None) -> list[str]:
         if chosen not in (None, NAME) and id(config) not in configured:
             configured.add(id(config))
             lines.append(f"{where}: attn_implementation is {chosen}")
-        if _has_attention_of_its_own(type(part)):
+        if transformers_models.has_attention_of_its_own(type(part)):
             lines.append(f"{where}: attention of its own")
-    return lines
-
-
-def _has_attention_of_its_own(kind: type[nn.Module]) -> bool:
-    """Whether a class of modules computes attention and does not ask transformers for a function that does.
-
-    By its source, as transformers itself judges it.
-    """
-    if not re.search("attention|attn", kind.__name__, re.IGNORECASE):
-        return False
-    try:
-        code = "".join(
-            inspect.getsource(c) for c in kind.__mro__ if c.__module__.split(".")[0] != "torch" and c is not object
-        )
-    except (OSError, TypeError):  # defined where there is no file
-        return False
-    return "get_interface(" not in code and bool(re.search(r"softmax\(|scaled_dot_product_attention", code))
+    return lines + transformers_packed.fallbacks(model)
 
 
 def attention_function(
@@ -118,6 +101,7 @@ def attention_function(
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
@@ -143,11 +127,15 @@ def attention_function(
         is_causal: see ``attention_mask``.
         s_aux: (Hq,), sinks.
         position_bias: added to the scores, as T5 does, with its gradient.
+        position_ids: (B or 1, Sq) integers; where they restart, causal attention sees no token from before, on top of a
+            mask of :func:`mask_function` or none; a bool or float mask is the whole mask. Of other shapes, they have no
+            bearing.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences, batch 1, as for flash-attn: no
-            query sees another sequence. On top of a mask; without one, causal in each sequence by itself.
+            query sees another sequence. On top of a mask; without one, causal in each sequence by itself. position_ids
+            then have no bearing.
         cache: the paged cache of continuous batching: refused.
         output_attentions: whether the weights are wanted too; what the model was asked for counts as well.
-        named: tensors of other names are refused, but for positions, tokens, and what the loss and state space layers
+        named: tensors of other names are refused, but for places, tokens, and what the loss and state space layers
             take; anything else has no bearing here.
 
     Returns:
@@ -166,6 +154,10 @@ def attention_function(
         raise NotImplementedError(
             f"pyattn: cache must be None, continuous batching is not supported, got {shown(cache)}"
         )
+    if attention_mask is not None:
+        check_tensor("attention_mask", attention_mask)
+        if attention_mask.dim() != 4:
+            raise ValueError(f"pyattn: attention_mask must have 4 dimensions, got shape {tuple(attention_mask.shape)}")
     decoder = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     causal = query.shape[2] > 1 and attention_mask is None and decoder
     if query.shape[0] == 1 != key.shape[0]:
@@ -188,9 +180,13 @@ def attention_function(
                 wrong = "output_attentions" if position_bias is None else "position_bias"
                 raise NotImplementedError(f"pyattn: cu_seq_lens_q goes without {wrong} where no mask is given")
             longest = int(max_length_q or query.shape[2]), int(max_length_k or key.shape[2])
+            for name, length in zip(("max_length_q", "max_length_k"), longest, strict=True):
+                check_size(name, length)
             q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
             return attention_varlen(q, k, v, *packed, *longest, **(options | {"causal": decoder}))[None], None
-        options["key_ranges"] = _sequences(*packed, query.shape[2])
+        options["key_ranges"] = transformers_packed.by_lengths(*packed, query.shape[2])
+    elif decoder and query.shape[2] > 1:
+        options["key_ranges"] = _documents(module, position_ids, query, key, attention_mask)
     if causal:
         options["q_offset"] = 0  # keys behind the queries are slots that a static cache has not filled
     options |= _masked(attention_mask, position_bias, options.get("key_ranges"), key.shape[2])
@@ -222,12 +218,20 @@ def _window(sliding_window: int, decoder: bool, seqlen_k: int) -> tuple[int, int
     return UNBOUNDED
 
 
-def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqlen_q: int) -> Tensor:
-    """key_ranges (1, Sq, 2) of packed sequences; queries behind the last one see nothing."""
-    at = torch.arange(seqlen_q, device=cu_seqlens_q.device)
-    sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), at, right=True)
-    end = torch.nn.functional.pad(cu_seqlens_k, (0, 1), value=int(cu_seqlens_k[-1]))
-    return torch.stack([end[sequence], end[sequence + 1]], -1)[None]
+def _documents(
+    module: nn.Module, position_ids: Tensor | None, query: Tensor, key: Tensor, mask: Tensor | None
+) -> Tensor | None:
+    """The keys of each query's document as key_ranges, or None where positions tell of one, or the mask is whole."""
+    batch, _, seqlen_q, _ = query.shape
+    if not (mask is None or are_ranges(mask, key.shape[2]) or are_pairs(mask)):
+        return None
+    if position_ids is None:
+        if seqlen_q == key.shape[2]:
+            transformers_packed.remember(module)
+        return None
+    if position_ids.shape not in ((1, seqlen_q), (batch, seqlen_q)):
+        return None
+    return transformers_packed.by_positions(position_ids, mask, key.shape[2])
 
 
 def _masked(
@@ -236,11 +240,9 @@ def _masked(
     """A mask and a position bias as key_ranges and bias: ranges within ``key_ranges``, where those are given too."""
     bias = position_bias
     if mask is not None:
-        check_tensor("attention_mask", mask)
-        if mask.dim() != 4:
-            raise ValueError(f"pyattn: attention_mask must have 4 dimensions, got shape {tuple(mask.shape)}")
+        mask = seen_pairs(mask) if are_pairs(mask) else mask
         if are_ranges(mask, seqlen_k):
-            key_ranges = mask[:, 0] if key_ranges is None else masks.within(mask[:, 0], key_ranges)
+            key_ranges = mask[:, 0] if key_ranges is None else transformers_packed.within(mask[:, 0], key_ranges)
         elif mask.dtype != torch.bool and not mask.is_floating_point():
             raise TypeError(
                 f"pyattn: attention_mask must be bool, float, or ranges as mask_function makes them, int32 (B or 1, 1, "

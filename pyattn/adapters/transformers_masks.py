@@ -3,13 +3,10 @@
 transformers describes a mask by a function of (batch, head, query, key) and asks for a tensor, which every layer gets.
 This one gives int32 (B or 1, 1, Sq, 2): query ``i`` sees the keys ``begin <= j < end`` of its pair. A plain tensor of
 four dimensions passes through ``generate``, checkpoints and caches as a mask of queries x keys does; a model that reads
-or changes masks by itself meets shapes that don't broadcast, so an error.
+or changes masks by itself meets shapes that don't broadcast, so an error. A mask of queries x keys is int8 where it is
+made here for attention alone, and so is told from a user's, which says all about packed documents.
 """
 
-import functools
-import inspect
-import re
-import sys
 from collections import Counter
 from collections.abc import Callable
 
@@ -17,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyattn import masks
-from pyattn.adapters import transformers_rules
+from pyattn.adapters import transformers_models, transformers_rules
 from pyattn.arguments import has_values
 
 MOST_KEYS_OF_A_MASK = 2
@@ -40,6 +37,16 @@ DENSE: Counter[str] = Counter()
 def are_ranges(mask: Tensor, seqlen_k: int) -> bool:
     """Whether a tensor is what :func:`mask_function` makes of a mask whose rows have no holes."""
     return mask.dtype == torch.int32 and seqlen_k > MOST_KEYS_OF_A_MASK and mask.shape[-1] == 2 and mask.shape[1] == 1
+
+
+def are_pairs(mask: Tensor) -> bool:
+    """Whether a tensor is what :func:`mask_function` makes of other masks, for several queries."""
+    return mask.dtype == torch.int8
+
+
+def seen_pairs(mask: Tensor) -> Tensor:
+    """Such a mask as bool. A view where it may be one: each layer keeps what it is given for backward."""
+    return mask.view(torch.bool) if can_read(mask) else mask.to(torch.bool)
 
 
 def mask_function(
@@ -79,11 +86,11 @@ def mask_function(
     Returns:
         None where attention needs no mask; else int32 ranges (B or 1, 1, Sq, 2); or a bool mask (B, 1, Sq, Sk) for
         a single query or up to 2 keys, where it is as small, and for the reasons that ``fallbacks()`` counts: rows
-        with holes, tracing, a model that asks for a mask to work with.
+        with holes and tracing, with several queries as int8, and bool for a model that asks for a mask to work with.
     """
     from transformers import masking_utils
 
-    if not _asks_for_attention(type(config)):
+    if not transformers_models.asks_for_attention(type(config)):
         raise NotImplementedError(
             f'pyattn: attn_implementation must be "eager", for the model has attention of its own, got a '
             f"{type(config).__name__}"
@@ -97,9 +104,14 @@ def mask_function(
         mask: Tensor = masking_utils.sdpa_mask(batch_size, attention_mask=padding, **place, **described)
         return mask
 
-    traced = not has_values(torch.empty(0) if attention_mask is None else attention_mask) or _is_tracing()
+    def pairs(why: str, padding: Tensor | None) -> Tensor:
+        mask = _counted(why, dense(0, q_length, padding))
+        asked = not (allow_is_causal_skip or allow_is_bidirectional_skip or use_vmap)
+        return mask if asked or q_length <= 1 else mask.to(torch.int8)
+
+    traced = not can_read(torch.empty(0) if attention_mask is None else attention_mask)
     if traced and not (attention_mask is None and isinstance(q_offset, int)):
-        return _counted(TRACED, dense(0, q_length, attention_mask))
+        return pairs(TRACED, attention_mask)
     q_offset = int(q_offset)
     seen = None if attention_mask is None else _seen(attention_mask, kv_length, kv_offset)
     causal, full = rule is masking_utils.causal_mask_function, rule is masking_utils.bidirectional_mask_function
@@ -114,7 +126,7 @@ def mask_function(
     if allow_is_bidirectional_skip and unbound and (seen is None or seen.all()):
         return None
     if traced:
-        return _counted(TRACED, dense(0, q_length, None))
+        return pairs(TRACED, None)
 
     if q_length <= 1 or batch_size == 0 or kv_length <= MOST_KEYS_OF_A_MASK:
         return dense(0, q_length, attention_mask)
@@ -128,7 +140,7 @@ def mask_function(
     if found is None:
         found = _evaluated(dense, batch_size, q_length, kv_length, attention_mask if holes else None, device)
     if found is None:
-        return _counted(HOLES, dense(0, q_length, attention_mask))
+        return pairs(HOLES, attention_mask)
     return (found if unpadded is None else masks.within(found, unpadded))[:, None].to(torch.int32)
 
 
@@ -139,30 +151,9 @@ def _counted(why: str, mask: Tensor) -> Tensor:
     return mask
 
 
-def _is_tracing() -> bool:
-    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _asks_for_attention(config: type) -> bool:
-    """:func:`_source_asks`, which a compiler calls once in place of tracing it."""
-    return _source_asks(config)
-
-
-@functools.cache
-def _source_asks(config: type) -> bool:
-    """Whether the models of a configuration ask transformers for an attention function, by their source.
-
-    transformers judges so itself before ``set_attn_implementation``, but takes any name that a model is made with.
-    """
-    models = sys.modules.get(config.__module__.replace("configuration_", "modeling_"))
-    if models is None or models.__name__ == config.__module__:
-        return True
-    try:
-        code = inspect.getsource(models)
-    except (OSError, TypeError):  # defined where there is no file
-        return True
-    return "get_interface(" in code or not re.search(r"^class \w*Attention\w*\(nn\.Module\):", code, re.MULTILINE)
+def can_read(tensor: Tensor) -> bool:
+    """Whether Python may branch on the tensor's values, and a tracer would not take the branch for the only one."""
+    return has_values(tensor) and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
 def _seen(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor:

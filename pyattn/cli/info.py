@@ -3,11 +3,12 @@
 import argparse
 import platform
 from collections.abc import Sequence
+from importlib.metadata import version
 
 import torch
 
 from pyattn import _C, attention
-from pyattn.adapters import sdpa_counts, sdpa_switch
+from pyattn.adapters import sdpa_counts, sdpa_switch, transformers_models
 from pyattn.cli.device import DEVICES, check_device, cpu
 
 DTYPES = {
@@ -37,6 +38,16 @@ def sdpa_switch_state() -> str:
     return f"{state}: {counted}" if counted else state
 
 
+def transformers_coverage() -> dict[str, str]:
+    """The installed transformers, and whose attention does not come here by ``attn_implementation="pyattn"``."""
+    own = transformers_models.installed_with_attention_of_their_own()
+    if own is None:
+        return {}
+    return {
+        "transformers": f"{version('transformers')}; {len(own)} architectures keep their own attention: {' '.join(own)}"
+    }
+
+
 def facts(device: str) -> dict[str, str]:
     """The facts by the names they are shown with; dtypes are those that ``device`` takes."""
     return {
@@ -51,6 +62,7 @@ def facts(device: str) -> dict[str, str]:
         "CUDA kernels": " ".join(f"sm_{arch}" for arch in _C.cuda_archs) or "none",
         "GPU": ", ".join(map(gpu, range(torch.cuda.device_count()))) or "none",
         "threads": str(torch.get_num_threads()),
+        **transformers_coverage(),
         "SDPA switch": sdpa_switch_state(),
         "dtypes": " ".join(name for name, dtype in DTYPES.items() if supported(dtype, device)),
     }

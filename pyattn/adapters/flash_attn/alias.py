@@ -63,6 +63,9 @@ MODULES: dict[str, dict[str, Any]] = {
 }
 """The modules of the alias and what each holds; others of flash-attn's raise ImportError."""
 
+CONTENTS = ", ".join(name for name in MODULES if MODULES[name])
+"""The modules that hold something."""
+
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Makes the modules when they are imported."""
@@ -70,10 +73,15 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec of a module of the alias."""
+        """The spec of a module of the alias, or ImportError for another of flash-attn's."""
         if fullname in MODULES:
             package = any(name.startswith(f"{fullname}.") for name in MODULES)
             return importlib.machinery.ModuleSpec(fullname, self, origin=__file__, is_package=package)
+        if fullname.startswith(f"{ROOT}."):
+            # Without name=, or ``from flash_attn import X`` would swallow it and name no reason.
+            raise ModuleNotFoundError(
+                f"pyattn: {ROOT} must be asked for what its alias has, {CONTENTS}, got {fullname}"
+            )
         return None
 
     def exec_module(self, module: ModuleType) -> None:
@@ -96,7 +104,11 @@ def enable(*, force: bool = False) -> None:
     """From now on, ``import flash_attn`` finds this adapter, in the whole process, until :func:`disable`.
 
     The names are flash_attn, flash_attn.flash_attn_interface, flash_attn.bert_padding, flash_attn.layers.rotary and
-    flash_attn.ops.triton.rotary. What was imported from them stays what it is after :func:`disable`.
+    flash_attn.ops.triton.rotary; any other, such as flash_attn.losses, raises ImportError. What was imported from them
+    stays what it is after :func:`disable`.
+
+    No distribution is installed: transformers, which looks for one and for a GPU, still refuses
+    ``attn_implementation="flash_attention_2"``; :mod:`pyattn.adapters.transformers` is the way there.
 
     Args:
         force: whether to take the place of an installed flash-attn.

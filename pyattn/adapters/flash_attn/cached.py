@@ -204,7 +204,7 @@ def _lengths(cache_seqlens: int | Tensor | None, batch: int, capacity: int, devi
 
 
 def _check_lengths(before: Tensor, new: int, capacity: int, block_table: Tensor | None) -> None:
-    if has_values(before) and ((before < 0) | (before + new > capacity)).any():
+    if has_values(before) and ((before < 0) | (before > capacity - new)).any():
         whose = "of the cache" if block_table is None else "that block_table lists"
         raise WrongValueError(
             f"pyattn: each of cache_seqlens must be at least 0, and with {new} new positions at most the {capacity} "

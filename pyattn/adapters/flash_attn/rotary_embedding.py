@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from pyattn.adapters.flash_attn.arguments import WrongValueError, check_room
 from pyattn.adapters.flash_attn.rotary import apply_rotary_emb, apply_rotary_emb_kv_, apply_rotary_emb_qkv_
+from pyattn.arguments import check_size
 
 
 class RotaryEmbedding(nn.Module):
@@ -43,6 +45,9 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         if not pos_idx_in_fp32:
             raise NotImplementedError(f"pyattn: pos_idx_in_fp32 must be True, got {pos_idx_in_fp32}")
+        check_room(dim=dim)
+        if dim % 2:
+            raise WrongValueError(f"pyattn: dim must be even, got {dim}")
         self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
         self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
         columns = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
@@ -100,12 +105,18 @@ class RotaryEmbedding(nn.Module):
             max_seqlen: how many positions to make cosines and sines for; needed once where seqlen_offset is a tensor.
             num_heads_q: see qkv.
 
+        Raises:
+            ValueError: more positions than fit in any memory, and as :func:`apply_rotary_emb_qkv_`.
+
         Returns:
             qkv, or (q, kv).
         """
+        if not isinstance(seqlen_offset, Tensor):
+            check_size("seqlen_offset", seqlen_offset)
         if max_seqlen is None and isinstance(seqlen_offset, int):
             max_seqlen = qkv.shape[1] + seqlen_offset
         if max_seqlen is not None:
+            check_room(max_seqlen=max_seqlen, rotary_dim=self.dim)
             self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
         cos, sin = self._cos_cached, self._sin_cached
         if cos is None or sin is None:

@@ -1,14 +1,21 @@
 """Attention over packed sequences: flash_attn_varlen_func and its packed forms."""
 
-import operator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pyattn.adapters.flash_attn import probabilities
-from pyattn.adapters.flash_attn.arguments import Window, check_dimensions, check_int32, named, with_inf
+from pyattn.adapters.flash_attn.arguments import (
+    Window,
+    WrongValueError,
+    check_dimensions,
+    check_int32,
+    named,
+    with_inf,
+)
 from pyattn.adapters.flash_attn.dense import Results
-from pyattn.arguments import check_tensor
+from pyattn.arguments import check_size, check_tensor
 from pyattn.options import UNBOUNDED
 from pyattn.varlen import attention_varlen
 
@@ -130,7 +137,7 @@ def _attend(
                 "pyattn: return_attn_probs with dropout_p does not take a block_table, "
                 f"got dropout_p={options['dropout_p']} and a block_table of shape {tuple(block_table.shape)}"
             )
-    longest = _size(max_seqlen_q), _size(max_seqlen_k)
+    longest = _size("max_seqlen_q", max_seqlen_q), _size("max_seqlen_k", max_seqlen_k)
     packing = cu_seqlens_q, cu_seqlens_k, *longest
     if not return_attn_probs:
         alone: Tensor = attention_varlen(q, k, v, *packing, block_table=block_table, **options)
@@ -140,6 +147,14 @@ def _attend(
     return out, with_inf(lse), probabilities.signed_packed(q, k, *packing, options)
 
 
-def _size(max_seqlen: int | Tensor) -> int:
+def _size(name: str, max_seqlen: int | Tensor) -> int:
     """flash-attn takes a tensor of one element too."""
-    return operator.index(max_seqlen) if isinstance(max_seqlen, Tensor) else max_seqlen
+    if isinstance(max_seqlen, Tensor):
+        if max_seqlen.numel() != 1 or max_seqlen.dtype not in (torch.int32, torch.int64):
+            raise WrongValueError(
+                f"pyattn: {name} must be an int, or an int32 or int64 tensor of one, got {max_seqlen.dtype} of shape "
+                f"{tuple(max_seqlen.shape)}"
+            )
+        max_seqlen = int(max_seqlen)
+    check_size(name, max_seqlen)
+    return max_seqlen

@@ -1,0 +1,38 @@
+"""What ``torch.compile`` made before the switch of :mod:`pyattn.adapters.sdpa` changed, kept from running after it.
+
+Dynamo traces a call of ``scaled_dot_product_attention`` without looking at the dispatcher, so none of its guards fails
+when the operator's kernel changes. A guard is therefore added to each compiled piece of code: it runs only while the
+switch is as it was when the piece was compiled. Dynamo compiles anew where all pieces of a function fail, and finds
+either again when the switch changes back.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+_guarded: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Guard managers of the pieces that have theirs."""
+
+
+def compiling() -> AbstractContextManager[Any]:
+    """Torch's lock, within which no thread compiles."""
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")
+    return nullcontext() if dynamo is None else dynamo.compile_lock
+
+
+def keep_apart(was: bool, is_on: Callable[[], bool]) -> None:
+    """Guards every piece compiled since the last call, which met the switch on if ``was``."""
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")
+    if dynamo is None:  # nothing was ever compiled
+        return
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    for reference in dynamo.input_codes.seen:
+        code = reference()
+        for entry in [] if code is None else _debug_get_cache_entry_list(code):
+            if entry.guard_manager not in _guarded:
+                _guarded.add(entry.guard_manager)
+                shown = [f"pyattn.adapters.sdpa.is_enabled() == {was}"]
+                entry.guard_manager.root.add_lambda_guard(lambda _: is_on() == was, shown, None)

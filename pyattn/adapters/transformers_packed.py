@@ -1,0 +1,113 @@
+"""Documents packed into one row: told apart by lengths or by position ids, as ``key_ranges``.
+
+transformers puts packed documents into a mask only where a model has neither a cache nor an attention_mask, and some
+models never do. The position ids reach the attention function of most models, and say the same everywhere: a document
+begins where they restart.
+"""
+
+import inspect
+import warnings
+import weakref
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+
+from pyattn import masks
+from pyattn.adapters import transformers_masks
+from pyattn.adapters.transformers_masks import can_read
+
+FILLED = "the cache holds positions from before"
+
+MIXED: Counter[str] = Counter()
+"""How many calls of attention let packed documents see each other, by reason."""
+
+_without_positions: weakref.WeakSet[type] = weakref.WeakSet()
+"""Classes of modules that call causal attention without position ids."""
+
+
+def by_lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqlen_q: int) -> Tensor:
+    """key_ranges (1, Sq, 2) of documents given by where they begin; queries after the last one see nothing."""
+    at = torch.arange(seqlen_q, device=cu_seqlens_q.device)
+    document = torch.searchsorted(cu_seqlens_q[1:].contiguous(), at, right=True)
+    end = torch.nn.functional.pad(cu_seqlens_k, (0, 1), value=int(cu_seqlens_k[-1]))
+    return torch.stack([end[document], end[document + 1]], -1)[None]
+
+
+def by_positions(position_ids: Tensor, mask: Tensor | None, seqlen_k: int) -> Tensor | None:
+    """key_ranges (B or 1, Sq, 2), the document of each query of causal attention; None if no row has two.
+
+    Position ids 0 1 2 0 1 are two documents; a causal mask is not in these ranges::
+
+        1 1 1 0 0
+        1 1 1 0 0
+        1 1 1 0 0
+        0 0 0 1 1
+        0 0 0 1 1
+
+    Args:
+        position_ids: (B or 1, Sq) integers. A document begins at each that is not above the one before.
+        mask: what :func:`transformers_masks.mask_function` made.
+        seqlen_k: keys. Queries that see keys after their own place follow positions that a cache holds: their
+            documents stay as they are, counted in :data:`MIXED`.
+    """
+    restarts = torch.nn.functional.pad(position_ids.diff() <= 0, (1, 0))
+    after_others = mask is not None and restarts.shape[1] != seqlen_k
+    if not can_read(restarts):
+        if after_others:
+            return None
+    elif not restarts.any():
+        return None
+    elif mask is not None and after_others:
+        tokens, later = _rows(mask)
+        if later.any():
+            if (restarts[:, 1:] & tokens[:, 1:] & tokens[:, :-1]).any():
+                _count(FILLED)
+            return None
+    document = restarts.cumsum(-1)
+    return torch.stack([torch.searchsorted(document, document, right=end) for end in (False, True)], -1)
+
+
+def _rows(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether each query sees any key, which padding before the first token does not, and one after its own place."""
+    if transformers_masks.are_pairs(mask):
+        return mask[:, 0].any(-1), mask[:, 0].triu(1).any(-1)
+    begin, end = mask[:, 0].unbind(-1)
+    return begin < end, end > torch.arange(1, mask.shape[2] + 1, device=mask.device)
+
+
+def within(ranges: Tensor, documents: Tensor) -> Tensor:
+    """What is in both of two ranges (B or 1, Sq, 2), the keys of a mask and those of documents.
+
+    Chunks, which a mask counts from the first token of its row, begin anew with each document.
+    """
+    begin, end = ranges.unbind(-1)
+    size = int((begin[:1] == 0).sum()) if can_read(begin) else 0
+    at = torch.arange(ranges.shape[1], device=begin.device)
+    if size and (begin == at // size * size).all():
+        first = documents[..., 0]
+        begin = first + (at - first) // size * size
+        ranges = torch.stack([begin, end.expand_as(begin)], -1)
+    return masks.within(ranges, documents)
+
+
+def remember(module: nn.Module) -> None:
+    """Notes a layer that calls causal attention of several queries without position ids."""
+    if not torch.compiler.is_compiling():
+        _without_positions.add(type(module))
+
+
+def fallbacks(model: nn.Module | None) -> list[str]:
+    """What :func:`pyattn.adapters.transformers.fallbacks` says of packed documents."""
+    lines = [f"{n} calls with packed documents that see each other: {why}" for why, n in sorted(MIXED.items())]
+    if model is None or "position_ids" not in inspect.signature(model.forward).parameters:
+        return lines
+    kinds = {type(part): name for name, part in reversed([*model.named_modules()]) if type(part) in _without_positions}
+    rule = "it gets no position_ids, so packed documents need use_cache=False and no attention_mask"
+    return lines + [f"{name} ({kind.__name__}): {rule}" for kind, name in kinds.items()]
+
+
+def _count(why: str) -> None:
+    if not MIXED[why]:
+        warnings.warn(f"pyattn: packed documents see each other: {why}", stacklevel=2)
+    MIXED[why] += 1

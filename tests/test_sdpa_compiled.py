@@ -1,0 +1,103 @@
+"""Promise: compiled code follows the switch, whenever it was compiled, and is compiled once for each position."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention  # bound before the switch is on, as in models
+
+from pyattn.adapters.sdpa import counts, disable, enable, enabled, is_enabled, reset_counts
+
+compiled_graphs: list[bool] = []
+"""Whether the switch was on, for each graph that was compiled."""
+
+
+def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    compiled_graphs.append(is_enabled())
+    return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Any:
+    torch.compiler.reset()
+    compiled_graphs.clear()
+    reset_counts()
+    yield
+    disable()
+    torch.compiler.reset()
+    reset_counts()
+
+
+class Attention(nn.Module):
+    """Its forward's code is one for all instances."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).unflatten(-1, (3, 8)).unbind(-2)
+        return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def with_a_break(x: Tensor) -> Tensor:
+    y = x * 2
+    torch._dynamo.graph_break()
+    return scaled_dot_product_attention(y, y, y)
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+
+MADE = {"a module": Attention, "torch's encoder": encoder, "after a graph break": lambda: with_a_break}
+
+
+def operators(function: Any, x: Tensor) -> set[str]:
+    with torch.profiler.profile() as record:
+        function(x).sum().backward()
+    return {event.key for event in record.key_averages() if event.key.startswith("pyattn::")}
+
+
+NATIVE = {"pyattn::attention_forward", "pyattn::attention_backward"}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which Dynamo reads of what it takes over a graph break
+@pytest.mark.parametrize("first", [False, True], ids=["compiled off", "compiled on"])
+@pytest.mark.parametrize("what", MADE)
+def test_compiled_code_follows_the_switch(what: str, first: bool) -> None:
+    """Another instance of the same class as well: Dynamo keeps what it compiled by code."""
+    x = torch.randn(2, 6, 8, requires_grad=True)
+    pairs = [(plain, torch.compile(plain, backend=backend)) for plain in (MADE[what](), MADE[what]())]
+    for on in (first, not first, first, not first):
+        (enable if on else disable)()
+        for plain, compiled in pairs:
+            native = operators(compiled, x)
+            assert native >= NATIVE if on else not native
+            torch.testing.assert_close(compiled(x), plain(x))
+    assert counts().traced > 0
+    assert counts().torch == {}
+
+
+def test_each_position_is_compiled_once() -> None:
+    x = torch.randn(2, 6, 8)
+    function = torch.compile(Attention(), backend=backend, fullgraph=True)
+    for _ in range(5):
+        function(x)
+        with enabled():
+            function(x)
+            with enabled():
+                function(x)
+    assert compiled_graphs == [False, True]
+
+
+def test_code_without_attention_runs_on() -> None:
+    """It is compiled anew once, for Dynamo keeps no record of what a graph calls."""
+    function = torch.compile(lambda x: x.sin() + 1, backend=backend)
+    x = torch.randn(3)
+    for _ in range(3):
+        with enabled():
+            torch.testing.assert_close(function(x), x.sin() + 1)
+        torch.testing.assert_close(function(x), x.sin() + 1)
+    assert len(compiled_graphs) == 2

@@ -1,0 +1,172 @@
+"""Promise: documents packed into a row give what each gives by itself, with a cache or without, masked or not."""
+
+from typing import Any
+
+import hf_models
+import pytest
+import torch
+import transformers
+from hf_models import DECODERS, IDS, decoder
+from torch import Tensor
+
+from pyattn.adapters import transformers as adapter
+from pyattn.adapters import transformers_packed
+from pyattn.adapters.transformers import attention_function
+
+ROUNDINGS = 2**-17
+"""As in test_transformers.py."""
+
+softmax_in_its_own_dtype = hf_models.softmax_in_its_own_dtype
+LENGTHS = [5, 1, 6]
+WITHOUT_POSITIONS = ["llama4"]
+"""Their layers don't hand position ids on to attention."""
+
+PACKED = [name for name in DECODERS if name not in WITHOUT_POSITIONS]
+WAYS = [
+    cache | mask
+    for cache in ({}, {"use_cache": True}, {"use_cache": False})
+    for mask in ({}, {"attention_mask": torch.ones_like(IDS[:1])})
+]
+
+
+def batch(**options: bool) -> dict[str, Any]:
+    """What transformers' own collator makes of three documents."""
+    collator = transformers.DataCollatorWithFlattening(return_tensors="pt", **options)
+    packed: dict[str, Any] = collator([{"input_ids": part} for part in IDS[0].split(LENGTHS)])
+    packed.pop("labels")
+    return packed
+
+
+def gradients(model: Any, out: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    (out * dout).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def alone(model: Any) -> Tensor:
+    """Logits of the documents, one call each, with eager attention."""
+    model.set_attn_implementation("eager")
+    out = torch.cat([model(part, use_cache=False).logits for part in IDS[:1].split(LENGTHS, 1)], 1)
+    model.set_attn_implementation("pyattn")
+    return out
+
+
+@pytest.mark.usefixtures("softmax_in_its_own_dtype")
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_documents(name: str) -> None:
+    model = decoder(name).double()
+    truth = alone(model)
+    true_gradients = gradients(model, truth)
+    largest = max(g.abs().max() for g in true_gradients.values())
+    for packed in (batch(), batch(return_seq_idx=True), batch(return_flash_attn_kwargs=True)):
+        for way in WAYS:
+            out = model(**packed, **way).logits
+            assert (out - truth).abs().max() <= ROUNDINGS * truth.abs().max(), way
+            for parameter, gradient in gradients(model, out).items():
+                assert (gradient - true_gradients[parameter]).abs().max() <= ROUNDINGS * largest, (way, parameter)
+    assert not adapter.fallbacks(model)[len(adapter.fallbacks()) :]
+
+
+def packed_rows() -> dict[str, Tensor]:
+    """Two rows: of 5 + 7 tokens; of 3 + 6, and padding whose positions go on."""
+    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ([5, 7], [3, 9])])
+    mask = torch.ones_like(IDS)
+    mask[1, 9:] = 0
+    return {"input_ids": IDS, "position_ids": positions, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_rows_of_their_own_documents(name: str, static: bool) -> None:
+    """Padded, and with the slots of a cache that is longer than the prompt."""
+    model = decoder(name)
+    model.set_attn_implementation("pyattn")
+    cache = transformers.StaticCache(model.config, max_cache_len=20) if static else None
+    with torch.no_grad():
+        out = model(**packed_rows(), past_key_values=cache, use_cache=True).logits
+        for row, begin, end in ((0, 0, 5), (0, 5, 12), (1, 0, 3), (1, 3, 9)):
+            truth = model(IDS[row : row + 1, begin:end]).logits
+            assert (out[row, begin:end] - truth).abs().max() <= ROUNDINGS * truth.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore::Warning")  # of the compiler about its own parts
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_compiled(name: str) -> None:
+    """Values can't be read: masks are of queries x keys where they are not None."""
+    model = decoder(name)
+    truth = alone(model)
+    for way in WAYS[1:3] if name == "mistral" else WAYS[:1]:
+        torch._dynamo.reset()
+        out = torch.compile(model, fullgraph=True, backend="aot_eager")(**batch(), **way).logits
+        assert (out - truth).abs().max() <= ROUNDINGS * truth.abs().max(), way
+
+
+def test_positions_after_a_cache_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restarts there are said aloud once, and listed; left padding, whose positions mean nothing, is not."""
+    monkeypatch.setattr(transformers_packed, "MIXED", type(transformers_packed.MIXED)())
+    q, k = torch.randn(1, 4, 4, 8), torch.randn(1, 4, 9, 8)
+    row, ranges = torch.arange(4), torch.zeros(1, 1, 4, 2, dtype=torch.int32)
+    ranges[..., 1] = row + 6
+    plain = attention_function(torch.nn.Module(), q, k, k, ranges, position_ids=row[None] + 5)[0]
+    padded = ranges.clone()
+    padded[..., 0] = torch.tensor([6, 7, 7, 7])
+    attention_function(torch.nn.Module(), q, k, k, padded, position_ids=torch.tensor([[1, 1, 0, 1]]))
+    assert not any("packed" in line for line in adapter.fallbacks())
+    restarting = torch.tensor([[5, 6, 0, 1]])
+    with pytest.warns(UserWarning, match=r"^pyattn: packed documents see each other: the cache holds positions"):
+        out = attention_function(torch.nn.Module(), q, k, k, ranges, position_ids=restarting)[0]
+    assert torch.equal(out, plain)
+    attention_function(torch.nn.Module(), q, k, k, ranges, position_ids=restarting)  # once is enough
+    assert adapter.fallbacks()[-1].startswith("2 calls with packed documents that see each other: the cache holds")
+
+
+def test_a_mask_of_queries_and_keys_is_the_whole_mask() -> None:
+    """Such as a tree, in which documents that begin anew share what comes before them."""
+    q = torch.randn(1, 4, 4, 8)
+    tree = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=torch.bool)[None, None]
+    truth = attention_function(torch.nn.Module(), q, q, q, tree)[0]
+    positions = torch.tensor([[0, 1, 1, 2]])
+    assert torch.equal(attention_function(torch.nn.Module(), q, q, q, tree, position_ids=positions)[0], truth)
+
+
+def test_a_mask_with_holes_that_is_ours() -> None:
+    """Of padding between tokens, in two documents."""
+    q, keys = torch.randn(1, 4, 6, 8), torch.arange(6)
+    mask = adapter.mask_function(1, 6, 6, attention_mask=keys[None] != 1)
+    assert mask is not None
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    seen = (keys <= keys[:, None]) & (keys // 3 == keys[:, None] // 3) & (keys != 1)
+    truth = attention_function(torch.nn.Module(), q, q, q, seen[None, None])[0]
+    torch.testing.assert_close(attention_function(torch.nn.Module(), q, q, q, mask, position_ids=positions)[0], truth)
+
+
+@pytest.mark.parametrize("positions", [torch.arange(4).flip(0), torch.zeros(3, 1, 4).long(), torch.zeros(2, 4).long()])
+def test_positions_of_other_shapes_say_nothing(positions: Tensor) -> None:
+    q = torch.randn(1, 4, 4, 8)
+    truth = attention_function(torch.nn.Module(), q, q, q, None)[0]
+    assert torch.equal(attention_function(torch.nn.Module(), q, q, q, None, position_ids=positions)[0], truth)
+
+
+@pytest.mark.parametrize("name", WITHOUT_POSITIONS)
+def test_lengths_reach_models_that_keep_their_positions(name: str) -> None:
+    """Chunks of four tokens begin anew with each document."""
+    model = decoder(name)
+    truth = alone(model)
+    for way in WAYS:
+        out = model(**batch(return_flash_attn_kwargs=True), **way).logits
+        assert (out - truth).abs().max() <= ROUNDINGS * truth.abs().max(), way
+
+
+@pytest.mark.parametrize("name", WITHOUT_POSITIONS)
+def test_models_that_keep_their_positions_are_listed(name: str) -> None:
+    model = decoder(name)
+    model.set_attn_implementation("pyattn")
+    truth = alone(model)
+    out = model(**batch(), use_cache=False).logits
+    assert (out - truth).abs().max() <= ROUNDINGS * truth.abs().max()
+    model(IDS)
+    assert adapter.fallbacks(model)[-1] == (
+        "model.layers.0.self_attn (Llama4TextAttention): it gets no position_ids, so packed documents need "
+        "use_cache=False and no attention_mask"
+    )
