@@ -1,5 +1,8 @@
 """Promise: torch.onnx.export takes what calls attention, and onnxruntime computes what pyattn does, for all lengths."""
 
+import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from yardstick import assert_accurate, in_double
 
-from pyattn import attention, reference
+from pyattn import _ops, attention, attention_varlen, reference
+from pyattn import nn as modules
 
 # torch's own, while it traces.
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning")]
@@ -160,3 +164,96 @@ def test_masks_and_scores(opset):
 @pytest.mark.parametrize(("heads", "opset"), [(2, 23), (4, None)])  # onnxruntime 1.23 refuses 4 masks of 2 KV heads
 def test_options_that_tell_heads_apart(heads, opset):
     check(BY_HEAD, heads, 2, opset)
+
+
+class Layers(nn.Module):
+    """Every kind of layer over one input, as a model would have them."""
+
+    def __init__(self, home: Any) -> None:
+        super().__init__()
+        sizes = {"d_in": 16, "d_out": 16, "context_length": 32, "dropout": 0.5, "num_heads": 4}
+        made = [
+            home.MultiHeadAttention(**sizes),
+            home.MultiHeadAttentionWrapper(**sizes),
+            home.GroupedQueryAttention(16, 16, 0.5, num_heads=4, num_kv_groups=2),
+            home.Attention(16, 4, 0.5),
+            home.SelfAttention_v1(16, 8),
+            home.SelfAttention_v2(16, 8),
+            home.SimplifiedSelfAttention(),
+        ]
+        self.layers = nn.ModuleList(made)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [layer(x) for layer in self.layers]
+
+
+@pytest.mark.parametrize("opset", OPSETS)
+def test_modules(opset):
+    plain, native = (Layers(home).eval() for home in (reference, modules))
+    native.load_state_dict(plain.state_dict())
+    first, *others = (torch.randn(batch, seqlen, 16) for batch, seqlen in ((2, 6), (3, 9), (1, 1)))
+    program = exported(native, (first,), opset, ({0: DYNAMIC, 1: DYNAMIC},))
+    assert count_of_attention(program) == (opset is not None) * (len(native.layers) + 3)  # the wrapper has 4 heads
+    run = runs(program)
+    exact = copy.deepcopy(plain).double()
+    with torch.no_grad():
+        for x in (first, *others):
+            for found, rounded, truth in zip(run(x), plain(x), exact(x.double()), strict=True):
+                assert_accurate("out", found, rounded, truth)
+
+
+def test_a_module_with_every_extra():
+    extras = {"window": (3, 0), "softcap": 3.0, "alibi": True, "sinks": True, "rotary": 10000.0}
+    native = modules.MultiHeadAttention(16, 16, 32, 0.5, 4, num_kv_heads=2, **extras).eval()
+    x = torch.randn(3, 9, 16)
+    run = runs(exported(native, (torch.randn(2, 6, 16),), None, ({0: DYNAMIC, 1: DYNAMIC},)))
+    with torch.no_grad():
+        rounded, truth = native(x), copy.deepcopy(native).double()(x.double())
+    assert_accurate("out", run(x)[0], rounded, truth)
+
+
+def test_an_exported_program_that_was_saved(tmp_path):
+    q, k, v = torch.randn(3, 2, 4, 6, 8)
+    torch.export.save(torch.export.export(Called(attention), (q, k, v)), tmp_path / "program.pt2")
+    program = exported(torch.export.load(tmp_path / "program.pt2"), (), 23)
+    assert [node.op_type for node in program.model.graph] == ["Attention"]
+    plain, exact = reference.attention(q, k, v), reference.attention(q.double(), k.double(), v.double())
+    assert_accurate("out", runs(program)(q, k, v)[0], plain, exact)
+
+
+def test_half_precision_adds_to_scores_in_float32():
+    q, k, v = torch.randn(3, 1, 4, 300, 8).half()
+    slopes = torch.rand(4)  # distances above 2048 and their products with slopes round in float16
+    run = runs(exported(lambda *qkv: attention(*qkv, alibi_slopes=slopes, q_offset=5000), (q, k, v)))
+    wide = reference.attention(q.double(), k.double(), v.double(), alibi_slopes=slopes.double(), q_offset=5000)
+    assert_accurate("out", run(q, k, v)[0], wide.half(), wide)
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "dropout": (
+        lambda q, k, v: attention(q, k, v, dropout_p=0.1),
+        r"ONNX has no attention with dropout, got dropout_p=0\.1: call eval\(\) on the model",
+    ),
+    "packed": (
+        lambda q, k, v: attention_varlen(q[0], k[0], v[0], torch.tensor([0, 4]), torch.tensor([0, 4]), 4, 4),
+        "ONNX has no packed sequences, got attention_varlen",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_onnx_does_not_have_is_a_sentence(name):
+    function, sentence = REFUSED[name]
+    with pytest.raises(torch.onnx.OnnxExporterError, match=f"pyattn: {sentence}"):
+        exported(function, tuple(torch.randn(3, 2, 4, 4, 8)))
+
+
+def test_other_tracers_see_no_decomposition():
+    with pytest.raises(NotImplementedError, match=r"pyattn: attention is decomposed for torch.onnx.export alone"):
+        torch._decomp.decomposition_table[_ops.attention_forward](*torch.randn(3, 1, 1, 2, 4))
+
+
+def test_importing_pyattn_imports_nothing_for_it():
+    heavy = {"onnx", "onnxscript", "onnxruntime", "sympy", "torch._dynamo"}
+    code = f"import sys, pyattn; assert not {heavy} & sys.modules.keys(), {heavy} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
