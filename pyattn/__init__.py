@@ -1,6 +1,6 @@
 """Exact multi-head causal attention for PyTorch, forward and backward, in native code."""
 
-from pyattn import _load, masks, nn  # noqa: F401  (_load first: the rest needs torch and the operators)
+from pyattn import _load, masks, nn, onnx, torchscript  # noqa: F401  (_load first: the rest needs the operators)
 from pyattn.autograd import set_deterministic
 from pyattn.cache import KVCache
 from pyattn.cached_attention import attention_with_cache

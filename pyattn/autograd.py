@@ -3,7 +3,7 @@
 :func:`attention` takes the cheapest way that serves the call. Overheads measured with torch 2.13: 6 us for the raw
 operator, 13 with :class:`Attention`, 29 with :class:`TransformableAttention`.
 
-- no gradient wanted: the raw operator;
+- no gradient wanted, or ``torch.jit.trace`` tracing, which can't save a Function: the raw operator;
 - a gradient wanted, or ``torch.compile`` tracing: :class:`Attention`, whose ``forward`` takes the context;
 - a functorch transform active (``torch.func.grad``, ``vmap``, ``jacrev``), or forward-mode differentiation:
   :class:`TransformableAttention`, with ``setup_context``.
@@ -244,11 +244,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> tupl
     elif transforming():
         apply = TransformableAttention.apply
         options = tuple(leaves(options))
-    elif torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or any(t is not None and t.requires_grad for t in options[BEFORE_BIAS : BEFORE_BIAS + 3])
+    elif (
+        torch.is_grad_enabled()
+        and (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or any(t is not None and t.requires_grad for t in options[BEFORE_BIAS : BEFORE_BIAS + 3])
+        )
+        and not torch._C._is_tracing()
     ):
         apply = Attention.apply
     else:
@@ -267,7 +271,11 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, options:
         apply, arguments = VarlenAttention.apply, tuple(_distinct(arguments))
     elif transforming():
         apply, arguments = TransformableVarlenAttention.apply, tuple(leaves(arguments))
-    elif torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned):
+    elif (
+        torch.is_grad_enabled()
+        and any(t is not None and t.requires_grad for t in learned)
+        and not torch._C._is_tracing()
+    ):
         apply = VarlenAttention.apply
     results = apply(*arguments)
     return results[0], results[1]

@@ -149,6 +149,9 @@ def attention(
     run to run and for every number of threads; on a GPU, :func:`pyattn.set_deterministic` can waive that for dq. Extra
     memory is linear in the sequence lengths, forward and backward. Keys that no query of a block sees cost nothing.
 
+    ``torch.onnx.export`` writes it in ONNX's operators, dropout excepted: see :mod:`pyattn.onnx`. ``torch.jit.trace``
+    records it without gradients; ``torch.jit.script`` raises NotImplementedError.
+
     First derivatives are native. Second ones, and forward mode, run as torch operations over blocks of query rows
     (:mod:`pyattn.tangents`): in linear memory too, but over all keys, whatever the mask hides.
 

@@ -165,7 +165,8 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
 
     A pair that is not seen sends the gradient 0, and 0 * NaN is NaN. What such numbers give is added, as a constant.
     """
-    if not torch.is_grad_enabled():
+    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    if tracing or not torch.is_grad_enabled():  # torch checks a trace without gradients
         return products(q, k)
     with torch.no_grad():
         exact = products(q, k)

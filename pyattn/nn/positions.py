@@ -43,7 +43,8 @@ def rotate(x: Tensor, base: float, first: Tensor | None = None) -> Tensor:
     """
     half = x.shape[-1] // 2
     wide = torch.promote_types(x.dtype, torch.float32)
-    frequency = torch.exp2(torch.arange(half, dtype=torch.float64, device=x.device) * (-math.log2(base) / half))
+    column = torch.arange(half, dtype=torch.float64, device=x.device)
+    frequency = torch.exp2(column * -math.log2(base) / half)  # in a trace, half is a tensor: c / half were float32
     position = torch.arange(x.shape[1], device=x.device)
     if first is not None:
         position = first[:, None] + position

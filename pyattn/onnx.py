@@ -1,0 +1,176 @@
+"""Attention in ONNX: how ``torch.onnx.export`` decomposes the operators.
+
+torch's exporter translates ``scaled_dot_product_attention``: into ONNX's ``Attention`` from opset 23 on, into its parts
+before. It gets what all runtimes agree on: masks as ``attn_mask``, bool or added to the scores, a sink as one more key
+of zeros, and queries that see no key filled with 0 afterwards. The rest becomes the formula: a softcap, which opset 23
+applied after the mask at first and applies before it now; lse; and, in float32, what is added to scores of 16-bit
+tensors.
+
+A masked key that holds NaN or infinity reaches the result, because ONNX multiplies it by its weight of 0.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cmp_to_key, partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from pyattn import _ops, visible
+from pyattn.grouped import products, sum_over_keys
+from pyattn.options import UNBOUNDED, Options
+
+
+def _is_known(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes holds for all sizes that the graph is made for."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy, a third of a second
+
+    return statically_known_true(condition)
+
+
+def _offset(options: Options, seqlen_q: int, seqlen_k: int) -> int:
+    """The key position of query 0 where all sequences share it."""
+    return seqlen_k - seqlen_q if options.q_offset is None else options.q_offset
+
+
+def _sees_a_key(options: Options, seqlen_q: int, seqlen_k: int) -> bool:
+    """Whether each query surely sees a key: all of them, the first, or the one at its position."""
+    if not options.q_offsets is options.key_ranges is options.bias is None:
+        return False
+    offset, (left, right) = _offset(options, seqlen_q, seqlen_k), options.window
+    if left < 0 and right < 0 and not options.causal:
+        return True
+    return _is_known(offset >= 0) and (left < 0 or _is_known(offset + seqlen_q <= seqlen_k))
+
+
+class _Pairs:
+    """What happens to the pairs of query and key; with sinks, the last key stands for them.
+
+    Attributes:
+        k, v: with a row of zeros where there are sinks.
+        seen: bool (B or 1, Hq or 1, Sq, Sk), the pairs that no mask hides.
+        added: what is added to the scores, broadcasting to (B, Hq, Sq, Sk); None: nothing.
+        empty: bool (B or 1, Hq or 1, Sq, 1), the queries that see nothing; None: there are none.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: Options, dtype: torch.dtype) -> None:
+        seqlen_q, seqlen_k = q.shape[2], k.shape[2]
+        rows, key = torch.arange(seqlen_q, device=q.device), torch.arange(seqlen_k, device=q.device)
+        begin, end = (bound[:, None, :, None] for bound in visible.keys_of(options, rows, seqlen_q, seqlen_k))
+        self.k, self.v, self.seen = k, v, (begin <= key) & (key < end)
+        self.added: Tensor | None = None
+        bias, slopes = options.bias, options.alibi_slopes
+        if bias is not None:
+            self.seen = self.seen & (bias if bias.dtype == torch.bool else bias != -math.inf)
+            self.added = None if bias.dtype == torch.bool else bias.to(dtype)
+        if slopes is not None:
+            position = rows + visible.offsets(options, seqlen_q, seqlen_k, q.device).double()  # int64 overflows
+            distance = (position[:, None, :, None] - key).abs().to(dtype)
+            alibi = -slopes.to(dtype)[..., None, None] * distance
+            self.added = alibi if self.added is None else self.added + alibi
+        if options.sinks is not None:
+            self._add_key(options.sinks.to(dtype)[None, :, None, None])
+        self.empty = None if _sees_a_key(options, seqlen_q, seqlen_k) else ~self.seen.any(-1, keepdim=True)
+
+    def _add_key(self, sinks: Tensor) -> None:
+        """A key whose product with each query is 0, so its score is the sink, (1, Hq, 1, 1)."""
+        self.k, self.v = (torch.cat([t, t.new_zeros(*t.shape[:2], 1, t.shape[3])], 2) for t in (self.k, self.v))
+        added = sinks.new_zeros(1, 1, 1, 1) if self.added is None else self.added[(None,) * (4 - self.added.dim())]
+        added = added.expand(-1, sinks.shape[1], *self.seen.shape[2:])
+        seen = self.seen.expand(-1, sinks.shape[1], -1, -1)
+        self.added = torch.cat([added, sinks.expand(*added.shape[:3], 1)], -1)
+        self.seen = torch.cat([seen, (sinks != -math.inf).expand(*seen.shape[:3], 1)], -1)
+
+    def fill_empty(self, rows: Tensor, value: float) -> Tensor:
+        """``rows`` (B, Hq, Sq, C) with ``value`` for queries that see nothing."""
+        return rows if self.empty is None else rows.masked_fill(self.empty, value)
+
+
+def _by_formula(scores: Tensor, pairs: _Pairs, dtype: torch.dtype) -> Tensor:
+    return sum_over_keys(torch.softmax(scores, -1), pairs.v.to(scores.dtype)).to(dtype)
+
+
+def _by_operator(q: Tensor, k: Tensor, pairs: _Pairs, options: Options, scale: float) -> Tensor:
+    """``k`` are the keys without sinks. ``is_causal`` is for squares: onnxruntime 1.23 ignores it for one query."""
+    mask: Tensor | None = pairs.seen
+    if pairs.added is not None:
+        mask = torch.where(pairs.seen, pairs.added, -math.inf)
+    square = False
+    if pairs.added is options.q_offsets is options.key_ranges is options.bias is None:
+        no_window, (seqlen_q, seqlen_k) = tuple(options.window) == UNBOUNDED, (q.shape[2], k.shape[2])
+        square = no_window and options.causal and _is_known(seqlen_q == seqlen_k)
+        square = square and _is_known(_offset(options, seqlen_q, seqlen_k) == 0)
+        mask = None if square or (no_window and not options.causal) else mask
+    grouped = not _is_known(q.shape[1] == k.shape[1])
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, pairs.k, pairs.v, mask, is_causal=square, scale=scale, enable_gqa=grouped
+    )
+
+
+def _in_order_of(q: Tensor, out: Tensor) -> Tensor:
+    """``out`` with its dimensions in memory in q's order, which the graph's views of it rely on."""
+
+    def compare(a: int, b: int) -> int:
+        return _is_known(q.stride(a) < q.stride(b)) - _is_known(q.stride(a) > q.stride(b))
+
+    order = [*sorted(range(3), key=cmp_to_key(compare)), 3]
+    dense = out.permute(order).clone(memory_format=torch.contiguous_format)  # contiguous() is left out of some graphs
+    return dense.permute([order.index(dim) for dim in range(4)])
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *values: Any, **named: Any) -> tuple[Tensor, ...]:
+    """``attention_forward`` in torch's operators. The exporter drops the results that nobody reads."""
+    options = Options(*values, **named)
+    if options.dropout_p:
+        raise NotImplementedError(
+            f"pyattn: ONNX has no attention with dropout, got dropout_p={options.dropout_p}: call eval() on the model"
+        )
+    wide = torch.promote_types(q.dtype, torch.float32)
+    pairs = _Pairs(q, k, v, options, wide)
+    scale = options.softmax_scale
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[3]) if q.shape[3] else 1.0  # as csrc/defaults.h
+    scores = products(q.to(wide), pairs.k.to(wide)) * scale
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    if pairs.added is not None:
+        scores = scores + pairs.added
+    scores = pairs.fill_empty(scores.masked_fill(~pairs.seen, -math.inf), 0.0)
+    lse = pairs.fill_empty(scores.logsumexp(-1, keepdim=True), -math.inf).squeeze(-1)
+    if options.softcap or (pairs.added is not None and q.dtype != wide):
+        out = _by_formula(scores, pairs, q.dtype)
+    else:
+        out = _by_operator(q, k, pairs, options, scale)
+    out = _in_order_of(q, pairs.fill_empty(out, 0.0))
+    return out, lse, lse, torch.ones_like(lse)  # row_max and row_sum are for backward, which ONNX does not have
+
+
+def _refuse(what: str, *_: Any, **__: Any) -> NoReturn:
+    raise NotImplementedError(f"pyattn: ONNX has no {what}")
+
+
+def _in_onnx(decomposition: Callable[..., tuple[Tensor, ...]], *args: Any, **named: Any) -> tuple[Tensor, ...]:
+    """Other readers of torch's table of decompositions, such as DTensor's rules, find none here.
+
+    Raises:
+        NotImplementedError: outside of ``torch.onnx.export``.
+    """
+    if not torch.onnx.is_in_onnx_export():
+        raise NotImplementedError("pyattn: attention is decomposed for torch.onnx.export alone, got another caller")
+    return decomposition(*args, **named)
+
+
+DECOMPOSITIONS: dict[torch._ops.OpOverload[..., Any], Callable[..., tuple[Tensor, ...]]] = {
+    _ops.attention_forward: _attention,
+    _ops.attention_backward: partial(_refuse, "gradients of attention, got attention's backward"),
+    _ops.attention_varlen_forward: partial(_refuse, "packed sequences, got attention_varlen"),
+    _ops.attention_varlen_backward: partial(_refuse, "gradients of attention, got attention_varlen's backward"),
+    _ops.attention_paged_forward: partial(_refuse, "pages of keys, got a cache with page_size"),
+    _ops.attention_varlen_paged_forward: partial(_refuse, "pages of keys, got attention_varlen with block_table"),
+}
+
+for _op, _decomposition in DECOMPOSITIONS.items():
+    torch._decomp.decomposition_table[_op] = partial(_in_onnx, _decomposition)
+    # Fake tensors with symbolic sizes take a decomposition in place of the operator's own Meta kernel, but for these.
+    torch._decomp.meta_table[_op] = _op

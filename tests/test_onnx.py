@@ -1,0 +1,259 @@
+"""Promise: torch.onnx.export takes what calls attention, and onnxruntime computes what pyattn does, for all lengths."""
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+from yardstick import assert_accurate, in_double
+
+from pyattn import _ops, attention, attention_varlen, reference
+from pyattn import nn as modules
+
+# torch's own, while it traces.
+pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning")]
+
+DYNAMIC = torch.export.Dim.DYNAMIC
+OPSETS = (None, 23)
+"""torch's default, which writes attention out, and the first that has ``Attention``."""
+
+
+class Called(nn.Module):
+    """A function as a module: what torch.onnx.export takes."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.function(*args)
+
+
+def exported(
+    function: Callable[..., Any], args: tuple[Tensor, ...], opset: int | None = None, dynamic: Any = None
+) -> Any:
+    model = function if isinstance(function, nn.Module | torch.export.ExportedProgram) else Called(function).eval()
+    return torch.onnx.export(model, args, dynamo=True, opset_version=opset, dynamic_shapes=dynamic, verbose=False)
+
+
+def count_of_attention(program: Any) -> int:
+    return sum(node.op_type == "Attention" for node in program.model.graph)
+
+
+def runs(program: Any) -> Callable[..., list[Tensor]]:
+    """The graph's results in onnxruntime."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # what ends the process alone; errors are raised
+    options.intra_op_num_threads = 1
+    model = program.model_proto.SerializeToString()
+    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    names = [value.name for value in session.get_inputs()]
+
+    def run(*args: Tensor) -> list[Tensor]:
+        arrays = {name: t.numpy() for name, t in zip(names, args, strict=True)}
+        return [torch.from_numpy(array) for array in session.run(None, arrays)]
+
+    return run
+
+
+def inputs(batch: int, heads: int, kv_heads: int, seqlen_q: int, seqlen_k: int) -> dict[str, Tensor]:
+    """q, k, v and the tensors that options take, with heads and without."""
+    begin, length = torch.randint(0, seqlen_k + 1, (2, batch, seqlen_q))
+    bias = torch.randn(batch, heads, seqlen_q, seqlen_k)
+    return {
+        "q": torch.randn(batch, heads, seqlen_q, 8),
+        "k": torch.randn(batch, kv_heads, seqlen_k, 8),
+        "v": torch.randn(batch, kv_heads, seqlen_k, 5),
+        "q_offset": torch.randint(-seqlen_q, seqlen_k, (batch,)),
+        "key_ranges": torch.stack([begin, (begin + length).clamp(max=seqlen_k)], -1),
+        "mask": torch.rand(batch, 1, 1, seqlen_k) < 0.7,
+        "shared": torch.randn(seqlen_q, seqlen_k).masked_fill(torch.rand(seqlen_q, seqlen_k) < 0.6, -torch.inf),
+        "bias": bias.masked_fill(torch.rand_like(bias) < 0.3, -torch.inf),
+        "alibi_slopes": torch.rand(batch, heads),
+        "slopes": torch.rand(heads),
+        "sinks": torch.randn(heads),
+    }
+
+
+SIZES = ((2, 3, 6), (3, 7, 4), (1, 1, 9), (2, 9, 2))
+"""Batch, queries and keys: the first when exporting; more queries than keys leave some without any."""
+
+DIMENSIONS: dict[str, dict[int, Any]] = {
+    "q": {0: DYNAMIC, 2: DYNAMIC},
+    "k": {0: DYNAMIC, 2: DYNAMIC},
+    "v": {0: DYNAMIC, 2: DYNAMIC},
+    "q_offset": {0: DYNAMIC},
+    "key_ranges": {0: DYNAMIC, 1: DYNAMIC},
+    "mask": {0: DYNAMIC, 3: DYNAMIC},
+    "shared": {0: DYNAMIC, 1: DYNAMIC},
+    "bias": {0: DYNAMIC, 2: DYNAMIC, 3: DYNAMIC},
+    "alibi_slopes": {0: DYNAMIC},
+    "slopes": {},
+    "sinks": {},
+}
+
+Options = dict[str, Any]
+
+CALLS: list[Options] = [
+    {},
+    {"q_offset": 0},
+    {"q_offset": 2},
+    {"q_offset": -2},
+    {"q_offset": "q_offset"},
+    {"window": (2, 0)},
+    {"causal": False},
+    {"causal": False, "window": (1, 2), "softmax_scale": 0.3},
+    {"key_ranges": "key_ranges"},
+    {"causal": False, "bias": "mask"},
+    {"bias": "shared"},
+    {"softcap": 1.5, "window": (3, -1)},
+    {"causal": False, "softcap": 1.5, "bias": "mask", "key_ranges": "key_ranges"},
+]
+"""Options, each a value or the name of an input."""
+
+BY_HEAD: list[Options] = [
+    {"bias": "bias"},
+    {"alibi_slopes": "slopes"},
+    {"alibi_slopes": "alibi_slopes", "causal": False, "q_offset": "q_offset"},
+    {"sinks": "sinks"},
+    {"sinks": "sinks", "bias": "shared", "causal": False},
+    {"sinks": "sinks", "bias": "bias", "alibi_slopes": "slopes", "key_ranges": "key_ranges", "window": (3, 1)},
+    {"sinks": "sinks", "bias": "mask", "alibi_slopes": "slopes", "softcap": 2.0},
+]
+"""The same for options that tell heads apart."""
+
+
+def given(options: Options, tensors: dict[str, Tensor]) -> Options:
+    return {name: tensors[value] if isinstance(value, str) else value for name, value in options.items()}
+
+
+def check(calls: list[Options], heads: int, kv_heads: int, opset: int | None) -> None:
+    """One graph of all calls, out and lse: at each size as accurate as plain PyTorch."""
+    names = ["q", "k", "v", *sorted({v for options in calls for v in options.values() if isinstance(v, str)})]
+
+    def every_call(*args: Tensor) -> list[Tensor]:
+        tensors = dict(zip(names, args, strict=True))
+        q, k, v = args[:3]
+        return [t for o in calls for t in attention(q, k, v, **given(o, tensors), return_lse=True)]
+
+    first, *others = (inputs(b, heads, kv_heads, q, k) for b, q, k in SIZES)
+    program = exported(every_call, tuple(first[n] for n in names), opset, (tuple(DIMENSIONS[n] for n in names),))
+    assert count_of_attention(program) == (opset is not None) * sum("softcap" not in options for options in calls)
+    run = runs(program)
+    for tensors in (first, *others):
+        found = iter(run(*(tensors[name] for name in names)))
+        q, k, v = (tensors[name] for name in "qkv")
+        for options in calls:
+            known = given(options, tensors)
+            plain = reference.attention(q, k, v, **known, return_lse=True)
+            exact = reference.attention(q.double(), k.double(), v.double(), **in_double(known), return_lse=True)
+            for result, rounded, truth in zip(("out", "lse"), plain, exact, strict=True):
+                assert_accurate(f"{result} of {options}", next(found), rounded, truth)
+
+
+@pytest.mark.parametrize("opset", OPSETS)
+def test_masks_and_scores(opset):
+    check(CALLS, 4, 2, opset)
+
+
+@pytest.mark.parametrize(("heads", "opset"), [(2, 23), (4, None)])  # onnxruntime 1.23 refuses 4 masks of 2 KV heads
+def test_options_that_tell_heads_apart(heads, opset):
+    check(BY_HEAD, heads, 2, opset)
+
+
+class Layers(nn.Module):
+    """Every kind of layer over one input, as a model would have them."""
+
+    def __init__(self, home: Any) -> None:
+        super().__init__()
+        sizes = {"d_in": 16, "d_out": 16, "context_length": 32, "dropout": 0.5, "num_heads": 4}
+        made = [
+            home.MultiHeadAttention(**sizes),
+            home.MultiHeadAttentionWrapper(**sizes),
+            home.GroupedQueryAttention(16, 16, 0.5, num_heads=4, num_kv_groups=2),
+            home.Attention(16, 4, 0.5),
+            home.SelfAttention_v1(16, 8),
+            home.SelfAttention_v2(16, 8),
+            home.SimplifiedSelfAttention(),
+        ]
+        self.layers = nn.ModuleList(made)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [layer(x) for layer in self.layers]
+
+
+@pytest.mark.parametrize("opset", OPSETS)
+def test_modules(opset):
+    plain, native = (Layers(home).eval() for home in (reference, modules))
+    native.load_state_dict(plain.state_dict())
+    first, *others = (torch.randn(batch, seqlen, 16) for batch, seqlen in ((2, 6), (3, 9), (1, 1)))
+    program = exported(native, (first,), opset, ({0: DYNAMIC, 1: DYNAMIC},))
+    assert count_of_attention(program) == (opset is not None) * (len(native.layers) + 3)  # the wrapper has 4 heads
+    run = runs(program)
+    exact = copy.deepcopy(plain).double()
+    with torch.no_grad():
+        for x in (first, *others):
+            for found, rounded, truth in zip(run(x), plain(x), exact(x.double()), strict=True):
+                assert_accurate("out", found, rounded, truth)
+
+
+def test_a_module_with_every_extra():
+    extras = {"window": (3, 0), "softcap": 3.0, "alibi": True, "sinks": True, "rotary": 10000.0}
+    native = modules.MultiHeadAttention(16, 16, 32, 0.5, 4, num_kv_heads=2, **extras).eval()
+    x = torch.randn(3, 9, 16)
+    run = runs(exported(native, (torch.randn(2, 6, 16),), None, ({0: DYNAMIC, 1: DYNAMIC},)))
+    with torch.no_grad():
+        rounded, truth = native(x), copy.deepcopy(native).double()(x.double())
+    assert_accurate("out", run(x)[0], rounded, truth)
+
+
+def test_an_exported_program_that_was_saved(tmp_path):
+    q, k, v = torch.randn(3, 2, 4, 6, 8)
+    torch.export.save(torch.export.export(Called(attention), (q, k, v)), tmp_path / "program.pt2")
+    program = exported(torch.export.load(tmp_path / "program.pt2"), (), 23)
+    assert [node.op_type for node in program.model.graph] == ["Attention"]
+    plain, exact = reference.attention(q, k, v), reference.attention(q.double(), k.double(), v.double())
+    assert_accurate("out", runs(program)(q, k, v)[0], plain, exact)
+
+
+def test_half_precision_adds_to_scores_in_float32():
+    q, k, v = torch.randn(3, 1, 4, 300, 8).half()
+    slopes = torch.rand(4)  # distances above 2048 and their products with slopes round in float16
+    run = runs(exported(lambda *qkv: attention(*qkv, alibi_slopes=slopes, q_offset=5000), (q, k, v)))
+    wide = reference.attention(q.double(), k.double(), v.double(), alibi_slopes=slopes.double(), q_offset=5000)
+    assert_accurate("out", run(q, k, v)[0], wide.half(), wide)
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "dropout": (
+        lambda q, k, v: attention(q, k, v, dropout_p=0.1),
+        r"ONNX has no attention with dropout, got dropout_p=0\.1: call eval\(\) on the model",
+    ),
+    "packed": (
+        lambda q, k, v: attention_varlen(q[0], k[0], v[0], torch.tensor([0, 4]), torch.tensor([0, 4]), 4, 4),
+        "ONNX has no packed sequences, got attention_varlen",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_onnx_does_not_have_is_a_sentence(name):
+    function, sentence = REFUSED[name]
+    with pytest.raises(torch.onnx.OnnxExporterError, match=f"pyattn: {sentence}"):
+        exported(function, tuple(torch.randn(3, 2, 4, 4, 8)))
+
+
+def test_other_tracers_see_no_decomposition():
+    with pytest.raises(NotImplementedError, match=r"pyattn: attention is decomposed for torch.onnx.export alone"):
+        torch._decomp.decomposition_table[_ops.attention_forward](*torch.randn(3, 1, 1, 2, 4))
+
+
+def test_importing_pyattn_imports_nothing_for_it():
+    heavy = {"onnx", "onnxscript", "onnxruntime", "sympy", "torch._dynamo"}
+    code = f"import sys, pyattn; assert not {heavy} & sys.modules.keys(), {heavy} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
