@@ -1,4 +1,7 @@
-"""The backends that laws are tested on: each instruction set of this machine, the emulated CUDA kernels, a GPU."""
+"""The backends that laws are tested on: each instruction set of this machine, the emulated CUDA kernels, a GPU.
+
+One more, which no law is tested on, stands in for a GPU in tests of graphs.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,6 +10,7 @@ from typing import Any
 
 import emulated
 import pytest
+import rehearsed
 import torch
 from helpers import Case
 from torch import Tensor
@@ -21,8 +25,8 @@ class Backend:
     """Kernels, and what they promise where backends differ.
 
     Attributes:
-        name: an instruction set, ``emulated`` or ``cuda``.
-        family: ``cpu``, ``emulated`` or ``cuda``.
+        name: an instruction set, ``emulated``, ``cuda`` or ``rehearsed``.
+        family: ``cpu``, ``emulated``, ``cuda`` or ``rehearsed``.
         repeatable: dq has the same bits each time. The kernels that add it up atomically exist for 16 bits alone.
     """
 
@@ -41,7 +45,7 @@ class Backend:
     def cuda_kernels(self) -> bool:
         """A NaN or infinity in a value may make its whole row NaN, head_dim is at most 256, float32 is split into TF32
         halves, and a sequence has the same bits alone and in a batch."""
-        return self.family != "cpu"
+        return self.family in ("emulated", "cuda")
 
     def lengths(self, dtype: torch.dtype) -> tuple[int, ...]:
         """Sequence lengths around those of vectors (up to 32 numbers on a CPU), tiles (64 or 128) and key blocks."""
@@ -107,6 +111,9 @@ class Backend:
             _C.set_isa(before)
         elif self.family == "emulated":
             yield
+        elif self.family == "rehearsed":
+            with rehearsed.instead_of_cuda():
+                yield
         else:
             exact_products()
             pyattn.set_deterministic(self.repeatable)
@@ -134,13 +141,14 @@ def exact_products() -> None:
 CPU = [Backend(isa, "cpu") for isa in _C.available_isas()]
 EMULATED = [Backend("emulated", "emulated", repeatable) for repeatable in (True, False)]
 CUDA = [Backend("cuda", "cuda", repeatable) for repeatable in (True, False)]
+REHEARSED = [Backend("rehearsed", "rehearsed")]
 
 
 def chosen(names: list[str]) -> list[Backend]:
     """The backends of these names or families; without any, all but a GPU."""
     if not names:
-        return CPU + EMULATED
-    known = CPU + EMULATED + CUDA
+        return CPU + EMULATED + REHEARSED
+    known = CPU + EMULATED + CUDA + REHEARSED
     allowed = dict.fromkeys(name for b in known for name in (b.family, b.name))
     if not set(names) <= allowed.keys():
         raise pytest.UsageError(f"--backend must be one of {', '.join(allowed)}, got {', '.join(names)}")

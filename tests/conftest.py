@@ -23,11 +23,12 @@ from pyattn import cached_attention  # noqa: E402
 from pyattn.cli import main  # noqa: E402
 
 FIXTURES: dict[str, Callable[[Backend], bool]] = {
-    "backend": lambda b: True,
-    "repeatable": lambda b: b.repeatable,  # once where only dq tells two backends apart
-    "native": lambda b: b.family != "emulated",  # those that torch's operators reach
+    "backend": lambda b: b.family != "rehearsed",
+    "repeatable": lambda b: b.repeatable and b.family != "rehearsed",  # once where only dq tells two backends apart
+    "native": lambda b: b.family in ("cpu", "cuda"),  # those that torch's operators reach
     "emulation": lambda b: b.family == "emulated",
     "cuda": lambda b: b.family == "cuda",
+    "graphs": lambda b: b.family in ("cuda", "rehearsed"),
     "cuda_kernels": lambda b: b.cuda_kernels and b.repeatable,  # emulated or on a GPU
     "isa": lambda b: b.family == "cpu",
 }
@@ -42,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What only a GPU has, streams and graphs, is collected with ``--backend cuda``; with any, nothing of transformers.
+    """What only a GPU can be asked is collected with ``--backend cuda``; with any, nothing of transformers.
 
     Those tests depend on no backend, and a machine that runs one backend's alone may lack the library.
     """
@@ -113,7 +114,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
         yield request.param
 
 
-repeatable = native = emulation = cuda = cuda_kernels = backend
+repeatable = native = emulation = cuda = graphs = cuda_kernels = backend
 
 
 @pytest.fixture

@@ -1,58 +1,87 @@
 """Everything that needs a GPU: builds, checks, measures and trains on the one that is here, and records what came out.
 
-Run it by hand in a checkout, where torch, pytest and nvcc are; it needs no network and less than eight minutes::
+Run it by hand in a checkout, where torch, pytest and nvcc are; it needs no network::
 
     python tests/gpu.py --out FOLDER
+    python tests/gpu.py --out FOLDER --steps laws,speed
 
-FOLDER/gpu.json has a record of each check, FOLDER/gpu.log what the processes printed. The exit status is 1 if a check
-failed, 2 where there is no GPU.
+A call ends within --seconds. What it has no time for, a second call with the same FOLDER and --steps adds to the
+record; the build is kept. FOLDER/gpu.json has a record of each check and FOLDER/report.txt a summary, both written anew
+as checks end; FOLDER/gpu.log has what the processes printed. --device cpu rehearses all steps without a GPU.
+
+The exit status is 1 if a check failed, 2 where there is no GPU or an option is wrong.
 """
 
 import argparse
-import datetime
-import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from gpu_steps.child import FAILED, LEFT_OUT, Record, record
+from gpu_steps.device import DEVICES, Device
+from gpu_steps.log import Log
 from gpu_steps.report import table
-from gpu_steps.runner import Step, run_step
+from gpu_steps.results import OtherRecordError, Results
+from gpu_steps.runner import Step, run_step, stop_all
 
 TESTS = Path(__file__).resolve().parent
-DEVICE = ("cuda",)
-STEPS = (
-    Step("gpu_steps.suite", (str(TESTS), "--backend", "cuda"), 160, longest=120),
-    Step("gpu_steps.sanitizer", ("bfloat16",), 60, longest=120),
-    Step("gpu_steps.speed", DEVICE, 100),
-    Step("gpu_steps.decoding", DEVICE, 30),
-    Step("gpu_steps.training", DEVICE, 100, longest=90),
-    Step("gpu_steps.sanitizer", ("float32", "float16", "float64"), 300, longest=120),
-)
-"""The steps that matter most come first; the last ones get the time that is left."""
+
+
+def steps_of(device: Device, target: str, wheel: str) -> dict[str, Step]:
+    """By name, in their order: the first ones tell whether the later ones are worth their time."""
+    on = (device.name,)
+    steps = (
+        Step("build", "gpu_steps.build", (*on, target, wheel), 400, longest=400),
+        Step("smoke", "gpu_steps.smoke", on, 120, longest=120),
+        Step("on_gpu", "gpu_steps.suite", (*on, "on_gpu"), 240, longest=120, shares=device.shares),
+        Step("laws", "gpu_steps.suite", (*on, "laws"), 360, longest=120, shares=device.shares),
+        Step("speed", "gpu_steps.speed", on, 120),
+        Step("decoding", "gpu_steps.decoding", on, 60),
+        Step("ncu", "gpu_steps.counters", on, 120, longest=120),
+        Step("sanitizer", "gpu_steps.sanitizer", on, 400, longest=120),
+        Step("training", "gpu_steps.training", on, 120, longest=120),
+    )
+    return {step.name: step for step in steps}
+
+
+class UsageError(Exception):
+    """What is wrong with the options."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for gpu.json and gpu.log")
-    parser.add_argument("--seconds", type=float, default=480, help="in all; default: %(default)g")
+    parser.add_argument("--out", type=Path, required=True, help="folder for gpu.json, report.txt and gpu.log")
+    parser.add_argument("--steps", help="comma-separated names; a build comes before any. Default: all")
+    parser.add_argument("--seconds", type=float, default=570, help="in all; default: %(default)g")
+    parser.add_argument("--commit", help="what is tested; default: $PYATTN_COMMIT, or what git says")
+    parser.add_argument("--device", choices=DEVICES, default="cuda", help="cpu: a rehearsal; default: %(default)s")
+    kept = TESTS.parent / "build" / "gpu"
+    parser.add_argument("--build", type=Path, default=kept, help="folder that is kept; default: build/gpu")
     build = parser.add_mutually_exclusive_group()
     build.add_argument("--installed", action="store_true", help="test the pyattn that Python finds; build none")
     build.add_argument("--wheel", type=Path, help="test this one; build none")
     return parser.parse_args(argv)
 
 
+def chosen(names: str | None, steps: dict[str, Step]) -> list[Step]:
+    """The build and the steps of these names, in the steps' order."""
+    wanted = list(steps) if names is None else names.split(",")
+    unknown = [name for name in wanted if name not in steps]
+    if unknown:
+        raise UsageError(f"--steps must be among {', '.join(steps)}, got {', '.join(unknown)}")
+    return [step for step in steps.values() if step.name in {"build", *wanted}]
+
+
 def environment(target: str) -> dict[str, str]:
     """The steps' environment: the package in ``target`` before any other, no folder that happens to be current, and the
     tools beside Python and CUDA."""
-    paths = [target, str(TESTS), os.environ.get("PYTHONPATH", "")]
+    paths = [target, str(TESTS), str(TESTS / "tools"), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONSAFEPATH": "1",
@@ -69,61 +98,73 @@ def said(path: str, *command: str) -> str | None:
     return result.stdout.strip().rpartition("\n")[2] or None
 
 
-def machine(path: str) -> dict[str, Any]:
-    """What is tested on what."""
-    return {
-        "date": datetime.date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "compute_capability": ".".join(map(str, torch.cuda.get_device_capability())),
-        "gpus": torch.cuda.device_count(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
+def tested(device: Device, commit: str | None) -> dict[str, Any]:
+    """What is tested on what. A record has one of each."""
+    path = environment("")["PATH"]
+    by_git = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return device.facts() | {
         "driver": said(path, "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "nvcc": said(path, "nvcc", "--version"),
         "python": sys.version.split()[0],
-        "commit": said(path, "git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"),
+        "commit": commit or os.environ.get("PYATTN_COMMIT") or said(path, *by_git),
     }
 
 
-def installing_failed(step: dict[str, Any]) -> bool:
-    """Without the package nothing can be tested; no other check has that power."""
-    return any(check["check"] == "install" and check["status"] == FAILED for check in step["checks"])
-
-
-def run_steps(steps: Sequence[Step], result: dict[str, Any], target: str, out: Path, seconds: float) -> None:
-    """Runs them one after the other; what is known so far is in gpu.json all the time."""
+def run_steps(steps: Sequence[Step], results: Results, target: str, log: Log, seconds: float) -> None:
+    """Runs them one after the other; what is known so far is on disk all the time."""
     begin = time.monotonic()
+    is_built = True
     for step in steps:
         print(f"{time.monotonic() - begin:4.0f} s  {step.name}", flush=True)
         started = time.monotonic()
-        records: list[Record]
-        if any(installing_failed(done) for done in result["steps"]):
-            records = [record(step.name, LEFT_OUT, message="there is no build")]
+
+        def put(records: list[Record], *, ended: bool, step: Step = step, started: float = started) -> None:
+            results.put(step.name, time.monotonic() - started, records, ended=ended)
+
+        if is_built:
+            end = begin + seconds
+            records = run_step(step, environment(target), log, end, lambda known, put=put: put(known, ended=False))
+            records = records or [record(step.name, FAILED, message="there is nothing to check")]
         else:
-            records = run_step(step, environment(target), out / "gpu.log", begin + seconds)
-        now = time.monotonic()
-        result["steps"].append({"step": step.name, "seconds": round(now - started, 1), "checks": records})
-        result["seconds"] = round(now - begin, 1)
-        (out / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
+            records = [record(step.name, LEFT_OUT, message="there is no build")]
+        put(records, ended=True)
+        is_built &= not any(known["check"] == "install" and known["status"] != "passed" for known in records)
+
+
+def call(options: argparse.Namespace) -> int:
+    device = DEVICES[options.device]
+    target = "" if options.installed else str((options.build / device.name / "package").resolve())
+    steps = steps_of(device, target, str(options.wheel.resolve()) if options.wheel else "")
+    mine = chosen(options.steps, steps)
+    if not device.is_here:
+        import torch
+
+        raise UsageError(f"needs an NVIDIA GPU that torch can use, got torch {torch.__version__} without one")
+    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        results = Results(options.out, tested(device, options.commit), list(steps))
+    except OtherRecordError as error:
+        raise UsageError(f"--out must be empty or hold a record of the same, got one of {error}") from error
+    run_steps(mine, results, target, Log(options.out / "gpu.log"), options.seconds)
+    print("", table(results.known), sep="\n")
+    return int(results.failed([step.name for step in mine]))
 
 
 def main(argv: Sequence[str]) -> int:
-    options = parse(argv)
-    if not torch.cuda.is_available():
-        print(f"gpu.py needs an NVIDIA GPU that torch can use, got torch {torch.__version__} without one")
+    try:
+        return call(parse(argv))
+    except UsageError as error:
+        print(f"gpu.py: {error}")
         return 2
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "gpu.log").write_text("")
-    result: dict[str, Any] = machine(environment("")["PATH"]) | {"seconds": 0.0, "steps": []}
-    with tempfile.TemporaryDirectory() as folder:
-        target = "" if options.installed else str(Path(folder, "package"))
-        wheel = str(options.wheel.resolve()) if options.wheel else ""
-        build = Step("gpu_steps.build", (target, wheel), 240, longest=240)
-        run_steps((build, *STEPS), result, target, options.out, options.seconds)
-    print("", table(result), sep="\n")
-    return int(any(check["status"] == FAILED for step in result["steps"] for check in step["checks"]))
+
+
+def stopped(number: int, frame: Any) -> None:
+    """What was started must not outlive the call: it would keep the GPU."""
+    stop_all()
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, stopped)
+    signal.signal(signal.SIGINT, stopped)
     sys.exit(main(sys.argv[1:]))

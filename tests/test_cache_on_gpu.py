@@ -1,7 +1,7 @@
 """Promise: on a GPU a cache is used without a host read, and what it has no room for is left out.
 
 Its operators there are made of torch's, so that CPU tensors take them too, and fake tensors of a GPU, which nobody can
-read.
+read. With ``--backend cuda`` they take a GPU's.
 """
 
 from typing import Any
@@ -27,36 +27,38 @@ def append(cached: KVCache, k: Tensor, v: Tensor, lengths: Tensor | None = None)
 
 
 def used(cached: KVCache) -> list[Tensor]:
-    """The positions that the cache keeps, and where they are."""
+    """The positions that the cache keeps, and where they are; on the CPU."""
     last = (cached.lengths - cached.starts).tolist()
     rows = [t[b, :, max(0, n - cached.max_seqlen) : n] for t in (cached.k, cached.v) for b, n in enumerate(last)]
-    return [*rows, cached.lengths, cached.starts]
+    return [t.cpu() for t in (*rows, cached.lengths, cached.starts)]
 
 
 @each_dtype
 @each_window
-def test_as_on_the_cpu(window: int | None, dtype: torch.dtype) -> None:
+def test_as_on_the_cpu(window: int | None, dtype: torch.dtype, device: str) -> None:
     """Through several moves of a ring, with more new positions than it keeps, and none."""
     _, k, v = CASE.inputs(dtype)
-    ours, expected = (made(CASE, dtype, 12 if window else 90, window) for _ in range(2))
+    ours = made(CASE, dtype, 12 if window else 90, window)
+    with torch.device("cpu"):
+        expected = made(CASE, dtype, 12 if window else 90, window)
     for counts in ([3, 0, 4], [1, 1, 1], [12, 0, 0], [1, 2, 5], [40, 1, 11], [13, 15, 14], [0, 0, 0], [7, 3, 2]):
-        lengths = torch.tensor(counts)
         new = slice(0, max(counts))
-        expected.append(k[:, :, new], v[:, :, new], lengths)
-        append(ours, k[:, :, new], v[:, :, new], lengths)
+        expected.append(k[:, :, new].cpu(), v[:, :, new].cpu(), counts)
+        append(ours, k[:, :, new], v[:, :, new], torch.tensor(counts))
         assert all(map(torch.equal, used(ours), used(expected)))
-    expected.append(k[:, :, :2], v[:, :, :2])
+    expected.append(k[:, :, :2].cpu(), v[:, :, :2].cpu())
     append(ours, k[:, :, :2], v[:, :, :2])
     assert all(map(torch.equal, used(ours), used(expected)))
     expected.reorder([2, 0, 2])
     on_gpu(ops.cache_reorder, ours.k, ours.v, ours.lengths, ours.starts, torch.tensor([2, 0, 2]))
     assert all(map(torch.equal, used(ours), used(expected)))
-    offsets = ours.lengths - 1
-    state = ours.lengths, ours.starts, offsets, window or 12, ours.max_seqlen
-    assert torch.equal(on_gpu(ops.cache_slots, *state), ops.cache_slots(*state))
+    slots = on_gpu(ops.cache_slots, ours.lengths, ours.starts, ours.lengths - 1, window or 12, ours.max_seqlen)
+    offsets = expected.lengths - 1
+    on_cpu = ops.cache_slots(expected.lengths, expected.starts, offsets, window or 12, expected.max_seqlen)
+    assert torch.equal(slots.cpu(), on_cpu)
 
 
-def test_what_does_not_fit_is_left_out() -> None:
+def test_what_does_not_fit_is_left_out(device: str) -> None:
     _, k, v = CASE.inputs(torch.float32)
     cached = made(CASE, torch.float32, 10)
     room = torch.zeros(3, 2, 14, 24), torch.zeros(3, 2, 14, 20)  # the cache, with neighbours
@@ -81,7 +83,7 @@ def test_what_does_not_fit_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(0, 2, 5, 8), (2, 0, 5, 8), (2, 2, 0, 8), (2, 2, 5, 0)], ids=str)
-def test_sizes_of_zero(sizes: tuple[int, int, int, int]) -> None:
+def test_sizes_of_zero(sizes: tuple[int, int, int, int], device: str) -> None:
     cached = KVCache(*sizes)
     batch, heads, most, head_dim = sizes
     append(cached, *torch.randn(2, batch, heads, 0, head_dim))

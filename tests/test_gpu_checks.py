@@ -1,18 +1,32 @@
-"""What tests/gpu.py measures, on the CPU: speed, training, and the sanitizer's verdict."""
+"""What tests/gpu.py measures, on the CPU: speed, training, and the verdicts of sanitizer and ncu."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
-from gpu_steps import decoding, report, sanitizer, speed, training
+from gpu_steps import counters, decoding, device, report, sanitizer, speed, training
 from gpu_steps.child import FAILED, LEFT_OUT, PASSED, judge
+from gpu_steps.device import CPU, CUDA
 
 from pyattn import _ops
 from pyattn.cli import main
 
 
-def test_the_sanitizers_program() -> None:
-    sanitizer.small(torch.bfloat16, "cpu")
+def planted(folder: Path, name: str, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that is found before any other."""
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
+def test_the_sanitizers_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[int, ...]] = []
+    for program in ("batches", "packed"):
+        monkeypatch.setitem(sanitizer.PROGRAMS, program, (lambda *arguments: tried.append(arguments),))
+        sanitizer.main("cuda", "bfloat16", program)
+    assert [dims for *_, dims in [(x[0], x[2:]) for x in tried]] == 2 * list(CUDA.watched)
+    sanitizer.batches(torch.bfloat16, "cpu", 40, 33)
 
 
 @pytest.mark.parametrize(
@@ -20,14 +34,49 @@ def test_the_sanitizers_program() -> None:
 )
 def test_the_sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, output: str, result: str) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    check = sanitizer.checks("float32")["racecheck float32"]
+    check = sanitizer.checks(CUDA)["racecheck float32"]
     assert judge("", check)["message"] == "compute-sanitizer not found"
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text(f'#!/bin/sh\necho "{output} $2 $PYTORCH_NO_CUDA_MEMORY_CACHING"\nexit {status}\n')
-    tool.chmod(0o755)
+    said = f'echo "{output} $2 $3 $4 $PYTORCH_NO_CUDA_MEMORY_CACHING"'
+    planted(tmp_path, "compute-sanitizer", f"{said}\nexit {status}", monkeypatch)
     found = judge("", check)
     assert found["status"] == result
-    assert result != FAILED or "racecheck, status 9: race racecheck 1" in found["message"]
+    assert result != FAILED or "racecheck, status 9: race racecheck --report-api-errors no 1" in found["message"]
+
+
+NAMES = "void pyattn::cuda::(anonymous namespace)::{}<bf16, (int)128>(Params)", "{}", "void pyattn::<unnamed>::{}<f>(P)"
+TABLE = """==PROF== Connected to process 7
+"ID","Kernel Name","Metric Name","Metric Unit","Metric Value","Rule Name"
+"""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_counters(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However ncu spells a kernel's name; its advice is no counter."""
+    lines = [f'"0","{name.format(x)}","Duration","ns","1,234",""\n' for x in counters.KERNELS]
+    text = TABLE + "".join(lines) + f'"0","{name.format("forward")}","","","","Advice"\n'
+    planted(tmp_path, "ncu", f"cat << END\n{text}END", monkeypatch)
+    figures = counters.count(CUDA)
+    assert figures == {"kernels": {x: {"Duration": "1,234 ns"} for x in counters.KERNELS}}
+    assert "1,234 ns" in report.counted([figures])[1]
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "message"),
+    [
+        ("==ERROR== ERR_NVGPUCTRPERM - no permission", LEFT_OUT, "ncu says: ERR_NVGPUCTRPERM - no permission"),
+        ("==ERROR== The application returned an error code (1)", FAILED, "nothing counted of"),
+        ("==WARNING== No kernels were profiled.", FAILED, "nothing counted of"),
+    ],
+)
+def test_nothing_counted(said: str, status: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the machine does not let ncu count, nothing is wrong; where our program fails, something is."""
+    check = counters.checks(CUDA)["4x16x4096x128"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert judge("", check)["message"] == "ncu not found"
+    planted(tmp_path, "ncu", f"echo '{said}'\nexit 1", monkeypatch)
+    found = judge("", check)
+    assert found["status"] == status
+    assert message in found["message"]
 
 
 # Figures
@@ -44,12 +93,12 @@ def test_operations(seqlen: int) -> None:
 
 
 def test_shapes_have_as_many_tokens_and_columns() -> None:
-    for batch, heads, seqlen, head_dim in (speed.shape_of(n, d) for n in (2048, 16384) for d in (64, 128)):
+    for batch, heads, seqlen, head_dim in (device.shape_of(n, d) for n in (2048, 16384) for d in (64, 128)):
         assert (batch * seqlen, heads * head_dim) == (16384, 2048)
 
 
 def test_speed_on_the_cpu() -> None:
-    row = speed.measure((1, 2, 128, 16), torch.float32, "cpu", 0.01)
+    row = speed.measure(CPU, (1, 2, 128, 16), torch.float32)
     assert row["forward"].keys() == row["backward"].keys()
     assert "torch sdpa" in row["forward"]
     for which, operations in (("forward", 1048576), ("backward", 2621440)):
@@ -58,12 +107,39 @@ def test_speed_on_the_cpu() -> None:
     assert len(report.speeds([row])) == 2
 
 
-def test_decoding_on_the_cpu() -> None:
-    row = decoding.measure((2, 4, 2, 128, 16), torch.float32, "cpu", 0.01)
+def test_decoding_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A side has as many calls as fill its device's cache four times; the time is that of one."""
+    size = 2 * 2 * 2 * 128 * 16 * 4
+    monkeypatch.setattr(device.Device, "cache_bytes", 3 * size)
+    row = decoding.measure(CPU, (2, 4, 2, 128, 16), torch.float32)
+    assert row["calls"] == 13
     assert row["sides"].keys() == {"torch sum", "pyattn", "torch sdpa"}
     for side in row["sides"].values():
-        assert side["gb_per_s"] == pytest.approx(2 * 2 * 2 * 128 * 16 * 4 / side["seconds"] / 1e9)
+        assert side["low"] <= side["seconds"] <= side["high"] < side["wall_seconds"]
+        assert side["gb_per_s"] == pytest.approx(size / side["seconds"] / 1e9)
     assert len(report.rates([row])) == 2
+
+
+def test_a_side_that_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are timed, and the report has a dash."""
+
+    def together(self: device.Device, calls: list[device.Call]) -> device.Call:
+        if calls[0].func is decoding.attention:  # type: ignore[attr-defined]
+            raise RuntimeError("not permitted while capturing")
+        return calls[0]
+
+    sides: dict[str, list[device.Call]] = {
+        "torch sum": [decoding.partial(torch.sum, torch.ones(3))],
+        "pyattn": [decoding.partial(decoding.attention)],
+    }
+    monkeypatch.setattr(device.Device, "together", together)
+    graphs, reasons = decoding.in_graphs(CPU, sides)
+    assert list(graphs) == ["torch sum"]
+    assert reasons == {"pyattn": "RuntimeError: not permitted while capturing"}
+    rate = {"gb_per_s": 2.0}
+    rows = [{"shape": "1", "dtype": "f", "sides": {"torch sum": rate, "pyattn": rate}}]
+    rows += [{"shape": "2", "dtype": "f", "sides": {"torch sum": rate}}]
+    assert report.rates(rows)[-1].split() == ["2", "f", "2", "-"]
 
 
 def test_curves_are_read_from_what_train_prints(
@@ -80,7 +156,8 @@ def test_curves_are_read_from_what_train_prints(
         return capsys.readouterr().out
 
     monkeypatch.setattr(training, "output_of", output_of)
-    curve = training.curve_of("sdpa", "float32", "cpu", (*size.split(), "--data", str(text)))
+    small = dataclasses.replace(CPU, recipe=(*size.split(), "--data", str(text)))
+    curve = training.curve_of("sdpa", "float32", small)
     assert list(curve) == [0, 2, 4]
     assert all(0 < loss < 6 for loss in curve.values())
     assert commands[0][1:4] == ["-m", "pyattn", "train"]
@@ -88,5 +165,5 @@ def test_curves_are_read_from_what_train_prints(
 
 def test_curves_that_come_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "curve_of", lambda name, *_: {0: 5.0, 9: 2.0 if name == "sdpa" else 2.2})
-    result = judge("", training.checks("cpu")["bfloat16"])
+    result = judge("", training.checks(CUDA)["bfloat16"])
     assert result["message"].startswith("AssertionError: losses 0.200 apart")

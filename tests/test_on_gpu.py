@@ -1,10 +1,9 @@
-"""What only a GPU has: graphs, streams, devices, results past 2^31 elements. Collected with ``--backend cuda``."""
+"""What a GPU alone can be asked: large cases, devices, 2^31 elements. Collected with ``--backend cuda``."""
 
 import os
 import subprocess
 import sys
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -12,15 +11,11 @@ from backends import Backend
 from helpers import Case, assert_case_accurate, each_dtype, run
 from test_layouts import AROUND_2_16
 from torch import Tensor
-from yardstick import assert_accurate
 
-from pyattn import KVCache, attention, attention_with_cache, nn, reference
+from pyattn import attention, nn, reference
 from pyattn.cli.timing import peak_memory
-from pyattn.dropout import draw_seed
 
 CASE = Case(2, 4, 2, 300, 300, 64, 64)
-LONG_WAIT = 100_000_000
-"""Cycles of a GPU's clock: some 50 ms."""
 
 each_kind = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 
@@ -80,147 +75,6 @@ def inputs(dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     return CASE.inputs(dtype), CASE.gradients(dtype)[0]
 
 
-def both(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seed: Tensor | None = None) -> tuple[Tensor, ...]:
-    """out, dq, dk and dv of a forward and a backward with dropout."""
-    leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
-    out = attention(*leaves, dropout_p=0.5, dropout_seed=seed)
-    return out.detach(), *torch.autograd.grad(out, leaves, dout)
-
-
-@each_kind
-def test_a_graph_replays(cuda: Backend, dtype: torch.dtype) -> None:
-    """Each replay draws a seed, and computes what an eager call with that seed does."""
-    (q, k, v), dout = inputs(dtype)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        both(q, k, v, dout)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        seed = draw_seed(q.device)
-        seeded, drawn = both(q, k, v, dout, seed), both(q, k, v, dout)
-    replays: list[tuple[Tensor, ...]] = []
-    for _ in range(3):
-        q.normal_()
-        graph.replay()
-        out, dq, dk, dv = both(q, k, v, dout, seed.clone())
-        cuda.assert_same((seeded[0], seeded[0], *seeded[1:]), (out, out, dq, dk, dv))
-        replays.append((seed.clone(), q.clone(), *(x.clone() for x in drawn)))
-    assert len({int(x[0]) for x in replays}) == 3
-    q.copy_(replays[-1][1])
-    graph.replay()
-    for x, y in zip(drawn, replays[-1][2:], strict=True):
-        assert not torch.equal(x, y), "two replays on the same inputs dropped the same"
-
-
-def test_a_graph_reads_masks_and_scores_anew(cuda: Backend) -> None:
-    """What a replay sees, it finds on the device: ranges, a bias's holes, slopes and sinks."""
-    case = Case(2, 4, 2, 200, 230, 64, 64, key_ranges="random", causal=False, bias="bands hqk", alibi="h", sinks=True)
-    tensors = case.inputs(torch.bfloat16), *case.gradients(torch.bfloat16)
-    options = case.options | case.tensors(torch.bfloat16)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run(cuda.attention, *tensors, **options)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(cuda.attention, *tensors, **options)
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        for name, x in case.tensors(torch.bfloat16).items():
-            options[name].copy_(x)
-        options["key_ranges"].copy_(options["key_ranges"].flip(1))
-        graph.replay()
-        cuda.assert_same(captured, run(cuda.attention, *tensors, **options))
-
-
-def test_a_graph_reads_lengths_anew(cuda: Backend) -> None:
-    """A graph of packed sequences fixes how many tokens and sequences there are, and the longest that may come."""
-    q, k, v, dout = torch.randn(4, 900, 4, 64, dtype=torch.bfloat16).unbind()
-    lengths = torch.tensor([0, 300, 300, 600, 890], dtype=torch.int32)
-    used = torch.tensor([300, 0, 9, 290])
-
-    def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        return cuda.attention_varlen(q, k, v, lengths, lengths, 500, 500, seqused_k=used, **options)
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run(call, (q, k, v), dout)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(call, (q, k, v), dout)
-    for other in ([0, 1, 400, 890, 900], [0, 0, 0, 480, 500]):
-        lengths.copy_(torch.tensor(other))
-        used.copy_(lengths.diff() // 2)
-        graph.replay()
-        cuda.assert_same(captured, run(call, (q, k, v), dout))
-
-
-@pytest.mark.parametrize("window", [None, 40])
-@each_kind
-def test_a_graph_decodes(cuda: Backend, dtype: torch.dtype, window: int | None) -> None:
-    """A captured step appends a token to sequences of any lengths and attends over all so far, some keys split."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(3, heads, 1500, 64, dtype=dtype) for heads in (8, 2, 2))
-    cached, expected = (KVCache(3, 2, 1600 if window is None else 90, 64, dtype=dtype, window=window) for _ in range(2))
-    token = tuple(t[:, :, :1].clone() for t in (q, k, v))
-    count = torch.ones(3, dtype=torch.int64)
-
-    def step(cache: KVCache) -> Tensor:
-        cache.append(*token[1:], count)
-        return attention_with_cache(token[0], cache)
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step(cached)
-    torch.cuda.current_stream().wait_stream(side)
-    cached.reset()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(cached)
-    prompt, starts = (k[:, :, :1400], v[:, :, :1400]), torch.tensor([1400, 20, 700])
-    for cache in (cached, expected):
-        cache.reset()
-        cache.append(*prompt, starts)
-    places = torch.arange(3)
-    for n in range(1400, 1440):
-        at = starts + (n - 1400)
-        for to, t in zip(token, (q, k, v), strict=True):
-            to.copy_(t[places, :, at][:, :, None])
-        graph.replay()
-        assert torch.equal(captured, step(expected))
-        assert torch.equal(cached.lengths, expected.lengths)
-    for b, length in enumerate(cached.lengths.tolist()):
-        now, seen = slice(length - 1, length), slice(0, length)
-        mask = {} if window is None else {"window": (window - 1, 0)}
-        alone = tuple(t[b : b + 1, :, part] for t, part in ((q, now), (k, seen), (v, seen)))
-        exact = reference.attention(*(t.double() for t in alone), **mask)
-        assert_accurate("out", captured[b : b + 1], reference.attention(*alone, **mask), exact)
-
-
-def test_a_cache_that_is_full_stays_as_it_is(cuda: Backend) -> None:
-    """What does not fit is left out; nobody reads the lengths to refuse it."""
-    k, v = torch.randn(2, 2, 2, 5, 64)
-    cached = KVCache(2, 2, 8, 64)
-    cached.append(k, v, [5, 3])
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        cached.reorder(torch.zeros(2, dtype=torch.int64))  # captured, not run
-    for _ in range(2):
-        cached.append(k, v)
-        assert cached.lengths.tolist() == [8, 8]
-        assert torch.equal(cached.k[1], torch.cat([k[1, :, :3], k[1]], 1))
-        assert torch.equal(cached.k[0], torch.cat([k[0], k[0, :, :3]], 1))
-    cached.reorder([1, 9])
-    assert torch.equal(cached.k[0], cached.k[1])
-    with pytest.raises(NotImplementedError, match=r"^pyattn: keys in pages are on the CPU alone so far"):
-        KVCache(2, 2, 64, 64, page_size=16)
-
-
 def test_sequences_whose_indices_are_invalid_are_nan(cuda: Backend) -> None:
     q, k, v, dout = torch.randn(4, 300, 4, 64, dtype=torch.float16).unbind()
     for starts, longest, used, gone in (
@@ -261,23 +115,6 @@ def test_a_first_call_is_captured(cuda: Backend, dtype: torch.dtype) -> None:
     command = [sys.executable, "-c", FIRST_CALL, str(dtype).removeprefix("torch."), str(cuda.repeatable)]
     result = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
-
-
-@each_kind
-def test_a_stream_is_kept(cuda: Backend, dtype: torch.dtype) -> None:
-    """Forward and backward run on the current stream: on a side stream they wait for inputs that come late."""
-    qkv, dout = inputs(dtype)
-    expected = run(attention, qkv, dout)
-    late = tuple(torch.zeros_like(x) for x in (*qkv, dout))
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(LONG_WAIT)
-        for x, y in zip(late, (*qkv, dout), strict=True):
-            x.copy_(y)
-        results = run(attention, late[:3], late[3])
-    side.synchronize()
-    cuda.assert_same(results, expected)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")

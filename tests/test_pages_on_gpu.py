@@ -1,15 +1,18 @@
 """Promise: on a GPU pages are used without a host read; what has no room or is not there is left out, or raises where
-PYATTN_CHECK asks for it.
+PYATTN_CHECK asks for it. With ``--backend cuda`` the operators take a GPU's tensors, else a CPU's or fake ones.
 """
 
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from caches import on_gpu
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pyattn import KVCache, attention_varlen, attention_with_cache
@@ -23,7 +26,7 @@ def append(cached: KVCache, count: int, lengths: list[int]) -> None:
     on_gpu(ops.cache_append_pages, *storage, *tokens, torch.tensor(lengths), cached.max_seqlen)
 
 
-def test_what_does_not_fit_is_left_out() -> None:
+def test_what_does_not_fit_is_left_out(device: str) -> None:
     cached = KVCache(3, 2, 20, 8, page_size=16)
     append(cached, 18, [18, 3, 0])
     append(cached, 18, [18, 18, -(2**40)])
@@ -35,7 +38,7 @@ def test_what_does_not_fit_is_left_out() -> None:
     assert torch.equal(cached.block_table, before[1])
 
 
-def test_tables_and_lengths_that_were_tampered_with() -> None:
+def test_tables_and_lengths_that_were_tampered_with(device: str) -> None:
     """Nothing outside the storage is read or written."""
     cached = KVCache(3, 2, 20, 8, page_size=16)
     assert cached.block_table is not None
@@ -49,7 +52,7 @@ def test_tables_and_lengths_that_were_tampered_with() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(0, 2, 20, 8), (2, 0, 20, 8), (2, 2, 0, 8), (2, 2, 20, 0)], ids=str)
-def test_sizes_of_zero(sizes: tuple[int, int, int, int]) -> None:
+def test_sizes_of_zero(sizes: tuple[int, int, int, int], device: str) -> None:
     batch, heads, most, head_dim = sizes
     cached = KVCache(*sizes, page_size=16)
     for new in (0, 3):
@@ -62,10 +65,16 @@ TABLE = torch.tensor([[3, 1, 7], [2, 9, 9], [0, 0, 0]], dtype=torch.int32)
 STARTS = torch.tensor([0, 40, 56, 56])
 
 
-def test_pages_in_use_as_on_the_cpu() -> None:
-    for used in (None, torch.tensor([33, 0, 0], dtype=torch.int32)):
+def pages_in_use(arguments: Sequence[Any], device: str) -> list[Tensor]:
+    """What the operator for a GPU does with these arguments on ``device``."""
+    there = [x.to(device) if isinstance(x, Tensor) else x for x in arguments]
+    return [t.cpu() for t in on_gpu(ops.pages_in_use, *there)]
+
+
+def test_pages_in_use_as_on_the_cpu(device: str) -> None:
+    for used in (None, torch.tensor([33, 0, 0], dtype=torch.int32, device="cpu")):
         arguments = TABLE, STARTS, 40, used, 8, 16
-        for ours, expected in zip(on_gpu(ops.pages_in_use, *arguments), ops.pages_in_use(*arguments), strict=True):
+        for ours, expected in zip(pages_in_use(arguments, device), ops.pages_in_use(*arguments), strict=True):
             assert torch.equal(ours, expected)
 
 
@@ -82,12 +91,12 @@ def test_pages_in_use_as_on_the_cpu() -> None:
         ({3: torch.tensor([-1, 16, 0])}, [-1, 16, 0]),
     ],
 )
-def test_invalid_sequences_are_told_apart(changes: dict[int, object], lengths: list[int]) -> None:
+def test_invalid_sequences_are_told_apart(changes: dict[int, object], lengths: list[int], device: str) -> None:
     """-1 keys make attention over the copied pages NaN; the pages themselves are some that are there."""
     arguments = [TABLE, STARTS, 40, None, 8, 16]
     for i, value in changes.items():
         arguments[i] = value
-    table, found = on_gpu(ops.pages_in_use, *arguments)
+    table, found = pages_in_use(arguments, device)
     assert found.tolist() == lengths
     assert ((table >= 0) & (table < 8)).all()
 
@@ -114,6 +123,7 @@ def test_nothing_is_read_on_the_host() -> None:
 CHECKED = """
 import torch
 from caches import on_gpu
+from torch import Tensor
 from pyattn import KVCache
 ops = torch.ops.pyattn
 plain, ring, paged = KVCache(2, 1, 20, 8), KVCache(2, 1, 20, 8, window=4), KVCache(2, 1, 20, 8, page_size=16)

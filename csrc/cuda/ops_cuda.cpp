@@ -45,15 +45,15 @@ void* current_stream(at::DeviceIndex device) {
 void check(const char* error) { TORCH_CHECK(!error, "pyattn: CUDA kernels can't be launched, got \"", error, "\""); }
 void check(cudaError_t error) { check(error == cudaSuccess ? nullptr : cudaGetErrorString(error)); }
 
-// A kernel built for 8.0 runs on 8.6 and 8.9 too, and so within every major version.
+// A kernel built for 8.0 runs on 8.6 and 8.9 too, and so within every major version; one for 90a on 9.0 alone.
 void check_architecture(at::DeviceIndex device) {
   int major = 0, minor = 0;
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
   check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
   static const std::vector<std::string> built = architectures();
   const auto runs = [&](const std::string& name) {
-    const int architecture = std::stoi(name);
-    return architecture / 10 == major && architecture % 10 <= minor;
+    const int architecture = std::stoi(name), least = architecture % 10;
+    return architecture / 10 == major && (name.back() == 'a' ? least == minor : least <= minor);
   };
   TORCH_CHECK_NOT_IMPLEMENTED(std::any_of(built.begin(), built.end(), runs),
                               "pyattn: the GPU must be one of the architectures of this build (sm_", PYATTN_CUDA_ARCHS,

@@ -1,17 +1,20 @@
 """Builds pyattn for this machine's GPU, or unpacks a wheel, and says what will be tested.
 
-CMake alone builds: it needs no network, and no version of pip or scikit-build-core can be the wrong one.
+CMake alone builds: it needs no network, and no version of pip or scikit-build-core can be the wrong one. The build
+folder is kept: where a build was stopped, the next one continues, and compiles again only what has changed.
 """
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+from collections import deque
 from functools import partial
 from pathlib import Path
 
-import torch
 from gpu_steps.child import Check
+from gpu_steps.device import Device
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,6 +25,12 @@ endfunction()
 """
 """CMakeLists.txt uses this much of pybind11's CMake package; torch's headers include pybind11's."""
 
+LAST_LINES = 25
+"""Lines of a failed command's output that its error has."""
+
+MADE = ("__pycache__", "_C*.so", "_build.py")
+"""Files among the package's sources that some build has made."""
+
 
 def output_of(command: list[str]) -> str:
     """The command's stdout; raises with the end of what it printed where it fails."""
@@ -31,18 +40,29 @@ def output_of(command: list[str]) -> str:
     return result.stdout
 
 
-def architecture() -> str:
-    major, minor = torch.cuda.get_device_capability()
-    return f"{major}{minor}"
+def run_aloud(command: list[str]) -> None:
+    """Runs the command, whose output goes to ours at once: a process that is stopped has said how far it was."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        last = deque[str](maxlen=LAST_LINES)
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            last.append(line)
+    if process.returncode:
+        raise RuntimeError(f"status {process.returncode}: {''.join(last)[-1500:]}")
 
 
-def configure(build: Path, target: Path) -> None:
-    """Runs CMake over the checkout, for this GPU's architecture; ``target`` is where its install goes."""
-    missing = [program for program in ("cmake", "c++", "nvcc") if shutil.which(program) is None]
+def processors() -> int:
+    """Those that this process may use, which a container may have fewer of than the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def configure(build: Path, target: Path, device: Device) -> None:
+    """Runs CMake over the checkout; ``target`` is where its install goes."""
+    missing = [program for program in ("cmake", *device.compilers) if shutil.which(program) is None]
     if missing:
         raise RuntimeError(f"a build needs {' and '.join(missing)}, not found here; --wheel takes one built elsewhere")
     package = build / "pybind11"
-    package.mkdir(parents=True)
+    package.mkdir(parents=True, exist_ok=True)
     (package / "pybind11Config.cmake").write_text(PYBIND11)
     (version,) = re.findall(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     defines = {
@@ -51,37 +71,36 @@ def configure(build: Path, target: Path) -> None:
         "CMAKE_INSTALL_PREFIX": str(target),
         "Python_EXECUTABLE": sys.executable,
         "pybind11_DIR": str(package),
-        "PYATTN_CUDA": "ON",
-        "PYATTN_CUDA_ARCHITECTURES": architecture(),
         "PYATTN_WERROR": "OFF",
-    }
+    } | device.build
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     options = [f"-D{name}={value}" for name, value in defines.items()]
-    output_of(["cmake", "-S", str(ROOT), "-B", str(build), *generator, *options])
+    run_aloud(["cmake", "-S", str(ROOT), "-B", str(build), *generator, *options])
 
 
-def install(target: Path, wheel: str) -> None:
+def install(device: Device, target: Path, wheel: str) -> None:
     """Puts the package into ``target``, from the wheel or else from the checkout."""
+    shutil.rmtree(target, ignore_errors=True)
     if wheel:
         output_of([sys.executable, "-m", "zipfile", "-e", wheel, str(target)])
     else:
-        build = target.with_name("build")
-        configure(build, target)
-        output_of(["cmake", "--build", str(build), "--parallel"])
-        shutil.copytree(ROOT / "pyattn", target / "pyattn", ignore=shutil.ignore_patterns("__pycache__"))
-        output_of(["cmake", "--install", str(build)])
+        build = target.with_name("cmake")
+        configure(build, target, device)
+        run_aloud(["cmake", "--build", str(build), "--parallel", str(processors())])
+        shutil.copytree(ROOT / "pyattn", target / "pyattn", ignore=shutil.ignore_patterns(*MADE))
+        run_aloud(["cmake", "--install", str(build)])
     file = Path(output_of([sys.executable, "-c", "from pyattn import _C; print(_C.__file__)"]).strip())
     if not file.is_relative_to(target):
         raise RuntimeError("another pyattn is found before the one built here: uninstall it, or take --installed")
 
 
-def facts() -> dict[str, str]:
+def facts(device: Device) -> dict[str, str]:
     """What ``pyattn info`` says, which fails where there is no GPU or no kernel."""
-    lines = output_of([sys.executable, "-m", "pyattn", "info", "--device", "cuda"]).splitlines()
+    lines = output_of([sys.executable, "-m", "pyattn", "info", "--device", device.name]).splitlines()
     return {name: value.strip() for name, gap, value in (line.partition("  ") for line in lines) if gap}
 
 
-def checks(target: str, wheel: str) -> dict[str, Check]:
+def checks(device: Device, target: str, wheel: str) -> dict[str, Check]:
     """``target`` "": the installed one is tested. ``wheel`` "": the checkout is built."""
-    installed: dict[str, Check] = {"install": partial(install, Path(target), wheel)} if target else {}
-    return installed | {"info": facts}
+    installed: dict[str, Check] = {"install": partial(install, device, Path(target), wheel)} if target else {}
+    return installed | {"info": partial(facts, device)}

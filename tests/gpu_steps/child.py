@@ -1,20 +1,25 @@
 """The process of a step: does the checks of one module, one after the other, and writes a line of JSON for each.
 
-``checks(*arguments)`` of the module gives them by name. A check returns figures to record, or None; it raises where it
-fails, and :class:`LeftOutError` where there is nothing to check. A module with a function ``run`` does all that itself.
+``checks(device, *arguments)`` of the module gives them by name. A check returns figures to record, or None; it raises
+where it fails, and :class:`LeftOutError` where there is nothing to check. A module without ``checks`` does all that
+itself, in ``run(results, share, *arguments)``.
 """
 
-import argparse
 import importlib
 import json
+import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
+
+from gpu_steps.device import DEVICES
 
 PASSED, FAILED, LEFT_OUT = "passed", "failed", "left out"
 
@@ -31,10 +36,27 @@ class LeftOutError(Exception):
     """Why a check can't be made here."""
 
 
+class Share(NamedTuple):
+    """Which checks are this process's: every ``of``-th from number ``first`` on, but for the ``skip`` done already."""
+
+    first: int
+    of: int
+    skip: int
+
+    def names(self, names: list[str]) -> list[str]:
+        """All of this share."""
+        return names[self.first :: self.of]
+
+
 def record(check: str, status: str, seconds: float = 0.0, message: str = "", figures: Any = None) -> Record:
     """What is written of a check."""
     known = {"check": check, "status": status, "seconds": round(seconds, 2)}
     return known | ({"message": message} if message else {}) | ({"figures": figures} if figures else {})
+
+
+def poisoned(failure: Record) -> Record:
+    """The record of a check after which the GPU failed every further call of its process."""
+    return failure | {"lost": True}
 
 
 def describe(error: Exception) -> str:
@@ -77,25 +99,32 @@ def write(result: Any, results: TextIO) -> None:
     print(json.dumps(result), file=results)
 
 
-def run_checks(module: ModuleType, results: TextIO, skip: int, *arguments: str) -> None:
-    """Writes the names of the checks, then the records of all but the first ``skip``."""
-    checks: dict[str, Check] = module.checks(*arguments)
-    write(list(checks), results)
-    for name in list(checks)[skip:]:
+def run_checks(module: ModuleType, results: TextIO, share: Share, device: str, *arguments: str) -> None:
+    """Writes the names of the share's checks, then the records of all that are not done yet."""
+    checks: dict[str, Check] = module.checks(DEVICES[device], *arguments)
+    names = share.names(list(checks))
+    write(names, results)
+    for name in names[share.skip :]:
         result = judge(name, checks[name])
-        write(result, results)
-        if result["status"] == FAILED and lost():
+        is_lost = result["status"] == FAILED and lost()
+        write(poisoned(result) if is_lost else result, results)
+        if is_lost:
             sys.exit(LOST)
 
 
+def follow(parent: int) -> None:
+    """Ends this process and all that it has started once ``parent`` has ended, by whatever signal."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("module")
-    parser.add_argument("results", type=Path, help="file to append to: the names of the checks, then their records")
-    parser.add_argument("skip", type=int, help="how many checks are done already")
-    parser.add_argument("arguments", nargs="*", help="of the module's function")
-    options = parser.parse_args()
-    module = importlib.import_module(options.module)
-    run = getattr(module, "run", None) or partial(run_checks, module)
-    with options.results.open("a", buffering=1) as results:
-        run(results, options.skip, *options.arguments)
+    """``python -m gpu_steps MODULE RESULTS FIRST OF SKIP ARGUMENT...``: whatever an argument looks like, it is one."""
+    os.setpgid(0, 0)  # what stop() of runner.py ends
+    threading.Thread(target=follow, args=(os.getppid(),), daemon=True).start()
+    name, path, first, of, skip, *arguments = sys.argv[1:]
+    module = importlib.import_module(name)
+    run = partial(run_checks, module) if hasattr(module, "checks") else module.run
+    with Path(path).open("a", buffering=1) as results:
+        run(results, Share(int(first), int(of), int(skip)), *arguments)

@@ -1,7 +1,8 @@
 """GB/s at which one query a sequence reads its keys and values, ours beside torch's attention and torch.sum, in turn.
 
 K and V are read once, whatever the number of query heads, so that the rate of ``torch.sum`` over as much memory is what
-attention can have.
+attention can have. Each side is a graph of several calls, over keys and values that no cache can hold together: the
+kernels alone are timed, and memory.
 """
 
 import dataclasses
@@ -11,46 +12,61 @@ from typing import Any
 
 import torch
 from gpu_steps.child import Check
+from gpu_steps.device import Call, Device
 from torch.nn import functional
 
 from pyattn import attention
-from pyattn.cli.timing import in_turn
+from pyattn.cli.rows import usable
+from pyattn.cli.timing import Time, in_turn
 
-SECONDS = 0.25
-"""Time for each side of a comparison."""
+CACHES = 4
+"""Keys and values of a graph's calls, in caches: what the last call left of them is gone when the first is repeated."""
 
 Shape = tuple[int, int, int, int, int]
 """B, Hq, Hkv, Sk, D."""
 
-SHAPES: tuple[Shape, ...] = (
-    (1, 8, 8, 16384, 128),
-    (1, 32, 8, 16384, 128),
-    (1, 32, 8, 131072, 128),
-    (1, 32, 1, 131072, 64),
-    (16, 32, 8, 4096, 128),
-)
+
+def in_graphs(device: Device, sides: dict[str, list[Call]]) -> tuple[dict[str, Call], dict[str, str]]:
+    """A call for each side that can be captured, and why others can't."""
+    graphs: dict[str, Call] = {}
+
+    def capture(name: str) -> None:
+        graphs[name] = device.together(sides[name])
+
+    _, reasons = usable({name: partial(capture, name) for name in sides})
+    return graphs, reasons
 
 
-def measure(shape: Shape, dtype: torch.dtype, device: str, seconds: float) -> dict[str, Any]:
+@torch.no_grad()
+def measure(device: Device, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
     """What each side took, and the bytes of K and V over it."""
     batch, heads, heads_kv, seqlen, head_dim = shape
-    q = torch.randn(batch, heads, 1, head_dim, dtype=dtype, device=device)
-    keys_and_values = torch.randn(2, batch, heads_kv, seqlen, head_dim, dtype=dtype, device=device)
-    k, v = keys_and_values
-    sides: dict[str, Callable[[], Any]] = {
-        "torch sum": keys_and_values.sum,
-        "pyattn": partial(attention, q, k, v),
-        "torch sdpa": partial(functional.scaled_dot_product_attention, q, k, v, enable_gqa=heads != heads_kv),
+    size = 2 * batch * heads_kv * seqlen * head_dim * dtype.itemsize
+    copies = 1 + CACHES * device.cache_bytes // size
+    q = torch.randn(batch, heads, 1, head_dim, dtype=dtype, device=device.name)
+    keys_and_values = torch.randn(copies, 2, batch, heads_kv, seqlen, head_dim, dtype=dtype, device=device.name)
+    sdpa: Callable[..., Any] = partial(functional.scaled_dot_product_attention, enable_gqa=heads != heads_kv)
+    sides: dict[str, list[Call]] = {
+        "torch sum": [kv.sum for kv in keys_and_values],
+        "pyattn": [partial(attention, q, *kv) for kv in keys_and_values],
+        "torch sdpa": [partial(sdpa, q, *kv) for kv in keys_and_values],
     }
-    times = in_turn(sides, "torch sum", seconds, device)
-    size = keys_and_values.numel() * dtype.itemsize
-    rates = {name: dataclasses.asdict(time) | {"gb_per_s": size / time.seconds / 1e9} for name, time in times.items()}
-    return {"shape": "x".join(map(str, shape)), "dtype": str(dtype).removeprefix("torch."), "sides": rates}
+    graphs, reasons = in_graphs(device, sides)
+    times = in_turn(graphs, "torch sum", device.seconds, device.name)
+    rates = {name: rated(time, copies, size) for name, time in times.items()}
+    named = {"shape": "x".join(map(str, shape)), "dtype": str(dtype).removeprefix("torch.")}
+    return named | {"calls": copies, "sides": rates, "left_out": reasons}
 
 
-def checks(device: str) -> dict[str, Check]:
+def rated(time: Time, calls: int, size: int) -> dict[str, float]:
+    """The time of one of a graph's calls, and the bytes that it reads over it."""
+    taken = {name: getattr(time, name) / calls for name in ("seconds", "low", "high")}
+    return dataclasses.asdict(time) | taken | {"gb_per_s": size / taken["seconds"] / 1e9}
+
+
+def checks(device: Device) -> dict[str, Check]:
     return {
-        f"{'x'.join(map(str, shape))} {dtype}": partial(measure, shape, dtype, device, SECONDS)
-        for shape in SHAPES
+        f"{'x'.join(map(str, shape))} {dtype}": partial(measure, device, shape, dtype)
+        for shape in device.decoding
         for dtype in (torch.bfloat16, torch.float32)
     }

@@ -29,7 +29,8 @@ def rates(rows: list[dict[str, Any]]) -> list[str]:
     sides = list(dict.fromkeys(side for row in rows for side in row["sides"]))
     lines = [f"{'GB/s, decoding':28}" + "".join(f"{side.removeprefix('torch '):>18}" for side in sides)]
     for row in rows:
-        numbers = "".join(f"{row['sides'][side]['gb_per_s']:>18.0f}" for side in sides)
+        found = (row["sides"].get(side, {}).get("gb_per_s") for side in sides)
+        numbers = "".join(f"{'-' if rate is None else f'{rate:.0f}':>18}" for rate in found)
         lines.append(f"{row['shape']} {row['dtype']}".ljust(28) + numbers)
     return lines
 
@@ -40,27 +41,49 @@ def reasons(checks: list[dict[str, Any]]) -> str:
     return ", ".join(f"{reason} ({count})" for reason, count in counts.items())
 
 
-TABLES = {"speed": speeds, "decoding": rates}
+COUNTED = ("Duration", "Compute (SM) Throughput", "Memory Throughput", "Registers Per Thread", "Achieved Occupancy")
+"""What is shown of ncu's counters."""
+
+
+def counted(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each kernel."""
+    lines = [f"{'ncu':20}" + "".join(f"{name:>26}" for name in COUNTED)]
+    for row in rows:
+        for kernel, known in row["kernels"].items():
+            lines.append(f"{kernel:20}" + "".join(f"{known.get(name, '-'):>26}" for name in COUNTED))
+    return lines
+
+
+TABLES = {"speed": speeds, "decoding": rates, "ncu": counted}
 """What is shown of a step's figures."""
 
 
+def line_of(step: dict[str, Any]) -> str:
+    counts = Counter(check["status"] for check in step["checks"])
+    numbers = "".join(f"{counts[status]:>10}" for status in (PASSED, FAILED, LEFT_OUT))
+    going = "" if step["ended"] else "stopped before its end "
+    return f"{step['step']:12}{step['seconds']:8.1f}{numbers}   {going}{reasons(step['checks'])}".rstrip()
+
+
+def failures(steps: list[dict[str, Any]]) -> list[str]:
+    """The failures, those after which the GPU refused all further work first."""
+    failed = [(step["step"], check) for step in steps for check in step["checks"] if check["status"] == FAILED]
+    lines = [
+        f"{step}: {check['check']}: {'the GPU was lost: ' * check.get('lost', False)}{check['message'][:300]}"
+        for step, check in sorted(failed, key=lambda pair: not pair[1].get("lost"))
+    ]
+    more = len(lines) - MOST_FAILURES
+    return [*lines[:MOST_FAILURES], *([f"... and {more} more failures"] if more > 0 else [])]
+
+
 def table(result: dict[str, Any]) -> str:
-    """Speeds, failures, then a line for each step."""
-    lines: list[str] = []
-    failures: list[str] = []
-    for step in result["steps"]:
-        counts = Counter(check["status"] for check in step["checks"])
-        numbers = "".join(f"{counts[status]:>10}" for status in (PASSED, FAILED, LEFT_OUT))
-        lines.append(f"{step['step']:12}{step['seconds']:8.1f}{numbers}   {reasons(step['checks'])}".rstrip())
-        failures += [
-            f"{step['step']}: {check['check']}: {check['message'][:300]}"
-            for check in step["checks"]
-            if check["status"] == FAILED
-        ]
+    """Failures, speeds, then a line for each step."""
+    steps = result["steps"]
+    title = f"{result['gpu']}, torch {result['torch']}, driver {result['driver']}, commit {result['commit']}"
+    head = f"{'step':12}{'seconds':>8}{PASSED:>10}{FAILED:>10}{LEFT_OUT:>10}"
+    lines = [*failures(steps), title]
+    for step in steps:
         rows = [check["figures"] for check in step["checks"] if "figures" in check]
         if rows and step["step"] in TABLES:
-            lines = [*TABLES[step["step"]](rows), "", *lines]
-    more = [f"... and {len(failures) - MOST_FAILURES} more failures"] if len(failures) > MOST_FAILURES else []
-    head = f"{'step':12}{'seconds':>8}{PASSED:>10}{FAILED:>10}{LEFT_OUT:>10}"
-    title = f"{result['gpu']}, torch {result['torch']}, driver {result['driver']}, {result['seconds']:.0f} s"
-    return "\n".join([*failures[:MOST_FAILURES], *more, title, head, *lines])
+            lines += ["", *TABLES[step["step"]](rows)]
+    return "\n".join([*lines, "", head, *map(line_of, steps)])

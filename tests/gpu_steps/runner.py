@@ -1,4 +1,4 @@
-"""Runs a step in a process of its own: watched, stopped when time is up, started again after a check that ended it."""
+"""Runs a step in processes of its own: watched, stopped when time is up, started again after a check that ended one."""
 
 import contextlib
 import json
@@ -7,16 +7,26 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpu_steps.child import FAILED, LEFT_OUT, LOST, Record, record
+from gpu_steps.log import Copy, Log
 
 OUT_OF_TIME = "out of time"
 
-INTERVAL = 0.05
+INTERVAL = 0.1
 """Seconds between two looks at a process."""
+
+PUBLISHED = 5.0
+"""Seconds between two writings of what is known of a step that runs."""
+
+RUNNING: set[subprocess.Popen[bytes]] = set()
+STOPPED = threading.Event()
 
 
 @dataclass(frozen=True)
@@ -24,40 +34,63 @@ class Step:
     """The checks of a module.
 
     Attributes:
+        name: what ``--steps`` calls it.
         module: its ``checks(*arguments)`` gives them.
         seconds: when they are over, no further check begins.
         longest: seconds after which a check is taken for one that hangs.
+        shares: processes that divide the checks among them.
     """
 
+    name: str
     module: str
     arguments: tuple[str, ...]
     seconds: float
     longest: float = 60.0
-
-    @property
-    def name(self) -> str:
-        return self.module.removeprefix("gpu_steps.")
+    shares: int = 1
 
 
-def last_line(log: Path) -> str:
-    return log.read_text(errors="replace").strip().rpartition("\n")[2]
+@dataclass
+class Share:
+    """What is known of the checks of one of a step's shares."""
+
+    first: int
+    names: list[str]
+    records: list[Record] = field(default_factory=list)
+
+    def read(self, results: Path, done: int) -> int:
+        """Takes in what a process has written that began with check number ``done``. Returns how much that is."""
+        lines = results.read_text().split("\n")[:-1]
+        if lines:
+            self.names = json.loads(lines[0])
+            self.records[done:] = map(json.loads, lines[1:])
+        return len(lines)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
     """Ends the process, and whatever it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=10)
 
 
-def watch(process: subprocess.Popen[bytes], results: Path, step: Step, step_end: float, end: float) -> str:
-    """Waits until the process has ended or is to be stopped. Returns what is wrong with the check that it is at."""
+def stop_all() -> None:
+    """Ends all processes of steps, and starts no others."""
+    STOPPED.set()
+    for process in list(RUNNING):
+        stop(process)
+
+
+def watch(process: subprocess.Popen[bytes], read: Callable[[], int], step: Step, step_end: float, end: float) -> str:
+    """Waits until the process has ended or is to be stopped; ``read`` says how many lines of results there are.
+
+    Returns what is wrong with the check that it is at.
+    """
     written, since = 0, time.monotonic()
     while process.poll() is None:
         time.sleep(INTERVAL)
-        now = time.monotonic()
-        lines = results.read_text().count("\n")
+        now, lines = time.monotonic(), read()
         if now >= end or (lines > written and now >= step_end):
             return ""
         if lines > written:
@@ -67,32 +100,56 @@ def watch(process: subprocess.Popen[bytes], results: Path, step: Step, step_end:
     return "" if process.returncode == LOST else f"the process ended with status {process.returncode}"
 
 
-def run_step(step: Step, environment: dict[str, str], log: Path, end: float) -> list[Record]:
-    """A record for each check; at ``end``, by the monotonic clock, the time of all steps is over."""
-    step_end = min(end, time.monotonic() + step.seconds)
-    names, records = [step.name], list[Record]()
-    while len(records) < len(names) and time.monotonic() < step_end:
-        with tempfile.TemporaryDirectory() as folder, log.open("ab") as output:
+def run_share(step: Step, share: Share, environment: dict[str, str], log: Log, step_end: float, end: float) -> None:
+    """One process after the other, until all of the share's checks are recorded or the time is over."""
+    while len(share.records) < len(share.names) and time.monotonic() < step_end and not STOPPED.is_set():
+        done = len(share.records)
+        with tempfile.TemporaryDirectory() as folder:
             results = Path(folder, "results")
             results.touch()
-            command = [sys.executable, "-X", "faulthandler", "-m", "gpu_steps", step.module]
-            command += [str(results), str(len(records)), *step.arguments]
+            places = map(str, (results, share.first, step.shares, done))
             process = subprocess.Popen(
-                command,
+                [sys.executable, "-X", "faulthandler", "-m", "gpu_steps", step.module, *places, *step.arguments],
                 env=environment,
                 cwd=folder,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
             )
+            RUNNING.add(process)
+            output = Copy(process, log)
             try:
-                wrong = watch(process, results, step, step_end, end)
+                wrong = watch(process, lambda: share.read(results, done), step, step_end, end)  # noqa: B023
             finally:
                 stop(process)
-            lines = results.read_text().splitlines()
-        if lines:
-            names, *new = map(json.loads, lines)
-            records += new
-        if wrong and len(records) < len(names):
-            records.append(record(names[len(records)], FAILED, message=f"{wrong}: {last_line(log)}"))
-    return records + [record(name, LEFT_OUT, message=OUT_OF_TIME) for name in names[len(records) :]]
+                RUNNING.discard(process)
+            share.read(results, done)
+        if wrong and len(share.records) < len(share.names):
+            message = f"{wrong}: {output.last_line()}"
+            share.records.append(record(share.names[len(share.records)], FAILED, message=message))
+
+
+def run_step(
+    step: Step,
+    environment: dict[str, str],
+    log: Log,
+    end: float,
+    publish: Callable[[list[Record]], None] = lambda records: None,
+) -> list[Record]:
+    """A record for each check; at ``end``, by the monotonic clock, the time of all steps is over.
+
+    ``publish`` gets the records that there are, every few seconds.
+    """
+    step_end = min(end, time.monotonic() + step.seconds)
+    shares = [Share(first, [step.name]) for first in range(step.shares)]
+    with ThreadPoolExecutor(step.shares) as pool:
+        running = {pool.submit(run_share, step, share, environment, log, step_end, end) for share in shares}
+        while running:
+            ended, running = wait(running, timeout=PUBLISHED, return_when=FIRST_COMPLETED)
+            for future in ended:
+                future.result()
+            publish([known for share in shares for known in list(share.records)])
+    left = [name for share in shares for name in share.names[len(share.records) :]]
+    return [known for share in shares for known in share.records] + [
+        record(name, LEFT_OUT, message=OUT_OF_TIME) for name in left
+    ]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from gpu_steps.child import Check
+from gpu_steps.device import Device
 from torch import Tensor
 
 import pyattn
@@ -19,21 +20,11 @@ from pyattn.cli import contenders
 from pyattn.cli.rows import usable
 from pyattn.cli.timing import Time, in_turn
 
-TOKENS, WIDTH = 2**14, 2048
-"""Batch times seqlen, and heads times head_dim."""
-
-SECONDS = 0.25
-"""Time for each side of a comparison."""
-
 BACKWARD = 2.5
 """Backward has five products where forward has two."""
 
 Shape = tuple[int, int, int, int]
-
-
-def shape_of(seqlen: int, head_dim: int) -> Shape:
-    """B, H, T, D."""
-    return TOKENS // seqlen, WIDTH // head_dim, seqlen, head_dim
+"""B, H, T, D."""
 
 
 def forward_flops(shape: Shape) -> int:
@@ -52,11 +43,11 @@ def backward_of(name: str, attend: contenders.Attention, qkv: tuple[Tensor, ...]
     return call
 
 
-def measure(shape: Shape, dtype: torch.dtype, device: str, seconds: float) -> dict[str, Any]:
+def measure(device: Device, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
     """What each side took, and why others were left out."""
-    *qkv, dout = (torch.randn(shape, dtype=dtype, device=device) for _ in range(4))
+    *qkv, dout = (torch.randn(shape, dtype=dtype, device=device.name) for _ in range(4))
     leaves = tuple(x.requires_grad_() for x in qkv)
-    functions = contenders.functions(device, flex=False)
+    functions = contenders.functions(device.name, flex=False)
     del functions["plain torch"]
     passes: dict[str, tuple[int, dict[str, Callable[[], Any]]]] = {
         "forward": (
@@ -73,7 +64,7 @@ def measure(shape: Shape, dtype: torch.dtype, device: str, seconds: float) -> di
         with warnings.catch_warnings(), contenders.settings_kept():
             warnings.simplefilter("ignore")  # kernels that torch does not have for this dtype warn
             good, row[f"{which}_left_out"] = usable(calls)
-            times = in_turn(good, "torch sdpa", seconds, device)
+            times = in_turn(good, "torch sdpa", device.seconds, device.name)
         row[which] = {name: rated(time, flops) for name, time in times.items()}
     return row
 
@@ -83,10 +74,7 @@ def rated(time: Time, flops: int) -> dict[str, float]:
     return dataclasses.asdict(time) | {"tflops": flops / time.seconds / 1e12}
 
 
-def checks(device: str) -> dict[str, Check]:
-    compared = [(n, d, torch.bfloat16) for d in (64, 128) for n in (2048, 4096, 8192, 16384)]
-    compared += [(n, d, torch.float32) for d in (64, 128) for n in (2048, 4096)]
+def checks(device: Device) -> dict[str, Check]:
     return {
-        f"{'x'.join(map(str, shape_of(n, d)))} {dtype}": partial(measure, shape_of(n, d), dtype, device, SECONDS)
-        for n, d, dtype in compared
+        f"{'x'.join(map(str, shape))} {dtype}": partial(measure, device, shape, dtype) for shape, dtype in device.speed
     }

@@ -7,9 +7,23 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
-from gpu_steps.child import FAILED, LEFT_OUT, LONGEST_MESSAGE, LOST, PASSED, finish, lost, record, write
+from gpu_steps.child import (
+    FAILED,
+    LEFT_OUT,
+    LONGEST_MESSAGE,
+    LOST,
+    PASSED,
+    Share,
+    finish,
+    lost,
+    poisoned,
+    record,
+    write,
+)
+from gpu_steps.device import DEVICES
 
-ROOT = Path(__file__).resolve().parents[2]
+TESTS = Path(__file__).resolve().parents[1]
+ON_GPU = ("test_on_gpu.py", "test_graphs_on_gpu.py", "test_cache_on_gpu.py", "test_pages_on_gpu.py")
 STATUS = {"passed": PASSED, "failed": FAILED, "skipped": LEFT_OUT}
 
 
@@ -28,13 +42,13 @@ def message_of(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 
 class Recorder:
-    """Writes the names of the tests, leaves the first ``skip`` out, and writes a record of each that has ended.
+    """Writes the names of the share's tests, then a record of each that has ended; leaves out those that are done.
 
     A file that can't be imported counts as a test that failed.
     """
 
-    def __init__(self, results: TextIO, skip: int) -> None:
-        self.results, self.skip = results, skip
+    def __init__(self, results: TextIO, share: Share) -> None:
+        self.results, self.share = results, share
         self.reports: list[pytest.TestReport] = []
         self.broken: list[pytest.CollectReport] = []
 
@@ -44,10 +58,12 @@ class Recorder:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        write([name_of(x.nodeid) for x in (*self.broken, *items)], self.results)
-        for report in self.broken[self.skip :]:
+        broken = self.share.names(self.broken)
+        items[:] = self.share.names(items)
+        write([name_of(x.nodeid) for x in (*broken, *items)], self.results)
+        for report in broken[self.share.skip :]:
             write(record(name_of(report.nodeid), FAILED, 0, message_of(report)), self.results)
-        del items[: max(0, self.skip - len(self.broken))]
+        del items[: max(0, self.share.skip - len(broken))]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self) -> Iterator[None]:
@@ -62,16 +78,27 @@ class Recorder:
         reports, self.reports = self.reports, []
         worst = next((report for report in reports if not report.passed), reports[-1])
         seconds = sum(report.duration for report in reports)
-        write(record(name_of(nodeid), STATUS[worst.outcome], seconds, message_of(worst)), self.results)
-        if worst.failed and lost():
+        result = record(name_of(nodeid), STATUS[worst.outcome], seconds, message_of(worst))
+        is_lost = worst.failed and lost()
+        write(poisoned(result) if is_lost else result, self.results)
+        if is_lost:
             pytest.exit("the GPU is lost", LOST)
 
 
-def run(results: TextIO, skip: int, *arguments: str) -> None:
+def run_tests(results: TextIO, share: Share, *arguments: str) -> None:
     """Runs pytest with these arguments, without other packages' plugins; another torch's warnings are no errors."""
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    options: list[Any] = ["-q", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT]
-    options += ["-W", "default", "--continue-on-collection-errors"]
-    status = pytest.main([*map(str, options), *arguments], plugins=[Recorder(results, skip)])
-    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+    options: list[Any] = ["-q", "-p", "no:cacheprovider", "-c", TESTS.parent / "pyproject.toml"]
+    options += ["--rootdir", TESTS.parent, "-W", "default", "--continue-on-collection-errors"]
+    status = pytest.main([*map(str, options), *arguments], plugins=[Recorder(results, share)])
+    fine = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
+    if status not in fine:
         sys.exit(status)
+
+
+def run(results: TextIO, share: Share, name: str, group: str) -> None:
+    """Runs "on_gpu", tests of what a GPU alone has or does otherwise, or "laws", those that every backend passes."""
+    device, alone = DEVICES[name], group == "on_gpu"
+    files = [str(TESTS / file) for file in (ON_GPU if alone else device.laws)]
+    others = [] if alone else [f"--ignore={TESTS / file}" for file in ON_GPU]
+    run_tests(results, share, "--backend", device.backend, "-k", device.only, *others, *files)

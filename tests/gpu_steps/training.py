@@ -9,11 +9,9 @@ from typing import Any
 
 from gpu_steps.build import output_of
 from gpu_steps.child import Check
+from gpu_steps.device import Device
 
 ATTENTIONS = ("pyattn", "sdpa")
-DTYPES = ("bfloat16", "float32")
-RECIPE = ("--steps", "1200", "--heads", "2", "--eval-every", "100", "--sample", "0", "--seed", "0")
-
 BOUND = 0.15
 """Nats a byte by which two losses may differ: over twice what was seen, half of what attention is worth. With this
 recipe, in float32 on a CPU, rounding grew until these two attentions were 0.06 apart, as two seeds of one were by 0.05.
@@ -23,13 +21,13 @@ Curve = dict[int, float]
 """Validation loss by the steps taken."""
 
 
-def curve_of(attention: str, dtype: str, device: str, recipe: tuple[str, ...]) -> Curve:
-    command = [sys.executable, "-m", "pyattn", "train", "--device", device, "--dtype", dtype, "--attention", attention]
+def curve_of(attention: str, dtype: str, device: Device) -> Curve:
+    command = [sys.executable, "-m", "pyattn", "train", "--device", device.name, "--dtype", dtype]
     with tempfile.TemporaryDirectory() as folder:
-        shown = output_of([*command, *recipe, "--out", folder])
+        shown = output_of([*command, "--attention", attention, *device.recipe, "--out", folder])
     curve = {int(step): float(loss) for step, loss in re.findall(r"step +(\d+)  validation loss (\S+)", shown)}
     (last,) = re.findall(r"^validation loss (\S+) nats", shown, re.MULTILINE)
-    return curve | {int(recipe[recipe.index("--steps") + 1]): float(last)}
+    return curve | {int(device.recipe[device.recipe.index("--steps") + 1]): float(last)}
 
 
 def largest_difference(curves: dict[str, Curve]) -> float:
@@ -38,15 +36,15 @@ def largest_difference(curves: dict[str, Curve]) -> float:
     return max(abs(ours[step] - theirs[step]) for step in ours)
 
 
-def train(dtype: str, device: str, recipe: tuple[str, ...] = RECIPE) -> dict[str, Any]:
+def train(dtype: str, device: Device) -> dict[str, Any]:
     """Trains with both attentions at once, because neither fills a GPU."""
     with ThreadPoolExecutor() as pool:
-        running = {name: pool.submit(curve_of, name, dtype, device, recipe) for name in ATTENTIONS}
+        running = {name: pool.submit(curve_of, name, dtype, device) for name in ATTENTIONS}
     curves = {name: curve.result() for name, curve in running.items()}
     difference = largest_difference(curves)
     assert difference <= BOUND, f"losses {difference:.3f} apart: {curves}"
     return {"validation_loss": curves, "largest_difference": round(difference, 4)}
 
 
-def checks(device: str) -> dict[str, Check]:
-    return {dtype: partial(train, dtype, device) for dtype in DTYPES}
+def checks(device: Device) -> dict[str, Check]:
+    return {dtype: partial(train, dtype, device) for dtype in device.dtypes[:2]}

@@ -47,9 +47,14 @@ def entries_of(log: str) -> Iterator[dict[str, str]]:
             yield entry.groupdict() | {"name": packed + readable(entry["name"])}
 
 
+def by_number(arch: str) -> tuple[int, str]:
+    """The order of architectures: 90, 90a, 120."""
+    return int(arch.rstrip("af")), arch
+
+
 def main() -> int:
     entries = list(entries_of(Path(sys.argv[1]).read_text()))
-    archs = sorted({entry["arch"] for entry in entries}, key=int)
+    archs = sorted({entry["arch"] for entry in entries}, key=by_number)
     table: dict[str, dict[str, str]] = {}
     for entry in entries:
         spilled = f"+{entry['stores']}" if entry["stores"] != "0" else ""

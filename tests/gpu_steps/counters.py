@@ -1,0 +1,88 @@
+"""What ncu counts in three kernels: forward, and backward's passes over keys and over queries.
+
+``python -m gpu_steps.counters DEVICE`` is the program that it watches.
+"""
+
+import csv
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from gpu_steps.child import Check, LeftOutError
+from gpu_steps.device import DEVICES, Device
+from helpers import Case, run
+
+from pyattn import attention
+
+KERNELS = ("forward", "backward_keys", "backward_queries")
+
+LONGEST = 100
+"""Seconds; each kernel is run some forty times, once for every few counters."""
+
+NAME = re.compile(r"(\w+)(?=[<(]|$)")
+"""A kernel's own, out of its full name with namespaces, template arguments and parameters."""
+
+NOT_HERE = re.compile(r"^==ERROR== (?!The application)(.*)", re.MULTILINE)
+"""What ncu says where it can't count; what it says of a program that failed begins otherwise."""
+
+Counters = dict[str, dict[str, str]]
+"""Values with their units, by kernel and counter."""
+
+
+def command(device: Device) -> list[str]:
+    """Clocks stay as they are: the machine may be shared, and timings of other steps were made with them."""
+    names = f"regex:^({'|'.join(KERNELS)})$"
+    options = ["--csv", "--print-units", "base", "--set", "detailed", "--clock-control", "none"]
+    options += ["--kernel-name", names, "--launch-count", str(len(KERNELS))]
+    return ["ncu", *options, sys.executable, "-m", "gpu_steps.counters", device.name]
+
+
+def rows(shown: str) -> Iterator[dict[str, str]]:
+    """The table in what ncu prints, which its own notes and the program's output come before."""
+    lines = shown.splitlines()
+    begin = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
+    yield from csv.DictReader(line for line in lines[begin:] if line.startswith('"'))
+
+
+def counters(shown: str) -> Counters:
+    """What was counted in each kernel, by ncu's names."""
+    found: Counters = {}
+    for row in rows(shown):
+        if row.get("Metric Name"):
+            (name,) = NAME.search(row["Kernel Name"]).groups()
+            found.setdefault(name, {})[row["Metric Name"]] = f"{row['Metric Value']} {row['Metric Unit']}".strip()
+    return found
+
+
+def count(device: Device) -> dict[str, Any]:
+    if shutil.which("ncu") is None:
+        raise LeftOutError("ncu not found")
+    result = subprocess.run(command(device), capture_output=True, text=True, check=False, timeout=LONGEST)
+    found = counters(result.stdout)
+    shown = result.stdout + result.stderr
+    if not found and (reason := NOT_HERE.search(shown)):
+        raise LeftOutError(f"ncu says: {reason[1]}")
+    missing = [name for name in KERNELS if name not in found]
+    assert not missing, f"nothing counted of {missing}, status {result.returncode}: {shown[-1500:]}"
+    return {"kernels": found}
+
+
+def checks(device: Device) -> dict[str, Check]:
+    return {"x".join(map(str, device.counted)): partial(count, device)}
+
+
+def main(name: str) -> None:
+    device = DEVICES[name]
+    batch, heads, seqlen, head_dim = device.counted
+    case = Case(batch, heads, heads, seqlen, seqlen, head_dim, head_dim)
+    with torch.device(name):
+        run(attention, case.inputs(torch.bfloat16), case.gradients(torch.bfloat16)[0])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

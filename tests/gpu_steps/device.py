@@ -1,0 +1,158 @@
+"""What the steps run on: a GPU, or in a rehearsal this machine's processor, with small sizes and few tests.
+
+Nothing else in tests/gpu.py and its steps knows one from the other.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device, and the sizes that suit it.
+
+    Attributes:
+        name: torch's.
+        backend: whose tests the suite runs.
+        compilers: programs that a build needs beside CMake.
+        laws: folders and files under tests/ with what every backend passes.
+        only: which tests of any file, as pytest's -k takes it.
+        shares: processes of the suite at once; a test keeps a processor busy, and hardly a GPU.
+        dims: head dimensions that kernels are made for, the three of general scores and packed sequences last.
+        watched: head dimensions under compute-sanitizer.
+        dtypes: what is tried and sanitized; the first two are trained in.
+        speed: shape (B, H, T, D) and dtype of each comparison.
+        decoding: shape (B, Hq, Hkv, Sk, D) of each comparison.
+        counted: shape of the call whose kernels ncu counts.
+        recipe: arguments of ``pyattn train``.
+        seconds: time for each side of a comparison.
+    """
+
+    name: str
+    backend: str
+    compilers: tuple[str, ...]
+    laws: tuple[str, ...]
+    only: str
+    shares: int
+    dims: tuple[int, ...]
+    watched: tuple[tuple[int, int], ...]
+    dtypes: tuple[str, ...]
+    speed: tuple[tuple[tuple[int, int, int, int], torch.dtype], ...]
+    decoding: tuple[tuple[int, int, int, int, int], ...]
+    counted: tuple[int, int, int, int]
+    recipe: tuple[str, ...]
+    seconds: float
+
+    @property
+    def is_here(self) -> bool:
+        return self.name == "cpu" or torch.cuda.is_available()
+
+    @property
+    def build(self) -> dict[str, str]:
+        """CMake's settings: for this very GPU. The CPU's own kernels, vectors apart, take long to compile."""
+        if self.name == "cpu":
+            return {"PYATTN_ISAS": "", "PYATTN_CUDA": "OFF"}
+        major, minor = torch.cuda.get_device_capability()
+        return {"PYATTN_ISAS": "", "PYATTN_CUDA": "ON", "PYATTN_CUDA_ARCHITECTURES": f"{major}{minor}"}
+
+    def facts(self) -> dict[str, Any]:
+        """What it is called, and what runs on it."""
+        if self.name == "cpu":
+            return {"gpu": "none: a rehearsal", "torch": torch.__version__}
+        return {
+            "gpu": torch.cuda.get_device_name(),
+            "compute_capability": ".".join(map(str, torch.cuda.get_device_capability())),
+            "gpus": torch.cuda.device_count(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of its largest cache, whose lines are not to be timed in place of its memory."""
+        return 0 if self.name == "cpu" else torch.cuda.get_device_properties(0).L2_cache_size
+
+    def together(self, calls: Sequence[Call]) -> Call:
+        """All of them in one call: on a GPU a captured graph's replay, without Python and the dispatcher between."""
+        if self.name == "cpu":
+            return lambda: [call() for call in calls]
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for call in calls:
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = [call() for call in calls]
+        return functools.partial(_replay, graph, results)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, results: list[Any]) -> list[Any]:
+    graph.replay()
+    return results
+
+
+TOKENS, WIDTH = 2**14, 2048
+"""Batch times seqlen, and heads times head_dim, of the shapes that are timed."""
+
+
+def shape_of(seqlen: int, head_dim: int) -> tuple[int, int, int, int]:
+    """B, H, T, D."""
+    return TOKENS // seqlen, WIDTH // head_dim, seqlen, head_dim
+
+
+CUDA = Device(
+    name="cuda",
+    backend="cuda",
+    compilers=("c++", "nvcc"),
+    laws=("",),
+    only="",
+    shares=4,
+    dims=(32, 96, 192, 64, 128, 256),
+    watched=((64, 64), (128, 128), (256, 256), (20, 33)),
+    dtypes=("bfloat16", "float32", "float16", "float64"),
+    speed=(
+        *((shape_of(n, d), torch.bfloat16) for d in (64, 128) for n in (2048, 4096, 8192, 16384)),
+        *((shape_of(n, d), torch.float32) for d in (64, 128) for n in (2048, 4096)),
+    ),
+    decoding=(
+        (1, 8, 8, 16384, 128),
+        (1, 32, 8, 16384, 128),
+        (1, 32, 8, 131072, 128),
+        (1, 32, 1, 131072, 64),
+        (16, 32, 8, 4096, 128),
+    ),
+    counted=shape_of(4096, 128),
+    recipe=("--steps", "1200", "--heads", "2", "--eval-every", "100", "--sample", "0", "--seed", "0"),
+    seconds=0.25,
+)
+
+CPU = Device(
+    name="cpu",
+    backend="scalar",
+    compilers=("c++",),
+    laws=("test_merge.py",),
+    shares=2,
+    only="float32 and (1x2x1x30x90 or on_the_cpu) or on_the_cpu and not float",
+    dims=(64,),
+    watched=((20, 33),),
+    dtypes=("float32",),
+    speed=(((1, 2, 128, 16), torch.float32),),
+    decoding=((2, 4, 2, 128, 16),),
+    counted=(1, 1, 32, 16),
+    recipe=(
+        *("--steps", "4", "--layers", "1", "--heads", "1", "--width", "8", "--context", "16", "--batch", "2"),
+        *("--eval-every", "2", "--sample", "0", "--seed", "0"),
+    ),
+    seconds=0.01,
+)
+
+DEVICES = {device.name: device for device in (CUDA, CPU)}

@@ -1,0 +1,74 @@
+"""A rehearsal of tests/gpu.py: every step by its own command line, on this machine's processor.
+
+What a GPU's machine has and this one lacks is planted on the PATH: tools that run the program they are to watch, and
+compilers that hand out the module that is here.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import gpu
+
+from pyattn import _C
+
+TESTS = Path(__file__).parent
+
+RUN_IT = 'while [ ! -x "$1" ]; do shift; done\n'
+"""Leaves a tool's options out: what follows is the program that it runs."""
+
+COUNTED = """"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"
+"""
+for number, kernel in enumerate(("forward", "backward_keys", "backward_queries")):
+    COUNTED += (
+        f'"{number}","7","void pyattn::cuda::<unnamed>::{kernel}<pyattn::bf16, 128>(P)","S","Duration","ns","1,0"\n'
+    )
+
+PLANTED = {
+    "compute-sanitizer": f'{RUN_IT}[ "$PYTORCH_NO_CUDA_MEMORY_CACHING" ] && exec "$@"',
+    "ncu": f"{RUN_IT}\"$@\" || exit\necho '==PROF== Disconnected'\ncat << END\n{COUNTED}END",
+    "nvidia-smi": "echo 580.65.06",
+    "compile": 'case "$*" in */csrc/*) ;; *) exec "$@" ;; esac\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"',
+    "link": f'case "$*" in *_C.*) ;; *) exec "$@" ;; esac\nwhile [ "$1" != -o ]; do shift; done\ncp {_C.__file__} "$2"',
+}
+
+
+def planted(folder: Path) -> dict[str, str]:
+    """The environment in which these programs are found; one thread, because many steps follow one another."""
+    folder.mkdir()
+    for name, script in PLANTED.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    return os.environ | {
+        "PATH": os.pathsep.join((str(folder), os.environ["PATH"])),
+        "CMAKE_CXX_COMPILER_LAUNCHER": str(folder / "compile"),
+        "CMAKE_CXX_LINKER_LAUNCHER": str(folder / "link"),
+        "OMP_NUM_THREADS": "1",
+        "PYATTN_COMMIT": "0123abc",
+    }
+
+
+def test_all_steps(tmp_path: Path) -> None:
+    """Where there is no compiler, as wheels are tested, the package that is here is not built again."""
+    path = gpu.environment("")["PATH"]
+    compiles = all(shutil.which(program, path=path) for program in ("cmake", "ninja", "c++"))
+    build = ["--build", str(tmp_path / "build")] if compiles else ["--installed"]
+    out = tmp_path / "out"
+    command = [sys.executable, str(TESTS / "gpu.py"), "--device", "cpu", "--seconds", "3000", "--out", str(out), *build]
+    result = subprocess.run(command, env=planted(tmp_path / "bin"), capture_output=True, text=True, check=False)
+    shown = result.stdout + result.stderr + (out / "gpu.log").read_text()[-3000:]
+    assert result.returncode == 0, shown
+    record = json.loads((out / "gpu.json").read_text())
+    assert (record["commit"], record["driver"]) == ("0123abc", "580.65.06")
+    counts = {step["step"]: len(step["checks"]) for step in record["steps"]}
+    assert list(counts) == list(gpu.steps_of(gpu.DEVICES["cpu"], "", ""))
+    assert all(step["ended"] for step in record["steps"])
+    assert {check["status"] for step in record["steps"] for check in step["checks"]} == {"passed"}, shown
+    assert min(counts[name] for name in ("smoke", "on_gpu", "laws")) >= 3, counts
+    report = (out / "report.txt").read_text()
+    assert result.stdout.endswith(report)
+    assert "backward_queries" in report
+    assert sorted(file.name for file in out.iterdir()) == ["gpu.json", "gpu.log", "report.txt"]
