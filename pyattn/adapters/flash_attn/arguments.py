@@ -1,13 +1,12 @@
 """flash-attn's arguments: what is checked, and how they are called here."""
 
-import math
 import operator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyattn.arguments import check_size, check_tensor, check_type, shown
+from pyattn.arguments import check_tensor, check_type, shown
 from pyattn.options import UNBOUNDED
 
 Window = tuple[int, int] | list[int] | Tensor
@@ -50,15 +49,6 @@ def window_of(window_size: Window) -> tuple[int, int]:
     except (TypeError, ValueError):
         raise TypeError(f"pyattn: window_size must be a pair of ints (left, right), got {shown(window_size)}") from None
     return UNBOUNDED if left < 0 and right < 0 else (left, right)
-
-
-def check_room(**sizes: int) -> None:
-    """TypeError for what is no int, ValueError for one below 0, or for more numbers than fit in any memory."""
-    for name, size in sizes.items():
-        check_size(name, size)
-    values = sizes.values()
-    if all(isinstance(size, int) for size in values) and math.prod(max(1, size) for size in values) >= 2**58:
-        raise WrongValueError(f"pyattn: {' * '.join(sizes)} must be below 2^58, got {' * '.join(map(str, values))}")
 
 
 def check_int32(name: str, tensor: object, shape: tuple[int, ...] | None = None) -> None:

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pyattn.adapters.flash_attn.arguments import check_room
-from pyattn.arguments import check_tensor
+from pyattn.arguments import check_sizes, check_tensor
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:  # noqa: A002
@@ -16,7 +15,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:  # noqa: A002
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """(first_axis_dim, ...) with ``values`` at ``indices`` and 0 elsewhere."""
     check_tensor("values", values)
-    check_room(first_axis_dim=first_axis_dim, columns=values[:1].numel())
+    check_sizes(first_axis_dim=first_axis_dim, columns=values[:1].numel())
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_put((indices,), values)
 
 
@@ -69,7 +68,7 @@ def unpad_input_for_concatenated_sequences(
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """(batch, seqlen, ...) with the tokens ``hidden_states`` (total, ...) at ``indices`` and 0 elsewhere."""
-    check_room(batch=batch, seqlen=seqlen)
+    check_sizes(batch=batch, seqlen=seqlen)
     padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return padded.reshape(batch, seqlen, *padded.shape[1:])
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pyattn.adapters.flash_attn.arguments import check_room
+from pyattn.arguments import check_sizes
 from pyattn.dropout import draw_seed, kept_weights
 from pyattn.weights import attention_weights
 
@@ -60,7 +60,7 @@ def signed_packed(
         return q.new_empty(0)
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     batch, slopes = len(starts_q) - 1, options["alibi_slopes"]
-    check_room(batch=batch, num_heads=q.shape[1], max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    check_sizes(batch=batch, num_heads=q.shape[1], max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     rows, columns = (-(-seqlen // MULTIPLE) * MULTIPLE for seqlen in (max_seqlen_q, max_seqlen_k))
     result = q.new_zeros(batch, q.shape[1], rows, columns)
     for b in range(batch):

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from pyattn.adapters.flash_attn.arguments import WrongValueError, check_room
+from pyattn.adapters.flash_attn.arguments import WrongValueError
 from pyattn.adapters.flash_attn.rotary import apply_rotary_emb, apply_rotary_emb_kv_, apply_rotary_emb_qkv_
-from pyattn.arguments import check_size
+from pyattn.arguments import check_size, check_sizes
 
 
 class RotaryEmbedding(nn.Module):
@@ -45,7 +45,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         if not pos_idx_in_fp32:
             raise NotImplementedError(f"pyattn: pos_idx_in_fp32 must be True, got {pos_idx_in_fp32}")
-        check_room(dim=dim)
+        check_sizes(dim=dim)
         if dim % 2:
             raise WrongValueError(f"pyattn: dim must be even, got {dim}")
         self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
@@ -116,7 +116,7 @@ class RotaryEmbedding(nn.Module):
         if max_seqlen is None and isinstance(seqlen_offset, int):
             max_seqlen = qkv.shape[1] + seqlen_offset
         if max_seqlen is not None:
-            check_room(max_seqlen=max_seqlen, rotary_dim=self.dim)
+            check_sizes(max_seqlen=max_seqlen, rotary_dim=self.dim)
             self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
         cos, sin = self._cos_cached, self._sin_cached
         if cos is None or sin is None:
