@@ -40,6 +40,7 @@ def gpu(monkeypatch) -> dict[str, list]:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     there = {"is_available": True, "get_device_name": "Small GPU"}
     memory = {"reset_peak_memory_stats": None, "memory_allocated": 2, "max_memory_allocated": 9}
+    memory["mem_get_info"] = (2**30, 2**30)
     for name, answer in (there | memory).items():
         monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
     return done

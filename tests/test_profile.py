@@ -148,6 +148,7 @@ def gpu(monkeypatch) -> None:
     monkeypatch.setattr(torch.profiler, "profile", Watched)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Small GPU")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**30))
     monkeypatch.setattr(_C, "cuda_archs", ["90"])
 
 

@@ -40,7 +40,7 @@ def draw(losses: "Losses", unigram_loss: float, title: str, path: Path) -> None:
     axes.set(title=title, xlabel="step", ylabel="cross entropy (nats per byte)")
     axes.set_ylim(bottom=0)
     _plain(axes)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper right")  # losses fall; matplotlib's search for the best place takes seconds
     _save(figure, path)
 
 

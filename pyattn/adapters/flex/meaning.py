@@ -164,7 +164,8 @@ def ranges_of_band(window: tuple[int, int], offset: int | Tensor) -> Ranges:
         else:
             options = options._replace(q_offset=offset)
         begin, end = keys_of(options, torch.arange(seqlen_q, device=device), seqlen_q, seqlen_k)
-        return torch.stack([begin, torch.maximum(begin, end)], -1)
+        end = torch.maximum(begin, end)
+        return torch.stack([begin.expand_as(end), end], -1)
 
     return ranges
 
