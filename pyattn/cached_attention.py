@@ -101,23 +101,23 @@ def attention_with_cache(
         bias: as for :func:`pyattn.attention`, with max_seqlen keys.
         causal, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, return_lse: as there.
 
+    Without a ring, the result has the same bits as :func:`pyattn.attention` over the keys so far; where queries lie
+    before the first key, the window has a left bound, and causal=False or a q_offset is given, up to rounding.
+
     Returns:
         As :func:`pyattn.attention`, differentiable in q, bias, alibi_slopes and sinks. An append or reorder between
         forward and backward makes backward raise, unless the cache has pages, of which backward has a copy.
 
     Raises:
         ValueError, TypeError: as :func:`pyattn.attention`; more than max_seqlen - W + 1 queries over a ring; on the
-            CPU, a q_offset where query 0 sees keys that the ring may have dropped.
+            CPU, lengths that were set past the cache, and queries that see keys which a ring has dropped.
         NotImplementedError: as there; key_ranges or bias over a ring, whose slots are not positions.
     """
     if positional or named:
         refuse(attention_with_cache, positional, named)
     check_tensor("q", q)
     check_type("cache", cache, KVCache)
-    seqlen_q = 0
-    if q.dim() == 4:  # attention refuses q of other dimensions
-        seqlen_q = q.shape[2]
-        _check_fits(q, cache)
+    seqlen_q = q.shape[2] if q.dim() == 4 else 0  # attention refuses q of other dimensions
     if cache.window is not None:
         if key_ranges is not None or bias is not None:
             wrong = "bias" if key_ranges is None else "key_ranges"
@@ -149,16 +149,22 @@ def attention_with_cache(
         "dropout_p": dropout_p,
         "dropout_seed": dropout_seed,
     }
-    if cache.block_table is None:
-        out, lse = attention(q, cache.k, cache.v, return_lse=True, **options)
-    else:
-        where = cache.block_table, cache.lengths, cache.max_seqlen
-        out, lse = pages.attention(q, cache.k, cache.v, *where, **options)
+    try:
+        if cache.block_table is None:
+            out, lse = attention(q, cache.k, cache.v, return_lse=True, **options)
+        else:
+            where = cache.block_table, cache.lengths, cache.max_seqlen
+            out, lse = pages.attention(q, cache.k, cache.v, *where, **options)
+    except (ValueError, TypeError):  # a check beforehand would take a token's time up by a hundredth
+        _check_fits(q, cache)
+        raise
     return (out, lse) if return_lse else out
 
 
 def _check_fits(q: Tensor, cache: KVCache) -> None:
     """ValueError or TypeError naming the cache, which attention knows as k and v."""
+    if q.dim() != 4:
+        return
     batch, num_heads_q, _, head_dim = q.shape
     k, batch_of_cache = cache.k, cache.lengths.shape[0]
     num_heads_kv = k.shape[1 if cache.block_table is None else 2]
