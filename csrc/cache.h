@@ -122,7 +122,7 @@ inline void check_written(const Tensor& keys, const Tensor& values,
 // Values of each sequence, on the host.
 struct Values {
   Tensor t;
-  explicit Values(const Tensor& values) : t(values.cpu().contiguous()) {}
+  explicit Values(const Tensor& values) : t((values.is_cpu() ? values : values.cpu()).contiguous()) {}
   int64_t operator[](int64_t b) const { return t.const_data_ptr<int64_t>()[b]; }
 };
 

@@ -67,7 +67,9 @@ class KVCache:
     On a GPU nothing is read on the host, so CUDA graphs capture :meth:`append` and :func:`attention_with_cache`; what
     would be an error on the CPU is none there. Positions that do not fit are left out, and lengths end at max_seqlen;
     lengths and indices are clamped; a ring's query sees those of its keys that are left. With PYATTN_CHECK=1 in the
-    environment they are read, and raise as on the CPU. Each append to a ring copies the positions that it keeps.
+    environment they are read, and raise as on the CPU. A graph that ends with an append with lengths does not tell
+    :func:`attention_with_cache` outside of it: capture both in one, or pass q_offset. Each append to a ring
+    copies the positions that it keeps.
 
     Args:
         batch, num_heads_kv: sizes of k and v.
@@ -174,7 +176,7 @@ class KVCache:
         new = None if lengths is None else check_integers("lengths", lengths, self.lengths.device)
         before = None if new is None else self.lengths.clone()
         storage = self.k, self.v, self.lengths
-        tokens = k.detach(), v.detach(), new, self.max_seqlen
+        tokens = k.detach() if k.requires_grad else k, v.detach() if v.requires_grad else v, new, self.max_seqlen
         if self.block_table is None:
             _append(*storage, self.starts, *tokens)
         else:

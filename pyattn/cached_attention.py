@@ -101,13 +101,16 @@ def attention_with_cache(
         bias: as for :func:`pyattn.attention`, with max_seqlen keys.
         causal, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, return_lse: as there.
 
+    Without a ring, the result has the same bits as :func:`pyattn.attention` over the keys so far; where queries lie
+    before the first key, the window has a left bound, and causal=False or a q_offset is given, up to rounding.
+
     Returns:
         As :func:`pyattn.attention`, differentiable in q, bias, alibi_slopes and sinks. An append or reorder between
         forward and backward makes backward raise, unless the cache has pages, of which backward has a copy.
 
     Raises:
         ValueError, TypeError: as :func:`pyattn.attention`; more than max_seqlen - W + 1 queries over a ring; on the
-            CPU, a q_offset where query 0 sees keys that the ring may have dropped.
+            CPU, lengths that were set past the cache, and queries that see keys which a ring has dropped.
         NotImplementedError: as there; key_ranges or bias over a ring, whose slots are not positions.
     """
     if positional or named:
@@ -116,10 +119,7 @@ def attention_with_cache(
     q_offset = int64_of(q_offset) if isinstance(q_offset, Tensor) else q_offset
     check_tensor("q", q)
     check_type("cache", cache, KVCache)
-    seqlen_q = 0
-    if q.dim() == 4:  # attention refuses q of other dimensions
-        seqlen_q = q.shape[2]
-        _check_fits(q, cache)
+    seqlen_q = q.shape[2] if q.dim() == 4 else 0  # attention refuses q of other dimensions
     check_ring(cache, seqlen_q, key_ranges, bias)
     masks = in_slots_of(cache, seqlen_q, causal=causal, q_offset=q_offset, window=window, key_ranges=key_ranges)
     options = masks | {
@@ -131,11 +131,15 @@ def attention_with_cache(
         "dropout_p": dropout_p,
         "dropout_seed": dropout_seed,
     }
-    if cache.block_table is None:
-        out, lse = attention(q, cache.k, cache.v, return_lse=True, **options)
-    else:
-        table = cache.block_table, cache.lengths, cache.max_seqlen
-        out, lse = pages.attention(q, cache.k, cache.v, *table, **options)
+    try:
+        if cache.block_table is None:
+            out, lse = attention(q, cache.k, cache.v, return_lse=True, **options)
+        else:
+            table = cache.block_table, cache.lengths, cache.max_seqlen
+            out, lse = pages.attention(q, cache.k, cache.v, *table, **options)
+    except (ValueError, TypeError):  # a check beforehand would take a token's time up by a hundredth
+        _check_fits(q, cache)
+        raise
     return (out, lse) if return_lse else out
 
 
@@ -179,6 +183,8 @@ def in_slots_of(
 
 def _check_fits(q: Tensor, cache: KVCache) -> None:
     """ValueError or TypeError naming the cache, which attention knows as k and v."""
+    if q.dim() != 4:
+        return
     batch, num_heads_q, _, head_dim = q.shape
     k, batch_of_cache = cache.k, cache.lengths.shape[0]
     num_heads_kv = k.shape[1 if cache.block_table is None else 2]
