@@ -137,9 +137,8 @@ def attention_with_cache(
         else:
             table = cache.block_table, cache.lengths, cache.max_seqlen
             out, lse = pages.attention(q, cache.k, cache.v, *table, **options)
-    except (ValueError, TypeError):  # a check beforehand would take a token's time up by a hundredth
-        _check_fits(q, cache)
-        raise
+    except (ValueError, TypeError) as error:  # a check beforehand would take a token's time up by a hundredth
+        raise (_misfit(q, cache) or error) from None
     return (out, lse) if return_lse else out
 
 
@@ -181,25 +180,26 @@ def in_slots_of(
     return {"causal": causal, "q_offset": q_offset, "window": window, "key_ranges": key_ranges}
 
 
-def _check_fits(q: Tensor, cache: KVCache) -> None:
-    """ValueError or TypeError naming the cache, which attention knows as k and v."""
+def _misfit(q: Tensor, cache: KVCache) -> Exception | None:
+    """What is wrong with q, naming the cache, which attention knows as k and v; None: nothing."""
     if q.dim() != 4:
-        return
+        return None
     batch, num_heads_q, _, head_dim = q.shape
     k, batch_of_cache = cache.k, cache.lengths.shape[0]
     num_heads_kv = k.shape[1 if cache.block_table is None else 2]
     if batch != batch_of_cache:
-        raise ValueError(f"pyattn: q must have the cache's batch, got {batch} and {batch_of_cache}")
+        return ValueError(f"pyattn: q must have the cache's batch, got {batch} and {batch_of_cache}")
     if head_dim != k.shape[3]:
-        raise ValueError(f"pyattn: q must have the cache's head_dim, got {head_dim} and {k.shape[3]}")
+        return ValueError(f"pyattn: q must have the cache's head_dim, got {head_dim} and {k.shape[3]}")
     if num_heads_q % num_heads_kv if num_heads_kv else num_heads_q:
-        raise ValueError(
+        return ValueError(
             f"pyattn: num_heads_q must be a multiple of the cache's num_heads_kv, got {num_heads_q} and {num_heads_kv}"
         )
     if q.device != k.device:
-        raise ValueError(f"pyattn: q must be on the cache's device, got {q.device} and {k.device}")
+        return ValueError(f"pyattn: q must be on the cache's device, got {q.device} and {k.device}")
     if q.dtype != k.dtype and not torch._C._is_any_autocast_enabled():
-        raise TypeError(f"pyattn: q must have the cache's dtype, got {q.dtype} and {k.dtype}")
+        return TypeError(f"pyattn: q must have the cache's dtype, got {q.dtype} and {k.dtype}")
+    return None
 
 
 def _newest(cache: KVCache, seqlen_q: int = 0, left: int = 0) -> Tensor:
