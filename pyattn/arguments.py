@@ -3,7 +3,6 @@
 import difflib
 import functools
 import inspect
-import math
 import reprlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -115,13 +114,13 @@ def check_size(name: str, value: object, least: int = 0) -> None:
 
 def check_sizes(**sizes: int) -> None:
     """:func:`check_size` of each, and ValueError for more numbers than any memory holds."""
+    count = 1
     for name, size in sizes.items():
         check_size(name, size)
-    values = sizes.values()
-    if all(isinstance(size, int) for size in values) and math.prod(max(1, size) for size in values) >= MOST_NUMBERS:
-        raise ValueError(
-            f"pyattn: {' * '.join(sizes)} must be below {MOST_NUMBERS}, got {' * '.join(map(str, values))}"
-        )
+        count *= max(1, size) if isinstance(size, int) else 1
+    if count >= MOST_NUMBERS:
+        got = " * ".join(map(str, sizes.values()))
+        raise ValueError(f"pyattn: {' * '.join(sizes)} must be below {MOST_NUMBERS}, got {got}")
 
 
 def check_integers(name: str, values: Sequence[int] | Tensor, device: torch.device | None = None) -> Tensor:

@@ -114,7 +114,7 @@ class Attention(torch.autograd.Function):
     def forward(ctx: FunctionCtx, *args: Any) -> tuple[Tensor, ...]:  # noqa: D102
         output: tuple[Tensor, ...] = _ops.attention_forward(*args)
         _save(ctx, args, output)
-        ctx.mark_non_differentiable(*output[2:])
+        ctx.mark_non_differentiable(output[2], output[3])
         return output
 
     backward = staticmethod(_backward)
@@ -188,7 +188,7 @@ class VarlenAttention(torch.autograd.Function):
     def forward(ctx: FunctionCtx, *args: Any) -> tuple[Tensor, ...]:  # noqa: D102
         output: tuple[Tensor, ...] = _ops.attention_varlen_forward(*args)
         _save_varlen(ctx, args, output)
-        ctx.mark_non_differentiable(*output[2:])
+        ctx.mark_non_differentiable(output[2], output[3])
         return output
 
     backward = staticmethod(_backward_varlen)
