@@ -96,7 +96,7 @@ def attention_with_cache(
     Args:
         q: (B, Hq, Sq, D) in the cache's dtype: one token to decode, or a chunk of a prompt.
         cache: a :class:`KVCache`.
-        q_offset: position of query 0, an int or (B,) int64; no query is padding then. Default: as above.
+        q_offset: position of query 0, an int or (B,) int32 or int64; no query is padding then. Default: as above.
         window, key_ranges: in positions, on top of the cache's own window.
         bias: as for :func:`pyattn.attention`, with max_seqlen keys.
         causal, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, return_lse: as there.
