@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What only a GPU can be asked is collected with ``--backend cuda``; with any, nothing of transformers.
+    """Tests that only a GPU can run are collected with ``--backend cuda``; with any, none of transformers.
 
     Those tests depend on no backend, and a machine that runs one backend's alone may lack the library.
     """

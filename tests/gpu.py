@@ -5,9 +5,9 @@ Run it by hand in a checkout, where torch, pytest and nvcc are; it needs no netw
     python tests/gpu.py --out FOLDER
     python tests/gpu.py --out FOLDER --steps laws,speed
 
-A call ends within --seconds. What it has no time for, a second call with the same FOLDER and --steps adds to the
-record; the build is kept. FOLDER/gpu.json has a record of each check and FOLDER/report.txt a summary, both written anew
-as checks end; FOLDER/gpu.log has what the processes printed. --device cpu rehearses all steps without a GPU.
+A call ends within --seconds. A second call with the same FOLDER and --steps adds to the record the steps that the first
+had no time for; the build is kept. FOLDER/gpu.json has a record of each check and FOLDER/report.txt a summary, both
+written anew as checks end; FOLDER/gpu.log has the processes' output. --device cpu rehearses all steps without a GPU.
 
 The exit status is 1 if a check failed, 2 where there is no GPU or an option is wrong.
 """
@@ -51,7 +51,7 @@ def steps_of(device: Device, target: str, wheel: str) -> dict[str, Step]:
 
 
 class UsageError(Exception):
-    """What is wrong with the options."""
+    """An option is wrong; the message says which."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -159,7 +159,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def stopped(number: int, frame: Any) -> None:
-    """What was started must not outlive the call: it would keep the GPU."""
+    """Ends the call and its processes, which would keep the GPU if they outlived it."""
     stop_all()
     sys.exit(128 + number)
 

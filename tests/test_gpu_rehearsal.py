@@ -72,3 +72,21 @@ def test_all_steps(tmp_path: Path) -> None:
     assert result.stdout.endswith(report)
     assert "backward_queries" in report
     assert sorted(file.name for file in out.iterdir()) == ["gpu.json", "gpu.log", "report.txt"]
+
+
+def test_a_gpus_tests_are_collected(tmp_path: Path) -> None:
+    """By the command lines of the suite's steps on a GPU, which collecting does not need; each test in one share."""
+    steps = gpu.steps_of(gpu.DEVICES["cuda"], "", "")
+    names: list[str] = []
+    for step in (steps["on_gpu"], steps["laws"]):
+        results = tmp_path / step.name
+        command = [sys.executable, "-m", "gpu_steps", step.module, str(results), "0", "1", "0", *step.arguments]
+        environment = gpu.environment("") | {"PYTEST_ADDOPTS": "--collect-only"}
+        shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        found, *broken = map(json.loads, results.read_text().splitlines())
+        assert (len(found) >= 500, broken) == (True, []), shown[-3000:]
+        names += found
+    assert len(set(names)) == len(names)
+    assert all("cuda" in name for name in names)
+    files = {name.partition("::")[0] for name in names}
+    assert {"test_on_gpu.py", "test_graphs_on_gpu.py", "test_pages_on_gpu.py", "test_laws.py"} <= files

@@ -1,4 +1,4 @@
-"""What a GPU alone can be asked: large cases, devices, 2^31 elements. Collected with ``--backend cuda``."""
+"""Large cases, devices, 2^31 elements: only a GPU can run these tests. Collected with ``--backend cuda``."""
 
 import os
 import subprocess

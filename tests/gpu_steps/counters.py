@@ -1,4 +1,4 @@
-"""What ncu counts in three kernels: forward, and backward's passes over keys and over queries.
+"""ncu's counters of three kernels: forward, and backward's passes over keys and over queries.
 
 ``python -m gpu_steps.counters DEVICE`` is the program that it watches.
 """
@@ -28,7 +28,7 @@ NAME = re.compile(r"(\w+)(?=[<(]|$)")
 """A kernel's own, out of its full name with namespaces, template arguments and parameters."""
 
 NOT_HERE = re.compile(r"^==ERROR== (?!The application)(.*)", re.MULTILINE)
-"""What ncu says where it can't count; what it says of a program that failed begins otherwise."""
+"""ncu's words where it can't count; those about a program that failed begin otherwise."""
 
 Counters = dict[str, dict[str, str]]
 """Values with their units, by kernel and counter."""
@@ -50,7 +50,7 @@ def rows(shown: str) -> Iterator[dict[str, str]]:
 
 
 def counters(shown: str) -> Counters:
-    """What was counted in each kernel, by ncu's names."""
+    """The counters of each kernel, by ncu's names."""
     found: Counters = {}
     for row in rows(shown):
         if row.get("Metric Name"):

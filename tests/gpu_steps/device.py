@@ -1,4 +1,4 @@
-"""What the steps run on: a GPU, or in a rehearsal this machine's processor, with small sizes and few tests.
+"""The devices that steps run on: a GPU, or in a rehearsal this machine's processor, with small sizes and few tests.
 
 Nothing else in tests/gpu.py and its steps knows one from the other.
 """
@@ -26,7 +26,7 @@ class Device:
         shares: processes of the suite at once; a test keeps a processor busy, and hardly a GPU.
         dims: head dimensions that kernels are made for, the three of general scores and packed sequences last.
         watched: head dimensions under compute-sanitizer.
-        dtypes: what is tried and sanitized; the first two are trained in.
+        dtypes: of smoke and sanitizer; training takes the first two.
         speed: shape (B, H, T, D) and dtype of each comparison.
         decoding: shape (B, Hq, Hkv, Sk, D) of each comparison.
         counted: shape of the call whose kernels ncu counts.
@@ -62,7 +62,7 @@ class Device:
         return {"PYATTN_ISAS": "", "PYATTN_CUDA": "ON", "PYATTN_CUDA_ARCHITECTURES": f"{major}{minor}"}
 
     def facts(self) -> dict[str, Any]:
-        """What it is called, and what runs on it."""
+        """Its name and the versions of what runs on it."""
         if self.name == "cpu":
             return {"gpu": "none: a rehearsal", "torch": torch.__version__}
         return {

@@ -1,4 +1,4 @@
-"""What processes print, kept in one file of limited size."""
+"""One file of limited size with the output of all processes."""
 
 import io
 import subprocess

@@ -42,7 +42,7 @@ def reasons(checks: list[dict[str, Any]]) -> str:
 
 
 COUNTED = ("Duration", "Compute (SM) Throughput", "Memory Throughput", "Registers Per Thread", "Achieved Occupancy")
-"""What is shown of ncu's counters."""
+"""The counters that are shown."""
 
 
 def counted(rows: list[dict[str, Any]]) -> list[str]:

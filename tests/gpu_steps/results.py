@@ -15,7 +15,7 @@ class OtherRecordError(Exception):
 
 
 class Results:
-    """What is known of the steps, in this call and in those before that wrote to the same folder.
+    """The steps' records, of this call and of those before that wrote to the same folder.
 
     ``order`` has the names of all steps.
     """

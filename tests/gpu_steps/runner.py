@@ -51,7 +51,7 @@ class Step:
 
 @dataclass
 class Share:
-    """What is known of the checks of one of a step's shares."""
+    """The names of the checks in one share of a step, and the records so far."""
 
     first: int
     names: list[str]
