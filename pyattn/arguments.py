@@ -112,11 +112,11 @@ def check_size(name: str, value: object, least: int = 0) -> None:
         raise ValueError(f"pyattn: {name} must be at least {least}, got {value}")
 
 
-def check_sizes(**sizes: int) -> None:
+def check_sizes(least: int = 0, /, **sizes: int) -> None:
     """:func:`check_size` of each, and ValueError for more numbers than any memory holds."""
     count = 1
     for name, size in sizes.items():
-        check_size(name, size)
+        check_size(name, size, least)
         count *= max(1, size) if isinstance(size, int) else 1
     if count >= MOST_NUMBERS:
         got = " * ".join(map(str, sizes.values()))

@@ -272,7 +272,7 @@ def storage_of() -> list[Tensor]:
         ({2: torch.tensor([0, 17]), 3: torch.tensor([[0, 0], [0, 4]])}, "pages from 0 to 3, got 4 at [1, 1]"),
         ({2: torch.tensor([0, 1]), 3: torch.tensor([[0, 0], [-1, 0]])}, "pages from 0 to 3, got -1 at [1, 0]"),
         ({3: torch.zeros(2, 3, dtype=torch.int64)}, "must have 6 pages, one for each place of block_table, got 4"),
-        ({3: torch.zeros(4, dtype=torch.int64)}, "block_table must have shape (batch, pages of a sequence), contig"),
+        ({3: torch.zeros(4, dtype=torch.int64)}, "block_table must have shape (batch, pages of a sequence), got [4]"),
         ({2: torch.tensor([0, 30])}, "must not outgrow the cache's max_seqlen of 32, got 30 + 3 positions of sequence"),
     ],
     ids=str,

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from pyattn.nn.checks import check_input, check_sizes
+from pyattn.arguments import check_sizes
+from pyattn.nn.checks import check_input
 from pyattn.nn.described import described
 from pyattn.nn.heads import Output, attend_single, make_dropout
 from pyattn.nn.mask import CausalMask
@@ -29,7 +30,7 @@ class CausalAttention(CausalMask):
         persistent_mask: bool | None = None,
     ) -> None:
         super().__init__(context_length, persistent_mask)
-        check_sizes(d_in=d_in, d_out=d_out)
+        check_sizes(1, d_in=d_in, d_out=d_out)
         self.d_in = d_in
         self.d_out = d_out
         self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias)
@@ -67,7 +68,7 @@ class MultiHeadAttentionWrapper(nn.Module):
         persistent_mask: bool | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(num_heads=num_heads)
+        check_sizes(1, num_heads=num_heads)
         self.heads = nn.ModuleList(
             CausalAttention(d_in, d_out, context_length, dropout, qkv_bias, persistent_mask=persistent_mask)
             for _ in range(num_heads)
@@ -99,7 +100,7 @@ class SingleHeadSelfAttention(nn.Module):
 
     def __init__(self, d_model: int, d_k: int, dropout: float = 0.0, trace_shapes: bool = False) -> None:
         super().__init__()
-        check_sizes(d_model=d_model, d_k=d_k)
+        check_sizes(1, d_model=d_model, d_k=d_k)
         self.d_model = d_model
         self.q = nn.Linear(d_model, d_k, bias=False)
         self.k = nn.Linear(d_model, d_k, bias=False)

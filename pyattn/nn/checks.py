@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from pyattn.arguments import check_size, check_tensor, check_type, shown
+from pyattn.arguments import check_sizes, check_tensor, check_type, shown
 from pyattn.cache import KVCache
 from pyattn.cached_attention import check_ring
 from pyattn.visible import check_ranges
@@ -108,15 +108,9 @@ def check_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     return wide
 
 
-def check_sizes(**sizes: int) -> None:
-    """TypeError or ValueError unless each is an int of at least 1."""
-    for name, size in sizes.items():
-        check_size(name, size, least=1)
-
-
 def quotient(name: str, value: int, divisor_name: str, divisor: int) -> int:
     """``value // divisor``, or TypeError or ValueError unless both are sizes and it leaves no rest."""
-    check_sizes(**{name: value, divisor_name: divisor})
+    check_sizes(1, **{name: value, divisor_name: divisor})
     if value % divisor:
         raise ValueError(f"pyattn: {name} must be a multiple of {divisor_name}, got {value} and {divisor}")
     return value // divisor

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from pyattn.arguments import shown
+from pyattn.arguments import check_sizes, shown
 from pyattn.cache import KVCache
 from pyattn.nn.causal import MultiHeadAttentionWrapper
-from pyattn.nn.checks import Lengths, check_cache, check_input, check_sizes, quotient
+from pyattn.nn.checks import Lengths, check_cache, check_input, quotient
 from pyattn.nn.described import described
 from pyattn.nn.heads import Output, attend_heads, check_dropout, make_dropout, output_of
 from pyattn.nn.mask import CausalMask
@@ -71,7 +71,7 @@ class MHAPyTorchScaledDotProduct(CausalMask):
         qkv_bias: bool = False,
     ) -> None:
         super().__init__(context_length)
-        check_sizes(d_in=d_in)
+        check_sizes(1, d_in=d_in)
         self.d_in = d_in
         self.d_out = d_out
         self.num_heads = num_heads
@@ -175,7 +175,7 @@ class MHAEinsum(CausalMask):
         persistent_mask: bool | None = None,
     ) -> None:
         super().__init__(context_length, persistent_mask)
-        check_sizes(d_in=d_in)
+        check_sizes(1, d_in=d_in)
         self.d_in = d_in
         self.d_out = d_out
         self.num_heads = num_heads
@@ -248,7 +248,7 @@ class MHAPyTorchClass(CausalMask):
         persistent_mask: bool | None = None,
     ) -> None:
         super().__init__(context_length, persistent_mask)
-        check_sizes(d_in=d_in, d_out=d_out)
+        check_sizes(1, d_in=d_in, d_out=d_out)
         if d_in != d_out:
             raise ValueError(f"pyattn: d_in must equal d_out for nn.MultiheadAttention, got {d_in} and {d_out}")
         self.d_in = d_in

@@ -21,8 +21,6 @@ Output = Tensor | tuple[Tensor, Tensor]
 def check_dropout(p: float) -> float:
     """A constructor's ``dropout``, or TypeError or ValueError."""
     check_type("dropout", p, int, float)
-    if isinstance(p, bool):
-        raise TypeError(f"pyattn: dropout must be int or float, got {p}")
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"pyattn: dropout must be between 0 and 1, got {p}")
     return p

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from pyattn.arguments import check_type, shown
-from pyattn.nn.checks import check_mask, check_sizes
+from pyattn.arguments import check_sizes, check_type, shown
+from pyattn.nn.checks import check_mask
 
 BLOCK = 2**20
 """Positions of a mask that are compared at a time: temporaries of a few MB, whatever its size."""
@@ -80,7 +80,7 @@ class CausalMask(nn.Module):
 
     def __init__(self, context_length: int, persistent_mask: bool | None = None) -> None:
         super().__init__()
-        check_sizes(context_length=context_length)
+        check_sizes(1, context_length=context_length)
         self.context_length = context_length
         self._state_had_mask = True
         self.persistent_mask = persistent_mask

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from pyattn.arguments import check_sizes
 from pyattn.cache import KVCache
-from pyattn.nn.checks import Lengths, check_cache, check_input, check_mask, check_sizes, quotient
+from pyattn.nn.checks import Lengths, check_cache, check_input, check_mask, quotient
 from pyattn.nn.described import described
 from pyattn.nn.growing_cache import GrowingCache
 from pyattn.nn.heads import Output, attend_heads, make_dropout, output_of
@@ -54,7 +55,7 @@ class MultiHeadAttention(CausalMask, ScoreOptions):
         persistent_mask: bool | None = None,
     ) -> None:
         super().__init__(context_length, persistent_mask)
-        check_sizes(d_in=d_in)
+        check_sizes(1, d_in=d_in)
         self.d_in = d_in
         self.d_out = d_out
         self.num_heads = num_heads
@@ -199,7 +200,7 @@ class GroupedQueryAttention(ScoreOptions):
         rotary: float | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(d_in=d_in)
+        check_sizes(1, d_in=d_in)
         self.d_in = d_in
         self.d_out = d_out
         self.num_heads = num_heads

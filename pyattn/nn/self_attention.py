@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from pyattn.nn.checks import check_input, check_sizes
+from pyattn.arguments import check_sizes
+from pyattn.nn.checks import check_input
 from pyattn.nn.described import described
 from pyattn.nn.heads import Output, attend_single
 
@@ -30,7 +31,7 @@ class SelfAttention_v1(nn.Module):
 
     def __init__(self, d_in: int, d_out: int) -> None:
         super().__init__()
-        check_sizes(d_in=d_in, d_out=d_out)
+        check_sizes(1, d_in=d_in, d_out=d_out)
         self.W_query = nn.Parameter(torch.rand(d_in, d_out))
         self.W_key = nn.Parameter(torch.rand(d_in, d_out))
         self.W_value = nn.Parameter(torch.rand(d_in, d_out))
@@ -55,7 +56,7 @@ class SelfAttention_v2(nn.Module):
 
     def __init__(self, d_in: int, d_out: int, qkv_bias: bool = False) -> None:
         super().__init__()
-        check_sizes(d_in=d_in, d_out=d_out)
+        check_sizes(1, d_in=d_in, d_out=d_out)
         self.d_in = d_in
         self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.W_key = nn.Linear(d_in, d_out, bias=qkv_bias)
