@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyattn import pages
-from pyattn.arguments import check_tensor, check_type, hide_catch_all, int64_of, refuse
+from pyattn.arguments import check_tensor, check_type, check_window, hide_catch_all, int64_of, refuse
 from pyattn.cache import KVCache
 from pyattn.functional import attention
 from pyattn.options import UNBOUNDED
@@ -116,6 +116,8 @@ def attention_with_cache(
     if positional or named:
         refuse(attention_with_cache, positional, named)
     window = UNBOUNDED if window is None else window
+    if window is not UNBOUNDED:
+        check_window(window)
     q_offset = int64_of(q_offset) if isinstance(q_offset, Tensor) else q_offset
     check_tensor("q", q)
     check_type("cache", cache, KVCache)

@@ -79,7 +79,7 @@ def test_softcap_near_its_bounds_has_an_exact_gradient(repeatable: Backend, dtyp
     """Two keys whose scores are near the cap, where 1 - tanh^2 would cancel to a few bits, or to none at 17.
 
     dq has two terms, of both signs. Each errs by some roundings of P, dP and dS in their types, and by twice the
-    ratio's rounding, for that is what exp(-2 ratio) makes of it.
+    ratio's rounding, for that is what exp(-2 ratio) makes of it. In float16 dS is subnormal.
     """
     q, k = torch.ones(1, 1, 1, 1, dtype=dtype), torch.tensor([[[[ratio], [ratio - 0.5]]]], dtype=dtype)
     v, dout = torch.tensor([[[[1.0], [-1.0]]]], dtype=dtype), torch.ones(1, 1, 1, 1, dtype=dtype)
@@ -91,7 +91,7 @@ def test_softcap_near_its_bounds_has_an_exact_gradient(repeatable: Backend, dtyp
     compute = torch.promote_types(dtype, torch.float32)
     bound = (8 * torch.finfo(dtype).eps + 4 * ratio * torch.finfo(compute).eps) * terms.abs().sum()
     smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
-    assert abs(dq.item() - terms.sum().item()) <= bound + smallest
+    assert abs(dq.item() - terms.sum().item()) <= bound + smallest * (1 + k.sum().item())
 
 
 @each_dtype
