@@ -131,9 +131,10 @@ void pack_summed_rows(Matrix<Operand<S>> dst, int64_t rows, int64_t cols, Row ro
 template <class S>
 Strided<Operand<S>> left_keys(Matrix<const S> rows, int64_t keys, int64_t cols, Matrix<Operand<S>> buffer) {
   if constexpr (kPairs<S>) {
-    if (rows.row % 2 == 0 && cols % 2 == 0) return {reinterpret_cast<const bf16_pair*>(rows.data), rows.row / 2, 1};
+    if (cols == 0 || (rows.row % 2 == 0 && cols % 2 == 0))  // without columns nothing is read
+      return {reinterpret_cast<const bf16_pair*>(rows.data), rows.row / 2, 1};
     for (int64_t i = 0; i < keys; ++i) {
-      if (cols % 2) buffer.from(i).data[cols / 2] = 0;
+      buffer.from(i).data[terms<S>(cols) - 1] = 0;
       __builtin_memcpy(buffer.at(i), rows.at(i), cols * sizeof(S));
     }
     return buffer.strided();
