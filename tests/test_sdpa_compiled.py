@@ -101,3 +101,16 @@ def test_code_without_attention_runs_on() -> None:
             torch.testing.assert_close(function(x), x.sin() + 1)
         torch.testing.assert_close(function(x), x.sin() + 1)
     assert len(compiled_graphs) == 2
+
+
+def test_a_torch_that_hides_its_compiled_code_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names are torch's own and may change: the switch itself then works all the same."""
+    compiled = torch.compile(scaled_dot_product_attention, backend=backend)
+    compiled(*torch.randn(3, 1, 2, 8, 4))
+    monkeypatch.delattr("torch._dynamo.eval_frame._debug_get_cache_entry_list")
+    with pytest.warns(UserWarning, match="^pyattn: with torch .* torch.compiler.reset"):
+        enable()
+    scaled_dot_product_attention(*torch.randn(3, 1, 2, 8, 4))
+    assert counts().taken == 1
+    with pytest.warns(UserWarning, match="^pyattn: with torch .* torch.compiler.reset"):
+        disable()

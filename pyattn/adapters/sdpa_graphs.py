@@ -7,10 +7,13 @@ either again when the switch changes back.
 """
 
 import sys
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+import torch
 
 _guarded: weakref.WeakSet[Any] = weakref.WeakSet()
 """Guard managers of the pieces that have theirs."""
@@ -19,20 +22,34 @@ _guarded: weakref.WeakSet[Any] = weakref.WeakSet()
 def compiling() -> AbstractContextManager[Any]:
     """Torch's lock, within which no thread compiles."""
     dynamo = sys.modules.get("torch._dynamo.convert_frame")
-    return nullcontext() if dynamo is None else dynamo.compile_lock
+    return getattr(dynamo, "compile_lock", nullcontext())
 
 
 def keep_apart(was: bool, is_on: Callable[[], bool]) -> None:
-    """Guards every piece compiled since the last call, which met the switch on if ``was``."""
+    """Guards every piece compiled since the last call, which met the switch on if ``was``.
+
+    Dynamo has no public way to do so: where a version of torch has other names for it, a warning says what to do.
+    """
     dynamo = sys.modules.get("torch._dynamo.convert_frame")
     if dynamo is None:  # nothing was ever compiled
         return
+    try:
+        _guard(dynamo.input_codes.seen, was, is_on)
+    except (AttributeError, ImportError, TypeError) as error:
+        warnings.warn(
+            f"pyattn: with torch {torch.__version__} functions that were compiled before keep the attention that they "
+            f"were compiled with: torch.compiler.reset() compiles them anew ({error})",
+            stacklevel=4,
+        )
+
+
+def _guard(codes: Iterable[Any], was: bool, is_on: Callable[[], bool]) -> None:
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
-    for reference in dynamo.input_codes.seen:
+    for reference in codes:
         code = reference()
         for entry in [] if code is None else _debug_get_cache_entry_list(code):
             if entry.guard_manager not in _guarded:
-                _guarded.add(entry.guard_manager)
                 shown = [f"pyattn.adapters.sdpa.is_enabled() == {was}"]
                 entry.guard_manager.root.add_lambda_guard(lambda _: is_on() == was, shown, None)
+                _guarded.add(entry.guard_manager)
