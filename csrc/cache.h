@@ -112,7 +112,7 @@ inline void check_apart(const char* name, const Tensor& t) {
                     " must have memory for each element, got shape ", t.sizes(), " with strides ", t.strides());
 }
 
-// What an operator on this device writes to.
+// Checks the tensors that an operator writes to.
 inline void check_written(const Tensor& keys, const Tensor& values,
                           std::initializer_list<std::pair<const char*, Tensor>> state) {
   check_apart("k", keys), check_apart("v", values);
@@ -135,8 +135,8 @@ inline void check_length(int64_t length, int64_t start, int64_t slots, int64_t b
                     " and ", start, " at ", b);
 }
 
-// What attention over a cache reads, starts those of a ring: the first of the seqlen_q newest queries sees
-// `left` keys before its own, all of which must be left.
+// Checks the state that attention over a cache reads; starts is a ring's. The first of the seqlen_q newest queries
+// sees `left` keys before its own, and the ring must still have all of them.
 inline void check_newest(const Tensor& lengths, const optional<Tensor>& starts, int64_t seqlen_q, int64_t left,
                          int64_t slots) {
   const Values length(lengths), start(starts ? *starts : lengths);
@@ -148,7 +148,7 @@ inline void check_newest(const Tensor& lengths, const optional<Tensor>& starts, 
   }
 }
 
-// What a truncation reads. Of a ring, the newest query that stays sees `window` keys, all of which must be left.
+// Checks a truncation. The newest query that stays sees `window` keys, and a ring must still have all of them.
 inline void check_truncation(const Tensor& lengths, const optional<Tensor>& starts, const Tensor& kept,
                              int64_t window) {
   const Values length(lengths), start(starts ? *starts : lengths), keep(kept);

@@ -213,7 +213,7 @@ def refuse(function: Callable[..., object], positional: tuple[object, ...], name
 
 
 def _hint(word: str, own: Sequence[str]) -> str:
-    """What stands for ``word`` in a function with the arguments ``own``."""
+    """Names the argument that ``word`` stands for in a function with the arguments ``own``."""
     peers = PEERS_WORDS if "softmax_scale" in own else {}
     if word in peers:
         return peers[word]

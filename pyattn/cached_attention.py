@@ -183,7 +183,7 @@ def in_slots_of(
 
 
 def _misfit(q: Tensor, cache: KVCache) -> Exception | None:
-    """What is wrong with q, naming the cache, which attention knows as k and v; None: nothing."""
+    """The error that names the cache, which attention knows as k and v; None where q fits it."""
     if q.dim() != 4:
         return None
     batch, num_heads_q, _, head_dim = q.shape

@@ -45,7 +45,7 @@ def _sees_a_key(options: Options, seqlen_q: int, seqlen_k: int) -> bool:
 
 
 class _Pairs:
-    """What happens to the pairs of query and key; with sinks, the last key stands for them.
+    """The masks and the added scores of all pairs of query and key; with sinks, the last key stands for them.
 
     Attributes:
         k, v: with a row of zeros where there are sinks.

@@ -1,4 +1,4 @@
-"""What ``torch.jit.script`` says of pyattn's functions and modules: one sentence, at the first that it meets."""
+"""``torch.jit.script`` refuses pyattn's functions and modules in one sentence, at the first that it meets."""
 
 from typing import Any, NoReturn
 

@@ -99,7 +99,7 @@ def said(path: str, *command: str) -> str | None:
 
 
 def tested(device: Device, commit: str | None) -> dict[str, Any]:
-    """What is tested on what. A record has one of each."""
+    """The commit and the machine that a record is of."""
     path = environment("")["PATH"]
     by_git = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     return device.facts() | {

@@ -51,7 +51,7 @@ def of_columns(x: Tensor) -> Tensor:
 
 
 def expanded(x: Tensor) -> Tensor:
-    """Of stride 0 where all elements along a dimension are equal."""
+    """The tensor with stride 0 along each dimension whose elements are equal."""
     return x.select(0, 0)[None].expand_as(x) if (x == x.select(0, 0)).all() else every_other(x)
 
 

@@ -21,7 +21,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 @pytest.fixture(params=["cpu", "gpu"], autouse=True)
 def operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of either device: a GPU's are made of torch's, so that CPU tensors take them too."""
+    """The operators of either device: a GPU's consist of torch's, so they take CPU tensors too."""
     if request.param == "gpu":
         for name in ("append", "append_pages", "reorder", "reorder_pages", "newest", "truncate"):
             where, used = (pyattn.cached_attention, "_first") if name == "newest" else (pyattn.cache, f"_{name}")
@@ -67,7 +67,7 @@ def test_views_of_the_cache_itself(kind: str, which: int) -> None:
 
 
 def test_nothing_else_is_copied() -> None:
-    """Of tokens beside the storage, in one tensor with it even, an append makes no copy."""
+    """An append makes no copy of tokens beside the storage, even in one tensor with it."""
     room = torch.zeros(1, 1, 3000, 8)
     cached = KVCache(1, 1, 1000, 8)
     cached.k, cached.v = room[:, :, :1000], room[:, :, 1000:2000]
@@ -99,8 +99,8 @@ def strided(t: Tensor) -> list[Tensor]:
     """The same values: column of a matrix, beginning inside of its storage, with gaps."""
     wide = torch.full((*t.shape, 3), 77, dtype=t.dtype)
     wide[..., 1] = t
-    behind = torch.cat([torch.full((5,), 66), t.flatten()])[5:].view(t.shape)
-    return [wide[..., 1], behind, t.mT.contiguous().mT if t.dim() == 2 else wide[..., 1]]
+    offset = torch.cat([torch.full((5,), 66), t.flatten()])[5:].view(t.shape)
+    return [wide[..., 1], offset, t.mT.contiguous().mT if t.dim() == 2 else wide[..., 1]]
 
 
 @each_kind

@@ -44,7 +44,7 @@ def test_steps_equal_the_whole(name: str, extra: str, page_size: int | None) -> 
 
 @pytest.mark.parametrize("extra", ["", "alibi", "sinks", "rotary"])
 def test_a_ring_shows_all_positions(extra: str) -> None:
-    """Those that it has dropped have weight 0, as the window says."""
+    """Positions that the ring has dropped have weight 0, as the window says."""
     options = EXTRAS.get(extra, {}) | {"window": (4, 0)}
     module = nn.GroupedQueryAttention(*ARGUMENTS["GroupedQueryAttention"], **options).double()
     x = torch.randn(2, 60, D_IN, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What tests/gpu.py measures, on the CPU: speed, training, and the verdicts of sanitizer and ncu."""
+"""The measurements of tests/gpu.py, on the CPU: speed, training, and the verdicts of sanitizer and ncu."""
 
 import dataclasses
 from pathlib import Path

@@ -171,7 +171,7 @@ def test_what_a_build_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_command_that_fails_says_how(capfd: pytest.CaptureFixture[str]) -> None:
-    """What it prints is in the log at once, the end of it in the error."""
+    """Its output is in the log at once, and the end of it in the error."""
     program = "import sys; print('compiling'); print('out of memory', file=sys.stderr); sys.exit(3)"
     with pytest.raises(RuntimeError, match=r"(?s)status 3: .*out of memory"):
         build.run_aloud([sys.executable, "-S", "-c", program])

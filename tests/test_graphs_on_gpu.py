@@ -91,7 +91,7 @@ def test_a_graph_replays(graphs: Backend, dtype: torch.dtype) -> None:
 
 
 def test_a_graph_reads_masks_and_scores_anew(graphs: Backend) -> None:
-    """What a replay sees, it finds on the device: ranges, a bias's holes, slopes and sinks."""
+    """A replay finds ranges, a bias's holes, slopes and sinks on the device."""
     case = Case(2, 4, 2, 200, 230, 64, 64, key_ranges="random", causal=False, bias="bands hqk", alibi="h", sinks=True)
     tensors = case.inputs(torch.bfloat16), *case.gradients(torch.bfloat16)
     options = case.options | case.tensors(torch.bfloat16)
@@ -159,7 +159,7 @@ def test_a_graph_decodes(graphs: Backend, dtype: torch.dtype, window: int | None
 
 
 def test_a_cache_that_is_full_stays_as_it_is(graphs: Backend) -> None:
-    """What does not fit is left out; nobody reads the lengths to refuse it."""
+    """Positions that do not fit are left out: nobody reads the lengths to refuse them."""
     k, v = torch.randn(2, 2, 2, 5, 64)
     cached = KVCache(2, 2, 8, 64)
     cached.append(k, v, [5, 3])
@@ -175,7 +175,7 @@ def test_a_cache_that_is_full_stays_as_it_is(graphs: Backend) -> None:
 
 
 def test_a_graph_reads_pages_anew(graphs: Backend) -> None:
-    """Of packed sequences: a replay finds the keys where the table then says that they are."""
+    """A replay finds the keys of packed sequences where the table then says that they are."""
     q, k, v = torch.randn(3, 6, 32, 2, 64, dtype=torch.bfloat16).unbind()
     q, table = q.flatten(0, 1)[:70], torch.tensor([[0, 1], [2, 3]])
     q_starts, k_starts = torch.tensor([0, 40, 70]), torch.tensor([0, 60, 100])

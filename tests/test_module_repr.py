@@ -59,7 +59,7 @@ def test_a_line_for_the_eye(name: str) -> None:
 
 
 def test_it_follows_the_module() -> None:
-    """What was changed after construction is shown as it is."""
+    """A value that was changed after construction is shown as it is."""
     module = nn.MultiHeadAttention(D_IN, 8, 6, 0.0, 2)
     module.window, module.persistent_mask = (3, 0), True
     assert module.extra_repr() == "num_heads=2, context_length=6, persistent_mask=True, window=(3, 0)"

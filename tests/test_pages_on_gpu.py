@@ -66,7 +66,7 @@ STARTS = torch.tensor([0, 40, 56, 56])
 
 
 def pages_in_use(arguments: Sequence[Any], device: str) -> list[Tensor]:
-    """What the operator for a GPU does with these arguments on ``device``."""
+    """Runs the operator for a GPU with these arguments on ``device``."""
     there = [x.to(device) if isinstance(x, Tensor) else x for x in arguments]
     return [t.cpu() for t in on_gpu(ops.pages_in_use, *there)]
 

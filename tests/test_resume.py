@@ -1,4 +1,4 @@
-"""Promise: a training that was cut off goes on to the bit from its last validation; any training can go further."""
+"""Promise: a training that was cut off continues to the bit from its last validation; any training can go further."""
 
 from pathlib import Path
 
@@ -133,7 +133,7 @@ def test_steps_that_are_done_already(train_on, capsys) -> None:
 def test_other_options(train_on, capsys) -> None:
     _, folder = train_on()
     assert main(["train", "--resume", str(folder), "--lr", "0.1"]) == 2
-    message = "--resume goes on by the options of its run but --steps, leave others out, got --lr"
+    message = "--resume continues by the options of its run but --steps, leave others out, got --lr"
     assert capsys.readouterr().err == f"pyattn: {message}\n"
 
 

@@ -57,7 +57,7 @@ def test_threads_flush_subnormal_numbers_as_their_caller_does(dtype: torch.dtype
 
 @pytest.mark.usefixtures("isa", "threads")
 def test_threads_keep_their_own_way_with_subnormal_numbers() -> None:
-    """What attention sets in torch's threads is gone when it returns: torch's own product does not flush there."""
+    """Torch's threads have their own flag back when attention returns: torch's own product does not flush there."""
     torch.set_num_threads(2)
     small = torch.full((2**20,), torch.finfo(torch.float32).tiny)
     with flushing():

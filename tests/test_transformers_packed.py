@@ -30,7 +30,7 @@ WAYS = [
 
 
 def batch(**options: bool) -> dict[str, Any]:
-    """What transformers' own collator makes of three documents."""
+    """Three documents as transformers' own collator packs them."""
     collator = transformers.DataCollatorWithFlattening(return_tensors="pt", **options)
     packed: dict[str, Any] = collator([{"input_ids": part} for part in IDS[0].split(LENGTHS)])
     packed.pop("labels")

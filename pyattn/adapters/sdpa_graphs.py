@@ -1,4 +1,4 @@
-"""What ``torch.compile`` made before the switch of :mod:`pyattn.adapters.sdpa` changed, kept from running after it.
+"""Keeps code that ``torch.compile`` made before the switch of :mod:`pyattn.adapters.sdpa` changed from running after.
 
 Dynamo traces a call of ``scaled_dot_product_attention`` without looking at the dispatcher, so none of its guards fails
 when the operator's kernel changes. A guard is therefore added to each compiled piece of code: it runs only while the

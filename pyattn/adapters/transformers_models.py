@@ -1,4 +1,4 @@
-"""Which models of transformers ask for an attention function by name, judged by their source as transformers does."""
+"""Finds the models of transformers that ask for an attention function by name, by source as transformers does."""
 
 import functools
 import importlib.util

@@ -77,7 +77,7 @@ def _rows(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def within(ranges: Tensor, documents: Tensor) -> Tensor:
-    """What is in both of two ranges (B or 1, Sq, 2), the keys of a mask and those of documents.
+    """Intersects two ranges (B or 1, Sq, 2), the keys of a mask and those of documents.
 
     Chunks, which a mask counts from the first token of its row, begin anew with each document.
     """
@@ -98,7 +98,7 @@ def remember(module: nn.Module) -> None:
 
 
 def fallbacks(model: nn.Module | None) -> list[str]:
-    """What :func:`pyattn.adapters.transformers.fallbacks` says of packed documents."""
+    """The lines of :func:`pyattn.adapters.transformers.fallbacks` on packed documents."""
     lines = [f"{n} calls with packed documents that see each other: {why}" for why, n in sorted(MIXED.items())]
     if model is None or "position_ids" not in inspect.signature(model.forward).parameters:
         return lines

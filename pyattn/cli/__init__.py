@@ -30,7 +30,7 @@ LONGEST_INTEGER = 40
 
 
 class InputError(ValueError):
-    """What a command can't do, by its input or its disk; the command line shows its message without a traceback."""
+    """An input or a disk that stops a command; the command line shows the message without a traceback."""
 
     def __init__(self, rule: str, got: object) -> None:
         digits = len(str(got))

@@ -20,7 +20,7 @@ RULE = "--resume must be a folder that pyattn train wrote"
 PATHS = ("data", "out", "resume")
 """The options that are paths."""
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""What AdamW knows of a parameter: the steps taken, and two tensors of its shape."""
+"""AdamW's state of a parameter: the steps taken, and two tensors of its shape."""
 
 
 def digest(text: Text) -> str:

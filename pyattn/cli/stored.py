@@ -15,7 +15,7 @@ from pyattn.cli import InputError
 from pyattn.cli.gpt import GPT, Config
 
 WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
-"""What JSON calls the types of values."""
+"""JSON's names for the types of values."""
 
 Expected = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of tensors by name."""
@@ -94,5 +94,5 @@ def skeleton(config: Config, tensors: int, numbers: int) -> GPT:
 
 
 def weights_of(model: GPT) -> Expected:
-    """What the weights of ``model`` are."""
+    """Describes the weights of ``model``."""
     return {name: (tuple(weight.shape), weight.dtype) for name, weight in model.state_dict().items()}

@@ -1,9 +1,9 @@
 """``pyattn train``: train a small GPT on text, save it, and compare its attention with a pure-Python one.
 
 Writes the model (model.safetensors) and what --resume needs (training.safetensors), at each validation and at the end,
-and the loss curve (loss.png) to --out. Ctrl-C ends training early and finishes the run as usual; --resume goes on from
-the last validation, to the bit. --resume with --steps extends a run. A loss that is infinite or NaN ends the run; the
-model of the last validation is kept.
+and the loss curve (loss.png) to --out. Ctrl-C ends training early and finishes the run as usual; --resume continues
+from the last validation, to the bit. --resume with --steps extends a run. A loss that is infinite or NaN ends the run;
+the model of the last validation is kept.
 """
 
 import argparse
@@ -171,7 +171,7 @@ def run(argv: Sequence[str]) -> int:
         here = given(argv)
         if others := sorted(here - {"resume", "steps"}):
             got = " ".join(f"--{name.replace('_', '-')}" for name in others)
-            raise InputError("--resume goes on by the options of its run but --steps, leave others out", got)
+            raise InputError("--resume continues by the options of its run but --steps, leave others out", got)
         return resume(options.resume, options.steps if "steps" in here else None)
     check(options)
     text = read(options.data, options.context)

@@ -101,7 +101,7 @@ def parser(about: str | None = None) -> argparse.ArgumentParser:
         help="go on with the run in this folder, from its end or, if it was cut off, its last validation. Its own "
         "options hold, and are left out here, but --steps may be another number: further steps then have the learning "
         "rates of a run of so many steps from its beginning (the rate of a finished run rises again), and all else "
-        "goes on to the bit; default: begin a run",
+        "continues to the bit; default: begin a run",
     )
 
     output = made.add_argument_group("output")

@@ -1,4 +1,4 @@
-"""What ``repr`` says of a module, beside the modules within."""
+"""The arguments that ``repr`` shows of a module, beside the modules within."""
 
 
 def described(**values: object) -> str:

@@ -52,7 +52,7 @@ def run_aloud(command: list[str]) -> None:
 
 
 def processors() -> int:
-    """Those that this process may use, which a container may have fewer of than the machine."""
+    """The processors that this process may use: in a container perhaps fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

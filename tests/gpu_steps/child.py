@@ -37,7 +37,7 @@ class LeftOutError(Exception):
 
 
 class Share(NamedTuple):
-    """Which checks are this process's: every ``of``-th from number ``first`` on, but for the ``skip`` done already."""
+    """The checks of this process: every ``of``-th from number ``first`` on, but for the ``skip`` done already."""
 
     first: int
     of: int
