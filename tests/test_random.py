@@ -63,6 +63,14 @@ def laid_out(x: Tensor, order: list[int], padding: int) -> Tensor:
     return view.copy_(x)
 
 
+def strided_integers(case: Case) -> dict[str, Tensor]:
+    """The case's options that can be tensors of integers, with other strides than a new tensor's."""
+    tensors = {"key_ranges": case.options["key_ranges"]} if case.key_ranges else {}
+    if case.q_offset is not None:
+        tensors["q_offset"] = torch.full((case.batch,), case.q_offset)
+    return {name: case_options.strided(t) for name, t in tensors.items()}
+
+
 @pytest.mark.usefixtures("threads")
 def test_accuracy(request: pytest.FixtureRequest) -> None:
     torch.set_num_threads(1)  # for these sizes, and machines with other work, faster than two
@@ -109,9 +117,9 @@ def test_accuracy(request: pytest.FixtureRequest) -> None:
         dlse = case.gradients(dtype)[1] if with_dlse else None
         inputs = [laid_out(x, order, padding) for x, order in zip((*qkv, dout), orders, strict=True)]
         options = case.options | case.tensors(dtype)
-        if case.key_ranges and strided:
-            options["key_ranges"] = case_options.strided(options["key_ranges"])
-        ours = run(attention, tuple(inputs[:3]), inputs[3], dlse, **options)
+        ours = run(
+            attention, tuple(inputs[:3]), inputs[3], dlse, **options | (strided_integers(case) if strided else {})
+        )
         plain = Yardsticks(run, tuple(qkv), dout, dlse, **options)
         doubles = tuple(x.double() for x in qkv)
         exact = run(reference.attention, doubles, dout.double(), dlse, **in_double(options))
