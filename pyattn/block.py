@@ -81,9 +81,10 @@ class Block:
         scores = self.hide(products(self.q, self.k) * self.scale)
         self.cap: tuple[Tensor, Tensor] | None = None
         if options.softcap:
-            ratio, u = torch.tanh(scores / options.softcap), torch.exp(-2 * (scores / options.softcap).abs())
-            scores, slope = options.softcap * ratio, 4 * u / (1 + u) ** 2  # 1 - ratio^2 cancels where ratio is near 1
-            self.cap = slope, -2 / options.softcap * ratio * slope
+            cap = options.bounded_softcap
+            ratio, u = torch.tanh(scores / cap), torch.exp(-2 * (scores / cap).abs())
+            scores, slope = cap * ratio, 4 * u / (1 + u) ** 2  # 1 - ratio^2 cancels where ratio is near 1
+            self.cap = slope, -2 / cap * ratio * slope
         if options.bias is not None and options.bias.dtype != torch.bool:
             scores = scores + self.of_bias(options.bias)
         self.distance: Tensor | None = None

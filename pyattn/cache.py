@@ -116,10 +116,11 @@ class KVCache:
     ) -> None:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        sizes = {"batch": batch, "num_heads_kv": num_heads_kv, "head_dim": head_dim, "head_dim_v": head_dim_v}
-        check_sizes(max_seqlen=max_seqlen, **sizes)
-        if page_size is not None:
-            check_sizes(page_size=page_size, **sizes)
+        sizes = {"batch": batch, "num_heads_kv": num_heads_kv}
+        for columns in ({"head_dim": head_dim}, {"head_dim_v": head_dim_v}):
+            check_sizes(max_seqlen=max_seqlen, **sizes, **columns)
+            if page_size is not None:
+                check_sizes(page_size=page_size, **sizes, **columns)
         _check_dtype(dtype)
         if page_size is not None and window is not None:
             raise NotImplementedError(
@@ -159,6 +160,8 @@ class KVCache:
 
     def append(self, k: Tensor, v: Tensor, lengths: Sequence[int] | Tensor | None = None) -> None:
         """Appends new positions in place; gradients do not flow through them.
+
+        Recomputation appends again: keep it, and modules with a ``kv_cache``, out of ``torch.utils.checkpoint``.
 
         Args:
             k, v: (B, Hkv, new, D) and (B, Hkv, new, Dv), in the cache's dtype, any strides.
@@ -203,6 +206,7 @@ class KVCache:
             TypeError: other types.
         """
         if isinstance(lengths, int | torch.SymInt):
+            check_type("lengths", lengths, int, torch.SymInt)
             check_64_bits("lengths", lengths)
             kept = torch.full_like(self.lengths, lengths)
         else:

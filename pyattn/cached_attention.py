@@ -102,7 +102,8 @@ def attention_with_cache(
         causal, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, return_lse: as there.
 
     Without a ring, the result has the same bits as :func:`pyattn.attention` over the keys so far; where queries lie
-    before the first key, the window has a left bound, and causal=False or a q_offset is given, up to rounding.
+    before the first key, the window has a left bound, and causal=False or a q_offset is given, up to rounding;
+    likewise after a ragged append.
 
     Returns:
         As :func:`pyattn.attention`, differentiable in q, bias, alibi_slopes and sinks. An append or reorder between
@@ -233,7 +234,8 @@ def _in_use(key_ranges: Tensor | None, used: Tensor, padding: Tensor | None, seq
     if key_ranges is None:
         return torch.stack([torch.zeros_like(end), end], -1)
     check_tensor("key_ranges", key_ranges)
-    if key_ranges.shape not in ((1, seqlen_q, 2), (*end.shape, 2)):
+    fits = key_ranges.shape in ((1, seqlen_q, 2), (*end.shape, 2))
+    if not fits or key_ranges.dtype not in (torch.int32, torch.int64):
         return key_ranges  # which attention refuses
     if not key_ranges.is_cuda:  # whose kernels clamp them, for nobody reads them here
         check_ranges(key_ranges, max_seqlen)

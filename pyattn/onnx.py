@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from pyattn import _ops, visible
-from pyattn.grouped import products, sum_over_keys
 from pyattn.options import UNBOUNDED, Options
 
 
@@ -87,8 +86,19 @@ class _Pairs:
         return rows if self.empty is None else rows.masked_fill(self.empty, value)
 
 
+def _for_each_head(t: Tensor, num_heads: int) -> Tensor:
+    """K or V (B, Hkv, Sk, C) -> (B, Hq, Sk, C).
+
+    onnxscript's optimiser drops reshapes on both sides of a product where the sizes left broadcast, though they may
+    then mean other heads: products here have none, so a group's heads are not folded into rows as elsewhere.
+    """
+    group = num_heads // max(1, t.shape[1])
+    return t if group <= 1 else t.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(1, 2)
+
+
 def _by_formula(scores: Tensor, pairs: _Pairs, dtype: torch.dtype) -> Tensor:
-    return sum_over_keys(torch.softmax(scores, -1), pairs.v.to(scores.dtype)).to(dtype)
+    values = _for_each_head(pairs.v.to(scores.dtype), scores.shape[1])
+    return (torch.softmax(scores, -1) @ values).to(dtype)
 
 
 def _by_operator(q: Tensor, k: Tensor, pairs: _Pairs, options: Options, scale: float) -> Tensor:
@@ -131,9 +141,10 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *values: Any, **named: Any) -> t
     scale = options.softmax_scale
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[3]) if q.shape[3] else 1.0  # as csrc/defaults.h
-    scores = products(q.to(wide), pairs.k.to(wide)) * scale
+    scores = q.to(wide) @ _for_each_head(pairs.k.to(wide), q.shape[1]).mT * scale
     if options.softcap:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
+        cap = options.bounded_softcap
+        scores = cap * torch.tanh(scores / cap)
     if pairs.added is not None:
         scores = scores + pairs.added
     scores = pairs.fill_empty(scores.masked_fill(~pairs.seen, -math.inf), 0.0)

@@ -54,6 +54,11 @@ class Options(NamedTuple):
     dropout_seed: Tensor | None = None
 
     @property
+    def bounded_softcap(self) -> float:
+        """The softcap between 2^-100 and 2^100, as kernels have it: in float32 it and its inverse are finite there."""
+        return min(max(self.softcap, 2.0**-100), 2.0**100)
+
+    @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The options that are tensors: what autograd saves apart."""
         return self.q_offsets, self.key_ranges, self.bias, self.alibi_slopes, self.sinks, self.dropout_seed

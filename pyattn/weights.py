@@ -131,7 +131,8 @@ def _weights(
     # Where a key is not seen, every step takes 0 in place of what may be NaN, because gradients multiply by 0.
     scores = torch.where(seen, _products(q.to(wide), k.to(wide)), 0.0) * scale
     if options.softcap:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
+        cap = options.bounded_softcap
+        scores = cap * torch.tanh(scores / cap)
     if options.bias is not None and options.bias.dtype != torch.bool:
         scores = scores + torch.where(seen, visible.picked(options.bias, head, row).to(wide), 0.0)
     if options.alibi_slopes is not None:

@@ -128,6 +128,7 @@ def long_ring() -> KVCache:
         ({}, [1], ValueError, "lengths must have shape [2], got [1]"),
         ({}, torch.zeros(2), TypeError, "lengths must be int32 or int64, got torch.float32"),
         ({}, 1.5, TypeError, "lengths must be Sequence or Tensor, got 1.5"),
+        ({}, True, TypeError, "lengths must be int, got True"),
         ({}, 2**63, ValueError, "lengths must fit in 64 bits"),
         (
             None,

@@ -156,6 +156,12 @@ BAD_CALLS: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = 
         ValueError,
         "key_ranges must have shape (2 or 1, 3, 2), got [2, 4, 2]",
     ),
+    (
+        (q, None),
+        {"key_ranges": torch.zeros(2, 3, 2, dtype=torch.bool), "causal": False},
+        TypeError,
+        "key_ranges must have dtype int32 or int64, got bool",
+    ),
 ]
 
 

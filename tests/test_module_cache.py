@@ -174,3 +174,15 @@ def test_the_modules_own_cache_is_of_one_batch(new: int) -> None:
     message = r"^pyattn: the cache's batch size must be that of the module's keys, got 2 and 1$"
     with pytest.raises(ValueError, match=message):
         module(torch.randn(1, new, D_IN, dtype=torch.float64), use_cache=True)
+
+
+def test_a_refused_call_keeps_the_modules_own_cache():
+    module = nn.GroupedQueryAttention(8, 8, 0.0, 4, 2).eval()
+    x = torch.randn(2, 6, 8)
+    module(x[:, :4], use_cache=True)
+    refused = ({"lengths": [4, 3]}, {"kv_cache": KVCache(3, 2, 9, 2)}, {"kv_cache": KVCache(2, 2, 9, 3)})
+    for wrong in refused:
+        with pytest.raises(ValueError, match="^pyattn: "):
+            module(x[:, :4], **wrong)
+    continued = module(x[:, 4:], use_cache=True)
+    torch.testing.assert_close(continued, module(x)[:, 4:])

@@ -86,6 +86,21 @@ def test_an_assigned_mask_is_written(asked: bool | None, written: bool) -> None:
     assert ("mask" in module.state_dict()) == written
 
 
+@pytest.mark.parametrize("value", [False, True])
+def test_the_attribute_reaches_a_mask_that_was_assigned(value: bool) -> None:
+    """Set before it or after it, and whichever way the buffer came."""
+    for register in (False, True):
+        for before in (False, True):
+            module = made("MultiHeadAttention", 6, persistent_mask=value if before else not value)
+            if register:
+                module.register_buffer("mask", torch.zeros(6, 6), persistent=not value)
+            else:
+                module.mask = torch.zeros(6, 6)
+            module.persistent_mask = value
+            assert ("mask" in module.state_dict()) == value
+            assert (module.mask == 0).all()
+
+
 def test_the_attribute_is_the_keyword() -> None:
     module = made("MultiHeadAttention", 6)
     for value, written in ((False, False), (True, True), (None, True)):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import gradgradcheck
 from yardstick import assert_accurate
 
-from pyattn import attention, reference, tangents
+from pyattn import attention, attention_weights, reference, tangents
 
 THIRD = "^pyattn: third derivatives of attention are not implemented$"
 
@@ -41,6 +41,21 @@ def test_second_derivatives_near_the_softcap() -> None:
         return torch.autograd.grad(dq.sum(), q)[0]
 
     torch.testing.assert_close(second(torch.float32), second(torch.float64).float(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("softcap", [1e300, 3.5e38, 1e-300])
+def test_softcaps_past_float32(softcap: float) -> None:
+    """The weights, and second derivatives, are those of any cap as far beyond the scores."""
+    q, k, v = torch.randn(3, 1, 2, 5, 4)
+    near = 2.0**90 if softcap > 1 else 2.0**-90
+
+    def results(cap: float) -> list[Tensor]:
+        x = q.clone().requires_grad_()
+        weights = attention_weights(x, k, softcap=cap)
+        (dq,) = torch.autograd.grad(attention(x, k, v, softcap=cap).square().sum(), x, create_graph=True)
+        return [weights, *torch.autograd.grad(dq.sum(), x)]
+
+    torch.testing.assert_close(results(softcap), results(near))
 
 
 def test_second_derivatives_of_packed_sequences() -> None:

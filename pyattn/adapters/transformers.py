@@ -71,7 +71,8 @@ def fallbacks(model: nn.Module | None = None) -> list[str]:
         A line for each reason why a mask of queries x keys was made since the process began, with their number; it runs
         here nevertheless. Then one for each part of ``model`` whose attention is its own or another implementation's:
         transformers takes ``attn_implementation="pyattn"`` for such a model without a word. Then those where documents
-        packed into a row saw each other, or may have. Empty if all is well.
+        packed into a row saw each other, or may have; tokens that continue a cache of packed documents see them all,
+        and are not counted. Empty if all else is well.
     """
     lines = [f"{count} masks of queries x keys: {why}" for why, count in sorted(transformers_masks.DENSE.items())]
     parts = {} if model is None else dict(model.named_modules())

@@ -97,6 +97,8 @@ class CausalMask(nn.Module):
     def persistent_mask(self, persistent_mask: bool | None) -> None:
         check_type("persistent_mask", persistent_mask, bool, type(None))
         self._persistent_mask = persistent_mask
+        if (own := self._own_mask) is not None:
+            self.register_buffer("mask", own, self._state_had_mask)
 
     @property
     def _own_mask(self) -> Tensor | None:
@@ -113,13 +115,13 @@ class CausalMask(nn.Module):
 
     @mask.setter
     def mask(self, mask: Tensor | None) -> None:
-        asked = self._persistent_mask
-        self.register_buffer("mask", mask, self._state_had_mask if asked is None else asked)
+        self.register_buffer("mask", mask, self._state_had_mask)
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """Registers a buffer as every module does; the name ``mask`` is free although it can be read."""
         if name == "mask":
             self._buffers.setdefault(name, None)
+            persistent = persistent if self._persistent_mask is None else self._persistent_mask
         super().register_buffer(name, tensor, persistent)
 
     def described_mask(self) -> dict[str, object]:

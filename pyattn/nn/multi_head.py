@@ -236,16 +236,17 @@ class GroupedQueryAttention(ScoreOptions):
         check_input(x, self.d_in, self.W_query)
         if use_cache and kv_cache is not None:
             raise ValueError(f"pyattn: use_cache=True must come without kv_cache, got {kv_cache!r}")
+        if not use_cache:
+            check_cache(kv_cache, lengths)
         q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
         if use_cache:
             kv_cache = self._own_cache.with_room_for(k, self.head_dim)
-        else:
-            self.reset_cache()
-        check_cache(kv_cache, lengths)
         options = self.score_options(self.num_heads, x)
         options |= {"key_ranges": key_ranges, "kv_cache": kv_cache, "lengths": lengths}
         options |= {"dropout": self.dropout, "need_weights": need_weights}
         out, weights = attend_heads(q, k, v, self.head_dim, **options)
+        if not use_cache:
+            self.reset_cache()
         return output_of(self.out_proj(out), weights)
 
     def reset_cache(self) -> None:
