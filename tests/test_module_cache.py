@@ -182,7 +182,7 @@ def test_a_refused_call_keeps_the_modules_own_cache():
     module(x[:, :4], use_cache=True)
     refused = ({"lengths": [4, 3]}, {"kv_cache": KVCache(3, 2, 9, 2)}, {"kv_cache": KVCache(2, 2, 9, 3)})
     for wrong in refused:
-        with pytest.raises(ValueError, match="^pyattn: "):
+        with pytest.raises(ValueError, match=r"^pyattn: "):
             module(x[:, :4], **wrong)
     continued = module(x[:, 4:], use_cache=True)
     torch.testing.assert_close(continued, module(x)[:, 4:])
