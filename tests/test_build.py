@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from editable import WITHOUT_EDITABLE
 
 import pyattn
 from pyattn import _C, attention
@@ -81,12 +82,7 @@ def test_without_torch() -> None:
 def test_a_source_folder_says_what_to_do(tmp_path: Path) -> None:
     package = Path(pyattn.__file__).parent
     shutil.copytree(package, tmp_path / "pyattn", ignore=shutil.ignore_patterns("_C*.so", "_build.py", "__pycache__"))
-    result = in_new_process(
-        "import sys\n"
-        "sys.meta_path = [finder for finder in sys.meta_path if 'editable' not in type(finder).__module__]\n"
-        f"sys.path.insert(0, {str(tmp_path)!r})\n"
-        "import pyattn\n"
-    )
+    result = in_new_process(WITHOUT_EDITABLE + f"sys.path.insert(0, {str(tmp_path)!r})\nimport pyattn\n")
     assert "pyattn: this folder holds the package's source without its native module" in result.stderr
     assert "pip install -e ." in result.stderr
 

@@ -213,7 +213,8 @@ def test_no_mask_is_held(name):
         module.zero_grad()
         module.load_state_dict(module.state_dict())
         assert list(module.buffers()) == []
-    assert len(pickle.dumps(long)) == len(pickle.dumps(short)), "all that is held, whatever its name"
+    # Addresses are in it, too, of 14 digits or 15; a mask of either length would be a million bytes at least.
+    assert abs(len(pickle.dumps(long)) - len(pickle.dumps(short))) < 1000, "all that is held, whatever its name"
 
 
 @every_module

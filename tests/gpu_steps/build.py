@@ -13,6 +13,7 @@ from collections import deque
 from functools import partial
 from pathlib import Path
 
+from editable import WITHOUT_EDITABLE
 from gpu_steps.child import Check
 from gpu_steps.device import Device
 
@@ -89,6 +90,7 @@ def install(device: Device, target: Path, wheel: str) -> None:
         run_aloud(["cmake", "--build", str(build), "--parallel", str(processors())])
         shutil.copytree(ROOT / "pyattn", target / "pyattn", ignore=shutil.ignore_patterns(*MADE))
         run_aloud(["cmake", "--install", str(build)])
+    (target / "sitecustomize.py").write_text(WITHOUT_EDITABLE)
     file = Path(output_of([sys.executable, "-c", "from pyattn import _C; print(_C.__file__)"]).strip())
     if not file.is_relative_to(target):
         raise RuntimeError("another pyattn is found before the one built here: uninstall it, or take --installed")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import emulated
 import pybind11
+from editable import WITHOUT_EDITABLE
 
 from pyattn import _C
 
@@ -77,9 +78,6 @@ OTHER_TESTS = (
     "varlen_pages",
 )
 """Tests that run with the active instruction set."""
-
-# An editable install would find the package it was made from, here and in the processes that tests start.
-SITE = "import sys\nsys.meta_path = [f for f in sys.meta_path if 'editable' not in type(f).__module__]\n"
 RUN = """
 import sys
 from pathlib import Path
@@ -119,7 +117,7 @@ class Copy:
             if name:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
-        (folder / "sitecustomize.py").write_text(SITE)
+        (folder / "sitecustomize.py").write_text(WITHOUT_EDITABLE)
         version = re.findall(r'__version__ = "(.*)"', (folder / "pyattn" / "__init__.py").read_text())[0]
         options = {"CMAKE_BUILD_TYPE": "Release", "PYATTN_CUDA": "OFF", "SKBUILD_PROJECT_VERSION": version}
         options |= {"Python_EXECUTABLE": sys.executable, "pybind11_DIR": pybind11.get_cmake_dir()}
