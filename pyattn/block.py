@@ -76,8 +76,7 @@ class Block:
         self._rows, self._heads = torch.arange(begin, end, device=device), torch.arange(num_heads, device=device)
         self.q = self.of(q)
         self.seen = visible.seen(options, self._rows, self._heads, seqlen_q, seqlen_k)
-        default = 1.0 / math.sqrt(head_dim) if head_dim else 1.0  # as csrc/defaults.h
-        self.scale = default if options.softmax_scale is None else options.softmax_scale
+        self.scale = options.scale_for(head_dim)
         scores = self.hide(products(self.q, self.k) * self.scale)
         self.cap: tuple[Tensor, Tensor] | None = None
         if options.softcap:

@@ -138,9 +138,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *values: Any, **named: Any) -> t
         )
     wide = torch.promote_types(q.dtype, torch.float32)
     pairs = _Pairs(q, k, v, options, wide)
-    scale = options.softmax_scale
-    if scale is None:
-        scale = 1.0 / math.sqrt(q.shape[3]) if q.shape[3] else 1.0  # as csrc/defaults.h
+    scale = options.scale_for(q.shape[3])
     scores = q.to(wide) @ _for_each_head(pairs.k.to(wide), q.shape[1]).mT * scale
     if options.softcap:
         cap = options.bounded_softcap

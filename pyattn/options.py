@@ -1,5 +1,6 @@
 """The operators' arguments after their tensors, as one value from the public functions down to the schema."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +53,12 @@ class Options(NamedTuple):
     sinks: Tensor | None = None
     dropout_p: float = 0.0
     dropout_seed: Tensor | None = None
+
+    def scale_for(self, head_dim: int) -> float:
+        """softmax_scale, or its default for so many columns, as csrc/defaults.h has it."""
+        if self.softmax_scale is None:
+            return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
+        return self.softmax_scale
 
     @property
     def bounded_softcap(self) -> float:

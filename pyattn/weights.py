@@ -118,9 +118,7 @@ def _weights(
     wide = torch.promote_types(q.dtype, torch.float32)
     batch, num_heads, seqlen_q, head_dim = q.shape
     seqlen_k = k.shape[2]
-    scale = options.softmax_scale
-    if scale is None:
-        scale = 1.0 / math.sqrt(head_dim) if head_dim else 1.0  # as csrc/defaults.h
+    scale = options.scale_for(head_dim)
     if all_heads:
         q = q.index_select(2, row)
     else:

@@ -131,7 +131,7 @@ def test_a_mask_of_queries_and_keys_is_the_whole_mask() -> None:
 
 
 def test_a_mask_with_holes_that_is_ours() -> None:
-    """Of padding between tokens, in two documents."""
+    """Padding lies between tokens, in two documents."""
     q, keys = torch.randn(1, 4, 6, 8), torch.arange(6)
     mask = adapter.mask_function(1, 6, 6, attention_mask=keys[None] != 1)
     assert mask is not None

@@ -61,7 +61,7 @@ def mapped(function: Function) -> Function:
 
 
 def one_by_one(function: Function) -> Function:
-    """What vmap gives, without it: plain PyTorch's formula looks at values."""
+    """The results of vmap, without it: plain PyTorch's formula looks at values."""
 
     def of(*inputs: Tensor) -> Any:
         stacks, dims = stacked(inputs)
@@ -176,10 +176,10 @@ CALLS: dict[str, tuple[tuple[Function, Function], tuple[tuple[int, ...], ...], t
     "ring": (over_cache(window=2), OVER_CACHE, FEW),
     "pages of a cache": (over_cache(page_size=16), OVER_CACHE, FEW),
 }
-"""What is transformed and what it should give, the shapes of its inputs, and which transforms it is tried with."""
+"""The function that is transformed and the one that it should equal, the shapes of its inputs, and the transforms."""
 
 ANY_ORDER = ("attention_weights", "merge")
-"""What runs as torch operations, differentiable as often as wanted."""
+"""Functions that run as torch operations, differentiable as often as wanted."""
 
 
 @pytest.mark.parametrize(("name", "outer"), [(name, outer) for name, (_, _, tried) in CALLS.items() for outer in tried])

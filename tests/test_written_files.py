@@ -70,7 +70,7 @@ def test_no_room_on_the_disk_is_one_sentence(
     capsys: pytest.CaptureFixture[str],
     command: str,
 ) -> None:
-    """What was there before stays to the byte, so the run can be resumed; nothing else is left."""
+    """The earlier files stay to the byte, so the run can be resumed; nothing else is left."""
     if command == "bench":
         monkeypatch.setattr(bench, "comparisons", lambda options, peaks: {})
         monkeypatch.setattr(bench, "measured_peaks", lambda dtypes, threads: {})
