@@ -160,15 +160,18 @@ def test_sizes_of_zero(size: str) -> None:
 
 
 def test_memory_is_linear() -> None:
-    """Less than one matrix of all pairs in float32, of which a formula without blocks holds some twenty."""
-    leaves = tuple(x.requires_grad_() for x in torch.randn(3, 1, 1, 4096, 8).unbind())
+    """Less than one matrix of all pairs in float32, of which a formula without blocks holds some twenty.
+
+    The blocks take 31 MB to 79, as the allocator keeps what it was given back, and the matrix 268.
+    """
+    leaves = tuple(x.requires_grad_() for x in torch.randn(3, 1, 1, 8192, 8).unbind())
 
     def call() -> None:
         gradients = torch.autograd.grad(attention(*leaves).sum(), leaves, create_graph=True)
         torch.autograd.grad([x.sum() for x in gradients], leaves)
 
     with mock.patch.object(tangents, "PAIRS_AT_ONCE", 2**18):
-        assert memory_needed(call) < 4096**2 * 4
+        assert memory_needed(call) < 8192**2 * 4
 
 
 def test_third_derivatives_raise() -> None:
