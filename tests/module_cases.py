@@ -45,12 +45,17 @@ EXTRAS: dict[str, dict[str, Any]] = {
 WITH_EXTRAS = ("MultiHeadAttention", "Attention", "GroupedQueryAttention")
 
 
+def class_of(name: str, home: Any = nn) -> Any:
+    """The class of this name in pyattn.nn or pyattn.reference, or among the book's variants there."""
+    return getattr(home if hasattr(home, name) else home.book, name)
+
+
 def pair(name: str, *arguments: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
     """The native and the plain module, each made under the same seed."""
     made = []
     for home in (nn, reference):
         torch.manual_seed(123)
-        made.append(getattr(home, name)(*(arguments or ARGUMENTS[name])))
+        made.append(class_of(name, home)(*(arguments or ARGUMENTS[name])))
     return made[0], made[1]
 
 
@@ -131,7 +136,7 @@ def plain(
 
 def made(name: str, extra: str = "") -> torch.nn.Module:
     """One of WITH_EXTRAS, in float64, its sinks not zeros."""
-    module = getattr(nn, name)(*ARGUMENTS[name], **EXTRAS.get(extra, {})).double()
+    module = class_of(name)(*ARGUMENTS[name], **EXTRAS.get(extra, {})).double()
     if module.sinks is not None:
         assert not module.sinks.any()
         torch.nn.init.normal_(module.sinks)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_cases import ARGUMENTS, WITH_EXTRAS
+from module_cases import ARGUMENTS, WITH_EXTRAS, class_of
 
 from pyattn import KVCache, nn
 
@@ -15,14 +15,14 @@ SIZES = ("d_in", "d_out", "embed_dim", "d_model", "d_k", "context_length", "num_
 
 def cases(*names: str) -> list[tuple[str, str]]:
     """Each module, with each of these arguments that its constructor has."""
-    parameters = {module: inspect.signature(getattr(nn, module)).parameters for module in ARGUMENTS}
+    parameters = {module: inspect.signature(class_of(module)).parameters for module in ARGUMENTS}
     return [(module, name) for module in ARGUMENTS for name in names if name in parameters[module]]
 
 
 def made(module: str, **changed: Any) -> torch.nn.Module:
     """The module of ARGUMENTS, with some of them changed."""
-    bound = inspect.signature(getattr(nn, module)).bind(*ARGUMENTS[module])
-    return getattr(nn, module)(**bound.arguments | changed)
+    bound = inspect.signature(class_of(module)).bind(*ARGUMENTS[module])
+    return class_of(module)(**bound.arguments | changed)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_constructor_errors(make, message):
 @pytest.mark.parametrize("name", WITH_EXTRAS)
 def test_extras_of_other_types(name, extra, message):
     with pytest.raises(TypeError, match=f"^{re.escape('pyattn: ' + message)}$"):
-        getattr(nn, name)(*ARGUMENTS[name], **extra)
+        class_of(name)(*ARGUMENTS[name], **extra)
 
 
 @pytest.mark.parametrize(("module", "name"), cases(*SIZES))
