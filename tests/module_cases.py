@@ -145,7 +145,7 @@ def made(name: str, extra: str = "") -> torch.nn.Module:
 
 def cache_for(module: torch.nn.Module, batch: int = 2, **options: Any) -> KVCache:
     """A cache of the context's length that fits the module."""
-    heads = getattr(module, "num_kv_heads", None) or getattr(module, "num_kv_groups", None) or module.num_heads
+    heads = getattr(module, "num_heads_kv", None) or getattr(module, "num_kv_groups", None) or module.num_heads
     return KVCache(batch, heads, CONTEXT_LENGTH, module.head_dim, dtype=torch.float64, **options)
 
 

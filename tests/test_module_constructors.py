@@ -10,7 +10,7 @@ from module_cases import ARGUMENTS, WITH_EXTRAS, class_of
 
 from pyattn import KVCache, nn
 
-SIZES = ("d_in", "d_out", "embed_dim", "d_model", "d_k", "context_length", "num_heads", "num_kv_heads", "num_kv_groups")
+SIZES = ("d_in", "d_out", "embed_dim", "d_model", "d_k", "context_length", "num_heads", "num_heads_kv", "num_kv_groups")
 
 
 def cases(*names: str) -> list[tuple[str, str]]:
@@ -30,8 +30,8 @@ def made(module: str, **changed: Any) -> torch.nn.Module:
     [
         (lambda: nn.MultiHeadAttention(4, 10, 6, 0.0, 3), "d_out must be a multiple of num_heads, got 10 and 3"),
         (
-            lambda: nn.MultiHeadAttention(4, 12, 6, 0.0, 12, num_kv_heads=5),
-            "num_heads must be a multiple of num_kv_heads, got 12 and 5",
+            lambda: nn.MultiHeadAttention(4, 12, 6, 0.0, 12, num_heads_kv=5),
+            "num_heads must be a multiple of num_heads_kv, got 12 and 5",
         ),
         (
             lambda: nn.GroupedQueryAttention(4, 8, 0.0, 4, 3),
@@ -39,8 +39,8 @@ def made(module: str, **changed: Any) -> torch.nn.Module:
         ),
         (lambda: nn.Attention(10, 3), "embed_dim must be a multiple of num_heads, got 10 and 3"),
         (
-            lambda: nn.Attention(12, 12, num_kv_heads=5),
-            "num_heads must be a multiple of num_kv_heads, got 12 and 5",
+            lambda: nn.Attention(12, 12, num_heads_kv=5),
+            "num_heads must be a multiple of num_heads_kv, got 12 and 5",
         ),
         (lambda: nn.Attention(12, 4, window=(-2, 0)), "window must be (left, right), each at least -1, got [-2, 0]"),
         (lambda: nn.Attention(12, 4, softcap=-1.0), "softcap must be finite and at least 0, got -1.0"),

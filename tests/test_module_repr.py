@@ -21,7 +21,7 @@ BY_CHILDREN: dict[str, Any] = {
 }
 """Arguments that the modules within may show in place of the module. A dtype is shown by no module of torch."""
 
-OTHERS = {"dropout": 0.25, "trace_shapes": True, "need_weights": False, "persistent_mask": False, "num_kv_heads": 1}
+OTHERS = {"dropout": 0.25, "trace_shapes": True, "need_weights": False, "persistent_mask": False, "num_heads_kv": 1}
 OTHERS |= EXTRAS["all"]
 
 
@@ -40,7 +40,7 @@ def test_every_argument_is_shown(name: str) -> None:
 @every_module
 def test_defaults_are_left_out(name: str) -> None:
     text = repr(class_of(name)(*ARGUMENTS[name]))
-    for key in ("persistent_mask", "num_kv_heads", "window", "softcap", "alibi", "sinks", "rotary", "trace_shapes"):
+    for key in ("persistent_mask", "num_heads_kv", "window", "softcap", "alibi", "sinks", "rotary", "trace_shapes"):
         assert f"{key}=" not in text
     assert "None" not in text
 

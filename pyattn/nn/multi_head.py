@@ -16,8 +16,8 @@ from pyattn.nn.score import ScoreOptions
 class MultiHeadAttention(CausalMask, ScoreOptions):
     """Causal multi-head attention over sequences of at most ``context_length``, then the Linear ``out_proj``.
 
-    ``num_heads`` divides ``d_out``. ``num_kv_heads``, default num_heads, divides num_heads: query head h reads KV head
-    ``h // (num_heads // num_kv_heads)``, and W_key and W_value yield num_kv_heads * head_dim.
+    ``num_heads`` divides ``d_out``. ``num_heads_kv``, default num_heads, divides num_heads: query head h reads KV head
+    ``h // (num_heads // num_heads_kv)``, and W_key and W_value yield num_heads_kv * head_dim.
     :class:`pyattn.nn.score.ScoreOptions` says what ``window`` and the rest are. For ``window=(2, 0)``, 1 = takes
     part::
 
@@ -32,7 +32,7 @@ class MultiHeadAttention(CausalMask, ScoreOptions):
     >>> attention = MultiHeadAttention(d_in=768, d_out=768, context_length=1024, dropout=0.0, num_heads=12)
     >>> attention(torch.rand(2, 16, 768)).shape
     torch.Size([2, 16, 768])
-    >>> modern = MultiHeadAttention(64, 64, 32, 0.0, 8, num_kv_heads=2, window=(15, 0), sinks=True, rotary=10000.0)
+    >>> modern = MultiHeadAttention(64, 64, 32, 0.0, 8, num_heads_kv=2, window=(15, 0), sinks=True, rotary=10000.0)
     >>> modern(torch.rand(2, 16, 64)).shape
     torch.Size([2, 16, 64])
     """
@@ -46,7 +46,7 @@ class MultiHeadAttention(CausalMask, ScoreOptions):
         num_heads: int,
         qkv_bias: bool = False,
         *,
-        num_kv_heads: int | None = None,
+        num_heads_kv: int | None = None,
         window: tuple[int, int] | None = None,
         softcap: float | None = None,
         alibi: bool = False,
@@ -59,19 +59,19 @@ class MultiHeadAttention(CausalMask, ScoreOptions):
         self.d_in = d_in
         self.d_out = d_out
         self.num_heads = num_heads
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
         self.head_dim = quotient("d_out", d_out, "num_heads", num_heads)
-        quotient("num_heads", num_heads, "num_kv_heads", self.num_kv_heads)
+        quotient("num_heads", num_heads, "num_heads_kv", self.num_heads_kv)
         self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias)
-        self.W_key = nn.Linear(d_in, self.num_kv_heads * self.head_dim, bias=qkv_bias)
-        self.W_value = nn.Linear(d_in, self.num_kv_heads * self.head_dim, bias=qkv_bias)
+        self.W_key = nn.Linear(d_in, self.num_heads_kv * self.head_dim, bias=qkv_bias)
+        self.W_value = nn.Linear(d_in, self.num_heads_kv * self.head_dim, bias=qkv_bias)
         self.out_proj = nn.Linear(d_out, d_out)
         self.dropout: nn.Module = make_dropout(dropout)
         self.set_score_options(num_heads, self.head_dim, window, softcap, alibi, sinks, rotary)
 
     def extra_repr(self) -> str:  # noqa: D102
-        shared = None if self.num_kv_heads == self.num_heads else self.num_kv_heads
-        heads = {"num_heads": self.num_heads, "num_kv_heads": shared}
+        shared = None if self.num_heads_kv == self.num_heads else self.num_heads_kv
+        heads = {"num_heads": self.num_heads, "num_heads_kv": shared}
         return described(**heads, **self.described_mask(), **self.described_options())
 
     def forward(
@@ -101,7 +101,7 @@ class Attention(ScoreOptions):
     (batch, seqlen, seqlen) or (batch, num_heads, seqlen, seqlen), sizes of 1 broadcast; a query that sees no key gets
     0, not NaN. None, the default: every query sees every key.
 
-    ``num_heads`` divides ``embed_dim``, ``num_kv_heads``, default num_heads, divides num_heads.
+    ``num_heads`` divides ``embed_dim``, ``num_heads_kv``, default num_heads, divides num_heads.
     :class:`pyattn.nn.score.ScoreOptions` says what ``window`` and the rest are, on top of the mask. For
     ``window=(1, 2)``, without a mask, 1 = takes part::
 
@@ -121,7 +121,7 @@ class Attention(ScoreOptions):
         num_heads: int,
         dropout: float = 0.0,
         *,
-        num_kv_heads: int | None = None,
+        num_heads_kv: int | None = None,
         window: tuple[int, int] | None = None,
         softcap: float | None = None,
         alibi: bool = False,
@@ -131,19 +131,19 @@ class Attention(ScoreOptions):
         super().__init__()
         self.embed_dim = embed_dim
         self.num_heads = num_heads
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
         self.head_dim = quotient("embed_dim", embed_dim, "num_heads", num_heads)
-        quotient("num_heads", num_heads, "num_kv_heads", self.num_kv_heads)
+        quotient("num_heads", num_heads, "num_heads_kv", self.num_heads_kv)
         self.W_q = nn.Linear(embed_dim, embed_dim)
-        self.W_k = nn.Linear(embed_dim, self.num_kv_heads * self.head_dim)
-        self.W_v = nn.Linear(embed_dim, self.num_kv_heads * self.head_dim)
+        self.W_k = nn.Linear(embed_dim, self.num_heads_kv * self.head_dim)
+        self.W_v = nn.Linear(embed_dim, self.num_heads_kv * self.head_dim)
         self.W_o = nn.Linear(embed_dim, embed_dim)
         self.dropout: nn.Module = make_dropout(dropout)
         self.set_score_options(num_heads, self.head_dim, window, softcap, alibi, sinks, rotary)
 
     def extra_repr(self) -> str:  # noqa: D102
-        shared = None if self.num_kv_heads == self.num_heads else self.num_kv_heads
-        return described(num_heads=self.num_heads, num_kv_heads=shared, **self.described_options())
+        shared = None if self.num_heads_kv == self.num_heads else self.num_heads_kv
+        return described(num_heads=self.num_heads, num_heads_kv=shared, **self.described_options())
 
     def forward(
         self,
