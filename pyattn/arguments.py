@@ -185,13 +185,16 @@ def hide_catch_all(function: Function) -> Function:
 
 def check_names(function: Function) -> Function:
     """:func:`refuse` for arguments that the function does not have, at the cost of one more call."""
-    known = frozenset(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters
+    known, kinds = frozenset(parameters), [p.kind for p in parameters.values()]
+    takes_all = inspect.Parameter.VAR_POSITIONAL in kinds
+    most = sys.maxsize if takes_all else kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
     @functools.wraps(function)
     def checked(*positional: Any, **named: Any) -> object:
         unknown = {name: value for name, value in named.items() if name not in known}
-        if unknown:
-            refuse(function, (), unknown)
+        if unknown or len(positional) > most:
+            refuse(function, positional[most:], unknown)
         return function(*positional, **named)
 
     return checked  # type: ignore[return-value]
@@ -199,15 +202,17 @@ def check_names(function: Function) -> Function:
 
 def refuse(function: Callable[..., object], positional: tuple[object, ...], named: Mapping[str, object]) -> NoReturn:
     """TypeError for arguments that ``function`` does not have, naming those that stand for them."""
-    parameters = inspect.signature(function).parameters.values()
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
     name = function.__qualname__.removesuffix(".__init__")
+    own = [p.name for p in parameters]
     if positional:
         first = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        rest = " and the rest by name" if any(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters) else ""
+        others = " (other libraries have attn_mask or dropout_p next)" if "softmax_scale" in own else ""
         raise TypeError(
-            f"pyattn: {name} takes {', '.join(first)} by position and the rest by name (other libraries have attn_mask "
-            f"or dropout_p next), got {len(positional)} more, the first {shown(positional[0])}"
+            f"pyattn: {name} takes {', '.join(first) or 'nothing'} by position{rest}{others}, got {len(positional)} "
+            f"more, the first {shown(positional[0])}"
         )
-    own = [p.name for p in parameters if p.name != "self"]
     words = [f"no argument {word} ({_hint(word, own)}), got {shown(named[word])}" for word in named]
     raise TypeError(f"pyattn: {name} has " + "; ".join(words))
 
@@ -217,6 +222,7 @@ def _hint(word: str, own: Sequence[str]) -> str:
     peers = PEERS_WORDS if "softmax_scale" in own else {}
     if word in peers:
         return peers[word]
-    for close in difflib.get_close_matches(word, [*own, *peers], n=1):
+    turned = [name for name in own if sorted(name.split("_")) == sorted(word.split("_"))]
+    for close in turned or difflib.get_close_matches(word, [*own, *peers], n=1):
         return f"did you mean {close}?" + (f" {peers[close]}" if close in peers else "")
     return "its arguments are " + ", ".join(own)

@@ -42,6 +42,24 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "rotary": {"rotary": 100.0},
     "all": {"window": (3, -1), "softcap": 2.0, "alibi": True, "sinks": True, "rotary": 10000.0},
 }
+ROWS = 9
+
+WITH_RANGES = {
+    "CausalAttention": (),
+    "MultiHeadAttentionWrapper": (),
+    "MultiHeadAttention": (),
+    "Attention": (),
+    "GroupedQueryAttention": (),
+    "Ch03_MHA_Wrapper": (),
+    "MultiHeadAttentionCombinedQKV": (),
+    "MHAEinsum": (),
+    "MHAPyTorchScaledDotProduct": (),
+    "MHAPyTorchSDPAWithoutFlash": (),
+    "MHAPyTorchFlexAttention": (),
+    "MHAPyTorchClass": (D_IN, D_IN, 3, ROWS),
+}
+"""Modules that take key_ranges, mask and bias, each with the arguments to use if not the usual ones."""
+
 WITH_EXTRAS = ("MultiHeadAttention", "Attention", "GroupedQueryAttention")
 
 
@@ -86,6 +104,10 @@ def assert_same(x: Tensor, exact: Tensor) -> None:
     assert error(x, exact) <= 1e-12
 
 
+def gradients(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(out.sin().sum(), leaves))
+
+
 def slopes_of_the_paper(n: int) -> list[float]:
     """As in https://github.com/ofirpress/attention_with_linear_biases, fairseq/models/transformer.py."""
 
@@ -109,9 +131,16 @@ def turned(x: Tensor, base: float) -> Tensor:
 
 
 def plain(
-    module: torch.nn.Module, x: Tensor, mask: Tensor | None = None, key_ranges: Tensor | None = None
+    module: torch.nn.Module,
+    x: Tensor,
+    mask: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out and weights of the module, in plain PyTorch, in training with the dropout of the same generator's state."""
+    """out and weights of the module, in plain PyTorch, in training with the dropout of the same generator's state.
+
+    ``mask``: True = masked out.
+    """
     of_caller = isinstance(module, nn.Attention)
     names = ("W_q", "W_k", "W_v", "W_o") if of_caller else ("W_query", "W_key", "W_value", "out_proj")
     *projections, project = (getattr(module, name) for name in names)
@@ -126,7 +155,7 @@ def plain(
         softcap=module.softcap,
         alibi_slopes=slopes,
         sinks=module.sinks,
-        bias=None if mask is None else ~mask,
+        bias=bias if mask is None else ~mask if bias is None else torch.where(mask, -torch.inf, bias),
         key_ranges=key_ranges,
         dropout_p=module.dropout.p if module.training else 0.0,
         return_weights=True,

@@ -139,7 +139,9 @@ def test_input_longer_than_context(name):
 def test_mask_errors():
     native, _ = pair("Attention")
     x = torch.ones(2, 7, D_IN)
-    with pytest.raises(TypeError, match=r"^pyattn: mask must be bool, True = masked out, got torch.float32$"):
+    with pytest.raises(
+        TypeError, match=r"^pyattn: mask must be bool, True = masked out \(numbers .* are bias\), got torch.float32$"
+    ):
         native(x, torch.ones(7, 7))
     with pytest.raises(TypeError, match=r"^pyattn: mask must be Tensor, got 'causal'$"):
         native(x, "causal")

@@ -45,8 +45,9 @@ from pyattn.nn.gpt2 import (
     create_gpt2_small_attention,
     create_gpt2_xl_attention,
 )
+from pyattn.nn.grouped_query import GroupedQueryAttention
 from pyattn.nn.mask import causal_mask
-from pyattn.nn.multi_head import Attention, GroupedQueryAttention, MultiHeadAttention
+from pyattn.nn.multi_head import Attention, MultiHeadAttention
 from pyattn.nn.self_attention import SelfAttention, SelfAttention_v1, SelfAttention_v2, SimplifiedSelfAttention
 
 __all__ = [

@@ -8,6 +8,7 @@ their weights are. Here all compute natively, and take what :mod:`pyattn.nn` say
 import torch
 from torch import Tensor
 
+from pyattn.arguments import check_names
 from pyattn.nn.causal import MultiHeadAttentionWrapper
 from pyattn.nn.combined_qkv import (
     MHAPyTorchFlexAttention,
@@ -41,6 +42,7 @@ class Ch03_MHA_Wrapper(MultiHeadAttentionWrapper):
     torch.Size([8, 6, 4])
     """
 
+    @check_names
     def __init__(
         self,
         d_in: int,
@@ -55,8 +57,17 @@ class Ch03_MHA_Wrapper(MultiHeadAttentionWrapper):
         super().__init__(d_in, d_out, context_length, dropout, num_heads, qkv_bias, persistent_mask=persistent_mask)
         self.out_proj = torch.nn.Linear(d_out * num_heads, d_out * num_heads)
 
-    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None, need_weights: bool = False) -> Output:
+    @check_names
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_ranges: Tensor | None = None,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, num_heads * d_out)."""
-        result = super().forward(x, key_ranges=key_ranges, need_weights=need_weights)
+        result = super().forward(x, key_ranges=key_ranges, mask=mask, bias=bias, need_weights=need_weights)
         out, weights = result if isinstance(result, tuple) else (result, None)
         return output_of(self.out_proj(out), weights)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from pyattn.arguments import check_sizes
+from pyattn.arguments import check_names, check_sizes
 from pyattn.cache import KVCache
 from pyattn.nn.checks import Lengths, check_cache, check_input, quotient
 from pyattn.nn.described import described
@@ -22,6 +22,7 @@ class MHAPyTorchScaledDotProduct(CausalMask):
 
     mask_in_plain_states = False
 
+    @check_names
     def __init__(
         self,
         d_in: int,
@@ -45,11 +46,14 @@ class MHAPyTorchScaledDotProduct(CausalMask):
         p = None if isinstance(self.dropout, nn.Module) else self.dropout or None
         return described(num_heads=self.num_heads, **self.described_mask(), dropout=p)
 
+    @check_names
     def forward(
         self,
         x: Tensor,
         *,
         key_ranges: Tensor | None = None,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
         kv_cache: KVCache | None = None,
         lengths: Lengths | None = None,
         need_weights: bool = False,
@@ -60,7 +64,7 @@ class MHAPyTorchScaledDotProduct(CausalMask):
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         dropout = self.dropout if isinstance(self.dropout, nn.Module) else self.dropout * self.training
         options = self.mask_options(x, kv_cache is not None) | {"dropout": dropout, "need_weights": need_weights}
-        options |= {"key_ranges": key_ranges, "kv_cache": kv_cache, "lengths": lengths}
+        options |= {"key_ranges": key_ranges, "mask": mask, "bias": bias, "kv_cache": kv_cache, "lengths": lengths}
         out, weights = attend_heads(q, k, v, self.head_dim, **options)
         return output_of(self.proj(out), weights)
 
@@ -75,6 +79,7 @@ class MHAPyTorchSDPAWithoutFlash(MHAPyTorchScaledDotProduct):
     mask_in_plain_states = True
     mask_dtype = torch.bool
 
+    @check_names
     def __init__(
         self,
         d_in: int,
@@ -95,6 +100,7 @@ class MultiHeadAttentionCombinedQKV(MHAPyTorchScaledDotProduct):
 
     mask_in_plain_states = True
 
+    @check_names
     def __init__(
         self,
         d_in: int,

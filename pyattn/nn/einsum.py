@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from pyattn.arguments import check_sizes
+from pyattn.arguments import check_names, check_sizes
 from pyattn.cache import KVCache
 from pyattn.nn.checks import Lengths, check_cache, check_input, quotient
 from pyattn.nn.described import described
@@ -27,6 +27,7 @@ class MHAEinsum(CausalMask):
     bias_k: Tensor | None
     bias_v: Tensor | None
 
+    @check_names
     def __init__(
         self,
         d_in: int,
@@ -66,11 +67,14 @@ class MHAEinsum(CausalMask):
             if bias is not None:
                 nn.init.uniform_(bias, -bound, bound)
 
+    @check_names
     def forward(
         self,
         x: Tensor,
         *,
         key_ranges: Tensor | None = None,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
         kv_cache: KVCache | None = None,
         lengths: Lengths | None = None,
         need_weights: bool = False,
@@ -81,6 +85,6 @@ class MHAEinsum(CausalMask):
         weights = (self.W_query, self.bias_q), (self.W_key, self.bias_k), (self.W_value, self.bias_v)
         q, k, v = (linear(x, weight.mT, bias) for weight, bias in weights)
         options = self.mask_options(x, kv_cache is not None) | {"dropout": self.dropout, "need_weights": need_weights}
-        options |= {"key_ranges": key_ranges, "kv_cache": kv_cache, "lengths": lengths}
+        options |= {"key_ranges": key_ranges, "mask": mask, "bias": bias, "kv_cache": kv_cache, "lengths": lengths}
         out, attended = attend_heads(q, k, v, self.head_dim, **options)
         return output_of(self.out_proj(out), attended)

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from pyattn.arguments import check_sizes, shown
-from pyattn.nn.checks import check_input, quotient
+from pyattn.arguments import check_names, check_sizes, shown
+from pyattn.nn.checks import check_added, check_input, quotient
 from pyattn.nn.described import described
 from pyattn.nn.heads import Output, attend_heads, check_dropout, output_of
 from pyattn.nn.mask import CausalMask
@@ -24,6 +24,7 @@ class MHAPyTorchClass(CausalMask):
 
     mask_dtype = torch.bool
 
+    @check_names
     def __init__(
         self,
         d_in: int,
@@ -58,8 +59,19 @@ class MHAPyTorchClass(CausalMask):
             need_weights=None if self.need_weights else False,
         )
 
-    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None, need_weights: bool = False) -> Output:
+    @check_names
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_ranges: Tensor | None = None,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); the weights' last key is that of ``bias_k``.
+
+        ``mask`` and ``bias`` are of x's own keys: with ``qkv_bias``, every query sees ``bias_k``, without a bias.
 
         NotImplementedError for ``key_ranges`` with ``qkv_bias``: the keys of a range and ``bias_k`` are no range.
         """
@@ -73,9 +85,11 @@ class MHAPyTorchClass(CausalMask):
                     f"{shown(key_ranges)}"
                 )
             k, v = (_before(bias, x) for bias, x in ((inner.bias_k, k), (inner.bias_v, v)))
-            if "bias" in options:
-                options["bias"] = pad(options["bias"], (1, 0), value=True)
-        options |= {"dropout": inner.dropout * self.training, "need_weights": need_weights}
+            seqlen = x.shape[1]
+            check_added(mask, bias, (x.shape[0], inner.num_heads, seqlen, seqlen))
+            mask, bias = _with_first(mask, seqlen, True), _with_first(bias, seqlen, 0.0)
+            options["own_mask"] = _with_first(options.get("own_mask"), seqlen, True)
+        options |= {"mask": mask, "bias": bias, "dropout": inner.dropout * self.training, "need_weights": need_weights}
         out, weights = attend_heads(q, k, v, self.head_dim, **options)
         if weights is not None and inner.bias_k is not None:
             weights = weights.roll(-1, -1)
@@ -85,3 +99,8 @@ class MHAPyTorchClass(CausalMask):
 def _before(row: Tensor, x: Tensor) -> Tensor:
     """``row`` (1, 1, E), then x (batch, seqlen, E): the causal mask shows the first key to all."""
     return torch.cat([row.to(x.dtype).expand(x.shape[0], 1, -1), x], dim=1)
+
+
+def _with_first(t: Tensor | None, seqlen: int, value: float) -> Tensor | None:
+    """``value`` for one key, then ``t`` (..., seqlen or 1) for the others."""
+    return None if t is None else pad(t.expand(*t.shape[:-1], seqlen), (1, 0), value=value)

@@ -1,14 +1,16 @@
 """The attention modules that people write from scratch, in plain PyTorch, every ``mask`` a buffer.
 
 They are written the way S. Raschka, "Build a Large Language Model (From Scratch)", chapters 3 and 4, and the tutorials
-after it write them. Each is the specification of its namesake in :mod:`pyattn.nn`, whose docstring says what it takes.
+after it write them. Each is the specification of its namesake in :mod:`pyattn.nn`, whose docstring says what it takes;
+``masks`` are the ``key_ranges``, ``mask`` and ``bias`` of :func:`pyattn.reference.heads.attend`.
 """
 # ruff: noqa: D101, D102
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from pyattn.reference.heads import attend, future
+from pyattn.reference.heads import Masks, attend, future, of_head
 
 
 class SimplifiedSelfAttention(nn.Module):
@@ -52,11 +54,11 @@ class CausalAttention(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.register_buffer("mask", future(context_length))
 
-    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, **masks: Unpack[Masks]) -> Tensor:
         seqlen = x.shape[1]
         masked = self.mask.bool()[:seqlen, :seqlen]
         q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
-        return attend(q, k, v, masked=masked, key_ranges=key_ranges, dropout=self.dropout)[0]
+        return attend(q, k, v, masked=masked, **masks, dropout=self.dropout)[0]
 
 
 class MultiHeadAttentionWrapper(nn.Module):
@@ -68,8 +70,11 @@ class MultiHeadAttentionWrapper(nn.Module):
             CausalAttention(d_in, d_out, context_length, dropout, qkv_bias) for _ in range(num_heads)
         )
 
-    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None) -> Tensor:
-        return torch.cat([head(x, key_ranges=key_ranges) for head in self.heads], dim=-1)
+    def forward(self, x: Tensor, **masks: Unpack[Masks]) -> Tensor:
+        mask, bias = masks.get("mask"), masks.get("bias")
+        own = [{**masks, "mask": of_head(mask, h), "bias": of_head(bias, h)} for h in range(len(self.heads))]
+        outs = [head(x, **masks_of_head) for head, masks_of_head in zip(self.heads, own, strict=True)]
+        return torch.cat(outs, dim=-1)
 
 
 class MultiHeadAttention(nn.Module):
@@ -89,13 +94,13 @@ class MultiHeadAttention(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.register_buffer("mask", future(context_length))
 
-    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, **masks: Unpack[Masks]) -> Tensor:
         batch, seqlen, _ = x.shape
         q = self.W_query(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
         k = self.W_key(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
         v = self.W_value(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
         masked = self.mask.bool()[:seqlen, :seqlen]
-        context, _ = attend(q, k, v, masked=masked, key_ranges=key_ranges, dropout=self.dropout)
+        context, _ = attend(q, k, v, masked=masked, **masks, dropout=self.dropout)
         out: Tensor = self.out_proj(context.transpose(1, 2).reshape(batch, seqlen, self.d_out))
         return out
 
@@ -130,14 +135,16 @@ class Attention(nn.Module):
         self.W_o = nn.Linear(embed_dim, embed_dim)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, *, key_ranges: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, key_ranges: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
         batch, seqlen, embed_dim = x.shape
         q = self.W_q(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
         k = self.W_k(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
         v = self.W_v(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
         if mask is not None and mask.dim() == 3:
             mask = mask.unsqueeze(1)
-        context, _ = attend(q, k, v, masked=mask, key_ranges=key_ranges, dropout=self.dropout)
+        context, _ = attend(q, k, v, masked=mask, key_ranges=key_ranges, bias=bias, dropout=self.dropout)
         out: Tensor = self.W_o(context.transpose(1, 2).reshape(batch, seqlen, embed_dim))
         return out
 
@@ -167,7 +174,7 @@ class GroupedQueryAttention(nn.Module):
         self.cache_k: Tensor | None = None
         self.cache_v: Tensor | None = None
 
-    def forward(self, x: Tensor, use_cache: bool = False, *, key_ranges: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, use_cache: bool = False, **masks: Unpack[Masks]) -> Tensor:
         batch, seqlen, _ = x.shape
         q = self.W_query(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
         k = self.W_key(x).view(batch, seqlen, self.num_kv_groups, self.head_dim).transpose(1, 2)
@@ -182,7 +189,7 @@ class GroupedQueryAttention(nn.Module):
         k = k.repeat_interleave(self.group_size, dim=1)
         v = v.repeat_interleave(self.group_size, dim=1)
         masked = future(seqlen_k)[seqlen_k - seqlen :].to(x.device).bool()
-        context, _ = attend(q, k, v, masked=masked, key_ranges=key_ranges, dropout=self.dropout)
+        context, _ = attend(q, k, v, masked=masked, **masks, dropout=self.dropout)
         out: Tensor = self.out_proj(context.transpose(1, 2).reshape(batch, seqlen, self.d_out))
         return out
 
