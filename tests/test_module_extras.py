@@ -51,7 +51,7 @@ def test_extras_on_top_of_a_mask(extra: str) -> None:
 
 
 def test_shared_kv_heads_of_the_callers_module() -> None:
-    shared = nn.Attention(12, 6, num_kv_heads=2).double()
+    shared = nn.Attention(12, 6, num_heads_kv=2).double()
     assert shared.W_k.weight.shape == shared.W_v.weight.shape == (4, 12)
     x = torch.randn(2, 9, 12, dtype=torch.float64)
     assert_same(shared(x), plain(shared, x)[0])

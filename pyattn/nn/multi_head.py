@@ -1,6 +1,7 @@
 """Multi-head attention in one set of projections."""
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from pyattn.arguments import check_names, check_sizes
 from pyattn.cache import KVCache
@@ -61,11 +62,11 @@ class MultiHeadAttention(CausalMask, ScoreOptions):
         self.num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
         self.head_dim = quotient("d_out", d_out, "num_heads", num_heads)
         quotient("num_heads", num_heads, "num_heads_kv", self.num_heads_kv)
-        self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias)
-        self.W_key = nn.Linear(d_in, self.num_heads_kv * self.head_dim, bias=qkv_bias)
-        self.W_value = nn.Linear(d_in, self.num_heads_kv * self.head_dim, bias=qkv_bias)
-        self.out_proj = nn.Linear(d_out, d_out)
-        self.dropout: nn.Module = make_dropout(dropout)
+        self.W_query = torch.nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_key = torch.nn.Linear(d_in, self.num_heads_kv * self.head_dim, bias=qkv_bias)
+        self.W_value = torch.nn.Linear(d_in, self.num_heads_kv * self.head_dim, bias=qkv_bias)
+        self.out_proj = torch.nn.Linear(d_out, d_out)
+        self.dropout: torch.nn.Module = make_dropout(dropout)
         self.set_score_options(num_heads, self.head_dim, window, softcap, alibi, sinks, rotary)
 
     def extra_repr(self) -> str:  # noqa: D102
@@ -137,11 +138,11 @@ class Attention(ScoreOptions):
         self.num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
         self.head_dim = quotient("embed_dim", embed_dim, "num_heads", num_heads)
         quotient("num_heads", num_heads, "num_heads_kv", self.num_heads_kv)
-        self.W_q = nn.Linear(embed_dim, embed_dim)
-        self.W_k = nn.Linear(embed_dim, self.num_heads_kv * self.head_dim)
-        self.W_v = nn.Linear(embed_dim, self.num_heads_kv * self.head_dim)
-        self.W_o = nn.Linear(embed_dim, embed_dim)
-        self.dropout: nn.Module = make_dropout(dropout)
+        self.W_q = torch.nn.Linear(embed_dim, embed_dim)
+        self.W_k = torch.nn.Linear(embed_dim, self.num_heads_kv * self.head_dim)
+        self.W_v = torch.nn.Linear(embed_dim, self.num_heads_kv * self.head_dim)
+        self.W_o = torch.nn.Linear(embed_dim, embed_dim)
+        self.dropout: torch.nn.Module = make_dropout(dropout)
         self.set_score_options(num_heads, self.head_dim, window, softcap, alibi, sinks, rotary)
 
     def extra_repr(self) -> str:  # noqa: D102
