@@ -123,3 +123,10 @@ def test_none_is_not_given(name: str) -> None:
     module.load_state_dict(usual.state_dict())
     x = torch.randn(2, 5, 12)
     assert torch.equal(module(x), usual(x))
+
+
+@pytest.mark.parametrize("name", WITH_EXTRAS)
+def test_a_window_is_a_pair(name: str) -> None:
+    """(left, right), as a list too, which configurations in JSON have; all keys are no window."""
+    assert made(name, window=[3, 0]).extra_repr() == made(name, window=(3, 0)).extra_repr()
+    assert made(name, window=[-1, -1]).extra_repr() == made(name).extra_repr()

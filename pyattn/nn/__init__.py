@@ -22,18 +22,23 @@ What all modules share:
 - ``key_ranges`` (batch or 1, seqlen, 2), as for :func:`pyattn.attention`: query i sees the keys [begin, end) alone, on
   top of the module's own mask. :mod:`pyattn.masks` has those of padded and packed batches; ``masks.prefix_lm`` is for
   :class:`Attention`, the others being causal. Every module with several heads takes them, and :class:`CausalAttention`.
+- ``mask``, bool, True = takes part, and ``bias``, in the weights' dtype or float32 and added to the scores, as for
+  :func:`pyattn.attention`, also on top of the module's own mask, in the modules that take ``key_ranges``. Each has a
+  shape that broadcasts to (batch, num_heads, seqlen, seqlen). :class:`Attention` keeps its tutorials' meaning of
+  ``mask``, **True = masked out**.
 - ``window``, ``softcap``, ``alibi``, ``sinks`` and ``rotary`` are keyword-only extras of :class:`MultiHeadAttention`,
   :class:`Attention` and :class:`GroupedQueryAttention`: see :class:`pyattn.nn.score.ScoreOptions`. One-head modules and
   the wrapper around them, the book's steps on the way there, have none.
 - ``kv_cache``, a :class:`pyattn.KVCache` of the batch size, KV heads, head_dim and dtype of the module's keys, lets
   those three, ``book.MHAEinsum`` and the book's modules with one ``qkv`` continue the tokens of earlier calls, which
   rotary positions count; gradients do not flow back into them. One cache serves one module. ``key_ranges`` count
-  positions, up to the cache's max_seqlen; a ring takes none. Weights are (batch, num_heads, seqlen, the most tokens of
-  a sequence so far). An error leaves the cache as it was.
+  positions, up to the cache's max_seqlen, and ``mask`` and ``bias`` have max_seqlen keys; a ring takes none of them.
+  Weights are (batch, num_heads, seqlen, the most tokens of a sequence so far). An error leaves the cache as it was.
 - ``lengths``, with a cache: of ``x``, padded on the right, the first lengths[b] tokens count for sequence b, ints or an
   int32 or int64 tensor (batch,). The other tokens are not kept, their weights are 0, and their rows of out hold the
   bias of the last projection, or 0 without one.
-- TypeError for a wrong dtype, ValueError for a wrong shape or value; each says what it got.
+- TypeError for a wrong dtype or an argument that does not exist, ValueError for a wrong shape or value; each says what
+  it got.
 """
 
 from pyattn.nn import book

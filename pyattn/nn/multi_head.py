@@ -100,9 +100,10 @@ class MultiHeadAttention(CausalMask, ScoreOptions):
 class Attention(ScoreOptions):
     """Multi-head attention with the caller's mask, over Linears ``W_q W_k W_v W_o`` with bias.
 
-    ``mask``: bool, **True = masked out** (the opposite of torch's ``scaled_dot_product_attention``), (seqlen, seqlen),
-    (batch, seqlen, seqlen) or (batch, num_heads, seqlen, seqlen), sizes of 1 broadcast; a query that sees no key gets
-    0, not NaN. None, the default: every query sees every key.
+    ``mask``: bool, **True = masked out**, as the tutorials have it: the opposite of ``mask`` in the other modules and
+    in :func:`pyattn.attention`, and of torch's ``scaled_dot_product_attention``. (seqlen, seqlen), (batch, seqlen,
+    seqlen) or (batch, num_heads, seqlen, seqlen), sizes of 1 broadcast; a query that sees no key gets 0, not NaN. None,
+    the default: every query sees every key. TypeError for another dtype: numbers to add to the scores are ``bias``.
 
     ``num_heads`` divides ``embed_dim``, ``num_heads_kv``, default num_heads, divides num_heads.
     :class:`pyattn.nn.score.ScoreOptions` says what ``window`` and the rest are, on top of the mask. For
