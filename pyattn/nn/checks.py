@@ -81,7 +81,7 @@ def check_append(kv_cache: KVCache, k: Tensor, key_ranges: Tensor | None, mask: 
         if of_cache != of_keys:
             kind = TypeError if name == "dtype" else ValueError
             raise kind(f"pyattn: the cache's {name} must be that of the module's keys, got {of_cache} and {of_keys}")
-    check_ring(kv_cache, new, key_ranges, mask)
+    check_ring(kv_cache, new, {"key_ranges": key_ranges, "bias": mask})
     if key_ranges is not None:
         check_tensor("key_ranges", key_ranges)
         if key_ranges.shape not in ((1, new, 2), (batch, new, 2)):
