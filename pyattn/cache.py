@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyattn import ops
 from pyattn.arguments import (
     check_64_bits,
     check_integers,
@@ -21,12 +22,6 @@ from pyattn.ring import slots_of
 
 __all__ = ["KVCache"]
 
-_append = torch.ops.pyattn.cache_append.default
-_clear = torch.ops.pyattn.cache_clear.default
-_append_pages = torch.ops.pyattn.cache_append_pages.default
-_truncate = torch.ops.pyattn.cache_truncate.default
-_reorder = torch.ops.pyattn.cache_reorder.default
-_reorder_pages = torch.ops.pyattn.cache_reorder_pages.default
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -139,7 +134,7 @@ class KVCache:
                 if page_size is not None and self.block_table is not None:
                     shape = num_heads_kv, self.block_table.numel(), page_size, columns
                 made = torch.empty(shape, dtype=dtype, device=device)
-                _clear(made)
+                ops.cache_clear(made)
                 # What a head reads of neighbouring pages lies in one piece, as memory is read fastest.
                 return made if page_size is None else made.permute(1, 2, 0, 3)
 
@@ -181,9 +176,9 @@ class KVCache:
         storage = self.k, self.v, self.lengths
         tokens = k.detach() if k.requires_grad else k, v.detach() if v.requires_grad else v, new, self.max_seqlen
         if self.block_table is None:
-            _append(*storage, self.starts, *tokens)
+            ops.cache_append(*storage, self.starts, *tokens)
         else:
-            _append_pages(*storage, self.block_table, *tokens)
+            ops.cache_append_pages(*storage, self.block_table, *tokens)
         self._ragged = before is not None
         if before is not None:
             torch.stack([torch.full_like(before, k.shape[2]), before, self.lengths], out=self._last)
@@ -211,7 +206,7 @@ class KVCache:
             kept = torch.full_like(self.lengths, lengths)
         else:
             kept = check_integers("lengths", lengths, self.lengths.device)
-        _truncate(self.lengths, None if self.window is None else self.starts, kept, self.window or 0)
+        ops.cache_truncate(self.lengths, None if self.window is None else self.starts, kept, self.window or 0)
 
     def clone(self) -> "KVCache":
         """A cache of the same sequences with storage of its own, pages and ring included."""
@@ -252,7 +247,7 @@ class KVCache:
             for name, value in vars(self).items():
                 if name in ("k", "v"):
                     storage = torch.empty_like(value, dtype=dtype, device=device)
-                    _clear(storage)
+                    ops.cache_clear(storage)
                     setattr(made, name, storage.copy_(value))
                 elif isinstance(value, Tensor):
                     setattr(made, name, value.to(device, copy=True))
@@ -270,9 +265,9 @@ class KVCache:
         """
         chosen = check_integers("idx", idx, self.lengths.device)
         if self.block_table is None:
-            _reorder(self.k, self.v, self.lengths, self.starts, chosen)
+            ops.cache_reorder(self.k, self.v, self.lengths, self.starts, chosen)
         else:
-            _reorder_pages(self.lengths, self.block_table, chosen)
+            ops.cache_reorder_pages(self.lengths, self.block_table, chosen)
         if self._ragged:
             chosen = chosen.clamp(0, max(0, len(self.lengths) - 1))  # as the operator takes them on a GPU
             torch.index_select(self._last.clone(), 1, chosen, out=self._last)

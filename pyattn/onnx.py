@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from pyattn import _ops, visible
+from pyattn import ops, visible
 from pyattn.options import UNBOUNDED, Options
 
 
@@ -171,12 +171,12 @@ def _in_onnx(decomposition: Callable[..., tuple[Tensor, ...]], *args: Any, **nam
 
 
 DECOMPOSITIONS: dict[torch._ops.OpOverload[..., Any], Callable[..., tuple[Tensor, ...]]] = {
-    _ops.attention_forward: _attention,
-    _ops.attention_backward: partial(_refuse, "gradients of attention, got attention's backward"),
-    _ops.attention_varlen_forward: partial(_refuse, "packed sequences, got attention_varlen"),
-    _ops.attention_varlen_backward: partial(_refuse, "gradients of attention, got attention_varlen's backward"),
-    _ops.attention_paged_forward: partial(_refuse, "pages of keys, got a cache with page_size"),
-    _ops.attention_varlen_paged_forward: partial(_refuse, "pages of keys, got attention_varlen with block_table"),
+    ops.attention_forward: _attention,
+    ops.attention_backward: partial(_refuse, "gradients of attention, got attention's backward"),
+    ops.attention_varlen_forward: partial(_refuse, "packed sequences, got attention_varlen"),
+    ops.attention_varlen_backward: partial(_refuse, "gradients of attention, got attention_varlen's backward"),
+    ops.attention_paged_forward: partial(_refuse, "pages of keys, got a cache with page_size"),
+    ops.attention_varlen_paged_forward: partial(_refuse, "pages of keys, got attention_varlen with block_table"),
 }
 
 for _op, _decomposition in DECOMPOSITIONS.items():

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
+from pyattn import ops
 from pyattn.arguments import check_64_bits, check_size, check_type, check_window
-
-_slots = torch.ops.pyattn.cache_slots.default
 
 SLACK = 4
 """A ring has 1 / SLACK more slots than positions it keeps. Where they end, the positions move to the front: each
@@ -38,5 +37,5 @@ def in_slots(q_offset: int | Tensor, lengths: Tensor, starts: Tensor, left: int,
     check_type("q_offset", q_offset, int, torch.SymInt, Tensor)
     check_64_bits("q_offset", q_offset)
     offsets = q_offset if isinstance(q_offset, Tensor) else torch.full_like(lengths, q_offset)
-    slots: Tensor = _slots(lengths, starts, offsets, left + 1, max_seqlen)
+    slots: Tensor = ops.cache_slots(lengths, starts, offsets, left + 1, max_seqlen)
     return slots

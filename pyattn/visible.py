@@ -22,7 +22,8 @@ def _q_offset(options: Options, seqlen_q: int, seqlen_k: int) -> int:
 def offsets(options: Options, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
     """int64 (B or 1, 1): the key position of query 0."""
     if options.q_offsets is not None:
-        return options.q_offsets[:, None]
+        own: Tensor = options.q_offsets[:, None]
+        return own
     return torch.full((1, 1), _q_offset(options, seqlen_q, seqlen_k), dtype=torch.int64, device=device)
 
 

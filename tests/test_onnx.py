@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from yardstick import assert_accurate, in_double
 
-from pyattn import _ops, attention, attention_varlen, reference
+from pyattn import attention, attention_varlen, ops, reference
 from pyattn import nn as modules
 
 # torch's own, while it traces.
@@ -252,7 +252,7 @@ def test_what_onnx_does_not_have_is_a_sentence(name):
 
 def test_other_tracers_see_no_decomposition():
     with pytest.raises(NotImplementedError, match=r"pyattn: attention is decomposed for torch.onnx.export alone"):
-        torch._decomp.decomposition_table[_ops.attention_forward](*torch.randn(3, 1, 1, 2, 4))
+        torch._decomp.decomposition_table[ops.attention_forward](*torch.randn(3, 1, 1, 2, 4))
 
 
 def test_importing_pyattn_imports_nothing_for_it():

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from pyattn import _C, _ops, attention, masks
+from pyattn import _C, attention, masks, ops
 from pyattn.cli import InputError, output, phases, reading
 from pyattn.cli.contention import Contention, busy, is_busy
 from pyattn.cli.device import DEVICES, check_device, cpu
@@ -30,6 +30,7 @@ from pyattn.cli.info import DTYPES
 from pyattn.cli.limits import check_integer, check_memory, check_threads, shape_of
 from pyattn.cli.timing import once, peak_flops
 from pyattn.nn.positions import alibi_slopes
+from pyattn.ops.flops import flops
 from pyattn.options import UNBOUNDED, Options
 
 SECONDS = 0.5
@@ -165,9 +166,9 @@ def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
     tasks, theirs = profiled(call, calls, options.device)
     waited = contention.share()
     events = theirs.events() or ()
-    useful = {"forward": _ops.forward_flops(q, k, v, **extras)}
+    useful = {"forward": flops(ops.attention_forward, q, k, v, **extras)}
     if backward:
-        useful["backward"] = _ops.backward_flops(dout, None, q, k, v, None, None, None, **extras)
+        useful["backward"] = flops(ops.attention_backward, dout, None, q, k, v, None, None, None, **extras)
     print(f"{'x'.join(map(str, shape))} {options.dtype}, {described(options)}, {calls} calls")
     if options.device == "cpu":
         peak = peak_flops(options.dtype, options.threads) / options.threads
