@@ -24,8 +24,9 @@ def weights_with_cache(q: Tensor, cache: KVCache, **options: Unpack[AttentionOpt
     options |= masks_in_slots(cache, q.shape[2], options)
     if (key_ranges := options["key_ranges"]) is not None:
         options["key_ranges"] = key_ranges.clamp(max=slots)
-    if (bias := options.get("bias")) is not None and bias.shape[-1] != 1:
-        options["bias"] = bias[..., :slots]
+    for name in ("mask", "bias"):
+        if (pairs := options.get(name)) is not None and pairs.shape[-1] != 1:
+            options[name] = pairs[..., :slots]
     weights = attention_weights(q, _keys(cache, slots), **options)
     if cache.window is None:
         return weights

@@ -131,8 +131,22 @@ class AttentionOptions(TypedDict, total=False):
             "(B or 1, Sq, 2), int32 or int64: query ``i`` sees the keys [begin, end) alone, 0 <= begin <= end <= Sk. "
             ":mod:`pyattn.masks` makes them for packed documents, prefixes, chunks and padding.",
             {
-                "block_mask": "use bias for a mask given as a tensor, key_ranges for one range of keys a query: "
+                "block_mask": "use mask for a mask given as a tensor, key_ranges for one range of keys a query: "
                 "pyattn.masks"
+            },
+        ),
+    ]
+    mask: Annotated[
+        Tensor | None,
+        Option(
+            _tensor,
+            "bool, True = takes part, 1 to 4 dimensions, which broadcast from the right to (B, Hq, Sq, Sk), any "
+            "strides. One whose rows are intervals costs what ``key_ranges`` cost.",
+            {
+                "attn_mask": "use mask if it is bool, True = takes part, bias if it is added to the scores; with "
+                "causal=False if it is the whole mask",
+                "key_padding_mask": "use mask of shape (B, 1, 1, Sk), True = takes part, or "
+                "key_ranges=pyattn.masks.padding(...)",
             },
         ),
     ]
@@ -148,19 +162,9 @@ class AttentionOptions(TypedDict, total=False):
         Tensor | None,
         Option(
             _tensor,
-            "1 to 4 dimensions, which broadcast from the right to (B, Hq, Sq, Sk), any strides. bool: True = takes "
-            "part. float, in q's dtype or float32: added to the scores; -inf hides the key, as False does, and the "
-            "lowest finite number does not. A mask whose rows are intervals costs what ``key_ranges`` cost.",
-            {
-                "attn_bias": "use bias",
-                "attn_mask": "use bias: bool, True = takes part, or added to the scores; with causal=False if it is "
-                "the whole mask",
-                "key_padding_mask": "use bias of shape (B, 1, 1, Sk), True = takes part, or "
-                "key_ranges=pyattn.masks.padding(...)",
-                "mask": "use bias: bool, True = takes part, or added to the scores; with causal=False if it is the "
-                "whole mask",
-                "score_mod": "use softcap, bias or alibi_slopes",
-            },
+            "added to the scores, in q's dtype or float32, 1 to 4 dimensions, which broadcast from the right to (B, Hq, "
+            "Sq, Sk), any strides. -inf hides the key, as a mask does, and the lowest finite number does not.",
+            {"attn_bias": "use bias", "score_mod": "use softcap, bias or alibi_slopes"},
         ),
     ]
     alibi_slopes: Annotated[

@@ -153,10 +153,10 @@ def gpu(monkeypatch) -> None:
 
 
 def test_run_with_masks_and_scores(capsys) -> None:
-    options = "--window 90 0 --documents 64 --bias bool --softcap 9 --alibi --sinks --full"
+    options = "--window 90 0 --documents 64 --mask --bias --softcap 9 --alibi --sinks --full"
     assert main(["profile", "--shapes", "1x4x300x16", "--threads", "1", *options.split()]) == 0
     shown = capsys.readouterr().out
-    said = "no mask, window 90 0, documents of 64, bool bias, softcap 9, alibi, sinks, dropout 0"
+    said = "no mask, window 90 0, documents of 64, random mask, random bias, softcap 9, alibi, sinks, dropout 0"
     assert f"1x4x300x16 float32, {said}, " in shown
     for pass_name in ("bias_rows", "mask_blocks", "head_gradients"):
         assert f"\n{pass_name} " in shown
@@ -164,7 +164,7 @@ def test_run_with_masks_and_scores(capsys) -> None:
 
 
 def test_run_with_the_gradient_of_a_bias(capsys) -> None:
-    assert main(["profile", "--shapes", "1x2x90x16", "--threads", "1", "--bias", "float"]) == 0
+    assert main(["profile", "--shapes", "1x2x90x16", "--threads", "1", "--bias"]) == 0
     shown = capsys.readouterr().out
     assert "causal, float bias, dropout 0" in shown
     assert phases.EXPLAINED["bias_gradient"] in shown

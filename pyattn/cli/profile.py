@@ -77,11 +77,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="keys to see before and after a query's own position, -1: all; default: -1 -1",
     )
     parser.add_argument("--documents", type=int, metavar="N", help="documents packed into T, of N tokens; default: one")
-    parser.add_argument(
-        "--bias",
-        choices=BIASES,
-        help="tensor (1, 1, T, T): a bool mask that hides one key of four, or numbers; default: none",
-    )
+    parser.add_argument("--mask", action="store_true", help="bool mask (1, 1, T, T) that hides one key of four")
+    parser.add_argument("--bias", action="store_true", help="numbers (1, 1, T, T) added to the scores")
     parser.add_argument("--softcap", type=float, default=0.0, metavar="C", help="bound on the scores; default: none")
     parser.add_argument("--alibi", action="store_true", help="ALiBi with the slopes of its paper")
     parser.add_argument("--sinks", action="store_true", help="a sink for each head")
@@ -99,9 +96,10 @@ def features(shape: Sequence[int], options: argparse.Namespace, **tensor: Any) -
     found: dict[str, Any] = {"causal": not options.full, "window": tuple(options.window), "softcap": options.softcap}
     if options.documents:
         found["key_ranges"] = masks.chunked(length, options.documents)[:, -queries:].to(options.device)
+    if options.mask:
+        found["mask"] = torch.rand(1, 1, queries, length, device=options.device) > 0.25
     if options.bias:
-        bias = torch.randn(1, 1, queries, length, **tensor)
-        found["bias"] = bias if options.bias == "float" else bias.detach() > -0.67
+        found["bias"] = torch.randn(1, 1, queries, length, **tensor)
     if options.alibi:
         found["alibi_slopes"] = alibi_slopes(heads, device=options.device).requires_grad_(tensor["requires_grad"])
     if options.sinks:
@@ -116,7 +114,7 @@ def described(options: argparse.Namespace) -> str:
     words += ["no mask" if options.full else "causal"]
     words += ["window {} {}".format(*options.window)] if tuple(options.window) != UNBOUNDED else []
     words += [f"documents of {options.documents}"] if options.documents else []
-    words += [f"{options.bias} bias"] if options.bias else []
+    words += [f"random {name}" for name in ("mask", "bias") if getattr(options, name)]
     words += [f"softcap {options.softcap:g}"] if options.softcap else []
     words += [name for name in ("alibi", "sinks") if getattr(options, name)]
     return ", ".join([*words, f"dropout {options.dropout:g}"])
