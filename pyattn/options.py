@@ -317,19 +317,22 @@ def _seed(dropout_p: float, seed: Any, device: torch.device) -> Tensor | None:
     return seed if isinstance(seed, Tensor) else torch.tensor(seed, dtype=torch.int64, device=device)
 
 
+def with_options(signature: inspect.Signature) -> inspect.Signature:
+    """The signature with all options, and their defaults, in place of those that it catches."""
+    caught, keyword = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD), inspect.Parameter.KEYWORD_ONLY
+    own = [p for p in signature.parameters.values() if p.kind not in caught]
+    options = [inspect.Parameter(n, keyword, default=DEFAULTS[n], annotation=TYPES[n]) for n in OPTIONS]
+    by_place, by_name = ([p for p in own if (p.kind == keyword) == named] for named in (False, True))
+    return signature.replace(parameters=[*by_place, *options, *by_name])
+
+
 def takes_options(function: Function) -> Function:
     """Shows the options in help() and inspect, with their defaults, for a function that catches them.
 
     It takes ``*positional`` as well, to refuse it: a wrapper that catches Python's own TypeError would cost each call
     three times as much.
     """
-    signature = inspect.signature(function)
-    caught = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    own = [p for p in signature.parameters.values() if p.kind not in caught]
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    options = [inspect.Parameter(n, keyword, default=DEFAULTS[n], annotation=TYPES[n]) for n in OPTIONS]
-    parameters = [p for p in own if p.kind != keyword] + options + [p for p in own if p.kind == keyword]
-    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    function.__signature__ = with_options(inspect.signature(function))  # type: ignore[attr-defined]
     meanings = "\n".join(f"    {name}: {option.meaning}" for name, option in OPTIONS.items())
     if function.__doc__:  # not under -OO
         function.__doc__ = f"{inspect.cleandoc(function.__doc__)}\n\nOptions:\n{meanings}\n"

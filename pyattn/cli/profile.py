@@ -36,7 +36,6 @@ from pyattn.options import UNBOUNDED, Options
 SECONDS = 0.5
 """Time to fill with repeated calls; there are at least three."""
 
-BIASES = ("bool", "float")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
