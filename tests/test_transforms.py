@@ -169,7 +169,7 @@ CALLS: dict[str, tuple[tuple[Function, Function], tuple[tuple[int, ...], ...], t
         tuple(TRANSFORMS),
     ),
     "attention_weights": ((weights, weights_by_formula), (*DENSE[:2], (2,)), tuple(TRANSFORMS)),
-    "merge": ((pyattn.merge, merged_by_formula), ((1, 2, 2, 1), (1, 2, 2)) * 2, tuple(TRANSFORMS)),
+    "merge": ((pyattn.parts.merge, merged_by_formula), ((1, 2, 2, 1), (1, 2, 2)) * 2, tuple(TRANSFORMS)),
     "plain": ((dense(pyattn.attention), dense(reference.attention)), DENSE, FEW),
     "pages": ((in_pages, packed(reference.attention_varlen)), PACKED, FEW),
     "cache": (over_cache(), OVER_CACHE, FEW),
@@ -203,7 +203,7 @@ def test_two_deep(name: str, outer: str) -> None:
 
 def of_part(*inputs: Tensor) -> Any:
     dout, q, k, v, out, lse = inputs
-    return pyattn.attention_backward(dout, q, k, v, out, lse)[:3]
+    return pyattn.parts.attention_backward(dout, q, k, v, out, lse)[:3]
 
 
 PART = ((1, 2, 2, 1), *DENSE, (1, 2, 2, 1), (1, 2, 2))
