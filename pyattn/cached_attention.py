@@ -10,7 +10,7 @@ from pyattn.arguments import check_tensor, check_type, check_window, hide_catch_
 from pyattn.cache import KVCache
 from pyattn.functional import attention
 from pyattn.options import UNBOUNDED
-from pyattn.ring import in_slots, narrowed
+from pyattn.ring_buffer import in_slots, narrowed
 from pyattn.visible import check_ranges
 
 __all__ = ["attention_with_cache"]
@@ -101,8 +101,8 @@ def attention_with_cache(
         bias: as for :func:`pyattn.attention`, with max_seqlen keys.
         causal, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, return_lse: as there.
 
-    Without a ring, the result has the same bits as :func:`pyattn.attention` over the keys so far; where queries lie
-    before the first key, the window has a left bound, and causal=False or a q_offset is given, up to rounding;
+    Without a ring buffer, the result has the same bits as :func:`pyattn.attention` over the keys so far; where queries
+    lie before the first key, the window has a left bound, and causal=False or a q_offset is given, up to rounding;
     likewise after a ragged append.
 
     Returns:
@@ -110,9 +110,9 @@ def attention_with_cache(
         forward and backward makes backward raise, unless the cache has pages, of which backward has a copy.
 
     Raises:
-        ValueError, TypeError: as :func:`pyattn.attention`; more than max_seqlen - W + 1 queries over a ring; on the
-            CPU, lengths that were set past the cache, and queries that see keys which a ring has dropped.
-        NotImplementedError: as there; key_ranges or bias over a ring, whose slots are not positions.
+        ValueError, TypeError: as :func:`pyattn.attention`; more than max_seqlen - left queries over a ring buffer; on
+            the CPU, lengths that were set past the cache, and queries that see keys which a ring buffer has dropped.
+        NotImplementedError: as there; key_ranges or bias over a ring buffer, whose slots are not positions.
     """
     if positional or named:
         refuse(attention_with_cache, positional, named)

@@ -38,7 +38,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     ),
     "attention_weights": lambda **options: pyattn.attention_weights(q, k, **options),
     "attention_with_cache": over_cache(),
-    "attention_with_cache, ring": over_cache(window=2),
+    "attention_with_cache, ring": over_cache(window=(1, 0)),
     "attention_with_cache, pages": over_cache(page_size=16),
     "attention_backward": backward,
 }
