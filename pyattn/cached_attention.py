@@ -11,7 +11,7 @@ from pyattn.arguments import check_tensor, check_type, check_window, int64_of, r
 from pyattn.cache import KVCache
 from pyattn.functional import attention
 from pyattn.options import UNBOUNDED, AttentionOptions, check_known, takes_options
-from pyattn.ring import in_slots, narrowed
+from pyattn.ring_buffer import in_slots, narrowed
 from pyattn.visible import check_ranges
 
 __all__ = ["attention_with_cache"]
@@ -57,8 +57,8 @@ def attention_with_cache(
             int64; no query is padding then. Default: as above. window, key_ranges: in positions, on top of the cache's
             own window. mask, bias: with max_seqlen keys.
 
-    Without a ring, the result has the same bits as :func:`pyattn.attention` over the keys so far; where queries lie
-    before the first key, the window has a left bound, and causal=False or a q_offset is given, up to rounding;
+    Without a ring buffer, the result has the same bits as :func:`pyattn.attention` over the keys so far; where queries
+    lie before the first key, the window has a left bound, and causal=False or a q_offset is given, up to rounding;
     likewise after a ragged append.
 
     Returns:
@@ -66,9 +66,9 @@ def attention_with_cache(
         forward and backward makes backward raise, unless the cache has pages, of which backward has a copy.
 
     Raises:
-        ValueError, TypeError: as :func:`pyattn.attention`; more than max_seqlen - W + 1 queries over a ring; on the
-            CPU, lengths that were set past the cache, and queries that see keys which a ring has dropped.
-        NotImplementedError: as there; key_ranges, mask or bias over a ring, whose slots are not positions.
+        ValueError, TypeError: as :func:`pyattn.attention`; more than max_seqlen - left queries over a ring buffer; on
+            the CPU, lengths that were set past the cache, and queries that see keys which a ring buffer has dropped.
+        NotImplementedError: as there; key_ranges, mask or bias over a ring buffer, whose slots are not positions.
     """
     if positional:
         refuse_positional(attention_with_cache, positional)

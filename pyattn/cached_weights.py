@@ -16,7 +16,7 @@ def weights_with_cache(q: Tensor, cache: KVCache, **options: Unpack[AttentionOpt
     The longest sequence's length is read on the host.
 
     Returns:
-        (B, Hq, Sq, the most positions of a sequence). A ring's positions that are not kept have weight 0.
+        (B, Hq, Sq, the most positions of a sequence). A ring buffer's positions that are not kept have weight 0.
     """
     lengths, used = cache.lengths, cache.lengths - cache.starts
     positions, slots = (int(n.max()) if len(n) else 0 for n in (lengths, used))

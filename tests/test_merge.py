@@ -15,7 +15,8 @@ from helpers import Case, assert_accurate_by, each_dtype, truth_of
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from pyattn import attention, attention_varlen, merge
+from pyattn import attention, attention_varlen
+from pyattn.parts import merge
 
 CASES = [
     Case(2, 4, 2, 33, 90, 24, 20),

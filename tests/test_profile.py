@@ -7,15 +7,16 @@ import pytest
 import torch
 from helpers import Case
 
+import pyattn
 from pyattn import _C, attention
 from pyattn.cli import contention, main, phases, profile
 
 
 @pytest.fixture(autouse=True)
 def state_kept() -> Iterator[None]:
-    isa, threads = _C.active_isa(), torch.get_num_threads()
+    isa, threads = pyattn.isa(), torch.get_num_threads()
     yield
-    _C.set_isa(isa)
+    pyattn.set_isa(isa)
     torch.set_num_threads(threads)
 
 
@@ -39,7 +40,7 @@ def test_every_product_is_counted() -> None:
     assert flops(tasks, "forward") == {"S = Q K^T": 2 * pairs * 32, "O = P V": 2 * pairs * 48}
     wide = {"dP = dO V^T": 2 * pairs * 48, "dV = P^T dO": 2 * pairs * 48}
     assert flops(tasks, "backward") == wide | dict.fromkeys(("S = Q K^T", "dK = dS^T Q", "dQ = dS K"), 2 * pairs * 32)
-    assert {task.isa for task in tasks} == {_C.active_isa()}
+    assert {task.isa for task in tasks} == {pyattn.isa()}
 
 
 def test_masked_tiles_compute_little_in_vain() -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from pyattn import _C, attention, masks, ops
+from pyattn import _C, attention, isa, isas, masks, ops, set_isa
 from pyattn.cli import InputError, output, phases, reading
 from pyattn.cli.contention import Contention, busy, is_busy
 from pyattn.cli.device import DEVICES, check_device, cpu
@@ -62,7 +62,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default: %(default)s"
     )
-    parser.add_argument("--isa", choices=_C.available_isas(), help="instruction set; default: the active one")
+    parser.add_argument("--isa", choices=isas(), help="instruction set; default: the active one")
     parser.add_argument(
         "--dropout", type=float, default=0.0, metavar="P", help="dropout probability; default: %(default)g"
     )
@@ -231,9 +231,9 @@ def run(argv: Sequence[str]) -> int:
     options = parse(argv)
     shapes = check(options)
     torch.set_num_threads(options.threads)
-    _C.set_isa(options.isa or _C.active_isa())
+    set_isa(options.isa or isa())
     print(
-        f"{cpu()}, {_C.active_isa()}, {options.threads} threads, torch {torch.__version__}"
+        f"{cpu()}, {isa()}, {options.threads} threads, torch {torch.__version__}"
         if options.device == "cpu"
         else f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     )
