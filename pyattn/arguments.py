@@ -154,11 +154,16 @@ def check_tensor(name: str, value: object) -> None:
 
 def check_names(function: Function) -> Function:
     """:func:`refuse` for arguments that the function does not have, at the cost of one more call."""
-    known = frozenset(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters
+    known, kinds = frozenset(parameters), [p.kind for p in parameters.values()]
+    takes_all = inspect.Parameter.VAR_POSITIONAL in kinds
+    most = sys.maxsize if takes_all else kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
     @functools.wraps(function)
     def checked(*positional: Any, **named: Any) -> object:
         unknown = {name: value for name, value in named.items() if name not in known}
+        if len(positional) > most:
+            refuse_positional(function, positional[most:])
         if unknown:
             refuse(function, unknown)
         return function(*positional, **named)
@@ -167,13 +172,21 @@ def check_names(function: Function) -> Function:
 
 
 def refuse_positional(function: Callable[..., object], positional: tuple[object, ...]) -> NoReturn:
-    """TypeError for arguments that ``function`` takes by name alone."""
-    parameters = inspect.signature(function).parameters.values()
+    """TypeError for arguments behind those that ``function`` takes by position."""
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
     first = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    rest = " and the rest by name" if any(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters) else ""
+    others = ""
+    if any(p.name == "softmax_scale" for p in parameters):
+        others = " (other libraries have attn_mask or dropout_p next)"
     raise TypeError(
-        f"pyattn: {function.__name__} takes {', '.join(first)} by position and the rest by name (other libraries have "
-        f"attn_mask or dropout_p next), got {len(positional)} more, the first {shown(positional[0])}"
+        f"pyattn: {_name(function)} takes {', '.join(first) or 'nothing'} by position{rest}{others}, got "
+        f"{len(positional)} more, the first {shown(positional[0])}"
     )
+
+
+def _name(function: Callable[..., object]) -> str:
+    return function.__qualname__.removesuffix(".__init__")
 
 
 def refuse(function: Callable[..., object], named: Mapping[str, object], peers: Mapping[str, str] = {}) -> NoReturn:
@@ -183,13 +196,14 @@ def refuse(function: Callable[..., object], named: Mapping[str, object], peers: 
     """
     own = [name for name in inspect.signature(function).parameters if name != "self"]
     words = [f"no argument {word} ({_hint(word, own, peers)}), got {shown(named[word])}" for word in named]
-    raise TypeError(f"pyattn: {function.__qualname__.removesuffix('.__init__')} has " + "; ".join(words))
+    raise TypeError(f"pyattn: {_name(function)} has " + "; ".join(words))
 
 
 def _hint(word: str, own: Sequence[str], peers: Mapping[str, str]) -> str:
     """Names the argument that ``word`` stands for in a function with the arguments ``own``."""
     if word in peers:
         return peers[word]
-    for close in difflib.get_close_matches(word, [*own, *peers], n=1):
+    turned = [name for name in own if sorted(name.split("_")) == sorted(word.split("_"))]
+    for close in turned or difflib.get_close_matches(word, [*own, *peers], n=1):
         return f"did you mean {close}?" + (f" {peers[close]}" if close in peers else "")
     return "its arguments are " + ", ".join(own)

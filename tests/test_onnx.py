@@ -206,7 +206,7 @@ def test_modules(opset):
 def test_a_module_with_every_extra(shapes):
     """As many sequences as KV heads and as heads of a group: fixed sizes that broadcast whichever is meant."""
     extras = {"window": (3, 0), "softcap": 3.0, "alibi": True, "sinks": True, "rotary": 10000.0}
-    native = modules.MultiHeadAttention(16, 16, 32, 0.5, 4, num_kv_heads=2, **extras).eval()
+    native = modules.MultiHeadAttention(16, 16, 32, 0.5, 4, num_heads_kv=2, **extras).eval()
     x = torch.randn(3, 9, 16) if shapes else torch.randn(2, 6, 16)
     run = runs(exported(native, (torch.randn(2, 6, 16),), None, shapes))
     with torch.no_grad():
