@@ -162,8 +162,8 @@ class AttentionOptions(TypedDict, total=False):
         Tensor | None,
         Option(
             _tensor,
-            "added to the scores, in q's dtype or float32, 1 to 4 dimensions, which broadcast from the right to (B, Hq, "
-            "Sq, Sk), any strides. -inf hides the key, as a mask does, and the lowest finite number does not.",
+            "added to the scores, in q's dtype or float32, 1 to 4 dimensions, which broadcast from the right to (B, "
+            "Hq, Sq, Sk), any strides. -inf hides the key, as a mask does, and the lowest finite number does not.",
             {"attn_bias": "use bias", "score_mod": "use softcap, bias or alibi_slopes"},
         ),
     ]

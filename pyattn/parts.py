@@ -26,8 +26,9 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
     The same queries, with ``return_lse=True``, see keys [0, n) in one call of :func:`pyattn.attention` and keys [n, Sk)
     in the other. A key's position counts from its part's first key, so that part's ``q_offset`` is smaller by n, and
-    ``key_ranges`` and the columns of ``mask`` and ``bias`` are its own. With sinks, exactly one part is given them. Dropout counts
-    keys within a part: parts with dropout need seeds of their own, and drop other weights than one call would.
+    ``key_ranges`` and the columns of ``mask`` and ``bias`` are its own. With sinks, exactly one part is given them.
+    Dropout counts keys within a part: parts with dropout need seeds of their own, and drop other weights than one call
+    would.
 
     Args:
         out_a, out_b: (B, Hq, Sq, Dv), or (total, Hq, Dv) of packed sequences, of one dtype.
@@ -113,7 +114,7 @@ def attention_backward(
             parts alone: the gradient is whole. dropout_seed: not None where dropout_p is above 0.
 
     Returns:
-        :class:`Gradients`. 
+        :class:`Gradients`.
     Raises:
         ValueError, TypeError, NotImplementedError: as :func:`pyattn.attention`; ValueError for dropout without a seed.
 

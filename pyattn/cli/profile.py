@@ -37,7 +37,6 @@ SECONDS = 0.5
 """Time to fill with repeated calls; there are at least three."""
 
 
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(
