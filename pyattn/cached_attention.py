@@ -1,10 +1,10 @@
 """Attention over a cache: queries of the newest positions, keys and values of all so far."""
 
-from typing import Literal, overload
+from typing import Literal
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
+from typing_extensions import Unpack, overload
 
 from pyattn import ops, pages
 from pyattn.arguments import check_tensor, check_type, check_window, int64_of, refuse_positional

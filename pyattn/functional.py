@@ -1,10 +1,10 @@
 """Attention of a batch: documented, thin, over :mod:`pyattn.autograd`."""
 
-from typing import Literal, overload
+from typing import Literal
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
+from typing_extensions import Unpack, overload
 
 from pyattn import autograd
 from pyattn.arguments import check_tensor, refuse_positional

@@ -1,10 +1,10 @@
 """Attention over packed sequences: of any lengths, one after the other, without padding."""
 
-from typing import Literal, overload
+from typing import Literal
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
+from typing_extensions import Unpack, overload
 
 from pyattn import autograd, pages
 from pyattn.arguments import check_size, check_tensor, refuse_positional

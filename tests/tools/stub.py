@@ -1,13 +1,14 @@
 """pyattn/__init__.pyi: the package as editors and type checkers show it, every option of a function written out.
 
-Run ``python tests/tools/stub.py`` after a change of the options or of what the package exports, on Python 3.11 or
-later, which remembers overloads. tests/test_stub.py compares.
+Run ``python tests/tools/stub.py`` after a change of the options or of what the package exports:
+tests/test_signatures.py compares.
 """
 
 import inspect
 from pathlib import Path
 from types import ModuleType
-from typing import get_overloads
+
+from typing_extensions import get_overloads
 
 import pyattn
 from pyattn.options import with_options
