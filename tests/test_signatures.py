@@ -11,9 +11,6 @@ import pyattn
 from pyattn.options import DEFAULTS, OPTIONS, Options
 from pyattn.parts import attention_backward
 
-sys.path.append(str(Path(__file__).parent / "tools"))
-
-
 FUNCTIONS = [
     pyattn.attention,
     pyattn.attention_varlen,
