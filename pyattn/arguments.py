@@ -162,26 +162,31 @@ def check_names(function: Function) -> Function:
     @functools.wraps(function)
     def checked(*positional: Any, **named: Any) -> object:
         unknown = {name: value for name, value in named.items() if name not in known}
-        if unknown:
-            refuse(function, unknown)
         if len(positional) > most:
             refuse_positional(function, positional[most:])
+        if unknown:
+            refuse(function, unknown)
         return function(*positional, **named)
 
     return checked  # type: ignore[return-value]
 
 
 def refuse_positional(function: Callable[..., object], positional: tuple[object, ...]) -> NoReturn:
-    """TypeError for arguments that ``function`` takes by name alone, or not at all."""
+    """TypeError for arguments after those that ``function`` takes by position."""
     parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
     first = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    named = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    rest = " and the rest by name" if named else ""
-    others = " (other libraries have attn_mask or dropout_p next)" if "softmax_scale" in named else ""
+    rest = " and the rest by name" if any(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters) else ""
+    others = ""
+    if any(p.name == "softmax_scale" for p in parameters):
+        others = " (other libraries have attn_mask or dropout_p next)"
     raise TypeError(
-        f"pyattn: {function.__qualname__.removesuffix('.__init__')} takes {', '.join(first) or 'nothing'} by "
-        f"position{rest}{others}, got {len(positional)} more, the first {shown(positional[0])}"
+        f"pyattn: {_name(function)} takes {', '.join(first) or 'nothing'} by position{rest}{others}, got "
+        f"{len(positional)} more, the first {shown(positional[0])}"
     )
+
+
+def _name(function: Callable[..., object]) -> str:
+    return function.__qualname__.removesuffix(".__init__")
 
 
 def refuse(function: Callable[..., object], named: Mapping[str, object], peers: Mapping[str, str] = {}) -> NoReturn:
@@ -191,7 +196,7 @@ def refuse(function: Callable[..., object], named: Mapping[str, object], peers: 
     """
     own = [name for name in inspect.signature(function).parameters if name != "self"]
     words = [f"no argument {word} ({_hint(word, own, peers)}), got {shown(named[word])}" for word in named]
-    raise TypeError(f"pyattn: {function.__qualname__.removesuffix('.__init__')} has " + "; ".join(words))
+    raise TypeError(f"pyattn: {_name(function)} has " + "; ".join(words))
 
 
 def _hint(word: str, own: Sequence[str], peers: Mapping[str, str]) -> str:

@@ -1,17 +1,17 @@
 """Attention over a cache: queries of the newest positions, keys and values of all so far."""
 
-from typing import Literal, overload
+from typing import Literal
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
+from typing_extensions import Unpack, overload
 
 from pyattn import ops, pages
 from pyattn.arguments import check_tensor, check_type, check_window, int64_of, refuse_positional
 from pyattn.cache import KVCache
 from pyattn.functional import attention
 from pyattn.options import UNBOUNDED, AttentionOptions, check_known, takes_options
-from pyattn.ring import in_slots, narrowed
+from pyattn.ring_buffer import in_slots, narrowed
 from pyattn.visible import check_ranges
 
 __all__ = ["attention_with_cache"]
@@ -55,10 +55,10 @@ def attention_with_cache(
         return_lse: also return lse.
         options: as for :func:`pyattn.attention`, but for these. q_offset: position of query 0, an int or (B,) int32 or
             int64; no query is padding then. Default: as above. window, key_ranges: in positions, on top of the cache's
-            own window. bias: with max_seqlen keys.
+            own window. mask, bias: with max_seqlen keys.
 
-    Without a ring, the result has the same bits as :func:`pyattn.attention` over the keys so far; where queries lie
-    before the first key, the window has a left bound, and causal=False or a q_offset is given, up to rounding;
+    Without a ring buffer, the result has the same bits as :func:`pyattn.attention` over the keys so far; where queries
+    lie before the first key, the window has a left bound, and causal=False or a q_offset is given, up to rounding;
     likewise after a ragged append.
 
     Returns:
@@ -66,9 +66,9 @@ def attention_with_cache(
         forward and backward makes backward raise, unless the cache has pages, of which backward has a copy.
 
     Raises:
-        ValueError, TypeError: as :func:`pyattn.attention`; more than max_seqlen - W + 1 queries over a ring; on the
-            CPU, lengths that were set past the cache, and queries that see keys which a ring has dropped.
-        NotImplementedError: as there; key_ranges or bias over a ring, whose slots are not positions.
+        ValueError, TypeError: as :func:`pyattn.attention`; more than max_seqlen - left queries over a ring buffer; on
+            the CPU, lengths that were set past the cache, and queries that see keys which a ring buffer has dropped.
+        NotImplementedError: as there; key_ranges, mask or bias over a ring buffer, whose slots are not positions.
     """
     if positional:
         refuse_positional(attention_with_cache, positional)
@@ -93,7 +93,7 @@ def check_ring(cache: KVCache, seqlen_q: int, options: AttentionOptions) -> None
     """NotImplementedError or ValueError for what queries over a ring cannot have, which is none of the others'."""
     if cache.window is None:
         return
-    for wrong in ("key_ranges", "bias"):
+    for wrong in ("key_ranges", "mask", "bias"):
         if options.get(wrong) is not None:
             raise NotImplementedError(f"pyattn: a cache with a window takes no {wrong}, got window={cache.window}")
     narrowed(UNBOUNDED, cache.window, cache.max_seqlen, seqlen_q)

@@ -16,7 +16,7 @@ def weights_with_cache(q: Tensor, cache: KVCache, **options: Unpack[AttentionOpt
     The longest sequence's length is read on the host.
 
     Returns:
-        (B, Hq, Sq, the most positions of a sequence). A ring's positions that are not kept have weight 0.
+        (B, Hq, Sq, the most positions of a sequence). A ring buffer's positions that are not kept have weight 0.
     """
     lengths, used = cache.lengths, cache.lengths - cache.starts
     positions, slots = (int(n.max()) if len(n) else 0 for n in (lengths, used))
@@ -24,8 +24,7 @@ def weights_with_cache(q: Tensor, cache: KVCache, **options: Unpack[AttentionOpt
     options |= masks_in_slots(cache, q.shape[2], options)
     if (key_ranges := options["key_ranges"]) is not None:
         options["key_ranges"] = key_ranges.clamp(max=slots)
-    if (bias := options.get("bias")) is not None and bias.shape[-1] != 1:
-        options["bias"] = bias[..., :slots]
+    options["mask"], options["bias"] = (_first(options.get("mask"), slots), _first(options.get("bias"), slots))
     weights = attention_weights(q, _keys(cache, slots), **options)
     if cache.window is None:
         return weights
@@ -33,6 +32,11 @@ def weights_with_cache(q: Tensor, cache: KVCache, **options: Unpack[AttentionOpt
     kept = (slot >= 0) & (slot < slots)
     index = torch.where(kept, slot, 0)[:, None, None].expand(*weights.shape[:3], -1)
     return weights.gather(-1, index).masked_fill(~kept[:, None, None], 0.0)
+
+
+def _first(pairs: Tensor | None, slots: int) -> Tensor | None:
+    """The columns of a mask or a bias for the first slots."""
+    return pairs if pairs is None or pairs.shape[-1] == 1 else pairs[..., :slots]
 
 
 def _keys(cache: KVCache, slots: int) -> Tensor:

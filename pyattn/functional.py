@@ -1,10 +1,10 @@
 """Attention of a batch: documented, thin, over :mod:`pyattn.autograd`."""
 
-from typing import Literal, overload
+from typing import Literal
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
+from typing_extensions import Unpack, overload
 
 from pyattn import autograd
 from pyattn.arguments import check_tensor, refuse_positional
@@ -48,7 +48,7 @@ def attention(
         out_i = sum_j dropout(exp(score_ij - lse_i)) v_j
 
     Query ``i`` stands at key position ``i + q_offset``. It sees key ``j`` if all masks that are given say so:
-    ``causal`` (``j <= i + q_offset``), ``window``, ``key_ranges`` and ``bias``. 1 = takes part::
+    ``causal`` (``j <= i + q_offset``), ``window``, ``key_ranges``, ``mask`` and ``bias``. 1 = takes part::
 
         seqlen_q 2, seqlen_k 4     q_offset = 2 (default)     q_offset = 0 (upper left)
                                    1 1 1 0                    1 0 0 0
@@ -73,7 +73,7 @@ def attention(
     Returns:
         ``out`` (B, Hq, Sq, Dv) in q's dtype, dense in memory, columns innermost and the other dimensions in q's order.
         With ``return_lse``, ``(out, lse)``: lse (B, Hq, Sq) is float32, or float64 for float64 inputs. Both are
-        differentiable, in q, k, v, a float bias, alibi_slopes and sinks, whose gradients have their own dtypes and
+        differentiable, in q, k, v, bias, alibi_slopes and sinks, whose gradients have their own dtypes and
         shapes. A query that sees no key has out 0, lse -inf (with sinks, its sink) and gradient 0. What is not seen
         never matters, even if it is NaN; NaN and infinities that are seen arrive. 16-bit inputs are accumulated in
         float32 and rounded once.
@@ -88,7 +88,7 @@ def attention(
         NotImplementedError: tensors that are not dense, or on a device that this build has no kernels for; a head
             dimension above 256 on a GPU; third derivatives, when they are taken.
 
-    Under autocast, q, k, v and a float bias are cast first unless they are float64. The result has the same bits from
+    Under autocast, q, k, v and bias are cast first unless they are float64. The result has the same bits from
     run to run and for every number of threads; on a GPU, :func:`pyattn.set_deterministic` can waive that for dq. Extra
     memory is linear in the sequence lengths, forward and backward. Keys that no query of a block sees cost nothing.
 

@@ -35,7 +35,7 @@ def _offset(options: Options, seqlen_q: int, seqlen_k: int) -> int:
 
 def _sees_a_key(options: Options, seqlen_q: int, seqlen_k: int) -> bool:
     """Whether each query surely sees a key: all of them, the first, or the one at its position."""
-    if not options.q_offsets is options.key_ranges is options.bias is None:
+    if not options.q_offsets is options.key_ranges is options.mask is options.bias is None:
         return False
     offset, (left, right) = _offset(options, seqlen_q, seqlen_k), options.window
     if left < 0 and right < 0 and not options.causal:
@@ -60,9 +60,10 @@ class _Pairs:
         self.k, self.v, self.seen = k, v, (begin <= key) & (key < end)
         self.added: Tensor | None = None
         bias, slopes = options.bias, options.alibi_slopes
+        if options.mask is not None:
+            self.seen = self.seen & options.mask
         if bias is not None:
-            self.seen = self.seen & (bias if bias.dtype == torch.bool else bias != -math.inf)
-            self.added = None if bias.dtype == torch.bool else bias.to(dtype)
+            self.seen, self.added = self.seen & (bias != -math.inf), bias.to(dtype)
         if slopes is not None:
             position = rows + visible.offsets(options, seqlen_q, seqlen_k, q.device).double()  # int64 overflows
             distance = (position[:, None, :, None] - key).abs().to(dtype)
@@ -107,7 +108,7 @@ def _by_operator(q: Tensor, k: Tensor, pairs: _Pairs, options: Options, scale: f
     if pairs.added is not None:
         mask = torch.where(pairs.seen, pairs.added, -math.inf)
     square = False
-    if pairs.added is options.q_offsets is options.key_ranges is options.bias is None:
+    if pairs.added is options.q_offsets is options.key_ranges is options.mask is None:
         no_window, (seqlen_q, seqlen_k) = tuple(options.window) == UNBOUNDED, (q.shape[2], k.shape[2])
         square = no_window and options.causal and _is_known(seqlen_q == seqlen_k)
         square = square and _is_known(_offset(options, seqlen_q, seqlen_k) == 0)

@@ -131,8 +131,22 @@ class AttentionOptions(TypedDict, total=False):
             "(B or 1, Sq, 2), int32 or int64: query ``i`` sees the keys [begin, end) alone, 0 <= begin <= end <= Sk. "
             ":mod:`pyattn.masks` makes them for packed documents, prefixes, chunks and padding.",
             {
-                "block_mask": "use bias for a mask given as a tensor, key_ranges for one range of keys a query: "
+                "block_mask": "use mask for a mask given as a tensor, key_ranges for one range of keys a query: "
                 "pyattn.masks"
+            },
+        ),
+    ]
+    mask: Annotated[
+        Tensor | None,
+        Option(
+            _tensor,
+            "bool, True = takes part, 1 to 4 dimensions, which broadcast from the right to (B, Hq, Sq, Sk), any "
+            "strides. One whose rows are intervals costs what ``key_ranges`` cost.",
+            {
+                "attn_mask": "use mask if it is bool, True = takes part, bias if it is added to the scores; with "
+                "causal=False if it is the whole mask",
+                "key_padding_mask": "use mask of shape (B, 1, 1, Sk), True = takes part, or "
+                "key_ranges=pyattn.masks.padding(...)",
             },
         ),
     ]
@@ -148,19 +162,9 @@ class AttentionOptions(TypedDict, total=False):
         Tensor | None,
         Option(
             _tensor,
-            "1 to 4 dimensions, which broadcast from the right to (B, Hq, Sq, Sk), any strides. bool: True = takes "
-            "part. float, in q's dtype or float32: added to the scores; -inf hides the key, as False does, and the "
-            "lowest finite number does not. A mask whose rows are intervals costs what ``key_ranges`` cost.",
-            {
-                "attn_bias": "use bias",
-                "attn_mask": "use bias: bool, True = takes part, or added to the scores; with causal=False if it is "
-                "the whole mask",
-                "key_padding_mask": "use bias of shape (B, 1, 1, Sk), True = takes part, or "
-                "key_ranges=pyattn.masks.padding(...)",
-                "mask": "use bias: bool, True = takes part, or added to the scores; with causal=False if it is the "
-                "whole mask",
-                "score_mod": "use softcap, bias or alibi_slopes",
-            },
+            "added to the scores, in q's dtype or float32, 1 to 4 dimensions, which broadcast from the right to (B, "
+            "Hq, Sq, Sk), any strides. -inf hides the key, as a mask does, and the lowest finite number does not.",
+            {"attn_bias": "use bias", "score_mod": "use softcap, bias or alibi_slopes"},
         ),
     ]
     alibi_slopes: Annotated[
@@ -313,19 +317,22 @@ def _seed(dropout_p: float, seed: Any, device: torch.device) -> Tensor | None:
     return seed if isinstance(seed, Tensor) else torch.tensor(seed, dtype=torch.int64, device=device)
 
 
+def with_options(signature: inspect.Signature) -> inspect.Signature:
+    """The signature with all options, and their defaults, in place of those that it catches."""
+    caught, keyword = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD), inspect.Parameter.KEYWORD_ONLY
+    own = [p for p in signature.parameters.values() if p.kind not in caught]
+    options = [inspect.Parameter(n, keyword, default=DEFAULTS[n], annotation=TYPES[n]) for n in OPTIONS]
+    by_place, by_name = ([p for p in own if (p.kind == keyword) == named] for named in (False, True))
+    return signature.replace(parameters=[*by_place, *options, *by_name])
+
+
 def takes_options(function: Function) -> Function:
     """Shows the options in help() and inspect, with their defaults, for a function that catches them.
 
     It takes ``*positional`` as well, to refuse it: a wrapper that catches Python's own TypeError would cost each call
     three times as much.
     """
-    signature = inspect.signature(function)
-    caught = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    own = [p for p in signature.parameters.values() if p.kind not in caught]
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    options = [inspect.Parameter(n, keyword, default=DEFAULTS[n], annotation=TYPES[n]) for n in OPTIONS]
-    parameters = [p for p in own if p.kind != keyword] + options + [p for p in own if p.kind == keyword]
-    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    function.__signature__ = with_options(inspect.signature(function))  # type: ignore[attr-defined]
     meanings = "\n".join(f"    {name}: {option.meaning}" for name, option in OPTIONS.items())
     if function.__doc__:  # not under -OO
         function.__doc__ = f"{inspect.cleandoc(function.__doc__)}\n\nOptions:\n{meanings}\n"

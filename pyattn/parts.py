@@ -26,8 +26,9 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
     The same queries, with ``return_lse=True``, see keys [0, n) in one call of :func:`pyattn.attention` and keys [n, Sk)
     in the other. A key's position counts from its part's first key, so that part's ``q_offset`` is smaller by n, and
-    ``key_ranges`` and the columns of ``bias`` are its own. With sinks, exactly one part is given them. Dropout counts
-    keys within a part: parts with dropout need seeds of their own, and drop other weights than one call would.
+    ``key_ranges`` and the columns of ``mask`` and ``bias`` are its own. With sinks, exactly one part is given them.
+    Dropout counts keys within a part: parts with dropout need seeds of their own, and drop other weights than one call
+    would.
 
     Args:
         out_a, out_b: (B, Hq, Sq, Dv), or (total, Hq, Dv) of packed sequences, of one dtype.
@@ -113,8 +114,7 @@ def attention_backward(
             parts alone: the gradient is whole. dropout_seed: not None where dropout_p is above 0.
 
     Returns:
-        :class:`Gradients`. bias has one unless it is bool.
-
+        :class:`Gradients`.
     Raises:
         ValueError, TypeError, NotImplementedError: as :func:`pyattn.attention`; ValueError for dropout without a seed.
 
@@ -151,8 +151,7 @@ def attention_backward(
             f"pyattn: dropout_seed must be that of the forward, got None with dropout_p {options['dropout_p']}"
         )
     known = Options(*parse(attention_backward, options, q.device))
-    bias = known.bias
-    wanted = bias is not None and bias.dtype != torch.bool, known.alibi_slopes is not None, known.sinks is not None
+    wanted = known.bias is not None, known.alibi_slopes is not None, known.sinks is not None
     rows = dout, dlse, q, k, v, out, row_max, row_sum
     if autograd.transforming():
         return Gradients(*_Transformable.apply(*rows, *leaves(known), autograd.deterministic(), Leaf(wanted), True))  # type: ignore[no-untyped-call]

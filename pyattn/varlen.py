@@ -1,10 +1,10 @@
 """Attention over packed sequences: of any lengths, one after the other, without padding."""
 
-from typing import Literal, overload
+from typing import Literal
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
+from typing_extensions import Unpack, overload
 
 from pyattn import autograd, pages
 from pyattn.arguments import check_size, check_tensor, refuse_positional
@@ -96,8 +96,8 @@ def attention_varlen(
         return_lse: also return lse.
         options: as for :func:`pyattn.attention`, but for these. q_offset: key position of each sequence's first query;
             default: the last query is at the last key of its sequence. key_ranges: (total_q, 2), the keys of each query
-            counted within its sequence. alibi_slopes: (Hq,) or (B, Hq). bias: not implemented. The draws of dropout for
-            sequence ``b`` are those of ``b`` in a batch.
+            counted within its sequence. mask, bias: not implemented. The draws of dropout for sequence ``b`` are those
+            of ``b`` in a batch.
 
     Returns:
         ``out`` (total_q, Hq, Dv) in q's dtype, or ``(out, lse)``, lse being (Hq, total_q) in float32, or float64 for
@@ -107,8 +107,8 @@ def attention_varlen(
     Raises:
         ValueError, TypeError, NotImplementedError: as :func:`pyattn.attention`; cu_seqlens that do not start at 0,
             decrease, end behind the tokens or differ in number; a max_seqlen below the longest sequence; seqused_k
-            outside a sequence; a block_table with too few pages or with ones that are not there; bias. On a GPU the
-            values of cu_seqlens, seqused_k and block_table are not read back unless PYATTN_CHECK=1 is in the
+            outside a sequence; a block_table with too few pages or with ones that are not there; mask and bias. On a
+            GPU the values of cu_seqlens, seqused_k and block_table are not read back unless PYATTN_CHECK=1 is in the
             environment: tokens of sequences whose values are invalid come out NaN, of all if cu_seqlens are.
 
     Memory beyond the results is linear in the tokens. The result has the same bits for every number of threads.

@@ -118,7 +118,7 @@ def _weights(
     if options.softcap:
         cap = options.bounded_softcap
         scores = cap * torch.tanh(scores / cap)
-    if options.bias is not None and options.bias.dtype != torch.bool:
+    if options.bias is not None:
         scores = scores + torch.where(seen, visible.picked(options.bias, head, row).to(wide), 0.0)
     if options.alibi_slopes is not None:
         slopes = options.alibi_slopes.to(wide).index_select(-1, head)[..., None, None]

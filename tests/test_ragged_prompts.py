@@ -14,7 +14,7 @@ from pyattn.nn import growing_cache
 LENGTHS = [7, 3, 0]
 NEW = [2, 0, 3]
 """Tokens of the second call."""
-CACHES: dict[str, dict[str, Any]] = {"slots": {}, "pages": {"page_size": 16}, "ring": {"window": 4}}
+CACHES: dict[str, dict[str, Any]] = {"slots": {}, "pages": {"page_size": 16}, "ring": {"window": (3, 0)}}
 
 
 def alone(module: torch.nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:

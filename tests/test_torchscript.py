@@ -112,10 +112,9 @@ def test_script_refuses_modules(name):
         attention,
         call,
         Calling(),
-        *(
-            getattr(pyattn, name)
-            for name in ("merge", "attention_with_cache", "attention_weights", "attention_varlen", "attention_backward")
-        ),
+        pyattn.parts.attention_backward,
+        pyattn.parts.merge,
+        *(getattr(pyattn, name) for name in ("attention_with_cache", "attention_weights", "attention_varlen")),
     ],
 )
 def test_script_refuses_functions(face):

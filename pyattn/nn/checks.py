@@ -110,7 +110,7 @@ def check_append(
         if of_cache != of_keys:
             kind = TypeError if name == "dtype" else ValueError
             raise kind(f"pyattn: the cache's {name} must be that of the module's keys, got {of_cache} and {of_keys}")
-    check_ring(kv_cache, new, {"key_ranges": key_ranges, "bias": bias if mask is None else mask})
+    check_ring(kv_cache, new, {"key_ranges": key_ranges, "mask": mask, "bias": bias})
     for name, given in (("mask", mask), ("bias", bias)):
         if given is not None and given.device != k.device:
             raise ValueError(f"pyattn: {name} must be on the device of x, got {given.device} and {k.device}")

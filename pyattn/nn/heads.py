@@ -76,13 +76,9 @@ def _attend(
     return out, weights_with_cache(q, kv_cache, **options) if need_weights else None
 
 
-def _masked(own_mask: Tensor | None, mask: Tensor | None, bias: Tensor | None) -> dict[str, Tensor | None]:
-    """How attention takes the masks of a module and of its caller, True = takes part, and the bias."""
-    if own_mask is not None:
-        mask = own_mask if mask is None else own_mask & mask
-    if mask is not None:
-        bias = mask if bias is None else torch.where(mask, bias, -torch.inf)
-    return {"bias": bias}
+def _both(own_mask: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """The pairs that the module's mask and its caller's leave, True = takes part."""
+    return own_mask if mask is None else mask if own_mask is None else own_mask & mask
 
 
 def attend_single(
@@ -99,7 +95,7 @@ def attend_single(
     batched = q.dim() == 3
     batch, seqlen = q.shape[0] if batched else 1, q.shape[-2]
     check_added(mask, bias, (batch, 1, seqlen, seqlen))
-    options |= _masked(own_mask, mask, bias)
+    options |= {"mask": _both(own_mask, mask), "bias": bias}
     out, weights = _attend(*(_one_head(t if batched else t[None]) for t in (q, k, v)), **options)
     first = (slice(None), 0) if batched else (0, 0)
     return output_of(out[first], None if weights is None else weights[first])
@@ -137,7 +133,7 @@ def attend_heads(
     if rotary is not None:
         first = None if kv_cache is None else kv_cache.lengths
         q, k = rotate(q, rotary, first), rotate(k, rotary, first)
-    options |= {"kv_cache": kv_cache, "lengths": lengths, **_masked(own_mask, mask, bias)}
+    options |= {"kv_cache": kv_cache, "lengths": lengths, "mask": _both(own_mask, mask), "bias": bias}
     out, weights = _attend(*(t.transpose(1, 2) for t in (q, k, v)), **options)
     return out.transpose(1, 2).flatten(2), weights
 
