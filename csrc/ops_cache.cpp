@@ -146,7 +146,11 @@ void add_kernels(torch::Library& m) {
 
 TORCH_LIBRARY_IMPL(pyattn, CPU, m) { add_kernels(m); }
 TORCH_LIBRARY_IMPL(pyattn, Meta, m) { add_kernels(m); }
-TORCH_LIBRARY_IMPL(pyattn, CompositeExplicitAutograd, m) { m.impl("cache_clear", cache_clear); }
+TORCH_LIBRARY_IMPL(pyattn, CompositeExplicitAutograd, m) {
+  m.impl("cache_clear", cache_clear);
+  for (const char* name : {"cache_append", "cache_reorder", "cache_newest", "cache_truncate", "cache_slots"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse>());
+}
 
 }  // namespace
 }  // namespace pyattn

@@ -140,6 +140,10 @@ void add_kernels(torch::Library& m) {
 
 TORCH_LIBRARY_IMPL(pyattn, CPU, m) { add_kernels(m); }
 TORCH_LIBRARY_IMPL(pyattn, Meta, m) { add_kernels(m); }
+TORCH_LIBRARY_IMPL(pyattn, CompositeExplicitAutograd, m) {
+  for (const char* name : {"cache_append_pages", "cache_reorder_pages"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse>());
+}
 
 }  // namespace
 }  // namespace pyattn
