@@ -88,6 +88,7 @@ class KVCache:
         lengths: int64 (B,), the positions that were appended to each sequence.
         starts: int64 (B,), the position in slot 0: not 0 in a ring buffer alone.
         block_table: int64 (B, pages of a sequence), or None without pages.
+        window: (left, right) of a ring buffer, or None.
 
     Raises:
         ValueError: a size below 0, more numbers than any memory holds, a window below -1 or with a left bound outside
