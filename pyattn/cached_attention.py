@@ -9,6 +9,7 @@ from pyattn import pages
 from pyattn.arguments import check_tensor, check_type, check_window, hide_catch_all, int64_of, refuse
 from pyattn.cache import KVCache
 from pyattn.functional import attention
+from pyattn.key_ranges import plain
 from pyattn.options import UNBOUNDED
 from pyattn.ring import in_slots, narrowed
 from pyattn.visible import check_ranges
@@ -165,6 +166,7 @@ def in_slots_of(
     key_ranges: Tensor | None,
 ) -> dict[str, Any]:
     """These masks, which count positions, as :func:`pyattn.attention` takes them over the cache's slots."""
+    key_ranges = plain(key_ranges, causal)
     if cache.window is not None:
         window = narrowed(window, cache.window, cache.max_seqlen, seqlen_q)
     last_append = cache.last_append if q_offset is None else None

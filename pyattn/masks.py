@@ -23,12 +23,14 @@ from pyattn.arguments import (
     has_values,
     shown,
 )
+from pyattn.key_ranges import KeyRanges, known
+from pyattn.key_ranges import within as within
 
-__all__ = ["chunked", "documents", "from_bool", "padding", "prefix_lm"]
+__all__ = ["KeyRanges", "chunked", "documents", "from_bool", "padding", "prefix_lm"]
 
 
 @check_names
-def documents(lengths: Sequence[int] | Tensor) -> Tensor:
+def documents(lengths: Sequence[int] | Tensor) -> KeyRanges:
     """Documents packed one after another into one sequence: no query sees another document.
 
     ::
@@ -59,11 +61,12 @@ def documents(lengths: Sequence[int] | Tensor) -> Tensor:
     if has_values(sizes) and sizes.double().sum() >= MOST_NUMBERS:
         raise ValueError(f"pyattn: lengths must add up to less than {MOST_NUMBERS}, got {shown(sizes.tolist())}")
     end = sizes.cumsum(0)
-    return torch.stack([end - sizes, end], -1).repeat_interleave(sizes, 0)[None]
+    ranges = torch.stack([end - sizes, end], -1).repeat_interleave(sizes, 0)[None]
+    return known(ranges, whole=False)
 
 
 @check_names
-def prefix_lm(prefix: int | Tensor, seqlen: int) -> Tensor:
+def prefix_lm(prefix: int | Tensor, seqlen: int) -> KeyRanges:
     """A prefix whose tokens see each other both ways, then causal text (Raffel et al. 2020, figure 4).
 
     For ``causal=False``: query ``i`` sees the keys below ``max(prefix, i + 1)``. ::
@@ -91,11 +94,11 @@ def prefix_lm(prefix: int | Tensor, seqlen: int) -> Tensor:
     check_sizes(sequences=len(sizes), seqlen=seqlen)
     check_between("prefix", sizes, 0, seqlen)
     end = torch.maximum(sizes[:, None], torch.arange(1, seqlen + 1, device=sizes.device))
-    return torch.stack([torch.zeros_like(end), end], -1)
+    return known(torch.stack([torch.zeros_like(end), end], -1), whole=True)
 
 
 @check_names
-def chunked(seqlen: int, chunk: int) -> Tensor:
+def chunked(seqlen: int, chunk: int) -> KeyRanges:
     """Chunks of ``chunk`` tokens each, the last one perhaps shorter: no query sees another chunk.
 
     ::
@@ -124,11 +127,11 @@ def chunked(seqlen: int, chunk: int) -> Tensor:
     check_sizes(seqlen=seqlen)
     check_size("chunk", chunk, least=1)
     begin = torch.arange(seqlen) // chunk * chunk
-    return torch.stack([begin, (begin + chunk).clamp(max=seqlen)], -1)[None]
+    return known(torch.stack([begin, (begin + chunk).clamp(max=seqlen)], -1)[None], whole=False)
 
 
 @check_names
-def padding(lengths: Sequence[int] | Tensor, seqlen: int, side: str = "right") -> Tensor:
+def padding(lengths: Sequence[int] | Tensor, seqlen: int, side: str = "right") -> KeyRanges:
     """Sequences of different lengths in one batch: no query sees padding.
 
     ::
@@ -163,11 +166,11 @@ def padding(lengths: Sequence[int] | Tensor, seqlen: int, side: str = "right") -
     check_sizes(sequences=len(sizes), seqlen=seqlen)
     check_between("lengths", sizes, 0, seqlen)
     begin = torch.zeros_like(sizes) if side == "right" else seqlen - sizes
-    return torch.stack([begin, begin + sizes], -1)[:, None].repeat(1, seqlen, 1)
+    return known(torch.stack([begin, begin + sizes], -1)[:, None].repeat(1, seqlen, 1), whole=False)
 
 
 @check_names
-def from_bool(mask: Tensor) -> Tensor | None:
+def from_bool(mask: Tensor) -> KeyRanges | None:
     """The ranges that a bool mask stands for, if it stands for any.
 
     A mask that stays what it is goes into ``attention(..., bias=mask)``, which finds ranges itself, at each call: this
@@ -199,7 +202,7 @@ def from_bool(mask: Tensor) -> Tensor | None:
     wide = mask[(None,) * (4 - mask.dim())]
     seqlen_k, heads = wide.shape[3], wide.shape[1]
     if seqlen_k == 0 or heads == 0:
-        return torch.zeros(wide.shape[0], wide.shape[2], 2, dtype=torch.int64, device=mask.device)
+        return known(torch.zeros(wide.shape[0], wide.shape[2], 2, dtype=torch.int64, device=mask.device), whole=True)
     keys = wide.to(torch.uint8)
     count = keys.sum(-1)
     begin = keys.argmax(-1).masked_fill(count == 0, 0)  # argmax gives the first of several
@@ -207,10 +210,4 @@ def from_bool(mask: Tensor) -> Tensor | None:
     ranges = torch.stack([begin, end], -1)
     if (end - begin != count).any() or (ranges != ranges[:, :1]).any():
         return None
-    return ranges[:, 0]
-
-
-def within(ranges: Tensor, others: Tensor) -> Tensor:
-    """What is in both of two ranges; (B or 1, Sq or 1, 2) each."""
-    begin = torch.maximum(ranges[..., 0], others[..., 0])
-    return torch.stack([begin, torch.maximum(begin, torch.minimum(ranges[..., 1], others[..., 1]))], -1)
+    return known(ranges[:, 0], whole=True)

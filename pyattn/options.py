@@ -18,6 +18,7 @@ from pyattn.arguments import (
 )
 from pyattn.autocast import cast, cast_rows
 from pyattn.dropout import draw_seed
+from pyattn.key_ranges import KeyRanges, plain
 
 UNBOUNDED = (-1, -1)
 """The window of all keys."""
@@ -144,7 +145,7 @@ def check_options(
     if not key_ranges is bias is alibi_slopes is sinks is None:
         tensors = {"key_ranges": key_ranges, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
         for name, tensor in tensors.items():
-            if tensor is not None:
+            if tensor is not None and not isinstance(tensor, KeyRanges):
                 check_tensor(name, tensor)
 
 
@@ -171,6 +172,7 @@ def options_of(
     """
     q_offset, q_offsets = (None, int64_of(q_offset)) if isinstance(q_offset, Tensor) else (q_offset, None)
     window = UNBOUNDED if window is None else window
+    key_ranges = None if key_ranges is None else plain(key_ranges, causal)
     softmax_scale = _float(softmax_scale)
     softcap = 0.0 if softcap is None else _float(softcap)
     dropout_p = 0.0 if dropout_p is None else _float(dropout_p)
