@@ -16,8 +16,8 @@ MERGES_ROWS = frozenset({"flatten", "reshape", "squeeze", "view"})
 TAKES_ROWS = frozenset({"__getitem__", "getitem", "select", "unbind"})
 """Functions that drop a dimension: pairs remain if it was not the last one."""
 
-AND = frozenset({"__and__", "__iand__", "__rand__", "and_", "iand"})
-"""Names of ``&``, as Python and the compiler call it."""
+BITWISE = frozenset({"__and__", "__iand__", "__rand__", "__or__", "__ior__", "__ror__"})
+"""Operators on bits, refused because they look like those of sets; Python would swallow a TypeError of theirs."""
 
 
 class KeyRanges(Tensor):
@@ -36,7 +36,7 @@ class KeyRanges(Tensor):
     bare tensors. Copies, pickles, ``torch.save`` (loaded with ``weights_only=True`` too), buffers of modules and
     compiled graphs keep both. In ``torch.export`` with ``strict=False`` all ranges are bare, so none is refused.
 
-    ``ranges & other``: the keys in both; ``other`` may be bare, sizes of 1 broadcast. Whole if one of them is.
+    :func:`pyattn.masks.within` gives the keys that two ranges share. ``&`` and ``|``, bitwise for tensors, are refused.
 
     Args:
         ranges: int32 or int64 (..., 2), whose memory is shared. Of KeyRanges, the numbers count alone.
@@ -46,6 +46,7 @@ class KeyRanges(Tensor):
         TypeError: another type or dtype.
         ValueError: another last dimension; later, ``causal=True`` with whole ranges, and a result of several ranges
             that differ in ``whole``.
+        NotImplementedError: ``&`` and ``|``.
 
     >>> KeyRanges(torch.tensor([[[0, 2], [0, 2], [0, 3]]]), whole=True)[:, :1]
     KeyRanges(tensor([[[0, 2]]]), whole=True)
@@ -80,8 +81,10 @@ class KeyRanges(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name in AND:
-            return within(*args)
+        if name in BITWISE:
+            raise NotImplementedError(
+                f"pyattn: masks.within(ranges, others) gives the keys in both, got {name} of their bits"
+            )
         inputs = [bare(argument) for argument in args]
         named = {name: bare(argument) for name, argument in kwargs.items()} if kwargs else {}
         result = func(*inputs, **named)
@@ -117,15 +120,6 @@ def known(ranges: Tensor, whole: bool) -> KeyRanges:
     """A bare tensor of ranges as KeyRanges; a tensor of another class, such as a fake one, as it is."""
     typed: KeyRanges = _as(_WholeKeyRanges if whole else KeyRanges, ranges)
     return typed
-
-
-def within(ranges: Tensor, others: Tensor) -> Tensor:
-    """The keys in both, ``ranges & others``; bare tensors, (..., 2) each, have a bare one."""
-    one, other = bare(ranges), bare(others)
-    begin = torch.maximum(one[..., 0], other[..., 0])
-    both = torch.stack([begin, torch.maximum(begin, torch.minimum(one[..., 1], other[..., 1]))], -1)
-    typed = [t for t in (ranges, others) if isinstance(t, KeyRanges)]
-    return known(both, any(t.whole for t in typed)) if typed else both
 
 
 def plain(key_ranges: Any, causal: object) -> Any:

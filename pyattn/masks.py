@@ -1,8 +1,11 @@
 """Masks as intervals: ``key_ranges`` for :func:`pyattn.attention`, in the shapes that models ask for.
 
-Every function returns int64 (B or 1, seqlen, 2): query ``i`` sees the keys ``begin <= j < end`` of its pair, on top of
-``causal`` and ``window``. Memory is linear in seqlen, and blocks of keys that no query of a block sees cost nothing.
-Tensors given here are read on their own device, where the result lies too; ints give a result on torch's default one.
+Every function returns :class:`KeyRanges`, int64 (B or 1, seqlen, 2): query ``i`` sees the keys ``begin <= j < end`` of
+its pair, on top of ``causal`` and ``window``. Those of :func:`prefix_lm` and :func:`from_bool` are the whole mask, and
+refused with ``causal=True``, the default; the others go with either. A bare int32 or int64 tensor of that shape is as
+good to attention, which then takes any ``causal``. Memory is linear in seqlen, and blocks of keys that no query of a
+block sees cost nothing. Tensors given here are read on their own device, where the result lies too; ints give a result
+on torch's default one.
 
 Drawn below: query ``i`` down, key ``j`` across, 1 = takes part.
 """
@@ -23,10 +26,9 @@ from pyattn.arguments import (
     has_values,
     shown,
 )
-from pyattn.key_ranges import KeyRanges, known
-from pyattn.key_ranges import within as within
+from pyattn.key_ranges import KeyRanges, bare, known
 
-__all__ = ["KeyRanges", "chunked", "documents", "from_bool", "padding", "prefix_lm"]
+__all__ = ["KeyRanges", "chunked", "documents", "from_bool", "padding", "prefix_lm", "within"]
 
 
 @check_names
@@ -69,7 +71,8 @@ def documents(lengths: Sequence[int] | Tensor) -> KeyRanges:
 def prefix_lm(prefix: int | Tensor, seqlen: int) -> KeyRanges:
     """A prefix whose tokens see each other both ways, then causal text (Raffel et al. 2020, figure 4).
 
-    For ``causal=False``: query ``i`` sees the keys below ``max(prefix, i + 1)``. ::
+    For ``causal=False``, which attention insists on: query ``i`` sees the keys below ``max(prefix, i + 1)``. Over a
+    cache too, ``prefix_lm(prefix, cache.max_seqlen)[:, before:before + seqlen_q]``. ::
 
         prefix 2, seqlen 4     1 1 0 0
                                1 1 0 0
@@ -185,7 +188,8 @@ def from_bool(mask: Tensor) -> KeyRanges | None:
 
     Returns:
         (B or 1, Sq, 2), for ``causal=False``, as the mask says it all; None where a row has holes or heads differ. A
-        mask for all queries at once, (B, 1, 1, Sk), gives (B, 1, 2): ``expand(-1, seqlen_q, -1)`` it.
+        mask for all queries at once, (B, 1, 1, Sk), gives (B, 1, 2): ``expand(-1, seqlen_q, -1)`` it. A mask that hides
+        padding alone goes on top of ``causal=True`` as ``KeyRanges(from_bool(mask))``.
 
     Raises:
         ValueError: another number of dimensions.
@@ -211,3 +215,36 @@ def from_bool(mask: Tensor) -> KeyRanges | None:
     if (end - begin != count).any() or (ranges != ranges[:, :1]).any():
         return None
     return known(ranges[:, 0], whole=True)
+
+
+def within(ranges: Tensor, others: Tensor) -> Tensor:
+    """The keys in both of two ranges: documents that are padded, each with a prefix of its own, ... ::
+
+        documents [2, 2]     prefix_lm 3     within both
+        1 1 0 0              1 1 1 0         1 1 0 0
+        1 1 0 0              1 1 1 0         1 1 0 0
+        0 0 1 1              1 1 1 0         0 0 1 0
+        0 0 1 1              1 1 1 1         0 0 1 1
+
+    Args:
+        ranges, others: KeyRanges or bare tensors, (B or 1, Sq or 1, 2) each.
+
+    Returns:
+        KeyRanges, whole if one of them is; a bare tensor of two bare ones.
+
+    Raises:
+        TypeError: what is no tensor.
+
+    >>> within(documents([2, 2]), prefix_lm(3, seqlen=4))
+    KeyRanges(tensor([[[0, 2],
+                       [0, 2],
+                       [2, 3],
+                       [2, 4]]]), whole=True)
+    """
+    check_type("ranges", ranges, Tensor)
+    check_type("others", others, Tensor)
+    one, other = bare(ranges), bare(others)
+    begin = torch.maximum(one[..., 0], other[..., 0])
+    both = torch.stack([begin, torch.maximum(begin, torch.minimum(one[..., 1], other[..., 1]))], -1)
+    typed = [t for t in (ranges, others) if isinstance(t, KeyRanges)]
+    return known(both, any(t.whole for t in typed)) if typed else both
