@@ -11,6 +11,7 @@ from pyattn.cached_attention import attention_with_cache
 from pyattn.cached_weights import weights_with_cache
 from pyattn.dropout import draw_seed
 from pyattn.functional import attention
+from pyattn.key_ranges import plain
 from pyattn.nn.checks import Lengths, check_added, check_append
 from pyattn.nn.positions import rotate
 from pyattn.weights import attention_weights
@@ -129,7 +130,8 @@ def attend_heads(
     keys = k.shape[1] if kv_cache is None else kv_cache.max_seqlen
     check_added(mask, bias, (q.shape[0], q.shape[2], q.shape[1], keys))
     if kv_cache is not None:
-        check_append(kv_cache, k, options.get("key_ranges"), mask, bias)
+        options["key_ranges"] = plain(options.get("key_ranges"), options.get("causal", True))
+        check_append(kv_cache, k, options["key_ranges"], mask, bias)
     if rotary is not None:
         first = None if kv_cache is None else kv_cache.lengths
         q, k = rotate(q, rotary, first), rotate(k, rotary, first)
