@@ -28,11 +28,12 @@ inline View input(const Tensor& t) { return view(t, input_data(t)); }
 inline View result(const Tensor& t) { return view(t, t.mutable_data_ptr()); }
 
 // A tensor that broadcasts to four dimensions, from the last one back.
-inline BiasView bias_view(const Tensor& t, at::ScalarType type, void* data) {
+inline BroadcastView broadcast_view(const Tensor& t, void* data) {
   const auto stride = [&](int64_t d) { return t.dim() >= d && t.size(-d) > 1 ? t.stride(-d) : 0; };
-  const at::ScalarType own = t.scalar_type();
-  const BiasType kind = own == at::kBool ? BiasType::kBool : own == type ? BiasType::kLikeQ : BiasType::kFloat32;
-  return {kind, data, stride(4), stride(3), stride(2), stride(1)};
+  return {data, stride(4), stride(3), stride(2), stride(1)};
+}
+inline BiasView bias_view(const Tensor& t, at::ScalarType type, void* data) {
+  return {broadcast_view(t, data), t.scalar_type() == type ? BiasType::kLikeQ : BiasType::kFloat32};
 }
 
 // The ranges of the queries of one sequence. A GPU's kernels clamp them: there they are read with PYATTN_CHECK=1
@@ -50,6 +51,8 @@ inline void fill_mask(MaskParams& mask, int64_t seqlen_q, int64_t seqlen_k, Opti
   mask.q_offset = options.q_offset ? options.q_offset->expect_int() : default_q_offset(seqlen_q, seqlen_k);
   mask.q_offsets = options.q_offsets ? options.q_offsets->const_data_ptr<int64_t>() : nullptr;
   mask.window_left = options.window[0].expect_int(), mask.window_right = options.window[1].expect_int();
+  if (options.bias && options.bias->scalar_type() == at::kBool)
+    mask.shown = broadcast_view(*options.bias, input_data(*options.bias));
   if (!options.key_ranges) return;
   options.key_ranges = options.key_ranges->to(at::kLong).contiguous();
   const Tensor& ranges = *options.key_ranges;
@@ -59,7 +62,8 @@ inline void fill_mask(MaskParams& mask, int64_t seqlen_q, int64_t seqlen_k, Opti
 
 inline void fill_score(ScoreParams& score, at::ScalarType type, Options& options) {
   score.softcap = options.softcap;
-  if (options.bias) score.bias = bias_view(*options.bias, type, input_data(*options.bias));
+  if (options.bias && options.bias->scalar_type() != at::kBool)
+    score.bias = bias_view(*options.bias, type, input_data(*options.bias));
   const auto rows = [&](optional<Tensor>& t) -> const void* {
     if (!t) return nullptr;
     t = t->to(row_dtype(type)).contiguous();
