@@ -63,7 +63,7 @@ def _register_vmap(
     torch.library.register_vmap(name, rule)
 
 
-SHARED = {"key_ranges": 3, "bias": 4, "alibi_slopes": 2}
+SHARED = {"key_ranges": 3, "mask": 4, "bias": 4, "alibi_slopes": 2}
 """Tensors that all sequences may share, with the number of their dimensions where they don't."""
 
 
@@ -93,7 +93,7 @@ def _fold_into_batch(op: Callable[..., Results], values: Values, mapped: dict[st
 
 ROWS = ("dout", "q", "k", "v", "out")
 HEADS_PACKED = dict.fromkeys((*ROWS, "dlse", "lse", "row_max", "row_sum"), -2) | {"alibi_slopes": -1, "sinks": -1}
-HEADS = HEADS_PACKED | dict.fromkeys((*ROWS, "bias"), -3)
+HEADS = HEADS_PACKED | dict.fromkeys((*ROWS, "mask", "bias"), -3)
 """Where the heads are in tensors and in their gradients, counted from the last dimension."""
 
 
@@ -106,8 +106,8 @@ def _fold_into_heads(
         if name not in places or value is None:
             return value
         at, dim = places[name], mapped.get(name)
-        if dim is None and (value.dim() < -at or (name == "bias" and value.shape[at] == 1)):
-            return value  # a bias that broadcasts over heads
+        if dim is None and (value.dim() < -at or (name in ("mask", "bias") and value.shape[at] == 1)):
+            return value  # it broadcasts over heads
         tensor = value.unsqueeze(0).expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
         return tensor.movedim(0, at - 1).flatten(at - 1, at)
 
@@ -137,8 +137,8 @@ def _loops(values: Values, mapped: dict[str, int]) -> bool:
     """Dropout's draws depend on batch and heads. Masks of their own need the batch, and so does a bias's gradient."""
     if values.get("dropout_seed") is not None:
         return True
-    bias = "bias" in mapped or any((values.get("output_mask") or ())[:1])
-    return _apart(values, mapped) and (bias or not mapped.keys() <= HEADS.keys())
+    scores = not mapped.keys().isdisjoint(("mask", "bias")) or any((values.get("output_mask") or ())[:1])
+    return _apart(values, mapped) and (scores or not mapped.keys() <= HEADS.keys())
 
 
 def _packed_loops(values: Values, mapped: dict[str, int]) -> bool:

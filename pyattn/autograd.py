@@ -137,10 +137,10 @@ class TransformableAttention(torch.autograd.Function):
 
 def _saved_varlen(ctx: Any) -> tuple[Any, ...]:
     """q, k, v, out, row_max, row_sum, packing and options."""
-    *rows, cu_seqlens_q, cu_seqlens_k, seqused_k, a, b, c, d, e, f = ctx.saved_tensors
+    q, k, v, out, row_max, row_sum, cu_seqlens_q, cu_seqlens_k, seqused_k, *tensors = ctx.saved_tensors
     max_seqlen_q, max_seqlen_k = ctx.max_seqlens
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
-    return *rows, packing, ctx.options.with_tensors(a, b, c, d, e, f)
+    return q, k, v, out, row_max, row_sum, packing, ctx.options.with_tensors(*tensors)
 
 
 def _backward_varlen(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:

@@ -33,8 +33,9 @@ class Options(NamedTuple):
         q_offsets: int64 (B,), one for each sequence, in place of q_offset.
         window: how many keys before and behind its own position a query sees; -1: all.
         key_ranges: int32 or int64 (B or 1, Sq, 2), the keys [begin, end) of each query.
+        mask: up to 4 dimensions, each 1 or full; bool, True = takes part.
         softcap: bound on the scaled scores; 0: none.
-        bias: up to 4 dimensions, each 1 or full; bool, True = takes part, or added to the scores.
+        bias: up to 4 dimensions, each 1 or full; float, added to the scores.
         alibi_slopes: (Hq,) or (B, Hq).
         sinks: (Hq,), the score of one more key without a value.
         dropout_p: probability of dropping a weight.
@@ -47,6 +48,7 @@ class Options(NamedTuple):
     q_offsets: Tensor | None = None
     window: tuple[int, int] = UNBOUNDED
     key_ranges: Tensor | None = None
+    mask: Tensor | None = None
     softcap: float = 0.0
     bias: Tensor | None = None
     alibi_slopes: Tensor | None = None
@@ -68,12 +70,14 @@ class Options(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The options that are tensors: what autograd saves apart."""
-        return self.q_offsets, self.key_ranges, self.bias, self.alibi_slopes, self.sinks, self.dropout_seed
+        positions = self.q_offsets, self.key_ranges, self.mask
+        return *positions, self.bias, self.alibi_slopes, self.sinks, self.dropout_seed
 
     def with_tensors(
         self,
         q_offsets: Tensor | None = None,
         key_ranges: Tensor | None = None,
+        mask: Tensor | None = None,
         bias: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
@@ -83,15 +87,16 @@ class Options(NamedTuple):
         if (
             q_offsets is self.q_offsets
             and key_ranges is self.key_ranges
+            and mask is self.mask
             and bias is self.bias
             and alibi_slopes is self.alibi_slopes
             and sinks is self.sinks
             and dropout_seed is self.dropout_seed
         ):
             return self
-        scale, causal, q_offset, _, window, _, softcap, _, _, _, dropout_p, _ = self
-        mask = scale, causal, q_offset, q_offsets, window, key_ranges
-        return Options(*mask, softcap, bias, alibi_slopes, sinks, dropout_p, dropout_seed)
+        scale, causal, q_offset, _, window, _, _, softcap, _, _, _, dropout_p, _ = self
+        seen = scale, causal, q_offset, q_offsets, window, key_ranges, mask
+        return Options(*seen, softcap, bias, alibi_slopes, sinks, dropout_p, dropout_seed)
 
 
 class Packing(NamedTuple):
@@ -186,8 +191,8 @@ def options_of(
         dropout_seed = torch.tensor(dropout_seed, dtype=torch.int64, device=device)
     if window is UNBOUNDED and key_ranges is bias is alibi_slopes is sinks is None and not (softcap or dropout_p):
         return softmax_scale, causal, q_offset, q_offsets
-    mask = causal, q_offset, q_offsets, window, key_ranges
-    return Options(softmax_scale, *mask, softcap, bias, alibi_slopes, sinks, dropout_p, dropout_seed)
+    seen = causal, q_offset, q_offsets, window, key_ranges, None
+    return Options(softmax_scale, *seen, softcap, bias, alibi_slopes, sinks, dropout_p, dropout_seed)
 
 
 def _float(value: Any) -> Any:

@@ -15,8 +15,8 @@ from pyattn import _ops
 Placements = list[Any]
 
 DIMS = (
-    {"bias": -4, "alibi_slopes": -2, "key_ranges": -3, "q_offsets": -1},
-    {"bias": -3, "alibi_slopes": -1, "sinks": -1},
+    {"mask": -4, "bias": -4, "alibi_slopes": -2, "key_ranges": -3, "q_offsets": -1},
+    {"mask": -3, "bias": -3, "alibi_slopes": -1, "sinks": -1},
 )
 """Where options that may have a place for each sequence, or for each query head, have it."""
 
