@@ -11,7 +11,7 @@ import torch
 from helpers import Case
 from torch import Tensor
 
-from pyattn import _C, attention
+from pyattn import attention
 
 forward = torch.ops.pyattn.attention_forward
 backward = torch.ops.pyattn.attention_backward
@@ -282,8 +282,3 @@ def test_none_for_a_tensor_of_the_operators() -> None:
             forward(**dict.fromkeys("qkv", x) | {name: None})
     with pytest.raises(TypeError, match=r"^pyattn: q must be a Tensor, got None"):
         forward(None, None, None)
-
-
-def test_unknown_instruction_set() -> None:
-    with pytest.raises(ValueError, match=r"pyattn: instruction set must be one of .*scalar, got 'sse9'"):
-        _C.set_isa("sse9")

@@ -1,0 +1,58 @@
+"""pyattn/__init__.pyi: the package as editors and type checkers show it, every option of a function written out.
+
+Run ``python tests/tools/stub.py`` after a change of the options or of what the package exports:
+tests/test_signatures.py compares.
+"""
+
+import inspect
+from pathlib import Path
+from types import ModuleType
+
+from typing_extensions import get_overloads
+
+import pyattn
+from pyattn.options import with_options
+
+STUB = Path(pyattn.__file__).with_suffix(".pyi")
+
+HEAD = '''"""Made by tests/tools/stub.py from the package and pyattn/options.py."""
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+from torch import Tensor
+
+'''
+
+
+def as_source(function: str, signature: inspect.Signature) -> str:
+    """A line for each parameter; names as the stub imports them."""
+    parameters = [str(p) for p in signature.parameters.values()]
+    first = next(i for i, p in enumerate(signature.parameters.values()) if p.kind is inspect.Parameter.KEYWORD_ONLY)
+    parameters.insert(first, "*")
+    returned = inspect.formatannotation(signature.return_annotation)
+    source = f"def {function}(\n" + "".join(f"    {p},\n" for p in parameters) + f") -> {returned}: ...\n"
+    for module in ("torch.", "typing.", "collections.abc.", "pyattn.cache."):
+        source = source.replace(module, "")
+    return source
+
+
+def stub() -> str:
+    """What the file should hold."""
+    imports, functions = [], ""
+    for name in pyattn.__all__:
+        value = getattr(pyattn, name)
+        if isinstance(value, ModuleType):
+            imports.append(f"from pyattn import {name} as {name}\n")
+        elif hasattr(value, "__signature__"):
+            forms = [with_options(inspect.signature(form)) for form in get_overloads(value)]
+            for form in forms or [inspect.signature(value)]:
+                functions += "@overload\n" * bool(forms) + as_source(name, form)
+        elif name != "__version__":
+            imports.append(f"from {value.__module__} import {name} as {name}\n")
+    names = "".join(f'    "{name}",\n' for name in pyattn.__all__)
+    return f"{HEAD}{''.join(sorted(imports))}\n__version__: str\n__all__ = [\n{names}]\n\n{functions}"
+
+
+if __name__ == "__main__":
+    STUB.write_text(stub())
