@@ -21,7 +21,8 @@ What all modules share:
   :class:`SingleHeadSelfAttention`, whose plain module returns them always.
 - ``key_ranges`` (batch or 1, seqlen, 2), as for :func:`pyattn.attention`: query i sees the keys [begin, end) alone, on
   top of the module's own mask. :mod:`pyattn.masks` has those of padded and packed batches. Ranges that are the whole
-  mask, as of ``masks.prefix_lm``, are for :class:`Attention`; the others are causal and refuse them. Every module with several heads takes them, and :class:`CausalAttention`.
+  mask, as ``masks.prefix_lm`` gives them, are for :class:`Attention`: the others are causal and refuse them. Every
+  module with several heads takes ranges, and :class:`CausalAttention`.
 - ``window``, ``softcap``, ``alibi``, ``sinks`` and ``rotary`` are keyword-only extras of :class:`MultiHeadAttention`,
   :class:`Attention` and :class:`GroupedQueryAttention`: see :class:`pyattn.nn.score.ScoreOptions`. One-head modules and
   the wrapper around them, the book's steps on the way there, have none.
