@@ -76,20 +76,8 @@ def fallbacks(model: nn.Module | None = None) -> list[str]:
         them all, and are not counted. Empty if all else is well.
     """
     lines = [f"{count} masks of queries x keys: {why}" for why, count in sorted(transformers_masks.DENSE.items())]
-    parts = {} if model is None else dict(model.named_modules())
-    configured: set[int] = set()
-    for name, part in parts.items():
-        where = f"{name or 'the model'} ({type(part).__name__})"
-        config = getattr(part, "config", None)
-        chosen = getattr(config, "_attn_implementation", None)
-        if chosen is not None and id(config) not in configured:
-            configured.add(id(config))
-            if chosen != NAME:
-                lines.append(f"{where}: attn_implementation is {chosen}")
-            elif transformers_models.has_not_called(part):
-                lines.append(f"{where}: it has not called the attention function so far")
-        if transformers_models.has_attention_of_its_own(type(part)):
-            lines.append(f"{where}: attention of its own")
+    if model is not None:
+        lines += transformers_models.fallbacks(model, NAME)
     return lines + transformers_packed.fallbacks(model)
 
 

@@ -171,7 +171,24 @@ def remember(module: nn.Module) -> None:
         _callers.add(type(module))
 
 
-def has_not_called(model: nn.Module) -> bool:
-    """Whether a model is other people's, and no layer of its classes has called the attention function so far."""
-    ours = type(model).__module__.startswith("transformers.")
-    return not ours and not any(type(part) in _callers for part in model.modules())
+def fallbacks(model: nn.Module, name: str) -> list[str]:
+    """The lines of :func:`pyattn.adapters.transformers.fallbacks` on parts whose attention is another's than ``name``.
+
+    Each configuration is told of once. Other people's models are known by their classes' calls so far.
+    """
+    lines: list[str] = []
+    configured: set[int] = set()
+    for path, part in model.named_modules():
+        where = f"{path or 'the model'} ({type(part).__name__})"
+        config = getattr(part, "config", None)
+        chosen = getattr(config, "_attn_implementation", None)
+        if chosen is not None and id(config) not in configured:
+            configured.add(id(config))
+            theirs = type(part).__module__.startswith("transformers.")
+            if chosen != name:
+                lines.append(f"{where}: attn_implementation is {chosen}")
+            elif not (theirs or any(type(layer) in _callers for layer in part.modules())):
+                lines.append(f"{where}: it has not called the attention function so far")
+        if has_attention_of_its_own(type(part)):
+            lines.append(f"{where}: attention of its own")
+    return lines
