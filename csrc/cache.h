@@ -157,7 +157,7 @@ inline void check_truncation(const Tensor& lengths, const optional<Tensor>& star
                       ", the sequence's length, got ", keep[b], " at ", b);
     TORCH_CHECK_VALUE(!starts || start[b] <= std::max<int64_t>(keep[b] - window, 0),
                       "pyattn: each of lengths must be at least ", start[b] + window, ", where a window of ", window,
-                      " begins with the oldest key that the cache keeps, got ", keep[b], " at ", b);
+                      " keys begins with the oldest one that the cache keeps, got ", keep[b], " at ", b);
   }
 }
 
@@ -190,7 +190,7 @@ inline void check_kept(const Tensor& lengths, const Tensor& starts, const Tensor
   for (int64_t b = 0; b < lengths.size(0); ++b) {
     const int64_t oldest = std::max(length[b] - kept_positions, start[b]), least = oldest + window - 1;
     TORCH_CHECK_VALUE(oldest <= 0 || offset[b] >= least, "pyattn: q_offset must be at least ", least,
-                      ", where a window of ", window, " begins with the oldest key that the cache keeps, got ",
+                      ", where a window of ", window, " keys begins with the oldest one that the cache keeps, got ",
                       offset[b], " for sequence ", b);
   }
 }

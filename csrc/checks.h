@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
@@ -77,24 +76,6 @@ inline void check_gradients(const Tensor& dout, const optional<Tensor>& dlse, co
 inline bool checks_gpu() {
   static const char* const value = std::getenv("PYATTN_CHECK");
   return value && std::string_view(value) == "1";
-}
-
-// The kernel of every backend without kernels: sparse, nested and quantized
-// tensors, and devices that are not built in.
-inline void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
-  const auto& arguments = op.schema().arguments();
-  const auto values = torch::jit::last(*stack, arguments.size());
-  for (size_t i = 0; i < values.size(); ++i) {
-    if (!values[i].isTensor()) continue;
-    const Tensor& t = values[i].toTensor();
-    TORCH_CHECK_TYPE(t.defined(), "pyattn: ", arguments[i].name(), " must be a Tensor, got None");
-    const bool plain = t.layout() == at::kStrided && !t.is_nested() && !t.is_quantized();
-    TORCH_CHECK_NOT_IMPLEMENTED(plain && (t.is_cpu() || t.is_cuda() || t.is_meta()), "pyattn: ", arguments[i].name(),
-                                " must be a dense tensor on the CPU or a CUDA device, got layout ", t.layout(),
-                                t.is_nested() ? " (nested)" : "", ", dtype ", c10::getDtypeNames(t.scalar_type()).first,
-                                ", device ", t.device());
-  }
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "pyattn: ", op.schema().name(), " has no kernels for tensors of this kind");
 }
 
 }  // namespace pyattn

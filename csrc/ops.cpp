@@ -1,21 +1,18 @@
 // The operators pyattn::attention_forward and pyattn::attention_backward: check, allocate,
 // fill the params, run the kernels in parallel, or hand over to cuda/. The same functions
 // serve the CPU, CUDA and, stopping before the kernels, the Meta key, so that shapes,
-// strides and errors can't differ between them. At the end, all operators are registered.
+// strides and errors can't differ between them.
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include <array>
 #include <optional>
-#include <tuple>
 
 #include "attention.h"
 #include "checks.h"
 #include "cuda/ops_cuda.h"
-#include "ops_varlen.h"
+#include "operators.h"
 #include "options.h"
-#include "packing.h"
 #include "params.h"
 #include "passes.h"
 #include "results.h"
@@ -23,21 +20,15 @@
 namespace pyattn {
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_forward(
-    const Tensor& q, const Tensor& k, const Tensor& v, optional<double> softmax_scale, bool causal,
-    optional<SymInt> q_offset, const optional<Tensor>& q_offsets, c10::SymIntArrayRef window,
-    const optional<Tensor>& key_ranges, double softcap, const optional<Tensor>& bias,
-    const optional<Tensor>& alibi_slopes, const optional<Tensor>& sinks, double dropout_p,
-    const optional<Tensor>& dropout_seed) {
-  Options options{softmax_scale, causal, q_offset,     q_offsets, window,    key_ranges,
-                  softcap,       bias,   alibi_slopes, sinks,     dropout_p, dropout_seed};
+ForwardTensors attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) {
   check_inputs(q, k, v, options);
   const ForwardResults results(q, v.sym_size(3), {q.sym_size(0), q.sym_size(1), q.sym_size(2)});
   if (q.is_meta()) return results.all();
 
   const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
+  Kept kept;
   ForwardParams p{};
-  fill_inputs(p, q_, k_, v_, k.size(2), options);
+  fill_inputs(p, q_, k_, v_, k.size(2), options, kept);
   p.out = result(results.out), results.fill_rows(p);
   if (q.is_cuda())
     cuda::forward(q, p);
@@ -46,15 +37,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_forward(
   return results.all();
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
-    const Tensor& dout, const optional<Tensor>& dlse, const Tensor& q, const Tensor& k, const Tensor& v,
-    const Tensor& out, const Tensor& row_max, const Tensor& row_sum, optional<double> softmax_scale, bool causal,
-    optional<SymInt> q_offset, const optional<Tensor>& q_offsets, c10::SymIntArrayRef window,
-    const optional<Tensor>& key_ranges, double softcap, const optional<Tensor>& bias,
-    const optional<Tensor>& alibi_slopes, const optional<Tensor>& sinks, double dropout_p,
-    const optional<Tensor>& dropout_seed, bool deterministic, std::array<bool, 3> output_mask, bool part) {
-  Options options{softmax_scale, causal, q_offset,     q_offsets, window,    key_ranges,
-                  softcap,       bias,   alibi_slopes, sinks,     dropout_p, dropout_seed};
+BackwardTensors attention_backward(const Tensor& dout, const optional<Tensor>& dlse, const Tensor& q, const Tensor& k,
+                                   const Tensor& v, const Tensor& out, const Tensor& row_max, const Tensor& row_sum,
+                                   const Options& options, bool deterministic, std::array<bool, 3> output_mask,
+                                   bool part) {
   check_inputs(q, k, v, options);
   const at::ScalarType type = q.scalar_type();
   check_gradients(dout, dlse, out, row_max, row_sum, q, {q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)},
@@ -69,8 +55,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   const Tensor dout_ = with_contiguous_columns(dout), out_ = with_contiguous_columns(out);
   const Tensor row_max_ = row_max.contiguous(), row_sum_ = row_sum.contiguous();
   const optional<Tensor> dlse_ = contiguous(dlse);
+  Kept kept;
   BackwardParams p{};
-  fill_inputs(p, q_, k_, v_, k.size(2), options);
+  fill_inputs(p, q_, k_, v_, k.size(2), options, kept);
   p.out = input(out_), p.dout = input(dout_);
   p.row_max = input_data(row_max_), p.row_sum = input_data(row_sum_), p.dlse = dlse_ ? input_data(*dlse_) : nullptr;
   p.score.part = part;
@@ -88,52 +75,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
 }
 
 TORCH_LIBRARY(pyattn, m) {
-  m.def("attention_forward(Tensor q, Tensor k, Tensor v, " PYATTN_OPTIONS ") -> " PYATTN_FORWARD_RESULTS);
-  m.def("attention_backward(" PYATTN_BACKWARD_TENSORS ", " PYATTN_OPTIONS ", " PYATTN_BACKWARD_FLAGS
-        ") -> " PYATTN_BACKWARD_RESULTS);
-  m.def("attention_varlen_forward(Tensor q, Tensor k, Tensor v, " PYATTN_PACKING ", " PYATTN_OPTIONS
-        ") -> " PYATTN_FORWARD_RESULTS);
-  m.def("attention_varlen_backward(" PYATTN_BACKWARD_TENSORS ", " PYATTN_PACKING ", " PYATTN_OPTIONS
-        ", " PYATTN_BACKWARD_FLAGS ") -> " PYATTN_BACKWARD_RESULTS);
-}
-
-TORCH_LIBRARY_IMPL(pyattn, CPU, m) {
-  m.impl("attention_forward", attention_forward);
-  m.impl("attention_backward", attention_backward);
-  m.impl("attention_varlen_forward", attention_varlen_forward);
-  m.impl("attention_varlen_backward", attention_varlen_backward);
-}
-
-TORCH_LIBRARY_IMPL(pyattn, CUDA, m) {
-  m.impl("attention_forward", attention_forward);
-  m.impl("attention_backward", attention_backward);
-  m.impl("attention_varlen_forward", attention_varlen_forward);
-  m.impl("attention_varlen_backward", attention_varlen_backward);
-}
-
-TORCH_LIBRARY_IMPL(pyattn, Meta, m) {
-  m.impl("attention_forward", attention_forward);
-  m.impl("attention_backward", attention_backward);
-  m.impl("attention_varlen_forward", attention_varlen_forward);
-  m.impl("attention_varlen_backward", attention_varlen_backward);
-}
-
-constexpr const char* kOperators[] = {"attention_forward", "attention_backward", "attention_varlen_forward",
-                                      "attention_varlen_backward"};
-
-void refuse_all(torch::Library& m) {
-  for (const char* name : kOperators) m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse>());
-}
-
-// Every other backend. CompositeExplicitAutograd does not cover nested tensors.
-TORCH_LIBRARY_IMPL(pyattn, CompositeExplicitAutograd, m) { refuse_all(m); }
-TORCH_LIBRARY_IMPL(pyattn, NestedTensorCPU, m) { refuse_all(m); }
-TORCH_LIBRARY_IMPL(pyattn, NestedTensorCUDA, m) { refuse_all(m); }
-
-// Derivatives come from pyattn/autograd.py. Those that it does not define, double backward and
-// forward mode, raise here instead of being silently zero.
-TORCH_LIBRARY_IMPL(pyattn, Autograd, m) {
-  for (const char* name : kOperators) m.impl(name, torch::autograd::autogradNotImplementedFallback());
+  define_attention<attention_forward>(m, kOnCPUAndCUDA,
+                                      "attention_forward(Tensor q, Tensor k, Tensor v" PYATTN_OPTIONS_SCHEMA
+                                      ") -> " PYATTN_FORWARD_RESULTS);
+  define_attention<attention_backward>(m, kOnCPUAndCUDA,
+                                       "attention_backward(" PYATTN_BACKWARD_TENSORS PYATTN_OPTIONS_SCHEMA
+                                       ", " PYATTN_BACKWARD_FLAGS ") -> " PYATTN_BACKWARD_RESULTS);
 }
 
 }  // namespace

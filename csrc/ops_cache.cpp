@@ -16,6 +16,7 @@
 
 #include "cache.h"
 #include "huge_pages.h"
+#include "operators.h"
 
 namespace pyattn {
 namespace {
@@ -126,27 +127,22 @@ void cache_truncate(const Tensor& lengths, const optional<Tensor>& starts, const
 }
 
 TORCH_LIBRARY_FRAGMENT(pyattn, m) {
-  m.def(
+  define<cache_append>(
+      m, kOnCPU,
       "cache_append(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) lengths, Tensor(d!) starts, Tensor k, Tensor v, "
       "Tensor? new_lengths, SymInt max_seqlen) -> ()");
-  m.def("cache_reorder(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) lengths, Tensor(d!) starts, Tensor idx) -> ()");
-  m.def("cache_clear(Tensor(a!) storage) -> ()");
-  m.def("cache_newest(Tensor lengths, Tensor? starts, SymInt seqlen_q, SymInt left, SymInt slots) -> Tensor");
-  m.def("cache_truncate(Tensor(a!) lengths, Tensor? starts, Tensor kept, SymInt window) -> ()");
-  m.def("cache_slots(Tensor lengths, Tensor starts, Tensor q_offset, SymInt window, SymInt max_seqlen) -> Tensor");
+  define<cache_reorder>(
+      m, kOnCPU,
+      "cache_reorder(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) lengths, Tensor(d!) starts, Tensor idx) -> ()");
+  define<cache_clear>(m, {c10::DispatchKey::CompositeExplicitAutograd}, "cache_clear(Tensor(a!) storage) -> ()");
+  define<cache_newest>(
+      m, kOnCPU, "cache_newest(Tensor lengths, Tensor? starts, SymInt seqlen_q, SymInt left, SymInt slots) -> Tensor");
+  define<cache_truncate>(m, kOnCPU,
+                         "cache_truncate(Tensor(a!) lengths, Tensor? starts, Tensor kept, SymInt window) -> ()");
+  define<cache_slots>(
+      m, kOnCPU,
+      "cache_slots(Tensor lengths, Tensor starts, Tensor q_offset, SymInt window, SymInt max_seqlen) -> Tensor");
 }
-
-void add_kernels(torch::Library& m) {
-  m.impl("cache_append", cache_append);
-  m.impl("cache_reorder", cache_reorder);
-  m.impl("cache_newest", cache_newest);
-  m.impl("cache_truncate", cache_truncate);
-  m.impl("cache_slots", cache_slots);
-}
-
-TORCH_LIBRARY_IMPL(pyattn, CPU, m) { add_kernels(m); }
-TORCH_LIBRARY_IMPL(pyattn, Meta, m) { add_kernels(m); }
-TORCH_LIBRARY_IMPL(pyattn, CompositeExplicitAutograd, m) { m.impl("cache_clear", cache_clear); }
 
 }  // namespace
 }  // namespace pyattn

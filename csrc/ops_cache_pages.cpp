@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cache.h"
+#include "operators.h"
 #include "pages.h"
 
 namespace pyattn {
@@ -127,19 +128,13 @@ void cache_reorder_pages(const Tensor& lengths, const Tensor& block_table, const
 }
 
 TORCH_LIBRARY_FRAGMENT(pyattn, m) {
-  m.def(
+  define<cache_append_pages>(
+      m, kOnCPU,
       "cache_append_pages(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) lengths, Tensor(d!) block_table, Tensor k, "
       "Tensor v, Tensor? new_lengths, SymInt max_seqlen) -> ()");
-  m.def("cache_reorder_pages(Tensor(a!) lengths, Tensor(b!) block_table, Tensor idx) -> ()");
+  define<cache_reorder_pages>(m, kOnCPU,
+                              "cache_reorder_pages(Tensor(a!) lengths, Tensor(b!) block_table, Tensor idx) -> ()");
 }
-
-void add_kernels(torch::Library& m) {
-  m.impl("cache_append_pages", cache_append_pages);
-  m.impl("cache_reorder_pages", cache_reorder_pages);
-}
-
-TORCH_LIBRARY_IMPL(pyattn, CPU, m) { add_kernels(m); }
-TORCH_LIBRARY_IMPL(pyattn, Meta, m) { add_kernels(m); }
 
 }  // namespace
 }  // namespace pyattn

@@ -5,7 +5,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -13,6 +12,7 @@
 
 #include "attention.h"
 #include "checks.h"
+#include "operators.h"
 #include "options.h"
 #include "packing.h"
 #include "pages.h"
@@ -23,14 +23,8 @@
 namespace pyattn {
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_paged_forward(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& block_table, SymInt seqlen_k,
-    optional<double> softmax_scale, bool causal, optional<SymInt> q_offset, const optional<Tensor>& q_offsets,
-    c10::SymIntArrayRef window, const optional<Tensor>& key_ranges, double softcap, const optional<Tensor>& bias,
-    const optional<Tensor>& alibi_slopes, const optional<Tensor>& sinks, double dropout_p,
-    const optional<Tensor>& dropout_seed) {
-  Options options{softmax_scale, causal, q_offset,     q_offsets, window,    key_ranges,
-                  softcap,       bias,   alibi_slopes, sinks,     dropout_p, dropout_seed};
+ForwardTensors attention_paged_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& block_table,
+                                       SymInt seqlen_k, const Options& options) {
   check_paged(q, k, v, 4);
   const SymInt batch = q.sym_size(0), heads = q.sym_size(1), seqlen_q = q.sym_size(2);
   check_block_table(block_table, q.device(), batch);
@@ -42,25 +36,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_paged_forward(
   if (q.is_meta()) return results.all();
 
   const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
-  Tensor table = block_table;
+  Kept kept;
   ForwardParams p{};
-  fill_inputs(p, q_, k_.transpose(1, 2), v_.transpose(1, 2), seqlen_k.expect_int(), options);
-  fill_pages(p, k_, v_, table);
+  fill_inputs(p, q_, k_.transpose(1, 2), v_.transpose(1, 2), seqlen_k.expect_int(), options, kept);
+  fill_pages(p, k_, v_, block_table, kept);
   p.out = result(results.out), results.fill_rows(p);
   run_forward(dtype_of(q.scalar_type()), p);
   return results.all();
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_varlen_paged_forward(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& block_table, const Tensor& cu_seqlens_q,
-    const Tensor& cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, const optional<Tensor>& seqused_k,
-    optional<double> softmax_scale, bool causal, optional<SymInt> q_offset, const optional<Tensor>& q_offsets,
-    c10::SymIntArrayRef window, const optional<Tensor>& key_ranges, double softcap, const optional<Tensor>& bias,
-    const optional<Tensor>& alibi_slopes, const optional<Tensor>& sinks, double dropout_p,
-    const optional<Tensor>& dropout_seed) {
-  Packing packing{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k};
-  Options options{softmax_scale, causal, q_offset,     q_offsets, window,    key_ranges,
-                  softcap,       bias,   alibi_slopes, sinks,     dropout_p, dropout_seed};
+ForwardTensors attention_varlen_paged_forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                              const Tensor& block_table, const Packing& packing,
+                                              const Options& options) {
   check_paged(q, k, v, 3);
   check_packing(q, packing, options);
   check_block_table(block_table, q.device(), sequences(packing));
@@ -68,10 +55,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_varlen_paged_forward(
   if (q.is_meta()) return results.all();
 
   const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
-  Tensor table = block_table;
+  Kept kept;
   ForwardParams p{};
-  fill_packed(p, q_, k_, v_, packing, options);
-  fill_pages(p, k_, v_, table);
+  fill_packed(p, q_, k_, v_, packing, options, kept);
+  fill_pages(p, k_, v_, block_table, kept);
   p.out = packed_result(results.out), results.fill_rows(p);
   run_forward(dtype_of(q.scalar_type()), p);
   results.fill_unused(p);
@@ -104,32 +91,18 @@ std::tuple<Tensor, Tensor> pages_in_use(const Tensor& block_table, const Tensor&
 }
 
 TORCH_LIBRARY_FRAGMENT(pyattn, m) {
-  m.def("attention_paged_forward(Tensor q, Tensor k, Tensor v, Tensor block_table, SymInt seqlen_k, " PYATTN_OPTIONS
-        ") -> " PYATTN_FORWARD_RESULTS);
-  m.def("attention_varlen_paged_forward(Tensor q, Tensor k, Tensor v, Tensor block_table, " PYATTN_PACKING
-        ", " PYATTN_OPTIONS ") -> " PYATTN_FORWARD_RESULTS);
-  m.def(
+  define_attention<attention_paged_forward>(
+      m, kOnCPU,
+      "attention_paged_forward(Tensor q, Tensor k, Tensor v, Tensor block_table, SymInt seqlen_k" PYATTN_OPTIONS_SCHEMA
+      ") -> " PYATTN_FORWARD_RESULTS);
+  define_attention<attention_varlen_paged_forward>(m, kOnCPU,
+                                                   "attention_varlen_paged_forward(Tensor q, Tensor k, Tensor v, "
+                                                   "Tensor block_table" PYATTN_PACKING_SCHEMA PYATTN_OPTIONS_SCHEMA
+                                                   ") -> " PYATTN_FORWARD_RESULTS);
+  define<pages_in_use>(
+      m, kOnCPU,
       "pages_in_use(Tensor block_table, Tensor cu_seqlens_k, SymInt max_seqlen_k, Tensor? seqused_k, SymInt pages, "
       "SymInt page_size) -> (Tensor, Tensor)");
-}
-
-void add_kernels(torch::Library& m) {
-  m.impl("attention_paged_forward", attention_paged_forward);
-  m.impl("attention_varlen_paged_forward", attention_varlen_paged_forward);
-  m.impl("pages_in_use", pages_in_use);
-}
-
-TORCH_LIBRARY_IMPL(pyattn, CPU, m) { add_kernels(m); }
-TORCH_LIBRARY_IMPL(pyattn, Meta, m) { add_kernels(m); }
-
-constexpr const char* kForwards[] = {"attention_paged_forward", "attention_varlen_paged_forward"};
-
-// As those of ops.cpp: other backends are refused, and derivatives raise instead of being silently zero.
-TORCH_LIBRARY_IMPL(pyattn, CompositeExplicitAutograd, m) {
-  for (const char* name : kForwards) m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse>());
-}
-TORCH_LIBRARY_IMPL(pyattn, Autograd, m) {
-  for (const char* name : kForwards) m.impl(name, torch::autograd::autogradNotImplementedFallback());
 }
 
 }  // namespace

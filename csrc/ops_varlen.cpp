@@ -1,9 +1,15 @@
 // The operators pyattn::attention_varlen_forward and _backward: as those of ops.cpp, for sequences one
 // behind the other, each of its own length.
-#include "ops_varlen.h"
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+#include <array>
+#include <optional>
 
 #include "attention.h"
+#include "checks.h"
 #include "cuda/ops_cuda.h"
+#include "operators.h"
 #include "options.h"
 #include "packing.h"
 #include "params.h"
@@ -11,23 +17,18 @@
 #include "results.h"
 
 namespace pyattn {
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_varlen_forward(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
-    SymInt max_seqlen_q, SymInt max_seqlen_k, const optional<Tensor>& seqused_k, optional<double> softmax_scale,
-    bool causal, optional<SymInt> q_offset, const optional<Tensor>& q_offsets, c10::SymIntArrayRef window,
-    const optional<Tensor>& key_ranges, double softcap, const optional<Tensor>& bias,
-    const optional<Tensor>& alibi_slopes, const optional<Tensor>& sinks, double dropout_p,
-    const optional<Tensor>& dropout_seed) {
-  Packing packing{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k};
-  Options options{softmax_scale, causal, q_offset,     q_offsets, window,    key_ranges,
-                  softcap,       bias,   alibi_slopes, sinks,     dropout_p, dropout_seed};
+namespace {
+
+ForwardTensors attention_varlen_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Packing& packing,
+                                        const Options& options) {
   check_packed(q, k, v, packing, options);
   const ForwardResults results(q, v.sym_size(2), {q.sym_size(1), q.sym_size(0)});
   if (q.is_meta()) return results.all();
 
   const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
+  Kept kept;
   ForwardParams p{};
-  fill_packed(p, q_, k_, v_, packing, options);
+  fill_packed(p, q_, k_, v_, packing, options, kept);
   prefer_huge_pages(results.out), p.out = packed_result(results.out), results.fill_rows(p);
   if (q.is_cuda()) {
     cuda::forward(q, p);
@@ -38,17 +39,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_varlen_forward(
   return results.all();
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_varlen_backward(
-    const Tensor& dout, const optional<Tensor>& dlse, const Tensor& q, const Tensor& k, const Tensor& v,
-    const Tensor& out, const Tensor& row_max, const Tensor& row_sum, const Tensor& cu_seqlens_q,
-    const Tensor& cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, const optional<Tensor>& seqused_k,
-    optional<double> softmax_scale, bool causal, optional<SymInt> q_offset, const optional<Tensor>& q_offsets,
-    c10::SymIntArrayRef window, const optional<Tensor>& key_ranges, double softcap, const optional<Tensor>& bias,
-    const optional<Tensor>& alibi_slopes, const optional<Tensor>& sinks, double dropout_p,
-    const optional<Tensor>& dropout_seed, bool deterministic, std::array<bool, 3> output_mask, bool part) {
-  Packing packing{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k};
-  Options options{softmax_scale, causal, q_offset,     q_offsets, window,    key_ranges,
-                  softcap,       bias,   alibi_slopes, sinks,     dropout_p, dropout_seed};
+BackwardTensors attention_varlen_backward(const Tensor& dout, const optional<Tensor>& dlse, const Tensor& q,
+                                          const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& row_max,
+                                          const Tensor& row_sum, const Packing& packing, const Options& options,
+                                          bool deterministic, std::array<bool, 3> output_mask, bool part) {
   check_packed(q, k, v, packing, options);
   const at::ScalarType type = q.scalar_type();
   check_gradients(dout, dlse, out, row_max, row_sum, q, {q.sym_size(0), q.sym_size(1), v.sym_size(2)},
@@ -63,8 +57,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_varlen_back
   const Tensor dout_ = with_contiguous_columns(dout), out_ = with_contiguous_columns(out);
   const Tensor row_max_ = row_max.contiguous(), row_sum_ = row_sum.contiguous();
   const optional<Tensor> dlse_ = contiguous(dlse);
+  Kept kept;
   BackwardParams p{};
-  fill_packed(p, q_, k_, v_, packing, options);
+  fill_packed(p, q_, k_, v_, packing, options, kept);
   p.out = packed_input(out_), p.dout = packed_input(dout_);
   p.row_max = input_data(row_max_), p.row_sum = input_data(row_sum_), p.dlse = dlse_ ? input_data(*dlse_) : nullptr;
   p.score.part = part;
@@ -77,10 +72,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> attention_varlen_back
     const Sequence& end = p.packed.sequences[p.batch];
     fill_rest(dq, 0, end.first_q, 0);
     // Keys that are not used lie between those that are.
-    for (const Tensor& t : {dk, dv}) fill_rest(t, 0, seqused_k ? 0 : end.first_k, 0);
+    for (const Tensor& t : {dk, dv}) fill_rest(t, 0, packing.seqused_k ? 0 : end.first_k, 0);
     run_backward(dtype_of(type), p);
   }
   return more.with(dq, dk, dv);
 }
 
+TORCH_LIBRARY_FRAGMENT(pyattn, m) {
+  define_attention<attention_varlen_forward>(
+      m, kOnCPUAndCUDA,
+      "attention_varlen_forward(Tensor q, Tensor k, Tensor v" PYATTN_PACKING_SCHEMA PYATTN_OPTIONS_SCHEMA
+      ") -> " PYATTN_FORWARD_RESULTS);
+  define_attention<attention_varlen_backward>(
+      m, kOnCPUAndCUDA,
+      "attention_varlen_backward(" PYATTN_BACKWARD_TENSORS PYATTN_PACKING_SCHEMA PYATTN_OPTIONS_SCHEMA
+      ", " PYATTN_BACKWARD_FLAGS ") -> " PYATTN_BACKWARD_RESULTS);
+}
+
+}  // namespace
 }  // namespace pyattn

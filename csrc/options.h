@@ -1,4 +1,4 @@
-// Options: what both operators take beside their tensors, and what of it they accept.
+// Options: what every operator of attention takes beside its tensors, and what of it is accepted.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,30 +8,29 @@
 #include <optional>
 
 #include "checks.h"
+#include "operators.h"
 
 namespace pyattn {
 
-// From the operators' arguments to the params, by the names that users know.
-struct Options {
-  optional<double> softmax_scale;
-  bool causal;
-  optional<SymInt> q_offset;
-  optional<Tensor> q_offsets;   // (batch), int64, in place of q_offset
-  c10::SymIntArrayRef window;   // left, right; -1: no bound
-  optional<Tensor> key_ranges;  // (batch or 1, seqlen_q, 2), int32 or int64
-  double softcap;
-  optional<Tensor> bias;          // up to 4 dimensions, each 1 or that of (batch, num_heads_q, seqlen_q, seqlen_k)
-  optional<Tensor> alibi_slopes;  // (num_heads_q) or (batch, num_heads_q)
-  optional<Tensor> sinks;         // (num_heads_q)
-  double dropout_p;
-  optional<Tensor> dropout_seed;  // (), int64
-};
+// One line an option, as operators.h says. Their order is that of the arguments of every operator.
+#define PYATTN_OPTIONS(X)                                                                                             \
+  X(optional<double>, softmax_scale, "float?", "=None")                                                               \
+  X(bool, causal, "bool", "=True")                                                                                    \
+  X(optional<SymInt>, q_offset, "SymInt?", "=None")                                                                   \
+  X(optional<Tensor>, q_offsets, "Tensor?", "=None")       /* (batch), int64, in place of q_offset */                 \
+  X(c10::SymIntArrayRef, window, "SymInt[2]", "=[-1, -1]") /* left, right; -1: no bound */                            \
+  X(optional<Tensor>, key_ranges, "Tensor?", "=None")      /* (batch or 1, seqlen_q, 2), int32 or int64 */            \
+  X(double, softcap, "float", "=0.0")                                                                                 \
+  X(optional<Tensor>, bias, "Tensor?", "=None") /* each size 1 or that of (batch, num_heads_q, seqlen_q, seqlen_k) */ \
+  X(optional<Tensor>, alibi_slopes, "Tensor?", "=None") /* (num_heads_q) or (batch, num_heads_q) */                   \
+  X(optional<Tensor>, sinks, "Tensor?", "=None")        /* (num_heads_q) */                                           \
+  X(double, dropout_p, "float", "=0.0")                                                                               \
+  X(optional<Tensor>, dropout_seed, "Tensor?", "=None") /* (), int64 */
 
-// The same, as the operators' schemas have it.
-#define PYATTN_OPTIONS                                                                           \
-  "float? softmax_scale=None, bool causal=True, SymInt? q_offset=None, Tensor? q_offsets=None, " \
-  "SymInt[2] window=[-1, -1], Tensor? key_ranges=None, float softcap=0.0, Tensor? bias=None, "   \
-  "Tensor? alibi_slopes=None, Tensor? sinks=None, float dropout_p=0.0, Tensor? dropout_seed=None"
+struct Options {
+  PYATTN_FIELDS(Options, PYATTN_OPTIONS)
+};
+#define PYATTN_OPTIONS_SCHEMA PYATTN_SCHEMA(PYATTN_OPTIONS)
 
 inline void check_key_ranges(const Tensor& q, const Options& options) {
   if (!options.key_ranges) return;

@@ -3,30 +3,33 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 #include <limits>
 #include <optional>
+#include <vector>
 
 #include "attention.h"
 #include "checks.h"
 #include "defaults.h"
+#include "operators.h"
 #include "options.h"
 #include "params.h"
 
 namespace pyattn {
 
-struct Packing {
-  Tensor cu_seqlens_q, cu_seqlens_k;  // (sequences + 1), int32 or int64: where each begins, and where the last one ends
-  SymInt max_seqlen_q, max_seqlen_k;  // no sequence is longer
-  optional<Tensor> seqused_k;         // (sequences), int32 or int64: how many keys of each take part
-  Tensor sequences = {};              // what params.packed.sequences points to
-};
+// One line an argument, as PYATTN_OPTIONS.
+#define PYATTN_PACKING(X)                                                                                              \
+  X(Tensor, cu_seqlens_q, "Tensor", "") /* (sequences + 1), int32 or int64: where each begins and the last one ends */ \
+  X(Tensor, cu_seqlens_k, "Tensor", "") /* likewise */                                                                 \
+  X(SymInt, max_seqlen_q, "SymInt", "") /* no sequence is longer */                                                    \
+  X(SymInt, max_seqlen_k, "SymInt", "")                                                                                \
+  X(optional<Tensor>, seqused_k, "Tensor?", "=None") /* (sequences), int32 or int64: how many keys of each take part */
 
-// The same, as the operators' schemas have it.
-#define PYATTN_PACKING \
-  "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor? seqused_k=None"
+struct Packing {
+  PYATTN_FIELDS(Packing, PYATTN_PACKING)
+};
+#define PYATTN_PACKING_SCHEMA PYATTN_SCHEMA(PYATTN_PACKING)
 
 // The number of sequences.
 inline SymInt sequences(const Packing& packing) { return packing.cu_seqlens_q.sym_size(0) - 1; }
@@ -138,39 +141,38 @@ inline void place_sequences(ForwardParams& p, const Packing& packing) {
 }
 
 // Checks the indices of p, which lie on a GPU, as those on a CPU, by copies of them.
-inline void check_sequences(ForwardParams p, Packing packing, const Options& options) {
-  const auto on_host = [](Tensor& t) { return (t = t.cpu()).const_data_ptr<int64_t>(); };
-  Tensor ranges = options.key_ranges.value_or(Tensor());
+inline void check_sequences(ForwardParams p, const Packing& packing, const Options& options) {
+  Kept kept;
+  const auto on_host = [&](const Tensor& t) { return kept.indices(t.cpu()); };
+  std::vector<Sequence> sequences(p.batch + 1);
   p.packed.cu_seqlens_q = on_host(packing.cu_seqlens_q), p.packed.cu_seqlens_k = on_host(packing.cu_seqlens_k);
   p.packed.seqused_k = packing.seqused_k ? on_host(*packing.seqused_k) : nullptr;
-  p.mask.key_ranges = ranges.defined() ? on_host(ranges) : nullptr;
-  packing.sequences = at::empty_like(packing.sequences, at::kCPU);
-  p.packed.sequences = static_cast<Sequence*>(packing.sequences.mutable_data_ptr());
+  p.mask.key_ranges = options.key_ranges ? on_host(*options.key_ranges) : nullptr;
+  p.packed.sequences = sequences.data();
   p.packed.default_offsets = nullptr;
   place_sequences(p, packing);
 }
 
-// Replaces the tensors of packing and options by such as kernels read; p points into them. Indices on
-// a GPU are not read here, but for PYATTN_CHECK=1: its kernels place the sequences, none of which is longer than
-// it may be.
+// Indices on a GPU are not read here, but for PYATTN_CHECK=1: its kernels place the sequences, none of which is
+// longer than it may be.
 // Keys of four dimensions lie in pages, which pages.h finds.
-inline void fill_packed(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, Packing& packing,
-                        Options& options) {
-  const auto as_read = [](Tensor& t) { return (t = t.to(at::kLong).contiguous()).const_data_ptr<int64_t>(); };
+inline void fill_packed(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, const Packing& packing,
+                        const Options& options, Kept& kept) {
   p.q = packed_input(q), p.k = packed_input(k), p.v = packed_input(v);
   p.batch = packing.cu_seqlens_q.size(0) - 1, p.num_heads_q = q.size(1), p.num_heads_kv = k.size(-2);
   p.head_dim = q.size(2), p.head_dim_v = v.size(-1);
-  p.packed.cu_seqlens_q = as_read(packing.cu_seqlens_q), p.packed.cu_seqlens_k = as_read(packing.cu_seqlens_k);
-  p.packed.seqused_k = packing.seqused_k ? as_read(*packing.seqused_k) : nullptr;
+  p.packed.cu_seqlens_q = kept.indices(packing.cu_seqlens_q);
+  p.packed.cu_seqlens_k = kept.indices(packing.cu_seqlens_k);
+  p.packed.seqused_k = packing.seqused_k ? kept.indices(*packing.seqused_k) : nullptr;
   p.packed.total_q = q.size(0), p.packed.total_k = k.dim() == 3 ? k.size(0) : kAnyTokens;
-  const auto indices = packing.cu_seqlens_q.options();
-  packing.sequences = at::empty({(p.batch + 1) * static_cast<int64_t>(sizeof(Sequence) / sizeof(int64_t))}, indices);
-  p.packed.sequences = static_cast<Sequence*>(packing.sequences.mutable_data_ptr());
+  const auto indices = packing.cu_seqlens_q.options().dtype(at::kLong);
+  constexpr int64_t each = sizeof(Sequence) / sizeof(int64_t);
+  p.packed.sequences = static_cast<Sequence*>(kept.keep(at::empty({(p.batch + 1) * each}, indices)).mutable_data_ptr());
+  fill_options(p, q.scalar_type(), options, kept);
   if (!options.q_offset && !options.q_offsets) {
-    options.q_offsets = at::empty({p.batch}, indices);
-    p.packed.default_offsets = options.q_offsets->mutable_data_ptr<int64_t>();
+    p.packed.default_offsets = kept.keep(at::empty({p.batch}, indices)).mutable_data_ptr<int64_t>();
+    p.mask.q_offsets = p.packed.default_offsets;
   }
-  fill_options(p, q.scalar_type(), options);
   if (q.is_cpu()) return place_sequences(p, packing);
   if (checks_gpu()) check_sequences(p, packing, options);
   p.seqlen_q = packing.max_seqlen_q.min(p.packed.total_q).expect_int();

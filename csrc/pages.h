@@ -114,11 +114,10 @@ inline void check_page_room(const Tensor& lengths, const Tensor& block_table, co
   for (int64_t b = 0; b < lengths.size(0); ++b) check_added(length[b], new_lengths ? added[b] : fresh, fresh, most, b);
 }
 
-// Replaces the table by one that kernels read; p, whose sequences are known, points into it.
-inline void fill_pages(ForwardParams& p, const Tensor& k, const Tensor& v, Tensor& block_table) {
-  block_table = block_table.to(at::kLong).contiguous();
+// After the sequences of p are known.
+inline void fill_pages(ForwardParams& p, const Tensor& k, const Tensor& v, const Tensor& block_table, Kept& kept) {
   p.k = input(k.transpose(1, 2)), p.v = input(v.transpose(1, 2));
-  p.pages = {block_table.const_data_ptr<int64_t>(), block_table.size(1), k.size(1)};
+  p.pages = {kept.indices(block_table), block_table.size(1), k.size(1)};
   for (int64_t b = 0; b < p.batch; ++b)
     check_pages(p.pages.table + b * p.pages.stride, p.pages.stride,
                 p.packed.sequences ? p.packed.sequences[b].seqlen_k : p.seqlen_k, b, k.size(0), k.size(1));

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <cmath>
 #include <optional>
+#include <utility>
 
 #include "attention.h"
 #include "checks.h"
@@ -18,6 +20,20 @@ namespace pyattn {
 inline Tensor with_contiguous_columns(const Tensor& t) {
   return t.size(-1) <= 1 || t.stride(-1) == 1 ? t : t.contiguous();
 }
+
+// Keeps the tensors that params point into: the options' own where kernels can read them, else copies.
+class Kept {
+ public:
+  const Tensor& keep(Tensor t) { return tensors_.emplace_back(std::move(t)); }
+  // Without a call of ATen where there is nothing to copy: it takes as long as a small call's kernel.
+  const void* dense(const Tensor& t, at::ScalarType type) {
+    return keep((t.scalar_type() == type ? t : t.to(type)).contiguous()).const_data_ptr();
+  }
+  const int64_t* indices(const Tensor& t) { return static_cast<const int64_t*>(dense(t, at::kLong)); }
+
+ private:
+  c10::SmallVector<Tensor, 8> tensors_;
+};
 
 inline optional<Tensor> contiguous(const optional<Tensor>& t) { return t ? optional(t->contiguous()) : std::nullopt; }
 
@@ -44,52 +60,45 @@ inline void check_ranges(const int64_t* range, int64_t seqlen_q, int64_t seqlen_
                       ", ", range[1], "] for query ", i, " of sequence ", sequence);
 }
 
-inline void fill_mask(MaskParams& mask, int64_t seqlen_q, int64_t seqlen_k, Options& options) {
-  options.q_offsets = contiguous(options.q_offsets);
+inline void fill_mask(MaskParams& mask, int64_t seqlen_q, int64_t seqlen_k, const Options& options, Kept& kept) {
   mask.causal = options.causal;
   mask.q_offset = options.q_offset ? options.q_offset->expect_int() : default_q_offset(seqlen_q, seqlen_k);
-  mask.q_offsets = options.q_offsets ? options.q_offsets->const_data_ptr<int64_t>() : nullptr;
+  mask.q_offsets = options.q_offsets ? kept.indices(*options.q_offsets) : nullptr;
   mask.window_left = options.window[0].expect_int(), mask.window_right = options.window[1].expect_int();
   if (!options.key_ranges) return;
-  options.key_ranges = options.key_ranges->to(at::kLong).contiguous();
   const Tensor& ranges = *options.key_ranges;
-  mask.key_ranges = ranges.const_data_ptr<int64_t>();
-  mask.key_ranges_stride_b = ranges.dim() == 3 && ranges.size(0) > 1 ? ranges.stride(0) : 0;
+  mask.key_ranges = kept.indices(ranges);
+  mask.key_ranges_stride_b = ranges.dim() == 3 && ranges.size(0) > 1 ? 2 * ranges.size(1) : 0;
 }
 
-inline void fill_score(ScoreParams& score, at::ScalarType type, Options& options) {
+inline void fill_score(ScoreParams& score, at::ScalarType type, const Options& options, Kept& kept) {
   score.softcap = options.softcap;
   if (options.bias) score.bias = bias_view(*options.bias, type, input_data(*options.bias));
-  const auto rows = [&](optional<Tensor>& t) -> const void* {
-    if (!t) return nullptr;
-    t = t->to(row_dtype(type)).contiguous();
-    return t->const_data_ptr();
-  };
+  const auto rows = [&](const optional<Tensor>& t) { return t ? kept.dense(*t, row_dtype(type)) : nullptr; };
   score.alibi_slopes = rows(options.alibi_slopes), score.sinks = rows(options.sinks);
   if (options.alibi_slopes && options.alibi_slopes->dim() == 2) score.slopes_stride_b = options.alibi_slopes->size(1);
 }
 
 // What does not depend on how sequences lie in memory.
-inline void fill_options(ForwardParams& p, at::ScalarType type, Options& options) {
+inline void fill_options(ForwardParams& p, at::ScalarType type, const Options& options, Kept& kept) {
   p.softmax_scale = options.softmax_scale.value_or(default_softmax_scale(p.head_dim));
-  fill_mask(p.mask, p.seqlen_q, p.seqlen_k, options);
-  fill_score(p.score, type, options);
+  fill_mask(p.mask, p.seqlen_q, p.seqlen_k, options, kept);
+  fill_score(p.score, type, options, kept);
   p.dropout.threshold = static_cast<uint32_t>(std::min(std::nearbyint(65536 * options.dropout_p), 65535.0));
   p.dropout.seed = options.dropout_seed ? options.dropout_seed->const_data_ptr<int64_t>() : nullptr;
 }
 
-// Replaces the options' tensors by such as kernels read; p points into them.
 inline void fill_inputs(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, int64_t seqlen_k,
-                        Options& options) {
+                        const Options& options, Kept& kept) {
   p.q = input(q), p.k = input(k), p.v = input(v);
   p.batch = q.size(0), p.num_heads_q = q.size(1), p.num_heads_kv = k.size(1);
   p.seqlen_q = q.size(2), p.seqlen_k = seqlen_k, p.head_dim = q.size(3), p.head_dim_v = v.size(3);
   p.pairs = static_cast<double>(p.batch) * static_cast<double>(p.seqlen_q) * static_cast<double>(p.seqlen_k);
-  fill_options(p, q.scalar_type(), options);
-  if (!options.key_ranges || !(options.key_ranges->is_cpu() || checks_gpu())) return;
-  const Tensor ranges = options.key_ranges->cpu();
-  for (int64_t b = 0; b < ranges.size(0); ++b)
-    check_ranges(ranges.const_data_ptr<int64_t>() + b * p.mask.key_ranges_stride_b, p.seqlen_q, p.seqlen_k, b);
+  fill_options(p, q.scalar_type(), options, kept);
+  if (!options.key_ranges || !(q.is_cpu() || checks_gpu())) return;
+  const int64_t* ranges = q.is_cpu() ? p.mask.key_ranges : kept.indices(options.key_ranges->cpu());
+  for (int64_t b = 0; b < options.key_ranges->size(0); ++b)
+    check_ranges(ranges + b * p.mask.key_ranges_stride_b, p.seqlen_q, p.seqlen_k, b);
 }
 
 }  // namespace pyattn

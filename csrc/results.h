@@ -49,6 +49,10 @@ inline Tensor empty_dense(const Tensor& like, at::ScalarType type) {
   return at::empty_symint(like.sym_sizes(), like.options().dtype(type));
 }
 
+// As the schemas have them.
+using ForwardTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using BackwardTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
 // Fills what lies behind position `end` of a dimension: tokens of no sequence. (GPU kernels fill them.)
 inline void fill_rest(const Tensor& t, int64_t dim, int64_t end, double value) {
   if (end < t.size(dim)) t.narrow(dim, end, t.size(dim) - end).fill_(value);
@@ -76,7 +80,7 @@ struct ForwardResults {
     for (const Tensor& t : {lse, row_max}) fill_rest(t, 1, end, -std::numeric_limits<double>::infinity());
   }
 
-  std::tuple<Tensor, Tensor, Tensor, Tensor> all() const { return {out, lse, row_max, row_sum}; }
+  ForwardTensors all() const { return {out, lse, row_max, row_sum}; }
 };
 
 // What backward returns beside dq, dk and dv; undefined where it is not wanted. The gradients of slopes
@@ -97,7 +101,7 @@ struct OptionGradients {
     if (dsinks.defined()) p.dsinks = dsinks.mutable_data_ptr();
   }
 
-  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> with(Tensor dq, Tensor dk, Tensor dv) const {
+  BackwardTensors with(Tensor dq, Tensor dk, Tensor dv) const {
     return {std::move(dq),
             std::move(dk),
             std::move(dv),

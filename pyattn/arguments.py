@@ -14,24 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
-PEERS_WORDS = {
-    "attn_bias": "use bias",
-    "attn_mask": "use bias: bool, True = takes part, or added to the scores; with causal=False if it is the whole mask",
-    "block_mask": "use bias for a mask given as a tensor, key_ranges for one range of keys a query: pyattn.masks",
-    "dropout": "use dropout_p",
-    "enable_gqa": "leave it out, k and v may have fewer heads than q",
-    "is_causal": "use causal (default True, bottom-right; scaled_dot_product_attention's upper-left is q_offset=0)",
-    "key_padding_mask": "use bias of shape (B, 1, 1, Sk), True = takes part, or key_ranges=pyattn.masks.padding(...)",
-    "mask": "use bias: bool, True = takes part, or added to the scores; with causal=False if it is the whole mask",
-    "s_aux": "use sinks",
-    "scale": "use softmax_scale",
-    "score_mod": "use softcap, bias or alibi_slopes",
-    "sliding_window": "use window=(W - 1, 0): a query sees itself and the W - 1 keys before it",
-    "window_size": "use window",
-}
-"""Arguments of ``torch.nn.functional.scaled_dot_product_attention`` and its peers, and what stands for each here."""
-
-
 MOST_NUMBERS = 2**58
 """No memory holds as many, and their bytes still fit in 64 bits."""
 
@@ -170,53 +152,58 @@ def check_tensor(name: str, value: object) -> None:
         raise NotImplementedError(f"pyattn: {name} must be a dense tensor, got a nested one")
 
 
-def hide_catch_all(function: Function) -> Function:
-    """Leaves ``*positional`` and ``**named`` out of the signature that help() and inspect show.
-
-    The function takes them to hand them to :func:`refuse`. A wrapper that catches Python's own TypeError would cost
-    each call three times as much.
-    """
-    signature = inspect.signature(function)
-    hidden = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    shown_parameters = [p for p in signature.parameters.values() if p.kind not in hidden]
-    function.__signature__ = signature.replace(parameters=shown_parameters)  # type: ignore[attr-defined]
-    return function
-
-
 def check_names(function: Function) -> Function:
     """:func:`refuse` for arguments that the function does not have, at the cost of one more call."""
-    known = frozenset(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters
+    known, kinds = frozenset(parameters), [p.kind for p in parameters.values()]
+    takes_all = inspect.Parameter.VAR_POSITIONAL in kinds
+    most = sys.maxsize if takes_all else kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
     @functools.wraps(function)
     def checked(*positional: Any, **named: Any) -> object:
         unknown = {name: value for name, value in named.items() if name not in known}
+        if len(positional) > most:
+            refuse_positional(function, positional[most:])
         if unknown:
-            refuse(function, (), unknown)
+            refuse(function, unknown)
         return function(*positional, **named)
 
     return checked  # type: ignore[return-value]
 
 
-def refuse(function: Callable[..., object], positional: tuple[object, ...], named: Mapping[str, object]) -> NoReturn:
-    """TypeError for arguments that ``function`` does not have, naming those that stand for them."""
-    parameters = inspect.signature(function).parameters.values()
-    name = function.__qualname__.removesuffix(".__init__")
-    if positional:
-        first = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-        raise TypeError(
-            f"pyattn: {name} takes {', '.join(first)} by position and the rest by name (other libraries have attn_mask "
-            f"or dropout_p next), got {len(positional)} more, the first {shown(positional[0])}"
-        )
-    own = [p.name for p in parameters if p.name != "self"]
-    words = [f"no argument {word} ({_hint(word, own)}), got {shown(named[word])}" for word in named]
-    raise TypeError(f"pyattn: {name} has " + "; ".join(words))
+def refuse_positional(function: Callable[..., object], positional: tuple[object, ...]) -> NoReturn:
+    """TypeError for arguments behind those that ``function`` takes by position."""
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    first = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    rest = " and the rest by name" if any(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters) else ""
+    others = ""
+    if any(p.name == "softmax_scale" for p in parameters):
+        others = " (other libraries have attn_mask or dropout_p next)"
+    raise TypeError(
+        f"pyattn: {_name(function)} takes {', '.join(first) or 'nothing'} by position{rest}{others}, got "
+        f"{len(positional)} more, the first {shown(positional[0])}"
+    )
 
 
-def _hint(word: str, own: Sequence[str]) -> str:
+def _name(function: Callable[..., object]) -> str:
+    return function.__qualname__.removesuffix(".__init__")
+
+
+def refuse(function: Callable[..., object], named: Mapping[str, object], peers: Mapping[str, str] = {}) -> NoReturn:
+    """TypeError for arguments that ``function`` does not have, naming those that stand for them.
+
+    ``peers`` are words of other libraries, and how to say the same here.
+    """
+    own = [name for name in inspect.signature(function).parameters if name != "self"]
+    words = [f"no argument {word} ({_hint(word, own, peers)}), got {shown(named[word])}" for word in named]
+    raise TypeError(f"pyattn: {_name(function)} has " + "; ".join(words))
+
+
+def _hint(word: str, own: Sequence[str], peers: Mapping[str, str]) -> str:
     """Names the argument that ``word`` stands for in a function with the arguments ``own``."""
-    peers = PEERS_WORDS if "softmax_scale" in own else {}
     if word in peers:
         return peers[word]
-    for close in difflib.get_close_matches(word, [*own, *peers], n=1):
+    turned = [name for name in own if sorted(name.split("_")) == sorted(word.split("_"))]
+    for close in turned or difflib.get_close_matches(word, [*own, *peers], n=1):
         return f"did you mean {close}?" + (f" {peers[close]}" if close in peers else "")
     return "its arguments are " + ", ".join(own)

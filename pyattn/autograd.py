@@ -1,6 +1,6 @@
 """The differentiable operator: autograd Functions over the native operators.
 
-:func:`attention` takes the cheapest way that serves the call. Overheads measured with torch 2.13: 6 us for the raw
+:func:`attend` takes the cheapest way that serves the call. Overheads measured with torch 2.13: 6 us for the raw
 operator, 13 with :class:`Attention`, 29 with :class:`TransformableAttention`.
 
 - no gradient wanted, or ``torch.jit.trace`` tracing, which can't save a Function: the raw operator;
@@ -20,15 +20,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
-from pyattn import _ops
-from pyattn.options import Options, Packing
-from pyattn.second_order import DENSE, PACKED, Backward, Kind, Tangents, leaves
+from pyattn.second_order import Backward, Kind, Tangents, leaves, save, saved
 
 _deterministic = True
-
-BEFORE_BIAS = Options._fields.index("bias")
-AFTER_SINKS = len(Options._fields) - BEFORE_BIAS - 3
-"""How many options, which have no gradients, stand before and after bias, alibi_slopes and sinks, which have."""
 
 
 def set_deterministic(deterministic: bool) -> None:
@@ -47,6 +41,11 @@ def set_deterministic(deterministic: bool) -> None:
     _deterministic = deterministic
 
 
+def deterministic() -> bool:
+    """What :func:`set_deterministic` has set."""
+    return _deterministic
+
+
 def _recorded() -> bool:
     """Whether a backward that runs now may be differentiated itself."""
     return not torch.compiler.is_compiling() and (torch.is_grad_enabled() or transforming())
@@ -62,58 +61,43 @@ def _run_backward(kind: Kind, *args: Any) -> tuple[Tensor | None, ...]:
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if dout is None and dlse is None:
         return (None,) * len(ctx.needs_input_grad)
-    q, k, v, out, row_max, row_sum, *tensors = ctx.saved_tensors
+    kind: Kind = ctx.kind
+    q, k, v, out, row_max, row_sum, *rest = saved(ctx)
     if dout is None:
         dout = torch.zeros_like(out)
-    options = ctx.options.with_tensors(*tensors)
-    passed = len(ctx.needs_input_grad) - 3
-    if passed <= BEFORE_BIAS and _deterministic and not _recorded():
-        arguments: tuple[Any, ...] = options[:passed]  # and the rest are defaults, here too
-    else:
-        wanted = ctx.needs_input_grad[3 + BEFORE_BIAS : 6 + BEFORE_BIAS] or (False, False, False)
-        arguments = *options, _deterministic, wanted
-    tensors = [dout, dlse, q, k, v, out, row_max, row_sum]
-    dq, dk, dv, *of_score = _run_backward(DENSE, *tensors, *arguments)
-    if passed <= BEFORE_BIAS:
-        return dq, dk, dv, *(None,) * passed
-    return dq, dk, dv, *(None,) * BEFORE_BIAS, *of_score, *(None,) * AFTER_SINKS
+    rows = dout, dlse, q, k, v, out, row_max, row_sum
+    if len(rest) <= kind.before and _deterministic and not _recorded():
+        dq, dk, dv = kind.backward(*rows, *rest)[:3]  # the arguments left out are defaults here too
+        return None, dq, dk, dv, *(None,) * len(rest)
+    first = 4 + kind.before
+    wanted = ctx.needs_input_grad[first : first + 3]
+    wanted = *wanted, *(False,) * (3 - len(wanted))
+    dq, dk, dv, *of_scores = _run_backward(kind, *rows, *kind.complete(rest), _deterministic, wanted)
+    return None, dq, dk, dv, *kind.spread((dq, dk, dv, *of_scores), len(rest))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    q, k, v, *rest = inputs
-    options = Options(*rest)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], forward_mode: bool = True) -> None:
+    ctx.kind, q, k, v, *rest = inputs
     out, _, row_max, row_sum = output
-    ctx.set_materialize_grads(False)
-    tensors = q, k, v, out, row_max, row_sum, *options.tensors
-    ctx.save_for_backward(*tensors)
-    ctx.options = options.with_tensors()
-    return tensors
+    save(ctx, (q, k, v, out, row_max, row_sum, *rest), forward_mode)
 
 
-def _save_for_both(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_forward(*_save(ctx, inputs, output))
-
-
-def _no_change(*rows: Tensor) -> tuple[Tensor, ...]:
-    """Tangents of row_max and row_sum, whose derivatives nobody uses: vmap's generated rules take no None for them."""
-    return tuple(torch.zeros_like(row) for row in rows)
-
-
-def _jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
-    q, k, v, out, row_max, row_sum, *tensors = ctx.saved_tensors
-    direction = DENSE.learned(tangents[:3], tangents[3:])
-    options = ctx.options.with_tensors(*tensors)
-    moved = Tangents.apply(DENSE, *direction, q, k, v, out, row_max, row_sum, *leaves(options))  # type: ignore[no-untyped-call]
-    return *moved, *_no_change(row_max, row_sum)
+def _jvp(ctx: Any, _: None, *tangents: Any) -> tuple[Tensor | None, ...]:
+    q, k, v, out, row_max, row_sum, *rest = saved(ctx)
+    direction = ctx.kind.learned(tangents[:3], tangents[3:])
+    rows = q, k, v, out, row_max, row_sum
+    moved = Tangents.apply(ctx.kind, *direction, *rows, *leaves(ctx.kind.complete(rest)))  # type: ignore[no-untyped-call]
+    # Nobody uses the derivatives of row_max and row_sum, but vmap's generated rules take no None for them.
+    return *moved, torch.zeros_like(row_max), torch.zeros_like(row_sum)
 
 
 class Attention(torch.autograd.Function):
     """The Function for training loops: one object is context and graph node."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, *args: Any) -> tuple[Tensor, ...]:  # noqa: D102
-        output: tuple[Tensor, ...] = _ops.attention_forward(*args)
-        _save(ctx, args, output)
+    def forward(ctx: FunctionCtx, kind: Kind, *args: Any) -> tuple[Tensor, ...]:  # noqa: D102
+        output = kind.forward(*args)
+        _save(ctx, (kind, *args), output, forward_mode=False)
         ctx.mark_non_differentiable(output[2], output[3])
         return output
 
@@ -126,87 +110,12 @@ class TransformableAttention(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:  # noqa: D102
-        output: tuple[Tensor, ...] = _ops.attention_forward(*args)
-        return output
+    def forward(kind: Kind, *args: Any) -> tuple[Tensor, ...]:  # noqa: D102
+        return kind.forward(*args)
 
-    setup_context = staticmethod(_save_for_both)
+    setup_context = staticmethod(_save)
     backward = staticmethod(_backward)
     jvp = staticmethod(_jvp)
-
-
-def _saved_varlen(ctx: Any) -> tuple[Any, ...]:
-    """q, k, v, out, row_max, row_sum, packing and options."""
-    *rows, cu_seqlens_q, cu_seqlens_k, seqused_k, a, b, c, d, e, f = ctx.saved_tensors
-    max_seqlen_q, max_seqlen_k = ctx.max_seqlens
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
-    return *rows, packing, ctx.options.with_tensors(a, b, c, d, e, f)
-
-
-def _backward_varlen(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    if dout is None and dlse is None:
-        return (None,) * len(ctx.needs_input_grad)
-    q, k, v, out, row_max, row_sum, packing, options = _saved_varlen(ctx)
-    if dout is None:
-        dout = torch.zeros_like(out)
-    before = 3 + len(packing) + BEFORE_BIAS
-    arguments = *packing, *options, _deterministic, ctx.needs_input_grad[before : before + 3]
-    rows = dout, dlse, q, k, v, out, row_max, row_sum
-    dq, dk, dv, *of_score = _run_backward(PACKED, *rows, *arguments)
-    return dq, dk, dv, *(None,) * (before - 3), *of_score, *(None,) * AFTER_SINKS
-
-
-def _save_varlen(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    q, k, v, *rest = inputs
-    count = len(Packing._fields)
-    packing, options = Packing(*rest[:count]), Options(*rest[count:])
-    out, _, row_max, row_sum = output
-    ctx.set_materialize_grads(False)
-    lengths = packing.cu_seqlens_q, packing.cu_seqlens_k, packing.seqused_k
-    tensors = q, k, v, out, row_max, row_sum, *lengths, *options.tensors
-    ctx.save_for_backward(*tensors)
-    ctx.max_seqlens, ctx.options = (packing.max_seqlen_q, packing.max_seqlen_k), options.with_tensors()
-    return tensors
-
-
-def _save_varlen_for_both(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_forward(*_save_varlen(ctx, inputs, output))
-
-
-def _jvp_varlen(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
-    q, k, v, out, row_max, row_sum, packing, options = _saved_varlen(ctx)
-    direction = PACKED.learned(tangents[:3], tangents[3:])
-    rows = q, k, v, out, row_max, row_sum
-    moved = Tangents.apply(PACKED, *direction, *rows, *packing, *leaves(options))  # type: ignore[no-untyped-call]
-    return *moved, *_no_change(row_max, row_sum)
-
-
-class VarlenAttention(torch.autograd.Function):
-    """:class:`Attention` of packed sequences."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, *args: Any) -> tuple[Tensor, ...]:  # noqa: D102
-        output: tuple[Tensor, ...] = _ops.attention_varlen_forward(*args)
-        _save_varlen(ctx, args, output)
-        ctx.mark_non_differentiable(output[2], output[3])
-        return output
-
-    backward = staticmethod(_backward_varlen)
-
-
-class TransformableVarlenAttention(torch.autograd.Function):
-    """:class:`TransformableAttention` of packed sequences."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:  # noqa: D102
-        output: tuple[Tensor, ...] = _ops.attention_varlen_forward(*args)
-        return output
-
-    setup_context = staticmethod(_save_varlen_for_both)
-    backward = staticmethod(_backward_varlen)
-    jvp = staticmethod(_jvp_varlen)
 
 
 def _distinct(arguments: tuple[Any, ...]) -> list[Any]:
@@ -229,53 +138,29 @@ def _keep_transforms_eager() -> None:
         torch._dynamo.graph_break()
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+def attend(kind: Kind, q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` of the native operator, differentiable in q, k, v, bias, slopes and sinks.
 
-    ``options`` are :class:`Options`, or the first of their values if the rest are defaults: each that is passed costs
-    0.1 us.
+    ``rest`` are the operator's other arguments, or the first of them if the rest are defaults: each that is passed
+    costs 0.1 us.
     """
-    apply: Callable[..., tuple[Tensor, ...]]
+    apply: Callable[..., tuple[Tensor, ...]] = Attention.apply
     if torch.compiler.is_compiling():
         _keep_transforms_eager()
-        apply = Attention.apply
-        q, k, v, *rest = _distinct((q, k, v, *options))
-        options = tuple(rest)
+        results = apply(kind, *_distinct((q, k, v, *rest)))
     elif transforming():
-        apply = TransformableAttention.apply
-        options = tuple(leaves(options))
+        results = TransformableAttention.apply(kind, q, k, v, *leaves(rest))  # type: ignore[no-untyped-call]
     elif (
         torch.is_grad_enabled()
         and (
             q.requires_grad
             or k.requires_grad
             or v.requires_grad
-            or any(t is not None and t.requires_grad for t in options[BEFORE_BIAS : BEFORE_BIAS + 3])
+            or any(t is not None and t.requires_grad for t in rest[kind.before : kind.before + 3])
         )
         and not torch._C._is_tracing()
     ):
-        apply = Attention.apply
+        results = apply(kind, q, k, v, *rest)
     else:
-        apply = _ops.attention_forward
-    results = apply(q, k, v, *options)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
-    return results[0], results[1]
-
-
-def attention_varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: Options) -> tuple[Tensor, Tensor]:
-    """:func:`attention` of packed sequences."""
-    arguments = q, k, v, *packing, *options
-    learned = q, k, v, options.bias, options.alibi_slopes, options.sinks
-    apply: Callable[..., tuple[Tensor, ...]] = _ops.attention_varlen_forward
-    if torch.compiler.is_compiling():
-        _keep_transforms_eager()
-        apply, arguments = VarlenAttention.apply, tuple(_distinct(arguments))
-    elif transforming():
-        apply, arguments = TransformableVarlenAttention.apply, tuple(leaves(arguments))
-    elif (
-        torch.is_grad_enabled()
-        and any(t is not None and t.requires_grad for t in learned)
-        and not torch._C._is_tracing()
-    ):
-        apply = VarlenAttention.apply
-    results = apply(*arguments)
+        results = kind.forward(q, k, v, *rest)
     return results[0], results[1]

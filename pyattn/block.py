@@ -84,7 +84,7 @@ class Block:
             ratio, u = torch.tanh(scores / cap), torch.exp(-2 * (scores / cap).abs())
             scores, slope = cap * ratio, 4 * u / (1 + u) ** 2  # 1 - ratio^2 cancels where ratio is near 1
             self.cap = slope, -2 / cap * ratio * slope
-        if options.bias is not None and options.bias.dtype != torch.bool:
+        if options.bias is not None:
             scores = scores + self.of_bias(options.bias)
         self.distance: Tensor | None = None
         if options.alibi_slopes is not None:

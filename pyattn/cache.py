@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyattn import ops
 from pyattn.arguments import (
     check_64_bits,
     check_integers,
@@ -17,16 +18,10 @@ from pyattn.arguments import (
     shown,
 )
 from pyattn.pages import table_for
-from pyattn.ring import slots_of
+from pyattn.ring_buffer import slots_of, window_of
 
 __all__ = ["KVCache"]
 
-_append = torch.ops.pyattn.cache_append.default
-_clear = torch.ops.pyattn.cache_clear.default
-_append_pages = torch.ops.pyattn.cache_append_pages.default
-_truncate = torch.ops.pyattn.cache_truncate.default
-_reorder = torch.ops.pyattn.cache_reorder.default
-_reorder_pages = torch.ops.pyattn.cache_reorder_pages.default
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -46,9 +41,9 @@ class KVCache:
         k (B, Hkv, slots, D)    sequence 0    k0 k1 k2 k3  .  .        lengths    [4, 2]
         v (B, Hkv, slots, Dv)   sequence 1    k0 k1  .  .  .  .
 
-    With ``window=W`` the cache is a ring: a query sees itself and the W - 1 keys before it, text may go on without end,
-    and memory does not grow. The last ``max_seqlen`` positions are kept, so that max_seqlen - W + 1 queries at a time
-    find all that they see.
+    With ``window=(left, 0)`` the cache is a ring buffer: a query sees itself and the ``left`` keys before it, text may
+    go on without end, and memory does not grow. The last ``max_seqlen`` positions are kept, so max_seqlen - left
+    queries at a time find all that they see.
 
     With ``page_size=P`` positions lie in pages of P, which a table lists for each sequence::
 
@@ -66,31 +61,33 @@ class KVCache:
 
     On a GPU nothing is read on the host, so CUDA graphs capture :meth:`append` and :func:`attention_with_cache`; what
     would be an error on the CPU is none there. Positions that do not fit are left out, and lengths end at max_seqlen;
-    lengths and indices are clamped; a ring's query sees those of its keys that are left. With PYATTN_CHECK=1 in the
-    environment they are read, and raise as on the CPU. A graph that ends with an append with lengths does not tell
-    :func:`attention_with_cache` outside of it: capture both in one, or pass q_offset. Each append to a ring
-    copies the positions that it keeps.
+    lengths and indices are clamped; a query over a ring buffer sees those of its keys that are left. With
+    PYATTN_CHECK=1 in the environment they are read, and raise as on the CPU. A graph that ends with an append with
+    lengths does not tell :func:`attention_with_cache` outside of it: capture both in one, or pass q_offset. Each append
+    to a ring buffer copies the positions that it keeps.
 
     Args:
         batch, num_heads_kv: sizes of k and v.
-        max_seqlen: the most positions of a sequence; of a ring, those it keeps, at least W.
+        max_seqlen: the most positions of a sequence; of a ring buffer, those it keeps, more than left.
         head_dim, head_dim_v: columns of k and of v; default of the latter: head_dim.
         dtype: float64, float32, bfloat16 or float16; default: torch's.
         device: default: torch's.
         page_size: positions of a page, at least 16; default: no pages.
-        window: W of a ring; default: none.
+        window: (left, right) as for :func:`pyattn.attention`, which holds for every query without being passed again,
+            and makes the cache a ring buffer; right matters with causal=False alone. Default: none, as (-1, -1).
 
     Attributes:
         k, v: the storage; in pages, (pages, page_size, Hkv, D) and (pages, page_size, Hkv, Dv). What lies past a
             sequence's length never matters, whatever it holds.
         lengths: int64 (B,), the positions that were appended to each sequence.
-        starts: int64 (B,), the position in slot 0: not 0 in a ring alone.
+        starts: int64 (B,), the position in slot 0: not 0 in a ring buffer alone.
         block_table: int64 (B, pages of a sequence), or None without pages.
 
     Raises:
-        ValueError: a size below 0, more numbers than any memory holds, a window outside [1, max_seqlen].
-        TypeError: another dtype, what is no int.
-        NotImplementedError: pages of a ring.
+        ValueError: a size below 0, more numbers than any memory holds, a window below -1 or with a left bound outside
+            [0, max_seqlen).
+        TypeError: another dtype, what is no int, a window that is no pair.
+        NotImplementedError: pages of a ring buffer.
 
     >>> cache = KVCache(batch=2, num_heads_kv=4, max_seqlen=100, head_dim=64)
     >>> cache.append(*torch.randn(2, 2, 4, 10, 64))
@@ -112,7 +109,7 @@ class KVCache:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         page_size: int | None = None,
-        window: int | None = None,
+        window: tuple[int, int] | None = None,
     ) -> None:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -122,11 +119,11 @@ class KVCache:
             if page_size is not None:
                 check_sizes(page_size=page_size, **sizes, **columns)
         _check_dtype(dtype)
-        if page_size is not None and window is not None:
+        self.max_seqlen, self.window, self.page_size = max_seqlen, window_of(window, max_seqlen), page_size
+        if page_size is not None and self.window is not None:
             raise NotImplementedError(
-                f"pyattn: a cache with a window has no pages, got page_size={page_size} and window={window}"
+                f"pyattn: a cache with a window has no pages, got page_size={page_size} and window={self.window}"
             )
-        self.max_seqlen, self.window, self.page_size = max_seqlen, window, page_size
         with torch.inference_mode(False):  # so that a cache outlives the mode that it was made in
             self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
             self.starts = torch.zeros_like(self.lengths)
@@ -134,12 +131,12 @@ class KVCache:
             self.block_table = None if page_size is None else table_for(self.lengths, max_seqlen, page_size)
 
             def storage(columns: int) -> Tensor:
-                slots = max_seqlen if window is None else slots_of(window, max_seqlen)
+                slots = max_seqlen if self.window is None else slots_of(max_seqlen)
                 shape = batch, num_heads_kv, slots, columns
                 if page_size is not None and self.block_table is not None:
                     shape = num_heads_kv, self.block_table.numel(), page_size, columns
                 made = torch.empty(shape, dtype=dtype, device=device)
-                _clear(made)
+                ops.cache_clear(made)
                 # What a head reads of neighbouring pages lies in one piece, as memory is read fastest.
                 return made if page_size is None else made.permute(1, 2, 0, 3)
 
@@ -170,8 +167,8 @@ class KVCache:
                 belong to them.
 
         Raises:
-            ValueError: other shapes; on the CPU, a sequence that would outgrow max_seqlen, unless the cache is a ring,
-                and a length outside 0 to new. The cache is then as it was.
+            ValueError: other shapes; on the CPU, a sequence that would outgrow max_seqlen, unless the cache is a ring
+                buffer, and a length outside 0 to new. The cache is then as it was.
             TypeError: another dtype, what is no tensor.
         """
         check_tensor("k", k)
@@ -181,9 +178,9 @@ class KVCache:
         storage = self.k, self.v, self.lengths
         tokens = k.detach() if k.requires_grad else k, v.detach() if v.requires_grad else v, new, self.max_seqlen
         if self.block_table is None:
-            _append(*storage, self.starts, *tokens)
+            ops.cache_append(*storage, self.starts, *tokens)
         else:
-            _append_pages(*storage, self.block_table, *tokens)
+            ops.cache_append_pages(*storage, self.block_table, *tokens)
         self._ragged = before is not None
         if before is not None:
             torch.stack([torch.full_like(before, k.shape[2]), before, self.lengths], out=self._last)
@@ -202,7 +199,7 @@ class KVCache:
 
         Raises:
             ValueError: another number of them; on the CPU, a length below 0 or above the sequence's, and over a ring
-                one whose newest query would see keys that were dropped. The cache is then as it was.
+                buffer one whose newest query would see keys that were dropped. The cache is then as it was.
             TypeError: other types.
         """
         if isinstance(lengths, int | torch.SymInt):
@@ -211,10 +208,11 @@ class KVCache:
             kept = torch.full_like(self.lengths, lengths)
         else:
             kept = check_integers("lengths", lengths, self.lengths.device)
-        _truncate(self.lengths, None if self.window is None else self.starts, kept, self.window or 0)
+        seen = None if self.window is None else self.window[0] + 1
+        ops.cache_truncate(self.lengths, None if seen is None else self.starts, kept, seen or 0)
 
     def clone(self) -> "KVCache":
-        """A cache of the same sequences with storage of its own, pages and ring included."""
+        """A cache of the same sequences with storage of its own, pages and ring buffer included."""
         return self._copied(self.lengths.device, self.k.dtype)
 
     def to(
@@ -252,7 +250,7 @@ class KVCache:
             for name, value in vars(self).items():
                 if name in ("k", "v"):
                     storage = torch.empty_like(value, dtype=dtype, device=device)
-                    _clear(storage)
+                    ops.cache_clear(storage)
                     setattr(made, name, storage.copy_(value))
                 elif isinstance(value, Tensor):
                     setattr(made, name, value.to(device, copy=True))
@@ -270,9 +268,9 @@ class KVCache:
         """
         chosen = check_integers("idx", idx, self.lengths.device)
         if self.block_table is None:
-            _reorder(self.k, self.v, self.lengths, self.starts, chosen)
+            ops.cache_reorder(self.k, self.v, self.lengths, self.starts, chosen)
         else:
-            _reorder_pages(self.lengths, self.block_table, chosen)
+            ops.cache_reorder_pages(self.lengths, self.block_table, chosen)
         if self._ragged:
             chosen = chosen.clamp(0, max(0, len(self.lengths) - 1))  # as the operator takes them on a GPU
             torch.index_select(self._last.clone(), 1, chosen, out=self._last)

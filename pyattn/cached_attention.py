@@ -1,81 +1,37 @@
 """Attention over a cache: queries of the newest positions, keys and values of all so far."""
 
-from typing import Any, Literal, overload
+from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack, overload
 
-from pyattn import pages
-from pyattn.arguments import check_tensor, check_type, check_window, hide_catch_all, int64_of, refuse
+from pyattn import ops, pages
+from pyattn.arguments import check_tensor, check_type, check_window, int64_of, refuse_positional
 from pyattn.cache import KVCache
 from pyattn.functional import attention
-from pyattn.options import UNBOUNDED
-from pyattn.ring import in_slots, narrowed
+from pyattn.options import UNBOUNDED, AttentionOptions, check_known, takes_options
+from pyattn.ring_buffer import in_slots, narrowed
 from pyattn.visible import check_ranges
 
 __all__ = ["attention_with_cache"]
 
-_first = torch.ops.pyattn.cache_newest.default
-
 
 @overload
 def attention_with_cache(
-    q: Tensor,
-    cache: KVCache,
-    *,
-    causal: bool = True,
-    q_offset: int | Tensor | None = None,
-    window: tuple[int, int] | None = (-1, -1),
-    key_ranges: Tensor | None = None,
-    softmax_scale: float | None = None,
-    softcap: float | None = 0.0,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float | None = 0.0,
-    dropout_seed: int | Tensor | None = None,
-    return_lse: Literal[False] = False,
+    q: Tensor, cache: KVCache, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
 ) -> Tensor: ...
 
 
 @overload
 def attention_with_cache(
-    q: Tensor,
-    cache: KVCache,
-    *,
-    causal: bool = True,
-    q_offset: int | Tensor | None = None,
-    window: tuple[int, int] | None = (-1, -1),
-    key_ranges: Tensor | None = None,
-    softmax_scale: float | None = None,
-    softcap: float | None = 0.0,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float | None = 0.0,
-    dropout_seed: int | Tensor | None = None,
-    return_lse: Literal[True],
+    q: Tensor, cache: KVCache, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@hide_catch_all
+@takes_options
 def attention_with_cache(
-    q: Tensor,
-    cache: KVCache,
-    *positional: object,
-    causal: bool = True,
-    q_offset: int | Tensor | None = None,
-    window: tuple[int, int] | None = UNBOUNDED,
-    key_ranges: Tensor | None = None,
-    softmax_scale: float | None = None,
-    softcap: float | None = 0.0,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float | None = 0.0,
-    dropout_seed: int | Tensor | None = None,
-    return_lse: bool = False,
-    **named: object,
+    q: Tensor, cache: KVCache, *positional: object, return_lse: bool = False, **options: Unpack[AttentionOptions]
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`pyattn.attention` of queries over the keys in a cache, the queries' own appended before.
 
@@ -96,13 +52,13 @@ def attention_with_cache(
     Args:
         q: (B, Hq, Sq, D) in the cache's dtype: one token to decode, or a chunk of a prompt.
         cache: a :class:`KVCache`.
-        q_offset: position of query 0, an int or (B,) int32 or int64; no query is padding then. Default: as above.
-        window, key_ranges: in positions, on top of the cache's own window.
-        bias: as for :func:`pyattn.attention`, with max_seqlen keys.
-        causal, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, return_lse: as there.
+        return_lse: also return lse.
+        options: as for :func:`pyattn.attention`, but for these. q_offset: position of query 0, an int or (B,) int32 or
+            int64; no query is padding then. Default: as above. window, key_ranges: in positions, on top of the cache's
+            own window. mask, bias: with max_seqlen keys.
 
-    Without a ring, the result has the same bits as :func:`pyattn.attention` over the keys so far; where queries lie
-    before the first key, the window has a left bound, and causal=False or a q_offset is given, up to rounding;
+    Without a ring buffer, the result has the same bits as :func:`pyattn.attention` over the keys so far; where queries
+    lie before the first key, the window has a left bound, and causal=False or a q_offset is given, up to rounding;
     likewise after a ragged append.
 
     Returns:
@@ -110,61 +66,46 @@ def attention_with_cache(
         forward and backward makes backward raise, unless the cache has pages, of which backward has a copy.
 
     Raises:
-        ValueError, TypeError: as :func:`pyattn.attention`; more than max_seqlen - W + 1 queries over a ring; on the
-            CPU, lengths that were set past the cache, and queries that see keys which a ring has dropped.
-        NotImplementedError: as there; key_ranges or bias over a ring, whose slots are not positions.
+        ValueError, TypeError: as :func:`pyattn.attention`; more than max_seqlen - left queries over a ring buffer; on
+            the CPU, lengths that were set past the cache, and queries that see keys which a ring buffer has dropped.
+        NotImplementedError: as there; key_ranges, mask or bias over a ring buffer, whose slots are not positions.
     """
-    if positional or named:
-        refuse(attention_with_cache, positional, named)
-    window = UNBOUNDED if window is None else window
-    if window is not UNBOUNDED:
-        check_window(window)
-    q_offset = int64_of(q_offset) if isinstance(q_offset, Tensor) else q_offset
+    if positional:
+        refuse_positional(attention_with_cache, positional)
+    check_known(attention_with_cache, options)
     check_tensor("q", q)
     check_type("cache", cache, KVCache)
     seqlen_q = q.shape[2] if q.dim() == 4 else 0  # attention refuses q of other dimensions
-    check_ring(cache, seqlen_q, key_ranges, bias)
-    masks = in_slots_of(cache, seqlen_q, causal=causal, q_offset=q_offset, window=window, key_ranges=key_ranges)
-    options = masks | {
-        "softmax_scale": softmax_scale,
-        "softcap": softcap,
-        "bias": bias,
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-        "dropout_p": dropout_p,
-        "dropout_seed": dropout_seed,
-    }
+    check_ring(cache, seqlen_q, options)
+    over_slots: AttentionOptions = options | masks_in_slots(cache, seqlen_q, options)
     try:
         if cache.block_table is None:
-            out, lse = attention(q, cache.k, cache.v, return_lse=True, **options)
+            out, lse = attention(q, cache.k, cache.v, return_lse=True, **over_slots)
         else:
             table = cache.block_table, cache.lengths, cache.max_seqlen
-            out, lse = pages.attention(q, cache.k, cache.v, *table, **options)
+            out, lse = pages.attention(q, cache.k, cache.v, *table, **over_slots)
     except (ValueError, TypeError) as error:  # a check beforehand would take a token's time up by a hundredth
         raise (_misfit(q, cache) or error) from None
     return (out, lse) if return_lse else out
 
 
-def check_ring(cache: KVCache, seqlen_q: int, key_ranges: Tensor | None, bias: Tensor | None) -> None:
+def check_ring(cache: KVCache, seqlen_q: int, options: AttentionOptions) -> None:
     """NotImplementedError or ValueError for what queries over a ring cannot have, which is none of the others'."""
     if cache.window is None:
         return
-    if key_ranges is not None or bias is not None:
-        wrong = "bias" if key_ranges is None else "key_ranges"
-        raise NotImplementedError(f"pyattn: a cache with a window takes no {wrong}, got window={cache.window}")
+    for wrong in ("key_ranges", "mask", "bias"):
+        if options.get(wrong) is not None:
+            raise NotImplementedError(f"pyattn: a cache with a window takes no {wrong}, got window={cache.window}")
     narrowed(UNBOUNDED, cache.window, cache.max_seqlen, seqlen_q)
 
 
-def in_slots_of(
-    cache: KVCache,
-    seqlen_q: int,
-    *,
-    causal: bool,
-    q_offset: int | Tensor | None,
-    window: tuple[int, int],
-    key_ranges: Tensor | None,
-) -> dict[str, Any]:
-    """These masks, which count positions, as :func:`pyattn.attention` takes them over the cache's slots."""
+def masks_in_slots(cache: KVCache, seqlen_q: int, options: AttentionOptions) -> AttentionOptions:
+    """causal, q_offset, window and key_ranges, which count positions, in the cache's slots."""
+    causal, window, q_offset = options.get("causal", True), options.get("window"), options.get("q_offset")
+    window = UNBOUNDED if window is None else window
+    check_window(window)
+    q_offset = int64_of(q_offset) if isinstance(q_offset, Tensor) else q_offset
+    key_ranges = options.get("key_ranges")
     if cache.window is not None:
         window = narrowed(window, cache.window, cache.max_seqlen, seqlen_q)
     last_append = cache.last_append if q_offset is None else None
@@ -210,9 +151,9 @@ def _newest(cache: KVCache, seqlen_q: int = 0, left: int = 0) -> Tensor:
     of the slots in use.
     """
     if cache.window is None:
-        first: Tensor = _first(cache.lengths, None, seqlen_q, 0, cache.max_seqlen)
+        first: Tensor = ops.cache_newest(cache.lengths, None, seqlen_q, 0, cache.max_seqlen)
     else:
-        first = _first(cache.lengths, cache.starts, seqlen_q, left, cache.k.shape[2])
+        first = ops.cache_newest(cache.lengths, cache.starts, seqlen_q, left, cache.k.shape[2])
     return first
 
 

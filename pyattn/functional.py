@@ -1,80 +1,41 @@
-"""The public functions: documented, thin, over :mod:`pyattn.autograd`."""
+"""Attention of a batch: documented, thin, over :mod:`pyattn.autograd`."""
 
-from typing import Literal, overload
+from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack, overload
 
 from pyattn import autograd
-from pyattn.arguments import check_tensor, hide_catch_all, refuse
+from pyattn.arguments import check_tensor, refuse_positional
 from pyattn.autocast import cast
 from pyattn.dropout import dropout_mask
-from pyattn.options import UNBOUNDED, check_options, options_of
+from pyattn.options import AttentionOptions, parse, takes_options
+from pyattn.second_order import DENSE
 
 __all__ = ["attention", "dropout_mask"]
 
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = True,
-    q_offset: int | Tensor | None = None,
-    window: tuple[int, int] | None = (-1, -1),
-    key_ranges: Tensor | None = None,
-    softmax_scale: float | None = None,
-    softcap: float | None = 0.0,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float | None = 0.0,
-    dropout_seed: int | Tensor | None = None,
-    return_lse: Literal[False] = False,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
 ) -> Tensor: ...
 
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = True,
-    q_offset: int | Tensor | None = None,
-    window: tuple[int, int] | None = (-1, -1),
-    key_ranges: Tensor | None = None,
-    softmax_scale: float | None = None,
-    softcap: float | None = 0.0,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float | None = 0.0,
-    dropout_seed: int | Tensor | None = None,
-    return_lse: Literal[True],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@hide_catch_all
+@takes_options
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *positional: object,
-    causal: bool = True,
-    q_offset: int | Tensor | None = None,
-    window: tuple[int, int] | None = UNBOUNDED,
-    key_ranges: Tensor | None = None,
-    softmax_scale: float | None = None,
-    softcap: float | None = 0.0,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float | None = 0.0,
-    dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
-    **named: object,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact scaled dot-product attention, causal by default.
 
@@ -87,7 +48,7 @@ def attention(
         out_i = sum_j dropout(exp(score_ij - lse_i)) v_j
 
     Query ``i`` stands at key position ``i + q_offset``. It sees key ``j`` if all masks that are given say so:
-    ``causal`` (``j <= i + q_offset``), ``window``, ``key_ranges`` and ``bias``. 1 = takes part::
+    ``causal`` (``j <= i + q_offset``), ``window``, ``key_ranges``, ``mask`` and ``bias``. 1 = takes part::
 
         seqlen_q 2, seqlen_k 4     q_offset = 2 (default)     q_offset = 0 (upper left)
                                    1 1 1 0                    1 0 0 0
@@ -106,31 +67,13 @@ def attention(
             not contiguous). A ``(B, S, H, D).transpose(1, 2)`` view is as good as a contiguous tensor.
         k: (B, Hkv, Sk, D), Hq a multiple of Hkv: query head ``h`` reads KV head ``h // (Hq // Hkv)``.
         v: (B, Hkv, Sk, Dv).
-        causal: whether a query sees no key behind its own position.
-        q_offset: key position of query 0, an int or a (B,) int32 or int64 tensor; default ``Sk - Sq``, which puts the
-            last query at the last key. May be negative: the first queries then see nothing.
-        window: (left, right), how many keys before and after its own position a query sees; -1: all. Default or None:
-            all. Every int of 64 bits is right, here and in q_offset: sums saturate.
-        key_ranges: (B or 1, Sq, 2), int32 or int64: query ``i`` sees the keys [begin, end) alone, 0 <= begin <= end <=
-            Sk. :mod:`pyattn.masks` makes them for packed documents, prefixes, chunks and padding.
-        softmax_scale: finite factor on the scores; default ``1 / sqrt(D)``.
-        softcap: bound on the scaled scores, finite and at least 0; 0, the default, or None: none.
-        bias: 1 to 4 dimensions, which broadcast from the right to (B, Hq, Sq, Sk), any strides. bool: True = takes
-            part. float, in q's dtype or float32: added to the scores; -inf hides the key, as False does, and the lowest
-            finite number does not. A mask whose rows are intervals costs what ``key_ranges`` cost.
-        alibi_slopes: (Hq,) or (B, Hq), in q's dtype or float32. Distances count both ways where not causal.
-        sinks: (Hq,), in q's dtype or float32: the score of one more key, which has no value.
-        dropout_p: probability of dropping a weight after the softmax, at least 0 and below 1, rounded to 1/65536; the
-            others are scaled by 1 / (1 - dropout_p). lse does not change. Default or None: 0.
-        dropout_seed: an int or an int64 scalar tensor. Seed and position decide which weights are dropped, as
-            :func:`dropout_mask` shows, the same for any number of threads, instruction set and device. Default: drawn
-            from torch's generator, so ``torch.manual_seed`` repeats it and checkpoints recompute it.
+        options: as listed below.
         return_lse: also return lse.
 
     Returns:
         ``out`` (B, Hq, Sq, Dv) in q's dtype, dense in memory, columns innermost and the other dimensions in q's order.
         With ``return_lse``, ``(out, lse)``: lse (B, Hq, Sq) is float32, or float64 for float64 inputs. Both are
-        differentiable, in q, k, v, a float bias, alibi_slopes and sinks, whose gradients have their own dtypes and
+        differentiable, in q, k, v, bias, alibi_slopes and sinks, whose gradients have their own dtypes and
         shapes. A query that sees no key has out 0, lse -inf (with sinks, its sink) and gradient 0. What is not seen
         never matters, even if it is NaN; NaN and infinities that are seen arrive. 16-bit inputs are accumulated in
         float32 and rounded once.
@@ -145,7 +88,7 @@ def attention(
         NotImplementedError: tensors that are not dense, or on a device that this build has no kernels for; a head
             dimension above 256 on a GPU; third derivatives, when they are taken.
 
-    Under autocast, q, k, v and a float bias are cast first unless they are float64. The result has the same bits from
+    Under autocast, q, k, v and bias are cast first unless they are float64. The result has the same bits from
     run to run and for every number of threads; on a GPU, :func:`pyattn.set_deterministic` can waive that for dq. Extra
     memory is linear in the sequence lengths, forward and backward. Keys that no query of a block sees cost nothing.
 
@@ -166,21 +109,14 @@ def attention(
     >>> attention(q, k, v, window=(15, 0), softcap=50.0, sinks=torch.zeros(8)).shape
     torch.Size([2, 8, 100, 64])
     """
-    if positional or named:
-        refuse(attention, positional, named)
-    arguments = causal, q_offset, window, key_ranges, softmax_scale, softcap, bias, alibi_slopes, sinks
-    plain = type(q) is type(k) is type(v) is Tensor and type(causal) is bool and type(dropout_p) is float
-    plain = plain and window is UNBOUNDED and type(softcap) is float and not softcap
-    plain = plain and q_offset is None and key_ranges is None and softmax_scale is None and dropout_seed is None
-    plain = plain and bias is None and alibi_slopes is None and sinks is None
-    if not plain:
+    if positional:
+        refuse_positional(attention, positional)
+    if not (type(q) is type(k) is type(v) is Tensor):
         check_tensor("q", q)
         check_tensor("k", k)
         check_tensor("v", v)
-        check_options(*arguments, dropout_p, dropout_seed)
+    known = parse(attention, options, q.device) if options else ()
     if torch._C._is_any_autocast_enabled():
         q, k, v = cast(q), cast(k), cast(v)
-    short = plain and not dropout_p
-    options = (None, causal) if short else options_of(q.device, *arguments, dropout_p, dropout_seed)
-    out, lse = autograd.attention(q, k, v, options)
+    out, lse = autograd.attend(DENSE, q, k, v, known)
     return (out, lse) if return_lse else out

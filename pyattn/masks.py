@@ -170,7 +170,7 @@ def padding(lengths: Sequence[int] | Tensor, seqlen: int, side: str = "right") -
 def from_bool(mask: Tensor) -> Tensor | None:
     """The ranges that a bool mask stands for, if it stands for any.
 
-    A mask that stays what it is goes into ``attention(..., bias=mask)``, which finds ranges itself, at each call: this
+    A mask that stays what it is goes into ``attention(..., mask=mask)``, which finds ranges itself, at each call: this
     function is for a mask that serves many calls, and for those who want to know. ::
 
         1 1 1 0    [0, 3)        1 0 1 1    None: a hole

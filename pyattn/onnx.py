@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from pyattn import _ops, visible
+from pyattn import ops, visible
 from pyattn.options import UNBOUNDED, Options
 
 
@@ -35,7 +35,7 @@ def _offset(options: Options, seqlen_q: int, seqlen_k: int) -> int:
 
 def _sees_a_key(options: Options, seqlen_q: int, seqlen_k: int) -> bool:
     """Whether each query surely sees a key: all of them, the first, or the one at its position."""
-    if not options.q_offsets is options.key_ranges is options.bias is None:
+    if not options.q_offsets is options.key_ranges is options.mask is options.bias is None:
         return False
     offset, (left, right) = _offset(options, seqlen_q, seqlen_k), options.window
     if left < 0 and right < 0 and not options.causal:
@@ -60,9 +60,10 @@ class _Pairs:
         self.k, self.v, self.seen = k, v, (begin <= key) & (key < end)
         self.added: Tensor | None = None
         bias, slopes = options.bias, options.alibi_slopes
+        if options.mask is not None:
+            self.seen = self.seen & options.mask
         if bias is not None:
-            self.seen = self.seen & (bias if bias.dtype == torch.bool else bias != -math.inf)
-            self.added = None if bias.dtype == torch.bool else bias.to(dtype)
+            self.seen, self.added = self.seen & (bias != -math.inf), bias.to(dtype)
         if slopes is not None:
             position = rows + visible.offsets(options, seqlen_q, seqlen_k, q.device).double()  # int64 overflows
             distance = (position[:, None, :, None] - key).abs().to(dtype)
@@ -107,7 +108,7 @@ def _by_operator(q: Tensor, k: Tensor, pairs: _Pairs, options: Options, scale: f
     if pairs.added is not None:
         mask = torch.where(pairs.seen, pairs.added, -math.inf)
     square = False
-    if pairs.added is options.q_offsets is options.key_ranges is options.bias is None:
+    if pairs.added is options.q_offsets is options.key_ranges is options.mask is None:
         no_window, (seqlen_q, seqlen_k) = tuple(options.window) == UNBOUNDED, (q.shape[2], k.shape[2])
         square = no_window and options.causal and _is_known(seqlen_q == seqlen_k)
         square = square and _is_known(_offset(options, seqlen_q, seqlen_k) == 0)
@@ -171,12 +172,12 @@ def _in_onnx(decomposition: Callable[..., tuple[Tensor, ...]], *args: Any, **nam
 
 
 DECOMPOSITIONS: dict[torch._ops.OpOverload[..., Any], Callable[..., tuple[Tensor, ...]]] = {
-    _ops.attention_forward: _attention,
-    _ops.attention_backward: partial(_refuse, "gradients of attention, got attention's backward"),
-    _ops.attention_varlen_forward: partial(_refuse, "packed sequences, got attention_varlen"),
-    _ops.attention_varlen_backward: partial(_refuse, "gradients of attention, got attention_varlen's backward"),
-    _ops.attention_paged_forward: partial(_refuse, "pages of keys, got a cache with page_size"),
-    _ops.attention_varlen_paged_forward: partial(_refuse, "pages of keys, got attention_varlen with block_table"),
+    ops.attention_forward: _attention,
+    ops.attention_backward: partial(_refuse, "gradients of attention, got attention's backward"),
+    ops.attention_varlen_forward: partial(_refuse, "packed sequences, got attention_varlen"),
+    ops.attention_varlen_backward: partial(_refuse, "gradients of attention, got attention_varlen's backward"),
+    ops.attention_paged_forward: partial(_refuse, "pages of keys, got a cache with page_size"),
+    ops.attention_varlen_paged_forward: partial(_refuse, "pages of keys, got attention_varlen with block_table"),
 }
 
 for _op, _decomposition in DECOMPOSITIONS.items():

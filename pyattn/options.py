@@ -1,11 +1,19 @@
-"""The operators' arguments after their tensors, as one value from the public functions down to the schema."""
+"""The options of attention, each once: its type, what checks it, what it means, and the words that peers have for it.
 
+An option's name, place and default are those of the operators' schemas, which come from the list in csrc/options.h.
+"""
+
+import collections
+import inspect
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from types import NoneType
+from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
+from pyattn import ops
 from pyattn.arguments import (
     check_64_bits,
     check_finite,
@@ -15,83 +23,234 @@ from pyattn.arguments import (
     check_type,
     check_window,
     int64_of,
+    refuse,
 )
 from pyattn.autocast import cast, cast_rows
 from pyattn.dropout import draw_seed
 
-UNBOUNDED = (-1, -1)
-"""The window of all keys."""
+Function = TypeVar("Function", bound=Callable[..., object])
 
 
-class Options(NamedTuple):
-    """``attention_forward(q, k, v, *options)``: the fields stand in the schema's order.
+class Option(NamedTuple):
+    """What an option is beside its name and type.
 
     Attributes:
-        softmax_scale: factor on the scores; None: 1 / sqrt(head_dim).
-        causal: whether query i sees the keys up to i + q_offset only.
-        q_offset: key position of query 0; None: the last query stands at the last key.
-        q_offsets: int64 (B,), one for each sequence, in place of q_offset.
-        window: how many keys before and behind its own position a query sees; -1: all.
-        key_ranges: int32 or int64 (B or 1, Sq, 2), the keys [begin, end) of each query.
-        softcap: bound on the scaled scores; 0: none.
-        bias: up to 4 dimensions, each 1 or full; bool, True = takes part, or added to the scores.
-        alibi_slopes: (Hq,) or (B, Hq).
-        sinks: (Hq,), the score of one more key without a value.
-        dropout_p: probability of dropping a weight.
-        dropout_seed: int64 scalar; may be None where dropout_p is 0.
+        checked: returns the value that the operator takes, or raises TypeError or ValueError for what no operator could
+            be asked; shapes and dtypes are the operator's to check.
+        meaning: what help() says.
+        peers: arguments of other libraries that it stands for, and how to use it in their place.
     """
 
-    softmax_scale: float | None = None
-    causal: bool = True
-    q_offset: int | None = None
-    q_offsets: Tensor | None = None
-    window: tuple[int, int] = UNBOUNDED
-    key_ranges: Tensor | None = None
-    softcap: float = 0.0
-    bias: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    sinks: Tensor | None = None
-    dropout_p: float = 0.0
-    dropout_seed: Tensor | None = None
+    checked: Callable[[str, Any], Any]
+    meaning: str
+    peers: Mapping[str, str] = {}
+
+
+def _flag(name: str, value: Any) -> Any:
+    check_type(name, value, bool)
+    return value
+
+
+def _scale(name: str, value: Any) -> Any:
+    check_scale(name, value)
+    return _float(value)
+
+
+def _cap(name: str, value: Any) -> Any:
+    check_finite(name, value)
+    return _float(value)
+
+
+def _probability(name: str, value: Any) -> Any:
+    check_probability(name, value)
+    return _float(value)
+
+
+def _float(value: Any) -> Any:
+    """An int as a float: torch's operations take no int past 64 bits."""
+    return float(value) if isinstance(value, int) else value
+
+
+def _integer(name: str, value: Any) -> Any:
+    check_type(name, value, int, torch.SymInt, Tensor, NoneType)
+    check_64_bits(name, value)
+    return value
+
+
+def _window(name: str, value: Any) -> Any:
+    check_window(value)
+    return value
+
+
+def _tensor(name: str, value: Any) -> Any:
+    check_tensor(name, value)
+    return value
+
+
+class AttentionOptions(TypedDict, total=False):
+    """The options of :func:`pyattn.attention` and of all functions like it, for ``**options: Unpack[...]`` of your own.
+
+    ``help(pyattn.attention)`` shows what each means.
+    """
+
+    causal: Annotated[
+        bool,
+        Option(
+            _flag,
+            "whether a query sees no key after its own position. Default: True.",
+            {
+                "is_causal": "use causal (default True, bottom-right; scaled_dot_product_attention's upper-left is "
+                "q_offset=0)"
+            },
+        ),
+    ]
+    q_offset: Annotated[
+        int | Tensor | None,
+        Option(
+            _integer,
+            "key position of query 0, an int or a (B,) int32 or int64 tensor; default ``Sk - Sq``, which puts the last "
+            "query at the last key. May be negative: the first queries then see nothing.",
+        ),
+    ]
+    window: Annotated[
+        tuple[int, int] | None,
+        Option(
+            _window,
+            "(left, right), how many keys before and after its own position a query sees; -1: all. Default or None: "
+            "all. Every int of 64 bits is right, here and in q_offset: sums saturate.",
+            {
+                "sliding_window": "use window=(W - 1, 0): a query sees itself and the W - 1 keys before it",
+                "window_size": "use window",
+            },
+        ),
+    ]
+    key_ranges: Annotated[
+        Tensor | None,
+        Option(
+            _tensor,
+            "(B or 1, Sq, 2), int32 or int64: query ``i`` sees the keys [begin, end) alone, 0 <= begin <= end <= Sk. "
+            ":mod:`pyattn.masks` makes them for packed documents, prefixes, chunks and padding.",
+            {
+                "block_mask": "use mask for a mask given as a tensor, key_ranges for one range of keys a query: "
+                "pyattn.masks"
+            },
+        ),
+    ]
+    mask: Annotated[
+        Tensor | None,
+        Option(
+            _tensor,
+            "bool, True = takes part, 1 to 4 dimensions, which broadcast from the right to (B, Hq, Sq, Sk), any "
+            "strides. One whose rows are intervals costs what ``key_ranges`` cost.",
+            {
+                "attn_mask": "use mask if it is bool, True = takes part, bias if it is added to the scores; with "
+                "causal=False if it is the whole mask",
+                "key_padding_mask": "use mask of shape (B, 1, 1, Sk), True = takes part, or "
+                "key_ranges=pyattn.masks.padding(...)",
+            },
+        ),
+    ]
+    softmax_scale: Annotated[
+        float | None,
+        Option(_scale, "finite factor on the scores; default ``1 / sqrt(D)``.", {"scale": "use softmax_scale"}),
+    ]
+    softcap: Annotated[
+        float | None,
+        Option(_cap, "bound on the scaled scores, finite and at least 0; 0, the default, or None: none."),
+    ]
+    bias: Annotated[
+        Tensor | None,
+        Option(
+            _tensor,
+            "added to the scores, in q's dtype or float32, 1 to 4 dimensions, which broadcast from the right to (B, "
+            "Hq, Sq, Sk), any strides. -inf hides the key, as a mask does, and the lowest finite number does not.",
+            {"attn_bias": "use bias", "score_mod": "use softcap, bias or alibi_slopes"},
+        ),
+    ]
+    alibi_slopes: Annotated[
+        Tensor | None,
+        Option(_tensor, "(Hq,) or (B, Hq), in q's dtype or float32. Distances count both ways where not causal."),
+    ]
+    sinks: Annotated[
+        Tensor | None,
+        Option(
+            _tensor,
+            "(Hq,), in q's dtype or float32: the score of one more key, which has no value.",
+            {"s_aux": "use sinks"},
+        ),
+    ]
+    dropout_p: Annotated[
+        float | None,
+        Option(
+            _probability,
+            "probability of dropping a weight after the softmax, at least 0 and below 1, rounded to 1/65536; the "
+            "others are scaled by 1 / (1 - dropout_p). lse does not change. Default or None: 0.",
+            {"dropout": "use dropout_p"},
+        ),
+    ]
+    dropout_seed: Annotated[
+        int | Tensor | None,
+        Option(
+            _integer,
+            "an int or an int64 scalar tensor. Seed and position decide which weights are dropped, as "
+            ":func:`pyattn.dropout_mask` shows, the same for any number of threads, instruction set and device. "
+            "Default: drawn from torch's generator, so ``torch.manual_seed`` repeats it and checkpoints recompute it.",
+        ),
+    ]
+
+
+def _defaults() -> dict[str, Any]:
+    """The operators' options in the schema's order: what comes after q, k and v."""
+    arguments = ops.attention_forward._schema.arguments[3:]
+    lists = {a.name: a.default_value for a in arguments}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in lists.items()}
+
+
+DEFAULTS = _defaults()
+UNBOUNDED: tuple[int, int] = DEFAULTS["window"]
+"""The window of all keys."""
+
+PLACES = {name: place for place, name in enumerate(DEFAULTS)}
+
+TYPES: dict[str, Any] = get_type_hints(AttentionOptions)
+OPTIONS: dict[str, Option] = {
+    name: get_args(hint)[1] for name, hint in get_type_hints(AttentionOptions, include_extras=True).items()
+}
+MAY_BE_NONE = frozenset(name for name, hint in TYPES.items() if NoneType in get_args(hint))
+PEERS = {word: use for option in OPTIONS.values() for word, use in option.peers.items()} | {
+    "enable_gqa": "leave it out, k and v may have fewer heads than q"
+}
+
+
+def _record(fields: Mapping[str, Any]) -> Any:
+    """A named tuple of fields that type checkers do not know."""
+    return collections.namedtuple("Options", [*fields], defaults=fields.values())
+
+
+_Values: Any = _record(DEFAULTS)
+
+
+class Options(_Values):  # type: ignore[misc]
+    """The operators' options as one value: ``attention_forward(q, k, v, *options)``.
+
+    Those of :class:`AttentionOptions`, and ``q_offsets``: int64 (B,), in place of q_offset where each sequence has its
+    own.
+    """
+
+    __slots__ = ()
 
     def scale_for(self, head_dim: int) -> float:
         """softmax_scale, or its default for so many columns, as csrc/defaults.h has it."""
         if self.softmax_scale is None:
             return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
-        return self.softmax_scale
+        scale: float = self.softmax_scale
+        return scale
 
     @property
     def bounded_softcap(self) -> float:
         """The softcap between 2^-100 and 2^100, as kernels have it: in float32 it and its inverse are finite there."""
-        return min(max(self.softcap, 2.0**-100), 2.0**100)
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """The options that are tensors: what autograd saves apart."""
-        return self.q_offsets, self.key_ranges, self.bias, self.alibi_slopes, self.sinks, self.dropout_seed
-
-    def with_tensors(
-        self,
-        q_offsets: Tensor | None = None,
-        key_ranges: Tensor | None = None,
-        bias: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
-        dropout_seed: Tensor | None = None,
-    ) -> "Options":
-        """The same options with these in place of :attr:`tensors`. ``_replace`` takes 1 us."""
-        if (
-            q_offsets is self.q_offsets
-            and key_ranges is self.key_ranges
-            and bias is self.bias
-            and alibi_slopes is self.alibi_slopes
-            and sinks is self.sinks
-            and dropout_seed is self.dropout_seed
-        ):
-            return self
-        scale, causal, q_offset, _, window, _, softcap, _, _, _, dropout_p, _ = self
-        mask = scale, causal, q_offset, q_offsets, window, key_ranges
-        return Options(*mask, softcap, bias, alibi_slopes, sinks, dropout_p, dropout_seed)
+        cap: float = min(max(self.softcap, 2.0**-100), 2.0**100)
+        return cap
 
 
 class Packing(NamedTuple):
@@ -112,84 +271,69 @@ class Packing(NamedTuple):
     seqused_k: Tensor | None = None
 
 
-def check_options(
-    causal: object,
-    q_offset: object,
-    window: object,
-    key_ranges: object,
-    softmax_scale: object,
-    softcap: object,
-    bias: object,
-    alibi_slopes: object,
-    sinks: object,
-    dropout_p: object,
-    dropout_seed: object,
-) -> None:
-    """TypeError or ValueError for what no operator could be asked; shapes and dtypes are the operator's to check."""
-    check_type("causal", causal, bool)
-    if dropout_p is not None:
-        check_probability("dropout_p", dropout_p)
-    if q_offset is not None:
-        check_type("q_offset", q_offset, int, torch.SymInt, Tensor, type(None))
-        check_64_bits("q_offset", q_offset)
-    if window is not UNBOUNDED and window is not None:
-        check_window(window)
-    if softmax_scale is not None:
-        check_scale("softmax_scale", softmax_scale)
-    if softcap is not None and (softcap != 0.0 or type(softcap) is not float):
-        check_finite("softcap", softcap)
-    if dropout_seed is not None:
-        check_type("dropout_seed", dropout_seed, int, torch.SymInt, Tensor, type(None))
-        check_64_bits("dropout_seed", dropout_seed)
-    if not key_ranges is bias is alibi_slopes is sinks is None:
-        tensors = {"key_ranges": key_ranges, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                check_tensor(name, tensor)
+def check_known(function: Callable[..., object], given: Mapping[str, Any]) -> None:
+    """TypeError for options that do not exist, naming those that stand for them or are spelt like them."""
+    unknown = {name: value for name, value in given.items() if name not in OPTIONS}
+    if unknown:
+        refuse(function, unknown, PEERS)
 
 
-def options_of(
-    device: torch.device,
-    causal: bool,
-    q_offset: int | Tensor | None,
-    window: tuple[int, int] | None,
-    key_ranges: Tensor | None,
-    softmax_scale: float | None,
-    softcap: float | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    dropout_p: float | None,
-    dropout_seed: int | Tensor | None,
-) -> tuple[Any, ...]:
-    """A public function's arguments as options: offsets apart, what autocast casts, a seed drawn if none is given.
+def parse(function: Callable[..., object], given: Mapping[str, Any], device: torch.device) -> tuple[Any, ...]:
+    """Options that a user gave to a public function, checked, and cast to what the operators take.
 
-    None stands for each default, as the configurations of models have it.
+    None stands for a default, as the configurations of models have it. Under autocast, float tensors are cast; dropout
+    without a seed draws one.
 
     Returns:
-        :class:`Options`, or the first of their values if the rest are defaults.
+        The values of :class:`Options` up to the last that is given: each that is passed costs the operator 0.1 us.
+
+    Raises:
+        TypeError, ValueError: by :func:`check_known` and each option's check.
     """
-    q_offset, q_offsets = (None, int64_of(q_offset)) if isinstance(q_offset, Tensor) else (q_offset, None)
-    window = UNBOUNDED if window is None else window
-    softmax_scale = _float(softmax_scale)
-    softcap = 0.0 if softcap is None else _float(softcap)
-    dropout_p = 0.0 if dropout_p is None else _float(dropout_p)
+    values, count = DEFAULTS.copy(), 0
+    check_known(function, given)
+    for name, value in given.items():
+        if value is not None or name not in MAY_BE_NONE:
+            values[name] = OPTIONS[name].checked(name, value)
+            count = max(count, PLACES[name] + 1)
+    if isinstance(values["q_offset"], Tensor):
+        values["q_offset"], values["q_offsets"] = None, int64_of(values["q_offset"])
+        count = max(count, PLACES["q_offsets"] + 1)
     if torch._C._is_any_autocast_enabled():
-        bias = None if bias is None else cast(bias)
-        alibi_slopes = None if alibi_slopes is None else cast_rows(alibi_slopes)
-        sinks = None if sinks is None else cast_rows(sinks)
+        for name, to in (("bias", cast), ("alibi_slopes", cast_rows), ("sinks", cast_rows)):
+            values[name] = None if values[name] is None else to(values[name])
+    if "dropout_p" in given or "dropout_seed" in given:
+        values["dropout_seed"] = _seed(values["dropout_p"], values["dropout_seed"], device)
+        count = len(values) if values["dropout_p"] else min(count, PLACES["dropout_p"])
+    return tuple(values.values())[:count]
+
+
+def _seed(dropout_p: float, seed: Any, device: torch.device) -> Tensor | None:
+    """What the operators take: a scalar tensor, None without dropout."""
     if dropout_p == 0:
-        dropout_seed = None
-    elif dropout_seed is None:
-        dropout_seed = draw_seed(device)
-    elif not isinstance(dropout_seed, Tensor):
-        dropout_seed = torch.tensor(dropout_seed, dtype=torch.int64, device=device)
-    if window is UNBOUNDED and key_ranges is bias is alibi_slopes is sinks is None and not (softcap or dropout_p):
-        return softmax_scale, causal, q_offset, q_offsets
-    mask = causal, q_offset, q_offsets, window, key_ranges
-    return Options(softmax_scale, *mask, softcap, bias, alibi_slopes, sinks, dropout_p, dropout_seed)
+        return None
+    if seed is None:
+        return draw_seed(device)
+    return seed if isinstance(seed, Tensor) else torch.tensor(seed, dtype=torch.int64, device=device)
 
 
-def _float(value: Any) -> Any:
-    """An int as a float: torch's operations take no int past 64 bits."""
-    return float(value) if isinstance(value, int) else value
+def with_options(signature: inspect.Signature) -> inspect.Signature:
+    """The signature with all options, and their defaults, in place of those that it catches."""
+    caught, keyword = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD), inspect.Parameter.KEYWORD_ONLY
+    own = [p for p in signature.parameters.values() if p.kind not in caught]
+    options = [inspect.Parameter(n, keyword, default=DEFAULTS[n], annotation=TYPES[n]) for n in OPTIONS]
+    by_place, by_name = ([p for p in own if (p.kind == keyword) == named] for named in (False, True))
+    return signature.replace(parameters=[*by_place, *options, *by_name])
+
+
+def takes_options(function: Function) -> Function:
+    """Shows the options in help() and inspect, with their defaults, for a function that catches them.
+
+    It takes ``*positional`` as well, to refuse it: a wrapper that catches Python's own TypeError would cost each call
+    three times as much.
+    """
+    function.__signature__ = with_options(inspect.signature(function))  # type: ignore[attr-defined]
+    meanings = "\n".join(f"    {name}: {option.meaning}" for name, option in OPTIONS.items())
+    if function.__doc__:  # not under -OO
+        function.__doc__ = f"{inspect.cleandoc(function.__doc__)}\n\nOptions:\n{meanings}\n"
+    return function

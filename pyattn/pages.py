@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pyattn import _ops, autograd, functional
+from pyattn import autograd, functional, ops
 from pyattn.arguments import check_size
 from pyattn.autocast import cast
-from pyattn.options import Options, Packing, check_options, options_of
-
-_in_use = torch.ops.pyattn.pages_in_use.default
+from pyattn.options import Options, Packing, parse
+from pyattn.second_order import DENSE, PACKED
 
 LEAST = 16
 """Positions of a page, at least: as csrc/pages.h has it."""
@@ -39,34 +38,37 @@ def attention(
         block_table: (B, pages of a sequence), each entry a page.
         lengths: (B,), how many positions of each sequence hold something.
         seqlen_k: how many positions there are.
-        options: the other arguments of :func:`pyattn.attention`, all of them, without ``return_lse``.
+        options: those of :func:`pyattn.attention`.
     """
-    check_options(**options)
-    if _needs_copy(q, options["bias"], options["alibi_slopes"], options["sinks"]):
+    known = Options(*parse(functional.attention, options, q.device))
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = cast(q), cast(k), cast(v)
+    if _needs_copy(q, known.bias, known.alibi_slopes, known.sinks):
         starts = seqlen_k * torch.arange(len(lengths) + 1, device=lengths.device)
         k, v, _ = _gathered(k, v, block_table, starts, seqlen_k, lengths)
         keys, values = (t.narrow(1, 0, seqlen_k).transpose(1, 2) for t in (k, v))
-        return functional.attention(q, keys, values, return_lse=True, **options)
-    if torch._C._is_any_autocast_enabled():
-        q, k, v = cast(q), cast(k), cast(v)
-    known = Options(*options_of(q.device, **options))
-    results = _ops.attention_paged_forward(q, k, v, block_table, seqlen_k, *known)
+        return autograd.attend(DENSE, q, keys, values, known)
+    results = ops.attention_paged_forward(q, k, v, block_table, seqlen_k, *known)
     return results[0], results[1]
 
 
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, packing: Packing, options: Options
+    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, packing: Packing, known: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor]:
-    """:func:`pyattn.autograd.attention_varlen` of keys in pages, ``cu_seqlens_k`` telling their lengths alone."""
+    """``(out, lse)`` of packed sequences with keys in pages, ``cu_seqlens_k`` telling their lengths alone.
+
+    ``known`` are the values of :class:`Options`, or the first of them if the rest are defaults.
+    """
+    options = Options(*known)
     if not _needs_copy(q, k, v, options.alibi_slopes, options.sinks):
-        results = _ops.attention_varlen_paged_forward(q, k, v, block_table, *packing, *options)
+        results = ops.attention_varlen_paged_forward(q, k, v, block_table, *packing, *options)
         return results[0], results[1]
     lengths = packing.cu_seqlens_k, packing.max_seqlen_k, packing.seqused_k
     k, v, used = _gathered(k, v, block_table, *lengths)
     room = k.shape[1]
     starts = room * torch.arange(k.shape[0] + 1, device=k.device)
     apart = packing._replace(cu_seqlens_k=starts, max_seqlen_k=room, seqused_k=used)
-    return autograd.attention_varlen(q, k.flatten(0, 1), v.flatten(0, 1), apart, options)
+    return autograd.attend(PACKED, q, k.flatten(0, 1), v.flatten(0, 1), (*apart, *options))
 
 
 def _needs_copy(q: Tensor, *tensors: Tensor | None) -> bool:
@@ -90,7 +92,7 @@ def _gathered(
             "pyattn: k and v in pages must have 4 dimensions (pages, page_size, num_heads, head_dim), all but the last "
             f"the same, got {list(k.shape)} and {list(v.shape)}"
         )
-    table, lengths = _in_use(block_table, cu_seqlens_k, max_seqlen_k, seqused_k, k.shape[0], k.shape[1])
+    table, lengths = ops.pages_in_use(block_table, cu_seqlens_k, max_seqlen_k, seqused_k, k.shape[0], k.shape[1])
     batch, count = table.shape
     if k.shape[0] == 0:  # a table without pages in use holds zeros, and index_select wants a page 0
         k, v = (pad(t, (0, 0, 0, 0, 0, 0, 0, 1)) for t in (k, v))

@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from pyattn import _ops, autograd
-from pyattn.arguments import check_names, check_tensor
-from pyattn.options import UNBOUNDED, Options, check_options, options_of
+from pyattn import autograd, ops
+from pyattn.arguments import check_names, check_tensor, refuse_positional
+from pyattn.options import AttentionOptions, Options, parse, takes_options
 from pyattn.second_order import Last, Leaf, leaves, never
 
 __all__ = ["Gradients", "attention_backward", "merge"]
@@ -25,8 +26,9 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
     The same queries, with ``return_lse=True``, see keys [0, n) in one call of :func:`pyattn.attention` and keys [n, Sk)
     in the other. A key's position counts from its part's first key, so that part's ``q_offset`` is smaller by n, and
-    ``key_ranges`` and the columns of ``bias`` are its own. With sinks, exactly one part is given them. Dropout counts
-    keys within a part: parts with dropout need seeds of their own, and drop other weights than one call would.
+    ``key_ranges`` and the columns of ``mask`` and ``bias`` are its own. With sinks, exactly one part is given them.
+    Dropout counts keys within a part: parts with dropout need seeds of their own, and drop other weights than one call
+    would.
 
     Args:
         out_a, out_b: (B, Hq, Sq, Dv), or (total, Hq, Dv) of packed sequences, of one dtype.
@@ -79,7 +81,7 @@ class Gradients(NamedTuple):
     sinks: Tensor | None
 
 
-@check_names
+@takes_options
 def attention_backward(
     dout: Tensor,
     q: Tensor,
@@ -87,19 +89,9 @@ def attention_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor | tuple[Tensor, Tensor],
-    *,
+    *positional: object,
     dlse: Tensor | None = None,
-    causal: bool = True,
-    q_offset: int | Tensor | None = None,
-    window: tuple[int, int] | None = UNBOUNDED,
-    key_ranges: Tensor | None = None,
-    softmax_scale: float | None = None,
-    softcap: float | None = 0.0,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float | None = 0.0,
-    dropout_seed: int | Tensor | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Gradients:
     """The share that one part of the keys has in the gradients of attention over all of them.
 
@@ -118,13 +110,11 @@ def attention_backward(
         lse: the merged lse (B, Hq, Sq), as :func:`merge` returns it; or (row_max, row_sum), each query's largest score,
             or any number near it, and its sum of exp(score - row_max), over all keys. float32; float64 for float64.
         dlse: gradient of the merged lse, if it has one.
-        causal, q_offset, window, key_ranges, softmax_scale, softcap, bias, alibi_slopes: as in the part's forward.
-        sinks: as the merged forward had them, for one of the parts alone: the gradient is whole.
-        dropout_p, dropout_seed: as the part's forward had them, the seed not None.
+        options: as the part's forward had them, but for these. sinks: as the merged forward had them, for one of the
+            parts alone: the gradient is whole. dropout_seed: not None where dropout_p is above 0.
 
     Returns:
-        :class:`Gradients`. bias has one unless it is bool.
-
+        :class:`Gradients`.
     Raises:
         ValueError, TypeError, NotImplementedError: as :func:`pyattn.attention`; ValueError for dropout without a seed.
 
@@ -148,23 +138,25 @@ def attention_backward(
     >>> torch.allclose(parts[0].q + parts[1].q, whole, atol=1e-5)
     True
     """
+    if positional:
+        refuse_positional(attention_backward, positional)
     if isinstance(lse, tuple) and len(lse) != 2:
         raise ValueError(f"pyattn: lse must be a Tensor or (row_max, row_sum), got a tuple of {len(lse)}")
     pair = {"row_max": lse[0], "row_sum": lse[1]} if isinstance(lse, tuple) else {"lse": lse}
     for name, tensor in ({"dout": dout, "q": q, "k": k, "v": v, "out": out} | pair).items():
         check_tensor(name, tensor)
     row_max, row_sum = lse if isinstance(lse, tuple) else (lse, torch.ones_like(lse))
-    arguments = causal, q_offset, window, key_ranges, softmax_scale, softcap, bias, alibi_slopes, sinks
-    check_options(*arguments, dropout_p, dropout_seed)
-    if dropout_p and dropout_seed is None:
-        raise ValueError(f"pyattn: dropout_seed must be that of the forward, got None with dropout_p {dropout_p}")
-    options = Options(*options_of(q.device, *arguments, dropout_p, dropout_seed))
-    wanted = bias is not None and bias.dtype != torch.bool, alibi_slopes is not None, sinks is not None
+    if options.get("dropout_p") and options.get("dropout_seed") is None:
+        raise ValueError(
+            f"pyattn: dropout_seed must be that of the forward, got None with dropout_p {options['dropout_p']}"
+        )
+    known = Options(*parse(attention_backward, options, q.device))
+    wanted = known.bias is not None, known.alibi_slopes is not None, known.sinks is not None
     rows = dout, dlse, q, k, v, out, row_max, row_sum
     if autograd.transforming():
-        return Gradients(*_Transformable.apply(*rows, *leaves(options), autograd._deterministic, Leaf(wanted), True))  # type: ignore[no-untyped-call]
+        return Gradients(*_Transformable.apply(*rows, *leaves(known), autograd.deterministic(), Leaf(wanted), True))  # type: ignore[no-untyped-call]
     with torch.no_grad():
-        return Gradients(*_ops.attention_backward(*rows, *options, autograd._deterministic, wanted, True))
+        return Gradients(*ops.attention_backward(*rows, *known, autograd.deterministic(), wanted, True))
 
 
 class _Transformable(Last):
@@ -172,7 +164,7 @@ class _Transformable(Last):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor | None, ...]:
-        gradients: tuple[Tensor | None, ...] = _ops.attention_backward(*args)
+        gradients: tuple[Tensor | None, ...] = ops.attention_backward(*args)
         return gradients
 
     backward = jvp = never("pyattn: derivatives of attention_backward are not implemented")

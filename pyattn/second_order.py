@@ -18,11 +18,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from pyattn import _ops, packed_tangents, tangents
+from pyattn import ops, packed_tangents, tangents
 from pyattn.autocast import without
 from pyattn.block import Learned
-from pyattn.options import Options, Packing
+from pyattn.options import DEFAULTS, PLACES, Options, Packing
 from pyattn.tangents import added
+
+VALUES = tuple(DEFAULTS.values())
 
 
 @dataclass(frozen=True)
@@ -30,24 +32,33 @@ class Kind:
     """Dense or packed attention.
 
     Attributes:
-        backward: the native operator.
+        forward, backward: the native operators.
         tangents: ``tangents(q, k, v, rest, direction, other=None)``.
         gradient_tangents: ``gradient_tangents(dout, dlse, q, k, v, rest, direction)``.
         before: how many arguments stand between v and bias, in ``rest``.
+        count: how many arguments ``rest`` has, defaults included.
     """
 
+    forward: Callable[..., tuple[Tensor, ...]]
     backward: Callable[..., tuple[Tensor | None, ...]]
     tangents: Callable[..., tuple[Tensor, Tensor]]
     gradient_tangents: Callable[..., tuple[Any, ...]]
     before: int
+    count: int
 
     def learned(self, rows: Sequence[Any], rest: Sequence[Any]) -> Learned:
         """What belongs to the tensors that have derivatives, of entries for q, k, v and for each argument of rest."""
         return Learned(*rows, *rest[self.before : self.before + 3])
 
-    def spread(self, learned: Learned, count: int) -> tuple[Tensor | None, ...]:
-        """Gradients of ``rest``, which has ``count`` arguments."""
-        return (None,) * self.before + tuple(learned[3:]) + (None,) * (count - self.before - 3)
+    def spread(self, learned: Sequence[Tensor | None], count: int) -> tuple[Tensor | None, ...]:
+        """Gradients of the first ``count`` arguments of ``rest``."""
+        gradients = *(None,) * self.before, *learned[3:], *(None,) * count
+        return gradients[:count]
+
+    def complete(self, rest: Sequence[Any]) -> tuple[Any, ...]:
+        """``rest`` with the defaults that its end leaves out."""
+        missing = self.count - len(rest)
+        return *rest, *VALUES[len(VALUES) - missing :]
 
 
 def _tangents(
@@ -62,21 +73,24 @@ def _gradient_tangents(
     return tangents.gradient_tangents(dout, dlse, q, k, v, Options(*rest), direction)
 
 
-DENSE = Kind(_ops.attention_backward, _tangents, _gradient_tangents, Options._fields.index("bias"))
+DENSE = Kind(ops.attention_forward, ops.attention_backward, _tangents, _gradient_tangents, PLACES["bias"], len(PLACES))
 PACKED = Kind(
-    _ops.attention_varlen_backward,
+    ops.attention_varlen_forward,
+    ops.attention_varlen_backward,
     packed_tangents.tangents,
     packed_tangents.gradient_tangents,
-    len(Packing._fields) + Options._fields.index("bias"),
+    len(Packing._fields) + PLACES["bias"],
+    len(Packing._fields) + len(PLACES),
 )
 
 
-def save(ctx: Any, inputs: tuple[Any, ...]) -> None:
+def save(ctx: Any, inputs: Sequence[Any], forward_mode: bool = True) -> None:
     """Saves all inputs, tensors as autograd wants them."""
     tensors = [x if isinstance(x, Tensor) else None for x in inputs]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)
-    ctx.save_for_forward(*tensors)
+    if forward_mode:
+        ctx.save_for_forward(*tensors)
     ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
 
 

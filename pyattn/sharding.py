@@ -10,13 +10,13 @@ from typing import Any
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from pyattn import _ops
+from pyattn import ops
 
 Placements = list[Any]
 
 DIMS = (
-    {"bias": -4, "alibi_slopes": -2, "key_ranges": -3, "q_offsets": -1},
-    {"bias": -3, "alibi_slopes": -1, "sinks": -1},
+    {"mask": -4, "bias": -4, "alibi_slopes": -2, "key_ranges": -3, "q_offsets": -1},
+    {"mask": -3, "bias": -3, "alibi_slopes": -1, "sinks": -1},
 )
 """Where options that may have a place for each sequence, or for each query head, have it."""
 
@@ -33,12 +33,12 @@ def register() -> None:
     >>> from pyattn import sharding
     >>> sharding.register()
     """
-    register_sharding(_ops.attention_forward)(_forward)
-    register_sharding(_ops.attention_backward)(_backward)
+    register_sharding(ops.attention_forward)(_forward)
+    register_sharding(ops.attention_backward)(_backward)
 
 
 def _forward(*args: Any, **named: Any) -> list[tuple[Placements, Placements]]:
-    options = _options(_ops.attention_forward, args, named)
+    options = ops.arguments_of(ops.attention_forward, args, named)
     found = []
     for dim in _dims(options["q"], options["k"], options):
         where = Replicate() if dim is None else Shard(dim)
@@ -48,7 +48,7 @@ def _forward(*args: Any, **named: Any) -> list[tuple[Placements, Placements]]:
 
 
 def _backward(*args: Any, **named: Any) -> list[tuple[Placements, Placements]]:
-    options = _options(_ops.attention_backward, args, named)
+    options = ops.arguments_of(ops.attention_backward, args, named)
     found = []
     for dim in _dims(options["q"], options["k"], options):
         where = Replicate() if dim is None else Shard(dim)
@@ -64,13 +64,6 @@ def _backward(*args: Any, **named: Any) -> list[tuple[Placements, Placements]]:
             learned.append(None if not want else Partial() if dim is not None and place == Replicate() else place)
         found.append(([where] * 3 + learned, inputs[: len(args)]))
     return found
-
-
-def _options(operator: Any, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-    """The operator's arguments by name, defaults where they are not given."""
-    arguments = operator._schema.arguments
-    values = {argument.name: argument.default_value for argument in arguments}
-    return values | dict(zip(values, args, strict=False)) | named
 
 
 def _dims(q: Any, k: Any, options: dict[str, Any]) -> list[int | None]:

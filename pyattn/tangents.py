@@ -80,10 +80,10 @@ def gradient_tangents(
     direction: Learned,
     first: int = 0,
 ) -> tuple[Any, ...]:
-    """dq', dk', dv', dbias', dm' and dn', each in its tensor's dtype and shape; a bool bias has none."""
+    """dq', dk', dv', dbias', dm' and dn', each in its tensor's dtype and shape."""
     inputs = _widened(q, k, v, options, first)
     direction, dout = _cast(direction, inputs.q.dtype), dout.to(inputs.q.dtype)
-    bias = None if options.bias is None or options.bias.dtype == torch.bool else options.bias
+    bias = options.bias
     by_rows = bias is not None and bias.dim() > 1 and bias.shape[-2] != 1
     dq: list[Tensor] = []
     dbias: list[Tensor] = []

@@ -10,7 +10,9 @@ from pyattn.varlen import attention_varlen
 from pyattn.weights import attention_weights
 
 FUNCTIONS: list[Any] = [attention, attention_backward, attention_varlen, attention_weights, attention_with_cache, merge]
-MODULES: list[Any] = [face for name in nn.__all__ if isinstance(face := getattr(nn, name), type)]
+MODULES: list[Any] = [
+    face for home in (nn, nn.book) for name in home.__all__ if isinstance(face := getattr(home, name), type)
+]
 
 
 def _refuse(*_: object) -> NoReturn:

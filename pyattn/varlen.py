@@ -1,14 +1,16 @@
-"""Attention over packed sequences: of any lengths, one behind the other, without padding."""
+"""Attention over packed sequences: of any lengths, one after the other, without padding."""
 
-from typing import Literal, overload
+from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack, overload
 
 from pyattn import autograd, pages
-from pyattn.arguments import check_size, check_tensor, hide_catch_all, refuse
+from pyattn.arguments import check_size, check_tensor, refuse_positional
 from pyattn.autocast import cast
-from pyattn.options import UNBOUNDED, Options, Packing, check_options, options_of
+from pyattn.options import AttentionOptions, Packing, parse, takes_options
+from pyattn.second_order import PACKED
 
 __all__ = ["attention_varlen"]
 
@@ -23,20 +25,10 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    causal: bool = True,
-    q_offset: int | Tensor | None = None,
-    window: tuple[int, int] | None = (-1, -1),
-    key_ranges: Tensor | None = None,
-    softmax_scale: float | None = None,
-    softcap: float | None = 0.0,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float | None = 0.0,
-    dropout_seed: int | Tensor | None = None,
     block_table: Tensor | None = None,
     seqused_k: Tensor | None = None,
     return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor: ...
 
 
@@ -50,24 +42,14 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    causal: bool = True,
-    q_offset: int | Tensor | None = None,
-    window: tuple[int, int] | None = (-1, -1),
-    key_ranges: Tensor | None = None,
-    softmax_scale: float | None = None,
-    softcap: float | None = 0.0,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float | None = 0.0,
-    dropout_seed: int | Tensor | None = None,
     block_table: Tensor | None = None,
     seqused_k: Tensor | None = None,
     return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@hide_catch_all
+@takes_options
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -77,21 +59,10 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *positional: object,
-    causal: bool = True,
-    q_offset: int | Tensor | None = None,
-    window: tuple[int, int] | None = UNBOUNDED,
-    key_ranges: Tensor | None = None,
-    softmax_scale: float | None = None,
-    softcap: float | None = 0.0,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float | None = 0.0,
-    dropout_seed: int | Tensor | None = None,
     block_table: Tensor | None = None,
     seqused_k: Tensor | None = None,
     return_lse: bool = False,
-    **named: object,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`pyattn.attention` of sequences of different lengths, packed one behind the other.
 
@@ -115,13 +86,6 @@ def attention_varlen(
         max_seqlen_q, max_seqlen_k: no sequence is longer. They may be larger than the longest sequence: results and
             memory do not depend on them, nor does the time of a CPU; a GPU starts blocks for sequences of this
             length.
-        causal, window, softmax_scale, softcap, sinks, dropout_p: as for :func:`pyattn.attention`.
-        q_offset: key position of each sequence's first query, an int or a (B,) int32 or int64 tensor; default: the
-            last query is at the last key of its sequence.
-        key_ranges: (total_q, 2), int32 or int64: the keys [begin, end) of each query, counted within its sequence.
-        bias: not implemented.
-        alibi_slopes: (Hq,) or (B, Hq).
-        dropout_seed: as for :func:`pyattn.attention`; the draws of sequence ``b`` are those of ``b`` in a batch.
         block_table: (B, pages of a sequence), int32 or int64: k is (pages, page_size, Hkv, D) and v (pages, page_size,
             Hkv, Dv), page_size at least 16, and sequence ``b`` has its key ``j`` at ``j % page_size`` of page
             ``block_table[b, j // page_size]``; cu_seqlens_k tells how many keys it has, and entries behind those are
@@ -130,6 +94,10 @@ def attention_varlen(
             other first.
         seqused_k: (B,), int32 or int64: only so many of each sequence's keys take part, as if there were no more.
         return_lse: also return lse.
+        options: as for :func:`pyattn.attention`, but for these. q_offset: key position of each sequence's first query;
+            default: the last query is at the last key of its sequence. key_ranges: (total_q, 2), the keys of each query
+            counted within its sequence. mask, bias: not implemented. The draws of dropout for sequence ``b`` are those
+            of ``b`` in a batch.
 
     Returns:
         ``out`` (total_q, Hq, Dv) in q's dtype, or ``(out, lse)``, lse being (Hq, total_q) in float32, or float64 for
@@ -139,8 +107,8 @@ def attention_varlen(
     Raises:
         ValueError, TypeError, NotImplementedError: as :func:`pyattn.attention`; cu_seqlens that do not start at 0,
             decrease, end behind the tokens or differ in number; a max_seqlen below the longest sequence; seqused_k
-            outside a sequence; a block_table with too few pages or with ones that are not there; bias. On a GPU the
-            values of cu_seqlens, seqused_k and block_table are not read back unless PYATTN_CHECK=1 is in the
+            outside a sequence; a block_table with too few pages or with ones that are not there; mask and bias. On a
+            GPU the values of cu_seqlens, seqused_k and block_table are not read back unless PYATTN_CHECK=1 is in the
             environment: tokens of sequences whose values are invalid come out NaN, of all if cu_seqlens are.
 
     Memory beyond the results is linear in the tokens. The result has the same bits for every number of threads.
@@ -150,22 +118,21 @@ def attention_varlen(
     >>> attention_varlen(q, k, v, cu_seqlens, cu_seqlens, 54, 54).shape
     torch.Size([100, 8, 64])
     """
-    if positional or named:
-        refuse(attention_varlen, positional, named)
-    tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    if positional:
+        refuse_positional(attention_varlen, positional)
+    check_tensor("q", q)
+    known = parse(attention_varlen, options, q.device)
+    tensors = {"k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     tensors |= {name: t for name, t in (("seqused_k", seqused_k), ("block_table", block_table)) if t is not None}
     for name, tensor in tensors.items():
         check_tensor(name, tensor)
     check_size("max_seqlen_q", max_seqlen_q)
     check_size("max_seqlen_k", max_seqlen_k)
-    arguments = causal, q_offset, window, key_ranges, softmax_scale, softcap, bias, alibi_slopes, sinks
-    check_options(*arguments, dropout_p, dropout_seed)
     if torch._C._is_any_autocast_enabled():
         q, k, v = cast(q), cast(k), cast(v)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
-    options = Options(*options_of(q.device, *arguments, dropout_p, dropout_seed))
     if block_table is None:
-        out, lse = autograd.attention_varlen(q, k, v, packing, options)
+        out, lse = autograd.attend(PACKED, q, k, v, (*packing, *known))
     else:
-        out, lse = pages.attention_varlen(q, k, v, block_table, packing, options)
+        out, lse = pages.attention_varlen(q, k, v, block_table, packing, known)
     return (out, lse) if return_lse else out

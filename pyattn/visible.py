@@ -11,7 +11,7 @@ from pyattn.options import Options, Packing
 INT64_MAX = 2**63 - 1
 
 PAIRS_AT_ONCE = 2**24
-"""Pairs that are counted at a time where a bias is asked for each: temporaries of some 100 MB."""
+"""Pairs that are counted at a time where a mask or a bias is asked for each: temporaries of some 100 MB."""
 
 
 def _q_offset(options: Options, seqlen_q: int, seqlen_k: int) -> int:
@@ -22,7 +22,8 @@ def _q_offset(options: Options, seqlen_q: int, seqlen_k: int) -> int:
 def offsets(options: Options, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
     """int64 (B or 1, 1): the key position of query 0."""
     if options.q_offsets is not None:
-        return options.q_offsets[:, None]
+        own: Tensor = options.q_offsets[:, None]
+        return own
     return torch.full((1, 1), _q_offset(options, seqlen_q, seqlen_k), dtype=torch.int64, device=device)
 
 
@@ -63,17 +64,18 @@ def seen(options: Options, rows: Tensor, heads: Tensor, seqlen_q: int, seqlen_k:
     key = torch.arange(seqlen_k, device=rows.device)
     begin, end = (bound[:, None, :, None] for bound in keys_of(options, rows, seqlen_q, seqlen_k))
     allowed = (begin <= key) & (key < end)
-    if options.bias is None:
-        return allowed
-    bias = picked(options.bias, heads, rows)
-    return allowed & (bias if bias.dtype == torch.bool else bias != -math.inf)
+    if options.mask is not None:
+        allowed = allowed & picked(options.mask, heads, rows)
+    if options.bias is not None:
+        allowed = allowed & (picked(options.bias, heads, rows) != -math.inf)
+    return allowed
 
 
-def picked(bias: Tensor, heads: Tensor, rows: Tensor) -> Tensor:
-    """The bias with four dimensions, of these heads and rows where it does not broadcast."""
-    bias = bias[(None,) * (4 - bias.dim())]
-    bias = bias if bias.shape[2] == 1 else bias.index_select(2, rows)
-    return bias if bias.shape[1] == 1 else bias.index_select(1, heads)
+def picked(pairs: Tensor, heads: Tensor, rows: Tensor) -> Tensor:
+    """A mask or bias with four dimensions, of these heads and rows where it does not broadcast."""
+    pairs = pairs[(None,) * (4 - pairs.dim())]
+    pairs = pairs if pairs.shape[2] == 1 else pairs.index_select(2, rows)
+    return pairs if pairs.shape[1] == 1 else pairs.index_select(1, heads)
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, q_offset: int) -> int:
@@ -98,13 +100,13 @@ def pairs(q: Tensor, k: Tensor, options: Options) -> int:
     """Pairs of query and key that the mask leaves, over batch and query heads; all where tensors have no values."""
     batch, num_heads, seqlen_q = q.shape[:3]
     seqlen_k = k.shape[2]
-    sources = (options.q_offsets, options.key_ranges, options.bias)
+    sources = (options.q_offsets, options.key_ranges, options.mask, options.bias)
     if not all(t is None or has_values(t) for t in sources):
         return batch * num_heads * seqlen_q * seqlen_k
-    if options.key_ranges is None and options.bias is None:
+    if options.key_ranges is options.mask is options.bias is None:
         return num_heads * _pairs_of_formulas(options, batch, seqlen_q, seqlen_k)
     rows = torch.arange(seqlen_q, device=q.device)
-    if options.bias is None:
+    if options.mask is options.bias is None:
         begin, end = keys_of(options, rows, seqlen_q, seqlen_k)
         return num_heads * batch * int((end - begin).clamp(min=0).sum()) // begin.shape[0]
     heads, total = torch.arange(num_heads, device=q.device), 0

@@ -5,18 +5,19 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from pyattn import _ops, visible
-from pyattn.arguments import check_between, check_integers, check_tensor, hide_catch_all, refuse
+from pyattn import ops, visible
+from pyattn.arguments import check_between, check_integers, check_tensor, refuse_positional
 from pyattn.autocast import cast, without
 from pyattn.dropout import dropout_threshold, kept_weights
 from pyattn.grouped import products
-from pyattn.options import UNBOUNDED, Options, check_options, options_of
+from pyattn.options import AttentionOptions, Options, parse, takes_options
 
 __all__ = ["attention_weights"]
 
 
-@hide_catch_all
+@takes_options
 def attention_weights(
     q: Tensor,
     k: Tensor,
@@ -24,18 +25,7 @@ def attention_weights(
     lse: Tensor | None = None,
     heads: Sequence[int] | Tensor | None = None,
     rows: Sequence[int] | Tensor | None = None,
-    causal: bool = True,
-    q_offset: int | Tensor | None = None,
-    window: tuple[int, int] | None = UNBOUNDED,
-    key_ranges: Tensor | None = None,
-    softmax_scale: float | None = None,
-    softcap: float | None = 0.0,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float | None = 0.0,
-    dropout_seed: int | Tensor | None = None,
-    **named: object,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor:
     """The weights that :func:`pyattn.attention` gives its values, of chosen heads and rows.
 
@@ -53,8 +43,7 @@ def attention_weights(
             Default: each row's maximum and sum are computed here.
         heads: query heads, ints or an int32 or int64 tensor; below 0, counted from the last. Default: all.
         rows: queries, likewise.
-        causal, q_offset, window, key_ranges, softmax_scale, softcap, bias, alibi_slopes, sinks, dropout_p,
-            dropout_seed: as for :func:`pyattn.attention`, for all heads and rows.
+        options: as for :func:`pyattn.attention`, for all heads and rows.
 
     Returns:
         (B, len(heads), len(rows), Sk) in q's dtype, computed in float32 and rounded once for 16-bit types, and
@@ -67,19 +56,17 @@ def attention_weights(
     >>> attention_weights(q, k, heads=[0], rows=[1, -1])[0, 0].count_nonzero(-1)
     tensor([2, 5])
     """
-    if positional or named:
-        refuse(attention_weights, positional, named)
+    if positional:
+        refuse_positional(attention_weights, positional)
     check_tensor("q", q)
     check_tensor("k", k)
-    arguments = causal, q_offset, window, key_ranges, softmax_scale, softcap, bias, alibi_slopes, sinks
-    check_options(*arguments, dropout_p, dropout_seed)
-    options = Options(*options_of(q.device, *arguments, dropout_p, dropout_seed))
+    known = Options(*parse(attention_weights, options, q.device))
     q, k = cast(q), cast(k)
-    _check(q, k, lse, options)
+    _check(q, k, lse, known)
     head = _chosen("heads", heads, q.shape[1], q.device)
     row = _chosen("rows", rows, q.shape[2], q.device)
     with without(q.device):
-        return _weights(q, k, lse, heads is None, head, row, options).to(q.dtype)
+        return _weights(q, k, lse, heads is None, head, row, known).to(q.dtype)
 
 
 def _check(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> None:
@@ -88,7 +75,7 @@ def _check(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> None:
         return
     meta = [_shape_of(t) if isinstance(t, Tensor) else t for t in options]
     q_, k_ = _shape_of(q), _shape_of(k)
-    _, rows, *_ = _ops.attention_forward(q_, k_, k_[..., :0], *meta)
+    _, rows, *_ = ops.attention_forward(q_, k_, k_[..., :0], *meta)
     if options.key_ranges is not None and options.key_ranges.is_cpu:
         visible.check_ranges(options.key_ranges, k.shape[2])
     if lse is not None:
@@ -131,7 +118,7 @@ def _weights(
     if options.softcap:
         cap = options.bounded_softcap
         scores = cap * torch.tanh(scores / cap)
-    if options.bias is not None and options.bias.dtype != torch.bool:
+    if options.bias is not None:
         scores = scores + torch.where(seen, visible.picked(options.bias, head, row).to(wide), 0.0)
     if options.alibi_slopes is not None:
         slopes = options.alibi_slopes.to(wide).index_select(-1, head)[..., None, None]

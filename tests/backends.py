@@ -17,7 +17,6 @@ from torch import Tensor
 from yardstick import NAMES
 
 import pyattn
-from pyattn import _C
 
 
 @dataclass(frozen=True)
@@ -90,9 +89,9 @@ class Backend:
         return emulated.attention_varlen(q, k, v, *packing, deterministic=self.repeatable, **options)
 
     def attention_backward(self, *tensors: Any, **options: Any) -> tuple[Tensor | None, ...]:
-        """``pyattn.attention_backward`` likewise."""
+        """``pyattn.parts.attention_backward`` likewise."""
         if self.family != "emulated":
-            return pyattn.attention_backward(*tensors, **options)
+            return pyattn.parts.attention_backward(*tensors, **options)
         return emulated.attention_backward(*tensors, deterministic=self.repeatable, **options)
 
     def needs_memory(self, size: float) -> None:
@@ -104,11 +103,11 @@ class Backend:
     def selected(self) -> Iterator[None]:
         """Within it the backend's kernels run, and tensors are made on its device."""
         if self.family == "cpu":
-            before = _C.active_isa()
-            _C.set_isa(self.name)
-            assert _C.active_isa() == self.name
+            before = pyattn.isa()
+            pyattn.set_isa(self.name)
+            assert pyattn.isa() == self.name
             yield
-            _C.set_isa(before)
+            pyattn.set_isa(before)
         elif self.family == "emulated":
             yield
         elif self.family == "rehearsed":
@@ -138,7 +137,7 @@ def exact_products() -> None:
     matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
 
 
-CPU = [Backend(isa, "cpu") for isa in _C.available_isas()]
+CPU = [Backend(isa, "cpu") for isa in pyattn.isas()]
 EMULATED = [Backend("emulated", "emulated", repeatable) for repeatable in (True, False)]
 CUDA = [Backend("cuda", "cuda", repeatable) for repeatable in (True, False)]
 REHEARSED = [Backend("rehearsed", "rehearsed")]

@@ -25,7 +25,7 @@ each_option = pytest.mark.parametrize("name", OPTIONS)
 
 
 def made(
-    case: Case, dtype: torch.dtype, max_seqlen: int, window: int | None = None, page_size: int | None = None
+    case: Case, dtype: torch.dtype, max_seqlen: int, window: tuple[int, int] | None = None, page_size: int | None = None
 ) -> KVCache:
     """A cache for the case, full of NaN where nothing was appended."""
     sizes = case.batch, case.num_heads_kv, max_seqlen, case.head_dim

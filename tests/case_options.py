@@ -1,4 +1,4 @@
-"""Key ranges and biases for cases: every shape, and what models mask with."""
+"""Key ranges, masks and biases for cases: every shape, and what models mask with."""
 
 import math
 import random
@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 KEY_RANGES = ("documents", "prefix", "random", "empty")
-BIASES = ("bool", "causal", "padding", "float", "bands", "lowest")
+MASKS = ("random", "causal", "padding")
+BIASES = ("float", "bands", "lowest")
 
 
 def key_ranges(kind: str, batch: int, seqlen_q: int, seqlen_k: int) -> Tensor:
@@ -38,41 +39,66 @@ def key_ranges(kind: str, batch: int, seqlen_q: int, seqlen_k: int) -> Tensor:
     return torch.tensor(ranges, dtype=draw.choice((torch.int32, torch.int64))).view(len(ranges), seqlen_q, 2)
 
 
-def bias(words: str, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:
-    """What ``words`` say: a kind, the full dimensions out of b, h, q and k, others being 1, and perhaps ``strided``.
+def mask(words: str, sizes: tuple[int, int, int, int]) -> Tensor:
+    """The bool mask that ``words`` say: a kind, the full dimensions out of b, h, q and k, perhaps ``strided``.
 
-    - bool: one key of four is hidden, and all keys of one row of eight;
+    - random: one key of four is hidden, and all keys of one row of eight;
     - causal: False above the diagonal that ends in the last query and the last key;
-    - padding: False from some key on;
-    - float: normally distributed;
-    - bands: likewise, with -inf at 150 neighbouring keys, or half of them, and at all keys of one row of eight;
-    - lowest: likewise, with the lowest number of ``dtype`` in one key of four, and in all keys of one row of eight.
+    - padding: False from some key on.
 
-    Dimensions of size 1 before the first full one are left out: "float k" has one dimension.
+    Other dimensions are 1, and left out before the first full one: "random k" has one dimension.
     """
     kind, full, *layout = words.split()
-    shape = [n if name in full else 1 for name, n in zip("bhqk", sizes, strict=True)]
+    shape = _shape(full, sizes)
     batch, heads, rows, keys = shape
-    some_keys, some_rows = torch.rand(shape) < 0.25, torch.rand(batch, heads, rows, 1) < 0.125
-    x = torch.randn(shape).to(dtype)
     match kind:
-        case "bool":
-            x = ~(some_keys | some_rows)
+        case "random":
+            x = ~_some(shape)
         case "causal":
             x = torch.ones(shape, dtype=torch.bool).tril(keys - rows)
         case "padding":
             x = torch.arange(keys) < torch.randint(keys + 1, (batch, heads, rows, 1))
+    x = _from_first_full(x)
+    return strided(x) if layout else x
+
+
+def bias(words: str, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:
+    """The same for a bias:
+
+    - float: normally distributed;
+    - bands: likewise, with -inf at 150 neighbouring keys, or half of them, and at all keys of one row of eight;
+    - lowest: likewise, with the lowest number of ``dtype`` in one key of four, and in all keys of one row of eight.
+    """
+    kind, full, *layout = words.split()
+    shape = _shape(full, sizes)
+    batch, heads, rows, keys = shape
+    some = _some(shape)
+    x = torch.randn(shape).to(dtype)
+    match kind:
         case "bands":
-            width = min(150, keys // 2)
+            width, some_rows = min(150, keys // 2), torch.rand(batch, heads, rows, 1) < 0.125
             begin = torch.randint(keys + 1, (batch, heads, rows, 1)) - width // 2
             near = (begin <= torch.arange(keys)) & (torch.arange(keys) < begin + width)
             x = x.masked_fill(near | some_rows, -math.inf)
         case "lowest":
             # Half of it in float16, where plain PyTorch's sum with a score would overflow.
             lowest = torch.finfo(dtype).min / (2 if dtype == torch.float16 else 1)
-            x = x.masked_fill(some_keys | some_rows, lowest)
-    x = x[(0,) * next((d for d in range(3) if shape[d] != 1), 3)]
+            x = x.masked_fill(some, lowest)
+    x = _from_first_full(x)
     return strided(x) if layout else x
+
+
+def _shape(full: str, sizes: tuple[int, int, int, int]) -> list[int]:
+    return [n if name in full else 1 for name, n in zip("bhqk", sizes, strict=True)]
+
+
+def _some(shape: list[int]) -> Tensor:
+    """One key of four, and all keys of one row of eight."""
+    return (torch.rand(shape) < 0.25) | (torch.rand(*shape[:3], 1) < 0.125)
+
+
+def _from_first_full(x: Tensor) -> Tensor:
+    return x[(0,) * next((d for d in range(3) if x.shape[d] != 1), 3)]
 
 
 def strided(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window": {"window": (2, 1)},
     "key_ranges": {"key_ranges": "random"},
     "softcap": {"softcap": 0.7},
-    "bool bias": {"bias": "bool bqk"},
+    "mask": {"mask": "random bqk"},
     "broadcast bias": {"bias": "float hk"},
     "full bias": {"bias": "bands bhqk"},
     "slopes": {"alibi": "h"},
@@ -46,7 +46,7 @@ class Call:
         self._options = case.options | case.tensors(dtype)
         self._names = learned(self._options)
         bias = self._options.get("bias")
-        self._hidden = None if "bias" not in self._names else bias == -math.inf
+        self._hidden = None if bias is None else bias == -math.inf
         # A hidden bias varies too: its differences are 0.
         self.inputs = (*case.inputs(dtype), *(self._options[name].nan_to_num(neginf=0.0) for name in self._names))
         self.leaves = tuple(x.detach().requires_grad_() for x in self.inputs)

@@ -24,7 +24,7 @@ class Case:
     """Sizes and options of a call.
 
     Attributes:
-        key_ranges, bias: what case_options.py makes of these words; "": none.
+        key_ranges, mask, bias: what case_options.py makes of these words; "": none.
         alibi: the dimensions of the slopes, "h" or "bh"; "": none.
         wide: bias, slopes and sinks are float32 whatever q's dtype is.
     """
@@ -42,6 +42,7 @@ class Case:
     dropout_p: float = 0.0
     window: tuple[int, int] = (-1, -1)
     key_ranges: str = ""
+    mask: str = ""
     softcap: float = 0.0
     bias: str = ""
     alibi: str = ""
@@ -55,6 +56,7 @@ class Case:
         dropout = f"-dropout{self.dropout_p}" if self.dropout_p else ""
         window = "" if self.window == (-1, -1) else "-window{},{}".format(*self.window)
         words = (self.key_ranges, f"softcap{self.softcap}" if self.softcap else "", self.bias.replace(" ", "_"))
+        words += (f"mask_{self.mask.replace(' ', '_')}" if self.mask else "",)
         words += (f"alibi_{self.alibi}" if self.alibi else "", self.sinks * "sinks", self.wide * "wide")
         more = "".join(f"-{word}" for word in words if word)
         return "x".join(map(str, (*sizes, self.head_dim, self.head_dim_v))) + f"-{mask}{scale}{dropout}{window}{more}"
@@ -79,10 +81,12 @@ class Case:
         return options
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """bias, alibi_slopes and sinks, as far as the case has them, in ``dtype``; in float32 if wide."""
+        """mask, bias, alibi_slopes and sinks, as far as the case has them, in ``dtype``; in float32 if wide."""
         dtype, tensors = torch.float32 if self.wide else dtype, {}
+        sizes = self.batch, self.num_heads_q, self.seqlen_q, self.seqlen_k
+        if self.mask:
+            tensors["mask"] = case_options.mask(self.mask, sizes)
         if self.bias:
-            sizes = self.batch, self.num_heads_q, self.seqlen_q, self.seqlen_k
             tensors["bias"] = case_options.bias(self.bias, sizes, dtype)
         if self.alibi:
             shape = [n for name, n in (("b", self.batch), ("h", self.num_heads_q)) if name in self.alibi]

@@ -42,7 +42,30 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "rotary": {"rotary": 100.0},
     "all": {"window": (3, -1), "softcap": 2.0, "alibi": True, "sinks": True, "rotary": 10000.0},
 }
+ROWS = 9
+
+WITH_RANGES = {
+    "CausalAttention": (),
+    "MultiHeadAttentionWrapper": (),
+    "MultiHeadAttention": (),
+    "Attention": (),
+    "GroupedQueryAttention": (),
+    "Ch03_MHA_Wrapper": (),
+    "MultiHeadAttentionCombinedQKV": (),
+    "MHAEinsum": (),
+    "MHAPyTorchScaledDotProduct": (),
+    "MHAPyTorchSDPAWithoutFlash": (),
+    "MHAPyTorchFlexAttention": (),
+    "MHAPyTorchClass": (D_IN, D_IN, 3, ROWS),
+}
+"""Modules that take key_ranges, mask and bias, each with the arguments to use if not the usual ones."""
+
 WITH_EXTRAS = ("MultiHeadAttention", "Attention", "GroupedQueryAttention")
+
+
+def class_of(name: str, home: Any = nn) -> Any:
+    """The class of this name in pyattn.nn or pyattn.reference, or among the book's variants there."""
+    return getattr(home if hasattr(home, name) else home.book, name)
 
 
 def pair(name: str, *arguments: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -50,7 +73,7 @@ def pair(name: str, *arguments: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
     made = []
     for home in (nn, reference):
         torch.manual_seed(123)
-        made.append(getattr(home, name)(*(arguments or ARGUMENTS[name])))
+        made.append(class_of(name, home)(*(arguments or ARGUMENTS[name])))
     return made[0], made[1]
 
 
@@ -81,6 +104,10 @@ def assert_same(x: Tensor, exact: Tensor) -> None:
     assert error(x, exact) <= 1e-12
 
 
+def gradients(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(out.sin().sum(), leaves))
+
+
 def slopes_of_the_paper(n: int) -> list[float]:
     """As in https://github.com/ofirpress/attention_with_linear_biases, fairseq/models/transformer.py."""
 
@@ -104,9 +131,16 @@ def turned(x: Tensor, base: float) -> Tensor:
 
 
 def plain(
-    module: torch.nn.Module, x: Tensor, mask: Tensor | None = None, key_ranges: Tensor | None = None
+    module: torch.nn.Module,
+    x: Tensor,
+    mask: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out and weights of the module, in plain PyTorch, in training with the dropout of the same generator's state."""
+    """out and weights of the module, in plain PyTorch, in training with the dropout of the same generator's state.
+
+    ``mask``: True = masked out.
+    """
     of_caller = isinstance(module, nn.Attention)
     names = ("W_q", "W_k", "W_v", "W_o") if of_caller else ("W_query", "W_key", "W_value", "out_proj")
     *projections, project = (getattr(module, name) for name in names)
@@ -121,7 +155,7 @@ def plain(
         softcap=module.softcap,
         alibi_slopes=slopes,
         sinks=module.sinks,
-        bias=None if mask is None else ~mask,
+        bias=bias if mask is None else ~mask if bias is None else torch.where(mask, -torch.inf, bias),
         key_ranges=key_ranges,
         dropout_p=module.dropout.p if module.training else 0.0,
         return_weights=True,
@@ -131,7 +165,7 @@ def plain(
 
 def made(name: str, extra: str = "") -> torch.nn.Module:
     """One of WITH_EXTRAS, in float64, its sinks not zeros."""
-    module = getattr(nn, name)(*ARGUMENTS[name], **EXTRAS.get(extra, {})).double()
+    module = class_of(name)(*ARGUMENTS[name], **EXTRAS.get(extra, {})).double()
     if module.sinks is not None:
         assert not module.sinks.any()
         torch.nn.init.normal_(module.sinks)
@@ -140,7 +174,7 @@ def made(name: str, extra: str = "") -> torch.nn.Module:
 
 def cache_for(module: torch.nn.Module, batch: int = 2, **options: Any) -> KVCache:
     """A cache of the context's length that fits the module."""
-    heads = getattr(module, "num_kv_heads", None) or getattr(module, "num_kv_groups", None) or module.num_heads
+    heads = getattr(module, "num_heads_kv", None) or getattr(module, "num_kv_groups", None) or module.num_heads
     return KVCache(batch, heads, CONTEXT_LENGTH, module.head_dim, dtype=torch.float64, **options)
 
 

@@ -28,7 +28,7 @@ def over_cache(**sizes: Any) -> Callable[..., Any]:
 def backward(**options: Any) -> Any:
     forward = {name: None if name == "dropout_p" else x for name, x in options.items()}
     out, lse = pyattn.attention(q, k, v, return_lse=True, **forward)
-    return pyattn.attention_backward(out, q, k, v, out, lse, **options)[:3]
+    return pyattn.parts.attention_backward(out, q, k, v, out, lse, **options)[:3]
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -38,7 +38,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     ),
     "attention_weights": lambda **options: pyattn.attention_weights(q, k, **options),
     "attention_with_cache": over_cache(),
-    "attention_with_cache, ring": over_cache(window=2),
+    "attention_with_cache, ring": over_cache(window=(1, 0)),
     "attention_with_cache, pages": over_cache(page_size=16),
     "attention_backward": backward,
 }
@@ -115,9 +115,9 @@ NAMES: list[tuple[Callable[..., Any], str, str]] = [
     (pyattn.attention_varlen, "is_causal", "use causal (default True"),
     (pyattn.attention_weights, "head", "did you mean heads?"),
     (pyattn.attention_with_cache, "return_lsee", "did you mean return_lse?"),
-    (pyattn.attention_backward, "dropoutp", "did you mean dropout_p?"),
-    (pyattn.attention_backward, "scale", "use softmax_scale"),
-    (pyattn.merge, "lse", "did you mean lse_b?"),
+    (pyattn.parts.attention_backward, "dropoutp", "did you mean dropout_p?"),
+    (pyattn.parts.attention_backward, "scale", "use softmax_scale"),
+    (pyattn.parts.merge, "lse", "did you mean lse_b?"),
     (pyattn.dropout_mask, "dropout", "did you mean dropout_p?"),
     (masks.documents, "length", "did you mean lengths?"),
     (masks.prefix_lm, "prefix_length", "did you mean prefix?"),

@@ -10,7 +10,8 @@ from helpers import Case, assert_accurate_by, each_dtype, truth_of
 from test_merge import CASES, cuts, in_parts, part
 from torch import Tensor
 
-from pyattn import attention, attention_backward, reference
+from pyattn import attention, reference
+from pyattn.parts import attention_backward
 
 LEARNED = "bias", "alibi_slopes", "sinks"
 

@@ -49,9 +49,9 @@ def gpu(monkeypatch) -> dict[str, list]:
 @pytest.mark.parametrize("name", contenders.functions("cpu", flex=False))
 def test_functions_compute_the_same(name):
     q, k, v = torch.randn(3, 2, 3, 40, 16)
-    before = _C.active_isa()
+    before = pyattn.isa()
     out = contenders.functions("cpu", flex=False)[name](q, k, v)
-    _C.set_isa(before)
+    pyattn.set_isa(before)
     torch.testing.assert_close(out, reference.attention(q, k, v))
 
 
@@ -117,18 +117,18 @@ def least(monkeypatch) -> None:
 
 @pytest.mark.usefixtures("least")
 def test_run(tmp_path, capsys):
-    before = _C.active_isa()
+    before = pyattn.isa()
     options = f"--quick --shapes 1x2x9x4 2x1x70x8 --dtype float32 float16 --threads 1 --out {tmp_path}"
     threads = torch.get_num_threads()
     try:
         assert main(["bench", *options.split()]) == 0
     finally:
         torch.set_num_threads(threads)
-    assert _C.active_isa() == before
+    assert pyattn.isa() == before
     shown = capsys.readouterr().out
     record = json.loads((tmp_path / "results.json").read_text())
     sides = {row["side"] for row in record["results"]}
-    assert sides >= {f"pyattn {isa}" for isa in _C.available_isas()} | {"torch sdpa", "pyattn MultiHeadAttention"}
+    assert sides >= {f"pyattn {isa}" for isa in pyattn.isas()} | {"torch sdpa", "pyattn MultiHeadAttention"}
     for row in record["results"]:
         assert row["side"] in shown
         if row["side"] in runtimes.COMPILERS:  # where they are installed; they may refuse these shapes

@@ -1,6 +1,7 @@
 """The native module is the one that was asked for: its instruction sets, how one is chosen, what it says of itself."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,31 +34,58 @@ def test_versions() -> None:
 
 def test_instruction_sets_are_listed_best_first() -> None:
     assert _C.compiled_isas()[-1] == "scalar"
-    assert _C.available_isas() == [isa for isa in _C.compiled_isas() if isa in _C.available_isas()]
-    default = in_new_process("from pyattn import _C; print(_C.active_isa())", PYATTN_ISA="")
-    assert default.stdout.split() == _C.available_isas()[:1]
+    assert pyattn.isas() == [isa for isa in _C.compiled_isas() if isa in pyattn.isas()]
+    default = in_new_process("import pyattn; print(pyattn.isa())", PYATTN_ISA="")
+    assert default.stdout.split() == pyattn.isas()[:1]
 
 
-@pytest.mark.parametrize("name", _C.available_isas())
+@pytest.mark.parametrize("name", pyattn.isas())
 def test_environment_variable_chooses(name: str) -> None:
-    assert in_new_process("from pyattn import _C; print(_C.active_isa())", PYATTN_ISA=name).stdout.split() == [name]
+    assert in_new_process("import pyattn; print(pyattn.isa())", PYATTN_ISA=name).stdout.split() == [name]
 
 
 def test_unknown_name_in_the_environment() -> None:
-    result = in_new_process("from pyattn import _C; _C.active_isa()", PYATTN_ISA="mmx")
-    assert "pyattn: instruction set must be one of" in result.stderr
-    assert "got 'mmx'" in result.stderr
+    result = in_new_process("import pyattn; pyattn.isa()", PYATTN_ISA="mmx")
+    allowed = ", ".join(pyattn.isas())
+    last = f"ValueError: pyattn: PYATTN_ISA in the environment must be one of {allowed}, got 'mmx'"
+    assert result.stderr.splitlines()[-1] == last
+
+
+@pytest.mark.parametrize("name", pyattn.isas())
+def test_the_public_functions_choose_for_the_process(name: str) -> None:
+    before = pyattn.isa()
+    try:
+        pyattn.set_isa(name)
+        assert pyattn.isa() == _C.active_isa() == name
+        assert in_new_process("import pyattn; print(pyattn.isa())").stdout.split() == [before]
+    finally:
+        pyattn.set_isa(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("sse9", ValueError, f"instruction set must be one of {', '.join(pyattn.isas())}, got 'sse9'"),
+        (2, TypeError, "name must be str, got 2"),
+        (None, TypeError, "name must be str, got None"),
+    ],
+)
+def test_unknown_names(name: object, kind: type[Exception], message: str) -> None:
+    before = pyattn.isa()
+    with pytest.raises(kind, match=f"^pyattn: {re.escape(message)}$"):
+        pyattn.set_isa(name)  # type: ignore[arg-type]
+    assert pyattn.isa() == before
 
 
 def test_instruction_sets_differ_in_rounding() -> None:
     """What runs is what was named: vectors of another width, or without fused multiply-add, round differently."""
     q, k, v = torch.randn(3, 1, 2, 300, 32)
     results = {}
-    before = _C.active_isa()
-    for isa in _C.available_isas():
-        _C.set_isa(isa)
+    before = pyattn.isa()
+    for isa in pyattn.isas():
+        pyattn.set_isa(isa)
         results[isa] = attention(q, k, v)
-    _C.set_isa(before)
+    pyattn.set_isa(before)
     if "avx2" in results:
         assert not torch.equal(results["avx2"], results["scalar"])
 

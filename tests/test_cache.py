@@ -44,13 +44,15 @@ def test_same_bits_as_attention_over_the_keys_so_far(isa: str, name: str, dtype:
 
 
 @each_dtype
-@pytest.mark.parametrize("window", [None, 7])
-def test_sequences_of_their_own_lengths(attend: Callable[..., Any], window: int | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("window", [None, (6, 0)])
+def test_sequences_of_their_own_lengths(
+    attend: Callable[..., Any], window: tuple[int, int] | None, dtype: torch.dtype
+) -> None:
     """Each equals the sequence alone; queries past their sequence's new tokens see nothing that was not appended."""
     case = Case(3, 4, 2, 40, 40, 24, 20)
     q, k, v = case.inputs(dtype)
     cached = made(case, dtype, 18 if window else 40, window)
-    options = {} if window is None else {"window": (window - 1, 0)}
+    options = {} if window is None else {"window": window}
     for counts in ([0, 9, 4], [1, 1, 1], [0, 12, 3], [2, 2, 2], [5, 1, 0], [12, 3, 12], [6, 9, 5]):
         before, new = cached.lengths.clone(), max(counts)
         at = (before[:, None] + torch.arange(new)).clamp(max=39)
@@ -68,8 +70,8 @@ def test_sequences_of_their_own_lengths(attend: Callable[..., Any], window: int 
 
 
 @each_dtype
-@pytest.mark.parametrize("window", [None, 8])
-def test_nan_past_the_length_never_leaks(isa: str, window: int | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("window", [None, (7, 0)])
+def test_nan_past_the_length_never_leaks(isa: str, window: tuple[int, int] | None, dtype: torch.dtype) -> None:
     """Nor without causality, nor to queries past their sequence's new tokens."""
     case = Case(2, 4, 2, 5, 13, 24, 20)
     q, k, v = case.inputs(dtype)
@@ -120,8 +122,8 @@ def test_overflow_leaves_the_cache_as_it_was() -> None:
     assert cached.lengths.tolist() == [6, 8, 2]
 
 
-@pytest.mark.parametrize("window", [None, 6])
-def test_reorder_and_reset(window: int | None) -> None:
+@pytest.mark.parametrize("window", [None, (5, 0)])
+def test_reorder_and_reset(window: tuple[int, int] | None) -> None:
     case = Case(3, 4, 2, 1, 11, 8, 8)
     q, k, v = case.inputs(torch.float64)
     cached = made(case, torch.float64, 12, window)
@@ -168,8 +170,8 @@ def test_gradients_reach_all_but_the_cache() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning:torch")  # torch's own, in dynamo
-@pytest.mark.parametrize("window", [None, 8])
-def test_compiles_once_for_all_lengths(window: int | None) -> None:
+@pytest.mark.parametrize("window", [None, (7, 0)])
+def test_compiles_once_for_all_lengths(window: tuple[int, int] | None) -> None:
     """One graph; longer sequences, moves of a ring and other counts do not compile anew."""
     case = Case(2, 4, 2, 2, 2, 16, 16)
     q, k, v = case.inputs(torch.float32)
@@ -201,7 +203,7 @@ def test_compiles_once_for_all_lengths(window: int | None) -> None:
 def test_operators_declare_what_they_change() -> None:
     case = Case(2, 4, 2, 3, 3, 16, 8)
     _, k, v = case.inputs(torch.float32)
-    for window in (None, 5):
+    for window in (None, (4, 0)):
         cached = made(case, torch.float32, 10, window)
         storage = cached.k.zero_(), cached.v.zero_(), cached.lengths, cached.starts
         torch.library.opcheck(ops.cache_clear, (torch.ones(2, 3),))

@@ -14,7 +14,7 @@ from pyattn import KVCache, attention_with_cache
 
 ops = torch.ops.pyattn
 CASE = Case(3, 4, 2, 40, 40, 8, 8)
-KINDS: dict[str, dict[str, Any]] = {"contiguous": {}, "ring": {"window": 4}, "pages": {"page_size": 16}}
+KINDS: dict[str, dict[str, Any]] = {"contiguous": {}, "ring": {"window": (3, 0)}, "pages": {"page_size": 16}}
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
 

@@ -17,7 +17,7 @@ from pyattn import KVCache, attention_with_cache
 
 ops = torch.ops.pyattn
 CASE = Case(3, 4, 2, 60, 60, 8, 6)
-KINDS: dict[str, dict[str, Any]] = {"contiguous": {}, "ring": {"window": 5}, "pages": {"page_size": 16}}
+KINDS: dict[str, dict[str, Any]] = {"contiguous": {}, "ring": {"window": (4, 0)}, "pages": {"page_size": 16}}
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -112,7 +112,7 @@ def test_truncation_equals_fewer_appends(kind: str, kept: Any) -> None:
 
 def long_ring() -> KVCache:
     """30 tokens, of which positions from 20 on are left, in a ring of 10 with a window of 4."""
-    cached = KVCache(2, 2, 10, 8, window=4)
+    cached = KVCache(2, 2, 10, 8, window=(3, 0))
     for _ in range(6):
         cached.append(*torch.randn(2, 2, 2, 5, 8))
     assert cached.starts.tolist() == [20, 20]
@@ -134,7 +134,7 @@ def long_ring() -> KVCache:
             None,
             [24, 23],
             ValueError,
-            "at least 24, where a window of 4 begins with the oldest key that the cache",
+            "at least 24, where a window of 4 keys begins with the oldest one that the cache",
         ),
     ],
 )
@@ -155,7 +155,7 @@ def test_a_truncated_ring_knows_what_is_left() -> None:
     attention_with_cache(torch.randn(2, 2, 4, 8), cached, window=(1, 0))
     with pytest.raises(ValueError, match="seqlen_q must not exceed 2, where the first query sees the oldest key that"):
         attention_with_cache(torch.randn(2, 2, 3, 8), cached)
-    with pytest.raises(ValueError, match="q_offset must be at least 23, where a window of 4 begins with the oldest"):
+    with pytest.raises(ValueError, match="q_offset must be at least 23, where a window of 4 keys begins"):
         attention_with_cache(torch.randn(2, 2, 1, 8), cached, q_offset=22)
 
 

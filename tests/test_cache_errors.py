@@ -22,12 +22,31 @@ BAD_CACHES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"page_size": 15}, ValueError, "page_size must be at least 16, got 15"),
     ({"page_size": 16.0}, TypeError, "page_size must be int, got 16.0"),
     (
-        {"page_size": 16, "window": 4},
+        {"page_size": 16, "window": (3, 0)},
         NotImplementedError,
-        "a cache with a window has no pages, got page_size=16 and window=4",
+        "a cache with a window has no pages, got page_size=16 and window=(3, 0)",
     ),
-    ({"window": 0}, ValueError, "window must be at least 1, got 0"),
-    ({"window": 11}, ValueError, "window must not exceed max_seqlen, got 11 and 10"),
+    *(
+        (
+            {"window": window},
+            ValueError,
+            "a cache's window must have a left bound between 0 and max_seqlen - 1, got "
+            f"window={window} and max_seqlen=10",
+        )
+        for window in ((-1, 0), (-1, 3), (10, 0), (2**62, 0))
+    ),
+    ({"window": (-2, 0)}, ValueError, "window must be (left, right), each at least -1, got [-2, 0]"),
+    ({"window": (3, -2)}, ValueError, "window must be (left, right), each at least -1, got [3, -2]"),
+    ({"window": (3, 2**63)}, ValueError, "window must fit in 64 bits, got 9223372036854775808"),
+    *(
+        (
+            {"window": window},
+            TypeError,
+            "window must be a pair of ints (left, right), window=(W - 1, 0) for a query and the W - 1 keys before it, "
+            f"got {window!r}",
+        )
+        for window in (4, 0, (3,), (True, 0), (3.0, 0), "30")
+    ),
 ]
 
 
@@ -65,7 +84,7 @@ def test_lengths_that_were_tampered_with() -> None:
     """An append, a read of any kind and a compiled read refuse them; to be between is all that is asked for."""
     torch._dynamo.reset()
     q = zeros(2, 2, 1, 8)
-    for kind in ({}, {"window": 4}, {"page_size": 16}):
+    for kind in ({}, {"window": (3, 0)}, {"page_size": 16}):
         cached = KVCache(2, 2, 10, 8, **kind)
         compiled = torch.compile(partial(attention_with_cache, cache=cached), fullgraph=True, backend="aot_eager")
         cached.append(q, q, [1, 0])

@@ -18,7 +18,7 @@ from pyattn import KVCache, attention_with_cache
 ops = torch.ops.pyattn
 CASE = Case(3, 4, 2, 40, 40, 24, 20)
 
-each_window = pytest.mark.parametrize("window", [None, 5])
+each_window = pytest.mark.parametrize("window", [None, (4, 0)])
 
 
 def append(cached: KVCache, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> None:
@@ -35,7 +35,7 @@ def used(cached: KVCache) -> list[Tensor]:
 
 @each_dtype
 @each_window
-def test_as_on_the_cpu(window: int | None, dtype: torch.dtype, device: str) -> None:
+def test_as_on_the_cpu(window: tuple[int, int] | None, dtype: torch.dtype, device: str) -> None:
     """Through several moves of a ring, with more new positions than it keeps, and none."""
     _, k, v = CASE.inputs(dtype)
     ours = made(CASE, dtype, 12 if window else 90, window)
@@ -52,9 +52,10 @@ def test_as_on_the_cpu(window: int | None, dtype: torch.dtype, device: str) -> N
     expected.reorder([2, 0, 2])
     on_gpu(ops.cache_reorder, ours.k, ours.v, ours.lengths, ours.starts, torch.tensor([2, 0, 2]))
     assert all(map(torch.equal, used(ours), used(expected)))
-    slots = on_gpu(ops.cache_slots, ours.lengths, ours.starts, ours.lengths - 1, window or 12, ours.max_seqlen)
+    seen = 12 if window is None else window[0] + 1
+    slots = on_gpu(ops.cache_slots, ours.lengths, ours.starts, ours.lengths - 1, seen, ours.max_seqlen)
     offsets = expected.lengths - 1
-    on_cpu = ops.cache_slots(expected.lengths, expected.starts, offsets, window or 12, expected.max_seqlen)
+    on_cpu = ops.cache_slots(expected.lengths, expected.starts, offsets, seen, expected.max_seqlen)
     assert torch.equal(slots.cpu(), on_cpu)
 
 
@@ -92,7 +93,7 @@ def test_sizes_of_zero(sizes: tuple[int, int, int, int], device: str) -> None:
 
 
 @each_window
-def test_nothing_is_read_on_the_host(window: int | None) -> None:
+def test_nothing_is_read_on_the_host(window: tuple[int, int] | None) -> None:
     """Nor by attention over it."""
     with FakeTensorMode():
         q, k, v = (torch.randn(3, heads, 2, 16, device="cuda") for heads in (4, 2, 2))

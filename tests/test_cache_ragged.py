@@ -13,7 +13,7 @@ from torch import Tensor
 from pyattn import KVCache, attention, attention_with_cache
 
 CASE = Case(3, 4, 2, 40, 40, 8, 6)
-KINDS: dict[str, dict[str, Any]] = {"contiguous": {}, "ring": {"window": 8}, "pages": {"page_size": 16}}
+KINDS: dict[str, dict[str, Any]] = {"contiguous": {}, "ring": {"window": (7, 2)}, "pages": {"page_size": 16}}
 COUNTS = ([5, 0, 3], [1, 1, 1], [0, 7, 2], [1, 0, 1], [6, 6, 1], [0, 0, 0])
 
 each_kind = pytest.mark.parametrize("kind", KINDS)

@@ -49,7 +49,7 @@ def test_a_ring_shows_all_positions(extra: str) -> None:
     module = nn.GroupedQueryAttention(*ARGUMENTS["GroupedQueryAttention"], **options).double()
     x = torch.randn(2, 60, D_IN, dtype=torch.float64)
     _, whole = module(x, need_weights=True)
-    cached, begin = cache_for(module, window=5), 0
+    cached, begin = cache_for(module, window=(4, 0)), 0
     for part in x.split(7, 1):
         end = begin + part.shape[1]
         _, weights = module(part, kv_cache=cached, need_weights=True)
@@ -57,7 +57,7 @@ def test_a_ring_shows_all_positions(extra: str) -> None:
         begin = end
 
 
-@pytest.mark.parametrize("kind", [{}, {"page_size": 16}, {"window": 8}])
+@pytest.mark.parametrize("kind", [{}, {"page_size": 16}, {"window": (7, 0)}])
 def test_dropped_weights_are_those_used(kind: dict[str, Any]) -> None:
     """Out is their product with the values of all tokens."""
     module = made("MultiHeadAttention", "rotary")
@@ -103,7 +103,7 @@ def test_nothing_is_there() -> None:
     assert module(none_new, kv_cache=cache_for(module), need_weights=True)[1].shape == (2, 2, 0, 0)
 
 
-@pytest.mark.parametrize("kind", [{}, {"page_size": 16}, {"window": 8}])
+@pytest.mark.parametrize("kind", [{}, {"page_size": 16}, {"window": (7, 0)}])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning:torch")  # torch's own, in dynamo
 def test_compiles_to_one_graph(kind: dict[str, Any]) -> None:
     torch._dynamo.reset()

@@ -15,7 +15,7 @@ from pyattn.options import Packing
 
 FEATURES: list[dict[str, Any]] = [
     {},
-    {"window": (30, 2), "causal": False, "key_ranges": "random", "bias": "bool bhqk"},
+    {"window": (30, 2), "causal": False, "key_ranges": "random", "mask": "random bhqk"},
     {"bias": "bands hqk", "wide": True, "alibi": "bh", "softcap": 3.0, "sinks": True, "key_ranges": "prefix"},
     {"bias": "float hq", "alibi": "h"},
 ]

@@ -26,7 +26,7 @@ FULL_AND_CAUSAL = pytest.mark.parametrize(
 FEATURES: list[dict[str, Any]] = [
     {"window": (40, -1), "sinks": True},
     {"key_ranges": "documents", "softcap": 3.0},
-    {"bias": "bool hqk"},
+    {"mask": "random hqk"},
     {"bias": "bands hqk", "alibi": "h", "dropout_p": 0.2},
     {"bias": "float qk", "wide": True},
     {"bias": "float k", "dropout_p": 0.2},
@@ -85,7 +85,7 @@ def test_packed_sequences(emulation: Backend, dtype: torch.dtype, dim: int, feat
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("dim", [31, 64, 128, 256])
-@pytest.mark.parametrize("features", [{}, {"softcap": 3.0, "bias": "bool k", "dropout_p": 0.2}], ids=str)
+@pytest.mark.parametrize("features", [{}, {"softcap": 3.0, "mask": "random k", "dropout_p": 0.2}], ids=str)
 def test_splits(emulation: Backend, dtype: torch.dtype, dim: int, features: dict[str, Any]) -> None:
     """Two warps have rows, two have none; some rows are NaN."""
     case = Case(1, 2, 1, 10, 600, dim, dim, **features)

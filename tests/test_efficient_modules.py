@@ -6,6 +6,7 @@ from module_cases import assert_same
 from torch.nn.functional import scaled_dot_product_attention
 
 from pyattn import KVCache, nn
+from pyattn.nn import book
 
 X = torch.randn(2, 7, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -13,7 +14,7 @@ X = torch.randn(2, 7, 12, dtype=torch.float64, generator=torch.Generator().manua
 @pytest.mark.parametrize("qkv_bias", [False, True])
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_parameters_of_multihead_attention(qkv_bias, need_weights):
-    module = nn.MHAPyTorchClass(12, 12, 3, 9, qkv_bias=qkv_bias, need_weights=need_weights).double()
+    module = book.MHAPyTorchClass(12, 12, 3, 9, qkv_bias=qkv_bias, need_weights=need_weights).double()
     out, weights = module(X, need_weights=True)
     mask = nn.causal_mask(7)[0, 0]
     theirs, their_weights = module.multihead_attn(X, X, X, attn_mask=mask, average_attn_weights=False)
@@ -23,7 +24,7 @@ def test_parameters_of_multihead_attention(qkv_bias, need_weights):
 
 
 def test_an_assigned_mask_leaves_the_biases_key_visible():
-    module = nn.MHAPyTorchClass(12, 12, 3, 9, qkv_bias=True).double()
+    module = book.MHAPyTorchClass(12, 12, 3, 9, qkv_bias=True).double()
     mask = torch.rand(9, 9) < 0.5
     module.mask = mask
     theirs, _ = module.multihead_attn(X, X, X, attn_mask=mask[:7, :7])
@@ -32,20 +33,20 @@ def test_an_assigned_mask_leaves_the_biases_key_visible():
 
 def test_multihead_attention_has_one_width():
     with pytest.raises(ValueError, match=r"^pyattn: d_in must equal d_out for nn.MultiheadAttention, got 8 and 12$"):
-        nn.MHAPyTorchClass(8, 12, 3, 9)
+        book.MHAPyTorchClass(8, 12, 3, 9)
 
 
 @pytest.mark.parametrize("name", ["ScaledDotProduct", "SDPAWithoutFlash", "FlexAttention"])
 def test_parameters_of_sdpa(name):
-    module = getattr(nn, f"MHAPyTorch{name}")(12, 24, 4, 9, qkv_bias=True).double()
+    module = getattr(book, f"MHAPyTorch{name}")(12, 24, 4, 9, qkv_bias=True).double()
     q, k, v = module.qkv(X).view(2, 7, 3, 4, 6).permute(2, 0, 3, 1, 4)
     theirs = scaled_dot_product_attention(q, k, v, is_causal=True)
     assert_same(module(X), module.proj(theirs.transpose(1, 2).flatten(2)))
 
 
 def test_einsum_has_the_transposed_weights():
-    chapter = nn.Ch03_MHA(12, 24, 9, 0.0, 4).double()
-    einsum = nn.MHAEinsum(12, 24, 9, 0.0, 4).double()
+    chapter = book.Ch03_MHA(12, 24, 9, 0.0, 4).double()
+    einsum = book.MHAEinsum(12, 24, 9, 0.0, 4).double()
     state = chapter.state_dict()
     names = ("W_query", "W_key", "W_value")
     einsum.load_state_dict(
@@ -56,7 +57,7 @@ def test_einsum_has_the_transposed_weights():
 
 
 def test_a_cache():
-    module = nn.MHAEinsum(12, 24, 9, 0.0, 4).double()
+    module = book.MHAEinsum(12, 24, 9, 0.0, 4).double()
     cache = KVCache(2, 4, 9, 6, dtype=torch.float64)
     with torch.no_grad():
         parts = [module(X[:, :5], kv_cache=cache), module(X[:, 5:], kv_cache=cache)]

@@ -3,7 +3,6 @@
 import inspect
 import math
 import re
-import warnings
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from helpers import Case
 from torch import Tensor
 
-from pyattn import _C, attention
+from pyattn import attention
 
 forward = torch.ops.pyattn.attention_forward
 backward = torch.ops.pyattn.attention_backward
@@ -246,42 +245,6 @@ def test_vmap_over_the_only_dimension() -> None:
         torch.vmap(lambda q, k, v, o: attention(q, k, v, q_offset=o))(q, k, v, torch.tensor([1, 2]))
 
 
-def foreign(kind: str) -> Tensor:
-    x = torch.randn(1, 2, 3, 4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # features in development warn
-        match kind:
-            case "Sparse":
-                return x.to_sparse()
-            case "SparseCsr":
-                return x[0, 0].to_sparse_csr()
-            case "SparseBsr":
-                return torch.randn(4, 4).to_sparse_bsr((2, 2))
-            case "Mkldnn":
-                return x.to_mkldnn()
-            case "quint8":
-                return torch.quantize_per_tensor(x, 0.1, 0, torch.quint8)
-            case "nested":
-                return torch.nested.nested_tensor([x[0], x[0, :, :2]])
-    raise ValueError(kind)
-
-
-@pytest.mark.parametrize("kind", ["Sparse", "SparseCsr", "SparseBsr", "Mkldnn", "quint8", "nested"])
-def test_tensors_that_are_not_dense(kind: str) -> None:
-    dense, odd = torch.randn(1, 2, 3, 4), foreign(kind)
-    rows = dense[..., 0]
-    for arguments in ((odd, odd, odd), (odd, dense, dense), (dense, odd, dense), (dense, dense, odd)):
-        for call in (attention, forward):
-            with pytest.raises(NotImplementedError, match=f"^pyattn: [qkv] must be a dense tensor.* got .*{kind}"):
-                call(*arguments)
-    with pytest.raises(NotImplementedError, match=f"^pyattn: q_offsets must be a dense tensor.* got .*{kind}"):
-        forward(dense, dense, dense, q_offsets=odd)
-    with pytest.raises(NotImplementedError, match=f"^pyattn: dout must be a dense tensor.* got .*{kind}"):
-        backward(odd, None, dense, dense, dense, dense, rows, rows)
-    with pytest.raises(NotImplementedError, match=f"^pyattn: dlse must be a dense tensor.* got .*{kind}"):
-        backward(dense, odd, dense, dense, dense, dense, rows, rows)
-
-
 def test_jagged_tensors_are_refused() -> None:
     jagged = torch.nested.nested_tensor([torch.randn(2, 3, 4), torch.randn(1, 3, 4)], layout=torch.jagged)
     with pytest.raises(NotImplementedError, match=r"^pyattn: k must be a dense tensor, got a nested one"):
@@ -319,8 +282,3 @@ def test_none_for_a_tensor_of_the_operators() -> None:
             forward(**dict.fromkeys("qkv", x) | {name: None})
     with pytest.raises(TypeError, match=r"^pyattn: q must be a Tensor, got None"):
         forward(None, None, None)
-
-
-def test_unknown_instruction_set() -> None:
-    with pytest.raises(ValueError, match=r"pyattn: instruction set must be one of .*scalar, got 'sse9'"):
-        _C.set_isa("sse9")

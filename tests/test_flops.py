@@ -6,7 +6,8 @@ from helpers import Case
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from pyattn import _ops, attention, reference, visible
+from pyattn import attention, ops, reference, visible
+from pyattn.ops.flops import flops
 from pyattn.options import Options
 
 FAR = 2**63 - 1
@@ -46,8 +47,8 @@ def test_masks_without_values_count_all_pairs() -> None:
     for mask in ({"bias": torch.zeros(6, 9)}, {"key_ranges": torch.zeros(1, 6, 2, dtype=torch.int64)}):
         with FakeTensorMode():
             fake = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in mask.items()}
-        assert _ops.forward_flops(q, k, v, **fake) == 2 * (2 * 4 * 6 * 9) * (16 + 24)
-        assert _ops.forward_flops(q, k, v, window=(2, 0), **fake) == 2 * (2 * 4 * 6 * 9) * (16 + 24)
+        assert flops(ops.attention_forward, q, k, v, **fake) == 2 * (2 * 4 * 6 * 9) * (16 + 24)
+        assert flops(ops.attention_forward, q, k, v, window=(2, 0), **fake) == 2 * (2 * 4 * 6 * 9) * (16 + 24)
 
 
 @pytest.mark.parametrize(

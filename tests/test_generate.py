@@ -14,9 +14,9 @@ CONTEXT = 16
 MODELS: dict[str, dict[str, Any]] = {
     "learned positions": {},
     "ALiBi": {"alibi": True},
-    "window": {"window": 5, "alibi": True},
-    "window of learned positions": {"window": 5},
-    "all": {"window": 6, "sinks": True, "alibi": True},
+    "window": {"window": (4, 0), "alibi": True},
+    "window of learned positions": {"window": (4, 0)},
+    "all": {"window": (5, 0), "sinks": True, "alibi": True},
 }
 
 
@@ -72,7 +72,7 @@ def test_tokens_are_drawn_by_the_seed() -> None:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    for name, options in (("learned", {}), ("endless", {"window": 5, "sinks": True, "alibi": True})):
+    for name, options in (("learned", {}), ("endless", {"window": (4, 0), "sinks": True, "alibi": True})):
         (tmp_path / name).mkdir()
         checkpoint.save(made(**options).float(), tmp_path / name / checkpoint.MODEL)
     return tmp_path

@@ -9,8 +9,9 @@ from gpu_steps import counters, decoding, device, report, sanitizer, speed, trai
 from gpu_steps.child import FAILED, LEFT_OUT, PASSED, judge
 from gpu_steps.device import CPU, CUDA
 
-from pyattn import _ops
+from pyattn import ops
 from pyattn.cli import main
+from pyattn.ops.flops import flops
 
 
 def planted(folder: Path, name: str, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,8 +89,10 @@ def test_operations(seqlen: int) -> None:
     shape = (2, 3, seqlen, 64)
     q = torch.empty(shape, device="meta")
     diagonal = 2 * 2 * 3 * seqlen * 64
-    assert speed.forward_flops(shape) + diagonal == _ops.forward_flops(q, q, q)
-    assert speed.BACKWARD * _ops.forward_flops(q, q, q) == _ops.backward_flops(q, None, q, q, q, q, None, None)
+    assert speed.forward_flops(shape) + diagonal == flops(ops.attention_forward, q, q, q)
+    assert speed.BACKWARD * flops(ops.attention_forward, q, q, q) == flops(
+        ops.attention_backward, q, None, q, q, q, q, None, None
+    )
 
 
 def test_shapes_have_as_many_tokens_and_columns() -> None:

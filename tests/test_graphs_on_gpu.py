@@ -122,9 +122,11 @@ def test_a_graph_reads_lengths_anew(graphs: Backend) -> None:
         graphs.assert_same(captured, run(call, (q, k, v), dout))
 
 
-@pytest.mark.parametrize(("window", "page_size"), [(None, None), (40, None), (None, 16)])
+@pytest.mark.parametrize(("window", "page_size"), [(None, None), ((39, 0), None), (None, 16)])
 @each_kind
-def test_a_graph_decodes(graphs: Backend, dtype: torch.dtype, window: int | None, page_size: int | None) -> None:
+def test_a_graph_decodes(
+    graphs: Backend, dtype: torch.dtype, window: tuple[int, int] | None, page_size: int | None
+) -> None:
     """A captured step appends a token to sequences of any lengths and attends over all so far, some keys split."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(3, heads, 1500, 64, dtype=dtype) for heads in (8, 2, 2))
@@ -152,7 +154,7 @@ def test_a_graph_decodes(graphs: Backend, dtype: torch.dtype, window: int | None
         assert torch.equal(cached.lengths, expected.lengths)
     for b, length in enumerate(cached.lengths.tolist()):
         now, seen = slice(length - 1, length), slice(0, length)
-        mask = {} if window is None else {"window": (window - 1, 0)}
+        mask = {} if window is None else {"window": window}
         alone = tuple(t[b : b + 1, :, part] for t, part in ((q, now), (k, seen), (v, seen)))
         exact = reference.attention(*(t.double() for t in alone), **mask)
         assert_accurate("out", captured[b : b + 1], reference.attention(*alone, **mask), exact)

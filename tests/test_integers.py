@@ -111,8 +111,8 @@ NUMBERS: dict[str, Callable[[Any], Any]] = {
     "BLOCK_SIZE": lambda n: flex_mask(1, 1, 4, 4, BLOCK_SIZE=n),
     "BLOCK_SIZE of keys": lambda n: flex_mask(1, 1, 4, 4, BLOCK_SIZE=(128, n)),
     "position in a cache": lambda n: attention_with_cache(CUT, cache(1, 1, 4, 2), q_offset=n),
-    "position in a ring": lambda n: attention_with_cache(CUT[:, :, :1], cache(1, 1, 4, 2, window=2), q_offset=n),
-    "window of a ring": lambda n: cache(1, 1, 4, 2, window=n),
+    "position in a ring": lambda n: attention_with_cache(CUT[:, :, :1], cache(1, 1, 4, 2, window=(1, 0)), q_offset=n),
+    "window of a ring": lambda n: cache(1, 1, 4, 2, window=(n, 0)),
     "idx": lambda n: cache(1, 1, 4, 2).reorder([n]),
     "new lengths": lambda n: cache(1, 1, 4, 2).append(CUT, CUT, [n]),
 }

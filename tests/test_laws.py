@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd import gradcheck
 from yardstick import assert_accurate
 
-from pyattn import _C, attention, reference
+import pyattn
+from pyattn import attention, reference
 
 
 @each_dtype
@@ -98,7 +99,7 @@ def test_every_16_bit_number_is_read_and_rounded_as_torch_does(dtype: torch.dtyp
     exact = a.float() + b.float()
     # VDPBF16PS takes subnormal numbers for 0.
     subnormal = torch.stack([(x != 0) & (x.abs() < torch.finfo(dtype).tiny) for x in (a, b)]).any(0)
-    compared = ~subnormal if _C.active_isa() == "avx512_bf16" and dtype == torch.bfloat16 else slice(None)
+    compared = ~subnormal if pyattn.isa() == "avx512_bf16" and dtype == torch.bfloat16 else slice(None)
     for x, y in ((mean, exact / 2), (total, exact)):
         torch.testing.assert_close(x.flatten()[compared], y.to(dtype)[compared], rtol=0, atol=0, equal_nan=True)
 

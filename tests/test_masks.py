@@ -25,21 +25,21 @@ CASES = [
     Case(2, 2, 1, 70, 90, 64, 64, causal=False, key_ranges="prefix"),
     Case(3, 1, 1, 40, 150, 16, 16, causal=False, key_ranges="empty", dropout_p=0.3),
     Case(1, 2, 1, 70, 140, 16, 20, window=(60, -1), key_ranges="documents"),
-    Case(2, 2, 1, 37, 193, 40, 31, causal=False, bias="bool bhqk"),
-    Case(1, 4, 2, 67, 93, 16, 16, bias="bool k strided", window=(50, -1)),
-    Case(1, 1, 1, 130, 130, 20, 24, causal=False, bias="causal qk"),
-    Case(2, 3, 1, 33, 100, 16, 16, causal=False, bias="padding bk"),
-    Case(1, 4, 2, 37, 150, 16, 16, causal=False, bias="padding hk"),
-    Case(2, 2, 1, 50, 70, 16, 16, bias="bool bq strided", key_ranges="random", dropout_p=0.1),
-    Case(1, 2, 2, 20, 30, 8, 8, causal=False, bias="bool -"),
+    Case(2, 2, 1, 37, 193, 40, 31, causal=False, mask="random bhqk"),
+    Case(1, 4, 2, 67, 93, 16, 16, mask="random k strided", window=(50, -1)),
+    Case(1, 1, 1, 130, 130, 20, 24, causal=False, mask="causal qk"),
+    Case(2, 3, 1, 33, 100, 16, 16, causal=False, mask="padding bk"),
+    Case(1, 4, 2, 37, 150, 16, 16, causal=False, mask="padding hk"),
+    Case(2, 2, 1, 50, 70, 16, 16, mask="random bq strided", key_ranges="random", dropout_p=0.1),
+    Case(1, 2, 2, 20, 30, 8, 8, causal=False, mask="random -"),
     # Many queries to a key, whose rows are split, so that each split sees some of the keys alone.
     Case(1, 8, 1, 150, 320, 16, 20, window=(40, 0)),
-    Case(1, 6, 1, 200, 250, 24, 16, bias="bool bhqk", key_ranges="documents", dropout_p=0.2),
+    Case(1, 6, 1, 200, 250, 24, 16, mask="random bhqk", key_ranges="documents", dropout_p=0.2),
     # Few queries, whose keys are split.
     Case(2, 2, 1, 1, 2100, 32, 16, causal=False, q_offset=1500, window=(700, 300)),
     Case(1, 4, 1, 4, 1500, 16, 16, key_ranges="random"),
-    Case(1, 6, 2, 3, 1300, 32, 16, bias="bool bhqk", key_ranges="random"),
-    Case(1, 4, 1, 8, 1100, 32, 16, causal=False, bias="bool hk"),
+    Case(1, 6, 2, 3, 1300, 32, 16, mask="random bhqk", key_ranges="random"),
+    Case(1, 4, 1, 8, 1100, 32, 16, causal=False, mask="random hk"),
 ]
 
 
@@ -133,11 +133,11 @@ HIDING = [
     Case(2, 2, 1, 36, 70, 16, 16, causal=False, window=(30, 4), softcap=2.0),
     Case(2, 2, 1, 70, 70, 16, 16, key_ranges="documents", alibi="h"),
     Case(2, 2, 1, 36, 70, 16, 16, causal=False, key_ranges="random", sinks=True),
-    Case(2, 4, 2, 36, 50, 21, 19, causal=False, bias="bool bhqk"),
-    Case(2, 2, 1, 36, 50, 16, 16, bias="bool qk", window=(20, -1)),
+    Case(2, 4, 2, 36, 50, 21, 19, causal=False, mask="random bhqk"),
+    Case(2, 2, 1, 36, 50, 16, 16, mask="random qk", window=(20, -1)),
     Case(2, 2, 1, 36, 50, 16, 16, causal=False, bias="bands bhqk"),
     Case(2, 2, 1, 36, 50, 16, 16, bias="bands hqk", key_ranges="random", softcap=3.0, alibi="bh"),
-    Case(1, 4, 2, 3, 150, 32, 16, bias="bool bhqk"),
+    Case(1, 4, 2, 3, 150, 32, 16, mask="random bhqk"),
     Case(1, 2, 1, 3, 150, 32, 16, causal=False, bias="bands hqk", key_ranges="random"),
 ]
 
@@ -247,7 +247,7 @@ def test_the_layout_of_a_bias_changes_no_bit(repeatable: Backend, dtype: torch.d
         Case(1, 2, 1, 300, 400, 32, 32, window=(60, -1), sinks=True),
         Case(2, 4, 2, 130, 190, 33, 20, causal=False, key_ranges="random", bias="bands hqk", alibi="h"),
         Case(2, 2, 2, 130, 190, 16, 16, bias="float bhqk", softcap=2.0, sinks=True, dropout_p=0.1),
-        Case(2, 4, 2, 4, 3000, 16, 16, bias="bool bqk", alibi="bh", sinks=True),
+        Case(2, 4, 2, 4, 3000, 16, 16, mask="random bqk", alibi="bh", sinks=True),
     ],
     ids=str,
 )

@@ -33,7 +33,7 @@ def test_steps_equal_the_whole(name: str, extra: str) -> None:
 def test_a_ring_outlasts_the_context() -> None:
     module = nn.GroupedQueryAttention(D_IN, 8, 0.0, 4, 2, window=(4, 0), alibi=True, rotary=100.0).double()
     x = torch.randn(2, 100, D_IN, dtype=torch.float64)
-    cached = cache_for(module, window=5)
+    cached = cache_for(module, window=(4, 0))
     steps = [module(part, kv_cache=cached) for part in x.split(7, 1)]
     assert_same(torch.cat(steps, 1), module(x))
 
@@ -152,7 +152,7 @@ MISFITS: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize("kind", [{}, {"page_size": 16}, {"window": 5}])
+@pytest.mark.parametrize("kind", [{}, {"page_size": 16}, {"window": (4, 0)}])
 @pytest.mark.parametrize(("other", "error", "message"), MISFITS, ids=[next(iter(x)) for x, _, _ in MISFITS])
 @pytest.mark.parametrize("extra", ["", "rotary"])
 def test_a_cache_that_does_not_fit(

@@ -6,23 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from module_cases import ARGUMENTS, WITH_EXTRAS
+from module_cases import ARGUMENTS, WITH_EXTRAS, class_of
 
 from pyattn import KVCache, nn
 
-SIZES = ("d_in", "d_out", "embed_dim", "d_model", "d_k", "context_length", "num_heads", "num_kv_heads", "num_kv_groups")
+SIZES = ("d_in", "d_out", "embed_dim", "d_model", "d_k", "context_length", "num_heads", "num_heads_kv", "num_kv_groups")
 
 
 def cases(*names: str) -> list[tuple[str, str]]:
     """Each module, with each of these arguments that its constructor has."""
-    parameters = {module: inspect.signature(getattr(nn, module)).parameters for module in ARGUMENTS}
+    parameters = {module: inspect.signature(class_of(module)).parameters for module in ARGUMENTS}
     return [(module, name) for module in ARGUMENTS for name in names if name in parameters[module]]
 
 
 def made(module: str, **changed: Any) -> torch.nn.Module:
     """The module of ARGUMENTS, with some of them changed."""
-    bound = inspect.signature(getattr(nn, module)).bind(*ARGUMENTS[module])
-    return getattr(nn, module)(**bound.arguments | changed)
+    bound = inspect.signature(class_of(module)).bind(*ARGUMENTS[module])
+    return class_of(module)(**bound.arguments | changed)
 
 
 @pytest.mark.parametrize(
@@ -30,8 +30,8 @@ def made(module: str, **changed: Any) -> torch.nn.Module:
     [
         (lambda: nn.MultiHeadAttention(4, 10, 6, 0.0, 3), "d_out must be a multiple of num_heads, got 10 and 3"),
         (
-            lambda: nn.MultiHeadAttention(4, 12, 6, 0.0, 12, num_kv_heads=5),
-            "num_heads must be a multiple of num_kv_heads, got 12 and 5",
+            lambda: nn.MultiHeadAttention(4, 12, 6, 0.0, 12, num_heads_kv=5),
+            "num_heads must be a multiple of num_heads_kv, got 12 and 5",
         ),
         (
             lambda: nn.GroupedQueryAttention(4, 8, 0.0, 4, 3),
@@ -39,8 +39,8 @@ def made(module: str, **changed: Any) -> torch.nn.Module:
         ),
         (lambda: nn.Attention(10, 3), "embed_dim must be a multiple of num_heads, got 10 and 3"),
         (
-            lambda: nn.Attention(12, 12, num_kv_heads=5),
-            "num_heads must be a multiple of num_kv_heads, got 12 and 5",
+            lambda: nn.Attention(12, 12, num_heads_kv=5),
+            "num_heads must be a multiple of num_heads_kv, got 12 and 5",
         ),
         (lambda: nn.Attention(12, 4, window=(-2, 0)), "window must be (left, right), each at least -1, got [-2, 0]"),
         (lambda: nn.Attention(12, 4, softcap=-1.0), "softcap must be finite and at least 0, got -1.0"),
@@ -75,7 +75,7 @@ def test_constructor_errors(make, message):
 @pytest.mark.parametrize("name", WITH_EXTRAS)
 def test_extras_of_other_types(name, extra, message):
     with pytest.raises(TypeError, match=f"^{re.escape('pyattn: ' + message)}$"):
-        getattr(nn, name)(*ARGUMENTS[name], **extra)
+        class_of(name)(*ARGUMENTS[name], **extra)
 
 
 @pytest.mark.parametrize(("module", "name"), cases(*SIZES))
@@ -123,3 +123,10 @@ def test_none_is_not_given(name: str) -> None:
     module.load_state_dict(usual.state_dict())
     x = torch.randn(2, 5, 12)
     assert torch.equal(module(x), usual(x))
+
+
+@pytest.mark.parametrize("name", WITH_EXTRAS)
+def test_a_window_is_a_pair(name: str) -> None:
+    """(left, right), as a list too, which configurations in JSON have; all keys are no window."""
+    assert made(name, window=[3, 0]).extra_repr() == made(name, window=(3, 0)).extra_repr()
+    assert made(name, window=[-1, -1]).extra_repr() == made(name).extra_repr()

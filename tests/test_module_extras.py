@@ -10,6 +10,7 @@ from module_cases import (
     EXTRAS,
     WITH_EXTRAS,
     assert_same,
+    class_of,
     made,
     output,
     plain,
@@ -50,7 +51,7 @@ def test_extras_on_top_of_a_mask(extra: str) -> None:
 
 
 def test_shared_kv_heads_of_the_callers_module() -> None:
-    shared = nn.Attention(12, 6, num_kv_heads=2).double()
+    shared = nn.Attention(12, 6, num_heads_kv=2).double()
     assert shared.W_k.weight.shape == shared.W_v.weight.shape == (4, 12)
     x = torch.randn(2, 9, 12, dtype=torch.float64)
     assert_same(shared(x), plain(shared, x)[0])
@@ -70,7 +71,7 @@ def test_compiles_to_one_graph(name: str, extra: str) -> None:
 
 @each_module
 def test_only_sinks_are_in_the_state_dict(name: str) -> None:
-    usual = list(getattr(nn, name)(*ARGUMENTS[name]).state_dict())
+    usual = list(class_of(name)(*ARGUMENTS[name]).state_dict())
     for extra in EXTRAS:
         module = made(name, extra)
         new = ["sinks"] if module.sinks is not None else []
@@ -86,7 +87,7 @@ def test_only_sinks_are_in_the_state_dict(name: str) -> None:
 def test_meta_modules_take_real_weights(name: str) -> None:
     real = made(name, "all")
     with torch.device("meta"):
-        module = getattr(nn, name)(*ARGUMENTS[name], **EXTRAS["all"])
+        module = class_of(name)(*ARGUMENTS[name], **EXTRAS["all"])
     module.load_state_dict(real.state_dict(), assign=True)
     x = torch.randn(2, 7, D_IN, dtype=torch.float64)
     assert torch.equal(module(x), real(x))
@@ -106,9 +107,9 @@ def test_sixteen_bits_and_autocast(name: str, dtype: torch.dtype) -> None:
 def test_the_seed_gives_the_same_weights_with_extras() -> None:
     for name in WITH_EXTRAS:
         torch.manual_seed(5)
-        usual = getattr(nn, name)(*ARGUMENTS[name]).state_dict()
+        usual = class_of(name)(*ARGUMENTS[name]).state_dict()
         torch.manual_seed(5)
-        state = getattr(nn, name)(*ARGUMENTS[name], **EXTRAS["all"]).state_dict()
+        state = class_of(name)(*ARGUMENTS[name], **EXTRAS["all"]).state_dict()
         assert all(torch.equal(state[key], value) for key, value in usual.items())
 
 

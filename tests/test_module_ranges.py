@@ -8,10 +8,13 @@ import torch
 from module_cases import (
     D_IN,
     EXTRAS,
+    ROWS,
     WITH_EXTRAS,
+    WITH_RANGES,
     arguments,
     assert_same,
     cache_for,
+    gradients,
     made,
     pair,
     plain,
@@ -20,7 +23,6 @@ from torch import Tensor
 
 from pyattn import masks, nn
 
-ROWS = 9
 RANGES: dict[str, Tensor] = {
     "documents": masks.documents([4, 0, 5]),
     "two packings": torch.cat([masks.documents([4, 5]), masks.documents([2, 3, 4])]),
@@ -29,32 +31,12 @@ RANGES: dict[str, Tensor] = {
     "chunks": masks.chunked(ROWS, 4),
     "nothing": torch.zeros(1, ROWS, 2, dtype=torch.int32),
 }
-WITH_RANGES = {
-    "CausalAttention": (),
-    "MultiHeadAttentionWrapper": (),
-    "MultiHeadAttention": (),
-    "Attention": (),
-    "GroupedQueryAttention": (),
-    "Ch03_MHA_Wrapper": (),
-    "MultiHeadAttentionCombinedQKV": (),
-    "MHAEinsum": (),
-    "MHAPyTorchScaledDotProduct": (),
-    "MHAPyTorchSDPAWithoutFlash": (),
-    "MHAPyTorchFlexAttention": (),
-    "MHAPyTorchClass": (D_IN, D_IN, 3, ROWS),
-}
-"""Modules that take them, each with the arguments to use if not the usual ones."""
-
 each_module = pytest.mark.parametrize("name", WITH_RANGES)
 each_range = pytest.mark.parametrize("ranges", RANGES)
 
 
 def rows(batch: int = 2) -> Tensor:
     return torch.randn(batch, ROWS, D_IN, dtype=torch.float64)
-
-
-def gradients(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-    return list(torch.autograd.grad(out.sin().sum(), leaves))
 
 
 @each_module
@@ -201,16 +183,16 @@ def test_wrong_ranges_leave_a_cache_as_it_was(
 
 def test_a_ring_has_none() -> None:
     module = made("GroupedQueryAttention")
-    cached = cache_for(module, window=4)
-    with pytest.raises(NotImplementedError, match=r"^pyattn: a cache with a window takes no key_ranges, got window=4$"):
+    cached = cache_for(module, window=(3, 0))
+    with pytest.raises(NotImplementedError, match=r"^pyattn: a cache .* no key_ranges, got window=\(3, 0\)$"):
         module(rows(), key_ranges=RANGES["padding"], kv_cache=cached)
-    with pytest.raises(ValueError, match=r"^pyattn: over a cache with window=4, seqlen_q must not exceed .*, got 18$"):
+    with pytest.raises(ValueError, match=r"^pyattn: over a cache with window=\(3, 0\), seqlen_q .*, got 18$"):
         module(rows().repeat(1, 2, 1), kv_cache=cached)
     assert cached.lengths.tolist() == [0, 0]
 
 
 def test_a_key_that_is_always_seen_is_in_no_range() -> None:
-    module = nn.MHAPyTorchClass(D_IN, D_IN, 3, ROWS, qkv_bias=True).double()
+    module = nn.book.MHAPyTorchClass(D_IN, D_IN, 3, ROWS, qkv_bias=True).double()
     message = "pyattn: key_ranges are not supported with qkv_bias=True, where every query also sees bias_k, got torch."
     with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}"):
         module(rows(), key_ranges=RANGES["padding"])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_cases import ARGUMENTS, D_IN, EXTRAS, WITH_EXTRAS, every_module
+from module_cases import ARGUMENTS, D_IN, EXTRAS, WITH_EXTRAS, class_of, every_module
 
 from pyattn import nn
 
@@ -21,17 +21,17 @@ BY_CHILDREN: dict[str, Any] = {
 }
 """Arguments that the modules within may show in place of the module. A dtype is shown by no module of torch."""
 
-OTHERS = {"dropout": 0.25, "trace_shapes": True, "need_weights": False, "persistent_mask": False, "num_kv_heads": 1}
+OTHERS = {"dropout": 0.25, "trace_shapes": True, "need_weights": False, "persistent_mask": False, "num_heads_kv": 1}
 OTHERS |= EXTRAS["all"]
 
 
 @every_module
 def test_every_argument_is_shown(name: str) -> None:
     """Each is not its default here."""
-    parameters = inspect.signature(getattr(nn, name)).parameters
-    bound = inspect.signature(getattr(nn, name)).bind(*ARGUMENTS[name])
+    parameters = inspect.signature(class_of(name)).parameters
+    bound = inspect.signature(class_of(name)).bind(*ARGUMENTS[name])
     given = bound.arguments | {key: value for key, value in OTHERS.items() if key in parameters}
-    text = repr(getattr(nn, name)(**given))
+    text = repr(class_of(name)(**given))
     for key, value in given.items():
         of_children = BY_CHILDREN.get(key, lambda value: "no module within shows it")(value)
         assert f"{key}={value!r}" in text or of_children in text, key
@@ -39,15 +39,15 @@ def test_every_argument_is_shown(name: str) -> None:
 
 @every_module
 def test_defaults_are_left_out(name: str) -> None:
-    text = repr(getattr(nn, name)(*ARGUMENTS[name]))
-    for key in ("persistent_mask", "num_kv_heads", "window", "softcap", "alibi", "sinks", "rotary", "trace_shapes"):
+    text = repr(class_of(name)(*ARGUMENTS[name]))
+    for key in ("persistent_mask", "num_heads_kv", "window", "softcap", "alibi", "sinks", "rotary", "trace_shapes"):
         assert f"{key}=" not in text
     assert "None" not in text
 
 
 @pytest.mark.parametrize("name", WITH_EXTRAS)
 def test_a_line_for_the_eye(name: str) -> None:
-    module = getattr(nn, name)(*ARGUMENTS[name], window=(255, 0), sinks=True, rotary=10000.0)
+    module = class_of(name)(*ARGUMENTS[name], window=(255, 0), sinks=True, rotary=10000.0)
     options = "window=(255, 0), sinks=True, rotary=10000.0"
     own = {
         "MultiHeadAttention": "num_heads=2, context_length=19",

@@ -1,5 +1,6 @@
 """Promise: modules run natively in training and out of it, and refuse what they cannot do, with the values."""
 
+import ast
 import doctest
 import importlib
 import re
@@ -16,6 +17,7 @@ from module_cases import (
     EXTRAS,
     WITH_EXTRAS,
     assert_same,
+    class_of,
     every_module,
     output,
     pair,
@@ -23,7 +25,7 @@ from module_cases import (
 )
 
 import pyattn
-from pyattn import dropout, functional, nn
+from pyattn import dropout, functional, nn, reference
 from pyattn.nn import described, heads, positions
 
 WITH_DROPOUT = [name for name in ARGUMENTS if not name.startswith(("Simplified", "SelfAttention"))]
@@ -62,7 +64,7 @@ def test_weights_returned_in_training_are_those_used():
 
 @pytest.mark.parametrize("name", WITH_EXTRAS)
 def test_weights_of_heads_in_training_are_those_used(name):
-    native = getattr(nn, name)(*ARGUMENTS[name], **EXTRAS["all"]).double()
+    native = class_of(name)(*ARGUMENTS[name], **EXTRAS["all"]).double()
     native.dropout.p = 0.5
     x = torch.randn(2, 7, D_IN, dtype=torch.float64)
     out, weights = native(x, need_weights=True)
@@ -137,7 +139,9 @@ def test_input_longer_than_context(name):
 def test_mask_errors():
     native, _ = pair("Attention")
     x = torch.ones(2, 7, D_IN)
-    with pytest.raises(TypeError, match=r"^pyattn: mask must be bool, True = masked out, got torch.float32$"):
+    with pytest.raises(
+        TypeError, match=r"^pyattn: mask must be bool, True = masked out \(numbers .* are bias\), got torch.float32$"
+    ):
         native(x, torch.ones(7, 7))
     with pytest.raises(TypeError, match=r"^pyattn: mask must be Tensor, got 'causal'$"):
         native(x, "causal")
@@ -147,7 +151,7 @@ def test_mask_errors():
 
 
 def test_docstring_examples_run():
-    of_modules = map(importlib.import_module, {getattr(nn, name).__module__ for name in ARGUMENTS})
+    of_modules = map(importlib.import_module, {class_of(name).__module__ for name in ARGUMENTS})
     homes = [functional, dropout, described, positions, *of_modules]
     results = [doctest.testmod(home) for home in homes]
     assert all(result.attempted > 0 for result in results)
@@ -158,6 +162,15 @@ def test_modules_come_with_the_package():
     assert pyattn.nn is nn
 
 
+def test_the_books_variants_have_a_home_of_their_own():
+    """pyattn.nn keeps the nouns, and the names of pyattn.reference are the same in both homes."""
+    classes = {name for name in nn.__all__ if isinstance(getattr(nn, name), type)}
+    assert classes == classes & set(reference.__all__)
+    assert nn.book.__all__ == reference.book.__all__
+    assert not set(nn.book.__all__) & {*dir(nn), *dir(reference)}
+    assert classes | set(nn.book.__all__) == ARGUMENTS.keys() | {"SelfAttention", "Ch03_MHA"}
+
+
 def test_the_product_does_not_import_the_reference():
     """The reference is for tests and comparisons."""
     root = Path(pyattn.__file__).parent
@@ -165,6 +178,17 @@ def test_the_product_does_not_import_the_reference():
     importing = {name for name, text in sources.items() if re.search(r"^\s*(from|import)\b.*\breference\b", text, re.M)}
     importing = {name for name in importing if not name.startswith("reference/")}
     assert importing == {"cli/compare.py", "cli/contenders.py"}
+
+
+def test_no_module_reads_the_private_names_of_another():
+    """A name with an underscore is free to change with the file that it is in; modules of that kind may be imported."""
+    root = Path(pyattn.__file__).parent
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "pyattn":
+                home = root.parent.joinpath(*node.module.split("."))
+                private = [name.name for name in node.names if re.match("_[^_]", name.name)]
+                assert all(any(home.glob(f"{name}.*")) for name in private), (path.relative_to(root), private)
 
 
 @pytest.mark.parametrize("name", [name for name in WITH_DROPOUT if not name.startswith("MHAPyTorch")])

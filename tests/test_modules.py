@@ -189,15 +189,15 @@ def test_need_weights(name):
     assert_same(weights, expected)
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_shared_kv_heads_equal_repeated_heads(num_kv_heads):
-    shared = nn.MultiHeadAttention(D_IN, D_OUT, CONTEXT_LENGTH, 0.0, 4, num_kv_heads=num_kv_heads).double()
-    grouped = nn.GroupedQueryAttention(D_IN, D_OUT, 0.0, 4, num_kv_heads).double()
+@pytest.mark.parametrize("num_heads_kv", [1, 2, 4])
+def test_shared_kv_heads_equal_repeated_heads(num_heads_kv):
+    shared = nn.MultiHeadAttention(D_IN, D_OUT, CONTEXT_LENGTH, 0.0, 4, num_heads_kv=num_heads_kv).double()
+    grouped = nn.GroupedQueryAttention(D_IN, D_OUT, 0.0, 4, num_heads_kv).double()
     grouped.load_state_dict({key: shared.state_dict()[key] for key in grouped.state_dict()})
     state = shared.state_dict()
     for name in ("W_key.weight", "W_value.weight"):
-        assert state[name].shape == (num_kv_heads * 2, D_IN)
-        state[name] = state[name].unflatten(0, (num_kv_heads, 2)).repeat_interleave(4 // num_kv_heads, 0).flatten(0, 1)
+        assert state[name].shape == (num_heads_kv * 2, D_IN)
+        state[name] = state[name].unflatten(0, (num_heads_kv, 2)).repeat_interleave(4 // num_heads_kv, 0).flatten(0, 1)
     _, repeated = pair("MultiHeadAttention", D_IN, D_OUT, CONTEXT_LENGTH, 0.0, 4)
     repeated.double().load_state_dict(state)
     x = torch.randn(2, 7, D_IN, dtype=torch.float64)

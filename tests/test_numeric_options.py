@@ -10,7 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from pyattn import _C, cli
+import pyattn
+from pyattn import cli
 from pyattn.cli import bench, checkpoint, generation, limits, main, profile, show, train
 from pyattn.cli.gpt import GPT, Config
 
@@ -36,9 +37,9 @@ class Work(BaseException):
 
 @pytest.fixture(autouse=True)
 def state_kept() -> Iterator[None]:
-    isa, threads = _C.active_isa(), torch.get_num_threads()
+    isa, threads = pyattn.isa(), torch.get_num_threads()
     yield
-    _C.set_isa(isa)
+    pyattn.set_isa(isa)
     torch.set_num_threads(threads)
 
 

@@ -34,7 +34,7 @@ LARGER = [
         Case(2, 4, 1, 200, 129, *dims, q_offset=-30, dropout_p=0.2),
         Case(1, 6, 2, 100, 333, *dims, causal=False, dropout_p=0.5),
         Case(1, 8, 2, 1, 515, *dims),
-        Case(2, 4, 2, 200, 333, *dims, window=(90, 5), causal=False, bias="bool hqk", sinks=True),
+        Case(2, 4, 2, 200, 333, *dims, window=(90, 5), causal=False, mask="random hqk", sinks=True),
         Case(2, 4, 2, 257, 300, *dims, key_ranges="documents", softcap=3.0, alibi="bh", bias="bands bhqk"),
         Case(2, 4, 2, 130, 150, *dims, bias="float k", dropout_p=0.2),
     )
@@ -42,7 +42,7 @@ LARGER = [
     Case(1, 4, 2, 1500, 1500, 64, 64),
     Case(2, 8, 2, 1, 20000, 64, 64, sinks=True),
     Case(1, 8, 1, 5, 40000, 128, 128, window=(30000, 0), alibi="h"),
-    Case(1, 4, 4, 3, 9000, 256, 256, causal=False, dropout_p=0.2, bias="bool k"),
+    Case(1, 4, 4, 3, 9000, 256, 256, causal=False, dropout_p=0.2, mask="random k"),
     Case(1, 2, 2, 1100, 2300, 128, 128, q_offset=900, dropout_p=0.1),
     Case(1, 4, 2, 1500, 1500, 64, 64, key_ranges="documents", bias="bands qk", alibi="h", sinks=True),
 ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from yardstick import assert_accurate, in_double
 
-from pyattn import _ops, attention, attention_varlen, reference
+from pyattn import attention, attention_varlen, ops, reference
 from pyattn import nn as modules
 
 # torch's own, while it traces.
@@ -206,7 +206,7 @@ def test_modules(opset):
 def test_a_module_with_every_extra(shapes):
     """As many sequences as KV heads and as heads of a group: fixed sizes that broadcast whichever is meant."""
     extras = {"window": (3, 0), "softcap": 3.0, "alibi": True, "sinks": True, "rotary": 10000.0}
-    native = modules.MultiHeadAttention(16, 16, 32, 0.5, 4, num_kv_heads=2, **extras).eval()
+    native = modules.MultiHeadAttention(16, 16, 32, 0.5, 4, num_heads_kv=2, **extras).eval()
     x = torch.randn(3, 9, 16) if shapes else torch.randn(2, 6, 16)
     run = runs(exported(native, (torch.randn(2, 6, 16),), None, shapes))
     with torch.no_grad():
@@ -252,7 +252,7 @@ def test_what_onnx_does_not_have_is_a_sentence(name):
 
 def test_other_tracers_see_no_decomposition():
     with pytest.raises(NotImplementedError, match=r"pyattn: attention is decomposed for torch.onnx.export alone"):
-        torch._decomp.decomposition_table[_ops.attention_forward](*torch.randn(3, 1, 1, 2, 4))
+        torch._decomp.decomposition_table[ops.attention_forward](*torch.randn(3, 1, 1, 2, 4))
 
 
 def test_importing_pyattn_imports_nothing_for_it():

@@ -126,7 +126,7 @@ from caches import on_gpu
 from torch import Tensor
 from pyattn import KVCache
 ops = torch.ops.pyattn
-plain, ring, paged = KVCache(2, 1, 20, 8), KVCache(2, 1, 20, 8, window=4), KVCache(2, 1, 20, 8, page_size=16)
+plain, ring, paged = KVCache(2, 1, 20, 8), KVCache(2, 1, 20, 8, window=(3, 0)), KVCache(2, 1, 20, 8, page_size=16)
 new = torch.randn(2, 2, 1, 21, 8).unbind()
 def storage(cached):
     return cached.k, cached.v, cached.lengths, cached.starts if cached.block_table is None else cached.block_table
@@ -164,8 +164,8 @@ def test_checks_on_demand() -> None:
         OUTGROWN,
         "pyattn: each of lengths must be between 0 and 21, got -1 at 1",
         MISSING,
-        "pyattn: q_offset must be at least 4, where a window of 4 begins with the oldest key that the cache keeps, "
-        "got 3 for sequence 0",
+        "pyattn: q_offset must be at least 4, where a window of 4 keys begins with the oldest one that the cache "
+        "keeps, got 3 for sequence 0",
         OUTGROWN,
         MISSING,
     ]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_cases import ARGUMENTS, CONTEXT_LENGTH, D_IN, output
+from module_cases import ARGUMENTS, CONTEXT_LENGTH, D_IN, class_of, output
 
 from pyattn import nn, reference
 
@@ -18,17 +18,17 @@ def mask_keys(module: torch.nn.Module) -> list[str]:
     return [key for key in module.state_dict() if key.endswith("mask")]
 
 
-WITH_MASK = [name for name, arguments in ARGUMENTS.items() if mask_keys(getattr(reference, name)(*arguments))]
+WITH_MASK = [name for name, arguments in ARGUMENTS.items() if mask_keys(class_of(name, reference)(*arguments))]
 each_module = pytest.mark.parametrize("name", WITH_MASK)
 
 
 def made(name: str, context_length: int, home: Any = nn, **options: Any) -> torch.nn.Module:
     arguments = (context_length if x == CONTEXT_LENGTH else x for x in ARGUMENTS[name])
-    return getattr(home, name)(*arguments, **options)
+    return class_of(name, home)(*arguments, **options)
 
 
 def test_who_takes_the_keyword() -> None:
-    takes = [name for name in ARGUMENTS if "persistent_mask" in inspect.signature(getattr(nn, name)).parameters]
+    takes = [name for name in ARGUMENTS if "persistent_mask" in inspect.signature(class_of(name)).parameters]
     assert takes == WITH_MASK
     assert len(takes) == 8
 

@@ -7,15 +7,16 @@ import pytest
 import torch
 from helpers import Case
 
+import pyattn
 from pyattn import _C, attention
 from pyattn.cli import contention, main, phases, profile
 
 
 @pytest.fixture(autouse=True)
 def state_kept() -> Iterator[None]:
-    isa, threads = _C.active_isa(), torch.get_num_threads()
+    isa, threads = pyattn.isa(), torch.get_num_threads()
     yield
-    _C.set_isa(isa)
+    pyattn.set_isa(isa)
     torch.set_num_threads(threads)
 
 
@@ -39,7 +40,7 @@ def test_every_product_is_counted() -> None:
     assert flops(tasks, "forward") == {"S = Q K^T": 2 * pairs * 32, "O = P V": 2 * pairs * 48}
     wide = {"dP = dO V^T": 2 * pairs * 48, "dV = P^T dO": 2 * pairs * 48}
     assert flops(tasks, "backward") == wide | dict.fromkeys(("S = Q K^T", "dK = dS^T Q", "dQ = dS K"), 2 * pairs * 32)
-    assert {task.isa for task in tasks} == {_C.active_isa()}
+    assert {task.isa for task in tasks} == {pyattn.isa()}
 
 
 def test_masked_tiles_compute_little_in_vain() -> None:
@@ -153,10 +154,10 @@ def gpu(monkeypatch) -> None:
 
 
 def test_run_with_masks_and_scores(capsys) -> None:
-    options = "--window 90 0 --documents 64 --bias bool --softcap 9 --alibi --sinks --full"
+    options = "--window 90 0 --documents 64 --mask --bias --softcap 9 --alibi --sinks --full"
     assert main(["profile", "--shapes", "1x4x300x16", "--threads", "1", *options.split()]) == 0
     shown = capsys.readouterr().out
-    said = "no mask, window 90 0, documents of 64, bool bias, softcap 9, alibi, sinks, dropout 0"
+    said = "no mask, window 90 0, documents of 64, random mask, random bias, softcap 9, alibi, sinks, dropout 0"
     assert f"1x4x300x16 float32, {said}, " in shown
     for pass_name in ("bias_rows", "mask_blocks", "head_gradients"):
         assert f"\n{pass_name} " in shown
@@ -164,7 +165,7 @@ def test_run_with_masks_and_scores(capsys) -> None:
 
 
 def test_run_with_the_gradient_of_a_bias(capsys) -> None:
-    assert main(["profile", "--shapes", "1x2x90x16", "--threads", "1", "--bias", "float"]) == 0
+    assert main(["profile", "--shapes", "1x2x90x16", "--threads", "1", "--bias"]) == 0
     shown = capsys.readouterr().out
     assert "causal, float bias, dropout 0" in shown
     assert phases.EXPLAINED["bias_gradient"] in shown

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_cases import ARGUMENTS, D_IN, EXTRAS, WITH_EXTRAS, assert_same, cache_for, made, pair
+from module_cases import ARGUMENTS, D_IN, EXTRAS, WITH_EXTRAS, assert_same, cache_for, class_of, made, pair
 from torch import Tensor
 
 from pyattn import nn
@@ -14,7 +14,7 @@ from pyattn.nn import growing_cache
 LENGTHS = [7, 3, 0]
 NEW = [2, 0, 3]
 """Tokens of the second call."""
-CACHES: dict[str, dict[str, Any]] = {"slots": {}, "pages": {"page_size": 16}, "ring": {"window": 4}}
+CACHES: dict[str, dict[str, Any]] = {"slots": {}, "pages": {"page_size": 16}, "ring": {"window": (3, 0)}}
 
 
 def alone(module: torch.nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,7 +38,7 @@ def bias_of(module: torch.nn.Module) -> Tensor:
 
 def windowed(name: str, extra: str) -> torch.nn.Module:
     """A module whose queries see as many keys as those of the ring do."""
-    return getattr(nn, name)(*ARGUMENTS[name], **EXTRAS.get(extra, {}) | {"window": (3, 0)}).double()
+    return class_of(name)(*ARGUMENTS[name], **EXTRAS.get(extra, {}) | {"window": (3, 0)}).double()
 
 
 def cases() -> list[tuple[str, str, str]]:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from yardstick import Yardsticks, in_double
 
-from pyattn import _C, attention, reference
+import pyattn
+from pyattn import attention, reference
 
 MORE = {
     "key_ranges": st.sampled_from(case_options.KEY_RANGES),
@@ -91,7 +92,7 @@ def test_accuracy(request: pytest.FixtureRequest) -> None:
     @given(
         case=cases(),
         dtype=st.sampled_from(DTYPES),
-        isa=st.sampled_from(_C.available_isas()),
+        isa=st.sampled_from(pyattn.isas()),
         seed=st.integers(0, 2**32),
         orders=st.lists(st.permutations(range(4)), min_size=4, max_size=4),
         padding=st.integers(0, 3),
@@ -111,7 +112,7 @@ def test_accuracy(request: pytest.FixtureRequest) -> None:
         if (key := (case, dtype, isa, seed, with_dlse)) in drawn:  # in another layout, which changes no bit
             return
         drawn.add(key)
-        _C.set_isa(isa)
+        pyattn.set_isa(isa)
         torch.manual_seed(seed)
         *qkv, dout = (*case.inputs(dtype), case.gradients(dtype)[0])
         dlse = case.gradients(dtype)[1] if with_dlse else None
@@ -129,11 +130,11 @@ def test_accuracy(request: pytest.FixtureRequest) -> None:
                 refused[dtype, name] += 1
                 reports.append((by, f"{name} {dtype} {isa} {case} seed {seed}"))
 
-    before = _C.active_isa()
+    before = pyattn.isa()
     try:
         check()
     finally:
-        _C.set_isa(before)
+        pyattn.set_isa(before)
     shares = {
         f"{dtype} {name}": f"{refused[dtype, name]} of {n}" for (dtype, name), n in sorted(tensors.items(), key=str)
     }

@@ -17,7 +17,8 @@ from packed_cases import Unpadded
 from test_random import cases
 from test_varlen_pages import Paged
 
-from pyattn import _C, attention_varlen
+import pyattn
+from pyattn import attention_varlen
 
 
 @st.composite
@@ -53,7 +54,7 @@ def test_accuracy(request: pytest.FixtureRequest) -> None:
             for n in (case.seqlen_q, case.seqlen_k)
         )
         dtype = data.draw(st.sampled_from(DTYPES))
-        _C.set_isa(data.draw(st.sampled_from(_C.available_isas())))
+        pyattn.set_isa(data.draw(st.sampled_from(pyattn.isas())))
         torch.manual_seed(data.draw(st.integers(0, 2**32)))
         page_size = data.draw(st.integers(16, 100))
         unpadded = Unpadded(case, queries, keys)
@@ -89,8 +90,8 @@ def test_accuracy(request: pytest.FixtureRequest) -> None:
         )
         assert_equal(parts, whole)
 
-    before = _C.active_isa()
+    before = pyattn.isa()
     try:
         check()
     finally:
-        _C.set_isa(before)
+        pyattn.set_isa(before)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_cases import ARGUMENTS, CONTEXT_LENGTH, D_IN, assert_same, every_module, output, pair
+from module_cases import ARGUMENTS, CONTEXT_LENGTH, D_IN, assert_same, class_of, every_module, output, pair
 
 from pyattn import nn, reference
 
@@ -40,7 +40,7 @@ def test_state_follows_to(name, dtype):
 @pytest.mark.parametrize("assign", [False, True])
 def test_loads_strictly_both_ways(name, assign):
     native, plain = pair(name)
-    fresh_native, fresh_plain = getattr(nn, name)(*ARGUMENTS[name]), getattr(reference, name)(*ARGUMENTS[name])
+    fresh_native, fresh_plain = class_of(name)(*ARGUMENTS[name]), class_of(name, reference)(*ARGUMENTS[name])
     fresh_native.load_state_dict(plain.state_dict(), strict=True, assign=assign)
     fresh_plain.load_state_dict(native.state_dict(), strict=True, assign=assign)
     assert_same_state(fresh_native, plain)
@@ -169,7 +169,7 @@ class Windowed:
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_subclass_with_a_mask_of_its_own(name, persistent):
     native, plain = (
-        type("Subclass", (Windowed, getattr(home, name)), {})(*ARGUMENTS[name], persistent=persistent).double()
+        type("Subclass", (Windowed, class_of(name, home)), {})(*ARGUMENTS[name], persistent=persistent).double()
         for home in (nn, reference)
     )
     assert [key for key, _ in native.named_buffers()] == ["mask"]
@@ -207,7 +207,7 @@ def test_mask_can_be_read():
 @pytest.mark.parametrize("name", MASKED)
 def test_no_mask_is_held(name):
     heads = () if name == "CausalAttention" else (1,)
-    short, long = (getattr(nn, name)(2, 2, length, 0.0, *heads) for length in (1024, 4096))
+    short, long = (class_of(name)(2, 2, length, 0.0, *heads) for length in (1024, 4096))
     for module in (short, long):
         module(torch.rand(1, 5, 2)).sum().backward()
         module.zero_grad()

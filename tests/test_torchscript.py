@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_cases import ARGUMENTS, D_IN, EXTRAS, WITH_EXTRAS, assert_same, every_module, output, set_dropout
+from module_cases import ARGUMENTS, D_IN, EXTRAS, WITH_EXTRAS, assert_same, class_of, every_module, output, set_dropout
 from torch import Tensor, nn
 
 import pyattn
@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def module(name: str, **extras: Any) -> nn.Module:
-    made = getattr(pyattn.nn, name)(*ARGUMENTS[name], **extras).double()
+    made = class_of(name)(*ARGUMENTS[name], **extras).double()
     assert isinstance(made, nn.Module)
     return made
 
@@ -112,10 +112,9 @@ def test_script_refuses_modules(name):
         attention,
         call,
         Calling(),
-        *(
-            getattr(pyattn, name)
-            for name in ("merge", "attention_with_cache", "attention_weights", "attention_varlen", "attention_backward")
-        ),
+        pyattn.parts.attention_backward,
+        pyattn.parts.merge,
+        *(getattr(pyattn, name) for name in ("attention_with_cache", "attention_weights", "attention_varlen")),
     ],
 )
 def test_script_refuses_functions(face):

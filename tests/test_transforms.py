@@ -142,7 +142,7 @@ def over_cache(**sizes: Any) -> tuple[Function, Function]:
     cache = pyattn.KVCache(1, 1, 4, 2, head_dim_v=1, dtype=torch.float64, **sizes)
     k, v = pattern((1, 1, 3, 2)), pattern((1, 1, 3, 1))
     cache.append(k, v)
-    window = (-1 if cache.window is None else cache.window - 1, -1)
+    window = cache.window or (-1, -1)
 
     def ours(q: Tensor, sinks: Tensor) -> Any:
         return pyattn.attention_with_cache(q, cache, sinks=sinks, return_lse=True)
@@ -169,11 +169,11 @@ CALLS: dict[str, tuple[tuple[Function, Function], tuple[tuple[int, ...], ...], t
         tuple(TRANSFORMS),
     ),
     "attention_weights": ((weights, weights_by_formula), (*DENSE[:2], (2,)), tuple(TRANSFORMS)),
-    "merge": ((pyattn.merge, merged_by_formula), ((1, 2, 2, 1), (1, 2, 2)) * 2, tuple(TRANSFORMS)),
+    "merge": ((pyattn.parts.merge, merged_by_formula), ((1, 2, 2, 1), (1, 2, 2)) * 2, tuple(TRANSFORMS)),
     "plain": ((dense(pyattn.attention), dense(reference.attention)), DENSE, FEW),
     "pages": ((in_pages, packed(reference.attention_varlen)), PACKED, FEW),
     "cache": (over_cache(), OVER_CACHE, FEW),
-    "ring": (over_cache(window=2), OVER_CACHE, FEW),
+    "ring": (over_cache(window=(1, 0)), OVER_CACHE, FEW),
     "pages of a cache": (over_cache(page_size=16), OVER_CACHE, FEW),
 }
 """The function that is transformed and the one that it should equal, the shapes of its inputs, and the transforms."""
@@ -203,7 +203,7 @@ def test_two_deep(name: str, outer: str) -> None:
 
 def of_part(*inputs: Tensor) -> Any:
     dout, q, k, v, out, lse = inputs
-    return pyattn.attention_backward(dout, q, k, v, out, lse)[:3]
+    return pyattn.parts.attention_backward(dout, q, k, v, out, lse)[:3]
 
 
 PART = ((1, 2, 2, 1), *DENSE, (1, 2, 2, 1), (1, 2, 2))

@@ -39,8 +39,8 @@ Run = Callable[..., Results]
 
 
 def learned(options: dict[str, Any]) -> list[str]:
-    """The options that have gradients: a bool bias has none."""
-    return [name for name in LEARNED if name in options and options[name].is_floating_point()]
+    """The options that have gradients."""
+    return [name for name in LEARNED if name in options]
 
 
 def in_double(options: dict[str, Any]) -> dict[str, Any]:
@@ -109,11 +109,7 @@ class Rounding:
         self._scale, self._group = _scale(self._q, options), self._q.shape[1] // self._k.shape[1]
         bias, shape = exact.get("bias"), (*self._q.shape[:3], self._k.shape[2])
         scores = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
-        if bias is None:
-            biased = scores
-        else:
-            biased = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
-        known = exact | {"bias": biased, "return_lse": True, "return_weights": True}
+        known = exact | {"bias": scores if bias is None else scores + bias, "return_lse": True, "return_weights": True}
         out, lse, dropped = reference.attention(self._q, self._k, v, **known)
         results, gradients = [out], [dout.double()]
         if dlse is not None:

@@ -80,17 +80,17 @@ std::string join(const std::vector<std::string>& names) {
   return text;
 }
 
-const Isa& find(const std::string& name) {
+// `what` is the word for the name in the error.
+const Isa& find(const std::string& what, const std::string& name) {
   for (const Isa& isa : kIsas)
     if (name == isa.name && isa.available()) return isa;
-  throw std::invalid_argument("pyattn: instruction set must be one of " + join(available_isas()) + ", got '" + name +
-                              "'");
+  throw std::invalid_argument("pyattn: " + what + " must be one of " + join(available_isas()) + ", got '" + name + "'");
 }
 
 std::atomic<const Isa*>& active() {
   static std::atomic<const Isa*> isa = [] {
     const char* name = std::getenv("PYATTN_ISA");
-    return &find(name && *name ? name : available_isas().front());
+    return &find("PYATTN_ISA in the environment", name && *name ? name : available_isas().front());
   }();
   return isa;
 }
@@ -111,7 +111,7 @@ std::vector<std::string> available_isas() {
 }
 
 std::string active_isa() { return active().load()->name; }
-void set_isa(const std::string& name) { active() = &find(name); }
+void set_isa(const std::string& name) { active() = &find("instruction set", name); }
 
 const Kernels& kernels(DType dtype, const ScoreParams& score) {
   const Isa& isa = *active().load();

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import attention as torch_attention
 
-from pyattn import _ops, autograd
+from pyattn import autograd, ops
 from pyattn.adapters.dispatcher import Kernels
 from pyattn.options import UNBOUNDED, Options, Packing
 from pyattn.varlen import attention_varlen
@@ -169,7 +169,7 @@ def _backward(
     options = Options(softmax_scale=scale, causal=causal, window=window)
     rows = grad_out, None, query, key, value, out, logsumexp, torch.ones_like(logsumexp)
     wanted = False, False, False
-    dq, dk, dv, *_ = _ops.attention_varlen_backward(*rows, *packing, *options, autograd._deterministic, wanted, True)
+    dq, dk, dv, *_ = ops.attention_varlen_backward(*rows, *packing, *options, autograd.deterministic(), wanted, True)
     return dq, dk, dv
 
 

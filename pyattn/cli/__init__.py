@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pyattn import _C, __version__
+from pyattn import __version__, isa
 
 COMMANDS = {
     "info": "what this build is, and what it runs on",
@@ -41,10 +41,10 @@ class InputError(ValueError):
 def check_instruction_set() -> None:
     """Raise InputError where PYATTN_ISA names an instruction set that this CPU or build does not have."""
     try:
-        _C.active_isa()
+        isa()
     except ValueError as error:
         rule, _, got = str(error).removeprefix("pyattn: ").partition(", got ")
-        raise InputError(f"PYATTN_ISA: {rule}", got) from error
+        raise InputError(rule, got) from error
 
 
 def said(command: str, error: Exception) -> str | None:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from pyattn import _C
+import pyattn
 from pyattn.cli import InputError, contenders, decoding, kv_caches, output, packed, sentences
 from pyattn.cli.contention import busy, is_busy
 from pyattn.cli.device import DEVICES, check_device, cpu, hardware
@@ -116,8 +116,8 @@ def measured_peaks(dtypes: Sequence[str], threads: int) -> Peaks:
     peaks = {}
     with contenders.settings_kept():
         for dtype in dtypes:
-            for isa in _C.available_isas():
-                _C.set_isa(isa)
+            for isa in pyattn.isas():
+                pyattn.set_isa(isa)
                 peaks[dtype, isa] = peak_flops(dtype, threads)
     return peaks
 

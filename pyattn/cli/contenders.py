@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pyattn
-from pyattn import _C, reference
 from pyattn import nn as native
+from pyattn import reference
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -28,7 +28,7 @@ FUSED = {
 
 def _on(isa: str) -> Attention:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        _C.set_isa(isa)
+        pyattn.set_isa(isa)
         return pyattn.attention(q, k, v)
 
     return attend
@@ -45,11 +45,11 @@ def _on_gpu(deterministic: bool) -> Attention:
 @contextmanager
 def settings_kept() -> Iterator[None]:
     """Restores what our contenders set: the instruction set, and determinism of gradients."""
-    isa = _C.active_isa()
+    isa = pyattn.isa()
     try:
         yield
     finally:
-        _C.set_isa(isa)
+        pyattn.set_isa(isa)
         pyattn.set_deterministic(True)
 
 
@@ -92,7 +92,7 @@ def functions(device: str, flex: bool) -> dict[str, Attention]:
         ours = {"pyattn": _on_gpu(True), "pyattn nondeterministic": _on_gpu(False)}
         theirs |= {f"torch sdpa {name}": _sdpa_by(backend) for name, backend in FUSED.items()}
     else:
-        ours = {f"pyattn {isa}": _on(isa) for isa in _C.available_isas()}
+        ours = {f"pyattn {isa}": _on(isa) for isa in pyattn.isas()}
     return ours | theirs | {"plain torch": _reference} | ({"torch flex": _flex()} if flex else {})
 
 

@@ -44,16 +44,16 @@ def sides(shape: tuple[int, ...], dtype: torch.dtype, device: str, dense: bool) 
         padded = torch.arange(seqlen, device=device) < seqlen * 3 // 4
         bias, shared = (torch.randn(n, seqlen, seqlen, dtype=dtype, device=device) for n in (heads, 1))
         ours |= {
-            "causal as a bool bias": {"causal": False, "bias": causal},
-            "the same with holes": {"causal": False, "bias": causal & (torch.rand_like(bias[0]) > HIDDEN)},
-            "padding as a bool bias": {"causal": False, "bias": padded[None, None, None]},
+            "causal as a mask": {"causal": False, "mask": causal},
+            "the same with holes": {"causal": False, "mask": causal & (torch.rand_like(bias[0]) > HIDDEN)},
+            "padding as a mask": {"causal": False, "mask": padded[None, None, None]},
             "full": {"causal": False},
-            "full, float bias": {"causal": False, "bias": bias.requires_grad_()},
+            "full, bias": {"causal": False, "bias": bias.requires_grad_()},
             "full, one bias for all heads": {"causal": False, "bias": shared.requires_grad_()},
         }
         torchs |= {
             f"window of {WINDOW}": {"attn_mask": causal & ~causal.tril(-WINDOW)},
-            "causal as a bool mask": {"attn_mask": causal},
+            "causal as a mask": {"attn_mask": causal},
             "full, float mask": {"attn_mask": bias[None]},
         }
     return {f"pyattn {name}": (pyattn.attention, options) for name, options in ours.items()} | {

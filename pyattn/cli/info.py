@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pyattn import _C, attention
+from pyattn import _C, attention, isa, isas
 from pyattn.adapters import sdpa_counts, sdpa_switch, transformers_models
 from pyattn.cli.device import DEVICES, check_device, cpu
 
@@ -52,8 +52,8 @@ def facts(device: str) -> dict[str, str]:
         "cpu": cpu(),
         "compiler": _C.compiler,
         "ISAs compiled": " ".join(_C.compiled_isas()),
-        "ISAs available": " ".join(_C.available_isas()),
-        "ISA active": _C.active_isa(),
+        "ISAs available": " ".join(isas()),
+        "ISA active": isa(),
         "CUDA kernels": " ".join(f"sm_{arch}" for arch in _C.cuda_archs) or "none",
         "GPU": ", ".join(map(gpu, range(torch.cuda.device_count()))) or "none",
         "threads": str(torch.get_num_threads()),

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from pyattn import _C, _ops, attention, masks
+from pyattn import _C, attention, isa, isas, masks, ops, set_isa
 from pyattn.cli import InputError, output, phases, reading
 from pyattn.cli.contention import Contention, busy, is_busy
 from pyattn.cli.device import DEVICES, check_device, cpu
@@ -30,12 +30,11 @@ from pyattn.cli.info import DTYPES
 from pyattn.cli.limits import check_integer, check_memory, check_threads, shape_of
 from pyattn.cli.timing import once, peak_flops
 from pyattn.nn.positions import alibi_slopes
+from pyattn.ops.flops import flops
 from pyattn.options import UNBOUNDED, Options
 
 SECONDS = 0.5
 """Time to fill with repeated calls; there are at least three."""
-
-BIASES = ("bool", "float")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -62,7 +61,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default: %(default)s"
     )
-    parser.add_argument("--isa", choices=_C.available_isas(), help="instruction set; default: the active one")
+    parser.add_argument("--isa", choices=isas(), help="instruction set; default: the active one")
     parser.add_argument(
         "--dropout", type=float, default=0.0, metavar="P", help="dropout probability; default: %(default)g"
     )
@@ -76,11 +75,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="keys to see before and after a query's own position, -1: all; default: -1 -1",
     )
     parser.add_argument("--documents", type=int, metavar="N", help="documents packed into T, of N tokens; default: one")
-    parser.add_argument(
-        "--bias",
-        choices=BIASES,
-        help="tensor (1, 1, T, T): a bool mask that hides one key of four, or numbers; default: none",
-    )
+    parser.add_argument("--mask", action="store_true", help="bool mask (1, 1, T, T) that hides one key of four")
+    parser.add_argument("--bias", action="store_true", help="numbers (1, 1, T, T) added to the scores")
     parser.add_argument("--softcap", type=float, default=0.0, metavar="C", help="bound on the scores; default: none")
     parser.add_argument("--alibi", action="store_true", help="ALiBi with the slopes of its paper")
     parser.add_argument("--sinks", action="store_true", help="a sink for each head")
@@ -98,9 +94,10 @@ def features(shape: Sequence[int], options: argparse.Namespace, **tensor: Any) -
     found: dict[str, Any] = {"causal": not options.full, "window": tuple(options.window), "softcap": options.softcap}
     if options.documents:
         found["key_ranges"] = masks.chunked(length, options.documents)[:, -queries:].to(options.device)
+    if options.mask:
+        found["mask"] = torch.rand(1, 1, queries, length, device=options.device) > 0.25
     if options.bias:
-        bias = torch.randn(1, 1, queries, length, **tensor)
-        found["bias"] = bias if options.bias == "float" else bias.detach() > -0.67
+        found["bias"] = torch.randn(1, 1, queries, length, **tensor)
     if options.alibi:
         found["alibi_slopes"] = alibi_slopes(heads, device=options.device).requires_grad_(tensor["requires_grad"])
     if options.sinks:
@@ -115,7 +112,7 @@ def described(options: argparse.Namespace) -> str:
     words += ["no mask" if options.full else "causal"]
     words += ["window {} {}".format(*options.window)] if tuple(options.window) != UNBOUNDED else []
     words += [f"documents of {options.documents}"] if options.documents else []
-    words += [f"{options.bias} bias"] if options.bias else []
+    words += [f"random {name}" for name in ("mask", "bias") if getattr(options, name)]
     words += [f"softcap {options.softcap:g}"] if options.softcap else []
     words += [name for name in ("alibi", "sinks") if getattr(options, name)]
     return ", ".join([*words, f"dropout {options.dropout:g}"])
@@ -165,9 +162,9 @@ def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
     tasks, theirs = profiled(call, calls, options.device)
     waited = contention.share()
     events = theirs.events() or ()
-    useful = {"forward": _ops.forward_flops(q, k, v, **extras)}
+    useful = {"forward": flops(ops.attention_forward, q, k, v, **extras)}
     if backward:
-        useful["backward"] = _ops.backward_flops(dout, None, q, k, v, None, None, None, **extras)
+        useful["backward"] = flops(ops.attention_backward, dout, None, q, k, v, None, None, None, **extras)
     print(f"{'x'.join(map(str, shape))} {options.dtype}, {described(options)}, {calls} calls")
     if options.device == "cpu":
         peak = peak_flops(options.dtype, options.threads) / options.threads
@@ -233,9 +230,9 @@ def run(argv: Sequence[str]) -> int:
     options = parse(argv)
     shapes = check(options)
     torch.set_num_threads(options.threads)
-    _C.set_isa(options.isa or _C.active_isa())
+    set_isa(options.isa or isa())
     print(
-        f"{cpu()}, {_C.active_isa()}, {options.threads} threads, torch {torch.__version__}"
+        f"{cpu()}, {isa()}, {options.threads} threads, torch {torch.__version__}"
         if options.device == "cpu"
         else f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from pyattn import _C
+from pyattn import isa
 from pyattn.cli import InputError, chart, checkpoint, generation, lengths, output, state
 from pyattn.cli.checkpoint import MODEL
 from pyattn.cli.compare import ATTENTIONS, compare
@@ -49,10 +49,8 @@ def introduce(options: argparse.Namespace, text: Text, model: GPT) -> None:
         f"attention {options.attention}, "
         f"{options.dtype} on {options.device}, {options.threads} threads, seed {options.seed}"
     )
-    if options.dtype == "bfloat16" and options.device == "cpu" and _C.active_isa() not in BFLOAT16_PRODUCTS:
-        print(
-            f"slow       {_C.active_isa()} does not multiply bfloat16: float32 is several times faster", file=sys.stderr
-        )
+    if options.dtype == "bfloat16" and options.device == "cpu" and isa() not in BFLOAT16_PRODUCTS:
+        print(f"slow       {isa()} does not multiply bfloat16: float32 is several times faster", file=sys.stderr)
 
 
 def show_sample(model: GPT, text: Text, options: argparse.Namespace) -> None:

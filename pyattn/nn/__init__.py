@@ -2,10 +2,10 @@
 
 Import them in place of your own. Constructors, attribute names, initial values under a seed and state dicts are those
 of the plain modules in :mod:`pyattn.reference` (S. Raschka, "Build a Large Language Model (From Scratch)", chapters 3
-and 4 with its bonus material, and the tutorials after it). ``load_state_dict(strict=True)`` works both ways, the
-``mask`` buffer's key included, above a context of 2,048 with ``persistent_mask=True``: see
-:class:`pyattn.nn.mask.CausalMask`. Memory is linear in seqlen, unless weights are returned or a mask is given. Each
-head computes (Vaswani et al. 2017, equation 1) ::
+and 4, and the tutorials after it). :mod:`pyattn.nn.book` has the efficient variants of the book's bonus material.
+``load_state_dict(strict=True)`` works both ways, the ``mask`` buffer's key included, above a context of 2,048 with
+``persistent_mask=True``: see :class:`pyattn.nn.mask.CausalMask`. Memory is linear in seqlen, unless weights are
+returned or a mask is given. Each head computes (Vaswani et al. 2017, equation 1) ::
 
     out = dropout(softmax(mask(q k^T / sqrt(head_dim)))) v        causal mask, seqlen 4:    1 0 0 0
                                                                   query i down, key j       1 1 0 0
@@ -22,31 +22,27 @@ What all modules share:
 - ``key_ranges`` (batch or 1, seqlen, 2), as for :func:`pyattn.attention`: query i sees the keys [begin, end) alone, on
   top of the module's own mask. :mod:`pyattn.masks` has those of padded and packed batches; ``masks.prefix_lm`` is for
   :class:`Attention`, the others being causal. Every module with several heads takes them, and :class:`CausalAttention`.
+- ``mask``, bool, True = takes part, and ``bias``, in the weights' dtype or float32 and added to the scores, as for
+  :func:`pyattn.attention`, also on top of the module's own mask, in the modules that take ``key_ranges``. Each has a
+  shape that broadcasts to (batch, num_heads, seqlen, seqlen). :class:`Attention` keeps its tutorials' meaning of
+  ``mask``, **True = masked out**.
 - ``window``, ``softcap``, ``alibi``, ``sinks`` and ``rotary`` are keyword-only extras of :class:`MultiHeadAttention`,
   :class:`Attention` and :class:`GroupedQueryAttention`: see :class:`pyattn.nn.score.ScoreOptions`. One-head modules and
   the wrapper around them, the book's steps on the way there, have none.
 - ``kv_cache``, a :class:`pyattn.KVCache` of the batch size, KV heads, head_dim and dtype of the module's keys, lets
-  those three, :class:`MHAEinsum`, :class:`MHAPyTorchScaledDotProduct` and its subclasses continue the tokens of earlier
-  calls, which rotary positions count; gradients do not flow back into them. One cache serves one module. ``key_ranges``
-  count positions, up to the cache's max_seqlen; a ring takes none. Weights are (batch, num_heads, seqlen, the most
-  tokens of a sequence so far). An error leaves the cache as it was.
+  those three, ``book.MHAEinsum`` and the book's modules with one ``qkv`` continue the tokens of earlier calls, which
+  rotary positions count; gradients do not flow back into them. One cache serves one module. ``key_ranges`` count
+  positions, up to the cache's max_seqlen, and ``mask`` and ``bias`` have max_seqlen keys; a ring takes none of them.
+  Weights are (batch, num_heads, seqlen, the most tokens of a sequence so far). An error leaves the cache as it was.
 - ``lengths``, with a cache: of ``x``, padded on the right, the first lengths[b] tokens count for sequence b, ints or an
   int32 or int64 tensor (batch,). The other tokens are not kept, their weights are 0, and their rows of out hold the
   bias of the last projection, or 0 without one.
-- TypeError for a wrong dtype, ValueError for a wrong shape or value; each says what it got.
+- TypeError for a wrong dtype or an argument that does not exist, ValueError for a wrong shape or value; each says what
+  it got.
 """
 
+from pyattn.nn import book
 from pyattn.nn.causal import CausalAttention, MultiHeadAttentionWrapper, SingleHeadSelfAttention
-from pyattn.nn.efficient import (
-    Ch03_MHA,
-    Ch03_MHA_Wrapper,
-    MHAEinsum,
-    MHAPyTorchClass,
-    MHAPyTorchFlexAttention,
-    MHAPyTorchScaledDotProduct,
-    MHAPyTorchSDPAWithoutFlash,
-    MultiHeadAttentionCombinedQKV,
-)
 from pyattn.nn.gpt2 import (
     GPT2_CONFIGS,
     create_gpt2_large_attention,
@@ -54,30 +50,24 @@ from pyattn.nn.gpt2 import (
     create_gpt2_small_attention,
     create_gpt2_xl_attention,
 )
+from pyattn.nn.grouped_query import GroupedQueryAttention
 from pyattn.nn.mask import causal_mask
-from pyattn.nn.multi_head import Attention, GroupedQueryAttention, MultiHeadAttention
+from pyattn.nn.multi_head import Attention, MultiHeadAttention
 from pyattn.nn.self_attention import SelfAttention, SelfAttention_v1, SelfAttention_v2, SimplifiedSelfAttention
 
 __all__ = [
     "GPT2_CONFIGS",
     "Attention",
     "CausalAttention",
-    "Ch03_MHA",
-    "Ch03_MHA_Wrapper",
     "GroupedQueryAttention",
-    "MHAEinsum",
-    "MHAPyTorchClass",
-    "MHAPyTorchFlexAttention",
-    "MHAPyTorchSDPAWithoutFlash",
-    "MHAPyTorchScaledDotProduct",
     "MultiHeadAttention",
-    "MultiHeadAttentionCombinedQKV",
     "MultiHeadAttentionWrapper",
     "SelfAttention",
     "SelfAttention_v1",
     "SelfAttention_v2",
     "SimplifiedSelfAttention",
     "SingleHeadSelfAttention",
+    "book",
     "causal_mask",
     "create_gpt2_large_attention",
     "create_gpt2_medium_attention",

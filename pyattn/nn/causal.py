@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from pyattn.arguments import check_sizes
-from pyattn.nn.checks import check_input
+from pyattn.arguments import check_names, check_sizes
+from pyattn.nn.checks import check_added, check_input
 from pyattn.nn.described import described
 from pyattn.nn.heads import Output, attend_single, make_dropout
 from pyattn.nn.mask import CausalMask
@@ -19,6 +19,7 @@ class CausalAttention(CausalMask):
     torch.Size([8, 6, 2])
     """
 
+    @check_names
     def __init__(
         self,
         d_in: int,
@@ -41,11 +42,20 @@ class CausalAttention(CausalMask):
     def extra_repr(self) -> str:  # noqa: D102
         return described(**self.described_mask())
 
-    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None, need_weights: bool = False) -> Output:
+    @check_names
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_ranges: Tensor | None = None,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out)."""
         check_input(x, self.d_in, self.W_query, context_length=self.context_length)
         q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
-        options = self.mask_options(x) | {"key_ranges": key_ranges}
+        options = self.mask_options(x) | {"key_ranges": key_ranges, "mask": mask, "bias": bias}
         return attend_single(q, k, v, dropout=self.dropout, need_weights=need_weights, **options)
 
 
@@ -56,6 +66,7 @@ class MultiHeadAttentionWrapper(nn.Module):
     torch.Size([8, 6, 4])
     """
 
+    @check_names
     def __init__(
         self,
         d_in: int,
@@ -77,13 +88,30 @@ class MultiHeadAttentionWrapper(nn.Module):
     def extra_repr(self) -> str:  # noqa: D102
         return described(num_heads=len(self.heads))
 
-    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None, need_weights: bool = False) -> Output:
+    @check_names
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_ranges: Tensor | None = None,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, num_heads * d_out)."""
-        results = [head(x, key_ranges=key_ranges, need_weights=need_weights) for head in self.heads]
+        check_input(x)
+        check_added(mask, bias, (x.shape[0], len(self.heads), x.shape[1], x.shape[1]))
+        shared = {"key_ranges": key_ranges, "need_weights": need_weights}
+        results = [head(x, mask=_row(mask, h), bias=_row(bias, h), **shared) for h, head in enumerate(self.heads)]
         if not need_weights:
             return torch.cat(results, dim=-1)
         outs, weights = zip(*results, strict=True)
         return torch.cat(outs, dim=-1), torch.stack(weights, dim=1)
+
+
+def _row(t: Tensor | None, head: int) -> Tensor | None:
+    """What ``t`` (..., num_heads or 1, seqlen, seqlen) says of one head."""
+    return t if t is None or t.dim() < 3 or t.shape[-3] == 1 else t[..., head : head + 1, :, :]
 
 
 class SingleHeadSelfAttention(nn.Module):
@@ -98,6 +126,7 @@ class SingleHeadSelfAttention(nn.Module):
     weights torch.Size([1, 5, 5])  out torch.Size([1, 5, 2])
     """
 
+    @check_names
     def __init__(self, d_model: int, d_k: int, dropout: float = 0.0, trace_shapes: bool = False) -> None:
         super().__init__()
         check_sizes(1, d_model=d_model, d_k=d_k)
@@ -111,6 +140,7 @@ class SingleHeadSelfAttention(nn.Module):
     def extra_repr(self) -> str:  # noqa: D102
         return described(trace_shapes=self.trace_shapes or None)
 
+    @check_names
     def forward(self, x: Tensor, *, need_weights: bool = True) -> Output:
         """``x`` (batch, seqlen, d_model), out (batch, seqlen, d_k), weights (batch, seqlen, seqlen)."""
         check_input(x, self.d_model, self.q)

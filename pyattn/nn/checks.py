@@ -58,14 +58,43 @@ def check_cache(kv_cache: KVCache | None, lengths: Lengths | None, context_lengt
         )
 
 
-def check_append(kv_cache: KVCache, k: Tensor, key_ranges: Tensor | None, mask: Tensor | None) -> None:
+def check_added(mask: Tensor | None, bias: Tensor | None, shape: tuple[int, int, int, int]) -> None:
+    """TypeError or ValueError unless a bool ``mask`` and a float ``bias`` broadcast to ``shape``, that of the scores.
+
+    What stands for either in the other's place is told its name.
+    """
+    for name, given in (("mask", mask), ("bias", bias)):
+        if given is None:
+            continue
+        check_tensor(name, given)
+        if name == "mask" and given.dtype != torch.bool:
+            raise TypeError(
+                "pyattn: mask must be bool, True = takes part (numbers to add to the scores are bias), got "
+                f"{given.dtype}"
+            )
+        if name == "bias" and not given.is_floating_point():
+            raise TypeError(
+                "pyattn: bias must be floating-point, added to the scores (a bool tensor, True = takes part, is mask), "
+                f"got {given.dtype}"
+            )
+        full = shape[4 - given.dim() :]
+        if not 1 <= given.dim() <= 4 or any(n not in (1, size) for n, size in zip(given.shape, full, strict=True)):
+            raise ValueError(
+                f"pyattn: {name} must broadcast to (batch, num_heads, seqlen, keys) = {shape}, got shape "
+                f"{tuple(given.shape)}"
+            )
+
+
+def check_append(
+    kv_cache: KVCache, k: Tensor, key_ranges: Tensor | None, mask: Tensor | None, bias: Tensor | None
+) -> None:
     """TypeError, ValueError or NotImplementedError for what ``kv_cache`` cannot take, before anything is appended.
 
     Args:
         kv_cache: the cache.
         k: (B, new, Hkv, D), as the module projects it; v is like it.
         key_ranges: the ranges of the new queries.
-        mask: the module's mask, of a shape that fits.
+        mask, bias: as :func:`check_added` takes them.
     """
     batch, new, num_heads_kv, head_dim = k.shape
     heads = 1 if kv_cache.block_table is None else 2
@@ -81,7 +110,13 @@ def check_append(kv_cache: KVCache, k: Tensor, key_ranges: Tensor | None, mask: 
         if of_cache != of_keys:
             kind = TypeError if name == "dtype" else ValueError
             raise kind(f"pyattn: the cache's {name} must be that of the module's keys, got {of_cache} and {of_keys}")
-    check_ring(kv_cache, new, key_ranges, mask)
+    check_ring(kv_cache, new, {"key_ranges": key_ranges, "mask": mask, "bias": bias})
+    for name, given in (("mask", mask), ("bias", bias)):
+        if given is not None and given.device != k.device:
+            raise ValueError(f"pyattn: {name} must be on the device of x, got {given.device} and {k.device}")
+    dtypes = k.dtype, torch.float32
+    if bias is not None and bias.dtype not in dtypes and not torch.is_autocast_enabled(k.device.type):
+        raise TypeError(f"pyattn: bias must have dtype {dtypes[0]} or {dtypes[1]}, got {bias.dtype}")
     if key_ranges is not None:
         check_tensor("key_ranges", key_ranges)
         if key_ranges.shape not in ((1, new, 2), (batch, new, 2)):
@@ -98,7 +133,9 @@ def check_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     """The bool ``mask`` with four dimensions, each 1 or that of ``shape`` (batch, num_heads, seqlen, seqlen)."""
     check_tensor("mask", mask)
     if mask.dtype != torch.bool:
-        raise TypeError(f"pyattn: mask must be bool, True = masked out, got {mask.dtype}")
+        raise TypeError(
+            f"pyattn: mask must be bool, True = masked out (numbers to add to the scores are bias), got {mask.dtype}"
+        )
     wide = mask[:, None] if mask.dim() == 3 else mask[(None,) * (4 - mask.dim())]
     if mask.dim() not in (2, 3, 4) or any(m not in (1, n) for m, n in zip(wide.shape, shape, strict=True)):
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from pyattn.arguments import check_names
 from pyattn.nn.multi_head import MultiHeadAttention
 
 GPT2_CONFIGS: dict[str, dict[str, Any]] = {
@@ -30,21 +31,25 @@ def _create_gpt2_attention(size: str, dropout: float, qkv_bias: bool) -> MultiHe
     return MultiHeadAttention(d_model, d_model, config["context_length"], dropout, config["num_heads"], qkv_bias)
 
 
+@check_names
 def create_gpt2_small_attention(dropout: float = 0.1, *, qkv_bias: bool = False) -> MultiHeadAttention:
     """GPT-2 small's attention: width 768, 12 heads, context 1024. OpenAI's weights need ``qkv_bias=True``."""
     return _create_gpt2_attention("small", dropout, qkv_bias)
 
 
+@check_names
 def create_gpt2_medium_attention(dropout: float = 0.1, *, qkv_bias: bool = False) -> MultiHeadAttention:
     """GPT-2 medium's attention: width 1024, 16 heads, context 1024. OpenAI's weights need ``qkv_bias=True``."""
     return _create_gpt2_attention("medium", dropout, qkv_bias)
 
 
+@check_names
 def create_gpt2_large_attention(dropout: float = 0.1, *, qkv_bias: bool = False) -> MultiHeadAttention:
     """GPT-2 large's attention: width 1280, 20 heads, context 1024. OpenAI's weights need ``qkv_bias=True``."""
     return _create_gpt2_attention("large", dropout, qkv_bias)
 
 
+@check_names
 def create_gpt2_xl_attention(dropout: float = 0.1, *, qkv_bias: bool = False) -> MultiHeadAttention:
     """GPT-2 XL's attention: width 1600, 25 heads, context 1024. OpenAI's weights need ``qkv_bias=True``."""
     return _create_gpt2_attention("xl", dropout, qkv_bias)

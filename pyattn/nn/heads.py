@@ -11,7 +11,7 @@ from pyattn.cached_attention import attention_with_cache
 from pyattn.cached_weights import weights_with_cache
 from pyattn.dropout import draw_seed
 from pyattn.functional import attention
-from pyattn.nn.checks import Lengths, check_append
+from pyattn.nn.checks import Lengths, check_added, check_append
 from pyattn.nn.positions import rotate
 from pyattn.weights import attention_weights
 
@@ -74,9 +74,26 @@ def _attend(
     return out, weights_with_cache(q, kv_cache, **options) if need_weights else None
 
 
-def attend_single(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
-    """:func:`_attend` over (B, T, D) or (T, D), which has one head."""
+def _both(own_mask: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """The pairs that the module's mask and its caller's leave, True = takes part."""
+    return own_mask if mask is None else mask if own_mask is None else own_mask & mask
+
+
+def attend_single(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    own_mask: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    **options: Any,
+) -> Output:
+    """:func:`_attend` over (B, T, D) or (T, D), which has one head; masks as :func:`attend_heads` takes them."""
     batched = q.dim() == 3
+    batch, seqlen = q.shape[0] if batched else 1, q.shape[-2]
+    check_added(mask, bias, (batch, 1, seqlen, seqlen))
+    options |= {"mask": _both(own_mask, mask), "bias": bias}
     out, weights = _attend(*(_one_head(t if batched else t[None]) for t in (q, k, v)), **options)
     first = (slice(None), 0) if batched else (0, 0)
     return output_of(out[first], None if weights is None else weights[first])
@@ -93,6 +110,9 @@ def attend_heads(
     v: Tensor,
     head_dim: int,
     *,
+    own_mask: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
     rotary: float | None = None,
     kv_cache: KVCache | None = None,
     lengths: Lengths | None = None,
@@ -100,15 +120,18 @@ def attend_heads(
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`_attend` over (B, T, H * head_dim), the heads split and merged by views; ``rotary``: the base, if any.
 
-    H is read from the tensors: under tensor parallelism a projection yields this rank's heads only.
+    ``own_mask``, the module's, and ``mask``, its caller's, are bool, True = takes part. H is read from the tensors:
+    under tensor parallelism a projection yields this rank's heads only.
     """
     q, k, v = (torch.unflatten(t, -1, (-1, head_dim)) for t in (q, k, v))
+    keys = k.shape[1] if kv_cache is None else kv_cache.max_seqlen
+    check_added(mask, bias, (q.shape[0], q.shape[2], q.shape[1], keys))
     if kv_cache is not None:
-        check_append(kv_cache, k, options.get("key_ranges"), options.get("bias"))
+        check_append(kv_cache, k, options.get("key_ranges"), mask, bias)
     if rotary is not None:
         first = None if kv_cache is None else kv_cache.lengths
         q, k = rotate(q, rotary, first), rotate(k, rotary, first)
-    options |= {"kv_cache": kv_cache, "lengths": lengths}
+    options |= {"kv_cache": kv_cache, "lengths": lengths, "mask": _both(own_mask, mask), "bias": bias}
     out, weights = _attend(*(t.transpose(1, 2) for t in (q, k, v)), **options)
     return out.transpose(1, 2).flatten(2), weights
 

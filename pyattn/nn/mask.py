@@ -141,7 +141,7 @@ class CausalMask(nn.Module):
             )
         batch, seqlen = x.shape[:2]
         masked = check_mask(own.bool()[:seqlen, :seqlen], (batch, 1, seqlen, seqlen))
-        return {"causal": False, "bias": ~masked}
+        return {"causal": False, "own_mask": ~masked}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -1,13 +1,12 @@
 """Multi-head attention in one set of projections."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pyattn.arguments import check_sizes
+from pyattn.arguments import check_names, check_sizes
 from pyattn.cache import KVCache
 from pyattn.nn.checks import Lengths, check_cache, check_input, check_mask, quotient
 from pyattn.nn.described import described
-from pyattn.nn.growing_cache import GrowingCache
 from pyattn.nn.heads import Output, attend_heads, make_dropout, output_of
 from pyattn.nn.mask import CausalMask
 from pyattn.nn.score import ScoreOptions
@@ -16,8 +15,8 @@ from pyattn.nn.score import ScoreOptions
 class MultiHeadAttention(CausalMask, ScoreOptions):
     """Causal multi-head attention over sequences of at most ``context_length``, then the Linear ``out_proj``.
 
-    ``num_heads`` divides ``d_out``. ``num_kv_heads``, default num_heads, divides num_heads: query head h reads KV head
-    ``h // (num_heads // num_kv_heads)``, and W_key and W_value yield num_kv_heads * head_dim.
+    ``num_heads`` divides ``d_out``. ``num_heads_kv``, default num_heads, divides num_heads: query head h reads KV head
+    ``h // (num_heads // num_heads_kv)``, and W_key and W_value yield num_heads_kv * head_dim.
     :class:`pyattn.nn.score.ScoreOptions` says what ``window`` and the rest are. For ``window=(2, 0)``, 1 = takes
     part::
 
@@ -32,11 +31,12 @@ class MultiHeadAttention(CausalMask, ScoreOptions):
     >>> attention = MultiHeadAttention(d_in=768, d_out=768, context_length=1024, dropout=0.0, num_heads=12)
     >>> attention(torch.rand(2, 16, 768)).shape
     torch.Size([2, 16, 768])
-    >>> modern = MultiHeadAttention(64, 64, 32, 0.0, 8, num_kv_heads=2, window=(15, 0), sinks=True, rotary=10000.0)
+    >>> modern = MultiHeadAttention(64, 64, 32, 0.0, 8, num_heads_kv=2, window=(15, 0), sinks=True, rotary=10000.0)
     >>> modern(torch.rand(2, 16, 64)).shape
     torch.Size([2, 16, 64])
     """
 
+    @check_names
     def __init__(
         self,
         d_in: int,
@@ -46,7 +46,7 @@ class MultiHeadAttention(CausalMask, ScoreOptions):
         num_heads: int,
         qkv_bias: bool = False,
         *,
-        num_kv_heads: int | None = None,
+        num_heads_kv: int | None = None,
         window: tuple[int, int] | None = None,
         softcap: float | None = None,
         alibi: bool = False,
@@ -59,26 +59,29 @@ class MultiHeadAttention(CausalMask, ScoreOptions):
         self.d_in = d_in
         self.d_out = d_out
         self.num_heads = num_heads
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
         self.head_dim = quotient("d_out", d_out, "num_heads", num_heads)
-        quotient("num_heads", num_heads, "num_kv_heads", self.num_kv_heads)
-        self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias)
-        self.W_key = nn.Linear(d_in, self.num_kv_heads * self.head_dim, bias=qkv_bias)
-        self.W_value = nn.Linear(d_in, self.num_kv_heads * self.head_dim, bias=qkv_bias)
-        self.out_proj = nn.Linear(d_out, d_out)
-        self.dropout: nn.Module = make_dropout(dropout)
+        quotient("num_heads", num_heads, "num_heads_kv", self.num_heads_kv)
+        self.W_query = torch.nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_key = torch.nn.Linear(d_in, self.num_heads_kv * self.head_dim, bias=qkv_bias)
+        self.W_value = torch.nn.Linear(d_in, self.num_heads_kv * self.head_dim, bias=qkv_bias)
+        self.out_proj = torch.nn.Linear(d_out, d_out)
+        self.dropout: torch.nn.Module = make_dropout(dropout)
         self.set_score_options(num_heads, self.head_dim, window, softcap, alibi, sinks, rotary)
 
     def extra_repr(self) -> str:  # noqa: D102
-        shared = None if self.num_kv_heads == self.num_heads else self.num_kv_heads
-        heads = {"num_heads": self.num_heads, "num_kv_heads": shared}
+        shared = None if self.num_heads_kv == self.num_heads else self.num_heads_kv
+        heads = {"num_heads": self.num_heads, "num_heads_kv": shared}
         return described(**heads, **self.described_mask(), **self.described_options())
 
+    @check_names
     def forward(
         self,
         x: Tensor,
         *,
         key_ranges: Tensor | None = None,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
         kv_cache: KVCache | None = None,
         lengths: Lengths | None = None,
         need_weights: bool = False,
@@ -88,7 +91,7 @@ class MultiHeadAttention(CausalMask, ScoreOptions):
         check_cache(kv_cache, lengths, self.context_length)
         q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
         options = self.mask_options(x, kv_cache is not None) | self.score_options(self.num_heads, x)
-        options |= {"key_ranges": key_ranges, "kv_cache": kv_cache, "lengths": lengths}
+        options |= {"key_ranges": key_ranges, "mask": mask, "bias": bias, "kv_cache": kv_cache, "lengths": lengths}
         options |= {"dropout": self.dropout, "need_weights": need_weights}
         out, weights = attend_heads(q, k, v, self.head_dim, **options)
         return output_of(self.out_proj(out), weights)
@@ -97,11 +100,12 @@ class MultiHeadAttention(CausalMask, ScoreOptions):
 class Attention(ScoreOptions):
     """Multi-head attention with the caller's mask, over Linears ``W_q W_k W_v W_o`` with bias.
 
-    ``mask``: bool, **True = masked out** (the opposite of torch's ``scaled_dot_product_attention``), (seqlen, seqlen),
-    (batch, seqlen, seqlen) or (batch, num_heads, seqlen, seqlen), sizes of 1 broadcast; a query that sees no key gets
-    0, not NaN. None, the default: every query sees every key.
+    ``mask``: bool, **True = masked out**, as the tutorials have it: the opposite of ``mask`` in the other modules and
+    in :func:`pyattn.attention`, and of torch's ``scaled_dot_product_attention``. (seqlen, seqlen), (batch, seqlen,
+    seqlen) or (batch, num_heads, seqlen, seqlen), sizes of 1 broadcast; a query that sees no key gets 0, not NaN. None,
+    the default: every query sees every key. TypeError for another dtype: numbers to add to the scores are ``bias``.
 
-    ``num_heads`` divides ``embed_dim``, ``num_kv_heads``, default num_heads, divides num_heads.
+    ``num_heads`` divides ``embed_dim``, ``num_heads_kv``, default num_heads, divides num_heads.
     :class:`pyattn.nn.score.ScoreOptions` says what ``window`` and the rest are, on top of the mask. For
     ``window=(1, 2)``, without a mask, 1 = takes part::
 
@@ -115,13 +119,14 @@ class Attention(ScoreOptions):
     torch.Size([1, 5, 8])
     """
 
+    @check_names
     def __init__(
         self,
         embed_dim: int,
         num_heads: int,
         dropout: float = 0.0,
         *,
-        num_kv_heads: int | None = None,
+        num_heads_kv: int | None = None,
         window: tuple[int, int] | None = None,
         softcap: float | None = None,
         alibi: bool = False,
@@ -131,26 +136,28 @@ class Attention(ScoreOptions):
         super().__init__()
         self.embed_dim = embed_dim
         self.num_heads = num_heads
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
         self.head_dim = quotient("embed_dim", embed_dim, "num_heads", num_heads)
-        quotient("num_heads", num_heads, "num_kv_heads", self.num_kv_heads)
-        self.W_q = nn.Linear(embed_dim, embed_dim)
-        self.W_k = nn.Linear(embed_dim, self.num_kv_heads * self.head_dim)
-        self.W_v = nn.Linear(embed_dim, self.num_kv_heads * self.head_dim)
-        self.W_o = nn.Linear(embed_dim, embed_dim)
-        self.dropout: nn.Module = make_dropout(dropout)
+        quotient("num_heads", num_heads, "num_heads_kv", self.num_heads_kv)
+        self.W_q = torch.nn.Linear(embed_dim, embed_dim)
+        self.W_k = torch.nn.Linear(embed_dim, self.num_heads_kv * self.head_dim)
+        self.W_v = torch.nn.Linear(embed_dim, self.num_heads_kv * self.head_dim)
+        self.W_o = torch.nn.Linear(embed_dim, embed_dim)
+        self.dropout: torch.nn.Module = make_dropout(dropout)
         self.set_score_options(num_heads, self.head_dim, window, softcap, alibi, sinks, rotary)
 
     def extra_repr(self) -> str:  # noqa: D102
-        shared = None if self.num_kv_heads == self.num_heads else self.num_kv_heads
-        return described(num_heads=self.num_heads, num_kv_heads=shared, **self.described_options())
+        shared = None if self.num_heads_kv == self.num_heads else self.num_heads_kv
+        return described(num_heads=self.num_heads, num_heads_kv=shared, **self.described_options())
 
+    @check_names
     def forward(
         self,
         x: Tensor,
         mask: Tensor | None = None,
         *,
         key_ranges: Tensor | None = None,
+        bias: Tensor | None = None,
         kv_cache: KVCache | None = None,
         lengths: Lengths | None = None,
         need_weights: bool = False,
@@ -165,90 +172,8 @@ class Attention(ScoreOptions):
             keys = x.shape[1] if kv_cache is None else kv_cache.max_seqlen
             mask = ~check_mask(mask, (x.shape[0], self.num_heads, x.shape[1], keys))
         q, k, v = self.W_q(x), self.W_k(x), self.W_v(x)
-        options = {"causal": False, "bias": mask, **self.score_options(self.num_heads, x)}
-        options |= {"key_ranges": key_ranges, "kv_cache": kv_cache, "lengths": lengths}
+        options = {"causal": False, **self.score_options(self.num_heads, x)}
+        options |= {"key_ranges": key_ranges, "mask": mask, "bias": bias, "kv_cache": kv_cache, "lengths": lengths}
         options |= {"dropout": self.dropout, "need_weights": need_weights}
         out, weights = attend_heads(q, k, v, self.head_dim, **options)
         return output_of(self.W_o(out), weights)
-
-
-class GroupedQueryAttention(ScoreOptions):
-    """Causal attention whose ``num_heads`` query heads share ``num_kv_groups`` KV heads (Ainslie et al. 2023).
-
-    Query head h reads KV head ``h // (num_heads // num_kv_groups)``. ``num_heads`` divides ``d_out``, ``num_kv_groups``
-    divides num_heads; ``dtype`` is the weights'. :class:`pyattn.nn.score.ScoreOptions` says what ``window`` and the
-    rest are.
-
-    >>> GroupedQueryAttention(8, 8, dropout=0.0, num_heads=4, num_kv_groups=2)(torch.rand(1, 5, 8)).shape
-    torch.Size([1, 5, 8])
-    """
-
-    def __init__(
-        self,
-        d_in: int,
-        d_out: int,
-        dropout: float,
-        num_heads: int,
-        num_kv_groups: int,
-        dtype: torch.dtype | None = None,
-        qkv_bias: bool = False,
-        *,
-        window: tuple[int, int] | None = None,
-        softcap: float | None = None,
-        alibi: bool = False,
-        sinks: bool = False,
-        rotary: float | None = None,
-    ) -> None:
-        super().__init__()
-        check_sizes(1, d_in=d_in)
-        self.d_in = d_in
-        self.d_out = d_out
-        self.num_heads = num_heads
-        self.num_kv_groups = num_kv_groups
-        self.head_dim = quotient("d_out", d_out, "num_heads", num_heads)
-        self.group_size = quotient("num_heads", num_heads, "num_kv_groups", num_kv_groups)
-        self.W_key = nn.Linear(d_in, num_kv_groups * self.head_dim, bias=qkv_bias, dtype=dtype)
-        self.W_value = nn.Linear(d_in, num_kv_groups * self.head_dim, bias=qkv_bias, dtype=dtype)
-        self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias, dtype=dtype)
-        self.out_proj = nn.Linear(d_out, d_out, bias=False, dtype=dtype)
-        self.dropout: nn.Module = make_dropout(dropout)
-        self.set_score_options(num_heads, self.head_dim, window, softcap, alibi, sinks, rotary, dtype)
-        self._own_cache = GrowingCache()
-
-    def extra_repr(self) -> str:  # noqa: D102
-        return described(num_heads=self.num_heads, num_kv_groups=self.num_kv_groups, **self.described_options())
-
-    def forward(
-        self,
-        x: Tensor,
-        use_cache: bool = False,
-        *,
-        key_ranges: Tensor | None = None,
-        kv_cache: KVCache | None = None,
-        lengths: Lengths | None = None,
-        need_weights: bool = False,
-    ) -> Output:
-        """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x continues the tokens in a cache.
-
-        With ``use_cache``, that is the module's own, which grows as needed, until :meth:`reset_cache` or a call without
-        it. ``kv_cache`` is the caller's, of a size that stays, so that ``torch.compile`` compiles once.
-        """
-        check_input(x, self.d_in, self.W_query)
-        if use_cache and kv_cache is not None:
-            raise ValueError(f"pyattn: use_cache=True must come without kv_cache, got {kv_cache!r}")
-        if not use_cache:
-            check_cache(kv_cache, lengths)
-        q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
-        if use_cache:
-            kv_cache = self._own_cache.with_room_for(k, self.head_dim)
-        options = self.score_options(self.num_heads, x)
-        options |= {"key_ranges": key_ranges, "kv_cache": kv_cache, "lengths": lengths}
-        options |= {"dropout": self.dropout, "need_weights": need_weights}
-        out, weights = attend_heads(q, k, v, self.head_dim, **options)
-        if not use_cache:
-            self.reset_cache()
-        return output_of(self.out_proj(out), weights)
-
-    def reset_cache(self) -> None:
-        """Forgets the tokens of calls with ``use_cache``."""
-        self._own_cache.reset()

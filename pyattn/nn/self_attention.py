@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from pyattn.arguments import check_sizes
+from pyattn.arguments import check_names, check_sizes
 from pyattn.nn.checks import check_input
 from pyattn.nn.described import described
 from pyattn.nn.heads import Output, attend_single
@@ -16,6 +16,7 @@ class SimplifiedSelfAttention(nn.Module):
     torch.Size([6, 3])
     """
 
+    @check_names
     def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:
         """``x`` (batch, seqlen, d) or (seqlen, d); out the same."""
         check_input(x, unbatched=True)
@@ -29,6 +30,7 @@ class SelfAttention_v1(nn.Module):
     torch.Size([6, 2])
     """
 
+    @check_names
     def __init__(self, d_in: int, d_out: int) -> None:
         super().__init__()
         check_sizes(1, d_in=d_in, d_out=d_out)
@@ -40,6 +42,7 @@ class SelfAttention_v1(nn.Module):
         d_in, d_out = self.W_query.shape
         return described(d_in=d_in, d_out=d_out)
 
+    @check_names
     def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:
         """``x`` (batch, seqlen, d_in) or (seqlen, d_in); out the same with d_out."""
         check_input(x, self.W_query.shape[0], self.W_query, unbatched=True)
@@ -54,6 +57,7 @@ class SelfAttention_v2(nn.Module):
     torch.Size([8, 6, 2])
     """
 
+    @check_names
     def __init__(self, d_in: int, d_out: int, qkv_bias: bool = False) -> None:
         super().__init__()
         check_sizes(1, d_in=d_in, d_out=d_out)
@@ -62,6 +66,7 @@ class SelfAttention_v2(nn.Module):
         self.W_key = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)
 
+    @check_names
     def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:
         """``x`` (batch, seqlen, d_in) or (seqlen, d_in); out the same with d_out."""
         check_input(x, self.d_in, self.W_query, unbatched=True)

@@ -4,16 +4,7 @@ Everything here materialises the (seqlen_q, seqlen_k) scores and takes any float
 specifies: of this package only :mod:`pyattn.dropout`, whose draws are a definition, not a computation to be checked.
 """
 
-from pyattn.reference.efficient import (
-    Ch03_MHA,
-    Ch03_MHA_Wrapper,
-    MHAEinsum,
-    MHAPyTorchClass,
-    MHAPyTorchFlexAttention,
-    MHAPyTorchScaledDotProduct,
-    MHAPyTorchSDPAWithoutFlash,
-    MultiHeadAttentionCombinedQKV,
-)
+from pyattn.reference import book
 from pyattn.reference.formula import attention, default_scale, distances, visible
 from pyattn.reference.modules import (
     Attention,
@@ -32,16 +23,8 @@ from pyattn.reference.packed import attention_varlen
 __all__ = [
     "Attention",
     "CausalAttention",
-    "Ch03_MHA",
-    "Ch03_MHA_Wrapper",
     "GroupedQueryAttention",
-    "MHAEinsum",
-    "MHAPyTorchClass",
-    "MHAPyTorchFlexAttention",
-    "MHAPyTorchSDPAWithoutFlash",
-    "MHAPyTorchScaledDotProduct",
     "MultiHeadAttention",
-    "MultiHeadAttentionCombinedQKV",
     "MultiHeadAttentionWrapper",
     "SelfAttention",
     "SelfAttention_v1",
@@ -50,6 +33,7 @@ __all__ = [
     "SingleHeadSelfAttention",
     "attention",
     "attention_varlen",
+    "book",
     "default_scale",
     "distances",
     "visible",

@@ -113,6 +113,7 @@ def attention(
     q_offset: int | Tensor | None = None,
     window: tuple[int, int] = (-1, -1),
     key_ranges: Tensor | None = None,
+    mask: Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     bias: Tensor | None = None,
@@ -127,9 +128,9 @@ def attention(
 
         s = softmax_scale <q_i, k_j>
         s = softcap tanh(s / softcap)                  if softcap > 0
-        s = s + bias_ij                                if bias is float
+        s = s + bias_ij
         s = s - alibi_slope |i + q_offset - j|
-        s = -inf                                       if i does not see j: visible(), bias_ij False or -inf
+        s = -inf                                       if i does not see j: visible(), mask_ij False, bias_ij -inf
         and as one more column, without a value, the head's sink
 
     Args:
@@ -139,8 +140,8 @@ def attention(
         causal, q_offset, window, key_ranges: see :func:`visible`.
         softmax_scale: default ``1 / sqrt(D)``.
         softcap: 0: none.
-        bias: bool, True = takes part, or float; broadcastable to (B, Hq, Sq, Sk). NaN at a key that is not seen has no
-            effect.
+        mask: bool, True = takes part; broadcastable to (B, Hq, Sq, Sk).
+        bias: likewise. NaN at a key that is not seen has no effect.
         alibi_slopes: (Hq) or (B, Hq).
         sinks: (Hq); -inf is as good as none.
         dropout_p, dropout_seed: drops weights by :func:`pyattn.dropout_mask`; the seed is drawn if None.
@@ -158,14 +159,16 @@ def attention(
     scale = default_scale(q.shape[3]) if softmax_scale is None else softmax_scale
     where: dict[str, Any] = {"causal": causal, "q_offset": q_offset, "window": window, "key_ranges": key_ranges}
     seen = visible(seqlen_q, seqlen_k, **where, device=q.device)
+    if mask is not None:
+        seen = seen & mask
     if bias is not None:
-        seen = seen & (bias if bias.dtype == torch.bool else bias != -math.inf)
+        seen = seen & (bias != -math.inf)
     finite = torch.compiler.is_compiling() or q.is_meta or all(bool(t.isfinite().all()) for t in (q, k, v))
 
     scores = _scores(q, k, seen, finite) * scale
     if softcap > 0.0:
         scores = softcap * torch.tanh(scores / softcap)
-    if bias is not None and bias.dtype != torch.bool:
+    if bias is not None:
         scores = scores + torch.where(seen, bias, 0.0)
     if alibi_slopes is not None:
         far = distances(seqlen_q, seqlen_k, q_offset=q_offset, device=q.device)

@@ -1,53 +1,21 @@
 """The attention modules that people write from scratch, in plain PyTorch, every ``mask`` a buffer.
 
 They are written the way S. Raschka, "Build a Large Language Model (From Scratch)", chapters 3 and 4, and the tutorials
-after it write them. Each is the specification of its namesake in :mod:`pyattn.nn`, whose docstring says what it takes.
+after it write them. Each is the specification of its namesake in :mod:`pyattn.nn`, whose docstring says what it takes;
+``masks`` are the ``key_ranges``, ``mask`` and ``bias`` of :func:`pyattn.reference.heads.attend`.
 """
 # ruff: noqa: D101, D102
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    masked: Tensor | None = None,
-    key_ranges: Tensor | None = None,
-    dropout: nn.Module | None = None,
-    softmax_scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``dropout(softmax(softmax_scale q k^T)) v`` and the weights; ``masked``: bool, True = masked out.
-
-    ``key_ranges`` (batch or 1, seqlen_q, 2): query i also sees the keys [begin, end) alone; if it sees none, it gets 0.
-    """
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-    unseen = None
-    if key_ranges is not None:
-        begin, end = (bound if q.dim() == 3 else bound[:, None] for bound in key_ranges[..., None].unbind(-2))
-        key = torch.arange(k.shape[-2], device=k.device)
-        outside = (key < begin) | (key >= end)
-        masked = outside if masked is None else masked | outside
-        unseen = masked.all(-1, keepdim=True)
-    if masked is not None:
-        scores = scores.masked_fill(masked, -torch.inf)
-    weights = torch.softmax(scores, dim=-1)
-    if unseen is not None:
-        weights = weights.masked_fill(unseen, 0.0)
-    if dropout is not None:
-        weights = dropout(weights)
-    return weights @ v, weights
-
-
-def _future(context_length: int) -> Tensor:
-    return torch.triu(torch.ones(context_length, context_length), diagonal=1)
+from pyattn.reference.heads import Masks, attend, future, of_head
 
 
 class SimplifiedSelfAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return _attend(x, x, x, softmax_scale=1.0)[0]
+        return attend(x, x, x, softmax_scale=1.0)[0]
 
 
 class SelfAttention_v1(nn.Module):
@@ -58,7 +26,7 @@ class SelfAttention_v1(nn.Module):
         self.W_value = nn.Parameter(torch.rand(d_in, d_out))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _attend(x @ self.W_query, x @ self.W_key, x @ self.W_value)[0]
+        return attend(x @ self.W_query, x @ self.W_key, x @ self.W_value)[0]
 
 
 class SelfAttention_v2(nn.Module):
@@ -69,7 +37,7 @@ class SelfAttention_v2(nn.Module):
         self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _attend(self.W_query(x), self.W_key(x), self.W_value(x))[0]
+        return attend(self.W_query(x), self.W_key(x), self.W_value(x))[0]
 
 
 SelfAttention = SelfAttention_v2
@@ -84,13 +52,13 @@ class CausalAttention(nn.Module):
         self.W_key = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.dropout = nn.Dropout(dropout)
-        self.register_buffer("mask", _future(context_length))
+        self.register_buffer("mask", future(context_length))
 
-    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, **masks: Unpack[Masks]) -> Tensor:
         seqlen = x.shape[1]
         masked = self.mask.bool()[:seqlen, :seqlen]
         q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
-        return _attend(q, k, v, masked=masked, key_ranges=key_ranges, dropout=self.dropout)[0]
+        return attend(q, k, v, masked=masked, **masks, dropout=self.dropout)[0]
 
 
 class MultiHeadAttentionWrapper(nn.Module):
@@ -102,8 +70,11 @@ class MultiHeadAttentionWrapper(nn.Module):
             CausalAttention(d_in, d_out, context_length, dropout, qkv_bias) for _ in range(num_heads)
         )
 
-    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None) -> Tensor:
-        return torch.cat([head(x, key_ranges=key_ranges) for head in self.heads], dim=-1)
+    def forward(self, x: Tensor, **masks: Unpack[Masks]) -> Tensor:
+        mask, bias = masks.get("mask"), masks.get("bias")
+        own = [{**masks, "mask": of_head(mask, h), "bias": of_head(bias, h)} for h in range(len(self.heads))]
+        outs = [head(x, **masks_of_head) for head, masks_of_head in zip(self.heads, own, strict=True)]
+        return torch.cat(outs, dim=-1)
 
 
 class MultiHeadAttention(nn.Module):
@@ -121,15 +92,15 @@ class MultiHeadAttention(nn.Module):
         self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.out_proj = nn.Linear(d_out, d_out)
         self.dropout = nn.Dropout(dropout)
-        self.register_buffer("mask", _future(context_length))
+        self.register_buffer("mask", future(context_length))
 
-    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, **masks: Unpack[Masks]) -> Tensor:
         batch, seqlen, _ = x.shape
         q = self.W_query(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
         k = self.W_key(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
         v = self.W_value(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
         masked = self.mask.bool()[:seqlen, :seqlen]
-        context, _ = _attend(q, k, v, masked=masked, key_ranges=key_ranges, dropout=self.dropout)
+        context, _ = attend(q, k, v, masked=masked, **masks, dropout=self.dropout)
         out: Tensor = self.out_proj(context.transpose(1, 2).reshape(batch, seqlen, self.d_out))
         return out
 
@@ -147,7 +118,7 @@ class SingleHeadSelfAttention(nn.Module):
         q, k, v = self.q(x), self.k(x), self.v(x)
         if self.trace_shapes:
             print(f"q {q.shape}  k {k.shape}  v {v.shape}")
-        out, weights = _attend(q, k, v, masked=_future(x.shape[1]).to(x.device).bool(), dropout=self.dropout)
+        out, weights = attend(q, k, v, masked=future(x.shape[1]).to(x.device).bool(), dropout=self.dropout)
         if self.trace_shapes:
             print(f"weights {weights.shape}  out {out.shape}")
         return out, weights
@@ -164,14 +135,16 @@ class Attention(nn.Module):
         self.W_o = nn.Linear(embed_dim, embed_dim)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, *, key_ranges: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, key_ranges: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
         batch, seqlen, embed_dim = x.shape
         q = self.W_q(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
         k = self.W_k(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
         v = self.W_v(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
         if mask is not None and mask.dim() == 3:
             mask = mask.unsqueeze(1)
-        context, _ = _attend(q, k, v, masked=mask, key_ranges=key_ranges, dropout=self.dropout)
+        context, _ = attend(q, k, v, masked=mask, key_ranges=key_ranges, bias=bias, dropout=self.dropout)
         out: Tensor = self.W_o(context.transpose(1, 2).reshape(batch, seqlen, embed_dim))
         return out
 
@@ -201,7 +174,7 @@ class GroupedQueryAttention(nn.Module):
         self.cache_k: Tensor | None = None
         self.cache_v: Tensor | None = None
 
-    def forward(self, x: Tensor, use_cache: bool = False, *, key_ranges: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, use_cache: bool = False, **masks: Unpack[Masks]) -> Tensor:
         batch, seqlen, _ = x.shape
         q = self.W_query(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
         k = self.W_key(x).view(batch, seqlen, self.num_kv_groups, self.head_dim).transpose(1, 2)
@@ -215,8 +188,8 @@ class GroupedQueryAttention(nn.Module):
         seqlen_k = k.shape[2]
         k = k.repeat_interleave(self.group_size, dim=1)
         v = v.repeat_interleave(self.group_size, dim=1)
-        masked = _future(seqlen_k)[seqlen_k - seqlen :].to(x.device).bool()
-        context, _ = _attend(q, k, v, masked=masked, key_ranges=key_ranges, dropout=self.dropout)
+        masked = future(seqlen_k)[seqlen_k - seqlen :].to(x.device).bool()
+        context, _ = attend(q, k, v, masked=masked, **masks, dropout=self.dropout)
         out: Tensor = self.out_proj(context.transpose(1, 2).reshape(batch, seqlen, self.d_out))
         return out
 

@@ -31,7 +31,7 @@ def batches(dtype: torch.dtype, device: str, head_dim: int, head_dim_v: int) -> 
     for case in (
         Case(1, 2, 1, 70, 97, head_dim, head_dim_v),
         Case(1, 2, 2, 33, 150, head_dim, head_dim_v, causal=False, dropout_p=0.5),
-        Case(1, 2, 1, 70, 97, head_dim, head_dim_v, window=(40, -1), key_ranges="documents", bias="bool hqk"),
+        Case(1, 2, 1, 70, 97, head_dim, head_dim_v, window=(40, -1), key_ranges="documents", mask="random hqk"),
         Case(1, 2, 1, 40, 70, head_dim, head_dim_v, softcap=3.0, bias="bands qk", alibi="h", sinks=True),
         Case(1, 2, 1, 5, 530, head_dim, head_dim_v, sinks=True, dropout_p=0.5),
         Case(1, 2, 1, 1, 530, head_dim, head_dim_v, softcap=3.0, key_ranges="documents"),

@@ -17,7 +17,7 @@ import emulated
 import pybind11
 from editable import WITHOUT_EDITABLE
 
-from pyattn import _C
+import pyattn
 
 TOOLS = Path(__file__).parent
 ROOT = TOOLS.parents[1]
@@ -37,7 +37,7 @@ LIKELY = {
     "page_table": ("ops_cache_pages.cpp", "ops_pages_cuda.cpp"),
     "pages": ("cpu/pages.h", "ops_cache_pages.cpp", "ops_paged.cpp", "pages.h"),
     "pages_on_gpu": ("ops_pages_cuda.cpp",),
-    "ring": ("ops_cache.cpp",),
+    "ring_buffer": ("ops_cache.cpp",),
     "splits": ("cuda/merge.h", "cuda/splits.h"),
     "threads": ("threads.cpp",),
     "varlen": ("cpu/units.h", "cuda/sequences.h", "ops_varlen.cpp", "packing.h", "work.h"),
@@ -55,7 +55,7 @@ TESTS = (
     "dropout",
     "math",
     "pages",
-    "ring",
+    "ring_buffer",
     "splits",
     "varlen",
     "varlen_pages",
@@ -142,7 +142,7 @@ class Copy:
             command = ["-O1" if x == "-O3" else x for x in shlex.split(entry["command"])]
             at = command.index("-o")
             isa = re.search(r"kernels_(\w+)\.dir", command[at + 1])
-            if not isa or isa[1] in _C.available_isas():
+            if not isa or isa[1] in pyattn.isas():
                 yield Unit(command[at + 1], command[:at] + command[at + 2 :], isa[1] if isa else "")
 
     def emulated_units(self) -> Iterator[Unit]:

@@ -346,7 +346,7 @@ def attention_backward(
     sinks: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor | None, ...]:
-    """``pyattn.attention_backward`` likewise."""
+    """``pyattn.parts.attention_backward`` likewise."""
     row_max, row_sum = lse if isinstance(lse, tuple) else (lse, torch.ones_like(lse))
     learned = bias, alibi_slopes, sinks
     wanted = [t is not None and t.is_floating_point() for t in learned]

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from build_copy import BadFaultError, Copy, Unit
 
-from pyattn import _C
+import pyattn
 
 WANTED = 0.95
 
@@ -103,7 +103,7 @@ class Planter:
             with self.planted(faults) as (copy, units):
                 for unit in units:
                     # The best instruction set has all code; float16 is as bfloat16.
-                    if unit.backend not in _C.available_isas()[1:] and unit.object != "emulated_f16.o":
+                    if unit.backend not in pyattn.isas()[1:] and unit.object != "emulated_f16.o":
                         copy.compile(unit, "-fsyntax-only")
         except BadFaultError as error:
             if len(faults) == 1:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pyattn import pages
+from pyattn import ops, pages
 from pyattn.adapters.flash_attn.arguments import (
     Window,
     WrongValueError,
@@ -19,8 +19,6 @@ from pyattn.arguments import check_between, check_size, check_tensor, check_type
 from pyattn.functional import attention
 from pyattn.nn.positions import turn
 from pyattn.options import UNBOUNDED
-
-_in_use = torch.ops.pyattn.pages_in_use.default
 
 
 @torch.no_grad()
@@ -100,7 +98,7 @@ def flash_attn_with_kvcache(
     _check_lengths(before, len(new), capacity, block_table)
     if block_table is not None:
         starts = capacity * torch.arange(batch + 1, device=q.device)
-        table, _ = _in_use(block_table, starts, capacity, lengths, k_cache.shape[0], page_size)
+        table, _ = ops.pages_in_use(block_table, starts, capacity, lengths, k_cache.shape[0], page_size)
     options["causal"] = causal or seqlen_q == 1  # the last position sees all
     options["q_offset"] = lengths - seqlen_q
     if cache_leftpad is not None or not options["causal"]:

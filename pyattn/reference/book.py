@@ -1,4 +1,4 @@
-"""The book's efficient multi-head attention in plain PyTorch: the specification of :mod:`pyattn.nn.efficient`.
+"""The book's efficient multi-head attention in plain PyTorch: the specification of :mod:`pyattn.nn.book`.
 
 The way it is computed is that of the chapter's own classes, whichever function of torch the book calls; what differs,
 and is specified here, are the parameters, their order and the states.
@@ -9,22 +9,24 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
+from typing_extensions import Unpack
 
-from pyattn.reference.modules import MultiHeadAttention, MultiHeadAttentionWrapper, _attend, _future
+from pyattn.reference.heads import Masks, causal_heads, future
+from pyattn.reference.modules import MultiHeadAttention, MultiHeadAttentionWrapper
+
+__all__ = [
+    "Ch03_MHA",
+    "Ch03_MHA_Wrapper",
+    "MHAEinsum",
+    "MHAPyTorchClass",
+    "MHAPyTorchFlexAttention",
+    "MHAPyTorchSDPAWithoutFlash",
+    "MHAPyTorchScaledDotProduct",
+    "MultiHeadAttentionCombinedQKV",
+]
 
 Ch03_MHA = MultiHeadAttention
-
-
-def _causal_heads(
-    q: Tensor, k: Tensor, v: Tensor, num_heads: int, dropout: nn.Module, key_ranges: Tensor | None = None
-) -> Tensor:
-    """Causal attention over (B, T, num_heads * head_dim); all queries see the keys after the last query's."""
-    q, k, v = (x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in (q, k, v))
-    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
-    masked = torch.ones(seqlen_q, seqlen_q, dtype=torch.bool, device=q.device).triu(1)
-    masked = torch.nn.functional.pad(masked, (0, seqlen_k - seqlen_q))
-    return _attend(q, k, v, masked=masked, key_ranges=key_ranges, dropout=dropout)[0].transpose(1, 2).flatten(2)
 
 
 class Ch03_MHA_Wrapper(MultiHeadAttentionWrapper):
@@ -34,8 +36,8 @@ class Ch03_MHA_Wrapper(MultiHeadAttentionWrapper):
         super().__init__(d_in, d_out, context_length, dropout, num_heads, qkv_bias)
         self.out_proj = nn.Linear(d_out * num_heads, d_out * num_heads)
 
-    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None) -> Tensor:
-        out: Tensor = self.out_proj(super().forward(x, key_ranges=key_ranges))
+    def forward(self, x: Tensor, **masks: Unpack[Masks]) -> Tensor:
+        out: Tensor = self.out_proj(super().forward(x, **masks))
         return out
 
 
@@ -56,10 +58,10 @@ class MHAPyTorchScaledDotProduct(nn.Module):
         self.proj = nn.Linear(d_out, d_out)
         self.dropout: float | nn.Module = dropout
 
-    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, **masks: Unpack[Masks]) -> Tensor:
         dropout = self.dropout if isinstance(self.dropout, nn.Module) else nn.Dropout(self.dropout)
         q, k, v = self.qkv(x).chunk(3, -1)
-        out: Tensor = self.proj(_causal_heads(q, k, v, self.num_heads, dropout.train(self.training), key_ranges))
+        out: Tensor = self.proj(causal_heads(q, k, v, self.num_heads, dropout.train(self.training), **masks))
         return out
 
 
@@ -78,7 +80,7 @@ class MHAPyTorchSDPAWithoutFlash(MHAPyTorchScaledDotProduct):
         qkv_bias: bool = False,
     ) -> None:
         super().__init__(d_in, d_out, num_heads, context_length, dropout, qkv_bias)
-        self.register_buffer("mask", _future(context_length).bool())
+        self.register_buffer("mask", future(context_length).bool())
 
 
 class MultiHeadAttentionCombinedQKV(MHAPyTorchScaledDotProduct):
@@ -93,7 +95,7 @@ class MultiHeadAttentionCombinedQKV(MHAPyTorchScaledDotProduct):
     ) -> None:
         super().__init__(d_in, d_out, num_heads, context_length, dropout, qkv_bias)
         self.dropout = nn.Dropout(dropout)
-        self.register_buffer("mask", _future(context_length))
+        self.register_buffer("mask", future(context_length))
 
 
 class MHAEinsum(nn.Module):
@@ -113,7 +115,7 @@ class MHAEinsum(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(d_out)) if qkv_bias else None)
         self.out_proj = nn.Linear(d_out, d_out)
         self.dropout = nn.Dropout(dropout)
-        self.register_buffer("mask", _future(context_length))
+        self.register_buffer("mask", future(context_length))
         for weight in (self.W_query, self.W_key, self.W_value):
             nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
         bound = 1 / math.sqrt(d_out)
@@ -121,10 +123,10 @@ class MHAEinsum(nn.Module):
             if bias is not None:
                 nn.init.uniform_(bias, -bound, bound)
 
-    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, **masks: Unpack[Masks]) -> Tensor:
         weights = (self.W_query, self.bias_q), (self.W_key, self.bias_k), (self.W_value, self.bias_v)
         q, k, v = (linear(x, weight.mT, bias) for weight, bias in weights)
-        out: Tensor = self.out_proj(_causal_heads(q, k, v, self.num_heads, self.dropout, key_ranges))
+        out: Tensor = self.out_proj(causal_heads(q, k, v, self.num_heads, self.dropout, **masks))
         return out
 
 
@@ -145,16 +147,23 @@ class MHAPyTorchClass(nn.Module):
         )
         self.need_weights = need_weights
         self.proj = nn.Linear(d_out, d_out)
-        self.register_buffer("mask", _future(context_length).bool())
+        self.register_buffer("mask", future(context_length).bool())
 
-    def forward(self, x: Tensor, *, key_ranges: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, **masks: Unpack[Masks]) -> Tensor:
         inner = self.multihead_attn
         q, k, v = linear(x, inner.in_proj_weight, inner.in_proj_bias).chunk(3, -1)
         if inner.bias_k is not None and inner.bias_v is not None:
-            if key_ranges is not None:
+            if masks.get("key_ranges") is not None:
                 raise NotImplementedError("pyattn: key_ranges do not say whether bias_k is seen, got qkv_bias=True")
             k = torch.cat([k, inner.bias_k.to(k.dtype).expand(len(x), 1, -1)], 1)
             v = torch.cat([v, inner.bias_v.to(v.dtype).expand(len(x), 1, -1)], 1)
+            masks["mask"] = _with_last(masks.get("mask"), x.shape[1], True)
+            masks["bias"] = _with_last(masks.get("bias"), x.shape[1], 0.0)
         dropout = nn.Dropout(inner.dropout).train(self.training)
-        out: Tensor = self.proj(inner.out_proj(_causal_heads(q, k, v, inner.num_heads, dropout, key_ranges)))
+        out: Tensor = self.proj(inner.out_proj(causal_heads(q, k, v, inner.num_heads, dropout, **masks)))
         return out
+
+
+def _with_last(t: Tensor | None, seqlen: int, value: float) -> Tensor | None:
+    """``t`` (..., seqlen or 1), and ``value`` for one more key."""
+    return None if t is None else pad(t.expand(*t.shape[:-1], seqlen), (0, 1), value=value)

@@ -1,0 +1,73 @@
+"""The book's efficient multi-head attention, nine ways to write the same, under the book's names.
+
+S. Raschka, "Build a Large Language Model (From Scratch)", chapter 3, bonus material "Comparing Efficient Multi-Head
+Attention Implementations". The first two are the chapter's own classes, under other names; the others differ in where
+their weights are. Here all compute natively, and take what :mod:`pyattn.nn` says that its modules share.
+"""
+
+import torch
+from torch import Tensor
+
+from pyattn.arguments import check_names
+from pyattn.nn.causal import MultiHeadAttentionWrapper
+from pyattn.nn.combined_qkv import (
+    MHAPyTorchFlexAttention,
+    MHAPyTorchScaledDotProduct,
+    MHAPyTorchSDPAWithoutFlash,
+    MultiHeadAttentionCombinedQKV,
+)
+from pyattn.nn.einsum import MHAEinsum
+from pyattn.nn.heads import Output, output_of
+from pyattn.nn.multi_head import MultiHeadAttention
+from pyattn.nn.torch_class import MHAPyTorchClass
+
+__all__ = [
+    "Ch03_MHA",
+    "Ch03_MHA_Wrapper",
+    "MHAEinsum",
+    "MHAPyTorchClass",
+    "MHAPyTorchFlexAttention",
+    "MHAPyTorchSDPAWithoutFlash",
+    "MHAPyTorchScaledDotProduct",
+    "MultiHeadAttentionCombinedQKV",
+]
+
+Ch03_MHA = MultiHeadAttention
+
+
+class Ch03_MHA_Wrapper(MultiHeadAttentionWrapper):
+    """:class:`MultiHeadAttentionWrapper` with a Linear ``out_proj`` over the concatenated heads.
+
+    >>> Ch03_MHA_Wrapper(3, 2, context_length=6, dropout=0.0, num_heads=2)(torch.rand(8, 6, 3)).shape
+    torch.Size([8, 6, 4])
+    """
+
+    @check_names
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        context_length: int,
+        dropout: float,
+        num_heads: int,
+        qkv_bias: bool = False,
+        *,
+        persistent_mask: bool | None = None,
+    ) -> None:
+        super().__init__(d_in, d_out, context_length, dropout, num_heads, qkv_bias, persistent_mask=persistent_mask)
+        self.out_proj = torch.nn.Linear(d_out * num_heads, d_out * num_heads)
+
+    @check_names
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_ranges: Tensor | None = None,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> Output:
+        """``x`` (batch, seqlen, d_in), out (batch, seqlen, num_heads * d_out)."""
+        result = super().forward(x, key_ranges=key_ranges, mask=mask, bias=bias, need_weights=need_weights)
+        out, weights = result if isinstance(result, tuple) else (result, None)
+        return output_of(self.out_proj(out), weights)

@@ -1,0 +1,41 @@
+"""Floating-point operations of the native operators, as ``torch.utils.flop_counter`` asks for them."""
+
+from functools import partial
+from typing import Any
+
+from torch._ops import OpOverload
+from torch.utils.flop_counter import register_flop_formula
+
+from pyattn import ops
+from pyattn.options import Options, Packing
+from pyattn.visible import packed_pairs, pairs
+
+
+def flops(op: OpOverload[..., Any], *args: Any, out_val: object = None, **named: Any) -> int:
+    """Two operations a column for each pair of query and key that the mask leaves, so causal counts half.
+
+    Forward computes Q K^T and P V; backward Q K^T again, dO V^T, dV, dK and dQ.
+    """
+    values = ops.arguments_of(op, args, named)
+    q, k, v = values["q"], values["k"], values["v"]
+    options = Options(*(values[name] for name in Options._fields))
+    columns: int = 3 * q.shape[-1] + 2 * v.shape[-1] if "dout" in values else q.shape[-1] + v.shape[-1]
+    if "cu_seqlens_q" in values:
+        packing = Packing(*(values[name] for name in Packing._fields))
+        if "block_table" in values:
+            k = q.new_empty(values["block_table"].numel() * k.shape[1], k.shape[2], 0)
+        return 2 * columns * packed_pairs(q, k, packing, options)
+    if "block_table" in values:
+        k = q.new_empty(q.shape[0], k.shape[2], values["seqlen_k"], 0)
+    return 2 * columns * pairs(q, k, options)
+
+
+for _op in (
+    ops.attention_forward,
+    ops.attention_backward,
+    ops.attention_varlen_forward,
+    ops.attention_varlen_backward,
+    ops.attention_paged_forward,
+    ops.attention_varlen_paged_forward,
+):
+    register_flop_formula(_op.overloadpacket, get_raw=True)(partial(flops, _op))

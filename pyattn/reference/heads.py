@@ -1,0 +1,82 @@
+"""The heads of the plain modules: masked attention over tensors that are already projected."""
+
+from typing import TypedDict
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from typing_extensions import Unpack
+
+
+class Masks(TypedDict, total=False):
+    """What a caller adds to a module's own mask: see :func:`attend`."""
+
+    key_ranges: Tensor | None
+    mask: Tensor | None
+    bias: Tensor | None
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    masked: Tensor | None = None,
+    dropout: nn.Module | None = None,
+    softmax_scale: float | None = None,
+    **masks: Unpack[Masks],
+) -> tuple[Tensor, Tensor]:
+    """``dropout(softmax(softmax_scale q k^T + bias)) v`` and the weights, over (batch, T, D) or (batch, heads, T, D).
+
+    ``masked``: bool, True = masked out. On top of it, a query that sees no key then getting 0:
+
+    - ``key_ranges`` (batch or 1, seqlen_q, 2): query i sees the keys [begin, end) alone.
+    - ``mask``, bool, True = takes part, and ``bias``, added to the scores, -inf hiding a key, of shapes that broadcast
+      to (batch, heads, seqlen_q, seqlen_k), heads being 1 where q has none.
+    """
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    outside = []
+    mask, bias = masks.get("mask"), masks.get("bias")
+    if (key_ranges := masks.get("key_ranges")) is not None:
+        begin, end = (bound if q.dim() == 3 else bound[:, None] for bound in key_ranges[..., None].unbind(-2))
+        key = torch.arange(k.shape[-2], device=k.device)
+        outside.append((key < begin) | (key >= end))
+    if mask is not None:
+        outside.append(~_without_heads(mask, q))
+    if bias is not None:
+        scores = scores + _without_heads(bias, q)
+        outside.append(_without_heads(bias, q) == -torch.inf)
+    hidden = torch.zeros_like(scores, dtype=torch.bool) if masked is None else masked
+    for more in outside:
+        hidden = hidden | more
+    scores = scores.masked_fill(hidden, -torch.inf)
+    unseen = hidden.all(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(unseen, 0.0) if outside else scores, dim=-1)
+    if outside:
+        weights = weights.masked_fill(unseen, 0.0)
+    if dropout is not None:
+        weights = dropout(weights)
+    return weights @ v, weights
+
+
+def _without_heads(t: Tensor, q: Tensor) -> Tensor:
+    return t.squeeze(-3) if t.dim() > 2 and q.dim() == 3 else t
+
+
+def of_head(t: Tensor | None, head: int) -> Tensor | None:
+    """What a mask or bias (..., heads or 1, seqlen_q, seqlen_k) says of one head; of all heads alike without heads."""
+    return t if t is None or t.dim() < 3 or t.shape[-3] == 1 else t[..., head : head + 1, :, :]
+
+
+def future(context_length: int) -> Tensor:
+    """The causal mask (context_length, context_length): 1 above the diagonal, masked out, and else 0."""
+    return torch.triu(torch.ones(context_length, context_length), diagonal=1)
+
+
+def causal_heads(q: Tensor, k: Tensor, v: Tensor, num_heads: int, dropout: nn.Module, **masks: Unpack[Masks]) -> Tensor:
+    """Causal attention over (B, T, num_heads * head_dim); all queries see the keys after the last query's."""
+    q, k, v = (x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in (q, k, v))
+    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
+    masked = torch.ones(seqlen_q, seqlen_q, dtype=torch.bool, device=q.device).triu(1)
+    masked = pad(masked, (0, seqlen_k - seqlen_q))
+    return attend(q, k, v, masked=masked, **masks, dropout=dropout)[0].transpose(1, 2).flatten(2)

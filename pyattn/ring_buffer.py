@@ -1,0 +1,59 @@
+"""Ring buffers: caches whose slots keep the last positions of text without end, for windows.
+
+Ring attention, which passes keys round several devices, is another matter: :mod:`pyattn.parts` has what it needs.
+"""
+
+import torch
+from torch import Tensor
+
+from pyattn import ops
+from pyattn.arguments import check_64_bits, check_type, check_window
+from pyattn.options import UNBOUNDED
+
+SLACK = 4
+"""A ring buffer has 1 / SLACK more slots than positions it keeps. Where they end, the positions move to the front: each
+appended token moves SLACK others, once on average, while a query reads the whole window: under 1 % for windows of
+1,024 and more, for a quarter more memory."""
+
+
+def window_of(window: tuple[int, int] | None, max_seqlen: int) -> tuple[int, int] | None:
+    """The window of a ring buffer that keeps ``max_seqlen`` positions; None for none, which (-1, -1) is, too."""
+    if window is None:
+        return None
+    check_window(window)
+    left, right = window
+    if (left, right) == UNBOUNDED:
+        return None
+    if not 0 <= left < max_seqlen:
+        raise ValueError(
+            "pyattn: a cache's window must have a left bound between 0 and max_seqlen - 1, got "
+            f"window={(left, right)} and max_seqlen={max_seqlen}"
+        )
+    return left, right
+
+
+def slots_of(max_seqlen: int) -> int:
+    """How many slots a ring buffer has that keeps ``max_seqlen`` positions."""
+    return max_seqlen + -(-max_seqlen // SLACK)
+
+
+def narrowed(window: tuple[int, int], own: tuple[int, int], max_seqlen: int, seqlen_q: int) -> tuple[int, int]:
+    """``window`` within a cache's ``own``; ValueError for more queries than find their keys in the cache."""
+    most = max_seqlen - own[0]
+    if seqlen_q > most:
+        raise ValueError(
+            f"pyattn: over a cache with window={own}, seqlen_q must not exceed max_seqlen - left = {most}, "
+            f"got {seqlen_q}"
+        )
+    check_window(window)
+    left, right = (max(pair) if -1 in pair else min(pair) for pair in zip(window, own, strict=True))
+    return left, right
+
+
+def in_slots(q_offset: int | Tensor, lengths: Tensor, starts: Tensor, left: int, max_seqlen: int) -> Tensor:
+    """``q_offset`` in slots, for queries that see ``left`` keys before their own; those must still be there."""
+    check_type("q_offset", q_offset, int, torch.SymInt, Tensor)
+    check_64_bits("q_offset", q_offset)
+    offsets = q_offset if isinstance(q_offset, Tensor) else torch.full_like(lengths, q_offset)
+    slots: Tensor = ops.cache_slots(lengths, starts, offsets, left + 1, max_seqlen)
+    return slots

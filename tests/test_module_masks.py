@@ -1,0 +1,202 @@
+"""Promise: mask and bias of a module mean what they mean to attention, on top of the module's own mask."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from module_cases import (
+    CONTEXT_LENGTH,
+    D_IN,
+    EXTRAS,
+    ROWS,
+    WITH_EXTRAS,
+    WITH_RANGES,
+    assert_same,
+    gradients,
+    made,
+    pair,
+    plain,
+)
+from test_modules import RecordSoftmax
+from torch import Tensor
+
+from pyattn import masks, nn
+
+each_module = pytest.mark.parametrize("name", WITH_RANGES)
+each_kind = pytest.mark.parametrize("kind", ["mask", "bias", "both"])
+
+H = "heads"
+SHAPES: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = [
+    ((ROWS, ROWS), (2, H, ROWS, ROWS)),
+    ((2, 1, ROWS, ROWS), (ROWS,)),
+    ((1, H, ROWS, ROWS), (H, ROWS, 1)),
+    ((2, H, ROWS, ROWS), (2, 1, 1, ROWS)),
+    ((2, 1, 1, ROWS), (1, H, 1, 1)),
+    ((ROWS,), (ROWS, ROWS)),
+    ((1, ROWS, 1), (H, 1, ROWS)),
+]
+"""A mask and a bias each, of shapes that broadcast to (2, heads, ROWS, ROWS)."""
+
+
+def heads_of(module: torch.nn.Module) -> int:
+    inner = getattr(module, "multihead_attn", module)
+    return getattr(inner, "num_heads", None) or len(getattr(module, "heads", "1"))
+
+
+def added(kind: str, shapes: tuple[tuple[Any, ...], tuple[Any, ...]], heads: int) -> dict[str, Tensor]:
+    """What a caller gives; some rows then see nothing."""
+    of_mask, of_bias = (tuple(heads if n == H else n for n in shape) for shape in shapes)
+    bias = torch.randn(of_bias, dtype=torch.float64)
+    given = {"mask": torch.rand(of_mask) < 0.7, "bias": bias.masked_fill(torch.rand(of_bias) < 0.1, -torch.inf)}
+    return given if kind == "both" else {kind: given[kind]}
+
+
+def rows(batch: int = 2) -> Tensor:
+    return torch.randn(batch, ROWS, D_IN, dtype=torch.float64)
+
+
+def seen_by(causal: bool, mask: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    seen = torch.ones(1, 1, ROWS, ROWS, dtype=torch.bool)
+    seen = seen.tril() if causal else seen
+    seen = seen if mask is None else seen & mask
+    return seen if bias is None else seen & (bias != -torch.inf)
+
+
+def of_caller(module: torch.nn.Module, mask: Tensor | None = None, **others: Tensor) -> dict[str, Tensor]:
+    """The same for the module: Attention's mask, which has 2 to 4 dimensions, is True where masked out."""
+    if mask is None:
+        return others
+    return {"mask": ~mask[(None,) * (4 - mask.dim())] if isinstance(module, nn.Attention) else mask, **others}
+
+
+@each_module
+@each_kind
+def test_equals_plain(name: str, kind: str) -> None:
+    """Outputs, weights and all gradients, those of bias too."""
+    native, reference = (module.double() for module in pair(name, *WITH_RANGES[name]))
+    x = rows().requires_grad_()
+    for shapes in SHAPES:
+        given = added(kind, shapes, heads_of(native))
+        if name == "Attention" and kind == "mask":
+            given["mask"][..., 0] = True  # the plain module gives NaN where nothing is seen
+        seen = seen_by(name != "Attention", **given)
+        learned = [given["bias"].requires_grad_()] if "bias" in given else []
+        given = of_caller(native, **given)
+        ours, exact = native(x, **given), reference(x, **given)
+        assert_same(ours, exact)
+        found = gradients(ours, [x, *native.parameters(), *learned])
+        expected = gradients(exact, [x, *reference.parameters(), *learned])
+        for gradient, target in zip(found, expected, strict=True):
+            torch.testing.assert_close(gradient, target, rtol=0, atol=1e-12)
+        out, weights = native(x, **given, need_weights=True)
+        with RecordSoftmax() as record:
+            reference(x, **given)
+        assert torch.equal(out, ours)
+        whole = torch.stack(record.weights, 1) if name.endswith("Wrapper") else record.weights[0]
+        visible = seen if weights.dim() == 4 else seen[:, 0]
+        assert_same(weights, whole.masked_fill(~visible, 0.0))
+
+
+@pytest.mark.parametrize("name", WITH_EXTRAS)
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_extras_and_dropout(name: str, extra: str, dropout: float) -> None:
+    """With key_ranges too; the weights are those used in training."""
+    module = made(name, extra)
+    module.dropout.p = dropout
+    x, ranges = rows().requires_grad_(), masks.padding([ROWS, 5], ROWS, side="left")
+    for kind in ("mask", "bias", "both"):
+        given = added(kind, SHAPES[3], module.num_heads)
+        learned = [x, *module.parameters()] + ([given["bias"].requires_grad_()] if "bias" in given else [])
+        hidden = {"mask": ~given["mask"]} if "mask" in given else {}
+        results = []
+        for call in (
+            lambda given=given: module(x, **of_caller(module, **given), key_ranges=ranges, need_weights=True),
+            lambda given=given, hidden=hidden: plain(module, x, key_ranges=ranges, **given | hidden),
+        ):
+            torch.manual_seed(0)
+            results.append(call())
+        (ours, weights), (exact, expected) = results
+        assert_same(ours, exact)
+        assert_same(weights, expected)
+        for found, target in zip(gradients(ours, learned), gradients(exact, learned), strict=True):
+            torch.testing.assert_close(found, target, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["CausalAttention", "MultiHeadAttention", "MultiHeadAttentionCombinedQKV"])
+@each_kind
+def test_on_top_of_an_assigned_mask(name: str, kind: str) -> None:
+    native, reference = (module.double() for module in pair(name))
+    for module in (native, reference):
+        module.mask = torch.ones(CONTEXT_LENGTH, CONTEXT_LENGTH).triu(2)
+    x, given = rows(), added(kind, SHAPES[0], heads_of(native))
+    if name != "MultiHeadAttentionCombinedQKV":  # whose plain module is causal whatever its mask
+        assert_same(native(x, **given), reference(x, **given))
+    one_more = torch.ones(ROWS, ROWS, dtype=torch.bool).tril(1)
+    seen = given.pop("mask", one_more) & one_more
+    out = native(x, **given, mask=seen)
+    native.mask = torch.zeros(CONTEXT_LENGTH, CONTEXT_LENGTH)
+    assert_same(out, native(x, **given, mask=seen))
+
+
+@each_kind
+def test_the_key_of_the_biases_is_seen_by_all(kind: str) -> None:
+    """As torch's nn.MultiheadAttention pads its masks where it has add_bias_kv."""
+    native, reference = (module.double() for module in pair("MHAPyTorchClass", D_IN, D_IN, 3, ROWS, 0.0, True))
+    torch.nn.init.normal_(native.multihead_attn.bias_k)
+    reference.load_state_dict(native.state_dict())
+    x, causal = rows(), torch.ones(ROWS, ROWS, dtype=torch.bool).tril()
+    for shapes in SHAPES:
+        given = added(kind, shapes, 3)
+        out, weights = native(x, **given, need_weights=True)
+        assert_same(out, reference(x, **given))
+        score = torch.where(given.get("mask", causal) & causal, given.get("bias", 0.0), -torch.inf)
+        score = score.to(torch.float64).expand(2, 3, ROWS, ROWS).flatten(0, 1)
+        theirs, expected = native.multihead_attn(x, x, x, attn_mask=score, average_attn_weights=False)
+        assert_same(out, native.proj(theirs))
+        assert_same(weights, expected)
+
+
+@each_module
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning:torch")  # torch's own, in dynamo
+def test_compiles_to_one_graph(name: str) -> None:
+    torch._dynamo.reset()
+    native, _ = pair(name, *WITH_RANGES[name])
+    x, given = torch.randn(2, ROWS, D_IN, requires_grad=True), added("both", SHAPES[3], heads_of(native))
+    given = of_caller(native, mask=given["mask"], bias=given["bias"].float().requires_grad_())
+    compiled = torch.compile(native, backend="aot_eager", fullgraph=True)
+    results = [call(x, **given) for call in (compiled, native)]
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    found = (gradients(out, [x, given["bias"]]) for out in results)
+    torch.testing.assert_close(*found, rtol=0, atol=1e-6)
+
+
+def test_under_autocast() -> None:
+    """The bias may have the parameters' dtype, as for attention."""
+    module, x = made("MultiHeadAttention", "all").float(), torch.randn(2, ROWS, D_IN)
+    given = added("both", SHAPES[3], module.num_heads)
+    given["bias"] = given["bias"].float()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = module(x, **given)
+    assert (out - module(x, **given)).abs().max() < 0.1
+
+
+TAKES = ", True = takes part (numbers to add to the scores are bias), got torch.float32"
+HIDES = ", True = masked out (numbers to add to the scores are bias), got torch.float32"
+ADDED = "bias must be floating-point, added to the scores (a bool tensor, True = takes part, is mask), got torch.bool"
+
+
+@each_module
+def test_one_in_the_place_of_the_other(name: str) -> None:
+    module, _ = pair(name, *WITH_RANGES[name])
+    x, seen = torch.randn(2, ROWS, D_IN), torch.ones(ROWS, ROWS)
+    message = "pyattn: mask must be bool" + (HIDES if name == "Attention" else TAKES)
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        module(x, mask=seen)
+    with pytest.raises(TypeError, match=f"^{re.escape('pyattn: ' + ADDED)}$"):
+        module(x, bias=seen > 0)
+    for shape in [(ROWS, ROWS + 1), (3, 1, 1, 1), (5, 1, 1), (1, 1, 1, ROWS, ROWS)]:
+        message = f"bias must broadcast to (batch, num_heads, seqlen, keys) = {(2, heads_of(module), ROWS, ROWS)}"
+        with pytest.raises(ValueError, match=f"^{re.escape(f'pyattn: {message}, got shape {shape}')}$"):
+            module(x, bias=torch.ones(shape))

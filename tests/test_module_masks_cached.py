@@ -1,0 +1,176 @@
+"""Promise: mask and bias of a module over a cache, whose keys are all positions, are those of all tokens at once."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from module_cases import (
+    CONTEXT_LENGTH,
+    D_IN,
+    ROWS,
+    WITH_EXTRAS,
+    assert_same,
+    cache_for,
+    gradients,
+    made,
+    pair,
+)
+from torch import Tensor
+
+from pyattn import nn
+from pyattn.nn import growing_cache
+
+CACHED = [*WITH_EXTRAS, "MHAEinsum", "MHAPyTorchScaledDotProduct", "MultiHeadAttentionCombinedQKV"]
+each_module = pytest.mark.parametrize("name", CACHED)
+each_kind = pytest.mark.parametrize("kind", ["mask", "bias", "both"])
+each_page_size = pytest.mark.parametrize("page_size", [None, 16])
+
+
+def module_of(name: str, extra: str = "all") -> torch.nn.Module:
+    return made(name, extra) if name in WITH_EXTRAS else pair(name)[0].double()
+
+
+def added(kind: str, heads: int) -> dict[str, Tensor]:
+    """For all positions that a cache has room for; rows broadcast in the bias, heads in the mask."""
+    both = {
+        "mask": torch.rand(2, 1, CONTEXT_LENGTH, CONTEXT_LENGTH) < 0.7,
+        "bias": torch.randn(heads, 1, CONTEXT_LENGTH, dtype=torch.float64).requires_grad_(),
+    }
+    return both if kind == "both" else {kind: both[kind]}
+
+
+def call(module: torch.nn.Module, x: Tensor, begin: int, keys: int, given: dict[str, Tensor], **options: Any) -> Any:
+    """The module over tokens from ``begin`` on, which see so many keys. Attention's mask is True where masked out."""
+    end = begin + x.shape[1]
+    part = {name: t[..., begin:end, :keys] if name == "mask" else t[..., :keys] for name, t in given.items()}
+    if isinstance(module, nn.Attention):
+        causal = nn.causal_mask(CONTEXT_LENGTH)[..., begin:end, :keys]
+        part["mask"] = causal | ~part["mask"] if "mask" in part else causal
+    return module(x, **part, **options)
+
+
+@each_module
+@each_kind
+@each_page_size
+def test_steps_equal_the_whole(name: str, kind: str, page_size: int | None) -> None:
+    """With weights, and with the gradients of the newest tokens and of bias."""
+    module = module_of(name)
+    x, more = torch.randn(2, ROWS, D_IN, dtype=torch.float64, requires_grad=True), added(kind, module.num_heads)
+    whole, shown = call(module, x, 0, ROWS, more, need_weights=True)
+    cached, begin = cache_for(module, page_size=page_size), 0
+    learned = [t for t in more.values() if t.requires_grad]
+    for new in (5, 1, 3):
+        end = begin + new
+        step = x[:, begin:end]
+        out, weights = call(module, step, begin, CONTEXT_LENGTH, more, kv_cache=cached, need_weights=True)
+        assert_same(out, whole[:, begin:end])
+        assert_same(weights, shown[:, :, begin:end, :end])
+        if learned:
+            found, target = gradients(out, learned), gradients_of_rows(whole[:, begin:end], learned)
+            torch.testing.assert_close(found, target, rtol=0, atol=1e-12)
+        begin = end
+
+
+def gradients_of_rows(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(out.sin().sum(), leaves, retain_graph=True))
+
+
+@each_module
+@each_kind
+@each_page_size
+def test_a_ragged_prompt(name: str, kind: str, page_size: int | None) -> None:
+    """Each sequence gets what it gets alone, and the padding nothing."""
+    module, lengths = module_of(name), [4, 2]
+    x, more = torch.randn(2, 6, D_IN, dtype=torch.float64), added(kind, module.num_heads)
+    cached = cache_for(module, page_size=page_size)
+    options = {"kv_cache": cached, "lengths": lengths, "need_weights": True}
+    out, weights = call(module, x[:, :4], 0, CONTEXT_LENGTH, more, **options)
+    for b, count in enumerate(lengths):
+        own = {key: t[b : b + 1] if t.dim() == 4 else t for key, t in more.items()}
+        expected, shown = call(module, x[b : b + 1, :count], 0, count, own, need_weights=True)
+        assert_same(out[b : b + 1, :count], expected)
+        assert_same(weights[b : b + 1, :, :count, :count], shown)
+        assert not weights[b, :, count:].any()
+        assert not weights[b, ..., count:].any()
+
+
+@each_kind
+@pytest.mark.parametrize("fewest", [1, 256])
+def test_with_use_cache(kind: str, fewest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys are those of the tokens so far, however many the module has room for."""
+    monkeypatch.setattr(growing_cache, "FEWEST", fewest)
+    module = made("GroupedQueryAttention", "all")
+    x, more = torch.randn(2, ROWS, D_IN, dtype=torch.float64), added(kind, module.num_heads)
+    whole, begin = call(module, x, 0, ROWS, more), 0
+    with torch.no_grad():
+        for new in (5, 1, 3):
+            end = begin + new
+            assert_same(call(module, x[:, begin:end], begin, end, more, use_cache=True), whole[:, begin:end])
+            begin = end
+        message = re.escape("mask must broadcast to (batch, num_heads, seqlen, keys) = (2, 4, 1, 10), got shape (1, 9)")
+        with pytest.raises(ValueError, match=f"^pyattn: {message}$"):
+            module(x[:, :1], use_cache=True, mask=torch.ones(1, 9, dtype=torch.bool))
+        row = {"mask": torch.ones(1, 1, dtype=torch.bool), "bias": torch.zeros(1, dtype=torch.float64)}
+        assert_same(module(x[:, :1], use_cache=True, **row), module(torch.cat([x, x[:, :1]], 1))[:, -1:])
+
+
+@each_kind
+def test_a_ring_has_none(kind: str) -> None:
+    module = made("GroupedQueryAttention")
+    ring = cache_for(module, window=4)
+    with pytest.raises(NotImplementedError, match=r"^pyattn: a cache with a window takes no (mask|bias), got window="):
+        call(module, torch.randn(2, 3, D_IN, dtype=torch.float64), 0, CONTEXT_LENGTH, added(kind, 4), kv_cache=ring)
+    assert ring.lengths.tolist() == [0, 0]
+
+
+TOKENS = torch.ones(3, CONTEXT_LENGTH)
+FITS = "{} must broadcast to (batch, num_heads, seqlen, keys) = (2, 2, 3, 19), got shape "
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"mask": TOKENS}, TypeError, "mask must be bool, True = takes part (numbers to add to the scores are bias), got "),
+    ({"bias": TOKENS > 0}, TypeError, "bias must be floating-point, added to the scores (a bool tensor, True = takes "),
+    ({"bias": TOKENS.long()}, TypeError, "bias must be floating-point, added to the scores (a bool tensor, True = "),
+    ({"bias": TOKENS.half()}, TypeError, "bias must have dtype "),
+    ({"mask": [[True]]}, TypeError, "mask must be Tensor, got [[True]]"),
+    ({"bias": 0.5}, TypeError, "bias must be Tensor, got 0.5"),
+    (
+        {"mask": TOKENS[:, :3] > 0},
+        ValueError,
+        FITS.format("mask"),
+    ),
+    ({"bias": TOKENS[:, :3]}, ValueError, FITS.format("bias")),
+    ({"mask": TOKENS.expand(3, 3, 19) > 0}, ValueError, FITS.format("mask")),
+    ({"bias": TOKENS.expand(1, 1, 1, 3, 19)}, ValueError, FITS.format("bias")),
+    (
+        {"bias": torch.tensor(1.0)},
+        ValueError,
+        FITS.format("bias"),
+    ),
+    ({"mask": (TOKENS > 0).to("meta")}, ValueError, "mask must be on the device of x, got meta and cpu"),
+    ({"bias": TOKENS.to("meta")}, ValueError, "bias must be on the device of x, got meta and cpu"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "kind", "message"), BAD)
+@pytest.mark.parametrize("extra", ["", "rotary"])
+def test_wrong_ones_leave_a_cache_as_it_was(wrong: Any, kind: type[Exception], message: str, extra: str) -> None:
+    module = made("MultiHeadAttention", extra)
+    cached = cache_for(module)
+    with pytest.raises(kind, match=f"^pyattn: {re.escape(message)}"):
+        module(torch.randn(2, 3, D_IN, dtype=torch.float64), kv_cache=cached, **wrong)
+    assert cached.lengths.tolist() == [0, 0]
+
+
+@each_kind
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning:torch")  # torch's own, in dynamo
+def test_compiles_once_for_all_lengths(kind: str) -> None:
+    torch._dynamo.reset()
+    module = made("MultiHeadAttention", "all")
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    x, more = torch.randn(2, ROWS, D_IN, dtype=torch.float64), added(kind, module.num_heads)
+    ours, expected = cache_for(module), cache_for(module)
+    with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
+        for begin in range(ROWS):
+            step = x[:, begin : begin + 1], begin, CONTEXT_LENGTH
+            part = {k: t[..., begin : begin + 1, :].clone() if k == "mask" else t for k, t in more.items()}
+            assert_same(compiled(step[0], **part, kv_cache=ours), module(step[0], **part, kv_cache=expected))

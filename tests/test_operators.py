@@ -1,0 +1,93 @@
+"""Promise: every operator of attention takes the same options, and refuses what it has no kernels for."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyattn import attention
+from pyattn.options import Options, Packing
+
+OPERATORS = [
+    "attention_forward",
+    "attention_backward",
+    "attention_varlen_forward",
+    "attention_varlen_backward",
+    "attention_paged_forward",
+    "attention_varlen_paged_forward",
+]
+each_operator = pytest.mark.parametrize("name", OPERATORS)
+
+
+def test_all_operators_are_named() -> None:
+    """A new operator of attention is held to what these tests say."""
+    names = {name.removeprefix("pyattn::") for name in torch._C._dispatch_get_all_op_names() if "pyattn::" in name}
+    assert {name for name in names if name.startswith("attention_")} == set(OPERATORS)
+
+
+@each_operator
+def test_arguments_are_those_of_python(name: str) -> None:
+    """One after the other, in the order of the fields and with their defaults."""
+    taken = {argument.name: argument for argument in getattr(torch.ops.pyattn, name).default._schema.arguments}
+    names = list(taken)
+    for group in [Packing, Options] if "varlen" in name else [Options]:
+        first = names.index(group._fields[0])
+        assert tuple(names[first : first + len(group._fields)]) == group._fields
+        for field, default in group._field_defaults.items():
+            value = taken[field].default_value
+            assert (tuple(value) if isinstance(value, list) else value) == default, field
+
+
+def foreign(kind: str) -> Tensor:
+    x = torch.randn(1, 2, 3, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # features in development warn
+        match kind:
+            case "Sparse":
+                return x.to_sparse()
+            case "SparseCsr":
+                return x[0, 0].to_sparse_csr()
+            case "SparseBsr":
+                return torch.randn(4, 4).to_sparse_bsr((2, 2))
+            case "Mkldnn":
+                return x.to_mkldnn()
+            case "quint8":
+                return torch.quantize_per_tensor(x, 0.1, 0, torch.quint8)
+            case "nested":
+                return torch.nested.nested_tensor([x[0], x[0, :, :2]])
+    raise ValueError(kind)
+
+
+def arguments(name: str) -> dict[str, Any]:
+    """Tensors, numbers and flags for every argument that has no default, whatever they mean."""
+    x = torch.randn(1, 2, 3, 4)
+    taken = getattr(torch.ops.pyattn, name).default._schema.arguments
+    return {a.name: x if "Tensor" in str(a.type) else 1 for a in taken if not a.has_default_value()}
+
+
+@pytest.mark.parametrize("kind", ["Sparse", "SparseCsr", "SparseBsr", "Mkldnn", "quint8", "nested"])
+@each_operator
+def test_tensors_that_are_not_dense(name: str, kind: str) -> None:
+    """Each argument, an option too, is named with what it is."""
+    call, dense, odd = getattr(torch.ops.pyattn, name), arguments(name), foreign(kind)
+    tensors = [argument.name for argument in call.default._schema.arguments if "Tensor" in str(argument.type)]
+    assert {"q", "k", "v", "q_offsets", "sinks"} <= set(tensors)
+    for wrong in tensors:
+        with pytest.raises(NotImplementedError, match=f"^pyattn: {wrong} must be a dense tensor.* got .*{kind}"):
+            call(**dense | {wrong: odd})
+
+
+@pytest.mark.parametrize("kind", ["Sparse", "SparseCsr", "SparseBsr", "Mkldnn", "quint8", "nested"])
+def test_tensors_that_are_not_dense_of_the_function(kind: str) -> None:
+    dense, odd = torch.randn(1, 2, 3, 4), foreign(kind)
+    for tensors in ((odd, odd, odd), (odd, dense, dense), (dense, odd, dense), (dense, dense, odd)):
+        with pytest.raises(NotImplementedError, match=f"^pyattn: [qkv] must be a dense tensor.* got .*{kind}"):
+            attention(*tensors)
+
+
+@each_operator
+def test_derivatives_of_the_operators_raise(name: str) -> None:
+    """Only what pyattn defines has a derivative: an operator that is called by itself is not silently constant."""
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"pyattn::{name}", "Autograd")

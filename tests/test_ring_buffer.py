@@ -1,0 +1,139 @@
+"""Promise: over a ring buffer, text goes on without end as under a window."""
+
+import copy
+import io
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from caches import OPTIONS, assert_equals_the_whole, in_steps, made, zeros
+from helpers import Case, each_dtype
+from torch import Tensor
+
+from pyattn import KVCache, attention, attention_with_cache
+
+
+def pickle_and_back(cached: KVCache) -> KVCache:
+    stored = io.BytesIO()
+    torch.save(cached, stored)
+    stored.seek(0)
+    loaded: KVCache = torch.load(stored)
+    return loaded
+
+
+@each_dtype
+@pytest.mark.parametrize("name", ["plain", "scores"])
+def test_a_ring_equals_a_window(attend: Callable[..., Any], name: str, dtype: torch.dtype) -> None:
+    """Text goes on through several moves to the front; ALiBi's distances hold."""
+    case = OPTIONS[name]
+    qkv = tuple(t.repeat(1, 1, 3, 1) for t in case.inputs(dtype))
+    options = case.options | case.tensors(dtype)
+    cached = made(case, dtype, 24, window=(7, 0))
+    slots = cached.k.shape[2]
+    assert_equals_the_whole(in_steps(attend, cached, qkv, **options), qkv, options | {"window": (7, 0)})
+    assert cached.lengths.tolist() == [120, 120]
+    assert cached.k.shape[2] == slots == 30
+    cached.reset()
+    narrow = options | {"window": (4, 0)}
+    assert_equals_the_whole(in_steps(attend, cached, qkv, **narrow), qkv, narrow)
+
+
+@pytest.mark.parametrize("new", [23, 24, 25, 30, 31, 100])
+def test_a_ring_takes_more_than_it_keeps(new: int) -> None:
+    """The queries of a long prompt come in chunks; those at its end find what they see."""
+    case = Case(2, 4, 2, 110, 110, 16, 16)
+    q, k, v = case.inputs(torch.float64)
+    whole = attention(q, k, v, window=(7, 0))
+    cached = made(case, torch.float64, 24, window=(7, 0))
+    for begin, end in ((0, 5), (5, 5 + new), (5 + new, 6 + new)):
+        cached.append(k[:, :, begin:end], v[:, :, begin:end])
+    first = max(0, 6 + new - 17)
+    out = attention_with_cache(q[:, :, first : 6 + new], cached)
+    torch.testing.assert_close(out, whole[:, :, first : 6 + new], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("right", [0, 2, -1])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("asked", [(-1, -1), (3, -1), (9, 1)])
+def test_its_window_is_that_of_every_query(right: int, causal: bool, asked: tuple[int, int]) -> None:
+    """(left, right) as for attention, without being passed again, and within what a call passes."""
+    case = Case(2, 4, 2, 60, 60, 16, 16)
+    q, k, v = case.inputs(torch.float64)
+    cached = made(case, torch.float64, 24, window=(7, right))
+    for begin in range(0, 60, 12):
+        now = slice(begin, begin + 12)
+        cached.append(k[:, :, now], v[:, :, now])
+        out = attention_with_cache(q[:, :, now], cached, causal=causal, window=asked)
+        so_far = k[:, :, : now.stop], v[:, :, : now.stop]
+        inner = attention(q[:, :, now], *so_far, causal=causal, window=(7, right), bias=seen(12, now.stop, *asked))
+        torch.testing.assert_close(out, inner, rtol=0, atol=1e-14)
+
+
+def seen(queries: int, keys: int, left: int, right: int) -> Tensor:
+    """The keys in a window, True = takes part."""
+    ahead = torch.arange(keys) - torch.arange(keys - queries, keys)[:, None]
+    return (ahead >= (-left if left >= 0 else -keys)) & (ahead <= (right if right >= 0 else keys))
+
+
+def test_what_the_ring_buffer_is_for_the_causal_mask() -> None:
+    """The right bound changes no bit there, and a window without bounds makes none."""
+    case = Case(2, 4, 2, 60, 60, 16, 16)
+    q, k, v = case.inputs(torch.float32)
+    outs = []
+    for right in (0, 3, -1):
+        cached = made(case, torch.float32, 24, window=(7, right))
+        outs.append(in_steps(attention_with_cache, cached, (q, k, v)))
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+    plain = KVCache(2, 2, 24, 16, window=(-1, -1))
+    assert plain.window is None
+    assert plain.k.shape == KVCache(2, 2, 24, 16).k.shape
+
+
+@pytest.mark.parametrize(
+    "move", [pickle_and_back, KVCache.clone, copy.deepcopy, lambda cached: cached.to(torch.float64)]
+)
+def test_copies_keep_the_window(move: Callable[[KVCache], KVCache]) -> None:
+    cached = KVCache(2, 2, 10, 8, window=[3, 0])  # type: ignore[arg-type]  (a list, as attention takes it)
+    for _ in range(3):
+        cached.append(zeros(2, 2, 5, 8), zeros(2, 2, 5, 8))
+    moved = move(cached)
+    assert moved.window == cached.window == (3, 0)
+    with pytest.raises(ValueError, match=r"^pyattn: over a cache with window=\(3, 0\), seqlen_q must not exceed"):
+        attention_with_cache(zeros(2, 4, 8, 8, dtype=moved.k.dtype), moved)
+
+
+q = zeros(2, 4, 3, 8)
+BAD_RINGS: list[tuple[Tensor, dict[str, Any], type[Exception], str]] = [
+    (zeros(2, 4, 8, 8), {}, ValueError, "window=(3, 0), seqlen_q must not exceed max_seqlen - left = 7, got 8"),
+    (q, {"bias": zeros(3, 10)}, NotImplementedError, "a cache with a window takes no bias, got window=(3, 0)"),
+    (
+        q,
+        {"key_ranges": torch.zeros(1, 3, 2, dtype=torch.int64)},
+        NotImplementedError,
+        "a cache with a window takes no key_ranges, got window=(3, 0)",
+    ),
+    (q, {"window": (-2, 0)}, ValueError, "window must be (left, right), each at least -1, got [-2, 0]"),
+    (q, {"q_offset": 0.5}, TypeError, "q_offset must be int or Tensor, got 0.5"),
+    (q, {"q_offset": torch.zeros(3, dtype=torch.int64)}, ValueError, "q_offset must have shape [2], got [3]"),
+    (q, {"q_offset": torch.zeros(2)}, TypeError, "q_offset must have dtype int64, got float32"),
+    (
+        q,
+        {"q_offset": 12},
+        ValueError,
+        "q_offset must be at least 13, where a window of 4 keys begins with the oldest one that the cache keeps, got "
+        "12 for sequence 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("queries", "options", "kind", "message"), BAD_RINGS, ids=[m[:40] for *_, m in BAD_RINGS])
+def test_wrong_calls_over_a_ring(queries: Tensor, options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    cached = KVCache(2, 2, 10, 8, window=(3, 0))
+    for _ in range(4):
+        cached.append(zeros(2, 2, 5, 8), zeros(2, 2, 5, 8))
+    attention_with_cache(q, cached, q_offset=13)
+    with pytest.raises(kind, match="pyattn: .*" + re.escape(message)):
+        attention_with_cache(queries, cached, **options)
