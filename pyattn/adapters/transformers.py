@@ -10,19 +10,16 @@ comes as ``key_ranges`` wherever its rows have no holes: see :mod:`pyattn.adapte
 
 import inspect
 import sys
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pyattn import AttentionOptions, attention, attention_varlen, attention_weights
 from pyattn.adapters import transformers_masks, transformers_models, transformers_packed
 from pyattn.adapters.transformers_masks import Mask
 from pyattn.arguments import check_size, check_tensor, shown
 from pyattn.dropout import draw_seed
-from pyattn.functional import attention
 from pyattn.options import UNBOUNDED
-from pyattn.varlen import attention_varlen
-from pyattn.weights import attention_weights
 
 __all__ = ["attention_function", "fallbacks", "mask_function", "register"]
 
@@ -159,7 +156,7 @@ def attention_function(
     causal = query.shape[2] > 1 and attention_mask is None and decoder
     if query.shape[0] == 1 != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
-    options: dict[str, Any] = {
+    options: AttentionOptions = {
         "causal": causal,
         "softmax_scale": scaling,
         "softcap": softcap or 0.0,
@@ -231,20 +228,18 @@ def _documents(
     return transformers_packed.by_positions(position_ids, mask, key.shape[2])
 
 
-def _masked(mask: Tensor | Mask | None, position_bias: Tensor | None, key_ranges: Tensor | None) -> dict[str, Any]:
-    """A mask and a position bias as key_ranges and bias: ranges within ``key_ranges``, where those are given too."""
+def _masked(
+    attention_mask: Tensor | Mask | None, position_bias: Tensor | None, key_ranges: Tensor | None
+) -> AttentionOptions:
+    """A mask and a position bias as options: ranges within ``key_ranges``, where those are given too."""
+    mask, bias = attention_mask, position_bias
     if isinstance(mask, Mask):
         if mask.ranges is not None:
             key_ranges = mask.ranges if key_ranges is None else transformers_packed.within(mask.ranges, key_ranges)
         mask = mask.pairs
-    bias = position_bias
-    if mask is not None:
-        if mask.dtype != torch.bool and not mask.is_floating_point():
-            raise TypeError(f"pyattn: attention_mask must be bool or float, got {mask.dtype}")
-        if position_bias is None:
-            bias = mask
-        elif mask.dtype == torch.bool:
-            bias = torch.where(mask, position_bias, -torch.inf)
-        else:
-            bias = position_bias + mask
-    return {"key_ranges": key_ranges, "bias": bias}
+    elif mask is not None and mask.is_floating_point():
+        bias = mask if bias is None else bias + mask
+        mask = None
+    elif mask is not None and mask.dtype != torch.bool:
+        raise TypeError(f"pyattn: attention_mask must be bool or float, got {mask.dtype}")
+    return {"key_ranges": key_ranges, "mask": mask, "bias": bias}
