@@ -30,8 +30,7 @@ ForwardTensors attention_paged_forward(const Tensor& q, const Tensor& k, const T
   check_block_table(block_table, q.device(), batch);
   TORCH_CHECK_VALUE(seqlen_k >= 0, "pyattn: seqlen_k must be at least 0, got ", seqlen_k);
   check_options(q, batch, heads, options);
-  check_key_ranges(q, options);
-  check_bias(q, seqlen_k, options);
+  check_options_of_batch(q, seqlen_k, options);
   const ForwardResults results(q, v.sym_size(3), {batch, heads, seqlen_q});
   if (q.is_meta()) return results.all();
 

@@ -20,6 +20,7 @@ namespace pyattn {
   X(optional<Tensor>, q_offsets, "Tensor?", "=None")       /* (batch), int64, in place of q_offset */                 \
   X(c10::SymIntArrayRef, window, "SymInt[2]", "=[-1, -1]") /* left, right; -1: no bound */                            \
   X(optional<Tensor>, key_ranges, "Tensor?", "=None")      /* (batch or 1, seqlen_q, 2), int32 or int64 */            \
+  X(optional<Tensor>, mask, "Tensor?", "=None")            /* bool, true = takes part; shape as that of bias */       \
   X(double, softcap, "float", "=0.0")                                                                                 \
   X(optional<Tensor>, bias, "Tensor?", "=None") /* each size 1 or that of (batch, num_heads_q, seqlen_q, seqlen_k) */ \
   X(optional<Tensor>, alibi_slopes, "Tensor?", "=None") /* (num_heads_q) or (batch, num_heads_q) */                   \
@@ -43,16 +44,39 @@ inline void check_key_ranges(const Tensor& q, const Options& options) {
       "pyattn: key_ranges must have shape (", q.sym_size(0), " or 1, ", q.sym_size(2), ", 2), got ", sizes);
 }
 
-inline void check_bias(const Tensor& q, const SymInt& seqlen_k, const Options& options) {
-  if (!options.bias) return;
-  const Tensor& t = *options.bias;
-  check_type("bias", t, {at::kBool, q.scalar_type(), at::kFloat});
-  check_device("bias", t, q.device());
+// A tensor of scores, which broadcasts.
+inline void check_scores(const char* name, const Tensor& t, const Tensor& q, const SymInt& seqlen_k) {
+  check_device(name, t, q.device());
   const std::array<SymInt, 4> full{q.sym_size(0), q.sym_size(1), q.sym_size(2), seqlen_k};
   bool fits = 1 <= t.dim() && t.dim() <= 4;
   for (int64_t d = 1; fits && d <= t.dim(); ++d) fits = t.sym_size(-d) == 1 || t.sym_size(-d) == full[4 - d];
-  TORCH_CHECK_VALUE(fits, "pyattn: bias must have 1 to 4 dimensions, each 1 or that of ", c10::SymIntArrayRef(full),
-                    ", got ", t.sym_sizes());
+  TORCH_CHECK_VALUE(fits, "pyattn: ", name, " must have 1 to 4 dimensions, each 1 or that of ",
+                    c10::SymIntArrayRef(full), ", got ", t.sym_sizes());
+}
+
+inline void check_mask(const Tensor& q, const SymInt& seqlen_k, const Options& options) {
+  if (!options.mask) return;
+  check_type("mask", *options.mask, {at::kBool});
+  check_scores("mask", *options.mask, q, seqlen_k);
+}
+
+inline void check_bias(const Tensor& q, const SymInt& seqlen_k, const Options& options) {
+  if (!options.bias) return;
+  TORCH_CHECK_TYPE(options.bias->scalar_type() != at::kBool,
+                   "pyattn: bias must be float, added to the scores (use mask for a bool mask, True = takes part), "
+                   "got bool");
+  check_type("bias", *options.bias, {q.scalar_type(), at::kFloat});
+  check_scores("bias", *options.bias, q, seqlen_k);
+}
+
+// Checks the options that packed sequences take in another shape, or not at all.
+inline void check_options_of_batch(const Tensor& q, const SymInt& seqlen_k, const Options& options) {
+  check_key_ranges(q, options);
+  check_mask(q, seqlen_k, options);
+  check_bias(q, seqlen_k, options);
+  TORCH_CHECK_NOT_IMPLEMENTED(!options.mask || !options.bias,
+                              "pyattn: mask and bias must not both be given, got shapes ", options.mask->sym_sizes(),
+                              " and ", options.bias->sym_sizes());
 }
 
 // Kernels hold the scale in the type that they compute in, where a smaller one would count as 0 and give every key
@@ -104,12 +128,10 @@ inline void check_options(const Tensor& q, const SymInt& batch, const SymInt& he
 
 // output_mask asks for dbias, dalibi_slopes and dsinks, each only where its tensor is given and has a gradient.
 inline void check_wanted(const Options& options, const std::array<bool, 3>& output_mask) {
-  const bool differentiable = options.bias && options.bias->scalar_type() != at::kBool;
-  TORCH_CHECK_VALUE(
-      (!output_mask[0] || differentiable) && (!output_mask[1] || options.alibi_slopes) &&
-          (!output_mask[2] || options.sinks),
-      "pyattn: output_mask must ask for gradients of a float bias, alibi_slopes and sinks that are given, got ",
-      at::ArrayRef<bool>(output_mask.data(), 3));
+  TORCH_CHECK_VALUE((!output_mask[0] || options.bias) && (!output_mask[1] || options.alibi_slopes) &&
+                        (!output_mask[2] || options.sinks),
+                    "pyattn: output_mask must ask for gradients of a bias, alibi_slopes and sinks that are given, got ",
+                    at::ArrayRef<bool>(output_mask.data(), 3));
 }
 
 inline void check_heads(const SymInt& num_heads_q, const SymInt& num_heads_kv) {
@@ -130,8 +152,7 @@ inline void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, cons
   check_tensor("k", k, q.device(), q.scalar_type(), ks);
   check_tensor("v", v, q.device(), q.scalar_type(), {ks[0], ks[1], ks[2], vs[3]});
   check_options(q, qs[0], qs[1], options);
-  check_key_ranges(q, options);
-  check_bias(q, ks[2], options);
+  check_options_of_batch(q, ks[2], options);
 }
 
 }  // namespace pyattn

@@ -58,6 +58,8 @@ inline void check_packing(const Tensor& q, const Packing& packing, const Options
                     "pyattn: max_seqlen_q and max_seqlen_k must be at least 0, got ", packing.max_seqlen_q, " and ",
                     packing.max_seqlen_k);
   if (packing.seqused_k) check_seqused(*packing.seqused_k, sequences(packing), q.device());
+  TORCH_CHECK_NOT_IMPLEMENTED(!options.mask, "pyattn: packed sequences take no mask, got one of shape ",
+                              options.mask->sym_sizes());
   TORCH_CHECK_NOT_IMPLEMENTED(!options.bias, "pyattn: packed sequences take no bias, got one of shape ",
                               options.bias->sym_sizes());
   check_options(q, sequences(packing), q.sym_size(1), options);

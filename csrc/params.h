@@ -73,7 +73,9 @@ inline void fill_mask(MaskParams& mask, int64_t seqlen_q, int64_t seqlen_k, cons
 
 inline void fill_score(ScoreParams& score, at::ScalarType type, const Options& options, Kept& kept) {
   score.softcap = options.softcap;
-  if (options.bias) score.bias = bias_view(*options.bias, type, input_data(*options.bias));
+  // Kernels read a mask as a bias of bools.
+  if (const optional<Tensor>& bias = options.mask ? options.mask : options.bias)
+    score.bias = bias_view(*bias, type, input_data(*bias));
   const auto rows = [&](const optional<Tensor>& t) { return t ? kept.dense(*t, row_dtype(type)) : nullptr; };
   score.alibi_slopes = rows(options.alibi_slopes), score.sinks = rows(options.sinks);
   if (options.alibi_slopes && options.alibi_slopes->dim() == 2) score.slopes_stride_b = options.alibi_slopes->size(1);

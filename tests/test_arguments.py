@@ -43,7 +43,7 @@ def tensor(draw: st.DrawFn, shape: list[int], dtype: torch.dtype) -> Tensor:
 
 FRACTIONS = ("alibi_slopes", "sinks")
 INTEGERS = ("q_offsets", "dropout_seed", "key_ranges", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-OPTIONAL = ("dlse", "q_offsets", "key_ranges", "bias", "seqused_k", *FRACTIONS)
+OPTIONAL = ("dlse", "q_offsets", "key_ranges", "mask", "bias", "seqused_k", *FRACTIONS)
 
 
 def lengths(draw: st.DrawFn, count: int) -> list[int]:
@@ -64,7 +64,8 @@ def arguments(draw: st.DrawFn, names: tuple[str, ...]) -> dict[str, Any]:
     shapes = {"q": [*rows, d], "k": [b, h, sk, d], "v": [b, h, sk, dv], "out": [*rows, dv], "dout": [*rows, dv]}
     shapes |= dict.fromkeys(("dlse", "row_max", "row_sum"), rows) | {"q_offsets": [b], "dropout_seed": []}
     shapes["key_ranges"] = [draw(st.sampled_from([1, b])), sq, 2]
-    shapes["bias"] = [draw(st.sampled_from([1, n])) for n in (*rows, sk)][draw(st.integers(0, 3)) :]
+    for name in ("mask", "bias"):
+        shapes[name] = [draw(st.sampled_from([1, n])) for n in (*rows, sk)][draw(st.integers(0, 3)) :]
     shapes |= {"alibi_slopes": rows[draw(st.integers(0, 1)) : 2], "sinks": rows[1:2]}
     contents: dict[str, list[int]] = {}
     bounds: dict[str, Any] = {}
@@ -90,7 +91,7 @@ def arguments(draw: st.DrawFn, names: tuple[str, ...]) -> dict[str, Any]:
         "q_offset": draw(st.none() | st.integers(-5, 20) | st.integers(-(2**63), 2**63 - 1)),
         "window": [draw(sides), draw(sides)],
         "softcap": draw(st.just(0.0) | st.floats(0, 50) | st.floats(0, 3e38)),
-        "bias": None,
+        **dict.fromkeys(("mask", "bias")),
         **bounds,
     }
     for name in names:
@@ -107,8 +108,10 @@ def arguments(draw: st.DrawFn, names: tuple[str, ...]) -> dict[str, Any]:
             kind = row if name in ("dlse", "row_max", "row_sum") else dtype
             if name in INTEGERS:
                 kind = torch.int64
+            elif name == "mask":
+                kind = torch.bool
             elif name in FRACTIONS or name == "bias":
-                kind = draw(st.sampled_from([dtype, torch.float32, *[torch.bool] * (name == "bias")]))
+                kind = draw(st.sampled_from([dtype, torch.float32]))
             values[name] = tensor(draw, shapes[name], kind)
             if name in contents and values[name].device.type == "cpu":
                 values[name] = torch.tensor(contents[name], dtype=torch.int64)
@@ -117,9 +120,7 @@ def arguments(draw: st.DrawFn, names: tuple[str, ...]) -> dict[str, Any]:
                 values[name] = values[name] * torch.tensor(ends)
                 values[name] = values[name].to(draw(st.sampled_from([torch.int32, torch.int64])))
     if "output_mask" in names and "output_mask" not in odd:
-        bias = values["bias"]
-        floats = isinstance(bias, Tensor) and bias.is_floating_point()
-        given = (floats, isinstance(values["alibi_slopes"], Tensor), isinstance(values["sinks"], Tensor))
+        given = (isinstance(values[name], Tensor) for name in ("bias", "alibi_slopes", "sinks"))
         values["output_mask"] = [there and draw(st.booleans()) for there in given]
     return {name: values[name] for name in names}
 

@@ -72,8 +72,8 @@ BAD_INPUTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"bias": zeros(0, 1, 5, 7)}, ValueError, "each 1 or that of [2, 4, 5, 7], got [0, 1, 5, 7]"),
     ({"bias": zeros(1, 2, 4, 5, 7)}, ValueError, "bias must have 1 to 4 dimensions, each 1 or that of"),
     ({"bias": torch.tensor(1.0)}, ValueError, "bias must have 1 to 4 dimensions, each 1 or that of"),
-    ({"bias": zeros(5, 7, dtype=torch.float64)}, TypeError, "bias must have dtype bool or float32, got float64"),
-    ({"bias": zeros(5, 7, dtype=torch.uint8)}, TypeError, "bias must have dtype bool or float32, got uint8"),
+    ({"bias": zeros(5, 7, dtype=torch.float64)}, TypeError, "bias must have dtype float32, got float64"),
+    ({"bias": zeros(5, 7, dtype=torch.uint8)}, TypeError, "bias must have dtype float32, got uint8"),
     ({"bias": zeros(5, 7).to("meta")}, ValueError, "bias must be on q's device, got meta and c"),
     ({"alibi_slopes": zeros(2)}, ValueError, "alibi_slopes must have shape (4) or (2, 4), got [2]"),
     ({"alibi_slopes": zeros(1, 4)}, ValueError, "alibi_slopes must have shape (4) or (2, 4), got [1, 4]"),
@@ -130,12 +130,12 @@ def test_ranges_out_of_bounds(pair: tuple[int, int], got: str, dtype: torch.dtyp
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("wanted", range(3))
 def test_gradients_of_what_is_not_there(wanted: int) -> None:
-    """The raw operator refuses to make one; a bool bias has none."""
+    """The raw operator refuses to make one; a mask has none."""
     q, k, v = tensors().values()
     out, rows = torch.zeros(2, 4, 5, 6), torch.zeros(2, 4, 5)
     mask = [i == wanted for i in range(3)]
-    for options in ({}, {"bias": torch.ones(7, dtype=torch.bool)}):
-        with pytest.raises(ValueError, match="pyattn: output_mask must ask for gradients of a float bias"):
+    for options in ({}, {"mask": torch.ones(7, dtype=torch.bool)}):
+        with pytest.raises(ValueError, match="pyattn: output_mask must ask for gradients of a bias"):
             backward(out, None, q, k, v, out, rows, rows, **options, output_mask=mask)
 
 

@@ -1,5 +1,7 @@
 """Promise: every operator of attention takes the same options, and refuses what it has no kernels for."""
 
+import math
+import re
 import warnings
 from typing import Any
 
@@ -18,6 +20,7 @@ OPERATORS = [
     "attention_paged_forward",
     "attention_varlen_paged_forward",
 ]
+ops = torch.ops.pyattn
 each_operator = pytest.mark.parametrize("name", OPERATORS)
 
 
@@ -30,7 +33,7 @@ def test_all_operators_are_named() -> None:
 @each_operator
 def test_arguments_are_those_of_python(name: str) -> None:
     """One after the other, in the order of the fields and with their defaults."""
-    taken = {argument.name: argument for argument in getattr(torch.ops.pyattn, name).default._schema.arguments}
+    taken = {argument.name: argument for argument in getattr(ops, name).default._schema.arguments}
     names = list(taken)
     for group in [Packing, Options] if "varlen" in name else [Options]:
         first = names.index(group._fields[0])
@@ -63,7 +66,7 @@ def foreign(kind: str) -> Tensor:
 def arguments(name: str) -> dict[str, Any]:
     """Tensors, numbers and flags for every argument that has no default, whatever they mean."""
     x = torch.randn(1, 2, 3, 4)
-    taken = getattr(torch.ops.pyattn, name).default._schema.arguments
+    taken = getattr(ops, name).default._schema.arguments
     return {a.name: x if "Tensor" in str(a.type) else 1 for a in taken if not a.has_default_value()}
 
 
@@ -71,7 +74,7 @@ def arguments(name: str) -> dict[str, Any]:
 @each_operator
 def test_tensors_that_are_not_dense(name: str, kind: str) -> None:
     """Each argument, an option too, is named with what it is."""
-    call, dense, odd = getattr(torch.ops.pyattn, name), arguments(name), foreign(kind)
+    call, dense, odd = getattr(ops, name), arguments(name), foreign(kind)
     tensors = [argument.name for argument in call.default._schema.arguments if "Tensor" in str(argument.type)]
     assert {"q", "k", "v", "q_offsets", "sinks"} <= set(tensors)
     for wrong in tensors:
@@ -85,6 +88,60 @@ def test_tensors_that_are_not_dense_of_the_function(kind: str) -> None:
     for tensors in ((odd, odd, odd), (odd, dense, dense), (dense, odd, dense), (dense, dense, odd)):
         with pytest.raises(NotImplementedError, match=f"^pyattn: [qkv] must be a dense tensor.* got .*{kind}"):
             attention(*tensors)
+
+
+X = torch.zeros(2, 4, 5, 6)
+Y = torch.zeros(2, 2, 7, 6)
+SEEN = torch.ones(5, 7, dtype=torch.bool)
+
+BAD_MASKS: list[tuple[dict[str, Tensor], type[Exception], str]] = [
+    ({"mask": SEEN.float()}, TypeError, "mask must have dtype bool, got float32"),
+    ({"mask": SEEN.to(torch.uint8)}, TypeError, "mask must have dtype bool, got uint8"),
+    ({"mask": SEEN[:, :6]}, ValueError, "each 1 or that of [2, 4, 5, 7], got [5, 6]"),
+    ({"mask": SEEN.expand(2, 2, 5, 7)}, ValueError, "each 1 or that of [2, 4, 5, 7], got [2, 2, 5, 7]"),
+    ({"mask": SEEN[None, None, None]}, ValueError, "mask must have 1 to 4 dimensions, each 1 or that of"),
+    ({"mask": SEEN[0, 0]}, ValueError, "mask must have 1 to 4 dimensions, each 1 or that of"),
+    ({"mask": SEEN.to("meta")}, ValueError, "mask must be on q's device, got meta and cpu"),
+    (
+        {"bias": SEEN},
+        TypeError,
+        "bias must be float, added to the scores (use mask for a bool mask, True = takes part)",
+    ),
+    (
+        {"mask": SEEN, "bias": X[0, 0, :, :1]},
+        NotImplementedError,
+        "mask and bias must not both be given, got shapes [5",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "message"), BAD_MASKS, ids=[m[:40] for *_, m in BAD_MASKS])
+def test_errors_of_masks(options: dict[str, Tensor], kind: type[Exception], message: str) -> None:
+    """The same of every operator over a batch."""
+    rows, table = X[..., 0], torch.zeros(2, 1, dtype=torch.int64)
+    pages = torch.zeros(1, 16, 2, 6)
+    for call in (
+        lambda: ops.attention_forward(X, Y, Y, **options),
+        lambda: ops.attention_backward(X, None, X, Y, Y, X, rows, rows, **options),
+        lambda: ops.attention_paged_forward(X, pages, pages, table, 7, **options),
+    ):
+        with pytest.raises(kind, match="^pyattn: .*" + re.escape(message)):
+            call()
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 1), (4, 5, 7), (2, 1, 5, 7), (1, 4, 1, 7)], ids=str)
+def test_a_mask_hides_what_a_bias_of_minus_infinity_hides(shape: tuple[int, ...]) -> None:
+    """In forward and backward; a row without a key gives zeros."""
+    q, k, v = torch.randn(2, 4, 5, 6), torch.randn(2, 2, 7, 6), torch.randn(2, 2, 7, 6)
+    mask = torch.rand(shape) < 0.6
+    bias = torch.where(mask, 0.0, -math.inf)
+    dout, found = torch.randn_like(q), []
+    for options in ({"mask": mask}, {"bias": bias}):
+        out, lse, row_max, row_sum = ops.attention_forward(q, k, v, **options)
+        gradients = ops.attention_backward(dout, None, q, k, v, out, row_max, row_sum, **options)
+        found.append((out, lse, *gradients[:3]))
+    for masked, biased in zip(*found, strict=True):
+        torch.testing.assert_close(masked, biased)
 
 
 @each_operator

@@ -52,6 +52,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         "seqused_k must be between 0 and the 3 keys of sequence 1, got 4",
     ),
     ({"seqused_k": torch.tensor([-1, 3])}, ValueError, "between 0 and the 4 keys of sequence 0, got -1"),
+    ({"mask": torch.ones(1) > 0}, NotImplementedError, "packed sequences take no mask, got one of shape [1]"),
     ({"bias": torch.zeros(1)}, NotImplementedError, "packed sequences take no bias, got one of shape [1]"),
     ({"q_offset": torch.zeros(3, dtype=torch.int64)}, ValueError, "q_offset must have shape [2], got [3]"),
     ({"alibi_slopes": torch.zeros(3, 4)}, ValueError, "alibi_slopes must have shape (4) or (2, 4), got [3, 4]"),
@@ -105,5 +106,5 @@ def test_gradients_of_other_shapes() -> None:
         for bad in (good[:-1], good.mT, good[None], good.double(), good.to("meta")):
             with pytest.raises(TypeError if bad.dtype != good.dtype else ValueError, match=f"pyattn: {name} must "):
                 backward(**tensors | {name: bad}, **arguments)
-    with pytest.raises(ValueError, match="pyattn: output_mask must ask for gradients of a float bias"):
+    with pytest.raises(ValueError, match="pyattn: output_mask must ask for gradients of a bias"):
         backward(**tensors, **arguments, output_mask=[True, False, False])

@@ -127,8 +127,8 @@ def _loops(values: Values, mapped: dict[str, int]) -> bool:
     """Dropout's draws depend on batch and heads. Masks of their own need the batch, and so does a bias's gradient."""
     if values.get("dropout_seed") is not None:
         return True
-    bias = not mapped.keys().isdisjoint(("mask", "bias")) or any((values.get("output_mask") or ())[:1])
-    return _apart(values, mapped) and (bias or not mapped.keys() <= HEADS.keys())
+    scores = not mapped.keys().isdisjoint(("mask", "bias")) or any((values.get("output_mask") or ())[:1])
+    return _apart(values, mapped) and (scores or not mapped.keys() <= HEADS.keys())
 
 
 def _packed_loops(values: Values, mapped: dict[str, int]) -> bool:

@@ -17,6 +17,7 @@ STUB = Path(pyattn.__file__).with_suffix(".pyi")
 
 HEAD = '''"""Made by tests/tools/stub.py from the package and pyattn/options.py."""
 
+from collections.abc import Sequence
 from typing import Literal, overload
 
 from torch import Tensor
@@ -24,33 +25,33 @@ from torch import Tensor
 '''
 
 
-def line_of(name: str, module: str) -> str:
-    return f"from {module} import {name} as {name}\n"
-
-
-def as_source(signature: inspect.Signature) -> str:
-    """The parameters and what the function returns, names as the stub imports them."""
-    words = str(signature)
-    for module in ("torch.", "typing.", "pyattn.cache.", "pyattn.parts."):
-        words = words.replace(module, "")
-    return words
+def as_source(function: str, signature: inspect.Signature) -> str:
+    """A line for each parameter; names as the stub imports them."""
+    parameters = [str(p) for p in signature.parameters.values()]
+    first = next(i for i, p in enumerate(signature.parameters.values()) if p.kind is inspect.Parameter.KEYWORD_ONLY)
+    parameters.insert(first, "*")
+    returned = inspect.formatannotation(signature.return_annotation)
+    source = f"def {function}(\n" + "".join(f"    {p},\n" for p in parameters) + f") -> {returned}: ...\n"
+    for module in ("torch.", "typing.", "collections.abc.", "pyattn.cache."):
+        source = source.replace(module, "")
+    return source
 
 
 def stub() -> str:
     """What the file should hold."""
-    imports, functions = "", ""
-    for name in sorted(pyattn.__all__):
+    imports, functions = [], ""
+    for name in pyattn.__all__:
         value = getattr(pyattn, name)
         if isinstance(value, ModuleType):
-            imports += line_of(name, "pyattn")
+            imports.append(f"from pyattn import {name} as {name}\n")
         elif hasattr(value, "__signature__"):
             forms = [with_options(inspect.signature(form)) for form in get_overloads(value)]
             for form in forms or [inspect.signature(value)]:
-                functions += "@overload\n" * bool(forms) + f"def {name}{as_source(form)}: ...\n"
+                functions += "@overload\n" * bool(forms) + as_source(name, form)
         elif name != "__version__":
-            imports += line_of(name, value.__module__)
+            imports.append(f"from {value.__module__} import {name} as {name}\n")
     names = "".join(f'    "{name}",\n' for name in pyattn.__all__)
-    return f"{HEAD}{imports}\n__version__: str\n__all__ = [\n{names}]\n\n{functions}"
+    return f"{HEAD}{''.join(sorted(imports))}\n__version__: str\n__all__ = [\n{names}]\n\n{functions}"
 
 
 if __name__ == "__main__":
