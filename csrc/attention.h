@@ -24,17 +24,20 @@ struct View {
   int64_t stride_b, stride_h, stride_s;
 };
 
-// What a bias is stored as. kBool: true = takes part.
-enum class BiasType : int { kNone, kBool, kLikeQ, kFloat32 };
-
 // A (batch, query head, query, key) tensor of any strides, 0 where it broadcasts.
-struct BiasView {
-  BiasType type;
+struct BroadcastView {
   void* data;
   int64_t stride_b, stride_h, stride_q, stride_k;
 };
 
-// The keys [begin, end) of a row; holes: some key between is hidden by the bias.
+// What a bias is stored as.
+enum class BiasType : int { kNone, kLikeQ, kFloat32 };
+
+struct BiasView : BroadcastView {
+  BiasType type;
+};
+
+// The keys [begin, end) of a row; holes: some key between is hidden.
 struct RowKeys {
   int64_t begin, end;
   bool holes;
@@ -49,7 +52,7 @@ struct BlockKeys {
 
 // Query i stands at key position i + q_offset and sees the keys from window_left before it to
 // window_right behind it, if causal none behind it; of these, the keys of its range; and of these,
-// those that a bias does not hide: where it is false, or -inf.
+// those that neither a bool mask hides, where it is false, nor a bias, where it is -inf.
 //
 //   seqlen_q 2, seqlen_k 4     q_offset 2     1 1 1 0     q_offset 0     1 0 0 0     q_offset 2,       0 1 1 0
 //   causal                                    1 1 1 1                    1 1 0 0     window_left 1     0 0 1 1
@@ -60,10 +63,11 @@ struct MaskParams {
   int64_t window_left = -1, window_right = -1;  // -1: no bound
   const int64_t* key_ranges;                    // (batch or 1, seqlen_q, 2): begin and end, or null
   int64_t key_ranges_stride_b;                  // 0 where one sequence stands for all
-  // Made by the passes bias_rows and mask_blocks: what the bias leaves of each row of its own
-  // shape, dense, (batch or 1, num_heads_q or 1, seqlen_q or 1), and (batch, num_heads_kv, blocks
-  // of rows). Null without a bias, and where formulas answer for blocks of rows.
-  RowKeys* bias_rows;
+  BroadcastView shown;                          // the bool mask, true: the key takes part; its data may be null
+  // Made by the passes mask_rows, bias_rows and mask_blocks: what the bool mask and the bias each leave
+  // of each row of their own shape, dense, (batch or 1, num_heads_q or 1, seqlen_q or 1), and (batch,
+  // num_heads_kv, blocks of rows). Null without the tensor, and where formulas answer for blocks.
+  RowKeys *mask_rows, *bias_rows;
   BlockKeys* blocks;
 };
 
@@ -78,15 +82,12 @@ struct ScoreParams {
   bool part;
 };
 
-// Whether a bias is added to the scores. A bool one is a matter of the mask.
-constexpr bool has_float_bias(const ScoreParams& score) {
-  return score.bias.type == BiasType::kLikeQ || score.bias.type == BiasType::kFloat32;
-}
+constexpr bool has_bias(const ScoreParams& score) { return score.bias.type != BiasType::kNone; }
 
 // Whether a score is no more than its scaled product, and counts in the unit of a backend's own. A sink
 // is a matter of finished rows.
 constexpr bool is_plain(const ScoreParams& score) {
-  return !score.softcap && !score.alibi_slopes && !has_float_bias(score) && !score.part;
+  return !score.softcap && !score.alibi_slopes && !has_bias(score) && !score.part;
 }
 
 // Each weight is dropped with probability threshold / 65536; cpu/dropout.h says which.
@@ -191,8 +192,9 @@ inline constexpr int64_t kScratchAlign = 64;
 
 struct Kernels {
   Pass<ForwardParams> count_units;  // before all, with packed sequences: makes params.packed.before
-  Pass<ForwardParams> bias_rows;    // before both, with a bias: makes params.mask.bias_rows
-  Pass<ForwardParams> mask_blocks;  // then, with a bias or key ranges: makes params.mask.blocks
+  Pass<ForwardParams> mask_rows;    // before both, with a bool mask: makes params.mask.mask_rows
+  Pass<ForwardParams> bias_rows;    // likewise, with a bias: makes params.mask.bias_rows
+  Pass<ForwardParams> mask_blocks;  // then: makes params.mask.blocks, unless formulas answer
   Pass<ForwardParams> forward;
   Pass<ForwardParams> merge_out;  // after forward; no items where forward writes out itself
   Pass<BackwardParams> backward;

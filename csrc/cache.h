@@ -31,7 +31,7 @@ inline void check_indices(const char* name, const Tensor& t, const Tensor& lengt
   check_beside(name, t, lengths, lengths.sym_sizes());
 }
 
-// The state alone: int64 for each sequence, starts those of a ring.
+// The state alone: int64 for each sequence, starts those of a ring buffer.
 inline void check_state(const Tensor& lengths, const optional<Tensor>& starts) {
   check_type("lengths", lengths, {at::kLong});
   TORCH_CHECK_VALUE(lengths.dim() == 1, "pyattn: lengths must have shape (batch), got ", lengths.sym_sizes());

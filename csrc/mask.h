@@ -1,6 +1,7 @@
-// The mask: every query row of a KV head sees an interval of keys, but for the holes that a bias may
-// leave in it. No other file compares a key's index with a query's. The same file serves every
-// backend; everything is constexpr, so that device code may call it.
+// The mask: every query row of a KV head sees an interval of keys, but for the holes that filters make in
+// it: a bool mask, and a bias where it is -inf. No other file compares a key's index with a query's, or
+// names the filters. The same file serves every backend; everything is constexpr, so that device code
+// may call it.
 //
 //   causal, q_offset 1    key  0 1 2 3 4
 //   window_left 1       row 0  1 1 0 0 0    of rows 0 to 2: keys_of_any [0, 4), keys_of_all [2, 2)
@@ -48,10 +49,22 @@ inline constexpr int64_t kBlockRows = 16;
 constexpr int64_t add_saturated(int64_t a, int64_t b) { return a > INT64_MAX - b ? INT64_MAX : a + b; }
 constexpr int64_t subtract_saturated(int64_t a, int64_t b) { return a < INT64_MIN + b ? INT64_MIN : a - b; }
 
+// f(view, rows) for each tensor that filters, rows being what it leaves of each row of its own shape.
+template <class P, class F>
+constexpr void each_mask_tensor(P& p, F f) {
+  if (p.mask.shown.data) f(p.mask.shown, p.mask.mask_rows);
+  if (has_bias(p.score)) f(p.score.bias, p.mask.bias_rows);
+}
+
+// Whether formulas do not tell what a block of rows sees.
+constexpr bool needs_blocks(const ForwardParams& p) {
+  return p.mask.key_ranges || p.mask.shown.data || has_bias(p.score);
+}
+
 // The mask of one head. From one row to the next neither end of a formula's interval decreases, so
-// that first and last row answer for a block of rows. Where key ranges or a bias are given, the
-// summaries in params answer for blocks that begin at a multiple of kBlockRows; the pass that makes
-// them asks keys_of alone. A block has at least one row, or key.
+// that first and last row answer for a block of rows. Otherwise, summaries in params answer for blocks
+// that begin at a multiple of kBlockRows; the pass that makes them asks keys_of alone. A block has at
+// least one row, or key.
 struct Mask {
   const ForwardParams& p;
   Head head;
@@ -67,7 +80,7 @@ struct Mask {
     diagonals.end = 1 + (right < 0 ? head.seqlen_k : bound(add_saturated(offset, right)));
   }
 
-  // The keys that query i sees where neither key ranges nor a bias are given.
+  // The keys that query i sees where neither key ranges nor filters are given.
   constexpr Range by_formula(int64_t i) const {
     return {clamp(i + diagonals.begin, 0, head.seqlen_k), clamp(i + diagonals.end, 0, head.seqlen_k)};
   }
@@ -80,10 +93,7 @@ struct Mask {
       const int64_t* range = p.mask.key_ranges + head.b * p.mask.key_ranges_stride_b + 2 * (head.first_q + i);
       keys = keys.in({range[0], range[1]});
     }
-    if (p.mask.bias_rows) {
-      const RowKeys& row = bias_row(r);
-      keys = keys.in({row.begin, row.end});
-    }
+    each_row(r, [&](const auto&, const RowKeys& row) { keys = keys.in({row.begin, row.end}); });
     return keys;
   }
 
@@ -105,13 +115,25 @@ struct Mask {
     return !p.mask.blocks || !exact_keys_of<S>(r).empty();
   }
 
-  // Whether the bias may hide some key between those that it shows the row.
-  constexpr bool has_holes(int64_t r) const { return p.mask.bias_rows && bias_row(r).holes; }
+  // Whether some key between those of keys_of may be hidden.
+  constexpr bool has_holes(int64_t r) const {
+    bool any = false;
+    each_row(r, [&](const auto&, const RowKeys& row) { any = any || row.holes; });
+    return any;
+  }
+
+  // f(shown) for each filter that makes holes in a row, shown(j) telling whether it lets key j of keys_of pass.
+  template <class S, class F>
+  constexpr void each_filter(int64_t r, F f) const {
+    each_row(r, [&](const auto& view, const RowKeys& row) {
+      if (row.holes) with_keys_of_row<S>(view, head, r, f);
+    });
+  }
 
   template <class S>
   constexpr bool sees(int64_t r, int64_t key) const {
     bool seen = keys_of(r).contains(key);
-    if (seen && has_holes(r)) with_keys_of_row<S>(p.score.bias, head, r, [&](auto shown) { seen = shown(key); });
+    if (seen) each_filter<S>(r, [&](auto shown) { seen = seen && shown(key); });
     return seen;
   }
 
@@ -138,8 +160,7 @@ struct Mask {
   // Whether some row of [r0, r0 + rows) has holes.
   constexpr bool any_holes(int64_t r0, int64_t rows) const {
     bool any = false;
-    if (p.mask.bias_rows)
-      each_block({r0, r0 + rows}, [&](int64_t, const BlockKeys& block) { any = any || block.holes; });
+    if (p.mask.blocks) each_block({r0, r0 + rows}, [&](int64_t, const BlockKeys& block) { any = any || block.holes; });
     return any;
   }
 
@@ -222,7 +243,11 @@ struct Mask {
   }
 
  private:
-  constexpr const RowKeys& bias_row(int64_t r) const { return p.mask.bias_rows[BiasRows(p).index(head, r)]; }
+  // f(view, what it leaves of row r) for each tensor that filters.
+  template <class F>
+  constexpr void each_row(int64_t r, F f) const {
+    each_mask_tensor(p, [&](const auto& view, const RowKeys* rows) { f(view, rows[OwnRows(p, view).index(head, r)]); });
+  }
 
   // f(first row, summary) for each block that has some of these rows.
   template <class F>

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstring>
@@ -110,26 +111,27 @@ using Backends = std::initializer_list<c10::DispatchKey>;
 inline constexpr Backends kOnCPU = {c10::DispatchKey::CPU, c10::DispatchKey::Meta};
 inline constexpr Backends kOnCPUAndCUDA = {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::Meta};
 
-// Defines an operator, which f computes on these backends. Returns its name.
+// Defines an operator, which f computes on these backends; those that no other file registers refuse it.
+// CompositeExplicitAutograd does not cover nested tensors. Returns its name.
 template <auto f>
 std::string define(torch::Library& m, Backends backends, const char* schema) {
+  using Key = c10::DispatchKey;
   constexpr auto* call = Adapter<f>::call;
   std::string name(schema, std::strcspn(schema, "("));
   m.def(schema);
-  for (const c10::DispatchKey key : backends) m.impl(name.c_str(), torch::dispatch(key, TORCH_FN(call)));
+  for (const Key key : backends) m.impl(name.c_str(), torch::dispatch(key, TORCH_FN(call)));
+  for (const Key key : {Key::CompositeExplicitAutograd, Key::NestedTensorCPU, Key::NestedTensorCUDA})
+    if (std::find(backends.begin(), backends.end(), key) == backends.end())
+      m.impl(name.c_str(), torch::dispatch(key, torch::CppFunction::makeFromBoxedFunction<&refuse>()));
   return name;
 }
 
-// The same for an operator of attention. Every other backend refuses it; CompositeExplicitAutograd does not cover
-// nested tensors. Derivatives come from pyattn/autograd.py: those that it does not define, double backward and
-// forward mode, raise instead of being silently zero.
+// The same for an operator of attention. Derivatives come from pyattn/autograd.py: those that it does not define,
+// double backward and forward mode, raise instead of being silently zero.
 template <auto f>
 void define_attention(torch::Library& m, Backends backends, const char* schema) {
-  using Key = c10::DispatchKey;
   const std::string name = define<f>(m, backends, schema);
-  for (const Key key : {Key::CompositeExplicitAutograd, Key::NestedTensorCPU, Key::NestedTensorCUDA})
-    m.impl(name.c_str(), torch::dispatch(key, torch::CppFunction::makeFromBoxedFunction<&refuse>()));
-  m.impl(name.c_str(), torch::dispatch(Key::Autograd, torch::autograd::autogradNotImplementedFallback()));
+  m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback()));
 }
 
 }  // namespace pyattn

@@ -3,8 +3,8 @@
 // compiler does not look.
 //
 // keys [batch][heads][slots][head_dim] and values [batch][heads][slots][head_dim_v] hold position p of
-// sequence b in slot p - starts[b], up to position lengths[b]. A ring has more slots than max_seqlen and
-// keeps the last max_seqlen positions at least; any other cache has as many, and its starts stay 0.
+// sequence b in slot p - starts[b], up to position lengths[b]. A ring buffer has more slots than max_seqlen
+// and keeps the last max_seqlen positions at least; any other cache has as many, and its starts stay 0.
 // ops_cache_cuda.cpp has the kernels for GPUs.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
@@ -55,7 +55,7 @@ void cache_append(const Tensor& keys, const Tensor& values, const Tensor& length
     const State s = state(first);
     for (count = 1; first + count < batch && state(first + count) == s;) ++count;
     int64_t end = s.length - s.start, skipped = 0;
-    if (end + s.added > slots) {  // what the ring still needs moves to its first slots
+    if (end + s.added > slots) {  // what the ring buffer still needs moves to its first slots
       skipped = std::max<int64_t>(s.added - kept_positions, 0);
       const int64_t kept = std::min(end, kept_positions - s.added + skipped);
       for (const Tensor& storage : {keys, values}) {
@@ -96,7 +96,7 @@ void cache_reorder(const Tensor& keys, const Tensor& values, const Tensor& lengt
     t.copy_(t.index_select(0, order));
 }
 
-// q_offset in slots of a ring, where query 0 must not see keys that may have been dropped.
+// q_offset in slots of a ring buffer, where query 0 must not see keys that may have been dropped.
 Tensor cache_slots(const Tensor& lengths, const Tensor& starts, const Tensor& q_offset, SymInt window,
                    SymInt max_seqlen) {
   check_indices("starts", starts, lengths);

@@ -24,7 +24,7 @@ Tensor rows(const Tensor& at, const Tensor& t) {
 }
 
 // What an append does to each sequence, all (B,): `written` of the new positions, from number `skipped` on,
-// go to the slots from `end` on; of a ring that is too full, those that it still needs move to slot 0 first.
+// go to the slots from `end` on; in a ring buffer that is too full, what it still needs moves to slot 0 first.
 struct Steps {
   Tensor added, skipped, end, written;
   Tensor moved, from;  // of a ring: whether, and the slot that slot 0 gets its row from

@@ -74,9 +74,6 @@ inline void check_options_of_batch(const Tensor& q, const SymInt& seqlen_k, cons
   check_key_ranges(q, options);
   check_mask(q, seqlen_k, options);
   check_bias(q, seqlen_k, options);
-  TORCH_CHECK_NOT_IMPLEMENTED(!options.mask || !options.bias,
-                              "pyattn: mask and bias must not both be given, got shapes ", options.mask->sym_sizes(),
-                              " and ", options.bias->sym_sizes());
 }
 
 // Kernels hold the scale in the type that they compute in, where a smaller one would count as 0 and give every key

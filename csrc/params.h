@@ -44,11 +44,12 @@ inline View input(const Tensor& t) { return view(t, input_data(t)); }
 inline View result(const Tensor& t) { return view(t, t.mutable_data_ptr()); }
 
 // A tensor that broadcasts to four dimensions, from the last one back.
-inline BiasView bias_view(const Tensor& t, at::ScalarType type, void* data) {
+inline BroadcastView broadcast_view(const Tensor& t, void* data) {
   const auto stride = [&](int64_t d) { return t.dim() >= d && t.size(-d) > 1 ? t.stride(-d) : 0; };
-  const at::ScalarType own = t.scalar_type();
-  const BiasType kind = own == at::kBool ? BiasType::kBool : own == type ? BiasType::kLikeQ : BiasType::kFloat32;
-  return {kind, data, stride(4), stride(3), stride(2), stride(1)};
+  return {data, stride(4), stride(3), stride(2), stride(1)};
+}
+inline BiasView bias_view(const Tensor& t, at::ScalarType type, void* data) {
+  return {broadcast_view(t, data), t.scalar_type() == type ? BiasType::kLikeQ : BiasType::kFloat32};
 }
 
 // The ranges of the queries of one sequence. A GPU's kernels clamp them: there they are read with PYATTN_CHECK=1
@@ -65,6 +66,7 @@ inline void fill_mask(MaskParams& mask, int64_t seqlen_q, int64_t seqlen_k, cons
   mask.q_offset = options.q_offset ? options.q_offset->expect_int() : default_q_offset(seqlen_q, seqlen_k);
   mask.q_offsets = options.q_offsets ? kept.indices(*options.q_offsets) : nullptr;
   mask.window_left = options.window[0].expect_int(), mask.window_right = options.window[1].expect_int();
+  if (options.mask) mask.shown = broadcast_view(*options.mask, input_data(*options.mask));
   if (!options.key_ranges) return;
   const Tensor& ranges = *options.key_ranges;
   mask.key_ranges = kept.indices(ranges);
@@ -73,9 +75,7 @@ inline void fill_mask(MaskParams& mask, int64_t seqlen_q, int64_t seqlen_k, cons
 
 inline void fill_score(ScoreParams& score, at::ScalarType type, const Options& options, Kept& kept) {
   score.softcap = options.softcap;
-  // Kernels read a mask as a bias of bools.
-  if (const optional<Tensor>& bias = options.mask ? options.mask : options.bias)
-    score.bias = bias_view(*bias, type, input_data(*bias));
+  if (options.bias) score.bias = bias_view(*options.bias, type, input_data(*options.bias));
   const auto rows = [&](const optional<Tensor>& t) { return t ? kept.dense(*t, row_dtype(type)) : nullptr; };
   score.alibi_slopes = rows(options.alibi_slopes), score.sinks = rows(options.sinks);
   if (options.alibi_slopes && options.alibi_slopes->dim() == 2) score.slopes_stride_b = options.alibi_slopes->size(1);

@@ -53,10 +53,11 @@ void run(const Pass<Params>& pass, const Plan& plan, const Params& p) {
   run_tasks(tasks, task);
 }
 
-// Runs a pass whose result is an array of its own, to which params point from then on.
+// Runs a pass whose result is an array of its own, to which params point from then on, if it has any.
 template <class Entry>
 c10::DataPtr make_array(const Pass<ForwardParams>& pass, ForwardParams& p, Entry*& array) {
   const Plan plan = pass.plan(p);
+  if (plan.workspace_bytes == 0) return {};
   c10::DataPtr memory = allocate(plan.workspace_bytes);
   array = static_cast<Entry*>(memory.get());
   run(pass, plan, p);
@@ -65,12 +66,12 @@ c10::DataPtr make_array(const Pass<ForwardParams>& pass, ForwardParams& p, Entry
 
 // The work of packed sequences, and what the mask leaves of each row and block of rows, where formulas
 // do not say it.
-inline std::array<c10::DataPtr, 3> prepare(const Kernels& table, ForwardParams& p) {
-  std::array<c10::DataPtr, 3> memory;
-  const bool bias = p.score.bias.type != BiasType::kNone;
-  if (p.packed.sequences) memory[2] = make_array(table.count_units, p, p.packed.before);
-  if (bias) memory[0] = make_array(table.bias_rows, p, p.mask.bias_rows);
-  if (bias || p.mask.key_ranges) memory[1] = make_array(table.mask_blocks, p, p.mask.blocks);
+inline std::array<c10::DataPtr, 4> prepare(const Kernels& table, ForwardParams& p) {
+  std::array<c10::DataPtr, 4> memory;
+  if (p.packed.sequences) memory[0] = make_array(table.count_units, p, p.packed.before);
+  memory[1] = make_array(table.mask_rows, p, p.mask.mask_rows);
+  memory[2] = make_array(table.bias_rows, p, p.mask.bias_rows);
+  memory[3] = make_array(table.mask_blocks, p, p.mask.blocks);
   return memory;
 }
 

@@ -105,10 +105,23 @@ def check_sizes(least: int = 0, /, **sizes: int) -> None:
         raise ValueError(f"pyattn: {' * '.join(sizes)} must be below {MOST_NUMBERS}, got {got}")
 
 
+def device_of(device: Any) -> torch.device | None:
+    """The device that is meant; TypeError for what names none, ValueError for one that this torch cannot use."""
+    check_type("device", device, torch.device, str, int, type(None))
+    if device is None:
+        return None
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, ImportError) as error:  # as each device type has it
+        raise ValueError(f"pyattn: device must be one that this torch can use, got {device}") from error
+
+
 def check_integers(name: str, values: Sequence[int] | Tensor, device: torch.device | None = None) -> Tensor:
-    """``values`` as an int64 tensor of one dimension, or TypeError or ValueError."""
+    """``values`` as an int64 tensor of one dimension, or TypeError, ValueError or NotImplementedError."""
     check_type(name, values, Sequence, Tensor)
     if isinstance(values, Tensor):
+        if values.layout is not torch.strided:
+            raise NotImplementedError(f"pyattn: {name} must be a dense tensor, got layout {values.layout}")
         if values.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"pyattn: {name} must be int32 or int64, got {values.dtype}")
     else:
@@ -161,18 +174,17 @@ def check_names(function: Function) -> Function:
 
     @functools.wraps(function)
     def checked(*positional: Any, **named: Any) -> object:
-        unknown = {name: value for name, value in named.items() if name not in known}
         if len(positional) > most:
             refuse_positional(function, positional[most:])
-        if unknown:
-            refuse(function, unknown)
+        if not known.issuperset(named):
+            refuse(function, {name: value for name, value in named.items() if name not in known})
         return function(*positional, **named)
 
     return checked  # type: ignore[return-value]
 
 
 def refuse_positional(function: Callable[..., object], positional: tuple[object, ...]) -> NoReturn:
-    """TypeError for arguments behind those that ``function`` takes by position."""
+    """TypeError for arguments after those that ``function`` takes by position."""
     parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
     first = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     rest = " and the rest by name" if any(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters) else ""

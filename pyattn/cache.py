@@ -1,8 +1,7 @@
 """Keys and values that stay between calls, for text that is generated a few tokens at a time."""
 
-import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,6 +14,8 @@ from pyattn.arguments import (
     check_sizes,
     check_tensor,
     check_type,
+    device_of,
+    has_values,
     shown,
 )
 from pyattn.pages import table_for
@@ -82,11 +83,12 @@ class KVCache:
         lengths: int64 (B,), the positions that were appended to each sequence.
         starts: int64 (B,), the position in slot 0: not 0 in a ring buffer alone.
         block_table: int64 (B, pages of a sequence), or None without pages.
+        window: (left, right) of a ring buffer, or None.
 
     Raises:
         ValueError: a size below 0, more numbers than any memory holds, a window below -1 or with a left bound outside
-            [0, max_seqlen).
-        TypeError: another dtype, what is no int, a window that is no pair.
+            [0, max_seqlen), a device that this torch cannot use.
+        TypeError: another dtype, what is no int or no device, a window that is no pair.
         NotImplementedError: pages of a ring buffer.
 
     >>> cache = KVCache(batch=2, num_heads_kv=4, max_seqlen=100, head_dim=64)
@@ -119,6 +121,7 @@ class KVCache:
             if page_size is not None:
                 check_sizes(page_size=page_size, **sizes, **columns)
         _check_dtype(dtype)
+        device = device_of(device)
         self.max_seqlen, self.window, self.page_size = max_seqlen, window_of(window, max_seqlen), page_size
         if page_size is not None and self.window is not None:
             raise NotImplementedError(
@@ -145,7 +148,8 @@ class KVCache:
     def __repr__(self) -> str:
         shape = f"k {tuple(self.k.shape)}, v {tuple(self.v.shape)}, {self.k.dtype}"
         sizes = f"max_seqlen={self.max_seqlen}, page_size={self.page_size}, window={self.window}"
-        return f"KVCache({shape}, {sizes}, lengths={self.lengths.tolist()})"
+        lengths = self.lengths.tolist() if has_values(self.lengths) else f"of {len(self.lengths)} sequences"
+        return f"KVCache({shape}, {sizes}, lengths={lengths})"
 
     @property
     def last_append(self) -> Tensor | None:
@@ -155,6 +159,7 @@ class KVCache:
         """
         return self._last if self._ragged else None
 
+    @check_names
     def append(self, k: Tensor, v: Tensor, lengths: Sequence[int] | Tensor | None = None) -> None:
         """Appends new positions in place; gradients do not flow through them.
 
@@ -170,6 +175,7 @@ class KVCache:
             ValueError: other shapes; on the CPU, a sequence that would outgrow max_seqlen, unless the cache is a ring
                 buffer, and a length outside 0 to new. The cache is then as it was.
             TypeError: another dtype, what is no tensor.
+            NotImplementedError: tensors that are not dense; batched ones, under ``torch.vmap``.
         """
         check_tensor("k", k)
         check_tensor("v", v)
@@ -191,6 +197,7 @@ class KVCache:
         self.starts.zero_()
         self._ragged = False
 
+    @check_names
     def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:
         """Each sequence keeps its first positions, as rejected drafts of speculative decoding want it.
 
@@ -215,6 +222,7 @@ class KVCache:
         """A cache of the same sequences with storage of its own, pages and ring buffer included."""
         return self._copied(self.lengths.device, self.k.dtype)
 
+    @check_names
     def to(
         self, device: torch.device | str | int | torch.dtype | None = None, dtype: torch.dtype | None = None
     ) -> "KVCache":
@@ -226,16 +234,16 @@ class KVCache:
 
         Raises:
             TypeError: another dtype.
+            ValueError: a device that this torch cannot use.
         """
         if isinstance(device, torch.dtype) and dtype is None:
             device, dtype = None, device
-        check_type("device", device, torch.device, str, int, type(None))
         dtype = self.k.dtype if dtype is None else dtype
         _check_dtype(dtype)
-        moved = self.lengths if device is None else self.lengths.to(device)
-        if moved is self.lengths and dtype == self.k.dtype:
+        device = device_of(device) or self.lengths.device
+        if device == self.lengths.device and dtype == self.k.dtype:
             return self
-        return self._copied(moved.device, dtype)
+        return self._copied(device, dtype)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """For pickle and deepcopy: a cache that was read or copied in inference mode outlives it too."""
@@ -245,17 +253,18 @@ class KVCache:
 
     def _copied(self, device: torch.device, dtype: torch.dtype) -> "KVCache":
         """Tensors are copied, whatever else the cache has is shared."""
-        made = copy.copy(self)
+        made = object.__new__(type(self))
         with torch.inference_mode(False):
             for name, value in vars(self).items():
                 if name in ("k", "v"):
                     storage = torch.empty_like(value, dtype=dtype, device=device)
                     ops.cache_clear(storage)
                     setattr(made, name, storage.copy_(value))
-                elif isinstance(value, Tensor):
-                    setattr(made, name, value.to(device, copy=True))
+                else:
+                    setattr(made, name, value.to(device, copy=True) if isinstance(value, Tensor) else value)
         return made
 
+    @check_names
     def reorder(self, idx: Sequence[int] | Tensor) -> None:
         """Sequence b becomes what sequence idx[b] was, as beam search wants it; one may be taken several times.
 
@@ -275,5 +284,12 @@ class KVCache:
             chosen = chosen.clamp(0, max(0, len(self.lengths) - 1))  # as the operator takes them on a GPU
             torch.index_select(self._last.clone(), 1, chosen, out=self._last)
 
+
+def _refuse_vmap(*_: object) -> NoReturn:
+    raise NotImplementedError("pyattn: torch.vmap changes no KVCache, whose lengths are one for all; change it outside")
+
+
+for _name in ("append", "append_pages", "reorder", "reorder_pages", "truncate"):
+    torch.library.register_vmap(f"pyattn::cache_{_name}", _refuse_vmap)
 
 torch.serialization.add_safe_globals([KVCache])  # torch.load reads one without weights_only=False

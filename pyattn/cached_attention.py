@@ -10,6 +10,7 @@ from pyattn import ops, pages
 from pyattn.arguments import check_tensor, check_type, check_window, int64_of, refuse_positional
 from pyattn.cache import KVCache
 from pyattn.functional import attention
+from pyattn.key_ranges import plain
 from pyattn.options import UNBOUNDED, AttentionOptions, check_known, takes_options
 from pyattn.ring_buffer import in_slots, narrowed
 from pyattn.visible import check_ranges
@@ -105,7 +106,7 @@ def masks_in_slots(cache: KVCache, seqlen_q: int, options: AttentionOptions) -> 
     window = UNBOUNDED if window is None else window
     check_window(window)
     q_offset = int64_of(q_offset) if isinstance(q_offset, Tensor) else q_offset
-    key_ranges = options.get("key_ranges")
+    key_ranges = plain(options.get("key_ranges"), causal)
     if cache.window is not None:
         window = narrowed(window, cache.window, cache.max_seqlen, seqlen_q)
     last_append = cache.last_append if q_offset is None else None

@@ -1,8 +1,11 @@
 """Masks as intervals: ``key_ranges`` for :func:`pyattn.attention`, in the shapes that models ask for.
 
-Every function returns int64 (B or 1, seqlen, 2): query ``i`` sees the keys ``begin <= j < end`` of its pair, on top of
-``causal`` and ``window``. Memory is linear in seqlen, and blocks of keys that no query of a block sees cost nothing.
-Tensors given here are read on their own device, where the result lies too; ints give a result on torch's default one.
+Every function returns :class:`KeyRanges`, int64 (B or 1, seqlen, 2): query ``i`` sees the keys ``begin <= j < end`` of
+its pair, on top of ``causal`` and ``window``. Those of :func:`prefix_lm` and :func:`from_bool` are the whole mask, and
+refused with ``causal=True``, the default; the others go with either. A bare int32 or int64 tensor of that shape is as
+good to attention, which then takes any ``causal``. Memory is linear in seqlen, and blocks of keys that no query of a
+block sees cost nothing. Tensors given here are read on their own device, where the result lies too; ints give a result
+on torch's default one.
 
 Drawn below: query ``i`` down, key ``j`` across, 1 = takes part.
 """
@@ -23,12 +26,13 @@ from pyattn.arguments import (
     has_values,
     shown,
 )
+from pyattn.key_ranges import KeyRanges, bare, known
 
-__all__ = ["chunked", "documents", "from_bool", "padding", "prefix_lm"]
+__all__ = ["KeyRanges", "chunked", "documents", "from_bool", "padding", "prefix_lm", "within"]
 
 
 @check_names
-def documents(lengths: Sequence[int] | Tensor) -> Tensor:
+def documents(lengths: Sequence[int] | Tensor) -> KeyRanges:
     """Documents packed one after another into one sequence: no query sees another document.
 
     ::
@@ -59,14 +63,16 @@ def documents(lengths: Sequence[int] | Tensor) -> Tensor:
     if has_values(sizes) and sizes.double().sum() >= MOST_NUMBERS:
         raise ValueError(f"pyattn: lengths must add up to less than {MOST_NUMBERS}, got {shown(sizes.tolist())}")
     end = sizes.cumsum(0)
-    return torch.stack([end - sizes, end], -1).repeat_interleave(sizes, 0)[None]
+    ranges = torch.stack([end - sizes, end], -1).repeat_interleave(sizes, 0)[None]
+    return known(ranges, whole=False)
 
 
 @check_names
-def prefix_lm(prefix: int | Tensor, seqlen: int) -> Tensor:
+def prefix_lm(prefix: int | Tensor, seqlen: int) -> KeyRanges:
     """A prefix whose tokens see each other both ways, then causal text (Raffel et al. 2020, figure 4).
 
-    For ``causal=False``: query ``i`` sees the keys below ``max(prefix, i + 1)``. ::
+    For ``causal=False``, which attention insists on: query ``i`` sees the keys below ``max(prefix, i + 1)``. Over a
+    cache too, ``prefix_lm(prefix, cache.max_seqlen)[:, before:before + seqlen_q]``. ::
 
         prefix 2, seqlen 4     1 1 0 0
                                1 1 0 0
@@ -91,11 +97,11 @@ def prefix_lm(prefix: int | Tensor, seqlen: int) -> Tensor:
     check_sizes(sequences=len(sizes), seqlen=seqlen)
     check_between("prefix", sizes, 0, seqlen)
     end = torch.maximum(sizes[:, None], torch.arange(1, seqlen + 1, device=sizes.device))
-    return torch.stack([torch.zeros_like(end), end], -1)
+    return known(torch.stack([torch.zeros_like(end), end], -1), whole=True)
 
 
 @check_names
-def chunked(seqlen: int, chunk: int) -> Tensor:
+def chunked(seqlen: int, chunk: int) -> KeyRanges:
     """Chunks of ``chunk`` tokens each, the last one perhaps shorter: no query sees another chunk.
 
     ::
@@ -124,11 +130,11 @@ def chunked(seqlen: int, chunk: int) -> Tensor:
     check_sizes(seqlen=seqlen)
     check_size("chunk", chunk, least=1)
     begin = torch.arange(seqlen) // chunk * chunk
-    return torch.stack([begin, (begin + chunk).clamp(max=seqlen)], -1)[None]
+    return known(torch.stack([begin, (begin + chunk).clamp(max=seqlen)], -1)[None], whole=False)
 
 
 @check_names
-def padding(lengths: Sequence[int] | Tensor, seqlen: int, side: str = "right") -> Tensor:
+def padding(lengths: Sequence[int] | Tensor, seqlen: int, side: str = "right") -> KeyRanges:
     """Sequences of different lengths in one batch: no query sees padding.
 
     ::
@@ -163,11 +169,11 @@ def padding(lengths: Sequence[int] | Tensor, seqlen: int, side: str = "right") -
     check_sizes(sequences=len(sizes), seqlen=seqlen)
     check_between("lengths", sizes, 0, seqlen)
     begin = torch.zeros_like(sizes) if side == "right" else seqlen - sizes
-    return torch.stack([begin, begin + sizes], -1)[:, None].repeat(1, seqlen, 1)
+    return known(torch.stack([begin, begin + sizes], -1)[:, None].repeat(1, seqlen, 1), whole=False)
 
 
 @check_names
-def from_bool(mask: Tensor) -> Tensor | None:
+def from_bool(mask: Tensor) -> KeyRanges | None:
     """The ranges that a bool mask stands for, if it stands for any.
 
     A mask that stays what it is goes into ``attention(..., mask=mask)``, which finds ranges itself, at each call: this
@@ -182,7 +188,8 @@ def from_bool(mask: Tensor) -> Tensor | None:
 
     Returns:
         (B or 1, Sq, 2), for ``causal=False``, as the mask says it all; None where a row has holes or heads differ. A
-        mask for all queries at once, (B, 1, 1, Sk), gives (B, 1, 2): ``expand(-1, seqlen_q, -1)`` it.
+        mask for all queries at once, (B, 1, 1, Sk), gives (B, 1, 2): ``expand(-1, seqlen_q, -1)`` it. A mask that hides
+        padding alone goes on top of ``causal=True`` as ``KeyRanges(from_bool(mask))``.
 
     Raises:
         ValueError: another number of dimensions.
@@ -199,7 +206,7 @@ def from_bool(mask: Tensor) -> Tensor | None:
     wide = mask[(None,) * (4 - mask.dim())]
     seqlen_k, heads = wide.shape[3], wide.shape[1]
     if seqlen_k == 0 or heads == 0:
-        return torch.zeros(wide.shape[0], wide.shape[2], 2, dtype=torch.int64, device=mask.device)
+        return known(torch.zeros(wide.shape[0], wide.shape[2], 2, dtype=torch.int64, device=mask.device), whole=True)
     keys = wide.to(torch.uint8)
     count = keys.sum(-1)
     begin = keys.argmax(-1).masked_fill(count == 0, 0)  # argmax gives the first of several
@@ -207,10 +214,37 @@ def from_bool(mask: Tensor) -> Tensor | None:
     ranges = torch.stack([begin, end], -1)
     if (end - begin != count).any() or (ranges != ranges[:, :1]).any():
         return None
-    return ranges[:, 0]
+    return known(ranges[:, 0], whole=True)
 
 
 def within(ranges: Tensor, others: Tensor) -> Tensor:
-    """What is in both of two ranges; (B or 1, Sq or 1, 2) each."""
-    begin = torch.maximum(ranges[..., 0], others[..., 0])
-    return torch.stack([begin, torch.maximum(begin, torch.minimum(ranges[..., 1], others[..., 1]))], -1)
+    """The keys in both of two ranges: documents that are padded, each with a prefix of its own, ... ::
+
+        documents [2, 2]     prefix_lm 3     within both
+        1 1 0 0              1 1 1 0         1 1 0 0
+        1 1 0 0              1 1 1 0         1 1 0 0
+        0 0 1 1              1 1 1 0         0 0 1 0
+        0 0 1 1              1 1 1 1         0 0 1 1
+
+    Args:
+        ranges, others: KeyRanges or bare tensors, (B or 1, Sq or 1, 2) each.
+
+    Returns:
+        KeyRanges, whole if one of them is; a bare tensor of two bare ones.
+
+    Raises:
+        TypeError: what is no tensor.
+
+    >>> within(documents([2, 2]), prefix_lm(3, seqlen=4))
+    KeyRanges(tensor([[[0, 2],
+                       [0, 2],
+                       [2, 3],
+                       [2, 4]]]), whole=True)
+    """
+    check_type("ranges", ranges, Tensor)
+    check_type("others", others, Tensor)
+    one, other = bare(ranges), bare(others)
+    begin = torch.maximum(one[..., 0], other[..., 0])
+    both = torch.stack([begin, torch.maximum(begin, torch.minimum(one[..., 1], other[..., 1]))], -1)
+    typed = [t for t in (ranges, others) if isinstance(t, KeyRanges)]
+    return known(both, any(t.whole for t in typed)) if typed else both

@@ -27,6 +27,7 @@ from pyattn.arguments import (
 )
 from pyattn.autocast import cast, cast_rows
 from pyattn.dropout import draw_seed
+from pyattn.key_ranges import KeyRanges, plain
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -87,6 +88,12 @@ def _tensor(name: str, value: Any) -> Any:
     return value
 
 
+def _ranges(name: str, value: Any) -> Any:
+    if not isinstance(value, KeyRanges):
+        check_tensor(name, value)
+    return value
+
+
 class AttentionOptions(TypedDict, total=False):
     """The options of :func:`pyattn.attention` and of all functions like it, for ``**options: Unpack[...]`` of your own.
 
@@ -127,7 +134,7 @@ class AttentionOptions(TypedDict, total=False):
     key_ranges: Annotated[
         Tensor | None,
         Option(
-            _tensor,
+            _ranges,
             "(B or 1, Sq, 2), int32 or int64: query ``i`` sees the keys [begin, end) alone, 0 <= begin <= end <= Sk. "
             ":mod:`pyattn.masks` makes them for packed documents, prefixes, chunks and padding.",
             {
@@ -288,7 +295,8 @@ def parse(function: Callable[..., object], given: Mapping[str, Any], device: tor
         The values of :class:`Options` up to the last that is given: each that is passed costs the operator 0.1 us.
 
     Raises:
-        TypeError, ValueError: by :func:`check_known` and each option's check.
+        TypeError, ValueError: by :func:`check_known` and each option's check; key_ranges that are the whole mask with
+            causal.
     """
     values, count = DEFAULTS.copy(), 0
     check_known(function, given)
@@ -299,6 +307,7 @@ def parse(function: Callable[..., object], given: Mapping[str, Any], device: tor
     if isinstance(values["q_offset"], Tensor):
         values["q_offset"], values["q_offsets"] = None, int64_of(values["q_offset"])
         count = max(count, PLACES["q_offsets"] + 1)
+    values["key_ranges"] = plain(values["key_ranges"], values["causal"])
     if torch._C._is_any_autocast_enabled():
         for name, to in (("bias", cast), ("alibi_slopes", cast_rows), ("sinks", cast_rows)):
             values[name] = None if values[name] is None else to(values[name])

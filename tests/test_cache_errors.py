@@ -67,12 +67,19 @@ BAD_APPENDS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"lengths": [1, 4]}, ValueError, "each of lengths must be between 0 and 3, got 4 at 1"),
     ({"lengths": [-1, 2]}, ValueError, "each of lengths must be between 0 and 3, got -1 at 0"),
     ({"lengths": zeros(2)}, TypeError, "lengths must be int32 or int64, got torch.float32"),
+    ({"lengths": torch.ones(2).long().to_sparse()}, NotImplementedError, "lengths must be a dense tensor, got layout"),
+    ({"k": zeros(2, 2, 3, 8).to_sparse()}, NotImplementedError, "k must be a dense tensor on the CPU or a CUDA device"),
+    ({"v": zeros(2, 2, 3, 6).to_sparse()}, NotImplementedError, "v must be a dense tensor on the CPU or a CUDA device"),
+    ({"k": zeros(2, 2, 3, 8).to_mkldnn()}, NotImplementedError, "k must be a dense tensor on the CPU or a CUDA device"),
+    ({"length": [1, 2]}, TypeError, "KVCache.append has no argument length (did you mean lengths?), got [1, 2]"),
+    ({"key": 1}, TypeError, "KVCache.append has no argument key (its arguments are k, v, lengths), got 1"),
 ]
 
 
+@pytest.mark.parametrize("sizes", [{}, {"window": (3, 0)}, {"page_size": 16}], ids=["slots", "ring", "pages"])
 @pytest.mark.parametrize(("changes", "kind", "message"), BAD_APPENDS, ids=[m[:40] for _, _, m in BAD_APPENDS])
-def test_wrong_appends(changes: dict[str, Any], kind: type[Exception], message: str) -> None:
-    cached = KVCache(2, 2, 10, 8, head_dim_v=6)
+def test_wrong_appends(changes: dict[str, Any], kind: type[Exception], message: str, sizes: dict[str, Any]) -> None:
+    cached = KVCache(2, 2, 10, 8, head_dim_v=6, **sizes)
     arguments = {"k": zeros(2, 2, 3, 8) + 1, "v": zeros(2, 2, 3, 6) + 1} | changes
     with pytest.raises(kind, match="^pyattn: " + re.escape(message)):
         cached.append(**arguments)

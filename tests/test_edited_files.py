@@ -84,13 +84,15 @@ def run(trained: dict[str, bytes], tmp_path: Path) -> Path:
     return tmp_path
 
 
-LARGE = "context", "window"  # with ALiBi, no tensor is of that size
-SIZES = ["layers", "heads", "width", "context", "vocab", "window"]
+BAD_WINDOWS: list[Any] = [4, None, [3], [3, 0, 0], [-2, 0], [0, HUGE], [1.0, 0], [True, 0], "30"]
+LARGE = ("context",)  # with ALiBi, no tensor is of that size
+SIZES = ["layers", "heads", "width", "context", "vocab"]
 BAD_SIZES = [float("nan"), -1, HUGE, 2**62, "8", None, 1.5, True]
 NUMBERS = ["lr", "temperature", "dropout"]
 TENSOR = "blocks.1.qkv.weight"
 MODEL_EDITS: dict[str, tuple[Edit, str]] = {
     **{f"{n} {v}": (set_json("config", n, v), n) for n in SIZES for v in BAD_SIZES if v != 2**62 or n not in LARGE},
+    **{f"window {pair}": (set_json("config", "window", pair), "window") for pair in BAD_WINDOWS},
     "dropout": (set_json("config", "dropout", float("inf")), "dropout"),
     "sinks": (set_json("config", "sinks", 1), "sinks"),
     "no positions": (set_json("config", "alibi", False), "position.weight"),
@@ -120,6 +122,7 @@ STATE_EDITS: dict[str, tuple[Edit, str]] = {
     },
     **{f"{n} {v}": (set_json("options", n, v), n) for n in NUMBERS for v in (float("nan"), -1, 10**400, "1", None)},
     **{n: (set_json("options", n, "abacus"), n) for n in ("attention", "device", "dtype")},
+    **{f"window {pair}": (set_json("options", "window", pair), "window") for pair in BAD_WINDOWS},
     "data": (set_json("options", "data", 7), "data"),
     "no key": (without_json("options", "steps"), "options must have the key steps"),
     "another key": (set_json("options", "colour", 1), "options must not have the key colour"),

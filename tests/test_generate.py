@@ -50,9 +50,9 @@ def test_same_tokens_as_recomputing(monkeypatch: pytest.MonkeyPatch, name: str, 
         ours, expected = (text_of(model, cached, ids, count, **draw) for cached in (True, False))
         assert torch.equal(ours, expected)
     caches = generation.caches_for(model, 3, 7 + count)
-    ring = chunk == 3 and model.config.window > 0
+    ring = chunk == 3 and model.config.window != (-1, -1)
     assert all((cache.window is not None) == ring for cache in caches)
-    assert not ring or caches[0].max_seqlen == model.config.window - 1 + chunk
+    assert not ring or caches[0].max_seqlen == model.config.window[0] + chunk
 
 
 def test_tokens_are_drawn_by_the_seed() -> None:

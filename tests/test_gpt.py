@@ -113,6 +113,27 @@ def test_attentions_give_the_same_loss_and_gradients(model, windows, name):
     assert (grad - expected_grad).abs().max() <= share * expected_grad.abs().max()
 
 
+@pytest.mark.parametrize("window", [(0, 0), (2, 0), (2, -1), (3, 5), (-1, 0), (-1, -1)], ids=str)
+def test_a_window_is_left_and_right(windows, window):
+    """Changing token 5 changes the logits of those that see it: as many after it as left says, itself counted apart."""
+    torch.manual_seed(0)
+    model = GPT(Config(1, 2, 16, CONTEXT, window=window)).eval()
+    ids = windows[:, :-1]
+    other = ids.clone()
+    other[:, 5] = 255 - other[:, 5]
+    changed = (model(ids) != model(other)).any(-1).any(0)
+    last = CONTEXT - 1 if window[0] < 0 else 5 + window[0]
+    assert changed.nonzero().flatten().tolist() == list(range(5, last + 1))
+
+
+@pytest.mark.parametrize("window", [(-2, 0), (0, -2), (2**63, 0)], ids=str)
+def test_a_window_past_its_bounds_is_rejected(window):
+    with pytest.raises(
+        InputError, match=r"^pyattn: window: each of its two numbers must be at (least -1|most \d+ .*), got"
+    ):
+        Config(window=window)
+
+
 def test_dropout_is_drawn_anew_in_training_only(windows):
     model = GPT(Config(2, 2, 16, CONTEXT, dropout=0.5))
     assert model.loss(windows) != model.loss(windows)

@@ -78,6 +78,12 @@ def test_every_command_but_info_takes_numbers(capsys: pytest.CaptureFixture[str]
     assert all(map(options_of, COMMANDS))
 
 
+def test_a_window_is_left_and_right_in_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    windows = {command: options.get("--window") for command in COMMANDS if (options := options_of(command))}
+    found = {command: (o.nargs, o.metavar, tuple(o.default)) for command, o in windows.items() if o is not None}
+    assert found == dict.fromkeys(("train", "profile"), (2, ("LEFT", "RIGHT"), (-1, -1)))
+
+
 @pytest.mark.parametrize("text", EXTREMES, ids=lambda text: text[:20] + "~" * (len(text) > 20))
 @pytest.mark.parametrize("command", COMMANDS)
 def test_extremes(
@@ -112,7 +118,8 @@ def test_extremes(
 LARGEST = 2**63 - 1
 WORKING = {
     "train": [
-        *(f"--{name} {LARGEST}" for name in ("window", "eval-every", "top-k", "sample", "alibi --window")),
+        *(f"--{name} {LARGEST}" for name in ("eval-every", "top-k", "sample")),
+        *(f"{alibi}--window {LARGEST} {LARGEST}" for alibi in ("", "--alibi ")),
         *(f"--seed {2**64 - 1}", "--dropout 1e-320", "--dropout 0.9999999", "--lr 1.2e-38"),
         *("--temperature 1.2e-38", "--temperature 3.4e38"),
     ],

@@ -61,14 +61,14 @@ def runs(program: Any) -> Callable[..., list[Tensor]]:
     return run
 
 
-def inputs(batch: int, heads: int, kv_heads: int, seqlen_q: int, seqlen_k: int) -> dict[str, Tensor]:
+def inputs(batch: int, heads: int, num_heads_kv: int, seqlen_q: int, seqlen_k: int) -> dict[str, Tensor]:
     """q, k, v and the tensors that options take, with heads and without."""
     begin, length = torch.randint(0, seqlen_k + 1, (2, batch, seqlen_q))
     bias = torch.randn(batch, heads, seqlen_q, seqlen_k)
     return {
         "q": torch.randn(batch, heads, seqlen_q, 8),
-        "k": torch.randn(batch, kv_heads, seqlen_k, 8),
-        "v": torch.randn(batch, kv_heads, seqlen_k, 5),
+        "k": torch.randn(batch, num_heads_kv, seqlen_k, 8),
+        "v": torch.randn(batch, num_heads_kv, seqlen_k, 5),
         "q_offset": torch.randint(-seqlen_q, seqlen_k, (batch,)),
         "key_ranges": torch.stack([begin, (begin + length).clamp(max=seqlen_k)], -1),
         "mask": torch.rand(batch, 1, 1, seqlen_k) < 0.7,
@@ -132,7 +132,7 @@ def given(options: Options, tensors: dict[str, Tensor]) -> Options:
     return {name: tensors[value] if isinstance(value, str) else value for name, value in options.items()}
 
 
-def check(calls: list[Options], heads: int, kv_heads: int, opset: int | None) -> None:
+def check(calls: list[Options], heads: int, num_heads_kv: int, opset: int | None) -> None:
     """One graph of all calls, out and lse: at each size as accurate as plain PyTorch."""
     names = ["q", "k", "v", *sorted({v for options in calls for v in options.values() if isinstance(v, str)})]
 
@@ -141,7 +141,7 @@ def check(calls: list[Options], heads: int, kv_heads: int, opset: int | None) ->
         q, k, v = args[:3]
         return [t for o in calls for t in attention(q, k, v, **given(o, tensors), return_lse=True)]
 
-    first, *others = (inputs(b, heads, kv_heads, q, k) for b, q, k in SIZES)
+    first, *others = (inputs(b, heads, num_heads_kv, q, k) for b, q, k in SIZES)
     program = exported(every_call, tuple(first[n] for n in names), opset, (tuple(DIMENSIONS[n] for n in names),))
     assert count_of_attention(program) == (opset is not None) * sum("softcap" not in options for options in calls)
     run = runs(program)

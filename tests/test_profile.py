@@ -159,7 +159,7 @@ def test_run_with_masks_and_scores(capsys) -> None:
     shown = capsys.readouterr().out
     said = "no mask, window 90 0, documents of 64, random mask, random bias, softcap 9, alibi, sinks, dropout 0"
     assert f"1x4x300x16 float32, {said}, " in shown
-    for pass_name in ("bias_rows", "mask_blocks", "head_gradients"):
+    for pass_name in ("mask_rows", "mask_blocks", "head_gradients"):
         assert f"\n{pass_name} " in shown
         assert phases.EXPLAINED[pass_name] in shown
 
@@ -211,8 +211,8 @@ def test_a_profile_without_kernels_is_refused(monkeypatch, capsys) -> None:
         ("--documents 0", "pyattn: --documents must be at least 1, got 0"),
         ("--queries 0 --shapes 1x1x9x4", "pyattn: --queries must lie between 1 and T = 9, got 0"),
         ("--queries 10 --shapes 1x1x9x4", "pyattn: --queries must lie between 1 and T = 9, got 10"),
-        ("--kv-heads 0 --shapes 1x6x9x4", "pyattn: --kv-heads must divide H = 6, got 0"),
-        ("--kv-heads 4 --shapes 1x6x9x4", "pyattn: --kv-heads must divide H = 6, got 4"),
+        ("--num-heads-kv 0 --shapes 1x6x9x4", "pyattn: --num-heads-kv must divide H = 6, got 0"),
+        ("--num-heads-kv 4 --shapes 1x6x9x4", "pyattn: --num-heads-kv must divide H = 6, got 4"),
         ("--softcap nan", "pyattn: --softcap must be finite and at least 0, got nan"),
         ("--device cuda --isa scalar", "pyattn: --isa must be left out with --device cuda, got scalar"),
     ],

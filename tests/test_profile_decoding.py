@@ -38,7 +38,7 @@ def test_run_of_decoding(capsys, monkeypatch) -> None:
     """Phases of few queries, and the rate at which keys and values are read, in the time of a call and of torch.sum."""
     times = {"attention": SimpleNamespace(seconds=1e-3, speedup=2.0), "torch.sum": SimpleNamespace(seconds=2e-3)}
     monkeypatch.setattr(reading, "in_turn", lambda calls, base, *rest: [call() for call in calls.values()] and times)
-    options = "--shapes 1x8x3000x16 --kv-heads 2 --queries 1 --window 1999 0 --mask --documents 1000 --threads 1"
+    options = "--shapes 1x8x3000x16 --num-heads-kv 2 --queries 1 --window 1999 0 --mask --documents 1000 --threads 1"
     assert main(["profile", *options.split(), "--full"]) == 0
     shown = capsys.readouterr().out
     said = "KV heads 2, queries 1, no mask, window 1999 0, documents of 1000, random mask, dropout 0"

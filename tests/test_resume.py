@@ -25,7 +25,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 2, 3, 5])
-@pytest.mark.parametrize("options", ["--dropout 0.2", "--dropout 0.1 --window 4 --sinks --alibi --seed 3"])
+@pytest.mark.parametrize("options", ["--dropout 0.2", "--dropout 0.1 --window 3 0 --sinks --alibi --seed 3"])
 def test_it_goes_on_to_the_bit(train_on, monkeypatch, capsys, cut: int, options: str) -> None:
     """Weights, moments, losses and what is drawn next are those of a training that was not cut off."""
     _, whole = train_on(*options.split(), out="whole")
@@ -154,8 +154,8 @@ def test_no_state(tmp_path: Path, capsys, content: bytes | None) -> None:
 
 
 def test_peers_that_have_no_windows(train_on, capsys) -> None:
-    assert train_on("--attention", "sdpa", "--window", "4")[0] == 2
+    assert train_on("--attention", "sdpa", "--window", "3", "0")[0] == 2
     assert capsys.readouterr().err == "pyattn: --window, --sinks and --alibi need another --attention, got sdpa\n"
-    assert train_on("--window", "-1")[0] == 2
-    assert capsys.readouterr().err == "pyattn: window must be at least 0, got -1\n"
-    assert train_on("--attention", "reference", "--window", "4", "--sinks", "--alibi")[0] == 0
+    assert train_on("--window", "-2", "0")[0] == 2
+    assert capsys.readouterr().err == "pyattn: window: each of its two numbers must be at least -1, got -2\n"
+    assert train_on("--attention", "reference", "--window", "3", "0", "--sinks", "--alibi")[0] == 0

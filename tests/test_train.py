@@ -107,7 +107,7 @@ def test_ctrl_c_keeps_what_was_trained(train_on, story, monkeypatch, capsys, ste
 
 def test_models_without_learned_positions_read_on(train_on, story, capsys):
     """The same bytes are judged at the end of texts of several lengths."""
-    _, folder = train_on("--alibi", "--window", "4", "--sinks")
+    _, folder = train_on("--alibi", "--window", "3", "0", "--sinks")
     shown = capsys.readouterr().out
     model, text = checkpoint.load(folder / "model.safetensors"), read(story, CONTEXT)
     texts = text.validation_windows(lengths.TEXTS, 256)

@@ -214,8 +214,8 @@ def test_types_and_bounds_of_lengths(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("sizes", [(0, 4, 2), (3, 0, 0)])
 def test_nothing(sizes: tuple[int, int, int]) -> None:
-    count, heads, kv_heads = sizes
-    packed = Packed([count, count], heads=(heads, kv_heads), rest=1)
+    count, heads, num_heads_kv = sizes
+    packed = Packed([count, count], heads=(heads, num_heads_kv), rest=1)
     for x in results_of(packed, packed.inputs(torch.float32)):
         assert (x.nan_to_num(neginf=0.0) == 0).all()
     none = torch.zeros(1, dtype=torch.int64)

@@ -185,11 +185,10 @@ void decode_keys(const ForwardParams& p, const Head& head, int64_t split, const 
       watch.lap(Phase::kScores, 2 * rows * tile.keys * p.head_dim);
       for (int64_t r = 0; r < rows; ++r) {
         const Range seen = mask.keys_of(r).within(tile.n0, tile.keys);
-        if (mask.has_holes(r))
-          with_keys_of_row<S>(p.score.bias, head, r, [&](auto shown) {
-            T* scores = s.P.from(r).data;
-            for (int64_t k = seen.begin; k < seen.end; ++k) scores[k] = shown(tile.n0 + k) ? scores[k] : kNegInf<T>;
-          });
+        mask.each_filter<S>(r, [&](auto shown) {
+          T* scores = s.P.from(r).data;
+          for (int64_t k = seen.begin; k < seen.end; ++k) scores[k] = shown(tile.n0 + k) ? scores[k] : kNegInf<T>;
+        });
         const T decay = softmax_row(s.P.from(r).data, seen, score, part.row_max[r], s.row_sum + r * L);
         T* o = part.O.from(r).data;
         for (int64_t d = 0; d < part.O.row; d += L) store(o + d, load(o + d) * decay);

@@ -28,6 +28,7 @@ constexpr Pass<BackwardParams> bias_gradient_pass() {
 template <class S, template <class> class Score>
 constexpr Kernels kernels_for() {
   return {{"count_units", plan_count_units<S>, count_units<S>},
+          {"mask_rows", plan_mask_rows<S>, mask_rows<S>},
           {"bias_rows", plan_bias_rows<S>, bias_rows<S>},
           {"mask_blocks", plan_mask_blocks<S>, mask_blocks<S>},
           {"forward", plan_forward<S>, forward<S, Score>},

@@ -1,4 +1,4 @@
-// What the mask leaves of rows and of blocks of rows, where no formula says it: two passes before
+// What the mask leaves of rows and of blocks of rows, where no formula says it: the passes before
 // forward, and again before backward, so that nothing is saved for it. ops.cpp keeps their results.
 #pragma once
 
@@ -39,26 +39,47 @@ RowKeys scan_row(int64_t seqlen_k, Shown shown) {
   return {first, end, count < end - first};
 }
 
-template <class S>
-Plan plan_bias_rows(const ForwardParams& p) {
-  const int64_t rows = BiasRows(p).count();
+inline Plan plan_rows(const ForwardParams& p, const BroadcastView& view) {
+  const int64_t rows = OwnRows(p, view).count();
   return {ceil_div(rows, kScannedRows), 0, rows * static_cast<int64_t>(sizeof(RowKeys))};
 }
 
-// Writes params.mask.bias_rows: the first and the last key that each row of the bias's own shape
-// shows. Work items: kScannedRows of them.
-template <class S>
-void bias_rows(const ForwardParams& p, int64_t begin, int64_t end, void*) {
-  const BiasRows own(p);
+// Writes the first and the last key that each row of a view's own shape shows. Work items: kScannedRows of
+// them.
+template <class S, class V>
+void scan_rows(const ForwardParams& p, const V& view, RowKeys* rows, int64_t begin, int64_t end) {
+  const OwnRows own(p, view);
   for (int64_t row = begin * kScannedRows; row < min(end * kScannedRows, own.count()); ++row)
-    with_elements<S>(p.score.bias, [&](const auto* bias) {
-      with_keys(p.score.bias, bias + own.offset(p.score.bias, row),
-                [&](auto shown) { p.mask.bias_rows[row] = scan_row(p.seqlen_k, shown); });
+    with_elements<S>(view, [&](const auto* elements) {
+      with_keys(view, elements + own.offset(view, row), [&](auto shown) { rows[row] = scan_row(p.seqlen_k, shown); });
     });
 }
 
 template <class S>
+Plan plan_mask_rows(const ForwardParams& p) {
+  return p.mask.shown.data ? plan_rows(p, p.mask.shown) : Plan{};
+}
+
+// Writes params.mask.mask_rows.
+template <class S>
+void mask_rows(const ForwardParams& p, int64_t begin, int64_t end, void*) {
+  scan_rows<S>(p, p.mask.shown, p.mask.mask_rows, begin, end);
+}
+
+template <class S>
+Plan plan_bias_rows(const ForwardParams& p) {
+  return has_bias(p.score) ? plan_rows(p, p.score.bias) : Plan{};
+}
+
+// Writes params.mask.bias_rows.
+template <class S>
+void bias_rows(const ForwardParams& p, int64_t begin, int64_t end, void*) {
+  scan_rows<S>(p, p.score.bias, p.mask.bias_rows, begin, end);
+}
+
+template <class S>
 Plan plan_mask_blocks(const ForwardParams& p) {
+  if (!needs_blocks(p)) return {};
   const int64_t blocks = work_of<S>(p, Unit::kSummaries).count();
   return {ceil_div(blocks, kSummaries), 0, Mask::count_blocks(p) * static_cast<int64_t>(sizeof(BlockKeys))};
 }

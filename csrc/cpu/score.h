@@ -80,7 +80,7 @@ class General : public Scale<Compute<S>> {
         inner_(static_cast<T>(__builtin_fmin(this->factor / bounded(p.score.softcap), 0x1p127))) {}
 
   void prefetch(const ForwardParams& p, const Head& head, const Tile& tile) const {
-    if (has_float_bias(p.score))
+    if (has_bias(p.score))
       with_floats<S>(p.score.bias, [&](const auto* bias) { prefetch_bias(bias, p.score.bias, head, tile); });
   }
 
@@ -98,7 +98,7 @@ class General : public Scale<Compute<S>> {
         }
       factor = 1;
     }
-    if (has_float_bias(p.score)) {
+    if (has_bias(p.score)) {
       with_floats<S>(p.score.bias,
                      [&](const auto* bias) { add_bias(scores, bias, p.score.bias, head, tile, strip, factor); });
       factor = 1;
@@ -123,7 +123,7 @@ class General : public Scale<Compute<S>> {
         for (int64_t k = 0; k < tile.keys; k += kLanes<T>) cap(scores.from(r).data + k, inner, softcap);
       factor = 1;
     }
-    if (has_float_bias(p.score)) {
+    if (has_bias(p.score)) {
       with_floats<S>(p.score.bias,
                      [&](const auto* bias) { add_bias_by_rows(scores, bias, p.score.bias, head, tile, factor); });
       factor = 1;

@@ -150,18 +150,17 @@ inline void mark_by_rows(const Mask& mask, const Tile& tile, uint64_t* bits) {
   for (int64_t k = 1; k < keys; ++k) bits[k] ^= bits[k - 1];
 }
 
-// Takes from the bits what the bias hides of rows with holes. Eight rows make a byte of each key, in
-// loops for vectors.
+// Takes the keys that filters hide from the bits. Eight rows make a byte of each key, in loops for
+// vectors.
 template <class S>
 void hide_holes(const Mask& mask, const Tile& tile, uint64_t* bits) {
   for (int64_t j0 = 0; j0 < tile.rows; j0 += 8) {
     uint8_t hidden[kTileKeys] = {};
     bool any = false;
     for (int64_t j = j0; j < min(j0 + 8, tile.rows); ++j) {
-      if (!mask.has_holes(tile.r0 + j)) continue;
-      any = true;
       const auto bit = static_cast<uint8_t>(1 << (j - j0));
-      with_keys_of_row<S>(mask.p.score.bias, mask.head, tile.r0 + j, [&, n0 = tile.n0](auto shown) {
+      mask.each_filter<S>(tile.r0 + j, [&, n0 = tile.n0](auto shown) {
+        any = true;
         const auto hide = [&](int64_t keys) {
           for (int64_t k = 0; k < keys; ++k) hidden[k] |= shown(n0 + k) ? uint8_t{0} : bit;
         };

@@ -73,14 +73,11 @@ template <class S>
 const char* launch_mask(ForwardParams& p, void* stream) {
   if constexpr (PYATTN_PACKED)
     if (const char* error = launch(place_sequences<S>, 1, kWarpLanes, 0, stream, p)) return error;
-  if (!needs_summaries(p)) return nullptr;
-  const int64_t rows = bias_rows_count(p), blocks = mask_blocks_count(p);
-  p.mask.blocks = static_cast<BlockKeys*>(p.workspace);
-  p.mask.bias_rows =
-      p.score.bias.type == BiasType::kNone ? nullptr : reinterpret_cast<RowKeys*>(p.mask.blocks + blocks);
-  p.workspace = static_cast<char*>(p.workspace) + mask_bytes(p);
-  const char* error = launch(bias_rows<S>, ceil_div(rows, kMaskWarps), kMaskThreads, 0, stream, p);
-  return error ? error : launch(mask_blocks<S>, ceil_div(blocks, kMaskThreads), kMaskThreads, 0, stream, p);
+  if (!needs_blocks(p)) return nullptr;
+  place_mask(p);
+  const char* error = launch(mask_rows<S>, ceil_div(mask_rows_count(p), kMaskWarps), kMaskThreads, 0, stream, p);
+  if (error) return error;
+  return launch(mask_blocks<S>, ceil_div(mask_blocks_count(p), kMaskThreads), kMaskThreads, 0, stream, p);
 }
 
 // Heads whose keys are split.

@@ -1,6 +1,6 @@
-// The passes before all others where key ranges or a bias are given: what the bias leaves of each of
-// its rows, and what each block of query rows sees. Device memory is not read on the host, so every
-// pass finds them in params.
+// The passes before all others where key ranges, a bool mask or a bias are given: what a tensor leaves of
+// each of its rows, and what each block of query rows sees. Device memory is not read on the host, so
+// every pass finds them in params.
 #pragma once
 
 #include <cstdint>
@@ -17,41 +17,50 @@ namespace {
 
 inline constexpr int kMaskWarps = 4, kMaskThreads = kMaskWarps * kWarpLanes;
 
-// Whether formulas do not tell what a block of rows sees.
-constexpr bool needs_summaries(const ForwardParams& p) {
-  return p.mask.key_ranges || p.score.bias.type != BiasType::kNone;
+constexpr int64_t mask_blocks_count(const ForwardParams& p) { return needs_blocks(p) ? Mask::count_blocks(p) : 0; }
+
+// Rows of all tensors that hide keys.
+constexpr int64_t mask_rows_count(const ForwardParams& p) {
+  int64_t count = 0;
+  each_mask_tensor(p, [&](const auto& view, const RowKeys*) { count += OwnRows(p, view).count(); });
+  return count;
 }
 
-constexpr int64_t bias_rows_count(const ForwardParams& p) {
-  return p.score.bias.type == BiasType::kNone ? 0 : BiasRows(p).count();
-}
-constexpr int64_t mask_blocks_count(const ForwardParams& p) { return needs_summaries(p) ? Mask::count_blocks(p) : 0; }
-
-// What the two passes write, at the beginning of params.workspace: the blocks, then the bias's rows.
+// What the two passes write, at the beginning of params.workspace: the blocks, then the rows of each tensor.
 constexpr int64_t mask_bytes(const ForwardParams& p) {
   constexpr int64_t kAlignment = 16;  // of what comes behind
-  return round_up(mask_blocks_count(p) * sizeof(BlockKeys) + bias_rows_count(p) * sizeof(RowKeys), kAlignment);
+  return round_up(mask_blocks_count(p) * sizeof(BlockKeys) + mask_rows_count(p) * sizeof(RowKeys), kAlignment);
 }
 
-// A warp to a row of the bias.
+constexpr void place_mask(ForwardParams& p) {
+  p.mask.blocks = static_cast<BlockKeys*>(p.workspace);
+  auto* next = static_cast<RowKeys*>(static_cast<void*>(p.mask.blocks + mask_blocks_count(p)));
+  each_mask_tensor(p, [&](const auto& view, RowKeys*& rows) { rows = next, next += OwnRows(p, view).count(); });
+  p.workspace = static_cast<char*>(p.workspace) + mask_bytes(p);
+}
+
+// A warp to a row of a tensor that hides keys.
 template <class S>
 PYATTN_KERNEL(kMaskThreads)
-bias_rows(const __grid_constant__ ForwardParams p) {
-  const BiasRows rows(p);
-  const int64_t at = block_index() * kMaskWarps + warp();
-  if (at >= rows.count()) return;
-  const BiasView& bias = p.score.bias;
-  const int64_t offset = rows.offset(bias, at);
-  int64_t begin = p.seqlen_k, end = 0, count = 0;
-  with_elements<S>(bias, [&](const auto* elements) {
-    for (int64_t j = lane(); j < p.seqlen_k; j += kWarpLanes)
-      if (allows(elements[offset + j * bias.stride_k])) begin = min(begin, j), end = j + 1, ++count;
-  });
+mask_rows(const __grid_constant__ ForwardParams p) {
+  int64_t at = block_index() * kMaskWarps + warp();
+  each_mask_tensor(p, [&](const auto& view, RowKeys* rows) {
+    const OwnRows own(p, view);
+    const int64_t row = at;
+    at -= own.count();
+    if (row < 0 || at >= 0) return;
+    int64_t begin = p.seqlen_k, end = 0, count = 0;
+    with_elements<S>(view, [&](const auto* elements) {
+      elements += own.offset(view, row);
+      for (int64_t j = lane(); j < p.seqlen_k; j += kWarpLanes)
+        if (allows(elements[j * view.stride_k])) begin = min(begin, j), end = j + 1, ++count;
+    });
 #pragma unroll
-  for (int lanes = kWarpLanes / 2; lanes; lanes /= 2)
-    begin = min(begin, shuffle_xor(begin, lanes)), end = max(end, shuffle_xor(end, lanes));
-  count = sum_lanes(count);
-  if (lane() == 0) p.mask.bias_rows[at] = count ? RowKeys{begin, end, count < end - begin} : RowKeys{0, 0, false};
+    for (int lanes = kWarpLanes / 2; lanes; lanes /= 2)
+      begin = min(begin, shuffle_xor(begin, lanes)), end = max(end, shuffle_xor(end, lanes));
+    count = sum_lanes(count);
+    if (lane() == 0) rows[row] = count ? RowKeys{begin, end, count < end - begin} : RowKeys{0, 0, false};
+  });
 }
 
 // A thread to a block of rows.

@@ -196,7 +196,7 @@ class General<double> {
       value = {cap * ::tanh(x), 4 * u / ((1 + u) * (1 + u))};
     }
     const BiasView& bias = p_.score.bias;
-    if (has_float_bias(p_.score))
+    if (has_bias(p_.score))
       with_elements<double>(bias, [&](const auto* elements) {
         value.score += elements[offset_of_row(bias, head, r) + j * bias.stride_k];
       });

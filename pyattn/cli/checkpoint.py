@@ -11,7 +11,7 @@ from pyattn.cli import InputError, output, stored
 from pyattn.cli.gpt import GPT, Attend, Config, attend_pyattn
 
 MODEL = "model.safetensors"
-FIELDS = {field.name: (field.type,) for field in dataclasses.fields(Config) if isinstance(field.type, type)}
+FIELDS = {name: (type(value),) for name, value in dataclasses.asdict(Config()).items()}
 """The configuration's, with their types."""
 
 

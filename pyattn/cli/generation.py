@@ -26,10 +26,11 @@ def attend_cached(cache: KVCache, q: Tensor, k: Tensor, v: Tensor, dropout_p: fl
     return out
 
 
-def cache_size(config: Config, tokens: int) -> tuple[int | None, int]:
-    """The window and the capacity of a cache for ``tokens``: a ring, where a window needs less than all of them."""
-    size = config.window - 1 + CHUNK
-    return (config.window, size) if config.window and size < tokens else (None, tokens)
+def cache_size(config: Config, tokens: int) -> tuple[tuple[int, int] | None, int]:
+    """Window and capacity of a cache for ``tokens``: a ring buffer, where a window needs less than all of them."""
+    left, _ = config.window
+    size = left + CHUNK
+    return (config.window, size) if left >= 0 and size < tokens else (None, tokens)
 
 
 def caches_for(model: GPT, batch: int, tokens: int, page_size: int | None = None) -> list[KVCache]:

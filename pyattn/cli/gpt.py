@@ -23,7 +23,9 @@ from torch import Tensor, nn
 import pyattn
 from pyattn.cli import InputError
 from pyattn.cli.limits import check_integer
+from pyattn.cli.window import check_window
 from pyattn.nn.positions import alibi_slopes
+from pyattn.options import UNBOUNDED
 
 Attend = Callable[..., Tensor]
 """Causal attention: q, k, v (B, heads, S, head_dim) and dropout_p to out, shaped like q; window, alibi_slopes and sinks
@@ -47,7 +49,8 @@ class Config:
         context: most tokens the model can look at.
         vocab: number of distinct tokens; 256 for bytes.
         dropout: probability of dropping an embedding, an attention weight or a block's output while training.
-        window: tokens that a token sees, itself counted; 0: all.
+        window: (left, right), how many tokens a token sees before and after its own position, -1: all; the model is
+            causal whatever right is.
         sinks: whether each head's softmax has a learned sink.
         alibi: ALiBi's biases in place of learned positions: text may then be longer than ``context``.
     """
@@ -58,7 +61,7 @@ class Config:
     context: int = 256
     vocab: int = 256
     dropout: float = 0.0
-    window: int = 0
+    window: tuple[int, int] = UNBOUNDED
     sinks: bool = False
     alibi: bool = False
 
@@ -69,7 +72,7 @@ class Config:
             raise InputError("width must be a multiple of heads", f"{self.width} and {self.heads}")
         if not 0.0 <= self.dropout < 1.0:
             raise InputError("dropout must lie in [0, 1)", self.dropout)
-        check_integer("window", self.window, 0)
+        check_window("window", self.window)
 
     @property
     def weights(self) -> int:
@@ -96,7 +99,7 @@ class Block(nn.Module):
 
     def options(self) -> dict[str, Any]:
         """What attention takes besides q, k, v and dropout: nothing in GPT-2."""
-        window = (self.window - 1, 0) if self.window else None
+        window = None if self.window == UNBOUNDED else self.window
         options = {"window": window, "alibi_slopes": self.slopes, "sinks": self.sinks}
         return {name: value for name, value in options.items() if value is not None}
 

@@ -48,19 +48,19 @@ class SdpaCache:
 
 def bytes_read(sizes: tuple[int, ...], dtype: torch.dtype) -> int:
     """Bytes of the keys and values of all tokens."""
-    _, kv_heads, tokens, head_dim = sizes
-    return 2 * kv_heads * tokens * head_dim * dtype.itemsize
+    _, num_heads_kv, tokens, head_dim = sizes
+    return 2 * num_heads_kv * tokens * head_dim * dtype.itemsize
 
 
 @torch.no_grad()
 def sides(sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> dict[str, Callable[[], object]]:
     """By side, out (1, heads, 1, head_dim) of the last token, the same for all; and READING."""
-    heads, kv_heads, tokens, head_dim = sizes
+    heads, num_heads_kv, tokens, head_dim = sizes
     before = tokens - 1
     where: dict[str, Any] = {"dtype": dtype, "device": device}
     recomputed = tokens if tokens <= LONGEST_RECOMPUTED else 1
     q = torch.randn(1, heads, recomputed, head_dim, **where)
-    k, v = torch.randn(2, 1, kv_heads, tokens, head_dim, **where).unbind()
+    k, v = torch.randn(2, 1, num_heads_kv, tokens, head_dim, **where).unbind()
     token = q[:, :, -1:], k[:, :, -1:], v[:, :, -1:]
     kept = k[:, :, :-1].contiguous(), v[:, :, :-1].contiguous()
 
@@ -77,10 +77,10 @@ def sides(sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> dict[str, 
         theirs.used = before
         return theirs.attend(*token, 0.0)
 
-    theirs = SdpaCache(kv_heads, tokens, head_dim, k)
+    theirs = SdpaCache(num_heads_kv, tokens, head_dim, k)
     theirs.k[:, :, :before], theirs.v[:, :, :before] = kept
-    sdpa = partial(functional.scaled_dot_product_attention, enable_gqa=heads != kv_heads)
-    cache = partial(KVCache, 1, kv_heads, tokens, head_dim, **where)
+    sdpa = partial(functional.scaled_dot_product_attention, enable_gqa=heads != num_heads_kv)
+    cache = partial(KVCache, 1, num_heads_kv, tokens, head_dim, **where)
 
     def concatenated() -> Tensor:
         return sdpa(token[0], torch.cat([kept[0], token[1]], 2), torch.cat([kept[1], token[2]], 2))

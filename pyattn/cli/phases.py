@@ -16,7 +16,8 @@ from pyattn.cli import InputError, output
 EXPLAINED = {
     "merge_out": "few queries: threads share the keys of a head; this pass merges their partial out",
     "reduce": "few heads: threads share the keys or queries of a head; this pass adds up their partial gradients",
-    "bias_rows": "masks: the keys that the bias leaves each row of its own shape",
+    "mask_rows": "masks: the keys that a bool mask leaves each row of its own shape",
+    "bias_rows": "masks: the keys that the -inf of a bias leave each row of its own shape",
     "mask_blocks": "masks: the keys that ranges and bias leave each block of rows",
     "bias_gradient": "scores: the gradient of a bias that broadcasts, from S and dP made anew",
     "head_gradients": "scores: the sums of gradients of slopes and sinks",

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from pyattn import _C, attention, isa, isas, masks, ops, set_isa
-from pyattn.cli import InputError, output, phases, reading
+from pyattn.cli import InputError, output, phases, reading, window
 from pyattn.cli.contention import Contention, busy, is_busy
 from pyattn.cli.device import DEVICES, check_device, cpu
 from pyattn.cli.info import DTYPES
@@ -49,7 +49,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         default=["1x8x1024x64"],
         help="shapes of q, k and v; default: 1x8x1024x64",
     )
-    parser.add_argument("--kv-heads", type=int, metavar="N", help="heads of k and v; default: H")
+    parser.add_argument("--num-heads-kv", type=int, metavar="N", help="heads of k and v; default: H")
     parser.add_argument(
         "--queries",
         type=int,
@@ -66,14 +66,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--dropout", type=float, default=0.0, metavar="P", help="dropout probability; default: %(default)g"
     )
     parser.add_argument("--full", action="store_true", help="leave out the causal mask")
-    parser.add_argument(
-        "--window",
-        type=int,
-        nargs=2,
-        metavar=("LEFT", "RIGHT"),
-        default=UNBOUNDED,
-        help="keys to see before and after a query's own position, -1: all; default: -1 -1",
-    )
+    parser.add_argument("--window", **window.OPTION)
     parser.add_argument("--documents", type=int, metavar="N", help="documents packed into T, of N tokens; default: one")
     parser.add_argument("--mask", action="store_true", help="bool mask (1, 1, T, T) that hides one key of four")
     parser.add_argument("--bias", action="store_true", help="numbers (1, 1, T, T) added to the scores")
@@ -107,7 +100,7 @@ def features(shape: Sequence[int], options: argparse.Namespace, **tensor: Any) -
 
 def described(options: argparse.Namespace) -> str:
     """Heads, queries, mask, score and dropout in words."""
-    words = [f"KV heads {options.kv_heads}"] if options.kv_heads else []
+    words = [f"KV heads {options.num_heads_kv}"] if options.num_heads_kv else []
     words += [f"queries {options.queries}"] if options.queries else []
     words += ["no mask" if options.full else "causal"]
     words += ["window {} {}".format(*options.window)] if tuple(options.window) != UNBOUNDED else []
@@ -147,7 +140,7 @@ def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
     backward = not (options.forward or options.queries)
     tensor = {"dtype": DTYPES[options.dtype], "device": options.device, "requires_grad": backward}
     q = torch.randn(batch, heads, options.queries or length, head_dim, **tensor)
-    k, v = (torch.randn(batch, options.kv_heads or heads, length, head_dim, **tensor) for _ in range(2))
+    k, v = (torch.randn(batch, options.num_heads_kv or heads, length, head_dim, **tensor) for _ in range(2))
     dout = torch.randn_like(q)
     extras = features(shape, options, **tensor)
     leaves = [t for t in (q, k, v, *extras.values()) if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -190,8 +183,8 @@ def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
 def needed(shape: Sequence[int], options: argparse.Namespace) -> int:
     """The least bytes that profiling ``shape`` takes: q, k, v and a bias, and as much for what goes back to each."""
     batch, heads, length, head_dim = shape
-    queries, kv_heads = options.queries or length, options.kv_heads or heads
-    numbers = batch * head_dim * (heads * queries + 2 * kv_heads * length)
+    queries, num_heads_kv = options.queries or length, options.num_heads_kv or heads
+    numbers = batch * head_dim * (heads * queries + 2 * num_heads_kv * length)
     numbers += queries * length if options.bias else 0
     return numbers * DTYPES[options.dtype].itemsize * (1 if options.forward or options.queries else 2)
 
@@ -201,8 +194,7 @@ def check(options: argparse.Namespace) -> list[tuple[int, ...]]:
     check_threads(options.threads)
     if not 0 <= options.dropout < 1:
         raise InputError("--dropout must be at least 0 and below 1", options.dropout)
-    for number in options.window:
-        check_integer("--window: each of its two numbers", number, -1)
+    window.check_window("--window", options.window)
     if options.documents is not None:
         check_integer("--documents", options.documents, 1)
     if not 0 <= options.softcap < math.inf:
@@ -215,8 +207,8 @@ def check(options: argparse.Namespace) -> list[tuple[int, ...]]:
     for _, heads, length, _ in shapes:
         if options.queries is not None and not 1 <= options.queries <= length:
             raise InputError(f"--queries must lie between 1 and T = {length}", options.queries)
-        if options.kv_heads is not None and (options.kv_heads < 1 or heads % options.kv_heads):
-            raise InputError(f"--kv-heads must divide H = {heads}", options.kv_heads)
+        if options.num_heads_kv is not None and (options.num_heads_kv < 1 or heads % options.num_heads_kv):
+            raise InputError(f"--num-heads-kv must divide H = {heads}", options.num_heads_kv)
     check_device(options.device)
     for shape in shapes:
         check_memory(f"--shapes {'x'.join(map(str, shape))}", needed(shape, options), options.device)

@@ -19,12 +19,12 @@ ROWS = 256
 def bytes_seen(q: Tensor, k: Tensor, v: Tensor, options: Options) -> int:
     """Bytes of the keys and values that any query of their group sees."""
     batch, heads, seqlen_q = q.shape[:3]
-    kv_heads, seqlen_k = k.shape[1:3]
+    num_heads_kv, seqlen_k = k.shape[1:3]
     rows, all_heads = torch.arange(seqlen_q, device=q.device), torch.arange(heads, device=q.device)
     seen = torch.zeros(batch, heads, seqlen_k, dtype=torch.bool, device=q.device)
     for some in rows.split(ROWS):
         seen |= visible.seen(options, some, all_heads, seqlen_q, seqlen_k).any(2)
-    keys = int(seen.unflatten(1, (kv_heads, -1)).any(2).sum())
+    keys = int(seen.unflatten(1, (num_heads_kv, -1)).any(2).sum())
     return keys * (k.shape[3] + v.shape[3]) * k.itemsize
 
 

@@ -14,7 +14,14 @@ from torch import Tensor
 from pyattn.cli import InputError
 from pyattn.cli.gpt import GPT, Config
 
-WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+WORDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    tuple: "a list of two integers",
+    type(None): "null",
+}
 """JSON's names for the types of values."""
 
 Expected = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -49,6 +56,13 @@ def fact(facts: Mapping[str, str], key: str) -> str:
     return facts[key]
 
 
+def _is(value: object, kind: type) -> bool:
+    """Whether JSON's ``value`` is of ``kind``: a bool is no integer, an integer is a number, a tuple is a pair."""
+    if kind is tuple:
+        return isinstance(value, list) and len(value) == 2 and all(type(number) is int for number in value)
+    return type(value) is kind or (kind is float and type(value) is int)
+
+
 def fields(facts: Mapping[str, str], key: str, types: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
     """The JSON object that the metadata's ``key`` holds: the names of ``types``, no others, each of its types."""
     values = json.loads(fact(facts, key))
@@ -57,12 +71,13 @@ def fields(facts: Mapping[str, str], key: str, types: Mapping[str, tuple[type, .
     for name in sorted(types.keys() ^ values.keys()):
         raise ValueError(f"{key} must {'have the key' if name in types else 'not have the key'} {name}")
     for name, value in values.items():
-        allowed = (*types[name], int) if float in types[name] else types[name]
-        if type(value) not in allowed:
+        if not any(_is(value, kind) for kind in types[name]):
             words = " or ".join(WORDS[kind] for kind in types[name])
             raise TypeError(f"{key}: {name} must be {words}, got {reprlib.repr(value)}")
         if float in types[name]:
             values[name] = float(str(value))  # an integer past the end is infinite, not an error
+        elif tuple in types[name]:
+            values[name] = tuple(value)
     return values
 
 

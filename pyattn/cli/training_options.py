@@ -6,11 +6,12 @@ from pathlib import Path
 
 import torch
 
-from pyattn.cli import InputError, generation
+from pyattn.cli import InputError, generation, window
 from pyattn.cli.compare import ATTENTIONS
 from pyattn.cli.device import DEVICES, check_device
 from pyattn.cli.gpt import Config
 from pyattn.cli.limits import check_integer, check_memory, check_positive, check_seed, check_threads
+from pyattn.options import UNBOUNDED
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CHOICES = {"attention": ATTENTIONS, "device": DEVICES, "dtype": DTYPES}
@@ -49,12 +50,7 @@ def parser(about: str | None = None) -> argparse.ArgumentParser:
         default=Config.dropout,
         help="probability of dropping a weight or an output; default: %(default)s",
     )
-    model.add_argument(
-        "--window",
-        type=int,
-        default=Config.window,
-        help="bytes that a byte sees, itself counted; 0: all; default: %(default)s",
-    )
+    model.add_argument("--window", **window.OPTION)
     model.add_argument("--sinks", action="store_true", help="give each head's softmax a learned sink")
     model.add_argument(
         "--alibi", action="store_true", help="ALiBi in place of learned positions, which end at the context"
@@ -136,8 +132,8 @@ def types() -> dict[str, tuple[type, ...]]:
 
 def config_of(options: argparse.Namespace) -> Config:
     """The model that the options describe."""
-    names = ("layers", "heads", "width", "context", "dropout", "window", "sinks", "alibi")
-    return Config(**{name: getattr(options, name) for name in names})
+    names = ("layers", "heads", "width", "context", "dropout", "sinks", "alibi")
+    return Config(**{name: getattr(options, name) for name in names} | {"window": tuple(options.window)})
 
 
 def prompt_size(options: argparse.Namespace) -> int:
@@ -156,7 +152,8 @@ def check(options: argparse.Namespace) -> None:
     check_threads(options.threads)
     check_positive("--lr", options.lr, MOST_LR)
     check_positive("--temperature", options.temperature)
-    if options.attention == "sdpa" and (options.window or options.sinks or options.alibi):
+    extras = tuple(options.window) != UNBOUNDED or options.sinks or options.alibi
+    if options.attention == "sdpa" and extras:
         raise InputError("--window, --sinks and --alibi need another --attention", options.attention)
     check_seed(options.seed)
     check_device(options.device)

@@ -11,6 +11,7 @@ from pyattn.cached_attention import attention_with_cache
 from pyattn.cached_weights import weights_with_cache
 from pyattn.dropout import draw_seed
 from pyattn.functional import attention
+from pyattn.key_ranges import plain
 from pyattn.nn.checks import Lengths, check_added, check_append
 from pyattn.nn.positions import rotate
 from pyattn.weights import attention_weights
@@ -56,14 +57,16 @@ def _attend(
     """Attention over (B, H, T, D): out, and weights if asked for, both under one seed of dropout.
 
     With ``kv_cache``, k and v are appended to it first, the first ``lengths[b]`` of each sequence, and q meets all that
-    it holds.
+    it holds. Options that are None are left out: each that attention is given costs a small call 1 us.
     """
+    options = {name: value for name, value in options.items() if value is not None}
     dropout_p = dropout_probability(dropout)
     if dropout_p == 1.0:  # every weight is dropped, and the function takes less than 1 only
         options |= {"need_weights": need_weights, "kv_cache": kv_cache, "lengths": lengths}
         out, weights = _attend(q, k, v, **options)
         return out * 0.0, None if weights is None else weights * 0.0
-    options["dropout_p"] = dropout_p
+    if dropout_p:
+        options["dropout_p"] = dropout_p
     if dropout_p and need_weights:
         options["dropout_seed"] = draw_seed(q.device)
     if kv_cache is None:
@@ -127,7 +130,8 @@ def attend_heads(
     keys = k.shape[1] if kv_cache is None else kv_cache.max_seqlen
     check_added(mask, bias, (q.shape[0], q.shape[2], q.shape[1], keys))
     if kv_cache is not None:
-        check_append(kv_cache, k, options.get("key_ranges"), mask, bias)
+        options["key_ranges"] = plain(options.get("key_ranges"), options.get("causal", True))
+        check_append(kv_cache, k, options["key_ranges"], mask, bias)
     if rotary is not None:
         first = None if kv_cache is None else kv_cache.lengths
         q, k = rotate(q, rotary, first), rotate(k, rotary, first)

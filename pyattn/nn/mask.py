@@ -134,7 +134,7 @@ class CausalMask(nn.Module):
         Behind ``cached`` tokens it is causal; NotImplementedError with a mask of its own.
         """
         if (own := self._own_mask) is None:
-            return {"causal": True}
+            return {}
         if cached:
             raise NotImplementedError(
                 f"pyattn: a mask that was assigned goes with no kv_cache, got one of shape {tuple(own.shape)}"

@@ -68,14 +68,14 @@ class ScoreOptions(nn.Module):
         }
 
     def score_options(self, num_heads: int, x: Tensor) -> dict[str, Any]:
-        """The extras as :func:`pyattn.nn.heads.attend_heads` takes them, for the input ``x``."""
+        """The extras as :func:`pyattn.nn.heads.attend_heads` takes them, for the input ``x``; None: its default."""
         slopes = None
         if self.alibi:
             dtype = torch.promote_types(x.dtype, torch.float32)
             slopes = alibi_slopes(num_heads, dtype=dtype, device=x.device)
         return {
-            "window": self.window,
-            "softcap": self.softcap,
+            "window": None if self.window == UNBOUNDED else self.window,
+            "softcap": self.softcap or None,
             "alibi_slopes": slopes,
             "sinks": self.sinks,
             "rotary": self.rotary,

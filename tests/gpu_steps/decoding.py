@@ -40,12 +40,12 @@ def in_graphs(device: Device, sides: dict[str, list[Call]]) -> tuple[dict[str, C
 @torch.no_grad()
 def measure(device: Device, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
     """What each side took, and the bytes of K and V over it."""
-    batch, heads, heads_kv, seqlen, head_dim = shape
-    size = 2 * batch * heads_kv * seqlen * head_dim * dtype.itemsize
+    batch, heads, num_heads_kv, seqlen, head_dim = shape
+    size = 2 * batch * num_heads_kv * seqlen * head_dim * dtype.itemsize
     copies = 1 + CACHES * device.cache_bytes // size
     q = torch.randn(batch, heads, 1, head_dim, dtype=dtype, device=device.name)
-    keys_and_values = torch.randn(copies, 2, batch, heads_kv, seqlen, head_dim, dtype=dtype, device=device.name)
-    sdpa: Callable[..., Any] = partial(functional.scaled_dot_product_attention, enable_gqa=heads != heads_kv)
+    keys_and_values = torch.randn(copies, 2, batch, num_heads_kv, seqlen, head_dim, dtype=dtype, device=device.name)
+    sdpa: Callable[..., Any] = partial(functional.scaled_dot_product_attention, enable_gqa=heads != num_heads_kv)
     sides: dict[str, list[Call]] = {
         "torch sum": [kv.sum for kv in keys_and_values],
         "pyattn": [partial(attention, q, *kv) for kv in keys_and_values],

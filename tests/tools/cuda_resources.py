@@ -19,7 +19,7 @@ ENTRY = re.compile(
     re.DOTALL,
 )
 KERNEL = re.compile(
-    r"\d((?:float64_)?(?:forward|backward_(?:keys|queries|bias))|row_terms|round_queries|sum_rows|bias_rows|mask_blocks"
+    r"\d((?:float64_)?(?:forward|backward_(?:keys|queries|bias))|row_terms|round_queries|sum_rows|mask_rows|mask_blocks"
     r"|place_sequences|fill_rest|merge_splits)I(.*?)EE?v"
 )
 OBJECT = re.compile(r"(?=cuda_(?:batch|packed)_\w+\.dir)")

@@ -56,10 +56,12 @@ class View(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p)] + [(name, ctypes.c_int64) for name in ("stride_b", "stride_h", "stride_s")]
 
 
+class Broadcast(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p)] + [(f"stride_{name}", ctypes.c_int64) for name in ("b", "h", "q", "k")]
+
+
 class Bias(ctypes.Structure):
-    _fields_ = [("type", ctypes.c_int), ("data", ctypes.c_void_p)] + [
-        (f"stride_{name}", ctypes.c_int64) for name in ("b", "h", "q", "k")
-    ]
+    _fields_ = [("view", Broadcast), ("type", ctypes.c_int)]
 
 
 class Mask(ctypes.Structure):
@@ -71,6 +73,8 @@ class Mask(ctypes.Structure):
         ("window_right", ctypes.c_int64),
         ("key_ranges", ctypes.c_void_p),
         ("key_ranges_stride_b", ctypes.c_int64),
+        ("shown", Broadcast),
+        ("mask_rows", ctypes.c_void_p),
         ("bias_rows", ctypes.c_void_p),
         ("blocks", ctypes.c_void_p),
     ]
@@ -162,11 +166,15 @@ def library() -> ctypes.CDLL:
     return load(built("emulated", functools.partial(compile_kernels, ROOT)))
 
 
-def bias_view(t: Tensor, dtype: torch.dtype) -> Bias:
-    """A tensor that broadcasts to four dimensions, from the last one back; ``dtype`` is q's."""
-    kind = 1 if t.dtype == torch.bool else 2 if t.dtype == dtype else 3
+def broadcast_view(t: Tensor) -> Broadcast:
+    """A tensor that broadcasts to four dimensions, from the last one back."""
     strides = [0] * (4 - t.dim()) + [t.stride(d) if t.shape[d] > 1 else 0 for d in range(t.dim())]
-    return Bias(kind, t.data_ptr(), *strides)
+    return Broadcast(t.data_ptr(), *strides)
+
+
+def bias_view(t: Tensor, dtype: torch.dtype) -> Bias:
+    """Likewise; ``dtype`` is q's."""
+    return Bias(broadcast_view(t), 1 if t.dtype == dtype else 2)
 
 
 class Call:
@@ -202,7 +210,13 @@ class Call:
             p.mask.key_ranges = self.address(ranges.long())
             p.mask.key_ranges_stride_b = 2 * seqlen_q if ranges.dim() == 3 and len(ranges) > 1 else 0
         p.score.softcap, p.score.part = options.get("softcap", 0.0), options.get("part", False)
-        if bias is not None:
+        if (mask := options.get("mask")) is not None:
+            self.kept.append(mask)
+            p.mask.shown = broadcast_view(mask)
+        if bias is not None and bias.dtype == torch.bool:
+            self.kept.append(bias)
+            p.mask.shown = broadcast_view(bias)
+        elif bias is not None:
             self.kept.append(bias)
             p.score.bias = bias_view(bias, q.dtype)
         if slopes is not None:

@@ -23,7 +23,8 @@ struct Options {
   int64_t window_left = -1, window_right = -1;
   bool key_ranges = false;
   double softcap = 0;
-  BiasType bias = BiasType::kNone;  // the same for every sequence
+  bool mask = false;  // a bool mask; it and the bias are the same for every sequence
+  BiasType bias = BiasType::kNone;
   bool alibi = false, sinks = false;
 };
 
@@ -53,9 +54,11 @@ constexpr Case kCases[] = {
     {1, 2, 1, 90, 130, 40, 33, true, 40, 0, {.softcap = 2, .alibi = true, .sinks = true}},
     {1, 3, 1, 65, 140, 16, 16, true, 75, 0.1, {.bias = BiasType::kLikeQ, .sinks = true}},
     {2, 2, 2, 80, 70, 48, 16, false, 0, 0, {.softcap = 3, .bias = BiasType::kLikeQ, .alibi = true}},
-    {2, 2, 1, 60, 150, 17, 20, true, 90, 0, {.key_ranges = true, .bias = BiasType::kBool, .alibi = true}},
+    {2, 2, 1, 60, 150, 17, 20, true, 90, 0, {.key_ranges = true, .mask = true, .alibi = true}},
     {1, 8, 2, 1, 700, 64, 64, true, 699, 0, {.window_left = 500, .bias = BiasType::kLikeQ, .sinks = true}},
-    {1, 4, 1, 2, 300, 20, 36, true, 298, 0, {.key_ranges = true, .bias = BiasType::kBool, .alibi = true}},
+    {1, 4, 1, 2, 300, 20, 36, true, 298, 0, {.key_ranges = true, .mask = true, .alibi = true}},
+    {1, 4, 2, 70, 120, 24, 16, false, 0, 0.1, {.mask = true, .bias = BiasType::kLikeQ, .sinks = true}},
+    {2, 6, 2, 1, 600, 32, 20, true, 599, 0, {.mask = true, .bias = BiasType::kLikeQ}},
 };
 
 template <class Params>
@@ -129,20 +132,19 @@ Results results(const Case& c, const Inputs& inputs) {
   p.mask.window_left = options.window_left, p.mask.window_right = options.window_right;
   if (options.key_ranges) p.mask.key_ranges = key_ranges.data();
   p.score.softcap = options.softcap;
+  if (options.mask) p.mask.shown = {shown.data(), 0, c.seqlen_k, c.num_heads_q * c.seqlen_k, 1};
   if (options.bias != BiasType::kNone) {
-    void* elements = options.bias == BiasType::kBool ? static_cast<void*>(shown.data()) : bias.data.data();
-    p.score.bias = {options.bias, elements, 0, c.seqlen_k, c.num_heads_q * c.seqlen_k, 1};
-    if (options.bias == BiasType::kLikeQ) p.dbias = p.score.bias, p.dbias.data = dbias.data.data();
+    p.score.bias = {{bias.data.data(), 0, c.seqlen_k, c.num_heads_q * c.seqlen_k, 1}, options.bias};
+    p.dbias = p.score.bias, p.dbias.data = dbias.data.data();
   }
   if (options.alibi) p.score.alibi_slopes = slopes.data.data(), p.dslopes = dslopes.data.data();
   if (options.sinks) p.score.sinks = sinks.data.data(), p.dsinks = dsinks.data.data();
   p.dropout = {static_cast<uint32_t>(std::nearbyint(65536 * c.dropout_p)), &seed};
 
   const Kernels& table = kernels(dtype<S>, p.score);
-  std::vector<RowKeys> rows;
-  std::vector<BlockKeys> blocks;
-  if (options.bias != BiasType::kNone) rows = make_array(table.bias_rows, p, p.mask.bias_rows);
-  if (!rows.empty() || options.key_ranges) blocks = make_array(table.mask_blocks, p, p.mask.blocks);
+  const std::vector<RowKeys> mask_rows = make_array(table.mask_rows, p, p.mask.mask_rows);
+  const std::vector<RowKeys> bias_rows = make_array(table.bias_rows, p, p.mask.bias_rows);
+  const std::vector<BlockKeys> blocks = make_array(table.mask_blocks, p, p.mask.blocks);
   run<ForwardParams>(table.forward, p, table.merge_out);
   run(table.backward, p, table.reduce, table.bias_gradient, table.head_gradients);
   return {out.values(), lse.values(),   dq.values(),      dk.values(),

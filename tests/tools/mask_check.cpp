@@ -13,8 +13,9 @@ int failures = 0;
 struct Case {
   ForwardParams p{};
   std::vector<int64_t> ranges;
-  std::vector<uint8_t> bias;
-  std::vector<RowKeys> bias_rows;
+  std::vector<uint8_t> shown;
+  std::vector<float> bias;
+  std::vector<RowKeys> mask_rows, bias_rows;
   std::vector<BlockKeys> blocks;
 
   // By the definition in attention.h, in numbers that can't overflow.
@@ -26,15 +27,39 @@ struct Case {
     if (left >= 0 && j < position - left) return false;
     if (right >= 0 && j > position + right) return false;
     if (!ranges.empty() && (j < ranges[2 * i] || ranges[2 * i + 1] <= j)) return false;
-    const BiasView& view = p.score.bias;
-    return bias.empty() || bias[offset_of_row(view, head, r) + j * view.stride_k];
+    return shown_by(shown, p.mask.shown, head, r, j) && shown_by(bias, p.score.bias, head, r, j);
+  }
+
+  // Whether a tensor, if there is one, lets the row see the key.
+  template <class E>
+  static bool shown_by(const std::vector<E>& elements, const BroadcastView& view, const Head& head, int64_t r,
+                       int64_t j) {
+    return elements.empty() || allows(elements[offset_of_row(view, head, r) + j * view.stride_k]);
+  }
+
+  // What a tensor leaves of each of its rows, as the passes have it.
+  template <class E>
+  std::vector<RowKeys> scan(const std::vector<E>& elements, const BroadcastView& view) const {
+    const Head head(p, 0);
+    const OwnRows own(p, view);
+    std::vector<RowKeys> rows(own.count());
+    for (int64_t r = 0; r < head.count; ++r) {
+      RowKeys row{p.seqlen_k, 0, false};
+      int64_t count = 0;
+      for (int64_t j = 0; j < p.seqlen_k; ++j)
+        if (shown_by(elements, view, head, r, j)) row = {min(row.begin, j), j + 1, false}, ++count;
+      row.holes = count < row.end - row.begin;
+      rows[own.index(head, r)] = row;
+    }
+    return rows;
   }
 
   void expect(bool good, const char* what, int64_t a, int64_t b) const {
     if (good || ++failures > 10) return;
-    std::printf("%s: %ld %ld; %ld x %ld, group %ld, causal %d, q_offset %ld, window %ld %ld, ranges %d, bias %d\n",
-                what, a, b, p.seqlen_q, p.seqlen_k, p.num_heads_q, p.mask.causal, p.mask.q_offset, p.mask.window_left,
-                p.mask.window_right, !ranges.empty(), !bias.empty());
+    std::printf(
+        "%s: %ld %ld; %ld x %ld, group %ld, causal %d, q_offset %ld, window %ld %ld, ranges %d, mask %d, bias %d\n",
+        what, a, b, p.seqlen_q, p.seqlen_k, p.num_heads_q, p.mask.causal, p.mask.q_offset, p.mask.window_left,
+        p.mask.window_right, !ranges.empty(), !shown.empty(), !bias.empty());
   }
 
   void check_rows(const Mask& mask, int64_t r0, int64_t rows) const {
@@ -86,23 +111,16 @@ struct Case {
   void check() {
     const Head head(p, 0);
     if (!ranges.empty()) p.mask.key_ranges = ranges.data();
+    if (!shown.empty()) {
+      p.mask.shown.data = shown.data();
+      mask_rows = scan(shown, p.mask.shown), p.mask.mask_rows = mask_rows.data();
+    }
     if (!bias.empty()) {
-      p.score.bias.type = BiasType::kBool, p.score.bias.data = bias.data();
-      const BiasRows own(p);
-      bias_rows.assign(own.count(), {});
-      for (int64_t r = 0; r < head.count; ++r) {
-        RowKeys row{p.seqlen_k, 0, false};
-        int64_t count = 0;
-        for (int64_t j = 0; j < p.seqlen_k; ++j)
-          if (bias[offset_of_row(p.score.bias, head, r) + j * p.score.bias.stride_k])
-            row = {min(row.begin, j), j + 1, false}, ++count;
-        row.holes = count < row.end - row.begin;
-        bias_rows[own.index(head, r)] = row;
-      }
-      p.mask.bias_rows = bias_rows.data();
+      p.score.bias.type = BiasType::kFloat32, p.score.bias.data = bias.data();
+      bias_rows = scan(bias, p.score.bias), p.mask.bias_rows = bias_rows.data();
     }
     const Mask mask(p, head);
-    for (int64_t r0 = 0; (p.mask.key_ranges || p.mask.bias_rows) && r0 < head.count; r0 += kBlockRows)
+    for (int64_t r0 = 0; needs_blocks(p) && r0 < head.count; r0 += kBlockRows)
       blocks.push_back(mask.summary_of<float>(r0, min(kBlockRows, head.count - r0)));
     if (!blocks.empty()) p.mask.blocks = blocks.data();
     for (int64_t r = 0; r < head.count; ++r) {
@@ -130,6 +148,14 @@ int64_t below(int64_t n) {
   return static_cast<int64_t>((state >> 33) % static_cast<uint64_t>(n));
 }
 
+// Any shape that broadcasts; returns how many of five elements are to show a key.
+int64_t draw_strides(const ForwardParams& p, BroadcastView& view) {
+  const bool heads = below(2), queries = below(4) > 0, keys = below(8) > 0;
+  view.stride_k = keys, view.stride_q = queries ? p.seqlen_k : 0;
+  view.stride_h = heads ? p.seqlen_q * p.seqlen_k : 0;
+  return 1 + below(4);
+}
+
 void check_all() {
   constexpr int64_t kFar = INT64_MAX;
   for (int64_t group : {1, 3})
@@ -140,21 +166,24 @@ void check_all() {
                {seqlen_k - seqlen_q, int64_t{0}, int64_t{5}, int64_t{-7}, int64_t{60}, -kFar - 1, kFar})
             for (int64_t left : {int64_t{-1}, int64_t{0}, int64_t{4}, int64_t{1} << 62, kFar})
               for (int64_t right : {int64_t{-1}, int64_t{0}, int64_t{6}, kFar})
-                for (int kind = 0; kind < 4; ++kind) {
+                for (int kind = 0; kind < 8; ++kind) {
                   Case one;
                   ForwardParams& p = one.p;
                   p.batch = p.num_heads_kv = 1, p.num_heads_q = group, p.seqlen_q = seqlen_q, p.seqlen_k = seqlen_k;
-                  p.mask = {causal, q_offset, nullptr, left, right, nullptr, 0, nullptr, nullptr};
+                  p.mask = {causal, q_offset, nullptr, left, right, nullptr, 0, {}, nullptr, nullptr, nullptr};
                   for (int64_t i = 0; kind & 1 && i < seqlen_q; ++i) {
                     const int64_t begin = below(seqlen_k + 1);
                     one.ranges.insert(one.ranges.end(), {begin, begin + below(seqlen_k - begin + 1)});
                   }
+                  const int64_t elements = group * seqlen_q * seqlen_k;
                   if (kind & 2) {
-                    const bool heads = below(2), queries = below(4) > 0, keys = below(8) > 0;
-                    p.score.bias.stride_k = keys, p.score.bias.stride_q = queries ? seqlen_k : 0;
-                    p.score.bias.stride_h = heads ? seqlen_q * seqlen_k : 0;
-                    const int64_t density = 1 + below(4);
-                    for (int64_t i = 0; i < group * seqlen_q * seqlen_k; ++i) one.bias.push_back(below(5) < density);
+                    const int64_t density = draw_strides(p, p.mask.shown);
+                    for (int64_t i = 0; i < elements; ++i) one.shown.push_back(below(5) < density);
+                  }
+                  if (kind & 4) {
+                    const int64_t density = draw_strides(p, p.score.bias);
+                    for (int64_t i = 0; i < elements; ++i)
+                      one.bias.push_back(below(5) < density ? 0 : -__builtin_inff());
                   }
                   one.check();
                 }

@@ -1,0 +1,190 @@
+"""The type of masks as intervals: a tensor that knows whether it is the whole mask."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyattn.arguments import check_type, shown
+
+INTEGERS = (torch.int32, torch.int64)
+
+MERGES_ROWS = frozenset({"flatten", "reshape", "squeeze", "view"})
+"""Functions whose result may have fewer dimensions, and still holds the pairs that it was given."""
+
+TAKES_ROWS = frozenset({"__getitem__", "getitem", "select", "unbind"})
+"""Functions that drop a dimension: pairs remain if it was not the last one."""
+
+BITWISE = frozenset({"__and__", "__iand__", "__rand__", "__or__", "__ior__", "__ror__"})
+"""Operators on bits, refused because they look like those of sets; Python would swallow a TypeError of theirs."""
+
+
+class KeyRanges(Tensor):
+    """``key_ranges``: int32 or int64 (..., 2), query ``i`` sees the keys ``begin <= j < end`` of its pair.
+
+    ::
+
+        visible_ij = begin_i <= j < end_i        and, unless whole:  j <= i + q_offset  where causal
+
+    What :mod:`pyattn.masks` returns: a tensor like any other, (B or 1, Sq, 2) for :func:`pyattn.attention` and
+    (total_q, 2), as ``ranges[0]`` of a packed row, for :func:`pyattn.attention_varlen`. It also knows :attr:`whole`.
+
+    Results of torch's functions that hold pairs again keep type and ``whole``, beside bare tensors too: slices
+    (``ranges[:, -n:]``, ``ranges[b]``), ``to``, ``expand``, ``repeat``, ``clone``, ``flatten(0, 1)``, ``torch.cat``,
+    ``torch.stack``, sums and bounds (``(ranges - n).clamp(0, Sk)``). Other results, such as ``ranges[..., 0]``, are
+    bare tensors. Copies, pickles, ``torch.save`` (loaded with ``weights_only=True`` too), buffers of modules and
+    compiled graphs keep both. In ``torch.export`` with ``strict=False`` all ranges are bare, so none is refused.
+
+    :func:`pyattn.masks.within` gives the keys that two ranges share. ``&`` and ``|``, bitwise for tensors, are refused.
+
+    Args:
+        ranges: int32 or int64 (..., 2), whose memory is shared. Of KeyRanges, the numbers count alone.
+        whole: see :attr:`whole`.
+
+    Raises:
+        TypeError: another type or dtype.
+        ValueError: another last dimension; later, ``causal=True`` with whole ranges, and a result of several ranges
+            that differ in ``whole``.
+        NotImplementedError: ``&`` and ``|``.
+
+    >>> KeyRanges(torch.tensor([[[0, 2], [0, 2], [0, 3]]]), whole=True)[:, :1]
+    KeyRanges(tensor([[[0, 2]]]), whole=True)
+    """
+
+    _plain: Tensor  # the same memory as a bare tensor, which torch's functions run on
+    __module__ = "pyattn.masks"  # the public name, which pickles hold
+
+    @property
+    def whole(self) -> bool:
+        """Whether the ranges are the whole mask, so attention needs ``causal=False``: masks.prefix_lm, masks.from_bool.
+
+        False: they hide keys whatever ``causal`` is, as documents, chunks and padding do.
+        """
+        return isinstance(self, _WholeKeyRanges)
+
+    def __new__(cls, ranges: Tensor, whole: bool = False) -> "KeyRanges":  # noqa: D102
+        check_type("ranges", ranges, Tensor)
+        check_type("whole", whole, bool)
+        if ranges.dtype not in INTEGERS:
+            raise TypeError(f"pyattn: ranges must be int32 or int64, got {ranges.dtype}")
+        if ranges.shape[-1:] != (2,):
+            raise ValueError(f"pyattn: ranges must have shape (..., 2), got {tuple(ranges.shape)}")
+        return known(bare(ranges), whole)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in BITWISE:
+            raise NotImplementedError(
+                f"pyattn: masks.within(ranges, others) gives the keys in both, got {name} of their bits"
+            )
+        inputs = [bare(argument) for argument in args]
+        named = {name: bare(argument) for name, argument in kwargs.items()} if kwargs else {}
+        result = func(*inputs, **named)
+        if name == "__get__":  # an attribute, such as .shape
+            return result
+        first = inputs[0] if inputs else None
+        if type(result) in (tuple, list):
+            return type(result)([_kept(cls, types, name, first, one) for one in result])
+        return _kept(cls, types, name, first, result)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        lines = repr(bare(self)).replace("\n", "\n" + " " * len("KeyRanges("))
+        return f"KeyRanges({lines}, whole=True)" if self.whole else f"KeyRanges({lines})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KeyRanges":
+        copied: KeyRanges = memo.setdefault(id(self), self.clone())
+        return copied
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        return KeyRanges, (bare(self), self.whole)
+
+
+class _WholeKeyRanges(KeyRanges):
+    """A class, not an attribute of each tensor: torch.compile follows types."""
+
+    __module__ = "pyattn.masks"
+
+
+torch.serialization.add_safe_globals([KeyRanges])
+
+
+def known(ranges: Tensor, whole: bool) -> KeyRanges:
+    """A bare tensor of ranges as KeyRanges; a tensor of another class, such as a fake one, as it is."""
+    typed: KeyRanges = _as(_WholeKeyRanges if whole else KeyRanges, ranges)
+    return typed
+
+
+def plain(key_ranges: Any, causal: object) -> Any:
+    """What operators take for ``key_ranges``: bare tensors, and what is no tensor at all, pass as they are.
+
+    Raises:
+        ValueError: the whole mask with ``causal``.
+    """
+    kind = type(key_ranges)
+    if kind is KeyRanges:
+        return _memory(key_ranges)
+    if kind is not _WholeKeyRanges:
+        return key_ranges
+    if causal:
+        raise ValueError(
+            "pyattn: key_ranges that are the whole mask, as masks.prefix_lm and masks.from_bool give them, need "
+            f"causal=False, got causal={shown(causal)}"
+        )
+    return _memory(key_ranges)
+
+
+def bare(value: Any) -> Any:
+    """KeyRanges as a bare tensor of the same memory, in tuples and lists too; anything else as it is."""
+    kind = type(value)  # isinstance takes longer than all the rest
+    if kind is KeyRanges or kind is _WholeKeyRanges:
+        return _memory(value)
+    return kind([bare(one) for one in value]) if kind is tuple or kind is list else value
+
+
+def _memory(ranges: KeyRanges) -> Tensor:
+    if not torch.compiler.is_compiling():
+        try:
+            return ranges._plain
+        except AttributeError:  # made by as_subclass, or by a compiled graph
+            ranges._plain = ranges.as_subclass(Tensor)
+            return ranges._plain
+    # A compiled graph takes an attribute of an input for another input. The input itself, of another class than Tensor,
+    # would fail at the first call, where torch 2.13 looks for aliases. An exported graph knows no attributes.
+    if hasattr(ranges, "_plain") and not torch.compiler.is_exporting():
+        return ranges._plain
+    with torch._C.DisableTorchFunctionSubclass():
+        return ranges.view_as(ranges)
+
+
+def _as(cls: type[KeyRanges], ranges: Tensor) -> Any:
+    if type(ranges) is not Tensor:
+        return ranges
+    typed = ranges.as_subclass(cls)
+    if not torch.compiler.is_compiling():
+        typed._plain = ranges
+    return typed
+
+
+def _kept(cls: type[KeyRanges], types: Sequence[type], name: str, first: Any, result: Any) -> Any:
+    """``result`` of a function of KeyRanges as ``cls`` if it holds pairs again."""
+    if type(result) is not Tensor or result.dtype not in INTEGERS or result.dim() == 0:
+        return result
+    fewer = type(first) is Tensor and result.dim() < first.dim() and name not in MERGES_ROWS
+    if fewer and (name not in TAKES_ROWS or result.stride(-1) != first.stride(-1)):
+        return result
+    if result.shape[-1] != 2:
+        return result
+    if KeyRanges in types and _WholeKeyRanges in types:
+        raise ValueError(
+            "pyattn: key_ranges that are put together must all be the whole mask, as masks.prefix_lm and "
+            "masks.from_bool give them, or none of them, got both"
+        )
+    return _as(cls, result)

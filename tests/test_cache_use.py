@@ -1,0 +1,90 @@
+"""Promise: where a cache can't go is one sentence: devices, names of arguments, transforms; compiled, it is copied."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pyattn import KVCache
+
+KINDS: dict[str, dict[str, Any]] = {"slots": {}, "ring": {"window": (3, 0)}, "pages": {"page_size": 16}}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def filled(kind: str) -> KVCache:
+    cached = KVCache(2, 2, 10, 8, **KINDS[kind])
+    cached.append(*torch.randn(2, 2, 2, 6, 8), [6, 4])
+    return cached
+
+
+@pytest.mark.parametrize(
+    "use", [lambda device: KVCache(2, 2, 10, 8, device=device), lambda device: filled("slots").to(device)]
+)
+@pytest.mark.parametrize("named", ["nope", "cpu:nope", "", "hpu", torch.device("xla"), 2**40, -2])
+def test_devices_that_are_not_there(use: Callable[[Any], object], named: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^pyattn: device must be one that this torch can use, got {named}$"):
+        use(named)
+
+
+@pytest.mark.parametrize("named", [[1], 1.5, True, torch.float32])
+def test_what_is_no_device(named: Any) -> None:
+    with pytest.raises(TypeError, match=r"^pyattn: device must be device or str or int or NoneType, got "):
+        KVCache(2, 2, 10, 8, device=named)
+
+
+MISSPELT: list[tuple[str, dict[str, Any], str]] = [
+    ("truncate", {"length": 1}, "no argument length (did you mean lengths?), got 1"),
+    ("reorder", {"index": [0, 1]}, "no argument index (did you mean idx?), got [0, 1]"),
+    ("to", {"devise": "cpu"}, "no argument devise (did you mean device?), got 'cpu'"),
+]
+
+
+@pytest.mark.parametrize(("method", "named", "message"), MISSPELT, ids=[method for method, *_ in MISSPELT])
+def test_misspelt_names(method: str, named: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=f"^pyattn: KVCache.{method} has {re.escape(message)}$"):
+        getattr(filled("slots"), method)(**named)
+
+
+@each_kind
+@pytest.mark.parametrize(
+    ("change", "mapped"),
+    [
+        (lambda cached, t: cached.append(t, t), torch.zeros(3, 2, 2, 1, 8)),
+        (lambda cached, t: cached.reorder(t), torch.zeros(3, 2, dtype=torch.int64)),
+        (lambda cached, t: cached.truncate(t), torch.ones(3, 2, dtype=torch.int64)),
+    ],
+    ids=["append", "reorder", "truncate"],
+)
+def test_vmap_changes_none(change: Callable[[KVCache, Tensor], None], mapped: Tensor, kind: str) -> None:
+    cached = filled(kind)
+    before = cached.lengths.clone()
+    with pytest.raises(NotImplementedError, match=r"^pyattn: torch.vmap changes no KVCache, "):
+        torch.vmap(lambda t: change(cached, t))(mapped)
+    assert torch.equal(cached.lengths, before)
+
+
+@each_kind
+@pytest.mark.parametrize("copied", [KVCache.clone, lambda cached: cached.to(torch.float64)], ids=["clone", "to"])
+def test_a_compiled_graph_copies(copied: Callable[[KVCache], KVCache], kind: str) -> None:
+    cached, new = filled(kind), torch.randn(2, 2, 1, 8)
+
+    def step(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        made = copied(cached)
+        made.append(t.to(made.k.dtype), t.to(made.k.dtype))
+        return made.lengths, made.k, made.v
+
+    found = torch.compile(step, fullgraph=True, backend="aot_eager")(new)
+    for ours, expected in zip(found, step(new), strict=True):
+        assert torch.equal(ours, expected)
+    assert cached.lengths.tolist() == [6, 4]
+
+
+def test_without_values_it_has_a_repr() -> None:
+    with FakeTensorMode():
+        made = KVCache(2, 2, 10, 8)
+    for cached in (made, KVCache(2, 2, 10, 8, device="meta")):
+        assert "lengths=of 2 sequences" in repr(cached)
