@@ -34,7 +34,8 @@ def test_the_function_renames(dtype: torch.dtype) -> None:
     q, k, v = inputs(dtype)
     sinks, bias = torch.randn(4), torch.randn(1, 4, 6, 6)
     seen, ranges = torch.rand(2, 1, 6, 6) < 0.7, masks.padding([6, 4], 6)
-    rows = Mask((2, 1, 6, 6), ranges)
+    whole = masks.KeyRanges(ranges, whole=True)
+    rows = Mask((2, 1, 6, 6), whole)
     pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {"q_offset": 0}),
         ({"is_causal": False}, {"causal": False}),
@@ -44,6 +45,10 @@ def test_the_function_renames(dtype: torch.dtype) -> None:
         ({"attention_mask": seen}, {"causal": False, "mask": seen}),
         ({"attention_mask": bias}, {"causal": False, "bias": bias}),
         ({"attention_mask": rows}, {"causal": False, "key_ranges": ranges}),
+        ({"attention_mask": whole}, {"causal": False, "key_ranges": ranges}),
+        ({"attention_mask": ranges}, {"q_offset": 0, "key_ranges": ranges}),
+        ({"attention_mask": ranges, "sliding_window": 2}, {"window": (1, 0), "key_ranges": ranges}),
+        ({"attention_mask": ranges, "is_causal": False}, {"causal": False, "key_ranges": ranges}),
         ({"attention_mask": rows, "is_causal": True, "sliding_window": 2}, {"causal": False, "key_ranges": ranges}),
         ({"position_bias": bias}, {"bias": bias}),
         ({"attention_mask": rows, "position_bias": bias}, {"causal": False, "key_ranges": ranges, "bias": bias}),
@@ -90,7 +95,7 @@ def test_packed_sequences() -> None:
             torch.testing.assert_close(out[:, part], alone)
         assert not out[:, 5].any()
     seen = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
-    ranges = Mask((1, 1, 6, 6), torch.tensor([[0, i + 1] for i in range(6)])[None])
+    ranges = masks.KeyRanges(torch.tensor([[0, i + 1] for i in range(6)])[None], whole=True)
     alone = attention_function(DECODER, q, k, v, None, cu_seq_lens_q=sizes)[0]
     for mask in (seen, ranges):
         out = attention_function(DECODER, q, k, v, mask, cu_seq_lens_q=sizes, cu_seq_lens_k=sizes)[0]

@@ -14,6 +14,7 @@ from pyattn.adapters import transformers as adapter
 from pyattn.adapters import transformers_masks, transformers_rules
 from pyattn.adapters.transformers import mask_function
 from pyattn.adapters.transformers_masks import Mask
+from pyattn.masks import KeyRanges
 
 LEFT = torch.tensor([2, 0])
 
@@ -105,7 +106,7 @@ def test_rules_of_transformers_are_known(rule: str) -> None:
     assert interval is not None
     ranges = torch.stack(interval, -1).clamp(0, 9)
     truth = theirs.sdpa_mask(2, 9, 9, mask_function=RULES[rule], allow_is_causal_skip=False)
-    assert torch.equal(shown(Mask((2, 1, 9, 9), ranges), 9, 9, causal=True), truth)
+    assert torch.equal(shown(Mask((2, 1, 9, 9), KeyRanges(ranges)), 9, 9, causal=True), truth)
     assert transformers_rules.interval(theirs.and_masks(RULES[rule], RULES["image"]), torch.arange(9)) is None
 
 

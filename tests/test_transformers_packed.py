@@ -13,6 +13,7 @@ from pyattn.adapters import transformers as adapter
 from pyattn.adapters import transformers_packed
 from pyattn.adapters.transformers import attention_function
 from pyattn.adapters.transformers_masks import Mask
+from pyattn.masks import KeyRanges
 
 ROUNDINGS = 2**-17
 """As in test_transformers.py."""
@@ -131,11 +132,11 @@ def test_positions_after_a_cache_are_left_alone(monkeypatch: pytest.MonkeyPatch)
     q, k = torch.randn(1, 4, 4, 8), torch.randn(1, 4, 9, 8)
     row, rows = torch.arange(4), torch.zeros(1, 4, 2, dtype=torch.int64)
     rows[..., 1] = row + 6
-    ranges = Mask((1, 1, 4, 9), rows)
+    ranges = Mask((1, 1, 4, 9), KeyRanges(rows, whole=True))
     plain = attention_function(torch.nn.Module(), q, k, k, ranges, position_ids=row[None] + 5)[0]
     padded = rows.clone()
     padded[..., 0] = torch.tensor([6, 7, 7, 7])
-    padding = Mask((1, 1, 4, 9), padded)
+    padding = Mask((1, 1, 4, 9), KeyRanges(padded, whole=True))
     attention_function(torch.nn.Module(), q, k, k, padding, position_ids=torch.tensor([[1, 1, 0, 1]]))
     assert not any("packed" in line for line in adapter.fallbacks())
     restarting = torch.tensor([[5, 6, 0, 1]])

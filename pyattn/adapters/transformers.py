@@ -19,6 +19,7 @@ from pyattn.adapters import transformers_masks, transformers_models, transformer
 from pyattn.adapters.transformers_masks import Mask
 from pyattn.arguments import check_size, check_tensor, shown
 from pyattn.dropout import draw_seed
+from pyattn.masks import KeyRanges
 from pyattn.options import UNBOUNDED
 
 __all__ = ["attention_function", "fallbacks", "mask_function", "register"]
@@ -83,7 +84,7 @@ def attention_function(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | Mask | None,
+    attention_mask: Tensor | KeyRanges | Mask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -107,8 +108,9 @@ def attention_function(
         query: (B, Hq, Sq, D); with batch 1 it serves every batch of the keys.
         key, value: (B, Hkv, Sk, D), heads not repeated.
         attention_mask: what :func:`mask_function` makes, or a tensor of four dimensions that broadcasts to (B, Hq, Sq,
-            Sk): bool, True = takes part, or float, added to the scores. It is the whole mask. None: causal from the
-            upper left if ``is_causal`` and there are several queries, else every key.
+            Sk): bool, True = takes part, or float, added to the scores. It is the whole mask, as KeyRanges (B or 1, Sq,
+            2) are that say so. None, and below other KeyRanges: causal from the upper left if ``is_causal`` and there
+            are several queries, else every key.
         dropout: probability of dropping a weight.
         scaling: factor on the scores; default 1 / sqrt(D).
         sliding_window: a query sees itself and the ``sliding_window`` - 1 keys before it. In a mask it is contained;
@@ -146,14 +148,18 @@ def attention_function(
         )
     transformers_models.remember(module)
     decoder = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if isinstance(attention_mask, Mask):
+    on_top = isinstance(attention_mask, KeyRanges) and not attention_mask.whole
+    if isinstance(attention_mask, KeyRanges):
+        attention_mask = Mask((len(attention_mask), 1, query.shape[2], key.shape[2]), attention_mask)
+    elif isinstance(attention_mask, Mask):
         if attention_mask.is_causal:
             attention_mask, decoder = None, True
     elif attention_mask is not None:
         check_tensor("attention_mask", attention_mask)
         if attention_mask.dim() != 4:
             raise ValueError(f"pyattn: attention_mask must have 4 dimensions, got shape {tuple(attention_mask.shape)}")
-    causal = query.shape[2] > 1 and attention_mask is None and decoder
+    whole = attention_mask is not None and not on_top
+    causal = query.shape[2] > 1 and not whole and decoder
     if query.shape[0] == 1 != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
     options: AttentionOptions = {
@@ -163,7 +169,7 @@ def attention_function(
         "sinks": s_aux,
         "dropout_p": dropout,
     }
-    if attention_mask is None and sliding_window is not None:
+    if not whole and sliding_window is not None:
         options["window"] = _window(sliding_window, decoder, key.shape[2])
     if cu_seq_lens_q is not None:
         packed = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k

@@ -16,6 +16,7 @@ from torch import Tensor
 from pyattn import masks
 from pyattn.adapters import transformers_models, transformers_rules
 from pyattn.arguments import has_values
+from pyattn.masks import KeyRanges
 
 CHUNK = 1 << 18
 """Elements of a mask evaluated at once: they stay in a core's cache, with what a mask function makes of them."""
@@ -43,13 +44,13 @@ class Mask:
 
     Args:
         shape: (B, 1, Sq, Sk), those of the mask that transformers asks for.
-        ranges: integers (B or 1, Sq, 2), query ``i`` sees the keys ``begin <= j < end`` of its pair; or None.
+        ranges: whole, (B or 1, Sq, 2), query ``i`` sees the keys ``begin <= j < end`` of its pair; or None.
         pairs: bool (B or 1, 1, Sq, Sk), True = takes part; or None. Without ranges and pairs: causal from the upper
             left.
     """
 
     shape: tuple[int, int, int, int]
-    ranges: Tensor | None = None
+    ranges: KeyRanges | None = None
     pairs: Tensor | None = None
 
     ndim = 4
@@ -66,7 +67,7 @@ class Mask:
     def to(self, *arguments: Any, **named: Any) -> "Mask":
         """The mask on another device, as ``Tensor.to``."""
         ranges, pairs = (None if x is None else x.to(*arguments, **named) for x in (self.ranges, self.pairs))
-        return replace(self, ranges=ranges, pairs=pairs)
+        return replace(self, ranges=None if ranges is None else KeyRanges(ranges, whole=True), pairs=pairs)
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], *_: object) -> NoReturn:
@@ -166,7 +167,8 @@ def mask_function(
         found = _evaluated(dense, batch_size, q_length, kv_length, attention_mask if holes else None, device)
     if found is None:
         return _counted(HOLES, Mask(shape, pairs=dense(0, q_length, attention_mask)))
-    return Mask(shape, ranges=(found if unpadded is None else masks.within(found, unpadded)).to(torch.int32))
+    found = found if unpadded is None else masks.within(found, unpadded)
+    return Mask(shape, ranges=KeyRanges(found.to(torch.int32), whole=True))
 
 
 Made = TypeVar("Made", Tensor, Mask, Tensor | Mask)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pyattn import masks
 from pyattn.adapters.transformers_masks import Mask, can_read
+from pyattn.masks import KeyRanges
 
 FILLED = "the cache holds positions from before"
 
@@ -77,7 +78,7 @@ def _rows(mask: Mask) -> tuple[Tensor, Tensor]:
     return begin < end, end > torch.arange(1, begin.shape[1] + 1, device=begin.device)
 
 
-def within(ranges: Tensor, documents: Tensor) -> Tensor:
+def within(ranges: KeyRanges, documents: Tensor) -> Tensor:
     """Intersects two ranges (B or 1, Sq, 2), the keys of a mask and those of documents.
 
     Chunks, which a mask counts from the first token of its row, begin anew with each document.
@@ -88,7 +89,7 @@ def within(ranges: Tensor, documents: Tensor) -> Tensor:
     if size and (begin == at // size * size).all():
         first = documents[..., 0]
         begin = first + (at - first) // size * size
-        ranges = torch.stack([begin, end.expand_as(begin)], -1)
+        ranges = KeyRanges(torch.stack([begin, end.expand_as(begin)], -1), whole=True)
     return masks.within(ranges, documents)
 
 
