@@ -9,6 +9,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from pyattn import attention
 from pyattn.arguments import check_tensor, check_type, shown
+from pyattn.masks import KeyRanges
 
 Shape = tuple[int, ...]
 
@@ -42,6 +43,9 @@ def attend(
     if isinstance(attn_mask, CausalBias):
         q_offset = _offset_of(attn_mask, query.shape[-2], key.shape[-2], is_causal)
         attn_mask, is_causal = None, True
+    key_ranges = None
+    if isinstance(attn_mask, KeyRanges):
+        key_ranges, attn_mask = attn_mask, None
     lead = _leading_sizes(query.shape[:-2], key.shape[:-2], value.shape[:-2], enable_gqa)
     mask = bias = None
     if attn_mask is not None:
@@ -61,6 +65,7 @@ def attend(
         v,
         causal=is_causal,
         q_offset=q_offset,
+        key_ranges=key_ranges,
         softmax_scale=scale,
         mask=mask,
         bias=bias,
