@@ -22,6 +22,8 @@ from pyattn.adapters.flash_attn import (
 )
 from pyattn.adapters.flash_attn.rotary_embedding import RotaryEmbedding
 from pyattn.adapters.transformers import attention_function, mask_function
+from pyattn.adapters.transformers_masks import Mask
+from pyattn.masks import KeyRanges
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -140,7 +142,8 @@ def model(**options: Any) -> tuple[Tensor, ...]:
 
 
 RANGES = mask_function(1, 20, 20, attention_mask=torch.arange(20)[None] > 3)
-assert RANGES is not None
+assert isinstance(RANGES, Mask)
+assert RANGES.ranges is not None
 POSITIONS = torch.cat([torch.arange(8), torch.arange(12)])[None]
 
 CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
@@ -194,7 +197,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "pad_input": (lambda i: padding.pad_input(TOKENS[0][:5], i, 2, 4), (torch.tensor([0, 1, 4, 6, 7]),)),
     "cu_seq_lens": (lambda c, d: model(attention_mask=None, cu_seq_lens_q=c, cu_seq_lens_k=d), (STARTS, STARTS)),
     "cu_seq_lens in a mask": (lambda c: model(attention_mask=RANGES, cu_seq_lens_q=c), (STARTS,)),
-    "ranges": (lambda m: model(attention_mask=m[None, None]), (RANGES[0, 0],)),
+    "ranges": (lambda m: model(attention_mask=KeyRanges(m[None], whole=True)), (RANGES.ranges[0],)),
     "position_ids": (lambda p: model(attention_mask=None, position_ids=p), (POSITIONS,)),
 }
 

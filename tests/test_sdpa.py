@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from yardstick import assert_accurate
 
+from pyattn import masks
 from pyattn.adapters import sdpa
 from pyattn.adapters.sdpa import SdpaError, scaled_dot_product_attention
 
@@ -127,6 +128,25 @@ def test_causal_biases(make, lengths):
         SdpaError, match=r"^pyattn: attn_mask must not be set together with is_causal, got a CausalBias"
     ):
         scaled_dot_product_attention(q, k, v, make(*lengths), is_causal=True)
+
+
+@pytest.mark.parametrize("batches", [(2,), (1,), (3, 2)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_ranges_are_known_by_their_type(is_causal, batches):
+    query, key, value = torch.randn(3, *batches, 4, 6, 8)
+    ranges = masks.padding([5, 3, 6, 2, 4, 1][: math.prod(batches)], 6)
+    keys = torch.arange(6)
+    seen = (ranges[..., :1] <= keys) & (keys < ranges[..., 1:])
+    if is_causal:
+        seen = seen.tril()
+    truth = scaled_dot_product_attention(query, key, value, seen.reshape(*batches, 1, 6, 6))
+    out = scaled_dot_product_attention(query, key, value, ranges, is_causal=is_causal)
+    torch.testing.assert_close(out, truth)
+    if is_causal:
+        with pytest.raises(ValueError, match="need causal=False"):
+            scaled_dot_product_attention(query, key, value, masks.prefix_lm(2, 6), is_causal=True)
+    with pytest.raises(TypeError, match=r"^pyattn: attn_mask must be bool"):  # other integers are no ranges
+        scaled_dot_product_attention(query, key, value, torch.zeros(6, 6, dtype=torch.int64))
 
 
 def test_odd_strides():

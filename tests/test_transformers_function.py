@@ -15,6 +15,7 @@ from pyattn import attention, masks
 from pyattn.adapters import transformers as adapter
 from pyattn.adapters import transformers_masks, transformers_rules
 from pyattn.adapters.transformers import attention_function
+from pyattn.adapters.transformers_masks import Mask
 
 
 def inputs(dtype: torch.dtype = torch.float32, batch: int = 2, queries: int = 6, keys: int = 6) -> tuple[Tensor, ...]:
@@ -33,22 +34,29 @@ def test_the_function_renames(dtype: torch.dtype) -> None:
     q, k, v = inputs(dtype)
     sinks, bias = torch.randn(4), torch.randn(1, 4, 6, 6)
     seen, ranges = torch.rand(2, 1, 6, 6) < 0.7, masks.padding([6, 4], 6)
-    rows = ranges[:, None].int()
+    whole = masks.KeyRanges(ranges, whole=True)
+    rows = Mask((2, 1, 6, 6), whole)
     pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {"q_offset": 0}),
         ({"is_causal": False}, {"causal": False}),
         ({"scaling": 0.3, "softcap": 2.0}, {"softmax_scale": 0.3, "softcap": 2.0}),
         ({"sliding_window": 2}, {"window": (1, 0)}),
         ({"s_aux": sinks}, {"sinks": sinks}),
-        ({"attention_mask": seen}, {"causal": False, "bias": seen}),
+        ({"attention_mask": seen}, {"causal": False, "mask": seen}),
         ({"attention_mask": bias}, {"causal": False, "bias": bias}),
         ({"attention_mask": rows}, {"causal": False, "key_ranges": ranges}),
+        ({"attention_mask": whole}, {"causal": False, "key_ranges": ranges}),
+        ({"attention_mask": ranges}, {"q_offset": 0, "key_ranges": ranges}),
+        ({"attention_mask": ranges, "sliding_window": 2}, {"window": (1, 0), "key_ranges": ranges}),
+        ({"attention_mask": ranges, "is_causal": False}, {"causal": False, "key_ranges": ranges}),
         ({"attention_mask": rows, "is_causal": True, "sliding_window": 2}, {"causal": False, "key_ranges": ranges}),
         ({"position_bias": bias}, {"bias": bias}),
         ({"attention_mask": rows, "position_bias": bias}, {"causal": False, "key_ranges": ranges, "bias": bias}),
-        ({"attention_mask": seen, "position_bias": bias}, {"causal": False, "bias": bias.where(seen, -torch.inf)}),
+        ({"attention_mask": seen, "position_bias": bias}, {"causal": False, "mask": seen, "bias": bias}),
         ({"attention_mask": bias, "position_bias": bias}, {"causal": False, "bias": bias + bias}),
-        ({"attention_mask": seen.to(torch.int8)}, {"causal": False, "bias": seen}),
+        ({"attention_mask": Mask((2, 1, 6, 6), pairs=seen)}, {"causal": False, "mask": seen}),
+        ({"attention_mask": Mask((2, 1, 6, 6))}, {"q_offset": 0}),
+        ({"attention_mask": Mask((2, 1, 6, 6)), "is_causal": False}, {"q_offset": 0}),
         ({"position_ids": torch.arange(6)[None]}, {"q_offset": 0}),
         (dict.fromkeys(adapter.NOT_ABOUT_ATTENTION, torch.arange(6)), {}),
         ({"use_cache": True}, {}),
@@ -87,7 +95,7 @@ def test_packed_sequences() -> None:
             torch.testing.assert_close(out[:, part], alone)
         assert not out[:, 5].any()
     seen = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
-    ranges = torch.tensor([[0, i + 1] for i in range(6)], dtype=torch.int32)[None, None]
+    ranges = masks.KeyRanges(torch.tensor([[0, i + 1] for i in range(6)])[None], whole=True)
     alone = attention_function(DECODER, q, k, v, None, cu_seq_lens_q=sizes)[0]
     for mask in (seen, ranges):
         out = attention_function(DECODER, q, k, v, mask, cu_seq_lens_q=sizes, cu_seq_lens_k=sizes)[0]
@@ -98,7 +106,11 @@ def test_packed_sequences() -> None:
     ("error", "message", "arguments"),
     [
         (TypeError, "no tensor argument indices, got torch.Tensor of shape", {"indices": torch.ones(2)}),
-        (TypeError, "attention_mask must be bool, float, or ranges", {"attention_mask": torch.ones(2, 1, 6, 6).long()}),
+        (
+            TypeError,
+            "attention_mask must be bool or float, got torch.int",
+            {"attention_mask": torch.ones(2, 1, 6, 6).int()},
+        ),
         (TypeError, "attention_mask must be Tensor, got 'causal'", {"attention_mask": "causal"}),
         (ValueError, "attention_mask must have 4 dimensions, got shape (6, 6)", {"attention_mask": torch.ones(6, 6)}),
         (ValueError, "sliding_window must be at least the number of keys", {"is_causal": False, "sliding_window": 3}),

@@ -13,6 +13,8 @@ from transformers import masking_utils as theirs
 from pyattn.adapters import transformers as adapter
 from pyattn.adapters import transformers_masks, transformers_rules
 from pyattn.adapters.transformers import mask_function
+from pyattn.adapters.transformers_masks import Mask
+from pyattn.masks import KeyRanges
 
 LEFT = torch.tensor([2, 0])
 
@@ -39,16 +41,21 @@ SHAPES = [(7, 7, 0, 0), (5, 9, 0, 0), (3, 7, 4, 0), (3, 6, 5, 2), (1, 7, 6, 0), 
 """Queries, keys, positions of the first of each: a prompt, a static cache, a dynamic one, that of a window, ..."""
 
 
-def shown(mask: Tensor | None, q_length: int, kv_length: int, causal: bool) -> Tensor:
+def shown(mask: Tensor | Mask | None, q_length: int, kv_length: int, causal: bool) -> Tensor:
     """bool (2, 1, Sq, Sk): what the attention function makes of a mask."""
     keys = torch.arange(kv_length)
+    upper_left = keys <= torch.arange(q_length)[:, None]
     if mask is None:
-        seen = keys <= torch.arange(q_length)[:, None] if causal and q_length > 1 else keys >= 0
-    elif mask.dtype == torch.int32:
-        assert transformers_masks.are_ranges(mask, kv_length)
-        seen = (mask[..., :1] <= keys) & (keys < mask[..., 1:])
+        seen = upper_left if causal and q_length > 1 else keys >= 0
+    elif isinstance(mask, Tensor):
+        seen = mask
     else:
-        seen = mask.bool()
+        assert mask.shape == (mask.shape[0], 1, q_length, kv_length)
+        if mask.ranges is not None:
+            begin, end = mask.ranges[:, None].split(1, -1)
+            seen = (begin <= keys) & (keys < end)
+        else:
+            seen = upper_left if mask.pairs is None else mask.pairs
     return seen.expand(2, 1, q_length, kv_length)
 
 
@@ -87,8 +94,8 @@ def packed(lengths: list[int], rule: Callable[..., Tensor]) -> dict[str, Any]:
 def test_packed_masks(rule: str) -> None:
     arguments = packed([4, 1, 7], theirs.chunked_causal_mask_function(3, LEFT[1:]) if rule == "chunks" else RULES[rule])
     mask = mask_function(1, 12, 12, **arguments)
-    assert mask is not None
-    assert mask.dtype == torch.int32
+    assert isinstance(mask, Mask)
+    assert mask.ranges is not None
     assert torch.equal(shown(mask, 12, 12, causal=True)[:1], theirs.sdpa_mask(1, 12, 12, **arguments))
 
 
@@ -97,18 +104,22 @@ def test_rules_of_transformers_are_known(rule: str) -> None:
     """Nothing is evaluated but the rows that are compared."""
     interval = transformers_rules.interval(RULES[rule], torch.arange(9))
     assert interval is not None
-    ranges = torch.stack(interval, -1).clamp(0, 9)[:, None].int()
+    ranges = torch.stack(interval, -1).clamp(0, 9)
     truth = theirs.sdpa_mask(2, 9, 9, mask_function=RULES[rule], allow_is_causal_skip=False)
-    assert torch.equal(shown(ranges, 9, 9, causal=True), truth)
+    assert torch.equal(shown(Mask((2, 1, 9, 9), KeyRanges(ranges)), 9, 9, causal=True), truth)
     assert transformers_rules.interval(theirs.and_masks(RULES[rule], RULES["image"]), torch.arange(9)) is None
 
 
 def test_plain_masks_are_left_out() -> None:
     ones = torch.ones(2, 6, dtype=torch.bool)
     for tokens in (None, ones):
-        assert mask_function(2, 6, 6, attention_mask=tokens) is None
+        for made in (
+            mask_function(2, 6, 6, attention_mask=tokens),
+            mask_function(2, 6, 9, q_offset=torch.tensor(0), attention_mask=tokens),
+        ):
+            assert isinstance(made, Mask)
+            assert made.is_causal
         assert mask_function(2, 1, 6, q_offset=5, attention_mask=tokens) is None
-        assert mask_function(2, 6, 9, q_offset=torch.tensor(0), attention_mask=tokens) is None
         full = {"mask_function": RULES["full"], "allow_is_causal_skip": False, "allow_is_bidirectional_skip": True}
         assert mask_function(2, 6, 6, attention_mask=tokens, **full) is None
     assert mask_function(2, 1, 9, q_offset=5) is not None  # slots that a static cache has not filled
@@ -134,7 +145,7 @@ def test_dense_masks_are_counted() -> None:
     def lines(*sizes: int, **arguments: Any) -> list[str]:
         transformers_masks.DENSE.clear()
         mask = mask_function(*sizes, **arguments)
-        assert mask is None or mask.dtype != torch.int32 or not adapter.fallbacks()
+        assert not (isinstance(mask, Mask) and mask.pairs is None and adapter.fallbacks())
         return adapter.fallbacks()
 
     assert lines(1, 6, 6, mask_function=RULES["holes"]) == ["1 masks of queries x keys: a row of the mask has holes"]
@@ -152,8 +163,9 @@ def test_traced_masks_are_dense() -> None:
 
     def traced(tokens: Tensor) -> Tensor:
         mask = mask_function(2, 6, 6, attention_mask=tokens)
-        assert mask is not None
-        return mask
+        assert isinstance(mask, Mask)
+        assert mask.pairs is not None
+        return mask.pairs
 
     tokens = torch.ones(2, 6, dtype=torch.bool)
     graph = make_fx(traced, tracing_mode="fake")(tokens)
@@ -166,9 +178,10 @@ def test_traced_masks_are_dense() -> None:
 @pytest.mark.parametrize("sizes", [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 0, 0)])
 def test_empty_masks(sizes: tuple[int, int, int]) -> None:
     for rule in RULES.values():
-        mask = mask_function(*sizes, mask_function=rule, allow_is_causal_skip=False)
-        assert mask is not None
-        assert mask.shape[-1] == sizes[2]
+        for skip in (False, True):
+            mask = mask_function(*sizes, mask_function=rule, allow_is_causal_skip=skip)
+            assert mask is not None
+            assert mask.shape[-1] == sizes[2]
 
 
 def sliding_window_overlay(sliding_window: int) -> Callable[..., Tensor]:

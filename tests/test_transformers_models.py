@@ -1,40 +1,204 @@
-"""Promise: the architectures that can't run here are known before a model is made, without importing them."""
+"""Promise: a model whose attention is its own is refused or listed, whatever its source looks like."""
 
 import importlib
+import importlib.util
+import re
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import PreTrainedModel
+import torch
+import transformers
+from hf_models import DECODERS, IDS, PADDING, decoder, made
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from pyattn.adapters import transformers as adapter
 from pyattn.adapters import transformers_models
+from pyattn.adapters.transformers_models import CHECKED, PARTS, WHOLE
 from pyattn.cli import info
 
 NAMES = ["bert", "bloom", "codegen", "falcon", "gpt2", "gpt_neo", "gptj", "llama", "mpt", "t5", "xglm"]
 
+CLASS = re.compile(r"^class (\w*(?:Attention|Attn)\w*)\((.*?)\):\n((?:[ \t#)].*\n|\n)*)", re.MULTILINE)
+ITSELF = re.compile(
+    r"softmax\(|Softmax|scaled_dot_product_attention\(|multi_head_attention_forward|lsh_cumulation|mra2_attention"
+    r"|logsumexp"
+)
+OTHERWISE = re.compile(r"Deformable|Pooling|Map$|Gated|GRUCell|Residual|PreTrained")
+"""Parts of another kind that have attention in their names."""
 
-def test_the_list_is_what_transformers_says_itself() -> None:
-    listed = transformers_models.installed_with_attention_of_their_own()
-    assert listed is not None
-    assert sorted(listed) == listed
+
+def test_the_lists_are_those_of_the_installed_transformers() -> None:
+    """By the source of every model, 24 MB. A version that brings others fails here, and needs them listed."""
+    whole, parts = {}, {}
+    (folder,) = importlib.util.find_spec("transformers").submodule_search_locations  # type: ignore[union-attr]
+    for path in sorted(Path(folder).glob("models/*/modeling_*.py")):
+        code = path.read_text(encoding="utf-8")
+        own = tuple(
+            name
+            for name, bases, body in CLASS.findall(code)
+            if ITSELF.search(body) and "get_interface(" not in body and not OTHERWISE.search(bases + name)
+        )
+        asks = "get_interface(" in code or not re.search(r"^class \w*Attention\w*\(nn\.Module\):", code, re.MULTILINE)
+        if own:
+            (parts if asks else whole)[path.stem.removeprefix("modeling_")] = own
+    assert (whole, parts) == (WHOLE, PARTS), f"checked with {CHECKED}, installed {transformers.__version__}"
+
+
+def test_the_lists_are_what_transformers_says_itself() -> None:
     for name in NAMES:
         models = vars(importlib.import_module(f"transformers.models.{name}.modeling_{name}")).values()
         kinds = [x for x in models if isinstance(x, type) and issubclass(x, PreTrainedModel)]
         model = next(kind for kind in kinds if kind is not PreTrainedModel)
-        assert (name in listed) != model._can_set_attn_implementation(), name
+        assert (name in WHOLE) != model._can_set_attn_implementation(), name
+        config = model.config_class
+        assert config is not None
+        assert transformers_models.computes_attention_itself(config) == (name in WHOLE), name
+
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "deberta_v2": ("DebertaV2", SMALL),
+    "bloom": ("Bloom", {"vocab_size": 64, "hidden_size": 32, "n_layer": 1, "n_head": 4}),
+    "mpt": ("Mpt", {"vocab_size": 64, "d_model": 32, "n_layers": 1, "n_heads": 4}),
+    "mpnet": ("MPNet", SMALL),
+    "roformer": ("RoFormer", SMALL | {"embedding_size": 32}),
+    "xglm": ("XGLM", {"vocab_size": 64, "d_model": 32, "num_layers": 1, "attention_heads": 4, "ffn_dim": 48}),
+    "git": ("Git", SMALL),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.parametrize("name", [*OWN, *DECODERS])
+def test_the_lists_are_what_models_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listed models run without a call of the attention function, or are refused before one."""
+    calls: list[str] = []
+
+    def counted(module: nn.Module, query: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        calls.append(type(module).__name__)
+        return torch.zeros_like(query).transpose(1, 2), None
+
+    adapter.register()
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "pyattn", counted)
+    if name in OWN:
+        config = getattr(transformers, f"{OWN[name][0]}Config")(**OWN[name][1])
+        model = transformers.AutoModel.from_config(config, attn_implementation="eager")
+        model.config._attn_implementation = "pyattn"
+    else:
+        model = decoder(name)
+        model.set_attn_implementation("pyattn")
+    refused = False
+    try:
+        model(IDS)
+    except NotImplementedError as error:
+        assert "attention of its own" in str(error)  # noqa: PT017
+        refused = True
+    assert bool(calls) == (name not in OWN)
+    assert not calls or not refused
+    lines = adapter.fallbacks(model)
+    assert any(line.endswith(": attention of its own") for line in lines) == (name in OWN)
+
+
+def test_a_model_that_is_listed_in_part() -> None:
+    """transformers takes the name for all of GIT, whose text model would take None for every key."""
+    model = made("Git", SMALL | {"vision_config": SMALL | {"image_size": 32, "patch_size": 16}})
+    model.set_attn_implementation("pyattn")
+    for mask in (None, PADDING["left"]):
+        with pytest.raises(NotImplementedError, match=r"attention of its own, got \w+\(\) of a mask"):
+            model(IDS, attention_mask=mask)
+    assert "(GitSelfAttention): attention of its own" in "".join(adapter.fallbacks(model))
+
+
+class OwnConfig(PreTrainedConfig):
+    model_type = "own"
+
+
+class Mixer(PreTrainedModel):
+    """Other people's model: nothing in its source tells that it computes attention."""
+
+    config_class = OwnConfig
+    _supports_sdpa = True
+
+    def __init__(self, config: OwnConfig, use: Callable[[Tensor, Any], Tensor], asks_for_a_mask: bool = True) -> None:
+        super().__init__(config)
+        self.use, self.asks_for_a_mask = use, asks_for_a_mask
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        mask = None
+        if self.asks_for_a_mask:
+            mask = create_causal_mask(self.config, x, attention_mask, past_key_values=None)
+        return self.use(x @ x.mT, mask) @ x
+
+
+USES: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "add": lambda scores, mask: scores.exp() if mask is None else (scores + mask).exp(),
+    "add in place": lambda scores, mask: scores.add_(mask),
+    "where": lambda scores, mask: torch.where(mask, scores, -torch.inf),
+    "fill": lambda scores, mask: scores.masked_fill(mask, -torch.inf),
+    "product": lambda scores, mask: scores * mask,
+    "sdpa": lambda scores, mask: nn.functional.scaled_dot_product_attention(scores, scores, scores, attn_mask=mask),
+}
+HOLES = PADDING["none"].clone()
+HOLES[0, 5] = 0
+
+
+@pytest.mark.parametrize("padding", [None, PADDING["left"], HOLES], ids=["none", "left", "holes"])
+@pytest.mark.parametrize("use", USES)
+def test_a_mask_is_known_by_its_type(use: str, padding: Tensor | None) -> None:
+    adapter.register()
+    model = Mixer(OwnConfig(attn_implementation="pyattn"), USES[use])
+    with pytest.raises(NotImplementedError, match=r"^pyattn: .* attention of its own, got \w+\(\) of a mask"):
+        model(torch.randn(2, IDS.shape[1], 8), padding)
+
+
+def test_other_peoples_models_are_listed_by_what_they_call() -> None:
+    adapter.register()
+    x = torch.randn(2, 6, 8)
+    model = Mixer(OwnConfig(attn_implementation="pyattn"), lambda scores, mask: scores.softmax(-1), False)
+    model(x)
+    assert adapter.fallbacks(model)[-1] == "the model (Mixer): it has not called the attention function so far"
+
+    class Asking(nn.Module):
+        is_causal = True
+
+        def forward(self, x: Tensor, mask: Any) -> Tensor:
+            attention = ALL_ATTENTION_FUNCTIONS["pyattn"]
+            return attention(self, x[:, None], x[:, None], x[:, None], mask)[0][:, :, 0]  # type: ignore[no-any-return]
+
+    layer = Asking()
+    asking = Mixer(OwnConfig(attn_implementation="pyattn"), lambda _, mask: layer(x, mask) @ x.mT)
+    asking.layer = layer
+    asking(x)
+    assert not any("so far" in line for line in adapter.fallbacks(asking))
 
 
 def test_info_lists_them_and_imports_none() -> None:
     code = "import sys; from pyattn.cli import main; main(['info']); print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("transformers")]
-    assert " architectures keep their own attention: " in line
+    assert " architectures keep attention of their own" in line
     assert {"bloom", "falcon", "gptj"} <= set(line.split())
     assert "llama" not in line.split()
     assert done.stdout.splitlines()[-1] == "False"
 
 
+def test_info_names_the_version_that_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for installed, said in ((CHECKED, ""), ("9.1.0", f" in {CHECKED}")):
+        monkeypatch.setattr(transformers_models, "version", lambda _, v=installed: v)
+        described = transformers_models.described()
+        assert described is not None
+        assert described.startswith(
+            f"{installed}; {len(WHOLE | PARTS)} architectures keep attention of their own{said}: "
+        )
+
+
 def test_info_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert transformers_models.installed_with_attention_of_their_own() is None
+    assert transformers_models.described() is None
     assert "transformers" not in info.facts("cpu")

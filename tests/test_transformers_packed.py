@@ -12,6 +12,8 @@ from torch import Tensor
 from pyattn.adapters import transformers as adapter
 from pyattn.adapters import transformers_packed
 from pyattn.adapters.transformers import attention_function
+from pyattn.adapters.transformers_masks import Mask
+from pyattn.masks import KeyRanges
 
 ROUNDINGS = 2**-17
 """As in test_transformers.py."""
@@ -102,16 +104,40 @@ def test_compiled(name: str) -> None:
         assert (out - truth).abs().max() <= ROUNDINGS * truth.abs().max(), way
 
 
+@pytest.mark.filterwarnings("ignore::Warning")  # of the compiler about its own parts
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_compiled_with_a_static_cache_and_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that continue the cache see all of it, whether their values can be read or not."""
+    monkeypatch.setattr(transformers_packed, "MIXED", type(transformers_packed.MIXED)())
+    torch._dynamo.reset()
+    model = decoder(name)
+    model.set_attn_implementation("pyattn")
+    more = {"input_ids": IDS[:, :3], "position_ids": torch.tensor([[7, 0, 1], [8, 9, 0]])}
+    more["attention_mask"] = torch.cat([packed_rows()["attention_mask"], torch.ones_like(IDS[:, :3])], 1)
+    sides = []
+    with torch.no_grad():
+        for run in (model, torch.compile(model, fullgraph=True, backend="eager")):
+            cache = transformers.StaticCache(model.config, max_cache_len=20)
+            sides.append(
+                [run(**tokens, past_key_values=cache, use_cache=True).logits for tokens in (packed_rows(), more)]
+            )
+    rows = packed_rows()["attention_mask"].bool()
+    assert (sides[0][0] - sides[1][0])[rows].abs().max() <= ROUNDINGS * sides[0][0].abs().max()
+    assert (sides[0][1] - sides[1][1]).abs().max() <= ROUNDINGS * sides[0][1].abs().max()
+
+
 def test_positions_after_a_cache_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restarts there are said aloud once, and listed; left padding, whose positions mean nothing, is not."""
     monkeypatch.setattr(transformers_packed, "MIXED", type(transformers_packed.MIXED)())
     q, k = torch.randn(1, 4, 4, 8), torch.randn(1, 4, 9, 8)
-    row, ranges = torch.arange(4), torch.zeros(1, 1, 4, 2, dtype=torch.int32)
-    ranges[..., 1] = row + 6
+    row, rows = torch.arange(4), torch.zeros(1, 4, 2, dtype=torch.int64)
+    rows[..., 1] = row + 6
+    ranges = Mask((1, 1, 4, 9), KeyRanges(rows, whole=True))
     plain = attention_function(torch.nn.Module(), q, k, k, ranges, position_ids=row[None] + 5)[0]
-    padded = ranges.clone()
+    padded = rows.clone()
     padded[..., 0] = torch.tensor([6, 7, 7, 7])
-    attention_function(torch.nn.Module(), q, k, k, padded, position_ids=torch.tensor([[1, 1, 0, 1]]))
+    padding = Mask((1, 1, 4, 9), KeyRanges(padded, whole=True))
+    attention_function(torch.nn.Module(), q, k, k, padding, position_ids=torch.tensor([[1, 1, 0, 1]]))
     assert not any("packed" in line for line in adapter.fallbacks())
     restarting = torch.tensor([[5, 6, 0, 1]])
     with pytest.warns(UserWarning, match=r"^pyattn: packed documents see each other: the cache holds positions"):

@@ -57,7 +57,8 @@ def scaled_dot_product_attention(
         attn_mask: broadcasts to (..., Hq, L, S). bool: True = takes part (the opposite of ``nn.MultiheadAttention``'s
             masks). query's dtype or float32: added to the scores; -inf hides the key. A bool mask whose rows are
             intervals costs what it leaves. Or ``torch.nn.attention.bias.causal_upper_left(L, S)`` or
-            ``causal_lower_right(L, S)``, of which no mask is made. Not together with ``is_causal``.
+            ``causal_lower_right(L, S)``, of which no mask is made. Not together with ``is_causal``. Or, here alone,
+            ``pyattn.masks.KeyRanges`` (batches or 1, L, 2), with ``is_causal`` unless they are the whole mask.
         dropout_p: probability of dropping a weight, 0 to 1, applied whenever it is above 0. The draws come from torch's
             generator, so ``torch.manual_seed`` repeats them; they are not those of torch's own function.
         is_causal: whether query ``i`` sees the keys up to ``i`` only.

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
+from pyattn import attention
 from pyattn.arguments import check_tensor, check_type, shown
-from pyattn.functional import attention
+from pyattn.masks import KeyRanges
 
 Shape = tuple[int, ...]
 
@@ -42,10 +43,16 @@ def attend(
     if isinstance(attn_mask, CausalBias):
         q_offset = _offset_of(attn_mask, query.shape[-2], key.shape[-2], is_causal)
         attn_mask, is_causal = None, True
+    key_ranges = None
+    if isinstance(attn_mask, KeyRanges):
+        key_ranges, attn_mask = attn_mask, None
     lead = _leading_sizes(query.shape[:-2], key.shape[:-2], value.shape[:-2], enable_gqa)
+    mask = bias = None
     if attn_mask is not None:
         check_tensor("attn_mask", attn_mask)
         _check_mask(attn_mask, (*lead, query.shape[-2], key.shape[-2]), query.dtype, is_causal)
+        attn_mask = _with_one_batch(attn_mask, lead)
+        mask, bias = (attn_mask, None) if attn_mask.dtype == torch.bool else (None, attn_mask)
     q, k, v = _expanded(query, lead), _expanded(key, lead), _expanded(value, lead)
     heads = lead[-1] if lead else 1
     if q.shape[1] != heads:
@@ -58,8 +65,10 @@ def attend(
         v,
         causal=is_causal,
         q_offset=q_offset,
+        key_ranges=key_ranges,
         softmax_scale=scale,
-        bias=None if attn_mask is None else _with_one_batch(attn_mask, lead),
+        mask=mask,
+        bias=bias,
         dropout_p=0.0 if dropout_p == 1 else float(dropout_p),
     )
     if dropout_p == 1:  # every weight is dropped, and attention takes less than 1 only

@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn import attention as torch_attention
 
-from pyattn import autograd, ops
+from pyattn import attention_varlen, autograd, ops
 from pyattn.adapters.dispatcher import Kernels
 from pyattn.options import UNBOUNDED, Options, Packing
-from pyattn.varlen import attention_varlen
 
 __all__ = ["NAME", "activate", "register", "remove"]
 

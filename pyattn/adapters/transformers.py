@@ -10,19 +10,17 @@ comes as ``key_ranges`` wherever its rows have no holes: see :mod:`pyattn.adapte
 
 import inspect
 import sys
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pyattn import AttentionOptions, attention, attention_varlen, attention_weights
 from pyattn.adapters import transformers_masks, transformers_models, transformers_packed
-from pyattn.adapters.transformers_masks import are_pairs, are_ranges, seen_pairs
+from pyattn.adapters.transformers_masks import Mask
 from pyattn.arguments import check_size, check_tensor, shown
 from pyattn.dropout import draw_seed
-from pyattn.functional import attention
+from pyattn.masks import KeyRanges
 from pyattn.options import UNBOUNDED
-from pyattn.varlen import attention_varlen
-from pyattn.weights import attention_weights
 
 __all__ = ["attention_function", "fallbacks", "mask_function", "register"]
 
@@ -70,22 +68,14 @@ def fallbacks(model: nn.Module | None = None) -> list[str]:
     Returns:
         A line for each reason why a mask of queries x keys was made since the process began, with their number; it runs
         here nevertheless. Then one for each part of ``model`` whose attention is its own or another implementation's:
-        transformers takes ``attn_implementation="pyattn"`` for such a model without a word. Then those where documents
-        packed into a row saw each other, or may have; tokens that continue a cache of packed documents see them all,
-        and are not counted. Empty if all else is well.
+        transformers takes ``attn_implementation="pyattn"`` for such a model without a word. transformers' models are
+        known by a list, other people's by what they have called, uncompiled, so they are to run first. Then those where
+        documents packed into a row saw each other, or may have; tokens that continue a cache of packed documents see
+        them all, and are not counted. Empty if all else is well.
     """
     lines = [f"{count} masks of queries x keys: {why}" for why, count in sorted(transformers_masks.DENSE.items())]
-    parts = {} if model is None else dict(model.named_modules())
-    configured: set[int] = set()
-    for name, part in parts.items():
-        where = f"{name or 'the model'} ({type(part).__name__})"
-        config = getattr(part, "config", None)
-        chosen = getattr(config, "_attn_implementation", None)
-        if chosen not in (None, NAME) and id(config) not in configured:
-            configured.add(id(config))
-            lines.append(f"{where}: attn_implementation is {chosen}")
-        if transformers_models.has_attention_of_its_own(type(part)):
-            lines.append(f"{where}: attention of its own")
+    if model is not None:
+        lines += transformers_models.fallbacks(model, NAME)
     return lines + transformers_packed.fallbacks(model)
 
 
@@ -94,7 +84,7 @@ def attention_function(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | KeyRanges | Mask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -117,9 +107,10 @@ def attention_function(
         module: the layer; its ``is_causal`` counts where ``is_causal`` is None.
         query: (B, Hq, Sq, D); with batch 1 it serves every batch of the keys.
         key, value: (B, Hkv, Sk, D), heads not repeated.
-        attention_mask: what :func:`mask_function` makes, or a mask of four dimensions that broadcasts to (B, Hq, Sq,
-            Sk): bool, True = takes part, or float, added to the scores. It is the whole mask. None: causal from the
-            upper left if ``is_causal`` and there are several queries, else every key.
+        attention_mask: what :func:`mask_function` makes, or a tensor of four dimensions that broadcasts to (B, Hq, Sq,
+            Sk): bool, True = takes part, or float, added to the scores. It is the whole mask, as KeyRanges (B or 1, Sq,
+            2) are that say so. None, and below other KeyRanges: causal from the upper left if ``is_causal`` and there
+            are several queries, else every key.
         dropout: probability of dropping a weight.
         scaling: factor on the scores; default 1 / sqrt(D).
         sliding_window: a query sees itself and the ``sliding_window`` - 1 keys before it. In a mask it is contained;
@@ -144,8 +135,8 @@ def attention_function(
         that sees no key has out 0.
 
     Raises:
-        TypeError: a tensor of another name; a mask of another dtype.
-        ValueError: ranges of another shape; a sliding_window that no mask contains; packed sequences of a batch.
+        TypeError: a tensor of another name; a mask of another type or dtype.
+        ValueError: a mask of other dimensions; a sliding_window that no mask contains; packed sequences of a batch.
         NotImplementedError: a paged cache; packed sequences without a mask, with position_bias or output_attentions.
     """
     for name, argument in named.items():
@@ -155,22 +146,30 @@ def attention_function(
         raise NotImplementedError(
             f"pyattn: cache must be None, continuous batching is not supported, got {shown(cache)}"
         )
-    if attention_mask is not None:
+    transformers_models.remember(module)
+    decoder = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    on_top = isinstance(attention_mask, KeyRanges) and not attention_mask.whole
+    if isinstance(attention_mask, KeyRanges):
+        attention_mask = Mask((len(attention_mask), 1, query.shape[2], key.shape[2]), attention_mask)
+    elif isinstance(attention_mask, Mask):
+        if attention_mask.is_causal:
+            attention_mask, decoder = None, True
+    elif attention_mask is not None:
         check_tensor("attention_mask", attention_mask)
         if attention_mask.dim() != 4:
             raise ValueError(f"pyattn: attention_mask must have 4 dimensions, got shape {tuple(attention_mask.shape)}")
-    decoder = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    causal = query.shape[2] > 1 and attention_mask is None and decoder
+    whole = attention_mask is not None and not on_top
+    causal = query.shape[2] > 1 and not whole and decoder
     if query.shape[0] == 1 != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
-    options: dict[str, Any] = {
+    options: AttentionOptions = {
         "causal": causal,
         "softmax_scale": scaling,
         "softcap": softcap or 0.0,
         "sinks": s_aux,
         "dropout_p": dropout,
     }
-    if attention_mask is None and sliding_window is not None:
+    if not whole and sliding_window is not None:
         options["window"] = _window(sliding_window, decoder, key.shape[2])
     if cu_seq_lens_q is not None:
         packed = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
@@ -190,7 +189,7 @@ def attention_function(
         options["key_ranges"] = _documents(module, position_ids, query, key, attention_mask)
     if causal:
         options["q_offset"] = 0  # keys behind the queries are slots that a static cache has not filled
-    options |= _masked(attention_mask, position_bias, options.get("key_ranges"), key.shape[2])
+    options |= _masked(attention_mask, position_bias, options.get("key_ranges"))
     output_attentions = output_attentions or _captures_weights()
     if dropout and output_attentions:
         options["dropout_seed"] = draw_seed(query.device)
@@ -220,11 +219,11 @@ def _window(sliding_window: int, decoder: bool, seqlen_k: int) -> tuple[int, int
 
 
 def _documents(
-    module: nn.Module, position_ids: Tensor | None, query: Tensor, key: Tensor, mask: Tensor | None
+    module: nn.Module, position_ids: Tensor | None, query: Tensor, key: Tensor, mask: Tensor | Mask | None
 ) -> Tensor | None:
     """The keys of each query's document as key_ranges, or None where positions tell of one, or the mask is whole."""
     batch, _, seqlen_q, _ = query.shape
-    if not (mask is None or are_ranges(mask, key.shape[2]) or are_pairs(mask)):
+    if isinstance(mask, Tensor):
         return None
     if position_ids is None:
         if seqlen_q == key.shape[2]:
@@ -236,23 +235,17 @@ def _documents(
 
 
 def _masked(
-    mask: Tensor | None, position_bias: Tensor | None, key_ranges: Tensor | None, seqlen_k: int
-) -> dict[str, Any]:
-    """A mask and a position bias as key_ranges and bias: ranges within ``key_ranges``, where those are given too."""
-    bias = position_bias
-    if mask is not None:
-        mask = seen_pairs(mask) if are_pairs(mask) else mask
-        if are_ranges(mask, seqlen_k):
-            key_ranges = mask[:, 0] if key_ranges is None else transformers_packed.within(mask[:, 0], key_ranges)
-        elif mask.dtype != torch.bool and not mask.is_floating_point():
-            raise TypeError(
-                f"pyattn: attention_mask must be bool, float, or ranges as mask_function makes them, int32 (B or 1, 1, "
-                f"Sq, 2) for more than 2 keys, got {mask.dtype} of shape {tuple(mask.shape)}"
-            )
-        elif position_bias is None:
-            bias = mask
-        elif mask.dtype == torch.bool:
-            bias = torch.where(mask, position_bias, -torch.inf)
-        else:
-            bias = position_bias + mask
-    return {"key_ranges": key_ranges, "bias": bias}
+    attention_mask: Tensor | Mask | None, position_bias: Tensor | None, key_ranges: Tensor | None
+) -> AttentionOptions:
+    """A mask and a position bias as options: ranges within ``key_ranges``, where those are given too."""
+    mask, bias = attention_mask, position_bias
+    if isinstance(mask, Mask):
+        if mask.ranges is not None:
+            key_ranges = mask.ranges if key_ranges is None else transformers_packed.within(mask.ranges, key_ranges)
+        mask = mask.pairs
+    elif mask is not None and mask.is_floating_point():
+        bias = mask if bias is None else bias + mask
+        mask = None
+    elif mask is not None and mask.dtype != torch.bool:
+        raise TypeError(f"pyattn: attention_mask must be bool or float, got {mask.dtype}")
+    return {"key_ranges": key_ranges, "mask": mask, "bias": bias}

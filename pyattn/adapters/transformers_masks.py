@@ -1,14 +1,14 @@
 """Masks of transformers as ``key_ranges``, made without a tensor of queries x keys.
 
 transformers describes a mask by a function of (batch, head, query, key) and asks for a tensor, which every layer gets.
-This one gives int32 (B or 1, 1, Sq, 2): query ``i`` sees the keys ``begin <= j < end`` of its pair. A plain tensor of
-four dimensions passes through ``generate``, checkpoints and caches as a mask of queries x keys does; a model that reads
-or changes masks by itself meets shapes that don't broadcast, so an error. A mask of queries x keys is int8 where it is
-made here for attention alone, and so is told from a user's, which says all about packed documents.
+This module makes a :class:`Mask` instead, which the attention function knows by its type. A tensor is a user's mask,
+which says all about packed documents; a :class:`Mask` is not.
 """
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,12 +16,12 @@ from torch import Tensor
 from pyattn import masks
 from pyattn.adapters import transformers_models, transformers_rules
 from pyattn.arguments import has_values
-
-MOST_KEYS_OF_A_MASK = 2
-"""With so few keys, ranges and a mask have the same shape: then it is a mask."""
+from pyattn.masks import KeyRanges
 
 CHUNK = 1 << 18
 """Elements of a mask evaluated at once: they stay in a core's cache, with what a mask function makes of them."""
+
+EAGER = 'pyattn: attn_implementation must be "eager", for the model has attention of its own'
 
 HOLES = "a row of the mask has holes"
 TRACED = "made while tracing or compiling, where values cannot be read"
@@ -34,19 +34,45 @@ DENSE: Counter[str] = Counter()
 """How many masks of queries x keys were made, by reason."""
 
 
-def are_ranges(mask: Tensor, seqlen_k: int) -> bool:
-    """Whether a tensor is what :func:`mask_function` makes of a mask whose rows have no holes."""
-    return mask.dtype == torch.int32 and seqlen_k > MOST_KEYS_OF_A_MASK and mask.shape[-1] == 2 and mask.shape[1] == 1
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """What :func:`mask_function` makes for the attention function: causal, the ranges of its rows, or its pairs.
 
+    It passes through ``generate``, checkpoints and layers as a mask of four dimensions does. A model that computes
+    attention itself gives it to a function of torch, which raises NotImplementedError: None would let each of its
+    queries see every key.
 
-def are_pairs(mask: Tensor) -> bool:
-    """Whether a tensor is what :func:`mask_function` makes of other masks, for several queries."""
-    return mask.dtype == torch.int8
+    Args:
+        shape: (B, 1, Sq, Sk), those of the mask that transformers asks for.
+        ranges: whole, (B or 1, Sq, 2), query ``i`` sees the keys ``begin <= j < end`` of its pair; or None.
+        pairs: bool (B or 1, 1, Sq, Sk), True = takes part; or None. Without ranges and pairs: causal from the upper
+            left.
+    """
 
+    shape: tuple[int, int, int, int]
+    ranges: KeyRanges | None = None
+    pairs: Tensor | None = None
 
-def seen_pairs(mask: Tensor) -> Tensor:
-    """Such a mask as bool. A view where it may be one: each layer keeps what it is given for backward."""
-    return mask.view(torch.bool) if can_read(mask) else mask.to(torch.bool)
+    ndim = 4
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the mask is neither of ranges nor of pairs."""
+        return self.ranges is None and self.pairs is None
+
+    def contiguous(self) -> "Mask":
+        """The mask itself: ``generate`` calls this."""
+        return self
+
+    def to(self, *arguments: Any, **named: Any) -> "Mask":
+        """The mask on another device, as ``Tensor.to``."""
+        ranges, pairs = (None if x is None else x.to(*arguments, **named) for x in (self.ranges, self.pairs))
+        return replace(self, ranges=None if ranges is None else KeyRanges(ranges, whole=True), pairs=pairs)
+
+    @classmethod
+    def __torch_function__(cls, function: Callable[..., Any], *_: object) -> NoReturn:
+        """Refuses every function of torch."""
+        raise NotImplementedError(f"{EAGER}, got {getattr(function, '__name__', function)}() of a mask")
 
 
 def mask_function(
@@ -56,7 +82,7 @@ def mask_function(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Tensor] | None = None,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | Mask | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
@@ -64,54 +90,54 @@ def mask_function(
     device: torch.device | str = "cpu",
     config: object = None,
     **named: object,
-) -> Tensor | None:
+) -> Tensor | Mask | None:
     """What transformers' ``AttentionMaskInterface`` calls for a mask, with the arguments of its ``sdpa_mask``.
 
     Args:
         batch_size, q_length, kv_length: the mask's sizes.
         q_offset, kv_offset: positions of the first query and of the first key.
         mask_function: of (batch, head, query, key), all four tensors of positions; default: causal.
-        attention_mask: bool (B, keys so far), False = padding.
+        attention_mask: bool (B, keys so far), False = padding; or what this function returned before.
         local_size: how long the window or chunk is that mask_function has.
         allow_is_causal_skip: whether None may stand for a causal mask.
         allow_is_bidirectional_skip: whether None may stand for a mask that hides nothing.
         use_vmap: whether mask_function takes one position at a time.
         device: where the mask is wanted.
-        config: the model's; a model that has attention of its own is refused, for it would read None as no mask.
+        config: the model's.
         named: dtype, which is other implementations' concern.
 
-    Raises:
-        NotImplementedError: a model with attention of its own, which never calls ours.
-
     Returns:
-        None where attention needs no mask; else int32 ranges (B or 1, 1, Sq, 2); or a bool mask (B, 1, Sq, Sk) for
-        a single query or up to 2 keys, where it is as small, and for the reasons that ``fallbacks()`` counts: rows
-        with holes and tracing, with several queries as int8, and bool for a model that asks for a mask to work with.
+        None where attention hides nothing. A bool mask (B, 1, Sq, Sk) for a model that works with the mask itself, and
+        for a step of decoding that is compiled. Else a :class:`Mask`: of pairs for a single query, where they are as
+        small, and for the reasons that ``fallbacks()`` counts, rows with holes and tracing; of ranges otherwise.
+
+    Raises:
+        NotImplementedError: a model that transformers_models lists, which would not call attention here.
     """
     from transformers import masking_utils
 
-    if not transformers_models.asks_for_attention(type(config)):
-        raise NotImplementedError(
-            f'pyattn: attn_implementation must be "eager", for the model has attention of its own, got a '
-            f"{type(config).__name__}"
-        )
+    if transformers_models.computes_attention_itself(type(config)):
+        raise NotImplementedError(f"{EAGER}, got a {type(config).__name__}")
+    if isinstance(attention_mask, Mask):
+        return attention_mask
     rule = masking_utils.causal_mask_function if mask_function is None else mask_function
     described = {"kv_length": kv_length, "kv_offset": kv_offset, "mask_function": rule, "use_vmap": use_vmap}
     described |= {"device": device, "allow_is_causal_skip": False}
+    shape = batch_size, 1, q_length, kv_length
 
     def dense(first: int, rows: int, padding: Tensor | None) -> Tensor:
         place = {"q_length": rows, "q_offset": q_offset + first}
         mask: Tensor = masking_utils.sdpa_mask(batch_size, attention_mask=padding, **place, **described)
         return mask
 
-    def pairs(why: str, padding: Tensor | None) -> Tensor:
-        mask = _counted(why, dense(0, q_length, padding))
+    def pairs(padding: Tensor | None) -> Tensor | Mask:
+        mask = dense(0, q_length, padding)
         asked = not (allow_is_causal_skip or allow_is_bidirectional_skip or use_vmap)
-        return mask if asked or q_length <= 1 else mask.to(torch.int8)
+        return mask if asked else Mask(shape, pairs=mask)
 
     traced = not can_read(torch.empty(0) if attention_mask is None else attention_mask)
     if traced and not (attention_mask is None and isinstance(q_offset, int)):
-        return pairs(TRACED, attention_mask)
+        return _counted(TRACED, pairs(attention_mask))
     q_offset = int(q_offset)
     seen = None if attention_mask is None else _seen(attention_mask, kv_length, kv_offset)
     causal, full = rule is masking_utils.causal_mask_function, rule is masking_utils.bidirectional_mask_function
@@ -120,31 +146,35 @@ def mask_function(
         if q_length == 1 and kv_offset + kv_length <= last and (seen is None or seen.all()):
             return None
         if q_length > 1 and q_offset == kv_offset and (seen is None or seen[:, :q_length].all()):
-            return None
+            return Mask(shape)
     last = max(last, kv_offset + kv_length)
     unbound = (full or local_size is not None) and last <= (local_size or last)
     if allow_is_bidirectional_skip and unbound and (seen is None or seen.all()):
         return None
     if traced:
-        return pairs(TRACED, None)
+        return _counted(TRACED, pairs(None))
 
-    if q_length <= 1 or batch_size == 0 or kv_length <= MOST_KEYS_OF_A_MASK:
-        return dense(0, q_length, attention_mask)
+    if q_length <= 1 or batch_size == 0 or kv_length == 0:
+        return pairs(attention_mask)
     if not (allow_is_causal_skip or allow_is_bidirectional_skip or use_vmap or _packs(rule)):
-        return _counted(WANTED, dense(0, q_length, attention_mask))
+        return _counted(WANTED, pairs(attention_mask))
     unpadded = None if seen is None else masks.from_bool(seen[:, None, None])
     holes = seen is not None and unpadded is None
     if seen is not None and full and holes:
-        return seen[:, None, None]
+        return Mask(shape, pairs=seen[:, None, None])
     found = None if holes else _known(rule, dense, q_length, kv_length, q_offset, kv_offset, device)
     if found is None:
         found = _evaluated(dense, batch_size, q_length, kv_length, attention_mask if holes else None, device)
     if found is None:
-        return pairs(HOLES, attention_mask)
-    return (found if unpadded is None else masks.within(found, unpadded))[:, None].to(torch.int32)
+        return _counted(HOLES, Mask(shape, pairs=dense(0, q_length, attention_mask)))
+    found = found if unpadded is None else masks.within(found, unpadded)
+    return Mask(shape, ranges=KeyRanges(found.to(torch.int32), whole=True))
 
 
-def _counted(why: str, mask: Tensor) -> Tensor:
+Made = TypeVar("Made", Tensor, Mask, Tensor | Mask)
+
+
+def _counted(why: str, mask: Made) -> Made:
     """The mask, counted but while compiling, which would take the count for a constant."""
     if not torch.compiler.is_compiling():
         DENSE[why] += 1

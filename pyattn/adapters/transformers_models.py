@@ -1,65 +1,194 @@
-"""Finds the models of transformers that ask for an attention function by name, by source as transformers does."""
+"""Models of transformers whose attention is their own, which ``attn_implementation="pyattn"`` does not bring here.
 
-import functools
+transformers takes the name for them without a word. Its own models are listed here, as they were in :data:`CHECKED`; a
+test compares the list with the installed version. Other people's models show what they call when they run.
+"""
+
 import importlib.util
-import inspect
-import re
-import sys
-from pathlib import Path
+import weakref
+from importlib.metadata import version
 
 import torch
 from torch import nn
 
-_ASKS = b"get_interface("
-_HAS_ATTENTION = re.compile(rb"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
+CHECKED = "5.23.0"
+"""The version of transformers that the lists were checked with."""
+
+WHOLE: dict[str, tuple[str, ...]] = {
+    "autoformer": ("AutoformerAttention",),
+    "bark": ("BarkSelfAttention",),
+    "big_bird": ("BigBirdSelfAttention", "BigBirdBlockSparseAttention"),
+    "blip": ("BlipAttention",),
+    "blip_text": ("BlipTextSelfAttention",),
+    "bloom": ("BloomAttention",),
+    "bros": ("BrosSelfAttention",),
+    "canine": ("CanineSelfAttention",),
+    "clvp": ("ClvpSelfAttention",),
+    "codegen": ("CodeGenAttention",),
+    "convbert": ("ConvBertSelfAttention",),
+    "cpmant": ("CpmAntAttention",),
+    "cvt": ("CvtSelfAttention",),
+    "dab_detr": ("DetrAttention", "DabDetrAttention"),
+    "data2vec_vision": ("Data2VecVisionSelfAttention", "Data2VecVisionSdpaSelfAttention"),
+    "deberta": ("DisentangledSelfAttention",),
+    "deberta_v2": ("DisentangledSelfAttention",),
+    "dinat": ("NeighborhoodAttention",),
+    "donut_swin": ("DonutSwinSelfAttention",),
+    "esmfold": ("EsmFoldSelfAttention", "EsmFoldInvariantPointAttention"),
+    "falcon": ("FalconAttention",),
+    "fastspeech2_conformer": ("FastSpeech2ConformerAttention",),
+    "flaubert": ("MultiHeadAttention",),
+    "flava": ("FlavaSelfAttention",),
+    "fsmt": ("Attention",),
+    "funnel": ("FunnelRelMultiheadAttention",),
+    "glpn": ("GLPNEfficientSelfAttention",),
+    "got_ocr2": ("GotOcr2VisionAttention",),
+    "gpt_neo": ("GPTNeoSelfAttention",),
+    "gpt_neox_japanese": ("GPTNeoXJapaneseAttention",),
+    "gptj": ("GPTJAttention",),
+    "granite_speech": ("GraniteSpeechConformerAttention",),
+    "granite_speech_plus": ("GraniteSpeechPlusConformerAttention",),
+    "grounding_dino": ("GroundingDinoBiMultiHeadAttention", "GroundingDinoMultiheadAttention"),
+    "groupvit": ("GroupViTAssignAttention", "GroupViTAttention"),
+    "hiera": ("HieraMaskUnitAttention",),
+    "ibert": ("IBertSelfAttention",),
+    "imagegpt": ("ImageGPTAttention",),
+    "layoutlmv2": ("LayoutLMv2SelfAttention",),
+    "layoutlmv3": ("LayoutLMv3SelfAttention",),
+    "led": ("LEDEncoderSelfAttention", "LEDDecoderAttention"),
+    "levit": ("LevitAttention", "LevitAttentionSubsample"),
+    "lilt": ("LiltSelfAttention",),
+    "longformer": ("LongformerSelfAttention",),
+    "luke": ("LukeSelfAttention",),
+    "lxmert": ("LxmertAttention",),
+    "mask2former": ("Mask2FormerAttention",),
+    "maskformer_swin": ("MaskFormerSwinSelfAttention",),
+    "megatron_bert": ("MegatronBertSelfAttention",),
+    "mgp_str": ("MgpstrAttention",),
+    "mm_grounding_dino": ("MMGroundingDinoBiMultiHeadAttention", "MMGroundingDinoMultiheadAttention"),
+    "mobilevit": ("MobileViTSelfAttention",),
+    "mobilevitv2": ("MobileViTV2LinearSelfAttention",),
+    "mpnet": ("MPNetSelfAttention",),
+    "mpt": ("MptAttention",),
+    "mra": ("MraSelfAttention",),
+    "mvp": ("MvpAttention",),
+    "nystromformer": ("NystromformerSelfAttention",),
+    "omdet_turbo": ("OmDetTurboMultiheadAttention",),
+    "oneformer": ("OneFormerAttention", "OneFormerTextMapperAttention"),
+    "openai": ("Attention",),
+    "perceiver": ("PerceiverSelfAttention",),
+    "prophetnet": ("ProphetNetAttention", "ProphetNetNgramSelfAttention"),
+    "pvt": ("PvtEfficientSelfAttention",),
+    "pvt_v2": ("PvtV2SelfAttention",),
+    "reformer": ("LSHSelfAttention", "LocalSelfAttention"),
+    "rembert": ("RemBertSelfAttention",),
+    "roformer": ("RoFormerSelfAttention",),
+    "seggpt": ("SegGptAttention",),
+    "sew_d": ("DisentangledSelfAttention",),
+    "slanext": ("SLANeXtVisionAttention",),
+    "speecht5": ("SpeechT5Attention",),
+    "squeezebert": ("SqueezeBertSelfAttention",),
+    "superglue": ("SuperGlueSelfAttention",),
+    "swiftformer": ("SwiftFormerEfficientAdditiveAttention",),
+    "swin2sr": ("Swin2SRSelfAttention",),
+    "swinv2": ("Swinv2SelfAttention",),
+    "table_transformer": ("TableTransformerAttention",),
+    "tapas": ("TapasSelfAttention",),
+    "timesformer": ("TimesformerSelfAttention",),
+    "trocr": ("TrOCRAttention",),
+    "tvp": ("TvpAttention",),
+    "vilt": ("ViltSelfAttention",),
+    "visual_bert": ("VisualBertSelfAttention",),
+    "vitdet": ("VitDetAttention",),
+    "vits": ("VitsAttention",),
+    "wavlm": ("WavLMAttention",),
+    "xglm": ("XGLMAttention",),
+    "xlm": ("MultiHeadAttention",),
+    "xlnet": ("XLNetRelativeAttention",),
+    "yoso": ("YosoSelfAttention",),
+    "zoedepth": ("ZoeDepthMultiheadAttention",),
+}
+"""Classes of modules that compute attention themselves, in files none of whose modules asks for a function that does.
+
+By the name of the file: "bloom" is ``modeling_bloom.py``, and ``configuration_bloom.py``.
+"""
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "bigbird_pegasus": ("BigBirdPegasusSelfAttention", "BigBirdPegasusBlockSparseAttention"),
+    "chameleon": ("ChameleonVQVAEEncoderAttnBlock",),
+    "clap": ("ClapAudioSelfAttention",),
+    "deepseek_ocr2": ("DeepseekOcr2SamVisionAttention", "DeepseekOcr2SamVisionSdpaAttention"),
+    "evolla": ("EvollaSequenceCompressorAttention", "EvollaSequenceAlignerCrossAttention"),
+    "gemma3n": ("Gemma3nAudioAttention",),
+    "gemma4": ("Gemma4AudioAttention",),
+    "git": ("GitSelfAttention",),
+    "informer": ("InformerProbSparseAttention",),
+    "janus": ("JanusVQVAEAttnBlock",),
+    "longt5": ("LongT5LocalAttention", "LongT5TransientGlobalAttention"),
+    "pegasus_x": ("PegasusXGlobalLocalAttention",),
+    "pp_doclayout_v2": ("PPDocLayoutV2ReadingOrderSelfAttention",),
+    "pp_formulanet": ("PPFormulaNetVisionAttention",),
+    "sam": ("SamVisionAttention", "SamVisionSdpaAttention"),
+    "sam_hq": ("SamHQVisionAttention", "SamHQVisionSdpaAttention"),
+    "unlimited_ocr": ("UnlimitedOcrSamVisionAttention", "UnlimitedOcrSamVisionSdpaAttention"),
+}
+"""The same in files where other modules do ask: an encoder beside a decoder, or one model of several."""
+
+_callers: weakref.WeakSet[type] = weakref.WeakSet()
+"""Classes of modules that called the attention function."""
 
 
-def installed_with_attention_of_their_own() -> list[str] | None:
-    """The architectures of the installed transformers that compute attention themselves, in whole or in part.
-
-    Reads the source of every model, 24 MB in 0.1 s, and imports none. None where transformers is not installed.
-    """
-    package = importlib.util.find_spec("transformers")
-    if package is None or not package.submodule_search_locations:
+def described() -> str | None:
+    """The installed version of transformers, and the architectures listed here; None where it is not installed."""
+    if importlib.util.find_spec("transformers") is None:
         return None
-    models = Path(package.submodule_search_locations[0]) / "models"
-    return sorted({path.parent.name for path in models.glob("*/modeling_*.py") if not _asks(path.read_bytes())})
+    installed, names = version("transformers"), sorted(WHOLE | PARTS)
+    checked = "" if installed == CHECKED else f" in {CHECKED}"
+    return f"{installed}; {len(names)} architectures keep attention of their own{checked}: {' '.join(names)}"
+
+
+def _architecture(kind: type) -> str:
+    """The file that a class of transformers' models comes from, as the lists call it; "" for other classes."""
+    package, _, name = kind.__module__.rpartition(".")
+    return name.partition("_")[2] if package.startswith("transformers.models.") else ""
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def asks_for_attention(config: type) -> bool:
-    """Whether the models of a configuration ask transformers for an attention function.
-
-    transformers judges so itself before ``set_attn_implementation``, but takes any name that a model is made with. A
-    compiler calls this once and does not trace it.
-    """
-    return _source_asks(config)
-
-
-@functools.cache
-def _source_asks(config: type) -> bool:
-    models = sys.modules.get(config.__module__.replace("configuration_", "modeling_"))
-    if models is None or models.__name__ == config.__module__:
-        return True
-    try:
-        code = inspect.getsource(models)
-    except (OSError, TypeError):  # defined where there is no file
-        return True
-    return _asks(code.encode())
-
-
-def _asks(code: bytes) -> bool:
-    return _ASKS in code or not _HAS_ATTENTION.search(code)
+def computes_attention_itself(config: type) -> bool:
+    """Whether no model of a configuration asks transformers for an attention function. A compiler does not trace it."""
+    return any(_architecture(kind) in WHOLE for kind in config.__mro__)
 
 
 def has_attention_of_its_own(kind: type[nn.Module]) -> bool:
-    """Whether a class of modules computes attention and does not ask transformers for a function that does."""
-    if not re.search("attention|attn", kind.__name__, re.IGNORECASE):
-        return False
-    try:
-        code = "".join(
-            inspect.getsource(c) for c in kind.__mro__ if c.__module__.split(".")[0] != "torch" and c is not object
-        )
-    except (OSError, TypeError):  # defined where there is no file
-        return False
-    return _ASKS not in code.encode() and bool(re.search(r"softmax\(|scaled_dot_product_attention", code))
+    """Whether a class of transformers' modules computes attention and does not ask for a function that does."""
+    lists = WHOLE | PARTS
+    return any(base.__name__ in lists.get(_architecture(base), ()) for base in kind.__mro__)
+
+
+def remember(module: nn.Module) -> None:
+    """Notes a layer that calls the attention function."""
+    if not torch.compiler.is_compiling():
+        _callers.add(type(module))
+
+
+def fallbacks(model: nn.Module, name: str) -> list[str]:
+    """The lines of :func:`pyattn.adapters.transformers.fallbacks` on parts whose attention is another's than ``name``.
+
+    Each configuration is told of once. Other people's models are known by their classes' calls so far.
+    """
+    lines: list[str] = []
+    configured: set[int] = set()
+    for path, part in model.named_modules():
+        where = f"{path or 'the model'} ({type(part).__name__})"
+        config = getattr(part, "config", None)
+        chosen = getattr(config, "_attn_implementation", None)
+        if chosen is not None and id(config) not in configured:
+            configured.add(id(config))
+            theirs = type(part).__module__.startswith("transformers.")
+            if chosen != name:
+                lines.append(f"{where}: attn_implementation is {chosen}")
+            elif not (theirs or any(type(layer) in _callers for layer in part.modules())):
+                lines.append(f"{where}: it has not called the attention function so far")
+        if has_attention_of_its_own(type(part)):
+            lines.append(f"{where}: attention of its own")
+    return lines

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from pyattn import masks
-from pyattn.adapters import transformers_masks
-from pyattn.adapters.transformers_masks import can_read
+from pyattn.adapters.transformers_masks import Mask, can_read
+from pyattn.masks import KeyRanges
 
 FILLED = "the cache holds positions from before"
 
@@ -34,7 +34,7 @@ def by_lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqlen_q: int) -> Ten
     return torch.stack([end[document], end[document + 1]], -1)[None]
 
 
-def by_positions(position_ids: Tensor, mask: Tensor | None, seqlen_k: int) -> Tensor | None:
+def by_positions(position_ids: Tensor, mask: Mask | None, seqlen_k: int) -> Tensor | None:
     """key_ranges (B or 1, Sq, 2), the document of each query of causal attention; None if no row has two.
 
     Position ids 0 1 2 0 1 are two documents; a causal mask is not in these ranges::
@@ -47,36 +47,38 @@ def by_positions(position_ids: Tensor, mask: Tensor | None, seqlen_k: int) -> Te
 
     Args:
         position_ids: (B or 1, Sq) integers. A document begins at each that is not above the one before.
-        mask: what :func:`transformers_masks.mask_function` made.
+        mask: what :func:`transformers_masks.mask_function` made, not causal from the upper left.
         seqlen_k: keys. Queries that see keys after their own place follow positions that a cache holds: their
             documents stay as they are, counted in :data:`MIXED`.
     """
     restarts = torch.nn.functional.pad(position_ids.diff() <= 0, (1, 0))
-    after_others = mask is not None and restarts.shape[1] != seqlen_k
-    if not can_read(restarts):
-        if after_others:
-            return None
-    elif not restarts.any():
+    readable = can_read(restarts)
+    if readable and not restarts.any():
         return None
-    elif mask is not None and after_others:
-        tokens, later = _rows(mask)
-        if later.any():
-            if (restarts[:, 1:] & tokens[:, 1:] & tokens[:, :-1]).any():
-                _count(FILLED)
-            return None
     document = restarts.cumsum(-1)
-    return torch.stack([torch.searchsorted(document, document, right=end) for end in (False, True)], -1)
+    ranges = torch.stack([torch.searchsorted(document, document, right=end) for end in (False, True)], -1)
+    if mask is None or restarts.shape[1] == seqlen_k:
+        return ranges
+    tokens, later = _rows(mask)
+    if not readable:
+        return torch.where(later.any(), torch.tensor([0, seqlen_k], device=ranges.device), ranges)
+    if not later.any():
+        return ranges
+    if (restarts[:, 1:] & tokens[:, 1:] & tokens[:, :-1]).any():
+        _count(FILLED)
+    return None
 
 
-def _rows(mask: Tensor) -> tuple[Tensor, Tensor]:
+def _rows(mask: Mask) -> tuple[Tensor, Tensor]:
     """Whether each query sees any key, which padding before the first token does not, and one after its own place."""
-    if transformers_masks.are_pairs(mask):
-        return mask[:, 0].any(-1), mask[:, 0].triu(1).any(-1)
-    begin, end = mask[:, 0].unbind(-1)
-    return begin < end, end > torch.arange(1, mask.shape[2] + 1, device=mask.device)
+    if mask.pairs is not None:
+        return mask.pairs[:, 0].any(-1), mask.pairs[:, 0].triu(1).any(-1)
+    assert mask.ranges is not None
+    begin, end = mask.ranges.unbind(-1)
+    return begin < end, end > torch.arange(1, begin.shape[1] + 1, device=begin.device)
 
 
-def within(ranges: Tensor, documents: Tensor) -> Tensor:
+def within(ranges: KeyRanges, documents: Tensor) -> Tensor:
     """Intersects two ranges (B or 1, Sq, 2), the keys of a mask and those of documents.
 
     Chunks, which a mask counts from the first token of its row, begin anew with each document.
@@ -87,7 +89,7 @@ def within(ranges: Tensor, documents: Tensor) -> Tensor:
     if size and (begin == at // size * size).all():
         first = documents[..., 0]
         begin = first + (at - first) // size * size
-        ranges = torch.stack([begin, end.expand_as(begin)], -1)
+        ranges = KeyRanges(torch.stack([begin, end.expand_as(begin)], -1), whole=True)
     return masks.within(ranges, documents)
 
 

@@ -3,7 +3,6 @@
 import argparse
 import platform
 from collections.abc import Sequence
-from importlib.metadata import version
 
 import torch
 
@@ -40,12 +39,8 @@ def sdpa_switch_state() -> str:
 
 def transformers_coverage() -> dict[str, str]:
     """The installed transformers, and whose attention does not come here by ``attn_implementation="pyattn"``."""
-    own = transformers_models.installed_with_attention_of_their_own()
-    if own is None:
-        return {}
-    return {
-        "transformers": f"{version('transformers')}; {len(own)} architectures keep their own attention: {' '.join(own)}"
-    }
+    described = transformers_models.described()
+    return {} if described is None else {"transformers": described}
 
 
 def facts(device: str) -> dict[str, str]:

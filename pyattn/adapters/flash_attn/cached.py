@@ -1,12 +1,10 @@
 """Attention over a cache that the caller owns: flash_attn_with_kvcache."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pyattn import ops, pages
+from pyattn import attention, ops, pages
 from pyattn.adapters.flash_attn.arguments import (
     Window,
     WrongValueError,
@@ -16,7 +14,6 @@ from pyattn.adapters.flash_attn.arguments import (
     with_inf,
 )
 from pyattn.arguments import check_between, check_size, check_tensor, check_type, has_values
-from pyattn.functional import attention
 from pyattn.nn.positions import turn
 from pyattn.options import UNBOUNDED
 
@@ -127,8 +124,7 @@ def flash_attn_with_kvcache(
     else:
         if page_size < pages.LEAST and block_table is None:  # a copy of what is this small costs nothing
             k_cache, v_cache = (pad(cache, (0, 0, 0, 0, 0, pages.LEAST)) for cache in (k_cache, v_cache))
-        every: dict[str, Any] = {"key_ranges": None, "bias": None, "sinks": None, "dropout_seed": None}
-        out, lse = pages.attention(q.transpose(1, 2), k_cache, v_cache, table, lengths, capacity, **every | options)
+        out, lse = pages.attention(q.transpose(1, 2), k_cache, v_cache, table, lengths, capacity, **options)
     return (out.transpose(1, 2), with_inf(lse)) if return_softmax_lse else out.transpose(1, 2)
 
 

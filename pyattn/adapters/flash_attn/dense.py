@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
+from pyattn import attention
 from pyattn.adapters.flash_attn import probabilities
 from pyattn.adapters.flash_attn.arguments import Window, check_batch, check_dimensions, named, with_inf
-from pyattn.functional import attention
 from pyattn.options import UNBOUNDED
 
 Results = Tensor | tuple[Tensor, Tensor, Tensor]

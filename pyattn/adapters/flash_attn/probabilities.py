@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from pyattn import attention_weights
 from pyattn.arguments import check_sizes
 from pyattn.dropout import draw_seed, kept_weights
-from pyattn.weights import attention_weights
 
 MULTIPLE = 128
 """flash-attn rounds both sequence lengths of S_dmask up to this."""

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyattn import attention_varlen
 from pyattn.adapters.flash_attn import probabilities
 from pyattn.adapters.flash_attn.arguments import (
     Window,
@@ -17,7 +18,6 @@ from pyattn.adapters.flash_attn.arguments import (
 from pyattn.adapters.flash_attn.dense import Results
 from pyattn.arguments import check_size, check_tensor
 from pyattn.options import UNBOUNDED
-from pyattn.varlen import attention_varlen
 
 
 def flash_attn_varlen_func(

@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
+from pyattn import attention
 from pyattn.adapters.flex.blocks import blocks_of, check_complete
 from pyattn.adapters.flex.meaning import Mask, MaskMod, Score, ScoreMod, check_made, mask_of, options_of, score_of
 from pyattn.arguments import check_size, check_sizes, check_tensor, check_type
-from pyattn.functional import attention
 
 Results = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
 """out, with return_lse (out, lse), with return_aux (out, AuxOutput)."""
