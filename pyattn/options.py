@@ -310,7 +310,8 @@ def parse(function: Callable[..., object], given: Mapping[str, Any], device: tor
     if isinstance(values["q_offset"], Tensor):
         values["q_offset"], values["q_offsets"] = None, int64_of(values["q_offset"])
         count = max(count, PLACES["q_offsets"] + 1)
-    values["key_ranges"] = plain(values["key_ranges"], values["causal"])
+    if "key_ranges" in given:
+        values["key_ranges"] = plain(values["key_ranges"], values["causal"])
     if torch._C._is_any_autocast_enabled():
         for name, to in (("bias", cast), ("alibi_slopes", cast_rows), ("sinks", cast_rows)):
             values[name] = None if values[name] is None else to(values[name])
