@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
+from pyattn.options import LEARNED
 from pyattn.second_order import Backward, Kind, Tangents, leaves, save, saved
 
 _deterministic = True
@@ -70,8 +71,8 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> t
         dq, dk, dv = kind.backward(*rows, *rest)[:3]  # the arguments left out are defaults here too
         return None, dq, dk, dv, *(None,) * len(rest)
     first = 4 + kind.before
-    wanted = ctx.needs_input_grad[first : first + 3]
-    wanted = *wanted, *(False,) * (3 - len(wanted))
+    wanted = ctx.needs_input_grad[first : first + len(LEARNED)]
+    wanted = *wanted, *(False,) * (len(LEARNED) - len(wanted))
     dq, dk, dv, *of_scores = _run_backward(kind, *rows, *kind.complete(rest), _deterministic, wanted)
     return None, dq, dk, dv, *kind.spread((dq, dk, dv, *of_scores), len(rest))
 
@@ -156,7 +157,7 @@ def attend(kind: Kind, q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -
             q.requires_grad
             or k.requires_grad
             or v.requires_grad
-            or any(t is not None and t.requires_grad for t in rest[kind.before : kind.before + 3])
+            or any(t is not None and t.requires_grad for t in rest[kind.before : kind.before + len(LEARNED)])
         )
         and not torch._C._is_tracing()
     ):

@@ -82,9 +82,7 @@ class KeyRanges(Tensor):
     ) -> Any:
         name = getattr(func, "__name__", "")
         if name in BITWISE:
-            raise NotImplementedError(
-                f"pyattn: masks.within(ranges, others) gives the keys in both, got {name} of their bits"
-            )
+            raise NotImplementedError(f"pyattn: masks.within gives the keys in both ranges, got {name} of their bits")
         inputs = [bare(argument) for argument in args]
         named = {name: bare(argument) for name, argument in kwargs.items()} if kwargs else {}
         result = func(*inputs, **named)

@@ -219,6 +219,9 @@ UNBOUNDED: tuple[int, int] = DEFAULTS["window"]
 
 PLACES = {name: place for place, name in enumerate(DEFAULTS)}
 
+LEARNED = ("bias", "alibi_slopes", "sinks")
+"""Options that have gradients, neighbours in the schema."""
+
 TYPES: dict[str, Any] = get_type_hints(AttentionOptions)
 OPTIONS: dict[str, Option] = {
     name: get_args(hint)[1] for name, hint in get_type_hints(AttentionOptions, include_extras=True).items()

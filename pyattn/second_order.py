@@ -21,7 +21,7 @@ from torch import Tensor
 from pyattn import ops, packed_tangents, tangents
 from pyattn.autocast import without
 from pyattn.block import Learned
-from pyattn.options import DEFAULTS, PLACES, Options, Packing
+from pyattn.options import DEFAULTS, LEARNED, PLACES, Options, Packing
 from pyattn.tangents import added
 
 VALUES = tuple(DEFAULTS.values())
@@ -35,7 +35,7 @@ class Kind:
         forward, backward: the native operators.
         tangents: ``tangents(q, k, v, rest, direction, other=None)``.
         gradient_tangents: ``gradient_tangents(dout, dlse, q, k, v, rest, direction)``.
-        before: how many arguments stand between v and bias, in ``rest``.
+        before: how many arguments stand between v and LEARNED, in ``rest``.
         count: how many arguments ``rest`` has, defaults included.
     """
 
@@ -48,7 +48,7 @@ class Kind:
 
     def learned(self, rows: Sequence[Any], rest: Sequence[Any]) -> Learned:
         """What belongs to the tensors that have derivatives, of entries for q, k, v and for each argument of rest."""
-        return Learned(*rows, *rest[self.before : self.before + 3])
+        return Learned(*rows, *rest[self.before : self.before + len(LEARNED)])
 
     def spread(self, learned: Sequence[Tensor | None], count: int) -> tuple[Tensor | None, ...]:
         """Gradients of the first ``count`` arguments of ``rest``."""
@@ -73,13 +73,15 @@ def _gradient_tangents(
     return tangents.gradient_tangents(dout, dlse, q, k, v, Options(*rest), direction)
 
 
-DENSE = Kind(ops.attention_forward, ops.attention_backward, _tangents, _gradient_tangents, PLACES["bias"], len(PLACES))
+DENSE = Kind(
+    ops.attention_forward, ops.attention_backward, _tangents, _gradient_tangents, PLACES[LEARNED[0]], len(PLACES)
+)
 PACKED = Kind(
     ops.attention_varlen_forward,
     ops.attention_varlen_backward,
     packed_tangents.tangents,
     packed_tangents.gradient_tangents,
-    len(Packing._fields) + PLACES["bias"],
+    len(Packing._fields) + PLACES[LEARNED[0]],
     len(Packing._fields) + len(PLACES),
 )
 

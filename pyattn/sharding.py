@@ -11,6 +11,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from pyattn import ops
+from pyattn.options import LEARNED
 
 Placements = list[Any]
 
@@ -58,7 +59,7 @@ def _backward(*args: Any, **named: Any) -> list[tuple[Placements, Placements]]:
         ]
         wanted = options["output_mask"] or (False, False, False)
         learned = []
-        for name, want in zip(("bias", "alibi_slopes", "sinks"), wanted, strict=True):
+        for name, want in zip(LEARNED, wanted, strict=True):
             place = _place(name, options[name], dim)
             # Each shard gives its own share of what all of them see.
             learned.append(None if not want else Partial() if dim is not None and place == Replicate() else place)

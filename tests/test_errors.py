@@ -187,8 +187,8 @@ HABITS: list[tuple[dict[str, Any], str]] = [
     ({"scale": 0.5}, "scale (use softmax_scale), got 0.5"),
     (
         {"attn_mask": zeros(5, 7)},
-        "attn_mask (use bias: bool, True = takes part, or added to the scores; with causal=False if it is the whole "
-        "mask), got torch.Tensor of shape (5, 7)",
+        "attn_mask (use mask if it is bool, True = takes part, bias if it is added to the scores; with causal=False if "
+        "it is the whole mask), got torch.Tensor of shape (5, 7)",
     ),
     ({"enable_gqa": True}, "enable_gqa (leave it out, k and v may have fewer heads than q), got True"),
     ({"dropout": 0.1}, "dropout (use dropout_p), got 0.1"),
@@ -196,7 +196,7 @@ HABITS: list[tuple[dict[str, Any], str]] = [
     ({"sliding_window": 4}, "sliding_window (use window=(W - 1, 0): a query sees itself and the W - 1 keys before it)"),
     (
         {"flavour": "mild"},
-        "flavour (its arguments are q, k, v, causal, q_offset, window, key_ranges, softmax_scale, softcap, bias, "
+        "flavour (its arguments are q, k, v, causal, q_offset, window, key_ranges, mask, softmax_scale, softcap, bias, "
         "alibi_slopes, sinks, dropout_p, dropout_seed, return_lse), got 'mild'",
     ),
     (

@@ -57,12 +57,9 @@ def in_a_module(ranges: Tensor) -> Any:
 
 KEPT: dict[str, Callable[[Tensor], Any]] = {
     "slice": lambda r: r[:, -2:],
-    "row": lambda r: r[:1],
     "sequence": lambda r: r[0],
     "picked": lambda r: r[:, [1, 0]],
     "dtype": lambda r: r.to(torch.int32),
-    "long": lambda r: r.long(),
-    "same": lambda r: r.to(r.device),
     "device": lambda r: r.to("meta"),
     "expand": lambda r: r[:1].expand(3, -1, -1),
     "repeat": lambda r: r.repeat(2, 1, 1),
@@ -82,8 +79,8 @@ KEPT: dict[str, Callable[[Tensor], Any]] = {
     "added to": lambda r: torch.ones(2, dtype=torch.int64) + r,
     "where": lambda r: torch.where(torch.tensor(True), r, 0),
     "pickle": lambda r: pickle.loads(pickle.dumps(r)),
-    "deepcopy": lambda r: copy.deepcopy(r),
-    "copy": lambda r: copy.copy(r),
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
     "save": saved,
     "buffer": in_a_module,
     "as_tensor": torch.as_tensor,

@@ -159,7 +159,7 @@ def test_run_with_masks_and_scores(capsys) -> None:
     shown = capsys.readouterr().out
     said = "no mask, window 90 0, documents of 64, random mask, random bias, softcap 9, alibi, sinks, dropout 0"
     assert f"1x4x300x16 float32, {said}, " in shown
-    for pass_name in ("mask_rows", "mask_blocks", "head_gradients"):
+    for pass_name in ("mask_rows", "bias_rows", "mask_blocks", "head_gradients"):
         assert f"\n{pass_name} " in shown
         assert phases.EXPLAINED[pass_name] in shown
 

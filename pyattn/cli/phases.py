@@ -18,7 +18,7 @@ EXPLAINED = {
     "reduce": "few heads: threads share the keys or queries of a head; this pass adds up their partial gradients",
     "mask_rows": "masks: the keys that a bool mask leaves each row of its own shape",
     "bias_rows": "masks: the keys that the -inf of a bias leave each row of its own shape",
-    "mask_blocks": "masks: the keys that ranges and bias leave each block of rows",
+    "mask_blocks": "masks: the keys that ranges, mask and bias leave each block of rows",
     "bias_gradient": "scores: the gradient of a bias that broadcasts, from S and dP made anew",
     "head_gradients": "scores: the sums of gradients of slopes and sinks",
 }

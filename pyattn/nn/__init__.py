@@ -21,8 +21,8 @@ What all modules share:
   :class:`SingleHeadSelfAttention`, whose plain module returns them always.
 - ``key_ranges`` (batch or 1, seqlen, 2), as for :func:`pyattn.attention`: query i sees the keys [begin, end) alone, on
   top of the module's own mask. :mod:`pyattn.masks` has those of padded and packed batches. Ranges that are the whole
-  mask, as of ``masks.prefix_lm``, are for :class:`Attention`; the others are causal and refuse them. Every module with
-  several heads takes them, and :class:`CausalAttention`.
+  mask, as ``masks.prefix_lm`` gives them, are for :class:`Attention`: the others are causal and refuse them. Every
+  module with several heads takes ranges, and :class:`CausalAttention`.
 - ``mask``, bool, True = takes part, and ``bias``, in the weights' dtype or float32 and added to the scores, as for
   :func:`pyattn.attention`, also on top of the module's own mask, in the modules that take ``key_ranges``. Each has a
   shape that broadcasts to (batch, num_heads, seqlen, seqlen). :class:`Attention` keeps its tutorials' meaning of

@@ -213,10 +213,7 @@ class Call:
         if (mask := options.get("mask")) is not None:
             self.kept.append(mask)
             p.mask.shown = broadcast_view(mask)
-        if bias is not None and bias.dtype == torch.bool:
-            self.kept.append(bias)
-            p.mask.shown = broadcast_view(bias)
-        elif bias is not None:
+        if bias is not None:
             self.kept.append(bias)
             p.score.bias = bias_view(bias, q.dtype)
         if slopes is not None:
