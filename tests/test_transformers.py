@@ -81,29 +81,32 @@ PAIRS = {
 }
 
 
+HOLES = PADDING | {"holes": PADDING["right"].index_fill(1, torch.tensor([3]), 0)}
+
+
 @exact
-@pytest.mark.parametrize("padding", [*PADDING, "holes"])
+@pytest.mark.parametrize("padding", HOLES)
 @pytest.mark.parametrize("name", ENCODERS)
 def test_encoders(name: str, padding: str) -> None:
-    mask = PADDING[padding] if padding != "holes" else PADDING["right"].index_fill(1, torch.tensor([3]), 0)
+    mask = HOLES[padding]
     assert_same(ENCODERS[name]().double(), mask, input_ids=IDS, attention_mask=mask)
 
 
 @exact
-@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("padding", ["none", "left", "holes"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_encoders_and_decoders(name: str, padding: str) -> None:
     """T5 adds a learned bias to the scores."""
     model = PAIRS[name]().double()
     decoded, right = IDS[:, :7], PADDING["right"][:, 3:10]
-    inputs = {"input_ids": IDS, "attention_mask": PADDING[padding], "decoder_input_ids": decoded}
+    inputs = {"input_ids": IDS, "attention_mask": HOLES[padding], "decoder_input_ids": decoded}
     assert_same(model, torch.ones_like(decoded), **inputs)
     assert_same(model, right, decoder_attention_mask=right, **inputs)
     options = {"max_new_tokens": 6, "num_beams": 3, "eos_token_id": None}
     beams = []
     for implementation in ("pyattn", "eager"):
         model.set_attn_implementation(implementation)
-        beams.append(model.generate(IDS, attention_mask=PADDING[padding], **options))
+        beams.append(model.generate(IDS, attention_mask=HOLES[padding], **options))
     assert torch.equal(*beams)
 
 

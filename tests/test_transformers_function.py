@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import each_dtype
+from helpers import each_dtype, memory_needed
 from torch import Tensor, nn
 from transformers import masking_utils
 
@@ -71,6 +71,20 @@ def test_the_function_renames(dtype: torch.dtype) -> None:
     assert torch.equal(attention_function(ENCODER, q, k, v, None, sliding_window=6)[0], plain)
     out = attention_function(ENCODER, q[:1], k, v, None)[0]  # queries that a model learns have batch 1
     assert torch.equal(out, attention(q[:1].expand(2, -1, -1, -1), k, v, causal=False).transpose(1, 2))
+
+
+def test_a_position_bias_beside_a_mask_is_not_copied() -> None:
+    """Joined into one tensor, (4, 4, 1024, 1024) in float32, they would take 64 MiB."""
+    q, k, v = inputs(batch=4, queries=1024, keys=1024)
+    seen, bias = torch.rand(4, 1, 1024, 1024) < 0.7, torch.randn(1, 4, 1024, 1024)
+    mask = Mask((4, 1, 1024, 1024), pairs=seen)
+
+    def run() -> Tensor:
+        return attention_function(ENCODER, q, k, v, mask, position_bias=bias)[0]
+
+    out = run()  # loads what is loaded once
+    assert memory_needed(run) < 32 * 2**20
+    assert torch.equal(out, attention(q, k, v, causal=False, bias=bias.where(seen, -torch.inf)).transpose(1, 2))
 
 
 def test_a_query_among_slots() -> None:

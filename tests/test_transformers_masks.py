@@ -198,3 +198,16 @@ def test_a_rule_that_means_something_else_is_evaluated() -> None:
     arguments = {"mask_function": theirs.and_masks(sliding_window_overlay(3), RULES["causal"])}
     truth = theirs.sdpa_mask(1, 9, 9, allow_is_causal_skip=False, **arguments)
     assert torch.equal(shown(mask_function(1, 9, 9, **arguments), 9, 9, causal=True)[:1], truth)
+
+
+def test_a_mask_goes_where_a_tensor_goes() -> None:
+    """``generate`` hands masks back, and hooks move them to a layer's device."""
+    padded, holes = (mask_function(1, 9, 9, mask_function=RULES[rule]) for rule in ("window", "holes"))
+    for mask in (padded, holes, mask_function(1, 9, 9)):
+        assert isinstance(mask, Mask)
+        assert mask_function(1, 9, 9, attention_mask=mask) is mask
+        moved = mask.contiguous().to("meta")
+        assert (moved.shape, moved.ndim, moved.is_causal) == (mask.shape, len(mask.shape), mask.is_causal)
+        assert all(x is None or x.is_meta for x in (moved.ranges, moved.pairs))
+        assert moved.ranges is None or moved.ranges.whole
+    transformers_masks.DENSE.clear()
