@@ -166,8 +166,7 @@ def _as(cls: type[KeyRanges], ranges: Tensor) -> Any:
     if type(ranges) is not Tensor:
         return ranges
     typed = ranges.as_subclass(cls)
-    if not torch.compiler.is_compiling():
-        typed._plain = ranges
+    typed._plain = ranges
     return typed
 
 

@@ -56,7 +56,7 @@ def rows() -> tuple[Tensor, ...]:
 @each_change
 @pytest.mark.parametrize("inside", [False, True])
 def test_compile(made: str, change: str, inside: bool) -> None:
-    """Given, or made within; eager and compiled agree on result, type and gradients."""
+    """Given, or made within: eager and compiled agree on result, type and gradients."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
         ranges = CHANGED[change](MADE[made](given) if inside else given)
@@ -75,6 +75,21 @@ def test_compile(made: str, change: str, inside: bool) -> None:
         assert type(ranges) is type(same)
         assert torch.equal(*(torch.autograd.grad(x.sin().sum(), q)[0] for x in (out, expected)))
         assert torch.equal(attention(q, k, v, causal=False, key_ranges=ranges), expected)
+
+
+@pytest.mark.parametrize("made", ["padding", "prefix_lm", "own", "both"])
+def test_from_graph_to_graph(made: str) -> None:
+    """Ranges that one graph makes, another one takes."""
+    q, _, _ = rows()
+
+    def call(q: Tensor, n: Tensor) -> Tensor:
+        ranges = MADE[made](n)
+        torch._dynamo.graph_break()
+        return attention(q, q, q, causal=False, key_ranges=ranges)
+
+    compiled = torch.compile(call, backend="aot_eager")
+    for _ in range(2):
+        assert torch.equal(compiled(q, lengths()), call(q, lengths()))
 
 
 @pytest.mark.parametrize("made", ["prefix_lm", "own", "both"])
