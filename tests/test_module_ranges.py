@@ -193,6 +193,6 @@ def test_a_ring_has_none() -> None:
 
 def test_a_key_that_is_always_seen_is_in_no_range() -> None:
     module = nn.book.MHAPyTorchClass(D_IN, D_IN, 3, ROWS, qkv_bias=True).double()
-    message = "pyattn: key_ranges are not supported with qkv_bias=True, where every query also sees bias_k, got torch."
+    message = "pyattn: key_ranges are not supported with qkv_bias=True, where every query also sees bias_k, got "
     with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}"):
         module(rows(), key_ranges=RANGES["padding"])
