@@ -21,7 +21,7 @@
 namespace pyattn {
 
 // A list is a macro with a line X(type, name, "type in the schema", "=default in the schema") for each argument. It makes
-//   struct Options { PYATTN_FIELDS(Options, PYATTN_OPTIONS) };  // the fields, and Fields, the tuple of their types
+//   struct Options { PYATTN_FIELDS(Options, PYATTN_OPTIONS) };  // the fields; the type Fields: how they are passed
 //   "(Tensor q" PYATTN_SCHEMA(PYATTN_OPTIONS) ")"               // the arguments in a schema, after others
 #define PYATTN_FIELDS(name, list) list(PYATTN_FIELD) using Fields = pyattn::FieldTypes<name list(PYATTN_FIELD_TYPE)>;
 #define PYATTN_FIELD(type, name, schema_type, value) type name;
@@ -29,8 +29,12 @@ namespace pyattn {
 #define PYATTN_SCHEMA(list) list(PYATTN_SCHEMA_ARGUMENT)
 #define PYATTN_SCHEMA_ARGUMENT(type, name, schema_type, value) ", " schema_type " " #name value
 
+// Tensors are passed by reference: moving an optional one through every layer of the dispatcher takes time.
+template <class T>
+using PassedAs = std::conditional_t<std::is_same_v<T, Tensor> || std::is_same_v<T, optional<Tensor>>, const T&, T>;
+
 template <class Struct, class... Types>
-using FieldTypes = std::tuple<Types...>;
+using FieldTypes = std::tuple<PassedAs<Types>...>;
 
 // A struct made of a list.
 template <class P>

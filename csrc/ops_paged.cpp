@@ -74,16 +74,16 @@ std::tuple<Tensor, Tensor> pages_in_use(const Tensor& block_table, const Tensor&
          lengths = at::empty_symint({cu_seqlens_k.sym_size(0) - 1}, wide);
   if (block_table.is_meta()) return {used, lengths};
 
-  const auto as_read = [](const Tensor& t) { return t.to(at::kLong).contiguous(); };
-  const Tensor table = as_read(block_table), starts = as_read(cu_seqlens_k);
-  const Tensor seqused = seqused_k ? as_read(*seqused_k) : Tensor();
-  check_longest("max_seqlen_k", check_starts("cu_seqlens_k", starts, kAnyTokens), max_seqlen_k);
-  for (int64_t b = 0; b < starts.size(0) - 1; ++b) {
-    const int64_t* listed = table.const_data_ptr<int64_t>() + b * table.size(1);
-    const int64_t length = check_used(starts.const_data_ptr<int64_t>(),
-                                      seqused.defined() ? seqused.const_data_ptr<int64_t>() : nullptr, b);
-    const int64_t count = check_pages(listed, table.size(1), length, b, pages.expect_int(), page_size.expect_int());
-    std::copy_n(listed, count, used.mutable_data_ptr<int64_t>() + b * table.size(1));
+  Kept kept;
+  const int64_t *table = kept.indices(block_table), *starts = kept.indices(cu_seqlens_k);
+  const int64_t* seqused = seqused_k ? kept.indices(*seqused_k) : nullptr;
+  const int64_t batch = block_table.size(0), each = block_table.size(1);
+  check_longest("max_seqlen_k", check_starts("cu_seqlens_k", starts, batch, kAnyTokens), max_seqlen_k);
+  for (int64_t b = 0; b < batch; ++b) {
+    const int64_t* listed = table + b * each;
+    const int64_t length = check_used(starts, seqused, b);
+    const int64_t count = check_pages(listed, each, length, b, pages.expect_int(), page_size.expect_int());
+    std::copy_n(listed, count, used.mutable_data_ptr<int64_t>() + b * each);
     lengths.mutable_data_ptr<int64_t>()[b] = length;
   }
   return {used, lengths};

@@ -91,11 +91,10 @@ inline constexpr int64_t kAnyTokens = std::numeric_limits<int64_t>::max();
 
 // cu_seqlens as kernels read it: it starts at 0, never decreases and ends within the tokens. Returns the
 // longest sequence.
-inline int64_t check_starts(const char* name, const Tensor& cu_seqlens, int64_t tokens) {
-  const int64_t* starts = cu_seqlens.const_data_ptr<int64_t>();
+inline int64_t check_starts(const char* name, const int64_t* starts, int64_t batch, int64_t tokens) {
   TORCH_CHECK_VALUE(starts[0] == 0, "pyattn: ", name, " must start at 0, got ", starts[0]);
   int64_t longest = 0;
-  for (int64_t b = 1; b < cu_seqlens.size(0); ++b) {
+  for (int64_t b = 1; b <= batch; ++b) {
     TORCH_CHECK_VALUE(starts[b - 1] <= starts[b], "pyattn: ", name, " must never decrease, got ", starts[b], " after ",
                       starts[b - 1], " at ", b);
     TORCH_CHECK_VALUE(starts[b] <= tokens, "pyattn: ", name, " must end within the ", tokens, " tokens, got ",
@@ -126,8 +125,8 @@ inline View packed_result(const Tensor& t) { return packed_view(t, t.mutable_dat
 // Checks the indices of p and makes the sequences of them, and p's lengths and pairs.
 inline void place_sequences(ForwardParams& p, const Packing& packing) {
   const PackedParams& packed = p.packed;
-  p.seqlen_q = check_starts("cu_seqlens_q", packing.cu_seqlens_q, packed.total_q);
-  p.seqlen_k = check_starts("cu_seqlens_k", packing.cu_seqlens_k, packed.total_k);
+  p.seqlen_q = check_starts("cu_seqlens_q", packed.cu_seqlens_q, p.batch, packed.total_q);
+  p.seqlen_k = check_starts("cu_seqlens_k", packed.cu_seqlens_k, p.batch, packed.total_k);
   check_longest("max_seqlen_q", p.seqlen_q, packing.max_seqlen_q);
   check_longest("max_seqlen_k", p.seqlen_k, packing.max_seqlen_k);
   for (int64_t b = 0; b < p.batch; ++b) {

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from backends import Backend
+from case_options import strided
 from helpers import Case, Truth, assert_accurate_by, assert_equal, each_dtype
 from packed_cases import GROUPED, MIXED, Packed, Unpadded, one_by_one, results, results_of, starts
 from torch import Tensor
@@ -208,8 +209,9 @@ def test_views(dtype: torch.dtype) -> None:
 def test_types_and_bounds_of_lengths(dtype: torch.dtype) -> None:
     qkv = MIXED.inputs(torch.float32)
     expected = attention_varlen(*qkv, *MIXED.packing)
-    packing = starts(MIXED.queries, dtype), starts(MIXED.keys, dtype), 2**40, 301
-    assert torch.equal(attention_varlen(*qkv, *packing), expected)
+    lengths = starts(MIXED.queries, dtype), starts(MIXED.keys, dtype)
+    for packing in (lengths, [strided(x) for x in lengths]):
+        assert torch.equal(attention_varlen(*qkv, *packing, 2**40, 301), expected)
 
 
 @pytest.mark.parametrize("sizes", [(0, 4, 2), (3, 0, 0)])
