@@ -1,4 +1,4 @@
-"""Windows, key ranges and bool biases: every form of a mask gives what the formula gives, and hides what it hides."""
+"""Windows, key ranges and bool masks: every form of a mask gives what the formula gives, and hides what it hides."""
 
 import itertools
 import math
@@ -89,10 +89,10 @@ FORMS = [
 @each_dtype
 @pytest.mark.parametrize("case", FORMS, ids=str)
 def test_a_mask_in_any_form(repeatable: Backend, case: Case, dtype: torch.dtype) -> None:
-    """A window and key ranges equal the same mask as a bool bias, which equals one of 0 and -inf."""
+    """A window and key ranges equal the same bool mask, which equals a bias of 0 and -inf."""
     tensors, seen = (case.inputs(dtype), case.gradients(dtype)), visible(case)
-    for bias in (seen, torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, -math.inf)):
-        truth = Truth(tensors, {"causal": False, "bias": bias}, same=case.options)
+    for form in ({"mask": seen}, {"bias": torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, -math.inf)}):
+        truth = Truth(tensors, {"causal": False, **form}, same=case.options)
         assert_accurate_by(truth, repeatable.attention)
 
 
@@ -102,7 +102,7 @@ def test_padding_equals_keys_cut_off(repeatable: Backend, dtype: torch.dtype) ->
     qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
     ranges = masks.padding(lengths, 60).to(qkv[0].device)
     seen = (torch.arange(60) < ranges[:, :1, 1:])[:, None]
-    for options in ({"key_ranges": ranges[:, :40]}, {"bias": seen}):
+    for options in ({"key_ranges": ranges[:, :40]}, {"mask": seen}):
         padded = run(repeatable.attention, qkv, dout, dlse, causal=False, **options)
         for b, length in enumerate(lengths):
             one, kept = slice(b, b + 1), (slice(b, b + 1), slice(None), slice(0, length))
@@ -148,8 +148,7 @@ def test_what_is_hidden_changes_no_bit(backend: Backend, case: Case, dtype: torc
     """NaN and inf in a key and its value reach the rows that see it and no others, in a query the keys it sees."""
     (q, k, v), (dout, dlse), tensors = case.inputs(dtype), case.gradients(dtype), case.tensors(dtype)
     options, seen = case.options | tensors, visible(case)
-    if "bias" in tensors:
-        seen = seen & (tensors["bias"] if tensors["bias"].dtype == torch.bool else tensors["bias"] != -math.inf)
+    seen = seen & tensors.get("mask", True) & (tensors["bias"] != -math.inf if "bias" in tensors else True)
     clean = run(backend.attention, (q, k, v), dout, dlse, **options)
     group = case.num_heads_q // case.num_heads_kv
     for bad, key, query in ((math.nan, case.seqlen_k // 2, 1), (math.inf, case.seqlen_k - 9, case.seqlen_q - 2)):
@@ -196,7 +195,7 @@ def test_rows_without_keys(backend: Backend, dtype: torch.dtype) -> None:
     rows[[0, 3, 4, 19]] = True
     ranges = torch.tensor([0, 30]).repeat(1, 20, 1).masked_fill(rows[:, None], 7)
     hidden = rows[:, None] | (torch.arange(40) >= 30)
-    forms = [{"key_ranges": ranges}, {"bias": ~hidden}, {"bias": torch.zeros(20, 40).masked_fill(hidden, -math.inf)}]
+    forms = [{"key_ranges": ranges}, {"mask": ~hidden}, {"bias": torch.zeros(20, 40).masked_fill(hidden, -math.inf)}]
     for form in forms:
         form = {x: y.to(dtype) if y.dtype == torch.float32 else y for x, y in form.items()}
         out, lse, dq, dk, dv, *dbias = run(backend.attention, qkv, dout, dlse, **case.options, **form)
@@ -226,7 +225,7 @@ def test_the_layout_of_a_bias_changes_no_bit(repeatable: Backend, dtype: torch.d
     """Any strides, and any number of dimensions that mean the same."""
     case = Case(2, 2, 1, 9, 33, 8, 8)
     qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
-    for words in ("bool bhqk", "bool q", "bands hk", "float qk"):
+    for words in ("bands bhqk", "float q", "bands hk", "float qk"):
         dense = case_options.bias(words, (2, 2, 9, 33), dtype)
         strided = case_options.strided(dense)
         more = dense[(None,) * (4 - dense.dim())]

@@ -77,7 +77,7 @@ def test_long_ones(isa: str, name: str, scattered: bool, page_size: int, dtype: 
 @each_size
 @each_order
 def test_masks_of_every_kind(isa: str, scattered: bool, page_size: int) -> None:
-    """Sequences of their own lengths; queries anywhere; ranges and biases with holes."""
+    """Sequences of their own lengths; queries anywhere; ranges, masks and biases with holes."""
     case = Case(3, 4, 2, 3, 200, 24, 20)
     q, k, v = case.inputs(torch.float32)
     caches = twins(case, torch.float32, 210, page_size)
@@ -88,7 +88,8 @@ def test_masks_of_every_kind(isa: str, scattered: bool, page_size: int) -> None:
     bias, ranges = torch.randn(4, 3, 210), torch.randint(105, (3, 3, 2)) + torch.tensor([0, 105])
     shown = torch.rand(3, 1, 3, 210) < 0.8
     choices = [{}, {"key_ranges": ranges}]
-    choices += [{"bias": t} for t in (bias, shown, bias.masked_fill(~shown, -math.inf))]
+    choices += [{"bias": bias}, {"mask": shown}, {"bias": bias.masked_fill(~shown, -math.inf)}]
+    choices += [{"mask": shown, "bias": bias, "key_ranges": ranges}]
     for causal in (True, False):
         for options in choices:
             both(caches, q, causal=causal, **options)
