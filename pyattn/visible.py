@@ -1,6 +1,7 @@
 """Which keys a query sees, in torch operations: for weights of chosen rows, and for counting pairs."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -59,15 +60,29 @@ def keys_of(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int) -> tup
     return begin.clamp(0, seqlen_k), end.clamp(0, seqlen_k)
 
 
+Filter = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def filters(options: Options) -> list[Filter]:
+    """What may hide keys between a row's first and last: ``filter(rows, heads, key)`` gives bool pairs.
+
+    True = takes part, broadcasting to (B, heads, rows, Sk).
+    """
+    found: list[Filter] = []
+    if options.mask is not None:
+        found.append(lambda rows, heads, _: picked(options.mask, heads, rows))
+    if options.bias is not None:
+        found.append(lambda rows, heads, _: picked(options.bias, heads, rows) != -math.inf)
+    return found
+
+
 def seen(options: Options, rows: Tensor, heads: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
     """bool (B or 1, heads or 1, rows, Sk): the pairs that no mask hides."""
     key = torch.arange(seqlen_k, device=rows.device)
     begin, end = (bound[:, None, :, None] for bound in keys_of(options, rows, seqlen_q, seqlen_k))
     allowed = (begin <= key) & (key < end)
-    if options.mask is not None:
-        allowed = allowed & picked(options.mask, heads, rows)
-    if options.bias is not None:
-        allowed = allowed & (picked(options.bias, heads, rows) != -math.inf)
+    for shown in filters(options):
+        allowed = allowed & shown(rows, heads, key)
     return allowed
 
 
@@ -96,6 +111,21 @@ def _pairs_of_formulas(options: Options, batch: int, seqlen_q: int, seqlen_k: in
     return total
 
 
+def _count(options: Options, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int, device: torch.device) -> int:
+    """Pairs of query and key that the masks leave, over batch and query heads."""
+    rows, hidden = torch.arange(seqlen_q, device=device), bool(filters(options))
+    if options.key_ranges is None and not hidden:
+        return num_heads * _pairs_of_formulas(options, batch, seqlen_q, seqlen_k)
+    if not hidden:
+        begin, end = keys_of(options, rows, seqlen_q, seqlen_k)
+        return num_heads * batch * int((end - begin).clamp(min=0).sum()) // begin.shape[0]
+    heads, total = torch.arange(num_heads, device=device), 0
+    for some in rows.split(max(1, PAIRS_AT_ONCE // max(1, batch * num_heads * seqlen_k))):
+        here = seen(options, some, heads, seqlen_q, seqlen_k)
+        total += int(here.sum()) * (batch * num_heads // max(1, here.shape[0] * here.shape[1]))
+    return total
+
+
 def pairs(q: Tensor, k: Tensor, options: Options) -> int:
     """Pairs of query and key that the mask leaves, over batch and query heads; all where tensors have no values."""
     batch, num_heads, seqlen_q = q.shape[:3]
@@ -103,17 +133,7 @@ def pairs(q: Tensor, k: Tensor, options: Options) -> int:
     sources = (options.q_offsets, options.key_ranges, options.mask, options.bias)
     if not all(t is None or has_values(t) for t in sources):
         return batch * num_heads * seqlen_q * seqlen_k
-    if options.key_ranges is options.mask is options.bias is None:
-        return num_heads * _pairs_of_formulas(options, batch, seqlen_q, seqlen_k)
-    rows = torch.arange(seqlen_q, device=q.device)
-    if options.mask is options.bias is None:
-        begin, end = keys_of(options, rows, seqlen_q, seqlen_k)
-        return num_heads * batch * int((end - begin).clamp(min=0).sum()) // begin.shape[0]
-    heads, total = torch.arange(num_heads, device=q.device), 0
-    for some in rows.split(max(1, PAIRS_AT_ONCE // max(1, batch * num_heads * seqlen_k))):
-        here = seen(options, some, heads, seqlen_q, seqlen_k)
-        total += int(here.sum()) * (batch * num_heads // max(1, here.shape[0] * here.shape[1]))
-    return total
+    return _count(options, batch, num_heads, seqlen_q, seqlen_k, q.device)
 
 
 def packed_pairs(q: Tensor, k: Tensor, packing: Packing, options: Options) -> int:
@@ -127,14 +147,9 @@ def packed_pairs(q: Tensor, k: Tensor, packing: Packing, options: Options) -> in
     keys = packing.cu_seqlens_k.diff() if packing.seqused_k is None else packing.seqused_k
     total = 0
     for b, seqlen_k in enumerate(keys.tolist()):
-        seqlen_q = begins[b + 1] - begins[b]
         own = options._replace(
             q_offsets=None if options.q_offsets is None else options.q_offsets[b : b + 1],
             key_ranges=None if options.key_ranges is None else options.key_ranges[None, begins[b] : begins[b + 1]],
         )
-        if own.key_ranges is None:
-            total += _pairs_of_formulas(own, 1, seqlen_q, seqlen_k)
-        else:
-            begin, end = keys_of(own, torch.arange(seqlen_q, device=q.device), seqlen_q, seqlen_k)
-            total += int((end - begin).clamp(min=0).sum())
-    return num_heads * total
+        total += _count(own, 1, num_heads, begins[b + 1] - begins[b], seqlen_k, q.device)
+    return total

@@ -23,23 +23,28 @@ def test_pairs_are_those_that_the_reference_sees(seqlen_q: int, seqlen_k: int, q
     row, column = torch.rand(2, 1, seqlen_q, 1) < 0.5, torch.randn(4, 1, seqlen_k)
     column = column.masked_fill(column < -0.5, -torch.inf)
     for window in [(-1, -1), (2, -1), (-1, 1), (0, 0), (3, 2), (FAR, FAR), (FAR, 0)]:
-        for key_ranges, bias in [(None, None), (ranges, None), (ranges[1:], column), (None, row), (None, column)]:
+        hidden = [(None, None), (row, None), (None, column), (row, column)]
+        for key_ranges, (pairs, bias) in [
+            (ranges, hidden[0]),
+            (ranges[1:], hidden[2]),
+            *((None, both) for both in hidden),
+        ]:
             mask = {"causal": causal, "q_offset": q_offset, "window": window, "key_ranges": key_ranges}
             seen = reference.visible(seqlen_q, seqlen_k, **mask).expand(2, 4, seqlen_q, seqlen_k)
-            if bias is not None:
-                seen = seen & (bias if bias.dtype == torch.bool else bias != -torch.inf)
+            seen = seen if pairs is None else seen & pairs
+            seen = seen if bias is None else seen & (bias != -torch.inf)
             offsets = {"q_offsets": mask.pop("q_offset")} if isinstance(q_offset, torch.Tensor) else {}
-            options = Options(**mask, **offsets, bias=bias)
+            options = Options(**mask, **offsets, mask=pairs, bias=bias)
             assert visible.pairs(q, k, options) == seen.sum()
             rows, heads = torch.arange(seqlen_q), torch.arange(4)
             assert torch.equal(visible.seen(options, rows, heads, seqlen_q, seqlen_k).expand_as(seen), seen)
 
 
 def test_pairs_are_counted_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, bias = torch.randn(2, 4, 9, 3), torch.rand(2, 1, 9, 9) < 0.5
-    whole = visible.pairs(q, q, Options(bias=bias))
+    q, mask = torch.randn(2, 4, 9, 3), torch.rand(2, 1, 9, 9) < 0.5
+    whole = visible.pairs(q, q, Options(mask=mask))
     monkeypatch.setattr(visible, "PAIRS_AT_ONCE", 150)
-    assert visible.pairs(q, q, Options(bias=bias)) == whole == 4 * bias.tril().sum()
+    assert visible.pairs(q, q, Options(mask=mask)) == whole == 4 * mask.tril().sum()
 
 
 def test_masks_without_values_count_all_pairs() -> None:
