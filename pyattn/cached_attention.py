@@ -11,7 +11,8 @@ from pyattn.arguments import check_tensor, check_type, check_window, int64_of, r
 from pyattn.cache import KVCache
 from pyattn.functional import attention
 from pyattn.key_ranges import plain
-from pyattn.options import UNBOUNDED, AttentionOptions, check_known, takes_options
+from pyattn.options import UNBOUNDED, AttentionOptions
+from pyattn.parse import check_known, takes_options
 from pyattn.ring_buffer import in_slots, narrowed
 from pyattn.visible import check_ranges
 

@@ -10,7 +10,8 @@ from pyattn import autograd
 from pyattn.arguments import check_tensor, refuse_positional
 from pyattn.autocast import cast
 from pyattn.dropout import dropout_mask
-from pyattn.options import AttentionOptions, parse, takes_options
+from pyattn.options import AttentionOptions
+from pyattn.parse import parse, takes_options
 from pyattn.second_order import DENSE
 
 __all__ = ["attention", "dropout_mask"]

@@ -4,11 +4,10 @@ An option's name, place and default are those of the operators' schemas, which c
 """
 
 import collections
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from types import NoneType
-from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypedDict, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -22,76 +21,37 @@ from pyattn.arguments import (
     check_tensor,
     check_type,
     check_window,
-    int64_of,
-    refuse,
 )
-from pyattn.autocast import cast, cast_rows
-from pyattn.dropout import draw_seed
-from pyattn.key_ranges import KeyRanges, plain
-
-Function = TypeVar("Function", bound=Callable[..., object])
+from pyattn.key_ranges import KeyRanges
 
 
 class Option(NamedTuple):
     """What an option is beside its name and type.
 
     Attributes:
-        checked: returns the value that the operator takes, or raises TypeError or ValueError for what no operator could
-            be asked; shapes and dtypes are the operator's to check.
+        check: ``check(name, value)`` raises TypeError or ValueError for what no operator could be asked; shapes and
+            dtypes are the operator's to check.
         meaning: what help() says.
         peers: arguments of other libraries that it stands for, and how to use it in their place.
     """
 
-    checked: Callable[[str, Any], Any]
+    check: Callable[[str, Any], None]
     meaning: str
     peers: Mapping[str, str] = {}
 
 
-def _flag(name: str, value: Any) -> Any:
+def _check_flag(name: str, value: object) -> None:
     check_type(name, value, bool)
-    return value
 
 
-def _scale(name: str, value: Any) -> Any:
-    check_scale(name, value)
-    return _float(value)
-
-
-def _cap(name: str, value: Any) -> Any:
-    check_finite(name, value)
-    return _float(value)
-
-
-def _probability(name: str, value: Any) -> Any:
-    check_probability(name, value)
-    return _float(value)
-
-
-def _float(value: Any) -> Any:
-    """An int as a float: torch's operations take no int past 64 bits."""
-    return float(value) if isinstance(value, int) else value
-
-
-def _integer(name: str, value: Any) -> Any:
+def _check_integer(name: str, value: object) -> None:
     check_type(name, value, int, torch.SymInt, Tensor, NoneType)
     check_64_bits(name, value)
-    return value
 
 
-def _window(name: str, value: Any) -> Any:
-    check_window(value)
-    return value
-
-
-def _tensor(name: str, value: Any) -> Any:
-    check_tensor(name, value)
-    return value
-
-
-def _ranges(name: str, value: Any) -> Any:
+def _check_ranges(name: str, value: object) -> None:
     if not isinstance(value, KeyRanges):
         check_tensor(name, value)
-    return value
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -103,7 +63,7 @@ class AttentionOptions(TypedDict, total=False):
     causal: Annotated[
         bool,
         Option(
-            _flag,
+            _check_flag,
             "whether a query sees no key after its own position. Default: True.",
             {
                 "is_causal": "use causal (default True, bottom-right; scaled_dot_product_attention's upper-left is "
@@ -114,7 +74,7 @@ class AttentionOptions(TypedDict, total=False):
     q_offset: Annotated[
         int | Tensor | None,
         Option(
-            _integer,
+            _check_integer,
             "key position of query 0, an int or a (B,) int32 or int64 tensor; default ``Sk - Sq``, which puts the last "
             "query at the last key. May be negative: the first queries then see nothing.",
         ),
@@ -122,7 +82,7 @@ class AttentionOptions(TypedDict, total=False):
     window: Annotated[
         tuple[int, int] | None,
         Option(
-            _window,
+            lambda _, value: check_window(value),
             "(left, right), how many keys before and after its own position a query sees; -1: all. Default or None: "
             "all. Every int of 64 bits is right, here and in q_offset: sums saturate.",
             {
@@ -134,7 +94,7 @@ class AttentionOptions(TypedDict, total=False):
     key_ranges: Annotated[
         Tensor | None,
         Option(
-            _ranges,
+            _check_ranges,
             "(B or 1, Sq, 2), int32 or int64: query ``i`` sees the keys [begin, end) alone, 0 <= begin <= end <= Sk. "
             ":mod:`pyattn.masks` makes them for packed documents, prefixes, chunks and padding.",
             {
@@ -146,7 +106,7 @@ class AttentionOptions(TypedDict, total=False):
     mask: Annotated[
         Tensor | None,
         Option(
-            _tensor,
+            check_tensor,
             "bool, True = takes part, 1 to 4 dimensions, which broadcast from the right to (B, Hq, Sq, Sk), any "
             "strides. One whose rows are intervals costs what ``key_ranges`` cost.",
             {
@@ -159,16 +119,20 @@ class AttentionOptions(TypedDict, total=False):
     ]
     softmax_scale: Annotated[
         float | None,
-        Option(_scale, "finite factor on the scores; default ``1 / sqrt(D)``.", {"scale": "use softmax_scale"}),
+        Option(
+            check_scale,
+            "finite factor on the scores; default ``1 / sqrt(D)``.",
+            {"scale": "use softmax_scale"},
+        ),
     ]
     softcap: Annotated[
         float | None,
-        Option(_cap, "bound on the scaled scores, finite and at least 0; 0, the default, or None: none."),
+        Option(check_finite, "bound on the scaled scores, finite and at least 0; 0, the default, or None: none."),
     ]
     bias: Annotated[
         Tensor | None,
         Option(
-            _tensor,
+            check_tensor,
             "added to the scores, in q's dtype or float32, 1 to 4 dimensions, which broadcast from the right to (B, "
             "Hq, Sq, Sk), any strides. -inf hides the key, as a mask does, and the lowest finite number does not.",
             {"attn_bias": "use bias", "score_mod": "use softcap, bias or alibi_slopes"},
@@ -176,12 +140,12 @@ class AttentionOptions(TypedDict, total=False):
     ]
     alibi_slopes: Annotated[
         Tensor | None,
-        Option(_tensor, "(Hq,) or (B, Hq), in q's dtype or float32. Distances count both ways where not causal."),
+        Option(check_tensor, "(Hq,) or (B, Hq), in q's dtype or float32. Distances count both ways where not causal."),
     ]
     sinks: Annotated[
         Tensor | None,
         Option(
-            _tensor,
+            check_tensor,
             "(Hq,), in q's dtype or float32: the score of one more key, which has no value.",
             {"s_aux": "use sinks"},
         ),
@@ -189,7 +153,7 @@ class AttentionOptions(TypedDict, total=False):
     dropout_p: Annotated[
         float | None,
         Option(
-            _probability,
+            check_probability,
             "probability of dropping a weight after the softmax, at least 0 and below 1, rounded to 1/65536; the "
             "others are scaled by 1 / (1 - dropout_p). lse does not change. Default or None: 0.",
             {"dropout": "use dropout_p"},
@@ -198,7 +162,7 @@ class AttentionOptions(TypedDict, total=False):
     dropout_seed: Annotated[
         int | Tensor | None,
         Option(
-            _integer,
+            _check_integer,
             "an int or an int64 scalar tensor. Seed and position decide which weights are dropped, as "
             ":func:`pyattn.dropout_mask` shows, the same for any number of threads, instruction set and device. "
             "Default: drawn from torch's generator, so ``torch.manual_seed`` repeats it and checkpoints recompute it.",
@@ -226,6 +190,7 @@ TYPES: dict[str, Any] = get_type_hints(AttentionOptions)
 OPTIONS: dict[str, Option] = {
     name: get_args(hint)[1] for name, hint in get_type_hints(AttentionOptions, include_extras=True).items()
 }
+FLOATS = frozenset(name for name, hint in TYPES.items() if float in get_args(hint))
 MAY_BE_NONE = frozenset(name for name, hint in TYPES.items() if NoneType in get_args(hint))
 PEERS = {word: use for option in OPTIONS.values() for word, use in option.peers.items()} | {
     "enable_gqa": "leave it out, k and v may have fewer heads than q"
@@ -259,8 +224,7 @@ class Options(_Values):  # type: ignore[misc]
     @property
     def bounded_softcap(self) -> float:
         """The softcap between 2^-100 and 2^100, as kernels have it: in float32 it and its inverse are finite there."""
-        cap: float = min(max(self.softcap, 2.0**-100), 2.0**100)
-        return cap
+        return float(min(max(self.softcap, 2.0**-100), 2.0**100))
 
 
 class Packing(NamedTuple):
@@ -279,74 +243,3 @@ class Packing(NamedTuple):
     max_seqlen_q: int
     max_seqlen_k: int
     seqused_k: Tensor | None = None
-
-
-def check_known(function: Callable[..., object], given: Mapping[str, Any]) -> None:
-    """TypeError for options that do not exist, naming those that stand for them or are spelt like them."""
-    unknown = {name: value for name, value in given.items() if name not in OPTIONS}
-    if unknown:
-        refuse(function, unknown, PEERS)
-
-
-def parse(function: Callable[..., object], given: Mapping[str, Any], device: torch.device) -> tuple[Any, ...]:
-    """Options that a user gave to a public function, checked, and cast to what the operators take.
-
-    None stands for a default, as the configurations of models have it. Under autocast, float tensors are cast; dropout
-    without a seed draws one.
-
-    Returns:
-        The values of :class:`Options` up to the last that is given: each that is passed costs the operator 0.1 us.
-
-    Raises:
-        TypeError, ValueError: by :func:`check_known` and each option's check; key_ranges that are the whole mask with
-            causal.
-    """
-    values, count = DEFAULTS.copy(), 0
-    check_known(function, given)
-    for name, value in given.items():
-        if value is not None or name not in MAY_BE_NONE:
-            values[name] = OPTIONS[name].checked(name, value)
-            count = max(count, PLACES[name] + 1)
-    if isinstance(values["q_offset"], Tensor):
-        values["q_offset"], values["q_offsets"] = None, int64_of(values["q_offset"])
-        count = max(count, PLACES["q_offsets"] + 1)
-    if "key_ranges" in given:
-        values["key_ranges"] = plain(values["key_ranges"], values["causal"])
-    if torch._C._is_any_autocast_enabled():
-        for name, to in (("bias", cast), ("alibi_slopes", cast_rows), ("sinks", cast_rows)):
-            values[name] = None if values[name] is None else to(values[name])
-    if "dropout_p" in given or "dropout_seed" in given:
-        values["dropout_seed"] = _seed(values["dropout_p"], values["dropout_seed"], device)
-        count = len(values) if values["dropout_p"] else min(count, PLACES["dropout_p"])
-    return tuple(values.values())[:count]
-
-
-def _seed(dropout_p: float, seed: Any, device: torch.device) -> Tensor | None:
-    """What the operators take: a scalar tensor, None without dropout."""
-    if dropout_p == 0:
-        return None
-    if seed is None:
-        return draw_seed(device)
-    return seed if isinstance(seed, Tensor) else torch.tensor(seed, dtype=torch.int64, device=device)
-
-
-def with_options(signature: inspect.Signature) -> inspect.Signature:
-    """The signature with all options, and their defaults, in place of those that it catches."""
-    caught, keyword = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD), inspect.Parameter.KEYWORD_ONLY
-    own = [p for p in signature.parameters.values() if p.kind not in caught]
-    options = [inspect.Parameter(n, keyword, default=DEFAULTS[n], annotation=TYPES[n]) for n in OPTIONS]
-    by_place, by_name = ([p for p in own if (p.kind == keyword) == named] for named in (False, True))
-    return signature.replace(parameters=[*by_place, *options, *by_name])
-
-
-def takes_options(function: Function) -> Function:
-    """Shows the options in help() and inspect, with their defaults, for a function that catches them.
-
-    It takes ``*positional`` as well, to refuse it: a wrapper that catches Python's own TypeError would cost each call
-    three times as much.
-    """
-    function.__signature__ = with_options(inspect.signature(function))  # type: ignore[attr-defined]
-    meanings = "\n".join(f"    {name}: {option.meaning}" for name, option in OPTIONS.items())
-    if function.__doc__:  # not under -OO
-        function.__doc__ = f"{inspect.cleandoc(function.__doc__)}\n\nOptions:\n{meanings}\n"
-    return function

@@ -14,7 +14,8 @@ from torch.nn.functional import pad
 from pyattn import autograd, functional, ops
 from pyattn.arguments import check_size
 from pyattn.autocast import cast
-from pyattn.options import Options, Packing, parse
+from pyattn.options import Options, Packing
+from pyattn.parse import parse
 from pyattn.second_order import DENSE, PACKED
 
 LEAST = 16

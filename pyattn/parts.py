@@ -9,7 +9,8 @@ from typing_extensions import Unpack
 
 from pyattn import autograd, ops
 from pyattn.arguments import check_names, check_tensor, refuse_positional
-from pyattn.options import AttentionOptions, Options, parse, takes_options
+from pyattn.options import AttentionOptions, Options
+from pyattn.parse import parse, takes_options
 from pyattn.second_order import Last, Leaf, leaves, never
 
 __all__ = ["Gradients", "attention_backward", "merge"]

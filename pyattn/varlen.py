@@ -9,7 +9,8 @@ from typing_extensions import Unpack, overload
 from pyattn import autograd, pages
 from pyattn.arguments import check_size, check_tensor, refuse_positional
 from pyattn.autocast import cast
-from pyattn.options import AttentionOptions, Packing, parse, takes_options
+from pyattn.options import AttentionOptions, Packing
+from pyattn.parse import parse, takes_options
 from pyattn.second_order import PACKED
 
 __all__ = ["attention_varlen"]

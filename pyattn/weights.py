@@ -12,7 +12,8 @@ from pyattn.arguments import check_between, check_integers, check_tensor, refuse
 from pyattn.autocast import cast, without
 from pyattn.dropout import dropout_threshold, kept_weights
 from pyattn.grouped import products
-from pyattn.options import AttentionOptions, Options, parse, takes_options
+from pyattn.options import AttentionOptions, Options
+from pyattn.parse import parse, takes_options
 
 __all__ = ["attention_weights"]
 

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing_extensions import get_overloads
 
 import pyattn
-from pyattn.options import with_options
+from pyattn.parse import with_options
 
 STUB = Path(pyattn.__file__).with_suffix(".pyi")
 

@@ -1,0 +1,89 @@
+"""What public functions make of their options: checked, cast, in the operators' order; and how they show them."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from pyattn.arguments import int64_of, refuse
+from pyattn.autocast import cast, cast_rows
+from pyattn.dropout import draw_seed
+from pyattn.key_ranges import plain
+from pyattn.options import DEFAULTS, FLOATS, MAY_BE_NONE, OPTIONS, PEERS, PLACES, TYPES
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def check_known(function: Callable[..., object], given: Mapping[str, Any]) -> None:
+    """TypeError for options that do not exist, naming those that stand for them or are spelt like them."""
+    unknown = {name: value for name, value in given.items() if name not in OPTIONS}
+    if unknown:
+        refuse(function, unknown, PEERS)
+
+
+def parse(function: Callable[..., object], given: Mapping[str, Any], device: torch.device) -> tuple[Any, ...]:
+    """Options that a user gave to a public function, checked, and cast to what the operators take.
+
+    None stands for a default, as the configurations of models have it. Under autocast, float tensors are cast; dropout
+    without a seed draws one.
+
+    Returns:
+        The values of :class:`Options` up to the last that is given: each that is passed costs the operator 0.1 us.
+
+    Raises:
+        TypeError, ValueError: by :func:`check_known` and each option's check; key_ranges that are the whole mask with
+            causal.
+    """
+    values, count = DEFAULTS.copy(), 0
+    check_known(function, given)
+    for name, value in given.items():
+        if value is not None or name not in MAY_BE_NONE:
+            OPTIONS[name].check(name, value)
+            # torch's operations take no int past 64 bits.
+            values[name] = float(value) if name in FLOATS and isinstance(value, int) else value
+            count = max(count, PLACES[name] + 1)
+    if isinstance(values["q_offset"], Tensor):
+        values["q_offset"], values["q_offsets"] = None, int64_of(values["q_offset"])
+        count = max(count, PLACES["q_offsets"] + 1)
+    if "key_ranges" in given:
+        values["key_ranges"] = plain(values["key_ranges"], values["causal"])
+    if torch._C._is_any_autocast_enabled():
+        for name, to in (("bias", cast), ("alibi_slopes", cast_rows), ("sinks", cast_rows)):
+            values[name] = None if values[name] is None else to(values[name])
+    if "dropout_p" in given or "dropout_seed" in given:
+        values["dropout_seed"] = _seed(values["dropout_p"], values["dropout_seed"], device)
+        count = len(values) if values["dropout_p"] else min(count, PLACES["dropout_p"])
+    return tuple(values.values())[:count]
+
+
+def _seed(dropout_p: float, seed: Any, device: torch.device) -> Tensor | None:
+    """What the operators take: a scalar tensor, None without dropout."""
+    if dropout_p == 0:
+        return None
+    if seed is None:
+        return draw_seed(device)
+    return seed if isinstance(seed, Tensor) else torch.tensor(seed, dtype=torch.int64, device=device)
+
+
+def with_options(signature: inspect.Signature) -> inspect.Signature:
+    """The signature with all options, and their defaults, in place of those that it catches."""
+    caught, keyword = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD), inspect.Parameter.KEYWORD_ONLY
+    own = [p for p in signature.parameters.values() if p.kind not in caught]
+    options = [inspect.Parameter(n, keyword, default=DEFAULTS[n], annotation=TYPES[n]) for n in OPTIONS]
+    by_place, by_name = ([p for p in own if (p.kind == keyword) == named] for named in (False, True))
+    return signature.replace(parameters=[*by_place, *options, *by_name])
+
+
+def takes_options(function: Function) -> Function:
+    """Shows the options in help() and inspect, with their defaults, for a function that catches them.
+
+    It takes ``*positional`` as well, to refuse it: a wrapper that catches Python's own TypeError would cost each call
+    three times as much.
+    """
+    function.__signature__ = with_options(inspect.signature(function))  # type: ignore[attr-defined]
+    meanings = "\n".join(f"    {name}: {option.meaning}" for name, option in OPTIONS.items())
+    if function.__doc__:  # not under -OO
+        function.__doc__ = f"{inspect.cleandoc(function.__doc__)}\n\nOptions:\n{meanings}\n"
+    return function
