@@ -189,27 +189,35 @@ struct HiddenSums {
 };
 
 // The lane's sums that key ranges and filters hide. Loops stay rolled: the code that asks a filter is too
-// much to repeat for every sum. Filters find a row anew for every key, for want of registers.
+// much to repeat for every sum. A filter finds its row anew for every key, for want of registers.
 template <class S, Layout kLayout, int kM, int kN>
 PYATTN_DEVICE HiddenSums<kM, kN> hidden_sums(const TileMask& mask, int first) {
   constexpr bool kQueries = kLayout == Layout::kQueriesByKeys;
+  constexpr int kRowsOfLane = kQueries ? 2 * kM : 2 * kN, kKeysOfLane = kQueries ? 2 * kN : 2 * kM;
   HiddenSums<kM, kN> hidden;
+  const auto row_at = [&](int at) {
+    return kQueries ? first + 8 * at + lane() / 4 : at / 2 * 8 + lane() % 4 * 2 + at % 2;
+  };
+  const auto hide = [&](int at, auto hides) {
 #pragma unroll 1
-  for (int at = 0; at < (kQueries ? 2 * kM : 2 * kN); ++at) {
-    const int row = kQueries ? first + 8 * at + lane() / 4 : at / 2 * 8 + lane() % 4 * 2 + at % 2;
-    const auto seen = mask.keys_of(row);
-    const int64_t r = mask.row_of(row);
-    const bool holes = mask.mask.has_holes(r);
-#pragma unroll 1
-    for (int j = 0; j < (kQueries ? 2 * kN : 2 * kM); ++j) {
+    for (int j = 0; j < kKeysOfLane; ++j) {
       const int key = kQueries ? 8 * (j / 2) + lane() % 4 * 2 + j % 2 : first + 8 * j + lane() / 4;
+      if constexpr (kQueries)
+        hidden.set(at / 2, j / 2, at % 2 * 2 + j % 2, hides(key));
+      else
+        hidden.set(j / 2, at / 2, j % 2 * 2 + at % 2, hides(key));
+    }
+  };
+#pragma unroll 1
+  for (int at = 0; at < kRowsOfLane; ++at) {
+    const auto seen = mask.keys_of(row_at(at));
+    const int64_t r = mask.row_of(row_at(at));
+    const bool holes = mask.mask.has_holes(r);
+    hide(at, [&](int key) {
       bool sees = seen.contains(key);
       if (sees && holes) mask.mask.template each_filter<S>(r, [&](auto shown) { sees = sees && shown(mask.n0 + key); });
-      if constexpr (kQueries)
-        hidden.set(at / 2, j / 2, at % 2 * 2 + j % 2, !sees);
-      else
-        hidden.set(j / 2, at / 2, j % 2 * 2 + at % 2, !sees);
-    }
+      return !sees;
+    });
   }
   return hidden;
 }
