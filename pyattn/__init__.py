@@ -1,6 +1,6 @@
 """Exact multi-head causal attention for PyTorch, forward and backward, in native code."""
 
-from pyattn import masks, nn, onnx, parts, torchscript  # noqa: F401
+from pyattn import _load, masks, nn, onnx, parts, torchscript  # noqa: F401  (_load first: it checks torch)
 from pyattn.autograd import set_deterministic
 from pyattn.cache import KVCache
 from pyattn.cached_attention import attention_with_cache

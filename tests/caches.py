@@ -46,7 +46,7 @@ def both(caches: tuple[KVCache, KVCache], q: Tensor, **options: Any) -> None:
 
 def on_gpu(operator: Any, *arguments: Any) -> Any:
     """What the operator does with tensors of a GPU."""
-    return operator.default.redispatch(DispatchKeySet(DispatchKey.CUDA), *arguments)
+    return operator.redispatch(DispatchKeySet(DispatchKey.CUDA), *arguments)
 
 
 def in_steps(attend: Callable[..., Any], cached: KVCache, qkv: tuple[Tensor, ...], **options: Any) -> Tensor:

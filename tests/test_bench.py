@@ -10,7 +10,7 @@ import torch
 from matplotlib import image
 
 import pyattn
-from pyattn import _C, autograd, reference
+from pyattn import _C, functional, reference
 from pyattn.cli import bench, chart, contenders, features, main, rows, runtimes, timing
 
 
@@ -78,13 +78,13 @@ def test_fused_kernels_are_taken_one_by_one(monkeypatch):
 
 
 def test_determinism_is_set_when_the_backward_runs(gpu, monkeypatch):
-    backward, met = autograd.DENSE.backward, []
+    backward, met = functional.DENSE.backward, []
 
     def watched(*args: object) -> object:
         met.append(gpu["deterministic"][-1])
         return backward(*args)
 
-    monkeypatch.setattr(autograd, "DENSE", replace(autograd.DENSE, backward=watched))
+    monkeypatch.setattr(functional, "DENSE", replace(functional.DENSE, backward=watched))
     functions = contenders.functions("cuda", flex=False)
     q = torch.rand(1, 2, 9, 4, requires_grad=True)
     with contenders.settings_kept():

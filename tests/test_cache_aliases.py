@@ -9,10 +9,8 @@ from caches import made, on_gpu, same, snapshot
 from helpers import Case
 from torch import Tensor
 
-import pyattn.cache
-from pyattn import KVCache, attention_with_cache
+from pyattn import KVCache, attention_with_cache, ops
 
-ops = torch.ops.pyattn
 CASE = Case(3, 4, 2, 40, 40, 8, 8)
 KINDS: dict[str, dict[str, Any]] = {"contiguous": {}, "ring": {"window": (3, 0)}, "pages": {"page_size": 16}}
 
@@ -24,8 +22,7 @@ def operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """The operators of either device: a GPU's consist of torch's, so they take CPU tensors too."""
     if request.param == "gpu":
         for name in ("append", "append_pages", "reorder", "reorder_pages", "newest", "truncate"):
-            where, used = (pyattn.cached_attention, "_first") if name == "newest" else (pyattn.cache, f"_{name}")
-            monkeypatch.setattr(where, used, partial(on_gpu, getattr(ops, f"cache_{name}")))
+            monkeypatch.setattr(ops, f"cache_{name}", partial(on_gpu, getattr(ops, f"cache_{name}")))
 
 
 def filled(kind: str, tokens: int = 12) -> KVCache:

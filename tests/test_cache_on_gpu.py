@@ -13,9 +13,8 @@ from helpers import Case, each_dtype
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pyattn import KVCache, attention_with_cache
+from pyattn import KVCache, attention_with_cache, ops
 
-ops = torch.ops.pyattn
 CASE = Case(3, 4, 2, 40, 40, 24, 20)
 
 each_window = pytest.mark.parametrize("window", [None, (4, 0)])

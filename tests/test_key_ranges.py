@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from pyattn import (
     KVCache,
     attention,
-    attention_backward,
     attention_varlen,
     attention_weights,
     attention_with_cache,
     masks,
 )
 from pyattn.masks import KeyRanges
+from pyattn.parts import attention_backward
 
 ROWS = 6
 MAKERS: dict[str, Callable[[], KeyRanges]] = {

@@ -34,8 +34,9 @@ def part(options: dict[str, Any], begin: int, end: int, offset: int | Tensor) ->
     mine = options | {"q_offset": offset - begin}
     if "key_ranges" in options:
         mine["key_ranges"] = (options["key_ranges"] - begin).clamp(0, end - begin)
-    if "bias" in options and options["bias"].shape[-1] > 1:
-        mine["bias"] = options["bias"][..., begin:end]
+    for name in {"mask", "bias"} & options.keys():
+        if options[name].shape[-1] > 1:
+            mine[name] = options[name][..., begin:end]
     if begin:
         mine.pop("sinks", None)
     return mine

@@ -109,10 +109,10 @@ CALLS: list[Options] = [
     {"causal": False},
     {"causal": False, "window": (1, 2), "softmax_scale": 0.3},
     {"key_ranges": "key_ranges"},
-    {"causal": False, "bias": "mask"},
+    {"causal": False, "mask": "mask"},
     {"bias": "shared"},
     {"softcap": 1.5, "window": (3, -1)},
-    {"causal": False, "softcap": 1.5, "bias": "mask", "key_ranges": "key_ranges"},
+    {"causal": False, "softcap": 1.5, "mask": "mask", "key_ranges": "key_ranges"},
 ]
 """Options, each a value or the name of an input."""
 
@@ -123,7 +123,7 @@ BY_HEAD: list[Options] = [
     {"sinks": "sinks"},
     {"sinks": "sinks", "bias": "shared", "causal": False},
     {"sinks": "sinks", "bias": "bias", "alibi_slopes": "slopes", "key_ranges": "key_ranges", "window": (3, 1)},
-    {"sinks": "sinks", "bias": "mask", "alibi_slopes": "slopes", "softcap": 2.0},
+    {"sinks": "sinks", "mask": "mask", "alibi_slopes": "slopes", "softcap": 2.0},
 ]
 """The same for options that tell heads apart."""
 

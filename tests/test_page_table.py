@@ -8,10 +8,7 @@ import torch
 from caches import both, made, on_gpu, same, snapshot, twins
 from helpers import Case
 
-import pyattn.cache
-from pyattn import KVCache
-
-ops = torch.ops.pyattn
+from pyattn import KVCache, ops
 
 
 @pytest.fixture(params=["cpu", "gpu"])
@@ -20,8 +17,8 @@ def operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     take them too.
     """
     if request.param == "gpu":
-        monkeypatch.setattr(pyattn.cache, "_append_pages", partial(on_gpu, ops.cache_append_pages))
-        monkeypatch.setattr(pyattn.cache, "_reorder_pages", partial(on_gpu, ops.cache_reorder_pages))
+        for name in ("cache_append_pages", "cache_reorder_pages"):
+            monkeypatch.setattr(ops, name, partial(on_gpu, getattr(ops, name)))
 
 
 def pages_in_use(cached: KVCache) -> list[list[int]]:

@@ -15,9 +15,7 @@ from caches import on_gpu
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pyattn import KVCache, attention_varlen, attention_with_cache
-
-ops = torch.ops.pyattn
+from pyattn import KVCache, attention_varlen, attention_with_cache, ops
 
 
 def append(cached: KVCache, count: int, lengths: list[int]) -> None:
@@ -124,8 +122,7 @@ CHECKED = """
 import torch
 from caches import on_gpu
 from torch import Tensor
-from pyattn import KVCache
-ops = torch.ops.pyattn
+from pyattn import KVCache, ops
 plain, ring, paged = KVCache(2, 1, 20, 8), KVCache(2, 1, 20, 8, window=(3, 0)), KVCache(2, 1, 20, 8, page_size=16)
 new = torch.randn(2, 2, 1, 21, 8).unbind()
 def storage(cached):

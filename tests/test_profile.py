@@ -167,7 +167,7 @@ def test_run_with_masks_and_scores(capsys) -> None:
 def test_run_with_the_gradient_of_a_bias(capsys) -> None:
     assert main(["profile", "--shapes", "1x2x90x16", "--threads", "1", "--bias"]) == 0
     shown = capsys.readouterr().out
-    assert "causal, float bias, dropout 0" in shown
+    assert "causal, random bias, dropout 0" in shown
     assert phases.EXPLAINED["bias_gradient"] in shown
 
 

@@ -67,7 +67,7 @@ def test_its_window_is_that_of_every_query(right: int, causal: bool, asked: tupl
         cached.append(k[:, :, now], v[:, :, now])
         out = attention_with_cache(q[:, :, now], cached, causal=causal, window=asked)
         so_far = k[:, :, : now.stop], v[:, :, : now.stop]
-        inner = attention(q[:, :, now], *so_far, causal=causal, window=(7, right), bias=seen(12, now.stop, *asked))
+        inner = attention(q[:, :, now], *so_far, causal=causal, window=(7, right), mask=seen(12, now.stop, *asked))
         torch.testing.assert_close(out, inner, rtol=0, atol=1e-14)
 
 

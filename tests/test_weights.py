@@ -161,9 +161,9 @@ def test_weights_times_values_are_out(case: Case) -> None:
 def test_memory_is_linear_in_what_is_asked() -> None:
     """Two rows of one head over 16384 keys: 128 kB; all of the head's weights would be a gigabyte."""
     q, k = torch.randn(2, 1, 8, 16384, 8)
-    bias = torch.zeros(16384, dtype=torch.bool).logical_not()
+    mask = torch.ones(16384, dtype=torch.bool)
     with torch.profiler.profile(profile_memory=True) as profile:
-        found = attention_weights(q, k, heads=[3], rows=[5, -1], dropout_p=0.1, window=(100, -1), bias=bias)
+        found = attention_weights(q, k, heads=[3], rows=[5, -1], dropout_p=0.1, window=(100, -1), mask=mask)
     assert found.count_nonzero() <= 6 + 101
     held = peak = 0
     for event in profile.profiler.kineto_results.events():

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pyattn import cache
+from pyattn import ops
 
-CACHES = ("append", "append_pages", "reorder", "reorder_pages")
+CACHES = ("cache_append", "cache_append_pages", "cache_reorder", "cache_reorder_pages")
 """Operators whose kernels for a GPU are made of torch's operations, so that a CPU runs them."""
 
 
@@ -58,7 +58,7 @@ class Stream:
 @contextlib.contextmanager
 def instead_of_cuda() -> Iterator[None]:
     """Within it torch.cuda has these graphs and streams, and caches the operators of a GPU."""
-    operators = {f"_{name}": getattr(torch.ops.pyattn, f"cache_{name}") for name in CACHES}
+    operators = {name: getattr(ops, name) for name in CACHES}
     with contextlib.ExitStack() as stack:
         for name, value in {
             "CUDAGraph": Graph,
@@ -71,5 +71,5 @@ def instead_of_cuda() -> Iterator[None]:
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         for name, operator in operators.items():
             call = lambda *arguments, operator=operator: on_gpu(operator, *arguments)  # noqa: E731
-            stack.enter_context(mock.patch.object(cache, name, call))
+            stack.enter_context(mock.patch.object(ops, name, call))
         yield
