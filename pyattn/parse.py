@@ -37,13 +37,15 @@ def parse(function: Callable[..., object], given: Mapping[str, Any], device: tor
             causal.
     """
     values, count = DEFAULTS.copy(), 0
-    check_known(function, given)
     for name, value in given.items():
+        if name not in OPTIONS:
+            check_known(function, given)
         if value is not None or name not in MAY_BE_NONE:
             OPTIONS[name].check(name, value)
             # torch's operations take no int past 64 bits.
-            values[name] = float(value) if name in FLOATS and isinstance(value, int) else value
-            count = max(count, PLACES[name] + 1)
+            values[name] = float(value) if isinstance(value, int) and name in FLOATS else value
+            if count <= PLACES[name]:
+                count = PLACES[name] + 1
     if isinstance(values["q_offset"], Tensor):
         values["q_offset"], values["q_offsets"] = None, int64_of(values["q_offset"])
         count = max(count, PLACES["q_offsets"] + 1)

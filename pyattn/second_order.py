@@ -88,17 +88,22 @@ PACKED = Kind(
 
 def save(ctx: Any, inputs: Sequence[Any], forward_mode: bool = True) -> None:
     """Saves all inputs, tensors as autograd wants them."""
-    tensors = [x if isinstance(x, Tensor) else None for x in inputs]
+    ctx.places = [place for place, x in enumerate(inputs) if isinstance(x, Tensor)]
+    tensors, ctx.others = [inputs[place] for place in ctx.places], list(inputs)
+    for place in ctx.places:
+        ctx.others[place] = None
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)
     if forward_mode:
         ctx.save_for_forward(*tensors)
-    ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
 
 
 def saved(ctx: Any) -> list[Any]:
     """The inputs that :func:`save` has saved."""
-    return [other if tensor is None else tensor for tensor, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
+    inputs = list(ctx.others)
+    for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+        inputs[place] = tensor
+    return inputs
 
 
 class Leaf(tuple[Any, ...]):
