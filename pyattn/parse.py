@@ -1,6 +1,7 @@
 """What public functions make of their options: checked, cast, in the operators' order; and how they show them."""
 
 import inspect
+import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -12,6 +13,11 @@ from pyattn.autocast import cast, cast_rows
 from pyattn.dropout import draw_seed
 from pyattn.key_ranges import plain
 from pyattn.options import DEFAULTS, FLOATS, MAY_BE_NONE, OPTIONS, PEERS, PLACES, TYPES
+
+MEANINGS = "\n".join(
+    textwrap.fill(f"{name}: {option.meaning}", 116, initial_indent=" " * 4, subsequent_indent=" " * 8)
+    for name, option in OPTIONS.items()
+)
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -85,7 +91,7 @@ def takes_options(function: Function) -> Function:
     three times as much.
     """
     function.__signature__ = with_options(inspect.signature(function))  # type: ignore[attr-defined]
-    meanings = "\n".join(f"    {name}: {option.meaning}" for name, option in OPTIONS.items())
     if function.__doc__:  # not under -OO
-        function.__doc__ = f"{inspect.cleandoc(function.__doc__)}\n\nOptions:\n{meanings}\n"
+        before, returns, after = inspect.cleandoc(function.__doc__).partition("\nReturns:")
+        function.__doc__ = f"{before}\nOptions:\n{MEANINGS}\n{returns}{after}"
     return function

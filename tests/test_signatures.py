@@ -37,7 +37,7 @@ def test_help_shows_every_option(function: Callable[..., object]) -> None:
     for name, option in OPTIONS.items():
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
         assert parameters[name].default == DEFAULTS[name]
-        assert f"{name}: {option.meaning}" in str(function.__doc__)
+        assert f" {name}: {option.meaning} " in " ".join(str(function.__doc__).split())
     assert not {"options", "positional"} & parameters.keys()
 
 
