@@ -105,6 +105,7 @@ def masks_in_slots(cache: KVCache, seqlen_q: int, options: AttentionOptions) -> 
     """causal, q_offset, window and key_ranges, which count positions, in the cache's slots."""
     causal, window, q_offset = options.get("causal", True), options.get("window"), options.get("q_offset")
     window = UNBOUNDED if window is None else window
+    check_type("causal", causal, bool)
     check_window(window)
     q_offset = int64_of(q_offset) if isinstance(q_offset, Tensor) else q_offset
     key_ranges = plain(options.get("key_ranges"), causal)

@@ -34,7 +34,8 @@ class KeyRanges(Tensor):
     (``ranges[:, -n:]``, ``ranges[b]``), ``to``, ``expand``, ``repeat``, ``clone``, ``flatten(0, 1)``, ``torch.cat``,
     ``torch.stack``, sums and bounds (``(ranges - n).clamp(0, Sk)``). Other results, such as ``ranges[..., 0]``, are
     bare tensors. Copies, pickles, ``torch.save`` (loaded with ``weights_only=True`` too), buffers of modules and
-    compiled graphs keep both. In ``torch.export`` with ``strict=False`` all ranges are bare, so none is refused.
+    compiled graphs keep both. In ``torch.export`` with ``strict=False`` all ranges are bare, so none is refused, and so
+    are those that a transform of torch.func maps or takes as an argument of its function.
 
     :func:`pyattn.masks.within` gives the keys that two ranges share. ``&`` and ``|``, bitwise for tensors, are refused.
 

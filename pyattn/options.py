@@ -45,7 +45,7 @@ def _check_flag(name: str, value: object) -> None:
 
 
 def _check_integer(name: str, value: object) -> None:
-    check_type(name, value, int, torch.SymInt, Tensor, NoneType)
+    check_type(name, value, int, torch.SymInt, Tensor)
     check_64_bits(name, value)
 
 

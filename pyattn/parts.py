@@ -147,11 +147,9 @@ def attention_backward(
     for name, tensor in ({"dout": dout, "q": q, "k": k, "v": v, "out": out} | pair).items():
         check_tensor(name, tensor)
     row_max, row_sum = lse if isinstance(lse, tuple) else (lse, torch.ones_like(lse))
-    if options.get("dropout_p") and options.get("dropout_seed") is None:
-        raise ValueError(
-            f"pyattn: dropout_seed must be that of the forward, got None with dropout_p {options['dropout_p']}"
-        )
     known = Options(*parse(attention_backward, options, q.device))
+    if known.dropout_p and options.get("dropout_seed") is None:
+        raise ValueError(f"pyattn: dropout_seed must be that of the forward, got None with dropout_p {known.dropout_p}")
     wanted = known.bias is not None, known.alibi_slopes is not None, known.sinks is not None
     rows = dout, dlse, q, k, v, out, row_max, row_sum
     if autograd.transforming():

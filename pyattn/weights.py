@@ -74,8 +74,9 @@ def _check(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> None:
     """The operator's own checks of everything that meets q and k; on meta tensors it does nothing else."""
     if torch.compiler.is_compiling():
         return
-    meta = [_shape_of(t) if isinstance(t, Tensor) else t for t in options]
-    q_, k_ = _shape_of(q), _shape_of(k)
+    named = zip(Options._fields, options, strict=True)
+    meta = [_shape_of(name, t, q.device) if isinstance(t, Tensor) else t for name, t in named]
+    q_, k_ = _shape_of("q", q, q.device), _shape_of("k", k, q.device)
     _, rows, *_ = ops.attention_forward(q_, k_, k_[..., :0], *meta)
     if options.key_ranges is not None and options.key_ranges.is_cpu:
         visible.check_ranges(options.key_ranges, k.shape[2])
@@ -85,8 +86,13 @@ def _check(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> None:
             raise ValueError(f"pyattn: lse must have shape {tuple(rows.shape)}, got {tuple(lse.shape)}")
 
 
-def _shape_of(t: Tensor) -> Tensor:
-    """A meta tensor of its kind, without the tangent that ``t.to("meta")`` would keep."""
+def _shape_of(name: str, t: Tensor, device: torch.device) -> Tensor:
+    """A meta tensor of its kind, without the tangent that ``t.to("meta")`` would keep; it knows no device or layout."""
+    if t.layout != torch.strided:
+        raise NotImplementedError(f"pyattn: {name} must be a dense tensor, got layout {t.layout}")
+    if t.device != device:
+        name = name.replace("offsets", "offset")  # the operators' name for a q_offset of each sequence
+        raise ValueError(f"pyattn: {name} must be on q's device, got {t.device} and {device}")
     return torch.empty(t.shape, dtype=t.dtype, device="meta")
 
 

@@ -159,7 +159,7 @@ def test_vmap_is_one_call_after_the_other() -> None:
             ValueError,
             "dropout_seed must fit in 64 bits, got 9223372036854775808",
         ),
-        ({"dropout_p": 0.1, "dropout_seed": 0.5}, TypeError, "dropout_seed must be int or Tensor or NoneType, got 0.5"),
+        ({"dropout_p": 0.1, "dropout_seed": 0.5}, TypeError, "dropout_seed must be int or Tensor, got 0.5"),
         (
             {"dropout_p": 0.1, "dropout_seed": torch.tensor(0.5)},
             TypeError,

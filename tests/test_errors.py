@@ -157,7 +157,7 @@ def test_backward_shapes_and_dtypes(name: str) -> None:
     ("arguments", "kind", "message"),
     [
         ({"causal": None}, TypeError, "pyattn: causal must be bool, got None"),
-        ({"q_offset": 1.5}, TypeError, "pyattn: q_offset must be int or Tensor or NoneType, got 1.5"),
+        ({"q_offset": 1.5}, TypeError, "pyattn: q_offset must be int or Tensor, got 1.5"),
         ({"softmax_scale": "1"}, TypeError, "pyattn: softmax_scale must be int or float or NoneType, got '1'"),
         (
             {"softmax_scale": zeros(2, 3)},

@@ -1,6 +1,7 @@
 """Promise: help(), editors and type checkers show every option of a function, its default and what it means."""
 
 import inspect
+import re
 from collections.abc import Callable
 
 import pytest
@@ -49,3 +50,39 @@ def test_none_stands_for_a_default() -> None:
     q = torch.randn(1, 2, 5, 4)
     none = {name: None for name in OPTIONS if name != "causal"}
     assert torch.equal(pyattn.attention(q, q, q, **none), pyattn.attention(q, q, q))
+
+
+Q = torch.randn(1, 2, 5, 4)
+ALL_BUT_PACKED: dict[str, Callable[..., object]] = {
+    "attention": lambda **options: pyattn.attention(Q, Q, Q, **options),
+    "attention_weights": lambda **options: pyattn.attention_weights(Q, Q, **options),
+    "attention_with_cache": lambda **options: pyattn.attention_with_cache(Q, filled(), **options),
+    "attention_backward": lambda **options: attention_backward(Q, Q, Q, Q, Q, Q[..., 0], **options),
+}
+
+
+def filled() -> pyattn.KVCache:
+    cached = pyattn.KVCache(1, 2, 5, 4)
+    cached.append(Q, Q)
+    return cached
+
+
+@pytest.mark.parametrize("function", ALL_BUT_PACKED)
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"causal": torch.ones(2)}, TypeError, "causal must be bool, got torch.Tensor of shape (2,)"),
+        ({"dropout_p": torch.ones(2)}, TypeError, "dropout_p must be int or float, got torch.Tensor of shape (2,)"),
+        ({"dropout_p": 1.5}, ValueError, "dropout_p must be at least 0 and below 1, got 1.5"),
+        ({"sinks": torch.zeros(2, device="meta")}, ValueError, "sinks must be on q's device, got meta and cpu"),
+        ({"bias": torch.zeros(5, 5).to_sparse()}, NotImplementedError, "bias must be a dense tensor"),
+        ({"bias": torch.ones(5, 5) > 0}, TypeError, "bias must be float, added to the scores (use mask for a bool"),
+        ({"mask": torch.ones(5, 5)}, TypeError, "mask must have dtype bool, got float32"),
+    ],
+    ids=["causal", "dropout_p", "dropout_p above 1", "sinks", "bias", "bool bias", "float mask"],
+)
+def test_every_function_refuses_the_same(
+    function: str, options: dict[str, object], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=f"^pyattn: {re.escape(message)}"):
+        ALL_BUT_PACKED[function](**options)
