@@ -13,9 +13,8 @@ from caches import made, on_gpu, same, snapshot
 from helpers import Case
 from torch import Tensor
 
-from pyattn import KVCache, attention_with_cache
+from pyattn import KVCache, attention_with_cache, ops
 
-ops = torch.ops.pyattn
 CASE = Case(3, 4, 2, 60, 60, 8, 6)
 KINDS: dict[str, dict[str, Any]] = {"contiguous": {}, "ring": {"window": (4, 0)}, "pages": {"page_size": 16}}
 
