@@ -30,7 +30,7 @@ struct BroadcastView {
   int64_t stride_b, stride_h, stride_q, stride_k;
 };
 
-// What a bias is stored as.
+// The type that a bias is stored as.
 enum class BiasType : int { kNone, kLikeQ, kFloat32 };
 
 struct BiasView : BroadcastView {

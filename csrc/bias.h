@@ -30,7 +30,7 @@ constexpr auto with_elements(const BroadcastView& shown, F f) {
   return f(static_cast<const uint8_t*>(shown.data));
 }
 
-// Where the element of row r and key 0 lies; key j follows j * stride_k behind it.
+// The offset of the element of row r and key 0; that of key j is j * stride_k larger.
 constexpr int64_t offset_of_row(const BroadcastView& view, const Head& head, int64_t r) {
   return head.b * view.stride_b + head.query_head(r) * view.stride_h + head.query(r) * view.stride_q;
 }

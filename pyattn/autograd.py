@@ -43,7 +43,7 @@ def set_deterministic(deterministic: bool) -> None:
 
 
 def deterministic() -> bool:
-    """What :func:`set_deterministic` has set."""
+    """Whether backward on CUDA is deterministic, as :func:`set_deterministic` has it."""
     return _deterministic
 
 

@@ -1,4 +1,4 @@
-"""Which of the CPU's instruction sets the kernels use; GPUs are not concerned."""
+"""The instruction set of the CPU that the kernels use; GPUs are not concerned."""
 
 from pyattn import _C
 from pyattn.arguments import check_type

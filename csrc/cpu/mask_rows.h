@@ -1,5 +1,5 @@
-// What the mask leaves of rows and of blocks of rows, where no formula says it: the passes before
-// forward, and again before backward, so that nothing is saved for it. ops.cpp keeps their results.
+// The passes that find what the mask leaves of rows and of blocks of rows, where no formula says it. They run
+// before forward, and again before backward, so that nothing is saved for it. passes.h keeps their results.
 #pragma once
 
 #include <cstdint>

@@ -26,7 +26,7 @@ constexpr int64_t mask_rows_count(const ForwardParams& p) {
   return count;
 }
 
-// What the two passes write, at the beginning of params.workspace: the blocks, then the rows of each tensor.
+// The size of what the two passes write at the beginning of params.workspace: the blocks, then each tensor's rows.
 constexpr int64_t mask_bytes(const ForwardParams& p) {
   constexpr int64_t kAlignment = 16;  // of what comes behind
   return round_up(mask_blocks_count(p) * sizeof(BlockKeys) + mask_rows_count(p) * sizeof(RowKeys), kAlignment);

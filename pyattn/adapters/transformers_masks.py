@@ -36,7 +36,7 @@ DENSE: Counter[str] = Counter()
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """What :func:`mask_function` makes for the attention function: causal, the ranges of its rows, or its pairs.
+    """A mask that :func:`mask_function` makes for the attention function: causal, ranges of its rows, or its pairs.
 
     It passes through ``generate``, checkpoints and layers as a mask of four dimensions does. A model that computes
     attention itself gives it to a function of torch, which raises NotImplementedError: None would let each of its

@@ -13,7 +13,7 @@ OPTION: dict[str, Any] = {
     "help": "positions to see before and after a token's own, -1: all; a causal mask hides those after it in any case; "
     "default: -1 -1",
 }
-"""What ``add_argument("--window")`` takes."""
+"""The arguments that ``add_argument("--window")`` takes."""
 
 
 def check_window(name: str, window: tuple[int, int]) -> None:
