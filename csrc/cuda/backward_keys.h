@@ -35,8 +35,9 @@ struct KeysShape {
   static constexpr int kParts = kWide ? 2 : 1, kColumns = kDim / kParts;
   static constexpr int kKeys = sizeof(S) == 2 ? (kWide ? 64 : 128) : (kWide ? 32 : 64);
   static constexpr int kWarps = kKeys / (16 * kM) * kParts, kThreads = kWarps * kWarpLanes;
-  // 0: as ptxas thinks best, which for three blocks spills 200 bytes of float rows of 64 columns.
-  static constexpr int kBlocks = sizeof(S) == 4 && kDim == 64 ? 2 : 0;
+  // 0: as ptxas thinks best. Of 64 columns it would hold float rows to the registers of three blocks, and general
+  // scores of 16 bits to those of two on sm_80, and spill 200 and 416 bytes.
+  static constexpr int kBlocks = kDim != 64 ? 0 : sizeof(S) == 4 ? 2 : Score::kGeneral ? 1 : 0;
   static constexpr int kRows = Score::kGeneral || (kDim > 64 && sizeof(S) == 4) ? 16 : 32;
   static constexpr int kStages = kDim > 192 ? 1 : 2;  // 2: the next rows are copied meanwhile, where memory allows
   using KTile = Tile<S, kKeys, kDim>;

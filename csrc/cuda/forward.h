@@ -33,8 +33,8 @@ struct ForwardShape : ForwardRows<S, kDim, kSplit> {
                                : kDim <= 64             ? 64
                                                         : 32;
   static_assert(!kSplit || (kSplitStep % kKeys == 0 && ForwardShape::kRows <= kSplitRows));
-  // 0: as ptxas thinks best, which would spill more of general float scores than it is worth.
-  static constexpr int kBlocks = sizeof(S) == 4 && Score::kGeneral ? 2 : 0;
+  // 0: as ptxas thinks best, which would spill more of general float scores, and of split ones, than it is worth.
+  static constexpr int kBlocks = sizeof(S) == 4 && (Score::kGeneral || kSplit) ? 2 : 0;
   using KTile = Tile<S, kKeys, kDim>;
   using Dropout = DropoutTile<ForwardShape::kRows, kKeys>;
   static constexpr int kFlags = QTile::kBytes + 2 * KTile::kBytes, kKept = kFlags + kKeys;
