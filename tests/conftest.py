@@ -12,7 +12,13 @@ import pytest
 import torch
 
 pytest.register_assert_rewrite(
-    "backends", "caches", "feature_calls", "helpers", "module_cases", "packed_cases", "yardstick"
+    "backends",
+    "cache.caches",
+    "derivatives.calls",
+    "helpers",
+    "modules.cases",
+    "varlen.cases",
+    "yardstick",
 )
 
 import emulated  # noqa: E402
@@ -36,7 +42,7 @@ FIXTURES: dict[str, Callable[[Backend], bool]] = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--examples", type=int, help="random cases for test_random.py, others each time")
+    parser.addoption("--examples", type=int, help="random cases for each test_random.py, others each time")
     parser.addoption(
         "--backend", action="append", default=[], help="cpu, an instruction set, emulated, cuda: only tests of these"
     )
@@ -47,8 +53,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
     Those tests depend on no backend, and a machine that runs one backend's alone may lack the library.
     """
-    backends, name = config.getoption("backend"), collection_path.name
-    gpu, library = name == "test_on_gpu.py" and "cuda" not in backends, name.startswith("test_transformers")
+    backends = config.getoption("backend")
+    gpu = collection_path.name == "test_on_gpu.py" and "cuda" not in backends
+    library = collection_path.parent.name == "transformers"
     return True if gpu or (library and backends) else None
 
 

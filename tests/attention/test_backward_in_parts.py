@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from attention.test_merge import CASES, cuts, in_parts, part
 from backends import Backend
 from helpers import Case, assert_accurate_by, each_dtype, truth_of
-from test_merge import CASES, cuts, in_parts, part
 from torch import Tensor
 
 from pyattn import attention, reference

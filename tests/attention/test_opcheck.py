@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from feature_calls import MASKS, SCORES, score_tensors
+from derivatives.calls import MASKS, SCORES, score_tensors
 from helpers import Case
 from torch import Tensor
 

@@ -8,7 +8,7 @@ import pytest
 import pyattn
 from pyattn import parts
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_public_names_are_there_and_explained() -> None:

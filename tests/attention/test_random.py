@@ -1,6 +1,7 @@
 """Random shapes, layouts, dtypes and instruction sets against float64, by the rule of yardstick.py.
 
-``pytest tests/test_random.py --examples 50000`` draws that many, others each time; without it 2,000, always the same.
+``pytest tests/attention/test_random.py --examples 50000`` draws that many, others each time; without it 2,000, the same
+each time.
 """
 
 import math

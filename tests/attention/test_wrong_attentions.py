@@ -5,16 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import test_accuracy
-import test_dropout
-import test_errors
-import test_laws
-import test_layouts
-import test_masks
-import test_scores
 import torch
+from attention import test_accuracy, test_errors, test_laws, test_layouts
 from backends import CPU, Backend
 from helpers import Case
+from masks import test_masks
+from scores import test_dropout, test_scores
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 from yardstick import LEARNED, excess

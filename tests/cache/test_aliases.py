@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from caches import made, on_gpu, same, snapshot
+from cache.caches import made, on_gpu, same, snapshot
 from helpers import Case
 from torch import Tensor
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from caches import OPTIONS, STEPS, assert_equals_the_whole, each_option, in_steps, made, same, snapshot
+from cache.caches import OPTIONS, STEPS, assert_equals_the_whole, each_option, in_steps, made, same, snapshot
 from helpers import Case, each_dtype
 from torch import Tensor
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from caches import snapshot, zeros
+from cache.caches import snapshot, zeros
 from torch import Tensor
 
 from pyattn import KVCache, attention_with_cache

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from caches import both, made, on_gpu, same, snapshot, twins
+from cache.caches import both, made, on_gpu, same, snapshot, twins
 from helpers import Case
 
 from pyattn import KVCache, ops

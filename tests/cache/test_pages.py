@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from caches import OPTIONS, STEPS, both, each_option, made, same, snapshot, twins, zeros
+from cache.caches import OPTIONS, STEPS, both, each_option, made, same, snapshot, twins, zeros
 from helpers import Case, assert_equal, each_dtype
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from caches import made
+from cache.caches import made
 from helpers import Case
 from torch import Tensor
 

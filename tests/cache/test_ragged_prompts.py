@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_cases import ARGUMENTS, D_IN, EXTRAS, WITH_EXTRAS, assert_same, cache_for, class_of, made, pair
+from modules.cases import ARGUMENTS, D_IN, EXTRAS, WITH_EXTRAS, assert_same, cache_for, class_of, made, pair
 from torch import Tensor
 
 from pyattn import nn

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from caches import OPTIONS, assert_equals_the_whole, in_steps, made, zeros
+from cache.caches import OPTIONS, assert_equals_the_whole, in_steps, made, zeros
 from helpers import Case, each_dtype
 from torch import Tensor
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_cases import (
+from modules.cases import (
     ARGUMENTS,
     CONTEXT_LENGTH,
     D_IN,

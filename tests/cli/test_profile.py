@@ -58,7 +58,7 @@ def test_decoding_is_counted() -> None:
 def test_times_fit_in_their_task() -> None:
     """The phases are most of a task's time: every task counts as many ticks a second.
 
-    Whether a second thread gets any item is up to the machine; test_threads.py waits until one does.
+    Whether a second thread gets any item is up to the machine; attention/test_threads.py waits until one does.
     """
     torch.set_num_threads(2)
     tasks = [task for task in tasks_of(Case(1, 8, 8, 700, 700, 64, 64)) if task.pass_name in ("forward", "backward")]

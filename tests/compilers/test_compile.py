@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from feature_calls import MASKS, SCORES, leaves_of, score_tensors
+from derivatives.calls import MASKS, SCORES, leaves_of, score_tensors
 from helpers import Case, run
 from torch import Tensor
 from torch.autograd import forward_ad

@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from module_cases import ARGUMENTS, D_IN, EXTRAS, WITH_EXTRAS, assert_same, class_of, every_module, output, set_dropout
+from modules.cases import (
+    ARGUMENTS,
+    D_IN,
+    EXTRAS,
+    WITH_EXTRAS,
+    assert_same,
+    class_of,
+    every_module,
+    output,
+    set_dropout,
+)
 from torch import Tensor, nn
 
 import pyattn

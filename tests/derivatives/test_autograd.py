@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from feature_calls import SCORES, leaves_of, score_tensors
+from derivatives.calls import SCORES, leaves_of, score_tensors
 from helpers import Case, assert_equal, run
 from torch import Tensor
 from torch.autograd import gradcheck

@@ -2,7 +2,7 @@
 
 import pytest
 from backends import Backend
-from feature_calls import FEATURES, PAIRS, Call
+from derivatives.calls import FEATURES, PAIRS, Call
 from torch.autograd import gradcheck
 
 

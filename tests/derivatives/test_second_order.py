@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from feature_calls import ALL, FEATURES, PAIRS, Call, PackedCall, loss
+from derivatives.calls import ALL, FEATURES, PAIRS, Call, PackedCall, loss
 from helpers import Case, memory_needed
 from torch import Tensor
 from torch.autograd import gradgradcheck

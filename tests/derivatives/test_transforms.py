@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from feature_calls import FEATURES, Call
+from derivatives.calls import FEATURES, Call
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_leaves

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-import sharded
 import torch
 import torch.multiprocessing
+from distributed import sharded
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")

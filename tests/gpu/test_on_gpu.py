@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 import torch
+from attention.test_layouts import AROUND_2_16
 from backends import Backend
 from helpers import Case, assert_case_accurate, each_dtype, run
-from test_layouts import AROUND_2_16
 from torch import Tensor
 
 from pyattn import attention, nn, reference
@@ -57,7 +57,7 @@ def test_forward_and_backward(cuda: Backend, case: Case, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("case", AROUND_2_16, ids=str)
 def test_sizes_around_two_to_the_16th(cuda: Backend, case: Case) -> None:
-    """The kernels with tiles count right too; test_layouts.py has float64."""
+    """The kernels with tiles count right too; attention/test_layouts.py has float64."""
     assert_case_accurate(case, torch.bfloat16, cuda.attention)
 
 

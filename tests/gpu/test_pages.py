@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from caches import on_gpu
+from cache.caches import on_gpu
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -120,7 +120,7 @@ def test_nothing_is_read_on_the_host() -> None:
 
 CHECKED = """
 import torch
-from caches import on_gpu
+from cache.caches import on_gpu
 from torch import Tensor
 from pyattn import KVCache, ops
 plain, ring, paged = KVCache(2, 1, 20, 8), KVCache(2, 1, 20, 8, window=(3, 0)), KVCache(2, 1, 20, 8, page_size=16)
@@ -149,7 +149,7 @@ MISSING = "pyattn: each of idx must be between 0 and 1, got 2 at 1"
 
 def test_checks_on_demand() -> None:
     """PYATTN_CHECK=1 raises what the CPU raises."""
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     result = subprocess.run(
         [sys.executable, "-c", CHECKED],
         env=os.environ | {"PYATTN_CHECK": "1", "PYTHONPATH": path},

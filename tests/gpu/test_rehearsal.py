@@ -15,7 +15,7 @@ import gpu
 
 from pyattn import _C
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 RUN_IT = 'while [ ! -x "$1" ]; do shift; done\n'
 """Leaves a tool's options out: what follows is the program that it runs."""
@@ -89,4 +89,4 @@ def test_a_gpus_tests_are_collected(tmp_path: Path) -> None:
     assert len(set(names)) == len(names)
     assert all("cuda" in name for name in names)
     files = {name.partition("::")[0] for name in names}
-    assert {"test_on_gpu.py", "test_graphs_on_gpu.py", "test_pages_on_gpu.py", "test_laws.py"} <= files
+    assert {"gpu/test_on_gpu.py", "gpu/test_graphs.py", "gpu/test_pages.py", "attention/test_laws.py"} <= files

@@ -18,7 +18,7 @@ from gpu_steps.device import CPU, CUDA
 
 import pyattn
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 
 def test_without_a_gpu(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from gpu_steps.child import Check
 from gpu_steps.device import Device
 from gpu_steps.sanitizer import watched
 from helpers import Case, Truth, assert_accurate_by, assert_case_accurate
-from packed_cases import Unpadded
+from varlen.cases import Unpadded
 
 from pyattn import attention, attention_varlen, set_deterministic
 

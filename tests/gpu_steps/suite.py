@@ -23,7 +23,7 @@ from gpu_steps.child import (
 from gpu_steps.device import DEVICES
 
 TESTS = Path(__file__).resolve().parents[1]
-ON_GPU = ("test_on_gpu.py", "test_graphs_on_gpu.py", "test_cache_on_gpu.py", "test_pages_on_gpu.py")
+ON_GPU = ("gpu/test_on_gpu.py", "gpu/test_graphs.py", "gpu/test_cache.py", "gpu/test_pages.py")
 STATUS = {"passed": PASSED, "failed": FAILED, "skipped": LEFT_OUT}
 
 

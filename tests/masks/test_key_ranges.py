@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_cases import D_IN, cache_for, made, pair
+from modules.cases import D_IN, cache_for, made, pair
 from torch import Tensor, nn
 
 from pyattn import (

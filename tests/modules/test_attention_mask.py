@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from module_cases import D_IN, assert_same, pair
+from modules.cases import D_IN, assert_same, pair
 from torch import Tensor
 
 from pyattn import nn

@@ -5,7 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from module_cases import CONTEXT_LENGTH, D_IN, EXTRAS, WITH_EXTRAS, arguments, assert_same, cache_for, made, pair
+from modules.cases import (
+    CONTEXT_LENGTH,
+    D_IN,
+    EXTRAS,
+    WITH_EXTRAS,
+    arguments,
+    assert_same,
+    cache_for,
+    made,
+    pair,
+)
 
 from pyattn import KVCache, nn
 from pyattn.nn import growing_cache

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_cases import ARGUMENTS, WITH_EXTRAS, class_of
+from modules.cases import ARGUMENTS, WITH_EXTRAS, class_of
 
 from pyattn import KVCache, nn
 

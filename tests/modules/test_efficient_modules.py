@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from module_cases import assert_same
+from modules.cases import assert_same
 from torch.nn.functional import scaled_dot_product_attention
 
 from pyattn import KVCache, nn

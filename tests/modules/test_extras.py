@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from module_cases import (
+from modules.cases import (
     ARGUMENTS,
     D_IN,
     EXTRAS,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_cases import (
+from modules.cases import (
     CONTEXT_LENGTH,
     D_IN,
     EXTRAS,
@@ -18,7 +18,7 @@ from module_cases import (
     pair,
     plain,
 )
-from test_modules import RecordSoftmax
+from modules.test_modules import RecordSoftmax
 from torch import Tensor
 
 from pyattn import masks, nn

@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from module_cases import (
+from modules.cases import (
     CONTEXT_LENGTH,
     D_IN,
     D_OUT,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_cases import ARGUMENTS, D_IN, class_of, every_module, pair
+from modules.cases import ARGUMENTS, D_IN, class_of, every_module, pair
 
 from pyattn import nn
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_cases import ARGUMENTS, CONTEXT_LENGTH, D_IN, class_of, output
+from modules.cases import ARGUMENTS, CONTEXT_LENGTH, D_IN, class_of, output
 
 from pyattn import nn, reference
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_cases import (
+from modules.cases import (
     D_IN,
     EXTRAS,
     ROWS,

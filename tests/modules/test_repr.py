@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_cases import ARGUMENTS, D_IN, EXTRAS, WITH_EXTRAS, class_of, every_module
+from modules.cases import ARGUMENTS, D_IN, EXTRAS, WITH_EXTRAS, class_of, every_module
 
 from pyattn import nn
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_cases import ARGUMENTS, CONTEXT_LENGTH, D_IN, assert_same, class_of, every_module, output, pair
+from modules.cases import ARGUMENTS, CONTEXT_LENGTH, D_IN, assert_same, class_of, every_module, output, pair
 
 from pyattn import nn, reference
 

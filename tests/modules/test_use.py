@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from module_cases import (
+from modules.cases import (
     ARGUMENTS,
     CONTEXT_LENGTH,
     D_IN,

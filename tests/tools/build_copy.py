@@ -27,55 +27,55 @@ LOOP = 3600
 """Seconds of processor time, after which a process loops: a run of all tests takes a twentieth of it."""
 
 LIKELY = {
-    "cache": ("cache.h", "ops_cache.cpp"),
-    "cache_on_gpu": ("ops_cache_cuda.cpp",),
-    "decode": ("cpu/decode.h", "cpu/dots.h", "cpu/splits.h"),
-    "dropout": ("cpu/dropout.h", "cuda/dropout.h"),
-    "math": ("cpu/simd/math.h",),
-    "laws": ("cpu/simd/half.h",),
-    "layouts": ("ops.cpp", "params.h"),
-    "page_table": ("ops_cache_pages.cpp", "ops_pages_cuda.cpp"),
-    "pages": ("cpu/pages.h", "ops_cache_pages.cpp", "ops_paged.cpp", "pages.h"),
-    "pages_on_gpu": ("ops_pages_cuda.cpp",),
-    "ring_buffer": ("ops_cache.cpp",),
-    "splits": ("cuda/merge.h", "cuda/splits.h"),
-    "threads": ("threads.cpp",),
-    "varlen": ("cpu/units.h", "cuda/sequences.h", "ops_varlen.cpp", "packing.h", "work.h"),
+    "cache/cache": ("cache.h", "ops_cache.cpp"),
+    "gpu/cache": ("ops_cache_cuda.cpp",),
+    "attention/decode": ("cpu/decode.h", "cpu/dots.h", "cpu/splits.h"),
+    "scores/dropout": ("cpu/dropout.h", "cuda/dropout.h"),
+    "native/math": ("cpu/simd/math.h",),
+    "attention/laws": ("cpu/simd/half.h",),
+    "attention/layouts": ("ops.cpp", "params.h"),
+    "cache/page_table": ("ops_cache_pages.cpp", "ops_pages_cuda.cpp"),
+    "cache/pages": ("cpu/pages.h", "ops_cache_pages.cpp", "ops_paged.cpp", "pages.h"),
+    "gpu/pages": ("ops_pages_cuda.cpp",),
+    "cache/ring_buffer": ("ops_cache.cpp",),
+    "native/splits": ("cuda/merge.h", "cuda/splits.h"),
+    "attention/threads": ("threads.cpp",),
+    "varlen/varlen": ("cpu/units.h", "cuda/sequences.h", "ops_varlen.cpp", "packing.h", "work.h"),
 }
 """The tests most likely to catch a fault, by its file in csrc; they run first."""
 TESTS = (
-    "accuracy",
-    "masks",
-    "scores",
-    "laws",
-    "threads",
-    "decode",
-    "cache",
-    "layouts",
-    "dropout",
-    "math",
-    "pages",
-    "ring_buffer",
-    "splits",
-    "varlen",
-    "varlen_pages",
-    "cuda",
-    "cuda_races",
+    "attention/accuracy",
+    "masks/masks",
+    "scores/scores",
+    "attention/laws",
+    "attention/threads",
+    "attention/decode",
+    "cache/cache",
+    "attention/layouts",
+    "scores/dropout",
+    "native/math",
+    "cache/pages",
+    "cache/ring_buffer",
+    "native/splits",
+    "varlen/varlen",
+    "varlen/pages",
+    "native/cuda",
+    "native/cuda_races",
 )
 """Tests that run for one backend."""
 OTHER_TESTS = (
-    "mask",
-    "autograd",
-    "build",
-    "errors",
-    "cache",
-    "cache_errors",
-    "cache_on_gpu",
-    "pages",
-    "page_table",
-    "pages_on_gpu",
-    "varlen",
-    "varlen_pages",
+    "masks/header",
+    "derivatives/autograd",
+    "native/build",
+    "attention/errors",
+    "cache/cache",
+    "cache/errors",
+    "gpu/cache",
+    "cache/pages",
+    "cache/page_table",
+    "gpu/pages",
+    "varlen/varlen",
+    "varlen/pages",
 )
 """Tests that run with the active instruction set."""
 RUN = """
@@ -217,7 +217,9 @@ class Copy:
         likely = [name for name, files in LIKELY.items() if file.removeprefix("csrc/") in files]
 
         def paths(names: tuple[str, ...]) -> list[str]:
-            return [f"tests/test_{name}.py" for name in sorted(names, key=lambda name: name not in likely)]
+            return [
+                f"tests/{name.replace('/', '/test_')}.py" for name in sorted(names, key=lambda name: name not in likely)
+            ]
 
         isa = backend.replace("emulated", "")
         by = self.first_failure("--backend", backend or "cpu", *paths(TESTS), isa=isa)

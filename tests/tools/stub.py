@@ -1,7 +1,7 @@
 """pyattn/__init__.pyi: the package as editors and type checkers show it, every option of a function written out.
 
 Run ``python tests/tools/stub.py`` after a change of the options or of what the package exports:
-tests/test_signatures.py compares.
+tests/attention/test_signatures.py compares.
 """
 
 import inspect

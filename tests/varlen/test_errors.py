@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from packed_cases import Packed, starts
+from varlen.cases import Packed, starts
 
 from pyattn import attention_varlen
 from pyattn.options import Packing

@@ -9,10 +9,10 @@ import case_options
 import pytest
 import torch
 from helpers import assert_equal, each_dtype
-from packed_cases import GROUPED, MIXED, Packed
 from torch import Tensor
 from torch.autograd import gradcheck
 from torch.utils.flop_counter import FlopCounterMode
+from varlen.cases import GROUPED, MIXED, Packed
 
 from pyattn import attention_varlen, reference
 from pyattn.options import Options

@@ -1,6 +1,6 @@
 """Random packed sequences, dtypes and instruction sets against float64, by the rule of yardstick.py; and in pages.
 
-``pytest tests/test_random_packed.py --examples 20000`` draws so many anew; without it 200, the same each time.
+``pytest tests/varlen/test_random.py --examples 20000`` draws so many anew; without it 200, the same each time.
 """
 
 from dataclasses import replace
@@ -10,12 +10,12 @@ from typing import Any
 import case_options
 import pytest
 import torch
+from attention.test_random import cases
 from helpers import DTYPES, Truth, assert_accurate_by, assert_equal
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from packed_cases import Unpadded
-from test_random import cases
-from test_varlen_pages import Paged
+from varlen.cases import Unpadded
+from varlen.test_pages import Paged
 
 import pyattn
 from pyattn import attention_varlen

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_equal
-from packed_cases import GROUPED, Packed
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+from varlen.cases import GROUPED, Packed
 
 from pyattn import attention, attention_varlen
 from pyattn.options import Options

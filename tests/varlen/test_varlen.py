@@ -9,9 +9,9 @@ import torch
 from backends import Backend
 from case_options import strided
 from helpers import Case, Truth, assert_accurate_by, assert_equal, each_dtype
-from packed_cases import GROUPED, MIXED, Packed, Unpadded, one_by_one, results, results_of, starts
 from torch import Tensor
 from torch.autograd import gradcheck
+from varlen.cases import GROUPED, MIXED, Packed, Unpadded, one_by_one, results, results_of, starts
 
 from pyattn import attention_varlen, reference
 

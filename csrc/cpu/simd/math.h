@@ -34,7 +34,7 @@ struct Exp2<double> {
 //   Domain   x <= 1, and NaN.
 //   Ends     exactly 1 at 0; exactly 0 below -126 (float), -1022 (double), -inf included; NaN for NaN.
 //   Error    at most 2.1 ulp (float), 1.75 (double); with fma 1.8 and 1.5. Measured by
-//            tests/test_math.py, float over every number in [-126, 0].
+//            tests/native/test_math.py, float over every number in [-126, 0].
 //   Method   adding kRound rounds x to an integer n and leaves n + bias in the low mantissa bits,
 //            which shifted up are 2^n; the other factor is a polynomial in x - n.
 template <class T>
@@ -100,7 +100,7 @@ PYATTN_INLINE vec<T> exp_twice_minus_one(vec<T> a) {
 //   Domain   any x, and NaN.
 //   Ends     0 at 0, of its sign; exactly 1 from 10 (float), 20 (double) on, inf included;
 //            tanh(-x) = -tanh(x); NaN for NaN.
-//   Error    at most 2.6 ulp, near 0 too. Measured by tests/test_math.py, float over every number.
+//   Error    at most 2.6 ulp, near 0 too. Measured by tests/native/test_math.py, float over every number.
 template <class T>
 PYATTN_INLINE vec<T> tanh(vec<T> x) {
   using Int = typename Bits<T>::type;
@@ -113,7 +113,7 @@ PYATTN_INLINE vec<T> tanh(vec<T> x) {
 //   Domain   any x, and NaN.
 //   Ends     exactly 1 at 0; exactly 0 above kLargest, inf included; NaN for NaN.
 //   Error    at most 5 (1 + |x| / 2) ulp, with fma 2 (1 + |x| / 2); rounding x alone costs |x|. Measured by
-//            tests/test_math.py, float over every number.
+//            tests/native/test_math.py, float over every number.
 template <class T>
 PYATTN_INLINE vec<T> tanh_derivative(vec<T> x) {
   const vec<T> a = abs<T>(x), w = T(2) / (exp_twice_minus_one<T>(a) + T(2));
@@ -142,7 +142,7 @@ struct Log<double> {
 // log x.
 //   Domain   0, the normal numbers above, and NaN.
 //   Ends     -inf at 0, exactly 0 at 1, NaN for NaN.
-//   Error    at most 1 ulp. Measured by tests/test_math.py, float over every number.
+//   Error    at most 1 ulp. Measured by tests/native/test_math.py, float over every number.
 //   Method   x = 2^n (1 + f), and with s = f / (2 + f) log(1 + f) = 2 s + s^3 polynomial(s^2), which
 //            is f less what is small beside it.
 template <class T>

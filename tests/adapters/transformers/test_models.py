@@ -5,10 +5,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import hf_models
 import pytest
 import torch
-from hf_models import BART, DECODERS, ENDS, IDS, PADDING, SIZES, T5, decoder, made, results
+from adapters.transformers import models
+from adapters.transformers.models import BART, DECODERS, ENDS, IDS, PADDING, SIZES, T5, decoder, made, results
 
 from pyattn.adapters import transformers as adapter
 from pyattn.adapters import transformers_masks
@@ -18,7 +18,7 @@ ROUNDINGS = 2**-17
 and 2^7 for what two layers make of it. A mask or a scale that is wrong changes results by some 2^-3."""
 
 exact = pytest.mark.usefixtures("softmax_in_its_own_dtype")
-softmax_in_its_own_dtype = hf_models.softmax_in_its_own_dtype
+softmax_in_its_own_dtype = models.softmax_in_its_own_dtype
 
 
 def assert_same(model: Any, rows: torch.Tensor, **inputs: Any) -> None:
@@ -167,7 +167,7 @@ def test_models_with_attention_of_their_own() -> None:
 
 def test_readme(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers_masks, "DENSE", Counter())
-    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
     (snippet,) = re.findall(r"^```py\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}
     exec(snippet, names)

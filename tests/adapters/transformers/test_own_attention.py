@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf_models import DECODERS, IDS, PADDING, decoder, made
+from adapters.transformers.models import DECODERS, IDS, PADDING, decoder, made
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask

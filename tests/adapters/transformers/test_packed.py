@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import hf_models
 import pytest
 import torch
 import transformers
-from hf_models import DECODERS, IDS, decoder
+from adapters.transformers import models
+from adapters.transformers.models import DECODERS, IDS, decoder
 from torch import Tensor
 
 from pyattn.adapters import transformers as adapter
@@ -18,7 +18,7 @@ from pyattn.masks import KeyRanges
 ROUNDINGS = 2**-17
 """As in test_transformers.py."""
 
-softmax_in_its_own_dtype = hf_models.softmax_in_its_own_dtype
+softmax_in_its_own_dtype = models.softmax_in_its_own_dtype
 LENGTHS = [5, 1, 6]
 WITHOUT_POSITIONS = ["llama4"]
 """Their layers don't hand position ids on to attention."""
