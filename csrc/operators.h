@@ -130,7 +130,7 @@ std::string define(torch::Library& m, Backends backends, const char* schema) {
   return name;
 }
 
-// The same for an operator of attention. Derivatives come from pyattn/autograd.py: those that it does not define,
+// The same for an operator of attention. Derivatives come from pyattn/derivatives: those that it does not define,
 // double backward and forward mode, raise instead of being silently zero.
 template <auto f>
 void define_attention(torch::Library& m, Backends backends, const char* schema) {

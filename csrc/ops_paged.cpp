@@ -1,6 +1,6 @@
 // The operators over keys and values in pages, on the CPU: pyattn::attention_paged_forward as
 // attention_forward, for sequences that all have seqlen_k positions, and pyattn::attention_varlen_paged_forward
-// as attention_varlen_forward. They have no backward: where a gradient is wanted, pyattn/pages.py copies the
+// as attention_varlen_forward. They have no backward: where a gradient is wanted, pyattn/paged.py copies the
 // pages that pyattn::pages_in_use names and calls the others.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

@@ -1,12 +1,12 @@
 """Exact multi-head causal attention for PyTorch, forward and backward, in native code."""
 
-from pyattn import _load, masks, nn, onnx, parts, torchscript  # noqa: F401  (_load first: it checks torch)
-from pyattn.autograd import set_deterministic
+from pyattn import _load, masks, nn, parts  # noqa: F401  (_load first: it checks torch)
+from pyattn.attention import attention, dropout_mask
 from pyattn.cache import KVCache
-from pyattn.cached_attention import attention_with_cache
-from pyattn.functional import attention, dropout_mask
+from pyattn.cached import attention_with_cache
+from pyattn.derivatives.autograd import set_deterministic
 from pyattn.instruction_sets import isa, isas, set_isa
-from pyattn.ops import flops, vmap  # noqa: F401  (registers them)
+from pyattn.ops import flops, onnx, torchscript, vmap  # noqa: F401  (registers them)
 from pyattn.options import AttentionOptions
 from pyattn.varlen import attention_varlen
 from pyattn.weights import attention_weights

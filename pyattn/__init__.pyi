@@ -8,8 +8,8 @@ from torch import Tensor
 from pyattn import masks as masks
 from pyattn import nn as nn
 from pyattn import parts as parts
-from pyattn.autograd import set_deterministic as set_deterministic
 from pyattn.cache import KVCache as KVCache
+from pyattn.derivatives.autograd import set_deterministic as set_deterministic
 from pyattn.dropout import dropout_mask as dropout_mask
 from pyattn.instruction_sets import isa as isa
 from pyattn.instruction_sets import isas as isas

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from pyattn import autograd, ops
+from pyattn import ops
 from pyattn.arguments import check_names, check_tensor, refuse_positional
+from pyattn.derivatives import autograd
+from pyattn.derivatives.second_order import Last, Leaf, leaves, never
 from pyattn.options import AttentionOptions, Options
 from pyattn.parse import parse, takes_options
-from pyattn.second_order import Last, Leaf, leaves, never
 
 __all__ = ["Gradients", "attention_backward", "merge"]
 

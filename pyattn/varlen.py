@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack, overload
 
-from pyattn import autograd, pages
+from pyattn import paged
 from pyattn.arguments import check_size, check_tensor, refuse_positional
 from pyattn.autocast import cast
+from pyattn.derivatives import autograd
+from pyattn.derivatives.second_order import PACKED
 from pyattn.options import AttentionOptions, Packing
 from pyattn.parse import parse, takes_options
-from pyattn.second_order import PACKED
 
 __all__ = ["attention_varlen"]
 
@@ -135,5 +136,5 @@ def attention_varlen(
     if block_table is None:
         out, lse = autograd.attend(PACKED, q, k, v, (*packing, *known))
     else:
-        out, lse = pages.attention_varlen(q, k, v, block_table, packing, known)
+        out, lse = paged.attention_varlen(q, k, v, block_table, packing, known)
     return (out, lse) if return_lse else out

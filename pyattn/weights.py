@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from pyattn import ops, visible
+from pyattn import ops
 from pyattn.arguments import check_between, check_integers, check_tensor, refuse_positional
 from pyattn.autocast import cast, without
+from pyattn.derivatives.grouped import products
 from pyattn.dropout import dropout_threshold, kept_weights
-from pyattn.grouped import products
+from pyattn.ops import visible
 from pyattn.options import AttentionOptions, Options
 from pyattn.parse import parse, takes_options
 

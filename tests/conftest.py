@@ -25,7 +25,7 @@ import emulated  # noqa: E402
 import races  # noqa: E402
 from backends import Backend, chosen  # noqa: E402
 
-from pyattn import cached_attention  # noqa: E402
+from pyattn import cached  # noqa: E402
 from pyattn.cli import main  # noqa: E402
 
 FIXTURES: dict[str, Callable[[Backend], bool]] = {
@@ -149,8 +149,8 @@ def threads() -> Iterator[None]:
 @pytest.fixture
 def attend(repeatable: Backend) -> Iterator[Callable[..., Any]]:
     """attention_with_cache by the backend's kernels."""
-    with mock.patch.object(cached_attention, "attention", repeatable.attention):
-        yield cached_attention.attention_with_cache
+    with mock.patch.object(cached, "attention", repeatable.attention):
+        yield cached.attention_with_cache
 
 
 @pytest.fixture

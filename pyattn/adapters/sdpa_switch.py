@@ -19,11 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nested._internal import ops as jagged
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from pyattn import autograd
 from pyattn.adapters import sdpa_graphs
 from pyattn.adapters.dispatcher import Kernels
 from pyattn.adapters.sdpa_arguments import attend
 from pyattn.adapters.sdpa_counts import TAKEN, TRACED, count
+from pyattn.derivatives import autograd
 
 _OPERATOR = torch.ops.aten.scaled_dot_product_attention.default
 _COMPILER_TAG = "pyattn-sdpa"

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn import attention as torch_attention
 
-from pyattn import attention_varlen, autograd, ops
+from pyattn import attention_varlen, ops
 from pyattn.adapters.dispatcher import Kernels
+from pyattn.derivatives import autograd
 from pyattn.options import UNBOUNDED, Options, Packing
 
 __all__ = ["NAME", "activate", "register", "remove"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyattn.cache import KVCache
-from pyattn.cached_attention import attention_with_cache
+from pyattn.cached import attention_with_cache
 from pyattn.cli.gpt import GPT, Config
 from pyattn.cli.limits import check_memory
 

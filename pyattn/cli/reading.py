@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pyattn import visible
 from pyattn.cli.timing import in_turn
+from pyattn.ops import visible
 from pyattn.options import Options
 
 SECONDS = 0.5

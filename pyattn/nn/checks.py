@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from pyattn.arguments import check_sizes, check_tensor, check_type, shown
 from pyattn.cache import KVCache
-from pyattn.cached_attention import check_ring
-from pyattn.visible import check_ranges
+from pyattn.cached import check_ring
+from pyattn.ops.visible import check_ranges
 
 Lengths = Sequence[int] | Tensor
 

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from pyattn.arguments import check_type
+from pyattn.attention import attention
 from pyattn.cache import KVCache
-from pyattn.cached_attention import attention_with_cache
-from pyattn.cached_weights import weights_with_cache
+from pyattn.cached import attention_with_cache, weights_with_cache
 from pyattn.dropout import draw_seed
-from pyattn.functional import attention
 from pyattn.key_ranges import plain
 from pyattn.nn.checks import Lengths, check_added, check_append
 from pyattn.nn.positions import rotate

@@ -7,8 +7,8 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import register_flop_formula
 
 from pyattn import ops
+from pyattn.ops.visible import packed_pairs, pairs
 from pyattn.options import Options, Packing
-from pyattn.visible import packed_pairs, pairs
 
 
 def flops(op: OpOverload[..., Any], *args: Any, out_val: object = None, **named: Any) -> int:

@@ -4,13 +4,14 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
 from matplotlib import image
 
 import pyattn
-from pyattn import _C, functional, reference
+from pyattn import _C, reference
 from pyattn.cli import bench, chart, contenders, features, main, rows, runtimes, timing
 
 
@@ -78,13 +79,14 @@ def test_fused_kernels_are_taken_one_by_one(monkeypatch):
 
 
 def test_determinism_is_set_when_the_backward_runs(gpu, monkeypatch):
-    backward, met = functional.DENSE.backward, []
+    home = import_module("pyattn.attention")  # pyattn.attention is the function
+    backward, met = home.DENSE.backward, []
 
     def watched(*args: object) -> object:
         met.append(gpu["deterministic"][-1])
         return backward(*args)
 
-    monkeypatch.setattr(functional, "DENSE", replace(functional.DENSE, backward=watched))
+    monkeypatch.setattr(home, "DENSE", replace(home.DENSE, backward=watched))
     functions = contenders.functions("cuda", flex=False)
     q = torch.rand(1, 2, 9, 4, requires_grad=True)
     with contenders.settings_kept():

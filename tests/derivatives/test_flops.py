@@ -6,7 +6,8 @@ from helpers import Case
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from pyattn import attention, ops, reference, visible
+from pyattn import attention, ops, reference
+from pyattn.ops import visible
 from pyattn.ops.flops import flops
 from pyattn.options import Options
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd import forward_ad, gradcheck
 from yardstick import assert_accurate
 
-from pyattn import attention, attention_weights, reference, tangents
+from pyattn import attention, attention_weights, reference
+from pyattn.derivatives import tangents
 
 # torch scripts its own forward-mode rules on first use; the category is FutureWarning from torch 2.15 on.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd import gradgradcheck
 from yardstick import assert_accurate
 
-from pyattn import attention, attention_weights, reference, tangents
+from pyattn import attention, attention_weights, reference
+from pyattn.derivatives import tangents
 
 THIRD = "^pyattn: third derivatives of attention are not implemented$"
 

@@ -25,7 +25,7 @@ from modules.cases import (
 )
 
 import pyattn
-from pyattn import dropout, functional, nn, reference
+from pyattn import dropout, nn, reference
 from pyattn.nn import described, heads, positions
 
 WITH_DROPOUT = [name for name in ARGUMENTS if not name.startswith(("Simplified", "SelfAttention"))]
@@ -152,7 +152,7 @@ def test_mask_errors():
 
 def test_docstring_examples_run():
     of_modules = map(importlib.import_module, {class_of(name).__module__ for name in ARGUMENTS})
-    homes = [functional, dropout, described, positions, *of_modules]
+    homes = [importlib.import_module("pyattn.attention"), dropout, described, positions, *of_modules]
     results = [doctest.testmod(home) for home in homes]
     assert all(result.attempted > 0 for result in results)
     assert not any(result.failed for result in results)

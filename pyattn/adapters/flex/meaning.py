@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pyattn.arguments import check_64_bits, check_names, check_tensor, check_type
 from pyattn.masks import within
+from pyattn.ops.visible import keys_of
 from pyattn.options import UNBOUNDED, Options
-from pyattn.visible import keys_of
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """``mask_mod(b, h, q_idx, kv_idx)``: whether the key takes part, for index tensors without dimensions."""

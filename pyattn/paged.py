@@ -11,21 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pyattn import autograd, functional, ops
-from pyattn.arguments import check_size
+from pyattn import ops
+from pyattn.attention import attention as dense_attention
 from pyattn.autocast import cast
+from pyattn.derivatives import autograd
+from pyattn.derivatives.second_order import DENSE, PACKED
 from pyattn.options import Options, Packing
 from pyattn.parse import parse
-from pyattn.second_order import DENSE, PACKED
-
-LEAST = 16
-"""Positions of a page, at least: as csrc/pages.h has it."""
-
-
-def table_for(lengths: Tensor, max_seqlen: int, page_size: int) -> Tensor:
-    """The block table (B, pages of a sequence), all zeros, of a cache for sequences of up to ``max_seqlen``."""
-    check_size("page_size", page_size, least=LEAST)
-    return lengths.new_zeros(len(lengths), -(-max_seqlen // page_size))
 
 
 def attention(
@@ -41,7 +33,7 @@ def attention(
         seqlen_k: how many positions there are.
         options: those of :func:`pyattn.attention`.
     """
-    known = Options(*parse(functional.attention, options, q.device))
+    known = Options(*parse(dense_attention, options, q.device))
     if torch._C._is_any_autocast_enabled():
         q, k, v = cast(q), cast(k), cast(v)
     if _needs_copy(q, known.bias, known.alibi_slopes, known.sinks):

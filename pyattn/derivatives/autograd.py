@@ -9,7 +9,7 @@ operator, 13 with :class:`Attention`, 29 with :class:`TransformableAttention`.
   :class:`TransformableAttention`, with ``setup_context``.
 
 A backward that may be differentiated itself (``create_graph=True``, any transform), and forward mode, run as the
-Functions of :mod:`pyattn.second_order`.
+Functions of :mod:`pyattn.derivatives.second_order`.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
+from pyattn.derivatives.second_order import Backward, Kind, Tangents, leaves, save, saved
 from pyattn.options import LEARNED
-from pyattn.second_order import Backward, Kind, Tangents, leaves, save, saved
 
 _deterministic = True
 

@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyattn import visible
+from pyattn.derivatives.grouped import products, sum_over_keys, sum_over_rows
 from pyattn.dropout import dropout_threshold, kept_weights
-from pyattn.grouped import products, sum_over_keys, sum_over_rows
+from pyattn.ops import visible
 from pyattn.options import Options
 
 

@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from pyattn import ops, visible
+from pyattn import ops
+from pyattn.ops import visible
 from pyattn.options import UNBOUNDED, Options
 
 

@@ -1,4 +1,4 @@
-"""Attention of a batch: documented, thin, over :mod:`pyattn.autograd`."""
+"""Attention of a batch: documented, thin, over :mod:`pyattn.derivatives.autograd`."""
 
 from typing import Literal
 
@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack, overload
 
-from pyattn import autograd
 from pyattn.arguments import check_tensor, refuse_positional
 from pyattn.autocast import cast
+from pyattn.derivatives import autograd
+from pyattn.derivatives.second_order import DENSE
 from pyattn.dropout import dropout_mask
 from pyattn.options import AttentionOptions
 from pyattn.parse import parse, takes_options
-from pyattn.second_order import DENSE
 
 __all__ = ["attention", "dropout_mask"]
 
@@ -93,11 +93,11 @@ def attention(
     run to run and for every number of threads; on a GPU, :func:`pyattn.set_deterministic` can waive that for dq. Extra
     memory is linear in the sequence lengths, forward and backward. Keys that no query of a block sees cost nothing.
 
-    ``torch.onnx.export`` writes it in ONNX's operators, dropout excepted: see :mod:`pyattn.onnx`. ``torch.jit.trace``
-    records it without gradients; ``torch.jit.script`` raises NotImplementedError.
+    ``torch.onnx.export`` writes it in ONNX's operators, dropout excepted: see :mod:`pyattn.ops.onnx`.
+    ``torch.jit.trace`` records it without gradients; ``torch.jit.script`` raises NotImplementedError.
 
     First derivatives are native. Second ones, and forward mode, run as torch operations over blocks of query rows
-    (:mod:`pyattn.tangents`): in linear memory too, but over all keys, whatever the mask hides.
+    (:mod:`pyattn.derivatives.tangents`): in linear memory too, but over all keys, whatever the mask hides.
 
     Sources: Vaswani et al. 2017, equation 1; by blocks as in Dao et al. 2022 (FlashAttention), algorithms 1 and 4;
     windows as in Beltagy et al. 2020 (Longformer), softcap as in Gemma Team 2024 (Gemma 2), Press et al. 2022 (ALiBi),

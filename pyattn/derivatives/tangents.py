@@ -1,6 +1,6 @@
 """How attention's results and gradients change along a direction, in torch operations, by blocks of query rows.
 
-With the words of :mod:`pyattn.block`, for a dout and a dlse that stay as they are::
+With the words of :mod:`pyattn.derivatives.block`, for a dout and a dlse that stay as they are::
 
     out = (P D) v                            out' = (P' D) v + (P D) v'
     dP = D (dout v^T)                        dP' = D (dout v'^T)
@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyattn.block import Block, Inputs, Learned
-from pyattn.grouped import products
+from pyattn.derivatives.block import Block, Inputs, Learned
+from pyattn.derivatives.grouped import products
 from pyattn.options import Options
 
 PAIRS_AT_ONCE = 2**20

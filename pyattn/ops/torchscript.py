@@ -3,8 +3,8 @@
 from typing import Any, NoReturn
 
 from pyattn import nn
-from pyattn.cached_attention import attention_with_cache
-from pyattn.functional import attention
+from pyattn.attention import attention
+from pyattn.cached import attention_with_cache
 from pyattn.parts import attention_backward, merge
 from pyattn.varlen import attention_varlen
 from pyattn.weights import attention_weights

@@ -1,4 +1,4 @@
-"""The tangents of packed sequences: those of :mod:`pyattn.tangents`, sequence by sequence."""
+"""The tangents of packed sequences: those of :mod:`pyattn.derivatives.tangents`, sequence by sequence."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pyattn import tangents as dense
-from pyattn.block import Learned
+from pyattn.derivatives import tangents as dense
+from pyattn.derivatives.block import Learned
 from pyattn.options import Options, Packing
 
 

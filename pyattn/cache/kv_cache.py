@@ -18,8 +18,8 @@ from pyattn.arguments import (
     has_values,
     shown,
 )
-from pyattn.pages import table_for
-from pyattn.ring_buffer import slots_of, window_of
+from pyattn.cache.pages import table_for
+from pyattn.cache.ring_buffer import slots_of, window_of
 
 __all__ = ["KVCache"]
 
@@ -98,6 +98,8 @@ class KVCache:
     >>> pyattn.attention_with_cache(torch.randn(2, 8, 1, 64), cache).shape
     torch.Size([2, 8, 1, 64])
     """
+
+    __module__ = "pyattn.cache"  # the public name, which pickles hold
 
     @check_names
     def __init__(

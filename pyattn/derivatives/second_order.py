@@ -18,11 +18,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from pyattn import ops, packed_tangents, tangents
+from pyattn import ops
 from pyattn.autocast import without
-from pyattn.block import Learned
+from pyattn.derivatives import packed_tangents, tangents
+from pyattn.derivatives.block import Learned
+from pyattn.derivatives.tangents import added
 from pyattn.options import DEFAULTS, LEARNED, PLACES, Options, Packing
-from pyattn.tangents import added
 
 VALUES = tuple(DEFAULTS.values())
 

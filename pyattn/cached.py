@@ -6,17 +6,18 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack, overload
 
-from pyattn import ops, pages
+from pyattn import ops, paged
 from pyattn.arguments import check_tensor, check_type, check_window, int64_of, refuse_positional
+from pyattn.attention import attention
 from pyattn.cache import KVCache
-from pyattn.functional import attention
+from pyattn.cache.ring_buffer import in_slots, narrowed
 from pyattn.key_ranges import plain
+from pyattn.ops.visible import check_ranges
 from pyattn.options import UNBOUNDED, AttentionOptions
 from pyattn.parse import check_known, takes_options
-from pyattn.ring_buffer import in_slots, narrowed
-from pyattn.visible import check_ranges
+from pyattn.weights import attention_weights
 
-__all__ = ["attention_with_cache"]
+__all__ = ["attention_with_cache", "weights_with_cache"]
 
 
 @overload
@@ -85,7 +86,7 @@ def attention_with_cache(
             out, lse = attention(q, cache.k, cache.v, return_lse=True, **over_slots)
         else:
             table = cache.block_table, cache.lengths, cache.max_seqlen
-            out, lse = pages.attention(q, cache.k, cache.v, *table, **over_slots)
+            out, lse = paged.attention(q, cache.k, cache.v, *table, **over_slots)
     except (ValueError, TypeError) as error:  # a check beforehand would take a token's time up by a hundredth
         raise (_misfit(q, cache) or error) from None
     return (out, lse) if return_lse else out
@@ -186,3 +187,40 @@ def _in_use(key_ranges: Tensor | None, used: Tensor, padding: Tensor | None, seq
     first, behind_last = key_ranges.unbind(-1)
     end = torch.minimum(behind_last, end)
     return torch.stack([torch.minimum(first, end), end], -1)
+
+
+def weights_with_cache(q: Tensor, cache: KVCache, **options: Unpack[AttentionOptions]) -> Tensor:
+    """The weights that :func:`pyattn.attention_with_cache` gives the cache's values, by position.
+
+    The longest sequence's length is read on the host.
+
+    Returns:
+        (B, Hq, Sq, the most positions of a sequence). A ring buffer's positions that are not kept have weight 0.
+    """
+    lengths, used = cache.lengths, cache.lengths - cache.starts
+    positions, slots = (int(n.max()) if len(n) else 0 for n in (lengths, used))
+    check_ring(cache, q.shape[2], options)
+    options |= masks_in_slots(cache, q.shape[2], options)
+    if (key_ranges := options["key_ranges"]) is not None:
+        options["key_ranges"] = key_ranges.clamp(max=slots)
+    options["mask"], options["bias"] = (_first(options.get("mask"), slots), _first(options.get("bias"), slots))
+    weights = attention_weights(q, _keys(cache, slots), **options)
+    if cache.window is None:
+        return weights
+    slot = torch.arange(positions, device=lengths.device) - cache.starts[:, None]
+    kept = (slot >= 0) & (slot < slots)
+    index = torch.where(kept, slot, 0)[:, None, None].expand(*weights.shape[:3], -1)
+    return weights.gather(-1, index).masked_fill(~kept[:, None, None], 0.0)
+
+
+def _first(pairs: Tensor | None, slots: int) -> Tensor | None:
+    """The columns of a mask or a bias for the first slots."""
+    return pairs if pairs is None or pairs.shape[-1] == 1 else pairs[..., :slots]
+
+
+def _keys(cache: KVCache, slots: int) -> Tensor:
+    """(B, Hkv, slots, D): the first slots of every sequence, those in pages copied."""
+    if cache.block_table is None:
+        return cache.k[:, :, :slots]
+    pages = cache.block_table[:, : -(-slots // cache.k.shape[1])]
+    return cache.k[pages].flatten(1, 2).transpose(1, 2)[:, :, :slots]
