@@ -90,13 +90,13 @@ constexpr bool is_plain(const ScoreParams& score) {
   return !score.softcap && !score.alibi_slopes && !has_bias(score) && !score.part;
 }
 
-// Each weight is dropped with probability threshold / 65536; cpu/dropout.h says which.
+// Each weight is dropped with probability threshold / 65536; cpu/tiles/dropout.h says which.
 struct DropoutParams {
   uint32_t threshold;   // below 65536; 0 drops none
   const int64_t* seed;  // ()
 };
 
-// What the KV heads of a call are cut into; cpu/units.h says into how many.
+// What the KV heads of a call are cut into; cpu/plan/units.h says into how many.
 enum class Unit : int { kForward, kPartRows, kMerges, kSplits, kShareColumns, kShareBlocks, kReduced, kSummaries };
 inline constexpr int kNumUnits = 8;
 
@@ -144,7 +144,7 @@ struct PhaseCounts {
 struct ForwardParams {
   View q, k, v, out;
   // (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q), dense, double for float64, else
-  // float. row_max: the largest score, in the backend's own unit (cpu/score.h, cuda/score.h);
+  // float. row_max: the largest score, in the backend's own unit (cpu/tiles/score.h, cuda/score.h);
   // row_sum: the sum of exp(score - largest score); lse: the natural logarithm of the sum of
   // exp(score). Backward reads the first two, because exp(score - lse) has the rounding error of a
   // large lse.

@@ -1,4 +1,4 @@
-// The Python module pyattn._C: importing it registers the operators of ops.cpp. It carries
+// The Python module pyattn._C: importing it registers the operators of ops/. It carries
 // introspection only; a tensor function bound here would be invisible to the dispatcher, and so to
 // torch.compile, autograd and the profiler.
 #include <pybind11/pybind11.h>
@@ -10,8 +10,8 @@
 
 #include "attention.h"
 #include "cpu/dispatch.h"
-#include "cuda/ops_cuda.h"
-#include "profile.h"
+#include "ops/cuda.h"
+#include "ops/profile.h"
 
 PYBIND11_MODULE(_C, m) {
   m.attr("version") = PYATTN_VERSION;

@@ -19,7 +19,7 @@ from pyattn.parse import parse
 from pyattn.second_order import DENSE, PACKED
 
 LEAST = 16
-"""Positions of a page, at least: as csrc/pages.h has it."""
+"""Positions of a page, at least: as csrc/ops/pages.h has it."""
 
 
 def table_for(lengths: Tensor, max_seqlen: int, page_size: int) -> Tensor:

@@ -1,6 +1,6 @@
 // The only file that names every instruction set. The best one that the CPU has is active, unless
 // the environment variable PYATTN_ISA or set_isa names another.
-#include "dispatch.h"
+#include "cpu/dispatch.h"
 
 #ifdef __x86_64__
 #include <cpuid.h>

@@ -1,8 +1,8 @@
 // The attention kernels, compiled once per instruction set, in the namespace PYATTN_ISA and over
 // the header PYATTN_ISA_HEADER. Everything but the table at the end has internal linkage: of a weak
 // symbol the linker keeps one copy, perhaps one that this machine can't run.
-#include "kernels.h"
-#include "score.h"
+#include "cpu/kernels.h"
+#include "cpu/tiles/score.h"
 
 namespace pyattn::PYATTN_ISA {
 

@@ -2,16 +2,16 @@
 #pragma once
 
 #include "attention.h"
-#include "backward.h"
-#include "bias_gradient.h"
-#include "decode.h"
-#include "forward.h"
-#include "head_gradients.h"
-#include "mask_rows.h"
-#include "merge.h"
-#include "peak.h"
-#include "reduce.h"
-#include "units.h"
+#include "cpu/passes/backward.h"
+#include "cpu/passes/bias_gradient.h"
+#include "cpu/passes/decode.h"
+#include "cpu/passes/forward.h"
+#include "cpu/passes/head_gradients.h"
+#include "cpu/passes/mask_rows.h"
+#include "cpu/passes/merge.h"
+#include "cpu/products/peak.h"
+#include "cpu/passes/reduce.h"
+#include "cpu/plan/units.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -1,7 +1,7 @@
 // As kernels.cpp, for the other score. In one object, each would keep the compiler from inlining
 // what both call, which took up to 8 % of the time of short sequences.
-#include "kernels.h"
-#include "score.h"
+#include "cpu/kernels.h"
+#include "cpu/tiles/score.h"
 
 namespace pyattn::PYATTN_ISA {
 

@@ -8,17 +8,17 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "backward_queries.h"
-#include "bias_tiles.h"
-#include "block.h"
-#include "gradient.h"
-#include "heads.h"
-#include "mask.h"
-#include "primitives.h"
-#include "product.h"
-#include "tile.h"
-#include "tile_mask.h"
-#include "workspace.h"
+#include "cuda/backward_queries.h"
+#include "cuda/bias_items.h"
+#include "cuda/block.h"
+#include "cuda/softmax_gradient.h"
+#include "shared/heads.h"
+#include "shared/mask.h"
+#include "cuda/primitives.h"
+#include "cuda/product.h"
+#include "cuda/tile.h"
+#include "cuda/tile_mask.h"
+#include "cuda/workspace.h"
 
 namespace pyattn::cuda {
 namespace {
@@ -29,8 +29,8 @@ backward_bias(const __grid_constant__ BackwardParams p) {
   constexpr int kM = Shape::kM, kKeys = Shape::kKeys, kRows = Shape::kRows, kThreads = Shape::kThreads;
   constexpr Layout kLayout = Layout::kQueriesByKeys;
   static_assert(kRows * kKeys * sizeof(float) <= 2 * Shape::QTile::kBytes);
-  const BiasTiles<kRows, kKeys> tiles(p);
-  const BiasTile own(p, tiles, block_index());
+  const BiasItems<kRows, kKeys> tiles(p);
+  const BiasItem own(p, tiles, block_index());
   const int warp_row = warp() / Shape::kParts * 16 * kM;
   const typename Shape::Memory shared(p, shared_memory());
   const typename Shape::KTile K = shared.K(0), V = shared.V(0);

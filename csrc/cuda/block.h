@@ -4,9 +4,9 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "heads.h"
-#include "primitives.h"
-#include "tile.h"
+#include "shared/heads.h"
+#include "cuda/primitives.h"
+#include "cuda/tile.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -1,13 +1,13 @@
-// Dropout: the draws that cpu/dropout.h defines, kept as bits in shared
+// Dropout: the draws that cpu/tiles/dropout.h defines, kept as bits in shared
 // memory, where every pass finds them whichever way its tile lies.
 #pragma once
 
 #include <cstdint>
 
 #include "attention.h"
-#include "heads.h"
-#include "primitives.h"
-#include "product.h"
+#include "shared/heads.h"
+#include "cuda/primitives.h"
+#include "cuda/product.h"
 
 namespace pyattn::cuda {
 namespace {

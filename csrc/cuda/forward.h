@@ -6,15 +6,15 @@
 #include <type_traits>
 
 #include "attention.h"
-#include "block.h"
-#include "dropout.h"
-#include "mask.h"
-#include "primitives.h"
-#include "product.h"
-#include "softmax.h"
-#include "splits.h"
-#include "tile.h"
-#include "tile_mask.h"
+#include "cuda/block.h"
+#include "cuda/dropout.h"
+#include "shared/mask.h"
+#include "cuda/primitives.h"
+#include "cuda/product.h"
+#include "cuda/softmax.h"
+#include "cuda/forward_splits.h"
+#include "cuda/tile.h"
+#include "cuda/tile_mask.h"
 
 namespace pyattn::cuda {
 namespace {
@@ -56,7 +56,7 @@ struct ForwardShape : ForwardRows<S, kDim, kSplit> {
   };
 };
 
-// kSplit: a block takes one split of the keys (splits.h), and leaves its O and row statistics for merge_splits.
+// kSplit: a block takes one split of the keys (forward_splits.h), and leaves its O and row statistics for merge_splits.
 template <class S, int kDim, class Score, bool kSplit, class Shape = ForwardShape<S, kDim, Score, kSplit>>
 PYATTN_KERNEL(Shape::kThreads, Shape::kBlocks)
 forward(const __grid_constant__ ForwardParams p) {

@@ -7,9 +7,9 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "heads.h"
-#include "mask.h"
-#include "primitives.h"
+#include "shared/heads.h"
+#include "shared/mask.h"
+#include "cuda/primitives.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -6,11 +6,11 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "bias.h"
-#include "fragment.h"
-#include "heads.h"
-#include "mask.h"
-#include "primitives.h"
+#include "shared/bias.h"
+#include "cuda/fragment.h"
+#include "shared/heads.h"
+#include "shared/mask.h"
+#include "cuda/primitives.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -4,12 +4,12 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "fragment.h"
-#include "heads.h"
-#include "mask.h"
-#include "primitives.h"
-#include "softmax.h"
-#include "splits.h"
+#include "cuda/fragment.h"
+#include "shared/heads.h"
+#include "shared/mask.h"
+#include "cuda/primitives.h"
+#include "cuda/softmax.h"
+#include "cuda/forward_splits.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -5,13 +5,13 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "fragment.h"
-#include "gradient.h"
-#include "heads.h"
-#include "mask.h"
-#include "primitives.h"
-#include "sequences.h"
-#include "workspace.h"
+#include "cuda/fragment.h"
+#include "cuda/softmax_gradient.h"
+#include "shared/heads.h"
+#include "shared/mask.h"
+#include "cuda/primitives.h"
+#include "cuda/sequences.h"
+#include "cuda/workspace.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -6,11 +6,11 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "bias.h"
-#include "heads.h"
-#include "primitives.h"
-#include "product.h"
-#include "tanh.h"
+#include "shared/bias.h"
+#include "shared/heads.h"
+#include "cuda/primitives.h"
+#include "cuda/product.h"
+#include "cuda/tanh.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -6,10 +6,10 @@
 #include <type_traits>
 
 #include "attention.h"
-#include "defaults.h"
-#include "fragment.h"
-#include "heads.h"
-#include "primitives.h"
+#include "shared/defaults.h"
+#include "cuda/fragment.h"
+#include "shared/heads.h"
+#include "cuda/primitives.h"
 
 namespace pyattn::cuda {
 namespace {

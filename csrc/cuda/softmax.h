@@ -2,11 +2,11 @@
 #pragma once
 
 #include "attention.h"
-#include "mask.h"
-#include "primitives.h"
-#include "product.h"
-#include "score.h"
-#include "splits.h"
+#include "shared/mask.h"
+#include "cuda/primitives.h"
+#include "cuda/product.h"
+#include "cuda/score.h"
+#include "cuda/forward_splits.h"
 
 namespace pyattn::cuda {
 namespace {

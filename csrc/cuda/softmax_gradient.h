@@ -3,11 +3,11 @@
 #pragma once
 
 #include "attention.h"
-#include "bias.h"
-#include "fragment.h"
-#include "primitives.h"
-#include "product.h"
-#include "tile_mask.h"
+#include "shared/bias.h"
+#include "cuda/fragment.h"
+#include "cuda/primitives.h"
+#include "cuda/product.h"
+#include "cuda/tile_mask.h"
 
 namespace pyattn::cuda {
 namespace {

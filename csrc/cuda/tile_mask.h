@@ -5,14 +5,14 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "bias.h"
-#include "block.h"
-#include "dropout.h"
-#include "heads.h"
-#include "mask.h"
-#include "primitives.h"
-#include "product.h"
-#include "splits.h"
+#include "shared/bias.h"
+#include "cuda/block.h"
+#include "cuda/dropout.h"
+#include "shared/heads.h"
+#include "shared/mask.h"
+#include "cuda/primitives.h"
+#include "cuda/product.h"
+#include "cuda/forward_splits.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -6,9 +6,9 @@
 #include <type_traits>
 
 #include "attention.h"
-#include "gradient.h"
-#include "heads.h"
-#include "primitives.h"
+#include "cuda/softmax_gradient.h"
+#include "shared/heads.h"
+#include "cuda/primitives.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -5,7 +5,7 @@
 // keys [batch][heads][slots][head_dim] and values [batch][heads][slots][head_dim_v] hold position p of
 // sequence b in slot p - starts[b], up to position lengths[b]. A ring buffer has more slots than max_seqlen
 // and keeps the last max_seqlen positions at least; any other cache has as many, and its starts stay 0.
-// ops_cache_cuda.cpp has the kernels for GPUs.
+// cache_cuda.cpp has the kernels for GPUs.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
@@ -14,9 +14,9 @@
 #include <array>
 #include <initializer_list>
 
-#include "cache.h"
-#include "huge_pages.h"
-#include "operators.h"
+#include "ops/cache.h"
+#include "ops/huge_pages.h"
+#include "ops/operators.h"
 
 namespace pyattn {
 namespace {

@@ -11,7 +11,7 @@
 #include <limits>
 #include <utility>
 
-#include "checks.h"
+#include "ops/checks.h"
 
 namespace pyattn {
 

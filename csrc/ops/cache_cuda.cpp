@@ -1,4 +1,4 @@
-// The operators of ops_cache.cpp on a GPU, in ATen's operations without a host read, so that CUDA graphs
+// The operators of cache.cpp on a GPU, in ATen's operations without a host read, so that CUDA graphs
 // capture them. Nobody can refuse there what a sequence has no room for: it is left out, indices are
 // clamped, and nothing outside the cache is read or written. With PYATTN_CHECK=1 all is read and checked first.
 #include <ATen/core/Tensor.h>
@@ -13,7 +13,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "cache.h"
+#include "ops/cache.h"
 
 namespace pyattn {
 namespace {

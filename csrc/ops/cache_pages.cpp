@@ -11,9 +11,9 @@
 #include <cstring>
 #include <vector>
 
-#include "cache.h"
-#include "operators.h"
-#include "pages.h"
+#include "ops/cache.h"
+#include "ops/operators.h"
+#include "ops/pages.h"
 
 namespace pyattn {
 namespace {

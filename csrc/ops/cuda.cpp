@@ -10,7 +10,7 @@
 #include <iterator>
 #include <sstream>
 
-#include "ops_cuda.h"
+#include "ops/cuda.h"
 
 namespace pyattn::cuda {
 

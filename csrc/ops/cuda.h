@@ -1,5 +1,5 @@
-// CUDA as ops.cpp sees it. A build without it has
-// ops_no_cuda.cpp in place of ops_cuda.cpp and the kernels.
+// CUDA as the operators see it. A build without it has
+// no_cuda.cpp in place of cuda.cpp and the kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -9,13 +9,13 @@
 #include <optional>
 
 #include "attention.h"
-#include "checks.h"
-#include "cuda/ops_cuda.h"
-#include "operators.h"
-#include "options.h"
-#include "params.h"
-#include "passes.h"
-#include "results.h"
+#include "ops/checks.h"
+#include "ops/cuda.h"
+#include "ops/operators.h"
+#include "ops/options.h"
+#include "ops/params.h"
+#include "ops/passes.h"
+#include "ops/results.h"
 
 namespace pyattn {
 namespace {

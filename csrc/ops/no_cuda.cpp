@@ -1,6 +1,6 @@
 #include <c10/util/Exception.h>
 
-#include "ops_cuda.h"
+#include "ops/cuda.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -16,7 +16,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "checks.h"
+#include "ops/checks.h"
 
 namespace pyattn {
 

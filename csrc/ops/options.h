@@ -7,8 +7,8 @@
 #include <cmath>
 #include <optional>
 
-#include "checks.h"
-#include "operators.h"
+#include "ops/checks.h"
+#include "ops/operators.h"
 
 namespace pyattn {
 

@@ -1,4 +1,4 @@
-// The operators pyattn::attention_varlen_forward and _backward: as those of ops.cpp, for sequences one
+// The operators pyattn::attention_varlen_forward and _backward: as those of dense.cpp, for sequences one
 // behind the other, each of its own length.
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
@@ -7,14 +7,14 @@
 #include <optional>
 
 #include "attention.h"
-#include "checks.h"
-#include "cuda/ops_cuda.h"
-#include "operators.h"
-#include "options.h"
-#include "packing.h"
-#include "params.h"
-#include "passes.h"
-#include "results.h"
+#include "ops/checks.h"
+#include "ops/cuda.h"
+#include "ops/operators.h"
+#include "ops/options.h"
+#include "ops/packing.h"
+#include "ops/params.h"
+#include "ops/passes.h"
+#include "ops/results.h"
 
 namespace pyattn {
 namespace {

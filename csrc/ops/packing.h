@@ -10,11 +10,11 @@
 #include <vector>
 
 #include "attention.h"
-#include "checks.h"
-#include "defaults.h"
-#include "operators.h"
-#include "options.h"
-#include "params.h"
+#include "ops/checks.h"
+#include "shared/defaults.h"
+#include "ops/operators.h"
+#include "ops/options.h"
+#include "ops/params.h"
 
 namespace pyattn {
 

@@ -11,14 +11,14 @@
 #include <tuple>
 
 #include "attention.h"
-#include "checks.h"
-#include "operators.h"
-#include "options.h"
-#include "packing.h"
-#include "pages.h"
-#include "params.h"
-#include "passes.h"
-#include "results.h"
+#include "ops/checks.h"
+#include "ops/operators.h"
+#include "ops/options.h"
+#include "ops/packing.h"
+#include "ops/pages.h"
+#include "ops/params.h"
+#include "ops/passes.h"
+#include "ops/results.h"
 
 namespace pyattn {
 namespace {

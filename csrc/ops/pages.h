@@ -9,10 +9,10 @@
 #include <array>
 
 #include "attention.h"
-#include "cache.h"
-#include "checks.h"
-#include "packing.h"
-#include "params.h"
+#include "ops/cache.h"
+#include "ops/checks.h"
+#include "ops/packing.h"
+#include "ops/params.h"
 
 namespace pyattn {
 

@@ -1,4 +1,4 @@
-// The operators of pages on a GPU, as ops_cache_cuda.cpp has those of caches without: in ATen's operations
+// The operators of pages on a GPU, as cache_cuda.cpp has those of caches without: in ATen's operations
 // without a host read. What has no room is left out, indices are clamped; with PYATTN_CHECK=1 they are read
 // and checked first, as on the CPU.
 #include <ATen/core/Tensor.h>
@@ -13,9 +13,9 @@
 #include <tuple>
 #include <utility>
 
-#include "cache.h"
-#include "packing.h"
-#include "pages.h"
+#include "ops/cache.h"
+#include "ops/packing.h"
+#include "ops/pages.h"
 
 namespace pyattn {
 namespace {
@@ -23,7 +23,7 @@ namespace {
 Tensor column(const Tensor& t) { return t.unsqueeze(1); }
 Tensor numbers(int64_t count, const Tensor& like) { return at::arange(count, like.options().dtype(at::kLong)); }
 
-// As in ops_paged.cpp; a sequence whose indices are invalid has -1 keys, and all of them where cu_seqlens_k is.
+// As in paged.cpp; a sequence whose indices are invalid has -1 keys, and all of them where cu_seqlens_k is.
 std::tuple<Tensor, Tensor> pages_in_use(const Tensor& block_table, const Tensor& cu_seqlens_k, SymInt max_seqlen_k,
                                         const optional<Tensor>& seqused_k, SymInt pages, SymInt page_size) {
   check_pages_in_use(block_table, cu_seqlens_k, seqused_k, page_size);

@@ -10,9 +10,9 @@
 #include <utility>
 
 #include "attention.h"
-#include "checks.h"
-#include "defaults.h"
-#include "options.h"
+#include "ops/checks.h"
+#include "shared/defaults.h"
+#include "ops/options.h"
 
 namespace pyattn {
 

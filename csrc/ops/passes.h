@@ -10,8 +10,8 @@
 #include <optional>
 
 #include "attention.h"
-#include "profile.h"
-#include "threads.h"
+#include "ops/profile.h"
+#include "ops/threads.h"
 
 namespace pyattn {
 

@@ -1,4 +1,4 @@
-#include "profile.h"
+#include "ops/profile.h"
 
 #include <atomic>
 #include <chrono>
@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "cpu/dispatch.h"
-#include "threads.h"
+#include "ops/threads.h"
 
 namespace pyattn {
 namespace {

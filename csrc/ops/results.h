@@ -13,9 +13,9 @@
 #include <utility>
 
 #include "attention.h"
-#include "checks.h"
-#include "huge_pages.h"
-#include "options.h"
+#include "ops/checks.h"
+#include "ops/huge_pages.h"
+#include "ops/options.h"
 
 namespace pyattn {
 

@@ -1,4 +1,4 @@
-#include "threads.h"
+#include "ops/threads.h"
 
 #include <ATen/Parallel.h>
 #include <pthread.h>

@@ -1,7 +1,6 @@
 // Defaults: what an option stands for where the caller leaves it out.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 
 namespace pyattn {
@@ -10,8 +9,8 @@ namespace pyattn {
 constexpr int64_t default_q_offset(int64_t seqlen_q, int64_t seqlen_k) { return seqlen_k - seqlen_q; }
 
 // 1 where there is nothing to sum over.
-inline double default_softmax_scale(int64_t head_dim) {
-  return head_dim ? 1 / std::sqrt(static_cast<double>(head_dim)) : 1;
+constexpr double default_softmax_scale(int64_t head_dim) {
+  return head_dim ? 1 / __builtin_sqrt(static_cast<double>(head_dim)) : 1;
 }
 
 }  // namespace pyattn

@@ -12,8 +12,8 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "bias.h"
-#include "heads.h"
+#include "shared/bias.h"
+#include "shared/heads.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -26,7 +26,7 @@ DTYPES = {torch.float64: "double", torch.float32: "float", torch.bfloat16: "bf16
 UNITS = [(dtype, packed) for dtype in DTYPES.values() for packed in ("false", "true")]
 """PYATTN_DTYPE and PYATTN_PACKED of each object of the kernels."""
 
-INCLUDES = ("-Icsrc", "-Icsrc/cuda", "-Itests/tools/emulation", "-DPYATTN_ISA=cuda", '-DPYATTN_ISA_HEADER="host.h"')
+INCLUDES = ("-Icsrc", "-Itests/tools/emulation", "-DPYATTN_ISA=cuda", '-DPYATTN_ISA_HEADER="host.h"')
 FLAGS = ("-std=c++20", "-O2", "-march=native", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
 # g++ does not know #pragma unroll.
 SOURCES = ("tests/tools/emulation/entry.cpp", "tests/tools/emulation/tensor_core.cpp")

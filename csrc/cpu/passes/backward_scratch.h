@@ -4,16 +4,16 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "dots.h"
-#include "heads.h"
-#include "matrix.h"
-#include "operand.h"
-#include "pack.h"
-#include "packed_queries.h"
-#include "scratch.h"
-#include "simd.h"
-#include "strips.h"
-#include "units.h"
+#include "cpu/products/dots.h"
+#include "shared/heads.h"
+#include "cpu/products/matrix.h"
+#include "cpu/products/operand.h"
+#include "cpu/products/pack.h"
+#include "cpu/passes/packed_queries.h"
+#include "cpu/products/scratch.h"
+#include "cpu/simd/simd.h"
+#include "cpu/tiles/strips.h"
+#include "cpu/plan/units.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -4,19 +4,19 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "backward_scratch.h"
-#include "dots.h"
-#include "dropout.h"
-#include "gemm.h"
-#include "heads.h"
-#include "mask.h"
-#include "matrix.h"
-#include "operand.h"
-#include "packed_queries.h"
-#include "simd.h"
-#include "softmax_gradient.h"
-#include "stopwatch.h"
-#include "strips.h"
+#include "cpu/passes/backward_scratch.h"
+#include "cpu/products/dots.h"
+#include "cpu/tiles/dropout.h"
+#include "cpu/products/product.h"
+#include "shared/heads.h"
+#include "shared/mask.h"
+#include "cpu/products/matrix.h"
+#include "cpu/products/operand.h"
+#include "cpu/passes/packed_queries.h"
+#include "cpu/simd/simd.h"
+#include "cpu/tiles/softmax_gradient.h"
+#include "cpu/passes/stopwatch.h"
+#include "cpu/tiles/strips.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

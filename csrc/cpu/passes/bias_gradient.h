@@ -1,23 +1,23 @@
 // The gradient of a bias that broadcasts: sums over all scores that share one of its elements. A work
 // item owns elements and goes through what shares them in order, making the tiles of backward again.
-// Where each element belongs to one score, backward itself writes it (bias_tile.h).
+// Where each element belongs to one score, backward itself writes it (tiles/tile_bias.h).
 #pragma once
 
 #include <cstdint>
 
 #include "attention.h"
-#include "backward_scratch.h"
-#include "backward_tile.h"
-#include "bias_tile.h"
-#include "dots.h"
-#include "heads.h"
-#include "mask.h"
-#include "matrix.h"
-#include "operand.h"
-#include "scratch.h"
-#include "simd.h"
-#include "splits.h"
-#include "strips.h"
+#include "cpu/passes/backward_scratch.h"
+#include "cpu/passes/backward_tile.h"
+#include "cpu/tiles/tile_bias.h"
+#include "cpu/products/dots.h"
+#include "shared/heads.h"
+#include "shared/mask.h"
+#include "cpu/products/matrix.h"
+#include "cpu/products/operand.h"
+#include "cpu/products/scratch.h"
+#include "cpu/simd/simd.h"
+#include "cpu/plan/backward_splits.h"
+#include "cpu/tiles/strips.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -6,19 +6,19 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "dots.h"
-#include "gemm.h"
-#include "heads.h"
-#include "mask.h"
-#include "matrix.h"
-#include "operand.h"
-#include "pages.h"
-#include "scratch.h"
-#include "simd.h"
-#include "softmax.h"
-#include "stopwatch.h"
-#include "strips.h"
-#include "units.h"
+#include "cpu/products/dots.h"
+#include "cpu/products/product.h"
+#include "shared/heads.h"
+#include "shared/mask.h"
+#include "cpu/products/matrix.h"
+#include "cpu/products/operand.h"
+#include "cpu/products/pages.h"
+#include "cpu/products/scratch.h"
+#include "cpu/simd/simd.h"
+#include "cpu/tiles/softmax.h"
+#include "cpu/passes/stopwatch.h"
+#include "cpu/tiles/strips.h"
+#include "cpu/plan/units.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -4,13 +4,13 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "heads.h"
-#include "mask.h"
-#include "packed_queries.h"
-#include "simd.h"
-#include "softmax_gradient.h"
-#include "shares.h"
-#include "stopwatch.h"
+#include "shared/heads.h"
+#include "shared/mask.h"
+#include "cpu/passes/packed_queries.h"
+#include "cpu/simd/simd.h"
+#include "cpu/tiles/softmax_gradient.h"
+#include "cpu/plan/shares.h"
+#include "cpu/passes/stopwatch.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -1,15 +1,15 @@
 // The passes that find what the mask leaves of rows and of blocks of rows, where no formula says it. They run
-// before forward, and again before backward, so that nothing is saved for it. passes.h keeps their results.
+// before forward, and again before backward, so that nothing is saved for it. ops/passes.h keeps their results.
 #pragma once
 
 #include <cstdint>
 
 #include "attention.h"
-#include "bias.h"
-#include "heads.h"
-#include "mask.h"
-#include "simd.h"
-#include "units.h"
+#include "shared/bias.h"
+#include "shared/heads.h"
+#include "shared/mask.h"
+#include "cpu/simd/simd.h"
+#include "cpu/plan/units.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

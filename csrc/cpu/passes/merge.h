@@ -5,14 +5,14 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "decode.h"
-#include "dots.h"
-#include "heads.h"
-#include "mask.h"
-#include "simd.h"
-#include "softmax.h"
-#include "stopwatch.h"
-#include "units.h"
+#include "cpu/passes/decode.h"
+#include "cpu/products/dots.h"
+#include "shared/heads.h"
+#include "shared/mask.h"
+#include "cpu/simd/simd.h"
+#include "cpu/tiles/softmax.h"
+#include "cpu/passes/stopwatch.h"
+#include "cpu/plan/units.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

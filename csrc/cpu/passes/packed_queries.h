@@ -5,16 +5,16 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "heads.h"
-#include "mask.h"
-#include "matrix.h"
-#include "operand.h"
-#include "pack.h"
-#include "scratch.h"
-#include "simd.h"
-#include "softmax_gradient.h"
-#include "strips.h"
-#include "units.h"
+#include "shared/heads.h"
+#include "shared/mask.h"
+#include "cpu/products/matrix.h"
+#include "cpu/products/operand.h"
+#include "cpu/products/pack.h"
+#include "cpu/products/scratch.h"
+#include "cpu/simd/simd.h"
+#include "cpu/tiles/softmax_gradient.h"
+#include "cpu/tiles/strips.h"
+#include "cpu/plan/units.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

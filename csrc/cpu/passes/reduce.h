@@ -4,15 +4,15 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "heads.h"
-#include "matrix.h"
-#include "pack.h"
-#include "scratch.h"
-#include "shares.h"
-#include "simd.h"
-#include "stopwatch.h"
-#include "strips.h"
-#include "units.h"
+#include "shared/heads.h"
+#include "cpu/products/matrix.h"
+#include "cpu/products/pack.h"
+#include "cpu/products/scratch.h"
+#include "cpu/plan/shares.h"
+#include "cpu/simd/simd.h"
+#include "cpu/passes/stopwatch.h"
+#include "cpu/tiles/strips.h"
+#include "cpu/plan/units.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

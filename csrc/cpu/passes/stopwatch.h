@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "simd.h"
+#include "cpu/simd/simd.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

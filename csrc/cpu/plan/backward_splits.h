@@ -5,10 +5,10 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "dropout.h"
-#include "heads.h"
-#include "mask.h"
-#include "units.h"
+#include "cpu/tiles/dropout.h"
+#include "shared/heads.h"
+#include "shared/mask.h"
+#include "cpu/plan/units.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

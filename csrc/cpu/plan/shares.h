@@ -6,11 +6,11 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "heads.h"
-#include "matrix.h"
-#include "scratch.h"
-#include "simd.h"
-#include "units.h"
+#include "shared/heads.h"
+#include "cpu/products/matrix.h"
+#include "cpu/products/scratch.h"
+#include "cpu/simd/simd.h"
+#include "cpu/plan/units.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

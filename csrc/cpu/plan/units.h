@@ -5,12 +5,12 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "dots.h"
-#include "heads.h"
-#include "mask.h"
-#include "simd.h"
-#include "strips.h"
-#include "work.h"
+#include "cpu/products/dots.h"
+#include "shared/heads.h"
+#include "shared/mask.h"
+#include "cpu/simd/simd.h"
+#include "cpu/tiles/strips.h"
+#include "cpu/plan/work.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "heads.h"
+#include "shared/heads.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -9,12 +9,12 @@
 #include <type_traits>
 
 #include "attention.h"
-#include "heads.h"
-#include "matrix.h"
-#include "operand.h"
-#include "pack.h"
-#include "simd.h"
-#include "strips.h"
+#include "shared/heads.h"
+#include "cpu/products/matrix.h"
+#include "cpu/products/operand.h"
+#include "cpu/products/pack.h"
+#include "cpu/simd/simd.h"
+#include "cpu/tiles/strips.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

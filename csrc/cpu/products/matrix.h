@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "simd.h"
+#include "cpu/simd/simd.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

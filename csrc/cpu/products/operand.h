@@ -9,10 +9,10 @@
 #include <cstdint>
 #include <utility>
 
-#include "heads.h"
-#include "matrix.h"
-#include "pack.h"
-#include "simd.h"
+#include "shared/heads.h"
+#include "cpu/products/matrix.h"
+#include "cpu/products/pack.h"
+#include "cpu/simd/simd.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -4,10 +4,10 @@
 
 #include <cstdint>
 
-#include "heads.h"
-#include "matrix.h"
-#include "scratch.h"
-#include "simd.h"
+#include "shared/heads.h"
+#include "cpu/products/matrix.h"
+#include "cpu/products/scratch.h"
+#include "cpu/simd/simd.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

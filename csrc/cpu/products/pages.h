@@ -6,10 +6,10 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "heads.h"
-#include "mask.h"
-#include "matrix.h"
-#include "operand.h"
+#include "shared/heads.h"
+#include "shared/mask.h"
+#include "cpu/products/matrix.h"
+#include "cpu/products/operand.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

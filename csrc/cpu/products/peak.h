@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "simd.h"
+#include "cpu/simd/simd.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -4,9 +4,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "heads.h"
-#include "matrix.h"
-#include "simd.h"
+#include "shared/heads.h"
+#include "cpu/products/matrix.h"
+#include "cpu/simd/simd.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -4,8 +4,8 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "heads.h"
-#include "matrix.h"
+#include "shared/heads.h"
+#include "cpu/products/matrix.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

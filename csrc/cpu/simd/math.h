@@ -2,7 +2,7 @@
 // call.
 #pragma once
 
-#include "half.h"
+#include "cpu/simd/half.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

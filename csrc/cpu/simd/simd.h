@@ -3,4 +3,4 @@
 
 #include PYATTN_ISA_HEADER
 
-#include "simd/math.h"
+#include "cpu/simd/math.h"

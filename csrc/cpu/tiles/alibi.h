@@ -5,9 +5,9 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "heads.h"
-#include "simd.h"
-#include "strips.h"
+#include "shared/heads.h"
+#include "cpu/simd/simd.h"
+#include "cpu/tiles/strips.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -11,10 +11,10 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "heads.h"
-#include "matrix.h"
-#include "simd.h"
-#include "strips.h"
+#include "shared/heads.h"
+#include "cpu/products/matrix.h"
+#include "cpu/simd/simd.h"
+#include "cpu/tiles/strips.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -3,12 +3,12 @@
 // softmax does not know which one it was.
 #pragma once
 
-#include "alibi.h"
+#include "cpu/tiles/alibi.h"
 #include "attention.h"
-#include "bias_tile.h"
-#include "matrix.h"
-#include "simd.h"
-#include "strips.h"
+#include "cpu/tiles/tile_bias.h"
+#include "cpu/products/matrix.h"
+#include "cpu/simd/simd.h"
+#include "cpu/tiles/strips.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -6,11 +6,11 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "heads.h"
-#include "mask.h"
-#include "matrix.h"
-#include "simd.h"
-#include "strips.h"
+#include "shared/heads.h"
+#include "shared/mask.h"
+#include "cpu/products/matrix.h"
+#include "cpu/simd/simd.h"
+#include "cpu/tiles/strips.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

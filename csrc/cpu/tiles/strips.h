@@ -6,10 +6,10 @@
 #include <utility>
 
 #include "attention.h"
-#include "heads.h"
-#include "mask.h"
-#include "matrix.h"
-#include "simd.h"
+#include "shared/heads.h"
+#include "shared/mask.h"
+#include "cpu/products/matrix.h"
+#include "cpu/simd/simd.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

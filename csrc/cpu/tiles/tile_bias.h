@@ -6,12 +6,12 @@
 #include <type_traits>
 
 #include "attention.h"
-#include "bias.h"
-#include "heads.h"
-#include "matrix.h"
-#include "pack.h"
-#include "simd.h"
-#include "strips.h"
+#include "shared/bias.h"
+#include "shared/heads.h"
+#include "cpu/products/matrix.h"
+#include "cpu/products/pack.h"
+#include "cpu/simd/simd.h"
+#include "cpu/tiles/strips.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -4,9 +4,9 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "heads.h"
-#include "mask.h"
-#include "primitives.h"
+#include "shared/heads.h"
+#include "shared/mask.h"
+#include "cuda/primitives.h"
 
 namespace pyattn::cuda {
 namespace {
@@ -14,10 +14,10 @@ namespace {
 // Tiles of kRows queries and kKeys keys of each sequence and head; where the bias
 // broadcasts along one of these, a tile stands for all of it.
 template <int kRows, int kKeys>
-struct BiasTiles {
+struct BiasItems {
   int64_t batch, heads, queries, keys;
 
-  constexpr explicit BiasTiles(const BackwardParams& p)
+  constexpr explicit BiasItems(const BackwardParams& p)
       : batch(p.dbias.stride_b ? p.batch : 1),
         heads(p.dbias.stride_h ? p.num_heads_q : 1),
         queries(p.dbias.stride_q ? ceil_div(p.seqlen_q, kRows) : 1),
@@ -27,11 +27,11 @@ struct BiasTiles {
 };
 
 // What one tile stands for.
-struct BiasTile {
+struct BiasItem {
   Range sequences, heads, queries, keys;
 
   template <int kRows, int kKeys>
-  constexpr BiasTile(const BackwardParams& p, const BiasTiles<kRows, kKeys>& tiles, int64_t at)
+  constexpr BiasItem(const BackwardParams& p, const BiasItems<kRows, kKeys>& tiles, int64_t at)
       : sequences(share(p.dbias.stride_b, at / tiles.keys / tiles.queries / tiles.heads, 1, p.batch)),
         heads(share(p.dbias.stride_h, at / tiles.keys / tiles.queries % tiles.heads, 1, p.num_heads_q)),
         queries(share(p.dbias.stride_q, at / tiles.keys % tiles.queries, kRows, p.seqlen_q)),
