@@ -90,7 +90,9 @@ constexpr bool is_plain(const ScoreParams& score) {
   return !score.softcap && !score.alibi_slopes && !has_bias(score) && !score.part;
 }
 
-// Each weight is dropped with probability threshold / 65536; cpu/tiles/dropout.h says which.
+// Each weight is dropped with probability threshold / 65536; cpu/tiles/dropout.h says which. kDrawKeys neighbouring
+// keys of a query are drawn for at once.
+inline constexpr int kDrawKeys = 8;
 struct DropoutParams {
   uint32_t threshold;   // below 65536; 0 drops none
   const int64_t* seed;  // ()

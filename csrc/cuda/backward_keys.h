@@ -10,18 +10,20 @@
 
 #include <cstdint>
 
-#include "cuda/add_queries.h"
 #include "attention.h"
+#include "cuda/add_queries.h"
 #include "cuda/block.h"
 #include "cuda/dropout.h"
-#include "cuda/softmax_gradient.h"
-#include "shared/heads.h"
-#include "shared/mask.h"
+#include "cuda/fragment.h"
 #include "cuda/primitives.h"
 #include "cuda/product.h"
+#include "cuda/softmax_gradient.h"
 #include "cuda/tile.h"
 #include "cuda/tile_mask.h"
 #include "cuda/workspace.h"
+#include "shared/heads.h"
+#include "shared/index.h"
+#include "shared/mask.h"
 
 namespace pyattn::cuda {
 namespace {

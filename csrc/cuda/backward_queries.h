@@ -8,14 +8,18 @@
 #include "attention.h"
 #include "cuda/block.h"
 #include "cuda/dropout.h"
-#include "cuda/softmax_gradient.h"
-#include "shared/mask.h"
+#include "cuda/fragment.h"
 #include "cuda/primitives.h"
 #include "cuda/product.h"
+#include "cuda/score.h"
 #include "cuda/softmax.h"
+#include "cuda/softmax_gradient.h"
 #include "cuda/tile.h"
 #include "cuda/tile_mask.h"
 #include "cuda/workspace.h"
+#include "shared/heads.h"
+#include "shared/index.h"
+#include "shared/mask.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -11,14 +11,15 @@
 #include "cuda/backward_queries.h"
 #include "cuda/bias_items.h"
 #include "cuda/block.h"
-#include "cuda/softmax_gradient.h"
-#include "shared/heads.h"
-#include "shared/mask.h"
+#include "cuda/fragment.h"
 #include "cuda/primitives.h"
 #include "cuda/product.h"
-#include "cuda/tile.h"
+#include "cuda/softmax_gradient.h"
 #include "cuda/tile_mask.h"
 #include "cuda/workspace.h"
+#include "shared/heads.h"
+#include "shared/index.h"
+#include "shared/mask.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -4,9 +4,7 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "shared/heads.h"
-#include "shared/mask.h"
-#include "cuda/primitives.h"
+#include "shared/index.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -12,9 +12,6 @@
 namespace pyattn::cuda {
 namespace {
 
-// Keys to one counter; key blocks begin at multiples of it.
-inline constexpr int kDrawKeys = 8;
-
 // Philox4x32-10 (Salmon et al. 2011): counter -> four random words, in place.
 struct Philox {
   uint32_t word[4];

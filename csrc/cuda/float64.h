@@ -9,13 +9,14 @@
 #include "cuda/bias_items.h"
 #include "cuda/dropout.h"
 #include "cuda/fragment.h"
-#include "cuda/softmax_gradient.h"
-#include "shared/heads.h"
-#include "shared/mask.h"
 #include "cuda/primitives.h"
 #include "cuda/score.h"
 #include "cuda/sequences.h"
+#include "cuda/softmax_gradient.h"
 #include "cuda/workspace.h"
+#include "shared/heads.h"
+#include "shared/index.h"
+#include "shared/mask.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -7,9 +7,10 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "shared/heads.h"
-#include "shared/mask.h"
 #include "cuda/primitives.h"
+#include "shared/heads.h"
+#include "shared/index.h"
+#include "shared/mask.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -4,23 +4,27 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/add_queries.h"
 #include "attention.h"
-#include "cuda/bias_gradient.h"
+#include "cuda/add_queries.h"
 #include "cuda/backward_keys.h"
 #include "cuda/backward_queries.h"
+#include "cuda/bias_gradient.h"
+#include "cuda/bias_items.h"
 #include "cuda/float64.h"
 #include "cuda/forward.h"
-#include "cuda/bias_items.h"
-#include "shared/heads.h"
+#include "cuda/forward_splits.h"
+#include "cuda/head_gradients.h"
 #include "cuda/mask_rows.h"
 #include "cuda/merge.h"
 #include "cuda/primitives.h"
-#include "cuda/head_gradients.h"
 #include "cuda/row_terms.h"
 #include "cuda/score.h"
-#include "cuda/forward_splits.h"
+#include "cuda/sequences.h"
 #include "cuda/workspace.h"
+#include "shared/bias.h"
+#include "shared/heads.h"
+#include "shared/index.h"
+#include "shared/mask.h"
 
 namespace pyattn::cuda {
 namespace {

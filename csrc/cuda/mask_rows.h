@@ -6,11 +6,12 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "shared/bias.h"
 #include "cuda/fragment.h"
-#include "shared/heads.h"
-#include "shared/mask.h"
 #include "cuda/primitives.h"
+#include "shared/bias.h"
+#include "shared/heads.h"
+#include "shared/index.h"
+#include "shared/mask.h"
 
 namespace pyattn::cuda {
 namespace {

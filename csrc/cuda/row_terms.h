@@ -6,12 +6,12 @@
 
 #include "attention.h"
 #include "cuda/fragment.h"
-#include "cuda/softmax_gradient.h"
-#include "shared/heads.h"
-#include "shared/mask.h"
 #include "cuda/primitives.h"
+#include "cuda/score.h"
 #include "cuda/sequences.h"
 #include "cuda/workspace.h"
+#include "shared/heads.h"
+#include "shared/mask.h"
 
 namespace pyattn::cuda {
 namespace {

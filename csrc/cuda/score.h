@@ -6,11 +6,12 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "shared/bias.h"
-#include "shared/heads.h"
+#include "cuda/fragment.h"
 #include "cuda/primitives.h"
 #include "cuda/product.h"
 #include "cuda/tanh.h"
+#include "shared/bias.h"
+#include "shared/heads.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -6,10 +6,11 @@
 #include <type_traits>
 
 #include "attention.h"
-#include "shared/defaults.h"
 #include "cuda/fragment.h"
-#include "shared/heads.h"
 #include "cuda/primitives.h"
+#include "shared/defaults.h"
+#include "shared/heads.h"
+#include "shared/index.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -3,21 +3,15 @@
 #pragma once
 
 #include "attention.h"
-#include "shared/bias.h"
 #include "cuda/fragment.h"
 #include "cuda/primitives.h"
 #include "cuda/product.h"
 #include "cuda/tile_mask.h"
+#include "cuda/workspace.h"
+#include "shared/bias.h"
 
 namespace pyattn::cuda {
 namespace {
-
-// What backward needs to know of a row.
-struct alignas(16) RowTerms {
-  float shift, factor;  // P = exp(S, shift) * factor
-  float delta;          // rowsum(dO * O) - dlse
-  float share;          // 1; 0 for a row that sees one key alone, whose weight is 1 whatever dP is
-};
 
 // S -> W = P * D and dP -> dS by the products, in place, in sums that begin at row, or key, `first`
 // of the tile at place(); terms(at, row) are those of the at-th of the lane's rows. Both are 0

@@ -5,21 +5,10 @@
 #include <cstdint>
 
 #include "attention.h"
+#include "shared/index.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
-
-constexpr int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
-constexpr int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
-constexpr int64_t clamp(int64_t x, int64_t low, int64_t high) { return min(max(x, low), high); }
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
-constexpr int64_t round_down(int64_t a, int64_t b) { return a / b * b; }
-
-// Operands fit in 32 bits; a 64-bit division is several times
-// slower, and on a GPU takes many registers.
-constexpr int64_t divide(int64_t a, int64_t b) { return static_cast<uint32_t>(a) / static_cast<uint32_t>(b); }
-constexpr int64_t remainder(int64_t a, int64_t b) { return static_cast<uint32_t>(a) % static_cast<uint32_t>(b); }
 
 // Query heads per KV head.
 constexpr int64_t group_size(const ForwardParams& p) {
@@ -101,17 +90,6 @@ struct Head {
         seqlen_k(own.seqlen_k),
         count(own.seqlen_q * group) {}
 };
-
-// The last i below count for which begins(i) holds, or 0: it holds up to some i and not behind.
-template <class F>
-constexpr int64_t last_that(int64_t count, F begins) {
-  int64_t i = 0;
-  for (int64_t past = count; past - i > 1;) {
-    const int64_t middle = (i + past) / 2;
-    (begins(middle) ? i : past) = middle;
-  }
-  return i;
-}
 
 }  // namespace
 }  // namespace pyattn::PYATTN_ISA

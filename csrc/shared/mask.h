@@ -14,30 +14,10 @@
 #include "attention.h"
 #include "shared/bias.h"
 #include "shared/heads.h"
+#include "shared/index.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
-
-// The indices [begin, end); none where end <= begin.
-struct Range {
-  int64_t begin, end;
-
-  constexpr bool empty() const { return end <= begin; }
-  constexpr int64_t count() const { return max(0, end - begin); }
-  constexpr bool contains(int64_t i) const { return begin <= i && i < end; }
-
-  // The part of this range, which has begin <= end, that lies in the other.
-  constexpr Range in(Range other) const {
-    const int64_t from = clamp(other.begin, begin, end);
-    return {from, clamp(other.end, from, end)};
-  }
-
-  // The part that lies in [first, first + n), counted from first.
-  constexpr Range within(int64_t first, int64_t n) const {
-    const int64_t from = clamp(begin - first, 0, n);
-    return {from, clamp(end - first, from, n)};
-  }
-};
 
 // How much of a tile is seen: nothing, some pairs, or every pair.
 enum class Cover { kNone, kPart, kFull };

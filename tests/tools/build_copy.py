@@ -141,7 +141,7 @@ class Copy:
         for entry in json.loads((self.build / "compile_commands.json").read_text()):
             command = ["-O1" if x == "-O3" else x for x in shlex.split(entry["command"])]
             at = command.index("-o")
-            isa = re.search(r"kernels_(\w+)\.dir", command[at + 1])
+            isa = re.search(r"kernels_(\w+)_(?:plain|general)\.dir", command[at + 1])
             if not isa or isa[1] in pyattn.isas():
                 yield Unit(command[at + 1], command[:at] + command[at + 2 :], isa[1] if isa else "")
 

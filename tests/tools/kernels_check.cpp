@@ -2,7 +2,7 @@
 // compares them with the scalar ones in float64, which the Python suite proves. For
 // machines that have no PyTorch, emulated ones above all:
 //
-//   c++ -std=c++20 -O2 -Icsrc tests/tools/kernels_check.cpp csrc/cpu/dispatch.cpp <objects of kernels.cpp and kernels_general.cpp> -o kernels_check
+//   c++ -std=c++20 -O2 -Icsrc tests/tools/kernels_check.cpp csrc/cpu/dispatch.cpp <objects of kernels.cpp for both scores> -o kernels_check
 #include <algorithm>
 #include <array>
 #include <cmath>

@@ -6,18 +6,20 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "cpu/passes/backward_scratch.h"
 #include "cpu/passes/backward_tile.h"
-#include "cpu/tiles/tile_bias.h"
+#include "cpu/passes/stopwatch.h"
+#include "cpu/plan/units.h"
 #include "cpu/products/dots.h"
-#include "shared/heads.h"
-#include "shared/mask.h"
 #include "cpu/products/matrix.h"
 #include "cpu/products/operand.h"
 #include "cpu/products/scratch.h"
 #include "cpu/simd/simd.h"
-#include "cpu/plan/backward_splits.h"
 #include "cpu/tiles/strips.h"
+#include "cpu/tiles/tile_bias.h"
+#include "shared/bias.h"
+#include "shared/heads.h"
+#include "shared/index.h"
+#include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

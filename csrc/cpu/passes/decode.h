@@ -6,19 +6,20 @@
 #include <cstdint>
 
 #include "attention.h"
+#include "cpu/passes/stopwatch.h"
+#include "cpu/plan/units.h"
 #include "cpu/products/dots.h"
-#include "cpu/products/product.h"
-#include "shared/heads.h"
-#include "shared/mask.h"
 #include "cpu/products/matrix.h"
-#include "cpu/products/operand.h"
+#include "cpu/products/pack.h"
 #include "cpu/products/pages.h"
+#include "cpu/products/product.h"
 #include "cpu/products/scratch.h"
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/softmax.h"
-#include "cpu/passes/stopwatch.h"
 #include "cpu/tiles/strips.h"
-#include "cpu/plan/units.h"
+#include "shared/heads.h"
+#include "shared/index.h"
+#include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -4,13 +4,15 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "shared/heads.h"
-#include "shared/mask.h"
-#include "cpu/passes/packed_queries.h"
+#include "cpu/passes/stopwatch.h"
+#include "cpu/plan/shares.h"
+#include "cpu/plan/units.h"
+#include "cpu/products/pack.h"
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/softmax_gradient.h"
-#include "cpu/plan/shares.h"
-#include "cpu/passes/stopwatch.h"
+#include "shared/heads.h"
+#include "shared/index.h"
+#include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -5,11 +5,12 @@
 #include <cstdint>
 
 #include "attention.h"
+#include "cpu/plan/units.h"
+#include "cpu/plan/work.h"
 #include "shared/bias.h"
 #include "shared/heads.h"
+#include "shared/index.h"
 #include "shared/mask.h"
-#include "cpu/simd/simd.h"
-#include "cpu/plan/units.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

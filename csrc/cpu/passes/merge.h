@@ -6,13 +6,15 @@
 
 #include "attention.h"
 #include "cpu/passes/decode.h"
-#include "cpu/products/dots.h"
-#include "shared/heads.h"
-#include "shared/mask.h"
-#include "cpu/simd/simd.h"
-#include "cpu/tiles/softmax.h"
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/units.h"
+#include "cpu/plan/work.h"
+#include "cpu/simd/simd.h"
+#include "cpu/tiles/softmax.h"
+#include "cpu/tiles/strips.h"
+#include "shared/heads.h"
+#include "shared/index.h"
+#include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

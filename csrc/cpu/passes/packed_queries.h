@@ -5,8 +5,7 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "shared/heads.h"
-#include "shared/mask.h"
+#include "cpu/plan/units.h"
 #include "cpu/products/matrix.h"
 #include "cpu/products/operand.h"
 #include "cpu/products/pack.h"
@@ -14,7 +13,9 @@
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/softmax_gradient.h"
 #include "cpu/tiles/strips.h"
-#include "cpu/plan/units.h"
+#include "shared/heads.h"
+#include "shared/index.h"
+#include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
@@ -25,20 +26,6 @@ namespace {
 inline bool in_one_block(Range keys) {
   return !keys.empty() && keys.count() <= kBackwardBlockK &&
          keys.begin / kBackwardBlockK == (keys.end - 1) / kBackwardBlockK;
-}
-
-// The dot product of two rows.
-template <class S>
-Compute<S> dot_row(const S* a, const S* b, int64_t cols) {
-  using T = Compute<S>;
-  constexpr int L = kLanes<T>;
-  vec<T> sum = {};
-  int64_t d = 0;
-  for (; d + L <= cols; d += L) sum = fma(load(a + d), load(b + d), sum);
-  if (d < cols) sum = fma(load(a + d, cols - d), load(b + d, cols - d), sum);
-  T total = 0;
-  for (int i = 0; i < L; ++i) total += sum[i];
-  return total;
 }
 
 template <class S>

@@ -4,15 +4,17 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "shared/heads.h"
+#include "cpu/passes/stopwatch.h"
+#include "cpu/plan/shares.h"
+#include "cpu/plan/units.h"
+#include "cpu/plan/work.h"
 #include "cpu/products/matrix.h"
 #include "cpu/products/pack.h"
 #include "cpu/products/scratch.h"
-#include "cpu/plan/shares.h"
 #include "cpu/simd/simd.h"
-#include "cpu/passes/stopwatch.h"
 #include "cpu/tiles/strips.h"
-#include "cpu/plan/units.h"
+#include "shared/heads.h"
+#include "shared/index.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "cpu/simd/simd.h"
+#include "cpu/simd/inline.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -5,10 +5,10 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "cpu/tiles/dropout.h"
-#include "shared/heads.h"
-#include "shared/mask.h"
 #include "cpu/plan/units.h"
+#include "shared/heads.h"
+#include "shared/index.h"
+#include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

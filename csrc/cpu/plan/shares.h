@@ -6,11 +6,11 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "shared/heads.h"
-#include "cpu/products/matrix.h"
-#include "cpu/products/scratch.h"
-#include "cpu/simd/simd.h"
 #include "cpu/plan/units.h"
+#include "cpu/products/matrix.h"
+#include "cpu/simd/simd.h"
+#include "shared/heads.h"
+#include "shared/index.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -5,15 +5,27 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "cpu/products/dots.h"
-#include "shared/heads.h"
-#include "shared/mask.h"
+#include "cpu/plan/work.h"
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/strips.h"
-#include "cpu/plan/work.h"
+#include "shared/heads.h"
+#include "shared/index.h"
+#include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
+
+// With more rows than 4 (bf16 in AVX2) to 11 (fp16 in AVX-512), the
+// kernel with queries on the lanes is faster.
+inline constexpr int64_t kDecodeRows = 8;
+
+// Whether forward decodes a KV head with so many rows, and backward makes its scores with these products.
+template <class S>
+bool few_rows(const ForwardParams& p, int64_t rows) {
+  const int64_t lanes = kLanes<Compute<S>>;
+  return rows > 0 && rows <= kDecodeRows && !p.dropout.threshold && p.head_dim >= kColumns<S> * lanes &&
+         p.head_dim_v >= lanes;
+}
 
 // Keys of a work item of decoding: merging costs a thousandth of reading them, and 16k keys of one
 // head still feed 16 threads.

@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "shared/heads.h"
+#include "shared/index.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

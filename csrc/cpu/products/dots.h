@@ -9,33 +9,22 @@
 #include <type_traits>
 
 #include "attention.h"
-#include "shared/heads.h"
 #include "cpu/products/matrix.h"
 #include "cpu/products/operand.h"
 #include "cpu/products/pack.h"
 #include "cpu/simd/simd.h"
-#include "cpu/tiles/strips.h"
+#include "shared/heads.h"
+#include "shared/index.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// With more rows than 4 (bf16 in AVX2) to 11 (fp16 in AVX-512), the
-// kernel with queries on the lanes is faster.
-inline constexpr int64_t kDecodeRows = 8;
 // From so many rows on arithmetic takes as long as memory: several keys are multiplied side by side.
 // Fewer rows read fastest one key after the other.
 inline constexpr int kSideBySide = 4;
 // How far ahead rows of K are prefetched where several are read side
 // by side: 12 instead of 28 GB/s without.
 inline constexpr int64_t kPrefetchKeys = 16;
-
-// Whether forward decodes a KV head with so many rows, and backward makes its scores with these products.
-template <class S>
-bool few_rows(const ForwardParams& p, int64_t rows) {
-  const int64_t lanes = kLanes<Compute<S>>;
-  return rows > 0 && rows <= kDecodeRows && !p.dropout.threshold && p.head_dim >= kColumns<S> * lanes &&
-         p.head_dim_v >= lanes;
-}
 
 // Whether so many rows ask meanwhile for later keys and values, whose rows are a Matrix or a RowTable. One
 // row of float reads a Matrix faster without.
@@ -145,21 +134,6 @@ PYATTN_INLINE void dots(int64_t rows, int64_t keys, int64_t cols, Matrix<const O
 template <class Rows>
 void prefetch_later_keys(Rows K, int64_t j, int64_t n, int64_t cols) {
   prefetch_rows(j + kPrefetchKeys, j + kPrefetchKeys + n, cols, [&](int64_t i) { return K.at(i); });
-}
-
-// The products of all rows with the keys of a strip -> out[keys][queries]. Backward makes the
-// scores of forward to the bit, or its weights would not add up to 1.
-template <class S>
-void few_products(Matrix<const Operand<S>> Q, Matrix<const S> K, int64_t rows, int64_t cols, Strip strip,
-                  Matrix<Compute<S>> out) {
-  constexpr int L = kLanes<Compute<S>>;
-  Compute<S> block[kDecodeRows][L];
-  for (int64_t j = strip.begin; j < strip.end; j += L) {
-    dots<S>(rows, strip.end - j, cols, Q, K.from(j), {block[0], L},
-            [&](int64_t i, int64_t n) { prefetch_later_keys(K, j + i, n, cols); });
-    for (int64_t k = j; k < min(j + L, strip.end); ++k)
-      for (int64_t r = strip.j0; r < strip.j1; ++r) out.from(k).data[r] = r < rows ? block[r][k - j] : 0;
-  }
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cpu/simd/simd.h"
+#include "cpu/simd/inline.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

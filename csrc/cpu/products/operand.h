@@ -9,23 +9,15 @@
 #include <cstdint>
 #include <utility>
 
-#include "shared/heads.h"
+#include "attention.h"
 #include "cpu/products/matrix.h"
 #include "cpu/products/pack.h"
 #include "cpu/simd/simd.h"
+#include "shared/heads.h"
+#include "shared/index.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
-
-// Elements per operand.
-template <class S>
-inline constexpr int64_t kColumns = kPairs<S> ? 2 : 1;
-
-// Terms of a sum over n elements.
-template <class S>
-constexpr int64_t terms(int64_t n) {
-  return ceil_div(n, kColumns<S>);
-}
 
 // Rows of a KV tensor from position j on.
 template <class S>

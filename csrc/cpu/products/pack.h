@@ -4,10 +4,11 @@
 
 #include <cstdint>
 
-#include "shared/heads.h"
+#include "attention.h"
 #include "cpu/products/matrix.h"
 #include "cpu/products/scratch.h"
 #include "cpu/simd/simd.h"
+#include "shared/index.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
@@ -94,6 +95,20 @@ template <class S>
 bool summed_in_place(const View& view, int64_t cols) {
   return kInPlace<S> && cols % kLanes<Compute<S>> == 0 &&
          view.stride_s * static_cast<int64_t>(sizeof(S)) % kConflictBytes != 0;
+}
+
+// The dot product of two rows.
+template <class S>
+Compute<S> dot_row(const S* a, const S* b, int64_t cols) {
+  using T = Compute<S>;
+  constexpr int L = kLanes<T>;
+  vec<T> sum = {};
+  int64_t d = 0;
+  for (; d + L <= cols; d += L) sum = fma(load(a + d), load(b + d), sum);
+  if (d < cols) sum = fma(load(a + d, cols - d), load(b + d, cols - d), sum);
+  T total = 0;
+  for (int i = 0; i < L; ++i) total += sum[i];
+  return total;
 }
 
 // Whether no element is NaN or inf: 0 times it is 0.

@@ -6,10 +6,10 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "shared/heads.h"
-#include "shared/mask.h"
 #include "cpu/products/matrix.h"
 #include "cpu/products/operand.h"
+#include "shared/heads.h"
+#include "shared/index.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -4,9 +4,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "shared/heads.h"
 #include "cpu/products/matrix.h"
 #include "cpu/simd/simd.h"
+#include "shared/index.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -4,8 +4,8 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "shared/heads.h"
 #include "cpu/products/matrix.h"
+#include "shared/index.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

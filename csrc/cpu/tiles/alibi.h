@@ -5,9 +5,9 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "shared/heads.h"
+#include "cpu/simd/math.h"
 #include "cpu/simd/simd.h"
-#include "cpu/tiles/strips.h"
+#include "shared/heads.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

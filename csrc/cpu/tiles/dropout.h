@@ -11,16 +11,13 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "shared/heads.h"
-#include "cpu/products/matrix.h"
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/strips.h"
+#include "shared/heads.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// Keys per counter.
-inline constexpr int kDrawKeys = 8;
 static_assert(kStripKeys % kDrawKeys == 0);
 
 struct Philox {

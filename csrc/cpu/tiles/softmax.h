@@ -6,17 +6,15 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "shared/heads.h"
-#include "shared/mask.h"
 #include "cpu/products/matrix.h"
+#include "cpu/simd/math.h"
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/strips.h"
+#include "shared/index.h"
+#include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
-
-template <class T>
-inline constexpr T kNegInf = -static_cast<T>(__builtin_inff());
 
 // Online softmax (Milakov and Gimelshein 2018) of a block of queries. After each key block
 // row_max is the largest entry of S, row_sum = sum exp(S - row_max), and a sum made before, with

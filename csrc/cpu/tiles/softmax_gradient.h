@@ -5,11 +5,10 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "shared/heads.h"
 #include "cpu/products/matrix.h"
 #include "cpu/simd/simd.h"
-#include "cpu/tiles/softmax.h"
 #include "cpu/tiles/strips.h"
+#include "shared/heads.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
