@@ -113,9 +113,9 @@ std::vector<std::string> available_isas() {
 std::string active_isa() { return active().load()->name; }
 void set_isa(const std::string& name) { active() = &find("instruction set", name); }
 
-const Kernels& kernels(DType dtype, const ScoreParams& score) {
+const Kernels& kernels(DType dtype, bool plain) {
   const Isa& isa = *active().load();
-  return (is_plain(score) ? isa.plain : isa.general)[static_cast<int>(dtype)];
+  return (plain ? isa.plain : isa.general)[static_cast<int>(dtype)];
 }
 
 }  // namespace pyattn

@@ -58,8 +58,8 @@ struct Chosen {
 };
 
 // f(Chosen<Score>) for the score of the call.
-template <class S, class F>
-const char* with_score(const ForwardParams& p, F f) {
+template <class S, class Params, class F>
+const char* with_score(const Params& p, F f) {
   return general_score(p) ? f(Chosen<General<S>>()) : f(Chosen<Plain<S>>());
 }
 

@@ -34,7 +34,7 @@ row_terms(const __grid_constant__ BackwardParams p) {
   const Score score(p);
   const float sink =
       p.score.sinks ? score.from_sink(static_cast<const float*>(p.score.sinks)[head.query_head(r)]) : kNegInf;
-  const bool alone = !p.score.part && sink == kNegInf && Mask(p, head).exact_keys_of<S>(r).count() == 1;
+  const bool alone = !p.part && sink == kNegInf && Mask(p, head).exact_keys_of<S>(r).count() == 1;
   const float dlse = p.dlse ? static_cast<const float*>(p.dlse)[index] : 0;
   const float row_max = static_cast<const float*>(p.row_max)[index],
               row_sum = static_cast<const float*>(p.row_sum)[index];

@@ -60,7 +60,7 @@ BackwardTensors attention_backward(const Tensor& dout, const optional<Tensor>& d
   fill_inputs(p, q_, k_, v_, k.size(2), options, kept);
   p.out = input(out_), p.dout = input(dout_);
   p.row_max = input_data(row_max_), p.row_sum = input_data(row_sum_), p.dlse = dlse_ ? input_data(*dlse_) : nullptr;
-  p.score.part = part;
+  p.part = part;
   p.dq = result(dq), p.dk = result(dk), p.dv = result(dv);
   more.fill_rows(p);
   if (const Tensor& dbias = more.dbias; dbias.defined() && row_max.numel() > 0 && k.size(2) > 0)

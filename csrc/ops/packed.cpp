@@ -62,7 +62,7 @@ BackwardTensors attention_varlen_backward(const Tensor& dout, const optional<Ten
   fill_packed(p, q_, k_, v_, packing, options, kept);
   p.out = packed_input(out_), p.dout = packed_input(dout_);
   p.row_max = input_data(row_max_), p.row_sum = input_data(row_sum_), p.dlse = dlse_ ? input_data(*dlse_) : nullptr;
-  p.score.part = part;
+  p.part = part;
   for (const Tensor& t : {dq, dk, dv}) prefer_huge_pages(t);
   p.dq = packed_result(dq), p.dk = packed_result(dk), p.dv = packed_result(dv);
   more.fill_rows(p);

@@ -86,13 +86,13 @@ void run(const Pass<Params>& pass, Params& p, const Next&... next) {
 }
 
 inline void run_forward(DType type, ForwardParams& p) {
-  const Kernels& table = kernels(type, p.score);
+  const Kernels& table = kernels(type, is_plain(p));
   const auto memory = prepare(table, p);
   run(table.forward, p, table.merge_out);
 }
 
 inline void run_backward(DType type, BackwardParams& p) {
-  const Kernels& table = kernels(type, p.score);
+  const Kernels& table = kernels(type, is_plain(p));
   const auto memory = prepare(table, p);
   run(table.backward, p, table.reduce, table.bias_gradient, table.head_gradients);
 }

@@ -37,7 +37,7 @@ double sink_gradient(const BackwardParams& p, int64_t h, Score score) {
       const T weight = sink_weight<T>(p, head, r, score);
       if (weight == 0) continue;
       const T dlse = p.dlse ? static_cast<const T*>(p.dlse)[head.index(p, r)] : T(0);
-      const bool sees_any = p.score.part || !mask.exact_keys_of<S>(r).empty();
+      const bool sees_any = p.part || !mask.exact_keys_of<S>(r).empty();
       const T delta =
           sees_any ? dot_row(head.row<const S>(p.dout, r), head.row<const S>(p.out, r), p.head_dim_v) : T(0);
       sum += static_cast<double>(weight) * (static_cast<double>(dlse) - delta);

@@ -72,7 +72,7 @@ class PackedQueries {
     for (int64_t r = 0; r < lanes; ++r) {
       const int64_t at = mask.head.index(p_, row + min(r, rows - 1));
       const Range keys = r < rows ? mask.exact_keys_of<S>(row + r) : Range{0, 0};
-      const bool sees_any = !keys.empty(), one_block = !p_.score.part && in_one_block(keys);
+      const bool sees_any = !keys.empty(), one_block = !p_.part && in_one_block(keys);
       row_max_[i + r] = sees_any ? row_max[at] : T(0);
       inverse_sum_[i + r] = sees_any ? 1 / row_sum[at] : T(0);
       one_block_[i + r] = one_block ? T(1) : T(0);

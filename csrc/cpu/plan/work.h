@@ -9,8 +9,19 @@
 #include "shared/heads.h"
 #include "shared/index.h"
 
-namespace pyattn::PYATTN_ISA {
+namespace pyattn {
+
+// How many units of each kind a KV head has.
+struct Units {
+  int64_t of[8];
+};
+
+namespace PYATTN_ISA {
 namespace {
+
+// What the KV heads of a call are cut into; units.h says into how many.
+enum class Unit : int { kForward, kPartRows, kMerges, kSplits, kShareColumns, kShareBlocks, kReduced, kSummaries };
+inline constexpr int kNumUnits = sizeof(Units) / sizeof(int64_t);
 
 // How many units each KV head of the sequences before b has; not for a batch.
 constexpr int64_t units_before(const ForwardParams& p, Unit unit, int64_t b) {
@@ -53,4 +64,5 @@ class Work {
 };
 
 }  // namespace
-}  // namespace pyattn::PYATTN_ISA
+}  // namespace PYATTN_ISA
+}  // namespace pyattn
