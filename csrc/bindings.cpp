@@ -1,4 +1,4 @@
-// The Python module pyattn._C: importing it registers the operators of ops.cpp. It carries
+// The Python module pyattn._C: importing it registers the operators of ops/. It carries
 // introspection only; a tensor function bound here would be invisible to the dispatcher, and so to
 // torch.compile, autograd and the profiler.
 #include <pybind11/pybind11.h>
@@ -10,8 +10,8 @@
 
 #include "attention.h"
 #include "cpu/dispatch.h"
-#include "cuda/ops_cuda.h"
-#include "profile.h"
+#include "ops/cuda.h"
+#include "ops/profile.h"
 
 PYBIND11_MODULE(_C, m) {
   m.attr("version") = PYATTN_VERSION;
@@ -27,7 +27,7 @@ PYBIND11_MODULE(_C, m) {
                                                     {"float16", pyattn::DType::kFloat16}};
   m.def(
       "spin",
-      [dtypes](const std::string& dtype, int64_t rounds) { return pyattn::kernels(dtypes.at(dtype), {}).peak(rounds); },
+      [dtypes](const std::string& dtype, int64_t rounds) { return pyattn::kernels(dtypes.at(dtype), true).peak(rounds); },
       pybind11::arg("dtype"), pybind11::arg("rounds"), pybind11::call_guard<pybind11::gil_scoped_release>(),
       "Multiply and add between registers only, and return the number of floating-point operations.");
   m.attr("phases") = std::vector<std::string>(std::begin(pyattn::kPhaseNames), std::end(pyattn::kPhaseNames));

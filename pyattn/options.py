@@ -1,6 +1,6 @@
 """The options of attention, each once: its type, what checks it, what it means, and the words that peers have for it.
 
-An option's name, place and default are those of the operators' schemas, which come from the list in csrc/options.h.
+An option's name, place and default are those of the operators' schemas, which come from the list in csrc/ops/options.h.
 """
 
 import collections
@@ -215,7 +215,7 @@ class Options(_Values):  # type: ignore[misc]
     __slots__ = ()
 
     def scale_for(self, head_dim: int) -> float:
-        """softmax_scale, or its default for so many columns, as csrc/defaults.h has it."""
+        """softmax_scale, or its default for so many columns, as csrc/shared/defaults.h has it."""
         if self.softmax_scale is None:
             return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
         scale: float = self.softmax_scale

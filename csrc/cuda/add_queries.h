@@ -6,12 +6,12 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "fragment.h"
-#include "heads.h"
-#include "primitives.h"
-#include "product.h"
-#include "tile.h"
-#include "workspace.h"
+#include "cuda/fragment.h"
+#include "shared/heads.h"
+#include "cuda/primitives.h"
+#include "cuda/product.h"
+#include "cuda/tile.h"
+#include "cuda/workspace.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -4,9 +4,10 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "heads.h"
-#include "primitives.h"
-#include "tile.h"
+#include "cuda/primitives.h"
+#include "cuda/tile.h"
+#include "shared/heads.h"
+#include "shared/index.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -6,16 +6,17 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "bias_tiles.h"
-#include "dropout.h"
-#include "fragment.h"
-#include "gradient.h"
-#include "heads.h"
-#include "mask.h"
-#include "primitives.h"
-#include "score.h"
-#include "sequences.h"
-#include "workspace.h"
+#include "cuda/bias_items.h"
+#include "cuda/dropout.h"
+#include "cuda/fragment.h"
+#include "cuda/primitives.h"
+#include "cuda/score.h"
+#include "cuda/sequences.h"
+#include "cuda/softmax_gradient.h"
+#include "cuda/workspace.h"
+#include "shared/heads.h"
+#include "shared/index.h"
+#include "shared/mask.h"
 
 namespace pyattn::cuda {
 namespace {
@@ -181,9 +182,9 @@ template <class S, class Score>
 PYATTN_KERNEL(kFloat64Threads)
 float64_backward_bias(const __grid_constant__ BackwardParams p) {
   const int64_t at = block_index() * kFloat64Warps + warp();
-  const BiasTiles<1, 1> elements(p);
+  const BiasItems<1, 1> elements(p);
   if (at >= elements.count()) return;
-  const BiasTile own(p, elements, at);
+  const BiasItem own(p, elements, at);
   const Score score(p);
   double sum = 0;
   for (int64_t b = own.sequences.begin; b < own.sequences.end; ++b)

@@ -8,7 +8,7 @@
 #include <type_traits>
 
 #include "attention.h"
-#include "primitives.h"
+#include "cuda/primitives.h"
 
 namespace pyattn::cuda {
 namespace {

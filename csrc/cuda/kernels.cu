@@ -4,23 +4,27 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "add_queries.h"
 #include "attention.h"
-#include "backward_bias.h"
-#include "backward_keys.h"
-#include "backward_queries.h"
-#include "float64.h"
-#include "forward.h"
-#include "bias_tiles.h"
-#include "heads.h"
-#include "mask_passes.h"
-#include "merge.h"
-#include "primitives.h"
-#include "row_sums.h"
-#include "row_terms.h"
-#include "score.h"
-#include "splits.h"
-#include "workspace.h"
+#include "cuda/add_queries.h"
+#include "cuda/backward_keys.h"
+#include "cuda/backward_queries.h"
+#include "cuda/bias_gradient.h"
+#include "cuda/bias_items.h"
+#include "cuda/float64.h"
+#include "cuda/forward.h"
+#include "cuda/forward_splits.h"
+#include "cuda/head_gradients.h"
+#include "cuda/mask_rows.h"
+#include "cuda/merge.h"
+#include "cuda/primitives.h"
+#include "cuda/row_terms.h"
+#include "cuda/score.h"
+#include "cuda/sequences.h"
+#include "cuda/workspace.h"
+#include "shared/bias.h"
+#include "shared/heads.h"
+#include "shared/index.h"
+#include "shared/mask.h"
 
 namespace pyattn::cuda {
 namespace {
@@ -54,8 +58,8 @@ struct Chosen {
 };
 
 // f(Chosen<Score>) for the score of the call.
-template <class S, class F>
-const char* with_score(const ForwardParams& p, F f) {
+template <class S, class Params, class F>
+const char* with_score(const Params& p, F f) {
   return general_score(p) ? f(Chosen<General<S>>()) : f(Chosen<Plain<S>>());
 }
 
@@ -174,12 +178,12 @@ template <class S>
 const char* launch_bias(const BackwardParams& p, void* stream) {
   using Score = General<S>;
   if constexpr (std::is_same_v<S, double>)
-    return launch(float64_backward_bias<S, Score>, ceil_div(BiasTiles<1, 1>(p).count(), kFloat64Warps), kFloat64Threads,
+    return launch(float64_backward_bias<S, Score>, ceil_div(BiasItems<1, 1>(p).count(), kFloat64Warps), kFloat64Threads,
                   0, stream, p);
   else
     return with_dim<Score>(p, [&](auto dim) {
       using Shape = QueriesShape<S, dim, Score>;
-      return launch(backward_bias<S, dim, Score>, BiasTiles<Shape::kRows, Shape::kKeys>(p).count(), Shape::kThreads,
+      return launch(backward_bias<S, dim, Score>, BiasItems<Shape::kRows, Shape::kKeys>(p).count(), Shape::kThreads,
                     Shape::kBytes, stream, p);
     });
 }

@@ -4,12 +4,14 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "fragment.h"
-#include "heads.h"
-#include "mask.h"
-#include "primitives.h"
-#include "softmax.h"
-#include "splits.h"
+#include "cuda/forward_splits.h"
+#include "cuda/fragment.h"
+#include "cuda/primitives.h"
+#include "cuda/score.h"
+#include "cuda/softmax.h"
+#include "shared/heads.h"
+#include "shared/index.h"
+#include "shared/mask.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -6,10 +6,11 @@
 #include <type_traits>
 
 #include "attention.h"
-#include "defaults.h"
-#include "fragment.h"
-#include "heads.h"
-#include "primitives.h"
+#include "cuda/fragment.h"
+#include "cuda/primitives.h"
+#include "shared/defaults.h"
+#include "shared/heads.h"
+#include "shared/index.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -2,11 +2,14 @@
 #pragma once
 
 #include "attention.h"
-#include "mask.h"
-#include "primitives.h"
-#include "product.h"
-#include "score.h"
-#include "splits.h"
+#include "cuda/forward_splits.h"
+#include "cuda/fragment.h"
+#include "cuda/primitives.h"
+#include "cuda/product.h"
+#include "cuda/score.h"
+#include "shared/heads.h"
+#include "shared/index.h"
+#include "shared/mask.h"
 
 namespace pyattn::cuda {
 namespace {

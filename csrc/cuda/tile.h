@@ -5,8 +5,8 @@
 #include <cstdint>
 
 #include "attention.h"
-#include "fragment.h"
-#include "primitives.h"
+#include "cuda/fragment.h"
+#include "cuda/primitives.h"
 
 namespace pyattn::cuda {
 namespace {

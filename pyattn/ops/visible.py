@@ -16,7 +16,7 @@ PAIRS_AT_ONCE = 2**24
 
 
 def _q_offset(options: Options, seqlen_q: int, seqlen_k: int) -> int:
-    """The key position of query 0 where all sequences share it; the default is that of csrc/defaults.h."""
+    """The key position of query 0 where all sequences share it; the default is that of csrc/shared/defaults.h."""
     return seqlen_k - seqlen_q if options.q_offset is None else options.q_offset
 
 

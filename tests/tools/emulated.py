@@ -26,7 +26,7 @@ DTYPES = {torch.float64: "double", torch.float32: "float", torch.bfloat16: "bf16
 UNITS = [(dtype, packed) for dtype in DTYPES.values() for packed in ("false", "true")]
 """PYATTN_DTYPE and PYATTN_PACKED of each object of the kernels."""
 
-INCLUDES = ("-Icsrc", "-Icsrc/cuda", "-Itests/tools/emulation", "-DPYATTN_ISA=cuda", '-DPYATTN_ISA_HEADER="host.h"')
+INCLUDES = ("-Icsrc", "-Itests/tools/emulation", "-DPYATTN_ISA=cuda", '-DPYATTN_ISA_HEADER="host.h"')
 FLAGS = ("-std=c++20", "-O2", "-march=native", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
 # g++ does not know #pragma unroll.
 SOURCES = ("tests/tools/emulation/entry.cpp", "tests/tools/emulation/tensor_core.cpp")
@@ -87,7 +87,6 @@ class Score(ctypes.Structure):
         ("alibi_slopes", ctypes.c_void_p),
         ("slopes_stride_b", ctypes.c_int64),
         ("sinks", ctypes.c_void_p),
-        ("part", ctypes.c_bool),
     ]
 
 
@@ -129,6 +128,7 @@ class BackwardParams(ctypes.Structure):
         + [("workspace", ctypes.c_void_p), ("counts", ctypes.c_void_p)]
         + [(name, View) for name in ("dout", "dq", "dk", "dv")]
         + [("dlse", ctypes.c_void_p), ("dbias", Bias), ("dslopes", ctypes.c_void_p), ("dsinks", ctypes.c_void_p)]
+        + [("part", ctypes.c_bool)]
     )
 
 
@@ -209,7 +209,7 @@ class Call:
         if (ranges := options.get("key_ranges")) is not None:
             p.mask.key_ranges = self.address(ranges.long())
             p.mask.key_ranges_stride_b = 2 * seqlen_q if ranges.dim() == 3 and len(ranges) > 1 else 0
-        p.score.softcap, p.score.part = options.get("softcap", 0.0), options.get("part", False)
+        p.score.softcap, p.part = options.get("softcap", 0.0), options.get("part", False)
         if (mask := options.get("mask")) is not None:
             self.kept.append(mask)
             p.mask.shown = broadcast_view(mask)
