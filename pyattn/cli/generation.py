@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyattn.cache import KVCache
-from pyattn.cached import attention_with_cache
+from pyattn import KVCache, attention_with_cache
 from pyattn.cli.gpt import GPT, Config
 from pyattn.cli.limits import check_memory
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pyattn.cli import InputError, stored, training_options
-from pyattn.cli.checkpoint import write
+from pyattn.cli import InputError, training_options
+from pyattn.cli import checkpoint as stored
 from pyattn.cli.fit import Losses
 from pyattn.cli.gpt import GPT
 from pyattn.cli.text import Text
@@ -69,7 +69,7 @@ def save(path: Path, training: Training, options: argparse.Namespace, text: Text
     if training.on_gpu:
         tensors["generator.cuda"] = torch.cuda.get_rng_state()
     kept = {name: str(x) if isinstance(x, Path) else x for name, x in vars(options).items()}
-    write(path, tensors, {"options": json.dumps(kept), "text": digest(text)})
+    stored.write(path, tensors, {"options": json.dumps(kept), "text": digest(text)})
 
 
 @dataclass(frozen=True)

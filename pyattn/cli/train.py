@@ -14,13 +14,14 @@ from pathlib import Path
 import torch
 
 from pyattn import isa
-from pyattn.cli import InputError, chart, checkpoint, generation, lengths, output, state
+from pyattn.cli import InputError, chart, checkpoint, generation, output, state
 from pyattn.cli.checkpoint import MODEL
-from pyattn.cli.compare import ATTENTIONS, compare
-from pyattn.cli.fit import DivergenceError, Losses, Recipe, evaluate, fit, make_optimizer, validate
-from pyattn.cli.gpt import GPT
+from pyattn.cli.compare import compare
+from pyattn.cli.fit import DivergenceError, Losses, Recipe, evaluate, fit, make_optimizer, show_losses_past, validate
+from pyattn.cli.gpt import ATTENTIONS, GPT
+from pyattn.cli.options import DTYPES
 from pyattn.cli.text import Text, read
-from pyattn.cli.training_options import DTYPES, check, config_of, given, parser, prompt_size
+from pyattn.cli.training_options import check, config_of, given, parser, prompt_size
 
 BFLOAT16_PRODUCTS = ("avx512_bf16",)
 """Instruction sets that multiply bfloat16; on others it is converted to float32 first, in torch's linears too."""
@@ -135,7 +136,7 @@ def train(options: argparse.Namespace, text: Text, folder: Path, before: state.S
 
     show_sample(model, text, options)
     print(f"validation loss {final:.4f} nats a byte; byte frequencies alone {unigram:.4f}")
-    lengths.show(model, text, DTYPES[options.dtype])
+    show_losses_past(model, text, DTYPES[options.dtype])
     print(f"checkpoint {path}: {'loads back, same' if kept else 'loads back to ANOTHER'} validation loss")
     print(f"curve      {folder / CURVE}")
     agree = compare_attention(model, text, options)
