@@ -7,10 +7,8 @@ from torch import Tensor
 from pyattn import attention
 from pyattn.adapters.flash_attn import probabilities
 from pyattn.adapters.flash_attn.arguments import Window, check_batch, check_dimensions, named, with_inf
+from pyattn.adapters.flash_attn.probabilities import Results
 from pyattn.options import UNBOUNDED
-
-Results = Tensor | tuple[Tensor, Tensor, Tensor]
-"""out, or with return_attn_probs (out, softmax_lse, S_dmask)."""
 
 
 def flash_attn_func(

@@ -15,7 +15,7 @@ from pyattn.adapters.flash_attn.arguments import (
     named,
     with_inf,
 )
-from pyattn.adapters.flash_attn.dense import Results
+from pyattn.adapters.flash_attn.probabilities import Results
 from pyattn.arguments import check_size, check_tensor
 from pyattn.options import UNBOUNDED
 
