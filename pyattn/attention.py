@@ -9,7 +9,7 @@ from typing_extensions import Unpack, overload
 from pyattn.arguments import check_tensor, refuse_positional
 from pyattn.autocast import cast
 from pyattn.derivatives import autograd
-from pyattn.derivatives.second_order import DENSE
+from pyattn.derivatives.tangents import DENSE
 from pyattn.dropout import dropout_mask
 from pyattn.options import AttentionOptions
 from pyattn.parse import parse, takes_options

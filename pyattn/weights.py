@@ -12,8 +12,10 @@ from pyattn.arguments import check_between, check_integers, check_tensor, refuse
 from pyattn.autocast import cast, without
 from pyattn.derivatives.grouped import products
 from pyattn.dropout import dropout_threshold, kept_weights
+from pyattn.key_ranges import check_ranges
 from pyattn.ops import visible
-from pyattn.options import AttentionOptions, Options
+from pyattn.ops.schema import Options
+from pyattn.options import AttentionOptions
 from pyattn.parse import parse, takes_options
 
 __all__ = ["attention_weights"]
@@ -80,7 +82,7 @@ def _check(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> None:
     q_, k_ = _shape_of("q", q, q.device), _shape_of("k", k, q.device)
     _, rows, *_ = ops.attention_forward(q_, k_, k_[..., :0], *meta)
     if options.key_ranges is not None and options.key_ranges.is_cpu:
-        visible.check_ranges(options.key_ranges, k.shape[2])
+        check_ranges(options.key_ranges, k.shape[2])
     if lse is not None:
         check_tensor("lse", lse)
         if lse.shape != rows.shape:

@@ -22,20 +22,10 @@ import torch
 from torch import Tensor
 
 from pyattn.derivatives.grouped import products, sum_over_keys, sum_over_rows
+from pyattn.derivatives.kind import Learned
 from pyattn.dropout import dropout_threshold, kept_weights
 from pyattn.ops import visible
-from pyattn.options import Options
-
-
-class Learned(NamedTuple):
-    """A tangent or a gradient of each tensor that attention has derivatives in, None where there is none."""
-
-    q: Tensor | None
-    k: Tensor | None
-    v: Tensor | None
-    bias: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    sinks: Tensor | None = None
+from pyattn.ops.schema import Options
 
 
 class Change(NamedTuple):

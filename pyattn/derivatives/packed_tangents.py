@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from pyattn import ops
 from pyattn.derivatives import tangents as dense
-from pyattn.derivatives.block import Learned
-from pyattn.options import Options, Packing
+from pyattn.derivatives.kind import Kind, Learned
+from pyattn.ops.schema import LEARNED, PLACES, Options, Packing
 
 
 class Sequence(NamedTuple):
@@ -104,3 +105,13 @@ def _sequences(rest: tuple[Any, ...]) -> Iterator[Sequence]:
             alibi_slopes=_own(options.alibi_slopes, b, 2),
         )
         yield Sequence(b, queries, slice(starts_k[b], starts_k[b] + keys), starts_k[b + 1] - starts_k[b] - keys, own)
+
+
+PACKED = Kind(
+    ops.attention_varlen_forward,
+    ops.attention_varlen_backward,
+    tangents,
+    gradient_tangents,
+    len(Packing._fields) + PLACES[LEARNED[0]],
+    len(Packing._fields) + len(PLACES),
+)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pyattn.arguments import has_values
-from pyattn.options import Options, Packing
+from pyattn.ops.schema import Options, Packing
 
 INT64_MAX = 2**63 - 1
 
@@ -15,29 +15,12 @@ PAIRS_AT_ONCE = 2**24
 """Pairs that are counted at a time where a mask or a bias is asked for each: temporaries of some 100 MB."""
 
 
-def _q_offset(options: Options, seqlen_q: int, seqlen_k: int) -> int:
-    """The key position of query 0 where all sequences share it; the default is that of csrc/defaults.h."""
-    return seqlen_k - seqlen_q if options.q_offset is None else options.q_offset
-
-
 def offsets(options: Options, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
     """int64 (B or 1, 1): the key position of query 0."""
     if options.q_offsets is not None:
         own: Tensor = options.q_offsets[:, None]
         return own
-    return torch.full((1, 1), _q_offset(options, seqlen_q, seqlen_k), dtype=torch.int64, device=device)
-
-
-def check_ranges(key_ranges: Tensor, seqlen_k: int) -> None:
-    """ValueError for the first range that is out of bounds or reversed, in the operator's words."""
-    begin, end = key_ranges.unbind(-1)
-    wrong = (begin < 0) | (begin > end) | (end > seqlen_k)
-    if has_values(wrong) and wrong.any():
-        sequence, query = divmod(int(wrong.flatten().to(torch.uint8).argmax()), wrong.shape[1])
-        raise ValueError(
-            f"pyattn: key_ranges must hold 0 <= begin <= end <= seqlen_k = {seqlen_k}, got "
-            f"{key_ranges[sequence, query].tolist()} for query {query} of sequence {sequence}"
-        )
+    return torch.full((1, 1), options.offset_for(seqlen_q, seqlen_k), dtype=torch.int64, device=device)
 
 
 def keys_of(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor]:
@@ -103,7 +86,7 @@ def visible_pairs(seqlen_q: int, seqlen_k: int, q_offset: int) -> int:
 def _pairs_of_formulas(options: Options, batch: int, seqlen_q: int, seqlen_k: int) -> int:
     """Pairs that causal and window leave, over the batch: keys up to each query's last, less those before its first."""
     left, right = options.window
-    total, shared = 0, _q_offset(options, seqlen_q, seqlen_k)
+    total, shared = 0, options.offset_for(seqlen_q, seqlen_k)
     for q_offset in [shared] * batch if options.q_offsets is None else options.q_offsets.tolist():
         last = q_offset if options.causal else q_offset + right if right >= 0 else seqlen_k
         total += visible_pairs(seqlen_q, seqlen_k, last)

@@ -231,6 +231,6 @@ def test_inference_mode_and_copies() -> None:
 
 
 def test_the_example_is_right() -> None:
-    results = doctest.testmod(pyattn.cache, extraglobs={"pyattn": pyattn})
+    results = doctest.testmod(pyattn.cache, extraglobs={"pyattn": pyattn, "torch": torch})
     assert results.attempted
     assert not results.failed
