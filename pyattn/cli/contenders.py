@@ -3,8 +3,10 @@
 Every function takes q, k, v of shape (B, H, T, D), every module maps (B, T, width) to the same; all are causal.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -17,6 +19,35 @@ from pyattn import nn as native
 from pyattn import reference
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a comparison: a function or a module, what it takes, and its options; what has a gradient gets one.
+
+    Attributes:
+        dout: the gradient of its out.
+    """
+
+    function: Callable[..., Any]
+    inputs: Sequence[Tensor]
+    dout: Tensor
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def _detached(self) -> list[Tensor]:
+        return [t.detach() for t in self.inputs]
+
+    def forward(self) -> Any:
+        """Its out."""
+        return self.function(*self._detached, **self.options)
+
+    def gradients(self) -> tuple[Tensor, ...]:
+        """Those of inputs, options and parameters."""
+        weights = self.function.parameters() if isinstance(self.function, nn.Module) else ()
+        leaves = [t for t in (*self.inputs, *self.options.values(), *weights) if getattr(t, "requires_grad", False)]
+        return torch.autograd.grad(self.function(*self.inputs, **self.options), leaves, self.dout)
+
 
 FUSED = {
     "flash": SDPBackend.FLASH_ATTENTION,

@@ -12,7 +12,7 @@ import torch
 import pyattn
 from pyattn.cli.contenders import sdpa
 
-Side = tuple[Callable[..., Any], dict[str, Any]]
+Feature = tuple[Callable[..., Any], dict[str, Any]]
 """A function of q, k, v, and its options; those that require a gradient get one."""
 
 WINDOW, DOCUMENT = 256, 512
@@ -20,7 +20,7 @@ HIDDEN = 0.1
 """Share of the keys that the mask with holes hides."""
 
 
-def sides(shape: tuple[int, ...], dtype: torch.dtype, device: str, dense: bool) -> dict[str, Side]:
+def sides(shape: tuple[int, ...], dtype: torch.dtype, device: str, dense: bool) -> dict[str, Feature]:
     """The sides for q, k, v of ``shape`` (B, H, T, D), the base of speed-ups first; with T x T tensors if ``dense``."""
     _, heads, seqlen, _ = shape
     documents = [DOCUMENT] * (seqlen // DOCUMENT) + [seqlen % DOCUMENT] * (seqlen % DOCUMENT > 0)

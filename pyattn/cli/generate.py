@@ -38,8 +38,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def check(options: argparse.Namespace) -> bytes:
     """Raise InputError for the first invalid value; returns the prompt's bytes."""
-    for name, least in (("tokens", 0), ("top_k", 1)):
-        check_integer(f"--{name.replace('_', '-')}", getattr(options, name), least)
+    check_integer("--tokens", options.tokens, 0)
+    check_integer("--top-k", options.top_k, 1)
     check_threads(options.threads)
     check_positive("--temperature", options.temperature, zero=True)
     check_seed(options.seed)
@@ -64,12 +64,9 @@ def run(argv: Sequence[str]) -> int:
     if not options.no_cache:
         generation.check_caches("--tokens", model.config, len(prompt), count, options.device)
     ids = torch.tensor([list(prompt)], device=options.device)
-    read = generation.recomputing(model) if options.no_cache else generation.with_cache(model, 1, len(prompt) + count)
-    generator = torch.Generator().manual_seed(options.seed)
+    tokens = generation.sampled(model, ids, count, options, not options.no_cache)
 
     begin, interrupted, added = time.perf_counter(), False, bytearray()
-    draw = {"temperature": options.temperature, "top_k": options.top_k}
-    tokens = generation.continuation(read, ids, count, generator, **draw)
     try:
         for token in tqdm(tokens, total=count, unit="tokens", leave=False, disable=None):
             added.append(int(token))

@@ -1,9 +1,7 @@
 """The kinds of comparisons that ``pyattn bench`` makes: who is beside whom, and at which sizes."""
 
 import argparse
-import dataclasses
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,9 +10,9 @@ import torch
 from torch import Tensor
 
 from pyattn.cli import contenders, decoding, features, kv_caches, packed, runtimes
+from pyattn.cli.contenders import Side
 from pyattn.cli.options import DTYPES, shape_of
 from pyattn.cli.rows import Call, Row, measure
-from pyattn.cli.timing import in_turn
 
 SHAPES = {
     "cpu": ["1x8x128x64", "1x8x512x64", "1x4x1024x64", "1x2x2048x64", "1x1x4096x64", "1x4x1024x32", "1x4x1024x128"],
@@ -46,102 +44,85 @@ class Run(NamedTuple):
     flex: bool = False
     peaks: Peaks = {}  # noqa: RUF012  (nobody writes to it)
 
-    def tensor(self, **more: Any) -> dict[str, Any]:
-        """How its tensors are made."""
-        return {"dtype": DTYPES[self.dtype], "device": self.device, **more}
+    @property
+    def place(self) -> tuple[torch.dtype, str]:
+        """dtype and device of its tensors."""
+        return DTYPES[self.dtype], self.device
+
+    def random(self, *shape: int) -> Tensor:
+        """A leaf of this shape."""
+        return torch.randn(shape, dtype=DTYPES[self.dtype], device=self.device, requires_grad=True)
 
 
-def rated(rows: list[Row], flops: float, run: Run) -> list[Row]:
-    """The rows with operations a second, ``flops`` in a forward, and with their share of the peak."""
-    by_isa = {isa: peak for (dtype, isa), peak in run.peaks.items() if dtype == run.dtype}
+def rated(rows: list[Row], run: Run, name: str, done: float) -> list[Row]:
+    """The rows with what is ``done`` by a forward, in a second, and the share of the peak where that is operations."""
+    by_isa = {isa: peak for (dtype, isa), peak in run.peaks.items() if (dtype, name) == (run.dtype, "flops")}
     for row in rows:
         for key, share in (("forward", 1.0), ("forward_backward", 3.5)):
             if key in row:
-                rate = row[key]["flops_per_second"] = share * flops / row[key]["seconds"]
+                rate = row[key][f"{name}_per_second"] = share * done / row[key]["seconds"]
                 if by_isa:
                     row[key]["of_peak"] = rate / by_isa.get(row["side"].removeprefix("pyattn "), max(by_isa.values()))
     return rows
 
 
-def of_sides(
-    run: Run, base: str, sides: dict[str, features.Side], qkv: Sequence[Tensor], ends: float, others: dict[str, Call]
+def compared(
+    run: Run, base: str, sides: Mapping[str, Side], seconds: float, ends: float, others: Mapping[str, Call] = {}
 ) -> list[Row]:
-    """Rows of functions of q, k, v, each with its options, and of ``others``, which have no backward."""
-    dout, inputs = torch.randn_like(qkv[0]), [t.detach() for t in qkv]
-
-    def both(function: Callable[..., Any], options: dict[str, Any]) -> Any:
-        leaves = [t for t in (*qkv, *options.values()) if isinstance(t, Tensor) and t.requires_grad]
-        return torch.autograd.grad(function(*qkv, **options), leaves, dout)
-
-    forwards: dict[str, Call] = {n: partial(f, *inputs, **options) for n, (f, options) in sides.items()}
-    trainings: dict[str, Call] = {n: partial(both, *side) for n, side in sides.items()}
-    return measure(run.what, base, forwards | others, trainings, FUNCTION_SECONDS, ends, run.device)
+    """Rows of ``sides``, and of ``others``, which have no backward."""
+    forwards = {name: side.forward for name, side in sides.items()} | dict(others)
+    trainings = {name: side.gradients for name, side in sides.items()}
+    return measure(run.what, base, forwards, trainings, seconds, ends, run.device)
 
 
 def of_functions(run: Run, shape: Sizes, ends: float) -> list[Row]:
     """Rows of the functions on q, k, v of ``shape`` (B, H, T, D)."""
     batch, heads, seqlen, head_dim = shape
-    qkv = [torch.randn(shape, **run.tensor(requires_grad=True)) for _ in range(3)]
+    *qkv, dout = (run.random(*shape) for _ in range(4))
     functions = contenders.functions(run.device, run.flex)
-    if batch * heads * seqlen**2 * qkv[0].itemsize > LARGEST_SCORES:
+    if batch * heads * seqlen**2 * dout.itemsize > LARGEST_SCORES:
         del functions["plain torch"]
-    sides: dict[str, features.Side] = {name: (function, {}) for name, function in functions.items()}
-    rows = of_sides(run, "torch sdpa", sides, qkv, ends, dict(runtimes.forwards(*(t.detach() for t in qkv))))
-    return rated(rows, 2 * batch * heads * seqlen * (seqlen + 1) * head_dim, run)
+    sides = {name: Side(function, qkv, dout.detach()) for name, function in functions.items()}
+    others = runtimes.forwards(*(t.detach() for t in qkv))
+    rows = compared(run, "torch sdpa", sides, FUNCTION_SECONDS, ends, others)
+    return rated(rows, run, "flops", 2 * batch * heads * seqlen * (seqlen + 1) * head_dim)
 
 
 def of_modules(run: Run, sizes: Sizes, ends: float) -> list[Row]:
     """Rows of the modules at ``sizes``: batch, seqlen, width, heads."""
     batch, seqlen, width, heads = sizes
-    x = torch.randn(batch, seqlen, width, **run.tensor(requires_grad=True))
-
-    def both(module: torch.nn.Module) -> Any:
-        return torch.autograd.grad(module(x).sum(), (x, *module.parameters()))
-
-    modules = {n: m.to(**run.tensor()) for n, m in contenders.modules(width, heads, seqlen, run.flex).items()}
-    forwards: dict[str, Call] = {n: partial(m, x.detach()) for n, m in modules.items()}
-    trainings: dict[str, Call] = {n: partial(both, m) for n, m in modules.items()}
-    return measure(run.what, "5 sdpa", forwards, trainings, MODULE_SECONDS, ends, run.device)
+    x, dout = (run.random(batch, seqlen, width) for _ in range(2))
+    modules = contenders.modules(width, heads, seqlen, run.flex)
+    sides = {n: Side(m.to(device=run.device, dtype=dout.dtype), [x], dout.detach()) for n, m in modules.items()}
+    return compared(run, "5 sdpa", sides, MODULE_SECONDS, ends)
 
 
 def of_features(run: Run, shape: Sizes, ends: float) -> list[Row]:
     """Rows of the masks and scores on q, k, v of ``shape`` (B, H, T, D), over our own causal attention."""
-    qkv = [torch.randn(shape, **run.tensor(requires_grad=True)) for _ in range(3)]
-    dense = math.prod(shape[1:3]) * shape[2] * qkv[0].itemsize <= LARGEST_SCORES
-    sides = features.sides(shape, DTYPES[run.dtype], run.device, dense)
-    return of_sides(run, next(iter(sides)), sides, qkv, ends, {})
+    *qkv, dout = (run.random(*shape) for _ in range(4))
+    dense = math.prod(shape[1:3]) * shape[2] * dout.itemsize <= LARGEST_SCORES
+    found = features.sides(shape, dout.dtype, run.device, dense)
+    sides = {name: Side(function, qkv, dout.detach(), options) for name, (function, options) in found.items()}
+    return compared(run, next(iter(sides)), sides, FUNCTION_SECONDS, ends)
 
 
 def of_packed(run: Run, texts: tuple[str], ends: float) -> list[Row]:
     """Rows of attention of sequences as long as real texts; operations on padding don't count as work."""
     lengths = packed.lengths_of(*texts, packed.SEQUENCES)
-    sides = packed.sides(lengths, DTYPES[run.dtype], run.device)
-    forwards: dict[str, Call] = {name: side.forward for name, side in sides.items()}
-    trainings: dict[str, Call] = {name: side.gradients for name, side in sides.items()}
-    rows = measure(run.what, packed.BASE, forwards, trainings, FUNCTION_SECONDS, ends, run.device)
-    return rated(rows, packed.flops(lengths), run)
+    rows = compared(run, packed.BASE, packed.sides(lengths, *run.place), FUNCTION_SECONDS, ends)
+    return rated(rows, run, "flops", packed.flops(lengths))
 
 
-def of_token(run: Run, base: str, calls: Mapping[str, Call], name: str, done: float, ends: float) -> list[Row]:
-    """Rows of one more token, forward alone; ``done``: what a call does, of what is ``name`` done a second."""
-    seconds = min(TOKEN_SECONDS, max(0.0, ends - time.perf_counter()) / len(calls))
-    times = in_turn(dict(calls), base, seconds, run.device, 3 if ends == math.inf else 1)
-    return [
-        {"what": run.what, "side": side, "forward": dataclasses.asdict(t) | {f"{name}_per_second": done / t.seconds}}
-        for side, t in times.items()
-    ]
-
-
-@torch.no_grad()
 def of_caches(run: Run, sizes: Sizes, ends: float) -> list[Row]:
     """Rows of one token over a KV cache, at the sizes of :data:`pyattn.cli.kv_caches.SIZES`."""
-    calls = kv_caches.sides(sizes, DTYPES[run.dtype], run.device)
-    return of_token(run, kv_caches.BASE, calls, "bytes", kv_caches.bytes_read(sizes, DTYPES[run.dtype]), ends)
+    calls, read = kv_caches.sides(sizes, *run.place), kv_caches.bytes_read(sizes, run.place[0])
+    return rated(measure(run.what, kv_caches.BASE, calls, {}, TOKEN_SECONDS, ends, run.device), run, "bytes", read)
 
 
 def of_decoding(run: Run, contexts: tuple[int], ends: float) -> list[Row]:
     """Rows of one token of a model behind as many others as the context says."""
-    return of_token(run, decoding.BASE, decoding.sides(*contexts, DTYPES[run.dtype], run.device), "tokens", 1.0, ends)
+    calls = decoding.sides(contexts[0], *run.place)
+    return rated(measure(run.what, decoding.BASE, calls, {}, TOKEN_SECONDS, ends, run.device), run, "tokens", 1.0)
 
 
 class Kind(NamedTuple):

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import pyattn
+from pyattn.cli import contenders
 from pyattn.cli.contenders import Attention, sdpa
 from pyattn.cli.limits import InputError
 
@@ -54,27 +55,14 @@ def lengths_of(text: str, count: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Side:
+class Side(contenders.Side):
     """A way to compute the attention of all sequences.
 
     Attributes:
-        attend: q, k, v to out, in the side's layout.
-        inputs: q, k, v and dout.
         packed: a tensor in the side's layout to (total, H, D).
     """
 
-    attend: Attention
-    inputs: Sequence[Tensor]
-    packed: Callable[[Tensor], Tensor]
-
-    def forward(self) -> Tensor:
-        """Its out."""
-        return self.attend(*(t.detach() for t in self.inputs[:3]))
-
-    def gradients(self) -> tuple[Tensor, ...]:
-        """Its dq, dk and dv."""
-        q, k, v, dout = self.inputs
-        return torch.autograd.grad(self.attend(q, k, v), (q, k, v), dout)
+    packed: Callable[[Tensor], Tensor] = lambda t: t
 
 
 def _one_by_one(lengths: list[int], attention: Callable[..., Tensor], *qkv: Tensor) -> Tensor:
@@ -95,7 +83,10 @@ def sides(lengths: Sequence[int], dtype: torch.dtype, device: str) -> dict[str, 
     def padded(t: Tensor) -> Tensor:
         return pad_sequence(list(t.split(lengths)), batch_first=True).transpose(1, 2).contiguous()
 
-    batch, packed = ([t.requires_grad_() for t in tensors] for tensors in ([padded(t) for t in tokens], tokens))
+    *batch, dout = (padded(t) for t in tokens)
+    *packed, dout_packed = tokens
+    for leaf in (*batch, *packed):
+        leaf.requires_grad_()
 
     def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return pyattn.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest)
@@ -110,9 +101,9 @@ def sides(lengths: Sequence[int], dtype: torch.dtype, device: str) -> dict[str, 
         "pyattn in a loop": partial(_one_by_one, lengths, pyattn.attention),
     }
     return {
-        "pyattn packed": Side(varlen, packed, lambda t: t),
-        **{name: Side(attend, batch, lambda t: t.transpose(1, 2)[real]) for name, attend in in_batch.items()},
-        **{name: Side(attend, packed, lambda t: t) for name, attend in in_line.items()},
+        "pyattn packed": Side(varlen, packed, dout_packed),
+        **{name: Side(attend, batch, dout, {}, lambda t: t.transpose(1, 2)[real]) for name, attend in in_batch.items()},
+        **{name: Side(attend, packed, dout_packed) for name, attend in in_line.items()},
     }
 
 

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import tempfile
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,22 +53,22 @@ def show(tasks: list[_C.TaskProfile], calls: int, useful: dict[str, int], peak: 
         peak: operations a second of a thread.
     """
     for pass_name in dict.fromkeys(task.pass_name for task in tasks):
-        mine = [task for task in tasks if task.pass_name == pass_name]
-        seconds, flops = dict.fromkeys(_C.phases, 0.0), dict.fromkeys(_C.phases, 0)
-        busy: dict[int, int] = {}
-        for task in mine:
-            busy[task.thread] = busy.get(task.thread, 0) + task.end_ns - task.begin_ns
+        seconds: defaultdict[str, float] = defaultdict(float)
+        flops: Counter[str] = Counter()
+        busy: Counter[int] = Counter()
+        for task in (task for task in tasks if task.pass_name == pass_name):
+            busy[task.thread] += task.end_ns - task.begin_ns
             for name, s, n in phases(task):
                 seconds[name] += s
                 flops[name] += n
-        total = sum(seconds.values()) or sum(busy.values()) / 1e9  # passes over masks have no phases
-        even = sum(busy.values()) / len(busy) / max(busy.values())
+        total = sum(seconds.values()) or busy.total() / 1e9  # passes over masks have no phases
+        even = busy.total() / len(busy) / max(busy.values())
         print(f"\n{pass_name:16}{'ms':>10}{'share':>8}{'GFLOP/s':>10}{'peak':>7}", end="")
         print(f"   {len(busy)} threads, {even:.0%} as long as the longest on average" if len(busy) > 1 else "")
         if pass_name in EXPLAINED:
             print(f"  ({EXPLAINED[pass_name]})")
         lines = [(name, seconds[name], flops[name]) for name in _C.phases if seconds[name] > total / 1000]
-        lines.append(("all", total, sum(flops.values())))
+        lines.append(("all", total, flops.total()))
         if pass_name in useful:
             lines.append(("all, as masked", total, calls * useful[pass_name]))
         for name, s, n in lines:

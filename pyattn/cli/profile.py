@@ -99,21 +99,20 @@ def features(shape: Sequence[int], options: argparse.Namespace, **tensor: Any) -
 
 def described(options: argparse.Namespace) -> str:
     """Heads, queries, mask, score and dropout in words."""
-    words = [f"KV heads {options.num_heads_kv}"] if options.num_heads_kv else []
-    words += [f"queries {options.queries}"] if options.queries else []
-    words += ["no mask" if options.full else "causal"]
-    words += ["window {} {}".format(*options.window)] if tuple(options.window) != UNBOUNDED else []
-    words += [f"documents of {options.documents}"] if options.documents else []
-    words += [f"random {name}" for name in ("mask", "bias") if getattr(options, name)]
-    words += [f"softcap {options.softcap:g}"] if options.softcap else []
-    words += [name for name in ("alibi", "sinks") if getattr(options, name)]
-    return ", ".join([*words, f"dropout {options.dropout:g}"])
-
-
-def repeated(call: Callable[[], object], device: str) -> int:
-    """How often to repeat ``call`` to fill SECONDS; warms it up."""
-    call()
-    return min(1000, max(3, int(SECONDS / once(call, 1, device))))
+    words = {
+        f"KV heads {options.num_heads_kv}": options.num_heads_kv,
+        f"queries {options.queries}": options.queries,
+        "no mask" if options.full else "causal": True,
+        "window {} {}".format(*options.window): tuple(options.window) != UNBOUNDED,
+        f"documents of {options.documents}": options.documents,
+        "random mask": options.mask,
+        "random bias": options.bias,
+        f"softcap {options.softcap:g}": options.softcap,
+        "alibi": options.alibi,
+        "sinks": options.sinks,
+        f"dropout {options.dropout:g}": True,
+    }
+    return ", ".join(word for word, said in words.items() if said)
 
 
 def profiled(
@@ -150,10 +149,10 @@ def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
             torch.autograd.grad(out, leaves, dout)
 
     with FlopCounterMode(display=False) as counter:
-        call()
+        call()  # which warms up, too
     counts = {str(operator): flops for operator, flops in counter.get_flop_counts()["Global"].items()}
     useful = {name.removeprefix(OPERATOR): flops for name, flops in counts.items() if name.startswith(OPERATOR)}
-    calls = repeated(call, options.device)
+    calls = min(1000, max(3, int(SECONDS / once(call, 1, options.device))))
     contention = Contention(options.threads)
     tasks, theirs = profiled(call, calls, options.device)
     waited = contention.share()

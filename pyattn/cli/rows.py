@@ -7,7 +7,7 @@ A row is a dictionary, as in results.json: ``what`` (the comparison) and ``side`
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ Call = Callable[[], Any]
 Row = dict[str, Any]
 
 
-def usable(calls: dict[str, Call], ends: float = math.inf) -> tuple[dict[str, Call], dict[str, str]]:
+def usable(calls: Mapping[str, Call], ends: float = math.inf) -> tuple[dict[str, Call], dict[str, str]]:
     """The calls that return, and why the others don't; no call starts after ``ends`` of ``time.perf_counter()``."""
     good, reasons = {}, {}
     for name, call in calls.items():
@@ -42,8 +42,8 @@ def usable(calls: dict[str, Call], ends: float = math.inf) -> tuple[dict[str, Ca
 def measure(
     what: str,
     base: str,
-    forwards: dict[str, Call],
-    trainings: dict[str, Call],
+    forwards: Mapping[str, Call],
+    trainings: Mapping[str, Call],
     seconds: float,
     ends: float,
     device: str,
@@ -58,7 +58,8 @@ def measure(
         ends: ``time.perf_counter()`` after which no side is started, and one round is enough; inf for no limit.
         device: whose clock counts.
     """
-    seconds = min(seconds, LIMITED_SHARE * max(0.0, ends - time.perf_counter()) / len(forwards))
+    share = LIMITED_SHARE if trainings else 1.0
+    seconds = min(seconds, share * max(0.0, ends - time.perf_counter()) / len(forwards))
     rows: dict[str, Row] = {name: {"what": what, "side": name} for name in forwards}
     reasons: dict[str, str] = {}
     remaining = sorted(forwards, key=lambda name: name != base)  # the base first: nothing compares without it
@@ -73,7 +74,7 @@ def measure(
             for name, taken in times.items():
                 rows[name][key] = dataclasses.asdict(taken)
         reasons |= {f"{name}{backward}": reason for name, reason in why.items()}
-        remaining = list(times)
+        remaining = [name for name in times if name in trainings]
     for name in remaining:
         if time.perf_counter() < ends:
             rows[name]["peak_bytes"] = peak_memory(trainings[name], device)

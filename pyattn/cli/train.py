@@ -57,12 +57,8 @@ def introduce(options: argparse.Namespace, text: Text, model: GPT) -> None:
 def show_sample(model: GPT, text: Text, options: argparse.Namespace) -> None:
     """Print the beginning of the validation text and what the model adds to it."""
     prompt = text.validation[None, : prompt_size(options)].long().to(options.device)
-    size = prompt.shape[1]
-    count = generation.room(model.config, size, options.sample)
-    generator = torch.Generator().manual_seed(options.seed)
-    read = generation.with_cache(model, 1, size + count)
-    draw = {"temperature": options.temperature, "top_k": options.top_k}
-    added = list(generation.continuation(read, prompt, count, generator, **draw))
+    count = generation.room(model.config, prompt.shape[1], options.sample)
+    added = generation.sampled(model, prompt, count, options)
     where = "" if count == options.sample else f", up to the context of {options.context} bytes"
     print(f"sample{where}\n{bytes(torch.cat([prompt, *added], 1)[0].tolist()).decode(errors='replace')}\n")
 

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -75,10 +76,9 @@ def parser(about: str | None = None) -> argparse.ArgumentParser:
 
 def given(argv: Sequence[str]) -> set[str]:
     """The names of the options that ``argv`` holds."""
-    unset = object()
-    names = vars(parser().parse_args([]))
-    found = vars(parser().parse_args(argv, argparse.Namespace(**dict.fromkeys(names, unset))))
-    return {name for name in names if found[name] is not unset}
+    unset = dict.fromkeys(types(), object())
+    found = vars(parser().parse_args(argv, argparse.Namespace(**unset)))
+    return {name for name, value in unset.items() if found[name] is not value}
 
 
 def types() -> dict[str, tuple[type, ...]]:
@@ -89,8 +89,8 @@ def types() -> dict[str, tuple[type, ...]]:
 
 def config_of(options: argparse.Namespace) -> Config:
     """The model that the options describe."""
-    names = ("layers", "heads", "width", "context", "dropout", "sinks", "alibi")
-    return Config(**{name: getattr(options, name) for name in names} | {"window": tuple(options.window)})
+    given = {field.name: getattr(options, field.name, field.default) for field in fields(Config)}
+    return Config(**given | {"window": tuple(options.window)})
 
 
 def prompt_size(options: argparse.Namespace) -> int:

@@ -44,7 +44,7 @@ def clock(monkeypatch) -> list[float]:
     """The time, which only the calls of a test move on."""
     now = [0.0]
     stands_still = SimpleNamespace(**dict.fromkeys(("perf_counter", "thread_time", "process_time"), lambda: now[0]))
-    for module in (bench, contention, kinds, rows, timing):
+    for module in (bench, contention, rows, timing):
         monkeypatch.setattr(module, "time", stands_still)
     monkeypatch.setattr(rows, "peak_memory", lambda call, device: 7)
     return now
