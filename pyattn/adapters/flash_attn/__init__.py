@@ -33,16 +33,21 @@ VERSION = "2.8.4+pyattn"
 
 ROOT = "flash_attn"
 
-FUNCTIONS = (
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
-)
-INTERFACE: dict[str, Any] = {function.__name__: function for function in FUNCTIONS}
+__all__ = [
+    "alias",
+    "disable",
+    "enable",
+    "enabled",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+INTERFACE: dict[str, Any] = {name: globals()[name] for name in __all__ if name.startswith(ROOT)}
 
 MODULES: dict[str, dict[str, Any]] = {
     ROOT: {**INTERFACE, "__version__": VERSION},
@@ -61,20 +66,6 @@ MODULES: dict[str, dict[str, Any]] = {
 
 CONTENTS = ", ".join(name for name in MODULES if MODULES[name])
 """The modules that hold something."""
-
-__all__ = [
-    "alias",
-    "disable",
-    "enable",
-    "enabled",
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-]
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
