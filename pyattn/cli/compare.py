@@ -92,7 +92,7 @@ def compare(model: GPT, batches: list[Tensor], dtype: torch.dtype) -> Comparison
     The first of ``batches`` warms both sides up and is not counted, so there must be at least two.
     """
     model.eval()
-    device, chosen = model.token.weight.device, model.attend
+    device, chosen = model.device, model.attend
     sides, options = (chosen, attend_reference), cast(Block, model.blocks[-1]).options()
     attention_ratios, step_ratios, differences, losses = [], [], [], []
     for windows in batches:

@@ -4,8 +4,8 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
-from types import TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,7 @@ def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
 
 def loss_of(model: GPT, windows: Tensor, dtype: torch.dtype) -> Tensor:
     """The model's loss on ``windows`` (B, S + 1), its matrix products in ``dtype``."""
-    device = model.token.weight.device
+    device = model.device
     with autocast(device, dtype):
         return model.loss(windows.to(device))
 
@@ -118,10 +118,8 @@ class Progress:
         self.steps, self.seconds = 0, 0.0
         self.resumed = time.perf_counter()
 
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def close(self) -> None:
+        """Leave the terminal to others."""
         self.bar.close()
 
     def validated(self, step: int, loss: float) -> None:
@@ -159,8 +157,8 @@ def fit(
         DivergenceError: a loss is not finite.
     """
     done = len(losses.train)
-    threads = torch.get_num_threads() if model.token.weight.device.type == "cpu" else 0
-    with Progress(recipe.steps, recipe.batch * model.config.context, threads, done) as progress:
+    threads = torch.get_num_threads() if model.device.type == "cpu" else 0
+    with closing(Progress(recipe.steps, recipe.batch * model.config.context, threads, done)) as progress:
         for step in range(done, recipe.steps):
             if step % recipe.eval_every == 0:
                 progress.validated(step, evaluate(model, validation, recipe, losses, step))
@@ -186,7 +184,7 @@ def losses_past(model: GPT, text: Text, dtype: torch.dtype) -> dict[int, float]:
 
     The bytes are the last half training length of each text: the shortest one, too, has as much to read before them.
     """
-    context, device = model.config.context, model.token.weight.device
+    context, device = model.config.context, model.device
     lengths = [context * times for times in TIMES if context * times < len(text.validation)]
     if not lengths:
         return {}

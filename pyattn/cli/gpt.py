@@ -137,6 +137,11 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.width)
         self.init_weights()
 
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self.token.weight.device
+
     def init_weights(self) -> None:
         """GPT-2's initialisation: std 0.02, over sqrt(2 layers) for what is added to the residual stream; biases 0."""
         for name, parameter in self.named_parameters():

@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ def test_lines_show_the_speed_where_no_bar_does(monkeypatch, capsys, terminal, s
     monkeypatch.setattr(fit, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    with fit.Progress(4, 100, threads=1) as shown:
+    with closing(fit.Progress(4, 100, threads=1)) as shown:
         for step in range(5):
             if step in (0, 4):
                 now[0] += 5
