@@ -1,10 +1,8 @@
 """Attention over a cache: queries of the newest positions, keys and values of all so far."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
-from typing_extensions import Unpack, overload
+from typing_extensions import Unpack
 
 from pyattn import ops, paged
 from pyattn.arguments import check_tensor, check_type, check_window, int64_of, refuse_positional
@@ -17,18 +15,6 @@ from pyattn.parse import check_known, takes_options
 from pyattn.weights import attention_weights
 
 __all__ = ["attention_with_cache", "weights_with_cache"]
-
-
-@overload
-def attention_with_cache(
-    q: Tensor, cache: KVCache, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
-) -> Tensor: ...
-
-
-@overload
-def attention_with_cache(
-    q: Tensor, cache: KVCache, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
-) -> tuple[Tensor, Tensor]: ...
 
 
 @takes_options

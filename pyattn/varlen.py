@@ -1,10 +1,10 @@
 """Attention over packed sequences: of any lengths, one after the other, without padding."""
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack, overload
+from typing_extensions import Unpack
 
 from pyattn import ops, paged
 from pyattn.arguments import check_size, check_tensor, refuse_positional
@@ -16,40 +16,6 @@ from pyattn.options import AttentionOptions
 from pyattn.parse import parse, takes_options
 
 __all__ = ["attention_varlen"]
-
-
-@overload
-def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    block_table: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    return_lse: Literal[False] = False,
-    **options: Unpack[AttentionOptions],
-) -> Tensor: ...
-
-
-@overload
-def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    block_table: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    return_lse: Literal[True],
-    **options: Unpack[AttentionOptions],
-) -> tuple[Tensor, Tensor]: ...
 
 
 @takes_options

@@ -69,11 +69,11 @@ def _attend(
     if dropout_p and need_weights:
         options["dropout_seed"] = draw_seed(q.device)
     if kv_cache is None:
-        out = attention(q, k, v, **options)
-        return out, attention_weights(q, k, **options) if need_weights else None
+        result: Any = attention(q, k, v, **options)
+        return result, attention_weights(q, k, **options) if need_weights else None
     kv_cache.append(k, v, lengths)
-    out = attention_with_cache(q, kv_cache, **options)
-    return out, weights_with_cache(q, kv_cache, **options) if need_weights else None
+    result = attention_with_cache(q, kv_cache, **options)
+    return result, weights_with_cache(q, kv_cache, **options) if need_weights else None
 
 
 def _both(own_mask: Tensor | None, mask: Tensor | None) -> Tensor | None:

@@ -61,8 +61,7 @@ class _Pairs:
         if bias is not None:
             self.seen, self.added = self.seen & (bias != -math.inf), bias.to(dtype)
         if slopes is not None:
-            position = rows + visible.offsets(options, seqlen_q, seqlen_k, q.device).double()  # int64 overflows
-            distance = (position[:, None, :, None] - key).abs().to(dtype)
+            distance = visible.distances(options, rows, seqlen_q, seqlen_k).to(dtype)
             alibi = -slopes.to(dtype)[..., None, None] * distance
             self.added = alibi if self.added is None else self.added + alibi
         if options.sinks is not None:

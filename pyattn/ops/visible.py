@@ -23,6 +23,12 @@ def offsets(options: Options, seqlen_q: int, seqlen_k: int, device: torch.device
     return torch.full((1, 1), options.offset_for(seqlen_q, seqlen_k), dtype=torch.int64, device=device)
 
 
+def distances(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """float64 (B or 1, 1, rows, Sk): how far each key is from a query, either way."""
+    position = rows + offsets(options, seqlen_q, seqlen_k, rows.device).double()  # int64 could overflow
+    return (position[:, None, :, None] - torch.arange(seqlen_k, device=rows.device)).abs()
+
+
 def keys_of(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor]:
     """int64 (B or 1, rows), twice: the keys [begin, end) that formulas and ranges leave; begin may lie behind end.
 
