@@ -59,18 +59,6 @@ inline void check_tensor(const char* name, const Tensor& t, at::Device device, a
   TORCH_CHECK_VALUE(t.sym_sizes() == sizes, "pyattn: ", name, " must have shape ", sizes, ", got ", t.sym_sizes());
 }
 
-// What backward takes beside the inputs, each of the size of out or of its rows.
-inline void check_gradients(const Tensor& dout, const optional<Tensor>& dlse, const Tensor& out, const Tensor& row_max,
-                            const Tensor& row_sum, const Tensor& q, std::initializer_list<SymInt> out_sizes,
-                            std::initializer_list<SymInt> row_sizes) {
-  const at::ScalarType type = q.scalar_type(), rows = row_dtype(type);
-  check_tensor("dout", dout, q.device(), type, out_sizes);
-  check_tensor("out", out, q.device(), type, out_sizes);
-  check_tensor("row_max", row_max, q.device(), rows, row_sizes);
-  check_tensor("row_sum", row_sum, q.device(), rows, row_sizes);
-  if (dlse) check_tensor("dlse", *dlse, q.device(), rows, row_sizes);
-}
-
 // Whether the contents of indices on a GPU are read and checked like those on a CPU, which waits for the GPU:
 // the environment variable PYATTN_CHECK is 1.
 inline bool checks_gpu() {

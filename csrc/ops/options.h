@@ -116,15 +116,13 @@ inline void check_options(const Tensor& q, const SymInt& batch, const SymInt& he
   if (options.dropout_seed) check_tensor("dropout_seed", *options.dropout_seed, q.device(), at::kLong, {});
 }
 
-// The results of forward, and what backward takes and returns, as the operators' schemas have it.
+// The results of forward and of backward, as the operators' schemas have them.
 #define PYATTN_FORWARD_RESULTS "(Tensor out, Tensor lse, Tensor row_max, Tensor row_sum)"
-#define PYATTN_BACKWARD_TENSORS \
-  "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor row_max, Tensor row_sum"
-#define PYATTN_BACKWARD_FLAGS "bool deterministic=True, bool[3] output_mask=[False, False, False], bool part=False"
 #define PYATTN_BACKWARD_RESULTS "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi_slopes, Tensor dsinks)"
 
 // output_mask asks for dbias, dalibi_slopes and dsinks, each only where its tensor is given and has a gradient.
-inline void check_wanted(const Options& options, const std::array<bool, 3>& output_mask) {
+using Wanted = std::array<bool, 3>;
+inline void check_wanted(const Options& options, const Wanted& output_mask) {
   TORCH_CHECK_VALUE((!output_mask[0] || options.bias) && (!output_mask[1] || options.alibi_slopes) &&
                         (!output_mask[2] || options.sinks),
                     "pyattn: output_mask must ask for gradients of a bias, alibi_slopes and sinks that are given, got ",

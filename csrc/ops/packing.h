@@ -118,10 +118,6 @@ inline int64_t check_used(const int64_t* cu_seqlens_k, const int64_t* seqused_k,
   return seqused_k[b];
 }
 
-inline View packed_view(const Tensor& t, void* data) { return {data, 0, t.stride(1), t.stride(0)}; }
-inline View packed_input(const Tensor& t) { return packed_view(t, input_data(t)); }
-inline View packed_result(const Tensor& t) { return packed_view(t, t.mutable_data_ptr()); }
-
 // Checks the indices of p and makes the sequences of them, and p's lengths and pairs.
 inline void place_sequences(ForwardParams& p, const Packing& packing) {
   const PackedParams& packed = p.packed;
@@ -159,7 +155,6 @@ inline void check_sequences(ForwardParams p, const Packing& packing, const Optio
 // Keys of four dimensions lie in pages, which pages.h finds.
 inline void fill_packed(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, const Packing& packing,
                         const Options& options, Kept& kept) {
-  p.q = packed_input(q), p.k = packed_input(k), p.v = packed_input(v);
   p.batch = packing.cu_seqlens_q.size(0) - 1, p.num_heads_q = q.size(1), p.num_heads_kv = k.size(-2);
   p.head_dim = q.size(2), p.head_dim_v = v.size(-1);
   p.packed.cu_seqlens_q = kept.indices(packing.cu_seqlens_q);
