@@ -15,6 +15,13 @@
 
 namespace pyattn {
 
+// Where an operator's tensors lie: on a GPU their contents are read with PYATTN_CHECK=1 alone.
+enum class Where { kCPU, kGPU };
+inline bool reads(Where where) { return where == Where::kCPU || checks_gpu(); }
+
+// A number that the compiler specializes for.
+inline int64_t number(const SymInt& n) { return n.guard_int(__FILE__, __LINE__); }
+
 // Errors unless t can stand beside `storage`, which lies in the cache.
 inline void check_beside(const char* name, const Tensor& t, const Tensor& storage, c10::SymIntArrayRef sizes) {
   TORCH_CHECK_TYPE(t.scalar_type() == storage.scalar_type(), "pyattn: ", name, " must have the cache's dtype ",
@@ -117,6 +124,14 @@ inline void check_written(const Tensor& keys, const Tensor& values,
                           std::initializer_list<std::pair<const char*, Tensor>> state) {
   check_apart("k", keys), check_apart("v", values);
   for (const auto& [name, t] : state) check_apart(name, t);
+}
+
+// Each sequence has new_lengths, or so many, positions more.
+inline void add_to(const Tensor& lengths, const optional<Tensor>& new_lengths, int64_t fresh) {
+  if (new_lengths)
+    lengths.add_(*new_lengths);
+  else
+    lengths.add_(fresh);
 }
 
 // Values of each sequence, on the host.

@@ -130,6 +130,13 @@ std::string define(torch::Library& m, Backends backends, const char* schema) {
   return name;
 }
 
+// The same for an operator of a cache, which GPUs have a function of their own for.
+template <auto on_cpu, auto on_gpu>
+void define_cache(torch::Library& m, const char* schema) {
+  const std::string name = define<on_cpu>(m, kOnCPU, schema);
+  m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(on_gpu)));
+}
+
 // The same for an operator of attention. Derivatives come from pyattn/autograd.py: those that it does not define,
 // double backward and forward mode, raise instead of being silently zero.
 template <auto f>
