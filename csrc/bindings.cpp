@@ -27,7 +27,9 @@ PYBIND11_MODULE(_C, m) {
                                                     {"float16", pyattn::DType::kFloat16}};
   m.def(
       "spin",
-      [dtypes](const std::string& dtype, int64_t rounds) { return pyattn::kernels(dtypes.at(dtype), true).peak(rounds); },
+      [dtypes](const std::string& dtype, int64_t rounds) {
+        return pyattn::kernels(dtypes.at(dtype), true).peak(rounds);
+      },
       pybind11::arg("dtype"), pybind11::arg("rounds"), pybind11::call_guard<pybind11::gil_scoped_release>(),
       "Multiply and add between registers only, and return the number of floating-point operations.");
   m.attr("phases") = std::vector<std::string>(std::begin(pyattn::kPhaseNames), std::end(pyattn::kPhaseNames));

@@ -3,8 +3,6 @@
 // scales and rounds them. For 16-bit types only: float is for those who want its accuracy.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cuda/fragment.h"
 #include "shared/heads.h"

@@ -8,8 +8,6 @@
 // A warp takes 16 kM keys and, of wide heads, half of their columns.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cuda/add_queries.h"
 #include "cuda/block.h"

@@ -5,8 +5,6 @@
 //   dbias[i][j] = sum of dS over the sequences, heads, queries and keys for which bias[i][j] stands
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cuda/backward_queries.h"
 #include "cuda/bias_items.h"

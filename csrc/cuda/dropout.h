@@ -2,8 +2,6 @@
 // memory, where every pass finds them whichever way its tile lies.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "shared/heads.h"
 #include "cuda/primitives.h"

@@ -3,8 +3,6 @@
 // templates of a type that is always double: other dtypes do not compile them.)
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cuda/bias_items.h"
 #include "cuda/dropout.h"

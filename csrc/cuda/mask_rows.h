@@ -3,8 +3,6 @@
 // every pass finds them in params.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cuda/fragment.h"
 #include "cuda/primitives.h"

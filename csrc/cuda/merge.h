@@ -1,8 +1,6 @@
 // Merge: combines what the splits of a head leave into out and the row statistics. One warp per row.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cuda/forward_splits.h"
 #include "cuda/fragment.h"

@@ -2,8 +2,6 @@
 // each row, above all delta = rowsum(dO * O), and its share of dsinks. One warp per row.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cuda/fragment.h"
 #include "cuda/primitives.h"

@@ -3,8 +3,6 @@
 // softmax does not know which one it was.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cuda/fragment.h"
 #include "cuda/primitives.h"

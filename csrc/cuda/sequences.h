@@ -2,7 +2,6 @@
 // what becomes of tokens that belong to none.
 #pragma once
 
-#include <cstdint>
 #include <type_traits>
 
 #include "attention.h"

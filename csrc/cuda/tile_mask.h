@@ -2,8 +2,6 @@
 // over, and which sums of a tile the mask hides.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cuda/block.h"
 #include "cuda/fragment.h"

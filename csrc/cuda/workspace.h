@@ -2,7 +2,6 @@
 // other, each as long as the call needs it.
 #pragma once
 
-#include <cstdint>
 #include <type_traits>
 
 #include "attention.h"

@@ -7,11 +7,9 @@
 // and keeps the last max_seqlen positions at least; any other cache has as many, and its starts stay 0.
 // On a GPU, whose lengths are not read unless PYATTN_CHECK=1, what a check would refuse is clamped; cache_cuda.cpp has
 // its append.
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/minimum.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <array>

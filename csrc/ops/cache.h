@@ -2,11 +2,9 @@
 #pragma once
 
 #include <ATen/MemoryOverlap.h>
-#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <array>
-#include <cstdint>
 #include <initializer_list>
 #include <limits>
 #include <utility>

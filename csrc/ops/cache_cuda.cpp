@@ -1,7 +1,6 @@
 // The operators of cache.cpp on a GPU, in ATen's operations without a host read, so that CUDA graphs
 // capture them. Nobody can refuse there what a sequence has no room for: it is left out, indices are
 // clamped, and nothing outside the cache is read or written. With PYATTN_CHECK=1 all is read and checked first.
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/maximum.h>

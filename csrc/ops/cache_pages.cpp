@@ -4,9 +4,6 @@
 // sequence b at p % page_size of page block_table[b][p / page_size], up to position lengths[b]. There are
 // as many pages as all sequences together can have. A page is free unless some sequence has it within its
 // length, so lengths and table say everything; sequences may share pages, of which none is written to.
-#include <ATen/core/Tensor.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <cstring>
 #include <vector>

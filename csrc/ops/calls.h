@@ -1,9 +1,6 @@
 // Calls of the kernels: from tensors, dense or packed or in pages, to params, and from these to results.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <optional>
 #include <utility>
 
 #include "attention.h"

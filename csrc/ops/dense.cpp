@@ -1,9 +1,6 @@
 // The operators pyattn::attention_forward and pyattn::attention_backward. The same functions serve the CPU,
 // CUDA and, stopping before the kernels, the Meta key, so that shapes, strides and errors can't differ
 // between them.
-#include <ATen/core/Tensor.h>
-#include <torch/library.h>
-
 #include "ops/calls.h"
 #include "ops/operators.h"
 #include "ops/options.h"

@@ -1,7 +1,6 @@
 // Operators: defines them by functions that take structs of arguments, made of one list each.
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>

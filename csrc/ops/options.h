@@ -1,11 +1,8 @@
 // Options: what every operator of attention takes beside its tensors, and what of it is accepted.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <array>
 #include <cmath>
-#include <optional>
 
 #include "ops/checks.h"
 #include "ops/operators.h"

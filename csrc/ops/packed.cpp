@@ -1,8 +1,5 @@
 // The operators pyattn::attention_varlen_forward and _backward: as those of dense.cpp, for sequences one
 // behind the other, each of its own length.
-#include <ATen/core/Tensor.h>
-#include <torch/library.h>
-
 #include "ops/calls.h"
 #include "ops/operators.h"
 #include "ops/options.h"

@@ -1,12 +1,10 @@
 // Packing: sequences one behind the other in one tensor, what operators take to tell them apart.
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <limits>
-#include <optional>
 #include <vector>
 
 #include "attention.h"

@@ -2,10 +2,8 @@
 // attention_forward, for sequences that all have seqlen_k positions, and pyattn::attention_varlen_paged_forward
 // as attention_varlen_forward. They have no backward: where a gradient is wanted, pyattn/pages.py copies the
 // pages that pyattn::pages_in_use names and calls the others.
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <tuple>

@@ -3,8 +3,6 @@
 // the params.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <algorithm>
 #include <array>
 

@@ -1,13 +1,11 @@
 // The operators of pages on a GPU, as cache_cuda.cpp has those of caches without: in ATen's operations
 // without a host read. What has no room is left out, indices are clamped; with PYATTN_CHECK=1 they are read
 // and checked first, as on the CPU.
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/minimum.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <tuple>

@@ -1,12 +1,10 @@
 // Params: from tensors and options to what kernels read, addresses and strides.
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <cmath>
-#include <optional>
 #include <utility>
 
 #include "attention.h"

@@ -1,14 +1,12 @@
 // Results: tensors that the kernels write.
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 
 #include <array>
 #include <limits>
-#include <optional>
 #include <tuple>
 #include <utility>
 

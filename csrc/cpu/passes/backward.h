@@ -8,8 +8,6 @@
 // lanes. dQ and dK are scaled when they leave.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cpu/passes/backward_tile.h"
 #include "cpu/passes/stopwatch.h"

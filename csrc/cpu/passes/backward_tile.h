@@ -1,8 +1,6 @@
 // One tile of backward: P and dS of a block of query rows and a block of keys.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cpu/passes/packed_queries.h"
 #include "cpu/passes/stopwatch.h"

@@ -3,8 +3,6 @@
 // Where each element belongs to one score, backward itself writes it (tiles/tile_bias.h).
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cpu/passes/backward_tile.h"
 #include "cpu/passes/stopwatch.h"

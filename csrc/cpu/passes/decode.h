@@ -3,8 +3,6 @@
 // items (split-K), each of which leaves a partial result for merge.h.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/units.h"

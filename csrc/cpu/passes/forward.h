@@ -2,8 +2,6 @@
 // queries lie on the vector lanes and K and V are read in place.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cpu/passes/decode.h"
 #include "cpu/passes/stopwatch.h"

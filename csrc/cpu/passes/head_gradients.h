@@ -1,8 +1,6 @@
 // Gradients of what a query head has one of: its sink and its ALiBi slope. They come after backward.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/shares.h"

@@ -2,8 +2,6 @@
 // before forward, and again before backward, so that nothing is saved for it. ops/passes.h keeps their results.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cpu/plan/units.h"
 #include "cpu/plan/work.h"

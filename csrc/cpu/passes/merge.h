@@ -2,8 +2,6 @@
 // of keys into out and the row statistics.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cpu/passes/decode.h"
 #include "cpu/passes/stopwatch.h"

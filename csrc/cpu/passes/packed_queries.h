@@ -2,8 +2,6 @@
 // once for all key blocks of a super-block.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cpu/plan/units.h"
 #include "cpu/products/matrix.h"

@@ -1,8 +1,6 @@
 // Reduce: adds up the shares of dQ, or of dK and dV, that the splits of a head leave.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/shares.h"

@@ -2,8 +2,6 @@
 // among work items, and the pass reduce adds up the shares of gradients that they leave.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cpu/plan/units.h"
 #include "shared/heads.h"

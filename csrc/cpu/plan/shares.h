@@ -3,8 +3,6 @@
 // head that is not split has none but the last.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cpu/plan/units.h"
 #include "cpu/products/matrix.h"

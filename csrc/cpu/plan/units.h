@@ -2,8 +2,6 @@
 // shapes and constants, never on the number of threads.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cpu/plan/work.h"
 #include "cpu/simd/simd.h"

@@ -5,7 +5,6 @@
 //   10 columns, 4 lanes    0 1 2 3    4 5 6 7    6 7 8 9
 #pragma once
 
-#include <cstdint>
 #include <type_traits>
 
 #include "attention.h"

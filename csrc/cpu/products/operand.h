@@ -6,7 +6,6 @@
 // by pages.h.
 #pragma once
 
-#include <cstdint>
 #include <utility>
 
 #include "attention.h"

@@ -3,8 +3,6 @@
 // Neither products nor softmax know of pages.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cpu/products/matrix.h"
 #include "cpu/products/operand.h"

@@ -2,8 +2,6 @@
 // slope of its head, is subtracted from the score.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cpu/simd/math.h"
 #include "cpu/simd/simd.h"

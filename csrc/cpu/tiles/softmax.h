@@ -3,8 +3,6 @@
 // behind a reference, their members would be read again after every store.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cpu/products/matrix.h"
 #include "cpu/simd/math.h"

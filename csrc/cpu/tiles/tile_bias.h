@@ -2,7 +2,6 @@
 // scores, and gradients of scores go back to its own gradient, where that does not broadcast.
 #pragma once
 
-#include <cstdint>
 #include <type_traits>
 
 #include "attention.h"
