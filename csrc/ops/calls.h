@@ -62,7 +62,7 @@ struct Flags {
 inline void check_saved(const Tensor& dout, const Saved& saved) {
   const Tensor& q = saved.q;
   const at::ScalarType type = q.scalar_type(), rows = row_dtype(type);
-  const c10::SymDimVector out_sizes = sizes_of_out(q, saved.v.sym_size(-1)), row_sizes = sizes_of_rows(q);
+  const c10::SymDimVector out_sizes = with_columns(q, saved.v.sym_size(-1)), row_sizes = sizes_of_rows(q);
   check_tensor("dout", dout, q.device(), type, out_sizes);
   check_tensor("out", saved.out, q.device(), type, out_sizes);
   check_tensor("row_max", saved.row_max, q.device(), rows, row_sizes);

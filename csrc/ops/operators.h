@@ -103,8 +103,8 @@ inline void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::ji
     const bool plain = t.layout() == at::kStrided && !t.is_nested() && !t.is_quantized();
     TORCH_CHECK_NOT_IMPLEMENTED(plain && (t.is_cpu() || t.is_cuda() || t.is_meta()), "pyattn: ", arguments[i].name(),
                                 " must be a dense tensor on the CPU or a CUDA device, got layout ", t.layout(),
-                                t.is_nested() ? " (nested)" : "", ", dtype ", c10::getDtypeNames(t.scalar_type()).first,
-                                ", device ", t.device());
+                                t.is_nested() ? " (nested)" : "", ", dtype ", name_of(t.scalar_type()), ", device ",
+                                t.device());
   }
   TORCH_CHECK_NOT_IMPLEMENTED(false, "pyattn: ", op.schema().name(), " has no kernels for tensors of this kind");
 }

@@ -44,12 +44,7 @@ inline Tensor empty_ordered_as(const Tensor& like, const SymInt& cols) {
   return at::empty_strided_symint(shape, dense, like.options());
 }
 
-// The shapes of out and of what there is of each row, for queries packed or not.
-inline c10::SymDimVector sizes_of_out(const Tensor& q, const SymInt& head_dim_v) {
-  c10::SymDimVector sizes(q.sym_sizes());
-  sizes.back() = head_dim_v;
-  return sizes;
-}
+// The shape of what there is of each row, for queries packed or not.
 inline c10::SymDimVector sizes_of_rows(const Tensor& q) {
   if (is_packed(q)) return {q.sym_size(1), q.sym_size(0)};
   return {q.sym_size(0), q.sym_size(1), q.sym_size(2)};
