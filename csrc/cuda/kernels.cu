@@ -3,7 +3,6 @@
 // emulates one. All of it has internal linkage but the table at the end.
 #include <type_traits>
 
-#include "attention.h"
 #include "cuda/add_queries.h"
 #include "cuda/backward_keys.h"
 #include "cuda/backward_queries.h"
@@ -21,9 +20,6 @@
 #include "cuda/score.h"
 #include "cuda/sequences.h"
 #include "cuda/workspace.h"
-#include "shared/bias.h"
-#include "shared/heads.h"
-#include "shared/index.h"
 #include "shared/mask.h"
 
 namespace pyattn::cuda {

@@ -4,12 +4,10 @@
 
 #include <type_traits>
 
-#include "attention.h"
 #include "cuda/fragment.h"
 #include "cuda/primitives.h"
 #include "shared/defaults.h"
 #include "shared/heads.h"
-#include "shared/index.h"
 
 namespace pyattn::cuda {
 namespace {

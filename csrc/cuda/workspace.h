@@ -4,7 +4,6 @@
 
 #include <type_traits>
 
-#include "attention.h"
 #include "cuda/primitives.h"
 #include "shared/heads.h"
 

@@ -9,10 +9,10 @@
 
 #include "attention.h"
 #include "ops/checks.h"
-#include "shared/defaults.h"
 #include "ops/operators.h"
 #include "ops/options.h"
 #include "ops/params.h"
+#include "shared/defaults.h"
 
 namespace pyattn {
 

@@ -9,8 +9,8 @@
 
 #include "attention.h"
 #include "ops/checks.h"
-#include "shared/defaults.h"
 #include "ops/options.h"
+#include "shared/defaults.h"
 
 namespace pyattn {
 

@@ -7,13 +7,11 @@
 
 #include <type_traits>
 
-#include "attention.h"
 #include "cpu/products/matrix.h"
 #include "cpu/products/operand.h"
 #include "cpu/products/pack.h"
 #include "cpu/simd/simd.h"
 #include "shared/heads.h"
-#include "shared/index.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

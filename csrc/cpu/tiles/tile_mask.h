@@ -3,7 +3,6 @@
 
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/strips.h"
-#include "shared/index.h"
 #include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {
