@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import pyattn
-from pyattn.cache import KVCache
+from pyattn import KVCache
 
 SIZES = ((8, 8, 512, 128), (8, 8, 4096, 128), (8, 8, 16384, 128), (32, 8, 16384, 128))
 """Query heads, KV heads, tokens and head_dim. K and V of the longest, 134 MB in float32, lie beyond all caches."""

@@ -14,13 +14,14 @@ from pathlib import Path
 import torch
 
 from pyattn import isa
-from pyattn.cli import InputError, chart, checkpoint, generation, lengths, output, state
+from pyattn.cli import InputError, chart, checkpoint, generation, output, state
 from pyattn.cli.checkpoint import MODEL
-from pyattn.cli.compare import ATTENTIONS, compare
-from pyattn.cli.fit import DivergenceError, Losses, Recipe, evaluate, fit, make_optimizer, validate
-from pyattn.cli.gpt import GPT
+from pyattn.cli.compare import compare
+from pyattn.cli.fit import DivergenceError, Losses, Recipe, evaluate, fit, make_optimizer, show_losses_past, validate
+from pyattn.cli.gpt import ATTENTIONS, GPT
+from pyattn.cli.options import DTYPES
 from pyattn.cli.text import Text, read
-from pyattn.cli.training_options import DTYPES, check, config_of, given, parser, prompt_size
+from pyattn.cli.training_options import check, config_of, given, parser, prompt_size
 
 BFLOAT16_PRODUCTS = ("avx512_bf16",)
 """Instruction sets that multiply bfloat16; on others it is converted to float32 first, in torch's linears too."""
@@ -56,12 +57,8 @@ def introduce(options: argparse.Namespace, text: Text, model: GPT) -> None:
 def show_sample(model: GPT, text: Text, options: argparse.Namespace) -> None:
     """Print the beginning of the validation text and what the model adds to it."""
     prompt = text.validation[None, : prompt_size(options)].long().to(options.device)
-    size = prompt.shape[1]
-    count = generation.room(model.config, size, options.sample)
-    generator = torch.Generator().manual_seed(options.seed)
-    read = generation.with_cache(model, 1, size + count)
-    draw = {"temperature": options.temperature, "top_k": options.top_k}
-    added = list(generation.continuation(read, prompt, count, generator, **draw))
+    count = generation.room(model.config, prompt.shape[1], options.sample)
+    added = generation.sampled(model, prompt, count, options)
     where = "" if count == options.sample else f", up to the context of {options.context} bytes"
     print(f"sample{where}\n{bytes(torch.cat([prompt, *added], 1)[0].tolist()).decode(errors='replace')}\n")
 
@@ -135,7 +132,7 @@ def train(options: argparse.Namespace, text: Text, folder: Path, before: state.S
 
     show_sample(model, text, options)
     print(f"validation loss {final:.4f} nats a byte; byte frequencies alone {unigram:.4f}")
-    lengths.show(model, text, DTYPES[options.dtype])
+    show_losses_past(model, text, DTYPES[options.dtype])
     print(f"checkpoint {path}: {'loads back, same' if kept else 'loads back to ANOTHER'} validation loss")
     print(f"curve      {folder / CURVE}")
     agree = compare_attention(model, text, options)
