@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from pyattn import ops
 from pyattn.autocast import cast
+from pyattn.cache.pages import gathered
 from pyattn.derivatives import autograd
 from pyattn.derivatives.tangents import DENSE
 from pyattn.ops.schema import Options
@@ -49,25 +49,3 @@ def needs_copy(q: Tensor, *tensors: Tensor | None) -> bool:
     if q.is_cuda or (not torch.compiler.is_compiling() and autograd.transforming()):
         return True
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, *tensors))
-
-
-def gathered(
-    k: Tensor,
-    v: Tensor,
-    block_table: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_k: int,
-    seqused_k: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """k and v (B, room of a sequence, Hkv, D or Dv), and how many keys each sequence has."""
-    if k.dim() != 4 or v.shape[:3] != k.shape[:3]:
-        raise ValueError(
-            "pyattn: k and v in pages must have 4 dimensions (pages, page_size, num_heads, head_dim), all but the last "
-            f"the same, got {list(k.shape)} and {list(v.shape)}"
-        )
-    table, lengths = ops.pages_in_use(block_table, cu_seqlens_k, max_seqlen_k, seqused_k, k.shape[0], k.shape[1])
-    batch, count = table.shape
-    if k.shape[0] == 0:  # a table without pages in use holds zeros, and index_select wants a page 0
-        k, v = (pad(t, (0, 0, 0, 0, 0, 0, 0, 1)) for t in (k, v))
-    rows = (t.index_select(0, table.flatten()).unflatten(0, (batch, count)).flatten(1, 2) for t in (k, v))
-    return *rows, lengths

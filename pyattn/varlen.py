@@ -9,6 +9,7 @@ from typing_extensions import Unpack
 from pyattn import ops, paged
 from pyattn.arguments import check_size, check_tensor, refuse_positional
 from pyattn.autocast import cast
+from pyattn.cache.pages import gathered
 from pyattn.derivatives import autograd
 from pyattn.derivatives.packed_tangents import PACKED
 from pyattn.ops.schema import Options, Packing
@@ -119,7 +120,7 @@ def _over_pages(
         results = ops.attention_varlen_paged_forward(q, k, v, block_table, *packing, *options)
         return results[0], results[1]
     lengths = packing.cu_seqlens_k, packing.max_seqlen_k, packing.seqused_k
-    k, v, used = paged.gathered(k, v, block_table, *lengths)
+    k, v, used = gathered(k, v, block_table, *lengths)
     room = k.shape[1]
     starts = room * torch.arange(k.shape[0] + 1, device=k.device)
     apart = packing._replace(cu_seqlens_k=starts, max_seqlen_k=room, seqused_k=used)

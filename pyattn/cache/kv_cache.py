@@ -1,7 +1,7 @@
 """Keys and values that stay between calls, for text that is generated a few tokens at a time."""
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,22 +16,12 @@ from pyattn.arguments import (
     check_type,
     device_of,
     has_values,
-    shown,
 )
 from pyattn.cache.pages import table_for
 from pyattn.cache.ring_buffer import slots_of, window_of
+from pyattn.cache.storage import allocated, check_dtype, copied
 
 __all__ = ["KVCache"]
-
-
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def _check_dtype(dtype: torch.dtype) -> None:
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"pyattn: dtype must be a torch.dtype, such as torch.float32, got {shown(dtype)}")
-    if dtype not in DTYPES:
-        raise TypeError(f"pyattn: dtype must be float64, float32, bfloat16 or float16, got {dtype}")
 
 
 class KVCache:
@@ -122,7 +112,7 @@ class KVCache:
             check_sizes(max_seqlen=max_seqlen, **sizes, **columns)
             if page_size is not None:
                 check_sizes(page_size=page_size, **sizes, **columns)
-        _check_dtype(dtype)
+        check_dtype(dtype)
         device = device_of(device)
         self.max_seqlen, self.window, self.page_size = max_seqlen, window_of(window, max_seqlen), page_size
         if page_size is not None and self.window is not None:
@@ -134,18 +124,11 @@ class KVCache:
             self.starts = torch.zeros_like(self.lengths)
             self._ragged, self._last = False, self.lengths.new_zeros(3, batch)
             self.block_table = None if page_size is None else table_for(self.lengths, max_seqlen, page_size)
-
-            def storage(columns: int) -> Tensor:
-                slots = max_seqlen if self.window is None else slots_of(max_seqlen)
-                shape = batch, num_heads_kv, slots, columns
-                if page_size is not None and self.block_table is not None:
-                    shape = num_heads_kv, self.block_table.numel(), page_size, columns
-                made = torch.empty(shape, dtype=dtype, device=device)
-                ops.cache_clear(made)
-                # What a head reads of neighbouring pages lies in one piece, as memory is read fastest.
-                return made if page_size is None else made.permute(1, 2, 0, 3)
-
-            self.k, self.v = storage(head_dim), storage(head_dim_v)
+            slots = max_seqlen if self.window is None else slots_of(max_seqlen)
+            shape = (batch, num_heads_kv, slots)
+            if page_size is not None and self.block_table is not None:
+                shape = (num_heads_kv, self.block_table.numel(), page_size)
+            self.k, self.v = (allocated((*shape, n), dtype, device, page_size) for n in (head_dim, head_dim_v))
 
     def __repr__(self) -> str:
         shape = f"k {tuple(self.k.shape)}, v {tuple(self.v.shape)}, {self.k.dtype}"
@@ -222,7 +205,7 @@ class KVCache:
 
     def clone(self) -> "KVCache":
         """A cache of the same sequences with storage of its own, pages and ring buffer included."""
-        return self._copied(self.lengths.device, self.k.dtype)
+        return copied(self, self.lengths.device, self.k.dtype)
 
     @check_names
     def to(
@@ -241,30 +224,17 @@ class KVCache:
         if isinstance(device, torch.dtype) and dtype is None:
             device, dtype = None, device
         dtype = self.k.dtype if dtype is None else dtype
-        _check_dtype(dtype)
+        check_dtype(dtype)
         device = device_of(device) or self.lengths.device
         if device == self.lengths.device and dtype == self.k.dtype:
             return self
-        return self._copied(device, dtype)
+        return copied(self, device, dtype)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """For pickle and deepcopy: a cache that was read or copied in inference mode outlives it too."""
         with torch.inference_mode(False):
             for name, value in state.items():
                 setattr(self, name, value.clone() if isinstance(value, Tensor) and value.is_inference() else value)
-
-    def _copied(self, device: torch.device, dtype: torch.dtype) -> "KVCache":
-        """Tensors are copied, whatever else the cache has is shared."""
-        made = object.__new__(type(self))
-        with torch.inference_mode(False):
-            for name, value in vars(self).items():
-                if name in ("k", "v"):
-                    storage = torch.empty_like(value, dtype=dtype, device=device)
-                    ops.cache_clear(storage)
-                    setattr(made, name, storage.copy_(value))
-                else:
-                    setattr(made, name, value.to(device, copy=True) if isinstance(value, Tensor) else value)
-        return made
 
     @check_names
     def reorder(self, idx: Sequence[int] | Tensor) -> None:
@@ -286,12 +256,5 @@ class KVCache:
             chosen = chosen.clamp(0, max(0, len(self.lengths) - 1))  # as the operator takes them on a GPU
             torch.index_select(self._last.clone(), 1, chosen, out=self._last)
 
-
-def _refuse_vmap(*_: object) -> NoReturn:
-    raise NotImplementedError("pyattn: torch.vmap changes no KVCache, whose lengths are one for all; change it outside")
-
-
-for _name in ("append", "append_pages", "reorder", "reorder_pages", "truncate"):
-    torch.library.register_vmap(f"pyattn::cache_{_name}", _refuse_vmap)
 
 torch.serialization.add_safe_globals([KVCache])  # torch.load reads one without weights_only=False

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -142,3 +142,11 @@ _register(ops.attention_forward, _loops, _fold)
 _register(ops.attention_backward, _loops, _fold)
 _register(ops.attention_varlen_forward, _packed_loops, _fold_packed)
 _register(ops.attention_varlen_backward, _packed_loops, _fold_packed)
+
+
+def _refuse_vmap(*_: object) -> NoReturn:
+    raise NotImplementedError("pyattn: torch.vmap changes no KVCache, whose lengths are one for all; change it outside")
+
+
+for _name in ("append", "append_pages", "reorder", "reorder_pages", "truncate"):
+    torch.library.register_vmap(f"pyattn::cache_{_name}", _refuse_vmap)
