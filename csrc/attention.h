@@ -78,31 +78,16 @@ struct ScoreParams {
   const void* alibi_slopes;  // (batch or 1, num_heads_q), double for float64, else float, or null
   int64_t slopes_stride_b;   // 0 where one sequence stands for all
   const void* sinks;         // (num_heads_q), likewise: the score of one more key, without a value, or null
-  // Backward of a part of the keys: out and the row statistics are those of all keys, row_max in scores.
-  bool part;
 };
 
 constexpr bool has_bias(const ScoreParams& score) { return score.bias.type != BiasType::kNone; }
 
-// Whether a score is no more than its scaled product, and counts in the unit of a backend's own. A sink
-// is a matter of finished rows.
-constexpr bool is_plain(const ScoreParams& score) {
-  return !score.softcap && !score.alibi_slopes && !has_bias(score) && !score.part;
-}
-
-// Each weight is dropped with probability threshold / 65536; cpu/dropout.h says which.
+// Each weight is dropped with probability threshold / 65536; cpu/tiles/dropout.h says which. kDrawKeys neighbouring
+// keys of a query are drawn for at once.
+inline constexpr int kDrawKeys = 8;
 struct DropoutParams {
   uint32_t threshold;   // below 65536; 0 drops none
   const int64_t* seed;  // ()
-};
-
-// What the KV heads of a call are cut into; cpu/units.h says into how many.
-enum class Unit : int { kForward, kPartRows, kMerges, kSplits, kShareColumns, kShareBlocks, kReduced, kSummaries };
-inline constexpr int kNumUnits = 8;
-
-// How many units of each kind a KV head has.
-struct Units {
-  int64_t of[kNumUnits];
 };
 
 // Where a packed sequence lies: its queries [first_q, first_q + seqlen_q), and its keys likewise.
@@ -119,7 +104,7 @@ struct PackedParams {
   int64_t total_q, total_k;                    // rows of q and k, with those that belong to no sequence
   Sequence* sequences;       // (batch + 1), the last one where tokens of no sequence begin; null for a batch
   int64_t* default_offsets;  // (batch): mask.q_offsets, made together with sequences; or null
-  Units* before;             // (batch + 1), over the sequences before; made by the pass count_units
+  struct Units* before;      // (batch + 1), over the sequences before; made by the pass count_units
 };
 
 // Keys and values in pages: position j of sequence b lies at j % size of page table[b * stride + j / size]. The
@@ -144,7 +129,7 @@ struct PhaseCounts {
 struct ForwardParams {
   View q, k, v, out;
   // (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q), dense, double for float64, else
-  // float. row_max: the largest score, in the backend's own unit (cpu/score.h, cuda/score.h);
+  // float. row_max: the largest score, in the backend's own unit (cpu/tiles/score.h, cuda/score.h);
   // row_sum: the sum of exp(score - largest score); lse: the natural logarithm of the sum of
   // exp(score). Backward reads the first two, because exp(score - lse) has the rounding error of a
   // large lse.
@@ -169,7 +154,15 @@ struct BackwardParams : ForwardParams {
   // broadcasts; the others are dense, of slopes' and sinks' own shape, double for float64, else float.
   BiasView dbias;
   void *dslopes, *dsinks;
+  bool part;  // of the keys: out and the row statistics are those of all keys, row_max in scores
 };
+
+// Whether a score is no more than its scaled product, and counts in the unit of a backend's own. A sink
+// is a matter of finished rows.
+constexpr bool is_plain(const ForwardParams& p) {
+  return !p.score.softcap && !p.score.alibi_slopes && !has_bias(p.score);
+}
+constexpr bool is_plain(const BackwardParams& p) { return !p.part && is_plain(static_cast<const ForwardParams&>(p)); }
 
 // What a pass needs for these params. It depends on shapes and constants, never on the
 // number of threads, which therefore can't change bits.
@@ -204,8 +197,8 @@ struct Kernels {
   double (*peak)(int64_t rounds);       // multiplies and adds in registers; returns the number of operations
 };
 
-// The kernels of the active instruction set for such scores.
-const Kernels& kernels(DType dtype, const ScoreParams& score);
+// The kernels of the active instruction set, for plain scores or for all.
+const Kernels& kernels(DType dtype, bool plain);
 
 // GPU kernels, on a stream of the current device; addresses in params are the device's. Launches
 // are asynchronous; a launch error comes back as a message, success as null. Backward that need not

@@ -1,6 +1,6 @@
 """The options of attention, each once: its type, what checks it, what it means, and the words that peers have for it.
 
-An option's name, place and default are those of the operators' schemas, which come from the list in csrc/options.h.
+An option's name, place and default are those of the operators' schemas, which come from the list in csrc/ops/options.h.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,6 +1,6 @@
 // The only file that names every instruction set. The best one that the CPU has is active, unless
 // the environment variable PYATTN_ISA or set_isa names another.
-#include "dispatch.h"
+#include "cpu/dispatch.h"
 
 #ifdef __x86_64__
 #include <cpuid.h>
@@ -14,19 +14,19 @@
 
 namespace pyattn {
 namespace avx512_bf16 {
-extern const Kernels kernels[kNumDTypes], general_kernels[kNumDTypes];
+extern const Kernels kernels_Plain[kNumDTypes], kernels_General[kNumDTypes];
 }
 namespace avx512 {
-extern const Kernels kernels[kNumDTypes], general_kernels[kNumDTypes];
+extern const Kernels kernels_Plain[kNumDTypes], kernels_General[kNumDTypes];
 }
 namespace avx2 {
-extern const Kernels kernels[kNumDTypes], general_kernels[kNumDTypes];
+extern const Kernels kernels_Plain[kNumDTypes], kernels_General[kNumDTypes];
 }
 namespace neon {
-extern const Kernels kernels[kNumDTypes], general_kernels[kNumDTypes];
+extern const Kernels kernels_Plain[kNumDTypes], kernels_General[kNumDTypes];
 }
 namespace scalar {
-extern const Kernels kernels[kNumDTypes], general_kernels[kNumDTypes];
+extern const Kernels kernels_Plain[kNumDTypes], kernels_General[kNumDTypes];
 }
 
 namespace {
@@ -59,19 +59,19 @@ struct Isa {
 
 const Isa kIsas[] = {
 #ifdef PYATTN_HAS_avx512_bf16
-    {"avx512_bf16", [] { return has_v4() && __builtin_cpu_supports("avx512bf16"); }, avx512_bf16::kernels,
-     avx512_bf16::general_kernels},
+    {"avx512_bf16", [] { return has_v4() && __builtin_cpu_supports("avx512bf16"); }, avx512_bf16::kernels_Plain,
+     avx512_bf16::kernels_General},
 #endif
 #ifdef PYATTN_HAS_avx512
-    {"avx512", has_v4, avx512::kernels, avx512::general_kernels},
+    {"avx512", has_v4, avx512::kernels_Plain, avx512::kernels_General},
 #endif
 #ifdef PYATTN_HAS_avx2
-    {"avx2", has_v3, avx2::kernels, avx2::general_kernels},
+    {"avx2", has_v3, avx2::kernels_Plain, avx2::kernels_General},
 #endif
 #ifdef PYATTN_HAS_neon
-    {"neon", [] { return true; }, neon::kernels, neon::general_kernels},
+    {"neon", [] { return true; }, neon::kernels_Plain, neon::kernels_General},
 #endif
-    {"scalar", [] { return true; }, scalar::kernels, scalar::general_kernels},
+    {"scalar", [] { return true; }, scalar::kernels_Plain, scalar::kernels_General},
 };
 
 std::string join(const std::vector<std::string>& names) {
@@ -113,9 +113,9 @@ std::vector<std::string> available_isas() {
 std::string active_isa() { return active().load()->name; }
 void set_isa(const std::string& name) { active() = &find("instruction set", name); }
 
-const Kernels& kernels(DType dtype, const ScoreParams& score) {
+const Kernels& kernels(DType dtype, bool plain) {
   const Isa& isa = *active().load();
-  return (is_plain(score) ? isa.plain : isa.general)[static_cast<int>(dtype)];
+  return (plain ? isa.plain : isa.general)[static_cast<int>(dtype)];
 }
 
 }  // namespace pyattn

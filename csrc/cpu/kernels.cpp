@@ -1,13 +1,53 @@
-// The attention kernels, compiled once per instruction set, in the namespace PYATTN_ISA and over
-// the header PYATTN_ISA_HEADER. Everything but the table at the end has internal linkage: of a weak
-// symbol the linker keeps one copy, perhaps one that this machine can't run.
-#include "kernels.h"
-#include "score.h"
+// The attention kernels, compiled once per instruction set and score, in the namespace PYATTN_ISA, over the header
+// PYATTN_ISA_HEADER and the class PYATTN_SCORE. In one object, the scores would keep the compiler from inlining
+// what both call, which took up to 8 % of the time of short sequences. All of it has internal
+// linkage but the table at the end: of a weak symbol the linker keeps one copy, perhaps one that this machine can't run.
+#include "attention.h"
+#include "cpu/passes/backward.h"
+#include "cpu/passes/bias_gradient.h"
+#include "cpu/passes/forward.h"
+#include "cpu/passes/head_gradients.h"
+#include "cpu/passes/mask_rows.h"
+#include "cpu/passes/merge.h"
+#include "cpu/passes/reduce.h"
+#include "cpu/plan/units.h"
+#include "cpu/products/peak.h"
+#include "cpu/tiles/score.h"
 
 namespace pyattn::PYATTN_ISA {
+namespace {
 
-extern const Kernels kernels[kNumDTypes];
-const Kernels kernels[kNumDTypes] = {kernels_for<double, Plain>(), kernels_for<float, Plain>(),
-                                     kernels_for<bf16, Plain>(), kernels_for<f16, Plain>()};
+// A score without a bias has no gradient of one: a pass without items.
+template <class S>
+constexpr Pass<BackwardParams> bias_gradient_pass() {
+  if constexpr (PYATTN_SCORE<S>::kBias)
+    return {"bias_gradient", plan_bias_gradient<S>, bias_gradient<S, PYATTN_SCORE>};
+  else
+    return {"bias_gradient", [](const BackwardParams&) { return Plan{}; }, nullptr};
+}
+
+template <class S>
+constexpr Kernels kernels_for() {
+  return {{"count_units", plan_count_units<S>, count_units<S>},
+          {"mask_rows", plan_mask_rows<S>, mask_rows<S>},
+          {"bias_rows", plan_bias_rows<S>, bias_rows<S>},
+          {"mask_blocks", plan_mask_blocks<S>, mask_blocks<S>},
+          {"forward", plan_forward<S>, forward<S, PYATTN_SCORE>},
+          {"merge_out", plan_merge_out<S>, merge_out<S, PYATTN_SCORE>},
+          {"backward", plan_backward<S>, backward<S, PYATTN_SCORE>},
+          {"reduce", plan_reduce<S>, reduce<S, PYATTN_SCORE>},
+          bias_gradient_pass<S>(),
+          {"head_gradients", plan_head_gradients<S>, head_gradients<S, PYATTN_SCORE>},
+          peak<S>};
+}
+
+}  // namespace
+
+// kernels_Plain, kernels_General.
+#define PYATTN_TABLE_OF(score) kernels_##score
+#define PYATTN_TABLE(score) PYATTN_TABLE_OF(score)
+extern const Kernels PYATTN_TABLE(PYATTN_SCORE)[kNumDTypes];
+const Kernels PYATTN_TABLE(PYATTN_SCORE)[kNumDTypes] = {kernels_for<double>(), kernels_for<float>(),
+                                                        kernels_for<bf16>(), kernels_for<f16>()};
 
 }  // namespace pyattn::PYATTN_ISA

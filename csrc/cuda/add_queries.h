@@ -3,15 +3,12 @@
 // scales and rounds them. For 16-bit types only: float is for those who want its accuracy.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
-#include "fragment.h"
-#include "heads.h"
-#include "primitives.h"
-#include "product.h"
-#include "tile.h"
-#include "workspace.h"
+#include "cuda/fragment.h"
+#include "cuda/primitives.h"
+#include "cuda/product.h"
+#include "cuda/tile.h"
+#include "cuda/workspace.h"
+#include "shared/heads.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -3,25 +3,22 @@
 // is expanded and no other block adds to its sums. Tiles lie transposed, [keys][queries]:
 // P^T and dS^T are left factors in the registers in which they are made.
 //
-//   S^T = K Q^T      dP^T = V dO^T      P, dS as in gradient.h      dV += (P * D)^T dO      dK += dS^T Q
+//   S^T = K Q^T      dP^T = V dO^T      P, dS as in softmax_gradient.h      dV += (P * D)^T dO      dK += dS^T Q
 //
 // A warp takes 16 kM keys and, of wide heads, half of their columns.
 #pragma once
 
-#include <cstdint>
-
-#include "add_queries.h"
-#include "attention.h"
-#include "block.h"
-#include "dropout.h"
-#include "gradient.h"
-#include "heads.h"
-#include "mask.h"
-#include "primitives.h"
-#include "product.h"
-#include "tile.h"
-#include "tile_mask.h"
-#include "workspace.h"
+#include "cuda/add_queries.h"
+#include "cuda/block.h"
+#include "cuda/dropout.h"
+#include "cuda/fragment.h"
+#include "cuda/primitives.h"
+#include "cuda/product.h"
+#include "cuda/softmax_gradient.h"
+#include "cuda/tile.h"
+#include "cuda/tile_mask.h"
+#include "cuda/workspace.h"
+#include "shared/mask.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -2,20 +2,21 @@
 // keys that they see, making S and dP once more. These two of backward's seven products are
 // the price of adding up dQ in one place, in one order.
 //
-//   dP = dO V^T      P, dS as in gradient.h      dQ += dS K
+//   dP = dO V^T      P, dS as in softmax_gradient.h      dQ += dS K
 #pragma once
 
-#include "attention.h"
-#include "block.h"
-#include "dropout.h"
-#include "gradient.h"
-#include "mask.h"
-#include "primitives.h"
-#include "product.h"
-#include "softmax.h"
-#include "tile.h"
-#include "tile_mask.h"
-#include "workspace.h"
+#include "cuda/block.h"
+#include "cuda/dropout.h"
+#include "cuda/fragment.h"
+#include "cuda/primitives.h"
+#include "cuda/product.h"
+#include "cuda/score.h"
+#include "cuda/softmax.h"
+#include "cuda/softmax_gradient.h"
+#include "cuda/tile.h"
+#include "cuda/tile_mask.h"
+#include "cuda/workspace.h"
+#include "shared/mask.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -1,12 +1,9 @@
 // What a block of threads works on: a tile of query rows, or of keys, of one KV head.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
-#include "heads.h"
-#include "primitives.h"
-#include "tile.h"
+#include "cuda/primitives.h"
+#include "cuda/tile.h"
+#include "shared/heads.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -1,19 +1,13 @@
-// Dropout: the draws that cpu/dropout.h defines, kept as bits in shared
+// Dropout: the draws that cpu/tiles/dropout.h defines, kept as bits in shared
 // memory, where every pass finds them whichever way its tile lies.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
-#include "heads.h"
-#include "primitives.h"
-#include "product.h"
+#include "cuda/primitives.h"
+#include "cuda/product.h"
+#include "shared/heads.h"
 
 namespace pyattn::cuda {
 namespace {
-
-// Keys to one counter; key blocks begin at multiples of it.
-inline constexpr int kDrawKeys = 8;
 
 // Philox4x32-10 (Salmon et al. 2011): counter -> four random words, in place.
 struct Philox {

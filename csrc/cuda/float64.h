@@ -3,19 +3,15 @@
 // templates of a type that is always double: other dtypes do not compile them.)
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
-#include "bias_tiles.h"
-#include "dropout.h"
-#include "fragment.h"
-#include "gradient.h"
-#include "heads.h"
-#include "mask.h"
-#include "primitives.h"
-#include "score.h"
-#include "sequences.h"
-#include "workspace.h"
+#include "cuda/bias_items.h"
+#include "cuda/dropout.h"
+#include "cuda/fragment.h"
+#include "cuda/primitives.h"
+#include "cuda/score.h"
+#include "cuda/sequences.h"
+#include "cuda/softmax_gradient.h"
+#include "cuda/workspace.h"
+#include "shared/mask.h"
 
 namespace pyattn::cuda {
 namespace {
@@ -47,6 +43,14 @@ struct LaneRow {
     for (int i = 0; i < kLaneColumns; ++i) sum += column[i] * other.column[i];
     return sum_lanes(sum);
   }
+};
+
+// The rows of a key and of its value.
+struct LaneKey {
+  LaneRow k, v;
+
+  PYATTN_DEVICE LaneKey(const ForwardParams& p, const Head& head, int64_t j)
+      : k(head.key<const double>(p.k, j), p.head_dim), v(head.key<const double>(p.v, j), p.head_dim_v) {}
 };
 
 // This warp's row, or key, among all of them.
@@ -116,10 +120,10 @@ struct RowGradient {
   }
 
   template <class Score>
-  PYATTN_DEVICE void meet(const Score& score, int64_t j, const LaneRow& k, const LaneRow& v) {
-    const auto s = score.at(head, r, j, q.dot(k));
+  PYATTN_DEVICE void meet(const Score& score, int64_t j, const LaneKey& key) {
+    const auto s = score.at(head, r, j, q.dot(key.k));
     const double p_ij = exp(s.score - row_max) / row_sum, factor = dropout_factor(p, head, r, j);
-    weight = p_ij * factor, dscore = p_ij * (dout.dot(v) * factor - delta), dproduct = dscore * s.derivative;
+    weight = p_ij * factor, dscore = p_ij * (dout.dot(key.v) * factor - delta), dproduct = dscore * s.derivative;
   }
 
   PYATTN_DEVICE double sink_term() const {
@@ -143,9 +147,9 @@ float64_backward_queries(const __grid_constant__ BackwardParams p) {
   double slope_term = 0;
   for (int64_t j = visible.begin; j < visible.end; ++j) {
     if (!mask.sees<S>(r, j)) continue;
-    const LaneRow k(head.key<const double>(p.k, j), p.head_dim), v(head.key<const double>(p.v, j), p.head_dim_v);
-    row.meet(score, j, k, v);
-    dq.add(row.dproduct, k);
+    const LaneKey key(p, head, j);
+    row.meet(score, j, key);
+    dq.add(row.dproduct, key.k);
     slope_term += row.dscore * minus_distance(p, head, r, j);
   }
   dq.store(head.row<double>(p.dq, r), p.head_dim, score.dscale());
@@ -161,7 +165,7 @@ float64_backward_keys(const __grid_constant__ BackwardParams p) {
   if (!item.there) return;
   const Head head(p, item.head);
   const int64_t j = item.place;
-  const LaneRow k(head.key<const double>(p.k, j), p.head_dim), v(head.key<const double>(p.v, j), p.head_dim_v);
+  const LaneKey key(p, head, j);
   const Mask mask(p, head);
   const Range rows = mask.rows_of_any(j, 1);
   const Score score(p);
@@ -169,7 +173,7 @@ float64_backward_keys(const __grid_constant__ BackwardParams p) {
   for (int64_t r = rows.begin; r < rows.end; ++r) {
     if (!mask.sees<S>(r, j)) continue;
     RowGradient row(p, head, r);
-    row.meet(score, j, k, v);
+    row.meet(score, j, key);
     dk.add(row.dproduct, row.q), dv.add(row.weight, row.dout);
   }
   dk.store(head.key<double>(p.dk, j), p.head_dim, score.dscale());
@@ -181,9 +185,9 @@ template <class S, class Score>
 PYATTN_KERNEL(kFloat64Threads)
 float64_backward_bias(const __grid_constant__ BackwardParams p) {
   const int64_t at = block_index() * kFloat64Warps + warp();
-  const BiasTiles<1, 1> elements(p);
+  const BiasItems<1, 1> elements(p);
   if (at >= elements.count()) return;
-  const BiasTile own(p, elements, at);
+  const BiasItem own(p, elements, at);
   const Score score(p);
   double sum = 0;
   for (int64_t b = own.sequences.begin; b < own.sequences.end; ++b)
@@ -196,8 +200,7 @@ float64_backward_bias(const __grid_constant__ BackwardParams p) {
           const int64_t r = i * group + h % group;
           if (!mask.sees<S>(r, j)) continue;
           RowGradient row(p, head, r);
-          row.meet(score, j, {head.key<const double>(p.k, j), p.head_dim},
-                   {head.key<const double>(p.v, j), p.head_dim_v});
+          row.meet(score, j, {p, head, j});
           sum += row.dscore;
         }
     }

@@ -5,16 +5,17 @@
 
 #include <type_traits>
 
-#include "attention.h"
-#include "block.h"
-#include "dropout.h"
-#include "mask.h"
-#include "primitives.h"
-#include "product.h"
-#include "softmax.h"
-#include "splits.h"
-#include "tile.h"
-#include "tile_mask.h"
+#include "cuda/block.h"
+#include "cuda/dropout.h"
+#include "cuda/forward_splits.h"
+#include "cuda/fragment.h"
+#include "cuda/primitives.h"
+#include "cuda/product.h"
+#include "cuda/score.h"
+#include "cuda/softmax.h"
+#include "cuda/tile.h"
+#include "cuda/tile_mask.h"
+#include "shared/mask.h"
 
 namespace pyattn::cuda {
 namespace {
@@ -56,7 +57,19 @@ struct ForwardShape : ForwardRows<S, kDim, kSplit> {
   };
 };
 
-// kSplit: a block takes one split of the keys (splits.h), and leaves its O and row statistics for merge_splits.
+// A block of threads takes all keys of its rows, or those of its split, from a multiple of kKeys on.
+template <bool kSplit, int kKeys>
+PYATTN_DEVICE Run keys_of_block(const Mask& mask, int r0, int rows) {
+  Run run = keys_of_rows(mask, r0, rows);
+  if constexpr (kSplit) {
+    const Range split = Splits(mask.head).keys_of(block_index_y());
+    run.begin = static_cast<int>(max(round_down(run.begin, kKeys), split.begin));
+    run.end = static_cast<int>(min(run.end, split.end));
+  }
+  return run;
+}
+
+// kSplit: a block takes one split of the keys (forward_splits.h), and leaves its O and row statistics for merge_splits.
 template <class S, int kDim, class Score, bool kSplit, class Shape = ForwardShape<S, kDim, Score, kSplit>>
 PYATTN_KERNEL(Shape::kThreads, Shape::kBlocks)
 forward(const __grid_constant__ ForwardParams p) {

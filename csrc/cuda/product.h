@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-#include "fragment.h"
-#include "primitives.h"
-#include "tile.h"
+#include "cuda/fragment.h"
+#include "cuda/primitives.h"
+#include "cuda/tile.h"
 
 namespace pyattn::cuda {
 namespace {

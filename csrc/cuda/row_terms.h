@@ -2,16 +2,12 @@
 // each row, above all delta = rowsum(dO * O), and its share of dsinks. One warp per row.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
-#include "fragment.h"
-#include "gradient.h"
-#include "heads.h"
-#include "mask.h"
-#include "primitives.h"
-#include "sequences.h"
-#include "workspace.h"
+#include "cuda/fragment.h"
+#include "cuda/primitives.h"
+#include "cuda/score.h"
+#include "cuda/sequences.h"
+#include "cuda/workspace.h"
+#include "shared/mask.h"
 
 namespace pyattn::cuda {
 namespace {
@@ -34,7 +30,7 @@ row_terms(const __grid_constant__ BackwardParams p) {
   const Score score(p);
   const float sink =
       p.score.sinks ? score.from_sink(static_cast<const float*>(p.score.sinks)[head.query_head(r)]) : kNegInf;
-  const bool alone = !p.score.part && sink == kNegInf && Mask(p, head).exact_keys_of<S>(r).count() == 1;
+  const bool alone = !p.part && sink == kNegInf && Mask(p, head).exact_keys_of<S>(r).count() == 1;
   const float dlse = p.dlse ? static_cast<const float*>(p.dlse)[index] : 0;
   const float row_max = static_cast<const float*>(p.row_max)[index],
               row_sum = static_cast<const float*>(p.row_sum)[index];

@@ -3,14 +3,11 @@
 // softmax does not know which one it was.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
-#include "bias.h"
-#include "heads.h"
-#include "primitives.h"
-#include "product.h"
-#include "tanh.h"
+#include "cuda/fragment.h"
+#include "cuda/primitives.h"
+#include "cuda/product.h"
+#include "cuda/tanh.h"
+#include "shared/bias.h"
 
 namespace pyattn::cuda {
 namespace {
@@ -20,8 +17,9 @@ inline constexpr float kNegInf = -__builtin_inff();
 
 // Whether a call's scores are General and not Plain, which takes a sink over the factor: for a factor
 // near 0 that is no float.
-inline bool general_score(const ForwardParams& p) {
-  return !is_plain(p.score) || (p.score.sinks && fabs(p.softmax_scale) < 0x1p-32);
+template <class Params>
+bool general_score(const Params& p) {
+  return !is_plain(p) || (p.score.sinks && fabs(p.softmax_scale) < 0x1p-32);
 }
 
 // The derivative of scores by what was a product times softmax_scale, where that is 1.

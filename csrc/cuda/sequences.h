@@ -2,14 +2,12 @@
 // what becomes of tokens that belong to none.
 #pragma once
 
-#include <cstdint>
 #include <type_traits>
 
-#include "attention.h"
-#include "defaults.h"
-#include "fragment.h"
-#include "heads.h"
-#include "primitives.h"
+#include "cuda/fragment.h"
+#include "cuda/primitives.h"
+#include "shared/defaults.h"
+#include "shared/heads.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -1,12 +1,12 @@
 // Softmax of the rows of a warp, elementwise between the products of forward.
 #pragma once
 
-#include "attention.h"
-#include "mask.h"
-#include "primitives.h"
-#include "product.h"
-#include "score.h"
-#include "splits.h"
+#include "cuda/forward_splits.h"
+#include "cuda/fragment.h"
+#include "cuda/primitives.h"
+#include "cuda/product.h"
+#include "cuda/score.h"
+#include "shared/mask.h"
 
 namespace pyattn::cuda {
 namespace {

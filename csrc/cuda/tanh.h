@@ -1,7 +1,7 @@
 // The hyperbolic tangent of softcap.
 #pragma once
 
-#include "primitives.h"
+#include "cuda/primitives.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -2,11 +2,9 @@
 // how they are filled, and which rows are not finite.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
-#include "fragment.h"
-#include "primitives.h"
+#include "cuda/fragment.h"
+#include "cuda/primitives.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -2,17 +2,11 @@
 // over, and which sums of a tile the mask hides.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
-#include "bias.h"
-#include "block.h"
-#include "dropout.h"
-#include "heads.h"
-#include "mask.h"
-#include "primitives.h"
-#include "product.h"
-#include "splits.h"
+#include "cuda/block.h"
+#include "cuda/fragment.h"
+#include "cuda/primitives.h"
+#include "cuda/product.h"
+#include "shared/mask.h"
 
 namespace pyattn::cuda {
 namespace {
@@ -44,18 +38,6 @@ PYATTN_DEVICE Range from_multiple(Range range, int n) {
 PYATTN_DEVICE Run keys_of_rows(const Mask& mask, int r0, int rows) {
   return {from_multiple(mask.keys_of_any(r0, rows), kDrawKeys),
           mask.any_holes(r0, rows) ? Range{0, 0} : mask.keys_of_all(r0, rows)};
-}
-
-// A block of threads takes all keys of its rows, or those of its split, from a multiple of kKeys on.
-template <bool kSplit, int kKeys>
-PYATTN_DEVICE Run keys_of_block(const Mask& mask, int r0, int rows) {
-  Run run = keys_of_rows(mask, r0, rows);
-  if constexpr (kSplit) {
-    const Range split = Splits(mask.head).keys_of(block_index_y());
-    run.begin = static_cast<int>(max(round_down(run.begin, kKeys), split.begin));
-    run.end = static_cast<int>(min(run.end, split.end));
-  }
-  return run;
 }
 
 // The rows that see some of the keys [n0, n0 + keys), of summaries: each lane looks through a

@@ -2,13 +2,10 @@
 // other, each as long as the call needs it.
 #pragma once
 
-#include <cstdint>
 #include <type_traits>
 
-#include "attention.h"
-#include "gradient.h"
-#include "heads.h"
-#include "primitives.h"
+#include "cuda/primitives.h"
+#include "shared/heads.h"
 
 namespace pyattn::cuda {
 namespace {
@@ -27,6 +24,13 @@ PYATTN_DEVICE RowsBefore rows_before(const ForwardParams& p, unsigned number, co
   else
     return number;
 }
+
+// What backward needs to know of a row.
+struct alignas(16) RowTerms {
+  float shift, factor;  // P = exp(S, shift) * factor
+  float delta;          // rowsum(dO * O) - dlse
+  float share;          // 1; 0 for a row that sees one key alone, whose weight is 1 whatever dP is
+};
 
 PYATTN_DEVICE RowTerms* row_terms_of(const BackwardParams& p, RowsBefore before, [[maybe_unused]] unsigned rows) {
   if constexpr (PYATTN_PACKED)

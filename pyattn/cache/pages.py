@@ -5,7 +5,7 @@ from torch import Tensor
 from pyattn.arguments import check_size
 
 LEAST = 16
-"""Positions of a page, at least: as csrc/pages.h has it."""
+"""Positions of a page, at least: as csrc/ops/pages.h has it."""
 
 
 def table_for(lengths: Tensor, max_seqlen: int, page_size: int) -> Tensor:

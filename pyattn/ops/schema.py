@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -61,6 +61,21 @@ class Options(_Values):  # type: ignore[misc]
         return float(min(max(self.softcap, 2.0**-100), 2.0**100))
 
 
+class Sequence(NamedTuple):
+    """Sequence ``number`` of a call: where its queries and its keys lie, ``unused`` ones behind them, its options."""
+
+    number: int
+    queries: slice
+    keys: slice
+    unused: int
+    options: Options
+
+
+def own(tensor: Tensor | None, number: int, dims: int) -> Tensor | None:
+    """The part for one sequence of what has ``dims`` dimensions where each sequence has its own."""
+    return tensor if tensor is None or tensor.dim() < dims else tensor[number, None]
+
+
 class Packing(NamedTuple):
     """What tells packed sequences apart: ``attention_varlen_forward(q, k, v, *packing, *options)``.
 
@@ -77,3 +92,17 @@ class Packing(NamedTuple):
     max_seqlen_q: int
     max_seqlen_k: int
     seqused_k: Tensor | None = None
+
+    def sequences(self, options: Options) -> Iterator[Sequence]:
+        """The sequences one by one; their lengths are read on the host."""
+        begins_q, begins_k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
+        used = self.cu_seqlens_k.diff() if self.seqused_k is None else self.seqused_k
+        for b, count in enumerate(used.tolist()):
+            queries = slice(begins_q[b], begins_q[b + 1])
+            alone = options._replace(
+                q_offsets=own(options.q_offsets, b, 1),
+                key_ranges=None if options.key_ranges is None else options.key_ranges[None, queries],
+                alibi_slopes=own(options.alibi_slopes, b, 2),
+            )
+            keys = slice(begins_k[b], begins_k[b] + count)
+            yield Sequence(b, queries, keys, begins_k[b + 1] - keys.stop, alone)

@@ -1,7 +1,7 @@
 """Which keys a query sees, in torch operations: for weights of chosen rows, and for counting pairs."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -49,20 +49,12 @@ def keys_of(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int) -> tup
     return begin.clamp(0, seqlen_k), end.clamp(0, seqlen_k)
 
 
-Filter = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def filters(options: Options) -> list[Filter]:
-    """What may hide keys between a row's first and last: ``filter(rows, heads, key)`` gives bool pairs.
-
-    True = takes part, broadcasting to (B, heads, rows, Sk).
-    """
-    found: list[Filter] = []
+def filters(options: Options, rows: Tensor, heads: Tensor) -> Iterator[Tensor]:
+    """What may hide keys between a row's first and last: bool, True = takes part, as (B, heads, rows, Sk)."""
     if options.mask is not None:
-        found.append(lambda rows, heads, _: picked(options.mask, heads, rows))
+        yield picked(options.mask, heads, rows)
     if options.bias is not None:
-        found.append(lambda rows, heads, _: picked(options.bias, heads, rows) != -math.inf)
-    return found
+        yield picked(options.bias, heads, rows) != -math.inf
 
 
 def seen(options: Options, rows: Tensor, heads: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
@@ -70,8 +62,8 @@ def seen(options: Options, rows: Tensor, heads: Tensor, seqlen_q: int, seqlen_k:
     key = torch.arange(seqlen_k, device=rows.device)
     begin, end = (bound[:, None, :, None] for bound in keys_of(options, rows, seqlen_q, seqlen_k))
     allowed = (begin <= key) & (key < end)
-    for shown in filters(options):
-        allowed = allowed & shown(rows, heads, key)
+    for shown in filters(options, rows, heads):
+        allowed = allowed & shown
     return allowed
 
 
@@ -102,7 +94,7 @@ def _pairs_of_formulas(options: Options, batch: int, seqlen_q: int, seqlen_k: in
 
 def _count(options: Options, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int, device: torch.device) -> int:
     """Pairs of query and key that the masks leave, over batch and query heads."""
-    rows, hidden = torch.arange(seqlen_q, device=device), bool(filters(options))
+    rows, hidden = torch.arange(seqlen_q, device=device), not options.mask is options.bias is None
     if options.key_ranges is None and not hidden:
         return num_heads * _pairs_of_formulas(options, batch, seqlen_q, seqlen_k)
     if not hidden:
@@ -132,13 +124,7 @@ def packed_pairs(q: Tensor, k: Tensor, packing: Packing, options: Options) -> in
     sources = (*lengths, options.q_offsets, options.key_ranges)
     if not all(t is None or has_values(t) for t in sources):
         return num_heads * q.shape[0] * k.shape[0]
-    begins = packing.cu_seqlens_q.tolist()
-    keys = packing.cu_seqlens_k.diff() if packing.seqused_k is None else packing.seqused_k
     total = 0
-    for b, seqlen_k in enumerate(keys.tolist()):
-        own = options._replace(
-            q_offsets=None if options.q_offsets is None else options.q_offsets[b : b + 1],
-            key_ranges=None if options.key_ranges is None else options.key_ranges[None, begins[b] : begins[b + 1]],
-        )
-        total += _count(own, 1, num_heads, begins[b + 1] - begins[b], seqlen_k, q.device)
+    for _, queries, keys, _, own in packing.sequences(options):
+        total += _count(own, 1, num_heads, queries.stop - queries.start, keys.stop - keys.start, q.device)
     return total

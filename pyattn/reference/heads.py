@@ -70,13 +70,13 @@ def of_head(t: Tensor | None, head: int) -> Tensor | None:
 
 def split(x: Tensor, num_heads: int) -> Tensor:
     """(B, T, num_heads * head_dim) -> (B, num_heads, T, head_dim)."""
-    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    heads: Tensor = x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    return heads
 
 
 def merge(x: Tensor) -> Tensor:
     """The inverse of :func:`split`."""
-    merged: Tensor = x.transpose(1, 2).flatten(2)
-    return merged
+    return x.transpose(1, 2).flatten(2)
 
 
 def future(context_length: int) -> Tensor:

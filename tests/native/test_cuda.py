@@ -9,6 +9,7 @@ import pytest
 import torch
 from backends import Backend
 from helpers import Case, each_dtype, run
+from params import before_a_wall
 from torch import Tensor
 
 from pyattn.options import Packing
@@ -30,7 +31,7 @@ def test_nothing_beyond_the_end_is_touched(
     """Each tensor ends where memory does: an access beyond it ends the process."""
 
     def walled(t: Any) -> Any:
-        return emulated.before_a_wall(*t.shape, dtype=t.dtype).copy_(t) if isinstance(t, torch.Tensor) else t
+        return before_a_wall(*t.shape, dtype=t.dtype).copy_(t) if isinstance(t, torch.Tensor) else t
 
     case = Case(1, 2, 1, 37, 70, *dims, dropout_p=0.1, **features)
     q, k, v, dout = map(walled, (*case.inputs(dtype), case.gradients(dtype)[0]))
@@ -64,7 +65,7 @@ PACKED_FEATURES: list[dict[str, Any]] = [
 def packed_inputs(case: Case, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], Tensor]:
     """q, k, v and dout of the case's only sequence: (tokens, heads, columns), each before a wall."""
     tensors = (t[0].transpose(0, 1) for t in (*case.inputs(dtype), case.gradients(dtype)[0]))
-    q, k, v, dout = (emulated.before_a_wall(*t.shape, dtype=t.dtype).copy_(t) for t in tensors)
+    q, k, v, dout = (before_a_wall(*t.shape, dtype=t.dtype).copy_(t) for t in tensors)
     return (q, k, v), dout
 
 

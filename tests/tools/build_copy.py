@@ -27,20 +27,20 @@ LOOP = 3600
 """Seconds of processor time, after which a process loops: a run of all tests takes a twentieth of it."""
 
 LIKELY = {
-    "cache/cache": ("cache.h", "ops_cache.cpp"),
-    "gpu/cache": ("ops_cache_cuda.cpp",),
-    "attention/decode": ("cpu/decode.h", "cpu/dots.h", "cpu/splits.h"),
-    "scores/dropout": ("cpu/dropout.h", "cuda/dropout.h"),
+    "cache/cache": ("ops/cache.h", "ops/cache.cpp"),
+    "gpu/cache": ("ops/cache_cuda.cpp",),
+    "attention/decode": ("cpu/passes/decode.h", "cpu/plan/backward_splits.h", "cpu/products/dots.h"),
+    "scores/dropout": ("cpu/tiles/dropout.h", "cuda/dropout.h"),
     "native/math": ("cpu/simd/math.h",),
     "attention/laws": ("cpu/simd/half.h",),
-    "attention/layouts": ("ops.cpp", "params.h"),
-    "cache/page_table": ("ops_cache_pages.cpp", "ops_pages_cuda.cpp"),
-    "cache/pages": ("cpu/pages.h", "ops_cache_pages.cpp", "ops_paged.cpp", "pages.h"),
-    "gpu/pages": ("ops_pages_cuda.cpp",),
-    "cache/ring_buffer": ("ops_cache.cpp",),
-    "native/splits": ("cuda/merge.h", "cuda/splits.h"),
-    "attention/threads": ("threads.cpp",),
-    "varlen/varlen": ("cpu/units.h", "cuda/sequences.h", "ops_varlen.cpp", "packing.h", "work.h"),
+    "attention/layouts": ("ops/dense.cpp", "ops/params.h"),
+    "cache/page_table": ("ops/cache_pages.cpp", "ops/pages_cuda.cpp"),
+    "cache/pages": ("cpu/products/pages.h", "ops/cache_pages.cpp", "ops/paged.cpp", "ops/pages.h"),
+    "gpu/pages": ("ops/pages_cuda.cpp",),
+    "cache/ring_buffer": ("ops/cache.cpp",),
+    "native/splits": ("cuda/forward_splits.h", "cuda/merge.h"),
+    "attention/threads": ("ops/threads.cpp",),
+    "varlen/varlen": ("cpu/plan/units.h", "cpu/plan/work.h", "cuda/sequences.h", "ops/packed.cpp", "ops/packing.h"),
 }
 """The tests most likely to catch a fault, by its file in csrc; they run first."""
 TESTS = (
@@ -141,7 +141,7 @@ class Copy:
         for entry in json.loads((self.build / "compile_commands.json").read_text()):
             command = ["-O1" if x == "-O3" else x for x in shlex.split(entry["command"])]
             at = command.index("-o")
-            isa = re.search(r"kernels_(\w+)\.dir", command[at + 1])
+            isa = re.search(r"kernels_(\w+)_(?:plain|general)\.dir", command[at + 1])
             if not isa or isa[1] in pyattn.isas():
                 yield Unit(command[at + 1], command[:at] + command[at + 2 :], isa[1] if isa else "")
 

@@ -2,7 +2,7 @@
 // compares them with the scalar ones in float64, which the Python suite proves. For
 // machines that have no PyTorch, emulated ones above all:
 //
-//   c++ -std=c++20 -O2 -Icsrc tests/tools/kernels_check.cpp csrc/cpu/dispatch.cpp <objects of kernels.cpp and kernels_general.cpp> -o kernels_check
+//   c++ -std=c++20 -O2 -Icsrc tests/tools/kernels_check.cpp csrc/cpu/dispatch.cpp <objects of kernels.cpp for both scores> -o kernels_check
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -141,7 +141,7 @@ Results results(const Case& c, const Inputs& inputs) {
   if (options.sinks) p.score.sinks = sinks.data.data(), p.dsinks = dsinks.data.data();
   p.dropout = {static_cast<uint32_t>(std::nearbyint(65536 * c.dropout_p)), &seed};
 
-  const Kernels& table = kernels(dtype<S>, p.score);
+  const Kernels& table = kernels(dtype<S>, is_plain(p));
   const std::vector<RowKeys> mask_rows = make_array(table.mask_rows, p, p.mask.mask_rows);
   const std::vector<RowKeys> bias_rows = make_array(table.bias_rows, p, p.mask.bias_rows);
   const std::vector<BlockKeys> blocks = make_array(table.mask_blocks, p, p.mask.blocks);

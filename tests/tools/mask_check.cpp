@@ -1,9 +1,9 @@
-// The answers of csrc/mask.h beside those of a loop over every pair, for small masks of every kind.
+// The answers of csrc/shared/mask.h beside those of a loop over every pair, for small masks of every kind.
 #include <cstdint>
 #include <cstdio>
 #include <vector>
 
-#include "mask.h"
+#include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

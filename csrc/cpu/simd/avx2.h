@@ -14,7 +14,7 @@ inline constexpr int kMR[kWideNV + 1] = {0, 12, 6, 3, 2, 2, 1, 1, 1};
 
 #define PYATTN_HAS_HALF_CONVERSION
 #define PYATTN_HAS_MULTIPLY_WIDE
-#include "half.h"
+#include "cpu/simd/half.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -24,7 +24,7 @@ inline constexpr int kMR[kWideNV + 1] = {0, 16, 12, 8, 6, 4, 3, 3, 2};
 
 #define PYATTN_HAS_HALF_CONVERSION
 #define PYATTN_HAS_MULTIPLY_WIDE
-#include "half.h"
+#include "cpu/simd/half.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

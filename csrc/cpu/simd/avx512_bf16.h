@@ -2,7 +2,7 @@
 #pragma once
 
 #define PYATTN_HAS_BF16_PAIRS
-#include "avx512.h"
+#include "cpu/simd/avx512.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

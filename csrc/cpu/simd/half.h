@@ -3,7 +3,7 @@
 // instruction set has no conversions of its own.
 #pragma once
 
-#include "vector.h"
+#include "cpu/simd/vector.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

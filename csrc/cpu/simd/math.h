@@ -1,8 +1,7 @@
-// Elementary functions of vectors. Comes after the header of an instruction set, whose fma they
-// call.
+// Elementary functions of vectors.
 #pragma once
 
-#include "half.h"
+#include "cpu/simd/simd.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -14,7 +14,7 @@ inline constexpr int kMR[kWideNV + 1] = {0, 14, 10, 7, 5, 4, 3, 3, 2};
 
 #define PYATTN_HAS_HALF_CONVERSION
 #define PYATTN_HAS_MULTIPLY_WIDE
-#include "half.h"
+#include "cpu/simd/half.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -10,7 +10,7 @@ inline constexpr int kWideNV = 4;
 inline constexpr int kMR[kWideNV + 1] = {0, 8, 4, 2, 2};
 }  // namespace pyattn::PYATTN_ISA
 
-#include "half.h"
+#include "cpu/simd/half.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

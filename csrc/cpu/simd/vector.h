@@ -8,17 +8,8 @@
 #include <utility>
 
 #include "attention.h"
-
-#define PYATTN_MEMBER_INLINE __attribute__((always_inline))
-#define PYATTN_INLINE static inline PYATTN_MEMBER_INLINE
-
-// Before a loop: unrolls it n times, fully if it has no more rounds; 1 keeps it rolled.
-#define PYATTN_PRAGMA(text) _Pragma(#text)
-#ifdef __clang__
-#define PYATTN_UNROLL(n) PYATTN_PRAGMA(clang loop unroll_count(n))
-#else
-#define PYATTN_UNROLL(n) PYATTN_PRAGMA(GCC unroll n)
-#endif
+#include "cpu/simd/inline.h"
+#include "shared/index.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
@@ -78,6 +69,16 @@ template <class S>
 using Operand = typename OperandOf<S>::type;
 template <class S>
 inline constexpr bool kPairs = !std::is_same_v<Operand<S>, Compute<S>>;
+
+// Elements per operand.
+template <class S>
+inline constexpr int64_t kColumns = kPairs<S> ? 2 : 1;
+
+// Terms of a sum over n elements.
+template <class S>
+constexpr int64_t terms(int64_t n) {
+  return ceil_div(n, kColumns<S>);
+}
 
 template <class T>
 PYATTN_INLINE vec<T> set1(T x) {

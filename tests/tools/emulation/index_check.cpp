@@ -7,14 +7,14 @@
 #include <set>
 #include <tuple>
 
-#include "bias_tiles.h"
-#include "block.h"
-#include "dropout.h"
-#include "product.h"
-#include "splits.h"
-#include "tanh.h"
+#include "cuda/bias_items.h"
+#include "cuda/block.h"
+#include "cuda/dropout.h"
+#include "cuda/product.h"
+#include "cuda/forward_splits.h"
+#include "cuda/tanh.h"
 #include "threads.h"
-#include "tile.h"
+#include "cuda/tile.h"
 
 namespace pyattn::cuda {
 namespace {
@@ -132,11 +132,11 @@ void check_bias_tiles() {
     p.dbias.stride_b = full & 1 ? sizes[1] * sizes[2] * sizes[3] : 0;
     p.dbias.stride_h = full & 2 ? sizes[2] * sizes[3] : 0;
     p.dbias.stride_q = full & 4 ? sizes[3] : 0, p.dbias.stride_k = full & 8 ? 1 : 0;
-    const BiasTiles<8, 16> tiles(p);
+    const BiasItems<8, 16> tiles(p);
     std::set<int64_t> elements;
     int64_t scores = 0;
     for (int64_t at = 0; at < tiles.count(); ++at) {
-      const BiasTile tile(p, tiles, at);
+      const BiasItem tile(p, tiles, at);
       scores += tile.sequences.count() * tile.heads.count() * tile.queries.count() * tile.keys.count();
       for (int64_t i = 0; i < (full & 4 ? tile.queries.count() : 1); ++i)
         for (int64_t j = 0; j < (full & 8 ? tile.keys.count() : 1); ++j)

@@ -1,0 +1,244 @@
+// Backward, in one pass over the keys. With P = exp(S - row_max) / row_sum and
+// delta = rowsum(P * dP) = rowsum(dO * O):
+//
+//   dV += (P * D)^T dO      dP = dO V^T * D      dS = P * (dP - delta + dlse)      dK += dS^T Q      dQ += dS K
+//
+// where D is 1, or with dropout 0 for what was dropped and 1 / (1 - p) for the rest. S and
+// dP are made transposed, queries on the lanes; dV, dK and dQ have their columns on the
+// lanes. dQ and dK are scaled when they leave.
+#pragma once
+
+#include "cpu/passes/backward_tile.h"
+#include "cpu/passes/stopwatch.h"
+#include "cpu/plan/backward_splits.h"
+#include "cpu/plan/shares.h"
+#include "cpu/plan/units.h"
+#include "cpu/plan/work.h"
+#include "cpu/products/dots.h"
+#include "cpu/products/matrix.h"
+#include "cpu/products/operand.h"
+#include "cpu/products/pack.h"
+#include "cpu/products/product.h"
+#include "cpu/products/scratch.h"
+#include "cpu/simd/simd.h"
+#include "cpu/tiles/strips.h"
+#include "cpu/tiles/tile_bias.h"
+#include "shared/mask.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+template <class S>
+Plan plan_backward(const BackwardParams& p) {
+  const int64_t items = work_of<S>(p, Unit::kSplits).count();
+  const int64_t slopes = p.dslopes ? items * group_size(p) * static_cast<int64_t>(sizeof(double)) : 0;
+  return {items, BackwardScratch<S>(p, true, most_summed_keys(p), nullptr).bytes, Shares<S>::bytes(p) + slopes};
+}
+
+// One work item: the query rows and the keys of one split of a KV head.
+template <class S, class Score>
+class BackwardItem {
+  using T = Compute<S>;
+  using E = Operand<S>;
+
+ public:
+  BackwardItem(const BackwardParams& p, const Place& place, void* scratch)
+      : p(p),
+        head(p, place.head),
+        split(place.n),
+        own(split_of(mask, shares.splits, split)),
+        s(p, dQ_whole, dKV_whole ? own.keys.count() : 0, scratch) {}
+
+  void run() {
+    if (few_rows<S>(p, head.count)) pack_few_queries<S>(p, head, score.power, s.few_Q);
+    fill_zero(sums.dK.data, sums.keys.count() * sums.dK.row);
+    fill_zero(sums.dV.data, sums.keys.count() * sums.dV.row);
+    if (p.dslopes) fill_zero(dslopes, head.group);
+    for (int64_t r0 = own.rows.begin; r0 < own.rows.end; r0 += kSuperBlock)
+      super_block(r0, min(kSuperBlock, own.rows.end - r0));
+    if (dKV_whole) {
+      unpack_rows<S>(Matrix<const T>(sums.dK), sums.keys.count(), p.head_dim, score.dscale,
+                     [&](int64_t j) { return head.key<S>(p.dk, sums.keys.begin + j); });
+      unpack_rows<S>(Matrix<const T>(sums.dV), sums.keys.count(), p.head_dim_v, T(1),
+                     [&](int64_t j) { return head.key<S>(p.dv, sums.keys.begin + j); });
+    }
+    watch.lap(Phase::kStore);
+  }
+
+ private:
+  // The sums of dK and dV, and of which keys they are.
+  struct Sums {
+    Range keys;
+    Matrix<T> dK, dV;
+  };
+
+  const BackwardParams& p;
+  const Head head;
+  const Mask mask{p, head};
+  const Shares<S> shares{p, head};
+  const int64_t split;
+  const Split own;
+  // Whether the item's sums are the whole gradient, not a share.
+  const bool dQ_whole = shares.splits.count == 1 || shares.splits.by_rows;
+  const bool dKV_whole = shares.splits.count == 1 || !shares.splits.by_rows;
+  const BackwardScratch<S> s;
+  const Sums sums = sums_of_keys();
+  double* const dslopes = slope_shares<S>(p, head, split);
+  const Score score{p};
+  Stopwatch watch{p.counts};
+  BackwardTile<S, Score> weights{p, mask, s, score, watch, {}};
+
+  // A block of keys: its operands, and where its gradients are summed.
+  struct Keys {
+    Matrix<const E> K;          // [terms(keys)][head_dim], to be summed over
+    Strided<E> left_K, left_V;  // [keys][head_dim], [keys][head_dim_v]
+    Matrix<T> dK, dV;
+  };
+
+  // A block of query rows, likewise.
+  struct Queries {
+    Matrix<const E> Q, dO;  // [terms(rows)][cols], to be summed over
+    Matrix<T> dQ;
+    Update<T> update;  // of dQ
+  };
+
+  // A share has the blocks of which some row of the item sees a key.
+  Sums sums_of_keys() const {
+    if (dKV_whole) return {own.keys, s.dK, s.dV};
+    const Range seen = own.keys.in(mask.keys_of_any(own.rows.begin, own.rows.count()));
+    const Range keys{round_down(seen.begin, kBackwardBlockK), min(round_up(seen.end, kBackwardBlockK), own.keys.end)};
+    for (int64_t n0 = own.keys.begin; n0 < own.keys.end; n0 += kBackwardBlockK)
+      shares.has_keys(split, n0) = keys.contains(n0);
+    return {keys, shares.dK(split, keys.begin), shares.dV(split, keys.begin)};
+  }
+
+  // The query rows [r0, r0 + rows) against all keys of the item.
+  void super_block(int64_t r0, int64_t rows) {
+    const Range keys = own.keys.in(mask.keys_of_any(r0, rows));
+    no_scores({r0, r0 + rows}, {own.keys.begin, keys.begin});
+    no_scores({r0, r0 + rows}, {keys.end, own.keys.end});
+    if (!dQ_whole && !(shares.has_rows(split, r0) = !keys.empty())) return;
+    const Matrix<T> dQ = dQ_whole ? s.dQ : shares.dQ(split, r0);
+    int64_t written = 0;  // rows of dQ that hold something: a later block of keys adds to them
+    if (!keys.empty()) {
+      const Range seen = mask.rows_of_any(own.keys.begin, own.keys.count(), {r0, r0 + rows}).within(r0, rows);
+      for (int64_t i = round_down(seen.begin, kBlockQ<T>); i < seen.end; i += kBlockQ<T>)
+        s.queries.pack(mask, score, r0 + i, i, min(kBlockQ<T>, rows - i));
+      watch.lap(Phase::kPack);
+      for (int64_t n = round_down(keys.begin, kBackwardBlockK); n < keys.end; n += kBackwardBlockK)
+        written = key_block(n, min(kBackwardBlockK, keys.end - n), r0, rows, dQ, written);
+    }
+    fill_zero(dQ.from(written).data, (rows - written) * dQ.row);
+    if (dQ_whole)
+      unpack_rows<S>(Matrix<const T>(dQ), rows, p.head_dim, score.dscale,
+                     [&](int64_t i) { return head.row<S>(p.dq, r0 + i); });
+    watch.lap(Phase::kStore);
+  }
+
+  // Rows and keys of which no row sees any key, or a tile is to follow.
+  void no_scores(Range rows, Range keys) const {
+    if (p.dbias.data && one_score_each(p)) clear_bias_gradient<S>(p, head, rows, keys);
+  }
+
+  // The keys [n0, n0 + keys) against the rows of the super-block that see some of them. The first
+  // `written` rows of dQ hold sums already; returns how many do now.
+  int64_t key_block(int64_t n0, int64_t keys, int64_t r0, int64_t rows, Matrix<T> dQ, int64_t written) {
+    const Range seeing = mask.rows_of_any(n0, keys, {r0, r0 + rows}).within(r0, rows);
+    const int64_t first = round_down(seeing.begin, kBlockQ<T>), past = min(round_up(seeing.end, kBlockQ<T>), rows);
+    no_scores({r0, r0 + (seeing.empty() ? rows : first)}, {n0, n0 + keys});
+    if (seeing.empty()) return written;
+    no_scores({r0 + past, r0 + rows}, {n0, n0 + keys});
+    const bool in_place = summed_in_place<S>(p.k, p.head_dim);
+    const Matrix<const E> K = summed_keys<S>(head, p.k, n0, keys, p.head_dim, in_place, s.K);
+    const Keys block{K, kPairs<S> ? left_keys<S>(head, p.k, n0, keys, p.head_dim, s.left_K) : K.strided(),
+                     left_keys<S>(head, p.v, n0, keys, p.head_dim_v, s.V), sums.dK.from(n0 - sums.keys.begin),
+                     sums.dV.from(n0 - sums.keys.begin)};
+    const Matrix<const E> Q = s.queries.Q(head, r0), dO = s.queries.dO(head, r0);
+    if (written < first) fill_zero(dQ.from(written).data, (first - written) * dQ.row);
+    for (int64_t i = first; i < seeing.end; i += kBlockQ<T>) {
+      const int64_t m = min(kBlockQ<T>, rows - i);
+      const Tile tile{r0 + i, m, round_up(m, kLanes<T>), n0, keys};
+      const Queries queries{Q.from(terms<S>(i)), dO.from(terms<S>(i)), dQ.from(i), Update<T>::add_unless(i >= written)};
+      const Strips<T> strips = weights.cut(tile);
+      if (strips.masked) no_scores({tile.r0, tile.r0 + m}, {n0, n0 + keys});
+      watch.lap(Phase::kPack);
+      if (strips.empty()) {
+        if (i >= written) fill_zero(dQ.from(i).data, m * dQ.row);
+        continue;
+      }
+      weights.make(tile, strips, i, block.left_K, block.left_V, [&](Strip strip) {
+        score.to_products(p, s.dP, head, tile, strip, s.derivative, dslopes);
+        watch.lap(Phase::kSoftmax);
+        if (!p.dropout.threshold) return;
+        multiply_strip(s.P, s.kept, strip);
+        watch.lap(Phase::kDropout);
+      });
+      if (strips.masked && !finite(tile))
+        add_seen_products(tile, block, queries);
+      else
+        add_products(tile, strips, block, queries);
+    }
+    return max(written, past);
+  }
+
+  // Whether a product may multiply 0 for what is not seen by what stands there.
+  bool finite(const Tile& tile) const {
+    const auto k_row = [&](int64_t j) { return head.key<S>(p.k, tile.n0 + j); };
+    const auto q_row = [&](int64_t r) { return head.row<const S>(p.q, tile.r0 + r); };
+    const auto do_row = [&](int64_t r) { return head.row<const S>(p.dout, tile.r0 + r); };
+    return all_finite<S>(tile.keys, p.head_dim, k_row) && all_finite<S>(tile.rows, p.head_dim, q_row) &&
+           all_finite<S>(tile.rows, p.head_dim_v, do_row);
+  }
+
+  // dV, dK and dQ of a tile, strip by strip.
+  void add_products(const Tile& tile, const Strips<T>& strips, const Keys& block, const Queries& queries) {
+    strips.each_keys([&](Strip strip) {
+      const auto [j0, j1, begin, end] = strip;
+      const Strided<E> P = tile_over_lanes<S>(s.P, begin, end, j0, j1, s.left_P);
+      const Strided<E> dS = tile_over_lanes<S>(s.dP, begin, end, j0, j1, s.left_dS);
+      const int64_t first = terms<S>(j0), rows = min(j1, tile.rows) - j0, inner = terms<S>(rows);
+      watch.lap(Phase::kPack);
+      gemm<T>(end - begin, 0, s.cols_v, inner, P.from(begin, first), queries.dO.from(first), block.dV.from(begin),
+              Update<T>::add());
+      watch.lap(Phase::kdV, 2 * strip.keys() * rows * p.head_dim_v);
+      gemm<T>(end - begin, 0, s.cols_k, inner, dS.from(begin, first), queries.Q.from(first), block.dK.from(begin),
+              Update<T>::add());
+      watch.lap(Phase::kdK, 2 * strip.keys() * rows * p.head_dim);
+    });
+    strips.each([&](Strip strip) {
+      const auto [j0, j1, begin, end] = strip;
+      const Strided<E> dS = tile_over_keys<S>(s.dP, begin, end, j0, j1, s.summed_dS).strided().transposed();
+      const int64_t first = terms<S>(begin), inner = terms<S>(end) - first, rows = min(j1, tile.rows) - j0;
+      watch.lap(Phase::kPack);
+      gemm<T>(rows, 0, s.cols_k, inner, dS.from(j0, first), block.K.from(first), queries.dQ.from(j0), queries.update);
+      watch.lap(Phase::kdQ, 2 * strip.keys() * rows * p.head_dim);
+    });
+  }
+
+  // dV, dK and dQ of a tile in which something unseen is NaN or inf, pair by pair.
+  void add_seen_products(const Tile& tile, const Keys& block, const Queries& queries) {
+    const auto key_row = [&](int64_t j, int64_t, int64_t r) { return weights.seen.lane_sees(j, r); };
+    const auto row_key = [&](int64_t r, int64_t, int64_t j) { return weights.seen.lane_sees(j, r); };
+    const Strided<E> P = tile_over_lanes<S>(s.P, 0, tile.keys, 0, tile.lanes, s.left_P);
+    const Strided<E> dS = tile_over_lanes<S>(s.dP, 0, tile.keys, 0, tile.lanes, s.left_dS);
+    const Strided<E> dSt = tile_over_keys<S>(s.dP, 0, tile.keys, 0, tile.lanes, s.summed_dS).strided().transposed();
+    const int64_t pairs = tile.keys * tile.rows;
+    watch.lap(Phase::kPack);
+    gemm_seen<T>(tile.keys, 0, s.cols_v, terms<S>(tile.rows), P, queries.dO, block.dV, Update<T>::add(), key_row);
+    watch.lap(Phase::kdV, 2 * pairs * p.head_dim_v);
+    gemm_seen<T>(tile.keys, 0, s.cols_k, terms<S>(tile.rows), dS, queries.Q, block.dK, Update<T>::add(), key_row);
+    watch.lap(Phase::kdK, 2 * pairs * p.head_dim);
+    gemm_seen<T>(tile.rows, 0, s.cols_k, terms<S>(tile.keys), dSt, block.K, queries.dQ, queries.update, row_key);
+    watch.lap(Phase::kdQ, 2 * pairs * p.head_dim);
+  }
+};
+
+// Work items: splits of each KV head.
+template <class S, template <class> class Score>
+void backward(const BackwardParams& p, int64_t begin, int64_t end, void* scratch) {
+  const Work work = work_of<S>(p, Unit::kSplits);
+  for (int64_t item = begin; item < end; ++item) BackwardItem<S, Score<S>>(p, work.at(item), scratch).run();
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

@@ -1,0 +1,215 @@
+// Decoding: forward for few query rows, for which reading K and V is the cost. Columns lie on the
+// lanes, K and V are read in place, as they are stored, and the keys of a head are split among work
+// items (split-K), each of which leaves a partial result for merge.h.
+#pragma once
+
+#include "cpu/passes/stopwatch.h"
+#include "cpu/plan/units.h"
+#include "cpu/products/dots.h"
+#include "cpu/products/matrix.h"
+#include "cpu/products/pack.h"
+#include "cpu/products/pages.h"
+#include "cpu/products/product.h"
+#include "cpu/products/scratch.h"
+#include "cpu/simd/simd.h"
+#include "cpu/tiles/softmax.h"
+#include "cpu/tiles/strips.h"
+#include "shared/mask.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+// Scores of a block stay in L1 (8 rows of 128 floats are 4 KB), and O is rescaled once per block.
+inline constexpr int64_t kDecodeBlockK = 128;
+
+// The partial results of a head, in the workspace, one for each range of its keys.
+template <class S>
+class DecodeParts {
+  using T = Compute<S>;
+
+ public:
+  struct Part {
+    Matrix<T> O;           // [rows][vectors of head_dim_v columns, as in dots.h], sum of exp(S - row_max) V
+    T *row_max, *row_sum;  // [rows]
+  };
+
+  DecodeParts(const ForwardParams& p, const Head& head)
+      : rows_(head.count),
+        cols_(columns(p)),
+        first_(static_cast<T*>(p.workspace) + first_unit_of<S>(p, Unit::kPartRows, head) * (cols_ + 2)) {}
+
+  static int64_t bytes(const ForwardParams& p) {
+    return work_of<S>(p, Unit::kPartRows).count() * (columns(p) + 2) * static_cast<int64_t>(sizeof(T));
+  }
+
+  Part of(int64_t split) const {
+    const Matrix<T> O{first_ + split * rows_ * (cols_ + 2), cols_};
+    return {O, O.from(rows_).data, O.from(rows_).data + rows_};
+  }
+
+ private:
+  int64_t rows_, cols_;
+  T* first_;
+
+  static int64_t columns(const ForwardParams& p) { return round_up(p.head_dim_v, kLanes<T>); }
+};
+
+template <class S>
+struct DecodeScratch {
+  using T = Compute<S>;
+  using E = Operand<S>;
+  Matrix<E> Q;  // [rows][few_terms(head_dim)]
+  Matrix<T> P;  // [rows][keys]
+  T* row_sum;   // [rows][lanes], to be added up at the end
+  // With pages, where the rows of K and V lie: [keys of an item, and those asked for behind them].
+  const S **k_rows, **v_rows;
+  int64_t bytes;
+
+  DecodeScratch(const ForwardParams& p, void* base) {
+    Carver carver(base);
+    Q = carver.take<E>(kDecodeRows, few_terms<S>(p.head_dim));
+    P = carver.take<T>(kDecodeRows, kDecodeBlockK);
+    row_sum = carver.take<T>(kDecodeRows * kLanes<T>);
+    k_rows = carver.take<const S*>(p.pages.table ? kDecodeSplit + kDecodeBlockK : 0);
+    v_rows = carver.take<const S*>(p.pages.table ? kDecodeSplit + kPrefetchKeys : 0);
+    bytes = carver.bytes();
+  }
+};
+
+// s[keys] of one row -> P = exp(s - row_max) in place, for the keys of seen; row_max and the lanes'
+// shares of row_sum are brought up to date. Returns what sums made before have decayed to.
+template <class T, class Score>
+T softmax_row(T* s, Range seen, Score score, T& row_max, T* row_sum) {
+  constexpr int L = kLanes<T>;
+  const int64_t begin = round_down(seen.begin, L), end = round_up(seen.end, L);
+  for (int64_t k = begin; k < seen.begin; ++k) s[k] = kNegInf<T>;
+  for (int64_t k = seen.end; k < end; ++k) s[k] = kNegInf<T>;
+  vec<T> largest = set1(row_max);
+  for (int64_t k = begin; k < end; k += L) largest = max(load(s + k), largest);
+  T new_max = row_max;
+  for (int i = 0; i < L; ++i) new_max = largest[i] > new_max ? largest[i] : new_max;
+  const vec<T> shift = finite_shift<T>(set1(new_max));
+  const vec<T> decay = score.exp(set1(row_max) - shift);
+  vec<T> sum = load(row_sum) * decay;
+  for (int64_t k = begin; k < end; k += L) {
+    const vec<T> p = score.exp(load(s + k) - shift);
+    sum += p;
+    store(s + k, p);
+  }
+  store(row_sum, sum);
+  row_max = new_max;
+  return decay[0];
+}
+
+// O += P V for the keys of a block that each row sees. Keys that every row sees are
+// one product, the others follow row by row, so that no value enters a product with a
+// row that does not see it: it may be NaN. Where it may meet a hole, holes are left out.
+template <class S, class Rows>
+void add_values(const ForwardParams& p, const Mask& mask, const Tile& tile, Matrix<Compute<S>> P, Rows V, Rows next_K,
+                Matrix<Compute<S>> O) {
+  using T = Compute<S>;
+  const bool select =
+      mask.any_holes(0, tile.rows) && !all_finite<S>(tile.keys, p.head_dim_v, [&](int64_t j) { return V.at(j); });
+  constexpr int64_t kHeight = kMR[kWideNV], kWidth = kWideNV * kLanes<T>, kLine = kCacheLine / sizeof(S);
+  const int64_t whole = round_down(p.head_dim_v, kLanes<T>);
+  // O[rows][cols] += P V in tiles, each of which asks for its share of so many columns of the next K.
+  const auto add_columns = [&](int64_t r, int64_t rows, Range keys, int64_t cols, Rows V, Matrix<T> O, int64_t ahead) {
+    const Strided<T> weights = P.strided().from(r, keys.begin);
+    V = V.from(keys.begin), O = O.from(r);
+    if (select)
+      return gemm_seen<T, T, Rows>(rows, 0, cols, keys.count(), weights, V, O, Update<T>::add(),
+                                   [&](int64_t i, int64_t, int64_t k) {
+                                     const bool sees = mask.sees<S>(r + i, tile.n0 + keys.begin + k);
+                                     return set1(static_cast<T>(sees)) != vec<T>{};
+                                   });
+    if (!ahead) return gemm<T, T, Rows, kWideNV>(rows, 0, cols, keys.count(), weights, V, O, Update<T>::add());
+    const int64_t tiles = ceil_div(rows, kHeight) * ceil_div(cols, kWidth);
+    int64_t n = 0;
+    for (int64_t i = 0; i < rows; i += kHeight)
+      for (int64_t j = 0; j < cols; j += kWidth, ++n) {
+        const int64_t first = round_down(ahead * n / tiles, kLine), past = ahead * (n + 1) / tiles;
+        gemm<T, T, Rows, kWideNV>(min(kHeight, rows - i), j, min(j + kWidth, cols), keys.count(), weights.from(i, 0), V,
+                                  O.from(i), Update<T>::add(), [=](int64_t k) {
+                                    for (int64_t d = first; d < past; d += kLine)
+                                      __builtin_prefetch(next_K.at(keys.begin + k) + d);
+                                  });
+      }
+  };
+  const auto add = [&](int64_t r, int64_t rows, Range keys) {
+    add_columns(r, rows, keys, whole, V, O, kAsksAhead<S, Rows, 1> || rows > 1 ? p.head_dim : 0);
+    if (whole < p.head_dim_v)
+      add_columns(r, rows, keys, kLanes<T>, V.from_column(p.head_dim_v - kLanes<T>), {O.data + whole, O.row}, 0);
+  };
+  const Range common = mask.keys_of_all(0, tile.rows).within(tile.n0, tile.keys);
+  add(0, tile.rows, common);
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    const Range seen = mask.keys_of(r).within(tile.n0, tile.keys);
+    const Range apart[] = {{seen.begin, min(seen.end, common.begin)}, {max(seen.begin, common.end), seen.end}};
+    for (const Range keys : apart)
+      if (!keys.empty()) add(r, 1, keys);
+  }
+}
+
+// One work item: a range of the keys of one KV head, for all its query rows.
+template <class S, template <class> class Score>
+void decode_keys(const ForwardParams& p, const Head& head, int64_t split, const DecodeScratch<S>& s) {
+  using T = Compute<S>;
+  constexpr int L = kLanes<T>;
+  const int64_t rows = head.count;
+  const int64_t k_begin = split * kDecodeSplit, k_end = min(k_begin + kDecodeSplit, head.seqlen_k);
+  const auto part = DecodeParts<S>(p, head).of(split);
+  const Mask mask(p, head);
+  const Score<S> score(p);
+  Stopwatch watch(p.counts);
+  pack_few_queries<S>(p, head, score.power, s.Q);
+  for (int64_t r = 0; r < rows; ++r) part.row_max[r] = kNegInf<T>;
+  fill_zero(s.row_sum, rows * L);
+  fill_zero(part.O.data, rows * part.O.row);
+  watch.lap(Phase::kPack);
+
+  const Range visible = mask.keys_of_any(0, rows).within(k_begin, k_end - k_begin);
+  const auto run = [&](auto k_rows, auto v_rows) {  // a Matrix each, or a RowTable
+    for (int64_t n = visible.begin; n < visible.end; n += kDecodeBlockK) {
+      const Tile tile{0, rows, rows, k_begin + n, min(kDecodeBlockK, visible.end - n)};
+      const auto K = k_rows.from(n - visible.begin), V = v_rows.from(n - visible.begin);
+      for (int64_t j = 0; j < tile.keys; j += L)
+        dots<S>(rows, tile.keys - j, p.head_dim, s.Q, K.from(j), {s.P.data + j, s.P.row}, [&](int64_t i, int64_t n) {
+          prefetch_later_keys(K, j + i, n, p.head_dim);
+          prefetch_rows(j + i, j + i + n, p.head_dim_v, [&](int64_t i) { return V.at(i); });
+        });
+      score.to_scores_by_rows(p, s.P, head, tile);
+      watch.lap(Phase::kScores, 2 * rows * tile.keys * p.head_dim);
+      for (int64_t r = 0; r < rows; ++r) {
+        const Range seen = mask.keys_of(r).within(tile.n0, tile.keys);
+        mask.each_filter<S>(r, [&](auto shown) {
+          T* scores = s.P.from(r).data;
+          for (int64_t k = seen.begin; k < seen.end; ++k) scores[k] = shown(tile.n0 + k) ? scores[k] : kNegInf<T>;
+        });
+        const T decay = softmax_row(s.P.from(r).data, seen, score, part.row_max[r], s.row_sum + r * L);
+        T* o = part.O.from(r).data;
+        for (int64_t d = 0; d < part.O.row; d += L) store(o + d, load(o + d) * decay);
+      }
+      watch.lap(Phase::kSoftmax);
+      add_values<S>(p, mask, tile, s.P, V, K.from(kDecodeBlockK), part.O);
+      watch.lap(Phase::kOut, 2 * rows * tile.keys * p.head_dim_v);
+    }
+  };
+  const Range keys{k_begin + visible.begin, k_begin + visible.end};
+  if (!keys.empty()) {
+    const KeyRun<S> K = key_run<S>(p, head, p.k, keys), V = key_run<S>(p, head, p.v, keys);
+    if (K.count == keys.count() && V.count == keys.count())
+      run(K.rows, V.rows);
+    else
+      run(list_rows<S>(p, head, p.k, keys, kDecodeBlockK, s.k_rows),
+          list_rows<S>(p, head, p.v, keys, kPrefetchKeys, s.v_rows));
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    T sum = 0;
+    for (int i = 0; i < L; ++i) sum += s.row_sum[r * L + i];
+    part.row_sum[r] = sum;
+  }
+  watch.lap(Phase::kStore);
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

@@ -1,0 +1,77 @@
+// Gradients of what a query head has one of: its sink and its ALiBi slope. They come after backward.
+#pragma once
+
+#include "cpu/passes/stopwatch.h"
+#include "cpu/plan/shares.h"
+#include "cpu/plan/units.h"
+#include "cpu/products/pack.h"
+#include "cpu/simd/simd.h"
+#include "cpu/tiles/softmax_gradient.h"
+#include "shared/mask.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+template <class S>
+Plan plan_head_gradients(const BackwardParams& p) {
+  return {p.dsinks || p.dslopes ? p.num_heads_q : 0, 0, 0};
+}
+
+// The sum of the gradients of the scores that a head's sink is, one for each row that it joins:
+//
+//   dsink = sum of exp(sink - row_max) / row_sum * (dlse - delta)      delta = rowsum(dO * O)
+template <class S, class Score>
+double sink_gradient(const BackwardParams& p, int64_t h, Score score) {
+  using T = Compute<S>;
+  double sum = 0;
+  const int64_t group = group_size(p);
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const Head head(p, b * p.num_heads_kv + h / group);
+    const Mask mask(p, head);
+    for (int64_t r = h % group; r < head.count; r += group) {
+      const T weight = sink_weight<T>(p, head, r, score);
+      if (weight == 0) continue;
+      const T dlse = p.dlse ? static_cast<const T*>(p.dlse)[head.index(p, r)] : T(0);
+      const bool sees_any = p.part || !mask.exact_keys_of<S>(r).empty();
+      const T delta =
+          sees_any ? dot_row(head.row<const S>(p.dout, r), head.row<const S>(p.out, r), p.head_dim_v) : T(0);
+      sum += static_cast<double>(weight) * (static_cast<double>(dlse) - delta);
+    }
+  }
+  return sum;
+}
+
+// Adds up what the work items of backward left for the slope of head h: of sequence b, or of all.
+template <class S>
+double slope_gradient(const BackwardParams& p, int64_t h, Range sequences) {
+  const int64_t group = group_size(p);
+  double sum = 0;
+  for (int64_t b = sequences.begin; b < sequences.end; ++b) {
+    const Head head(p, b * p.num_heads_kv + h / group);
+    const int64_t splits = splits_of(p, head.seqlen_q, head.seqlen_k).count;
+    for (int64_t split = 0; split < splits; ++split) sum += slope_shares<S>(p, head, split)[h % group];
+  }
+  return sum;
+}
+
+// Work items: query heads.
+template <class S, template <class> class Score>
+void head_gradients(const BackwardParams& p, int64_t begin, int64_t end, void*) {
+  using T = Compute<S>;
+  const Score<S> score(p);
+  Stopwatch watch(p.counts);
+  for (int64_t h = begin; h < end; ++h) {
+    if (p.dsinks) static_cast<T*>(p.dsinks)[h] = static_cast<T>(sink_gradient<S>(p, h, score));
+    if (!p.dslopes) continue;
+    T* dslopes = static_cast<T*>(p.dslopes) + h;
+    if (p.score.slopes_stride_b == 0)
+      *dslopes = static_cast<T>(slope_gradient<S>(p, h, {0, p.batch}));
+    else
+      for (int64_t b = 0; b < p.batch; ++b)
+        dslopes[b * p.score.slopes_stride_b] = static_cast<T>(slope_gradient<S>(p, h, {b, b + 1}));
+  }
+  watch.lap(Phase::kStore);
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

@@ -1,0 +1,95 @@
+// The passes that find what the mask leaves of rows and of blocks of rows, where no formula says it. They run
+// before forward, and again before backward, so that nothing is saved for it. ops/passes.h keeps their results.
+#pragma once
+
+#include "cpu/plan/units.h"
+#include "cpu/plan/work.h"
+#include "shared/mask.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+// Rows, and blocks of rows, of a work item: a row takes about as long as the start of an item.
+inline constexpr int64_t kScannedRows = 16, kSummaries = 64;
+
+// shown(j) for the keys [0, seqlen_k), counted 64 at a time, which is a loop for vectors.
+template <class Shown>
+RowKeys scan_row(int64_t seqlen_k, Shown shown) {
+  constexpr int64_t kRun = 64;
+  int64_t first = seqlen_k, last = 0, count = 0;  // last: the run that holds the last one
+  for (int64_t j0 = 0; j0 < seqlen_k; j0 += kRun) {
+    uint8_t some = 0;
+    if (seqlen_k - j0 >= kRun)
+      for (int64_t j = j0; j < j0 + kRun; ++j) some += shown(j);
+    else
+      for (int64_t j = j0; j < seqlen_k; ++j) some += shown(j);
+    if (some == 0) continue;
+    if (count == 0)
+      for (first = j0; !shown(first);) ++first;
+    last = j0, count += some;
+  }
+  if (count == 0) return {0, 0, false};
+  int64_t end = min(last + kRun, seqlen_k);
+  while (!shown(end - 1)) --end;
+  return {first, end, count < end - first};
+}
+
+inline Plan plan_rows(const ForwardParams& p, const BroadcastView& view) {
+  const int64_t rows = OwnRows(p, view).count();
+  return {ceil_div(rows, kScannedRows), 0, rows * static_cast<int64_t>(sizeof(RowKeys))};
+}
+
+// Writes the first and the last key that each row of a view's own shape shows. Work items: kScannedRows of
+// them.
+template <class S, class V>
+void scan_rows(const ForwardParams& p, const V& view, RowKeys* rows, int64_t begin, int64_t end) {
+  const OwnRows own(p, view);
+  for (int64_t row = begin * kScannedRows; row < min(end * kScannedRows, own.count()); ++row)
+    with_elements<S>(view, [&](const auto* elements) {
+      with_keys(view, elements + own.offset(view, row), [&](auto shown) { rows[row] = scan_row(p.seqlen_k, shown); });
+    });
+}
+
+template <class S>
+Plan plan_mask_rows(const ForwardParams& p) {
+  return p.mask.shown.data ? plan_rows(p, p.mask.shown) : Plan{};
+}
+
+// Writes params.mask.mask_rows.
+template <class S>
+void mask_rows(const ForwardParams& p, int64_t begin, int64_t end, void*) {
+  scan_rows<S>(p, p.mask.shown, p.mask.mask_rows, begin, end);
+}
+
+template <class S>
+Plan plan_bias_rows(const ForwardParams& p) {
+  return has_bias(p.score) ? plan_rows(p, p.score.bias) : Plan{};
+}
+
+// Writes params.mask.bias_rows.
+template <class S>
+void bias_rows(const ForwardParams& p, int64_t begin, int64_t end, void*) {
+  scan_rows<S>(p, p.score.bias, p.mask.bias_rows, begin, end);
+}
+
+template <class S>
+Plan plan_mask_blocks(const ForwardParams& p) {
+  if (!needs_blocks(p)) return {};
+  const int64_t blocks = work_of<S>(p, Unit::kSummaries).count();
+  return {ceil_div(blocks, kSummaries), 0, Mask::count_blocks(p) * static_cast<int64_t>(sizeof(BlockKeys))};
+}
+
+// Writes params.mask.blocks. Work items: kSummaries blocks of rows.
+template <class S>
+void mask_blocks(const ForwardParams& p, int64_t begin, int64_t end, void*) {
+  const Work work = work_of<S>(p, Unit::kSummaries);
+  for (int64_t i = begin * kSummaries; i < min(end * kSummaries, work.count()); ++i) {
+    const Place place = work.at(i);
+    const Mask mask(p, Head(p, place.head));
+    const int64_t r0 = place.n * kBlockRows;
+    p.mask.blocks[mask.first_block() + place.n] = mask.summary_of<S>(r0, min(kBlockRows, mask.head.count - r0));
+  }
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

@@ -1,0 +1,61 @@
+// Merge: combines the partial results that decoding leaves for ranges
+// of keys into out and the row statistics.
+#pragma once
+
+#include "cpu/passes/decode.h"
+#include "cpu/passes/stopwatch.h"
+#include "cpu/plan/units.h"
+#include "cpu/plan/work.h"
+#include "cpu/simd/simd.h"
+#include "cpu/tiles/softmax.h"
+#include "cpu/tiles/strips.h"
+#include "shared/mask.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+template <class S>
+Plan plan_merge_out(const ForwardParams& p) {
+  return {work_of<S>(p, Unit::kMerges).count(), 0, 0};
+}
+
+// Work items: KV heads that are decoded.
+template <class S, template <class> class Score>
+void merge_out(const ForwardParams& p, int64_t begin, int64_t end, void*) {
+  using T = Compute<S>;
+  const Work work = work_of<S>(p, Unit::kMerges);
+  const Score<S> score(p);
+  Stopwatch watch(p.counts);
+  for (int64_t item = begin; item < end; ++item) {
+    const Head head(p, work.at(item).head);
+    const int64_t splits = decode_splits(head.seqlen_k);
+    const DecodeParts<S> parts(p, head);
+    const auto part = [&](int64_t split) { return parts.of(split); };
+    alignas(kScratchAlign) T row_max[kBlockQ<T>] = {}, row_sum[kBlockQ<T>] = {}, scale[kBlockQ<T>];
+    for (int64_t r = 0; r < head.count; ++r) {
+      row_max[r] = kNegInf<T>, row_sum[r] = 0;
+      for (int64_t split = 0; split < splits; ++split)
+        row_max[r] = part(split).row_max[r] > row_max[r] ? part(split).row_max[r] : row_max[r];
+      const vec<T> shift = finite_shift<T>(set1(row_max[r]));
+      for (int64_t split = 0; split < splits; ++split) {
+        T& weight = part(split).row_max[r];  // the part's weight replaces its maximum
+        weight = score.exp(set1(weight) - shift)[0];
+        row_sum[r] += weight * part(split).row_sum[r];
+      }
+    }
+    finish_rows<S>(p, Mask(p, head), 0, head.count, row_max, row_sum, scale, score);
+    for (int64_t r = 0; r < head.count; ++r) {
+      S* out = head.row<S>(p.out, r);
+      for (int64_t d = 0; d < p.head_dim_v; d += kLanes<T>) {
+        vec<T> sum = {};
+        for (int64_t split = 0; split < splits; ++split)
+          sum = fma(set1(part(split).row_max[r]), load(part(split).O.from(r).data + d), sum);
+        store(out + min(d, p.head_dim_v - kLanes<T>), sum * scale[r]);
+      }
+    }
+  }
+  watch.lap(Phase::kStore);
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

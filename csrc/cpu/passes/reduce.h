@@ -1,0 +1,68 @@
+// Reduce: adds up the shares of dQ, or of dK and dV, that the splits of a head leave.
+#pragma once
+
+#include "cpu/passes/stopwatch.h"
+#include "cpu/plan/shares.h"
+#include "cpu/plan/units.h"
+#include "cpu/plan/work.h"
+#include "cpu/products/matrix.h"
+#include "cpu/products/pack.h"
+#include "cpu/products/scratch.h"
+#include "cpu/simd/simd.h"
+#include "cpu/tiles/strips.h"
+#include "shared/heads.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+template <class S>
+Plan plan_reduce(const BackwardParams& p) {
+  return {work_of<S>(p, Unit::kReduced).count(), 0, 0};
+}
+
+// Adds up the rows of all shares that have them, in their order, in the first of these: 0 if there is none.
+template <class T, class Has, class Share>
+Matrix<const T> sum_shares(int64_t splits, int64_t rows, Has has, Share share) {
+  int64_t first = 0;
+  while (first < splits && !has(first)) ++first;
+  const Matrix<T> sum = share(min(first, splits - 1));
+  if (first == splits) fill_zero(sum.data, rows * sum.row);
+  for (int64_t split = first + 1; split < splits; ++split)
+    for (int64_t i = 0; has(split) && i < rows * sum.row; i += kLanes<T>)
+      store(sum.data + i, load(sum.data + i) + load(share(split).data + i));
+  return sum;
+}
+
+// Work items: blocks of query rows, or of keys, of each KV head that is split.
+template <class S, template <class> class Score>
+void reduce(const BackwardParams& p, int64_t begin, int64_t end, void*) {
+  using T = Compute<S>;
+  const Work work = work_of<S>(p, Unit::kReduced);
+  const Score<S> score(p);
+  Stopwatch watch(p.counts);
+  for (int64_t item = begin; item < end; ++item) {
+    const Place place = work.at(item);
+    const Head head(p, place.head);
+    const Shares<S> shares(p, head);
+    if (shares.splits.by_rows) {
+      const int64_t n0 = place.n * kBackwardBlockK, keys = min(kBackwardBlockK, head.seqlen_k - n0);
+      const auto sum = [&](auto share) {
+        return sum_shares<T>(shares.splits.count, keys, [&](int64_t s) { return shares.has_keys(s, n0); }, share);
+      };
+      unpack_rows<S>(sum([&](int64_t s) { return shares.dK(s, n0); }), keys, p.head_dim, score.dscale,
+                     [&](int64_t j) { return head.key<S>(p.dk, n0 + j); });
+      unpack_rows<S>(sum([&](int64_t s) { return shares.dV(s, n0); }), keys, p.head_dim_v, T(1),
+                     [&](int64_t j) { return head.key<S>(p.dv, n0 + j); });
+    } else {
+      const int64_t r0 = place.n * kBlockQ<T>, rows = min(kBlockQ<T>, head.count - r0);
+      const Matrix<const T> dQ = sum_shares<T>(
+          shares.splits.count, rows, [&](int64_t s) { return shares.has_rows(s, r0); },
+          [&](int64_t s) { return shares.dQ(s, r0); });
+      unpack_rows<S>(dQ, rows, p.head_dim, score.dscale, [&](int64_t i) { return head.row<S>(p.dq, r0 + i); });
+    }
+  }
+  watch.lap(Phase::kStore);
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

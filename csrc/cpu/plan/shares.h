@@ -1,0 +1,68 @@
+// Shares: what the splits of a head leave in the workspace, each its own sums, for the pass reduce to add
+// up in their order: of dQ where keys are split, of dK and dV where rows are, and of slopes' gradients. A
+// head that is not split has none but the last.
+#pragma once
+
+#include "cpu/plan/units.h"
+#include "cpu/products/matrix.h"
+#include "cpu/simd/simd.h"
+#include "shared/heads.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+template <class S>
+class Shares {
+  using T = Compute<S>;
+
+ public:
+  Shares(const BackwardParams& p, const Head& head)
+      : splits(splits_of(p, head.seqlen_q, head.seqlen_k)),
+        rows_(head.count),
+        keys_(head.seqlen_k),
+        cols_k_(columns_k<S>(p)),
+        cols_v_(columns_v<S>(p)),
+        blocks_(splits.by_rows ? ceil_div(keys_, kBackwardBlockK) : ceil_div(rows_, kSuperBlock)),
+        first_(static_cast<T*>(p.workspace) + first_unit_of<S>(p, Unit::kShareColumns, head)),
+        has_(static_cast<char*>(p.workspace) + bytes_of_sums(p) + first_unit_of<S>(p, Unit::kShareBlocks, head)) {}
+
+  const Splits splits;
+
+  // The shares of all heads.
+  static int64_t bytes(const BackwardParams& p) {
+    return round_up(bytes_of_sums(p) + work_of<S>(p, Unit::kShareBlocks).count(), kScratchAlign);
+  }
+
+  // A share of dQ from row r0 on.
+  Matrix<T> dQ(int64_t split, int64_t r0) const { return {first_ + (split * rows_ + r0) * cols_k_, cols_k_}; }
+
+  // A share of dK, and of dV, from key n0 on.
+  Matrix<T> dK(int64_t split, int64_t n0) const { return {first_ + (split * keys_ + n0) * cols_k_, cols_k_}; }
+  Matrix<T> dV(int64_t split, int64_t n0) const {
+    return {dK(splits.count, 0).data + (split * keys_ + n0) * cols_v_, cols_v_};
+  }
+
+  // Whether a share has the super-block of rows from r0 on, or the block of keys from n0 on: whether the
+  // split has a pair there that is seen.
+  char& has_rows(int64_t split, int64_t r0) const { return has_[split * blocks_ + r0 / kSuperBlock]; }
+  char& has_keys(int64_t split, int64_t n0) const { return has_[split * blocks_ + n0 / kBackwardBlockK]; }
+
+ private:
+  int64_t rows_, keys_, cols_k_, cols_v_, blocks_;
+  T* first_;
+  char* has_;
+
+  static int64_t bytes_of_sums(const BackwardParams& p) {
+    return work_of<S>(p, Unit::kShareColumns).count() * static_cast<int64_t>(sizeof(T));
+  }
+};
+
+// Behind them, a split's shares of the gradients of slopes, one for each query head of its group.
+template <class S>
+double* slope_shares(const BackwardParams& p, const Head& head, int64_t split) {
+  char* shares = static_cast<char*>(p.workspace) + Shares<S>::bytes(p);
+  return reinterpret_cast<double*>(shares) + (first_unit_of<S>(p, Unit::kSplits, head) + split) * head.group;
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

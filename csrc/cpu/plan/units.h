@@ -1,0 +1,124 @@
+// Units: into how many pieces a pass cuts a KV head, by the lengths of its sequence. It depends on
+// shapes and constants, never on the number of threads.
+#pragma once
+
+#include "cpu/plan/work.h"
+#include "cpu/simd/simd.h"
+#include "cpu/tiles/strips.h"
+#include "shared/mask.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+// With more rows than 4 (bf16 in AVX2) to 11 (fp16 in AVX-512), the
+// kernel with queries on the lanes is faster.
+inline constexpr int64_t kDecodeRows = 8;
+
+// Whether forward decodes a KV head with so many rows, and backward makes its scores with these products.
+template <class S>
+bool few_rows(const ForwardParams& p, int64_t rows) {
+  const int64_t lanes = kLanes<Compute<S>>;
+  return rows > 0 && rows <= kDecodeRows && !p.dropout.threshold && p.head_dim >= kColumns<S> * lanes &&
+         p.head_dim_v >= lanes;
+}
+
+// Keys of a work item of decoding: merging costs a thousandth of reading them, and 16k keys of one
+// head still feed 16 threads.
+inline constexpr int64_t kDecodeSplit = 1024;
+
+// Two tiles of 64 queries x 96 keys beside K, V and the operands of a query block stay in L2; 128 x
+// 96, 64 x 192 and 256 x 96 measured 3 to 15 % slower.
+inline constexpr int64_t kBackwardBlockK = 96;
+static_assert(kBackwardBlockK <= kTileKeys);
+
+// Query rows of a super-block of backward, whose packed copies and dQ are kept at a time: 256 KB at
+// head_dim 64, which stay in an L2 of 512 KB. With 2048 rows backward took up to 5 % longer.
+inline constexpr int64_t kSuperBlock = 256;
+
+// Backward has at least so many work items: a head whose share of all pairs is larger than an item's is
+// split. More items would feed more threads and take more memory: of 8 splits of the keys, at head_dim 64,
+// the shares of dQ take 32 MB for every 16k queries of the head's group.
+inline constexpr int64_t kMinItems = 8;
+
+// head_dim and head_dim_v in whole vectors, as sums have them.
+template <class S>
+int64_t columns_k(const ForwardParams& p) {
+  return round_up(p.head_dim, kLanes<Compute<S>>);
+}
+template <class S>
+int64_t columns_v(const ForwardParams& p) {
+  return round_up(p.head_dim_v, kLanes<Compute<S>>);
+}
+
+inline int64_t decode_splits(int64_t seqlen_k) { return max(1, ceil_div(seqlen_k, kDecodeSplit)); }
+
+// How backward splits a KV head among work items: its keys, each item with a share of dQ, or its query
+// rows, each with shares of dK and dV.
+struct Splits {
+  int64_t count;
+  bool by_rows;
+};
+
+// By rows where shares are smaller then: many queries read each key of few KV heads.
+inline Splits splits_of(const ForwardParams& p, int64_t seqlen_q, int64_t seqlen_k) {
+  if (p.pairs == 0 || p.num_heads_kv == 0) return {1, false};
+  const int64_t rows = seqlen_q * group_size(p);
+  const bool by_rows = rows * p.head_dim > seqlen_k * (p.head_dim + p.head_dim_v);
+  const double pairs = static_cast<double>(seqlen_q) * static_cast<double>(seqlen_k);
+  const double items = kMinItems * pairs / (p.pairs * static_cast<double>(p.num_heads_kv));
+  const auto whole = static_cast<int64_t>(items);
+  const int64_t most = by_rows ? ceil_div(rows, kSuperBlock) : ceil_div(seqlen_k, kBackwardBlockK);
+  return {clamp(whole + (static_cast<double>(whole) < items), 1, max(1, most)), by_rows};
+}
+
+// How many units a KV head has in a sequence of these lengths.
+template <class S>
+int64_t units_of(const ForwardParams& p, Unit unit, int64_t seqlen_q, int64_t seqlen_k) {
+  const int64_t rows = seqlen_q * group_size(p), blocks = ceil_div(rows, kBlockQ<Compute<S>>);
+  const bool few = few_rows<S>(p, rows);
+  const auto [splits, by_rows] = splits_of(p, seqlen_q, seqlen_k);
+  const int64_t shares = splits > 1 ? splits : 0, key_blocks = ceil_div(seqlen_k, kBackwardBlockK);
+  switch (unit) {
+    case Unit::kForward: return few ? decode_splits(seqlen_k) : blocks;
+    case Unit::kPartRows: return few ? decode_splits(seqlen_k) * rows : 0;
+    case Unit::kMerges: return few;
+    case Unit::kSplits: return splits;
+    case Unit::kShareColumns:
+      return shares * (by_rows ? seqlen_k * (columns_k<S>(p) + columns_v<S>(p)) : rows * columns_k<S>(p));
+    case Unit::kShareBlocks: return shares * (by_rows ? key_blocks : ceil_div(rows, kSuperBlock));
+    case Unit::kReduced: return shares ? (by_rows ? key_blocks : blocks) : 0;
+    case Unit::kSummaries: return ceil_div(rows, kBlockRows);
+  }
+  return 0;
+}
+
+template <class S>
+Work work_of(const ForwardParams& p, Unit unit) {
+  return {p, unit, units_of<S>(p, unit, p.seqlen_q, p.seqlen_k)};
+}
+
+template <class S>
+int64_t first_unit_of(const ForwardParams& p, Unit unit, const Head& head) {
+  return first_unit(p, unit, head, units_of<S>(p, unit, head.seqlen_q, head.seqlen_k));
+}
+
+template <class S>
+Plan plan_count_units(const ForwardParams& p) {
+  return {1, 0, (p.batch + 1) * static_cast<int64_t>(sizeof(Units))};
+}
+
+// Writes params.packed.before, in one work item.
+template <class S>
+void count_units(const ForwardParams& p, int64_t, int64_t, void*) {
+  Units sum{};
+  for (int64_t b = 0; b < p.batch && p.num_heads_kv > 0; ++b) {
+    p.packed.before[b] = sum;
+    const Head head(p, b * p.num_heads_kv);
+    for (int unit = 0; unit < kNumUnits; ++unit)
+      sum.of[unit] += units_of<S>(p, static_cast<Unit>(unit), head.seqlen_q, head.seqlen_k);
+  }
+  p.packed.before[p.batch] = sum;
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

@@ -1,0 +1,64 @@
+// Work: units, such as work items, numbered over all KV heads, one head after the other. In a batch all
+// heads have as many; packed sequences have a table of how many came before. The same file serves every
+// backend; everything is constexpr, so that device code may call it.
+#pragma once
+
+#include "shared/heads.h"
+
+namespace pyattn {
+
+// How many units of each kind a KV head has.
+struct Units {
+  int64_t of[8];
+};
+
+namespace PYATTN_ISA {
+namespace {
+
+// What the KV heads of a call are cut into; units.h says into how many.
+enum class Unit : int { kForward, kPartRows, kMerges, kSplits, kShareColumns, kShareBlocks, kReduced, kSummaries };
+inline constexpr int kNumUnits = sizeof(Units) / sizeof(int64_t);
+
+// How many units each KV head of the sequences before b has; not for a batch.
+constexpr int64_t units_before(const ForwardParams& p, Unit unit, int64_t b) {
+  return p.packed.before[b].of[static_cast<int>(unit)];
+}
+
+// The number of a head's first unit, if it has `count`.
+constexpr int64_t first_unit(const ForwardParams& p, Unit unit, const Head& head, int64_t count) {
+  if (!is_packed(p)) return (head.b * p.num_heads_kv + head.h_kv) * count;
+  return units_before(p, unit, head.b) * p.num_heads_kv + head.h_kv * count;
+}
+
+// Unit n, of `count`, of a KV head.
+struct Place {
+  int64_t head, n, count;
+};
+
+class Work {
+ public:
+  // each: how many units a KV head of a batch has.
+  constexpr Work(const ForwardParams& p, Unit unit, int64_t each) : p_(p), unit_(unit), each_(each) {}
+
+  // Units of all KV heads.
+  constexpr int64_t count() const {
+    return p_.num_heads_kv * (is_packed(p_) ? units_before(p_, unit_, p_.batch) : p_.batch * each_);
+  }
+
+  constexpr Place at(int64_t i) const {
+    if (!is_packed(p_)) return {i / each_, i % each_, each_};
+    const int64_t b = last_that(p_.batch, [&](int64_t b) { return units_before(p_, unit_, b) * p_.num_heads_kv <= i; });
+    const int64_t before = units_before(p_, unit_, b), count = units_before(p_, unit_, b + 1) - before;
+    i -= before * p_.num_heads_kv;
+    return {b * p_.num_heads_kv + i / count, i % count, count};
+  }
+
+ private:
+  const ForwardParams& p_;
+  Unit unit_;
+  int64_t each_;
+};
+
+}  // namespace
+}  // namespace PYATTN_ISA
+}  // namespace pyattn

@@ -1,0 +1,137 @@
+// Dot products of few query rows with keys. Columns lie on the lanes, and K is read in place, as it
+// is stored: few rows would not fill the lanes, and reading K is the cost. Where columns do not fill
+// their last vector, that one ends with them, and begins with some of the vector before:
+//
+//   10 columns, 4 lanes    0 1 2 3    4 5 6 7    6 7 8 9
+#pragma once
+
+#include <type_traits>
+
+#include "cpu/products/matrix.h"
+#include "cpu/products/operand.h"
+#include "cpu/products/pack.h"
+#include "cpu/simd/simd.h"
+#include "shared/heads.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+// From so many rows on arithmetic takes as long as memory: several keys are multiplied side by side.
+// Fewer rows read fastest one key after the other.
+inline constexpr int kSideBySide = 4;
+// How far ahead rows of K are prefetched where several are read side
+// by side: 12 instead of 28 GB/s without.
+inline constexpr int64_t kPrefetchKeys = 16;
+
+// Whether so many rows ask meanwhile for later keys and values, whose rows are a Matrix or a RowTable. One
+// row of float reads a Matrix faster without.
+template <class S, class Rows, int kRows>
+inline constexpr bool kAsksAhead = kRows > 1 || sizeof(S) < sizeof(Compute<S>) ||
+                                   !std::is_same_v<Rows, Matrix<const S>>;
+
+// Terms of a row of few queries: whole vectors.
+template <class S>
+constexpr int64_t few_terms(int64_t cols) {
+  return round_up(terms<S>(cols), kLanes<Operand<S>>);
+}
+
+// The vector that ends at `end` without what lies before its last n columns: 0 there, not what K or
+// V may hold.
+template <class S>
+PYATTN_INLINE vec<Operand<S>> load_last(const S* end, int64_t n) {
+  using E = Operand<S>;
+  struct Bytes {
+    unsigned char at[2 * kVectorBytes];
+  };
+  alignas(kVectorBytes) static constexpr Bytes kKept = [] {
+    Bytes bytes{};
+    for (int i = kVectorBytes; i < 2 * kVectorBytes; ++i) bytes.at[i] = 0xff;
+    return bytes;
+  }();
+  vec<typename Bits<Compute<S>>::type> kept;
+  __builtin_memcpy(&kept, kKept.at + n * (sizeof(E) / kColumns<S>), sizeof kept);
+  const auto bits = reinterpret_cast<decltype(kept)>(load_operands(end - kColumns<S> * kLanes<E>));
+  return reinterpret_cast<vec<E>>(bits & kept);
+}
+
+// The query rows of a head, times a power of two -> Q[rows][few_terms(head_dim)].
+template <class S>
+void pack_few_queries(const ForwardParams& p, const Head& head, Compute<S> power, Matrix<Operand<S>> Q) {
+  constexpr int64_t kWidth = kColumns<S> * kLanes<Operand<S>>;
+  const int64_t last = p.head_dim % kWidth;
+  for (int64_t r = 0; r < head.count; ++r) {
+    const S* q = head.row<const S>(p.q, r);
+    Operand<S>* packed = Q.from(r).data;
+    for (int64_t d = 0; d < p.head_dim - last; d += kWidth, packed += kLanes<Operand<S>>)
+      store(packed, scale_operands(load_operands(q + d), power));
+    if (last) store(packed, scale_operands(load_last(q + p.head_dim, last), power));
+  }
+}
+
+// Q[kRows][cols], K[keys][cols] -> out[kRows][kLanes / kRows] = Q K^T; with fewer keys, the last
+// one stands in. Not inlined, for then it spills.
+template <int kRows, class S, class Rows, class T = Compute<S>, class E = Operand<S>>
+[[gnu::noinline]] void dot_tile(Matrix<const E> Q, Rows K, int64_t keys, int64_t cols, Matrix<T> out) {
+  constexpr int kKeys = kLanes<T> / kRows;
+  constexpr int kStreams = kRows < kSideBySide ? 1 : kKeys;
+  const S* key[kKeys];
+  for (int i = 0; i < kKeys; ++i) key[i] = K.at(min(i, keys - 1));
+  const int64_t last = cols % (kColumns<S> * kLanes<E>), count = (cols - last) / kColumns<S>;
+  vec<T> sum[kLanes<T>] = {};
+  PYATTN_UNROLL(16)
+  for (int i = 0; i < kKeys; i += kStreams) {
+    PYATTN_UNROLL(1)
+    for (int64_t d = 0; d < count; d += kLanes<E>) {
+      vec<E> k[kStreams];
+      PYATTN_UNROLL(16)
+      for (int e = 0; e < kStreams; ++e) k[e] = load_operands(key[i + e] + d * kColumns<S>);
+      PYATTN_UNROLL(16)
+      for (int r = 0; r < kRows; ++r) {
+        const vec<E> q = load(Q.from(r).data + d);
+        PYATTN_UNROLL(16)
+        for (int e = 0; e < kStreams; ++e) sum[r * kKeys + i + e] = fma(q, k[e], sum[r * kKeys + i + e]);
+      }
+    }
+    if (last == 0) continue;
+    PYATTN_UNROLL(16)
+    for (int e = 0; e < kStreams; ++e) {
+      const vec<E> k = load_last(key[i + e] + cols, last);
+      PYATTN_UNROLL(16)
+      for (int r = 0; r < kRows; ++r)
+        sum[r * kKeys + i + e] = fma(load(Q.from(r).data + count), k, sum[r * kKeys + i + e]);
+    }
+  }
+  sum_lanes<T>(sum);
+  T scores[kLanes<T>];
+  store(scores, sum[0]);
+  PYATTN_UNROLL(16)
+  for (int r = 0; r < kRows; ++r) __builtin_memcpy(out.from(r).data, scores + r * kKeys, kKeys * sizeof(T));
+}
+
+// Q[rows][cols], K[keys][cols] -> out[rows][at most kLanes keys] = Q K^T. Before n keys from key j
+// on are multiplied, ahead(j, n) is called, once.
+template <class S, class T = Compute<S>, int kRows = min(kSideBySide, kLanes<T>), class Rows, class Ahead>
+PYATTN_INLINE void dots(int64_t rows, int64_t keys, int64_t cols, Matrix<const Operand<S>> Q, Rows K, Matrix<T> out,
+                        Ahead ahead) {
+  constexpr int kKeys = kLanes<T> / kRows;
+  int64_t r = 0;
+  for (; r + kRows <= rows; r += kRows)
+    for (int64_t j = 0; j < min(keys, kLanes<T>); j += kKeys) {
+      if (kAsksAhead<S, Rows, kRows> && r == 0) ahead(j, kKeys);
+      dot_tile<kRows, S>(Q.from(r), K.from(j), keys - j, cols, {out.from(r).data + j, out.row});
+    }
+  if constexpr (kRows > 1)
+    if (r < rows)
+      dots<S, T, kRows / 2>(rows - r, keys, cols, Q.from(r), K, out.from(r), [&](int64_t j, int64_t n) {
+        if (r == 0) ahead(j, n);
+      });
+}
+
+// Asks for the rows of K that are multiplied kPrefetchKeys after the n from row j on.
+template <class Rows>
+void prefetch_later_keys(Rows K, int64_t j, int64_t n, int64_t cols) {
+  prefetch_rows(j + kPrefetchKeys, j + kPrefetchKeys + n, cols, [&](int64_t i) { return K.at(i); });
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

@@ -1,0 +1,191 @@
+// Operands: what the products read of tensors and tiles. That is rows in place, or packed copies in
+// the compute type; and where the instruction set multiplies pairs of bf16 (kPairs<S>), pairs along
+// the dimension that is summed over, filled up with 0.
+//
+// Keys and values are found by key_rows, or where they may lie in pages,
+// by pages.h.
+#pragma once
+
+#include <utility>
+
+#include "cpu/products/matrix.h"
+#include "cpu/products/pack.h"
+#include "cpu/simd/simd.h"
+#include "shared/heads.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+// Rows of a KV tensor from position j on.
+template <class S>
+Matrix<S> key_rows(const Head& head, const View& view, int64_t j) {
+  return {head.key<S>(view, j), view.stride_s};
+}
+
+// Rows of a KV tensor in the compute type: in place, or packed into the buffer.
+template <class S>
+Matrix<const Compute<S>> load_keys(Matrix<const S> rows, int64_t keys, int64_t cols, bool in_place,
+                                   Matrix<Compute<S>> buffer) {
+  if constexpr (kInPlace<S>)
+    if (in_place) return {rows.data, rows.row};
+  pack_rows<S>(buffer, keys, cols, [&](int64_t i) { return rows.at(i); });
+  return {buffer.data, buffer.row};
+}
+
+template <class S>
+PYATTN_INLINE vec<Operand<S>> load_operands(const S* p) {
+  if constexpr (kPairs<S>)
+    return load_unaligned(reinterpret_cast<const bf16_pair*>(p));
+  else
+    return load(p);
+}
+
+// Loads the first n columns and fills up with zeros.
+template <class S>
+PYATTN_INLINE vec<Operand<S>> load_operands(const S* p, int64_t n) {
+  if constexpr (kPairs<S>)
+    return load_pairs(p, n);
+  else
+    return load(p, n);
+}
+
+// Multiplies by a power of two, which is exact but for subnormal numbers.
+PYATTN_INLINE vec<float> scale_operands(vec<float> x, float power) { return x * power; }
+PYATTN_INLINE vec<double> scale_operands(vec<double> x, double power) { return x * power; }
+PYATTN_INLINE vec<bf16_pair> scale_operands(vec<bf16_pair> x, float power) {
+  if (power == 1) return x;
+  const vec<uint32_t> low = bit_cast<uint32_t>(bit_cast<float>(x << 16) * power);
+  const vec<uint32_t> high = bit_cast<uint32_t>(bit_cast<float>(x & 0xffff0000) * power);
+  return low >> 16 | (high & 0xffff0000);
+}
+
+// row(i)[d] -> dst[cols][lanes], transposed: dst[d][i] = scale * row(i)[d], 0 for
+// rows <= i < lanes. scale is a power of two.
+template <class S, class Row>
+void pack_queries(Matrix<Operand<S>> dst, int64_t rows, int64_t lanes, int64_t cols, Compute<S> scale, Row row) {
+  using E = Operand<S>;
+  constexpr int L = kLanes<E>, kWidth = L * kColumns<S>;
+  for (int64_t i = 0; i < lanes; i += L) {
+    const int64_t m = min(L, rows - i);
+    const S* from[L];
+    for (int64_t r = 0; r < m; ++r) from[r] = row(i + r);
+    prefetch_rows(i + L, min(i + 2 * L, rows), cols, row);
+    for (int64_t d = 0; d < cols; d += kWidth) {
+      const int64_t n = min(kWidth, cols - d);
+      vec<E> square[L];
+      if (m == L && n == kWidth) {
+        PYATTN_UNROLL(16)
+        for (int r = 0; r < L; ++r) square[r] = scale_operands(load_operands(from[r] + d), scale);
+      } else {
+        for (vec<E>& x : square) x = vec<E>{};
+        for (int64_t r = 0; r < m; ++r) square[r] = scale_operands(load_operands(from[r] + d, n), scale);
+      }
+      transpose<E>(square);
+      for (int64_t c = 0; c < terms<S>(n); ++c) store(dst.from(d / kColumns<S> + c).data + i, square[c]);
+    }
+  }
+}
+
+// Two rows of bf16 -> pairs of both rows, column by column; a gets the first half of the columns.
+template <std::size_t... I>
+PYATTN_INLINE void interleave(vec<bf16_pair>& a, vec<bf16_pair>& b, std::index_sequence<I...>) {
+  typedef uint16_t columns __attribute__((vector_size(kVectorBytes)));
+  constexpr int n = sizeof...(I);
+  const columns x = (columns)a, y = (columns)b;
+  a = (vec<bf16_pair>)__builtin_shufflevector(x, y, (I % 2 * n + I / 2)...);
+  b = (vec<bf16_pair>)__builtin_shufflevector(x, y, (I % 2 * n + I / 2 + n / 2)...);
+}
+
+// Packs rows that are summed over: row(i)[d] -> dst[terms(rows)][cols],
+// filled up to a whole vector of columns.
+template <class S, class Row>
+void pack_summed_rows(Matrix<Operand<S>> dst, int64_t rows, int64_t cols, Row row) {
+  if constexpr (!kPairs<S>) {
+    pack_rows<S>(dst, rows, cols, row);
+  } else {
+    constexpr int L = kLanes<bf16_pair>;
+    for (int64_t i = 0; i < rows; i += 2)
+      for (int64_t d = 0; d < cols; d += 2 * L) {
+        const int64_t n = min(2 * L, cols - d);
+        vec<bf16_pair> a = load_operands(row(i) + d, n), b = {};
+        if (i + 1 < rows) b = load_operands(row(i + 1) + d, n);
+        interleave(a, b, std::make_index_sequence<2 * L>{});
+        store(dst.from(i / 2).data + d, a);
+        if (n > L) store(dst.from(i / 2).data + d + L, b);
+      }
+  }
+}
+
+// Keys or values [keys][cols] as the left factor of a sum over columns.
+template <class S>
+Strided<Operand<S>> left_keys(Matrix<const S> rows, int64_t keys, int64_t cols, Matrix<Operand<S>> buffer) {
+  if constexpr (kPairs<S>) {
+    if (cols == 0 || (rows.row % 2 == 0 && cols % 2 == 0))  // without columns nothing is read
+      return {reinterpret_cast<const bf16_pair*>(rows.data), rows.row / 2, 1};
+    for (int64_t i = 0; i < keys; ++i) {
+      buffer.from(i).data[terms<S>(cols) - 1] = 0;
+      __builtin_memcpy(buffer.at(i), rows.at(i), cols * sizeof(S));
+    }
+    return buffer.strided();
+  } else {
+    return load_keys<S>(rows, keys, cols, true, buffer).strided();
+  }
+}
+
+// Keys or values [keys][cols] as rows that are summed over; in place where that is possible and asked for.
+template <class S>
+Matrix<const Operand<S>> summed_keys(Matrix<const S> rows, int64_t keys, int64_t cols, bool in_place,
+                                     Matrix<Operand<S>> buffer) {
+  if constexpr (kPairs<S>) {
+    pack_summed_rows<S>(buffer, keys, cols, [&](int64_t i) { return rows.at(i); });
+    return buffer;
+  } else {
+    return load_keys<S>(rows, keys, cols, in_place, buffer);
+  }
+}
+
+// The same from position n0 of a KV tensor on.
+template <class S>
+Strided<Operand<S>> left_keys(const Head& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
+                              Matrix<Operand<S>> buffer) {
+  return left_keys<S>(key_rows<const S>(head, view, n0), keys, cols, buffer);
+}
+
+template <class S>
+Matrix<const Operand<S>> summed_keys(const Head& head, const View& view, int64_t n0, int64_t keys, int64_t cols,
+                                     bool in_place, Matrix<Operand<S>> buffer) {
+  return summed_keys<S>(key_rows<const S>(head, view, n0), keys, cols, in_place, buffer);
+}
+
+// The keys [k0, k1) and lanes [j0, j1) of a tile[keys][lanes], for a sum over the keys; k0 is even.
+template <class S>
+Matrix<const Operand<S>> tile_over_keys(Matrix<Compute<S>> tile, int64_t k0, int64_t k1, int64_t j0, int64_t j1,
+                                        [[maybe_unused]] Matrix<Operand<S>> buffer) {
+  if constexpr (kPairs<S>) {
+    for (int64_t k = k0; k < k1; k += 2)
+      for (int64_t j = j0; j < j1; j += kLanes<float>) {
+        const vec<float> high = k + 1 < k1 ? load(tile.from(k + 1).data + j) : vec<float>{};
+        store(buffer.from(k / 2).data + j, make_pairs(load(tile.from(k).data + j), high));
+      }
+    return buffer;
+  } else {
+    return tile;
+  }
+}
+
+// The keys [k0, k1) and lanes [j0, j1) of a tile[keys][lanes], for a sum over the lanes.
+template <class S>
+Strided<Operand<S>> tile_over_lanes(Matrix<Compute<S>> tile, int64_t k0, int64_t k1, int64_t j0, int64_t j1,
+                                    [[maybe_unused]] Matrix<Operand<S>> buffer) {
+  if constexpr (kPairs<S>) {
+    for (int64_t k = k0; k < k1; ++k)
+      for (int64_t j = j0; j < j1; j += kLanes<float>)
+        store_pairs(buffer.from(k).data + j / 2, load(tile.from(k).data + j));
+    return buffer.strided();
+  } else {
+    return tile.strided();
+  }
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

@@ -1,0 +1,135 @@
+// Matrix products: one register tile serves every product of the forward and the backward.
+#pragma once
+
+#include <type_traits>
+
+#include "cpu/products/matrix.h"
+#include "cpu/simd/simd.h"
+#include "shared/index.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+// What becomes of C[i][j] when a product arrives. The product is summed from zero and added once,
+// so that rounding errors grow with the number of blocks and not of terms.
+template <class T>
+class Update {
+ public:
+  // C += product, or C = C * decay[j] + product; the first product replaces C.
+  static Update add() { return {true, nullptr}; }
+  static Update add_unless(bool first) { return {!first, nullptr}; }
+  static Update decay_and_add_unless(bool first, const T* decay) { return {!first, decay}; }
+
+  PYATTN_MEMBER_INLINE void apply(T* c, int64_t j, vec<T> product) const {
+    if (accumulate_) product = decay_ ? fma(load(c), load(decay_ + j), product) : load(c) + product;
+    store(c, product);
+  }
+
+ private:
+  Update(bool accumulate, const T* decay) : accumulate_(accumulate), decay_(decay) {}
+  bool accumulate_;
+  const T* decay_;
+};
+
+// What a product may do beside each of its terms: nothing, or ask for memory that comes later.
+struct Nothing {
+  void operator()(int64_t) const {}
+};
+
+// The register tile: C[kM][kNV vectors from j0] (update) A[kM][inner] B[inner][...]. T is the type
+// of sums, E that of factors: the same, or pairs of bf16, each of which counts as one term. B may
+// lie in memory as another type, S, which loading widens to E, and its rows, a Matrix or a RowTable,
+// anywhere. beside(k) is called for each term.
+template <int kM, int kNV, class Rows, class T, class E, class Beside>
+PYATTN_INLINE void gemm_tile(int64_t inner, Strided<E> A, Rows B, Matrix<T> C, int64_t j0, Update<T> update,
+                             Beside beside) {
+  const Rows columns = B.from_column(j0);
+  vec<T> sum[kM][kNV] = {};
+  PYATTN_UNROLL(1)
+  for (int64_t k = 0; k < inner; ++k) {
+    beside(k);
+    const auto* row = columns.at(k);
+    vec<E> b[kNV];
+    PYATTN_UNROLL(16)
+    for (int v = 0; v < kNV; ++v) b[v] = load(row + v * kLanes<T>);
+    PYATTN_UNROLL(16)
+    for (int i = 0; i < kM; ++i) {
+      const vec<E> a = broadcast(A.data + i * A.row + k * A.col);
+      PYATTN_UNROLL(16)
+      for (int v = 0; v < kNV; ++v) sum[i][v] = fma(a, b[v], sum[i][v]);
+    }
+  }
+  PYATTN_UNROLL(16)
+  for (int i = 0; i < kM; ++i) {
+    PYATTN_UNROLL(16)
+    for (int v = 0; v < kNV; ++v) {
+      const int64_t j = j0 + v * kLanes<T>;
+      update.apply(C.data + i * C.row + j, j, sum[i][v]);
+    }
+  }
+}
+
+// A panel of kNV vectors of columns from j0 on: tiles of kM rows, and
+// the rows that are left in one lower tile.
+template <int kNV, class T, class E, class Rows, class Beside, int kM = kMR[kNV]>
+void gemm_panel(int64_t rows, int64_t inner, Strided<E> A, Rows B, Matrix<T> C, int64_t j0, Update<T> update,
+                Beside beside) {
+  int64_t i = 0;
+  for (; i + kM <= rows; i += kM) gemm_tile<kM, kNV>(inner, A.from(i, 0), B, C.from(i), j0, update, beside);
+  if constexpr (kM > 1)
+    if (i < rows)
+      gemm_panel<kNV, T, E, Rows, Beside, kM - 1>(rows - i, inner, A.from(i, 0), B, C.from(i), j0, update, beside);
+}
+
+// The columns [j0, cols) of C[rows x cols] (update) A[rows x inner] B[inner x cols];
+// j0 and cols are multiples of the lanes.
+template <class T, class E, class Rows = Matrix<const E>, int kNV = kMaxNV, class Beside = Nothing>
+void gemm(int64_t rows, int64_t j0, int64_t cols, int64_t inner, Strided<E> A, std::type_identity_t<Rows> B,
+          Matrix<T> C, Update<T> update, Beside beside = {}) {
+  for (; j0 + kNV * kLanes<T> <= cols; j0 += kNV * kLanes<T>) gemm_panel<kNV>(rows, inner, A, B, C, j0, update, beside);
+  if constexpr (kNV > 1)
+    if (j0 < cols) gemm<T, E, Rows, kNV - 1>(rows, j0, cols, inner, A, B, C, update, beside);
+}
+
+// Products over the head dimension make scores, whose rounding error the
+// exponential amplifies: they are summed in blocks of this many terms. The error of
+// bf16 lies in the factors, so its sums are not cut.
+template <class E>
+inline constexpr int64_t kScoreBlock = std::is_same_v<E, bf16_pair> ? int64_t{1} << 30 : 32;
+
+// The columns [j0, cols) of C[rows x cols] = A[rows x inner] B[inner x cols].
+template <class T, class E>
+void score_gemm(int64_t rows, int64_t j0, int64_t cols, int64_t inner, Strided<E> A,
+                std::type_identity_t<Matrix<const E>> B, Matrix<T> C) {
+  int64_t k = 0;
+  do {
+    gemm<T>(rows, j0, cols, min(kScoreBlock<E>, inner - k), A.from(0, k), B.from(k), C, Update<T>::add_unless(k == 0));
+  } while ((k += kScoreBlock<E>) < inner);
+}
+
+// gemm for tiles in which values that are not seen may be NaN or inf, which gemm would multiply by
+// 0: the same sums in the same order, without the terms where seen(i, j, k), a vector of columns
+// from j on, is false. k counts both elements of a pair.
+template <class T, class E, class Rows = Matrix<const E>, class Seen>
+void gemm_seen(int64_t rows, int64_t j0, int64_t cols, int64_t inner, Strided<E> A, std::type_identity_t<Rows> B,
+               Matrix<T> C, Update<T> update, Seen seen) {
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = j0; j < cols; j += kLanes<T>) {
+      vec<T> sum = {};
+      for (int64_t k = 0; k < inner; ++k) {
+        const vec<E> a = broadcast(A.data + i * A.row + k * A.col), b = load(B.at(k) + j);
+        if constexpr (std::is_same_v<E, bf16_pair>) {
+          const vec<bf16_pair> both =
+              bit_cast<bf16_pair>((seen(i, j, 2 * k) & 0xffff) | (seen(i, j, 2 * k + 1) & ~0xffff));
+          sum = fma(a & both, b & both, sum);
+        } else {
+          const vec<T> term = fma(a, b, sum);
+          sum = seen(i, j, k) ? term : sum;
+        }
+      }
+      update.apply(C.data + i * C.row + j, j, sum);
+    }
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

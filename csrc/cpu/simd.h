@@ -1,6 +1,0 @@
-// The vectors of the instruction set that is compiled, and the functions over them.
-#pragma once
-
-#include PYATTN_ISA_HEADER
-
-#include "simd/math.h"

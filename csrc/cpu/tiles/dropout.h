@@ -1,0 +1,71 @@
+// Dropout: which weights are dropped depends on the seed and on their place alone, by
+// Philox4x32-10 (Salmon et al. 2011), so neither tiles, threads nor instruction sets change it,
+// and backward repeats the draws of forward.
+//
+//   key      the 64-bit seed
+//   counter  (j / 8, i, low, high word of b * num_heads_q + h) for key j, query i of head h of sequence b
+//   draw     of key j: 16 bits of word (j % 8) / 2, the low half for even j
+//   kept     draw >= threshold, and then scaled by 65536 / (65536 - threshold)
+#pragma once
+
+#include "cpu/simd/simd.h"
+#include "cpu/tiles/strips.h"
+#include "shared/heads.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+static_assert(kStripKeys % kDrawKeys == 0);
+
+struct Philox {
+  vec<uint32_t> word[4];
+
+  PYATTN_MEMBER_INLINE void round(uint32_t key0, uint32_t key1) {
+    vec<uint32_t> high0, high2;
+    const vec<uint32_t> low0 = multiply_wide(word[0], set1<uint32_t>(0xD2511F53), high0);
+    const vec<uint32_t> low2 = multiply_wide(word[2], set1<uint32_t>(0xCD9E8D57), high2);
+    word[0] = high2 ^ word[1] ^ key0, word[1] = low2;
+    word[2] = high0 ^ word[3] ^ key1, word[3] = low0;
+  }
+
+  PYATTN_MEMBER_INLINE void rounds(uint64_t seed) {
+    uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
+    PYATTN_UNROLL(10)
+    for (int i = 0; i < 10; ++i, key0 += 0x9E3779B9, key1 += 0xBB67AE85) round(key0, key1);
+  }
+};
+
+// Draws for a strip: visit(k, j, factor) for row k and a vector of lanes from j on, factor being 0
+// where the weight is dropped. Tile and strip begin at multiples of kDrawKeys.
+template <class T, class Visit>
+void draw_dropout(const ForwardParams& p, const Head& head, const Tile& tile, Strip strip, Visit visit) {
+  using Int = typename Bits<T>::signed_type;
+  constexpr int W = kLanes<uint32_t>, L = kLanes<T>;
+  const Int threshold = p.dropout.threshold;
+  const vec<T> scale = set1(static_cast<T>(65536.0 / (65536 - p.dropout.threshold)));
+  const int64_t end = strip.end, j1 = strip.j1;
+  for (int64_t j0 = strip.j0; j0 < j1; j0 += W) {
+    uint32_t query[W], low[W], high[W];
+    for (int l = 0; l < W; ++l) {
+      const int64_t r = tile.r0 + j0 + l, index = head.b * p.num_heads_q + head.query_head(r);
+      query[l] = static_cast<uint32_t>(head.query(r));
+      low[l] = static_cast<uint32_t>(index), high[l] = static_cast<uint32_t>(index >> 32);
+    }
+    for (int64_t k = strip.begin; k < end; k += kDrawKeys) {
+      Philox draws{{set1(static_cast<uint32_t>((tile.n0 + k) / kDrawKeys)), load_unaligned(query), load_unaligned(low),
+                    load_unaligned(high)}};
+      draws.rounds(static_cast<uint64_t>(*p.dropout.seed));
+      PYATTN_UNROLL(8)
+      for (int i = 0; i < kDrawKeys; ++i) {
+        if (k + i >= end) break;
+        const vec<uint32_t> word = draws.word[i / 2], draw = i % 2 ? word >> 16 : word & 0xffff;
+        PYATTN_UNROLL(2)
+        for (int v = 0; v < W / L; ++v)
+          if (j0 + v * L < j1) visit(k + i, j0 + v * L, widen<T>(draw, v) >= threshold ? scale : vec<T>{});
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

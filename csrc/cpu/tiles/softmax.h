@@ -1,0 +1,122 @@
+// Softmax: the elementwise passes between the products, over tiles S[keys][queries] with queries on
+// the lanes, so that every reduction over keys is vertical. Scores and row terms come by value:
+// behind a reference, their members would be read again after every store.
+#pragma once
+
+#include "cpu/products/matrix.h"
+#include "cpu/simd/math.h"
+#include "cpu/tiles/strips.h"
+#include "shared/mask.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+// Online softmax (Milakov and Gimelshein 2018) of a block of queries. After each key block
+// row_max is the largest entry of S, row_sum = sum exp(S - row_max), and a sum made before, with
+// a smaller row_max, is worth decay times as much.
+template <class T>
+struct SoftmaxState {
+  alignas(kScratchAlign) T row_max[kBlockQ<T>], row_sum[kBlockQ<T>], decay[kBlockQ<T>];  // [queries]
+
+  SoftmaxState() {
+    for (int64_t i = 0; i < kBlockQ<T>; ++i) row_max[i] = kNegInf<T>, row_sum[i] = 0;
+  }
+};
+
+// -inf - -inf is NaN: where nothing was seen yet, subtract 0 and let exp(-inf) be 0.
+template <class T>
+PYATTN_INLINE vec<T> finite_shift(vec<T> x) {
+  return x == kNegInf<T> ? vec<T>{} : x;
+}
+
+// Adds the sink to the maximum and the sum of a row, as one more key; returns what sums made before
+// have decayed to. Not inlined, for most calls have none.
+template <class T, class Score>
+[[gnu::noinline]] T add_sink(T sink, Score score, T& row_max, T& row_sum) {
+  const T old_max = row_max;
+  row_max = sink > old_max ? sink : old_max;
+  const vec<T> shift = finite_shift<T>(set1(row_max));
+  const T decay = score.exp(set1(old_max) - shift)[0];
+  row_sum = row_sum * decay + score.exp(set1(sink) - shift)[0];
+  return decay;
+}
+
+// Finishes the rows from r0 on, in forward and in merge alike: adds their sinks, writes their maximum,
+// sum and lse, and returns in scale what the output of each is still to be multiplied by. A row whose
+// keys all score -inf divides 0 by 0, as softmax does; a row that sees no key does not, and its lse is
+// the sink. The arrays have whole vectors.
+template <class S, class T, class Score>
+void finish_rows(const ForwardParams& p, const Mask& mask, int64_t r0, int64_t rows, T* row_max, T* row_sum, T* scale,
+                 Score score) {
+  constexpr int L = kLanes<T>;
+  alignas(kScratchAlign) T lse[kBlockQ<T>];
+  const T* sinks = static_cast<const T*>(p.score.sinks);
+  for (int64_t i = 0; i < rows; ++i)
+    scale[i] =
+        sinks ? add_sink(score.from_score(sinks[mask.head.query_head(r0 + i)]), score, row_max[i], row_sum[i]) : T(1);
+  for (int64_t i = 0; i < rows; i += L) {
+    const vec<T> sum = load(row_sum + i);
+    store(lse + i, score.to_score(load(row_max + i)) + log<T>(sum));
+    store(scale + i, load(scale + i) / sum);
+  }
+  for (int64_t i = 0; i < rows; ++i) {
+    const int64_t at = mask.head.index(p, r0 + i);
+    static_cast<T*>(p.row_max)[at] = row_max[i], static_cast<T*>(p.row_sum)[at] = row_sum[i];
+    static_cast<T*>(p.lse)[at] = lse[i];
+    if (mask.sees_any<S>(r0 + i)) continue;
+    scale[i] = 0;
+    if (sinks) static_cast<T*>(p.lse)[at] = sinks[mask.head.query_head(r0 + i)];
+  }
+}
+
+// P = exp(S - row_max) in place of S, and the new state, for kNV vectors of lanes from strip.j0 on.
+template <int kNV, bool kMasked, class T, class Score>
+void softmax_panel(Matrix<T> S, Strip strip, const LaneMask<T>& seen, Score score, SoftmaxState<T>& state) {
+  constexpr int L = kLanes<T>;
+  const int64_t j0 = strip.j0;
+  vec<T> old_max[kNV], new_max[kNV], shift[kNV], sum[kNV] = {};
+  PYATTN_UNROLL(16)
+  for (int v = 0; v < kNV; ++v) {
+    new_max[v] = old_max[v] = load(state.row_max + j0 + v * L);
+  }
+  for (int64_t k = strip.begin; k < strip.end; ++k) {
+    PYATTN_UNROLL(16)
+    for (int v = 0; v < kNV; ++v) {
+      vec<T> s = load(S.data + k * S.row + j0 + v * L);
+      if constexpr (kMasked) s = seen.sees(k, j0 + v * L) ? s : set1(kNegInf<T>);
+      new_max[v] = max(s, new_max[v]);  // a NaN does not enter here; it makes its own P, and so the sum, NaN
+    }
+  }
+  PYATTN_UNROLL(16)
+  for (int v = 0; v < kNV; ++v) shift[v] = finite_shift<T>(new_max[v]);
+  for (int64_t k = strip.begin; k < strip.end; ++k) {
+    PYATTN_UNROLL(16)
+    for (int v = 0; v < kNV; ++v) {
+      T* s = S.data + k * S.row + j0 + v * L;
+      vec<T> p = score.exp(load(s) - shift[v]);
+      if constexpr (kMasked) p = seen.sees(k, j0 + v * L) ? p : vec<T>{};
+      sum[v] += p;
+      store(s, p);
+    }
+  }
+  PYATTN_UNROLL(16)
+  for (int v = 0; v < kNV; ++v) {
+    const int64_t j = j0 + v * L;
+    const vec<T> decay = score.exp(old_max[v] - shift[v]);
+    store(state.row_max + j, new_max[v]);
+    store(state.row_sum + j, fma(load(state.row_sum + j), decay, sum[v]));
+    store(state.decay + j, decay);
+  }
+}
+
+// The same for all lanes of a strip.
+template <bool kMasked, class T, class Score, int kNV = kMaxNV>
+void softmax_strip(Matrix<T> S, Strip strip, const LaneMask<T>& seen, Score score, SoftmaxState<T>& state) {
+  constexpr int64_t width = kNV * kLanes<T>;
+  for (; strip.j0 + width <= strip.j1; strip.j0 += width) softmax_panel<kNV, kMasked>(S, strip, seen, score, state);
+  if constexpr (kNV > 1)
+    if (strip.j0 < strip.j1) softmax_strip<kMasked, T, Score, kNV - 1>(S, strip, seen, score, state);
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

@@ -1,0 +1,114 @@
+// The gradient of softmax: dS = P (dP - delta + dlse), over tiles [keys][queries]
+// with queries on the lanes. Scores and row terms come by value, as in softmax.h.
+#pragma once
+
+#include "cpu/products/matrix.h"
+#include "cpu/simd/simd.h"
+#include "cpu/tiles/strips.h"
+#include "shared/heads.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+// Row statistics of forward, and what backward makes of them, [queries].
+template <class T>
+struct RowTerms {
+  const T *row_max, *inverse_sum;  // largest entry of S; 1 / row_sum, 0 for rows that see no key
+  const T* one_block;              // 1 for rows whose keys all lie in one key block, else 0
+  const T* sink;                   // weight of the sink: with those of the keys it makes 1
+  T *delta, *dlse;                 // rowsum(P * dP); gradient of lse
+};
+
+// The weight of a row's sink: exp(sink - row_max) / row_sum.
+template <class T, class Score>
+T sink_weight(const ForwardParams& p, const Head& head, int64_t r, Score score) {
+  if (!p.score.sinks) return 0;
+  const T sink = static_cast<const T*>(p.score.sinks)[head.query_head(r)];
+  if (sink == kNegInf<T>) return 0;
+  const int64_t at = head.index(p, r);
+  const T row_max = static_cast<const T*>(p.row_max)[at], row_sum = static_cast<const T*>(p.row_sum)[at];
+  return score.exp(set1(score.from_score(sink) - row_max))[0] / row_sum;
+}
+
+// Whether some row of the strip has all its keys in one key block.
+template <class T>
+bool any_one_block(Strip strip, RowTerms<T> rows) {
+  bool any = false;
+  for (int64_t j = strip.j0; j < strip.j1; ++j) any |= rows.one_block[j] != 0;
+  return any;
+}
+
+// P = exp(S - row_max) * inverse_sum in place of S. Rows whose keys all lie in the tile get
+//
+//   delta = rowsum(P * dP) / rowsum(P)      dlse -= rowsum(P * (dP - delta)) / rowsum(P)
+//
+// as softmax's own gradient has it, the sink being one more key, whose dP is 0: the roundings of
+// row_sum, of O and of delta itself, to which rowsum(dO * O) is exposed, leave dS. The other rows keep
+// their delta.
+template <bool kMasked, class T, class Score>
+void center(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneMask<T>& seen, Score score, RowTerms<T> rows) {
+  for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
+    vec<T> weighted = {}, total = load(rows.sink + j);
+    for (int64_t k = strip.begin; k < strip.end; ++k) {
+      T* s = S.from(k).data + j;
+      vec<T> p = score.exp(load(s) - load(rows.row_max + j)) * load(rows.inverse_sum + j);
+      vec<T> dp = load(dP.from(k).data + j);
+      if constexpr (kMasked) {
+        const auto sees = seen.sees(k, j);
+        p = sees ? p : vec<T>{}, dp = sees ? dp : vec<T>{};
+      }
+      weighted = fma(p, dp, weighted), total += p;
+      store(s, p);
+    }
+    auto chosen = load(rows.one_block + j) != vec<T>{};
+    if constexpr (kMasked) chosen = chosen & seen.sees_any(j);
+    const vec<T> delta = chosen ? weighted / total : load(rows.delta + j);
+    vec<T> rest = -load(rows.sink + j) * delta;
+    for (int64_t k = strip.begin; k < strip.end; ++k) {
+      const vec<T> more = fma(load(S.from(k).data + j), load(dP.from(k).data + j) - delta, rest);
+      if constexpr (kMasked)
+        rest = seen.sees(k, j) ? more : rest;
+      else
+        rest = more;
+    }
+    store(rows.delta + j, delta);
+    store(rows.dlse + j, load(rows.dlse + j) - (chosen ? rest / total : vec<T>{}));
+  }
+}
+
+// dP -> dS = P (dP - delta + dlse) in place.
+template <bool kMasked, class T>
+void scale_centered(Matrix<T> P, Matrix<T> dP, Strip strip, const LaneMask<T>& seen, RowTerms<T> rows) {
+  for (int64_t k = strip.begin; k < strip.end; ++k)
+    for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
+      T* ds = dP.data + k * dP.row + j;
+      vec<T> d = load(P.data + k * P.row + j) * (load(ds) - load(rows.delta + j) + load(rows.dlse + j));
+      if constexpr (kMasked) d = seen.sees(k, j) ? d : vec<T>{};
+      store(ds, d);
+    }
+}
+
+// S -> P = exp(S - row_max) * inverse_sum and dP -> dS = P (dP - delta + dlse), both in place.
+template <bool kMasked, class T, class Score>
+void softmax_gradient(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneMask<T>& seen, Score score, RowTerms<T> rows) {
+  if (any_one_block(strip, rows)) {
+    center<kMasked>(S, dP, strip, seen, score, rows);
+    scale_centered<kMasked>(S, dP, strip, seen, rows);
+    return;
+  }
+  for (int64_t k = strip.begin; k < strip.end; ++k)
+    for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
+      T *s = S.data + k * S.row + j, *ds = dP.data + k * dP.row + j;
+      vec<T> p = score.exp(load(s) - load(rows.row_max + j)) * load(rows.inverse_sum + j);
+      vec<T> d = p * (load(ds) - load(rows.delta + j) + load(rows.dlse + j));
+      if constexpr (kMasked) {
+        const auto sees = seen.sees(k, j);
+        p = sees ? p : vec<T>{}, d = sees ? d : vec<T>{};
+      }
+      store(s, p);
+      store(ds, d);
+    }
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

@@ -1,0 +1,107 @@
+// The mask on a tile: which keys each lane sees, and the strips into which the tile is cut along it.
+#pragma once
+
+#include "cpu/simd/simd.h"
+#include "cpu/tiles/strips.h"
+#include "shared/mask.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+// The lanes [0, n), n at most 64: of a number, or of each in a vector.
+template <class N>
+PYATTN_INLINE N first_lanes(N n) {
+  return (((N{} + 1) << (n & 63)) - 1) | -(n >> 6);
+}
+
+// Bit j of bits[k]: whether row r0 + j sees key k of the tile, by formula. A vector of keys at a time,
+// and so up to a vector more than there are.
+inline void mark_by_formula(const Mask& mask, const Tile& tile, uint64_t* bits) {
+  constexpr int L = kLanes<int64_t>;
+  const auto [first, past] = mask.rows_of(tile.n0);
+  const int64_t group = mask.head.group, rows = tile.rows, keys = tile.keys;
+  vec<int64_t> begin, end;
+  for (int i = 0; i < L; ++i) begin[i] = first - tile.r0 + i * group, end[i] = past - tile.r0 + i * group;
+  const auto lanes = [&](vec<int64_t> x) {
+    x = x < 0 ? vec<int64_t>{} : x > rows ? set1(rows) : x;
+    return first_lanes(bit_cast<uint64_t>(x));
+  };
+  for (int64_t k = 0; k < keys; k += L, begin += L * group, end += L * group) {
+    const vec<uint64_t> seeing = lanes(end) & ~lanes(begin);
+    __builtin_memcpy(bits + k, &seeing, sizeof seeing);
+  }
+}
+
+// The same for any mask: of each row, where its keys begin and end.
+inline void mark_by_rows(const Mask& mask, const Tile& tile, uint64_t* bits) {
+  const auto [r0, rows, lanes, n0, keys] = tile;
+  for (int64_t k = 0; k < kTileKeys; ++k) bits[k] = 0;
+  for (int64_t j = 0; j < rows; ++j) {
+    const Range row = mask.keys_of(r0 + j).within(n0, keys);
+    if (row.begin < keys) bits[row.begin] ^= uint64_t{1} << j;
+    if (row.end < keys) bits[row.end] ^= uint64_t{1} << j;
+  }
+  for (int64_t k = 1; k < keys; ++k) bits[k] ^= bits[k - 1];
+}
+
+// Takes the keys that filters hide from the bits. Eight rows make a byte of each key, in loops for
+// vectors.
+template <class S>
+void hide_holes(const Mask& mask, const Tile& tile, uint64_t* bits) {
+  for (int64_t j0 = 0; j0 < tile.rows; j0 += 8) {
+    uint8_t hidden[kTileKeys] = {};
+    bool any = false;
+    for (int64_t j = j0; j < min(j0 + 8, tile.rows); ++j) {
+      const auto bit = static_cast<uint8_t>(1 << (j - j0));
+      mask.each_filter<S>(tile.r0 + j, [&, n0 = tile.n0](auto shown) {
+        any = true;
+        const auto hide = [&](int64_t keys) {
+          for (int64_t k = 0; k < keys; ++k) hidden[k] |= shown(n0 + k) ? uint8_t{0} : bit;
+        };
+        tile.keys == kTileKeys ? hide(kTileKeys) : hide(tile.keys);
+      });
+    }
+    if (any)
+      for (int64_t k = 0; k < kTileKeys; ++k) bits[k] &= ~(uint64_t{hidden[k]} << j0);
+  }
+}
+
+// Cuts a tile, and where some row does not see every key of it, writes which keys each lane sees. In
+// strips of all lanes if only holes are hidden. Not inlined, for then the products of the callers
+// may not be, which took half as long again.
+template <class S, class T = Compute<S>>
+[[gnu::noinline]] Strips<T> cut_strips(const Mask& mask, const Tile& tile, LaneMask<T>& seen) {
+  const auto [r0, rows, lanes, n0, keys] = tile;
+  const Range all = mask.keys_of_all(r0, rows);
+  const bool whole = all.begin <= n0 && n0 + keys <= all.end, holes = mask.any_holes(r0, rows);
+  if (whole && !holes) return {false, lanes, lanes, {0}, {keys}};
+
+  Strips<T> strips{true, lanes, whole ? lanes : kStripLanes, {}, {}};
+  const int64_t count = ceil_div(lanes, strips.width);
+  uint64_t bits[kTileKeys];  // [keys]
+  if (mask.p.mask.blocks)
+    mark_by_rows(mask, tile, bits);
+  else
+    mark_by_formula(mask, tile, bits);
+  if (holes) hide_holes<S>(mask, tile, bits);
+  seen.set(bits, keys);
+
+  Range range[Strips<T>::kCount];
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t j = i * strips.width, n = min(strips.width, rows - j);
+    range[i] = mask.keys_of_any(r0 + j, n).within(n0, keys);
+    const uint64_t mine = first_lanes(static_cast<uint64_t>(n)) << j;
+    while (mask.p.mask.blocks && !range[i].empty() && !(bits[range[i].begin] & mine)) ++range[i].begin;
+    while (mask.p.mask.blocks && !range[i].empty() && !(bits[range[i].end - 1] & mine)) --range[i].end;
+  }
+  int64_t reached = 0;
+  for (int64_t i = 0; i < count; ++i) strips.end[i] = reached = max(reached, range[i].empty() ? 0 : range[i].end);
+  for (int64_t i = count; i-- > 0;) {
+    reached = min(reached, range[i].empty() ? reached : round_down(range[i].begin, kStripKeys));
+    strips.begin[i] = reached, strips.end[i] = max(strips.end[i], reached);
+  }
+  return strips;
+}
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA

@@ -1,0 +1,154 @@
+// The operators that change a KV cache in place, with what they mutate declared, so that torch.compile
+// keeps a decoding loop in one graph: how far each sequence has come is read inside them, where the
+// compiler does not look.
+//
+// keys [batch][heads][slots][head_dim] and values [batch][heads][slots][head_dim_v] hold position p of
+// sequence b in slot p - starts[b], up to position lengths[b]. A ring buffer has more slots than max_seqlen
+// and keeps the last max_seqlen positions at least; any other cache has as many, and its starts stay 0.
+// On a GPU, whose lengths are not read unless PYATTN_CHECK=1, what a check would refuse is clamped; cache_cuda.cpp has
+// its append.
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/minimum.h>
+
+#include <algorithm>
+#include <array>
+#include <initializer_list>
+
+#include "ops/cache.h"
+#include "ops/huge_pages.h"
+#include "ops/operators.h"
+
+namespace pyattn {
+namespace {
+
+// Zeros in new storage, dense. A query reads all of a cache, from huge pages up to a fifth faster.
+void cache_clear(const Tensor& storage) {
+  if (storage.is_meta()) return;
+  TORCH_CHECK_VALUE(storage.is_non_overlapping_and_dense(), "pyattn: storage must be dense, got strides ",
+                    storage.strides());
+  prefer_huge_pages(storage);
+  storage.zero_();
+}
+
+// How far a sequence has come, where its slots begin, and how many new positions it gets.
+struct State {
+  int64_t length, start, added;
+  bool operator==(const State&) const = default;
+};
+
+// Writes position lengths[b] + i for the first new_lengths[b] of the new ones, all if there are none.
+// Everything is checked before anything is written.
+void cache_append(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& starts,
+                  const Tensor& new_k, const Tensor& new_v, const optional<Tensor>& new_counts, SymInt max_seqlen) {
+  check_append(keys, values, lengths, starts, new_k, new_v, new_counts);
+  if (keys.is_meta()) return;
+  check_written(keys, values, {{"lengths", lengths}, {"starts", starts}});
+  const Tensor k = apart_from({keys, values}, new_k), v = apart_from({keys, values}, new_v);
+  const optional<Tensor> new_lengths = apart_from({lengths, starts}, new_counts);
+
+  const int64_t batch = keys.size(0), slots = keys.size(2), fresh = k.size(2), kept_positions = number(max_seqlen);
+  const Values length(lengths), start(starts), added(new_lengths ? *new_lengths : lengths);
+  const auto state = [&](int64_t b) { return State{length[b], start[b], new_lengths ? added[b] : fresh}; };
+  check_room(lengths, starts, new_lengths, fresh, slots, kept_positions);
+  for (int64_t first = 0, count; first < batch; first += count) {  // neighbours in the same state together
+    const State s = state(first);
+    for (count = 1; first + count < batch && state(first + count) == s;) ++count;
+    int64_t end = s.length - s.start, skipped = 0;
+    if (end + s.added > slots) {  // what the ring buffer still needs moves to its first slots
+      skipped = std::max<int64_t>(s.added - kept_positions, 0);
+      const int64_t kept = std::min(end, kept_positions - s.added + skipped);
+      for (const Tensor& storage : {keys, values}) {
+        const Tensor rows = storage.narrow(0, first, count);
+        rows.narrow(2, 0, kept).copy_(rows.narrow(2, end - kept, kept).clone());  // the two may overlap
+      }
+      starts.narrow(0, first, count).fill_(s.length - kept + skipped);
+      end = kept;
+    }
+    const int64_t written = s.added - skipped;
+    const auto write = [&](const Tensor& storage, const Tensor& t) {
+      storage.narrow(0, first, count)
+          .narrow(2, end, written)
+          .copy_(t.narrow(0, first, count).narrow(2, skipped, written));
+    };
+    write(keys, k), write(values, v);
+  }
+  add_to(lengths, new_lengths, fresh);
+}
+
+// Sequence b becomes a copy of sequence idx[b]; slots that no sequence uses stay as they are.
+template <Where where>
+void cache_reorder(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& starts,
+                   const Tensor& idx) {
+  check_storage(keys, values, lengths, starts);
+  check_indices("idx", idx, lengths);
+  if (keys.is_meta() || idx.size(0) == 0) return;
+  check_written(keys, values, {{"lengths", lengths}, {"starts", starts}});
+  if (reads(where)) check_order(idx);
+  int64_t used = keys.size(2);
+  if (where == Where::kCPU) {
+    const Values length(lengths), start(starts);
+    int64_t longest = 0;
+    for (int64_t b = 0; b < keys.size(0); ++b) longest = std::max(longest, length[b] - start[b]);
+    used = std::min(used, longest);
+  }
+  const Tensor order = idx.clamp(0, keys.size(0) - 1);
+  for (const Tensor& t : {keys.narrow(2, 0, used), values.narrow(2, 0, used), lengths, starts})
+    t.copy_(t.index_select(0, order));
+}
+
+// q_offset in slots of a ring buffer, where query 0 must not see keys that may have been dropped; on a GPU it sees
+// those that are left.
+template <Where where>
+Tensor cache_slots(const Tensor& lengths, const Tensor& starts, const Tensor& q_offset, SymInt window,
+                   SymInt max_seqlen) {
+  check_indices("starts", starts, lengths);
+  check_indices("q_offset", q_offset, lengths);
+  if (lengths.is_meta()) return at::empty_like(q_offset);
+  if (reads(where)) check_kept(lengths, starts, q_offset, number(window), number(max_seqlen));
+  return q_offset.sub(starts);
+}
+
+// In slots, the positions lengths - seqlen_q: of the first of so many newest queries, or, for 0, how many
+// slots are in use. Every read of a cache begins here, so that lengths that were set by hand are checked.
+template <Where where>
+Tensor cache_newest(const Tensor& lengths, const optional<Tensor>& starts, SymInt seqlen_q, SymInt left, SymInt slots) {
+  check_state(lengths, starts);
+  if (lengths.is_meta()) return at::empty_like(lengths);
+  if (reads(where)) check_newest(lengths, starts, number(seqlen_q), number(left), number(slots));
+  return (starts ? lengths.sub(*starts) : lengths).sub(number(seqlen_q));
+}
+
+// Each sequence keeps its first positions. On a GPU it keeps all that it has where more are asked for, and a ring's
+// one none where those are dropped.
+template <Where where>
+void cache_truncate(const Tensor& lengths, const optional<Tensor>& starts, const Tensor& kept, SymInt window) {
+  check_state(lengths, starts);
+  check_indices("lengths", kept, lengths);
+  if (lengths.is_meta()) return;
+  check_apart("lengths", lengths);
+  if (reads(where)) check_truncation(lengths, starts, kept, number(window));
+  if (where == Where::kCPU)
+    lengths.copy_(kept);
+  else
+    lengths.copy_(at::minimum(starts ? at::maximum(kept, *starts) : kept.clamp_min(0), lengths));
+}
+
+TORCH_LIBRARY_FRAGMENT(pyattn, m) {
+  define<cache_append>(
+      m, kOnCPU,
+      "cache_append(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) lengths, Tensor(d!) starts, Tensor k, Tensor v, "
+      "Tensor? new_lengths, SymInt max_seqlen) -> ()");
+  define_cache<cache_reorder<Where::kCPU>, cache_reorder<Where::kGPU>>(
+      m, "cache_reorder(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) lengths, Tensor(d!) starts, Tensor idx) -> ()");
+  define<cache_clear>(m, {c10::DispatchKey::CompositeExplicitAutograd}, "cache_clear(Tensor(a!) storage) -> ()");
+  define_cache<cache_newest<Where::kCPU>, cache_newest<Where::kGPU>>(
+      m, "cache_newest(Tensor lengths, Tensor? starts, SymInt seqlen_q, SymInt left, SymInt slots) -> Tensor");
+  define_cache<cache_truncate<Where::kCPU>, cache_truncate<Where::kGPU>>(
+      m, "cache_truncate(Tensor(a!) lengths, Tensor? starts, Tensor kept, SymInt window) -> ()");
+  define_cache<cache_slots<Where::kCPU>, cache_slots<Where::kGPU>>(
+      m, "cache_slots(Tensor lengths, Tensor starts, Tensor q_offset, SymInt window, SymInt max_seqlen) -> Tensor");
+}
+
+}  // namespace
+}  // namespace pyattn

@@ -1,0 +1,40 @@
+// The operators pyattn::attention_forward and pyattn::attention_backward. The same functions serve the CPU,
+// CUDA and, stopping before the kernels, the Meta key, so that shapes, strides and errors can't differ
+// between them.
+#include "ops/calls.h"
+#include "ops/operators.h"
+#include "ops/options.h"
+#include "ops/params.h"
+#include "ops/results.h"
+
+namespace pyattn {
+namespace {
+
+auto fill_from(const Options& options) {
+  return [&](ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, Kept& kept) {
+    fill_inputs(p, q, k, v, k.size(2), options, kept);
+  };
+}
+
+ForwardTensors attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) {
+  check_inputs(q, k, v, options);
+  return call_forward(q, k, v, fill_from(options));
+}
+
+BackwardTensors attention_backward(const Tensor& dout, const Saved& saved, const Options& options, const Flags& flags) {
+  check_inputs(saved.q, saved.k, saved.v, options);
+  return call_backward(dout, saved, options, flags, fill_from(options));
+}
+
+TORCH_LIBRARY(pyattn, m) {
+  define_attention<attention_forward>(m, kOnCPUAndCUDA,
+                                      "attention_forward(Tensor q, Tensor k, Tensor v" PYATTN_OPTIONS_SCHEMA
+                                      ") -> " PYATTN_FORWARD_RESULTS);
+  define_attention<attention_backward>(
+      m, kOnCPUAndCUDA,
+      "attention_backward(Tensor dout" PYATTN_SCHEMA(PYATTN_SAVED)
+          PYATTN_OPTIONS_SCHEMA PYATTN_SCHEMA(PYATTN_FLAGS) ") -> " PYATTN_BACKWARD_RESULTS);
+}
+
+}  // namespace
+}  // namespace pyattn

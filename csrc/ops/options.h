@@ -1,0 +1,155 @@
+// Options: what every operator of attention takes beside its tensors, and what of it is accepted.
+#pragma once
+
+#include <array>
+#include <cmath>
+
+#include "ops/checks.h"
+#include "ops/operators.h"
+
+namespace pyattn {
+
+// One line an option, as operators.h says. Their order is that of the arguments of every operator.
+#define PYATTN_OPTIONS(X)                                                                                             \
+  X(optional<double>, softmax_scale, "float?", "=None")                                                               \
+  X(bool, causal, "bool", "=True")                                                                                    \
+  X(optional<SymInt>, q_offset, "SymInt?", "=None")                                                                   \
+  X(optional<Tensor>, q_offsets, "Tensor?", "=None")       /* (batch), int64, in place of q_offset */                 \
+  X(c10::SymIntArrayRef, window, "SymInt[2]", "=[-1, -1]") /* left, right; -1: no bound */                            \
+  X(optional<Tensor>, key_ranges, "Tensor?", "=None")      /* (batch or 1, seqlen_q, 2), int32 or int64 */            \
+  X(optional<Tensor>, mask, "Tensor?", "=None")            /* bool, true = takes part; shape as that of bias */       \
+  X(double, softcap, "float", "=0.0")                                                                                 \
+  X(optional<Tensor>, bias, "Tensor?", "=None") /* each size 1 or that of (batch, num_heads_q, seqlen_q, seqlen_k) */ \
+  X(optional<Tensor>, alibi_slopes, "Tensor?", "=None") /* (num_heads_q) or (batch, num_heads_q) */                   \
+  X(optional<Tensor>, sinks, "Tensor?", "=None")        /* (num_heads_q) */                                           \
+  X(double, dropout_p, "float", "=0.0")                                                                               \
+  X(optional<Tensor>, dropout_seed, "Tensor?", "=None") /* (), int64 */
+
+struct Options {
+  PYATTN_FIELDS(Options, PYATTN_OPTIONS)
+};
+#define PYATTN_OPTIONS_SCHEMA PYATTN_SCHEMA(PYATTN_OPTIONS)
+
+inline void check_key_ranges(const Tensor& q, const Options& options) {
+  if (!options.key_ranges) return;
+  const Tensor& t = *options.key_ranges;
+  const auto sizes = t.sym_sizes();
+  check_given("key_ranges", t, q.device(), {at::kInt, at::kLong});
+  TORCH_CHECK_VALUE(
+      t.dim() == 3 && (sizes[0] == q.sym_size(0) || sizes[0] == 1) && sizes[1] == q.sym_size(2) && sizes[2] == 2,
+      "pyattn: key_ranges must have shape (", q.sym_size(0), " or 1, ", q.sym_size(2), ", 2), got ", sizes);
+}
+
+// A tensor of scores, which broadcasts.
+inline void check_scores(const char* name, const Tensor& t, const Tensor& q, const SymInt& seqlen_k) {
+  check_device(name, t, q.device());
+  const std::array<SymInt, 4> full{q.sym_size(0), q.sym_size(1), q.sym_size(2), seqlen_k};
+  bool fits = 1 <= t.dim() && t.dim() <= 4;
+  for (int64_t d = 1; fits && d <= t.dim(); ++d) fits = t.sym_size(-d) == 1 || t.sym_size(-d) == full[4 - d];
+  TORCH_CHECK_VALUE(fits, "pyattn: ", name, " must have 1 to 4 dimensions, each 1 or that of ",
+                    c10::SymIntArrayRef(full), ", got ", t.sym_sizes());
+}
+
+inline void check_mask(const Tensor& q, const SymInt& seqlen_k, const Options& options) {
+  if (!options.mask) return;
+  check_type("mask", *options.mask, {at::kBool});
+  check_scores("mask", *options.mask, q, seqlen_k);
+}
+
+inline void check_bias(const Tensor& q, const SymInt& seqlen_k, const Options& options) {
+  if (!options.bias) return;
+  TORCH_CHECK_TYPE(options.bias->scalar_type() != at::kBool,
+                   "pyattn: bias must be float, added to the scores (use mask for a bool mask, True = takes part), "
+                   "got bool");
+  check_type("bias", *options.bias, {q.scalar_type(), at::kFloat});
+  check_scores("bias", *options.bias, q, seqlen_k);
+}
+
+// Checks the options that packed sequences take in another shape, or not at all.
+inline void check_options_of_batch(const Tensor& q, const SymInt& seqlen_k, const Options& options) {
+  check_key_ranges(q, options);
+  check_mask(q, seqlen_k, options);
+  check_bias(q, seqlen_k, options);
+}
+
+// Kernels hold the scale in the type that they compute in, where a smaller one would count as 0 and give every key
+// the same weight, and a larger one times log2(e) would be infinite.
+inline void check_softmax_scale(double scale, at::ScalarType type) {
+  TORCH_CHECK_VALUE(std::isfinite(scale), "pyattn: softmax_scale must be finite, got ", scale);
+  const bool wide = type == at::kDouble;
+  const double least = std::ldexp(1, wide ? -1074 : -149), most = std::ldexp(1, wide ? 1022 : 126);
+  TORCH_CHECK_VALUE(scale == 0 || (least <= std::abs(scale) && std::abs(scale) <= most),
+                    "pyattn: softmax_scale must be 0 or between ", least, " and ", most, " in magnitude for ",
+                    name_of(type), ", got ", scale);
+}
+
+// Checks the options that know nothing of positions; batch: the number of sequences.
+inline void check_options(const Tensor& q, const SymInt& batch, const SymInt& heads, const Options& options) {
+  check_softmax_scale(options.softmax_scale.value_or(1), q.scalar_type());
+  if (options.q_offsets) check_tensor("q_offset", *options.q_offsets, q.device(), at::kLong, {batch});
+  TORCH_CHECK_VALUE(options.window.size() == 2 && options.window[0] >= -1 && options.window[1] >= -1,
+                    "pyattn: window must be (left, right), each at least -1, got ", options.window);
+  TORCH_CHECK_VALUE(std::isfinite(options.softcap) && options.softcap >= 0,
+                    "pyattn: softcap must be finite and at least 0, got ", options.softcap);
+  const at::ScalarType type = q.scalar_type();
+  if (options.alibi_slopes) {
+    const Tensor& t = *options.alibi_slopes;
+    check_given("alibi_slopes", t, q.device(), {type, at::kFloat});
+    const auto sizes = t.sym_sizes();
+    TORCH_CHECK_VALUE((t.dim() == 1 && sizes[0] == heads) || (t.dim() == 2 && sizes[0] == batch && sizes[1] == heads),
+                      "pyattn: alibi_slopes must have shape (", heads, ") or (", batch, ", ", heads, "), got ", sizes);
+  }
+  if (options.sinks) {
+    check_given("sinks", *options.sinks, q.device(), {type, at::kFloat});
+    TORCH_CHECK_VALUE(options.sinks->dim() == 1 && options.sinks->sym_size(0) == heads,
+                      "pyattn: sinks must have shape (", heads, "), got ", options.sinks->sym_sizes());
+  }
+  const double p = options.dropout_p;
+  TORCH_CHECK_VALUE(0 <= p && p < 1, "pyattn: dropout_p must be at least 0 and below 1, got ", p);
+  TORCH_CHECK_VALUE(p == 0 || options.dropout_seed, "pyattn: dropout_p ", p, " needs a dropout_seed, got None");
+  if (options.dropout_seed) check_tensor("dropout_seed", *options.dropout_seed, q.device(), at::kLong, {});
+}
+
+// The results of forward and of backward, as the operators' schemas have them.
+#define PYATTN_FORWARD_RESULTS "(Tensor out, Tensor lse, Tensor row_max, Tensor row_sum)"
+#define PYATTN_BACKWARD_RESULTS "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi_slopes, Tensor dsinks)"
+
+// output_mask asks for dbias, dalibi_slopes and dsinks, each only where its tensor is given and has a gradient.
+using Wanted = std::array<bool, 3>;
+inline void check_wanted(const Options& options, const Wanted& output_mask) {
+  TORCH_CHECK_VALUE((!output_mask[0] || options.bias) && (!output_mask[1] || options.alibi_slopes) &&
+                        (!output_mask[2] || options.sinks),
+                    "pyattn: output_mask must ask for gradients of a bias, alibi_slopes and sinks that are given, got ",
+                    at::ArrayRef<bool>(output_mask.data(), 3));
+}
+
+inline void check_defined(const Tensor& q, const Tensor& k, const Tensor& v) {
+  TORCH_CHECK_TYPE(q.defined() && k.defined() && v.defined(), "pyattn: q, k and v must be Tensors, got None");
+}
+
+// Whether k and v fit q, where each has its number of dimensions; k's heads lie along the dimension `heads`.
+inline void check_fit(const Tensor& q, const Tensor& k, const Tensor& v, int64_t heads) {
+  const SymInt num_heads_q = q.sym_size(1), num_heads_kv = k.sym_size(heads);
+  TORCH_CHECK_VALUE(k.sym_size(-1) == q.sym_size(-1), "pyattn: q and k must have the same head_dim, got ",
+                    q.sym_size(-1), " and ", k.sym_size(-1));
+  TORCH_CHECK_VALUE(num_heads_kv == 0 ? num_heads_q == 0 : num_heads_q % num_heads_kv == 0,
+                    "pyattn: num_heads_q must be a multiple of num_heads_kv, got ", num_heads_q, " and ", num_heads_kv);
+  check_tensor("k", k, q.device(), q.scalar_type(), k.sym_sizes());
+  check_tensor("v", v, q.device(), q.scalar_type(), with_columns(k, v.sym_size(-1)));
+}
+
+inline void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) {
+  check_defined(q, k, v);
+  TORCH_CHECK_VALUE(q.dim() == 4 && k.dim() == 4 && v.dim() == 4,
+                    "pyattn: q, k and v must have 4 dimensions (batch, num_heads, seqlen, head_dim), got q ",
+                    q.sym_sizes(), ", k ", k.sym_sizes(), " and v ", v.sym_sizes());
+  dtype_of(q.scalar_type());
+  const SymInt batch = q.sym_size(0);
+  TORCH_CHECK_VALUE(k.sym_size(0) == batch, "pyattn: q and k must have the same batch, got ", batch, " and ",
+                    k.sym_size(0));
+  check_fit(q, k, v, 1);
+  check_options(q, batch, q.sym_size(1), options);
+  check_options_of_batch(q, k.sym_size(2), options);
+}
+
+}  // namespace pyattn

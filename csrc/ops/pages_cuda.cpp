@@ -1,0 +1,123 @@
+// The operators of pages on a GPU, as cache_cuda.cpp has those of caches without: in ATen's operations
+// without a host read. What has no room is left out, indices are clamped; with PYATTN_CHECK=1 they are read
+// and checked first, as on the CPU.
+#include <ATen/ops/arange.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/minimum.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
+#include "ops/cache.h"
+#include "ops/packing.h"
+#include "ops/pages.h"
+
+namespace pyattn {
+namespace {
+
+Tensor column(const Tensor& t) { return t.unsqueeze(1); }
+Tensor numbers(int64_t count, const Tensor& like) { return at::arange(count, like.options().dtype(at::kLong)); }
+
+// As in paged.cpp; a sequence whose indices are invalid has -1 keys, and all of them where cu_seqlens_k is.
+std::tuple<Tensor, Tensor> pages_in_use(const Tensor& block_table, const Tensor& cu_seqlens_k, SymInt max_seqlen_k,
+                                        const optional<Tensor>& seqused_k, SymInt pages, SymInt page_size) {
+  check_pages_in_use(block_table, cu_seqlens_k, seqused_k, page_size);
+  const int64_t size = page_size.expect_int(), count = block_table.size(1), all = cu_seqlens_k.size(0) - 1;
+  const Tensor table = block_table.to(at::kLong), starts = cu_seqlens_k.to(at::kLong);
+  const Tensor most = starts.narrow(0, 1, all).sub(starts.narrow(0, 0, all));
+  const Tensor length = seqused_k ? seqused_k->to(at::kLong) : most;
+  const Tensor right =
+      most.ge(0).logical_and(most.le(max_seqlen_k.expect_int())).all().logical_and(starts.select(0, 0).eq(0));
+  const Tensor used = numbers(count, table).mul(size).lt(column(length));
+  const Tensor there = table.ge(0).logical_and(table.lt(pages.expect_int())).logical_or(used.logical_not());
+  const Tensor valid = right.logical_and(length.ge(0))
+                           .logical_and(length.le(most))
+                           .logical_and(length.le(count * size))
+                           .logical_and(there.all(1));
+  return {at::where(used.logical_and(column(valid)), table, 0), at::where(valid, length, -1)};
+}
+
+// What an append does to the table (batch, places): new positions [begin, end) of each sequence, pages of their
+// own for them, and a page that nobody else has or writes to.
+struct Extension {
+  Tensor begin, end;
+  Tensor before, after;  // the table
+  Tensor spare;          // a scalar; there is none where every sequence has every page, and none is needed
+
+  Extension(const Tensor& lengths, const Tensor& block_table, const Tensor& added, int64_t page_size, int64_t pages,
+            int64_t max_seqlen)
+      : begin(lengths.clamp(0, max_seqlen)),
+        end(begin.add(at::minimum(added, begin.neg().add(max_seqlen)))),
+        before(block_table.clamp(0, pages - 1)) {
+    const Tensor place = numbers(before.size(1), before), first = place.mul(page_size);
+    const Tensor own = numbers(before.numel(), before).view_as(before);
+    const Tensor held = first.lt(column(begin));
+    const Tensor written =
+        first.lt(column(end)).logical_and(first.add(page_size).gt(column(begin))).logical_and(column(end.gt(begin)));
+    const auto count = [&](const Tensor& counts) {
+      return at::zeros({pages}, before.options()).scatter_add_(0, before.flatten(), counts.flatten().to(at::kLong));
+    };
+    const Tensor uses = count(held), writers = count(held.logical_and(written));
+    // The last one of the sequences that share a page keeps it, if they all write to it.
+    const Tensor last = at::zeros({pages}, before.options())
+                            .scatter_reduce_(0, before.flatten(), at::where(held, own, 0).flatten(), "amax");
+    const auto of_page = [&](const Tensor& t) { return t.index_select(0, before.flatten()).view_as(before); };
+    const Tensor keeps = held.logical_and(of_page(writers).eq(of_page(uses))).logical_and(of_page(last).eq(own));
+    const Tensor wanted = written.logical_and(keeps.logical_not());
+    // Its own page, so that a sequence that shares nothing lies in one piece, or the next free one.
+    const Tensor free = uses.eq(0), own_free = wanted.logical_and(free.narrow(0, 0, own.numel()).view_as(own));
+    Tensor left = free.clone();
+    left.narrow(0, 0, own.numel()).logical_and_(own_free.flatten().logical_not());
+    const Tensor next = left.logical_not().to(at::kLong).argsort(true, 0, false);
+    const Tensor others = wanted.logical_and(own_free.logical_not()).flatten().to(at::kLong);
+    const auto nth = [&](const Tensor& n) { return next.index_select(0, n.clamp(0, pages - 1)); };
+    const Tensor taken = at::where(own_free, own, nth(others.cumsum(0).sub(1)).view_as(own));
+    after = at::where(wanted, taken, before);
+    spare = nth(others.sum().view({1}));
+  }
+};
+
+// Every position from the first one of a page that is written to, with what lies there already; behind the
+// end the last one again, so that all writes to a row are the same.
+void cache_append_pages(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& block_table,
+                        const Tensor& new_k, const Tensor& new_v, const optional<Tensor>& new_counts,
+                        SymInt max_seqlen) {
+  check_append_pages(keys, values, lengths, block_table, new_k, new_v, new_counts);
+  check_written(keys, values, {{"lengths", lengths}, {"block_table", block_table}});
+  const Tensor k = apart_from({keys, values}, new_k), v = apart_from({keys, values}, new_v);
+  const optional<Tensor> new_lengths = apart_from({lengths, block_table}, new_counts);
+  const int64_t page_size = keys.size(1), fresh = k.size(2);
+  if (fresh == 0 || block_table.numel() == 0) return;
+  const int64_t most = std::min(number(max_seqlen), block_table.size(1) * page_size);
+  if (checks_gpu()) check_page_room(lengths, block_table, new_lengths, fresh, most, keys.size(0), page_size);
+  const Tensor added = new_lengths ? new_lengths->clamp(0, fresh) : at::full_like(lengths, fresh);
+  const Extension extension(lengths, block_table, added, page_size, keys.size(0), most);
+  const Tensor begin = column(extension.begin), end = column(extension.end);
+  const Tensor first = at::where(end.gt(begin), begin.div(page_size, "floor").mul(page_size), 0);
+  const Tensor position = at::minimum(first.add(numbers(page_size + fresh, lengths)), end.sub(1)).clamp_min(0);
+  const Tensor place = position.div(page_size, "floor"), slot = position.remainder(page_size);
+  const auto page = [&](const Tensor& table) { return at::where(end.gt(0), table.gather(1, place), extension.spare); };
+  const Tensor from = page(extension.before), to = page(extension.after);
+  const Tensor fresh_ones = position.ge(begin).logical_and(position.lt(end));
+  const auto rows = [](const Tensor& t) { return t.unsqueeze(2).unsqueeze(3); };
+  for (const auto& [storage, t] : {std::pair(keys, k), std::pair(values, v)}) {
+    const Tensor index = position.sub(begin).clamp(0, fresh - 1).unsqueeze(1).unsqueeze(3);
+    const Tensor added_rows =
+        t.gather(2, index.expand({t.size(0), t.size(1), index.size(2), t.size(3)})).transpose(1, 2);
+    const Tensor old_rows = storage.index(c10::List<optional<Tensor>>({from, slot}));
+    storage.index_put_({to, slot}, at::where(rows(fresh_ones), added_rows, old_rows));
+  }
+  block_table.copy_(extension.after);
+  lengths.add_(extension.end.sub(extension.begin));
+}
+
+TORCH_LIBRARY_IMPL(pyattn, CUDA, m) {
+  m.impl("pages_in_use", pages_in_use);
+  m.impl("cache_append_pages", cache_append_pages);
+}
+
+}  // namespace
+}  // namespace pyattn

@@ -1,0 +1,109 @@
+// Params: from tensors and options to what kernels read, addresses and strides.
+#pragma once
+
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "attention.h"
+#include "ops/checks.h"
+#include "ops/options.h"
+#include "shared/defaults.h"
+
+namespace pyattn {
+
+// Kernels take any stride but that of columns, which must be 1.
+inline Tensor with_contiguous_columns(const Tensor& t) {
+  return t.size(-1) <= 1 || t.stride(-1) == 1 ? t : t.contiguous();
+}
+
+// Packed sequences have dimensions (tokens, num_heads, head_dim).
+inline bool is_packed(const Tensor& t) { return t.dim() == 3; }
+
+// Keeps the tensors that params point into: the options' own where kernels can read them, else copies.
+class Kept {
+ public:
+  const Tensor& keep(Tensor t) { return tensors_.emplace_back(std::move(t)); }
+  // Without a call of ATen where there is nothing to copy: it takes as long as a small call's kernel.
+  const void* dense(const Tensor& t, at::ScalarType type) {
+    return keep((t.scalar_type() == type ? t : t.to(type)).contiguous()).const_data_ptr();
+  }
+  const int64_t* indices(const Tensor& t) { return static_cast<const int64_t*>(dense(t, at::kLong)); }
+
+ private:
+  c10::SmallVector<Tensor, 8> tensors_;
+};
+
+inline optional<Tensor> contiguous(const optional<Tensor>& t) { return t ? optional(t->contiguous()) : std::nullopt; }
+
+// Params hold inputs and results alike, so const ends here; no kernel writes to an input.
+inline void* input_data(const Tensor& t) { return const_cast<void*>(t.const_data_ptr()); }
+inline View view(const Tensor& t, void* data) {
+  if (is_packed(t)) return {data, 0, t.stride(1), t.stride(0)};
+  return {data, t.stride(0), t.stride(1), t.stride(2)};
+}
+inline View input(const Tensor& t) { return view(t, input_data(t)); }
+inline View result(const Tensor& t) { return view(t, t.mutable_data_ptr()); }
+
+// A tensor that broadcasts to four dimensions, from the last one back.
+inline BroadcastView broadcast_view(const Tensor& t, void* data) {
+  const auto stride = [&](int64_t d) { return t.dim() >= d && t.size(-d) > 1 ? t.stride(-d) : 0; };
+  return {data, stride(4), stride(3), stride(2), stride(1)};
+}
+inline BiasView bias_view(const Tensor& t, at::ScalarType type, void* data) {
+  return {broadcast_view(t, data), t.scalar_type() == type ? BiasType::kLikeQ : BiasType::kFloat32};
+}
+
+// The ranges of the queries of one sequence. A GPU's kernels clamp them: there they are read with PYATTN_CHECK=1
+// alone.
+inline void check_ranges(const int64_t* range, int64_t seqlen_q, int64_t seqlen_k, int64_t sequence) {
+  for (int64_t i = 0; i < seqlen_q; ++i, range += 2)
+    TORCH_CHECK_VALUE(0 <= range[0] && range[0] <= range[1] && range[1] <= seqlen_k,
+                      "pyattn: key_ranges must hold 0 <= begin <= end <= seqlen_k = ", seqlen_k, ", got [", range[0],
+                      ", ", range[1], "] for query ", i, " of sequence ", sequence);
+}
+
+inline void fill_mask(MaskParams& mask, int64_t seqlen_q, int64_t seqlen_k, const Options& options, Kept& kept) {
+  mask.causal = options.causal;
+  mask.q_offset = options.q_offset ? options.q_offset->expect_int() : default_q_offset(seqlen_q, seqlen_k);
+  mask.q_offsets = options.q_offsets ? kept.indices(*options.q_offsets) : nullptr;
+  mask.window_left = options.window[0].expect_int(), mask.window_right = options.window[1].expect_int();
+  if (options.mask) mask.shown = broadcast_view(*options.mask, input_data(*options.mask));
+  if (!options.key_ranges) return;
+  const Tensor& ranges = *options.key_ranges;
+  mask.key_ranges = kept.indices(ranges);
+  mask.key_ranges_stride_b = ranges.dim() == 3 && ranges.size(0) > 1 ? 2 * ranges.size(1) : 0;
+}
+
+inline void fill_score(ScoreParams& score, at::ScalarType type, const Options& options, Kept& kept) {
+  score.softcap = options.softcap;
+  if (options.bias) score.bias = bias_view(*options.bias, type, input_data(*options.bias));
+  const auto rows = [&](const optional<Tensor>& t) { return t ? kept.dense(*t, row_dtype(type)) : nullptr; };
+  score.alibi_slopes = rows(options.alibi_slopes), score.sinks = rows(options.sinks);
+  if (options.alibi_slopes && options.alibi_slopes->dim() == 2) score.slopes_stride_b = options.alibi_slopes->size(1);
+}
+
+// What does not depend on how sequences lie in memory.
+inline void fill_options(ForwardParams& p, at::ScalarType type, const Options& options, Kept& kept) {
+  p.softmax_scale = options.softmax_scale.value_or(default_softmax_scale(p.head_dim));
+  fill_mask(p.mask, p.seqlen_q, p.seqlen_k, options, kept);
+  fill_score(p.score, type, options, kept);
+  p.dropout.threshold = static_cast<uint32_t>(std::min(std::nearbyint(65536 * options.dropout_p), 65535.0));
+  p.dropout.seed = options.dropout_seed ? options.dropout_seed->const_data_ptr<int64_t>() : nullptr;
+}
+
+inline void fill_inputs(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, int64_t seqlen_k,
+                        const Options& options, Kept& kept) {
+  p.batch = q.size(0), p.num_heads_q = q.size(1), p.num_heads_kv = k.size(1);
+  p.seqlen_q = q.size(2), p.seqlen_k = seqlen_k, p.head_dim = q.size(3), p.head_dim_v = v.size(3);
+  p.pairs = static_cast<double>(p.batch) * static_cast<double>(p.seqlen_q) * static_cast<double>(p.seqlen_k);
+  fill_options(p, q.scalar_type(), options, kept);
+  if (!options.key_ranges || !(q.is_cpu() || checks_gpu())) return;
+  const int64_t* ranges = q.is_cpu() ? p.mask.key_ranges : kept.indices(options.key_ranges->cpu());
+  for (int64_t b = 0; b < options.key_ranges->size(0); ++b)
+    check_ranges(ranges + b * p.mask.key_ranges_stride_b, p.seqlen_q, p.seqlen_k, b);
+}
+
+}  // namespace pyattn

@@ -1,0 +1,125 @@
+// Results: tensors that the kernels write.
+#pragma once
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
+
+#include <array>
+#include <limits>
+#include <tuple>
+#include <utility>
+
+#include "attention.h"
+#include "ops/checks.h"
+#include "ops/huge_pages.h"
+#include "ops/options.h"
+#include "ops/params.h"
+
+namespace pyattn {
+
+// A dense tensor like `like` but with cols columns. Columns are innermost, because
+// kernels write rows; the other dimensions lie in memory in the order that they have
+// in like, as empty_like would have them.
+inline Tensor empty_ordered_as(const Tensor& like, const SymInt& cols) {
+  const auto strides = like.sym_strides(), sizes = like.sym_sizes();
+  const int outer = static_cast<int>(like.dim()) - 1;
+  c10::SmallVector<int, 3> order(outer);  // innermost first
+  for (int i = 0; i < outer; ++i) order[i] = outer - 1 - i;
+  for (int i = 1; i < outer; ++i)
+    for (int at = i, j = i - 1; j >= 0; --j) {
+      // The stride of an expanded dimension, 0, does not say where it lies: it stays in its place.
+      if (strides[order[at]] == 0 || strides[order[j]] == 0) continue;
+      if (strides[order[j]] <= strides[order[at]]) break;
+      std::swap(order[j], order[at]);
+      at = j;
+    }
+  c10::SymDimVector shape(sizes.begin(), sizes.end()), dense(sizes.size(), 1);
+  shape[outer] = cols;
+  SymInt stride = cols.max(1);
+  for (const int d : order) {
+    dense[d] = stride;
+    stride *= shape[d].max(1);
+  }
+  return at::empty_strided_symint(shape, dense, like.options());
+}
+
+// The shape of what there is of each row, for queries packed or not.
+inline c10::SymDimVector sizes_of_rows(const Tensor& q) {
+  if (is_packed(q)) return {q.sym_size(1), q.sym_size(0)};
+  return {q.sym_size(0), q.sym_size(1), q.sym_size(2)};
+}
+
+inline Tensor empty_dense(const Tensor& like, at::ScalarType type) {
+  return at::empty_symint(like.sym_sizes(), like.options().dtype(type));
+}
+
+// As the schemas have them.
+using ForwardTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using BackwardTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// Fills what lies behind position `end` of a dimension: tokens of no sequence. (GPU kernels fill them.)
+inline void fill_rest(const Tensor& t, int64_t dim, int64_t end, double value) {
+  if (end < t.size(dim)) t.narrow(dim, end, t.size(dim) - end).fill_(value);
+}
+
+// The gradients of tokens of no sequence. Keys that are not used lie between those that are.
+inline void fill_unused(const BackwardParams& p, const Tensor& dq, const Tensor& dk, const Tensor& dv) {
+  const Sequence& end = p.packed.sequences[p.batch];
+  fill_rest(dq, 0, end.first_q, 0);
+  for (const Tensor& t : {dk, dv}) fill_rest(t, 0, p.packed.seqused_k ? 0 : end.first_k, 0);
+}
+
+// What forward returns: out, and of each row lse, maximum and sum.
+struct ForwardResults {
+  Tensor out, lse, row_max, row_sum;
+
+  ForwardResults(const Tensor& q, const SymInt& head_dim_v)
+      : out(empty_ordered_as(q, head_dim_v)),
+        lse(at::empty_symint(sizes_of_rows(q), q.options().dtype(row_dtype(q.scalar_type())))),
+        row_max(at::empty_like(lse)),
+        row_sum(at::empty_like(lse)) {}
+
+  void fill_rows(ForwardParams& p) const {
+    p.lse = lse.mutable_data_ptr(), p.row_max = row_max.mutable_data_ptr(), p.row_sum = row_sum.mutable_data_ptr();
+  }
+
+  // Packed queries behind the last sequence see no key: out 0, lse -inf.
+  void fill_unused(const ForwardParams& p) const {
+    const int64_t end = p.packed.sequences[p.batch].first_q;
+    fill_rest(out, 0, end, 0), fill_rest(row_sum, 1, end, 0);
+    for (const Tensor& t : {lse, row_max}) fill_rest(t, 1, end, -std::numeric_limits<double>::infinity());
+  }
+
+  ForwardTensors all() const { return {out, lse, row_max, row_sum}; }
+};
+
+// What backward returns beside dq, dk and dv; undefined where it is not wanted. The gradients of slopes
+// and sinks are made in the dtype of row_sum.
+struct OptionGradients {
+  optional<Tensor> slopes, sinks;  // as given
+  Tensor dbias, dslopes, dsinks;
+
+  OptionGradients(const Options& options, const Wanted& wanted, at::ScalarType rows)
+      : slopes(options.alibi_slopes), sinks(options.sinks) {
+    if (wanted[0]) dbias = empty_dense(*options.bias, options.bias->scalar_type());
+    if (wanted[1]) dslopes = empty_dense(*options.alibi_slopes, rows);
+    if (wanted[2]) dsinks = empty_dense(*options.sinks, rows);
+  }
+
+  void fill_rows(BackwardParams& p) const {
+    if (dslopes.defined()) p.dslopes = dslopes.mutable_data_ptr();
+    if (dsinks.defined()) p.dsinks = dsinks.mutable_data_ptr();
+  }
+
+  BackwardTensors with(Tensor dq, Tensor dk, Tensor dv) const {
+    return {std::move(dq),
+            std::move(dk),
+            std::move(dv),
+            dbias,
+            dslopes.defined() ? dslopes.to(slopes->scalar_type()) : dslopes,
+            dsinks.defined() ? dsinks.to(sinks->scalar_type()) : dsinks};
+  }
+};
+
+}  // namespace pyattn

@@ -1,0 +1,16 @@
+// Defaults: what an option stands for where the caller leaves it out.
+#pragma once
+
+#include <cstdint>
+
+namespace pyattn {
+
+// Bottom-right: the last query stands at the last key.
+constexpr int64_t default_q_offset(int64_t seqlen_q, int64_t seqlen_k) { return seqlen_k - seqlen_q; }
+
+// 1 where there is nothing to sum over.
+constexpr double default_softmax_scale(int64_t head_dim) {
+  return head_dim ? 1 / __builtin_sqrt(static_cast<double>(head_dim)) : 1;
+}
+
+}  // namespace pyattn

@@ -1,0 +1,237 @@
+// The mask: every query row of a KV head sees an interval of keys, but for the holes that filters make in
+// it: a bool mask, and a bias where it is -inf. No other file compares a key's index with a query's, or
+// names the filters. The same file serves every backend; everything is constexpr, so that device code
+// may call it.
+//
+//   causal, q_offset 1    key  0 1 2 3 4
+//   window_left 1       row 0  1 1 0 0 0    of rows 0 to 2: keys_of_any [0, 4), keys_of_all [2, 2)
+//                       row 1  0 1 1 0 0    of keys 2 and 3: rows_of_any [1, 3), rows_of_all [2, 3)
+//                       row 2  0 0 1 1 0    cover of rows 1 and 2: key 2 kFull, 1 and 3 kPart, 0 and 4 kNone
+#pragma once
+
+#include "shared/bias.h"
+
+namespace pyattn::PYATTN_ISA {
+namespace {
+
+// How much of a tile is seen: nothing, some pairs, or every pair.
+enum class Cover { kNone, kPart, kFull };
+
+// Rows of a BlockKeys: a divisor of every backend's blocks of rows, and of a warp's.
+inline constexpr int64_t kBlockRows = 16;
+
+// Sums that stay at the ends of int64; b is not negative.
+constexpr int64_t add_saturated(int64_t a, int64_t b) { return a > INT64_MAX - b ? INT64_MAX : a + b; }
+constexpr int64_t subtract_saturated(int64_t a, int64_t b) { return a < INT64_MIN + b ? INT64_MIN : a - b; }
+
+// f(view, rows) for each tensor that filters, rows being what it leaves of each row of its own shape.
+template <class P, class F>
+constexpr void each_mask_tensor(P& p, F f) {
+  if (p.mask.shown.data) f(p.mask.shown, p.mask.mask_rows);
+  if (has_bias(p.score)) f(p.score.bias, p.mask.bias_rows);
+}
+
+// Whether formulas do not tell what a block of rows sees.
+constexpr bool needs_blocks(const ForwardParams& p) {
+  return p.mask.key_ranges || p.mask.shown.data || has_bias(p.score);
+}
+
+// The mask of one head. From one row to the next neither end of a formula's interval decreases, so
+// that first and last row answer for a block of rows. Otherwise, summaries in params answer for blocks
+// that begin at a multiple of kBlockRows; the pass that makes them asks keys_of alone. A block has at
+// least one row, or key.
+struct Mask {
+  const ForwardParams& p;
+  Head head;
+  Range diagonals;  // by formula, query i sees the keys [i + begin, i + end), as far as there are any
+
+  // The ends are saturated: beyond [-seqlen_q, seqlen_k] they do not change. An end without a bound
+  // lies before the first key, or behind the last one.
+  constexpr Mask(const ForwardParams& p, const Head& head) : p(p), head(head), diagonals{} {
+    const int64_t offset = p.mask.q_offsets ? p.mask.q_offsets[head.b] : p.mask.q_offset;
+    const int64_t left = p.mask.window_left, right = p.mask.causal ? 0 : p.mask.window_right;
+    const auto bound = [&](int64_t end) { return clamp(end, -head.seqlen_q, head.seqlen_k); };
+    diagonals.begin = left < 0 ? -head.seqlen_q : bound(subtract_saturated(offset, left));
+    diagonals.end = 1 + (right < 0 ? head.seqlen_k : bound(add_saturated(offset, right)));
+  }
+
+  // The keys that query i sees where neither key ranges nor filters are given.
+  constexpr Range by_formula(int64_t i) const {
+    return {clamp(i + diagonals.begin, 0, head.seqlen_k), clamp(i + diagonals.end, 0, head.seqlen_k)};
+  }
+
+  // The keys that a row sees; with holes, those from the first to the last one that it may see.
+  constexpr Range keys_of(int64_t r) const {
+    const int64_t i = head.query(r);
+    Range keys = by_formula(i);
+    if (p.mask.key_ranges) {
+      const int64_t* range = p.mask.key_ranges + head.b * p.mask.key_ranges_stride_b + 2 * (head.first_q + i);
+      keys = keys.in({range[0], range[1]});
+    }
+    each_row(r, [&](const auto&, const RowKeys& row) { keys = keys.in({row.begin, row.end}); });
+    return keys;
+  }
+
+  // keys_of without hidden keys at its ends, where another mask may have cut a row with holes.
+  template <class S>
+  constexpr Range exact_keys_of(int64_t r) const {
+    Range keys = keys_of(r);
+    if (has_holes(r)) {
+      while (!keys.empty() && !sees<S>(r, keys.begin)) ++keys.begin;
+      while (!keys.empty() && !sees<S>(r, keys.end - 1)) --keys.end;
+    }
+    return keys;
+  }
+
+  template <class S>
+  constexpr bool sees_any(int64_t r) const {
+    const int64_t i = head.query(r);
+    if (i + diagonals.end <= 0 || max(0, i + diagonals.begin) >= head.seqlen_k) return false;
+    return !p.mask.blocks || !exact_keys_of<S>(r).empty();
+  }
+
+  // Whether some key between those of keys_of may be hidden.
+  constexpr bool has_holes(int64_t r) const {
+    bool any = false;
+    each_row(r, [&](const auto&, const RowKeys& row) { any = any || row.holes; });
+    return any;
+  }
+
+  // f(shown) for each filter that makes holes in a row, shown(j) telling whether it lets key j of keys_of pass.
+  template <class S, class F>
+  constexpr void each_filter(int64_t r, F f) const {
+    each_row(r, [&](const auto& view, const RowKeys& row) {
+      if (row.holes) with_keys_of_row<S>(view, head, r, f);
+    });
+  }
+
+  template <class S>
+  constexpr bool sees(int64_t r, int64_t key) const {
+    bool seen = keys_of(r).contains(key);
+    if (seen) each_filter<S>(r, [&](auto shown) { seen = seen && shown(key); });
+    return seen;
+  }
+
+  // The keys from the first to the last one that some row of [r0, r0 + rows) sees.
+  constexpr Range keys_of_any(int64_t r0, int64_t rows) const {
+    if (!p.mask.blocks) return {by_formula(head.query(r0)).begin, by_formula(head.query(r0 + rows - 1)).end};
+    Range any{head.seqlen_k, 0};
+    each_block({r0, r0 + rows}, [&](int64_t, const BlockKeys& block) {
+      any = {min(any.begin, block.first_begin), max(any.end, block.last_end)};
+    });
+    return any;
+  }
+
+  // The keys that every row of [r0, r0 + rows) sees, but for holes.
+  constexpr Range keys_of_all(int64_t r0, int64_t rows) const {
+    if (!p.mask.blocks) return {by_formula(head.query(r0 + rows - 1)).begin, by_formula(head.query(r0)).end};
+    Range all{0, head.seqlen_k};
+    each_block({r0, r0 + rows}, [&](int64_t, const BlockKeys& block) {
+      all = {max(all.begin, block.last_begin), min(all.end, block.first_end)};
+    });
+    return all;
+  }
+
+  // Whether some row of [r0, r0 + rows) has holes.
+  constexpr bool any_holes(int64_t r0, int64_t rows) const {
+    bool any = false;
+    if (p.mask.blocks) each_block({r0, r0 + rows}, [&](int64_t, const BlockKeys& block) { any = any || block.holes; });
+    return any;
+  }
+
+  // The rows within, from the first to the last one that sees some key of [n0, n0 + keys); where
+  // summaries answer, whole blocks of them.
+  constexpr Range rows_of_any(int64_t n0, int64_t keys, Range within) const {
+    if (!p.mask.blocks) return within.in({rows_of(n0).begin, rows_of(min(n0 + keys, head.seqlen_k) - 1).end});
+    Range rows{within.end, within.begin};
+    each_block(within, [&](int64_t r0, const BlockKeys& block) {
+      if (block.first_begin < n0 + keys && n0 < block.last_end)
+        rows = {min(rows.begin, r0), min(r0 + kBlockRows, within.end)};
+    });
+    return rows;
+  }
+
+  constexpr Range rows_of_any(int64_t n0, int64_t keys) const { return rows_of_any(n0, keys, {0, head.count}); }
+
+  // The rows that see a key by formula, as if queries had no first and no last one: those of the
+  // next key begin and end a group of rows later.
+  constexpr Range rows_of(int64_t key) const {
+    return {(key + 1 - diagonals.end) * head.group, (key + 1 - diagonals.begin) * head.group};
+  }
+
+  // The rows that see every key of [n0, n0 + keys), by formula; summaries do not say.
+  constexpr Range rows_of_all(int64_t n0, int64_t keys) const {
+    if (p.mask.blocks || n0 + keys > head.seqlen_k) return {head.count, head.count};
+    return Range{0, head.count}.in({rows_of(n0 + keys - 1).begin, rows_of(n0).end});
+  }
+
+  constexpr Cover cover(int64_t r0, int64_t rows, int64_t n0, int64_t keys) const {
+    const Range all = keys_of_all(r0, rows), any = keys_of_any(r0, rows);
+    if (all.begin <= n0 && n0 + keys <= all.end && !any_holes(r0, rows)) return Cover::kFull;
+    return any.begin < n0 + keys && n0 < any.end ? Cover::kPart : Cover::kNone;
+  }
+
+  // The summary of the rows [r0, r0 + rows), at most kBlockRows: no row but those that see a key counts
+  // for the keys of any, and one that sees none leaves no keys of all.
+  template <class S>
+  constexpr BlockKeys summary_of(int64_t r0, int64_t rows) const {
+    BlockKeys block{head.seqlen_k, 0, head.seqlen_k, 0, false};
+    for (int64_t r = r0; r < r0 + rows; ++r) {
+      const Range keys = exact_keys_of<S>(r);
+      block.holes = block.holes || (has_holes(r) && !keys_of(r).empty());
+      block.last_begin = max(block.last_begin, keys.empty() ? head.seqlen_k : keys.begin);
+      block.first_end = min(block.first_end, keys.empty() ? 0 : keys.end);
+      if (keys.empty()) continue;
+      block.first_begin = min(block.first_begin, keys.begin);
+      block.last_end = max(block.last_end, keys.end);
+    }
+    return block;
+  }
+
+  // By summaries, how many pairs of a row and a key before the given one are seen, or lie between.
+  constexpr int64_t pairs_before(int64_t key) const {
+    int64_t pairs = 0;
+    each_block({0, head.count}, [&](int64_t r0, const BlockKeys& block) {
+      pairs += max(0, min(block.last_end, key) - block.first_begin) * min(kBlockRows, head.count - r0);
+    });
+    return pairs;
+  }
+
+  static constexpr int64_t blocks_of(const Head& head) { return ceil_div(head.count, kBlockRows); }
+
+  // Where the head's summaries begin. A packed sequence begins so many behind the first one that every
+  // sequence before has room for a block that is not whole.
+  constexpr int64_t first_block() const {
+    if (!is_packed(p)) return (head.b * p.num_heads_kv + head.h_kv) * blocks_of(head);
+    return head.h_kv * packed_blocks(p) + first_block_of(head.first_q, head.group, head.b);
+  }
+  static constexpr int64_t first_block_of(int64_t first_q, int64_t group, int64_t b) {
+    return first_q * group / kBlockRows + b;
+  }
+
+  // Room for the summaries of a KV head of packed sequences, and for those of all heads.
+  static constexpr int64_t packed_blocks(const ForwardParams& p) {
+    return first_block_of(p.packed.total_q, group_size(p), p.batch);
+  }
+  static constexpr int64_t count_blocks(const ForwardParams& p) {
+    return p.num_heads_kv * (is_packed(p) ? packed_blocks(p) : p.batch * ceil_div(most_rows(p), kBlockRows));
+  }
+
+ private:
+  // f(view, what it leaves of row r) for each tensor that filters.
+  template <class F>
+  constexpr void each_row(int64_t r, F f) const {
+    each_mask_tensor(p, [&](const auto& view, const RowKeys* rows) { f(view, rows[OwnRows(p, view).index(head, r)]); });
+  }
+
+  // f(first row, summary) for each block that has some of these rows.
+  template <class F>
+  constexpr void each_block(Range rows, F f) const {
+    const BlockKeys* blocks = p.mask.blocks + first_block();
+    for (int64_t r0 = round_down(rows.begin, kBlockRows); r0 < rows.end; r0 += kBlockRows)
+      f(r0, blocks[r0 / kBlockRows]);
+  }
+};
+
+}  // namespace
+}  // namespace pyattn::PYATTN_ISA
