@@ -56,6 +56,30 @@ class Losses:
     validation: dict[int, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Training:
+    """A training under way: what changes as it goes on, and what it goes by.
+
+    Attributes:
+        generator: what batches are drawn from; torch's own, which dropout draws from, belongs to its state too.
+        validation: windows (windows, context + 1).
+    """
+
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    generator: torch.Generator
+    recipe: Recipe
+    validation: Tensor
+    losses: Losses = field(default_factory=Losses)
+
+    @property
+    def generators(self) -> dict[str, torch.Generator]:
+        """All that it draws from, dropout on a GPU from the GPU's own."""
+        on_gpu = self.model.device.type == "cuda"
+        others = {"cuda": torch.cuda.default_generators[torch.cuda.current_device()]} if on_gpu else {}
+        return {"batches": self.generator, "torch": torch.default_generator, **others}
+
+
 class DivergenceError(ArithmeticError):
     """A training or validation loss is infinite or NaN."""
 
@@ -91,16 +115,16 @@ def make_optimizer(model: GPT) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, betas=(0.9, 0.95))
 
 
-def evaluate(model: GPT, validation: Tensor, recipe: Recipe, losses: Losses, step: int) -> float:
-    """Record the validation loss after ``step`` steps in ``losses`` and return it.
+def evaluate(training: Training, step: int) -> float:
+    """Record the validation loss after ``step`` steps and return it.
 
     Raises:
         DivergenceError: it is not finite.
     """
-    loss = validate(model, validation, recipe)
+    loss = validate(training.model, training.validation, training.recipe)
     if not math.isfinite(loss):
         raise DivergenceError("validation", step, loss)
-    losses.validation[step] = loss
+    training.losses.validation[step] = loss
     return loss
 
 
@@ -139,29 +163,22 @@ class Progress:
             self.bar.write(sentence)
 
 
-def fit(
-    model: GPT,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterator[Tensor],
-    validation: Tensor,
-    recipe: Recipe,
-    losses: Losses,
-    keep: Callable[[], None],
-) -> None:
-    """Train ``model`` on ``batches``, each (batch, context + 1), and record ``losses``, which say what is done already.
+def fit(training: Training, batches: Iterator[Tensor], keep: Callable[[], None]) -> None:
+    """Go on with ``training`` on ``batches``, each (batch, context + 1); its losses say what is done already.
 
-    ``keep`` is called after each validation. When Ctrl-C raises KeyboardInterrupt here, the model and ``losses`` are
-    those of the steps completed.
+    ``keep`` is called after each validation. When Ctrl-C raises KeyboardInterrupt here, the model and losses are those
+    of the steps completed.
 
     Raises:
         DivergenceError: a loss is not finite.
     """
+    model, optimizer, recipe, losses = training.model, training.optimizer, training.recipe, training.losses
     done = len(losses.train)
     threads = torch.get_num_threads() if model.device.type == "cpu" else 0
     with closing(Progress(recipe.steps, recipe.batch * model.config.context, threads, done)) as progress:
         for step in range(done, recipe.steps):
             if step % recipe.eval_every == 0:
-                progress.validated(step, evaluate(model, validation, recipe, losses, step))
+                progress.validated(step, evaluate(training, step))
                 keep()
             model.train()
             for group in optimizer.param_groups:

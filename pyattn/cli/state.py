@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyattn.cli import InputError, training_options
 from pyattn.cli import checkpoint as stored
-from pyattn.cli.fit import Losses
+from pyattn.cli.fit import Training
 from pyattn.cli.gpt import GPT
 from pyattn.cli.text import Text
 
@@ -36,27 +36,6 @@ def _parts(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         for key, value in optimizer.state.get(parameter, {}).items():
             parts[f"optimizer.{key}.{name}"] = value
     return parts
-
-
-@dataclass(frozen=True)
-class Training:
-    """What :func:`save` takes and :meth:`State.restore` fills: each changes as the training goes on.
-
-    Attributes:
-        generator: what batches are drawn from; torch's own, which dropout draws from, belongs to the state too.
-    """
-
-    model: GPT
-    optimizer: torch.optim.Optimizer
-    losses: Losses
-    generator: torch.Generator
-
-    @property
-    def generators(self) -> dict[str, torch.Generator]:
-        """All that it draws from, dropout on a GPU from the GPU's own."""
-        on_gpu = self.model.token.weight.is_cuda
-        others = {"cuda": torch.cuda.default_generators[torch.cuda.current_device()]} if on_gpu else {}
-        return {"batches": self.generator, "torch": torch.default_generator, **others}
 
 
 def save(path: Path, training: Training, options: argparse.Namespace, text: Text) -> None:

@@ -17,7 +17,17 @@ from pyattn import isa
 from pyattn.cli import InputError, chart, checkpoint, generation, output, state
 from pyattn.cli.checkpoint import MODEL
 from pyattn.cli.compare import compare
-from pyattn.cli.fit import DivergenceError, Losses, Recipe, evaluate, fit, make_optimizer, show_losses_past, validate
+from pyattn.cli.fit import (
+    DivergenceError,
+    Losses,
+    Recipe,
+    Training,
+    evaluate,
+    fit,
+    make_optimizer,
+    show_losses_past,
+    validate,
+)
 from pyattn.cli.gpt import ATTENTIONS, GPT
 from pyattn.cli.options import DTYPES
 from pyattn.cli.text import Text, read
@@ -95,7 +105,8 @@ def train(options: argparse.Namespace, text: Text, folder: Path, before: state.S
     attend = ATTENTIONS[options.attention]
     model = GPT(config, attend).to(options.device)
     generator = torch.Generator().manual_seed(options.seed)
-    training = state.Training(model, make_optimizer(model), Losses(), generator)
+    validation = text.validation_windows(VALIDATION_WINDOWS, options.context)
+    training = Training(model, make_optimizer(model), generator, recipe, validation)
     losses = training.losses
     introduce(options, text, model)
     if before is not None:
@@ -107,17 +118,16 @@ def train(options: argparse.Namespace, text: Text, folder: Path, before: state.S
         state.save(folder / state.STATE, training, options, text)
 
     batches = text.batches(options.batch, options.context, generator)
-    validation = text.validation_windows(VALIDATION_WINDOWS, options.context)
     unigram = text.unigram_loss()
     title = f"GPT of {config.layers} layers, attention {options.attention}"
     interrupted = False
     try:
         try:
-            fit(model, training.optimizer, batches, validation, recipe, losses, keep)
+            fit(training, batches, keep)
         except KeyboardInterrupt:
             interrupted = True
             print(f"stopped    by Ctrl-C after {len(losses.train)} of {options.steps} steps; --resume {folder} goes on")
-        final = evaluate(model, validation, recipe, losses, len(losses.train))
+        final = evaluate(training, len(losses.train))
     except DivergenceError as reason:
         give_up(reason, losses, options.lr, folder)
         chart.draw(losses, unigram, title, folder / CURVE)
