@@ -1,18 +1,19 @@
 """Promise: packed sequences whose keys lie in pages get what they get of keys one behind the other."""
 
+import functools
 import math
-import re
 from functools import partial
 from typing import Any
 
 import case_options
 import pytest
 import torch
-from helpers import assert_equal, each_dtype
+from helpers import Refusals, assert_close, assert_equal, each_dtype, each_refusal, graph_of, refused
 from torch import Tensor
 from torch.autograd import gradcheck
 from torch.utils.flop_counter import FlopCounterMode
-from varlen.cases import GROUPED, MIXED, Packed
+from varlen.cases import GROUPED, MIXED, Packed, gradients_of, results
+from yardstick import in_double
 
 from pyattn import attention_varlen, reference
 from pyattn.options import Options
@@ -93,9 +94,9 @@ def test_keys_or_values_alone_in_one_piece(apart: int) -> None:
     assert_equal(ours, attention_varlen(q, *kv, *packed.packing, return_lse=True))
 
 
-@pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("name", ["q_offset", "key_ranges", "alibi_slopes", "sinks", "seqused_k"])
-def test_options_of_each_sequence(name: str) -> None:
+@functools.cache
+def option_of_each_sequence(name: str) -> tuple[Any, ...]:
+    """Inputs, the same in pages, their table, the option and the exact results: once for all instruction sets."""
     count, heads = len(GROUPED.queries), GROUPED.heads[0]
     options = {
         "q_offset": torch.randint(-9, 50, (count,)),
@@ -104,23 +105,25 @@ def test_options_of_each_sequence(name: str) -> None:
         "sinks": torch.randn(heads),
         "seqused_k": torch.tensor([n * 2 // 3 for n in GROUPED.keys], dtype=torch.int32),
     }
-    q, k, v = GROUPED.inputs(torch.float32)
-    paged = Paged(GROUPED, 48)
-    call = partial(attention_varlen, return_lse=True, **{name: options[name]})
-    ours = call(q, paged.of(k), paged.of(v), *GROUPED.packing, block_table=paged.table)
-    assert_equal(ours, call(q, k, v, *GROUPED.packing))
-    wide = (t.double() for t in (q, paged.of(k), paged.of(v)))
-    known = {n: t.double() if t.is_floating_point() else t for n, t in ((name, options[name]),)}
-    exact, lse = reference.attention_varlen(*wide, *GROUPED.packing, block_table=paged.table, return_lse=True, **known)
-    torch.testing.assert_close(ours, (exact.float(), lse.float()), rtol=1e-5, atol=1e-5)
+    (q, k, v), paged = GROUPED.inputs(torch.float32), Paged(GROUPED, 48)
+    paged_inputs, own = (q, paged.of(k), paged.of(v), *GROUPED.packing), {name: options[name]}
+    exact = reference.attention_varlen(
+        *(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in paged_inputs),
+        **in_double(own),
+        block_table=paged.table,
+        return_lse=True,
+    )
+    return (q, k, v), paged_inputs, paged.table, own, tuple(x.float() for x in exact)
 
 
-def gradients(
-    call: Any, leaves: tuple[Tensor, ...], dout: Tensor, dlse: Tensor
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
-    own = [t.detach().requires_grad_() for t in leaves]
-    out, lse = call(*own)
-    return (out.detach(), lse.detach()), torch.autograd.grad((out, lse), own, (dout, dlse))
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("name", ["q_offset", "key_ranges", "alibi_slopes", "sinks", "seqused_k"])
+def test_options_of_each_sequence(name: str) -> None:
+    qkv, paged_inputs, table, option, exact = option_of_each_sequence(name)
+    call = partial(attention_varlen, return_lse=True, **option)
+    ours = call(*paged_inputs, block_table=table)
+    assert_equal(ours, call(*qkv, *GROUPED.packing))
+    torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("isa")
@@ -130,20 +133,18 @@ def test_gradients(options: dict[str, Any], dtype: torch.dtype) -> None:
     """Gradients of pages have the pages' own shape, and are 0 where no key lies."""
     q, k, v = GROUPED.inputs(dtype)
     slopes, paged = torch.rand(24).to(dtype), Paged(GROUPED, 48)
-    dout = torch.randn(*q.shape[:2], 20).to(dtype)
-    dlse = torch.randn(24, len(q), dtype=torch.promote_types(dtype, torch.float32))
+    gradients = gradients_of((q, k, v))
 
-    def call(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, **named: Any) -> Any:
-        return attention_varlen(q, k, v, *GROUPED.packing, alibi_slopes=slopes, return_lse=True, **options, **named)
+    def call(q: Tensor, k: Tensor, v: Tensor, **named: Any) -> Any:
+        return attention_varlen(q, k, v, *GROUPED.packing, **options, **named)
 
-    expected, (dq, dk, dv, dslopes) = gradients(call, (q, k, v, slopes), dout, dlse)
+    expected = results(call, (q, k, v), *gradients, alibi_slopes=slopes)
     for table in (paged.table, paged.table.mT.contiguous().mT, case_options.strided(paged.table.int())):
         with_pages = partial(call, block_table=table)
-        ours, mine = gradients(with_pages, (q, paged.of(k), paged.of(v), slopes), dout, dlse)
-        assert_equal(ours, expected)
-        assert_equal((mine[0], mine[3]), (dq, dslopes))
-        for grad, whole in ((mine[1], dk), (mine[2], dv)):
-            assert_equal((paged.back(grad, whole),), (whole,))
+        ours = results(with_pages, (q, paged.of(k), paged.of(v)), *gradients, alibi_slopes=slopes)
+        assert_equal((*ours[:3], ours[5]), (*expected[:3], expected[5]))
+        for grad, whole in zip(ours[3:5], expected[3:5], strict=True):
+            assert torch.equal(paged.back(grad, whole), whole)
             kept = paged.of(torch.ones_like(whole)).nan_to_num(0.0)
             assert (grad[kept == 0] == 0).all()
 
@@ -156,21 +157,22 @@ def test_gradients_of_shared_pages_add_up() -> None:
     pages = torch.randn(5, 16, 2, 8).double(), torch.randn(5, 16, 2, 6).double()
     dout, dlse = torch.randn(14, 4, 6).double(), torch.randn(4, 14).double()
 
-    def call(q: Tensor, k: Tensor, v: Tensor, packed: Packed, table: Tensor) -> Any:
-        return attention_varlen(q, k, v, *packed.packing, block_table=table, return_lse=True)
+    def call(packed: Packed, table: Tensor) -> Any:
+        return lambda *qkv, return_lse=True: attention_varlen(
+            *qkv, *packed.packing, block_table=table, return_lse=return_lse
+        )
 
-    total = gradients(partial(call, packed=packed, table=table), (q, *pages), dout, dlse)[1]
+    total = results(call(packed, table), (q, *pages), dout, dlse)[2:]
     parts = [torch.zeros_like(t) for t in pages]
     for b, (i, _) in enumerate(packed.spans):
         alone = Packed([packed.queries[b]], [packed.keys[b]], (4, 2))
-        one = partial(call, packed=alone, table=table[b : b + 1])
-        own = gradients(one, (q[i], *pages), dout[i], dlse[:, i])[1]
-        torch.testing.assert_close(total[0][i], own[0], rtol=0, atol=1e-14)
+        own = results(call(alone, table[b : b + 1]), (q[i], *pages), dout[i], dlse[:, i])[2:]
+        assert_close(total[0][i], own[0], 1e-14)
         parts = [x + y for x, y in zip(parts, own[1:], strict=True)]
-    torch.testing.assert_close(total[1:], tuple(parts), rtol=0, atol=1e-14)
+    assert_close(total[1:], tuple(parts), 1e-14)
     small = (q[..., :2], *(t[..., :2] for t in pages))
     leaves = [t.detach().requires_grad_() for t in small]
-    assert gradcheck(partial(call, packed=packed, table=table), leaves)
+    assert gradcheck(call(packed, table), leaves)
 
 
 def test_any_strides() -> None:
@@ -197,8 +199,7 @@ def test_compiled_vmapped_and_counted() -> None:
         return out
 
     expected = call(q, keys, values)
-    torch._dynamo.reset()
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    compiled = graph_of(call)
     assert torch.equal(compiled(q, keys, values), expected)
     leaves = [t.clone().requires_grad_() for t in (q, keys, values)]
     both = [torch.autograd.grad(f(*leaves).sin().sum(), leaves) for f in (compiled, call)]
@@ -234,7 +235,7 @@ def inputs(**changes: Any) -> dict[str, Any]:
 
 
 TABLE = torch.tensor([[0, 1, -1], [2, 3, 4]])
-BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+BAD: Refusals = [
     ({"k": torch.zeros(53, 2, 8)}, ValueError, "(pages, page_size, num_heads, head_dim)"),
     ({"k": torch.zeros(7, 15, 2, 8), "v": torch.zeros(7, 15, 2, 6)}, ValueError, "at least 16, got 15"),
     ({"block_table": TABLE.float()}, TypeError, "block_table must have dtype int32 or int64, got float32"),
@@ -254,12 +255,12 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize("learned", [False, True])
-@pytest.mark.parametrize(("changes", "kind", "message"), BAD, ids=[m[:40] for *_, m in BAD])
+@each_refusal(BAD)
 def test_errors(changes: dict[str, Any], kind: type[Exception], message: str, learned: bool) -> None:
     """The same words where a gradient is wanted, and pages are copied."""
     arguments = inputs(**changes)
     arguments["q"].requires_grad_(learned)
-    with pytest.raises(kind, match="^pyattn: .*" + re.escape(message)):
+    with refused(kind, message, inside=True):
         attention_varlen(**arguments)
 
 
