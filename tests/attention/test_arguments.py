@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawing import check_examples
+from assertions import check_examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor

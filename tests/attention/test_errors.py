@@ -1,6 +1,5 @@
 """Promise: wrong input is refused in one sentence, by the public function and by the raw operators."""
 
-import inspect
 import math
 import re
 from typing import Any
@@ -8,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import Case, Refusals, each_refusal, refused
+from assertions import Refusals, each_refusal, refused
+from helpers import Case
 from torch import Tensor
 
 from pyattn import attention
@@ -176,52 +176,6 @@ def test_backward_shapes_and_dtypes(name: str) -> None:
 def test_arguments_of_other_types(changes: dict[str, Any], kind: type[Exception], message: str) -> None:
     with refused(kind, message):
         attention(**tensors(), **changes)
-
-
-HABITS: list[tuple[dict[str, Any], str]] = [
-    ({"is_causal": True}, "is_causal (use causal (default True, bottom-right; "),
-    ({"scale": 0.5}, "scale (use softmax_scale), got 0.5"),
-    (
-        {"attn_mask": zeros(5, 7)},
-        "attn_mask (use mask if it is bool, True = takes part, bias if it is added to the scores; with causal=False if "
-        "it is the whole mask), got torch.Tensor of shape (5, 7)",
-    ),
-    ({"enable_gqa": True}, "enable_gqa (leave it out, k and v may have fewer heads than q), got True"),
-    ({"dropout": 0.1}, "dropout (use dropout_p), got 0.1"),
-    ({"window_size": (3, 0)}, "window_size (use window), got (3, 0)"),
-    ({"sliding_window": 4}, "sliding_window (use window=(W - 1, 0): a query sees itself and the W - 1 keys before it)"),
-    (
-        {"flavour": "mild"},
-        "flavour (its arguments are q, k, v, causal, q_offset, window, key_ranges, mask, softmax_scale, softcap, bias, "
-        "alibi_slopes, sinks, dropout_p, dropout_seed, return_lse), got 'mild'",
-    ),
-    (
-        {"scale": 0.5, "dropout": 0.0},
-        "scale (use softmax_scale), got 0.5; no argument dropout (use dropout_p), got 0.0",
-    ),
-]
-
-
-@pytest.mark.parametrize(("named", "message"), HABITS, ids=[m[:20] for _, m in HABITS])
-def test_arguments_of_other_libraries(named: dict[str, Any], message: str) -> None:
-    with refused(TypeError, f"attention has no argument {message}"):
-        attention(**tensors(), **named)
-
-
-def test_a_fourth_positional_argument() -> None:
-    message = (
-        "pyattn: attention takes q, k, v by position and the rest by name (other libraries have attn_mask or dropout_p "
-        "next), got 1 more, the first torch.Tensor of shape (5, 7)"
-    )
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-        attention(*tensors().values(), zeros(5, 7))
-
-
-def test_the_signature_shows_no_catch_all() -> None:
-    kinds = {parameter.kind for parameter in inspect.signature(attention).parameters.values()}
-    assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'v'"):
-        attention(zeros(1, 1, 2, 2), zeros(1, 1, 2, 2))
 
 
 def test_autocast_does_not_hide_wrong_dtypes(device: str) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Case, assert_close
+from assertions import assert_close
+from helpers import Case
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 

@@ -5,8 +5,9 @@ import math
 
 import pytest
 import torch
+from assertions import finite
 from backends import Backend
-from helpers import DTYPES, Case, assert_equal, each_dtype, finite, run
+from helpers import DTYPES, Case, assert_equal, each_dtype, run
 from torch import Tensor
 from torch.autograd import gradcheck
 from yardstick import assert_accurate

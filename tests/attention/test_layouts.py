@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from assertions import nan_filled
 from backends import Backend
-from helpers import Case, assert_case_accurate, assert_equal, each_dtype, memory_needed, nan_filled, run
+from helpers import Case, assert_case_accurate, assert_equal, each_dtype, memory_needed, run
 from torch import Tensor
 from yardstick import NAMES, assert_accurate
 

@@ -9,19 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from assertions import Refusals, assert_close, each_refusal, finite, graph_of, refused
 from backends import Backend
-from helpers import (
-    Case,
-    Refusals,
-    assert_case_accurate,
-    assert_close,
-    assert_equal,
-    each_dtype,
-    each_refusal,
-    finite,
-    graph_of,
-    refused,
-)
+from helpers import Case, assert_case_accurate, assert_equal, each_dtype
 from torch import Tensor
 from torch.autograd import gradcheck
 

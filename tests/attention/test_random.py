@@ -10,7 +10,7 @@ from collections import Counter
 import case_options
 import pytest
 import torch
-from drawing import check_examples
+from assertions import check_examples
 from helpers import DTYPES, Case, run
 from hypothesis import given
 from hypothesis import strategies as st

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import stub
 import torch
-from helpers import refused
+from assertions import refused
 
 import pyattn
 from pyattn.options import DEFAULTS, OPTIONS, Options

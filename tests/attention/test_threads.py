@@ -5,8 +5,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from assertions import assert_threads_change_no_bit
 from backends import Backend
-from helpers import Case, assert_threads_change_no_bit, each_dtype, run
+from helpers import Case, each_dtype, run
 
 from pyattn import _C, attention
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Case, assert_close, each_dtype, each_refusal, graph_of, refused
+from assertions import assert_close, each_refusal, graph_of, refused
+from helpers import Case, each_dtype
 from torch import Tensor
 from torch.autograd import gradcheck
 from yardstick import in_double, learned

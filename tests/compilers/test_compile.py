@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from assertions import assert_close, graph_of
 from derivatives.calls import MASKS, SCORES, leaves_of, score_tensors
-from helpers import Case, assert_close, graph_of, run
+from helpers import Case, run
 from torch import Tensor
 from torch.autograd import forward_ad
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Case, assert_close, finite
+from assertions import assert_close, finite
+from helpers import Case
 from torch import Tensor
 from yardstick import learned
 

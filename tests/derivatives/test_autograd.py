@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from assertions import assert_close, finite
 from derivatives.calls import SCORES, leaves_of, score_tensors
-from helpers import Case, assert_close, assert_equal, finite, run
+from helpers import Case, assert_equal, run
 from torch import Tensor
 from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint

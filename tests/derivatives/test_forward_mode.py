@@ -6,8 +6,9 @@ from unittest import mock
 
 import pytest
 import torch
+from assertions import assert_close
 from derivatives.calls import ALL, FEATURES, PAIRS, Call, assert_as_reference, each_call, loss
-from helpers import Case, assert_close
+from helpers import Case
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck
 from yardstick import assert_accurate

@@ -6,8 +6,9 @@ from unittest import mock
 
 import pytest
 import torch
+from assertions import assert_close
 from derivatives.calls import ALL, FEATURES, PAIRS, Call, PackedCall, assert_as_reference, each_call, loss
-from helpers import Case, assert_close, memory_needed
+from helpers import Case, memory_needed
 from torch import Tensor
 from torch.autograd import gradgradcheck
 from yardstick import assert_accurate

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from assertions import assert_close
 from derivatives.calls import FEATURES, Call
-from helpers import assert_close
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_leaves

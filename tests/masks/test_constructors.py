@@ -4,7 +4,8 @@ import doctest
 
 import pytest
 import torch
-from helpers import assert_equal, graph_of, refused
+from assertions import graph_of, refused
+from helpers import assert_equal
 from torch import Tensor
 
 import pyattn

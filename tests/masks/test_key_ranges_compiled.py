@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_close, graph_of
+from assertions import assert_close, graph_of
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 

@@ -2,13 +2,12 @@
 
 import itertools
 import math
-from typing import Any
 
 import case_options
 import pytest
 import torch
 from backends import Backend
-from helpers import Case, Drawn, Truth, assert_case_accurate, assert_equal, each_dtype, run
+from helpers import Case, Truth, assert_case_accurate, assert_equal, each_dtype, run
 from torch import Tensor
 from yardstick import NAMES, assert_accurate
 
@@ -165,46 +164,6 @@ def test_what_is_hidden_changes_no_bit(backend: Backend, case: Case, dtype: torc
         hidden = ~seen[:, :, query].unflatten(1, (-1, group)).any(2)
         keys = run(backend.attention, (soiled_q, k, v), soiled_dout, dlse, **options)
         assert_equal((x[hidden] for x in keys[3:5]), (x[hidden] for x in clean[3:5]))
-
-
-def assert_hidden_bias_changes_no_bit(
-    backend: Backend, drawn: Drawn, bias: Tensor, hidden: Tensor, **options: Any
-) -> None:
-    clean = run(backend.attention, *drawn, **options, bias=bias)
-    for bad in (math.nan, math.inf):
-        soiled = run(backend.attention, *drawn, **options, bias=bias.masked_fill(hidden, bad))
-        backend.assert_same(soiled, clean)
-        assert torch.equal(soiled[5], clean[5])
-        assert not soiled[5].masked_fill(~hidden, 0).any()
-
-
-@each_dtype
-@pytest.mark.parametrize("shape", [(2, 2, 36, 50), (36, 50), (50,)], ids=str)
-def test_nan_in_a_hidden_bias_changes_no_bit(repeatable: Backend, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    case = Case(2, 2, 1, 36, 50, 16, 16, window=(11, 2), key_ranges="documents")
-    (qkv, dout, dlse), bias = case.drawn(dtype), torch.randn(shape).to(dtype)
-    hidden = ~visible(case)
-    if len(shape) == 1:  # hidden from all queries
-        hidden = torch.arange(50) >= 41
-        qkv[0][:, :, -10:] = 0
-        case = Case(2, 2, 1, 36, 50, 16, 16, q_offset=5)
-    hidden = hidden.expand(case.batch, *hidden.shape[1:]) if len(shape) == 4 else hidden
-    hidden = hidden[0, 0] if len(shape) == 2 else hidden
-    assert_hidden_bias_changes_no_bit(repeatable, (qkv, dout, dlse), bias, hidden, **case.options)
-
-
-@each_dtype
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(2, 2, 1, 36, 50, 16, 16, mask="random hqk", bias="bands bhqk"),
-        Case(1, 4, 2, 2, 150, 16, 16, mask="random k", bias="bands hqk"),
-    ],
-    ids=str,
-)
-def test_nan_in_a_bias_that_the_mask_hides_changes_no_bit(repeatable: Backend, dtype: torch.dtype, case: Case) -> None:
-    drawn, (mask, bias) = case.drawn(dtype), case.tensors(dtype).values()
-    assert_hidden_bias_changes_no_bit(repeatable, drawn, bias, ~mask, mask=mask)
 
 
 @each_dtype

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from assertions import each_refusal, graph_of, refused
 from backends import Backend
-from helpers import Case, assert_equal, each_dtype, each_refusal, graph_of, refused, run
+from helpers import Case, assert_equal, each_dtype, run
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

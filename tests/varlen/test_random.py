@@ -10,8 +10,8 @@ from typing import Any
 import case_options
 import pytest
 import torch
+from assertions import check_examples
 from attention.test_random import cases
-from drawing import check_examples
 from helpers import DTYPES, assert_equal
 from hypothesis import given
 from hypothesis import strategies as st

@@ -6,17 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from assertions import assert_close, assert_threads_change_no_bit, finite, nan_filled
 from backends import Backend
 from case_options import strided
-from helpers import (
-    Case,
-    assert_close,
-    assert_equal,
-    assert_threads_change_no_bit,
-    each_dtype,
-    finite,
-    nan_filled,
-)
+from helpers import Case, assert_equal, each_dtype
 from torch import Tensor
 from torch.autograd import gradcheck
 from varlen.cases import GROUPED, MIXED, Packed, gradients_of, one_by_one, results, results_of, starts, truth_of_padded
