@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from pyattn.cli import InputError
-from pyattn.cli.compare import ATTENTIONS, attend_reference, rounding_bound
+from pyattn.cli.compare import rounding_bound
 from pyattn.cli.fit import Recipe
-from pyattn.cli.gpt import GPT, Config
+from pyattn.cli.gpt import ATTENTIONS, GPT, Config, attend_reference
 from pyattn.cli.text import MAX_BYTES, read
 
 CONTEXT = 16
