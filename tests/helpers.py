@@ -1,7 +1,8 @@
 """Cases, how to run them, and the memory that they need; yardstick.py judges their accuracy."""
 
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,10 +200,20 @@ def assert_case_accurate(case: Case, dtype: torch.dtype, attend: Callable[..., A
     assert_accurate_by(truth_of(case, dtype, torch.get_default_device()), attend)
 
 
-def assert_equal(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> None:
+def assert_equal(a: Iterable[Tensor], b: Iterable[Tensor]) -> None:
     """The two results agree to the bit."""
     for x, y in zip(a, b, strict=True):
         assert torch.equal(x, y)
+
+
+def assert_close(ours: Any, expected: Any, atol: float = 1e-12) -> None:
+    """The two results, however nested, differ by at most ``atol``."""
+    torch.testing.assert_close(ours, expected, rtol=0, atol=atol)
+
+
+def refused(kind: type[Exception], message: str, inside: bool = False) -> Any:
+    """A block that must raise one sentence: the library's name and ``message``, or with it ``inside``."""
+    return pytest.raises(kind, match=f"^pyattn: {'.*' * inside}{re.escape(message)}")
 
 
 def memory_needed(call: Callable[[], object]) -> int:

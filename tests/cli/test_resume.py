@@ -26,10 +26,9 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
 
 @pytest.mark.parametrize("cut", [0, 2, 3, 5])
 @pytest.mark.parametrize("options", ["--dropout 0.2", "--dropout 0.1 --window 3 0 --sinks --alibi --seed 3"])
-def test_it_goes_on_to_the_bit(train_on, monkeypatch, capsys, cut: int, options: str) -> None:
+def test_it_goes_on_to_the_bit(train_on, finished, monkeypatch, capsys, cut: int, options: str) -> None:
     """Weights, moments, losses and what is drawn next are those of a training that was not cut off."""
-    _, whole = train_on(*options.split(), out="whole")
-    shown = capsys.readouterr().out
+    whole, shown = finished(*options.split())
     with monkeypatch.context() as patch:
         interrupt(patch, cut)
         code, folder = train_on(*options.split(), out="cut")
@@ -63,10 +62,9 @@ def test_a_finished_training_ends_the_same(train_on, capsys) -> None:
     assert not list(folder.glob("*.unfinished"))
 
 
-def test_the_state_is_no_pickle(train_on) -> None:
-    _, folder = train_on()
-    assert (folder / state.STATE).read_bytes()[8:10] == b'{"'  # safetensors: a length, then JSON
-    assert state.load(folder).options.lr == 5e-3
+def test_the_state_is_no_pickle(trained) -> None:
+    assert (trained / state.STATE).read_bytes()[8:10] == b'{"'  # safetensors: a length, then JSON
+    assert state.load(trained).options.lr == 5e-3
 
 
 # More steps than the run was to have
@@ -117,22 +115,19 @@ def test_further_steps_have_the_rates_of_a_run_of_so_many(train_on, monkeypatch:
     assert rates[6] > rates[5]
 
 
-def test_steps_that_are_done_already(train_on, capsys) -> None:
-    _, folder = train_on()
-    before = (folder / state.STATE).read_bytes()
-    capsys.readouterr()
-    assert main(["train", "--resume", str(folder), "--steps", "5"]) == 2
+def test_steps_that_are_done_already(trained, capsys) -> None:
+    before = (trained / state.STATE).read_bytes()
+    assert main(["train", "--resume", str(trained), "--steps", "5"]) == 2
     assert capsys.readouterr() == ("", "pyattn: --steps must be at least the 6 steps that are done, got 5\n")
-    assert (folder / state.STATE).read_bytes() == before
-    assert main(["train", "--resume", str(folder), "--steps", "6"]) == 0
+    assert (trained / state.STATE).read_bytes() == before
+    assert main(["train", "--resume", str(trained), "--steps", "6"]) == 0
 
 
 # What is refused
 
 
-def test_other_options(train_on, capsys) -> None:
-    _, folder = train_on()
-    assert main(["train", "--resume", str(folder), "--lr", "0.1"]) == 2
+def test_other_options(trained, capsys) -> None:
+    assert main(["train", "--resume", str(trained), "--lr", "0.1"]) == 2
     message = "--resume continues by the options of its run but --steps, leave others out, got --lr"
     assert capsys.readouterr().err == f"pyattn: {message}\n"
 

@@ -31,10 +31,8 @@ def assert_is_picture(path: Path) -> None:
     assert len({tuple(pixel) for pixel in pixels[::5, ::5].reshape(-1, pixels.shape[2]).tolist()}) > 2
 
 
-def test_training_leaves_a_model_a_curve_and_the_truth_about_them(train_on, story, capsys):
-    code, folder = train_on()
-    shown = capsys.readouterr().out
-    assert code == 0
+def test_training_leaves_a_model_a_curve_and_the_truth_about_them(finished, story):
+    folder, shown = finished()
     assert_is_picture(folder / "loss.png")
     assert f"validation loss {validation_loss(folder / 'model.safetensors', story):.4f} nats a byte" in shown
     assert "loads back, same validation loss" in shown

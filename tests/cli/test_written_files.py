@@ -65,7 +65,7 @@ COMMANDS: dict[str, Callable[[Path], list[str]]] = {
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_room_on_the_disk_is_one_sentence(
-    train_on: Callable[..., tuple[int, Path]],
+    trained: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     command: str,
@@ -74,17 +74,15 @@ def test_no_room_on_the_disk_is_one_sentence(
     if command == "bench":
         monkeypatch.setattr(bench, "comparisons", lambda options, peaks: {})
         monkeypatch.setattr(bench, "measured_peaks", lambda dtypes, threads: {})
-    _, run = train_on()
-    before = {path.name: path.read_bytes() for path in run.iterdir()}
-    capsys.readouterr()
+    before = {path.name: path.read_bytes() for path in trained.iterdir()}
     with room(100):
-        assert main(COMMANDS[command](run)) == 2
-    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+        assert main(COMMANDS[command](trained)) == 2
+    assert {path.name: path.read_bytes() for path in trained.iterdir()} == before
     shown = capsys.readouterr().err.splitlines()[-1]
     assert shown.startswith("pyattn: ")
     assert "File too large" in shown or "torch must be able to write its trace for --trace" in shown
     assert ("the earlier file is kept" in shown) == (command == "train")
-    assert main(["train", "--resume", str(run), "--steps", "9"]) == 0
+    assert main(["train", "--resume", str(trained), "--steps", "9"]) == 0
 
 
 def test_a_first_write_without_room_leaves_no_folder(train_on: Callable[..., tuple[int, Path]]) -> None:
@@ -127,7 +125,7 @@ def test_links_and_devices_stay_what_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["{folder}", "{folder}/missing/file", "/dev/null/file", f"{{folder}}/{'n' * 300}"])
 @pytest.mark.parametrize("command", ["show {run} --out", "profile --shapes 1x1x9x4 --trace"])
 def test_a_file_that_can_not_be_written(
-    train_on: Callable[..., tuple[int, Path]],
+    trained: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -137,11 +135,9 @@ def test_a_file_that_can_not_be_written(
     def works(*arguments: object) -> None:
         raise AssertionError("this is the work")
 
-    _, run = train_on()
-    capsys.readouterr()
     monkeypatch.setattr(show, "weights_of", works)
     monkeypatch.setattr(profile, "measure", works)
-    assert main([*command.format(run=run).split(), place.format(folder=tmp_path)]) == 2
+    assert main([*command.format(run=trained).split(), place.format(folder=tmp_path)]) == 2
     option = command.split()[-1]
     assert capsys.readouterr().err.startswith(f"pyattn: {option} must be a file that can be written to, got ")
 

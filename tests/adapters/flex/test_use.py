@@ -50,7 +50,7 @@ class Callable:
 
 FOREIGN = {
     "own_mask": own_mask,
-    "test_flex_use.<lambda>": lambda b, h, q_idx, kv_idx: q_idx >= kv_idx,
+    "test_use.<lambda>": lambda b, h, q_idx, kv_idx: q_idx >= kv_idx,
     "an instance of Callable": Callable(),
     "and_masks.<locals>.and_mask": torch_flex.and_masks(causal(), document(IDS)),
     "torch.nn.attention.flex_attention.noop_mask": noop_mask,

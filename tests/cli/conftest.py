@@ -1,0 +1,55 @@
+import contextlib
+import functools
+import io
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pyattn.cli import main
+
+
+def written_story(folder: Path) -> Path:
+    """A file with text enough to train a small model on."""
+    path = folder / "story.txt"
+    path.write_text("".join(f"{n} green bottles, hänging on the wall.\n" for n in range(200)), encoding="utf-8")
+    return path
+
+
+def train(story: Path, parent: Path, *options: str, out: str = "run") -> tuple[int, Path]:
+    """``pyattn train`` of a small model, context 16, 6 steps unless told otherwise: the exit code and the folder."""
+    folder = parent / out
+    shape = "--layers 2 --heads 2 --width 16 --context 16 --batch 4 --steps 6 --eval-every 3 --sample 20"
+    return main(["train", *shape.split(), "--data", str(story), "--out", str(folder), *options]), folder
+
+
+@pytest.fixture
+def story(tmp_path: Path) -> Path:
+    return written_story(tmp_path)
+
+
+@pytest.fixture
+def train_on(story: Path, tmp_path: Path) -> Callable[..., tuple[int, Path]]:
+    return functools.partial(train, story, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, str]]:
+    """Trains once with these options for all tests that only read the folder; what it showed beside it."""
+
+    @functools.cache
+    def run(*options: str) -> tuple[Path, str]:
+        parent = tmp_path_factory.mktemp("finished")
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            code, folder = train(written_story(parent), parent, *options)
+        assert code == 0
+        return folder, shown.getvalue()
+
+    return run
+
+
+@pytest.fixture
+def trained(finished: Callable[..., tuple[Path, str]], tmp_path: Path) -> Path:
+    """The folder of a finished training of 6 steps, this test's to change."""
+    return Path(shutil.copytree(finished()[0], tmp_path / "run"))
