@@ -11,6 +11,7 @@ import pytest
 import torch
 
 pytest.register_assert_rewrite(
+    "adapters.transformers.models",
     "backends",
     "cache.caches",
     "derivatives.calls",
