@@ -2,7 +2,6 @@ import contextlib
 import functools
 import io
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,21 +24,21 @@ def train(story: Path, parent: Path, *options: str, out: str = "run") -> tuple[i
 
 
 @pytest.fixture
-def story(tmp_path: Path) -> Path:
+def story(tmp_path):
     return written_story(tmp_path)
 
 
 @pytest.fixture
-def train_on(story: Path, tmp_path: Path) -> Callable[..., tuple[int, Path]]:
+def train_on(story, tmp_path):
     return functools.partial(train, story, tmp_path)
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, str]]:
+def finished(tmp_path_factory):
     """Trains once with these options for all tests that only read the folder; what it showed beside it."""
 
     @functools.cache
-    def run(*options: str) -> tuple[Path, str]:
+    def run(*options):
         parent = tmp_path_factory.mktemp("finished")
         with contextlib.redirect_stdout(io.StringIO()) as shown:
             code, folder = train(written_story(parent), parent, *options)
@@ -50,6 +49,20 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Pa
 
 
 @pytest.fixture
-def trained(finished: Callable[..., tuple[Path, str]], tmp_path: Path) -> Path:
+def trained(finished, tmp_path):
     """The folder of a finished training of 6 steps, this test's to change."""
     return Path(shutil.copytree(finished()[0], tmp_path / "run"))
+
+
+@pytest.fixture
+def refusal(capsys):
+    """The one sentence, without the library's name, with which a command is refused before its work."""
+
+    def run(*argv):
+        capsys.readouterr()
+        assert main(argv) == 2
+        out, err = capsys.readouterr()
+        assert (out, err[:8], err.count("\n"), err[-1]) == ("", "pyattn: ", 1, "\n")
+        return err[8:-1]
+
+    return run

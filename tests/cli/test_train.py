@@ -62,7 +62,7 @@ def test_training_takes_other_attentions_and_dtypes(train_on, options, capsys):
 
 
 def test_a_wrong_attention_is_found_out(train_on, monkeypatch, capsys):
-    def looks_ahead(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
+    def looks_ahead(q, k, v, dropout_p):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
     monkeypatch.setitem(ATTENTIONS, "sdpa", looks_ahead)
@@ -73,7 +73,7 @@ def test_a_wrong_attention_is_found_out(train_on, monkeypatch, capsys):
 def test_a_checkpoint_that_changes_is_found_out(train_on, monkeypatch, capsys):
     load = checkpoint.load
 
-    def load_scaled(*args: object) -> GPT:
+    def load_scaled(*args):
         model = load(*args)
         model.token.weight.data *= 1.01
         return model
@@ -87,7 +87,7 @@ def test_a_checkpoint_that_changes_is_found_out(train_on, monkeypatch, capsys):
 def test_ctrl_c_keeps_what_was_trained(train_on, story, monkeypatch, capsys, steps_taken):
     take_step, calls = torch.optim.AdamW.step, []
 
-    def interrupted(self: torch.optim.AdamW, *args: object) -> object:
+    def interrupted(self, *args):
         if len(calls) == steps_taken:
             raise KeyboardInterrupt
         calls.append(args)
