@@ -1,7 +1,6 @@
 """Cases, how to run them, and the memory that they need; yardstick.py judges their accuracy."""
 
 import functools
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,9 @@ from pyattn.cli.timing import peak_memory
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+Drawn = tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]
+"""(q, k, v), dout and dlse."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,13 @@ class Case:
         rows = (self.batch, self.num_heads_q, self.seqlen_q)
         return torch.randn(*rows, self.head_dim_v).to(dtype), torch.randn(*rows)
 
+    def drawn(self, dtype: torch.dtype) -> Drawn:
+        return self.inputs(dtype), *self.gradients(dtype)
+
+    def given(self, dtype: torch.dtype) -> dict[str, Any]:
+        """All options."""
+        return self.options | self.tensors(dtype)
+
 
 CASES = [
     Case(1, 1, 1, 1, 1, 1, 1),
@@ -155,65 +164,46 @@ def run(
     return (out.detach(), lse.detach(), *torch.autograd.grad(results, leaves, grads, allow_unused=True))
 
 
-Tensors = tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(q, k, v), (dout, dlse)."""
-
-
 class Truth:
     """What the rule of yardstick.py measures by: results of plain PyTorch in the tensors' dtype, and exact ones.
 
     With ``same``, the exact out, lse, dq, dk and dv are those of these options, which mean the same.
     """
 
-    def __init__(self, tensors: Tensors, options: dict[str, Any], same: dict[str, Any] | None = None) -> None:
-        self.tensors, self.options = tensors, options
+    def __init__(self, drawn: Drawn, options: dict[str, Any], same: dict[str, Any] | None = None) -> None:
+        self.drawn, self.options = drawn, options
         self._count = None if same is None else len(NAMES)
-        qkv, (dout, dlse) = tensors
+        qkv, dout, dlse = drawn
         doubles = tuple(t.double() for t in qkv)
         wanted = in_double(options if same is None else same)
         self.exact = run(reference.attention, doubles, dout.double(), dlse, **wanted)[: self._count]
         self._plain = Yardsticks(run, qkv, dout, dlse, **options)
 
-    def excesses(self, attend: Callable[..., Any]) -> dict[str, float]:
-        """By how much the results of ``attend``, forward and backward, exceed their bounds; 1: just not."""
-        qkv, (dout, dlse) = self.tensors
-        ours = run(attend, qkv, dout, dlse, **self.options)
-        assert ours[0].dtype == qkv[0].dtype
-        assert ours[1].dtype == (torch.float64 if qkv[0].dtype == torch.float64 else torch.float32)
-        return self._plain.excesses(ours[: self._count], self.exact)
+    def assert_allows(self, attend: Callable[..., Any]) -> tuple[Tensor, ...]:
+        """The results of ``attend``, forward and backward, which must be within their bounds."""
+        ours, dtype = run(attend, *self.drawn, **self.options), self.drawn[1].dtype
+        assert (ours[0].dtype, ours[1].dtype) == (dtype, torch.promote_types(dtype, torch.float32))
+        excesses = self._plain.excesses(ours[: self._count], self.exact)
+        assert max(excesses.values()) <= 1, excesses
+        return ours
 
 
 @functools.cache
 def truth_of(case: Case, dtype: torch.dtype, device: torch.device) -> Truth:
     """Made once for all backends of a device."""
     torch.manual_seed(0)
-    return Truth((case.inputs(dtype), case.gradients(dtype)), case.options | case.tensors(dtype))
+    return Truth(case.drawn(dtype), case.given(dtype))
 
 
-def assert_accurate_by(truth: Truth, attend: Callable[..., Any]) -> None:
-    excesses = truth.excesses(attend)
-    assert max(excesses.values()) <= 1, excesses
-
-
-def assert_case_accurate(case: Case, dtype: torch.dtype, attend: Callable[..., Any] = attention) -> None:
+def assert_case_accurate(case: Case, dtype: torch.dtype, attend: Callable[..., Any] = attention) -> tuple[Tensor, ...]:
     """Every result of ``attend``, forward and backward, is accurate by the rule of yardstick.py."""
-    assert_accurate_by(truth_of(case, dtype, torch.get_default_device()), attend)
+    return truth_of(case, dtype, torch.get_default_device()).assert_allows(attend)
 
 
 def assert_equal(a: Iterable[Tensor], b: Iterable[Tensor]) -> None:
     """The two results agree to the bit."""
     for x, y in zip(a, b, strict=True):
         assert torch.equal(x, y)
-
-
-def assert_close(ours: Any, expected: Any, atol: float = 1e-12) -> None:
-    """The two results, however nested, differ by at most ``atol``."""
-    torch.testing.assert_close(ours, expected, rtol=0, atol=atol)
-
-
-def refused(kind: type[Exception], message: str, inside: bool = False) -> Any:
-    """A block that must raise one sentence: the library's name and ``message``, or with it ``inside``."""
-    return pytest.raises(kind, match=f"^pyattn: {'.*' * inside}{re.escape(message)}")
 
 
 def memory_needed(call: Callable[[], object]) -> int:

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 import torch
-from helpers import assert_equal, refused
+from assertions import refused
+from helpers import assert_equal
 from torch.nn.attention import (
     SDPBackend,
     activate_flash_attention_impl,

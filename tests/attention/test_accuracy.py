@@ -30,8 +30,8 @@ def test_forward_and_backward(backend: Backend, case: Case, dtype: torch.dtype) 
     "case", [Case(3, 2, 1, 40, 70, 16, 16), Case(3, 2, 1, 40, 70, 16, 16, window=(9, -1), alibi="h")], ids=str
 )
 def test_offset_per_sequence(backend: Backend, case: Case, dtype: torch.dtype) -> None:
-    qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
-    offsets, options = [30, -5, 12], case.options | case.tensors(dtype)
+    qkv, dout, dlse = case.drawn(dtype)
+    offsets, options = [30, -5, 12], case.given(dtype)
     results = run(backend.attention, qkv, dout, dlse, **options | {"q_offset": torch.tensor(offsets)})[:5]
     for b, offset in enumerate(offsets):
         one = slice(b, b + 1)
@@ -47,7 +47,7 @@ def test_offset_per_sequence(backend: Backend, case: Case, dtype: torch.dtype) -
 @pytest.mark.parametrize("seqlen_k", [1, 5, 100])
 def test_a_row_that_sees_one_key(backend: Backend, dtype: torch.dtype, seqlen_k: int) -> None:
     case = Case(2, 4, 2, 5, seqlen_k, 40, 100, q_offset=0)
-    qkv, (dout, _) = case.inputs(dtype), case.gradients(dtype)
+    qkv, dout, _ = case.drawn(dtype)
     out, _, dq, _, _ = run(backend.attention, qkv, dout, **case.options)
     first, value = out[:, :, 0], qkv[2][:, :, 0].repeat_interleave(2, 1)
     if backend.cuda_kernels and dtype == torch.float32:

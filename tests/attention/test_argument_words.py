@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from assertions import refused
 from helpers import Case, assert_equal
 from torch import Tensor
 
@@ -91,10 +92,8 @@ def test_offsets_of_32_bits_within_vmap() -> None:
 @each_function
 @pytest.mark.parametrize("window", [256, 0, (1, 2, 3), (1.0, 0), (True, 0), "all"])
 def test_a_window_that_is_no_pair(name: str, window: Any) -> None:
-    rule = (
-        "pyattn: window must be a pair of ints (left, right), window=(W - 1, 0) for a query and the W - 1 keys before"
-    )
-    with pytest.raises(TypeError, match=f"^{re.escape(rule)} it, got {re.escape(repr(window))}$"):
+    rule = "window must be a pair of ints (left, right), window=(W - 1, 0) for a query and the W - 1 keys before it"
+    with refused(TypeError, f"{rule}, got {window!r}"):
         results(name, window=window)
 
 
@@ -173,3 +172,49 @@ def test_none_is_in_the_signatures() -> None:
     for function in (pyattn.attention, pyattn.attention_varlen, pyattn.attention_weights, pyattn.attention_with_cache):
         for name in ("window", "softcap", "dropout_p"):
             assert "None" in str(inspect.signature(function).parameters[name].annotation)
+
+
+HABITS: list[tuple[dict[str, Any], str]] = [
+    ({"is_causal": True}, "is_causal (use causal (default True, bottom-right; "),
+    ({"scale": 0.5}, "scale (use softmax_scale), got 0.5"),
+    (
+        {"attn_mask": torch.zeros(5, 7)},
+        "attn_mask (use mask if it is bool, True = takes part, bias if it is added to the scores; with causal=False if "
+        "it is the whole mask), got torch.Tensor of shape (5, 7)",
+    ),
+    ({"enable_gqa": True}, "enable_gqa (leave it out, k and v may have fewer heads than q), got True"),
+    ({"dropout": 0.1}, "dropout (use dropout_p), got 0.1"),
+    ({"window_size": (3, 0)}, "window_size (use window), got (3, 0)"),
+    ({"sliding_window": 4}, "sliding_window (use window=(W - 1, 0): a query sees itself and the W - 1 keys before it)"),
+    (
+        {"flavour": "mild"},
+        "flavour (its arguments are q, k, v, causal, q_offset, window, key_ranges, mask, softmax_scale, softcap, bias, "
+        "alibi_slopes, sinks, dropout_p, dropout_seed, return_lse), got 'mild'",
+    ),
+    (
+        {"scale": 0.5, "dropout": 0.0},
+        "scale (use softmax_scale), got 0.5; no argument dropout (use dropout_p), got 0.0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("named", "message"), HABITS, ids=[m[:20] for _, m in HABITS])
+def test_arguments_of_other_libraries(named: dict[str, Any], message: str) -> None:
+    with refused(TypeError, f"attention has no argument {message}"):
+        pyattn.attention(q, k, v, **named)
+
+
+def test_a_fourth_positional_argument() -> None:
+    message = (
+        "pyattn: attention takes q, k, v by position and the rest by name (other libraries have attn_mask or dropout_p "
+        "next), got 1 more, the first torch.Tensor of shape (5, 7)"
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        pyattn.attention(q, k, v, torch.zeros(5, 7))
+
+
+def test_the_signature_shows_no_catch_all() -> None:
+    kinds = {parameter.kind for parameter in inspect.signature(pyattn.attention).parameters.values()}
+    assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'v'"):
+        pyattn.attention(q, k)

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from assertions import check_examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import pyattn
 from pyattn.options import Options, Packing
 
 SIZES = st.sampled_from([0, 1, 2, 3, 4, 17])
@@ -132,29 +134,15 @@ OPERATORS = {
     "varlen_backward": VARLEN_BACKWARD,
 }
 
-EXAMPLES = 120
-"""Examples for each operator and instruction set. The checks, which are above the kernels, meet those of all sets."""
 
-
-@pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("names", OPERATORS.values(), ids=list(OPERATORS))
-def test_result_or_one_sentence(request: pytest.FixtureRequest, names: tuple[str, ...]) -> None:
-    """With ``--examples`` that many, others each time."""
-    name = next(name for name, own in OPERATORS.items() if own is names)
-    operator = getattr(torch.ops.pyattn, f"attention_{name}")
-    examples = request.config.getoption("examples")
+@pytest.mark.parametrize("name", OPERATORS)
+def test_result_or_one_sentence(request: pytest.FixtureRequest, name: str) -> None:
+    """120 examples for each operator, by every instruction set."""
+    names, operator = OPERATORS[name], getattr(torch.ops.pyattn, f"attention_{name}")
     outcomes = {"result": 0, "refused": 0}
 
-    @settings(
-        max_examples=examples or EXAMPLES,
-        derandomize=not examples,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(values=arguments(names))
-    def check(values: dict[str, Any]) -> None:
+    def check_by(isa: str, values: dict[str, Any]) -> None:
+        pyattn.set_isa(isa)
         try:
             results = operator(**values)
         except (TypeError, ValueError, NotImplementedError) as error:
@@ -175,6 +163,11 @@ def test_result_or_one_sentence(request: pytest.FixtureRequest, names: tuple[str
             assert [None if x is None else list(x.shape) for x in results] == expected
             outcomes["result"] += 1
 
-    check()
+    @given(values=arguments(names))
+    def check(values: dict[str, Any]) -> None:
+        for isa in pyattn.isas():
+            check_by(isa, values)
+
+    check_examples(request, 120, check)
     print(outcomes)
-    assert min(outcomes.values()) > (examples or EXAMPLES) / 10, outcomes
+    assert min(outcomes.values()) > sum(outcomes.values()) / 10, outcomes

@@ -7,7 +7,7 @@ import pytest
 import torch
 from attention.test_merge import CASES, cuts, in_parts, part
 from backends import Backend
-from helpers import Case, assert_accurate_by, each_dtype, truth_of
+from helpers import Case, assert_case_accurate, each_dtype
 from torch import Tensor
 
 from pyattn import attention, reference
@@ -71,14 +71,14 @@ def by_parts(backend: Backend, count: int) -> Any:
 @each_dtype
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parts_add_up_to_the_whole(repeatable: Backend, case: Case, dtype: torch.dtype) -> None:
-    assert_accurate_by(truth_of(case, dtype, torch.get_default_device()), by_parts(repeatable, 3))
+    assert_case_accurate(case, dtype, by_parts(repeatable, 3))
 
 
 @each_dtype
 @pytest.mark.parametrize("count", [1, 2, 8])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_fewer_and_more_parts(native: Backend, case: Case, count: int, dtype: torch.dtype) -> None:
-    assert_accurate_by(truth_of(case, dtype, torch.get_default_device()), by_parts(native, count))
+    assert_case_accurate(case, dtype, by_parts(native, count))
 
 
 @each_dtype

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from assertions import assert_close
 from helpers import Case
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
@@ -53,9 +54,9 @@ def test_offsets_and_windows(q_offset: int, causal: bool) -> None:
         each = options | {"q_offset": torch.tensor([q_offset])}
         results += [attention(q, k, v, return_lse=True, **each), packed(q, k, v, **each), cached(q, k, v, **each)]
         for found in results:
-            torch.testing.assert_close((*found, weights), truth, rtol=0, atol=1e-14)
+            assert_close((*found, weights), truth, 1e-14)
         expected = torch.func.jvp(lambda q, options=options: formula(q, k, v, **options), (q,), (q,))[1]
-        torch.testing.assert_close(moved[1][0], expected, rtol=0, atol=1e-14)
+        assert_close(moved[1][0], expected, 1e-14)
 
 
 @pytest.mark.parametrize("q_offset", OFFSETS)

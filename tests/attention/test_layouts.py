@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from assertions import nan_filled
 from backends import Backend
 from helpers import Case, assert_case_accurate, assert_equal, each_dtype, memory_needed, run
 from torch import Tensor
@@ -42,7 +43,8 @@ def expanded(x: Tensor) -> Tensor:
 
 
 def assert_layout_changes_no_bit(backend: Backend, case: Case, dtype: torch.dtype, layout: Layout) -> None:
-    *qkv, dout = (layout(x) for x in (*case.inputs(dtype), case.gradients(dtype)[0]))
+    qkv, *gradients = case.drawn(dtype)
+    *qkv, dout = (layout(x) for x in (*qkv, gradients[0]))
     copies = tuple(x.contiguous() for x in qkv)
     assert_equal(run(backend.attention, tuple(qkv), dout), run(backend.attention, copies, dout.contiguous()))
 
@@ -88,8 +90,7 @@ def test_out_lies_in_memory_as_empty_like(order: tuple[int, ...], shape: tuple[i
 def test_strides_of_what_goes_with_rows(dtype: torch.dtype) -> None:
     """row_max, row_sum, dlse and q_offset need not be contiguous."""
     case = Case(2, 4, 2, 9, 11, 8, 5)
-    q, k, v = case.inputs(dtype)
-    dout, dlse = case.gradients(dtype)
+    (q, k, v), dout, dlse = case.drawn(dtype)
     offsets = torch.tensor([2, 77, -3, 77])[::2]
     results = [torch.ops.pyattn.attention_forward(q, k, v, q_offsets=x) for x in (offsets, offsets.contiguous())]
     assert_equal(*results)
@@ -116,11 +117,8 @@ def test_strides_of_what_goes_with_rows(dtype: torch.dtype) -> None:
     ids=str,
 )
 def test_every_element_is_written(native: Backend, case: Case, dtype: torch.dtype) -> None:
-    torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
-    try:
-        results = run(native.attention, case.inputs(dtype), case.gradients(dtype)[0], **case.options)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with nan_filled():
+        results = run(native.attention, *case.drawn(dtype), **case.options)
     assert not any(x.isnan().any() for x in results)
 
 
@@ -153,7 +151,7 @@ AROUND_2_16 = [
 
 @pytest.mark.parametrize("case", AROUND_2_16, ids=str)
 def test_sizes_around_two_to_the_16th(native: Backend, case: Case) -> None:
-    qkv, (dout, dlse) = case.inputs(torch.float64), case.gradients(torch.float64)
+    qkv, dout, dlse = case.drawn(torch.float64)
     # float64's bound is for wrong indices; a float32 sum over 65,536 rows has an error of its own.
     ours, exact = (run(f, qkv, dout, dlse, causal=False) for f in (native.attention, reference.attention))
     for name, x, truth in zip(NAMES, ours, exact, strict=True):

@@ -3,15 +3,15 @@
 import doctest
 import itertools
 import math
-import re
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from assertions import Refusals, assert_close, each_refusal, finite, graph_of, refused
 from backends import Backend
-from helpers import Case, assert_accurate_by, each_dtype, truth_of
+from helpers import Case, assert_case_accurate, assert_equal, each_dtype
 from torch import Tensor
 from torch.autograd import gradcheck
 
@@ -74,8 +74,7 @@ def in_parts(attend: Callable[..., Any], count: int) -> Callable[..., Any]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parts_equal_the_whole(repeatable: Backend, case: Case, count: int, dtype: torch.dtype) -> None:
     """out, lse and every gradient, one through lse too; 8 parts of few keys leave some empty for all queries."""
-    truth = truth_of(case, dtype, torch.get_default_device())
-    assert_accurate_by(truth, in_parts(repeatable.attention, count))
+    assert_case_accurate(case, dtype, in_parts(repeatable.attention, count))
 
 
 @each_dtype
@@ -85,7 +84,7 @@ def test_one_part_is_the_whole(isa: str, dtype: torch.dtype) -> None:
     whole = attention(q, k, v, return_lse=True)
     empty = attention(q, k[:, :, :0], v[:, :, :0], return_lse=True)
     for found in (merge(*whole, *empty), merge(*empty, *whole)):
-        assert all(torch.equal(x, y) for x, y in zip(found, whole, strict=True))
+        assert_equal(found, whole)
 
 
 def leaves(dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -97,17 +96,12 @@ def leaves(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [t.requires_grad_() for t in (out_a, lse_a, out_b, lse_b)]
 
 
-def finite(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-    out, lse = merge(*tensors)
-    return out, lse.masked_fill(lse == -math.inf, 0.0)  # there are no differences of -inf to take
-
-
 def test_gradients_are_differences() -> None:
     rows = [t.detach()[..., :1, :] if t.dim() == 4 else t.detach()[..., :1] for t in leaves()]
-    assert gradcheck(finite, [t.clone().requires_grad_() for t in rows])
+    assert gradcheck(lambda *x: finite(*merge(*x)), [t.clone().requires_grad_() for t in rows])
     out_a, lse_a, out_b, lse_b = leaves()
     lse_a, lse_b = lse_a.detach(), lse_b.detach()  # some of which are -inf
-    assert gradcheck(lambda a, b: finite(a, lse_a, b, lse_b), (out_a, out_b))
+    assert gradcheck(lambda a, b: finite(*merge(a, lse_a, b, lse_b)), (out_a, out_b))
 
 
 @each_dtype
@@ -147,7 +141,7 @@ def test_parts_of_packed_sequences() -> None:
     douts = [torch.randn_like(t) for t in whole]
     gradients = (torch.autograd.grad(results, (q, k, v), douts) for results in (whole, merged))
     for x, y in zip((*whole, *next(gradients)), (*merged, *next(gradients)), strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
+        assert_close(x, y, 1e-13)
 
 
 @pytest.mark.parametrize("which", range(4))
@@ -172,16 +166,15 @@ def test_lse_far_apart_does_not_overflow() -> None:
 def test_transforms_and_compile() -> None:
     inputs = [t.detach() for t in leaves()]
     expected = merge(*inputs)
-    compiled = torch.compile(merge, fullgraph=True, backend="aot_eager")(*inputs)
+    compiled = graph_of(merge)(*inputs)
     mapped = torch.vmap(merge)(*(torch.stack([t, t]) for t in inputs))
-    for x, y, z in zip(compiled, mapped, expected, strict=True):
-        assert torch.equal(x, z)
-        assert torch.equal(y[1], z)
-    grad = torch.func.grad(lambda out: finite(out, *inputs[1:])[0].sin().sum())(inputs[0])
+    assert_equal(compiled, expected)
+    assert_equal((x[1] for x in mapped), expected)
+    grad = torch.func.grad(lambda out: merge(out, *inputs[1:])[0].sin().sum())(inputs[0])
     assert grad.isfinite().all()
 
 
-BAD: list[tuple[dict[int, Any], type[Exception], str]] = [
+BAD: Refusals = [
     ({0: 1.0}, TypeError, "out_a must be Tensor, got 1.0"),
     ({3: None}, TypeError, "lse_b must be Tensor, got None"),
     ({0: torch.ones(1, 2, 4, 3, dtype=torch.int64)}, TypeError, "out_a must be a floating-point tensor, got torch.int"),
@@ -195,12 +188,12 @@ BAD: list[tuple[dict[int, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "kind", "message"), BAD, ids=[m[:40] for _, _, m in BAD])
+@each_refusal(BAD)
 def test_wrong_input_is_refused(changes: dict[int, Any], kind: type[Exception], message: str) -> None:
     inputs: list[Any] = [t.detach() for t in leaves(torch.float32)]
     for which, value in changes.items():
         inputs[which] = value
-    with pytest.raises(kind, match="^pyattn: .*" + re.escape(message)):
+    with refused(kind, message, inside=True):
         merge(*inputs)
 
 

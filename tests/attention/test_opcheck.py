@@ -17,8 +17,7 @@ from pyattn.options import Options
 def test_opcheck(dtype: torch.dtype, offsets: Tensor | None, dropout: dict[str, Any]) -> None:
     """Results are as the schemas and fake tensors promise, where lse has q's dtype and where it does not."""
     case = Case(2, 4, 2, 5, 7, 8, 6)
-    q, k, v = case.inputs(dtype)
-    dout, dlse = case.gradients(dtype)
+    (q, k, v), dout, dlse = case.drawn(dtype)
     options = Options(0.5, True, 2, offsets, **dropout)
     out, lse, row_max, row_sum = torch.ops.pyattn.attention_forward(q, k, v, *options)
     torch.library.opcheck(torch.ops.pyattn.attention_forward, (q, k, v, *options))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Case, run
+from helpers import Case, assert_equal, run
 
 from pyattn import attention
 
@@ -36,9 +36,9 @@ def test_ten_thousand_calls_grow_by_less_than_a_mebibyte() -> None:
 @pytest.mark.usefixtures("isa")
 def test_eight_python_threads_at_once() -> None:
     cases = [Case(1, 2, 1, 50 + 40 * i, 90 + 30 * i, 8 + 4 * i, 16) for i in range(8)]
-    inputs = [(case.inputs(torch.float32), *case.gradients(torch.float32)) for case in cases]
+    inputs = [case.drawn(torch.float32) for case in cases]
     alone = [run(attention, *x) for x in inputs]
     with ThreadPoolExecutor(8) as pool:
         for _ in range(5):
             for together, expected in zip(pool.map(lambda x: run(attention, *x), inputs), alone, strict=True):
-                assert all(torch.equal(a, b) for a, b in zip(together, expected, strict=True))
+                assert_equal(together, expected)

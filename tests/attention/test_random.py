@@ -10,8 +10,9 @@ from collections import Counter
 import case_options
 import pytest
 import torch
+from assertions import check_examples
 from helpers import DTYPES, Case, run
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from yardstick import Yardsticks, in_double
@@ -76,20 +77,11 @@ def strided_integers(case: Case) -> dict[str, Tensor]:
 @pytest.mark.usefixtures("threads")
 def test_accuracy(request: pytest.FixtureRequest) -> None:
     torch.set_num_threads(1)  # for these sizes, and machines with other work, faster than two
-    examples = request.config.getoption("examples")
     tensors: Counter[tuple[torch.dtype, str]] = Counter()
     refused: Counter[tuple[torch.dtype, str]] = Counter()
     drawn: set[tuple[object, ...]] = set()
     reports: list[tuple[float, str]] = []
 
-    @settings(
-        max_examples=examples or 2000,
-        derandomize=not examples,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
     @given(
         case=cases(),
         dtype=st.sampled_from(DTYPES),
@@ -115,14 +107,14 @@ def test_accuracy(request: pytest.FixtureRequest) -> None:
         drawn.add(key)
         pyattn.set_isa(isa)
         torch.manual_seed(seed)
-        *qkv, dout = (*case.inputs(dtype), case.gradients(dtype)[0])
-        dlse = case.gradients(dtype)[1] if with_dlse else None
+        qkv, dout, dlse = case.drawn(dtype)
+        dlse = dlse if with_dlse else None
         inputs = [laid_out(x, order, padding) for x, order in zip((*qkv, dout), orders, strict=True)]
-        options = case.options | case.tensors(dtype)
+        options = case.given(dtype)
         ours = run(
             attention, tuple(inputs[:3]), inputs[3], dlse, **options | (strided_integers(case) if strided else {})
         )
-        plain = Yardsticks(run, tuple(qkv), dout, dlse, **options)
+        plain = Yardsticks(run, qkv, dout, dlse, **options)
         doubles = tuple(x.double() for x in qkv)
         exact = run(reference.attention, doubles, dout.double(), dlse, **in_double(options))
         for name, by in plain.excesses(ours, exact).items():
@@ -131,11 +123,7 @@ def test_accuracy(request: pytest.FixtureRequest) -> None:
                 refused[dtype, name] += 1
                 reports.append((by, f"{name} {dtype} {isa} {case} seed {seed}"))
 
-    before = pyattn.isa()
-    try:
-        check()
-    finally:
-        pyattn.set_isa(before)
+    check_examples(request, 2000, check)
     shares = {
         f"{dtype} {name}": f"{refused[dtype, name]} of {n}" for (dtype, name), n in sorted(tensors.items(), key=str)
     }

@@ -1,12 +1,12 @@
 """Promise: help(), editors and type checkers show every option of a function, its default and what it means."""
 
 import inspect
-import re
 from collections.abc import Callable
 
 import pytest
 import stub
 import torch
+from assertions import refused
 
 import pyattn
 from pyattn.options import DEFAULTS, OPTIONS, Options
@@ -84,5 +84,5 @@ def filled() -> pyattn.KVCache:
 def test_every_function_refuses_the_same(
     function: str, options: dict[str, object], kind: type[Exception], message: str
 ) -> None:
-    with pytest.raises(kind, match=f"^pyattn: {re.escape(message)}"):
+    with refused(kind, message):
         ALL_BUT_PACKED[function](**options)

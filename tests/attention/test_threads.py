@@ -5,27 +5,33 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from assertions import assert_threads_change_no_bit
 from backends import Backend
-from helpers import Case, assert_equal, each_dtype, run
+from helpers import Case, each_dtype, run
 
 from pyattn import _C, attention
 
+CASES = [
+    Case(1, 1, 1, 700, 700, 32, 32),
+    Case(1, 8, 1, 300, 300, 32, 16),
+    Case(5, 6, 2, 130, 190, 33, 20, dropout_p=0.1),
+    Case(2, 4, 2, 3, 5000, 64, 64),
+    Case(1, 2, 1, 300, 400, 32, 32, window=(60, -1), sinks=True),
+    Case(2, 4, 2, 130, 190, 33, 20, causal=False, key_ranges="random", bias="bands hqk", alibi="h"),
+    Case(2, 2, 2, 130, 190, 16, 16, bias="float bhqk", softcap=2.0, sinks=True, dropout_p=0.1),
+    Case(2, 4, 2, 4, 3000, 16, 16, mask="random bqk", alibi="bh", sinks=True),
+    Case(2, 2, 2, 65, 140, 16, 16, mask="random qk", bias="bands bhqk", dropout_p=0.2),
+    Case(2, 2, 1, 50, 70, 16, 16, mask="random bq strided", bias="bands qk strided", key_ranges="random"),
+    Case(1, 6, 2, 3, 1300, 32, 16, mask="random bhqk", bias="bands bhqk", key_ranges="random"),
+]
+
 
 @each_dtype
-@pytest.mark.parametrize(
-    "case",
-    [Case(1, 1, 1, 700, 700, 32, 32), Case(1, 8, 1, 300, 300, 32, 16), Case(5, 6, 2, 130, 190, 33, 20, dropout_p=0.1)],
-    ids=str,
-)
+@pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.usefixtures("isa", "threads")
 def test_same_bits_for_any_number_of_threads(dtype: torch.dtype, case: Case) -> None:
-    qkv, (dout, dlse) = case.inputs(dtype), case.gradients(dtype)
-    torch.set_num_threads(1)
-    once = run(attention, qkv, dout, dlse, **case.options)
-    for n in (2, 3, 4, 7):
-        torch.set_num_threads(n)
-        for _ in range(3):
-            assert_equal(run(attention, qkv, dout, dlse, **case.options), once)
+    drawn, options = case.drawn(dtype), case.given(dtype)
+    assert_threads_change_no_bit(lambda: run(attention, *drawn, **options), repeats=3)
 
 
 @contextmanager
@@ -43,16 +49,11 @@ def flushing() -> Iterator[None]:
 def test_threads_flush_subnormal_numbers_as_their_caller_does(dtype: torch.dtype) -> None:
     """Half of v is subnormal, so a thread that did not flush it would give other bits, wherever its items lie."""
     case = Case(2, 4, 2, 300, 300, 32, 32)
-    (q, k, v), (dout, _) = case.inputs(dtype), case.gradients(dtype)
+    (q, k, v), dout, _ = case.drawn(dtype)
     v[..., ::2] *= torch.finfo(dtype).tiny / 16
     with flushing():
-        torch.set_num_threads(1)
-        once = run(attention, (q, k, v), dout)
-        assert (once[0][..., ::2] == 0).all()
-        for n in (2, 3, 4):
-            torch.set_num_threads(n)
-            for _ in range(5):
-                assert_equal(run(attention, (q, k, v), dout), once)
+        assert (attention(q, k, v)[..., ::2] == 0).all()
+        assert_threads_change_no_bit(lambda: run(attention, (q, k, v), dout), repeats=5)
 
 
 @pytest.mark.usefixtures("isa", "threads")
@@ -69,7 +70,7 @@ def test_threads_keep_their_own_way_with_subnormal_numbers() -> None:
 def test_same_bits_over_a_hundred_repeats(native: Backend) -> None:
     """The case is small enough to repeat and large enough for threads; its one head has its keys split."""
     case = Case(1, 1, 1, 130, 250, 32, 20)
-    qkv, (dout, dlse) = case.inputs(torch.float32), case.gradients(torch.float32)
+    qkv, dout, dlse = case.drawn(torch.float32)
     torch.set_num_threads(3)
     once = run(native.attention, qkv, dout, dlse)
     for _ in range(100):
@@ -83,7 +84,7 @@ def test_two_threads_are_used() -> None:
     On a busy machine one thread may finish a call before the other wakes, so the threads of up to 100 calls count.
     """
     torch.set_num_threads(2)
-    qkv, (dout, _) = (case := Case(1, 1, 1, 2048, 2048, 64, 64)).inputs(torch.float32), case.gradients(torch.float32)
+    qkv, dout, _ = Case(1, 1, 1, 2048, 2048, 64, 64).drawn(torch.float32)
     threads: dict[str, set[int]] = {"forward": set(), "backward": set()}
     for _ in range(100):
         _C.start_profile()

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from assertions import refused
 from cache.caches import KINDS, each_kind, snapshot, zeros
-from helpers import refused
 
 from pyattn import KVCache, attention_with_cache
 

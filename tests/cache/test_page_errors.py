@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from assertions import refused
 from cache.caches import zeros
-from helpers import refused
 from torch import Tensor
 
 from pyattn import KVCache, attention_with_cache

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from assertions import assert_close, refused
 from cache.caches import KINDS
-from helpers import assert_close, refused
 from modules.cases import (
     ARGUMENTS,
     CACHED,

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from assertions import assert_close
 from cache.caches import OPTIONS, assert_equals_the_whole, in_steps, made, zeros
-from helpers import Case, assert_close, each_dtype
+from helpers import Case, each_dtype
 from torch import Tensor
 
 from pyattn import KVCache, attention, attention_with_cache

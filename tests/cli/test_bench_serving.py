@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_close
+from assertions import assert_close
 
 from pyattn.cli import InputError, decoding, kv_caches, main, packed, rows, sentences
 from pyattn.cli.gpt import Config

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from assertions import assert_close, graph_of
 from derivatives.calls import MASKS, SCORES, leaves_of, score_tensors
 from helpers import Case, run
 from torch import Tensor
@@ -12,51 +13,45 @@ from torch.autograd import forward_ad
 
 from pyattn import attention, attention_varlen
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
 @pytest.mark.parametrize("names", [(), ("bias",), ("alibi_slopes", "sinks"), ("bias", "alibi_slopes", "sinks")])
 def test_compile_masks_and_scores(names: tuple[str, ...]) -> None:
-    torch._dynamo.reset()
     inputs = (*SCORES.inputs(torch.float64), *(score_tensors()[name] for name in names))
 
     def call(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> Tensor:
         return attention(q, k, v, **MASKS, softcap=1.5, **dict(zip(names, tensors, strict=True)))
 
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    compiled = graph_of(call)
     leaves = leaves_of(*inputs)
     assert torch.equal(compiled(*leaves), call(*leaves))
     ours, plain = (torch.autograd.grad(f(*leaves).sin().sum(), leaves) for f in (compiled, call))
-    torch.testing.assert_close(ours, plain, rtol=0, atol=1e-14)
+    assert_close(ours, plain, 1e-14)
     some = (*inputs[:-1], inputs[-1].requires_grad_())
     ours, plain = (torch.autograd.grad(f(*some).sin().sum(), some[-1]) for f in (compiled, call))
-    torch.testing.assert_close(ours, plain, rtol=0, atol=1e-14)
+    assert_close(ours, plain, 1e-14)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile(dynamic: bool) -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda q, k, v: attention(q, k, v, return_lse=True), fullgraph=True, backend="aot_eager", dynamic=dynamic
-    )
+    compiled = graph_of(partial(attention, return_lse=True), dynamic=dynamic)
     for seqlen in (8, 13):
         case = Case(2, 4, 2, seqlen, seqlen + 2, 8, 6)
-        qkv, (dout, dlse) = case.inputs(torch.float32), case.gradients(torch.float32)
+        qkv, dout, dlse = case.drawn(torch.float32)
         ours = run(lambda q, k, v, return_lse: compiled(q, k, v), qkv, dout, dlse)
         for x, y in zip(ours, run(attention, qkv, dout, dlse), strict=True):
             assert torch.equal(x, y)
             assert x.stride() == y.stride()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compile_one_tensor_as_several_arguments() -> None:
-    torch._dynamo.reset()
     slopes = torch.rand(2)
     both = partial(attention, *torch.randn(3, 1, 2, 7, 8), alibi_slopes=slopes, sinks=slopes)
-    assert torch.equal(torch.compile(both, fullgraph=True, backend="aot_eager")(), both())
+    assert torch.equal(graph_of(both)(), both())
     x, y = leaves_of(*torch.randn(2, 1, 2, 7, 8))
     for function in (lambda x, y: attention(x, x, x), lambda x, y: attention(x, y, y), lambda x, y: attention(y, x, y)):
-        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        compiled = graph_of(function)
         assert torch.equal(compiled(x, y), function(x, y))
         expected = torch.func.grad(lambda x, function=function: function(x, y.detach()).sin().sum())(x.detach())
         grad = torch.autograd.grad(compiled(x, y.detach()).sin().sum(), x)[0]
@@ -73,7 +68,6 @@ def every_option(
     return attention(q, k, v, **OPTIONS, **more, return_lse=True)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_one_graph_for_all_lengths() -> None:
     """The default backend, every option: ten lengths compile once, and 0, which torch specializes on, once more."""
     torch._dynamo.reset()
@@ -95,13 +89,11 @@ def test_one_graph_for_all_lengths() -> None:
     check(0)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_packed_sequences_compile_once() -> None:
     def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
         return attention_varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest, softcap=2.0)
 
-    torch._dynamo.reset()
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = graph_of(call, dynamic=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for lengths in ([3, 2, 4], [1, 1, 2], [7, 0, 5]):
             cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
@@ -123,19 +115,16 @@ def mapped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.vmap(lambda *x: attention(*(t[None] for t in x)))(q, k, v)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("function", [first, second, mapped])
 def test_transforms_in_compiled_functions(function: Any) -> None:
     """They run outside of graphs, rather than with derivatives that a graph does not have."""
     torch._dynamo.reset()
     inputs = Case(2, 4, 2, 5, 6, 3, 3).inputs(torch.float64)
     torch.testing.assert_close(torch.compile(function, backend="aot_eager")(*inputs), function(*inputs))
-    torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
-        torch.compile(function, backend="aot_eager", fullgraph=True)(*inputs)
+        graph_of(function)(*inputs)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_second_derivatives_raise() -> None:
     """torch itself has no double backward of compiled functions, and a dual tensor meets the raw operator."""
     torch._dynamo.reset()

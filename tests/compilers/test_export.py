@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from assertions import assert_close
 from torch import Tensor, nn
 
 from pyattn import attention
@@ -45,7 +46,7 @@ def test_export(strict: bool, tmp_path: Path) -> None:
     lowered = program.run_decompositions()
     assert torch.ops.pyattn.attention_forward.default in {node.target for node in lowered.graph.nodes}
     for known in (program, torch.export.load(path), lowered):
-        torch.testing.assert_close(known.module()(*tensors), layer(*tensors), rtol=0, atol=0)
+        assert_close(known.module()(*tensors), layer(*tensors), 0)
 
 
 AFRESH = """
@@ -53,7 +54,7 @@ import sys
 import torch
 import pyattn
 inputs, expected = torch.load(sys.argv[2])
-torch.testing.assert_close(torch._inductor.aoti_load_package(sys.argv[1])(*inputs), expected, rtol=0, atol=0)
+assert_close(torch._inductor.aoti_load_package(sys.argv[1])(*inputs), expected, 0)
 """
 
 

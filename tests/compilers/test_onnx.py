@@ -84,9 +84,7 @@ SIZES = ((2, 3, 6), (3, 7, 4), (1, 1, 9), (2, 9, 2))
 """Batch, queries and keys: the first when exporting; more queries than keys leave some without any."""
 
 DIMENSIONS: dict[str, dict[int, Any]] = {
-    "q": {0: DYNAMIC, 2: DYNAMIC},
-    "k": {0: DYNAMIC, 2: DYNAMIC},
-    "v": {0: DYNAMIC, 2: DYNAMIC},
+    **{name: {0: DYNAMIC, 2: DYNAMIC} for name in "qkv"},
     "q_offset": {0: DYNAMIC},
     "key_ranges": {0: DYNAMIC, 1: DYNAMIC},
     "mask": {0: DYNAMIC, 3: DYNAMIC},

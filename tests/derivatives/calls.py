@@ -5,7 +5,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+from assertions import assert_close, finite
 from helpers import Case
 from torch import Tensor
 from yardstick import learned
@@ -43,7 +45,7 @@ class Call:
     def __init__(self, features: dict[str, Any], dtype: torch.dtype = torch.float64) -> None:
         sizes: dict[str, Any] = {"batch": 2, "num_heads_q": 2, "num_heads_kv": 2, "seqlen_q": 5, "seqlen_k": 6}
         case = Case(**sizes | {"head_dim": 3, "head_dim_v": 2, "q_offset": 2} | features)
-        self._options = case.options | case.tensors(dtype)
+        self._options = case.given(dtype)
         self._names = learned(self._options)
         bias = self._options.get("bias")
         self._hidden = None if bias is None else bias == -math.inf
@@ -56,8 +58,7 @@ class Call:
         options = self._options | dict(zip(self._names, more, strict=True))
         if self._hidden is not None:
             options["bias"] = options["bias"].masked_fill(self._hidden, -math.inf)
-        out, lse = function(q, k, v, return_lse=True, **options)
-        return out, lse.masked_fill(lse == -math.inf, 0.0)  # there are no differences of -inf to take
+        return finite(*function(q, k, v, return_lse=True, **options))
 
     ours, reference = staticmethod(attention), staticmethod(reference.attention)
 
@@ -76,10 +77,17 @@ class PackedCall:
         lengths = torch.tensor([0, 2, 2, 3, 6]), torch.tensor([0, 3, 4, 4, 8]), 3, 4
         options: dict[str, Any] = {"seqused_k": torch.tensor([2, 1, 0, 4]), "q_offset": torch.tensor([0, 1, 0, 2])}
         options |= {"window": (2, -1), "softcap": 1.3, "dropout_p": 0.2, "dropout_seed": 3}
-        out, lse = function(q, k, v, *lengths, alibi_slopes=slopes, sinks=sinks, return_lse=True, **options)
-        return out, lse.masked_fill(lse == -math.inf, 0.0)
+        return finite(*function(q, k, v, *lengths, alibi_slopes=slopes, sinks=sinks, return_lse=True, **options))
 
     ours, reference = staticmethod(attention_varlen), staticmethod(reference.attention_varlen)
+
+
+each_call = pytest.mark.parametrize("make", [lambda: Call(ALL), PackedCall], ids=["dense", "packed"])
+
+
+def assert_as_reference(compute: Callable[..., Any], call: Any = Call, atol: float = 1e-11) -> None:
+    """``compute(function)`` is the same of the call's function and of the formula."""
+    assert_close(compute(call.ours), compute(call.reference), atol)
 
 
 def loss(call: Any, function: Callable[..., Any]) -> Callable[..., Tensor]:

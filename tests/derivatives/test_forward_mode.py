@@ -1,11 +1,13 @@
 """Promise: forward-mode derivatives are right, of every tensor that has derivatives."""
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from derivatives.calls import ALL, FEATURES, PAIRS, Call, PackedCall, loss
+from assertions import assert_close
+from derivatives.calls import ALL, FEATURES, PAIRS, Call, assert_as_reference, each_call, loss
 from helpers import Case
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck
@@ -27,32 +29,24 @@ def test_tangents_are_differences(a: str, b: str) -> None:
         )
 
 
-@pytest.mark.parametrize("make", [lambda: Call(ALL), PackedCall], ids=["dense", "packed"])
+@each_call
 def test_jvp_of_each_tensor(make: Any) -> None:
     """Tangents of all tensors, and of one alone."""
     call = make()
-    results: list[list[Any]] = [[], []]
-    for function, found in zip((call.ours, call.reference), results, strict=True):
-        moved = tuple(x.sin() for x in call.inputs)
-        found.append(torch.func.jvp(lambda *x, f=function: call(f, *x), call.inputs, moved))
+
+    def moved(function: Any) -> Any:
+        yield torch.func.jvp(lambda *x: call(function, *x), call.inputs, tuple(x.sin() for x in call.inputs))
         for i, x in enumerate(call.inputs):
-            rest = list(call.inputs)
+            before, after = call.inputs[:i], call.inputs[i + 1 :]
+            yield torch.func.jvp(partial(lambda b, a, x: call(function, *b, x, *a), before, after), (x,), (x.cos(),))
 
-            def of_one(x: Tensor, i: int = i, rest: list[Tensor] = rest, function: Any = function) -> Any:
-                return call(function, *rest[:i], x, *rest[i + 1 :])
-
-            found.append(torch.func.jvp(of_one, (x,), (x.cos(),)))
-    torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+    assert_as_reference(lambda function: list(moved(function)), call, 1e-12)
 
 
-@pytest.mark.parametrize("make", [lambda: Call(ALL), PackedCall], ids=["dense", "packed"])
+@each_call
 def test_jacfwd(make: Any) -> None:
     call = make()
-    ours, truth = (
-        torch.func.jacfwd(lambda *x, f=function: call(f, *x), (0, 1, 4))(*call.inputs)
-        for function in (call.ours, call.reference)
-    )
-    torch.testing.assert_close(ours, truth, rtol=0, atol=1e-12)
+    assert_as_reference(lambda f: torch.func.jacfwd(partial(call, f), (0, 1, 4))(*call.inputs), call, 1e-12)
 
 
 def test_vmap_of_jvp() -> None:
@@ -66,21 +60,22 @@ def test_vmap_of_jvp() -> None:
     mapped = torch.vmap(lambda *x: moved(attention, *x))(*stacks)
     for i, inputs in enumerate(zip(*stacks, strict=True)):
         truth = moved(reference.attention, *inputs)
-        torch.testing.assert_close(tuple(x[i] for x in mapped), truth, rtol=0, atol=1e-12)
+        assert_close(tuple(x[i] for x in mapped), truth)
 
 
-@pytest.mark.parametrize("make", [lambda: Call(ALL), PackedCall], ids=["dense", "packed"])
+@each_call
 def test_forward_ad_and_forward_over_reverse(make: Any) -> None:
     """Dual tensors of torch.autograd.forward_ad, through the call and through its backward."""
     call = make()
-    results = []
-    for function in (call.ours, call.reference):
+
+    def tangents_of(function: Any) -> list[Tensor]:
         with forward_ad.dual_level():
             duals = [forward_ad.make_dual(x, x.detach().sin()) for x in call.leaves]
             out, lse = call(function, *duals)
             gradients = torch.autograd.grad(out.sin().sum() + lse.cos().sum(), duals)
-            results.append([forward_ad.unpack_dual(x).tangent for x in (out, lse, *gradients)])
-    torch.testing.assert_close(*results, rtol=0, atol=1e-11)
+            return [forward_ad.unpack_dual(x).tangent for x in (out, lse, *gradients)]
+
+    assert_as_reference(tangents_of, call)
 
 
 def test_a_tangent_of_no_tensor_costs_nothing() -> None:
@@ -118,7 +113,7 @@ def test_under_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         out, tangent = torch.func.jvp(attention, inputs, moved)
     halves = (tuple(x.bfloat16() for x in tensors) for tensors in (inputs, moved))
-    torch.testing.assert_close((out, tangent), torch.func.jvp(attention, *halves), rtol=0, atol=0)
+    assert_close((out, tangent), torch.func.jvp(attention, *halves), 0)
 
 
 def test_what_is_not_seen_does_not_matter() -> None:
@@ -128,7 +123,7 @@ def test_what_is_not_seen_does_not_matter() -> None:
         primals, moved = (torch.randn(3, 2, 2, 6, 3).double() for _ in range(2))
         primals[1:, :, :, 4:] = moved[1:, :, :, 4:] = value
         results.append(torch.func.jvp(lambda *x: attention(*x, q_offset=-2), tuple(primals), tuple(moved)))
-    torch.testing.assert_close(*results, rtol=0, atol=0)
+    assert_close(*results, 0)
 
 
 @pytest.mark.parametrize("moved", [True, False])
@@ -142,16 +137,12 @@ def test_nan_that_is_seen_arrives(moved: bool) -> None:
 def test_gradient_of_a_tangent() -> None:
     """Reverse over forward: a loss on a directional derivative."""
     call = Call(ALL)
-    every = tuple(range(len(call.inputs)))
 
     def slope(function: Any, *inputs: Tensor) -> Tensor:
         return torch.func.jvp(loss(call, function), inputs, tuple(x.sin() for x in inputs))[1]
 
-    ours, truth = (
-        torch.func.grad(lambda *x, f=function: slope(f, *x), every)(*call.inputs)
-        for function in (attention, reference.attention)
-    )
-    torch.testing.assert_close(ours, truth, rtol=0, atol=1e-11)
+    every = tuple(range(len(call.inputs)))
+    assert_as_reference(lambda function: torch.func.grad(partial(slope, function), every)(*call.inputs))
 
 
 def test_weights() -> None:
@@ -160,4 +151,4 @@ def test_weights() -> None:
         torch.func.jvp(lambda q, f=function: f(q), (q,), (moved,))
         for function in (lambda q: attention_weights(q, k) @ v, lambda q: attention(q, k, v))
     ]
-    torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+    assert_close(*results)

@@ -1,11 +1,13 @@
 """Promise: second derivatives are right, take linear memory, and third ones raise."""
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from derivatives.calls import ALL, FEATURES, PAIRS, Call, PackedCall, loss
+from assertions import assert_close
+from derivatives.calls import ALL, FEATURES, PAIRS, Call, PackedCall, assert_as_reference, each_call, loss
 from helpers import Case, memory_needed
 from torch import Tensor
 from torch.autograd import gradgradcheck
@@ -65,17 +67,14 @@ def test_second_derivatives_of_packed_sequences() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script")
-@pytest.mark.parametrize("make", [lambda: Call(ALL), PackedCall], ids=["dense", "packed"])
+@each_call
 @pytest.mark.parametrize("outer", ["jacfwd", "jacrev"])
 @pytest.mark.parametrize("inner", ["jacfwd", "jacrev"])
 def test_hessians(make: Any, outer: str, inner: str) -> None:
     call = make()
     every = tuple(range(len(call.inputs)))
-    ours, truth = (
-        getattr(torch.func, outer)(getattr(torch.func, inner)(loss(call, function), every), every)(*call.inputs)
-        for function in (call.ours, call.reference)
-    )
-    torch.testing.assert_close(ours, truth, rtol=0, atol=1e-11)
+    of, then = getattr(torch.func, outer), getattr(torch.func, inner)
+    assert_as_reference(lambda function: of(then(loss(call, function), every), every)(*call.inputs), call)
 
 
 def test_grad_of_grad_and_vmap() -> None:
@@ -90,27 +89,28 @@ def test_grad_of_grad_and_vmap() -> None:
     truth = torch.func.grad(lambda *x: penalty(reference.attention, *x), (0, 1, 2, 3))
     mapped = torch.vmap(grad)(*stacks)
     for i, inputs in enumerate(zip(*stacks, strict=True)):
-        torch.testing.assert_close(tuple(x[i] for x in mapped), truth(*inputs), rtol=0, atol=1e-11)
+        assert_close(tuple(x[i] for x in mapped), truth(*inputs), 1e-11)
 
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "q v"])
 def test_some_gradients_of_some_tensors(wanted: str) -> None:
-    results = []
-    for function in (attention, reference.attention):
+
+    def second(function: Any) -> Any:
         inputs = dict(zip("qkv", Call({}).inputs, strict=True))
         torch.manual_seed(1)
         leaves = {name: torch.randn_like(x).requires_grad_(name in wanted.split()) for name, x in inputs.items()}
         some = [leaves[name] for name in wanted.split()]
         gradients = torch.autograd.grad(function(**leaves).sin().sum(), some, create_graph=True)
-        results.append(torch.autograd.grad(gradients[-1].sin().sum(), some[0]))
-    torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+        return torch.autograd.grad(gradients[-1].sin().sum(), some[0])
+
+    assert_as_reference(second, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_accuracy(dtype: torch.dtype) -> None:
     """A product with the Hessian errs by no more than twice what plain PyTorch's errs by."""
     case = Case(1, 4, 2, 60, 70, 16, 16, softcap=5.0, dropout_p=0.1)
-    qkv, (dout, _) = case.inputs(dtype), case.gradients(dtype)
+    qkv, dout, _ = case.drawn(dtype)
     directions = [torch.randn(x.shape).to(dtype) for x in qkv]
 
     def product(function: Any, wide: torch.dtype) -> tuple[Tensor, ...]:
@@ -135,7 +135,7 @@ def test_what_is_not_seen_does_not_matter() -> None:
         leaves = tuple(x.requires_grad_() for x in (q, k, v, dout))
         gradients = torch.autograd.grad(attention(*leaves[:3], q_offset=-2), leaves[:3], leaves[3], create_graph=True)
         results.append(torch.autograd.grad([x[..., 2:4, :].sin().sum() for x in gradients], leaves))
-    torch.testing.assert_close(*results, rtol=0, atol=0)
+    assert_close(*results, 0)
     assert all(x.isfinite().all() for x in results[1])
 
 
@@ -205,15 +205,13 @@ def test_autograd_functional() -> None:
     """torch.autograd.functional, whose jvp is a double backward; its hvp is a triple one, and raises."""
     call, functional = Call({}), torch.autograd.functional
     moved = tuple(x.sin() for x in call.inputs)
-    ours, truth = (
-        (
-            functional.jvp(lambda *x, f=function: call(f, *x), call.inputs, moved),
+    assert_as_reference(
+        lambda function: (
+            functional.jvp(partial(call, function), call.inputs, moved),
             functional.vhp(loss(call, function), call.inputs, moved),
             functional.hessian(loss(call, function), call.inputs),
         )
-        for function in (attention, reference.attention)
     )
-    torch.testing.assert_close(ours, truth, rtol=0, atol=1e-11)
     with pytest.raises(NotImplementedError, match=THIRD):
         functional.hvp(loss(call, attention), call.inputs, moved)
 

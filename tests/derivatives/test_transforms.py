@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from assertions import assert_close
 from derivatives.calls import FEATURES, Call
 from torch import Tensor
 from torch.nn.functional import pad
@@ -236,7 +237,7 @@ def test_one_input_of_many(which: int) -> None:
         ]
 
     found = results(dense(pyattn.attention), mapped)
-    torch.testing.assert_close(found, results(dense(reference.attention), one_by_one), rtol=0, atol=1e-10)
+    assert_close(found, results(dense(reference.attention), one_by_one), 1e-10)
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -248,4 +249,4 @@ def test_tangents_of_vmap_with_each_feature(name: str) -> None:
         return flat(moved)(*call.inputs), flat(TRANSFORMS["grad"][1](flat(moved)))(*call.inputs)
 
     truth = results(reference.attention, one_by_one)
-    torch.testing.assert_close(results(pyattn.attention, mapped), truth, rtol=0, atol=1e-11)
+    assert_close(results(pyattn.attention, mapped), truth, 1e-11)

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from assertions import assert_close
 from derivatives.calls import MASKS, SCORES, score_tensors
 from helpers import Case
 from torch import Tensor
@@ -33,8 +34,8 @@ def test_vmap(in_dims: tuple[int | None, ...]) -> None:
     out, lse = torch.vmap(partial(attention, return_lse=True), in_dims)(*stacks)
     grads = torch.vmap(grad, in_dims)(*stacks)
     for i in range(3):
-        torch.testing.assert_close((out[i], lse[i]), attention(*slices(i), return_lse=True), rtol=0, atol=1e-12)
-        torch.testing.assert_close(tuple(g[i] for g in grads), grad(*slices(i)), rtol=0, atol=1e-12)
+        assert_close((out[i], lse[i]), attention(*slices(i), return_lse=True))
+        assert_close(tuple(g[i] for g in grads), grad(*slices(i)))
 
 
 @pytest.mark.parametrize("mapped", ["", "q", "bias", "alibi_slopes", "sinks", "key_ranges", "q bias alibi_slopes"])
@@ -78,8 +79,8 @@ def test_vmap_over_masks_and_scores(mapped: str, size: int, full: bool) -> None:
     assert all(x.shape == (size, *inputs[name].shape) for name, x in found.items())
     for i in range(size):
         one = {name: x if dims[name] is None else x.select(dims[name], i) for name, x in stacks.items()}
-        torch.testing.assert_close((out[i], lse[i]), call(**one), rtol=0, atol=1e-12)
-        torch.testing.assert_close({name: x[i] for name, x in found.items()}, grads(one), rtol=0, atol=1e-12)
+        assert_close((out[i], lse[i]), call(**one))
+        assert_close({name: x[i] for name, x in found.items()}, grads(one))
 
 
 def test_per_sample_offsets_under_vmap() -> None:
@@ -87,7 +88,7 @@ def test_per_sample_offsets_under_vmap() -> None:
     offsets = torch.tensor([[0, 1], [-2, 3]])
     out = torch.vmap(lambda q, k, v, o: attention(q, k, v, q_offset=o))(q, k, v, offsets)
     for i in range(2):
-        torch.testing.assert_close(out[i], attention(q[i], k[i], v[i], q_offset=offsets[i]), rtol=0, atol=1e-12)
+        assert_close(out[i], attention(q[i], k[i], v[i], q_offset=offsets[i]))
 
 
 @pytest.mark.parametrize(
@@ -110,4 +111,4 @@ def test_gradients_of_scores_fold_into_heads(bias: Tensor | None) -> None:
     assert max(calls["pyattn::attention_forward"], calls["pyattn::attention_backward"]) <= 2
     for i in range(3):
         one = grad(q[i], k[i], v[i], slopes, sinks[i])
-        torch.testing.assert_close(tuple(x[i] for x in found), one, rtol=0, atol=1e-12)
+        assert_close(tuple(x[i] for x in found), one)

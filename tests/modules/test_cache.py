@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import refused
+from assertions import refused
 from modules.cases import (
     CONTEXT_LENGTH,
     D_IN,

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import assert_close
+from assertions import assert_close
 from modules.cases import (
     ARGUMENTS,
     D_IN,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_close
+from assertions import assert_close
 from modules.cases import (
     CONTEXT_LENGTH,
     D_IN,

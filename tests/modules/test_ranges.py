@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_close, refused
+from assertions import assert_close, refused
 from modules.cases import (
     CACHED,
     D_IN,

@@ -1,13 +1,13 @@
 """Packed sequences, what they give one by one, and padded batches that mean the same."""
 
+import functools
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from backends import Backend
-from helpers import Case
+from helpers import Case, Truth
 from torch import Tensor
 
 from pyattn import attention_varlen
@@ -15,7 +15,7 @@ from pyattn import attention_varlen
 Inputs = tuple[Tensor, Tensor, Tensor]
 
 
-def starts(lengths: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+def starts(lengths: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(dtype)
 
 
@@ -23,7 +23,7 @@ class Packed:
     """Random packed sequences, and tokens behind them that belong to none."""
 
     def __init__(
-        self, queries: list[int], keys: list[int] | None = None, heads: tuple[int, int] = (8, 8), rest: int = 0
+        self, queries: Sequence[int], keys: Sequence[int] | None = None, heads: tuple[int, int] = (8, 8), rest: int = 0
     ) -> None:
         self.queries, self.keys = queries, queries if keys is None else keys
         self.heads, self.rest = heads, rest
@@ -71,22 +71,24 @@ def results(call: Callable[..., Any], qkv: Inputs, dout: Tensor, dlse: Tensor, *
     return out.detach(), lse.detach(), *grads
 
 
+def gradients_of(qkv: Inputs) -> tuple[Tensor, Tensor]:
+    """dout and dlse, the same for the same shapes."""
+    torch.manual_seed(1)
+    q, _, v = qkv
+    dlse = torch.randn(q.shape[1], len(q), dtype=torch.promote_types(q.dtype, torch.float32))
+    return torch.randn(*q.shape[:2], v.shape[2]).to(q.dtype), dlse
+
+
 def results_of(
     packed: Packed, qkv: Inputs, attend: Callable[..., Any] = attention_varlen, **options: Any
 ) -> tuple[Tensor, ...]:
-    torch.manual_seed(1)
-    call = partial(attend, **options)
-    dout = torch.randn(*qkv[0].shape[:2], qkv[2].shape[2]).to(qkv[0].dtype)
-    dlse = torch.randn(qkv[0].shape[1], len(qkv[0]), dtype=torch.promote_types(qkv[0].dtype, torch.float32))
-    return results(lambda q, k, v, **named: call(q, k, v, *packed.packing, **named), qkv, dout, dlse)
+    call = functools.partial(attend, **options)
+    return results(lambda q, k, v, **named: call(q, k, v, *packed.packing, **named), qkv, *gradients_of(qkv))
 
 
 def one_by_one(packed: Packed, qkv: Inputs, attend: Callable[..., Any], **options: Any) -> tuple[Tensor, ...]:
     """The same by :func:`attention`, a call for each sequence."""
-    q, k, v = qkv
-    torch.manual_seed(1)
-    dout = torch.randn(*q.shape[:2], v.shape[2]).to(q.dtype)
-    dlse = torch.randn(q.shape[1], len(q), dtype=torch.promote_types(q.dtype, torch.float32))
+    (q, k, v), (dout, dlse) = qkv, gradients_of(qkv)
     out, lse = torch.zeros_like(dout), torch.full_like(dlse, -math.inf)
     grads = [torch.zeros_like(x) for x in qkv]
     for b, (i, j) in enumerate(packed.spans):
@@ -100,7 +102,7 @@ def one_by_one(packed: Packed, qkv: Inputs, attend: Callable[..., Any], **option
         if (used := own.pop("seqused_k", None)) is not None:
             j = slice(j.start, j.start + int(used[b]))
         each = tuple(x[None, s].transpose(1, 2) for x, s in ((q, i), (k, j), (v, j)))
-        one = results(partial(attend, **own), each, dout[None, i].transpose(1, 2), dlse[None, :, i])
+        one = results(functools.partial(attend, **own), each, dout[None, i].transpose(1, 2), dlse[None, :, i])
         out[i], lse[:, i] = one[0][0].transpose(0, 1), one[1][0]
         for grad, s, x in zip(grads, (i, j, j), one[2:], strict=True):
             grad[s] = x[0].transpose(0, 1)
@@ -114,7 +116,7 @@ GROUPED = Packed([5, 33, 1, 2, 100, 64], [5, 20, 1200, 40, 100, 90], heads=(24, 
 class Unpadded:
     """:func:`attention_varlen` in place of a padded batch whose queries of padding see nothing."""
 
-    def __init__(self, case: Case, queries: list[int], keys: list[int]) -> None:
+    def __init__(self, case: Case, queries: Sequence[int], keys: Sequence[int]) -> None:
         self.packed = Packed(queries, keys, (case.num_heads_q, case.num_heads_kv))
         self.is_query = torch.arange(case.seqlen_q) < torch.tensor(queries)[:, None]
         self.is_key = torch.arange(case.seqlen_k) < torch.tensor(keys)[:, None]
@@ -124,6 +126,14 @@ class Unpadded:
             ranges = case.options["key_ranges"].clamp(max=lengths[..., None])
         self.ranges = ranges * self.is_query[..., None]
         self.offset = torch.tensor(keys) - torch.tensor(queries)
+        self.case = case
+
+    def truth(self, dtype: torch.dtype) -> Truth:
+        """Of the padded batch; nothing comes from lse of padding."""
+        qkv, dout, dlse = self.case.drawn(dtype)
+        q_offset = self.offset if self.case.q_offset is None else self.case.q_offset
+        options = self.case.given(dtype) | {"q_offset": q_offset, "key_ranges": self.ranges}
+        return Truth((qkv, dout, dlse.masked_fill(~self.is_query[:, None], 0.0)), options)
 
     def attend(
         self, call: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, **options: Any
@@ -138,3 +148,12 @@ class Unpadded:
         padded = nothing.expand(*self.is_query.shape, q.shape[1]).masked_scatter(self.is_query[..., None], lse.mT)
         wide = out.new_zeros(*self.is_query.shape, *out.shape[1:]).masked_scatter(self.is_query[..., None, None], out)
         return wide.transpose(1, 2), padded.transpose(1, 2)
+
+
+@functools.cache
+def truth_of_padded(
+    case: Case, queries: tuple[int, ...], keys: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Unpadded, Truth]:
+    """Made once for all backends of a device."""
+    unpadded = Unpadded(case, queries, keys)
+    return unpadded, unpadded.truth(dtype)

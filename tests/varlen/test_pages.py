@@ -1,18 +1,20 @@
 """Promise: packed sequences whose keys lie in pages get what they get of keys one behind the other."""
 
+import functools
 import math
-import re
 from functools import partial
 from typing import Any
 
 import case_options
 import pytest
 import torch
+from assertions import assert_close, graph_of
 from helpers import assert_equal, each_dtype
 from torch import Tensor
 from torch.autograd import gradcheck
 from torch.utils.flop_counter import FlopCounterMode
-from varlen.cases import GROUPED, MIXED, Packed
+from varlen.cases import GROUPED, MIXED, Packed, gradients_of, results
+from yardstick import in_double
 
 from pyattn import attention_varlen, reference
 from pyattn.options import Options
@@ -93,9 +95,9 @@ def test_keys_or_values_alone_in_one_piece(apart: int) -> None:
     assert_equal(ours, attention_varlen(q, *kv, *packed.packing, return_lse=True))
 
 
-@pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("name", ["q_offset", "key_ranges", "alibi_slopes", "sinks", "seqused_k"])
-def test_options_of_each_sequence(name: str) -> None:
+@functools.cache
+def option_of_each_sequence(name: str) -> tuple[Any, ...]:
+    """Inputs, the same in pages, their table, the option and the exact results: once for all instruction sets."""
     count, heads = len(GROUPED.queries), GROUPED.heads[0]
     options = {
         "q_offset": torch.randint(-9, 50, (count,)),
@@ -104,23 +106,25 @@ def test_options_of_each_sequence(name: str) -> None:
         "sinks": torch.randn(heads),
         "seqused_k": torch.tensor([n * 2 // 3 for n in GROUPED.keys], dtype=torch.int32),
     }
-    q, k, v = GROUPED.inputs(torch.float32)
-    paged = Paged(GROUPED, 48)
-    call = partial(attention_varlen, return_lse=True, **{name: options[name]})
-    ours = call(q, paged.of(k), paged.of(v), *GROUPED.packing, block_table=paged.table)
-    assert_equal(ours, call(q, k, v, *GROUPED.packing))
-    wide = (t.double() for t in (q, paged.of(k), paged.of(v)))
-    known = {n: t.double() if t.is_floating_point() else t for n, t in ((name, options[name]),)}
-    exact, lse = reference.attention_varlen(*wide, *GROUPED.packing, block_table=paged.table, return_lse=True, **known)
-    torch.testing.assert_close(ours, (exact.float(), lse.float()), rtol=1e-5, atol=1e-5)
+    (q, k, v), paged = GROUPED.inputs(torch.float32), Paged(GROUPED, 48)
+    paged_inputs, own = (q, paged.of(k), paged.of(v), *GROUPED.packing), {name: options[name]}
+    exact = reference.attention_varlen(
+        *(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in paged_inputs),
+        **in_double(own),
+        block_table=paged.table,
+        return_lse=True,
+    )
+    return (q, k, v), paged_inputs, paged.table, own, tuple(x.float() for x in exact)
 
 
-def gradients(
-    call: Any, leaves: tuple[Tensor, ...], dout: Tensor, dlse: Tensor
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
-    own = [t.detach().requires_grad_() for t in leaves]
-    out, lse = call(*own)
-    return (out.detach(), lse.detach()), torch.autograd.grad((out, lse), own, (dout, dlse))
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("name", ["q_offset", "key_ranges", "alibi_slopes", "sinks", "seqused_k"])
+def test_options_of_each_sequence(name: str) -> None:
+    qkv, paged_inputs, table, option, exact = option_of_each_sequence(name)
+    call = partial(attention_varlen, return_lse=True, **option)
+    ours = call(*paged_inputs, block_table=table)
+    assert_equal(ours, call(*qkv, *GROUPED.packing))
+    torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("isa")
@@ -130,20 +134,18 @@ def test_gradients(options: dict[str, Any], dtype: torch.dtype) -> None:
     """Gradients of pages have the pages' own shape, and are 0 where no key lies."""
     q, k, v = GROUPED.inputs(dtype)
     slopes, paged = torch.rand(24).to(dtype), Paged(GROUPED, 48)
-    dout = torch.randn(*q.shape[:2], 20).to(dtype)
-    dlse = torch.randn(24, len(q), dtype=torch.promote_types(dtype, torch.float32))
+    gradients = gradients_of((q, k, v))
 
-    def call(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, **named: Any) -> Any:
-        return attention_varlen(q, k, v, *GROUPED.packing, alibi_slopes=slopes, return_lse=True, **options, **named)
+    def call(q: Tensor, k: Tensor, v: Tensor, **named: Any) -> Any:
+        return attention_varlen(q, k, v, *GROUPED.packing, **options, **named)
 
-    expected, (dq, dk, dv, dslopes) = gradients(call, (q, k, v, slopes), dout, dlse)
+    expected = results(call, (q, k, v), *gradients, alibi_slopes=slopes)
     for table in (paged.table, paged.table.mT.contiguous().mT, case_options.strided(paged.table.int())):
         with_pages = partial(call, block_table=table)
-        ours, mine = gradients(with_pages, (q, paged.of(k), paged.of(v), slopes), dout, dlse)
-        assert_equal(ours, expected)
-        assert_equal((mine[0], mine[3]), (dq, dslopes))
-        for grad, whole in ((mine[1], dk), (mine[2], dv)):
-            assert_equal((paged.back(grad, whole),), (whole,))
+        ours = results(with_pages, (q, paged.of(k), paged.of(v)), *gradients, alibi_slopes=slopes)
+        assert_equal((*ours[:3], ours[5]), (*expected[:3], expected[5]))
+        for grad, whole in zip(ours[3:5], expected[3:5], strict=True):
+            assert torch.equal(paged.back(grad, whole), whole)
             kept = paged.of(torch.ones_like(whole)).nan_to_num(0.0)
             assert (grad[kept == 0] == 0).all()
 
@@ -156,21 +158,22 @@ def test_gradients_of_shared_pages_add_up() -> None:
     pages = torch.randn(5, 16, 2, 8).double(), torch.randn(5, 16, 2, 6).double()
     dout, dlse = torch.randn(14, 4, 6).double(), torch.randn(4, 14).double()
 
-    def call(q: Tensor, k: Tensor, v: Tensor, packed: Packed, table: Tensor) -> Any:
-        return attention_varlen(q, k, v, *packed.packing, block_table=table, return_lse=True)
+    def call(packed: Packed, table: Tensor) -> Any:
+        return lambda *qkv, return_lse=True: attention_varlen(
+            *qkv, *packed.packing, block_table=table, return_lse=return_lse
+        )
 
-    total = gradients(partial(call, packed=packed, table=table), (q, *pages), dout, dlse)[1]
+    total = results(call(packed, table), (q, *pages), dout, dlse)[2:]
     parts = [torch.zeros_like(t) for t in pages]
     for b, (i, _) in enumerate(packed.spans):
         alone = Packed([packed.queries[b]], [packed.keys[b]], (4, 2))
-        one = partial(call, packed=alone, table=table[b : b + 1])
-        own = gradients(one, (q[i], *pages), dout[i], dlse[:, i])[1]
-        torch.testing.assert_close(total[0][i], own[0], rtol=0, atol=1e-14)
+        own = results(call(alone, table[b : b + 1]), (q[i], *pages), dout[i], dlse[:, i])[2:]
+        assert_close(total[0][i], own[0], 1e-14)
         parts = [x + y for x, y in zip(parts, own[1:], strict=True)]
-    torch.testing.assert_close(total[1:], tuple(parts), rtol=0, atol=1e-14)
+    assert_close(total[1:], tuple(parts), 1e-14)
     small = (q[..., :2], *(t[..., :2] for t in pages))
     leaves = [t.detach().requires_grad_() for t in small]
-    assert gradcheck(partial(call, packed=packed, table=table), leaves)
+    assert gradcheck(call(packed, table), leaves)
 
 
 def test_any_strides() -> None:
@@ -197,8 +200,7 @@ def test_compiled_vmapped_and_counted() -> None:
         return out
 
     expected = call(q, keys, values)
-    torch._dynamo.reset()
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    compiled = graph_of(call)
     assert torch.equal(compiled(q, keys, values), expected)
     leaves = [t.clone().requires_grad_() for t in (q, keys, values)]
     both = [torch.autograd.grad(f(*leaves).sin().sum(), leaves) for f in (compiled, call)]
@@ -222,56 +224,3 @@ def test_opcheck(more: bool) -> None:
     options = Options(window=(2, 1), softcap=1.5, sinks=torch.randn(4).bfloat16()) if more else Options()
     used = torch.tensor([4, 1, 30]) if more else None
     torch.library.opcheck(forward, (q, paged.of(k), paged.of(v), paged.table, *packed.packing, used, *options))
-
-
-def inputs(**changes: Any) -> dict[str, Any]:
-    packed = Packed([2, 3], [20, 33], (4, 2))
-    q, k, v = packed.inputs(torch.float32, 8, 6)
-    paged = Paged(packed, 16)
-    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    made = dict(zip(names, (q, paged.of(k), paged.of(v), *packed.packing), strict=True))
-    return made | {"block_table": paged.table} | changes
-
-
-TABLE = torch.tensor([[0, 1, -1], [2, 3, 4]])
-BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"k": torch.zeros(53, 2, 8)}, ValueError, "(pages, page_size, num_heads, head_dim)"),
-    ({"k": torch.zeros(7, 15, 2, 8), "v": torch.zeros(7, 15, 2, 6)}, ValueError, "at least 16, got 15"),
-    ({"block_table": TABLE.float()}, TypeError, "block_table must have dtype int32 or int64, got float32"),
-    ({"block_table": TABLE[:1]}, ValueError, "block_table must have shape (2, pages of a sequence), got [1, 3]"),
-    ({"block_table": TABLE[0]}, ValueError, "block_table must have shape (2, pages of a sequence), got [3]"),
-    ({"block_table": TABLE[:, :2]}, ValueError, "got 2 of size 16 for the 33 keys of sequence 1"),
-    ({"block_table": TABLE + 5}, ValueError, "block_table must hold pages from 0 to 6, got 7 at [1, 0]"),
-    ({"block_table": TABLE - 1}, ValueError, "block_table must hold pages from 0 to 6, got -1 at [0, 0]"),
-    ({"cu_seqlens_k": torch.tensor([0, 20, 19])}, ValueError, "cu_seqlens_k must never decrease, got 19 after 20 at 2"),
-    ({"cu_seqlens_k": torch.tensor([1, 20, 53])}, ValueError, "cu_seqlens_k must start at 0, got 1"),
-    ({"cu_seqlens_k": torch.tensor([0, 20, 2**63 - 1])}, ValueError, "max_seqlen_k must be at least the longest"),
-    ({"max_seqlen_k": 32}, ValueError, "max_seqlen_k must be at least the longest sequence, got 32 and 33"),
-    ({"seqused_k": torch.tensor([20, 34])}, ValueError, "between 0 and the 33 keys of sequence 1, got 34"),
-    ({"seqused_k": torch.tensor([20])}, ValueError, "seqused_k must have shape (2), got [1]"),
-    ({"bias": torch.zeros(1)}, NotImplementedError, "packed sequences take no bias, got one of shape [1]"),
-]
-
-
-@pytest.mark.parametrize("learned", [False, True])
-@pytest.mark.parametrize(("changes", "kind", "message"), BAD, ids=[m[:40] for *_, m in BAD])
-def test_errors(changes: dict[str, Any], kind: type[Exception], message: str, learned: bool) -> None:
-    """The same words where a gradient is wanted, and pages are copied."""
-    arguments = inputs(**changes)
-    arguments["q"].requires_grad_(learned)
-    with pytest.raises(kind, match="^pyattn: .*" + re.escape(message)):
-        attention_varlen(**arguments)
-
-
-def test_entries_behind_the_keys_in_use_are_not_looked_at() -> None:
-    arguments = inputs(seqused_k=torch.tensor([3, 16]))
-    expected = attention_varlen(**arguments)
-    arguments["block_table"][:, 1:] = 2**40
-    assert torch.equal(attention_varlen(**arguments), expected)
-    arguments["q"].requires_grad_()
-    assert torch.equal(attention_varlen(**arguments), expected)
-
-
-def test_refusals_by_name() -> None:
-    with pytest.raises(TypeError, match=r"^pyattn: block_table must be Tensor, got \[\[0\]\]"):
-        attention_varlen(**inputs(block_table=[[0]]))

@@ -10,9 +10,10 @@ from typing import Any
 import case_options
 import pytest
 import torch
+from assertions import check_examples
 from attention.test_random import cases
-from helpers import DTYPES, Truth, assert_accurate_by, assert_equal
-from hypothesis import HealthCheck, Phase, given, settings
+from helpers import DTYPES, assert_equal
+from hypothesis import given
 from hypothesis import strategies as st
 from varlen.cases import Unpadded
 from varlen.test_pages import Paged
@@ -36,16 +37,7 @@ def laid_out_anew(draw: st.DrawFn, x: Any) -> Any:
 def test_accuracy(request: pytest.FixtureRequest) -> None:
     """Each sequence gets what it gets in a padded batch, and of keys in pages the same bits."""
     torch.set_num_threads(1)
-    examples = request.config.getoption("examples")
 
-    @settings(
-        max_examples=examples or 200,
-        derandomize=not examples,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
     @given(data=st.data())
     def check(data: st.DataObject) -> None:
         case = replace(data.draw(cases()), bias="", batch=data.draw(st.integers(1, 5)))
@@ -58,17 +50,16 @@ def test_accuracy(request: pytest.FixtureRequest) -> None:
         torch.manual_seed(data.draw(st.integers(0, 2**32)))
         page_size = data.draw(st.integers(16, 100))
         unpadded = Unpadded(case, queries, keys)
-        dout, dlse = case.gradients(dtype)
-        dlse = dlse.masked_fill(~unpadded.is_query[:, None], 0.0)
-        q_offset = unpadded.offset if case.q_offset is None else case.q_offset
-        options = case.options | case.tensors(dtype) | {"q_offset": q_offset, "key_ranges": unpadded.ranges}
-        assert_accurate_by(
-            Truth((case.inputs(dtype), (dout, dlse)), options), partial(unpadded.attend, attention_varlen)
-        )
+        truth = unpadded.truth(dtype)
+        truth.assert_allows(partial(unpadded.attend, attention_varlen))
 
         paged = Paged(unpadded.packed, page_size)
         q, k, v = unpadded.packed.inputs(dtype, case.head_dim, case.head_dim_v)
-        options |= {"q_offset": case.q_offset, "key_ranges": unpadded.ranges[unpadded.is_query], "return_lse": True}
+        options = truth.options | {
+            "q_offset": case.q_offset,
+            "key_ranges": unpadded.ranges[unpadded.is_query],
+            "return_lse": True,
+        }
         if data.draw(st.booleans()):
             options["q_offset"] = torch.tensor([case.q_offset or n for n in unpadded.offset.tolist()])
         used = torch.tensor([data.draw(st.integers(0, n)) for n in keys]) if data.draw(st.booleans()) else None
@@ -90,8 +81,4 @@ def test_accuracy(request: pytest.FixtureRequest) -> None:
         )
         assert_equal(parts, whole)
 
-    before = pyattn.isa()
-    try:
-        check()
-    finally:
-        pyattn.set_isa(before)
+    check_examples(request, 200, check)

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from assertions import assert_close, assert_threads_change_no_bit, finite, nan_filled
 from backends import Backend
 from case_options import strided
-from helpers import Case, Truth, assert_accurate_by, assert_equal, each_dtype
+from helpers import Case, assert_equal, each_dtype
 from torch import Tensor
 from torch.autograd import gradcheck
-from varlen.cases import GROUPED, MIXED, Packed, Unpadded, one_by_one, results, results_of, starts
+from varlen.cases import GROUPED, MIXED, Packed, gradients_of, one_by_one, results, results_of, starts, truth_of_padded
 
 from pyattn import attention_varlen, reference
 
@@ -66,7 +67,6 @@ def test_equal_lengths_are_a_batch(
 ) -> None:
     """The same work items, splits of keys among them: the same bits."""
     packed = Packed([seqlen] * 2, [seqlen + 90] * 2, heads).on(repeatable, dtype)
-    seqlen, heads = packed.queries[0], packed.heads
     qkv = packed.inputs_of(repeatable, dtype)
 
     def batched(q: Tensor, k: Tensor, v: Tensor, *_: Any, return_lse: bool) -> tuple[Tensor, Tensor]:
@@ -74,11 +74,7 @@ def test_equal_lengths_are_a_batch(
         out, lse = repeatable.attention(*batch, return_lse=return_lse)
         return out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1, 2)
 
-    dout = torch.randn(2 * seqlen, heads[0], qkv[2].shape[2]).to(dtype)
-    dlse = torch.randn(heads[0], 2 * seqlen, dtype=torch.promote_types(dtype, torch.float32))
-    call = repeatable.attention_varlen
-    ours = results(lambda *qkv, **named: call(*qkv, *packed.packing, **named), qkv, dout, dlse)
-    assert_equal(ours, results(batched, qkv, dout, dlse))
+    assert_equal(results_of(packed, qkv, repeatable.attention_varlen), results(batched, qkv, *gradients_of(qkv)))
 
 
 PADDED = [
@@ -98,13 +94,9 @@ PADDED = [
 @pytest.mark.parametrize(("case", "queries", "keys"), PADDED, ids=[str(case) for case, *_ in PADDED])
 def test_accurate(backend: Backend, case: Case, queries: list[int], keys: list[int], dtype: torch.dtype) -> None:
     """Dropout's draws are those of the sequence in a batch."""
-    unpadded = Unpadded(case, queries, keys)
-    dout, dlse = case.gradients(dtype)
-    dlse = dlse.masked_fill(~unpadded.is_query[:, None], 0.0)
-    q_offset = unpadded.offset if case.q_offset is None else case.q_offset
-    options = case.options | case.tensors(dtype) | {"q_offset": q_offset, "key_ranges": unpadded.ranges}
-    attend = partial(unpadded.attend, backend.attention_varlen)
-    assert_accurate_by(Truth((case.inputs(dtype), (dout, dlse)), options), attend)
+    device = torch.get_default_device()
+    unpadded, truth = truth_of_padded(case, tuple(queries), tuple(keys), dtype, device)
+    truth.assert_allows(partial(unpadded.attend, backend.attention_varlen))
 
 
 @pytest.mark.parametrize("options", [{}, {"window": (2, -1), "softcap": 2.0, "sinks": True, "alibi": True}, {"p": 0.3}])
@@ -120,8 +112,8 @@ def test_the_reference_takes_each_alone(options: dict[str, Any]) -> None:
     for b, (i, j) in enumerate(packed.spans):
         each = (x[None, s].transpose(1, 2).expand(b + 1, -1, -1, -1) for x, s in ((q, i), (k, j), (v, j)))
         one, its_lse = reference.attention(*each, **named, return_lse=True)  # the last of b + 1 draws as b does
-        torch.testing.assert_close(out[i], one[b].transpose(0, 1), rtol=0, atol=1e-14)
-        torch.testing.assert_close(lse[:, i], its_lse[b], rtol=0, atol=1e-14)
+        assert_close(out[i], one[b].transpose(0, 1), 1e-14)
+        assert_close(lse[:, i], its_lse[b], 1e-14)
     assert (out[-2:] == 0).all()
     assert (lse[:, -2:] == -math.inf).all()
 
@@ -139,8 +131,8 @@ def test_gradients_are_differences(repeatable: Backend, names: str) -> None:
 
     def out_and_lse(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> tuple[Tensor, Tensor]:
         tensors = dict(zip(learned, more, strict=True))
-        out, lse = repeatable.attention_varlen(q, k, v, *packed.packing, return_lse=True, **tensors, **options)
-        return out, lse.masked_fill(lse == -math.inf, 0.0)
+        call = repeatable.attention_varlen
+        return finite(*call(q, k, v, *packed.packing, return_lse=True, **tensors, **options))
 
     leaves = (x.requires_grad_() for x in packed.inputs(torch.float64, 3, 2))
     assert gradcheck(out_and_lse, (*leaves, *learned.values()))
@@ -168,13 +160,10 @@ def test_tokens_of_no_sequence_never_leak(backend: Backend, dtype: torch.dtype) 
 
 
 def test_every_element_is_written() -> None:
-    torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN
-    try:
-        packed = Packed([0, 3, 0, 20], [5, 0, 0, 30], (4, 2), rest=2)
-        for x in results_of(packed, packed.inputs(torch.float32)):
-            assert not x.isnan().any()
-    finally:
-        torch.use_deterministic_algorithms(False)
+    packed = Packed([0, 3, 0, 20], [5, 0, 0, 30], (4, 2), rest=2)
+    with nan_filled():
+        results = results_of(packed, packed.inputs(torch.float32))
+    assert not any(x.isnan().any() for x in results)
 
 
 @pytest.mark.usefixtures("threads")
@@ -183,11 +172,7 @@ def test_threads_change_no_bit(heads: tuple[int, int]) -> None:
     """One sequence is longer than all others together: its keys are split."""
     packed = Packed([9, 700, 14, 20, 3] * 2, None, heads)
     qkv, slopes = packed.inputs(torch.float32), torch.rand(heads[0])
-    torch.set_num_threads(1)
-    expected = results_of(packed, qkv, alibi_slopes=slopes)
-    for threads in (2, 3, 7):
-        torch.set_num_threads(threads)
-        assert_equal(results_of(packed, qkv, alibi_slopes=slopes), expected)
+    assert_threads_change_no_bit(lambda: results_of(packed, qkv, alibi_slopes=slopes))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import refused
+from assertions import refused
 
 from pyattn.adapters.flex import (
     AuxRequest,

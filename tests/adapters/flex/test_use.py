@@ -6,7 +6,8 @@ import re
 
 import pytest
 import torch
-from helpers import assert_equal, refused
+from assertions import refused
+from helpers import assert_equal
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 from torch.utils import _pytree

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from helpers import refused
+from assertions import refused
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from yardstick import assert_accurate

@@ -1,0 +1,84 @@
+"""What tests assert beside equality: closeness, one sentence of refusal, one graph, bits for any number of threads."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_equal
+from hypothesis import HealthCheck, Phase, settings
+from torch import Tensor
+
+import pyattn
+
+Refusals = list[tuple[Any, type[Exception], str]]
+"""Arguments, and how they are refused."""
+
+
+def assert_close(ours: Any, expected: Any, atol: float = 1e-12) -> None:
+    """The two results, however nested, differ by at most ``atol``."""
+    torch.testing.assert_close(ours, expected, rtol=0, atol=atol)
+
+
+def assert_threads_change_no_bit(call: Callable[[], Iterable[Tensor]], repeats: int = 1) -> None:
+    torch.set_num_threads(1)
+    once = tuple(call())
+    for n in (2, 3, 4, 5, 7):
+        torch.set_num_threads(n)
+        for _ in range(repeats):
+            assert_equal(call(), once)
+
+
+def graph_of(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """The function compiled anew, into one graph."""
+    torch._dynamo.reset()
+    compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+    return compiled
+
+
+@contextmanager
+def nan_filled() -> Iterator[None]:
+    """Within it torch.empty is filled with NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def finite(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Both, with 0 in place of -inf, which has no differences to take."""
+    return out, lse.masked_fill(lse == -math.inf, 0.0)
+
+
+def refused(kind: type[Exception], message: str, inside: bool = False) -> Any:
+    """A block that must raise one sentence: the library's name and ``message``, or with it ``inside``."""
+    return pytest.raises(kind, match=f"^pyattn: {'.*' * inside}{re.escape(message)}")
+
+
+def each_refusal(refusals: Refusals) -> pytest.MarkDecorator:
+    """``changes``, ``kind`` and ``message`` of each."""
+    return pytest.mark.parametrize(("changes", "kind", "message"), refusals, ids=[m[:40] for *_, m in refusals])
+
+
+def check_examples(request: pytest.FixtureRequest, count: int, check: Callable[[], None]) -> None:
+    """``check``, which may set the instruction set, of ``count`` cases, the same each time.
+
+    With ``--examples`` of that many, others each time.
+    """
+    asked, isa = request.config.getoption("examples"), pyattn.isa()
+    drawn = settings(
+        max_examples=asked or count,
+        derandomize=not asked,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    try:
+        drawn(check)()
+    finally:
+        pyattn.set_isa(isa)
