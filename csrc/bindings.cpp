@@ -13,40 +13,41 @@
 #include "ops/cuda.h"
 #include "ops/profile.h"
 
+using namespace pyattn;
+
 PYBIND11_MODULE(_C, m) {
   m.attr("version") = PYATTN_VERSION;
   m.attr("torch_version") = PYATTN_TORCH_VERSION;
   m.attr("compiler") = PYATTN_COMPILER;
-  m.def("compiled_isas", &pyattn::compiled_isas, "Instruction sets in this build, best first.");
-  m.def("available_isas", &pyattn::available_isas, "Instruction sets of this build that the CPU has, best first.");
-  m.attr("cuda_archs") = pyattn::cuda::architectures();
-  m.def("active_isa", &pyattn::active_isa, "The instruction set in use.");
-  const std::map<std::string, pyattn::DType> dtypes{{"float64", pyattn::DType::kFloat64},
-                                                    {"float32", pyattn::DType::kFloat32},
-                                                    {"bfloat16", pyattn::DType::kBFloat16},
-                                                    {"float16", pyattn::DType::kFloat16}};
+  m.def("compiled_isas", &compiled_isas, "Instruction sets in this build, best first.");
+  m.def("available_isas", &available_isas, "Instruction sets of this build that the CPU has, best first.");
+  m.attr("cuda_archs") = cuda::architectures();
+  m.def("active_isa", &active_isa, "The instruction set in use.");
+  const std::map<std::string, DType> dtypes{{"float64", DType::kFloat64},
+                                            {"float32", DType::kFloat32},
+                                            {"bfloat16", DType::kBFloat16},
+                                            {"float16", DType::kFloat16}};
   m.def(
       "spin",
-      [dtypes](const std::string& dtype, int64_t rounds) { return pyattn::kernels(dtypes.at(dtype), true).peak(rounds); },
+      [dtypes](const std::string& dtype, int64_t rounds) { return kernels(dtypes.at(dtype), true).peak(rounds); },
       pybind11::arg("dtype"), pybind11::arg("rounds"), pybind11::call_guard<pybind11::gil_scoped_release>(),
       "Multiply and add between registers only, and return the number of floating-point operations.");
-  m.attr("phases") = std::vector<std::string>(std::begin(pyattn::kPhaseNames), std::end(pyattn::kPhaseNames));
-  pybind11::class_<pyattn::TaskProfile>(m, "TaskProfile", "The part of a pass that one thread ran.")
-      .def_property_readonly("pass_name", [](const pyattn::TaskProfile& t) { return t.pass; })
-      .def_readonly("isa", &pyattn::TaskProfile::isa)
-      .def_readonly("thread", &pyattn::TaskProfile::thread,
-                    "The system's number of the thread, as in torch's profiler.")
-      .def_readonly("begin_ns", &pyattn::TaskProfile::begin_ns, "Nanoseconds since 1970.")
-      .def_readonly("end_ns", &pyattn::TaskProfile::end_ns)
-      .def_readonly("items", &pyattn::TaskProfile::items, "How many of the pass's work items it ran.")
+  m.attr("phases") = std::vector<std::string>(std::begin(kPhaseNames), std::end(kPhaseNames));
+  pybind11::class_<TaskProfile>(m, "TaskProfile", "The part of a pass that one thread ran.")
+      .def_property_readonly("pass_name", [](const TaskProfile& t) { return t.pass; })
+      .def_readonly("isa", &TaskProfile::isa)
+      .def_readonly("thread", &TaskProfile::thread, "The system's number of the thread, as in torch's profiler.")
+      .def_readonly("begin_ns", &TaskProfile::begin_ns, "Nanoseconds since 1970.")
+      .def_readonly("end_ns", &TaskProfile::end_ns)
+      .def_readonly("items", &TaskProfile::items, "How many of the pass's work items it ran.")
       .def_property_readonly(
-          "ticks", [](const pyattn::TaskProfile& t) { return std::to_array(t.counts.ticks); },
+          "ticks", [](const TaskProfile& t) { return std::to_array(t.counts.ticks); },
           "Ticks of the processor's time-stamp counter, by phase.")
       .def_property_readonly(
-          "flops", [](const pyattn::TaskProfile& t) { return std::to_array(t.counts.flops); },
+          "flops", [](const TaskProfile& t) { return std::to_array(t.counts.flops); },
           "Floating-point operations of the products, by phase, with those that a tile computes in vain behind its "
           "mask.");
-  m.def("start_profile", &pyattn::start_profile, "Begin to record the tasks of each pass.");
-  m.def("stop_profile", &pyattn::stop_profile, "Stop recording, and return the tasks since start_profile.");
-  m.def("set_isa", &pyattn::set_isa, pybind11::arg("name"), "Make the instruction set of that name the active one.");
+  m.def("start_profile", &start_profile, "Begin to record the tasks of each pass.");
+  m.def("stop_profile", &stop_profile, "Stop recording, and return the tasks since start_profile.");
+  m.def("set_isa", &set_isa, pybind11::arg("name"), "Make the instruction set of that name the active one.");
 }

@@ -6,12 +6,15 @@ from pyattn.cache import KVCache
 from pyattn.cached import attention_with_cache
 from pyattn.derivatives.autograd import set_deterministic
 from pyattn.instruction_sets import isa, isas, set_isa
-from pyattn.ops import flops, onnx, torchscript, vmap  # noqa: F401  (registers them)
+from pyattn.ops import flops, onnx, torchscript, vmap  # noqa: F401  (registers what the operators need)
 from pyattn.options import AttentionOptions
 from pyattn.varlen import attention_varlen
 from pyattn.weights import attention_weights
 
 __version__ = "0.1.0"
+
+torchscript.refuse(attention, attention_varlen, attention_weights, attention_with_cache)
+torchscript.refuse(parts.attention_backward, parts.merge, *nn.MODULES)
 
 __all__ = [
     "AttentionOptions",

@@ -1,32 +1,18 @@
 """Attention of a batch: documented, thin, over :mod:`pyattn.derivatives.autograd`."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
-from typing_extensions import Unpack, overload
+from typing_extensions import Unpack
 
 from pyattn.arguments import check_tensor, refuse_positional
 from pyattn.autocast import cast
 from pyattn.derivatives import autograd
-from pyattn.derivatives.second_order import DENSE
+from pyattn.derivatives.tangents import DENSE
 from pyattn.dropout import dropout_mask
 from pyattn.options import AttentionOptions
 from pyattn.parse import parse, takes_options
 
 __all__ = ["attention", "dropout_mask"]
-
-
-@overload
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
-) -> Tensor: ...
-
-
-@overload
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
-) -> tuple[Tensor, Tensor]: ...
 
 
 @takes_options

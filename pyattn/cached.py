@@ -1,35 +1,20 @@
 """Attention over a cache: queries of the newest positions, keys and values of all so far."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
-from typing_extensions import Unpack, overload
+from typing_extensions import Unpack
 
 from pyattn import ops, paged
 from pyattn.arguments import check_tensor, check_type, check_window, int64_of, refuse_positional
 from pyattn.attention import attention
 from pyattn.cache import KVCache
-from pyattn.cache.ring_buffer import in_slots, narrowed
-from pyattn.key_ranges import plain
-from pyattn.ops.visible import check_ranges
+from pyattn.cache.ring_buffer import check_ring, in_slots, narrowed
+from pyattn.key_ranges import check_ranges, plain
 from pyattn.options import UNBOUNDED, AttentionOptions
 from pyattn.parse import check_known, takes_options
 from pyattn.weights import attention_weights
 
 __all__ = ["attention_with_cache", "weights_with_cache"]
-
-
-@overload
-def attention_with_cache(
-    q: Tensor, cache: KVCache, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
-) -> Tensor: ...
-
-
-@overload
-def attention_with_cache(
-    q: Tensor, cache: KVCache, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
-) -> tuple[Tensor, Tensor]: ...
 
 
 @takes_options
@@ -79,7 +64,7 @@ def attention_with_cache(
     check_tensor("q", q)
     check_type("cache", cache, KVCache)
     seqlen_q = q.shape[2] if q.dim() == 4 else 0  # attention refuses q of other dimensions
-    check_ring(cache, seqlen_q, options)
+    check_ring(cache.window, cache.max_seqlen, seqlen_q, options)
     over_slots: AttentionOptions = options | masks_in_slots(cache, seqlen_q, options)
     try:
         if cache.block_table is None:
@@ -90,16 +75,6 @@ def attention_with_cache(
     except (ValueError, TypeError) as error:  # a check beforehand would take a token's time up by a hundredth
         raise (_misfit(q, cache) or error) from None
     return (out, lse) if return_lse else out
-
-
-def check_ring(cache: KVCache, seqlen_q: int, options: AttentionOptions) -> None:
-    """NotImplementedError or ValueError for what queries over a ring cannot have, which is none of the others'."""
-    if cache.window is None:
-        return
-    for wrong in ("key_ranges", "mask", "bias"):
-        if options.get(wrong) is not None:
-            raise NotImplementedError(f"pyattn: a cache with a window takes no {wrong}, got window={cache.window}")
-    narrowed(UNBOUNDED, cache.window, cache.max_seqlen, seqlen_q)
 
 
 def masks_in_slots(cache: KVCache, seqlen_q: int, options: AttentionOptions) -> AttentionOptions:
@@ -199,7 +174,7 @@ def weights_with_cache(q: Tensor, cache: KVCache, **options: Unpack[AttentionOpt
     """
     lengths, used = cache.lengths, cache.lengths - cache.starts
     positions, slots = (int(n.max()) if len(n) else 0 for n in (lengths, used))
-    check_ring(cache, q.shape[2], options)
+    check_ring(cache.window, cache.max_seqlen, q.shape[2], options)
     options |= masks_in_slots(cache, q.shape[2], options)
     if (key_ranges := options["key_ranges"]) is not None:
         options["key_ranges"] = key_ranges.clamp(max=slots)

@@ -32,6 +32,11 @@ def dropout_threshold(dropout_p: float) -> int:
     return min(round(65536 * dropout_p), 65535)
 
 
+def dropout_factor(dropout_p: float) -> float:
+    """What the weights that are kept are scaled by."""
+    return 65536 / (65536 - dropout_threshold(dropout_p))
+
+
 @check_names
 def dropout_mask(
     seed: int | Tensor, batch: int, num_heads_q: int, seqlen_q: int, seqlen_k: int, dropout_p: float

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyattn.arguments import check_type, shown
+from pyattn.arguments import check_type, has_values, shown
 
 INTEGERS = (torch.int32, torch.int64)
 
@@ -186,3 +186,15 @@ def _kept(cls: type[KeyRanges], types: Sequence[type], name: str, first: Any, re
             "masks.from_bool give them, or none of them, got both"
         )
     return _as(cls, result)
+
+
+def check_ranges(key_ranges: Tensor, seqlen_k: int) -> None:
+    """ValueError for the first range that is out of bounds or reversed, in the operator's words."""
+    begin, end = key_ranges.unbind(-1)
+    wrong = (begin < 0) | (begin > end) | (end > seqlen_k)
+    if has_values(wrong) and wrong.any():
+        sequence, query = divmod(int(wrong.flatten().to(torch.uint8).argmax()), wrong.shape[1])
+        raise ValueError(
+            f"pyattn: key_ranges must hold 0 <= begin <= end <= seqlen_k = {seqlen_k}, got "
+            f"{key_ranges[sequence, query].tolist()} for query {query} of sequence {sequence}"
+        )

@@ -3,8 +3,6 @@
 An option's name, place and default are those of the operators' schemas, which come from the list in csrc/ops/options.h.
 """
 
-import collections
-import math
 from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import Annotated, Any, NamedTuple, TypedDict, get_args, get_type_hints
@@ -12,7 +10,6 @@ from typing import Annotated, Any, NamedTuple, TypedDict, get_args, get_type_hin
 import torch
 from torch import Tensor
 
-from pyattn import ops
 from pyattn.arguments import (
     check_64_bits,
     check_finite,
@@ -23,6 +20,9 @@ from pyattn.arguments import (
     check_window,
 )
 from pyattn.key_ranges import KeyRanges
+from pyattn.ops.schema import UNBOUNDED, Options, Packing
+
+__all__ = ["UNBOUNDED", "AttentionOptions", "Options", "Packing"]
 
 
 class Option(NamedTuple):
@@ -170,22 +170,6 @@ class AttentionOptions(TypedDict, total=False):
     ]
 
 
-def _defaults() -> dict[str, Any]:
-    """The operators' options in the schema's order: what comes after q, k and v."""
-    arguments = ops.attention_forward._schema.arguments[3:]
-    lists = {a.name: a.default_value for a in arguments}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in lists.items()}
-
-
-DEFAULTS = _defaults()
-UNBOUNDED: tuple[int, int] = DEFAULTS["window"]
-"""The window of all keys."""
-
-PLACES = {name: place for place, name in enumerate(DEFAULTS)}
-
-LEARNED = ("bias", "alibi_slopes", "sinks")
-"""Options that have gradients, neighbours in the schema."""
-
 TYPES: dict[str, Any] = get_type_hints(AttentionOptions)
 OPTIONS: dict[str, Option] = {
     name: get_args(hint)[1] for name, hint in get_type_hints(AttentionOptions, include_extras=True).items()
@@ -195,51 +179,3 @@ MAY_BE_NONE = frozenset(name for name, hint in TYPES.items() if NoneType in get_
 PEERS = {word: use for option in OPTIONS.values() for word, use in option.peers.items()} | {
     "enable_gqa": "leave it out, k and v may have fewer heads than q"
 }
-
-
-def _record(fields: Mapping[str, Any]) -> Any:
-    """A named tuple of fields that type checkers do not know."""
-    return collections.namedtuple("Options", [*fields], defaults=fields.values())
-
-
-_Values: Any = _record(DEFAULTS)
-
-
-class Options(_Values):  # type: ignore[misc]
-    """The operators' options as one value: ``attention_forward(q, k, v, *options)``.
-
-    Those of :class:`AttentionOptions`, and ``q_offsets``: int64 (B,), in place of q_offset where each sequence has its
-    own.
-    """
-
-    __slots__ = ()
-
-    def scale_for(self, head_dim: int) -> float:
-        """softmax_scale, or its default for so many columns, as csrc/shared/defaults.h has it."""
-        if self.softmax_scale is None:
-            return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
-        scale: float = self.softmax_scale
-        return scale
-
-    @property
-    def bounded_softcap(self) -> float:
-        """The softcap between 2^-100 and 2^100, as kernels have it: in float32 it and its inverse are finite there."""
-        return float(min(max(self.softcap, 2.0**-100), 2.0**100))
-
-
-class Packing(NamedTuple):
-    """What tells packed sequences apart: ``attention_varlen_forward(q, k, v, *packing, *options)``.
-
-    Attributes:
-        cu_seqlens_q: int32 or int64 (B + 1,), where each sequence's queries begin, and where the last one's end.
-        cu_seqlens_k: the same for the keys.
-        max_seqlen_q: no sequence has more queries.
-        max_seqlen_k: nor more keys.
-        seqused_k: int32 or int64 (B,), how many keys of each sequence take part; None: all.
-    """
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-    seqused_k: Tensor | None = None

@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pyattn import ops
-from pyattn.attention import attention as dense_attention
 from pyattn.autocast import cast
 from pyattn.derivatives import autograd
-from pyattn.derivatives.second_order import DENSE, PACKED
-from pyattn.options import Options, Packing
+from pyattn.derivatives.tangents import DENSE
+from pyattn.ops.schema import Options
 from pyattn.parse import parse
 
 
@@ -33,45 +32,26 @@ def attention(
         seqlen_k: how many positions there are.
         options: those of :func:`pyattn.attention`.
     """
-    known = Options(*parse(dense_attention, options, q.device))
+    known = Options(*parse(attention, options, q.device))
     if torch._C._is_any_autocast_enabled():
         q, k, v = cast(q), cast(k), cast(v)
-    if _needs_copy(q, known.bias, known.alibi_slopes, known.sinks):
+    if needs_copy(q, known.bias, known.alibi_slopes, known.sinks):
         starts = seqlen_k * torch.arange(len(lengths) + 1, device=lengths.device)
-        k, v, _ = _gathered(k, v, block_table, starts, seqlen_k, lengths)
+        k, v, _ = gathered(k, v, block_table, starts, seqlen_k, lengths)
         keys, values = (t.narrow(1, 0, seqlen_k).transpose(1, 2) for t in (k, v))
         return autograd.attend(DENSE, q, keys, values, known)
     results = ops.attention_paged_forward(q, k, v, block_table, seqlen_k, *known)
     return results[0], results[1]
 
 
-def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, packing: Packing, known: tuple[Any, ...]
-) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` of packed sequences with keys in pages, ``cu_seqlens_k`` telling their lengths alone.
-
-    ``known`` are the values of :class:`Options`, or the first of them if the rest are defaults.
-    """
-    options = Options(*known)
-    if not _needs_copy(q, k, v, options.alibi_slopes, options.sinks):
-        results = ops.attention_varlen_paged_forward(q, k, v, block_table, *packing, *options)
-        return results[0], results[1]
-    lengths = packing.cu_seqlens_k, packing.max_seqlen_k, packing.seqused_k
-    k, v, used = _gathered(k, v, block_table, *lengths)
-    room = k.shape[1]
-    starts = room * torch.arange(k.shape[0] + 1, device=k.device)
-    apart = packing._replace(cu_seqlens_k=starts, max_seqlen_k=room, seqused_k=used)
-    return autograd.attend(PACKED, q, k.flatten(0, 1), v.flatten(0, 1), (*apart, *options))
-
-
-def _needs_copy(q: Tensor, *tensors: Tensor | None) -> bool:
+def needs_copy(q: Tensor, *tensors: Tensor | None) -> bool:
     """Whether one of these is on a GPU or may need a gradient, or a transform is active."""
     if q.is_cuda or (not torch.compiler.is_compiling() and autograd.transforming()):
         return True
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, *tensors))
 
 
-def _gathered(
+def gathered(
     k: Tensor,
     v: Tensor,
     block_table: Tensor,
@@ -89,5 +69,5 @@ def _gathered(
     batch, count = table.shape
     if k.shape[0] == 0:  # a table without pages in use holds zeros, and index_select wants a page 0
         k, v = (pad(t, (0, 0, 0, 0, 0, 0, 0, 1)) for t in (k, v))
-    gathered = (t.index_select(0, table.flatten()).unflatten(0, (batch, count)).flatten(1, 2) for t in (k, v))
-    return *gathered, lengths
+    rows = (t.index_select(0, table.flatten()).unflatten(0, (batch, count)).flatten(1, 2) for t in (k, v))
+    return *rows, lengths

@@ -12,7 +12,8 @@ from pyattn.arguments import int64_of, refuse
 from pyattn.autocast import cast, cast_rows
 from pyattn.dropout import draw_seed
 from pyattn.key_ranges import plain
-from pyattn.options import DEFAULTS, FLOATS, MAY_BE_NONE, OPTIONS, PEERS, PLACES, TYPES
+from pyattn.ops.schema import DEFAULTS, PLACES
+from pyattn.options import FLOATS, MAY_BE_NONE, OPTIONS, PEERS, TYPES
 
 MEANINGS = "\n".join(
     textwrap.fill(f"{name}: {option.meaning}", 116, initial_indent=" " * 4, subsequent_indent=" " * 8)

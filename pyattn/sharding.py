@@ -11,7 +11,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from pyattn import ops
-from pyattn.options import LEARNED
+from pyattn.ops.schema import LEARNED
 
 Placements = list[Any]
 

@@ -1,54 +1,21 @@
 """Attention over packed sequences: of any lengths, one after the other, without padding."""
 
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack, overload
+from typing_extensions import Unpack
 
-from pyattn import paged
+from pyattn import ops, paged
 from pyattn.arguments import check_size, check_tensor, refuse_positional
 from pyattn.autocast import cast
 from pyattn.derivatives import autograd
-from pyattn.derivatives.second_order import PACKED
-from pyattn.options import AttentionOptions, Packing
+from pyattn.derivatives.packed_tangents import PACKED
+from pyattn.ops.schema import Options, Packing
+from pyattn.options import AttentionOptions
 from pyattn.parse import parse, takes_options
 
 __all__ = ["attention_varlen"]
-
-
-@overload
-def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    block_table: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    return_lse: Literal[False] = False,
-    **options: Unpack[AttentionOptions],
-) -> Tensor: ...
-
-
-@overload
-def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    block_table: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    return_lse: Literal[True],
-    **options: Unpack[AttentionOptions],
-) -> tuple[Tensor, Tensor]: ...
 
 
 @takes_options
@@ -136,5 +103,24 @@ def attention_varlen(
     if block_table is None:
         out, lse = autograd.attend(PACKED, q, k, v, (*packing, *known))
     else:
-        out, lse = paged.attention_varlen(q, k, v, block_table, packing, known)
+        out, lse = _over_pages(q, k, v, block_table, packing, known)
     return (out, lse) if return_lse else out
+
+
+def _over_pages(
+    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, packing: Packing, known: tuple[Any, ...]
+) -> tuple[Tensor, Tensor]:
+    """``(out, lse)`` of packed sequences with keys in pages, ``cu_seqlens_k`` telling their lengths alone.
+
+    ``known`` are the values of :class:`Options`, or the first of them if the rest are defaults.
+    """
+    options = Options(*known)
+    if not paged.needs_copy(q, k, v, options.alibi_slopes, options.sinks):
+        results = ops.attention_varlen_paged_forward(q, k, v, block_table, *packing, *options)
+        return results[0], results[1]
+    lengths = packing.cu_seqlens_k, packing.max_seqlen_k, packing.seqused_k
+    k, v, used = paged.gathered(k, v, block_table, *lengths)
+    room = k.shape[1]
+    starts = room * torch.arange(k.shape[0] + 1, device=k.device)
+    apart = packing._replace(cu_seqlens_k=starts, max_seqlen_k=room, seqused_k=used)
+    return autograd.attend(PACKED, q, k.flatten(0, 1), v.flatten(0, 1), (*apart, *options))

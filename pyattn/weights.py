@@ -1,6 +1,5 @@
 """The weights of chosen rows and heads, which the native kernels never hold."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -10,10 +9,12 @@ from typing_extensions import Unpack
 from pyattn import ops
 from pyattn.arguments import check_between, check_integers, check_tensor, refuse_positional
 from pyattn.autocast import cast, without
+from pyattn.derivatives.block import Scores
 from pyattn.derivatives.grouped import products
-from pyattn.dropout import dropout_threshold, kept_weights
-from pyattn.ops import visible
-from pyattn.options import AttentionOptions, Options
+from pyattn.dropout import dropout_factor
+from pyattn.key_ranges import check_ranges
+from pyattn.ops.schema import Options
+from pyattn.options import AttentionOptions
 from pyattn.parse import parse, takes_options
 
 __all__ = ["attention_weights"]
@@ -80,7 +81,7 @@ def _check(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> None:
     q_, k_ = _shape_of("q", q, q.device), _shape_of("k", k, q.device)
     _, rows, *_ = ops.attention_forward(q_, k_, k_[..., :0], *meta)
     if options.key_ranges is not None and options.key_ranges.is_cpu:
-        visible.check_ranges(options.key_ranges, k.shape[2])
+        check_ranges(options.key_ranges, k.shape[2])
     if lse is not None:
         check_tensor("lse", lse)
         if lse.shape != rows.shape:
@@ -112,45 +113,24 @@ def _weights(
     """(B, heads, rows, Sk) in float32, or float64."""
     wide = torch.promote_types(q.dtype, torch.float32)
     batch, num_heads, seqlen_q, head_dim = q.shape
-    seqlen_k = k.shape[2]
-    scale = options.scale_for(head_dim)
-    if all_heads:
-        q = q.index_select(2, row)
-    else:
-        q = q.index_select(1, head).index_select(2, row)
-        k = k.index_select(1, head // (num_heads // max(1, k.shape[1])))
-    seen = visible.seen(options, row, head, seqlen_q, seqlen_k)
-
-    # Where a key is not seen, every step takes 0 in place of what may be NaN, because gradients multiply by 0.
-    scores = torch.where(seen, _products(q.to(wide), k.to(wide)), 0.0) * scale
-    if options.softcap:
-        cap = options.bounded_softcap
-        scores = cap * torch.tanh(scores / cap)
-    if options.bias is not None:
-        scores = scores + torch.where(seen, visible.picked(options.bias, head, row).to(wide), 0.0)
-    if options.alibi_slopes is not None:
-        slopes = options.alibi_slopes.to(wide).index_select(-1, head)[..., None, None]
-        position = row + visible.offsets(options, seqlen_q, seqlen_k, q.device).double()  # int64 could overflow
-        distance = (position[:, None, :, None] - torch.arange(seqlen_k, device=q.device)).abs()
-        scores = scores - slopes * distance.to(wide)
-    scores = scores.masked_fill(~seen, -math.inf)
-
-    empty = ~seen.any(-1, keepdim=True)
+    if not all_heads:
+        q, k = q.index_select(1, head), k.index_select(1, head // (num_heads // max(1, k.shape[1])))
+    learned = options.alibi_slopes, options.sinks
+    slopes, sinks = (None if t is None else t.to(wide).index_select(-1, head) for t in learned)
+    scores = _products(q.index_select(2, row).to(wide), k.to(wide))
+    pairs = Scores(scores, options._replace(alibi_slopes=slopes), head, row, seqlen_q, head_dim)
+    empty = ~pairs.seen.any(-1, keepdim=True)
     if lse is not None:
         total = lse.index_select(1, head).index_select(2, row).unsqueeze(-1)
-        weights = torch.exp(scores - total.to(wide).masked_fill(empty, 0.0))
+        weights = torch.exp(pairs.scores - total.to(wide).masked_fill(empty, 0.0))
     else:
-        columns = scores.masked_fill(empty, 0.0)
-        if options.sinks is not None:
-            sinks = options.sinks.to(wide).index_select(0, head)[:, None, None]
-            columns = torch.cat([columns, sinks.expand(*columns.shape[:3], 1)], -1)
-        weights = torch.softmax(columns, -1)[..., :seqlen_k]
-    weights = weights.masked_fill(~seen, 0.0)
+        columns = pairs.scores.masked_fill(empty, 0.0)
+        if sinks is not None:
+            columns = torch.cat([columns, sinks[:, None, None].expand(*columns.shape[:3], 1)], -1)
+        weights = torch.softmax(columns, -1)[..., : k.shape[2]]
+    weights = pairs.hide(weights)
     if options.dropout_p:
-        assert options.dropout_seed is not None
-        heads = torch.arange(batch, device=q.device)[:, None, None] * num_heads + head[:, None]
-        kept = kept_weights(options.dropout_seed, heads, row, seqlen_k, options.dropout_p)
-        weights = weights.masked_fill(~kept, 0.0) * (65536 / (65536 - dropout_threshold(options.dropout_p)))
+        weights = weights.masked_fill(~pairs.kept(batch, num_heads), 0.0) * dropout_factor(options.dropout_p)
     return weights
 
 

@@ -3,15 +3,12 @@
 // scales and rounds them. For 16-bit types only: float is for those who want its accuracy.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cuda/fragment.h"
-#include "shared/heads.h"
 #include "cuda/primitives.h"
 #include "cuda/product.h"
 #include "cuda/tile.h"
 #include "cuda/workspace.h"
+#include "shared/heads.h"
 
 namespace pyattn::cuda {
 namespace {

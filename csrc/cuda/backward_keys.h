@@ -8,9 +8,6 @@
 // A warp takes 16 kM keys and, of wide heads, half of their columns.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cuda/add_queries.h"
 #include "cuda/block.h"
 #include "cuda/dropout.h"
@@ -21,8 +18,6 @@
 #include "cuda/tile.h"
 #include "cuda/tile_mask.h"
 #include "cuda/workspace.h"
-#include "shared/heads.h"
-#include "shared/index.h"
 #include "shared/mask.h"
 
 namespace pyattn::cuda {

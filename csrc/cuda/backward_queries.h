@@ -5,7 +5,6 @@
 //   dP = dO V^T      P, dS as in softmax_gradient.h      dQ += dS K
 #pragma once
 
-#include "attention.h"
 #include "cuda/block.h"
 #include "cuda/dropout.h"
 #include "cuda/fragment.h"
@@ -17,8 +16,6 @@
 #include "cuda/tile.h"
 #include "cuda/tile_mask.h"
 #include "cuda/workspace.h"
-#include "shared/heads.h"
-#include "shared/index.h"
 #include "shared/mask.h"
 
 namespace pyattn::cuda {

@@ -5,9 +5,6 @@
 //   dbias[i][j] = sum of dS over the sequences, heads, queries and keys for which bias[i][j] stands
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cuda/backward_queries.h"
 #include "cuda/bias_items.h"
 #include "cuda/block.h"
@@ -17,8 +14,6 @@
 #include "cuda/softmax_gradient.h"
 #include "cuda/tile_mask.h"
 #include "cuda/workspace.h"
-#include "shared/heads.h"
-#include "shared/index.h"
 #include "shared/mask.h"
 
 namespace pyattn::cuda {

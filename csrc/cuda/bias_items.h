@@ -1,8 +1,6 @@
 // The gradient of a bias in tiles: what each tile stands for where the bias broadcasts.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "shared/index.h"
 

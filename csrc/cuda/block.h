@@ -1,13 +1,9 @@
 // What a block of threads works on: a tile of query rows, or of keys, of one KV head.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cuda/primitives.h"
 #include "cuda/tile.h"
 #include "shared/heads.h"
-#include "shared/index.h"
 
 namespace pyattn::cuda {
 namespace {

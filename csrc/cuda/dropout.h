@@ -2,12 +2,9 @@
 // memory, where every pass finds them whichever way its tile lies.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
-#include "shared/heads.h"
 #include "cuda/primitives.h"
 #include "cuda/product.h"
+#include "shared/heads.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -3,9 +3,6 @@
 // templates of a type that is always double: other dtypes do not compile them.)
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cuda/bias_items.h"
 #include "cuda/dropout.h"
 #include "cuda/fragment.h"
@@ -14,8 +11,6 @@
 #include "cuda/sequences.h"
 #include "cuda/softmax_gradient.h"
 #include "cuda/workspace.h"
-#include "shared/heads.h"
-#include "shared/index.h"
 #include "shared/mask.h"
 
 namespace pyattn::cuda {
@@ -48,6 +43,14 @@ struct LaneRow {
     for (int i = 0; i < kLaneColumns; ++i) sum += column[i] * other.column[i];
     return sum_lanes(sum);
   }
+};
+
+// The rows of a key and of its value.
+struct LaneKey {
+  LaneRow k, v;
+
+  PYATTN_DEVICE LaneKey(const ForwardParams& p, const Head& head, int64_t j)
+      : k(head.key<const double>(p.k, j), p.head_dim), v(head.key<const double>(p.v, j), p.head_dim_v) {}
 };
 
 // This warp's row, or key, among all of them.
@@ -117,10 +120,10 @@ struct RowGradient {
   }
 
   template <class Score>
-  PYATTN_DEVICE void meet(const Score& score, int64_t j, const LaneRow& k, const LaneRow& v) {
-    const auto s = score.at(head, r, j, q.dot(k));
+  PYATTN_DEVICE void meet(const Score& score, int64_t j, const LaneKey& key) {
+    const auto s = score.at(head, r, j, q.dot(key.k));
     const double p_ij = exp(s.score - row_max) / row_sum, factor = dropout_factor(p, head, r, j);
-    weight = p_ij * factor, dscore = p_ij * (dout.dot(v) * factor - delta), dproduct = dscore * s.derivative;
+    weight = p_ij * factor, dscore = p_ij * (dout.dot(key.v) * factor - delta), dproduct = dscore * s.derivative;
   }
 
   PYATTN_DEVICE double sink_term() const {
@@ -144,9 +147,9 @@ float64_backward_queries(const __grid_constant__ BackwardParams p) {
   double slope_term = 0;
   for (int64_t j = visible.begin; j < visible.end; ++j) {
     if (!mask.sees<S>(r, j)) continue;
-    const LaneRow k(head.key<const double>(p.k, j), p.head_dim), v(head.key<const double>(p.v, j), p.head_dim_v);
-    row.meet(score, j, k, v);
-    dq.add(row.dproduct, k);
+    const LaneKey key(p, head, j);
+    row.meet(score, j, key);
+    dq.add(row.dproduct, key.k);
     slope_term += row.dscore * minus_distance(p, head, r, j);
   }
   dq.store(head.row<double>(p.dq, r), p.head_dim, score.dscale());
@@ -162,7 +165,7 @@ float64_backward_keys(const __grid_constant__ BackwardParams p) {
   if (!item.there) return;
   const Head head(p, item.head);
   const int64_t j = item.place;
-  const LaneRow k(head.key<const double>(p.k, j), p.head_dim), v(head.key<const double>(p.v, j), p.head_dim_v);
+  const LaneKey key(p, head, j);
   const Mask mask(p, head);
   const Range rows = mask.rows_of_any(j, 1);
   const Score score(p);
@@ -170,7 +173,7 @@ float64_backward_keys(const __grid_constant__ BackwardParams p) {
   for (int64_t r = rows.begin; r < rows.end; ++r) {
     if (!mask.sees<S>(r, j)) continue;
     RowGradient row(p, head, r);
-    row.meet(score, j, k, v);
+    row.meet(score, j, key);
     dk.add(row.dproduct, row.q), dv.add(row.weight, row.dout);
   }
   dk.store(head.key<double>(p.dk, j), p.head_dim, score.dscale());
@@ -197,8 +200,7 @@ float64_backward_bias(const __grid_constant__ BackwardParams p) {
           const int64_t r = i * group + h % group;
           if (!mask.sees<S>(r, j)) continue;
           RowGradient row(p, head, r);
-          row.meet(score, j, {head.key<const double>(p.k, j), p.head_dim},
-                   {head.key<const double>(p.v, j), p.head_dim_v});
+          row.meet(score, j, {p, head, j});
           sum += row.dscore;
         }
     }

@@ -5,7 +5,6 @@
 
 #include <type_traits>
 
-#include "attention.h"
 #include "cuda/block.h"
 #include "cuda/dropout.h"
 #include "cuda/forward_splits.h"
@@ -16,7 +15,6 @@
 #include "cuda/softmax.h"
 #include "cuda/tile.h"
 #include "cuda/tile_mask.h"
-#include "shared/index.h"
 #include "shared/mask.h"
 
 namespace pyattn::cuda {

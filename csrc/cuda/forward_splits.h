@@ -4,12 +4,7 @@
 // has the same bits alone, in a batch and packed with others, and the host needs no length.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cuda/primitives.h"
-#include "shared/heads.h"
-#include "shared/index.h"
 #include "shared/mask.h"
 
 namespace pyattn::cuda {

@@ -4,7 +4,6 @@
 // are added in float (Ootomo and Yokota 2022), or the error would grow with the number of keys.
 #pragma once
 
-#include <cstdint>
 #include <type_traits>
 
 #include "attention.h"

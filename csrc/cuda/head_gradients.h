@@ -2,8 +2,6 @@
 // warp makes one sum.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cuda/fragment.h"
 #include "cuda/primitives.h"

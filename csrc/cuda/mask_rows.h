@@ -3,14 +3,8 @@
 // every pass finds them in params.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cuda/fragment.h"
 #include "cuda/primitives.h"
-#include "shared/bias.h"
-#include "shared/heads.h"
-#include "shared/index.h"
 #include "shared/mask.h"
 
 namespace pyattn::cuda {

@@ -1,16 +1,11 @@
 // Merge: combines what the splits of a head leave into out and the row statistics. One warp per row.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cuda/forward_splits.h"
 #include "cuda/fragment.h"
 #include "cuda/primitives.h"
 #include "cuda/score.h"
 #include "cuda/softmax.h"
-#include "shared/heads.h"
-#include "shared/index.h"
 #include "shared/mask.h"
 
 namespace pyattn::cuda {

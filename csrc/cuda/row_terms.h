@@ -2,15 +2,11 @@
 // each row, above all delta = rowsum(dO * O), and its share of dsinks. One warp per row.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cuda/fragment.h"
 #include "cuda/primitives.h"
 #include "cuda/score.h"
 #include "cuda/sequences.h"
 #include "cuda/workspace.h"
-#include "shared/heads.h"
 #include "shared/mask.h"
 
 namespace pyattn::cuda {

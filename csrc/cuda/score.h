@@ -3,15 +3,11 @@
 // softmax does not know which one it was.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cuda/fragment.h"
 #include "cuda/primitives.h"
 #include "cuda/product.h"
 #include "cuda/tanh.h"
 #include "shared/bias.h"
-#include "shared/heads.h"
 
 namespace pyattn::cuda {
 namespace {

@@ -2,15 +2,12 @@
 // what becomes of tokens that belong to none.
 #pragma once
 
-#include <cstdint>
 #include <type_traits>
 
-#include "attention.h"
 #include "cuda/fragment.h"
 #include "cuda/primitives.h"
 #include "shared/defaults.h"
 #include "shared/heads.h"
-#include "shared/index.h"
 
 namespace pyattn::cuda {
 namespace {

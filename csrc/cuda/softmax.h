@@ -1,14 +1,11 @@
 // Softmax of the rows of a warp, elementwise between the products of forward.
 #pragma once
 
-#include "attention.h"
 #include "cuda/forward_splits.h"
 #include "cuda/fragment.h"
 #include "cuda/primitives.h"
 #include "cuda/product.h"
 #include "cuda/score.h"
-#include "shared/heads.h"
-#include "shared/index.h"
 #include "shared/mask.h"
 
 namespace pyattn::cuda {

@@ -2,7 +2,6 @@
 // backward, in the passes over queries and over keys alike.
 #pragma once
 
-#include "attention.h"
 #include "cuda/fragment.h"
 #include "cuda/primitives.h"
 #include "cuda/product.h"

@@ -2,8 +2,6 @@
 // how they are filled, and which rows are not finite.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cuda/fragment.h"
 #include "cuda/primitives.h"

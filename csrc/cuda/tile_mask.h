@@ -2,14 +2,10 @@
 // over, and which sums of a tile the mask hides.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cuda/block.h"
 #include "cuda/fragment.h"
 #include "cuda/primitives.h"
 #include "cuda/product.h"
-#include "shared/index.h"
 #include "shared/mask.h"
 
 namespace pyattn::cuda {

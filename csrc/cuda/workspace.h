@@ -2,10 +2,8 @@
 // other, each as long as the call needs it.
 #pragma once
 
-#include <cstdint>
 #include <type_traits>
 
-#include "attention.h"
 #include "cuda/primitives.h"
 #include "shared/heads.h"
 

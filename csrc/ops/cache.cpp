@@ -5,10 +5,11 @@
 // keys [batch][heads][slots][head_dim] and values [batch][heads][slots][head_dim_v] hold position p of
 // sequence b in slot p - starts[b], up to position lengths[b]. A ring buffer has more slots than max_seqlen
 // and keeps the last max_seqlen positions at least; any other cache has as many, and its starts stay 0.
-// cache_cuda.cpp has the kernels for GPUs.
-#include <ATen/core/Tensor.h>
+// On a GPU, whose lengths are not read unless PYATTN_CHECK=1, what a check would refuse is clamped; cache_cuda.cpp has
+// its append.
 #include <ATen/ops/empty_like.h>
-#include <torch/library.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/minimum.h>
 
 #include <algorithm>
 #include <array>
@@ -46,8 +47,7 @@ void cache_append(const Tensor& keys, const Tensor& values, const Tensor& length
   const Tensor k = apart_from({keys, values}, new_k), v = apart_from({keys, values}, new_v);
   const optional<Tensor> new_lengths = apart_from({lengths, starts}, new_counts);
 
-  const int64_t batch = keys.size(0), slots = keys.size(2), fresh = k.size(2),
-                kept_positions = max_seqlen.guard_int(__FILE__, __LINE__);
+  const int64_t batch = keys.size(0), slots = keys.size(2), fresh = k.size(2), kept_positions = number(max_seqlen);
   const Values length(lengths), start(starts), added(new_lengths ? *new_lengths : lengths);
   const auto state = [&](int64_t b) { return State{length[b], start[b], new_lengths ? added[b] : fresh}; };
   check_room(lengths, starts, new_lengths, fresh, slots, kept_positions);
@@ -73,57 +73,65 @@ void cache_append(const Tensor& keys, const Tensor& values, const Tensor& length
     };
     write(keys, k), write(values, v);
   }
-  if (new_lengths)
-    lengths.add_(*new_lengths);
-  else
-    lengths.add_(fresh);
+  add_to(lengths, new_lengths, fresh);
 }
 
 // Sequence b becomes a copy of sequence idx[b]; slots that no sequence uses stay as they are.
+template <Where where>
 void cache_reorder(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& starts,
                    const Tensor& idx) {
   check_storage(keys, values, lengths, starts);
   check_indices("idx", idx, lengths);
-  if (keys.is_meta()) return;
+  if (keys.is_meta() || idx.size(0) == 0) return;
   check_written(keys, values, {{"lengths", lengths}, {"starts", starts}});
-  const int64_t batch = keys.size(0), slots = keys.size(2);
-  check_order(idx);
-  const Values length(lengths), start(starts);
-  int64_t used = 0;
-  for (int64_t b = 0; b < batch; ++b) used = std::max(used, std::min(length[b] - start[b], slots));
-  const Tensor order = apart_from({lengths, starts}, idx);
+  if (reads(where)) check_order(idx);
+  int64_t used = keys.size(2);
+  if (where == Where::kCPU) {
+    const Values length(lengths), start(starts);
+    int64_t longest = 0;
+    for (int64_t b = 0; b < keys.size(0); ++b) longest = std::max(longest, length[b] - start[b]);
+    used = std::min(used, longest);
+  }
+  const Tensor order = idx.clamp(0, keys.size(0) - 1);
   for (const Tensor& t : {keys.narrow(2, 0, used), values.narrow(2, 0, used), lengths, starts})
     t.copy_(t.index_select(0, order));
 }
 
-// q_offset in slots of a ring buffer, where query 0 must not see keys that may have been dropped.
+// q_offset in slots of a ring buffer, where query 0 must not see keys that may have been dropped; on a GPU it sees
+// those that are left.
+template <Where where>
 Tensor cache_slots(const Tensor& lengths, const Tensor& starts, const Tensor& q_offset, SymInt window,
                    SymInt max_seqlen) {
   check_indices("starts", starts, lengths);
   check_indices("q_offset", q_offset, lengths);
   if (lengths.is_meta()) return at::empty_like(q_offset);
-  check_kept(lengths, starts, q_offset, window.guard_int(__FILE__, __LINE__), max_seqlen.guard_int(__FILE__, __LINE__));
+  if (reads(where)) check_kept(lengths, starts, q_offset, number(window), number(max_seqlen));
   return q_offset.sub(starts);
 }
 
 // In slots, the positions lengths - seqlen_q: of the first of so many newest queries, or, for 0, how many
 // slots are in use. Every read of a cache begins here, so that lengths that were set by hand are checked.
+template <Where where>
 Tensor cache_newest(const Tensor& lengths, const optional<Tensor>& starts, SymInt seqlen_q, SymInt left, SymInt slots) {
   check_state(lengths, starts);
   if (lengths.is_meta()) return at::empty_like(lengths);
-  const auto number = [](const SymInt& n) { return n.guard_int(__FILE__, __LINE__); };
-  check_newest(lengths, starts, number(seqlen_q), number(left), number(slots));
+  if (reads(where)) check_newest(lengths, starts, number(seqlen_q), number(left), number(slots));
   return (starts ? lengths.sub(*starts) : lengths).sub(number(seqlen_q));
 }
 
-// Each sequence keeps its first positions.
+// Each sequence keeps its first positions. On a GPU it keeps all that it has where more are asked for, and a ring's
+// one none where those are dropped.
+template <Where where>
 void cache_truncate(const Tensor& lengths, const optional<Tensor>& starts, const Tensor& kept, SymInt window) {
   check_state(lengths, starts);
   check_indices("lengths", kept, lengths);
   if (lengths.is_meta()) return;
   check_apart("lengths", lengths);
-  check_truncation(lengths, starts, kept, window.guard_int(__FILE__, __LINE__));
-  lengths.copy_(kept);
+  if (reads(where)) check_truncation(lengths, starts, kept, number(window));
+  if (where == Where::kCPU)
+    lengths.copy_(kept);
+  else
+    lengths.copy_(at::minimum(starts ? at::maximum(kept, *starts) : kept.clamp_min(0), lengths));
 }
 
 TORCH_LIBRARY_FRAGMENT(pyattn, m) {
@@ -131,17 +139,15 @@ TORCH_LIBRARY_FRAGMENT(pyattn, m) {
       m, kOnCPU,
       "cache_append(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) lengths, Tensor(d!) starts, Tensor k, Tensor v, "
       "Tensor? new_lengths, SymInt max_seqlen) -> ()");
-  define<cache_reorder>(
-      m, kOnCPU,
-      "cache_reorder(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) lengths, Tensor(d!) starts, Tensor idx) -> ()");
+  define_cache<cache_reorder<Where::kCPU>, cache_reorder<Where::kGPU>>(
+      m, "cache_reorder(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) lengths, Tensor(d!) starts, Tensor idx) -> ()");
   define<cache_clear>(m, {c10::DispatchKey::CompositeExplicitAutograd}, "cache_clear(Tensor(a!) storage) -> ()");
-  define<cache_newest>(
-      m, kOnCPU, "cache_newest(Tensor lengths, Tensor? starts, SymInt seqlen_q, SymInt left, SymInt slots) -> Tensor");
-  define<cache_truncate>(m, kOnCPU,
-                         "cache_truncate(Tensor(a!) lengths, Tensor? starts, Tensor kept, SymInt window) -> ()");
-  define<cache_slots>(
-      m, kOnCPU,
-      "cache_slots(Tensor lengths, Tensor starts, Tensor q_offset, SymInt window, SymInt max_seqlen) -> Tensor");
+  define_cache<cache_newest<Where::kCPU>, cache_newest<Where::kGPU>>(
+      m, "cache_newest(Tensor lengths, Tensor? starts, SymInt seqlen_q, SymInt left, SymInt slots) -> Tensor");
+  define_cache<cache_truncate<Where::kCPU>, cache_truncate<Where::kGPU>>(
+      m, "cache_truncate(Tensor(a!) lengths, Tensor? starts, Tensor kept, SymInt window) -> ()");
+  define_cache<cache_slots<Where::kCPU>, cache_slots<Where::kGPU>>(
+      m, "cache_slots(Tensor lengths, Tensor starts, Tensor q_offset, SymInt window, SymInt max_seqlen) -> Tensor");
 }
 
 }  // namespace

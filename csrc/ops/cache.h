@@ -2,11 +2,9 @@
 #pragma once
 
 #include <ATen/MemoryOverlap.h>
-#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <array>
-#include <cstdint>
 #include <initializer_list>
 #include <limits>
 #include <utility>
@@ -15,14 +13,23 @@
 
 namespace pyattn {
 
-// Errors unless t can stand beside `storage`, which lies in the cache.
-inline void check_beside(const char* name, const Tensor& t, const Tensor& storage, c10::SymIntArrayRef sizes) {
-  TORCH_CHECK_TYPE(t.scalar_type() == storage.scalar_type(), "pyattn: ", name, " must have the cache's dtype ",
-                   c10::getDtypeNames(storage.scalar_type()).first, ", got ",
-                   c10::getDtypeNames(t.scalar_type()).first);
+// Where an operator's tensors lie: on a GPU their contents are read with PYATTN_CHECK=1 alone.
+enum class Where { kCPU, kGPU };
+inline bool reads(Where where) { return where == Where::kCPU || checks_gpu(); }
+
+// A number that the compiler specializes for.
+inline int64_t number(const SymInt& n) { return n.guard_int(__FILE__, __LINE__); }
+
+// Errors unless t has these sizes and lies where `storage` of the cache does; and, beside it, has its dtype.
+inline void check_place(const char* name, const Tensor& t, const Tensor& storage, c10::SymIntArrayRef sizes) {
   TORCH_CHECK_VALUE(t.device() == storage.device(), "pyattn: ", name, " must be on the cache's device, got ",
                     t.device(), " and ", storage.device());
   TORCH_CHECK_VALUE(t.sym_sizes() == sizes, "pyattn: ", name, " must have shape ", sizes, ", got ", t.sym_sizes());
+}
+inline void check_beside(const char* name, const Tensor& t, const Tensor& storage, c10::SymIntArrayRef sizes) {
+  TORCH_CHECK_TYPE(t.scalar_type() == storage.scalar_type(), "pyattn: ", name, " must have the cache's dtype ",
+                   name_of(storage.scalar_type()), ", got ", name_of(t.scalar_type()));
+  check_place(name, t, storage, sizes);
 }
 
 // Likewise an int64 for each sequence.
@@ -40,26 +47,32 @@ inline void check_state(const Tensor& lengths, const optional<Tensor>& starts) {
 
 inline void check_cache_lengths(const Tensor& lengths, const Tensor& keys, const SymInt& sequences) {
   check_type("lengths", lengths, {at::kLong});
-  TORCH_CHECK_VALUE(lengths.device() == keys.device(), "pyattn: lengths must be on the cache's device, got ",
-                    lengths.device(), " and ", keys.device());
-  const std::array<SymInt, 1> batch{sequences};
-  const c10::SymIntArrayRef wanted(batch);
-  TORCH_CHECK_VALUE(lengths.sym_sizes() == wanted, "pyattn: lengths must have shape ", wanted, ", got ",
-                    lengths.sym_sizes());
+  check_place("lengths", lengths, keys, sequences);
 }
 
-inline void check_new(const char* name, const Tensor& t, const Tensor& storage, const SymInt& count) {
-  const std::array<SymInt, 4> sizes{storage.sym_size(0), storage.sym_size(1), count, storage.sym_size(3)};
-  check_beside(name, t, storage, sizes);
+// What a cache holds; `dimensions` says of what they are.
+inline void check_stored(const Tensor& keys, const Tensor& values, const char* dimensions) {
+  TORCH_CHECK_VALUE(keys.dim() == 4 && values.dim() == 4, "pyattn: keys and values must have 4 dimensions ", dimensions,
+                    ", got ", keys.sym_sizes(), " and ", values.sym_sizes());
+  check_beside("values", values, keys, with_columns(keys, values.sym_size(3)));
+}
+
+// What is appended to it, its heads lying along that dimension.
+inline void check_new(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& k, const Tensor& v,
+                      const optional<Tensor>& new_lengths, int64_t heads) {
+  TORCH_CHECK_VALUE(k.dim() == 4, "pyattn: k must have 4 dimensions (batch, num_heads, new, head_dim), got ",
+                    k.sym_sizes());
+  const auto check = [&](const char* name, const Tensor& t, const Tensor& storage) {
+    const std::array<SymInt, 4> sizes{lengths.sym_size(0), storage.sym_size(heads), k.sym_size(2), storage.sym_size(3)};
+    check_beside(name, t, storage, sizes);
+  };
+  check("k", k, keys), check("v", v, values);
+  if (new_lengths) check_indices("lengths", *new_lengths, lengths);
 }
 
 // A cache without pages.
 inline void check_storage(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& starts) {
-  TORCH_CHECK_VALUE(keys.dim() == 4 && values.dim() == 4,
-                    "pyattn: keys and values must have 4 dimensions (batch, num_heads, slots, head_dim), got ",
-                    keys.sym_sizes(), " and ", values.sym_sizes());
-  const std::array<SymInt, 4> sizes{keys.sym_size(0), keys.sym_size(1), keys.sym_size(2), values.sym_size(3)};
-  check_beside("values", values, keys, sizes);
+  check_stored(keys, values, "(batch, num_heads, slots, head_dim)");
   check_cache_lengths(lengths, keys, keys.sym_size(0));
   check_indices("starts", starts, lengths);
 }
@@ -67,11 +80,7 @@ inline void check_storage(const Tensor& keys, const Tensor& values, const Tensor
 inline void check_append(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& starts,
                          const Tensor& k, const Tensor& v, const optional<Tensor>& new_lengths) {
   check_storage(keys, values, lengths, starts);
-  TORCH_CHECK_VALUE(k.dim() == 4, "pyattn: k must have 4 dimensions (batch, num_heads, new, head_dim), got ",
-                    k.sym_sizes());
-  check_new("k", k, keys, k.sym_size(2));
-  check_new("v", v, values, k.sym_size(2));
-  if (new_lengths) check_indices("lengths", *new_lengths, lengths);
+  check_new(keys, values, lengths, k, v, new_lengths, 1);
 }
 
 // How many of the new positions count for sequence b, and whether they fit.
@@ -117,6 +126,14 @@ inline void check_written(const Tensor& keys, const Tensor& values,
                           std::initializer_list<std::pair<const char*, Tensor>> state) {
   check_apart("k", keys), check_apart("v", values);
   for (const auto& [name, t] : state) check_apart(name, t);
+}
+
+// Each sequence has new_lengths, or so many, positions more.
+inline void add_to(const Tensor& lengths, const optional<Tensor>& new_lengths, int64_t fresh) {
+  if (new_lengths)
+    lengths.add_(*new_lengths);
+  else
+    lengths.add_(fresh);
 }
 
 // Values of each sequence, on the host.

@@ -1,7 +1,6 @@
 // The operators of cache.cpp on a GPU, in ATen's operations without a host read, so that CUDA graphs
 // capture them. Nobody can refuse there what a sequence has no room for: it is left out, indices are
 // clamped, and nothing outside the cache is read or written. With PYATTN_CHECK=1 all is read and checked first.
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/maximum.h>
@@ -53,7 +52,7 @@ void cache_append(const Tensor& keys, const Tensor& values, const Tensor& length
   check_written(keys, values, {{"lengths", lengths}, {"starts", starts}});
   const Tensor k = apart_from({keys, values}, new_k), v = apart_from({keys, values}, new_v);
   const optional<Tensor> new_lengths = apart_from({lengths, starts}, new_counts);
-  const int64_t slots = keys.size(2), kept_positions = max_seqlen.guard_int(__FILE__, __LINE__);
+  const int64_t slots = keys.size(2), kept_positions = number(max_seqlen);
   if (checks_gpu()) check_room(lengths, starts, new_lengths, k.size(2), slots, kept_positions);
   const int64_t count = std::min(k.size(2), slots);  // no sequence gets more
   const Steps steps(lengths, starts, k, new_lengths, slots, kept_positions);
@@ -76,52 +75,7 @@ void cache_append(const Tensor& keys, const Tensor& values, const Tensor& length
   lengths.add_(steps.added);
 }
 
-void cache_reorder(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& starts,
-                   const Tensor& idx) {
-  check_storage(keys, values, lengths, starts);
-  check_indices("idx", idx, lengths);
-  if (idx.size(0) == 0) return;
-  check_written(keys, values, {{"lengths", lengths}, {"starts", starts}});
-  if (checks_gpu()) check_order(idx);
-  const Tensor index = idx.clamp(0, keys.size(0) - 1);
-  for (const Tensor& t : {keys, values, lengths, starts}) t.copy_(t.index_select(0, index));
-}
-
-// Queries that see keys which may have been dropped see those that are left.
-Tensor cache_slots(const Tensor& lengths, const Tensor& starts, const Tensor& q_offset, SymInt window,
-                   SymInt max_seqlen) {
-  check_indices("starts", starts, lengths);
-  check_indices("q_offset", q_offset, lengths);
-  if (checks_gpu())
-    check_kept(lengths, starts, q_offset, window.guard_int(__FILE__, __LINE__),
-               max_seqlen.guard_int(__FILE__, __LINE__));
-  return q_offset.sub(starts);
-}
-
-Tensor cache_newest(const Tensor& lengths, const optional<Tensor>& starts, SymInt seqlen_q, SymInt left, SymInt slots) {
-  check_state(lengths, starts);
-  const auto number = [](const SymInt& n) { return n.guard_int(__FILE__, __LINE__); };
-  if (checks_gpu()) check_newest(lengths, starts, number(seqlen_q), number(left), number(slots));
-  return (starts ? lengths.sub(*starts) : lengths).sub(number(seqlen_q));
-}
-
-// A sequence keeps all that it has where more are asked for, and a ring's one none where those are dropped.
-void cache_truncate(const Tensor& lengths, const optional<Tensor>& starts, const Tensor& kept, SymInt window) {
-  check_state(lengths, starts);
-  check_indices("lengths", kept, lengths);
-  check_apart("lengths", lengths);
-  if (checks_gpu()) check_truncation(lengths, starts, kept, window.guard_int(__FILE__, __LINE__));
-  const Tensor left = starts ? at::maximum(kept, *starts) : kept.clamp_min(0);
-  lengths.copy_(at::minimum(left, lengths));
-}
-
-TORCH_LIBRARY_IMPL(pyattn, CUDA, m) {
-  m.impl("cache_append", cache_append);
-  m.impl("cache_reorder", cache_reorder);
-  m.impl("cache_newest", cache_newest);
-  m.impl("cache_truncate", cache_truncate);
-  m.impl("cache_slots", cache_slots);
-}
+TORCH_LIBRARY_IMPL(pyattn, CUDA, m) { m.impl("cache_append", cache_append); }
 
 }  // namespace
 }  // namespace pyattn

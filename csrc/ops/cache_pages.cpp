@@ -4,9 +4,6 @@
 // sequence b at p % page_size of page block_table[b][p / page_size], up to position lengths[b]. There are
 // as many pages as all sequences together can have. A page is free unless some sequence has it within its
 // length, so lengths and table say everything; sequences may share pages, of which none is written to.
-#include <ATen/core/Tensor.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -92,7 +89,7 @@ void cache_append_pages(const Tensor& keys, const Tensor& values, const Tensor& 
   const optional<Tensor> new_lengths = apart_from({lengths, block_table}, new_counts);
 
   const int64_t batch = lengths.size(0), fresh = k.size(2), page_size = keys.size(1);
-  const int64_t most = std::min(max_seqlen.guard_int(__FILE__, __LINE__), block_table.size(1) * page_size);
+  const int64_t most = std::min(number(max_seqlen), block_table.size(1) * page_size);
   const Values length(lengths), added(new_lengths ? *new_lengths : lengths);
   const auto added_to = [&](int64_t b) { return new_lengths ? added[b] : fresh; };
   check_page_room(lengths, block_table, new_lengths, fresh, most, keys.size(0), page_size);
@@ -110,20 +107,18 @@ void cache_append_pages(const Tensor& keys, const Tensor& values, const Tensor& 
     }
   }
   for (const Tensor& t : {keys, values, block_table}) t.unsafeGetTensorImpl()->bump_version();
-  if (new_lengths)
-    lengths.add_(*new_lengths);
-  else
-    lengths.add_(fresh);
+  add_to(lengths, new_lengths, fresh);
 }
 
 // Sequence b goes on with the pages of sequence idx[b].
+template <Where where>
 void cache_reorder_pages(const Tensor& lengths, const Tensor& block_table, const Tensor& idx) {
   check_indices("idx", idx, lengths);
   check_block_table(block_table, lengths.device(), lengths.sym_size(0));
-  if (lengths.is_meta()) return;
+  if (lengths.is_meta() || idx.size(0) == 0) return;
   check_apart("lengths", lengths), check_apart("block_table", block_table);
-  check_order(idx);
-  const Tensor order = apart_from({lengths, block_table}, idx);
+  if (reads(where)) check_order(idx);
+  const Tensor order = idx.clamp(0, idx.size(0) - 1);
   for (const Tensor& t : {lengths, block_table}) t.copy_(t.index_select(0, order));
 }
 
@@ -132,8 +127,8 @@ TORCH_LIBRARY_FRAGMENT(pyattn, m) {
       m, kOnCPU,
       "cache_append_pages(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) lengths, Tensor(d!) block_table, Tensor k, "
       "Tensor v, Tensor? new_lengths, SymInt max_seqlen) -> ()");
-  define<cache_reorder_pages>(m, kOnCPU,
-                              "cache_reorder_pages(Tensor(a!) lengths, Tensor(b!) block_table, Tensor idx) -> ()");
+  define_cache<cache_reorder_pages<Where::kCPU>, cache_reorder_pages<Where::kGPU>>(
+      m, "cache_reorder_pages(Tensor(a!) lengths, Tensor(b!) block_table, Tensor idx) -> ()");
 }
 
 }  // namespace

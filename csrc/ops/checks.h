@@ -19,6 +19,8 @@ using at::Tensor;
 using c10::SymInt;
 using std::optional;
 
+inline std::string name_of(at::ScalarType type) { return std::string(c10::getDtypeNames(type).first); }
+
 inline DType dtype_of(at::ScalarType type) {
   switch (type) {
     case at::kDouble: return DType::kFloat64;
@@ -26,8 +28,7 @@ inline DType dtype_of(at::ScalarType type) {
     case at::kBFloat16: return DType::kBFloat16;
     case at::kHalf: return DType::kFloat16;
     default:
-      TORCH_CHECK_TYPE(false, "pyattn: dtype must be float64, float32, bfloat16 or float16, got ",
-                       c10::getDtypeNames(type).first);
+      TORCH_CHECK_TYPE(false, "pyattn: dtype must be float64, float32, bfloat16 or float16, got ", name_of(type));
   }
 }
 
@@ -39,11 +40,10 @@ inline void check_type(const char* name, const Tensor& t, std::initializer_list<
   if (std::find(types.begin(), types.end(), t.scalar_type()) != types.end()) return;
   std::string names;
   for (const at::ScalarType type : types) {
-    const std::string word(c10::getDtypeNames(type).first);
+    const std::string word = name_of(type);
     if (names.find(word) == std::string::npos) names += (names.empty() ? "" : " or ") + word;
   }
-  TORCH_CHECK_TYPE(false, "pyattn: ", name, " must have dtype ", names, ", got ",
-                   c10::getDtypeNames(t.scalar_type()).first);
+  TORCH_CHECK_TYPE(false, "pyattn: ", name, " must have dtype ", names, ", got ", name_of(t.scalar_type()));
 }
 
 inline void check_device(const char* name, const Tensor& t, at::Device device) {
@@ -51,24 +51,25 @@ inline void check_device(const char* name, const Tensor& t, at::Device device) {
                     device);
 }
 
+// Whether t is there, has one of the types and lies on the device.
+inline void check_given(const char* name, const Tensor& t, at::Device device,
+                        std::initializer_list<at::ScalarType> types) {
+  TORCH_CHECK_TYPE(t.defined(), "pyattn: ", name, " must be a Tensor, got None");
+  check_type(name, t, types);
+  check_device(name, t, device);
+}
+
 inline void check_tensor(const char* name, const Tensor& t, at::Device device, at::ScalarType type,
                          c10::SymIntArrayRef sizes) {
-  TORCH_CHECK_TYPE(t.defined(), "pyattn: ", name, " must be a Tensor, got None");
-  check_type(name, t, {type});
-  check_device(name, t, device);
+  check_given(name, t, device, {type});
   TORCH_CHECK_VALUE(t.sym_sizes() == sizes, "pyattn: ", name, " must have shape ", sizes, ", got ", t.sym_sizes());
 }
 
-// What backward takes beside the inputs, each of the size of out or of its rows.
-inline void check_gradients(const Tensor& dout, const optional<Tensor>& dlse, const Tensor& out, const Tensor& row_max,
-                            const Tensor& row_sum, const Tensor& q, std::initializer_list<SymInt> out_sizes,
-                            std::initializer_list<SymInt> row_sizes) {
-  const at::ScalarType type = q.scalar_type(), rows = row_dtype(type);
-  check_tensor("dout", dout, q.device(), type, out_sizes);
-  check_tensor("out", out, q.device(), type, out_sizes);
-  check_tensor("row_max", row_max, q.device(), rows, row_sizes);
-  check_tensor("row_sum", row_sum, q.device(), rows, row_sizes);
-  if (dlse) check_tensor("dlse", *dlse, q.device(), rows, row_sizes);
+// The sizes of t, but for its columns.
+inline c10::SymDimVector with_columns(const Tensor& t, const SymInt& cols) {
+  c10::SymDimVector sizes(t.sym_sizes());
+  sizes.back() = cols;
+  return sizes;
 }
 
 // Whether the contents of indices on a GPU are read and checked like those on a CPU, which waits for the GPU:

@@ -1,7 +1,6 @@
 // Operators: defines them by functions that take structs of arguments, made of one list each.
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
@@ -104,8 +103,8 @@ inline void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::ji
     const bool plain = t.layout() == at::kStrided && !t.is_nested() && !t.is_quantized();
     TORCH_CHECK_NOT_IMPLEMENTED(plain && (t.is_cpu() || t.is_cuda() || t.is_meta()), "pyattn: ", arguments[i].name(),
                                 " must be a dense tensor on the CPU or a CUDA device, got layout ", t.layout(),
-                                t.is_nested() ? " (nested)" : "", ", dtype ", c10::getDtypeNames(t.scalar_type()).first,
-                                ", device ", t.device());
+                                t.is_nested() ? " (nested)" : "", ", dtype ", name_of(t.scalar_type()), ", device ",
+                                t.device());
   }
   TORCH_CHECK_NOT_IMPLEMENTED(false, "pyattn: ", op.schema().name(), " has no kernels for tensors of this kind");
 }
@@ -128,6 +127,13 @@ std::string define(torch::Library& m, Backends backends, const char* schema) {
     if (std::find(backends.begin(), backends.end(), key) == backends.end())
       m.impl(name.c_str(), torch::dispatch(key, torch::CppFunction::makeFromBoxedFunction<&refuse>()));
   return name;
+}
+
+// The same for an operator of a cache, which GPUs have a function of their own for.
+template <auto on_cpu, auto on_gpu>
+void define_cache(torch::Library& m, const char* schema) {
+  const std::string name = define<on_cpu>(m, kOnCPU, schema);
+  m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(on_gpu)));
 }
 
 // The same for an operator of attention. Derivatives come from pyattn/derivatives: those that it does not define,

@@ -1,11 +1,8 @@
 // Options: what every operator of attention takes beside its tensors, and what of it is accepted.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <array>
 #include <cmath>
-#include <optional>
 
 #include "ops/checks.h"
 #include "ops/operators.h"
@@ -37,8 +34,7 @@ inline void check_key_ranges(const Tensor& q, const Options& options) {
   if (!options.key_ranges) return;
   const Tensor& t = *options.key_ranges;
   const auto sizes = t.sym_sizes();
-  check_type("key_ranges", t, {at::kInt, at::kLong});
-  check_device("key_ranges", t, q.device());
+  check_given("key_ranges", t, q.device(), {at::kInt, at::kLong});
   TORCH_CHECK_VALUE(
       t.dim() == 3 && (sizes[0] == q.sym_size(0) || sizes[0] == 1) && sizes[1] == q.sym_size(2) && sizes[2] == 2,
       "pyattn: key_ranges must have shape (", q.sym_size(0), " or 1, ", q.sym_size(2), ", 2), got ", sizes);
@@ -84,7 +80,7 @@ inline void check_softmax_scale(double scale, at::ScalarType type) {
   const double least = std::ldexp(1, wide ? -1074 : -149), most = std::ldexp(1, wide ? 1022 : 126);
   TORCH_CHECK_VALUE(scale == 0 || (least <= std::abs(scale) && std::abs(scale) <= most),
                     "pyattn: softmax_scale must be 0 or between ", least, " and ", most, " in magnitude for ",
-                    c10::getDtypeNames(type).first, ", got ", scale);
+                    name_of(type), ", got ", scale);
 }
 
 // Checks the options that know nothing of positions; batch: the number of sequences.
@@ -98,15 +94,13 @@ inline void check_options(const Tensor& q, const SymInt& batch, const SymInt& he
   const at::ScalarType type = q.scalar_type();
   if (options.alibi_slopes) {
     const Tensor& t = *options.alibi_slopes;
-    check_type("alibi_slopes", t, {type, at::kFloat});
-    check_device("alibi_slopes", t, q.device());
+    check_given("alibi_slopes", t, q.device(), {type, at::kFloat});
     const auto sizes = t.sym_sizes();
     TORCH_CHECK_VALUE((t.dim() == 1 && sizes[0] == heads) || (t.dim() == 2 && sizes[0] == batch && sizes[1] == heads),
                       "pyattn: alibi_slopes must have shape (", heads, ") or (", batch, ", ", heads, "), got ", sizes);
   }
   if (options.sinks) {
-    check_type("sinks", *options.sinks, {type, at::kFloat});
-    check_device("sinks", *options.sinks, q.device());
+    check_given("sinks", *options.sinks, q.device(), {type, at::kFloat});
     TORCH_CHECK_VALUE(options.sinks->dim() == 1 && options.sinks->sym_size(0) == heads,
                       "pyattn: sinks must have shape (", heads, "), got ", options.sinks->sym_sizes());
   }
@@ -116,40 +110,46 @@ inline void check_options(const Tensor& q, const SymInt& batch, const SymInt& he
   if (options.dropout_seed) check_tensor("dropout_seed", *options.dropout_seed, q.device(), at::kLong, {});
 }
 
-// The results of forward, and what backward takes and returns, as the operators' schemas have it.
+// The results of forward and of backward, as the operators' schemas have them.
 #define PYATTN_FORWARD_RESULTS "(Tensor out, Tensor lse, Tensor row_max, Tensor row_sum)"
-#define PYATTN_BACKWARD_TENSORS \
-  "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor row_max, Tensor row_sum"
-#define PYATTN_BACKWARD_FLAGS "bool deterministic=True, bool[3] output_mask=[False, False, False], bool part=False"
 #define PYATTN_BACKWARD_RESULTS "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi_slopes, Tensor dsinks)"
 
 // output_mask asks for dbias, dalibi_slopes and dsinks, each only where its tensor is given and has a gradient.
-inline void check_wanted(const Options& options, const std::array<bool, 3>& output_mask) {
+using Wanted = std::array<bool, 3>;
+inline void check_wanted(const Options& options, const Wanted& output_mask) {
   TORCH_CHECK_VALUE((!output_mask[0] || options.bias) && (!output_mask[1] || options.alibi_slopes) &&
                         (!output_mask[2] || options.sinks),
                     "pyattn: output_mask must ask for gradients of a bias, alibi_slopes and sinks that are given, got ",
                     at::ArrayRef<bool>(output_mask.data(), 3));
 }
 
-inline void check_heads(const SymInt& num_heads_q, const SymInt& num_heads_kv) {
+inline void check_defined(const Tensor& q, const Tensor& k, const Tensor& v) {
+  TORCH_CHECK_TYPE(q.defined() && k.defined() && v.defined(), "pyattn: q, k and v must be Tensors, got None");
+}
+
+// Whether k and v fit q, where each has its number of dimensions; k's heads lie along the dimension `heads`.
+inline void check_fit(const Tensor& q, const Tensor& k, const Tensor& v, int64_t heads) {
+  const SymInt num_heads_q = q.sym_size(1), num_heads_kv = k.sym_size(heads);
+  TORCH_CHECK_VALUE(k.sym_size(-1) == q.sym_size(-1), "pyattn: q and k must have the same head_dim, got ",
+                    q.sym_size(-1), " and ", k.sym_size(-1));
   TORCH_CHECK_VALUE(num_heads_kv == 0 ? num_heads_q == 0 : num_heads_q % num_heads_kv == 0,
                     "pyattn: num_heads_q must be a multiple of num_heads_kv, got ", num_heads_q, " and ", num_heads_kv);
+  check_tensor("k", k, q.device(), q.scalar_type(), k.sym_sizes());
+  check_tensor("v", v, q.device(), q.scalar_type(), with_columns(k, v.sym_size(-1)));
 }
 
 inline void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) {
-  TORCH_CHECK_TYPE(q.defined() && k.defined() && v.defined(), "pyattn: q, k and v must be Tensors, got None");
+  check_defined(q, k, v);
   TORCH_CHECK_VALUE(q.dim() == 4 && k.dim() == 4 && v.dim() == 4,
                     "pyattn: q, k and v must have 4 dimensions (batch, num_heads, seqlen, head_dim), got q ",
                     q.sym_sizes(), ", k ", k.sym_sizes(), " and v ", v.sym_sizes());
   dtype_of(q.scalar_type());
-  const auto qs = q.sym_sizes(), ks = k.sym_sizes(), vs = v.sym_sizes();
-  TORCH_CHECK_VALUE(ks[0] == qs[0], "pyattn: q and k must have the same batch, got ", qs[0], " and ", ks[0]);
-  TORCH_CHECK_VALUE(ks[3] == qs[3], "pyattn: q and k must have the same head_dim, got ", qs[3], " and ", ks[3]);
-  check_heads(qs[1], ks[1]);
-  check_tensor("k", k, q.device(), q.scalar_type(), ks);
-  check_tensor("v", v, q.device(), q.scalar_type(), {ks[0], ks[1], ks[2], vs[3]});
-  check_options(q, qs[0], qs[1], options);
-  check_options_of_batch(q, ks[2], options);
+  const SymInt batch = q.sym_size(0);
+  TORCH_CHECK_VALUE(k.sym_size(0) == batch, "pyattn: q and k must have the same batch, got ", batch, " and ",
+                    k.sym_size(0));
+  check_fit(q, k, v, 1);
+  check_options(q, batch, q.sym_size(1), options);
+  check_options_of_batch(q, k.sym_size(2), options);
 }
 
 }  // namespace pyattn

@@ -1,20 +1,18 @@
 // Packing: sequences one behind the other in one tensor, what operators take to tell them apart.
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <limits>
-#include <optional>
 #include <vector>
 
 #include "attention.h"
 #include "ops/checks.h"
-#include "shared/defaults.h"
 #include "ops/operators.h"
 #include "ops/options.h"
 #include "ops/params.h"
+#include "shared/defaults.h"
 
 namespace pyattn {
 
@@ -34,14 +32,8 @@ struct Packing {
 // The number of sequences.
 inline SymInt sequences(const Packing& packing) { return packing.cu_seqlens_q.sym_size(0) - 1; }
 
-inline void check_lengths(const char* name, const Tensor& t, at::Device device) {
-  TORCH_CHECK_TYPE(t.defined(), "pyattn: ", name, " must be a Tensor, got None");
-  check_type(name, t, {at::kInt, at::kLong});
-  check_device(name, t, device);
-}
-
 inline void check_seqused(const Tensor& seqused_k, const SymInt& batch, at::Device device) {
-  check_lengths("seqused_k", seqused_k, device);
+  check_given("seqused_k", seqused_k, device, {at::kInt, at::kLong});
   const auto sizes = seqused_k.sym_sizes();
   TORCH_CHECK_VALUE(sizes.size() == 1 && sizes[0] == batch, "pyattn: seqused_k must have shape (", batch, "), got ",
                     sizes);
@@ -49,8 +41,8 @@ inline void check_seqused(const Tensor& seqused_k, const SymInt& batch, at::Devi
 
 // What does not depend on how keys lie.
 inline void check_packing(const Tensor& q, const Packing& packing, const Options& options) {
-  check_lengths("cu_seqlens_q", packing.cu_seqlens_q, q.device());
-  check_lengths("cu_seqlens_k", packing.cu_seqlens_k, q.device());
+  check_given("cu_seqlens_q", packing.cu_seqlens_q, q.device(), {at::kInt, at::kLong});
+  check_given("cu_seqlens_k", packing.cu_seqlens_k, q.device(), {at::kInt, at::kLong});
   const auto cu_q = packing.cu_seqlens_q.sym_sizes(), cu_k = packing.cu_seqlens_k.sym_sizes();
   TORCH_CHECK_VALUE(cu_q.size() == 1 && cu_q == cu_k && cu_q[0] >= 1,
                     "pyattn: cu_seqlens_q and cu_seqlens_k must have shape (sequences + 1), got ", cu_q, " and ", cu_k);
@@ -64,8 +56,7 @@ inline void check_packing(const Tensor& q, const Packing& packing, const Options
                               options.bias->sym_sizes());
   check_options(q, sequences(packing), q.sym_size(1), options);
   if (!options.key_ranges) return;
-  check_type("key_ranges", *options.key_ranges, {at::kInt, at::kLong});
-  check_device("key_ranges", *options.key_ranges, q.device());
+  check_given("key_ranges", *options.key_ranges, q.device(), {at::kInt, at::kLong});
   const auto sizes = options.key_ranges->sym_sizes();
   TORCH_CHECK_VALUE(sizes.size() == 2 && sizes[0] == q.sym_size(0) && sizes[1] == 2,
                     "pyattn: key_ranges must have shape (", q.sym_size(0), ", 2), got ", sizes);
@@ -73,16 +64,12 @@ inline void check_packing(const Tensor& q, const Packing& packing, const Options
 
 inline void check_packed(const Tensor& q, const Tensor& k, const Tensor& v, const Packing& packing,
                          const Options& options) {
-  TORCH_CHECK_TYPE(q.defined() && k.defined() && v.defined(), "pyattn: q, k and v must be Tensors, got None");
+  check_defined(q, k, v);
   TORCH_CHECK_VALUE(q.dim() == 3 && k.dim() == 3 && v.dim() == 3,
                     "pyattn: packed q, k and v must have 3 dimensions (tokens, num_heads, head_dim), got q ",
                     q.sym_sizes(), ", k ", k.sym_sizes(), " and v ", v.sym_sizes());
   dtype_of(q.scalar_type());
-  const auto qs = q.sym_sizes(), ks = k.sym_sizes(), vs = v.sym_sizes();
-  TORCH_CHECK_VALUE(ks[2] == qs[2], "pyattn: q and k must have the same head_dim, got ", qs[2], " and ", ks[2]);
-  check_heads(qs[1], ks[1]);
-  check_tensor("k", k, q.device(), q.scalar_type(), ks);
-  check_tensor("v", v, q.device(), q.scalar_type(), {ks[0], ks[1], vs[2]});
+  check_fit(q, k, v, 1);
   check_packing(q, packing, options);
 }
 
@@ -117,10 +104,6 @@ inline int64_t check_used(const int64_t* cu_seqlens_k, const int64_t* seqused_k,
                     " keys of sequence ", b, ", got ", seqused_k[b]);
   return seqused_k[b];
 }
-
-inline View packed_view(const Tensor& t, void* data) { return {data, 0, t.stride(1), t.stride(0)}; }
-inline View packed_input(const Tensor& t) { return packed_view(t, input_data(t)); }
-inline View packed_result(const Tensor& t) { return packed_view(t, t.mutable_data_ptr()); }
 
 // Checks the indices of p and makes the sequences of them, and p's lengths and pairs.
 inline void place_sequences(ForwardParams& p, const Packing& packing) {
@@ -159,7 +142,6 @@ inline void check_sequences(ForwardParams p, const Packing& packing, const Optio
 // Keys of four dimensions lie in pages, which pages.h finds.
 inline void fill_packed(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, const Packing& packing,
                         const Options& options, Kept& kept) {
-  p.q = packed_input(q), p.k = packed_input(k), p.v = packed_input(v);
   p.batch = packing.cu_seqlens_q.size(0) - 1, p.num_heads_q = q.size(1), p.num_heads_kv = k.size(-2);
   p.head_dim = q.size(2), p.head_dim_v = v.size(-1);
   p.packed.cu_seqlens_q = kept.indices(packing.cu_seqlens_q);

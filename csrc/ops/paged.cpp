@@ -2,22 +2,18 @@
 // attention_forward, for sequences that all have seqlen_k positions, and pyattn::attention_varlen_paged_forward
 // as attention_varlen_forward. They have no backward: where a gradient is wanted, pyattn/paged.py copies the
 // pages that pyattn::pages_in_use names and calls the others.
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <tuple>
 
-#include "attention.h"
-#include "ops/checks.h"
+#include "ops/calls.h"
 #include "ops/operators.h"
 #include "ops/options.h"
 #include "ops/packing.h"
 #include "ops/pages.h"
 #include "ops/params.h"
-#include "ops/passes.h"
 #include "ops/results.h"
 
 namespace pyattn {
@@ -26,22 +22,15 @@ namespace {
 ForwardTensors attention_paged_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& block_table,
                                        SymInt seqlen_k, const Options& options) {
   check_paged(q, k, v, 4);
-  const SymInt batch = q.sym_size(0), heads = q.sym_size(1), seqlen_q = q.sym_size(2);
+  const SymInt batch = q.sym_size(0);
   check_block_table(block_table, q.device(), batch);
   TORCH_CHECK_VALUE(seqlen_k >= 0, "pyattn: seqlen_k must be at least 0, got ", seqlen_k);
-  check_options(q, batch, heads, options);
+  check_options(q, batch, q.sym_size(1), options);
   check_options_of_batch(q, seqlen_k, options);
-  const ForwardResults results(q, v.sym_size(3), {batch, heads, seqlen_q});
-  if (q.is_meta()) return results.all();
-
-  const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
-  Kept kept;
-  ForwardParams p{};
-  fill_inputs(p, q_, k_.transpose(1, 2), v_.transpose(1, 2), seqlen_k.expect_int(), options, kept);
-  fill_pages(p, k_, v_, block_table, kept);
-  p.out = result(results.out), results.fill_rows(p);
-  run_forward(dtype_of(q.scalar_type()), p);
-  return results.all();
+  return call_forward(q, k, v, [&](ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, Kept& kept) {
+    fill_inputs(p, q, k.transpose(1, 2), v.transpose(1, 2), seqlen_k.expect_int(), options, kept);
+    fill_pages(p, k, v, block_table, kept);
+  });
 }
 
 ForwardTensors attention_varlen_paged_forward(const Tensor& q, const Tensor& k, const Tensor& v,
@@ -50,18 +39,10 @@ ForwardTensors attention_varlen_paged_forward(const Tensor& q, const Tensor& k, 
   check_paged(q, k, v, 3);
   check_packing(q, packing, options);
   check_block_table(block_table, q.device(), sequences(packing));
-  const ForwardResults results(q, v.sym_size(3), {q.sym_size(1), q.sym_size(0)});
-  if (q.is_meta()) return results.all();
-
-  const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
-  Kept kept;
-  ForwardParams p{};
-  fill_packed(p, q_, k_, v_, packing, options, kept);
-  fill_pages(p, k_, v_, block_table, kept);
-  p.out = packed_result(results.out), results.fill_rows(p);
-  run_forward(dtype_of(q.scalar_type()), p);
-  results.fill_unused(p);
-  return results.all();
+  return call_forward(q, k, v, [&](ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, Kept& kept) {
+    fill_packed(p, q, k, v, packing, options, kept);
+    fill_pages(p, k, v, block_table, kept);
+  });
 }
 
 // Checked as above: block_table with 0 where a sequence has no keys, and how many keys each has, all int64.

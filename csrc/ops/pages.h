@@ -3,8 +3,6 @@
 // the params.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <algorithm>
 #include <array>
 
@@ -25,27 +23,20 @@ inline void check_page_size(const SymInt& page_size) {
 }
 
 inline void check_block_table(const Tensor& block_table, at::Device device, const SymInt& batch) {
-  TORCH_CHECK_TYPE(block_table.defined(), "pyattn: block_table must be a Tensor, got None");
-  check_type("block_table", block_table, {at::kInt, at::kLong});
-  check_device("block_table", block_table, device);
+  check_given("block_table", block_table, device, {at::kInt, at::kLong});
   TORCH_CHECK_VALUE(block_table.dim() == 2 && block_table.sym_size(0) == batch, "pyattn: block_table must have shape (",
                     batch, ", pages of a sequence), got ", block_table.sym_sizes());
 }
 
 // q (batch, num_heads, seqlen, head_dim) or packed (tokens, num_heads, head_dim), with keys in pages.
 inline void check_paged(const Tensor& q, const Tensor& k, const Tensor& v, int64_t dims) {
-  TORCH_CHECK_TYPE(q.defined() && k.defined() && v.defined(), "pyattn: q, k and v must be Tensors, got None");
+  check_defined(q, k, v);
   TORCH_CHECK_VALUE(q.dim() == dims && k.dim() == 4 && v.dim() == 4, "pyattn: q must have ", dims,
                     " dimensions and k and v in pages 4 (pages, page_size, num_heads, head_dim), got q ", q.sym_sizes(),
                     ", k ", k.sym_sizes(), " and v ", v.sym_sizes());
   dtype_of(q.scalar_type());
-  const auto qs = q.sym_sizes(), ks = k.sym_sizes(), vs = v.sym_sizes();
-  TORCH_CHECK_VALUE(ks[3] == qs[dims - 1], "pyattn: q and k must have the same head_dim, got ", qs[dims - 1], " and ",
-                    ks[3]);
-  check_heads(qs[1], ks[2]);
-  check_tensor("k", k, q.device(), q.scalar_type(), ks);
-  check_tensor("v", v, q.device(), q.scalar_type(), {ks[0], ks[1], ks[2], vs[3]});
-  check_page_size(ks[1]);
+  check_fit(q, k, v, 2);
+  check_page_size(k.sym_size(1));
 }
 
 // The pages of a sequence, as far as it has keys: what is listed behind them is not looked at.
@@ -64,7 +55,7 @@ inline int64_t check_pages(const int64_t* listed, int64_t count, int64_t seqlen_
 inline void check_pages_in_use(const Tensor& block_table, const Tensor& cu_seqlens_k, const optional<Tensor>& seqused_k,
                                const SymInt& page_size) {
   check_page_size(page_size);
-  check_lengths("cu_seqlens_k", cu_seqlens_k, cu_seqlens_k.device());
+  check_given("cu_seqlens_k", cu_seqlens_k, cu_seqlens_k.device(), {at::kInt, at::kLong});
   TORCH_CHECK_VALUE(cu_seqlens_k.dim() == 1 && cu_seqlens_k.sym_size(0) >= 1,
                     "pyattn: cu_seqlens_k must have shape (sequences + 1), got ", cu_seqlens_k.sym_sizes());
   const SymInt batch = cu_seqlens_k.sym_size(0) - 1;
@@ -76,11 +67,7 @@ inline void check_pages_in_use(const Tensor& block_table, const Tensor& cu_seqle
 inline void check_append_pages(const Tensor& keys, const Tensor& values, const Tensor& lengths,
                                const Tensor& block_table, const Tensor& k, const Tensor& v,
                                const optional<Tensor>& new_lengths) {
-  TORCH_CHECK_VALUE(keys.dim() == 4 && values.dim() == 4,
-                    "pyattn: keys and values must have 4 dimensions (pages, page_size, num_heads, head_dim), got ",
-                    keys.sym_sizes(), " and ", values.sym_sizes());
-  const std::array<SymInt, 4> sizes{keys.sym_size(0), keys.sym_size(1), keys.sym_size(2), values.sym_size(3)};
-  check_beside("values", values, keys, sizes);
+  check_stored(keys, values, "(pages, page_size, num_heads, head_dim)");
   check_page_size(keys.sym_size(1));
   check_type("block_table", block_table, {at::kLong});
   TORCH_CHECK_VALUE(block_table.dim() == 2, "pyattn: block_table must have shape (batch, pages of a sequence), got ",
@@ -91,14 +78,7 @@ inline void check_append_pages(const Tensor& keys, const Tensor& values, const T
     TORCH_CHECK_VALUE(t.sym_size(3) <= 1 || t.sym_stride(3) == 1,
                       "pyattn: columns of keys and values must be contiguous, got strides ", t.sym_strides());
   check_cache_lengths(lengths, keys, block_table.sym_size(0));
-  TORCH_CHECK_VALUE(k.dim() == 4, "pyattn: k must have 4 dimensions (batch, num_heads, new, head_dim), got ",
-                    k.sym_sizes());
-  const auto check_new = [&](const char* name, const Tensor& t, const Tensor& storage) {
-    const std::array<SymInt, 4> sizes{lengths.sym_size(0), storage.sym_size(2), k.sym_size(2), storage.sym_size(3)};
-    check_beside(name, t, storage, sizes);
-  };
-  check_new("k", k, keys), check_new("v", v, values);
-  if (new_lengths) check_indices("lengths", *new_lengths, lengths);
+  check_new(keys, values, lengths, k, v, new_lengths, 2);
 }
 
 // What an append reads, as check_room of cache.h.

@@ -1,13 +1,11 @@
 // The operators of pages on a GPU, as cache_cuda.cpp has those of caches without: in ATen's operations
 // without a host read. What has no room is left out, indices are clamped; with PYATTN_CHECK=1 they are read
 // and checked first, as on the CPU.
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/minimum.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <tuple>
@@ -93,7 +91,7 @@ void cache_append_pages(const Tensor& keys, const Tensor& values, const Tensor& 
   const optional<Tensor> new_lengths = apart_from({lengths, block_table}, new_counts);
   const int64_t page_size = keys.size(1), fresh = k.size(2);
   if (fresh == 0 || block_table.numel() == 0) return;
-  const int64_t most = std::min(max_seqlen.guard_int(__FILE__, __LINE__), block_table.size(1) * page_size);
+  const int64_t most = std::min(number(max_seqlen), block_table.size(1) * page_size);
   if (checks_gpu()) check_page_room(lengths, block_table, new_lengths, fresh, most, keys.size(0), page_size);
   const Tensor added = new_lengths ? new_lengths->clamp(0, fresh) : at::full_like(lengths, fresh);
   const Extension extension(lengths, block_table, added, page_size, keys.size(0), most);
@@ -116,20 +114,9 @@ void cache_append_pages(const Tensor& keys, const Tensor& values, const Tensor& 
   lengths.add_(extension.end.sub(extension.begin));
 }
 
-void cache_reorder_pages(const Tensor& lengths, const Tensor& block_table, const Tensor& idx) {
-  check_indices("idx", idx, lengths);
-  check_block_table(block_table, lengths.device(), lengths.sym_size(0));
-  if (idx.size(0) == 0) return;
-  check_apart("lengths", lengths), check_apart("block_table", block_table);
-  if (checks_gpu()) check_order(idx);
-  const Tensor index = idx.clamp(0, idx.size(0) - 1);
-  for (const Tensor& t : {lengths, block_table}) t.copy_(t.index_select(0, index));
-}
-
 TORCH_LIBRARY_IMPL(pyattn, CUDA, m) {
   m.impl("pages_in_use", pages_in_use);
   m.impl("cache_append_pages", cache_append_pages);
-  m.impl("cache_reorder_pages", cache_reorder_pages);
 }
 
 }  // namespace

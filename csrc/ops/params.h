@@ -1,18 +1,16 @@
 // Params: from tensors and options to what kernels read, addresses and strides.
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <cmath>
-#include <optional>
 #include <utility>
 
 #include "attention.h"
 #include "ops/checks.h"
-#include "shared/defaults.h"
 #include "ops/options.h"
+#include "shared/defaults.h"
 
 namespace pyattn {
 
@@ -20,6 +18,9 @@ namespace pyattn {
 inline Tensor with_contiguous_columns(const Tensor& t) {
   return t.size(-1) <= 1 || t.stride(-1) == 1 ? t : t.contiguous();
 }
+
+// Packed sequences have dimensions (tokens, num_heads, head_dim).
+inline bool is_packed(const Tensor& t) { return t.dim() == 3; }
 
 // Keeps the tensors that params point into: the options' own where kernels can read them, else copies.
 class Kept {
@@ -39,7 +40,10 @@ inline optional<Tensor> contiguous(const optional<Tensor>& t) { return t ? optio
 
 // Params hold inputs and results alike, so const ends here; no kernel writes to an input.
 inline void* input_data(const Tensor& t) { return const_cast<void*>(t.const_data_ptr()); }
-inline View view(const Tensor& t, void* data) { return {data, t.stride(0), t.stride(1), t.stride(2)}; }
+inline View view(const Tensor& t, void* data) {
+  if (is_packed(t)) return {data, 0, t.stride(1), t.stride(0)};
+  return {data, t.stride(0), t.stride(1), t.stride(2)};
+}
 inline View input(const Tensor& t) { return view(t, input_data(t)); }
 inline View result(const Tensor& t) { return view(t, t.mutable_data_ptr()); }
 
@@ -92,7 +96,6 @@ inline void fill_options(ForwardParams& p, at::ScalarType type, const Options& o
 
 inline void fill_inputs(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, int64_t seqlen_k,
                         const Options& options, Kept& kept) {
-  p.q = input(q), p.k = input(k), p.v = input(v);
   p.batch = q.size(0), p.num_heads_q = q.size(1), p.num_heads_kv = k.size(1);
   p.seqlen_q = q.size(2), p.seqlen_k = seqlen_k, p.head_dim = q.size(3), p.head_dim_v = v.size(3);
   p.pairs = static_cast<double>(p.batch) * static_cast<double>(p.seqlen_q) * static_cast<double>(p.seqlen_k);

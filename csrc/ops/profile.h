@@ -2,7 +2,6 @@
 // profiling is off, a task costs one atomic load.
 #pragma once
 
-#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>

@@ -1,14 +1,12 @@
 // Results: tensors that the kernels write.
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 
 #include <array>
 #include <limits>
-#include <optional>
 #include <tuple>
 #include <utility>
 
@@ -16,6 +14,7 @@
 #include "ops/checks.h"
 #include "ops/huge_pages.h"
 #include "ops/options.h"
+#include "ops/params.h"
 
 namespace pyattn {
 
@@ -45,6 +44,12 @@ inline Tensor empty_ordered_as(const Tensor& like, const SymInt& cols) {
   return at::empty_strided_symint(shape, dense, like.options());
 }
 
+// The shape of what there is of each row, for queries packed or not.
+inline c10::SymDimVector sizes_of_rows(const Tensor& q) {
+  if (is_packed(q)) return {q.sym_size(1), q.sym_size(0)};
+  return {q.sym_size(0), q.sym_size(1), q.sym_size(2)};
+}
+
 inline Tensor empty_dense(const Tensor& like, at::ScalarType type) {
   return at::empty_symint(like.sym_sizes(), like.options().dtype(type));
 }
@@ -58,14 +63,20 @@ inline void fill_rest(const Tensor& t, int64_t dim, int64_t end, double value) {
   if (end < t.size(dim)) t.narrow(dim, end, t.size(dim) - end).fill_(value);
 }
 
+// The gradients of tokens of no sequence. Keys that are not used lie between those that are.
+inline void fill_unused(const BackwardParams& p, const Tensor& dq, const Tensor& dk, const Tensor& dv) {
+  const Sequence& end = p.packed.sequences[p.batch];
+  fill_rest(dq, 0, end.first_q, 0);
+  for (const Tensor& t : {dk, dv}) fill_rest(t, 0, p.packed.seqused_k ? 0 : end.first_k, 0);
+}
+
 // What forward returns: out, and of each row lse, maximum and sum.
 struct ForwardResults {
   Tensor out, lse, row_max, row_sum;
 
-  // rows: the shape of lse.
-  ForwardResults(const Tensor& q, const SymInt& head_dim_v, c10::SymIntArrayRef rows)
+  ForwardResults(const Tensor& q, const SymInt& head_dim_v)
       : out(empty_ordered_as(q, head_dim_v)),
-        lse(at::empty_symint(rows, q.options().dtype(row_dtype(q.scalar_type())))),
+        lse(at::empty_symint(sizes_of_rows(q), q.options().dtype(row_dtype(q.scalar_type())))),
         row_max(at::empty_like(lse)),
         row_sum(at::empty_like(lse)) {}
 
@@ -89,7 +100,7 @@ struct OptionGradients {
   optional<Tensor> slopes, sinks;  // as given
   Tensor dbias, dslopes, dsinks;
 
-  OptionGradients(const Options& options, const std::array<bool, 3>& wanted, at::ScalarType rows)
+  OptionGradients(const Options& options, const Wanted& wanted, at::ScalarType rows)
       : slopes(options.alibi_slopes), sinks(options.sinks) {
     if (wanted[0]) dbias = empty_dense(*options.bias, options.bias->scalar_type());
     if (wanted[1]) dslopes = empty_dense(*options.alibi_slopes, rows);

@@ -2,11 +2,7 @@
 // hide a key. The same file serves every backend; everything is constexpr, so that device code may call it.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "shared/heads.h"
-#include "shared/index.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

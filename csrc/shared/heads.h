@@ -2,8 +2,6 @@
 // backend; everything is constexpr, so that device code may call it.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "shared/index.h"
 

@@ -9,12 +9,7 @@
 //                       row 2  0 0 1 1 0    cover of rows 1 and 2: key 2 kFull, 1 and 3 kPart, 0 and 4 kNone
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "shared/bias.h"
-#include "shared/heads.h"
-#include "shared/index.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

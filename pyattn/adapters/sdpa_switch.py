@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.nested._internal import ops as jagged
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -23,7 +24,6 @@ from pyattn.adapters import sdpa_graphs
 from pyattn.adapters.dispatcher import Kernels
 from pyattn.adapters.sdpa_arguments import attend
 from pyattn.adapters.sdpa_counts import TAKEN, TRACED, count
-from pyattn.derivatives import autograd
 
 _OPERATOR = torch.ops.aten.scaled_dot_product_attention.default
 _COMPILER_TAG = "pyattn-sdpa"
@@ -36,7 +36,7 @@ def _refusal(query: Tensor, key: Tensor, *others: object) -> str | None:
             return f"tensors of type {type(tensor).__name__}"  # such as DTensor: what holds others has rules of its own
     if not torch.backends.cuda.flash_sdp_enabled():  # its name notwithstanding, it is read on the CPU as well
         return "torch.nn.attention.sdpa_kernel without FLASH_ATTENTION"
-    if autograd.transforming():
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return "a transform of torch.func, or forward-mode differentiation"
     if not (query.numel() and key.numel()):  # torch does not broadcast these
         return "query or key without elements"

@@ -26,7 +26,6 @@ from torch.nn import attention as torch_attention
 
 from pyattn import attention_varlen, ops
 from pyattn.adapters.dispatcher import Kernels
-from pyattn.derivatives import autograd
 from pyattn.options import UNBOUNDED, Options, Packing
 
 __all__ = ["NAME", "activate", "register", "remove"]
@@ -169,7 +168,7 @@ def _backward(
     options = Options(softmax_scale=scale, causal=causal, window=window)
     rows = grad_out, None, query, key, value, out, logsumexp, torch.ones_like(logsumexp)
     wanted = False, False, False
-    dq, dk, dv, *_ = ops.attention_varlen_backward(*rows, *packing, *options, autograd.deterministic(), wanted, True)
+    dq, dk, dv, *_ = ops.attention_varlen_backward(*rows, *packing, *options, True, wanted, True)
     return dq, dk, dv
 
 

@@ -3,12 +3,14 @@
 Ring attention, which passes keys round several devices, is another matter: :mod:`pyattn.parts` has what it needs.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from pyattn import ops
 from pyattn.arguments import check_64_bits, check_type, check_window
-from pyattn.options import UNBOUNDED
+from pyattn.ops.schema import UNBOUNDED
 
 SLACK = 4
 """A ring buffer has 1 / SLACK more slots than positions it keeps. Where they end, the positions move to the front: each
@@ -57,3 +59,13 @@ def in_slots(q_offset: int | Tensor, lengths: Tensor, starts: Tensor, left: int,
     offsets = q_offset if isinstance(q_offset, Tensor) else torch.full_like(lengths, q_offset)
     slots: Tensor = ops.cache_slots(lengths, starts, offsets, left + 1, max_seqlen)
     return slots
+
+
+def check_ring(window: tuple[int, int] | None, max_seqlen: int, seqlen_q: int, options: Mapping[str, object]) -> None:
+    """NotImplementedError or ValueError for what queries over a ring cannot have, which is none of the others'."""
+    if window is None:
+        return
+    for wrong in ("key_ranges", "mask", "bias"):
+        if options.get(wrong) is not None:
+            raise NotImplementedError(f"pyattn: a cache with a window takes no {wrong}, got window={window}")
+    narrowed(UNBOUNDED, window, max_seqlen, seqlen_q)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from pyattn import __version__, isa
+from pyattn.cli.limits import InputError
 
 COMMANDS = {
     "info": "what this build is, and what it runs on",
@@ -25,17 +26,7 @@ COMMANDS = {
 }
 EXTRAS = {"matplotlib", "numpy", "safetensors", "tqdm"}
 
-LONGEST_INTEGER = 40
-"""Digits that a sentence holds; 2^64 has 20."""
-
-
-class InputError(ValueError):
-    """An input or a disk that stops a command; the command line shows the message without a traceback."""
-
-    def __init__(self, rule: str, got: object) -> None:
-        digits = len(str(got))
-        long = isinstance(got, int) and digits > LONGEST_INTEGER
-        super().__init__(f"pyattn: {rule}, got {f'an integer of {digits} digits' if long else got}")
+__all__ = ["COMMANDS", "InputError", "main"]
 
 
 def check_instruction_set() -> None:

@@ -24,67 +24,29 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 import pyattn
-from pyattn.cli import InputError, contenders, decoding, kv_caches, output, packed, sentences
+from pyattn.cli import InputError, contenders, output
 from pyattn.cli.contention import busy, is_busy
-from pyattn.cli.device import DEVICES, check_device, cpu, hardware
-from pyattn.cli.info import DTYPES
-from pyattn.cli.limits import check_memory, check_threads, shape_of
-from pyattn.cli.rows import Peaks, Row, of_caches, of_decoding, of_features, of_functions, of_modules, of_packed
-from pyattn.cli.table import show, worst_wait
+from pyattn.cli.kinds import KINDS, SHAPED, SHAPES, Comparison, Peaks, comparisons
+from pyattn.cli.limits import check_memory, check_threads
+from pyattn.cli.options import DEVICES, DTYPES, check_device, command, cpu, hardware, option, shape_of
+from pyattn.cli.rows import Row, show, worst_wait
 from pyattn.cli.timing import peak_flops
 
-SHAPES = {
-    "cpu": ["1x8x128x64", "1x8x512x64", "1x4x1024x64", "1x2x2048x64", "1x1x4096x64", "1x4x1024x32", "1x4x1024x128"],
-    "cuda": [f"{bht}x{d}" for bht in ("4x16x2048", "2x16x4096", "1x16x8192", "1x16x16384") for d in (64, 128)],
-}
-QUICK_SHAPES = {"cpu": ["1x8x128x64", "1x4x1024x64"], "cuda": ["4x16x2048x64", "4x16x2048x128"]}
-FEATURE_SHAPES = ["1x4x2048x64"]
-MODULES = ((8, 256, 256, 8), (4, 1024, 768, 12))
-"""batch, seqlen, width, heads of a small model and of GPT-2 small."""
-QUICK_MODULES = ((2, 256, 256, 8),)
 QUICK_SECONDS = 20.0
 """Half a minute, less ten seconds to import torch and to draw on a slow machine."""
 RESULTS, PICTURE = "results.json", "speedups.png"
 
-KINDS = {
-    "functions": "attention",
-    "modules": "multi-head modules",
-    "features": "what masks and scores cost",
-    "varlen": "sequences as long as real texts, packed and padded",
-    "cache": "one token over a KV cache",
-    "decode": "a token of a model with and without a cache",
-}
-"""Comparisons by kind. Without --only, the first two are made."""
-
-SHAPED = ("functions", "features")
-"""Kinds whose comparisons --shapes chooses."""
-
-BASES = {
-    "features": "our causal attention",
-    "varlen": packed.BASE,
-    "cache": kv_caches.BASE,
-    "decode": decoding.BASE,
-}
-"""What speed-ups are over; torch's sdpa elsewhere."""
-
-Comparison = Callable[[float], list[Row]]
-"""Makes the rows of one comparison; its argument is the ``ends`` of :func:`pyattn.cli.rows.measure`."""
-
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(
-        prog="pyattn bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command("bench", __doc__)
     defaults = "; ".join(f"on {device} {' '.join(shapes)}" for device, shapes in SHAPES.items())
     parser.add_argument(
         "--shapes", nargs="+", metavar="BxHxTxD", help=f"shapes of functions and features; default: {defaults}"
@@ -96,11 +58,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         default=["float32", "bfloat16"],
         help="dtypes of all inputs; default: float32 bfloat16",
     )
-    parser.add_argument("--device", choices=DEVICES, default="cpu", help="where to measure; default: %(default)s")
-    parser.add_argument(
-        "--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default: %(default)s"
-    )
-    kinds = "; ".join(f"{name}: {purpose}" for name, purpose in KINDS.items())
+    option(parser, "device", "cpu", "where to measure", choices=DEVICES)
+    option(parser, "threads", torch.get_num_threads(), "CPU threads")
+    kinds = "; ".join(f"{name}: {kind.purpose}" for name, kind in KINDS.items())
     parser.add_argument("--only", choices=KINDS, help=f"measure one kind alone: {kinds}; default: the first two")
     parser.add_argument("--quick", action="store_true", help="fewer shapes, modules and rounds, in half a minute")
     parser.add_argument("--flex", action="store_true", help="compare FlexAttention too, which is compiled first")
@@ -122,49 +82,9 @@ def measured_peaks(dtypes: Sequence[str], threads: int) -> Peaks:
     return peaks
 
 
-def sizes_of(kind: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What the comparisons of one kind are made at, by their names."""
-    only_first = 1 if options.quick else None
-    if kind in SHAPED:
-        by_device = QUICK_SHAPES if options.quick else SHAPES
-        defaults = FEATURE_SHAPES if kind == "features" else by_device[options.device]
-        shapes = [shape_of(text) for text in options.shapes or defaults]
-        return {f"{'' if kind == 'functions' else 'features '}{'x'.join(map(str, shape))}": shape for shape in shapes}
-    if kind == "modules":
-        modules = QUICK_MODULES if options.quick else MODULES
-        return {"module {}x{}x{}, {} heads,".format(*sizes): sizes for sizes in modules}
-    if kind == "varlen":
-        return {f"varlen {text}": text for text in sentences.TEXTS[:only_first]}
-    if kind == "cache":
-        named = {"cache {}/{} heads, {} tokens,".format(*sizes): sizes for sizes in kv_caches.SIZES}
-        return dict(list(named.items())[:only_first])
-    return {f"decode {context}": context for context in decoding.CONTEXTS[:only_first]}
-
-
-def comparisons(options: argparse.Namespace, peaks: Peaks) -> dict[str, Comparison]:
-    """The comparisons that the options ask for, by name; --quick has modules in the first dtype only."""
-    makers: dict[str, Callable[..., list[Row]]] = {
-        "functions": partial(of_functions, flex=options.flex, peaks=peaks),
-        "modules": partial(of_modules, flex=options.flex),
-        "features": of_features,
-        "varlen": partial(of_packed, peaks=peaks),
-        "cache": of_caches,
-        "decode": of_decoding,
-    }
-    todo: dict[str, Comparison] = {}
-    for dtype in options.dtype:
-        for kind in [options.only] if options.only else list(KINDS)[:2]:
-            if kind == "modules" and options.quick and dtype != options.dtype[0]:
-                continue
-            for name, sizes in sizes_of(kind, options).items():
-                what = f"{name} {dtype}"
-                todo[what] = partial(makers[kind], what, sizes, dtype, options.device)
-    return todo
-
-
 def base_of(options: argparse.Namespace) -> str:
     """What speed-ups are over."""
-    return BASES.get(options.only, "torch's sdpa")
+    return KINDS[options.only or "functions"].base
 
 
 def introduce(options: argparse.Namespace, peaks: Peaks) -> None:

@@ -1,18 +1,126 @@
-"""Checkpoints: weights as safetensors, the model's configuration as JSON in their metadata; no pickle."""
+"""Checkpoints: weights as safetensors, the model's configuration as JSON in their metadata; no pickle.
+
+Files are read as if anyone had edited them since they were written: an error names file and key.
+"""
 
 import dataclasses
 import json
+import reprlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialize
 from torch import Tensor
 
-from pyattn.cli import InputError, output, stored
+from pyattn.cli import InputError, output
 from pyattn.cli.gpt import GPT, Attend, Config, attend_pyattn
 
 MODEL = "model.safetensors"
 FIELDS = {name: (type(value),) for name, value in dataclasses.asdict(Config()).items()}
 """The configuration's, with their types."""
+
+
+WORDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    tuple: "a list of two integers",
+    type(None): "null",
+}
+"""JSON's names for the types of values."""
+
+Expected = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of tensors by name."""
+
+
+@contextmanager
+def named(rule: str, path: Path, key: str = "") -> Iterator[None]:
+    """Turns what is raised inside about the file ``path`` into an InputError: ``rule``, the file, ``key``, the fault.
+
+    A file that is not there is the caller's matter.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        fault = (str(error) or type(error).__name__).removeprefix("pyattn: ").splitlines()[0]
+        raise InputError(rule, f"{path} ({key}{': ' if key else ''}{fault})") from error
+
+
+def read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Metadata and tensors."""
+    with safe_open(path, framework="pt") as file:
+        return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no dict)
+
+
+def fact(facts: Mapping[str, str], key: str) -> str:
+    """The metadata's ``key``."""
+    if key not in facts:
+        raise ValueError(f"metadata must have the key {key}, got {' '.join(facts) or 'none'}")
+    return facts[key]
+
+
+def _is(value: object, kind: type) -> bool:
+    """Whether JSON's ``value`` is of ``kind``: a bool is no integer, an integer is a number, a tuple is a pair."""
+    if kind is tuple:
+        return isinstance(value, list) and len(value) == 2 and all(type(number) is int for number in value)
+    return type(value) is kind or (kind is float and type(value) is int)
+
+
+def fields(facts: Mapping[str, str], key: str, types: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
+    """The JSON object that the metadata's ``key`` holds: the names of ``types``, no others, each of its types."""
+    values = json.loads(fact(facts, key))
+    if not isinstance(values, dict):
+        raise TypeError(f"{key} must be a JSON object, got {reprlib.repr(values)}")
+    for name in sorted(types.keys() ^ values.keys()):
+        raise ValueError(f"{key} must {'have the key' if name in types else 'not have the key'} {name}")
+    for name, value in values.items():
+        if not any(_is(value, kind) for kind in types[name]):
+            words = " or ".join(WORDS[kind] for kind in types[name])
+            raise TypeError(f"{key}: {name} must be {words}, got {reprlib.repr(value)}")
+        if float in types[name]:
+            values[name] = float(str(value))  # an integer past the end is infinite, not an error
+        elif tuple in types[name]:
+            values[name] = tuple(value)
+    return values
+
+
+def check_tensors(found: Mapping[str, Tensor], expected: Expected) -> None:
+    """Raise ValueError or TypeError unless ``found`` are the tensors of ``expected``, in shape and dtype."""
+    for name in sorted(expected.keys() ^ found.keys()):
+        raise ValueError(f"the file must {'have the tensor' if name in expected else 'not have the tensor'} {name}")
+    for name, (shape, dtype) in expected.items():
+        if found[name].dtype != dtype:
+            raise TypeError(f"{name} must be {dtype}, got {found[name].dtype}")
+        if found[name].shape != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(found[name].shape)}")
+        if dtype.is_floating_point and not found[name].isfinite().all():
+            raise ValueError(f"{name} must be finite, got {int((~found[name].isfinite()).sum())} numbers that are not")
+
+
+def skeleton(config: Config, tensors: int, numbers: int) -> GPT:
+    """A model without memory (meta) of ``config``, which a file of so many tensors and numbers holds.
+
+    Raises:
+        ValueError: a size that such a file can't hold, found before modules are made for it.
+    """
+    sizes = {"layers": tensors, "width": numbers, "vocab": numbers, "heads": numbers}
+    for name, most in (sizes if config.alibi else sizes | {"context": numbers}).items():
+        if getattr(config, name) > most:
+            raise ValueError(f"{name} must be at most {most}, as much as the file holds, got {getattr(config, name)}")
+    with torch.device("meta"):
+        return GPT(config)
+
+
+def weights_of(model: GPT) -> Expected:
+    """Describes the weights of ``model``."""
+    return {name: (tuple(weight.shape), weight.dtype) for name, weight in model.state_dict().items()}
 
 
 def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -37,11 +145,11 @@ def load(path: Path, attend: Attend = attend_pyattn) -> GPT:
 
         model = pyattn.cli.checkpoint.load("runs/first/model.safetensors")
     """
-    with stored.named("run must hold a checkpoint that pyattn train wrote", path):
-        facts, tensors = stored.read(path)
-        config = Config(**stored.fields(facts, "config", FIELDS))
-        skeleton = stored.skeleton(config, len(tensors), sum(tensor.numel() for tensor in tensors.values()))
-        stored.check_tensors(tensors, stored.weights_of(skeleton))
+    with named("run must hold a checkpoint that pyattn train wrote", path):
+        facts, tensors = read(path)
+        config = Config(**fields(facts, "config", FIELDS))
+        expected = skeleton(config, len(tensors), sum(tensor.numel() for tensor in tensors.values()))
+        check_tensors(tensors, weights_of(expected))
     model = GPT(config, attend)
     model.load_state_dict(tensors)
     return model.eval()

@@ -1,4 +1,4 @@
-"""The attentions that ``pyattn train`` can use, and a comparison of one with the pure-Python one."""
+"""A comparison of a model's attention with the pure-Python one."""
 
 import math
 import statistics
@@ -8,27 +8,13 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pyattn import reference
 from pyattn.cli.fit import autocast, loss_of
-from pyattn.cli.gpt import GPT, Attend, Block, attend_pyattn
+from pyattn.cli.gpt import GPT, Attend, Block, attend_reference
 from pyattn.cli.timing import stopwatch
 
 Result = TypeVar("Result")
-
-
-def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
-    """PyTorch's own attention, which has no windows, ALiBi or sinks."""
-    return nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
-
-
-def attend_reference(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, **options: Any) -> Tensor:
-    """The formula in plain PyTorch."""
-    return cast(Tensor, reference.attention(q, k, v, dropout_p=dropout_p, **options))
-
-
-ATTENTIONS: dict[str, Attend] = {"pyattn": attend_pyattn, "sdpa": attend_sdpa, "reference": attend_reference}
 
 
 @dataclass(frozen=True)
@@ -106,7 +92,7 @@ def compare(model: GPT, batches: list[Tensor], dtype: torch.dtype) -> Comparison
     The first of ``batches`` warms both sides up and is not counted, so there must be at least two.
     """
     model.eval()
-    device, chosen = model.token.weight.device, model.attend
+    device, chosen = model.device, model.attend
     sides, options = (chosen, attend_reference), cast(Block, model.blocks[-1]).options()
     attention_ratios, step_ratios, differences, losses = [], [], [], []
     for windows in batches:

@@ -3,8 +3,10 @@
 Every function takes q, k, v of shape (B, H, T, D), every module maps (B, T, width) to the same; all are causal.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -18,6 +20,35 @@ from pyattn import reference
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a comparison: a function or a module, what it takes, and its options; what has a gradient gets one.
+
+    Attributes:
+        dout: the gradient of its out.
+    """
+
+    function: Callable[..., Any]
+    inputs: Sequence[Tensor]
+    dout: Tensor
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def _detached(self) -> list[Tensor]:
+        return [t.detach() for t in self.inputs]
+
+    def forward(self) -> Any:
+        """Its out."""
+        return self.function(*self._detached, **self.options)
+
+    def gradients(self) -> tuple[Tensor, ...]:
+        """Those of inputs, options and parameters."""
+        weights = self.function.parameters() if isinstance(self.function, nn.Module) else ()
+        leaves = [t for t in (*self.inputs, *self.options.values(), *weights) if getattr(t, "requires_grad", False)]
+        return torch.autograd.grad(self.function(*self.inputs, **self.options), leaves, self.dout)
+
+
 FUSED = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -26,17 +57,11 @@ FUSED = {
 """The fused kernels that torch's sdpa chooses from on a GPU."""
 
 
-def _on(isa: str) -> Attention:
+def _ours(choose: Callable[[Any], None], setting: object) -> Attention:
+    """Our attention, where ``choose`` has set ``setting``, which stays: a later backward reads it too."""
+
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        pyattn.set_isa(isa)
-        return pyattn.attention(q, k, v)
-
-    return attend
-
-
-def _on_gpu(deterministic: bool) -> Attention:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        pyattn.set_deterministic(deterministic)  # backward reads it, so it stays set after the return
+        choose(setting)
         return pyattn.attention(q, k, v)
 
     return attend
@@ -53,14 +78,15 @@ def settings_kept() -> Iterator[None]:
         pyattn.set_deterministic(True)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+def sdpa(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+    """torch's own, causal where it has no mask."""
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, is_causal=attn_mask is None)
 
 
 def _sdpa_by(backend: SDPBackend) -> Attention:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
-            return _sdpa(q, k, v)
+            return sdpa(q, k, v)
 
     return attend
 
@@ -87,12 +113,12 @@ def _flex() -> Attention:
 
 def functions(device: str, flex: bool) -> dict[str, Attention]:
     """Functions by name: ours first (on a CPU once for each instruction set, best first), then torch's."""
-    theirs: dict[str, Attention] = {"torch sdpa": _sdpa}
+    theirs: dict[str, Attention] = {"torch sdpa": sdpa}
     if device == "cuda":
-        ours = {"pyattn": _on_gpu(True), "pyattn nondeterministic": _on_gpu(False)}
+        ours = {f"pyattn{name}": _ours(pyattn.set_deterministic, not name) for name in ("", " nondeterministic")}
         theirs |= {f"torch sdpa {name}": _sdpa_by(backend) for name, backend in FUSED.items()}
     else:
-        ours = {f"pyattn {isa}": _on(isa) for isa in pyattn.isas()}
+        ours = {f"pyattn {isa}": _ours(pyattn.set_isa, isa) for isa in pyattn.isas()}
     return ours | theirs | {"plain torch": _reference} | ({"torch flex": _flex()} if flex else {})
 
 
@@ -124,8 +150,7 @@ def _einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _sdpa_with_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    return functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    return sdpa(q, k, v, torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril())
 
 
 class Torchs(nn.Module):
@@ -153,7 +178,7 @@ def modules(width: int, heads: int, context: int, flex: bool) -> dict[str, nn.Mo
         "2 weights split by views": reference.MultiHeadAttention(*split),
         "3 one matrix for q, k, v": Projected(width, heads, _matmul),
         "4 einsum": Projected(width, heads, _einsum),
-        "5 sdpa": Projected(width, heads, _sdpa),
+        "5 sdpa": Projected(width, heads, sdpa),
         "6 sdpa with a mask": Projected(width, heads, _sdpa_with_mask),
         "7 nn.MultiheadAttention": Torchs(width, heads, True),
         "8 the same without weights": Torchs(width, heads, False),

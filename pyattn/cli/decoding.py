@@ -4,17 +4,16 @@ Every side computes the logits behind ``context`` tokens, of which all but the l
 over a cache of theirs, or, recomputing, not at all.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyattn.cache import KVCache
 from pyattn.cli import generation
-from pyattn.cli.compare import attend_sdpa
-from pyattn.cli.gpt import GPT, Config, attend_pyattn
+from pyattn.cli.gpt import GPT, Attend, Config, attend_pyattn, attend_sdpa
 from pyattn.cli.kv_caches import PAGE_SIZE, SdpaCache
 
 CONTEXTS = (256, 4096)
@@ -32,39 +31,34 @@ def sides(context: int, dtype: torch.dtype, device: str) -> dict[str, Callable[[
     ids = torch.randint(config.vocab, (1, context), device=device)
     last, before = ids[:, -1:], context - 1
 
-    ours = generation.caches_for(model, 1, context)
-    paged = generation.caches_for(model, 1, context, PAGE_SIZE) if device == "cpu" else []
-    theirs = [SdpaCache(config.heads, context, config.width // config.heads, model.token.weight) for _ in model.blocks]
-    sdpa_attends = [cache.attend for cache in theirs]
-    for caches in (ours, paged):
-        if before and caches:
-            model(ids[:, :-1], [partial(generation.attend_cached, cache) for cache in caches])
-    if before:
-        model(ids[:, :-1], sdpa_attends)
+    def over(caches: Sequence[Any], attend: Attend, rewind: Callable[[Any], object]) -> Callable[[], Tensor]:
+        attends = [partial(attend, cache) for cache in caches]
+        if before:
+            model(ids[:, :-1], attends)
+
+        @torch.no_grad()
+        def cached() -> Tensor:
+            for cache in caches:
+                rewind(cache)
+            logits: Tensor = model(last, attends, before)
+            return logits[:, -1]
+
+        return cached
 
     @torch.no_grad()
-    def cached(caches: list[KVCache]) -> Tensor:
-        for cache in caches:
-            cache.lengths.fill_(before)
-        logits: Tensor = model(last, [partial(generation.attend_cached, cache) for cache in caches], before)
-        return logits[:, -1]
-
-    @torch.no_grad()
-    def sdpa_cached() -> Tensor:
-        for cache in theirs:
-            cache.used = before
-        logits: Tensor = model(last, sdpa_attends, before)
-        return logits[:, -1]
-
-    @torch.no_grad()
-    def recomputing(attend: Callable[..., Tensor]) -> Tensor:
+    def recomputing(attend: Attend) -> Tensor:
         logits: Tensor = model(ids, [attend] * config.layers)
         return logits[:, -1]
 
+    def ours(page_size: int | None = None) -> Callable[[], Tensor]:
+        caches = generation.caches_for(model, 1, context, page_size)
+        return over(caches, generation.attend_cached, lambda cache: cache.lengths.fill_(before))
+
+    theirs = [SdpaCache(config.heads, context, config.width // config.heads, model.token.weight) for _ in model.blocks]
     return {
-        BASE: sdpa_cached,
-        "pyattn over a cache": partial(cached, ours),
-        **({f"pyattn over pages of {PAGE_SIZE}": partial(cached, paged)} if paged else {}),
+        BASE: over(theirs, SdpaCache.attend, lambda cache: setattr(cache, "used", before)),
+        "pyattn over a cache": ours(),
+        **({f"pyattn over pages of {PAGE_SIZE}": ours(PAGE_SIZE)} if device == "cpu" else {}),
         "torch sdpa recomputing": partial(recomputing, attend_sdpa),
         "pyattn recomputing": partial(recomputing, attend_pyattn),
     }

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 
 import pyattn
+from pyattn.cli.contenders import sdpa
 
-Side = tuple[Callable[..., Any], dict[str, Any]]
+Feature = tuple[Callable[..., Any], dict[str, Any]]
 """A function of q, k, v, and its options; those that require a gradient get one."""
 
 WINDOW, DOCUMENT = 256, 512
@@ -21,11 +20,7 @@ HIDDEN = 0.1
 """Share of the keys that the mask with holes hides."""
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None) -> Tensor:
-    return functional.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, is_causal=attn_mask is None)
-
-
-def sides(shape: tuple[int, ...], dtype: torch.dtype, device: str, dense: bool) -> dict[str, Side]:
+def sides(shape: tuple[int, ...], dtype: torch.dtype, device: str, dense: bool) -> dict[str, Feature]:
     """The sides for q, k, v of ``shape`` (B, H, T, D), the base of speed-ups first; with T x T tensors if ``dense``."""
     _, heads, seqlen, _ = shape
     documents = [DOCUMENT] * (seqlen // DOCUMENT) + [seqlen % DOCUMENT] * (seqlen % DOCUMENT > 0)
@@ -57,5 +52,5 @@ def sides(shape: tuple[int, ...], dtype: torch.dtype, device: str, dense: bool) 
             "full, float mask": {"attn_mask": bias[None]},
         }
     return {f"pyattn {name}": (pyattn.attention, options) for name, options in ours.items()} | {
-        f"torch sdpa {name}": (_sdpa, options) for name, options in torchs.items()
+        f"torch sdpa {name}": (sdpa, options) for name, options in torchs.items()
     }

@@ -1,14 +1,25 @@
-"""The training loop and the losses it records."""
+"""The training loop, the losses it records, and its progress: a bar on a terminal, and a line for each validation."""
 
 import math
+import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from tqdm import tqdm  # type: ignore[import-untyped]
 
+from pyattn.cli.contention import SpinNotice
 from pyattn.cli.gpt import GPT
-from pyattn.cli.progress import Progress
+from pyattn.cli.text import Text
+
+TIMES = (1, 2, 4, 8, 16)
+"""How long texts are that a model without learned positions reads, in training lengths."""
+
+TEXTS = 32
+"""Texts to read: the mean of 32 times 128 losses, each with a deviation near 2 nats, has one near 0.03."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,30 @@ class Losses:
     validation: dict[int, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Training:
+    """A training under way: what changes as it goes on, and what it goes by.
+
+    Attributes:
+        generator: what batches are drawn from; torch's own, which dropout draws from, belongs to its state too.
+        validation: windows (windows, context + 1).
+    """
+
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    generator: torch.Generator
+    recipe: Recipe
+    validation: Tensor
+    losses: Losses = field(default_factory=Losses)
+
+    @property
+    def generators(self) -> dict[str, torch.Generator]:
+        """All that it draws from, dropout on a GPU from the GPU's own."""
+        on_gpu = self.model.device.type == "cuda"
+        others = {"cuda": torch.cuda.default_generators[torch.cuda.current_device()]} if on_gpu else {}
+        return {"batches": self.generator, "torch": torch.default_generator, **others}
+
+
 class DivergenceError(ArithmeticError):
     """A training or validation loss is infinite or NaN."""
 
@@ -59,7 +94,7 @@ def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
 
 def loss_of(model: GPT, windows: Tensor, dtype: torch.dtype) -> Tensor:
     """The model's loss on ``windows`` (B, S + 1), its matrix products in ``dtype``."""
-    device = model.token.weight.device
+    device = model.device
     with autocast(device, dtype):
         return model.loss(windows.to(device))
 
@@ -80,42 +115,70 @@ def make_optimizer(model: GPT) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, betas=(0.9, 0.95))
 
 
-def evaluate(model: GPT, validation: Tensor, recipe: Recipe, losses: Losses, step: int) -> float:
-    """Record the validation loss after ``step`` steps in ``losses`` and return it.
+def evaluate(training: Training, step: int) -> float:
+    """Record the validation loss after ``step`` steps and return it.
 
     Raises:
         DivergenceError: it is not finite.
     """
-    loss = validate(model, validation, recipe)
+    loss = validate(training.model, training.validation, training.recipe)
     if not math.isfinite(loss):
         raise DivergenceError("validation", step, loss)
-    losses.validation[step] = loss
+    training.losses.validation[step] = loss
     return loss
 
 
-def fit(
-    model: GPT,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterator[Tensor],
-    validation: Tensor,
-    recipe: Recipe,
-    losses: Losses,
-    keep: Callable[[], None],
-) -> None:
-    """Train ``model`` on ``batches``, each (batch, context + 1), and record ``losses``, which say what is done already.
+class Progress:
+    """Shows ``steps`` steps of ``tokens`` tokens each, by ``threads`` CPU threads (0 on a GPU), from step ``done`` on.
 
-    ``keep`` is called after each validation. When Ctrl-C raises KeyboardInterrupt here, the model and ``losses`` are
-    those of the steps completed.
+    The bar shows the speed. In a log, which has no bar, each line shows it: tokens a second since the line before,
+    validation itself not counted.
+    """
+
+    def __init__(self, steps: int, tokens: int, threads: int, done: int = 0) -> None:
+        self.tokens, self.notice = tokens, SpinNotice(threads)
+        self.bar = tqdm(total=steps * tokens, initial=done * tokens, unit="tokens", unit_scale=True, disable=None)
+        self.lines_show_speed = self.bar.disable or not sys.stdout.isatty()
+        self.steps, self.seconds = 0, 0.0
+        self.resumed = time.perf_counter()
+
+    def close(self) -> None:
+        """Leave the terminal to others."""
+        self.bar.close()
+
+    def validated(self, step: int, loss: float) -> None:
+        """Show the validation loss after ``step`` steps."""
+        speed = f"  {self.steps * self.tokens / self.seconds:,.0f} tokens/s" if self.steps else ""
+        self.bar.write(f"step {step:5}  validation loss {loss:.4f}{speed if self.lines_show_speed else ''}")
+        self.steps, self.seconds = 0, 0.0
+        self.resumed = time.perf_counter()
+
+    def stepped(self, loss: float) -> None:
+        """Count a step, whose training loss is ``loss``."""
+        now = time.perf_counter()
+        self.steps, self.seconds, self.resumed = self.steps + 1, self.seconds + now - self.resumed, now
+        self.bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+        self.bar.update(self.tokens)
+        if sentence := self.notice.look():
+            self.bar.write(sentence)
+
+
+def fit(training: Training, batches: Iterator[Tensor], keep: Callable[[], None]) -> None:
+    """Go on with ``training`` on ``batches``, each (batch, context + 1); its losses say what is done already.
+
+    ``keep`` is called after each validation. When Ctrl-C raises KeyboardInterrupt here, the model and losses are those
+    of the steps completed.
 
     Raises:
         DivergenceError: a loss is not finite.
     """
+    model, optimizer, recipe, losses = training.model, training.optimizer, training.recipe, training.losses
     done = len(losses.train)
-    threads = torch.get_num_threads() if model.token.weight.device.type == "cpu" else 0
-    with Progress(recipe.steps, recipe.batch * model.config.context, threads, done) as progress:
+    threads = torch.get_num_threads() if model.device.type == "cpu" else 0
+    with closing(Progress(recipe.steps, recipe.batch * model.config.context, threads, done)) as progress:
         for step in range(done, recipe.steps):
             if step % recipe.eval_every == 0:
-                progress.validated(step, evaluate(model, validation, recipe, losses, step))
+                progress.validated(step, evaluate(training, step))
                 keep()
             model.train()
             for group in optimizer.param_groups:
@@ -123,10 +186,38 @@ def fit(
             optimizer.zero_grad()
             loss = loss_of(model, next(batches), recipe.dtype)
             torch.autograd.backward(loss)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # GPT-3's bound, same appendix
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # GPT-3's bound, same appendix
             optimizer.step()
             value = loss.item()
             if not math.isfinite(value):
                 raise DivergenceError("training", step + 1, value)
             losses.train[step + 1] = value
             progress.stepped(value)
+
+
+@torch.no_grad()
+def losses_past(model: GPT, text: Text, dtype: torch.dtype) -> dict[int, float]:
+    """The mean loss of the same validation bytes, by the length of the text that they end, as far as there is text.
+
+    The bytes are the last half training length of each text: the shortest one, too, has as much to read before them.
+    """
+    context, device = model.config.context, model.device
+    lengths = [context * times for times in TIMES if context * times < len(text.validation)]
+    if not lengths:
+        return {}
+    model.eval()
+    texts = text.validation_windows(TEXTS, lengths[-1]).to(device)
+    judged, losses = -(-context // 2), dict.fromkeys(lengths, 0.0)
+    for length in lengths:
+        for ids in texts[:, -length - 1 :]:
+            with autocast(device, dtype):
+                logits = model(ids[None, :-1])[0, -judged:]
+            losses[length] += nn.functional.cross_entropy(logits.float(), ids[-judged:]).item() / TEXTS
+    return losses
+
+
+def show_losses_past(model: GPT, text: Text, dtype: torch.dtype) -> None:
+    """Print :func:`losses_past`, for a model without learned positions, which reads on past its training length."""
+    if model.position is None:
+        found = ", ".join(f"{length:,}: {loss:.4f}" for length, loss in losses_past(model, text, dtype).items())
+        print(f"past the training length, validation loss of the same bytes at the end of {found}")

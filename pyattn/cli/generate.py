@@ -15,40 +15,31 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from pyattn.cli import InputError, checkpoint, generation
-from pyattn.cli.device import DEVICES, check_device
 from pyattn.cli.limits import check_integer, check_positive, check_seed, check_text, check_threads
+from pyattn.cli.options import DEVICES, check_device, command, option
 
 PROMPT = "def mean(numbers):\n"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(
-        prog="pyattn generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command("generate", __doc__)
     parser.add_argument("run", type=Path, help=f"folder that pyattn train wrote, or its {checkpoint.MODEL}")
     parser.add_argument("--prompt", default=PROMPT, help="text to go on with; default: the beginning of a function")
-    parser.add_argument("--tokens", type=int, default=400, help="bytes to add; default: %(default)s")
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        help="divides the logits: lower is less random, 0 takes the likeliest byte; default: %(default)s",
-    )
-    parser.add_argument("--top-k", type=int, default=40, help="draw from the likeliest K; default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="random seed; default: %(default)s")
-    parser.add_argument(
-        "--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default: %(default)s"
-    )
-    parser.add_argument("--device", choices=DEVICES, default="cpu", help="where to compute; default: %(default)s")
+    option(parser, "tokens", 400, "bytes to add")
+    option(parser, "temperature", 0.8, "divides the logits: lower is less random, 0 takes the likeliest byte")
+    option(parser, "top-k", 40, "draw from the likeliest K")
+    option(parser, "seed", 0, "random seed")
+    option(parser, "threads", torch.get_num_threads(), "CPU threads")
+    option(parser, "device", "cpu", "where to compute", choices=DEVICES)
     parser.add_argument("--no-cache", action="store_true", help="read the whole text again for each byte, to compare")
     return parser.parse_args(argv)
 
 
 def check(options: argparse.Namespace) -> bytes:
     """Raise InputError for the first invalid value; returns the prompt's bytes."""
-    for name, least in (("tokens", 0), ("top_k", 1)):
-        check_integer(f"--{name.replace('_', '-')}", getattr(options, name), least)
+    check_integer("--tokens", options.tokens, 0)
+    check_integer("--top-k", options.top_k, 1)
     check_threads(options.threads)
     check_positive("--temperature", options.temperature, zero=True)
     check_seed(options.seed)
@@ -73,12 +64,9 @@ def run(argv: Sequence[str]) -> int:
     if not options.no_cache:
         generation.check_caches("--tokens", model.config, len(prompt), count, options.device)
     ids = torch.tensor([list(prompt)], device=options.device)
-    read = generation.recomputing(model) if options.no_cache else generation.with_cache(model, 1, len(prompt) + count)
-    generator = torch.Generator().manual_seed(options.seed)
+    tokens = generation.sampled(model, ids, count, options, not options.no_cache)
 
     begin, interrupted, added = time.perf_counter(), False, bytearray()
-    draw = {"temperature": options.temperature, "top_k": options.top_k}
-    tokens = generation.continuation(read, ids, count, generator, **draw)
     try:
         for token in tqdm(tokens, total=count, unit="tokens", leave=False, disable=None):
             added.append(int(token))

@@ -1,5 +1,6 @@
 """Text that a model goes on with, token by token, over caches of the keys and values so far."""
 
+import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -7,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyattn.cache import KVCache
-from pyattn.cached import attention_with_cache
+from pyattn import KVCache, attention_with_cache
 from pyattn.cli.gpt import GPT, Config
 from pyattn.cli.limits import check_memory
 
@@ -102,3 +102,12 @@ def continuation(
     for _ in range(count):
         ids = choose(read(ids), temperature, top_k, generator)
         yield ids
+
+
+def sampled(
+    model: GPT, prompt: Tensor, count: int, options: argparse.Namespace, cached: bool = True
+) -> Iterator[Tensor]:
+    """:func:`continuation` of ``prompt`` by the seed, temperature and top_k of a command's options."""
+    read = with_cache(model, 1, prompt.shape[1] + count) if cached else recomputing(model)
+    generator = torch.Generator().manual_seed(options.seed)
+    return continuation(read, prompt, count, generator, temperature=options.temperature, top_k=options.top_k)

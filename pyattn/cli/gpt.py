@@ -15,15 +15,14 @@ Windows, ALiBi and sinks, which let a model read on past the length that it was 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 import pyattn
-from pyattn.cli import InputError
-from pyattn.cli.limits import check_integer
-from pyattn.cli.window import check_window
+from pyattn import reference
+from pyattn.cli.limits import InputError, check_integer, check_window
 from pyattn.nn.positions import alibi_slopes
 from pyattn.options import UNBOUNDED
 
@@ -36,6 +35,19 @@ def attend_pyattn(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, **options: 
     """The native kernels."""
     out: Tensor = pyattn.attention(q, k, v, dropout_p=dropout_p, **options)
     return out
+
+
+def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
+    """PyTorch's own attention, which has no windows, ALiBi or sinks."""
+    return nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
+
+
+def attend_reference(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, **options: Any) -> Tensor:
+    """The formula in plain PyTorch."""
+    return cast(Tensor, reference.attention(q, k, v, dropout_p=dropout_p, **options))
+
+
+ATTENTIONS: dict[str, Attend] = {"pyattn": attend_pyattn, "sdpa": attend_sdpa, "reference": attend_reference}
 
 
 @dataclass(frozen=True)
@@ -124,6 +136,11 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.init_weights()
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self.token.weight.device
 
     def init_weights(self) -> None:
         """GPT-2's initialisation: std 0.02, over sqrt(2 layers) for what is added to the residual stream; biases 0."""

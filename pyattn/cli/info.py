@@ -1,6 +1,5 @@
 """``pyattn info``: versions, instruction sets, GPUs, threads and dtypes, to be pasted into a bug report."""
 
-import argparse
 import platform
 from collections.abc import Sequence
 
@@ -8,11 +7,7 @@ import torch
 
 from pyattn import _C, attention, isa, isas
 from pyattn.adapters import sdpa_counts, sdpa_switch, transformers_models
-from pyattn.cli.device import DEVICES, check_device, cpu
-
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-}
+from pyattn.cli.options import DEVICES, DTYPES, check_device, command, cpu, option
 
 
 def supported(dtype: torch.dtype, device: str) -> bool:
@@ -65,8 +60,8 @@ def facts(device: str) -> dict[str, str]:
 
 def run(argv: Sequence[str]) -> int:
     """Print the facts, one a line."""
-    parser = argparse.ArgumentParser(prog="pyattn info", description=__doc__)
-    parser.add_argument("--device", choices=DEVICES, default="cpu", help="whose dtypes to show; default: %(default)s")
+    parser = command("info", __doc__)
+    option(parser, "device", "cpu", "whose dtypes to show", choices=DEVICES)
     options = parser.parse_args(argv)
     check_device(options.device)
     known = facts(options.device)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import pyattn
-from pyattn.cache import KVCache
+from pyattn import KVCache
 
 SIZES = ((8, 8, 512, 128), (8, 8, 4096, 128), (8, 8, 16384, 128), (32, 8, 16384, 128))
 """Query heads, KV heads, tokens and head_dim. K and V of the longest, 134 MB in float32, lie beyond all caches."""
@@ -64,34 +64,35 @@ def sides(sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> dict[str, 
     token = q[:, :, -1:], k[:, :, -1:], v[:, :, -1:]
     kept = k[:, :, :-1].contiguous(), v[:, :, :-1].contiguous()
 
-    def kept_in(cache: KVCache) -> KVCache:
+    def ours(page_size: int | None = None) -> Callable[[], Tensor]:
+        cache = KVCache(1, num_heads_kv, tokens, head_dim, **where, page_size=page_size)
         cache.append(*kept)
-        return cache
 
-    def ours(cache: KVCache) -> Tensor:
-        cache.lengths.fill_(before)
-        cache.append(*token[1:])
-        return pyattn.attention_with_cache(token[0], cache)
+        def call() -> Tensor:
+            cache.lengths.fill_(before)
+            cache.append(*token[1:])
+            return pyattn.attention_with_cache(token[0], cache)
 
-    def sliced(theirs: SdpaCache) -> Tensor:
+        return call
+
+    def sliced() -> Tensor:
         theirs.used = before
         return theirs.attend(*token, 0.0)
 
     theirs = SdpaCache(num_heads_kv, tokens, head_dim, k)
     theirs.k[:, :, :before], theirs.v[:, :, :before] = kept
     sdpa = partial(functional.scaled_dot_product_attention, enable_gqa=heads != num_heads_kv)
-    cache = partial(KVCache, 1, num_heads_kv, tokens, head_dim, **where)
 
     def concatenated() -> Tensor:
         return sdpa(token[0], torch.cat([kept[0], token[1]], 2), torch.cat([kept[1], token[2]], 2))
 
     calls: dict[str, Callable[[], object]] = {
-        BASE: partial(sliced, theirs),
+        BASE: sliced,
         "torch sdpa over torch.cat": concatenated,
-        "pyattn over a cache": partial(ours, kept_in(cache())),
+        "pyattn over a cache": ours(),
     }
     if device == "cpu":
-        calls[f"pyattn over pages of {PAGE_SIZE}"] = partial(ours, kept_in(cache(page_size=PAGE_SIZE)))
+        calls[f"pyattn over pages of {PAGE_SIZE}"] = ours(PAGE_SIZE)
     if recomputed == tokens:
         calls["torch sdpa recomputing"] = lambda: sdpa(q, k, v, is_causal=True)[:, :, -1:]
         calls["pyattn recomputing"] = lambda: pyattn.attention(q, k, v)[:, :, -1:]

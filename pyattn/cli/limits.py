@@ -4,7 +4,18 @@ import os
 
 import torch
 
-from pyattn.cli import InputError
+LONGEST_INTEGER = 40
+"""Digits that a sentence holds; 2^64 has 20."""
+
+
+class InputError(ValueError):
+    """An input or a disk that stops a command; the command line shows the message without a traceback."""
+
+    def __init__(self, rule: str, got: object) -> None:
+        digits = len(str(got))
+        long = isinstance(got, int) and digits > LONGEST_INTEGER
+        super().__init__(f"pyattn: {rule}, got {f'an integer of {digits} digits' if long else got}")
+
 
 INT64 = 2**63 - 1
 FLOAT32 = torch.finfo(torch.float32)
@@ -27,6 +38,12 @@ def check_positive(name: str, value: float, most: float = FLOAT32.max, zero: boo
     if not (FLOAT32.tiny <= value <= most or (zero and value == 0)):
         rule = f"{name} must be {'0 or ' if zero else ''}between {FLOAT32.tiny:.2g} and {most:.2g}"
         raise InputError(f"{rule}, a number of float32", value)
+
+
+def check_window(name: str, window: tuple[int, int]) -> None:
+    """Raise InputError unless each bound is -1 or a number of positions."""
+    for number in window:
+        check_integer(f"{name}: each of its two numbers", number, -1)
 
 
 def check_threads(threads: int) -> None:
@@ -57,12 +74,3 @@ def check_text(name: str, text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise InputError(f"{name} must be text (UTF-8)", ascii(text[:40])) from error
-
-
-def shape_of(text: str) -> tuple[int, ...]:
-    """B, H, T and D of ``BxHxTxD``."""
-    sizes = tuple(int(n) if n.isascii() and n.isdecimal() and len(n) < 20 else 0 for n in text.split("x"))
-    if len(sizes) != 4 or min(sizes) < 1 or max(sizes) > INT64:
-        got = text if len(text) <= 80 else f"{text[:80]}..."
-        raise InputError("--shapes must be of the form BxHxTxD, each at least 1 and below 2^63", got)
-    return sizes

@@ -2,51 +2,67 @@
 
 Every side computes causal attention of the same tokens, in the layout that it wants, which is made before the clock
 starts. Padding stands behind a sequence, where a causal mask alone hides it; what people pass is a mask of both, as a
-tensor.
+tensor. Sequences are as long as real texts, in words: Python's own documentation strings, and the sentences in them.
 """
 
+import ast
+import functools
+import random
+import re
+import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 import pyattn
-from pyattn.cli.contenders import Attention
+from pyattn.cli import contenders
+from pyattn.cli.contenders import Attention, sdpa
+from pyattn.cli.limits import InputError
 
 SEQUENCES, HEADS, HEAD_DIM = 64, 8, 64
 BASE = "torch sdpa padded"
 
+SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n\s*\n")
+"""White space behind a full stop, or an empty line."""
+
+TEXTS = ("sentences", "docstrings")
+
+
+@functools.cache
+def documentation() -> tuple[str, ...]:
+    """The documentation strings of the standard library's top-level modules, which every Python has."""
+    found = []
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                found.append(ast.get_docstring(node) or "")
+    return tuple(found)
+
+
+def lengths_of(text: str, count: int) -> list[int]:
+    """The words of ``count`` texts drawn at random, the same ones each time: of sentences, or of whole docstrings."""
+    texts = [part for whole in documentation() for part in SENTENCE_END.split(whole)]
+    words = [len(part.split()) for part in (texts if text == "sentences" else documentation())]
+    words = [n for n in words if n]
+    if len(words) < count:
+        raise InputError(f"the standard library must have {count} {text}", len(words))
+    return random.Random(0).sample(words, count)
+
 
 @dataclass(frozen=True)
-class Side:
+class Side(contenders.Side):
     """A way to compute the attention of all sequences.
 
     Attributes:
-        attend: q, k, v to out, in the side's layout.
-        inputs: q, k, v and dout.
         packed: a tensor in the side's layout to (total, H, D).
     """
 
-    attend: Attention
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor]
-    packed: Callable[[Tensor], Tensor]
-
-    def forward(self) -> Tensor:
-        """Its out."""
-        return self.attend(*(t.detach() for t in self.inputs[:3]))
-
-    def gradients(self) -> tuple[Tensor, ...]:
-        """Its dq, dk and dv."""
-        q, k, v, dout = self.inputs
-        return torch.autograd.grad(self.attend(q, k, v), (q, k, v), dout)
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+    packed: Callable[[Tensor], Tensor] = lambda t: t
 
 
 def _one_by_one(lengths: list[int], attention: Callable[..., Tensor], *qkv: Tensor) -> Tensor:
@@ -67,28 +83,27 @@ def sides(lengths: Sequence[int], dtype: torch.dtype, device: str) -> dict[str, 
     def padded(t: Tensor) -> Tensor:
         return pad_sequence(list(t.split(lengths)), batch_first=True).transpose(1, 2).contiguous()
 
-    def leaves(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        q, k, v, dout = tensors
-        return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
-
-    batch, packed = leaves([padded(t) for t in tokens]), leaves(tokens)
+    *batch, dout = (padded(t) for t in tokens)
+    *packed, dout_packed = tokens
+    for leaf in (*batch, *packed):
+        leaf.requires_grad_()
 
     def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return pyattn.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, longest, longest)
 
     in_batch: dict[str, Attention] = {
-        BASE: partial(_sdpa, mask=mask),
-        "torch sdpa padded, no mask": _sdpa,
+        BASE: partial(sdpa, attn_mask=mask),
+        "torch sdpa padded, no mask": sdpa,
         "pyattn padded": pyattn.attention,
     }
     in_line: dict[str, Attention] = {
-        "torch sdpa in a loop": partial(_one_by_one, lengths, _sdpa),
+        "torch sdpa in a loop": partial(_one_by_one, lengths, sdpa),
         "pyattn in a loop": partial(_one_by_one, lengths, pyattn.attention),
     }
     return {
-        "pyattn packed": Side(varlen, packed, lambda t: t),
-        **{name: Side(attend, batch, lambda t: t.transpose(1, 2)[real]) for name, attend in in_batch.items()},
-        **{name: Side(attend, packed, lambda t: t) for name, attend in in_line.items()},
+        "pyattn packed": Side(varlen, packed, dout_packed),
+        **{name: Side(attend, batch, dout, {}, lambda t: t.transpose(1, 2)[real]) for name, attend in in_batch.items()},
+        **{name: Side(attend, packed, dout_packed) for name, attend in in_line.items()},
     }
 
 

@@ -1,17 +1,29 @@
-"""What a profile shows: tables of phases or of GPU kernels, and a trace."""
+"""What a profile shows: tables of phases or of GPU kernels, how fast decoding reads keys and values, and a trace."""
 
 import gzip
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from pyattn import _C
+from pyattn import _C, attention_weights
 from pyattn.cli import InputError, output
+from pyattn.cli.timing import in_turn
+
+SECONDS = 0.5
+"""Time for each of the two sides of :func:`show_reading`."""
+
+ROWS = 256
+"""Queries whose weights are made at a time: 16 MB for each head at 16,384 keys in float32."""
+
+MASKS = ("causal", "window", "key_ranges", "mask")
+"""Options that say which keys a query sees."""
 
 EXPLAINED = {
     "merge_out": "few queries: threads share the keys of a head; this pass merges their partial out",
@@ -41,22 +53,22 @@ def show(tasks: list[_C.TaskProfile], calls: int, useful: dict[str, int], peak: 
         peak: operations a second of a thread.
     """
     for pass_name in dict.fromkeys(task.pass_name for task in tasks):
-        mine = [task for task in tasks if task.pass_name == pass_name]
-        seconds, flops = dict.fromkeys(_C.phases, 0.0), dict.fromkeys(_C.phases, 0)
-        busy: dict[int, int] = {}
-        for task in mine:
-            busy[task.thread] = busy.get(task.thread, 0) + task.end_ns - task.begin_ns
+        seconds: defaultdict[str, float] = defaultdict(float)
+        flops: Counter[str] = Counter()
+        busy: Counter[int] = Counter()
+        for task in (task for task in tasks if task.pass_name == pass_name):
+            busy[task.thread] += task.end_ns - task.begin_ns
             for name, s, n in phases(task):
                 seconds[name] += s
                 flops[name] += n
-        total = sum(seconds.values()) or sum(busy.values()) / 1e9  # passes over masks have no phases
-        even = sum(busy.values()) / len(busy) / max(busy.values())
+        total = sum(seconds.values()) or busy.total() / 1e9  # passes over masks have no phases
+        even = busy.total() / len(busy) / max(busy.values())
         print(f"\n{pass_name:16}{'ms':>10}{'share':>8}{'GFLOP/s':>10}{'peak':>7}", end="")
         print(f"   {len(busy)} threads, {even:.0%} as long as the longest on average" if len(busy) > 1 else "")
         if pass_name in EXPLAINED:
             print(f"  ({EXPLAINED[pass_name]})")
         lines = [(name, seconds[name], flops[name]) for name in _C.phases if seconds[name] > total / 1000]
-        lines.append(("all", total, sum(flops.values())))
+        lines.append(("all", total, flops.total()))
         if pass_name in useful:
             lines.append(("all, as masked", total, calls * useful[pass_name]))
         for name, s, n in lines:
@@ -87,6 +99,27 @@ def show_kernels(events: Iterable[Any], useful: dict[str, int]) -> None:
         for name, s, rest in [*lines, ("all, as masked", total, f"{calls * flops / total / 1e12:19.1f}")]:
             short = name.removeprefix("void ").replace("(anonymous namespace)::", "")[:60]
             print(f"  {short:60}{1e3 * s / calls:10.3f}{s / total:8.1%}{rest}")
+
+
+def bytes_seen(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> int:
+    """Bytes of the keys and values that any query of their group sees: those to which a query of zeros gives weight."""
+    masks = {name: value for name, value in options.items() if name in MASKS}
+    seen = torch.zeros(*q.shape[:2], k.shape[2], dtype=torch.bool, device=q.device)
+    for rows in torch.arange(q.shape[2]).split(ROWS):
+        seen |= (attention_weights(torch.zeros_like(q), k, rows=rows, **masks) > 0).any(2)
+    keys = int(seen.unflatten(1, (k.shape[1], -1)).any(2).sum())
+    return keys * (k.shape[3] + v.shape[3]) * k.itemsize
+
+
+def show_reading(call: Callable[[], object], q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+    """Print the rate at which ``call``, attention of q, k and v, reads what it sees, beside torch.sum of k and v."""
+    calls = {"attention": call, "torch.sum": lambda: (k.sum(), v.sum())}
+    times = in_turn(calls, "torch.sum", SECONDS, q.device.type)
+    seen, whole = bytes_seen(q, k, v, **options), k.nbytes + v.nbytes
+    rate, theirs = seen / times["attention"].seconds, whole / times["torch.sum"].seconds
+    share = times["attention"].speedup * seen / whole
+    print(f"\nK and V: {seen / 1e6:,.1f} MB a call, {rate / 1e9:.1f} GB/s", end="")
+    print(f", {share:.0%} of the {theirs / 1e9:.1f} GB/s of torch.sum")
 
 
 def write_trace(path: Path, tasks: list[_C.TaskProfile], theirs: torch.profiler.profile) -> None:

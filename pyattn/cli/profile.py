@@ -21,27 +21,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from pyattn import _C, attention, isa, isas, masks, ops, set_isa
-from pyattn.cli import InputError, output, phases, reading, window
+from pyattn import _C, attention, isa, isas, masks, set_isa
+from pyattn.cli import InputError, output, phases
 from pyattn.cli.contention import Contention, busy, is_busy
-from pyattn.cli.device import DEVICES, check_device, cpu
-from pyattn.cli.info import DTYPES
-from pyattn.cli.limits import check_integer, check_memory, check_threads, shape_of
+from pyattn.cli.limits import check_integer, check_memory, check_threads, check_window
+from pyattn.cli.options import DEVICES, DTYPES, check_device, command, cpu, option, shape_of, window
 from pyattn.cli.timing import once, peak_flops
 from pyattn.nn.positions import alibi_slopes
-from pyattn.ops.flops import flops
-from pyattn.options import UNBOUNDED, Options
+from pyattn.options import UNBOUNDED
 
 SECONDS = 0.5
 """Time to fill with repeated calls; there are at least three."""
 
 
+OPERATOR = "pyattn.attention_"
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(
-        prog="pyattn profile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command("profile", __doc__)
     parser.add_argument(
         "--shapes",
         nargs="+",
@@ -56,24 +56,23 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="N",
         help="the last N of the T queries, forward alone, as over a KV cache; default: T",
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of all inputs; default: %(default)s")
-    parser.add_argument("--device", choices=DEVICES, default="cpu", help="where to measure; default: %(default)s")
-    parser.add_argument(
-        "--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default: %(default)s"
-    )
+    option(parser, "dtype", "float32", "dtype of all inputs", choices=DTYPES)
+    option(parser, "device", "cpu", "where to measure", choices=DEVICES)
+    option(parser, "threads", torch.get_num_threads(), "CPU threads")
     parser.add_argument("--isa", choices=isas(), help="instruction set; default: the active one")
-    parser.add_argument(
-        "--dropout", type=float, default=0.0, metavar="P", help="dropout probability; default: %(default)g"
-    )
-    parser.add_argument("--full", action="store_true", help="leave out the causal mask")
-    parser.add_argument("--window", **window.OPTION)
+    option(parser, "dropout", 0.0, "dropout probability", metavar="P")
+    window(parser)
     parser.add_argument("--documents", type=int, metavar="N", help="documents packed into T, of N tokens; default: one")
-    parser.add_argument("--mask", action="store_true", help="bool mask (1, 1, T, T) that hides one key of four")
-    parser.add_argument("--bias", action="store_true", help="numbers (1, 1, T, T) added to the scores")
-    parser.add_argument("--softcap", type=float, default=0.0, metavar="C", help="bound on the scores; default: none")
-    parser.add_argument("--alibi", action="store_true", help="ALiBi with the slopes of its paper")
-    parser.add_argument("--sinks", action="store_true", help="a sink for each head")
-    parser.add_argument("--forward", action="store_true", help="leave out the backward")
+    option(parser, "softcap", 0.0, "bound on the scores, 0: none", metavar="C")
+    for name, meaning in {
+        "full": "leave out the causal mask",
+        "mask": "bool mask (1, 1, T, T) that hides one key of four",
+        "bias": "numbers (1, 1, T, T) added to the scores",
+        "alibi": "ALiBi with the slopes of its paper",
+        "sinks": "a sink for each head",
+        "forward": "leave out the backward",
+    }.items():
+        parser.add_argument(f"--{name}", action="store_true", help=meaning)
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="Chrome trace to write, compressed if named *.gz; default: none"
     )
@@ -100,21 +99,20 @@ def features(shape: Sequence[int], options: argparse.Namespace, **tensor: Any) -
 
 def described(options: argparse.Namespace) -> str:
     """Heads, queries, mask, score and dropout in words."""
-    words = [f"KV heads {options.num_heads_kv}"] if options.num_heads_kv else []
-    words += [f"queries {options.queries}"] if options.queries else []
-    words += ["no mask" if options.full else "causal"]
-    words += ["window {} {}".format(*options.window)] if tuple(options.window) != UNBOUNDED else []
-    words += [f"documents of {options.documents}"] if options.documents else []
-    words += [f"random {name}" for name in ("mask", "bias") if getattr(options, name)]
-    words += [f"softcap {options.softcap:g}"] if options.softcap else []
-    words += [name for name in ("alibi", "sinks") if getattr(options, name)]
-    return ", ".join([*words, f"dropout {options.dropout:g}"])
-
-
-def repeated(call: Callable[[], object], device: str) -> int:
-    """How often to repeat ``call`` to fill SECONDS; warms it up."""
-    call()
-    return min(1000, max(3, int(SECONDS / once(call, 1, device))))
+    words = {
+        f"KV heads {options.num_heads_kv}": options.num_heads_kv,
+        f"queries {options.queries}": options.queries,
+        "no mask" if options.full else "causal": True,
+        "window {} {}".format(*options.window): tuple(options.window) != UNBOUNDED,
+        f"documents of {options.documents}": options.documents,
+        "random mask": options.mask,
+        "random bias": options.bias,
+        f"softcap {options.softcap:g}": options.softcap,
+        "alibi": options.alibi,
+        "sinks": options.sinks,
+        f"dropout {options.dropout:g}": True,
+    }
+    return ", ".join(word for word, said in words.items() if said)
 
 
 def profiled(
@@ -150,14 +148,15 @@ def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
         if backward:
             torch.autograd.grad(out, leaves, dout)
 
-    calls = repeated(call, options.device)
+    with FlopCounterMode(display=False) as counter:
+        call()  # which warms up, too
+    counts = {str(operator): flops for operator, flops in counter.get_flop_counts()["Global"].items()}
+    useful = {name.removeprefix(OPERATOR): flops for name, flops in counts.items() if name.startswith(OPERATOR)}
+    calls = min(1000, max(3, int(SECONDS / once(call, 1, options.device))))
     contention = Contention(options.threads)
     tasks, theirs = profiled(call, calls, options.device)
     waited = contention.share()
     events = theirs.events() or ()
-    useful = {"forward": flops(ops.attention_forward, q, k, v, **extras)}
-    if backward:
-        useful["backward"] = flops(ops.attention_backward, dout, None, q, k, v, None, None, None, **extras)
     print(f"{'x'.join(map(str, shape))} {options.dtype}, {described(options)}, {calls} calls")
     if options.device == "cpu":
         peak = peak_flops(options.dtype, options.threads) / options.threads
@@ -168,10 +167,9 @@ def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
     else:
         phases.show_kernels(events, useful)
     if options.queries:
-        reading.show(call, q, k, v, Options(**extras))
+        phases.show_reading(call, q, k, v, **extras)
     for event in events:  # torch counts only its own operators
-        if event.name.startswith("pyattn::attention_"):
-            event.flops = useful[event.name.removeprefix("pyattn::attention_")]
+        event.flops = useful.get(event.name.removeprefix("pyattn::attention_"), event.flops)
     print("\ntorch.profiler:")
     order = f"self_{'cpu' if options.device == 'cpu' else 'device'}_time_total"
     print(theirs.key_averages().table(sort_by=order, row_limit=8, max_name_column_width=40))
@@ -194,7 +192,7 @@ def check(options: argparse.Namespace) -> list[tuple[int, ...]]:
     check_threads(options.threads)
     if not 0 <= options.dropout < 1:
         raise InputError("--dropout must be at least 0 and below 1", options.dropout)
-    window.check_window("--window", options.window)
+    check_window("--window", options.window)
     if options.documents is not None:
         check_integer("--documents", options.documents, 1)
     if not 0 <= options.softcap < math.inf:

@@ -16,6 +16,7 @@ from pyattn import attention_weights
 from pyattn.cli import InputError, chart, checkpoint, output
 from pyattn.cli.gpt import GPT, attend_pyattn
 from pyattn.cli.limits import check_text
+from pyattn.cli.options import command
 
 PICTURE = "weights.png"
 TEXT = "def mean(numbers):\n    return sum("
@@ -23,9 +24,7 @@ TEXT = "def mean(numbers):\n    return sum("
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(
-        prog="pyattn show", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command("show", __doc__)
     parser.add_argument("run", type=Path, help=f"folder that pyattn train wrote, or its {checkpoint.MODEL}")
     parser.add_argument(
         "--text", help="what the model reads, at most its context in bytes; default: the beginning of a function"

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pyattn.cli import InputError, stored, training_options
-from pyattn.cli.checkpoint import write
-from pyattn.cli.fit import Losses
+from pyattn.cli import InputError, training_options
+from pyattn.cli import checkpoint as stored
+from pyattn.cli.fit import Training
 from pyattn.cli.gpt import GPT
 from pyattn.cli.text import Text
 
@@ -38,38 +38,16 @@ def _parts(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return parts
 
 
-@dataclass(frozen=True)
-class Training:
-    """What :func:`save` takes and :meth:`State.restore` fills: each changes as the training goes on.
-
-    Attributes:
-        generator: what batches are drawn from; torch's own, which dropout draws from, belongs to the state too.
-    """
-
-    model: GPT
-    optimizer: torch.optim.Optimizer
-    losses: Losses
-    generator: torch.Generator
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether dropout draws from a GPU's generator."""
-        return self.model.token.weight.is_cuda
-
-
 def save(path: Path, training: Training, options: argparse.Namespace, text: Text) -> None:
     """Write the state of ``training`` between two steps."""
     losses = training.losses
     tensors = _parts(training.model, training.optimizer) | {
-        "generator.batches": training.generator.get_state(),
-        "generator.torch": torch.get_rng_state(),
+        **{f"generator.{name}": generator.get_state() for name, generator in training.generators.items()},
         "losses.train": torch.tensor(list(losses.train.values()), dtype=torch.float64),
         "losses.validation": torch.tensor(list(losses.validation.items()), dtype=torch.float64).view(-1, 2),
     }
-    if training.on_gpu:
-        tensors["generator.cuda"] = torch.cuda.get_rng_state()
     kept = {name: str(x) if isinstance(x, Path) else x for name, x in vars(options).items()}
-    write(path, tensors, {"options": json.dumps(kept), "text": digest(text)})
+    stored.write(path, tensors, {"options": json.dumps(kept), "text": digest(text)})
 
 
 @dataclass(frozen=True)
@@ -106,13 +84,10 @@ class State:
                 training.optimizer.state[parameter] = moved
         losses.train.update(enumerate(tensors["losses.train"].tolist(), 1))
         losses.validation.update((int(step), loss) for step, loss in tensors["losses.validation"].tolist())
-        generators = {"batches": training.generator.set_state, "torch": torch.set_rng_state}
-        if training.on_gpu:
-            generators["cuda"] = torch.cuda.set_rng_state
-        for name, put in generators.items():
+        for name, generator in training.generators.items():
             key = f"generator.{name}"
             with stored.named(RULE, self.path, key):
-                put(tensors[key])
+                generator.set_state(tensors[key])
 
 
 def _expected(options: argparse.Namespace, tensors: dict[str, Tensor]) -> stored.Expected:
@@ -136,9 +111,8 @@ def _expected(options: argparse.Namespace, tensors: dict[str, Tensor]) -> stored
 
 def _check(options: argparse.Namespace, tensors: dict[str, Tensor]) -> None:
     """Raise ValueError or TypeError unless ``tensors`` are what :func:`save` writes for ``options``."""
-    for key in ("losses.train", "losses.validation"):
-        if key not in tensors:
-            raise ValueError(f"the file must have the tensor {key}")
+    for key in sorted({"losses.train", "losses.validation"} - tensors.keys()):
+        raise ValueError(f"the file must have the tensor {key}")
     stored.check_tensors(tensors, _expected(options, tensors))
     done = len(tensors["losses.train"])
     if done > options.steps:

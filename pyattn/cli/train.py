@@ -14,13 +14,24 @@ from pathlib import Path
 import torch
 
 from pyattn import isa
-from pyattn.cli import InputError, chart, checkpoint, generation, lengths, output, state
+from pyattn.cli import InputError, chart, checkpoint, generation, output, state
 from pyattn.cli.checkpoint import MODEL
-from pyattn.cli.compare import ATTENTIONS, compare
-from pyattn.cli.fit import DivergenceError, Losses, Recipe, evaluate, fit, make_optimizer, validate
-from pyattn.cli.gpt import GPT
+from pyattn.cli.compare import compare
+from pyattn.cli.fit import (
+    DivergenceError,
+    Losses,
+    Recipe,
+    Training,
+    evaluate,
+    fit,
+    make_optimizer,
+    show_losses_past,
+    validate,
+)
+from pyattn.cli.gpt import ATTENTIONS, GPT
+from pyattn.cli.options import DTYPES
 from pyattn.cli.text import Text, read
-from pyattn.cli.training_options import DTYPES, check, config_of, given, parser, prompt_size
+from pyattn.cli.training_options import check, config_of, given, parser, prompt_size
 
 BFLOAT16_PRODUCTS = ("avx512_bf16",)
 """Instruction sets that multiply bfloat16; on others it is converted to float32 first, in torch's linears too."""
@@ -56,12 +67,8 @@ def introduce(options: argparse.Namespace, text: Text, model: GPT) -> None:
 def show_sample(model: GPT, text: Text, options: argparse.Namespace) -> None:
     """Print the beginning of the validation text and what the model adds to it."""
     prompt = text.validation[None, : prompt_size(options)].long().to(options.device)
-    size = prompt.shape[1]
-    count = generation.room(model.config, size, options.sample)
-    generator = torch.Generator().manual_seed(options.seed)
-    read = generation.with_cache(model, 1, size + count)
-    draw = {"temperature": options.temperature, "top_k": options.top_k}
-    added = list(generation.continuation(read, prompt, count, generator, **draw))
+    count = generation.room(model.config, prompt.shape[1], options.sample)
+    added = generation.sampled(model, prompt, count, options)
     where = "" if count == options.sample else f", up to the context of {options.context} bytes"
     print(f"sample{where}\n{bytes(torch.cat([prompt, *added], 1)[0].tolist()).decode(errors='replace')}\n")
 
@@ -98,7 +105,8 @@ def train(options: argparse.Namespace, text: Text, folder: Path, before: state.S
     attend = ATTENTIONS[options.attention]
     model = GPT(config, attend).to(options.device)
     generator = torch.Generator().manual_seed(options.seed)
-    training = state.Training(model, make_optimizer(model), Losses(), generator)
+    validation = text.validation_windows(VALIDATION_WINDOWS, options.context)
+    training = Training(model, make_optimizer(model), generator, recipe, validation)
     losses = training.losses
     introduce(options, text, model)
     if before is not None:
@@ -110,17 +118,16 @@ def train(options: argparse.Namespace, text: Text, folder: Path, before: state.S
         state.save(folder / state.STATE, training, options, text)
 
     batches = text.batches(options.batch, options.context, generator)
-    validation = text.validation_windows(VALIDATION_WINDOWS, options.context)
     unigram = text.unigram_loss()
     title = f"GPT of {config.layers} layers, attention {options.attention}"
     interrupted = False
     try:
         try:
-            fit(model, training.optimizer, batches, validation, recipe, losses, keep)
+            fit(training, batches, keep)
         except KeyboardInterrupt:
             interrupted = True
             print(f"stopped    by Ctrl-C after {len(losses.train)} of {options.steps} steps; --resume {folder} goes on")
-        final = evaluate(model, validation, recipe, losses, len(losses.train))
+        final = evaluate(training, len(losses.train))
     except DivergenceError as reason:
         give_up(reason, losses, options.lr, folder)
         chart.draw(losses, unigram, title, folder / CURVE)
@@ -135,7 +142,7 @@ def train(options: argparse.Namespace, text: Text, folder: Path, before: state.S
 
     show_sample(model, text, options)
     print(f"validation loss {final:.4f} nats a byte; byte frequencies alone {unigram:.4f}")
-    lengths.show(model, text, DTYPES[options.dtype])
+    show_losses_past(model, text, DTYPES[options.dtype])
     print(f"checkpoint {path}: {'loads back, same' if kept else 'loads back to ANOTHER'} validation loss")
     print(f"curve      {folder / CURVE}")
     agree = compare_attention(model, text, options)

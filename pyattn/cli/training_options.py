@@ -2,19 +2,19 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 
-from pyattn.cli import InputError, generation, window
-from pyattn.cli.compare import ATTENTIONS
-from pyattn.cli.device import DEVICES, check_device
-from pyattn.cli.gpt import Config
+from pyattn.cli import InputError, generation
+from pyattn.cli.gpt import ATTENTIONS, Config
 from pyattn.cli.limits import check_integer, check_memory, check_positive, check_seed, check_threads
+from pyattn.cli.options import DEVICES, check_device, command, option, window
 from pyattn.options import UNBOUNDED
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-CHOICES = {"attention": ATTENTIONS, "device": DEVICES, "dtype": DTYPES}
+PRODUCTS = ("float32", "bfloat16")
+CHOICES = {"attention": ATTENTIONS, "device": DEVICES, "dtype": PRODUCTS}
 
 MOST_LR = 1e37
 """AdamW's first step divides the learning rate by 1 - 0.9, and float32 ends at 3.4e38."""
@@ -30,66 +30,31 @@ def parser(about: str | None = None) -> argparse.ArgumentParser:
     The defaults reached the lowest loss of what was tried at equal cost (two minutes on two Zen 4 cores): 1.8 nats a
     byte with 2 layers; 4 layers stayed at 2.3, with 1100 steps of 4 windows and with 550 of 8.
     """
-    made = argparse.ArgumentParser(
-        prog="pyattn train", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = command("train", about)
     model = made.add_argument_group("model")
-    model.add_argument("--layers", type=int, default=Config.layers, help="number of blocks; default: %(default)s")
-    model.add_argument(
-        "--heads", type=int, default=Config.heads, help="attention heads in each block; default: %(default)s"
-    )
-    model.add_argument(
-        "--width", type=int, default=Config.width, help="features of a token, a multiple of heads; default: %(default)s"
-    )
-    model.add_argument(
-        "--context", type=int, default=Config.context, help="bytes the model can look back on; default: %(default)s"
-    )
-    model.add_argument(
-        "--dropout",
-        type=float,
-        default=Config.dropout,
-        help="probability of dropping a weight or an output; default: %(default)s",
-    )
-    model.add_argument("--window", **window.OPTION)
+    option(model, "layers", Config.layers, "number of blocks")
+    option(model, "heads", Config.heads, "attention heads in each block")
+    option(model, "width", Config.width, "features of a token, a multiple of heads")
+    option(model, "context", Config.context, "bytes the model can look back on")
+    option(model, "dropout", Config.dropout, "probability of dropping a weight or an output")
+    window(model)
     model.add_argument("--sinks", action="store_true", help="give each head's softmax a learned sink")
     model.add_argument(
         "--alibi", action="store_true", help="ALiBi in place of learned positions, which end at the context"
     )
-    model.add_argument(
-        "--attention", choices=ATTENTIONS, default="pyattn", help="whose attention to use; default: %(default)s"
-    )
+    option(model, "attention", "pyattn", "whose attention to use", choices=ATTENTIONS)
 
     training = made.add_argument_group("training")
     training.add_argument("--data", type=Path, help="text file or folder; default: Python's standard library")
-    training.add_argument(
-        "--steps", type=int, default=2400, help="optimiser steps, those of a resumed run included; default: %(default)s"
-    )
-    training.add_argument(
-        "--batch", type=int, default=4, help="windows of context bytes in a step; default: %(default)s"
-    )
-    training.add_argument(
-        "--lr",
-        type=float,
-        default=5e-3,
-        help="highest learning rate: reached after a twentieth of the steps, then a cosine takes it to nearly 0; "
-        "default: %(default)s",
-    )
-    training.add_argument(
-        "--eval-every", type=int, default=200, help="steps from one validation to the next; default: %(default)s"
-    )
-    training.add_argument(
-        "--seed", type=int, default=0, help="random seed of weights, batches, dropout and sample; default: %(default)s"
-    )
-    training.add_argument(
-        "--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default: %(default)s"
-    )
-    training.add_argument("--device", choices=DEVICES, default="cpu", help="where to train; default: %(default)s")
-    training.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default="float32",
-        help="dtype of matrix products (bfloat16: autocast); default: %(default)s",
-    )
+    option(training, "steps", 2400, "optimiser steps, those of a resumed run included")
+    option(training, "batch", 4, "windows of context bytes in a step")
+    rates = "reached after a twentieth of the steps, then a cosine takes it to nearly 0"
+    option(training, "lr", 5e-3, f"highest learning rate: {rates}")
+    option(training, "eval-every", 200, "steps from one validation to the next")
+    option(training, "seed", 0, "random seed of weights, batches, dropout and sample")
+    option(training, "threads", torch.get_num_threads(), "CPU threads")
+    option(training, "device", "cpu", "where to train", choices=DEVICES)
+    option(training, "dtype", "float32", "dtype of matrix products (bfloat16: autocast)", choices=PRODUCTS)
     training.add_argument(
         "--resume",
         type=Path,
@@ -103,25 +68,17 @@ def parser(about: str | None = None) -> argparse.ArgumentParser:
     output = made.add_argument_group("output")
     output.add_argument("--out", type=Path, help="folder to write; default: a new one in runs/, named by the time")
     output.add_argument("--overwrite", action="store_true", help="replace an earlier run's files in --out")
-    output.add_argument("--sample", type=int, default=400, help="bytes to generate at the end; default: %(default)s")
-    output.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        help="divides the sample's logits; lower is less random; default: %(default)s",
-    )
-    output.add_argument(
-        "--top-k", type=int, default=40, help="draw each byte of the sample from the likeliest K; default: %(default)s"
-    )
+    option(output, "sample", 400, "bytes to generate at the end")
+    option(output, "temperature", 0.8, "divides the sample's logits; lower is less random")
+    option(output, "top-k", 40, "draw each byte of the sample from the likeliest K")
     return made
 
 
 def given(argv: Sequence[str]) -> set[str]:
     """The names of the options that ``argv`` holds."""
-    unset = object()
-    names = vars(parser().parse_args([]))
-    found = vars(parser().parse_args(argv, argparse.Namespace(**dict.fromkeys(names, unset))))
-    return {name for name in names if found[name] is not unset}
+    unset = dict.fromkeys(types(), object())
+    found = vars(parser().parse_args(argv, argparse.Namespace(**unset)))
+    return {name for name, value in unset.items() if found[name] is not value}
 
 
 def types() -> dict[str, tuple[type, ...]]:
@@ -132,8 +89,8 @@ def types() -> dict[str, tuple[type, ...]]:
 
 def config_of(options: argparse.Namespace) -> Config:
     """The model that the options describe."""
-    names = ("layers", "heads", "width", "context", "dropout", "sinks", "alibi")
-    return Config(**{name: getattr(options, name) for name in names} | {"window": tuple(options.window)})
+    given = {field.name: getattr(options, field.name, field.default) for field in fields(Config)}
+    return Config(**given | {"window": tuple(options.window)})
 
 
 def prompt_size(options: argparse.Namespace) -> int:

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
-from pyattn.derivatives.second_order import Backward, Kind, Tangents, leaves, save, saved
-from pyattn.options import LEARNED
+from pyattn.derivatives.kind import Kind
+from pyattn.derivatives.second_order import Backward, Tangents, leaves, save, saved
+from pyattn.ops.schema import LEARNED
 
 _deterministic = True
 

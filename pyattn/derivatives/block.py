@@ -1,4 +1,4 @@
-"""A block of query rows with its pairs as tensors: weights, and how a direction changes them.
+"""A block of query rows with its pairs as tensors: scores, weights, and how a direction changes them.
 
 A direction moves q, k, v, bias, slopes m and sinks n by their tangents, marked with '. D are the dropout factors,
 distance is |i + q_offset - j|, and f caps the scaled products a: f(a) = softcap tanh(a / softcap), or a without a cap.
@@ -22,20 +22,10 @@ import torch
 from torch import Tensor
 
 from pyattn.derivatives.grouped import products, sum_over_keys, sum_over_rows
-from pyattn.dropout import dropout_threshold, kept_weights
+from pyattn.derivatives.kind import Learned
+from pyattn.dropout import dropout_factor, kept_weights
 from pyattn.ops import visible
-from pyattn.options import Options
-
-
-class Learned(NamedTuple):
-    """A tangent or a gradient of each tensor that attention has derivatives in, None where there is none."""
-
-    q: Tensor | None
-    k: Tensor | None
-    v: Tensor | None
-    bias: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    sinks: Tensor | None = None
+from pyattn.ops.schema import Options
 
 
 class Change(NamedTuple):
@@ -58,53 +48,85 @@ class Inputs(NamedTuple):
     first: int
 
 
-class Block:
+class Scores:
+    """The scores of all keys for some query rows of some heads, (B, heads, rows, Sk).
+
+    Attributes:
+        seen: bool (B or 1, heads or 1, rows, Sk), the pairs that no mask hides.
+        scores: -inf where a pair is not seen, whatever it holds; no derivative gets there.
+        scale: the factor on the products.
+        over_cap: a / softcap; None without a softcap.
+        distance: None without slopes; 0 where a pair is not seen.
+    """
+
+    def __init__(
+        self, products: Tensor, options: Options, heads: Tensor, rows: Tensor, seqlen_q: int, head_dim: int
+    ) -> None:
+        """``options`` has the slopes of these heads, in the products' dtype."""
+        self._options, self._heads, self._rows, self.dtype = options, heads, rows, products.dtype
+        seqlen_k = products.shape[3]
+        self.seen = visible.seen(options, rows, heads, seqlen_q, seqlen_k)
+        self.scale = options.scale_for(head_dim)
+        scores = self.hide(products) * self.scale
+        self.over_cap: Tensor | None = None
+        if options.softcap:
+            self.over_cap = scores / options.bounded_softcap
+            scores = options.bounded_softcap * torch.tanh(self.over_cap)
+        if options.bias is not None:
+            scores = scores + self.of_bias(options.bias)
+        self.distance: Tensor | None = None
+        if options.alibi_slopes is not None:
+            self.distance = self.hide(visible.distances(options, rows, seqlen_q, seqlen_k).to(self.dtype))
+            scores = scores - options.alibi_slopes[..., None, None] * self.distance
+        self.scores = scores.masked_fill(~self.seen, -math.inf)
+
+    def kept(self, batch: int, num_heads: int, first: int = 0) -> Tensor:
+        """bool (B, heads, rows, Sk): the weights that dropout keeps, of ``num_heads`` in all."""
+        sequences = torch.arange(first, first + batch, device=self._rows.device)
+        heads = sequences[:, None, None] * num_heads + self._heads[:, None]
+        seed, dropout_p = self._options.dropout_seed, self._options.dropout_p
+        return kept_weights(seed, heads, self._rows, self.seen.shape[3], dropout_p)
+
+    def of_bias(self, bias: Tensor) -> Tensor:
+        """These rows of a bias or of its tangent, broadcasting to pairs."""
+        return self.hide(visible.picked(bias, self._heads, self._rows).to(self.dtype))
+
+    def hide(self, pairs: Tensor) -> Tensor:
+        """Pairs that are not seen hold 0, whatever they were made from."""
+        return torch.where(self.seen, pairs, 0.0)
+
+
+class Block(Scores):
     """The query rows [begin, end) of a call. Pairs (B, Hq, rows, Sk) that are not seen hold 0.
 
     Attributes:
         q, k, v: the block's queries, and all keys and values.
         weights, sink_weight: P, and N (B, Hq, rows, 1) where there are sinks.
         cap: f1 and f2; None without a softcap.
-        distance: None without slopes.
     """
 
     def __init__(self, inputs: Inputs, begin: int, end: int) -> None:
         q, self.k, self.v, options, first = inputs
-        self.begin, self.end, self.sinks = begin, end, options.sinks
+        self.begin, self.end = begin, end
         batch, num_heads, seqlen_q, head_dim = q.shape
-        seqlen_k, device, self.dtype = self.k.shape[2], q.device, q.dtype
-        self._rows, self._heads = torch.arange(begin, end, device=device), torch.arange(num_heads, device=device)
+        heads, rows = torch.arange(num_heads, device=q.device), torch.arange(begin, end, device=q.device)
         self.q = self.of(q)
-        self.seen = visible.seen(options, self._rows, self._heads, seqlen_q, seqlen_k)
-        self.scale = options.scale_for(head_dim)
-        scores = self.hide(products(self.q, self.k) * self.scale)
+        super().__init__(products(self.q, self.k), options, heads, rows, seqlen_q, head_dim)
         self.cap: tuple[Tensor, Tensor] | None = None
-        if options.softcap:
-            cap = options.bounded_softcap
-            ratio, u = torch.tanh(scores / cap), torch.exp(-2 * (scores / cap).abs())
-            scores, slope = cap * ratio, 4 * u / (1 + u) ** 2  # 1 - ratio^2 cancels where ratio is near 1
-            self.cap = slope, -2 / cap * ratio * slope
-        if options.bias is not None:
-            scores = scores + self.of_bias(options.bias)
-        self.distance: Tensor | None = None
-        if options.alibi_slopes is not None:
-            position = self._rows + visible.offsets(options, seqlen_q, seqlen_k, device).double()  # int64 overflows
-            distance = (position[:, None, :, None] - torch.arange(seqlen_k, device=device)).abs().to(self.dtype)
-            self.distance = torch.where(self.seen, distance, 0.0)
-            scores = scores - options.alibi_slopes[..., None, None] * self.distance
-        self.weights, self.sink_weight = self._softmax(scores)
+        if self.over_cap is not None:
+            ratio, u = torch.tanh(self.over_cap), torch.exp(-2 * self.over_cap.abs())
+            slope = 4 * u / (1 + u) ** 2  # 1 - ratio^2 cancels where ratio is near 1
+            self.cap = slope, -2 / options.bounded_softcap * ratio * slope
+        self.weights, self.sink_weight = self._softmax(options.sinks)
         self.dropout: Tensor | None = None
         if options.dropout_p:
-            assert options.dropout_seed is not None
-            heads = torch.arange(first, first + batch, device=device)[:, None, None] * num_heads + self._heads[:, None]
-            kept = kept_weights(options.dropout_seed, heads, self._rows, seqlen_k, options.dropout_p)
-            self.dropout = kept.to(self.dtype) * (65536 / (65536 - dropout_threshold(options.dropout_p)))
+            self.dropout = self.kept(batch, num_heads, first).to(self.dtype) * dropout_factor(options.dropout_p)
 
-    def _softmax(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _softmax(self, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """P and N; a row that has neither a key nor a sink has weights 0."""
-        scores = scores.masked_fill(~self.seen, -math.inf)
+        scores = self.scores
         top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.sum(-1, keepdim=True) - math.inf
-        sinks = None if self.sinks is None else self.sinks[:, None, None]
+        sinks = None if sinks is None else sinks[:, None, None]
         top = top if sinks is None else torch.maximum(top, sinks)
         top = top.masked_fill(top == -math.inf, 0.0)
         weights = torch.exp(scores - top)
@@ -153,14 +175,6 @@ class Block:
     def of(self, queries: Tensor) -> Tensor:
         """These rows of a tensor that has one for each query."""
         return queries.narrow(2, self.begin, self.end - self.begin)
-
-    def of_bias(self, bias: Tensor) -> Tensor:
-        """These rows of a bias or of its tangent, broadcasting to pairs."""
-        return self.hide(visible.picked(bias, self._heads, self._rows).to(self.dtype))
-
-    def hide(self, pairs: Tensor) -> Tensor:
-        """Pairs that are not seen hold 0, whatever they were made from."""
-        return torch.where(self.seen, pairs, 0.0)
 
     def drop(self, pairs: Tensor) -> Tensor:
         """The pairs times their dropout factors."""

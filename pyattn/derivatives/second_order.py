@@ -11,80 +11,14 @@ x being q, k, v, bias, slopes and sinks. Where nobody differentiates a backward,
 runs.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from pyattn import ops
 from pyattn.autocast import without
-from pyattn.derivatives import packed_tangents, tangents
-from pyattn.derivatives.block import Learned
-from pyattn.derivatives.tangents import added
-from pyattn.options import DEFAULTS, LEARNED, PLACES, Options, Packing
-
-VALUES = tuple(DEFAULTS.values())
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Dense or packed attention.
-
-    Attributes:
-        forward, backward: the native operators.
-        tangents: ``tangents(q, k, v, rest, direction, other=None)``.
-        gradient_tangents: ``gradient_tangents(dout, dlse, q, k, v, rest, direction)``.
-        before: how many arguments stand between v and LEARNED, in ``rest``.
-        count: how many arguments ``rest`` has, defaults included.
-    """
-
-    forward: Callable[..., tuple[Tensor, ...]]
-    backward: Callable[..., tuple[Tensor | None, ...]]
-    tangents: Callable[..., tuple[Tensor, Tensor]]
-    gradient_tangents: Callable[..., tuple[Any, ...]]
-    before: int
-    count: int
-
-    def learned(self, rows: Sequence[Any], rest: Sequence[Any]) -> Learned:
-        """What belongs to the tensors that have derivatives, of entries for q, k, v and for each argument of rest."""
-        return Learned(*rows, *rest[self.before : self.before + len(LEARNED)])
-
-    def spread(self, learned: Sequence[Tensor | None], count: int) -> tuple[Tensor | None, ...]:
-        """Gradients of the first ``count`` arguments of ``rest``."""
-        gradients = *(None,) * self.before, *learned[3:], *(None,) * count
-        return gradients[:count]
-
-    def complete(self, rest: Sequence[Any]) -> tuple[Any, ...]:
-        """``rest`` with the defaults that its end leaves out."""
-        missing = self.count - len(rest)
-        return *rest, *VALUES[len(VALUES) - missing :]
-
-
-def _tangents(
-    q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...], direction: Learned, other: Learned | None = None
-) -> tuple[Tensor, Tensor]:
-    return tangents.tangents(q, k, v, Options(*rest), direction, other)
-
-
-def _gradient_tangents(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...], direction: Learned
-) -> tuple[Any, ...]:
-    return tangents.gradient_tangents(dout, dlse, q, k, v, Options(*rest), direction)
-
-
-DENSE = Kind(
-    ops.attention_forward, ops.attention_backward, _tangents, _gradient_tangents, PLACES[LEARNED[0]], len(PLACES)
-)
-PACKED = Kind(
-    ops.attention_varlen_forward,
-    ops.attention_varlen_backward,
-    packed_tangents.tangents,
-    packed_tangents.gradient_tangents,
-    len(Packing._fields) + PLACES[LEARNED[0]],
-    len(Packing._fields) + len(PLACES),
-)
+from pyattn.derivatives.kind import Kind, Learned, added
 
 
 def save(ctx: Any, inputs: Sequence[Any], forward_mode: bool = True) -> None:

@@ -23,15 +23,17 @@ Memory is linear in the sequence lengths, by :data:`PAIRS_AT_ONCE`. 16-bit types
 once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyattn.derivatives.block import Block, Inputs, Learned
+from pyattn import ops
+from pyattn.derivatives.block import Block, Inputs
 from pyattn.derivatives.grouped import products
-from pyattn.options import Options
+from pyattn.derivatives.kind import Kind, Learned, added
+from pyattn.ops.schema import LEARNED, PLACES, Options
 
 PAIRS_AT_ONCE = 2**20
 """Pairs of query and key, over batch and heads, in a block of rows: some twenty temporaries of 4 MB in float32."""
@@ -41,15 +43,16 @@ def tangents(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    options: Options,
+    rest: Sequence[Any],
     direction: Learned,
     other: Learned | None = None,
     first: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """out' (B, Hq, Sq, Dv) in q's dtype, and lse' (B, Hq, Sq); along two directions out'* and lse'*.
 
-    ``first`` is the number of the first sequence, which dropout counts by.
+    ``rest`` are the values of :class:`Options`; ``first`` is the number of the first sequence, which dropout counts by.
     """
+    options = Options(*rest)
     inputs = _widened(q, k, v, options, first)
     direction, other = _cast(direction, inputs.q.dtype), None if other is None else _cast(other, inputs.q.dtype)
     out, lse = [], []
@@ -76,11 +79,12 @@ def gradient_tangents(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    options: Options,
+    rest: Sequence[Any],
     direction: Learned,
     first: int = 0,
 ) -> tuple[Any, ...]:
     """dq', dk', dv', dbias', dm' and dn', each in its tensor's dtype and shape."""
+    options = Options(*rest)
     inputs = _widened(q, k, v, options, first)
     direction, dout = _cast(direction, inputs.q.dtype), dout.to(inputs.q.dtype)
     bias = options.bias
@@ -99,11 +103,6 @@ def gradient_tangents(
         sums[2] = torch.cat(dbias, 2)
     tensors = q, k, v, bias, options.alibi_slopes, options.sinks
     return tuple(_like(x, t) for x, t in zip((torch.cat(dq, 2), *sums), tensors, strict=True))
-
-
-def added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """The sum of two gradients, either of which may be None for 0."""
-    return b if a is None else a if b is None else a + b
 
 
 def _moved_gradients(
@@ -166,3 +165,13 @@ def _cast(direction: Learned, dtype: torch.dtype) -> Learned:
     q, k, v, bias, slopes, sinks = direction
     q, k, v, slopes, sinks = (None if t is None else t.to(dtype) for t in (q, k, v, slopes, sinks))
     return Learned(q, k, v, bias, slopes, sinks)
+
+
+DENSE = Kind(
+    ops.attention_forward,
+    ops.attention_backward,
+    tangents,
+    gradient_tangents,
+    PLACES[LEARNED[0]],
+    len(PLACES),
+)

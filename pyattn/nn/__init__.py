@@ -75,3 +75,6 @@ __all__ = [
     "create_gpt2_small_attention",
     "create_gpt2_xl_attention",
 ]
+
+MODULES = [face for home in (globals(), vars(book)) for name in home["__all__"] if isinstance(face := home[name], type)]
+"""The classes of both homes."""

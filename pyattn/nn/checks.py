@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from pyattn.arguments import check_sizes, check_tensor, check_type, shown
 from pyattn.cache import KVCache
-from pyattn.cached import check_ring
-from pyattn.ops.visible import check_ranges
+from pyattn.cache.ring_buffer import check_ring
+from pyattn.key_ranges import check_ranges
 
 Lengths = Sequence[int] | Tensor
 
@@ -110,7 +110,7 @@ def check_append(
         if of_cache != of_keys:
             kind = TypeError if name == "dtype" else ValueError
             raise kind(f"pyattn: the cache's {name} must be that of the module's keys, got {of_cache} and {of_keys}")
-    check_ring(kv_cache, new, {"key_ranges": key_ranges, "mask": mask, "bias": bias})
+    check_ring(kv_cache.window, kv_cache.max_seqlen, new, {"key_ranges": key_ranges, "mask": mask, "bias": bias})
     for name, given in (("mask", mask), ("bias", bias)):
         if given is not None and given.device != k.device:
             raise ValueError(f"pyattn: {name} must be on the device of x, got {given.device} and {k.device}")

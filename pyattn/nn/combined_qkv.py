@@ -3,15 +3,15 @@
 import torch
 from torch import Tensor, nn
 
-from pyattn.arguments import check_names, check_sizes
+from pyattn.arguments import check_names
 from pyattn.cache import KVCache
-from pyattn.nn.checks import Lengths, check_cache, check_input, quotient
+from pyattn.nn.checks import Lengths, check_cache, check_input
 from pyattn.nn.described import described
-from pyattn.nn.heads import Output, attend_heads, check_dropout, make_dropout, output_of
+from pyattn.nn.heads import Heads, Output, check_dropout, make_dropout
 from pyattn.nn.mask import CausalMask
 
 
-class MHAPyTorchScaledDotProduct(CausalMask):
+class MHAPyTorchScaledDotProduct(CausalMask, Heads):
     """One Linear ``qkv`` for queries, keys and values, and one, ``proj``, for the output; ``dropout`` is a number.
 
     The plain module calls torch's ``scaled_dot_product_attention`` and has no mask, so its states have none.
@@ -33,11 +33,7 @@ class MHAPyTorchScaledDotProduct(CausalMask):
         qkv_bias: bool = False,
     ) -> None:
         super().__init__(context_length)
-        check_sizes(1, d_in=d_in)
-        self.d_in = d_in
-        self.d_out = d_out
-        self.num_heads = num_heads
-        self.head_dim = quotient("d_out", d_out, "num_heads", num_heads)
+        self.set_sizes(d_in, d_out, num_heads)
         self.qkv = nn.Linear(d_in, 3 * d_out, bias=qkv_bias)
         self.proj = nn.Linear(d_out, d_out)
         self.dropout: float | nn.Module = check_dropout(dropout)
@@ -65,8 +61,7 @@ class MHAPyTorchScaledDotProduct(CausalMask):
         dropout = self.dropout if isinstance(self.dropout, nn.Module) else self.dropout * self.training
         options = self.mask_options(x, kv_cache is not None) | {"dropout": dropout, "need_weights": need_weights}
         options |= {"key_ranges": key_ranges, "mask": mask, "bias": bias, "kv_cache": kv_cache, "lengths": lengths}
-        out, weights = attend_heads(q, k, v, self.head_dim, **options)
-        return output_of(self.proj(out), weights)
+        return self.attend(self.proj, q, k, v, **options)
 
 
 class MHAPyTorchFlexAttention(MHAPyTorchScaledDotProduct):

@@ -6,15 +6,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from pyattn.arguments import check_names, check_sizes
+from pyattn.arguments import check_names
 from pyattn.cache import KVCache
-from pyattn.nn.checks import Lengths, check_cache, check_input, quotient
+from pyattn.nn.checks import Lengths, check_cache, check_input
 from pyattn.nn.described import described
-from pyattn.nn.heads import Output, attend_heads, make_dropout, output_of
+from pyattn.nn.heads import Heads, Output, make_dropout
 from pyattn.nn.mask import CausalMask
 
 
-class MHAEinsum(CausalMask):
+class MHAEinsum(CausalMask, Heads):
     """Projections by parameters ``W_query W_key W_value`` (d_in, d_out) and ``bias_q bias_k bias_v``, and ``out_proj``.
 
     Editions of the book in which the parameters are (d_out, d_in) take d_in = d_out alone; they mean the same there.
@@ -40,11 +40,7 @@ class MHAEinsum(CausalMask):
         persistent_mask: bool | None = None,
     ) -> None:
         super().__init__(context_length, persistent_mask)
-        check_sizes(1, d_in=d_in)
-        self.d_in = d_in
-        self.d_out = d_out
-        self.num_heads = num_heads
-        self.head_dim = quotient("d_out", d_out, "num_heads", num_heads)
+        self.set_sizes(d_in, d_out, num_heads)
         self.W_query = nn.Parameter(torch.randn(d_in, d_out))
         self.W_key = nn.Parameter(torch.randn(d_in, d_out))
         self.W_value = nn.Parameter(torch.randn(d_in, d_out))
@@ -86,5 +82,4 @@ class MHAEinsum(CausalMask):
         q, k, v = (linear(x, weight.mT, bias) for weight, bias in weights)
         options = self.mask_options(x, kv_cache is not None) | {"dropout": self.dropout, "need_weights": need_weights}
         options |= {"key_ranges": key_ranges, "mask": mask, "bias": bias, "kv_cache": kv_cache, "lengths": lengths}
-        out, attended = attend_heads(q, k, v, self.head_dim, **options)
-        return output_of(self.out_proj(out), attended)
+        return self.attend(self.out_proj, q, k, v, **options)

@@ -3,16 +3,16 @@
 import torch
 from torch import Tensor, nn
 
-from pyattn.arguments import check_names, check_sizes
+from pyattn.arguments import check_names
 from pyattn.cache import KVCache
 from pyattn.nn.checks import Lengths, check_added, check_cache, check_input, quotient
 from pyattn.nn.described import described
 from pyattn.nn.growing_cache import GrowingCache, as_wide_as
-from pyattn.nn.heads import Output, attend_heads, make_dropout, output_of
+from pyattn.nn.heads import Heads, Output, make_dropout
 from pyattn.nn.score import ScoreOptions
 
 
-class GroupedQueryAttention(ScoreOptions):
+class GroupedQueryAttention(ScoreOptions, Heads):
     """Causal attention whose ``num_heads`` query heads share ``num_kv_groups`` KV heads (Ainslie et al. 2023).
 
     Query head h reads KV head ``h // (num_heads // num_kv_groups)``. ``num_heads`` divides ``d_out``, ``num_kv_groups``
@@ -41,12 +41,8 @@ class GroupedQueryAttention(ScoreOptions):
         rotary: float | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(1, d_in=d_in)
-        self.d_in = d_in
-        self.d_out = d_out
-        self.num_heads = num_heads
+        self.set_sizes(d_in, d_out, num_heads)
         self.num_kv_groups = num_kv_groups
-        self.head_dim = quotient("d_out", d_out, "num_heads", num_heads)
         self.group_size = quotient("num_heads", num_heads, "num_kv_groups", num_kv_groups)
         self.W_key = nn.Linear(d_in, num_kv_groups * self.head_dim, bias=qkv_bias, dtype=dtype)
         self.W_value = nn.Linear(d_in, num_kv_groups * self.head_dim, bias=qkv_bias, dtype=dtype)
@@ -91,10 +87,10 @@ class GroupedQueryAttention(ScoreOptions):
         options = self.score_options(self.num_heads, x)
         options |= {"key_ranges": key_ranges, "mask": mask, "bias": bias, "kv_cache": kv_cache, "lengths": lengths}
         options |= {"dropout": self.dropout, "need_weights": need_weights}
-        out, weights = attend_heads(q, k, v, self.head_dim, **options)
+        result = self.attend(self.out_proj, q, k, v, **options)
         if not use_cache:
             self.reset_cache()
-        return output_of(self.out_proj(out), weights)
+        return result
 
     def reset_cache(self) -> None:
         """Forgets the tokens of calls with ``use_cache``."""

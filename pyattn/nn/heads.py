@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyattn.arguments import check_type
+from pyattn.arguments import check_sizes, check_type
 from pyattn.attention import attention
 from pyattn.cache import KVCache
 from pyattn.cached import attention_with_cache, weights_with_cache
 from pyattn.dropout import draw_seed
 from pyattn.key_ranges import plain
-from pyattn.nn.checks import Lengths, check_added, check_append
+from pyattn.nn.checks import Lengths, check_added, check_append, quotient
 from pyattn.nn.positions import rotate
 from pyattn.weights import attention_weights
 
@@ -69,11 +69,11 @@ def _attend(
     if dropout_p and need_weights:
         options["dropout_seed"] = draw_seed(q.device)
     if kv_cache is None:
-        out = attention(q, k, v, **options)
-        return out, attention_weights(q, k, **options) if need_weights else None
+        result: Any = attention(q, k, v, **options)
+        return result, attention_weights(q, k, **options) if need_weights else None
     kv_cache.append(k, v, lengths)
-    out = attention_with_cache(q, kv_cache, **options)
-    return out, weights_with_cache(q, kv_cache, **options) if need_weights else None
+    result = attention_with_cache(q, kv_cache, **options)
+    return result, weights_with_cache(q, kv_cache, **options) if need_weights else None
 
 
 def _both(own_mask: Tensor | None, mask: Tensor | None) -> Tensor | None:
@@ -137,6 +137,21 @@ def attend_heads(
     options |= {"kv_cache": kv_cache, "lengths": lengths, "mask": _both(own_mask, mask), "bias": bias}
     out, weights = _attend(*(t.transpose(1, 2) for t in (q, k, v)), **options)
     return out.transpose(1, 2).flatten(2), weights
+
+
+class Heads(nn.Module):
+    """A module whose projections yield ``num_heads`` heads side by side."""
+
+    def set_sizes(self, d_in: int, d_out: int, num_heads: int) -> None:
+        """Checks and keeps them, and how wide a head is."""
+        check_sizes(1, d_in=d_in)
+        self.d_in, self.d_out, self.num_heads = d_in, d_out, num_heads
+        self.head_dim = quotient("d_out", d_out, "num_heads", num_heads)
+
+    def attend(self, projection: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
+        """What ``forward`` returns: :func:`attend_heads`, then the module's last projection."""
+        out, weights = attend_heads(q, k, v, self.head_dim, **options)
+        return output_of(projection(out), weights)
 
 
 def output_of(out: Tensor, weights: Tensor | None) -> Output:

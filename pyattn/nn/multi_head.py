@@ -3,16 +3,16 @@
 import torch
 from torch import Tensor
 
-from pyattn.arguments import check_names, check_sizes
+from pyattn.arguments import check_names
 from pyattn.cache import KVCache
 from pyattn.nn.checks import Lengths, check_cache, check_input, check_mask, quotient
 from pyattn.nn.described import described
-from pyattn.nn.heads import Output, attend_heads, make_dropout, output_of
+from pyattn.nn.heads import Heads, Output, make_dropout
 from pyattn.nn.mask import CausalMask
 from pyattn.nn.score import ScoreOptions
 
 
-class MultiHeadAttention(CausalMask, ScoreOptions):
+class MultiHeadAttention(CausalMask, ScoreOptions, Heads):
     """Causal multi-head attention over sequences of at most ``context_length``, then the Linear ``out_proj``.
 
     ``num_heads`` divides ``d_out``. ``num_heads_kv``, default num_heads, divides num_heads: query head h reads KV head
@@ -55,12 +55,8 @@ class MultiHeadAttention(CausalMask, ScoreOptions):
         persistent_mask: bool | None = None,
     ) -> None:
         super().__init__(context_length, persistent_mask)
-        check_sizes(1, d_in=d_in)
-        self.d_in = d_in
-        self.d_out = d_out
-        self.num_heads = num_heads
+        self.set_sizes(d_in, d_out, num_heads)
         self.num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
-        self.head_dim = quotient("d_out", d_out, "num_heads", num_heads)
         quotient("num_heads", num_heads, "num_heads_kv", self.num_heads_kv)
         self.W_query = torch.nn.Linear(d_in, d_out, bias=qkv_bias)
         self.W_key = torch.nn.Linear(d_in, self.num_heads_kv * self.head_dim, bias=qkv_bias)
@@ -93,11 +89,10 @@ class MultiHeadAttention(CausalMask, ScoreOptions):
         options = self.mask_options(x, kv_cache is not None) | self.score_options(self.num_heads, x)
         options |= {"key_ranges": key_ranges, "mask": mask, "bias": bias, "kv_cache": kv_cache, "lengths": lengths}
         options |= {"dropout": self.dropout, "need_weights": need_weights}
-        out, weights = attend_heads(q, k, v, self.head_dim, **options)
-        return output_of(self.out_proj(out), weights)
+        return self.attend(self.out_proj, q, k, v, **options)
 
 
-class Attention(ScoreOptions):
+class Attention(ScoreOptions, Heads):
     """Multi-head attention with the caller's mask, over Linears ``W_q W_k W_v W_o`` with bias.
 
     ``mask``: bool, **True = masked out**, as the tutorials have it: the opposite of ``mask`` in the other modules and
@@ -175,5 +170,4 @@ class Attention(ScoreOptions):
         options = {"causal": False, **self.score_options(self.num_heads, x)}
         options |= {"key_ranges": key_ranges, "mask": mask, "bias": bias, "kv_cache": kv_cache, "lengths": lengths}
         options |= {"dropout": self.dropout, "need_weights": need_weights}
-        out, weights = attend_heads(q, k, v, self.head_dim, **options)
-        return output_of(self.W_o(out), weights)
+        return self.attend(self.W_o, q, k, v, **options)

@@ -1,4 +1,4 @@
-"""The native operators, ``torch.ops.pyattn.*``, each named here and nowhere else.
+"""The native operators, ``torch.ops.pyattn.*``, each named here and nowhere else; :mod:`pyattn` has loaded them.
 
 :mod:`pyattn.ops.vmap` and :mod:`pyattn.ops.flops` give them what only Python can register.
 """
@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-
-from pyattn import _load  # noqa: F401  (registers them)
 
 _ops = torch.ops.pyattn
 

@@ -7,8 +7,8 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import register_flop_formula
 
 from pyattn import ops
+from pyattn.ops.schema import Options, Packing
 from pyattn.ops.visible import packed_pairs, pairs
-from pyattn.options import Options, Packing
 
 
 def flops(op: OpOverload[..., Any], *args: Any, out_val: object = None, **named: Any) -> int:

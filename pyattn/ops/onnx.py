@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pyattn import ops
 from pyattn.ops import visible
-from pyattn.options import UNBOUNDED, Options
+from pyattn.ops.schema import UNBOUNDED, Options
 
 
 def _is_known(condition: bool | torch.SymBool) -> bool:
@@ -29,16 +29,11 @@ def _is_known(condition: bool | torch.SymBool) -> bool:
     return statically_known_true(condition)
 
 
-def _offset(options: Options, seqlen_q: int, seqlen_k: int) -> int:
-    """The key position of query 0 where all sequences share it."""
-    return seqlen_k - seqlen_q if options.q_offset is None else options.q_offset
-
-
 def _sees_a_key(options: Options, seqlen_q: int, seqlen_k: int) -> bool:
     """Whether each query surely sees a key: all of them, the first, or the one at its position."""
     if not options.q_offsets is options.key_ranges is options.mask is options.bias is None:
         return False
-    offset, (left, right) = _offset(options, seqlen_q, seqlen_k), options.window
+    offset, (left, right) = options.offset_for(seqlen_q, seqlen_k), options.window
     if left < 0 and right < 0 and not options.causal:
         return True
     return _is_known(offset >= 0) and (left < 0 or _is_known(offset + seqlen_q <= seqlen_k))
@@ -66,8 +61,7 @@ class _Pairs:
         if bias is not None:
             self.seen, self.added = self.seen & (bias != -math.inf), bias.to(dtype)
         if slopes is not None:
-            position = rows + visible.offsets(options, seqlen_q, seqlen_k, q.device).double()  # int64 overflows
-            distance = (position[:, None, :, None] - key).abs().to(dtype)
+            distance = visible.distances(options, rows, seqlen_q, seqlen_k).to(dtype)
             alibi = -slopes.to(dtype)[..., None, None] * distance
             self.added = alibi if self.added is None else self.added + alibi
         if options.sinks is not None:
@@ -112,7 +106,7 @@ def _by_operator(q: Tensor, k: Tensor, pairs: _Pairs, options: Options, scale: f
     if pairs.added is options.q_offsets is options.key_ranges is options.mask is None:
         no_window, (seqlen_q, seqlen_k) = tuple(options.window) == UNBOUNDED, (q.shape[2], k.shape[2])
         square = no_window and options.causal and _is_known(seqlen_q == seqlen_k)
-        square = square and _is_known(_offset(options, seqlen_q, seqlen_k) == 0)
+        square = square and _is_known(options.offset_for(seqlen_q, seqlen_k) == 0)
         mask = None if square or (no_window and not options.causal) else mask
     grouped = not _is_known(q.shape[1] == k.shape[1])
     return torch.nn.functional.scaled_dot_product_attention(

@@ -2,18 +2,6 @@
 
 from typing import Any, NoReturn
 
-from pyattn import nn
-from pyattn.attention import attention
-from pyattn.cached import attention_with_cache
-from pyattn.parts import attention_backward, merge
-from pyattn.varlen import attention_varlen
-from pyattn.weights import attention_weights
-
-FUNCTIONS: list[Any] = [attention, attention_backward, attention_varlen, attention_weights, attention_with_cache, merge]
-MODULES: list[Any] = [
-    face for home in (nn, nn.book) for name in home.__all__ if isinstance(face := getattr(home, name), type)
-]
-
 
 def _refuse(*_: object) -> NoReturn:
     """The hook that TorchScript calls before it compiles a function or a module."""
@@ -22,5 +10,7 @@ def _refuse(*_: object) -> NoReturn:
     )
 
 
-for _face in (*FUNCTIONS, *MODULES):
-    _face.__prepare_scriptable__ = _refuse
+def refuse(*faces: Any) -> None:
+    """Makes TorchScript refuse these functions and classes of modules."""
+    for face in faces:
+        face.__prepare_scriptable__ = _refuse

@@ -1,13 +1,13 @@
 """Which keys a query sees, in torch operations: for weights of chosen rows, and for counting pairs."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from pyattn.arguments import has_values
-from pyattn.options import Options, Packing
+from pyattn.ops.schema import Options, Packing
 
 INT64_MAX = 2**63 - 1
 
@@ -15,29 +15,18 @@ PAIRS_AT_ONCE = 2**24
 """Pairs that are counted at a time where a mask or a bias is asked for each: temporaries of some 100 MB."""
 
 
-def _q_offset(options: Options, seqlen_q: int, seqlen_k: int) -> int:
-    """The key position of query 0 where all sequences share it; the default is that of csrc/shared/defaults.h."""
-    return seqlen_k - seqlen_q if options.q_offset is None else options.q_offset
-
-
 def offsets(options: Options, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
     """int64 (B or 1, 1): the key position of query 0."""
     if options.q_offsets is not None:
         own: Tensor = options.q_offsets[:, None]
         return own
-    return torch.full((1, 1), _q_offset(options, seqlen_q, seqlen_k), dtype=torch.int64, device=device)
+    return torch.full((1, 1), options.offset_for(seqlen_q, seqlen_k), dtype=torch.int64, device=device)
 
 
-def check_ranges(key_ranges: Tensor, seqlen_k: int) -> None:
-    """ValueError for the first range that is out of bounds or reversed, in the operator's words."""
-    begin, end = key_ranges.unbind(-1)
-    wrong = (begin < 0) | (begin > end) | (end > seqlen_k)
-    if has_values(wrong) and wrong.any():
-        sequence, query = divmod(int(wrong.flatten().to(torch.uint8).argmax()), wrong.shape[1])
-        raise ValueError(
-            f"pyattn: key_ranges must hold 0 <= begin <= end <= seqlen_k = {seqlen_k}, got "
-            f"{key_ranges[sequence, query].tolist()} for query {query} of sequence {sequence}"
-        )
+def distances(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """float64 (B or 1, 1, rows, Sk): how far each key is from a query, either way."""
+    position = rows + offsets(options, seqlen_q, seqlen_k, rows.device).double()  # int64 could overflow
+    return (position[:, None, :, None] - torch.arange(seqlen_k, device=rows.device)).abs()
 
 
 def keys_of(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor]:
@@ -60,20 +49,12 @@ def keys_of(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int) -> tup
     return begin.clamp(0, seqlen_k), end.clamp(0, seqlen_k)
 
 
-Filter = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def filters(options: Options) -> list[Filter]:
-    """What may hide keys between a row's first and last: ``filter(rows, heads, key)`` gives bool pairs.
-
-    True = takes part, broadcasting to (B, heads, rows, Sk).
-    """
-    found: list[Filter] = []
+def filters(options: Options, rows: Tensor, heads: Tensor) -> Iterator[Tensor]:
+    """What may hide keys between a row's first and last: bool, True = takes part, as (B, heads, rows, Sk)."""
     if options.mask is not None:
-        found.append(lambda rows, heads, _: picked(options.mask, heads, rows))
+        yield picked(options.mask, heads, rows)
     if options.bias is not None:
-        found.append(lambda rows, heads, _: picked(options.bias, heads, rows) != -math.inf)
-    return found
+        yield picked(options.bias, heads, rows) != -math.inf
 
 
 def seen(options: Options, rows: Tensor, heads: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
@@ -81,8 +62,8 @@ def seen(options: Options, rows: Tensor, heads: Tensor, seqlen_q: int, seqlen_k:
     key = torch.arange(seqlen_k, device=rows.device)
     begin, end = (bound[:, None, :, None] for bound in keys_of(options, rows, seqlen_q, seqlen_k))
     allowed = (begin <= key) & (key < end)
-    for shown in filters(options):
-        allowed = allowed & shown(rows, heads, key)
+    for shown in filters(options, rows, heads):
+        allowed = allowed & shown
     return allowed
 
 
@@ -103,7 +84,7 @@ def visible_pairs(seqlen_q: int, seqlen_k: int, q_offset: int) -> int:
 def _pairs_of_formulas(options: Options, batch: int, seqlen_q: int, seqlen_k: int) -> int:
     """Pairs that causal and window leave, over the batch: keys up to each query's last, less those before its first."""
     left, right = options.window
-    total, shared = 0, _q_offset(options, seqlen_q, seqlen_k)
+    total, shared = 0, options.offset_for(seqlen_q, seqlen_k)
     for q_offset in [shared] * batch if options.q_offsets is None else options.q_offsets.tolist():
         last = q_offset if options.causal else q_offset + right if right >= 0 else seqlen_k
         total += visible_pairs(seqlen_q, seqlen_k, last)
@@ -113,7 +94,7 @@ def _pairs_of_formulas(options: Options, batch: int, seqlen_q: int, seqlen_k: in
 
 def _count(options: Options, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int, device: torch.device) -> int:
     """Pairs of query and key that the masks leave, over batch and query heads."""
-    rows, hidden = torch.arange(seqlen_q, device=device), bool(filters(options))
+    rows, hidden = torch.arange(seqlen_q, device=device), not options.mask is options.bias is None
     if options.key_ranges is None and not hidden:
         return num_heads * _pairs_of_formulas(options, batch, seqlen_q, seqlen_k)
     if not hidden:
@@ -143,13 +124,7 @@ def packed_pairs(q: Tensor, k: Tensor, packing: Packing, options: Options) -> in
     sources = (*lengths, options.q_offsets, options.key_ranges)
     if not all(t is None or has_values(t) for t in sources):
         return num_heads * q.shape[0] * k.shape[0]
-    begins = packing.cu_seqlens_q.tolist()
-    keys = packing.cu_seqlens_k.diff() if packing.seqused_k is None else packing.seqused_k
     total = 0
-    for b, seqlen_k in enumerate(keys.tolist()):
-        own = options._replace(
-            q_offsets=None if options.q_offsets is None else options.q_offsets[b : b + 1],
-            key_ranges=None if options.key_ranges is None else options.key_ranges[None, begins[b] : begins[b + 1]],
-        )
-        total += _count(own, 1, num_heads, begins[b + 1] - begins[b], seqlen_k, q.device)
+    for _, queries, keys, _, own in packing.sequences(options):
+        total += _count(own, 1, num_heads, queries.stop - queries.start, keys.stop - keys.start, q.device)
     return total

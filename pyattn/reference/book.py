@@ -42,6 +42,10 @@ class Ch03_MHA_Wrapper(MultiHeadAttentionWrapper):
 
 
 class MHAPyTorchScaledDotProduct(nn.Module):
+    keeps_mask = False
+    mask_dtype: torch.dtype | None = None
+    dropout_type: type[float] | type[nn.Dropout] = float
+
     def __init__(
         self,
         d_in: int,
@@ -56,7 +60,9 @@ class MHAPyTorchScaledDotProduct(nn.Module):
         self.context_length = context_length
         self.qkv = nn.Linear(d_in, 3 * d_out, bias=qkv_bias)
         self.proj = nn.Linear(d_out, d_out)
-        self.dropout: float | nn.Module = dropout
+        self.dropout: float | nn.Module = self.dropout_type(dropout)
+        if self.keeps_mask:
+            self.register_buffer("mask", future(context_length).to(dtype=self.mask_dtype))
 
     def forward(self, x: Tensor, **masks: Unpack[Masks]) -> Tensor:
         dropout = self.dropout if isinstance(self.dropout, nn.Module) else nn.Dropout(self.dropout)
@@ -70,32 +76,13 @@ class MHAPyTorchFlexAttention(MHAPyTorchScaledDotProduct):
 
 
 class MHAPyTorchSDPAWithoutFlash(MHAPyTorchScaledDotProduct):
-    def __init__(
-        self,
-        d_in: int,
-        d_out: int,
-        num_heads: int,
-        context_length: int,
-        dropout: float = 0.0,
-        qkv_bias: bool = False,
-    ) -> None:
-        super().__init__(d_in, d_out, num_heads, context_length, dropout, qkv_bias)
-        self.register_buffer("mask", future(context_length).bool())
+    keeps_mask = True
+    mask_dtype = torch.bool
 
 
 class MultiHeadAttentionCombinedQKV(MHAPyTorchScaledDotProduct):
-    def __init__(
-        self,
-        d_in: int,
-        d_out: int,
-        num_heads: int,
-        context_length: int,
-        dropout: float = 0.0,
-        qkv_bias: bool = False,
-    ) -> None:
-        super().__init__(d_in, d_out, num_heads, context_length, dropout, qkv_bias)
-        self.dropout = nn.Dropout(dropout)
-        self.register_buffer("mask", future(context_length))
+    keeps_mask = True
+    dropout_type = nn.Dropout
 
 
 class MHAEinsum(nn.Module):

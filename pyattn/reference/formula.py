@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyattn.dropout import draw_seed, dropout_mask, dropout_threshold
+from pyattn.dropout import draw_seed, dropout_factor, dropout_mask
 
 
 def default_scale(head_dim: int) -> float:
@@ -185,7 +185,7 @@ def attention(
         seed = draw_seed(q.device) if dropout_seed is None else dropout_seed
         batch, num_heads_q = q.shape[:2]
         kept = dropout_mask(seed, batch, num_heads_q, seqlen_q, seqlen_k, dropout_p)
-        weights = weights.masked_fill(~kept, 0.0) * (65536 / (65536 - dropout_threshold(dropout_p)))
+        weights = weights.masked_fill(~kept, 0.0) * dropout_factor(dropout_p)
     out = _combine(weights, v, seen, finite)
 
     results: tuple[Tensor, ...] = (out,)

@@ -68,6 +68,17 @@ def of_head(t: Tensor | None, head: int) -> Tensor | None:
     return t if t is None or t.dim() < 3 or t.shape[-3] == 1 else t[..., head : head + 1, :, :]
 
 
+def split(x: Tensor, num_heads: int) -> Tensor:
+    """(B, T, num_heads * head_dim) -> (B, num_heads, T, head_dim)."""
+    heads: Tensor = x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    return heads
+
+
+def merge(x: Tensor) -> Tensor:
+    """The inverse of :func:`split`."""
+    return x.transpose(1, 2).flatten(2)
+
+
 def future(context_length: int) -> Tensor:
     """The causal mask (context_length, context_length): 1 above the diagonal, masked out, and else 0."""
     return torch.triu(torch.ones(context_length, context_length), diagonal=1)
@@ -75,8 +86,8 @@ def future(context_length: int) -> Tensor:
 
 def causal_heads(q: Tensor, k: Tensor, v: Tensor, num_heads: int, dropout: nn.Module, **masks: Unpack[Masks]) -> Tensor:
     """Causal attention over (B, T, num_heads * head_dim); all queries see the keys after the last query's."""
-    q, k, v = (x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in (q, k, v))
+    q, k, v = (split(x, num_heads) for x in (q, k, v))
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     masked = torch.ones(seqlen_q, seqlen_q, dtype=torch.bool, device=q.device).triu(1)
     masked = pad(masked, (0, seqlen_k - seqlen_q))
-    return attend(q, k, v, masked=masked, **masks, dropout=dropout)[0].transpose(1, 2).flatten(2)
+    return merge(attend(q, k, v, masked=masked, **masks, dropout=dropout)[0])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from pyattn.reference.heads import Masks, attend, future, of_head
+from pyattn.reference.heads import Masks, attend, future, merge, of_head, split
 
 
 class SimplifiedSelfAttention(nn.Module):
@@ -29,36 +29,42 @@ class SelfAttention_v1(nn.Module):
         return attend(x @ self.W_query, x @ self.W_key, x @ self.W_value)[0]
 
 
-class SelfAttention_v2(nn.Module):
-    def __init__(self, d_in: int, d_out: int, qkv_bias: bool = False) -> None:
+class Projections(nn.Module):
+    """The Linears from which most modules start."""
+
+    def __init__(self, d_in: int, d_out: int, qkv_bias: bool) -> None:
         super().__init__()
         self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.W_key = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)
 
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.W_query(x), self.W_key(x), self.W_value(x)
+
+
+class SelfAttention_v2(Projections):
+    def __init__(self, d_in: int, d_out: int, qkv_bias: bool = False) -> None:
+        super().__init__(d_in, d_out, qkv_bias)
+
     def forward(self, x: Tensor) -> Tensor:
-        return attend(self.W_query(x), self.W_key(x), self.W_value(x))[0]
+        return attend(*self.project(x))[0]
 
 
 SelfAttention = SelfAttention_v2
 
 
-class CausalAttention(nn.Module):
+class CausalAttention(Projections):
     mask: Tensor
 
     def __init__(self, d_in: int, d_out: int, context_length: int, dropout: float, qkv_bias: bool = False) -> None:
-        super().__init__()
-        self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias)
-        self.W_key = nn.Linear(d_in, d_out, bias=qkv_bias)
-        self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)
+        super().__init__(d_in, d_out, qkv_bias)
         self.dropout = nn.Dropout(dropout)
         self.register_buffer("mask", future(context_length))
 
     def forward(self, x: Tensor, **masks: Unpack[Masks]) -> Tensor:
         seqlen = x.shape[1]
         masked = self.mask.bool()[:seqlen, :seqlen]
-        q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
-        return attend(q, k, v, masked=masked, **masks, dropout=self.dropout)[0]
+        return attend(*self.project(x), masked=masked, **masks, dropout=self.dropout)[0]
 
 
 class MultiHeadAttentionWrapper(nn.Module):
@@ -77,31 +83,23 @@ class MultiHeadAttentionWrapper(nn.Module):
         return torch.cat(outs, dim=-1)
 
 
-class MultiHeadAttention(nn.Module):
+class MultiHeadAttention(Projections):
     mask: Tensor
 
     def __init__(
         self, d_in: int, d_out: int, context_length: int, dropout: float, num_heads: int, qkv_bias: bool = False
     ) -> None:
-        super().__init__()
-        self.d_out = d_out
+        super().__init__(d_in, d_out, qkv_bias)
         self.num_heads = num_heads
-        self.head_dim = d_out // num_heads
-        self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias)
-        self.W_key = nn.Linear(d_in, d_out, bias=qkv_bias)
-        self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.out_proj = nn.Linear(d_out, d_out)
         self.dropout = nn.Dropout(dropout)
         self.register_buffer("mask", future(context_length))
 
     def forward(self, x: Tensor, **masks: Unpack[Masks]) -> Tensor:
-        batch, seqlen, _ = x.shape
-        q = self.W_query(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
-        k = self.W_key(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
-        v = self.W_value(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
+        seqlen = x.shape[1]
+        q, k, v = (split(t, self.num_heads) for t in self.project(x))
         masked = self.mask.bool()[:seqlen, :seqlen]
-        context, _ = attend(q, k, v, masked=masked, **masks, dropout=self.dropout)
-        out: Tensor = self.out_proj(context.transpose(1, 2).reshape(batch, seqlen, self.d_out))
+        out: Tensor = self.out_proj(merge(attend(q, k, v, masked=masked, **masks, dropout=self.dropout)[0]))
         return out
 
 
@@ -128,7 +126,6 @@ class Attention(nn.Module):
     def __init__(self, embed_dim: int, num_heads: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.head_dim = embed_dim // num_heads
         self.W_q = nn.Linear(embed_dim, embed_dim)
         self.W_k = nn.Linear(embed_dim, embed_dim)
         self.W_v = nn.Linear(embed_dim, embed_dim)
@@ -138,14 +135,11 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, *, key_ranges: Tensor | None = None, bias: Tensor | None = None
     ) -> Tensor:
-        batch, seqlen, embed_dim = x.shape
-        q = self.W_q(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
-        k = self.W_k(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
-        v = self.W_v(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
+        q, k, v = (split(project(x), self.num_heads) for project in (self.W_q, self.W_k, self.W_v))
         if mask is not None and mask.dim() == 3:
             mask = mask.unsqueeze(1)
         context, _ = attend(q, k, v, masked=mask, key_ranges=key_ranges, bias=bias, dropout=self.dropout)
-        out: Tensor = self.W_o(context.transpose(1, 2).reshape(batch, seqlen, embed_dim))
+        out: Tensor = self.W_o(merge(context))
         return out
 
 
@@ -161,11 +155,10 @@ class GroupedQueryAttention(nn.Module):
         qkv_bias: bool = False,
     ) -> None:
         super().__init__()
-        self.d_out = d_out
         self.num_heads = num_heads
-        self.head_dim = d_out // num_heads
-        self.W_key = nn.Linear(d_in, num_kv_groups * self.head_dim, bias=qkv_bias, dtype=dtype)
-        self.W_value = nn.Linear(d_in, num_kv_groups * self.head_dim, bias=qkv_bias, dtype=dtype)
+        width = num_kv_groups * (d_out // num_heads)
+        self.W_key = nn.Linear(d_in, width, bias=qkv_bias, dtype=dtype)
+        self.W_value = nn.Linear(d_in, width, bias=qkv_bias, dtype=dtype)
         self.num_kv_groups = num_kv_groups
         self.group_size = num_heads // num_kv_groups
         self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias, dtype=dtype)
@@ -175,10 +168,8 @@ class GroupedQueryAttention(nn.Module):
         self.cache_v: Tensor | None = None
 
     def forward(self, x: Tensor, use_cache: bool = False, **masks: Unpack[Masks]) -> Tensor:
-        batch, seqlen, _ = x.shape
-        q = self.W_query(x).view(batch, seqlen, self.num_heads, self.head_dim).transpose(1, 2)
-        k = self.W_key(x).view(batch, seqlen, self.num_kv_groups, self.head_dim).transpose(1, 2)
-        v = self.W_value(x).view(batch, seqlen, self.num_kv_groups, self.head_dim).transpose(1, 2)
+        q = split(self.W_query(x), self.num_heads)
+        k, v = (split(project(x), self.num_kv_groups) for project in (self.W_key, self.W_value))
         if not use_cache:
             self.reset_cache()
         else:
@@ -186,11 +177,9 @@ class GroupedQueryAttention(nn.Module):
             v = v if self.cache_v is None else torch.cat([self.cache_v, v], dim=2)
             self.cache_k, self.cache_v = k, v
         seqlen_k = k.shape[2]
-        k = k.repeat_interleave(self.group_size, dim=1)
-        v = v.repeat_interleave(self.group_size, dim=1)
-        masked = future(seqlen_k)[seqlen_k - seqlen :].to(x.device).bool()
-        context, _ = attend(q, k, v, masked=masked, **masks, dropout=self.dropout)
-        out: Tensor = self.out_proj(context.transpose(1, 2).reshape(batch, seqlen, self.d_out))
+        k, v = (t.repeat_interleave(self.group_size, dim=1) for t in (k, v))
+        masked = future(seqlen_k)[seqlen_k - x.shape[1] :].to(x.device).bool()
+        out: Tensor = self.out_proj(merge(attend(q, k, v, masked=masked, **masks, dropout=self.dropout)[0]))
         return out
 
     def reset_cache(self) -> None:

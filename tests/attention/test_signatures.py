@@ -9,7 +9,8 @@ import torch
 from assertions import refused
 
 import pyattn
-from pyattn.options import DEFAULTS, OPTIONS, Options
+from pyattn.ops.schema import DEFAULTS
+from pyattn.options import OPTIONS, Options
 from pyattn.parts import attention_backward
 
 FUNCTIONS = [

@@ -11,7 +11,7 @@ from matplotlib import image
 
 import pyattn
 from pyattn import _C, reference
-from pyattn.cli import bench, chart, contenders, features, main, rows, runtimes, timing
+from pyattn.cli import bench, chart, contenders, features, kinds, main, runtimes, timing
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_fused_kernels_are_taken_one_by_one(monkeypatch):
         "cudnn": backends.cudnn_sdp_enabled,
         "math": backends.math_sdp_enabled,
     }
-    monkeypatch.setattr(contenders, "_sdpa", lambda *_: [name for name, is_enabled in enabled.items() if is_enabled()])
+    monkeypatch.setattr(contenders, "sdpa", lambda *_: [name for name, is_enabled in enabled.items() if is_enabled()])
     functions = contenders.functions("cuda", flex=False)
     for name in ("flash", "efficient", "cudnn"):
         assert functions[f"torch sdpa {name}"](*torch.ones(3, 1, 1, 1, 1)) == [name]
@@ -110,10 +110,10 @@ def test_modules_are_causal(name):
 @pytest.fixture
 def least(monkeypatch):
     """The bench has a tiny module, and three rounds of everything however long they take."""
-    monkeypatch.setattr(bench, "QUICK_MODULES", ((1, 8, 16, 2),))
+    monkeypatch.setattr(kinds, "QUICK_MODULES", ((1, 8, 16, 2),))
     monkeypatch.setattr(bench, "QUICK_SECONDS", math.inf)
-    monkeypatch.setattr(rows, "FUNCTION_SECONDS", 0.0)
-    monkeypatch.setattr(rows, "MODULE_SECONDS", 0.0)
+    monkeypatch.setattr(kinds, "FUNCTION_SECONDS", 0.0)
+    monkeypatch.setattr(kinds, "MODULE_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("least")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from assertions import assert_close
 
-from pyattn.cli import InputError, decoding, kv_caches, main, packed, rows, sentences
+from pyattn.cli import InputError, decoding, kinds, kv_caches, main, packed, rows
 from pyattn.cli.gpt import Config
 
 
@@ -15,7 +15,7 @@ from pyattn.cli.gpt import Config
 def short(monkeypatch):
     """Three rounds of everything; threads as before."""
     for limit in ("FUNCTION_SECONDS", "TOKEN_SECONDS"):
-        monkeypatch.setattr(rows, limit, 0.0)
+        monkeypatch.setattr(kinds, limit, 0.0)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -34,7 +34,7 @@ def table(kind: str, folder: Path) -> list[rows.Row]:
 def test_packed_sequences(monkeypatch, tmp_path, capsys):
     """Each side is timed in both directions; operations are those of the sequences, without padding."""
     words = {"sentences": [1, 9, 4], "docstrings": [30, 2]}
-    monkeypatch.setattr(sentences, "lengths", lambda text, count: words[text])
+    monkeypatch.setattr(packed, "lengths_of", lambda text, count: words[text])
     result = table("varlen", tmp_path)
     shown = capsys.readouterr().out
     assert f"speed-ups over {packed.BASE}" in shown
@@ -62,9 +62,9 @@ def test_sides_of_packed_sequences_compute_the_same(lengths):
 @pytest.fixture
 def forgotten():
     """The documentation is read anew, now and afterwards."""
-    sentences.documentation.cache_clear()
+    packed.documentation.cache_clear()
     yield
-    sentences.documentation.cache_clear()
+    packed.documentation.cache_clear()
 
 
 LIBRARY = '''"""One two three. Four five?
@@ -84,17 +84,17 @@ class Full:
 def test_lengths_are_those_of_documentation(monkeypatch, tmp_path):
     (tmp_path / "a.py").write_text(LIBRARY)
     (tmp_path / "b.py").write_text("")
-    monkeypatch.setattr(sentences.sysconfig, "get_path", {"stdlib": str(tmp_path)}.__getitem__)
-    assert sorted(sentences.lengths("docstrings", 3)) == [1, 3, 7]
-    assert sorted(sentences.lengths("sentences", 6)) == [1, 1, 2, 2, 2, 3]
+    monkeypatch.setattr(packed.sysconfig, "get_path", {"stdlib": str(tmp_path)}.__getitem__)
+    assert sorted(packed.lengths_of("docstrings", 3)) == [1, 3, 7]
+    assert sorted(packed.lengths_of("sentences", 6)) == [1, 1, 2, 2, 2, 3]
     with pytest.raises(InputError, match="the standard library must have 7 sentences, got 6"):
-        sentences.lengths("sentences", 7)
+        packed.lengths_of("sentences", 7)
 
 
 def test_lengths_are_the_same_each_time():
-    for text in sentences.TEXTS:
-        lengths = sentences.lengths(text, packed.SEQUENCES)
-        assert lengths == sentences.lengths(text, packed.SEQUENCES)
+    for text in packed.TEXTS:
+        lengths = packed.lengths_of(text, packed.SEQUENCES)
+        assert lengths == packed.lengths_of(text, packed.SEQUENCES)
         assert min(lengths) > 0
         assert len(set(lengths)) > 5
 

@@ -201,7 +201,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(without, c
 
 
 def test_a_benchmark_without_a_picture_needs_no_matplotlib():
-    tiny = "from pyattn.cli import bench, main, rows; bench.SHAPES['cpu'] = ['1x1x9x4']; rows.FUNCTION_SECONDS = 0.0"
+    tiny = "from pyattn.cli import kinds, main; kinds.SHAPES['cpu'] = ['1x1x9x4']; kinds.FUNCTION_SECONDS = 0.0"
     options = "['bench', '--only', 'functions', '--dtype', 'float32', '--threads', '1']"
     done = python("-c", f"import sys; sys.modules['matplotlib'] = None; {tiny}; sys.exit(main({options}))")
     assert (done.returncode, done.stderr) == (0, "")

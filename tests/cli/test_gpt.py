@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from pyattn.cli import InputError
-from pyattn.cli.compare import ATTENTIONS, attend_reference, rounding_bound
+from pyattn.cli.compare import rounding_bound
 from pyattn.cli.fit import Recipe
-from pyattn.cli.gpt import GPT, Config
+from pyattn.cli.gpt import ATTENTIONS, GPT, Config, attend_reference
 from pyattn.cli.text import MAX_BYTES, read
 
 CONTEXT = 16

@@ -8,8 +8,7 @@ import torch
 from helpers import Case
 
 from pyattn import reference
-from pyattn.cli import main, phases, profile, reading
-from pyattn.options import Options
+from pyattn.cli import main, phases, profile
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +21,7 @@ def threads_kept():
 @pytest.mark.parametrize("mask", [{}, {"window": (70, 0)}, {"mask": True}, {"key_ranges": True, "causal": False}])
 @pytest.mark.parametrize("seqlen_q", [1, 3, 300])
 def test_bytes_are_those_of_keys_that_any_query_of_their_group_sees(monkeypatch, mask, seqlen_q):
-    monkeypatch.setattr(reading, "ROWS", 7)
+    monkeypatch.setattr(phases, "ROWS", 7)
     case = Case(2, 6, 2, seqlen_q, 300, 16, 24)
     q, k, v = case.inputs(torch.bfloat16)
     tensors = {"mask": torch.rand(6, 1, 300) < 0.3, "key_ranges": torch.randint(301, (2, seqlen_q, 2)).sort(-1).values}
@@ -30,13 +29,13 @@ def test_bytes_are_those_of_keys_that_any_query_of_their_group_sees(monkeypatch,
     pairs = mask.get("mask", torch.ones(1, dtype=torch.bool))
     seen = reference.visible(seqlen_q, 300, **{n: t for n, t in mask.items() if n != "mask"}) & pairs
     keys = seen.expand(2, 6, seqlen_q, 300).unflatten(1, (2, 3)).any(3).any(2).sum()
-    assert reading.bytes_seen(q, k, v, Options(**mask)) == keys * (16 + 24) * 2
+    assert phases.bytes_seen(q, k, v, **mask) == keys * (16 + 24) * 2
 
 
 def test_run_of_decoding(capsys, monkeypatch):
     """Phases of few queries, and the rate at which keys and values are read, in the time of a call and of torch.sum."""
     times = {"attention": SimpleNamespace(seconds=1e-3, speedup=2.0), "torch.sum": SimpleNamespace(seconds=2e-3)}
-    monkeypatch.setattr(reading, "in_turn", lambda calls, base, *rest: [call() for call in calls.values()] and times)
+    monkeypatch.setattr(phases, "in_turn", lambda calls, base, *rest: [call() for call in calls.values()] and times)
     options = "--shapes 1x8x3000x16 --num-heads-kv 2 --queries 1 --window 1999 0 --mask --documents 1000 --threads 1"
     assert main(["profile", *options.split(), "--full"]) == 0
     shown = capsys.readouterr().out
@@ -57,7 +56,7 @@ def test_run_of_decoding(capsys, monkeypatch):
 
 def test_a_whole_cache_is_read_by_one_query(capsys, monkeypatch):
     monkeypatch.setattr(profile, "SECONDS", 0.0)
-    monkeypatch.setattr(reading, "SECONDS", 0.0)
+    monkeypatch.setattr(phases, "SECONDS", 0.0)
     assert main(["profile", "--shapes", "1x2x5000x64", "--queries", "1", "--threads", "1"]) == 0
     shown = capsys.readouterr().out
     assert "K and V: 5.1 MB a call, " in shown

@@ -2,23 +2,24 @@
 
 import itertools
 import sys
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pyattn import _C
-from pyattn.cli import contention, progress
+from pyattn.cli import contention, fit
 
 
 @pytest.mark.parametrize(("terminal", "speed"), [(False, "  2,500 tokens/s"), (True, "")])
 def test_lines_show_the_speed_where_no_bar_does(monkeypatch, capsys, terminal, speed):
     """A step of 100 tokens takes 0.04 seconds; validation, 5 seconds, is not counted."""
     now = [0.0]
-    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(fit, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    with progress.Progress(4, 100, threads=1) as shown:
+    with closing(fit.Progress(4, 100, threads=1)) as shown:
         for step in range(5):
             if step in (0, 4):
                 now[0] += 5

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pyattn.cli import bench, contention, main, rows, table, timing
+from pyattn.cli import bench, contention, kinds, main, rows, timing
 
 TIME = {"seconds": 2e-3, "low": 1.9e-3, "high": 2.1e-3, "speedup": 3.0, "rounds": 9, "waited": None}
 
 
 def test_the_table_of_a_gpu_shows_operations_a_second(capsys):
     forward = TIME | {"flops_per_second": 456.7e12}
-    table.show([{"what": "shape", "side": "pyattn", "forward": forward, "forward_backward": TIME}])
+    rows.show([{"what": "shape", "side": "pyattn", "forward": forward, "forward_backward": TIME}])
     _, _, head, line = capsys.readouterr().out.splitlines()
     assert line.split() == ["pyattn", "2.000", "±", "5%", "3.00x", "456.7", "2.000", "±", "5%", "3.00x"]
     assert head.index("TFLOP/s") + len("TFLOP/s") == line.index("456.7") + len("456.7")
@@ -33,7 +33,7 @@ def test_the_table_of_a_gpu_shows_operations_a_second(capsys):
     ],
 )
 def test_a_spread_that_says_nothing_is_not_shown(rounds, waited, expected):
-    assert table.spread(TIME | {"rounds": rounds, "waited": waited}) == expected
+    assert rows.spread(TIME | {"rounds": rounds, "waited": waited}) == expected
 
 
 # Limited time
@@ -130,10 +130,10 @@ def test_quick_is_over_in_half_a_minute(clock, monkeypatch):
     monkeypatch.setattr(bench, "measured_peaks", lambda dtypes, threads: {})
     slow = sides(clock, ours=1.0, sdpa=1.0)
 
-    def made(what, sizes, dtype, device, ends, **options):
-        return rows.measure(what, "sdpa", slow, slow, 1.0, ends, device)
+    def made(run, sizes, ends):
+        return rows.measure(run.what, "sdpa", slow, slow, 1.0, ends, run.device)
 
-    monkeypatch.setattr(bench, "of_functions", made)
-    monkeypatch.setattr(bench, "of_modules", made)
+    for kind in ("functions", "modules"):
+        monkeypatch.setitem(kinds.KINDS, kind, kinds.KINDS[kind]._replace(make=made))
     assert main(["bench", "--quick", "--threads", str(torch.get_num_threads())]) == 0
     assert bench.QUICK_SECONDS <= clock[0] < 30

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyattn import attention, reference
-from pyattn.cli import rows, runtimes
+from pyattn.cli import kinds, runtimes
 from pyattn.cli.runtimes import COMPILERS, Forward, Program
 
 SHAPES = [(1, 1, 1, 8), (2, 3, 40, 16), (1, 4, 300, 8)]
@@ -209,11 +209,11 @@ def without_numbers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("wrong", [without_a_mask, in_bfloat16, without_numbers])
 def test_another_result_is_left_out(wrong, monkeypatch):
-    monkeypatch.setattr(rows, "FUNCTION_SECONDS", 0.0)
+    monkeypatch.setattr(kinds, "FUNCTION_SECONDS", 0.0)
     compilers = {"right": reference.attention, "wrong": wrong}
     made = {name: ((), lambda *qkv, f=f: program(f(*qkv), [])) for name, f in compilers.items()}
     monkeypatch.setattr(runtimes, "COMPILERS", made)
-    result = rows.of_functions("x", (1, 2, 30, 16), "float32", "cpu", math.inf, flex=False, peaks={})
+    result = kinds.of_functions(kinds.Run("x", "float32", "cpu"), (1, 2, 30, 16), math.inf)
     found = {row["side"]: row for row in result}
     assert "forward" in found["right"]
     assert "forward_backward" not in found["right"]

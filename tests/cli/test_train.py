@@ -11,9 +11,8 @@ import torch
 from matplotlib import image
 from torch import Tensor
 
-from pyattn.cli import checkpoint, fit, lengths, train
-from pyattn.cli.compare import ATTENTIONS
-from pyattn.cli.gpt import GPT
+from pyattn.cli import checkpoint, fit, train
+from pyattn.cli.gpt import ATTENTIONS, GPT
 from pyattn.cli.text import read
 
 CONTEXT = 16
@@ -108,7 +107,7 @@ def test_models_without_learned_positions_read_on(train_on, story, capsys):
     _, folder = train_on("--alibi", "--window", "3", "0", "--sinks")
     shown = capsys.readouterr().out
     model, text = checkpoint.load(folder / "model.safetensors"), read(story, CONTEXT)
-    texts = text.validation_windows(lengths.TEXTS, 256)
+    texts = text.validation_windows(fit.TEXTS, 256)
     found = re.search(r"past the training length, validation loss of the same bytes at the end of (.*)", shown)[1]
     losses = dict(part.split(": ") for part in found.split(", "))
     assert list(losses) == ["16", "32", "64", "128", "256"]

@@ -7,11 +7,11 @@ tests/attention/test_signatures.py compares.
 import inspect
 from pathlib import Path
 from types import ModuleType
+from typing import Literal
 
-from typing_extensions import get_overloads
+from torch import Tensor
 
 import pyattn
-from pyattn.parse import with_options
 
 STUB = Path(pyattn.__file__).with_suffix(".pyi")
 
@@ -37,6 +37,19 @@ def as_source(function: str, signature: inspect.Signature) -> str:
     return source
 
 
+def forms_of(signature: inspect.Signature) -> list[inspect.Signature]:
+    """One for each value of ``return_lse``, which decides what is returned."""
+    if "return_lse" not in signature.parameters:
+        return [signature]
+    forms = []
+    for value, returned in ((False, Tensor), (True, tuple[Tensor, Tensor])):
+        default = inspect.Parameter.empty if value else value
+        flag = signature.parameters["return_lse"].replace(annotation=Literal[value], default=default)
+        parameters = signature.parameters | {"return_lse": flag}
+        forms.append(signature.replace(parameters=[*parameters.values()], return_annotation=returned))
+    return forms
+
+
 def stub() -> str:
     """What the file should hold."""
     imports, functions = [], ""
@@ -45,9 +58,8 @@ def stub() -> str:
         if isinstance(value, ModuleType):
             imports.append(f"from pyattn import {name} as {name}\n")
         elif hasattr(value, "__signature__"):
-            forms = [with_options(inspect.signature(form)) for form in get_overloads(value)]
-            for form in forms or [inspect.signature(value)]:
-                functions += "@overload\n" * bool(forms) + as_source(name, form)
+            forms = forms_of(inspect.signature(value))
+            functions += "".join("@overload\n" * (len(forms) > 1) + as_source(name, form) for form in forms)
         elif name != "__version__":
             imports.append(f"from {value.__module__} import {name} as {name}\n")
     names = "".join(f'    "{name}",\n' for name in pyattn.__all__)

@@ -8,9 +8,6 @@
 // lanes. dQ and dK are scaled when they leave.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cpu/passes/backward_tile.h"
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/backward_splits.h"
@@ -26,9 +23,6 @@
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/strips.h"
 #include "cpu/tiles/tile_bias.h"
-#include "shared/bias.h"
-#include "shared/heads.h"
-#include "shared/index.h"
 #include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {

@@ -1,9 +1,6 @@
 // One tile of backward: P and dS of a block of query rows and a block of keys.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cpu/passes/packed_queries.h"
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/units.h"
@@ -18,8 +15,6 @@
 #include "cpu/tiles/softmax_gradient.h"
 #include "cpu/tiles/strips.h"
 #include "cpu/tiles/tile_mask.h"
-#include "shared/heads.h"
-#include "shared/index.h"
 #include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {

@@ -3,9 +3,6 @@
 // Where each element belongs to one score, backward itself writes it (tiles/tile_bias.h).
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cpu/passes/backward_tile.h"
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/units.h"
@@ -16,9 +13,6 @@
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/strips.h"
 #include "cpu/tiles/tile_bias.h"
-#include "shared/bias.h"
-#include "shared/heads.h"
-#include "shared/index.h"
 #include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {

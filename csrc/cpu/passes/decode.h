@@ -3,9 +3,6 @@
 // items (split-K), each of which leaves a partial result for merge.h.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/units.h"
 #include "cpu/products/dots.h"
@@ -17,8 +14,6 @@
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/softmax.h"
 #include "cpu/tiles/strips.h"
-#include "shared/heads.h"
-#include "shared/index.h"
 #include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {

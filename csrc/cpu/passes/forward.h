@@ -2,9 +2,6 @@
 // queries lie on the vector lanes and K and V are read in place.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cpu/passes/decode.h"
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/units.h"
@@ -20,8 +17,6 @@
 #include "cpu/tiles/softmax.h"
 #include "cpu/tiles/strips.h"
 #include "cpu/tiles/tile_mask.h"
-#include "shared/heads.h"
-#include "shared/index.h"
 #include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {

@@ -1,17 +1,12 @@
 // Gradients of what a query head has one of: its sink and its ALiBi slope. They come after backward.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/shares.h"
 #include "cpu/plan/units.h"
 #include "cpu/products/pack.h"
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/softmax_gradient.h"
-#include "shared/heads.h"
-#include "shared/index.h"
 #include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {

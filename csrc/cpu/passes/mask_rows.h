@@ -2,14 +2,8 @@
 // before forward, and again before backward, so that nothing is saved for it. ops/passes.h keeps their results.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cpu/plan/units.h"
 #include "cpu/plan/work.h"
-#include "shared/bias.h"
-#include "shared/heads.h"
-#include "shared/index.h"
 #include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {

@@ -2,9 +2,6 @@
 // of keys into out and the row statistics.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cpu/passes/decode.h"
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/units.h"
@@ -12,8 +9,6 @@
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/softmax.h"
 #include "cpu/tiles/strips.h"
-#include "shared/heads.h"
-#include "shared/index.h"
 #include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {

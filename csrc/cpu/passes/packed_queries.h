@@ -2,9 +2,6 @@
 // once for all key blocks of a super-block.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cpu/plan/units.h"
 #include "cpu/products/matrix.h"
 #include "cpu/products/operand.h"
@@ -13,8 +10,6 @@
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/softmax_gradient.h"
 #include "cpu/tiles/strips.h"
-#include "shared/heads.h"
-#include "shared/index.h"
 #include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {

@@ -1,9 +1,6 @@
 // Reduce: adds up the shares of dQ, or of dK and dV, that the splits of a head leave.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/shares.h"
 #include "cpu/plan/units.h"
@@ -14,7 +11,6 @@
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/strips.h"
 #include "shared/heads.h"
-#include "shared/index.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -2,8 +2,6 @@
 // otherwise a lap costs one comparison with null.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cpu/simd/inline.h"
 

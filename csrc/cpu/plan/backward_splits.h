@@ -2,12 +2,7 @@
 // among work items, and the pass reduce adds up the shares of gradients that they leave.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cpu/plan/units.h"
-#include "shared/heads.h"
-#include "shared/index.h"
 #include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {

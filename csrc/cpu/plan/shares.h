@@ -3,14 +3,10 @@
 // head that is not split has none but the last.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cpu/plan/units.h"
 #include "cpu/products/matrix.h"
 #include "cpu/simd/simd.h"
 #include "shared/heads.h"
-#include "shared/index.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -2,14 +2,9 @@
 // shapes and constants, never on the number of threads.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cpu/plan/work.h"
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/strips.h"
-#include "shared/heads.h"
-#include "shared/index.h"
 #include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {

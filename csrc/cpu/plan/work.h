@@ -3,11 +3,7 @@
 // backend; everything is constexpr, so that device code may call it.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "shared/heads.h"
-#include "shared/index.h"
 
 namespace pyattn {
 

@@ -5,16 +5,13 @@
 //   10 columns, 4 lanes    0 1 2 3    4 5 6 7    6 7 8 9
 #pragma once
 
-#include <cstdint>
 #include <type_traits>
 
-#include "attention.h"
 #include "cpu/products/matrix.h"
 #include "cpu/products/operand.h"
 #include "cpu/products/pack.h"
 #include "cpu/simd/simd.h"
 #include "shared/heads.h"
-#include "shared/index.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -6,15 +6,12 @@
 // by pages.h.
 #pragma once
 
-#include <cstdint>
 #include <utility>
 
-#include "attention.h"
 #include "cpu/products/matrix.h"
 #include "cpu/products/pack.h"
 #include "cpu/simd/simd.h"
 #include "shared/heads.h"
-#include "shared/index.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -2,8 +2,6 @@
 // row(i) says where row i of the tensor lies.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cpu/products/matrix.h"
 #include "cpu/products/scratch.h"

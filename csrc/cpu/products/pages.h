@@ -3,13 +3,9 @@
 // Neither products nor softmax know of pages.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cpu/products/matrix.h"
 #include "cpu/products/operand.h"
 #include "shared/heads.h"
-#include "shared/index.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -1,7 +1,6 @@
 // Matrix products: one register tile serves every product of the forward and the backward.
 #pragma once
 
-#include <cstdint>
 #include <type_traits>
 
 #include "cpu/products/matrix.h"

@@ -1,8 +1,6 @@
 // Scratch: one buffer, carved into the arrays of a work item.
 #pragma once
 
-#include <cstdint>
-
 #include "attention.h"
 #include "cpu/products/matrix.h"
 #include "shared/index.h"

@@ -2,11 +2,7 @@
 // slope of its head, is subtracted from the score.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cpu/simd/math.h"
-#include "cpu/simd/simd.h"
 #include "shared/heads.h"
 
 namespace pyattn::PYATTN_ISA {

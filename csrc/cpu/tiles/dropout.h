@@ -8,9 +8,6 @@
 //   kept     draw >= threshold, and then scaled by 65536 / (65536 - threshold)
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/strips.h"
 #include "shared/heads.h"

@@ -3,16 +3,12 @@
 // softmax does not know which one it was.
 #pragma once
 
-#include "attention.h"
 #include "cpu/products/matrix.h"
 #include "cpu/simd/math.h"
-#include "cpu/simd/simd.h"
 #include "cpu/tiles/alibi.h"
 #include "cpu/tiles/strips.h"
 #include "cpu/tiles/tile_bias.h"
 #include "shared/bias.h"
-#include "shared/heads.h"
-#include "shared/index.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

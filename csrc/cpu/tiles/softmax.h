@@ -3,14 +3,9 @@
 // behind a reference, their members would be read again after every store.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cpu/products/matrix.h"
 #include "cpu/simd/math.h"
-#include "cpu/simd/simd.h"
 #include "cpu/tiles/strips.h"
-#include "shared/index.h"
 #include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {

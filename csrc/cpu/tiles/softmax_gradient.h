@@ -2,9 +2,6 @@
 // with queries on the lanes. Scores and row terms come by value, as in softmax.h.
 #pragma once
 
-#include <cstdint>
-
-#include "attention.h"
 #include "cpu/products/matrix.h"
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/strips.h"

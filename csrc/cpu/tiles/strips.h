@@ -2,7 +2,6 @@
 // keys which no lane sees are not computed.
 #pragma once
 
-#include <cstdint>
 #include <utility>
 
 #include "cpu/products/matrix.h"

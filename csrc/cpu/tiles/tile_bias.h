@@ -2,18 +2,14 @@
 // scores, and gradients of scores go back to its own gradient, where that does not broadcast.
 #pragma once
 
-#include <cstdint>
 #include <type_traits>
 
-#include "attention.h"
 #include "cpu/products/matrix.h"
 #include "cpu/products/pack.h"
 #include "cpu/products/scratch.h"
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/strips.h"
 #include "shared/bias.h"
-#include "shared/heads.h"
-#include "shared/index.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {

@@ -1,11 +1,8 @@
 // The mask on a tile: which keys each lane sees, and the strips into which the tile is cut along it.
 #pragma once
 
-#include <cstdint>
-
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/strips.h"
-#include "shared/index.h"
 #include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {

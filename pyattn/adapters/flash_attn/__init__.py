@@ -8,14 +8,30 @@ causal and alibi_slopes its softmax_lse leaves out a term of each row, and a win
 no window.
 """
 
-from pyattn.adapters.flash_attn.alias import alias, disable, enable, enabled
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from pyattn.adapters.flash_attn import padding, rotary
 from pyattn.adapters.flash_attn.cached import flash_attn_with_kvcache
 from pyattn.adapters.flash_attn.dense import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from pyattn.adapters.flash_attn.rotary_embedding import RotaryEmbedding
 from pyattn.adapters.flash_attn.varlen import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+
+VERSION = "2.8.4+pyattn"
+"""The flash-attn whose functions these are; code compares it with the one it needs."""
+
+ROOT = "flash_attn"
 
 __all__ = [
     "alias",
@@ -30,3 +46,113 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
 ]
+
+INTERFACE: dict[str, Any] = {name: globals()[name] for name in __all__ if name.startswith(ROOT)}
+
+MODULES: dict[str, dict[str, Any]] = {
+    ROOT: {**INTERFACE, "__version__": VERSION},
+    f"{ROOT}.flash_attn_interface": INTERFACE,
+    f"{ROOT}.bert_padding": {name: getattr(padding, name) for name in padding.__all__},
+    f"{ROOT}.layers": {},
+    f"{ROOT}.layers.rotary": {
+        **{name: getattr(rotary, name) for name in rotary.__all__},
+        "RotaryEmbedding": RotaryEmbedding,
+    },
+    f"{ROOT}.ops": {},
+    f"{ROOT}.ops.triton": {},
+    f"{ROOT}.ops.triton.rotary": {"apply_rotary": rotary.apply_rotary},
+}
+"""The modules of the alias and what each holds; others of flash-attn's raise ImportError."""
+
+CONTENTS = ", ".join(name for name in MODULES if MODULES[name])
+"""The modules that hold something."""
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes the modules when they are imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The spec of a module of the alias, or ImportError for another of flash-attn's."""
+        if fullname in MODULES:
+            package = any(name.startswith(f"{fullname}.") for name in MODULES)
+            return importlib.machinery.ModuleSpec(fullname, self, origin=__file__, is_package=package)
+        if fullname.startswith(f"{ROOT}."):
+            # Without name=, or ``from flash_attn import X`` would swallow it and name no reason.
+            raise ModuleNotFoundError(
+                f"pyattn: {ROOT} must be asked for what its alias has, {CONTENTS}, got {fullname}"
+            )
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fills it; flash_attn imports its interface, so that code finds it as an attribute."""
+        vars(module).update(MODULES[module.__name__])
+        if module.__name__ == ROOT:
+            importlib.import_module(f"{ROOT}.flash_attn_interface")
+
+
+_finder = _Finder()
+_shadowed: dict[str, ModuleType] = {}
+
+
+def enabled() -> bool:
+    """Whether ``import flash_attn`` finds this adapter."""
+    return _finder in sys.meta_path
+
+
+def enable(*, force: bool = False) -> None:
+    """From now on, ``import flash_attn`` finds this adapter, in the whole process, until :func:`disable`.
+
+    The names are flash_attn, flash_attn.flash_attn_interface, flash_attn.bert_padding, flash_attn.layers.rotary and
+    flash_attn.ops.triton.rotary; any other, such as flash_attn.losses, raises ImportError. What was imported from them
+    stays what it is after :func:`disable`.
+
+    No distribution is installed: transformers, which looks for one and for a GPU, still refuses
+    ``attn_implementation="flash_attention_2"``; :mod:`pyattn.adapters.transformers` is the way there.
+
+    Args:
+        force: whether to take the place of an installed flash-attn.
+
+    Raises:
+        RuntimeError: flash-attn is installed or imported, and ``force`` is not given.
+    """
+    if enabled():
+        return
+    if not force and (ROOT in sys.modules or importlib.util.find_spec(ROOT) is not None):
+        where = getattr(sys.modules.get(ROOT), "__file__", None) or importlib.util.find_spec(ROOT)
+        raise RuntimeError(f"pyattn: flash_attn must not be installed, or force=True given, got {where}")
+    _shadowed.update(_take_modules())
+    sys.meta_path.insert(0, _finder)
+
+
+def disable() -> None:
+    """Undoes :func:`enable`: an installed flash-attn is found again, as it was."""
+    if not enabled():
+        return
+    sys.meta_path.remove(_finder)
+    _take_modules()
+    sys.modules.update(_shadowed)
+    _shadowed.clear()
+
+
+@contextmanager
+def alias(*, force: bool = False) -> Iterator[None]:
+    """:func:`enable` for a block; enabled before, it stays so.
+
+    >>> with alias():
+    ...     from flash_attn import flash_attn_func
+    """
+    before = enabled()
+    enable(force=force)
+    try:
+        yield
+    finally:
+        if not before:
+            disable()
+
+
+def _take_modules() -> dict[str, ModuleType]:
+    """Takes flash-attn's modules out of those that Python has imported."""
+    names = [name for name in sys.modules if name == ROOT or name.startswith(f"{ROOT}.")]
+    return {name: sys.modules.pop(name) for name in names}

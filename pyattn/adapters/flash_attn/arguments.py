@@ -70,6 +70,14 @@ def check_dimensions(name: str, tensor: object, layout: str) -> None:
         raise WrongValueError(f"pyattn: {name} must have shape ({layout}), got {tuple(tensor.shape)}")
 
 
+def check_together(**given: object) -> None:
+    """ValueError where one of these is None."""
+    missing = ", ".join(name for name, value in given.items() if value is None)
+    if missing:
+        *first, last = given
+        raise WrongValueError(f"pyattn: {', '.join(first)} and {last} must be given together, got no {missing}")
+
+
 def check_batch(q: Tensor, k: Tensor, v: Tensor) -> None:
     """ValueError for a batch whose sizes don't fit together."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):

@@ -10,6 +10,7 @@ from pyattn.adapters.flash_attn.arguments import (
     WrongValueError,
     check_dimensions,
     check_int32,
+    check_together,
     named,
     with_inf,
 )
@@ -147,10 +148,8 @@ def _check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
 def _check_new(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, cache_seqlens: object
 ) -> None:
-    if k is None or v is None or cache_seqlens is None:
-        given = {"k": k, "v": v, "cache_seqlens": cache_seqlens}
-        missing = ", ".join(name for name, value in given.items() if value is None)
-        raise WrongValueError(f"pyattn: k, v and cache_seqlens must be given together, got no {missing}")
+    check_together(k=k, v=v, cache_seqlens=cache_seqlens)
+    assert k is not None and v is not None  # noqa: PT018
     for name, tensor, cache in (("k", k, k_cache), ("v", v, v_cache)):
         check_tensor(name, tensor)
         if tensor.dtype != cache.dtype:
@@ -208,10 +207,8 @@ def _check_lengths(before: Tensor, new: int, capacity: int, block_table: Tensor 
 
 
 def _check_rotary(cos: Tensor | None, sin: Tensor | None, q: Tensor, k: Tensor | None, capacity: int) -> None:
-    if cos is None or sin is None or k is None:
-        given = {"rotary_cos": cos, "rotary_sin": sin, "k": k}
-        missing = ", ".join(name for name, value in given.items() if value is None)
-        raise WrongValueError(f"pyattn: rotary_cos, rotary_sin and k must be given together, got no {missing}")
+    check_together(rotary_cos=cos, rotary_sin=sin, k=k)
+    assert cos is not None and sin is not None  # noqa: PT018
     for name, tensor in (("rotary_cos", cos), ("rotary_sin", sin)):
         check_dimensions(name, tensor, "positions, rotary_dim / 2")
         if tensor.dtype != q.dtype:

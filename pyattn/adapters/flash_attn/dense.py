@@ -1,16 +1,12 @@
 """Attention over a batch: flash_attn_func and its packed forms."""
 
-from typing import Any
-
 from torch import Tensor
 
 from pyattn import attention
 from pyattn.adapters.flash_attn import probabilities
 from pyattn.adapters.flash_attn.arguments import Window, check_batch, check_dimensions, named, with_inf
+from pyattn.adapters.flash_attn.probabilities import Results
 from pyattn.options import UNBOUNDED
-
-Results = Tensor | tuple[Tensor, Tensor, Tensor]
-"""out, or with return_attn_probs (out, softmax_lse, S_dmask)."""
 
 
 def flash_attn_func(
@@ -60,7 +56,14 @@ def flash_attn_func(
     torch.Size([2, 10, 4, 64])
     """
     options = named(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return _attend(q, k, v, return_attn_probs, options)
+    check_batch(q, k, v)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if not return_attn_probs:
+        alone: Tensor = attention(q, k, v, **options)
+        return alone.transpose(1, 2)
+    options["dropout_seed"] = probabilities.seed_for(q, options["dropout_p"])
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    return out.transpose(1, 2), with_inf(lse), probabilities.signed(q, k, options)
 
 
 def flash_attn_qkvpacked_func(
@@ -76,9 +79,9 @@ def flash_attn_qkvpacked_func(
 ) -> Results:
     """:func:`flash_attn_func` of q, k and v in one tensor, read in place: qkv (B, S, 3, H, D)."""
     check_dimensions("qkv", qkv, "batch, seqlen, 3, num_heads, head_dim")
-    options = named(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     q, k, v = qkv.unbind(2)
-    return _attend(q, k, v, return_attn_probs, options)
+    return flash_attn_func(q, k, v, *options, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -95,17 +98,6 @@ def flash_attn_kvpacked_func(
 ) -> Results:
     """:func:`flash_attn_func` of k and v in one tensor, read in place: kv (B, Sk, 2, Hkv, D)."""
     check_dimensions("kv", kv, "batch, seqlen, 2, num_heads, head_dim")
-    options = named(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     k, v = kv.unbind(2)
-    return _attend(q, k, v, return_attn_probs, options)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, return_attn_probs: bool, options: dict[str, Any]) -> Results:
-    check_batch(q, k, v)
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if not return_attn_probs:
-        alone: Tensor = attention(q, k, v, **options)
-        return alone.transpose(1, 2)
-    options["dropout_seed"] = probabilities.seed_for(q, options["dropout_p"])
-    out, lse = attention(q, k, v, return_lse=True, **options)
-    return out.transpose(1, 2), with_inf(lse), probabilities.signed(q, k, options)
+    return flash_attn_func(q, k, v, *options, return_attn_probs)

@@ -6,6 +6,15 @@ from torch.nn.functional import pad
 
 from pyattn.arguments import check_sizes, check_tensor
 
+__all__ = [
+    "index_first_axis",
+    "index_first_axis_residual",
+    "index_put_first_axis",
+    "pad_input",
+    "unpad_input",
+    "unpad_input_for_concatenated_sequences",
+]
+
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:  # noqa: A002
     """``input[indices]``, (total, ...); an index that comes again adds to the gradient again."""

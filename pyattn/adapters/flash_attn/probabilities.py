@@ -10,6 +10,9 @@ from pyattn import attention_weights
 from pyattn.arguments import check_sizes
 from pyattn.dropout import draw_seed, kept_weights
 
+Results = Tensor | tuple[Tensor, Tensor, Tensor]
+"""out, or with return_attn_probs (out, softmax_lse, S_dmask)."""
+
 MULTIPLE = 128
 """flash-attn rounds both sequence lengths of S_dmask up to this."""
 

@@ -14,6 +14,14 @@ from pyattn.adapters.flash_attn.arguments import WrongValueError, check_dimensio
 from pyattn.arguments import check_integers, check_size, has_values
 from pyattn.nn.positions import turn
 
+__all__ = [
+    "apply_rotary_emb",
+    "apply_rotary_emb_func",
+    "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_",
+    "apply_rotary_emb_torch",
+]
+
 
 def apply_rotary(
     x: Tensor,

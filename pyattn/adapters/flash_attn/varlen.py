@@ -1,7 +1,5 @@
 """Attention over packed sequences: flash_attn_varlen_func and its packed forms."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -15,7 +13,7 @@ from pyattn.adapters.flash_attn.arguments import (
     named,
     with_inf,
 )
-from pyattn.adapters.flash_attn.dense import Results
+from pyattn.adapters.flash_attn.probabilities import Results
 from pyattn.arguments import check_size, check_tensor
 from pyattn.options import UNBOUNDED
 
@@ -66,8 +64,24 @@ def flash_attn_varlen_func(
     torch.Size([30, 4, 64])
     """
     options = named(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return _attend(q, k, v, *lengths, block_table, return_attn_probs, options)
+    check_tensor("q", q)
+    check_int32("cu_seqlens_q", cu_seqlens_q)
+    check_int32("cu_seqlens_k", cu_seqlens_k)
+    if block_table is not None:
+        check_int32("block_table", block_table)
+        if return_attn_probs and options["dropout_p"]:
+            raise NotImplementedError(
+                "pyattn: return_attn_probs with dropout_p does not take a block_table, "
+                f"got dropout_p={options['dropout_p']} and a block_table of shape {tuple(block_table.shape)}"
+            )
+    longest = _size("max_seqlen_q", max_seqlen_q), _size("max_seqlen_k", max_seqlen_k)
+    packing = cu_seqlens_q, cu_seqlens_k, *longest
+    if not return_attn_probs:
+        alone: Tensor = attention_varlen(q, k, v, *packing, block_table=block_table, **options)
+        return alone
+    options["dropout_seed"] = probabilities.seed_for(q, options["dropout_p"])
+    out, lse = attention_varlen(q, k, v, *packing, block_table=block_table, return_lse=True, **options)
+    return out, with_inf(lse), probabilities.signed_packed(q, k, *packing, options)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -85,10 +99,11 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Results:
     """:func:`flash_attn_varlen_func` of q, k and v in one tensor, read in place: qkv (total, 3, H, D)."""
     check_dimensions("qkv", qkv, "total, 3, num_heads, head_dim")
-    options = named(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    scores = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
+    rest = *lengths, *scores, deterministic, return_attn_probs
     q, k, v = qkv.unbind(1)
-    return _attend(q, k, v, *lengths, None, return_attn_probs, options)
+    return flash_attn_varlen_func(q, k, v, *rest)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -109,42 +124,11 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Results:
     """:func:`flash_attn_varlen_func` of k and v in one tensor, read in place: kv (total_k, 2, Hkv, D)."""
     check_dimensions("kv", kv, "total_k, 2, num_heads, head_dim")
-    options = named(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    scores = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes
+    rest = *lengths, *scores, deterministic, return_attn_probs
     k, v = kv.unbind(1)
-    return _attend(q, k, v, *lengths, None, return_attn_probs, options)
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | Tensor,
-    max_seqlen_k: int | Tensor,
-    block_table: Tensor | None,
-    return_attn_probs: bool,
-    options: dict[str, Any],
-) -> Results:
-    check_tensor("q", q)
-    check_int32("cu_seqlens_q", cu_seqlens_q)
-    check_int32("cu_seqlens_k", cu_seqlens_k)
-    if block_table is not None:
-        check_int32("block_table", block_table)
-        if return_attn_probs and options["dropout_p"]:
-            raise NotImplementedError(
-                "pyattn: return_attn_probs with dropout_p does not take a block_table, "
-                f"got dropout_p={options['dropout_p']} and a block_table of shape {tuple(block_table.shape)}"
-            )
-    longest = _size("max_seqlen_q", max_seqlen_q), _size("max_seqlen_k", max_seqlen_k)
-    packing = cu_seqlens_q, cu_seqlens_k, *longest
-    if not return_attn_probs:
-        alone: Tensor = attention_varlen(q, k, v, *packing, block_table=block_table, **options)
-        return alone
-    options["dropout_seed"] = probabilities.seed_for(q, options["dropout_p"])
-    out, lse = attention_varlen(q, k, v, *packing, block_table=block_table, return_lse=True, **options)
-    return out, with_inf(lse), probabilities.signed_packed(q, k, *packing, options)
+    return flash_attn_varlen_func(q, k, v, *rest)
 
 
 def _size(name: str, max_seqlen: int | Tensor) -> int:

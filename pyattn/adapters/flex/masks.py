@@ -4,6 +4,9 @@ Every function here returns a plain Python function as torch's own ``create_bloc
 which carries its native meaning. Drawn below: query ``i`` down, key ``j`` across, 1 = takes part.
 """
 
+import operator
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -162,13 +165,7 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
             ranges += (ranges_of_band(mask.window, mask.offset),)
         ranges += mask.ranges
 
-    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        seen = b.new_ones((), dtype=torch.bool)
-        for part in mask_mods:
-            seen = seen & part(b, h, q_idx, kv_idx)
-        return seen
-
-    return known("and_masks", mask_mod, Mask(window, offset, ranges))
+    return _joined("and_masks", mask_mods, operator.and_, True, Mask(window, offset, ranges))
 
 
 @makes_mods
@@ -187,13 +184,19 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
         )
     left, right = (-1 if -1 in sides else max(sides) for sides in zip(*(mask.window for mask in masks), strict=True))
 
+    return _joined("or_masks", mask_mods, operator.or_, False, Mask((left, right), masks[0].offset))
+
+
+def _joined(
+    name: str, mask_mods: tuple[MaskMod, ...], join: Callable[[Tensor, Tensor], Tensor], of_none: bool, mask: Mask
+) -> MaskMod:
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        seen = b.new_zeros((), dtype=torch.bool)
+        seen = b.new_full((), of_none, dtype=torch.bool)
         for part in mask_mods:
-            seen = seen | part(b, h, q_idx, kv_idx)
+            seen = join(seen, part(b, h, q_idx, kv_idx))
         return seen
 
-    return known("or_masks", mask_mod, Mask((left, right), masks[0].offset))
+    return known(name, mask_mod, mask)
 
 
 def _band(name: str, window: tuple[int, int], offset: int | Tensor) -> MaskMod:

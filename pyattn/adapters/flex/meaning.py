@@ -10,8 +10,7 @@ from torch import Tensor
 
 from pyattn.arguments import check_64_bits, check_names, check_tensor, check_type
 from pyattn.masks import within
-from pyattn.ops.visible import keys_of
-from pyattn.options import UNBOUNDED, Options
+from pyattn.options import UNBOUNDED
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """``mask_mod(b, h, q_idx, kv_idx)``: whether the key takes part, for index tensors without dimensions."""
@@ -25,6 +24,9 @@ Factory = TypeVar("Factory", bound=Callable[..., object])
 
 Ranges = Callable[[int, int, torch.device], Tensor]
 """``ranges(seqlen_q, seqlen_k, device)``: key_ranges, (B or 1, Sq, 2)."""
+
+
+INT64_MAX = 2**63 - 1
 
 
 class Mask(NamedTuple):
@@ -157,15 +159,18 @@ def key_ranges_of(mask: Mask, seqlen_q: int, seqlen_k: int, device: torch.device
 def ranges_of_band(window: tuple[int, int], offset: int | Tensor) -> Ranges:
     """The ranges of a window around positions that begin at ``offset``."""
 
+    left, right = window
+
     def ranges(seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
-        options = Options(causal=False, window=window)
-        if isinstance(offset, Tensor):
-            options = options._replace(q_offsets=offset.to(torch.int64).reshape(-1))
-        else:
-            options = options._replace(q_offset=offset)
-        begin, end = keys_of(options, torch.arange(seqlen_q, device=device), seqlen_q, seqlen_k)
-        end = torch.maximum(begin, end)
-        return torch.stack([begin.expand_as(end), end], -1)
+        rows = torch.arange(seqlen_q, device=device)
+        first = torch.as_tensor(offset, device=device).to(torch.int64).reshape(-1, 1)
+        around = -seqlen_q - 1, seqlen_k  # where the bound of query 0 matters to any query
+        begin, end = torch.zeros_like(first + rows), torch.full_like(first + rows, seqlen_k)
+        if left >= 0:
+            begin = (rows + (first.clamp(min=left - INT64_MAX) - left).clamp(*around)).clamp(0, seqlen_k)
+        if right >= 0:
+            end = (rows + (first.clamp(max=INT64_MAX - right) + right).clamp(*around) + 1).clamp(0, seqlen_k)
+        return torch.stack([begin, torch.maximum(begin, end)], -1)
 
     return ranges
 

@@ -115,7 +115,7 @@ def test_an_installed_flash_attn_is_not_shadowed_silently(installed):
         pass
     with adapter.alias(force=True):
         assert importlib.import_module("flash_attn").flash_attn_func is adapter.flash_attn_func
-        assert importlib.util.find_spec("flash_attn.flash_attn_interface").origin.endswith("alias.py")
+        assert importlib.util.find_spec("flash_attn.flash_attn_interface").origin.endswith("__init__.py")
     assert importlib.import_module("flash_attn") is theirs
     assert sys.modules["flash_attn.flash_attn_interface"].flash_attn_func == "installed"
 

@@ -1,0 +1,113 @@
+// Calls of the kernels: from tensors, dense or packed or in pages, to params, and from these to results.
+#pragma once
+
+#include <utility>
+
+#include "attention.h"
+#include "ops/checks.h"
+#include "ops/cuda.h"
+#include "ops/huge_pages.h"
+#include "ops/operators.h"
+#include "ops/options.h"
+#include "ops/params.h"
+#include "ops/passes.h"
+#include "ops/results.h"
+
+namespace pyattn {
+
+// fill(p, q, k, v, kept) fills the params but for results, as operators differ in what they take beside these.
+template <class Fill>
+ForwardTensors call_forward(const Tensor& q, const Tensor& k, const Tensor& v, Fill fill) {
+  const ForwardResults results(q, v.sym_size(-1));
+  if (q.is_meta()) return results.all();
+
+  const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
+  Kept kept;
+  ForwardParams p{};
+  p.q = input(q_), p.k = input(k_), p.v = input(v_);
+  fill(p, q_, k_, v_, kept);
+  if (is_packed(q)) prefer_huge_pages(results.out);
+  p.out = result(results.out), results.fill_rows(p);
+  if (q.is_cuda()) {
+    cuda::forward(q, p);
+  } else {
+    run_forward(dtype_of(q.scalar_type()), p);
+    if (is_packed(q)) results.fill_unused(p);
+  }
+  return results.all();
+}
+
+// What backward takes beside dout, as PYATTN_OPTIONS.
+#define PYATTN_SAVED(X)                    \
+  X(optional<Tensor>, dlse, "Tensor?", "") \
+  X(Tensor, q, "Tensor", "")               \
+  X(Tensor, k, "Tensor", "")               \
+  X(Tensor, v, "Tensor", "")               \
+  X(Tensor, out, "Tensor", "")             \
+  X(Tensor, row_max, "Tensor", "")         \
+  X(Tensor, row_sum, "Tensor", "")
+#define PYATTN_FLAGS(X)                                       \
+  X(bool, deterministic, "bool", "=True")                     \
+  X(Wanted, output_mask, "bool[3]", "=[False, False, False]") \
+  X(bool, part, "bool", "=False")
+
+struct Saved {
+  PYATTN_FIELDS(Saved, PYATTN_SAVED)
+};
+struct Flags {
+  PYATTN_FIELDS(Flags, PYATTN_FLAGS)
+};
+
+// What backward takes beside the inputs, each of the size of out or of its rows.
+inline void check_saved(const Tensor& dout, const Saved& saved) {
+  const Tensor& q = saved.q;
+  const at::ScalarType type = q.scalar_type(), rows = row_dtype(type);
+  const c10::SymDimVector out_sizes = with_columns(q, saved.v.sym_size(-1)), row_sizes = sizes_of_rows(q);
+  check_tensor("dout", dout, q.device(), type, out_sizes);
+  check_tensor("out", saved.out, q.device(), type, out_sizes);
+  check_tensor("row_max", saved.row_max, q.device(), rows, row_sizes);
+  check_tensor("row_sum", saved.row_sum, q.device(), rows, row_sizes);
+  if (saved.dlse) check_tensor("dlse", *saved.dlse, q.device(), rows, row_sizes);
+}
+
+template <class Fill>
+BackwardTensors call_backward(const Tensor& dout, const Saved& saved, const Options& options, const Flags& flags,
+                              Fill fill) {
+  const auto& [dlse, q, k, v, out, row_max, row_sum] = saved;
+  const at::ScalarType type = q.scalar_type();
+  check_saved(dout, saved);
+  Tensor dq = empty_ordered_as(q, q.sym_size(-1)), dk = empty_ordered_as(k, k.sym_size(-1)),
+         dv = empty_ordered_as(v, v.sym_size(-1));
+  check_wanted(options, flags.output_mask);
+  const OptionGradients more(options, flags.output_mask, row_dtype(type));
+  if (q.is_meta()) return more.with(dq, dk, dv);
+
+  const Tensor q_ = with_contiguous_columns(q), k_ = with_contiguous_columns(k), v_ = with_contiguous_columns(v);
+  const Tensor dout_ = with_contiguous_columns(dout), out_ = with_contiguous_columns(out);
+  const Tensor row_max_ = row_max.contiguous(), row_sum_ = row_sum.contiguous();
+  const optional<Tensor> dlse_ = contiguous(dlse);
+  Kept kept;
+  BackwardParams p{};
+  p.q = input(q_), p.k = input(k_), p.v = input(v_);
+  fill(p, q_, k_, v_, kept);
+  p.out = input(out_), p.dout = input(dout_);
+  p.row_max = input_data(row_max_), p.row_sum = input_data(row_sum_), p.dlse = dlse_ ? input_data(*dlse_) : nullptr;
+  p.part = flags.part;
+  if (is_packed(q))
+    for (const Tensor& t : {dq, dk, dv}) prefer_huge_pages(t);
+  p.dq = result(dq), p.dk = result(dk), p.dv = result(dv);
+  more.fill_rows(p);
+  if (const Tensor& dbias = more.dbias; dbias.defined() && row_max.numel() > 0 && k.size(2) > 0)
+    prefer_huge_pages(dbias), p.dbias = bias_view(dbias, type, dbias.mutable_data_ptr());
+  else if (dbias.defined())
+    dbias.zero_();  // no score has it, so no kernel writes it
+  if (q.is_cuda()) {
+    cuda::backward(q, p, flags.deterministic);
+  } else {
+    if (is_packed(q)) fill_unused(p, dq, dk, dv);
+    run_backward(dtype_of(type), p);
+  }
+  return more.with(dq, dk, dv);
+}
+
+}  // namespace pyattn

@@ -1,0 +1,219 @@
+"""The kinds of comparisons that ``pyattn bench`` makes: who is beside whom, and at which sizes."""
+
+import argparse
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyattn.cli import contenders, decoding, features, kv_caches, packed, runtimes
+from pyattn.cli.contenders import Side
+from pyattn.cli.options import DTYPES, shape_of
+from pyattn.cli.rows import Call, Row, measure
+
+SHAPES = {
+    "cpu": ["1x8x128x64", "1x8x512x64", "1x4x1024x64", "1x2x2048x64", "1x1x4096x64", "1x4x1024x32", "1x4x1024x128"],
+    "cuda": [f"{bht}x{d}" for bht in ("4x16x2048", "2x16x4096", "1x16x8192", "1x16x16384") for d in (64, 128)],
+}
+QUICK_SHAPES = {"cpu": ["1x8x128x64", "1x4x1024x64"], "cuda": ["4x16x2048x64", "4x16x2048x128"]}
+FEATURE_SHAPES = ["1x4x2048x64"]
+MODULES = ((8, 256, 256, 8), (4, 1024, 768, 12))
+"""batch, seqlen, width, heads of a small model and of GPT-2 small."""
+QUICK_MODULES = ((2, 256, 256, 8),)
+
+LARGEST_SCORES = 2**30
+"""Bytes of a score matrix beyond which plain torch, which makes one, is left out."""
+
+FUNCTION_SECONDS, MODULE_SECONDS, TOKEN_SECONDS = 1.0, 2.0, 2.0
+"""Time for the forward of a side without a time limit; its forward and backward gets twice that."""
+
+Sizes = tuple[int, ...]
+Peaks = dict[tuple[str, str], float]
+"""FLOP/s by dtype and instruction set."""
+
+
+class Run(NamedTuple):
+    """What a comparison is called, and how it is made, FlexAttention with it where ``flex``."""
+
+    what: str
+    dtype: str
+    device: str
+    flex: bool = False
+    peaks: Peaks = {}  # noqa: RUF012  (nobody writes to it)
+
+    @property
+    def place(self) -> tuple[torch.dtype, str]:
+        """dtype and device of its tensors."""
+        return DTYPES[self.dtype], self.device
+
+    def random(self, *shape: int) -> Tensor:
+        """A leaf of this shape."""
+        return torch.randn(shape, dtype=DTYPES[self.dtype], device=self.device, requires_grad=True)
+
+
+def rated(rows: list[Row], run: Run, name: str, done: float) -> list[Row]:
+    """The rows with what is ``done`` by a forward, in a second, and the share of the peak where that is operations."""
+    by_isa = {isa: peak for (dtype, isa), peak in run.peaks.items() if (dtype, name) == (run.dtype, "flops")}
+    for row in rows:
+        for key, share in (("forward", 1.0), ("forward_backward", 3.5)):
+            if key in row:
+                rate = row[key][f"{name}_per_second"] = share * done / row[key]["seconds"]
+                if by_isa:
+                    row[key]["of_peak"] = rate / by_isa.get(row["side"].removeprefix("pyattn "), max(by_isa.values()))
+    return rows
+
+
+def compared(
+    run: Run, base: str, sides: Mapping[str, Side], seconds: float, ends: float, others: Mapping[str, Call] = {}
+) -> list[Row]:
+    """Rows of ``sides``, and of ``others``, which have no backward."""
+    forwards = {name: side.forward for name, side in sides.items()} | dict(others)
+    trainings = {name: side.gradients for name, side in sides.items()}
+    return measure(run.what, base, forwards, trainings, seconds, ends, run.device)
+
+
+def of_functions(run: Run, shape: Sizes, ends: float) -> list[Row]:
+    """Rows of the functions on q, k, v of ``shape`` (B, H, T, D)."""
+    batch, heads, seqlen, head_dim = shape
+    *qkv, dout = (run.random(*shape) for _ in range(4))
+    functions = contenders.functions(run.device, run.flex)
+    if batch * heads * seqlen**2 * dout.itemsize > LARGEST_SCORES:
+        del functions["plain torch"]
+    sides = {name: Side(function, qkv, dout.detach()) for name, function in functions.items()}
+    others = runtimes.forwards(*(t.detach() for t in qkv))
+    rows = compared(run, "torch sdpa", sides, FUNCTION_SECONDS, ends, others)
+    return rated(rows, run, "flops", 2 * batch * heads * seqlen * (seqlen + 1) * head_dim)
+
+
+def of_modules(run: Run, sizes: Sizes, ends: float) -> list[Row]:
+    """Rows of the modules at ``sizes``: batch, seqlen, width, heads."""
+    batch, seqlen, width, heads = sizes
+    x, dout = (run.random(batch, seqlen, width) for _ in range(2))
+    modules = contenders.modules(width, heads, seqlen, run.flex)
+    sides = {n: Side(m.to(device=run.device, dtype=dout.dtype), [x], dout.detach()) for n, m in modules.items()}
+    return compared(run, "5 sdpa", sides, MODULE_SECONDS, ends)
+
+
+def of_features(run: Run, shape: Sizes, ends: float) -> list[Row]:
+    """Rows of the masks and scores on q, k, v of ``shape`` (B, H, T, D), over our own causal attention."""
+    *qkv, dout = (run.random(*shape) for _ in range(4))
+    dense = math.prod(shape[1:3]) * shape[2] * dout.itemsize <= LARGEST_SCORES
+    found = features.sides(shape, dout.dtype, run.device, dense)
+    sides = {name: Side(function, qkv, dout.detach(), options) for name, (function, options) in found.items()}
+    return compared(run, next(iter(sides)), sides, FUNCTION_SECONDS, ends)
+
+
+def of_packed(run: Run, texts: tuple[str], ends: float) -> list[Row]:
+    """Rows of attention of sequences as long as real texts; operations on padding don't count as work."""
+    lengths = packed.lengths_of(*texts, packed.SEQUENCES)
+    rows = compared(run, packed.BASE, packed.sides(lengths, *run.place), FUNCTION_SECONDS, ends)
+    return rated(rows, run, "flops", packed.flops(lengths))
+
+
+def of_caches(run: Run, sizes: Sizes, ends: float) -> list[Row]:
+    """Rows of one token over a KV cache, at the sizes of :data:`pyattn.cli.kv_caches.SIZES`."""
+    calls, read = kv_caches.sides(sizes, *run.place), kv_caches.bytes_read(sizes, run.place[0])
+    return rated(measure(run.what, kv_caches.BASE, calls, {}, TOKEN_SECONDS, ends, run.device), run, "bytes", read)
+
+
+def of_decoding(run: Run, contexts: tuple[int], ends: float) -> list[Row]:
+    """Rows of one token of a model behind as many others as the context says."""
+    calls = decoding.sides(contexts[0], *run.place)
+    return rated(measure(run.what, decoding.BASE, calls, {}, TOKEN_SECONDS, ends, run.device), run, "tokens", 1.0)
+
+
+class Kind(NamedTuple):
+    """A kind of comparisons.
+
+    Attributes:
+        purpose: what --help says.
+        make: the rows of one comparison.
+        name: of a comparison, with its sizes.
+        sizes: those of all comparisons that the options ask for.
+        base: what speed-ups are over.
+    """
+
+    purpose: str
+    make: Callable[[Run, Any, float], list[Row]]
+    name: str
+    sizes: Callable[[argparse.Namespace], Sequence[Any]]
+    base: str = "torch's sdpa"
+
+
+def shapes(options: argparse.Namespace, defaults: Sequence[str]) -> list[tuple[int, ...]]:
+    """The shapes that are given, or else these."""
+    return [shape_of(text) for text in options.shapes or defaults]
+
+
+def few(options: argparse.Namespace, sizes: Sequence[Any]) -> Sequence[Any]:
+    """All of ``sizes``, or the first for --quick."""
+    return sizes[:1] if options.quick else sizes
+
+
+KINDS = {
+    "functions": Kind(
+        "attention",
+        of_functions,
+        "{}x{}x{}x{}",
+        lambda options: shapes(options, (QUICK_SHAPES if options.quick else SHAPES)[options.device]),
+    ),
+    "modules": Kind(
+        "multi-head modules",
+        of_modules,
+        "module {}x{}x{}, {} heads,",
+        lambda options: QUICK_MODULES if options.quick else MODULES,
+    ),
+    "features": Kind(
+        "what masks and scores cost",
+        of_features,
+        "features {}x{}x{}x{}",
+        lambda options: shapes(options, FEATURE_SHAPES),
+        "our causal attention",
+    ),
+    "varlen": Kind(
+        "sequences as long as real texts, packed and padded",
+        of_packed,
+        "varlen {}",
+        lambda options: few(options, [(text,) for text in packed.TEXTS]),
+        packed.BASE,
+    ),
+    "cache": Kind(
+        "one token over a KV cache",
+        of_caches,
+        "cache {}/{} heads, {} tokens,",
+        lambda options: few(options, kv_caches.SIZES),
+        kv_caches.BASE,
+    ),
+    "decode": Kind(
+        "a token of a model with and without a cache",
+        of_decoding,
+        "decode {}",
+        lambda options: few(options, [(context,) for context in decoding.CONTEXTS]),
+        decoding.BASE,
+    ),
+}
+"""Comparisons by kind. Without --only, the first two are made."""
+
+SHAPED = ("functions", "features")
+"""Kinds whose comparisons --shapes chooses."""
+
+Comparison = Callable[[float], list[Row]]
+"""Makes the rows of one comparison; its argument is the ``ends`` of :func:`pyattn.cli.rows.measure`."""
+
+
+def comparisons(options: argparse.Namespace, peaks: Peaks) -> dict[str, Comparison]:
+    """The comparisons that the options ask for, by name; --quick has modules in the first dtype only."""
+    todo: dict[str, Comparison] = {}
+    for dtype in options.dtype:
+        for name in [options.only] if options.only else list(KINDS)[:2]:
+            if name == "modules" and options.quick and dtype != options.dtype[0]:
+                continue
+            kind = KINDS[name]
+            for sizes in kind.sizes(options):
+                what = f"{kind.name.format(*sizes)} {dtype}"
+                run = Run(what, dtype, options.device, options.flex, peaks)
+                todo[what] = partial(kind.make, run, sizes)
+    return todo

@@ -1,0 +1,108 @@
+"""What the operators take after q, k and v, as their schemas have it: names, order, defaults, and tuples of values."""
+
+import collections
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from pyattn import ops
+
+
+def _defaults() -> dict[str, Any]:
+    """The operators' options in the schema's order: what comes after q, k and v."""
+    arguments = ops.attention_forward._schema.arguments[3:]
+    lists = {a.name: a.default_value for a in arguments}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in lists.items()}
+
+
+DEFAULTS = _defaults()
+UNBOUNDED: tuple[int, int] = DEFAULTS["window"]
+"""The window of all keys."""
+
+PLACES = {name: place for place, name in enumerate(DEFAULTS)}
+
+LEARNED = ("bias", "alibi_slopes", "sinks")
+"""Options that have gradients, neighbours in the schema."""
+
+
+def _record(fields: Mapping[str, Any]) -> Any:
+    """A named tuple of fields that type checkers do not know."""
+    return collections.namedtuple("Options", [*fields], defaults=fields.values())
+
+
+_Values: Any = _record(DEFAULTS)
+
+
+class Options(_Values):  # type: ignore[misc]
+    """The operators' options as one value: ``attention_forward(q, k, v, *options)``.
+
+    Those of :class:`pyattn.AttentionOptions`, and ``q_offsets``: int64 (B,), in place of q_offset where each sequence
+    has its own.
+    """
+
+    __slots__ = ()
+
+    def scale_for(self, head_dim: int) -> float:
+        """softmax_scale, or its default for so many columns, that of csrc."""
+        if self.softmax_scale is None:
+            return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
+        scale: float = self.softmax_scale
+        return scale
+
+    def offset_for(self, seqlen_q: int, seqlen_k: int) -> int:
+        """The key position of query 0 where all sequences share it: q_offset, or its default, that of csrc."""
+        return seqlen_k - seqlen_q if self.q_offset is None else self.q_offset
+
+    @property
+    def bounded_softcap(self) -> float:
+        """The softcap between 2^-100 and 2^100, as kernels have it: in float32 it and its inverse are finite there."""
+        return float(min(max(self.softcap, 2.0**-100), 2.0**100))
+
+
+class Sequence(NamedTuple):
+    """Sequence ``number`` of a call: where its queries and its keys lie, ``unused`` ones behind them, its options."""
+
+    number: int
+    queries: slice
+    keys: slice
+    unused: int
+    options: Options
+
+
+def own(tensor: Tensor | None, number: int, dims: int) -> Tensor | None:
+    """The part for one sequence of what has ``dims`` dimensions where each sequence has its own."""
+    return tensor if tensor is None or tensor.dim() < dims else tensor[number, None]
+
+
+class Packing(NamedTuple):
+    """What tells packed sequences apart: ``attention_varlen_forward(q, k, v, *packing, *options)``.
+
+    Attributes:
+        cu_seqlens_q: int32 or int64 (B + 1,), where each sequence's queries begin, and where the last one's end.
+        cu_seqlens_k: the same for the keys.
+        max_seqlen_q: no sequence has more queries.
+        max_seqlen_k: nor more keys.
+        seqused_k: int32 or int64 (B,), how many keys of each sequence take part; None: all.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    seqused_k: Tensor | None = None
+
+    def sequences(self, options: Options) -> Iterator[Sequence]:
+        """The sequences one by one; their lengths are read on the host."""
+        begins_q, begins_k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
+        used = self.cu_seqlens_k.diff() if self.seqused_k is None else self.seqused_k
+        for b, count in enumerate(used.tolist()):
+            queries = slice(begins_q[b], begins_q[b + 1])
+            alone = options._replace(
+                q_offsets=own(options.q_offsets, b, 1),
+                key_ranges=None if options.key_ranges is None else options.key_ranges[None, queries],
+                alibi_slopes=own(options.alibi_slopes, b, 2),
+            )
+            keys = slice(begins_k[b], begins_k[b] + count)
+            yield Sequence(b, queries, keys, begins_k[b + 1] - keys.stop, alone)
