@@ -3,7 +3,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 # Waiting threads sleep: where other work runs, spinning ones take the processors from those they wait for.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 pytest.register_assert_rewrite(
+    "adapters.transformers.models",
     "backends",
     "cache.caches",
     "derivatives.calls",
@@ -24,9 +24,6 @@ pytest.register_assert_rewrite(
 import emulated  # noqa: E402
 import races  # noqa: E402
 from backends import Backend, chosen  # noqa: E402
-
-from pyattn import cached  # noqa: E402
-from pyattn.cli import main  # noqa: E402
 
 FIXTURES: dict[str, Callable[[Backend], bool]] = {
     "backend": lambda b: b.family != "rehearsed",
@@ -144,33 +141,6 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def attend(repeatable: Backend) -> Iterator[Callable[..., Any]]:
-    """attention_with_cache by the backend's kernels."""
-    with mock.patch.object(cached, "attention", repeatable.attention):
-        yield cached.attention_with_cache
-
-
-@pytest.fixture
-def story(tmp_path: Path) -> Path:
-    """A file with text enough to train a small model on."""
-    path = tmp_path / "story.txt"
-    path.write_text("".join(f"{n} green bottles, hänging on the wall.\n" for n in range(200)), encoding="utf-8")
-    return path
-
-
-@pytest.fixture
-def train_on(story: Path, tmp_path: Path) -> Callable[..., tuple[int, Path]]:
-    """``pyattn train`` of a small model, context 16, 6 steps unless told otherwise: the exit code and the folder."""
-
-    def run(*options: str, out: str = "run") -> tuple[int, Path]:
-        folder = tmp_path / out
-        shape = "--layers 2 --heads 2 --width 16 --context 16 --batch 4 --steps 6 --eval-every 3 --sample 20"
-        return main(["train", *shape.split(), "--data", str(story), "--out", str(folder), *options]), folder
-
-    return run
 
 
 @pytest.fixture(autouse=True)

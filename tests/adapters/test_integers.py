@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from assertions import refused
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
@@ -101,7 +102,7 @@ PLACES: dict[str, Callable[[int], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_bounds(name: str) -> None:
+def test_bounds(name):
     whole = BOUNDS[name](-1)
     for n in ENDS:
         if n >= 2**63 or (name == "torch's window" and n < 0):
@@ -112,7 +113,7 @@ def test_bounds(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-def test_lengths(name: str) -> None:
+def test_lengths(name):
     whole = LENGTHS[name](100)
     for n in ENDS:
         if 0 <= n < 2**63:
@@ -123,13 +124,13 @@ def test_lengths(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_places_and_sizes(name: str) -> None:
+def test_places_and_sizes(name):
     for n in ENDS:
         with pytest.raises(ValueError, match=r"^pyattn: "):
             PLACES[name](n)
 
 
 @pytest.mark.parametrize("wrong", [torch.tensor([5, 5]), torch.tensor(5.0)])
-def test_a_longest_sequence_that_is_no_integer(wrong: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"^pyattn: max_seqlen_q must be an int, or an int32 or int64 tensor of one, "):
+def test_a_longest_sequence_that_is_no_integer(wrong):
+    with refused(ValueError, "max_seqlen_q must be an int, or an int32 or int64 tensor of one, "):
         packed(wrong)

@@ -21,6 +21,9 @@ OPTIONS: dict[str, Case] = {
 STEPS = (17, 1, 1, 6, 1, 9, 1, 1, 3)
 """New tokens of each call: a prompt, tokens, chunks; 40 in all."""
 
+KINDS: dict[str, dict[str, Any]] = {"slots": {}, "ring": {"window": (3, 0)}, "pages": {"page_size": 16}}
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
 each_option = pytest.mark.parametrize("name", OPTIONS)
 
 

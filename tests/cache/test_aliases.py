@@ -1,24 +1,20 @@
 """Promise: what a cache is given may lie in its own memory, and its state may have any strides."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from cache.caches import made, on_gpu, same, snapshot
+from cache.caches import KINDS, each_kind, made, on_gpu, same, snapshot
 from helpers import Case
 from torch import Tensor
 
 from pyattn import KVCache, attention_with_cache, ops
 
 CASE = Case(3, 4, 2, 40, 40, 8, 8)
-KINDS: dict[str, dict[str, Any]] = {"contiguous": {}, "ring": {"window": (3, 0)}, "pages": {"page_size": 16}}
-
-each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture(params=["cpu", "gpu"], autouse=True)
-def operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def operators(request, monkeypatch):
     """The operators of either device: a GPU's consist of torch's, so they take CPU tensors too."""
     if request.param == "gpu":
         for name in ("append", "append_pages", "reorder", "reorder_pages", "newest", "truncate"):
@@ -52,7 +48,7 @@ def views(cached: KVCache, new: int) -> list[tuple[Tensor, Tensor]]:
 
 @each_kind
 @pytest.mark.parametrize("which", range(6))
-def test_views_of_the_cache_itself(kind: str, which: int) -> None:
+def test_views_of_the_cache_itself(kind, which):
     """Appending them is appending copies, through the moves of a ring."""
     ours, expected = filled(kind), filled(kind)
     for c in (ours, expected):
@@ -63,7 +59,7 @@ def test_views_of_the_cache_itself(kind: str, which: int) -> None:
         assert same(snapshot(ours), snapshot(expected))
 
 
-def test_nothing_else_is_copied() -> None:
+def test_nothing_else_is_copied():
     """An append makes no copy of tokens beside the storage, even in one tensor with it."""
     room = torch.zeros(1, 1, 3000, 8)
     cached = KVCache(1, 1, 1000, 8)
@@ -74,7 +70,7 @@ def test_nothing_else_is_copied() -> None:
 
 
 @each_kind
-def test_counts_and_orders_that_are_the_state_itself(kind: str) -> None:
+def test_counts_and_orders_that_are_the_state_itself(kind):
     ours, expected = filled(kind), filled(kind)
     for c in (ours, expected):
         c.append(*torch.ones(2, 3, 2, 4, 8), [1, 0, 2])
@@ -102,7 +98,7 @@ def strided(t: Tensor) -> list[Tensor]:
 
 @each_kind
 @pytest.mark.parametrize("form", range(3))
-def test_state_and_counts_of_any_strides(kind: str, form: int) -> None:
+def test_state_and_counts_of_any_strides(kind, form):
     q = torch.randn(3, 4, 4, 8)
     ours, expected = filled(kind), filled(kind)
     for name in ("lengths", "starts", "block_table"):
@@ -126,14 +122,14 @@ def test_state_and_counts_of_any_strides(kind: str, form: int) -> None:
 
 
 WRITTEN: dict[str, list[str]] = {
-    "contiguous": ["k", "v", "lengths", "starts"],
+    "slots": ["k", "v", "lengths", "starts"],
     "ring": ["k", "v", "lengths", "starts"],
     "pages": ["k", "v", "lengths", "block_table"],
 }
 
 
 @each_kind
-def test_state_that_sequences_share_is_refused(kind: str) -> None:
+def test_state_that_sequences_share_is_refused(kind):
     """Before anything is written."""
     for name in WRITTEN[kind]:
         cached = filled(kind)

@@ -35,7 +35,7 @@ def case(chance: random.Random) -> tuple[int, KVCache, Tensor, Tensor, Tensor, d
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_same_bits_as_attention_over_the_keys_so_far(seed: int) -> None:
+def test_same_bits_as_attention_over_the_keys_so_far(seed):
     """Up to rounding where queries lie before the first key, a window has a left bound, and causal=False or a q_offset
     is given: masks from formulas leave out rows that see nothing one by one, ranges of keys block by block.
     """

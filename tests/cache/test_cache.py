@@ -3,25 +3,22 @@
 import copy
 import doctest
 import math
-import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from assertions import assert_close, refused
 from cache.caches import OPTIONS, STEPS, assert_equals_the_whole, each_option, in_steps, made, same, snapshot
-from helpers import Case, each_dtype
-from torch import Tensor
+from helpers import Case, assert_equal, each_dtype
 
 import pyattn.cache
-from pyattn import KVCache, attention, attention_with_cache
+from pyattn import attention, attention_with_cache
 
 ops = torch.ops.pyattn
 
 
 @each_dtype
 @each_option
-def test_steps_equal_the_whole(attend: Callable[..., Any], name: str, dtype: torch.dtype) -> None:
+def test_steps_equal_the_whole(attend, name, dtype):
     qkv, options = OPTIONS[name].inputs(dtype), OPTIONS[name].options | OPTIONS[name].tensors(dtype)
     cached = made(OPTIONS[name], dtype, 50)
     assert_equals_the_whole(in_steps(attend, cached, qkv, **options), qkv, options)
@@ -30,7 +27,7 @@ def test_steps_equal_the_whole(attend: Callable[..., Any], name: str, dtype: tor
 
 @each_dtype
 @each_option
-def test_same_bits_as_attention_over_the_keys_so_far(isa: str, name: str, dtype: torch.dtype) -> None:
+def test_same_bits_as_attention_over_the_keys_so_far(isa, name, dtype):
     """Slots past the length cost nothing and change nothing, whatever number of queries takes which kernel."""
     case = OPTIONS[name]
     (q, k, v), options = case.inputs(dtype), case.options | case.tensors(dtype)
@@ -40,14 +37,12 @@ def test_same_bits_as_attention_over_the_keys_so_far(isa: str, name: str, dtype:
         cached.append(k[:, :, now], v[:, :, now])
         ours = attention_with_cache(q[:, :, now], cached, return_lse=True, **options)
         expected = attention(q[:, :, now], k[:, :, :t], v[:, :, :t], return_lse=True, **options)
-        assert all(torch.equal(x, y) for x, y in zip(ours, expected, strict=True))
+        assert_equal(ours, expected)
 
 
 @each_dtype
 @pytest.mark.parametrize("window", [None, (6, 0)])
-def test_sequences_of_their_own_lengths(
-    attend: Callable[..., Any], window: tuple[int, int] | None, dtype: torch.dtype
-) -> None:
+def test_sequences_of_their_own_lengths(attend, window, dtype):
     """Each equals the sequence alone; queries past their sequence's new tokens see nothing that was not appended."""
     case = Case(3, 4, 2, 40, 40, 24, 20)
     q, k, v = case.inputs(dtype)
@@ -71,7 +66,7 @@ def test_sequences_of_their_own_lengths(
 
 @each_dtype
 @pytest.mark.parametrize("window", [None, (7, 0)])
-def test_nan_past_the_length_never_leaks(isa: str, window: tuple[int, int] | None, dtype: torch.dtype) -> None:
+def test_nan_past_the_length_never_leaks(isa, window, dtype):
     """Nor without causality, nor to queries past their sequence's new tokens."""
     case = Case(2, 4, 2, 5, 13, 24, 20)
     q, k, v = case.inputs(dtype)
@@ -81,7 +76,7 @@ def test_nan_past_the_length_never_leaks(isa: str, window: tuple[int, int] | Non
         cached.append(k, v, [13, 9])
     for options in ({}, {"causal": False}, {"q_offset": 8}, {"q_offset": torch.tensor([8, 60])}):
         ours, expected = (attention_with_cache(q, cached, return_lse=True, **options) for cached in (soiled, clean))
-        assert all(torch.equal(x, y) for x, y in zip(ours, expected, strict=True))
+        assert_equal(ours, expected)
         assert ours[0].isfinite().all()
     if window is None:
         out = attention_with_cache(q, soiled, causal=False)
@@ -89,7 +84,7 @@ def test_nan_past_the_length_never_leaks(isa: str, window: tuple[int, int] | Non
         torch.testing.assert_close(out[1:], alone)
 
 
-def test_key_ranges_and_biases_count_positions() -> None:
+def test_key_ranges_and_biases_count_positions():
     case = Case(2, 4, 2, 3, 12, 16, 16)
     q, k, v = case.inputs(torch.float64)
     cached = made(case, torch.float64, 20)
@@ -103,27 +98,31 @@ def test_key_ranges_and_biases_count_positions() -> None:
             keys = k[b : b + 1, :, :length], v[b : b + 1, :, :length]
             mine = {"causal": causal, "key_ranges": ranges[b : b + 1].clamp(max=length)}
             alone = attention(q[b : b + 1], *keys, bias=bias[..., :length], **mine)
-            torch.testing.assert_close(out[b : b + 1], alone, rtol=0, atol=1e-14)
+            assert_close(out[b : b + 1], alone, 1e-14)
             alone = attention(q[b : b + 1], *keys, causal=causal, key_ranges=ranges[:1].clamp(max=length))
-            torch.testing.assert_close(shared[b : b + 1], alone, rtol=0, atol=1e-14)
+            assert_close(shared[b : b + 1], alone, 1e-14)
 
 
-def test_overflow_leaves_the_cache_as_it_was() -> None:
-    case = Case(3, 4, 2, 5, 5, 8, 8)
+@pytest.mark.parametrize(("max_seqlen", "page_size"), [(8, None), (20, 16)])
+def test_overflow_leaves_the_cache_as_it_was(max_seqlen, page_size):
+    """max_seqlen counts, not what the last page has room for."""
+    case, full = Case(3, 4, 2, 5, 5, 8, 8), max_seqlen - 4
     _, k, v = case.inputs(torch.float32)
-    cached = made(case, torch.float32, 8)
-    cached.append(k, v, [1, 4, 2])
+    cached = made(case, torch.float32, max_seqlen, page_size=page_size)
+    cached.append(k.repeat(1, 1, 4, 1), v.repeat(1, 1, 4, 1), [1, full, 2])
     before = snapshot(cached)
-    message = "a sequence must not outgrow the cache's max_seqlen of 8, got 4 + 5 positions of sequence 1"
-    with pytest.raises(ValueError, match="^pyattn: " + re.escape(message)):
+    message = (
+        f"a sequence must not outgrow the cache's max_seqlen of {max_seqlen}, got {full} + 5 positions of sequence 1"
+    )
+    with refused(ValueError, message):
         cached.append(k, v)
     assert same(snapshot(cached), before)
     cached.append(k, v, [5, 4, 0])
-    assert cached.lengths.tolist() == [6, 8, 2]
+    assert cached.lengths.tolist() == [6, max_seqlen, 2]
 
 
 @pytest.mark.parametrize("window", [None, (5, 0)])
-def test_reorder_and_reset(window: tuple[int, int] | None) -> None:
+def test_reorder_and_reset(window):
     case = Case(3, 4, 2, 1, 11, 8, 8)
     q, k, v = case.inputs(torch.float64)
     cached = made(case, torch.float64, 12, window)
@@ -144,7 +143,7 @@ def test_reorder_and_reset(window: tuple[int, int] | None) -> None:
     assert (lse == -math.inf).all()
 
 
-def test_gradients_reach_all_but_the_cache() -> None:
+def test_gradients_reach_all_but_the_cache():
     case = Case(2, 4, 2, 3, 14, 8, 6, sinks=True, alibi="h")
     (q, k, v), options = case.inputs(torch.float64), case.tensors(torch.float64)
     k.requires_grad_(), v.requires_grad_()
@@ -155,29 +154,27 @@ def test_gradients_reach_all_but_the_cache() -> None:
     names = ["bias", *options]
     dout = torch.randn(2, 4, 3, 6, dtype=torch.float64)
 
-    def gradients(out: Tensor) -> tuple[Tensor, ...]:
+    def gradients(out):
         return torch.autograd.grad(out, leaves, dout)
 
     given = dict(zip(names, leaves[1:], strict=True))
     ours = gradients(attention_with_cache(q, cached, **given))
     expected = gradients(attention(q, k.detach(), v.detach(), **given | {"bias": bias[..., :14]}))
-    for x, y in zip(ours, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
+    assert_close(ours, expected, 1e-13)
     out = attention_with_cache(q, cached)
     cached.append(k[:, :, :1], v[:, :, :1])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         gradients(out)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning:torch")  # torch's own, in dynamo
-@pytest.mark.parametrize("window", [None, (7, 0)])
-def test_compiles_once_for_all_lengths(window: tuple[int, int] | None) -> None:
-    """One graph; longer sequences, moves of a ring and other counts do not compile anew."""
+@pytest.mark.parametrize("kind", [{}, {"window": (7, 0)}, {"page_size": 16}], ids=str)
+def test_compiles_once_for_all_lengths(kind):
+    """One graph; longer sequences, moves of a ring, new pages, shared ones and other counts do not compile anew."""
     case = Case(2, 4, 2, 2, 2, 16, 16)
     q, k, v = case.inputs(torch.float32)
-    ours, expected = made(case, torch.float32, 40, window), made(case, torch.float32, 40, window)
+    ours, expected = (made(case, torch.float32, 40, **kind) for _ in range(2))
 
-    def step(cached: KVCache, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    def step(cached, q, k, v, lengths):
         before = cached.lengths.clone()
         cached.append(k, v, lengths)
         out = attention_with_cache(q[:, :, :1], cached) + attention_with_cache(q[:, :, :1], cached, q_offset=before)
@@ -194,13 +191,13 @@ def test_compiles_once_for_all_lengths(window: tuple[int, int] | None) -> None:
             assert same(snapshot(ours), snapshot(expected))
         ours.reset()
         compiled(ours, q, k, v, lengths)
-    if window is None:
+    if not kind:
         ours.lengths.fill_(39)
         with pytest.raises(ValueError, match="must not outgrow the cache's max_seqlen of 40, got 39 \\+ 2 positions"):
             compiled(ours, q, k, v, lengths)
 
 
-def test_operators_declare_what_they_change() -> None:
+def test_operators_declare_what_they_change():
     case = Case(2, 4, 2, 3, 3, 16, 8)
     _, k, v = case.inputs(torch.float32)
     for window in (None, (4, 0)):
@@ -213,7 +210,7 @@ def test_operators_declare_what_they_change() -> None:
         torch.library.opcheck(ops.cache_slots, (*storage[2:], offsets, 5, 10))
 
 
-def test_inference_mode_and_copies() -> None:
+def test_inference_mode_and_copies():
     """A cache that was made in inference mode works outside of it, and copies are caches of their own."""
     case = Case(1, 2, 2, 1, 4, 8, 8)
     q, k, v = case.inputs(torch.float32)
@@ -230,7 +227,7 @@ def test_inference_mode_and_copies() -> None:
     )
 
 
-def test_the_example_is_right() -> None:
+def test_the_example_is_right():
     results = doctest.testmod(pyattn.cache, extraglobs={"pyattn": pyattn, "torch": torch})
     assert results.attempted
     assert not results.failed

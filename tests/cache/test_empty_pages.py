@@ -1,10 +1,10 @@
 """Promise: pages of size 0 in any dimension are as good as no pages, with a gradient, in a transform and without."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from assertions import assert_close
 from torch import Tensor
 
 from pyattn import KVCache, attention_varlen, attention_with_cache, reference
@@ -35,7 +35,7 @@ def in_a_transform(call: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> 
 
 @pytest.mark.parametrize("run", [plainly, with_gradients, in_a_transform])
 @pytest.mark.parametrize("empty", EMPTY, ids="-".join)
-def test_packed_sequences(empty: tuple[str, ...], run: Any) -> None:
+def test_packed_sequences(empty, run):
     size = FULL | dict.fromkeys(empty, 0)
     lengths = [20, 5] if size["pages"] and size["columns"] else [0, 0]
     starts = [torch.tensor([0, *some[: size["batch"]]]).cumsum(0) for some in ([size["seqlen_q"]] * 2, lengths)]
@@ -47,18 +47,18 @@ def test_packed_sequences(empty: tuple[str, ...], run: Any) -> None:
     ]
     inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
 
-    def ours(*qkv: Tensor) -> Any:
+    def ours(*qkv):
         return attention_varlen(*qkv, *where, block_table=table, return_lse=True)
 
-    def truth(*qkv: Tensor) -> Any:
+    def truth(*qkv):
         return reference.attention_varlen(*qkv, *where, block_table=table, return_lse=True)
 
-    torch.testing.assert_close(run(ours, *inputs), run(truth, *inputs), rtol=0, atol=1e-12)
+    assert_close(run(ours, *inputs), run(truth, *inputs))
 
 
 @pytest.mark.parametrize("run", [plainly, with_gradients, in_a_transform])
 @pytest.mark.parametrize("empty", ["batch", "heads", "max_seqlen", "head_dim", "seqlen_q", "tokens"])
-def test_cache(empty: str, run: Any) -> None:
+def test_cache(empty, run):
     size = {"batch": 2, "heads": 2, "max_seqlen": 20, "head_dim": 4, "seqlen_q": 3, "tokens": 18} | {empty: 0}
     tokens = min(size["tokens"], size["max_seqlen"])
     k, v = torch.randn(2, size["batch"], size["heads"], tokens, size["head_dim"], dtype=torch.float64)
@@ -68,4 +68,4 @@ def test_cache(empty: str, run: Any) -> None:
         cache = KVCache(*list(size.values())[:4], dtype=torch.float64, page_size=page_size)
         cache.append(k, v)
         results.append(run(lambda q, cache=cache: attention_with_cache(q, cache, return_lse=True), q))
-    torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+    assert_close(*results)

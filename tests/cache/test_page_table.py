@@ -12,7 +12,7 @@ from pyattn import KVCache, ops
 
 
 @pytest.fixture(params=["cpu", "gpu"])
-def operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def operators(request, monkeypatch):
     """Caches are changed by the operators of either device; those of a GPU are made of torch's, so that CPU tensors
     take them too.
     """
@@ -29,7 +29,7 @@ def pages_in_use(cached: KVCache) -> list[list[int]]:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.usefixtures("operators")
-def test_as_without_through_any_steps(seed: int) -> None:
+def test_as_without_through_any_steps(seed):
     """Appends of any lengths, reorders, resets and steps back: what is read is the same, and pages suffice."""
     chance, case = random.Random(seed), Case(4, 4, 2, 2, 2, 16, 16)
     caches = twins(case, torch.float32, 70, 16)
@@ -57,7 +57,7 @@ def test_as_without_through_any_steps(seed: int) -> None:
         assert max((page for row in rows for page in row), default=0) < 4 * 5
 
 
-def test_reorder_shares_pages() -> None:
+def test_reorder_shares_pages():
     """It copies the table alone; who writes to a shared page first gets a copy of that one page."""
     case = Case(3, 4, 2, 1, 40, 8, 8)
     _, k, v = case.inputs(torch.float32)
@@ -84,7 +84,7 @@ def test_reorder_shares_pages() -> None:
 
 
 @pytest.mark.usefixtures("operators")
-def test_all_pages_are_handed_out() -> None:
+def test_all_pages_are_handed_out():
     """Sequences that part after sharing all they have fill every page, and no more are needed."""
     case = Case(3, 2, 2, 1, 50, 8, 8)
     q, k, v = case.inputs(torch.float64)
@@ -99,7 +99,7 @@ def test_all_pages_are_handed_out() -> None:
 
 
 @pytest.mark.usefixtures("operators")
-def test_one_of_those_that_share_a_page_keeps_it() -> None:
+def test_one_of_those_that_share_a_page_keeps_it():
     """Where they all write to it: there would not be pages enough for a copy each."""
     case = Case(3, 2, 2, 1, 6, 8, 8)
     q, k, v = case.inputs(torch.float32)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from assertions import assert_close
 from cache.caches import made
 from helpers import Case
 from torch import Tensor
@@ -43,7 +44,7 @@ def filled(kind: str, *appends: list[int]) -> tuple[KVCache, tuple[Tensor, ...]]
 @each_kind
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1, 2, 0], dtype=torch.float64)], ids=["", "sinks"])
-def test_padded_queries_meet_their_own_positions(kind: str, causal: bool, sinks: Tensor | None) -> None:
+def test_padded_queries_meet_their_own_positions(kind, causal, sinks):
     """Padding has out 0, lse -inf or the sink, and gradient 0, and reorders carry on what is known."""
     cached, (q, k, v) = filled(kind)
     options = {"causal": causal, "sinks": sinks, "window": (7, 2) if kind == "ring" else (-1, -1)}
@@ -58,8 +59,8 @@ def test_padded_queries_meet_their_own_positions(kind: str, causal: bool, sinks:
         (grad,) = torch.autograd.grad(out.sin().sum() + torch.where(lse.isinf(), 0, lse).sum(), padded)
         for b, (begin, count) in enumerate(zip(before.tolist(), counts.tolist(), strict=True)):
             one = alone(*(t[b : b + 1] for t in (q, k, v)), begin, count, **options)
-            torch.testing.assert_close(out[b : b + 1, :, :count], one[0], rtol=0, atol=1e-14)
-            torch.testing.assert_close(lse[b : b + 1, :, :count], one[1], rtol=0, atol=1e-14)
+            assert_close(out[b : b + 1, :, :count], one[0], 1e-14)
+            assert_close(lse[b : b + 1, :, :count], one[1], 1e-14)
             nothing = torch.full((4,), -math.inf, dtype=torch.float64) if sinks is None else sinks
             assert torch.equal(lse[b, :, count:], nothing[:, None].expand(-1, new - count))
             assert not out[b, :, count:].any()
@@ -67,7 +68,7 @@ def test_padded_queries_meet_their_own_positions(kind: str, causal: bool, sinks:
 
 
 @each_kind
-def test_more_queries_and_fewer(kind: str) -> None:
+def test_more_queries_and_fewer(kind):
     """More: the last ones are the append's, the others lie before them. Fewer: each sequence's newest."""
     cached, (q, k, v) = filled(kind)
     cached.append(k[:, :, :4], v[:, :, :4])
@@ -75,19 +76,19 @@ def test_more_queries_and_fewer(kind: str) -> None:
     options = {"window": (7, 0)} if kind == "ring" else {}
     whole = attention(q[:, :, :9], k[:, :, :9], v[:, :, :9], **options)
     expected = torch.where(torch.arange(9)[:, None] < cached.lengths[:, None, None, None], whole, 0)
-    torch.testing.assert_close(attention_with_cache(q[:, :, :9], cached), expected, rtol=0, atol=1e-14)
-    torch.testing.assert_close(attention_with_cache(q[:, :, 2:9], cached), expected[:, :, 2:], rtol=0, atol=1e-14)
+    assert_close(attention_with_cache(q[:, :, :9], cached), expected, 1e-14)
+    assert_close(attention_with_cache(q[:, :, 2:9], cached), expected[:, :, 2:], 1e-14)
     newest = attention_with_cache(taken(q, cached.lengths - 2, 2), cached)
-    torch.testing.assert_close(newest, taken(whole, cached.lengths - 2, 2), rtol=0, atol=1e-14)
+    assert_close(newest, taken(whole, cached.lengths - 2, 2), 1e-14)
 
 
 @each_kind
-def test_what_else_moves_lengths_or_positions_hides_nothing(kind: str) -> None:
+def test_what_else_moves_lengths_or_positions_hides_nothing(kind):
     """q_offset wins; lengths that were set, an append without lengths and a reset make queries the newest again."""
     cached, (q, k, v) = filled(kind, [4, 4, 4], [3, 1, 2])
     queries = q[:, :, :3]
 
-    def newest_of(cached: KVCache) -> bool:
+    def newest_of(cached):
         here = attention_with_cache(queries, cached, return_lse=True)
         there = attention_with_cache(queries, cached, return_lse=True, q_offset=cached.lengths - 3)
         return all(map(torch.equal, here, there))
@@ -104,7 +105,7 @@ def test_what_else_moves_lengths_or_positions_hides_nothing(kind: str) -> None:
     assert not attention_with_cache(queries, empty).any()
 
 
-def test_ranges_of_the_user_stay() -> None:
+def test_ranges_of_the_user_stay():
     cached, (q, k, v) = filled("contiguous", [4, 2, 1], [3, 1, 0])
     ranges = torch.tensor([[[0, 9], [2, 6], [4, 4]]] * 3, dtype=torch.int32)
     for causal in (True, False):
@@ -112,18 +113,17 @@ def test_ranges_of_the_user_stay() -> None:
         for b, (begin, count) in enumerate([(4, 3), (2, 1), (1, 0)]):
             own = ranges[b : b + 1, :count].clamp(max=begin + count)
             one = alone(*(t[b : b + 1] for t in (q, k, v)), begin, count, causal=causal, key_ranges=own)
-            torch.testing.assert_close(out[b : b + 1, :, :count], one[0], rtol=0, atol=1e-14)
+            assert_close(out[b : b + 1, :, :count], one[0], 1e-14)
             assert not out[b, :, count:].any()
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning:torch")  # torch's own, in dynamo
 @each_kind
-def test_compiles_once_for_all_counts(kind: str) -> None:
+def test_compiles_once_for_all_counts(kind):
     """In one graph, inference mode and out of it."""
     ours, (q, k, v) = filled(kind)
     expected = copy.deepcopy(ours)
 
-    def step(cached: KVCache, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    def step(cached, q, k, v, lengths):
         cached.append(k, v, lengths)
         cached.reorder(lengths.flip(0))
         return attention_with_cache(q, cached)

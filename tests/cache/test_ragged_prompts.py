@@ -5,7 +5,22 @@ from typing import Any
 
 import pytest
 import torch
-from modules.cases import ARGUMENTS, D_IN, EXTRAS, WITH_EXTRAS, assert_same, cache_for, class_of, made, pair
+from assertions import assert_close, refused
+from cache.caches import KINDS
+from modules.cases import (
+    ARGUMENTS,
+    CACHED,
+    D_IN,
+    EXTRAS,
+    WITH_EXTRAS,
+    assert_same,
+    cache_for,
+    class_of,
+    doubles,
+    made,
+    pair,
+    sequences,
+)
 from torch import Tensor
 
 from pyattn import nn
@@ -14,7 +29,6 @@ from pyattn.nn import growing_cache
 LENGTHS = [7, 3, 0]
 NEW = [2, 0, 3]
 """Tokens of the second call."""
-CACHES: dict[str, dict[str, Any]] = {"slots": {}, "pages": {"page_size": 16}, "ring": {"window": (3, 0)}}
 
 
 def alone(module: torch.nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,22 +57,22 @@ def windowed(name: str, extra: str) -> torch.nn.Module:
 
 def cases() -> list[tuple[str, str, str]]:
     """Modules, extras and caches: rings for those that have a window and no mask of their caller's."""
-    of_all = [(name, extra, kind) for name in WITH_EXTRAS for extra in ("", *EXTRAS) for kind in CACHES]
-    others = [(name, "", kind) for name in ("MHAEinsum", "MHAPyTorchScaledDotProduct") for kind in CACHES]
+    of_all = [(name, extra, kind) for name in WITH_EXTRAS for extra in ("", *EXTRAS) for kind in KINDS]
+    others = [(name, "", kind) for name in ("MHAEinsum", "MHAPyTorchScaledDotProduct") for kind in KINDS]
     return [case for case in of_all if case[2] != "ring" or case[0] != "Attention"] + [
         case for case in others if case[2] != "ring"
     ]
 
 
 @pytest.mark.parametrize(("name", "extra", "kind"), cases())
-def test_each_sequence_gets_what_it_gets_alone(name: str, extra: str, kind: str) -> None:
+def test_each_sequence_gets_what_it_gets_alone(name, extra, kind):
     """Whatever the padding holds; a query that is padding has the last projection's bias alone."""
     if name not in WITH_EXTRAS:
-        module = pair(name)[0].double()
+        module = doubles(name)[0]
     else:
         module = windowed(name, extra) if kind == "ring" else made(name, extra)
-    x = torch.randn(3, 10, D_IN, dtype=torch.float64)
-    cached, before = cache_for(module, 3, **CACHES[kind]), [0, 0, 0]
+    x = sequences(3, 10)
+    cached, before = cache_for(module, 3, **KINDS[kind]), [0, 0, 0]
     for new in (LENGTHS, NEW, [1, 1, 1]):
         width = max(new)
         padded = torch.full((3, width, D_IN), torch.nan, dtype=torch.float64)
@@ -80,10 +94,10 @@ def test_each_sequence_gets_what_it_gets_alone(name: str, extra: str, kind: str)
         assert weights.shape[-1] == max(before)
 
 
-def test_gradients_of_what_counts() -> None:
+def test_gradients_of_what_counts():
     """Padding sends none; keys of the cache take none."""
     module = made("MultiHeadAttention", "all")
-    x = torch.randn(3, 7, D_IN, dtype=torch.float64, requires_grad=True)
+    x = sequences(3, 7).requires_grad_()
     out = module(x, kv_cache=cache_for(module, 3), lengths=LENGTHS)
     (gradient,) = torch.autograd.grad(out.sin().sum(), x)
     assert not gradient[2].any()
@@ -92,15 +106,15 @@ def test_gradients_of_what_counts() -> None:
         own = x[b : b + 1, :count].detach().requires_grad_()
         expected = module(own, kv_cache=cache_for(module, 1))
         (target,) = torch.autograd.grad(expected.sin().sum(), own)
-        torch.testing.assert_close(gradient[b : b + 1, :count], target, rtol=0, atol=1e-12)
+        assert_close(gradient[b : b + 1, :count], target)
 
 
 @pytest.mark.parametrize("fewest", [1, 256])
-def test_with_use_cache(monkeypatch: pytest.MonkeyPatch, fewest: int) -> None:
+def test_with_use_cache(monkeypatch, fewest):
     """A cache that grows keeps each sequence's own length."""
     monkeypatch.setattr(growing_cache, "FEWEST", fewest)
     module = made("GroupedQueryAttention", "rotary")
-    x = torch.randn(3, 7, D_IN, dtype=torch.float64)
+    x = sequences(3, 7)
     module(x, use_cache=True, lengths=LENGTHS)
     out, weights = module(x, use_cache=True, need_weights=True)
     assert weights.shape == (3, 4, 7, 14)
@@ -109,13 +123,12 @@ def test_with_use_cache(monkeypatch: pytest.MonkeyPatch, fewest: int) -> None:
         assert_same(out[b : b + 1], module(whole)[:, count:])
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning:torch")  # torch's own, in dynamo
-def test_compiles_to_one_graph() -> None:
+def test_compiles_to_one_graph():
     torch._dynamo.reset()
     module = made("MultiHeadAttention", "all")
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     ours, expected = cache_for(module, 3), cache_for(module, 3)
-    x, lengths = torch.randn(3, 7, D_IN, dtype=torch.float64), torch.tensor(LENGTHS)
+    x, lengths = sequences(3, 7), torch.tensor(LENGTHS)
     with torch.no_grad():
         for _ in range(2):
             assert_same(compiled(x, kv_cache=ours, lengths=lengths), module(x, kv_cache=expected, lengths=lengths))
@@ -131,16 +144,16 @@ BAD: list[tuple[Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("lengths", "kind", "message"), BAD)
-def test_wrong_lengths(lengths: Any, kind: type[Exception], message: str) -> None:
+def test_wrong_lengths(lengths, kind, message):
     module = made("MultiHeadAttention")
     cached = cache_for(module, 3)
-    with pytest.raises(kind, match=f"^pyattn: {re.escape(message)}"):
-        module(torch.randn(3, 7, D_IN, dtype=torch.float64), kv_cache=cached, lengths=lengths)
+    with refused(kind, message):
+        module(sequences(3, 7), kv_cache=cached, lengths=lengths)
     assert cached.lengths.tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("name", [*WITH_EXTRAS, "MHAEinsum", "MHAPyTorchScaledDotProduct"])
-def test_lengths_without_a_cache(name: str) -> None:
+@pytest.mark.parametrize("name", CACHED)
+def test_lengths_without_a_cache(name):
     module, _ = pair(name)
     message = "pyattn: lengths must come with a kv_cache, got [7, 3, 0] alone; key_ranges=pyattn.masks.padding("
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):

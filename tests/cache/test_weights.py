@@ -1,7 +1,5 @@
 """Promise: need_weights=True over a cache gives the last rows of the weights of all tokens at once."""
 
-from typing import Any
-
 import pytest
 import torch
 from modules.cases import (
@@ -14,7 +12,8 @@ from modules.cases import (
     assert_same,
     cache_for,
     made,
-    pair,
+    made_cached,
+    sequences,
 )
 
 from pyattn import masks, nn
@@ -28,9 +27,9 @@ EFFICIENT = ("MHAEinsum", "MHAPyTorchScaledDotProduct")
 @pytest.mark.parametrize(
     ("name", "extra"), [(name, extra) for name in WITH_EXTRAS for extra in ("", *EXTRAS)] + [(x, "") for x in EFFICIENT]
 )
-def test_steps_equal_the_whole(name: str, extra: str, page_size: int | None) -> None:
-    module = made(name, extra) if name in WITH_EXTRAS else pair(name)[0].double()
-    x = torch.randn(2, sum(STEPS), D_IN, dtype=torch.float64)
+def test_steps_equal_the_whole(name, extra, page_size):
+    module = made_cached(name, extra)
+    x = sequences(2, sum(STEPS))
     _, whole = module(x, *arguments(module, 0, x.shape[1], x.shape[1]), need_weights=True)
     cached, without, begin = cache_for(module, page_size=page_size), cache_for(module, page_size=page_size), 0
     for new in STEPS:
@@ -43,11 +42,11 @@ def test_steps_equal_the_whole(name: str, extra: str, page_size: int | None) -> 
 
 
 @pytest.mark.parametrize("extra", ["", "alibi", "sinks", "rotary"])
-def test_a_ring_shows_all_positions(extra: str) -> None:
+def test_a_ring_shows_all_positions(extra):
     """Positions that the ring has dropped have weight 0, as the window says."""
     options = EXTRAS.get(extra, {}) | {"window": (4, 0)}
     module = nn.GroupedQueryAttention(*ARGUMENTS["GroupedQueryAttention"], **options).double()
-    x = torch.randn(2, 60, D_IN, dtype=torch.float64)
+    x = sequences(2, 60)
     _, whole = module(x, need_weights=True)
     cached, begin = cache_for(module, window=(4, 0)), 0
     for part in x.split(7, 1):
@@ -58,11 +57,11 @@ def test_a_ring_shows_all_positions(extra: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [{}, {"page_size": 16}, {"window": (7, 0)}])
-def test_dropped_weights_are_those_used(kind: dict[str, Any]) -> None:
+def test_dropped_weights_are_those_used(kind):
     """Out is their product with the values of all tokens."""
     module = made("MultiHeadAttention", "rotary")
     module.dropout.p = 0.5
-    x = torch.randn(2, 12, D_IN, dtype=torch.float64)
+    x = sequences(2, 12)
     values = module.W_value(x).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
     cached = cache_for(module, **kind)
     with torch.no_grad():
@@ -73,9 +72,9 @@ def test_dropped_weights_are_those_used(kind: dict[str, Any]) -> None:
             assert (weights.masked_select(nn.causal_mask(12)[..., part, : weights.shape[-1]].logical_not()) == 0).any()
 
 
-def test_ranges_and_masks() -> None:
+def test_ranges_and_masks():
     module, ranges = made("Attention", "all"), masks.padding([7, 4], 7, side="left")
-    x, mask = torch.randn(2, 7, D_IN, dtype=torch.float64), torch.rand(2, 1, 7, CONTEXT_LENGTH) < 0.3
+    x, mask = sequences(2, 7), torch.rand(2, 1, 7, CONTEXT_LENGTH) < 0.3
     _, whole = module(x, mask[..., :7] | nn.causal_mask(7), key_ranges=ranges, need_weights=True)
     cached = cache_for(module)
     hidden = mask | nn.causal_mask(CONTEXT_LENGTH)[:, :, :7]
@@ -85,16 +84,16 @@ def test_ranges_and_masks() -> None:
         assert_same(weights, whole[:, :, part, : part.stop])
 
 
-def test_use_cache() -> None:
+def test_use_cache():
     module = made("GroupedQueryAttention", "all")
-    x = torch.randn(2, 9, D_IN, dtype=torch.float64)
+    x = sequences(2, 9)
     _, whole = module(x, need_weights=True)
     for part in (slice(6), slice(6, 9)):
         _, weights = module(x[:, part], use_cache=True, need_weights=True)
         assert_same(weights, whole[:, :, part, : part.stop])
 
 
-def test_nothing_is_there() -> None:
+def test_nothing_is_there():
     """No batch, and no new token."""
     module = made("MultiHeadAttention")
     empty = torch.zeros(0, 3, D_IN, dtype=torch.float64)
@@ -104,12 +103,11 @@ def test_nothing_is_there() -> None:
 
 
 @pytest.mark.parametrize("kind", [{}, {"page_size": 16}, {"window": (7, 0)}])
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning:torch")  # torch's own, in dynamo
-def test_compiles_to_one_graph(kind: dict[str, Any]) -> None:
+def test_compiles_to_one_graph(kind):
     torch._dynamo.reset()
     module = made("MultiHeadAttention", "all")
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    x = torch.randn(2, 3, D_IN, dtype=torch.float64)
+    x = sequences(2, 3)
     ours, expected = cache_for(module, **kind), cache_for(module, **kind)
     with torch.no_grad():
         for _ in range(3):

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 
@@ -16,20 +15,20 @@ from pyattn.cli import bench, chart, contenders, features, kinds, main, runtimes
 
 
 @pytest.fixture
-def gpu(monkeypatch) -> dict[str, list]:
+def gpu(monkeypatch):
     """The CPU stands in for a GPU. Returns what was done to it."""
     done: dict[str, list] = {"randn": [], "to": [], "clock": [], "deterministic": []}
     randn, to, stopwatch = torch.randn, torch.nn.Module.to, timing.stopwatch
 
-    def randn_here(*size: object, device: str, **options: object) -> torch.Tensor:
+    def randn_here(*size, device, **options):
         done["randn"].append(device)
         return randn(*size, **options)
 
-    def stay(self: torch.nn.Module, device: str, dtype: torch.dtype) -> torch.nn.Module:
+    def stay(self, device, dtype):
         done["to"].append(device)
         return to(self, dtype)
 
-    def clock(device: str) -> Callable[[], float]:
+    def clock(device):
         done["clock"].append(device)
         return stopwatch("cpu")
 
@@ -82,7 +81,7 @@ def test_determinism_is_set_when_the_backward_runs(gpu, monkeypatch):
     home = import_module("pyattn.attention")  # pyattn.attention is the function
     backward, met = home.DENSE.backward, []
 
-    def watched(*args: object) -> object:
+    def watched(*args):
         met.append(gpu["deterministic"][-1])
         return backward(*args)
 
@@ -109,7 +108,7 @@ def test_modules_are_causal(name):
 
 
 @pytest.fixture
-def least(monkeypatch) -> None:
+def least(monkeypatch):
     """The bench has a tiny module, and three rounds of everything however long they take."""
     monkeypatch.setattr(kinds, "QUICK_MODULES", ((1, 8, 16, 2),))
     monkeypatch.setattr(bench, "QUICK_SECONDS", math.inf)
@@ -169,14 +168,13 @@ def test_run_on_a_gpu(gpu, tmp_path, capsys):
 # Files
 
 
-def test_an_earlier_benchmark_is_overwritten_only_on_request(tmp_path, monkeypatch, capsys):
+def test_an_earlier_benchmark_is_overwritten_only_on_request(tmp_path, monkeypatch, refusal):
     monkeypatch.setattr(bench, "comparisons", lambda options, peaks: {})
     monkeypatch.setattr(bench, "measured_peaks", lambda dtypes, threads: {})
     options = ["bench", "--out", str(tmp_path), "--threads", str(torch.get_num_threads())]
     (tmp_path / "results.json").write_text("precious")
-    assert main(options) == 2
-    message = f"pyattn: --out must be a new folder, or --overwrite be given, got {tmp_path} with results.json\n"
-    assert capsys.readouterr() == ("", message)
+    message = f"--out must be a new folder, or --overwrite be given, got {tmp_path} with results.json"
+    assert refusal(*options) == message
     assert (tmp_path / "results.json").read_text() == "precious"
     assert main([*options, "--overwrite"]) == 0
     assert json.loads((tmp_path / "results.json").read_text())["results"] == []
@@ -220,15 +218,14 @@ def test_the_picture_has_a_panel_for_modules(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--shapes 1x2x3", "pyattn: --shapes must be of the form BxHxTxD, each at least 1 and below 2^63, got 1x2x3"),
+        ("--shapes 1x2x3", "--shapes must be of the form BxHxTxD, each at least 1 and below 2^63, got 1x2x3"),
         (
             "--shapes 1x2x0x4",
-            "pyattn: --shapes must be of the form BxHxTxD, each at least 1 and below 2^63, got 1x2x0x4",
+            "--shapes must be of the form BxHxTxD, each at least 1 and below 2^63, got 1x2x0x4",
         ),
-        ("--threads 0", "pyattn: --threads must be at least 1, got 0"),
-        ("--only cache --shapes 1x2x3x4", "pyattn: --shapes must be left out with --only cache, got 1x2x3x4"),
+        ("--threads 0", "--threads must be at least 1, got 0"),
+        ("--only cache --shapes 1x2x3x4", "--shapes must be left out with --only cache, got 1x2x3x4"),
     ],
 )
-def test_bad_input(options, message, capsys):
-    assert main(["bench", *options.split()]) == 2
-    assert capsys.readouterr().err.strip() == message
+def test_bad_input(options, message, refusal):
+    assert refusal("bench", *options.split()) == message

@@ -1,18 +1,18 @@
 """Promise: the tables of packed sequences, caches and decoding compare what computes the same, and count its work."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from assertions import assert_close
 
 from pyattn.cli import InputError, decoding, kinds, kv_caches, main, packed, rows
 from pyattn.cli.gpt import Config
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch) -> Iterator[None]:
+def short(monkeypatch):
     """Three rounds of everything; threads as before."""
     for limit in ("FUNCTION_SECONDS", "TOKEN_SECONDS"):
         monkeypatch.setattr(kinds, limit, 0.0)
@@ -54,13 +54,13 @@ def test_sides_of_packed_sequences_compute_the_same(lengths):
     out, gradients = base.packed(base.forward()), [base.packed(gradient) for gradient in base.gradients()]
     assert out.shape == (sum(lengths), packed.HEADS, packed.HEAD_DIM)
     for side in sides.values():
-        torch.testing.assert_close(side.packed(side.forward()), out, rtol=0, atol=1e-12)
+        assert_close(side.packed(side.forward()), out)
         for gradient, expected in zip(side.gradients(), gradients, strict=True):
-            torch.testing.assert_close(side.packed(gradient), expected, rtol=0, atol=1e-12)
+            assert_close(side.packed(gradient), expected)
 
 
 @pytest.fixture
-def forgotten() -> Iterator[None]:
+def forgotten():
     """The documentation is read anew, now and afterwards."""
     packed.documentation.cache_clear()
     yield
@@ -130,7 +130,7 @@ def test_sides_of_caches_compute_the_same_each_time(sizes):
     assert out.shape == (1, sizes[0], 1, 8)
     for call in calls.values():
         for _ in range(2):
-            torch.testing.assert_close(call(), out, rtol=0, atol=1e-12)
+            assert_close(call(), out)
 
 
 # Decoding
@@ -151,4 +151,4 @@ def test_decoding(monkeypatch, tmp_path, capsys):
     for context in (1, 30):
         calls = decoding.sides(context, torch.float64, "cpu")
         for logits in (call() for call in calls.values() for _ in range(2)):
-            torch.testing.assert_close(logits, calls[decoding.BASE](), rtol=0, atol=1e-12)
+            assert_close(logits, calls[decoding.BASE]())

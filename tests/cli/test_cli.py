@@ -1,13 +1,14 @@
 """Promise: the commands take what they are told, and say in one sentence what they can't take."""
 
+import json
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from pyattn import _C, __version__
 from pyattn.cli import COMMANDS, info, main
@@ -37,16 +38,11 @@ STANDS_IN = {"cpu": "cpu", "cuda": "meta"}
         (f"--context 16 --out {'n' * 300}", "--out must be a folder that can be written to, got nnn"),
     ],
 )
-def test_bad_values_are_one_sentence(tmp_path, capsys, options, message):
+def test_bad_values_are_one_sentence(tmp_path, refusal, options, message):
     (tmp_path / "short").write_text("No bottle of beer on the wall. " * 50)
     data = "" if "--data" in options else f"--data {tmp_path / 'short'}"
     out = "" if "--out" in options else f"--out {tmp_path / 'run'}"
-    assert main(["train", *options.split(), *data.split(), *out.split()]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.startswith("pyattn: ")
-    assert message in shown.err
-    assert shown.err.count("\n") == 1
+    assert message in refusal("train", *options.split(), *data.split(), *out.split())
 
 
 def test_unknown_options_and_commands_exit_with_2(capsys):
@@ -80,11 +76,10 @@ def test_version(capsys):
         (True, "needs a build of pyattn with CUDA kernels (PYATTN_CUDA=ON), got a build without"),
     ],
 )
-def test_cuda_without_a_gpu_or_kernels_is_one_sentence(monkeypatch, capsys, command, gpu, message):
+def test_cuda_without_a_gpu_or_kernels_is_one_sentence(monkeypatch, refusal, command, gpu, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(_C, "cuda_archs", [])
-    assert main([command, "--device", "cuda"]) == 2
-    assert capsys.readouterr() == ("", f"pyattn: --device cuda {message}\n")
+    assert refusal(command, "--device", "cuda") == f"--device cuda {message}"
 
 
 # What is there
@@ -106,7 +101,7 @@ def test_info_names_gpus_and_what_kernels_are_for(monkeypatch, capsys):
 
 
 def test_info_asks_the_device_for_its_dtypes(monkeypatch, capsys):
-    def attention(q: Tensor, *_: Tensor) -> None:
+    def attention(q, *_):
         if (q.device.type, q.dtype) == ("meta", torch.float64):
             raise TypeError
 
@@ -125,8 +120,9 @@ def test_info_asks_the_device_for_its_dtypes(monkeypatch, capsys):
 # Processes of their own
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=600)
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command, environment = [sys.executable, *arguments], os.environ | environment
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
 
 
 def test_info_as_a_module():
@@ -151,32 +147,57 @@ NEEDED = {
 """The packages that a command needs, and a command line that gets past its imports."""
 
 
-def without(packages: set[str], command: str, options: list[str]) -> subprocess.CompletedProcess[str]:
-    """The command in a process that can't import ``packages``, as where they are not installed."""
-    missing = f"import sys; sys.modules |= dict.fromkeys({packages!r})"
-    return python(
-        "-W", "ignore", "-c", f"{missing}; from pyattn.cli import main; sys.exit(main({[command, *options]}))"
-    )
+MISSING = {"train": "tqdm", "generate": "safetensors", "bench --out": "matplotlib", "show": "numpy"}
+
+FORKS = """
+import json, os, sys
+cases, packages = json.loads(sys.argv[1])
+sys.modules |= dict.fromkeys(packages)
+from pyattn.cli import main
+children = []
+for argv, missing, shown in cases:
+    children.append(os.fork())
+    if not children[-1]:
+        for package in set(packages) - set(missing):
+            del sys.modules[package]
+        for descriptor in (1, 2):
+            os.dup2(os.open(f"{shown}{descriptor}", os.O_CREAT | os.O_WRONLY), descriptor)
+        sys.exit(main(argv))
+print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
+"""
+"""Commands, each in a process that can't import ``missing``. They share what any of them takes seconds to import."""
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory):
+    """Exit code and output of each command where packages are missing: all it does not need, or one that it does."""
+    folder, packages = tmp_path_factory.mktemp("shown"), sorted(set().union(*(needed for needed, _ in NEEDED.values())))
+    asked = {(name, False): set(packages) - needed for name, (needed, _) in NEEDED.items()}
+    asked |= {(name, True): {package} for name, package in MISSING.items()}
+    files = [folder / str(n) for n in range(len(asked))]
+    cases = [
+        ([name.split()[0], *NEEDED[name][1]], sorted(missing), str(file))
+        for ((name, _), missing), file in zip(asked.items(), files, strict=True)
+    ]
+    done = python("-W", "ignore", "-c", FORKS, json.dumps([cases, packages]))
+    return {
+        key: (code, *(Path(f"{file}{descriptor}").read_text() for descriptor in (1, 2)))
+        for key, code, file in zip(asked, json.loads(done.stdout), files, strict=True)
+    }
 
 
 @pytest.mark.parametrize("command", NEEDED)
-def test_a_command_runs_without_the_packages_that_it_does_not_need(command):
-    needed, options = NEEDED[command]
-    done = without({"matplotlib", "numpy", "safetensors", "tqdm"} - needed, command.split()[0], options)
-    assert "not installed" not in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.returncode == (2 if needed else 0)
+def test_a_command_runs_without_the_packages_that_it_does_not_need(without, command):
+    code, _, err = without[command, False]
+    assert "not installed" not in err
+    assert "Traceback" not in err
+    assert code == (2 if NEEDED[command][0] else 0)
 
 
-@pytest.mark.parametrize(
-    ("command", "package"),
-    [("train", "tqdm"), ("generate", "safetensors"), ("bench --out", "matplotlib"), ("show", "numpy")],
-)
-def test_a_missing_package_is_named_with_the_command_that_installs_it(command, package):
-    name, options = command.split()[0], NEEDED[command][1]
-    done = without({package}, name, options)
-    message = f"pyattn: {name} needs {package}, which is not installed: pip install {package}\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+@pytest.mark.parametrize(("command", "package"), MISSING.items())
+def test_a_missing_package_is_named_with_the_command_that_installs_it(without, command, package):
+    message = f"pyattn: {command.split()[0]} needs {package}, which is not installed: pip install {package}\n"
+    assert without[command, True] == (2, "", message)
 
 
 def test_a_benchmark_without_a_picture_needs_no_matplotlib():
@@ -194,14 +215,7 @@ def test_the_package_needs_no_extra():
 
 @pytest.mark.parametrize("command", ["info", "train"])
 def test_an_instruction_set_that_is_not_there_is_one_sentence(command):
-    done = subprocess.run(
-        [sys.executable, "-m", "pyattn", command],
-        env=os.environ | {"PYATTN_ISA": "abacus"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    done = python("-m", "pyattn", command, PYATTN_ISA="abacus")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("pyattn: ")
     assert "PYATTN_ISA" in done.stderr

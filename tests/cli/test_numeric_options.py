@@ -2,8 +2,6 @@
 
 import argparse
 import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -36,7 +34,7 @@ class Work(BaseException):
 
 
 @pytest.fixture(autouse=True)
-def state_kept() -> Iterator[None]:
+def state_kept():
     isa, threads = pyattn.isa(), torch.get_num_threads()
     yield
     pyattn.set_isa(isa)
@@ -44,7 +42,7 @@ def state_kept() -> Iterator[None]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     checkpoint.save(GPT(Config(layers=1, heads=1, width=4, context=8, alibi=True)), tmp_path / checkpoint.MODEL)
     return tmp_path
 
@@ -73,12 +71,12 @@ def options_of(command: str) -> dict[str, argparse.Action]:
     return {action.option_strings[0]: action for action in actions if action.type in (int, float)}
 
 
-def test_every_command_but_info_takes_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_but_info_takes_numbers(capsys):
     assert COMMANDS.keys() | {"info"} == cli.COMMANDS.keys()
     assert all(map(options_of, COMMANDS))
 
 
-def test_a_window_is_left_and_right_in_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_window_is_left_and_right_in_every_command(capsys):
     windows = {command: options.get("--window") for command in COMMANDS if (options := options_of(command))}
     found = {command: (o.nargs, o.metavar, tuple(o.default)) for command, o in windows.items() if o is not None}
     assert found == dict.fromkeys(("train", "profile"), (2, ("LEFT", "RIGHT"), (-1, -1)))
@@ -86,9 +84,7 @@ def test_a_window_is_left_and_right_in_every_command(capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("text", EXTREMES, ids=lambda text: text[:20] + "~" * (len(text) > 20))
 @pytest.mark.parametrize("command", COMMANDS)
-def test_extremes(
-    run: Path, story: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, text: str
-) -> None:
+def test_extremes(run, story, monkeypatch, capsys, command, text):
     """Work that begins does what the value says: see the next test."""
     for module, name in WORK:
         monkeypatch.setattr(module, name, mock.Mock(side_effect=Work))
@@ -133,13 +129,13 @@ WORKING = {
 
 @pytest.mark.parametrize(("command", "options"), [(name, option) for name, all_ in WORKING.items() for option in all_])
 def test_extremes_that_are_right_work(
-    run: Path,
-    story: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    command: str,
-    options: str,
-) -> None:
+    run,
+    story,
+    monkeypatch,
+    capsys,
+    command,
+    options,
+):
     monkeypatch.setattr(profile, "SECONDS", 0.0)
     small = {"train": "--batch 2 --steps 2 --threads 1", "generate": "--tokens 9", "profile": "--forward --threads 1"}
     argv = f"{COMMANDS[command]} {small[command]} {options}".format(run=run, story=story)
@@ -147,7 +143,7 @@ def test_extremes_that_are_right_work(
     assert "nan" not in capsys.readouterr().out
 
 
-def test_the_lowest_temperature_takes_the_likeliest(run: Path) -> None:
+def test_the_lowest_temperature_takes_the_likeliest(run):
     logits = torch.tensor([[3.0, 9.0, 1.0, 8.999]])
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
@@ -156,20 +152,14 @@ def test_the_lowest_temperature_takes_the_likeliest(run: Path) -> None:
 
 @pytest.mark.parametrize("text", [b"\xff\xfe", "half \ud83d of a pair".encode("utf-8", "surrogatepass")])
 @pytest.mark.parametrize(("command", "option"), [("generate", "--prompt"), ("show", "--text")])
-def test_bytes_that_are_no_text(
-    run: Path, capsys: pytest.CaptureFixture[str], command: str, option: str, text: bytes
-) -> None:
+def test_bytes_that_are_no_text(run, refusal, command, option, text):
     """As they arrive from a shell."""
-    assert main([command, str(run), option, os.fsdecode(text)]) == 2
-    message = f"pyattn: {option} must be text (UTF-8), got {os.fsdecode(text)!a}\n"
-    assert capsys.readouterr() == ("", message)
+    given = os.fsdecode(text)
+    assert refusal(command, str(run), option, given) == f"{option} must be text (UTF-8), got {given!a}"
 
 
-def test_memory_that_torch_can_not_have_is_one_sentence(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_memory_that_torch_can_not_have_is_one_sentence(run, monkeypatch, refusal):
     monkeypatch.setattr(limits, "check_memory", lambda *_: None)
     monkeypatch.setattr(generation, "check_memory", lambda *_: None)
-    assert main(["generate", str(run), "--prompt", "a", "--tokens", str(2**44)]) == 2
-    message = f"pyattn: generate must fit the memory that is free, got {2**48 + 16} bytes\n"
-    assert capsys.readouterr().err == message
+    message = f"generate must fit the memory that is free, got {2**48 + 16} bytes"
+    assert refusal("generate", str(run), "--prompt", "a", "--tokens", str(2**44)) == message

@@ -1,7 +1,6 @@
 """Promise: a profile covers the kernels' time, counts their work, and shows what there is to see."""
 
 import json
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from pyattn.cli import contention, main, phases, profile
 
 
 @pytest.fixture(autouse=True)
-def state_kept() -> Iterator[None]:
+def state_kept():
     isa, threads = pyattn.isa(), torch.get_num_threads()
     yield
     pyattn.set_isa(isa)
@@ -33,7 +32,7 @@ def flops(tasks: list, pass_name: str) -> dict[str, int]:
 
 
 @pytest.mark.usefixtures("isa")
-def test_every_product_is_counted() -> None:
+def test_every_product_is_counted():
     """Without a mask a tile computes what is asked for and no more; the rows fill whole vectors."""
     tasks = tasks_of(Case(2, 4, 2, 64, 192, 32, 48, causal=False))
     pairs = 2 * 4 * 64 * 192
@@ -43,19 +42,19 @@ def test_every_product_is_counted() -> None:
     assert {task.isa for task in tasks} == {pyattn.isa()}
 
 
-def test_masked_tiles_compute_little_in_vain() -> None:
+def test_masked_tiles_compute_little_in_vain():
     computed = sum(flops(tasks_of(Case(1, 1, 1, 1000, 1000, 64, 64)), "forward").values())
     visible = 2 * 1000 * 1001 // 2 * 128
     assert visible < computed < 1.1 * visible
 
 
-def test_decoding_is_counted() -> None:
+def test_decoding_is_counted():
     tasks = tasks_of(Case(1, 4, 1, 1, 2500, 64, 64))
     assert flops(tasks, "forward") == dict.fromkeys(("S = Q K^T", "O = P V"), 2 * 4 * 2500 * 64)
     assert "merge_out" in {task.pass_name for task in tasks}
 
 
-def test_times_fit_in_their_task() -> None:
+def test_times_fit_in_their_task():
     """The phases are most of a task's time: every task counts as many ticks a second.
 
     Whether a second thread gets any item is up to the machine; attention/test_threads.py waits until one does.
@@ -67,7 +66,7 @@ def test_times_fit_in_their_task() -> None:
     assert sum(task.items for task in tasks if task.pass_name == "forward") == 8 * 11
 
 
-def test_nothing_is_kept_while_nobody_measures() -> None:
+def test_nothing_is_kept_while_nobody_measures():
     attention(*Case(1, 1, 1, 70, 70, 8, 8).inputs(torch.float32))
     _C.start_profile()
     assert _C.stop_profile() == []
@@ -75,7 +74,7 @@ def test_nothing_is_kept_while_nobody_measures() -> None:
     assert _C.stop_profile() == []
 
 
-def test_run(tmp_path, capsys) -> None:
+def test_run(tmp_path, capsys):
     trace = tmp_path / "trace.json"
     options = f"--shapes 1x4x300x16 --dtype bfloat16 --threads 2 --isa scalar --dropout 0.1 --trace {trace}"
     assert main(["profile", *options.split()]) == 0
@@ -97,7 +96,7 @@ def test_run(tmp_path, capsys) -> None:
         assert any(t["ts"] <= product["ts"] <= t["ts"] + t["dur"] for t in tasks if t["tid"] == product["tid"])
 
 
-def test_shapes_are_profiled_one_by_one_and_rare_passes_explained(capsys, monkeypatch) -> None:
+def test_shapes_are_profiled_one_by_one_and_rare_passes_explained(capsys, monkeypatch):
     monkeypatch.setattr(profile, "SECONDS", 0.0)
     assert main(["profile", "--shapes", "1x1x200x16", "1x9x20x16", "--threads", "1"]) == 0
     first, second = capsys.readouterr().out.split("1x9x20x16 float32, causal, dropout 0, 3 calls")
@@ -108,7 +107,7 @@ def test_shapes_are_profiled_one_by_one_and_rare_passes_explained(capsys, monkey
     assert "dQ = dS K" in second
 
 
-def test_a_busy_machine_is_told(capsys, monkeypatch) -> None:
+def test_a_busy_machine_is_told(capsys, monkeypatch):
     waits = iter([1.0, 3600.0])
     monkeypatch.setattr(contention, "waited", lambda: next(waits))
     monkeypatch.setattr(profile, "SECONDS", 0.0)
@@ -141,7 +140,7 @@ class Watched(torch.profiler.profile):
 
 
 @pytest.fixture
-def gpu(monkeypatch) -> None:
+def gpu(monkeypatch):
     """The CPU stands in for a GPU."""
     randn, place = torch.randn, {"cuda": "cpu"}
     monkeypatch.setattr(torch, "randn", lambda *size, device, **options: randn(*size, device=place[device], **options))
@@ -153,7 +152,7 @@ def gpu(monkeypatch) -> None:
     monkeypatch.setattr(_C, "cuda_archs", ["90"])
 
 
-def test_run_with_masks_and_scores(capsys) -> None:
+def test_run_with_masks_and_scores(capsys):
     options = "--window 90 0 --documents 64 --mask --bias --softcap 9 --alibi --sinks --full"
     assert main(["profile", "--shapes", "1x4x300x16", "--threads", "1", *options.split()]) == 0
     shown = capsys.readouterr().out
@@ -164,7 +163,7 @@ def test_run_with_masks_and_scores(capsys) -> None:
         assert phases.EXPLAINED[pass_name] in shown
 
 
-def test_run_with_the_gradient_of_a_bias(capsys) -> None:
+def test_run_with_the_gradient_of_a_bias(capsys):
     assert main(["profile", "--shapes", "1x2x90x16", "--threads", "1", "--bias"]) == 0
     shown = capsys.readouterr().out
     assert "causal, random bias, dropout 0" in shown
@@ -172,7 +171,7 @@ def test_run_with_the_gradient_of_a_bias(capsys) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_run_on_a_gpu(tmp_path, capsys) -> None:
+def test_run_on_a_gpu(tmp_path, capsys):
     trace = tmp_path / "trace.json"
     assert main(["profile", *f"--device cuda --shapes 1x4x300x64 --trace {trace}".split()]) == 0
     shown = capsys.readouterr().out
@@ -193,7 +192,7 @@ def test_run_on_a_gpu(tmp_path, capsys) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_profile_without_kernels_is_refused(monkeypatch, capsys) -> None:
+def test_a_profile_without_kernels_is_refused(monkeypatch, capsys):
     monkeypatch.setitem(KERNELS, "forward", [])
     assert main(["profile", "--device", "cuda", "--shapes", "1x1x9x4", "--forward"]) == 2
     message = "pyattn: --device cuda needs a torch.profiler that sees kernels (CUPTI), got none in 5 calls"
@@ -203,20 +202,19 @@ def test_a_profile_without_kernels_is_refused(monkeypatch, capsys) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--shapes 1x2x3", "pyattn: --shapes must be of the form BxHxTxD, each at least 1 and below 2^63, got 1x2x3"),
-        ("--threads 0", "pyattn: --threads must be at least 1, got 0"),
-        ("--dropout 1", "pyattn: --dropout must be at least 0 and below 1, got 1.0"),
-        ("--shapes 1x1x9x4 1x1x9x8 --trace t", "pyattn: --trace takes one of --shapes, got 1x1x9x4 1x1x9x8"),
-        ("--window 3 -2", "pyattn: --window: each of its two numbers must be at least -1, got -2"),
-        ("--documents 0", "pyattn: --documents must be at least 1, got 0"),
-        ("--queries 0 --shapes 1x1x9x4", "pyattn: --queries must lie between 1 and T = 9, got 0"),
-        ("--queries 10 --shapes 1x1x9x4", "pyattn: --queries must lie between 1 and T = 9, got 10"),
-        ("--num-heads-kv 0 --shapes 1x6x9x4", "pyattn: --num-heads-kv must divide H = 6, got 0"),
-        ("--num-heads-kv 4 --shapes 1x6x9x4", "pyattn: --num-heads-kv must divide H = 6, got 4"),
-        ("--softcap nan", "pyattn: --softcap must be finite and at least 0, got nan"),
-        ("--device cuda --isa scalar", "pyattn: --isa must be left out with --device cuda, got scalar"),
+        ("--shapes 1x2x3", "--shapes must be of the form BxHxTxD, each at least 1 and below 2^63, got 1x2x3"),
+        ("--threads 0", "--threads must be at least 1, got 0"),
+        ("--dropout 1", "--dropout must be at least 0 and below 1, got 1.0"),
+        ("--shapes 1x1x9x4 1x1x9x8 --trace t", "--trace takes one of --shapes, got 1x1x9x4 1x1x9x8"),
+        ("--window 3 -2", "--window: each of its two numbers must be at least -1, got -2"),
+        ("--documents 0", "--documents must be at least 1, got 0"),
+        ("--queries 0 --shapes 1x1x9x4", "--queries must lie between 1 and T = 9, got 0"),
+        ("--queries 10 --shapes 1x1x9x4", "--queries must lie between 1 and T = 9, got 10"),
+        ("--num-heads-kv 0 --shapes 1x6x9x4", "--num-heads-kv must divide H = 6, got 0"),
+        ("--num-heads-kv 4 --shapes 1x6x9x4", "--num-heads-kv must divide H = 6, got 4"),
+        ("--softcap nan", "--softcap must be finite and at least 0, got nan"),
+        ("--device cuda --isa scalar", "--isa must be left out with --device cuda, got scalar"),
     ],
 )
-def test_bad_input(options, message, capsys) -> None:
-    assert main(["profile", *options.split()]) == 2
-    assert capsys.readouterr().err.strip() == message
+def test_bad_input(options, message, refusal):
+    assert refusal("profile", *options.split()) == message

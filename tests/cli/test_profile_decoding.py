@@ -1,7 +1,6 @@
 """Promise: a profile of decoding shows its phases, and how fast it reads the keys and values that its queries see."""
 
 import re
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,7 @@ from pyattn.cli import main, phases, profile
 
 
 @pytest.fixture(autouse=True)
-def threads_kept() -> Iterator[None]:
+def threads_kept():
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -21,7 +20,7 @@ def threads_kept() -> Iterator[None]:
 
 @pytest.mark.parametrize("mask", [{}, {"window": (70, 0)}, {"mask": True}, {"key_ranges": True, "causal": False}])
 @pytest.mark.parametrize("seqlen_q", [1, 3, 300])
-def test_bytes_are_those_of_keys_that_any_query_of_their_group_sees(monkeypatch, mask, seqlen_q) -> None:
+def test_bytes_are_those_of_keys_that_any_query_of_their_group_sees(monkeypatch, mask, seqlen_q):
     monkeypatch.setattr(phases, "ROWS", 7)
     case = Case(2, 6, 2, seqlen_q, 300, 16, 24)
     q, k, v = case.inputs(torch.bfloat16)
@@ -33,7 +32,7 @@ def test_bytes_are_those_of_keys_that_any_query_of_their_group_sees(monkeypatch,
     assert phases.bytes_seen(q, k, v, **mask) == keys * (16 + 24) * 2
 
 
-def test_run_of_decoding(capsys, monkeypatch) -> None:
+def test_run_of_decoding(capsys, monkeypatch):
     """Phases of few queries, and the rate at which keys and values are read, in the time of a call and of torch.sum."""
     times = {"attention": SimpleNamespace(seconds=1e-3, speedup=2.0), "torch.sum": SimpleNamespace(seconds=2e-3)}
     monkeypatch.setattr(phases, "in_turn", lambda calls, base, *rest: [call() for call in calls.values()] and times)
@@ -55,7 +54,7 @@ def test_run_of_decoding(capsys, monkeypatch) -> None:
     assert theirs == pytest.approx(whole / 2e-3 / 1e9, abs=0.1)
 
 
-def test_a_whole_cache_is_read_by_one_query(capsys, monkeypatch) -> None:
+def test_a_whole_cache_is_read_by_one_query(capsys, monkeypatch):
     monkeypatch.setattr(profile, "SECONDS", 0.0)
     monkeypatch.setattr(phases, "SECONDS", 0.0)
     assert main(["profile", "--shapes", "1x2x5000x64", "--queries", "1", "--threads", "1"]) == 0

@@ -1,7 +1,5 @@
 """Promise: a training that was cut off continues to the bit from its last validation; any training can go further."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -26,10 +24,9 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
 
 @pytest.mark.parametrize("cut", [0, 2, 3, 5])
 @pytest.mark.parametrize("options", ["--dropout 0.2", "--dropout 0.1 --window 3 0 --sinks --alibi --seed 3"])
-def test_it_goes_on_to_the_bit(train_on, monkeypatch, capsys, cut: int, options: str) -> None:
+def test_it_goes_on_to_the_bit(train_on, finished, monkeypatch, capsys, cut, options):
     """Weights, moments, losses and what is drawn next are those of a training that was not cut off."""
-    _, whole = train_on(*options.split(), out="whole")
-    shown = capsys.readouterr().out
+    whole, shown = finished(*options.split())
     with monkeypatch.context() as patch:
         interrupt(patch, cut)
         code, folder = train_on(*options.split(), out="cut")
@@ -55,7 +52,7 @@ def test_it_goes_on_to_the_bit(train_on, monkeypatch, capsys, cut: int, options:
     }
 
 
-def test_a_finished_training_ends_the_same(train_on, capsys) -> None:
+def test_a_finished_training_ends_the_same(train_on, capsys):
     _, folder = train_on("--dropout", "0.2")
     before = {name: (folder / name).read_bytes() for name in FILES}
     assert main(["train", f"--resume={folder}"]) == 0
@@ -63,10 +60,9 @@ def test_a_finished_training_ends_the_same(train_on, capsys) -> None:
     assert not list(folder.glob("*.unfinished"))
 
 
-def test_the_state_is_no_pickle(train_on) -> None:
-    _, folder = train_on()
-    assert (folder / state.STATE).read_bytes()[8:10] == b'{"'  # safetensors: a length, then JSON
-    assert state.load(folder).options.lr == 5e-3
+def test_the_state_is_no_pickle(trained):
+    assert (trained / state.STATE).read_bytes()[8:10] == b'{"'  # safetensors: a length, then JSON
+    assert state.load(trained).options.lr == 5e-3
 
 
 # More steps than the run was to have
@@ -85,9 +81,7 @@ def rates_of(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.parametrize("cut", [None, 4])
-def test_a_run_is_extended_to_the_bit_under_a_constant_rate(
-    train_on, monkeypatch: pytest.MonkeyPatch, capsys, cut: int | None
-) -> None:
+def test_a_run_is_extended_to_the_bit_under_a_constant_rate(train_on, monkeypatch, capsys, cut):
     """Weights, moments and draws are those of a run that had all steps from the beginning, finished or cut off."""
     monkeypatch.setattr(fit.Recipe, "rate", lambda self, step: self.lr)
     options = "--dropout", "0.2", "--eval-every", "4"
@@ -107,7 +101,7 @@ def test_a_run_is_extended_to_the_bit_under_a_constant_rate(
     assert all(torch.equal(x, expected.tensors[name]) for name, x in ours.tensors.items())
 
 
-def test_further_steps_have_the_rates_of_a_run_of_so_many(train_on, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_further_steps_have_the_rates_of_a_run_of_so_many(train_on, monkeypatch):
     rates = rates_of(monkeypatch)
     _, folder = train_on()
     assert main(["train", "--resume", str(folder), "--steps", "15"]) == 0
@@ -117,27 +111,23 @@ def test_further_steps_have_the_rates_of_a_run_of_so_many(train_on, monkeypatch:
     assert rates[6] > rates[5]
 
 
-def test_steps_that_are_done_already(train_on, capsys) -> None:
-    _, folder = train_on()
-    before = (folder / state.STATE).read_bytes()
-    capsys.readouterr()
-    assert main(["train", "--resume", str(folder), "--steps", "5"]) == 2
-    assert capsys.readouterr() == ("", "pyattn: --steps must be at least the 6 steps that are done, got 5\n")
-    assert (folder / state.STATE).read_bytes() == before
-    assert main(["train", "--resume", str(folder), "--steps", "6"]) == 0
+def test_steps_that_are_done_already(trained, refusal):
+    before = (trained / state.STATE).read_bytes()
+    said = refusal("train", "--resume", str(trained), "--steps", "5")
+    assert said == "--steps must be at least the 6 steps that are done, got 5"
+    assert (trained / state.STATE).read_bytes() == before
+    assert main(["train", "--resume", str(trained), "--steps", "6"]) == 0
 
 
 # What is refused
 
 
-def test_other_options(train_on, capsys) -> None:
-    _, folder = train_on()
-    assert main(["train", "--resume", str(folder), "--lr", "0.1"]) == 2
+def test_other_options(trained, refusal):
     message = "--resume continues by the options of its run but --steps, leave others out, got --lr"
-    assert capsys.readouterr().err == f"pyattn: {message}\n"
+    assert refusal("train", "--resume", str(trained), "--lr", "0.1") == message
 
 
-def test_another_text(train_on, story: Path, capsys) -> None:
+def test_another_text(train_on, story, capsys):
     _, folder = train_on()
     story.write_text(story.read_text().replace("green", "brown"))
     assert main(["train", "--resume", str(folder)]) == 2
@@ -145,15 +135,14 @@ def test_another_text(train_on, story: Path, capsys) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no safetensors at all", b"\x02\0\0\0\0\0\0\0{}"])
-def test_no_state(tmp_path: Path, capsys, content: bytes | None) -> None:
+def test_no_state(tmp_path, refusal, content):
     if content is not None:
         (tmp_path / state.STATE).write_bytes(content)
-    assert main(["train", "--resume", str(tmp_path)]) == 2
-    message = f"pyattn: --resume must be a folder that pyattn train wrote, got {tmp_path / state.STATE}"
-    assert capsys.readouterr().err.startswith(message)
+    message = f"--resume must be a folder that pyattn train wrote, got {tmp_path / state.STATE}"
+    assert refusal("train", "--resume", str(tmp_path)).startswith(message)
 
 
-def test_peers_that_have_no_windows(train_on, capsys) -> None:
+def test_peers_that_have_no_windows(train_on, capsys):
     assert train_on("--attention", "sdpa", "--window", "3", "0")[0] == 2
     assert capsys.readouterr().err == "pyattn: --window, --sinks and --alibi need another --attention, got sdpa\n"
     assert train_on("--window", "-2", "0")[0] == 2

@@ -40,7 +40,7 @@ def test_a_spread_that_says_nothing_is_not_shown(rounds, waited, expected):
 
 
 @pytest.fixture
-def clock(monkeypatch) -> list[float]:
+def clock(monkeypatch):
     """The time, which only the calls of a test move on."""
     now = [0.0]
     stands_still = SimpleNamespace(**dict.fromkeys(("perf_counter", "thread_time", "process_time"), lambda: now[0]))
@@ -89,7 +89,7 @@ def test_what_there_is_no_time_for_is_left_out(clock):
 
 
 def test_without_sdpa_there_is_nothing_to_compare_with(clock):
-    def broken() -> None:
+    def broken():
         raise RuntimeError("broken\nin detail")
 
     result = rows.measure("x", "sdpa", sides(clock, ours=1.0) | {"sdpa": broken}, {}, 1.0, math.inf, "cpu")
@@ -112,7 +112,7 @@ def test_a_side_without_a_backward_is_compared_in_the_forward_alone(clock):
 def test_comparisons_share_the_time(clock, capsys):
     ends = []
 
-    def comparison(what: str, taken: float, end: float) -> list[dict]:
+    def comparison(what, taken, end):
         ends.append(end)
         clock[0] += taken
         return [{"what": what, "side": "sdpa", "forward": TIME | {"waited": 0.4}}]
@@ -130,7 +130,7 @@ def test_quick_is_over_in_half_a_minute(clock, monkeypatch):
     monkeypatch.setattr(bench, "measured_peaks", lambda dtypes, threads: {})
     slow = sides(clock, ours=1.0, sdpa=1.0)
 
-    def made(run: kinds.Run, sizes: object, ends: float) -> list[rows.Row]:
+    def made(run, sizes, ends):
         return rows.measure(run.what, "sdpa", slow, slow, 1.0, ends, run.device)
 
     for kind in ("functions", "modules"):

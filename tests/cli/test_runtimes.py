@@ -109,15 +109,15 @@ class Request:
 
 
 @pytest.fixture
-def stand_ins(monkeypatch) -> None:
+def stand_ins(monkeypatch):
     """The runtimes' interfaces, as far as they are used, over plain torch."""
 
-    def compile_model(model: list, device: str, settings: dict[str, Any]) -> SimpleNamespace:
+    def compile_model(model, device, settings):
         assert (model, device) == (["attention"], "CPU")
         Request.settings = settings
         return SimpleNamespace(create_infer_request=Request)
 
-    def sdpa(q: list[int], k: list[int], v: list[int], causal: bool) -> str:
+    def sdpa(q, k, v, causal):
         assert q == k == v
         assert causal
         return "attention"

@@ -1,7 +1,6 @@
 """Promise: each clock measures what it is for, and a machine that is busy with other work is noticed."""
 
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +22,7 @@ class Clocks:
 
 
 @pytest.fixture
-def clocks(monkeypatch) -> Clocks:
+def clocks(monkeypatch):
     clocks = Clocks()
     for module in (timing, contention):
         times = {"perf_counter": lambda: clocks.wall, "thread_time": lambda: clocks.thread}
@@ -48,7 +47,7 @@ def test_times_and_their_quartiles(clocks, monkeypatch):
     durations = iter([9e-4, *[1e-3] * 4, *[3e-3] * 4, *[2e-3] * 4])
     taken = []
 
-    def call() -> None:
+    def call():
         taken.append(next(durations) if len(taken) < 13 else 2e-3)
         clocks.call(taken[-1], 0.0, 0.0)
 
@@ -74,16 +73,16 @@ def test_a_gpu_is_timed_by_its_own_clock(monkeypatch):
     done = []
 
     class Event:
-        def __init__(self, enable_timing: bool) -> None:
+        def __init__(self, enable_timing):
             assert enable_timing
 
-        def record(self) -> None:
+        def record(self):
             done.append("event")
 
-        def synchronize(self) -> None:
+        def synchronize(self):
             done.append("wait")
 
-        def elapsed_time(self, end: "Event") -> float:
+        def elapsed_time(self, end):
             assert done[-1] == "wait"
             return 12.0
 
@@ -96,7 +95,7 @@ def test_a_gpu_is_timed_by_its_own_clock(monkeypatch):
 def test_peak_memory_of_a_gpu_is_what_a_call_adds(monkeypatch):
     allocated = {"now": 30, "peak": 500}
 
-    def call() -> None:
+    def call():
         allocated["peak"] = max(allocated["peak"], allocated["now"] + 70)
 
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: allocated.update(peak=allocated["now"]))
@@ -111,7 +110,7 @@ def test_peak_memory_sees_an_allocation():
 
 
 @pytest.mark.parametrize("missing", ["malloc_trim", "clear_refs"])
-def test_peak_memory_is_unknown_where_it_is_not_counted(tmp_path: Path, monkeypatch, missing):
+def test_peak_memory_is_unknown_where_it_is_not_counted(tmp_path, monkeypatch, missing):
     if missing == "malloc_trim":
         monkeypatch.setattr(timing.ctypes, "CDLL", lambda name: object())
     else:
@@ -124,7 +123,7 @@ def test_the_peak_is_what_all_threads_do_in_their_own_time(monkeypatch, threads)
     """Each thread does two billion operations in a second of its own."""
     own, longest = threading.local(), []
 
-    def spin(dtype: str, rounds: int) -> float:
+    def spin(dtype, rounds):
         own.seconds = own.__dict__.get("seconds", 0.0) + rounds * 1e-9
         longest.append(rounds * 1e-9)
         return rounds * 2.0
@@ -145,7 +144,7 @@ def test_spinning_counts_its_operations():
 # A busy machine
 
 
-def test_waiting_is_added_up_over_threads(tmp_path: Path, monkeypatch):
+def test_waiting_is_added_up_over_threads(tmp_path, monkeypatch):
     for task, line in {"17": "999 2000000000 5", "18": "1 500000000 9"}.items():
         (tmp_path / task).mkdir()
         (tmp_path / task / "schedstat").write_text(line + "\n")

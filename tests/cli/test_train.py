@@ -30,10 +30,8 @@ def assert_is_picture(path: Path) -> None:
     assert len({tuple(pixel) for pixel in pixels[::5, ::5].reshape(-1, pixels.shape[2]).tolist()}) > 2
 
 
-def test_training_leaves_a_model_a_curve_and_the_truth_about_them(train_on, story, capsys):
-    code, folder = train_on()
-    shown = capsys.readouterr().out
-    assert code == 0
+def test_training_leaves_a_model_a_curve_and_the_truth_about_them(finished, story):
+    folder, shown = finished()
     assert_is_picture(folder / "loss.png")
     assert f"validation loss {validation_loss(folder / 'model.safetensors', story):.4f} nats a byte" in shown
     assert "loads back, same validation loss" in shown
@@ -63,7 +61,7 @@ def test_training_takes_other_attentions_and_dtypes(train_on, options, capsys):
 
 
 def test_a_wrong_attention_is_found_out(train_on, monkeypatch, capsys):
-    def looks_ahead(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
+    def looks_ahead(q, k, v, dropout_p):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
     monkeypatch.setitem(ATTENTIONS, "sdpa", looks_ahead)
@@ -74,7 +72,7 @@ def test_a_wrong_attention_is_found_out(train_on, monkeypatch, capsys):
 def test_a_checkpoint_that_changes_is_found_out(train_on, monkeypatch, capsys):
     load = checkpoint.load
 
-    def load_scaled(*args: object) -> GPT:
+    def load_scaled(*args):
         model = load(*args)
         model.token.weight.data *= 1.01
         return model
@@ -88,7 +86,7 @@ def test_a_checkpoint_that_changes_is_found_out(train_on, monkeypatch, capsys):
 def test_ctrl_c_keeps_what_was_trained(train_on, story, monkeypatch, capsys, steps_taken):
     take_step, calls = torch.optim.AdamW.step, []
 
-    def interrupted(self: torch.optim.AdamW, *args: object) -> object:
+    def interrupted(self, *args):
         if len(calls) == steps_taken:
             raise KeyboardInterrupt
         calls.append(args)

@@ -14,11 +14,11 @@ import pytest
 from pyattn.cli import InputError, bench, checkpoint, main, output, profile, show
 
 
-def test_names_of_unfinished_files_are_unique(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_unfinished_files_are_unique(tmp_path, monkeypatch):
     """A write inside a write of the same file: both are whole, and the one that ends last stays."""
     met, sync = [], os.fsync
 
-    def inside(descriptor: int) -> None:
+    def inside(descriptor):
         monkeypatch.setattr(os, "fsync", sync)
         output.write(tmp_path / "a", b"inner")
         met.extend(path.name for path in tmp_path.iterdir())
@@ -65,37 +65,35 @@ COMMANDS: dict[str, Callable[[Path], list[str]]] = {
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_room_on_the_disk_is_one_sentence(
-    train_on: Callable[..., tuple[int, Path]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    command: str,
-) -> None:
+    trained,
+    monkeypatch,
+    capsys,
+    command,
+):
     """The earlier files stay to the byte, so the run can be resumed; nothing else is left."""
     if command == "bench":
         monkeypatch.setattr(bench, "comparisons", lambda options, peaks: {})
         monkeypatch.setattr(bench, "measured_peaks", lambda dtypes, threads: {})
-    _, run = train_on()
-    before = {path.name: path.read_bytes() for path in run.iterdir()}
-    capsys.readouterr()
+    before = {path.name: path.read_bytes() for path in trained.iterdir()}
     with room(100):
-        assert main(COMMANDS[command](run)) == 2
-    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+        assert main(COMMANDS[command](trained)) == 2
+    assert {path.name: path.read_bytes() for path in trained.iterdir()} == before
     shown = capsys.readouterr().err.splitlines()[-1]
     assert shown.startswith("pyattn: ")
     assert "File too large" in shown or "torch must be able to write its trace for --trace" in shown
     assert ("the earlier file is kept" in shown) == (command == "train")
-    assert main(["train", "--resume", str(run), "--steps", "9"]) == 0
+    assert main(["train", "--resume", str(trained), "--steps", "9"]) == 0
 
 
-def test_a_first_write_without_room_leaves_no_folder(train_on: Callable[..., tuple[int, Path]]) -> None:
+def test_a_first_write_without_room_leaves_no_folder(train_on):
     with room(100):
         code, folder = train_on()
     assert (code, folder.exists()) == (2, False)
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_disk_that_is_full_late_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    def full(*arguments: object) -> None:
+def test_a_disk_that_is_full_late_is_told(tmp_path, monkeypatch, call):
+    def full(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     (tmp_path / "a").write_bytes(b"before")
@@ -106,7 +104,7 @@ def test_a_disk_that_is_full_late_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "a").read_bytes() == b"before"
 
 
-def test_links_and_devices_stay_what_they_are(tmp_path: Path) -> None:
+def test_links_and_devices_stay_what_they_are(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "file")
     output.write(tmp_path / "link", b"through")
     assert (tmp_path / "link").is_symlink()
@@ -127,32 +125,30 @@ def test_links_and_devices_stay_what_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["{folder}", "{folder}/missing/file", "/dev/null/file", f"{{folder}}/{'n' * 300}"])
 @pytest.mark.parametrize("command", ["show {run} --out", "profile --shapes 1x1x9x4 --trace"])
 def test_a_file_that_can_not_be_written(
-    train_on: Callable[..., tuple[int, Path]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    command: str,
-    place: str,
-) -> None:
-    def works(*arguments: object) -> None:
+    trained,
+    monkeypatch,
+    capsys,
+    tmp_path,
+    command,
+    place,
+):
+    def works(*arguments):
         raise AssertionError("this is the work")
 
-    _, run = train_on()
-    capsys.readouterr()
     monkeypatch.setattr(show, "weights_of", works)
     monkeypatch.setattr(profile, "measure", works)
-    assert main([*command.format(run=run).split(), place.format(folder=tmp_path)]) == 2
+    assert main([*command.format(run=trained).split(), place.format(folder=tmp_path)]) == 2
     option = command.split()[-1]
     assert capsys.readouterr().err.startswith(f"pyattn: {option} must be a file that can be written to, got ")
 
 
-def test_a_file_of_the_run_that_is_a_folder(train_on: Callable[..., tuple[int, Path]], tmp_path: Path) -> None:
+def test_a_file_of_the_run_that_is_a_folder(train_on, tmp_path):
     (tmp_path / "run" / checkpoint.MODEL).mkdir(parents=True)
     assert train_on("--overwrite")[0] == 2
 
 
 @pytest.mark.parametrize(("descriptor", "code"), [("/dev/full", 2), ("pipe", 141)])
-def test_output_that_nobody_takes(descriptor: str, code: int) -> None:
+def test_output_that_nobody_takes(descriptor, code):
     if descriptor == "pipe":
         reader, writer = os.pipe()
         os.close(reader)

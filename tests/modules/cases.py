@@ -77,6 +77,17 @@ def pair(name: str, *arguments: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
     return made[0], made[1]
 
 
+def doubles(name: str, *arguments: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """The pair in float64."""
+    native, plain = pair(name, *arguments)
+    return native.double(), plain.double()
+
+
+def sequences(batch: int, seqlen: int) -> Tensor:
+    """Input of a module in float64."""
+    return torch.randn(batch, seqlen, D_IN, dtype=torch.float64)
+
+
 def set_dropout(module: torch.nn.Module, p: float) -> None:
     """In all modules within, be it a module or a number."""
     for part in module.modules():
@@ -171,6 +182,15 @@ def made(name: str, extra: str = "") -> torch.nn.Module:
         assert not module.sinks.any()
         torch.nn.init.normal_(module.sinks)
     return module
+
+
+CACHED = (*WITH_EXTRAS, "MHAEinsum", "MHAPyTorchScaledDotProduct")
+"""Modules that take a cache."""
+
+
+def made_cached(name: str, extra: str = "") -> torch.nn.Module:
+    """One of CACHED in float64, with the extra if it takes any."""
+    return made(name, extra) if name in WITH_EXTRAS else doubles(name)[0]
 
 
 def cache_for(module: torch.nn.Module, batch: int = 2, **options: Any) -> KVCache:

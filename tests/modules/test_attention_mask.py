@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from modules.cases import D_IN, assert_same, pair
+from modules.cases import D_IN, assert_same, doubles, pair, sequences
 from torch import Tensor
 
 from pyattn import nn
@@ -15,8 +15,8 @@ def wide_mask(mask: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(7, 7), (2, 7, 7), (2, 3, 7, 7), (1, 1, 7, 7), (2, 1, 1, 7)])
 def test_mask_is_true_where_masked_out(shape):
-    native, plain = (module.double() for module in pair("Attention"))
-    x = torch.randn(2, 7, D_IN, dtype=torch.float64)
+    native, plain = doubles("Attention")
+    x = sequences(2, 7)
     mask = torch.rand(shape) < 0.5
     mask[..., 0] = False
     assert_same(native(x, mask), plain(x, mask))

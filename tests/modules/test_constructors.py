@@ -49,8 +49,6 @@ def made(module: str, **changed: Any) -> torch.nn.Module:
             "rotary must be a base above 0, with an even head_dim, got 100.0 and 3",
         ),
         (lambda: nn.Attention(12, 3, rotary=0), "rotary must be a base above 0, with an even head_dim, got 0 and 4"),
-        (lambda: nn.CausalAttention(4, 8, 6, 1.5), "dropout must be between 0 and 1, got 1.5"),
-        (lambda: nn.SingleHeadSelfAttention(4, 8, float("nan")), "dropout must be between 0 and 1, got nan"),
     ],
 )
 def test_constructor_errors(make, message):
@@ -79,7 +77,7 @@ def test_extras_of_other_types(name, extra, message):
 
 
 @pytest.mark.parametrize(("module", "name"), cases(*SIZES))
-def test_sizes(module: str, name: str) -> None:
+def test_sizes(module, name):
     for value in (True, 3.0, "3", torch.tensor([3])):
         got = "torch.Tensor of shape (1,)" if isinstance(value, torch.Tensor) else repr(value)
         with pytest.raises(TypeError, match=f"^{re.escape(f'pyattn: {name} must be int, got {got}')}$"):
@@ -89,23 +87,23 @@ def test_sizes(module: str, name: str) -> None:
             made(module, **{name: value})
 
 
-def test_sizes_of_every_module_are_checked() -> None:
+def test_sizes_of_every_module_are_checked():
     assert {module for module, _ in cases(*SIZES)} == ARGUMENTS.keys() - {"SimplifiedSelfAttention"}
 
 
-def test_a_caches_sizes() -> None:
+def test_a_caches_sizes():
     with pytest.raises(TypeError, match=r"^pyattn: num_heads_kv must be int, got True$"):
         KVCache(2, True, 8, 4)
 
 
 @pytest.mark.parametrize(("module", "name"), [case for case in cases("num_heads") if "Wrapper" not in case[0]])
-def test_heads_that_do_not_divide(module: str, name: str) -> None:
+def test_heads_that_do_not_divide(module, name):
     with pytest.raises(ValueError, match=r"^pyattn: (d_out|embed_dim) must be a multiple of num_heads, got \d+ and 7$"):
         made(module, **{name: 7})
 
 
 @pytest.mark.parametrize(("module", "name"), cases("dropout"))
-def test_dropout(module: str, name: str) -> None:
+def test_dropout(module, name):
     for value in (-0.1, 1.5, 2, float("nan")):
         with pytest.raises(ValueError, match=f"^pyattn: dropout must be between 0 and 1, got {value}$"):
             made(module, **{name: value})
@@ -117,7 +115,7 @@ def test_dropout(module: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_EXTRAS)
-def test_none_is_not_given(name: str) -> None:
+def test_none_is_not_given(name):
     usual, module = made(name), made(name, window=None, softcap=None, rotary=None)
     assert (module.window, module.softcap, module.rotary) == (usual.window, usual.softcap, usual.rotary)
     module.load_state_dict(usual.state_dict())
@@ -126,7 +124,7 @@ def test_none_is_not_given(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_EXTRAS)
-def test_a_window_is_a_pair(name: str) -> None:
+def test_a_window_is_a_pair(name):
     """(left, right), as a list too, which configurations in JSON have; all keys are no window."""
     assert made(name, window=[3, 0]).extra_repr() == made(name, window=(3, 0)).extra_repr()
     assert made(name, window=[-1, -1]).extra_repr() == made(name).extra_repr()

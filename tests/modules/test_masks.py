@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from assertions import assert_close
 from modules.cases import (
     CONTEXT_LENGTH,
     D_IN,
@@ -13,10 +14,12 @@ from modules.cases import (
     WITH_EXTRAS,
     WITH_RANGES,
     assert_same,
+    doubles,
     gradients,
     made,
     pair,
     plain,
+    sequences,
 )
 from modules.test_modules import RecordSoftmax
 from torch import Tensor
@@ -52,10 +55,6 @@ def added(kind: str, shapes: tuple[tuple[Any, ...], tuple[Any, ...]], heads: int
     return given if kind == "both" else {kind: given[kind]}
 
 
-def rows(batch: int = 2) -> Tensor:
-    return torch.randn(batch, ROWS, D_IN, dtype=torch.float64)
-
-
 def seen_by(causal: bool, mask: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     seen = torch.ones(1, 1, ROWS, ROWS, dtype=torch.bool)
     seen = seen.tril() if causal else seen
@@ -72,10 +71,10 @@ def of_caller(module: torch.nn.Module, mask: Tensor | None = None, **others: Ten
 
 @each_module
 @each_kind
-def test_equals_plain(name: str, kind: str) -> None:
+def test_equals_plain(name, kind):
     """Outputs, weights and all gradients, those of bias too."""
-    native, reference = (module.double() for module in pair(name, *WITH_RANGES[name]))
-    x = rows().requires_grad_()
+    native, reference = doubles(name, *WITH_RANGES[name])
+    x = sequences(2, ROWS).requires_grad_()
     for shapes in SHAPES:
         given = added(kind, shapes, heads_of(native))
         if name == "Attention" and kind == "mask":
@@ -87,8 +86,7 @@ def test_equals_plain(name: str, kind: str) -> None:
         assert_same(ours, exact)
         found = gradients(ours, [x, *native.parameters(), *learned])
         expected = gradients(exact, [x, *reference.parameters(), *learned])
-        for gradient, target in zip(found, expected, strict=True):
-            torch.testing.assert_close(gradient, target, rtol=0, atol=1e-12)
+        assert_close(found, expected)
         out, weights = native(x, **given, need_weights=True)
         with RecordSoftmax() as record:
             reference(x, **given)
@@ -101,11 +99,11 @@ def test_equals_plain(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", WITH_EXTRAS)
 @pytest.mark.parametrize("extra", EXTRAS)
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_extras_and_dropout(name: str, extra: str, dropout: float) -> None:
+def test_extras_and_dropout(name, extra, dropout):
     """With key_ranges too; the weights are those used in training."""
     module = made(name, extra)
     module.dropout.p = dropout
-    x, ranges = rows().requires_grad_(), masks.padding([ROWS, 5], ROWS, side="left")
+    x, ranges = sequences(2, ROWS).requires_grad_(), masks.padding([ROWS, 5], ROWS, side="left")
     for kind in ("mask", "bias", "both"):
         given = added(kind, SHAPES[3], module.num_heads)
         learned = [x, *module.parameters()] + ([given["bias"].requires_grad_()] if "bias" in given else [])
@@ -120,17 +118,16 @@ def test_extras_and_dropout(name: str, extra: str, dropout: float) -> None:
         (ours, weights), (exact, expected) = results
         assert_same(ours, exact)
         assert_same(weights, expected)
-        for found, target in zip(gradients(ours, learned), gradients(exact, learned), strict=True):
-            torch.testing.assert_close(found, target, rtol=0, atol=1e-12)
+        assert_close(gradients(ours, learned), gradients(exact, learned))
 
 
 @pytest.mark.parametrize("name", ["CausalAttention", "MultiHeadAttention", "MultiHeadAttentionCombinedQKV"])
 @each_kind
-def test_on_top_of_an_assigned_mask(name: str, kind: str) -> None:
-    native, reference = (module.double() for module in pair(name))
+def test_on_top_of_an_assigned_mask(name, kind):
+    native, reference = doubles(name)
     for module in (native, reference):
         module.mask = torch.ones(CONTEXT_LENGTH, CONTEXT_LENGTH).triu(2)
-    x, given = rows(), added(kind, SHAPES[0], heads_of(native))
+    x, given = sequences(2, ROWS), added(kind, SHAPES[0], heads_of(native))
     if name != "MultiHeadAttentionCombinedQKV":  # whose plain module is causal whatever its mask
         assert_same(native(x, **given), reference(x, **given))
     one_more = torch.ones(ROWS, ROWS, dtype=torch.bool).tril(1)
@@ -141,12 +138,12 @@ def test_on_top_of_an_assigned_mask(name: str, kind: str) -> None:
 
 
 @each_kind
-def test_the_key_of_the_biases_is_seen_by_all(kind: str) -> None:
+def test_the_key_of_the_biases_is_seen_by_all(kind):
     """As torch's nn.MultiheadAttention pads its masks where it has add_bias_kv."""
-    native, reference = (module.double() for module in pair("MHAPyTorchClass", D_IN, D_IN, 3, ROWS, 0.0, True))
+    native, reference = doubles("MHAPyTorchClass", D_IN, D_IN, 3, ROWS, 0.0, True)
     torch.nn.init.normal_(native.multihead_attn.bias_k)
     reference.load_state_dict(native.state_dict())
-    x, causal = rows(), torch.ones(ROWS, ROWS, dtype=torch.bool).tril()
+    x, causal = sequences(2, ROWS), torch.ones(ROWS, ROWS, dtype=torch.bool).tril()
     for shapes in SHAPES:
         given = added(kind, shapes, 3)
         out, weights = native(x, **given, need_weights=True)
@@ -159,20 +156,19 @@ def test_the_key_of_the_biases_is_seen_by_all(kind: str) -> None:
 
 
 @each_module
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning:torch")  # torch's own, in dynamo
-def test_compiles_to_one_graph(name: str) -> None:
+def test_compiles_to_one_graph(name):
     torch._dynamo.reset()
     native, _ = pair(name, *WITH_RANGES[name])
     x, given = torch.randn(2, ROWS, D_IN, requires_grad=True), added("both", SHAPES[3], heads_of(native))
     given = of_caller(native, mask=given["mask"], bias=given["bias"].float().requires_grad_())
     compiled = torch.compile(native, backend="aot_eager", fullgraph=True)
     results = [call(x, **given) for call in (compiled, native)]
-    torch.testing.assert_close(*results, rtol=0, atol=0)
+    assert_close(*results, atol=0)
     found = (gradients(out, [x, given["bias"]]) for out in results)
-    torch.testing.assert_close(*found, rtol=0, atol=1e-6)
+    assert_close(*found, atol=1e-6)
 
 
-def test_under_autocast() -> None:
+def test_under_autocast():
     """The bias may have the parameters' dtype, as for attention."""
     module, x = made("MultiHeadAttention", "all").float(), torch.randn(2, ROWS, D_IN)
     given = added("both", SHAPES[3], module.num_heads)
@@ -188,7 +184,7 @@ ADDED = "bias must be floating-point, added to the scores (a bool tensor, True =
 
 
 @each_module
-def test_one_in_the_place_of_the_other(name: str) -> None:
+def test_one_in_the_place_of_the_other(name):
     module, _ = pair(name, *WITH_RANGES[name])
     x, seen = torch.randn(2, ROWS, D_IN), torch.ones(ROWS, ROWS)
     message = "pyattn: mask must be bool" + (HIDES if name == "Attention" else TAKES)

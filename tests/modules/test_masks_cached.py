@@ -5,30 +5,26 @@ from typing import Any
 
 import pytest
 import torch
+from assertions import assert_close, refused
 from modules.cases import (
+    CACHED,
     CONTEXT_LENGTH,
-    D_IN,
     ROWS,
-    WITH_EXTRAS,
     assert_same,
     cache_for,
     gradients,
     made,
-    pair,
+    made_cached,
+    sequences,
 )
 from torch import Tensor
 
 from pyattn import nn
 from pyattn.nn import growing_cache
 
-CACHED = [*WITH_EXTRAS, "MHAEinsum", "MHAPyTorchScaledDotProduct", "MultiHeadAttentionCombinedQKV"]
-each_module = pytest.mark.parametrize("name", CACHED)
+each_module = pytest.mark.parametrize("name", [*CACHED, "MultiHeadAttentionCombinedQKV"])
 each_kind = pytest.mark.parametrize("kind", ["mask", "bias", "both"])
 each_page_size = pytest.mark.parametrize("page_size", [None, 16])
-
-
-def module_of(name: str, extra: str = "all") -> torch.nn.Module:
-    return made(name, extra) if name in WITH_EXTRAS else pair(name)[0].double()
 
 
 def added(kind: str, heads: int) -> dict[str, Tensor]:
@@ -53,10 +49,10 @@ def call(module: torch.nn.Module, x: Tensor, begin: int, keys: int, given: dict[
 @each_module
 @each_kind
 @each_page_size
-def test_steps_equal_the_whole(name: str, kind: str, page_size: int | None) -> None:
+def test_steps_equal_the_whole(name, kind, page_size):
     """With weights, and with the gradients of the newest tokens and of bias."""
-    module = module_of(name)
-    x, more = torch.randn(2, ROWS, D_IN, dtype=torch.float64, requires_grad=True), added(kind, module.num_heads)
+    module = made_cached(name, "all")
+    x, more = sequences(2, ROWS).requires_grad_(), added(kind, module.num_heads)
     whole, shown = call(module, x, 0, ROWS, more, need_weights=True)
     cached, begin = cache_for(module, page_size=page_size), 0
     learned = [t for t in more.values() if t.requires_grad]
@@ -68,7 +64,7 @@ def test_steps_equal_the_whole(name: str, kind: str, page_size: int | None) -> N
         assert_same(weights, shown[:, :, begin:end, :end])
         if learned:
             found, target = gradients(out, learned), gradients_of_rows(whole[:, begin:end], learned)
-            torch.testing.assert_close(found, target, rtol=0, atol=1e-12)
+            assert_close(found, target)
         begin = end
 
 
@@ -79,10 +75,10 @@ def gradients_of_rows(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 @each_module
 @each_kind
 @each_page_size
-def test_a_ragged_prompt(name: str, kind: str, page_size: int | None) -> None:
+def test_a_ragged_prompt(name, kind, page_size):
     """Each sequence gets what it gets alone, and the padding nothing."""
-    module, lengths = module_of(name), [4, 2]
-    x, more = torch.randn(2, 6, D_IN, dtype=torch.float64), added(kind, module.num_heads)
+    module, lengths = made_cached(name, "all"), [4, 2]
+    x, more = sequences(2, 6), added(kind, module.num_heads)
     cached = cache_for(module, page_size=page_size)
     options = {"kv_cache": cached, "lengths": lengths, "need_weights": True}
     out, weights = call(module, x[:, :4], 0, CONTEXT_LENGTH, more, **options)
@@ -97,11 +93,11 @@ def test_a_ragged_prompt(name: str, kind: str, page_size: int | None) -> None:
 
 @each_kind
 @pytest.mark.parametrize("fewest", [1, 256])
-def test_with_use_cache(kind: str, fewest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_use_cache(kind, fewest, monkeypatch):
     """The keys are those of the tokens so far, however many the module has room for."""
     monkeypatch.setattr(growing_cache, "FEWEST", fewest)
     module = made("GroupedQueryAttention", "all")
-    x, more = torch.randn(2, ROWS, D_IN, dtype=torch.float64), added(kind, module.num_heads)
+    x, more = sequences(2, ROWS), added(kind, module.num_heads)
     whole, begin = call(module, x, 0, ROWS, more), 0
     with torch.no_grad():
         for new in (5, 1, 3):
@@ -116,11 +112,11 @@ def test_with_use_cache(kind: str, fewest: int, monkeypatch: pytest.MonkeyPatch)
 
 
 @each_kind
-def test_a_ring_has_none(kind: str) -> None:
+def test_a_ring_has_none(kind):
     module = made("GroupedQueryAttention")
     ring = cache_for(module, window=(3, 0))
     with pytest.raises(NotImplementedError, match=r"^pyattn: a cache .* takes no (mask|bias), got window=\(3, 0\)$"):
-        call(module, torch.randn(2, 3, D_IN, dtype=torch.float64), 0, CONTEXT_LENGTH, added(kind, 4), kv_cache=ring)
+        call(module, sequences(2, 3), 0, CONTEXT_LENGTH, added(kind, 4), kv_cache=ring)
     assert ring.lengths.tolist() == [0, 0]
 
 
@@ -153,21 +149,20 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("wrong", "kind", "message"), BAD)
 @pytest.mark.parametrize("extra", ["", "rotary"])
-def test_wrong_ones_leave_a_cache_as_it_was(wrong: Any, kind: type[Exception], message: str, extra: str) -> None:
+def test_wrong_ones_leave_a_cache_as_it_was(wrong, kind, message, extra):
     module = made("MultiHeadAttention", extra)
     cached = cache_for(module)
-    with pytest.raises(kind, match=f"^pyattn: {re.escape(message)}"):
-        module(torch.randn(2, 3, D_IN, dtype=torch.float64), kv_cache=cached, **wrong)
+    with refused(kind, message):
+        module(sequences(2, 3), kv_cache=cached, **wrong)
     assert cached.lengths.tolist() == [0, 0]
 
 
 @each_kind
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning:torch")  # torch's own, in dynamo
-def test_compiles_once_for_all_lengths(kind: str) -> None:
+def test_compiles_once_for_all_lengths(kind):
     torch._dynamo.reset()
     module = made("MultiHeadAttention", "all")
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    x, more = torch.randn(2, ROWS, D_IN, dtype=torch.float64), added(kind, module.num_heads)
+    x, more = sequences(2, ROWS), added(kind, module.num_heads)
     ours, expected = cache_for(module), cache_for(module)
     with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
         for begin in range(ROWS):

@@ -45,7 +45,7 @@ def refused(call: Callable[..., Any], name: str, own: list[str], *positional: An
 
 
 @every_module
-def test_of_a_constructor(name: str) -> None:
+def test_of_a_constructor(name):
     made = class_of(name)
     if name != "SimplifiedSelfAttention":  # which has none of its own
         home = made.__init__.__qualname__.removesuffix(".__init__")
@@ -53,19 +53,19 @@ def test_of_a_constructor(name: str) -> None:
 
 
 @every_module
-def test_of_a_call(name: str) -> None:
+def test_of_a_call(name):
     module, _ = pair(name)
     refused(module, type(module).forward.__qualname__, names_of(module.forward), torch.ones(2, 7, D_IN))
 
 
 @pytest.mark.parametrize("size", ["small", "medium", "large", "xl"])
-def test_of_a_factory(size: str) -> None:
+def test_of_a_factory(size):
     factory = getattr(nn, f"create_gpt2_{size}_attention")
     refused(factory, factory.__name__, names_of(factory))
 
 
 @every_module
-def test_more_by_position_than_there_are(name: str) -> None:
+def test_more_by_position_than_there_are(name):
     """nn.MultiheadAttention takes query, key and value, and other modules a mask."""
     module, _ = pair(name)
     x = torch.ones(2, 7, D_IN)
@@ -76,7 +76,7 @@ def test_more_by_position_than_there_are(name: str) -> None:
 
 
 @every_module
-def test_what_help_shows(name: str) -> None:
+def test_what_help_shows(name):
     """The arguments themselves, of the constructor and of a call."""
     made = class_of(name)
     constructor = [] if name == "SimplifiedSelfAttention" else names_of(made)  # nn.Module's own

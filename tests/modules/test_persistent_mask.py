@@ -27,7 +27,7 @@ def made(name: str, context_length: int, home: Any = nn, **options: Any) -> torc
     return class_of(name, home)(*arguments, **options)
 
 
-def test_who_takes_the_keyword() -> None:
+def test_who_takes_the_keyword():
     takes = [name for name in ARGUMENTS if "persistent_mask" in inspect.signature(class_of(name)).parameters]
     assert takes == WITH_MASK
     assert len(takes) == 8
@@ -38,7 +38,7 @@ def test_who_takes_the_keyword() -> None:
     ("context_length", "asked", "written"),
     [(2048, None, True), (LONG, None, False), (6, True, True), (LONG, True, True), (6, False, False)],
 )
-def test_when_it_is_written(name: str, context_length: int, asked: bool | None, written: bool) -> None:
+def test_when_it_is_written(name, context_length, asked, written):
     with torch.device("meta"):
         module = made(name, context_length, persistent_mask=asked)
         assert bool(mask_keys(module)) == written
@@ -47,7 +47,7 @@ def test_when_it_is_written(name: str, context_length: int, asked: bool | None, 
 
 
 @each_module
-def test_long_states_go_both_ways(name: str) -> None:
+def test_long_states_go_both_ways(name):
     x = torch.randn(1, 5, D_IN)
     plain, usual, asked = made(name, LONG, reference), made(name, LONG), made(name, LONG, persistent_mask=True)
     for module in (usual, asked):
@@ -66,7 +66,7 @@ def test_long_states_go_both_ways(name: str) -> None:
 
 @each_module
 @pytest.mark.parametrize("asked", [None, False, True])
-def test_a_mask_that_is_there_is_checked(name: str, asked: bool | None) -> None:
+def test_a_mask_that_is_there_is_checked(name, asked):
     module = made(name, LONG, persistent_mask=asked)
     state = made(name, LONG, persistent_mask=True).state_dict()
     key = next(key for key in state if key.endswith("mask"))
@@ -78,7 +78,7 @@ def test_a_mask_that_is_there_is_checked(name: str, asked: bool | None) -> None:
 
 
 @pytest.mark.parametrize(("asked", "written"), [(None, True), (True, True), (False, False)])
-def test_an_assigned_mask_is_written(asked: bool | None, written: bool) -> None:
+def test_an_assigned_mask_is_written(asked, written):
     """It says what no constructor says, so a long context is no reason to leave it out."""
     module = made("MultiHeadAttention", LONG, persistent_mask=asked)
     module.load_state_dict(made("MultiHeadAttention", LONG).state_dict(), strict=True)
@@ -87,7 +87,7 @@ def test_an_assigned_mask_is_written(asked: bool | None, written: bool) -> None:
 
 
 @pytest.mark.parametrize("value", [False, True])
-def test_the_attribute_reaches_a_mask_that_was_assigned(value: bool) -> None:
+def test_the_attribute_reaches_a_mask_that_was_assigned(value):
     """Set before it or after it, and whichever way the buffer came."""
     for register in (False, True):
         for before in (False, True):
@@ -101,7 +101,7 @@ def test_the_attribute_reaches_a_mask_that_was_assigned(value: bool) -> None:
             assert (module.mask == 0).all()
 
 
-def test_the_attribute_is_the_keyword() -> None:
+def test_the_attribute_is_the_keyword():
     module = made("MultiHeadAttention", 6)
     for value, written in ((False, False), (True, True), (None, True)):
         module.persistent_mask = value
@@ -112,6 +112,6 @@ def test_the_attribute_is_the_keyword() -> None:
 
 
 @pytest.mark.parametrize("value", [1, "no"])
-def test_other_types(value: Any) -> None:
+def test_other_types(value):
     with pytest.raises(TypeError, match=f"^pyattn: persistent_mask must be bool or NoneType, got {value!r}$"):
         made("MultiHeadAttention", 6, persistent_mask=value)

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from assertions import assert_close, refused
 from modules.cases import (
+    CACHED,
     D_IN,
     EXTRAS,
     ROWS,
@@ -14,10 +16,13 @@ from modules.cases import (
     arguments,
     assert_same,
     cache_for,
+    doubles,
     gradients,
     made,
+    made_cached,
     pair,
     plain,
+    sequences,
 )
 from torch import Tensor
 
@@ -35,20 +40,15 @@ each_module = pytest.mark.parametrize("name", WITH_RANGES)
 each_range = pytest.mark.parametrize("ranges", RANGES)
 
 
-def rows(batch: int = 2) -> Tensor:
-    return torch.randn(batch, ROWS, D_IN, dtype=torch.float64)
-
-
 @each_module
 @each_range
-def test_equals_plain(name: str, ranges: str) -> None:
-    native, reference = (module.double() for module in pair(name, *WITH_RANGES[name]))
-    x = rows().requires_grad_()
+def test_equals_plain(name, ranges):
+    native, reference = doubles(name, *WITH_RANGES[name])
+    x = sequences(2, ROWS).requires_grad_()
     ours, exact = native(x, key_ranges=RANGES[ranges]), reference(x, key_ranges=RANGES[ranges])
     assert_same(ours, exact)
     found, expected = (gradients(out, [x, *m.parameters()]) for out, m in ((ours, native), (exact, reference)))
-    for gradient, target in zip(found, expected, strict=True):
-        torch.testing.assert_close(gradient, target, rtol=0, atol=1e-12)
+    assert_close(found, expected)
     out, weights = native(x, key_ranges=RANGES[ranges], need_weights=True)
     assert torch.equal(out, ours)
     key = torch.arange(ROWS)
@@ -61,11 +61,11 @@ def test_equals_plain(name: str, ranges: str) -> None:
 @pytest.mark.parametrize("name", WITH_EXTRAS)
 @pytest.mark.parametrize("extra", EXTRAS)
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_extras_and_dropout(name: str, extra: str, dropout: float) -> None:
+def test_extras_and_dropout(name, extra, dropout):
     """The heads of GroupedQueryAttention share keys."""
     module = made(name, extra)
     module.dropout.p = dropout
-    x = rows().requires_grad_()
+    x = sequences(2, ROWS).requires_grad_()
     leaves = [x, *module.parameters()]
     for ranges in RANGES.values():
         results = []
@@ -73,16 +73,15 @@ def test_extras_and_dropout(name: str, extra: str, dropout: float) -> None:
             torch.manual_seed(0)
             results.append(call(ranges))
         assert_same(*results)
-        for found, expected in zip(*(gradients(out, leaves) for out in results), strict=True):
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        assert_close(*(gradients(out, leaves) for out in results))
 
 
 @each_module
-def test_a_padded_batch_is_its_sequences(name: str) -> None:
+def test_a_padded_batch_is_its_sequences(name):
     """Whatever the padding holds, NaN too."""
     module, _ = pair(name, *WITH_RANGES[name])
     module = module.double()
-    x, tokens = rows(), [ROWS, 5]
+    x, tokens = sequences(2, ROWS), [ROWS, 5]
     for side, own in (("right", slice(None, 5)), ("left", slice(-5, None))):
         filled = x.clone()
         filled[1] = torch.nan
@@ -93,27 +92,27 @@ def test_a_padded_batch_is_its_sequences(name: str) -> None:
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_a_prefix_of_what_is_not_causal(extra: str) -> None:
-    module, x, ranges = made("Attention", extra), rows(), masks.prefix_lm(torch.tensor([3, 6]), ROWS)
+def test_a_prefix_of_what_is_not_causal(extra):
+    module, x, ranges = made("Attention", extra), sequences(2, ROWS), masks.prefix_lm(torch.tensor([3, 6]), ROWS)
     assert_same(module(x, key_ranges=ranges), plain(module, x, key_ranges=ranges)[0])
 
 
 @pytest.mark.parametrize("name", WITH_EXTRAS)
 @pytest.mark.parametrize("extra", ["", *EXTRAS])
-def test_a_packed_row_is_its_documents(name: str, extra: str) -> None:
+def test_a_packed_row_is_its_documents(name, extra):
     """Scores depend on distances alone, those of rotary and ALiBi too."""
-    module, x = made(name, extra), rows(1)
+    module, x = made(name, extra), sequences(1, ROWS)
     packed = module(x, key_ranges=masks.documents([4, 5]))
     assert_same(packed, torch.cat([module(x[:, :4]), module(x[:, 4:])], 1))
 
 
 @pytest.mark.parametrize("name", ["CausalAttention", "MultiHeadAttention", "MHAPyTorchClass"])
-def test_on_top_of_an_assigned_mask(name: str) -> None:
-    native, reference = (module.double() for module in pair(name, *WITH_RANGES[name]))
+def test_on_top_of_an_assigned_mask(name):
+    native, reference = doubles(name, *WITH_RANGES[name])
     size = native.context_length
     for module in (native, reference):
         module.mask = torch.ones(size, size).triu(2)
-    x = rows()
+    x = sequences(2, ROWS)
     key_ranges = masks.padding([ROWS, 5], ROWS)
     masked = native(x, key_ranges=key_ranges)
     if name != "MHAPyTorchClass":  # whose plain module is causal whatever its mask
@@ -121,11 +120,11 @@ def test_on_top_of_an_assigned_mask(name: str) -> None:
     assert_same(masked[1, :4], native(x[1:, :5])[0, :4])
 
 
-@pytest.mark.parametrize("name", [*WITH_EXTRAS, "MHAEinsum", "MHAPyTorchScaledDotProduct"])
+@pytest.mark.parametrize("name", CACHED)
 @pytest.mark.parametrize("page_size", [None, 16])
-def test_over_a_cache(name: str, page_size: int | None) -> None:
-    module = made(name, "all") if name in WITH_EXTRAS else pair(name)[0].double()
-    x, ranges = rows(), masks.padding([ROWS, 5], ROWS, side="left")
+def test_over_a_cache(name, page_size):
+    module = made_cached(name, "all")
+    x, ranges = sequences(2, ROWS), masks.padding([ROWS, 5], ROWS, side="left")
     whole = module(x, *arguments(module, 0, ROWS, ROWS), key_ranges=ranges)
     cached, begin = cache_for(module, page_size=page_size), 0
     with torch.no_grad():
@@ -137,24 +136,23 @@ def test_over_a_cache(name: str, page_size: int | None) -> None:
             begin = end
 
 
-def test_with_use_cache() -> None:
+def test_with_use_cache():
     module = made("GroupedQueryAttention", "rotary")
-    x, ranges = rows(), masks.padding([ROWS, 5], ROWS, side="left")
+    x, ranges = sequences(2, ROWS), masks.padding([ROWS, 5], ROWS, side="left")
     with torch.no_grad():
         steps = [module(x[:, part], use_cache=True, key_ranges=ranges[:, part]) for part in (slice(5), slice(5, None))]
         assert_same(torch.cat(steps, 1), module(x, key_ranges=ranges))
 
 
 @each_module
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning:torch")  # torch's own, in dynamo
-def test_compiles_to_one_graph(name: str) -> None:
+def test_compiles_to_one_graph(name):
     torch._dynamo.reset()
     native, _ = pair(name, *WITH_RANGES[name])
     x, key_ranges = torch.randn(2, ROWS, D_IN, requires_grad=True), RANGES["padding"]
     compiled = torch.compile(native, backend="aot_eager", fullgraph=True)
     results = [call(x, key_ranges=key_ranges) for call in (compiled, native)]
-    torch.testing.assert_close(*results, rtol=0, atol=0)
-    torch.testing.assert_close(*(gradients(out, [x]) for out in results), rtol=0, atol=1e-6)
+    assert_close(*results, atol=0)
+    assert_close(*(gradients(out, [x]) for out in results), atol=1e-6)
 
 
 SHAPE = "key_ranges must have shape (2 or 1, 9, 2), got "
@@ -170,29 +168,27 @@ BAD: list[tuple[Any, type[Exception], str]] = [
 
 @pytest.mark.parametrize(("key_ranges", "kind", "message"), BAD)
 @pytest.mark.parametrize("page_size", [None, 16])
-def test_wrong_ranges_leave_a_cache_as_it_was(
-    key_ranges: Any, kind: type[Exception], message: str, page_size: int | None
-) -> None:
+def test_wrong_ranges_leave_a_cache_as_it_was(key_ranges, kind, message, page_size):
     module = made("MultiHeadAttention")
     cached = cache_for(module, page_size=page_size)
     for options in ({}, {"kv_cache": cached}):
-        with pytest.raises(kind, match=f"^pyattn: {re.escape(message)}"):
-            module(rows(), key_ranges=key_ranges, **options)
+        with refused(kind, message):
+            module(sequences(2, ROWS), key_ranges=key_ranges, **options)
     assert cached.lengths.tolist() == [0, 0]
 
 
-def test_a_ring_has_none() -> None:
+def test_a_ring_has_none():
     module = made("GroupedQueryAttention")
     cached = cache_for(module, window=(3, 0))
     with pytest.raises(NotImplementedError, match=r"^pyattn: a cache .* no key_ranges, got window=\(3, 0\)$"):
-        module(rows(), key_ranges=RANGES["padding"], kv_cache=cached)
+        module(sequences(2, ROWS), key_ranges=RANGES["padding"], kv_cache=cached)
     with pytest.raises(ValueError, match=r"^pyattn: over a cache with window=\(3, 0\), seqlen_q .*, got 18$"):
-        module(rows().repeat(1, 2, 1), kv_cache=cached)
+        module(sequences(2, ROWS).repeat(1, 2, 1), kv_cache=cached)
     assert cached.lengths.tolist() == [0, 0]
 
 
-def test_a_key_that_is_always_seen_is_in_no_range() -> None:
+def test_a_key_that_is_always_seen_is_in_no_range():
     module = nn.book.MHAPyTorchClass(D_IN, D_IN, 3, ROWS, qkv_bias=True).double()
     message = "pyattn: key_ranges are not supported with qkv_bias=True, where every query also sees bias_k, got "
     with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}"):
-        module(rows(), key_ranges=RANGES["padding"])
+        module(sequences(2, ROWS), key_ranges=RANGES["padding"])

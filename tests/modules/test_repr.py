@@ -26,7 +26,7 @@ OTHERS |= EXTRAS["all"]
 
 
 @every_module
-def test_every_argument_is_shown(name: str) -> None:
+def test_every_argument_is_shown(name):
     """Each is not its default here."""
     parameters = inspect.signature(class_of(name)).parameters
     bound = inspect.signature(class_of(name)).bind(*ARGUMENTS[name])
@@ -38,7 +38,7 @@ def test_every_argument_is_shown(name: str) -> None:
 
 
 @every_module
-def test_defaults_are_left_out(name: str) -> None:
+def test_defaults_are_left_out(name):
     text = repr(class_of(name)(*ARGUMENTS[name]))
     for key in ("persistent_mask", "num_heads_kv", "window", "softcap", "alibi", "sinks", "rotary", "trace_shapes"):
         assert f"{key}=" not in text
@@ -46,7 +46,7 @@ def test_defaults_are_left_out(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_EXTRAS)
-def test_a_line_for_the_eye(name: str) -> None:
+def test_a_line_for_the_eye(name):
     module = class_of(name)(*ARGUMENTS[name], window=(255, 0), sinks=True, rotary=10000.0)
     options = "window=(255, 0), sinks=True, rotary=10000.0"
     own = {
@@ -58,7 +58,7 @@ def test_a_line_for_the_eye(name: str) -> None:
     assert str(torch.nn.Sequential(module)).count(options) == 1
 
 
-def test_it_follows_the_module() -> None:
+def test_it_follows_the_module():
     """A value that was changed after construction is shown as it is."""
     module = nn.MultiHeadAttention(D_IN, 8, 6, 0.0, 2)
     module.window, module.persistent_mask = (3, 0), True

@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from modules.cases import ARGUMENTS, CONTEXT_LENGTH, D_IN, assert_same, class_of, every_module, output, pair
+from modules.cases import (
+    ARGUMENTS,
+    CONTEXT_LENGTH,
+    D_IN,
+    assert_same,
+    class_of,
+    doubles,
+    every_module,
+    output,
+    pair,
+    sequences,
+)
 
 from pyattn import nn, reference
 
@@ -177,7 +188,7 @@ def test_a_subclass_with_a_mask_of_its_own(name, persistent):
     native.load_state_dict(plain.state_dict(), strict=True)
     plain.load_state_dict(native.state_dict(), strict=True)
     assert_same_state(native, plain)
-    x = torch.randn(2, 7, D_IN, dtype=torch.float64)
+    x = sequences(2, 7)
     assert_same(native(x), plain(x))
     if persistent:
         for twin in (native, plain):
@@ -187,10 +198,10 @@ def test_a_subclass_with_a_mask_of_its_own(name, persistent):
 
 
 def test_an_assigned_mask_is_obeyed():
-    native, plain = (module.double() for module in pair("MultiHeadAttention"))
+    native, plain = doubles("MultiHeadAttention")
     for module in (native, plain):
         module.mask = OTHER_MASKS["a window of 3"][0].double()
-    x = torch.randn(2, 7, D_IN, dtype=torch.float64)
+    x = sequences(2, 7)
     assert_same(native(x), plain(x))
     assert_same_state(native, plain)
     native.mask = None

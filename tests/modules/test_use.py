@@ -18,9 +18,11 @@ from modules.cases import (
     WITH_EXTRAS,
     assert_same,
     class_of,
+    doubles,
     every_module,
     output,
     pair,
+    sequences,
     set_dropout,
 )
 
@@ -33,7 +35,7 @@ WITH_DROPOUT = [name for name in ARGUMENTS if not name.startswith(("Simplified",
 
 @pytest.mark.parametrize("name", WITH_DROPOUT)
 def test_dropout_in_training(name):
-    native, plain = (module.double() for module in pair(name))
+    native, plain = doubles(name)
     set_dropout(native, 0.5)
     draws = 1000
     x = torch.randn(7, D_IN, dtype=torch.float64)
@@ -56,7 +58,7 @@ def test_dropout_of_everything():
 
 def test_weights_returned_in_training_are_those_used():
     native = nn.SingleHeadSelfAttention(D_IN, D_OUT, dropout=0.5).double()
-    x = torch.randn(2, 7, D_IN, dtype=torch.float64)
+    x = sequences(2, 7)
     out, weights = native(x)
     assert (weights == 0).sum() > 2 * 21
     assert_same(out, weights @ native.v(x))
@@ -66,7 +68,7 @@ def test_weights_returned_in_training_are_those_used():
 def test_weights_of_heads_in_training_are_those_used(name):
     native = class_of(name)(*ARGUMENTS[name], **EXTRAS["all"]).double()
     native.dropout.p = 0.5
-    x = torch.randn(2, 7, D_IN, dtype=torch.float64)
+    x = sequences(2, 7)
     out, weights = native(x, need_weights=True)
     v = (native.W_v if name == "Attention" else native.W_value)(x).unflatten(-1, (-1, native.head_dim)).transpose(1, 2)
     v = v.repeat_interleave(weights.shape[1] // v.shape[1], 1)
@@ -194,13 +196,13 @@ def test_no_module_reads_the_private_names_of_another():
 @pytest.mark.parametrize("name", [name for name in WITH_DROPOUT if not name.startswith("MHAPyTorch")])
 def test_identity_in_place_of_dropout(name):
     """People switch dropout off for good by putting nn.Identity where it was."""
-    native, plain = (module.double() for module in pair(name))
+    native, plain = doubles(name)
     for twin in (native, plain):
         for module in twin.modules():
             if hasattr(module, "dropout"):
                 module.dropout.p = 0.5
                 module.dropout = torch.nn.Identity()
-    x = torch.randn(2, 7, D_IN, dtype=torch.float64)
+    x = sequences(2, 7)
     assert native.training
     assert_same(output(native, x), output(plain, x))
 
@@ -226,8 +228,8 @@ def test_what_is_no_tensor(name, x, got):
 
 def test_projections_can_be_replaced():
     """The book's appendix E puts a LoRA module, which has no weight of its own, where a Linear was."""
-    native, plain = (module.double() for module in pair("MultiHeadAttention"))
-    x = torch.randn(2, 7, D_IN, dtype=torch.float64)
+    native, plain = doubles("MultiHeadAttention")
+    x = sequences(2, 7)
     for module in (native, plain):
         module.W_query = torch.nn.Sequential(module.W_query, torch.nn.Tanh())
     assert_same(native(x), plain(x))

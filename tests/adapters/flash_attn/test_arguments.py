@@ -100,7 +100,6 @@ def test_signatures_are_flash_attns():
         assert ", ".join(shown) == text
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning:torch")  # torch's own, in dynamo
 def test_under_a_compiler():
     q = torch.randn(2, 12, 4, 8, requires_grad=True)
     kv = torch.randn(2, 12, 2, 2, 8, requires_grad=True)

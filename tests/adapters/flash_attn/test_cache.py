@@ -5,20 +5,12 @@ import re
 
 import pytest
 import torch
+from adapters.flash_attn.formula import turned
 from torch.testing import assert_close
 
 from pyattn.adapters.flash_attn import flash_attn_func, flash_attn_with_kvcache
 
 SLOTS = 40
-
-
-def turned(x, positions, angle, interleaved):
-    """x (S, H, D), its first columns as complex numbers times e^(i angle of its position)."""
-    half = angle.shape[1]
-    pairs = x[..., : 2 * half].unflatten(-1, (half, 2) if interleaved else (2, half))
-    numbers = torch.view_as_complex((pairs if interleaved else pairs.mT).contiguous())
-    pairs = torch.view_as_real(numbers * torch.polar(torch.ones_like(angle), angle)[positions][:, None])
-    return torch.cat([(pairs if interleaved else pairs.mT).flatten(-2), x[..., 2 * half :]], -1)
 
 
 def expected(

@@ -19,7 +19,7 @@ def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_compiled() -> Any:
+def _nothing_compiled():
     torch.compiler.reset()
     compiled_graphs.clear()
     reset_counts()
@@ -66,7 +66,7 @@ NATIVE = {"pyattn::attention_forward", "pyattn::attention_backward"}
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which Dynamo reads of what it takes over a graph break
 @pytest.mark.parametrize("first", [False, True], ids=["compiled off", "compiled on"])
 @pytest.mark.parametrize("what", MADE)
-def test_compiled_code_follows_the_switch(what: str, first: bool) -> None:
+def test_compiled_code_follows_the_switch(what, first):
     """Another instance of the same class as well: Dynamo keeps what it compiled by code."""
     x = torch.randn(2, 6, 8, requires_grad=True)
     pairs = [(plain, torch.compile(plain, backend=backend)) for plain in (MADE[what](), MADE[what]())]
@@ -80,7 +80,7 @@ def test_compiled_code_follows_the_switch(what: str, first: bool) -> None:
     assert counts().torch == {}
 
 
-def test_each_position_is_compiled_once() -> None:
+def test_each_position_is_compiled_once():
     x = torch.randn(2, 6, 8)
     function = torch.compile(Attention(), backend=backend, fullgraph=True)
     for _ in range(5):
@@ -92,7 +92,7 @@ def test_each_position_is_compiled_once() -> None:
     assert compiled_graphs == [False, True]
 
 
-def test_code_without_attention_runs_on() -> None:
+def test_code_without_attention_runs_on():
     """It is compiled anew once, for Dynamo keeps no record of what a graph calls."""
     function = torch.compile(lambda x: x.sin() + 1, backend=backend)
     x = torch.randn(3)
@@ -103,7 +103,7 @@ def test_code_without_attention_runs_on() -> None:
     assert len(compiled_graphs) == 2
 
 
-def test_a_torch_that_hides_its_compiled_code_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_hides_its_compiled_code_is_a_warning(monkeypatch):
     """The names are torch's own and may change: the switch itself then works all the same."""
     compiled = torch.compile(scaled_dot_product_attention, backend=backend)
     compiled(*torch.randn(3, 1, 2, 8, 4))

@@ -5,43 +5,14 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from adapters.sdpa.cases import detached, tensors
 from torch import nn
-from torch.nested._internal import ops as jagged
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention  # bound before the switch is on, as in models
 from torch.profiler import profile
-from torch.testing._internal.two_tensor import TwoTensor
 
-from pyattn.adapters.sdpa import counts, disable, enable, enabled, is_enabled, reset_counts
-from pyattn.cli import info
+from pyattn.adapters.sdpa import counts, disable, enable, enabled, is_enabled
 
-OPERATOR = "aten::scaled_dot_product_attention"
-
-
-def state():
-    """What the switch changes in torch."""
-    settings = torch.backends.mha.get_fastpath_enabled(), torch.compiler.config.cache_key_tag
-    return (
-        torch._C._dispatch_dump_table(OPERATOR),
-        nn.functional.multi_head_attention_forward,
-        jagged.jagged_scaled_dot_product_attention,
-        *settings,
-    )
-
-
-@pytest.fixture(autouse=True)
-def _nothing_counted():
-    """Each test begins with the switch off and counts of 0, and leaves torch as it was."""
-    before = state()
-    assert not is_enabled()
-    reset_counts()
-    yield
-    assert before == state()
-    reset_counts()
-
-
-def tensors(dtype=torch.float64):
-    return [torch.randn(2, 4, 6, 8, dtype=dtype, requires_grad=True) for _ in range(3)]
+pytestmark = pytest.mark.usefixtures("nothing_counted")
 
 
 def operators(call):
@@ -62,8 +33,7 @@ def test_calls_come_here_with_their_gradients():
     with enabled():
         ours = step()
         assert "pyattn::attention_backward" in operators(step)
-    for mine, other in zip(ours, plain, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
     assert counts() == (2, 0, {})
     assert not any("pyattn" in name for name in operators(step))
 
@@ -118,12 +88,8 @@ def test_encoders_and_their_fast_path(training, options):
     torch.testing.assert_close(ours[tokens], plain[tokens])
     if training:
         weights = list(model.parameters())
-        for mine, other in zip(
-            torch.autograd.grad(ours[tokens].sin().sum(), weights),
-            torch.autograd.grad(plain[tokens].sin().sum(), weights),
-            strict=True,
-        ):
-            torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+        gradients = [torch.autograd.grad(out[tokens].sin().sum(), weights) for out in (ours, plain)]
+        torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -168,97 +134,6 @@ def test_compiled_code():
     assert not any("pyattn" in name for name in theirs | again)
 
 
-def by_math(q, k, v):
-    with sdpa_kernel(SDPBackend.MATH):
-        return scaled_dot_product_attention(q, k, v)
-
-
-@pytest.mark.parametrize(
-    ("call", "reason"),
-    [
-        (
-            lambda q, k, v: scaled_dot_product_attention(q, k, v, torch.zeros(6, 6).double(), is_causal=True),
-            "attn_mask must not be set together with is_causal",
-        ),
-        (
-            lambda q, k, v: torch.func.grad(lambda x: scaled_dot_product_attention(x, k, v).sum())(q),
-            "a transform of torch.func, or forward-mode differentiation",
-        ),
-        (lambda q, k, v: scaled_dot_product_attention(q[:, :, :0], k, v), "query or key without elements"),
-        (by_math, "torch.nn.attention.sdpa_kernel without FLASH_ATTENTION"),
-    ],
-    ids=["mask and causal", "torch.func", "empty", "math"],
-)
-def test_what_torch_computes_is_counted(call, reason):
-    q, k, v = (t.detach() for t in tensors())
-    plain = call(q, k, v)
-    with enabled():
-        assert torch.equal(call(q, k, v), plain)
-    assert counts() == (0, 0, {reason: 1})
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda q, k, v: (q.long(), k.long(), v.long()), "dtype must be float64, float32, bfloat16 or float16"),
-        (lambda q, k, v: (q[0, 0, 0], k, v), "query, key and value must have at least 2 dimensions"),
-        (lambda q, k, v: (q, k[:, :3], v), "the dimensions of query, key and value before the last two must broadcast"),
-        (lambda q, k, v: (q, k, v, torch.ones(6, 6, dtype=torch.int64)), "attn_mask must be bool, query's dtype or"),
-    ],
-    ids=["int64", "rank", "heads", "mask"],
-)
-def test_errors_stay_torchs(change, reason):
-    arguments = change(*tensors())
-    with pytest.raises(RuntimeError) as plain:
-        scaled_dot_product_attention(*arguments)
-    with enabled(), pytest.raises(RuntimeError) as under:
-        scaled_dot_product_attention(*arguments)
-    assert str(under.value) == str(plain.value)
-    ((counted, number),) = counts().torch.items()
-    assert counted.startswith(reason)
-    assert number == 1
-
-
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_are_counted(layout):
-    parts = [torch.randn(4, 3, 8), torch.randn(4, 2, 8)]
-    if layout == torch.jagged:  # which has its uneven dimension second, and heads behind it
-        nested = torch.nested.nested_tensor([t.transpose(0, 1) for t in parts], layout=layout).transpose(1, 2)
-    else:
-        nested = torch.nested.nested_tensor(parts)
-    plain = scaled_dot_product_attention(nested, nested, nested)
-    with enabled():
-        out = scaled_dot_product_attention(nested, nested, nested)
-    for mine, other in zip(out.unbind(), plain.unbind(), strict=True):
-        assert torch.equal(mine, other)
-    assert counts() == (0, 0, {"nested tensors": 1})
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_in_modules_are_an_error():
-    """torch takes them on its fast path alone, and says so."""
-    module = nn.MultiheadAttention(8, 2, batch_first=True).eval()
-    nested = torch.nested.nested_tensor([torch.randn(3, 8)], layout=torch.strided)
-    with enabled(), torch.no_grad(), pytest.raises(AssertionError, match="NestedTensor outside of its fast path"):
-        module(nested, nested, nested, need_weights=False)
-
-
-def test_tensors_that_hold_others_are_torchs():
-    """Such as DTensor; a plain subclass is taken and comes back as one."""
-
-    class Plain(torch.Tensor):
-        pass
-
-    q, k, v = (t.detach() for t in tensors())
-    with enabled():
-        both = scaled_dot_product_attention(TwoTensor(q, q), TwoTensor(k, k), TwoTensor(v, v))
-        assert counts() == (0, 0, {"tensors of type TwoTensor": 1})
-        assert type(both) is TwoTensor
-        assert type(scaled_dot_product_attention(q.as_subclass(Plain), k, v)) is Plain
-        assert counts().taken == 1
-
-
 def test_nothing_is_recorded_below_autograd():
     q, k, v = tensors()
     with enabled(), torch._C._AutoDispatchBelowAutograd():
@@ -297,7 +172,7 @@ def test_what_was_set_before_comes_back(monkeypatch):
 
 def test_the_switch_belongs_to_the_process():
     """Another thread's calls come here while this one holds the switch, and no longer after it let go."""
-    q, k, v = (t.detach() for t in tensors())
+    q, k, v = detached()
 
     def in_a_thread():
         thread = threading.Thread(target=scaled_dot_product_attention, args=(q, k, v))
@@ -312,7 +187,7 @@ def test_the_switch_belongs_to_the_process():
 
 
 def test_threads_call_while_others_switch():
-    q, k, v = (t.detach() for t in tensors())
+    q, k, v = detached()
     exact = scaled_dot_product_attention(q, k, v)
     done, wrong = threading.Event(), []
 
@@ -343,14 +218,3 @@ def test_threads_call_while_others_switch():
     assert not wrong
     assert not is_enabled()
     assert counts().taken >= 200
-
-
-def test_info_shows_the_switch(capsys):
-    assert info.facts("cpu")["SDPA switch"] == "off"
-    q, k, v = (t.detach() for t in tensors())
-    with enabled():
-        scaled_dot_product_attention(q, k, v)
-        scaled_dot_product_attention(q[:, :, :0], k, v)
-        shown = "on: 1 calls taken, 0 traced, 1 to torch (query or key without elements)"
-        assert info.facts("cpu")["SDPA switch"] == shown
-    assert info.facts("cpu")["SDPA switch"] == shown.replace("on", "off", 1)

@@ -1,9 +1,7 @@
 """Small models of transformers built from configurations, and how the tests run them."""
 
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -75,14 +73,6 @@ def decoder(name: str) -> Any:
     return made(*DECODERS[name])
 
 
-@pytest.fixture
-def softmax_in_its_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager attention casts scores to float32 before the softmax, in float64 too."""
-    softmax = torch.nn.functional.softmax
-    own: Callable[..., Tensor] = lambda x, dim=None, **named: softmax(x, dim=dim)  # noqa: E731
-    monkeypatch.setattr(torch.nn.functional, "softmax", own)
-
-
 def results(model: Any, implementation: str, rows: Tensor, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Outputs of these rows, bool (B, S), and the gradient of each parameter."""
     model.set_attn_implementation(implementation)
@@ -93,3 +83,20 @@ def results(model: Any, implementation: str, rows: Tensor, **inputs: Any) -> tup
     (out * dout.to(out.dtype)).sum().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return out.detach(), gradients
+
+
+ROUNDINGS = 2**-17
+"""Norms and rotary tables compute in float32 in float64 models too, where a rounding may fall the other way: 2^-24,
+and 2^7 for what two layers make of it. A mask or a scale that is wrong changes results by some 2^-3."""
+
+
+def assert_near(out: Tensor, truth: Tensor, what: Any = None) -> None:
+    assert (out - truth).abs().max() <= ROUNDINGS * truth.abs().max(), what
+
+
+def assert_gradients_near(found: dict[str, Tensor], truth: dict[str, Tensor], what: Any = None) -> None:
+    """Relative to the largest gradient of any parameter."""
+    assert found.keys() == truth.keys()
+    largest = max(gradient.abs().max() for gradient in truth.values())
+    for name, gradient in found.items():
+        assert (gradient - truth[name]).abs().max() <= ROUNDINGS * largest, (what, name)

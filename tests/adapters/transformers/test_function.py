@@ -29,7 +29,7 @@ ENCODER.is_causal = False
 
 
 @each_dtype
-def test_the_function_renames(dtype: torch.dtype) -> None:
+def test_the_function_renames(dtype):
     """Bit for bit what :func:`pyattn.attention` gives."""
     q, k, v = inputs(dtype)
     sinks, bias = torch.randn(4), torch.randn(1, 4, 6, 6)
@@ -73,13 +73,13 @@ def test_the_function_renames(dtype: torch.dtype) -> None:
     assert torch.equal(out, attention(q[:1].expand(2, -1, -1, -1), k, v, causal=False).transpose(1, 2))
 
 
-def test_a_position_bias_beside_a_mask_is_not_copied() -> None:
+def test_a_position_bias_beside_a_mask_is_not_copied():
     """Joined into one tensor, (4, 4, 1024, 1024) in float32, they would take 64 MiB."""
     q, k, v = inputs(batch=4, queries=1024, keys=1024)
     seen, bias = torch.rand(4, 1, 1024, 1024) < 0.7, torch.randn(1, 4, 1024, 1024)
     mask = Mask((4, 1, 1024, 1024), pairs=seen)
 
-    def run() -> Tensor:
+    def run():
         return attention_function(ENCODER, q, k, v, mask, position_bias=bias)[0]
 
     out = run()  # loads what is loaded once
@@ -87,7 +87,7 @@ def test_a_position_bias_beside_a_mask_is_not_copied() -> None:
     assert torch.equal(out, attention(q, k, v, causal=False, bias=bias.where(seen, -torch.inf)).transpose(1, 2))
 
 
-def test_a_query_among_slots() -> None:
+def test_a_query_among_slots():
     """One query without a mask sees every key; several stand at the first, before slots that are not filled."""
     q, k, v = inputs(queries=1)
     assert torch.equal(attention_function(DECODER, q, k, v, None)[0], attention(q, k, v).transpose(1, 2))
@@ -98,7 +98,7 @@ def test_a_query_among_slots() -> None:
     assert torch.equal(attention_function(DECODER, q, k, v, None)[0], attention(q, k, v, q_offset=0).transpose(1, 2))
 
 
-def test_packed_sequences() -> None:
+def test_packed_sequences():
     q, k, v = inputs(batch=1)
     sizes = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
     for module in (DECODER, ENCODER):
@@ -133,19 +133,19 @@ def test_packed_sequences() -> None:
         (NotImplementedError, "cache must be None", {"cache": object()}),
     ],
 )
-def test_errors(error: type[Exception], message: str, arguments: dict[str, Any]) -> None:
+def test_errors(error, message, arguments):
     with pytest.raises(error, match=r"^pyattn: ") as caught:
         attention_function(DECODER, *inputs(), **({"attention_mask": None} | arguments))
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(("name", "wrong"), [("position_bias", torch.zeros(1, 4, 6, 6)), ("output_attentions", True)])
-def test_packed_sequences_refuse(name: str, wrong: object) -> None:
+def test_packed_sequences_refuse(name, wrong):
     with pytest.raises(NotImplementedError, match=re.escape(f"cu_seq_lens_q goes without {name}")):
         attention_function(DECODER, *inputs(batch=1), None, cu_seq_lens_q=torch.tensor([0, 6]), **{name: wrong})
 
 
-def test_weights_are_those_used() -> None:
+def test_weights_are_those_used():
     q, k, v = inputs(torch.float64)
     out, weights = attention_function(DECODER, q, k, v, None, dropout=0.5, output_attentions=True)
     assert weights is not None
@@ -153,7 +153,7 @@ def test_weights_are_those_used() -> None:
     torch.testing.assert_close(out, (weights @ v.repeat_interleave(2, 1)).transpose(1, 2))
 
 
-def test_transformers_is_imported_by_register_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_is_imported_by_register_alone(monkeypatch):
     monkeypatch.setattr(masking_utils, "sdpa_mask", lambda batch_size, cache_position: None)
     with pytest.raises(ImportError, match=r"^pyattn: register\(\) needs transformers 5.6 or later .*, got 5"):
         adapter.register()

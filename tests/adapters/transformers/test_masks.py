@@ -62,7 +62,7 @@ def shown(mask: Tensor | Mask | None, q_length: int, kv_length: int, causal: boo
 @pytest.mark.parametrize("padding", ["none", "ones", "left", "right", "hole", "short"])
 @pytest.mark.parametrize("one_by_one", [False, True], ids=["", "vmap"])
 @pytest.mark.parametrize("rule", RULES)
-def test_masks_are_those_of_transformers(rule: str, one_by_one: bool, padding: str) -> None:
+def test_masks_are_those_of_transformers(rule, one_by_one, padding):
     kept = {"causal": True, "full": False, "window": True}
     for q_length, kv_length, q_offset, kv_offset in SHAPES:
         tokens = None if padding == "none" else torch.ones(2, q_offset + q_length, dtype=torch.bool)
@@ -91,7 +91,7 @@ def packed(lengths: list[int], rule: Callable[..., Tensor]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rule", ["causal", "window", "chunks"])
-def test_packed_masks(rule: str) -> None:
+def test_packed_masks(rule):
     arguments = packed([4, 1, 7], theirs.chunked_causal_mask_function(3, LEFT[1:]) if rule == "chunks" else RULES[rule])
     mask = mask_function(1, 12, 12, **arguments)
     assert isinstance(mask, Mask)
@@ -100,7 +100,7 @@ def test_packed_masks(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["causal", "full", "window", "both ways", "chunks"])
-def test_rules_of_transformers_are_known(rule: str) -> None:
+def test_rules_of_transformers_are_known(rule):
     """Nothing is evaluated but the rows that are compared."""
     interval = transformers_rules.interval(RULES[rule], torch.arange(9))
     assert interval is not None
@@ -110,7 +110,7 @@ def test_rules_of_transformers_are_known(rule: str) -> None:
     assert transformers_rules.interval(theirs.and_masks(RULES[rule], RULES["image"]), torch.arange(9)) is None
 
 
-def test_plain_masks_are_left_out() -> None:
+def test_plain_masks_are_left_out():
     ones = torch.ones(2, 6, dtype=torch.bool)
     for tokens in (None, ones):
         for made in (
@@ -135,14 +135,14 @@ def test_plain_masks_are_left_out() -> None:
     ],
     ids=["packed", "padded", "evaluated"],
 )
-def test_memory_is_linear(seqlen: int, arguments: dict[str, Any]) -> None:
+def test_memory_is_linear(seqlen, arguments):
     """Resident memory: bools for all pairs of query and key take 1 GiB, and 64 MiB where rows are evaluated."""
     mask_function(1, seqlen, seqlen, **arguments)  # loads what is loaded once
     assert memory_needed(lambda: mask_function(1, seqlen, seqlen, **arguments)) < 32 * 2**20
 
 
-def test_dense_masks_are_counted() -> None:
-    def lines(*sizes: int, **arguments: Any) -> list[str]:
+def test_dense_masks_are_counted():
+    def lines(*sizes, **arguments):
         transformers_masks.DENSE.clear()
         mask = mask_function(*sizes, **arguments)
         assert not (isinstance(mask, Mask) and mask.pairs is None and adapter.fallbacks())
@@ -158,10 +158,10 @@ def test_dense_masks_are_counted() -> None:
     transformers_masks.DENSE.clear()
 
 
-def test_traced_masks_are_dense() -> None:
+def test_traced_masks_are_dense():
     """Where no value can be read, ranges would have to take the example's."""
 
-    def traced(tokens: Tensor) -> Tensor:
+    def traced(tokens):
         mask = mask_function(2, 6, 6, attention_mask=tokens)
         assert isinstance(mask, Mask)
         assert mask.pairs is not None
@@ -176,7 +176,7 @@ def test_traced_masks_are_dense() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 0, 0)])
-def test_empty_masks(sizes: tuple[int, int, int]) -> None:
+def test_empty_masks(sizes):
     for rule in RULES.values():
         for skip in (False, True):
             mask = mask_function(*sizes, mask_function=rule, allow_is_causal_skip=skip)
@@ -194,13 +194,13 @@ def sliding_window_overlay(sliding_window: int) -> Callable[..., Tensor]:
     return inner_mask
 
 
-def test_a_rule_that_means_something_else_is_evaluated() -> None:
+def test_a_rule_that_means_something_else_is_evaluated():
     arguments = {"mask_function": theirs.and_masks(sliding_window_overlay(3), RULES["causal"])}
     truth = theirs.sdpa_mask(1, 9, 9, allow_is_causal_skip=False, **arguments)
     assert torch.equal(shown(mask_function(1, 9, 9, **arguments), 9, 9, causal=True)[:1], truth)
 
 
-def test_a_mask_goes_where_a_tensor_goes() -> None:
+def test_a_mask_goes_where_a_tensor_goes():
     """``generate`` hands masks back, and hooks move them to a layer's device."""
     padded, holes = (mask_function(1, 9, 9, mask_function=RULES[rule]) for rule in ("window", "holes"))
     for mask in (padded, holes, mask_function(1, 9, 9)):

@@ -7,35 +7,40 @@ from typing import Any
 
 import pytest
 import torch
-from adapters.transformers import models
-from adapters.transformers.models import BART, DECODERS, ENDS, IDS, PADDING, SIZES, T5, decoder, made, results
+from adapters.transformers.models import (
+    BART,
+    DECODERS,
+    ENDS,
+    IDS,
+    PADDING,
+    ROUNDINGS,
+    SIZES,
+    T5,
+    assert_gradients_near,
+    assert_near,
+    decoder,
+    made,
+    results,
+)
 
 from pyattn.adapters import transformers as adapter
 from pyattn.adapters import transformers_masks
 
-ROUNDINGS = 2**-17
-"""Norms and rotary tables compute in float32 in float64 models too, where a rounding may fall the other way: 2^-24,
-and 2^7 for what two layers make of it. A mask or a scale that is wrong changes results by some 2^-3."""
-
 exact = pytest.mark.usefixtures("softmax_in_its_own_dtype")
-softmax_in_its_own_dtype = models.softmax_in_its_own_dtype
 
 
 def assert_same(model: Any, rows: torch.Tensor, **inputs: Any) -> None:
     """Outputs and every gradient as with eager attention."""
     out, gradients = results(model, "pyattn", rows, **inputs)
     truth, true_gradients = results(model, "eager", rows, **inputs)
-    assert (out - truth).abs().max() <= ROUNDINGS * truth.abs().max()
-    assert gradients.keys() == true_gradients.keys()
-    largest = max(g.abs().max() for g in true_gradients.values())
-    for name, gradient in gradients.items():
-        assert (gradient - true_gradients[name]).abs().max() <= ROUNDINGS * largest, name
+    assert_near(out, truth)
+    assert_gradients_near(gradients, true_gradients)
 
 
 @exact
 @pytest.mark.parametrize("padding", PADDING)
 @pytest.mark.parametrize("name", DECODERS)
-def test_decoders(name: str, padding: str) -> None:
+def test_decoders(name, padding):
     mask = PADDING[padding]
     model = decoder(name).double()
     assert_same(model, mask, input_ids=IDS, attention_mask=mask)
@@ -48,7 +53,7 @@ def test_decoders(name: str, padding: str) -> None:
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("name", DECODERS)
-def test_generation(name: str, padding: str, cache: str) -> None:
+def test_generation(name, padding, cache):
     """Past the windows and chunks of four tokens."""
     model = decoder(name).double()
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -60,7 +65,7 @@ def test_generation(name: str, padding: str, cache: str) -> None:
         sides.append(model.generate(IDS, attention_mask=PADDING[padding], cache_implementation=kind, **options))
     assert torch.equal(sides[0].sequences, sides[1].sequences)
     ours, truth = (torch.stack(side.logits) for side in sides)
-    assert (ours - truth).abs().max() <= ROUNDINGS * truth.abs().max()
+    assert_near(ours, truth)
 
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -87,7 +92,7 @@ HOLES = PADDING | {"holes": PADDING["right"].index_fill(1, torch.tensor([3]), 0)
 @exact
 @pytest.mark.parametrize("padding", HOLES)
 @pytest.mark.parametrize("name", ENCODERS)
-def test_encoders(name: str, padding: str) -> None:
+def test_encoders(name, padding):
     mask = HOLES[padding]
     assert_same(ENCODERS[name]().double(), mask, input_ids=IDS, attention_mask=mask)
 
@@ -95,7 +100,7 @@ def test_encoders(name: str, padding: str) -> None:
 @exact
 @pytest.mark.parametrize("padding", ["none", "left", "holes"])
 @pytest.mark.parametrize("name", PAIRS)
-def test_encoders_and_decoders(name: str, padding: str) -> None:
+def test_encoders_and_decoders(name, padding):
     """T5 adds a learned bias to the scores."""
     model = PAIRS[name]().double()
     decoded, right = IDS[:, :7], PADDING["right"][:, 3:10]
@@ -112,7 +117,7 @@ def test_encoders_and_decoders(name: str, padding: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints(reentrant: bool) -> None:
+def test_checkpoints(reentrant):
     model = decoder("mistral")
     model.config.attention_dropout = 0.25
     inputs = {"input_ids": IDS, "attention_mask": PADDING["left"], "use_cache": False}
@@ -128,7 +133,7 @@ def test_checkpoints(reentrant: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::Warning")  # of the compiler about its own parts
-def test_compiled() -> None:
+def test_compiled():
     torch._dynamo.reset()
     model = decoder("llama")
     model.set_attn_implementation("pyattn")
@@ -137,11 +142,11 @@ def test_compiled() -> None:
         inputs = {"input_ids": IDS, "attention_mask": mask, "use_cache": False}
         rows = torch.ones_like(IDS, dtype=torch.bool) if mask is None else mask.bool()
         out, truth = compiled(**inputs).logits[rows], model(**inputs).logits[rows]
-        assert (out - truth).abs().max() <= ROUNDINGS * truth.abs().max()
+        assert_near(out, truth)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt2", "opt"])  # gpt2 and opt don't tell their layers
-def test_weights(name: str) -> None:
+def test_weights(name):
     model = decoder(name)
     sides = []
     for implementation in ("pyattn", "eager"):
@@ -155,7 +160,7 @@ def test_weights(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*")
-def test_models_with_attention_of_their_own() -> None:
+def test_models_with_attention_of_their_own():
     """transformers gives them any name without a word; a mask of ours would mean no mask there."""
     bloom = made("Bloom", {"vocab_size": 64, "hidden_size": 32, "n_layer": 1, "n_head": 4})
     assert "attn_implementation is eager" in adapter.fallbacks(bloom)[-2]
@@ -165,7 +170,7 @@ def test_models_with_attention_of_their_own() -> None:
     assert adapter.fallbacks(bloom)[-1] == "transformer.h.0.self_attention (BloomAttention): attention of its own"
 
 
-def test_readme(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readme(monkeypatch):
     monkeypatch.setattr(transformers_masks, "DENSE", Counter())
     text = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
     (snippet,) = re.findall(r"^```py\n(.*?)^```", text, re.DOTALL | re.MULTILINE)

@@ -34,7 +34,7 @@ OTHERWISE = re.compile(r"Deformable|Pooling|Map$|Gated|GRUCell|Residual|PreTrain
 """Parts of another kind that have attention in their names."""
 
 
-def test_the_lists_are_those_of_the_installed_transformers() -> None:
+def test_the_lists_are_those_of_the_installed_transformers():
     """By the source of every model, 24 MB. A version that brings others fails here, and needs them listed."""
     whole, parts = {}, {}
     (folder,) = importlib.util.find_spec("transformers").submodule_search_locations  # type: ignore[union-attr]
@@ -51,7 +51,7 @@ def test_the_lists_are_those_of_the_installed_transformers() -> None:
     assert (whole, parts) == (WHOLE, PARTS), f"checked with {CHECKED}, installed {transformers.__version__}"
 
 
-def test_the_lists_are_what_transformers_says_itself() -> None:
+def test_the_lists_are_what_transformers_says_itself():
     for name in NAMES:
         models = vars(importlib.import_module(f"transformers.models.{name}.modeling_{name}")).values()
         kinds = [x for x in models if isinstance(x, type) and issubclass(x, PreTrainedModel)]
@@ -76,11 +76,11 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.filterwarnings("ignore:.*")
 @pytest.mark.parametrize("name", [*OWN, *DECODERS])
-def test_the_lists_are_what_models_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lists_are_what_models_call(name, monkeypatch):
     """Listed models run without a call of the attention function, or are refused before one."""
     calls: list[str] = []
 
-    def counted(module: nn.Module, query: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    def counted(module, query, *_, **__):
         calls.append(type(module).__name__)
         return torch.zeros_like(query).transpose(1, 2), None
 
@@ -105,7 +105,7 @@ def test_the_lists_are_what_models_call(name: str, monkeypatch: pytest.MonkeyPat
     assert any(line.endswith(": attention of its own") for line in lines) == (name in OWN)
 
 
-def test_a_model_that_is_listed_in_part() -> None:
+def test_a_model_that_is_listed_in_part():
     """transformers takes the name for all of GIT, whose text model would take None for every key."""
     model = made("Git", SMALL | {"vision_config": SMALL | {"image_size": 32, "patch_size": 16}})
     model.set_attn_implementation("pyattn")
@@ -150,14 +150,14 @@ HOLES[0, 5] = 0
 
 @pytest.mark.parametrize("padding", [None, PADDING["left"], HOLES], ids=["none", "left", "holes"])
 @pytest.mark.parametrize("use", USES)
-def test_a_mask_is_known_by_its_type(use: str, padding: Tensor | None) -> None:
+def test_a_mask_is_known_by_its_type(use, padding):
     adapter.register()
     model = Mixer(OwnConfig(attn_implementation="pyattn"), USES[use])
     with pytest.raises(NotImplementedError, match=r"^pyattn: .* attention of its own, got \w+\(\) of a mask"):
         model(torch.randn(2, IDS.shape[1], 8), padding)
 
 
-def test_other_peoples_models_are_listed_by_what_they_call() -> None:
+def test_other_peoples_models_are_listed_by_what_they_call():
     adapter.register()
     x = torch.randn(2, 6, 8)
     model = Mixer(OwnConfig(attn_implementation="pyattn"), lambda scores, mask: scores.softmax(-1), False)
@@ -167,7 +167,7 @@ def test_other_peoples_models_are_listed_by_what_they_call() -> None:
     class Asking(nn.Module):
         is_causal = True
 
-        def forward(self, x: Tensor, mask: Any) -> Tensor:
+        def forward(self, x, mask):
             attention = ALL_ATTENTION_FUNCTIONS["pyattn"]
             return attention(self, x[:, None], x[:, None], x[:, None], mask)[0][:, :, 0]  # type: ignore[no-any-return]
 
@@ -178,7 +178,7 @@ def test_other_peoples_models_are_listed_by_what_they_call() -> None:
     assert not any("so far" in line for line in adapter.fallbacks(asking))
 
 
-def test_info_lists_them_and_imports_none() -> None:
+def test_info_lists_them_and_imports_none():
     code = "import sys; from pyattn.cli import main; main(['info']); print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("transformers")]
@@ -188,7 +188,7 @@ def test_info_lists_them_and_imports_none() -> None:
     assert done.stdout.splitlines()[-1] == "False"
 
 
-def test_info_names_the_version_that_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_names_the_version_that_was_checked(monkeypatch):
     for installed, said in ((CHECKED, ""), ("9.1.0", f" in {CHECKED}")):
         monkeypatch.setattr(transformers_models, "version", lambda _, v=installed: v)
         described = transformers_models.described()
@@ -198,7 +198,7 @@ def test_info_names_the_version_that_was_checked(monkeypatch: pytest.MonkeyPatch
         )
 
 
-def test_info_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_without_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert transformers_models.described() is None
     assert "transformers" not in info.facts("cpu")

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from adapters.transformers import models
-from adapters.transformers.models import DECODERS, IDS, decoder
+from adapters.transformers.models import DECODERS, IDS, ROUNDINGS, assert_gradients_near, assert_near, decoder
 from torch import Tensor
 
 from pyattn.adapters import transformers as adapter
@@ -15,10 +14,6 @@ from pyattn.adapters.transformers import attention_function
 from pyattn.adapters.transformers_masks import Mask
 from pyattn.masks import KeyRanges
 
-ROUNDINGS = 2**-17
-"""As in test_transformers.py."""
-
-softmax_in_its_own_dtype = models.softmax_in_its_own_dtype
 LENGTHS = [5, 1, 6]
 WITHOUT_POSITIONS = ["llama4"]
 """Their layers don't hand position ids on to attention."""
@@ -56,17 +51,15 @@ def alone(model: Any) -> Tensor:
 
 @pytest.mark.usefixtures("softmax_in_its_own_dtype")
 @pytest.mark.parametrize("name", PACKED)
-def test_packed_documents(name: str) -> None:
+def test_packed_documents(name):
     model = decoder(name).double()
     truth = alone(model)
     true_gradients = gradients(model, truth)
-    largest = max(g.abs().max() for g in true_gradients.values())
     for packed in (batch(), batch(return_seq_idx=True), batch(return_flash_attn_kwargs=True)):
         for way in WAYS:
             out = model(**packed, **way).logits
-            assert (out - truth).abs().max() <= ROUNDINGS * truth.abs().max(), way
-            for parameter, gradient in gradients(model, out).items():
-                assert (gradient - true_gradients[parameter]).abs().max() <= ROUNDINGS * largest, (way, parameter)
+            assert_near(out, truth, way)
+            assert_gradients_near(gradients(model, out), true_gradients, way)
     assert not adapter.fallbacks(model)[len(adapter.fallbacks()) :]
 
 
@@ -80,7 +73,7 @@ def packed_rows() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_rows_of_their_own_documents(name: str, static: bool) -> None:
+def test_rows_of_their_own_documents(name, static):
     """Padded, and with the slots of a cache that is longer than the prompt."""
     model = decoder(name)
     model.set_attn_implementation("pyattn")
@@ -89,24 +82,24 @@ def test_rows_of_their_own_documents(name: str, static: bool) -> None:
         out = model(**packed_rows(), past_key_values=cache, use_cache=True).logits
         for row, begin, end in ((0, 0, 5), (0, 5, 12), (1, 0, 3), (1, 3, 9)):
             truth = model(IDS[row : row + 1, begin:end]).logits
-            assert (out[row, begin:end] - truth).abs().max() <= ROUNDINGS * truth.abs().max()
+            assert_near(out[row, begin:end], truth)
 
 
 @pytest.mark.filterwarnings("ignore::Warning")  # of the compiler about its own parts
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_compiled(name: str) -> None:
+def test_compiled(name):
     """Values can't be read: masks are of queries x keys where they are not None."""
     model = decoder(name)
     truth = alone(model)
     for way in WAYS[1:3] if name == "mistral" else WAYS[:1]:
         torch._dynamo.reset()
         out = torch.compile(model, fullgraph=True, backend="aot_eager")(**batch(), **way).logits
-        assert (out - truth).abs().max() <= ROUNDINGS * truth.abs().max(), way
+        assert_near(out, truth, way)
 
 
 @pytest.mark.filterwarnings("ignore::Warning")  # of the compiler about its own parts
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_compiled_with_a_static_cache_and_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_with_a_static_cache_and_a_mask(name, monkeypatch):
     """Tokens that continue the cache see all of it, whether their values can be read or not."""
     monkeypatch.setattr(transformers_packed, "MIXED", type(transformers_packed.MIXED)())
     torch._dynamo.reset()
@@ -123,10 +116,10 @@ def test_compiled_with_a_static_cache_and_a_mask(name: str, monkeypatch: pytest.
             )
     rows = packed_rows()["attention_mask"].bool()
     assert (sides[0][0] - sides[1][0])[rows].abs().max() <= ROUNDINGS * sides[0][0].abs().max()
-    assert (sides[0][1] - sides[1][1]).abs().max() <= ROUNDINGS * sides[0][1].abs().max()
+    assert_near(sides[1][1], sides[0][1])
 
 
-def test_positions_after_a_cache_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_after_a_cache_are_left_alone(monkeypatch):
     """Restarts there are said aloud once, and listed; left padding, whose positions mean nothing, is not."""
     monkeypatch.setattr(transformers_packed, "MIXED", type(transformers_packed.MIXED)())
     q, k = torch.randn(1, 4, 4, 8), torch.randn(1, 4, 9, 8)
@@ -147,7 +140,7 @@ def test_positions_after_a_cache_are_left_alone(monkeypatch: pytest.MonkeyPatch)
     assert adapter.fallbacks()[-1].startswith("2 calls with packed documents that see each other: the cache holds")
 
 
-def test_a_mask_of_queries_and_keys_is_the_whole_mask() -> None:
+def test_a_mask_of_queries_and_keys_is_the_whole_mask():
     """Such as a tree, in which documents that begin anew share what comes before them."""
     q = torch.randn(1, 4, 4, 8)
     tree = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=torch.bool)[None, None]
@@ -156,7 +149,7 @@ def test_a_mask_of_queries_and_keys_is_the_whole_mask() -> None:
     assert torch.equal(attention_function(torch.nn.Module(), q, q, q, tree, position_ids=positions)[0], truth)
 
 
-def test_a_mask_with_holes_that_is_ours() -> None:
+def test_a_mask_with_holes_that_is_ours():
     """Padding lies between tokens, in two documents."""
     q, keys = torch.randn(1, 4, 6, 8), torch.arange(6)
     mask = adapter.mask_function(1, 6, 6, attention_mask=keys[None] != 1)
@@ -168,29 +161,29 @@ def test_a_mask_with_holes_that_is_ours() -> None:
 
 
 @pytest.mark.parametrize("positions", [torch.arange(4).flip(0), torch.zeros(3, 1, 4).long(), torch.zeros(2, 4).long()])
-def test_positions_of_other_shapes_say_nothing(positions: Tensor) -> None:
+def test_positions_of_other_shapes_say_nothing(positions):
     q = torch.randn(1, 4, 4, 8)
     truth = attention_function(torch.nn.Module(), q, q, q, None)[0]
     assert torch.equal(attention_function(torch.nn.Module(), q, q, q, None, position_ids=positions)[0], truth)
 
 
 @pytest.mark.parametrize("name", WITHOUT_POSITIONS)
-def test_lengths_reach_models_that_keep_their_positions(name: str) -> None:
+def test_lengths_reach_models_that_keep_their_positions(name):
     """Chunks of four tokens begin anew with each document."""
     model = decoder(name)
     truth = alone(model)
     for way in WAYS:
         out = model(**batch(return_flash_attn_kwargs=True), **way).logits
-        assert (out - truth).abs().max() <= ROUNDINGS * truth.abs().max(), way
+        assert_near(out, truth, way)
 
 
 @pytest.mark.parametrize("name", WITHOUT_POSITIONS)
-def test_models_that_keep_their_positions_are_listed(name: str) -> None:
+def test_models_that_keep_their_positions_are_listed(name):
     model = decoder(name)
     model.set_attn_implementation("pyattn")
     truth = alone(model)
     out = model(**batch(), use_cache=False).logits
-    assert (out - truth).abs().max() <= ROUNDINGS * truth.abs().max()
+    assert_near(out, truth)
     model(IDS)
     assert adapter.fallbacks(model)[-1] == (
         "model.layers.0.self_attn (Llama4TextAttention): it gets no position_ids, so packed documents need "

@@ -1,0 +1,68 @@
+import contextlib
+import functools
+import io
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pyattn.cli import main
+
+
+def written_story(folder: Path) -> Path:
+    """A file with text enough to train a small model on."""
+    path = folder / "story.txt"
+    path.write_text("".join(f"{n} green bottles, hänging on the wall.\n" for n in range(200)), encoding="utf-8")
+    return path
+
+
+def train(story: Path, parent: Path, *options: str, out: str = "run") -> tuple[int, Path]:
+    """``pyattn train`` of a small model, context 16, 6 steps unless told otherwise: the exit code and the folder."""
+    folder = parent / out
+    shape = "--layers 2 --heads 2 --width 16 --context 16 --batch 4 --steps 6 --eval-every 3 --sample 20"
+    return main(["train", *shape.split(), "--data", str(story), "--out", str(folder), *options]), folder
+
+
+@pytest.fixture
+def story(tmp_path):
+    return written_story(tmp_path)
+
+
+@pytest.fixture
+def train_on(story, tmp_path):
+    return functools.partial(train, story, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """Trains once with these options for all tests that only read the folder; what it showed beside it."""
+
+    @functools.cache
+    def run(*options):
+        parent = tmp_path_factory.mktemp("finished")
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            code, folder = train(written_story(parent), parent, *options)
+        assert code == 0
+        return folder, shown.getvalue()
+
+    return run
+
+
+@pytest.fixture
+def trained(finished, tmp_path):
+    """The folder of a finished training of 6 steps, this test's to change."""
+    return Path(shutil.copytree(finished()[0], tmp_path / "run"))
+
+
+@pytest.fixture
+def refusal(capsys):
+    """The one sentence, without the library's name, with which a command is refused before its work."""
+
+    def run(*argv):
+        capsys.readouterr()
+        assert main(argv) == 2
+        out, err = capsys.readouterr()
+        assert (out, err[:8], err.count("\n"), err[-1]) == ("", "pyattn: ", 1, "\n")
+        return err[8:-1]
+
+    return run
