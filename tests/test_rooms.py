@@ -1,0 +1,104 @@
+"""Promise: files depend downwards alone, in few layers, and never in a circle: csrc's includes and pyattn's imports."""
+
+import ast
+import re
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CSRC = [
+    "attention.h",
+    "shared",
+    "cpu/simd",
+    "cpu/products",
+    "cpu/tiles",
+    "cpu/plan",
+    "cpu/passes",
+    "cpu",
+    "cuda",
+    "ops",
+]
+"""Rooms of csrc, each of which may include those before it; files on top may include all."""
+
+ABOVE = {
+    "ops": {"arguments", "ops"},
+    "cache": {"arguments", "cache", "ops"},
+    "derivatives": {"arguments", "autocast", "derivatives", "dropout", "key_ranges", "ops", "options", "reference"},
+    "reference": {"dropout", "reference"},
+}
+"""What of pyattn each room may import; the rooms above them may import all of it."""
+
+
+def includes() -> dict[str, set[str]]:
+    """What each file of csrc includes. The header of the instruction set is any of them."""
+    files = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cu")]
+    graph = {}
+    for path in files:
+        text, name = path.read_text(), str(path.relative_to(ROOT / "csrc"))
+        graph[name] = set(re.findall(r'^#include "(.+)"', text, re.MULTILINE))
+        if "#include PYATTN_ISA_HEADER" in text and "simd" in name:
+            isas = {"avx2", "avx512", "avx512_bf16", "neon", "scalar"}
+            graph[name] |= {f"cpu/simd/{isa}.h" for isa in isas}
+        elif "#include PYATTN_ISA_HEADER" in text:
+            graph[name].add("cuda/ptx.h")
+    return graph
+
+
+def imports() -> dict[str, set[str]]:
+    """What each module of pyattn imports of it, in functions too."""
+    names = {}
+    for path in (ROOT / "pyattn").rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph: dict[str, set[str]] = {name: set() for name in names}
+    for name, path in names.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                within = {f"{node.module}.{alias.name}" for alias in node.names}
+                compiled = within <= {"pyattn._C", "pyattn._build"}
+                graph[name] |= set() if compiled else within & names.keys() or {node.module} & names.keys()
+            elif isinstance(node, ast.Import):
+                graph[name] |= {alias.name for alias in node.names} & names.keys()
+        graph[name].discard(name)
+    return graph
+
+
+def layers(graph: dict[str, set[str]]) -> dict[str, int]:
+    """How many files lie on the longest way down from each, itself included; CycleError where there is a circle."""
+    depth: dict[str, int] = {}
+    for name in TopologicalSorter(graph).static_order():
+        depth[name] = 1 + max((depth[below] for below in graph.get(name, ())), default=0)
+    return depth
+
+
+def room_of(file: str) -> int:
+    """The room's place in CSRC: of the rooms that hold the file, the innermost."""
+    return max((n for n, room in enumerate(CSRC) if file.startswith(room)), key=lambda n: len(CSRC[n]), default=99)
+
+
+def test_layers_of_includes() -> None:
+    graph = includes()
+    assert max(layers(graph).values()) <= 12  # 9 but for the headers of instruction sets, which build on one another
+    pairs = [(file, other) for file, others in graph.items() for other in others]
+    assert [pair for pair in pairs if room_of(pair[1]) > room_of(pair[0])] == []
+    assert [pair for pair in pairs if {name.partition("/")[0] for name in pair} == {"cpu", "cuda"}] == []
+
+
+def test_layers_of_imports() -> None:
+    graph = imports()
+    depth = layers(graph)
+    assert depth["pyattn"] <= 12
+    assert max(depth.values()) <= 17  # the command line's own lie on pyattn
+
+
+@pytest.mark.parametrize("room", ABOVE)
+def test_rooms_of_modules(room: str) -> None:
+    named = {
+        (name, other)
+        for name, others in imports().items()
+        for other in others
+        if f"{name}.".startswith(f"pyattn.{room}.") and other.split(".")[1:2] and other.split(".")[1] not in ABOVE[room]
+    }
+    assert named == set()
