@@ -1,4 +1,4 @@
-// Launches on a stream, one behind the other, up to one that fails.
+// Kernel launches on a stream, in order; after one that fails, none follows.
 #pragma once
 
 #include "cuda/primitives.h"

@@ -25,7 +25,7 @@ PYATTN_DEVICE RowsBefore rows_before(const ForwardParams& p, unsigned number, co
     return number;
 }
 
-// What backward needs to know of a row.
+// The numbers that backward reads of a row.
 struct alignas(16) RowTerms {
   float shift, factor;  // P = exp(S, shift) * factor
   float delta;          // rowsum(dO * O) - dlse

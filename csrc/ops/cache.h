@@ -50,14 +50,14 @@ inline void check_cache_lengths(const Tensor& lengths, const Tensor& keys, const
   check_place("lengths", lengths, keys, sequences);
 }
 
-// What a cache holds; `dimensions` says of what they are.
+// Checks the keys and values that a cache holds; `dimensions` names their sizes.
 inline void check_stored(const Tensor& keys, const Tensor& values, const char* dimensions) {
   TORCH_CHECK_VALUE(keys.dim() == 4 && values.dim() == 4, "pyattn: keys and values must have 4 dimensions ", dimensions,
                     ", got ", keys.sym_sizes(), " and ", values.sym_sizes());
   check_beside("values", values, keys, with_columns(keys, values.sym_size(3)));
 }
 
-// What is appended to it, its heads lying along that dimension.
+// Checks the keys and values that are appended; their heads lie along that dimension.
 inline void check_new(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& k, const Tensor& v,
                       const optional<Tensor>& new_lengths, int64_t heads) {
   TORCH_CHECK_VALUE(k.dim() == 4, "pyattn: k must have 4 dimensions (batch, num_heads, new, head_dim), got ",

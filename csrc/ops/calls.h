@@ -37,7 +37,7 @@ ForwardTensors call_forward(const Tensor& q, const Tensor& k, const Tensor& v, F
   return results.all();
 }
 
-// What backward takes beside dout, as PYATTN_OPTIONS.
+// The arguments of backward beside dout, listed as PYATTN_OPTIONS lists options.
 #define PYATTN_SAVED(X)                    \
   X(optional<Tensor>, dlse, "Tensor?", "") \
   X(Tensor, q, "Tensor", "")               \

@@ -15,7 +15,7 @@ struct Units {
 namespace PYATTN_ISA {
 namespace {
 
-// What the KV heads of a call are cut into; units.h says into how many.
+// Units are the pieces that the KV heads of a call are cut into; units.h counts them.
 enum class Unit : int { kForward, kPartRows, kMerges, kSplits, kShareColumns, kShareBlocks, kReduced, kSummaries };
 inline constexpr int kNumUnits = sizeof(Units) / sizeof(int64_t);
 

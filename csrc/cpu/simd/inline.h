@@ -1,4 +1,4 @@
-// What a function or a loop asks of the compiler.
+// Requests to the compiler about a function or a loop.
 #pragma once
 
 #define PYATTN_MEMBER_INLINE __attribute__((always_inline))
