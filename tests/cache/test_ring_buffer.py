@@ -1,5 +1,7 @@
 """Promise: over a ring buffer, text goes on without end as under a window."""
 
+import copy
+import pickle
 import re
 from typing import Any
 
@@ -80,6 +82,25 @@ def test_what_the_ring_buffer_is_for_the_causal_mask():
     plain = KVCache(2, 2, 24, 16, window=(-1, -1))
     assert plain.window is None
     assert plain.k.shape == KVCache(2, 2, 24, 16).k.shape
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda cached: pickle.loads(pickle.dumps(cached)),
+        KVCache.clone,
+        copy.deepcopy,
+        lambda cached: cached.to(torch.float64),
+    ],
+)
+def test_copies_keep_the_window(move):
+    cached = KVCache(2, 2, 10, 8, window=[3, 0])  # a list, as attention takes it
+    for _ in range(3):
+        cached.append(zeros(2, 2, 5, 8), zeros(2, 2, 5, 8))
+    moved = move(cached)
+    assert moved.window == cached.window == (3, 0)
+    with pytest.raises(ValueError, match=r"^pyattn: over a cache with window=\(3, 0\), seqlen_q must not exceed"):
+        attention_with_cache(zeros(2, 4, 8, 8, dtype=moved.k.dtype), moved)
 
 
 q = zeros(2, 4, 3, 8)
