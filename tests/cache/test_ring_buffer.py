@@ -1,7 +1,5 @@
 """Promise: over a ring buffer, text goes on without end as under a window."""
 
-import copy
-import pickle
 import re
 from typing import Any
 
@@ -9,6 +7,7 @@ import pytest
 import torch
 from assertions import assert_close
 from cache.caches import OPTIONS, assert_equals_the_whole, in_steps, made, zeros
+from cache.test_copies import COPIES
 from helpers import Case, each_dtype
 from torch import Tensor
 
@@ -84,15 +83,7 @@ def test_what_the_ring_buffer_is_for_the_causal_mask():
     assert plain.k.shape == KVCache(2, 2, 24, 16).k.shape
 
 
-@pytest.mark.parametrize(
-    "move",
-    [
-        lambda cached: pickle.loads(pickle.dumps(cached)),
-        KVCache.clone,
-        copy.deepcopy,
-        lambda cached: cached.to(torch.float64),
-    ],
-)
+@pytest.mark.parametrize("move", [*COPIES.values(), lambda cached: cached.to(torch.float64)])
 def test_copies_keep_the_window(move):
     cached = KVCache(2, 2, 10, 8, window=[3, 0])  # a list, as attention takes it
     for _ in range(3):
