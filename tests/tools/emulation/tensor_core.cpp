@@ -1,18 +1,30 @@
 #include "tensor_core.h"
 
-#include <algorithm>
 #include <bit>
-#include <cmath>
 
 #include "threads.h"
 
 namespace emulation {
 namespace {
 
+// What a lane holds of a product: two rows of two columns.
+typedef float Floats __attribute__((vector_size(16)));
+typedef double Doubles __attribute__((vector_size(32)));
+typedef int32_t Ints __attribute__((vector_size(16)));
+typedef int64_t Longs __attribute__((vector_size(32)));
+
+template <class To, class From>
+To convert(From x) {
+  return __builtin_convertvector(x, To);
+}
+
+Doubles magnitude(Doubles x) { return (Doubles)((Longs)x & INT64_MAX); }
+
 // x, truncated to what float holds.
-float truncate(double x) {
-  const float nearest = static_cast<float>(x);
-  return std::abs(nearest) > std::abs(x) && std::isfinite(nearest) ? std::nextafterf(nearest, 0) : nearest;
+Floats truncate(Doubles x) {
+  const Floats nearest = convert<Floats>(x);
+  const Ints beyond = convert<Ints>(magnitude(convert<Doubles>(nearest)) > magnitude(x));
+  return (Floats)((Ints)nearest + (beyond & (nearest - nearest == 0)));  // one less in its bits is nearer to 0
 }
 
 // One step of a tensor core: each addend is aligned to the largest and truncated kExtraBits
@@ -24,15 +36,13 @@ float truncate(double x) {
 constexpr int kExtraBits = 1;
 
 template <int kCount>
-float add_aligned(const double (&addends)[kCount]) {
-  double largest = 0, sum = 0;
-  for (double x : addends) largest = std::max(largest, std::abs(x)), sum += x;
-  if (largest == 0 || !std::isfinite(sum)) return static_cast<float>(sum);
-  const double power = std::bit_cast<double>(std::bit_cast<uint64_t>(largest) & 0x7ff0000000000000);
-  const double scale = (1 << (23 + kExtraBits)) / power;
-  double units = 0;
-  for (double x : addends) units += std::trunc(x * scale);
-  return truncate(units / scale);
+Floats add_aligned(const Doubles (&addends)[kCount]) {
+  Doubles largest = {}, sum = {}, units = {};
+  for (Doubles x : addends) largest = magnitude(x) > largest ? magnitude(x) : largest, sum += x;
+  const Doubles power = (Doubles)((Longs)largest & 0x7ff0000000000000), scale = (1 << (23 + kExtraBits)) / power;
+  for (Doubles x : addends) units += convert<Doubles>(convert<Ints>(x * scale));
+  const Ints exact = convert<Ints>((largest == 0) | (sum - sum != 0));  // zeros alone; infinity or NaN
+  return exact ? convert<Floats>(sum) : truncate(units / scale);
 }
 
 // widen makes kTerms columns of a word. The lanes exchange
@@ -42,22 +52,24 @@ void multiply_add(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
   float mine[6 * kTerms];
   for (int w = 0; w < 6; ++w) widen(w < 4 ? a[w] : b[w - 4], mine + w * kTerms);
   const auto& words = exchange(reinterpret_cast<const uint32_t*>(mine), 6 * kTerms);
+  const auto float_of = [&](int lane, int word) { return std::bit_cast<float>(words[lane][word]); };
   const int g = lane() / 4, t = lane() % 4;
-  for (int i = 0; i < 4; ++i) {
-    const int column = 2 * t + i % 2;
-    // half: the columns that word half of b, and words 2 half and 2 half + 1 of a, hold.
-    for (int half = 0; half < 2; ++half) {
-      double addends[4 * kTerms + 1];
-      for (int lane = 0; lane < 4; ++lane) {
-        const uint32_t* left = words[4 * g + lane] + (2 * half + i / 2) * kTerms;
-        const uint32_t* right = words[4 * column + lane] + (4 + half) * kTerms;
-        for (int k = 0; k < kTerms; ++k)
-          addends[lane * kTerms + k] = double{std::bit_cast<float>(left[k])} * double{std::bit_cast<float>(right[k])};
+  Floats sums = {c[0], c[1], c[2], c[3]};
+  // half: the columns that word half of b, and words 2 half and 2 half + 1 of a, hold.
+  for (int half = 0; half < 2; ++half) {
+    Doubles addends[4 * kTerms + 1];
+    for (int lane = 0; lane < 4; ++lane)
+      for (int k = 0; k < kTerms; ++k) {
+        const int in_a = 2 * half * kTerms + k, in_b = (4 + half) * kTerms + k;
+        const float above = float_of(4 * g + lane, in_a), below = float_of(4 * g + lane, in_a + kTerms);
+        const float left = float_of(8 * t + lane, in_b), right = float_of(8 * t + 4 + lane, in_b);
+        const Floats rows = {above, above, below, below}, columns = {left, right, left, right};
+        addends[lane * kTerms + k] = convert<Doubles>(rows) * convert<Doubles>(columns);
       }
-      addends[4 * kTerms] = c[i];
-      c[i] = add_aligned(addends);
-    }
+    addends[4 * kTerms] = convert<Doubles>(sums);
+    sums = add_aligned(addends);
   }
+  for (int i = 0; i < 4; ++i) c[i] = sums[i];
 }
 
 float widen_f16(uint32_t x) { return static_cast<float>(std::bit_cast<_Float16>(static_cast<uint16_t>(x))); }

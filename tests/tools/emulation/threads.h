@@ -70,7 +70,7 @@ struct Block {
   std::function<void()> kernel;
 };
 
-inline thread_local Block* block;
+inline thread_local Block* block __attribute__((tls_model("initial-exec")));  // or each use would be a call
 
 inline int64_t block_index() { return block->index; }
 inline int64_t block_index_y() { return block->index_y; }
