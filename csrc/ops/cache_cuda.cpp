@@ -46,8 +46,8 @@ struct Steps {
   }
 };
 
-void cache_append(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& starts,
-                  const Tensor& new_k, const Tensor& new_v, const optional<Tensor>& new_counts, SymInt max_seqlen) {
+void cuda_append(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& starts,
+                 const Tensor& new_k, const Tensor& new_v, const optional<Tensor>& new_counts, SymInt max_seqlen) {
   check_append(keys, values, lengths, starts, new_k, new_v, new_counts);
   check_written(keys, values, {{"lengths", lengths}, {"starts", starts}});
   const Tensor k = apart_from({keys, values}, new_k), v = apart_from({keys, values}, new_v);
@@ -75,7 +75,7 @@ void cache_append(const Tensor& keys, const Tensor& values, const Tensor& length
   lengths.add_(steps.added);
 }
 
-TORCH_LIBRARY_IMPL(pyattn, CUDA, m) { m.impl("cache_append", cache_append); }
+TORCH_LIBRARY_IMPL(pyattn, CUDA, m) { m.impl("cache_append", cuda_append); }
 
 }  // namespace
 }  // namespace pyattn

@@ -22,8 +22,8 @@ Tensor column(const Tensor& t) { return t.unsqueeze(1); }
 Tensor numbers(int64_t count, const Tensor& like) { return at::arange(count, like.options().dtype(at::kLong)); }
 
 // As in paged.cpp; a sequence whose indices are invalid has -1 keys, and all of them where cu_seqlens_k is.
-std::tuple<Tensor, Tensor> pages_in_use(const Tensor& block_table, const Tensor& cu_seqlens_k, SymInt max_seqlen_k,
-                                        const optional<Tensor>& seqused_k, SymInt pages, SymInt page_size) {
+std::tuple<Tensor, Tensor> cuda_pages_in_use(const Tensor& block_table, const Tensor& cu_seqlens_k, SymInt max_seqlen_k,
+                                             const optional<Tensor>& seqused_k, SymInt pages, SymInt page_size) {
   check_pages_in_use(block_table, cu_seqlens_k, seqused_k, page_size);
   const int64_t size = page_size.expect_int(), count = block_table.size(1), all = cu_seqlens_k.size(0) - 1;
   const Tensor table = block_table.to(at::kLong), starts = cu_seqlens_k.to(at::kLong);
@@ -82,9 +82,9 @@ struct Extension {
 
 // Every position from the first one of a page that is written to, with what lies there already; behind the
 // end the last one again, so that all writes to a row are the same.
-void cache_append_pages(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& block_table,
-                        const Tensor& new_k, const Tensor& new_v, const optional<Tensor>& new_counts,
-                        SymInt max_seqlen) {
+void cuda_append_pages(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& block_table,
+                       const Tensor& new_k, const Tensor& new_v, const optional<Tensor>& new_counts,
+                       SymInt max_seqlen) {
   check_append_pages(keys, values, lengths, block_table, new_k, new_v, new_counts);
   check_written(keys, values, {{"lengths", lengths}, {"block_table", block_table}});
   const Tensor k = apart_from({keys, values}, new_k), v = apart_from({keys, values}, new_v);
@@ -115,8 +115,8 @@ void cache_append_pages(const Tensor& keys, const Tensor& values, const Tensor& 
 }
 
 TORCH_LIBRARY_IMPL(pyattn, CUDA, m) {
-  m.impl("pages_in_use", pages_in_use);
-  m.impl("cache_append_pages", cache_append_pages);
+  m.impl("pages_in_use", cuda_pages_in_use);
+  m.impl("cache_append_pages", cuda_append_pages);
 }
 
 }  // namespace

@@ -31,7 +31,7 @@ PLANTED = {
     "compute-sanitizer": f'{RUN_IT}[ "$PYTORCH_NO_CUDA_MEMORY_CACHING" ] && exec "$@"',
     "ncu": f"{RUN_IT}\"$@\" || exit\necho '==PROF== Disconnected'\ncat << END\n{COUNTED}END",
     "nvidia-smi": "echo 580.65.06",
-    "compile": 'case "$*" in */csrc/*) ;; *) exec "$@" ;; esac\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"',
+    "compile": 'case "$*" in */csrc/* | */Unity/*) ;; *) exec "$@" ;; esac\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"',
     "link": f'case "$*" in *_C.*) ;; *) exec "$@" ;; esac\nwhile [ "$1" != -o ]; do shift; done\ncp {_C.__file__} "$2"',
 }
 

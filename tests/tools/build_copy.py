@@ -122,6 +122,7 @@ class Copy:
         options = {"CMAKE_BUILD_TYPE": "Release", "PYATTN_CUDA": "OFF", "SKBUILD_PROJECT_VERSION": version}
         options |= {"Python_EXECUTABLE": sys.executable, "pybind11_DIR": pybind11.get_cmake_dir()}
         options |= {"CMAKE_LIBRARY_OUTPUT_DIRECTORY": str(folder / "pyattn"), "PYATTN_WERROR": "OFF"}
+        options["CMAKE_UNITY_BUILD"] = "OFF"  # a fault in one file is compiled with it alone
         defines = [f"-D{name}={value}" for name, value in options.items()]
         self.run(["cmake", "-S", ".", "-B", "build", "-G", "Ninja", *defines], cwd=folder)
         shutil.copy2(self.build / "_build.py", folder / "pyattn")
