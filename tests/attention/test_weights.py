@@ -101,13 +101,15 @@ def test_gradcheck(case: Case, with_lse: bool) -> None:
         lse = reference.attention(q, k, k, return_lse=True, **known)[1] if with_lse else None
         return attention_weights(q, k, lse=lse, **known, **CHOSEN)
 
-    assert gradcheck(chosen, leaves)
+    assert gradcheck(chosen, leaves, fast_mode=True)
 
 
 def test_second_derivatives() -> None:
     q, k, options = inputs(CASES[5], torch.float64)
     assert torch.autograd.gradgradcheck(
-        partial(attention_weights, heads=[1], rows=[7], **options), (q.requires_grad_(), k.requires_grad_())
+        partial(attention_weights, heads=[1], rows=[7], **options),
+        (q.requires_grad_(), k.requires_grad_()),
+        fast_mode=True,
     )
 
 

@@ -235,7 +235,7 @@ def test_compiles_to_one_graph(name):
     calls += [{"mask": nn.causal_mask(7), "need_weights": True}] if name == "Attention" else []
     for options in calls:
         results = []
-        for call in (torch.compile(native, backend="aot_eager", fullgraph=True), native):
+        for call in (torch.compile(native, backend="eager", fullgraph=True), native):
             torch.manual_seed(0)
             results.append(call(x, **options))
         assert_close(*results, atol=0)
