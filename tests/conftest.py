@@ -145,7 +145,7 @@ def threads() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Begins each test with the same numbers; ``torch.manual_seed`` takes 2 ms where there is no GPU, for a traceback."""
+    """Each test begins with the same numbers. (``torch.manual_seed`` takes 2 ms: without a GPU it keeps a traceback.)"""
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(0)

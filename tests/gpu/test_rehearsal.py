@@ -19,6 +19,8 @@ TESTS = Path(__file__).parents[1]
 
 RUN_IT = 'while [ ! -x "$1" ]; do shift; done\n'
 """Leaves a tool's options out: what follows is the program that it runs."""
+TO_OUTPUT = 'while [ "$1" != -o ]; do shift; done\n'
+"""Leaves out what precedes the file that a compiler or linker writes."""
 
 COUNTED = """"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"
 """
@@ -31,8 +33,8 @@ PLANTED = {
     "compute-sanitizer": f'{RUN_IT}[ "$PYTORCH_NO_CUDA_MEMORY_CACHING" ] && exec "$@"',
     "ncu": f"{RUN_IT}\"$@\" || exit\necho '==PROF== Disconnected'\ncat << END\n{COUNTED}END",
     "nvidia-smi": "echo 580.65.06",
-    "compile": 'case "$*" in */csrc/* | */Unity/*) ;; *) exec "$@" ;; esac\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"',
-    "link": f'case "$*" in *_C.*) ;; *) exec "$@" ;; esac\nwhile [ "$1" != -o ]; do shift; done\ncp {_C.__file__} "$2"',
+    "compile": f'case "$*" in */csrc/* | */Unity/*) ;; *) exec "$@" ;; esac\n{TO_OUTPUT}: > "$2"',
+    "link": f'case "$*" in *_C.*) ;; *) exec "$@" ;; esac\n{TO_OUTPUT}cp {_C.__file__} "$2"',
 }
 
 

@@ -192,7 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="apply and compile the faults; run no test")
     parser.add_argument("--only", metavar="NAME", action="append", help="plant only this fault; may be repeated")
-    parser.add_argument("--sample", type=int, nargs=2, metavar=("COUNT", "SEED"), help="plant so many, drawn by the seed")
+    parser.add_argument("--sample", type=int, nargs=2, metavar=("COUNT", "SEED"), help="so many, drawn by the seed")
     parser.add_argument("--list", action="store_true", help="print the faults and stop")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count(), help="copies that work side by side; default: %(default)d"
