@@ -145,7 +145,7 @@ def threads() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Each test begins with the same numbers. (``torch.manual_seed`` takes 2 ms: without a GPU it keeps a traceback.)"""
+    """Tests begin with the same numbers. (``torch.manual_seed`` takes 2 ms: without a GPU it keeps a traceback.)"""
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(0)
