@@ -1,4 +1,4 @@
-"""Promise: README's snippets run, one after the other, and do what it says."""
+"""Promise: the snippets of the front page and of each room's page run in their order, and do what the pages say."""
 
 import math
 import re
@@ -10,26 +10,65 @@ import torch
 
 from pyattn import nn, reference
 
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "pyattn/README.md", "pyattn/nn/README.md", "pyattn/adapters/README.md")
+OTHER_PAGES = (
+    "pyattn/cli/README.md",
+    "csrc/README.md",
+    "csrc/cpu/README.md",
+    "csrc/cuda/README.md",
+    ".github/CONTRIBUTING.md",
+)
 
-def snippets() -> list[str]:
-    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+def snippets(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
-def test_snippets_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # one of them draws a picture
+def names_of(page: str) -> dict[str, Any]:
+    """What the page's snippets define."""
     names: dict[str, Any] = {}
-    for snippet in snippets():
+    for snippet in snippets(page):
         exec(snippet, names)
+    return names
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snippets write pictures and models."""
+    monkeypatch.chdir(tmp_path)
+
+
+def test_front_page() -> None:
+    names = names_of("README.md")
     assert names["lse"].shape == (2, 12, 1024)
     assert names["q"].grad.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own, in its ONNX exporter
+def test_tasks_and_recipes() -> None:
+    names = names_of("pyattn/README.md")
+    assert names["q"].grad.isfinite().all()
+    assert names["losses"][-1] < names["losses"][0] / 2
+    assert names["sentences"].shape == (3, 64)
+    assert len(names["written"]) == 9
+    assert names["scores"].isfinite().all()
     torch.testing.assert_close(names["picture"].sum(-1), torch.ones(128))
-    assert (tmp_path / "heatmap.png").stat().st_size > 0
-    assert names["loss"] < math.log(256), "better than chance"
+    assert Path("heatmap.png").stat().st_size > 0
+
+
+def test_adapters() -> None:
+    names = names_of("pyattn/adapters/README.md")
+    assert names["losses"][-1] < names["losses"][0]
+    assert names["q"].grad.isfinite().all()
+
+
+def test_modules() -> None:
+    assert names_of("pyattn/nn/README.md")["loss"] < math.log(256), "better than chance"
 
 
 def test_gpt_trains_as_with_the_books_class() -> None:
-    (snippet,) = (snippet for snippet in snippets() if "class GPTModel" in snippet)
+    (snippet,) = snippets("pyattn/nn/README.md")
     snippet = snippet.replace('"drop_rate": 0.1', '"drop_rate": 0.0')  # the two would drop different weights
     states = []
     torch.set_default_dtype(torch.float64)
@@ -45,3 +84,20 @@ def test_gpt_trains_as_with_the_books_class() -> None:
     native, plain = states
     assert list(native) == list(plain)
     torch.testing.assert_close(native, plain, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("page", PAGES + OTHER_PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    """Files and headings that a page links to are there."""
+    home = (ROOT / page).parent
+    for file, heading in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", (ROOT / page).read_text(encoding="utf-8")):
+        target = home / file if file else ROOT / page
+        assert target.exists(), file
+        if heading:
+            headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings]
+            assert heading in slugs, (heading, slugs)
+
+
+def test_the_front_page_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 170

@@ -23,7 +23,7 @@ def test_what_joins_parts_lives_in_parts_alone() -> None:
         assert not hasattr(pyattn, name)
 
 
-@pytest.mark.parametrize("path", ["README.md", "pyattn/cli"])
+@pytest.mark.parametrize("path", ["README.md", "pyattn/README.md", "pyattn/adapters/README.md", "pyattn/cli"])
 def test_documents_and_commands_use_public_names(path: str) -> None:
     """``_C`` keeps what commands alone need: the build's facts and the profiler."""
     found = ROOT / path

@@ -1,8 +1,5 @@
 """Promise: models of transformers give with ``attn_implementation="pyattn"`` what eager attention gives in float64."""
 
-import re
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +21,6 @@ from adapters.transformers.models import (
 )
 
 from pyattn.adapters import transformers as adapter
-from pyattn.adapters import transformers_masks
 
 exact = pytest.mark.usefixtures("softmax_in_its_own_dtype")
 
@@ -168,12 +164,3 @@ def test_models_with_attention_of_their_own():
     with pytest.raises(NotImplementedError, match="attention of its own, got a BloomConfig"):
         bloom(IDS)
     assert adapter.fallbacks(bloom)[-1] == "transformer.h.0.self_attention (BloomAttention): attention of its own"
-
-
-def test_readme(monkeypatch):
-    monkeypatch.setattr(transformers_masks, "DENSE", Counter())
-    text = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-    (snippet,) = re.findall(r"^```py\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    names: dict[str, Any] = {}
-    exec(snippet, names)
-    assert names["losses"][-1] < names["losses"][0]
