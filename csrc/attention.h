@@ -36,8 +36,8 @@ struct BiasView : BroadcastView {
   BiasType type;
 };
 
-// The first and the last key that a mask tensor leaves a row,
-// as [begin, end). holes: some key in between is masked.
+// [begin, end): from the first to the last key that a mask tensor leaves
+// a row. holes: some key in between is masked.
 struct RowKeys {
   int64_t begin, end;
   bool holes;
@@ -138,7 +138,7 @@ struct ForwardParams {
   void *row_max, *row_sum, *lse;
   // Packed: batch is the number of sequences, seqlen_q and seqlen_k the largest lengths.
   int64_t batch, num_heads_q, num_heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
-  double pairs;  // a query and a key of the same sequence, visible or masked
+  double pairs;  // pairs of a query and a key of the same sequence, visible or masked
   double softmax_scale;
   PackedParams packed;
   PageParams pages;

@@ -45,7 +45,7 @@ struct Mask {
   Head head;
   Range diagonals;  // by formula, query i sees keys [i + begin, i + end), clipped to [0, seqlen_k)
 
-  // Both ends are clamped to [-seqlen_q, seqlen_k]: beyond it they change nothing.
+  // Both ends are clamped to [-seqlen_q, seqlen_k]: beyond these they change nothing.
   // An end without a bound lies before the first key, or after the last one.
   constexpr Mask(const ForwardParams& p, const Head& head) : p(p), head(head), diagonals{} {
     const int64_t offset = p.mask.q_offsets ? p.mask.q_offsets[head.b] : p.mask.q_offset;
