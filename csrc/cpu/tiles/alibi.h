@@ -14,9 +14,9 @@ inline double position(const ForwardParams& p, const Head& head, int64_t r) {
          static_cast<double>(p.mask.q_offsets ? p.mask.q_offsets[head.b] : p.mask.q_offset);
 }
 
-// |position - key| on a vector of lanes, for the keys of a tile. The lanes are queries, or keys of one
-// query. Neither this choice nor where tiles begin changes any bit, so backward repeats the scores of
-// forward.
+// |position - key| on a vector of lanes, for the keys of a tile. The lanes are queries, or keys
+// of one query. Neither this choice nor the place where tiles begin changes any bit, so backward
+// repeats the scores of forward.
 template <class T>
 class Distances {
  public:

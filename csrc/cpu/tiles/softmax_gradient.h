@@ -42,9 +42,9 @@ bool any_one_block(Strip strip, RowTerms<T> rows) {
 //
 //   delta = rowsum(P * dP) / rowsum(P)      dlse -= rowsum(P * (dP - delta)) / rowsum(P)
 //
-// as in softmax's own gradient, with the sink as one more key, whose dP is 0. This keeps the rounding
-// errors of row_sum, of O and of delta itself, which rowsum(dO * O) carries, out of dS. The other rows
-// keep their delta.
+// as in softmax's own gradient, with the sink as one more key, whose dP is 0. This keeps the
+// rounding errors of row_sum, of O and of delta itself, which rowsum(dO * O) carries, out of dS.
+// The other rows keep their delta.
 template <bool kMasked, class T, class Score>
 void center(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneMask<T>& seen, Score score, RowTerms<T> rows) {
   for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
