@@ -1,13 +1,12 @@
-// The contract between the operators, which know ATen, and the kernels, which know raw pointers.
-// One set of params serves the CPU and CUDA.
+// The contract between the operators, which know ATen, and the kernels,
+// which know only raw pointers. The CPU and CUDA share one set of params.
 #pragma once
 
 #include <cstdint>
 
 namespace pyattn {
 
-// Storage formats without arithmetic: kernels widen them to float when
-// they load and round once when they store.
+// Storage formats without arithmetic: kernels widen to float on load and round once on store.
 struct bf16 {
   uint16_t bits;
 };
@@ -24,156 +23,160 @@ struct View {
   int64_t stride_b, stride_h, stride_s;
 };
 
-// A (batch, query head, query, key) tensor of any strides, 0 where it broadcasts.
+// A (batch, query head, query, key) tensor with any strides; a stride of 0 broadcasts.
 struct BroadcastView {
   void* data;
   int64_t stride_b, stride_h, stride_q, stride_k;
 };
 
-// The type that a bias is stored as.
+// The storage type of a bias.
 enum class BiasType : int { kNone, kLikeQ, kFloat32 };
 
 struct BiasView : BroadcastView {
   BiasType type;
 };
 
-// The keys [begin, end) of a row; holes: some key between is hidden.
+// [begin, end): from the first to the last key that a mask tensor leaves
+// a row. holes: some key in between is masked.
 struct RowKeys {
   int64_t begin, end;
   bool holes;
 };
 
-// The keys of a block of kBlockRows rows of a KV head: each row sees a part of
-// [first_begin, last_end) and all of [last_begin, first_end), but for holes.
+// Visible keys of a block of kBlockRows rows of a KV head: each row sees part of
+// [first_begin, last_end) and, apart from holes, all of [last_begin, first_end).
 struct BlockKeys {
   int64_t first_begin, last_begin, first_end, last_end;
   bool holes;
 };
 
-// Query i stands at key position i + q_offset and sees the keys from window_left before it to
-// window_right behind it, if causal none behind it; of these, the keys of its range; and of these,
-// those that neither a bool mask hides, where it is false, nor a bias, where it is -inf.
+// Query i is at key position i + q_offset. It sees the keys from window_left before
+// that position to window_right after it, and none after it if causal. Of these it sees
+// the keys in its key range, except where the bool mask is false or the bias is -inf.
 //
 //   seqlen_q 2, seqlen_k 4     q_offset 2     1 1 1 0     q_offset 0     1 0 0 0     q_offset 2,       0 1 1 0
 //   causal                                    1 1 1 1                    1 1 0 0     window_left 1     0 0 1 1
 struct MaskParams {
   bool causal;
   int64_t q_offset;
-  const int64_t* q_offsets;                     // (batch), in place of q_offset, or null
+  const int64_t* q_offsets;                     // (batch), replaces q_offset; or null
   int64_t window_left = -1, window_right = -1;  // -1: no bound
-  const int64_t* key_ranges;                    // (batch or 1, seqlen_q, 2): begin and end, or null
-  int64_t key_ranges_stride_b;                  // 0 where one sequence stands for all
-  BroadcastView shown;                          // the bool mask, true: the key takes part; its data may be null
-  // Made by the passes mask_rows, bias_rows and mask_blocks: what the bool mask and the bias each leave
-  // of each row of their own shape, dense, (batch or 1, num_heads_q or 1, seqlen_q or 1), and (batch,
-  // num_heads_kv, blocks of rows). Null without the tensor, and where formulas answer for blocks.
+  const int64_t* key_ranges;                    // (batch or 1, seqlen_q, 2): begin and end; or null
+  int64_t key_ranges_stride_b;                  // 0 where all sequences share them
+  BroadcastView shown;                          // bool mask, true where the key takes part; data may be null
+  // Written by the passes mask_rows, bias_rows and mask_blocks. mask_rows and bias_rows
+  // hold the keys that the bool mask and the bias leave each row of their own shape,
+  // dense (batch or 1, num_heads_q or 1, seqlen_q or 1); null without the tensor. blocks
+  // is (batch, num_heads_kv, blocks of rows); null where formulas describe blocks.
   RowKeys *mask_rows, *bias_rows;
   BlockKeys* blocks;
 };
 
-// What becomes of a scaled product s: softcap * tanh(s / softcap), then bias and -slope * |i + q_offset - j| added.
+// Turns a scaled product s into a score: softcap * tanh(s / softcap) + bias - slope * |i + q_offset - j|.
 struct ScoreParams {
   double softcap;  // 0: none
   BiasView bias;
-  const void* alibi_slopes;  // (batch or 1, num_heads_q), double for float64, else float, or null
-  int64_t slopes_stride_b;   // 0 where one sequence stands for all
-  const void* sinks;         // (num_heads_q), likewise: the score of one more key, without a value, or null
+  const void* alibi_slopes;  // (batch or 1, num_heads_q), double for float64, else float; or null
+  int64_t slopes_stride_b;   // 0 where all sequences share them
+  const void* sinks;         // (num_heads_q), of the same type: the score of one more key, which has no value; or null
 };
 
 constexpr bool has_bias(const ScoreParams& score) { return score.bias.type != BiasType::kNone; }
 
-// Each weight is dropped with probability threshold / 65536; cpu/tiles/dropout.h says which. kDrawKeys neighbouring
-// keys of a query are drawn for at once.
+// Dropout: each weight is dropped with probability threshold / 65536; cpu/tiles/dropout.h
+// defines the draws. One call of the generator draws for kDrawKeys neighbouring keys of a query.
 inline constexpr int kDrawKeys = 8;
 struct DropoutParams {
   uint32_t threshold;   // below 65536; 0 drops none
   const int64_t* seed;  // ()
 };
 
-// Where a packed sequence lies: its queries [first_q, first_q + seqlen_q), and its keys likewise.
+// The place of a packed sequence: queries [first_q, first_q + seqlen_q), keys [first_k, first_k + seqlen_k).
 struct Sequence {
   int64_t first_q, first_k, seqlen_q, seqlen_k;
 };
 
-// Packed sequences lie one behind the other. The operator checks cu_seqlens_q, cu_seqlens_k and
-// seqused_k and makes the sequences of them; on a GPU the pass place_sequences does, and a sequence
-// whose indices are invalid has lengths of -1.
+// Packed sequences lie one after another. The operator checks cu_seqlens_q, cu_seqlens_k
+// and seqused_k and computes sequences from them. On a GPU the pass place_sequences
+// computes them, and gives a sequence with invalid indices lengths of -1.
 struct PackedParams {
   const int64_t *cu_seqlens_q, *cu_seqlens_k;  // (batch + 1)
   const int64_t* seqused_k;                    // (batch), or null
-  int64_t total_q, total_k;                    // rows of q and k, with those that belong to no sequence
-  Sequence* sequences;       // (batch + 1), the last one where tokens of no sequence begin; null for a batch
-  int64_t* default_offsets;  // (batch): mask.q_offsets, made together with sequences; or null
-  struct Units* before;      // (batch + 1), over the sequences before; made by the pass count_units
+  int64_t total_q, total_k;                    // rows of q and k, including those in no sequence
+  Sequence* sequences;       // (batch + 1): the last entry is where tokens of no sequence begin; null for a batch
+  int64_t* default_offsets;  // (batch): mask.q_offsets, computed with sequences; or null
+  struct Units* before;      // (batch + 1): sums over the sequences before; written by the pass count_units
 };
 
-// Keys and values in pages: position j of sequence b lies at j % size of page table[b * stride + j / size]. The
-// views' stride_b is then that of pages. CPU kernels of forward alone know of them.
+// Paged keys and values: position j of sequence b is row j % size of
+// page table[b * stride + j / size]. The views' stride_b then steps
+// from page to page. Only the CPU's forward kernels support pages.
 struct PageParams {
-  const int64_t* table;  // (batch, pages of a sequence), or null
+  const int64_t* table;  // (batch, pages of a sequence); or null
   int64_t stride, size;
 };
 
-// The parts of a pass that a profile tells apart.
+// The phases that a profile reports separately.
 enum class Phase : int { kPack, kScores, kSoftmax, kDropout, kOut, kdP, kdV, kdK, kdQ, kStore };
 inline constexpr const char* kPhaseNames[] = {"pack",        "S = Q K^T",   "softmax",     "dropout",   "O = P V",
                                               "dP = dO V^T", "dV = P^T dO", "dK = dS^T Q", "dQ = dS K", "store"};
 inline constexpr int kNumPhases = sizeof(kPhaseNames) / sizeof(*kPhaseNames);
 
-// What each phase of a task took.
+// Time and operations of each phase of a task.
 struct PhaseCounts {
   int64_t ticks[kNumPhases];  // of the processor's time-stamp counter
-  int64_t flops[kNumPhases];  // of the products as computed, with what a tile computes in vain behind its mask
+  int64_t flops[kNumPhases];  // of the products as computed, including the masked pairs of a tile
 };
 
 struct ForwardParams {
   View q, k, v, out;
-  // (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q), dense, double for float64, else
-  // float. row_max: the largest score, in the backend's own unit (cpu/tiles/score.h, cuda/score.h);
-  // row_sum: the sum of exp(score - largest score); lse: the natural logarithm of the sum of
-  // exp(score). Backward reads the first two, because exp(score - lse) has the rounding error of a
-  // large lse.
+  // Row statistics, (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q): dense,
+  // double for float64, else float. row_max is the largest score, in the backend's own
+  // unit (cpu/tiles/score.h, cuda/score.h), row_sum the sum of exp(score - largest score),
+  // lse the natural logarithm of the sum of exp(score). Backward reads row_max and
+  // row_sum, because exp(score - lse) carries the rounding error of a large lse.
   void *row_max, *row_sum, *lse;
-  // Packed: batch is the number of sequences, seqlen_q and seqlen_k are the largest lengths.
+  // Packed: batch is the number of sequences, seqlen_q and seqlen_k the largest lengths.
   int64_t batch, num_heads_q, num_heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
-  double pairs;  // of a query and a key of the same sequence, seen or not
+  double pairs;  // pairs of a query and a key of the same sequence, visible or masked
   double softmax_scale;
   PackedParams packed;
   PageParams pages;
   MaskParams mask;
   ScoreParams score;
   DropoutParams dropout;
-  void* workspace;      // what Plan, or DeviceKernels, asks for: memory that all work items share; or null
+  void* workspace;      // of the size that Plan or DeviceKernels gives, shared by all work items; or null
   PhaseCounts* counts;  // of the calling task; null when profiling is off
 };
 
 struct BackwardParams : ForwardParams {
   View dout, dq, dk, dv;
   const void* dlse;  // dense like lse, or null
-  // Null where they are not asked for. dbias has the bias's own shape, with strides 0 where that
-  // broadcasts; the others are dense, of slopes' and sinks' own shape, double for float64, else float.
+  // Gradients of options, null where not requested. dbias has the bias's own
+  // shape, with stride 0 where the bias broadcasts. dslopes and dsinks are dense
+  // and have the shapes of slopes and sinks, double for float64, else float.
   BiasView dbias;
   void *dslopes, *dsinks;
-  bool part;  // of the keys: out and the row statistics are those of all keys, row_max in scores
+  bool part;  // k and v hold part of the keys that out and the row statistics cover; row_max is then a score
 };
 
-// Whether a score is no more than its scaled product, and counts in the unit of a backend's own. A sink
-// is a matter of finished rows.
+// Whether a score is just its scaled product, and row_max in the backend's
+// own unit. Sinks do not count: they enter when a row is finished.
 constexpr bool is_plain(const ForwardParams& p) {
   return !p.score.softcap && !p.score.alibi_slopes && !has_bias(p.score);
 }
 constexpr bool is_plain(const BackwardParams& p) { return !p.part && is_plain(static_cast<const ForwardParams&>(p)); }
 
-// What a pass needs for these params. It depends on shapes and constants, never on the
-// number of threads, which therefore can't change bits.
+// The work and memory of a pass for these params. A plan depends on shapes and
+// constants, never on the number of threads, so that number can't change any bits.
 struct Plan {
   int64_t items;            // independent work items
   int64_t scratch_bytes;    // private to each call of run
   int64_t workspace_bytes;  // one buffer for all items, and for the pass that combines their partial results
 };
 
-// One pass. run computes the work items [begin, end) on the calling thread, neither allocates nor
-// throws, and takes scratch that is aligned to kScratchAlign.
+// One pass. run computes work items [begin, end) on the calling thread,
+// neither allocates nor throws, and takes scratch aligned to kScratchAlign.
 template <class Params>
 struct Pass {
   const char* name;
@@ -184,25 +187,26 @@ struct Pass {
 inline constexpr int64_t kScratchAlign = 64;
 
 struct Kernels {
-  Pass<ForwardParams> count_units;  // before all, with packed sequences: makes params.packed.before
-  Pass<ForwardParams> mask_rows;    // before both, with a bool mask: makes params.mask.mask_rows
-  Pass<ForwardParams> bias_rows;    // likewise, with a bias: makes params.mask.bias_rows
-  Pass<ForwardParams> mask_blocks;  // then: makes params.mask.blocks, unless formulas answer
+  Pass<ForwardParams> count_units;  // first, with packed sequences: writes params.packed.before
+  Pass<ForwardParams> mask_rows;    // before forward and backward, with a bool mask: writes params.mask.mask_rows
+  Pass<ForwardParams> bias_rows;    // the same with a bias: writes params.mask.bias_rows
+  Pass<ForwardParams> mask_blocks;  // then, unless formulas suffice: writes params.mask.blocks
   Pass<ForwardParams> forward;
   Pass<ForwardParams> merge_out;  // after forward; no items where forward writes out itself
   Pass<BackwardParams> backward;
   Pass<BackwardParams> reduce;          // after backward; no items where backward writes all gradients itself
   Pass<BackwardParams> bias_gradient;   // where the bias broadcasts
-  Pass<BackwardParams> head_gradients;  // after backward; of sinks and slopes
+  Pass<BackwardParams> head_gradients;  // after backward: gradients of sinks and slopes
   double (*peak)(int64_t rounds);       // multiplies and adds in registers; returns the number of operations
 };
 
-// The kernels of the active instruction set, for plain scores or for all.
+// The kernels of the active instruction set, for plain scores or for any score.
 const Kernels& kernels(DType dtype, bool plain);
 
-// GPU kernels, on a stream of the current device; addresses in params are the device's. Launches
-// are asynchronous; a launch error comes back as a message, success as null. Backward that need not
-// be deterministic adds up dQ in the order in which its blocks run. The bytes are params.workspace's.
+// GPU kernels, launched on a stream of the current device; pointers in params are
+// device pointers. Launches are asynchronous; a launch error comes back as a message,
+// success as null. Without `deterministic`, backward adds up dQ in whatever order its
+// blocks run. forward_bytes and backward_bytes give the size of params.workspace.
 struct DeviceKernels {
   int64_t (*forward_bytes)(const ForwardParams&);
   int64_t (*backward_bytes)(const BackwardParams&, bool deterministic);

@@ -39,9 +39,9 @@ struct Isa {
 
 #ifdef __x86_64__
 
-// x86-64-v3 and v4, as the compiler's -march= has them. clang 16 does not know these names in
-// __builtin_cpu_supports, which asks whether the system saves the registers too; nor F16C, MOVBE
-// and LZCNT, which need no more than AVX's.
+// x86-64-v3 and v4, as -march= defines them. clang 16's __builtin_cpu_supports knows neither these
+// names nor F16C, MOVBE and LZCNT, so cpuid answers for the last three. __builtin_cpu_supports
+// also checks that the system saves the registers; those three need none beyond AVX's.
 [[maybe_unused]] bool has_v3() {
   unsigned a, b, c, d;
   const bool f16c_movbe = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) && (c & bit_MOVBE);
@@ -80,7 +80,7 @@ std::string join(const std::vector<std::string>& names) {
   return text;
 }
 
-// `what` is the word for the name in the error.
+// `what` names the setting in the error message.
 const Isa& find(const std::string& what, const std::string& name) {
   for (const Isa& isa : kIsas)
     if (name == isa.name && isa.available()) return isa;

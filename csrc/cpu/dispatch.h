@@ -1,4 +1,4 @@
-// Instruction sets: which ones there are, and which one is active.
+// Instruction sets: the compiled ones, those that this CPU has, and the active one.
 #pragma once
 
 #include <string>

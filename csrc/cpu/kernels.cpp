@@ -1,7 +1,8 @@
-// The attention kernels, compiled once per instruction set and score, in the namespace PYATTN_ISA, over the header
-// PYATTN_ISA_HEADER and the class PYATTN_SCORE. In one object, the scores would keep the compiler from inlining
-// what both call, which took up to 8 % of the time of short sequences. All of it has internal
-// linkage but the table at the end: of a weak symbol the linker keeps one copy, perhaps one that this machine can't run.
+// The attention kernels, compiled once per instruction set and score, in the namespace
+// PYATTN_ISA, over the header PYATTN_ISA_HEADER and the class PYATTN_SCORE. Both scores in one
+// object would keep the compiler from inlining the functions that both call, which cost short
+// sequences up to 8 % of their time. Everything but the table at the end has internal linkage:
+// the linker keeps one copy of a weak symbol, perhaps one that this machine can't run.
 #include "attention.h"
 #include "cpu/passes/backward.h"
 #include "cpu/passes/bias_gradient.h"
@@ -17,7 +18,7 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// A score without a bias has no gradient of one: a pass without items.
+// A score without a bias has no bias gradient: its pass has no items.
 template <class S>
 constexpr Pass<BackwardParams> bias_gradient_pass() {
   if constexpr (PYATTN_SCORE<S>::kBias)
@@ -43,7 +44,7 @@ constexpr Kernels kernels_for() {
 
 }  // namespace
 
-// kernels_Plain, kernels_General.
+// kernels_Plain or kernels_General.
 #define PYATTN_TABLE_OF(score) kernels_##score
 #define PYATTN_TABLE(score) PYATTN_TABLE_OF(score)
 extern const Kernels PYATTN_TABLE(PYATTN_SCORE)[kNumDTypes];

@@ -1,5 +1,5 @@
-// Heads: where the query rows and the keys of one KV head lie in memory. The same file serves every
-// backend; everything is constexpr, so that device code may call it.
+// Heads: where the query rows and the keys of one KV head lie in memory. Every
+// backend shares this file; everything is constexpr, so device code may call it.
 #pragma once
 
 #include "attention.h"
@@ -13,8 +13,8 @@ constexpr int64_t group_size(const ForwardParams& p) {
   return p.num_heads_kv ? divide(p.num_heads_q, p.num_heads_kv) : 1;
 }
 
-// Whether sequences are packed. GPU kernels are compiled for one answer each: were they to ask at run
-// time, they would spill up to 84 bytes of registers instead of 72.
+// Whether sequences are packed. GPU kernels are compiled once for each answer:
+// asking at run time would spill up to 84 bytes of registers instead of 72.
 #ifdef PYATTN_PACKED
 constexpr bool is_packed(const ForwardParams&) { return PYATTN_PACKED; }
 #else
@@ -25,12 +25,12 @@ constexpr Sequence sequence_of(const ForwardParams& p, int64_t b) {
   return is_packed(p) ? p.packed.sequences[b] : Sequence{0, 0, p.seqlen_q, p.seqlen_k};
 }
 
-// The most query rows of a KV head.
+// The largest number of query rows that a KV head has.
 constexpr int64_t most_rows(const ForwardParams& p) { return p.seqlen_q * group_size(p); }
 
-// One KV head of one sequence, of a batch or packed, and the query rows that read it: row r is query
-// r / group of the group's query head r % group. Neighbouring rows then see almost the same keys, and
-// the few queries of decoding fill a tile with heads.
+// One KV head of one sequence, batched or packed, and the query rows that read it. Row r is
+// query r / group of the group's query head r % group, so neighbouring rows see almost the
+// same keys, and in decoding, where queries are few, the heads of the group fill a tile.
 struct Head {
   int64_t b, h_kv, group;
   int64_t first_q, first_k;  // where the sequence begins; 0 in a batch
@@ -42,13 +42,13 @@ struct Head {
       : Head(divide(head, p.num_heads_kv), remainder(head, p.num_heads_kv), group,
              sequence_of(p, divide(head, p.num_heads_kv))) {}
 
-  // All tokens of packed sequences as one, those of none among them.
+  // All packed tokens as one sequence, including those in no sequence.
   static constexpr Head of_tokens(const ForwardParams& p, int64_t h_kv) {
     return {0, h_kv, group_size(p), {0, 0, p.packed.total_q, p.packed.total_k}};
   }
 
-  // Query and query head of row r. Without a group there is nothing to
-  // divide, and each row asks several times.
+  // Query and query head of row r. A group of one skips the
+  // division, which each row would repeat several times.
   constexpr int64_t query(int64_t r) const { return group == 1 ? r : divide(r, group); }
   constexpr int64_t query_head(int64_t r) const { return group == 1 ? h_kv : h_kv * group + remainder(r, group); }
 
@@ -71,7 +71,7 @@ struct Head {
     return static_cast<const T*>(p.score.alibi_slopes)[b * p.score.slopes_stride_b + query_head(r)];
   }
 
-  // Where row r lies in a dense (batch, num_heads_q, seqlen_q) array, packed (num_heads_q, total_q).
+  // The index of row r in a dense (batch, num_heads_q, seqlen_q) array, packed (num_heads_q, total_q).
   constexpr int64_t index(const ForwardParams& p, int64_t r) const {
     if (is_packed(p)) return query_head(r) * p.packed.total_q + first_q + query(r);
     return (b * p.num_heads_q + query_head(r)) * seqlen_q + query(r);

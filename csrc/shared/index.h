@@ -1,5 +1,5 @@
-// Index: integer arithmetic over rows and keys, and ranges of them. The same file serves every backend;
-// everything is constexpr, so that device code may call it.
+// Index: integer arithmetic over rows and keys, and ranges of them. Every
+// backend shares this file; everything is constexpr, so device code may call it.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,7 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 constexpr int64_t round_down(int64_t a, int64_t b) { return a / b * b; }
 
-// Operands fit in 32 bits; a 64-bit division is several times
-// slower, and on a GPU takes many registers.
+// Operands fit in 32 bits; a 64-bit division is several times slower, and on a GPU takes many registers.
 constexpr int64_t divide(int64_t a, int64_t b) { return static_cast<uint32_t>(a) / static_cast<uint32_t>(b); }
 constexpr int64_t remainder(int64_t a, int64_t b) { return static_cast<uint32_t>(a) % static_cast<uint32_t>(b); }
 
@@ -27,20 +26,20 @@ struct Range {
   constexpr int64_t count() const { return max(0, end - begin); }
   constexpr bool contains(int64_t i) const { return begin <= i && i < end; }
 
-  // The part of this range, which has begin <= end, that lies in the other.
+  // The part of this range that lies in the other; this range has begin <= end.
   constexpr Range in(Range other) const {
     const int64_t from = clamp(other.begin, begin, end);
     return {from, clamp(other.end, from, end)};
   }
 
-  // The part that lies in [first, first + n), counted from first.
+  // The part that lies in [first, first + n), relative to first.
   constexpr Range within(int64_t first, int64_t n) const {
     const int64_t from = clamp(begin - first, 0, n);
     return {from, clamp(end - first, from, n)};
   }
 };
 
-// The last i below count for which begins(i) holds, or 0: it holds up to some i and not behind.
+// The last i below count for which begins(i) holds, or 0. begins holds up to some i and for none after it.
 template <class F>
 constexpr int64_t last_that(int64_t count, F begins) {
   int64_t i = 0;

@@ -1,11 +1,11 @@
-// The mask: every query row of a KV head sees an interval of keys, but for the holes that filters make in
-// it: a bool mask, and a bias where it is -inf. No other file compares a key's index with a query's, or
-// names the filters. The same file serves every backend; everything is constexpr, so that device code
-// may call it.
+// The mask: every query row of a KV head sees an interval of keys, apart from
+// holes. Filters make the holes: a bool mask, and a bias where it is -inf. No
+// other file compares a key's index with a query's, or names the filters. Every
+// backend shares this file; everything is constexpr, so device code may call it.
 //
 //   causal, q_offset 1    key  0 1 2 3 4
-//   window_left 1       row 0  1 1 0 0 0    of rows 0 to 2: keys_of_any [0, 4), keys_of_all [2, 2)
-//                       row 1  0 1 1 0 0    of keys 2 and 3: rows_of_any [1, 3), rows_of_all [2, 3)
+//   window_left 1       row 0  1 1 0 0 0    rows 0 to 2: keys_of_any [0, 4), keys_of_all [2, 2)
+//                       row 1  0 1 1 0 0    keys 2 and 3: rows_of_any [1, 3), rows_of_all [2, 3)
 //                       row 2  0 0 1 1 0    cover of rows 1 and 2: key 2 kFull, 1 and 3 kPart, 0 and 4 kNone
 #pragma once
 
@@ -14,39 +14,39 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// How much of a tile is seen: nothing, some pairs, or every pair.
+// How much of a tile is visible: nothing, some pairs, or every pair.
 enum class Cover { kNone, kPart, kFull };
 
-// Rows of a BlockKeys: a divisor of every backend's blocks of rows, and of a warp's.
+// Rows of a BlockKeys: divides every backend's blocks of rows, and a warp's, evenly.
 inline constexpr int64_t kBlockRows = 16;
 
-// Sums that stay at the ends of int64; b is not negative.
+// Sums that saturate at the ends of int64; b is not negative.
 constexpr int64_t add_saturated(int64_t a, int64_t b) { return a > INT64_MAX - b ? INT64_MAX : a + b; }
 constexpr int64_t subtract_saturated(int64_t a, int64_t b) { return a < INT64_MIN + b ? INT64_MIN : a - b; }
 
-// f(view, rows) for each tensor that filters, rows being what it leaves of each row of its own shape.
+// Calls f(view, rows) for each filter; rows holds the keys that it leaves each row of its own shape.
 template <class P, class F>
 constexpr void each_mask_tensor(P& p, F f) {
   if (p.mask.shown.data) f(p.mask.shown, p.mask.mask_rows);
   if (has_bias(p.score)) f(p.score.bias, p.mask.bias_rows);
 }
 
-// Whether formulas do not tell what a block of rows sees.
+// Whether formulas can't tell which keys a block of rows sees.
 constexpr bool needs_blocks(const ForwardParams& p) {
   return p.mask.key_ranges || p.mask.shown.data || has_bias(p.score);
 }
 
-// The mask of one head. From one row to the next neither end of a formula's interval decreases, so
-// that first and last row answer for a block of rows. Otherwise, summaries in params answer for blocks
-// that begin at a multiple of kBlockRows; the pass that makes them asks keys_of alone. A block has at
-// least one row, or key.
+// The mask of one head. Neither end of a formula's interval decreases from one row to the
+// next, so the first and the last row answer for a block of rows. Without a formula,
+// summaries in params answer for blocks that begin at a multiple of kBlockRows; the pass
+// that writes them asks about single rows only. A block has at least one row, or one key.
 struct Mask {
   const ForwardParams& p;
   Head head;
-  Range diagonals;  // by formula, query i sees the keys [i + begin, i + end), as far as there are any
+  Range diagonals;  // by formula, query i sees keys [i + begin, i + end), clipped to [0, seqlen_k)
 
-  // The ends are saturated: beyond [-seqlen_q, seqlen_k] they do not change. An end without a bound
-  // lies before the first key, or behind the last one.
+  // Both ends are clamped to [-seqlen_q, seqlen_k]: beyond these they change nothing.
+  // An end without a bound lies before the first key, or after the last one.
   constexpr Mask(const ForwardParams& p, const Head& head) : p(p), head(head), diagonals{} {
     const int64_t offset = p.mask.q_offsets ? p.mask.q_offsets[head.b] : p.mask.q_offset;
     const int64_t left = p.mask.window_left, right = p.mask.causal ? 0 : p.mask.window_right;
@@ -55,12 +55,12 @@ struct Mask {
     diagonals.end = 1 + (right < 0 ? head.seqlen_k : bound(add_saturated(offset, right)));
   }
 
-  // The keys that query i sees where neither key ranges nor filters are given.
+  // The keys that query i sees if there are neither key ranges nor filters.
   constexpr Range by_formula(int64_t i) const {
     return {clamp(i + diagonals.begin, 0, head.seqlen_k), clamp(i + diagonals.end, 0, head.seqlen_k)};
   }
 
-  // The keys that a row sees; with holes, those from the first to the last one that it may see.
+  // The keys that a row sees; with holes, from the first to the last one that it may see.
   constexpr Range keys_of(int64_t r) const {
     const int64_t i = head.query(r);
     Range keys = by_formula(i);
@@ -72,7 +72,7 @@ struct Mask {
     return keys;
   }
 
-  // keys_of without hidden keys at its ends, where another mask may have cut a row with holes.
+  // keys_of without masked keys at its ends: another mask may cut a row at one of its holes.
   template <class S>
   constexpr Range exact_keys_of(int64_t r) const {
     Range keys = keys_of(r);
@@ -90,14 +90,15 @@ struct Mask {
     return !p.mask.blocks || !exact_keys_of<S>(r).empty();
   }
 
-  // Whether some key between those of keys_of may be hidden.
+  // Whether some key within keys_of may be masked.
   constexpr bool has_holes(int64_t r) const {
     bool any = false;
     each_row(r, [&](const auto&, const RowKeys& row) { any = any || row.holes; });
     return any;
   }
 
-  // f(shown) for each filter that makes holes in a row, shown(j) telling whether it lets key j of keys_of pass.
+  // Calls f(shown) for each filter that makes holes in a row;
+  // shown(j) says whether it leaves key j of keys_of visible.
   template <class S, class F>
   constexpr void each_filter(int64_t r, F f) const {
     each_row(r, [&](const auto& view, const RowKeys& row) {
@@ -122,7 +123,7 @@ struct Mask {
     return any;
   }
 
-  // The keys that every row of [r0, r0 + rows) sees, but for holes.
+  // The keys that every row of [r0, r0 + rows) sees, apart from holes.
   constexpr Range keys_of_all(int64_t r0, int64_t rows) const {
     if (!p.mask.blocks) return {by_formula(head.query(r0 + rows - 1)).begin, by_formula(head.query(r0)).end};
     Range all{0, head.seqlen_k};
@@ -139,8 +140,8 @@ struct Mask {
     return any;
   }
 
-  // The rows within, from the first to the last one that sees some key of [n0, n0 + keys); where
-  // summaries answer, whole blocks of them.
+  // The rows in `within`, from the first to the last one that sees some
+  // key of [n0, n0 + keys); summaries answer in whole blocks of rows.
   constexpr Range rows_of_any(int64_t n0, int64_t keys, Range within) const {
     if (!p.mask.blocks) return within.in({rows_of(n0).begin, rows_of(min(n0 + keys, head.seqlen_k) - 1).end});
     Range rows{within.end, within.begin};
@@ -153,13 +154,13 @@ struct Mask {
 
   constexpr Range rows_of_any(int64_t n0, int64_t keys) const { return rows_of_any(n0, keys, {0, head.count}); }
 
-  // The rows that see a key by formula, as if queries had no first and no last one: those of the
-  // next key begin and end a group of rows later.
+  // The rows that see a key by formula, as if there were queries without end in
+  // both directions: the rows of the next key begin and end one group later.
   constexpr Range rows_of(int64_t key) const {
     return {(key + 1 - diagonals.end) * head.group, (key + 1 - diagonals.begin) * head.group};
   }
 
-  // The rows that see every key of [n0, n0 + keys), by formula; summaries do not say.
+  // The rows that see every key of [n0, n0 + keys) by formula; with summaries, an empty range.
   constexpr Range rows_of_all(int64_t n0, int64_t keys) const {
     if (p.mask.blocks || n0 + keys > head.seqlen_k) return {head.count, head.count};
     return Range{0, head.count}.in({rows_of(n0 + keys - 1).begin, rows_of(n0).end});
@@ -171,8 +172,8 @@ struct Mask {
     return any.begin < n0 + keys && n0 < any.end ? Cover::kPart : Cover::kNone;
   }
 
-  // The summary of the rows [r0, r0 + rows), at most kBlockRows: no row but those that see a key counts
-  // for the keys of any, and one that sees none leaves no keys of all.
+  // The summary of rows [r0, r0 + rows), at most kBlockRows. A row that sees no key
+  // adds nothing to the keys that any row sees, and leaves no key that all rows see.
   template <class S>
   constexpr BlockKeys summary_of(int64_t r0, int64_t rows) const {
     BlockKeys block{head.seqlen_k, 0, head.seqlen_k, 0, false};
@@ -188,7 +189,8 @@ struct Mask {
     return block;
   }
 
-  // By summaries, how many pairs of a row and a key before the given one are seen, or lie between.
+  // By summaries: how many pairs have a key before the given one, counting for each
+  // block all its rows and the keys from the first to the last that one of them sees.
   constexpr int64_t pairs_before(int64_t key) const {
     int64_t pairs = 0;
     each_block({0, head.count}, [&](int64_t r0, const BlockKeys& block) {
@@ -199,8 +201,8 @@ struct Mask {
 
   static constexpr int64_t blocks_of(const Head& head) { return ceil_div(head.count, kBlockRows); }
 
-  // Where the head's summaries begin. A packed sequence begins so many behind the first one that every
-  // sequence before has room for a block that is not whole.
+  // The index of the head's first summary. Packed sequences
+  // leave room for one partial block in every sequence before.
   constexpr int64_t first_block() const {
     if (!is_packed(p)) return (head.b * p.num_heads_kv + head.h_kv) * blocks_of(head);
     return head.h_kv * packed_blocks(p) + first_block_of(head.first_q, head.group, head.b);
@@ -209,7 +211,7 @@ struct Mask {
     return first_q * group / kBlockRows + b;
   }
 
-  // Room for the summaries of a KV head of packed sequences, and for those of all heads.
+  // The number of summaries of a KV head of packed sequences, and of all heads.
   static constexpr int64_t packed_blocks(const ForwardParams& p) {
     return first_block_of(p.packed.total_q, group_size(p), p.batch);
   }
@@ -218,13 +220,13 @@ struct Mask {
   }
 
  private:
-  // f(view, what it leaves of row r) for each tensor that filters.
+  // Calls f(view, keys) for each filter, with the keys that it leaves row r.
   template <class F>
   constexpr void each_row(int64_t r, F f) const {
     each_mask_tensor(p, [&](const auto& view, const RowKeys* rows) { f(view, rows[OwnRows(p, view).index(head, r)]); });
   }
 
-  // f(first row, summary) for each block that has some of these rows.
+  // Calls f(first row, summary) for each block that has some of these rows.
   template <class F>
   constexpr void each_block(Range rows, F f) const {
     const BlockKeys* blocks = p.mask.blocks + first_block();

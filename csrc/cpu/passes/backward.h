@@ -3,9 +3,9 @@
 //
 //   dV += (P * D)^T dO      dP = dO V^T * D      dS = P * (dP - delta + dlse)      dK += dS^T Q      dQ += dS K
 //
-// where D is 1, or with dropout 0 for what was dropped and 1 / (1 - p) for the rest. S and
-// dP are made transposed, queries on the lanes; dV, dK and dQ have their columns on the
-// lanes. dQ and dK are scaled when they leave.
+// where D is the dropout factor: 0 for dropped weights, 1 / (1 - p) for kept ones, 1
+// without dropout. S and dP are computed transposed, with queries on the lanes; dV, dK
+// and dQ have their columns on the lanes. dQ and dK are scaled when they are written out.
 #pragma once
 
 #include "cpu/passes/backward_tile.h"
@@ -66,7 +66,7 @@ class BackwardItem {
   }
 
  private:
-  // The sums of dK and dV, and of which keys they are.
+  // The sums of dK [keys][cols_k] and dV [keys][cols_v], and the keys that they belong to.
   struct Sums {
     Range keys;
     Matrix<T> dK, dV;
@@ -78,7 +78,7 @@ class BackwardItem {
   const Shares<S> shares{p, head};
   const int64_t split;
   const Split own;
-  // Whether the item's sums are the whole gradient, not a share.
+  // Whether the item's sums are the whole gradient rather than a share of it.
   const bool dQ_whole = shares.splits.count == 1 || shares.splits.by_rows;
   const bool dKV_whole = shares.splits.count == 1 || !shares.splits.by_rows;
   const BackwardScratch<S> s;
@@ -88,21 +88,21 @@ class BackwardItem {
   Stopwatch watch{p.counts};
   BackwardTile<S, Score> weights{p, mask, s, score, watch, {}};
 
-  // A block of keys: its operands, and where its gradients are summed.
+  // A block of keys: its operands, and the sums of its gradients.
   struct Keys {
-    Matrix<const E> K;          // [terms(keys)][head_dim], to be summed over
-    Strided<E> left_K, left_V;  // [keys][head_dim], [keys][head_dim_v]
+    Matrix<const E> K;          // [terms(keys)][head_dim], the right factor of dQ
+    Strided<E> left_K, left_V;  // [keys][head_dim], [keys][head_dim_v], the left factors of S and dP
     Matrix<T> dK, dV;
   };
 
-  // A block of query rows, likewise.
+  // A block of query rows: its operands, and the sum of its gradient.
   struct Queries {
-    Matrix<const E> Q, dO;  // [terms(rows)][cols], to be summed over
+    Matrix<const E> Q, dO;  // [terms(rows)][cols], the right factors of dK and dV
     Matrix<T> dQ;
     Update<T> update;  // of dQ
   };
 
-  // A share has the blocks of which some row of the item sees a key.
+  // A share holds the key blocks in which some row of the item sees a key.
   Sums sums_of_keys() const {
     if (dKV_whole) return {own.keys, s.dK, s.dV};
     const Range seen = own.keys.in(mask.keys_of_any(own.rows.begin, own.rows.count()));
@@ -119,7 +119,7 @@ class BackwardItem {
     no_scores({r0, r0 + rows}, {keys.end, own.keys.end});
     if (!dQ_whole && !(shares.has_rows(split, r0) = !keys.empty())) return;
     const Matrix<T> dQ = dQ_whole ? s.dQ : shares.dQ(split, r0);
-    int64_t written = 0;  // rows of dQ that hold something: a later block of keys adds to them
+    int64_t written = 0;  // rows of dQ that hold sums, to which later key blocks add
     if (!keys.empty()) {
       const Range seen = mask.rows_of_any(own.keys.begin, own.keys.count(), {r0, r0 + rows}).within(r0, rows);
       for (int64_t i = round_down(seen.begin, kBlockQ<T>); i < seen.end; i += kBlockQ<T>)
@@ -135,13 +135,13 @@ class BackwardItem {
     watch.lap(Phase::kStore);
   }
 
-  // Rows and keys of which no row sees any key, or a tile is to follow.
+  // Clears dbias for rows and keys that no tile writes, or of which a masked tile writes only a part.
   void no_scores(Range rows, Range keys) const {
     if (p.dbias.data && one_score_each(p)) clear_bias_gradient<S>(p, head, rows, keys);
   }
 
-  // The keys [n0, n0 + keys) against the rows of the super-block that see some of them. The first
-  // `written` rows of dQ hold sums already; returns how many do now.
+  // The keys [n0, n0 + keys) against the rows of the super-block that see some of them.
+  // The first `written` rows of dQ already hold sums; returns how many do afterwards.
   int64_t key_block(int64_t n0, int64_t keys, int64_t r0, int64_t rows, Matrix<T> dQ, int64_t written) {
     const Range seeing = mask.rows_of_any(n0, keys, {r0, r0 + rows}).within(r0, rows);
     const int64_t first = round_down(seeing.begin, kBlockQ<T>), past = min(round_up(seeing.end, kBlockQ<T>), rows);
@@ -181,7 +181,7 @@ class BackwardItem {
     return max(written, past);
   }
 
-  // Whether a product may multiply 0 for what is not seen by what stands there.
+  // Whether the tile's K, Q and dO are finite, so a product may multiply them by the 0 of a masked pair.
   bool finite(const Tile& tile) const {
     const auto k_row = [&](int64_t j) { return head.key<S>(p.k, tile.n0 + j); };
     const auto q_row = [&](int64_t r) { return head.row<const S>(p.q, tile.r0 + r); };
@@ -215,7 +215,7 @@ class BackwardItem {
     });
   }
 
-  // dV, dK and dQ of a tile in which something unseen is NaN or inf, pair by pair.
+  // dV, dK and dQ of a tile whose K, Q or dO holds NaN or inf, from visible pairs only.
   void add_seen_products(const Tile& tile, const Keys& block, const Queries& queries) {
     const auto key_row = [&](int64_t j, int64_t, int64_t r) { return weights.seen.lane_sees(j, r); };
     const auto row_key = [&](int64_t r, int64_t, int64_t j) { return weights.seen.lane_sees(j, r); };

@@ -28,15 +28,15 @@ struct BackwardScratch {
   int64_t cols_k, cols_v;  // head_dim and head_dim_v in whole vectors
   Carver carver;
   PackedQueries<S> queries;
-  Matrix<E> K, V;             // [terms(keys)][cols_k], [keys][cols_v]: copies, where the tensor can't be read in place
-  Matrix<E> few_Q;            // [rows][few_terms(head_dim)], of few rows
-  Matrix<E> left_K;           // [keys][cols_k]: K again, where the left factor and the rows that are summed over differ
-  Matrix<E> left_P, left_dS;  // [keys][terms(queries)]: tiles as operands, where these are not the tiles themselves
-  Matrix<E> summed_dS;        // [terms(keys)][queries]
+  Matrix<E> K, V;             // [terms(keys)][cols_k], [keys][cols_v]: copies, if the tensor can't be read in place
+  Matrix<E> few_Q;            // [rows][few_terms(head_dim)], if rows are few
+  Matrix<E> left_K;           // [keys][cols_k]: K as a left factor, which bf16 pairs lay out differently
+  Matrix<E> left_P, left_dS;  // [keys][terms(queries)]: P and dS as left factors, as bf16 pairs
+  Matrix<E> summed_dS;        // [terms(keys)][queries]: dS for a sum over keys, as bf16 pairs
   Matrix<T> P, dP;            // [keys][queries]
-  Matrix<T> kept;             // [keys][queries], dropout's factors
-  Matrix<T> derivative;       // [keys][queries], of the softcap
-  Matrix<T> dQ;               // [rows of a super-block][cols_k], where the item's sum is the whole of it
+  Matrix<T> kept;             // [keys][queries], dropout factors
+  Matrix<T> derivative;       // [keys][queries], derivative of the softcap
+  Matrix<T> dQ;               // [rows of a super-block][cols_k], if the item sums all of dQ
   Matrix<T> dK, dV;           // [keys of the item][cols_k], [keys of the item][cols_v]
   int64_t bytes;
 
@@ -61,8 +61,9 @@ struct BackwardScratch {
   }
 };
 
-// The products of all rows with the keys of a strip -> out[keys][queries]. Backward makes the
-// scores of forward to the bit, or its weights would not add up to 1.
+// Q[rows][few_terms(cols)], K[keys][cols] -> out[keys][queries] = (Q K^T)^T
+// for the keys of a strip. Backward must repeat the scores of forward bit
+// for bit, or its weights would not add up to 1.
 template <class S>
 void few_products(Matrix<const Operand<S>> Q, Matrix<const S> K, int64_t rows, int64_t cols, Strip strip,
                   Matrix<Compute<S>> out) {
@@ -76,7 +77,7 @@ void few_products(Matrix<const Operand<S>> Q, Matrix<const S> K, int64_t rows, i
   }
 }
 
-// Makes tiles of one head.
+// Computes the tiles of one head.
 template <class S, class Score>
 struct BackwardTile {
   using T = Compute<S>;
@@ -87,13 +88,13 @@ struct BackwardTile {
   const BackwardScratch<S>& s;
   const Score& score;
   Stopwatch& watch;
-  LaneMask<T> seen;  // of the tile in work
+  LaneMask<T> seen;  // of the current tile
 
-  // Cuts the tile into strips; none where nothing is seen.
+  // Cuts the tile into strips; none if nothing is visible.
   Strips<T> cut(const Tile& tile) { return cut_strips<S>(mask, tile, seen); }
 
-  // s.P and s.dP, which becomes dS, from Q K^T and dO V^T, the queries being those packed at place i;
-  // finish(strip) follows each strip.
+  // Computes P in s.P and dS in s.dP, both [keys][queries], from Q K^T and dO V^T,
+  // for the queries packed at place i. Calls finish(strip) after each strip.
   template <class Finish>
   void make(const Tile& tile, const Strips<T>& strips, int64_t i, Strided<E> K, Strided<E> V, Finish finish) const {
     const Head& head = mask.head;

@@ -1,6 +1,6 @@
-// The gradient of a bias that broadcasts: sums over all scores that share one of its elements. A work
-// item owns elements and goes through what shares them in order, making the tiles of backward again.
-// Where each element belongs to one score, backward itself writes it (tiles/tile_bias.h).
+// The gradient of a bias that broadcasts: each element sums dS over all scores that share it. A
+// work item owns elements and visits the scores that share them in order, recomputing the tiles of
+// backward. Where each element belongs to one score, backward itself writes it (tiles/tile_bias.h).
 #pragma once
 
 #include "cpu/passes/backward_tile.h"
@@ -18,11 +18,11 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// Keys of a work item: a block of query rows is packed once for them.
+// Keys of a work item, for which a block of query rows is packed once.
 inline constexpr int64_t kBiasKeys = 4 * kBackwardBlockK;
 
-// The elements of a work item: those of some sequences, KV heads, queries and keys, or, along a
-// dimension in which the bias broadcasts, the one that all of these share.
+// The scores that a work item sums: ranges of sequences, KV heads, queries and keys. A
+// dimension in which the bias broadcasts is taken whole, because its scores share one element.
 struct BiasItem {
   Range sequences, kv_heads, queries, keys;
 };
@@ -33,7 +33,7 @@ struct BiasItems {
   int64_t queries, keys;                     // of an item
   int64_t batch, heads, blocks, key_blocks;  // items along each dimension
 
-  // About as many rows as a block has, in whole BlockKeys; all of them where queries share elements.
+  // About as many rows as a block has, in whole BlockKeys; all queries if they share elements.
   explicit BiasItems(const BackwardParams& p)
       : queries(p.dbias.stride_q ? kBlockRows * max(1, kBlockQ<Compute<S>> / (kBlockRows * group_size(p)))
                                  : p.seqlen_q),
@@ -51,7 +51,7 @@ struct BiasItems {
   }
 };
 
-// The sums of a work item, in double: they may be long.
+// The sums of a work item, in double because they may be long.
 template <class S>
 class BiasSums {
   using T = Compute<S>;
@@ -71,7 +71,7 @@ class BiasSums {
 
   void clear() { fill_zero(sums_, keys_ * rows_); }
 
-  // Adds the gradients of the scores of a strip.
+  // Adds dS[keys][queries] of a strip.
   void add(Matrix<T> dS, const Tile& tile, Strip strip) {
     double* sums = sums_ + (p_.dbias.stride_k ? (tile.n0 - item_.keys.begin) * rows_ : 0);
     const int64_t row = p_.dbias.stride_k ? rows_ : 0;  // from one key to the next
@@ -89,7 +89,7 @@ class BiasSums {
       for (int64_t j = strip.j0; j < min(strip.j1, tile.rows); ++j) sums[k * row + place[j]] += dS.from(k).data[j];
   }
 
-  // Rounds the sums, once, and writes the elements; tile is a place for some of them.
+  // Rounds the sums, once, and writes the elements; `tile` is a buffer for some of them.
   void write(Matrix<T> tile) const {
     const Head head(p_, item_.sequences.begin * p_.num_heads_kv + item_.kv_heads.begin);
     with_floats<S>(p_.dbias, [&](auto* dbias) {
@@ -104,7 +104,7 @@ class BiasSums {
   const BackwardParams& p_;
   const BiasItem& item_;
   int64_t group_;
-  bool by_lanes_;  // rows_ are lanes: each row's own, or if queries share elements, of whatever tile
+  bool by_lanes_;  // rows_ are lanes: one for each query row, or those of any tile if queries share elements
   int64_t keys_, rows_;
   double* sums_;  // [keys][rows]
 
@@ -132,7 +132,7 @@ class BiasSums {
   template <class E>
   void write_elements(E* dbias, const Head& head) const {
     const BiasView& view = p_.dbias;
-    const bool shared = by_lanes_ && !view.stride_q;  // by all lanes
+    const bool shared = by_lanes_ && !view.stride_q;  // all lanes share one element
     const int64_t count = shared ? 1 : by_lanes_ ? item_.queries.count() * group_ : rows_;
     const int64_t apart = by_lanes_ || !view.stride_q ? 1 : group_;  // rows from one sum to the next
     for (int64_t k = 0; k < keys_; ++k)
@@ -145,7 +145,7 @@ class BiasSums {
   }
 };
 
-// Adds to the sums of a work item what one head has for them.
+// Adds the scores of one head to the sums of a work item.
 template <class S, class Score>
 void add_head(const BackwardParams& p, const Head& head, const BiasItem& item, const BackwardScratch<S>& s,
               BiasSums<S>& sums) {
@@ -196,7 +196,7 @@ Plan plan_bias_gradient(const BackwardParams& p) {
   return {items.batch * items.heads * items.blocks * items.key_blocks, BiasScratch<S>(p, first, nullptr).bytes(), 0};
 }
 
-// Work items: (sequence, KV head, block of queries, block of keys), as far as the bias has them.
+// Work items: (sequence, KV head, block of queries, block of keys), in the dimensions that the bias has.
 template <class S, template <class> class Score>
 void bias_gradient(const BackwardParams& p, int64_t begin, int64_t end, void* scratch) {
   const BiasItems<S> items(p);

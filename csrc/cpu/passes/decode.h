@@ -1,6 +1,6 @@
-// Decoding: forward for few query rows, for which reading K and V is the cost. Columns lie on the
-// lanes, K and V are read in place, as they are stored, and the keys of a head are split among work
-// items (split-K), each of which leaves a partial result for merge.h.
+// Decoding: forward for few query rows, where reading K and V is the cost. Columns lie
+// on the lanes, K and V are read in place as they are stored, and the keys of a head
+// are split among work items (split-K). Each item leaves a partial result for merge.h.
 #pragma once
 
 #include "cpu/passes/stopwatch.h"
@@ -22,14 +22,14 @@ namespace {
 // Scores of a block stay in L1 (8 rows of 128 floats are 4 KB), and O is rescaled once per block.
 inline constexpr int64_t kDecodeBlockK = 128;
 
-// The partial results of a head, in the workspace, one for each range of its keys.
+// The partial results of a head in the workspace, one for each range of its keys.
 template <class S>
 class DecodeParts {
   using T = Compute<S>;
 
  public:
   struct Part {
-    Matrix<T> O;           // [rows][vectors of head_dim_v columns, as in dots.h], sum of exp(S - row_max) V
+    Matrix<T> O;           // [rows][head_dim_v in whole vectors, as in dots.h], the sum of exp(S - row_max) V
     T *row_max, *row_sum;  // [rows]
   };
 
@@ -60,8 +60,8 @@ struct DecodeScratch {
   using E = Operand<S>;
   Matrix<E> Q;  // [rows][few_terms(head_dim)]
   Matrix<T> P;  // [rows][keys]
-  T* row_sum;   // [rows][lanes], to be added up at the end
-  // With pages, where the rows of K and V lie: [keys of an item, and those asked for behind them].
+  T* row_sum;   // [rows][lanes], added up at the end
+  // With pages, the addresses of rows of K and V: [keys of an item, and those prefetched after them].
   const S **k_rows, **v_rows;
   int64_t bytes;
 
@@ -76,8 +76,8 @@ struct DecodeScratch {
   }
 };
 
-// s[keys] of one row -> P = exp(s - row_max) in place, for the keys of seen; row_max and the lanes'
-// shares of row_sum are brought up to date. Returns what sums made before have decayed to.
+// s[keys] of one row -> P = exp(s - row_max) in place, for the keys in `seen`.
+// Updates row_max and row_sum[lanes]; returns the factor that rescales earlier sums.
 template <class T, class Score>
 T softmax_row(T* s, Range seen, Score score, T& row_max, T* row_sum) {
   constexpr int L = kLanes<T>;
@@ -101,9 +101,10 @@ T softmax_row(T* s, Range seen, Score score, T& row_max, T* row_sum) {
   return decay[0];
 }
 
-// O += P V for the keys of a block that each row sees. Keys that every row sees are
-// one product, the others follow row by row, so that no value enters a product with a
-// row that does not see it: it may be NaN. Where it may meet a hole, holes are left out.
+// O[rows][cols] += P[rows][keys] V[keys][cols], for the keys of a block that
+// each row sees. Keys that every row sees are one product; the others follow
+// row by row, so no value enters a product with a row that does not see it:
+// it may be NaN. If V is not finite, keys in holes are left out too.
 template <class S, class Rows>
 void add_values(const ForwardParams& p, const Mask& mask, const Tile& tile, Matrix<Compute<S>> P, Rows V, Rows next_K,
                 Matrix<Compute<S>> O) {
@@ -112,7 +113,8 @@ void add_values(const ForwardParams& p, const Mask& mask, const Tile& tile, Matr
       mask.any_holes(0, tile.rows) && !all_finite<S>(tile.keys, p.head_dim_v, [&](int64_t j) { return V.at(j); });
   constexpr int64_t kHeight = kMR[kWideNV], kWidth = kWideNV * kLanes<T>, kLine = kCacheLine / sizeof(S);
   const int64_t whole = round_down(p.head_dim_v, kLanes<T>);
-  // O[rows][cols] += P V in tiles, each of which asks for its share of so many columns of the next K.
+  // O[rows][cols] += P V in tiles, each of which prefetches
+  // its share of the first `ahead` columns of the next K.
   const auto add_columns = [&](int64_t r, int64_t rows, Range keys, int64_t cols, Rows V, Matrix<T> O, int64_t ahead) {
     const Strided<T> weights = P.strided().from(r, keys.begin);
     V = V.from(keys.begin), O = O.from(r);
@@ -168,7 +170,7 @@ void decode_keys(const ForwardParams& p, const Head& head, int64_t split, const 
   watch.lap(Phase::kPack);
 
   const Range visible = mask.keys_of_any(0, rows).within(k_begin, k_end - k_begin);
-  const auto run = [&](auto k_rows, auto v_rows) {  // a Matrix each, or a RowTable
+  const auto run = [&](auto k_rows, auto v_rows) {  // each a Matrix or a RowTable
     for (int64_t n = visible.begin; n < visible.end; n += kDecodeBlockK) {
       const Tile tile{0, rows, rows, k_begin + n, min(kDecodeBlockK, visible.end - n)};
       const auto K = k_rows.from(n - visible.begin), V = v_rows.from(n - visible.begin);

@@ -1,4 +1,4 @@
-// Gradients of what a query head has one of: its sink and its ALiBi slope. They come after backward.
+// Gradients of the sink and the ALiBi slope, of which each query head has one, computed after backward.
 #pragma once
 
 #include "cpu/passes/stopwatch.h"
@@ -17,7 +17,7 @@ Plan plan_head_gradients(const BackwardParams& p) {
   return {p.dsinks || p.dslopes ? p.num_heads_q : 0, 0, 0};
 }
 
-// The sum of the gradients of the scores that a head's sink is, one for each row that it joins:
+// The gradient of a head's sink, summed over the rows that the sink joins:
 //
 //   dsink = sum of exp(sink - row_max) / row_sum * (dlse - delta)      delta = rowsum(dO * O)
 template <class S, class Score>
@@ -41,7 +41,7 @@ double sink_gradient(const BackwardParams& p, int64_t h, Score score) {
   return sum;
 }
 
-// Adds up what the work items of backward left for the slope of head h: of sequence b, or of all.
+// Adds up the shares that the work items of backward left for the slope of head h, over the given sequences.
 template <class S>
 double slope_gradient(const BackwardParams& p, int64_t h, Range sequences) {
   const int64_t group = group_size(p);

@@ -1,5 +1,6 @@
-// The passes that find what the mask leaves of rows and of blocks of rows, where no formula says it. They run
-// before forward, and again before backward, so that nothing is saved for it. ops/passes.h keeps their results.
+// The passes that find the visible keys of rows and of blocks of rows
+// where no formula gives them. They run before forward and again before
+// backward, so nothing is saved. ops/passes.h keeps their results.
 #pragma once
 
 #include "cpu/plan/units.h"
@@ -9,14 +10,14 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// Rows, and blocks of rows, of a work item: a row takes about as long as the start of an item.
+// Rows, and blocks of rows, of a work item: scanning a row takes about as long as starting an item.
 inline constexpr int64_t kScannedRows = 16, kSummaries = 64;
 
-// shown(j) for the keys [0, seqlen_k), counted 64 at a time, which is a loop for vectors.
+// Reduces shown(j) over the keys [0, seqlen_k) to a RowKeys, 64 keys at a time in a loop that vectorises.
 template <class Shown>
 RowKeys scan_row(int64_t seqlen_k, Shown shown) {
   constexpr int64_t kRun = 64;
-  int64_t first = seqlen_k, last = 0, count = 0;  // last: the run that holds the last one
+  int64_t first = seqlen_k, last = 0, count = 0;  // last: start of the run that holds the last visible key
   for (int64_t j0 = 0; j0 < seqlen_k; j0 += kRun) {
     uint8_t some = 0;
     if (seqlen_k - j0 >= kRun)
@@ -39,8 +40,8 @@ inline Plan plan_rows(const ForwardParams& p, const BroadcastView& view) {
   return {ceil_div(rows, kScannedRows), 0, rows * static_cast<int64_t>(sizeof(RowKeys))};
 }
 
-// Writes the first and the last key that each row of a view's own shape shows. Work items: kScannedRows of
-// them.
+// Writes the first and the last visible key of each row of
+// a view's own shape. A work item is kScannedRows rows.
 template <class S, class V>
 void scan_rows(const ForwardParams& p, const V& view, RowKeys* rows, int64_t begin, int64_t end) {
   const OwnRows own(p, view);
@@ -79,7 +80,7 @@ Plan plan_mask_blocks(const ForwardParams& p) {
   return {ceil_div(blocks, kSummaries), 0, Mask::count_blocks(p) * static_cast<int64_t>(sizeof(BlockKeys))};
 }
 
-// Writes params.mask.blocks. Work items: kSummaries blocks of rows.
+// Writes params.mask.blocks. A work item is kSummaries blocks of rows.
 template <class S>
 void mask_blocks(const ForwardParams& p, int64_t begin, int64_t end, void*) {
   const Work work = work_of<S>(p, Unit::kSummaries);

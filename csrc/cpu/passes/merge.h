@@ -1,5 +1,4 @@
-// Merge: combines the partial results that decoding leaves for ranges
-// of keys into out and the row statistics.
+// Merge: combines the partial results of decoding, one for each range of keys, into out and the row statistics.
 #pragma once
 
 #include "cpu/passes/decode.h"

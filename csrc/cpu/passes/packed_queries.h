@@ -1,5 +1,5 @@
-// Packed queries: everything of backward that depends on query rows alone, made
-// once for all key blocks of a super-block.
+// Packed queries: everything in backward that depends on query
+// rows alone, computed once for all key blocks of a super-block.
 #pragma once
 
 #include "cpu/plan/units.h"
@@ -15,9 +15,8 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// Whether the keys of a row all lie in one key block. Its delta is then made there
-// (softmax_gradient.h); for other rows it is rowsum(dO * O), which is equal but for the
-// rounding of O.
+// Whether all keys of a row lie in one key block. Its delta is then computed in that block
+// (softmax_gradient.h); other rows take rowsum(dO * O), which differs only by the rounding of O.
 inline bool in_one_block(Range keys) {
   return !keys.empty() && keys.count() <= kBackwardBlockK &&
          keys.begin / kBackwardBlockK == (keys.end - 1) / kBackwardBlockK;
@@ -49,7 +48,7 @@ class PackedQueries {
     return min(round_up(most_rows(p), kBlockQ<T>), kSuperBlock);
   }
 
-  // Packs the rows [row, row + rows), one block, which stand at place i of the super-block.
+  // Packs one block, the rows [row, row + rows), into place i of the super-block.
   template <class Score>
   void pack(const Mask& mask, const Score& score, int64_t row, int64_t i, int64_t rows) const {
     const auto from = [&](const View& view) {
@@ -81,7 +80,7 @@ class PackedQueries {
   Matrix<E> Qt(int64_t i) const { return Qt_.from(i / kBlockQ<T> * terms<S>(p_.head_dim)); }
   Matrix<E> dOt(int64_t i) const { return dOt_.from(i / kBlockQ<T> * terms<S>(p_.head_dim_v)); }
 
-  // The rows of the super-block that begins at row r0, [terms(rows)][cols], to be summed over.
+  // The rows of the super-block that begins at row r0, [terms(rows)][cols], for a sum over rows.
   Matrix<const E> Q(const Head& head, int64_t r0) const { return rows(head, p_.q, r0, p_.head_dim, Q_); }
   Matrix<const E> dO(const Head& head, int64_t r0) const { return rows(head, p_.dout, r0, p_.head_dim_v, dO_); }
 
@@ -93,7 +92,7 @@ class PackedQueries {
   const BackwardParams& p_;
   int64_t group_;
   Matrix<E> Qt_, dOt_;  // [blocks][terms(cols)][queries of a block]
-  Matrix<E> Q_, dO_;    // [terms(rows)][cols]: copies, where the tensor can't be read in place
+  Matrix<E> Q_, dO_;    // [terms(rows)][cols]: copies, if the tensor can't be read in place
   T *row_max_, *inverse_sum_, *one_block_, *sink_, *delta_, *dlse_;  // [rows]
 
   bool in_place(const View& view, int64_t cols) const { return group_ == 1 && summed_in_place<S>(view, cols); }

@@ -20,7 +20,7 @@ Plan plan_reduce(const BackwardParams& p) {
   return {work_of<S>(p, Unit::kReduced).count(), 0, 0};
 }
 
-// Adds up the rows of all shares that have them, in their order, in the first of these: 0 if there is none.
+// Adds up the rows of all shares that have them, in order, in the first of these shares; 0 if none has them.
 template <class T, class Has, class Share>
 Matrix<const T> sum_shares(int64_t splits, int64_t rows, Has has, Share share) {
   int64_t first = 0;

@@ -1,5 +1,5 @@
-// Stopwatch: adds up ticks and operations by phase while a profile is made;
-// otherwise a lap costs one comparison with null.
+// Stopwatch: adds up ticks and operations by phase while
+// profiling; otherwise a lap costs one comparison with null.
 #pragma once
 
 #include "attention.h"
@@ -24,7 +24,7 @@ class Stopwatch {
  public:
   explicit Stopwatch(PhaseCounts* counts) : counts_(counts), last_(counts ? ticks() : 0) {}
 
-  // Counts the time since the last lap, and these floating-point operations, as the phase's.
+  // Adds the time since the last lap, and these floating-point operations, to the phase.
   PYATTN_MEMBER_INLINE void lap(Phase phase, int64_t flops = 0) {
     if (!counts_) return;
     const int64_t now = ticks();

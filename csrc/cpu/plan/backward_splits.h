@@ -1,5 +1,5 @@
-// Splits: where backward has few heads, or one is dear, the keys of a head, or its query rows, are divided
-// among work items, and the pass reduce adds up the shares of gradients that they leave.
+// Splits: where backward has few heads, or one is expensive, the keys of a head, or its query rows,
+// are divided among work items. The pass reduce adds up the shares of gradients that these leave.
 #pragma once
 
 #include "cpu/plan/units.h"
@@ -10,8 +10,8 @@ namespace {
 
 static_assert(kBackwardBlockK % kDrawKeys == 0);
 
-// What the keys before the given one cost in backward, in units of its own: rows of each key block that
-// they see, or pairs.
+// The cost in backward of the keys before the given one, in
+// arbitrary units: rows that see each key block, or pairs.
 int64_t cost_before(const Mask& mask, int64_t key) {
   if (mask.p.mask.blocks) return mask.pairs_before(key);
   int64_t rows = 0;
@@ -20,7 +20,7 @@ int64_t cost_before(const Mask& mask, int64_t key) {
   return rows;
 }
 
-// The first key of split s, where keys are split: into whole key blocks, of about equal cost.
+// The first key of split s if keys are split: splits are whole key blocks, of about equal cost.
 int64_t first_key(const Mask& mask, int64_t s, int64_t splits) {
   const int64_t seqlen_k = mask.head.seqlen_k, total = cost_before(mask, seqlen_k);
   int64_t low = 0, high = s == 0 ? 0 : ceil_div(seqlen_k, kBackwardBlockK);  // the key block lies between
@@ -34,8 +34,8 @@ int64_t first_key(const Mask& mask, int64_t s, int64_t splits) {
   return min(high * kBackwardBlockK, seqlen_k);
 }
 
-// The first query row of split s, where rows are split: into whole super-blocks, whose cost is about
-// that of the keys which they see.
+// The first query row of split s if rows are split: splits are whole super-blocks,
+// of about equal cost. A super-block costs about as much as the number of keys that it sees.
 int64_t first_row(const Mask& mask, int64_t s, int64_t splits) {
   const int64_t rows = mask.head.count;
   const auto cost = [&](int64_t r) { return mask.keys_of_any(r, min(kSuperBlock, rows - r)).count(); };

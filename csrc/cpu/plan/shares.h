@@ -1,6 +1,6 @@
-// Shares: what the splits of a head leave in the workspace, each its own sums, for the pass reduce to add
-// up in their order: of dQ where keys are split, of dK and dV where rows are, and of slopes' gradients. A
-// head that is not split has none but the last.
+// Shares: the sums that each split of a head leaves in the workspace, which
+// the pass reduce adds up in order: dQ where keys are split, dK and dV where
+// rows are, and gradients of slopes. An unsplit head has only slope shares.
 #pragma once
 
 #include "cpu/plan/units.h"
@@ -28,22 +28,22 @@ class Shares {
 
   const Splits splits;
 
-  // The shares of all heads.
+  // Bytes of the shares of all heads.
   static int64_t bytes(const BackwardParams& p) {
     return round_up(bytes_of_sums(p) + work_of<S>(p, Unit::kShareBlocks).count(), kScratchAlign);
   }
 
-  // A share of dQ from row r0 on.
+  // A share of dQ from row r0 on, [rows][cols_k].
   Matrix<T> dQ(int64_t split, int64_t r0) const { return {first_ + (split * rows_ + r0) * cols_k_, cols_k_}; }
 
-  // A share of dK, and of dV, from key n0 on.
+  // A share of dK, and of dV, from key n0 on: [keys][cols_k], [keys][cols_v].
   Matrix<T> dK(int64_t split, int64_t n0) const { return {first_ + (split * keys_ + n0) * cols_k_, cols_k_}; }
   Matrix<T> dV(int64_t split, int64_t n0) const {
     return {dK(splits.count, 0).data + (split * keys_ + n0) * cols_v_, cols_v_};
   }
 
-  // Whether a share has the super-block of rows from r0 on, or the block of keys from n0 on: whether the
-  // split has a pair there that is seen.
+  // Whether a share holds the super-block of rows at r0, or the block
+  // of keys at n0: it does if the split has a visible pair there.
   char& has_rows(int64_t split, int64_t r0) const { return has_[split * blocks_ + r0 / kSuperBlock]; }
   char& has_keys(int64_t split, int64_t n0) const { return has_[split * blocks_ + n0 / kBackwardBlockK]; }
 
@@ -57,7 +57,7 @@ class Shares {
   }
 };
 
-// Behind them, a split's shares of the gradients of slopes, one for each query head of its group.
+// A split's shares of the gradients of slopes, [query heads of the group], after all other shares.
 template <class S>
 double* slope_shares(const BackwardParams& p, const Head& head, int64_t split) {
   char* shares = static_cast<char*>(p.workspace) + Shares<S>::bytes(p);

@@ -1,5 +1,5 @@
-// Units: into how many pieces a pass cuts a KV head, by the lengths of its sequence. It depends on
-// shapes and constants, never on the number of threads.
+// Units: how many pieces a pass cuts a KV head into, given the lengths of its sequence.
+// The number depends on shapes and constants, never on the number of threads.
 #pragma once
 
 #include "cpu/plan/work.h"
@@ -10,11 +10,10 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// With more rows than 4 (bf16 in AVX2) to 11 (fp16 in AVX-512), the
-// kernel with queries on the lanes is faster.
+// Above 4 rows (bf16 on AVX2) to 11 rows (fp16 on AVX-512) the kernel with queries on the lanes is faster.
 inline constexpr int64_t kDecodeRows = 8;
 
-// Whether forward decodes a KV head with so many rows, and backward makes its scores with these products.
+// Whether forward decodes a KV head with this many rows, and backward computes its scores by the same products.
 template <class S>
 bool few_rows(const ForwardParams& p, int64_t rows) {
   const int64_t lanes = kLanes<Compute<S>>;
@@ -22,25 +21,25 @@ bool few_rows(const ForwardParams& p, int64_t rows) {
          p.head_dim_v >= lanes;
 }
 
-// Keys of a work item of decoding: merging costs a thousandth of reading them, and 16k keys of one
-// head still feed 16 threads.
+// Keys of a work item in decoding: merging costs a thousandth of
+// reading them, and 16k keys of one head still feed 16 threads.
 inline constexpr int64_t kDecodeSplit = 1024;
 
-// Two tiles of 64 queries x 96 keys beside K, V and the operands of a query block stay in L2; 128 x
-// 96, 64 x 192 and 256 x 96 measured 3 to 15 % slower.
+// Two tiles of 64 queries x 96 keys stay in L2 beside K, V and the operands of
+// a query block; 128 x 96, 64 x 192 and 256 x 96 measured 3 to 15 % slower.
 inline constexpr int64_t kBackwardBlockK = 96;
 static_assert(kBackwardBlockK <= kTileKeys);
 
-// Query rows of a super-block of backward, whose packed copies and dQ are kept at a time: 256 KB at
-// head_dim 64, which stay in an L2 of 512 KB. With 2048 rows backward took up to 5 % longer.
+// Query rows of a super-block of backward. Its packed copies and dQ take 256 KB at head_dim
+// 64, which stay in an L2 of 512 KB. With 2048 rows backward took up to 5 % longer.
 inline constexpr int64_t kSuperBlock = 256;
 
-// Backward has at least so many work items: a head whose share of all pairs is larger than an item's is
-// split. More items would feed more threads and take more memory: of 8 splits of the keys, at head_dim 64,
-// the shares of dQ take 32 MB for every 16k queries of the head's group.
+// Backward has at least this many work items: a head with more than one item's share of all
+// pairs is split. More items would feed more threads but take more memory: with 8 splits of
+// the keys, at head_dim 64, the shares of dQ take 32 MB for every 16k query rows of a head.
 inline constexpr int64_t kMinItems = 8;
 
-// head_dim and head_dim_v in whole vectors, as sums have them.
+// head_dim and head_dim_v in whole vectors, the columns of sums.
 template <class S>
 int64_t columns_k(const ForwardParams& p) {
   return round_up(p.head_dim, kLanes<Compute<S>>);
@@ -52,14 +51,14 @@ int64_t columns_v(const ForwardParams& p) {
 
 inline int64_t decode_splits(int64_t seqlen_k) { return max(1, ceil_div(seqlen_k, kDecodeSplit)); }
 
-// How backward splits a KV head among work items: its keys, each item with a share of dQ, or its query
-// rows, each with shares of dK and dV.
+// The way in which backward splits a KV head among work items: by keys, each
+// item with a share of dQ, or by query rows, each item with shares of dK and dV.
 struct Splits {
   int64_t count;
   bool by_rows;
 };
 
-// By rows where shares are smaller then: many queries read each key of few KV heads.
+// Splits by rows where their shares are smaller, as with many query rows to each key.
 inline Splits splits_of(const ForwardParams& p, int64_t seqlen_q, int64_t seqlen_k) {
   if (p.pairs == 0 || p.num_heads_kv == 0) return {1, false};
   const int64_t rows = seqlen_q * group_size(p);

@@ -1,6 +1,6 @@
-// Work: units, such as work items, numbered over all KV heads, one head after the other. In a batch all
-// heads have as many; packed sequences have a table of how many came before. The same file serves every
-// backend; everything is constexpr, so that device code may call it.
+// Work: units, for example work items, numbered over all KV heads, one head after another.
+// In a batch all heads have the same number; packed sequences have a table of prefix sums.
+// Every backend shares this file; everything is constexpr, so device code may call it.
 #pragma once
 
 #include "shared/heads.h"
@@ -19,18 +19,18 @@ namespace {
 enum class Unit : int { kForward, kPartRows, kMerges, kSplits, kShareColumns, kShareBlocks, kReduced, kSummaries };
 inline constexpr int kNumUnits = sizeof(Units) / sizeof(int64_t);
 
-// How many units each KV head of the sequences before b has; not for a batch.
+// How many units each KV head has in all sequences before b; for packed sequences only.
 constexpr int64_t units_before(const ForwardParams& p, Unit unit, int64_t b) {
   return p.packed.before[b].of[static_cast<int>(unit)];
 }
 
-// The number of a head's first unit, if it has `count`.
+// The index of the first unit of a head that has `count`.
 constexpr int64_t first_unit(const ForwardParams& p, Unit unit, const Head& head, int64_t count) {
   if (!is_packed(p)) return (head.b * p.num_heads_kv + head.h_kv) * count;
   return units_before(p, unit, head.b) * p.num_heads_kv + head.h_kv * count;
 }
 
-// Unit n, of `count`, of a KV head.
+// Unit n of the `count` units of a KV head.
 struct Place {
   int64_t head, n, count;
 };

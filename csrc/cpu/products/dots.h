@@ -1,6 +1,6 @@
-// Dot products of few query rows with keys. Columns lie on the lanes, and K is read in place, as it
-// is stored: few rows would not fill the lanes, and reading K is the cost. Where columns do not fill
-// their last vector, that one ends with them, and begins with some of the vector before:
+// Dot products of few query rows with keys. Columns lie on the lanes, and K is read in place as
+// it is stored: few rows would not fill the lanes, and reading K is the cost. Where columns do
+// not fill the last vector, that vector ends with the last column and overlaps the vector before:
 //
 //   10 columns, 4 lanes    0 1 2 3    4 5 6 7    6 7 8 9
 #pragma once
@@ -16,27 +16,25 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// From so many rows on arithmetic takes as long as memory: several keys are multiplied side by side.
-// Fewer rows read fastest one key after the other.
+// From this many rows on, arithmetic takes as long as memory, so several keys
+// are multiplied side by side. Fewer rows read fastest one key after another.
 inline constexpr int kSideBySide = 4;
-// How far ahead rows of K are prefetched where several are read side
-// by side: 12 instead of 28 GB/s without.
+// Prefetch distance in rows of K where several are read side by side; without it, 12 GB/s instead of 28.
 inline constexpr int64_t kPrefetchKeys = 16;
 
-// Whether so many rows ask meanwhile for later keys and values, whose rows are a Matrix or a RowTable. One
-// row of float reads a Matrix faster without.
+// Whether this many rows prefetch later keys and values while they compute; Rows is a
+// Matrix or a RowTable. One row of float reads a Matrix faster without prefetching.
 template <class S, class Rows, int kRows>
 inline constexpr bool kAsksAhead = kRows > 1 || sizeof(S) < sizeof(Compute<S>) ||
                                    !std::is_same_v<Rows, Matrix<const S>>;
 
-// Terms of a row of few queries: whole vectors.
+// Terms of a row where rows are few: whole vectors.
 template <class S>
 constexpr int64_t few_terms(int64_t cols) {
   return round_up(terms<S>(cols), kLanes<Operand<S>>);
 }
 
-// The vector that ends at `end` without what lies before its last n columns: 0 there, not what K or
-// V may hold.
+// Loads the vector that ends at `end`; all but its last n columns read as 0, whatever K or V holds there.
 template <class S>
 PYATTN_INLINE vec<Operand<S>> load_last(const S* end, int64_t n) {
   using E = Operand<S>;
@@ -68,8 +66,8 @@ void pack_few_queries(const ForwardParams& p, const Head& head, Compute<S> power
   }
 }
 
-// Q[kRows][cols], K[keys][cols] -> out[kRows][kLanes / kRows] = Q K^T; with fewer keys, the last
-// one stands in. Not inlined, for then it spills.
+// Q[kRows][cols], K[keys][cols] -> out[kRows][kLanes / kRows] = Q K^T. With
+// fewer keys, the last one is repeated. Not inlined, because it would spill.
 template <int kRows, class S, class Rows, class T = Compute<S>, class E = Operand<S>>
 [[gnu::noinline]] void dot_tile(Matrix<const E> Q, Rows K, int64_t keys, int64_t cols, Matrix<T> out) {
   constexpr int kKeys = kLanes<T> / kRows;
@@ -108,8 +106,8 @@ template <int kRows, class S, class Rows, class T = Compute<S>, class E = Operan
   for (int r = 0; r < kRows; ++r) __builtin_memcpy(out.from(r).data, scores + r * kKeys, kKeys * sizeof(T));
 }
 
-// Q[rows][cols], K[keys][cols] -> out[rows][at most kLanes keys] = Q K^T. Before n keys from key j
-// on are multiplied, ahead(j, n) is called, once.
+// Q[rows][cols], K[keys][cols] -> out[rows][at most kLanes keys] = Q K^T.
+// Calls ahead(j, n) once, before the keys [j, j + n) are multiplied.
 template <class S, class T = Compute<S>, int kRows = min(kSideBySide, kLanes<T>), class Rows, class Ahead>
 PYATTN_INLINE void dots(int64_t rows, int64_t keys, int64_t cols, Matrix<const Operand<S>> Q, Rows K, Matrix<T> out,
                         Ahead ahead) {
@@ -127,7 +125,7 @@ PYATTN_INLINE void dots(int64_t rows, int64_t keys, int64_t cols, Matrix<const O
       });
 }
 
-// Asks for the rows of K that are multiplied kPrefetchKeys after the n from row j on.
+// Prefetches the rows of K that are multiplied kPrefetchKeys after the rows [j, j + n).
 template <class Rows>
 void prefetch_later_keys(Rows K, int64_t j, int64_t n, int64_t cols) {
   prefetch_rows(j + kPrefetchKeys, j + kPrefetchKeys + n, cols, [&](int64_t i) { return K.at(i); });

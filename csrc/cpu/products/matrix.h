@@ -18,8 +18,8 @@ struct Strided {
   Strided from(int64_t i, int64_t j) const { return {data + i * row + j * col, row, col}; }
 };
 
-// Row i at data + i * row, columns contiguous. The right factor of a
-// product is read in whole vectors of columns.
+// Row i at data + i * row, columns contiguous. The right
+// factor of a product is read in whole vectors of columns.
 template <class T>
 struct Matrix {
   T* data;
@@ -38,7 +38,7 @@ struct RowTable {
   int64_t col = 0;
   PYATTN_MEMBER_INLINE T* at(int64_t i) const {
     T* row = rows[i] + col;
-    asm("" : "+r"(row));  // one address for a row's columns, where gcc would keep one offset for each, and spill
+    asm("" : "+r"(row));  // one address for a row's columns; gcc would keep one offset for each, and spill
     return row;
   }
   RowTable from(int64_t i) const { return {rows + i, col}; }

@@ -1,9 +1,8 @@
-// Operands: what the products read of tensors and tiles. That is rows in place, or packed copies in
-// the compute type; and where the instruction set multiplies pairs of bf16 (kPairs<S>), pairs along
-// the dimension that is summed over, filled up with 0.
+// Operands: the form in which products read tensors and tiles, rows in place or packed
+// copies in the compute type. Where the instruction set multiplies pairs of bf16
+// (kPairs<S>), operands are pairs along the dimension that is summed over, padded with 0.
 //
-// Keys and values are found by key_rows, or where they may lie in pages,
-// by pages.h.
+// key_rows finds keys and values, or pages.h where they may lie in pages.
 #pragma once
 
 #include <utility>
@@ -40,7 +39,7 @@ PYATTN_INLINE vec<Operand<S>> load_operands(const S* p) {
     return load(p);
 }
 
-// Loads the first n columns and fills up with zeros.
+// Loads the first n columns and pads with zeros.
 template <class S>
 PYATTN_INLINE vec<Operand<S>> load_operands(const S* p, int64_t n) {
   if constexpr (kPairs<S>)
@@ -49,7 +48,7 @@ PYATTN_INLINE vec<Operand<S>> load_operands(const S* p, int64_t n) {
     return load(p, n);
 }
 
-// Multiplies by a power of two, which is exact but for subnormal numbers.
+// Multiplies by a power of two, which is exact except for subnormal numbers.
 PYATTN_INLINE vec<float> scale_operands(vec<float> x, float power) { return x * power; }
 PYATTN_INLINE vec<double> scale_operands(vec<double> x, double power) { return x * power; }
 PYATTN_INLINE vec<bf16_pair> scale_operands(vec<bf16_pair> x, float power) {
@@ -96,8 +95,7 @@ PYATTN_INLINE void interleave(vec<bf16_pair>& a, vec<bf16_pair>& b, std::index_s
   b = (vec<bf16_pair>)__builtin_shufflevector(x, y, (I % 2 * n + I / 2 + n / 2)...);
 }
 
-// Packs rows that are summed over: row(i)[d] -> dst[terms(rows)][cols],
-// filled up to a whole vector of columns.
+// Packs rows that are summed over: row(i)[d] -> dst[terms(rows)][cols], padded to a whole vector of columns.
 template <class S, class Row>
 void pack_summed_rows(Matrix<Operand<S>> dst, int64_t rows, int64_t cols, Row row) {
   if constexpr (!kPairs<S>) {
@@ -132,7 +130,7 @@ Strided<Operand<S>> left_keys(Matrix<const S> rows, int64_t keys, int64_t cols, 
   }
 }
 
-// Keys or values [keys][cols] as rows that are summed over; in place where that is possible and asked for.
+// Keys or values [keys][cols] as rows that are summed over: in place if that is possible and requested.
 template <class S>
 Matrix<const Operand<S>> summed_keys(Matrix<const S> rows, int64_t keys, int64_t cols, bool in_place,
                                      Matrix<Operand<S>> buffer) {

@@ -1,5 +1,4 @@
-// Packing: rows on their way between tensors and scratch. A function
-// row(i) says where row i of the tensor lies.
+// Packing: copies rows between tensors and scratch. row(i) returns the address of row i of the tensor.
 #pragma once
 
 #include "attention.h"
@@ -11,7 +10,7 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// Loads the first n columns and fills up with zeros.
+// Loads the first n columns and pads with zeros.
 template <class S>
 PYATTN_INLINE vec<Compute<S>> load(const S* p, int64_t n) {
   if (n == kLanes<Compute<S>>) return load(p);
@@ -28,8 +27,8 @@ PYATTN_INLINE void store(S* p, vec<Compute<S>> x, int64_t n) {
   __builtin_memcpy(p, columns, n * sizeof(S));
 }
 
-// The hardware prefetcher does not follow as many rows side by side as there are lanes, and knows nothing of
-// rows before the first store to them.
+// Prefetches the rows [i, end). The hardware prefetcher does not follow as many
+// rows side by side as there are lanes, and can't foresee the first store to a row.
 template <bool kWritten = false, class Row>
 void prefetch_rows(int64_t i, int64_t end, int64_t cols, Row row) {
   for (; i < end; ++i)
@@ -52,7 +51,7 @@ void unpack_transposed(Matrix<const T> src, int64_t rows, int64_t cols, const T*
   }
 }
 
-// row(i)[d] -> dst[rows][cols], widened, filled up with zeros to a whole vector of columns.
+// row(i)[d] -> dst[rows][cols], widened, padded with zeros to a whole vector of columns.
 template <class S, class T, class Row>
 void pack_rows(Matrix<T> dst, int64_t rows, int64_t cols, Row row) {
   constexpr int L = kLanes<T>;
@@ -78,17 +77,17 @@ void unpack_rows(Matrix<const T> src, int64_t rows, int64_t cols, T scale, Row r
   }
 }
 
-// Whether kernels can read a tensor in place: it is stored in the compute type.
+// Whether kernels can read a tensor in place: its storage type is the compute type.
 template <class S>
 inline constexpr bool kInPlace = sizeof(S) == sizeof(Compute<S>);
 
-// Rows whole pages apart fall into one set of a cache of 64 sets of 64-byte lines, and a product
-// that reads them again and again reads a copy faster: (1, 16, 512, 64) as a view of
-// (1, 512, 16, 64) takes 0.85 of the time in AVX2.
+// Rows whole pages apart map to one set of a cache with 64 sets of 64-byte
+// lines. A product that reads them repeatedly reads a copy faster:
+// (1, 16, 512, 64) as a view of (1, 512, 16, 64) takes 0.85 of the time on AVX2.
 inline constexpr int64_t kConflictBytes = 4096;
 
-// Whether the right factor of a product, whose rows are summed over, can be read in place: its rows
-// hold whole vectors too, and do not fall into one set.
+// Whether the right factor of a product, whose rows are summed over, can be read
+// in place: its rows are also whole vectors, and do not all map to one set.
 template <class S>
 bool summed_in_place(const View& view, int64_t cols) {
   return kInPlace<S> && cols % kLanes<Compute<S>> == 0 &&
@@ -109,7 +108,7 @@ Compute<S> dot_row(const S* a, const S* b, int64_t cols) {
   return total;
 }
 
-// Whether no element is NaN or inf: 0 times it is 0.
+// Whether no element is NaN or inf: then 0 times each is 0.
 template <class S, class Row>
 bool all_finite(int64_t rows, int64_t cols, Row row) {
   using T = Compute<S>;

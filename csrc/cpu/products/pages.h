@@ -1,6 +1,6 @@
-// Pages: where the keys and values of a sequence lie if not one behind the other. Decoding reads them in
-// place, by a table of their rows; for blocks of queries, tiles that reach into several pages are copied.
-// Neither products nor softmax know of pages.
+// Pages: finds the keys and values of a sequence that are not contiguous. Decoding
+// reads them in place, through a table of row addresses; blocks of queries copy the
+// tiles that reach into several pages. Neither products nor softmax know of pages.
 #pragma once
 
 #include "cpu/products/matrix.h"
@@ -10,14 +10,15 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// Rows of a KV tensor from a position on, and how many of them lie a stride apart.
+// Rows of a KV tensor from some position on; the first `count` of them are evenly spaced.
 template <class S>
 struct KeyRun {
   Matrix<const S> rows;
   int64_t count;
 };
 
-// The run from the first one of keys on, as far as it has some of them: a page, or neighbours in one piece.
+// The run that begins at the first of these keys, at most as long as they are:
+// the rest of a page, and the pages after it that are adjacent in memory.
 template <class S>
 KeyRun<S> key_run(const ForwardParams& p, const Head& head, const View& view, Range keys) {
   if (!p.pages.table) return {key_rows<const S>(head, view, keys.begin), keys.count()};
@@ -31,7 +32,7 @@ KeyRun<S> key_run(const ForwardParams& p, const Head& head, const View& view, Ra
   return {{first + place * view.stride_s, view.stride_s}, min(count, keys.count())};
 }
 
-// f(run, i) for each run of the keys, i being where it begins among them.
+// Calls f(run, i) for each run of the keys; i is the run's place among them.
 template <class S, class F>
 void each_run(const ForwardParams& p, const Head& head, const View& view, Range keys, F f) {
   for (int64_t j = keys.begin; j < keys.end;) {
@@ -41,8 +42,8 @@ void each_run(const ForwardParams& p, const Head& head, const View& view, Range 
   }
 }
 
-// Writes where the rows of keys lie, at least one, and of `ahead` more that may be asked for, in whose place
-// the last one of the sequence may stand.
+// Writes the addresses of the rows of keys, at least one, and of `ahead` more
+// to be prefetched; past the end of the sequence, its last row is repeated.
 template <class S>
 RowTable<const S> list_rows(const ForwardParams& p, const Head& head, const View& view, Range keys, int64_t ahead,
                             const S** rows) {

@@ -1,5 +1,5 @@
-// The peak that speeds are compared with: multiply-adds between registers, in
-// the shape of the products' register tile.
+// The peak that speeds are compared with: multiply-adds between
+// registers, in the shape of the products' register tile.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ double peak(int64_t rounds) {
   using T = Compute<S>;
   using E = Operand<S>;
   constexpr int kM = kMR[kMaxNV];
-  volatile E zero{};  // read anew for each sum, so that the compiler can't know that they are equal
+  volatile E zero{};  // read anew for each sum, so the compiler can't know that they are equal
   const vec<E> a = set1(E(zero)), b = set1(E(zero));
   vec<T> sum[kM][kMaxNV];
   for (auto& row : sum)

@@ -1,4 +1,4 @@
-// Matrix products: one register tile serves every product of the forward and the backward.
+// Matrix products: one register tile serves every product of forward and backward.
 #pragma once
 
 #include <type_traits>
@@ -10,8 +10,8 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// What becomes of C[i][j] when a product arrives. The product is summed from zero and added once,
-// so that rounding errors grow with the number of blocks and not of terms.
+// Updates C[i][j] with a product. The product is summed from zero and added
+// once, so rounding errors grow with the number of blocks and not of terms.
 template <class T>
 class Update {
  public:
@@ -31,15 +31,15 @@ class Update {
   const T* decay_;
 };
 
-// What a product may do beside each of its terms: nothing, or ask for memory that comes later.
+// The default of `beside`, which a product calls at each term, for example to prefetch: does nothing.
 struct Nothing {
   void operator()(int64_t) const {}
 };
 
-// The register tile: C[kM][kNV vectors from j0] (update) A[kM][inner] B[inner][...]. T is the type
-// of sums, E that of factors: the same, or pairs of bf16, each of which counts as one term. B may
-// lie in memory as another type, S, which loading widens to E, and its rows, a Matrix or a RowTable,
-// anywhere. beside(k) is called for each term.
+// The register tile: C[kM][kNV vectors from j0] (update) A[kM][inner] B[inner][...].
+// T is the type of sums, E that of factors: T, or pairs of bf16, each of which counts
+// as one term. B may be stored in another type, which loading widens to E. Its rows
+// are a Matrix, or a RowTable and then lie anywhere. Calls beside(k) for each term.
 template <int kM, int kNV, class Rows, class T, class E, class Beside>
 PYATTN_INLINE void gemm_tile(int64_t inner, Strided<E> A, Rows B, Matrix<T> C, int64_t j0, Update<T> update,
                              Beside beside) {
@@ -69,8 +69,7 @@ PYATTN_INLINE void gemm_tile(int64_t inner, Strided<E> A, Rows B, Matrix<T> C, i
   }
 }
 
-// A panel of kNV vectors of columns from j0 on: tiles of kM rows, and
-// the rows that are left in one lower tile.
+// A panel of kNV vectors of columns from j0 on: tiles of kM rows, and one lower tile for the remaining rows.
 template <int kNV, class T, class E, class Rows, class Beside, int kM = kMR[kNV]>
 void gemm_panel(int64_t rows, int64_t inner, Strided<E> A, Rows B, Matrix<T> C, int64_t j0, Update<T> update,
                 Beside beside) {
@@ -91,9 +90,9 @@ void gemm(int64_t rows, int64_t j0, int64_t cols, int64_t inner, Strided<E> A, s
     if (j0 < cols) gemm<T, E, Rows, kNV - 1>(rows, j0, cols, inner, A, B, C, update, beside);
 }
 
-// Products over the head dimension make scores, whose rounding error the
-// exponential amplifies: they are summed in blocks of this many terms. The error of
-// bf16 lies in the factors, so its sums are not cut.
+// Terms of one sum in products that make scores, whose rounding error
+// the exponential amplifies: longer sums are cut into blocks of this
+// many. The error of bf16 lies in the factors, so its sums are not cut.
 template <class E>
 inline constexpr int64_t kScoreBlock = std::is_same_v<E, bf16_pair> ? int64_t{1} << 30 : 32;
 
@@ -107,9 +106,9 @@ void score_gemm(int64_t rows, int64_t j0, int64_t cols, int64_t inner, Strided<E
   } while ((k += kScoreBlock<E>) < inner);
 }
 
-// gemm for tiles in which values that are not seen may be NaN or inf, which gemm would multiply by
-// 0: the same sums in the same order, without the terms where seen(i, j, k), a vector of columns
-// from j on, is false. k counts both elements of a pair.
+// gemm for tiles whose masked values may be NaN or inf, which gemm would multiply
+// by 0: the same sums in the same order, without the terms for which seen(i, j, k),
+// a vector of columns from j on, is false. k counts both elements of a pair.
 template <class T, class E, class Rows = Matrix<const E>, class Seen>
 void gemm_seen(int64_t rows, int64_t j0, int64_t cols, int64_t inner, Strided<E> A, std::type_identity_t<Rows> B,
                Matrix<T> C, Update<T> update, Seen seen) {

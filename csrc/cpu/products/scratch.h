@@ -10,7 +10,7 @@ namespace {
 
 inline constexpr int64_t kCacheLine = 64;
 
-// With base null it only counts.
+// Carves arrays out of one buffer. With a null base it only counts bytes.
 class Carver {
  public:
   explicit Carver(void* base) : base_(static_cast<char*>(base)) {}
@@ -27,9 +27,9 @@ class Carver {
     return {take<T>(rows * cols), cols};
   }
 
-  // For a matrix that a product reads down its rows, a few columns of each: rows of whole cache
-  // lines lie an odd number of lines apart. An even number would put them into half of the cache's
-  // sets, or fewer, where they evict each other.
+  // For a matrix of which a product reads a few columns of many rows: rows of
+  // whole cache lines lie an odd number of lines apart. An even number would map
+  // them to half of the cache's sets, or fewer, where they evict each other.
   template <class T>
   Matrix<T> take_spread(int64_t rows, int64_t cols) {
     const int64_t lines = cols * static_cast<int64_t>(sizeof(T)) / kCacheLine;

@@ -5,8 +5,8 @@
 
 namespace pyattn::PYATTN_ISA {
 inline constexpr int kVectorBytes = 32;
-// Rows of a register tile, by its width in vectors. Of 16 registers 12 are
-// accumulators, 2 hold B, 1 holds A; 4 x 3 spills.
+// Rows of a register tile, by its width in vectors. Of 16 registers
+// 12 are accumulators, 2 hold B, 1 holds A; 4 x 3 spills.
 inline constexpr int kMaxNV = 2;
 inline constexpr int kWideNV = 8;
 inline constexpr int kMR[kWideNV + 1] = {0, 12, 6, 3, 2, 2, 1, 1, 1};

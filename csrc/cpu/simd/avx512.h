@@ -14,9 +14,9 @@
 
 namespace pyattn::PYATTN_ISA {
 inline constexpr int kVectorBytes = 64;
-// Rows of a register tile, by its width in vectors. Of 32 registers 24 are accumulators, 4
-// hold B, 1 holds A; 4 x 6 and 3 x 8 spill. 16 rows of one vector leave no rest of a strip of 16
-// lanes, whose keys under a causal mask are a multiple of 16, and of most head dimensions.
+// Rows of a register tile, by its width in vectors. Of 32 registers 24 are accumulators,
+// 4 hold B, 1 holds A; 4 x 6 and 3 x 8 spill. A tile of one vector has 16 rows: they
+// divide most head dimensions evenly, and the keys that a causal mask leaves a strip of 16 lanes.
 inline constexpr int kMaxNV = 4;
 inline constexpr int kWideNV = 8;
 inline constexpr int kMR[kWideNV + 1] = {0, 16, 12, 8, 6, 4, 3, 3, 2};
@@ -56,7 +56,7 @@ PYATTN_INLINE void store(f16* p, vec<float> x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
-// The first n columns by a mask register, where pack.h goes through memory.
+// Loads and stores of the first n columns by a mask register, where pack.h goes through memory.
 PYATTN_INLINE uint32_t first(int64_t n) { return static_cast<uint32_t>((int64_t{1} << n) - 1); }
 PYATTN_INLINE vec<float> load(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first(n), p); }
 PYATTN_INLINE vec<double> load(const double* p, int64_t n) { return _mm512_maskz_loadu_pd(first(n), p); }

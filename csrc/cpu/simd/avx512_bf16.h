@@ -1,4 +1,4 @@
-// x86-64-v4 with AVX512_BF16: VDPBF16PS makes two products of bf16 in the time of one of float.
+// x86-64-v4 with AVX512_BF16: VDPBF16PS computes two products of bf16 in the time of one of float.
 #pragma once
 
 #define PYATTN_HAS_BF16_PAIRS
@@ -23,7 +23,7 @@ PYATTN_INLINE void store_pairs(bf16_pair* p, vec<float> x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(x));
 }
 
-// Loads the first n and fills up with zeros.
+// Loads the first n elements and pads with zeros.
 PYATTN_INLINE vec<bf16_pair> load_pairs(const bf16* p, int64_t n) {
   return (vec<bf16_pair>)_mm512_maskz_loadu_epi16(first(n), p);
 }

@@ -1,6 +1,6 @@
-// 16-bit storage, widened and rounded (to nearest, ties to even; NaN stays NaN) in
-// integer vector arithmetic. bf16 is rounded here everywhere, the rest only where the
-// instruction set has no conversions of its own.
+// 16-bit storage, widened and rounded (to nearest, ties to even; NaN
+// stays NaN) in integer vector arithmetic. bf16 is always rounded
+// here; the other conversions serve instruction sets that lack them.
 #pragma once
 
 #include "cpu/simd/vector.h"
@@ -18,7 +18,7 @@ PYATTN_INLINE void store_bits(void* p, vec<uint32_t> x) {
 PYATTN_INLINE void store(bf16* p, vec<float> x) {
   const vec<uint32_t> bits = bit_cast<uint32_t>(x);
   const vec<uint32_t> rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  store_bits(p, x == x ? rounded : (bits >> 16) | 0x40);  // 0x40: a NaN whose payload was all in the low half
+  store_bits(p, x == x ? rounded : (bits >> 16) | 0x40);  // 0x40 keeps a NaN whose payload was all in the low half
 }
 
 #ifndef PYATTN_HAS_HALF_CONVERSION

@@ -14,7 +14,7 @@ struct Exp2<float> {
   static constexpr int kMantissaBits = 23;
   static constexpr float kSmallest = -126.0f;
   static constexpr float kRound = 0x1.8p23f + 127.0f;
-  // Minimax of the error in ulp, whose size halves below 1: 1.05 ulp before rounding.
+  // Minimax of the error in ulp (an ulp is half as large below 1): 1.05 ulp before rounding.
   static constexpr float kPolynomial[] = {0.0013225707f, 0.009671763f, 0.055508915f, 0.24022236f, 0.6931468f};
 };
 template <>
@@ -35,7 +35,7 @@ struct Exp2<double> {
 //   Error    at most 2.1 ulp (float), 1.75 (double); with fma 1.8 and 1.5. Measured by
 //            tests/native/test_math.py, float over every number in [-126, 0].
 //   Method   adding kRound rounds x to an integer n and leaves n + bias in the low mantissa bits,
-//            which shifted up are 2^n; the other factor is a polynomial in x - n.
+//            which, shifted up, are 2^n; the other factor is a polynomial in x - n.
 template <class T>
 PYATTN_INLINE vec<T> exp2(vec<T> x) {
   using C = Exp2<T>;
@@ -51,7 +51,7 @@ PYATTN_INLINE vec<T> exp2(vec<T> x) {
 
 inline constexpr double kLog2e = 1.4426950408889634;
 
-// |x|, of NaN too.
+// |x|, also of NaN.
 template <class T>
 PYATTN_INLINE vec<T> abs(vec<T> x) {
   using Int = typename Bits<T>::type;
@@ -64,7 +64,7 @@ template <class T>
 struct Tanh;
 template <>
 struct Tanh<float> {
-  static constexpr float kLargest = 43.0f;  // exp(2 x) is finite up to it, and beyond it the derivative is below 1e-36
+  static constexpr float kLargest = 43.0f;  // exp(2 x) is finite up to here; beyond it the derivative is below 1e-36
   // Largest relative error of e^r - 1: 2.6e-8.
   static constexpr float kPolynomial[] = {0.0013926184f, 0.008363179f, 0.041666556f, 0.16666576f, 0.5f};
 };
@@ -78,9 +78,10 @@ struct Tanh<double> {
                                            1.6666666666666671e-1, 5.0000000000000000e-1};
 };
 
-// e = exp(2 a) - 1, which tanh and its derivative are made of, for a >= 0; above kLargest its value there.
-//   Method   2^n (exp(r) - 1) + (2^n - 1), where n is made as in exp2, of 2 a log2(e), and
-//            r = 2 a - n ln(2), in which rounding ln(2) does no harm: with n grows e.
+// e = exp(2 a) - 1, from which tanh and its derivative are computed, for a >= 0; above kLargest, its
+// value at kLargest.
+//   Method   2^n (exp(r) - 1) + (2^n - 1), where n comes from 2 a log2(e) as in exp2, and
+//            r = 2 a - n ln(2), in which rounding ln(2) does no harm, because e grows with n.
 template <class T>
 PYATTN_INLINE vec<T> exp_twice_minus_one(vec<T> a) {
   using C = Tanh<T>;
@@ -97,7 +98,7 @@ PYATTN_INLINE vec<T> exp_twice_minus_one(vec<T> a) {
 
 // tanh x = e / (e + 2), with the sign of x.
 //   Domain   any x, and NaN.
-//   Ends     0 at 0, of its sign; exactly 1 from 10 (float), 20 (double) on, inf included;
+//   Ends     0 at 0, with its sign; exactly 1 from 10 (float), 20 (double) on, inf included;
 //            tanh(-x) = -tanh(x); NaN for NaN.
 //   Error    at most 2.6 ulp, near 0 too. Measured by tests/native/test_math.py, float over every number.
 template <class T>
@@ -139,11 +140,11 @@ struct Log<double> {
 };
 
 // log x.
-//   Domain   0, the normal numbers above, and NaN.
+//   Domain   0, positive normal numbers, and NaN.
 //   Ends     -inf at 0, exactly 0 at 1, NaN for NaN.
 //   Error    at most 1 ulp. Measured by tests/native/test_math.py, float over every number.
-//   Method   x = 2^n (1 + f), and with s = f / (2 + f) log(1 + f) = 2 s + s^3 polynomial(s^2), which
-//            is f less what is small beside it.
+//   Method   x = 2^n (1 + f) and, with s = f / (2 + f), log(1 + f) = 2 s + s^3 polynomial(s^2),
+//            computed as f minus a small correction.
 template <class T>
 PYATTN_INLINE vec<T> log(vec<T> x) {
   using C = Log<T>;

@@ -1,12 +1,12 @@
-// Advanced SIMD of AArch64, which every such processor has.
+// Advanced SIMD, which every AArch64 processor has.
 #pragma once
 
 #include <arm_neon.h>
 
 namespace pyattn::PYATTN_ISA {
 inline constexpr int kVectorBytes = 16;
-// Rows of a register tile, by its width in vectors. Of 32 registers at most 20 are accumulators:
-// with 24 gcc 12 spills, because it reads several of A ahead.
+// Rows of a register tile, by its width in vectors. Of 32 registers at most 20 are
+// accumulators: with 24 gcc 12 spills, because it reads several values of A ahead.
 inline constexpr int kMaxNV = 4;
 inline constexpr int kWideNV = 8;
 inline constexpr int kMR[kWideNV + 1] = {0, 14, 10, 7, 5, 4, 3, 3, 2};
@@ -26,7 +26,7 @@ PYATTN_INLINE vec<double> fma(vec<double> a, vec<double> b, vec<double> c) { ret
 PYATTN_INLINE vec<float> max(vec<float> a, vec<float> b) { return a > b ? a : b; }
 PYATTN_INLINE vec<double> max(vec<double> a, vec<double> b) { return a > b ? a : b; }
 
-// The lower lanes, then the upper ones.
+// Multiplies the lower lanes, then the upper ones.
 PYATTN_INLINE vec<uint32_t> multiply_wide(vec<uint32_t> a, vec<uint32_t> b, vec<uint32_t>& high) {
   const uint32x4_t lower = vreinterpretq_u32_u64(vmull_u32(vget_low_u32(a), vget_low_u32(b)));
   const uint32x4_t upper = vreinterpretq_u32_u64(vmull_high_u32(a, b));

@@ -3,8 +3,8 @@
 
 namespace pyattn::PYATTN_ISA {
 inline constexpr int kVectorBytes = 16;
-// Rows of a register tile, by its width in vectors. 16 registers hold 8 accumulators,
-// B, A, and products, for there is no fma.
+// Rows of a register tile, by its width in vectors. 16 registers
+// hold 8 accumulators, B, A and, for lack of fma, products.
 inline constexpr int kMaxNV = 2;
 inline constexpr int kWideNV = 4;
 inline constexpr int kMR[kWideNV + 1] = {0, 8, 4, 2, 2};

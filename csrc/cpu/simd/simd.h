@@ -1,4 +1,4 @@
-// The vectors of the instruction set that is compiled; math.h has the functions over them.
+// The vectors of the instruction set being compiled; math.h has functions of them.
 #pragma once
 
 #include PYATTN_ISA_HEADER

@@ -1,6 +1,6 @@
-// Vectors of kVectorBytes: what GCC's vector extension gives every instruction set alike. + - * /
-// and comparisons on vec are the language's own. The header of an instruction set defines
-// kVectorBytes and then includes this one.
+// Vectors of kVectorBytes: GCC's vector extension, the same for every instruction
+// set. The language itself provides + - * / and comparisons on vec. The header of
+// an instruction set defines kVectorBytes and then includes this one.
 #pragma once
 
 #include <cstddef>
@@ -50,8 +50,7 @@ struct Bits<double> {
   using signed_type = int64_t;
 };
 
-// Two bf16, the first in the low half: the operand of products
-// where the instruction set multiplies pairs.
+// Two bf16, the first in the low half: the operand of products where the instruction set multiplies pairs.
 using bf16_pair = uint32_t;
 
 // Operand<S>: the type that products read where values are stored as S.
@@ -114,8 +113,8 @@ PYATTN_INLINE vec<To> bit_cast(From x) {
   return reinterpret_cast<vec<To>>(x);
 }
 
-// 32-bit integers below 2^31 -> integers as wide as T; x has
-// several vectors of them, and part says which.
+// Converts 32-bit integers below 2^31 to integers as wide as T;
+// x holds several vectors of them, of which `part` picks one.
 template <class T>
 PYATTN_INLINE vec<typename Bits<T>::signed_type> widen(vec<uint32_t> x, int part) {
   typedef uint32_t words __attribute__((vector_size(sizeof(uint32_t) * kLanes<T>)));
@@ -126,7 +125,7 @@ PYATTN_INLINE vec<typename Bits<T>::signed_type> widen(vec<uint32_t> x, int part
 
 #ifndef PYATTN_HAS_MULTIPLY_WIDE
 
-// Returns the low words of the products, and the high ones in high.
+// Returns the low words of the products, and the high words in `high`.
 PYATTN_INLINE vec<uint32_t> multiply_wide(vec<uint32_t> a, vec<uint32_t> b, vec<uint32_t>& high) {
   typedef uint64_t wide __attribute__((vector_size(2 * kVectorBytes)));
   const wide product = __builtin_convertvector(a, wide) * __builtin_convertvector(b, wide);
@@ -144,8 +143,7 @@ PYATTN_INLINE void exchange(V& a, V& b, std::index_sequence<I...>) {
   a = low;
 }
 
-// Transposes a square of registers: log2(lanes) stages, each swapping
-// the off-diagonal halves of 2 x 2 blocks.
+// Transposes a square of registers: log2(lanes) stages, each swapping the off-diagonal halves of 2 x 2 blocks.
 template <class T, int kStage = 1>
 PYATTN_INLINE void transpose(vec<T> (&rows)[kLanes<T>]) {
   if constexpr (kStage < kLanes<T>) {
@@ -156,7 +154,7 @@ PYATTN_INLINE void transpose(vec<T> (&rows)[kLanes<T>]) {
   }
 }
 
-// rows[i] -> rows[0], the sum of the lanes of row i on lane i.
+// rows[i] -> rows[0]: lane i holds the sum of the lanes of row i.
 template <class T, int kStage = 1>
 PYATTN_INLINE void sum_lanes(vec<T> (&rows)[kLanes<T>]) {
   if constexpr (kStage < kLanes<T>) {

@@ -1,5 +1,5 @@
-// ALiBi (Press, Smith and Lewis 2021): the distance of a query's position from a key, times the
-// slope of its head, is subtracted from the score.
+// ALiBi (Press, Smith and Lewis 2021): subtracts from each score the distance
+// between the query's position and the key, times the slope of the head.
 #pragma once
 
 #include "cpu/simd/math.h"
@@ -8,19 +8,19 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// Where query i stands: i + q_offset, which int64 may not hold, in double, as the reference has it.
+// The position of row r's query, i + q_offset: in double, as in the reference, because int64 may overflow.
 inline double position(const ForwardParams& p, const Head& head, int64_t r) {
   return static_cast<double>(head.query(r)) +
          static_cast<double>(p.mask.q_offsets ? p.mask.q_offsets[head.b] : p.mask.q_offset);
 }
 
-// |position - key| of a vector of lanes for the keys of a tile: the lanes are queries, or one
-// query's keys. Which of the two, and where tiles begin, changes no bit: backward makes the scores
-// of forward.
+// |position - key| on a vector of lanes, for the keys of a tile. The lanes are queries, or keys
+// of one query. Neither this choice nor the place where tiles begin changes any bit, so backward
+// repeats the scores of forward.
 template <class T>
 class Distances {
  public:
-  // Lane l is row r0 + l, and its keys begin at n0; those behind `keys` are not asked for.
+  // Lane l is row r0 + l, and its keys begin at n0; at(k) needs k < keys.
   static Distances of_rows(const ForwardParams& p, const Head& head, int64_t r0, int64_t n0, int64_t keys) {
     Distances d(keys);
     for (int l = 0; l < L; ++l) d.set(l, position(p, head, r0 + l), n0);
@@ -34,7 +34,7 @@ class Distances {
     return d;
   }
 
-  // The distances of the keys k behind each lane's first one.
+  // The distances to the key k after each lane's first one.
   PYATTN_MEMBER_INLINE vec<T> at(int64_t k) const {
     if (exact_) return abs<T>(load(first_) - static_cast<T>(k));
     T distance[L];
@@ -45,7 +45,7 @@ class Distances {
 
  private:
   static constexpr int L = kLanes<T>;
-  // Sums of integers below it are exact in T.
+  // Sums of integers below this are exact in T.
   static constexpr double kExact = sizeof(T) == 4 ? 0x1p23 : 0x1p52;
 
   double position_[L];

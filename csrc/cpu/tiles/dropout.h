@@ -1,11 +1,11 @@
-// Dropout: which weights are dropped depends on the seed and on their place alone, by
-// Philox4x32-10 (Salmon et al. 2011), so neither tiles, threads nor instruction sets change it,
-// and backward repeats the draws of forward.
+// Dropout: the seed and the place of a weight alone decide whether it is
+// dropped, by Philox4x32-10 (Salmon et al. 2011). Tiles, threads and instruction
+// sets therefore change nothing, and backward repeats the draws of forward.
 //
 //   key      the 64-bit seed
 //   counter  (j / 8, i, low, high word of b * num_heads_q + h) for key j, query i of head h of sequence b
-//   draw     of key j: 16 bits of word (j % 8) / 2, the low half for even j
-//   kept     draw >= threshold, and then scaled by 65536 / (65536 - threshold)
+//   draw     for key j: 16 bits of word (j % 8) / 2, the low half for even j
+//   kept     if draw >= threshold, and then scaled by 65536 / (65536 - threshold)
 #pragma once
 
 #include "cpu/simd/simd.h"
@@ -35,8 +35,8 @@ struct Philox {
   }
 };
 
-// Draws for a strip: visit(k, j, factor) for row k and a vector of lanes from j on, factor being 0
-// where the weight is dropped. Tile and strip begin at multiples of kDrawKeys.
+// Draws for a strip: calls visit(k, j, factor) for row k and a vector of lanes from j on;
+// factor is 0 where the weight is dropped. Tile and strip begin at multiples of kDrawKeys.
 template <class T, class Visit>
 void draw_dropout(const ForwardParams& p, const Head& head, const Tile& tile, Strip strip, Visit visit) {
   using Int = typename Bits<T>::signed_type;

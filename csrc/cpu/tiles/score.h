@@ -1,6 +1,6 @@
-// Scores: the one place where a product of a query and a key becomes a score, and where the
-// gradient of a score is taken back to the product. Kernels are templates over the score;
-// softmax does not know which one it was.
+// Scores: the one place where the product of a query and a key becomes a score,
+// and where the gradient of a score becomes that of the product. Kernels are
+// templates over the score; softmax does not know which one it works on.
 #pragma once
 
 #include "cpu/products/matrix.h"
@@ -13,14 +13,14 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// softmax_scale = power * factor, power being the power of two below it, with its sign, at most 1, and
-// a normal number. Q is packed times power, which is exact and can't overflow, so products are score /
-// factor. (Q times softmax_scale * log2(e) would be rounded, and overflow for scores near the
-// largest number.)
+// softmax_scale = power * factor. power is the power of two below softmax_scale, with
+// its sign, at most 1, and a normal number. Q is packed times power, which is exact
+// and can't overflow, so products are score / factor. (Q times softmax_scale * log2(e)
+// would be rounded, and overflow for scores near the largest number.)
 template <class T>
 struct Scale {
   T power = 0, factor = 1;
-  T dscale;  // what dQ = dS K and dK = dS^T Q are multiplied by when they leave
+  T dscale;  // multiplies dQ = dS K and dK = dS^T Q when they are written out
 
   explicit Scale(double softmax_scale) : dscale(static_cast<T>(softmax_scale)) {
     if (softmax_scale == 0) return;
@@ -33,8 +33,8 @@ struct Scale {
   }
 };
 
-// score = softmax_scale * (q . k). Tiles hold score / factor: the score is rounded once, as it
-// enters the exponential.
+// score = softmax_scale * (q . k). Tiles hold score / factor:
+// the score is rounded once, as it enters the exponential.
 template <class S>
 class Plain : public Scale<Compute<S>> {
   using T = Compute<S>;
@@ -45,28 +45,28 @@ class Plain : public Scale<Compute<S>> {
 
   explicit Plain(const ForwardParams& p) : Scale<T>(p.softmax_scale) {}
 
-  // Before the products of a tile are made.
+  // Called before the products of a tile.
   void prefetch(const ForwardParams&, const Head&, const Tile&) const {}
 
-  // S[keys][queries] or, in decoding, S[queries][keys], products -> what exp
-  // takes, in place: here they are the same.
+  // S[keys][queries], in decoding S[queries][keys]:
+  // products -> arguments of exp, in place. Here they are the same.
   void to_scores(const ForwardParams&, Matrix<T>, const Head&, const Tile&, Strip, Matrix<T>) const {}
   void to_scores_by_rows(const ForwardParams&, Matrix<T>, const Head&, const Tile&) const {}
 
-  // dS[keys][queries], gradient of what exp takes -> gradient of the product over
-  // dscale, in place: here they are the same.
+  // dS[keys][queries]: gradient of exp's argument -> gradient of the
+  // product, divided by dscale, in place. Here they are the same.
   void to_products(const BackwardParams&, Matrix<T>, const Head&, const Tile&, Strip, Matrix<T>, double*) const {}
 
   // exp(score) for s = score / factor; exactly 1 at 0.
   PYATTN_MEMBER_INLINE vec<T> exp(vec<T> s) const { return exp2<T>(s * static_cast<T>(factor * kLog2e)); }
 
-  // What exp takes for a score, and back.
+  // The argument of exp for a score, and back.
   T from_score(T score) const { return score / factor; }
   vec<T> to_score(vec<T> s) const { return s * factor; }
 };
 
 // score = softcap * tanh(softmax_scale * (q . k) / softcap) + bias - slope * |i + q_offset - j|,
-// without the terms that params do not have. Tiles hold it.
+// without the terms that params do not have. Tiles hold the score itself.
 template <class S>
 class General : public Scale<Compute<S>> {
   using T = Compute<S>;
@@ -84,12 +84,12 @@ class General : public Scale<Compute<S>> {
       with_floats<S>(p.score.bias, [&](const auto* bias) { prefetch_bias(bias, p.score.bias, head, tile); });
   }
 
-  // As in Plain. The derivative of the softcap, by which to_products multiplies, goes to a tile of
-  // its own, if that has data.
+  // As in Plain. The derivative of the softcap, by which to_products
+  // multiplies, is stored in a separate tile, if that has data.
   void to_scores(const ForwardParams& p, Matrix<T> scores, const Head& head, const Tile& tile, Strip strip,
                  Matrix<T> derivative) const {
     const T softcap = softcap_, inner = inner_;
-    T factor = this->factor;  // what the next term finds not multiplied in yet
+    T factor = this->factor;  // not yet multiplied in when the next term comes
     if (p.score.softcap) {
       for (int64_t k = strip.begin; k < strip.end; ++k)
         for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
@@ -140,8 +140,9 @@ class General : public Scale<Compute<S>> {
         for (int64_t k = 0; k < tile.keys; k += kLanes<T>) multiply(scores.from(r).data + k, factor);
   }
 
-  // Gradient of the scores -> gradient of the bias, sums of the slopes' own gradients, one for each
-  // query head of the group, and gradient of the product over dscale, in place.
+  // dS[keys][queries]: gradient of the scores -> gradient of the product,
+  // divided by dscale, in place. Also writes the gradient of the bias, and
+  // adds the gradients of the slopes to dslopes[query heads of the group].
   void to_products(const BackwardParams& p, Matrix<T> dS, const Head& head, const Tile& tile, Strip strip,
                    Matrix<T> derivative, double* dslopes) const {
     if (p.dbias.data && one_score_each(p))
@@ -166,7 +167,7 @@ class General : public Scale<Compute<S>> {
  private:
   T softcap_, inner_;  // inner: factor / softcap
 
-  // Within bounds in which neither the cap nor its inverse is infinite in float.
+  // Clamps the cap so that neither it nor its inverse is infinite in float.
   static double bounded(double softcap) { return __builtin_fmin(__builtin_fmax(softcap, 0x1p-100), 0x1p100); }
 
   // s = softcap * tanh(inner * s); returns inner * s.

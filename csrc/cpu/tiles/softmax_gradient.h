@@ -1,5 +1,5 @@
-// The gradient of softmax: dS = P (dP - delta + dlse), over tiles [keys][queries]
-// with queries on the lanes. Scores and row terms come by value, as in softmax.h.
+// The gradient of softmax: dS = P (dP - delta + dlse), over tiles [keys][queries] with
+// queries on the lanes. Scores and row terms are passed by value, as in softmax.h.
 #pragma once
 
 #include "cpu/products/matrix.h"
@@ -10,12 +10,12 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// Row statistics of forward, and what backward makes of them, [queries].
+// Row statistics of forward, and the terms that backward derives from them, [queries] each.
 template <class T>
 struct RowTerms {
   const T *row_max, *inverse_sum;  // largest entry of S; 1 / row_sum, 0 for rows that see no key
   const T* one_block;              // 1 for rows whose keys all lie in one key block, else 0
-  const T* sink;                   // weight of the sink: with those of the keys it makes 1
+  const T* sink;                   // weight of the sink: it and the keys' weights add up to 1
   T *delta, *dlse;                 // rowsum(P * dP); gradient of lse
 };
 
@@ -38,13 +38,13 @@ bool any_one_block(Strip strip, RowTerms<T> rows) {
   return any;
 }
 
-// P = exp(S - row_max) * inverse_sum in place of S. Rows whose keys all lie in the tile get
+// S -> P = exp(S - row_max) * inverse_sum in place. Rows whose keys all lie in the tile get
 //
 //   delta = rowsum(P * dP) / rowsum(P)      dlse -= rowsum(P * (dP - delta)) / rowsum(P)
 //
-// as softmax's own gradient has it, the sink being one more key, whose dP is 0: the roundings of
-// row_sum, of O and of delta itself, to which rowsum(dO * O) is exposed, leave dS. The other rows keep
-// their delta.
+// as in softmax's own gradient, with the sink as one more key, whose dP is 0. This keeps the
+// rounding errors of row_sum, of O and of delta itself, which rowsum(dO * O) carries, out of dS.
+// The other rows keep their delta.
 template <bool kMasked, class T, class Score>
 void center(Matrix<T> S, Matrix<T> dP, Strip strip, const LaneMask<T>& seen, Score score, RowTerms<T> rows) {
   for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {

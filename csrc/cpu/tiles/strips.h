@@ -1,5 +1,4 @@
-// Strips: a tile of keys and queries, cut along the mask so that
-// keys which no lane sees are not computed.
+// Strips: a tile of keys and queries, cut along the mask so that keys that no lane sees are not computed.
 #pragma once
 
 #include <utility>
@@ -16,25 +15,24 @@ namespace {
 template <class T>
 inline constexpr int64_t kBlockQ = 256 / sizeof(T);
 
-// 16 lanes are one vector of AVX-512; with 32, T = 64 to 256 took 4 to 12 % longer.
+// 16 lanes are one vector of AVX-512; with 32 lanes, T = 64 to 256 took 4 to 12 % longer.
 inline constexpr int64_t kStripLanes = 16;
-// Strips, and tiles, begin at a multiple of so many keys, for which dropout draws at once.
+// Strips and tiles begin at a multiple of this many keys, which dropout draws together.
 inline constexpr int64_t kStripKeys = 8;
 
 // The most keys of a tile.
 inline constexpr int64_t kTileKeys = 96;
 
-// A tile S[keys][lanes]: key n0 + k in row k, query row r0 + j on
-// lane j, nothing on the lanes from rows on.
+// A tile S[keys][lanes]: key n0 + k in row k, query row r0 + j on lane j; the lanes from `rows` on are unused.
 struct Tile {
   int64_t r0, rows, lanes, n0, keys;
 };
 
-// The score of a key that is not seen.
+// The score of a masked key.
 template <class T>
 inline constexpr T kNegInf = -static_cast<T>(__builtin_inff());
 
-// The lanes [j0, j1) of a tile and the keys [begin, end), counted from the tile's first.
+// The lanes [j0, j1) of a tile and its keys [begin, end), relative to its first.
 struct Strip {
   int64_t j0, j1, begin, end;
 
@@ -42,14 +40,16 @@ struct Strip {
   int64_t pairs() const { return keys() * (j1 - j0); }
 };
 
-// The keys of a tile that each lane sees: a word for each vector of lanes and each key, a bit for each lane.
+// The keys of a tile that each lane sees: one word for each
+// vector of lanes and each key, one bit for each lane.
 template <class T>
 class LaneMask {
   using Word = typename Bits<T>::type;
   static constexpr int64_t kWordLanes = kLanes<T>;
 
  public:
-  // Bit j of bits[k] for lane j; of a tile with an odd number of keys, the other of the last pair is not seen.
+  // bits[keys]: bit j of bits[k] is set if lane j sees key k. With an
+  // odd number of keys, the missing key of the last pair is masked.
   void set(const uint64_t* bits, int64_t keys) {
     uint64_t any = 0;
     for (int64_t k = 0; k < keys; ++k) any |= bits[k];
@@ -60,20 +60,20 @@ class LaneMask {
     }
   }
 
-  // Whether the lanes from j on see key k, as vectors compare.
+  // Whether each lane from j on sees key k, in the form of a vector comparison.
   PYATTN_MEMBER_INLINE auto sees(int64_t k, int64_t j) const { return lanes_of(words_[j / kWordLanes] + k); }
 
-  // Whether they see any key.
+  // Whether each lane from j on sees any key.
   PYATTN_MEMBER_INLINE auto sees_any(int64_t j) const { return lanes_of(any_ + j / kWordLanes); }
 
-  // Whether lane j sees key k, on every lane.
+  // Whether lane j sees key k, broadcast to every lane.
   PYATTN_MEMBER_INLINE auto lane_sees(int64_t k, int64_t j) const {
     return set1<Word>(words_[j / kWordLanes][k] >> j % kWordLanes & 1) != vec<Word>{};
   }
 
  private:
   static constexpr int64_t kWords = kBlockQ<T> / kWordLanes;
-  Word words_[kWords][kTileKeys], any_[kWords];  // bits past those of the lanes say nothing
+  Word words_[kWords][kTileKeys], any_[kWords];  // bits beyond the lanes mean nothing
 
   template <std::size_t... I>
   PYATTN_MEMBER_INLINE static vec<Word> lane_bits(std::index_sequence<I...>) {
@@ -90,17 +90,17 @@ struct Strips {
   static constexpr int64_t kCount = kBlockQ<T> / kStripLanes;
   bool masked;                         // whether some row does not see every key of the tile
   int64_t lanes, width;                // of the tile, and of a strip
-  int64_t begin[kCount], end[kCount];  // keys, neither ever fewer than in the strip before
+  int64_t begin[kCount], end[kCount];  // keys; neither bound decreases from strip to strip
 
   bool empty() const { return end[ceil_div(lanes, width) - 1] <= begin[0]; }
 
-  // f(strip)
+  // Calls f(strip) for each strip.
   template <class F>
   void each(F f) const {
     for (int64_t j = 0; j < lanes; j += width) f(Strip{j, min(j + width, lanes), begin[j / width], end[j / width]});
   }
 
-  // f(strip) for keys that are the same for all lanes which have them.
+  // Calls f(strip) for runs of keys that the same strips have, with all lanes of these strips.
   template <class F>
   void each_keys(F f) const {
     const int64_t count = ceil_div(lanes, width);
@@ -115,7 +115,7 @@ struct Strips {
   }
 };
 
-// X *= Y, of tiles [keys][lanes].
+// X[keys][lanes] *= Y[keys][lanes] on a strip.
 template <class T>
 void multiply_strip(Matrix<T> X, Matrix<T> Y, Strip strip) {
   for (int64_t k = strip.begin; k < strip.end; ++k)

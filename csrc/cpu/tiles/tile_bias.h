@@ -1,5 +1,5 @@
-// A float bias on tiles [keys][queries]: its elements, which lie as in their tensor, are added to
-// scores, and gradients of scores go back to its own gradient, where that does not broadcast.
+// A float bias on tiles [keys][queries]: adds its elements to scores, reading them as they lie
+// in their tensor, and writes gradients of scores to dbias, where that does not broadcast.
 #pragma once
 
 #include <type_traits>
@@ -14,7 +14,7 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// f(elements), a pointer to the first in the type that they are stored as; S is q's.
+// Calls f with a pointer to the first element, in its storage type; S is q's.
 template <class S, class F>
 void with_floats(const BiasView& bias, F f) {
   if (bias.type == BiasType::kFloat32)
@@ -23,13 +23,13 @@ void with_floats(const BiasView& bias, F f) {
     f(static_cast<S*>(bias.data));
 }
 
-// As many float as T has lanes: what a bias of float is beside float64.
+// As many floats as T has lanes: a float32 bias with float64 scores.
 template <class T>
 struct NarrowVector {
   typedef float type __attribute__((vector_size(kLanes<T> * sizeof(float))));
 };
 
-// The first n elements, filled up with zeros, in the compute type; and back, rounded.
+// Loads the first n elements in the compute type, padded with zeros; store_elements rounds and writes them.
 template <class T, class E>
 PYATTN_INLINE vec<T> load_elements(const E* p, int64_t n) {
   if constexpr (std::is_same_v<Compute<E>, T>) {
@@ -51,7 +51,7 @@ PYATTN_INLINE void store_elements(E* p, vec<T> x, int64_t n) {
   }
 }
 
-// n elements of a row from its first on, stride apart, of which n is at most the lanes.
+// Loads n elements of a row, `stride` apart; n is at most the number of lanes.
 template <class T, class E>
 PYATTN_INLINE vec<T> load_strided(const E* p, int64_t stride, int64_t n) {
   if (stride == 1) return load_elements<T>(p, n);
@@ -60,8 +60,8 @@ PYATTN_INLINE vec<T> load_strided(const E* p, int64_t stride, int64_t n) {
   return x;
 }
 
-// Asks for the elements of a tile, into L2, before its products are made: its rows are too many for
-// the hardware to follow.
+// Prefetches the elements of a tile into L2 before its products
+// are computed: it has too many rows for the hardware to follow.
 template <class E>
 void prefetch_bias(const E* elements, const BiasView& bias, const Head& head, const Tile& tile) {
   if (bias.stride_k != 1 || bias.stride_q == 0) return;
@@ -71,7 +71,7 @@ void prefetch_bias(const E* elements, const BiasView& bias, const Head& head, co
   }
 }
 
-// scores = scores * factor + bias, for the keys of a strip.
+// scores[keys][queries] = scores * factor + bias, for the keys of a strip.
 template <class T, class E>
 void add_bias(Matrix<T> scores, const E* elements, const BiasView& bias, const Head& head, const Tile& tile,
               Strip strip, T factor) {
@@ -128,7 +128,7 @@ void add_bias_by_rows(Matrix<T> scores, const E* elements, const BiasView& bias,
   }
 }
 
-// dbias = 0.
+// dbias = 0 for these rows and keys; dbias is dense.
 template <class S>
 void clear_bias_gradient(const BackwardParams& p, const Head& head, Range rows, Range keys) {
   if (keys.empty()) return;
@@ -138,7 +138,7 @@ void clear_bias_gradient(const BackwardParams& p, const Head& head, Range rows, 
   });
 }
 
-// dS -> dbias, for the keys of a strip; dbias is dense.
+// dS[keys][queries] -> dbias, for the keys of a strip; dbias is dense.
 template <class T, class E>
 void store_bias_gradient(Matrix<T> dS, E* elements, const BiasView& view, const Head& head, const Tile& tile,
                          Strip strip) {

@@ -8,14 +8,14 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// The lanes [0, n), n at most 64: of a number, or of each in a vector.
+// Sets the bits [0, n), n at most 64, in a number or in each element of a vector.
 template <class N>
 PYATTN_INLINE N first_lanes(N n) {
   return (((N{} + 1) << (n & 63)) - 1) | -(n >> 6);
 }
 
-// Bit j of bits[k]: whether row r0 + j sees key k of the tile, by formula. A vector of keys at a time,
-// and so up to a vector more than there are.
+// bits[keys]: bit j of bits[k] says whether row r0 + j sees key k of the tile, by
+// formula. It writes a vector of keys at a time, so up to a vector past the last key.
 inline void mark_by_formula(const Mask& mask, const Tile& tile, uint64_t* bits) {
   constexpr int L = kLanes<int64_t>;
   const auto [first, past] = mask.rows_of(tile.n0);
@@ -32,7 +32,7 @@ inline void mark_by_formula(const Mask& mask, const Tile& tile, uint64_t* bits) 
   }
 }
 
-// The same for any mask: of each row, where its keys begin and end.
+// The same for any mask: each row toggles its bit where its keys begin and end.
 inline void mark_by_rows(const Mask& mask, const Tile& tile, uint64_t* bits) {
   const auto [r0, rows, lanes, n0, keys] = tile;
   for (int64_t k = 0; k < kTileKeys; ++k) bits[k] = 0;
@@ -44,8 +44,7 @@ inline void mark_by_rows(const Mask& mask, const Tile& tile, uint64_t* bits) {
   for (int64_t k = 1; k < keys; ++k) bits[k] ^= bits[k - 1];
 }
 
-// Takes the keys that filters hide from the bits. Eight rows make a byte of each key, in loops for
-// vectors.
+// Clears the bits of keys that filters mask. Eight rows form one byte for each key, in loops that vectorise.
 template <class S>
 void hide_holes(const Mask& mask, const Tile& tile, uint64_t* bits) {
   for (int64_t j0 = 0; j0 < tile.rows; j0 += 8) {
@@ -66,9 +65,9 @@ void hide_holes(const Mask& mask, const Tile& tile, uint64_t* bits) {
   }
 }
 
-// Cuts a tile, and where some row does not see every key of it, writes which keys each lane sees. In
-// strips of all lanes if only holes are hidden. Not inlined, for then the products of the callers
-// may not be, which took half as long again.
+// Cuts a tile into strips and, where some row does not see every key of the tile, writes
+// which keys each lane sees. If only holes are masked, one strip has all lanes. Not inlined,
+// because the callers' products may then not be inlined, and take half as long again.
 template <class S, class T = Compute<S>>
 [[gnu::noinline]] Strips<T> cut_strips(const Mask& mask, const Tile& tile, LaneMask<T>& seen) {
   const auto [r0, rows, lanes, n0, keys] = tile;
