@@ -18,7 +18,7 @@ CACHES = ("cache_append", "cache_append_pages", "cache_reorder", "cache_reorder_
 
 
 class Graph(TorchDispatchMode):
-    """A captured graph. A capture leaves earlier tensors unchanged; a replay writes all that the capture has written."""
+    """A captured graph. A capture leaves earlier tensors as they were; a replay writes all that the capture wrote."""
 
     def __init__(self) -> None:
         super().__init__()
