@@ -1,4 +1,4 @@
-// What the passes of backward leave for one another in params.workspace: one array after the
+// The arrays that the passes of backward leave for one another in params.workspace: one after the
 // other, each as long as the call needs.
 #pragma once
 

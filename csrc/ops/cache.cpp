@@ -4,8 +4,8 @@
 // keys [batch][heads][slots][head_dim] and values [batch][heads][slots][head_dim_v] hold position p of
 // sequence b in slot p - starts[b], up to position lengths[b]. A ring buffer has more than max_seqlen slots and
 // keeps at least the last max_seqlen positions; any other cache has max_seqlen slots, and its starts stay 0.
-// On a GPU, lengths are not read without PYATTN_CHECK=1; what a check would refuse is clamped. Its append is in
-// cache_cuda.cpp.
+// On a GPU, whose append is in cache_cuda.cpp, lengths are read only with PYATTN_CHECK=1; what a check would
+// refuse is clamped.
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/minimum.h>
@@ -36,8 +36,8 @@ struct State {
   bool operator==(const State&) const = default;
 };
 
-// Appends the first new_lengths[b] of the new positions to sequence b, or all of them without new_lengths. Everything
-// is checked before anything is written.
+// Appends the first new_lengths[b] of the new positions to sequence b, or all of them without new_lengths.
+// Everything is checked before anything is written.
 void cache_append(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& starts,
                   const Tensor& new_k, const Tensor& new_v, const optional<Tensor>& new_counts, SymInt max_seqlen) {
   check_append(keys, values, lengths, starts, new_k, new_v, new_counts);
@@ -96,8 +96,8 @@ void cache_reorder(const Tensor& keys, const Tensor& values, const Tensor& lengt
     t.copy_(t.index_select(0, order));
 }
 
-// Returns q_offset in slots of a ring buffer. Errors if query 0 would see keys that may have been dropped; on a GPU it
-// sees those that remain.
+// Returns q_offset in slots of a ring buffer. Errors if query 0 would see keys that may have been dropped;
+// on a GPU it sees those that remain.
 template <Where where>
 Tensor cache_slots(const Tensor& lengths, const Tensor& starts, const Tensor& q_offset, SymInt window,
                    SymInt max_seqlen) {
@@ -108,8 +108,8 @@ Tensor cache_slots(const Tensor& lengths, const Tensor& starts, const Tensor& q_
   return q_offset.sub(starts);
 }
 
-// Returns the slots of positions lengths - seqlen_q: that of the first of the seqlen_q newest queries, or, for 0, the
-// number of slots in use. Every read of a cache begins here, so lengths that a user set are checked too.
+// Returns the slot of each sequence's position lengths - seqlen_q, that of the first of its seqlen_q newest queries;
+// for 0, the number of slots in use. Every read of a cache begins here, so lengths that a user set are checked too.
 template <Where where>
 Tensor cache_newest(const Tensor& lengths, const optional<Tensor>& starts, SymInt seqlen_q, SymInt left, SymInt slots) {
   check_state(lengths, starts);
@@ -118,8 +118,8 @@ Tensor cache_newest(const Tensor& lengths, const optional<Tensor>& starts, SymIn
   return (starts ? lengths.sub(*starts) : lengths).sub(number(seqlen_q));
 }
 
-// Each sequence b keeps its first kept[b] positions. On a GPU it keeps all if it has fewer, and a ring buffer's sequence
-// keeps none if those were dropped.
+// Each sequence b keeps its first kept[b] positions. On a GPU it keeps all if it has fewer, and none if a ring
+// buffer has dropped them.
 template <Where where>
 void cache_truncate(const Tensor& lengths, const optional<Tensor>& starts, const Tensor& kept, SymInt window) {
   check_state(lengths, starts);

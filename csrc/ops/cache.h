@@ -1,4 +1,4 @@
-// Caches: what the operators that change one in place check, and how they read its lengths.
+// Caches: the checks of operators that change one in place, and the values that these read on the host.
 #pragma once
 
 #include <ATen/MemoryOverlap.h>
@@ -20,8 +20,8 @@ inline bool reads(Where where) { return where == Where::kCPU || checks_gpu(); }
 // The value of n, for which torch.compile specializes.
 inline int64_t number(const SymInt& n) { return n.guard_int(__FILE__, __LINE__); }
 
-// check_place: errors unless t has these sizes and is on the device of `storage`, a tensor of the cache. check_beside:
-// the same, and its dtype.
+// check_place: errors unless t has these sizes and is on the device of `storage`, a tensor of the cache.
+// check_beside: also errors unless t has the dtype of `storage`.
 inline void check_place(const char* name, const Tensor& t, const Tensor& storage, c10::SymIntArrayRef sizes) {
   TORCH_CHECK_VALUE(t.device() == storage.device(), "pyattn: ", name, " must be on the cache's device, got ",
                     t.device(), " and ", storage.device());
@@ -39,7 +39,7 @@ inline void check_indices(const char* name, const Tensor& t, const Tensor& lengt
   check_beside(name, t, lengths, lengths.sym_sizes());
 }
 
-// Checks the state alone, an int64 for each sequence; starts is a ring buffer's.
+// Checks only the state, an int64 for each sequence; starts is a ring buffer's.
 inline void check_state(const Tensor& lengths, const optional<Tensor>& starts) {
   check_type("lengths", lengths, {at::kLong});
   TORCH_CHECK_VALUE(lengths.dim() == 1, "pyattn: lengths must have shape (batch), got ", lengths.sym_sizes());
@@ -84,7 +84,7 @@ inline void check_append(const Tensor& keys, const Tensor& values, const Tensor&
   check_new(keys, values, lengths, k, v, new_lengths, 1);
 }
 
-// Checks how many of the `fresh` new positions sequence b gets, and that the cache has room for them.
+// Checks `added`, the number of the `fresh` new positions that sequence b gets, and that the cache has room for them.
 inline void check_added(int64_t length, int64_t added, int64_t fresh, int64_t most, int64_t b) {
   TORCH_CHECK_VALUE(0 <= added && added <= fresh, "pyattn: each of lengths must be between 0 and ", fresh, ", got ",
                     added, " at ", b);
@@ -200,8 +200,8 @@ inline void check_order(const Tensor& idx) {
                       ", got ", index[b], " at ", b);
 }
 
-// Errors unless query 0 sees only keys that the ring is sure to keep: the last kept_positions, or those from its start
-// on where a truncation left fewer.
+// Errors unless query 0 sees only keys that the ring is sure to keep: the last kept_positions, or, where a
+// truncation left fewer, those from its start on.
 inline void check_kept(const Tensor& lengths, const Tensor& starts, const Tensor& q_offset, int64_t window,
                        int64_t kept_positions) {
   const Values length(lengths), start(starts), offset(q_offset);

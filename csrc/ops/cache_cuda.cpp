@@ -17,16 +17,16 @@
 namespace pyattn {
 namespace {
 
-// at (B, n) -> (B, heads, n, columns): the index with which gather and scatter_ take these rows of t.
+// at (B, n) -> (B, heads, n, columns): the index that gather and scatter_ need for these rows of t.
 Tensor rows(const Tensor& at, const Tensor& t) {
   return at.unsqueeze(1).unsqueeze(3).expand({t.size(0), t.size(1), at.size(1), t.size(3)});
 }
 
 // The steps of an append, each (B,): `written` of the new positions, from number `skipped` on, go to the slots from
-// `end` on. In a ring buffer that is too full, the positions that it keeps move to its first slots before.
+// `end` on. In a ring buffer that is too full, the positions to keep move to its first slots before that.
 struct Steps {
   Tensor added, skipped, end, written;
-  Tensor moved, from;  // of a ring: whether positions move, and the one slot that moves to slot 0
+  Tensor moved, from;  // of a ring: whether positions move, and which slot moves to slot 0
 
   Steps(const Tensor& lengths, const Tensor& starts, const Tensor& k, const optional<Tensor>& new_lengths,
         int64_t slots, int64_t kept_positions)

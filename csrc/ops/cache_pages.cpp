@@ -51,8 +51,8 @@ class PageTable {
   int64_t stride_b_, stride_i_, each_, size_, next_ = 0;
   std::vector<int64_t> uses_;  // how many sequences use each page
 
-  // Takes a free page for place i of sequence b: the one of the same number, so a sequence that shares nothing is
-  // contiguous, else the first. There are as many pages as places, so one is free.
+  // Takes a free page for place i of sequence b: page b * each_ + i, so a sequence that shares nothing is
+  // contiguous, else the first free one. There are as many pages as places, so there is one.
   void take(int64_t b, int64_t i) {
     int64_t page = b * each_ + i;
     if (uses_[page] > 0) {
@@ -76,8 +76,8 @@ void write(const Tensor& storage, int64_t page, int64_t place, const Tensor& t, 
                   from + size * (h * t.stride(1) + i * t.stride(2)), bytes);
 }
 
-// Appends the first new_lengths[b] of the new positions to sequence b, or all of them without new_lengths. Everything
-// is checked before anything is written.
+// Appends the first new_lengths[b] of the new positions to sequence b, or all of them without new_lengths.
+// Everything is checked before anything is written.
 void cache_append_pages(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& block_table,
                         const Tensor& new_k, const Tensor& new_v, const optional<Tensor>& new_counts,
                         SymInt max_seqlen) {

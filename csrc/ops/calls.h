@@ -15,7 +15,7 @@
 
 namespace pyattn {
 
-// Operators differ in what they take beside q, k and v: fill(p, q, k, v, kept) sets p's sizes and options from it.
+// fill(p, q, k, v, kept) sets the sizes and options of p: operators differ in what they take beside q, k and v.
 template <class Fill>
 ForwardTensors call_forward(const Tensor& q, const Tensor& k, const Tensor& v, Fill fill) {
   const ForwardResults results(q, v.sym_size(-1));

@@ -72,8 +72,8 @@ inline c10::SymDimVector with_columns(const Tensor& t, const SymInt& cols) {
   return sizes;
 }
 
-// Whether the contents of index tensors on a GPU are read and checked as on a CPU, which waits for the GPU: the
-// environment variable PYATTN_CHECK is 1.
+// Whether the contents of index tensors on a GPU are read and checked as on a CPU, which waits for the GPU:
+// only if the environment variable PYATTN_CHECK is 1.
 inline bool checks_gpu() {
   static const char* const value = std::getenv("PYATTN_CHECK");
   return value && std::string_view(value) == "1";

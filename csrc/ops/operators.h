@@ -91,8 +91,8 @@ struct Adapter<f, Result (*)(Parameters...), std::tuple<Arguments...>> {
   }
 };
 
-// The kernel of every backend without kernels (sparse, nested and quantized tensors, other devices): an
-// error that names the tensor.
+// The kernel of every backend without kernels (sparse, nested and quantized tensors, other devices):
+// an error that names the tensor.
 inline void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   const auto values = torch::jit::last(*stack, arguments.size());

@@ -73,11 +73,10 @@ inline void check_packed(const Tensor& q, const Tensor& k, const Tensor& v, cons
   check_packing(q, packing, options);
 }
 
-// The number of tokens, as far as cu_seqlens_k goes, of paged keys: what bounds them is the block table.
+// total_k of paged keys, which their block table bounds instead.
 inline constexpr int64_t kAnyTokens = std::numeric_limits<int64_t>::max();
 
-// Checks that cu_seqlens starts at 0, never decreases and ends within the tokens. Returns the length of the longest
-// sequence.
+// Checks that cu_seqlens starts at 0, never decreases and ends within the tokens. Returns the largest length.
 inline int64_t check_starts(const char* name, const int64_t* starts, int64_t batch, int64_t tokens) {
   TORCH_CHECK_VALUE(starts[0] == 0, "pyattn: ", name, " must start at 0, got ", starts[0]);
   int64_t longest = 0;

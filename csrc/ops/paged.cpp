@@ -45,8 +45,7 @@ ForwardTensors attention_varlen_paged_forward(const Tensor& q, const Tensor& k, 
   });
 }
 
-// Returns block_table with 0 where a sequence has no keys, and the number of keys of each, both int64 and checked as
-// above.
+// Checks as above. Returns, in int64, block_table with 0 where a sequence has no keys, and each sequence's keys.
 std::tuple<Tensor, Tensor> pages_in_use(const Tensor& block_table, const Tensor& cu_seqlens_k, SymInt max_seqlen_k,
                                         const optional<Tensor>& seqused_k, SymInt pages, SymInt page_size) {
   check_pages_in_use(block_table, cu_seqlens_k, seqused_k, page_size);

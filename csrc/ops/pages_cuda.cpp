@@ -20,8 +20,7 @@ namespace {
 Tensor column(const Tensor& t) { return t.unsqueeze(1); }
 Tensor numbers(int64_t count, const Tensor& like) { return at::arange(count, like.options().dtype(at::kLong)); }
 
-// As in paged.cpp, but a sequence whose indices are invalid has -1 keys, and so has every one if cu_seqlens_k is
-// invalid.
+// As in paged.cpp, but a sequence with invalid indices has -1 keys, and so has every one if cu_seqlens_k is invalid.
 std::tuple<Tensor, Tensor> cuda_pages_in_use(const Tensor& block_table, const Tensor& cu_seqlens_k, SymInt max_seqlen_k,
                                              const optional<Tensor>& seqused_k, SymInt pages, SymInt page_size) {
   check_pages_in_use(block_table, cu_seqlens_k, seqused_k, page_size);
@@ -40,12 +39,12 @@ std::tuple<Tensor, Tensor> cuda_pages_in_use(const Tensor& block_table, const Te
   return {at::where(used.logical_and(column(valid)), table, 0), at::where(valid, length, -1)};
 }
 
-// The effect of an append on the table (batch, places): new positions [begin, end) of each sequence, unshared pages for
-// them, and a page that no sequence uses.
+// The effect of an append on the table (batch, places): the new positions [begin, end) of each sequence,
+// unshared pages for them, and a page that no sequence uses.
 struct Extension {
   Tensor begin, end;
   Tensor before, after;  // the table
-  Tensor spare;          // (1,); not a free one where all pages are used, and then not needed
+  Tensor spare;          // (1,); where no page is free, none is needed
 
   Extension(const Tensor& lengths, const Tensor& block_table, const Tensor& added, int64_t page_size, int64_t pages,
             int64_t max_seqlen)
@@ -67,7 +66,7 @@ struct Extension {
     const auto of_page = [&](const Tensor& t) { return t.index_select(0, before.flatten()).view_as(before); };
     const Tensor keeps = held.logical_and(of_page(writers).eq(of_page(uses))).logical_and(of_page(last).eq(own));
     const Tensor wanted = written.logical_and(keeps.logical_not());
-    // The page of the place's number, so a sequence that shares nothing is contiguous, else the next free one.
+    // The page with the place's number, so a sequence that shares nothing is contiguous, else the next free one.
     const Tensor free = uses.eq(0), own_free = wanted.logical_and(free.narrow(0, 0, own.numel()).view_as(own));
     Tensor left = free.clone();
     left.narrow(0, 0, own.numel()).logical_and_(own_free.flatten().logical_not());

@@ -56,8 +56,7 @@ inline BiasView bias_view(const Tensor& t, at::ScalarType type, void* data) {
   return {broadcast_view(t, data), t.scalar_type() == type ? BiasType::kLikeQ : BiasType::kFloat32};
 }
 
-// Checks the key ranges of one sequence's queries. GPU kernels clamp ranges, so those on a GPU are checked only with
-// PYATTN_CHECK=1.
+// Checks the key ranges of one sequence's queries; on a GPU only with PYATTN_CHECK=1, because its kernels clamp them.
 inline void check_ranges(const int64_t* range, int64_t seqlen_q, int64_t seqlen_k, int64_t sequence) {
   for (int64_t i = 0; i < seqlen_q; ++i, range += 2)
     TORCH_CHECK_VALUE(0 <= range[0] && range[0] <= range[1] && range[1] <= seqlen_k,

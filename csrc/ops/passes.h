@@ -17,8 +17,8 @@ namespace pyattn {
 // Allocates with ATen's allocator, so the memory profiler sees it, and saves the microsecond of at::empty's dispatch.
 inline c10::DataPtr allocate(int64_t bytes) { return c10::GetCPUAllocator()->allocate(bytes); }
 
-// Runs all work items of a pass. A task that has finished its items claims the next ones. Scratch belongs to a task,
-// not to a thread number.
+// Runs all work items of a pass. A task that has finished its items claims the next ones. Scratch belongs
+// to a task, not to a thread number.
 template <class Params>
 void run(const Pass<Params>& pass, const Plan& plan, const Params& p) {
   if (plan.items == 0) return;
@@ -52,8 +52,7 @@ void run(const Pass<Params>& pass, const Plan& plan, const Params& p) {
   run_tasks(tasks, task);
 }
 
-// Runs a pass whose result is an array, and points `array`, a member of p, to it. Does nothing if the pass has no
-// result.
+// Runs a pass whose result is an array, if it has any, and points `array`, a member of p, to it.
 template <class Entry>
 c10::DataPtr make_array(const Pass<ForwardParams>& pass, ForwardParams& p, Entry*& array) {
   const Plan plan = pass.plan(p);
@@ -64,8 +63,8 @@ c10::DataPtr make_array(const Pass<ForwardParams>& pass, ForwardParams& p, Entry
   return memory;
 }
 
-// Runs the passes that come before forward and backward: the units of packed sequences, and the visible keys of each
-// row and block of rows, unless formulas give them.
+// Runs the passes that come before forward and backward: the units of packed sequences, and the visible
+// keys of each row and block of rows, unless formulas give them.
 inline std::array<c10::DataPtr, 4> prepare(const Kernels& table, ForwardParams& p) {
   std::array<c10::DataPtr, 4> memory;
   if (p.packed.sequences) memory[0] = make_array(table.count_units, p, p.packed.before);

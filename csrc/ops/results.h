@@ -62,8 +62,8 @@ inline void fill_rest(const Tensor& t, int64_t dim, int64_t end, double value) {
   if (end < t.size(dim)) t.narrow(dim, end, t.size(dim) - end).fill_(value);
 }
 
-// Zeroes the gradients of tokens of no sequence. With seqused_k, unused keys lie between used ones, so all of dk and
-// dv are zeroed.
+// Zeroes the gradients of tokens of no sequence; with seqused_k, all of dk and dv, because unused keys lie
+// between used ones.
 inline void fill_unused(const BackwardParams& p, const Tensor& dq, const Tensor& dk, const Tensor& dv) {
   const Sequence& end = p.packed.sequences[p.batch];
   fill_rest(dq, 0, end.first_q, 0);

@@ -23,7 +23,7 @@ KERNEL = re.compile(
     r"|place_sequences|fill_rest|merge_splits)I(.*?)EE?v"
 )
 OBJECT = re.compile(r"(?=cuda_(?:batch|packed)_\w+\.dir)")
-"""Where the log of an object begins: kernels for batches and for packed sequences have the same names."""
+"""The beginning of an object's log: kernels for batches and for packed sequences have the same names."""
 
 
 def readable(mangled: str) -> str:

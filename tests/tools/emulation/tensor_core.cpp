@@ -41,7 +41,7 @@ Floats add_aligned(const Doubles (&addends)[kCount]) {
   for (Doubles x : addends) largest = magnitude(x) > largest ? magnitude(x) : largest, sum += x;
   const Doubles power = (Doubles)((Longs)largest & 0x7ff0000000000000), scale = (1 << (23 + kExtraBits)) / power;
   for (Doubles x : addends) units += convert<Doubles>(convert<Ints>(x * scale));
-  const Ints exact = convert<Ints>((largest == 0) | (sum - sum != 0));  // zeros alone; infinity or NaN
+  const Ints exact = convert<Ints>((largest == 0) | (sum - sum != 0));  // only zeros; or infinity or NaN
   return exact ? convert<Floats>(sum) : truncate(units / scale);
 }
 
