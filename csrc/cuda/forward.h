@@ -87,7 +87,7 @@ forward(const __grid_constant__ ForwardParams p) {
   const Score score(p);
 
   const KeyRows<S> K(block.head, p.k, p.head_dim), V(block.head, p.v, p.head_dim_v);
-  if (!keys.empty()) {  // without keys, nobody waits for copies
+  if (!keys.empty()) {  // without keys, nothing would wait for copies
     QueryRows<S>(block.head, p.q, p.head_dim).template load<Shape::kThreads>(shared.Q, r0);
     K.template load<Shape::kThreads>(shared.K, keys.begin);
   }

@@ -47,7 +47,7 @@ struct Splits {
   }
 };
 
-// The params for heads that are split: for packed sequences, seqlen_q is at most that of a split one.
+// The params for heads that are split. For packed sequences, seqlen_q is at most the longest of those.
 constexpr ForwardParams with_few_rows(const ForwardParams& p) {
   ForwardParams few = p;
   if (is_packed(p)) few.seqlen_q = min(p.seqlen_q, kSplitRows / max(group_size(p), 1));
@@ -95,8 +95,8 @@ struct SplitResults {
     return most_splits(few) <= 1 ? 0 : count(few) * (columns(few) * sizeof(float) + sizeof(SplitRow));
   }
 
-  // Rows for all splits of the packed sequences among so many keys. It is enough, because a sequence that is split has
-  // seqlen_k > keys, those of a split:
+  // The most rows that the splits of packed sequences take, where `keys` counts the keys of all sequences. Each sequence
+  // that is split has seqlen_k > keys of a split, so:
   //
   //   rows * count < 2 * rows * seqlen_k / keys      keys >= kSplitKeys, keys >= kSplitKeysOfRow * rows
   static constexpr int64_t room(int64_t most_rows, int64_t keys) {

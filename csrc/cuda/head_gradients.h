@@ -1,5 +1,5 @@
-// Gradients of slopes and sinks: sums over the rows of a query head, in double, in one order. One
-// warp per sum.
+// Gradients of slopes and sinks: sums over the rows of a query head, in double, in one order.
+// One warp per sum.
 #pragma once
 
 #include "attention.h"

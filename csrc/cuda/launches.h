@@ -1,4 +1,4 @@
-// Kernel launches on a stream, in order. After one that fails, none is launched.
+// Kernel launches on a stream, in order. After an error, nothing more is launched.
 #pragma once
 
 #include "cuda/primitives.h"

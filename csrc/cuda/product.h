@@ -78,7 +78,7 @@ struct SummedCursor : Cursor<T> {
 template <int kParts, class T>
 struct SummedCursor<float, kParts, T> {  // ldmatrix transposes 2-byte elements only; the order of the rows is as_left's
   Cursor<T> even, odd;
-  int column;  // the byte in its chunk
+  int column;  // byte offset in the chunk
 
   PYATTN_DEVICE SummedCursor(T tile, int part)
       : even(tile, lane() % 4 * 2, 4 * part + lane() / 16),

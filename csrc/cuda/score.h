@@ -15,8 +15,8 @@ namespace {
 inline constexpr double kLog2e = 1.4426950408889634;
 inline constexpr float kNegInf = -__builtin_inff();
 
-// Whether a call's scores are General and not Plain. Plain divides a sink by the factor, which overflows
-// for a factor near 0.
+// Whether a call's scores are General and not Plain. Plain divides a sink by the factor,
+// which overflows for a factor near 0.
 template <class Params>
 bool general_score(const Params& p) {
   return !is_plain(p) || (p.score.sinks && fabs(p.softmax_scale) < 0x1p-32);

@@ -86,8 +86,8 @@ struct Rest {
   Filled what;
 };
 
-// Fills tokens of no sequence and unused keys with 0, and tokens of invalid sequences with NaN. One
-// warp per token.
+// Fills tokens of no sequence and unused keys with 0, and tokens of invalid sequences with NaN.
+// One warp per token.
 template <class S>
 PYATTN_KERNEL(kFillWarps* kWarpLanes)
 fill_rest(const __grid_constant__ Rest rest) {

@@ -25,7 +25,7 @@ template <class Score>
 PYATTN_DEVICE float finish_row(const ForwardParams& p, const Head& head, const Score& score, int64_t r, bool sees,
                                float row_max, float row_sum, bool writes) {
   float most = row_max, sum = row_sum, decay = 1, sink = kNegInf;
-  bool largest = false;  // whether the sink is
+  bool largest = false;  // whether the sink is the largest score
   if (p.score.sinks) {
     sink = static_cast<const float*>(p.score.sinks)[head.query_head(r)];
     const float at_sink = score.from_sink(sink);
@@ -62,7 +62,7 @@ struct SoftmaxState {
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float most = row_max[m][half];  // fmaxf skips NaN, which makes its own P and so the sum NaN
+        float most = row_max[m][half];  // fmaxf skips a NaN, but its P, and so the sum, is NaN
 #pragma unroll
         for (int n = 0; n < kN; ++n) most = fmaxf(fmaxf(most, S[m][n][2 * half]), S[m][n][2 * half + 1]);
         most = reduce_row(most, [](float x, float y) { return fmaxf(x, y); });

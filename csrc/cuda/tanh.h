@@ -22,8 +22,8 @@ PYATTN_DEVICE float tanh(float x) {
   return magnitude < 0.625f ? near : copysignf(far, x);
 }
 
-// 1 - tanh(x)^2 = w (2 - w), w = 1 - tanh|x|, because 1 - t * t cancels where t is near 1. NaN stays NaN; 1 at 0, 0 where
-// exp(2 |x|) is infinite. Its relative error grows as that of exp2: 4e-6 at 20.
+// 1 - tanh(x)^2 = w (2 - w), w = 1 - tanh|x|, because 1 - t * t cancels where t is near 1. NaN stays NaN; 1 at 0,
+// 0 where exp(2 |x|) is infinite. Its relative error grows as that of exp2: 4e-6 at 20.
 PYATTN_DEVICE float tanh_derivative(float x) {
   const float w = 2 * reciprocal(exp2(fabsf(x) * 2.8853901f) + 1);
   return fmaf(-w, w, w + w);

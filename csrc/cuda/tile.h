@@ -32,7 +32,7 @@ struct Tile {
 
 // A lane's cursor in a tile: reaches chunks first + 2 s of one row, and of rows a multiple of 8
 // after it. One register holds all that depends on the lane, so a step is an exclusive or with
-// a constant and an addition of one.
+// one constant and the addition of another.
 template <class T>
 struct Cursor {
   SharedAddress address;

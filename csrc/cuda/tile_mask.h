@@ -29,7 +29,7 @@ struct Run {
   }
 };
 
-// The range, begun at a multiple of n.
+// The range, extended to begin at a multiple of n.
 PYATTN_DEVICE Range from_multiple(Range range, int n) {
   return range.empty() ? range : Range{round_down(range.begin, n), range.end};
 }
@@ -40,8 +40,7 @@ PYATTN_DEVICE Run keys_of_rows(const Mask& mask, int r0, int rows) {
           mask.any_holes(r0, rows) ? Range{0, 0} : mask.keys_of_all(r0, rows)};
 }
 
-// The rows that see some of the keys [n0, n0 + keys), by the summaries, each lane searching a part
-// of them.
+// The rows that see some of the keys [n0, n0 + keys), by the summaries. Each lane searches a part.
 PYATTN_DEVICE Range rows_of_summaries(const Mask& mask, int n0, int keys) {
   const int64_t part = round_up(ceil_div(mask.head.count, kWarpLanes), kBlockRows);
   const int64_t first = min(lane() * part, mask.head.count);

@@ -1,5 +1,5 @@
 // The operators of pages on a GPU, like that of cache_cuda.cpp in ATen operations without a host read: positions
-// without room are left out and indices are clamped. With PYATTN_CHECK=1 they are read and checked first, as on the CPU.
+// without room are left out, and indices are clamped. With PYATTN_CHECK=1 the host reads and checks them first.
 #include <ATen/ops/arange.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/minimum.h>

@@ -43,7 +43,7 @@ void check_tile() {
     for (int chunk = 0; chunk < T::kChunks; ++chunk) {
       std::set<int> banks;
       for (int i = 0; i < 8; ++i) banks.insert(T::offset(row + i, chunk) % 128);
-      expect(banks.size() == 8, "conflict of banks", row, chunk);
+      expect(banks.size() == 8, "bank conflict", row, chunk);
     }
 }
 
