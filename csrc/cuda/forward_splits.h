@@ -95,10 +95,10 @@ struct SplitResults {
     return most_splits(few) <= 1 ? 0 : count(few) * (columns(few) * sizeof(float) + sizeof(SplitRow));
   }
 
-  // The most rows that the splits of packed sequences take, where `keys` counts the keys of all sequences. Each sequence
-  // that is split has seqlen_k > keys of a split, so:
+  // The most rows that the splits of packed sequences with `keys` keys in all can take. A sequence that is split has
+  // more keys than one split, so:
   //
-  //   rows * count < 2 * rows * seqlen_k / keys      keys >= kSplitKeys, keys >= kSplitKeysOfRow * rows
+  //   rows * count < 2 * rows * seqlen_k / split      split = Splits::keys >= max(kSplitKeys, kSplitKeysOfRow * rows)
   static constexpr int64_t room(int64_t most_rows, int64_t keys) {
     return 2 * keys * min(most_rows, kSplitKeys / kSplitKeysOfRow) / kSplitKeys;
   }
