@@ -20,7 +20,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("torch_version") = PYATTN_TORCH_VERSION;
   m.attr("compiler") = PYATTN_COMPILER;
   m.def("compiled_isas", &compiled_isas, "Instruction sets in this build, best first.");
-  m.def("available_isas", &available_isas, "Instruction sets of this build that the CPU has, best first.");
+  m.def("available_isas", &available_isas, "Instruction sets of this build that the CPU supports, best first.");
   m.attr("cuda_archs") = cuda::architectures();
   m.def("active_isa", &active_isa, "The instruction set in use.");
   const std::map<std::string, DType> dtypes{{"float64", DType::kFloat64},
@@ -36,7 +36,7 @@ PYBIND11_MODULE(_C, m) {
   pybind11::class_<TaskProfile>(m, "TaskProfile", "The part of a pass that one thread ran.")
       .def_property_readonly("pass_name", [](const TaskProfile& t) { return t.pass; })
       .def_readonly("isa", &TaskProfile::isa)
-      .def_readonly("thread", &TaskProfile::thread, "The system's number of the thread, as in torch's profiler.")
+      .def_readonly("thread", &TaskProfile::thread, "The system's ID of the thread, as in torch's profiler.")
       .def_readonly("begin_ns", &TaskProfile::begin_ns, "Nanoseconds since 1970.")
       .def_readonly("end_ns", &TaskProfile::end_ns)
       .def_readonly("items", &TaskProfile::items, "How many of the pass's work items it ran.")
@@ -45,9 +45,8 @@ PYBIND11_MODULE(_C, m) {
           "Ticks of the processor's time-stamp counter, by phase.")
       .def_property_readonly(
           "flops", [](const TaskProfile& t) { return std::to_array(t.counts.flops); },
-          "Floating-point operations of the products, by phase, with those that a tile computes in vain behind its "
-          "mask.");
-  m.def("start_profile", &start_profile, "Begin to record the tasks of each pass.");
+          "Floating-point operations of the products, by phase, including those for masked keys in a tile.");
+  m.def("start_profile", &start_profile, "Start recording the tasks of each pass.");
   m.def("stop_profile", &stop_profile, "Stop recording, and return the tasks since start_profile.");
-  m.def("set_isa", &set_isa, pybind11::arg("name"), "Make the instruction set of that name the active one.");
+  m.def("set_isa", &set_isa, pybind11::arg("name"), "Make the instruction set with that name the active one.");
 }

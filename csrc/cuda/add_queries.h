@@ -1,6 +1,6 @@
-// dQ += dS K inside the pass over keys, where repeatable bits are waived: every block of keys
-// adds its share to float sums in global memory, in whatever order blocks run, and a last pass
-// scales and rounds them. For 16-bit types only: float is for those who want its accuracy.
+// dQ += dS K in the pass over keys, for calls that need not be deterministic: each block of keys
+// adds its share atomically to float sums in global memory, in whatever order blocks run, and a last
+// pass scales and rounds them. For 16-bit types only: whoever chooses float wants its accuracy.
 #pragma once
 
 #include "cuda/fragment.h"
@@ -20,7 +20,7 @@ PYATTN_DEVICE void store_transposed(Tile<S, kRows, kKeys> T, const Sums<kM, kN>&
 }
 
 // sums[i][col] += (dS K)[i][col] for i < rows and col < cols; the warps take squares of 16 x 16
-// in turn. finite: all of K is; where it is not, a key counts only in rows whose dS is not 0.
+// in turn. finite: all of K is; otherwise a key counts only in rows whose dS is not 0.
 template <int kWarps, class S, int kRows, int kKeys, int kDim>
 PYATTN_DEVICE void add_queries(float* sums, int rows, int cols, Tile<S, kRows, kKeys> dS, Tile<S, kKeys, kDim> K,
                                bool finite) {

@@ -1,11 +1,11 @@
-// Backward for dK and dV: a block of threads takes kKeys keys of a KV head and runs over
-// the query rows that see them, all heads of the group one after the other, so that nothing
-// is expanded and no other block adds to its sums. Tiles lie transposed, [keys][queries]:
-// P^T and dS^T are left factors in the registers in which they are made.
+// Backward for dK and dV: a thread block takes kKeys keys of a KV head and runs over the query
+// rows that see them, all heads of the group one after the other, so K and V are not expanded and
+// no other block adds to its sums. Tiles are transposed, [keys][queries]: P^T and dS^T are left
+// factors in the registers in which they are computed.
 //
 //   S^T = K Q^T      dP^T = V dO^T      P, dS as in softmax_gradient.h      dV += (P * D)^T dO      dK += dS^T Q
 //
-// A warp takes 16 kM keys and, of wide heads, half of their columns.
+// A warp takes 16 kM keys and, in wide heads, half of their columns.
 #pragma once
 
 #include "cuda/add_queries.h"
@@ -32,17 +32,17 @@ struct KeysShape {
   static constexpr int kParts = kWide ? 2 : 1, kColumns = kDim / kParts;
   static constexpr int kKeys = sizeof(S) == 2 ? (kWide ? 64 : 128) : (kWide ? 32 : 64);
   static constexpr int kWarps = kKeys / (16 * kM) * kParts, kThreads = kWarps * kWarpLanes;
-  // 0: as ptxas thinks best. Of 64 columns it would hold float rows to the registers of three blocks, and general
-  // scores of 16 bits to those of two on sm_80, and spill 200 and 416 bytes.
+  // 0: ptxas chooses. At 64 columns it would limit float rows to the registers of three blocks and, on sm_80, general
+  // 16-bit scores to those of two, and spill 200 and 416 bytes.
   static constexpr int kBlocks = kDim != 64 ? 0 : sizeof(S) == 4 ? 2 : Score::kGeneral ? 1 : 0;
   static constexpr int kRows = Score::kGeneral || (kDim > 64 && sizeof(S) == 4) ? 16 : 32;
-  static constexpr int kStages = kDim > 192 ? 1 : 2;  // 2: the next rows are copied meanwhile, where memory allows
+  static constexpr int kStages = kDim > 192 ? 1 : 2;  // 2: prefetches the next rows, where memory allows
   using KTile = Tile<S, kKeys, kDim>;
   using QTile = Tile<S, kRows, kDim>;
   using dSTile = Tile<S, kRows, kKeys>;
   using Dropout = DropoutTile<kRows, kKeys>;
   static constexpr int kStageBytes = 2 * QTile::kBytes + kRows * sizeof(RowTerms);
-  // dS of add_queries.h replaces dO, which by then has been read, if there is no more room.
+  // dS of add_queries.h takes the place of dO, which has been read by then, if it fits there.
   static constexpr bool kdSReplacesdO = kKeys <= kDim;
   static constexpr int kdS = 2 * KTile::kBytes + kStages * kStageBytes;
   static constexpr int kFlags = kdS + (kdSReplacesdO ? 0 : dSTile::kBytes), kKept = kFlags + kRows;
@@ -50,7 +50,7 @@ struct KeysShape {
   static_assert(kBytes <= kSharedBytes);
 };
 
-// What is copied of a block of query rows.
+// The tiles of a block of query rows in shared memory.
 template <class S, int kDim, class Shape>
 struct RowStage {
   typename Shape::QTile Q, dO;  // [kRows][kDim]
@@ -75,8 +75,8 @@ struct RowStage {
 template <class S, int kDim, class Shape>
 struct KeysMemory {
   typename Shape::KTile K, V;       // [kKeys][kDim]
-  char* stages;                     // kStages times a RowStage
-  char* dS;                         // [kRows][kKeys], or where dO lies
+  char* stages;                     // kStages of RowStage
+  char* dS;                         // [kRows][kKeys], unless it is in dO's place
   char* flags;                      // [kRows]: rows of Q or dO that are not finite
   typename Shape::Dropout dropout;  // [kRows][kKeys]
 
@@ -93,7 +93,7 @@ struct KeysMemory {
   }
 };
 
-// What a warp makes of its keys.
+// A warp's keys, and their dK and dV.
 template <class S, int kDim, class Score, class Shape = KeysShape<S, kDim, Score>>
 struct KeysPass {
   static constexpr Layout kLayout = Layout::kKeysByQueries;
@@ -114,7 +114,7 @@ struct KeysPass {
 
   PYATTN_DEVICE TileMask place(int r0) const { return mask_of_keys<Shape::kKeys>(p, r0); }
 
-  // P = (P * D)^T and dS = dS^T of these rows. dS is written to dbias where that has a place for each.
+  // P = (P * D)^T and dS = dS^T of these rows. Writes dS to dbias if that has an element for each score.
   PYATTN_DEVICE void make_weights(Tile& P, Tile& dS, const RowStage<S, kDim, Shape>& rows, int r0, bool masked) const {
     multiply_rows<S>(P, shared.K, warp_key, rows.Q);
     multiply_rows<S>(dS, shared.V, warp_key, rows.dO);
@@ -148,7 +148,7 @@ struct KeysPass {
   }
 };
 
-// kAddQueries: dQ too, as add_queries.h says.
+// kAddQueries: also adds to dQ, as in add_queries.h.
 template <class S, int kDim, bool kAddQueries, class Score, class Shape = KeysShape<S, kDim, Score>>
 PYATTN_KERNEL(Shape::kThreads, Shape::kBlocks)
 backward_keys(const __grid_constant__ BackwardParams p) {
@@ -162,7 +162,7 @@ backward_keys(const __grid_constant__ BackwardParams p) {
   const auto& shared = pass.shared;
 
   const QueryRows<S> q(block.head, p.q, p.head_dim), dout(block.head, p.dout, p.head_dim_v);
-  if (!run.empty()) {  // a block may not end before its copies
+  if (!run.empty()) {  // without rows, nothing would wait for copies
     KeyRows<S>(block.head, p.k, p.head_dim).template load<Shape::kThreads>(shared.K, n0);
     KeyRows<S>(block.head, p.v, p.head_dim_v).template load<Shape::kThreads>(shared.V, n0);
     shared.rows(0).load(p, q, dout, before, run.begin);
@@ -170,7 +170,7 @@ backward_keys(const __grid_constant__ BackwardParams p) {
   bool finite_K = true;
   if (kAddQueries && !run.empty()) {
     wait_for_copies();
-    barrier();  // K is there
+    barrier();  // K has arrived
     finite_K = !find_nonfinite<Shape::kThreads>(shared.K, [](int) {});
   }
   int turn = 0;
@@ -178,7 +178,7 @@ backward_keys(const __grid_constant__ BackwardParams p) {
     const RowStage<S, kDim, Shape> rows = shared.rows(turn);
     next = skip_rows<kRows, kKeys>(p, run, r0 + kRows);
     wait_for_copies();
-    barrier();  // these rows are there, and those before no longer read
+    barrier();  // these rows have arrived, and the previous ones are no longer read
     if (Shape::kStages == 2) {
       turn ^= 1;
       if (next < run.end) shared.rows(turn).load(p, q, dout, before, next);
@@ -193,19 +193,19 @@ backward_keys(const __grid_constant__ BackwardParams p) {
     typename decltype(pass)::Tile P = {}, dS = {};
     pass.make_weights(P, dS, rows, r0, masked);
     pass.add_product(pass.dV, P, rows.dO, r0, masked);
-    if (masked || kAddQueries) barrier();  // flags, and dO, no longer read
+    if (masked || kAddQueries) barrier();  // flags and dO are no longer read
     if constexpr (kAddQueries) {
       const typename Shape::dSTile T{Shape::kdSReplacesdO ? rows.dO.data : shared.dS};
       if (pass.part == 0) store_transposed(T, dS, pass.warp_key);  // both parts have the same dS
       pass.add_product(pass.dK, dS, rows.Q, r0, masked);
-      barrier();  // T is there
+      barrier();  // T is complete
       float* sums = query_sums_of(p, before, q.count) + r0 * p.head_dim;
       add_queries<Shape::kWarps>(sums, min(kRows, q.count - r0), p.head_dim, T, shared.K, finite_K);
     } else {
       pass.add_product(pass.dK, dS, rows.Q, r0, masked);
     }
     if (Shape::kStages == 1) {
-      barrier();  // the rows no longer read
+      barrier();  // the rows are no longer read
       if (next < run.end) shared.rows(0).load(p, q, dout, before, next);
     }
   }

@@ -1,6 +1,6 @@
-// Backward for dQ: a block of threads takes kRows query rows of a KV head and runs over the
-// keys that they see, making S and dP once more. These two of backward's seven products are
-// the price of adding up dQ in one place, in one order.
+// Backward for dQ: a thread block takes kRows query rows of a KV head and runs over the keys that
+// they see, recomputing S and dP. These two of backward's seven products are the price of adding
+// up dQ in one place, in one order.
 //
 //   dP = dO V^T      P, dS as in softmax_gradient.h      dQ += dS K
 #pragma once
@@ -21,7 +21,7 @@
 namespace pyattn::cuda {
 namespace {
 
-// What the lane's rows add to dslopes: the sum of dS times minus the distance.
+// The terms of the lane's rows in dslopes: each the sum of dS times minus the distance.
 template <int kM>
 struct SlopeTerms {
   float sum[2 * kM] = {};
@@ -53,7 +53,7 @@ struct QueriesShape : RowShape<S, kDim> {
   using typename RowShape<S, kDim>::QTile;
   // S and dP together take twice the registers that S takes in forward.
   static constexpr int kKeys = !Score::kGeneral && (sizeof(S) == 2 || kDim <= 64) ? 32 : 16;
-  static constexpr int kStages = kDim > 192 ? 1 : 2;  // 2: the next keys are copied meanwhile, where memory allows
+  static constexpr int kStages = kDim > 192 ? 1 : 2;  // 2: prefetches the next keys, where memory allows
   using KTile = Tile<S, kKeys, kDim>;
   using Dropout = DropoutTile<QueriesShape::kRows, kKeys>;
   static constexpr int kFlags = 2 * QTile::kBytes + 2 * kStages * KTile::kBytes, kKept = kFlags + kKeys;
@@ -62,7 +62,7 @@ struct QueriesShape : RowShape<S, kDim> {
 
   struct Memory {
     QTile Q, dO;      // [kRows][kDim]
-    char* stages;     // kStages times K and V
+    char* stages;     // kStages of K and V
     char* flags;      // [kKeys]: rows of K that are not finite
     Dropout dropout;  // [kRows][kKeys]
 
@@ -98,7 +98,7 @@ backward_queries(const __grid_constant__ BackwardParams p) {
     k.template load<Shape::kThreads>(shared.K(stage), n0);
     v.template load<Shape::kThreads>(shared.V(stage), n0);
   };
-  if (!keys.empty()) {  // a block may not end before its copies
+  if (!keys.empty()) {  // without keys, nothing would wait for copies
     QueryRows<S>(block.head, p.q, p.head_dim).template load<Shape::kThreads>(shared.Q, r0);
     QueryRows<S>(block.head, p.dout, p.head_dim_v).template load<Shape::kThreads>(shared.dO, r0);
     load_keys(0, keys.begin);
@@ -118,7 +118,7 @@ backward_queries(const __grid_constant__ BackwardParams p) {
     const typename Shape::KTile K = shared.K(turn), V = shared.V(turn);
     next = skip_keys<kRows, kKeys>(p, keys, n0 + kKeys);
     wait_for_copies();
-    barrier();  // these keys are there, and those before no longer read
+    barrier();  // these keys have arrived, and the previous ones are no longer read
     if (Shape::kStages == 2) {
       turn ^= 1;
       if (next < keys.end) load_keys(turn, next);
@@ -145,7 +145,7 @@ backward_queries(const __grid_constant__ BackwardParams p) {
     multiply_sums<S, Shape::kParts>(dQ, dS, K, part);
     if (cleared) poison<S, kLayout>(dQ, shared.flags, kKeys, place(), warp_row);
     if (Shape::kStages == 1) {
-      barrier();  // the keys no longer read
+      barrier();  // the keys are no longer read
       if (next < keys.end) load_keys(0, next);
     }
   }

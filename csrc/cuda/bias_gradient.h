@@ -1,8 +1,8 @@
-// Backward for a bias that broadcasts: a block of threads takes a tile of dbias and runs over all
-// that shares it, sequence by sequence, query head by query head, tile by tile, making S and dP
-// once more. What a tile of sums shares is added up at the end, so every sum has one order.
+// Backward for a bias that broadcasts: a thread block takes a tile of dbias and runs over all scores
+// that share it, sequence by sequence, query head by query head, tile by tile, recomputing S and dP.
+// Sums within the tile that share an element are added up at the end, so every sum has one order.
 //
-//   dbias[i][j] = sum of dS over the sequences, heads, queries and keys for which bias[i][j] stands
+//   dbias[i][j] = sum of dS over the sequences, heads, queries and keys that bias[i][j] stands for
 #pragma once
 
 #include "cuda/backward_queries.h"
@@ -63,7 +63,7 @@ backward_bias(const __grid_constant__ BackwardParams p) {
           }
           if (shared.dropout.any()) shared.dropout.template draw<kThreads>(head, r0 + member, n0, group);
           wait_for_copies();
-          barrier();  // keys, rows and draws are there
+          barrier();  // keys, rows and draws are ready
           Sums<kM, kKeys / 8> P = {}, dS = {};
           multiply_rows<S>(P, shared.Q, warp_row, K);
           multiply_rows<S>(dS, shared.dO, warp_row, V);
@@ -82,7 +82,7 @@ backward_bias(const __grid_constant__ BackwardParams p) {
   if (warp() % Shape::kParts == 0)                        // both parts have the same sums
     each_sum<kM, kKeys / 8>(
         [&](int m, int n, int i, int row, int key) { sums[(warp_row + row) * kKeys + key] = dB[m][n][i]; });
-  barrier();  // the sums are there
+  barrier();  // the sums are complete
   const bool each_q = p.dbias.stride_q, each_k = p.dbias.stride_k;
   const int own_rows = each_q ? kRows : 1, own_keys = each_k ? kKeys : 1;
   for (int at = thread_index(); at < own_rows * own_keys; at += kThreads) {

@@ -1,4 +1,4 @@
-// The gradient of a bias in tiles: what each tile stands for where the bias broadcasts.
+// The gradient of a bias in tiles: the scores that each tile stands for where the bias broadcasts.
 #pragma once
 
 #include "attention.h"
@@ -7,8 +7,8 @@
 namespace pyattn::cuda {
 namespace {
 
-// Tiles of kRows queries and kKeys keys of each sequence and head; where the bias
-// broadcasts along one of these, a tile stands for all of it.
+// Tiles of kRows queries and kKeys keys of each sequence and head. Along a dimension
+// in which the bias broadcasts, a tile stands for all of it.
 template <int kRows, int kKeys>
 struct BiasItems {
   int64_t batch, heads, queries, keys;
@@ -22,7 +22,7 @@ struct BiasItems {
   constexpr int64_t count() const { return batch * heads * queries * keys; }
 };
 
-// What one tile stands for.
+// The scores that one tile stands for.
 struct BiasItem {
   Range sequences, heads, queries, keys;
 
@@ -33,7 +33,7 @@ struct BiasItem {
         queries(share(p.dbias.stride_q, at / tiles.keys % tiles.queries, kRows, p.seqlen_q)),
         keys(share(p.dbias.stride_k, at % tiles.keys, kKeys, p.seqlen_k)) {}
 
-  // Where its first element lies.
+  // The offset of its first element.
   constexpr int64_t offset(const BiasView& dbias) const {
     return sequences.begin * dbias.stride_b + heads.begin * dbias.stride_h + queries.begin * dbias.stride_q +
            keys.begin * dbias.stride_k;

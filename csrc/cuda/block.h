@@ -1,4 +1,4 @@
-// What a block of threads works on: a tile of query rows, or of keys, of one KV head.
+// The work of a thread block: a tile of query rows, or of keys, of one KV head.
 #pragma once
 
 #include "cuda/primitives.h"
@@ -8,14 +8,14 @@
 namespace pyattn::cuda {
 namespace {
 
-// Shared memory that every architecture from 8.0 on gives a block.
+// The shared memory that a block can have on every architecture from 8.0 on.
 inline constexpr int kSharedBytes = 99 * 1024;
 
-// How the four warps of a block share query rows. A lane has 255 registers, of which it
-// needs about 60 for other things than sums. With kM = 2 a warp has 32 rows and reads each
-// fragment of K and V once for two products, which the shared memory of an A100 keeps up
-// with; 16-bit rows of 128 columns then take 128 registers of output. Where they would take
-// more, kM is 1, and the columns of wide float rows are divided between two warps.
+// How the four warps of a block share query rows. A lane has 255 registers, and needs
+// about 60 of them for other things than sums. With kM = 2, a warp has 32 rows and reads each
+// fragment of K and V once for two products, and the shared memory of an A100 keeps up; the
+// output of 16-bit rows of 128 columns then takes 128 registers. Where it would take more, kM
+// is 1, and two warps share the columns of wide float rows.
 template <class S, int kDim, int kWarpTiles = sizeof(S) == 2 && kDim <= 128 ? 2 : 1>
 struct RowShape {
   static constexpr int kM = kWarpTiles;
@@ -29,9 +29,9 @@ PYATTN_DEVICE unsigned opaque_group(const ForwardParams& p) {
   return opaque(static_cast<unsigned>(p.num_heads_q)) / static_cast<unsigned>(p.num_heads_kv);
 }
 
-// kRows query rows of a head, its last ones first: under a causal mask they see most keys.
-// Kernels construct it again where they need it again: what it divides is opaque to the
-// compiler, for registers are scarcer than divisions.
+// kRows query rows of a head, the last ones first: under a causal mask they see the most keys.
+// Kernels rebuild it on use, from operands that are opaque to the compiler: recomputing a
+// division is cheaper than holding a register.
 template <int kRows>
 struct RowBlock {
   unsigned number, group, blocks;
@@ -46,11 +46,11 @@ struct RowBlock {
   PYATTN_DEVICE int first() const { return static_cast<int>(blocks - 1 - number % blocks) * kRows; }
   PYATTN_DEVICE int rows() const { return static_cast<int>(min(kRows, head.count - first())); }
 
-  // Packed sequences have as many blocks as the longest may have; those that a sequence does not fill leave at once.
+  // Each packed sequence has as many blocks as the longest may have; those past its end exit at once.
   PYATTN_DEVICE bool empty() const { return PYATTN_PACKED && first() >= head.count; }
 };
 
-// kKeys keys of a head, its first ones first: under a causal mask most rows see them.
+// kKeys keys of a head, the first ones first: under a causal mask the most rows see them.
 template <int kKeys>
 struct KeyBlock {
   unsigned number, blocks;
@@ -79,7 +79,7 @@ struct KeyRows {
         count(static_cast<int>(head.seqlen_k)),
         cols(static_cast<int>(cols)) {}
 
-  // Begins to copy those from n0 on.
+  // Starts to copy those from n0 on.
   template <int kThreads, int kRows, int kCols>
   PYATTN_DEVICE void load(Tile<S, kRows, kCols> tile, int n0) const {
     load_tile<kThreads>(tile, count - n0, cols, whole_chunks<S>(view),
@@ -87,7 +87,7 @@ struct KeyRows {
   }
 };
 
-// The query rows of a head: what Head::row says, in fewer registers.
+// The query rows of a head: Head::row in fewer registers.
 template <class S>
 struct QueryRows {
   const View& view;
@@ -110,7 +110,7 @@ struct QueryRows {
         count(static_cast<int>(head.seqlen_q)),
         cols(static_cast<int>(cols)) {}
 
-  // Begins to copy those from r0 on.
+  // Starts to copy those from r0 on.
   template <int kThreads, int kRows, int kCols>
   PYATTN_DEVICE void load(Tile<S, kRows, kCols> tile, int r0) const {
     load_tile<kThreads>(tile, count - r0, cols, whole_chunks<S>(view), [&](int i) {

@@ -1,5 +1,5 @@
 // Dropout: the draws that cpu/tiles/dropout.h defines, kept as bits in shared
-// memory, where every pass finds them whichever way its tile lies.
+// memory, where they serve tiles of either layout.
 #pragma once
 
 #include "cuda/primitives.h"
@@ -25,7 +25,7 @@ struct Philox {
   }
 };
 
-// Bit i: whether row r keeps key + i, for 8 keys from a multiple of 8 on.
+// Bit i: whether row r keeps key + i, for i < 8; key is a multiple of 8.
 PYATTN_DEVICE uint32_t draw_kept(const ForwardParams& p, const Head& head, int64_t r, int64_t key) {
   const int64_t index = head.b * p.num_heads_q + head.query_head(r);
   Philox draws{{static_cast<uint32_t>(key / kDrawKeys), static_cast<uint32_t>(head.query(r)),
@@ -40,20 +40,20 @@ PYATTN_DEVICE uint32_t draw_kept(const ForwardParams& p, const Head& head, int64
   return bits;
 }
 
-// What the weights of a tile of kRows rows and kKeys keys are multiplied by.
+// The dropout factors of a tile of kRows rows and kKeys keys.
 template <int kRows, int kKeys>
 struct DropoutTile {
   static constexpr int kBytes = kRows * kKeys / kDrawKeys;
   const ForwardParams& p;
   uint8_t* bits;  // [kRows][kKeys / 8]
-  float scale;    // of what is kept; 1 without dropout
+  float scale;    // of weights that are kept; 1 without dropout
 
   PYATTN_DEVICE DropoutTile(const ForwardParams& p, char* memory)
       : p(p), bits(reinterpret_cast<uint8_t*>(memory)), scale(65536.0f / (65536 - p.dropout.threshold)) {}
 
   PYATTN_DEVICE bool any() const { return p.dropout.threshold; }
 
-  // Draws for the rows r0, r0 + step and so on, and the keys from n0 on. A barrier comes after.
+  // Draws for the rows r0, r0 + step and so on, and the keys from n0 on. A barrier must follow.
   template <int kThreads>
   PYATTN_DEVICE void draw(const Head& head, int r0, int n0, int step = 1) const {
     constexpr int kGroups = kKeys / kDrawKeys;
@@ -65,7 +65,7 @@ struct DropoutTile {
     return bits[row * (kKeys >> 3) + (key >> 3)] >> (key & 7) & 1 ? scale : 0;
   }
 
-  // C[queries][keys], or transposed, times the factors; the
+  // Multiplies C[queries][keys], or [keys][queries], by the factors; the
   // warp's sums begin at row, or key, `first` of the tile.
   template <Layout kLayout, int kM, int kN>
   PYATTN_DEVICE void apply(Sums<kM, kN>& C, int first) const {

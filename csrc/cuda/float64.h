@@ -1,6 +1,6 @@
-// float64, for checks of gradients, where speed does not matter: a warp takes a row, or a
-// key, and makes one dot product after the other, columns on the lanes. (The kernels are
-// templates of a type that is always double: other dtypes do not compile them.)
+// float64, for checks of gradients, where speed does not matter: a warp takes a row, or a key,
+// and computes one dot product after the other, with the columns on its lanes. (The kernels are
+// templates over a type that is always double, so other dtypes do not compile them.)
 #pragma once
 
 #include "cuda/bias_items.h"
@@ -18,7 +18,7 @@ namespace {
 
 inline constexpr int kFloat64Warps = 4, kFloat64Threads = kFloat64Warps * kWarpLanes;
 
-// A lane's columns of a row of up to 256: lane, lane + 32, ...
+// A lane's part of a row of up to 256 columns: columns lane, lane + 32, ...
 inline constexpr int kLaneColumns = 256 / kWarpLanes;
 struct LaneRow {
   double column[kLaneColumns] = {};
@@ -45,7 +45,7 @@ struct LaneRow {
   }
 };
 
-// The rows of a key and of its value.
+// A key and its value.
 struct LaneKey {
   LaneRow k, v;
 
@@ -53,10 +53,10 @@ struct LaneKey {
       : k(head.key<const double>(p.k, j), p.head_dim), v(head.key<const double>(p.v, j), p.head_dim_v) {}
 };
 
-// This warp's row, or key, among all of them.
+// The number of this warp's row, or key, among all of them.
 PYATTN_DEVICE int64_t item_of_warp() { return block_index() * kFloat64Warps + warp(); }
 
-// What dropout multiplies the weight of row r and key j by.
+// The dropout factor of row r and key j.
 PYATTN_DEVICE double dropout_factor(const ForwardParams& p, const Head& head, int64_t r, int64_t j) {
   if (!p.dropout.threshold) return 1;
   const bool kept = draw_kept(p, head, r, j) >> j % kDrawKeys & 1;
@@ -98,7 +98,7 @@ float64_forward(const __grid_constant__ ForwardParams p) {
   static_cast<double*>(p.lse)[at] = visible.empty() ? sink : row_max + log(row_sum);
 }
 
-// A row in backward, and what a key makes of it.
+// A row in backward, and its weight and gradients for one key.
 struct RowGradient {
   const BackwardParams& p;
   Head head;
@@ -180,7 +180,7 @@ float64_backward_keys(const __grid_constant__ BackwardParams p) {
   dv.store(head.key<double>(p.dv, j), p.head_dim_v, 1);
 }
 
-// A warp makes an element of dbias, of all that it stands for.
+// A warp computes an element of dbias, a sum over all scores that it stands for.
 template <class S, class Score>
 PYATTN_KERNEL(kFloat64Threads)
 float64_backward_bias(const __grid_constant__ BackwardParams p) {

@@ -1,6 +1,6 @@
-// Forward: a block of threads takes kRows query rows of a KV head and runs over the keys
-// that they see with online softmax (Dao 2023, algorithm 1). While one product runs, the
-// keys or values of the next are copied.
+// Forward: a thread block takes kRows query rows of a KV head and runs over the keys that they
+// see with online softmax (Dao 2023, algorithm 1). While one product runs, the keys or values
+// of the next are prefetched.
 #pragma once
 
 #include <type_traits>
@@ -20,7 +20,7 @@
 namespace pyattn::cuda {
 namespace {
 
-// The few rows of a head whose keys are split take one tile of a warp, whose other registers hold more keys.
+// A head whose keys are split has few rows: a warp takes one tile of them, and its other registers hold more keys.
 template <class S, int kDim, bool kSplit>
 using ForwardRows = std::conditional_t<kSplit, RowShape<S, kDim, 1>, RowShape<S, kDim>>;
 
@@ -34,7 +34,7 @@ struct ForwardShape : ForwardRows<S, kDim, kSplit> {
                                : kDim <= 64             ? 64
                                                         : 32;
   static_assert(!kSplit || (kSplitStep % kKeys == 0 && ForwardShape::kRows <= kSplitRows));
-  // 0: as ptxas thinks best, which would spill more of general float scores, and of split ones, than it is worth.
+  // 0: ptxas chooses. For float scores that are general or split, its choice would spill more than it gains.
   static constexpr int kBlocks = sizeof(S) == 4 && (Score::kGeneral || kSplit) ? 2 : 0;
   using KTile = Tile<S, kKeys, kDim>;
   using Dropout = DropoutTile<ForwardShape::kRows, kKeys>;
@@ -57,7 +57,7 @@ struct ForwardShape : ForwardRows<S, kDim, kSplit> {
   };
 };
 
-// A block of threads takes all keys of its rows, or those of its split, from a multiple of kKeys on.
+// The keys of a thread block: all that its rows see, or those in its split, which begin at a multiple of kKeys.
 template <bool kSplit, int kKeys>
 PYATTN_DEVICE Run keys_of_block(const Mask& mask, int r0, int rows) {
   Run run = keys_of_rows(mask, r0, rows);
@@ -69,7 +69,7 @@ PYATTN_DEVICE Run keys_of_block(const Mask& mask, int r0, int rows) {
   return run;
 }
 
-// kSplit: a block takes one split of the keys (forward_splits.h), and leaves its O and row statistics for merge_splits.
+// kSplit: a block takes one split of the keys (forward_splits.h), and stores its O and row statistics for merge_splits.
 template <class S, int kDim, class Score, bool kSplit, class Shape = ForwardShape<S, kDim, Score, kSplit>>
 PYATTN_KERNEL(Shape::kThreads, Shape::kBlocks)
 forward(const __grid_constant__ ForwardParams p) {
@@ -87,7 +87,7 @@ forward(const __grid_constant__ ForwardParams p) {
   const Score score(p);
 
   const KeyRows<S> K(block.head, p.k, p.head_dim), V(block.head, p.v, p.head_dim_v);
-  if (!keys.empty()) {  // a block may not end before its copies
+  if (!keys.empty()) {  // without keys, nothing would wait for copies
     QueryRows<S>(block.head, p.q, p.head_dim).template load<Shape::kThreads>(shared.Q, r0);
     K.template load<Shape::kThreads>(shared.K, keys.begin);
   }
@@ -95,7 +95,7 @@ forward(const __grid_constant__ ForwardParams p) {
   SoftmaxState<kM> state;
   for (int n0 = keys.begin, next; n0 < keys.end; n0 = next) {
     wait_for_copies();
-    barrier();  // K is there, and V no longer read
+    barrier();  // K has arrived, and V is no longer read
     V.template load<Shape::kThreads>(shared.V, n0);
     if (shared.dropout.any()) {
       const RowBlock<kRows> same(p);
@@ -109,7 +109,7 @@ forward(const __grid_constant__ ForwardParams p) {
       score.template to_scores<kLayout>(P, none, warp_row, [&] { return mask_of_rows<kRows>(p, n0); });
     }
     wait_for_copies();
-    barrier();  // V is there, and K no longer read
+    barrier();  // V has arrived, and K is no longer read
     next = skip_keys<kRows, kKeys>(p, keys, n0 + kKeys);
     if (next < keys.end) K.template load<Shape::kThreads>(shared.K, next);
 

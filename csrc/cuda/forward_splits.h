@@ -1,7 +1,7 @@
-// Splits: one block of threads to a KV head leaves most of a GPU idle where few query rows meet many keys,
-// as in decoding. The keys are then divided among blocks (flash-decoding, Dao et al. 2023), and merge.h
-// combines what they leave. A head's own lengths say how, neither the batch nor the GPU, so that a sequence
-// has the same bits alone, in a batch and packed with others, and the host needs no length.
+// Split-K: where few query rows meet many keys, as in decoding, one thread block per KV head would leave most
+// of a GPU idle. The keys are then divided among blocks (flash-decoding, Dao et al. 2023), and merge.h combines
+// their partial results. How a head is split depends on its own lengths only, not on the batch or the GPU, so a
+// sequence has the same bits alone, in a batch and packed with others, and the host needs no lengths.
 #pragma once
 
 #include "cuda/primitives.h"
@@ -10,25 +10,25 @@
 namespace pyattn::cuda {
 namespace {
 
-// Query rows of a head whose keys are split, at most: a tile of them.
+// The most query rows of a head whose keys are split: one tile.
 inline constexpr int64_t kSplitRows = 64;
-// Keys of a split, at least: four tiles, so that 16k keys of 8 heads make four blocks for each
+// The fewest keys of a split: four tiles. 16k keys of 8 heads then make four blocks for each
 // multiprocessor of an H100.
 inline constexpr int64_t kSplitKeys = 256;
-// Keys for each row, at least: the float output of a split is then an eighth of its 16-bit keys and
-// values, written and read.
+// The fewest keys of a split for each of its rows: writing and reading the split's float output is
+// then at most an eighth of the traffic of its 16-bit keys and values.
 inline constexpr int64_t kSplitKeysOfRow = 16;
-// Splits of a head, at most: one head of a large cache fills a large GPU, and most blocks of a cache that
-// is nearly empty have nothing to do.
+// The most splits of a head: enough for one head of a large cache to fill a large GPU, though in a nearly
+// empty cache most of the blocks have nothing to do.
 inline constexpr int64_t kMostSplits = 128;
-// Splits begin at multiples of it, which every tile of keys divides.
+// Splits begin at multiples of kSplitStep, which every tile's number of keys divides.
 inline constexpr int64_t kSplitStep = 64;
 
-// round_up, which the pass over keys calls with one step alone: with a second one nvcc 13 no longer knows that step
-// where it inlines the other call.
+// A second round_up: the pass over keys calls the first one, and another step in any call of that stops nvcc 13 from
+// folding the step into a constant.
 constexpr int64_t whole(int64_t a, int64_t step) { return ceil_div(a, step) * step; }
 
-// The keys [s * keys, (s + 1) * keys) are split s of a head; count 1: the head is not split.
+// Split s of a head has the keys [s * keys, (s + 1) * keys). count 1: the head is not split.
 struct Splits {
   int64_t keys, count;
 
@@ -47,20 +47,20 @@ struct Splits {
   }
 };
 
-// The params for heads that are split: packed, for sequences with few query rows.
+// The params for heads that are split. For packed sequences, seqlen_q is at most the longest of those.
 constexpr ForwardParams with_few_rows(const ForwardParams& p) {
   ForwardParams few = p;
   if (is_packed(p)) few.seqlen_q = min(p.seqlen_q, kSplitRows / max(group_size(p), 1));
   return few;
 }
 
-// The most splits of a head.
+// The largest number of splits of any head.
 constexpr int64_t most_splits(const ForwardParams& few) {
   if (is_packed(few)) return few.seqlen_q ? min(ceil_div(few.seqlen_k, kSplitKeys), kMostSplits) : 1;
   return Splits(most_rows(few), few.seqlen_k).count;
 }
 
-// Whether a block of threads, of all keys or of a split, has work on this head.
+// Whether a thread block, with all keys or with a split of them, has work on this head.
 template <bool kSplit>
 PYATTN_DEVICE bool has_keys(const Mask& mask) {
   if constexpr (kSplit) return Splits(mask.head).used(mask).contains(block_index_y());
@@ -71,8 +71,8 @@ struct SplitRow {
   float row_max, row_sum;
 };
 
-// What splits leave in params.workspace: O[row][column], not yet divided by the sum, in rows of whole
-// vectors, then a SplitRow of each; the rows of a head split by split.
+// The partial results of splits in params.workspace: O[row][column], not yet divided by the row's sum, in
+// rows of whole vectors, then stats[row]. The rows of a head are ordered by split.
 struct SplitResults {
   static constexpr int64_t kVector = 4;  // floats
 
@@ -95,9 +95,10 @@ struct SplitResults {
     return most_splits(few) <= 1 ? 0 : count(few) * (columns(few) * sizeof(float) + sizeof(SplitRow));
   }
 
-  // Enough for every packed sequence among so many keys, because seqlen_k > keys where it is split:
+  // The most rows that the splits of packed sequences with `keys` keys in all can take. A sequence that is split has
+  // more keys than one split, so:
   //
-  //   rows * count < 2 * rows * seqlen_k / keys      keys >= kSplitKeys, keys >= kSplitKeysOfRow * rows
+  //   rows * count < 2 * rows * seqlen_k / split      split = Splits::keys >= max(kSplitKeys, kSplitKeysOfRow * rows)
   static constexpr int64_t room(int64_t most_rows, int64_t keys) {
     return 2 * keys * min(most_rows, kSplitKeys / kSplitKeysOfRow) / kSplitKeys;
   }

@@ -1,7 +1,7 @@
 // Fragments: the factors of products on tensor cores, as a warp's lanes hold them (ptx.h has the
 // layouts). 16-bit types multiply as they are. A float is the sum of two tf32, and a product of
-// floats three of tf32; the tensor cores, which truncate sums, add up one slice alone, and slices
-// are added in float (Ootomo and Yokota 2022), or the error would grow with the number of keys.
+// floats is three products of tf32. Tensor cores truncate sums, so they add up one slice only, and
+// slices are added in float (Ootomo and Yokota 2022): else the error would grow with the number of keys.
 #pragma once
 
 #include <type_traits>
@@ -88,8 +88,8 @@ PYATTN_DEVICE void narrow(bf16& to, float x) { to.bits = static_cast<uint16_t>(p
 PYATTN_DEVICE void narrow(f16& to, float x) { to.bits = static_cast<uint16_t>(pack_f16(x, 0)); }
 
 // Two times 8 columns of sums as a left factor; the product sums over these columns. For
-// float the tensor core's columns t and t + 4 are the sums' columns 2t and 2t + 1, so that
-// no lane needs another's: SummedCursor (product.h) agrees.
+// float the tensor core's columns t and t + 4 are the sums' columns 2t and 2t + 1, so no
+// lane needs another's; SummedCursor (product.h) has its rows in the same order.
 template <class S>
 PYATTN_DEVICE Left<S> as_left(const float (*c)[4]) {
   if constexpr (sizeof(S) == 4) {

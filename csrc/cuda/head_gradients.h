@@ -1,5 +1,5 @@
-// Gradients of slopes and sinks: sums over the rows of a query head, in double, in one order. A
-// warp makes one sum.
+// Gradients of slopes and sinks: sums over the rows of a query head, in double, in one order.
+// One warp per sum.
 #pragma once
 
 #include "attention.h"
@@ -16,8 +16,8 @@ struct RowSums {
   const T* terms;  // (batch, heads, rows)
   T* sums;         // (batch or 1, heads)
   int64_t batch, heads, rows;
-  bool one_for_all;           // sequences
-  const Sequence* sequences;  // where terms are (heads, rows) of packed sequences and sums (batch, heads); or null
+  bool one_for_all;           // one sum for all sequences
+  const Sequence* sequences;  // packed, with terms (heads, rows) and sums (batch, heads); else null
 };
 
 template <class T>

@@ -1,6 +1,6 @@
 // The attention kernels for GPUs. Compiled for each dtype (PYATTN_DTYPE), once for batches and once for
-// packed sequences (PYATTN_PACKED), over a header of primitives: ptx.h for a GPU, another for a host that
-// emulates one. All of it has internal linkage but the table at the end.
+// packed sequences (PYATTN_PACKED), over a header of primitives: ptx.h for a GPU, the emulator's host.h
+// for a host. All of it but the table at the end has internal linkage.
 #include <type_traits>
 
 #include "cuda/add_queries.h"
@@ -33,8 +33,8 @@ int64_t rows_of_head(const ForwardParams& p) { return p.seqlen_q * group_size(p)
 int64_t row_blocks(const ForwardParams& p, int64_t rows) { return kv_heads(p) * ceil_div(rows_of_head(p), rows); }
 int64_t key_blocks(const ForwardParams& p, int64_t keys) { return kv_heads(p) * ceil_div(p.seqlen_k, keys); }
 
-// f(kDim) for the smallest head dimension with kernels that holds both of the call's. General, packed
-// sequences and splits have half as many (kFew), which take half as long to compile.
+// Calls f(kDim) with the smallest head dimension, among those with kernels, that holds both of the call's.
+// General scores, packed sequences and splits have half as many (kFew), which halves their compile time.
 template <class Score, bool kFew = Score::kGeneral || PYATTN_PACKED, class F>
 void with_dim(const ForwardParams& p, F f) {
   const int64_t dim = max(p.head_dim, p.head_dim_v);
@@ -48,7 +48,7 @@ void with_dim(const ForwardParams& p, F f) {
   f(std::integral_constant<int, 256>());
 }
 
-// f(std::type_identity<Score>) for the score of the call.
+// Calls f(std::type_identity<Score>) with the score of the call.
 template <class S, class Params, class F>
 void with_score(const Params& p, F f) {
   if (general_score(p))
@@ -57,15 +57,15 @@ void with_score(const Params& p, F f) {
     f(std::type_identity<Plain<S>>());
 }
 
-// Fills what no packed sequence has.
+// Fills the tokens of no packed sequence.
 template <class S>
 void launch_rest(Launches& launches, const ForwardParams& p, const View& to, int64_t cols, Filled what) {
   launches.run_warps(fill_rest<S>, what == Filled::kKeys ? p.packed.total_k : p.packed.total_q, kFillWarps,
                      Rest{p, to, cols, what});
 }
 
-// Finds packed sequences, makes the mask's summaries where there are any, and leaves the rest of
-// params.workspace.
+// Places packed sequences and computes the mask's summaries, where there are any. params.workspace then
+// begins after them.
 template <class S>
 void launch_mask(Launches& launches, ForwardParams& p) {
   if constexpr (PYATTN_PACKED) launches.run(place_sequences<S>, 1, kWarpLanes, 0, p);
@@ -75,7 +75,7 @@ void launch_mask(Launches& launches, ForwardParams& p) {
   launches.run(mask_blocks<S>, ceil_div(mask_blocks_count(p), kMaskThreads), kMaskThreads, 0, p);
 }
 
-// Heads whose keys are split.
+// Forward for heads whose keys are split.
 template <class S, class Score>
 void launch_splits(Launches& launches, const ForwardParams& few) {
   with_dim<Score, true>(few, [&](auto dim) {
@@ -99,7 +99,7 @@ const char* launch_forward(const ForwardParams& params, void* stream) {
       using Score = typename decltype(chosen)::type;
       const ForwardParams few = with_few_rows(p);
       const bool splits = most_splits(few) > 1;
-      if (PYATTN_PACKED || !splits)  // packed, some sequences may be split and others not
+      if (PYATTN_PACKED || !splits)  // of packed sequences, some may be split and others not
         with_dim<Score>(p, [&](auto dim) {
           using Shape = ForwardShape<S, dim, Score, false>;
           launches.run_shape<Shape>(forward<S, dim, Score, false>, row_blocks(p, Shape::kRows), p);
@@ -109,20 +109,20 @@ const char* launch_forward(const ForwardParams& params, void* stream) {
   return launches.error();
 }
 
-// dQ by the pass over keys. dslopes needs the pass over queries, which makes dQ too.
+// Whether the pass over keys adds up dQ. dslopes needs the pass over queries, which computes dQ too.
 template <class S>
 bool adds_queries(const BackwardParams& p, bool deterministic) {
   return sizeof(S) == 2 && !deterministic && !p.dslopes;
 }
 
-// dQ, dK and dV, what dslopes and dsinks are the sums of, and dbias where it does not broadcast.
+// Computes dQ, dK and dV, the row terms that dslopes and dsinks sum up, and dbias where it does not broadcast.
 template <class S, class Score>
 void launch_gradients(Launches& launches, const BackwardParams& p, bool deterministic) {
   launches.run_warps(row_terms<S, Score>, all_rows(p), kRowTermsWarps, p);
   if constexpr (sizeof(S) == 2)
     if (adds_queries<S>(p, deterministic)) {
       const int64_t sums = all_rows(p) * p.head_dim;
-      if (sums)  // there are none without heads, rows or columns
+      if (sums)  // 0 without heads, rows or columns
         launches.clear(query_sums_of(p, 0, 0), sums * sizeof(float));
       with_dim<Score>(p, [&](auto dim) {
         using Keys = KeysShape<S, dim, Score>;
@@ -150,7 +150,7 @@ void launch_gradients(Launches& launches, const BackwardParams& p, [[maybe_unuse
   }
 }
 
-// dbias where it broadcasts, and in float64.
+// Computes dbias where it broadcasts, and in float64.
 template <class S>
 void launch_bias(Launches& launches, const BackwardParams& p) {
   using Score = General<S>;
@@ -173,7 +173,7 @@ void launch_row_sums(Launches& launches, const BackwardParams& p, const T* terms
   launches.run_warps(sum_rows<T>, (one_for_all ? 1 : p.batch) * p.num_heads_q, kRowSumWarps, rows);
 }
 
-// dbias, where there is one.
+// The gradients of a batch, with dbias where it is wanted.
 template <class S>
 void launch_gradients_and_bias(Launches& launches, const BackwardParams& p, bool deterministic) {
   const bool bias_pass = p.dbias.data && (std::is_same_v<S, double> || !one_score_each(p));
@@ -181,13 +181,13 @@ void launch_gradients_and_bias(Launches& launches, const BackwardParams& p, bool
   if (bias_pass) main.dbias.data = nullptr;
   if (const int64_t scores = p.batch * p.num_heads_q * p.seqlen_q * p.seqlen_k; main.dbias.data && scores) {
     const int64_t bytes = p.dbias.type == BiasType::kFloat32 ? sizeof(float) : sizeof(S);
-    launches.clear(p.dbias.data, scores * bytes);  // what no row sees is not reached
+    launches.clear(p.dbias.data, scores * bytes);  // tiles that no row sees are skipped
   }
   launch_gradients<S>(launches, main, deterministic);
   if (bias_pass) launch_bias<S>(launches, p);
 }
 
-// Packed sequences have no bias. Rows of no sequence have no share of dslopes and dsinks.
+// Packed sequences have no bias. Rows of no sequence add 0 to dslopes and dsinks.
 template <class S, class T>
 void launch_packed_gradients(Launches& launches, const BackwardParams& p, bool deterministic) {
   if (const int64_t terms = ((p.dslopes ? 1 : 0) + (p.dsinks ? 1 : 0)) * all_rows(p); terms)

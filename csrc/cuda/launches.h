@@ -1,4 +1,4 @@
-// Kernel launches on a stream, in order; after one that fails, none follows.
+// Kernel launches on a stream, in order. After an error, nothing more is launched.
 #pragma once
 
 #include "cuda/primitives.h"
@@ -15,12 +15,12 @@ class Launches {
   void run(void (*kernel)(Params), Grid grid, int threads, int shared_bytes, const Params& p) {
     if (!error_) error_ = launch(kernel, grid, threads, shared_bytes, stream_, p);
   }
-  // A kernel of which a warp takes an item.
+  // Launches a kernel with one warp per item.
   template <class Params>
   void run_warps(void (*kernel)(Params), int64_t items, int warps, const Params& p) {
     run(kernel, ceil_div(items, warps), warps * kWarpLanes, 0, p);
   }
-  // A kernel that has a shape.
+  // Launches a kernel whose Shape gives its threads and shared memory.
   template <class Shape, class Params>
   void run_shape(void (*kernel)(Params), Grid grid, const Params& p) {
     run(kernel, grid, Shape::kThreads, Shape::kBytes, p);

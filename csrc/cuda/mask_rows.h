@@ -1,6 +1,6 @@
-// The passes before all others where key ranges, a bool mask or a bias are given: what a tensor leaves of
-// each of its rows, and what each block of query rows sees. Device memory is not read on the host, so
-// every pass finds them in params.
+// The passes before all others where key ranges, a bool mask or a bias are given: the keys that a tensor shows
+// each of its rows, and those that each block of query rows sees. The host does not read device memory, so
+// later passes find them through params.
 #pragma once
 
 #include "cuda/fragment.h"
@@ -14,16 +14,16 @@ inline constexpr int kMaskWarps = 4, kMaskThreads = kMaskWarps * kWarpLanes;
 
 constexpr int64_t mask_blocks_count(const ForwardParams& p) { return needs_blocks(p) ? Mask::count_blocks(p) : 0; }
 
-// Rows of all tensors that hide keys.
+// The rows of all tensors that hide keys.
 constexpr int64_t mask_rows_count(const ForwardParams& p) {
   int64_t count = 0;
   each_mask_tensor(p, [&](const auto& view, const RowKeys*) { count += OwnRows(p, view).count(); });
   return count;
 }
 
-// The size of what the two passes write at the beginning of params.workspace: the blocks, then each tensor's rows.
+// The bytes that the two passes write at the beginning of params.workspace: the blocks, then each tensor's rows.
 constexpr int64_t mask_bytes(const ForwardParams& p) {
-  constexpr int64_t kAlignment = 16;  // of what comes behind
+  constexpr int64_t kAlignment = 16;  // of what comes after
   return round_up(mask_blocks_count(p) * sizeof(BlockKeys) + mask_rows_count(p) * sizeof(RowKeys), kAlignment);
 }
 
@@ -34,7 +34,7 @@ constexpr void place_mask(ForwardParams& p) {
   p.workspace = static_cast<char*>(p.workspace) + mask_bytes(p);
 }
 
-// A warp to a row of a tensor that hides keys.
+// One warp per row of a tensor that hides keys.
 template <class S>
 PYATTN_KERNEL(kMaskThreads)
 mask_rows(const __grid_constant__ ForwardParams p) {
@@ -58,7 +58,7 @@ mask_rows(const __grid_constant__ ForwardParams p) {
   });
 }
 
-// A thread to a block of rows.
+// One thread per block of rows.
 template <class S>
 PYATTN_KERNEL(kMaskThreads)
 mask_blocks(const __grid_constant__ ForwardParams p) {

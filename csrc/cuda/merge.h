@@ -1,4 +1,4 @@
-// Merge: combines what the splits of a head leave into out and the row statistics. One warp per row.
+// Merge: combines the partial results of a head's splits into out and the row statistics. One warp per row.
 #pragma once
 
 #include "cuda/forward_splits.h"
@@ -13,7 +13,7 @@ namespace {
 
 inline constexpr int kMergeWarps = 8;
 
-// The sums over splits are taken in the order of the keys, whichever block was done first.
+// Sums over splits are in the order of the keys, whichever block finished first.
 //
 //   row_max = max_s row_max_s      w_s = exp(row_max_s - row_max)      row_sum = sum_s w_s row_sum_s      O = sum_s w_s O_s
 template <class S, class Score>

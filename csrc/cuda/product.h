@@ -12,7 +12,7 @@ namespace {
 
 // ---- Fragments ----
 
-// 16 rows from the given one on, slice by slice.
+// Loads left factors: 16 rows from the given one on, slice by slice.
 template <class S, class T>
 struct LeftCursor : Cursor<T> {
   PYATTN_DEVICE LeftCursor(T tile, int row) : Cursor<T>(tile, row + lane() % 16, lane() / 16) {}
@@ -34,7 +34,7 @@ struct LeftCursor : Cursor<T> {
   }
 };
 
-// Two times 8 rows, slice by slice, as columns.
+// Loads right factors: two times 8 rows as columns, slice by slice.
 template <class S, class T>
 struct RightCursor : Cursor<T> {
   PYATTN_DEVICE explicit RightCursor(T tile) : Cursor<T>(tile, lane() % 8 + lane() / 16 * 8, lane() / 8 % 2) {}
@@ -55,16 +55,16 @@ struct RightCursor : Cursor<T> {
   }
 };
 
-// kParts warps, one or two, share the columns of a tile: each takes one half of every 128
-// bytes of a row, so that a cursor's steps are the same constants for both. The first of
-// the n-th 8 columns of a part.
+// The first of the n-th 8 columns of a part. kParts warps, one or two, share the columns of a
+// tile: each takes one half of every 128 bytes of a row, so a cursor's steps are the same
+// constants for both.
 template <class S, int kParts>
 PYATTN_DEVICE int column_of_part(int n, int part) {
   constexpr int kHalf = 64 / sizeof(S);
   return kParts == 1 ? 8 * n : 8 * n / kHalf * 2 * kHalf + part * kHalf + 8 * n % kHalf;
 }
 
-// A slice of rows, which the product sums over, and two times 8 columns of the part.
+// Loads right factors: a slice of rows, which the product sums over, and two times 8 columns of the part.
 template <class S, int kParts, class T>
 struct SummedCursor : Cursor<T> {
   PYATTN_DEVICE SummedCursor(T tile, int part) : Cursor<T>(tile, lane() % 16, 4 * part + lane() / 16) {}
@@ -78,7 +78,7 @@ struct SummedCursor : Cursor<T> {
 template <int kParts, class T>
 struct SummedCursor<float, kParts, T> {  // ldmatrix transposes 2-byte elements only; the order of the rows is as_left's
   Cursor<T> even, odd;
-  int column;  // of its chunk, in bytes
+  int column;  // byte offset in the chunk
 
   PYATTN_DEVICE SummedCursor(T tile, int part)
       : even(tile, lane() % 4 * 2, 4 * part + lane() / 16),
@@ -126,7 +126,7 @@ PYATTN_DEVICE void multiply_rows(Sums<kM, kN>& C, Tile<S, kARows, kCols> A, int 
   }
 }
 
-// C += W B for the columns of the part: W are sums of an earlier product, rows of B from 0 on.
+// C += W B for the columns of the part. W: sums of an earlier product; rows of B from 0 on.
 template <class S, int kParts, int kM, int kK, int kN, int kRows, int kCols>
 PYATTN_DEVICE void multiply_sums(Sums<kM, kN>& C, const Sums<kM, kK>& W, Tile<S, kRows, kCols> B, int part) {
   const SummedCursor<S, kParts, Tile<S, kRows, kCols>> right(B, part);
@@ -145,7 +145,7 @@ PYATTN_DEVICE void multiply_sums(Sums<kM, kN>& C, const Sums<kM, kK>& W, Tile<S,
   }
 }
 
-// f(m, n, i, row, col) for each of the lane's sums.
+// Calls f(m, n, i, row, col) for each of the lane's sums.
 template <int kM, int kN, class F>
 PYATTN_DEVICE void each_sum(F f) {
 #pragma unroll
@@ -159,8 +159,8 @@ PYATTN_DEVICE void each_sum(F f) {
 // How a tile of scores lies in a warp's sums.
 enum class Layout { kQueriesByKeys, kKeysByQueries };
 
-// f(at, row, each_key) for each query row of which the lane holds sums: at counts them, row
-// is its place in the tile, and each_key(g) calls g(m, n, i, key) for the row's sums. The
+// Calls f(at, row, each_key) for each query row that the lane holds sums of: `at` counts them,
+// `row` is the row's place in the tile, and each_key(g) calls g(m, n, i, key) for its sums. The
 // warp's sums begin at row, or key, `first` of the tile.
 template <Layout kLayout, int kM, int kN, class F>
 PYATTN_DEVICE void each_query(int first, F f) {
@@ -185,8 +185,8 @@ PYATTN_DEVICE void each_query(int first, F f) {
   }
 }
 
-// row(i)[j] = scale(i) * C[i][j] for i < rows and j < cols, i
-// counting from the warp's first row, j the columns of the part.
+// row(i)[j] = scale * C[i][j] for i < rows and j < cols: i counts from the warp's first
+// row, j is a column of the part, and scale(m, half) is that of the row.
 template <class S, int kParts, int kM, int kN, class Row, class Scale>
 PYATTN_DEVICE void store_sums(const Sums<kM, kN>& C, int part, int rows, int64_t cols, bool whole_chunks, Row row,
                               Scale scale) {

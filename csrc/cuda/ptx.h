@@ -1,6 +1,6 @@
-// What a GPU of compute capability 8.0 or later does in one instruction, and how a kernel
-// is launched: all that the kernels know of CUDA. tests/tools/emulation/host.h says the
-// same of a host, so that their source runs without a GPU.
+// Instructions of GPUs from compute capability 8.0 on, and kernel launches: all that the
+// kernels know of CUDA. tests/tools/emulation/host.h has the same functions for a host, so
+// the kernels' source runs without a GPU.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #define PYATTN_DEVICE __device__ __forceinline__
-// Threads of a block and, if need be, how many blocks a multiprocessor shall hold.
+// Arguments: the threads of a block and, optionally, how many blocks a multiprocessor shall hold.
 #define PYATTN_KERNEL(...) __global__ void __launch_bounds__(__VA_ARGS__)
 
 namespace pyattn::cuda {
@@ -40,14 +40,14 @@ PYATTN_DEVICE T shuffle_xor(T x, int lanes) {
   return __shfl_xor_sync(0xffffffff, x, lanes);
 }
 
-// A place in shared memory.
+// An address in shared memory.
 using SharedAddress = uint32_t;
 PYATTN_DEVICE SharedAddress shared_address(const void* p) {
   return static_cast<SharedAddress>(__cvta_generic_to_shared(p));
 }
 
-// Four matrices of 8 rows of 16 bytes, lane l giving the address of row l % 8 of matrix l / 8.
-// Lane l gets the 4 bytes l % 4 of row l / 4 of each; transposed, and taken as 2-byte elements,
+// Loads four matrices of 8 rows of 16 bytes; lane l gives the address of row l % 8 of matrix
+// l / 8. Lane l gets 4-byte word l % 4 of row l / 4 of each; transposed, with 2-byte elements,
 // rows 2 (l % 4) and 2 (l % 4) + 1 of column l / 4.
 PYATTN_DEVICE void load_matrices(uint32_t (&r)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -90,14 +90,14 @@ PYATTN_DEVICE void multiply_tf32(float (&c)[4], const uint32_t (&a)[4], const ui
 }
 #undef PYATTN_MMA
 
-// ---- Copies from global to shared memory that the thread does not wait for ----
+// ---- Asynchronous copies from global to shared memory ----
 
-// The first bytes of 16, the rest zero. Both addresses are multiples of 16.
+// Copies the first `bytes` of 16 and sets the others to 0. Both addresses are multiples of 16.
 PYATTN_DEVICE void copy_16_bytes(SharedAddress to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-// Waits for the thread's own copies; a barrier then tells the others.
+// Waits for the thread's own copies; other threads may read them after a barrier.
 PYATTN_DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // ---- Arithmetic ----
@@ -143,8 +143,8 @@ PYATTN_DEVICE float widen_f16(uint16_t x) {
 PYATTN_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 PYATTN_DEVICE float float_of(uint32_t x) { return __uint_as_float(x); }
 
-// x, of which the compiler knows nothing: so that it computes what depends on it
-// here, and does not keep it in registers from one round of a loop to the next.
+// x, opaque to the compiler, which therefore computes here what depends on it, instead
+// of keeping that in registers from one iteration of a loop to the next.
 PYATTN_DEVICE unsigned opaque(unsigned x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -152,11 +152,11 @@ PYATTN_DEVICE unsigned opaque(unsigned x) {
 
 // ---- Launch ----
 
-// Both return what went wrong, or null.
+// Both return an error message, or null.
 
 inline const char* message(cudaError_t error) {
   if (error == cudaSuccess) return nullptr;
-  cudaGetLastError();  // so that the next caller does not find it
+  cudaGetLastError();  // clears it for the next caller
   return cudaGetErrorString(error);
 }
 

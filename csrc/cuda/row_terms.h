@@ -1,5 +1,5 @@
-// The first pass of backward: what the others need to know of
-// each row, above all delta = rowsum(dO * O), and its share of dsinks. One warp per row.
+// The first pass of backward: each row's terms for the other passes, above all
+// delta = rowsum(dO * O), and its share of dsinks. One warp per row.
 #pragma once
 
 #include "cuda/fragment.h"
@@ -36,7 +36,7 @@ row_terms(const __grid_constant__ BackwardParams p) {
               row_sum = static_cast<const float*>(p.row_sum)[index];
   const RowTerms terms{score.shift(row_max), 1 / row_sum, (alone ? 0 : delta) - dlse, alone ? 0.0f : 1.0f};
   row_terms_of(p, 0, 0)[at] = terms;
-  // A row that sees neither a key nor a sink has a sum of 0.
+  // A row that sees neither a key nor a sink has row_sum 0.
   if (p.dsinks)
     sink_terms_of<float>(p)[index] =
         sink == kNegInf ? 0 : score.weight_of_sink(sink, row_max) * terms.factor * -terms.delta;

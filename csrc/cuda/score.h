@@ -1,6 +1,6 @@
 // Scores: the one place where a product of a query and a key becomes a score, and where the
-// gradient of a score is taken back to the product. Kernels are templates over the score;
-// softmax does not know which one it was.
+// gradient of a score becomes that of the product. Kernels are templates over the score;
+// softmax is the same for all scores.
 #pragma once
 
 #include "cuda/fragment.h"
@@ -15,21 +15,21 @@ namespace {
 inline constexpr double kLog2e = 1.4426950408889634;
 inline constexpr float kNegInf = -__builtin_inff();
 
-// Whether a call's scores are General and not Plain, which takes a sink over the factor: for a factor
-// near 0 that is no float.
+// Whether a call's scores are General and not Plain. Plain divides a sink by the factor,
+// which overflows for a factor near 0.
 template <class Params>
 bool general_score(const Params& p) {
   return !is_plain(p) || (p.score.sinks && fabs(p.softmax_scale) < 0x1p-32);
 }
 
-// The derivative of scores by what was a product times softmax_scale, where that is 1.
+// The derivative of scores with respect to softmax_scale times product, where that is 1.
 struct NoDerivative {
   PYATTN_DEVICE void set(int, int, int, float) {}
 };
 
-// score = softmax_scale * (q . k) = factor * s, where s is the product with the sign of
-// softmax_scale: a row's largest s is its largest score, and the factor enters with the
-// exponential. row_max of the params is in units of s.
+// score = softmax_scale * (q . k) = factor * s, where factor = |softmax_scale| and s has the sign
+// of softmax_scale in it: a row's largest s belongs to its largest score, and exp applies the
+// factor. row_max of the params is in units of s.
 template <class S>
 class Plain {
  public:
@@ -40,39 +40,39 @@ class Plain {
   PYATTN_DEVICE explicit Plain(const ForwardParams& p)
       : p_(p), exponent_(fmaxf(static_cast<float>(fabs(p.softmax_scale) * kLog2e), 0x1p-126f)) {}
 
-  // Products of queries and keys -> s, in place, whichever way the tile lies.
+  // Products of queries and keys -> s, in place, in either layout.
   template <Layout, int kM, int kN, class Place>
   PYATTN_DEVICE void to_scores(Sums<kM, kN>& C, NoDerivative, int, Place) const {
     if (signbit(p_.softmax_scale)) each_sum<kM, kN>([&](int m, int n, int i, int, int) { C[m][n][i] = -C[m][n][i]; });
   }
 
-  // dS, gradient of the scores -> gradient of the products
-  // over dscale, in place: here they are the same.
+  // dS, the gradient of the scores -> the gradient of the products
+  // divided by dscale, in place: here they are the same.
   template <int kM, int kN>
   PYATTN_DEVICE void to_products(Sums<kM, kN>&, NoDerivative) const {}
 
-  // What dQ = dS K and dK = dS^T Q are multiplied by when they leave.
+  // The factor that dQ = dS K and dK = dS^T Q are multiplied by when they are stored.
   PYATTN_DEVICE float dscale() const { return static_cast<float>(p_.softmax_scale); }
 
-  // A sink in units of s; a finite one stays so, and its product with the exponent too.
+  // A sink in units of s. A finite sink stays finite, and so does its product with the exponent.
   PYATTN_DEVICE float from_sink(float sink) const {
     const float s = sink / static_cast<float>(fabs(p_.softmax_scale));
     return sink - sink == 0 ? fminf(fmaxf(s, -0x1p100f), 0x1p100f) : sink;
   }
 
-  // What exp takes for row_max. -inf - -inf is NaN: where nothing was seen yet, 0 is subtracted.
+  // The shift that exp subtracts for row_max; 0 for -inf, where no key was seen yet, because -inf - -inf is NaN.
   PYATTN_DEVICE float shift(float row_max) const {
     if (row_max == kNegInf) return 0;
     return sizeof(S) == 4 ? row_max : row_max * exponent_;
   }
 
-  // exp(score - largest score). In 16 bits one rounding fewer for
+  // exp(score - largest score). 16-bit types have one rounding fewer for
   // each weight, and one more that all weights of a row share.
   PYATTN_DEVICE float exp(float s, float shift) const {
     return sizeof(S) == 4 ? exp2((s - shift) * exponent_) : exp2(fmaf(s, exponent_, -shift));
   }
 
-  // exp(sink - row_max), row_max being the row's largest s with the sink's; exactly 1 for the largest itself.
+  // exp(sink - row_max), where row_max includes the sink's s; exactly 1 if the sink is the largest.
   PYATTN_DEVICE float weight_of_sink(float sink, float row_max) const {
     return sink == row_max && sink != kNegInf ? 1 : exp(sink, shift(row_max));
   }
@@ -85,10 +85,10 @@ class Plain {
 
  private:
   const ForwardParams& p_;
-  float exponent_;  // factor * log2(e), and not 0, so that -inf stays what it is
+  float exponent_;  // factor * log2(e), and never 0, so -inf stays -inf
 };
 
-// Minus the distance of a key from the position of row r's query: what ALiBi multiplies by its slope.
+// Minus the distance of a key from the position of row r's query, which ALiBi multiplies by its slope.
 PYATTN_DEVICE int64_t minus_distance(const ForwardParams& p, const Head& head, int64_t r, int64_t key) {
   const int64_t offset = p.mask.q_offsets ? p.mask.q_offsets[head.b] : p.mask.q_offset;
   const auto distance =
@@ -96,7 +96,7 @@ PYATTN_DEVICE int64_t minus_distance(const ForwardParams& p, const Head& head, i
   return distance < 0 ? distance : -distance;
 }
 
-// The derivative of softcap, kept because P takes the place of the scores.
+// The derivative of softcap, kept because P overwrites the scores.
 template <int kM, int kN>
 struct SoftcapDerivative {
   Sums<kM, kN> of;
@@ -104,8 +104,8 @@ struct SoftcapDerivative {
   PYATTN_DEVICE void set(int m, int n, int i, float x) { of[m][n][i] = x; }
 };
 
-// score = softcap * tanh(softmax_scale * (q . k) / softcap) + bias - slope * distance, each term where
-// it is given. The factor is in it, so row_max of the params is a score.
+// score = softcap * tanh(softmax_scale * (q . k) / softcap) + bias - slope * distance, with the terms that
+// are given. row_max of the params is a score.
 template <class S>
 class General {
  public:
@@ -120,7 +120,7 @@ class General {
   template <Layout kLayout, int kM, int kN, class D, class Place>
   PYATTN_DEVICE void to_scores(Sums<kM, kN>& C, D& derivative, int first, Place place) const {
     const bool capped = p_.score.softcap != 0;
-    // Within bounds in which neither the cap nor the factor is infinite.
+    // Bounded so that neither the cap nor the factor is infinite.
     const double cap = capped ? fmin(fmax(p_.score.softcap, 0x1p-100), 0x1p100) : 1;
     const auto factor = static_cast<float>(fmin(fmax(p_.softmax_scale / cap, -0x1p127), 0x1p127));
     each_sum<kM, kN>([&](int m, int n, int i, int, int) { C[m][n][i] *= factor; });
@@ -136,15 +136,15 @@ class General {
     if (p_.score.alibi_slopes) add_alibi<kLayout>(C, first, place());
   }
 
-  // dS, gradient of the scores -> gradient of the products over dscale, in place.
+  // dS, the gradient of the scores -> the gradient of the products divided by dscale, in place.
   template <int kM, int kN>
   PYATTN_DEVICE void to_products(Sums<kM, kN>& dS, const Derivative<kM, kN>& derivative) const {
     if (p_.score.softcap != 0)
       each_sum<kM, kN>([&](int m, int n, int i, int, int) { dS[m][n][i] *= derivative.of[m][n][i]; });
   }
 
-  // As in Plain. A score may be the smallest number that there is, so
-  // that no type can multiply before it subtracts.
+  // As in Plain, but a score may be the lowest finite number, so
+  // every type subtracts before it multiplies.
   PYATTN_DEVICE float dscale() const { return p_.softmax_scale; }
   PYATTN_DEVICE float from_sink(float sink) const { return sink; }
   PYATTN_DEVICE float shift(float row_max) const { return row_max == kNegInf ? 0 : row_max; }
@@ -177,13 +177,13 @@ class General {
   const ForwardParams& p_;
 };
 
-// The kernels for float64 take scores one by one: one class serves both, and row_max is a score.
+// The float64 kernels take scores one by one, so one class serves all of them. row_max is a score.
 template <>
 class General<double> {
  public:
   PYATTN_DEVICE explicit General(const ForwardParams& p) : p_(p) {}
 
-  // The score of row r and key j, and its derivative by the product over dscale.
+  // The score of row r and key j, and its derivative with respect to dscale times product.
   struct Value {
     double score, derivative;
   };

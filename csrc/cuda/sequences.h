@@ -1,5 +1,5 @@
-// Packed sequences: where each lies, which the host does not read, the rows and keys of all of them, and
-// what becomes of tokens that belong to none.
+// Packed sequences: where each lies, which only the device knows, the rows and keys of all of them, and
+// the values of tokens that belong to none.
 #pragma once
 
 #include <type_traits>
@@ -23,7 +23,7 @@ struct Item {
   bool there;
 };
 
-// Row `at` of all rows: those of each head together, packed those of each KV head, sequence by sequence.
+// Row `at` of all rows, which are ordered by head; packed, by KV head and then by sequence.
 PYATTN_DEVICE Item row_at(const ForwardParams& p, int64_t at) {
   const int64_t group = group_size(p), count = (is_packed(p) ? p.packed.total_q : p.seqlen_q) * group;
   const int64_t head = at / count, r = at % count;
@@ -35,7 +35,7 @@ PYATTN_DEVICE Item row_at(const ForwardParams& p, int64_t at) {
   return {b * p.num_heads_kv + head, place, place < own.count};
 }
 
-// Likewise key `at` of all keys.
+// Key `at` of all keys, in the same order.
 PYATTN_DEVICE Item key_at(const ForwardParams& p, int64_t at) {
   const int64_t count = is_packed(p) ? p.packed.total_k : p.seqlen_k, head = at / count, key = at % count;
   if (!is_packed(p)) return {head, key, head < p.batch * p.num_heads_kv};
@@ -45,9 +45,9 @@ PYATTN_DEVICE Item key_at(const ForwardParams& p, int64_t at) {
   return {b * p.num_heads_kv + head, key - own.first_k, key - own.first_k < own.seqlen_k};
 }
 
-// Writes params.packed.sequences and default_offsets, in one warp. Where the starts of sequences are
-// invalid, so is every sequence; else those are that have more tokens than they may, or use more keys
-// than they have.
+// Writes params.packed.sequences and default_offsets, in one warp. If the starts of sequences are
+// invalid, so is every sequence; else a sequence is invalid if it has more tokens than it may, or uses
+// more keys than it has.
 template <class S>
 PYATTN_KERNEL(kWarpLanes)
 place_sequences(const __grid_constant__ ForwardParams p) {
@@ -77,7 +77,7 @@ place_sequences(const __grid_constant__ ForwardParams p) {
 
 inline constexpr int kFillWarps = 4;
 
-// What is filled: out, with the row arrays beside it, or a tensor of queries or keys.
+// The tensor to fill: out, together with the row statistics, or a gradient of queries or of keys.
 enum class Filled { kOut, kQueries, kKeys };
 struct Rest {
   ForwardParams p;
@@ -86,8 +86,8 @@ struct Rest {
   Filled what;
 };
 
-// Tokens of no sequence, and keys that are not used, become 0; tokens of invalid sequences NaN. A warp
-// to a token.
+// Fills tokens of no sequence and unused keys with 0, and tokens of invalid sequences with NaN.
+// One warp per token.
 template <class S>
 PYATTN_KERNEL(kFillWarps* kWarpLanes)
 fill_rest(const __grid_constant__ Rest rest) {

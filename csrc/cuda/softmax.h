@@ -1,4 +1,4 @@
-// Softmax of the rows of a warp, elementwise between the products of forward.
+// Softmax of a warp's rows, elementwise between the products of forward.
 #pragma once
 
 #include "cuda/forward_splits.h"
@@ -11,21 +11,21 @@
 namespace pyattn::cuda {
 namespace {
 
-// f over the four lanes that share a row of sums.
+// Reduces x by f over the four lanes that share a row of sums.
 template <class F>
 PYATTN_DEVICE float reduce_row(float x, F f) {
   x = f(x, shuffle_xor(x, 1));
   return f(x, shuffle_xor(x, 2));
 }
 
-// Takes the sink into a row's maximum and sum, which one lane `writes` with lse. Returns what the row's
-// output is still to be multiplied by. A row whose keys all score -inf divides 0 by 0, as softmax does;
-// a row that sees no key does not.
+// Includes the sink in a row's maximum and sum; the lane that `writes` stores them with lse. Returns the
+// factor that the row's output is still to be multiplied by: 0 / 0 where all visible keys score -inf, as in
+// softmax, but 0 where no key is visible.
 template <class Score>
 PYATTN_DEVICE float finish_row(const ForwardParams& p, const Head& head, const Score& score, int64_t r, bool sees,
                                float row_max, float row_sum, bool writes) {
   float most = row_max, sum = row_sum, decay = 1, sink = kNegInf;
-  bool largest = false;  // the sink
+  bool largest = false;  // whether the sink is the largest score
   if (p.score.sinks) {
     sink = static_cast<const float*>(p.score.sinks)[head.query_head(r)];
     const float at_sink = score.from_sink(sink);
@@ -46,7 +46,7 @@ PYATTN_DEVICE float finish_row(const ForwardParams& p, const Head& head, const S
 template <int kM>
 struct SoftmaxState {
   float row_max[kM][2];
-  float row_sum[kM][2];  // of the lane's own columns, until finish
+  float row_sum[kM][2];  // over the lane's own columns, until finish
 
   PYATTN_DEVICE SoftmaxState() {
 #pragma unroll
@@ -62,7 +62,7 @@ struct SoftmaxState {
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float most = row_max[m][half];  // a NaN does not enter here; it makes its own P, and so the sum, NaN
+        float most = row_max[m][half];  // fmaxf skips a NaN, but its P, and so the sum, is NaN
 #pragma unroll
         for (int n = 0; n < kN; ++n) most = fmaxf(fmaxf(most, S[m][n][2 * half]), S[m][n][2 * half + 1]);
         most = reduce_row(most, [](float x, float y) { return fmaxf(x, y); });
@@ -78,7 +78,7 @@ struct SoftmaxState {
       }
   }
 
-  // Finishes the rows from r0 on: row_sum becomes what their output is still to be multiplied by.
+  // Finishes the rows from r0 on: row_sum becomes the factor that their output is still to be multiplied by.
   template <class S, class Score>
   PYATTN_DEVICE void finish(const ForwardParams& p, const Mask& mask, const Score& score, int r0) {
     unsigned sees_any = 0;  // a bit for each of the lane's rows
@@ -99,7 +99,7 @@ struct SoftmaxState {
       }
   }
 
-  // Leaves maximum and sum of the rows from r0 on for merge_splits.
+  // Stores maximum and sum of the rows from r0 on for merge_splits.
   PYATTN_DEVICE void leave(const SplitResults& results, int64_t split, int r0) const {
 #pragma unroll
     for (int m = 0; m < kM; ++m)

@@ -1,5 +1,5 @@
-// The gradient of softmax, elementwise between the products of
-// backward, in the passes over queries and over keys alike.
+// The gradient of softmax, elementwise between the products of backward. The passes over
+// queries and over keys share it.
 #pragma once
 
 #include "cuda/fragment.h"
@@ -12,10 +12,10 @@
 namespace pyattn::cuda {
 namespace {
 
-// S -> W = P * D and dP -> dS by the products, in place, in sums that begin at row, or key, `first`
-// of the tile at place(); terms(at, row) are those of the at-th of the lane's rows. Both are 0
-// where the mask, which only a tile that is `masked` asks, hides a key. D is what dropout
-// multiplies the weights by. see(dS) sees the gradient of the scores.
+// S -> P * D and dP -> the gradient of the products divided by dscale, in place, in sums that begin at
+// row, or key, `first` of the tile at place(). terms(at, row): the terms of the at-th of the lane's rows.
+// Both results are 0 for masked keys, which only a `masked` tile has. D: the factors of dropout. see(dS)
+// gets the gradient of the scores.
 //
 //   P = exp(S - lse)      dS = P * (dP * D - delta)
 template <class T, Layout kLayout, class Score, class Dropout, class Place, class Terms, class See, int kM, int kN>
@@ -39,7 +39,7 @@ PYATTN_DEVICE void to_gradients(const Score& score, const Dropout& dropout, Sums
   dropout.template apply<kLayout>(S, first);
 }
 
-// f(elements) of dbias, in the type that they are stored as; S is q's.
+// Calls f(elements) with dbias in the type that it is stored as; S is q's.
 template <class S, class F>
 PYATTN_DEVICE void with_gradients(const BiasView& dbias, F f) {
   if (dbias.type == BiasType::kFloat32)
@@ -48,8 +48,8 @@ PYATTN_DEVICE void with_gradients(const BiasView& dbias, F f) {
     f(static_cast<S*>(dbias.data));
 }
 
-// dS, in sums that begin at row, or key, `first` of the tile at `place`, to dbias, which has a
-// place for each.
+// Stores dS, in sums that begin at row, or key, `first` of the tile at `place`, to dbias, which
+// has an element for each.
 template <class S, Layout kLayout, int kM, int kN>
 PYATTN_DEVICE void store_bias(const BiasView& dbias, const Sums<kM, kN>& dS, const TileMask& place, int first) {
   with_gradients<S>(dbias, [&](auto* elements) {

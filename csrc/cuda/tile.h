@@ -1,5 +1,5 @@
 // Tiles of rows in shared memory: where their chunks lie,
-// how they are filled, and which rows are not finite.
+// how they are filled, and which of their rows are not finite.
 #pragma once
 
 #include "attention.h"
@@ -12,8 +12,8 @@ namespace {
 inline constexpr int kChunkBytes = 16;  // one asynchronous copy, or one row of a matrix that ldmatrix reads
 
 // kRows rows of kCols columns with an XOR swizzle: chunk c of row r is stored at chunk
-// c ^ (r % 8), so that the same chunk of eight consecutive rows lies in all 32 banks. Rows that
-// are no multiple of 128 bytes swizzle within 4 chunks, by r / 2 % 4.
+// c ^ (r % 8), so eight consecutive rows hit different banks. Rows that are not a multiple of 128
+// bytes swizzle within 4 chunks, by r / 2 % 4.
 template <class S, int kRows, int kCols>
 struct Tile {
   static constexpr int kChunkCols = kChunkBytes / sizeof(S), kChunks = kCols / kChunkCols;
@@ -30,9 +30,9 @@ struct Tile {
   }
 };
 
-// A lane's way through a tile: chunks first + 2 s of one row, and of rows a multiple of 8
-// further on. One register holds all that depends on the lane, so that a step is an
-// exclusive or and a constant.
+// A lane's cursor in a tile: reaches chunks first + 2 s of one row, and of rows a multiple of 8
+// after it. One register holds all that depends on the lane, so a step is an exclusive or with
+// one constant and the addition of another.
 template <class T>
 struct Cursor {
   SharedAddress address;
@@ -45,7 +45,7 @@ struct Cursor {
   }
 };
 
-// Whether rows of the view can be copied by whole chunks.
+// Whether rows of the view can be copied in whole chunks.
 template <class S>
 PYATTN_DEVICE bool whole_chunks(const View& view) {
   const auto strides = static_cast<unsigned>(view.stride_b | view.stride_h | view.stride_s);
@@ -54,7 +54,7 @@ PYATTN_DEVICE bool whole_chunks(const View& view) {
 }
 
 // tile[i][j] = row(i)[j] for i < rows and j < cols, 0 elsewhere.
-// Where whole chunks can be copied the copies are asynchronous.
+// Copies of whole chunks are asynchronous.
 template <int kThreads, class S, int kRows, int kCols, class Row>
 PYATTN_DEVICE void load_tile(Tile<S, kRows, kCols> tile, int rows, int cols, bool whole_chunks, Row row) {
   using T = Tile<S, kRows, kCols>;
@@ -95,7 +95,7 @@ PYATTN_DEVICE bool finite(S x) {
 }
 
 // Calls bad(row) for each chunk that is not finite, and
-// returns whether there are any. It ends with a barrier.
+// returns whether there are any. Ends with a barrier.
 template <int kThreads, class S, int kRows, int kCols, class Bad>
 PYATTN_DEVICE bool find_nonfinite(Tile<S, kRows, kCols> tile, Bad bad) {
   using T = Tile<S, kRows, kCols>;
@@ -112,7 +112,7 @@ PYATTN_DEVICE bool find_nonfinite(Tile<S, kRows, kCols> tile, Bad bad) {
 }
 
 // Sets rows of the tile that are not finite to 0, and their flags[kRows] to 1: 0 * NaN would reach
-// rows that do not see them. Returns whether there are any. It begins and ends with a barrier.
+// rows that do not see them. Returns whether there are any. Begins and ends with a barrier.
 template <int kThreads, class S, int kRows, int kCols>
 PYATTN_DEVICE bool clear_nonfinite(Tile<S, kRows, kCols> tile, char* flags) {
 #pragma unroll 1

@@ -1,5 +1,5 @@
-// The mask on tiles: which tiles a block of threads runs
-// over, and which sums of a tile the mask hides.
+// The mask on tiles: which tiles a thread block runs over,
+// and which sums of a tile the mask hides.
 #pragma once
 
 #include "cuda/block.h"
@@ -11,8 +11,8 @@
 namespace pyattn::cuda {
 namespace {
 
-// What a block of threads runs over, tile by tile: the keys
-// of a block of rows, or the rows of a block of keys.
+// The range that a thread block runs over, tile by tile: the
+// keys of a block of rows, or the rows of a block of keys.
 struct Run {
   int begin, end;
   int all_begin, all_end;  // seen by every row, or seeing every key, of the block
@@ -29,19 +29,18 @@ struct Run {
   }
 };
 
-// The same range from a multiple of n on.
+// The range, extended to begin at a multiple of n.
 PYATTN_DEVICE Range from_multiple(Range range, int n) {
   return range.empty() ? range : Range{round_down(range.begin, n), range.end};
 }
 
-// The keys of the rows [r0, r0 + rows), from a multiple of what dropout draws for at once.
+// The keys of the rows [r0, r0 + rows), from a multiple of kDrawKeys, for which dropout draws at once.
 PYATTN_DEVICE Run keys_of_rows(const Mask& mask, int r0, int rows) {
   return {from_multiple(mask.keys_of_any(r0, rows), kDrawKeys),
           mask.any_holes(r0, rows) ? Range{0, 0} : mask.keys_of_all(r0, rows)};
 }
 
-// The rows that see some of the keys [n0, n0 + keys), of summaries: each lane looks through a
-// part of them.
+// The rows that see some of the keys [n0, n0 + keys), by the summaries. Each lane searches a part.
 PYATTN_DEVICE Range rows_of_summaries(const Mask& mask, int n0, int keys) {
   const int64_t part = round_up(ceil_div(mask.head.count, kWarpLanes), kBlockRows);
   const int64_t first = min(lane() * part, mask.head.count);
@@ -54,14 +53,14 @@ PYATTN_DEVICE Range rows_of_summaries(const Mask& mask, int n0, int keys) {
 }
 
 // The rows of the keys [n0, n0 + keys), from a multiple of kBlockRows, so
-// that it does not matter to any bit what hides the rows before.
+// formulas and summaries that hide the same keys give the same bits.
 PYATTN_DEVICE Run rows_of_keys(const Mask& mask, int n0, int keys) {
   const Range any = mask.p.mask.blocks ? rows_of_summaries(mask, n0, keys) : mask.rows_of_any(n0, keys);
   return {from_multiple(any, kBlockRows), mask.rows_of_all(n0, keys)};
 }
 
-// The mask on one tile, whose query rows are r0, r0 + step and so on,
-// and whose keys begin at n0: places are counted from there.
+// The mask on one tile, whose query rows are r0, r0 + step and so on, and
+// whose keys begin at n0. Its functions take rows and keys of the tile.
 struct TileMask {
   Mask mask;
   int r0, n0;
@@ -71,7 +70,7 @@ struct TileMask {
   PYATTN_DEVICE TileMask(const Mask& mask, int r0, int n0, int rows, int step = 1)
       : mask(mask), r0(r0), n0(n0), rows(rows), step(step) {}
 
-  // The row, or key, of the head; the last one in place of those behind it.
+  // The row, or key, of the head; the head's last one for those past its end.
   PYATTN_DEVICE int64_t row_of(int row) const { return min(r0 + row * step, rows - 1); }
   PYATTN_DEVICE int64_t key_of(int key) const { return min(n0 + key, mask.head.seqlen_k - 1); }
 
@@ -86,13 +85,13 @@ struct TileMask {
     PYATTN_DEVICE bool contains(int key) const { return begin <= key && key < end; }
   };
 
-  // Rows past the head's last see nothing.
+  // Rows past the head's last see no keys.
   PYATTN_DEVICE Keys keys_of(int row) const { return from_tile(row, mask.keys_of(row_of(row))); }
   PYATTN_DEVICE Keys keys_by_formula(int row) const {
     return from_tile(row, mask.by_formula(mask.head.query(row_of(row))));
   }
 
-  // As keys_of, without the holes.
+  // Whether the row sees the key: in keys_of, and not in a hole.
   template <class S>
   PYATTN_DEVICE bool sees(int row, int key) const {
     return keys_of(row).contains(key) && mask.sees<S>(row_of(row), n0 + key);
@@ -105,28 +104,28 @@ struct TileMask {
   }
 };
 
-// The mask of this block's rows on the keys from n0 on,
-// computed again where it is needed: see RowBlock.
+// The mask of this block's rows on the keys from n0 on.
+// Kernels rebuild it on use: see RowBlock.
 template <int kRows>
 PYATTN_DEVICE TileMask mask_of_rows(const ForwardParams& p, int n0) {
   const RowBlock<kRows> same(p);
   return {Mask(p, same.head), same.first(), n0, static_cast<int>(same.head.count)};
 }
 
-// The mask of the rows from r0 on on this block's keys.
+// The mask on this block's keys, of the rows from r0 on.
 template <int kKeys>
 PYATTN_DEVICE TileMask mask_of_keys(const ForwardParams& p, int r0) {
   const KeyBlock<kKeys> same(p);
   return {Mask(p, same.head), r0, same.first(), static_cast<int>(same.head.count)};
 }
 
-// ---- Tiles that summaries of rows tell of; without them a run has no gaps ----
+// ---- Tiles that summaries allow to skip; without summaries, a run has no gaps ----
 
 PYATTN_DEVICE bool seen_by_any(const Mask& mask, int r0, int rows, int n0, int keys) {
   return !mask.rows_of_any(n0, keys, {r0, r0 + rows}).empty();
 }
 
-// The first key from n0 on, tile by tile, that some row of this block sees with its tile, or where the run ends.
+// The first tile of keys from n0 on that some row of this block sees, or where the run ends.
 template <int kRows, int kKeys>
 PYATTN_DEVICE int skip_keys(const ForwardParams& p, const Run& run, int n0) {
   if (p.mask.blocks) {
@@ -136,7 +135,7 @@ PYATTN_DEVICE int skip_keys(const ForwardParams& p, const Run& run, int n0) {
   return n0;
 }
 
-// The first row from r0 on, tile by tile, that sees some key of this block with its tile, or where the run ends.
+// The first tile of rows from r0 on that sees some key of this block, or where the run ends.
 template <int kRows, int kKeys>
 PYATTN_DEVICE int skip_rows(const ForwardParams& p, const Run& run, int r0) {
   if (p.mask.blocks) {
@@ -147,7 +146,7 @@ PYATTN_DEVICE int skip_rows(const ForwardParams& p, const Run& run, int r0) {
   return r0;
 }
 
-// How much the rows from r0 on see of this block's keys. Summaries do not tell it of the whole run.
+// How much the rows from r0 on see of this block's keys. Summaries give it for a tile, not for the whole run.
 template <int kRows, int kKeys>
 PYATTN_DEVICE Cover cover_of_keys(const ForwardParams& p, const Run& run, int r0) {
   if (!p.mask.blocks) return run.cover(r0, kRows);
@@ -158,7 +157,7 @@ PYATTN_DEVICE Cover cover_of_keys(const ForwardParams& p, const Run& run, int r0
 
 // ---- Sums ----
 
-// A bit for each of a lane's sums, in the order in which they lie.
+// A bit for each of a lane's sums, in their order.
 template <int kM, int kN>
 struct HiddenSums {
   static_assert(kM * kN * 4 <= 64);
@@ -170,8 +169,8 @@ struct HiddenSums {
   PYATTN_DEVICE bool get(int m, int n, int i) const { return bits >> ((m * kN + n) * 4 + i) & 1; }
 };
 
-// The lane's sums that key ranges and filters hide. Loops stay rolled: the code that asks a filter is too
-// much to repeat for every sum. A filter finds its row anew for every key, for want of registers.
+// The lane's sums that key ranges and filters hide. Loops stay rolled: the code of a filter is too long
+// to repeat for every sum. A filter finds its row anew for every key, to save registers.
 template <class S, Layout kLayout, int kM, int kN>
 PYATTN_DEVICE HiddenSums<kM, kN> hidden_sums(const TileMask& mask, int first) {
   constexpr bool kQueries = kLayout == Layout::kQueriesByKeys;
@@ -204,7 +203,7 @@ PYATTN_DEVICE HiddenSums<kM, kN> hidden_sums(const TileMask& mask, int first) {
   return hidden;
 }
 
-// hide(m, n, i) for each of the lane's sums that the mask hides;
+// Calls hide(m, n, i) for each of the lane's sums that the mask hides;
 // the warp's sums begin at row, or key, `first` of the tile.
 template <class S, Layout kLayout, int kM, int kN, class F>
 PYATTN_DEVICE void each_hidden(const TileMask& mask, int first, F hide) {
@@ -223,8 +222,8 @@ PYATTN_DEVICE void each_hidden(const TileMask& mask, int first, F hide) {
   }
 }
 
-// C[queries][columns] += W[queries][keys] tile, or C[keys][columns] += W[keys][queries]
-// tile: what clear_nonfinite took out of the tile is given back as NaN to those rows of C
+// After C[queries][columns] += W[queries][keys] tile, or C[keys][columns] += W[keys][queries]
+// tile: the rows that clear_nonfinite cleared in the tile come back as NaN, in the rows of C
 // that see a flagged key, or that a flagged query sees.
 template <class S, Layout kLayout, int kM, int kN>
 PYATTN_DEVICE void poison(Sums<kM, kN>& C, const char* flags, int count, const TileMask& mask, int first) {

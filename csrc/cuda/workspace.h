@@ -1,5 +1,5 @@
-// What the passes of a backward leave for one another in params.workspace: one array after the
-// other, each as long as the call needs it.
+// The arrays that the passes of backward leave for one another in params.workspace: one after the
+// other, each as long as the call needs.
 #pragma once
 
 #include <type_traits>
@@ -10,13 +10,13 @@
 namespace pyattn::cuda {
 namespace {
 
-// Rows that arrays of all rows have; packed, also those of tokens that belong to no sequence.
+// The length of arrays of all rows; packed, with the rows of tokens that belong to no sequence.
 constexpr int64_t all_rows(const ForwardParams& p) {
   return p.num_heads_q * (is_packed(p) ? p.packed.total_q : p.batch * p.seqlen_q);
 }
 
-// What lies before the rows of a head in (batch * num_heads_kv, rows), packed (num_heads_kv, total_q, group): so many
-// heads of as many rows, which are one register, or packed so many rows.
+// How much lies before the rows of a head: in (batch * num_heads_kv, rows) the number of heads, which takes one
+// register, and in packed (num_heads_kv, total_q, group) the number of rows.
 using RowsBefore = std::conditional_t<PYATTN_PACKED, uint64_t, unsigned>;
 PYATTN_DEVICE RowsBefore rows_before(const ForwardParams& p, unsigned number, const Head& head) {
   if constexpr (PYATTN_PACKED)
@@ -25,11 +25,11 @@ PYATTN_DEVICE RowsBefore rows_before(const ForwardParams& p, unsigned number, co
     return number;
 }
 
-// The numbers that backward reads of a row.
+// The terms of a row that backward reads.
 struct alignas(16) RowTerms {
   float shift, factor;  // P = exp(S, shift) * factor
   float delta;          // rowsum(dO * O) - dlse
-  float share;          // 1; 0 for a row that sees one key alone, whose weight is 1 whatever dP is
+  float share;          // 1; 0 for a row that sees one key only, whose weight is 1 whatever dP is
 };
 
 PYATTN_DEVICE RowTerms* row_terms_of(const BackwardParams& p, RowsBefore before, [[maybe_unused]] unsigned rows) {
@@ -50,13 +50,13 @@ constexpr T* sink_terms_of(const BackwardParams& p) {
   return slope_terms_of<T>(p) + (p.dslopes ? all_rows(p) : 0);
 }
 
-// (rows, head_dim) sums of dQ of a KV head, for 16-bit types.
+// The sums of dQ of a KV head, (rows, head_dim), for 16-bit types.
 constexpr float* query_sums_of(const BackwardParams& p, RowsBefore before, int64_t rows) {
   const int64_t first = PYATTN_PACKED ? before : before * rows;
   return sink_terms_of<float>(p) + (p.dsinks ? all_rows(p) : 0) + first * p.head_dim;
 }
 
-// T as above.
+// T as for slope_terms_of.
 template <class T>
 constexpr int64_t workspace_bytes(const BackwardParams& p, bool query_sums) {
   const int64_t row = sizeof(RowTerms) + (p.dslopes ? sizeof(T) : 0) + (p.dsinks ? sizeof(T) : 0) +

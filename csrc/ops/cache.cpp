@@ -1,12 +1,11 @@
-// The operators that change a KV cache in place, with what they mutate declared, so that torch.compile
-// keeps a decoding loop in one graph: how far each sequence has come is read inside them, where the
-// compiler does not look.
+// The operators that change a KV cache in place. Their schemas declare what they mutate, and they read the lengths of
+// sequences themselves, where torch.compile does not look, so a decoding loop stays in one graph.
 //
 // keys [batch][heads][slots][head_dim] and values [batch][heads][slots][head_dim_v] hold position p of
-// sequence b in slot p - starts[b], up to position lengths[b]. A ring buffer has more slots than max_seqlen
-// and keeps the last max_seqlen positions at least; any other cache has as many, and its starts stay 0.
-// On a GPU, whose lengths are not read unless PYATTN_CHECK=1, what a check would refuse is clamped; cache_cuda.cpp has
-// its append.
+// sequence b in slot p - starts[b], up to position lengths[b]. A ring buffer has more than max_seqlen slots and
+// keeps at least the last max_seqlen positions; any other cache has max_seqlen slots, and its starts stay 0.
+// On a GPU, whose append is in cache_cuda.cpp, lengths are read only with PYATTN_CHECK=1; what a check would
+// refuse is clamped.
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/minimum.h>
@@ -22,7 +21,7 @@
 namespace pyattn {
 namespace {
 
-// Zeros in new storage, dense. A query reads all of a cache, from huge pages up to a fifth faster.
+// Fills new, dense storage with zeros. A query reads all of a cache, up to a fifth faster from huge pages.
 void cache_clear(const Tensor& storage) {
   if (storage.is_meta()) return;
   TORCH_CHECK_VALUE(storage.is_non_overlapping_and_dense(), "pyattn: storage must be dense, got strides ",
@@ -31,13 +30,13 @@ void cache_clear(const Tensor& storage) {
   storage.zero_();
 }
 
-// How far a sequence has come, where its slots begin, and how many new positions it gets.
+// A sequence's length, the position in its first slot, and the number of new positions that it gets.
 struct State {
   int64_t length, start, added;
   bool operator==(const State&) const = default;
 };
 
-// Writes position lengths[b] + i for the first new_lengths[b] of the new ones, all if there are none.
+// Appends the first new_lengths[b] of the new positions to sequence b, or all of them without new_lengths.
 // Everything is checked before anything is written.
 void cache_append(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& starts,
                   const Tensor& new_k, const Tensor& new_v, const optional<Tensor>& new_counts, SymInt max_seqlen) {
@@ -51,11 +50,11 @@ void cache_append(const Tensor& keys, const Tensor& values, const Tensor& length
   const Values length(lengths), start(starts), added(new_lengths ? *new_lengths : lengths);
   const auto state = [&](int64_t b) { return State{length[b], start[b], new_lengths ? added[b] : fresh}; };
   check_room(lengths, starts, new_lengths, fresh, slots, kept_positions);
-  for (int64_t first = 0, count; first < batch; first += count) {  // neighbours in the same state together
+  for (int64_t first = 0, count; first < batch; first += count) {  // adjacent sequences in the same state together
     const State s = state(first);
     for (count = 1; first + count < batch && state(first + count) == s;) ++count;
     int64_t end = s.length - s.start, skipped = 0;
-    if (end + s.added > slots) {  // what the ring buffer still needs moves to its first slots
+    if (end + s.added > slots) {  // what the ring buffer keeps moves to its first slots
       skipped = std::max<int64_t>(s.added - kept_positions, 0);
       const int64_t kept = std::min(end, kept_positions - s.added + skipped);
       for (const Tensor& storage : {keys, values}) {
@@ -97,8 +96,8 @@ void cache_reorder(const Tensor& keys, const Tensor& values, const Tensor& lengt
     t.copy_(t.index_select(0, order));
 }
 
-// q_offset in slots of a ring buffer, where query 0 must not see keys that may have been dropped; on a GPU it sees
-// those that are left.
+// Returns q_offset in slots of a ring buffer. Errors if query 0 would see keys that may have been dropped;
+// on a GPU it sees those that remain.
 template <Where where>
 Tensor cache_slots(const Tensor& lengths, const Tensor& starts, const Tensor& q_offset, SymInt window,
                    SymInt max_seqlen) {
@@ -109,8 +108,8 @@ Tensor cache_slots(const Tensor& lengths, const Tensor& starts, const Tensor& q_
   return q_offset.sub(starts);
 }
 
-// In slots, the positions lengths - seqlen_q: of the first of so many newest queries, or, for 0, how many
-// slots are in use. Every read of a cache begins here, so that lengths that were set by hand are checked.
+// Returns the slot of each sequence's position lengths - seqlen_q, that of the first of its seqlen_q newest queries;
+// for 0, the number of slots in use. Every read of a cache begins here, so lengths that a user set are checked too.
 template <Where where>
 Tensor cache_newest(const Tensor& lengths, const optional<Tensor>& starts, SymInt seqlen_q, SymInt left, SymInt slots) {
   check_state(lengths, starts);
@@ -119,8 +118,8 @@ Tensor cache_newest(const Tensor& lengths, const optional<Tensor>& starts, SymIn
   return (starts ? lengths.sub(*starts) : lengths).sub(number(seqlen_q));
 }
 
-// Each sequence keeps its first positions. On a GPU it keeps all that it has where more are asked for, and a ring's
-// one none where those are dropped.
+// Each sequence b keeps its first kept[b] positions. On a GPU it keeps all if it has fewer, and none if a ring
+// buffer has dropped them.
 template <Where where>
 void cache_truncate(const Tensor& lengths, const optional<Tensor>& starts, const Tensor& kept, SymInt window) {
   check_state(lengths, starts);

@@ -1,4 +1,4 @@
-// Caches: what the operators that change one in place check, and how they read lengths.
+// Caches: the checks of operators that change one in place, and the values that these read on the host.
 #pragma once
 
 #include <ATen/MemoryOverlap.h>
@@ -13,14 +13,15 @@
 
 namespace pyattn {
 
-// Where an operator's tensors lie: on a GPU their contents are read with PYATTN_CHECK=1 alone.
+// Where an operator's tensors are: on a GPU their contents are read only with PYATTN_CHECK=1.
 enum class Where { kCPU, kGPU };
 inline bool reads(Where where) { return where == Where::kCPU || checks_gpu(); }
 
-// A number that the compiler specializes for.
+// The value of n, for which torch.compile specializes.
 inline int64_t number(const SymInt& n) { return n.guard_int(__FILE__, __LINE__); }
 
-// Errors unless t has these sizes and lies where `storage` of the cache does; and, beside it, has its dtype.
+// check_place: errors unless t has these sizes and is on the device of `storage`, a tensor of the cache.
+// check_beside: also errors unless t has the dtype of `storage`.
 inline void check_place(const char* name, const Tensor& t, const Tensor& storage, c10::SymIntArrayRef sizes) {
   TORCH_CHECK_VALUE(t.device() == storage.device(), "pyattn: ", name, " must be on the cache's device, got ",
                     t.device(), " and ", storage.device());
@@ -32,13 +33,13 @@ inline void check_beside(const char* name, const Tensor& t, const Tensor& storag
   check_place(name, t, storage, sizes);
 }
 
-// Likewise an int64 for each sequence.
+// Errors unless t holds an int64 for each sequence.
 inline void check_indices(const char* name, const Tensor& t, const Tensor& lengths) {
   check_type(name, t, {at::kLong});
   check_beside(name, t, lengths, lengths.sym_sizes());
 }
 
-// The state alone: int64 for each sequence, starts those of a ring buffer.
+// Checks only the state, an int64 for each sequence; starts is a ring buffer's.
 inline void check_state(const Tensor& lengths, const optional<Tensor>& starts) {
   check_type("lengths", lengths, {at::kLong});
   TORCH_CHECK_VALUE(lengths.dim() == 1, "pyattn: lengths must have shape (batch), got ", lengths.sym_sizes());
@@ -57,7 +58,7 @@ inline void check_stored(const Tensor& keys, const Tensor& values, const char* d
   check_beside("values", values, keys, with_columns(keys, values.sym_size(3)));
 }
 
-// Checks the keys and values that are appended; their heads lie along that dimension.
+// Checks the keys and values that are appended; `heads` is the head dimension of the cache.
 inline void check_new(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& k, const Tensor& v,
                       const optional<Tensor>& new_lengths, int64_t heads) {
   TORCH_CHECK_VALUE(k.dim() == 4, "pyattn: k must have 4 dimensions (batch, num_heads, new, head_dim), got ",
@@ -70,7 +71,7 @@ inline void check_new(const Tensor& keys, const Tensor& values, const Tensor& le
   if (new_lengths) check_indices("lengths", *new_lengths, lengths);
 }
 
-// A cache without pages.
+// Checks a cache without pages.
 inline void check_storage(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& starts) {
   check_stored(keys, values, "(batch, num_heads, slots, head_dim)");
   check_cache_lengths(lengths, keys, keys.sym_size(0));
@@ -83,7 +84,7 @@ inline void check_append(const Tensor& keys, const Tensor& values, const Tensor&
   check_new(keys, values, lengths, k, v, new_lengths, 1);
 }
 
-// How many of the new positions count for sequence b, and whether they fit.
+// Checks `added`, the number of the `fresh` new positions that sequence b gets, and that the cache has room for them.
 inline void check_added(int64_t length, int64_t added, int64_t fresh, int64_t most, int64_t b) {
   TORCH_CHECK_VALUE(0 <= added && added <= fresh, "pyattn: each of lengths must be between 0 and ", fresh, ", got ",
                     added, " at ", b);
@@ -91,7 +92,7 @@ inline void check_added(int64_t length, int64_t added, int64_t fresh, int64_t mo
                     ", got ", length, " + ", added, " positions of sequence ", b);
 }
 
-// The addresses [first, second) that the elements of t lie between.
+// The address range [first, second) that the elements of t lie in.
 inline std::pair<const char*, const char*> memory_of(const Tensor& t) {
   int64_t last = 0;
   for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
@@ -99,9 +100,9 @@ inline std::pair<const char*, const char*> memory_of(const Tensor& t) {
   return {begin, begin + (last + 1) * t.element_size()};
 }
 
-// t, or a copy if it lies in the memory of one of these, which an operator is about to change.
+// t, or a copy if it may share memory with one of `changed`, which an operator is about to write.
 inline Tensor apart_from(std::initializer_list<Tensor> changed, const Tensor& t) {
-  if (t.storage().device_type() == at::kMeta || t.numel() == 0) return t;  // also tensors that are fake
+  if (t.storage().device_type() == at::kMeta || t.numel() == 0) return t;  // also fake tensors
   const auto [begin, end] = memory_of(t);
   for (const Tensor& other : changed) {
     if (other.numel() == 0) continue;
@@ -115,7 +116,7 @@ inline optional<Tensor> apart_from(std::initializer_list<Tensor> changed, const 
   return t ? optional<Tensor>(apart_from(changed, *t)) : t;
 }
 
-// Sequences can be written to one by one: no two elements lie in one place, as they do where expand made them.
+// Errors if elements share memory, as in an expanded tensor: sequences are written one by one.
 inline void check_apart(const char* name, const Tensor& t) {
   TORCH_CHECK_VALUE(at::has_internal_overlap(t) != at::MemOverlap::Yes, "pyattn: the cache's ", name,
                     " must have memory for each element, got shape ", t.sizes(), " with strides ", t.strides());
@@ -128,7 +129,7 @@ inline void check_written(const Tensor& keys, const Tensor& values,
   for (const auto& [name, t] : state) check_apart(name, t);
 }
 
-// Each sequence has new_lengths, or so many, positions more.
+// Adds new_lengths to the lengths, or `fresh` if there are none.
 inline void add_to(const Tensor& lengths, const optional<Tensor>& new_lengths, int64_t fresh) {
   if (new_lengths)
     lengths.add_(*new_lengths);
@@ -136,14 +137,14 @@ inline void add_to(const Tensor& lengths, const optional<Tensor>& new_lengths, i
     lengths.add_(fresh);
 }
 
-// Values of each sequence, on the host.
+// An int64 for each sequence, on the host.
 struct Values {
   Tensor t;
   explicit Values(const Tensor& values) : t((values.is_cpu() ? values : values.cpu()).contiguous()) {}
   int64_t operator[](int64_t b) const { return t.const_data_ptr<int64_t>()[b]; }
 };
 
-// How far a sequence of a cache has come, whose slots begin with position start.
+// Checks the length of sequence b, whose first slot holds position `start`.
 inline void check_length(int64_t length, int64_t start, int64_t slots, int64_t b) {
   TORCH_CHECK_VALUE(start != 0 || (0 <= length && length <= slots),
                     "pyattn: each of the cache's lengths must be between 0 and ", slots, ", got ", length, " at ", b);
@@ -152,8 +153,8 @@ inline void check_length(int64_t length, int64_t start, int64_t slots, int64_t b
                     " and ", start, " at ", b);
 }
 
-// Checks the state that attention over a cache reads; starts is a ring's. The first of the seqlen_q newest queries
-// sees `left` keys before its own, and the ring must still have all of them.
+// Checks the state that attention over a cache reads; starts is a ring buffer's. The first of the seqlen_q newest
+// queries sees `left` keys before its own, all of which the ring must still hold.
 inline void check_newest(const Tensor& lengths, const optional<Tensor>& starts, int64_t seqlen_q, int64_t left,
                          int64_t slots) {
   const Values length(lengths), start(starts ? *starts : lengths);
@@ -165,7 +166,7 @@ inline void check_newest(const Tensor& lengths, const optional<Tensor>& starts, 
   }
 }
 
-// Checks a truncation. The newest query that stays sees `window` keys, and a ring must still have all of them.
+// Checks a truncation. The newest query that stays sees `window` keys, all of which a ring must still hold.
 inline void check_truncation(const Tensor& lengths, const optional<Tensor>& starts, const Tensor& kept,
                              int64_t window) {
   const Values length(lengths), start(starts ? *starts : lengths), keep(kept);
@@ -178,7 +179,7 @@ inline void check_truncation(const Tensor& lengths, const optional<Tensor>& star
   }
 }
 
-// What an append reads: how far each sequence has come, and how many of the `fresh` positions it gets.
+// Checks what an append reads: each sequence's length, and how many of the `fresh` positions it gets.
 inline void check_room(const Tensor& lengths, const Tensor& starts, const optional<Tensor>& new_lengths, int64_t fresh,
                        int64_t slots, int64_t kept_positions) {
   const Values length(lengths), start(starts), added(new_lengths ? *new_lengths : lengths);
@@ -190,7 +191,7 @@ inline void check_room(const Tensor& lengths, const Tensor& starts, const option
   }
 }
 
-// What a reorder reads: a sequence for each.
+// Checks what a reorder reads: the sequence that each one becomes.
 inline void check_order(const Tensor& idx) {
   const Values index(idx);
   const int64_t batch = idx.size(0);
@@ -199,8 +200,8 @@ inline void check_order(const Tensor& idx) {
                       ", got ", index[b], " at ", b);
 }
 
-// Whether query 0 sees only keys that the ring keeps: the last ones, but for those before a start that a
-// truncation made one of them.
+// Errors unless query 0 sees only keys that the ring is sure to keep: the last kept_positions, or, where a
+// truncation left fewer, those from its start on.
 inline void check_kept(const Tensor& lengths, const Tensor& starts, const Tensor& q_offset, int64_t window,
                        int64_t kept_positions) {
   const Values length(lengths), start(starts), offset(q_offset);

@@ -1,6 +1,6 @@
-// The operators of cache.cpp on a GPU, in ATen's operations without a host read, so that CUDA graphs
-// capture them. Nobody can refuse there what a sequence has no room for: it is left out, indices are
-// clamped, and nothing outside the cache is read or written. With PYATTN_CHECK=1 all is read and checked first.
+// cache_append on a GPU, in ATen operations without a host read, so CUDA graphs can capture it. Without a read nothing
+// can be refused: positions that a sequence has no room for are left out, indices are clamped, and nothing outside the
+// cache is read or written. With PYATTN_CHECK=1 everything is read and checked first.
 #include <ATen/ops/arange.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/maximum.h>
@@ -17,16 +17,16 @@
 namespace pyattn {
 namespace {
 
-// at (B, n) -> (B, heads, n, columns): the rows of t, or of storage, that gather and scatter_ take.
+// at (B, n) -> (B, heads, n, columns): the index that gather and scatter_ need for these rows of t.
 Tensor rows(const Tensor& at, const Tensor& t) {
   return at.unsqueeze(1).unsqueeze(3).expand({t.size(0), t.size(1), at.size(1), t.size(3)});
 }
 
-// What an append does to each sequence, all (B,): `written` of the new positions, from number `skipped` on,
-// go to the slots from `end` on; in a ring buffer that is too full, what it still needs moves to slot 0 first.
+// The steps of an append, each (B,): `written` of the new positions, from number `skipped` on, go to the slots from
+// `end` on. In a ring buffer that is too full, the positions to keep move to its first slots before that.
 struct Steps {
   Tensor added, skipped, end, written;
-  Tensor moved, from;  // of a ring: whether, and the slot that slot 0 gets its row from
+  Tensor moved, from;  // of a ring: whether positions move, and which slot moves to slot 0
 
   Steps(const Tensor& lengths, const Tensor& starts, const Tensor& k, const optional<Tensor>& new_lengths,
         int64_t slots, int64_t kept_positions)
@@ -59,7 +59,7 @@ void cuda_append(const Tensor& keys, const Tensor& values, const Tensor& lengths
   if (count == 0) return;
   const Tensor number = at::arange(count, lengths.options());
   const auto column = [](const Tensor& t) { return t.unsqueeze(1); };
-  // Neighbours in a circle of slots: each gets its row, the new one or its own, once.
+  // Consecutive slots, modulo `slots`: each is written once, with its new row or the one that it has.
   const Tensor slot = column(steps.end).add(number).remainder(slots), counts = number.lt(column(steps.written));
   const Tensor source = column(steps.skipped).add(number).clamp(0, k.size(2) - 1);
   for (const auto& [storage, t] : {std::pair(keys, k), std::pair(values, v)}) {

@@ -1,9 +1,9 @@
-// The operators that change a KV cache of pages in place, on the CPU, with what they mutate declared.
+// The operators that change a paged KV cache in place, on the CPU. Their schemas declare what they mutate.
 //
 // keys [pages][page_size][heads][head_dim] and values [pages][page_size][heads][head_dim_v] hold position p of
 // sequence b at p % page_size of page block_table[b][p / page_size], up to position lengths[b]. There are
-// as many pages as all sequences together can have. A page is free unless some sequence has it within its
-// length, so lengths and table say everything; sequences may share pages, of which none is written to.
+// as many pages as all sequences together can have. A page is free unless it holds positions of some sequence, so
+// lengths and table are the whole state. Sequences may share pages; a shared page is copied before it is written.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -15,7 +15,7 @@
 namespace pyattn {
 namespace {
 
-// The pages of a cache on the host: which sequences have them.
+// The block table of a cache on the host, with the number of sequences that use each page.
 class PageTable {
  public:
   PageTable(const Tensor& block_table, const Values& lengths, int64_t pages, int64_t page_size)
@@ -32,8 +32,8 @@ class PageTable {
   int64_t& at(int64_t b, int64_t i) { return table_[b * stride_b_ + i * stride_i_]; }
   int64_t page_of(int64_t b, int64_t position) { return at(b, position / size_); }
 
-  // Gives sequence b pages of its own for the positions [begin, end). copy(from, to, n): the first n positions
-  // of a page that others share.
+  // Gives sequence b unshared pages for the positions [begin, end). copy(from, to, n) copies the first n positions
+  // of a page that other sequences share.
   template <class Copy>
   void extend(int64_t b, int64_t begin, int64_t end, Copy copy) {
     if (begin == end) return;
@@ -49,10 +49,10 @@ class PageTable {
  private:
   int64_t* table_;
   int64_t stride_b_, stride_i_, each_, size_, next_ = 0;
-  std::vector<int64_t> uses_;  // how many sequences have each page
+  std::vector<int64_t> uses_;  // how many sequences use each page
 
-  // A free page for place i of sequence b: its own one, so that a sequence that shares nothing lies in one
-  // piece, or the first one. While a sequence lacks a page, the others leave one.
+  // Takes a free page for place i of sequence b: page b * each_ + i, so a sequence that shares nothing is
+  // contiguous, else the first free one. There are as many pages as places, so there is one.
   void take(int64_t b, int64_t i) {
     int64_t page = b * each_ + i;
     if (uses_[page] > 0) {
@@ -76,7 +76,7 @@ void write(const Tensor& storage, int64_t page, int64_t place, const Tensor& t, 
                   from + size * (h * t.stride(1) + i * t.stride(2)), bytes);
 }
 
-// Writes position lengths[b] + i for the first new_lengths[b] of the new ones, all if there are none.
+// Appends the first new_lengths[b] of the new positions to sequence b, or all of them without new_lengths.
 // Everything is checked before anything is written.
 void cache_append_pages(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& block_table,
                         const Tensor& new_k, const Tensor& new_v, const optional<Tensor>& new_counts,
@@ -110,7 +110,7 @@ void cache_append_pages(const Tensor& keys, const Tensor& values, const Tensor& 
   add_to(lengths, new_lengths, fresh);
 }
 
-// Sequence b goes on with the pages of sequence idx[b].
+// Sequence b continues with the pages of sequence idx[b].
 template <Where where>
 void cache_reorder_pages(const Tensor& lengths, const Tensor& block_table, const Tensor& idx) {
   check_indices("idx", idx, lengths);

@@ -1,4 +1,4 @@
-// Calls of the kernels: from tensors, dense or packed or in pages, to params, and from these to results.
+// Kernel calls: tensors (dense, packed or paged) -> params -> results.
 #pragma once
 
 #include <utility>
@@ -15,7 +15,7 @@
 
 namespace pyattn {
 
-// fill(p, q, k, v, kept) fills the params but for results, as operators differ in what they take beside these.
+// fill(p, q, k, v, kept) sets the sizes and options of p: operators differ in what they take beside q, k and v.
 template <class Fill>
 ForwardTensors call_forward(const Tensor& q, const Tensor& k, const Tensor& v, Fill fill) {
   const ForwardResults results(q, v.sym_size(-1));
@@ -37,7 +37,7 @@ ForwardTensors call_forward(const Tensor& q, const Tensor& k, const Tensor& v, F
   return results.all();
 }
 
-// The arguments of backward beside dout, listed as PYATTN_OPTIONS lists options.
+// The arguments of backward beside dout and the options, in the form of PYATTN_OPTIONS.
 #define PYATTN_SAVED(X)                    \
   X(optional<Tensor>, dlse, "Tensor?", "") \
   X(Tensor, q, "Tensor", "")               \
@@ -58,7 +58,7 @@ struct Flags {
   PYATTN_FIELDS(Flags, PYATTN_FLAGS)
 };
 
-// What backward takes beside the inputs, each of the size of out or of its rows.
+// Checks dout and what forward returned: out like q with head_dim_v columns, row statistics one value per query row.
 inline void check_saved(const Tensor& dout, const Saved& saved) {
   const Tensor& q = saved.q;
   const at::ScalarType type = q.scalar_type(), rows = row_dtype(type);
@@ -100,7 +100,7 @@ BackwardTensors call_backward(const Tensor& dout, const Saved& saved, const Opti
   if (const Tensor& dbias = more.dbias; dbias.defined() && row_max.numel() > 0 && k.size(2) > 0)
     prefer_huge_pages(dbias), p.dbias = bias_view(dbias, type, dbias.mutable_data_ptr());
   else if (dbias.defined())
-    dbias.zero_();  // no score has it, so no kernel writes it
+    dbias.zero_();  // there are no scores, so no kernel writes it
   if (q.is_cuda()) {
     cuda::backward(q, p, flags.deterministic);
   } else {

@@ -51,7 +51,7 @@ inline void check_device(const char* name, const Tensor& t, at::Device device) {
                     device);
 }
 
-// Whether t is there, has one of the types and lies on the device.
+// Errors unless t is defined, has one of the types and is on the device.
 inline void check_given(const char* name, const Tensor& t, at::Device device,
                         std::initializer_list<at::ScalarType> types) {
   TORCH_CHECK_TYPE(t.defined(), "pyattn: ", name, " must be a Tensor, got None");
@@ -65,15 +65,15 @@ inline void check_tensor(const char* name, const Tensor& t, at::Device device, a
   TORCH_CHECK_VALUE(t.sym_sizes() == sizes, "pyattn: ", name, " must have shape ", sizes, ", got ", t.sym_sizes());
 }
 
-// The sizes of t, but for its columns.
+// The sizes of t, with `cols` columns.
 inline c10::SymDimVector with_columns(const Tensor& t, const SymInt& cols) {
   c10::SymDimVector sizes(t.sym_sizes());
   sizes.back() = cols;
   return sizes;
 }
 
-// Whether the contents of indices on a GPU are read and checked like those on a CPU, which waits for the GPU:
-// the environment variable PYATTN_CHECK is 1.
+// Whether the contents of index tensors on a GPU are read and checked as on a CPU, which waits for the GPU:
+// only if the environment variable PYATTN_CHECK is 1.
 inline bool checks_gpu() {
   static const char* const value = std::getenv("PYATTN_CHECK");
   return value && std::string_view(value) == "1";

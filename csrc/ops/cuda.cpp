@@ -1,6 +1,5 @@
-// The ATen side of the CUDA kernels: which device and stream, scratch, what went wrong.
-// Linked with a CUDA runtime of its own and with nothing of torch's CUDA side, so that the
-// module loads where torch has none.
+// The ATen side of the CUDA kernels: device, stream, workspace, errors. Linked with its own CUDA
+// runtime and with none of torch's CUDA libraries, so the module also loads where torch has none.
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <cuda_runtime_api.h>
@@ -28,8 +27,8 @@ const DeviceKernels& kernels(at::ScalarType type, bool packed) {
   }
 }
 
-// torch's current stream of the device. c10 has a name for
-// it only in a library that is not there without CUDA.
+// torch's current stream of the device. It is looked up at run time, because c10 declares it only in
+// a library that a torch without CUDA lacks.
 void* current_stream(at::DeviceIndex device) {
   using Get = int32_t (*)(int32_t, void**);
   static const Get get = [] {
@@ -37,7 +36,7 @@ void* current_stream(at::DeviceIndex device) {
     return reinterpret_cast<Get>(library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr);
   }();
   void* stream = nullptr;
-  TORCH_CHECK(get && get(device, &stream) == 0, "pyattn: torch's current CUDA stream can't be had, got device ",
+  TORCH_CHECK(get && get(device, &stream) == 0, "pyattn: torch must have a current CUDA stream, got none on device ",
               static_cast<int>(device));
   return stream;
 }
@@ -45,7 +44,7 @@ void* current_stream(at::DeviceIndex device) {
 void check(const char* error) { TORCH_CHECK(!error, "pyattn: CUDA kernels can't be launched, got \"", error, "\""); }
 void check(cudaError_t error) { check(error == cudaSuccess ? nullptr : cudaGetErrorString(error)); }
 
-// A kernel built for 8.0 runs on 8.6 and 8.9 too, and so within every major version; one for 90a on 9.0 alone.
+// A kernel built for 8.0 also runs on 8.6 and 8.9, the later minor versions; one built for 90a runs on 9.0 only.
 void check_architecture(at::DeviceIndex device) {
   int major = 0, minor = 0;
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
@@ -66,7 +65,7 @@ void check_sizes(const ForwardParams& p) {
                               "pyattn: on CUDA head_dim must be at most 256, got ", p.head_dim, " for q and k and ",
                               p.head_dim_v, " for v");
   const int64_t group = p.num_heads_kv ? p.num_heads_q / p.num_heads_kv : 0, rows = group * p.seqlen_q;
-  const int64_t most = INT32_MAX - 256 * std::max<int64_t>(group, 1);  // and a tile of each head more
+  const int64_t most = INT32_MAX - 256 * std::max<int64_t>(group, 1);  // leaves room for a tile more of each head
   TORCH_CHECK_NOT_IMPLEMENTED(rows <= most && p.seqlen_k <= most, "pyattn: on CUDA a KV head must have at most ", most,
                               " query rows and keys, got ", rows, " and ", p.seqlen_k);
 }

@@ -1,5 +1,4 @@
-// CUDA as the operators see it. A build without it has
-// no_cuda.cpp in place of cuda.cpp and the kernels.
+// CUDA as the operators see it. A build without CUDA has no_cuda.cpp instead of cuda.cpp and the kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,10 +10,10 @@
 
 namespace pyattn::cuda {
 
-// Compute capabilities that there are kernels for, as in sm_80: "80".
+// The compute capabilities that this build has kernels for: "80" for sm_80.
 std::vector<std::string> architectures();
 
-// On q's device, on its current stream.
+// Launch kernels on the current stream of q's device.
 void forward(const at::Tensor& q, ForwardParams& p);
 void backward(const at::Tensor& q, BackwardParams& p, bool deterministic);
 

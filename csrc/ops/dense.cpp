@@ -1,6 +1,5 @@
 // The operators pyattn::attention_forward and pyattn::attention_backward. The same functions serve the CPU,
-// CUDA and, stopping before the kernels, the Meta key, so that shapes, strides and errors can't differ
-// between them.
+// CUDA and, stopping before the kernels, the Meta key, so shapes, strides and errors can't differ.
 #include "ops/calls.h"
 #include "ops/operators.h"
 #include "ops/options.h"

@@ -1,4 +1,4 @@
-// Huge pages for large tensors on a CPU, where the system gives them on request.
+// Huge pages for large tensors on a CPU, where the system grants them on request.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,8 +8,8 @@
 
 namespace pyattn {
 
-// Before t is written to: the memory of large tensors comes fresh from the system, and one fault for each small
-// page takes five times as long as writing it. A hint: where it does not hold, nothing changes.
+// To be called before t is first written: the memory of a large tensor is fresh from the system, and a page fault for
+// each small page takes five times as long as writing it. A hint, which the system may ignore.
 inline void prefer_huge_pages([[maybe_unused]] const at::Tensor& t) {
 #ifdef MADV_HUGEPAGE
   if (!t.is_cpu()) return;

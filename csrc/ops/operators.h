@@ -1,4 +1,4 @@
-// Operators: defines them by functions that take structs of arguments, made of one list each.
+// Operators: registers functions that take structs of arguments. One list generates each struct and its schema.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -19,7 +19,7 @@
 
 namespace pyattn {
 
-// A list is a macro with a line X(type, name, "type in the schema", "=default in the schema") for each argument. It makes
+// A list is a macro with one line X(type, name, "schema type", "=schema default") per argument. It generates
 //   struct Options { PYATTN_FIELDS(Options, PYATTN_OPTIONS) };  // the fields; the type Fields: how they are passed
 //   "(Tensor q" PYATTN_SCHEMA(PYATTN_OPTIONS) ")"               // the arguments in a schema, after others
 #define PYATTN_FIELDS(name, list) list(PYATTN_FIELD) using Fields = pyattn::FieldTypes<name list(PYATTN_FIELD_TYPE)>;
@@ -28,18 +28,18 @@ namespace pyattn {
 #define PYATTN_SCHEMA(list) list(PYATTN_SCHEMA_ARGUMENT)
 #define PYATTN_SCHEMA_ARGUMENT(type, name, schema_type, value) ", " schema_type " " #name value
 
-// Tensors are passed by reference: moving an optional one through every layer of the dispatcher takes time.
+// Tensors are passed by reference: moving an optional one through every layer of the dispatcher costs time.
 template <class T>
 using PassedAs = std::conditional_t<std::is_same_v<T, Tensor> || std::is_same_v<T, optional<Tensor>>, const T&, T>;
 
 template <class Struct, class... Types>
 using FieldTypes = std::tuple<PassedAs<Types>...>;
 
-// A struct made of a list.
+// A struct generated from a list.
 template <class P>
 concept Listed = requires { typename std::remove_cvref_t<P>::Fields; };
 
-// The arguments that stand for a parameter: itself, or the fields of its struct.
+// The operator's arguments for one parameter of f: the parameter itself, or the fields of its struct.
 template <class P>
 struct Passed {
   using Types = std::tuple<P>;
@@ -56,7 +56,7 @@ struct Flat<Result (*)(Parameters...)> {
   using Arguments = decltype(std::tuple_cat(std::declval<typename Passed<Parameters>::Types>()...));
 };
 
-// Adapter<f>::call takes every argument by itself, as the dispatcher passes them, and calls f with structs of them.
+// Adapter<f>::call takes the flat arguments that the dispatcher passes, and calls f with structs of them.
 template <auto f, class Function = decltype(f), class Arguments = typename Flat<Function>::Arguments>
 struct Adapter;
 template <auto f, class Result, class... Parameters, class... Arguments>
@@ -91,8 +91,8 @@ struct Adapter<f, Result (*)(Parameters...), std::tuple<Arguments...>> {
   }
 };
 
-// The kernel of every backend without kernels: sparse, nested and quantized
-// tensors, and devices that are not built in.
+// The kernel of every backend without kernels (sparse, nested and quantized tensors, other devices):
+// an error that names the tensor.
 inline void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   const auto values = torch::jit::last(*stack, arguments.size());
@@ -109,12 +109,12 @@ inline void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::ji
   TORCH_CHECK_NOT_IMPLEMENTED(false, "pyattn: ", op.schema().name(), " has no kernels for tensors of this kind");
 }
 
-// One function serves all backends of an operator; for Meta it stops before it reads tensors.
+// One function serves all backends of an operator; for Meta it stops before it reads their contents.
 using Backends = std::initializer_list<c10::DispatchKey>;
 inline constexpr Backends kOnCPU = {c10::DispatchKey::CPU, c10::DispatchKey::Meta};
 inline constexpr Backends kOnCPUAndCUDA = {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::Meta};
 
-// Defines an operator, which f computes on these backends; those that no other file registers refuse it.
+// Defines an operator that f computes on these backends; backends that no file registers refuse it.
 // CompositeExplicitAutograd does not cover nested tensors. Returns its name.
 template <auto f>
 std::string define(torch::Library& m, Backends backends, const char* schema) {
@@ -129,15 +129,15 @@ std::string define(torch::Library& m, Backends backends, const char* schema) {
   return name;
 }
 
-// The same for an operator of a cache, which GPUs have a function of their own for.
+// The same for a cache operator, which has a separate function for GPUs.
 template <auto on_cpu, auto on_gpu>
 void define_cache(torch::Library& m, const char* schema) {
   const std::string name = define<on_cpu>(m, kOnCPU, schema);
   m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::CUDA, TORCH_FN(on_gpu)));
 }
 
-// The same for an operator of attention. Derivatives come from pyattn/derivatives: those that it does not define,
-// double backward and forward mode, raise instead of being silently zero.
+// The same for an attention operator. Its derivatives are in pyattn/derivatives; differentiating the raw operator
+// raises, because without the fallback double backward and forward mode would silently be zero.
 template <auto f>
 void define_attention(torch::Library& m, Backends backends, const char* schema) {
   const std::string name = define<f>(m, backends, schema);

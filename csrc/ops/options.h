@@ -1,4 +1,4 @@
-// Options: what every operator of attention takes beside its tensors, and what of it is accepted.
+// Options: the arguments that every attention operator takes beside its tensors, and their checks.
 #pragma once
 
 #include <array>
@@ -9,20 +9,20 @@
 
 namespace pyattn {
 
-// One line an option, as operators.h says. Their order is that of the arguments of every operator.
-#define PYATTN_OPTIONS(X)                                                                                             \
-  X(optional<double>, softmax_scale, "float?", "=None")                                                               \
-  X(bool, causal, "bool", "=True")                                                                                    \
-  X(optional<SymInt>, q_offset, "SymInt?", "=None")                                                                   \
-  X(optional<Tensor>, q_offsets, "Tensor?", "=None")       /* (batch), int64, in place of q_offset */                 \
-  X(c10::SymIntArrayRef, window, "SymInt[2]", "=[-1, -1]") /* left, right; -1: no bound */                            \
-  X(optional<Tensor>, key_ranges, "Tensor?", "=None")      /* (batch or 1, seqlen_q, 2), int32 or int64 */            \
-  X(optional<Tensor>, mask, "Tensor?", "=None")            /* bool, true = takes part; shape as that of bias */       \
-  X(double, softcap, "float", "=0.0")                                                                                 \
-  X(optional<Tensor>, bias, "Tensor?", "=None") /* each size 1 or that of (batch, num_heads_q, seqlen_q, seqlen_k) */ \
-  X(optional<Tensor>, alibi_slopes, "Tensor?", "=None") /* (num_heads_q) or (batch, num_heads_q) */                   \
-  X(optional<Tensor>, sinks, "Tensor?", "=None")        /* (num_heads_q) */                                           \
-  X(double, dropout_p, "float", "=0.0")                                                                               \
+// One line per option, in the form of operators.h and in the order of every operator's arguments.
+#define PYATTN_OPTIONS(X)                                                                                            \
+  X(optional<double>, softmax_scale, "float?", "=None")                                                              \
+  X(bool, causal, "bool", "=True")                                                                                   \
+  X(optional<SymInt>, q_offset, "SymInt?", "=None")                                                                  \
+  X(optional<Tensor>, q_offsets, "Tensor?", "=None")       /* (batch), int64, instead of q_offset */                 \
+  X(c10::SymIntArrayRef, window, "SymInt[2]", "=[-1, -1]") /* left, right; -1: no bound */                           \
+  X(optional<Tensor>, key_ranges, "Tensor?", "=None")      /* (batch or 1, seqlen_q, 2), int32 or int64 */           \
+  X(optional<Tensor>, mask, "Tensor?", "=None")            /* bool, true = visible; shape as for bias */             \
+  X(double, softcap, "float", "=0.0")                                                                                \
+  X(optional<Tensor>, bias, "Tensor?", "=None")         /* broadcasts to (batch, num_heads_q, seqlen_q, seqlen_k) */ \
+  X(optional<Tensor>, alibi_slopes, "Tensor?", "=None") /* (num_heads_q) or (batch, num_heads_q) */                  \
+  X(optional<Tensor>, sinks, "Tensor?", "=None")        /* (num_heads_q) */                                          \
+  X(double, dropout_p, "float", "=0.0")                                                                              \
   X(optional<Tensor>, dropout_seed, "Tensor?", "=None") /* (), int64 */
 
 struct Options {
@@ -40,7 +40,7 @@ inline void check_key_ranges(const Tensor& q, const Options& options) {
       "pyattn: key_ranges must have shape (", q.sym_size(0), " or 1, ", q.sym_size(2), ", 2), got ", sizes);
 }
 
-// A tensor of scores, which broadcasts.
+// Checks a tensor that broadcasts to the scores, (batch, num_heads_q, seqlen_q, seqlen_k).
 inline void check_scores(const char* name, const Tensor& t, const Tensor& q, const SymInt& seqlen_k) {
   check_device(name, t, q.device());
   const std::array<SymInt, 4> full{q.sym_size(0), q.sym_size(1), q.sym_size(2), seqlen_k};
@@ -72,8 +72,8 @@ inline void check_options_of_batch(const Tensor& q, const SymInt& seqlen_k, cons
   check_bias(q, seqlen_k, options);
 }
 
-// Kernels hold the scale in the type that they compute in, where a smaller one would count as 0 and give every key
-// the same weight, and a larger one times log2(e) would be infinite.
+// Kernels hold the scale in the type that they compute in: a smaller one would round to 0 there and give every key the
+// same weight, a larger one would overflow when multiplied by log2(e).
 inline void check_softmax_scale(double scale, at::ScalarType type) {
   TORCH_CHECK_VALUE(std::isfinite(scale), "pyattn: softmax_scale must be finite, got ", scale);
   const bool wide = type == at::kDouble;
@@ -83,7 +83,7 @@ inline void check_softmax_scale(double scale, at::ScalarType type) {
                     name_of(type), ", got ", scale);
 }
 
-// Checks the options that know nothing of positions; batch: the number of sequences.
+// Checks the options whose shapes have no seqlen in them; batch: the number of sequences.
 inline void check_options(const Tensor& q, const SymInt& batch, const SymInt& heads, const Options& options) {
   check_softmax_scale(options.softmax_scale.value_or(1), q.scalar_type());
   if (options.q_offsets) check_tensor("q_offset", *options.q_offsets, q.device(), at::kLong, {batch});
@@ -110,11 +110,11 @@ inline void check_options(const Tensor& q, const SymInt& batch, const SymInt& he
   if (options.dropout_seed) check_tensor("dropout_seed", *options.dropout_seed, q.device(), at::kLong, {});
 }
 
-// The results of forward and of backward, as the operators' schemas have them.
+// The results of forward and backward in the operators' schemas.
 #define PYATTN_FORWARD_RESULTS "(Tensor out, Tensor lse, Tensor row_max, Tensor row_sum)"
 #define PYATTN_BACKWARD_RESULTS "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi_slopes, Tensor dsinks)"
 
-// output_mask asks for dbias, dalibi_slopes and dsinks, each only where its tensor is given and has a gradient.
+// output_mask: whether dbias, dalibi_slopes and dsinks are wanted, each only if its tensor is given.
 using Wanted = std::array<bool, 3>;
 inline void check_wanted(const Options& options, const Wanted& output_mask) {
   TORCH_CHECK_VALUE((!output_mask[0] || options.bias) && (!output_mask[1] || options.alibi_slopes) &&
@@ -127,7 +127,7 @@ inline void check_defined(const Tensor& q, const Tensor& k, const Tensor& v) {
   TORCH_CHECK_TYPE(q.defined() && k.defined() && v.defined(), "pyattn: q, k and v must be Tensors, got None");
 }
 
-// Whether k and v fit q, where each has its number of dimensions; k's heads lie along the dimension `heads`.
+// Checks k and v against q, once each has the right number of dimensions; `heads` is the head dimension of k and v.
 inline void check_fit(const Tensor& q, const Tensor& k, const Tensor& v, int64_t heads) {
   const SymInt num_heads_q = q.sym_size(1), num_heads_kv = k.sym_size(heads);
   TORCH_CHECK_VALUE(k.sym_size(-1) == q.sym_size(-1), "pyattn: q and k must have the same head_dim, got ",

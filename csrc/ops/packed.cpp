@@ -1,5 +1,5 @@
-// The operators pyattn::attention_varlen_forward and _backward: as those of dense.cpp, for sequences one
-// behind the other, each of its own length.
+// The operators pyattn::attention_varlen_forward and _backward: those of dense.cpp for packed sequences, each of
+// which has its own length.
 #include "ops/calls.h"
 #include "ops/operators.h"
 #include "ops/options.h"

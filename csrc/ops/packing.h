@@ -1,4 +1,4 @@
-// Packing: sequences one behind the other in one tensor, what operators take to tell them apart.
+// Packing: sequences one after the other in one tensor, and the arguments that tell them apart.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -16,13 +16,13 @@
 
 namespace pyattn {
 
-// One line an argument, as PYATTN_OPTIONS.
+// One line per argument, in the form of PYATTN_OPTIONS.
 #define PYATTN_PACKING(X)                                                                                              \
   X(Tensor, cu_seqlens_q, "Tensor", "") /* (sequences + 1), int32 or int64: where each begins and the last one ends */ \
-  X(Tensor, cu_seqlens_k, "Tensor", "") /* likewise */                                                                 \
+  X(Tensor, cu_seqlens_k, "Tensor", "") /* the same for keys */                                                        \
   X(SymInt, max_seqlen_q, "SymInt", "") /* no sequence is longer */                                                    \
   X(SymInt, max_seqlen_k, "SymInt", "")                                                                                \
-  X(optional<Tensor>, seqused_k, "Tensor?", "=None") /* (sequences), int32 or int64: how many keys of each take part */
+  X(optional<Tensor>, seqused_k, "Tensor?", "=None") /* (sequences), int32 or int64: how many keys of each are used */
 
 struct Packing {
   PYATTN_FIELDS(Packing, PYATTN_PACKING)
@@ -39,7 +39,7 @@ inline void check_seqused(const Tensor& seqused_k, const SymInt& batch, at::Devi
                     sizes);
 }
 
-// What does not depend on how keys lie.
+// Checks all that does not depend on where keys lie.
 inline void check_packing(const Tensor& q, const Packing& packing, const Options& options) {
   check_given("cu_seqlens_q", packing.cu_seqlens_q, q.device(), {at::kInt, at::kLong});
   check_given("cu_seqlens_k", packing.cu_seqlens_k, q.device(), {at::kInt, at::kLong});
@@ -73,11 +73,10 @@ inline void check_packed(const Tensor& q, const Tensor& k, const Tensor& v, cons
   check_packing(q, packing, options);
 }
 
-// Keys in pages are bounded by what block tables have room for.
+// total_k of paged keys, which their block table bounds instead.
 inline constexpr int64_t kAnyTokens = std::numeric_limits<int64_t>::max();
 
-// cu_seqlens as kernels read it: it starts at 0, never decreases and ends within the tokens. Returns the
-// longest sequence.
+// Checks that cu_seqlens starts at 0, never decreases and ends within the tokens. Returns the largest length.
 inline int64_t check_starts(const char* name, const int64_t* starts, int64_t batch, int64_t tokens) {
   TORCH_CHECK_VALUE(starts[0] == 0, "pyattn: ", name, " must start at 0, got ", starts[0]);
   int64_t longest = 0;
@@ -96,7 +95,7 @@ inline void check_longest(const char* name, int64_t longest, const SymInt& bound
                     longest);
 }
 
-// How many of the keys of sequence b take part.
+// Checks and returns the number of keys of sequence b that are used.
 inline int64_t check_used(const int64_t* cu_seqlens_k, const int64_t* seqused_k, int64_t b) {
   const int64_t length = cu_seqlens_k[b + 1] - cu_seqlens_k[b];
   if (!seqused_k) return length;
@@ -105,7 +104,7 @@ inline int64_t check_used(const int64_t* cu_seqlens_k, const int64_t* seqused_k,
   return seqused_k[b];
 }
 
-// Checks the indices of p and makes the sequences of them, and p's lengths and pairs.
+// Checks the indices of p, and computes its sequences, largest lengths and pairs from them.
 inline void place_sequences(ForwardParams& p, const Packing& packing) {
   const PackedParams& packed = p.packed;
   p.seqlen_q = check_starts("cu_seqlens_q", packed.cu_seqlens_q, p.batch, packed.total_q);
@@ -124,7 +123,7 @@ inline void place_sequences(ForwardParams& p, const Packing& packing) {
   packed.sequences[p.batch] = {packed.cu_seqlens_q[p.batch], packed.cu_seqlens_k[p.batch], 0, 0};
 }
 
-// Checks the indices of p, which lie on a GPU, as those on a CPU, by copies of them.
+// Checks indices on a GPU as those on a CPU, by copying them to the host.
 inline void check_sequences(ForwardParams p, const Packing& packing, const Options& options) {
   Kept kept;
   const auto on_host = [&](const Tensor& t) { return kept.indices(t.cpu()); };
@@ -137,9 +136,8 @@ inline void check_sequences(ForwardParams p, const Packing& packing, const Optio
   place_sequences(p, packing);
 }
 
-// Indices on a GPU are not read here, but for PYATTN_CHECK=1: its kernels place the sequences, none of which is
-// longer than it may be.
-// Keys of four dimensions lie in pages, which pages.h finds.
+// Indices on a GPU are read here only with PYATTN_CHECK=1: its kernels place the sequences, and those longer than
+// max_seqlen_q or max_seqlen_k are invalid. Keys with four dimensions are paged; pages.h fills in where they are.
 inline void fill_packed(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, const Packing& packing,
                         const Options& options, Kept& kept) {
   p.batch = packing.cu_seqlens_q.size(0) - 1, p.num_heads_q = q.size(1), p.num_heads_kv = k.size(-2);

@@ -1,7 +1,7 @@
-// The operators over keys and values in pages, on the CPU: pyattn::attention_paged_forward as
-// attention_forward, for sequences that all have seqlen_k positions, and pyattn::attention_varlen_paged_forward
-// as attention_varlen_forward. They have no backward: where a gradient is wanted, pyattn/paged.py copies the
-// pages that pyattn::pages_in_use names and calls the others.
+// The operators over paged keys and values, on the CPU: pyattn::attention_paged_forward is attention_forward for
+// sequences that all have seqlen_k keys, and pyattn::attention_varlen_paged_forward is attention_varlen_forward. They
+// have no backward: where a gradient is wanted, pyattn/cache/pages.py copies the pages that pyattn::pages_in_use lists
+// and calls the operators without pages.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
@@ -45,12 +45,12 @@ ForwardTensors attention_varlen_paged_forward(const Tensor& q, const Tensor& k, 
   });
 }
 
-// Checked as above: block_table with 0 where a sequence has no keys, and how many keys each has, all int64.
+// Checks as above. Returns, in int64, block_table with 0 where a sequence has no keys, and each sequence's keys.
 std::tuple<Tensor, Tensor> pages_in_use(const Tensor& block_table, const Tensor& cu_seqlens_k, SymInt max_seqlen_k,
                                         const optional<Tensor>& seqused_k, SymInt pages, SymInt page_size) {
   check_pages_in_use(block_table, cu_seqlens_k, seqused_k, page_size);
   const auto wide = block_table.options().dtype(at::kLong);
-  // Dense whatever the strides of block_table, because it is written through a pointer.
+  // Dense, whatever the strides of block_table, because it is written through a pointer.
   Tensor used = at::zeros_symint(block_table.sym_sizes(), wide),
          lengths = at::empty_symint({cu_seqlens_k.sym_size(0) - 1}, wide);
   if (block_table.is_meta()) return {used, lengths};

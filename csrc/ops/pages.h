@@ -1,6 +1,5 @@
 // Pages: keys and values in blocks of page_size positions anywhere in a tensor (pages, page_size, num_heads,
-// head_dim), and the table that lists those of each sequence. What operators take of them, and from there to
-// the params.
+// head_dim), and the block table that lists those of each sequence. Their checks and params.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +13,7 @@
 
 namespace pyattn {
 
-// Below it, looking pages up costs as much as reading what they hold.
+// Looking up a smaller page costs as much as reading what it holds.
 inline constexpr int64_t kLeastPageSize = 16;
 
 inline void check_page_size(const SymInt& page_size) {
@@ -28,7 +27,7 @@ inline void check_block_table(const Tensor& block_table, at::Device device, cons
                     batch, ", pages of a sequence), got ", block_table.sym_sizes());
 }
 
-// q (batch, num_heads, seqlen, head_dim) or packed (tokens, num_heads, head_dim), with keys in pages.
+// Checks q (batch, num_heads, seqlen, head_dim) or packed (tokens, num_heads, head_dim), and paged k and v.
 inline void check_paged(const Tensor& q, const Tensor& k, const Tensor& v, int64_t dims) {
   check_defined(q, k, v);
   TORCH_CHECK_VALUE(q.dim() == dims && k.dim() == 4 && v.dim() == 4, "pyattn: q must have ", dims,
@@ -39,7 +38,7 @@ inline void check_paged(const Tensor& q, const Tensor& k, const Tensor& v, int64
   check_page_size(k.sym_size(1));
 }
 
-// The pages of a sequence, as far as it has keys: what is listed behind them is not looked at.
+// Checks the pages that hold the keys of sequence b, and returns their number; what is listed after them is ignored.
 inline int64_t check_pages(const int64_t* listed, int64_t count, int64_t seqlen_k, int64_t b, int64_t pages,
                            int64_t page_size) {
   const int64_t used = seqlen_k / page_size + (seqlen_k % page_size > 0);
@@ -51,7 +50,7 @@ inline int64_t check_pages(const int64_t* listed, int64_t count, int64_t seqlen_
   return used;
 }
 
-// What pyattn::pages_in_use takes.
+// Checks the arguments of pyattn::pages_in_use.
 inline void check_pages_in_use(const Tensor& block_table, const Tensor& cu_seqlens_k, const optional<Tensor>& seqused_k,
                                const SymInt& page_size) {
   check_page_size(page_size);
@@ -63,7 +62,7 @@ inline void check_pages_in_use(const Tensor& block_table, const Tensor& cu_seqle
   if (seqused_k) check_seqused(*seqused_k, batch, cu_seqlens_k.device());
 }
 
-// A cache in pages, and what is appended to it.
+// Checks a paged cache, and what is appended to it.
 inline void check_append_pages(const Tensor& keys, const Tensor& values, const Tensor& lengths,
                                const Tensor& block_table, const Tensor& k, const Tensor& v,
                                const optional<Tensor>& new_lengths) {
@@ -81,7 +80,7 @@ inline void check_append_pages(const Tensor& keys, const Tensor& values, const T
   check_new(keys, values, lengths, k, v, new_lengths, 2);
 }
 
-// What an append reads, as check_room of cache.h.
+// Checks what an append reads, as check_room of cache.h does.
 inline void check_page_room(const Tensor& lengths, const Tensor& block_table, const optional<Tensor>& new_lengths,
                             int64_t fresh, int64_t most, int64_t pages, int64_t page_size) {
   const Values length(lengths), added(new_lengths ? *new_lengths : lengths);
@@ -94,7 +93,7 @@ inline void check_page_room(const Tensor& lengths, const Tensor& block_table, co
   for (int64_t b = 0; b < lengths.size(0); ++b) check_added(length[b], new_lengths ? added[b] : fresh, fresh, most, b);
 }
 
-// After the sequences of p are known.
+// Fills the params of pages, once the sequences of p are known.
 inline void fill_pages(ForwardParams& p, const Tensor& k, const Tensor& v, const Tensor& block_table, Kept& kept) {
   p.k = input(k.transpose(1, 2)), p.v = input(v.transpose(1, 2));
   p.pages = {kept.indices(block_table), block_table.size(1), k.size(1)};

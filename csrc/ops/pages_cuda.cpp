@@ -1,6 +1,5 @@
-// The operators of pages on a GPU, as cache_cuda.cpp has those of caches without: in ATen's operations
-// without a host read. What has no room is left out, indices are clamped; with PYATTN_CHECK=1 they are read
-// and checked first, as on the CPU.
+// The operators of pages on a GPU, like that of cache_cuda.cpp in ATen operations without a host read: positions
+// without room are left out, and indices are clamped. With PYATTN_CHECK=1 the host reads and checks them first.
 #include <ATen/ops/arange.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/minimum.h>
@@ -21,7 +20,7 @@ namespace {
 Tensor column(const Tensor& t) { return t.unsqueeze(1); }
 Tensor numbers(int64_t count, const Tensor& like) { return at::arange(count, like.options().dtype(at::kLong)); }
 
-// As in paged.cpp; a sequence whose indices are invalid has -1 keys, and all of them where cu_seqlens_k is.
+// As in paged.cpp, but a sequence with invalid indices has -1 keys, and so has every one if cu_seqlens_k is invalid.
 std::tuple<Tensor, Tensor> cuda_pages_in_use(const Tensor& block_table, const Tensor& cu_seqlens_k, SymInt max_seqlen_k,
                                              const optional<Tensor>& seqused_k, SymInt pages, SymInt page_size) {
   check_pages_in_use(block_table, cu_seqlens_k, seqused_k, page_size);
@@ -40,12 +39,12 @@ std::tuple<Tensor, Tensor> cuda_pages_in_use(const Tensor& block_table, const Te
   return {at::where(used.logical_and(column(valid)), table, 0), at::where(valid, length, -1)};
 }
 
-// What an append does to the table (batch, places): new positions [begin, end) of each sequence, pages of their
-// own for them, and a page that nobody else has or writes to.
+// The effect of an append on the table (batch, places): the new positions [begin, end) of each sequence,
+// unshared pages for them, and a page that no sequence uses.
 struct Extension {
   Tensor begin, end;
   Tensor before, after;  // the table
-  Tensor spare;          // a scalar; there is none where every sequence has every page, and none is needed
+  Tensor spare;          // (1,); where no page is free, none is needed
 
   Extension(const Tensor& lengths, const Tensor& block_table, const Tensor& added, int64_t page_size, int64_t pages,
             int64_t max_seqlen)
@@ -61,13 +60,13 @@ struct Extension {
       return at::zeros({pages}, before.options()).scatter_add_(0, before.flatten(), counts.flatten().to(at::kLong));
     };
     const Tensor uses = count(held), writers = count(held.logical_and(written));
-    // The last one of the sequences that share a page keeps it, if they all write to it.
+    // If all sequences that share a page write to it, the last one keeps it.
     const Tensor last = at::zeros({pages}, before.options())
                             .scatter_reduce_(0, before.flatten(), at::where(held, own, 0).flatten(), "amax");
     const auto of_page = [&](const Tensor& t) { return t.index_select(0, before.flatten()).view_as(before); };
     const Tensor keeps = held.logical_and(of_page(writers).eq(of_page(uses))).logical_and(of_page(last).eq(own));
     const Tensor wanted = written.logical_and(keeps.logical_not());
-    // Its own page, so that a sequence that shares nothing lies in one piece, or the next free one.
+    // The page with the place's number, so a sequence that shares nothing is contiguous, else the next free one.
     const Tensor free = uses.eq(0), own_free = wanted.logical_and(free.narrow(0, 0, own.numel()).view_as(own));
     Tensor left = free.clone();
     left.narrow(0, 0, own.numel()).logical_and_(own_free.flatten().logical_not());
@@ -80,8 +79,8 @@ struct Extension {
   }
 };
 
-// Every position from the first one of a page that is written to, with what lies there already; behind the
-// end the last one again, so that all writes to a row are the same.
+// Writes every position from the start of the first page that is written to, with the rows that it has already; past
+// the end, the last position again, so all writes to a row are the same.
 void cuda_append_pages(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& block_table,
                        const Tensor& new_k, const Tensor& new_v, const optional<Tensor>& new_counts,
                        SymInt max_seqlen) {

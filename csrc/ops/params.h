@@ -1,4 +1,4 @@
-// Params: from tensors and options to what kernels read, addresses and strides.
+// Params: turns tensors and options into the addresses, sizes and strides that kernels read.
 #pragma once
 
 #include <c10/util/SmallVector.h>
@@ -14,7 +14,7 @@
 
 namespace pyattn {
 
-// Kernels take any stride but that of columns, which must be 1.
+// Kernels take any strides, as long as columns are contiguous.
 inline Tensor with_contiguous_columns(const Tensor& t) {
   return t.size(-1) <= 1 || t.stride(-1) == 1 ? t : t.contiguous();
 }
@@ -22,11 +22,11 @@ inline Tensor with_contiguous_columns(const Tensor& t) {
 // Packed sequences have dimensions (tokens, num_heads, head_dim).
 inline bool is_packed(const Tensor& t) { return t.dim() == 3; }
 
-// Keeps the tensors that params point into: the options' own where kernels can read them, else copies.
+// Keeps alive the tensors that params point into: the options' where kernels can read them, else copies.
 class Kept {
  public:
   const Tensor& keep(Tensor t) { return tensors_.emplace_back(std::move(t)); }
-  // Without a call of ATen where there is nothing to copy: it takes as long as a small call's kernel.
+  // Calls no ATen operator if there is nothing to copy: that takes as long as the kernel of a small call.
   const void* dense(const Tensor& t, at::ScalarType type) {
     return keep((t.scalar_type() == type ? t : t.to(type)).contiguous()).const_data_ptr();
   }
@@ -38,7 +38,7 @@ class Kept {
 
 inline optional<Tensor> contiguous(const optional<Tensor>& t) { return t ? optional(t->contiguous()) : std::nullopt; }
 
-// Params hold inputs and results alike, so const ends here; no kernel writes to an input.
+// Params hold inputs and results alike, so const is cast away here; no kernel writes to an input.
 inline void* input_data(const Tensor& t) { return const_cast<void*>(t.const_data_ptr()); }
 inline View view(const Tensor& t, void* data) {
   if (is_packed(t)) return {data, 0, t.stride(1), t.stride(0)};
@@ -47,7 +47,7 @@ inline View view(const Tensor& t, void* data) {
 inline View input(const Tensor& t) { return view(t, input_data(t)); }
 inline View result(const Tensor& t) { return view(t, t.mutable_data_ptr()); }
 
-// A tensor that broadcasts to four dimensions, from the last one back.
+// A tensor that broadcasts to four dimensions; they align at the last one, and broadcast dimensions have stride 0.
 inline BroadcastView broadcast_view(const Tensor& t, void* data) {
   const auto stride = [&](int64_t d) { return t.dim() >= d && t.size(-d) > 1 ? t.stride(-d) : 0; };
   return {data, stride(4), stride(3), stride(2), stride(1)};
@@ -56,8 +56,7 @@ inline BiasView bias_view(const Tensor& t, at::ScalarType type, void* data) {
   return {broadcast_view(t, data), t.scalar_type() == type ? BiasType::kLikeQ : BiasType::kFloat32};
 }
 
-// The ranges of the queries of one sequence. A GPU's kernels clamp them: there they are read with PYATTN_CHECK=1
-// alone.
+// Checks the key ranges of one sequence's queries; on a GPU only with PYATTN_CHECK=1, because its kernels clamp them.
 inline void check_ranges(const int64_t* range, int64_t seqlen_q, int64_t seqlen_k, int64_t sequence) {
   for (int64_t i = 0; i < seqlen_q; ++i, range += 2)
     TORCH_CHECK_VALUE(0 <= range[0] && range[0] <= range[1] && range[1] <= seqlen_k,
@@ -85,7 +84,7 @@ inline void fill_score(ScoreParams& score, at::ScalarType type, const Options& o
   if (options.alibi_slopes && options.alibi_slopes->dim() == 2) score.slopes_stride_b = options.alibi_slopes->size(1);
 }
 
-// What does not depend on how sequences lie in memory.
+// Fills the params that do not depend on how sequences lie in memory.
 inline void fill_options(ForwardParams& p, at::ScalarType type, const Options& options, Kept& kept) {
   p.softmax_scale = options.softmax_scale.value_or(default_softmax_scale(p.head_dim));
   fill_mask(p.mask, p.seqlen_q, p.seqlen_k, options, kept);

@@ -1,4 +1,4 @@
-// Passes: runs the CPU kernels' work items in parallel, with the memory that they need.
+// Passes: runs the work items of CPU kernels in parallel and allocates the memory that they need.
 #pragma once
 
 #include <c10/core/CPUAllocator.h>
@@ -14,22 +14,22 @@
 
 namespace pyattn {
 
-// ATen's allocator, so that the memory profiler sees it, without the dispatcher's microsecond.
+// Allocates with ATen's allocator, so the memory profiler sees it, and saves the microsecond of at::empty's dispatch.
 inline c10::DataPtr allocate(int64_t bytes) { return c10::GetCPUAllocator()->allocate(bytes); }
 
-// Runs all work items of a pass. Each task takes the next items when it is done with some; scratch
-// belongs to a task, not to the number of a thread.
+// Runs all work items of a pass. A task that has finished its items claims the next ones. Scratch belongs
+// to a task, not to a thread number.
 template <class Params>
 void run(const Pass<Params>& pass, const Plan& plan, const Params& p) {
   if (plan.items == 0) return;
   // Waking the other threads costs about 5 us, in which one thread does some 100,000 multiply-adds
-  // of a small shape. Ten times as many are worth it.
+  // of a small shape. It pays from ten times as many on.
   constexpr double kWorthThreads = 1 << 20;
   const double work = p.pairs * static_cast<double>(p.num_heads_q * (p.head_dim + p.head_dim_v));
   const int64_t tasks = work < kWorthThreads ? 1 : std::min(plan.items, max_tasks());
-  // Small items are taken together, as many as are worth a thread, for memory's sake: heads of one
-  // sequence share its pages. With two threads 2000 sequences of up to 64 took 9 % less for it.
-  const double most = static_cast<double>(plan.items) / static_cast<double>(16 * tasks);  // so that all end together
+  // A task claims several small items at once, up to what is worth a thread: heads of one sequence
+  // share memory pages. On two threads, 2000 sequences of up to 64 tokens took 9 % less time.
+  const double most = static_cast<double>(plan.items) / static_cast<double>(16 * tasks);  // so tasks end together
   const auto take =
       static_cast<int64_t>(std::max(1.0, std::min(most, kWorthThreads * static_cast<double>(plan.items) / work)));
 
@@ -52,7 +52,7 @@ void run(const Pass<Params>& pass, const Plan& plan, const Params& p) {
   run_tasks(tasks, task);
 }
 
-// Runs a pass whose result is an array of its own, to which params point from then on, if it has any.
+// Runs a pass whose result is an array, if it has any, and points `array`, a member of p, to it.
 template <class Entry>
 c10::DataPtr make_array(const Pass<ForwardParams>& pass, ForwardParams& p, Entry*& array) {
   const Plan plan = pass.plan(p);
@@ -63,8 +63,8 @@ c10::DataPtr make_array(const Pass<ForwardParams>& pass, ForwardParams& p, Entry
   return memory;
 }
 
-// The work of packed sequences, and what the mask leaves of each row and block of rows, where formulas
-// do not say it.
+// Runs the passes that come before forward and backward: the units of packed sequences, and the visible
+// keys of each row and block of rows, unless formulas give them.
 inline std::array<c10::DataPtr, 4> prepare(const Kernels& table, ForwardParams& p) {
   std::array<c10::DataPtr, 4> memory;
   if (p.packed.sequences) memory[0] = make_array(table.count_units, p, p.packed.before);
@@ -74,7 +74,7 @@ inline std::array<c10::DataPtr, 4> prepare(const Kernels& table, ForwardParams& 
   return memory;
 }
 
-// Runs a pass, then those that make more of what it leaves in the workspace.
+// Runs a pass, then the passes that combine its partial results in the workspace.
 template <class Params, class... Next>
 void run(const Pass<Params>& pass, Params& p, const Next&... next) {
   const Plan plan = pass.plan(p);

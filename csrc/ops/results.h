@@ -1,4 +1,4 @@
-// Results: tensors that the kernels write.
+// Results: the tensors that kernels write.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -18,9 +18,8 @@
 
 namespace pyattn {
 
-// A dense tensor like `like` but with cols columns. Columns are innermost, because
-// kernels write rows; the other dimensions lie in memory in the order that they have
-// in like, as empty_like would have them.
+// A dense tensor like `like`, but with `cols` columns. Columns are innermost, because kernels write
+// rows; the other dimensions keep the memory order that they have in `like`, as in empty_like.
 inline Tensor empty_ordered_as(const Tensor& like, const SymInt& cols) {
   const auto strides = like.sym_strides(), sizes = like.sym_sizes();
   const int outer = static_cast<int>(like.dim()) - 1;
@@ -28,7 +27,7 @@ inline Tensor empty_ordered_as(const Tensor& like, const SymInt& cols) {
   for (int i = 0; i < outer; ++i) order[i] = outer - 1 - i;
   for (int i = 1; i < outer; ++i)
     for (int at = i, j = i - 1; j >= 0; --j) {
-      // The stride of an expanded dimension, 0, does not say where it lies: it stays in its place.
+      // An expanded dimension has stride 0, which gives no order: it stays in its place.
       if (strides[order[at]] == 0 || strides[order[j]] == 0) continue;
       if (strides[order[j]] <= strides[order[at]]) break;
       std::swap(order[j], order[at]);
@@ -44,7 +43,7 @@ inline Tensor empty_ordered_as(const Tensor& like, const SymInt& cols) {
   return at::empty_strided_symint(shape, dense, like.options());
 }
 
-// The shape of what there is of each row, for queries packed or not.
+// The shape of row statistics: (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q).
 inline c10::SymDimVector sizes_of_rows(const Tensor& q) {
   if (is_packed(q)) return {q.sym_size(1), q.sym_size(0)};
   return {q.sym_size(0), q.sym_size(1), q.sym_size(2)};
@@ -54,23 +53,24 @@ inline Tensor empty_dense(const Tensor& like, at::ScalarType type) {
   return at::empty_symint(like.sym_sizes(), like.options().dtype(type));
 }
 
-// As the schemas have them.
+// In the order of the schemas.
 using ForwardTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using BackwardTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// Fills what lies behind position `end` of a dimension: tokens of no sequence. (GPU kernels fill them.)
+// Fills a dimension from position `end` on: tokens of no sequence. GPU kernels fill theirs.
 inline void fill_rest(const Tensor& t, int64_t dim, int64_t end, double value) {
   if (end < t.size(dim)) t.narrow(dim, end, t.size(dim) - end).fill_(value);
 }
 
-// The gradients of tokens of no sequence. Keys that are not used lie between those that are.
+// Zeroes the gradients of tokens of no sequence; with seqused_k, all of dk and dv, because unused keys lie
+// between used ones.
 inline void fill_unused(const BackwardParams& p, const Tensor& dq, const Tensor& dk, const Tensor& dv) {
   const Sequence& end = p.packed.sequences[p.batch];
   fill_rest(dq, 0, end.first_q, 0);
   for (const Tensor& t : {dk, dv}) fill_rest(t, 0, p.packed.seqused_k ? 0 : end.first_k, 0);
 }
 
-// What forward returns: out, and of each row lse, maximum and sum.
+// The results of forward: out and the row statistics.
 struct ForwardResults {
   Tensor out, lse, row_max, row_sum;
 
@@ -84,7 +84,7 @@ struct ForwardResults {
     p.lse = lse.mutable_data_ptr(), p.row_max = row_max.mutable_data_ptr(), p.row_sum = row_sum.mutable_data_ptr();
   }
 
-  // Packed queries behind the last sequence see no key: out 0, lse -inf.
+  // Packed queries after the last sequence see no key: out 0, lse -inf.
   void fill_unused(const ForwardParams& p) const {
     const int64_t end = p.packed.sequences[p.batch].first_q;
     fill_rest(out, 0, end, 0), fill_rest(row_sum, 1, end, 0);
@@ -94,8 +94,8 @@ struct ForwardResults {
   ForwardTensors all() const { return {out, lse, row_max, row_sum}; }
 };
 
-// What backward returns beside dq, dk and dv; undefined where it is not wanted. The gradients of slopes
-// and sinks are made in the dtype of row_sum.
+// The results of backward beside dq, dk and dv; undefined where not wanted. Kernels write the gradients of
+// slopes and sinks in row_sum's dtype.
 struct OptionGradients {
   optional<Tensor> slopes, sinks;  // as given
   Tensor dbias, dslopes, dsinks;

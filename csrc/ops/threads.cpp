@@ -18,8 +18,8 @@ namespace {
 std::atomic<bool> forked{false};
 [[maybe_unused]] const int watch_forks = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 
-// The register of each thread that says how numbers are rounded and whether subnormal ones count as 0, which
-// torch.set_flush_denormal sets in the calling thread alone. On x86 without the flags of past exceptions.
+// The calling thread's floating-point control register: the rounding mode, and whether subnormal numbers count as 0,
+// which torch.set_flush_denormal sets for its own thread only. On x86 without the flags of past exceptions.
 uint64_t float_control() {
   uint64_t control = 0;
 #if defined(__x86_64__)
@@ -38,7 +38,7 @@ void set_float_control([[maybe_unused]] uint64_t control) {
 #endif
 }
 
-// Computes as the caller of run_tasks does for as long as it lives, so that bits do not depend on who takes an item.
+// While it lives, a thread rounds as the caller of run_tasks does, so bits do not depend on who claims an item.
 class CallersControl {
  public:
   explicit CallersControl(uint64_t callers) : differs_(own_ != callers) {
@@ -57,9 +57,9 @@ class CallersControl {
 
 #ifndef _OPENMP
 
-// The entry to parallel regions that code of gcc calls. clang's own would need LLVM's runtime
-// beside the one that torch has loaded: two pools of threads in one process. LLVM's runtime has
-// this entry too, where torch comes with that.
+// The entry to parallel regions that code compiled by gcc calls. clang's would need LLVM's runtime
+// beside libgomp, which torch has loaded: two thread pools in one process. Where torch ships LLVM's
+// runtime, that has this entry too.
 extern "C" void GOMP_parallel(void (*function)(void*), void* data, unsigned threads, unsigned flags);
 
 struct Region {
@@ -96,7 +96,7 @@ void run_tasks(int64_t tasks, c10::function_ref<void()> task) {
   });
 #else
   Region region{tasks, as_caller};
-  // 0: as many threads as torch has set; asking for a number makes libgomp build its pool anew.
+  // 0: as many threads as torch has set; any other number makes libgomp rebuild its pool.
   GOMP_parallel([](void* data) { static_cast<Region*>(data)->run(); }, &region, 0, 0);
   if (region.exception) std::rethrow_exception(region.exception);
 #endif

@@ -1,4 +1,4 @@
-"""Copies of the native side, in which planted_faults.py plants its faults: configured, compiled by units, tested."""
+"""Copies of the native side, in which planted_faults.py plants faults: configured, compiled by units, tested."""
 
 import json
 import os
@@ -22,9 +22,9 @@ import pyattn
 TOOLS = Path(__file__).parent
 ROOT = TOOLS.parents[1]
 IDLE = 60
-"""Seconds after which processes that only sleep are taken for ones that hang."""
+"""Seconds after which processes that only sleep count as hung."""
 LOOP = 3600
-"""Seconds of processor time, after which a process loops: a run of all tests takes a twentieth of it."""
+"""Seconds of processor time after which a process counts as looping: a run of all tests takes a twentieth of it."""
 
 LIKELY = {
     "cache/cache": ("ops/cache.h", "ops/cache.cpp"),
@@ -62,7 +62,7 @@ TESTS = (
     "native/cuda",
     "native/cuda_races",
 )
-"""Tests that run for one backend."""
+"""Tests that run once for each backend."""
 OTHER_TESTS = (
     "masks/header",
     "derivatives/autograd",
@@ -95,8 +95,8 @@ class Unit(NamedTuple):
     """An object of the native side.
 
     Attributes:
-        command: compiles it, in the folder ``build``.
-        backend: whose kernels it holds; "" for the rest of the module.
+        command: Compiles it, in the folder ``build``.
+        backend: The backend whose kernels it holds; "" for the rest of the module.
     """
 
     object: str
@@ -105,7 +105,7 @@ class Unit(NamedTuple):
 
 
 class BadFaultError(Exception):
-    """The fault does not apply, or what it makes does not compile."""
+    """The fault does not apply, or does not compile."""
 
 
 class Copy:
@@ -129,12 +129,12 @@ class Copy:
         self.units = list(self.native_units()) + list(self.emulated_units())
 
     def environment(self) -> dict[str, str]:
-        """One that finds the copy alone."""
+        """An environment in which Python finds this copy and no other."""
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         return os.environ | {"PATH": path, "PYTHONPATH": str(self.folder)}
 
     def run(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        """The command's result in ``build``."""
+        """Runs the command in ``build`` and returns its result."""
         defaults = {"cwd": self.build, "env": self.environment(), "capture_output": True, "text": True, "check": True}
         return subprocess.run(command, **(defaults | options))
 
@@ -163,14 +163,14 @@ class Copy:
             raise BadFaultError(f"does not compile: {error[0] if error else result.stderr[-300:]}")
 
     def link(self) -> None:
-        """Makes the module, by CMake's command for it, and the library of the emulated kernels."""
+        """Links the module, by CMake's command for it, and the library of the emulated kernels."""
         command = self.run(["ninja", "-t", "commands", "_C"]).stdout.splitlines()[-1]
         self.run(["sh", "-c", command])
         objects = [unit.object for unit in self.units if unit.backend == "emulated"]
         self.run(["c++", "-shared", "-pthread", "-o", "../emulated.so", *objects])
 
     def read(self, unit: Unit) -> set[str]:
-        """The files of the project that the unit is made from."""
+        """The files of the project that the unit is compiled from."""
         made_from = self.run([*unit.command, "-MM"]).stdout.replace("\\\n", " ").split()[1:]
         paths = ((self.build / name).resolve() for name in made_from)
         return {
@@ -178,7 +178,7 @@ class Copy:
         }
 
     def watch(self, command: list[str], isa: str) -> subprocess.CompletedProcess[str] | None:
-        """The command's result; None if it hangs, as a fault that spoils the heap may."""
+        """The command's result; None if it hangs, as it may if a fault corrupts the heap."""
         environment = self.environment() | {"PYATTN_ISA": isa}
         pipe = subprocess.PIPE
         process = subprocess.Popen(
@@ -192,7 +192,7 @@ class Copy:
             except subprocess.TimeoutExpired:
                 states = ["ps", "--sid", str(process.pid), "-o", "stat=", "-o", "cputimes="]
                 now = subprocess.run(states, check=False, capture_output=True, text=True).stdout
-                if now != before or re.search("^R", now, re.MULTILINE):  # waiting for a processor is no sleep
+                if now != before or re.search("^R", now, re.MULTILINE):  # waiting for a processor is not sleeping
                     before, since = now, time.monotonic()
                 elif time.monotonic() - since > IDLE:
                     os.killpg(process.pid, signal.SIGKILL)
@@ -200,7 +200,7 @@ class Copy:
                     return None
 
     def first_failure(self, *arguments: str, isa: str = "") -> str | None:
-        """The first test that fails."""
+        """The first test that fails, or what else ends the run; None if all pass."""
         command = [sys.executable, "-c", RUN, str(self.folder), "-x", "-v", "--tb=no", "-p", "no:cacheprovider"]
         result = self.watch(["prlimit", f"--cpu={LOOP}", *command, *arguments], isa)
         if result is None:

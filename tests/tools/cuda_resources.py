@@ -1,8 +1,8 @@
-"""What the CUDA kernels take, by ptxas's word in a build log, and whether it is too much: ``cuda_resources.py LOG``.
+"""Prints the registers and spills of CUDA kernels from a build log, and fails above a limit: ``cuda_resources.py LOG``.
 
-Registers that a kernel has no room for are spilled to memory. A few words that are read once in a tile's thousands of
-instructions cost nothing that could be measured; sums that are spilled inside a product cost it its speed. Between the
-two lies MOST_SPILLED. (Dynamic shared memory is not in the log: each kernel's is asserted where it is compiled.)
+Registers that a kernel has no room for are spilled to memory. A few spilled words that are read once in a tile's
+thousands of instructions have no measurable cost; sums that are spilled inside a product slow it down. MOST_SPILLED
+lies between the two. (The log does not show dynamic shared memory: the source asserts each kernel's.)
 """
 
 import re
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MOST_SPILLED = 92
-"""Bytes of stores, 23 of a lane's 255 registers: as many as kernels spill. Those that spilled sums had 600."""
+"""Bytes of stores: 23 of a lane's 255 registers, the most that a kernel spills. Those that spilled sums had 600."""
 
 ENTRY = re.compile(
     r"Compiling entry function '(?P<name>\S+)' for 'sm_(?P<arch>\w+)'.*?(?P<stores>\d+) bytes spill stores.*?"
@@ -23,11 +23,11 @@ KERNEL = re.compile(
     r"|place_sequences|fill_rest|merge_splits)I(.*?)EE?v"
 )
 OBJECT = re.compile(r"(?=cuda_(?:batch|packed)_\w+\.dir)")
-"""Where the log of an object begins: kernels for batches and for packed sequences have the same names."""
+"""The beginning of an object's log: kernels for batches and for packed sequences have the same names."""
 
 
 def readable(mangled: str) -> str:
-    """``forward<f16, 128>`` of a mangled name; ``general``: of scores that are not plain."""
+    """A mangled name as ``forward<f16, 128>``; ``general`` stands for scores that are not plain."""
     found = KERNEL.search(mangled)
     if not found:
         return mangled
@@ -40,7 +40,7 @@ def readable(mangled: str) -> str:
 
 
 def entries_of(log: str) -> Iterator[dict[str, str]]:
-    """Each kernel of each architecture."""
+    """The log's entry of each kernel for each architecture."""
     for part in OBJECT.split(log):
         packed = "packed " if part.startswith("cuda_packed") else ""
         for entry in ENTRY.finditer(part):
@@ -48,7 +48,7 @@ def entries_of(log: str) -> Iterator[dict[str, str]]:
 
 
 def by_number(arch: str) -> tuple[int, str]:
-    """The order of architectures: 90, 90a, 120."""
+    """A sort key for architectures: 90, 90a, 120."""
     return int(arch.rstrip("af")), arch
 
 

@@ -27,7 +27,7 @@ UNITS = [(dtype, packed) for dtype in DTYPES.values() for packed in ("false", "t
 
 INCLUDES = ("-Icsrc", "-Itests/tools/emulation", "-DPYATTN_ISA=cuda", '-DPYATTN_ISA_HEADER="host.h"')
 FLAGS = ("-std=c++20", "-O2", "-march=native", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
-# g++ does not know #pragma unroll.
+# -Wno-unknown-pragmas: g++ has no #pragma unroll.
 SOURCES = ("tests/tools/emulation/entry.cpp", "tests/tools/emulation/tensor_core.cpp")
 """Sources of the library beside the kernels."""
 
@@ -124,12 +124,12 @@ class Call:
         packed.sequences = self.address(before_a_wall(len(packing.cu_seqlens_q), 4, dtype=torch.int64))
 
     def address(self, t: Tensor) -> int:
-        """Where the tensor, made dense, lies as long as the call does."""
+        """The address of the tensor, made dense and kept alive as long as the call."""
         self.kept.append(t.contiguous())
         return self.kept[-1].data_ptr()
 
     def set_workspace(self, size: int) -> None:
-        memory = before_a_wall(-(-size // 16) * 4, dtype=torch.float32)  # begins at a multiple of 16 bytes
+        memory = before_a_wall(-(-size // 16) * 4, dtype=torch.float32)  # starts at a multiple of 16 bytes
         self.p.workspace = self.address(memory)
 
     def forward(self, kernels: ctypes.CDLL, dtype: int) -> None:
@@ -207,7 +207,7 @@ def attention(
     kernels: ctypes.CDLL | None = None,
     **options: Any,
 ) -> Any:
-    """``pyattn.attention`` of emulated kernels; ``deterministic=False``: dQ added up atomically."""
+    """``pyattn.attention`` on emulated kernels; ``deterministic=False`` adds up dQ atomically."""
     if isinstance(options.get("dropout_seed"), int):
         options["dropout_seed"] = torch.tensor(options["dropout_seed"])
     out, lse = Emulated.apply(kernels or library(), options, q, k, v, bias, alibi_slopes, sinks)
@@ -226,7 +226,7 @@ def attention_varlen(
     seqused_k: Tensor | None = None,
     **options: Any,
 ) -> Any:
-    """``pyattn.attention_varlen`` likewise."""
+    """``pyattn.attention_varlen`` on emulated kernels."""
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     return attention(q, k, v, packing=packing, **options)
 
@@ -245,7 +245,7 @@ def attention_backward(
     sinks: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor | None, ...]:
-    """``pyattn.parts.attention_backward`` likewise."""
+    """``pyattn.parts.attention_backward`` on emulated kernels."""
     row_max, row_sum = lse if isinstance(lse, tuple) else (lse, torch.ones_like(lse))
     learned = bias, alibi_slopes, sinks
     wanted = [t is not None and t.is_floating_point() for t in learned]

@@ -1,6 +1,6 @@
-// Runs the kernels of every instruction set that this machine has, without torch, and
-// compares them with the scalar ones in float64, which the Python suite proves. For
-// machines that have no PyTorch, emulated ones above all:
+// Runs the kernels of every instruction set that this machine has, without torch, and compares
+// them with the scalar ones in float64, which the Python suite verifies. For machines without
+// PyTorch, emulated ones above all:
 //
 //   c++ -std=c++20 -O2 -Icsrc tests/tools/kernels_check.cpp csrc/cpu/dispatch.cpp <objects of kernels.cpp for both scores> -o kernels_check
 #include <algorithm>
@@ -69,7 +69,7 @@ void run(const Pass<Params>& pass, const Plan& plan, const Params& p) {
   pass.run(p, 0, plan.items, reinterpret_cast<void*>((address + kScratchAlign - 1) / kScratchAlign * kScratchAlign));
 }
 
-// Runs a pass, then those that make more of what it leaves in the workspace.
+// Runs a pass, then the passes that combine its partial results in the workspace.
 template <class Params, class... Next>
 void run(const Pass<Params>& pass, Params& p, const Next&... next) {
   const Plan plan = pass.plan(p);
@@ -79,7 +79,7 @@ void run(const Pass<Params>& pass, Params& p, const Next&... next) {
   (run(next, next.plan(p), p), ...);
 }
 
-// Runs a pass whose result is an array of its own, to which params point from then on.
+// Runs a pass whose result is an array, and points `array`, a member of p, to it.
 template <class Entry>
 std::vector<Entry> make_array(const Pass<ForwardParams>& pass, const ForwardParams& p, Entry*& array) {
   const Plan plan = pass.plan(p);
@@ -89,7 +89,7 @@ std::vector<Entry> make_array(const Pass<ForwardParams>& pass, const ForwardPara
   return entries;
 }
 
-// A few keys for each query, the same for every sequence; each seventh query sees none.
+// A few keys for each query, the same for every sequence; every seventh query sees none.
 std::vector<int64_t> ranges(const Case& c) {
   std::vector<int64_t> ends;
   for (int64_t i = 0; i < c.seqlen_q; ++i) {
@@ -184,7 +184,7 @@ bool check(const char* name, double epsilon, double allowed) {
                   normal<S>(keys * c.head_dim_v),  normal<S>(queries * c.head_dim_v),
                   normal<float>(queries),          normal<S>(c.num_heads_q * c.seqlen_q * c.seqlen_k),
                   normal<float>(c.num_heads_q),    normal<float>(c.num_heads_q)};
-    for (double& slope : inputs[6]) slope /= 32;  // as models have them
+    for (double& slope : inputs[6]) slope /= 32;  // as in models
     const std::string isa = active_isa();
     set_isa("scalar");
     const auto exact = results<double>(c, inputs);
@@ -212,8 +212,8 @@ int main() {
   bool good = true;
   for (const std::string& isa : available_isas()) {
     set_isa(isa);
-    // Twice what the instruction sets of x86 need: in 16 bits,
-    // where sums are float, the rounding of the result is all.
+    // Twice what the instruction sets of x86 need. 16-bit types sum in
+    // float, so only the rounding of the result counts.
     good &= check<double>("float64", 0x1p-52, 16);
     good &= check<float>("float32", 0x1p-23, 16);
     good &= check<bf16>("bfloat16", 0x1p-7, 1.5);

@@ -1,4 +1,4 @@
-// The answers of csrc/shared/mask.h beside those of a loop over every pair, for small masks of every kind.
+// Compares the answers of csrc/shared/mask.h with those of a loop over every pair, for small masks of every kind.
 #include <cstdint>
 #include <cstdio>
 #include <vector>
@@ -30,14 +30,14 @@ struct Case {
     return shown_by(shown, p.mask.shown, head, r, j) && shown_by(bias, p.score.bias, head, r, j);
   }
 
-  // Whether a tensor, if there is one, lets the row see the key.
+  // Whether the tensor shows the row the key; true if there is no tensor.
   template <class E>
   static bool shown_by(const std::vector<E>& elements, const BroadcastView& view, const Head& head, int64_t r,
                        int64_t j) {
     return elements.empty() || allows(elements[offset_of_row(view, head, r) + j * view.stride_k]);
   }
 
-  // What a tensor leaves of each of its rows, as the passes have it.
+  // The keys that a tensor shows each of its rows, as the passes find them.
   template <class E>
   std::vector<RowKeys> scan(const std::vector<E>& elements, const BroadcastView& view) const {
     const Head head(p, 0);
@@ -148,7 +148,7 @@ int64_t below(int64_t n) {
   return static_cast<int64_t>((state >> 33) % static_cast<uint64_t>(n));
 }
 
-// Any shape that broadcasts; returns how many of five elements are to show a key.
+// Draws a shape that broadcasts. Returns how many of five elements are to show a key.
 int64_t draw_strides(const ForwardParams& p, BroadcastView& view) {
   const bool heads = below(2), queries = below(4) > 0, keys = below(8) > 0;
   view.stride_k = keys, view.stride_q = queries ? p.seqlen_k : 0;

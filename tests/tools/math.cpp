@@ -1,8 +1,13 @@
 // Measures the elementary functions of one instruction set against the C library's in the next
-// larger type: prints the largest errors in ulp of exp2, over every step-th float in [-126, 0] and
-// as many doubles in [-1022, 0], of tanh, over every step-th float and as many doubles in [0, 20], of its
-// derivative, over those in [0, 43] and in [0, 353] and in units of 1 + x / 2 ulp, and of log, over every step-th normal float and as many doubles in the squares of their range.
-// Fails where an end is not exact.
+// larger type. Prints their largest errors in ulp, over every step-th float of a range and fewer
+// doubles of another:
+//
+//   exp2                  floats in [-126, 0], doubles in [-1022, 0]
+//   tanh                  [0, 10], [0, 20]
+//   derivative of tanh    [0, 43], [0, 353], in units of 1 + x / 2 ulp
+//   log                   all normal floats, squares of them
+//
+// Fails if an end is not exact.
 #include PYATTN_ISA_HEADER
 
 #include "cpu/simd/math.h"
@@ -47,7 +52,7 @@ T log_at(T x) {
   return log<T>(set1(x))[0];
 }
 
-// |x - exact| in ulp of the number of T below the exact one.
+// |x - exact| in ulp of the next number of T below the exact one.
 template <class T, class Wide>
 double error(T x, Wide exact) {
   const T near = static_cast<T>(exact);
@@ -108,7 +113,7 @@ int main(int, char** arguments) {
     const double wide = x * (1022.0 / 126.0);
     exp2_double = std::fmax(exp2_double, error<double, long double>(exp2_at(wide), std::exp2((long double)wide)));
   }
-  const uint32_t end = std::bit_cast<uint32_t>(10.0f);  // beyond it, tanh_ends
+  const uint32_t end = std::bit_cast<uint32_t>(10.0f);  // tanh_ends checks larger ones
   for (uint32_t bits = 1; bits < end; bits += step) {
     const float x = std::bit_cast<float>(bits);
     tanh_single = std::fmax(tanh_single, error<float, double>(tanh_at(x), std::tanh(static_cast<double>(x))));

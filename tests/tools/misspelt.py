@@ -1,4 +1,4 @@
-"""Misspelt options of every public function. mypy reports an ignore here as unused where it does not flag the name."""
+"""Misspelt options of every public function. If mypy does not flag one, it reports the ignore beside it as unused."""
 
 import torch
 

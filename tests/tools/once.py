@@ -1,4 +1,4 @@
-"""What a run of the tests builds once, whether it runs in one process or, with pytest-xdist, in several."""
+"""Builds something once for a run of the tests, in one process or, with pytest-xdist, in several."""
 
 import atexit
 import fcntl
@@ -12,7 +12,7 @@ RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
 
 
 def built(name: str, build: Callable[[Path], Path]) -> Path:
-    """What ``build`` makes of an empty folder: the first process of the run builds, others wait and find it there."""
+    """The result of ``build`` in an empty folder: the first process of the run builds it, and others wait for it."""
     folder = Path(tempfile.gettempdir()) / f"pyattn-{RUN}" / name
     folder.mkdir(parents=True, exist_ok=True)
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)

@@ -66,7 +66,7 @@ SIZES = ("batch", "num_heads_q", "num_heads_kv", "seqlen_q", "seqlen_k", "head_d
 
 
 class BackwardParams(ctypes.Structure):
-    """``BackwardParams`` of attention.h, whose beginning is ``ForwardParams``."""
+    """``BackwardParams`` of attention.h, which begins with ``ForwardParams``."""
 
     _fields_ = (
         [(name, View) for name in ("q", "k", "v", "out")]
@@ -89,13 +89,13 @@ class BackwardParams(ctypes.Structure):
 
 
 def view(t: Tensor) -> View:
-    """The tensor is (batch, heads, tokens, columns), or packed (tokens, heads, columns)."""
+    """The view of a tensor (batch, heads, tokens, columns), or packed (tokens, heads, columns)."""
     assert t.shape[-1] <= 1 or t.stride(-1) == 1
     return View(t.data_ptr(), *(t.stride()[:3] if t.dim() == 4 else (0, t.stride(1), t.stride(0))))
 
 
 def before_a_wall(*sizes: int, dtype: torch.dtype) -> Tensor:
-    """NaN in memory after whose end nothing may be read or written: that ends the process."""
+    """A tensor of NaN whose memory ends at a protected page: an access past its end kills the process."""
     page, count = mmap.PAGESIZE, math.prod(sizes)
     size = max(count * dtype.itemsize, 1)
     used = -(-size // page) * page
@@ -109,11 +109,11 @@ def before_a_wall(*sizes: int, dtype: torch.dtype) -> Tensor:
 
 
 def broadcast_view(t: Tensor) -> Broadcast:
-    """A tensor that broadcasts to four dimensions, from the last one back."""
+    """The view of a tensor that broadcasts to four dimensions, aligned at the last one."""
     strides = [0] * (4 - t.dim()) + [t.stride(d) if t.shape[d] > 1 else 0 for d in range(t.dim())]
     return Broadcast(t.data_ptr(), *strides)
 
 
 def bias_view(t: Tensor, dtype: torch.dtype) -> Bias:
-    """Likewise; ``dtype`` is q's."""
+    """The view of a bias; ``dtype`` is q's."""
     return Bias(broadcast_view(t), 1 if t.dtype == dtype else 2)

@@ -1,13 +1,14 @@
-"""Plants faults in a copy of the native side, one at a time, and tells which of them the suite catches.
+"""Plants faults in a copy of the native side, one at a time, and reports which of them the suite catches.
 
 Not collected by pytest: run it by hand where PyTorch, pytest, pybind11, cmake and ninja are installed, after a change
 of the kernels or of the tests::
 
     python tests/tools/planted_faults.py --check            # every fault applies and compiles: a minute or two
-    python tests/tools/planted_faults.py --results FILE     # plants them all; run again, it goes on where it stopped
+    python tests/tools/planted_faults.py --results FILE     # plants them all; run again, it continues where it stopped
 
-A fault is planted for one instruction set after the other and in the emulated kernels, until a test fails. It fails
-alone when it does not apply or compile. The exit status is 1 if one did, or if fewer than 95 % are caught.
+A fault is planted for one instruction set after the other and in the emulated kernels, until a test fails. One that
+does not apply or compile does not stop the others. The exit status is 1 if there is such a fault, or if fewer than
+95 % are caught.
 """
 
 import argparse
@@ -40,7 +41,7 @@ class Fault(NamedTuple):
 
 
 def parse(text: str) -> list[Fault]:
-    """Files after #, and their faults: the name, the old text, the new."""
+    """The faults in the text: each file after #, then a line with the name, the old text and the new text of each."""
     faults, file = [], ""
     for header, name, old, new in re.findall(r"^# (.+)$|^([^:\n]+): (.+)\s=> ?(.*)$", text, re.MULTILINE):
         file = header or file
@@ -51,7 +52,7 @@ def parse(text: str) -> list[Fault]:
 
 
 def place(copy: Copy, fault: Fault) -> range:
-    """Where in its file the fault's old text stands."""
+    """The range in its file that the fault's old text takes."""
     text = (copy.folder / fault.file).read_text()
     if text.count(fault.old) != 1:
         raise BadFaultError(f"does not apply: {text.count(fault.old)} times and not once in {fault.file}: {fault.old}")
@@ -60,7 +61,7 @@ def place(copy: Copy, fault: Fault) -> range:
 
 
 def batches(copy: Copy, faults: list[Fault]) -> list[list[Fault]]:
-    """The faults in as few lists as hold no two that change the same text."""
+    """The faults in few lists, none of which has two that change the same text."""
     made: list[list[Fault]] = []
     taken: list[set[tuple[str, int]]] = []
     for fault in faults:
@@ -99,11 +100,11 @@ class Planter:
             self.copies.put(copy)
 
     def check(self, faults: list[Fault]) -> dict[str, str]:
-        """What is wrong with faults that change different text: nothing if they compile together; else by halves."""
+        """The errors of faults that change different text: none if they compile together; else each half is checked."""
         try:
             with self.planted(faults) as (copy, units):
                 for unit in units:
-                    # The best instruction set has all code; float16 is as bfloat16.
+                    # The best instruction set has all code; float16 has the same as bfloat16.
                     if unit.backend not in pyattn.isas()[1:] and unit.object != "emulated_f16.o":
                         copy.compile(unit, "-fsyntax-only")
         except BadFaultError as error:
@@ -163,7 +164,7 @@ def plant(planter: Planter, pool: ThreadPoolExecutor, faults: list[Fault], recor
         results = dict(json.loads(line) for line in record.read_text().splitlines())
 
     def attempt(fault: Fault) -> bool:
-        """Whether the fault is a good one."""
+        """Whether the fault applies and compiles."""
         if fault.name in results:
             return True
         begin, wrong = time.monotonic(), ""
@@ -192,13 +193,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="apply and compile the faults; run no test")
     parser.add_argument("--only", metavar="NAME", action="append", help="plant only this fault; may be repeated")
-    parser.add_argument("--sample", type=int, nargs=2, metavar=("COUNT", "SEED"), help="so many, drawn by the seed")
+    parser.add_argument("--sample", type=int, nargs=2, metavar=("COUNT", "SEED"), help="plant so many, drawn by SEED")
     parser.add_argument("--list", action="store_true", help="print the faults and stop")
     parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count(), help="copies that work side by side; default: %(default)d"
+        "--jobs", type=int, default=os.cpu_count(), help="copies to work in at the same time; default: %(default)d"
     )
     parser.add_argument(
-        "--results", type=Path, help="a line of JSON for each fault that was planted; these are not planted again"
+        "--results", type=Path, help="a file with a line of JSON for each planted fault; those are not planted again"
     )
     arguments = parser.parse_args()
     faults = parse(Path(__file__).with_name("planted_faults.txt").read_text())

@@ -19,7 +19,7 @@ INSTRUMENTED = ("-DPYATTN_RACES", "-fsanitize=thread", "-O1")
 
 @functools.cache
 def library() -> tuple[ctypes.CDLL, dict[int, str]]:
-    """The kernels, and the names of their addresses."""
+    """The kernels, and their names by address."""
 
     def build(folder: Path) -> Path:
         return emulated.compile_kernels(emulated.ROOT, folder, INSTRUMENTED, "tests/tools/emulation/races.cpp")
@@ -37,8 +37,8 @@ def places() -> list[str]:
 
 
 def races(qkv: tuple[Tensor, Tensor, Tensor], dout: Tensor, *, without: str = "", **options: Any) -> list[str]:
-    """The races of a forward and a backward, each as "kernel, place in shared memory: who and who". A place that is
-    named in ``without`` counts as if it were not in the kernels.
+    """The races of a forward and a backward, each as "kernel, place in shared memory: who and who". The barrier or
+    wait named in ``without`` counts as if it were not in the kernels.
     """
     kernels, names = library()
     kernels.take_out(without.encode())

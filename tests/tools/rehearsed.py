@@ -1,4 +1,4 @@
-"""A GPU's graphs and streams on a CPU, for tests of them: what they expect is tried before there is a GPU."""
+"""Stand-ins for a GPU's graphs and streams on a CPU, so tests of them are rehearsed before there is a GPU."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 from pyattn import ops
 
 CACHES = ("cache_append", "cache_append_pages", "cache_reorder", "cache_reorder_pages")
-"""Operators whose kernels for a GPU are made of torch's operations, so that a CPU runs them."""
+"""Operators whose GPU kernels consist of torch operations, so a CPU can run them."""
 
 
 class Graph(TorchDispatchMode):
-    """A captured graph. A capture writes to no tensor that was there before, a replay to all that it has made."""
+    """A captured graph. A capture leaves earlier tensors as they were; a replay writes all that the capture wrote."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,12 +43,12 @@ class Graph(TorchDispatchMode):
     def replay(self) -> None:
         for func, args, kwargs, result in self._calls:
             for new, old in zip(tree_leaves(func(*args, **kwargs)), tree_leaves(result), strict=True):
-                if isinstance(new, Tensor) and new.data_ptr() != old.data_ptr():  # no view, nor written in place
+                if isinstance(new, Tensor) and new.data_ptr() != old.data_ptr():  # neither a view nor written in place
                     old.copy_(new)
 
 
 class Stream:
-    """Work is done when it is asked for."""
+    """A stream that runs its work at once."""
 
     def wait_stream(self, other: "Stream") -> None: ...
 
@@ -57,7 +57,7 @@ class Stream:
 
 @contextlib.contextmanager
 def instead_of_cuda() -> Iterator[None]:
-    """Within it torch.cuda has these graphs and streams, and caches the operators of a GPU."""
+    """Within it, torch.cuda has these graphs and streams, and caches use the operators of a GPU."""
     operators = {name: getattr(ops, name) for name in CACHES}
     with contextlib.ExitStack() as stack:
         for name, value in {

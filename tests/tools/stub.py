@@ -1,4 +1,4 @@
-"""pyattn/__init__.pyi: the package as editors and type checkers show it, every option of a function written out.
+"""Writes pyattn/__init__.pyi: the package as editors and type checkers see it, with every option of a function.
 
 Run ``python tests/tools/stub.py`` after a change of the options or of what the package exports:
 tests/attention/test_signatures.py compares.
@@ -26,7 +26,7 @@ from torch import Tensor
 
 
 def as_source(function: str, signature: inspect.Signature) -> str:
-    """A line for each parameter; names as the stub imports them."""
+    """The signature with one parameter per line, and names as the stub imports them."""
     parameters = [str(p) for p in signature.parameters.values()]
     first = next(i for i, p in enumerate(signature.parameters.values()) if p.kind is inspect.Parameter.KEYWORD_ONLY)
     parameters.insert(first, "*")
@@ -38,7 +38,7 @@ def as_source(function: str, signature: inspect.Signature) -> str:
 
 
 def forms_of(signature: inspect.Signature) -> list[inspect.Signature]:
-    """One for each value of ``return_lse``, which decides what is returned."""
+    """The overloads of a function: one for each value of ``return_lse``, which decides the return type."""
     if "return_lse" not in signature.parameters:
         return [signature]
     forms = []
@@ -51,7 +51,7 @@ def forms_of(signature: inspect.Signature) -> list[inspect.Signature]:
 
 
 def stub() -> str:
-    """What the file should hold."""
+    """The text that the file should hold."""
     imports, functions = [], ""
     for name in pyattn.__all__:
         value = getattr(pyattn, name)

@@ -14,7 +14,7 @@ namespace pyattn {
 
 using Values = std::vector<double>;
 
-// Conversions by the definition of the formats, rounding to nearest even.
+// Conversions by the definitions of the formats, rounding to nearest even.
 inline double widen(double x) { return x; }
 inline double widen(float x) { return x; }
 inline double widen(bf16 x) {
@@ -52,7 +52,7 @@ constexpr DType dtype = std::is_same_v<S, double>  ? DType::kFloat64
                         : std::is_same_v<S, bf16>  ? DType::kBFloat16
                                                    : DType::kFloat16;
 
-// A tensor of (batch, heads, positions, columns), the positions before the heads in memory.
+// A tensor (batch, heads, positions, columns), with positions outside heads in memory.
 template <class S>
 struct Tensor {
   int64_t heads, positions, cols;

@@ -1,7 +1,7 @@
-"""How many tokens the rooms have, at each commit named: ``tokens.py [COMMIT...]``, by default the working tree.
+"""Counts the tokens of the rooms at each commit: ``tokens.py [COMMIT...]``, by default in the working tree.
 
-Python is counted by tokenize, C++ and CUDA by clang's lexer; comments, docstrings and layout count for nothing, so the
-number says what a reader has to follow and not how it is wrapped or explained.
+tokenize counts Python, clang's lexer C++ and CUDA. Comments, docstrings and layout are left out, so the number measures
+the code that a reader has to follow, not how it is wrapped or explained.
 """
 
 import ast
@@ -23,7 +23,7 @@ CLANG = next(filter(None, map(shutil.which, ("clang++-16", "clang++"))), "clang+
 
 
 def docstrings(source: str) -> set[tuple[int, int]]:
-    """Where strings begin that are statements."""
+    """The positions at which docstrings, strings that are statements, begin."""
     return {
         (node.value.lineno, node.value.col_offset)
         for node in ast.walk(ast.parse(source))
@@ -38,7 +38,7 @@ def python_tokens(source: str) -> int:
 
 
 def cpp_tokens(files: list[Path]) -> int:
-    """Tokens of all the files: their lexer's lines begin with the kind and, behind it, the token in quotes."""
+    """The tokens of all the files: a line of the lexer begins with the kind, followed by the token in quotes."""
     if not files:
         return 0
     command = [CLANG, "-std=c++20", "-x", "c++", "-fsyntax-only", "-Xclang", "-dump-raw-tokens"]

@@ -1,4 +1,4 @@
-// The emulated kernels for ctypes (../emulated.py).
+// The C functions through which ctypes calls the emulated kernels (../emulated.py).
 #include "attention.h"
 
 namespace pyattn::cuda {

@@ -1,10 +1,10 @@
-// csrc/cuda/ptx.h for a host: the same names over the threads
-// of threads.h, so that the kernels run where there is no GPU.
+// csrc/cuda/ptx.h for a host: the same functions over the threads
+// of threads.h, so the kernels run where there is no GPU.
 //
-// It is worse than a GPU where that shows faults: shared memory begins as NaN; an asynchronous
-// copy arrives when it is waited for and not before; warps run one after the other, from the
-// first or from the last (threads.h), up to the next barrier; addresses in shared memory are
-// checked for bounds and alignment; tensor cores align and truncate what they add.
+// It is stricter than a GPU, to expose faults: shared memory begins as NaN; an asynchronous copy
+// arrives when it is waited for and not before; warps run one after the other, from the first or
+// from the last (threads.h), up to the next barrier; addresses in shared memory are checked for
+// bounds and alignment. Tensor cores align and truncate their addends, as a GPU's do.
 #pragma once
 
 #include <atomic>
@@ -36,7 +36,7 @@ using std::exp;
 using std::log;
 using std::signbit;
 
-// The last two arguments of what synchronizes say where the kernel calls it.
+// The last two arguments of functions that synchronize say where the kernel calls them.
 void barrier(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
   emulation::barrier(false, {file, line});
 }

@@ -1,5 +1,5 @@
-// The index functions of the CUDA kernels on a host: where tiles put their
-// chunks, who takes which columns, rows, keys and elements of a bias; and tanh.
+// Checks the index functions of the CUDA kernels on a host: where tiles put their chunks, which
+// part, block or tile takes which columns, rows, keys and elements of a bias. Also tanh and Philox.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -27,8 +27,8 @@ void expect(bool good, const char* what, int a = 0, int b = 0) {
   std::printf("%s: %d %d\n", what, a, b);
 }
 
-// Every chunk has a place of its own within the tile, and the same chunk
-// of eight rows that follow each other lies in all banks, 128 bytes.
+// Every chunk has its own place within the tile, and the same chunk
+// of eight consecutive rows lies in all banks, 128 bytes.
 template <class S, int kRows, int kCols>
 void check_tile() {
   using T = Tile<S, kRows, kCols>;
@@ -43,11 +43,11 @@ void check_tile() {
     for (int chunk = 0; chunk < T::kChunks; ++chunk) {
       std::set<int> banks;
       for (int i = 0; i < 8; ++i) banks.insert(T::offset(row + i, chunk) % 128);
-      expect(banks.size() == 8, "conflict of banks", row, chunk);
+      expect(banks.size() == 8, "bank conflict", row, chunk);
     }
 }
 
-// A cursor comes by the chunks that it says, from each row and either first chunk.
+// A cursor reaches the chunks that it should, from each row and either first chunk.
 template <class S, int kRows, int kCols>
 void check_cursor() {
   using T = Tile<S, kRows, kCols>;
@@ -102,8 +102,8 @@ void check_blocks() {
   expect(RowBlock<64>(p).first() == 128, "the longest rows first");
 }
 
-// Splits have no key twice and leave none out, there are no more of them than blocks, and what sequences that
-// lie behind each other leave has room.
+// Splits have each key exactly once, there are no more of them than blocks, and the partial results of sequences
+// that follow each other have room.
 void check_splits() {
   for (int64_t rows = 1; rows <= kSplitRows + 1; ++rows)
     for (int64_t seqlen_k = 0; seqlen_k < 100000; seqlen_k += seqlen_k < 3000 ? 1 : 977) {
@@ -122,7 +122,7 @@ void check_splits() {
     }
 }
 
-// Every element of a bias's gradient lies in one tile, and what tiles stand for covers every score once.
+// Every element of a bias's gradient lies in one tile, and every score belongs to exactly one tile.
 void check_bias_tiles() {
   BackwardParams p{};
   p.batch = 2, p.num_heads_q = 3, p.num_heads_kv = 1, p.seqlen_q = 21, p.seqlen_k = 37;
@@ -150,7 +150,7 @@ void check_bias_tiles() {
   }
 }
 
-// One float of 101, of either sign, and NaN.
+// Every 101st float, of either sign, and NaN.
 void check_tanh() {
   double worst = 0;
   for (uint32_t bits = 0; bits < 0x7f800000; bits += 101) {
@@ -165,14 +165,14 @@ void check_tanh() {
   for (uint32_t bits = 0; bits < 0x42200000; bits += 101) {  // up to 40
     const float x = std::bit_cast<float>(bits);
     const double u = std::exp(-2.0 * x), exact = 4 * u / ((1 + u) * (1 + u));
-    // Some roundings, and that of the exponent, which counts by its size.
+    // A few roundings, and that of the exponent, whose effect grows with x.
     expect(std::abs(tanh_derivative(x) - exact) <= (4 + 3 * x) * 0x1p-24 * exact, "derivative of tanh", bits);
   }
   expect(tanh_derivative(__builtin_inff()) == 0 && tanh_derivative(0) == 1, "derivative of tanh at the ends");
   expect(tanh(__builtin_inff()) == 1 && std::isnan(tanh(__builtin_nanf(""))), "tanh at the ends");
 }
 
-// The known answer of Philox4x32-10 for counter and key of
+// The known answer of Philox4x32-10 for a counter and key of all
 // ones (Salmon et al., the kat_vectors of Random123).
 void check_philox() {
   Philox x{{0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff}};

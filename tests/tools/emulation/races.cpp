@@ -1,12 +1,12 @@
-// Finds races on the shared memory of emulated blocks. The compiler (-fsanitize=thread)
-// calls __tsan_read4 and the like, which are defined here in place of ThreadSanitizer's
-// own, before each access.
+// Finds races on the shared memory of emulated blocks. Before each access, code compiled
+// with -fsanitize=thread calls __tsan_read4 and the like, which are defined here instead
+// of ThreadSanitizer's.
 //
 // Two accesses to a byte, one of them a write, race unless the same thread makes both, a barrier
 // of the block lies between them, or both threads are of one warp and an exchange of its lanes
 // lies between them. An asynchronous copy writes its 16 bytes from its issue until its thread
-// has waited for it: meanwhile every access races, the thread's own too. What a run orders by
-// chance, warp after warp, does not count, so one run finds all races of the path it takes.
+// has waited for it: meanwhile every access races, the thread's own too. That warps happen
+// to run one after the other orders nothing, so one run finds all races of the path it takes.
 #include <dlfcn.h>
 
 #include "threads.h"
@@ -31,7 +31,7 @@ struct Access {
 constexpr int kSeveral = -1;
 
 struct Byte {
-  Access write{}, read{};  // the last; epoch 0: none
+  Access write{}, read{};  // the last ones; epoch 0: none
   uint32_t readers = 0;    // a bit for each warp that has read it in read.epoch
   bool copying = false;    // by write.thread
 };
@@ -42,11 +42,11 @@ struct Shadow {
   Byte* bytes = nullptr;
   uint32_t epoch = 0;  // barriers so far, the beginnings of blocks included
 };
-// initial-exec: the address is found without a call, which each access of the kernels would make.
+// initial-exec: otherwise each access of the kernels would call a function to find the address.
 [[gnu::tls_model("initial-exec")]] thread_local constinit Shadow shadow;
 thread_local std::vector<Byte> shadow_bytes;
 
-// Races of one kind are reported once, with the first.
+// Races of one kind are reported once, by the first of them.
 struct Report {
   int64_t block, bytes = 0;
   uintptr_t offset;
@@ -161,7 +161,7 @@ const char* races_found() {
   return text.c_str();
 }
 
-// The barriers and waits that kernels have come by, line by line.
+// The barriers and waits that kernels have passed, line by line.
 const char* places_seen() {
   const std::lock_guard lock(mutex);
   text.clear();
@@ -193,7 +193,7 @@ void __tsan_atomic8_store(uint8_t* p, uint8_t x, int) {
   access(reinterpret_cast<uintptr_t>(p), 1, Kind::kAtomicWrite);
   __atomic_store_n(p, x, __ATOMIC_RELAXED);
 }
-// Atomics on other memory than the block's.
+// Atomics on memory outside the block.
 uint32_t __tsan_atomic32_load(const uint32_t* p, int) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 int __tsan_atomic32_compare_exchange_weak(uint32_t* p, uint32_t* expected, uint32_t x, int, int) {
   return __atomic_compare_exchange_n(p, expected, x, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED);

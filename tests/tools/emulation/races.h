@@ -1,6 +1,6 @@
-// What the threads of a block tell the race detector (races.cpp). It is part of a library compiled
-// with PYATTN_RACES and -fsanitize=thread, whose reads and writes it sees; elsewhere none of this
-// is called.
+// The events that a block's threads report to the race detector (races.cpp). A library compiled with
+// PYATTN_RACES and -fsanitize=thread contains the detector, which sees its reads and writes; other
+// libraries call none of this.
 #pragma once
 
 #include <cstring>
@@ -24,8 +24,8 @@ struct Place {
 namespace races {
 
 void begin_block(const char* shared_memory, int bytes);
-void barrier(Place place);  // at which all threads of the block have arrived
-bool wait(Place place);     // whether the thread's copies arrive: not where the place is taken out
+void barrier(Place place);  // all threads of the block have arrived at it
+bool wait(Place place);     // whether the thread's copies arrive: not if the place is taken out
 // A copy of 16 bytes by the current thread: begun, waited
 // for, or still under way as the block ends.
 void begin_copy(const void* to);

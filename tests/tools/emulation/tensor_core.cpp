@@ -7,7 +7,7 @@
 namespace emulation {
 namespace {
 
-// What a lane holds of a product: two rows of two columns.
+// A lane's part of a product: two rows of two columns.
 typedef float Floats __attribute__((vector_size(16)));
 typedef double Doubles __attribute__((vector_size(32)));
 typedef int32_t Ints __attribute__((vector_size(16)));
@@ -20,7 +20,7 @@ To convert(From x) {
 
 Doubles magnitude(Doubles x) { return (Doubles)((Longs)x & INT64_MAX); }
 
-// x, truncated to what float holds.
+// x, truncated to float.
 Floats truncate(Doubles x) {
   const Floats nearest = convert<Floats>(x);
   const Ints beyond = convert<Ints>(magnitude(convert<Doubles>(nearest)) > magnitude(x));
@@ -30,9 +30,9 @@ Floats truncate(Doubles x) {
 // One step of a tensor core: each addend is aligned to the largest and truncated kExtraBits
 // below the last bit that the largest has in float, and so is their sum (Fasi, Higham,
 // Mikaitis and Pranesh 2021, Numerical behavior of NVIDIA tensor cores). From compute
-// capability 8.0 on the A100 is the least accurate: one extra bit, and a step takes the
+// capability 8.0 on, the A100 is the least accurate: one extra bit, and a step adds the
 // accumulator and 8 products of 16 bits, or 4 of tf32. (The H100 has two extra bits, and
-// takes all products of an instruction in one step.)
+// adds all products of an instruction in one step.)
 constexpr int kExtraBits = 1;
 
 template <int kCount>
@@ -41,12 +41,12 @@ Floats add_aligned(const Doubles (&addends)[kCount]) {
   for (Doubles x : addends) largest = magnitude(x) > largest ? magnitude(x) : largest, sum += x;
   const Doubles power = (Doubles)((Longs)largest & 0x7ff0000000000000), scale = (1 << (23 + kExtraBits)) / power;
   for (Doubles x : addends) units += convert<Doubles>(convert<Ints>(x * scale));
-  const Ints exact = convert<Ints>((largest == 0) | (sum - sum != 0));  // zeros alone; infinity or NaN
+  const Ints exact = convert<Ints>((largest == 0) | (sum - sum != 0));  // only zeros; or infinity or NaN
   return exact ? convert<Floats>(sum) : truncate(units / scale);
 }
 
-// widen makes kTerms columns of a word. The lanes exchange
-// them widened, six words each: a's four, then b's two.
+// widen turns a word into kTerms columns. The lanes exchange
+// six widened words each: a's four, then b's two.
 template <int kTerms, class Widen>
 void multiply_add(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Widen widen) {
   float mine[6 * kTerms];
@@ -55,7 +55,7 @@ void multiply_add(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
   const auto float_of = [&](int lane, int word) { return std::bit_cast<float>(words[lane][word]); };
   const int g = lane() / 4, t = lane() % 4;
   Floats sums = {c[0], c[1], c[2], c[3]};
-  // half: the columns that word half of b, and words 2 half and 2 half + 1 of a, hold.
+  // half: the columns in word `half` of b, and in words 2 half and 2 half + 1 of a.
   for (int half = 0; half < 2; ++half) {
     Doubles addends[4 * kTerms + 1];
     for (int lane = 0; lane < 4; ++lane)

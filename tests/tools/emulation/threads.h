@@ -1,6 +1,6 @@
-// The threads of a CUDA block on one thread of a host: each has a stack of its own and runs until
-// it has to wait for others, at a barrier of the block or where the lanes of its warp exchange
-// words. Then the next one runs. It stops the process where a kernel breaks a rule of CUDA's:
+// The threads of a CUDA block on one thread of a host: each has its own stack and runs until it has
+// to wait for others, at a barrier of the block or where the lanes of its warp exchange words. Then
+// the next one runs. The process ends where a kernel breaks a rule of CUDA:
 // warps at different barriers, addresses outside shared memory, copies that outlive their block.
 #pragma once
 
@@ -48,7 +48,7 @@ struct Thread {
   bool started;
   Wait wait;
   Place place;  // of the barrier that it waits at
-  bool any;     // what it brings there
+  bool any;     // its argument there
   std::vector<Copy> copies;
 };
 
@@ -60,7 +60,7 @@ struct Warp {
 struct Block {
   int64_t index, index_y;
   int current;
-  bool any;  // what the last barrier gave
+  bool any;  // the result of the last barrier
   jmp_buf scheduler;
   std::vector<Thread> threads;
   std::vector<Warp> warps;
@@ -70,7 +70,7 @@ struct Block {
   std::function<void()> kernel;
 };
 
-inline thread_local Block* block __attribute__((tls_model("initial-exec")));  // or each use would be a call
+inline thread_local Block* block __attribute__((tls_model("initial-exec")));  // else each use would be a call
 
 inline int64_t block_index() { return block->index; }
 inline int64_t block_index_y() { return block->index_y; }
@@ -86,7 +86,7 @@ inline void check_shared(uintptr_t address, uintptr_t bytes, uintptr_t alignment
   require(address >= begin && address + bytes <= begin + block->shared_bytes, "address outside shared memory");
 }
 
-// Back to the scheduler, which returns when what is waited for has happened.
+// Goes back to the scheduler, which resumes the thread when the wait is over.
 inline void wait_for(Wait what) {
   Block& b = *block;
   Thread& t = b.threads[b.current];
@@ -165,7 +165,7 @@ inline void run_block(int64_t index, int64_t index_y) {
   for (Thread& t : b.threads) t.started = false, t.copies.clear();
   for (Warp& w : b.warps) std::fill(std::begin(w.exchanges), std::end(w.exchanges), 0);
   const int threads = static_cast<int>(b.threads.size());
-  const bool backwards = (index + index_y) % 2;  // so that whoever runs ahead of the others is not always the same
+  const bool backwards = (index + index_y) % 2;  // so not always the same warp runs ahead
   do {
     for (int t = 0; t < threads; t += kWarpLanes) run_warp(backwards ? threads - kWarpLanes - t : t);
     b.any = false;
