@@ -187,7 +187,7 @@ def call(**change):
         (NotImplementedError, {"value": torch.ones(76, 2, 8)}, "value must have query's head dimension in torch's "),
         (NotImplementedError, {"dropout_p": 0.5}, "dropout_p must be 0 in torch's varlen_attn, got 0.5"),
         (NotImplementedError, {"return_debug_mask": True}, "return_debug_mask must be False, got True"),
-        (NotImplementedError, {"cum_seq_q": None}, "cu_seq_q must be given: dense batches have pyattn.attention, got "),
+        (NotImplementedError, {"cum_seq_q": None}, "cu_seq_q must be given (pyattn.attention takes dense batches), got "),
         (ValueError, {"cum_seq_k": None}, "cu_seq_k must be given unless block_table and seqused_k are, got None"),
         (ValueError, {"block_table": torch.ones(5, 4).int()}, "block_table must come with seqused_k, got None"),
         (ValueError, {"max_q": 3}, "max_seqlen_q "),

@@ -129,7 +129,7 @@ def test_packed_sequences():
         (ValueError, "attention_mask must have 4 dimensions, got shape (6, 6)", {"attention_mask": torch.ones(6, 6)}),
         (ValueError, "sliding_window must be at least the number of keys", {"is_causal": False, "sliding_window": 3}),
         (ValueError, "sliding_window must be at least 1, got 0", {"sliding_window": 0}),
-        (ValueError, "cu_seq_lens_q goes with batch 1, got batch 2", {"cu_seq_lens_q": torch.tensor([0, 6])}),
+        (ValueError, "cu_seq_lens_q must come with batch 1, got batch 2", {"cu_seq_lens_q": torch.tensor([0, 6])}),
         (NotImplementedError, "cache must be None", {"cache": object()}),
     ],
 )
@@ -141,7 +141,7 @@ def test_errors(error, message, arguments):
 
 @pytest.mark.parametrize(("name", "wrong"), [("position_bias", torch.zeros(1, 4, 6, 6)), ("output_attentions", True)])
 def test_packed_sequences_refuse(name, wrong):
-    with pytest.raises(NotImplementedError, match=re.escape(f"cu_seq_lens_q goes without {name}")):
+    with pytest.raises(NotImplementedError, match=re.escape(f"cu_seq_lens_q must come with a mask if {name} is given")):
         attention_function(DECODER, *inputs(batch=1), None, cu_seq_lens_q=torch.tensor([0, 6]), **{name: wrong})
 
 
