@@ -80,9 +80,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return importlib.machinery.ModuleSpec(fullname, self, origin=__file__, is_package=package)
         if fullname.startswith(f"{ROOT}."):
             # No name=: with it, ``from flash_attn import X`` would swallow this error and its reason.
-            raise ModuleNotFoundError(
-                f"pyattn: a module of the {ROOT} alias must be one of {CONTENTS}, got {fullname}"
-            )
+            raise ModuleNotFoundError(f"pyattn: a module of the {ROOT} alias must be one of {CONTENTS}, got {fullname}")
         return None
 
     def exec_module(self, module: ModuleType) -> None:
