@@ -1,4 +1,4 @@
-"""Promise: the FlexAttention adapter refuses wrong arguments in one sentence, with their values."""
+"""Promise: the FlexAttention adapter refuses wrong arguments in one sentence with their values."""
 
 import pytest
 import torch

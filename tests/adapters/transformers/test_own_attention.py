@@ -1,4 +1,4 @@
-"""Promise: a model whose attention is its own is refused or listed, whatever its source looks like."""
+"""Promise: a model with its own attention is refused or listed, whatever its source looks like."""
 
 import importlib
 import importlib.util
@@ -31,11 +31,11 @@ ITSELF = re.compile(
     r"|logsumexp"
 )
 OTHERWISE = re.compile(r"Deformable|Pooling|Map$|Gated|GRUCell|Residual|PreTrained")
-"""Parts of another kind that have attention in their names."""
+"""Other kinds of modules with attention in their names."""
 
 
 def test_the_lists_are_those_of_the_installed_transformers():
-    """By the source of every model, 24 MB. A version that brings others fails here, and needs them listed."""
+    """Reads the source of every model, 24 MB. A version with new ones fails here until they are listed."""
     whole, parts = {}, {}
     (folder,) = importlib.util.find_spec("transformers").submodule_search_locations  # type: ignore[union-attr]
     for path in sorted(Path(folder).glob("models/*/modeling_*.py")):
@@ -77,7 +77,7 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.filterwarnings("ignore:.*")
 @pytest.mark.parametrize("name", [*OWN, *DECODERS])
 def test_the_lists_are_what_models_call(name, monkeypatch):
-    """Listed models run without a call of the attention function, or are refused before one."""
+    """Listed models run without calling the attention function, or are refused before that."""
     calls: list[str] = []
 
     def counted(module, query, *_, **__):
@@ -106,7 +106,7 @@ def test_the_lists_are_what_models_call(name, monkeypatch):
 
 
 def test_a_model_that_is_listed_in_part():
-    """transformers takes the name for all of GIT, whose text model would take None for every key."""
+    """transformers accepts the name for all of GIT, whose text model would take None to mean every key."""
     model = made("Git", SMALL | {"vision_config": SMALL | {"image_size": 32, "patch_size": 16}})
     model.set_attn_implementation("pyattn")
     for mask in (None, PADDING["left"]):
@@ -120,7 +120,7 @@ class OwnConfig(PreTrainedConfig):
 
 
 class Mixer(PreTrainedModel):
-    """Other people's model: nothing in its source tells that it computes attention."""
+    """Someone else's model: nothing in its source shows that it computes attention."""
 
     config_class = OwnConfig
     _supports_sdpa = True
