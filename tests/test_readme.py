@@ -17,7 +17,7 @@ def snippets() -> list[str]:
 
 
 def test_snippets_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # one of them draws a picture
+    monkeypatch.chdir(tmp_path)  # one of them saves a picture
     names: dict[str, Any] = {}
     for snippet in snippets():
         exec(snippet, names)
@@ -30,7 +30,7 @@ def test_snippets_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_gpt_trains_as_with_the_books_class() -> None:
     (snippet,) = (snippet for snippet in snippets() if "class GPTModel" in snippet)
-    snippet = snippet.replace('"drop_rate": 0.1', '"drop_rate": 0.0')  # the two would drop different weights
+    snippet = snippet.replace('"drop_rate": 0.1', '"drop_rate": 0.0')  # the two would draw different dropout masks
     states = []
     torch.set_default_dtype(torch.float64)
     try:
