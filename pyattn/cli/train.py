@@ -127,7 +127,7 @@ def train(options: argparse.Namespace, text: Text, folder: Path, before: state.S
         except KeyboardInterrupt:
             interrupted = True
             print(
-                f"stopped    by Ctrl-C after {len(losses.train)} of {options.steps} steps; continue with --resume {folder}"
+                f"stopped    by Ctrl-C after {len(losses.train)} of {options.steps} steps; --resume {folder} continues"
             )
         final = evaluate(training, len(losses.train))
     except DivergenceError as reason:

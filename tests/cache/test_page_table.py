@@ -13,8 +13,7 @@ from pyattn import KVCache, ops
 
 @pytest.fixture(params=["cpu", "gpu"])
 def operators(request, monkeypatch):
-    """Caches are changed by either device's operators; a GPU's are composed of torch's, so CPU tensors work too.
-    """
+    """Caches are changed by either device's operators; a GPU's are composed of torch's, so CPU tensors work too."""
     if request.param == "gpu":
         for name in ("cache_append_pages", "cache_reorder_pages"):
             monkeypatch.setattr(ops, name, partial(on_gpu, getattr(ops, name)))
@@ -76,7 +75,7 @@ def test_reorder_shares_pages():
     cached.reorder([0, 0, 0])
     shared = pages_in_use(cached)[0][-1]
     cached.append(k[:, :, :1], v[:, :, :1])
-    assert [row[-1] == shared for row in pages_in_use(cached)] == [False, False, True]  # no longer shared by then
+    assert [row[-1] == shared for row in pages_in_use(cached)] == [False, False, True]  # by then no other row has it
     cached.reset()
     cached.append(k, v)
     assert pages_in_use(cached) == [[0, 1, 2], [4, 5, 6], [8, 9, 10]]

@@ -31,7 +31,7 @@ def test_it_goes_on_to_the_bit(train_on, finished, monkeypatch, capsys, cut, opt
         interrupt(patch, cut)
         code, folder = train_on(*options.split(), out="cut")
     assert code == 130
-    assert f"after {cut} of 6 steps; continue with --resume {folder}" in capsys.readouterr().out
+    assert f"after {cut} of 6 steps; --resume {folder} continues" in capsys.readouterr().out
     torch.manual_seed(99)
     assert main(["train", "--resume", str(folder)]) == 0
     resumed = capsys.readouterr().out
