@@ -21,7 +21,7 @@ from pyattn.masks import KeyRanges
 CHUNK = 1 << 18
 """Elements of a mask to evaluate at once: with a mask function's intermediates, they fit a core's cache."""
 
-EAGER = 'pyattn: attn_implementation must be "eager", for the model has attention of its own'
+EAGER = 'pyattn: attn_implementation must be "eager", because the model has its own attention'
 
 HOLES = "a row of the mask has holes"
 TRACED = "made while tracing or compiling, where values cannot be read"

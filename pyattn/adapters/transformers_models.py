@@ -144,7 +144,7 @@ def described() -> str | None:
         return None
     installed, names = version("transformers"), sorted(WHOLE | PARTS)
     checked = "" if installed == CHECKED else f" in {CHECKED}"
-    return f"{installed}; {len(names)} architectures keep attention of their own{checked}: {' '.join(names)}"
+    return f"{installed}; {len(names)} architectures keep their own attention{checked}: {' '.join(names)}"
 
 
 def _architecture(kind: type) -> str:
@@ -190,5 +190,5 @@ def fallbacks(model: nn.Module, name: str) -> list[str]:
             elif not (theirs or any(type(layer) in _callers for layer in part.modules())):
                 lines.append(f"{where}: it has not called the attention function so far")
         if has_attention_of_its_own(type(part)):
-            lines.append(f"{where}: attention of its own")
+            lines.append(f"{where}: its own attention")
     return lines

@@ -28,8 +28,8 @@ MASKS = ("causal", "window", "key_ranges", "mask")
 EXPLAINED = {
     "merge_out": "few queries: threads share the keys of a head; this pass merges their partial out",
     "reduce": "few heads: threads share the keys or queries of a head; this pass adds up their partial gradients",
-    "mask_rows": "masks: the keys that a bool mask leaves each row of its own shape",
-    "bias_rows": "masks: the keys that the -inf of a bias leave each row of its own shape",
+    "mask_rows": "masks: the keys that a bool mask leaves visible, for each row of the mask",
+    "bias_rows": "masks: the keys that the -inf of a bias leave visible, for each row of the bias",
     "mask_blocks": "masks: the keys that ranges, mask and bias leave each block of rows",
     "bias_gradient": "scores: the gradient of a bias that broadcasts, from recomputed S and dP",
     "head_gradients": "scores: sums the gradients of slopes and sinks",

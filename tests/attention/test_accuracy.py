@@ -93,7 +93,7 @@ def test_scores_as_large_as_the_dtype_allows(backend: Backend, dtype: torch.dtyp
 
 
 def test_long_sums_of_float(backend: Backend) -> None:
-    """Tensor cores truncate sums; over many keys of one sign this would add up without sums in float32 registers."""
+    """Tensor cores truncate sums; over many keys of one sign this would add up without separate float32 sums."""
     q, k = torch.randn(1, 1, 16, 32), torch.randn(1, 1, 3000, 32)
     v = torch.rand(1, 1, 3000, 32) + 1
     out = backend.attention(q, k, v, causal=False)

@@ -82,7 +82,7 @@ def test_cuda_without_a_gpu_or_kernels_is_one_sentence(monkeypatch, refusal, com
     assert refusal(command, "--device", "cuda") == f"--device cuda {message}"
 
 
-# What is there
+# Information
 
 
 def facts_of(shown: str) -> dict[str, str]:
@@ -117,7 +117,7 @@ def test_info_asks_the_device_for_its_dtypes(monkeypatch, capsys):
         assert facts_of(capsys.readouterr().out)["dtypes"] == dtypes
 
 
-# Processes of their own
+# Separate processes
 
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -119,7 +119,7 @@ def test_steps_that_are_done_already(trained, refusal):
     assert main(["train", "--resume", str(trained), "--steps", "6"]) == 0
 
 
-# What is refused
+# Refusals
 
 
 def test_other_options(trained, refusal):

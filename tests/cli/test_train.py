@@ -168,7 +168,7 @@ def test_a_learning_rate_beyond_reason_is_told(train_on, capsys):
     assert re.search(r"diverged, .* is (nan|inf); .* lower --lr, got 1e\+30", capsys.readouterr().err)
 
 
-# What it writes, and where
+# Written files
 
 
 def test_an_earlier_run_is_overwritten_only_on_request(train_on, capsys):

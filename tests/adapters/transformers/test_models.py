@@ -165,9 +165,9 @@ def test_models_with_attention_of_their_own():
     bloom = made("Bloom", {"vocab_size": 64, "hidden_size": 32, "n_layer": 1, "n_head": 4})
     assert "attn_implementation is eager" in adapter.fallbacks(bloom)[-2]
     bloom.config._attn_implementation = "pyattn"
-    with pytest.raises(NotImplementedError, match="attention of its own, got a BloomConfig"):
+    with pytest.raises(NotImplementedError, match="its own attention, got a BloomConfig"):
         bloom(IDS)
-    assert adapter.fallbacks(bloom)[-1] == "transformer.h.0.self_attention (BloomAttention): attention of its own"
+    assert adapter.fallbacks(bloom)[-1] == "transformer.h.0.self_attention (BloomAttention): its own attention"
 
 
 def test_readme(monkeypatch):
