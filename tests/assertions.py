@@ -1,4 +1,4 @@
-"""What tests assert beside equality: closeness, one sentence of refusal, one graph, bits for any number of threads."""
+"""Assertions beyond equality: closeness, one-sentence refusals, one graph, same bits for any number of threads."""
 
 import math
 import re
@@ -15,11 +15,11 @@ from torch import Tensor
 import pyattn
 
 Refusals = list[tuple[Any, type[Exception], str]]
-"""Arguments, and how they are refused."""
+"""Arguments, and the error that each must raise."""
 
 
 def assert_close(ours: Any, expected: Any, atol: float = 1e-12) -> None:
-    """The two results, however nested, differ by at most ``atol``."""
+    """Asserts that two results, however nested, differ by at most ``atol``."""
     torch.testing.assert_close(ours, expected, rtol=0, atol=atol)
 
 
@@ -33,7 +33,7 @@ def assert_threads_change_no_bit(call: Callable[[], Iterable[Tensor]], repeats: 
 
 
 def graph_of(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """The function compiled anew, into one graph."""
+    """The function freshly compiled into a single graph."""
     torch._dynamo.reset()
     compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, backend="aot_eager", **options)
     return compiled
@@ -41,7 +41,7 @@ def graph_of(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
 
 @contextmanager
 def nan_filled() -> Iterator[None]:
-    """Within it torch.empty is filled with NaN."""
+    """Inside the block, torch.empty is filled with NaN."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -50,24 +50,24 @@ def nan_filled() -> Iterator[None]:
 
 
 def finite(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Both, with 0 in place of -inf, which has no differences to take."""
+    """Both, with -inf replaced by 0, because -inf has no differences."""
     return out, lse.masked_fill(lse == -math.inf, 0.0)
 
 
 def refused(kind: type[Exception], message: str, inside: bool = False) -> Any:
-    """A block that must raise one sentence: the library's name and ``message``, or with it ``inside``."""
+    """A block that must raise one sentence: the library's name, then ``message``, anywhere if ``inside``."""
     return pytest.raises(kind, match=f"^pyattn: {'.*' * inside}{re.escape(message)}")
 
 
 def each_refusal(refusals: Refusals) -> pytest.MarkDecorator:
-    """``changes``, ``kind`` and ``message`` of each."""
+    """Parametrises ``changes``, ``kind`` and ``message`` of each refusal."""
     return pytest.mark.parametrize(("changes", "kind", "message"), refusals, ids=[m[:40] for *_, m in refusals])
 
 
 def check_examples(request: pytest.FixtureRequest, count: int, check: Callable[[], None]) -> None:
-    """``check``, which may set the instruction set, of ``count`` cases, the same each time.
+    """Runs ``check``, which may set the instruction set, on ``count`` cases, the same ones each time.
 
-    With ``--examples`` of that many, others each time.
+    ``--examples`` sets another count, with new cases each time.
     """
     asked, isa = request.config.getoption("examples"), pyattn.isa()
     drawn = settings(

@@ -1,6 +1,6 @@
-"""The backends that laws are tested on: each instruction set of this machine, the emulated CUDA kernels, a GPU.
+"""The backends that the laws are tested on: this machine's instruction sets, the emulated CUDA kernels, a GPU.
 
-One more, which no law is tested on, stands in for a GPU in tests of graphs.
+One more backend, which no law is tested on, stands in for a GPU in tests of graphs.
 """
 
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ import pyattn
 
 @dataclass(frozen=True)
 class Backend:
-    """Kernels, and what they promise where backends differ.
+    """Kernels, and their promises where backends differ.
 
     Attributes:
         name: an instruction set, ``emulated``, ``cuda`` or ``rehearsed``.
         family: ``cpu``, ``emulated``, ``cuda`` or ``rehearsed``.
-        repeatable: dq has the same bits each time. The kernels that add it up atomically exist for 16 bits alone.
+        repeatable: dq has the same bits each time. Only 16-bit kernels have a variant that adds it up atomically.
     """
 
     name: str
@@ -42,8 +42,11 @@ class Backend:
 
     @property
     def cuda_kernels(self) -> bool:
-        """A NaN or infinity in a value may make its whole row NaN, head_dim is at most 256, float32 is split into TF32
-        halves, and a sequence has the same bits alone and in a batch."""
+        """Whether the kernels are CUDA's.
+
+        A NaN or infinity in a value may then make its whole row NaN, head_dim is at most 256, float32 is split into
+        TF32 halves, and a sequence has the same bits alone and in a batch.
+        """
         return self.family in ("emulated", "cuda")
 
     def lengths(self, dtype: torch.dtype) -> tuple[int, ...]:
@@ -56,17 +59,17 @@ class Backend:
 
     @property
     def head_dims(self) -> tuple[int, ...]:
-        """Head dimensions that fill vectors, tiles and 16 bytes, and that do not."""
+        """Head dimensions that fill vectors, tiles and 16 bytes, and some that don't."""
         return {"cpu": (20, 21, 32), "emulated": (21, 40), "cuda": (20, 21, 64, 128, 200)}[self.family]
 
     def keeps_infinity(self, dtype: torch.dtype) -> bool:
-        """On CUDA an infinite float32, split into two halves, becomes NaN."""
+        """False on CUDA in float32: an infinite number, split into two halves, becomes NaN."""
         return not (self.cuda_kernels and dtype == torch.float32)
 
     def takes(self, dtype: torch.dtype | None, case: Case | None) -> bool:
-        """Whether there are such kernels, and whether an emulated case takes a second rather than a minute.
+        """Whether such kernels exist, and an emulated case takes a second rather than a minute.
 
-        In float64 an emulated warp exchanges words for every pair of query and key.
+        In float64, an emulated warp exchanges words for every pair of query and key.
         """
         if dtype is not None and not self.repeatable and dtype.itemsize != 2:
             return False
@@ -83,25 +86,25 @@ class Backend:
         return emulated.attention(q, k, v, deterministic=self.repeatable, **options)
 
     def attention_varlen(self, q: Tensor, k: Tensor, v: Tensor, *packing: Any, **options: Any) -> Any:
-        """``pyattn.attention_varlen`` likewise."""
+        """``pyattn.attention_varlen`` by this backend's kernels."""
         if self.family != "emulated":
             return pyattn.attention_varlen(q, k, v, *packing, **options)
         return emulated.attention_varlen(q, k, v, *packing, deterministic=self.repeatable, **options)
 
     def attention_backward(self, *tensors: Any, **options: Any) -> tuple[Tensor | None, ...]:
-        """``pyattn.parts.attention_backward`` likewise."""
+        """``pyattn.parts.attention_backward`` by this backend's kernels."""
         if self.family != "emulated":
             return pyattn.parts.attention_backward(*tensors, **options)
         return emulated.attention_backward(*tensors, deterministic=self.repeatable, **options)
 
     def needs_memory(self, size: float) -> None:
-        """Skips a test that a GPU has too few bytes for. (A CPU's memory is not touched.)"""
+        """Skips a test that needs more memory than the GPU has. (A CPU's memory is not touched.)"""
         if self.family == "cuda" and torch.cuda.get_device_properties(0).total_memory < size:
             pytest.skip(f"needs a GPU of {size / 1e9:.0f} GB")
 
     @contextmanager
     def selected(self) -> Iterator[None]:
-        """Within it the backend's kernels run, and tensors are made on its device."""
+        """Inside the block, the backend's kernels run and tensors are created on its device."""
         if self.family == "cpu":
             before = pyattn.isa()
             pyattn.set_isa(self.name)
@@ -121,7 +124,7 @@ class Backend:
             pyattn.set_deterministic(True)
 
     def assert_same(self, ours: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-        """out, lse, dq and so on, as many as there are, agree to the bit; dq but for a rounding if not repeatable."""
+        """Asserts that the given ones of out, lse, dq, ... agree to the bit; dq up to a rounding if not repeatable."""
         for name, x, y in zip(NAMES, ours, expected, strict=False):
             if name == "dq" and not self.repeatable:
                 bound = 2 * torch.finfo(x.dtype).eps * y.abs().max() if y.numel() else 0
@@ -131,7 +134,7 @@ class Backend:
 
 
 def exact_products() -> None:
-    """torch's products, the yardstick, are float32 in float32, and add 16-bit products up in float32."""
+    """Makes torch's products, the yardstick, exact: float32 in float32, and 16-bit products summed in float32."""
     matmul = torch.backends.cuda.matmul
     matmul.allow_tf32 = False
     matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
@@ -144,7 +147,7 @@ REHEARSED = [Backend("rehearsed", "rehearsed")]
 
 
 def chosen(names: list[str]) -> list[Backend]:
-    """The backends of these names or families; without any, all but a GPU."""
+    """The backends with these names or families; without any, all except a GPU."""
     if not names:
         return CPU + EMULATED + REHEARSED
     known = CPU + EMULATED + CUDA + REHEARSED

@@ -1,4 +1,4 @@
-"""Key ranges, masks and biases for cases: every shape, and what models mask with."""
+"""Key ranges, masks and biases for cases: every shape, and the masks that models use."""
 
 import math
 import random
@@ -14,10 +14,10 @@ BIASES = ("float", "bands", "lowest")
 def key_ranges(kind: str, batch: int, seqlen_q: int, seqlen_k: int) -> Tensor:
     """(batch or 1, seqlen_q, 2), the same for the same arguments.
 
-    - documents: the last queries stand at the last keys, and see the document they stand in;
-    - prefix: a prefix, and from its end on what is causal;
+    - documents: the last query is at the last key, and each query sees its document;
+    - prefix: a prefix, causal after its end;
     - random: any two ends, in order;
-    - empty: likewise, but most ranges are empty.
+    - empty: the same, but most ranges are empty.
     """
     draw = random.Random(f"{kind} {batch} {seqlen_q} {seqlen_k}")
     ranges = []
@@ -40,9 +40,9 @@ def key_ranges(kind: str, batch: int, seqlen_q: int, seqlen_k: int) -> Tensor:
 
 
 def mask(words: str, sizes: tuple[int, int, int, int]) -> Tensor:
-    """The bool mask that ``words`` say: a kind, the full dimensions out of b, h, q and k, perhaps ``strided``.
+    """The bool mask that ``words`` describe: a kind, its full dimensions out of b, h, q and k, optionally ``strided``.
 
-    - random: one key of four is hidden, and all keys of one row of eight;
+    - random: hides one key in four, and all keys of one row in eight;
     - causal: False above the diagonal that ends in the last query and the last key;
     - padding: False from some key on.
 
@@ -63,11 +63,11 @@ def mask(words: str, sizes: tuple[int, int, int, int]) -> Tensor:
 
 
 def bias(words: str, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:
-    """The same for a bias:
+    """A bias, described in the same way:
 
     - float: normally distributed;
-    - bands: likewise, with -inf at 150 neighbouring keys, or half of them, and at all keys of one row of eight;
-    - lowest: likewise, with the lowest number of ``dtype`` in one key of four, and in all keys of one row of eight.
+    - bands: the same with -inf at 150 adjacent keys, or half of them, and at all keys of one row in eight;
+    - lowest: the same with the lowest number of ``dtype`` at one key in four, and at all keys of one row in eight.
     """
     kind, full, *layout = words.split()
     shape = _shape(full, sizes)
@@ -81,7 +81,7 @@ def bias(words: str, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> Te
             near = (begin <= torch.arange(keys)) & (torch.arange(keys) < begin + width)
             x = x.masked_fill(near | some_rows, -math.inf)
         case "lowest":
-            # Half of it in float16, where plain PyTorch's sum with a score would overflow.
+            # Half of it in float16, where its sum with a score would overflow in plain PyTorch.
             lowest = torch.finfo(dtype).min / (2 if dtype == torch.float16 else 1)
             x = x.masked_fill(some, lowest)
     x = _from_first_full(x)
@@ -93,7 +93,7 @@ def _shape(full: str, sizes: tuple[int, int, int, int]) -> list[int]:
 
 
 def _some(shape: list[int]) -> Tensor:
-    """One key of four, and all keys of one row of eight."""
+    """One key in four, and all keys of one row in eight."""
     return (torch.rand(shape) < 0.25) | (torch.rand(*shape[:3], 1) < 0.125)
 
 
@@ -102,7 +102,7 @@ def _from_first_full(x: Tensor) -> Tensor:
 
 
 def strided(x: Tensor) -> Tensor:
-    """x with its dimensions in memory in reverse order, none of them dense, inside a buffer of NaN, True or -2^31."""
+    """x with its dimensions stored in reverse order, none of them dense, inside a buffer of NaN, True or -2^31."""
     backwards = tuple(reversed(range(x.dim())))
     unused = True if x.dtype == torch.bool else math.nan if x.is_floating_point() else -(2**31)
     buffer = torch.full([*(n + 1 for n in reversed(x.shape)), 2], unused, dtype=x.dtype)[..., 0]

@@ -4,7 +4,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-# Waiting threads sleep: where other work runs, spinning ones take the processors from those they wait for.
+# Waiting threads sleep: on a busy machine, spinning ones take processors from the threads they wait for.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
@@ -27,15 +27,15 @@ from backends import Backend, chosen  # noqa: E402
 
 FIXTURES: dict[str, Callable[[Backend], bool]] = {
     "backend": lambda b: b.family != "rehearsed",
-    "repeatable": lambda b: b.repeatable and b.family != "rehearsed",  # once where only dq tells two backends apart
-    "native": lambda b: b.family in ("cpu", "cuda"),  # those that torch's operators reach
+    "repeatable": lambda b: b.repeatable and b.family != "rehearsed",  # once if two backends differ only in dq
+    "native": lambda b: b.family in ("cpu", "cuda"),  # reached by torch's operators
     "emulation": lambda b: b.family == "emulated",
     "cuda": lambda b: b.family == "cuda",
     "graphs": lambda b: b.family in ("cuda", "rehearsed"),
     "cuda_kernels": lambda b: b.cuda_kernels and b.repeatable,  # emulated or on a GPU
     "isa": lambda b: b.family == "cpu",
 }
-"""A test names the backends that it runs on by the fixture it asks for."""
+"""A test chooses its backends by the fixture it requests."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,9 +46,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Tests that only a GPU can run are collected with ``--backend cuda``; with any, none of transformers.
+    """Collects GPU-only tests only with ``--backend cuda``, and transformers' tests only without ``--backend``.
 
-    Those tests depend on no backend, and a machine that runs one backend's alone may lack the library.
+    The latter depend on no backend, and a machine that tests a single backend may lack the library.
     """
     backends = config.getoption("backend")
     gpu = collection_path.name == "test_on_gpu.py" and "cuda" not in backends
@@ -66,13 +66,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def backend_of(item: pytest.Item) -> Backend | None:
-    """What the test runs on: None where it asks for none, or where none is chosen."""
+    """The test's backend; None if it requests none, or if none is chosen."""
     parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     return next((x for name in FIXTURES if isinstance(x := parameters.get(name), Backend)), None)
 
 
 def is_chosen(item: pytest.Item, config: pytest.Config) -> bool:
-    """Whether the test's backend takes its case; with ``--backend``, tests that depend on none are left out."""
+    """Whether the test's backend takes its case; ``--backend`` excludes tests that depend on no backend."""
     backend, parameters = backend_of(item), getattr(item, "callspec", None)
     if backend is not None:
         return backend.takes(parameters.params.get("dtype"), parameters.params.get("case"))
@@ -81,7 +81,7 @@ def is_chosen(item: pytest.Item, config: pytest.Config) -> bool:
 
 
 def library_of(item: pytest.Item) -> Callable[[], Any] | None:
-    """What makes the emulated kernels that the test needs, if it needs any."""
+    """The function that builds the emulated kernels for the test, if it needs any."""
     if item.path.name == "test_cuda_races.py":
         return races.library
     backend = backend_of(item)
@@ -92,14 +92,14 @@ COMPILED: dict[Callable[[], Any], Future[Any]] = {}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is not chosen, and puts last what needs emulated kernels."""
+    """Deselects tests that are not chosen, and moves those that need emulated kernels to the end."""
     config.hook.pytest_deselected(items=[item for item in items if not is_chosen(item, config)])
     order = (None, emulated.library, races.library)
     items[:] = sorted((x for x in items if is_chosen(x, config)), key=lambda item: order.index(library_of(item)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """While other tests run, another processor compiles the emulated kernels: half a minute each."""
+    """Compiles the emulated kernels, half a minute each, on another processor while other tests run."""
     if not session.config.option.collectonly:
         pool = ThreadPoolExecutor(1)
         for library in dict.fromkeys(filter(None, map(library_of, session.items))):
@@ -130,14 +130,14 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs the test once on each device, whose kernels it does not depend on; tensors are made there."""
+    """Runs the test once on each device, where tensors are created; the test does not depend on its kernels."""
     with torch.device(request.param):
         yield request.param
 
 
 @pytest.fixture
 def threads() -> Iterator[None]:
-    """Puts the number of threads back."""
+    """Restores the number of threads."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -145,7 +145,7 @@ def threads() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Tests begin with the same numbers. (``torch.manual_seed`` takes 2 ms: without a GPU it keeps a traceback.)"""
+    """Seeds each test alike; without a GPU, ``torch.manual_seed`` would spend 2 ms on a traceback."""
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(0)

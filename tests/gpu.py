@@ -1,15 +1,15 @@
-"""Everything that needs a GPU: builds, checks, measures and trains on the one that is here, and records what came out.
+"""Everything that needs a GPU: builds, checks, measures and trains on this machine's GPU, and records the results.
 
-Run it by hand in a checkout, where torch, pytest and nvcc are; it needs no network::
+Run it by hand in a checkout on a machine with torch, pytest and nvcc; it needs no network::
 
     python tests/gpu.py --out FOLDER
     python tests/gpu.py --out FOLDER --steps laws,speed
 
-A call ends within --seconds. A second call with the same FOLDER and --steps adds to the record the steps that the first
-had no time for; the build is kept. FOLDER/gpu.json has a record of each check and FOLDER/report.txt a summary, both
-written anew as checks end; FOLDER/gpu.log has the processes' output. --device cpu rehearses all steps without a GPU.
+A call ends within --seconds. A second call with the same FOLDER and --steps adds the steps that the first had no time
+for; the build is kept. FOLDER/gpu.json has a record of each check and FOLDER/report.txt a summary, both rewritten as
+checks end; FOLDER/gpu.log has the processes' output. --device cpu rehearses all steps without a GPU.
 
-The exit status is 1 if a check failed, 2 where there is no GPU or an option is wrong.
+The exit status is 1 if a check failed, 2 if there is no GPU or an option is wrong.
 """
 
 import argparse
@@ -34,7 +34,7 @@ TESTS = Path(__file__).resolve().parent
 
 
 def steps_of(device: Device, target: str, wheel: str) -> dict[str, Step]:
-    """By name, in their order: the first ones tell whether the later ones are worth their time."""
+    """The steps by name, in their order: the first ones tell whether the later ones are worth their time."""
     on = (device.name,)
     steps = (
         Step("build", "gpu_steps.build", (*on, target, wheel), 400, longest=400),
@@ -79,8 +79,7 @@ def chosen(names: str | None, steps: dict[str, Step]) -> list[Step]:
 
 
 def environment(target: str) -> dict[str, str]:
-    """The steps' environment: the package in ``target`` before any other, no folder that happens to be current, and the
-    tools beside Python and CUDA."""
+    """The steps' environment: finds the package in ``target`` first, never the current folder, and CUDA's tools."""
     paths = [target, str(TESTS), str(TESTS / "tools"), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -90,7 +89,7 @@ def environment(target: str) -> dict[str, str]:
 
 
 def said(path: str, *command: str) -> str | None:
-    """The last line that the command prints; None where it can't be run."""
+    """The last line that the command prints; None if it can't run."""
     program = shutil.which(command[0], path=path)
     if program is None:
         return None
@@ -99,7 +98,7 @@ def said(path: str, *command: str) -> str | None:
 
 
 def tested(device: Device, commit: str | None) -> dict[str, Any]:
-    """The commit and the machine that a record is of."""
+    """The commit and the machine that a record describes."""
     path = environment("")["PATH"]
     by_git = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     return device.facts() | {
@@ -111,7 +110,7 @@ def tested(device: Device, commit: str | None) -> dict[str, Any]:
 
 
 def run_steps(steps: Sequence[Step], results: Results, target: str, log: Log, seconds: float) -> None:
-    """Runs them one after the other; what is known so far is on disk all the time."""
+    """Runs the steps in turn; all results so far are always on disk."""
     begin = time.monotonic()
     is_built = True
     for step in steps:
@@ -159,7 +158,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def stopped(number: int, frame: Any) -> None:
-    """Ends the call and its processes, which would keep the GPU if they outlived it."""
+    """Ends the call and its processes, which would hold the GPU if they outlived it."""
     stop_all()
     sys.exit(128 + number)
 

@@ -1,4 +1,4 @@
-"""Cases, how to run them, and the memory that they need; yardstick.py judges their accuracy."""
+"""Cases, how to run them, and the memory they need; yardstick.py judges their accuracy."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -27,9 +27,9 @@ class Case:
     """Sizes and options of a call.
 
     Attributes:
-        key_ranges, mask, bias: what case_options.py makes of these words; "": none.
+        key_ranges, mask, bias: words that case_options.py turns into tensors; "": none.
         alibi: the dimensions of the slopes, "h" or "bh"; "": none.
-        wide: bias, slopes and sinks are float32 whatever q's dtype is.
+        wide: bias, slopes and sinks are float32 whatever q's dtype.
     """
 
     batch: int
@@ -66,7 +66,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What does not depend on the dtype; :meth:`tensors` has the rest."""
+        """The options that don't depend on the dtype; :meth:`tensors` has the others."""
         options: dict[str, Any] = {
             "causal": self.causal,
             "q_offset": self.q_offset,
@@ -84,7 +84,7 @@ class Case:
         return options
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """mask, bias, alibi_slopes and sinks, as far as the case has them, in ``dtype``; in float32 if wide."""
+        """The case's mask, bias, alibi_slopes and sinks, if any, in ``dtype``, or in float32 if wide."""
         dtype, tensors = torch.float32 if self.wide else dtype, {}
         sizes = self.batch, self.num_heads_q, self.seqlen_q, self.seqlen_k
         if self.mask:
@@ -165,9 +165,9 @@ def run(
 
 
 class Truth:
-    """What the rule of yardstick.py measures by: results of plain PyTorch in the tensors' dtype, and exact ones.
+    """The basis of yardstick.py's rule: plain PyTorch's results in the tensors' dtype, and exact results.
 
-    With ``same``, the exact out, lse, dq, dk and dv are those of these options, which mean the same.
+    With ``same``, the exact out, lse, dq, dk and dv come from these equivalent options.
     """
 
     def __init__(self, drawn: Drawn, options: dict[str, Any], same: dict[str, Any] | None = None) -> None:
@@ -180,7 +180,7 @@ class Truth:
         self._plain = Yardsticks(run, qkv, dout, dlse, **options)
 
     def assert_allows(self, attend: Callable[..., Any]) -> tuple[Tensor, ...]:
-        """The results of ``attend``, forward and backward, which must be within their bounds."""
+        """The results of ``attend``, forward and backward, asserted to be within their bounds."""
         ours, dtype = run(attend, *self.drawn, **self.options), self.drawn[1].dtype
         assert (ours[0].dtype, ours[1].dtype) == (dtype, torch.promote_types(dtype, torch.float32))
         excesses = self._plain.excesses(ours[: self._count], self.exact)
@@ -190,24 +190,24 @@ class Truth:
 
 @functools.cache
 def truth_of(case: Case, dtype: torch.dtype, device: torch.device) -> Truth:
-    """Made once for all backends of a device."""
+    """The case's truth, computed once for all backends of a device."""
     torch.manual_seed(0)
     return Truth(case.drawn(dtype), case.given(dtype))
 
 
 def assert_case_accurate(case: Case, dtype: torch.dtype, attend: Callable[..., Any] = attention) -> tuple[Tensor, ...]:
-    """Every result of ``attend``, forward and backward, is accurate by the rule of yardstick.py."""
+    """Asserts that every result of ``attend``, forward and backward, is accurate by the rule of yardstick.py."""
     return truth_of(case, dtype, torch.get_default_device()).assert_allows(attend)
 
 
 def assert_equal(a: Iterable[Tensor], b: Iterable[Tensor]) -> None:
-    """The two results agree to the bit."""
+    """Asserts that the two results agree to the bit."""
     for x, y in zip(a, b, strict=True):
         assert torch.equal(x, y)
 
 
 def memory_needed(call: Callable[[], object]) -> int:
-    """Bytes by which resident memory rises at most in the call, or a skip where the system does not count them."""
+    """The peak rise of resident memory during the call, in bytes; skips the test if the system does not count it."""
     found = peak_memory(call)
     if found is None:
         pytest.skip("needs /proc, as Linux has it")

@@ -1,4 +1,4 @@
-"""Promise: files depend downwards alone, in few layers, and never in a circle: csrc's includes and pyattn's imports."""
+"""Promise: csrc's includes and pyattn's imports only go downwards, in few layers, and never in a circle."""
 
 import ast
 import re
@@ -20,7 +20,7 @@ CSRC = [
     "cuda",
     "ops",
 ]
-"""Rooms of csrc, each of which may include those before it; files on top may include all."""
+"""The rooms of csrc; each may include those before it, and top-level files may include all."""
 
 ABOVE = {
     "ops": {"arguments", "ops"},
@@ -28,11 +28,11 @@ ABOVE = {
     "derivatives": {"arguments", "autocast", "derivatives", "dropout", "key_ranges", "ops", "options", "reference"},
     "reference": {"dropout", "reference"},
 }
-"""What of pyattn each room may import; the rooms above them may import all of it."""
+"""The parts of pyattn that each room may import; the rooms above may import all of it."""
 
 
 def includes() -> dict[str, set[str]]:
-    """What each file of csrc includes. The header of the instruction set is any of them."""
+    """The includes of each file of csrc. The instruction set's header may be any of them."""
     files = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cu")]
     graph = {}
     for path in files:
@@ -47,7 +47,7 @@ def includes() -> dict[str, set[str]]:
 
 
 def imports() -> dict[str, set[str]]:
-    """What each module of pyattn imports of it, in functions too."""
+    """Each module's imports from pyattn, those inside functions included."""
     names = {}
     for path in (ROOT / "pyattn").rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -66,7 +66,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def layers(graph: dict[str, set[str]]) -> dict[str, int]:
-    """How many files lie on the longest way down from each, itself included; CycleError where there is a circle."""
+    """How many files lie on the longest way down from each, itself included; CycleError if there is a circle."""
     depth: dict[str, int] = {}
     for name in TopologicalSorter(graph).static_order():
         depth[name] = 1 + max((depth[below] for below in graph.get(name, ())), default=0)
@@ -74,13 +74,13 @@ def layers(graph: dict[str, set[str]]) -> dict[str, int]:
 
 
 def room_of(file: str) -> int:
-    """The room's place in CSRC: of the rooms that hold the file, the innermost."""
+    """The room's index in CSRC: the innermost of the rooms that hold the file."""
     return max((n for n, room in enumerate(CSRC) if file.startswith(room)), key=lambda n: len(CSRC[n]), default=99)
 
 
 def test_layers_of_includes() -> None:
     graph = includes()
-    assert max(layers(graph).values()) <= 12  # 9 but for the headers of instruction sets, which build on one another
+    assert max(layers(graph).values()) <= 12  # 9 without the instruction sets' headers, which build on one another
     pairs = [(file, other) for file, others in graph.items() for other in others]
     assert [pair for pair in pairs if room_of(pair[1]) > room_of(pair[0])] == []
     assert [pair for pair in pairs if {name.partition("/")[0] for name in pair} == {"cpu", "cuda"}] == []
@@ -90,7 +90,7 @@ def test_layers_of_imports() -> None:
     graph = imports()
     depth = layers(graph)
     assert depth["pyattn"] <= 12
-    assert max(depth.values()) <= 17  # the command line's own lie on pyattn
+    assert max(depth.values()) <= 17  # the command line's layers lie on top of pyattn's
 
 
 @pytest.mark.parametrize("room", ABOVE)

@@ -1,12 +1,12 @@
 """The rule that judges accuracy: at most twice the error that plain PyTorch makes in the same dtype.
 
-What plain PyTorch errs by depends on the order that its BLAS happens to sum in, so on the machine. The yardstick is
+Plain PyTorch's error depends on the order in which its BLAS happens to sum, so on the machine. The yardstick is
 therefore its largest error over orders that are equal in exact arithmetic: queries, keys and the columns of the head
 dimensions permuted.
 
-One error is allowed on top, which no order of plain PyTorch's has. A kernel of linear memory subtracts
-``delta = rowsum(dO * O)`` where softmax's own gradient subtracts ``rowsum(P * dP)``; O is made of forward's weights, P
-of backward's, and O is rounded to the dtype: see :meth:`Rounding.delta`.
+One additional error is allowed, which plain PyTorch has in no order. A kernel of linear memory subtracts ``delta =
+rowsum(dO * O)`` where softmax's own gradient subtracts ``rowsum(P * dP)``; O is computed from forward's weights, P is
+backward's, and O is rounded to the dtype: see :meth:`Rounding.delta`.
 """
 
 import functools
@@ -23,19 +23,19 @@ from pyattn import reference
 from pyattn.reference import formula
 
 ORDERS = 16
-"""As given, and 15 at random. They are run only until one allows the error, which the first nearly always does."""
+"""The given order, and 15 random ones. They run only until one allows the error; the first nearly always does."""
 
 WEIGHT_ROUNDINGS = 4
-"""By how many eps a weight of forward and the same one of backward may differ: exp2 errs by up to 2.1 ulp in each."""
+"""By how many eps a weight of forward and of backward may differ: exp2 errs by up to 2.1 ulp in each."""
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 LEARNED = {"bias": "dbias", "alibi_slopes": "dslopes", "sinks": "dsinks"}
-"""Options that have gradients, which come after those of NAMES."""
+"""Options with gradients; these come after those of NAMES."""
 
 Results = tuple[Tensor, ...]
 Run = Callable[..., Results]
-"""``run(attention, qkv, dout, dlse, **options)``: out, lse, dq, dk, dv, and those of LEARNED that options have."""
+"""``run(attention, qkv, dout, dlse, **options)``: out, lse, dq, dk, dv, and the gradients of its LEARNED options."""
 
 
 def learned(options: dict[str, Any]) -> list[str]:
@@ -44,12 +44,12 @@ def learned(options: dict[str, Any]) -> list[str]:
 
 
 def in_double(options: dict[str, Any]) -> dict[str, Any]:
-    """The same options, in float64 what has a gradient."""
+    """The same options, with differentiable ones in float64."""
     return options | {name: options[name].double() for name in learned(options)}
 
 
 def error(x: Tensor, exact: Tensor) -> float:
-    """The largest absolute difference. Where the exact value is infinite, so must x be."""
+    """The largest absolute difference. Where the exact value is infinite, x must be too."""
     finite = exact.isfinite()
     assert torch.equal(x.double()[~finite], exact[~finite])
     return (x.double() - exact)[finite].abs().max().item() if finite.any() else 0.0
@@ -69,10 +69,10 @@ def bound(dtype: torch.dtype, plain: Tensor, exact: Tensor) -> float:
 
 
 def excess(x: Tensor, plain: Iterable[Tensor], exact: Tensor, more: float = 0.0, factor: float = 1.0) -> float:
-    """By how much the error of x exceeds its bound, 1 being equal to it, for the order of ``plain`` that allows most.
+    """The error of x over its bound, 1 at the bound, for the order in ``plain`` that allows most.
 
-    ``more`` is allowed on top. Errors below 1e-14 of ``factor``, by which the result was scaled, count as none: there,
-    the exact result is rounding noise of float64 itself. So do errors below float32's normal range.
+    ``more`` is an additional allowance. Errors below 1e-14 of ``factor``, by which the result was scaled, count as
+    none: the exact result has that much of float64's own rounding noise. So do errors below float32's normal range.
     """
     assert x.shape == exact.shape
     wrong, smallest = error(x, exact), float("inf")
@@ -80,14 +80,14 @@ def excess(x: Tensor, plain: Iterable[Tensor], exact: Tensor, more: float = 0.0,
     for result in plain:
         allowed = max(bound(x.dtype, result, exact) + more, noise)
         if math.isfinite(allowed):  # a plain result that overflows allows nothing
-            smallest = min(smallest, wrong / allowed)  # which NaN, from a NaN among finite values, never is
+            smallest = min(smallest, wrong / allowed)  # NaN, from a NaN among finite values, is never smaller
         if smallest <= 1:
             break
     return smallest
 
 
 def assert_accurate(name: str, x: Tensor, plain: Tensor | Iterable[Tensor], exact: Tensor) -> None:
-    """The error of x is within its bound; ``plain`` is the reference's result, or an iterable of it in many orders."""
+    """Asserts that x is within its bound; ``plain`` is the reference's result, or an iterable of it in many orders."""
     assert excess(x, [plain] if isinstance(plain, Tensor) else plain, exact) <= 1, name
 
 
@@ -98,9 +98,10 @@ def _scale(q: Tensor, options: dict[str, Any]) -> float:
 
 
 class Rounding:
-    """What rounding alone makes of the gradients, derived in float64 from the sums that they are.
+    """The effect of rounding alone on the gradients, derived in float64 from their sums.
 
-    P are the weights before dropout, with D after it, dP = dO V^T, dS the gradient of the score, p the sink's weight.
+    P are the weights before dropout, with D the weights after it, dP = dO V^T, dS the gradient of the score, p the
+    sink's weight.
     """
 
     def __init__(self, qkv: Results, dout: Tensor, dlse: Tensor | None, options: dict[str, Any]) -> None:
@@ -125,7 +126,7 @@ class Rounding:
         self._eps, self._eps_row = (torch.finfo(t).eps for t in (dtype, torch.promote_types(dtype, torch.float32)))
 
     def _sums(self, scores: Tensor, sink: Tensor) -> dict[str, Tensor]:
-        """Gradients of LEARNED, their terms being absolute: of each score, and of each row's sink."""
+        """Gradients of LEARNED from absolute values of their terms: those of each score, and of each row's sink."""
         sums, offset = {}, self._options.get("q_offset")
         if "bias" in self._options:
             sums["dbias"] = scores.sum_to_size(self._options["bias"].shape)
@@ -137,7 +138,7 @@ class Rounding:
         return sums
 
     def delta(self) -> dict[str, float]:
-        """How much is due to delta alone, if forward's weights differ from backward's by WEIGHT_ROUNDINGS.
+        """The error due to delta alone, if forward's weights differ from backward's by WEIGHT_ROUNDINGS.
 
         Then row i's delta is off by up to ``d_i = eps_row WEIGHT_ROUNDINGS sum_j |P_ij D_ij dP_ij| + eps / 2
         |dO_i| |O_i|``, columns multiplied one by one: weights are held in lse's dtype, and O is rounded to its own. The
@@ -154,13 +155,13 @@ class Rounding:
         return {name: x.max().item() for name, x in sums.items()}
 
     def magnitudes(self) -> dict[str, float]:
-        """The largest sum of absolute terms: where they cancel out, float64's own rounding noise is as large."""
+        """The largest sum of absolute terms: if they cancel, float64's own rounding noise is as large."""
         sums = self._sums(self._ds.abs(), self._terms + self._dlse)
         return {name: x.max().item() for name, x in sums.items()}
 
 
 def _permuted(x: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """x with its last two dimensions permuted, as far as it has them and they do not broadcast."""
+    """x with its last two dimensions permuted, except those that it lacks or that broadcast."""
     if x.dim() >= 1 and x.shape[-1] > 1:
         x = x[..., keys]
     return x[..., queries, :] if x.dim() >= 2 and x.shape[-2] > 1 else x
@@ -169,9 +170,9 @@ def _permuted(x: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
 def _reordered(
     run: Run, qkv: Results, dout: Tensor, dlse: Tensor | None, options: dict[str, Any], seed: int
 ) -> Results:
-    """The reference's results of permuted inputs, put back into their order.
+    """The reference's results for permuted inputs, restored to the original order.
 
-    What the formula derives from places, the mask, ALiBi's distances and dropout's draws, is permuted there.
+    The formula's position-dependent parts, the mask, ALiBi's distances and dropout's draws, are permuted too.
     """
     q, k, v = qkv
     sizes = (q.shape[2], k.shape[2], q.shape[3], v.shape[3])
@@ -205,7 +206,7 @@ def _reordered(
 
 
 class Yardsticks:
-    """The reference's results in the dtype of ``qkv``, in as many orders as are asked for, each run once."""
+    """The reference's results in the dtype of ``qkv``, in as many orders as requested, each run once."""
 
     def __init__(self, run: Run, qkv: Results, dout: Tensor, dlse: Tensor | None = None, **options: Any) -> None:
         self._names = (*NAMES, *(LEARNED[name] for name in learned(options)))
@@ -222,7 +223,7 @@ class Yardsticks:
             yield self._runs[order][index]
 
     def excesses(self, ours: Results, exact: Results) -> dict[str, float]:
-        """:func:`excess` of each result, by name; infinite where a result has a NaN that the exact one has not."""
+        """:func:`excess` of each result, by name; infinite if a result has a NaN that the exact one does not."""
         assert len(ours) == len(exact)
         found = {}
         for i, (name, x, truth) in enumerate(zip(self._names, ours, exact, strict=False)):

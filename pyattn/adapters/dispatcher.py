@@ -1,4 +1,4 @@
-"""Kernels of ours for torch's own operators, for as long as somebody wants them."""
+"""Kernels that take the place of torch's own operators for a while."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ class Kernels:
     """
 
     _alive: ClassVar[deque[Any]] = deque(maxlen=1000)
-    """Kernels stay alive behind their removal: another thread may have looked one up and not yet called it."""
+    """Keeps kernels alive after their removal: another thread may have looked one up and not yet called it."""
 
     def __init__(self, functions: Mapping[tuple[str, str], Callable[..., Any]]) -> None:
         self._library = torch.library.Library("aten", "IMPL")

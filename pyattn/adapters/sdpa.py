@@ -1,12 +1,12 @@
 """``torch.nn.functional.scaled_dot_product_attention`` by the native kernels, under torch's rules.
 
-Either as a function of this module, or by the switch, after which torch's own function computes natively on the CPU::
+Use the function of this module, or the switch, after which torch's own function computes natively on the CPU::
 
     from pyattn.adapters import sdpa
 
     sdpa.enable()  # or: with sdpa.enabled(): ...
     train(model)
-    print(sdpa.counts())  # calls taken, calls traced, calls left to torch by reason
+    print(sdpa.counts())  # calls taken, calls traced, and calls left to torch, by reason
     sdpa.disable()
 """
 
@@ -42,8 +42,8 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """:func:`torch.nn.functional.scaled_dot_product_attention`, with its documented meaning of every argument.
 
-    It differs from :func:`pyattn.attention` in the defaults and in ``is_causal``, whose mask is upper-left: query ``i``
-    sees the keys up to ``i``, also where lengths differ. 1 = takes part::
+    It differs from :func:`pyattn.attention` in its defaults and in ``is_causal``, whose mask is upper-left: query ``i``
+    sees the keys up to ``i``, even if the lengths differ. 1 = takes part::
 
         is_causal, L 2, S 4     1 0 0 0      is_causal, L 4, S 2     1 0
                                 1 1 0 0                              1 1
@@ -56,24 +56,24 @@ def scaled_dot_product_attention(
         value: (..., H, S, Ev).
         attn_mask: broadcasts to (..., Hq, L, S). bool: True = takes part (the opposite of ``nn.MultiheadAttention``'s
             masks). query's dtype or float32: added to the scores; -inf hides the key. A bool mask whose rows are
-            intervals costs what it leaves. Or ``torch.nn.attention.bias.causal_upper_left(L, S)`` or
-            ``causal_lower_right(L, S)``, of which no mask is made. Not together with ``is_causal``. Or, here alone,
-            ``pyattn.masks.KeyRanges`` (batches or 1, L, 2), with ``is_causal`` unless they are the whole mask.
+            intervals costs only the pairs it leaves visible. ``torch.nn.attention.bias.causal_upper_left(L, S)`` and
+            ``causal_lower_right(L, S)`` are taken without making a mask. None of these goes together with
+            ``is_causal``. Also, in this function only, ``pyattn.masks.KeyRanges`` (batches or 1, L, 2), with
+            ``is_causal`` unless they are the whole mask.
         dropout_p: probability of dropping a weight, 0 to 1, applied whenever it is above 0. The draws come from torch's
             generator, so ``torch.manual_seed`` repeats them; they are not those of torch's own function.
-        is_causal: whether query ``i`` sees the keys up to ``i`` only.
+        is_causal: whether query ``i`` sees only the keys up to ``i``.
         scale: finite factor on the scores; default ``1 / sqrt(E)``.
         enable_gqa: whether Hq may be a multiple of H: query head ``h`` reads KV head ``h // (Hq // H)``.
 
     Returns:
         (..., Hq, L, Ev) in query's dtype, differentiable in query, key, value and a float attn_mask. A query that sees
-        no key, such as a row of False or -inf, has the result 0 and gradients of 0, as in torch 2.13 on a CPU.
+        no key, as in a row of False or -inf, gives 0 and gradients of 0, as in torch 2.13 on a CPU.
 
     Raises:
         SdpaError: shapes that don't fit, a mask together with ``is_causal``, a dropout_p outside [0, 1], a scale that
-            is not finite, heads that enable_gqa does not group. It is a ValueError and a RuntimeError, which torch
-            raises.
-        TypeError: other dtypes, or dtypes that differ; another type than listed.
+            is not finite, heads that enable_gqa does not group. It is both a ValueError and torch's RuntimeError.
+        TypeError: other dtypes, dtypes that differ, types other than those listed.
         NotImplementedError: nested tensors, layouts and devices without kernels.
 
     >>> import torch

@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 
 class SdpaError(ValueError, RuntimeError):
-    """A value that breaks a rule: pyattn raises ValueError for it and torch RuntimeError, so this is both."""
+    """A value that breaks a rule: pyattn raises ValueError for it and torch RuntimeError, so it is both."""
 
 
 def attend(
@@ -28,7 +28,7 @@ def attend(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    """What ``scaled_dot_product_attention`` of these arguments returns, or an error before anything is computed."""
+    """The result of ``scaled_dot_product_attention`` for these arguments, or an error before anything is computed."""
     check_tensor("query", query)
     check_tensor("key", key)
     check_tensor("value", value)
@@ -57,7 +57,7 @@ def attend(
     heads = lead[-1] if lead else 1
     if q.shape[1] != heads:
         q = q.expand(-1, heads, -1, -1)
-    if k.shape[1] != v.shape[1]:  # one of them has a single head
+    if k.shape[1] != v.shape[1]:  # one of the two has a single head
         k, v = k.expand(-1, heads, -1, -1), v.expand(-1, heads, -1, -1)
     out = attention(
         q,
@@ -71,7 +71,7 @@ def attend(
         bias=bias,
         dropout_p=0.0 if dropout_p == 1 else float(dropout_p),
     )
-    if dropout_p == 1:  # every weight is dropped, and attention takes less than 1 only
+    if dropout_p == 1:  # every weight is dropped; attention itself takes less than 1
         out = out * 0.0
     return out if len(lead) == 2 else out.reshape(*lead, *out.shape[-2:])
 
@@ -106,7 +106,7 @@ def _check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _leading_sizes(query: Shape, key: Shape, value: Shape, enable_gqa: bool) -> Shape:
-    """The result's dimensions before its last two: those of the three broadcast, but for grouped heads."""
+    """The result's dimensions before its last two: query's, key's and value's broadcast, except for grouped heads."""
     if not enable_gqa:
         return _broadcast(query, key, value)
     if not (query and key and value):
@@ -159,7 +159,7 @@ def _check_mask(attn_mask: Tensor, scores: Shape, dtype: torch.dtype, is_causal:
 
 
 def _offset_of(bias: CausalBias, seqlen_q: int, seqlen_k: int, is_causal: bool) -> int | None:
-    """The ``q_offset`` of torch's causal_upper_left or causal_lower_right, whose tensor holds no mask."""
+    """The ``q_offset`` of torch's causal_upper_left or causal_lower_right, a tensor that holds no mask."""
     if is_causal:
         raise SdpaError("pyattn: attn_mask must not be set together with is_causal, got a CausalBias and True")
     if (bias.seq_len_q, bias.seq_len_kv) != (seqlen_q, seqlen_k):
@@ -171,7 +171,7 @@ def _offset_of(bias: CausalBias, seqlen_q: int, seqlen_k: int, is_causal: bool) 
 
 
 def _expanded(tensor: Tensor, lead: Shape) -> Tensor:
-    """``tensor`` as (batch, its own heads, length, columns): batches are expanded to ``lead``'s, heads are not."""
+    """``tensor`` as (batch, heads, length, columns): batches are expanded to ``lead``'s, heads are not."""
     batches = lead[:-1]
     if tensor.dim() == 4 and tensor.shape[:1] == batches:
         return tensor
@@ -180,7 +180,7 @@ def _expanded(tensor: Tensor, lead: Shape) -> Tensor:
 
 
 def _with_one_batch(attn_mask: Tensor, lead: Shape) -> Tensor:
-    """``attn_mask`` with at most 4 dimensions: several batches become one, and are expanded unless all broadcast."""
+    """``attn_mask`` with at most 4 dimensions: several batch dimensions become one, expanded unless all broadcast."""
     if attn_mask.dim() == 0:
         return attn_mask[None]
     if attn_mask.dim() <= 3 or len(lead) <= 2:

@@ -1,4 +1,4 @@
-"""Counts of the calls that the switch of :mod:`pyattn.adapters.sdpa` met."""
+"""Counts of the calls that the switch of :mod:`pyattn.adapters.sdpa` saw."""
 
 import os
 import threading
@@ -16,7 +16,7 @@ class Counts(NamedTuple):
 
     Attributes:
         taken: calls that the native kernels computed.
-        traced: calls taken into a graph by ``torch.compile`` and other tracers, which may trace one several times.
+        traced: calls that ``torch.compile`` and other tracers took into a graph; one call may be traced several times.
             Running the graph is not counted.
         torch: calls that torch computed, by reason.
     """
@@ -27,26 +27,26 @@ class Counts(NamedTuple):
 
 
 def counts() -> Counts:
-    """What was counted since the process began or :func:`reset_counts` was called, over all threads."""
+    """The counts since the process began or since :func:`reset_counts`, over all threads."""
     with _lock:
         reasons = {name: n for name, n in _counted.items() if name not in (TAKEN, TRACED)}
         return Counts(_counted[TAKEN], _counted[TRACED], reasons)
 
 
 def reset_counts() -> None:
-    """Begins to count anew."""
+    """Resets all counts to zero."""
     with _lock:
         _counted.clear()
 
 
 def count(name: str) -> None:
-    """One more call: :data:`TAKEN`, :data:`TRACED`, or the reason why torch computes it."""
+    """Counts one call as :data:`TAKEN`, :data:`TRACED`, or under the reason why torch computes it."""
     with _lock:
         _counted[name] += 1
 
 
 def described() -> str:
-    """The counts in a line, empty if nothing was counted."""
+    """The counts on one line, empty if nothing was counted."""
     taken, traced, by_torch = counts()
     if not (taken or traced or by_torch):
         return ""
@@ -55,7 +55,7 @@ def described() -> str:
 
 
 def _renew_lock() -> None:
-    """A child process has no other threads, but would inherit what they held."""
+    """Replaces the lock in a child process, which has no other threads but inherits the locks they held."""
     global _lock
     _lock = threading.Lock()
 

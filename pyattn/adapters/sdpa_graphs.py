@@ -1,9 +1,9 @@
-"""Keeps code that ``torch.compile`` made before the switch of :mod:`pyattn.adapters.sdpa` changed from running after.
+"""Stops ``torch.compile``'s code from outliving a change of the switch of :mod:`pyattn.adapters.sdpa`.
 
 Dynamo traces a call of ``scaled_dot_product_attention`` without looking at the dispatcher, so none of its guards fails
-when the operator's kernel changes. A guard is therefore added to each compiled piece of code: it runs only while the
-switch is as it was when the piece was compiled. Dynamo compiles anew where all pieces of a function fail, and finds
-either again when the switch changes back.
+when the operator's kernel changes. This module therefore adds a guard to each compiled piece of code: it runs only
+while the switch is as it was when the piece was compiled. Dynamo recompiles a function when all its pieces fail, and
+finds either piece again when the switch changes back.
 """
 
 import sys
@@ -16,19 +16,19 @@ from typing import Any
 import torch
 
 _guarded: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Guard managers of the pieces that have theirs."""
+"""Guard managers of the pieces that already have this guard."""
 
 
 def compiling() -> AbstractContextManager[Any]:
-    """Torch's lock, within which no thread compiles."""
+    """Takes torch's compile lock: within it, no thread compiles."""
     dynamo = sys.modules.get("torch._dynamo.convert_frame")
     return getattr(dynamo, "compile_lock", nullcontext())
 
 
 def keep_apart(was: bool, is_on: Callable[[], bool]) -> None:
-    """Guards every piece compiled since the last call, which met the switch on if ``was``.
+    """Guards every piece compiled since the last call, when the switch was on if ``was``.
 
-    Dynamo has no public way to do so: where a version of torch has other names for it, a warning says what to do.
+    Dynamo has no public way to do this: if a version of torch uses other names, a warning says what to do.
     """
     dynamo = sys.modules.get("torch._dynamo.convert_frame")
     if dynamo is None:  # nothing was ever compiled

@@ -1,9 +1,9 @@
 """A switch that sends torch's own ``scaled_dot_product_attention`` on the CPU to the native kernels.
 
 It registers kernels for the operator itself with torch's dispatcher, so it reaches every caller: names bound before it
-was switched on, C++, ``nn.MultiheadAttention``, ``nn.TransformerEncoderLayer``. The inference fast path of these
-modules, ``torch._native_multi_head_attention``, has attention of its own and is off meanwhile
-(``torch.backends.mha.set_fastpath_enabled``), so that they call the operator in evaluation too.
+was switched on, C++, ``nn.MultiheadAttention``, ``nn.TransformerEncoderLayer``. These modules' inference fast path,
+``torch._native_multi_head_attention``, has its own attention, so it is off while the switch is on
+(``torch.backends.mha.set_fastpath_enabled``), and they call the operator in eval mode too.
 """
 
 import functools
@@ -30,15 +30,15 @@ _COMPILER_TAG = "pyattn-sdpa"
 
 
 def _refusal(query: Tensor, key: Tensor, *others: object) -> str | None:
-    """Why torch computes a call that the rules of :func:`attend` would take, if it does."""
+    """Why torch computes a call that the rules of :func:`attend` would take, or None if it doesn't."""
     for tensor in (query, key, *others):
         if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor):
-            return f"tensors of type {type(tensor).__name__}"  # such as DTensor: what holds others has rules of its own
-    if not torch.backends.cuda.flash_sdp_enabled():  # its name notwithstanding, it is read on the CPU as well
+            return f"tensors of type {type(tensor).__name__}"  # such as DTensor: wrapper tensors have their own rules
+    if not torch.backends.cuda.flash_sdp_enabled():  # despite its name, the flag applies on the CPU too
         return "torch.nn.attention.sdpa_kernel without FLASH_ATTENTION"
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return "a transform of torch.func, or forward-mode differentiation"
-    if not (query.numel() and key.numel()):  # torch does not broadcast these
+    if not (query.numel() and key.numel()):  # torch does not broadcast empty tensors
         return "query or key without elements"
     return None
 
@@ -54,7 +54,7 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """The operator's kernel: native attention where its rules take the call, else torch's own, counted by reason."""
+    """The operator's kernel: native attention if its rules take the call, else torch's own, counted by reason."""
     try:
         reason = _refusal(query, key, value, attn_mask)
         if reason is None:
@@ -71,19 +71,19 @@ def _attend(
 
 
 def _attend_below_autograd(*arguments: Any, **named: Any) -> Any:
-    """The kernel where autograd has been passed, in inference mode or by an operator around: no graph is recorded."""
+    """The kernel below autograd, in inference mode or inside an outer operator: no graph is recorded."""
     with torch.no_grad():
         return _attend(*arguments, **named)
 
 
 def _leave_nested(*arguments: Any, **named: Any) -> Any:
-    """The kernel of nested tensors in torch's strided layout."""
+    """The kernel for nested tensors in torch's strided layout."""
     count("nested tensors")
     return _OPERATOR.decompose(*arguments, **named)
 
 
 def _counted_as(reason: str, function: Callable[..., Any], comes_by: Callable[..., bool]) -> Callable[..., Any]:
-    """torch's ``function``, which does not call the operator unless it ``comes_by``."""
+    """torch's ``function``, counting each call that does not reach the operator, which ``comes_by`` tells."""
 
     @functools.wraps(function)
     def counting(*arguments: Any, **named: Any) -> Any:
@@ -96,7 +96,7 @@ def _counted_as(reason: str, function: Callable[..., Any], comes_by: Callable[..
 
 
 _NEED_WEIGHTS = 15
-"""Where ``multi_head_attention_forward`` has ``need_weights``, if it is given by position."""
+"""Position of ``need_weights`` among the arguments of ``multi_head_attention_forward``."""
 
 
 def _wants_no_weights(*arguments: Any, **named: Any) -> bool:
@@ -112,11 +112,11 @@ _COUNTING = (
     (torch.nn.functional, "multi_head_attention_forward", _WEIGHTS, _wants_no_weights),
     (jagged, "jagged_scaled_dot_product_attention", "nested tensors", _never),
 )
-"""Functions of torch that have attention of their own: where they are, and what they are counted as."""
+"""Functions of torch with their own attention: module, name, reason to count, whether a call reaches the operator."""
 
 
 class _Installation:
-    """The kernels in the dispatcher, and what goes with them, from construction to :meth:`remove`."""
+    """The kernels in the dispatcher and everything that goes with them, from construction to :meth:`remove`."""
 
     def __init__(self) -> None:
         name = _OPERATOR.name()
@@ -136,7 +136,7 @@ class _Installation:
         _OPERATOR._dispatch_cache.clear()
 
     def remove(self) -> None:
-        """Leaves everything as it was found."""
+        """Restores everything as it was."""
         self._kernels.remove()
         for module, name, function in self._functions:
             setattr(module, name, function)
@@ -146,7 +146,7 @@ class _Installation:
 
 
 class _Switch:
-    """Who wants the kernels: :func:`enable`, and each open block of :func:`enabled`."""
+    """The users of the kernels: :func:`enable`, and each open block of :func:`enabled`."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -173,7 +173,7 @@ _switch = _Switch()
 
 
 def _renew_lock() -> None:
-    """A child process has no other threads, but would inherit what they held."""
+    """Replaces the lock in a child process, which has no other threads but inherits the locks they held."""
     _switch.lock = threading.Lock()
 
 
@@ -181,31 +181,32 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 def enable() -> None:
-    """Sends torch's ``scaled_dot_product_attention`` on the CPU here, in all threads, until :func:`disable`.
+    """Sends torch's ``scaled_dot_product_attention`` on the CPU to the native kernels until :func:`disable`.
 
     Results, gradients, errors and autocast are as torch documents them; dropout draws other weights than torch's from
     the same generator. Calls that the native kernels do not take go to torch, and
     :func:`~pyattn.adapters.sdpa_counts.counts` shows why: other dtypes, nested and distributed tensors, invalid
-    arguments, whose errors stay torch's own, transforms of ``torch.func``, and calls within
-    ``torch.nn.attention.sdpa_kernel`` that rules out FLASH_ATTENTION, the backend whose place this takes. Calls on
-    other devices are not touched, and neither they nor ``vmap`` alone are counted.
+    arguments, whose errors stay torch's own, transforms of ``torch.func``, and calls within a
+    ``torch.nn.attention.sdpa_kernel`` that excludes FLASH_ATTENTION, the backend that this one replaces. Calls on other
+    devices are not touched; neither they nor ``vmap`` alone are counted.
 
     ``nn.MultiheadAttention`` comes here with ``need_weights=False``; with True, its default, it computes weights by
-    itself, which is counted. Its inference fast path, and that of ``nn.TransformerEncoder``, is off meanwhile: rows
-    that are padding then hold numbers, where the fast path may put zeros, and a nested tensor given to these modules is
-    an error, as torch takes one on that path only.
+    itself, which is counted. Its inference fast path, and that of ``nn.TransformerEncoder``, is off while the switch is
+    on: padded rows then hold numbers where the fast path may put zeros, and giving these modules a nested tensor is an
+    error, because torch takes one on that path only.
 
-    ``torch.compile`` takes the native operator into its graphs. Functions that were compiled before are compiled anew
-    when they are called next, and after :func:`disable` run again as they were; exported programs stay what they are.
-    Caches of compiled code on disk are told apart by ``torch.compiler.config.cache_key_tag``.
+    ``torch.compile`` takes the native operator into its graphs. Functions compiled before are recompiled at their next
+    call, and after :func:`disable` run again as they were; exported programs don't change.
+    ``torch.compiler.config.cache_key_tag`` separates the caches of compiled code on disk.
 
-    The switch belongs to the process and may be changed from any thread at any time. Calling it again does nothing.
+    The switch is global to the process, affects all threads, and may be changed from any of them at any time. Enabling
+    it twice is harmless.
     """
     _switch.change(enabled=True)
 
 
 def disable() -> None:
-    """Ends what :func:`enable` began. Blocks of :func:`enabled` that are still open keep the switch on."""
+    """Undoes :func:`enable`. Blocks of :func:`enabled` that are still open keep the switch on."""
     _switch.change(enabled=False)
 
 

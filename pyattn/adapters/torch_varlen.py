@@ -1,7 +1,7 @@
 """``torch.nn.attention.varlen.varlen_attn`` on the CPU, where torch has no kernel for it.
 
-torch lets a library bring the kernels (``torch.nn.attention.register_flash_attention_impl``). This one is registered
-under the name PYATTN by :func:`register`, and works from :func:`activate` to :func:`remove`::
+torch lets a library provide the kernels (``torch.nn.attention.register_flash_attention_impl``). :func:`register` enters
+this library under the name PYATTN, and it works from :func:`activate` to :func:`remove`::
 
     from pyattn.adapters import torch_varlen
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
@@ -11,10 +11,11 @@ under the name PYATTN by :func:`register`, and works from :func:`activate` to :f
     out, lse = varlen_attn(q, k, v, *lengths, window_size=(-1, 0), return_aux=AuxRequest(lse=True))
 
 q (total_q, Hq, D), k and v (total_k, Hkv, D) in float32, bfloat16 or float16; out like q; lse (Hq, total_q) in float32.
-``window_size`` is as in flash-attention, the last query standing at the last key, and (-1, 0) is causal. ``scale``,
-``enable_gqa``, ``seqused_k`` and ``block_table`` are honoured, as far as torch's version has them. Every ``num_splits``
-gives what torch promises for 1: out and lse of a sequence have the same bits whatever else is in the batch. Backward
-starts from lse, so each weight carries a relative error of 2 eps |lse|, and torch passes on no gradient of lse itself.
+``window_size`` is as in flash-attention, the last query being at the last key, and (-1, 0) is causal. ``scale``,
+``enable_gqa``, ``seqused_k`` and ``block_table`` are honoured, as far as the version of torch has them. Any
+``num_splits`` gives what torch promises for 1: out and lse of a sequence have the same bits whatever else is in the
+batch. Backward starts from lse, so each weight has a relative error of 2 eps |lse|, and torch passes on no gradient of
+lse itself.
 """
 
 from collections.abc import Callable
@@ -35,7 +36,7 @@ NAME = "PYATTN"
 
 
 def register() -> None:
-    """Enters :data:`NAME` in torch's table. ``torch.nn.attention.activate_flash_attention_impl(NAME)`` then works.
+    """Enters :data:`NAME` in torch's table, so ``torch.nn.attention.activate_flash_attention_impl(NAME)`` works.
 
     Raises:
         ImportError: a torch that has no such table.
@@ -49,9 +50,9 @@ def register() -> None:
 
 
 def activate() -> None:
-    """Makes ``varlen_attn`` and ``varlen_attn_out`` work on the CPU, in the whole process; again: nothing more.
+    """Makes ``varlen_attn`` and ``varlen_attn_out`` work on the CPU, in the whole process; twice is harmless.
 
-    torch has one active implementation: another one that was active, such as FA4 for GPUs, is restored to the default.
+    torch has one active implementation, so activating this one resets another, such as FA4 for GPUs, to the default.
 
     Raises:
         ImportError: as :func:`register`.
@@ -62,14 +63,14 @@ def activate() -> None:
 
 
 def remove() -> None:
-    """Ends what :func:`activate` began. Another implementation that is active stays."""
+    """Undoes :func:`activate`. Another active implementation stays."""
     register()
     if torch_attention.current_flash_attention_impl() == NAME:
         torch_attention.restore_flash_attention_impl()
 
 
 def _kernels() -> Kernels:
-    """The kernels in the dispatcher; torch calls ``remove()`` on them."""
+    """The registered kernels; torch calls ``remove()`` on them."""
     functions: dict[tuple[str, str], Callable[..., Any]] = {
         ("aten::_flash_attention_forward", "CPU"): _forward,
         ("aten::_flash_attention_backward", "CPU"): _backward,
@@ -99,10 +100,10 @@ def _forward(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``aten::_flash_attention_forward``: out, lse, and three tensors that mean something with dropout only."""
+    """``aten::_flash_attention_forward``: out, lse, and three tensors that only dropout uses."""
     _check(query, value, dropout_p, return_debug_mask)
     if cum_seq_q is None:
-        raise NotImplementedError("pyattn: cu_seq_q must be given: dense batches have pyattn.attention, got None")
+        raise NotImplementedError("pyattn: cu_seq_q must be given (pyattn.attention takes dense batches), got None")
     if block_table is not None:
         if seqused_k is None:
             raise ValueError("pyattn: block_table must come with seqused_k, got None")
@@ -161,7 +162,7 @@ def _backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``aten::_flash_attention_backward``: dq, dk, dv. lse stands for row_max, and row_sum is 1."""
+    """``aten::_flash_attention_backward``: dq, dk, dv. lse takes the place of row_max, with row_sum 1."""
     _check(query, value, dropout_p, False)
     causal, window = _mask(is_causal, window_size_left, window_size_right)
     packing = Packing(cum_seq_q, cum_seq_k, max_q, max_k)
@@ -173,7 +174,7 @@ def _backward(
 
 
 def _check(query: Tensor, value: Tensor, dropout_p: float, return_debug_mask: bool) -> None:
-    """What torch's shapes and dtypes, declared for GPUs, leave no room for."""
+    """Refuses what torch's shapes and dtypes, declared for GPUs, can't represent."""
     if query.dtype == torch.float64:
         raise TypeError(
             "pyattn: query must be float32, bfloat16 or float16, as torch's lse is float32 (attention_varlen takes "
@@ -191,7 +192,7 @@ def _check(query: Tensor, value: Tensor, dropout_p: float, return_debug_mask: bo
 
 
 def _mask(is_causal: bool, left: int | None, right: int | None) -> tuple[bool, tuple[int, int]]:
-    """torch's mask as ``causal`` and ``window``: None and -1 are no bound, and (-1, 0) is causal."""
+    """torch's mask as ``causal`` and ``window``: None and -1 mean no bound, and (-1, 0) is causal."""
     left, right = -1 if left is None else left, -1 if right is None else right
     causal = is_causal or (left, right) == (-1, 0)
     return causal, UNBOUNDED if causal and left == -1 else (left, right)

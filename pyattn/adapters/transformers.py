@@ -1,7 +1,7 @@
-"""transformers: ``register()``, and models run here that are told ``attn_implementation="pyattn"``.
+"""transformers: after ``register()``, models with ``attn_implementation="pyattn"`` run on the native kernels.
 
 A model of transformers 5 calls one function for a mask and, in each layer, one for attention, both by name. The mask
-comes as ``key_ranges`` wherever its rows have no holes: see :mod:`pyattn.adapters.transformers_masks`.
+becomes ``key_ranges`` if its rows have no holes: see :mod:`pyattn.adapters.transformers_masks`.
 
 >>> import pyattn.adapters.transformers
 >>> pyattn.adapters.transformers.register()  # doctest: +SKIP
@@ -25,26 +25,25 @@ from pyattn.options import UNBOUNDED
 __all__ = ["attention_function", "fallbacks", "mask_function", "register"]
 
 NAME = "pyattn"
-"""What ``attn_implementation`` calls us."""
+"""The value of ``attn_implementation``."""
 
 mask_function = transformers_masks.mask_function
 
 NOT_ABOUT_ATTENTION = frozenset(
     {"cache_position", "decoder_input_ids", "num_items_in_batch", "seq_idx", "shift_labels"}
 )
-"""Tensors that models hand through: places in a cache, which the mask contains, tokens, and arguments of the loss and
-of state space layers."""
+"""Tensors that models pass through: cache positions, which the mask contains, tokens, and other layers' arguments."""
 
 
 def register() -> None:
     """Makes ``attn_implementation="pyattn"`` known to transformers, for attention and masks alike.
 
-    Nothing else changes: models with another ``attn_implementation`` run as before. A second call does nothing more.
-    The few architectures that choose among attention classes of their own by this name, such as GPT-J, GPT-Neo and
-    Falcon, are not made with ours: transformers raises ``KeyError: 'pyattn'``.
+    Nothing else changes: models with another ``attn_implementation`` run as before. A second call has no effect. A few
+    architectures choose among their own attention classes by this name, such as GPT-J, GPT-Neo and Falcon; they can't
+    be built with "pyattn": transformers raises ``KeyError: 'pyattn'``.
 
     Raises:
-        ImportError: transformers is missing, or older than 5.6, whose masks are called otherwise.
+        ImportError: transformers is missing, or older than 5.6, which calls mask functions differently.
     """
     needed = 'pyattn: register() needs transformers 5.6 or later (pip install "transformers>=5.6")'
     try:
@@ -60,18 +59,18 @@ def register() -> None:
 
 
 def fallbacks(model: nn.Module | None = None) -> list[str]:
-    """What ran otherwise than in linear memory, and what of a model does not run here at all.
+    """Reports what did not run in linear memory, and which parts of a model do not run here at all.
 
     Args:
-        model: a model of transformers; default: masks alone.
+        model: a model of transformers; default: report masks only.
 
     Returns:
-        A line for each reason why a mask of queries x keys was made since the process began, with their number; it runs
-        here nevertheless. Then one for each part of ``model`` whose attention is its own or another implementation's:
-        transformers takes ``attn_implementation="pyattn"`` for such a model without a word. transformers' models are
-        known by a list, other people's by what they have called, uncompiled, so they are to run first. Then those where
-        documents packed into a row saw each other, or may have; tokens that continue a cache of packed documents see
-        them all, and are not counted. Empty if all else is well.
+        First, a line for each reason why a mask of queries x keys was made since the process began, with the count;
+        such calls still run here. Then a line for each part of ``model`` whose attention is its own or another
+        implementation's: transformers accepts ``attn_implementation="pyattn"`` for such a model without a word.
+        transformers' own models are known from a list, other people's from what they have called, uncompiled, so run
+        them first. Then the calls in which documents packed into a row saw each other, or may have; tokens that
+        continue a cache of packed documents see all of them, and are not counted. Empty if there is nothing to report.
     """
     lines = [f"{count} masks of queries x keys: {why}" for why, count in sorted(transformers_masks.DENSE.items())]
     if model is not None:
@@ -104,31 +103,31 @@ def attention_function(
     """:func:`pyattn.attention` as transformers' ``AttentionInterface`` calls it.
 
     Args:
-        module: the layer; its ``is_causal`` counts where ``is_causal`` is None.
-        query: (B, Hq, Sq, D); with batch 1 it serves every batch of the keys.
+        module: the layer; its ``is_causal`` applies if the argument ``is_causal`` is None.
+        query: (B, Hq, Sq, D); a batch of 1 serves every batch of the keys.
         key, value: (B, Hkv, Sk, D), heads not repeated.
-        attention_mask: what :func:`mask_function` makes, or a tensor of four dimensions that broadcasts to (B, Hq, Sq,
-            Sk): bool, True = takes part, or float, added to the scores. It is the whole mask, as KeyRanges (B or 1, Sq,
-            2) are that say so. None, and below other KeyRanges: causal from the upper left if ``is_causal`` and there
-            are several queries, else every key.
+        attention_mask: the result of :func:`mask_function`, or a tensor of four dimensions that broadcasts to (B, Hq,
+            Sq, Sk): bool, True = takes part, or float, added to the scores. A tensor is the whole mask, and so are
+            KeyRanges (B or 1, Sq, 2) marked as whole. None, and other KeyRanges in addition: causal from the upper left
+            if ``is_causal`` and there are several queries, else every key.
         dropout: probability of dropping a weight.
         scaling: factor on the scores; default 1 / sqrt(D).
-        sliding_window: a query sees itself and the ``sliding_window`` - 1 keys before it. In a mask it is contained;
-            without one, it counts for causal attention, and elsewhere must be longer than the keys.
+        sliding_window: a query sees itself and the ``sliding_window`` - 1 keys before it. A mask already contains it;
+            without a mask, it applies to causal attention, and otherwise must be at least the number of keys.
         softcap: bound on the scores.
         is_causal: see ``attention_mask``.
         s_aux: (Hq,), sinks.
-        position_bias: added to the scores, as T5 does, with its gradient.
-        position_ids: (B or 1, Sq) integers; where they restart, causal attention sees no token from before, on top of a
-            mask of :func:`mask_function` or none; a bool or float mask is the whole mask. Of other shapes, they have no
-            bearing.
-        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences, batch 1, as for flash-attn: no
-            query sees another sequence. On top of a mask; without one, causal in each sequence by itself. position_ids
-            then have no bearing.
-        cache: the paged cache of continuous batching: refused.
-        output_attentions: whether the weights are wanted too; what the model was asked for counts as well.
-        named: tensors of other names are refused, but for places, tokens, and what the loss and state space layers
-            take; anything else has no bearing here.
+        position_bias: added to the scores, as in T5; differentiable.
+        position_ids: (B or 1, Sq) integers; where they restart, causal attention sees no earlier token, in addition to
+            a mask of :func:`mask_function` or none; a bool or float mask is the whole mask. Other shapes have no
+            effect.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences, batch 1, as for flash-attn: no query
+            sees another sequence. They add to a mask; without one, each sequence is causal by itself. position_ids then
+            have no effect.
+        cache: the paged cache of continuous batching, which is refused.
+        output_attentions: whether the weights are wanted too; the model's own setting counts as well.
+        named: tensors of other names are refused, except positions, tokens, and the arguments of the loss and of state
+            space layers; anything else has no effect here.
 
     Returns:
         ``(out, weights)``: out (B, Sq, Hq, Dv), contiguous; weights (B, Hq, Sq, Sk), after dropout, or None. A query
@@ -136,7 +135,8 @@ def attention_function(
 
     Raises:
         TypeError: a tensor of another name; a mask of another type or dtype.
-        ValueError: a mask of other dimensions; a sliding_window that no mask contains; packed sequences of a batch.
+        ValueError: a mask of other dimensions; a sliding_window without the mask it needs; packed sequences with a
+            batch above 1.
         NotImplementedError: a paged cache; packed sequences without a mask, with position_bias or output_attentions.
     """
     for name, argument in named.items():
@@ -174,11 +174,11 @@ def attention_function(
     if cu_seq_lens_q is not None:
         packed = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
         if query.shape[0] != 1:
-            raise ValueError(f"pyattn: cu_seq_lens_q goes with batch 1, got batch {query.shape[0]}")
+            raise ValueError(f"pyattn: cu_seq_lens_q must come with batch 1, got batch {query.shape[0]}")
         if attention_mask is None:
             if position_bias is not None or output_attentions:
                 wrong = "output_attentions" if position_bias is None else "position_bias"
-                raise NotImplementedError(f"pyattn: cu_seq_lens_q goes without {wrong} where no mask is given")
+                raise NotImplementedError(f"pyattn: cu_seq_lens_q must come with a mask if {wrong} is given")
             longest = int(max_length_q or query.shape[2]), int(max_length_k or key.shape[2])
             for name, length in zip(("max_length_q", "max_length_k"), longest, strict=True):
                 check_size(name, length)
@@ -188,7 +188,7 @@ def attention_function(
     elif decoder and query.shape[2] > 1:
         options["key_ranges"] = _documents(module, position_ids, query, key, attention_mask)
     if causal:
-        options["q_offset"] = 0  # keys behind the queries are slots that a static cache has not filled
+        options["q_offset"] = 0  # keys after the queries are unfilled slots of a static cache
     options |= _masked(attention_mask, position_bias, options.get("key_ranges"))
     output_attentions = output_attentions or _captures_weights()
     if dropout and output_attentions:
@@ -198,7 +198,7 @@ def attention_function(
 
 
 def _captures_weights() -> bool:
-    """Whether transformers collects attentions now: not every model hands ``output_attentions`` on to its layers."""
+    """Whether transformers collects attentions now: not every model passes ``output_attentions`` to its layers."""
     if torch.compiler.is_compiling():
         return False
     collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
@@ -206,7 +206,7 @@ def _captures_weights() -> bool:
 
 
 def _window(sliding_window: int, decoder: bool, seqlen_k: int) -> tuple[int, int]:
-    """The window of attention without a mask, or ValueError where it would need one."""
+    """The window for attention without a mask; ValueError if only a mask could express it."""
     check_size("sliding_window", sliding_window, least=1)
     if decoder:
         return sliding_window - 1, -1
@@ -221,7 +221,7 @@ def _window(sliding_window: int, decoder: bool, seqlen_k: int) -> tuple[int, int
 def _documents(
     module: nn.Module, position_ids: Tensor | None, query: Tensor, key: Tensor, mask: Tensor | Mask | None
 ) -> Tensor | None:
-    """The keys of each query's document as key_ranges, or None where positions tell of one, or the mask is whole."""
+    """The keys of each query's document as key_ranges; None if positions show one document, or the mask is whole."""
     batch, _, seqlen_q, _ = query.shape
     if isinstance(mask, Tensor):
         return None
@@ -237,7 +237,7 @@ def _documents(
 def _masked(
     attention_mask: Tensor | Mask | None, position_bias: Tensor | None, key_ranges: Tensor | None
 ) -> AttentionOptions:
-    """A mask and a position bias as options: ranges within ``key_ranges``, where those are given too."""
+    """A mask and a position bias as options; the mask's ranges are intersected with ``key_ranges``, if given."""
     mask, bias = attention_mask, position_bias
     if isinstance(mask, Mask):
         if mask.ranges is not None:

@@ -1,8 +1,8 @@
-"""Masks of transformers as ``key_ranges``, made without a tensor of queries x keys.
+"""Masks of transformers as ``key_ranges``, computed without a tensor of queries x keys.
 
 transformers describes a mask by a function of (batch, head, query, key) and asks for a tensor, which every layer gets.
-This module makes a :class:`Mask` instead, which the attention function knows by its type. A tensor is a user's mask,
-which says all about packed documents; a :class:`Mask` is not.
+This module returns a :class:`Mask` instead, which the attention function recognises by its type. A tensor comes from
+the user and describes packed documents completely; a :class:`Mask` does not.
 """
 
 from collections import Counter
@@ -19,16 +19,16 @@ from pyattn.arguments import has_values
 from pyattn.masks import KeyRanges
 
 CHUNK = 1 << 18
-"""Elements of a mask evaluated at once: they stay in a core's cache, with what a mask function makes of them."""
+"""Elements of a mask to evaluate at once: with a mask function's intermediates, they fit a core's cache."""
 
-EAGER = 'pyattn: attn_implementation must be "eager", for the model has attention of its own'
+EAGER = 'pyattn: attn_implementation must be "eager", because the model has its own attention'
 
 HOLES = "a row of the mask has holes"
 TRACED = "made while tracing or compiling, where values cannot be read"
 WANTED = "the model works with the mask itself"
 
 Dense = Callable[[int, int, Tensor | None], Tensor]
-"""``dense(first, rows, padding)``: some rows of a mask, bool (B, 1, rows, Sk), with the padding that is given."""
+"""``dense(first, rows, padding)``: some rows of a mask, bool (B, 1, rows, Sk), with the given padding."""
 
 DENSE: Counter[str] = Counter()
 """How many masks of queries x keys were made, by reason."""
@@ -36,15 +36,15 @@ DENSE: Counter[str] = Counter()
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """A mask that :func:`mask_function` makes for the attention function: causal, ranges of its rows, or its pairs.
+    """A mask from :func:`mask_function` for the attention function: causal, ranges of keys per row, or pairs.
 
     It passes through ``generate``, checkpoints and layers as a mask of four dimensions does. A model that computes
-    attention itself gives it to a function of torch, which raises NotImplementedError: None would let each of its
-    queries see every key.
+    attention itself passes it to a function of torch, which raises NotImplementedError: with None, each of its queries
+    would see every key.
 
     Args:
-        shape: (B, 1, Sq, Sk), those of the mask that transformers asks for.
-        ranges: whole, (B or 1, Sq, 2), query ``i`` sees the keys ``begin <= j < end`` of its pair; or None.
+        shape: (B, 1, Sq, Sk), the shape of the mask that transformers asks for.
+        ranges: the whole mask as (B or 1, Sq, 2): query ``i`` sees the keys ``begin <= j < end`` of its pair; or None.
         pairs: bool (B or 1, 1, Sq, Sk), True = takes part; or None. Without ranges and pairs: causal from the upper
             left.
     """
@@ -57,7 +57,7 @@ class Mask:
 
     @property
     def is_causal(self) -> bool:
-        """Whether the mask is neither of ranges nor of pairs."""
+        """Whether the mask has neither ranges nor pairs."""
         return self.ranges is None and self.pairs is None
 
     def contiguous(self) -> "Mask":
@@ -91,28 +91,28 @@ def mask_function(
     config: object = None,
     **named: object,
 ) -> Tensor | Mask | None:
-    """What transformers' ``AttentionMaskInterface`` calls for a mask, with the arguments of its ``sdpa_mask``.
+    """Makes a mask, as transformers' ``AttentionMaskInterface`` calls it: with the arguments of its ``sdpa_mask``.
 
     Args:
         batch_size, q_length, kv_length: the mask's sizes.
-        q_offset, kv_offset: positions of the first query and of the first key.
-        mask_function: of (batch, head, query, key), all four tensors of positions; default: causal.
-        attention_mask: bool (B, keys so far), False = padding; or what this function returned before.
-        local_size: how long the window or chunk is that mask_function has.
+        q_offset, kv_offset: positions of the first query and the first key.
+        mask_function: of (batch, head, query, key), each a tensor of positions; default: causal.
+        attention_mask: bool (B, keys so far), False = padding; or an earlier result of this function.
+        local_size: length of the window or chunk in mask_function.
         allow_is_causal_skip: whether None may stand for a causal mask.
         allow_is_bidirectional_skip: whether None may stand for a mask that hides nothing.
         use_vmap: whether mask_function takes one position at a time.
         device: where the mask is wanted.
         config: the model's.
-        named: dtype, which is other implementations' concern.
+        named: dtype, which only other implementations use.
 
     Returns:
-        None where attention hides nothing. A bool mask (B, 1, Sq, Sk) for a model that works with the mask itself, and
-        for a step of decoding that is compiled. Else a :class:`Mask`: of pairs for a single query, where they are as
-        small, and for the reasons that ``fallbacks()`` counts, rows with holes and tracing; of ranges otherwise.
+        None if nothing is hidden. A bool mask (B, 1, Sq, Sk) for a model that works with the mask itself, and for a
+        compiled decoding step. Else a :class:`Mask`: with pairs for a single query, where they are as small as ranges,
+        and for the reasons that ``fallbacks()`` counts, rows with holes and tracing; otherwise with ranges.
 
     Raises:
-        NotImplementedError: a model that transformers_models lists, which would not call attention here.
+        NotImplementedError: a model that transformers_models lists: it would not call this attention.
     """
     from transformers import masking_utils
 
@@ -175,19 +175,19 @@ Made = TypeVar("Made", Tensor, Mask, Tensor | Mask)
 
 
 def _counted(why: str, mask: Made) -> Made:
-    """The mask, counted but while compiling, which would take the count for a constant."""
+    """The mask, counted unless compiling, when the count would become a constant."""
     if not torch.compiler.is_compiling():
         DENSE[why] += 1
     return mask
 
 
 def can_read(tensor: Tensor) -> bool:
-    """Whether Python may branch on the tensor's values, and a tracer would not take the branch for the only one."""
+    """Whether Python may branch on the tensor's values, and no tracer would record one branch as the only one."""
     return has_values(tensor) and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
 def _seen(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor:
-    """A key is seen unless it is padding: bool (B, kv_length); places behind the mask are padding."""
+    """bool (B, kv_length), True = visible, not padding; places after the end of the mask are padding."""
     tokens = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
     return torch.nn.functional.pad(tokens, (0, kv_length - tokens.shape[1]))
 
@@ -201,7 +201,7 @@ def _known(
     kv_offset: int,
     device: torch.device | str,
 ) -> Tensor | None:
-    """(B or 1, Sq, 2) by the names of transformers' own rules; None if one is not known, or a row seen differs."""
+    """(B or 1, Sq, 2) by the names of transformers' own rules; None if one is unknown, or a row compared differs."""
     interval = transformers_rules.interval(rule, torch.arange(q_length, device=device) + q_offset)
     if interval is None:
         return None
@@ -217,10 +217,10 @@ def _known(
 def _evaluated(
     dense: Dense, batch: int, q_length: int, kv_length: int, padding: Tensor | None, device: torch.device | str
 ) -> Tensor | None:
-    """(B or 1, Sq, 2), from a mask evaluated some rows at a time; None where a row has holes."""
+    """(B or 1, Sq, 2) from a mask evaluated a few rows at a time; None if a row has holes."""
     shared = dense(0, 1, padding).stride(0) == 0  # most rules are the same for every sequence
     rows = max(1, CHUNK // (batch * kv_length))
-    # One tensor, for parts that are kept would pin the heap between the masks that are freed.
+    # One tensor for all parts: separate ones would pin the heap between the masks that are freed.
     ranges = torch.empty(1 if shared else batch, q_length, 2, dtype=torch.int64, device=device)
     for first in range(0, q_length, rows):
         mask = dense(first, min(rows, q_length - first), padding)
@@ -232,9 +232,9 @@ def _evaluated(
 
 
 def _packs(rule: object) -> bool:
-    """Whether transformers itself forbade to leave the mask out, for packed sequences or blocks of tokens.
+    """Whether the mask packs sequences or blocks of tokens, for which transformers itself requires an explicit mask.
 
-    The argument that says so is also how a model asks for a mask to work with.
+    The same argument is how a model asks for a mask to work with.
     """
     names = {name for name, _ in transformers_rules.rules(rule)}
     return not names.isdisjoint({"packed_sequence_mask_function", "blockwise_overlay"})

@@ -1,7 +1,7 @@
-"""Models of transformers whose attention is their own, which ``attn_implementation="pyattn"`` does not bring here.
+"""Models of transformers with their own attention, which ``attn_implementation="pyattn"`` does not replace.
 
-transformers takes the name for them without a word. Its own models are listed here, as they were in :data:`CHECKED`; a
-test compares the list with the installed version. Other people's models show what they call when they run.
+transformers accepts the name for them without a word. Its own models are listed here as of :data:`CHECKED`; a test
+compares the list with the installed version. Other people's models are known by what they call when they run.
 """
 
 import importlib.util
@@ -108,9 +108,9 @@ WHOLE: dict[str, tuple[str, ...]] = {
     "yoso": ("YosoSelfAttention",),
     "zoedepth": ("ZoeDepthMultiheadAttention",),
 }
-"""Classes of modules that compute attention themselves, in files none of whose modules asks for a function that does.
+"""Classes of modules that compute attention themselves, in files where no module asks transformers for attention.
 
-By the name of the file: "bloom" is ``modeling_bloom.py``, and ``configuration_bloom.py``.
+The key is the file's name: "bloom" means ``modeling_bloom.py`` and ``configuration_bloom.py``.
 """
 
 PARTS: dict[str, tuple[str, ...]] = {
@@ -132,49 +132,49 @@ PARTS: dict[str, tuple[str, ...]] = {
     "sam_hq": ("SamHQVisionAttention", "SamHQVisionSdpaAttention"),
     "unlimited_ocr": ("UnlimitedOcrSamVisionAttention", "UnlimitedOcrSamVisionSdpaAttention"),
 }
-"""The same in files where other modules do ask: an encoder beside a decoder, or one model of several."""
+"""The same for files where other modules do ask: an encoder beside a decoder, or one model of several."""
 
 _callers: weakref.WeakSet[type] = weakref.WeakSet()
 """Classes of modules that called the attention function."""
 
 
 def described() -> str | None:
-    """The installed version of transformers, and the architectures listed here; None where it is not installed."""
+    """The installed version of transformers and the architectures listed here; None if it is not installed."""
     if importlib.util.find_spec("transformers") is None:
         return None
     installed, names = version("transformers"), sorted(WHOLE | PARTS)
     checked = "" if installed == CHECKED else f" in {CHECKED}"
-    return f"{installed}; {len(names)} architectures keep attention of their own{checked}: {' '.join(names)}"
+    return f"{installed}; {len(names)} architectures keep their own attention{checked}: {' '.join(names)}"
 
 
 def _architecture(kind: type) -> str:
-    """The file that a class of transformers' models comes from, as the lists call it; "" for other classes."""
+    """The file of a class of transformers' models, as the lists name it; "" for other classes."""
     package, _, name = kind.__module__.rpartition(".")
     return name.partition("_")[2] if package.startswith("transformers.models.") else ""
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def computes_attention_itself(config: type) -> bool:
-    """Whether no model of a configuration asks transformers for an attention function. A compiler does not trace it."""
+    """Whether no model of a configuration asks transformers for an attention function. Compilers don't trace this."""
     return any(_architecture(kind) in WHOLE for kind in config.__mro__)
 
 
 def has_attention_of_its_own(kind: type[nn.Module]) -> bool:
-    """Whether a class of transformers' modules computes attention and does not ask for a function that does."""
+    """Whether a class of transformers' modules computes attention and does not ask transformers for it."""
     lists = WHOLE | PARTS
     return any(base.__name__ in lists.get(_architecture(base), ()) for base in kind.__mro__)
 
 
 def remember(module: nn.Module) -> None:
-    """Notes a layer that calls the attention function."""
+    """Records a layer that calls the attention function."""
     if not torch.compiler.is_compiling():
         _callers.add(type(module))
 
 
 def fallbacks(model: nn.Module, name: str) -> list[str]:
-    """The lines of :func:`pyattn.adapters.transformers.fallbacks` on parts whose attention is another's than ``name``.
+    """The lines of :func:`pyattn.adapters.transformers.fallbacks` on parts whose attention is not that of ``name``.
 
-    Each configuration is told of once. Other people's models are known by their classes' calls so far.
+    Each configuration is reported once. Other people's models are known by the calls of their classes so far.
     """
     lines: list[str] = []
     configured: set[int] = set()
@@ -190,5 +190,5 @@ def fallbacks(model: nn.Module, name: str) -> list[str]:
             elif not (theirs or any(type(layer) in _callers for layer in part.modules())):
                 lines.append(f"{where}: it has not called the attention function so far")
         if has_attention_of_its_own(type(part)):
-            lines.append(f"{where}: attention of its own")
+            lines.append(f"{where}: its own attention")
     return lines

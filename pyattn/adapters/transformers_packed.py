@@ -1,8 +1,8 @@
-"""Documents packed into one row: told apart by lengths or by position ids, as ``key_ranges``.
+"""Documents packed into one row, separated by lengths or by position ids, as ``key_ranges``.
 
-transformers puts packed documents into a mask only where a model has neither a cache nor an attention_mask, and some
-models never do. The position ids reach the attention function of most models, and say the same everywhere: a document
-begins where they restart.
+transformers masks packed documents only if a model has neither a cache nor an attention_mask, and some models never do.
+The position ids reach the attention function of most models, and mean the same everywhere: a document begins where they
+restart.
 """
 
 import inspect
@@ -27,7 +27,7 @@ _without_positions: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def by_lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqlen_q: int) -> Tensor:
-    """key_ranges (1, Sq, 2) of documents given by where they begin; queries after the last one see nothing."""
+    """key_ranges (1, Sq, 2) of documents given by their starts; queries after the last document see nothing."""
     at = torch.arange(seqlen_q, device=cu_seqlens_q.device)
     document = torch.searchsorted(cu_seqlens_q[1:].contiguous(), at, right=True)
     end = torch.nn.functional.pad(cu_seqlens_k, (0, 1), value=int(cu_seqlens_k[-1]))
@@ -35,9 +35,9 @@ def by_lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqlen_q: int) -> Ten
 
 
 def by_positions(position_ids: Tensor, mask: Mask | None, seqlen_k: int) -> Tensor | None:
-    """key_ranges (B or 1, Sq, 2), the document of each query of causal attention; None if no row has two.
+    """key_ranges (B or 1, Sq, 2), the document of each query of causal attention; None if every row has one document.
 
-    Position ids 0 1 2 0 1 are two documents; a causal mask is not in these ranges::
+    Position ids 0 1 2 0 1 are two documents; the causal mask is not part of these ranges::
 
         1 1 1 0 0
         1 1 1 0 0
@@ -46,10 +46,10 @@ def by_positions(position_ids: Tensor, mask: Mask | None, seqlen_k: int) -> Tens
         0 0 0 1 1
 
     Args:
-        position_ids: (B or 1, Sq) integers. A document begins at each that is not above the one before.
-        mask: what :func:`transformers_masks.mask_function` made, not causal from the upper left.
-        seqlen_k: keys. Queries that see keys after their own place follow positions that a cache holds: their
-            documents stay as they are, counted in :data:`MIXED`.
+        position_ids: (B or 1, Sq) integers. A document begins at each that is not above the previous one.
+        mask: the result of :func:`transformers_masks.mask_function`, not causal from the upper left.
+        seqlen_k: number of keys. Queries that see keys after their own place follow positions in a cache: their
+            documents are not separated, and counted in :data:`MIXED`.
     """
     restarts = torch.nn.functional.pad(position_ids.diff() <= 0, (1, 0))
     readable = can_read(restarts)
@@ -70,7 +70,7 @@ def by_positions(position_ids: Tensor, mask: Mask | None, seqlen_k: int) -> Tens
 
 
 def _rows(mask: Mask) -> tuple[Tensor, Tensor]:
-    """Whether each query sees any key, which padding before the first token does not, and one after its own place."""
+    """Whether each query sees any key (padding before the first token sees none), and a key after its own place."""
     if mask.pairs is not None:
         return mask.pairs[:, 0].any(-1), mask.pairs[:, 0].triu(1).any(-1)
     assert mask.ranges is not None
@@ -79,9 +79,9 @@ def _rows(mask: Mask) -> tuple[Tensor, Tensor]:
 
 
 def within(ranges: KeyRanges, documents: Tensor) -> Tensor:
-    """Intersects two ranges (B or 1, Sq, 2), the keys of a mask and those of documents.
+    """Intersects two ranges (B or 1, Sq, 2): the keys of a mask and those of documents.
 
-    Chunks, which a mask counts from the first token of its row, begin anew with each document.
+    Chunks, which a mask counts from the first token of its row, restart with each document.
     """
     begin, end = ranges.unbind(-1)
     size = int((begin[:1] == 0).sum()) if can_read(begin) else 0
@@ -94,7 +94,7 @@ def within(ranges: KeyRanges, documents: Tensor) -> Tensor:
 
 
 def remember(module: nn.Module) -> None:
-    """Notes a layer that calls causal attention of several queries without position ids."""
+    """Records a layer that calls causal attention of several queries without position ids."""
     if not torch.compiler.is_compiling():
         _without_positions.add(type(module))
 

@@ -1,8 +1,8 @@
-"""The rules that transformers' masks are made of, as intervals: what a causal, windowed, chunked or packed mask needs.
+"""The rules of transformers' masks as intervals of keys: causal, windowed, chunked and packed.
 
-A mask function of transformers is a closure. Those of its own are known here by name, with what they have captured, and
-give the keys of each query without evaluating any pair. Names could come to mean something else in another version, so
-the caller compares a few rows with the function itself; what is not known is evaluated row by row.
+A mask function of transformers is a closure. This module recognises transformers' own by name, with the values they
+captured, and computes the keys of each query without evaluating any pair. A name could mean something else in another
+version, so the caller compares a few rows with the function itself; unknown functions are evaluated row by row.
 """
 
 from types import FunctionType
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 FAR = 2**62
-"""Beyond every position, and far enough from int64's end to add to."""
+"""Beyond every position, but far enough below int64's end to add to."""
 
 Interval = tuple[Tensor, Tensor]
-"""Positions (B or 1, Sq), the first key that a query sees and the one behind the last."""
+"""Positions (B or 1, Sq): the first visible key of a query, and one past the last."""
 
 RELATIVE = frozenset(
     {
@@ -25,14 +25,14 @@ RELATIVE = frozenset(
         "sliding_window_overlay",
     }
 )
-"""Rules of the distance of query and key alone: in packed text they mean the same in positions and in places."""
+"""Rules of the distance between query and key alone: in packed text, positions and places give the same result."""
 
 PACKING = frozenset({"and_masks", "packed_sequence_mask_function", "remap_positions_for_packed_sequence"})
-"""How transformers packs a mask: the same sequence, and the rules by positions within it."""
+"""Rules by which transformers packs a mask: the same sequence, and other rules by positions within it."""
 
 
 def rules(function: object) -> list[tuple[str, dict[str, Any]]]:
-    """``(name, what it captured)`` of a mask function and of those that it joins, the joining ones first."""
+    """``(name, captured values)`` of a mask function and of the functions it combines, the outer ones first."""
     if isinstance(function, tuple):
         return [rule for part in function for rule in rules(part)]
     if not isinstance(function, FunctionType):
@@ -45,7 +45,7 @@ def rules(function: object) -> list[tuple[str, dict[str, Any]]]:
 
 
 def interval(function: object, queries: Tensor) -> Interval | None:
-    """The keys that queries at these positions (Sq,) see, or None where a rule is not known."""
+    """The visible keys of queries at these positions (Sq,), or None if a rule is not known."""
     found = rules(function)
     names = {name for name, _ in found}
     if "remap_positions_for_packed_sequence" in names and not names <= RELATIVE | PACKING:
@@ -60,7 +60,7 @@ def interval(function: object, queries: Tensor) -> Interval | None:
 
 
 def _part(name: str, captured: dict[str, Any], at: Tensor) -> Interval | None:
-    """The keys of queries at these positions by one rule, or None if it is not known."""
+    """The visible keys of queries at these positions by one rule, or None if it is not known."""
     first, behind = at.new_tensor(-FAR), at.new_tensor(FAR)
     if name in ("and_masks", "bidirectional_mask_function", "remap_positions_for_packed_sequence"):
         return first, behind

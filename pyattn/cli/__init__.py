@@ -1,7 +1,7 @@
 """The commands ``pyattn info``, ``train``, ``generate``, ``bench``, ``profile``, ``show``; also ``python -m pyattn``.
 
-Each command is a module here with ``run(argv) -> exit code``. It is imported only when it is called, so a command needs
-only the extras it uses itself, and ``import pyattn`` needs none.
+Each command is a module here with ``run(argv) -> exit code``, imported only when it is called. So a command needs only
+the extras it uses itself, and ``import pyattn`` needs none.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pyattn.cli.limits import InputError
 COMMANDS = {
     "info": "what this build is, and what it runs on",
     "train": "train a small GPT on text, and measure its attention",
-    "generate": "let a trained model go on with a text",
+    "generate": "let a trained model continue a text",
     "bench": "time and memory of attention and modules, beside PyTorch's",
     "profile": "where the time inside the kernels goes",
     "show": "what a trained model's heads look at, as a picture",
@@ -39,7 +39,7 @@ def check_instruction_set() -> None:
 
 
 def said(command: str, error: Exception) -> str | None:
-    """The sentence for what went wrong in ``command``, None where it is a fault of ours."""
+    """One sentence about what went wrong in ``command``; None if the error is a bug in pyattn."""
     if isinstance(error, InputError):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and (package := (error.name or "").partition(".")[0]) in EXTRAS:
@@ -53,7 +53,7 @@ def said(command: str, error: Exception) -> str | None:
 
 
 def run(command: str, options: Sequence[str]) -> int:
-    """Run one command and write out what it printed. Returns the exit code."""
+    """Run one command and flush what it printed. Returns the exit code."""
     try:
         check_instruction_set()
         code = int(importlib.import_module(f"pyattn.cli.{command}").run(options))
@@ -71,7 +71,7 @@ def run(command: str, options: Sequence[str]) -> int:
         code = 2
     try:
         sys.stdout.flush()
-    except OSError:  # the interpreter would try again at its end, and complain
+    except OSError:  # the interpreter would try again at exit, and complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
@@ -80,8 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's own).
 
     Returns:
-        0 for success, 1 where training diverged or a result failed its check, 2 for bad input, a missing package or a
-        full disk, 130 after Ctrl-C, 141 where the reader of what is printed has gone.
+        0 for success, 1 if training diverged or a result failed its check, 2 for bad input, a missing package or a full
+        disk, 130 after Ctrl-C, 141 if the reader of the output has gone.
     """
     parser = argparse.ArgumentParser(
         prog="pyattn",

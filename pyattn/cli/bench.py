@@ -2,17 +2,17 @@
 
 All sides run in turn in one process. A time is the median of the rounds, ± half their interquartile range; a speed-up
 is the median of the ratios within a round. "peak" is the share of the peak rate of multiply-adds, measured in the same
-run with the same instruction set; the causal half of the scores counts as work: forward 2 B H T (T + 1) D
-floating-point operations, backward 2.5 times as many. "MB" is the rise of resident memory. "GB/s" are the keys and
-values of all tokens over the time.
+run with the same instruction set; the work is the causal half of the scores: forward 2 B H T (T + 1) D floating-point
+operations, backward 2.5 times as many. "MB" is the rise of resident memory. "GB/s" is the size of the keys and values
+of all tokens over the time.
 
-Where onnx and onnxruntime, or openvino, are installed, their attention takes part in the forward of the functions in
-float32, with as many threads, and only if it computes the same.
+If onnx and onnxruntime, or openvino, are installed, their attention takes part in the forward of the functions in
+float32, with the same number of threads, and only if its results agree.
 
-With --threads 1, times are CPU time, which other programs don't affect. With more, they are wall-clock time; where
-other programs keep the cores busy, the table says so in place of ±.
+With --threads 1, times are CPU time, which other programs don't affect. With more, they are wall-clock time; if other
+programs keep the cores busy, the table says so in place of ±.
 
-On a GPU times are its own clock's, TFLOP/s replace the share of peak, and "MB" is what torch allocates at most.
+On a GPU, times are by its own clock, TFLOP/s replace the share of peak, and "MB" is the peak of torch's allocations.
 """
 
 import argparse
@@ -40,16 +40,16 @@ from pyattn.cli.rows import Row, show, worst_wait
 from pyattn.cli.timing import peak_flops
 
 QUICK_SECONDS = 20.0
-"""Half a minute, less ten seconds to import torch and to draw on a slow machine."""
+"""Half a minute, less ten seconds for importing torch and drawing on a slow machine."""
 RESULTS, PICTURE = "results.json", "speedups.png"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = command("bench", __doc__)
     defaults = "; ".join(f"on {device} {' '.join(shapes)}" for device, shapes in SHAPES.items())
     parser.add_argument(
-        "--shapes", nargs="+", metavar="BxHxTxD", help=f"shapes of functions and features; default: {defaults}"
+        "--shapes", nargs="+", metavar="BxHxTxD", help=f"shapes for functions and features; default: {defaults}"
     )
     parser.add_argument(
         "--dtype",
@@ -61,9 +61,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     option(parser, "device", "cpu", "where to measure", choices=DEVICES)
     option(parser, "threads", torch.get_num_threads(), "CPU threads")
     kinds = "; ".join(f"{name}: {kind.purpose}" for name, kind in KINDS.items())
-    parser.add_argument("--only", choices=KINDS, help=f"measure one kind alone: {kinds}; default: the first two")
+    parser.add_argument("--only", choices=KINDS, help=f"measure only one kind: {kinds}; default: the first two")
     parser.add_argument("--quick", action="store_true", help="fewer shapes, modules and rounds, in half a minute")
-    parser.add_argument("--flex", action="store_true", help="compare FlexAttention too, which is compiled first")
+    parser.add_argument("--flex", action="store_true", help="compare FlexAttention too, compiled first")
     parser.add_argument(
         "--out", type=Path, help=f"folder for {RESULTS} and {PICTURE}, which matplotlib draws; default: none"
     )
@@ -72,7 +72,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def measured_peaks(dtypes: Sequence[str], threads: int) -> Peaks:
-    """The peak of every instruction set in every dtype."""
+    """The measured peak of every instruction set in every dtype."""
     peaks = {}
     with contenders.settings_kept():
         for dtype in dtypes:
@@ -83,12 +83,12 @@ def measured_peaks(dtypes: Sequence[str], threads: int) -> Peaks:
 
 
 def base_of(options: argparse.Namespace) -> str:
-    """What speed-ups are over."""
+    """The side that speed-ups are relative to."""
     return KINDS[options.only or "functions"].base
 
 
 def introduce(options: argparse.Namespace, peaks: Peaks) -> None:
-    """Print the hardware, its peaks, and what --quick leaves out."""
+    """Print the hardware, its peaks, and what --quick omits."""
     clock = "; CPU time" if options.device == "cpu" and options.threads == 1 else ""
     where = f"{hardware(options.device, options.threads)}, torch {torch.__version__}{clock}"
     print(f"{where}; speed-ups over {base_of(options)}")
@@ -100,7 +100,7 @@ def introduce(options: argparse.Namespace, peaks: Peaks) -> None:
 
 
 def measured(todo: dict[str, Comparison], ends: float) -> list[Row]:
-    """The rows of all comparisons, shown as they come; they share the time until ``ends`` equally."""
+    """The rows of all comparisons, each shown when it is done; they share the time until ``ends`` equally."""
     rows: list[Row] = []
     late: list[str] = []
     for i, (what, comparison) in enumerate(tqdm(todo.items(), unit="comparison", leave=False, disable=None)):
@@ -156,7 +156,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def measure(options: argparse.Namespace) -> tuple[Peaks, list[Row], tuple[float, ...]]:
-    """Measure and show all that is asked for: the peaks, the rows, and the load average before."""
+    """Measure and show everything asked for: the peaks, the rows, and the load average before them."""
     ends = time.perf_counter() + (QUICK_SECONDS if options.quick else math.inf)
     load = os.getloadavg()
     torch.set_num_threads(options.threads)
@@ -175,7 +175,7 @@ def run(argv: Sequence[str]) -> int:
     if not options.out:
         measure(options)
         return 0
-    importlib.import_module("pyattn.cli.chart")  # now, not after the measurement, it is told that matplotlib is missing
+    importlib.import_module("pyattn.cli.chart")  # fails before the measurement if matplotlib is missing
     with output.held("--out", options.out, (RESULTS, PICTURE), options.overwrite):
         write(options.out, options, *measure(options))
     return 0

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    """Writes ``figure`` as a PNG, whole or not at all."""
+    """Writes ``figure`` as a PNG, complete or not at all."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     output.write(path, picture.getvalue())
@@ -30,7 +30,7 @@ def _plain(axes: Axes) -> None:
 
 
 def draw(losses: "Losses", unigram_loss: float, title: str, path: Path) -> None:
-    """Write ``losses`` as a PNG, with the unigram loss for scale. Needs no display."""
+    """Write ``losses`` as a PNG, with the unigram loss for comparison. Needs no display."""
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")  # 1200 x 750 pixels, sharp in a README
     axes = figure.add_subplot()
     train, validation = losses.train, losses.validation
@@ -40,12 +40,12 @@ def draw(losses: "Losses", unigram_loss: float, title: str, path: Path) -> None:
     axes.set(title=title, xlabel="step", ylabel="cross entropy (nats per byte)")
     axes.set_ylim(bottom=0)
     _plain(axes)
-    axes.legend(frameon=False, loc="upper right")  # losses fall; matplotlib's search for the best place takes seconds
+    axes.legend(frameon=False, loc="upper right")  # losses fall; matplotlib's search for a place takes seconds
     _save(figure, path)
 
 
 def _bars(axes: Axes, rows: list[dict[str, Any]], key: str, title: str, base: str) -> None:
-    """Draws speed-ups over ``base``: a group of bars for each comparison, a bar for each side."""
+    """Draws speed-ups over ``base``: one group of bars per comparison, one bar per side."""
     rows = [row for row in rows if key in row]
     whats = list(dict.fromkeys(row["what"] for row in rows))
     sides = list(dict.fromkeys(row["side"] for row in rows))
@@ -85,22 +85,22 @@ def draw_speedups(rows: list[dict[str, Any]], title: str, base: str, path: Path)
 
 
 PANEL, DPI = (4.0, 4.2), 120
-"""Width and height in inches of the panel of a head, and pixels of an inch."""
+"""Width and height in inches of one head's panel, and pixels per inch."""
 
 MOST_PIXELS = 2**16 - 1
-"""The most that a side of matplotlib's picture has."""
+"""matplotlib's limit on the sides of a picture, in pixels."""
 
 LABELS = 40
-"""At most so many labels on an axis: a sign of 7 points takes 0.1 inches of the panel's 4."""
+"""Most labels on an axis: a 7-point character takes 0.1 of the panel's 4 inches."""
 
 
 def _size(layers: int, heads: int) -> tuple[float, float]:
-    """Inches of the panels of ``layers`` and ``heads`` with their margins."""
+    """Width and height in inches of all panels with their margins."""
     return PANEL[0] * heads + 1, PANEL[1] * layers + 0.6
 
 
 def check_panels(layers: int, heads: int) -> None:
-    """Raise InputError where a picture of so many layers and heads would be too large to draw."""
+    """Raise InputError if a picture of so many layers and heads would be too large to draw."""
     if max(_size(layers, heads)) * DPI > MOST_PIXELS:
         most = int((MOST_PIXELS / DPI - 1) / max(PANEL))
         rule = (
@@ -112,9 +112,9 @@ def check_panels(layers: int, heads: int) -> None:
 def draw_weights(
     weights: Tensor, labels: Sequence[str], layers: Sequence[int], heads: Sequence[int], path: Path
 ) -> None:
-    """Write ``weights`` (layers, heads, S, S) as a PNG: a row of panels for each layer, a panel for each head.
+    """Write ``weights`` (layers, heads, S, S) as a PNG: a row of panels per layer, a panel per head.
 
-    Colours follow the square root of a weight, so that one of 1/100, in a long text, still shows. Needs no display.
+    Colours follow the square root of a weight, so a weight of 1/100, as in a long text, still shows. Needs no display.
     """
     figure = Figure(figsize=_size(len(layers), len(heads)), dpi=DPI, layout="constrained")
     panels = figure.subplots(len(layers), len(heads), squeeze=False)

@@ -1,6 +1,6 @@
 """Checkpoints: weights as safetensors, the model's configuration as JSON in their metadata; no pickle.
 
-Files are read as if anyone had edited them since they were written: an error names file and key.
+Files are read as if anyone might have edited them: an error names the file and the key.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from pyattn.cli.gpt import GPT, Attend, Config, attend_pyattn
 
 MODEL = "model.safetensors"
 FIELDS = {name: (type(value),) for name, value in dataclasses.asdict(Config()).items()}
-"""The configuration's, with their types."""
+"""The configuration's fields with their types."""
 
 
 WORDS = {
@@ -40,9 +40,9 @@ Expected = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 @contextmanager
 def named(rule: str, path: Path, key: str = "") -> Iterator[None]:
-    """Turns what is raised inside about the file ``path`` into an InputError: ``rule``, the file, ``key``, the fault.
+    """Turns an error about the file ``path`` into an InputError: ``rule``, the file, ``key``, the fault.
 
-    A file that is not there is the caller's matter.
+    A missing file is left to the caller.
     """
     try:
         yield
@@ -54,27 +54,27 @@ def named(rule: str, path: Path, key: str = "") -> Iterator[None]:
 
 
 def read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Metadata and tensors."""
+    """The metadata and the tensors of a file."""
     with safe_open(path, framework="pt") as file:
         return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no dict)
 
 
 def fact(facts: Mapping[str, str], key: str) -> str:
-    """The metadata's ``key``."""
+    """The value of ``key`` in the metadata."""
     if key not in facts:
         raise ValueError(f"metadata must have the key {key}, got {' '.join(facts) or 'none'}")
     return facts[key]
 
 
 def _is(value: object, kind: type) -> bool:
-    """Whether JSON's ``value`` is of ``kind``: a bool is no integer, an integer is a number, a tuple is a pair."""
+    """Whether JSON's ``value`` is a ``kind``: a bool is no integer, an integer is also a number, a tuple is a pair."""
     if kind is tuple:
         return isinstance(value, list) and len(value) == 2 and all(type(number) is int for number in value)
     return type(value) is kind or (kind is float and type(value) is int)
 
 
 def fields(facts: Mapping[str, str], key: str, types: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
-    """The JSON object that the metadata's ``key`` holds: the names of ``types``, no others, each of its types."""
+    """The JSON object under ``key`` in the metadata: exactly the names of ``types``, each of its types."""
     values = json.loads(fact(facts, key))
     if not isinstance(values, dict):
         raise TypeError(f"{key} must be a JSON object, got {reprlib.repr(values)}")
@@ -92,7 +92,7 @@ def fields(facts: Mapping[str, str], key: str, types: Mapping[str, tuple[type, .
 
 
 def check_tensors(found: Mapping[str, Tensor], expected: Expected) -> None:
-    """Raise ValueError or TypeError unless ``found`` are the tensors of ``expected``, in shape and dtype."""
+    """Raise ValueError or TypeError unless ``found`` has exactly the tensors, shapes and dtypes of ``expected``."""
     for name in sorted(expected.keys() ^ found.keys()):
         raise ValueError(f"the file must {'have the tensor' if name in expected else 'not have the tensor'} {name}")
     for name, (shape, dtype) in expected.items():
@@ -105,10 +105,10 @@ def check_tensors(found: Mapping[str, Tensor], expected: Expected) -> None:
 
 
 def skeleton(config: Config, tensors: int, numbers: int) -> GPT:
-    """A model without memory (meta) of ``config``, which a file of so many tensors and numbers holds.
+    """A model of ``config`` without memory (meta), if a file of so many tensors and numbers can hold it.
 
     Raises:
-        ValueError: a size that such a file can't hold, found before modules are made for it.
+        ValueError: a size that such a file can't hold, detected before any module is built.
     """
     sizes = {"layers": tensors, "width": numbers, "vocab": numbers, "heads": numbers}
     for name, most in (sizes if config.alibi else sizes | {"context": numbers}).items():
@@ -119,12 +119,12 @@ def skeleton(config: Config, tensors: int, numbers: int) -> GPT:
 
 
 def weights_of(model: GPT) -> Expected:
-    """Describes the weights of ``model``."""
+    """Shapes and dtypes of the weights of ``model``."""
     return {name: (tuple(weight.shape), weight.dtype) for name, weight in model.state_dict().items()}
 
 
 def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file whole or not at all; safetensors' own ``save_file`` writes in place, in mode 0600."""
+    """Write a safetensors file, complete or not at all; safetensors' ``save_file`` writes in place, in mode 0600."""
     dense = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     output.write(path, serialize(dense, metadata=metadata))
 
@@ -135,11 +135,11 @@ def save(model: GPT, path: Path) -> None:
 
 
 def load(path: Path, attend: Attend = attend_pyattn) -> GPT:
-    """The model that :func:`save` wrote, on the CPU and in eval mode.
+    """Load the model that :func:`save` wrote, on the CPU and in eval mode.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        InputError: it is no checkpoint, or not as :func:`save` wrote it.
+        FileNotFoundError: the file does not exist.
+        InputError: the file is not a checkpoint, or not as :func:`save` wrote it.
 
     Example::
 
@@ -156,7 +156,7 @@ def load(path: Path, attend: Attend = attend_pyattn) -> GPT:
 
 
 def of_run(run: Path) -> tuple[GPT, Path]:
-    """The model that ``pyattn train`` left in the folder ``run``, or in the checkpoint of that name, and its path."""
+    """The model that ``pyattn train`` left in the folder ``run``, or in the checkpoint ``run``, and its path."""
     path = run / MODEL if run.is_dir() else run
     try:
         return load(path), path

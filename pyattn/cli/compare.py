@@ -1,4 +1,4 @@
-"""A comparison of a model's attention with the pure-Python one."""
+"""Compares a model's attention with pure-Python attention."""
 
 import math
 import statistics
@@ -19,12 +19,12 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Comparison:
-    """An attention beside the pure-Python one, on the same weights and batches.
+    """The model's attention against the pure-Python one, on the same weights and batches.
 
     Attributes:
-        attention_speedup: time of the pure-Python attention over this one's, forward and backward; median over batches.
+        attention_speedup: pure-Python attention's time over this one's, forward and backward; median over batches.
         step_speedup: the same for forward and backward of the whole model.
-        difference: largest absolute difference between the two losses of a batch.
+        difference: largest absolute difference between the two losses, over the batches.
         bound: largest difference that rounding alone explains.
     """
 
@@ -35,11 +35,11 @@ class Comparison:
 
 
 def rounding_bound(model: GPT, dtype: torch.dtype, loss: float) -> float:
-    """How far ``loss`` may move when attention sums in another order.
+    """How much ``loss`` may change when attention sums in another order.
 
-    An output of attention is a sum of up to ``context`` float32 terms, whose rounding errors add up like a random walk
-    to sqrt(context) eps(float32), rounded to ``dtype``, eps(dtype). The relative errors of the ``layers`` add up, and
-    the loss is assumed to change by the same relative amount.
+    An output of attention is a sum of up to ``context`` float32 terms. Their rounding errors add up like a random walk
+    to sqrt(context) eps(float32), and the sum is rounded to ``dtype``, eps(dtype). The relative errors of the
+    ``layers`` add up, and the loss is assumed to change by the same relative amount.
     """
     eps, sum_eps = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
     return model.config.layers * (eps + math.sqrt(model.config.context) * sum_eps) * loss
@@ -64,7 +64,7 @@ def attention_inputs(model: GPT, windows: Tensor, dtype: torch.dtype) -> list[Te
 def attention_pass(
     attend: Attend, inputs: list[Tensor], dout: Tensor, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    """Forward and backward of the attention alone."""
+    """Forward and backward of attention alone."""
     with autocast(dout.device, dtype):
         out = attend(inputs[0], inputs[1], inputs[2], 0.0, **options)
     torch.autograd.grad(out, inputs, dout)
@@ -80,16 +80,16 @@ def model_pass(attend: Attend, model: GPT, windows: Tensor, dtype: torch.dtype) 
 
 
 def timed(work: Callable[[], Result], device: torch.device) -> tuple[float, Result]:
-    """Seconds that ``work`` took, and its result."""
+    """The seconds that ``work`` took, and its result."""
     seconds = stopwatch(device.type)
     result = work()
     return seconds(), result
 
 
 def compare(model: GPT, batches: list[Tensor], dtype: torch.dtype) -> Comparison:
-    """Time the model's attention and the pure-Python one in turn, without dropout; the weights stay as they are.
+    """Time the model's attention and the pure-Python one in turn, without dropout; the weights don't change.
 
-    The first of ``batches`` warms both sides up and is not counted, so there must be at least two.
+    The first of ``batches`` is a warm-up and is not counted, so there must be at least two.
     """
     model.eval()
     device, chosen = model.device, model.attend

@@ -1,6 +1,7 @@
-"""The contenders of ``pyattn bench``: attention functions, and multi-head modules as people write them from scratch.
+"""The contenders of ``pyattn bench``: attention functions, and from-scratch multi-head modules as people write them.
 
-Every function takes q, k, v of shape (B, H, T, D), every module maps (B, T, width) to the same; all are causal.
+Every function takes q, k, v of shape (B, H, T, D), and every module maps (B, T, width) to the same shape; all are
+causal.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,10 +24,10 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a comparison: a function or a module, what it takes, and its options; what has a gradient gets one.
+    """One side of a comparison: a function or a module, its inputs and options; each that can gets a gradient.
 
     Attributes:
-        dout: the gradient of its out.
+        dout: the gradient of the output.
     """
 
     function: Callable[..., Any]
@@ -39,11 +40,11 @@ class Side:
         return [t.detach() for t in self.inputs]
 
     def forward(self) -> Any:
-        """Its out."""
+        """The output."""
         return self.function(*self._detached, **self.options)
 
     def gradients(self) -> tuple[Tensor, ...]:
-        """Those of inputs, options and parameters."""
+        """The gradients of inputs, options and parameters."""
         weights = self.function.parameters() if isinstance(self.function, nn.Module) else ()
         leaves = [t for t in (*self.inputs, *self.options.values(), *weights) if getattr(t, "requires_grad", False)]
         return torch.autograd.grad(self.function(*self.inputs, **self.options), leaves, self.dout)
@@ -54,11 +55,11 @@ FUSED = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-"""The fused kernels that torch's sdpa chooses from on a GPU."""
+"""The fused kernels that torch's SDPA chooses from on a GPU."""
 
 
 def _ours(choose: Callable[[Any], None], setting: object) -> Attention:
-    """Our attention, where ``choose`` has set ``setting``, which stays: a later backward reads it too."""
+    """Our attention after ``choose(setting)``; the setting stays, because a later backward also reads it."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         choose(setting)
@@ -69,7 +70,7 @@ def _ours(choose: Callable[[Any], None], setting: object) -> Attention:
 
 @contextmanager
 def settings_kept() -> Iterator[None]:
-    """Restores what our contenders set: the instruction set, and determinism of gradients."""
+    """Restores the settings that our contenders change: instruction set, and determinism of gradients."""
     isa = pyattn.isa()
     try:
         yield
@@ -79,7 +80,7 @@ def settings_kept() -> Iterator[None]:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-    """torch's own, causal where it has no mask."""
+    """torch's SDPA, causal unless a mask is given."""
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, is_causal=attn_mask is None)
 
 
@@ -96,7 +97,7 @@ def _reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _flex() -> Attention:
-    """FlexAttention, compiled as its documentation asks; on CPUs it has no backward."""
+    """FlexAttention, compiled as its documentation recommends; it has no backward on CPUs."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     compiled: Any = torch.compile(flex_attention)
@@ -112,7 +113,7 @@ def _flex() -> Attention:
 
 
 def functions(device: str, flex: bool) -> dict[str, Attention]:
-    """Functions by name: ours first (on a CPU once for each instruction set, best first), then torch's."""
+    """The functions by name: ours first (on a CPU, one per instruction set, best first), then torch's."""
     theirs: dict[str, Attention] = {"torch sdpa": sdpa}
     if device == "cuda":
         ours = {f"pyattn{name}": _ours(pyattn.set_deterministic, not name) for name in ("", " nondeterministic")}
@@ -123,7 +124,7 @@ def functions(device: str, flex: bool) -> dict[str, Attention]:
 
 
 class Projected(nn.Module):
-    """One matrix projects to q, k and v; ``attention`` is applied, then the output projection."""
+    """One matrix projects to q, k and v; then ``attention`` and the output projection."""
 
     def __init__(self, width: int, heads: int, attention: Attention) -> None:
         super().__init__()
@@ -131,7 +132,7 @@ class Projected(nn.Module):
         self.qkv, self.out_proj = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` (B, T, width) to the same shape."""
+        """Maps ``x`` (B, T, width) to the same shape."""
         q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         return cast(Tensor, self.out_proj(self.attention(q, k, v).transpose(1, 2).flatten(2)))
 
@@ -154,21 +155,21 @@ def _sdpa_with_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Torchs(nn.Module):
-    """``nn.MultiheadAttention`` with a causal mask, returning its weights or not."""
+    """``nn.MultiheadAttention`` with a causal mask, with or without its weights."""
 
     def __init__(self, width: int, heads: int, need_weights: bool) -> None:
         super().__init__()
         self.inner, self.need_weights = nn.MultiheadAttention(width, heads, batch_first=True), need_weights
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` (B, T, width) to the same shape."""
+        """Maps ``x`` (B, T, width) to the same shape."""
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
         out = self.inner(x, x, x, attn_mask=mask, need_weights=self.need_weights, is_causal=not self.need_weights)[0]
         return cast(Tensor, out)
 
 
 def modules(width: int, heads: int, context: int, flex: bool) -> dict[str, nn.Module]:
-    """Modules by name: ours, then nine common ways to write one (FlexAttention only with ``flex``)."""
+    """The modules by name: ours, then nine common ways to write one (FlexAttention only with ``flex``)."""
     wrapped = (width, width // heads, context, 0.0, heads)
     split = (width, width, context, 0.0, heads)
     return {

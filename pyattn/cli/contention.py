@@ -1,4 +1,4 @@
-"""CPU contention: the share of its time that a thread is ready to run but has no core."""
+"""CPU contention: the share of its time during which a thread is ready to run but has no core."""
 
 import os
 import time
@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import TypeGuard
 
 TASKS = Path("/proc/self/task")
-"""A folder for each thread of this process, whose ``schedstat`` counts nanoseconds of waiting (Linux)."""
+"""One folder per thread of this process, whose ``schedstat`` counts nanoseconds of waiting (Linux)."""
 
 BUSY = 0.1
-"""Share above which wall-clock times say more about the scheduler than about the program. Three busy threads on two
-cores make it 1 / 6 or more for two of them, and without other work it is near 0."""
+"""Share above which wall-clock times measure the scheduler rather than the program. Three busy threads on two cores
+give 1 / 6 or more to two of them; without other work, it is near 0."""
 
 WINDOW = 10.0
-"""Seconds over which training averages it: longer than a passing burst of other work, shorter than most trainings."""
+"""Seconds that training averages over: longer than a burst of other work, shorter than most trainings."""
 
 
 def waited() -> float | None:
-    """Seconds that this process's threads have waited for a core, summed; None where the system does not count."""
+    """Seconds that this process's threads have waited for a core, summed; None if the system does not count them."""
     try:
         return sum(int((task / "schedstat").read_text().split()[1]) for task in TASKS.iterdir()) / 1e9
     except (OSError, IndexError):  # not Linux, no counters in this kernel, or a thread that just ended
@@ -25,13 +25,13 @@ def waited() -> float | None:
 
 
 class Contention:
-    """Measures the waiting of ``threads`` computing threads from its creation on."""
+    """Measures how long ``threads`` computing threads have waited since it was created."""
 
     def __init__(self, threads: int) -> None:
         self.threads, self.since, self.before = threads, time.perf_counter(), waited()
 
     def share(self) -> float | None:
-        """The share of its time that a thread waited, 0 to 1, mean over the threads; None where unknown."""
+        """Share of its time that a thread waited, 0 to 1, mean over the threads; None if unknown."""
         now, seconds = waited(), time.perf_counter() - self.since
         if now is None or self.before is None or seconds <= 0:
             return None
@@ -39,20 +39,20 @@ class Contention:
 
 
 def is_busy(share: float | None) -> TypeGuard[float]:
-    """Whether a share of waiting spoils wall-clock times."""
+    """Whether the threads waited so much that wall-clock times are unreliable."""
     return share is not None and share >= BUSY
 
 
 def busy(share: float) -> str:
-    """A sentence with the figures."""
+    """A sentence with the share, the load and the cores."""
     load, cores = os.getloadavg()[0], os.cpu_count()
     return f"busy machine: threads waited for a core {share:.0%} of the time (load {load:.1f}, {cores} cores)"
 
 
 class SpinNotice:
-    """Notices, once, that OpenMP's threads spin on cores that other processes need.
+    """Reports, once, that OpenMP's threads spin on cores that other processes need.
 
-    At the end of a parallel loop, libgomp's threads spin until the last one is done. If that one has no core, the
+    At the end of a parallel loop, libgomp's threads spin until the last one is done. If the last one has no core, the
     spinning threads keep the cores busy and delay it: 60 training steps took 159 seconds beside ten other processes on
     two cores, and 20 seconds with OMP_WAIT_POLICY=passive.
     """
@@ -62,7 +62,7 @@ class SpinNotice:
         self.contention = Contention(threads)
 
     def look(self) -> str | None:
-        """The sentence to show at the end of the first busy WINDOW, else None."""
+        """The sentence to show after the first busy WINDOW, else None."""
         if not self.needed or time.perf_counter() - self.contention.since < WINDOW:
             return None
         share = self.contention.share()

@@ -1,7 +1,7 @@
-"""One token of a model that writes text: ``pyattn bench --only decode``, beside PyTorch's attention and recomputing.
+"""Decoding one token: ``pyattn bench --only decode``, beside PyTorch's attention and recomputation.
 
-Every side computes the logits behind ``context`` tokens, of which all but the last are read before the clock starts:
-over a cache of theirs, or, recomputing, not at all.
+Every side computes the logits after ``context`` tokens. Before the clock starts, the sides with a cache have read all
+tokens but the last; those that recompute read all of them again.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,14 +18,14 @@ from pyattn.cli.kv_caches import PAGE_SIZE, SdpaCache
 
 CONTEXTS = (256, 4096)
 MODEL = Config(layers=4, heads=8, width=512)
-"""13 million parameters, 50 MB in float32: beyond most second-level caches, as real models are."""
+"""13 million parameters, 50 MB in float32: more than most second-level caches hold, as in real models."""
 
 BASE = "torch sdpa over a cache"
 
 
 @torch.no_grad()
 def sides(context: int, dtype: torch.dtype, device: str) -> dict[str, Callable[[], Tensor]]:
-    """By side, the logits (1, vocab) behind the same ``context`` tokens; BASE is what speed-ups are over."""
+    """The calls by side: each gives the logits (1, vocab) after the same ``context`` tokens; BASE is the baseline."""
     config = replace(MODEL, context=context)
     model = GPT(config).to(device=device, dtype=dtype).eval()
     ids = torch.randint(config.vocab, (1, context), device=device)

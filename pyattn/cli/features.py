@@ -1,7 +1,7 @@
-"""What each mask and each score costs: ``pyattn bench --only features``, beside causal attention and torch's sdpa.
+"""The cost of each mask and each score: ``pyattn bench --only features``, beside causal attention and torch's SDPA.
 
-Every side computes attention over the same q, k, v with options of its own. Torch's sides get the same mask as a
-tensor, because sdpa knows no other way.
+Every side computes attention over the same q, k, v with its own options. torch's sides get the same mask as a tensor,
+the only form that SDPA takes.
 """
 
 from collections.abc import Callable
@@ -13,15 +13,15 @@ import pyattn
 from pyattn.cli.contenders import sdpa
 
 Feature = tuple[Callable[..., Any], dict[str, Any]]
-"""A function of q, k, v, and its options; those that require a gradient get one."""
+"""A function of q, k, v and its options; the options that require a gradient get one."""
 
 WINDOW, DOCUMENT = 256, 512
 HIDDEN = 0.1
-"""Share of the keys that the mask with holes hides."""
+"""Share of the keys that are hidden by the mask with holes."""
 
 
 def sides(shape: tuple[int, ...], dtype: torch.dtype, device: str, dense: bool) -> dict[str, Feature]:
-    """The sides for q, k, v of ``shape`` (B, H, T, D), the base of speed-ups first; with T x T tensors if ``dense``."""
+    """The sides for q, k, v of ``shape`` (B, H, T, D), the baseline first; T x T tensors only if ``dense``."""
     _, heads, seqlen, _ = shape
     documents = [DOCUMENT] * (seqlen // DOCUMENT) + [seqlen % DOCUMENT] * (seqlen % DOCUMENT > 0)
     slopes, sinks = (torch.rand(heads, device=device, requires_grad=True) for _ in range(2))

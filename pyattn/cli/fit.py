@@ -1,4 +1,4 @@
-"""The training loop, the losses it records, and its progress: a bar on a terminal, and a line for each validation."""
+"""The training loop, the losses it records, and its progress: a bar on a terminal, and a line per validation."""
 
 import math
 import sys
@@ -16,10 +16,10 @@ from pyattn.cli.gpt import GPT
 from pyattn.cli.text import Text
 
 TIMES = (1, 2, 4, 8, 16)
-"""How long texts are that a model without learned positions reads, in training lengths."""
+"""Lengths of the texts that a model without learned positions reads, in multiples of its training length."""
 
 TEXTS = 32
-"""Texts to read: the mean of 32 times 128 losses, each with a deviation near 2 nats, has one near 0.03."""
+"""Texts to read: the mean of 32 x 128 losses, each with a deviation near 2 nats, has a deviation near 0.03."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Recipe:
 
     Attributes:
         steps: optimiser steps.
-        batch: windows in a step.
+        batch: windows per step.
         lr: highest learning rate, reached when warm-up ends.
         eval_every: steps from one validation to the next.
         dtype: float32, or bfloat16 for autocast.
@@ -41,7 +41,7 @@ class Recipe:
     dtype: torch.dtype
 
     def rate(self, step: int) -> float:
-        """Learning rate of ``step``: linear warm-up over the first twentieth, then cosine decay to nearly 0."""
+        """The learning rate of ``step``: linear warm-up over the first twentieth, then cosine decay to nearly 0."""
         warm_up = max(self.steps // 20, 1)
         if step < warm_up:
             return self.lr * (step + 1) / warm_up
@@ -50,7 +50,7 @@ class Recipe:
 
 @dataclass
 class Losses:
-    """Losses so far, in nats a byte, by the number of steps taken."""
+    """The losses so far, in nats per byte, by the number of completed steps."""
 
     train: dict[int, float] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)
@@ -58,10 +58,10 @@ class Losses:
 
 @dataclass(frozen=True)
 class Training:
-    """A training under way: what changes as it goes on, and what it goes by.
+    """A training in progress: the state that changes, and the settings that don't.
 
     Attributes:
-        generator: what batches are drawn from; torch's own, which dropout draws from, belongs to its state too.
+        generator: source of the batches; torch's own generator, which dropout uses, is part of the state too.
         validation: windows (windows, context + 1).
     """
 
@@ -74,7 +74,7 @@ class Training:
 
     @property
     def generators(self) -> dict[str, torch.Generator]:
-        """All that it draws from, dropout on a GPU from the GPU's own."""
+        """All generators in use; on a GPU, dropout draws from the GPU's own."""
         on_gpu = self.model.device.type == "cuda"
         others = {"cuda": torch.cuda.default_generators[torch.cuda.current_device()]} if on_gpu else {}
         return {"batches": self.generator, "torch": torch.default_generator, **others}
@@ -88,12 +88,12 @@ class DivergenceError(ArithmeticError):
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
-    """Autocast of matrix products to ``dtype``; float32 turns it off."""
+    """Autocast of matrix products to ``dtype``; float32 disables it."""
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
 
 
 def loss_of(model: GPT, windows: Tensor, dtype: torch.dtype) -> Tensor:
-    """The model's loss on ``windows`` (B, S + 1), its matrix products in ``dtype``."""
+    """The model's loss on ``windows`` (B, S + 1), with matrix products in ``dtype``."""
     device = model.device
     with autocast(device, dtype):
         return model.loss(windows.to(device))
@@ -101,14 +101,14 @@ def loss_of(model: GPT, windows: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def validate(model: GPT, windows: Tensor, recipe: Recipe) -> float:
-    """Mean loss over ``windows``, a batch at a time, without dropout; the model stays in eval mode."""
+    """The mean loss over ``windows``, one batch at a time, without dropout; the model stays in eval mode."""
     model.eval()
     sums = [loss_of(model, part, recipe.dtype).double() * len(part) for part in torch.split(windows, recipe.batch)]
     return torch.stack(sums).sum().item() / len(windows)
 
 
 def make_optimizer(model: GPT) -> torch.optim.AdamW:
-    """AdamW as GPT-3 was trained (Brown et al. 2020, appendix B): matrices decay, vectors do not."""
+    """AdamW as in GPT-3 (Brown et al. 2020, appendix B): weight decay for matrices, none for vectors."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -119,7 +119,7 @@ def evaluate(training: Training, step: int) -> float:
     """Record the validation loss after ``step`` steps and return it.
 
     Raises:
-        DivergenceError: it is not finite.
+        DivergenceError: the loss is not finite.
     """
     loss = validate(training.model, training.validation, training.recipe)
     if not math.isfinite(loss):
@@ -131,8 +131,8 @@ def evaluate(training: Training, step: int) -> float:
 class Progress:
     """Shows ``steps`` steps of ``tokens`` tokens each, by ``threads`` CPU threads (0 on a GPU), from step ``done`` on.
 
-    The bar shows the speed. In a log, which has no bar, each line shows it: tokens a second since the line before,
-    validation itself not counted.
+    The bar shows the speed. A log has no bar, so each line shows it: tokens per second since the last line, not
+    counting validation itself.
     """
 
     def __init__(self, steps: int, tokens: int, threads: int, done: int = 0) -> None:
@@ -143,7 +143,7 @@ class Progress:
         self.resumed = time.perf_counter()
 
     def close(self) -> None:
-        """Leave the terminal to others."""
+        """Release the terminal."""
         self.bar.close()
 
     def validated(self, step: int, loss: float) -> None:
@@ -154,7 +154,7 @@ class Progress:
         self.resumed = time.perf_counter()
 
     def stepped(self, loss: float) -> None:
-        """Count a step, whose training loss is ``loss``."""
+        """Count one step with training loss ``loss``."""
         now = time.perf_counter()
         self.steps, self.seconds, self.resumed = self.steps + 1, self.seconds + now - self.resumed, now
         self.bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
@@ -164,10 +164,10 @@ class Progress:
 
 
 def fit(training: Training, batches: Iterator[Tensor], keep: Callable[[], None]) -> None:
-    """Go on with ``training`` on ``batches``, each (batch, context + 1); its losses say what is done already.
+    """Continue ``training`` on ``batches``, each (batch, context + 1); its losses say which steps are done.
 
     ``keep`` is called after each validation. When Ctrl-C raises KeyboardInterrupt here, the model and losses are those
-    of the steps completed.
+    of the completed steps.
 
     Raises:
         DivergenceError: a loss is not finite.
@@ -197,9 +197,9 @@ def fit(training: Training, batches: Iterator[Tensor], keep: Callable[[], None])
 
 @torch.no_grad()
 def losses_past(model: GPT, text: Text, dtype: torch.dtype) -> dict[int, float]:
-    """The mean loss of the same validation bytes, by the length of the text that they end, as far as there is text.
+    """The mean loss of the same validation bytes, by the length of the text they end, for the lengths the text allows.
 
-    The bytes are the last half training length of each text: the shortest one, too, has as much to read before them.
+    The bytes are the last half training length of each text, so the shortest text also has as many bytes before them.
     """
     context, device = model.config.context, model.device
     lengths = [context * times for times in TIMES if context * times < len(text.validation)]
@@ -217,7 +217,7 @@ def losses_past(model: GPT, text: Text, dtype: torch.dtype) -> dict[int, float]:
 
 
 def show_losses_past(model: GPT, text: Text, dtype: torch.dtype) -> None:
-    """Print :func:`losses_past`, for a model without learned positions, which reads on past its training length."""
+    """Print :func:`losses_past`, for a model without learned positions, which reads past its training length."""
     if model.position is None:
         found = ", ".join(f"{length:,}: {loss:.4f}" for length, loss in losses_past(model, text, dtype).items())
         print(f"past the training length, validation loss of the same bytes at the end of {found}")

@@ -1,8 +1,8 @@
-"""``pyattn generate``: let a trained model go on with a text.
+"""``pyattn generate``: let a trained model continue a text.
 
-Reads a checkpoint of ``pyattn train`` and prints the prompt with what the model adds to it, byte by byte. Each step
-reads one byte over a cache of the keys and values so far. A model with learned positions stops at its context; one that
-was trained with --alibi goes on. Ctrl-C stops too.
+Reads a checkpoint of ``pyattn train`` and prints the prompt and the model's continuation, byte by byte. Each step reads
+one byte over a cache of the keys and values so far. A model with learned positions stops at its context; one trained
+with --alibi continues. Ctrl-C also stops.
 """
 
 import argparse
@@ -22,13 +22,13 @@ PROMPT = "def mean(numbers):\n"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = command("generate", __doc__)
     parser.add_argument("run", type=Path, help=f"folder that pyattn train wrote, or its {checkpoint.MODEL}")
-    parser.add_argument("--prompt", default=PROMPT, help="text to go on with; default: the beginning of a function")
+    parser.add_argument("--prompt", default=PROMPT, help="text to continue; default: the beginning of a function")
     option(parser, "tokens", 400, "bytes to add")
     option(parser, "temperature", 0.8, "divides the logits: lower is less random, 0 takes the likeliest byte")
-    option(parser, "top-k", 40, "draw from the likeliest K")
+    option(parser, "top-k", 40, "draw from the K likeliest bytes")
     option(parser, "seed", 0, "random seed")
     option(parser, "threads", torch.get_num_threads(), "CPU threads")
     option(parser, "device", "cpu", "where to compute", choices=DEVICES)
@@ -51,7 +51,7 @@ def check(options: argparse.Namespace) -> bytes:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Read the model and the prompt, go on, print. Returns the exit code."""
+    """Read the model and the prompt, generate, print. Returns the exit code."""
     options = parse(argv)
     prompt = check(options)
     torch.set_num_threads(options.threads)

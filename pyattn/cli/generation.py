@@ -1,4 +1,4 @@
-"""Text that a model goes on with, token by token, over caches of the keys and values so far."""
+"""Text generation token by token, over caches of the keys and values so far."""
 
 import argparse
 from collections.abc import Callable, Iterator
@@ -13,28 +13,28 @@ from pyattn.cli.gpt import GPT, Config
 from pyattn.cli.limits import check_memory
 
 CHUNK = 256
-"""Tokens of a prompt that are read at a time: enough to fill the kernels, and activations of a few MB."""
+"""Tokens of a prompt to read at a time: enough to fill the kernels, with activations of a few MB."""
 
 Read = Callable[[Tensor], Tensor]
-"""Reads the next tokens, int64 (B, S), and returns the logits (B, vocab) after the last."""
+"""Reads the next tokens, int64 (B, S), and returns the logits (B, vocab) after the last token."""
 
 
 def attend_cached(cache: KVCache, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, **options: Any) -> Tensor:
-    """Attention over the tokens so far, the new ones included."""
+    """Attention over all tokens so far, including the new ones."""
     cache.append(k, v)
     out: Tensor = attention_with_cache(q, cache, dropout_p=dropout_p, **options)
     return out
 
 
 def cache_size(config: Config, tokens: int) -> tuple[tuple[int, int] | None, int]:
-    """Window and capacity of a cache for ``tokens``: a ring buffer, where a window needs less than all of them."""
+    """Window and capacity of a cache for ``tokens``: a ring buffer if the window needs fewer positions than that."""
     left, _ = config.window
     size = left + CHUNK
     return (config.window, size) if left >= 0 and size < tokens else (None, tokens)
 
 
 def caches_for(model: GPT, batch: int, tokens: int, page_size: int | None = None) -> list[KVCache]:
-    """A cache for each block of ``model``, with room for ``tokens``."""
+    """One cache per block of ``model``, each with room for ``tokens``."""
     config, weight = model.config, model.token.weight
     window, size = cache_size(config, tokens)
     sizes = batch, config.heads, size, config.width // config.heads
@@ -43,13 +43,13 @@ def caches_for(model: GPT, batch: int, tokens: int, page_size: int | None = None
 
 
 def check_caches(option: str, config: Config, prompt: int, count: int, device: str) -> None:
-    """Raise InputError where the caches for a prompt and ``count`` more tokens exceed the memory of ``device``."""
+    """Raise InputError if the caches for a prompt and ``count`` more tokens exceed the memory of ``device``."""
     _, size = cache_size(config, prompt + room(config, prompt, count))
     check_memory(f"{option}: a KV cache of so many bytes of text", 8 * config.layers * config.width * size, device)
 
 
 def with_cache(model: GPT, batch: int, tokens: int) -> Read:
-    """Reads each token once; text of up to ``tokens``."""
+    """Reads each token once, over caches for up to ``tokens`` tokens."""
     attends = [partial(attend_cached, cache) for cache in caches_for(model, batch, tokens)]
     done = 0
 
@@ -64,7 +64,7 @@ def with_cache(model: GPT, batch: int, tokens: int) -> Read:
 
 
 def recomputing(model: GPT) -> Read:
-    """Reads all tokens again each time: what the cache saves, and what it must equal."""
+    """Reads all tokens again each time: the work that the cache saves, and the result it must equal."""
     so_far: list[Tensor] = []
 
     def read(ids: Tensor) -> Tensor:
@@ -83,12 +83,12 @@ def room(config: Config, prompt: int, count: int) -> int:
 def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> Tensor:
     """The next token (B, 1): the likeliest at temperature 0, else drawn from the ``top_k`` likeliest ones.
 
-    ``generator`` lies on the CPU, so that the same one gives the same text on any device.
+    ``generator`` is on the CPU, so the same generator gives the same text on any device.
     """
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     likeliest = logits.float().topk(min(top_k, logits.shape[-1]))
-    below = likeliest.values - likeliest.values[..., :1]  # a logit over a low temperature may be infinite
+    below = likeliest.values - likeliest.values[..., :1]  # a logit divided by a low temperature may be infinite
     weights = torch.softmax(below / temperature, -1).cpu()
     drawn = torch.multinomial(weights, 1, generator=generator).to(logits.device)
     return likeliest.indices.gather(1, drawn)
@@ -98,7 +98,7 @@ def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Gene
 def continuation(
     read: Read, ids: Tensor, count: int, generator: torch.Generator, *, temperature: float, top_k: int
 ) -> Iterator[Tensor]:
-    """``count`` tokens, each (B, 1), that follow ``ids`` (B, S), as they come."""
+    """Yields ``count`` tokens, each (B, 1), that follow ``ids`` (B, S)."""
     for _ in range(count):
         ids = choose(read(ids), temperature, top_k, generator)
         yield ids
@@ -107,7 +107,7 @@ def continuation(
 def sampled(
     model: GPT, prompt: Tensor, count: int, options: argparse.Namespace, cached: bool = True
 ) -> Iterator[Tensor]:
-    """:func:`continuation` of ``prompt`` by the seed, temperature and top_k of a command's options."""
+    """:func:`continuation` of ``prompt`` with the seed, temperature and top_k of a command's options."""
     read = with_cache(model, 1, prompt.shape[1] + count) if cached else recomputing(model)
     generator = torch.Generator().manual_seed(options.seed)
     return continuation(read, prompt, count, generator, temperature=options.temperature, top_k=options.top_k)

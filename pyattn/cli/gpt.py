@@ -8,8 +8,7 @@
     logits = norm(x) token^T                                     (B, S, vocab)
 
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", and the code released with it.
-Windows, ALiBi and sinks, which let a model read on past the length that it was trained on: see
-:func:`pyattn.attention`.
+Windows, ALiBi and sinks let a model read past its training length: see :func:`pyattn.attention`.
 """
 
 import math
@@ -27,8 +26,8 @@ from pyattn.nn.positions import alibi_slopes
 from pyattn.options import UNBOUNDED
 
 Attend = Callable[..., Tensor]
-"""Causal attention: q, k, v (B, heads, S, head_dim) and dropout_p to out, shaped like q; window, alibi_slopes and sinks
-by name, as far as the model has them."""
+"""Causal attention: q, k, v (B, heads, S, head_dim) and dropout_p to out, shaped like q; also window, alibi_slopes and
+sinks by name, if the model has them."""
 
 
 def attend_pyattn(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, **options: Any) -> Tensor:
@@ -58,13 +57,13 @@ class Config:
         layers: number of blocks.
         heads: attention heads in each block; divides ``width``.
         width: features of a token.
-        context: most tokens the model can look at.
+        context: most tokens the model can see.
         vocab: number of distinct tokens; 256 for bytes.
         dropout: probability of dropping an embedding, an attention weight or a block's output while training.
         window: (left, right), how many tokens a token sees before and after its own position, -1: all; the model is
-            causal whatever right is.
+            always causal, so right has no effect.
         sinks: whether each head's softmax has a learned sink.
-        alibi: ALiBi's biases in place of learned positions: text may then be longer than ``context``.
+        alibi: ALiBi's biases in place of learned positions, so text may be longer than ``context``.
     """
 
     layers: int = 2
@@ -88,7 +87,7 @@ class Config:
 
     @property
     def weights(self) -> int:
-        """The elements of a model's matrices, the least that it has."""
+        """The number of elements of the model's matrices, a lower bound on its size."""
         tokens = self.vocab + (0 if self.alibi else self.context)
         return self.width * (tokens + 12 * self.width * self.layers)
 
@@ -110,13 +109,13 @@ class Block(nn.Module):
         self.register_buffer("slopes", alibi_slopes(config.heads) if config.alibi else None, persistent=False)
 
     def options(self) -> dict[str, Any]:
-        """What attention takes besides q, k, v and dropout: nothing in GPT-2."""
+        """Attention's arguments besides q, k, v and dropout; none in GPT-2."""
         window = None if self.window == UNBOUNDED else self.window
         options = {"window": window, "alibi_slopes": self.slopes, "sinks": self.sinks}
         return {name: value for name, value in options.items() if value is not None}
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        """``x`` (B, S, width) to the same shape; q, k and v are strided views, so nothing is copied for ``attend``."""
+        """Maps ``x`` (B, S, width) to the same shape; q, k and v are strided views, so ``attend`` gets no copies."""
         dropout_p = self.dropout if self.training else 0.0
         q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         out = attend(q, k, v, dropout_p, **self.options()).transpose(1, 2).flatten(2)
@@ -139,11 +138,11 @@ class GPT(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """Device of the weights."""
         return self.token.weight.device
 
     def init_weights(self) -> None:
-        """GPT-2's initialisation: std 0.02, over sqrt(2 layers) for what is added to the residual stream; biases 0."""
+        """GPT-2's initialisation: std 0.02, over sqrt(2 layers) for projections into the residual stream; biases 0."""
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -153,10 +152,10 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(sums))
 
     def forward(self, ids: Tensor, attends: Sequence[Attend] | None = None, first: int = 0) -> Tensor:
-        """Logits (B, S, vocab) of ``ids``, int64 (B, S), whose first token stands at position ``first``.
+        """Logits (B, S, vocab) of ``ids``, int64 (B, S), the first of which is at position ``first``.
 
-        Learned positions end at ``config.context``. ``attends``: an attention for each block in place of the model's
-        own, which may know the tokens before ``first``.
+        Learned positions end at ``config.context``. ``attends`` has an attention for each block in place of the model's
+        own; it may know the tokens before ``first``.
         """
         x = self.token(ids)
         if self.position is not None:

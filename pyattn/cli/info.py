@@ -1,4 +1,4 @@
-"""``pyattn info``: versions, instruction sets, GPUs, threads and dtypes, to be pasted into a bug report."""
+"""``pyattn info``: versions, instruction sets, GPUs, threads and dtypes, ready for a bug report."""
 
 import platform
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from pyattn.cli.options import DEVICES, DTYPES, check_device, command, cpu, opti
 
 
 def supported(dtype: torch.dtype, device: str) -> bool:
-    """Whether the native attention takes ``dtype`` on ``device``, found out by calling it."""
+    """Whether the native attention takes ``dtype`` on ``device``, determined by calling it."""
     probe = torch.ones(1, 1, 1, 64, dtype=dtype, device=device)
     try:
         attention(probe, probe, probe)
@@ -27,19 +27,19 @@ def gpu(index: int) -> str:
 
 
 def sdpa_switch_state() -> str:
-    """Whether :func:`pyattn.adapters.sdpa.enable` is in force in this process, and what it counted."""
+    """Whether :func:`pyattn.adapters.sdpa.enable` is in effect in this process, and its counts."""
     state, counted = "on" if sdpa_switch.is_enabled() else "off", sdpa_counts.described()
     return f"{state}: {counted}" if counted else state
 
 
 def transformers_coverage() -> dict[str, str]:
-    """The installed transformers, and whose attention does not come here by ``attn_implementation="pyattn"``."""
+    """The installed transformers, and the architectures that ``attn_implementation="pyattn"`` does not reach."""
     described = transformers_models.described()
     return {} if described is None else {"transformers": described}
 
 
 def facts(device: str) -> dict[str, str]:
-    """The facts by the names they are shown with; dtypes are those that ``device`` takes."""
+    """The facts by their displayed names; the dtypes are those that ``device`` takes."""
     return {
         "pyattn": _C.version,
         "torch": f"{torch.__version__} (built for {_C.torch_version})",
@@ -59,7 +59,7 @@ def facts(device: str) -> dict[str, str]:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the facts, one a line."""
+    """Print the facts, one per line."""
     parser = command("info", __doc__)
     option(parser, "device", "cpu", "whose dtypes to show", choices=DEVICES)
     options = parser.parse_args(argv)

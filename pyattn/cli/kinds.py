@@ -1,4 +1,4 @@
-"""The kinds of comparisons that ``pyattn bench`` makes: who is beside whom, and at which sizes."""
+"""The kinds of comparisons in ``pyattn bench``: their sides and their sizes."""
 
 import argparse
 import math
@@ -21,14 +21,14 @@ SHAPES = {
 QUICK_SHAPES = {"cpu": ["1x8x128x64", "1x4x1024x64"], "cuda": ["4x16x2048x64", "4x16x2048x128"]}
 FEATURE_SHAPES = ["1x4x2048x64"]
 MODULES = ((8, 256, 256, 8), (4, 1024, 768, 12))
-"""batch, seqlen, width, heads of a small model and of GPT-2 small."""
+"""batch, seqlen, width and heads of a small model and of GPT-2 small."""
 QUICK_MODULES = ((2, 256, 256, 8),)
 
 LARGEST_SCORES = 2**30
-"""Bytes of a score matrix beyond which plain torch, which makes one, is left out."""
+"""Bytes of a score matrix beyond which plain torch, which stores one, is left out."""
 
 FUNCTION_SECONDS, MODULE_SECONDS, TOKEN_SECONDS = 1.0, 2.0, 2.0
-"""Time for the forward of a side without a time limit; its forward and backward gets twice that."""
+"""Time for a side's forward when there is no time limit; its forward and backward gets twice that."""
 
 Sizes = tuple[int, ...]
 Peaks = dict[tuple[str, str], float]
@@ -36,7 +36,7 @@ Peaks = dict[tuple[str, str], float]
 
 
 class Run(NamedTuple):
-    """What a comparison is called, and how it is made, FlexAttention with it where ``flex``."""
+    """The name of a comparison and how to run it, with FlexAttention if ``flex``."""
 
     what: str
     dtype: str
@@ -46,16 +46,16 @@ class Run(NamedTuple):
 
     @property
     def place(self) -> tuple[torch.dtype, str]:
-        """dtype and device of its tensors."""
+        """dtype and device of the tensors."""
         return DTYPES[self.dtype], self.device
 
     def random(self, *shape: int) -> Tensor:
-        """A leaf of this shape."""
+        """A random leaf of this shape."""
         return torch.randn(shape, dtype=DTYPES[self.dtype], device=self.device, requires_grad=True)
 
 
 def rated(rows: list[Row], run: Run, name: str, done: float) -> list[Row]:
-    """The rows with what is ``done`` by a forward, in a second, and the share of the peak where that is operations."""
+    """The rows with the rate of a forward that does ``done``, and the share of the peak if that counts operations."""
     by_isa = {isa: peak for (dtype, isa), peak in run.peaks.items() if (dtype, name) == (run.dtype, "flops")}
     for row in rows:
         for key, share in (("forward", 1.0), ("forward_backward", 3.5)):
@@ -69,7 +69,7 @@ def rated(rows: list[Row], run: Run, name: str, done: float) -> list[Row]:
 def compared(
     run: Run, base: str, sides: Mapping[str, Side], seconds: float, ends: float, others: Mapping[str, Call] = {}
 ) -> list[Row]:
-    """Rows of ``sides``, and of ``others``, which have no backward."""
+    """Rows of ``sides`` and of ``others``, which have no backward."""
     forwards = {name: side.forward for name, side in sides.items()} | dict(others)
     trainings = {name: side.gradients for name, side in sides.items()}
     return measure(run.what, base, forwards, trainings, seconds, ends, run.device)
@@ -107,33 +107,33 @@ def of_features(run: Run, shape: Sizes, ends: float) -> list[Row]:
 
 
 def of_packed(run: Run, texts: tuple[str], ends: float) -> list[Row]:
-    """Rows of attention of sequences as long as real texts; operations on padding don't count as work."""
+    """Rows of attention over sequences as long as real texts; operations on padding are not counted."""
     lengths = packed.lengths_of(*texts, packed.SEQUENCES)
     rows = compared(run, packed.BASE, packed.sides(lengths, *run.place), FUNCTION_SECONDS, ends)
     return rated(rows, run, "flops", packed.flops(lengths))
 
 
 def of_caches(run: Run, sizes: Sizes, ends: float) -> list[Row]:
-    """Rows of one token over a KV cache, at the sizes of :data:`pyattn.cli.kv_caches.SIZES`."""
+    """Rows of one token over a KV cache, at the sizes in :data:`pyattn.cli.kv_caches.SIZES`."""
     calls, read = kv_caches.sides(sizes, *run.place), kv_caches.bytes_read(sizes, run.place[0])
     return rated(measure(run.what, kv_caches.BASE, calls, {}, TOKEN_SECONDS, ends, run.device), run, "bytes", read)
 
 
 def of_decoding(run: Run, contexts: tuple[int], ends: float) -> list[Row]:
-    """Rows of one token of a model behind as many others as the context says."""
+    """Rows of decoding one token of a model at the given context."""
     calls = decoding.sides(contexts[0], *run.place)
     return rated(measure(run.what, decoding.BASE, calls, {}, TOKEN_SECONDS, ends, run.device), run, "tokens", 1.0)
 
 
 class Kind(NamedTuple):
-    """A kind of comparisons.
+    """A kind of comparison.
 
     Attributes:
-        purpose: what --help says.
-        make: the rows of one comparison.
-        name: of a comparison, with its sizes.
-        sizes: those of all comparisons that the options ask for.
-        base: what speed-ups are over.
+        purpose: its description in --help.
+        make: computes the rows of one comparison.
+        name: the name of one comparison, with its sizes.
+        sizes: the sizes of all comparisons that the options ask for.
+        base: the side that speed-ups are relative to.
     """
 
     purpose: str
@@ -144,12 +144,12 @@ class Kind(NamedTuple):
 
 
 def shapes(options: argparse.Namespace, defaults: Sequence[str]) -> list[tuple[int, ...]]:
-    """The shapes that are given, or else these."""
+    """The shapes of the options, or else the defaults."""
     return [shape_of(text) for text in options.shapes or defaults]
 
 
 def few(options: argparse.Namespace, sizes: Sequence[Any]) -> Sequence[Any]:
-    """All of ``sizes``, or the first for --quick."""
+    """All of ``sizes``, or only the first with --quick."""
     return sizes[:1] if options.quick else sizes
 
 
@@ -195,17 +195,17 @@ KINDS = {
         decoding.BASE,
     ),
 }
-"""Comparisons by kind. Without --only, the first two are made."""
+"""The kinds of comparisons by name. Without --only, the first two run."""
 
 SHAPED = ("functions", "features")
-"""Kinds whose comparisons --shapes chooses."""
+"""Kinds that take their shapes from --shapes."""
 
 Comparison = Callable[[float], list[Row]]
-"""Makes the rows of one comparison; its argument is the ``ends`` of :func:`pyattn.cli.rows.measure`."""
+"""Computes the rows of one comparison; its argument is the ``ends`` of :func:`pyattn.cli.rows.measure`."""
 
 
 def comparisons(options: argparse.Namespace, peaks: Peaks) -> dict[str, Comparison]:
-    """The comparisons that the options ask for, by name; --quick has modules in the first dtype only."""
+    """The comparisons that the options ask for, by name; --quick runs modules in the first dtype only."""
     todo: dict[str, Comparison] = {}
     for dtype in options.dtype:
         for name in [options.only] if options.only else list(KINDS)[:2]:

@@ -1,8 +1,8 @@
 """One token over a KV cache: ``pyattn bench --only cache``, append and attention alone, beside PyTorch's ways.
 
-Every side takes q, k, v of one more token behind ``before`` others, keeps k and v, and returns the token's out. What is
-kept before the clock starts is each side's own: a cache, slices of tensors, or nothing, where it computes attention of
-all tokens again. GB/s are those of reading the keys and values of all tokens, once.
+Every side takes q, k, v of one more token after ``before`` others, stores k and v, and returns the token's out. Each
+side has its own storage before the clock starts: a cache, slices of tensors, or nothing if it recomputes attention over
+all tokens. GB/s counts one read of the keys and values of all tokens.
 """
 
 from collections.abc import Callable
@@ -17,28 +17,28 @@ import pyattn
 from pyattn import KVCache
 
 SIZES = ((8, 8, 512, 128), (8, 8, 4096, 128), (8, 8, 16384, 128), (32, 8, 16384, 128))
-"""Query heads, KV heads, tokens and head_dim. K and V of the longest, 134 MB in float32, lie beyond all caches."""
+"""Query heads, KV heads, tokens and head_dim. K and V of the longest, 134 MB in float32, exceed every cache."""
 
 LONGEST_RECOMPUTED = 4096
-"""Tokens up to which attention is computed again; of 16,384 it takes seconds."""
+"""Most tokens for which attention is recomputed; with 16,384 it takes seconds."""
 
 BASE = "torch sdpa over slices"
 READING = "torch.sum of K and V"
 """No attention: how fast torch reads the same memory."""
 
 PAGE_SIZE = 16
-"""The smallest page there is, which costs most."""
+"""The smallest possible page, which costs most."""
 
 
 class SdpaCache:
-    """What a cache takes with torch alone: one sequence, and slices of keys and values written in place."""
+    """A cache in plain torch: one sequence, with keys and values written in place to slices."""
 
     def __init__(self, heads: int, size: int, head_dim: int, like: Tensor) -> None:
         self.k, self.v = torch.zeros(2, 1, heads, size, head_dim, dtype=like.dtype, device=like.device)
         self.used = 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
-        """Attention of new tokens, after a prompt one at a time, over all so far."""
+        """Attention of new tokens over all so far; after the prompt, one token at a time."""
         before, self.used = self.used, self.used + q.shape[2]
         self.k[:, :, before : self.used], self.v[:, :, before : self.used] = k, v
         keys, values = self.k[:, :, : self.used], self.v[:, :, : self.used]
@@ -54,7 +54,7 @@ def bytes_read(sizes: tuple[int, ...], dtype: torch.dtype) -> int:
 
 @torch.no_grad()
 def sides(sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> dict[str, Callable[[], object]]:
-    """By side, out (1, heads, 1, head_dim) of the last token, the same for all; and READING."""
+    """The calls by side, each giving out (1, heads, 1, head_dim) of the last token, the same for all; and READING."""
     heads, num_heads_kv, tokens, head_dim = sizes
     before = tokens - 1
     where: dict[str, Any] = {"dtype": dtype, "device": device}

@@ -1,15 +1,15 @@
-"""Limits of options and stored sizes, found before the work begins: past one, a command says one sentence."""
+"""Limits of options and stored sizes, checked before the work begins; beyond one, a command prints one sentence."""
 
 import os
 
 import torch
 
 LONGEST_INTEGER = 40
-"""Digits that a sentence holds; 2^64 has 20."""
+"""Digits that an error message shows; 2^64 has 20."""
 
 
 class InputError(ValueError):
-    """An input or a disk that stops a command; the command line shows the message without a traceback."""
+    """An input or a disk that stops a command; the command line shows its message without a traceback."""
 
     def __init__(self, rule: str, got: object) -> None:
         digits = len(str(got))
@@ -21,8 +21,8 @@ INT64 = 2**63 - 1
 FLOAT32 = torch.finfo(torch.float32)
 
 MOST_THREADS = max(1024, os.cpu_count() or 1)
-"""OpenMP ends the process where the system refuses it a thread, as systems do between some 1,000 and 30,000; processors
-are never refused theirs."""
+"""OpenMP ends the process if the system refuses it a thread, which systems do at some 1,000 to 30,000 threads; one
+thread per processor is never refused."""
 
 
 def check_integer(name: str, value: int, least: int, most: int = INT64, why: str = "int64 ends there") -> None:
@@ -34,7 +34,7 @@ def check_integer(name: str, value: int, least: int, most: int = INT64, why: str
 
 
 def check_positive(name: str, value: float, most: float = FLOAT32.max, zero: bool = False) -> None:
-    """Raise InputError unless ``value`` is a positive number of float32, at most ``most``, or 0 where ``zero``."""
+    """Raise InputError unless ``value`` is a positive float32 of at most ``most``, or 0 if ``zero``."""
     if not (FLOAT32.tiny <= value <= most or (zero and value == 0)):
         rule = f"{name} must be {'0 or ' if zero else ''}between {FLOAT32.tiny:.2g} and {most:.2g}"
         raise InputError(f"{rule}, a number of float32", value)
@@ -47,19 +47,19 @@ def check_window(name: str, window: tuple[int, int]) -> None:
 
 
 def check_threads(threads: int) -> None:
-    """Raise InputError unless a process can start so many threads."""
+    """Raise InputError unless a process can start that many threads."""
     cores = f"this machine has {os.cpu_count()} processors, and more than {MOST_THREADS} threads may fail to start"
     check_integer("--threads", threads, 1, MOST_THREADS, cores)
 
 
 def check_seed(seed: int) -> None:
-    """Raise InputError unless a torch.Generator takes ``seed``."""
+    """Raise InputError unless torch.Generator takes ``seed``."""
     if not 0 <= seed < 2**64:
         raise InputError("--seed must lie in [0, 2^64)", seed)
 
 
 def check_memory(what: str, needed: int, device: str) -> None:
-    """Raise InputError where ``needed`` bytes, the least that ``what`` takes, exceed all memory of ``device``."""
+    """Raise InputError if ``needed`` bytes, a lower bound for ``what``, exceed the whole memory of ``device``."""
     there = (
         torch.cuda.mem_get_info()[1] if device == "cuda" else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     )
@@ -69,7 +69,7 @@ def check_memory(what: str, needed: int, device: str) -> None:
 
 
 def check_text(name: str, text: str) -> bytes:
-    """The bytes of ``text``; InputError where it holds half a surrogate pair, as bytes that are not UTF-8 arrive."""
+    """The bytes of ``text``; InputError if it has lone surrogates, which is how bytes that are not UTF-8 arrive."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:

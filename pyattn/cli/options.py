@@ -1,4 +1,4 @@
-"""Options that commands share: how one is written, devices and dtypes with the hardware's names, windows, shapes."""
+"""Options that commands share: how to define one, devices and dtypes with the hardware's names, windows, shapes."""
 
 import argparse
 import platform
@@ -25,7 +25,7 @@ def command(name: str, about: str | None) -> argparse.ArgumentParser:
 
 
 def option(to: argparse._ActionsContainer, name: str, default: object, meaning: str, **more: Any) -> None:
-    """Adds ``--name``, of the type of its default, which --help shows behind the meaning."""
+    """Adds ``--name`` with the type of its default, which --help shows after the meaning."""
     to.add_argument(f"--{name}", type=type(default), default=default, help=f"{meaning}; default: %(default)s", **more)
 
 
@@ -38,7 +38,7 @@ def window(to: argparse._ActionsContainer) -> None:
 
 
 def check_device(device: str) -> None:
-    """Raise InputError where ``device`` is a GPU and torch finds none, or this build has no kernels for one."""
+    """Raise InputError if ``device`` is a GPU and torch finds none, or this build has no CUDA kernels."""
     if device == "cpu":
         return
     if not torch.cuda.is_available():
@@ -48,7 +48,7 @@ def check_device(device: str) -> None:
 
 
 def cpu() -> str:
-    """The processor's name, as the system gives it."""
+    """The processor's name as the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -65,7 +65,7 @@ def hardware(device: str, threads: int) -> str:
 
 
 def shape_of(text: str) -> tuple[int, ...]:
-    """B, H, T and D of ``BxHxTxD``."""
+    """B, H, T and D from ``BxHxTxD``."""
     sizes = tuple(int(n) if n.isascii() and n.isdecimal() and len(n) < 20 else 0 for n in text.split("x"))
     if len(sizes) != 4 or min(sizes) < 1 or max(sizes) > INT64:
         got = text if len(text) <= 80 else f"{text[:80]}..."

@@ -1,4 +1,4 @@
-"""Where commands write: a folder is held by one run at a time, a file is replaced whole or not at all."""
+"""Writing results: one run at a time holds a folder, and a file is replaced completely or not at all."""
 
 import datetime
 import errno
@@ -14,32 +14,32 @@ from pyattn.cli import InputError
 
 
 def _beside(path: Path) -> Path:
-    """A name that no other process chooses, in the folder of ``path``; a file by it is not finished."""
+    """A unique name in the folder of ``path``; a file of that name is unfinished."""
     return path.with_name(f".{secrets.token_hex(8)}.unfinished")
 
 
 def _in_place(path: Path) -> bool:
-    """Whether ``path`` is a device or a pipe, which is written to: a rename would replace it by a file."""
+    """Whether ``path`` is a device or a pipe, which is written to directly: a rename would replace it by a file."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write the file ``path``, whose mode follows the umask, or leave an earlier one as it is and nothing beside it.
+    """Write the file ``path``, with the umask's mode; a failure keeps an earlier file and leaves nothing beside it.
 
     Raises:
-        InputError: the disk is full, or another reason of the system.
+        InputError: the disk is full, or the system gives another reason.
     """
     try:
         if _in_place(path):
             path.write_bytes(content)
             return
-        target = Path(os.path.realpath(path))  # a link stays one
+        target = Path(os.path.realpath(path))  # a link stays a link
         unfinished = _beside(target)
         try:
             with unfinished.open("xb") as file:
                 file.write(content)
                 file.flush()
-                os.fsync(file.fileno())  # some file systems tell only now that the disk is full
+                os.fsync(file.fileno())  # some file systems report a full disk only now
             unfinished.replace(target)
         except BaseException:
             unfinished.unlink(missing_ok=True)
@@ -63,7 +63,7 @@ def _check_file(path: Path) -> None:
 
 
 def check_file(option: str, path: Path) -> None:
-    """Raise InputError where ``path`` can't be written, before the work whose result it is for."""
+    """Raise InputError if ``path`` can't be written, before the work starts whose result it will hold."""
     try:
         _check_file(path)
     except OSError as error:
@@ -71,10 +71,10 @@ def check_file(option: str, path: Path) -> None:
 
 
 def new_folder(parent: Path) -> Path:
-    """A folder in ``parent`` that this call alone made, named by the time, and by a number where names meet.
+    """Make a new folder in ``parent``, named by the time, with a number appended if the name is taken.
 
     Raises:
-        InputError: none can be made.
+        InputError: no folder can be made.
     """
     name = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     try:
@@ -90,9 +90,10 @@ def new_folder(parent: Path) -> Path:
 
 
 def _lock(option: str, folder: Path) -> int:
-    """Locks ``folder``, made where it is missing, as long as the returned descriptor is open.
+    """Locks ``folder``, creating it if missing, until the returned descriptor is closed.
 
-    The system releases the lock however a process ends. A file system that can't lock folders (NFS) leaves it unlocked.
+    The system releases the lock however the process ends. A file system that can't lock folders (NFS) leaves it
+    unlocked.
     """
     while True:
         folder.mkdir(parents=True, exist_ok=True)
@@ -117,9 +118,9 @@ def _remove_empty(folder: Path) -> None:
 
 @contextmanager
 def held(option: str, folder: Path, files: Sequence[str], overwrite: bool, made: bool = False) -> Iterator[None]:
-    """Holds ``folder``, made where it is missing, for ``files`` of this process alone.
+    """Holds ``folder``, creating it if missing, so only this process writes ``files`` there.
 
-    A folder that this call made, or that is said to be ``made`` for it, is removed again if it is left empty.
+    A folder that this call creates, or that is said to be ``made`` for it, is removed again if it ends up empty.
 
     Raises:
         InputError: another run holds it, one of ``files`` exists and ``overwrite`` is false, or it can't be written to.

@@ -1,8 +1,8 @@
-"""Sequences of different lengths: ``pyattn bench --only varlen``, packed, beside padding and beside a loop.
+"""Sequences of different lengths, packed: ``pyattn bench --only varlen``, beside padding and beside a loop.
 
-Every side computes causal attention of the same tokens, in the layout that it wants, which is made before the clock
-starts. Padding stands behind a sequence, where a causal mask alone hides it; what people pass is a mask of both, as a
-tensor. Sequences are as long as real texts, in words: Python's own documentation strings, and the sentences in them.
+Every side computes causal attention of the same tokens in its own layout, prepared before the clock starts. Padding
+comes after a sequence, where a causal mask alone hides it; the masks people pass hide both, as a tensor. Sequences are
+as long as real texts, in words: Python's own docstrings, and the sentences in them.
 """
 
 import ast
@@ -28,14 +28,14 @@ SEQUENCES, HEADS, HEAD_DIM = 64, 8, 64
 BASE = "torch sdpa padded"
 
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n\s*\n")
-"""White space behind a full stop, or an empty line."""
+"""White space after the end of a sentence, or an empty line."""
 
 TEXTS = ("sentences", "docstrings")
 
 
 @functools.cache
 def documentation() -> tuple[str, ...]:
-    """The documentation strings of the standard library's top-level modules, which every Python has."""
+    """The docstrings of the standard library's top-level modules, which every Python has."""
     found = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_bytes())):
@@ -45,7 +45,7 @@ def documentation() -> tuple[str, ...]:
 
 
 def lengths_of(text: str, count: int) -> list[int]:
-    """The words of ``count`` texts drawn at random, the same ones each time: of sentences, or of whole docstrings."""
+    """The word counts of ``count`` texts drawn with a fixed seed: sentences, or whole docstrings."""
     texts = [part for whole in documentation() for part in SENTENCE_END.split(whole)]
     words = [len(part.split()) for part in (texts if text == "sentences" else documentation())]
     words = [n for n in words if n]
@@ -59,20 +59,20 @@ class Side(contenders.Side):
     """A way to compute the attention of all sequences.
 
     Attributes:
-        packed: a tensor in the side's layout to (total, H, D).
+        packed: converts a tensor from the side's layout to (total, H, D).
     """
 
     packed: Callable[[Tensor], Tensor] = lambda t: t
 
 
 def _one_by_one(lengths: list[int], attention: Callable[..., Tensor], *qkv: Tensor) -> Tensor:
-    """A loop over the sequences of packed tensors (total, H, D)."""
+    """Attention in a loop over the sequences of packed tensors (total, H, D)."""
     sequences = zip(*(t.split(lengths) for t in qkv), strict=True)
     return torch.cat([attention(*(t.transpose(0, 1)[None] for t in each))[0].transpose(0, 1) for each in sequences])
 
 
 def sides(lengths: Sequence[int], dtype: torch.dtype, device: str) -> dict[str, Side]:
-    """The sides for sequences of these lengths, by name; BASE is what speed-ups are over."""
+    """The sides for sequences of these lengths, by name; BASE is the baseline."""
     lengths = list(lengths)
     longest = max(lengths)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device)
@@ -108,5 +108,5 @@ def sides(lengths: Sequence[int], dtype: torch.dtype, device: str) -> dict[str, 
 
 
 def flops(lengths: Sequence[int]) -> int:
-    """Operations of a forward, padding not counted."""
+    """Floating-point operations of a forward, not counting padding."""
     return 2 * HEADS * HEAD_DIM * sum(n * (n + 1) for n in lengths)

@@ -1,4 +1,4 @@
-"""What a profile shows: tables of phases or of GPU kernels, how fast decoding reads keys and values, and a trace."""
+"""Output of a profile: tables of phases or of GPU kernels, the read rate of decoding, and a trace."""
 
 import gzip
 import json
@@ -17,40 +17,40 @@ from pyattn.cli import InputError, output
 from pyattn.cli.timing import in_turn
 
 SECONDS = 0.5
-"""Time for each of the two sides of :func:`show_reading`."""
+"""Time for each of the two measurements in :func:`show_reading`."""
 
 ROWS = 256
-"""Queries whose weights are made at a time: 16 MB for each head at 16,384 keys in float32."""
+"""Queries whose weights are computed at a time: 16 MB per head with 16,384 keys in float32."""
 
 MASKS = ("causal", "window", "key_ranges", "mask")
-"""Options that say which keys a query sees."""
+"""Options that decide which keys a query sees."""
 
 EXPLAINED = {
     "merge_out": "few queries: threads share the keys of a head; this pass merges their partial out",
     "reduce": "few heads: threads share the keys or queries of a head; this pass adds up their partial gradients",
-    "mask_rows": "masks: the keys that a bool mask leaves each row of its own shape",
-    "bias_rows": "masks: the keys that the -inf of a bias leave each row of its own shape",
+    "mask_rows": "masks: the keys that a bool mask leaves visible, for each row of the mask",
+    "bias_rows": "masks: the keys that the -inf of a bias leave visible, for each row of the bias",
     "mask_blocks": "masks: the keys that ranges, mask and bias leave each block of rows",
-    "bias_gradient": "scores: the gradient of a bias that broadcasts, from S and dP made anew",
-    "head_gradients": "scores: the sums of gradients of slopes and sinks",
+    "bias_gradient": "scores: the gradient of a bias that broadcasts, from recomputed S and dP",
+    "head_gradients": "scores: sums the gradients of slopes and sinks",
 }
 """Passes that only some shapes and options need."""
 
 
 def phases(task: _C.TaskProfile) -> list[tuple[str, float, int]]:
-    """Name, seconds and operations of each phase of a task, if its ticks fill the task's time."""
+    """Name, seconds and operations of each phase of a task; empty unless its ticks add up to the task's time."""
     second = sum(task.ticks) / max(task.end_ns - task.begin_ns, 1) * 1e9
     found = zip(_C.phases, task.ticks, task.flops, strict=True)
     return [(name, ticks / second, flops) for name, ticks, flops in found if ticks]
 
 
 def show(tasks: list[_C.TaskProfile], calls: int, useful: dict[str, int], peak: float) -> None:
-    """Print a table for each pass.
+    """Print one table per pass.
 
     Args:
-        tasks: all tasks of ``calls`` calls.
-        useful: by pass, the operations of a call that its mask leaves.
-        peak: operations a second of a thread.
+        tasks: all tasks of the ``calls`` calls.
+        useful: by pass, the operations per call that the mask leaves.
+        peak: operations per second of one thread.
     """
     for pass_name in dict.fromkeys(task.pass_name for task in tasks):
         seconds: defaultdict[str, float] = defaultdict(float)
@@ -61,7 +61,7 @@ def show(tasks: list[_C.TaskProfile], calls: int, useful: dict[str, int], peak: 
             for name, s, n in phases(task):
                 seconds[name] += s
                 flops[name] += n
-        total = sum(seconds.values()) or busy.total() / 1e9  # passes over masks have no phases
+        total = sum(seconds.values()) or busy.total() / 1e9  # passes that prepare masks have no phases
         even = busy.total() / len(busy) / max(busy.values())
         print(f"\n{pass_name:16}{'ms':>10}{'share':>8}{'GFLOP/s':>10}{'peak':>7}", end="")
         print(f"   {len(busy)} threads, {even:.0%} as long as the longest on average" if len(busy) > 1 else "")
@@ -77,14 +77,14 @@ def show(tasks: list[_C.TaskProfile], calls: int, useful: dict[str, int], peak: 
 
 
 def launched(op: Any) -> Iterator[Any]:
-    """The GPU kernels of an operator in torch's profile, including those of operators it calls."""
+    """The GPU kernels of an operator in torch's profile, including those of nested operators."""
     yield from op.kernels
     for child in op.cpu_children:
         yield from launched(child)
 
 
 def show_kernels(events: Iterable[Any], useful: dict[str, int]) -> None:
-    """Print a table of GPU kernels for each pass, longest first; ``useful`` as in :func:`show`."""
+    """Print one table of GPU kernels per pass, longest first; ``useful`` as in :func:`show`."""
     for pass_name, flops in useful.items():
         ops = [event for event in events if event.name == f"pyattn::attention_{pass_name}"]
         times: dict[str, list[float]] = {}
@@ -102,7 +102,7 @@ def show_kernels(events: Iterable[Any], useful: dict[str, int]) -> None:
 
 
 def bytes_seen(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> int:
-    """Bytes of the keys and values that any query of their group sees: those to which a query of zeros gives weight."""
+    """Bytes of the keys and values that some query of their group sees, found from the weights of zero queries."""
     masks = {name: value for name, value in options.items() if name in MASKS}
     seen = torch.zeros(*q.shape[:2], k.shape[2], dtype=torch.bool, device=q.device)
     for rows in torch.arange(q.shape[2]).split(ROWS):
@@ -112,7 +112,7 @@ def bytes_seen(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> int:
 
 
 def show_reading(call: Callable[[], object], q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
-    """Print the rate at which ``call``, attention of q, k and v, reads what it sees, beside torch.sum of k and v."""
+    """Print how fast ``call``, attention of q, k and v, reads its visible keys and values, beside torch.sum."""
     calls = {"attention": call, "torch.sum": lambda: (k.sum(), v.sum())}
     times = in_turn(calls, "torch.sum", SECONDS, q.device.type)
     seen, whole = bytes_seen(q, k, v, **options), k.nbytes + v.nbytes
@@ -123,17 +123,17 @@ def show_reading(call: Callable[[], object], q: Tensor, k: Tensor, v: Tensor, **
 
 
 def write_trace(path: Path, tasks: list[_C.TaskProfile], theirs: torch.profiler.profile) -> None:
-    """Write torch's Chrome trace with the kernels' tasks and phases added, each on its thread; compressed to ``*.gz``.
+    """Write torch's Chrome trace plus the kernels' tasks and phases, each on its thread; compressed if named ``*.gz``.
 
     Raises:
-        InputError: there is no room for it, at ``path`` or in the folder for temporary files, where torch writes.
+        InputError: no room for it at ``path``, or in the folder for temporary files, where torch writes first.
     """
     with tempfile.TemporaryDirectory() as folder:
         export = Path(folder, "trace.json")
         try:
             theirs.export_chrome_trace(str(export))
             trace = json.loads(export.read_text())
-        except (OSError, ValueError) as error:  # torch tells of no failure, but leaves out the end or all of it
+        except (OSError, ValueError) as error:  # torch reports no failure: the file is cut off or missing
             raise InputError("torch must be able to write its trace for --trace", folder) from error
     base = trace.get("baseTimeNanoseconds", 0)
 

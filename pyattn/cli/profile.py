@@ -1,17 +1,17 @@
-"""``pyattn profile``: where the native time of attention goes.
+"""``pyattn profile``: where native attention spends its time.
 
-The tables show the phases inside the kernels (packing, each product, softmax, dropout, storing): milliseconds a call,
-summed over threads, the products' floating-point operations a second on a thread, and their share of the peak of
-multiply-adds measured in the same run. Operations are counted as computed; a tile that the mask cuts computes more than
-it needs, so the last line of a pass counts only what the mask leaves. torch.profiler's table of the same calls follows.
+The tables show the phases inside the kernels (packing, each product, softmax, dropout, storing): milliseconds per call,
+summed over threads, the products' floating-point operations per second and thread, and their share of the peak of
+multiply-adds measured in the same run. Operations are counted as computed; tiles that the mask cuts compute more than
+needed, so the last line of a pass counts only what the mask leaves. torch.profiler's table of the same calls follows.
 --trace writes both to one file for chrome://tracing or https://ui.perfetto.dev; the phases of a task alternate
 thousands of times a second, so the trace joins each phase of a task into one bar.
 
---queries 1 is decoding. Below its tables stands how fast the keys and values that the mask leaves were read, all
-threads together, beside torch.sum, which reads all of them.
+--queries 1 is decoding. Below its tables is the rate at which all threads together read the keys and values that the
+mask leaves, beside torch.sum, which reads all of them.
 
-On a GPU the tables show the kernels of each pass as torch.profiler sees them: milliseconds and launches a call, and the
-operations a second of the pass, counted as the mask leaves them. --trace writes torch's trace.
+On a GPU the tables show the kernels of each pass as torch.profiler sees them: milliseconds and launches per call, and
+the operations per second of the pass, counting only what the mask leaves. --trace writes torch's trace.
 """
 
 import argparse
@@ -33,14 +33,14 @@ from pyattn.nn.positions import alibi_slopes
 from pyattn.options import UNBOUNDED
 
 SECONDS = 0.5
-"""Time to fill with repeated calls; there are at least three."""
+"""Time to spend on repeated calls; there are at least three."""
 
 
 OPERATOR = "pyattn.attention_"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = command("profile", __doc__)
     parser.add_argument(
         "--shapes",
@@ -49,12 +49,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         default=["1x8x1024x64"],
         help="shapes of q, k and v; default: 1x8x1024x64",
     )
-    parser.add_argument("--num-heads-kv", type=int, metavar="N", help="heads of k and v; default: H")
+    parser.add_argument("--num-heads-kv", type=int, metavar="N", help="number of heads of k and v; default: H")
     parser.add_argument(
         "--queries",
         type=int,
         metavar="N",
-        help="the last N of the T queries, forward alone, as over a KV cache; default: T",
+        help="the last N of the T queries, forward only, as over a KV cache; default: T",
     )
     option(parser, "dtype", "float32", "dtype of all inputs", choices=DTYPES)
     option(parser, "device", "cpu", "where to measure", choices=DEVICES)
@@ -67,9 +67,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for name, meaning in {
         "full": "leave out the causal mask",
         "mask": "bool mask (1, 1, T, T) that hides one key of four",
-        "bias": "numbers (1, 1, T, T) added to the scores",
-        "alibi": "ALiBi with the slopes of its paper",
-        "sinks": "a sink for each head",
+        "bias": "bias (1, 1, T, T) added to the scores",
+        "alibi": "ALiBi with the paper's slopes",
+        "sinks": "one sink per head",
         "forward": "leave out the backward",
     }.items():
         parser.add_argument(f"--{name}", action="store_true", help=meaning)
@@ -80,7 +80,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def features(shape: Sequence[int], options: argparse.Namespace, **tensor: Any) -> dict[str, Any]:
-    """The masks and scores asked for, as :func:`pyattn.attention` takes them; ``tensor``: how inputs are made."""
+    """The masks and scores asked for, as :func:`pyattn.attention` takes them; ``tensor`` goes to constructors."""
     _, heads, length, _ = shape
     queries = options.queries or length
     found: dict[str, Any] = {"causal": not options.full, "window": tuple(options.window), "softcap": options.softcap}
@@ -98,7 +98,7 @@ def features(shape: Sequence[int], options: argparse.Namespace, **tensor: Any) -
 
 
 def described(options: argparse.Namespace) -> str:
-    """Heads, queries, mask, score and dropout in words."""
+    """The heads, queries, mask, score and dropout in words."""
     words = {
         f"KV heads {options.num_heads_kv}": options.num_heads_kv,
         f"queries {options.queries}": options.queries,
@@ -118,7 +118,7 @@ def described(options: argparse.Namespace) -> str:
 def profiled(
     call: Callable[[], object], calls: int, device: str
 ) -> tuple[list[_C.TaskProfile], torch.profiler.profile]:
-    """The tasks of the CPU kernels in ``calls`` calls, and torch's profile of the same calls."""
+    """The tasks of the CPU kernels over ``calls`` calls, and torch's profile of the same calls."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -133,7 +133,7 @@ def profiled(
 
 
 def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
-    """Profile one shape, print its tables, and write its trace if asked."""
+    """Profile one shape, print its tables, and write its trace if requested."""
     batch, heads, length, head_dim = shape
     backward = not (options.forward or options.queries)
     tensor = {"dtype": DTYPES[options.dtype], "device": options.device, "requires_grad": backward}
@@ -149,7 +149,7 @@ def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
             torch.autograd.grad(out, leaves, dout)
 
     with FlopCounterMode(display=False) as counter:
-        call()  # which warms up, too
+        call()  # also a warm-up
     counts = {str(operator): flops for operator, flops in counter.get_flop_counts()["Global"].items()}
     useful = {name.removeprefix(OPERATOR): flops for name, flops in counts.items() if name.startswith(OPERATOR)}
     calls = min(1000, max(3, int(SECONDS / once(call, 1, options.device))))
@@ -179,7 +179,7 @@ def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
 
 
 def needed(shape: Sequence[int], options: argparse.Namespace) -> int:
-    """The least bytes that profiling ``shape`` takes: q, k, v and a bias, and as much for what goes back to each."""
+    """A lower bound on the bytes that profiling ``shape`` takes: q, k, v, a bias, and the gradient of each."""
     batch, heads, length, head_dim = shape
     queries, num_heads_kv = options.queries or length, options.num_heads_kv or heads
     numbers = batch * head_dim * (heads * queries + 2 * num_heads_kv * length)

@@ -1,4 +1,4 @@
-"""The rows of a benchmark, each contender's times at one shape or size, and the table that shows them.
+"""The rows of a benchmark, each with one contender's times at one shape or size, and the table that shows them.
 
 A row is a dictionary, as in results.json: ``what`` (the comparison) and ``side`` (the contender), then ``forward``,
 ``forward_backward`` (the fields of :class:`pyattn.cli.timing.Time`) and ``peak_bytes``, or the reason ``left_out``.
@@ -17,14 +17,14 @@ from pyattn.cli.contention import is_busy
 from pyattn.cli.timing import in_turn, peak_memory
 
 LIMITED_SHARE = 1 / 6
-"""Share of limited time for timing forwards; forward and backward gets twice that, first calls and memory the rest."""
+"""Share of limited time for forwards; forward and backward gets twice that, first calls and memory the remainder."""
 
 Call = Callable[[], Any]
 Row = dict[str, Any]
 
 
 def usable(calls: Mapping[str, Call], ends: float = math.inf) -> tuple[dict[str, Call], dict[str, str]]:
-    """The calls that return, and why the others don't; no call starts after ``ends`` of ``time.perf_counter()``."""
+    """The calls that return, and why the others don't; no call starts after ``ends`` by ``time.perf_counter()``."""
     good, reasons = {}, {}
     for name, call in calls.items():
         if time.perf_counter() >= ends:
@@ -32,7 +32,7 @@ def usable(calls: Mapping[str, Call], ends: float = math.inf) -> tuple[dict[str,
             continue
         try:
             call()
-        except Exception as error:  # whatever another library raises where it can't
+        except Exception as error:  # whatever another library raises for a case it can't handle
             reasons[name] = f"{type(error).__name__}: {error}".splitlines()[0]
         else:
             good[name] = call
@@ -48,21 +48,21 @@ def measure(
     ends: float,
     device: str,
 ) -> list[Row]:
-    """A row for each side: its forward, and its forward and backward.
+    """A row for each side: its forward, and its forward and backward together.
 
     Args:
         what: name of the comparison.
-        base: the side that speed-ups are over.
-        forwards, trainings: a call of each, by side; a side without a backward has no training.
-        seconds: for a side's forward, if there is time.
-        ends: ``time.perf_counter()`` after which no side is started, and one round is enough; inf for no limit.
+        base: the side that speed-ups are relative to.
+        forwards, trainings: one call of each kind, by side; a side without a backward has no training.
+        seconds: for one side's forward, time permitting.
+        ends: ``time.perf_counter()`` after which no side starts and one round is enough; inf for no limit.
         device: whose clock counts.
     """
     share = LIMITED_SHARE if trainings else 1.0
     seconds = min(seconds, share * max(0.0, ends - time.perf_counter()) / len(forwards))
     rows: dict[str, Row] = {name: {"what": what, "side": name} for name in forwards}
     reasons: dict[str, str] = {}
-    remaining = sorted(forwards, key=lambda name: name != base)  # the base first: nothing compares without it
+    remaining = sorted(forwards, key=lambda name: name != base)  # the base first: there is no speed-up without it
     for key, calls, backward in (("forward", forwards, ""), ("forward_backward", trainings, ", backward")):
         with torch.set_grad_enabled(bool(backward)):
             good, why = usable({name: calls[name] for name in remaining if name in calls}, ends)
@@ -83,7 +83,7 @@ def measure(
 
 
 REASON = 200
-"""Most characters of a reason: two lines of a terminal, in which onnxruntime gets from its preamble to the matter."""
+"""Most characters of a reason: two lines of a terminal, enough to get past onnxruntime's preamble."""
 
 COLUMNS = {"forward": "forward ms", "forward_backward": "forward+backward ms"}
 
@@ -107,10 +107,10 @@ RATES: dict[str, tuple[str, int, Callable[[float], str]]] = {
     "of_peak": ("peak", 6, lambda share: f"{share:.0%}"),
     "flops_per_second": ("TFLOP/s", 9, lambda rate: f"{rate / 1e12:.1f}"),
 }
-"""A field of a time with its heading, the width of its column and its figure; the first that a time has is shown."""
+"""A field of a time with its heading, column width and format; the first that a time has is shown."""
 
 ONE_TOKEN = ("tokens_per_second", "bytes_per_second")
-"""Rates of comparisons without a backward, of one token a call."""
+"""Rates of comparisons without a backward, with one token per call."""
 
 
 def show(rows: list[Row]) -> None:
@@ -138,6 +138,6 @@ def show(rows: list[Row]) -> None:
 
 
 def worst_wait(rows: list[Row]) -> float:
-    """The largest share of time that the threads of a comparison waited for a core."""
+    """The largest share of time that the threads of any comparison waited for a core."""
     shares = [row[key]["waited"] for row in rows for key in ("forward", "forward_backward") if key in row]
     return max((share for share in shares if share is not None), default=0.0)

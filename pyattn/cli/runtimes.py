@@ -1,8 +1,8 @@
-"""Attention of inference runtimes, where they are installed: contenders of the forward in float32, on a CPU.
+"""Attention of inference runtimes, if they are installed: contenders for the forward in float32 on a CPU.
 
 A runtime compiles a graph of one operator for q, k, v (B, H, T, D). Inputs are bound once, in the layout that the
-operator reads, so that a call computes and does nothing else. With one thread, both runtimes compute in the thread that
-calls them, so that its CPU time is theirs.
+operator reads, so a call only computes. With one thread, both runtimes compute in the calling thread, so its CPU time
+is theirs.
 """
 
 import math
@@ -24,7 +24,7 @@ class Program(NamedTuple):
     Attributes:
         run: computes.
         out: returns the last result (B, H, T, D).
-        inputs: what is read in place, and lives as long as the program.
+        inputs: tensors read in place, so they must live as long as the program.
     """
 
     run: Callable[[], object]
@@ -37,7 +37,7 @@ ATTENTION = """
 graph (float[{shape}] q, float[{shape}] k, float[{shape}] v) => (float[{shape}] out) {{
     out = Attention <is_causal = 1> (q, k, v)
 }}"""
-"""ONNX's own operator (B, H, T, D), which onnxruntime computes by way of all scores."""
+"""ONNX's own operator (B, H, T, D), for which onnxruntime computes the whole score matrix."""
 
 GROUP_QUERY_ATTENTION = """
 <ir_version: 11, opset_import: ["" : 23, "com.microsoft" : 1]>
@@ -48,11 +48,11 @@ graph (float[{shape}] q, float[{shape}] k, float[{shape}] v)
     out, keys, values = com.microsoft.GroupQueryAttention <num_heads = {heads}, kv_num_heads = {heads}>
         (q, k, v, "", "", last, total)
 }}"""
-"""onnxruntime's fused causal attention on CPUs (B, T, H D); it also writes the cache of keys and values."""
+"""onnxruntime's fused causal attention on CPUs (B, T, H D); it also writes the KV cache."""
 
 
 def _onnxruntime(model: str, packed: bool, q: Tensor, k: Tensor, v: Tensor) -> Program:
-    """``packed``: the model's tensors are (B, T, H D)."""
+    """A program for ``model``, whose tensors are (B, T, H D) if ``packed``."""
     parser, runtime = import_module("onnx.parser"), import_module("onnxruntime")
     batch, heads, seqlen, _ = q.shape
     inputs = [(t.transpose(1, 2).flatten(2) if packed else t).contiguous() for t in (q, k, v)]
@@ -60,8 +60,8 @@ def _onnxruntime(model: str, packed: bool, q: Tensor, k: Tensor, v: Tensor) -> P
     text = model.format(shape=shape, batch=batch, heads=heads, seqlen=seqlen, last=last)
     options = runtime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 4  # what ends the process alone; errors are raised
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # between its calls others are timed
+    options.log_severity_level = 4  # only what ends the process; errors are raised
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # other sides are timed between its calls
     session = runtime.InferenceSession(
         parser.parse_model(text).SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
@@ -86,7 +86,7 @@ def _openvino(q: Tensor, k: Tensor, v: Tensor) -> Program:
     settings = {
         "INFERENCE_NUM_THREADS": torch.get_num_threads(),
         "NUM_STREAMS": 1,
-        "ENABLE_CPU_PINNING": False,  # the threads are torch's and ours, too
+        "ENABLE_CPU_PINNING": False,  # torch and pyattn run on the same cores
         "INFERENCE_PRECISION_HINT": "f32",  # the default is bfloat16 on CPUs that have it
     }
     request = openvino.Core().compile_model(model, "CPU", settings).create_infer_request()
@@ -102,14 +102,14 @@ COMPILERS: dict[str, tuple[tuple[str, ...], Compiler]] = {
     "onnxruntime GroupQueryAttention": (("onnx", "onnxruntime"), partial(_onnxruntime, GROUP_QUERY_ATTENTION, True)),
     "OpenVINO": (("openvino",), _openvino),
 }
-"""By side, the packages that it needs, and what compiles it."""
+"""By side, the packages it needs, and the function that compiles it."""
 
 
 def rounding_bound(q: Tensor, k: Tensor, v: Tensor) -> float:
-    """How far rounding alone moves an output: a score sums D products, an output T, in any order.
+    """How far rounding alone moves an output: a score sums D products, an output T terms, in any order.
 
-    Errors of a sum add up like a random walk. A score is at most the product of the longest query and key, and its
-    absolute error is its weight's relative one.
+    Errors of a sum add up like a random walk. A score is at most the norm of the longest query times that of the
+    longest key, and its absolute error is the relative error of its weight.
     """
     seqlen, head_dim = q.shape[2:]
     score = float(q.norm(dim=-1).max() * k.norm(dim=-1).max()) / math.sqrt(head_dim)
@@ -118,17 +118,17 @@ def rounding_bound(q: Tensor, k: Tensor, v: Tensor) -> float:
 
 
 class Forward:
-    """A side of the benchmark: its first call compiles it and compares its result with ours, the others run it."""
+    """A side of the benchmark: its first call compiles it and compares its result with ours, later calls run it."""
 
     def __init__(self, compiler: Compiler, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.compiler, self.inputs = compiler, (q, k, v)
         self.program: Program | None = None
 
     def __call__(self) -> None:
-        """Run it.
+        """Runs it.
 
         Raises:
-            ValueError: a result that differs from ours by more than rounding explains.
+            ValueError: the result differs from ours by more than rounding explains.
         """
         if self.program is not None:
             self.program.run()
@@ -143,7 +143,7 @@ class Forward:
 
 
 def forwards(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Forward]:
-    """The sides for q, k, v (B, H, T, D) that are installed and take them: float32 on a CPU."""
+    """The sides for q, k, v (B, H, T, D) that are installed and support them: float32 on a CPU."""
     if q.dtype != torch.float32 or q.device.type != "cpu":
         return {}
     there = {name: compiler for name, (packages, compiler) in COMPILERS.items() if all(map(find_spec, packages))}

@@ -1,7 +1,7 @@
 """``pyattn show``: what a trained model's heads look at, as a picture.
 
 Reads a checkpoint of ``pyattn train`` and draws, for a text and each head, the weight that each byte gives to the bytes
-before it: queries down, keys across, darker for more. A row's weights sum to 1; what a query does not see stays white.
+before it: queries down, keys across, darker for more. The weights of a row sum to 1; masked keys stay white.
 """
 
 import argparse
@@ -23,16 +23,16 @@ TEXT = "def mean(numbers):\n    return sum("
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = command("show", __doc__)
     parser.add_argument("run", type=Path, help=f"folder that pyattn train wrote, or its {checkpoint.MODEL}")
     parser.add_argument(
-        "--text", help="what the model reads, at most its context in bytes; default: the beginning of a function"
+        "--text", help="text to read, at most the model's context in bytes; default: the beginning of a function"
     )
     parser.add_argument("--layer", type=int, nargs="+", metavar="N", help="layers to show, from 0; default: all")
     parser.add_argument("--head", type=int, nargs="+", metavar="N", help="heads to show, from 0; default: all")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help=f"PNG to write, in place of an earlier one; default: {PICTURE} in run"
+        "--out", type=Path, metavar="FILE", help=f"PNG to write, replacing an earlier one; default: {PICTURE} in run"
     )
     return parser.parse_args(argv)
 
@@ -60,7 +60,7 @@ def weights_of(model: GPT, ids: Tensor, layers: Sequence[int], heads: Sequence[i
 
 
 def labels_of(text: bytes) -> list[str]:
-    """A sign for each byte: the character, if it is one by itself; white space and other bytes by a stand-in."""
+    """One label per byte: the character, if one byte makes one; a stand-in for white space and other bytes."""
     stand_ins = {
         " ": "\N{OPEN BOX}",
         "\n": "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}",
@@ -71,7 +71,7 @@ def labels_of(text: bytes) -> list[str]:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Read, compute, draw."""
+    """Read, compute and draw."""
     options = parse(argv)
     given = None if options.text is None else check_text("--text", options.text)
     model, path = checkpoint.of_run(options.run)

@@ -1,4 +1,4 @@
-"""All that a training needs to go on to the bit: a safetensors file, options as JSON in its metadata; no pickle."""
+"""All that a training needs to continue to the bit: a safetensors file, options as JSON in its metadata; no pickle."""
 
 import argparse
 import hashlib
@@ -18,19 +18,19 @@ from pyattn.cli.text import Text
 STATE = "training.safetensors"
 RULE = "--resume must be a folder that pyattn train wrote"
 PATHS = ("data", "out", "resume")
-"""The options that are paths."""
+"""The options that hold paths."""
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""AdamW's state of a parameter: the steps taken, and two tensors of its shape."""
+"""AdamW's state of a parameter: the number of steps, and two tensors of its shape."""
 
 
 def digest(text: Text) -> str:
-    """SHA-256 of the text, by which a run knows it again."""
+    """SHA-256 of the text, by which a resumed run recognises it."""
     content = torch.cat([text.train, text.validation]).numpy()
     return hashlib.sha256(content.tobytes()).hexdigest()
 
 
 def _parts(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights, and what the optimizer knows of each."""
+    """The weights, and the optimizer's state of each."""
     parts = {f"model.{name}": weight for name, weight in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -52,13 +52,13 @@ def save(path: Path, training: Training, options: argparse.Namespace, text: Text
 
 @dataclass(frozen=True)
 class State:
-    """A state that was read and checked.
+    """A state that has been read and checked.
 
     Attributes:
         path: its file.
-        options: those of the run.
-        text: :func:`digest` of its text.
-        tensors: by the names that :func:`save` gives them.
+        options: the options of the run.
+        text: the :func:`digest` of the run's text.
+        tensors: the tensors under the names that :func:`save` gives them.
     """
 
     path: Path
@@ -68,18 +68,18 @@ class State:
 
     @property
     def steps(self) -> int:
-        """The steps that are done."""
+        """The number of completed steps."""
         return len(self.tensors["losses.train"])
 
     def restore(self, training: Training) -> None:
-        """Put ``training``, made for the same options, where the saved one was."""
+        """Put ``training``, made for the same options, into the saved state."""
         model, losses, tensors = training.model, training.losses, self.tensors
         weights = {name.removeprefix("model."): x for name, x in tensors.items() if name.startswith("model.")}
         model.load_state_dict(weights)
         for name, parameter in model.named_parameters():
             if self.steps:
                 known = {key: tensors[f"optimizer.{key}.{name}"] for key in MOMENTS}
-                # AdamW counts steps on the CPU wherever the weights lie.
+                # AdamW keeps its step count on the CPU, wherever the weights are.
                 moved = {key: x if key == "step" else x.to(parameter.device) for key, x in known.items()}
                 training.optimizer.state[parameter] = moved
         losses.train.update(enumerate(tensors["losses.train"].tolist(), 1))
@@ -91,7 +91,7 @@ class State:
 
 
 def _expected(options: argparse.Namespace, tensors: dict[str, Tensor]) -> stored.Expected:
-    """Shape and dtype of what :func:`save` writes for ``options`` after as many steps as ``tensors`` have losses of."""
+    """Shapes and dtypes of what :func:`save` writes for ``options``, after as many steps as ``tensors`` hold losses."""
     numbers = sum(tensor.numel() for tensor in tensors.values())
     model = stored.skeleton(training_options.config_of(options), len(tensors), numbers)
     done, validated = (tensors[key].shape[:1].numel() for key in ("losses.train", "losses.validation"))
@@ -128,7 +128,7 @@ def load(run: Path) -> State:
     """The state that ``pyattn train`` left in the folder ``run``.
 
     Raises:
-        InputError: there is none, or it is not as :func:`save` wrote it.
+        InputError: there is no state, or it is not as :func:`save` wrote it.
     """
     path = run / STATE
     try:

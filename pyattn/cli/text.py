@@ -13,7 +13,7 @@ from torch import Tensor
 from pyattn.cli import InputError
 
 MAX_BYTES = 64 * 2**20
-"""Most bytes read: enough for hours of training on a CPU, and little memory beside the activations."""
+"""Most bytes read: hours of training on a CPU, and little memory beside the activations."""
 
 VALIDATION_SHARE = 0.1
 
@@ -24,7 +24,7 @@ class Text:
 
     Attributes:
         train, validation: uint8 (bytes,).
-        source: where the text comes from, in words.
+        source: where the text comes from, as a phrase.
     """
 
     train: Tensor
@@ -43,7 +43,7 @@ class Text:
         return windows[torch.linspace(0, len(windows) - 1, count).long()].long()
 
     def unigram_loss(self) -> float:
-        """Validation loss, in nats a byte, of a unigram model: the byte frequencies of the training bytes."""
+        """Validation loss, in nats per byte, of a unigram model with the byte frequencies of the training bytes."""
         seen, expected = (torch.bincount(part, minlength=256).double() for part in (self.train, self.validation))
         chance = (seen + 1) / (seen + 1).sum()  # Laplace smoothing: no byte is impossible
         return float(-(expected / expected.sum()) @ chance.log())
@@ -62,10 +62,10 @@ def read(data: Path | None, context: int) -> Text:
     """Read a file, the files of a folder, or by default the standard library's top-level modules.
 
     Files are shuffled in an order that does not depend on the seed, so training and validation see the same kinds of
-    files and runs can be compared. Files that are not text, and bytes past ``MAX_BYTES``, are left out.
+    files and runs are comparable. Files that are not text, and bytes beyond ``MAX_BYTES``, are left out.
 
     Raises:
-        InputError: no such file, no text in it, or too little for one window of ``context`` + 1 bytes in each split.
+        InputError: no such file, no text in it, or less than one window of ``context`` + 1 bytes in a split.
     """
     if data is None:
         files, origin = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")), "Python's standard library"

@@ -16,33 +16,33 @@ from pyattn import _C
 from pyattn.cli.contention import Contention
 
 SHORTEST = 2e-3
-"""Seconds a measurement lasts at least; shorter calls are repeated, so that clock reads and wake-ups don't show."""
+"""Least seconds of a measurement; shorter calls are repeated, so clock reads and wake-ups don't matter."""
 
 MOST_ROUNDS = 50
 """More rounds would move a median by less than the rounds differ."""
 
 SPIN = 0.02
-"""CPU seconds of each thread in a try at the peak: some 10^8 instructions."""
+"""CPU seconds of each thread per try at the peak: some 10^8 instructions."""
 
 PEAK_TRIES = 4
-"""The peak is the best of them; a core may still run at a low frequency in the first."""
+"""Tries, of which the best is the peak: a core may still run at a low frequency in the first."""
 
 CLEAR_REFS = Path("/proc/self/clear_refs")
-"""Where Linux resets the process's peak memory."""
+"""Linux resets the process's peak memory when this file is written."""
 
 
 @dataclass(frozen=True)
 class Time:
-    """The time of a call of one side.
+    """The time of one call of one side.
 
     Attributes:
         seconds: median of the rounds, by the clock of :func:`stopwatch`.
         low, high: first and third quartile.
-        speedup: time of the base over this one's, median of the ratios of each round.
-        rounds: their number; quartiles of fewer than three mean nothing.
-        wall_seconds, cpu_seconds: medians of the wall clock and of all threads' CPU time, spinning included.
-        waited: share of the comparison's time that a thread waited for a core; None where the clock is not the wall
-            clock, and where unknown.
+        speedup: the base's time over this one's, median of the ratios within each round.
+        rounds: number of rounds; quartiles of fewer than three mean nothing.
+        wall_seconds, cpu_seconds: medians of wall-clock time and of all threads' CPU time, spinning included.
+        waited: share of the comparison's time that a thread waited for a core; None if the clock is not the wall clock,
+            or if unknown.
     """
 
     seconds: float
@@ -56,15 +56,15 @@ class Time:
 
 
 def by_the_wall(device: str) -> bool:
-    """Whether times on ``device`` are by the wall clock, which other programs affect."""
+    """Whether times on ``device`` are wall-clock times, which other programs affect."""
     return device == "cpu" and torch.get_num_threads() > 1
 
 
 def stopwatch(device: str) -> Callable[[], float]:
-    """Starts the clock of ``device``. Returns a function that reads it, in seconds, when the device's work is done.
+    """Starts the clock of ``device``. Returns a function that waits for the device and reads the clock in seconds.
 
-    With one thread, a CPU's clock is that thread's CPU time, which other programs don't affect. With more it is the
-    wall clock, because threads that spin at a barrier use CPU time too.
+    With one thread, a CPU's clock is that thread's CPU time, which other programs don't affect. With more threads it is
+    the wall clock, because threads that spin at a barrier use CPU time too.
     """
     if device == "cpu":
         clock = time.perf_counter if by_the_wall(device) else time.thread_time
@@ -83,7 +83,7 @@ def stopwatch(device: str) -> Callable[[], float]:
 
 
 def once(call: Callable[[], object], repeats: int, device: str = "cpu") -> float:
-    """Seconds of a call, mean of ``repeats`` in a row."""
+    """Seconds per call, mean of ``repeats`` calls in a row."""
     seconds = stopwatch(device)
     for _ in range(repeats):
         call()
@@ -93,7 +93,7 @@ def once(call: Callable[[], object], repeats: int, device: str = "cpu") -> float
 def in_turn(
     calls: dict[str, Callable[[], object]], base: str, seconds: float, device: str = "cpu", fewest: int = 3
 ) -> dict[str, Time]:
-    """Time each of ``calls``, one after the other in rounds, about ``seconds`` a side and ``fewest`` rounds or more.
+    """Time each of ``calls`` in turn, in rounds, about ``seconds`` per side and at least ``fewest`` rounds.
 
     Other work on the machine slows all sides of a round alike, so speed-ups compare times within a round.
     """
@@ -105,7 +105,7 @@ def in_turn(
     while rounds < fewest or (
         rounds < MOST_ROUNDS and (time.perf_counter() - started) * (rounds + 1) / rounds < seconds * len(calls)
     ):
-        for name in shuffle.sample(list(calls), len(calls)):  # so that no side always follows the same one
+        for name in shuffle.sample(list(calls), len(calls)):  # so no side always follows the same one
             wall, cpu, n = time.perf_counter(), time.process_time(), repeats[name]
             mean = once(calls[name], n, device)
             taken[name].append((mean, (time.perf_counter() - wall) / n, (time.process_time() - cpu) / n))
@@ -124,7 +124,7 @@ def in_turn(
 
 
 def peak_flops(dtype: str, threads: int) -> float:
-    """Floating-point operations a second that ``threads`` threads reach between registers, with the active ISA.
+    """Floating-point operations per second of ``threads`` threads between registers, with the active instruction set.
 
     Each thread is timed by its own CPU time, which other programs don't affect.
     """
@@ -144,9 +144,9 @@ def peak_flops(dtype: str, threads: int) -> float:
 
 
 def peak_memory(call: Callable[[], object], device: str = "cpu") -> int | None:
-    """Bytes by which resident memory rises at most during a call; None where the system does not count it.
+    """The peak rise of resident memory during a call, in bytes; None if the system does not count it.
 
-    On a GPU, the bytes that torch allocates at most.
+    On a GPU, the peak of torch's allocations.
     """
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()

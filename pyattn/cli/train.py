@@ -1,9 +1,9 @@
 """``pyattn train``: train a small GPT on text, save it, and compare its attention with a pure-Python one.
 
-Writes the model (model.safetensors) and what --resume needs (training.safetensors), at each validation and at the end,
-and the loss curve (loss.png) to --out. Ctrl-C ends training early and finishes the run as usual; --resume continues
-from the last validation, to the bit. --resume with --steps extends a run. A loss that is infinite or NaN ends the run;
-the model of the last validation is kept.
+Writes the model (model.safetensors) and the state that --resume needs (training.safetensors) to --out, at each
+validation and at the end, and the loss curve (loss.png). Ctrl-C ends training early and finishes the run as usual;
+--resume continues from the last validation, to the bit. --resume with --steps extends a run. A loss that is infinite or
+NaN ends the run; the model of the last validation is kept.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from pyattn.cli.text import Text, read
 from pyattn.cli.training_options import check, config_of, given, parser, prompt_size
 
 BFLOAT16_PRODUCTS = ("avx512_bf16",)
-"""Instruction sets that multiply bfloat16; on others it is converted to float32 first, in torch's linears too."""
+"""Instruction sets with bfloat16 products; on others it is first converted to float32, in torch's linears too."""
 
 CURVE = "loss.png"
 FILES = MODEL, state.STATE, CURVE
@@ -43,11 +43,11 @@ VALIDATION_WINDOWS = 64
 """A byte's loss has a standard deviation near 2 nats: the mean of 64 windows of 256 has one near 2 / 128 = 0.016."""
 
 COMPARED_BATCHES = 8
-"""Few enough to take seconds, enough that one disturbed batch does not move the median."""
+"""Few enough to take seconds; enough that one disturbed batch does not move the median."""
 
 
 def introduce(options: argparse.Namespace, text: Text, model: GPT) -> None:
-    """Print what is trained, on what text, and how."""
+    """Print the model, its text, and the settings."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     size = (len(text.train) + len(text.validation)) / 1e6
     print(f"text       {text.source}: {size:.2f} MB, the last tenth to validate on")
@@ -65,7 +65,7 @@ def introduce(options: argparse.Namespace, text: Text, model: GPT) -> None:
 
 
 def show_sample(model: GPT, text: Text, options: argparse.Namespace) -> None:
-    """Print the beginning of the validation text and what the model adds to it."""
+    """Print the beginning of the validation text and the model's continuation."""
     prompt = text.validation[None, : prompt_size(options)].long().to(options.device)
     count = generation.room(model.config, prompt.shape[1], options.sample)
     added = generation.sampled(model, prompt, count, options)
@@ -90,7 +90,7 @@ def compare_attention(model: GPT, text: Text, options: argparse.Namespace) -> bo
 
 
 def give_up(reason: DivergenceError, losses: Losses, lr: float, folder: Path) -> None:
-    """Print where training diverged, which weights are kept, and what to change."""
+    """Print where training diverged, which weights are kept, and which option to change."""
     kept = max(losses.validation, default=None)
     left = "" if kept is None else f"; {folder / MODEL} has the weights of step {kept}"
     print(f"pyattn: training diverged, {reason}{left}: lower --lr, got {lr:g}", file=sys.stderr)
@@ -126,7 +126,9 @@ def train(options: argparse.Namespace, text: Text, folder: Path, before: state.S
             fit(training, batches, keep)
         except KeyboardInterrupt:
             interrupted = True
-            print(f"stopped    by Ctrl-C after {len(losses.train)} of {options.steps} steps; --resume {folder} goes on")
+            print(
+                f"stopped    by Ctrl-C after {len(losses.train)} of {options.steps} steps; --resume {folder} continues"
+            )
         final = evaluate(training, len(losses.train))
     except DivergenceError as reason:
         give_up(reason, losses, options.lr, folder)
@@ -134,7 +136,7 @@ def train(options: argparse.Namespace, text: Text, folder: Path, before: state.S
         return 1
 
     if interrupted:
-        checkpoint.save(model, path)  # alone: Ctrl-C in a step leaves random numbers drawn, so no state to resume from
+        checkpoint.save(model, path)  # no state: Ctrl-C in a step leaves random numbers drawn
     else:
         keep()
     kept = validate(checkpoint.load(path, attend).to(options.device), validation, recipe) == final
@@ -152,7 +154,7 @@ def train(options: argparse.Namespace, text: Text, folder: Path, before: state.S
 
 
 def resume(folder: Path, steps: int | None) -> int:
-    """Train on from the state in ``folder``, to ``steps`` in all; None: as many as the run was to have."""
+    """Continue training from the state in ``folder``, to ``steps`` in all; None: as many as the run planned."""
     if not folder.is_dir():
         raise InputError(state.RULE, folder / state.STATE)
     with output.held("--resume", folder, FILES, overwrite=True):
@@ -170,7 +172,7 @@ def resume(folder: Path, steps: int | None) -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Train a new model, or go on with one. Returns the exit code."""
+    """Train a new model, or continue one. Returns the exit code."""
     options = parser(__doc__).parse_args(argv)
     if options.resume is not None:
         here = given(argv)

@@ -1,4 +1,4 @@
-"""The options of ``pyattn train``: what they are, what they may be, and which of them a command line gave."""
+"""The options of ``pyattn train``: their meanings, their limits, and which of them a command line gave."""
 
 import argparse
 from collections.abc import Sequence
@@ -17,38 +17,38 @@ PRODUCTS = ("float32", "bfloat16")
 CHOICES = {"attention": ATTENTIONS, "device": DEVICES, "dtype": PRODUCTS}
 
 MOST_LR = 1e37
-"""AdamW's first step divides the learning rate by 1 - 0.9, and float32 ends at 3.4e38."""
+"""AdamW's first step divides the learning rate by 1 - 0.9, and float32's largest number is 3.4e38."""
 
 PROMPT = 64
-"""Bytes of validation text that the sample continues, a quarter of the context at most: a line or two, enough to see
+"""Bytes of validation text that the sample continues, at most a quarter of the context: a line or two, enough to see
 its kind."""
 
 
 def parser(about: str | None = None) -> argparse.ArgumentParser:
-    """The options with their defaults; ``about``: what --help says of the command.
+    """The options with their defaults; ``about``: the command's description in --help.
 
-    The defaults reached the lowest loss of what was tried at equal cost (two minutes on two Zen 4 cores): 1.8 nats a
-    byte with 2 layers; 4 layers stayed at 2.3, with 1100 steps of 4 windows and with 550 of 8.
+    The defaults reached the lowest loss among configurations of equal cost (two minutes on two Zen 4 cores): 1.8 nats
+    per byte with 2 layers; 4 layers stayed at 2.3, with 1100 steps of 4 windows and with 550 of 8.
     """
     made = command("train", about)
     model = made.add_argument_group("model")
     option(model, "layers", Config.layers, "number of blocks")
     option(model, "heads", Config.heads, "attention heads in each block")
     option(model, "width", Config.width, "features of a token, a multiple of heads")
-    option(model, "context", Config.context, "bytes the model can look back on")
+    option(model, "context", Config.context, "bytes the model can see")
     option(model, "dropout", Config.dropout, "probability of dropping a weight or an output")
     window(model)
-    model.add_argument("--sinks", action="store_true", help="give each head's softmax a learned sink")
+    model.add_argument("--sinks", action="store_true", help="add a learned sink to each head's softmax")
     model.add_argument(
         "--alibi", action="store_true", help="ALiBi in place of learned positions, which end at the context"
     )
-    option(model, "attention", "pyattn", "whose attention to use", choices=ATTENTIONS)
+    option(model, "attention", "pyattn", "implementation of attention", choices=ATTENTIONS)
 
     training = made.add_argument_group("training")
     training.add_argument("--data", type=Path, help="text file or folder; default: Python's standard library")
-    option(training, "steps", 2400, "optimiser steps, those of a resumed run included")
-    option(training, "batch", 4, "windows of context bytes in a step")
-    rates = "reached after a twentieth of the steps, then a cosine takes it to nearly 0"
+    option(training, "steps", 2400, "optimiser steps, including those of a resumed run")
+    option(training, "batch", 4, "windows of context bytes per step")
+    rates = "reached after a twentieth of the steps, then cosine decay to nearly 0"
     option(training, "lr", 5e-3, f"highest learning rate: {rates}")
     option(training, "eval-every", 200, "steps from one validation to the next")
     option(training, "seed", 0, "random seed of weights, batches, dropout and sample")
@@ -59,9 +59,9 @@ def parser(about: str | None = None) -> argparse.ArgumentParser:
         "--resume",
         type=Path,
         metavar="RUN",
-        help="go on with the run in this folder, from its end or, if it was cut off, its last validation. Its own "
-        "options hold, and are left out here, but --steps may be another number: further steps then have the learning "
-        "rates of a run of so many steps from its beginning (the rate of a finished run rises again), and all else "
+        help="continue the run in this folder, from its end or, if it was cut off, its last validation. The run's own "
+        "options apply and can't be given here, except --steps: with another number, further steps have the learning "
+        "rates of a run planned with that many steps (the rate of a finished run rises again), and everything else "
         "continues to the bit; default: begin a run",
     )
 
@@ -70,31 +70,31 @@ def parser(about: str | None = None) -> argparse.ArgumentParser:
     output.add_argument("--overwrite", action="store_true", help="replace an earlier run's files in --out")
     option(output, "sample", 400, "bytes to generate at the end")
     option(output, "temperature", 0.8, "divides the sample's logits; lower is less random")
-    option(output, "top-k", 40, "draw each byte of the sample from the likeliest K")
+    option(output, "top-k", 40, "draw each byte of the sample from the K likeliest")
     return made
 
 
 def given(argv: Sequence[str]) -> set[str]:
-    """The names of the options that ``argv`` holds."""
+    """The names of the options in ``argv``."""
     unset = dict.fromkeys(types(), object())
     found = vars(parser().parse_args(argv, argparse.Namespace(**unset)))
     return {name for name, value in unset.items() if found[name] is not value}
 
 
 def types() -> dict[str, tuple[type, ...]]:
-    """The types that values have in JSON, by option."""
+    """The JSON types of the options' values."""
     defaults = vars(parser().parse_args([]))
     return {name: (str, type(None)) if value is None else (type(value),) for name, value in defaults.items()}
 
 
 def config_of(options: argparse.Namespace) -> Config:
-    """The model that the options describe."""
+    """The model configuration that the options describe."""
     given = {field.name: getattr(options, field.name, field.default) for field in fields(Config)}
     return Config(**given | {"window": tuple(options.window)})
 
 
 def prompt_size(options: argparse.Namespace) -> int:
-    """Bytes that the sample continues."""
+    """Number of bytes that the sample continues."""
     quarter: int = options.context // 4
     return max(1, min(PROMPT, quarter))
 
@@ -116,6 +116,6 @@ def check(options: argparse.Namespace) -> None:
     check_device(options.device)
     config = config_of(options)
     windows = options.batch * options.context * 4 * (config.vocab + config.width * config.layers)
-    # Weights, gradients and AdamW's two moments; logits, and what each block adds to the residual stream.
+    # Weights, gradients and AdamW's two moments; logits, and each block's output to the residual stream.
     check_memory("training", 16 * config.weights + windows, options.device)
     generation.check_caches("--sample", config, prompt_size(options), options.sample, options.device)

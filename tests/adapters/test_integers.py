@@ -1,4 +1,4 @@
-"""Promise: an integer of an adapter may be any: the right result up to int64's ends, one sentence past them."""
+"""Promise: any integer argument of an adapter gives the right result up to int64's ends, one sentence beyond them."""
 
 from collections.abc import Callable
 
@@ -68,7 +68,7 @@ BOUNDS: dict[str, Callable[[int], Tensor]] = {
     "cached window": lambda n: cached(window_size=(n, n)),
     "torch's window": lambda n: by_torch(window=(2, n)),
 }
-"""Any number below 0 is all keys, as in flash-attn; torch takes -1 alone."""
+"""In flash-attn any number below 0 means all keys; torch takes only -1."""
 
 LENGTHS: dict[str, Callable[[int], Tensor]] = {
     "max_seqlen_q": lambda n: packed(n),
@@ -81,7 +81,7 @@ LENGTHS: dict[str, Callable[[int], Tensor]] = {
     "num_splits": lambda n: cached(num_splits=n),
     "sliding_window": model,
 }
-"""Upper bounds: any that is large enough changes nothing."""
+"""Upper bounds: every one that is large enough gives the same result."""
 
 PLACES: dict[str, Callable[[int], Tensor]] = {
     "cache_seqlens": cached,
@@ -98,7 +98,7 @@ PLACES: dict[str, Callable[[int], Tensor]] = {
     "seqlen of padding": lambda n: padding.pad_input(Q[0], torch.arange(9), 1, n << 32),
     "first_axis_dim": lambda n: padding.index_put_first_axis(Q[0], torch.arange(9), n << 32),
 }
-"""None of the ends is a place or a size that there is; what memory might hold is shifted past it."""
+"""int64's ends are no valid places or sizes; numbers that memory could hold are shifted beyond it."""
 
 
 @pytest.mark.parametrize("name", BOUNDS)

@@ -1,4 +1,4 @@
-"""Promise: strides of an adapter's integer tensors and slopes, any at all, change no bit, forward and backward."""
+"""Promise: the strides of an adapter's integer tensors and slopes never change a bit, forward or backward."""
 
 from collections.abc import Callable
 from typing import Any
@@ -49,12 +49,12 @@ def column_major(x: Tensor) -> Tensor:
 
 
 def of_columns(x: Tensor) -> Tensor:
-    """A column of a matrix, or columns of rows that go on."""
+    """A column of a matrix, or columns of longer rows."""
     return every_other(column_major(x)) if x.dim() == 2 else every_other(x[:, None].repeat(1, 2))[:, 1]
 
 
 def expanded(x: Tensor) -> Tensor:
-    """The tensor with stride 0 along each dimension whose elements are equal."""
+    """The tensor with stride 0 along each dimension whose elements are all equal."""
     return x.select(0, 0)[None].expand_as(x) if (x == x.select(0, 0)).all() else every_other(x)
 
 
@@ -103,7 +103,7 @@ def paged_slopes(slopes: Tensor) -> Tensor:
 
 
 def cached(**options: Any) -> tuple[Tensor, ...]:
-    """out, and both caches as they were left."""
+    """out, and both caches afterwards."""
     caches = [x.clone() for x in (PAGES if "block_table" in options else (rand_cache(0), rand_cache(1)))]
     options = {"cache_seqlens": ints(20, 9, 28), "causal": True} | options
     out = flash_attn_with_kvcache(NEW_Q, *caches, NEW_K, NEW_V, *ANGLES, **options)

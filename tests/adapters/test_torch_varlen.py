@@ -1,4 +1,4 @@
-"""Promise: torch's varlen_attn works on the CPU while told to: forward, backward, lse, and every argument."""
+"""Promise: torch's varlen_attn works on the CPU while activated: forward, backward, lse, and every argument."""
 
 import inspect
 import subprocess
@@ -23,7 +23,7 @@ from pyattn import attention_varlen
 from pyattn.adapters import torch_varlen
 
 KNOWN = inspect.signature(varlen_attn).parameters
-GROUPED = {"enable_gqa": True} if "enable_gqa" in KNOWN else {}  # torch 2.11 groups heads without being asked
+GROUPED = {"enable_gqa": True} if "enable_gqa" in KNOWN else {}  # torch 2.11 always groups heads
 newer = pytest.mark.skipif("seqused_k" not in KNOWN, reason="varlen_attn has it from torch 2.12 on")
 
 LENGTHS_Q, LENGTHS_K = (10, 0, 33, 1, 20), (10, 4, 50, 7, 5)
@@ -51,14 +51,14 @@ def inputs(dtype=torch.float32, head_dim=16):
 
 
 def visible(queries, keys, window):
-    """torch's window, the last query standing at the last key: True = takes part."""
+    """torch's window, the last query being at the last key: True = takes part."""
     distance = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
     left, right = window
     return ((distance <= left) | (left < 0)) & ((-distance <= right) | (right < 0))
 
 
 def by_torch(q, k, v, window, scale=None):
-    """torch's math backend, sequence by sequence."""
+    """torch's math backend, one sequence at a time."""
     outs = []
     for own_q, own_k, own_v in zip(q.split(LENGTHS_Q), k.split(LENGTHS_K), v.split(LENGTHS_K), strict=True):
         mask = visible(len(own_q), len(own_k), window)
@@ -101,13 +101,13 @@ def test_lse():
     scores = torch.einsum("qhd,khd->hqk", q.double()[start:end], keys) / 4
     expected = scores.masked_fill(~visible(33, 50, (-1, 0)), float("-inf")).logsumexp(-1)
     torch.testing.assert_close(lse[:, start:end].double(), expected, rtol=1e-6, atol=1e-6)
-    unseeing = CU_Q[4] + 20 - 5 - 1  # of 20 queries on 5 keys, 15 stand before the first key
+    unseeing = CU_Q[4] + 20 - 5 - 1  # of 20 queries on 5 keys, 15 are before the first key
     assert not out[CU_Q[4] : unseeing + 1].any()
     assert (lse[:, CU_Q[4] : unseeing + 1] == float("-inf")).all()
 
 
 def test_a_sequence_alone_has_the_same_bits():
-    """What torch promises for num_splits=1."""
+    """torch promises this for num_splits=1."""
     q, k, v = (t.detach() for t in inputs())
     out, lse = varlen_attn(q, k, v, *SIZES, return_aux=AuxRequest(lse=True), **GROUPED)
     for b, lengths in enumerate(zip(LENGTHS_Q, LENGTHS_K, strict=True)):
@@ -187,7 +187,7 @@ def call(**change):
         (NotImplementedError, {"value": torch.ones(76, 2, 8)}, "value must have query's head dimension in torch's "),
         (NotImplementedError, {"dropout_p": 0.5}, "dropout_p must be 0 in torch's varlen_attn, got 0.5"),
         (NotImplementedError, {"return_debug_mask": True}, "return_debug_mask must be False, got True"),
-        (NotImplementedError, {"cum_seq_q": None}, "cu_seq_q must be given: dense batches have pyattn.attention, got "),
+        (NotImplementedError, {"cum_seq_q": None}, "cu_seq_q must be given (pyattn.attention takes dense batches), "),
         (ValueError, {"cum_seq_k": None}, "cu_seq_k must be given unless block_table and seqused_k are, got None"),
         (ValueError, {"block_table": torch.ones(5, 4).int()}, "block_table must come with seqused_k, got None"),
         (ValueError, {"max_q": 3}, "max_seqlen_q "),

@@ -1,4 +1,4 @@
-"""Every result, forward and backward, is as exact as plain PyTorch in the same dtype, by the rule of yardstick.py."""
+"""Promise: every result, forward and backward, is as exact as plain PyTorch in its dtype, by yardstick.py's rule."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ TILES = [
         Case(1, 1, 1, 66, 127, dim - 8, dim - 15, False, dropout_p=0.2),
     )
 ]
-"""A little more and a little less than whole tiles, for each head dimension that CUDA's tiles are made for."""
+"""Slightly more and less than whole tiles, for each head dimension that has its own CUDA tiles."""
 
 
 @each_dtype
@@ -62,11 +62,11 @@ def test_a_row_that_sees_one_key(backend: Backend, dtype: torch.dtype, seqlen_k:
 @pytest.mark.parametrize("softmax_scale", [8.0, -8.0, 1e6])
 def test_large_scales_do_not_overflow(backend: Backend, dtype: torch.dtype, softmax_scale: float) -> None:
     """The scale multiplies the score, not the query."""
-    # The smaller half of a float32 below 2^-114 would be subnormal.
+    # In float32, the smaller half of a number below 2^-114 would be subnormal.
     normal = 2**12 if backend.cuda_kernels and dtype == torch.float32 else 1
     largest, softmax_scale = torch.finfo(dtype).max / 4 / normal, softmax_scale * normal
     q = torch.full((1, 1, 2, 4), largest, dtype=dtype)
-    k = torch.randn(1, 1, 50, 4).sign() * (1 + torch.rand(1, 1, 50, 4))  # normal numbers, once they are that small
+    k = torch.randn(1, 1, 50, 4).sign() * (1 + torch.rand(1, 1, 50, 4))  # still normal numbers at that size
     k = k.to(dtype) * torch.finfo(dtype).tiny * normal
     v = torch.randn(1, 1, 50, 8).to(dtype)
     options = {"causal": False, "softmax_scale": softmax_scale}
@@ -78,7 +78,7 @@ def test_large_scales_do_not_overflow(backend: Backend, dtype: torch.dtype, soft
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_scores_as_large_as_the_dtype_allows(backend: Backend, dtype: torch.dtype, sign: int) -> None:
-    """Equal scores near the largest number weigh 1 / n each, as in torch.softmax."""
+    """Equal scores near the largest number get weight 1 / n each, as in torch.softmax."""
     largest = torch.finfo(dtype).max ** 0.5 * 0.99
     q = torch.full((1, 1, 3, 1), largest, dtype=dtype)
     k = torch.full((1, 1, 200, 1), sign * largest, dtype=dtype)
@@ -93,7 +93,7 @@ def test_scores_as_large_as_the_dtype_allows(backend: Backend, dtype: torch.dtyp
 
 
 def test_long_sums_of_float(backend: Backend) -> None:
-    """Tensor cores truncate sums; over many keys of one sign that would add up, were it not for float's own sums."""
+    """Tensor cores truncate sums; over many keys of one sign this would add up without separate float32 sums."""
     q, k = torch.randn(1, 1, 16, 32), torch.randn(1, 1, 3000, 32)
     v = torch.rand(1, 1, 3000, 32) + 1
     out = backend.attention(q, k, v, causal=False)

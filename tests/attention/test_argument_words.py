@@ -1,4 +1,4 @@
-"""Promise: arguments as users write them are taken where their meaning is plain, and answered with what to write."""
+"""Promise: arguments as users write them work if their meaning is clear, and otherwise get advice on what to write."""
 
 import inspect
 import re
@@ -67,7 +67,7 @@ OPTIONAL = (
 @each_function
 @pytest.mark.parametrize("causal", [True, False])
 def test_none_is_not_given(name: str, causal: bool) -> None:
-    """As configurations of models have it."""
+    """Model configurations pass None."""
     expected = results(name, causal=causal)
     for option in OPTIONAL:
         assert_equal(results(name, causal=causal, **{option: None}), expected)

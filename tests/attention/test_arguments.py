@@ -1,4 +1,4 @@
-"""Random arguments to the raw operators: a result of the right shapes, or one sentence that says what is wrong."""
+"""Promise: random arguments to the raw operators give a result of the right shapes, or one sentence of refusal."""
 
 import math
 from typing import Any
@@ -24,7 +24,7 @@ VARLEN_BACKWARD = (*ROWS, *Packing._fields, *Options._fields, "output_mask")
 
 
 def tensor(draw: st.DrawFn, shape: list[int], dtype: torch.dtype) -> Tensor:
-    """Ones, in one of many layouts."""
+    """A tensor of ones in one of many layouts."""
     x = torch.ones(shape, dtype=dtype)
     match draw(st.sampled_from(["dense"] * 20 + ["reversed", "expanded", "padded", "meta", "sparse", "negated"])):
         case "reversed":
@@ -49,7 +49,7 @@ OPTIONAL = ("dlse", "q_offsets", "key_ranges", "mask", "bias", "seqused_k", *FRA
 
 
 def lengths(draw: st.DrawFn, count: int) -> list[int]:
-    """Where sequences begin and end, most of them in order."""
+    """The starts and ends of sequences, mostly in order."""
     begins = [0]
     for _ in range(count):
         begins.append(begins[-1] + draw(SIZES))
@@ -60,7 +60,7 @@ def lengths(draw: st.DrawFn, count: int) -> list[int]:
 
 @st.composite
 def arguments(draw: st.DrawFn, names: tuple[str, ...]) -> dict[str, Any]:
-    """Arguments that fit together, except up to three that are drawn without regard to the others."""
+    """Arguments that fit together, except up to three that are drawn independently."""
     b, h, g, sq, sk, d, dv = (draw(SIZES) for _ in range(7))
     rows = [b, h * g, sq]
     shapes = {"q": [*rows, d], "k": [b, h, sk, d], "v": [b, h, sk, dv], "out": [*rows, dv], "dout": [*rows, dv]}
@@ -100,7 +100,7 @@ def arguments(draw: st.DrawFn, names: tuple[str, ...]) -> dict[str, Any]:
         if name in odd:
             shape, kind = draw(st.lists(SIZES, max_size=5)), draw(st.sampled_from(DTYPES))
             scalars = st.sampled_from([0, 1.5, -1, math.nan, "x", (), True, 2**70, [3], [-5, 2], [1, 2, 3]])
-            # A sparse tensor where a number belongs is refused by torch's parser, in its own words: left out.
+            # torch's parser refuses a sparse tensor in place of a number, in its own words, so that case is omitted.
             other = tensor(draw, shape, kind) if name in shapes else torch.ones(shape, dtype=kind)
             values[name] = draw(st.none() | scalars | st.just(other))
         elif name in OPTIONAL and draw(st.integers(0, 2)):
@@ -137,7 +137,7 @@ OPERATORS = {
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_result_or_one_sentence(request: pytest.FixtureRequest, name: str) -> None:
-    """120 examples for each operator, by every instruction set."""
+    """120 examples per operator, on every instruction set."""
     names, operator = OPERATORS[name], getattr(torch.ops.pyattn, f"attention_{name}")
     outcomes = {"result": 0, "refused": 0}
 

@@ -1,4 +1,4 @@
-"""Promise: gradients by parts of the keys, from the merged out and lse, are those of attention over all of them."""
+"""Promise: gradients by parts of the keys, from the merged out and lse, equal those of attention over all keys."""
 
 import re
 from typing import Any
@@ -17,7 +17,7 @@ LEARNED = "bias", "alibi_slopes", "sinks"
 
 
 def statistics(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """(row_max, row_sum) of the whole, rounded once: a number near the largest score, and the sum beside it."""
+    """(row_max, row_sum) of the whole, rounded once: a number near the largest score, and the matching sum."""
     wide = {name: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in options.items()}
     lse = reference.attention(q.double(), k.double(), v.double(), return_lse=True, **wide)[1]
     near = lse.floor()
@@ -25,7 +25,7 @@ def statistics(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, options: dic
 
 
 class InParts(torch.autograd.Function):
-    """Attention as devices do it that hold a part of the keys each: forward merges, backward goes by parts again."""
+    """Attention across devices that each hold a part of the keys: forward merges, backward runs part by part again."""
 
     @staticmethod
     def forward(
@@ -83,7 +83,7 @@ def test_fewer_and_more_parts(native: Backend, case: Case, count: int, dtype: to
 
 @each_dtype
 def test_error_from_lse_alone(repeatable: Backend, dtype: torch.dtype) -> None:
-    """Each weight, a row of dv where each query has a column of dout, errs by 2 eps |lse| more than from a pair."""
+    """With one column of dout per query, dv holds the weights; each errs by 2 eps |lse| more than from a pair."""
     case = Case(1, 1, 1, 16, 60, 24, 16, softmax_scale=8.0)
     q, k, v = case.inputs(dtype)
     dout = torch.eye(16)[None, None].to(dtype)

@@ -1,4 +1,4 @@
-"""Few queries against many keys: the keys are cut into ranges of 1024, blocks of 128 and whole vectors, then merged."""
+"""Promise: few queries against many keys, cut into ranges of 1024, blocks of 128 and vectors, are exact."""
 
 import math
 
@@ -45,7 +45,7 @@ def test_forward_and_backward(native: Backend, case: Case, dtype: torch.dtype) -
 def test_what_is_not_seen_changes_no_bit(
     native: Backend, dtype: torch.dtype, bad: float, head_dim: int, head_dim_v: int
 ) -> None:
-    """Row i sees the keys up to 1020 + i, so some rows alone see some keys of each range and block."""
+    """Row i sees the keys up to 1020 + i, so in each range and block some keys are visible to some rows only."""
     q, k, v = Case(1, 2, 1, 4, 1300, head_dim, head_dim_v).inputs(dtype)
     clean = native.attention(q, k, v, q_offset=1020, return_lse=True)
     for i in range(4):
@@ -72,7 +72,7 @@ def test_nan_that_is_seen_arrives(native: Backend, dtype: torch.dtype, position:
 
 @each_dtype
 def test_scores_of_minus_infinity(native: Backend, dtype: torch.dtype) -> None:
-    """Keys that score -inf weigh nothing, also where they fill a range; a row with no others is NaN, as in softmax."""
+    """Keys that score -inf have weight 0, even if they fill a range; a row with no others is NaN, as in softmax."""
     q, k, v = Case(1, 1, 1, 2, 2100, 32, 32).inputs(dtype)
     q = q.abs() + 0.1
     k[:, :, :1500] = -math.inf
@@ -86,7 +86,7 @@ def test_scores_of_minus_infinity(native: Backend, dtype: torch.dtype) -> None:
 
 @each_dtype
 def test_one_infinite_column(native: Backend, dtype: torch.dtype) -> None:
-    """A score of -inf, whichever column it comes from: the last vector of columns overlaps the one before."""
+    """A score of -inf from any column: the last vector of columns overlaps the one before it."""
     q, k, v = Case(1, 1, 1, 1, 60, 42, 39).inputs(dtype)
     q = q.abs() + 0.1
     if native.keeps_infinity(dtype):
@@ -100,7 +100,7 @@ def test_one_infinite_column(native: Backend, dtype: torch.dtype) -> None:
 
 @each_dtype
 def test_keys_of_any_strides(native: Backend, dtype: torch.dtype) -> None:
-    """A cache stores positions before heads, in rows of odd strides, with more room than is used."""
+    """A cache stores positions before heads, in rows of odd strides, with more room than it uses."""
     q, k, v = Case(2, 4, 2, 2, 1500, 64, 32).inputs(dtype)
     dense = native.attention(q, k, v)
     room = torch.full((2, 1600, 2, 97), math.nan, dtype=dtype)

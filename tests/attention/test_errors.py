@@ -1,4 +1,4 @@
-"""Promise: wrong input is refused in one sentence, by the public function and by the raw operators."""
+"""Promise: wrong input is refused in one sentence by the public function and by the raw operators."""
 
 import math
 import re
@@ -113,7 +113,7 @@ def test_forward(device: str, changes: dict[str, Any], kind: type[Exception], me
 )
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_ranges_out_of_bounds(pair: tuple[int, int], got: str, dtype: torch.dtype) -> None:
-    """The first that is wrong is named, with its place; on a GPU they are not read, and kernels stay in bounds."""
+    """The error names the first wrong range and its place; a GPU does not read them, and kernels stay in bounds."""
     q, k, v = tensors().values()
     bad = torch.tensor([[[0, 7]] * 5] * 2, dtype=dtype)
     bad[1, 3] = torch.tensor(pair, dtype=dtype)
@@ -127,7 +127,7 @@ def test_ranges_out_of_bounds(pair: tuple[int, int], got: str, dtype: torch.dtyp
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("wanted", range(3))
 def test_gradients_of_what_is_not_there(wanted: int) -> None:
-    """The raw operator refuses to make one; a mask has none."""
+    """The raw operator refuses to compute one; a mask has none."""
     q, k, v = tensors().values()
     out, rows = torch.zeros(2, 4, 5, 6), torch.zeros(2, 4, 5)
     mask = [i == wanted for i in range(3)]

@@ -1,4 +1,4 @@
-"""Promise: every integer that a call takes may be any: the right result up to int64's ends, one sentence past them."""
+"""Promise: any integer argument of a call gives the right result up to int64's ends, and one sentence beyond them."""
 
 import itertools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from pyattn.adapters.sdpa_arguments import SdpaError
 from pyattn.reference import attention as formula
 from pyattn.reference import visible
 
-# torch scripts its own forward-mode rules on first use; the category is FutureWarning from torch 2.15 on.
+# torch scripts its own forward-mode rules on first use; the category is FutureWarning since torch 2.15.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")
 
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
@@ -171,5 +171,5 @@ def test_a_bool_is_no_number(name: str, value: bool) -> None:
 
 @pytest.mark.parametrize("name", PROBABILITIES)
 def test_false_is_a_probability(name: str) -> None:
-    """As ``training and p`` has it."""
+    """``training and p`` gives False."""
     PROBABILITIES[name](False)

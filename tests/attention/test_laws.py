@@ -1,4 +1,4 @@
-"""Laws of every backend: unseen positions change no bit, visible NaN arrives, parts and groups equal the whole."""
+"""Promise: on every backend masked keys change no bit, visible NaN propagates, parts and groups equal the whole."""
 
 import itertools
 import math
@@ -39,7 +39,7 @@ def test_what_is_not_seen_changes_no_bit(backend: Backend, dtype: torch.dtype, b
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("case", [Case(1, 2, 1, 90, 140, 40, 72, q_offset=20)], ids=str)
 def test_bad_keys_and_queries_within_a_tile(backend: Backend, case: Case, dtype: torch.dtype, bad: float) -> None:
-    """Rows that see bad keys have no finite result and no finite gradient; the others of their tile keep their bits."""
+    """Rows that see bad keys have no finite result and no finite gradient; other rows of the tile keep their bits."""
     last = 60  # the queries up to it see the keys up to 80
     (q, k, v), *gradients = case.drawn(dtype)
     clean = run(backend.attention, (q, k, v), *gradients, **case.options)
@@ -51,7 +51,7 @@ def test_bad_keys_and_queries_within_a_tile(backend: Backend, case: Case, dtype:
     assert soiled[2][:, :, last + 6 :].isnan().all()
 
     dout = gradients[0].clone()
-    q[:, :, 10], dout[:, :, 11] = bad, bad  # which see the keys up to 31
+    q[:, :, 10], dout[:, :, 11] = bad, bad  # these queries see the keys up to 31
     soiled = run(backend.attention, (q, k, v), dout, gradients[1], **case.options)
     assert_equal(tuple(x[:, :, 32:] for x in soiled[3:]), tuple(x[:, :, 32:] for x in clean[3:]))
     assert not any(x[:, :, :31].isfinite().any() for x in soiled[3:])
@@ -60,7 +60,7 @@ def test_bad_keys_and_queries_within_a_tile(backend: Backend, case: Case, dtype:
 @each_dtype
 @pytest.mark.parametrize("position", [63, 95])
 def test_one_bad_element(native: Backend, dtype: torch.dtype, position: int) -> None:
-    """A NaN in the last column and row of a block changes no bit for rows and keys that do not see it."""
+    """A NaN in the last column and row of a block changes no bit of rows and keys that don't see it."""
     inputs = [*Case(1, 2, 1, 96, 96, 21, 19).inputs(dtype), torch.randn(1, 2, 96, 19).to(dtype)]
     clean = run(native.attention, tuple(inputs[:3]), inputs[3])
     for which in range(4):
@@ -75,7 +75,7 @@ def test_one_bad_element(native: Backend, dtype: torch.dtype, position: int) -> 
 
 @each_dtype
 def test_a_key_that_no_query_sees(backend: Backend, dtype: torch.dtype) -> None:
-    """An unseen key has no gradient, even if it is NaN, and even in a tile that later queries would fill."""
+    """A masked key has zero gradient, even if it is NaN, and even in a tile that later queries would fill."""
     case = Case(1, 1, 1, 10, 40, 32, 32, q_offset=0)
     q, k, v = case.inputs(dtype)
     k[:, :, 12], v[:, :, 13] = math.nan, math.nan
@@ -88,17 +88,17 @@ def test_a_key_that_no_query_sees(backend: Backend, dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", DTYPES[2:], ids=str)
 def test_every_16_bit_number_is_read_and_rounded_as_torch_does(dtype: torch.dtype) -> None:
-    """The mean and the sum of each number and the next one lie halfway between two numbers, up to infinity."""
+    """The mean and the sum of each number and its successor lie halfway between two numbers, up to infinity."""
     a = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     b = a.roll(-1)
     largest, eps = torch.finfo(dtype).max, torch.finfo(dtype).eps
-    b[a == largest] = largest / (2 - eps) * eps / 2  # half of the distance to what would come next
+    b[a == largest] = largest / (2 - eps) * eps / 2  # half the distance to the next number, if there were one
     pairs = torch.stack([a, b])[None, None]
     mean = attention(torch.zeros(1, 1, 1, 8, dtype=dtype), torch.zeros(1, 1, 2, 8, dtype=dtype), pairs)
     q, k, v = Case(1, 1, 1, 2, 1, 8, 2**16).inputs(dtype)
     *_, total = run(attention, (q, k, v), pairs, causal=False)
     exact = a.float() + b.float()
-    # VDPBF16PS takes subnormal numbers for 0.
+    # VDPBF16PS treats subnormal numbers as 0.
     subnormal = torch.stack([(x != 0) & (x.abs() < torch.finfo(dtype).tiny) for x in (a, b)]).any(0)
     compared = ~subnormal if pyattn.isa() == "avx512_bf16" and dtype == torch.bfloat16 else slice(None)
     for x, y in ((mean, exact / 2), (total, exact)):
@@ -108,7 +108,7 @@ def test_every_16_bit_number_is_read_and_rounded_as_torch_does(dtype: torch.dtyp
 @each_dtype
 @pytest.mark.parametrize("causal", [True, False])
 def test_nan_that_is_seen_arrives(repeatable: Backend, dtype: torch.dtype, causal: bool) -> None:
-    """A NaN of q, k or v arrives in every row that sees it, at every length; one of v in its column alone, on a CPU."""
+    """NaN in q, k or v reaches every row that sees it, at every length; on a CPU, NaN in v reaches its column only."""
     for seqlen in repeatable.lengths(dtype):
         inputs = Case(1, 2, 2, seqlen, seqlen, 24, 20).inputs(dtype)
         for which, t in itertools.product(range(3), {0, seqlen // 2, seqlen - 1}):
@@ -126,7 +126,7 @@ def test_nan_that_is_seen_arrives(repeatable: Backend, dtype: torch.dtype, causa
 
 @each_dtype
 def test_scores_that_are_all_minus_infinity(backend: Backend, dtype: torch.dtype) -> None:
-    """Softmax of -inf alone is NaN, as in torch; beside a finite score, -inf weighs nothing."""
+    """The softmax of nothing but -inf is NaN, as in torch; beside a finite score, -inf has weight 0."""
     q, k, v = Case(1, 1, 1, 2, 200, 2, 3).inputs(dtype)
     q[:], k[:] = -math.inf, 1
     assert backend.attention(q, k, v).isnan().all()
@@ -156,7 +156,7 @@ def test_inf_values_arrive(repeatable: Backend, dtype: torch.dtype) -> None:
     "case", [Case(1, 2, 1, 80, 50, 16, 16, q_offset=-70), Case(1, 2, 1, 200, 90, 16, 16, q_offset=-170)], ids=str
 )
 def test_rows_that_see_nothing(backend: Backend, case: Case, dtype: torch.dtype) -> None:
-    """Their output and their gradient are 0, their lse is -inf, and keys that nobody sees have no gradient."""
+    """Their output and gradient are 0, their lse is -inf, and keys that no query sees have zero gradient."""
     out, lse, dq, dk, dv = run(backend.attention, *case.drawn(dtype), **case.options)
     blind = -case.q_offset
     assert (out[:, :, :blind] == 0).all()
@@ -178,7 +178,7 @@ def test_extreme_offsets(repeatable: Backend, offset: int) -> None:
 @pytest.mark.parametrize(("value", "gradient"), [(1e36, 1), (1, 1e36)])
 @pytest.mark.usefixtures("isa")
 def test_weights_below_the_smallest_normal_number_are_zero(value: float, gradient: float) -> None:
-    """Weights of e^-95 would be denormal in float32, and their products many times slower; large factors show them."""
+    """A weight of e^-95 would be subnormal in float32, and its products far slower; large factors make it visible."""
     q, k, v = Case(1, 1, 1, 256, 256, 64, 64).inputs(torch.float32)
     q[:], k[:], v[:] = 0, 0, value
     q[..., 0], k[:, :, 1:, 0], v[:, :, 0] = 8, -95, 0
@@ -189,7 +189,7 @@ def test_weights_below_the_smallest_normal_number_are_zero(value: float, gradien
 
 @each_dtype
 def test_decoding_equals_the_whole(native: Backend, dtype: torch.dtype) -> None:
-    """Queries one at a time, against the keys so far as a KV cache has them, give the rows of the full forward."""
+    """One query at a time, against the keys so far as in a KV cache, gives the rows of the full forward."""
     q, k, v = Case(1, 4, 2, 110, 110, 24, 20).inputs(dtype)
     steps = [native.attention(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1]) for t in range(110)]
     plain, exact = (reference.attention(*(x.to(t) for x in (q, k, v))) for t in (dtype, torch.float64))

@@ -1,4 +1,4 @@
-"""Tensors may lie anywhere in memory and have any size; extra memory is linear."""
+"""Promise: tensors may have any strides and any size, and extra memory is linear."""
 
 import itertools
 import math
@@ -60,7 +60,7 @@ def test_layout_of_rows_changes_no_bit(repeatable: Backend, dtype: torch.dtype, 
 @each_dtype
 @pytest.mark.parametrize("layout", [flipped_strides, every_other_column])
 def test_layout_of_columns_changes_no_bit(native: Backend, dtype: torch.dtype, layout: Layout) -> None:
-    """Columns that are not contiguous are copied above the kernels."""
+    """Columns that are not contiguous are copied before the kernels run."""
     for head_dim in native.head_dims:
         assert_layout_changes_no_bit(native, Case(2, 4, 2, 37, 110, head_dim, head_dim), dtype, layout)
 
@@ -130,7 +130,7 @@ EVERY_SCORE = {"softcap": 2.0, "bias": "float hqk", "alibi": "h", "sinks": True,
 @pytest.mark.parametrize("size", [0, 1])
 @pytest.mark.parametrize("dimension", SIZES)
 def test_sizes_zero_and_one(backend: Backend, dtype: torch.dtype, dimension: str, size: int) -> None:
-    """One tile and several, one query to many keys, as the score's products alone and with all that goes on top."""
+    """One tile and several, one query to many keys, with plain scores and with every mask and score option."""
     many = backend.lengths(dtype)[-1]
     for lengths, more in itertools.product([(3, 5), (3, many), (many - 8, many)], [{}, EVERY_SCORE]):
         sizes = dict(zip(SIZES, (2, 2, *lengths, 4, 6), strict=True)) | {dimension: size}
@@ -146,13 +146,13 @@ AROUND_2_16 = [
     for dimension in range(7)
     for b, h, g, sq, sk, d, dv in [[size if i == dimension else n for i, n in enumerate((1, 1, 1, 1, 2, 3, 2))]]
 ]
-"""Each dimension in turn: batch, KV heads, query heads of each, queries, keys, columns of q and k, of v."""
+"""Large sizes of each dimension: batch, KV heads, query heads per KV head, queries, keys, columns of q and k, of v."""
 
 
 @pytest.mark.parametrize("case", AROUND_2_16, ids=str)
 def test_sizes_around_two_to_the_16th(native: Backend, case: Case) -> None:
     qkv, dout, dlse = case.drawn(torch.float64)
-    # float64's bound is for wrong indices; a float32 sum over 65,536 rows has an error of its own.
+    # float64's bound is there to catch wrong indices: a float32 sum over 65,536 rows has its own error.
     ours, exact = (run(f, qkv, dout, dlse, causal=False) for f in (native.attention, reference.attention))
     for name, x, truth in zip(NAMES, ours, exact, strict=True):
         assert_accurate(name, x, truth, truth)
@@ -160,7 +160,7 @@ def test_sizes_around_two_to_the_16th(native: Backend, case: Case) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_offsets_past_two_to_the_31st(native: Backend, dtype: torch.dtype) -> None:
-    """A position every 2^26 elements, of q, k, v and dout alike; a CPU never touches the memory between them."""
+    """One position every 2^26 elements, in q, k, v and dout; a CPU never touches the memory between them."""
     native.needs_memory(12e9)
     case = Case(1, 1, 1, 40, 40, 64, 64)
     near = (*case.inputs(dtype), case.gradients(dtype)[0])
@@ -170,40 +170,40 @@ def test_offsets_past_two_to_the_31st(native: Backend, dtype: torch.dtype) -> No
 
 
 def needed(seqlen: int, heads: int = 1, head_dim: int = 16, **options: Any) -> int:
-    """Bytes by which resident memory rises at most in backward, and in forward before it: scratch and results."""
+    """The peak rise of resident memory, in bytes, over forward and backward: scratch and results."""
     q, k, v = (torch.randn(1, h, seqlen, head_dim, requires_grad=True) for h in (heads, 1, 1))
     leaves = [q, k, v, *(t for t in options.values() if isinstance(t, Tensor) and t.requires_grad)]
 
     def call() -> None:
         torch.autograd.grad(attention(q, k, v, **options).sum(), leaves)
 
-    call()  # loads what is loaded once
+    call()  # does all one-time loading
     return memory_needed(call)
 
 
 KEPT = 8 << 20
-"""Bytes that the allocator may have kept and serve one of two calls from, but not the other.
+"""Bytes that the allocator may have kept, so one of two calls is served from them and the other is not.
 
-In processes that did nothing else, a call with 8,192 rows still needed 6 MB one time and 9 another.
+Even in a fresh process, a call with 8,192 rows needed 6 MB one time and 9 MB another.
 """
 
 
 @pytest.mark.usefixtures("isa")
 def test_extra_memory_is_linear() -> None:
     half, whole = needed(8192), needed(16384)
-    assert 0 < whole <= 3 * half + KEPT  # 2, and what the system rounds; 4 if it were not linear
+    assert 0 < whole <= 3 * half + KEPT  # 2 plus the system's rounding; 4 if it were not linear
     assert whole < 16384 * 16384 * 4 / 50
 
 
 @pytest.mark.usefixtures("isa")
 def test_extra_memory_of_many_queries_to_a_key() -> None:
-    """Beyond out, dout and dq, each as large: half of one for shares of dk and dv, and what is linear in the keys."""
+    """Beyond out, dout and dq, of equal size: half of one for shares of dk and dv, plus a part linear in the keys."""
     dq = 32 * 1024 * 64 * 4
     assert needed(1024, heads=32, head_dim=64) < 3 * dq + 1.25 * dq
 
 
 def features(seqlen: int, *bias: int) -> dict[str, Any]:
-    """Every mask and every score, with a bias of this shape; the window keeps the time linear too."""
+    """Every mask and every score, with a bias of this shape; the window keeps time linear too."""
     bias_, slopes, sinks = (torch.randn(shape, requires_grad=True) for shape in (bias, (1,), (1,)))
     ranges = masks.documents([seqlen // 2] * 2)
     scores = {"softcap": 2.0, "bias": bias_, "alibi_slopes": slopes, "sinks": sinks}
@@ -212,7 +212,7 @@ def features(seqlen: int, *bias: int) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("isa")
 def test_extra_memory_of_masks_and_scores_is_linear() -> None:
-    """But for the gradient of a bias, which is as large as the bias."""
+    """Except for the gradient of a bias, which is as large as the bias."""
     half, whole = (needed(n, **features(n, n)) for n in (4096, 8192))
     assert 0 < whole <= 3 * half + KEPT
     assert whole < 8192 * 8192 * 4 / 20

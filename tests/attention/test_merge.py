@@ -1,4 +1,4 @@
-"""Promise: attention over parts of the keys merges into attention over all of them, forward and backward."""
+"""Promise: attention over parts of the keys merges into attention over all keys, forward and backward."""
 
 import doctest
 import itertools
@@ -30,7 +30,7 @@ CASES = [
 
 
 def part(options: dict[str, Any], begin: int, end: int, offset: int | Tensor) -> dict[str, Any]:
-    """The options of a call that has the keys [begin, end) alone; the first one carries the sinks."""
+    """The options of a call with only the keys [begin, end); the first part carries the sinks."""
     mine = options | {"q_offset": offset - begin}
     if "key_ranges" in options:
         mine["key_ranges"] = (options["key_ranges"] - begin).clamp(0, end - begin)
@@ -48,7 +48,7 @@ def cuts(seqlen_k: int, count: int) -> list[tuple[int, int]]:
 
 
 def in_parts(attend: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """``attend`` over ``count`` parts of unequal lengths, merged two by two; more than two in float32 at least."""
+    """``attend`` over ``count`` parts of unequal lengths, merged pairwise; more than two at least in float32."""
 
     def attend_parts(
         q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, q_offset: int | Tensor | None = None, **options: Any
@@ -73,13 +73,13 @@ def in_parts(attend: Callable[..., Any], count: int) -> Callable[..., Any]:
 @pytest.mark.parametrize("count", [2, 3, 8])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parts_equal_the_whole(repeatable: Backend, case: Case, count: int, dtype: torch.dtype) -> None:
-    """out, lse and every gradient, one through lse too; 8 parts of few keys leave some empty for all queries."""
+    """out, lse and every gradient, including one through lse; 8 parts of few keys leave some empty for every query."""
     assert_case_accurate(case, dtype, in_parts(repeatable.attention, count))
 
 
 @each_dtype
 def test_one_part_is_the_whole(isa: str, dtype: torch.dtype) -> None:
-    """A part without keys changes no bit of the other one, on either side."""
+    """A part without keys changes no bit of the other part, on either side."""
     q, k, v = Case(2, 4, 2, 9, 21, 24, 20).inputs(dtype)
     whole = attention(q, k, v, return_lse=True)
     empty = attention(q, k[:, :, :0], v[:, :, :0], return_lse=True)
@@ -88,7 +88,7 @@ def test_one_part_is_the_whole(isa: str, dtype: torch.dtype) -> None:
 
 
 def leaves(dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """out_a, lse_a, out_b and lse_b, whose rows see keys in both parts, in one, in the other, in none."""
+    """out_a, lse_a, out_b and lse_b, with rows that see keys in both parts, in either part, and in none."""
     out_a, out_b = torch.randn(2, 1, 2, 4, 3).to(dtype)
     lse_a, lse_b = torch.randn(2, 1, 2, 4, dtype=torch.promote_types(dtype, torch.float32))
     lse_a[..., 1::2], lse_b[..., 2:] = -math.inf, -math.inf
@@ -100,7 +100,7 @@ def test_gradients_are_differences() -> None:
     rows = [t.detach()[..., :1, :] if t.dim() == 4 else t.detach()[..., :1] for t in leaves()]
     assert gradcheck(lambda *x: finite(*merge(*x)), [t.clone().requires_grad_() for t in rows])
     out_a, lse_a, out_b, lse_b = leaves()
-    lse_a, lse_b = lse_a.detach(), lse_b.detach()  # some of which are -inf
+    lse_a, lse_b = lse_a.detach(), lse_b.detach()  # some are -inf
     assert gradcheck(lambda a, b: finite(*merge(a, lse_a, b, lse_b)), (out_a, out_b))
 
 
@@ -128,7 +128,7 @@ def test_packed_sequences_have_their_heads_first_in_lse() -> None:
 
 @pytest.mark.usefixtures("isa")
 def test_parts_of_packed_sequences() -> None:
-    """As attention_varlen gives them; some queries see keys of one part alone."""
+    """Parts computed by attention_varlen; some queries see keys of one part only."""
     q, k, v = (torch.randn(17, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
     cu_seqlens = torch.tensor([0, 9, 9, 17], dtype=torch.int32)
 

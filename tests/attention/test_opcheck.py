@@ -1,4 +1,4 @@
-"""Promise: every operator is what its schema, fake kernel and derivatives say, by torch.library.opcheck's full set."""
+"""Promise: every operator agrees with its schema, fake kernel and derivatives, by torch.library.opcheck's full set."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from pyattn.options import Options
 @pytest.mark.parametrize("offsets", [None, torch.tensor([1, -2])], ids=["offset", "offsets"])
 @pytest.mark.parametrize("dropout", [{}, {"dropout_p": 0.3, "dropout_seed": torch.tensor(5)}], ids=["", "dropout"])
 def test_opcheck(dtype: torch.dtype, offsets: Tensor | None, dropout: dict[str, Any]) -> None:
-    """Results are as the schemas and fake tensors promise, where lse has q's dtype and where it does not."""
+    """Results match the schemas and fake tensors, whether or not lse has q's dtype."""
     case = Case(2, 4, 2, 5, 7, 8, 6)
     (q, k, v), dout, dlse = case.drawn(dtype)
     options = Options(0.5, True, 2, offsets, **dropout)

@@ -25,14 +25,14 @@ each_operator = pytest.mark.parametrize("name", OPERATORS)
 
 
 def test_all_operators_are_named() -> None:
-    """A new operator of attention is held to what these tests say."""
+    """A new operator of attention must pass these tests too."""
     names = {name.removeprefix("pyattn::") for name in torch._C._dispatch_get_all_op_names() if "pyattn::" in name}
     assert {name for name in names if name.startswith("attention_")} == set(OPERATORS)
 
 
 @each_operator
 def test_arguments_are_those_of_python(name: str) -> None:
-    """One after the other, in the order of the fields and with their defaults."""
+    """In the order of the fields, with their defaults."""
     taken = {argument.name: argument for argument in getattr(ops, name).default._schema.arguments}
     names = list(taken)
     for group in [Packing, Options] if "varlen" in name else [Options]:
@@ -64,7 +64,7 @@ def foreign(kind: str) -> Tensor:
 
 
 def arguments(name: str) -> dict[str, Any]:
-    """Tensors, numbers and flags for every argument that has no default, whatever they mean."""
+    """Tensors, numbers and flags for every argument without a default, with no regard to its meaning."""
     x = torch.randn(1, 2, 3, 4)
     taken = getattr(ops, name).default._schema.arguments
     return {a.name: x if "Tensor" in str(a.type) else 1 for a in taken if not a.has_default_value()}
@@ -73,7 +73,7 @@ def arguments(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["Sparse", "SparseCsr", "SparseBsr", "Mkldnn", "quint8", "nested"])
 @each_operator
 def test_tensors_that_are_not_dense(name: str, kind: str) -> None:
-    """Each argument, an option too, is named with what it is."""
+    """The error names each such argument, options included, and its kind."""
     call, dense, odd = getattr(ops, name), arguments(name), foreign(kind)
     tensors = [argument.name for argument in call.default._schema.arguments if "Tensor" in str(argument.type)]
     assert {"q", "k", "v", "q_offsets", "sinks"} <= set(tensors)
@@ -112,7 +112,7 @@ BAD_MASKS: Refusals = [
 
 @each_refusal(BAD_MASKS)
 def test_errors_of_masks(changes: dict[str, Tensor], kind: type[Exception], message: str) -> None:
-    """The same of every operator over a batch."""
+    """Every operator over a batch gives the same errors."""
     rows, table = X[..., 0], torch.zeros(2, 1, dtype=torch.int64)
     pages = torch.zeros(1, 16, 2, 6)
     for call in (
@@ -126,7 +126,7 @@ def test_errors_of_masks(changes: dict[str, Tensor], kind: type[Exception], mess
 
 @pytest.mark.parametrize("shape", [(7,), (5, 1), (4, 5, 7), (2, 1, 5, 7), (1, 4, 1, 7)], ids=str)
 def test_a_mask_hides_what_a_bias_of_minus_infinity_hides(shape: tuple[int, ...]) -> None:
-    """In forward and backward, alone and beside a bias; a row without a key gives zeros."""
+    """In forward and backward, alone and beside a bias; a row that sees no key gives zeros."""
     q, k, v = torch.randn(2, 4, 5, 6), torch.randn(2, 2, 7, 6), torch.randn(2, 2, 7, 6)
     mask = torch.rand(shape) < 0.6
     dout, added = torch.randn_like(q), torch.randn(5, 7)
@@ -142,5 +142,5 @@ def test_a_mask_hides_what_a_bias_of_minus_infinity_hides(shape: tuple[int, ...]
 
 @each_operator
 def test_derivatives_of_the_operators_raise(name: str) -> None:
-    """Only what pyattn defines has a derivative: an operator that is called by itself is not silently constant."""
+    """Only pyattn's functions define derivatives: an operator called directly raises and is not silently constant."""
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"pyattn::{name}", "Autograd")

@@ -1,4 +1,4 @@
-"""Promise: a long-lived process neither grows nor shares state between threads."""
+"""Promise: a long-lived process does not grow, and threads share no state."""
 
 import gc
 import resource
@@ -12,14 +12,14 @@ from helpers import Case, assert_equal, run
 from pyattn import attention
 
 STATM = Path("/proc/self/statm")
-"""Where Linux tells the pages of this process."""
+"""Linux reports the pages of this process here."""
 
 
 def resident_bytes() -> int:
     return int(STATM.read_text().split()[1]) * resource.getpagesize()
 
 
-@pytest.mark.skipif(not STATM.exists(), reason="this system does not tell resident memory")
+@pytest.mark.skipif(not STATM.exists(), reason="this system does not report resident memory")
 def test_ten_thousand_calls_grow_by_less_than_a_mebibyte() -> None:
     q, k, v = (torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3))
 

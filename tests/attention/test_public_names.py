@@ -1,4 +1,4 @@
-"""Promise: each public name has one home, and nobody needs a private one."""
+"""Promise: each public name has one home, and no document or command needs a private one."""
 
 import re
 from pathlib import Path
@@ -25,7 +25,7 @@ def test_what_joins_parts_lives_in_parts_alone() -> None:
 
 @pytest.mark.parametrize("path", ["README.md", "pyattn/README.md", "pyattn/adapters/README.md", "pyattn/cli"])
 def test_documents_and_commands_use_public_names(path: str) -> None:
-    """``_C`` keeps what commands alone need: the build's facts and the profiler."""
+    """``_C`` keeps what only commands need: the build's facts and the profiler."""
     found = ROOT / path
     text = "\n".join(file.read_text() for file in ([found] if found.is_file() else found.glob("*.py")))
     own = {"version", "torch_version", "compiler", "cuda_archs", "compiled_isas", "phases", "TaskProfile", "spin"}

@@ -1,6 +1,6 @@
-"""Random shapes, layouts, dtypes and instruction sets against float64, by the rule of yardstick.py.
+"""Promise: random shapes, layouts, dtypes and instruction sets agree with float64, by the rule of yardstick.py.
 
-``pytest tests/attention/test_random.py --examples 50000`` draws that many, others each time; without it 2,000, the same
+``pytest tests/attention/test_random.py --examples 50000`` draws that many new cases; without it, the same 2,000 run
 each time.
 """
 
@@ -32,7 +32,7 @@ MORE = {
     "sinks": st.just(True),
     "wide": st.just(True),
 }
-"""Each is there in a third of the cases, whatever else is."""
+"""Each option is present in a third of the cases, independently of the others."""
 
 
 @st.composite
@@ -60,14 +60,14 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def laid_out(x: Tensor, order: list[int], padding: int) -> Tensor:
-    """x with its dimensions in memory in this order, inside a buffer of NaN."""
+    """x with its dimensions stored in this order, inside a buffer of NaN."""
     buffer = torch.full([x.shape[d] + padding for d in order], math.nan, dtype=x.dtype)
     view = buffer.permute([order.index(d) for d in range(4)])[(slice(padding, None),) * 4]
     return view.copy_(x)
 
 
 def strided_integers(case: Case) -> dict[str, Tensor]:
-    """The case's options that can be tensors of integers, with other strides than a new tensor's."""
+    """The case's options that can be integer tensors, with other strides than a new tensor's."""
     tensors = {"key_ranges": case.options["key_ranges"]} if case.key_ranges else {}
     if case.q_offset is not None:
         tensors["q_offset"] = torch.full((case.batch,), case.q_offset)
@@ -76,7 +76,7 @@ def strided_integers(case: Case) -> dict[str, Tensor]:
 
 @pytest.mark.usefixtures("threads")
 def test_accuracy(request: pytest.FixtureRequest) -> None:
-    torch.set_num_threads(1)  # for these sizes, and machines with other work, faster than two
+    torch.set_num_threads(1)  # faster than two at these sizes and on busy machines
     tensors: Counter[tuple[torch.dtype, str]] = Counter()
     refused: Counter[tuple[torch.dtype, str]] = Counter()
     drawn: set[tuple[object, ...]] = set()
@@ -102,7 +102,7 @@ def test_accuracy(request: pytest.FixtureRequest) -> None:
         with_dlse: bool,
         strided: bool,
     ) -> None:
-        if (key := (case, dtype, isa, seed, with_dlse)) in drawn:  # in another layout, which changes no bit
+        if (key := (case, dtype, isa, seed, with_dlse)) in drawn:  # in another layout: no bit may change
             return
         drawn.add(key)
         pyattn.set_isa(isa)

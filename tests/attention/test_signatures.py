@@ -1,4 +1,4 @@
-"""Promise: help(), editors and type checkers show every option of a function, its default and what it means."""
+"""Promise: help(), editors and type checkers show every option of a function, its default and its meaning."""
 
 import inspect
 from collections.abc import Callable
@@ -25,7 +25,7 @@ each_function = pytest.mark.parametrize("function", FUNCTIONS, ids=lambda functi
 
 
 def test_options_are_those_of_the_operators() -> None:
-    """The operators take the offsets of each sequence apart."""
+    """The operators take a separate argument for the offsets of each sequence."""
     assert [*Options._fields] == [*DEFAULTS]
     assert OPTIONS.keys() | {"q_offsets"} == DEFAULTS.keys()
     for name, op in (("attention_backward", 8), ("attention_varlen_forward", 8), ("attention_paged_forward", 5)):

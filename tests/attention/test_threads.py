@@ -1,4 +1,4 @@
-"""Threads share the work and change no bit, whatever their own state; neither do repeats."""
+"""Promise: threads share the work; neither their number, nor their own state, nor a repeat changes a bit."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,7 +47,7 @@ def flushing() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.usefixtures("isa", "threads")
 def test_threads_flush_subnormal_numbers_as_their_caller_does(dtype: torch.dtype) -> None:
-    """Half of v is subnormal, so a thread that did not flush it would give other bits, wherever its items lie."""
+    """Half of v is subnormal, so a thread that did not flush it would give other bits, whichever items it runs."""
     case = Case(2, 4, 2, 300, 300, 32, 32)
     (q, k, v), dout, _ = case.drawn(dtype)
     v[..., ::2] *= torch.finfo(dtype).tiny / 16
@@ -58,7 +58,7 @@ def test_threads_flush_subnormal_numbers_as_their_caller_does(dtype: torch.dtype
 
 @pytest.mark.usefixtures("isa", "threads")
 def test_threads_keep_their_own_way_with_subnormal_numbers() -> None:
-    """Torch's threads have their own flag back when attention returns: torch's own product does not flush there."""
+    """attention restores the flags of torch's threads when it returns: torch's own product does not flush there."""
     torch.set_num_threads(2)
     small = torch.full((2**20,), torch.finfo(torch.float32).tiny)
     with flushing():
@@ -68,7 +68,7 @@ def test_threads_keep_their_own_way_with_subnormal_numbers() -> None:
 
 @pytest.mark.usefixtures("threads")
 def test_same_bits_over_a_hundred_repeats(native: Backend) -> None:
-    """The case is small enough to repeat and large enough for threads; its one head has its keys split."""
+    """The case is small enough to repeat and large enough for threads; its one head has split keys."""
     case = Case(1, 1, 1, 130, 250, 32, 20)
     qkv, dout, dlse = case.drawn(torch.float32)
     torch.set_num_threads(3)
@@ -79,9 +79,10 @@ def test_same_bits_over_a_hundred_repeats(native: Backend) -> None:
 
 @pytest.mark.usefixtures("isa", "threads")
 def test_two_threads_are_used() -> None:
-    """Forward and backward share one head between threads.
+    """Forward and backward divide one head among threads.
 
-    On a busy machine one thread may finish a call before the other wakes, so the threads of up to 100 calls count.
+    On a busy machine one thread may finish a call before the other wakes, so the threads are counted over up to 100
+    calls.
     """
     torch.set_num_threads(2)
     qkv, dout, _ = Case(1, 1, 1, 2048, 2048, 64, 64).drawn(torch.float32)

@@ -39,7 +39,7 @@ def inputs(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, An
 
 
 def expected(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
-    """The reference's weights, in float64."""
+    """The reference's weights in float64."""
     return reference.attention(q.double(), k.double(), k.double(), return_weights=True, **in_double(options))[1]
 
 
@@ -52,7 +52,7 @@ def lse_of(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
 @each_dtype
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_equals_reference(case: Case, dtype: torch.dtype, with_lse: bool) -> None:
-    """16-bit types are rounded once, from float32, where 12 keys and 8 columns leave few roundings."""
+    """16-bit results are rounded once, from float32; 12 keys and 8 columns leave few roundings before that."""
     q, k, options = inputs(case, dtype)
     lse = lse_of(q, k, options) if with_lse else None
     found = attention_weights(q, k, lse=lse, **options)
@@ -155,7 +155,7 @@ def test_weights_times_values_are_out(case: Case) -> None:
 
 
 def test_memory_is_linear_in_what_is_asked() -> None:
-    """Two rows of one head over 16384 keys: 128 kB; all of the head's weights would be a gigabyte."""
+    """Two rows of one head over 16384 keys take 128 kB; all weights of the head would take a gigabyte."""
     q, k = torch.randn(2, 1, 8, 16384, 8)
     mask = torch.ones(16384, dtype=torch.bool)
     with torch.profiler.profile(profile_memory=True) as profile:

@@ -1,4 +1,4 @@
-"""The laws notice an attention of which one result is a hundredth too large, or that does something else wrong."""
+"""Promise: the laws notice an attention with one result a hundredth too large, or with any other fault."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class Faulty(Backend):
 
 
 def gradient_too_large(x: Tensor) -> Tensor:
-    """x, whose gradient will be a hundredth too large."""
+    """x, with a gradient a hundredth too large."""
     return x * 1.01 - (x * 0.01).detach()
 
 

@@ -1,4 +1,4 @@
-"""Caches under test, and how tokens go into them."""
+"""The caches under test, and ways to fill them."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ OPTIONS: dict[str, Case] = {
     "scores": Case(2, 4, 1, 40, 40, 20, 24, softcap=3.0, alibi="bh", sinks=True, softmax_scale=0.3),
 }
 STEPS = (17, 1, 1, 6, 1, 9, 1, 1, 3)
-"""New tokens of each call: a prompt, tokens, chunks; 40 in all."""
+"""New tokens per call: a prompt, single tokens, chunks; 40 in all."""
 
 KINDS: dict[str, dict[str, Any]] = {"slots": {}, "ring": {"window": (3, 0)}, "pages": {"page_size": 16}}
 
@@ -30,7 +30,7 @@ each_option = pytest.mark.parametrize("name", OPTIONS)
 def made(
     case: Case, dtype: torch.dtype, max_seqlen: int, window: tuple[int, int] | None = None, page_size: int | None = None
 ) -> KVCache:
-    """A cache for the case, full of NaN where nothing was appended."""
+    """A cache for the case, filled with NaN."""
     sizes = case.batch, case.num_heads_kv, max_seqlen, case.head_dim
     made = KVCache(*sizes, head_dim_v=case.head_dim_v, dtype=dtype, window=window, page_size=page_size)
     made.k.fill_(math.nan), made.v.fill_(math.nan)
@@ -38,22 +38,22 @@ def made(
 
 
 def twins(case: Case, dtype: torch.dtype, max_seqlen: int, page_size: int) -> tuple[KVCache, KVCache]:
-    """A cache with pages and one without, NaN in both."""
+    """A cache with pages and one without, both filled with NaN."""
     return made(case, dtype, max_seqlen, page_size=page_size), made(case, dtype, max_seqlen)
 
 
 def both(caches: tuple[KVCache, KVCache], q: Tensor, **options: Any) -> None:
-    """The two give the same bits, out and lse."""
+    """Asserts that both give the same bits, out and lse."""
     assert_equal(*(attention_with_cache(q, cached, return_lse=True, **options) for cached in caches))
 
 
 def on_gpu(operator: Any, *arguments: Any) -> Any:
-    """What the operator does with tensors of a GPU."""
+    """Runs the operator as it runs on tensors of a GPU."""
     return operator.redispatch(DispatchKeySet(DispatchKey.CUDA), *arguments)
 
 
 def in_steps(attend: Callable[..., Any], cached: KVCache, qkv: tuple[Tensor, ...], **options: Any) -> Tensor:
-    """out of all queries, as the tokens come in STEPS, over and over."""
+    """out of all queries, with the tokens arriving in STEPS, repeated as needed."""
     q, k, v = qkv
     outs, t = [], 0
     while t < q.shape[2]:
@@ -66,7 +66,7 @@ def in_steps(attend: Callable[..., Any], cached: KVCache, qkv: tuple[Tensor, ...
 
 
 def assert_equals_the_whole(out: Tensor, qkv: tuple[Tensor, ...], options: dict[str, Any]) -> None:
-    """By the accuracy rule; a query's row alone, in the order that the tokens come."""
+    """Asserts that out agrees with attention over all tokens, by the accuracy rule."""
     plain = reference.attention(*qkv, **options)
     exact = reference.attention(*(t.double() for t in qkv), **in_double(options))
     assert_accurate("out", out, plain, exact)

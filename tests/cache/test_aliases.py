@@ -1,4 +1,4 @@
-"""Promise: what a cache is given may lie in its own memory, and its state may have any strides."""
+"""Promise: the inputs of a cache may lie in its own memory, and its state may have any strides."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ CASE = Case(3, 4, 2, 40, 40, 8, 8)
 
 @pytest.fixture(params=["cpu", "gpu"], autouse=True)
 def operators(request, monkeypatch):
-    """The operators of either device: a GPU's consist of torch's, so they take CPU tensors too."""
+    """The operators of either device: a GPU's are composed of torch's, so they take CPU tensors too."""
     if request.param == "gpu":
         for name in ("append", "append_pages", "reorder", "reorder_pages", "newest", "truncate"):
             monkeypatch.setattr(ops, f"cache_{name}", partial(on_gpu, getattr(ops, f"cache_{name}")))
@@ -31,9 +31,9 @@ def filled(kind: str, tokens: int = 12) -> KVCache:
 
 
 def views(cached: KVCache, new: int) -> list[tuple[Tensor, Tensor]]:
-    """k and v as views of the cache's own storage: of the oldest rows, of the newest, reversed in role, expanded."""
+    """k and v as views of the cache's own storage: the oldest rows, the newest, exchanged, expanded."""
     k, v = cached.k, cached.v
-    if cached.block_table is not None:  # (pages, page_size, heads, columns), of which three pages hold three sequences
+    if cached.block_table is not None:  # (pages, page_size, heads, columns); three pages hold three sequences
         k, v = (t[[0, 1, 2]] if new < 0 else t[:3] for t in (k.transpose(1, 2), v.transpose(1, 2)))
     last = k.shape[2] - new
     return [
@@ -49,7 +49,7 @@ def views(cached: KVCache, new: int) -> list[tuple[Tensor, Tensor]]:
 @each_kind
 @pytest.mark.parametrize("which", range(6))
 def test_views_of_the_cache_itself(kind, which):
-    """Appending them is appending copies, through the moves of a ring."""
+    """Appending the views equals appending copies, also when a ring moves its rows."""
     ours, expected = filled(kind), filled(kind)
     for c in (ours, expected):
         c.k.nan_to_num_(9.0), c.v.nan_to_num_(8.0)
@@ -60,7 +60,7 @@ def test_views_of_the_cache_itself(kind, which):
 
 
 def test_nothing_else_is_copied():
-    """An append makes no copy of tokens beside the storage, even in one tensor with it."""
+    """An append does not copy tokens outside the storage, even if one tensor holds both."""
     room = torch.zeros(1, 1, 3000, 8)
     cached = KVCache(1, 1, 1000, 8)
     cached.k, cached.v = room[:, :, :1000], room[:, :, 1000:2000]
@@ -89,7 +89,7 @@ def test_counts_and_orders_that_are_the_state_itself(kind):
 
 
 def strided(t: Tensor) -> list[Tensor]:
-    """The same values: column of a matrix, beginning inside of its storage, with gaps."""
+    """The same values as a column of a matrix, starting inside its storage, and with gaps."""
     wide = torch.full((*t.shape, 3), 77, dtype=t.dtype)
     wide[..., 1] = t
     offset = torch.cat([torch.full((5,), 66), t.flatten()])[5:].view(t.shape)
@@ -130,7 +130,7 @@ WRITTEN: dict[str, list[str]] = {
 
 @each_kind
 def test_state_that_sequences_share_is_refused(kind):
-    """Before anything is written."""
+    """Refused before anything is written."""
     for name in WRITTEN[kind]:
         cached = filled(kind)
         setattr(cached, name, getattr(cached, name)[:1].expand(getattr(cached, name).shape))

@@ -1,4 +1,4 @@
-"""Promise: without a ring, a result has the same bits as attention over the keys so far, and ends where it says so."""
+"""Promise: without a ring, results have the same bits as attention over the keys so far, where the test says so."""
 
 import random
 from typing import Any
@@ -11,7 +11,7 @@ from pyattn import KVCache, attention, attention_with_cache
 
 
 def case(chance: random.Random) -> tuple[int, KVCache, Tensor, Tensor, Tensor, dict[str, Any], Tensor | None]:
-    """The keys so far, a cache of them, q, k, v, options but for a bias, and a bias for all slots or None."""
+    """The keys so far, a cache of them, q, k, v, options except a bias, and a bias for all slots or None."""
     dtype = chance.choice([torch.float32, torch.float64, torch.bfloat16])
     length, seqlen_q, slots = chance.randint(0, 70), chance.randint(1, 60), chance.randint(70, 150)
     heads, group = chance.choice([1, 2]), chance.choice([1, 2, 4])
@@ -36,8 +36,9 @@ def case(chance: random.Random) -> tuple[int, KVCache, Tensor, Tensor, Tensor, d
 
 @pytest.mark.parametrize("seed", range(4))
 def test_same_bits_as_attention_over_the_keys_so_far(seed):
-    """Up to rounding where queries lie before the first key, a window has a left bound, and causal=False or a q_offset
-    is given: masks from formulas leave out rows that see nothing one by one, ranges of keys block by block.
+    """Equal only up to rounding if queries lie before the first key, with a left bound and causal=False or q_offset.
+
+    Mask formulas skip rows that see nothing one by one, key ranges skip them block by block.
     """
     chance = random.Random(seed)
     torch.manual_seed(seed)

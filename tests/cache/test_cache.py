@@ -1,4 +1,4 @@
-"""Promise: attention over a cache gives the last rows of attention over all tokens, however they went in."""
+"""Promise: attention over a cache gives the last rows of attention over all tokens, however they were appended."""
 
 import copy
 import doctest
@@ -28,7 +28,7 @@ def test_steps_equal_the_whole(attend, name, dtype):
 @each_dtype
 @each_option
 def test_same_bits_as_attention_over_the_keys_so_far(isa, name, dtype):
-    """Slots past the length cost nothing and change nothing, whatever number of queries takes which kernel."""
+    """Slots past the length cost nothing and change nothing, whichever kernel the number of queries selects."""
     case = OPTIONS[name]
     (q, k, v), options = case.inputs(dtype), case.options | case.tensors(dtype)
     cached, t = made(case, dtype, 1300), 0
@@ -43,7 +43,7 @@ def test_same_bits_as_attention_over_the_keys_so_far(isa, name, dtype):
 @each_dtype
 @pytest.mark.parametrize("window", [None, (6, 0)])
 def test_sequences_of_their_own_lengths(attend, window, dtype):
-    """Each equals the sequence alone; queries past their sequence's new tokens see nothing that was not appended."""
+    """Each equals the sequence alone; queries past their sequence's new tokens see only what was appended."""
     case = Case(3, 4, 2, 40, 40, 24, 20)
     q, k, v = case.inputs(dtype)
     cached = made(case, dtype, 18 if window else 40, window)
@@ -67,7 +67,7 @@ def test_sequences_of_their_own_lengths(attend, window, dtype):
 @each_dtype
 @pytest.mark.parametrize("window", [None, (7, 0)])
 def test_nan_past_the_length_never_leaks(isa, window, dtype):
-    """Nor without causality, nor to queries past their sequence's new tokens."""
+    """Also without a causal mask, and for queries past their sequence's new tokens."""
     case = Case(2, 4, 2, 5, 13, 24, 20)
     q, k, v = case.inputs(dtype)
     soiled, clean = made(case, dtype, 64, window), made(case, dtype, 64, window)
@@ -105,7 +105,7 @@ def test_key_ranges_and_biases_count_positions():
 
 @pytest.mark.parametrize(("max_seqlen", "page_size"), [(8, None), (20, 16)])
 def test_overflow_leaves_the_cache_as_it_was(max_seqlen, page_size):
-    """max_seqlen counts, not what the last page has room for."""
+    """max_seqlen is the limit, not the capacity of the last page."""
     case, full = Case(3, 4, 2, 5, 5, 8, 8), max_seqlen - 4
     _, k, v = case.inputs(torch.float32)
     cached = made(case, torch.float32, max_seqlen, page_size=page_size)
@@ -128,7 +128,7 @@ def test_reorder_and_reset(window):
     cached = made(case, torch.float64, 12, window)
     cached.append(k, v, [11, 7, 9])
     cached.append(k[:, :, :1], v[:, :, :1], [0, 1, 1])
-    if window:  # whose sequences then begin at positions of their own
+    if window:  # each sequence of a ring then starts at a different position
         cached.append(k, v, [11, 0, 2])
         assert cached.starts.unique().numel() > 1
     expected, lengths = attention_with_cache(q, cached), cached.lengths[[2, 0, 0]]
@@ -169,7 +169,7 @@ def test_gradients_reach_all_but_the_cache():
 
 @pytest.mark.parametrize("kind", [{}, {"window": (7, 0)}, {"page_size": 16}], ids=str)
 def test_compiles_once_for_all_lengths(kind):
-    """One graph; longer sequences, moves of a ring, new pages, shared ones and other counts do not compile anew."""
+    """One graph: longer sequences, moves of a ring, new or shared pages and other counts don't recompile."""
     case = Case(2, 4, 2, 2, 2, 16, 16)
     q, k, v = case.inputs(torch.float32)
     ours, expected = (made(case, torch.float32, 40, **kind) for _ in range(2))
@@ -211,7 +211,7 @@ def test_operators_declare_what_they_change():
 
 
 def test_inference_mode_and_copies():
-    """A cache that was made in inference mode works outside of it, and copies are caches of their own."""
+    """A cache made in inference mode works outside of it, and a copy is independent."""
     case = Case(1, 2, 2, 1, 4, 8, 8)
     q, k, v = case.inputs(torch.float32)
     with torch.inference_mode():

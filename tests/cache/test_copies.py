@@ -1,4 +1,4 @@
-"""Promise: a copy of a cache is a cache of its own, and truncation leaves what fewer appends would have left."""
+"""Promise: a copy of a cache is independent, and truncation leaves what fewer appends would have left."""
 
 import copy
 import io
@@ -22,7 +22,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def filled(kind: str, counts: list[int] | None = None) -> tuple[KVCache, tuple[Tensor, ...]]:
-    """A cache of 20 tokens, and in part some more, its pages shared; and all tokens."""
+    """A cache of 20 tokens, some variants with more, its pages shared; and all tokens."""
     torch.manual_seed(3)
     q, k, v = CASE.inputs(torch.float32)
     cached = made(CASE, torch.float32, 24 if kind == "ring" else 40, **KINDS[kind])
@@ -51,7 +51,7 @@ COPIES: dict[str, Callable[[KVCache], KVCache]] = {
 @each_kind
 @pytest.mark.parametrize("name", COPIES)
 def test_copies_go_on_by_themselves(kind, name):
-    """As the cache would have, last append, shared pages and slots included; neither touches the other."""
+    """A copy continues as the cache would, last append, shared pages and slots included; neither affects the other."""
     cached, (q, k, v) = filled(kind, [4, 0, 3])
     with torch.inference_mode():
         twin = COPIES[name](cached)
@@ -111,7 +111,7 @@ def test_truncation_equals_fewer_appends(kind, kept):
 
 
 def long_ring() -> KVCache:
-    """30 tokens, of which positions from 20 on are left, in a ring of 10 with a window of 4."""
+    """30 tokens in a ring of 10 with a window of 4, which keeps the positions from 20 on."""
     cached = KVCache(2, 2, 10, 8, window=(3, 0))
     for _ in range(6):
         cached.append(*torch.randn(2, 2, 2, 5, 8))
@@ -160,7 +160,7 @@ def test_a_truncated_ring_knows_what_is_left():
 
 
 def test_a_gpu_clamps():
-    """Its operators are made of torch's, so that CPU tensors take them too."""
+    """A GPU's operators are composed of torch's, so CPU tensors work too."""
     lengths, starts = torch.tensor([30, 30, 25, 5]), torch.tensor([20, 20, 20, 0])
     on_gpu(ops.cache_truncate, lengths, starts, torch.tensor([31, 2, 24, -1]), 4)
     assert lengths.tolist() == [30, 20, 24, 0]

@@ -1,4 +1,4 @@
-"""Promise: pages of size 0 in any dimension are as good as no pages, with a gradient, in a transform and without."""
+"""Promise: pages of size 0 in any dimension work like no pages, with gradients, in transforms, and without either."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ def with_gradients(call: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> 
 
 
 def in_a_transform(call: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
-    if call.__name__ == "truth":  # which looks at values
+    if call.__name__ == "truth":  # truth reads values
         return tuple(torch.stack([x, x]) for x in call(*inputs))
     results: tuple[Tensor, ...] = torch.vmap(call)(*(torch.stack([x, x]) for x in inputs))
     return results

@@ -1,4 +1,4 @@
-"""Promise: what a cache can't take is an error that names it and leaves the cache as it was."""
+"""Promise: input that a cache can't take is an error that names it and leaves the cache unchanged."""
 
 import re
 from functools import partial
@@ -87,7 +87,7 @@ def test_wrong_appends(changes, error, message, kind):
 
 
 def test_lengths_that_were_tampered_with():
-    """An append, a read of any kind and a compiled read refuse them; to be between is all that is asked for."""
+    """Appends and reads, compiled ones too, refuse lengths out of range, and take any length in range."""
     torch._dynamo.reset()
     q = zeros(2, 2, 1, 8)
     for kind in KINDS.values():
@@ -131,7 +131,7 @@ def test_lengths_that_were_tampered_with():
     ids=str,
 )
 def test_operators_check_what_they_write(changes, message):
-    """Raw operators read and write in bounds whatever stands for a cache."""
+    """Raw operators read and write in bounds, whatever is passed as a cache."""
     storage = [zeros(2, 2, 10, 8), zeros(2, 2, 10, 6), *torch.zeros(2, 2, dtype=torch.int64)]
     for which, value in changes.items():
         storage[which] = value

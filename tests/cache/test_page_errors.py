@@ -1,4 +1,4 @@
-"""Promise: pages that can't be read or written are an error that names what is wrong with them."""
+"""Promise: pages that can't be read or written are an error that names their fault."""
 
 from typing import Any
 
@@ -63,7 +63,7 @@ def storage_of() -> list[Tensor]:
     ids=str,
 )
 def test_operators_check_what_they_write(changes, message):
-    """Raw operators read and write in bounds whatever stands for a cache."""
+    """Raw operators read and write in bounds, whatever is passed as a cache."""
     storage = storage_of()
     for which, value in changes.items():
         storage[which] = value
@@ -72,7 +72,7 @@ def test_operators_check_what_they_write(changes, message):
 
 
 def test_tables_that_were_tampered_with():
-    """The same words where a gradient is wanted, and pages are copied."""
+    """The message is the same if a gradient is wanted, when pages are copied."""
     cached = KVCache(2, 2, 40, 8, page_size=16)
     cached.append(*torch.randn(2, 2, 2, 20, 8))
     assert cached.block_table is not None

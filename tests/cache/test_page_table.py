@@ -1,4 +1,4 @@
-"""Promise: pages are handed out so that sequences share them without seeing it, and there are always enough."""
+"""Promise: sequences share pages without noticing it, and there are always enough pages."""
 
 import random
 from functools import partial
@@ -13,9 +13,7 @@ from pyattn import KVCache, ops
 
 @pytest.fixture(params=["cpu", "gpu"])
 def operators(request, monkeypatch):
-    """Caches are changed by the operators of either device; those of a GPU are made of torch's, so that CPU tensors
-    take them too.
-    """
+    """Caches are changed by either device's operators; a GPU's are composed of torch's, so CPU tensors work too."""
     if request.param == "gpu":
         for name in ("cache_append_pages", "cache_reorder_pages"):
             monkeypatch.setattr(ops, name, partial(on_gpu, getattr(ops, name)))
@@ -30,7 +28,7 @@ def pages_in_use(cached: KVCache) -> list[list[int]]:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.usefixtures("operators")
 def test_as_without_through_any_steps(seed):
-    """Appends of any lengths, reorders, resets and steps back: what is read is the same, and pages suffice."""
+    """Appends of any lengths, reorders, resets and truncations: the keys read are the same, and pages suffice."""
     chance, case = random.Random(seed), Case(4, 4, 2, 2, 2, 16, 16)
     caches = twins(case, torch.float32, 70, 16)
     for _ in range(60):
@@ -58,7 +56,7 @@ def test_as_without_through_any_steps(seed):
 
 
 def test_reorder_shares_pages():
-    """It copies the table alone; who writes to a shared page first gets a copy of that one page."""
+    """A reorder copies only the table; the first sequence to write to a shared page gets a copy of that page."""
     case = Case(3, 4, 2, 1, 40, 8, 8)
     _, k, v = case.inputs(torch.float32)
     cached = made(case, torch.float32, 64, page_size=16)
@@ -77,7 +75,7 @@ def test_reorder_shares_pages():
     cached.reorder([0, 0, 0])
     shared = pages_in_use(cached)[0][-1]
     cached.append(k[:, :, :1], v[:, :, :1])
-    assert [row[-1] == shared for row in pages_in_use(cached)] == [False, False, True]  # nobody else has it by then
+    assert [row[-1] == shared for row in pages_in_use(cached)] == [False, False, True]  # by then no other row has it
     cached.reset()
     cached.append(k, v)
     assert pages_in_use(cached) == [[0, 1, 2], [4, 5, 6], [8, 9, 10]]
@@ -85,7 +83,7 @@ def test_reorder_shares_pages():
 
 @pytest.mark.usefixtures("operators")
 def test_all_pages_are_handed_out():
-    """Sequences that part after sharing all they have fill every page, and no more are needed."""
+    """Sequences that diverge after sharing everything fill every page and need no more."""
     case = Case(3, 2, 2, 1, 50, 8, 8)
     q, k, v = case.inputs(torch.float64)
     caches = twins(case, torch.float64, 50, 16)
@@ -100,7 +98,7 @@ def test_all_pages_are_handed_out():
 
 @pytest.mark.usefixtures("operators")
 def test_one_of_those_that_share_a_page_keeps_it():
-    """Where they all write to it: there would not be pages enough for a copy each."""
+    """All of them write to it: there would not be enough pages for a copy each."""
     case = Case(3, 2, 2, 1, 6, 8, 8)
     q, k, v = case.inputs(torch.float32)
     caches = twins(case, torch.float32, 16, 16)

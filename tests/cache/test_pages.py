@@ -1,4 +1,4 @@
-"""Promise: pages change nothing but where keys and values lie."""
+"""Promise: pages change only where keys and values lie."""
 
 import copy
 import math
@@ -29,7 +29,7 @@ LONG = {
 
 
 def scatter(cached: KVCache) -> None:
-    """Moves the pages into another order."""
+    """Permutes the pages."""
     order = torch.randperm(len(cached.k))
     for storage in (cached.k, cached.v):
         storage.copy_(storage[order])
@@ -60,7 +60,7 @@ def test_same_bits_as_without(isa, name, page_size, dtype):
 @each_size
 @each_order
 def test_long_ones(isa, name, scattered, page_size, dtype):
-    """Over pages in one piece, and over such as lie apart."""
+    """Over contiguous pages, and over scattered ones."""
     case = LONG[name]
     (q, k, v), options = case.inputs(dtype), case.options | case.tensors(dtype)
     caches = twins(case, dtype, 1400, page_size)
@@ -74,7 +74,7 @@ def test_long_ones(isa, name, scattered, page_size, dtype):
 @each_size
 @each_order
 def test_masks_of_every_kind(isa, scattered, page_size):
-    """Sequences of their own lengths; queries anywhere; ranges, masks and biases with holes."""
+    """Sequences of different lengths; queries anywhere; ranges, masks and biases with holes."""
     case = Case(3, 4, 2, 3, 200, 24, 20)
     q, k, v = case.inputs(torch.float32)
     caches = twins(case, torch.float32, 210, page_size)

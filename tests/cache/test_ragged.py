@@ -1,4 +1,4 @@
-"""Promise: after an append with lengths, queries padded as its keys are get what their sequences give alone."""
+"""Promise: after an append with lengths, queries padded like its keys get the results of each sequence alone."""
 
 import copy
 import math
@@ -21,7 +21,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def taken(t: Tensor, before: Tensor, new: int) -> Tensor:
-    """(B, H, new, columns): rows before[b] and on of each sequence, those past its end anything."""
+    """(B, H, new, columns): the rows of each sequence from before[b] on; rows past its end are arbitrary."""
     at = (before[:, None] + torch.arange(new)).clamp(max=t.shape[2] - 1)
     return t.transpose(1, 2)[torch.arange(len(before))[:, None], at].transpose(1, 2)
 
@@ -45,7 +45,7 @@ def filled(kind: str, *appends: list[int]) -> tuple[KVCache, tuple[Tensor, ...]]
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1, 2, 0], dtype=torch.float64)], ids=["", "sinks"])
 def test_padded_queries_meet_their_own_positions(kind, causal, sinks):
-    """Padding has out 0, lse -inf or the sink, and gradient 0, and reorders carry on what is known."""
+    """Padding has out 0, lse -inf or the sink, and gradient 0; reorders keep the lengths of the append."""
     cached, (q, k, v) = filled(kind)
     options = {"causal": causal, "sinks": sinks, "window": (7, 2) if kind == "ring" else (-1, -1)}
     for turn, counts in enumerate(COUNTS):
@@ -69,7 +69,7 @@ def test_padded_queries_meet_their_own_positions(kind, causal, sinks):
 
 @each_kind
 def test_more_queries_and_fewer(kind):
-    """More: the last ones are the append's, the others lie before them. Fewer: each sequence's newest."""
+    """With more queries, the last ones are the append's and the others precede them; with fewer, the newest count."""
     cached, (q, k, v) = filled(kind)
     cached.append(k[:, :, :4], v[:, :, :4])
     cached.append(k[:, :, 4:9], v[:, :, 4:9], torch.tensor([5, 0, 2], dtype=torch.int32))
@@ -84,7 +84,7 @@ def test_more_queries_and_fewer(kind):
 
 @each_kind
 def test_what_else_moves_lengths_or_positions_hides_nothing(kind):
-    """q_offset wins; lengths that were set, an append without lengths and a reset make queries the newest again."""
+    """q_offset takes precedence; after a reset, an append without lengths or set lengths, queries are the newest."""
     cached, (q, k, v) = filled(kind, [4, 4, 4], [3, 1, 2])
     queries = q[:, :, :3]
 
@@ -119,7 +119,7 @@ def test_ranges_of_the_user_stay():
 
 @each_kind
 def test_compiles_once_for_all_counts(kind):
-    """In one graph, inference mode and out of it."""
+    """In one graph, with and without inference mode."""
     ours, (q, k, v) = filled(kind)
     expected = copy.deepcopy(ours)
 

@@ -1,4 +1,4 @@
-"""Promise: prompts of different lengths, padded on the right, fill a cache in one call, and go on from there."""
+"""Promise: prompts of different lengths, padded on the right, fill a cache in one call, and text continues there."""
 
 import re
 from typing import Any
@@ -37,7 +37,7 @@ def alone(module: torch.nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mask_of(module: torch.nn.Module, lengths: list[int], new: int, keys: int) -> list[Tensor]:
-    """The causal mask over a cache, which Attention's caller gives: (B, 1, new, keys)."""
+    """The causal mask over a cache, which the caller of Attention passes: (B, 1, new, keys)."""
     if not isinstance(module, nn.Attention):
         return []
     position = torch.tensor(lengths)[:, None] + torch.arange(new)
@@ -45,18 +45,18 @@ def mask_of(module: torch.nn.Module, lengths: list[int], new: int, keys: int) ->
 
 
 def bias_of(module: torch.nn.Module) -> Tensor:
-    """The row of a query that is padding."""
+    """The output row of a padding query: the last projection's bias."""
     project = module.W_o if isinstance(module, nn.Attention) else getattr(module, "out_proj", None) or module.proj
     return torch.zeros(project.out_features, dtype=torch.float64) if project.bias is None else project.bias
 
 
 def windowed(name: str, extra: str) -> torch.nn.Module:
-    """A module whose queries see as many keys as those of the ring do."""
+    """A module whose window matches the ring's."""
     return class_of(name)(*ARGUMENTS[name], **EXTRAS.get(extra, {}) | {"window": (3, 0)}).double()
 
 
 def cases() -> list[tuple[str, str, str]]:
-    """Modules, extras and caches: rings for those that have a window and no mask of their caller's."""
+    """Modules, extras and caches: rings for modules with a window whose caller gives no mask."""
     of_all = [(name, extra, kind) for name in WITH_EXTRAS for extra in ("", *EXTRAS) for kind in KINDS]
     others = [(name, "", kind) for name in ("MHAEinsum", "MHAPyTorchScaledDotProduct") for kind in KINDS]
     return [case for case in of_all if case[2] != "ring" or case[0] != "Attention"] + [
@@ -66,7 +66,7 @@ def cases() -> list[tuple[str, str, str]]:
 
 @pytest.mark.parametrize(("name", "extra", "kind"), cases())
 def test_each_sequence_gets_what_it_gets_alone(name, extra, kind):
-    """Whatever the padding holds; a query that is padding has the last projection's bias alone."""
+    """Whatever the padding holds; a padding query gets only the last projection's bias."""
     if name not in WITH_EXTRAS:
         module = doubles(name)[0]
     else:
@@ -95,7 +95,7 @@ def test_each_sequence_gets_what_it_gets_alone(name, extra, kind):
 
 
 def test_gradients_of_what_counts():
-    """Padding sends none; keys of the cache take none."""
+    """Padding sends no gradients, and the cache's keys receive none."""
     module = made("MultiHeadAttention", "all")
     x = sequences(3, 7).requires_grad_()
     out = module(x, kv_cache=cache_for(module, 3), lengths=LENGTHS)
@@ -111,7 +111,7 @@ def test_gradients_of_what_counts():
 
 @pytest.mark.parametrize("fewest", [1, 256])
 def test_with_use_cache(monkeypatch, fewest):
-    """A cache that grows keeps each sequence's own length."""
+    """A growing cache keeps the length of each sequence."""
     monkeypatch.setattr(growing_cache, "FEWEST", fewest)
     module = made("GroupedQueryAttention", "rotary")
     x = sequences(3, 7)

@@ -1,4 +1,4 @@
-"""Promise: over a ring buffer, text goes on without end as under a window."""
+"""Promise: over a ring buffer, text continues without end, as under a window."""
 
 import re
 from typing import Any
@@ -17,7 +17,7 @@ from pyattn import KVCache, attention, attention_with_cache
 @each_dtype
 @pytest.mark.parametrize("name", ["plain", "scores"])
 def test_a_ring_equals_a_window(attend, name, dtype):
-    """Text goes on through several moves to the front; ALiBi's distances hold."""
+    """Text continues through several moves to the front; ALiBi's distances stay right."""
     case = OPTIONS[name]
     qkv = tuple(t.repeat(1, 1, 3, 1) for t in case.inputs(dtype))
     options = case.options | case.tensors(dtype)
@@ -33,7 +33,7 @@ def test_a_ring_equals_a_window(attend, name, dtype):
 
 @pytest.mark.parametrize("new", [23, 24, 25, 30, 31, 100])
 def test_a_ring_takes_more_than_it_keeps(new):
-    """The queries of a long prompt come in chunks; those at its end find what they see."""
+    """The queries of a long prompt come in chunks; those at its end still find their keys."""
     case = Case(2, 4, 2, 110, 110, 16, 16)
     q, k, v = case.inputs(torch.float64)
     whole = attention(q, k, v, window=(7, 0))
@@ -49,7 +49,7 @@ def test_a_ring_takes_more_than_it_keeps(new):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("asked", [(-1, -1), (3, -1), (9, 1)])
 def test_its_window_is_that_of_every_query(right, causal, asked):
-    """(left, right) as for attention, without being passed again, and within what a call passes."""
+    """(left, right) as in attention: it applies without being passed, and intersects one that is passed."""
     case = Case(2, 4, 2, 60, 60, 16, 16)
     q, k, v = case.inputs(torch.float64)
     cached = made(case, torch.float64, 24, window=(7, right))
@@ -69,7 +69,7 @@ def seen(queries: int, keys: int, left: int, right: int) -> Tensor:
 
 
 def test_what_the_ring_buffer_is_for_the_causal_mask():
-    """The right bound changes no bit there, and a window without bounds makes none."""
+    """The right bound changes no bit there, and an unbounded window allocates no ring."""
     case = Case(2, 4, 2, 60, 60, 16, 16)
     q, k, v = case.inputs(torch.float32)
     outs = []
@@ -85,7 +85,7 @@ def test_what_the_ring_buffer_is_for_the_causal_mask():
 
 @pytest.mark.parametrize("move", [*COPIES.values(), lambda cached: cached.to(torch.float64)])
 def test_copies_keep_the_window(move):
-    cached = KVCache(2, 2, 10, 8, window=[3, 0])  # a list, as attention takes it
+    cached = KVCache(2, 2, 10, 8, window=[3, 0])  # a list, as attention also takes
     for _ in range(3):
         cached.append(zeros(2, 2, 5, 8), zeros(2, 2, 5, 8))
     moved = move(cached)
@@ -120,7 +120,7 @@ BAD_RINGS: list[tuple[Tensor, dict[str, Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("queries", "options", "kind", "message"), BAD_RINGS, ids=[m[:40] for *_, m in BAD_RINGS])
 def test_wrong_calls_over_a_ring(queries, options, kind, message):
-    cached = KVCache(2, 2, 10, 8, window=[3, 0])  # a list, as attention takes it
+    cached = KVCache(2, 2, 10, 8, window=[3, 0])  # a list, as attention also takes
     for _ in range(4):
         cached.append(zeros(2, 2, 5, 8), zeros(2, 2, 5, 8))
     attention_with_cache(q, cached, q_offset=13)

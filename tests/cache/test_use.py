@@ -1,4 +1,4 @@
-"""Promise: where a cache can't go is one sentence: devices, names of arguments, transforms; compiled, it is copied."""
+"""Promise: unsupported devices, names and transforms give one sentence; a compiled graph copies a cache."""
 
 import re
 from typing import Any

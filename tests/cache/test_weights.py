@@ -1,4 +1,4 @@
-"""Promise: need_weights=True over a cache gives the last rows of the weights of all tokens at once."""
+"""Promise: need_weights=True over a cache gives the last rows of the weights over all tokens."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from modules.cases import (
 from pyattn import masks, nn
 
 STEPS = (5, 1, 3, 1)
-"""New tokens of each call; 10 in all."""
+"""New tokens per call; 10 in all."""
 EFFICIENT = ("MHAEinsum", "MHAPyTorchScaledDotProduct")
 
 
@@ -43,7 +43,7 @@ def test_steps_equal_the_whole(name, extra, page_size):
 
 @pytest.mark.parametrize("extra", ["", "alibi", "sinks", "rotary"])
 def test_a_ring_shows_all_positions(extra):
-    """Positions that the ring has dropped have weight 0, as the window says."""
+    """Positions that the ring has dropped have weight 0, as under the window."""
     options = EXTRAS.get(extra, {}) | {"window": (4, 0)}
     module = nn.GroupedQueryAttention(*ARGUMENTS["GroupedQueryAttention"], **options).double()
     x = sequences(2, 60)
@@ -58,7 +58,7 @@ def test_a_ring_shows_all_positions(extra):
 
 @pytest.mark.parametrize("kind", [{}, {"page_size": 16}, {"window": (7, 0)}])
 def test_dropped_weights_are_those_used(kind):
-    """Out is their product with the values of all tokens."""
+    """out is their product with the values of all tokens."""
     module = made("MultiHeadAttention", "rotary")
     module.dropout.p = 0.5
     x = sequences(2, 12)
@@ -94,7 +94,7 @@ def test_use_cache():
 
 
 def test_nothing_is_there():
-    """No batch, and no new token."""
+    """No batch, and no new tokens."""
     module = made("MultiHeadAttention")
     empty = torch.zeros(0, 3, D_IN, dtype=torch.float64)
     assert module(empty, kv_cache=cache_for(module, 0), need_weights=True)[1].shape == (0, 2, 3, 0)

@@ -10,14 +10,14 @@ from pyattn.cli import main
 
 
 def written_story(folder: Path) -> Path:
-    """A file with text enough to train a small model on."""
+    """A file with enough text to train a small model."""
     path = folder / "story.txt"
     path.write_text("".join(f"{n} green bottles, hänging on the wall.\n" for n in range(200)), encoding="utf-8")
     return path
 
 
 def train(story: Path, parent: Path, *options: str, out: str = "run") -> tuple[int, Path]:
-    """``pyattn train`` of a small model, context 16, 6 steps unless told otherwise: the exit code and the folder."""
+    """``pyattn train`` of a small model, context 16, 6 steps by default: the exit code and the folder."""
     folder = parent / out
     shape = "--layers 2 --heads 2 --width 16 --context 16 --batch 4 --steps 6 --eval-every 3 --sample 20"
     return main(["train", *shape.split(), "--data", str(story), "--out", str(folder), *options]), folder
@@ -35,7 +35,7 @@ def train_on(story, tmp_path):
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
-    """Trains once with these options for all tests that only read the folder; what it showed beside it."""
+    """Trains once with these options for all tests that only read the folder, and keeps the output beside it."""
 
     @functools.cache
     def run(*options):
@@ -50,13 +50,13 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def trained(finished, tmp_path):
-    """The folder of a finished training of 6 steps, this test's to change."""
+    """The folder of a finished training of 6 steps, which this test may change."""
     return Path(shutil.copytree(finished()[0], tmp_path / "run"))
 
 
 @pytest.fixture
 def refusal(capsys):
-    """The one sentence, without the library's name, with which a command is refused before its work."""
+    """The one sentence, without the library's name, with which a command refuses before it starts work."""
 
     def run(*argv):
         capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Promise: the benchmark compares what computes the same, measures what it says, and leaves the state as it was."""
+"""Promise: the benchmark compares equal computations, measures what it claims, and restores all settings."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from pyattn.cli import bench, chart, contenders, features, kinds, main, runtimes
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """The CPU stands in for a GPU. Returns what was done to it."""
+    """The CPU stands in for a GPU. Returns a record of the calls made to it."""
     done: dict[str, list] = {"randn": [], "to": [], "clock": [], "deterministic": []}
     randn, to, stopwatch = torch.randn, torch.nn.Module.to, timing.stopwatch
 
@@ -109,7 +109,7 @@ def test_modules_are_causal(name):
 
 @pytest.fixture
 def least(monkeypatch):
-    """The bench has a tiny module, and three rounds of everything however long they take."""
+    """Runs a tiny module and exactly three rounds of everything, whatever the time."""
     monkeypatch.setattr(kinds, "QUICK_MODULES", ((1, 8, 16, 2),))
     monkeypatch.setattr(bench, "QUICK_SECONDS", math.inf)
     monkeypatch.setattr(kinds, "FUNCTION_SECONDS", 0.0)
@@ -132,7 +132,7 @@ def test_run(tmp_path, capsys):
     assert sides >= {f"pyattn {isa}" for isa in pyattn.isas()} | {"torch sdpa", "pyattn MultiHeadAttention"}
     for row in record["results"]:
         assert row["side"] in shown
-        if row["side"] in runtimes.COMPILERS:  # where they are installed; they may refuse these shapes
+        if row["side"] in runtimes.COMPILERS:  # present if installed; they may refuse these shapes
             continue
         assert row["forward"]["seconds"] > 0
         assert row["forward_backward"]["seconds"] > 0
@@ -182,7 +182,7 @@ def test_an_earlier_benchmark_is_overwritten_only_on_request(tmp_path, monkeypat
 
 @pytest.mark.usefixtures("least")
 def test_features(capsys):
-    """Every mask and every score is timed, and those of torch; without T x T tensors where they would be too large."""
+    """Every mask and score is timed, and torch's too, unless the T x T tensors would be too large."""
     threads = torch.get_num_threads()
     options = "--only features --shapes 1x2x40x8 --dtype float32 --threads 1"
     try:

@@ -1,4 +1,4 @@
-"""Promise: the tables of packed sequences, caches and decoding compare what computes the same, and count its work."""
+"""Promise: the tables of packed sequences, caches and decoding compare equal computations, and count their work."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from pyattn.cli.gpt import Config
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """Three rounds of everything; threads as before."""
+    """Three rounds of everything; restores the number of threads."""
     for limit in ("FUNCTION_SECONDS", "TOKEN_SECONDS"):
         monkeypatch.setattr(kinds, limit, 0.0)
     threads = torch.get_num_threads()
@@ -61,7 +61,7 @@ def test_sides_of_packed_sequences_compute_the_same(lengths):
 
 @pytest.fixture
 def forgotten():
-    """The documentation is read anew, now and afterwards."""
+    """Clears the cached documentation before and after the test."""
     packed.documentation.cache_clear()
     yield
     packed.documentation.cache_clear()
@@ -103,7 +103,7 @@ def test_lengths_are_the_same_each_time():
 
 
 def test_caches(monkeypatch, tmp_path, capsys):
-    """A token is timed over each cache, in bytes of keys and values a second; attention again where that is short."""
+    """A token is timed over each cache, in bytes of keys and values per second; recomputation only if short."""
     monkeypatch.setattr(kv_caches, "SIZES", ((2, 2, 9, 8), (4, 2, 30, 8)))
     monkeypatch.setattr(kv_caches, "LONGEST_RECOMPUTED", 9)
     result = table("cache", tmp_path)
@@ -137,7 +137,7 @@ def test_sides_of_caches_compute_the_same_each_time(sizes):
 
 
 def test_decoding(monkeypatch, tmp_path, capsys):
-    """A token is timed over caches and without, in tokens a second; all sides compute the same logits."""
+    """A token is timed with and without caches, in tokens per second; all sides compute the same logits."""
     monkeypatch.setattr(decoding, "CONTEXTS", (9, 30))
     monkeypatch.setattr(decoding, "MODEL", Config(layers=2, heads=2, width=16))
     result = table("decode", tmp_path)

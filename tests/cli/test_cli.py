@@ -1,4 +1,4 @@
-"""Promise: the commands take what they are told, and say in one sentence what they can't take."""
+"""Promise: the commands follow their options, and refuse in one sentence what they can't do."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def test_cuda_without_a_gpu_or_kernels_is_one_sentence(monkeypatch, refusal, com
     assert refusal(command, "--device", "cuda") == f"--device cuda {message}"
 
 
-# What is there
+# Information
 
 
 def facts_of(shown: str) -> dict[str, str]:
@@ -117,7 +117,7 @@ def test_info_asks_the_device_for_its_dtypes(monkeypatch, capsys):
         assert facts_of(capsys.readouterr().out)["dtypes"] == dtypes
 
 
-# Processes of their own
+# Separate processes
 
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -144,7 +144,7 @@ NEEDED = {
     "profile": [set(), ["--shapes", "1x1x9x4", "--forward", "--threads", "1"]],
     "show": [{"matplotlib", "numpy", "safetensors"}, ["nowhere"]],
 }
-"""The packages that a command needs, and a command line that gets past its imports."""
+"""A command's packages, and a command line that gets past its imports."""
 
 
 MISSING = {"train": "tqdm", "generate": "safetensors", "bench --out": "matplotlib", "show": "numpy"}
@@ -165,12 +165,12 @@ for argv, missing, shown in cases:
         sys.exit(main(argv))
 print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
 """
-"""Commands, each in a process that can't import ``missing``. They share what any of them takes seconds to import."""
+"""Runs commands, each in a fork that can't import ``missing``. They share the imports that take seconds."""
 
 
 @pytest.fixture(scope="module")
 def without(tmp_path_factory):
-    """Exit code and output of each command where packages are missing: all it does not need, or one that it does."""
+    """Exit code and output of each command without all packages it does not need, and without one that it needs."""
     folder, packages = tmp_path_factory.mktemp("shown"), sorted(set().union(*(needed for needed, _ in NEEDED.values())))
     asked = {(name, False): set(packages) - needed for name, (needed, _) in NEEDED.items()}
     asked |= {(name, True): {package} for name, package in MISSING.items()}

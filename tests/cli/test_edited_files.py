@@ -1,4 +1,4 @@
-"""Promise: a file that someone edited is refused in one sentence, by its name and the key at fault."""
+"""Promise: a file that someone has edited is refused in one sentence that names the file and the key at fault."""
 
 import json
 from collections.abc import Callable
@@ -68,7 +68,7 @@ def edited(path: Path, edit: Edit) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The files of a run, and the text."""
+    """The files of a run, and its text."""
     folder = tmp_path_factory.mktemp("trained")
     text = folder / "text"
     text.write_text("".join(f"{n} green bottles, hanging on the wall.\n" for n in range(100)))
@@ -85,7 +85,7 @@ def run(trained, tmp_path):
 
 
 BAD_WINDOWS: list[Any] = [4, None, [3], [3, 0, 0], [-2, 0], [0, HUGE], [1.0, 0], [True, 0], "30"]
-LARGE = ("context",)  # with ALiBi, no tensor is of that size
+LARGE = ("context",)  # with ALiBi, no tensor has that size
 SIZES = ["layers", "heads", "width", "context", "vocab"]
 BAD_SIZES = [float("nan"), -1, HUGE, 2**62, "8", None, 1.5, True]
 NUMBERS = ["lr", "temperature", "dropout"]

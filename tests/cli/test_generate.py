@@ -1,4 +1,4 @@
-"""Promise: text goes on over a cache as it would if all of it were read again for each byte, or stops and says why."""
+"""Promise: generation over a cache equals rereading the whole text for each byte, or it stops and says why."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def made(**options: Any) -> GPT:
 
 
 def text_of(model: GPT, cached: bool, ids: Tensor, count: int, seed: int = 0, **draw: Any) -> Tensor:
-    """(B, count)."""
+    """The generated tokens, (B, count)."""
     reads = generation.with_cache(model, len(ids), ids.shape[1] + count) if cached else generation.recomputing(model)
     draw = {"temperature": 0.0, "top_k": 40} | draw
     return torch.cat([*generation.continuation(reads, ids, count, torch.Generator().manual_seed(seed), **draw)], 1)
@@ -39,7 +39,7 @@ def text_of(model: GPT, cached: bool, ids: Tensor, count: int, seed: int = 0, **
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("chunk", [3, 256])
 def test_same_tokens_as_recomputing(monkeypatch, name, chunk):
-    """The prompt comes in chunks, and a window's ring turns several times; with ALiBi, past the context."""
+    """The prompt comes in chunks, and a window's ring wraps several times; with ALiBi, past the context."""
     monkeypatch.setattr(generation, "CHUNK", chunk)
     model = made(**MODELS[name])
     ids = torch.randint(256, (3, 7))

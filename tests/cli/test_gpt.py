@@ -1,4 +1,4 @@
-"""Promise: text is read as bytes and split fairly, and the model on it is a GPT whatever computes its attention."""
+"""Promise: text is read as bytes and split fairly, and the model is a GPT with any implementation of attention."""
 
 import pytest
 import torch
@@ -110,13 +110,13 @@ def test_attentions_give_the_same_loss_and_gradients(model, windows, name):
         results.append((loss.item(), torch.autograd.grad(loss, model.blocks[0].qkv.weight)[0]))
     (expected, expected_grad), (loss, grad) = results
     assert abs(loss - expected) <= rounding_bound(model, torch.float32, expected)
-    share = rounding_bound(model, torch.float32, 1.0)  # of the largest gradient, as of the loss
+    share = rounding_bound(model, torch.float32, 1.0)  # relative to the largest gradient, as to the loss
     assert (grad - expected_grad).abs().max() <= share * expected_grad.abs().max()
 
 
 @pytest.mark.parametrize("window", [(0, 0), (2, 0), (2, -1), (3, 5), (-1, 0), (-1, -1)], ids=str)
 def test_a_window_is_left_and_right(windows, window):
-    """Changing token 5 changes the logits of those that see it: as many after it as left says, itself counted apart."""
+    """Changing token 5 changes the logits of the tokens that see it: itself, and as many after it as left says."""
     torch.manual_seed(0)
     model = GPT(Config(1, 2, 16, CONTEXT, window=window)).eval()
     ids = windows[:, :-1]

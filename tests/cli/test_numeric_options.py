@@ -1,4 +1,4 @@
-"""Promise: every number of every command is taken as it is, or refused in one sentence before any work."""
+"""Promise: every number given to any command is used as it is, or refused in one sentence before any work."""
 
 import argparse
 import os
@@ -30,7 +30,7 @@ EXTREMES = [
 
 
 class Work(BaseException):
-    """The work began."""
+    """Raised when the work begins."""
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def test_a_window_is_left_and_right_in_every_command(capsys):
 @pytest.mark.parametrize("text", EXTREMES, ids=lambda text: text[:20] + "~" * (len(text) > 20))
 @pytest.mark.parametrize("command", COMMANDS)
 def test_extremes(run, story, monkeypatch, capsys, command, text):
-    """Work that begins does what the value says: see the next test."""
+    """Work that begins honours the value: see the next test."""
     for module, name in WORK:
         monkeypatch.setattr(module, name, mock.Mock(side_effect=Work))
     for option, action in options_of(command).items():
@@ -153,7 +153,7 @@ def test_the_lowest_temperature_takes_the_likeliest(run):
 @pytest.mark.parametrize("text", [b"\xff\xfe", "half \ud83d of a pair".encode("utf-8", "surrogatepass")])
 @pytest.mark.parametrize(("command", "option"), [("generate", "--prompt"), ("show", "--text")])
 def test_bytes_that_are_no_text(run, refusal, command, option, text):
-    """As they arrive from a shell."""
+    """As a shell passes them."""
     given = os.fsdecode(text)
     assert refusal(command, str(run), option, given) == f"{option} must be text (UTF-8), got {given!a}"
 

@@ -1,4 +1,4 @@
-"""Promise: a profile covers the kernels' time, counts their work, and shows what there is to see."""
+"""Promise: a profile covers the kernels' time, counts their work, and shows both."""
 
 import json
 
@@ -33,7 +33,7 @@ def flops(tasks: list, pass_name: str) -> dict[str, int]:
 
 @pytest.mark.usefixtures("isa")
 def test_every_product_is_counted():
-    """Without a mask a tile computes what is asked for and no more; the rows fill whole vectors."""
+    """Without a mask a tile computes exactly what is asked for; the rows fill whole vectors."""
     tasks = tasks_of(Case(2, 4, 2, 64, 192, 32, 48, causal=False))
     pairs = 2 * 4 * 64 * 192
     assert flops(tasks, "forward") == {"S = Q K^T": 2 * pairs * 32, "O = P V": 2 * pairs * 48}
@@ -55,9 +55,9 @@ def test_decoding_is_counted():
 
 
 def test_times_fit_in_their_task():
-    """The phases are most of a task's time: every task counts as many ticks a second.
+    """The phases are most of a task's time: every task counts the same number of ticks per second.
 
-    Whether a second thread gets any item is up to the machine; attention/test_threads.py waits until one does.
+    Whether a second thread gets any item depends on the machine; attention/test_threads.py waits until one does.
     """
     torch.set_num_threads(2)
     tasks = [task for task in tasks_of(Case(1, 8, 8, 700, 700, 64, 64)) if task.pass_name in ("forward", "backward")]
@@ -119,11 +119,11 @@ KERNELS = {
     "forward": [("void pyattn::(anonymous namespace)::forward<float>(Sizes)", 2.0)],
     "backward": [("rows", 0.5), ("columns", 4.0), ("rows", 0.5)],
 }
-"""Name and microseconds."""
+"""Names and microseconds."""
 
 
 class Watched(torch.profiler.profile):
-    """Torch's profile as it would be on a GPU: a pass launches its KERNELS, an operator inside backward one more."""
+    """Torch's profile as on a GPU: a pass launches its KERNELS, and an operator inside backward one more."""
 
     def __init__(self, activities: list, **options: object) -> None:
         assert torch.profiler.ProfilerActivity.CUDA in activities

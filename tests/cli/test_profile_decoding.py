@@ -33,7 +33,7 @@ def test_bytes_are_those_of_keys_that_any_query_of_their_group_sees(monkeypatch,
 
 
 def test_run_of_decoding(capsys, monkeypatch):
-    """Phases of few queries, and the rate at which keys and values are read, in the time of a call and of torch.sum."""
+    """The phases of few queries, and the read rate of keys and values in a call and in torch.sum."""
     times = {"attention": SimpleNamespace(seconds=1e-3, speedup=2.0), "torch.sum": SimpleNamespace(seconds=2e-3)}
     monkeypatch.setattr(phases, "in_turn", lambda calls, base, *rest: [call() for call in calls.values()] and times)
     options = "--shapes 1x8x3000x16 --num-heads-kv 2 --queries 1 --window 1999 0 --mask --documents 1000 --threads 1"
@@ -48,7 +48,7 @@ def test_run_of_decoding(capsys, monkeypatch):
     line = next(line for line in shown.splitlines() if line.startswith("K and V"))
     found = re.fullmatch(r"K and V: (.*) MB a call, (.*) GB/s, (.*)% of the (.*) GB/s of torch.sum", line)
     seen, rate, share, theirs = map(float, found.groups())
-    assert 0 < seen < whole / 3 / 1e6  # one document, less the keys that the bias hides
+    assert 0 < seen < whole / 3 / 1e6  # one document without the keys that the bias hides
     assert rate == pytest.approx(seen, abs=0.1)
     assert share == pytest.approx(200 * seen * 1e6 / whole, abs=10)
     assert theirs == pytest.approx(whole / 2e-3 / 1e9, abs=0.1)

@@ -1,4 +1,4 @@
-"""Promise: a training says on the way how fast it goes, and what slows it."""
+"""Promise: a training shows its speed as it runs, and what slows it down."""
 
 import itertools
 import sys
@@ -14,7 +14,7 @@ from pyattn.cli import contention, fit
 
 @pytest.mark.parametrize(("terminal", "speed"), [(False, "  2,500 tokens/s"), (True, "")])
 def test_lines_show_the_speed_where_no_bar_does(monkeypatch, capsys, terminal, speed):
-    """A step of 100 tokens takes 0.04 seconds; validation, 5 seconds, is not counted."""
+    """A step of 100 tokens takes 0.04 seconds; the 5 seconds of validation are not counted."""
     now = [0.0]
     monkeypatch.setattr(fit, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
@@ -45,11 +45,11 @@ def test_lines_show_the_speed_where_no_bar_does(monkeypatch, capsys, terminal, s
     ],
 )
 def test_spinning_on_a_busy_machine_is_told_once(train_on, monkeypatch, capsys, policy, threads, waiting, times):
-    """A clock that ticks a second at each look at it, while each of two threads waits for ``waiting`` of it."""
+    """A clock that advances a second per reading, while each of two threads waits for ``waiting`` of it."""
     now = itertools.count()
     monkeypatch.setattr(contention, "time", SimpleNamespace(perf_counter=lambda: float(next(now))))
     monkeypatch.setattr(contention, "WINDOW", 2.0)
-    total = itertools.count(0, 4 * (waiting or 0))  # it is looked at every four seconds
+    total = itertools.count(0, 4 * (waiting or 0))  # it is read every four seconds
     monkeypatch.setattr(contention, "waited", lambda: None if waiting is None else next(total))
     monkeypatch.setenv("OMP_WAIT_POLICY", policy)
     before = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Promise: a training that was cut off continues to the bit from its last validation; any training can go further."""
+"""Promise: an interrupted training continues to the bit from its last validation; any training can be extended."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ FILES = (MODEL, state.STATE)
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    """Ctrl-C in the optimiser, after ``steps`` steps: random numbers of the next one are drawn already."""
+    """Ctrl-C in the optimiser, after ``steps`` steps: the next step's random numbers are already drawn."""
     take_step, taken = torch.optim.AdamW.step, []
 
     def interrupted(self: torch.optim.AdamW, *args: object) -> object:
@@ -25,13 +25,13 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
 @pytest.mark.parametrize("cut", [0, 2, 3, 5])
 @pytest.mark.parametrize("options", ["--dropout 0.2", "--dropout 0.1 --window 3 0 --sinks --alibi --seed 3"])
 def test_it_goes_on_to_the_bit(train_on, finished, monkeypatch, capsys, cut, options):
-    """Weights, moments, losses and what is drawn next are those of a training that was not cut off."""
+    """Weights, moments, losses and later draws equal those of an uninterrupted training."""
     whole, shown = finished(*options.split())
     with monkeypatch.context() as patch:
         interrupt(patch, cut)
         code, folder = train_on(*options.split(), out="cut")
     assert code == 130
-    assert f"after {cut} of 6 steps; --resume {folder} goes on" in capsys.readouterr().out
+    assert f"after {cut} of 6 steps; --resume {folder} continues" in capsys.readouterr().out
     torch.manual_seed(99)
     assert main(["train", "--resume", str(folder)]) == 0
     resumed = capsys.readouterr().out
@@ -69,7 +69,7 @@ def test_the_state_is_no_pickle(trained):
 
 
 def rates_of(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The learning rates of the steps from here on."""
+    """Records the learning rates of all further steps."""
     take_step, rates = torch.optim.AdamW.step, []
 
     def noted(self: torch.optim.AdamW, *args: object) -> object:
@@ -82,7 +82,7 @@ def rates_of(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.mark.parametrize("cut", [None, 4])
 def test_a_run_is_extended_to_the_bit_under_a_constant_rate(train_on, monkeypatch, capsys, cut):
-    """Weights, moments and draws are those of a run that had all steps from the beginning, finished or cut off."""
+    """Weights, moments and draws equal those of a run planned with all steps, whether finished or interrupted."""
     monkeypatch.setattr(fit.Recipe, "rate", lambda self, step: self.lr)
     options = "--dropout", "0.2", "--eval-every", "4"
     _, whole = train_on(*options, "--steps", "11", out="whole")
@@ -119,7 +119,7 @@ def test_steps_that_are_done_already(trained, refusal):
     assert main(["train", "--resume", str(trained), "--steps", "6"]) == 0
 
 
-# What is refused
+# Refusals
 
 
 def test_other_options(trained, refusal):

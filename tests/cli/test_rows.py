@@ -1,4 +1,4 @@
-"""Promise: a benchmark keeps to its time, compares only with what is there, and shows no figure that means nothing."""
+"""Promise: a benchmark keeps to its time, compares only existing results, and shows no meaningless figure."""
 
 import math
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def test_a_spread_that_says_nothing_is_not_shown(rounds, waited, expected):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The time, which only the calls of a test move on."""
+    """The time, which only a test's calls advance."""
     now = [0.0]
     stands_still = SimpleNamespace(**dict.fromkeys(("perf_counter", "thread_time", "process_time"), lambda: now[0]))
     for module in (bench, contention, rows, timing):
@@ -71,7 +71,7 @@ def test_without_a_limit_there_are_three_rounds(clock):
 
 
 def test_what_there_is_no_time_for_is_left_out(clock):
-    """sdpa, which the others are compared with, comes first; nothing is begun once the time is over."""
+    """sdpa, the baseline, comes first; nothing starts once the time is over."""
     forwards = sides(clock, ours=1.0, sdpa=1.0, slow=1.0)
     trainings = sides(clock, ours=5.0, sdpa=5.0, slow=5.0)
     result = rows.measure("x", "sdpa", forwards, trainings, 1.0, clock[0] + 12.0, "cpu")
@@ -126,7 +126,7 @@ def test_comparisons_share_the_time(clock, capsys):
 
 
 def test_quick_is_over_in_half_a_minute(clock, monkeypatch):
-    """Where each side takes a second a call, only the calls of the last comparison pass the limit."""
+    """If each side takes a second per call, only the calls of the last comparison exceed the limit."""
     monkeypatch.setattr(bench, "measured_peaks", lambda dtypes, threads: {})
     slow = sides(clock, ours=1.0, sdpa=1.0)
 

@@ -1,4 +1,4 @@
-"""Promise: runs at the same time keep apart: each has its folder, and refuses one that another still writes to."""
+"""Promise: concurrent runs keep apart: each has its folder, and refuses one that another is still writing to."""
 
 import errno
 import fcntl
@@ -16,7 +16,7 @@ SMALL = "train --layers 1 --heads 1 --width 8 --context 16 --batch 2 --steps 4 -
 
 
 def started(folder: Path, *options: str) -> "subprocess.Popen[str]":
-    """``pyattn`` in a process that works in ``folder``."""
+    """A ``pyattn`` process with ``folder`` as its working directory."""
     return subprocess.Popen(
         [sys.executable, "-m", "pyattn", *options],
         cwd=folder,
@@ -27,7 +27,7 @@ def started(folder: Path, *options: str) -> "subprocess.Popen[str]":
 
 
 def results(processes: "list[subprocess.Popen[str]]") -> list[tuple[int, str]]:
-    """Exit codes and what went to stderr."""
+    """Exit codes and stderr of the processes."""
     shown = [process.communicate(timeout=600)[1] for process in processes]
     return [(process.returncode, err) for process, err in zip(processes, shown, strict=True)]
 
@@ -56,7 +56,7 @@ def test_a_second_of_one_name_is_another(tmp_path, monkeypatch):
 
 
 def test_a_folder_is_held_by_one_live_run(tmp_path, story, refusal):
-    """The process of the first run is stopped, not ended, while others ask for its folder; then it is killed."""
+    """The process of the first run is stopped, not ended, while others request its folder; then it is killed."""
     folder = tmp_path / "held"
     first = started(tmp_path, *SMALL.split(), "--data", str(story), "--steps", "1000000", "--out", str(folder))
     while not (folder / state.STATE).exists():

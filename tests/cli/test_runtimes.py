@@ -1,4 +1,4 @@
-"""Promise: inference runtimes are compared where they are installed, with our settings, if they compute the same."""
+"""Promise: inference runtimes are compared if installed, with our settings, and only if their results agree."""
 
 import math
 import re
@@ -21,7 +21,7 @@ SHAPES = [(1, 1, 1, 8), (2, 3, 40, 16), (1, 4, 300, 8)]
 
 
 def module(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
-    """A module that stands in for one which may not be installed."""
+    """Installs a stand-in for a module that may be missing."""
     made = ModuleType(name)
     made.__spec__ = ModuleSpec(name, None)
     vars(made).update(contents)
@@ -29,7 +29,7 @@ def module(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
 
 
 class Options(SimpleNamespace):
-    """onnxruntime's, which also has entries by name."""
+    """onnxruntime's options, which also have entries by name."""
 
     def add_session_config_entry(self, name: str, value: str) -> None:
         setattr(self, name, value)
@@ -56,7 +56,7 @@ class Binding:
 
 
 class Session:
-    """onnxruntime's session: what our two models mean, with their sizes taken from the text."""
+    """onnxruntime's session: evaluates our two models, with their sizes taken from the text."""
 
     made: ClassVar[list["Session"]] = []
 
@@ -90,7 +90,7 @@ class Session:
 
 
 class Request:
-    """OpenVINO's request of a compiled model."""
+    """OpenVINO's request for a compiled model."""
 
     settings: ClassVar[dict[str, Any]] = {}
 
@@ -110,7 +110,7 @@ class Request:
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    """The runtimes' interfaces, as far as they are used, over plain torch."""
+    """The parts of the runtimes' interfaces that we use, over plain torch."""
 
     def compile_model(model, device, settings):
         assert (model, device) == (["attention"], "CPU")

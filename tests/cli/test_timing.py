@@ -1,4 +1,4 @@
-"""Promise: each clock measures what it is for, and a machine that is busy with other work is noticed."""
+"""Promise: each clock measures what it is meant to, and a machine that is busy with other work is noticed."""
 
 import threading
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from pyattn.cli.timing import in_turn, once, peak_flops, peak_memory
 
 
 class Clocks:
-    """Three clocks that calls move on: the wall's, the thread's and the process's."""
+    """Three clocks that calls advance: wall, thread and process."""
 
     def __init__(self) -> None:
         self.wall = self.thread = self.process = 0.0
@@ -42,7 +42,7 @@ def test_one_thread_is_timed_by_its_cpu_time_and_more_by_the_wall(clocks, monkey
 
 
 def test_times_and_their_quartiles(clocks, monkeypatch):
-    """The first call warms up and is not counted; a short call is repeated until a measurement lasts long enough."""
+    """The first call is a warm-up and not counted; a short call is repeated until a measurement lasts long enough."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     durations = iter([9e-4, *[1e-3] * 4, *[3e-3] * 4, *[2e-3] * 4])
     taken = []
@@ -69,7 +69,7 @@ def test_rounds_end_before_the_time_does(clocks, monkeypatch, seconds, fewest, r
 
 
 def test_a_gpu_is_timed_by_its_own_clock(monkeypatch):
-    """Events around the repeats time them from when the GPU is idle, and are read once the second has passed."""
+    """Events around the repeats time them from when the GPU is idle, and are read after the second one has passed."""
     done = []
 
     class Event:
@@ -120,7 +120,7 @@ def test_peak_memory_is_unknown_where_it_is_not_counted(tmp_path, monkeypatch, m
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_peak_is_what_all_threads_do_in_their_own_time(monkeypatch, threads):
-    """Each thread does two billion operations in a second of its own."""
+    """Each thread does two billion operations per second of its CPU time."""
     own, longest = threading.local(), []
 
     def spin(dtype, rounds):
@@ -158,7 +158,7 @@ def test_waiting_is_added_up_over_threads(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("after", "share"), [(10.0, 0.0), (13.0, 0.25), (99.0, 1.0), (9.0, 0.0), (None, None)])
 def test_a_share_of_waiting_is_that_of_a_thread(clocks, monkeypatch, after, share):
-    """Two threads run for 6 seconds; less waiting than before means that a thread has ended."""
+    """Two threads run for 6 seconds; a lower total of waiting means that a thread has ended."""
     waits = iter([10.0, after])
     monkeypatch.setattr(contention, "waited", lambda: next(waits))
     watched = contention.Contention(2)

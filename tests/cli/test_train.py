@@ -1,4 +1,4 @@
-"""Promise: a training leaves a model, a curve and the truth about both, whatever happens on the way."""
+"""Promise: a training leaves a model, a curve and a true report of both, whatever happens meanwhile."""
 
 import math
 import os
@@ -103,7 +103,7 @@ def test_ctrl_c_keeps_what_was_trained(train_on, story, monkeypatch, capsys, ste
 
 
 def test_models_without_learned_positions_read_on(train_on, story, capsys):
-    """The same bytes are judged at the end of texts of several lengths."""
+    """The same bytes are scored at the end of texts of several lengths."""
     _, folder = train_on("--alibi", "--window", "3", "0", "--sinks")
     shown = capsys.readouterr().out
     model, text = checkpoint.load(folder / "model.safetensors"), read(story, CONTEXT)
@@ -125,7 +125,7 @@ def test_models_without_learned_positions_read_on(train_on, story, capsys):
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, training: bool, first: int, factor: float) -> None:
-    """Multiplies the losses of training, or of validation, by ``factor``, from the batch of that number on."""
+    """Multiplies the training or validation losses by ``factor`` from batch number ``first`` on."""
     loss_of, batches = fit.loss_of, []
 
     def poisoned(model: GPT, windows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -168,7 +168,7 @@ def test_a_learning_rate_beyond_reason_is_told(train_on, capsys):
     assert re.search(r"diverged, .* is (nan|inf); .* lower --lr, got 1e\+30", capsys.readouterr().err)
 
 
-# What it writes, and where
+# Written files
 
 
 def test_an_earlier_run_is_overwritten_only_on_request(train_on, capsys):

@@ -1,4 +1,4 @@
-"""Promise: a file is written whole or not at all, and where it can't be written a command says so before its work."""
+"""Promise: a file is written completely or not at all; if it can't be written, a command says so before its work."""
 
 import contextlib
 import errno
@@ -15,7 +15,7 @@ from pyattn.cli import InputError, bench, checkpoint, main, output, profile, sho
 
 
 def test_names_of_unfinished_files_are_unique(tmp_path, monkeypatch):
-    """A write inside a write of the same file: both are whole, and the one that ends last stays."""
+    """A write inside a write of the same file: both are complete, and the one that ends last remains."""
     met, sync = [], os.fsync
 
     def inside(descriptor):
@@ -36,7 +36,7 @@ def test_names_of_unfinished_files_are_unique(tmp_path, monkeypatch):
 
 @contextlib.contextmanager
 def room(size: int) -> Iterator[None]:
-    """No file of this process grows past ``size`` bytes."""
+    """Limits every file of this process to ``size`` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -70,7 +70,7 @@ def test_no_room_on_the_disk_is_one_sentence(
     capsys,
     command,
 ):
-    """The earlier files stay to the byte, so the run can be resumed; nothing else is left."""
+    """The earlier files stay as they are, to the byte, so the run can be resumed; nothing else is left."""
     if command == "bench":
         monkeypatch.setattr(bench, "comparisons", lambda options, peaks: {})
         monkeypatch.setattr(bench, "measured_peaks", lambda dtypes, threads: {})

@@ -1,4 +1,4 @@
-"""Promise: torch.compile gives the same results and gradients, in one graph, for all lengths."""
+"""Promise: torch.compile gives the same results and gradients, in one graph for all lengths."""
 
 from functools import partial
 from typing import Any
@@ -117,7 +117,7 @@ def mapped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("function", [first, second, mapped])
 def test_transforms_in_compiled_functions(function: Any) -> None:
-    """They run outside of graphs, rather than with derivatives that a graph does not have."""
+    """They run outside of graphs, because a graph lacks their derivatives."""
     torch._dynamo.reset()
     inputs = Case(2, 4, 2, 5, 6, 3, 3).inputs(torch.float64)
     torch.testing.assert_close(torch.compile(function, backend="aot_eager")(*inputs), function(*inputs))
@@ -126,7 +126,7 @@ def test_transforms_in_compiled_functions(function: Any) -> None:
 
 
 def test_compiled_second_derivatives_raise() -> None:
-    """torch itself has no double backward of compiled functions, and a dual tensor meets the raw operator."""
+    """torch itself has no double backward of compiled functions, and a dual tensor reaches the raw operator."""
     torch._dynamo.reset()
     leaves = leaves_of(*Case(1, 2, 2, 5, 6, 3, 3).inputs(torch.float64))
     compiled = torch.compile(attention, backend="aot_eager")

@@ -1,4 +1,4 @@
-"""Promise: torch.export and AOTInductor keep the operator, for lengths that are not known, and outlive the process."""
+"""Promise: torch.export and AOTInductor keep the operator, for unknown lengths and across processes."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pyattn import attention
 
-# torch's own, while it traces.
+# torch's own warnings while it traces.
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning")]
 
 

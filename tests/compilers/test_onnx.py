@@ -1,4 +1,4 @@
-"""Promise: torch.onnx.export takes what calls attention, and onnxruntime computes what pyattn does, for all lengths."""
+"""Promise: torch.onnx.export takes callers of attention, and onnxruntime computes what pyattn does, for all lengths."""
 
 import copy
 import subprocess
@@ -15,16 +15,16 @@ from yardstick import assert_accurate, in_double
 from pyattn import attention, attention_varlen, ops, reference
 from pyattn import nn as modules
 
-# torch's own, while it traces.
+# torch's own warnings while it traces.
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning")]
 
 DYNAMIC = torch.export.Dim.DYNAMIC
 OPSETS = (None, 23)
-"""torch's default, which writes attention out, and the first that has ``Attention``."""
+"""torch's default, which decomposes attention, and the first opset that has ``Attention``."""
 
 
 class Called(nn.Module):
-    """A function as a module: what torch.onnx.export takes."""
+    """A function as a module, which torch.onnx.export needs."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -46,9 +46,9 @@ def count_of_attention(program: Any) -> int:
 
 
 def runs(program: Any) -> Callable[..., list[Tensor]]:
-    """The graph's results in onnxruntime."""
+    """A function that runs the graph in onnxruntime."""
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # what ends the process alone; errors are raised
+    options.log_severity_level = 4  # only what ends the process; errors are raised
     options.intra_op_num_threads = 1
     model = program.model_proto.SerializeToString()
     session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
@@ -62,7 +62,7 @@ def runs(program: Any) -> Callable[..., list[Tensor]]:
 
 
 def inputs(batch: int, heads: int, num_heads_kv: int, seqlen_q: int, seqlen_k: int) -> dict[str, Tensor]:
-    """q, k, v and the tensors that options take, with heads and without."""
+    """q, k, v and the tensors of the options, with and without a dimension for heads."""
     begin, length = torch.randint(0, seqlen_k + 1, (2, batch, seqlen_q))
     bias = torch.randn(batch, heads, seqlen_q, seqlen_k)
     return {
@@ -81,7 +81,7 @@ def inputs(batch: int, heads: int, num_heads_kv: int, seqlen_q: int, seqlen_k: i
 
 
 SIZES = ((2, 3, 6), (3, 7, 4), (1, 1, 9), (2, 9, 2))
-"""Batch, queries and keys: the first when exporting; more queries than keys leave some without any."""
+"""Batch, queries and keys; the first is the exported size. With more queries than keys, some see none."""
 
 DIMENSIONS: dict[str, dict[int, Any]] = {
     **{name: {0: DYNAMIC, 2: DYNAMIC} for name in "qkv"},
@@ -123,7 +123,7 @@ BY_HEAD: list[Options] = [
     {"sinks": "sinks", "bias": "bias", "alibi_slopes": "slopes", "key_ranges": "key_ranges", "window": (3, 1)},
     {"sinks": "sinks", "mask": "mask", "alibi_slopes": "slopes", "softcap": 2.0},
 ]
-"""The same for options that tell heads apart."""
+"""Further ones, whose options differ between heads."""
 
 
 def given(options: Options, tensors: dict[str, Tensor]) -> Options:
@@ -165,7 +165,7 @@ def test_options_that_tell_heads_apart(heads, opset):
 
 
 class Layers(nn.Module):
-    """Every kind of layer over one input, as a model would have them."""
+    """Every kind of layer over one input, as in a model."""
 
     def __init__(self, home: Any) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ def test_modules(opset):
 
 @pytest.mark.parametrize("shapes", [({0: DYNAMIC, 1: DYNAMIC},), None], ids=["any", "fixed"])
 def test_a_module_with_every_extra(shapes):
-    """As many sequences as KV heads and as heads of a group: fixed sizes that broadcast whichever is meant."""
+    """The batch, KV heads and heads per group have the same size, so fixed sizes would broadcast in any role."""
     extras = {"window": (3, 0), "softcap": 3.0, "alibi": True, "sinks": True, "rotary": 10000.0}
     native = modules.MultiHeadAttention(16, 16, 32, 0.5, 4, num_heads_kv=2, **extras).eval()
     x = torch.randn(3, 9, 16) if shapes else torch.randn(2, 6, 16)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import pyattn
 from pyattn import attention, attention_varlen
 
-# torch's own: it is deprecated, and tells of checks of shapes in Python.
+# torch's own warnings: it is deprecated, and it reports shape checks in Python.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
@@ -46,7 +46,7 @@ def saved_and_loaded(traced: Any) -> Callable[..., Any]:
 @pytest.mark.parametrize("training", [False, True])
 @every_module
 def test_a_trace_is_the_module_for_all_lengths(name, training):
-    """In training without dropout; parameters want gradients in both modes."""
+    """In training without dropout; parameters require gradients in both modes."""
     for extras in (EXTRAS["all"],) if name in WITH_EXTRAS else ({},):
         plain = module(name, **extras).train(training)
         traced = saved_and_loaded(torch.jit.trace(plain, torch.randn(2, 6, D_IN).double()))
@@ -60,7 +60,7 @@ def test_a_trace_draws_dropout_anew():
     plain = module("MultiHeadAttention")
     set_dropout(plain, 0.5)
     x = torch.randn(2, 6, D_IN).double()
-    traced = torch.jit.trace(plain, x, check_trace=False)  # torch's check runs twice and finds other numbers
+    traced = torch.jit.trace(plain, x, check_trace=False)  # torch's check runs it twice and gets other numbers
     torch.manual_seed(7)
     first, second = traced(x), traced(x)
     assert not torch.equal(first, second)
@@ -87,7 +87,7 @@ def test_a_traced_function_has_no_gradient(function):
 
 
 class Inside(nn.Module):
-    """A user's module with one of ours in it."""
+    """A user's module that contains one of ours."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

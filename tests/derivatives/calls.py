@@ -1,4 +1,4 @@
-"""Calls of attention with one or more features, as functions of all tensors that have derivatives."""
+"""Calls of attention with one or more features, as functions of all differentiable tensors."""
 
 import itertools
 import math
@@ -28,7 +28,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "grouped heads": {"num_heads_kv": 1},
     "not causal": {"causal": False},
 }
-"""Words for options, as Case takes them."""
+"""Options in the words that Case takes."""
 
 PAIRS = [
     (a, b)
@@ -40,7 +40,7 @@ ALL = {"softcap": 0.7, "bias": "float hk", "alibi": "h", "sinks": True, "dropout
 
 
 class Call:
-    """``call(function, *inputs)`` is out and a finite lse; ``inputs`` are q, k, v and the options with derivatives."""
+    """``call(function, *inputs)`` is out and a finite lse; ``inputs`` are q, k, v and the differentiable options."""
 
     def __init__(self, features: dict[str, Any], dtype: torch.dtype = torch.float64) -> None:
         sizes: dict[str, Any] = {"batch": 2, "num_heads_q": 2, "num_heads_kv": 2, "seqlen_q": 5, "seqlen_k": 6}
@@ -49,7 +49,7 @@ class Call:
         self._names = learned(self._options)
         bias = self._options.get("bias")
         self._hidden = None if bias is None else bias == -math.inf
-        # A hidden bias varies too: its differences are 0.
+        # Hidden entries of a bias are inputs too: their differences are 0.
         self.inputs = (*case.inputs(dtype), *(self._options[name].nan_to_num(neginf=0.0) for name in self._names))
         self.leaves = tuple(x.detach().requires_grad_() for x in self.inputs)
 
@@ -64,7 +64,7 @@ class Call:
 
 
 class PackedCall:
-    """The same of packed sequences: one without queries, one without keys, keys that are not used, and a tail."""
+    """The same for packed sequences: one without queries, one without keys, unused keys, and tokens after the last."""
 
     def __init__(self) -> None:
         q, k, v = torch.randn(8, 4, 3), torch.randn(9, 2, 3), torch.randn(9, 2, 2)
@@ -86,12 +86,12 @@ each_call = pytest.mark.parametrize("make", [lambda: Call(ALL), PackedCall], ids
 
 
 def assert_as_reference(compute: Callable[..., Any], call: Any = Call, atol: float = 1e-11) -> None:
-    """``compute(function)`` is the same of the call's function and of the formula."""
+    """Asserts that ``compute(function)`` agrees for the call's function and for the formula."""
     assert_close(compute(call.ours), compute(call.reference), atol)
 
 
 def loss(call: Any, function: Callable[..., Any]) -> Callable[..., Tensor]:
-    """A scalar of a call's inputs whose derivatives of every order depend on all of its results."""
+    """A scalar of a call's inputs whose derivatives of every order depend on all results."""
 
     def of(*inputs: Tensor) -> Tensor:
         out, lse = call(function, *inputs)
@@ -101,7 +101,7 @@ def loss(call: Any, function: Callable[..., Any]) -> Callable[..., Tensor]:
 
 
 def score_tensors(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """For a batch of 2, 4 heads, 4 queries and 5 keys; the bias broadcasts over heads."""
+    """Tensors for a batch of 2, 4 heads, 4 queries and 5 keys; the bias broadcasts over heads."""
     return {
         "bias": torch.randn(2, 1, 4, 5, dtype=dtype).masked_fill(torch.rand(2, 1, 4, 5) < 0.2, -torch.inf),
         "alibi_slopes": torch.rand(4, dtype=dtype),

@@ -1,4 +1,4 @@
-"""Promise: derivatives are right in every way PyTorch asks for them, and those that nobody wrote raise."""
+"""Promise: derivatives are right in every way PyTorch requests them, and unimplemented ones raise."""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +32,7 @@ def leaves(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tens
 
 
 def out_and_lse(function: Callable[..., Any], case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Both results; lse is 0 where it is -inf, in rows that see nothing, for no finite differences exist there."""
+    """Both results; -inf in lse, from rows that see nothing, becomes 0, because -inf has no finite differences."""
     return finite(*function(q, k, v, return_lse=True, **case.options))
 
 
@@ -86,7 +86,7 @@ def test_gradient_into_lse_alone() -> None:
 
 
 def test_a_recorded_backward_gives_the_same_gradients() -> None:
-    """The graph matters only to those who differentiate it: a penalty on another part of the model may need it."""
+    """Only code that differentiates the gradients needs the graph: a penalty on another part of the model may."""
     inputs = leaves(Case(2, 4, 2, 5, 7, 3, 4))
     out = attention(*inputs, dropout_p=0.3, dropout_seed=3, q_offset=torch.tensor([1, -2]))
     plain = torch.autograd.grad(out.sin().sum(), inputs, retain_graph=True)
@@ -156,7 +156,7 @@ def test_modes_without_gradients() -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_repeats_the_bits(use_reentrant: bool) -> None:
-    """With dropout, whose seed is drawn again."""
+    """With dropout: the seed is drawn again."""
     inputs = leaves(Case(1, 2, 2, 40, 40, 8, 8), torch.float32)
     call = partial(attention, dropout_p=0.4)
     found = []

@@ -1,4 +1,4 @@
-"""Gradients in float64 are differences, for every pair of features, with every tensor that has a gradient as input."""
+"""Promise: gradients in float64 equal differences, for every pair of features and every differentiable input."""
 
 import pytest
 from backends import Backend

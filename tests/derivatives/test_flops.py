@@ -1,4 +1,4 @@
-"""Promise: the operations that a mask leaves are counted as the reference sees them, for torch too."""
+"""Promise: the operations that a mask leaves are counted from the reference's visible pairs, for torch too."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Promise: forward-mode derivatives are right, of every tensor that has derivatives."""
+"""Promise: forward-mode derivatives are right for every differentiable tensor."""
 
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from yardstick import assert_accurate
 from pyattn import attention, attention_weights, reference
 from pyattn.derivatives import tangents
 
-# torch scripts its own forward-mode rules on first use; the category is FutureWarning from torch 2.15 on.
+# torch scripts its own forward-mode rules on first use; the category is FutureWarning since torch 2.15.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")
 
 
@@ -31,7 +31,7 @@ def test_tangents_are_differences(a: str, b: str) -> None:
 
 @each_call
 def test_jvp_of_each_tensor(make: Any) -> None:
-    """Tangents of all tensors, and of one alone."""
+    """Tangents of all tensors, and of a single one."""
     call = make()
 
     def moved(function: Any) -> Any:
@@ -107,7 +107,7 @@ def test_accuracy(dtype: torch.dtype) -> None:
 
 
 def test_under_autocast() -> None:
-    """The tangent is that of the call in autocast's dtype, and computed in float32 like it."""
+    """The tangent belongs to the call in autocast's dtype, and like it is computed in float32."""
     inputs = tuple(x.float() for x in Call({}).inputs)
     moved = tuple(x.sin() for x in inputs)
     with torch.autocast("cpu", torch.bfloat16):

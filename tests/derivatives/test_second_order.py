@@ -1,4 +1,4 @@
-"""Promise: second derivatives are right, take linear memory, and third ones raise."""
+"""Promise: second derivatives are right and take linear memory, and third derivatives raise."""
 
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ def test_every_second_derivative(case: Case) -> None:
 
 
 def test_second_derivatives_near_the_softcap() -> None:
-    """Scores of 8 caps, where 1 - tanh^2 has 3 bits left in float32, against float64, where it has 32."""
+    """Scores of 8 caps: 1 - tanh^2 has 3 bits left in float32; compared with float64, where it has 32."""
     k, v = torch.tensor([[[[8.0], [7.5]]]]), torch.tensor([[[[1.0], [-1.0]]]])
 
     def second(dtype: torch.dtype) -> Tensor:
@@ -48,7 +48,7 @@ def test_second_derivatives_near_the_softcap() -> None:
 
 @pytest.mark.parametrize("softcap", [1e300, 3.5e38, 1e-300])
 def test_softcaps_past_float32(softcap: float) -> None:
-    """The weights, and second derivatives, are those of any cap as far beyond the scores."""
+    """The weights and second derivatives equal those with any cap that is as far beyond the scores."""
     q, k, v = torch.randn(3, 1, 2, 5, 4)
     near = 2.0**90 if softcap > 1 else 2.0**-90
 
@@ -108,7 +108,7 @@ def test_some_gradients_of_some_tensors(wanted: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_accuracy(dtype: torch.dtype) -> None:
-    """A product with the Hessian errs by no more than twice what plain PyTorch's errs by."""
+    """The error of a product with the Hessian is at most twice plain PyTorch's."""
     case = Case(1, 4, 2, 60, 70, 16, 16, softcap=5.0, dropout_p=0.1)
     qkv, dout, _ = case.drawn(dtype)
     directions = [torch.randn(x.shape).to(dtype) for x in qkv]
@@ -126,7 +126,7 @@ def test_accuracy(dtype: torch.dtype) -> None:
 
 
 def test_what_is_not_seen_does_not_matter() -> None:
-    """NaN in keys behind every query's last one, and in rows that see no key, reaches no second derivative."""
+    """NaN in keys after every query's last visible one, and in rows that see no key, reaches no second derivative."""
     results = []
     for value in (0.0, torch.nan):
         torch.manual_seed(0)
@@ -161,9 +161,9 @@ def test_sizes_of_zero(size: str) -> None:
 
 
 def test_memory_is_linear() -> None:
-    """Less than one matrix of all pairs in float32, of which a formula without blocks holds some twenty.
+    """Less than one float32 matrix of all pairs; a formula without blocks holds some twenty.
 
-    The blocks take 31 MB to 79, as the allocator keeps what it was given back, and the matrix 268.
+    The blocks take 31 to 79 MB, because the allocator keeps freed memory; the matrix takes 268 MB.
     """
     leaves = tuple(x.requires_grad_() for x in torch.randn(3, 1, 1, 8192, 8).unbind())
 
@@ -202,7 +202,7 @@ def test_third_derivatives_raise() -> None:
 
 
 def test_autograd_functional() -> None:
-    """torch.autograd.functional, whose jvp is a double backward; its hvp is a triple one, and raises."""
+    """torch.autograd.functional's jvp is a double backward; its hvp is a triple one, and raises."""
     call, functional = Call({}), torch.autograd.functional
     moved = tuple(x.sin() for x in call.inputs)
     assert_as_reference(

@@ -1,4 +1,4 @@
-"""Promise: transforms of torch.func compose, two deep, over every public function that has derivatives."""
+"""Promise: transforms of torch.func compose, two deep, over every differentiable public function."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,24 +16,24 @@ from torch.utils._pytree import tree_leaves
 import pyattn
 from pyattn import reference
 
-# torch scripts its own forward-mode rules on first use; the category is FutureWarning from torch 2.15 on.
+# torch scripts its own forward-mode rules on first use; the category is FutureWarning since torch 2.15.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")
 
 Function = Callable[..., tuple[Tensor, ...]]
 
 
 def pattern(shape: Sequence[int]) -> Tensor:
-    """Numbers without a symmetry; torch.randn would be an error within vmap."""
+    """Numbers without symmetry; torch.randn would raise inside vmap."""
     return (1.7 * torch.arange(math.prod(shape), dtype=torch.float64) + 0.4).sin().view(tuple(shape))
 
 
 def flat(function: Callable[..., Any]) -> Function:
-    """The function with a flat tuple of results, so that transforms take it whatever it is."""
+    """The function with a flat tuple of results, which every transform takes."""
     return lambda *inputs: tuple(tree_leaves(function(*inputs)))
 
 
 def total(function: Function) -> Callable[..., Tensor]:
-    """A scalar that depends on every result, with another weight for each entry."""
+    """A scalar that depends on every result, with a different weight for each entry."""
 
     def of(*inputs: Tensor) -> Tensor:
         results = function(*inputs)
@@ -47,7 +47,7 @@ def every(inputs: tuple[Tensor, ...]) -> tuple[int, ...]:
 
 
 def stacked(inputs: tuple[Tensor, ...]) -> tuple[list[Tensor], list[int]]:
-    """Two different inputs for each, along its first or last dimension in turn."""
+    """Two different values of each input, stacked along its first or last dimension in turn."""
     dims = [0 if i % 2 else -1 for i in range(len(inputs))]
     others = (1.5 * x.flip(-1).cos() for x in inputs)
     return [torch.stack(pair, dim) for *pair, dim in zip(inputs, others, dims, strict=True)], dims
@@ -62,7 +62,7 @@ def mapped(function: Function) -> Function:
 
 
 def one_by_one(function: Function) -> Function:
-    """The results of vmap, without it: plain PyTorch's formula looks at values."""
+    """The results of vmap without vmap: plain PyTorch's formula reads values."""
 
     def of(*inputs: Tensor) -> Any:
         stacks, dims = stacked(inputs)
@@ -84,7 +84,7 @@ def vjp(function: Function) -> Function:
     return of
 
 
-# How many derivatives each takes, and what it makes of a function.
+# Each transform: the order of its derivatives, and the function that applies it.
 TRANSFORMS: dict[str, tuple[int, Callable[[Function], Callable[..., Any]]]] = {
     "vmap": (0, mapped),
     "grad": (1, lambda f: lambda *x: torch.func.grad(total(f), every(x))(*x)),
@@ -139,7 +139,7 @@ def merged_by_formula(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 
 
 def over_cache(**sizes: Any) -> tuple[Function, Function]:
-    """Two queries, the newest of three tokens, as attention_with_cache has it and by the formula."""
+    """Two queries, the newest of three tokens, by attention_with_cache and by the formula."""
     cache = pyattn.KVCache(1, 1, 4, 2, head_dim_v=1, dtype=torch.float64, **sizes)
     k, v = pattern((1, 1, 3, 2)), pattern((1, 1, 3, 1))
     cache.append(k, v)
@@ -177,10 +177,10 @@ CALLS: dict[str, tuple[tuple[Function, Function], tuple[tuple[int, ...], ...], t
     "ring": (over_cache(window=(1, 0)), OVER_CACHE, FEW),
     "pages of a cache": (over_cache(page_size=16), OVER_CACHE, FEW),
 }
-"""The function that is transformed and the one that it should equal, the shapes of its inputs, and the transforms."""
+"""The function to transform, the one that it must equal, the shapes of its inputs, and the transforms."""
 
 ANY_ORDER = ("attention_weights", "merge")
-"""Functions that run as torch operations, differentiable as often as wanted."""
+"""Functions composed of torch operations, differentiable any number of times."""
 
 
 @pytest.mark.parametrize(("name", "outer"), [(name, outer) for name, (_, _, tried) in CALLS.items() for outer in tried])
@@ -224,7 +224,7 @@ def test_backward_in_parts_has_no_derivatives(outer: str, inner: str) -> None:
 
 @pytest.mark.parametrize("which", range(3))
 def test_one_input_of_many(which: int) -> None:
-    """A derivative in one tensor, while others are mapped or constant: tangents and gradients that are not there."""
+    """A derivative in one tensor, while others are mapped or constant: some tangents and gradients are absent."""
     inputs = [torch.randn(shape, dtype=torch.float64) for shape in DENSE]
 
     def results(function: Any, transform: Any) -> Any:

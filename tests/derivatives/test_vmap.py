@@ -1,4 +1,4 @@
-"""Promise: torch.vmap gives what one call after the other gives, whatever is mapped."""
+"""Promise: torch.vmap gives the results of one call after the other, whichever inputs are mapped."""
 
 from functools import partial
 
@@ -42,7 +42,7 @@ def test_vmap(in_dims: tuple[int | None, ...]) -> None:
 @pytest.mark.parametrize("size", [0, 3])
 @pytest.mark.parametrize("full", [False, True])
 def test_vmap_over_masks_and_scores(mapped: str, size: int, full: bool) -> None:
-    """``full``: what may be shared by all sequences has a batch dimension of its own."""
+    """``full``: options that all sequences could share have a batch dimension."""
     q, k, v = SCORES.inputs(torch.float64)
     inputs = {"q": q, "k": k, "v": v, "key_ranges": MASKS["key_ranges"], **score_tensors()}
     if full:
@@ -95,7 +95,7 @@ def test_per_sample_offsets_under_vmap() -> None:
     "bias", [None, torch.randn(1, 4, 5), torch.randn(4, 4, 5), torch.randn(5)], ids=["", "1qk", "hqk", "k"]
 )
 def test_gradients_of_scores_fold_into_heads(bias: Tensor | None) -> None:
-    """One call for all slices: of sinks that are mapped, and for gradients that each slice has of its own."""
+    """One call for all slices, with mapped sinks or with gradients that differ by slice."""
     q, k, v = (torch.stack([x, 2 * x, -x]) for x in SCORES.inputs(torch.float64))
     bias = None if bias is None else bias.double()
     slopes, sinks = torch.rand(2, 4).double(), torch.randn(3, 4).double()
@@ -107,7 +107,7 @@ def test_gradients_of_scores_fold_into_heads(bias: Tensor | None) -> None:
     with torch.profiler.profile() as profile:
         found = torch.vmap(grad, (0, 0, 0, None, 0))(q, k, v, slopes, sinks)
     calls = {event.key: event.count for event in profile.key_averages()}
-    # Each is seen above vmap and below, where a loop would run it three times.
+    # Each call is counted above vmap and below; a loop would run it three times.
     assert max(calls["pyattn::attention_forward"], calls["pyattn::attention_backward"]) <= 2
     for i in range(3):
         one = grad(q[i], k[i], v[i], slopes, sinks[i])

@@ -1,4 +1,4 @@
-"""What each process of test_sharding.py runs: a module of its own, for it starts by importing it."""
+"""The code of each process of test_sharding.py, in a separate module because a process starts by importing it."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from pyattn import attention, sharding
 
 
 def calls() -> list[dict[str, Tensor]]:
-    """Tensors for 2 sequences and 4 heads; options shared, and for each sequence or head."""
+    """Tensors for 2 sequences and 4 heads; options that are shared, per sequence or per head."""
     ranges = torch.tensor([[[0, 5], [1, 4], [2, 2], [0, 3], [0, 2]]])
     shared = {"bias": torch.randn(2, 1, 5, 5), "alibi_slopes": torch.rand(4), "sinks": torch.randn(4)}
     own = {"bias": torch.randn(4, 1, 5), "alibi_slopes": torch.rand(2, 4), "key_ranges": ranges}
@@ -26,7 +26,7 @@ def loss(options: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def compare(rank: int, processes: int, rendezvous: str) -> None:
-    """Results and gradients of sharded tensors are those of whole ones, and stay sharded where they may."""
+    """Results and gradients of sharded tensors equal those of whole ones, and stay sharded where possible."""
     dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=processes)
     sharding.register()
     mesh = init_device_mesh("cpu", (processes,))

@@ -1,4 +1,4 @@
-"""Promise: DTensors sharded over the batch or over heads give what whole tensors give."""
+"""Promise: DTensors sharded over the batch or over heads give the results of whole tensors."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""Promise: on a GPU a cache is used without a host read, and what it has no room for is left out.
+"""Promise: on a GPU a cache is used without a host read, and tokens that don't fit are left out.
 
-Its operators there are made of torch's, so that CPU tensors take them too, and fake tensors of a GPU, which nobody can
-read. With ``--backend cuda`` they take a GPU's.
+Its operators there are composed of torch's, so they take CPU tensors, and fake tensors of a GPU, whose values can't be
+read. With ``--backend cuda`` they take a GPU's tensors.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ def append(cached: KVCache, k: Tensor, v: Tensor, lengths: Tensor | None = None)
 
 
 def used(cached: KVCache) -> list[Tensor]:
-    """The positions that the cache keeps, and where they are; on the CPU."""
+    """The positions that the cache keeps, and their rows, on the CPU."""
     last = (cached.lengths - cached.starts).tolist()
     rows = [t[b, :, max(0, n - cached.max_seqlen) : n] for t in (cached.k, cached.v) for b, n in enumerate(last)]
     return [t.cpu() for t in (*rows, cached.lengths, cached.starts)]
@@ -93,7 +93,7 @@ def test_sizes_of_zero(sizes: tuple[int, int, int, int], device: str) -> None:
 
 @each_window
 def test_nothing_is_read_on_the_host(window: tuple[int, int] | None) -> None:
-    """Nor by attention over it."""
+    """Attention over the cache reads nothing either."""
     with FakeTensorMode():
         q, k, v = (torch.randn(3, heads, 2, 16, device="cuda") for heads in (4, 2, 2))
         cached = KVCache(3, 2, 20, 16, window=window, device="cuda")

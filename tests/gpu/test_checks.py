@@ -1,4 +1,4 @@
-"""The measurements of tests/gpu.py, on the CPU: speed, training, and the verdicts of sanitizer and ncu."""
+"""Promise: the measurements of tests/gpu.py work on the CPU: speed, training, verdicts of sanitizer and ncu."""
 
 import dataclasses
 from pathlib import Path
@@ -15,7 +15,7 @@ from pyattn.ops.flops import flops
 
 
 def planted(folder: Path, name: str, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that is found before any other."""
+    """Installs a program that is found before any other of its name."""
     (folder / name).write_text(f"#!/bin/sh\n{script}\n")
     (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(folder), prepend=":")
@@ -52,7 +52,7 @@ TABLE = """==PROF== Connected to process 7
 
 @pytest.mark.parametrize("name", NAMES)
 def test_counters(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However ncu spells a kernel's name; its advice is no counter."""
+    """However ncu spells a kernel's name; its advice is not taken for a counter."""
     lines = [f'"0","{name.format(x)}","Duration","ns","1,234",""\n' for x in counters.KERNELS]
     text = TABLE + "".join(lines) + f'"0","{name.format("forward")}","","","","Advice"\n'
     planted(tmp_path, "ncu", f"cat << END\n{text}END", monkeypatch)
@@ -70,7 +70,7 @@ def test_counters(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_nothing_counted(said: str, status: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the machine does not let ncu count, nothing is wrong; where our program fails, something is."""
+    """If the machine does not let ncu count, nothing is wrong; if our program fails, something is."""
     check = counters.checks(CUDA)["4x16x4096x128"]
     monkeypatch.setenv("PATH", str(tmp_path))
     assert judge("", check)["message"] == "ncu not found"
@@ -85,7 +85,7 @@ def test_nothing_counted(said: str, status: str, message: str, tmp_path: Path, m
 
 @pytest.mark.parametrize("seqlen", [1, 2048])
 def test_operations(seqlen: int) -> None:
-    """The operator counts the diagonal whole, FlashAttention's papers by half."""
+    """The operator counts the whole diagonal, FlashAttention's papers half of it."""
     shape = (2, 3, seqlen, 64)
     q = torch.empty(shape, device="meta")
     diagonal = 2 * 2 * 3 * seqlen * 64
@@ -111,7 +111,7 @@ def test_speed_on_the_cpu() -> None:
 
 
 def test_decoding_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A side has as many calls as fill its device's cache four times; the time is that of one."""
+    """A side has enough calls to fill its device's cache four times; the time is that of one call."""
     size = 2 * 2 * 2 * 128 * 16 * 4
     monkeypatch.setattr(device.Device, "cache_bytes", 3 * size)
     row = decoding.measure(CPU, (2, 4, 2, 128, 16), torch.float32)
@@ -124,7 +124,7 @@ def test_decoding_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_side_that_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are timed, and the report has a dash."""
+    """The other sides are timed, and the report shows a dash."""
 
     def together(self: device.Device, calls: list[device.Call]) -> device.Call:
         if calls[0].func is decoding.attention:  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""Graphs, streams and caches on a GPU, where nothing waits for the host.
+"""Promise: graphs, streams and caches work on a GPU without waiting for the host.
 
-Without one, a CPU rehearses them: ``rehearsed.py`` runs a capture's operations again.
+Without a GPU, a CPU rehearses them: ``rehearsed.py`` reruns a capture's operations.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from pyattn.dropout import draw_seed
 
 CASE = Case(2, 4, 2, 300, 300, 64, 64)
 LONG_WAIT = 100_000_000
-"""Cycles of a GPU's clock: some 50 ms."""
+"""GPU clock cycles: some 50 ms."""
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ def both(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seed: Tensor | None = No
 
 
 def capture(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-    """A graph of the call, and the tensors that its replays write; first called on a side stream, as torch asks."""
+    """A graph of the call, and the tensors that its replays write; first called on a side stream, as torch requires."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -51,7 +51,7 @@ def capture(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
 
 @each_kind
 def test_a_stream_is_kept(graphs: Backend, dtype: torch.dtype) -> None:
-    """Forward and backward run on the current stream: on a side stream they wait for inputs that come late."""
+    """Forward and backward run on the current stream: on a side stream they wait for late inputs."""
     qkv, dout = inputs(dtype)
     expected = run(attention, qkv, dout)
     late = tuple(torch.zeros_like(x) for x in (*qkv, dout))
@@ -68,7 +68,7 @@ def test_a_stream_is_kept(graphs: Backend, dtype: torch.dtype) -> None:
 
 @each_kind
 def test_a_graph_replays(graphs: Backend, dtype: torch.dtype) -> None:
-    """Each replay draws a seed, and computes what an eager call with that seed does."""
+    """Each replay draws a new seed, and computes what an eager call with that seed does."""
     (q, k, v), dout = inputs(dtype)
 
     def call() -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -91,7 +91,7 @@ def test_a_graph_replays(graphs: Backend, dtype: torch.dtype) -> None:
 
 
 def test_a_graph_reads_masks_and_scores_anew(graphs: Backend) -> None:
-    """A replay finds ranges, a bias's holes, slopes and sinks on the device."""
+    """A replay reads ranges, a bias's holes, slopes and sinks from the device."""
     case = Case(2, 4, 2, 200, 230, 64, 64, key_ranges="random", causal=False, bias="bands hqk", alibi="h", sinks=True)
     tensors = case.inputs(torch.bfloat16), *case.gradients(torch.bfloat16)
     options = case.options | case.tensors(torch.bfloat16)
@@ -106,7 +106,7 @@ def test_a_graph_reads_masks_and_scores_anew(graphs: Backend) -> None:
 
 
 def test_a_graph_reads_lengths_anew(graphs: Backend) -> None:
-    """A graph of packed sequences fixes how many tokens and sequences there are, and the longest that may come."""
+    """A graph of packed sequences fixes the numbers of tokens and sequences, and the maximum length."""
     q, k, v, dout = torch.randn(4, 900, 4, 64, dtype=torch.bfloat16).unbind()
     lengths = torch.tensor([0, 300, 300, 600, 890], dtype=torch.int32)
     used = torch.tensor([300, 0, 9, 290])
@@ -161,7 +161,7 @@ def test_a_graph_decodes(
 
 
 def test_a_cache_that_is_full_stays_as_it_is(graphs: Backend) -> None:
-    """Positions that do not fit are left out: nobody reads the lengths to refuse them."""
+    """Positions that do not fit are left out: the host does not read the lengths to refuse them."""
     k, v = torch.randn(2, 2, 2, 5, 64)
     cached = KVCache(2, 2, 8, 64)
     cached.append(k, v, [5, 3])
@@ -177,7 +177,7 @@ def test_a_cache_that_is_full_stays_as_it_is(graphs: Backend) -> None:
 
 
 def test_a_graph_reads_pages_anew(graphs: Backend) -> None:
-    """A replay finds the keys of packed sequences where the table then says that they are."""
+    """A replay finds the keys of packed sequences where the table says at that time."""
     q, k, v = torch.randn(3, 6, 32, 2, 64, dtype=torch.bfloat16).unbind()
     q, table = q.flatten(0, 1)[:70], torch.tensor([[0, 1], [2, 3]])
     q_starts, k_starts = torch.tensor([0, 40, 70]), torch.tensor([0, 60, 100])

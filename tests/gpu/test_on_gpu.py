@@ -1,4 +1,4 @@
-"""Large cases, devices, 2^31 elements: only a GPU can run these tests. Collected with ``--backend cuda``."""
+"""Promise: large cases, other devices and 2^31 elements work on a GPU; collected only with ``--backend cuda``."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ DIMS = (
     *((d, d) for d in (32, 64, 96, 128, 192, 256)),
     *((20, 20), (72, 72), (80, 80), (1, 1), (21, 77), (64, 128), (128, 33), (100, 256), (256, 64)),
 )
-"""Head dimensions of kernels, then some that are filled up to them, and values of another width."""
+"""Head dimensions that have kernels, some that are padded to those, and values of another width."""
 
 LARGER = [
     case
@@ -46,7 +46,7 @@ LARGER = [
     Case(1, 2, 2, 1100, 2300, 128, 128, q_offset=900, dropout_p=0.1),
     Case(1, 4, 2, 1500, 1500, 64, 64, key_ranges="documents", bias="bands qk", alibi="h", sinks=True),
 ]
-"""Masks, scores, groups, dropout, and lengths that fill no tile; each would take minutes in an emulation."""
+"""Masks, scores, groups, dropout, and lengths that fill no tile; each would take minutes in emulation."""
 
 
 @each_dtype
@@ -57,7 +57,7 @@ def test_forward_and_backward(cuda: Backend, case: Case, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("case", AROUND_2_16, ids=str)
 def test_sizes_around_two_to_the_16th(cuda: Backend, case: Case) -> None:
-    """The kernels with tiles count right too; attention/test_layouts.py has float64."""
+    """Tiled kernels count right too; attention/test_layouts.py covers float64."""
     assert_case_accurate(case, torch.bfloat16, cuda.attention)
 
 
@@ -111,7 +111,7 @@ for x, y in zip(captured, (out, *torch.autograd.grad(out, leaves, out.detach()))
 
 @each_kind
 def test_a_first_call_is_captured(cuda: Backend, dtype: torch.dtype) -> None:
-    """A process's first call sets kernels up and looks up torch's stream, neither of which ends the capture."""
+    """A process's first call sets kernels up and looks up torch's stream; neither aborts the capture."""
     command = [sys.executable, "-c", FIRST_CALL, str(dtype).removeprefix("torch."), str(cuda.repeatable)]
     result = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
@@ -119,7 +119,7 @@ def test_a_first_call_is_captured(cuda: Backend, dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 def test_another_device_computes_the_same(cuda: Backend) -> None:
-    """A device that is not current gives the bits of the one that is."""
+    """A device that is not current gives the same bits as the current one."""
     qkv, dout = inputs(torch.bfloat16)
     there = [x.to("cuda:1") for x in (*qkv, dout)]
     assert torch.cuda.current_device() == 0
@@ -132,7 +132,7 @@ HEADS = 2**18 + 5
 
 
 def test_results_past_two_to_the_31st(cuda: Backend) -> None:
-    """The last heads have the bits that they have alone."""
+    """The last heads have the same bits as when computed alone."""
     cuda.needs_memory(48e9)
     *qkv, dout = (torch.randn(1, HEADS, 128, 64, dtype=torch.bfloat16) for _ in range(4))
     *last, last_dout = (x[:, -3:].clone() for x in (*qkv, dout))

@@ -1,5 +1,6 @@
-"""Promise: on a GPU pages are used without a host read; what has no room or is not there is left out, or raises where
-PYATTN_CHECK asks for it. With ``--backend cuda`` the operators take a GPU's tensors, else a CPU's or fake ones.
+"""Promise: on a GPU pages are used without a host read; invalid entries are left out, or raise with PYATTN_CHECK.
+
+With ``--backend cuda`` the operators take a GPU's tensors, otherwise a CPU's or fake ones.
 """
 
 import os
@@ -40,7 +41,7 @@ def test_tables_and_lengths_that_were_tampered_with(device: str) -> None:
     """Nothing outside the storage is read or written."""
     cached = KVCache(3, 2, 20, 8, page_size=16)
     assert cached.block_table is not None
-    around = torch.zeros(8, 16, 2, 8)  # a page before the storage, one behind it
+    around = torch.zeros(8, 16, 2, 8)  # a page before the storage, and one after it
     cached.k = cached.v = around[1:7]
     cached.block_table.copy_(torch.tensor([[-1, 2**40], [6, -(2**40)], [0, 0]]))
     cached.lengths.copy_(torch.tensor([2**40, -5, 17]))
@@ -64,7 +65,7 @@ STARTS = torch.tensor([0, 40, 56, 56])
 
 
 def pages_in_use(arguments: Sequence[Any], device: str) -> list[Tensor]:
-    """Runs the operator for a GPU with these arguments on ``device``."""
+    """Runs the GPU's operator with these arguments on ``device``."""
     there = [x.to(device) if isinstance(x, Tensor) else x for x in arguments]
     return [t.cpu() for t in on_gpu(ops.pages_in_use, *there)]
 
@@ -90,7 +91,7 @@ def test_pages_in_use_as_on_the_cpu(device: str) -> None:
     ],
 )
 def test_invalid_sequences_are_told_apart(changes: dict[int, object], lengths: list[int], device: str) -> None:
-    """-1 keys make attention over the copied pages NaN; the pages themselves are some that are there."""
+    """A count of -1 keys makes attention over the copied pages NaN; the page numbers themselves are valid."""
     arguments = [TABLE, STARTS, 40, None, 8, 16]
     for i, value in changes.items():
         arguments[i] = value
@@ -148,7 +149,7 @@ MISSING = "pyattn: each of idx must be between 0 and 1, got 2 at 1"
 
 
 def test_checks_on_demand() -> None:
-    """PYATTN_CHECK=1 raises what the CPU raises."""
+    """PYATTN_CHECK=1 raises the CPU's errors."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     result = subprocess.run(
         [sys.executable, "-c", CHECKED],

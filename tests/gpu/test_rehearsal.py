@@ -1,7 +1,7 @@
-"""A rehearsal of tests/gpu.py: every step by its own command line, on this machine's processor.
+"""Promise: every step of tests/gpu.py runs by its own command line on this machine's processor.
 
-What a GPU's machine has and this one lacks is planted on the PATH: tools that run the program they are to watch, and
-compilers that hand out the module that is here.
+Programs that only a GPU's machine has are planted on the PATH: tools that run the program they would watch, and
+compilers that copy the installed module.
 """
 
 import json
@@ -18,7 +18,7 @@ from pyattn import _C
 TESTS = Path(__file__).parents[1]
 
 RUN_IT = 'while [ ! -x "$1" ]; do shift; done\n'
-"""Leaves a tool's options out: what follows is the program that it runs."""
+"""Skips a tool's options: the program that it runs comes after them."""
 TO_OUTPUT = 'while [ "$1" != -o ]; do shift; done\n'
 """Leaves out what precedes the file that a compiler or linker writes."""
 
@@ -39,7 +39,7 @@ PLANTED = {
 
 
 def planted(folder: Path) -> dict[str, str]:
-    """The environment in which these programs are found; one thread, because many steps follow one another."""
+    """The environment in which these programs are found; one thread, because the steps are many and sequential."""
     folder.mkdir()
     for name, script in PLANTED.items():
         (folder / name).write_text(f"#!/bin/sh\n{script}\n")
@@ -54,7 +54,7 @@ def planted(folder: Path) -> dict[str, str]:
 
 
 def test_all_steps(tmp_path: Path) -> None:
-    """Where there is no compiler, as wheels are tested, the package that is here is not built again."""
+    """Without a compiler, as in tests of wheels, the installed package is not rebuilt."""
     path = gpu.environment("")["PATH"]
     compiles = all(shutil.which(program, path=path) for program in ("cmake", "ninja", "c++"))
     build = ["--build", str(tmp_path / "build")] if compiles else ["--installed"]
@@ -77,7 +77,7 @@ def test_all_steps(tmp_path: Path) -> None:
 
 
 def test_a_gpus_tests_are_collected(tmp_path: Path) -> None:
-    """By the command lines of the suite's steps on a GPU, which collecting does not need; each test in one share."""
+    """By the command lines of the suite's steps; collecting needs no GPU, and each test is in exactly one share."""
     steps = gpu.steps_of(gpu.DEVICES["cuda"], "", "")
     names: list[str] = []
     for step in (steps["on_gpu"], steps["laws"]):

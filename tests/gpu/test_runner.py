@@ -1,4 +1,4 @@
-"""How tests/gpu.py runs a step: what fails is recorded and the rest done, time is respected, nothing outlives it."""
+"""Promise: tests/gpu.py records failures and runs on, respects its time, and leaves no process behind."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from gpu_steps.log import Copy, Log
 from gpu_steps.runner import OUT_OF_TIME, Step, run_step, watch
 
 LIMIT = 600
-"""Seconds after which a process hangs: far more than a busy machine takes to start one."""
+"""Seconds after which a process counts as hung: far more than a busy machine takes to start one."""
 
 PLANTED = """
 import os, sys, time
@@ -101,7 +101,7 @@ def test_passes_again(): pass
 
 @pytest.mark.parametrize("shares", [1, 2])
 def test_pytest_is_a_step(tmp_path: Path, log: Log, shares: int) -> None:
-    """Each test is a check; one that ends the process or loses the GPU fails alone."""
+    """Each test is a check; one that ends the process or loses the GPU is the only failure."""
     (tmp_path / "test_broken.py").write_text("import no_such_module")
     (tmp_path / "test_planted.py").write_text(PLANTED_TESTS)
     (tmp_path / "planted.py").write_text("from gpu_steps.suite import run_tests as run")
@@ -121,8 +121,8 @@ def test_pytest_is_a_step(tmp_path: Path, log: Log, shares: int) -> None:
 
 
 def test_time_is_respected(planted: dict[str, str], log: Log, tmp_path: Path) -> None:
-    """No check begins when the step's time is over, and no process when that of all is."""
-    # The names of the checks come after two seconds, so after the step's one; the first check would take nine more.
+    """No check starts after the step's time is over, and no process after the total time is over."""
+    # Listing the checks takes two seconds, longer than the step's one second; the first check would take nine more.
     late = run_step(planted_step("9", "2", seconds=1), planted, log, time.monotonic() + LIMIT)
     assert [x["check"] for x in late] == ["succeed", "fail", "leave out", "lose", "end", "succeed again"]
     assert {(x["status"], x["message"]) for x in late} == {(LEFT_OUT, OUT_OF_TIME)}
@@ -185,7 +185,7 @@ def is_running(pid: int) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, as Linux has it")
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_outlives_a_call_that_is_stopped(tmp_path: Path, how: signal.Signals) -> None:
-    """Nor what its steps have started; and what was known is on disk."""
+    """Neither do processes that its steps have started; the results so far are on disk."""
     (tmp_path / "asleep.py").write_text(SLEEPING)
     pids, out = tmp_path / "pids", tmp_path / "out"
     environment = gpu.environment(str(tmp_path)) | {"PIDS": str(pids)}
@@ -207,8 +207,8 @@ def test_nothing_outlives_a_call_that_is_stopped(tmp_path: Path, how: signal.Sig
 
 
 def test_the_log_is_limited(tmp_path: Path) -> None:
-    """A process fills its share alone, all of them the file; a process's last line is known all the same."""
-    for room in (250, 10):  # the second call appends to what the first has left
+    """A single process fills its share, all together fill the file; a process's last line is still known."""
+    for room in (250, 10):  # the second call appends to the first one's file
         log = Log(tmp_path / "log", largest=250 if room == 250 else 260, share=100)
         for _ in range(3):
             program = [sys.executable, "-S", "-c", "print('x' * 999); print('the end')"]

@@ -1,4 +1,4 @@
-"""tests/gpu.py around its steps: options, the build, the record that calls add to, the report."""
+"""Promise: tests/gpu.py handles its options, the build, the record that calls add to, and the report."""
 
 import json
 import os
@@ -37,7 +37,7 @@ Records = dict[str, list[dict[str, Any]]]
 
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Records:
-    """A GPU by name. Returns what each step is to record; steps that are not in it pass."""
+    """A simulated GPU. Returns the records that steps are to give; steps not in it pass."""
     for name, answer in {
         "is_available": True,
         "get_device_name": "Small GPU",
@@ -51,7 +51,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Records:
 
 
 def known(folder: Path) -> dict[str, Any]:
-    """The steps by name."""
+    """The recorded steps by name."""
     return {step["step"]: step for step in json.loads((folder / "gpu.json").read_text())["steps"]}
 
 
@@ -77,7 +77,7 @@ def test_the_record(fake_gpu: Records, tmp_path: Path, capsys: Any) -> None:
 
 
 def test_steps_are_chosen_and_added(fake_gpu: Records, tmp_path: Path, capsys: Any) -> None:
-    """Calls add to the record of one commit; a step that is left out takes nothing away."""
+    """Calls add to the record of one commit; omitting a step removes nothing."""
     call = ["--out", str(tmp_path), "--commit", "0123abc"]
     fake_gpu["laws"] = [record("law", FAILED, message="broken")]
     assert gpu.main([*call, "--steps", "laws,smoke"]) == 1
@@ -102,7 +102,7 @@ def test_a_step_that_is_not_there(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_a_failure_is_shown_and_returned(fake_gpu: Records, tmp_path: Path, capsys: Any) -> None:
-    """First those after which the GPU was lost; a step without any check has failed."""
+    """Failures that lost the GPU come first; a step without any check has failed."""
     fake_gpu["smoke"], fake_gpu["laws"] = (
         [],
         [
@@ -139,7 +139,7 @@ def test_installing_alone_keeps_the_rest_from_running(fake_gpu: Records, tmp_pat
 
 
 def test_each_step_has_time_in_a_call() -> None:
-    """No step lasts longer than a call does, and none hangs longer than it lasts."""
+    """No step lasts longer than a call, and none may hang longer than it lasts."""
     seconds = gpu.parse(["--out", "out"]).seconds
     for step in gpu.steps_of(CUDA, "", "").values():
         assert step.longest <= step.seconds < seconds
@@ -150,7 +150,7 @@ def test_each_step_has_time_in_a_call() -> None:
 
 @pytest.mark.usefixtures("fake_gpu")
 def test_a_build_is_configured_for_this_gpu_by_cmake_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Again in a folder that is kept."""
+    """A kept folder is configured again."""
     commands: list[list[str]] = []
     monkeypatch.setattr(build, "run_aloud", commands.append)
     monkeypatch.setattr(shutil, "which", lambda name: f"/{name}")

@@ -1,4 +1,4 @@
-"""Starts the process of a step. child.py can't do that itself: run as a program it would be imported a second time."""
+"""Starts a step's process. child.py can't do so itself: run as a program it would be imported a second time."""
 
 from gpu_steps.child import main
 

@@ -1,7 +1,7 @@
-"""Builds pyattn for this machine's GPU, or unpacks a wheel, and says what will be tested.
+"""Builds pyattn for this machine's GPU, or unpacks a wheel, and reports what will be tested.
 
-CMake alone builds: it needs no network, and no version of pip or scikit-build-core can be the wrong one. The build
-folder is kept: where a build was stopped, the next one continues, and compiles again only what has changed.
+CMake builds it without pip or scikit-build-core, so no network is needed and their versions don't matter. The build
+folder is kept: after an interrupted build, the next one continues, and compiles only what has changed.
 """
 
 import os
@@ -24,17 +24,17 @@ PYBIND11 = """function(pybind11_add_module name)
   Python_add_library(${name} MODULE WITH_SOABI ${ARGN})
 endfunction()
 """
-"""CMakeLists.txt uses this much of pybind11's CMake package; torch's headers include pybind11's."""
+"""The parts of pybind11's CMake package that CMakeLists.txt uses; torch's headers include pybind11's."""
 
 LAST_LINES = 25
-"""Lines of a failed command's output that its error has."""
+"""Lines of a failed command's output to show in its error."""
 
 MADE = ("__pycache__", "_C*.so", "_build.py")
-"""Files among the package's sources that some build has made."""
+"""Generated files among the package's sources."""
 
 
 def output_of(command: list[str]) -> str:
-    """The command's stdout; raises with the end of what it printed where it fails."""
+    """The command's stdout; if it fails, raises with the end of its output."""
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise RuntimeError(f"status {result.returncode}: {(result.stdout + result.stderr)[-1500:]}")
@@ -42,7 +42,7 @@ def output_of(command: list[str]) -> str:
 
 
 def run_aloud(command: list[str]) -> None:
-    """Runs the command, whose output goes to ours at once: a process that is stopped has said how far it was."""
+    """Runs the command with its output passed on at once, so a stopped process has shown its progress."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         last = deque[str](maxlen=LAST_LINES)
         for line in process.stdout or ():
@@ -53,12 +53,12 @@ def run_aloud(command: list[str]) -> None:
 
 
 def processors() -> int:
-    """The processors that this process may use: in a container perhaps fewer than the machine has."""
+    """The processors that this process may use: in a container possibly fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def configure(build: Path, target: Path, device: Device) -> None:
-    """Runs CMake over the checkout; ``target`` is where its install goes."""
+    """Runs CMake over the checkout; ``target`` is the install folder."""
     missing = [program for program in ("cmake", *device.compilers) if shutil.which(program) is None]
     if missing:
         raise RuntimeError(f"a build needs {' and '.join(missing)}, not found here; --wheel takes one built elsewhere")
@@ -80,7 +80,7 @@ def configure(build: Path, target: Path, device: Device) -> None:
 
 
 def install(device: Device, target: Path, wheel: str) -> None:
-    """Puts the package into ``target``, from the wheel or else from the checkout."""
+    """Puts the package into ``target``, from the wheel if given, else from the checkout."""
     shutil.rmtree(target, ignore_errors=True)
     if wheel:
         output_of([sys.executable, "-m", "zipfile", "-e", wheel, str(target)])
@@ -97,12 +97,12 @@ def install(device: Device, target: Path, wheel: str) -> None:
 
 
 def facts(device: Device) -> dict[str, str]:
-    """What ``pyattn info`` says, which fails where there is no GPU or no kernel."""
+    """The output of ``pyattn info``, which fails if there is no GPU or no kernel."""
     lines = output_of([sys.executable, "-m", "pyattn", "info", "--device", device.name]).splitlines()
     return {name: value.strip() for name, gap, value in (line.partition("  ") for line in lines) if gap}
 
 
 def checks(device: Device, target: str, wheel: str) -> dict[str, Check]:
-    """``target`` "": the installed one is tested. ``wheel`` "": the checkout is built."""
+    """``target`` "": the installed package is tested. ``wheel`` "": the checkout is built."""
     installed: dict[str, Check] = {"install": partial(install, device, Path(target), wheel)} if target else {}
     return installed | {"info": partial(facts, device)}

@@ -1,7 +1,7 @@
-"""The process of a step: does the checks of one module, one after the other, and writes a line of JSON for each.
+"""The process of a step: runs the checks of one module in turn, and writes a line of JSON for each.
 
-``checks(device, *arguments)`` of the module gives them by name. A check returns figures to record, or None; it raises
-where it fails, and :class:`LeftOutError` where there is nothing to check. A module without ``checks`` does all that
+``checks(device, *arguments)`` of the module returns them by name. A check returns figures to record, or None; it raises
+if it fails, and raises :class:`LeftOutError` if there is nothing to check. A module without ``checks`` does all this
 itself, in ``run(results, share, *arguments)``.
 """
 
@@ -24,7 +24,7 @@ from gpu_steps.device import DEVICES
 PASSED, FAILED, LEFT_OUT = "passed", "failed", "left out"
 
 LOST = 75
-"""Exit status where the GPU has failed this process, which its next checks need a new one for."""
+"""Exit status if the GPU has failed this process: its remaining checks need a new one."""
 
 LONGEST_MESSAGE = 2000
 
@@ -33,47 +33,47 @@ Record = dict[str, Any]
 
 
 class LeftOutError(Exception):
-    """Why a check can't be made here."""
+    """Raised with the reason why a check can't run here."""
 
 
 class Share(NamedTuple):
-    """The checks of this process: every ``of``-th from number ``first`` on, but for the ``skip`` done already."""
+    """The checks of this process: every ``of``-th from number ``first`` on, except the ``skip`` already done."""
 
     first: int
     of: int
     skip: int
 
     def names(self, names: list[str]) -> list[str]:
-        """All of this share."""
+        """The names in this share."""
         return names[self.first :: self.of]
 
 
 def record(check: str, status: str, seconds: float = 0.0, message: str = "", figures: Any = None) -> Record:
-    """What is written of a check."""
+    """The record of a check, as it is written."""
     known = {"check": check, "status": status, "seconds": round(seconds, 2)}
     return known | ({"message": message} if message else {}) | ({"figures": figures} if figures else {})
 
 
 def poisoned(failure: Record) -> Record:
-    """The record of a check after which the GPU failed every further call of its process."""
+    """The record of a check after which every further GPU call of its process failed."""
     return failure | {"lost": True}
 
 
 def describe(error: Exception) -> str:
-    """What was raised, and by which line; without folders, which are of no interest elsewhere."""
+    """The exception and its line, without folders, which mean nothing on other machines."""
     at = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno}: {at.line})"[:LONGEST_MESSAGE]
 
 
 def finish() -> None:
-    """Waits for the GPU, which may fail later than the call that makes it. Without torch there is none to wait for."""
+    """Waits for the GPU, which may fail later than the call that causes it. Without torch there is none to wait for."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 def judge(name: str, check: Check) -> Record:
-    """The record of a check."""
+    """Runs a check and returns its record."""
     begin = time.perf_counter()
     status, message, figures = PASSED, "", None
     try:
@@ -87,7 +87,7 @@ def judge(name: str, check: Check) -> Record:
 
 
 def lost() -> bool:
-    """Whether every further call to the GPU fails, as after an access out of bounds."""
+    """Whether every further call to the GPU fails, as after an out-of-bounds access."""
     try:
         finish()
     except RuntimeError:
@@ -100,7 +100,7 @@ def write(result: Any, results: TextIO) -> None:
 
 
 def run_checks(module: ModuleType, results: TextIO, share: Share, device: str, *arguments: str) -> None:
-    """Writes the names of the share's checks, then the records of all that are not done yet."""
+    """Writes the names of the share's checks, then the records of those not done yet."""
     checks: dict[str, Check] = module.checks(DEVICES[device], *arguments)
     names = share.names(list(checks))
     write(names, results)
@@ -120,8 +120,8 @@ def follow(parent: int) -> None:
 
 
 def main() -> None:
-    """``python -m gpu_steps MODULE RESULTS FIRST OF SKIP ARGUMENT...``: whatever an argument looks like, it is one."""
-    os.setpgid(0, 0)  # what stop() of runner.py ends
+    """``python -m gpu_steps MODULE RESULTS FIRST OF SKIP ARGUMENT...``; an argument may look like an option."""
+    os.setpgid(0, 0)  # runner.py's stop() ends the group
     threading.Thread(target=follow, args=(os.getppid(),), daemon=True).start()
     name, path, first, of, skip, *arguments = sys.argv[1:]
     module = importlib.import_module(name)

@@ -1,6 +1,6 @@
 """ncu's counters of three kernels: forward, and backward's passes over keys and over queries.
 
-``python -m gpu_steps.counters DEVICE`` is the program that it watches.
+ncu watches the program ``python -m gpu_steps.counters DEVICE``.
 """
 
 import csv
@@ -22,20 +22,20 @@ from pyattn import attention
 KERNELS = ("forward", "backward_keys", "backward_queries")
 
 LONGEST = 100
-"""Seconds; each kernel is run some forty times, once for every few counters."""
+"""Seconds; each kernel runs some forty times, once per few counters."""
 
 NAME = re.compile(r"(\w+)(?=[<(]|$)")
-"""A kernel's own, out of its full name with namespaces, template arguments and parameters."""
+"""A kernel's bare name within its full name, which has namespaces, template arguments and parameters."""
 
 NOT_HERE = re.compile(r"^==ERROR== (?!The application)(.*)", re.MULTILINE)
-"""ncu's words where it can't count; those about a program that failed begin otherwise."""
+"""ncu's message if it can't count; messages about a failed program begin differently."""
 
 Counters = dict[str, dict[str, str]]
 """Values with their units, by kernel and counter."""
 
 
 def command(device: Device) -> list[str]:
-    """Clocks stay as they are: the machine may be shared, and timings of other steps were made with them."""
+    """ncu's command line. Clocks don't change: the machine may be shared, and other steps were timed with them."""
     names = f"regex:^({'|'.join(KERNELS)})$"
     options = ["--csv", "--print-units", "base", "--set", "detailed", "--clock-control", "none"]
     options += ["--kernel-name", names, "--launch-count", str(len(KERNELS))]
@@ -43,7 +43,7 @@ def command(device: Device) -> list[str]:
 
 
 def rows(shown: str) -> Iterator[dict[str, str]]:
-    """The table in what ncu prints, which its own notes and the program's output come before."""
+    """The table in ncu's output, which follows ncu's own notes and the program's output."""
     lines = shown.splitlines()
     begin = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     yield from csv.DictReader(line for line in lines[begin:] if line.startswith('"'))

@@ -1,8 +1,8 @@
-"""GB/s at which one query a sequence reads its keys and values, ours beside torch's attention and torch.sum, in turn.
+"""GB/s at which one query per sequence reads its keys and values: ours, torch's attention and torch.sum, in turn.
 
-K and V are read once, whatever the number of query heads, so that the rate of ``torch.sum`` over as much memory is what
-attention can have. Each side is a graph of several calls, over keys and values that no cache can hold together: the
-kernels alone are timed, and memory.
+K and V are read once, whatever the number of query heads, so the rate of ``torch.sum`` over as much memory is the upper
+limit for attention. Each side is a graph of several calls, over keys and values that together exceed any cache: only
+the kernels are timed, and memory.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ from pyattn.cli.rows import usable
 from pyattn.cli.timing import Time, in_turn
 
 CACHES = 4
-"""Keys and values of a graph's calls, in caches: what the last call left of them is gone when the first is repeated."""
+"""Size of a graph's keys and values, in caches: the last call's have left the cache when the first call repeats."""
 
 Shape = tuple[int, int, int, int, int]
 """B, Hq, Hkv, Sk, D."""
 
 
 def in_graphs(device: Device, sides: dict[str, list[Call]]) -> tuple[dict[str, Call], dict[str, str]]:
-    """A call for each side that can be captured, and why others can't."""
+    """A call for each side that can be captured, and the reasons why others can't."""
     graphs: dict[str, Call] = {}
 
     def capture(name: str) -> None:
@@ -39,7 +39,7 @@ def in_graphs(device: Device, sides: dict[str, list[Call]]) -> tuple[dict[str, C
 
 @torch.no_grad()
 def measure(device: Device, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
-    """What each side took, and the bytes of K and V over it."""
+    """The time of each side, and the bytes of K and V over it."""
     batch, heads, num_heads_kv, seqlen, head_dim = shape
     size = 2 * batch * num_heads_kv * seqlen * head_dim * dtype.itemsize
     copies = 1 + CACHES * device.cache_bytes // size

@@ -1,6 +1,6 @@
-"""The devices that steps run on: a GPU, or in a rehearsal this machine's processor, with small sizes and few tests.
+"""The devices that steps run on: a GPU or, in a rehearsal, this machine's processor with small sizes and few tests.
 
-Nothing else in tests/gpu.py and its steps knows one from the other.
+Nothing else in tests/gpu.py and its steps distinguishes them.
 """
 
 import functools
@@ -18,18 +18,18 @@ class Device:
     """A kind of device, and the sizes that suit it.
 
     Attributes:
-        name: torch's.
-        backend: whose tests the suite runs.
-        compilers: programs that a build needs beside CMake.
-        laws: folders and files under tests/ with what every backend passes.
-        only: which tests of any file, as pytest's -k takes it.
-        shares: processes of the suite at once; a test keeps a processor busy, and hardly a GPU.
-        dims: head dimensions that kernels are made for, the three of general scores and packed sequences last.
-        watched: head dimensions under compute-sanitizer.
-        dtypes: of smoke and sanitizer; training takes the first two.
+        name: torch's name for it.
+        backend: the backend that the suite tests.
+        compilers: programs that a build needs besides CMake.
+        laws: folders and files under tests/ with laws that every backend passes.
+        only: the tests to run of any file, as pytest's -k takes it.
+        shares: number of concurrent suite processes; a test keeps a processor busy, but hardly a GPU.
+        dims: head dimensions that have kernels; the last three also have general scores and packed sequences.
+        watched: head dimensions to run under compute-sanitizer.
+        dtypes: dtypes for smoke and sanitizer; training takes the first two.
         speed: shape (B, H, T, D) and dtype of each comparison.
         decoding: shape (B, Hq, Hkv, Sk, D) of each comparison.
-        counted: shape of the call whose kernels ncu counts.
+        counted: shape of the call whose kernels ncu measures.
         recipe: arguments of ``pyattn train``.
         seconds: time for each side of a comparison.
     """
@@ -55,14 +55,14 @@ class Device:
 
     @property
     def build(self) -> dict[str, str]:
-        """CMake's settings: for this very GPU. The CPU's own kernels, vectors apart, take long to compile."""
+        """CMake's settings for this GPU. The CPU's vector kernels are left out, because they take long to compile."""
         if self.name == "cpu":
             return {"PYATTN_ISAS": "", "PYATTN_CUDA": "OFF"}
         major, minor = torch.cuda.get_device_capability()
         return {"PYATTN_ISAS": "", "PYATTN_CUDA": "ON", "PYATTN_CUDA_ARCHITECTURES": f"{major}{minor}"}
 
     def facts(self) -> dict[str, Any]:
-        """Its name and the versions of what runs on it."""
+        """The device's name and the versions of the software on it."""
         if self.name == "cpu":
             return {"gpu": "none: a rehearsal", "torch": torch.__version__}
         return {
@@ -76,7 +76,7 @@ class Device:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of its largest cache, whose lines are not to be timed in place of its memory."""
+        """Bytes of the largest cache, which must not be timed in place of memory."""
         return 0 if self.name == "cpu" else torch.cuda.get_device_properties(0).L2_cache_size
 
     def together(self, calls: Sequence[Call]) -> Call:
@@ -101,11 +101,11 @@ def _replay(graph: torch.cuda.CUDAGraph, results: list[Any]) -> list[Any]:
 
 
 TOKENS, WIDTH = 2**14, 2048
-"""Batch times seqlen, and heads times head_dim, of the shapes that are timed."""
+"""Batch times seqlen, and heads times head_dim, of the timed shapes."""
 
 
 def shape_of(seqlen: int, head_dim: int) -> tuple[int, int, int, int]:
-    """B, H, T, D."""
+    """The shape (B, H, T, D)."""
     return TOKENS // seqlen, WIDTH // head_dim, seqlen, head_dim
 
 

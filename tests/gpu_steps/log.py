@@ -1,4 +1,4 @@
-"""One file of limited size with the output of all processes."""
+"""One size-limited file with the output of all processes."""
 
 import io
 import subprocess
@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import cast
 
 LARGEST = 8 * 2**20
-"""Bytes of the file."""
+"""Most bytes of the file."""
 
 SHARE = 2**20
-"""Bytes of it that one process may fill, so that a noisy one leaves room for others."""
+"""Most bytes that one process may fill, so a noisy one leaves room for others."""
 
 LAST = 4096
-"""Bytes in which a process's last line is looked for."""
+"""Bytes in which to look for a process's last line."""
 
 
 class Log:
-    """A file that is appended to while there is room."""
+    """A file that accepts output while there is room."""
 
     def __init__(self, path: Path, largest: int = LARGEST, share: int = SHARE) -> None:
         self.share = share
@@ -25,7 +25,7 @@ class Log:
         self._room = largest - (path.stat().st_size if path.exists() else 0)
 
     def append(self, text: bytes) -> None:
-        """Drops what there is no room for."""
+        """Appends ``text`` and drops what does not fit."""
         with self._lock, self._path.open("ab") as file:
             self._room -= file.write(text[: max(0, self._room)])
 
@@ -47,6 +47,6 @@ class Copy(threading.Thread):
                 self._end = (self._end + text)[-LAST:]
 
     def last_line(self) -> str:
-        """Waits for the output's end; something that outlives the process may keep it open."""
+        """The last line, after waiting for the output's end; a descendant of the process may keep it open."""
         self.join(timeout=10)
         return self._end.decode(errors="replace").strip().rpartition("\n")[2]

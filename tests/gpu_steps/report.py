@@ -6,7 +6,7 @@ from typing import Any
 from gpu_steps.child import FAILED, LEFT_OUT, PASSED
 
 MOST_FAILURES = 12
-"""Failures that are shown; the rest is in the file."""
+"""Most failures to show; the others are in the file."""
 
 
 def cell(row: dict[str, Any], side: str) -> str:
@@ -15,7 +15,7 @@ def cell(row: dict[str, Any], side: str) -> str:
 
 
 def speeds(rows: list[dict[str, Any]]) -> list[str]:
-    """TFLOP/s, a line for each shape and a column for each side."""
+    """TFLOP/s, one line per shape and one column per side."""
     sides = list(dict.fromkeys(side for row in rows for side in row["forward"]))
     shown = [side.removeprefix("torch ").replace("pyattn non", "non") for side in sides]
     lines = [f"{'TFLOP/s, forward/backward':28}" + "".join(f"{name:>18}" for name in shown)]
@@ -25,7 +25,7 @@ def speeds(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def rates(rows: list[dict[str, Any]]) -> list[str]:
-    """GB/s of decoding, likewise."""
+    """GB/s of decoding, in the same layout."""
     sides = list(dict.fromkeys(side for row in rows for side in row["sides"]))
     lines = [f"{'GB/s, decoding':28}" + "".join(f"{side.removeprefix('torch '):>18}" for side in sides)]
     for row in rows:
@@ -36,17 +36,17 @@ def rates(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def reasons(checks: list[dict[str, Any]]) -> str:
-    """Why checks were left out, each reason once."""
+    """The reasons why checks were left out, each once."""
     counts = Counter(check["message"] for check in checks if check["status"] == LEFT_OUT)
     return ", ".join(f"{reason} ({count})" for reason, count in counts.items())
 
 
 COUNTED = ("Duration", "Compute (SM) Throughput", "Memory Throughput", "Registers Per Thread", "Achieved Occupancy")
-"""The counters that are shown."""
+"""The counters to show."""
 
 
 def counted(rows: list[dict[str, Any]]) -> list[str]:
-    """A line for each kernel."""
+    """One line per kernel."""
     lines = [f"{'ncu':20}" + "".join(f"{name:>26}" for name in COUNTED)]
     for row in rows:
         for kernel, known in row["kernels"].items():
@@ -55,7 +55,7 @@ def counted(rows: list[dict[str, Any]]) -> list[str]:
 
 
 TABLES = {"speed": speeds, "decoding": rates, "ncu": counted}
-"""What is shown of a step's figures."""
+"""The tables to show for a step's figures."""
 
 
 def line_of(step: dict[str, Any]) -> str:
@@ -66,7 +66,7 @@ def line_of(step: dict[str, Any]) -> str:
 
 
 def failures(steps: list[dict[str, Any]]) -> list[str]:
-    """The failures, those after which the GPU refused all further work first."""
+    """The failures, first those after which the GPU refused all further work."""
     failed = [(step["step"], check) for step in steps for check in step["checks"] if check["status"] == FAILED]
     lines = [
         f"{step}: {check['check']}: {'the GPU was lost: ' * check.get('lost', False)}{check['message'][:300]}"
@@ -77,7 +77,7 @@ def failures(steps: list[dict[str, Any]]) -> list[str]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Failures, speeds, then a line for each step."""
+    """Failures, speeds, then one line per step."""
     steps = result["steps"]
     title = f"{result['gpu']}, torch {result['torch']}, driver {result['driver']}, commit {result['commit']}"
     head = f"{'step':12}{'seconds':>8}{PASSED:>10}{FAILED:>10}{LEFT_OUT:>10}"

@@ -1,4 +1,4 @@
-"""The record on disk: gpu.json and report.txt, written anew whenever more is known, kept from call to call."""
+"""The record on disk: gpu.json and report.txt, rewritten whenever more is known, kept from call to call."""
 
 import datetime
 import json
@@ -11,11 +11,11 @@ from gpu_steps.report import table
 
 
 class OtherRecordError(Exception):
-    """The folder holds a record of something else."""
+    """Raised if the folder holds a record of something else."""
 
 
 class Results:
-    """The steps' records, of this call and of those before that wrote to the same folder.
+    """The steps' records, from this call and from earlier ones that wrote to the same folder.
 
     ``order`` has the names of all steps.
     """
@@ -32,7 +32,7 @@ class Results:
             self._steps = {step["step"]: step for step in before["steps"]}
 
     def put(self, name: str, seconds: float, records: list[Record], *, ended: bool) -> None:
-        """Puts this in the place of what was known of the step, unless it is nothing: a step left out wholly."""
+        """Replaces the step's earlier records, unless the new ones are empty: a step that was left out entirely."""
         if name in self._steps and all(found["status"] == LEFT_OUT for found in records):
             return
         now = datetime.datetime.now().isoformat(timespec="seconds")
@@ -40,7 +40,7 @@ class Results:
         self.write()
 
     def write(self) -> None:
-        """Both files, whole: whoever is killed leaves the old ones or the new ones."""
+        """Writes both files completely: if killed, the old or the new ones remain."""
         for name, text in (("gpu.json", json.dumps(self.known, indent=1)), ("report.txt", table(self.known))):
             new = self._out / f"{name}.new"
             new.write_text(text + "\n")

@@ -1,4 +1,4 @@
-"""Runs a step in processes of its own: watched, stopped when time is up, started again after a check that ended one."""
+"""Runs a step in separate processes: watched, stopped when time is up, restarted after a check that ended one."""
 
 import contextlib
 import json
@@ -20,10 +20,10 @@ from gpu_steps.log import Copy, Log
 OUT_OF_TIME = "out of time"
 
 INTERVAL = 0.1
-"""Seconds between two looks at a process."""
+"""Seconds between two checks on a process."""
 
 PUBLISHED = 5.0
-"""Seconds between two writings of what is known of a step that runs."""
+"""Seconds between two writes of a running step's results."""
 
 RUNNING: set[subprocess.Popen[bytes]] = set()
 STOPPED = threading.Event()
@@ -35,10 +35,10 @@ class Step:
 
     Attributes:
         name: what ``--steps`` calls it.
-        module: its ``checks(*arguments)`` gives them.
-        seconds: when they are over, no further check begins.
-        longest: seconds after which a check is taken for one that hangs.
-        shares: processes that divide the checks among them.
+        module: the module whose ``checks(*arguments)`` returns them.
+        seconds: time after which no further check starts.
+        longest: seconds after which a check counts as hung.
+        shares: number of processes that divide the checks.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Share:
     records: list[Record] = field(default_factory=list)
 
     def read(self, results: Path, done: int) -> int:
-        """Takes in what a process has written that began with check number ``done``. Returns how much that is."""
+        """Reads the results of a process that began with check number ``done``. Returns how many lines there are."""
         lines = results.read_text().split("\n")[:-1]
         if lines:
             self.names = json.loads(lines[0])
@@ -67,7 +67,7 @@ class Share:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process, and whatever it has started."""
+    """Ends the process and all its descendants."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
@@ -76,16 +76,16 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def stop_all() -> None:
-    """Ends all processes of steps, and starts no others."""
+    """Ends all processes of steps and starts no more."""
     STOPPED.set()
     for process in list(RUNNING):
         stop(process)
 
 
 def watch(process: subprocess.Popen[bytes], read: Callable[[], int], step: Step, step_end: float, end: float) -> str:
-    """Waits until the process has ended or is to be stopped; ``read`` says how many lines of results there are.
+    """Waits until the process has ended or must be stopped; ``read`` says how many lines of results there are.
 
-    Returns what is wrong with the check that it is at.
+    Returns the fault of the check that was running.
     """
     written, since = 0, time.monotonic()
     while process.poll() is None:
@@ -101,7 +101,7 @@ def watch(process: subprocess.Popen[bytes], read: Callable[[], int], step: Step,
 
 
 def run_share(step: Step, share: Share, environment: dict[str, str], log: Log, step_end: float, end: float) -> None:
-    """One process after the other, until all of the share's checks are recorded or the time is over."""
+    """Runs one process after the other until all of the share's checks are recorded or the time is over."""
     while len(share.records) < len(share.names) and time.monotonic() < step_end and not STOPPED.is_set():
         done = len(share.records)
         with tempfile.TemporaryDirectory() as folder:
@@ -136,9 +136,9 @@ def run_step(
     end: float,
     publish: Callable[[list[Record]], None] = lambda records: None,
 ) -> list[Record]:
-    """A record for each check; at ``end``, by the monotonic clock, the time of all steps is over.
+    """The records of all checks; ``end`` is when the time of all steps is over, by the monotonic clock.
 
-    ``publish`` gets the records that there are, every few seconds.
+    ``publish`` gets the records so far every few seconds.
     """
     step_end = min(end, time.monotonic() + step.seconds)
     shares = [Share(first, [step.name]) for first in range(step.shares)]

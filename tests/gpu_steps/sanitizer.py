@@ -1,7 +1,7 @@
-"""compute-sanitizer over small shapes: accesses out of bounds, and races in shared memory.
+"""compute-sanitizer over small shapes: out-of-bounds accesses, and races in shared memory.
 
-``python -m gpu_steps.sanitizer DEVICE DTYPE CASES`` is what it watches. Inputs come from the CPU and every tensor has
-memory of its own, so that nothing but our kernels runs, and no neighbour hides an access that is out of bounds.
+It watches ``python -m gpu_steps.sanitizer DEVICE DTYPE CASES``. Inputs come from the CPU and every tensor has separate
+memory, so only our kernels run, and no neighbour hides an out-of-bounds access.
 """
 
 import os
@@ -20,7 +20,7 @@ from pyattn import attention, attention_varlen, set_deterministic
 
 TOOLS = ("memcheck", "racecheck")
 FOUND = 9
-"""The sanitizer's exit status where it has found something."""
+"""The sanitizer's exit status if it has found something."""
 
 LONGEST = 110
 """Seconds of a run; the sanitizer slows kernels down up to a hundredfold."""
@@ -46,7 +46,7 @@ def batches(dtype: torch.dtype, device: str, head_dim: int, head_dim_v: int) -> 
 
 
 def packed(dtype: torch.dtype, device: str, head_dim: int, head_dim_v: int) -> None:
-    """Packed sequences, one of them empty and one with keys that are not used, and tokens after them."""
+    """Packed sequences, one of them empty and one with unused keys, and tokens after them."""
     starts = torch.tensor([0, 33, 33, 60], device=device)
     q, k, v = (torch.randn(70, 2, n).to(dtype).to(device) for n in (head_dim, head_dim, head_dim_v))
     used = torch.tensor([33, 0, 20], device=device)
@@ -61,7 +61,7 @@ PROGRAMS = {"batches": (batches,), "packed": (packed,), "all": (batches, packed)
 
 
 def command(tool: str, *arguments: str) -> list[str]:
-    """An error of an API is no finding: torch asks drivers for what they may lack, and launches of ours raise."""
+    """The sanitizer's command line. API errors are no findings: torch probes drivers, and our launches raise."""
     options = ["--tool", tool, "--report-api-errors", "no", "--error-exitcode", str(FOUND), "--print-limit", "5"]
     return ["compute-sanitizer", *options, sys.executable, "-m", "gpu_steps.sanitizer", *arguments]
 

@@ -1,6 +1,6 @@
 """One small case of every kernel, judged by the accuracy rule, then two programs under compute-sanitizer.
 
-Minutes of the suite are worth waiting for once these pass.
+If these fail, the suite's minutes would be wasted.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from pyattn import attention, attention_varlen, set_deterministic
 
 GENERAL: dict[str, Any] = {"softcap": 3.0, "alibi": "h", "sinks": True}
 FEW = 3
-"""General scores, splits and packed sequences have kernels for the last three of the head dimensions."""
+"""Only the last three head dimensions have kernels for general scores, splits and packed sequences."""
 
 WATCHED = (("bfloat16", "batches"), ("float32", "packed"))
 
@@ -44,7 +44,7 @@ def packed_cases(dims: tuple[int, ...]) -> Iterator[tuple[str, Case]]:
 
 
 def on_device(device: Device, check: Callable[[], None], deterministic: bool) -> None:
-    """The check, with tensors made there and torch's products exact, which are the yardstick."""
+    """Runs the check with tensors created there and exact products in torch, which are the yardstick."""
     exact_products()
     torch.manual_seed(0)
     set_deterministic(deterministic)
@@ -62,7 +62,7 @@ def checks(device: Device) -> dict[str, Check]:
     for word, deterministic in itertools.product(device.dtypes, (True, False)):
         dtype = getattr(torch, word)
         if not deterministic and dtype.itemsize != 2:
-            continue  # dQ is added up atomically for 16 bits alone
+            continue  # dQ is added up atomically only in 16 bits
         dims = device.dims if dtype != torch.float64 else device.dims[-1:]
         way = word if deterministic else f"{word} adding"
         known = [(name, partial(assert_case_accurate, case, dtype, attention)) for name, case in cases(dims)]

@@ -1,7 +1,7 @@
-"""TFLOP/s of forward and of backward, ours beside each of torch's kernels, in turn in one process.
+"""TFLOP/s of forward and of backward, ours and each of torch's kernels, in turn in one process.
 
-Counted is the causal half of the products, as FlashAttention's papers count them: forward 4 B H T^2 D / 2 operations,
-backward 2.5 times as many.
+The causal half of the products counts, as in FlashAttention's papers: forward 4 B H T^2 D / 2 operations, backward 2.5
+times as many.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from pyattn.cli.rows import usable
 from pyattn.cli.timing import Time, in_turn
 
 BACKWARD = 2.5
-"""Backward has five products where forward has two."""
+"""Backward has five products, forward has two."""
 
 Shape = tuple[int, int, int, int]
 """B, H, T, D."""
@@ -33,7 +33,7 @@ def forward_flops(shape: Shape) -> int:
 
 
 def backward_of(name: str, attend: contenders.Attention, qkv: tuple[Tensor, ...], dout: Tensor) -> Callable[[], Any]:
-    """Backward alone, of a forward that is run at the first call."""
+    """Backward alone; its forward runs at the first call."""
     out = cache(partial(attend, *qkv))
 
     def call() -> Any:
@@ -44,7 +44,7 @@ def backward_of(name: str, attend: contenders.Attention, qkv: tuple[Tensor, ...]
 
 
 def measure(device: Device, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
-    """What each side took, and why others were left out."""
+    """The time of each side, and the reasons why others were left out."""
     *qkv, dout = (torch.randn(shape, dtype=dtype, device=device.name) for _ in range(4))
     leaves = tuple(x.requires_grad_() for x in qkv)
     functions = contenders.functions(device.name, flex=False)
@@ -62,7 +62,7 @@ def measure(device: Device, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
     row: dict[str, Any] = {"shape": "x".join(map(str, shape)), "dtype": str(dtype).removeprefix("torch.")}
     for which, (flops, calls) in passes.items():
         with warnings.catch_warnings(), contenders.settings_kept():
-            warnings.simplefilter("ignore")  # kernels that torch does not have for this dtype warn
+            warnings.simplefilter("ignore")  # torch warns about kernels that it lacks for this dtype
             good, row[f"{which}_left_out"] = usable(calls)
             times = in_turn(good, "torch sdpa", device.seconds, device.name)
         row[which] = {name: rated(time, flops) for name, time in times.items()}
@@ -70,7 +70,7 @@ def measure(device: Device, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def rated(time: Time, flops: int) -> dict[str, float]:
-    """The time, with the operations in it over it."""
+    """The time, and the operations per second."""
     return dataclasses.asdict(time) | {"tflops": flops / time.seconds / 1e12}
 
 

@@ -1,4 +1,4 @@
-"""``pytest --backend cuda`` as a step: each test is recorded as a check is."""
+"""``pytest --backend cuda`` as a step: each test is recorded like a check."""
 
 import os
 import sys
@@ -32,7 +32,7 @@ def name_of(nodeid: str) -> str:
 
 
 def message_of(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """Why a test failed, and where, or was skipped."""
+    """Why and where a test failed, or why it was skipped."""
     if isinstance(report.longrepr, tuple):
         return str(report.longrepr[2])
     crash = getattr(report.longrepr, "reprcrash", None)
@@ -42,9 +42,9 @@ def message_of(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 
 class Recorder:
-    """Writes the names of the share's tests, then a record of each that has ended; leaves out those that are done.
+    """Writes the names of the share's tests, then a record of each when it ends; deselects those already done.
 
-    A file that can't be imported counts as a test that failed.
+    A file that can't be imported counts as a failed test.
     """
 
     def __init__(self, results: TextIO, share: Share) -> None:
@@ -86,7 +86,7 @@ class Recorder:
 
 
 def run_tests(results: TextIO, share: Share, *arguments: str) -> None:
-    """Runs pytest with these arguments, without other packages' plugins; another torch's warnings are no errors."""
+    """Runs pytest with these arguments, without other plugins; warnings of another torch are no errors."""
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     options: list[Any] = ["-q", "-p", "no:cacheprovider", "-c", TESTS.parent / "pyproject.toml"]
     options += ["--rootdir", TESTS.parent, "-W", "default", "--continue-on-collection-errors"]
@@ -97,7 +97,7 @@ def run_tests(results: TextIO, share: Share, *arguments: str) -> None:
 
 
 def run(results: TextIO, share: Share, name: str, group: str) -> None:
-    """Runs "on_gpu", tests of what a GPU alone has or does otherwise, or "laws", those that every backend passes."""
+    """Runs "on_gpu", tests that only a GPU can run, or "laws", those that every backend passes."""
     device, alone = DEVICES[name], group == "on_gpu"
     files = [str(TESTS / file) for file in (ON_GPU if alone else device.laws)]
     others = [] if alone else [f"--ignore={TESTS / file}" for file in ON_GPU]

@@ -1,4 +1,4 @@
-"""Promise: each of pyattn.masks gives the ranges of the mask that its docstring draws, or says what is wrong."""
+"""Promise: each function of pyattn.masks gives the ranges of the mask drawn in its docstring, or names the fault."""
 
 import doctest
 
@@ -13,7 +13,7 @@ from pyattn import masks
 
 
 def seen(ranges: Tensor, seqlen_k: int) -> Tensor:
-    """bool (B, seqlen_q, seqlen_k), True where the key lies in the query's range."""
+    """bool (B, seqlen_q, seqlen_k), True if the key lies in the query's range."""
     assert ranges.dtype == torch.int64
     key = torch.arange(seqlen_k, device=ranges.device)
     return (ranges[..., :1] <= key) & (key < ranges[..., 1:])

@@ -1,4 +1,4 @@
-"""The answers of csrc/shared/mask.h beside those of a loop over every pair, in C++."""
+"""Promise: csrc/shared/mask.h gives the same answers as a loop over every pair, in C++."""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Promise: ranges of pyattn.masks stay KeyRanges whatever is done to them, and are refused where they would lie."""
+"""Promise: ranges of pyattn.masks stay KeyRanges through any operation, and are refused where they would be wrong."""
 
 import copy
 import io
@@ -119,7 +119,7 @@ LOST: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("how", LOST)
 @pytest.mark.parametrize("rows", [2, ROWS])
 def test_lost(name: str, how: str, rows: int) -> None:
-    """What holds no pairs is a bare tensor, also where two queries make the last dimension 2."""
+    """A result that holds no pairs is a bare tensor, even if two queries give a last dimension of 2."""
     ranges = MAKERS[name]()[:, :rows]
     found = LOST[how](ranges)
     assert type(found) is Tensor
@@ -142,7 +142,7 @@ def test_compared_and_shown(name: str) -> None:
 
 @each_maker
 def test_changed_in_place(name: str) -> None:
-    """The operators see what was written, whoever wrote it."""
+    """The operators see the new values, whoever wrote them."""
     ranges = MAKERS[name]()
     view = ranges[:, :1]
     attention(*torch.randn(3, len(ranges), 1, ROWS, 4), causal=False, key_ranges=ranges)
@@ -212,7 +212,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("causal", [True, False, None])
 @pytest.mark.parametrize("learning", [False, True])
 def test_calls(name: str, call: str, causal: bool | None, learning: bool) -> None:
-    """None: causal is left to its default."""
+    """None leaves causal at its default."""
     ranges = MAKERS[name]()
     qkv = torch.randn(3, len(ranges), 1, ROWS, 4).unbind(0)
     qkv = tuple(t.requires_grad_(learning) for t in qkv) if call != "backward" else qkv
@@ -231,7 +231,7 @@ def test_calls(name: str, call: str, causal: bool | None, learning: bool) -> Non
 
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_modules(page_size: int | None) -> None:
-    """Causal modules refuse a whole mask before they append it; one without a mask of its own takes it."""
+    """Causal modules refuse a whole mask before they append to a cache; a module without its own mask takes it."""
     x, ranges = torch.randn(2, 9, D_IN, dtype=torch.float64), masks.prefix_lm(torch.tensor([3, 6]), 9)
     for module in (made("MultiHeadAttention"), made("GroupedQueryAttention"), pair("MHAEinsum")[0].double()):
         cache = cache_for(module, page_size=page_size)

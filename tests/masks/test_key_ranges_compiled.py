@@ -1,4 +1,4 @@
-"""Promise: KeyRanges go into compiled and exported graphs, are made in them, and pass transforms and threads."""
+"""Promise: KeyRanges enter compiled and exported graphs, are made in them, and work in transforms and threads."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from pyattn import attention, masks
 from pyattn.masks import KeyRanges
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, while it traces
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own warnings while it traces
 
 ROWS = 6
 MADE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -24,7 +24,7 @@ MADE: dict[str, Callable[[Tensor], Tensor]] = {
     "own": lambda n: KeyRanges(torch.stack([n * 0, n], -1)[:, None].expand(-1, ROWS, -1), whole=True),
     "both": lambda n: masks.within(masks.prefix_lm(n, ROWS), masks.chunked(ROWS, 4)),
 }
-"""Ranges from two lengths."""
+"""Functions that make ranges from two lengths."""
 
 CHANGED: dict[str, Callable[[Tensor], Tensor]] = {
     "as it is": lambda r: r,
@@ -57,14 +57,14 @@ def rows() -> tuple[Tensor, ...]:
 @each_change
 @pytest.mark.parametrize("inside", [False, True])
 def test_compile(made: str, change: str, inside: bool) -> None:
-    """Given, or made within: eager and compiled agree on result, type and gradients."""
+    """Given, or made inside: eager and compiled agree on result, type and gradients."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
         ranges = CHANGED[change](MADE[made](given) if inside else given)
         return attention(q, k, v, causal=False, key_ranges=ranges), ranges
 
     if inside and made == "documents":
-        return  # whose number is known when the lengths are read
+        return  # their number is known only when the lengths are read
     given = lengths() if inside else MADE[made](lengths())
     q, k, v = rows()
     q.requires_grad_()
@@ -80,7 +80,7 @@ def test_compile(made: str, change: str, inside: bool) -> None:
 
 @pytest.mark.parametrize("made", ["padding", "prefix_lm", "own", "both"])
 def test_from_graph_to_graph(made: str) -> None:
-    """Ranges that one graph makes, another one takes."""
+    """One graph makes ranges, another takes them."""
     q, _, _ = rows()
 
     def call(q: Tensor, n: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def test_from_graph_to_graph(made: str) -> None:
 
 @pytest.mark.parametrize("made", ["prefix_lm", "own", "both"])
 def test_compiled_functions_refuse(made: str) -> None:
-    """Whether the ranges are given, made within, or a constant."""
+    """Whether the ranges are given, made inside, or a constant."""
     given = MADE[made](lengths())
     calls = [
         (lambda q, r: attention(q, q, q, key_ranges=r), given),
@@ -162,7 +162,7 @@ def test_export_and_trace(made: str, strict: bool) -> None:
 
 @each_made
 def test_transforms(made: str) -> None:
-    """Of the queries with ranges as a constant, and of the ranges themselves."""
+    """Transforms of the queries with ranges as a constant, and of the ranges themselves."""
     q, k, v = (t.double() for t in rows())
     ranges = MADE[made](lengths()).expand(2, -1, -1)
     bare = ranges.as_subclass(Tensor)

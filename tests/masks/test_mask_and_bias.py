@@ -1,4 +1,4 @@
-"""A bool mask beside a bias: together they are the bias with -inf where the mask is False, whatever shape each has."""
+"""Promise: a bool mask beside a bias equals the bias with -inf where the mask is False, whatever their shapes."""
 
 import itertools
 import math
@@ -28,7 +28,7 @@ BOTH = [
     Case(1, 6, 2, 3, 1300, 32, 16, mask="random bhqk", bias="bands bhqk", key_ranges="random"),
     Case(2, 4, 1, 2, 1100, 32, 16, causal=False, mask="padding bk", bias="bands h"),
     Case(2, 4, 2, 1, 300, 16, 16, causal=False, mask="random k", bias="bands k", sinks=True),
-    # Many queries to a key, whose rows are split.
+    # Many queries per key, whose rows are split.
     Case(1, 6, 1, 200, 250, 24, 16, mask="random hqk", bias="bands k", window=(60, 0), dropout_p=0.1),
 ]
 
@@ -41,7 +41,7 @@ def joined(mask: Tensor, bias: Tensor) -> Tensor:
 def assert_as_one(
     backend: Backend, ours: tuple[Tensor, ...], drawn: Drawn, mask: Tensor, bias: Tensor, **options: Any
 ) -> None:
-    """The results with both have the bits of those with one bias, but for roundings of a dbias that is narrower."""
+    """Asserts the bits of a single bias, except for roundings of a narrower dbias."""
     one = joined(mask, bias)
     expected = run(backend.attention, *drawn, **options, bias=one)
     backend.assert_same((*ours[:5], *ours[6:]), (*expected[:5], *expected[6:]))
@@ -63,7 +63,7 @@ def test_accurate_and_as_one_bias(backend: Backend, case: Case, dtype: torch.dty
 
 @pytest.mark.parametrize("queries", [2, 17])
 def test_any_two_shapes(repeatable: Backend, queries: int) -> None:
-    """Each of the 16 shapes of a mask beside 4 of a bias, in turn."""
+    """Each of the 16 shapes of a mask beside 4 shapes of a bias, in turn."""
     shapes = ["".join(x) or "-" for n in range(5) for x in itertools.combinations("bhqk", n)]
     heads = (2, 1) if repeatable.family == "emulated" else (4, 2)
     for n, mask in enumerate(shapes):
@@ -116,7 +116,7 @@ def test_nan_in_a_bias_that_the_mask_hides_changes_no_bit(repeatable: Backend, d
 
 @each_dtype
 def test_the_layout_of_a_mask_changes_no_bit(repeatable: Backend, dtype: torch.dtype) -> None:
-    """Any strides, and any number of dimensions that mean the same."""
+    """Any strides, and any number of dimensions with the same meaning."""
     case, sizes = Case(2, 2, 1, 9, 33, 8, 8, bias="bands hk"), (2, 2, 9, 33)
     qkv, dout, dlse = case.drawn(dtype)
     bias = case.tensors(dtype)["bias"]
@@ -131,7 +131,7 @@ def test_the_layout_of_a_mask_changes_no_bit(repeatable: Backend, dtype: torch.d
 
 
 def test_no_tensor_joins_them() -> None:
-    """A mask of keys beside a bias of queries is no tensor of all pairs, which takes 64 MB."""
+    """A mask of keys beside a bias of queries never becomes a tensor of all pairs, which takes 64 MB."""
     qkv = Case(1, 1, 1, 4096, 4096, 16, 16).inputs(torch.float32)
     mask, bias = torch.rand(4096) < 0.5, torch.randn(4096, 1)
 

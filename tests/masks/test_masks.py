@@ -1,4 +1,4 @@
-"""Windows, key ranges and bool masks: every form of a mask gives what the formula gives, and hides what it hides."""
+"""Promise: windows, key ranges and bool masks agree with the formula in every form, and masked keys have no effect."""
 
 import itertools
 import math
@@ -32,7 +32,7 @@ CASES = [
     Case(1, 4, 2, 37, 150, 16, 16, causal=False, mask="padding hk"),
     Case(2, 2, 1, 50, 70, 16, 16, mask="random bq strided", key_ranges="random", dropout_p=0.1),
     Case(1, 2, 2, 20, 30, 8, 8, causal=False, mask="random -"),
-    # Many queries to a key, whose rows are split, so that each split sees some of the keys alone.
+    # Many queries per key, whose rows are split, so some keys are visible in one split only.
     Case(1, 8, 1, 150, 320, 16, 20, window=(40, 0)),
     Case(1, 6, 1, 200, 250, 24, 16, mask="random bhqk", key_ranges="documents", dropout_p=0.2),
     # Few queries, whose keys are split.
@@ -50,7 +50,7 @@ def test_forward_and_backward(backend: Backend, case: Case, dtype: torch.dtype) 
 
 
 def test_visible_is_what_its_docstring_says() -> None:
-    """Its bounds saturate; Python's integers need not."""
+    """Its bounds saturate; Python's integers don't have to."""
     extremes = (-(2**63), -6, -1, 0, 2, 9, 2**63 - 1)
     ranges = torch.tensor([[0, 3], [4, 4], [1, 2], [0, 5]])
     for causal, offset, left, right in itertools.product((True, False), extremes, (-1, 0, 2, 2**63 - 1), (-1, 0, 2)):
@@ -147,7 +147,7 @@ HIDING = [
 @each_dtype
 @pytest.mark.parametrize("case", HIDING, ids=str)
 def test_what_is_hidden_changes_no_bit(backend: Backend, case: Case, dtype: torch.dtype) -> None:
-    """NaN and inf in a key and its value reach the rows that see it and no others, in a query the keys it sees."""
+    """NaN and inf in a key and its value reach only the rows that see it; in a query, only the keys that it sees."""
     (q, k, v), dout, dlse = case.drawn(dtype)
     options, seen = case.given(dtype), visible(case)
     seen = seen & options.get("mask", True) & (options["bias"] != -math.inf if "bias" in options else True)
@@ -171,7 +171,7 @@ def test_what_is_hidden_changes_no_bit(backend: Backend, case: Case, dtype: torc
 def test_rows_without_keys(backend: Backend, dtype: torch.dtype, queries: int) -> None:
     """Whatever hides all keys of a row: out 0, lse -inf, no gradient, and none for keys that no row sees.
 
-    A mask beside a bias: row 0 is hidden by the mask, row 3 by both, the last one by the bias, row 2 in turn.
+    A mask beside a bias: the mask hides row 0, both hide row 3, the bias hides the last one, and row 2 alternates.
     """
     case = Case(2, 2, 1, queries, 40, 16, 16, causal=False)
     drawn, rows = case.drawn(dtype), torch.zeros(queries, dtype=torch.bool)
@@ -201,7 +201,7 @@ def test_rows_without_keys(backend: Backend, dtype: torch.dtype, queries: int) -
 
 @pytest.mark.parametrize("offset", [2**63 - 1, -(2**63), 2**40, 0, -3])
 def test_extreme_windows(repeatable: Backend, offset: int) -> None:
-    """Ends of windows saturate."""
+    """The ends of windows saturate."""
     q, k, v = Case(2, 2, 1, 5, 7, 8, 6).inputs(torch.float64)
     sides = (-1, 0, 3, 2**40, 2**63 - 1)
     for causal, *window in itertools.product((True, False), sides, sides):
@@ -214,7 +214,7 @@ def test_extreme_windows(repeatable: Backend, offset: int) -> None:
 
 @each_dtype
 def test_the_layout_of_a_bias_changes_no_bit(repeatable: Backend, dtype: torch.dtype) -> None:
-    """Any strides, and any number of dimensions that mean the same."""
+    """Any strides, and any number of dimensions with the same meaning."""
     case = Case(2, 2, 1, 9, 33, 8, 8)
     qkv, dout, dlse = case.drawn(dtype)
     for words in ("bands bhqk", "float q", "bands hk", "float qk"):

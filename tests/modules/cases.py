@@ -1,4 +1,4 @@
-"""One small instance of every module of pyattn.nn, its plain twin, and the comparison of the two."""
+"""One small instance of every module of pyattn.nn, its plain twin, and comparisons of the two."""
 
 import math
 from typing import Any
@@ -58,7 +58,7 @@ WITH_RANGES = {
     "MHAPyTorchFlexAttention": (),
     "MHAPyTorchClass": (D_IN, D_IN, 3, ROWS),
 }
-"""Modules that take key_ranges, mask and bias, each with the arguments to use if not the usual ones."""
+"""Modules that take key_ranges, mask and bias, with their arguments if not the usual ones."""
 
 WITH_EXTRAS = ("MultiHeadAttention", "Attention", "GroupedQueryAttention")
 
@@ -69,7 +69,7 @@ def class_of(name: str, home: Any = nn) -> Any:
 
 
 def pair(name: str, *arguments: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """The native and the plain module, each made under the same seed."""
+    """The native and the plain module, both made with the same seed."""
     made = []
     for home in (nn, reference):
         torch.manual_seed(123)
@@ -89,7 +89,7 @@ def sequences(batch: int, seqlen: int) -> Tensor:
 
 
 def set_dropout(module: torch.nn.Module, p: float) -> None:
-    """In all modules within, be it a module or a number."""
+    """Sets dropout in all modules inside, whether it is a module or a number."""
     for part in module.modules():
         if isinstance(part, torch.nn.Dropout):
             part.p = p
@@ -98,7 +98,7 @@ def set_dropout(module: torch.nn.Module, p: float) -> None:
 
 
 def output(module: torch.nn.Module, x: Tensor) -> Tensor:
-    """What the module computes, without the weights that SingleHeadSelfAttention adds."""
+    """The module's output, without the weights that SingleHeadSelfAttention adds."""
     out = module(x)
     return out[0] if isinstance(out, tuple) else out
 
@@ -109,7 +109,7 @@ def error(x: Tensor, exact: Tensor) -> float:
 
 
 def assert_same(x: Tensor, exact: Tensor) -> None:
-    """Two float64 results that differ in rounding only."""
+    """Asserts that two float64 results differ by rounding only."""
     assert x.dtype == exact.dtype == torch.float64
     assert x.shape == exact.shape
     assert error(x, exact) <= 1e-12
@@ -133,7 +133,7 @@ def slopes_of_the_paper(n: int) -> list[float]:
 
 
 def turned(x: Tensor, base: float) -> Tensor:
-    """Rotary embedding of (B, T, H, D), by complex numbers."""
+    """Rotary embedding of (B, T, H, D) by complex numbers."""
     half = x.shape[-1] // 2
     angle = torch.outer(torch.arange(x.shape[1]).double(), base ** (-torch.arange(half).double() / half))
     turn = torch.polar(torch.ones_like(angle), angle)[:, None]
@@ -148,7 +148,7 @@ def plain(
     key_ranges: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out and weights of the module, in plain PyTorch, in training with the dropout of the same generator's state.
+    """out and weights of the module in plain PyTorch; in training, with dropout from the same generator state.
 
     ``mask``: True = masked out.
     """
@@ -176,7 +176,7 @@ def plain(
 
 
 def made(name: str, extra: str = "") -> torch.nn.Module:
-    """One of WITH_EXTRAS, in float64, its sinks not zeros."""
+    """One of WITH_EXTRAS in float64, with nonzero sinks."""
     module = class_of(name)(*ARGUMENTS[name], **EXTRAS.get(extra, {})).double()
     if module.sinks is not None:
         assert not module.sinks.any()
@@ -200,7 +200,7 @@ def cache_for(module: torch.nn.Module, batch: int = 2, **options: Any) -> KVCach
 
 
 def arguments(module: torch.nn.Module, begin: int, end: int, keys: int) -> tuple[Tensor, ...]:
-    """Attention masks as its caller says: here causally; the others by themselves."""
+    """The causal mask for Attention, whose caller passes it; nothing for other modules."""
     if not isinstance(module, nn.Attention):
         return ()
     return (nn.causal_mask(max(end, keys))[:, :, begin:end, :keys],)

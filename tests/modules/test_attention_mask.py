@@ -1,4 +1,4 @@
-"""Promise: the mask that callers give pyattn.nn.Attention is True where masked out, in every shape that broadcasts."""
+"""Promise: True in the mask given to pyattn.nn.Attention means masked out, in every shape that broadcasts."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Promise: a module over a cache gives what it gives for all tokens at once."""
+"""Promise: a module over a cache gives the results of all tokens at once."""
 
 import re
 from typing import Any
@@ -24,13 +24,13 @@ from pyattn.nn import growing_cache
 
 each_module = pytest.mark.parametrize("name", WITH_EXTRAS)
 STEPS = (5, 1, 1, 3, 1, 6, 1)
-"""New tokens of each call; 18 in all."""
+"""New tokens per call; 18 in all."""
 
 
 @each_module
 @pytest.mark.parametrize("extra", ["", *EXTRAS])
 def test_steps_equal_the_whole(name, extra):
-    """Rotary positions, windows and ALiBi's distances count from the first token on."""
+    """Rotary positions, windows and ALiBi's distances count from the first token."""
     module = made(name, extra)
     x = sequences(2, sum(STEPS))
     whole = module(x, *arguments(module, 0, x.shape[1], x.shape[1]))
@@ -63,7 +63,7 @@ def test_sequences_of_their_own_lengths_have_their_own_positions():
 
 @pytest.mark.parametrize("fewest", [1, 256])
 def test_use_cache_equals_plain(monkeypatch, fewest):
-    """A cache that grows several times, is forgotten on request and by a call without it, and takes other batches."""
+    """The cache grows several times, is dropped on request and by a call without it, and takes other batches."""
     monkeypatch.setattr(growing_cache, "FEWEST", fewest)
     modules = doubles("GroupedQueryAttention")
     x = sequences(2, sum(STEPS))
@@ -167,7 +167,7 @@ MISFITS: list[tuple[dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize(("other", "error", "message"), MISFITS, ids=[next(iter(x)) for x, _, _ in MISFITS])
 @pytest.mark.parametrize("extra", ["", "rotary"])
 def test_a_cache_that_does_not_fit(extra, other, error, message, kind):
-    """In our words where torch's would come first, as for rotary positions."""
+    """Our message comes first where torch would also raise, as with rotary positions."""
     module = made("MultiHeadAttention", extra)
     sizes = {"batch": 2, "num_heads_kv": 2, "max_seqlen": CONTEXT_LENGTH, "head_dim": 4, "dtype": torch.float64}
     cached = KVCache(**sizes | kind | other)
@@ -177,7 +177,7 @@ def test_a_cache_that_does_not_fit(extra, other, error, message, kind):
 
 @pytest.mark.parametrize("new", [1, 300])
 def test_the_modules_own_cache_is_of_one_batch(new):
-    """Also where it would grow."""
+    """Also when it would grow."""
     module = made("GroupedQueryAttention", "rotary")
     module(sequences(2, 3), use_cache=True)
     message = r"^pyattn: the cache's batch size must be that of the module's keys, got 2 and 1$"

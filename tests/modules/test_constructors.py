@@ -1,4 +1,4 @@
-"""Promise: a constructor refuses what it cannot build in one sentence with the values; None is "not given"."""
+"""Promise: a constructor refuses what it can't build in one sentence with the values; None means "not given"."""
 
 import inspect
 import re
@@ -14,13 +14,13 @@ SIZES = ("d_in", "d_out", "embed_dim", "d_model", "d_k", "context_length", "num_
 
 
 def cases(*names: str) -> list[tuple[str, str]]:
-    """Each module, with each of these arguments that its constructor has."""
+    """Each module with each of these arguments that its constructor has."""
     parameters = {module: inspect.signature(class_of(module)).parameters for module in ARGUMENTS}
     return [(module, name) for module in ARGUMENTS for name in names if name in parameters[module]]
 
 
 def made(module: str, **changed: Any) -> torch.nn.Module:
-    """The module of ARGUMENTS, with some of them changed."""
+    """The module of ARGUMENTS with some of them changed."""
     bound = inspect.signature(class_of(module)).bind(*ARGUMENTS[module])
     return class_of(module)(**bound.arguments | changed)
 
@@ -125,6 +125,6 @@ def test_none_is_not_given(name):
 
 @pytest.mark.parametrize("name", WITH_EXTRAS)
 def test_a_window_is_a_pair(name):
-    """(left, right), as a list too, which configurations in JSON have; all keys are no window."""
+    """(left, right), also as a list, as in JSON configurations; a window of all keys is no window."""
     assert made(name, window=[3, 0]).extra_repr() == made(name, window=(3, 0)).extra_repr()
     assert made(name, window=[-1, -1]).extra_repr() == made(name).extra_repr()

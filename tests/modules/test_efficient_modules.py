@@ -1,4 +1,4 @@
-"""Promise: the book's efficient variants compute what torch's own functions do of their parameters."""
+"""Promise: the book's efficient variants compute what torch's own functions compute from their parameters."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Promise: window, softcap, alibi, sinks and rotary of a module are what they are called; only sinks are state."""
+"""Promise: window, softcap, alibi, sinks and rotary of a module do what their names say; only sinks are state."""
 
 import copy
 
@@ -127,7 +127,7 @@ def test_rotation(dtype):
     found = rotate(x.transpose(1, 2).contiguous().transpose(1, 2), 10000.0)
     assert found.dtype == dtype
     assert found.is_contiguous(), "position before heads, as projections lay them out"
-    # An angle of 50 has an error of 50 eps in float32; the result of 16 bits is rounded once.
+    # An angle of 50 has an error of 50 eps in float32; a 16-bit result is rounded once.
     compute = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     bound = torch.finfo(dtype).eps / 2 * turned(x, 10000.0).abs() + 50 * compute * x.double().abs().max()
     assert ((found.double() - turned(x, 10000.0)).abs() <= bound).all()

@@ -39,7 +39,7 @@ SHAPES: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = [
     ((ROWS,), (ROWS, ROWS)),
     ((1, ROWS, 1), (H, 1, ROWS)),
 ]
-"""A mask and a bias each, of shapes that broadcast to (2, heads, ROWS, ROWS)."""
+"""Pairs of a mask and a bias, of shapes that broadcast to (2, heads, ROWS, ROWS)."""
 
 
 def heads_of(module: torch.nn.Module) -> int:
@@ -48,7 +48,7 @@ def heads_of(module: torch.nn.Module) -> int:
 
 
 def added(kind: str, shapes: tuple[tuple[Any, ...], tuple[Any, ...]], heads: int) -> dict[str, Tensor]:
-    """What a caller gives; some rows then see nothing."""
+    """The caller's options; some rows then see nothing."""
     of_mask, of_bias = (tuple(heads if n == H else n for n in shape) for shape in shapes)
     bias = torch.randn(of_bias, dtype=torch.float64)
     given = {"mask": torch.rand(of_mask) < 0.7, "bias": bias.masked_fill(torch.rand(of_bias) < 0.1, -torch.inf)}
@@ -63,7 +63,7 @@ def seen_by(causal: bool, mask: Tensor | None = None, bias: Tensor | None = None
 
 
 def of_caller(module: torch.nn.Module, mask: Tensor | None = None, **others: Tensor) -> dict[str, Tensor]:
-    """The same for the module: Attention's mask, which has 2 to 4 dimensions, is True where masked out."""
+    """The same for the module: the mask of Attention has 2 to 4 dimensions and is True where masked out."""
     if mask is None:
         return others
     return {"mask": ~mask[(None,) * (4 - mask.dim())] if isinstance(module, nn.Attention) else mask, **others}
@@ -72,13 +72,13 @@ def of_caller(module: torch.nn.Module, mask: Tensor | None = None, **others: Ten
 @each_module
 @each_kind
 def test_equals_plain(name, kind):
-    """Outputs, weights and all gradients, those of bias too."""
+    """Outputs, weights and all gradients, bias's included."""
     native, reference = doubles(name, *WITH_RANGES[name])
     x = sequences(2, ROWS).requires_grad_()
     for shapes in SHAPES:
         given = added(kind, shapes, heads_of(native))
         if name == "Attention" and kind == "mask":
-            given["mask"][..., 0] = True  # the plain module gives NaN where nothing is seen
+            given["mask"][..., 0] = True  # the plain module gives NaN in rows that see nothing
         seen = seen_by(name != "Attention", **given)
         learned = [given["bias"].requires_grad_()] if "bias" in given else []
         given = of_caller(native, **given)
@@ -100,7 +100,7 @@ def test_equals_plain(name, kind):
 @pytest.mark.parametrize("extra", EXTRAS)
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 def test_extras_and_dropout(name, extra, dropout):
-    """With key_ranges too; the weights are those used in training."""
+    """Also with key_ranges; the weights are those used in training."""
     module = made(name, extra)
     module.dropout.p = dropout
     x, ranges = sequences(2, ROWS).requires_grad_(), masks.padding([ROWS, 5], ROWS, side="left")
@@ -128,7 +128,7 @@ def test_on_top_of_an_assigned_mask(name, kind):
     for module in (native, reference):
         module.mask = torch.ones(CONTEXT_LENGTH, CONTEXT_LENGTH).triu(2)
     x, given = sequences(2, ROWS), added(kind, SHAPES[0], heads_of(native))
-    if name != "MultiHeadAttentionCombinedQKV":  # whose plain module is causal whatever its mask
+    if name != "MultiHeadAttentionCombinedQKV":  # its plain module is causal whatever its mask
         assert_same(native(x, **given), reference(x, **given))
     one_more = torch.ones(ROWS, ROWS, dtype=torch.bool).tril(1)
     seen = given.pop("mask", one_more) & one_more
@@ -139,7 +139,7 @@ def test_on_top_of_an_assigned_mask(name, kind):
 
 @each_kind
 def test_the_key_of_the_biases_is_seen_by_all(kind):
-    """As torch's nn.MultiheadAttention pads its masks where it has add_bias_kv."""
+    """torch's nn.MultiheadAttention pads its masks in the same way with add_bias_kv."""
     native, reference = doubles("MHAPyTorchClass", D_IN, D_IN, 3, ROWS, 0.0, True)
     torch.nn.init.normal_(native.multihead_attn.bias_k)
     reference.load_state_dict(native.state_dict())
@@ -169,7 +169,7 @@ def test_compiles_to_one_graph(name):
 
 
 def test_under_autocast():
-    """The bias may have the parameters' dtype, as for attention."""
+    """The bias may have the parameters' dtype, as in attention."""
     module, x = made("MultiHeadAttention", "all").float(), torch.randn(2, ROWS, D_IN)
     given = added("both", SHAPES[3], module.num_heads)
     given["bias"] = given["bias"].float()

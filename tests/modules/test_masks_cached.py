@@ -1,4 +1,4 @@
-"""Promise: mask and bias of a module over a cache, whose keys are all positions, are those of all tokens at once."""
+"""Promise: over a cache, mask and bias of a module, with all positions as keys, equal those for all tokens at once."""
 
 import re
 from typing import Any
@@ -28,7 +28,7 @@ each_page_size = pytest.mark.parametrize("page_size", [None, 16])
 
 
 def added(kind: str, heads: int) -> dict[str, Tensor]:
-    """For all positions that a cache has room for; rows broadcast in the bias, heads in the mask."""
+    """Options for all positions that a cache holds; rows broadcast in the bias, heads in the mask."""
     both = {
         "mask": torch.rand(2, 1, CONTEXT_LENGTH, CONTEXT_LENGTH) < 0.7,
         "bias": torch.randn(heads, 1, CONTEXT_LENGTH, dtype=torch.float64).requires_grad_(),
@@ -37,7 +37,7 @@ def added(kind: str, heads: int) -> dict[str, Tensor]:
 
 
 def call(module: torch.nn.Module, x: Tensor, begin: int, keys: int, given: dict[str, Tensor], **options: Any) -> Any:
-    """The module over tokens from ``begin`` on, which see so many keys. Attention's mask is True where masked out."""
+    """The module over tokens from ``begin`` on, which see ``keys`` keys. Attention's mask is True where masked out."""
     end = begin + x.shape[1]
     part = {name: t[..., begin:end, :keys] if name == "mask" else t[..., :keys] for name, t in given.items()}
     if isinstance(module, nn.Attention):
@@ -50,7 +50,7 @@ def call(module: torch.nn.Module, x: Tensor, begin: int, keys: int, given: dict[
 @each_kind
 @each_page_size
 def test_steps_equal_the_whole(name, kind, page_size):
-    """With weights, and with the gradients of the newest tokens and of bias."""
+    """With weights, and with the gradients of the newest tokens and of the bias."""
     module = made_cached(name, "all")
     x, more = sequences(2, ROWS).requires_grad_(), added(kind, module.num_heads)
     whole, shown = call(module, x, 0, ROWS, more, need_weights=True)
@@ -76,7 +76,7 @@ def gradients_of_rows(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 @each_kind
 @each_page_size
 def test_a_ragged_prompt(name, kind, page_size):
-    """Each sequence gets what it gets alone, and the padding nothing."""
+    """Each sequence gets the results it gets alone, and the padding none."""
     module, lengths = made_cached(name, "all"), [4, 2]
     x, more = sequences(2, 6), added(kind, module.num_heads)
     cached = cache_for(module, page_size=page_size)
@@ -94,7 +94,7 @@ def test_a_ragged_prompt(name, kind, page_size):
 @each_kind
 @pytest.mark.parametrize("fewest", [1, 256])
 def test_with_use_cache(kind, fewest, monkeypatch):
-    """The keys are those of the tokens so far, however many the module has room for."""
+    """The keys are the tokens so far, however many the module has room for."""
     monkeypatch.setattr(growing_cache, "FEWEST", fewest)
     module = made("GroupedQueryAttention", "all")
     x, more = sequences(2, ROWS), added(kind, module.num_heads)

@@ -1,4 +1,4 @@
-"""Promise: a native module equals the plain one, in the values it prints, its outputs and its gradients."""
+"""Promise: a native module equals the plain one in its printed values, its outputs and its gradients."""
 
 import copy
 from collections import defaultdict
@@ -38,14 +38,14 @@ BATCH = torch.stack([TOKENS, TOKENS])
 
 
 WEIGHTS = {"bias_q": "W_query", "bias_k": "W_key", "bias_v": "W_value"}
-"""MHAEinsum's biases, and the weights (d_in, d_out) that they belong to."""
+"""MHAEinsum's biases, and their weights (d_in, d_out)."""
 
 
 def results(module: torch.nn.Module, x: Tensor, dout: Tensor) -> dict[str, Tensor]:
-    """The output and every gradient. A bias is one more column, or row, of its weight.
+    """The output and every gradient. A bias counts as one more column, or row, of its weight.
 
-    In exact arithmetic the gradient of a key bias is 0, for softmax ignores what all keys of a query share: alone it
-    has no scale to be judged by.
+    In exact arithmetic the gradient of a key bias is 0, because softmax ignores a term that all keys of a query share:
+    alone it has no scale to be judged by.
     """
     module.zero_grad()
     x = x.detach().requires_grad_()
@@ -64,7 +64,7 @@ def results(module: torch.nn.Module, x: Tensor, dout: Tensor) -> dict[str, Tenso
 
 
 class RecordSoftmax(TorchFunctionMode):
-    """Keeps what torch.softmax returns: the weights of a plain module."""
+    """Records the results of torch.softmax: the weights of a plain module."""
 
     def __init__(self) -> None:
         self.weights: list[Tensor] = []
@@ -122,11 +122,10 @@ def test_printed_under_seed_123(name, arguments, rows):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("batch", "seqlen"), [(2, 7), (3, 1), (1, CONTEXT_LENGTH)])
 def test_equals_plain(name, dtype, batch, seqlen):
-    """Against float64: at most twice the plain module's error in this dtype, and 4 roundings of the largest value.
+    """Against float64: at most twice the plain module's error in this dtype, plus 4 roundings of the largest value.
 
-    Both sides are summed over draws: in a single one the plain module can be lucky, so much that it fails this test
-    against itself with its sums in another order. 8 draws decide where the sum is at most half of what is allowed,
-    otherwise 64.
+    Both sides are summed over draws: in a single draw the plain module can be so lucky that it fails this test against
+    itself with its sums reordered. 8 draws decide if their sum is at most half of the limit; otherwise 64 do.
     """
     native, plain = (module.to(dtype) for module in pair(name))
     exact = copy.deepcopy(plain).double()
@@ -152,7 +151,7 @@ def test_equals_plain(name, dtype, batch, seqlen):
 
 @every_module
 def test_gradcheck(name):
-    """The plain module's gradients are the same: see the next test."""
+    """The plain module's gradients are equal: see the next test."""
     module, _ = pair(name)
     state = {key: value.detach().double().requires_grad_() for key, value in module.named_parameters()}
     x = sequences(2, 4).requires_grad_()
@@ -226,7 +225,7 @@ def test_autocast(name, dtype):
 
 @every_module
 def test_compiles_to_one_graph(name):
-    """In training too, with dropout, with a mask and with weights."""
+    """Also in training, with dropout, with a mask and with weights."""
     torch._dynamo.reset()
     native, _ = pair(name)
     set_dropout(native, 0.5)

@@ -1,4 +1,4 @@
-"""Promise: an argument that a module does not have is refused in one sentence, which names the one it is spelt like."""
+"""Promise: an argument that a module lacks is refused in one sentence that names the one with a similar spelling."""
 
 import inspect
 import re
@@ -24,7 +24,7 @@ SIMILAR = {
     "windows": "window",
     "persist_mask": "persistent_mask",
 }
-"""Words in place of arguments that some modules have."""
+"""Words that users write in place of some modules' arguments."""
 
 
 def hint(word: str, own: list[str]) -> str:
@@ -47,7 +47,7 @@ def refused(call: Callable[..., Any], name: str, own: list[str], *positional: An
 @every_module
 def test_of_a_constructor(name):
     made = class_of(name)
-    if name != "SimplifiedSelfAttention":  # which has none of its own
+    if name != "SimplifiedSelfAttention":  # it has no arguments
         home = made.__init__.__qualname__.removesuffix(".__init__")
         refused(made, home, names_of(made), *ARGUMENTS[name])
 
@@ -66,7 +66,7 @@ def test_of_a_factory(size):
 
 @every_module
 def test_more_by_position_than_there_are(name):
-    """nn.MultiheadAttention takes query, key and value, and other modules a mask."""
+    """nn.MultiheadAttention takes query, key and value; other modules take a mask."""
     module, _ = pair(name)
     x = torch.ones(2, 7, D_IN)
     first = [p.name for p in inspect.signature(module.forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -77,7 +77,7 @@ def test_more_by_position_than_there_are(name):
 
 @every_module
 def test_what_help_shows(name):
-    """The arguments themselves, of the constructor and of a call."""
+    """The actual arguments, of the constructor and of a call."""
     made = class_of(name)
     constructor = [] if name == "SimplifiedSelfAttention" else names_of(made)  # nn.Module's own
     assert not {"args", "kwargs", "positional", "named"} & {*constructor, *names_of(made.forward)}

@@ -1,4 +1,4 @@
-"""Promise: state dicts have a long context's mask on request alone, and load strictly with it and without."""
+"""Promise: state dicts hold a long context's mask only on request, and load strictly with and without it."""
 
 import inspect
 import re
@@ -11,7 +11,7 @@ from modules.cases import ARGUMENTS, CONTEXT_LENGTH, D_IN, class_of, output
 from pyattn import nn, reference
 
 LONG = 2049
-"""One more than the longest context whose mask is written unasked."""
+"""One more than the longest context whose mask is written by default."""
 
 
 def mask_keys(module: torch.nn.Module) -> list[str]:
@@ -79,7 +79,7 @@ def test_a_mask_that_is_there_is_checked(name, asked):
 
 @pytest.mark.parametrize(("asked", "written"), [(None, True), (True, True), (False, False)])
 def test_an_assigned_mask_is_written(asked, written):
-    """It says what no constructor says, so a long context is no reason to leave it out."""
+    """No constructor argument can express it, so it is written for long contexts too."""
     module = made("MultiHeadAttention", LONG, persistent_mask=asked)
     module.load_state_dict(made("MultiHeadAttention", LONG).state_dict(), strict=True)
     module.mask = torch.zeros(LONG, LONG)
@@ -88,7 +88,7 @@ def test_an_assigned_mask_is_written(asked, written):
 
 @pytest.mark.parametrize("value", [False, True])
 def test_the_attribute_reaches_a_mask_that_was_assigned(value):
-    """Set before it or after it, and whichever way the buffer came."""
+    """Set before or after the attribute, and however the buffer was assigned."""
     for register in (False, True):
         for before in (False, True):
             module = made("MultiHeadAttention", 6, persistent_mask=value if before else not value)

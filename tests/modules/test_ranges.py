@@ -78,7 +78,7 @@ def test_extras_and_dropout(name, extra, dropout):
 
 @each_module
 def test_a_padded_batch_is_its_sequences(name):
-    """Whatever the padding holds, NaN too."""
+    """Whatever the padding holds, even NaN."""
     module, _ = pair(name, *WITH_RANGES[name])
     module = module.double()
     x, tokens = sequences(2, ROWS), [ROWS, 5]
@@ -100,7 +100,7 @@ def test_a_prefix_of_what_is_not_causal(extra):
 @pytest.mark.parametrize("name", WITH_EXTRAS)
 @pytest.mark.parametrize("extra", ["", *EXTRAS])
 def test_a_packed_row_is_its_documents(name, extra):
-    """Scores depend on distances alone, those of rotary and ALiBi too."""
+    """Scores depend only on distances, with rotary and ALiBi too."""
     module, x = made(name, extra), sequences(1, ROWS)
     packed = module(x, key_ranges=masks.documents([4, 5]))
     assert_same(packed, torch.cat([module(x[:, :4]), module(x[:, 4:])], 1))
@@ -115,7 +115,7 @@ def test_on_top_of_an_assigned_mask(name):
     x = sequences(2, ROWS)
     key_ranges = masks.padding([ROWS, 5], ROWS)
     masked = native(x, key_ranges=key_ranges)
-    if name != "MHAPyTorchClass":  # whose plain module is causal whatever its mask
+    if name != "MHAPyTorchClass":  # its plain module is causal whatever its mask
         assert_same(masked, reference(x, key_ranges=key_ranges))
     assert_same(masked[1, :4], native(x[1:, :5])[0, :4])
 

@@ -1,4 +1,4 @@
-"""Promise: repr of a module shows what its constructor was told, and leaves defaults out."""
+"""Promise: repr of a module shows its constructor's arguments, and leaves defaults out."""
 
 import inspect
 from typing import Any
@@ -19,7 +19,7 @@ BY_CHILDREN: dict[str, Any] = {
     "qkv_bias": lambda value: "bias=True",
     "dtype": lambda value: "",
 }
-"""Arguments that the modules within may show in place of the module. A dtype is shown by no module of torch."""
+"""Arguments that inner modules may show in place of the module. No module of torch shows its dtype."""
 
 OTHERS = {"dropout": 0.25, "trace_shapes": True, "need_weights": False, "persistent_mask": False, "num_heads_kv": 1}
 OTHERS |= EXTRAS["all"]
@@ -27,7 +27,7 @@ OTHERS |= EXTRAS["all"]
 
 @every_module
 def test_every_argument_is_shown(name):
-    """Each is not its default here."""
+    """None of them has its default value here."""
     parameters = inspect.signature(class_of(name)).parameters
     bound = inspect.signature(class_of(name)).bind(*ARGUMENTS[name])
     given = bound.arguments | {key: value for key, value in OTHERS.items() if key in parameters}
@@ -59,7 +59,7 @@ def test_a_line_for_the_eye(name):
 
 
 def test_it_follows_the_module():
-    """A value that was changed after construction is shown as it is."""
+    """A value changed after construction is shown as it is now."""
     module = nn.MultiHeadAttention(D_IN, 8, 6, 0.0, 2)
     module.window, module.persistent_mask = (3, 0), True
     assert module.extra_repr() == "num_heads=2, context_length=6, persistent_mask=True, window=(3, 0)"

@@ -121,7 +121,7 @@ def test_causal_masks_of_other_dtypes_load(dtype, block, monkeypatch):
 
 
 def test_the_check_holds_a_block_at_a_time():
-    """A mask of 64 MB is checked with less than half of that beside it."""
+    """A mask of 64 MB is checked with less than half of that in extra memory."""
     native = nn.CausalAttention(2, 2, 4096, 0.0, persistent_mask=True)
     state = native.state_dict()
     with torch.profiler.profile(profile_memory=True) as profile:
@@ -161,7 +161,7 @@ def test_states_without_a_mask_go_both_ways():
 
 @pytest.mark.parametrize("part", ["head.", "attention.W_query."])
 def test_a_part_of_a_state_says_nothing_about_the_mask(part):
-    """Adapters save the parameters that they train alone."""
+    """Adapters save only the parameters that they train."""
     model = torch.nn.ModuleDict({"attention": nn.CausalAttention(2, 2, 4, 0.0), "head": torch.nn.Linear(2, 2)})
     state = {key: value for key, value in model.state_dict().items() if key.startswith(part)}
     model.load_state_dict(state, strict=False)
@@ -169,7 +169,7 @@ def test_a_part_of_a_state_says_nothing_about_the_mask(part):
 
 
 class Windowed:
-    """A subclass with a mask of its own: each query sees itself and the two keys before it."""
+    """A subclass with its own mask: each query sees itself and the two keys before it."""
 
     def __init__(self, *arguments: Any, persistent: bool = True) -> None:
         super().__init__(*arguments)
@@ -224,7 +224,7 @@ def test_no_mask_is_held(name):
         module.zero_grad()
         module.load_state_dict(module.state_dict())
         assert list(module.buffers()) == []
-    # Addresses are in it, too, of 14 digits or 15; a mask of either length would be a million bytes at least.
+    # Pickles also hold addresses, of 14 or 15 digits; a mask of either length would take at least a million bytes.
     assert abs(len(pickle.dumps(long)) - len(pickle.dumps(short))) < 1000, "all that is held, whatever its name"
 
 

@@ -1,4 +1,4 @@
-"""Promise: modules run natively in training and out of it, and refuse what they cannot do, with the values."""
+"""Promise: modules run natively in training and evaluation, and refuse with the values what they can't do."""
 
 import ast
 import doctest
@@ -174,7 +174,7 @@ def test_the_books_variants_have_a_home_of_their_own():
 
 
 def test_the_product_does_not_import_the_reference():
-    """The reference is for tests and comparisons."""
+    """The reference serves only tests and comparisons."""
     root = Path(pyattn.__file__).parent
     sources = {path.relative_to(root).as_posix(): path.read_text() for path in root.rglob("*.py")}
     importing = {name for name, text in sources.items() if re.search(r"^\s*(from|import)\b.*\breference\b", text, re.M)}
@@ -183,7 +183,7 @@ def test_the_product_does_not_import_the_reference():
 
 
 def test_no_module_reads_the_private_names_of_another():
-    """A name with an underscore is free to change with the file that it is in; modules of that kind may be imported."""
+    """A name with an underscore may change together with its file; private modules may be imported."""
     root = Path(pyattn.__file__).parent
     for path in root.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -195,7 +195,7 @@ def test_no_module_reads_the_private_names_of_another():
 
 @pytest.mark.parametrize("name", [name for name in WITH_DROPOUT if not name.startswith("MHAPyTorch")])
 def test_identity_in_place_of_dropout(name):
-    """People switch dropout off for good by putting nn.Identity where it was."""
+    """People disable dropout for good by replacing it with nn.Identity."""
     native, plain = doubles(name)
     for twin in (native, plain):
         for module in twin.modules():
@@ -227,7 +227,7 @@ def test_what_is_no_tensor(name, x, got):
 
 
 def test_projections_can_be_replaced():
-    """The book's appendix E puts a LoRA module, which has no weight of its own, where a Linear was."""
+    """The book's appendix E replaces a Linear by a LoRA module, which has no weight attribute."""
     native, plain = doubles("MultiHeadAttention")
     x = sequences(2, 7)
     for module in (native, plain):

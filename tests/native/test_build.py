@@ -1,4 +1,4 @@
-"""The native module is the one that was asked for: its instruction sets, how one is chosen, what it says of itself."""
+"""Promise: the native module is the requested one: its instruction sets, how one is chosen, what it reports."""
 
 import os
 import re
@@ -78,7 +78,7 @@ def test_unknown_names(name: object, kind: type[Exception], message: str) -> Non
 
 
 def test_instruction_sets_differ_in_rounding() -> None:
-    """What runs is what was named: vectors of another width, or without fused multiply-add, round differently."""
+    """The named one runs: vectors of another width, or without fused multiply-add, round differently."""
     q, k, v = torch.randn(3, 1, 2, 300, 32)
     results = {}
     before = pyattn.isa()

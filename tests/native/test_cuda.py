@@ -1,4 +1,4 @@
-"""What only the emulated CUDA kernels can be asked: their index functions, and accesses beyond the end of a tensor."""
+"""Promise: emulated CUDA kernels stay inside each tensor, and their index functions are right."""
 
 import subprocess
 from pathlib import Path
@@ -28,7 +28,7 @@ FEATURES: list[dict[str, Any]] = [
 def test_nothing_beyond_the_end_is_touched(
     emulation: Backend, dtype: torch.dtype, dims: tuple[int, int], features: dict[str, Any]
 ) -> None:
-    """Each tensor ends where memory does: an access beyond it ends the process."""
+    """Each tensor ends at the end of accessible memory: an access beyond it ends the process."""
 
     def walled(t: Any) -> Any:
         return before_a_wall(*t.shape, dtype=t.dtype).copy_(t) if isinstance(t, torch.Tensor) else t
@@ -37,14 +37,14 @@ def test_nothing_beyond_the_end_is_touched(
     q, k, v, dout = map(walled, (*case.inputs(dtype), case.gradients(dtype)[0]))
     options = case.options | case.tensors(dtype)
     if "key_ranges" in options:
-        options["key_ranges"] = options["key_ranges"].long()  # which the call would copy
+        options["key_ranges"] = options["key_ranges"].long()  # the call would copy int32 ranges
     results = run(emulation.attention, (q, k, v), dout, **{name: walled(t) for name, t in options.items()})
     assert all(not t.isnan().any() for t in results)
 
 
 @each_dtype
 def test_ranges_are_clamped(emulation: Backend, dtype: torch.dtype) -> None:
-    """The host reads nothing on a GPU, so nobody has checked them; reversed ends are a row without keys."""
+    """On a GPU the host reads nothing, so the ranges are unchecked; reversed ends mean a row without keys."""
     case = Case(1, 2, 1, 20, 40, 16, 16, causal=False)
     begin, end = torch.tensor([[-(2**40), 2**40], [-5, 7], [30, 99], [30, 10], [41, 60]]).repeat(4, 1).unbind(1)
     clamped = torch.stack([begin.clamp(0, 40), end.clamp(0, 40)], 1)
@@ -100,7 +100,7 @@ INVALID: list[tuple[str, Any, list[int]]] = [
     ("max_seqlen_q", 8, [1]),
     ("max_seqlen_k", 19, [2]),
 ]
-"""What the operator would refuse on a CPU, and whose tokens are NaN on a GPU. Where starts are wrong, all are."""
+"""Values that the operator would refuse on a CPU; on a GPU their tokens are NaN. If starts are wrong, all are."""
 
 
 @each_dtype

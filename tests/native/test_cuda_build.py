@@ -1,4 +1,4 @@
-"""The CUDA side of the module where there is no GPU: what is built in, what is registered, and what is said."""
+"""Promise: without a GPU the module still reports its CUDA kernels, registers operators, and says what is missing."""
 
 import re
 
@@ -19,12 +19,12 @@ def test_architectures() -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_cuda_tensors_reach_the_operator(op: str) -> None:
-    """A build without kernels takes CUDA tensors too, so that they meet its checks and its sentence."""
+    """A build without kernels takes CUDA tensors too, so they reach its checks and its message."""
     assert torch._C._dispatch_has_kernel_for_dispatch_key(op, "CUDA")
 
 
 def test_one_function_serves_cuda_too() -> None:
-    """A CPU tensor, dispatched as a CUDA one, runs on the CPU. (A CUDA tensor can't be made where there is no GPU.)"""
+    """A CPU tensor, dispatched as a CUDA one, runs on the CPU. (Without a GPU no CUDA tensor can be made.)"""
     q = torch.randn(1, 2, 5, 8)
     out = torch.ops.pyattn.attention_forward.default.redispatch(CUDA, q, q, q)[0]
     assert torch.equal(out, attention(q, q, q))
@@ -43,7 +43,7 @@ def test_fake_cuda_tensors() -> None:
 
 
 def test_packed_sequences() -> None:
-    """The function for packed sequences serves CUDA too, and fake tensors of it."""
+    """The function for packed sequences also serves CUDA and its fake tensors."""
     forward, backward = torch.ops.pyattn.attention_varlen_forward, torch.ops.pyattn.attention_varlen_backward
     q, cu_seqlens = torch.randn(5, 2, 8), torch.tensor([0, 2, 5])
     packing = cu_seqlens, cu_seqlens, 3, 3

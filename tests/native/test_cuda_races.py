@@ -1,4 +1,4 @@
-"""No two warps of a CUDA block meet in shared memory but for a barrier between them, in the emulated kernels."""
+"""Promise: in the emulated kernels, no two warps of a CUDA block share memory without a barrier between accesses."""
 
 import re
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ from races import places, races
 from pyattn.options import Packing
 
 DIMS = (31, 32, 64, 96, 128, 192, 256)
-"""31: rows that are not copied by 16 bytes."""
+"""31: rows that are not copied in units of 16 bytes."""
 FULL_AND_CAUSAL = pytest.mark.parametrize(
     ("dtype", "causal"),
     [(torch.float32, False), (torch.float32, True), (torch.float16, False), (torch.bfloat16, True)],
     ids=str,
 )
-"""The two 16-bit formats differ in no access."""
+"""The two 16-bit formats have the same accesses."""
 
 
 FEATURES: list[dict[str, Any]] = [
@@ -31,14 +31,15 @@ FEATURES: list[dict[str, Any]] = [
     {"bias": "float qk", "wide": True},
     {"bias": "float k", "dropout_p": 0.2},
 ]
-"""The last two broadcast, which has a pass of its own."""
+"""The last two broadcast, which takes a separate pass."""
 
 
 def found(
     deterministic: bool, dim: int, dtype: torch.dtype, causal: bool, *, without: str = "", **features: Any
 ) -> list[str]:
-    """The races on at least three tiles each way, and as few more as there may be. Some rows are NaN where there is a
-    mask, for they are cleared in the tiles that it cuts.
+    """The races on at least three tiles each way, and as few more as possible.
+
+    With a causal mask some rows are NaN, because they are cleared in the tiles that it cuts.
     """
     seqlen_q, seqlen_k = (66, 130) if dtype.itemsize == 2 or dim <= 64 else (36, 70)
     heads = 2 if "bias" in features else 1
@@ -73,7 +74,7 @@ def test_features(emulation: Backend, dim: int, dtype: torch.dtype, features: di
 @pytest.mark.parametrize("dim", [31, 64, 256])
 @pytest.mark.parametrize("features", [{}, {"softcap": 3.0, "alibi": "h", "dropout_p": 0.2}], ids=str)
 def test_packed_sequences(emulation: Backend, dtype: torch.dtype, dim: int, features: dict[str, Any]) -> None:
-    """Some of their blocks have nothing to do, or keys without a query."""
+    """Some of their blocks have no work, or keys without a query."""
     case = Case(1, 1, 1, 80, 150, dim, dim, **features)
     q, k, v, dout = (t[0].transpose(0, 1) for t in (*case.inputs(dtype), case.gradients(dtype)[0]))
     for t in (q, k, v, dout):
@@ -97,7 +98,7 @@ def test_splits(emulation: Backend, dtype: torch.dtype, dim: int, features: dict
 
 
 def test_without_a_barrier_or_a_wait_there_are_races() -> None:
-    """So each of them is needed, and the detector sees that it is."""
+    """So each of them is needed, and the detector notices its absence."""
     dropout: dict[str, Any] = {"dropout_p": 0.2}
     cases: list[tuple[int, dict[str, Any]]] = [(32, {}), (32, dropout), (256, {}), (31, {}), (32, {"bias": "float qk"})]
 
@@ -115,7 +116,7 @@ def test_without_a_barrier_or_a_wait_there_are_races() -> None:
 
 
 def in_sources() -> Iterator[str]:
-    """What :func:`places` says once kernels have passed all of them."""
+    """The output of :func:`places` after kernels have passed all of them."""
     for path in (ROOT / "csrc" / "cuda").glob("*.h"):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             for call in re.findall(r"\b(barrier|barrier_or|wait_for_copies)\(", line):

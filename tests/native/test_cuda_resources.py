@@ -1,4 +1,4 @@
-"""Registers and spills, as tests/tools/cuda_resources.py reads them in nvcc's log."""
+"""Promise: tests/tools/cuda_resources.py reads registers and spills from nvcc's log."""
 
 import sys
 from pathlib import Path
@@ -24,7 +24,7 @@ def entry(arch: str, spilled: int = 0) -> str:
 def test_every_architecture_has_a_column(
     archs: list[str], spilled: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: object
 ) -> None:
-    """In order, an architecture's own instructions (90a) after what all of its kind have."""
+    """In order: an architecture's specific instructions (90a) come after the generic ones."""
     (tmp_path / "log").write_text("".join(entry(arch, spilled) for arch in archs))
     monkeypatch.setattr(sys, "argv", ["cuda_resources.py", str(tmp_path / "log")])
     assert cuda_resources.main() == status

@@ -1,4 +1,4 @@
-"""The elementary functions of every instruction set keep the contracts in csrc/cpu/simd/math.h, measured in C++."""
+"""Promise: the elementary functions of every instruction set keep the contracts in csrc/cpu/simd/math.h, in C++."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def measure(isa: str, step: int, folder: Path) -> list[float]:
-    """The largest errors in ulp, of float and double each: exp2, tanh, its derivative, log.
+    """The largest errors in ulp, in float and double each: exp2, tanh, its derivative, log.
 
     Compiled with the flags of the build.
     """

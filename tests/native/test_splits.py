@@ -1,4 +1,4 @@
-"""Promise: CUDA kernels split many keys among blocks of threads, and nothing changes but the order of sums."""
+"""Promise: CUDA kernels split many keys among thread blocks, and only the order of sums changes."""
 
 import math
 from typing import Any
@@ -28,7 +28,7 @@ CASES = [
     Case(1, 2, 1, 2, 600, 64, 40, sinks=True, softmax_scale=1e-11),
     Case(1, 1, 1, 40, 700, 160, 40),
 ]
-"""One split, two, three, eight; more keys in a split where there are more rows; two tiles of wide float rows."""
+"""One split, two, three, eight; more keys per split if there are more rows; two tiles of wide float rows."""
 
 
 def forward(backend: Backend, qkv: tuple[Tensor, ...], **options: Any) -> tuple[Tensor, Tensor]:
@@ -39,7 +39,7 @@ def forward(backend: Backend, qkv: tuple[Tensor, ...], **options: Any) -> tuple[
 @each_dtype
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward(cuda_kernels: Backend, case: Case, dtype: torch.dtype) -> None:
-    """By the rule of yardstick.py, and the same bits each time."""
+    """By the rule of yardstick.py, and with the same bits each time."""
     qkv, options = case.inputs(dtype), case.options | case.tensors(dtype)
     ours = forward(cuda_kernels, qkv, **options)
     plain = reference.attention(*qkv, return_lse=True, **options)
@@ -66,7 +66,7 @@ def test_backward_takes_what_is_merged(cuda_kernels: Backend, case: Case, dtype:
     ids=str,
 )
 def test_the_same_rows_among_many(cuda_kernels: Backend, case: Case, dtype: torch.dtype) -> None:
-    """Whose keys are not split."""
+    """The keys of these rows are not split."""
     (q, k, v), options = case.inputs(dtype), case.options | case.tensors(dtype)
     many = forward(cuda_kernels, (q, k, v), **options)
     few = forward(cuda_kernels, (q[:, :, -3:], k, v), **options)
@@ -75,7 +75,7 @@ def test_the_same_rows_among_many(cuda_kernels: Backend, case: Case, dtype: torc
 
 
 LENGTHS = [(2, 300), (70, 70), (1, 0), (1, 700), (9, 700), (0, 300), (1, 256)]
-"""Queries and keys: split and not, with more rows than are split, without keys, without queries."""
+"""Queries and keys: split or not, with more rows than can be split, without keys, without queries."""
 
 
 @each_dtype
@@ -83,7 +83,7 @@ LENGTHS = [(2, 300), (70, 70), (1, 0), (1, 700), (9, 700), (0, 300), (1, 256)]
 def test_same_bits_alone_in_a_batch_and_packed(
     cuda_kernels: Backend, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    """How a sequence's keys are split depends on no other sequence."""
+    """The split of a sequence's keys depends on no other sequence."""
     of_sequences = [
         Case(1, 4, 2, *n, 40, 36).inputs(dtype) for n in LENGTHS if dtype.itemsize < 8 or n[0] * n[1] < 1000
     ]
@@ -91,7 +91,7 @@ def test_same_bits_alone_in_a_batch_and_packed(
     one = of_sequences[0]
     together = forward(cuda_kernels, tuple(torch.cat([t.neg(), t, t]) for t in one), **options)
     assert_equal(tuple(t[1:2] for t in together), alone[0])
-    for count in (len(of_sequences), 1):  # the longest sequence has more rows than are split, or not
+    for count in (len(of_sequences), 1):  # with and without a sequence of too many rows to split
         some = of_sequences[:count]
         packed = [torch.cat([t[0].transpose(0, 1) for t in each]) for each in zip(*some, strict=True)]
         starts = [torch.tensor([0, *(qkv[i].shape[2] for qkv in some)]).cumsum(0) for i in (0, 1)]
@@ -105,7 +105,7 @@ def test_same_bits_alone_in_a_batch_and_packed(
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 def test_what_is_not_seen_changes_no_bit(cuda_kernels: Backend, dtype: torch.dtype, softcap: float, bad: float) -> None:
-    """Row i sees the keys from 190 + i to 510 + i: some rows alone see some keys of each of three splits."""
+    """Row i sees the keys from 190 + i to 510 + i: in each of three splits, only some rows see some keys."""
     q, k, v = Case(1, 2, 1, 4, 800, 24, 40).inputs(dtype)
     options: dict[str, Any] = {"q_offset": 510, "window": (320, 0), "softcap": softcap}
     clean = forward(cuda_kernels, (q, k, v), **options)
@@ -135,7 +135,7 @@ def test_nan_that_is_seen_arrives(cuda_kernels: Backend, dtype: torch.dtype, pos
 @each_dtype
 @pytest.mark.parametrize("sinks", [False, True])
 def test_rows_that_see_no_key(cuda_kernels: Backend, dtype: torch.dtype, sinks: bool) -> None:
-    """Beside one that does, and where none does."""
+    """Beside a row that sees one, and where no row does."""
     q, k, v = Case(1, 2, 1, 3, 600, 24, 40).inputs(dtype)
     options = {"sinks": torch.tensor([0.5, -math.inf]).to(dtype)} if sinks else {}
     empty = torch.tensor([0.5, -math.inf])[:, None] if sinks else torch.full((2, 1), -math.inf)
@@ -148,7 +148,7 @@ def test_rows_that_see_no_key(cuda_kernels: Backend, dtype: torch.dtype, sinks: 
 
 @each_dtype
 def test_scores_of_minus_infinity(cuda_kernels: Backend, dtype: torch.dtype) -> None:
-    """Keys that score -inf weigh nothing, also where they fill a split; a row with no others is NaN, as in softmax."""
+    """Keys that score -inf have weight 0, even if they fill a split; a row with no others is NaN, as in softmax."""
     q, k, v = Case(1, 1, 1, 2, 700, 24, 40).inputs(dtype)
     q = q.abs() + 0.1
     k[:, :, :520] = -math.inf

@@ -1,4 +1,4 @@
-"""Dropout: the promised mask, to the bit, in forward and backward, from seeds that torch's generator gives."""
+"""Promise: dropout's mask is the documented one to the bit, forward and backward, seeded by torch's generator."""
 
 import math
 import re
@@ -24,7 +24,7 @@ from pyattn.dropout import draw_seed, philox
     ],
 )
 def test_philox_known_answers(word: int, expected: tuple[int, ...]) -> None:
-    """Random123's kat_vectors: the key is two times the word, the counter four times."""
+    """Random123's kat_vectors: the key is the word twice, the counter the word four times."""
     seed = word << 32 | word
     results = philox(torch.tensor(seed - 2**64 if seed >= 2**63 else seed), (torch.tensor(word),) * 4)
     assert tuple(x.item() for x in results) == expected
@@ -40,7 +40,7 @@ def test_philox_known_answer_of_pi() -> None:
 @each_dtype
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 0x0123456789ABCDEF])
 def test_native_mask_is_the_one_shown(repeatable: Backend, dtype: torch.dtype, seed: int) -> None:
-    """With equal scores and values 1 at one key, out is that key's weight, and dv that of the query."""
+    """With equal scores and values 1 at one key, out is that key's weight, and dv the query's."""
     torch.set_num_threads(3)
     b, h, g, sq, sk, p = (1, 1, 2, 20, 70, 0.4) if repeatable.family == "emulated" else (2, 2, 2, 67, 203, 0.4)
     q, k = torch.zeros(b, h * g, sq, 8, dtype=dtype), torch.zeros(b, h, sk, 8, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Softcap, float biases, ALiBi and sinks: results and gradients, and what each equals."""
+"""Promise: softcap, float biases, ALiBi and sinks have the right results and gradients, and the stated equivalents."""
 
 import math
 from typing import Any
@@ -33,7 +33,7 @@ CASES = [
     Case(1, 6, 2, 8, 1100, 16, 16, softcap=2.0, alibi="h", sinks=True, bias="float k strided"),
     Case(1, 4, 1, 3, 700, 16, 16, causal=False, sinks=True, bias="bands hqk"),
     Case(2, 2, 1, 2, 1200, 64, 16, alibi="bh", window=(900, -1), dropout_p=0.2),
-    # All at once.
+    # All of them together.
     Case(
         *(2, 4, 2, 50, 80, 24, 20),
         **{"q_offset": 10, "window": (40, -1), "key_ranges": "documents", "dropout_p": 0.3, "softmax_scale": -0.4},
@@ -56,7 +56,7 @@ def test_forward_and_backward(repeatable: Backend, case: Case, dtype: torch.dtyp
 @each_dtype
 @pytest.mark.parametrize("q_offset", [None, -7, 2000])
 def test_alibi_equals_its_bias(repeatable: Backend, dtype: torch.dtype, q_offset: int | None) -> None:
-    """Slopes weigh the distance to where the query stands, however far beyond the last key that is."""
+    """Slopes multiply the distance to the query's position, however far beyond the last key it is."""
     case = Case(1, 2, 1, 40, 60, 16, 16, causal=q_offset == -7, q_offset=q_offset, alibi="h")
     slopes = torch.tensor([0.25, -0.5]).to(dtype)
     bias = -slopes[:, None, None].double() * reference.distances(40, 60, q_offset=q_offset)
@@ -76,10 +76,10 @@ def test_a_large_softcap_equals_none(repeatable: Backend, dtype: torch.dtype) ->
 @each_dtype
 @pytest.mark.parametrize("ratio", [1.0, 8.0, 17.0])
 def test_softcap_near_its_bounds_has_an_exact_gradient(repeatable: Backend, dtype: torch.dtype, ratio: float) -> None:
-    """Two keys whose scores are near the cap, where 1 - tanh^2 would cancel to a few bits, or to none at 17.
+    """Two keys with scores near the cap, where 1 - tanh^2 would cancel to a few bits, or to none at 17.
 
     dq has two terms, of both signs. Each errs by some roundings of P, dP and dS in their types, and by twice the
-    ratio's rounding, for that is what exp(-2 ratio) makes of it. In float16 dS is subnormal.
+    ratio's rounding, which exp(-2 ratio) amplifies that much. In float16 dS is subnormal.
     """
     q, k = torch.ones(1, 1, 1, 1, dtype=dtype), torch.tensor([[[[ratio], [ratio - 0.5]]]], dtype=dtype)
     v, dout = torch.tensor([[[[1.0], [-1.0]]]], dtype=dtype), torch.ones(1, 1, 1, 1, dtype=dtype)
@@ -99,7 +99,7 @@ def test_softcap_near_its_bounds_has_an_exact_gradient(repeatable: Backend, dtyp
 def test_a_scale_takes_powers_of_two_from_queries_and_keys(
     repeatable: Backend, dtype: torch.dtype, powers: tuple[int, int]
 ) -> None:
-    """Same bits, but for dq and dk, whose own power it is; in float16 as far as its range goes."""
+    """Same bits, except for dq and dk, which carry the power themselves; in float16 as far as its range goes."""
     a, b = (max(0, min(n, 8)) if dtype == torch.float16 else n for n in powers)
     (q, k, v), dout, _ = Case(1, 2, 1, 40, 70, 16, 16).drawn(dtype)
     if repeatable.cuda_kernels and dtype == torch.float32:
@@ -112,7 +112,7 @@ def test_a_scale_takes_powers_of_two_from_queries_and_keys(
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_least_scale_counts(dtype: torch.dtype) -> None:
-    """A subnormal scale, where products would overflow without it: scores of 2 and 3."""
+    """A subnormal scale, without which the products would overflow: scores of 2 and 3."""
     q, k, v = Case(1, 1, 1, 4, 40, 1, 8).inputs(dtype)
     q[:], k[:] = 2.0**120, torch.tensor([1.0, 1.5]).repeat(20)[:, None] * 2.0**30
     out = attention(q, k, v, softmax_scale=2.0**-149, causal=False)
@@ -122,7 +122,7 @@ def test_the_least_scale_counts(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("isa")
 def test_a_scale_far_above_the_softcap_is_no_nan() -> None:
-    """The quotient of the two is infinite in float32; a product of 0 has score 0 all the same."""
+    """The quotient of the two is infinite in float32; a product of 0 still has score 0."""
     q, k, v = Case(1, 1, 1, 8, 40, 16, 16).inputs(torch.float32)
     k[:, :, ::2] = 0
     results = run(attention, (q, k, v), torch.ones_like(q), softmax_scale=1e30, softcap=1e-25, causal=False)
@@ -149,7 +149,7 @@ def test_softcap_bounds_the_scores(repeatable: Backend, dtype: torch.dtype) -> N
 
 @each_dtype
 def test_a_sink_is_a_key_without_a_value(repeatable: Backend, dtype: torch.dtype) -> None:
-    """out, lse and every gradient are those of one more key, of value 0, whose score is the sink."""
+    """out, lse and every gradient equal those with one more key, of value 0, whose score is the sink."""
     case = Case(2, 4, 2, 30, 50, 16, 20, key_ranges="random")
     (q, k, v), dout, dlse = case.drawn(dtype)
     sinks = torch.tensor([-3.0, 0.0, 2.0, 30.0]).to(dtype)
@@ -169,7 +169,7 @@ def test_a_sink_is_a_key_without_a_value(repeatable: Backend, dtype: torch.dtype
 
 @each_dtype
 def test_extreme_sinks(repeatable: Backend, dtype: torch.dtype) -> None:
-    """-inf is as good as none; beside the largest number keys weigh nothing; a row without keys has its sink as lse."""
+    """-inf equals no sink; beside the largest number keys have weight 0; a row without keys has its sink as lse."""
     case = Case(1, 2, 2, 40, 60, 16, 16, q_offset=-5)
     qkv, dout, dlse = case.drawn(dtype)
     none = run(repeatable.attention, qkv, dout, dlse, **case.options)
@@ -190,7 +190,7 @@ def test_extreme_sinks(repeatable: Backend, dtype: torch.dtype) -> None:
 @each_dtype
 @pytest.mark.parametrize("form", ["sinks", "alibi_slopes", "bias"])
 def test_nan_that_is_seen_arrives(repeatable: Backend, dtype: torch.dtype, form: str) -> None:
-    """In the rows that see it: those of one head, and of a bias's place."""
+    """In the rows that see it: those of one head, or those of the bias's entry."""
     case = Case(1, 2, 1, 20, 50, 16, 16)
     qkv, rows = case.inputs(dtype), torch.zeros(1, 2, 20, dtype=torch.bool)
     value = torch.ones((2, 20, 50) if form == "bias" else (2,), dtype=dtype)
@@ -206,7 +206,7 @@ def test_nan_that_is_seen_arrives(repeatable: Backend, dtype: torch.dtype, form:
 
 @each_dtype
 def test_lowest_numbers_average(repeatable: Backend, dtype: torch.dtype) -> None:
-    """A row of the lowest number weighs all keys alike, as in torch, and has finite gradients."""
+    """A row of the lowest number gives all keys equal weight, as in torch, and finite gradients."""
     case = Case(1, 2, 2, 20, 90, 16, 16, causal=False)
     qkv, dout, dlse = case.drawn(dtype)
     qkv[0].div_(1e3)  # float16's lowest number plus a score is no longer the lowest
@@ -225,7 +225,7 @@ def test_lowest_numbers_average(repeatable: Backend, dtype: torch.dtype) -> None
 
 @each_dtype
 def test_bands_wider_than_a_key_block(repeatable: Backend, dtype: torch.dtype) -> None:
-    """-inf at the first 300 keys, or at some in the middle, changes nothing but which keys take part."""
+    """-inf at the first 300 keys, or at some in the middle, changes only which keys take part."""
     case = Case(1, 1, 1, 10, 400, 16, 16, causal=False)
     (q, k, v), dout, dlse = case.drawn(dtype)
     for hidden in (slice(0, 300), slice(50, 350), slice(200, 400)):
@@ -240,7 +240,7 @@ def test_bands_wider_than_a_key_block(repeatable: Backend, dtype: torch.dtype) -
 
 @each_dtype
 def test_gradients_of_scores_alone(native: Backend, dtype: torch.dtype) -> None:
-    """Bias, slopes and sinks have the same gradients where q, k and v have none."""
+    """Bias, slopes and sinks have the same gradients if q, k and v need none."""
     case = Case(2, 2, 1, 20, 50, 16, 16, bias="float hqk", alibi="h", sinks=True, softcap=2.0)
     (qkv, dout, dlse), tensors = case.drawn(dtype), case.tensors(dtype)
     expected = run(native.attention, qkv, dout, dlse, **case.options, **tensors)[5:]

@@ -1,4 +1,4 @@
-"""Packed sequences, what they give one by one, and padded batches that mean the same."""
+"""Packed sequences, their results one by one, and padded batches with the same meaning."""
 
 import functools
 import math
@@ -20,7 +20,7 @@ def starts(lengths: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
 
 
 class Packed:
-    """Random packed sequences, and tokens behind them that belong to none."""
+    """Random packed sequences, and tokens after them that belong to none."""
 
     def __init__(
         self, queries: Sequence[int], keys: Sequence[int] | None = None, heads: tuple[int, int] = (8, 8), rest: int = 0
@@ -29,7 +29,7 @@ class Packed:
         self.heads, self.rest = heads, rest
 
     def on(self, backend: Backend, dtype: torch.dtype = torch.float32) -> "Packed":
-        """These, or so many of them as the emulated kernels do in a second."""
+        """These sequences, or as many of them as the emulated kernels run in a second."""
         if backend.family != "emulated":
             return self
         most = 20 if dtype == torch.float64 else 70
@@ -37,7 +37,7 @@ class Packed:
         return Packed(queries, keys, (self.heads[0] // self.heads[1], 1), self.rest)
 
     def inputs_of(self, backend: Backend, dtype: torch.dtype) -> Inputs:
-        """On a GPU, packed sequences and batches have the same kernels for the same bits from 33 columns on."""
+        """On a GPU, packed sequences and batches share kernels, and so have the same bits, from 33 columns on."""
         return self.inputs(dtype, 40, 36) if backend.cuda_kernels else self.inputs(dtype)
 
     @property
@@ -57,14 +57,14 @@ class Packed:
         return q.to(dtype), k.to(dtype), v.to(dtype)
 
     def ranges(self) -> Tensor:
-        """(total_q, 2), random ones, counted within the sequences."""
+        """Random ranges, (total_q, 2), counted within the sequences."""
         counts = zip(self.queries, self.keys, strict=True)
         ranges = [sorted(torch.randint(n + 1, (2,)).tolist()) for m, n in counts for _ in range(m)]
         return torch.tensor(ranges + [[0, 0]] * self.rest, dtype=torch.int32)
 
 
 def results(call: Callable[..., Any], qkv: Inputs, dout: Tensor, dlse: Tensor, **learned: Tensor) -> tuple[Tensor, ...]:
-    """out, lse and the gradients of q, k, v and what else is learned."""
+    """out, lse and the gradients of q, k, v and other learned tensors."""
     leaves = [x.detach().requires_grad_() for x in (*qkv, *learned.values())]
     out, lse = call(*leaves[:3], **dict(zip(learned, leaves[3:], strict=True)), return_lse=True)
     grads = torch.autograd.grad((out, lse), leaves, (dout, dlse))
@@ -87,7 +87,7 @@ def results_of(
 
 
 def one_by_one(packed: Packed, qkv: Inputs, attend: Callable[..., Any], **options: Any) -> tuple[Tensor, ...]:
-    """The same by :func:`attention`, a call for each sequence."""
+    """The same by :func:`attention`, one call per sequence."""
     (q, k, v), (dout, dlse) = qkv, gradients_of(qkv)
     out, lse = torch.zeros_like(dout), torch.full_like(dlse, -math.inf)
     grads = [torch.zeros_like(x) for x in qkv]
@@ -114,7 +114,7 @@ GROUPED = Packed([5, 33, 1, 2, 100, 64], [5, 20, 1200, 40, 100, 90], heads=(24, 
 
 
 class Unpadded:
-    """:func:`attention_varlen` in place of a padded batch whose queries of padding see nothing."""
+    """:func:`attention_varlen` in place of a padded batch whose padding queries see nothing."""
 
     def __init__(self, case: Case, queries: Sequence[int], keys: Sequence[int]) -> None:
         self.packed = Packed(queries, keys, (case.num_heads_q, case.num_heads_kv))
@@ -129,7 +129,7 @@ class Unpadded:
         self.case = case
 
     def truth(self, dtype: torch.dtype) -> Truth:
-        """Of the padded batch; nothing comes from lse of padding."""
+        """The truth of the padded batch; lse of padding has no gradient."""
         qkv, dout, dlse = self.case.drawn(dtype)
         q_offset = self.offset if self.case.q_offset is None else self.case.q_offset
         options = self.case.given(dtype) | {"q_offset": q_offset, "key_ranges": self.ranges}
@@ -154,6 +154,6 @@ class Unpadded:
 def truth_of_padded(
     case: Case, queries: tuple[int, ...], keys: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Unpadded, Truth]:
-    """Made once for all backends of a device."""
+    """The pair, computed once for all backends of a device."""
     unpadded = Unpadded(case, queries, keys)
     return unpadded, unpadded.truth(dtype)

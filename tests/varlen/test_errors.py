@@ -1,4 +1,4 @@
-"""Promise: packed sequences that do not fit are refused in one sentence with values in it."""
+"""Promise: packed sequences that do not fit are refused in one sentence with the values."""
 
 from typing import Any
 

@@ -45,7 +45,7 @@ BAD: Refusals = [
 @pytest.mark.parametrize("learned", [False, True])
 @each_refusal(BAD)
 def test_errors(changes: dict[str, Any], kind: type[Exception], message: str, learned: bool) -> None:
-    """The same words where a gradient is wanted, and pages are copied."""
+    """The message is the same if a gradient is wanted, when pages are copied."""
     arguments = inputs(**changes)
     arguments["q"].requires_grad_(learned)
     with refused(kind, message, inside=True):

@@ -1,4 +1,4 @@
-"""Promise: packed sequences whose keys lie in pages get what they get of keys one behind the other."""
+"""Promise: packed sequences with keys in pages get the results of contiguous keys."""
 
 import functools
 import math
@@ -27,7 +27,7 @@ each_size = pytest.mark.parametrize("page_size", [16, 21, 512])
 
 
 class Paged:
-    """The keys of packed sequences in pages, in any order, NaN around them, -1 where a sequence has no more."""
+    """The keys of packed sequences in pages, in any order, NaN around them, -1 after a sequence's last page."""
 
     def __init__(self, packed: Packed, page_size: int, spare: int = 2) -> None:
         self.packed, self.size = packed, page_size
@@ -83,7 +83,7 @@ def test_same_bits_as_one_behind_the_other(
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("apart", [0, 1], ids=["keys", "values"])
 def test_keys_or_values_alone_in_one_piece(apart: int) -> None:
-    """Pages follow one another; between those of k, or of v, lies a position of NaN."""
+    """Pages are adjacent; between those of k, or of v, there is a position of NaN."""
     packed = Packed([1], [100], (4, 2))
     q, *kv = packed.inputs(torch.float32, 32, 32)
     pages = [torch.full((7, 16 + (i == apart), 2, 32), math.nan) for i in range(2)]
@@ -97,7 +97,7 @@ def test_keys_or_values_alone_in_one_piece(apart: int) -> None:
 
 @functools.cache
 def option_of_each_sequence(name: str) -> tuple[Any, ...]:
-    """Inputs, the same in pages, their table, the option and the exact results: once for all instruction sets."""
+    """Inputs, the same in pages, their table, the option and the exact results, once for all instruction sets."""
     count, heads = len(GROUPED.queries), GROUPED.heads[0]
     options = {
         "q_offset": torch.randint(-9, 50, (count,)),
@@ -131,7 +131,7 @@ def test_options_of_each_sequence(name: str) -> None:
 @each_dtype
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 def test_gradients(options: dict[str, Any], dtype: torch.dtype) -> None:
-    """Gradients of pages have the pages' own shape, and are 0 where no key lies."""
+    """Gradients of pages have the pages' shape, and are 0 where no key lies."""
     q, k, v = GROUPED.inputs(dtype)
     slopes, paged = torch.rand(24).to(dtype), Paged(GROUPED, 48)
     gradients = gradients_of((q, k, v))
@@ -151,7 +151,7 @@ def test_gradients(options: dict[str, Any], dtype: torch.dtype) -> None:
 
 
 def test_gradients_of_shared_pages_add_up() -> None:
-    """Two sequences that begin alike, in order: the sum of what each gives."""
+    """Two sequences with a common beginning: the sum of both gradients, in order."""
     packed = Packed([5, 9], [40, 50], (4, 2))
     q = packed.inputs(torch.float64, 8)[0]
     table = torch.tensor([[3, 1, 0, -1], [3, 1, 2, 4]])

@@ -1,6 +1,6 @@
-"""Random packed sequences, dtypes and instruction sets against float64, by the rule of yardstick.py; and in pages.
+"""Promise: random packed sequences, dtypes and instruction sets, also in pages, meet the rule of yardstick.py.
 
-``pytest tests/varlen/test_random.py --examples 20000`` draws so many anew; without it 200, the same each time.
+``pytest tests/varlen/test_random.py --examples 20000`` draws that many new cases; without it, the same 200 each time.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ from pyattn import attention_varlen
 
 @st.composite
 def laid_out_anew(draw: st.DrawFn, x: Any) -> Any:
-    """A tensor of integers as it is, in int32, or with other strides; anything else as it is."""
+    """An integer tensor unchanged, in int32, or with other strides; anything else unchanged."""
     if not isinstance(x, torch.Tensor):
         return x
     x = x.int() if x.dim() > 1 and draw(st.booleans()) else x  # offsets and cumulative lengths may need all 64 bits
@@ -35,7 +35,7 @@ def laid_out_anew(draw: st.DrawFn, x: Any) -> Any:
 
 @pytest.mark.usefixtures("threads")
 def test_accuracy(request: pytest.FixtureRequest) -> None:
-    """Each sequence gets what it gets in a padded batch, and of keys in pages the same bits."""
+    """Each sequence equals the same in a padded batch, and has the same bits with keys in pages."""
     torch.set_num_threads(1)
 
     @given(data=st.data())
@@ -66,7 +66,7 @@ def test_accuracy(request: pytest.FixtureRequest) -> None:
         options["key_ranges"] = options["key_ranges"].clamp(max=min(keys if used is None else used.tolist()))
         packing = unpadded.packed.packing
         whole = attention_varlen(q, k, v, *packing, seqused_k=used, **options)
-        learned = q.clone().requires_grad_(data.draw(st.booleans()))  # for a gradient pages are copied
+        learned = q.clone().requires_grad_(data.draw(st.booleans()))  # pages are copied if a gradient is needed
         changed = [data.draw(laid_out_anew(x)) for x in (*packing[:2], paged.table, used)]
         options |= {name: data.draw(laid_out_anew(options[name])) for name in ("q_offset", "key_ranges")}
         parts = attention_varlen(

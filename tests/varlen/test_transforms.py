@@ -1,4 +1,4 @@
-"""Promise: torch compiles, maps, checkpoints and counts attention over packed sequences as it does any operator."""
+"""Promise: torch compiles, maps, checkpoints and counts attention over packed sequences like any operator."""
 
 from functools import partial
 from typing import Any
@@ -41,7 +41,7 @@ def test_opcheck(dtype: torch.dtype, more: bool) -> None:
 
 
 def test_compiled_once_for_all_lengths() -> None:
-    """Lengths of an equal total are values of a tensor, not sizes."""
+    """With an equal total, lengths are values of a tensor, not sizes."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
         return attention_varlen(q, k, v, cu, cu, 9, 9, alibi_slopes=slopes, return_lse=True)

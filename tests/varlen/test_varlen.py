@@ -1,4 +1,4 @@
-"""Promise: packed sequences get what each would get alone, whatever lies around them."""
+"""Promise: packed sequences get the results that each would get alone, whatever lies around them."""
 
 import math
 from functools import partial
@@ -34,7 +34,7 @@ SINGLE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("packed", [MIXED, GROUPED], ids=["mixed", "grouped"])
 @pytest.mark.parametrize("options", SINGLE.values(), ids=list(SINGLE))
 def test_as_one_by_one(backend: Backend, packed: Packed, options: dict[str, Any], dtype: torch.dtype) -> None:
-    """To the bit: with eight KV heads, each alone is one work item of backward on a CPU too."""
+    """To the bit: with eight KV heads, each sequence alone is one work item of backward, on a CPU too."""
     packed = packed.on(backend, dtype)
     qkv = packed.inputs_of(backend, dtype)
     alone = one_by_one(packed, qkv, backend.attention, **options)
@@ -65,7 +65,7 @@ def test_options_of_each_sequence(repeatable: Backend, packed: Packed, name: str
 def test_equal_lengths_are_a_batch(
     repeatable: Backend, heads: tuple[int, int], seqlen: int, dtype: torch.dtype
 ) -> None:
-    """The same work items, splits of keys among them: the same bits."""
+    """The work items are the same, including splits of keys, so the bits are too."""
     packed = Packed([seqlen] * 2, [seqlen + 90] * 2, heads).on(repeatable, dtype)
     qkv = packed.inputs_of(repeatable, dtype)
 
@@ -93,7 +93,7 @@ PADDED = [
 @each_dtype
 @pytest.mark.parametrize(("case", "queries", "keys"), PADDED, ids=[str(case) for case, *_ in PADDED])
 def test_accurate(backend: Backend, case: Case, queries: list[int], keys: list[int], dtype: torch.dtype) -> None:
-    """Dropout's draws are those of the sequence in a batch."""
+    """Dropout draws the same numbers as for the sequence in a batch."""
     device = torch.get_default_device()
     unpadded, truth = truth_of_padded(case, tuple(queries), tuple(keys), dtype, device)
     truth.assert_allows(partial(unpadded.attend, backend.attention_varlen))
@@ -140,7 +140,7 @@ def test_gradients_are_differences(repeatable: Backend, names: str) -> None:
 
 @each_dtype
 def test_tokens_of_no_sequence_never_leak(backend: Backend, dtype: torch.dtype) -> None:
-    """Behind the last sequence, or behind the keys in use."""
+    """After the last sequence, or after the keys in use."""
     packed = MIXED.on(backend, dtype)
     used = torch.tensor([n // 2 for n in packed.keys])
     qkv = packed.inputs(dtype)

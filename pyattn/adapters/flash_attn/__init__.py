@@ -1,11 +1,11 @@
 """flash-attn 2's functions on a CPU, forward and backward, in its layout (batch, seqlen, num_heads, head_dim).
 
 The functions have flash-attn's signatures and results. Code that imports flash_attn itself runs unchanged after
-:func:`enable`, or within :func:`alias`. Where flash-attn refuses what its kernels lack (CPUs, float32, head dimensions
-above 256, softcap with dropout, pages of other sizes than multiples of 256, empty batches), these functions work; wrong
-arguments are refused as there. Two things differ where flash-attn's code differs from what it documents: with both
-causal and alibi_slopes its softmax_lse leaves out a term of each row, and a window at least as long as the keys becomes
-no window.
+:func:`enable`, or within :func:`alias`. These functions also work where flash-attn's kernels don't: CPUs, float32, head
+dimensions above 256, softcap with dropout, page sizes that are not multiples of 256, empty batches. Wrong arguments
+raise as they do there. Two results follow flash-attn's documentation rather than its code: softmax_lse with both causal
+and alibi_slopes, where flash-attn leaves out a term of each row, and a window at least as long as the keys, which
+flash-attn drops.
 """
 
 import importlib
@@ -29,7 +29,7 @@ from pyattn.adapters.flash_attn.varlen import (
 )
 
 VERSION = "2.8.4+pyattn"
-"""The flash-attn whose functions these are; code compares it with the one it needs."""
+"""The flash-attn version that these functions match; code compares it with the version it needs."""
 
 ROOT = "flash_attn"
 
@@ -62,31 +62,29 @@ MODULES: dict[str, dict[str, Any]] = {
     f"{ROOT}.ops.triton": {},
     f"{ROOT}.ops.triton.rotary": {"apply_rotary": rotary.apply_rotary},
 }
-"""The modules of the alias and what each holds; others of flash-attn's raise ImportError."""
+"""The modules of the alias and their contents; any other module of flash-attn raises ImportError."""
 
 CONTENTS = ", ".join(name for name in MODULES if MODULES[name])
-"""The modules that hold something."""
+"""The modules that are not empty."""
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes the modules when they are imported."""
+    """Creates the modules when they are imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec of a module of the alias, or ImportError for another of flash-attn's."""
+        """The spec of a module of the alias; ImportError for any other module of flash-attn."""
         if fullname in MODULES:
             package = any(name.startswith(f"{fullname}.") for name in MODULES)
             return importlib.machinery.ModuleSpec(fullname, self, origin=__file__, is_package=package)
         if fullname.startswith(f"{ROOT}."):
-            # Without name=, or ``from flash_attn import X`` would swallow it and name no reason.
-            raise ModuleNotFoundError(
-                f"pyattn: {ROOT} must be asked for what its alias has, {CONTENTS}, got {fullname}"
-            )
+            # No name=: with it, ``from flash_attn import X`` would swallow this error and its reason.
+            raise ModuleNotFoundError(f"pyattn: a module of the {ROOT} alias must be one of {CONTENTS}, got {fullname}")
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fills it; flash_attn imports its interface, so that code finds it as an attribute."""
+        """Fills the module; flash_attn imports its interface, so code finds it as an attribute."""
         vars(module).update(MODULES[module.__name__])
         if module.__name__ == ROOT:
             importlib.import_module(f"{ROOT}.flash_attn_interface")
@@ -102,17 +100,17 @@ def enabled() -> bool:
 
 
 def enable(*, force: bool = False) -> None:
-    """From now on, ``import flash_attn`` finds this adapter, in the whole process, until :func:`disable`.
+    """Makes ``import flash_attn`` find this adapter, in the whole process, until :func:`disable`.
 
     The names are flash_attn, flash_attn.flash_attn_interface, flash_attn.bert_padding, flash_attn.layers.rotary and
-    flash_attn.ops.triton.rotary; any other, such as flash_attn.losses, raises ImportError. What was imported from them
-    stays what it is after :func:`disable`.
+    flash_attn.ops.triton.rotary; any other, such as flash_attn.losses, raises ImportError. Names that code has already
+    imported keep working after :func:`disable`.
 
-    No distribution is installed: transformers, which looks for one and for a GPU, still refuses
-    ``attn_implementation="flash_attention_2"``; :mod:`pyattn.adapters.transformers` is the way there.
+    No distribution is installed: transformers looks for one and for a GPU, so it still refuses
+    ``attn_implementation="flash_attention_2"``; use :mod:`pyattn.adapters.transformers` there.
 
     Args:
-        force: whether to take the place of an installed flash-attn.
+        force: whether to replace an installed flash-attn.
 
     Raises:
         RuntimeError: flash-attn is installed or imported, and ``force`` is not given.
@@ -138,7 +136,7 @@ def disable() -> None:
 
 @contextmanager
 def alias(*, force: bool = False) -> Iterator[None]:
-    """:func:`enable` for a block; enabled before, it stays so.
+    """:func:`enable` for a block; an alias that was enabled before stays enabled.
 
     >>> with alias():
     ...     from flash_attn import flash_attn_func
@@ -153,6 +151,6 @@ def alias(*, force: bool = False) -> Iterator[None]:
 
 
 def _take_modules() -> dict[str, ModuleType]:
-    """Takes flash-attn's modules out of those that Python has imported."""
+    """Removes flash-attn's modules from sys.modules and returns them."""
     names = [name for name in sys.modules if name == ROOT or name.startswith(f"{ROOT}.")]
     return {name: sys.modules.pop(name) for name in names}

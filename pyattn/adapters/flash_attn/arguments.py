@@ -1,4 +1,4 @@
-"""flash-attn's arguments: what is checked, and how they are called here."""
+"""flash-attn's arguments: checks, and their names in pyattn."""
 
 import operator
 from typing import Any
@@ -10,11 +10,11 @@ from pyattn.arguments import check_tensor, check_type, shown
 from pyattn.options import UNBOUNDED
 
 Window = tuple[int, int] | list[int] | Tensor
-"""(left, right); flash-attn takes a tensor too, and any number below 0 for all keys."""
+"""(left, right); flash-attn also takes a tensor, and reads any number below 0 as all keys."""
 
 
 class WrongValueError(ValueError, RuntimeError):
-    """A ValueError, as everywhere in pyattn, that code which expects flash-attn's RuntimeError catches too."""
+    """A ValueError, as everywhere in pyattn, and a RuntimeError, which callers of flash-attn catch."""
 
 
 def named(
@@ -26,7 +26,7 @@ def named(
     alibi_slopes: Tensor | None,
     deterministic: bool = True,
 ) -> dict[str, Any]:
-    """The options as :func:`pyattn.attention` takes them. Backward is deterministic either way."""
+    """The options as :func:`pyattn.attention` takes them. Backward is always deterministic."""
     check_type("deterministic", deterministic, bool)
     if alibi_slopes is not None:
         check_tensor("alibi_slopes", alibi_slopes)
@@ -52,7 +52,7 @@ def window_of(window_size: Window) -> tuple[int, int]:
 
 
 def check_int32(name: str, tensor: object, shape: tuple[int, ...] | None = None) -> None:
-    """TypeError for what is no int32 tensor, ValueError for one of another shape."""
+    """TypeError unless ``tensor`` is an int32 tensor, ValueError unless it has ``shape``."""
     check_tensor(name, tensor)
     assert isinstance(tensor, Tensor)
     if tensor.dtype != torch.int32:
@@ -62,7 +62,7 @@ def check_int32(name: str, tensor: object, shape: tuple[int, ...] | None = None)
 
 
 def check_dimensions(name: str, tensor: object, layout: str) -> None:
-    """ValueError for a tensor that has other dimensions than ``layout``, whose digits are sizes."""
+    """ValueError unless ``tensor`` has the dimensions of ``layout``, where digits are sizes."""
     check_tensor(name, tensor)
     assert isinstance(tensor, Tensor)
     sizes = layout.split(", ")
@@ -71,7 +71,7 @@ def check_dimensions(name: str, tensor: object, layout: str) -> None:
 
 
 def check_together(**given: object) -> None:
-    """ValueError where one of these is None."""
+    """ValueError if any of these is None."""
     missing = ", ".join(name for name, value in given.items() if value is None)
     if missing:
         *first, last = given
@@ -79,7 +79,7 @@ def check_together(**given: object) -> None:
 
 
 def check_batch(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """ValueError for a batch whose sizes don't fit together."""
+    """ValueError if the shapes of q, k and v don't fit together."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_dimensions(name, tensor, "batch, seqlen, num_heads, head_dim")
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
@@ -90,5 +90,5 @@ def check_batch(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def with_inf(lse: Tensor) -> Tensor:
-    """``lse`` as flash-attn gives it: +inf, not -inf, for a query that sees no key."""
+    """``lse`` by flash-attn's convention: +inf, not -inf, for a query that sees no key."""
     return torch.where(lse == -torch.inf, torch.inf, lse)

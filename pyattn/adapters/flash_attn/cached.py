@@ -42,10 +42,10 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of q over cached keys and values, after k and v were written behind those, in place.
+    """Attention of q over cached keys and values, after appending k and v to the cache in place.
 
-    Sequence ``b`` holds the positions ``cache_leftpad[b] <= j < cache_seqlens[b] + new``; its last query stands at the
-    last of them. ``q`` of Sq 2, slots 6, cache_seqlens 3, new 2, cache_leftpad 1, causal::
+    Sequence ``b`` holds the positions ``cache_leftpad[b] <= j < cache_seqlens[b] + new``; its last query is at the last
+    of them. ``q`` of Sq 2, slots 6, cache_seqlens 3, new 2, cache_leftpad 1, causal::
 
         k_cache     .  k1 k2 n0 n1 .
         query 0     0  1  1  1  0  0
@@ -56,17 +56,17 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: (sequences, slots, Hkv, D) and (.., Dv), at least B sequences; with block_table (pages,
             page_size, Hkv, D or Dv), page_size at least 16.
         k, v: (B, new, Hkv, D) and (.., Dv), written to the positions from cache_seqlens on.
-        rotary_cos, rotary_sin: (at least as many as slots, R / 2) in q's dtype, R at most D. The first R columns of k
-            turn by its positions, those of query ``i`` by ``cache_seqlens + i``, or by ``cache_seqlens`` for all
-            queries where neither causal nor a window is given.
-        cache_seqlens: an int or (B,) int32, how much each sequence holds before; default: all slots.
-        cache_batch_idx: (B,) int32, the sequence of the cache that each of q has; default: in order.
-        cache_leftpad: (B,) int32, the first position that counts; default: 0.
+        rotary_cos, rotary_sin: (positions, R / 2) in q's dtype, at least as many positions as slots, R at most D.
+            Rotates the first R columns of k by its positions, and of query ``i`` by position ``cache_seqlens + i``, or
+            every query by ``cache_seqlens`` where neither causal nor a window is given.
+        cache_seqlens: an int or (B,) int32, the length of each sequence before the call; default: all slots.
+        cache_batch_idx: (B,) int32, the cache's sequence for each sequence of q; default: in order.
+        cache_leftpad: (B,) int32, the first position in use; default: 0.
         block_table: (B, pages of a sequence), int32: position ``j`` is ``j % page_size`` of page
-            ``block_table[b, j // page_size]``. Entries behind a sequence's last page are not looked at.
+            ``block_table[b, j // page_size]``. Entries after a sequence's last page are not read.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as for :func:`flash_attn_func`.
-        rotary_interleaved: whether columns 2t and 2t + 1 turn together, or else t and t + R / 2.
-        num_splits: into how many parts a GPU splits the keys; results do not depend on it.
+        rotary_interleaved: whether column 2t rotates with 2t + 1, rather than t with t + R / 2.
+        num_splits: into how many parts a GPU splits the keys; the results do not depend on it.
         return_softmax_lse: also return softmax_lse.
 
     Returns:
@@ -74,9 +74,9 @@ def flash_attn_with_kvcache(
         key. As in flash-attn, no gradient is recorded.
 
     Raises:
-        ValueError, TypeError: as :func:`pyattn.attention`; lengths outside the cache, which then is as it was; integer
-            tensors that are not int32; k without v or cache_seqlens; a rotary embedding without k, one that is too
-            wide, or for fewer positions than the cache has; block_table together with cache_batch_idx or cache_leftpad.
+        ValueError, TypeError: as :func:`pyattn.attention`; lengths outside the cache, which is then left as it was;
+            integer tensors that are not int32; k without v or cache_seqlens; a rotary embedding without k, too wide, or
+            with fewer positions than the cache; block_table together with cache_batch_idx or cache_leftpad.
 
     >>> k_cache, v_cache = torch.zeros(2, 2, 100, 4, 64).unbind()
     >>> q, k, v = torch.randn(3, 2, 1, 4, 64).unbind()
@@ -98,7 +98,7 @@ def flash_attn_with_kvcache(
     if block_table is not None:
         starts = capacity * torch.arange(batch + 1, device=q.device)
         table, _ = ops.pages_in_use(block_table, starts, capacity, lengths, k_cache.shape[0], page_size)
-    options["causal"] = causal or seqlen_q == 1  # the last position sees all
+    options["causal"] = causal or seqlen_q == 1  # the last position sees every key
     options["q_offset"] = lengths - seqlen_q
     if cache_leftpad is not None or not options["causal"]:
         options["key_ranges"] = _ranges(cache_leftpad, lengths, seqlen_q)
@@ -124,14 +124,14 @@ def flash_attn_with_kvcache(
         keys, values = (cache[:batch].transpose(1, 2) for cache in (k_cache, v_cache))
         out, lse = attention(q.transpose(1, 2), keys, values, return_lse=True, **options)
     else:
-        if page_size < pages.LEAST and block_table is None:  # a copy of what is this small costs nothing
+        if page_size < pages.LEAST and block_table is None:  # a copy this small costs nothing
             k_cache, v_cache = (pad(cache, (0, 0, 0, 0, 0, pages.LEAST)) for cache in (k_cache, v_cache))
         out, lse = paged.attention(q.transpose(1, 2), k_cache, v_cache, table, lengths, capacity, **options)
     return (out.transpose(1, 2), with_inf(lse)) if return_softmax_lse else out.transpose(1, 2)
 
 
 def _check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    """What attention would refuse, before the cache is written to."""
+    """Raises what attention would raise, before anything is written to the cache."""
     for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_dimensions(name, tensor, "batch, seqlen, num_heads, head_dim")
         if tensor.dtype != q.dtype:
@@ -168,7 +168,7 @@ def _table(
     cache_leftpad: Tensor | None,
     block_table: Tensor | None,
 ) -> Tensor:
-    """(B, pages of a sequence): where the positions of each sequence are, a cache's row being one page."""
+    """(B, pages of a sequence), the pages of each sequence; without a block_table, a row of the cache is one page."""
     for name, tensor in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
         if tensor is not None:
             check_int32(name, tensor, (batch,))
@@ -188,7 +188,7 @@ def _table(
 
 
 def _lengths(cache_seqlens: int | Tensor | None, batch: int, capacity: int, device: torch.device) -> Tensor:
-    """(B,) int64."""
+    """Lengths before the call, (B,) int64."""
     if isinstance(cache_seqlens, Tensor):
         check_int32("cache_seqlens", cache_seqlens, (batch,))
         return cache_seqlens.long()

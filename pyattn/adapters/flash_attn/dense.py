@@ -34,22 +34,22 @@ def flash_attn_func(
         k, v: (B, Sk, Hkv, D) and (B, Sk, Hkv, Dv), Hq a multiple of Hkv.
         dropout_p: probability of dropping a weight, drawn from torch's generator.
         softmax_scale: factor on the scores; default ``1 / sqrt(D)``.
-        causal: whether a query sees no key behind its own position.
-        window_size: (left, right), how many keys before and behind its own position a query sees; below 0: all.
-        softcap: bound on the scaled scores; 0: none.
+        causal: whether a query sees no key after its own position.
+        window_size: (left, right), how many keys before and after its own position a query sees; below 0: all.
+        softcap: bound on the scaled scores; 0: no bound.
         alibi_slopes: (Hq,) or (B, Hq), float32: ``slope * |i + Sk - Sq - j|`` is subtracted from the score.
-        deterministic: backward always is.
+        deterministic: has no effect; backward is always deterministic.
         return_attn_probs: also return softmax_lse and S_dmask.
 
     Returns:
         ``out`` (B, Sq, Hq, Dv), or ``(out, softmax_lse, S_dmask)``. softmax_lse is (B, Hq, Sq), float32 (float64 for
-        float64), differentiable, +inf for a query that sees no key, whose out is 0. S_dmask is what
-        :func:`probabilities.signed` gives, (B, Hq, Sq, Sk) with the last two padded to multiples of 128; of shape (0,)
+        float64), differentiable, +inf for a query that sees no key, whose out is 0. S_dmask is the result of
+        :func:`probabilities.signed`, (B, Hq, Sq, Sk) with the last two sizes padded to multiples of 128; of shape (0,)
         without dropout.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as :func:`pyattn.attention`. What flash-attn's kernels lack, such as
-            float32, head dimensions above 256, softcap with dropout or a CPU, is here.
+        ValueError, TypeError, NotImplementedError: as :func:`pyattn.attention`. Cases that flash-attn's kernels lack,
+            such as float32, head dimensions above 256, softcap with dropout or a CPU, work here.
 
     >>> q, k, v = torch.randn(3, 2, 10, 4, 64).unbind()
     >>> flash_attn_func(q, k, v, causal=True, window_size=(3, 0)).shape

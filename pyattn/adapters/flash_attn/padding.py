@@ -1,4 +1,4 @@
-"""flash_attn.bert_padding: between padded batches (B, S, ...) and packed tokens (total, ...)."""
+"""flash_attn.bert_padding: converts between padded batches (B, S, ...) and packed tokens (total, ...)."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ __all__ = [
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:  # noqa: A002
-    """``input[indices]``, (total, ...); an index that comes again adds to the gradient again."""
+    """``input[indices]``, (total, ...); the gradients of a repeated index add up."""
     return input[indices]
 
 
@@ -36,16 +36,16 @@ def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, T
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Packs the tokens that ``attention_mask`` names.
+    """Packs the tokens that ``attention_mask`` marks.
 
     Args:
         hidden_states: (B, S, ...).
-        attention_mask: (B, S), bool or integer, not 0 = a token.
-        unused_mask: (B, S), likewise: packed too, but not counted in seqused.
+        attention_mask: (B, S), bool or integer, nonzero = a token.
+        unused_mask: (B, S), also bool or integer: these tokens are packed too, but not counted in seqused.
 
     Returns:
         The tokens (total, ...); their indices (total,) among all B * S; cu_seqlens (B + 1,) int32; the longest
-        sequence; seqused (B,) int32, how many tokens of each sequence attention_mask names.
+        sequence; seqused (B,) int32, how many tokens of each sequence attention_mask marks.
 
     >>> mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
     >>> tokens, indices, cu_seqlens, longest, _ = unpad_input(torch.randn(2, 3, 8), mask)
@@ -65,8 +65,8 @@ def unpad_input_for_concatenated_sequences(
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """:func:`unpad_input` of rows that hold several sequences each.
 
-    ``attention_mask_in_length`` (B, S) has the lengths of a row's sequences first, then zeros: [2, 3, 0, 0, 0, 0] is a
-    sequence of 2 tokens, one of 3, and padding. Returns tokens, indices, cu_seqlens and the longest sequence.
+    ``attention_mask_in_length`` (B, S) starts each row with the lengths of its sequences, then zeros: [2, 3, 0, 0, 0,
+    0] is a sequence of 2 tokens, one of 3, and padding. Returns tokens, indices, cu_seqlens and the longest sequence.
     """
     seqlen = attention_mask_in_length.shape[-1]
     of_rows = attention_mask_in_length.sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""S_dmask: the weights with dropout's choice in their signs, which flash-attn returns for tests."""
+"""S_dmask, which flash-attn returns for tests: the softmax weights, negative where dropout drops them."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ MULTIPLE = 128
 
 
 def seed_for(q: Tensor, dropout_p: float) -> Tensor | None:
-    """A seed drawn as :func:`pyattn.attention` would draw it."""
+    """Draws a seed as :func:`pyattn.attention` would."""
     return draw_seed(q.device) if dropout_p else None
 
 
@@ -26,17 +26,17 @@ def seed_for(q: Tensor, dropout_p: float) -> Tensor | None:
 def signed(q: Tensor, k: Tensor, options: dict[str, Any], first: int = 0) -> Tensor:
     """The softmax of q (B, Hq, Sq, D) and k (B, Hkv, Sk, D), negative where the weight is dropped.
 
-    flash-attn leaves the scale of these numbers open; here they are the weights before dropout's own scaling, 0 for
-    keys that are not seen. Time and memory are quadratic in the lengths.
+    flash-attn leaves the scale of these numbers open; here they are the weights before dropout's rescaling, 0 for
+    masked keys. Time and memory are quadratic in the lengths.
 
     Args:
-        q, k: what attention had.
+        q, k: the inputs of attention.
         options: its options, with dropout_p and dropout_seed.
-        first: the number of the first sequence of the batch, from which dropout counts.
+        first: number of the batch's first sequence, from which dropout counts.
 
     Returns:
-        (B, Hq, Sq, Sk) in q's dtype, its last two sizes rounded up to multiples of 128 with zeros; of shape (0,) if
-        nothing is dropped.
+        (B, Hq, Sq, Sk) in q's dtype, its last two sizes rounded up to multiples of 128 with zeros; of shape (0,)
+        without dropout.
     """
     scores = dict(options)
     dropout_p, seed = scores.pop("dropout_p"), scores.pop("dropout_seed")
@@ -58,7 +58,7 @@ def signed_packed(
     max_seqlen_k: int,
     options: dict[str, Any],
 ) -> Tensor:
-    """:func:`signed` of packed sequences, q (total_q, Hq, D) and k (total_k, Hkv, D), each in a row of the batch."""
+    """:func:`signed` of packed sequences, q (total_q, Hq, D) and k (total_k, Hkv, D); one sequence per batch row."""
     if not options["dropout_p"]:
         return q.new_empty(0)
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()

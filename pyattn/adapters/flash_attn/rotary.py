@@ -1,7 +1,7 @@
-"""flash_attn.layers.rotary: rotary embeddings of given cosines and sines.
+"""flash_attn.layers.rotary: rotary embeddings from given cosines and sines.
 
-``x`` is (B, S, H, D), or (total, H, D) with cu_seqlens; cos and sin are (positions, R / 2) with R at most D, and turn
-the first R columns of x: t and t + R / 2 together, or, interleaved, 2t and 2t + 1.
+``x`` is (B, S, H, D), or (total, H, D) with cu_seqlens; cos and sin are (positions, R / 2) with R at most D. They
+rotate the first R columns of x: column t with t + R / 2 or, interleaved, 2t with 2t + 1.
 """
 
 from typing import Any
@@ -34,19 +34,20 @@ def apply_rotary(
     inplace: bool = False,
     conjugate: bool = False,
 ) -> Tensor:
-    """``x`` turned by its positions; with ``conjugate``, back by them. In float32, rounded once.
+    """``x`` rotated by its positions, or back with ``conjugate``; computed in float32 and rounded once.
 
     Args:
         x, cos, sin: see above.
         seqlen_offsets: an int or (B,) int32 or int64, the position of each sequence's first token.
-        cu_seqlens: (B + 1,), int32 or int64, where each sequence of a packed x begins. Tokens behind the last stay.
-        max_seqlen: needed with cu_seqlens: no sequence is longer.
-        interleaved: which columns turn together.
-        inplace: whether to write to x, which is then returned.
+        cu_seqlens: (B + 1,), int32 or int64, where each sequence of a packed x begins. Tokens after the last sequence
+            stay as they are.
+        max_seqlen: an upper bound on the lengths of the sequences; required with cu_seqlens.
+        interleaved: which columns rotate together.
+        inplace: whether to write the result to x and return x.
 
     Raises:
-        ValueError: sizes that don't fit together, a position that cos and sin do not have.
-        TypeError: another type than listed.
+        ValueError: sizes that don't fit together, a position that cos and sin don't have.
+        TypeError: types other than those listed.
     """
     cos, sin = _rows(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     sin = -sin if conjugate else sin
@@ -65,7 +66,7 @@ def _rows(
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin at the positions of x's tokens, with a dimension for its heads."""
+    """cos and sin at the positions of x's tokens, with a dimension for the heads."""
     tokens = "batch, seqlen" if cu_seqlens is None else "total"
     check_dimensions("x", x, f"{tokens}, num_heads, head_dim")
     check_dimensions("cos", cos, "positions, rotary_dim / 2")
@@ -110,7 +111,7 @@ def _check_positions(first: int, behind_last: int, cos: Tensor) -> None:
 
 
 def _packed_places(x: Tensor, cu_seqlens: Tensor, max_seqlen: int, seqlen_offsets: int | Tensor) -> Tensor:
-    """The position of each token of a packed x; -1 behind the last sequence."""
+    """The position of each token of a packed x; -1 after the last sequence."""
     if has_values(cu_seqlens):
         lengths = cu_seqlens.diff()
         if cu_seqlens[:1].any() or (lengths < 0).any() or cu_seqlens[-1] > len(x) or (lengths > max_seqlen).any():
@@ -127,13 +128,13 @@ def _packed_places(x: Tensor, cu_seqlens: Tensor, max_seqlen: int, seqlen_offset
 
 
 Parts = list[tuple[Any, Tensor, Tensor]]
-"""Indices into a tensor, each with the cosines and sines by which that part turns."""
+"""Indices into a tensor, each with the cosines and sines that rotate that part."""
 
 
 class _TurnedInPlace(torch.autograd.Function):
-    """Turns parts of its first argument in place and returns it.
+    """Rotates parts of its first argument in place and returns it.
 
-    Leaves and views of leaves may be turned too, as flash-attn has it; only the result then has the gradient.
+    As in flash-attn, leaves and views of leaves may be rotated too; only the result then carries the gradient.
     """
 
     @staticmethod
@@ -151,7 +152,7 @@ class _TurnedInPlace(torch.autograd.Function):
         for index, cos, sin in parts:
             apply_rotary(x[index], cos, sin, *ctx.options)
         whole = x if x._base is None else x._base
-        if not (whole.is_leaf and whole.requires_grad):  # which autograd would refuse
+        if not (whole.is_leaf and whole.requires_grad):  # autograd would refuse it
             ctx.mark_dirty(x)
         return x
 
@@ -164,7 +165,7 @@ class _TurnedInPlace(torch.autograd.Function):
 
 
 def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """``x`` (B, S, H, D) turned by cos and sin of its own tokens, (S, R / 2) or (B, S, R / 2)."""
+    """``x`` (B, S, H, D) rotated by cos and sin of its tokens, (S, R / 2) or (B, S, R / 2)."""
     return turn(x, cos.unsqueeze(-2), sin.unsqueeze(-2), interleaved)
 
 
@@ -178,7 +179,7 @@ def apply_rotary_emb(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """:func:`apply_rotary`, differentiable in x, and where it is not in place in cos and sin too.
+    """:func:`apply_rotary`, differentiable in x and, unless in place, in cos and sin too.
 
     >>> x, angle = torch.ones(1, 2, 1, 4), torch.tensor([[0.0], [torch.pi / 2]])
     >>> apply_rotary_emb(x, angle.cos(), angle.sin()).round().squeeze().tolist()
@@ -202,10 +203,10 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: int | Tensor = 0,
     num_heads_q: int | None = None,
 ) -> Tensor:
-    """Turns q and k of qkv in place, and returns it.
+    """Rotates q and k of qkv in place, and returns it.
 
-    qkv is (B, S, 3, H, D), or (B, S, num_heads_q + 2 num_heads_k, D), which needs ``num_heads_q``. cos_k and sin_k:
-    for k, if it has angles of its own.
+    qkv is (B, S, 3, H, D), or (B, S, num_heads_q + 2 num_heads_k, D), which needs ``num_heads_q``. cos_k and sin_k
+    replace cos and sin for k.
     """
     cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
     if num_heads_q is None:
@@ -227,7 +228,7 @@ def apply_rotary_emb_qkv_(
 def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
 ) -> Tensor:
-    """Turns k of kv (B, S, 2, H, D) in place, and returns kv."""
+    """Rotates k of kv (B, S, 2, H, D) in place, and returns kv."""
     check_dimensions("kv", kv, "batch, seqlen, 2, num_heads, head_dim")
     of_k = slice(None), slice(None), 0
     return _turned(kv, [(of_k, cos, sin)], seqlen_offsets, None, None, interleaved)

@@ -1,4 +1,4 @@
-"""RotaryEmbedding of flash_attn.layers.rotary: the module that makes and keeps cosines and sines."""
+"""RotaryEmbedding of flash_attn.layers.rotary: the module that computes and caches cosines and sines."""
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,12 @@ class RotaryEmbedding(nn.Module):
     ``s_t = (2 t + 0.4 dim) / (1.4 dim)`` and n is the number of positions.
 
     Args:
-        dim: columns that turn, even.
-        base: of the frequencies.
-        interleaved: whether columns 2t and 2t + 1 turn together, or else t and t + dim / 2.
-        scale_base: of xPos; None: no scaling.
-        device: where inv_freq lies.
-        pos_idx_in_fp32: an argument of flash-attn until 2.7; positions are float32 always, as there by default.
+        dim: columns that rotate, even.
+        base: base of the frequencies.
+        interleaved: whether column 2t rotates with 2t + 1, rather than t with t + dim / 2.
+        scale_base: xPos's scale base; None: no scaling.
+        device: device of inv_freq.
+        pos_idx_in_fp32: an argument of flash-attn up to 2.7; positions are always float32, its default.
 
     Sources: Su et al. 2021, "RoFormer"; Sun et al. 2022, "A Length-Extrapolatable Transformer" (xPos).
 
@@ -67,7 +67,7 @@ class RotaryEmbedding(nn.Module):
     def _update_cos_sin_cache(
         self, seqlen: int, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Makes cosines and sines of ``seqlen`` positions, unless they are there."""
+        """Computes cosines and sines for ``seqlen`` positions, unless the cache holds them."""
         cos = self._cos_cached
         stale = cos is None or cos.device != device or cos.dtype != dtype or (self.training and cos.is_inference())
         if not stale and seqlen <= self._seq_len_cached:
@@ -95,18 +95,18 @@ class RotaryEmbedding(nn.Module):
         max_seqlen: int | None = None,
         num_heads_q: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Turns q and k in place.
+        """Rotates q and k in place.
 
         Args:
             qkv: (B, S, 3, H, D), or (B, S, num_heads_q + 2 num_heads_k, D), which needs ``num_heads_q``; with kv, q (B,
                 S, H, D).
             kv: (B, S, 2, H, D).
             seqlen_offset: an int or (B,), the position of the first token.
-            max_seqlen: how many positions to make cosines and sines for; needed once where seqlen_offset is a tensor.
+            max_seqlen: number of positions to cache; needed once if seqlen_offset is a tensor.
             num_heads_q: see qkv.
 
         Raises:
-            ValueError: more positions than fit in any memory, and as :func:`apply_rotary_emb_qkv_`.
+            ValueError: more positions than any memory holds, and as :func:`apply_rotary_emb_qkv_`.
 
         Returns:
             qkv, or (q, kv).

@@ -38,13 +38,13 @@ def flash_attn_varlen_func(
 ) -> Results:
     """:func:`pyattn.attention_varlen` under flash-attn 2's names.
 
-    Each sequence is masked as :func:`flash_attn_func` masks a batch, and sees nothing of the others.
+    Each sequence is masked as :func:`flash_attn_func` masks a batch, and does not see the others.
 
     Args:
         q: (total_q, Hq, D), any strides.
         k, v: (total_k, Hkv, D) and (total_k, Hkv, Dv); with block_table, (pages, page_size, Hkv, D or Dv).
         cu_seqlens_q, cu_seqlens_k: (B + 1,), int32, where each sequence begins.
-        max_seqlen_q, max_seqlen_k: no sequence is longer.
+        max_seqlen_q, max_seqlen_k: upper bounds on the lengths of the sequences.
         dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs: as for
             :func:`flash_attn_func`.
         alibi_slopes: (Hq,) or (B, Hq), float32.
@@ -56,7 +56,7 @@ def flash_attn_varlen_func(
 
     Raises:
         ValueError, TypeError, NotImplementedError: as :func:`pyattn.attention_varlen`; cu_seqlens or a block_table that
-            are not int32; S_dmask of pages.
+            is not int32; S_dmask with a block_table.
 
     >>> q, k, v = torch.randn(3, 30, 4, 64).unbind()
     >>> cu_seqlens = torch.tensor([0, 10, 30], dtype=torch.int32)
@@ -132,7 +132,7 @@ def flash_attn_varlen_kvpacked_func(
 
 
 def _size(name: str, max_seqlen: int | Tensor) -> int:
-    """flash-attn takes a tensor of one element too."""
+    """``max_seqlen`` as an int; flash-attn also takes a tensor with one element."""
     if isinstance(max_seqlen, Tensor):
         if max_seqlen.numel() != 1 or max_seqlen.dtype not in (torch.int32, torch.int64):
             raise WrongValueError(

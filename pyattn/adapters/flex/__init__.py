@@ -1,14 +1,14 @@
-"""FlexAttention's common masks and scores by the native kernels on a CPU, by torch's own kernels on a GPU.
+"""FlexAttention's common masks and scores, by the native kernels on a CPU and by torch's own on a GPU.
 
-``torch.nn.attention.flex_attention`` has no backward on a CPU. A script that takes its functions from here runs on
-both: mask_mods and score_mods come from the functions below, which torch's own functions take too::
+``torch.nn.attention.flex_attention`` has no backward on a CPU. A script that imports its functions from here runs on
+both: the functions below return mask_mods and score_mods that torch's own functions also take::
 
     from pyattn.adapters.flex import and_masks, causal, create_block_mask, document, flex_attention
 
     block_mask = create_block_mask(and_masks(causal(), document(ids)), None, None, 1024, 1024, device=device)
     out = flex_attention(query, key, value, block_mask=block_mask)
 
-On a CPU any other Python function raises NotImplementedError with its name; elsewhere torch takes it.
+On a CPU any other mod raises NotImplementedError with its name; on other devices torch takes it.
 """
 
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask

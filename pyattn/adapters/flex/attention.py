@@ -1,4 +1,4 @@
-"""create_block_mask and flex_attention: native on a CPU, torch's own anywhere else."""
+"""create_block_mask and flex_attention: native on a CPU, torch's own on any other device."""
 
 from typing import Any
 
@@ -28,24 +28,24 @@ def create_block_mask(
     separate_full_blocks: bool = True,
     **more: Any,
 ) -> BlockMask:
-    """:func:`torch.nn.attention.flex_attention.create_block_mask`; on a CPU, the same blocks found from intervals.
+    """:func:`torch.nn.attention.flex_attention.create_block_mask`; on a CPU, the same blocks computed from intervals.
 
     torch's own function evaluates every pair: 1 GB for 32,768 queries and keys.
 
     Args:
-        mask_mod: from a function of this package; on a GPU, any function.
+        mask_mod: made by a function of this package; on a GPU, any function.
         B, H: batch and number of query heads, None for 1.
         Q_LEN, KV_LEN: the numbers of queries and keys.
-        device: where to make it; default: the accelerator, or else the CPU.
+        device: where to create it; default: the accelerator, else the CPU.
         BLOCK_SIZE: of queries and keys, one int or a pair.
-        _compile: torch's deprecated argument; nothing needs it on a CPU.
-        separate_full_blocks: whether blocks that hide nothing are listed apart. torch has it from 2.13 on.
-        **more: torch's further arguments, for GPUs alone, as ``compute_dq_write_order``.
+        _compile: torch's deprecated argument; it has no effect on a CPU.
+        separate_full_blocks: whether blocks that hide nothing are listed separately. torch has it since 2.13.
+        **more: torch's further arguments, such as ``compute_dq_write_order``, for GPUs only.
 
     Raises:
-        NotImplementedError: on a CPU, a mask_mod from elsewhere, or further arguments.
-        ValueError: a length below 0, a BLOCK_SIZE below 1, a B that is not the mask_mod's, sizes past any memory.
-        TypeError: other types; a function such as ``causal`` where what it returns belongs, ``causal()``.
+        NotImplementedError: on a CPU, any other mask_mod, or further arguments.
+        ValueError: a length below 0, a BLOCK_SIZE below 1, a B that is not the mask_mod's, sizes beyond any memory.
+        TypeError: other types; the function ``causal`` itself where the result of ``causal()`` belongs.
 
     >>> from pyattn.adapters.flex import causal
     >>> create_block_mask(causal(), None, None, 256, 256, device="cpu").sparsity()
@@ -85,21 +85,21 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
 ) -> Results:
-    """:func:`torch.nn.attention.flex_attention.flex_attention`; on a CPU native, with its backward.
+    """:func:`torch.nn.attention.flex_attention.flex_attention`; on a CPU native, with a backward.
 
-    Tensors on any other device go to torch's own function with the same arguments, and may have any mods there.
+    Tensors on any other device go to torch's own function with the same arguments; any mods are allowed there.
 
     Args:
         query: (B, Hq, L, E), float64, float32, bfloat16 or float16, any strides.
         key, value: (B, H, S, E) and (B, H, S, Ev); B may be 1 where block_mask has query's B.
         score_mod: from ``softcap`` or ``alibi``.
-        block_mask: from :func:`create_block_mask`, torch's own included, for a mask_mod of this package. The mask_mod
-            says what is seen; blocks that leave out some of it are refused.
+        block_mask: from :func:`create_block_mask` or torch's own function, for a mask_mod of this package. The mask_mod
+            says what is visible; blocks that leave out some of it are refused.
         scale: finite factor on the scores; default ``1 / sqrt(E)``.
         enable_gqa: whether Hq may be a multiple of H: query head ``h`` reads head ``h // (Hq // H)``.
         return_lse: also return the natural logarithm of the softmax denominator, (B, Hq, L), differentiable.
-        kernel_options: torch's options for its GPU kernels. They say how to compute, not what, so they have no effect
-            here; names that torch does not document are refused.
+        kernel_options: torch's options for its GPU kernels. They change how, not what, a kernel computes, so they have
+            no effect here; names that torch does not document are refused.
         return_aux: which of lse and max_scores to return; as in torch, a CPU has no max_scores.
 
     Returns:
@@ -107,10 +107,10 @@ def flex_attention(
         key has out 0 and lse -inf, as in torch on a CPU.
 
     Raises:
-        NotImplementedError: mods from elsewhere, max_scores.
+        NotImplementedError: any other mods, max_scores.
         ValueError: shapes that don't fit, heads that enable_gqa does not group, a block_mask of other lengths,
             return_lse together with return_aux.
-        TypeError: other types; a function such as ``softcap`` where what it returns belongs.
+        TypeError: other types; the function ``softcap`` itself where its result belongs.
 
     >>> from pyattn.adapters.flex import sliding_window, softcap
     >>> query, key, value = torch.randn(3, 2, 8, 100, 64).unbind()
@@ -152,7 +152,7 @@ def flex_attention(
 
 
 KERNEL_OPTIONS = frozenset(torch_flex.FlexKernelOptions.__annotations__)
-"""What torch documents; each may also begin with ``fwd_`` or ``bwd_``."""
+"""The names that torch documents; each may also begin with ``fwd_`` or ``bwd_``."""
 
 
 def _wants_lse(return_lse: object, return_aux: object) -> bool:

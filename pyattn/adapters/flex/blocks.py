@@ -1,4 +1,4 @@
-"""torch's BlockMask of a mask that is one interval of keys for each query, without a look at single pairs."""
+"""torch's BlockMask for a mask with one interval of keys per query, without evaluating single pairs."""
 
 import torch
 from torch import Tensor
@@ -14,12 +14,12 @@ def blocks_of(
     block_size: tuple[int, int],
     separate_full_blocks: bool,
 ) -> BlockMask:
-    """What torch's create_block_mask makes of a mask_mod for ``sizes`` (B, Hq, Sq, Sk)."""
+    """The BlockMask that torch's create_block_mask computes for a mask_mod and ``sizes`` (B, Hq, Sq, Sk)."""
     batch, heads, seqlen_q, seqlen_k = sizes
     some, whole = _seen(mask_of(mask_mod), seqlen_q, seqlen_k, device, block_size)
     if some.shape[0] not in (1, batch):
         raise ValueError(f"pyattn: B must be {some.shape[0]}, the number of sequences of the mask_mod, got {batch}")
-    whole[:, seqlen_q // block_size[0] :] = False  # torch lists no block as full that reaches past the last pair
+    whole[:, seqlen_q // block_size[0] :] = False  # torch lists no block as full that extends past the last query
     whole[:, :, seqlen_k // block_size[1] :] = False
     some, whole = (blocks[:, None].expand(batch, heads, -1, -1) for blocks in (some, whole))
     part = _ordered(some & ~whole if separate_full_blocks else some)
@@ -32,9 +32,9 @@ def blocks_of(
 
 
 def check_complete(block_mask: BlockMask, mask: Mask) -> None:
-    """ValueError unless the blocks are those of the mask, or more; RuntimeError when it runs, while compiling.
+    """ValueError unless the blocks cover the mask; in compiled code, RuntimeError when the code runs.
 
-    The result is kept on the BlockMask, for as long as it has this mask_mod.
+    The BlockMask remembers the result as long as it keeps this mask_mod.
     """
     if getattr(block_mask, "complete_for", None) is block_mask.mask_mod:
         return
@@ -48,9 +48,9 @@ def check_complete(block_mask: BlockMask, mask: Mask) -> None:
 
 
 def is_complete(block_mask: BlockMask, mask: Mask) -> Tensor:
-    """Whether the blocks listed leave out nothing that the mask shows, and none is listed as full that is not.
+    """Whether the blocks leave out nothing visible, and every block listed as full is fully visible.
 
-    torch's kernels for GPUs look into no other block, and ask no mask_mod within full ones.
+    torch's GPU kernels read no other blocks, and don't evaluate the mask_mod within full ones.
     """
     some, whole = _seen(mask, *block_mask.seq_lengths, block_mask.kv_indices.device, block_mask.BLOCK_SIZE)
     listed = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, some)
@@ -67,7 +67,7 @@ def _remember(block_mask: BlockMask) -> None:
 def _seen(
     mask: Mask, seqlen_q: int, seqlen_k: int, device: torch.device, block_size: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Blocks in which the mask shows some pair, and blocks in which it shows all; bool (B or 1, blocks_q, blocks_k)."""
+    """Blocks with some visible pair, and blocks where every pair is visible; bool (B or 1, blocks_q, blocks_k)."""
     rows, columns = block_size
     begin, end = key_ranges_of(mask, seqlen_q, seqlen_k, device).unbind(-1)
     touched = torch.where(begin < end, -(-end // columns), 0)  # an empty row touches none
@@ -79,7 +79,7 @@ def _seen(
 
 
 def _count_rows(first: Tensor, behind: Tensor, seqlen_k: int, block_size: tuple[int, int]) -> Tensor:
-    """How many rows of each block have it in their own range [first, behind) of blocks, (B or 1, Sq) each."""
+    """How many rows of each block include it in their range [first, behind) of blocks, each (B or 1, Sq)."""
     batch, seqlen_q = first.shape
     blocks_q, blocks_k = -(-seqlen_q // block_size[0]), -(-seqlen_k // block_size[1])
     row = torch.arange(seqlen_q, device=first.device) // block_size[0] * (blocks_k + 1)
@@ -90,13 +90,13 @@ def _count_rows(first: Tensor, behind: Tensor, seqlen_k: int, block_size: tuple[
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """torch's form of blocks: how many each row has, and their columns, followed by the other ones."""
+    """Blocks in torch's form: the count of each row, and its columns, followed by the remaining ones."""
     count, order = blocks.sum(-1), blocks.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
     return count.to(torch.int32), order.to(torch.int32)
 
 
 def _listed(count: Tensor, columns: Tensor, like: Tensor) -> Tensor:
-    """The blocks that torch's form lists, bool (B, Hq, blocks_q, blocks_k); what follows those counted is undefined."""
+    """The blocks of torch's form, bool (B, Hq, blocks_q, blocks_k); entries after the first ``count`` are undefined."""
     if columns.shape[-2:] != like.shape[-2:]:
         raise ValueError(
             f"pyattn: block_mask must have {tuple(like.shape[-2:])} blocks, got kv_indices of {tuple(columns.shape)}"

@@ -1,7 +1,7 @@
-"""The mask_mods that are one interval of keys for each query, as FlexAttention's examples have them.
+"""mask_mods with one interval of keys per query, as in FlexAttention's examples.
 
-Every function here returns a plain Python function as torch's own ``create_block_mask`` and ``flex_attention`` take it,
-which carries its native meaning. Drawn below: query ``i`` down, key ``j`` across, 1 = takes part.
+Every function here returns a plain Python function that torch's own ``create_block_mask`` and ``flex_attention`` take,
+and that carries its native meaning. In the drawings, query ``i`` goes down, key ``j`` across, 1 = takes part.
 """
 
 import operator
@@ -29,7 +29,7 @@ from pyattn.options import UNBOUNDED
 
 @makes_mods
 def causal(offset: int | Tensor = 0) -> MaskMod:
-    """``q_idx + offset >= kv_idx``: upper-left for ``offset=0``, as FlexAttention's examples have it.
+    """``q_idx + offset >= kv_idx``: upper-left for ``offset=0``, as in FlexAttention's examples.
 
     ::
 
@@ -48,7 +48,7 @@ def causal(offset: int | Tensor = 0) -> MaskMod:
 
 @makes_mods
 def sliding_window(left: int, right: int = 0, offset: int | Tensor = 0) -> MaskMod:
-    """``-right <= q_idx + offset - kv_idx <= left``: a query sees itself, ``left`` keys before and ``right`` behind.
+    """``-right <= q_idx + offset - kv_idx <= left``: a query sees itself, ``left`` keys before it, ``right`` after it.
 
     ::
 
@@ -58,7 +58,7 @@ def sliding_window(left: int, right: int = 0, offset: int | Tensor = 0) -> MaskM
 
     Args:
         left: keys before the query's own position; -1: all of them.
-        right: keys behind it; 0: causal; -1: all of them.
+        right: keys after it; 0: causal; -1: all of them.
         offset: as in :func:`causal`.
 
     Raises:
@@ -71,7 +71,7 @@ def sliding_window(left: int, right: int = 0, offset: int | Tensor = 0) -> MaskM
 
 @makes_mods
 def document(ids: Tensor) -> MaskMod:
-    """``ids[q_idx] == ids[kv_idx]``: packed documents, of which none sees another one.
+    """``ids[q_idx] == ids[kv_idx]``: packed documents, none of which sees another.
 
     ::
 
@@ -82,13 +82,13 @@ def document(ids: Tensor) -> MaskMod:
                           0 0 1 1 1
 
     Args:
-        ids: the document of each position, integers (S,) or (B, S), S at least the numbers of queries and of keys.
-            Copied, so the mask stays what it is.
+        ids: the document of each position, integers (S,) or (B, S), S at least the number of queries and of keys. They
+            are copied, so later changes don't affect the mask.
 
     Raises:
-        ValueError: another number of dimensions; later, more queries or keys than ids.
+        ValueError: another number of dimensions; at the call, more queries or keys than ids.
         TypeError: another type.
-        NotImplementedError: on a CPU, a document that is not one run of neighbours, which is no interval of keys; a
+        NotImplementedError: on a CPU, a document that is not one run of adjacent positions, so no interval of keys; a
             call while compiling, where ids can't be read.
     """
     check_integers("ids", ids, (1, 2))
@@ -149,10 +149,10 @@ def prefix_lm(prefix: int | Tensor) -> MaskMod:
 
 @makes_mods
 def and_masks(*mask_mods: MaskMod) -> MaskMod:
-    """What all of these masks show, an interval again; of none, everything.
+    """The intersection of these masks, again an interval; with no masks, every key is visible.
 
     Raises:
-        NotImplementedError: a mask_mod that no function of this module made, naming it.
+        NotImplementedError: a mask_mod that no function of this module made; the error names it.
     """
     window, offset, ranges = Mask()
     for mask in map(mask_of, mask_mods):
@@ -170,16 +170,16 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
 
 @makes_mods
 def or_masks(*mask_mods: MaskMod) -> MaskMod:
-    """What any of these windows shows: windows at the same offset share the query's own position, so it is one again.
+    """The union of these windows. At the same offset all contain the query's own position, so it is a window again.
 
     Raises:
-        NotImplementedError: other masks, of which a union need not be an interval; none at all.
+        NotImplementedError: other masks, whose union need not be an interval; no masks at all.
     """
     masks = [mask_of(mask_mod) for mask_mod in mask_mods]
     if not masks or any(mask.ranges or not is_same(mask.offset, masks[0].offset) for mask in masks):
         names = ", ".join(mask_mod.__name__ for mask_mod in mask_mods) or "none"
         raise NotImplementedError(
-            "pyattn: or_masks must be of causal and sliding_window with one offset (prefix_lm is a mask of its own), "
+            "pyattn: or_masks must combine causal and sliding_window with one offset (prefix_lm is a mask of its own), "
             f"got {names}"
         )
     left, right = (-1 if -1 in sides else max(sides) for sides in zip(*(mask.window for mask in masks), strict=True))
@@ -214,7 +214,7 @@ def _band(name: str, window: tuple[int, int], offset: int | Tensor) -> MaskMod:
 
 
 def _saturated(bound: int | Tensor) -> int | Tensor:
-    """An int within int64, which holds every distance between positions."""
+    """``bound`` clamped to int64, which holds every distance between positions."""
     return bound if isinstance(bound, Tensor) else min(max(bound, -(2**63)), 2**63 - 1)
 
 

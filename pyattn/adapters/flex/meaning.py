@@ -1,4 +1,4 @@
-"""What a mask_mod or score_mod of this adapter means natively, and how a function carries it."""
+"""The native meaning of this adapter's mask_mods and score_mods, and how a function carries it."""
 
 import functools
 from collections.abc import Callable
@@ -16,7 +16,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """``mask_mod(b, h, q_idx, kv_idx)``: whether the key takes part, for index tensors without dimensions."""
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""``score_mod(score, b, h, q_idx, kv_idx)``: another score."""
+"""``score_mod(score, b, h, q_idx, kv_idx)``: the changed score."""
 
 Mod = TypeVar("Mod", MaskMod, ScoreMod)
 
@@ -30,12 +30,12 @@ INT64_MAX = 2**63 - 1
 
 
 class Mask(NamedTuple):
-    """An intersection of intervals: query ``i`` sees the keys that lie in its window and in all of its ranges.
+    """An intersection of intervals: query ``i`` sees the keys inside its window and inside each of its ranges.
 
     Attributes:
-        window: how many keys before and behind its position a query sees; -1: all.
+        window: how many keys before and after its position a query sees; -1: all.
         offset: key position of query 0, an int, or an integer tensor of shape () or (B,).
-        ranges: what else hides keys.
+        ranges: further intervals of keys.
     """
 
     window: tuple[int, int] = UNBOUNDED
@@ -44,7 +44,7 @@ class Mask(NamedTuple):
 
 
 class Score(NamedTuple):
-    """What a score_mod does, in the words of :func:`pyattn.attention`; ``offset`` is that of ALiBi's distances."""
+    """A score_mod as options of :func:`pyattn.attention`; ``offset`` belongs to ALiBi's distances."""
 
     softcap: float = 0.0
     alibi_slopes: Tensor | None = None
@@ -52,35 +52,35 @@ class Score(NamedTuple):
 
 
 class Native(NamedTuple):
-    """The meaning of the function that has this code: ``functools.wraps`` copies attributes to other functions."""
+    """The meaning, valid for the function with this code only: ``functools.wraps`` copies attributes to others."""
 
     code: CodeType
     meaning: Mask | Score
 
 
 def makes_mods(function: Factory) -> Factory:
-    """``function``, which returns a mod: errors tell it from what it returns."""
+    """Marks ``function`` as one that returns mods, so errors can tell it from its result."""
     checked = check_names(function)
     checked.makes_mods = True  # type: ignore[attr-defined]
     return checked
 
 
 def check_made(what: str, function: object) -> None:
-    """TypeError for a function that returns mods, where what it returns belongs."""
+    """TypeError if ``function`` is one that returns mods, where its result belongs."""
     if getattr(function, "makes_mods", False):
         name = getattr(function, "__name__", "")
         raise TypeError(f"pyattn: {what} must be what {name}(...) returns, got the function {name} itself")
 
 
 def known(name: str, function: Mod, meaning: Mask | Score) -> Mod:
-    """``function`` under this name, carrying its native meaning."""
-    function.__name__ = function.__qualname__ = name  # what torch and errors show
+    """``function`` under this name, with its native meaning attached."""
+    function.__name__ = function.__qualname__ = name  # torch and errors show these
     function.native = Native(function.__code__, meaning)  # type: ignore[attr-defined]
     return function
 
 
 def check_integers(name: str, tensor: object, dims: tuple[int, int]) -> None:
-    """TypeError or ValueError for what is no int32 or int64 tensor of as many dimensions."""
+    """TypeError or ValueError unless ``tensor`` is int32 or int64 and its number of dimensions is in ``dims``."""
     check_tensor(name, tensor)
     assert isinstance(tensor, Tensor)
     if tensor.dtype not in (torch.int32, torch.int64):
@@ -90,7 +90,7 @@ def check_integers(name: str, tensor: object, dims: tuple[int, int]) -> None:
 
 
 def check_offset(offset: int | Tensor) -> None:
-    """TypeError or ValueError for what is no int, nor an integer tensor of shape () or (B,)."""
+    """TypeError or ValueError unless ``offset`` is an int or an integer tensor of shape () or (B,)."""
     if isinstance(offset, Tensor):
         check_integers("offset", offset, (0, 1))
     else:
@@ -99,7 +99,7 @@ def check_offset(offset: int | Tensor) -> None:
 
 
 def mask_of(mask_mod: object) -> Mask:
-    """The native meaning of a mask_mod, or NotImplementedError with its name."""
+    """The native meaning of a mask_mod; NotImplementedError with its name if it has none."""
     meaning = _meaning(mask_mod)
     if isinstance(meaning, Mask):
         return meaning
@@ -107,7 +107,7 @@ def mask_of(mask_mod: object) -> Mask:
 
 
 def score_of(score_mod: object) -> Score:
-    """The native meaning of a score_mod, or NotImplementedError with its name."""
+    """The native meaning of a score_mod; NotImplementedError with its name if it has none."""
     meaning = _meaning(score_mod)
     if isinstance(meaning, Score):
         return meaning
@@ -115,14 +115,15 @@ def score_of(score_mod: object) -> Score:
 
 
 def is_same(offset: int | Tensor, other: int | Tensor) -> bool:
-    """Whether two offsets are known to be the same: tensors are not read."""
+    """Whether two offsets are known to be equal; tensors are not read."""
     return offset is other or (isinstance(offset, int) and isinstance(other, int) and offset == other)
 
 
 def options_of(mask: Mask, offset: int | Tensor | None, query: Tensor, seqlen_k: int) -> dict[str, Any]:
     """``mask`` as arguments of :func:`pyattn.attention`, for ``query`` (B, Hq, Sq, D).
 
-    ``offset`` is that of ALiBi's distances. attention has one for both, so a window at another place becomes ranges.
+    ``offset`` belongs to ALiBi's distances. attention has one offset for both, so a window at another offset becomes
+    key_ranges.
     """
     batch, _, seqlen_q, _ = query.shape
     window, own, ranges = mask
@@ -157,14 +158,14 @@ def key_ranges_of(mask: Mask, seqlen_q: int, seqlen_k: int, device: torch.device
 
 
 def ranges_of_band(window: tuple[int, int], offset: int | Tensor) -> Ranges:
-    """The ranges of a window around positions that begin at ``offset``."""
+    """The ranges of a window around positions that start at ``offset``."""
 
     left, right = window
 
     def ranges(seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
         rows = torch.arange(seqlen_q, device=device)
         first = torch.as_tensor(offset, device=device).to(torch.int64).reshape(-1, 1)
-        around = -seqlen_q - 1, seqlen_k  # where the bound of query 0 matters to any query
+        around = -seqlen_q - 1, seqlen_k  # beyond these, the offset of query 0 changes nothing
         begin, end = torch.zeros_like(first + rows), torch.full_like(first + rows, seqlen_k)
         if left >= 0:
             begin = (rows + (first.clamp(min=left - INT64_MAX) - left).clamp(*around)).clamp(0, seqlen_k)
@@ -176,12 +177,12 @@ def ranges_of_band(window: tuple[int, int], offset: int | Tensor) -> Ranges:
 
 
 def of_sequence(value: int | Tensor, b: Tensor) -> int | Tensor:
-    """The number of sequence ``b``, where ``value`` has one for each."""
+    """The number for sequence ``b``, if ``value`` has one for each."""
     return value[b] if isinstance(value, Tensor) and value.dim() else value
 
 
 def column(value: int | Tensor) -> Tensor:
-    """A number for each sequence as (B or 1, 1)."""
+    """One number per sequence as (B or 1, 1)."""
     return value.to(torch.int64).reshape(-1, 1) if isinstance(value, Tensor) else torch.tensor([[value]])
 
 

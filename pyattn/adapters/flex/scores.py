@@ -1,4 +1,4 @@
-"""The score_mods that have a native meaning, as functions that torch's own ``flex_attention`` takes too."""
+"""The score_mods with a native meaning, as functions that torch's own ``flex_attention`` also takes."""
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ def softcap(cap: float) -> ScoreMod:
 
 @makes_mods
 def alibi(slopes: Tensor, offset: int | Tensor = 0) -> ScoreMod:
-    """``score - slopes[h] * |q_idx + offset - kv_idx|``: ALiBi, its distances counted both ways.
+    """``score - slopes[h] * |q_idx + offset - kv_idx|``: ALiBi with distances in both directions.
 
     Args:
         slopes: (Hq,) or (B, Hq), float32, query's dtype, or float64 with float64 query; differentiable.

@@ -1,10 +1,10 @@
-"""flash-attn's documentation of rotary embeddings as a formula."""
+"""Rotary embeddings by the formula in flash-attn's documentation."""
 
 import torch
 
 
 def turned(x, positions, angle, interleaved=False):
-    """x (..., H, D), its first columns as complex numbers times e^(i angle of its position)."""
+    """x (..., H, D) rotated: its first columns, read as complex numbers, times e^(i angle of their position)."""
     half = angle.shape[1]
     pairs = x[..., : 2 * half].unflatten(-1, (half, 2) if interleaved else (2, half))
     numbers = torch.view_as_complex((pairs if interleaved else pairs.mT).contiguous())

@@ -1,4 +1,4 @@
-"""flash_attn's module names, switched on and off, and its padding functions."""
+"""Promise: the alias gives flash_attn's module names and padding functions, and can be switched on and off."""
 
 import importlib
 import importlib.util
@@ -18,7 +18,7 @@ INSTALLED = "from flash_attn.flash_attn_interface import flash_attn_func\n__vers
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Another flash_attn that Python finds, and that leaves no trace."""
+    """An installed flash_attn that Python finds; the fixture removes every trace of it."""
     (tmp_path / "flash_attn").mkdir()
     (tmp_path / "flash_attn" / "__init__.py").write_text(INSTALLED)
     (tmp_path / "flash_attn" / "flash_attn_interface.py").write_text("flash_attn_func = 'installed'\n")
@@ -72,18 +72,18 @@ def test_imports_within_the_alias():
     ],
 )
 def test_what_the_alias_lacks(statement, missing):
-    """The reason is a sentence, and code with an ``except ImportError`` goes its other way."""
+    """The reason is one sentence, and code with an ``except ImportError`` takes its fallback."""
     has = "flash_attn, flash_attn.flash_attn_interface, flash_attn.bert_padding, flash_attn.layers.rotary, "
     has += "flash_attn.ops.triton.rotary"
     with adapter.alias(), pytest.raises(ImportError) as caught:
         exec(statement)
-    assert str(caught.value) == f"pyattn: flash_attn must be asked for what its alias has, {has}, got {missing}"
+    assert str(caught.value) == f"pyattn: a module of the flash_attn alias must be one of {has}, got {missing}"
     with pytest.raises(ImportError, match="No module named 'flash_attn'"):
         exec(statement)
 
 
 def test_transformers_looks_for_more_than_the_alias():
-    """As the README and :func:`enable` say: the day it works, they are to be changed."""
+    """The README and :func:`enable` say so too: when transformers accepts the alias, both must change."""
     config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     with adapter.alias(), pytest.raises(ImportError, match="FlashAttention2 has been toggled on, but"):
         LlamaModel._from_config(config, attn_implementation="flash_attention_2")
@@ -148,7 +148,7 @@ def test_padding_and_back():
 
 
 def test_padding_with_an_unused_mask():
-    """Tokens of both masks are packed; seqused counts those of the first."""
+    """Tokens in either mask are packed; seqused counts those of the first mask."""
     x = torch.randn(2, 4, 3)
     mask, unused = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]]), torch.tensor([[0, 0, 1, 0], [0, 1, 1, 1]])
     tokens, _, cu_seqlens, longest, used = padding.unpad_input(x, mask.bool(), unused.bool())

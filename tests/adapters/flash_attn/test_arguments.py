@@ -1,4 +1,4 @@
-"""flash-attn's signatures, what is refused, and flash-attn's functions under a compiler."""
+"""Promise: flash-attn's signatures are kept, wrong arguments are refused, and the functions run under a compiler."""
 
 import doctest
 import importlib

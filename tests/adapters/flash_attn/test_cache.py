@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache: attention over a cache that the caller owns, written in place."""
+"""Promise: flash_attn_with_kvcache attends over a cache that the caller owns, and writes it in place."""
 
 import math
 import re
@@ -28,7 +28,7 @@ def expected(
     slopes=None,
     interleaved=True,
 ):
-    """One sequence by flash-attn's documentation, keys (slots, Hkv, D): out, lse, and the cache after it."""
+    """One sequence by flash-attn's documentation, keys (slots, Hkv, D): out, lse, and the updated cache."""
     seqlen_q, new = q.shape[0], 0 if k is None else k.shape[0]
     if angle is not None:
         moving = causal or window != (-1, -1)
@@ -71,7 +71,7 @@ CALLS = [
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_the_documented_formula(call, place):
-    """In float64, with NaN in every slot that no sequence holds."""
+    """In float64, with NaN in every slot that holds no sequence."""
     call = dict(call)
     seqlen_q, new, rotary = call.pop("seqlen_q"), call.pop("new"), call.pop("rotary", 0)
     batch, lengths, pads = 3, torch.tensor([7, 0, 29]), [0, 0, 0]
@@ -131,7 +131,7 @@ def test_the_documented_formula(call, place):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_decoding_equals_the_whole(dtype):
-    """Token by token and in chunks, the lengths an int."""
+    """Token by token and in chunks, with an int as the length."""
     q, k, v = torch.randn(3, 2, 21, 4, 16, dtype=dtype).unbind()
     k, v = k[:, :, :2], v[:, :, :2]
     whole = flash_attn_func(q, k, v, causal=True, window_size=(9, 0))

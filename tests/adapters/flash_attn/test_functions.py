@@ -1,4 +1,4 @@
-"""flash-attn's functions over batches and packed sequences."""
+"""Promise: flash-attn's functions over batches and packed sequences give the results that it documents."""
 
 import math
 
@@ -27,7 +27,7 @@ CASES = [
 
 
 def called(options):
-    """The options of pyattn.attention as flash-attn calls them."""
+    """The options of pyattn.attention under flash-attn's names."""
     renamed = {"window": "window_size"}
     return {renamed.get(name, name): value for name, value in options.items() if name != "q_offset"}
 
@@ -127,7 +127,7 @@ def test_the_documented_formula(options, seqlen_q, seqlen_k):
 
 
 def test_queries_that_see_no_key():
-    """flash-attn gives them out 0 and lse +inf, whether the keys are masked or there are none."""
+    """As in flash-attn, out is 0 and lse +inf, whether the keys are masked or there are none."""
     q = torch.randn(1, 4, 2, 8, requires_grad=True)
     for seqlen_k, empty in ((2, 2), (0, 4)):
         k, v = torch.randn(2, 1, seqlen_k, 2, 8)
@@ -143,7 +143,7 @@ def test_queries_that_see_no_key():
 def test_sequences_of_any_length():
     lengths_q, lengths_k = [3, 0, 17, 1, 5], [3, 4, 30, 1, 0]
     starts_q, starts_k = (torch.tensor([0, *n]).cumsum(0, dtype=torch.int32) for n in (lengths_q, lengths_k))
-    q = torch.randn(28, 4, 8, dtype=torch.float64, requires_grad=True)  # the last two are of no sequence
+    q = torch.randn(28, 4, 8, dtype=torch.float64, requires_grad=True)  # the last two belong to no sequence
     kv = torch.randn(38, 2, 2, 8, dtype=torch.float64, requires_grad=True)
     packing = starts_q, starts_k, 17, 30
     slopes = torch.rand(5, 4)

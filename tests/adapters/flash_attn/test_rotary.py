@@ -1,4 +1,4 @@
-"""Rotary embeddings in flash-attn's signatures."""
+"""Promise: rotary embeddings in flash-attn's signatures compute its documented formula, in place where it does."""
 
 import math
 import re
@@ -56,7 +56,7 @@ def test_turns_leaves_in_place_as_flash_attn_does():
     out = apply_rotary_emb(x, angle.cos(), angle.sin(), inplace=True)
     (gradient,) = torch.autograd.grad(out, x, torch.ones_like(out))
     assert_close(x.detach(), turned(before, torch.arange(5), angle))
-    assert_close(turned(gradient, torch.arange(5), angle), torch.ones_like(gradient))  # the transposed is the inverse
+    assert_close(turned(gradient, torch.arange(5), angle), torch.ones_like(gradient))  # the transpose is the inverse
 
 
 def test_gradients_of_what_was_turned_in_place_wherever_it_is_read():
@@ -76,7 +76,7 @@ def test_gradients_of_what_was_turned_in_place_wherever_it_is_read():
 
 @pytest.mark.parametrize("offsets", OFFSETS)
 def test_packed_sequences(offsets):
-    """The two tokens behind the last sequence stay as they are."""
+    """The two tokens after the last sequence don't change."""
     angle, offset = angles(4), OFFSETS[offsets]
     starts = torch.tensor([0, 7, 9], dtype=torch.int32)
     x = torch.randn(11, 2, 8, dtype=torch.float64)
@@ -146,7 +146,7 @@ def test_an_argument_of_older_flash_attns():
 
 
 def test_xpos_products_depend_on_distances_alone():
-    """Scaling q up and k down by position leaves the factor s^(distance / scale_base)."""
+    """Scaling q up and k down by position leaves a factor of s^(distance / scale_base)."""
     module = RotaryEmbedding(8, scale_base=16.0)
     ones = torch.ones(1, 20, 3, 1, 8)
     q, k, v = module(ones.clone()).unbind(2)

@@ -1,4 +1,4 @@
-"""Promise: the FlexAttention adapter refuses wrong arguments in one sentence, with their values."""
+"""Promise: the FlexAttention adapter refuses wrong arguments in one sentence with their values."""
 
 import pytest
 import torch
@@ -115,7 +115,7 @@ CALLS = {
     "union": (
         NotImplementedError,
         lambda *t: or_masks(causal(), document(IDS)),
-        "or_masks must be of causal and sliding_window with one offset (prefix_lm is a mask of its own), got causal, "
+        "or_masks must combine causal and sliding_window with one offset (prefix_lm is a mask of its own), got causal, "
         "document",
     ),
     "cap": (ValueError, lambda *t: softcap(0), "cap must be above 0, got 0"),

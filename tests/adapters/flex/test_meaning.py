@@ -1,4 +1,4 @@
-"""Promise: FlexAttention's common masks and scores mean on a CPU what they mean to torch, with gradients."""
+"""Promise: on a CPU, FlexAttention's common masks and scores mean what they mean in torch, gradients included."""
 
 import doctest
 
@@ -60,7 +60,7 @@ SCORES = {
 
 @pytest.fixture(autouse=True)
 def _plain_torch(monkeypatch):
-    """torch's formula runs as it stands: by default it is traced for each mask first, which takes a second."""
+    """Runs torch's formula uncompiled: by default it is traced for each new mask, which takes a second."""
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
 
 
@@ -83,7 +83,7 @@ def assert_as_torch(tensors, score_mod, block_mask, tolerance=1e-12):
 
 
 def test_definitions():
-    """Each mask_mod by what its docstring says: the other tests compare its native meaning with the function."""
+    """Checks each mask_mod against its docstring: the other tests compare its native meaning with the function."""
     b, i, j = torch.arange(2)[:, None, None], torch.arange(90)[:, None], torch.arange(90)
     lengths, offsets = torch.tensor([10, 70])[:, None, None], torch.tensor([3, -9])[:, None, None]
     every = (b >= 0) & (i >= 0) & (j >= 0)
@@ -111,7 +111,7 @@ def test_definitions():
 @every_mask
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_masks(name, lengths):
-    """Rows that see nothing included: out 0 and lse -inf on both sides."""
+    """Includes rows that see nothing: out 0 and lse -inf on both sides."""
     block_mask = create_block_mask(MASKS[name](), 2, None, *lengths, device="cpu")
     assert_as_torch(inputs(lengths), None, block_mask)
 
@@ -120,7 +120,7 @@ def test_masks(name, lengths):
 @pytest.mark.parametrize("name", ["causal", "both sides", "two places", "rows of documents", None])
 def test_scores(score, name):
     mask_mod, score_mod = and_masks() if name is None else MASKS[name](), SCORES[score]()
-    if score != "softcap":  # of the dtype of query
+    if score != "softcap":  # slopes of query's dtype
         tensors = inputs((40, 90), torch.float32)
         block_mask = create_block_mask(mask_mod, 2, None, 40, 90, device="cpu")
         assert_as_torch(tensors, score_mod, None if name is None else block_mask, 1e-5)
@@ -147,7 +147,7 @@ def test_blocks_are_torchs(name, lengths, block_size):
 
 
 def test_blocks_of_a_long_sequence():
-    """torch's own function would make 16 GB of pairs."""
+    """torch's own function would create 16 GB of pairs."""
     mask_mod = and_masks(causal(), document(torch.arange(2**17) // 4096))
     block_mask = create_block_mask(mask_mod, None, None, 2**17, 2**17, "cpu", 1024)
     assert int(block_mask.kv_num_blocks.sum()) == 128
@@ -155,7 +155,7 @@ def test_blocks_of_a_long_sequence():
 
 
 def formula(q, k, v, mask_mod, score_mod, slopes):
-    """Plain torch, the mask and ALiBi's distances by their definitions."""
+    """Plain torch, with the mask and ALiBi's distances written out."""
     k, v = (t.repeat_interleave(2, 1) for t in (k, v))
     scores = q @ k.mT / q.shape[-1] ** 0.5
     if score_mod == "softcap":
@@ -231,14 +231,14 @@ def test_one_sequence_of_keys_for_all_queries():
 
 
 def test_a_mask_cut_to_shorter_lengths():
-    """Full blocks then reach past the last query and key."""
+    """Full blocks then extend past the last query and key."""
     q, k, v = inputs((90, 60))
     block_mask = create_block_mask(sliding_window(-1, 40), None, None, 96, 64, "cpu", 16)._adjust(90, 60)
     assert_as_torch((q, k, v), None, block_mask)
 
 
 def test_decoding_with_rows_of_a_mask():
-    """One row of blocks of a large mask, at a position that changes in place, as generation does it."""
+    """One row of blocks of a large mask, at a position that changes in place, as in generation."""
     q, k, v = inputs((90, 90))
     full = flex_attention(
         q, k, v, block_mask=create_block_mask(causal(), None, None, 90, 90, "cpu", 16), enable_gqa=True

@@ -1,4 +1,4 @@
-"""Promise: the FlexAttention adapter refuses by name what it does not know, compiles, and leaves GPUs to torch."""
+"""Promise: the FlexAttention adapter refuses unknown functions by name, compiles, and leaves GPUs to torch."""
 
 import copy
 import functools
@@ -82,13 +82,13 @@ def test_scores_from_elsewhere_are_refused_by_name():
 
 
 def test_rows_of_a_mask_without_its_mask_mod():
-    """torch takes the mask_mod away where a part of a mask may mean something else."""
+    """torch drops the mask_mod when a part of a mask may have another meaning."""
     with pytest.raises(NotImplementedError, match="_sliced_mask_mod_error"):
         flex_attention(*tensors(), block_mask=blocks(causal())[:, :, :])
 
 
 def test_blocks_that_say_something_else():
-    """torch's GPU kernels would follow the blocks, its formula on a CPU the mask_mod."""
+    """torch's GPU kernels would follow the blocks, and its CPU formula the mask_mod."""
     rule = (
         "^pyattn: block_mask must list every block that its mask_mod shows, and as full only what it shows entirely, "
     )

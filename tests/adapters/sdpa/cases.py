@@ -1,4 +1,4 @@
-"""What the tests of the switch call attention with."""
+"""Inputs for the tests of the switch."""
 
 import torch
 

@@ -9,7 +9,7 @@ OPERATOR = "aten::scaled_dot_product_attention"
 
 
 def state():
-    """What the switch changes in torch."""
+    """The settings of torch that the switch changes."""
     settings = torch.backends.mha.get_fastpath_enabled(), torch.compiler.config.cache_key_tag
     return (
         torch._C._dispatch_dump_table(OPERATOR),
@@ -21,7 +21,7 @@ def state():
 
 @pytest.fixture
 def nothing_counted():
-    """Each test begins with the switch off and counts of 0, and leaves torch as it was."""
+    """Each test starts with the switch off and all counts 0, and leaves torch as it was."""
     before = state()
     assert not is_enabled()
     reset_counts()

@@ -1,4 +1,4 @@
-"""Promise: compiled code follows the switch, whenever it was compiled, and is compiled once for each position."""
+"""Promise: compiled code follows the switch, whenever it was compiled, and is compiled once per switch position."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention  # bound before the
 from pyattn.adapters.sdpa import counts, disable, enable, enabled, is_enabled, reset_counts
 
 compiled_graphs: list[bool] = []
-"""Whether the switch was on, for each graph that was compiled."""
+"""For each compiled graph, whether the switch was on."""
 
 
 def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
@@ -30,7 +30,7 @@ def _nothing_compiled():
 
 
 class Attention(nn.Module):
-    """Its forward's code is one for all instances."""
+    """All instances share one forward, so one code object."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,11 +63,11 @@ def operators(function: Any, x: Tensor) -> set[str]:
 NATIVE = {"pyattn::attention_forward", "pyattn::attention_backward"}
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which Dynamo reads of what it takes over a graph break
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo reads it from tensors that cross a graph break
 @pytest.mark.parametrize("first", [False, True], ids=["compiled off", "compiled on"])
 @pytest.mark.parametrize("what", MADE)
 def test_compiled_code_follows_the_switch(what, first):
-    """Another instance of the same class as well: Dynamo keeps what it compiled by code."""
+    """Another instance of the same class follows too: Dynamo keys compiled code by code object."""
     x = torch.randn(2, 6, 8, requires_grad=True)
     pairs = [(plain, torch.compile(plain, backend=backend)) for plain in (MADE[what](), MADE[what]())]
     for on in (first, not first, first, not first):
@@ -93,7 +93,7 @@ def test_each_position_is_compiled_once():
 
 
 def test_code_without_attention_runs_on():
-    """It is compiled anew once, for Dynamo keeps no record of what a graph calls."""
+    """It is recompiled once, because Dynamo keeps no record of what a graph calls."""
     function = torch.compile(lambda x: x.sin() + 1, backend=backend)
     x = torch.randn(3)
     for _ in range(3):
@@ -104,7 +104,7 @@ def test_code_without_attention_runs_on():
 
 
 def test_a_torch_that_hides_its_compiled_code_is_a_warning(monkeypatch):
-    """The names are torch's own and may change: the switch itself then works all the same."""
+    """The names belong to torch and may change; the switch itself then still works."""
     compiled = torch.compile(scaled_dot_product_attention, backend=backend)
     compiled(*torch.randn(3, 1, 2, 8, 4))
     monkeypatch.delattr("torch._dynamo.eval_frame._debug_get_cache_entry_list")

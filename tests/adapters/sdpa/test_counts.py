@@ -1,4 +1,4 @@
-"""Promise: calls that the switch leaves to torch are torch's to the bit and to the message, and are counted."""
+"""Promise: calls that the switch leaves to torch have torch's bits and torch's messages, and are counted."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_errors_stay_torchs(change, reason):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_are_counted(layout):
     parts = [torch.randn(4, 3, 8), torch.randn(4, 2, 8)]
-    if layout == torch.jagged:  # which has its uneven dimension second, and heads behind it
+    if layout == torch.jagged:  # its ragged dimension is the second, before the heads
         nested = torch.nested.nested_tensor([t.transpose(0, 1) for t in parts], layout=layout).transpose(1, 2)
     else:
         nested = torch.nested.nested_tensor(parts)
@@ -83,7 +83,7 @@ def test_nested_tensors_are_counted(layout):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_in_modules_are_an_error():
-    """torch takes them on its fast path alone, and says so."""
+    """torch takes them only on its fast path, and says so."""
     module = nn.MultiheadAttention(8, 2, batch_first=True).eval()
     nested = torch.nested.nested_tensor([torch.randn(3, 8)], layout=torch.strided)
     with enabled(), torch.no_grad(), pytest.raises(AssertionError, match="NestedTensor outside of its fast path"):
@@ -91,7 +91,7 @@ def test_nested_tensors_in_modules_are_an_error():
 
 
 def test_tensors_that_hold_others_are_torchs():
-    """Such as DTensor; a plain subclass is taken and comes back as one."""
+    """DTensor is one; a plain subclass is taken, and the result has its type."""
 
     class Plain(torch.Tensor):
         pass

@@ -1,4 +1,4 @@
-"""Promise: scaled_dot_product_attention means what torch's does, for each argument, forward and backward."""
+"""Promise: each argument of scaled_dot_product_attention means what it means in torch, forward and backward."""
 
 import doctest
 import math
@@ -22,7 +22,7 @@ def by_torch(*arguments, **named):
 
 
 def results(function, tensors, arguments, options):
-    """out of ``function`` and the gradient of each float tensor, under the same gradient of out."""
+    """out of ``function`` and the gradient of each float tensor, for the same gradient of out."""
     leaves = [t if t is None or t.dtype == torch.bool else t.detach().requires_grad_() for t in tensors]
     out = function(*leaves, *arguments, **options)
     dout = torch.sin(torch.arange(out.numel()).reshape(out.shape)).to(out.dtype)
@@ -32,7 +32,7 @@ def results(function, tensors, arguments, options):
 
 
 def random_case(seed):
-    """Tensors in float64 and arguments, of 2 to 6 dimensions: broadcast, grouped, masked, causal or none of it."""
+    """Tensors in float64 and arguments, of 2 to 6 dimensions: broadcast, grouped, masked, causal or none of these."""
     draw = random.Random(seed)
     lead = [draw.choice([1, 2, 3]) for _ in range(draw.randint(0, 4))]
     grouped = bool(lead) and draw.random() < 0.3
@@ -76,7 +76,7 @@ def test_any_shapes_as_torch(seed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["causal", "bool", "float", "wide"])
 def test_accuracy(dtype, kind):
-    """By the rule of yardstick.py, torch's math backend being plain PyTorch; the mask may be float32 beside 16 bits."""
+    """By yardstick.py's rule, with torch's math backend as plain PyTorch; the mask may be float32 beside 16 bits."""
     q, k, v = torch.randn(2, 6, 70, 33), torch.randn(2, 2, 90, 33), torch.randn(2, 2, 90, 20)
     mask = {"causal": None, "bool": torch.rand(70, 90) < 0.8}.get(kind, torch.randn(2, 1, 70, 90))
     q, k, v = (t.to(dtype) for t in (q, k, v))
@@ -139,7 +139,7 @@ def test_ranges_are_known_by_their_type(is_causal, batches):
     if is_causal:
         with pytest.raises(ValueError, match="need causal=False"):
             scaled_dot_product_attention(query, key, value, masks.prefix_lm(2, 6), is_causal=True)
-    with refused(TypeError, "attn_mask must be bool"):  # other integers are no ranges
+    with refused(TypeError, "attn_mask must be bool"):  # other integer tensors are not ranges
         scaled_dot_product_attention(query, key, value, torch.zeros(6, 6, dtype=torch.int64))
 
 
@@ -153,7 +153,7 @@ def test_odd_strides():
 
 def test_dropout_draws_from_torchs_generator():
     q, k = torch.randn(2, 1, 2, 40, 8)
-    v = torch.eye(40).expand(1, 2, 40, 40)  # so the result is the weights after dropout
+    v = torch.eye(40).expand(1, 2, 40, 40)  # the result is the weights after dropout
     exact = by_torch(q, k, v)
     torch.manual_seed(1)
     first, second = (scaled_dot_product_attention(q, k, v, dropout_p=0.25) for _ in range(2))

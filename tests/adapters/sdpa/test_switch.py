@@ -1,4 +1,4 @@
-"""Promise: the switch sends torch's own SDPA and its modules here, counts what it leaves to torch, and goes away."""
+"""Promise: the switch routes torch's SDPA and its modules here, counts the calls it leaves to torch, and comes off."""
 
 import threading
 from contextlib import nullcontext
@@ -72,7 +72,7 @@ def encoder():
 PADDING = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # which torch's fast path makes of padding
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # torch's fast path makes them from padding
 @pytest.mark.parametrize("options", [{}, {"src_key_padding_mask": PADDING}, {"mask": torch.ones(6, 6).triu(1).bool()}])
 @pytest.mark.parametrize("training", [True, False])
 def test_encoders_and_their_fast_path(training, options):
@@ -106,7 +106,7 @@ def test_multihead_attention(training, need_weights):
 
 
 def test_compiled_code():
-    """The graph has the native operator, forward and backward; those compiled before and after have torch's."""
+    """The graph has the native operator, forward and backward; graphs compiled before and after have torch's."""
 
     def step(q, k, v):
         return scaled_dot_product_attention(q, k, v, is_causal=True).sin()
@@ -171,7 +171,7 @@ def test_what_was_set_before_comes_back(monkeypatch):
 
 
 def test_the_switch_belongs_to_the_process():
-    """Another thread's calls come here while this one holds the switch, and no longer after it let go."""
+    """Another thread's calls come here while this one holds the switch, and no longer once it is released."""
     q, k, v = detached()
 
     def in_a_thread():

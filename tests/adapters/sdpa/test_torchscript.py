@@ -1,4 +1,4 @@
-"""Promise: TorchScript compiles torch's modules while the switch is on, and what it compiled follows the switch."""
+"""Promise: TorchScript compiles torch's modules while the switch is on, and the compiled code follows the switch."""
 
 import io
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 
 def by_switch(module, x, **options):
-    """Results and gradients of ``x`` with the switch off and on, and how many calls were taken while it was on."""
+    """Results and gradients of ``x`` with the switch off and on, and how many calls it took while on."""
 
     def step():
         out = module(x, **options)

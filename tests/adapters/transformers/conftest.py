@@ -7,7 +7,7 @@ from torch import Tensor
 
 @pytest.fixture
 def softmax_in_its_own_dtype(monkeypatch):
-    """Eager attention casts scores to float32 before the softmax, in float64 too."""
+    """Keeps float64 scores in float64: eager attention otherwise casts them to float32 before the softmax."""
     softmax = torch.nn.functional.softmax
     own: Callable[..., Tensor] = lambda x, dim=None, **named: softmax(x, dim=dim)  # noqa: E731
     monkeypatch.setattr(torch.nn.functional, "softmax", own)

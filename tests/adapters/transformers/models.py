@@ -1,4 +1,4 @@
-"""Small models of transformers built from configurations, and how the tests run them."""
+"""Small models of transformers, built from configurations, and how the tests run them."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPT", SIZES | OPT),
     "llama4": ("Llama4Text", WINDOWED | {"num_local_experts": 2, "intermediate_size_mlp": 48}),
 }
-"""Name of the configuration, less ``Config``, and its arguments."""
+"""The configuration's name without ``Config``, and its arguments."""
 
 DECODERS["llama4"][1].update(layer_types=["chunked_attention", "full_attention"], attention_chunk_size=4)
 
@@ -56,13 +56,13 @@ PADDING = {
 
 
 def made(config: str, arguments: dict[str, Any], kind: str = "CausalLM") -> Any:
-    """A model with weights large enough that attention matters, without dropout."""
+    """A model without dropout, with weights large enough for attention to matter."""
     adapter.register()
     torch.manual_seed(0)
     configuration = getattr(transformers, f"{config}Config")(**arguments)
     model = getattr(transformers, f"AutoModelFor{kind}").from_config(configuration).eval()
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # the others have no float64
+        model.set_experts_implementation("eager")  # the others don't support float64
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -74,7 +74,7 @@ def decoder(name: str) -> Any:
 
 
 def results(model: Any, implementation: str, rows: Tensor, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Outputs of these rows, bool (B, S), and the gradient of each parameter."""
+    """The outputs at these rows, bool (B, S), and the gradient of each parameter."""
     model.set_attn_implementation(implementation)
     model.zero_grad()
     outputs = model(**inputs)
@@ -86,8 +86,8 @@ def results(model: Any, implementation: str, rows: Tensor, **inputs: Any) -> tup
 
 
 ROUNDINGS = 2**-17
-"""Norms and rotary tables compute in float32 in float64 models too, where a rounding may fall the other way: 2^-24,
-and 2^7 for what two layers make of it. A mask or a scale that is wrong changes results by some 2^-3."""
+"""Norms and rotary tables compute in float32 even in float64 models, where one rounding may differ: 2^-24, amplified up
+to 2^7 by two layers. A wrong mask or scale changes results by some 2^-3."""
 
 
 def assert_near(out: Tensor, truth: Tensor, what: Any = None) -> None:

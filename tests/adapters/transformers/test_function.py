@@ -1,4 +1,4 @@
-"""Promise: transformers' attention function honours each argument, or refuses it by name."""
+"""Promise: transformers' attention function honours each argument or refuses it by name."""
 
 import re
 import runpy
@@ -30,7 +30,7 @@ ENCODER.is_causal = False
 
 @each_dtype
 def test_the_function_renames(dtype):
-    """Bit for bit what :func:`pyattn.attention` gives."""
+    """Equal to :func:`pyattn.attention` bit for bit."""
     q, k, v = inputs(dtype)
     sinks, bias = torch.randn(4), torch.randn(1, 4, 6, 6)
     seen, ranges = torch.rand(2, 1, 6, 6) < 0.7, masks.padding([6, 4], 6)
@@ -69,12 +69,12 @@ def test_the_function_renames(dtype):
     plain = attention(q, k, v, causal=False).transpose(1, 2)
     assert torch.equal(attention_function(ENCODER, q, k, v, None)[0], plain)
     assert torch.equal(attention_function(ENCODER, q, k, v, None, sliding_window=6)[0], plain)
-    out = attention_function(ENCODER, q[:1], k, v, None)[0]  # queries that a model learns have batch 1
+    out = attention_function(ENCODER, q[:1], k, v, None)[0]  # learned queries have batch 1
     assert torch.equal(out, attention(q[:1].expand(2, -1, -1, -1), k, v, causal=False).transpose(1, 2))
 
 
 def test_a_position_bias_beside_a_mask_is_not_copied():
-    """Joined into one tensor, (4, 4, 1024, 1024) in float32, they would take 64 MiB."""
+    """Combined into one float32 tensor (4, 4, 1024, 1024), they would take 64 MiB."""
     q, k, v = inputs(batch=4, queries=1024, keys=1024)
     seen, bias = torch.rand(4, 1, 1024, 1024) < 0.7, torch.randn(1, 4, 1024, 1024)
     mask = Mask((4, 1, 1024, 1024), pairs=seen)
@@ -82,13 +82,13 @@ def test_a_position_bias_beside_a_mask_is_not_copied():
     def run():
         return attention_function(ENCODER, q, k, v, mask, position_bias=bias)[0]
 
-    out = run()  # loads what is loaded once
+    out = run()  # does all one-time loading
     assert memory_needed(run) < 32 * 2**20
     assert torch.equal(out, attention(q, k, v, causal=False, bias=bias.where(seen, -torch.inf)).transpose(1, 2))
 
 
 def test_a_query_among_slots():
-    """One query without a mask sees every key; several stand at the first, before slots that are not filled."""
+    """A single query without a mask sees every key; several start at the first, before the cache's unfilled slots."""
     q, k, v = inputs(queries=1)
     assert torch.equal(attention_function(DECODER, q, k, v, None)[0], attention(q, k, v).transpose(1, 2))
     out = attention_function(DECODER, q, k, v, None, sliding_window=2)[0]
@@ -129,7 +129,7 @@ def test_packed_sequences():
         (ValueError, "attention_mask must have 4 dimensions, got shape (6, 6)", {"attention_mask": torch.ones(6, 6)}),
         (ValueError, "sliding_window must be at least the number of keys", {"is_causal": False, "sliding_window": 3}),
         (ValueError, "sliding_window must be at least 1, got 0", {"sliding_window": 0}),
-        (ValueError, "cu_seq_lens_q goes with batch 1, got batch 2", {"cu_seq_lens_q": torch.tensor([0, 6])}),
+        (ValueError, "cu_seq_lens_q must come with batch 1, got batch 2", {"cu_seq_lens_q": torch.tensor([0, 6])}),
         (NotImplementedError, "cache must be None", {"cache": object()}),
     ],
 )
@@ -141,7 +141,7 @@ def test_errors(error, message, arguments):
 
 @pytest.mark.parametrize(("name", "wrong"), [("position_bias", torch.zeros(1, 4, 6, 6)), ("output_attentions", True)])
 def test_packed_sequences_refuse(name, wrong):
-    with pytest.raises(NotImplementedError, match=re.escape(f"cu_seq_lens_q goes without {name}")):
+    with pytest.raises(NotImplementedError, match=re.escape(f"cu_seq_lens_q must come with a mask if {name} is given")):
         attention_function(DECODER, *inputs(batch=1), None, cu_seq_lens_q=torch.tensor([0, 6]), **{name: wrong})
 
 

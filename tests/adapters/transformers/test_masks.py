@@ -1,4 +1,4 @@
-"""Promise: transformers' masks become ranges in linear memory, and are those that it makes itself."""
+"""Promise: transformers' masks become ranges in linear memory, equal to the masks that it makes itself."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ LEFT = torch.tensor([2, 0])
 
 
 def image(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Tokens 1 to 3 see each other, as those of an image do."""
+    """Tokens 1 to 3 see each other, as an image's tokens do."""
     return (q >= 1) & (q <= 3) & (k >= 1) & (k <= 3)
 
 
@@ -38,11 +38,11 @@ RULES: dict[str, Callable[..., Tensor]] = {
     "holes": theirs.or_masks(theirs.causal_mask_function, far_key),
 }
 SHAPES = [(7, 7, 0, 0), (5, 9, 0, 0), (3, 7, 4, 0), (3, 6, 5, 2), (1, 7, 6, 0), (2, 2, 0, 0), (7, 4, 0, 0)]
-"""Queries, keys, positions of the first of each: a prompt, a static cache, a dynamic one, that of a window, ..."""
+"""Queries, keys, and the position of the first of each: a prompt, a static cache, a dynamic one, a window's, ..."""
 
 
 def shown(mask: Tensor | Mask | None, q_length: int, kv_length: int, causal: bool) -> Tensor:
-    """bool (2, 1, Sq, Sk): what the attention function makes of a mask."""
+    """bool (2, 1, Sq, Sk): the keys that the attention function makes visible for a mask."""
     keys = torch.arange(kv_length)
     upper_left = keys <= torch.arange(q_length)[:, None]
     if mask is None:
@@ -101,7 +101,7 @@ def test_packed_masks(rule):
 
 @pytest.mark.parametrize("rule", ["causal", "full", "window", "both ways", "chunks"])
 def test_rules_of_transformers_are_known(rule):
-    """Nothing is evaluated but the rows that are compared."""
+    """Only the rows that are compared are evaluated."""
     interval = transformers_rules.interval(RULES[rule], torch.arange(9))
     assert interval is not None
     ranges = torch.stack(interval, -1).clamp(0, 9)
@@ -122,7 +122,7 @@ def test_plain_masks_are_left_out():
         assert mask_function(2, 1, 6, q_offset=5, attention_mask=tokens) is None
         full = {"mask_function": RULES["full"], "allow_is_causal_skip": False, "allow_is_bidirectional_skip": True}
         assert mask_function(2, 6, 6, attention_mask=tokens, **full) is None
-    assert mask_function(2, 1, 9, q_offset=5) is not None  # slots that a static cache has not filled
+    assert mask_function(2, 1, 9, q_offset=5) is not None  # unfilled slots of a static cache
     assert mask_function(2, 6, 6, attention_mask=ones, allow_is_causal_skip=False) is not None
 
 
@@ -136,8 +136,8 @@ def test_plain_masks_are_left_out():
     ids=["packed", "padded", "evaluated"],
 )
 def test_memory_is_linear(seqlen, arguments):
-    """Resident memory: bools for all pairs of query and key take 1 GiB, and 64 MiB where rows are evaluated."""
-    mask_function(1, seqlen, seqlen, **arguments)  # loads what is loaded once
+    """Resident memory: bools for all pairs would take 1 GiB, and evaluating some rows at a time takes 64 MiB."""
+    mask_function(1, seqlen, seqlen, **arguments)  # does all one-time loading
     assert memory_needed(lambda: mask_function(1, seqlen, seqlen, **arguments)) < 32 * 2**20
 
 
@@ -159,7 +159,7 @@ def test_dense_masks_are_counted():
 
 
 def test_traced_masks_are_dense():
-    """Where no value can be read, ranges would have to take the example's."""
+    """No value can be read there, so ranges would keep the values of the example."""
 
     def traced(tokens):
         mask = mask_function(2, 6, 6, attention_mask=tokens)
@@ -185,7 +185,7 @@ def test_empty_masks(sizes):
 
 
 def sliding_window_overlay(sliding_window: int) -> Callable[..., Tensor]:
-    """As another version of transformers might count."""
+    """Counts as another version of transformers might."""
 
     def inner_mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return k >= q - sliding_window
@@ -201,7 +201,7 @@ def test_a_rule_that_means_something_else_is_evaluated():
 
 
 def test_a_mask_goes_where_a_tensor_goes():
-    """``generate`` hands masks back, and hooks move them to a layer's device."""
+    """``generate`` passes masks back, and hooks move them to a layer's device."""
     padded, holes = (mask_function(1, 9, 9, mask_function=RULES[rule]) for rule in ("window", "holes"))
     for mask in (padded, holes, mask_function(1, 9, 9)):
         assert isinstance(mask, Mask)

@@ -1,4 +1,4 @@
-"""Promise: models of transformers give with ``attn_implementation="pyattn"`` what eager attention gives in float64."""
+"""Promise: models of transformers with ``attn_implementation="pyattn"`` agree with eager attention in float64."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ exact = pytest.mark.usefixtures("softmax_in_its_own_dtype")
 
 
 def assert_same(model: Any, rows: torch.Tensor, **inputs: Any) -> None:
-    """Outputs and every gradient as with eager attention."""
+    """Outputs and all gradients agree with eager attention."""
     out, gradients = results(model, "pyattn", rows, **inputs)
     truth, true_gradients = results(model, "eager", rows, **inputs)
     assert_near(out, truth)
@@ -50,7 +50,7 @@ def test_decoders(name, padding):
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_generation(name, padding, cache):
-    """Past the windows and chunks of four tokens."""
+    """Generates past the windows and chunks of four tokens."""
     model = decoder(name).double()
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     options |= {"output_logits": True, "return_dict_in_generate": True, "disable_compile": True}
@@ -128,7 +128,7 @@ def test_checkpoints(reentrant):
         assert torch.equal(gradient, sides[1][name]), name
 
 
-@pytest.mark.filterwarnings("ignore::Warning")  # of the compiler about its own parts
+@pytest.mark.filterwarnings("ignore::Warning")  # the compiler warns about its own parts
 def test_compiled():
     torch._dynamo.reset()
     model = decoder("llama")
@@ -141,7 +141,7 @@ def test_compiled():
         assert_near(out, truth)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt2", "opt"])  # gpt2 and opt don't tell their layers
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "opt"])  # gpt2 and opt don't pass the setting to their layers
 def test_weights(name):
     model = decoder(name)
     sides = []
@@ -157,10 +157,10 @@ def test_weights(name):
 
 @pytest.mark.filterwarnings("ignore:.*")
 def test_models_with_attention_of_their_own():
-    """transformers gives them any name without a word; a mask of ours would mean no mask there."""
+    """transformers accepts any name for them without a word; our mask would mean no mask there."""
     bloom = made("Bloom", {"vocab_size": 64, "hidden_size": 32, "n_layer": 1, "n_head": 4})
     assert "attn_implementation is eager" in adapter.fallbacks(bloom)[-2]
     bloom.config._attn_implementation = "pyattn"
-    with pytest.raises(NotImplementedError, match="attention of its own, got a BloomConfig"):
+    with pytest.raises(NotImplementedError, match="its own attention, got a BloomConfig"):
         bloom(IDS)
-    assert adapter.fallbacks(bloom)[-1] == "transformer.h.0.self_attention (BloomAttention): attention of its own"
+    assert adapter.fallbacks(bloom)[-1] == "transformer.h.0.self_attention (BloomAttention): its own attention"

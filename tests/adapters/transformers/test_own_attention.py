@@ -1,4 +1,4 @@
-"""Promise: a model whose attention is its own is refused or listed, whatever its source looks like."""
+"""Promise: a model with its own attention is refused or listed, whatever its source looks like."""
 
 import importlib
 import importlib.util
@@ -31,11 +31,11 @@ ITSELF = re.compile(
     r"|logsumexp"
 )
 OTHERWISE = re.compile(r"Deformable|Pooling|Map$|Gated|GRUCell|Residual|PreTrained")
-"""Parts of another kind that have attention in their names."""
+"""Other kinds of modules with attention in their names."""
 
 
 def test_the_lists_are_those_of_the_installed_transformers():
-    """By the source of every model, 24 MB. A version that brings others fails here, and needs them listed."""
+    """Reads the source of every model, 24 MB. A version with new ones fails here until they are listed."""
     whole, parts = {}, {}
     (folder,) = importlib.util.find_spec("transformers").submodule_search_locations  # type: ignore[union-attr]
     for path in sorted(Path(folder).glob("models/*/modeling_*.py")):
@@ -77,7 +77,7 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.filterwarnings("ignore:.*")
 @pytest.mark.parametrize("name", [*OWN, *DECODERS])
 def test_the_lists_are_what_models_call(name, monkeypatch):
-    """Listed models run without a call of the attention function, or are refused before one."""
+    """Listed models run without calling the attention function, or are refused before that."""
     calls: list[str] = []
 
     def counted(module, query, *_, **__):
@@ -97,22 +97,22 @@ def test_the_lists_are_what_models_call(name, monkeypatch):
     try:
         model(IDS)
     except NotImplementedError as error:
-        assert "attention of its own" in str(error)  # noqa: PT017
+        assert "its own attention" in str(error)  # noqa: PT017
         refused = True
     assert bool(calls) == (name not in OWN)
     assert not calls or not refused
     lines = adapter.fallbacks(model)
-    assert any(line.endswith(": attention of its own") for line in lines) == (name in OWN)
+    assert any(line.endswith(": its own attention") for line in lines) == (name in OWN)
 
 
 def test_a_model_that_is_listed_in_part():
-    """transformers takes the name for all of GIT, whose text model would take None for every key."""
+    """transformers accepts the name for all of GIT, whose text model would take None to mean every key."""
     model = made("Git", SMALL | {"vision_config": SMALL | {"image_size": 32, "patch_size": 16}})
     model.set_attn_implementation("pyattn")
     for mask in (None, PADDING["left"]):
-        with pytest.raises(NotImplementedError, match=r"attention of its own, got \w+\(\) of a mask"):
+        with pytest.raises(NotImplementedError, match=r"its own attention, got \w+\(\) of a mask"):
             model(IDS, attention_mask=mask)
-    assert "(GitSelfAttention): attention of its own" in "".join(adapter.fallbacks(model))
+    assert "(GitSelfAttention): its own attention" in "".join(adapter.fallbacks(model))
 
 
 class OwnConfig(PreTrainedConfig):
@@ -120,7 +120,7 @@ class OwnConfig(PreTrainedConfig):
 
 
 class Mixer(PreTrainedModel):
-    """Other people's model: nothing in its source tells that it computes attention."""
+    """Someone else's model: nothing in its source shows that it computes attention."""
 
     config_class = OwnConfig
     _supports_sdpa = True
@@ -153,7 +153,7 @@ HOLES[0, 5] = 0
 def test_a_mask_is_known_by_its_type(use, padding):
     adapter.register()
     model = Mixer(OwnConfig(attn_implementation="pyattn"), USES[use])
-    with pytest.raises(NotImplementedError, match=r"^pyattn: .* attention of its own, got \w+\(\) of a mask"):
+    with pytest.raises(NotImplementedError, match=r"^pyattn: .* its own attention, got \w+\(\) of a mask"):
         model(torch.randn(2, IDS.shape[1], 8), padding)
 
 
@@ -182,7 +182,7 @@ def test_info_lists_them_and_imports_none():
     code = "import sys; from pyattn.cli import main; main(['info']); print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("transformers")]
-    assert " architectures keep attention of their own" in line
+    assert " architectures keep their own attention" in line
     assert {"bloom", "falcon", "gptj"} <= set(line.split())
     assert "llama" not in line.split()
     assert done.stdout.splitlines()[-1] == "False"
@@ -193,9 +193,7 @@ def test_info_names_the_version_that_was_checked(monkeypatch):
         monkeypatch.setattr(transformers_models, "version", lambda _, v=installed: v)
         described = transformers_models.described()
         assert described is not None
-        assert described.startswith(
-            f"{installed}; {len(WHOLE | PARTS)} architectures keep attention of their own{said}: "
-        )
+        assert described.startswith(f"{installed}; {len(WHOLE | PARTS)} architectures keep their own attention{said}: ")
 
 
 def test_info_without_transformers(monkeypatch):

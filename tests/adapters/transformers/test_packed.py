@@ -1,4 +1,4 @@
-"""Promise: documents packed into a row give what each gives by itself, with a cache or without, masked or not."""
+"""Promise: documents packed into a row give the results they give alone, with or without a cache, masked or not."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from pyattn.masks import KeyRanges
 
 LENGTHS = [5, 1, 6]
 WITHOUT_POSITIONS = ["llama4"]
-"""Their layers don't hand position ids on to attention."""
+"""Models whose layers don't pass position ids to attention."""
 
 PACKED = [name for name in DECODERS if name not in WITHOUT_POSITIONS]
 WAYS = [
@@ -27,7 +27,7 @@ WAYS = [
 
 
 def batch(**options: bool) -> dict[str, Any]:
-    """Three documents as transformers' own collator packs them."""
+    """Three documents, packed by transformers' own collator."""
     collator = transformers.DataCollatorWithFlattening(return_tensors="pt", **options)
     packed: dict[str, Any] = collator([{"input_ids": part} for part in IDS[0].split(LENGTHS)])
     packed.pop("labels")
@@ -42,7 +42,7 @@ def gradients(model: Any, out: Tensor) -> dict[str, Tensor]:
 
 
 def alone(model: Any) -> Tensor:
-    """Logits of the documents, one call each, with eager attention."""
+    """The documents' logits from one call each, with eager attention."""
     model.set_attn_implementation("eager")
     out = torch.cat([model(part, use_cache=False).logits for part in IDS[:1].split(LENGTHS, 1)], 1)
     model.set_attn_implementation("pyattn")
@@ -64,7 +64,7 @@ def test_packed_documents(name):
 
 
 def packed_rows() -> dict[str, Tensor]:
-    """Two rows: of 5 + 7 tokens; of 3 + 6, and padding whose positions go on."""
+    """Two rows: one of 5 + 7 tokens; one of 3 + 6 and padding whose positions continue."""
     positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ([5, 7], [3, 9])])
     mask = torch.ones_like(IDS)
     mask[1, 9:] = 0
@@ -74,7 +74,7 @@ def packed_rows() -> dict[str, Tensor]:
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_rows_of_their_own_documents(name, static):
-    """Padded, and with the slots of a cache that is longer than the prompt."""
+    """Padded, and with the slots of a cache longer than the prompt."""
     model = decoder(name)
     model.set_attn_implementation("pyattn")
     cache = transformers.StaticCache(model.config, max_cache_len=20) if static else None
@@ -85,10 +85,10 @@ def test_rows_of_their_own_documents(name, static):
             assert_near(out[row, begin:end], truth)
 
 
-@pytest.mark.filterwarnings("ignore::Warning")  # of the compiler about its own parts
+@pytest.mark.filterwarnings("ignore::Warning")  # the compiler warns about its own parts
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_compiled(name):
-    """Values can't be read: masks are of queries x keys where they are not None."""
+    """Values can't be read, so masks are of queries x keys unless they are None."""
     model = decoder(name)
     truth = alone(model)
     for way in WAYS[1:3] if name == "mistral" else WAYS[:1]:
@@ -97,10 +97,10 @@ def test_compiled(name):
         assert_near(out, truth, way)
 
 
-@pytest.mark.filterwarnings("ignore::Warning")  # of the compiler about its own parts
+@pytest.mark.filterwarnings("ignore::Warning")  # the compiler warns about its own parts
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_compiled_with_a_static_cache_and_a_mask(name, monkeypatch):
-    """Tokens that continue the cache see all of it, whether their values can be read or not."""
+    """Tokens that continue the cache see all of it, whether or not their values can be read."""
     monkeypatch.setattr(transformers_packed, "MIXED", type(transformers_packed.MIXED)())
     torch._dynamo.reset()
     model = decoder(name)
@@ -120,7 +120,7 @@ def test_compiled_with_a_static_cache_and_a_mask(name, monkeypatch):
 
 
 def test_positions_after_a_cache_are_left_alone(monkeypatch):
-    """Restarts there are said aloud once, and listed; left padding, whose positions mean nothing, is not."""
+    """Restarts there give one warning and are listed; left padding, whose positions mean nothing, does neither."""
     monkeypatch.setattr(transformers_packed, "MIXED", type(transformers_packed.MIXED)())
     q, k = torch.randn(1, 4, 4, 8), torch.randn(1, 4, 9, 8)
     row, rows = torch.arange(4), torch.zeros(1, 4, 2, dtype=torch.int64)
@@ -141,7 +141,7 @@ def test_positions_after_a_cache_are_left_alone(monkeypatch):
 
 
 def test_a_mask_of_queries_and_keys_is_the_whole_mask():
-    """Such as a tree, in which documents that begin anew share what comes before them."""
+    """A tree is one: documents that restart share the tokens before them."""
     q = torch.randn(1, 4, 4, 8)
     tree = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=torch.bool)[None, None]
     truth = attention_function(torch.nn.Module(), q, q, q, tree)[0]
@@ -150,7 +150,7 @@ def test_a_mask_of_queries_and_keys_is_the_whole_mask():
 
 
 def test_a_mask_with_holes_that_is_ours():
-    """Padding lies between tokens, in two documents."""
+    """The padding lies between tokens, in two documents."""
     q, keys = torch.randn(1, 4, 6, 8), torch.arange(6)
     mask = adapter.mask_function(1, 6, 6, attention_mask=keys[None] != 1)
     assert mask is not None
@@ -169,7 +169,7 @@ def test_positions_of_other_shapes_say_nothing(positions):
 
 @pytest.mark.parametrize("name", WITHOUT_POSITIONS)
 def test_lengths_reach_models_that_keep_their_positions(name):
-    """Chunks of four tokens begin anew with each document."""
+    """Chunks of four tokens restart with each document."""
     model = decoder(name)
     truth = alone(model)
     for way in WAYS:
