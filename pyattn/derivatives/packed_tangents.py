@@ -13,7 +13,7 @@ from pyattn.ops.schema import LEARNED, PLACES, Options, Packing, Sequence, own
 
 
 def _of(sequence: Sequence, *qkv: Tensor | None) -> tuple[Any, Any, Any]:
-    """Its share of q, k and v or of their tangents, as a batch of one."""
+    """The sequence's share of q, k and v or of their tangents, as a batch of one."""
     places = sequence.queries, sequence.keys, sequence.keys
     q, k, v = (None if t is None else _alone(t, at) for t, at in zip(qkv, places, strict=True))
     return q, k, v
@@ -76,7 +76,7 @@ def _alone(tokens: Tensor, at: slice) -> Tensor:
 
 
 def _joined(parts: list[Tensor], tensor: Tensor | None) -> Tensor | None:
-    """What the sequences give to slopes or sinks that they share or have each their own of."""
+    """The sequences' gradients of slopes or sinks: joined if each sequence has its own, else summed."""
     if tensor is None:
         return None
     if not parts:
