@@ -66,7 +66,7 @@ def check_window(window: object) -> None:
 
 
 def check_scale(name: str, value: object) -> None:
-    """TypeError unless ``value`` is a number; ValueError for an int beyond float's range. The operator checks floats."""
+    """TypeError unless ``value`` is a number; ValueError for an int past float's range; the operator checks floats."""
     check_type(name, value, int, float, torch.SymInt, torch.SymFloat, type(None))
     if isinstance(value, int) and abs(value) > sys.float_info.max:
         raise ValueError(f"pyattn: {name} must be finite, got {shown(value)}")

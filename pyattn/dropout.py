@@ -57,7 +57,7 @@ def dropout_mask(
         bool (batch, num_heads_q, seqlen_q, seqlen_k), True = kept, on the seed's device.
 
     Raises:
-        ValueError: a dropout_p outside [0, 1), a seed beyond 64 bits, a size below 0, more weights than memory can hold.
+        ValueError: a dropout_p outside [0, 1), a seed past 64 bits, a size below 0, more weights than any memory holds.
         TypeError: any other type.
 
     >>> dropout_mask(7, batch=1, num_heads_q=1, seqlen_q=2, seqlen_k=4, dropout_p=0.5).int().tolist()

@@ -140,7 +140,7 @@ class AttentionOptions(TypedDict, total=False):
     ]
     alibi_slopes: Annotated[
         Tensor | None,
-        Option(check_tensor, "(Hq,) or (B, Hq), in q's dtype or float32. If not causal, distances count in both directions."),
+        Option(check_tensor, "(Hq,) or (B, Hq), in q's dtype or float32. Without causal, distances count both ways."),
     ]
     sinks: Annotated[
         Tensor | None,

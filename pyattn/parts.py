@@ -103,7 +103,7 @@ def attention_backward(
         dv = (P * D)^T dout        dp = dout v^T * D        ds = P * (dp - rowsum(dout * out) + dlse)
         dq = softmax_scale * ds k       dk = softmax_scale * ds^T q       dbias = ds
 
-    Summed over the parts, dq and the gradient of the slopes are those of the whole; dk, dv and dbias are the part's own.
+    Summed over the parts, dq and the slopes' gradient are those of the whole; dk, dv and dbias are the part's own.
     Use it for the backward of attention whose keys are on several devices, or come one part after another.
 
     Args:

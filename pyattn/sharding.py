@@ -28,9 +28,9 @@ ROWS = 8
 def register() -> None:
     """Lets ``pyattn.attention`` take DTensors that are sharded over the batch or over heads, forward and backward.
 
-    A batch whose size is not a multiple of the mesh's stays together, and so do heads unless the number of KV heads is
-    one: query heads would meet the wrong KV heads. A tensor sharded in any other way is gathered. A second call does no
-    harm.
+    The batch is sharded only if its size is a multiple of the mesh's, heads only if the number of KV heads is:
+    otherwise query heads would meet the wrong KV heads. A tensor sharded in any other way is gathered first. A second
+    call does no harm.
 
     >>> from pyattn import sharding
     >>> sharding.register()

@@ -44,12 +44,11 @@ class KVCache:
 
     Pages are handed out as sequences grow, and a page is free if no sequence has it within its length: lengths and
     table are the whole state, so setting lengths to 0 is a reset. :meth:`reorder` copies only the table, after which
-    sequences share pages. Only a sequence's last page is written, and the first sequence to write to a shared page gets
+    sequences share pages. A sequence writes to the last of its pages alone, and the first to write to a shared one gets
     its own copy: beam search stores a common beginning once and copies at most one page per sequence and step, where
-    other caches copy everything. There are B * ceil(max_seqlen / P) pages, so max_seqlen is the only limit, and a
-    sequence that shares no page has adjacent pages, which are read as fast as contiguous memory. On a GPU, where a
-    gradient is wanted, or in a transform of torch.func, :func:`attention_with_cache` first copies the pages of all
-    sequences into one batch.
+    other caches copy all. There are B * ceil(max_seqlen / P) pages, so max_seqlen is the only limit, and a sequence
+    that shares none has adjacent pages, read as fast as contiguous memory. On a GPU, where a gradient is wanted, or in
+    a transform of torch.func, :func:`attention_with_cache` first copies all pages into one batch.
 
     On a GPU nothing is read on the host, so CUDA graphs can capture :meth:`append` and :func:`attention_with_cache`,
     and wrong values raise no error: positions that do not fit are left out, lengths stop at max_seqlen, lengths and
@@ -79,7 +78,7 @@ class KVCache:
     Raises:
         ValueError: a size below 0, more numbers than any memory holds, a window below -1 or with a left bound outside
             [0, max_seqlen), a device that this torch cannot use.
-        TypeError: an unsupported dtype, a size that is not an int, a device of another type, a window that is not a pair.
+        TypeError: an unsupported dtype, a size that is no int, a device of another type, a window that is not a pair.
         NotImplementedError: a ring buffer in pages.
 
     >>> cache = KVCache(batch=2, num_heads_kv=4, max_seqlen=100, head_dim=64)
@@ -139,7 +138,7 @@ class KVCache:
 
     @property
     def last_append(self) -> Tensor | None:
-        """int64 (3, B) after an append with ``lengths``: its number of rows, each sequence's length before and after it.
+        """int64 (3, B) after an append with ``lengths``: its number of rows, each sequence's length before and after.
 
         None after an append without lengths and after a reset: cache.lengths then says where the rows are.
         """
@@ -212,7 +211,7 @@ class KVCache:
     def to(
         self, device: torch.device | str | int | torch.dtype | None = None, dtype: torch.dtype | None = None
     ) -> "KVCache":
-        """A copy of the cache on this device, in this dtype; the cache itself if nothing changes. ``to(dtype)`` works too.
+        """A copy of the cache on this device, in this dtype; the cache itself if nothing changes. Also ``to(dtype)``.
 
         Args:
             device: default: the cache's.

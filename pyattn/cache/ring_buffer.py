@@ -14,8 +14,8 @@ from pyattn.ops.schema import UNBOUNDED
 
 SLACK = 4
 """A ring buffer has 1 / SLACK more slots than positions it keeps. When the slots run out, the kept positions move to
-the front: on average, each appended token moves SLACK others once, while a query reads the whole window. That is under
-1 % for windows of 1,024 and more, for a quarter more memory."""
+the front: on average, each appended token moves SLACK others, while a query reads the whole window. That is under 1 %
+for windows of 1,024 and more, for a quarter more memory."""
 
 
 def window_of(window: tuple[int, int] | None, max_seqlen: int) -> tuple[int, int] | None:
