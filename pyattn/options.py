@@ -154,8 +154,8 @@ class AttentionOptions(TypedDict, total=False):
         float | None,
         Option(
             check_probability,
-            "probability of dropping a weight after the softmax, at least 0 and below 1, rounded to 1/65536; kept "
-            "weights are scaled by 1 / (1 - dropout_p). lse does not change. Default or None: 0.",
+            "probability of dropping a weight after the softmax, at least 0 and below 1, rounded to a multiple of "
+            "1/65536; kept weights are scaled by 1 / (1 - dropout_p). lse does not change. Default or None: 0.",
             {"dropout": "use dropout_p"},
         ),
     ]

@@ -37,7 +37,7 @@ def parse(function: Callable[..., object], given: Mapping[str, Any], device: tor
     seed draws one.
 
     Returns:
-        The values of :class:`Options` up to the last one given: each argument costs the operator 0.1 us.
+        The values of :class:`Options` up to the last one given: each further argument costs the operator 0.1 us.
 
     Raises:
         TypeError, ValueError: by :func:`check_known` and each option's check; key_ranges that are the whole mask with

@@ -96,7 +96,7 @@ def attention_backward(
     dlse: Tensor | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Gradients:
-    """The gradients of attention over all keys, as far as one part of the keys contributes to them.
+    """One part's share of the gradients of attention over all keys.
 
     With P_ij = exp(score_ij - lse_i), the weight that key j of the part has among all keys, and D the dropout factors::
 
@@ -114,7 +114,7 @@ def attention_backward(
             or any number near it, and its sum of exp(score - row_max), over all keys. float32; float64 for float64.
         dlse: gradient of the merged lse, if it has one.
         options: as in the part's forward, except for these. sinks: as in the merged forward, for exactly one of the
-            parts, whose gradient of sinks is then the whole. dropout_seed: required where dropout_p is above 0.
+            parts: its gradient of sinks is then complete. dropout_seed: required where dropout_p is above 0.
 
     Returns:
         :class:`Gradients`.

@@ -22,7 +22,7 @@ DIMS = (
 """The dimension of each option that indexes sequences, then the one that indexes query heads."""
 
 ROWS = 8
-"""The first so many arguments of backward are sharded like q."""
+"""The number of leading arguments of backward that are sharded like q."""
 
 
 def register() -> None:

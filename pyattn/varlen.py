@@ -37,7 +37,7 @@ def attention_varlen(
     """:func:`pyattn.attention` over sequences of different lengths, packed one after another.
 
     Sequence ``b`` has the queries ``cu_seqlens_q[b] <= i < cu_seqlens_q[b + 1]``; cu_seqlens_k does the same for keys.
-    Queries see the keys of their own sequence as in a separate call. No padding is computed. 1 = takes part::
+    Each sequence gets the results of a separate call. No padding is computed. 1 = takes part::
 
         cu_seqlens_q = cu_seqlens_k = [0, 2, 5]     cu_seqlens_q [0, 1, 3], cu_seqlens_k [0, 2, 5]
                            1 0 . . .                                        1 1 . . .

@@ -36,7 +36,7 @@ def attention_weights(
 
         weights_ij = dropout(exp(score_ij) / (sum_j exp(score_ij) + exp(sinks_h)))        out_i = sum_j weights_ij v_j
 
-    Time and memory are linear in the number of weights. With the options of an :func:`pyattn.attention` call, its
+    Time and memory are linear in the weights returned. With the options of an :func:`pyattn.attention` call, its
     ``dropout_seed`` included, ``attention_weights(...) @ v`` is its out up to rounding.
 
     Args:
@@ -73,7 +73,7 @@ def attention_weights(
 
 
 def _check(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> None:
-    """Runs the operator's checks of q, k and all options: on meta tensors it does nothing else."""
+    """Runs the operator's checks of q, k and all options: on meta tensors it only checks."""
     if torch.compiler.is_compiling():
         return
     named = zip(Options._fields, options, strict=True)

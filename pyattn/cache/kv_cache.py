@@ -44,16 +44,16 @@ class KVCache:
 
     Pages are handed out as sequences grow, and a page is free if no sequence has it within its length: lengths and
     table are the whole state, so setting lengths to 0 is a reset. :meth:`reorder` copies only the table, after which
-    sequences share pages. A sequence writes to the last of its pages alone, and the first to write to a shared one gets
-    its own copy: beam search stores a common beginning once and copies at most one page per sequence and step, where
-    other caches copy all. There are B * ceil(max_seqlen / P) pages, so max_seqlen is the only limit, and a sequence
-    that shares none has adjacent pages, read as fast as contiguous memory. On a GPU, where a gradient is wanted, or in
-    a transform of torch.func, :func:`attention_with_cache` first copies all pages into one batch.
+    sequences share pages. A sequence writes to no shared page but its last, and the first to do so gets its own copy:
+    beam search stores a common beginning once and copies at most one page per sequence and step, where other caches
+    copy all. There are B * ceil(max_seqlen / P) pages, so max_seqlen is the only limit, and a sequence that shares none
+    has adjacent pages, read as fast as contiguous memory. On a GPU, where a gradient is wanted, or in a transform of
+    torch.func, :func:`attention_with_cache` first copies all pages into one batch.
 
     On a GPU nothing is read on the host, so CUDA graphs can capture :meth:`append` and :func:`attention_with_cache`,
     and wrong values raise no error: positions that do not fit are left out, lengths stop at max_seqlen, lengths and
     indices are clamped, and a query over a ring buffer sees those of its keys that are still kept. With PYATTN_CHECK=1
-    in the environment values are read, and raise as on the CPU. If a graph ends with an append with lengths,
+    in the environment values are read, and errors raise as on the CPU. If a graph ends with an append with lengths,
     :func:`attention_with_cache` outside the graph does not know of it: capture both in one graph, or pass q_offset.
     Each append to a ring buffer on a GPU copies the positions that it keeps.
 

@@ -62,7 +62,7 @@ def in_slots(q_offset: int | Tensor, lengths: Tensor, starts: Tensor, left: int,
 
 
 def check_ring(window: tuple[int, int] | None, max_seqlen: int, seqlen_q: int, options: Mapping[str, object]) -> None:
-    """NotImplementedError or ValueError for options and queries that a ring buffer can't take; None: no ring buffer."""
+    """NotImplementedError or ValueError for options and queries that a ring buffer can't take."""
     if window is None:
         return
     for wrong in ("key_ranges", "mask", "bias"):

@@ -11,7 +11,7 @@ returned or a mask is given. Each head computes (Vaswani et al. 2017, equation 1
                                                                   query i down, key j       1 1 0 0
     q = W_query(x), k = W_key(x), v = W_value(x)                  across, 1 = takes part    1 1 1 0
                                                                                             1 1 1 1
-All modules share this:
+Common to all modules:
 
 - ``x`` is (batch, seqlen, d_in), in the weights' dtype, any strides; modules that say so also take (seqlen, d_in).
 - ``dropout`` is the probability, 0 to 1, of dropping a weight in training; the module of that name may be replaced by

@@ -17,7 +17,7 @@ from pyattn.nn.mask import CausalMask
 class MHAEinsum(CausalMask, Heads):
     """Projections by parameters ``W_query W_key W_value`` (d_in, d_out) and ``bias_q bias_k bias_v``, and ``out_proj``.
 
-    Editions of the book with (d_out, d_in) parameters only take d_in = d_out, where they mean the same.
+    Editions of the book with (d_out, d_in) parameters accept only d_in = d_out, where both mean the same.
 
     >>> MHAEinsum(8, 8, context_length=6, dropout=0.0, num_heads=2)(torch.rand(2, 6, 8)).shape
     torch.Size([2, 6, 8])

@@ -69,7 +69,7 @@ class CausalMask(nn.Module):
       parameters, as adapters save, changes nothing.
 
     A ``mask`` that is registered or assigned, for example by a subclass, becomes an ordinary buffer: it is saved,
-    unless ``persistent_mask`` is False, loaded like any other, and applied as the plain module applies it (not 0 =
+    unless ``persistent_mask`` is False, loaded like any other, and applied as the plain module applies it (nonzero =
     masked out). Assigning None makes the module causal again.
     """
 

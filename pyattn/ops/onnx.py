@@ -177,5 +177,5 @@ DECOMPOSITIONS: dict[torch._ops.OpOverload[..., Any], Callable[..., tuple[Tensor
 
 for _op, _decomposition in DECOMPOSITIONS.items():
     torch._decomp.decomposition_table[_op] = partial(_in_onnx, _decomposition)
-    # Fake tensors with symbolic sizes prefer a decomposition to the operator's Meta kernel, unless it is listed here.
+    # Without this, fake tensors with symbolic sizes take the decomposition in place of the operator's Meta kernel.
     torch._decomp.meta_table[_op] = _op

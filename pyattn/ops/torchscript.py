@@ -1,4 +1,4 @@
-"""Lets ``torch.jit.script`` refuse pyattn's functions and modules in one sentence, at the first one it meets."""
+"""Makes ``torch.jit.script`` refuse pyattn's functions and modules in one sentence, at the first one it meets."""
 
 from typing import Any, NoReturn
 

@@ -132,7 +132,7 @@ def _loops(values: Values, mapped: dict[str, int]) -> bool:
 
 
 def _packed_loops(values: Values, mapped: dict[str, int]) -> bool:
-    """Whether one call won't do: dropout counts the heads, which share all lengths and masks."""
+    """Whether one call won't do: dropout counts heads; all heads share lengths and key_ranges."""
     return values.get("dropout_seed") is not None or not mapped.keys() <= HEADS_PACKED.keys()
 
 

@@ -1,7 +1,7 @@
 """The book's efficient multi-head attention in plain PyTorch: the specification of :mod:`pyattn.nn.book`.
 
 All classes compute as the chapter's own classes do, whichever torch function the book calls. They differ in their
-parameters, the order of these and the states, which are specified here.
+parameters, the parameters' order and their state dicts, which are specified here.
 """
 # ruff: noqa: D101, D102
 

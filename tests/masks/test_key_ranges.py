@@ -177,7 +177,7 @@ def test_two_together(one: str, other: str) -> None:
         if a.whole == b.whole:
             assert join().whole == a.whole
         else:
-            with pytest.raises(ValueError, match=r"^pyattn: key_ranges that are put together .*, got both$"):
+            with pytest.raises(ValueError, match=r"^pyattn: key_ranges that are combined .*, got both$"):
                 join()
 
 
