@@ -99,7 +99,7 @@ def _shape_of(name: str, t: Tensor, device: torch.device) -> Tensor:
 
 
 def _chosen(name: str, chosen: Sequence[int] | Tensor | None, size: int, device: torch.device) -> Tensor:
-    """Indices from 0 to size - 1."""
+    """``chosen`` as indices from 0 to size - 1; all of them for None."""
     if chosen is None:
         return torch.arange(size, device=device)
     indices = check_integers(name, chosen, device).to(device)
@@ -110,7 +110,7 @@ def _chosen(name: str, chosen: Sequence[int] | Tensor | None, size: int, device:
 def _weights(
     q: Tensor, k: Tensor, lse: Tensor | None, all_heads: bool, head: Tensor, row: Tensor, options: Options
 ) -> Tensor:
-    """(B, heads, rows, Sk) in float32, or float64."""
+    """The weights (B, heads, rows, Sk) in float32 or float64."""
     wide = torch.promote_types(q.dtype, torch.float32)
     batch, num_heads, seqlen_q, head_dim = q.shape
     if not all_heads:

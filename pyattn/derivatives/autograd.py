@@ -89,7 +89,7 @@ def _jvp(ctx: Any, _: None, *tangents: Any) -> tuple[Tensor | None, ...]:
     direction = ctx.kind.learned(tangents[:3], tangents[3:])
     rows = q, k, v, out, row_max, row_sum
     moved = Tangents.apply(ctx.kind, *direction, *rows, *leaves(ctx.kind.complete(rest)))  # type: ignore[no-untyped-call]
-    # Nobody uses the derivatives of row_max and row_sum, but vmap's generated rules take no None for them.
+    # The derivatives of row_max and row_sum are unused, but vmap's generated rules take no None for them.
     return *moved, torch.zeros_like(row_max), torch.zeros_like(row_sum)
 
 

@@ -1,4 +1,4 @@
-"""The tangents of packed sequences: those of :mod:`pyattn.derivatives.tangents`, sequence by sequence."""
+"""The tangents of packed sequences, computed by :mod:`pyattn.derivatives.tangents` sequence by sequence."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def tangents(
 def gradient_tangents(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...], direction: Learned
 ) -> tuple[Any, ...]:
-    """dq', dk' and dv' like q, k and v, None for a bias, dm' and dn' like slopes and sinks."""
+    """dq', dk' and dv' shaped like q, k and v, None for bias, dm' and dn' shaped like slopes and sinks."""
     dq, dk, dv = [], [], []
     dslopes: list[Tensor] = []
     dsinks: list[Tensor] = []

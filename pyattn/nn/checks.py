@@ -88,7 +88,7 @@ def check_added(mask: Tensor | None, bias: Tensor | None, shape: tuple[int, int,
 def check_append(
     kv_cache: KVCache, k: Tensor, key_ranges: Tensor | None, mask: Tensor | None, bias: Tensor | None
 ) -> None:
-    """TypeError, ValueError or NotImplementedError for what ``kv_cache`` cannot take, before anything is appended.
+    """TypeError, ValueError or NotImplementedError if ``kv_cache`` cannot take these, before anything is appended.
 
     Args:
         kv_cache: the cache.
@@ -146,7 +146,7 @@ def check_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
 
 
 def quotient(name: str, value: int, divisor_name: str, divisor: int) -> int:
-    """``value // divisor``, or TypeError or ValueError unless both are sizes and it leaves no rest."""
+    """``value // divisor``; TypeError or ValueError unless both are sizes and there is no remainder."""
     check_sizes(1, **{name: value, divisor_name: divisor})
     if value % divisor:
         raise ValueError(f"pyattn: {name} must be a multiple of {divisor_name}, got {value} and {divisor}")

@@ -1,4 +1,4 @@
-"""The book's multi-head attention over one Linear for queries, keys and values."""
+"""The book's multi-head attention with one Linear for queries, keys and values."""
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from pyattn.nn.mask import CausalMask
 
 
 class MHAPyTorchScaledDotProduct(CausalMask, Heads):
-    """One Linear ``qkv`` for queries, keys and values, and one, ``proj``, for the output; ``dropout`` is a number.
+    """One Linear, ``qkv``, for queries, keys and values, and one, ``proj``, for the output; ``dropout`` is a number.
 
     The plain module calls torch's ``scaled_dot_product_attention`` and has no mask, so its state dicts have none.
 

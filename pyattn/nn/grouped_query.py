@@ -1,4 +1,4 @@
-"""Grouped-query attention as the book writes it, with a cache that the module keeps."""
+"""Grouped-query attention as in the book, with a cache that the module manages."""
 
 import torch
 from torch import Tensor, nn

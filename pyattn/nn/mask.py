@@ -1,4 +1,4 @@
-"""The causal mask as the plain modules keep it, in state dicts and on request, but not in memory."""
+"""The plain modules' causal mask: in state dicts and on request, but not in memory."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def causal_mask(T: int, device: torch.device | str | None = None) -> Tensor:
 
 
 def _first_difference(mask: Tensor) -> tuple[int, int] | None:
-    """The first (query, key) at which ``mask`` (T, T) is not 1 or True for key > query, and 0 or False elsewhere."""
+    """The first (query, key) where ``mask`` (T, T) is not causal: 1 or True for key > query, 0 or False elsewhere."""
     length = mask.shape[0]
     key = torch.arange(length, device=mask.device)
     rows = max(1, BLOCK // max(1, length))

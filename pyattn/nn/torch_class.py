@@ -102,5 +102,5 @@ def _before(row: Tensor, x: Tensor) -> Tensor:
 
 
 def _with_first(t: Tensor | None, seqlen: int, value: float) -> Tensor | None:
-    """``value`` for one key, then ``t`` (..., seqlen or 1) for the others."""
+    """``value`` for one key, then ``t`` (..., seqlen or 1) for the other keys."""
     return None if t is None else pad(t.expand(*t.shape[:-1], seqlen), (1, 0), value=value)

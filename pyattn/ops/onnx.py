@@ -24,7 +24,7 @@ from pyattn.ops.schema import UNBOUNDED, Options
 
 def _is_known(condition: bool | torch.SymBool) -> bool:
     """Whether a condition on sizes is known to hold for all sizes that the graph allows."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy, a third of a second
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy: a third of a second
 
     return statically_known_true(condition)
 
@@ -83,7 +83,7 @@ class _Pairs:
 
 
 def _for_each_head(t: Tensor, num_heads: int) -> Tensor:
-    """K or V (B, Hkv, Sk, C) -> (B, Hq, Sk, C).
+    """K or V for each query head: (B, Hkv, Sk, C) -> (B, Hq, Sk, C).
 
     onnxscript's optimiser drops reshapes on both sides of a product if the remaining sizes broadcast, even if that
     pairs other heads. Products here therefore have no reshapes: a group's heads are not folded into rows as elsewhere.
