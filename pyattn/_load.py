@@ -1,4 +1,4 @@
-"""Loads the native module, or says in one sentence why it can't be and which command mends that."""
+"""Loads the native module; if that fails, one sentence says why and which command fixes it."""
 
 try:
     from pyattn import _build
@@ -23,8 +23,8 @@ except ImportError as error:
 if _minor(torch.__version__) != _minor(_build.torch_version):
     raise ImportError(
         f"pyattn: built for torch {_minor(_build.torch_version)}, got torch {torch.__version__}; rebuild for it with "
-        "'pip install --no-build-isolation --force-reinstall --no-deps .' in the checkout, or get "
-        f"that one with \"pip install '{_needed}'\""
+        "'pip install --no-build-isolation --force-reinstall --no-deps .' in the checkout, or install "
+        f"the torch it was built for with \"pip install '{_needed}'\""
     )
 
 from pyattn import _C  # noqa: E402, F401  (registers torch.ops.pyattn.*)

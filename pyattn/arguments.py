@@ -1,4 +1,4 @@
-"""Checks of what users pass, each failure one sentence: the rule, and the value that breaks it."""
+"""Checks of user arguments. Each error is one sentence: the rule, then the value that breaks it."""
 
 import difflib
 import functools
@@ -15,12 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 Function = TypeVar("Function", bound=Callable[..., object])
 
 MOST_NUMBERS = 2**58
-"""No memory holds as many, and their bytes still fit in 64 bits."""
+"""More numbers than any memory holds, few enough that their bytes still fit in 64 bits."""
 
 
 class _Short(reprlib.Repr):
     def repr_int(self, x: int, level: int) -> str:
-        """Python refuses to write out an int of more than 4,300 digits."""
+        """Python refuses to print an int of more than 4,300 digits."""
         return super().repr_int(x, level) if x.bit_length() <= 128 else f"an int of {x.bit_length()} bits"
 
 
@@ -28,7 +28,7 @@ _short = _Short()
 
 
 def shown(value: object) -> str:
-    """``value`` as an error shows it: an array by type and shape, anything else by a repr of one line at most."""
+    """``value`` as an error shows it: an array by type and shape, anything else by a repr of at most one line."""
     shape = getattr(value, "shape", ())
     if isinstance(shape, tuple) and shape:
         return f"{type(value).__module__}.{type(value).__qualname__} of shape {tuple(shape)}"
@@ -36,14 +36,14 @@ def shown(value: object) -> str:
 
 
 def check_type(name: str, value: object, *types: type) -> None:
-    """TypeError unless ``value`` is of one of ``types``: a bool is no int, symbolic numbers go unmentioned."""
+    """TypeError unless ``value`` has one of ``types``; a bool is not an int. The message omits symbolic types."""
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         kinds = " or ".join(kind.__name__ for kind in types if not kind.__name__.startswith("Sym"))
         raise TypeError(f"pyattn: {name} must be {kinds}, got {shown(value)}")
 
 
 def check_64_bits(name: str, value: object) -> None:
-    """ValueError for an int that int64 does not hold."""
+    """ValueError for an int outside the range of int64."""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ValueError(f"pyattn: {name} must fit in 64 bits, got {shown(value)}")
 
@@ -53,7 +53,7 @@ def _is_int(value: object) -> bool:
 
 
 def check_window(window: object) -> None:
-    """TypeError for what is no pair of ints, ValueError for one with an int below -1."""
+    """TypeError unless ``window`` is a pair of ints; ValueError if either is below -1."""
     if not (isinstance(window, tuple | list) and len(window) == 2 and all(map(_is_int, window))):
         raise TypeError(
             "pyattn: window must be a pair of ints (left, right), window=(W - 1, 0) for a query and the W - 1 keys "
@@ -66,28 +66,28 @@ def check_window(window: object) -> None:
 
 
 def check_scale(name: str, value: object) -> None:
-    """TypeError for what is no number, ValueError for an int that no double holds; the operator checks doubles."""
+    """TypeError unless ``value`` is a number; ValueError for an int past float's range; the operator checks floats."""
     check_type(name, value, int, float, torch.SymInt, torch.SymFloat, type(None))
     if isinstance(value, int) and abs(value) > sys.float_info.max:
         raise ValueError(f"pyattn: {name} must be finite, got {shown(value)}")
 
 
 def check_finite(name: str, value: object) -> None:
-    """TypeError for what is no number, ValueError for one below 0, infinite or NaN."""
+    """TypeError unless ``value`` is a number; ValueError if it is negative, infinite or NaN."""
     check_type(name, value, int, float, torch.SymFloat)
     if isinstance(value, int | float) and not 0 <= value <= sys.float_info.max:
         raise ValueError(f"pyattn: {name} must be finite and at least 0, got {shown(value)}")
 
 
 def check_probability(name: str, value: object) -> None:
-    """TypeError for what is no number, ValueError for one outside [0, 1); False is 0, as ``training and p`` has it."""
+    """TypeError unless ``value`` is a number; ValueError outside [0, 1). False is 0: ``training and p`` yields it."""
     check_type(name, 0 if value is False else value, int, float)
     if isinstance(value, int | float) and not 0 <= value < 1:
         raise ValueError(f"pyattn: {name} must be at least 0 and below 1, got {shown(value)}")
 
 
 def check_size(name: str, value: object, least: int = 0) -> None:
-    """TypeError for what is no int, ValueError for one below ``least`` or past 64 bits."""
+    """TypeError unless ``value`` is an int; ValueError if it is below ``least`` or does not fit in 64 bits."""
     check_type(name, value, int, torch.SymInt)
     check_64_bits(name, value)
     if isinstance(value, int) and value < least:
@@ -95,7 +95,7 @@ def check_size(name: str, value: object, least: int = 0) -> None:
 
 
 def check_sizes(least: int = 0, /, **sizes: int) -> None:
-    """:func:`check_size` of each, and ValueError for more numbers than any memory holds."""
+    """Calls :func:`check_size` on each; ValueError if their product is more than any memory holds."""
     count = 1
     for name, size in sizes.items():
         check_size(name, size, least)
@@ -106,18 +106,18 @@ def check_sizes(least: int = 0, /, **sizes: int) -> None:
 
 
 def device_of(device: Any) -> torch.device | None:
-    """The device that is meant; TypeError for what names none, ValueError for one that this torch cannot use."""
+    """``device`` as a torch.device; TypeError if it names none, ValueError if this torch cannot use it."""
     check_type("device", device, torch.device, str, int, type(None))
     if device is None:
         return None
     try:
         return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, ImportError) as error:  # as each device type has it
+    except (RuntimeError, AssertionError, ImportError) as error:  # which one depends on the device type
         raise ValueError(f"pyattn: device must be one that this torch can use, got {device}") from error
 
 
 def check_integers(name: str, values: Sequence[int] | Tensor, device: torch.device | None = None) -> Tensor:
-    """``values`` as an int64 tensor of one dimension, or TypeError, ValueError or NotImplementedError."""
+    """``values`` as an int64 tensor with one dimension; otherwise TypeError, ValueError or NotImplementedError."""
     check_type(name, values, Sequence, Tensor)
     if isinstance(values, Tensor):
         if values.layout is not torch.strided:
@@ -136,19 +136,19 @@ def check_integers(name: str, values: Sequence[int] | Tensor, device: torch.devi
 
 
 def int64_of(values: Tensor) -> Tensor:
-    """int32 as int64, which the operators take; any other dtype is theirs to refuse."""
+    """int32 converted to int64, which the operators take; they refuse other dtypes themselves."""
     return values.to(torch.int64) if values.dtype == torch.int32 else values
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether Python may branch on the tensor's values: not on fake and meta ones, in transforms, nor in a compiler."""
+    """Whether Python may branch on the tensor's values: not if it is fake or meta, in a transform or being compiled."""
     if torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor):
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def check_between(name: str, values: Tensor, least: int, most: int | None = None) -> None:
-    """ValueError for the first of ``values`` outside [least, most], if they can be read."""
+    """ValueError naming the first of ``values`` outside [least, most]; no check if they can't be read."""
     if not has_values(values):
         return
     wrong = values < least if most is None else (values < least) | (values > most)
@@ -159,14 +159,14 @@ def check_between(name: str, values: Tensor, least: int, most: int | None = None
 
 
 def check_tensor(name: str, value: object) -> None:
-    """TypeError for what is no tensor, NotImplementedError for a nested one."""
+    """TypeError unless ``value`` is a tensor; NotImplementedError for a nested one."""
     check_type(name, value, Tensor)
     if isinstance(value, Tensor) and value.is_nested:
         raise NotImplementedError(f"pyattn: {name} must be a dense tensor, got a nested one")
 
 
 def check_names(function: Function) -> Function:
-    """:func:`refuse` for arguments that the function does not have, at the cost of one more call."""
+    """Decorator that refuses unknown arguments by :func:`refuse`; it costs one more Python call."""
     parameters = inspect.signature(function).parameters
     known, kinds = frozenset(parameters), [p.kind for p in parameters.values()]
     takes_all = inspect.Parameter.VAR_POSITIONAL in kinds
@@ -184,7 +184,7 @@ def check_names(function: Function) -> Function:
 
 
 def refuse_positional(function: Callable[..., object], positional: tuple[object, ...]) -> NoReturn:
-    """TypeError for arguments after those that ``function`` takes by position."""
+    """TypeError for more positional arguments than ``function`` takes."""
     parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
     first = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     rest = " and the rest by name" if any(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters) else ""
@@ -202,9 +202,9 @@ def _name(function: Callable[..., object]) -> str:
 
 
 def refuse(function: Callable[..., object], named: Mapping[str, object], peers: Mapping[str, str] = {}) -> NoReturn:
-    """TypeError for arguments that ``function`` does not have, naming those that stand for them.
+    """TypeError for arguments that ``function`` does not have; it names the ones to use instead.
 
-    ``peers`` are words of other libraries, and how to say the same here.
+    ``peers`` maps argument names of other libraries to how to say the same here.
     """
     own = [name for name in inspect.signature(function).parameters if name != "self"]
     words = [f"no argument {word} ({_hint(word, own, peers)}), got {shown(named[word])}" for word in named]
@@ -212,7 +212,7 @@ def refuse(function: Callable[..., object], named: Mapping[str, object], peers: 
 
 
 def _hint(word: str, own: Sequence[str], peers: Mapping[str, str]) -> str:
-    """Names the argument that ``word`` stands for in a function with the arguments ``own``."""
+    """Suggests what to use instead of ``word`` in a function with the arguments ``own``."""
     if word in peers:
         return peers[word]
     turned = [name for name in own if sorted(name.split("_")) == sorted(word.split("_"))]

@@ -1,4 +1,4 @@
-"""Attention of a batch: documented, thin, over :mod:`pyattn.derivatives.autograd`."""
+"""Attention over a batch: the public function, a thin layer over :mod:`pyattn.derivatives.autograd`."""
 
 import torch
 from torch import Tensor
@@ -30,11 +30,11 @@ def attention(
 
         score_ij = softmax_scale * <q_i, k_j>
         score_ij = softcap * tanh(score_ij / softcap)                                   if softcap > 0
-        score_ij = score_ij + bias_ij - alibi_slopes_h * |i + q_offset - j|             where these are given
-        lse_i = log(sum_j exp(score_ij) + exp(sinks_h))                                 without sinks, of the sum alone
+        score_ij = score_ij + bias_ij - alibi_slopes_h * |i + q_offset - j|             each term only if given
+        lse_i = log(sum_j exp(score_ij) + exp(sinks_h))                                 second term only with sinks
         out_i = sum_j dropout(exp(score_ij - lse_i)) v_j
 
-    Query ``i`` stands at key position ``i + q_offset``. It sees key ``j`` if all masks that are given say so:
+    Query ``i`` is at key position ``i + q_offset``. It sees key ``j`` if every mask that is given lets it:
     ``causal`` (``j <= i + q_offset``), ``window``, ``key_ranges``, ``mask`` and ``bias``. 1 = takes part::
 
         seqlen_q 2, seqlen_k 4     q_offset = 2 (default)     q_offset = 0 (upper left)
@@ -58,36 +58,36 @@ def attention(
         return_lse: also return lse.
 
     Returns:
-        ``out`` (B, Hq, Sq, Dv) in q's dtype, dense in memory, columns innermost and the other dimensions in q's order.
+        ``out`` (B, Hq, Sq, Dv) in q's dtype, dense in memory: columns innermost, the other dimensions in q's order.
         With ``return_lse``, ``(out, lse)``: lse (B, Hq, Sq) is float32, or float64 for float64 inputs. Both are
-        differentiable, in q, k, v, bias, alibi_slopes and sinks, whose gradients have their own dtypes and
-        shapes. A query that sees no key has out 0, lse -inf (with sinks, its sink) and gradient 0. What is not seen
-        never matters, even if it is NaN; NaN and infinities that are seen arrive. 16-bit inputs are accumulated in
+        differentiable in q, k, v, bias, alibi_slopes and sinks; each gradient has its tensor's dtype and shape. A query
+        that sees no key has out 0, lse -inf (with sinks, its head's sink) and gradient 0. Masked keys never affect the
+        result, even if they hold NaN; NaN and infinities in visible keys propagate. 16-bit inputs are accumulated in
         float32 and rounded once.
 
     Raises:
-        ValueError: shapes that don't fit together, a softmax_scale or softcap that is not finite, a window below -1,
-            key_ranges out of bounds or reversed (on a GPU they are clamped, unless PYATTN_CHECK=1 is in the
-            environment), a number past 64 bits, a dropout_p outside [0, 1); at the first call, an instruction set in
+        ValueError: shapes that don't fit together, a softmax_scale or softcap that is not finite, a window bound below
+            -1, key_ranges out of bounds or reversed (on a GPU they are clamped, unless PYATTN_CHECK=1 is in the
+            environment), an int beyond 64 bits, a dropout_p outside [0, 1); at the first call, an instruction set in
             the environment variable PYATTN_ISA that this CPU or build does not have.
-        TypeError: another dtype, or dtypes that differ; another type than listed, such as a bool for a number; an
-            argument that does not exist, such as ``is_causal``, naming the one that stands for it or is spelt like it.
+        TypeError: an unsupported dtype, or dtypes that differ; a type other than those listed, such as a bool for a
+            number; an argument that does not exist, such as ``is_causal``: the message names the one to use.
         NotImplementedError: tensors that are not dense, or on a device that this build has no kernels for; a head
-            dimension above 256 on a GPU; third derivatives, when they are taken.
+            dimension above 256 on a GPU; third derivatives, when they are computed.
 
-    Under autocast, q, k, v and bias are cast first unless they are float64. The result has the same bits from
-    run to run and for every number of threads; on a GPU, :func:`pyattn.set_deterministic` can waive that for dq. Extra
-    memory is linear in the sequence lengths, forward and backward. Keys that no query of a block sees cost nothing.
+    Under autocast, q, k, v and bias are cast first unless they are float64. The result has the same bits from run to
+    run and for any number of threads; on a GPU, :func:`pyattn.set_deterministic` can waive this for dq. Extra memory is
+    linear in the sequence lengths, forward and backward. A block of keys that no query of a block sees costs nothing.
 
-    ``torch.onnx.export`` writes it in ONNX's operators, dropout excepted: see :mod:`pyattn.ops.onnx`.
+    ``torch.onnx.export`` exports it as ONNX operators, without dropout: see :mod:`pyattn.ops.onnx`.
     ``torch.jit.trace`` records it without gradients; ``torch.jit.script`` raises NotImplementedError.
 
-    First derivatives are native. Second ones, and forward mode, run as torch operations over blocks of query rows
-    (:mod:`pyattn.derivatives.tangents`): in linear memory too, but over all keys, whatever the mask hides.
+    First derivatives are native. Second derivatives and forward mode run as torch operations over blocks of query rows
+    (:mod:`pyattn.derivatives.tangents`): also in linear memory, but they compute every key, masked or not.
 
-    Sources: Vaswani et al. 2017, equation 1; by blocks as in Dao et al. 2022 (FlashAttention), algorithms 1 and 4;
-    windows as in Beltagy et al. 2020 (Longformer), softcap as in Gemma Team 2024 (Gemma 2), Press et al. 2022 (ALiBi),
-    sinks as in Xiao et al. 2024 and OpenAI 2025 (gpt-oss).
+    Sources: Vaswani et al. 2017, equation 1; computed in blocks as in Dao et al. 2022 (FlashAttention), algorithms 1
+    and 4; windows as in Beltagy et al. 2020 (Longformer), softcap as in Gemma Team 2024 (Gemma 2), ALiBi as in Press et
+    al. 2022, sinks as in Xiao et al. 2024 and OpenAI 2025 (gpt-oss).
 
     >>> q = torch.randn(2, 8, 100, 64, requires_grad=True)
     >>> k, v = torch.randn(2, 2, 2, 100, 64)

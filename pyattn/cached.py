@@ -1,4 +1,4 @@
-"""Attention over a cache: queries of the newest positions, keys and values of all so far."""
+"""Attention over a cache: queries at the newest positions, keys and values of all positions so far."""
 
 import torch
 from torch import Tensor
@@ -21,19 +21,19 @@ __all__ = ["attention_with_cache", "weights_with_cache"]
 def attention_with_cache(
     q: Tensor, cache: KVCache, *positional: object, return_lse: bool = False, **options: Unpack[AttentionOptions]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`pyattn.attention` of queries over the keys in a cache, the queries' own appended before.
+    """:func:`pyattn.attention` of queries over a cache to which their own keys are already appended.
 
-    Query ``i`` of sequence ``b`` is at position ``cache.lengths[b] - Sq + i``: the last query is the newest key's.
-    The result is that of the last rows of one call over all tokens. ::
+    Query ``i`` of sequence ``b`` is at position ``cache.lengths[b] - Sq + i``: the last query is at the newest key.
+    The result equals the last rows of one call over all tokens. ::
 
         cache.lengths 3, Sq 1     1 1 1 . .          cache.lengths 4, Sq 2     1 1 1 0 .
                                                                                1 1 1 1 .
 
-    After ``cache.append(k, v, lengths)``, q is padded as k is: query ``i`` is at position ``before[b] + i``, before
-    being what cache.lengths held before that append, and queries from ``lengths[b]`` on are padding: out 0, lse -inf
-    (with sinks, the sink), gradient 0. Where q has more rows than k had, the last ones are that append's and the others
-    lie right before them; where it has fewer, or a sequence's length was changed since, q holds the newest positions,
-    as above. Only the last append counts: after several with lengths, call once for each, or pass q_offset. ::
+    After ``cache.append(k, v, lengths)``, q is padded like k: query ``i`` is at position ``before[b] + i``, where
+    before is cache.lengths before that append, and queries from ``lengths[b]`` on are padding: out 0, lse -inf (with
+    sinks, the sink), gradient 0. If q has more rows than k had, the last rows belong to that append and the others
+    directly precede them. If q has fewer, or a sequence's length has changed since, q holds the newest positions, as
+    above. Only the last append counts: with several ragged appends, call this after each, or pass q_offset. ::
 
         append of 2, lengths [2, 1], Sq 2     sequence 0, before 2   1 1 1 0 .      sequence 1, before 1   1 1 0 0 .
                                                                      1 1 1 1 .                             0 0 0 0 .
@@ -41,21 +41,21 @@ def attention_with_cache(
         q: (B, Hq, Sq, D) in the cache's dtype: one token to decode, or a chunk of a prompt.
         cache: a :class:`KVCache`.
         return_lse: also return lse.
-        options: as for :func:`pyattn.attention`, but for these. q_offset: position of query 0, an int or (B,) int32 or
-            int64; no query is padding then. Default: as above. window, key_ranges: in positions, on top of the cache's
-            own window. mask, bias: with max_seqlen keys.
+        options: as for :func:`pyattn.attention`, except for these. q_offset: position of query 0, an int or a (B,)
+            int32 or int64 tensor; no query is padding then. Default: as above. window, key_ranges: in positions, on top
+            of the cache's own window. mask, bias: with max_seqlen keys.
 
-    Without a ring buffer, the result has the same bits as :func:`pyattn.attention` over the keys so far; where queries
-    lie before the first key, the window has a left bound, and causal=False or a q_offset is given, up to rounding;
-    likewise after a ragged append.
+    Without a ring buffer, the result has the same bits as :func:`pyattn.attention` over the keys so far. It agrees up
+    to rounding after a ragged append, and where queries lie before the first key, the window has a left bound, and
+    causal=False or a q_offset is given.
 
     Returns:
         As :func:`pyattn.attention`, differentiable in q, bias, alibi_slopes and sinks. An append or reorder between
-        forward and backward makes backward raise, unless the cache has pages, of which backward has a copy.
+        forward and backward makes backward raise, unless the cache has pages: backward then has a copy of them.
 
     Raises:
         ValueError, TypeError: as :func:`pyattn.attention`; more than max_seqlen - left queries over a ring buffer; on
-            the CPU, lengths that were set past the cache, and queries that see keys which a ring buffer has dropped.
+            the CPU, lengths that were set beyond the cache, and queries that see keys which a ring buffer has dropped.
         NotImplementedError: as there; key_ranges, mask or bias over a ring buffer, whose slots are not positions.
     """
     if positional:
@@ -63,7 +63,7 @@ def attention_with_cache(
     check_known(attention_with_cache, options)
     check_tensor("q", q)
     check_type("cache", cache, KVCache)
-    seqlen_q = q.shape[2] if q.dim() == 4 else 0  # attention refuses q of other dimensions
+    seqlen_q = q.shape[2] if q.dim() == 4 else 0  # attention refuses any other q
     check_ring(cache.window, cache.max_seqlen, seqlen_q, options)
     over_slots: AttentionOptions = options | masks_in_slots(cache, seqlen_q, options)
     try:
@@ -72,13 +72,13 @@ def attention_with_cache(
         else:
             table = cache.block_table, cache.lengths, cache.max_seqlen
             out, lse = paged.attention(q, cache.k, cache.v, *table, **over_slots)
-    except (ValueError, TypeError) as error:  # a check beforehand would take a token's time up by a hundredth
+    except (ValueError, TypeError) as error:  # checking beforehand would cost 1 % of a token's time
         raise (_misfit(q, cache) or error) from None
     return (out, lse) if return_lse else out
 
 
 def masks_in_slots(cache: KVCache, seqlen_q: int, options: AttentionOptions) -> AttentionOptions:
-    """causal, q_offset, window and key_ranges, which count positions, in the cache's slots."""
+    """causal, q_offset, window and key_ranges converted from positions to the cache's slots."""
     causal, window, q_offset = options.get("causal", True), options.get("window"), options.get("q_offset")
     window = UNBOUNDED if window is None else window
     check_type("causal", causal, bool)
@@ -89,7 +89,7 @@ def masks_in_slots(cache: KVCache, seqlen_q: int, options: AttentionOptions) -> 
         window = narrowed(window, cache.window, cache.max_seqlen, seqlen_q)
     last_append = cache.last_append if q_offset is None else None
     if causal and q_offset is None and last_append is None:
-        q_offset = _newest(cache, seqlen_q, window[0])  # their causal mask hides unused slots itself
+        q_offset = _newest(cache, seqlen_q, window[0])  # the causal mask itself hides unused slots
     else:
         used, padding = _newest(cache), None
         if last_append is not None:
@@ -104,7 +104,7 @@ def masks_in_slots(cache: KVCache, seqlen_q: int, options: AttentionOptions) -> 
 
 
 def _misfit(q: Tensor, cache: KVCache) -> Exception | None:
-    """The error that names the cache, which attention knows as k and v; None where q fits it."""
+    """An error that names the cache, where attention's would name k and v; None if q fits the cache."""
     if q.dim() != 4:
         return None
     batch, num_heads_q, _, head_dim = q.shape
@@ -126,8 +126,9 @@ def _misfit(q: Tensor, cache: KVCache) -> Exception | None:
 
 
 def _newest(cache: KVCache, seqlen_q: int = 0, left: int = 0) -> Tensor:
-    """(B,): the slot of the first of so many newest queries, which sees ``left`` keys before its own; for 0, the end
-    of the slots in use.
+    """(B,): the slot of the first of the ``seqlen_q`` newest queries, which sees ``left`` keys before its own.
+
+    With seqlen_q 0: the end of the slots in use.
     """
     if cache.window is None:
         first: Tensor = ops.cache_newest(cache.lengths, None, seqlen_q, 0, cache.max_seqlen)
@@ -137,16 +138,16 @@ def _newest(cache: KVCache, seqlen_q: int = 0, left: int = 0) -> Tensor:
 
 
 def _padding(last_append: Tensor, lengths: Tensor, seqlen_q: int) -> Tensor:
-    """(B,): how many of a sequence's last queries belong to new positions that did not count.
+    """(B,): how many of a sequence's last queries are padding of the last append.
 
-    None do where the queries are fewer than the rows of that append, or where lengths have changed since.
+    0 where that append had more rows than there are queries, or where lengths have changed since.
     """
     new, before, after = last_append.unbind(0)
     return torch.where((new <= seqlen_q) & (after == lengths), new - (after - before), 0)
 
 
 def _in_use(key_ranges: Tensor | None, used: Tensor, padding: Tensor | None, seqlen_q: int, max_seqlen: int) -> Tensor:
-    """(B, Sq, 2): the slots in use, [0, used), in these ranges; none for the last ``padding`` queries."""
+    """(B, Sq, 2): ``key_ranges`` within the slots in use, [0, used); empty for the last ``padding`` queries."""
     end = used.unsqueeze(1).expand(-1, seqlen_q)
     if padding is not None:
         rows = torch.arange(seqlen_q, device=used.device)
@@ -156,8 +157,8 @@ def _in_use(key_ranges: Tensor | None, used: Tensor, padding: Tensor | None, seq
     check_tensor("key_ranges", key_ranges)
     fits = key_ranges.shape in ((1, seqlen_q, 2), (*end.shape, 2))
     if not fits or key_ranges.dtype not in (torch.int32, torch.int64):
-        return key_ranges  # which attention refuses
-    if not key_ranges.is_cuda:  # whose kernels clamp them, for nobody reads them here
+        return key_ranges  # attention refuses them
+    if not key_ranges.is_cuda:  # on a GPU they are not read on the host: kernels clamp them
         check_ranges(key_ranges, max_seqlen)
     first, behind_last = key_ranges.unbind(-1)
     end = torch.minimum(behind_last, end)
@@ -165,12 +166,12 @@ def _in_use(key_ranges: Tensor | None, used: Tensor, padding: Tensor | None, seq
 
 
 def weights_with_cache(q: Tensor, cache: KVCache, **options: Unpack[AttentionOptions]) -> Tensor:
-    """The weights that :func:`pyattn.attention_with_cache` gives the cache's values, by position.
+    """The weights of :func:`pyattn.attention_with_cache` by position.
 
-    The longest sequence's length is read on the host.
+    The length of the longest sequence is read on the host.
 
     Returns:
-        (B, Hq, Sq, the most positions of a sequence). A ring buffer's positions that are not kept have weight 0.
+        (B, Hq, Sq, length of the longest sequence). Positions that a ring buffer no longer keeps have weight 0.
     """
     lengths, used = cache.lengths, cache.lengths - cache.starts
     positions, slots = (int(n.max()) if len(n) else 0 for n in (lengths, used))
@@ -194,7 +195,7 @@ def _first(pairs: Tensor | None, slots: int) -> Tensor | None:
 
 
 def _keys(cache: KVCache, slots: int) -> Tensor:
-    """(B, Hkv, slots, D): the first slots of every sequence, those in pages copied."""
+    """(B, Hkv, slots, D): the keys in the first slots of every sequence; pages are copied."""
     if cache.block_table is None:
         return cache.k[:, :, :slots]
     pages = cache.block_table[:, : -(-slots // cache.k.shape[1])]

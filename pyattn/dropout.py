@@ -1,4 +1,4 @@
-"""Dropout's draws: Philox4x32-10 of a seed and a weight's place, the same bits as in the kernels.
+"""Dropout's random draws: Philox4x32-10 of a seed and a weight's position, the same bits as in the kernels.
 
 Source: Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3".
 """
@@ -10,7 +10,7 @@ from pyattn.arguments import check_64_bits, check_names, check_probability, chec
 
 
 def _multiply_wide(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """The products of 32-bit words, in int64: high words, low words."""
+    """High and low words of the products of 32-bit words, all in int64."""
     low, high = a % 2**16 * b, (a >> 16) * b
     high = high + (low >> 16)
     return high >> 16, high % 2**16 * 2**16 + low % 2**16
@@ -28,12 +28,12 @@ def philox(seed: int | Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -
 
 
 def dropout_threshold(dropout_p: float) -> int:
-    """The smallest 16-bit draw whose weight is kept: dropout_p in units of 1/65536, and never all of them."""
+    """The smallest 16-bit draw whose weight is kept: dropout_p in units of 1/65536, at most 65535."""
     return min(round(65536 * dropout_p), 65535)
 
 
 def dropout_factor(dropout_p: float) -> float:
-    """What the weights that are kept are scaled by."""
+    """The factor by which kept weights are scaled."""
     return 65536 / (65536 - dropout_threshold(dropout_p))
 
 
@@ -49,7 +49,7 @@ def dropout_mask(
     65535)``.
 
     Args:
-        seed: an int of 64 bits or an int64 scalar tensor.
+        seed: a 64-bit int or an int64 scalar tensor.
         batch, num_heads_q, seqlen_q, seqlen_k: the sizes of the weights.
         dropout_p: probability of dropping a weight, at least 0 and below 1.
 
@@ -58,7 +58,7 @@ def dropout_mask(
 
     Raises:
         ValueError: a dropout_p outside [0, 1), a seed past 64 bits, a size below 0, more weights than any memory holds.
-        TypeError: other types.
+        TypeError: any other type.
 
     >>> dropout_mask(7, batch=1, num_heads_q=1, seqlen_q=2, seqlen_k=4, dropout_p=0.5).int().tolist()
     [[[[0, 1, 1, 1], [1, 0, 1, 0]]]]
@@ -73,7 +73,7 @@ def dropout_mask(
 
 
 def kept_weights(seed: int | Tensor, head: Tensor, query: Tensor, seqlen_k: int, dropout_p: float) -> Tensor:
-    """:func:`dropout_mask` of rows: head, ``b * num_heads_q + h``, and query broadcast to (...)."""
+    """(..., seqlen_k): :func:`dropout_mask` of rows; head = ``b * num_heads_q + h`` and query broadcast to (...)."""
     head, query = head.unsqueeze(-1), query.unsqueeze(-1)
     group = torch.arange(-(-seqlen_k // 8), device=head.device)
     words = philox(seed, (group, query, head % 2**32, head >> 32))
@@ -82,5 +82,5 @@ def kept_weights(seed: int | Tensor, head: Tensor, query: Tensor, seqlen_k: int,
 
 
 def draw_seed(device: torch.device | None = None) -> Tensor:
-    """An int64 scalar from torch's generator of the device, which ``torch.manual_seed`` sets."""
+    """An int64 scalar drawn from the device's default generator, which ``torch.manual_seed`` seeds."""
     return torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""The instruction set of the CPU that the kernels use; GPUs are not concerned."""
+"""The CPU instruction set that the kernels use; it has no effect on a GPU."""
 
 from pyattn import _C
 from pyattn.arguments import check_type
@@ -7,7 +7,7 @@ __all__ = ["isa", "isas", "set_isa"]
 
 
 def isas() -> list[str]:
-    """The instruction sets that this CPU and this build have, best first; the last one is ``"scalar"``.
+    """The instruction sets that both this CPU and this build have, best first; the last one is ``"scalar"``.
 
     Names: ``"avx512_bf16"``, ``"avx512"`` and ``"avx2"`` on x86, ``"neon"`` on Arm, ``"scalar"`` anywhere.
     """
@@ -24,7 +24,7 @@ def isa() -> str:
 
 
 def set_isa(name: str) -> None:
-    """Makes another instruction set the one in use, for all threads of this process, from the next call on.
+    """Selects the instruction set for all threads of this process, from the next call on.
 
     Results differ between instruction sets by rounding.
 
@@ -32,8 +32,8 @@ def set_isa(name: str) -> None:
         name: one of :func:`isas`.
 
     Raises:
-        ValueError: another name, or another one in the environment variable PYATTN_ISA.
-        TypeError: no str.
+        ValueError: a name, here or in the environment variable PYATTN_ISA, that is not among :func:`isas`.
+        TypeError: a name that is not a str.
 
     >>> pyattn.set_isa("scalar")
     >>> pyattn.isa()

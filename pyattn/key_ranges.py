@@ -1,4 +1,4 @@
-"""The type of masks as intervals: a tensor that knows whether it is the whole mask."""
+"""The type of interval masks: a tensor that knows whether it is the whole mask."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,56 +11,58 @@ from pyattn.arguments import check_type, has_values, shown
 INTEGERS = (torch.int32, torch.int64)
 
 MERGES_ROWS = frozenset({"flatten", "reshape", "squeeze", "view"})
-"""Functions whose result may have fewer dimensions, and still holds the pairs that it was given."""
+"""Functions whose result may have fewer dimensions and still holds the same pairs."""
 
 TAKES_ROWS = frozenset({"__getitem__", "getitem", "select", "unbind"})
-"""Functions that drop a dimension: pairs remain if it was not the last one."""
+"""Functions that drop a dimension; the pairs survive unless it is the last one."""
 
 BITWISE = frozenset({"__and__", "__iand__", "__rand__", "__or__", "__ior__", "__ror__"})
-"""Operators on bits, refused because they look like those of sets; Python would swallow a TypeError of theirs."""
+"""Bitwise operators, refused because they look like set operations; Python would swallow a TypeError here."""
 
 
 class KeyRanges(Tensor):
-    """``key_ranges``: int32 or int64 (..., 2), query ``i`` sees the keys ``begin <= j < end`` of its pair.
+    """``key_ranges``: int32 or int64 (..., 2); query ``i`` sees the keys ``begin <= j < end`` of its pair.
 
     ::
 
         visible_ij = begin_i <= j < end_i        and, unless whole:  j <= i + q_offset  where causal
 
-    What :mod:`pyattn.masks` returns: a tensor like any other, (B or 1, Sq, 2) for :func:`pyattn.attention` and
-    (total_q, 2), as ``ranges[0]`` of a packed row, for :func:`pyattn.attention_varlen`. It also knows :attr:`whole`.
+    :mod:`pyattn.masks` returns this type. It is a tensor like any other, (B or 1, Sq, 2) for :func:`pyattn.attention`
+    and (total_q, 2), the ``ranges[0]`` of a packed row, for :func:`pyattn.attention_varlen`, that also knows
+    :attr:`whole`.
 
-    Results of torch's functions that hold pairs again keep type and ``whole``, beside bare tensors too: slices
-    (``ranges[:, -n:]``, ``ranges[b]``), ``to``, ``expand``, ``repeat``, ``clone``, ``flatten(0, 1)``, ``torch.cat``,
-    ``torch.stack``, sums and bounds (``(ranges - n).clamp(0, Sk)``). Other results, such as ``ranges[..., 0]``, are
-    bare tensors. Copies, pickles, ``torch.save`` (loaded with ``weights_only=True`` too), buffers of modules and
-    compiled graphs keep both. In ``torch.export`` with ``strict=False`` all ranges are bare, so none is refused, and so
-    are those that a transform of torch.func maps or takes as an argument of its function.
+    If the result of a torch function holds pairs again, it keeps the type and ``whole``, also when bare tensors take
+    part: slices (``ranges[:, -n:]``, ``ranges[b]``), ``to``, ``expand``, ``repeat``, ``clone``, ``flatten(0, 1)``,
+    ``torch.cat``, ``torch.stack``, arithmetic and bounds (``(ranges - n).clamp(0, Sk)``). Other results, such as
+    ``ranges[..., 0]``, are bare tensors. Copies, pickles, ``torch.save`` (also loaded with ``weights_only=True``),
+    buffers of modules and compiled graphs keep both. In ``torch.export`` with ``strict=False`` all ranges are bare, so
+    none is refused; the same holds for ranges that a transform of torch.func maps or takes as an argument of its
+    function.
 
-    :func:`pyattn.masks.within` gives the keys that two ranges share. ``&`` and ``|``, bitwise for tensors, are refused.
+    :func:`pyattn.masks.within` gives the keys that two ranges share. ``&`` and ``|``, bitwise on tensors, are refused.
 
     Args:
-        ranges: int32 or int64 (..., 2), whose memory is shared. Of KeyRanges, the numbers count alone.
+        ranges: int32 or int64 (..., 2); the memory is shared. If it is KeyRanges, its own ``whole`` is ignored.
         whole: see :attr:`whole`.
 
     Raises:
         TypeError: another type or dtype.
-        ValueError: another last dimension; later, ``causal=True`` with whole ranges, and a result of several ranges
-            that differ in ``whole``.
+        ValueError: a last dimension other than 2; later, ``causal=True`` with whole ranges, and a function of several
+            ranges that differ in ``whole``.
         NotImplementedError: ``&`` and ``|``.
 
     >>> KeyRanges(torch.tensor([[[0, 2], [0, 2], [0, 3]]]), whole=True)[:, :1]
     KeyRanges(tensor([[[0, 2]]]), whole=True)
     """
 
-    _plain: Tensor  # the same memory as a bare tensor, which torch's functions run on
-    __module__ = "pyattn.masks"  # the public name, which pickles hold
+    _plain: Tensor  # the same memory as a bare tensor; torch's functions run on it
+    __module__ = "pyattn.masks"  # the public name: pickles contain it
 
     @property
     def whole(self) -> bool:
         """Whether the ranges are the whole mask, so attention needs ``causal=False``: masks.prefix_lm, masks.from_bool.
 
-        False: they hide keys whatever ``causal`` is, as documents, chunks and padding do.
+        False: they work with either ``causal``, as documents, chunks and padding do.
         """
         return isinstance(self, _WholeKeyRanges)
 
@@ -83,7 +85,7 @@ class KeyRanges(Tensor):
     ) -> Any:
         name = getattr(func, "__name__", "")
         if name in BITWISE:
-            raise NotImplementedError(f"pyattn: masks.within gives the keys in both ranges, got {name} of their bits")
+            raise NotImplementedError(f"pyattn: masks.within gives the keys in both ranges, got the bitwise {name}")
         inputs = [bare(argument) for argument in args]
         named = {name: bare(argument) for name, argument in kwargs.items()} if kwargs else {}
         result = func(*inputs, **named)
@@ -107,7 +109,7 @@ class KeyRanges(Tensor):
 
 
 class _WholeKeyRanges(KeyRanges):
-    """A class, not an attribute of each tensor: torch.compile follows types."""
+    """A class rather than an attribute of each tensor: torch.compile tracks types."""
 
     __module__ = "pyattn.masks"
 
@@ -116,16 +118,16 @@ torch.serialization.add_safe_globals([KeyRanges])
 
 
 def known(ranges: Tensor, whole: bool) -> KeyRanges:
-    """A bare tensor of ranges as KeyRanges; a tensor of another class, such as a fake one, as it is."""
+    """KeyRanges over a bare tensor; a tensor of another class, such as a fake one, stays as it is."""
     typed: KeyRanges = _as(_WholeKeyRanges if whole else KeyRanges, ranges)
     return typed
 
 
 def plain(key_ranges: Any, causal: object) -> Any:
-    """What operators take for ``key_ranges``: bare tensors, and what is no tensor at all, pass as they are.
+    """``key_ranges`` as operators take them: KeyRanges become bare tensors, anything else passes unchanged.
 
     Raises:
-        ValueError: the whole mask with ``causal``.
+        ValueError: ranges that are the whole mask, with ``causal``.
     """
     kind = type(key_ranges)
     if kind is KeyRanges:
@@ -141,8 +143,8 @@ def plain(key_ranges: Any, causal: object) -> Any:
 
 
 def bare(value: Any) -> Any:
-    """KeyRanges as a bare tensor of the same memory, in tuples and lists too; anything else as it is."""
-    kind = type(value)  # isinstance takes longer than all the rest
+    """KeyRanges as a bare tensor of the same memory, also within tuples and lists; anything else as it is."""
+    kind = type(value)  # isinstance would take longer than everything else here
     if kind is KeyRanges or kind is _WholeKeyRanges:
         return _memory(value)
     return kind([bare(one) for one in value]) if kind is tuple or kind is list else value
@@ -155,8 +157,8 @@ def _memory(ranges: KeyRanges) -> Tensor:
         except AttributeError:  # made by as_subclass, or by a compiled graph
             ranges._plain = ranges.as_subclass(Tensor)
             return ranges._plain
-    # A compiled graph takes an attribute of an input for another input. The input itself, of another class than Tensor,
-    # would fail at the first call, where torch 2.13 looks for aliases. An exported graph knows no attributes.
+    # A compiled graph treats an attribute of an input as another input. The input itself, which is not a plain Tensor,
+    # would fail at the first call, where torch 2.13 looks for aliases. An exported graph has no attributes.
     if hasattr(ranges, "_plain") and not torch.compiler.is_exporting():
         return ranges._plain
     with torch._C.DisableTorchFunctionSubclass():
@@ -172,7 +174,7 @@ def _as(cls: type[KeyRanges], ranges: Tensor) -> Any:
 
 
 def _kept(cls: type[KeyRanges], types: Sequence[type], name: str, first: Any, result: Any) -> Any:
-    """``result`` of a function of KeyRanges as ``cls`` if it holds pairs again."""
+    """``result`` of a function of KeyRanges, as ``cls`` if it holds pairs again."""
     if type(result) is not Tensor or result.dtype not in INTEGERS or result.dim() == 0:
         return result
     fewer = type(first) is Tensor and result.dim() < first.dim() and name not in MERGES_ROWS
@@ -182,14 +184,14 @@ def _kept(cls: type[KeyRanges], types: Sequence[type], name: str, first: Any, re
         return result
     if KeyRanges in types and _WholeKeyRanges in types:
         raise ValueError(
-            "pyattn: key_ranges that are put together must all be the whole mask, as masks.prefix_lm and "
+            "pyattn: key_ranges that are combined must all be the whole mask, as masks.prefix_lm and "
             "masks.from_bool give them, or none of them, got both"
         )
     return _as(cls, result)
 
 
 def check_ranges(key_ranges: Tensor, seqlen_k: int) -> None:
-    """ValueError for the first range that is out of bounds or reversed, in the operator's words."""
+    """ValueError for the first range that is out of bounds or reversed, with the operator's message."""
     begin, end = key_ranges.unbind(-1)
     wrong = (begin < 0) | (begin > end) | (end > seqlen_k)
     if has_values(wrong) and wrong.any():

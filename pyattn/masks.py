@@ -1,11 +1,10 @@
-"""Masks as intervals: ``key_ranges`` for :func:`pyattn.attention`, in the shapes that models ask for.
+"""Interval masks: ``key_ranges`` for :func:`pyattn.attention`, in the forms that models need.
 
 Every function returns :class:`KeyRanges`, int64 (B or 1, seqlen, 2): query ``i`` sees the keys ``begin <= j < end`` of
-its pair, on top of ``causal`` and ``window``. Those of :func:`prefix_lm` and :func:`from_bool` are the whole mask, and
-refused with ``causal=True``, the default; the others go with either. A bare int32 or int64 tensor of that shape is as
-good to attention, which then takes any ``causal``. Memory is linear in seqlen, and blocks of keys that no query of a
-block sees cost nothing. Tensors given here are read on their own device, where the result lies too; ints give a result
-on torch's default one.
+its pair, on top of ``causal`` and ``window``. Those of :func:`prefix_lm` and :func:`from_bool` are the whole mask and
+are refused with ``causal=True``, the default; the others work with either. Attention also takes a bare int32 or int64
+tensor of that shape, with any ``causal``. Memory is linear in seqlen, and a block of keys that no query of a block sees
+costs nothing. Results are on the device of the tensors given here, or on torch's default device if only ints are given.
 
 Drawn below: query ``i`` down, key ``j`` across, 1 = takes part.
 """
@@ -49,11 +48,11 @@ def documents(lengths: Sequence[int] | Tensor) -> KeyRanges:
             sum. For padding at the end of a row, add its length as one more document.
 
     Returns:
-        (1, seqlen, 2), for every sequence of a batch. Rows packed differently: ``torch.cat`` of their ranges.
+        (1, seqlen, 2), for every sequence of a batch. For rows packed differently, ``torch.cat`` their ranges.
 
     Raises:
-        ValueError: a length below 0, another number of dimensions.
-        TypeError: other types.
+        ValueError: a length below 0, the wrong number of dimensions.
+        TypeError: any other type.
 
     >>> documents([2, 3])[0].tolist()
     [[0, 2], [0, 2], [2, 5], [2, 5], [2, 5]]
@@ -69,25 +68,25 @@ def documents(lengths: Sequence[int] | Tensor) -> KeyRanges:
 
 @check_names
 def prefix_lm(prefix: int | Tensor, seqlen: int) -> KeyRanges:
-    """A prefix whose tokens see each other both ways, then causal text (Raffel et al. 2020, figure 4).
+    """A prefix whose tokens all see each other, then causal text (Raffel et al. 2020, figure 4).
 
-    For ``causal=False``, which attention insists on: query ``i`` sees the keys below ``max(prefix, i + 1)``. Over a
-    cache too, ``prefix_lm(prefix, cache.max_seqlen)[:, before:before + seqlen_q]``. ::
+    Attention requires ``causal=False`` with it: query ``i`` sees the keys below ``max(prefix, i + 1)``. Over a cache,
+    use ``prefix_lm(prefix, cache.max_seqlen)[:, before:before + seqlen_q]``. ::
 
         prefix 2, seqlen 4     1 1 0 0
                                1 1 0 0
                                1 1 1 0
                                1 1 1 1
     Args:
-        prefix: its length, an int or an int32 or int64 tensor (B,), from 0 to seqlen.
+        prefix: the prefix's length, an int or an int32 or int64 tensor (B,), from 0 to seqlen.
         seqlen: the number of queries and of keys.
 
     Returns:
         (B, seqlen, 2), or (1, seqlen, 2) for an int.
 
     Raises:
-        ValueError: a prefix outside 0 to seqlen, a seqlen below 0, another number of dimensions.
-        TypeError: other types.
+        ValueError: a prefix outside 0 to seqlen, a seqlen below 0, the wrong number of dimensions.
+        TypeError: any other type.
 
     >>> prefix_lm(2, seqlen=4)[0].tolist()
     [[0, 2], [0, 2], [0, 3], [0, 4]]
@@ -122,7 +121,7 @@ def chunked(seqlen: int, chunk: int) -> KeyRanges:
 
     Raises:
         ValueError: a seqlen below 0, a chunk below 1.
-        TypeError: other types than int.
+        TypeError: any type but int.
 
     >>> chunked(5, chunk=2)[0].tolist()
     [[0, 2], [0, 2], [2, 4], [2, 4], [4, 5]]
@@ -145,20 +144,20 @@ def padding(lengths: Sequence[int] | Tensor, seqlen: int, side: str = "right") -
                                1 1 1 0          1 1 1 0    0 1 1 1         0 1 1 0
                                1 1 1 0          1 1 1 0    0 1 1 1         0 1 1 1
 
-    Queries that are padding see what their place lets them see: their results mean nothing, and a loss that leaves them
-    out sends them no gradient.
+    Queries that are padding see whatever keys their position allows: their results are meaningless, and a loss that
+    leaves them out sends them no gradient.
 
     Args:
-        lengths: tokens of each sequence without padding, ints or an int32 or int64 tensor (B,), from 0 to seqlen.
-        seqlen: the number of keys, and of queries. With fewer queries, as behind a cache, slice: ``[:, -seqlen_q:]``.
+        lengths: each sequence's tokens without padding, ints or an int32 or int64 tensor (B,), from 0 to seqlen.
+        seqlen: the number of keys and of queries. With fewer queries, as with a cache, slice: ``[:, -seqlen_q:]``.
         side: where the padding is, "right" or "left".
 
     Returns:
         (B, seqlen, 2).
 
     Raises:
-        ValueError: a length outside 0 to seqlen, a seqlen below 0, another side, another number of dimensions.
-        TypeError: other types.
+        ValueError: a length outside 0 to seqlen, a seqlen below 0, another side, the wrong number of dimensions.
+        TypeError: any other type.
 
     >>> padding([2, 3], seqlen=3, side="left")[:, 0].tolist()
     [[1, 3], [0, 3]]
@@ -174,10 +173,10 @@ def padding(lengths: Sequence[int] | Tensor, seqlen: int, side: str = "right") -
 
 @check_names
 def from_bool(mask: Tensor) -> KeyRanges | None:
-    """The ranges that a bool mask stands for, if it stands for any.
+    """The ranges equivalent to a bool mask, if there are any.
 
-    A mask that stays what it is goes into ``attention(..., mask=mask)``, which finds ranges itself, at each call: this
-    function is for a mask that serves many calls, and for those who want to know. ::
+    ``attention(..., mask=mask)`` finds the ranges itself, at each call. Use this function for a mask that serves many
+    calls, or to learn whether a mask consists of ranges. ::
 
         1 1 1 0    [0, 3)        1 0 1 1    None: a hole
         0 1 1 1    [1, 4)        1 1 1 1
@@ -187,12 +186,12 @@ def from_bool(mask: Tensor) -> KeyRanges | None:
         mask: bool, True = takes part, 1 to 4 dimensions, which broadcast from the right: (B or 1, Hq or 1, Sq, Sk).
 
     Returns:
-        (B or 1, Sq, 2), for ``causal=False``, as the mask says it all; None where a row has holes or heads differ. A
-        mask for all queries at once, (B, 1, 1, Sk), gives (B, 1, 2): ``expand(-1, seqlen_q, -1)`` it. A mask that hides
-        padding alone goes on top of ``causal=True`` as ``KeyRanges(from_bool(mask))``.
+        (B or 1, Sq, 2), for ``causal=False`` because they are the whole mask; None where a row has holes or heads
+        differ. A mask with one row for all queries, (B, 1, 1, Sk), gives (B, 1, 2): apply ``expand(-1, seqlen_q, -1)``.
+        If the mask only hides padding, ``KeyRanges(from_bool(mask))`` goes on top of ``causal=True``.
 
     Raises:
-        ValueError: another number of dimensions.
+        ValueError: the wrong number of dimensions.
         TypeError: a mask that is not a bool tensor.
 
     >>> from_bool(torch.ones(3, 3, dtype=torch.bool).tril()).tolist()
@@ -209,7 +208,7 @@ def from_bool(mask: Tensor) -> KeyRanges | None:
         return known(torch.zeros(wide.shape[0], wide.shape[2], 2, dtype=torch.int64, device=mask.device), whole=True)
     keys = wide.to(torch.uint8)
     count = keys.sum(-1)
-    begin = keys.argmax(-1).masked_fill(count == 0, 0)  # argmax gives the first of several
+    begin = keys.argmax(-1).masked_fill(count == 0, 0)  # argmax gives the first maximum
     end = (seqlen_k - keys.flip(-1).argmax(-1)).masked_fill(count == 0, 0)
     ranges = torch.stack([begin, end], -1)
     if (end - begin != count).any() or (ranges != ranges[:, :1]).any():
@@ -218,7 +217,7 @@ def from_bool(mask: Tensor) -> KeyRanges | None:
 
 
 def within(ranges: Tensor, others: Tensor) -> Tensor:
-    """The keys in both of two ranges: documents that are padded, each with a prefix of its own, ... ::
+    """The keys that two ranges share: documents with padding, a prefix in each document, ... ::
 
         documents [2, 2]     prefix_lm 3     within both
         1 1 0 0              1 1 1 0         1 1 0 0
@@ -230,10 +229,10 @@ def within(ranges: Tensor, others: Tensor) -> Tensor:
         ranges, others: KeyRanges or bare tensors, (B or 1, Sq or 1, 2) each.
 
     Returns:
-        KeyRanges, whole if one of them is; a bare tensor of two bare ones.
+        KeyRanges, whole if either one is; a bare tensor if both are bare.
 
     Raises:
-        TypeError: what is no tensor.
+        TypeError: an argument that is not a tensor.
 
     >>> within(documents([2, 2]), prefix_lm(3, seqlen=4))
     KeyRanges(tensor([[[0, 2],

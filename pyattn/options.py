@@ -1,6 +1,6 @@
-"""The options of attention, each once: its type, what checks it, what it means, and the words that peers have for it.
+"""The options of attention, each defined once: its type, its check, its meaning and its names in other libraries.
 
-An option's name, place and default are those of the operators' schemas, which come from the list in csrc/ops/options.h.
+Each option's name, place and default are those of the operators' schemas, generated from csrc/ops/options.h.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,13 +26,13 @@ __all__ = ["UNBOUNDED", "AttentionOptions", "Options", "Packing"]
 
 
 class Option(NamedTuple):
-    """What an option is beside its name and type.
+    """An option apart from its name and type.
 
     Attributes:
-        check: ``check(name, value)`` raises TypeError or ValueError for what no operator could be asked; shapes and
-            dtypes are the operator's to check.
-        meaning: what help() says.
-        peers: arguments of other libraries that it stands for, and how to use it in their place.
+        check: ``check(name, value)`` raises TypeError or ValueError for values that no operator could take; the
+            operator checks shapes and dtypes.
+        meaning: the text that help() shows.
+        peers: arguments of other libraries that this option replaces, each with how to use it instead.
     """
 
     check: Callable[[str, Any], None]
@@ -55,7 +55,7 @@ def _check_ranges(name: str, value: object) -> None:
 
 
 class AttentionOptions(TypedDict, total=False):
-    """The options of :func:`pyattn.attention` and of all functions like it, for ``**options: Unpack[...]`` of your own.
+    """The options of :func:`pyattn.attention` and of all functions like it, for your own ``**options: Unpack[...]``.
 
     ``help(pyattn.attention)`` shows what each means.
     """
@@ -64,7 +64,7 @@ class AttentionOptions(TypedDict, total=False):
         bool,
         Option(
             _check_flag,
-            "whether a query sees no key after its own position. Default: True.",
+            "if True, a query sees no key after its own position. Default: True.",
             {
                 "is_causal": "use causal (default True, bottom-right; scaled_dot_product_attention's upper-left is "
                 "q_offset=0)"
@@ -83,8 +83,8 @@ class AttentionOptions(TypedDict, total=False):
         tuple[int, int] | None,
         Option(
             lambda _, value: check_window(value),
-            "(left, right), how many keys before and after its own position a query sees; -1: all. Default or None: "
-            "all. Every int of 64 bits is right, here and in q_offset: sums saturate.",
+            "(left, right): how many keys before and after its own position a query sees; -1: all. Default or None: "
+            "all. Any int that fits in 64 bits is valid, here and in q_offset: sums saturate.",
             {
                 "sliding_window": "use window=(W - 1, 0): a query sees itself and the W - 1 keys before it",
                 "window_size": "use window",
@@ -95,11 +95,11 @@ class AttentionOptions(TypedDict, total=False):
         Tensor | None,
         Option(
             _check_ranges,
-            "(B or 1, Sq, 2), int32 or int64: query ``i`` sees the keys [begin, end) alone, 0 <= begin <= end <= Sk. "
-            ":mod:`pyattn.masks` makes them for packed documents, prefixes, chunks and padding.",
+            "(B or 1, Sq, 2), int32 or int64: query ``i`` sees only the keys [begin, end), 0 <= begin <= end <= Sk. "
+            ":mod:`pyattn.masks` builds them for packed documents, prefixes, chunks and padding.",
             {
-                "block_mask": "use mask for a mask given as a tensor, key_ranges for one range of keys a query: "
-                "pyattn.masks"
+                "block_mask": "use mask for a mask given as a tensor, key_ranges for one range of keys per query: "
+                "see pyattn.masks"
             },
         ),
     ]
@@ -108,7 +108,7 @@ class AttentionOptions(TypedDict, total=False):
         Option(
             check_tensor,
             "bool, True = takes part, 1 to 4 dimensions, which broadcast from the right to (B, Hq, Sq, Sk), any "
-            "strides. One whose rows are intervals costs what ``key_ranges`` cost.",
+            "strides. A mask whose rows are intervals costs as little as ``key_ranges``.",
             {
                 "attn_mask": "use mask if it is bool, True = takes part, bias if it is added to the scores; with "
                 "causal=False if it is the whole mask",
@@ -127,26 +127,26 @@ class AttentionOptions(TypedDict, total=False):
     ]
     softcap: Annotated[
         float | None,
-        Option(check_finite, "bound on the scaled scores, finite and at least 0; 0, the default, or None: none."),
+        Option(check_finite, "bound on the scaled scores, finite and at least 0; 0, the default, or None: no bound."),
     ]
     bias: Annotated[
         Tensor | None,
         Option(
             check_tensor,
             "added to the scores, in q's dtype or float32, 1 to 4 dimensions, which broadcast from the right to (B, "
-            "Hq, Sq, Sk), any strides. -inf hides the key, as a mask does, and the lowest finite number does not.",
+            "Hq, Sq, Sk), any strides. -inf masks the key; the lowest finite number does not.",
             {"attn_bias": "use bias", "score_mod": "use softcap, bias or alibi_slopes"},
         ),
     ]
     alibi_slopes: Annotated[
         Tensor | None,
-        Option(check_tensor, "(Hq,) or (B, Hq), in q's dtype or float32. Distances count both ways where not causal."),
+        Option(check_tensor, "(Hq,) or (B, Hq), in q's dtype or float32. Without causal, distances count both ways."),
     ]
     sinks: Annotated[
         Tensor | None,
         Option(
             check_tensor,
-            "(Hq,), in q's dtype or float32: the score of one more key, which has no value.",
+            "(Hq,), in q's dtype or float32: the score of an extra key without a value.",
             {"s_aux": "use sinks"},
         ),
     ]
@@ -154,8 +154,8 @@ class AttentionOptions(TypedDict, total=False):
         float | None,
         Option(
             check_probability,
-            "probability of dropping a weight after the softmax, at least 0 and below 1, rounded to 1/65536; the "
-            "others are scaled by 1 / (1 - dropout_p). lse does not change. Default or None: 0.",
+            "probability of dropping a weight after the softmax, at least 0 and below 1, rounded to a multiple of "
+            "1/65536; kept weights are scaled by 1 / (1 - dropout_p). lse does not change. Default or None: 0.",
             {"dropout": "use dropout_p"},
         ),
     ]
@@ -163,9 +163,9 @@ class AttentionOptions(TypedDict, total=False):
         int | Tensor | None,
         Option(
             _check_integer,
-            "an int or an int64 scalar tensor. Seed and position decide which weights are dropped, as "
-            ":func:`pyattn.dropout_mask` shows, the same for any number of threads, instruction set and device. "
-            "Default: drawn from torch's generator, so ``torch.manual_seed`` repeats it and checkpoints recompute it.",
+            "an int or an int64 scalar tensor. Seed and position alone decide which weights are dropped, as "
+            ":func:`pyattn.dropout_mask` shows, for any number of threads, instruction set and device. Default: drawn "
+            "from torch's generator, so ``torch.manual_seed`` repeats it and activation checkpointing recomputes it.",
         ),
     ]
 

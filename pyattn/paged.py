@@ -1,8 +1,8 @@
-"""Keys and values in pages, which a block table lists for each sequence: attention over them.
+"""Attention over keys and values in pages, which a block table lists for each sequence.
 
-The CPU's kernels of forward read pages where they lie. On a GPU, where a gradient is wanted, and in transforms of
-torch.func, the pages of all sequences are copied behind each other once, by operations that have gradients, and from
-there on they are like any other keys: the gradient of a page that sequences share is the sum of theirs.
+The CPU's forward kernels read pages in place. On a GPU, where a gradient is wanted, and in transforms of torch.func,
+differentiable operations first copy the pages of all sequences into one tensor, and attention treats it like any other
+keys and values. The gradient of a shared page is the sum over its sequences.
 """
 
 from typing import Any
@@ -22,14 +22,14 @@ from pyattn.parse import parse
 def attention(
     q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, lengths: Tensor, seqlen_k: int, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` of :func:`pyattn.attention` over a cache of pages, all positions of ``options`` in [0, seqlen_k).
+    """``(out, lse)`` of :func:`pyattn.attention` over a paged cache; positions in ``options`` are in [0, seqlen_k).
 
     Args:
         q: (B, Hq, Sq, D).
         k, v: (pages, page_size, Hkv, D) and (pages, page_size, Hkv, Dv).
         block_table: (B, pages of a sequence), each entry a page.
-        lengths: (B,), how many positions of each sequence hold something.
-        seqlen_k: how many positions there are.
+        lengths: (B,), how many positions of each sequence are filled.
+        seqlen_k: how many positions a sequence has, filled or not.
         options: those of :func:`pyattn.attention`.
     """
     known = Options(*parse(attention, options, q.device))
@@ -45,7 +45,7 @@ def attention(
 
 
 def needs_copy(q: Tensor, *tensors: Tensor | None) -> bool:
-    """Whether one of these is on a GPU or may need a gradient, or a transform is active."""
+    """Whether q is on a GPU, a transform is active, or one of the tensors needs a gradient."""
     if q.is_cuda or (not torch.compiler.is_compiling() and autograd.transforming()):
         return True
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, *tensors))

@@ -1,4 +1,4 @@
-"""What public functions make of their options: checked, cast, in the operators' order; and how they show them."""
+"""Parsing of public functions' options: checked, cast, in the operators' order; and how help() shows them."""
 
 import inspect
 import textwrap
@@ -24,20 +24,20 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def check_known(function: Callable[..., object], given: Mapping[str, Any]) -> None:
-    """TypeError for options that do not exist, naming those that stand for them or are spelt like them."""
+    """TypeError for options that do not exist; it names those to use instead."""
     unknown = {name: value for name, value in given.items() if name not in OPTIONS}
     if unknown:
         refuse(function, unknown, PEERS)
 
 
 def parse(function: Callable[..., object], given: Mapping[str, Any], device: torch.device) -> tuple[Any, ...]:
-    """Options that a user gave to a public function, checked, and cast to what the operators take.
+    """Checks the options given to a public function and casts them to what the operators take.
 
-    None stands for a default, as the configurations of models have it. Under autocast, float tensors are cast; dropout
-    without a seed draws one.
+    None stands for a default, as in models' configurations. Under autocast, float tensors are cast; dropout without a
+    seed draws one.
 
     Returns:
-        The values of :class:`Options` up to the last that is given: each that is passed costs the operator 0.1 us.
+        The values of :class:`Options` up to the last one given: each further argument costs the operator 0.1 us.
 
     Raises:
         TypeError, ValueError: by :func:`check_known` and each option's check; key_ranges that are the whole mask with
@@ -49,7 +49,7 @@ def parse(function: Callable[..., object], given: Mapping[str, Any], device: tor
             check_known(function, given)
         if value is not None or name not in MAY_BE_NONE:
             OPTIONS[name].check(name, value)
-            # torch's operations take no int past 64 bits.
+            # torch's operators take no int beyond 64 bits, even for a float.
             values[name] = float(value) if isinstance(value, int) and name in FLOATS else value
             if count <= PLACES[name]:
                 count = PLACES[name] + 1
@@ -68,7 +68,7 @@ def parse(function: Callable[..., object], given: Mapping[str, Any], device: tor
 
 
 def _seed(dropout_p: float, seed: Any, device: torch.device) -> Tensor | None:
-    """What the operators take: a scalar tensor, None without dropout."""
+    """The seed as the operators take it: a scalar tensor, or None without dropout."""
     if dropout_p == 0:
         return None
     if seed is None:
@@ -77,7 +77,7 @@ def _seed(dropout_p: float, seed: Any, device: torch.device) -> Tensor | None:
 
 
 def with_options(signature: inspect.Signature) -> inspect.Signature:
-    """The signature with all options, and their defaults, in place of those that it catches."""
+    """The signature with all options and their defaults in place of its ``*`` and ``**`` parameters."""
     caught, keyword = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD), inspect.Parameter.KEYWORD_ONLY
     own = [p for p in signature.parameters.values() if p.kind not in caught]
     options = [inspect.Parameter(n, keyword, default=DEFAULTS[n], annotation=TYPES[n]) for n in OPTIONS]
@@ -86,10 +86,10 @@ def with_options(signature: inspect.Signature) -> inspect.Signature:
 
 
 def takes_options(function: Function) -> Function:
-    """Shows the options in help() and inspect, with their defaults, for a function that catches them.
+    """Shows the options and their defaults in help() and inspect for a function that takes ``**options``.
 
-    It takes ``*positional`` as well, to refuse it: a wrapper that catches Python's own TypeError would cost each call
-    three times as much.
+    Such a function also takes ``*positional``, only to refuse it: a wrapper that catches Python's own TypeError would
+    cost each call three times as much.
     """
     function.__signature__ = with_options(inspect.signature(function))  # type: ignore[attr-defined]
     if function.__doc__:  # not under -OO

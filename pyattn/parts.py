@@ -1,4 +1,4 @@
-"""Attention over keys that were split into parts: results of two become those of both, gradients come part by part."""
+"""Attention over keys split into parts: merges the results of two parts and computes gradients part by part."""
 
 import math
 from typing import Any, NamedTuple
@@ -20,34 +20,34 @@ __all__ = ["Gradients", "attention_backward", "merge"]
 
 @check_names
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The attention over two sets of keys, from ``(out, lse)`` over each: exact, and differentiable.
+    """Attention over two sets of keys from ``(out, lse)`` over each: exact and differentiable.
 
     ::
 
         lse = log(exp(lse_a) + exp(lse_b))
         out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
-    The same queries, with ``return_lse=True``, see keys [0, n) in one call of :func:`pyattn.attention` and keys [n, Sk)
-    in the other. A key's position counts from its part's first key, so that part's ``q_offset`` is smaller by n, and
-    ``key_ranges`` and the columns of ``mask`` and ``bias`` are its own. With sinks, exactly one part is given them.
-    Dropout counts keys within a part: parts with dropout need seeds of their own, and drop other weights than one call
-    would.
+    Call :func:`pyattn.attention` for the same queries with ``return_lse=True``, once over keys [0, n) and once over
+    keys [n, Sk). Key positions count from the first key of the part, so the second part's ``q_offset`` is smaller by n,
+    and each part has its own ``key_ranges`` and columns of ``mask`` and ``bias``. Pass sinks to exactly one part.
+    Dropout counts keys within a part: each part with dropout needs its own seed, and other weights are dropped than in
+    one call.
 
     Args:
         out_a, out_b: (B, Hq, Sq, Dv), or (total, Hq, Dv) of packed sequences, of one dtype.
         lse_a, lse_b: (B, Hq, Sq), or (Hq, total), float32; float64 for float64 outs.
 
     Returns:
-        ``(out, lse)``, like the arguments. A part in which a query sees no key (lse -inf) leaves the other's row as it
-        is; where both are empty, out is 0, lse -inf and every gradient 0. NaN arrives.
+        ``(out, lse)``, shaped like the arguments. A part in which a query sees no key (lse -inf) leaves the other's row
+        as it is; where both are empty, out is 0, lse -inf and every gradient 0. NaN propagates.
 
     Raises:
-        ValueError: another number of dimensions, shapes that differ (nothing broadcasts), several devices.
-        TypeError: what is no tensor, another dtype.
+        ValueError: the wrong number of dimensions, shapes that differ (nothing broadcasts), several devices.
+        TypeError: an argument that is not a tensor, an unsupported dtype.
         NotImplementedError: nested tensors.
 
-    16-bit outs are added up in float32 and rounded once a merge: to merge many parts, pass them on as float32. A weight
-    exp(lse_a - lse) has a relative error of 2 eps(float32) |lse| at most, because lse is rounded.
+    16-bit outs are added in float32 and rounded once per merge: to merge many parts, convert them to float32 first. A
+    weight exp(lse_a - lse) has a relative error of at most 2 eps(float32) |lse|, because lse is rounded.
 
     Source: Dao et al. 2022 (FlashAttention), section 3.1; between devices, Liu et al. 2023 (Ring Attention).
 
@@ -61,7 +61,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     """
     _check(out_a, lse_a, out_b, lse_b)
     empty_a, empty_b = lse_a == -math.inf, lse_b == -math.inf
-    # An infinite difference would make gradients NaN, and where one part is empty nothing depends on it.
+    # An infinite difference would make gradients NaN. Where a part is empty, nothing depends on the difference.
     difference = (lse_a - lse_b).masked_fill(empty_a | empty_b, 0.0)
     weight_a, weight_b = (
         torch.where(theirs, 1.0, torch.sigmoid(d)).masked_fill(own, 0.0)
@@ -74,7 +74,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 
 class Gradients(NamedTuple):
-    """What :func:`attention_backward` returns, each in its tensor's dtype and shape; None where there is no tensor."""
+    """The results of :func:`attention_backward`, each in its tensor's dtype and shape; None without such a tensor."""
 
     q: Tensor
     k: Tensor
@@ -96,15 +96,15 @@ def attention_backward(
     dlse: Tensor | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Gradients:
-    """The share that one part of the keys has in the gradients of attention over all of them.
+    """One part's share of the gradients of attention over all keys.
 
     With P_ij = exp(score_ij - lse_i), the weight that key j of the part has among all keys, and D the dropout factors::
 
         dv = (P * D)^T dout        dp = dout v^T * D        ds = P * (dp - rowsum(dout * out) + dlse)
         dq = softmax_scale * ds k       dk = softmax_scale * ds^T q       dbias = ds
 
-    Over the parts, dq and the gradients of slopes add up to those of the whole; dk, dv and dbias are the part's own.
-    This is what backward of attention needs whose keys lie on several devices, or come one part after the other.
+    Summed over the parts, dq and the slopes' gradient are those of the whole; dk, dv and dbias are the part's own.
+    Use it for the backward of attention whose keys are on several devices, or come one part after another.
 
     Args:
         dout: (B, Hq, Sq, Dv), gradient of the merged out.
@@ -113,8 +113,8 @@ def attention_backward(
         lse: the merged lse (B, Hq, Sq), as :func:`merge` returns it; or (row_max, row_sum), each query's largest score,
             or any number near it, and its sum of exp(score - row_max), over all keys. float32; float64 for float64.
         dlse: gradient of the merged lse, if it has one.
-        options: as the part's forward had them, but for these. sinks: as the merged forward had them, for one of the
-            parts alone: the gradient is whole. dropout_seed: not None where dropout_p is above 0.
+        options: as in the part's forward, except for these. sinks: as in the merged forward, for exactly one of the
+            parts: its gradient of sinks is then complete. dropout_seed: required where dropout_p is above 0.
 
     Returns:
         :class:`Gradients`.
@@ -161,7 +161,7 @@ def attention_backward(
 
 
 class _Transformable(Last):
-    """The native backward in transforms of torch.func, of which vmap alone has a rule."""
+    """The native backward for transforms of torch.func: only vmap has a rule."""
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor | None, ...]:
@@ -172,7 +172,7 @@ class _Transformable(Last):
 
 
 def _by_row(weight: Tensor, out: Tensor) -> Tensor:
-    """``weight``, shaped like lse, as a column beside ``out``: packed sequences have their heads first in lse alone."""
+    """``weight``, shaped like lse, as a column for ``out``: packed sequences have heads first in lse, not in out."""
     return (weight if out.dim() == 4 else weight.mT).unsqueeze(-1)
 
 

@@ -1,8 +1,8 @@
-"""DTensor's rules for the dense operators: sequences and heads don't know of each other, so either may be sharded.
+"""DTensor's rules for the dense operators: sequences and heads are independent, so either may be sharded.
 
-:func:`register` makes them known to torch.distributed.tensor; nothing else in pyattn imports that. Without rules, and
-for packed sequences, DTensor raises. With dropout all is replicated first, because a weight's draw depends on its
-sequence and head among all.
+:func:`register` passes them to torch.distributed.tensor, which nothing else in pyattn imports. Without rules, and for
+packed sequences, DTensor raises. With dropout everything is replicated first, because a weight's draw depends on the
+global numbers of its sequence and head.
 """
 
 from typing import Any
@@ -19,17 +19,18 @@ DIMS = (
     {"mask": -4, "bias": -4, "alibi_slopes": -2, "key_ranges": -3, "q_offsets": -1},
     {"mask": -3, "bias": -3, "alibi_slopes": -1, "sinks": -1},
 )
-"""Where options that may have a place for each sequence, or for each query head, have it."""
+"""The dimension of each option that indexes sequences, then the one that indexes query heads."""
 
 ROWS = 8
-"""How many arguments of backward lie like q."""
+"""The number of leading arguments of backward that are sharded like q."""
 
 
 def register() -> None:
     """Lets ``pyattn.attention`` take DTensors that are sharded over the batch or over heads, forward and backward.
 
-    A batch that the mesh does not divide stays together, and so do heads where it does not divide the KV heads: query
-    heads would meet other KV heads. Everything else that comes sharded is gathered. It may be called again.
+    The batch is sharded only if its size is a multiple of the mesh's, heads only if the number of KV heads is:
+    otherwise query heads would meet the wrong KV heads. A tensor sharded in any other way is gathered first. A second
+    call does no harm.
 
     >>> from pyattn import sharding
     >>> sharding.register()
@@ -61,21 +62,21 @@ def _backward(*args: Any, **named: Any) -> list[tuple[Placements, Placements]]:
         learned = []
         for name, want in zip(LEARNED, wanted, strict=True):
             place = _place(name, options[name], dim)
-            # Each shard gives its own share of what all of them see.
+            # The gradient of a replicated tensor is the sum of the shards' shares.
             learned.append(None if not want else Partial() if dim is not None and place == Replicate() else place)
         found.append(([where] * 3 + learned, inputs[: len(args)]))
     return found
 
 
 def _dims(q: Any, k: Any, options: dict[str, Any]) -> list[int | None]:
-    """The dimensions that may be sharded: none, the batch, heads."""
+    """The dimensions that may be sharded: None (replicated), the batch, the heads."""
     if options["dropout_p"]:
         return [None]
     return [None] + [dim for dim, size in enumerate((q.shape[0], k.shape[1])) if size % q.mesh.size() == 0]
 
 
 def _place(name: str, value: Any, dim: int | None) -> Any:
-    """Where an option lies if q is sharded in ``dim``: replicated where it has no such dimension, or broadcasts."""
+    """An option's placement if q is sharded in ``dim``: replicated if it lacks that dimension or broadcasts."""
     if not hasattr(value, "shape"):
         return None
     at = None if dim is None else DIMS[dim].get(name)

@@ -1,4 +1,4 @@
-"""Attention over packed sequences: of any lengths, one after the other, without padding."""
+"""Attention over packed sequences: any lengths, one after another, without padding."""
 
 from typing import Any
 
@@ -34,10 +34,10 @@ def attention_varlen(
     return_lse: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`pyattn.attention` of sequences of different lengths, packed one behind the other.
+    """:func:`pyattn.attention` over sequences of different lengths, packed one after another.
 
-    Sequence ``b`` has the queries ``cu_seqlens_q[b] <= i < cu_seqlens_q[b + 1]`` and likewise its keys; they see each
-    other as in a call of their own, and nothing of other sequences. No padding is computed. 1 = takes part::
+    Sequence ``b`` has the queries ``cu_seqlens_q[b] <= i < cu_seqlens_q[b + 1]``; cu_seqlens_k does the same for keys.
+    Each sequence gets the results of a separate call. No padding is computed. 1 = takes part::
 
         cu_seqlens_q = cu_seqlens_k = [0, 2, 5]     cu_seqlens_q [0, 1, 3], cu_seqlens_k [0, 2, 5]
                            1 0 . . .                                        1 1 . . .
@@ -50,38 +50,37 @@ def attention_varlen(
         q: (total_q, Hq, D), dtype and strides as for :func:`pyattn.attention`.
         k: (total_k, Hkv, D).
         v: (total_k, Hkv, Dv).
-        cu_seqlens_q: (B + 1,), int32 or int64, where each sequence begins: from 0, never decreasing, up to at most
-            total_q. Sequences may be empty.
+        cu_seqlens_q: (B + 1,), int32 or int64: where each sequence begins, then where the last one ends; from 0, never
+            decreasing, up to at most total_q. Sequences may be empty.
         cu_seqlens_k: the same for the keys.
-        max_seqlen_q, max_seqlen_k: no sequence is longer. They may be larger than the longest sequence: results and
-            memory do not depend on them, nor does the time of a CPU; a GPU starts blocks for sequences of this
-            length.
-        block_table: (B, pages of a sequence), int32 or int64: k is (pages, page_size, Hkv, D) and v (pages, page_size,
-            Hkv, Dv), page_size at least 16, and sequence ``b`` has its key ``j`` at ``j % page_size`` of page
-            ``block_table[b, j // page_size]``; cu_seqlens_k tells how many keys it has, and entries behind those are
-            not looked at. Sequences may share pages, whose gradients add up, in k's dtype. On a GPU, where a
-            gradient is wanted, and in transforms of torch.func, the pages of all sequences are copied behind each
-            other first.
-        seqused_k: (B,), int32 or int64: only so many of each sequence's keys take part, as if there were no more.
+        max_seqlen_q, max_seqlen_k: bounds on the sequences' lengths. They may be above the longest: results and memory
+            do not depend on them, nor does time on a CPU; a GPU launches blocks for sequences of this length.
+        block_table: (B, pages of a sequence), int32 or int64. With it, k is (pages, page_size, Hkv, D) and v (pages,
+            page_size, Hkv, Dv), page_size at least 16. Key ``j`` of sequence ``b`` is at ``j % page_size`` of page
+            ``block_table[b, j // page_size]``; cu_seqlens_k says how many keys each sequence has, and entries after
+            those are ignored. Sequences may share pages, whose gradients add up in k's dtype. On a GPU, where a
+            gradient is wanted, and in transforms of torch.func, the pages of all sequences are first copied into one
+            tensor.
+        seqused_k: (B,), int32 or int64: how many of each sequence's keys take part, as if it had no others.
         return_lse: also return lse.
-        options: as for :func:`pyattn.attention`, but for these. q_offset: key position of each sequence's first query;
-            default: the last query is at the last key of its sequence. key_ranges: (total_q, 2), the keys of each query
-            counted within its sequence. mask, bias: not implemented. The draws of dropout for sequence ``b`` are those
-            of ``b`` in a batch.
+        options: as for :func:`pyattn.attention`, except for these. q_offset: key position of each sequence's first
+            query; default: the last query is at the last key of its sequence. key_ranges: (total_q, 2), the keys of
+            each query counted within its sequence. mask, bias: not implemented. Dropout draws for sequence ``b`` as for
+            sequence ``b`` of a batch.
 
     Returns:
-        ``out`` (total_q, Hq, Dv) in q's dtype, or ``(out, lse)``, lse being (Hq, total_q) in float32, or float64 for
-        float64 inputs. Both are differentiable, in q, k, v, alibi_slopes and sinks. Queries behind the last sequence
-        have out 0 and lse -inf, and gradients are 0 for them, for the keys behind it and for keys that are not used.
+        ``out`` (total_q, Hq, Dv) in q's dtype, or ``(out, lse)``, where lse is (Hq, total_q) in float32, or float64 for
+        float64 inputs. Both are differentiable in q, k, v, alibi_slopes and sinks. Queries after the last sequence have
+        out 0 and lse -inf. Gradients are 0 for them, for keys after the last sequence and for unused keys.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as :func:`pyattn.attention`; cu_seqlens that do not start at 0,
-            decrease, end behind the tokens or differ in number; a max_seqlen below the longest sequence; seqused_k
-            outside a sequence; a block_table with too few pages or with ones that are not there; mask and bias. On a
+            decrease, end after the last token or differ in length; a max_seqlen below the longest sequence; seqused_k
+            outside a sequence; a block_table with too few pages or with pages that do not exist; mask and bias. On a
             GPU the values of cu_seqlens, seqused_k and block_table are not read back unless PYATTN_CHECK=1 is in the
-            environment: tokens of sequences whose values are invalid come out NaN, of all if cu_seqlens are.
+            environment: a sequence with invalid values comes out NaN, and all do if cu_seqlens are invalid.
 
-    Memory beyond the results is linear in the tokens. The result has the same bits for every number of threads.
+    Extra memory is linear in the number of tokens. The result has the same bits for any number of threads.
 
     >>> q, k, v = torch.randn(3, 100, 8, 64)
     >>> cu_seqlens = torch.tensor([0, 10, 10, 64, 100])
@@ -111,9 +110,9 @@ def attention_varlen(
 def _over_pages(
     q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, packing: Packing, known: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` of packed sequences with keys in pages, ``cu_seqlens_k`` telling their lengths alone.
+    """``(out, lse)`` of packed sequences with keys in pages; ``cu_seqlens_k`` only says how many keys each has.
 
-    ``known`` are the values of :class:`Options`, or the first of them if the rest are defaults.
+    ``known`` holds the values of :class:`Options`; defaults at its end may be left out.
     """
     options = Options(*known)
     if not paged.needs_copy(q, k, v, options.alibi_slopes, options.sinks):

@@ -1,4 +1,4 @@
-"""The weights of chosen rows and heads, which the native kernels never hold."""
+"""Attention weights of chosen rows and heads, which the native kernels never store."""
 
 from collections.abc import Sequence
 
@@ -30,30 +30,30 @@ def attention_weights(
     rows: Sequence[int] | Tensor | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """The weights that :func:`pyattn.attention` gives its values, of chosen heads and rows.
+    """The weights of :func:`pyattn.attention` for chosen heads and rows.
 
-    For query ``i`` of head ``h`` and the keys ``j`` that it sees, and 0 for all others::
+    For query ``i`` of head ``h`` and each key ``j`` that it sees; 0 for all other keys::
 
         weights_ij = dropout(exp(score_ij) / (sum_j exp(score_ij) + exp(sinks_h)))        out_i = sum_j weights_ij v_j
 
-    Time and memory are linear in the weights asked for. With the options of an :func:`pyattn.attention` call, its
-    ``dropout_seed`` included, ``attention_weights(...) @ v`` is its out, but for rounding.
+    Time and memory are linear in the weights returned. With the options of an :func:`pyattn.attention` call, its
+    ``dropout_seed`` included, ``attention_weights(...) @ v`` is its out up to rounding.
 
     Args:
         q, k: as for :func:`pyattn.attention`.
-        lse: what that returned for the same arguments, (B, Hq, Sq). The weights are then exp(score - lse), which saves
-            a pass over them and carries lse's rounding; sinks are in it already. Gradients flow through lse too.
-            Default: each row's maximum and sum are computed here.
-        heads: query heads, ints or an int32 or int64 tensor; below 0, counted from the last. Default: all.
-        rows: queries, likewise.
+        lse: (B, Hq, Sq), returned by :func:`pyattn.attention` for the same arguments. The weights are then exp(score -
+            lse), which saves a pass over them and carries lse's rounding; it already includes sinks. Gradients flow
+            through lse too. Default: each row's maximum and sum are computed here.
+        heads: query heads, ints or an int32 or int64 tensor; negative ones count from the end. Default: all.
+        rows: queries, in the same form. Default: all.
         options: as for :func:`pyattn.attention`, for all heads and rows.
 
     Returns:
-        (B, len(heads), len(rows), Sk) in q's dtype, computed in float32 and rounded once for 16-bit types, and
-        differentiable as often as wanted. A query that sees no key has weights 0.
+        (B, len(heads), len(rows), Sk) in q's dtype, computed in float32 and rounded once for 16-bit types;
+        differentiable any number of times. A query that sees no key has weights 0.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as :func:`pyattn.attention`; a head or row that is not there.
+        ValueError, TypeError, NotImplementedError: as :func:`pyattn.attention`; a head or row that does not exist.
 
     >>> q, k, v = torch.randn(3, 1, 8, 5, 64)
     >>> attention_weights(q, k, heads=[0], rows=[1, -1])[0, 0].count_nonzero(-1)
@@ -73,7 +73,7 @@ def attention_weights(
 
 
 def _check(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> None:
-    """The operator's own checks of everything that meets q and k; on meta tensors it does nothing else."""
+    """Runs the operator's checks of q, k and all options: on meta tensors it only checks."""
     if torch.compiler.is_compiling():
         return
     named = zip(Options._fields, options, strict=True)
@@ -89,7 +89,7 @@ def _check(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> None:
 
 
 def _shape_of(name: str, t: Tensor, device: torch.device) -> Tensor:
-    """A meta tensor of its kind, without the tangent that ``t.to("meta")`` would keep; it knows no device or layout."""
+    """``t`` as a meta tensor, without the tangent that ``to("meta")`` keeps; device and layout are checked here."""
     if t.layout != torch.strided:
         raise NotImplementedError(f"pyattn: {name} must be a dense tensor, got layout {t.layout}")
     if t.device != device:
@@ -99,7 +99,7 @@ def _shape_of(name: str, t: Tensor, device: torch.device) -> Tensor:
 
 
 def _chosen(name: str, chosen: Sequence[int] | Tensor | None, size: int, device: torch.device) -> Tensor:
-    """Indices from 0 to size - 1."""
+    """``chosen`` as indices from 0 to size - 1; all of them for None."""
     if chosen is None:
         return torch.arange(size, device=device)
     indices = check_integers(name, chosen, device).to(device)
@@ -110,7 +110,7 @@ def _chosen(name: str, chosen: Sequence[int] | Tensor | None, size: int, device:
 def _weights(
     q: Tensor, k: Tensor, lse: Tensor | None, all_heads: bool, head: Tensor, row: Tensor, options: Options
 ) -> Tensor:
-    """(B, heads, rows, Sk) in float32, or float64."""
+    """The weights (B, heads, rows, Sk) in float32 or float64."""
     wide = torch.promote_types(q.dtype, torch.float32)
     batch, num_heads, seqlen_q, head_dim = q.shape
     if not all_heads:
@@ -135,9 +135,9 @@ def _weights(
 
 
 def _products(q: Tensor, k: Tensor) -> Tensor:
-    """``q k^T``, (B, heads, rows, Sk), whose gradients take numbers that are not finite as 0.
+    """``q k^T`` (B, heads, rows, Sk), whose gradients take non-finite inputs as 0.
 
-    A pair that is not seen sends the gradient 0, and 0 * NaN is NaN. What such numbers give is added, as a constant.
+    A masked pair sends the gradient 0, and 0 * NaN would be NaN. Non-finite products are added as a constant.
     """
     tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
     if tracing or not torch.is_grad_enabled():  # torch checks a trace without gradients

@@ -1,4 +1,4 @@
-"""Storage of keys and values between calls: in one piece, as a ring buffer, in pages."""
+"""Storage of keys and values between calls: contiguous, as a ring buffer or in pages."""
 
 from pyattn.cache.kv_cache import KVCache
 

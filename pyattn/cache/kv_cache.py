@@ -1,4 +1,4 @@
-"""Keys and values that stay between calls, for text that is generated a few tokens at a time."""
+"""Keys and values kept between calls, for text that is generated a few tokens at a time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,8 +33,8 @@ class KVCache:
         v (B, Hkv, slots, Dv)   sequence 1    k0 k1  .  .  .  .
 
     With ``window=(left, 0)`` the cache is a ring buffer: a query sees itself and the ``left`` keys before it, text may
-    go on without end, and memory does not grow. The last ``max_seqlen`` positions are kept, so max_seqlen - left
-    queries at a time find all that they see.
+    continue without end, and memory does not grow. The last ``max_seqlen`` positions are kept, so up to max_seqlen -
+    left queries at a time find every key that they see.
 
     With ``page_size=P`` positions lie in pages of P, which a table lists for each sequence::
 
@@ -42,44 +42,44 @@ class KVCache:
                      0 3    page 1   k4 k5  .  .  of sequence 0
                             page 3   k4  .  .  .  of sequence 1
 
-    Pages are handed out as sequences grow, and a page is free when no sequence has it within its length: lengths and
-    table say everything, so reset is setting lengths to 0. :meth:`reorder` copies the table alone, after which
-    sequences share pages, and the first to write to a shared page, the last one of a sequence, gets a copy of it: beam
-    search keeps its common beginning once and copies at most one page a sequence and step, where other caches copy all.
-    There are B * ceil(max_seqlen / P) pages, so that the only limit is max_seqlen, and a sequence that shares none has
-    neighbours, which are read as fast as a sequence in one piece. On a GPU, where a gradient is wanted, or in a
-    transform of torch.func, :func:`attention_with_cache` first copies the pages of all sequences into one batch.
+    Pages are handed out as sequences grow, and a page is free if no sequence has it within its length: lengths and
+    table are the whole state, so setting lengths to 0 is a reset. :meth:`reorder` copies only the table, after which
+    sequences share pages. A sequence writes to no shared page but its last, and the first to do so gets its own copy:
+    beam search stores a common beginning once and copies at most one page per sequence and step, where other caches
+    copy all. There are B * ceil(max_seqlen / P) pages, so max_seqlen is the only limit, and a sequence that shares none
+    has adjacent pages, read as fast as contiguous memory. On a GPU, where a gradient is wanted, or in a transform of
+    torch.func, :func:`attention_with_cache` first copies all pages into one batch.
 
-    On a GPU nothing is read on the host, so CUDA graphs capture :meth:`append` and :func:`attention_with_cache`; what
-    would be an error on the CPU is none there. Positions that do not fit are left out, and lengths end at max_seqlen;
-    lengths and indices are clamped; a query over a ring buffer sees those of its keys that are left. With
-    PYATTN_CHECK=1 in the environment they are read, and raise as on the CPU. A graph that ends with an append with
-    lengths does not tell :func:`attention_with_cache` outside of it: capture both in one, or pass q_offset. Each append
-    to a ring buffer copies the positions that it keeps.
+    On a GPU nothing is read on the host, so CUDA graphs can capture :meth:`append` and :func:`attention_with_cache`,
+    and wrong values raise no error: positions that do not fit are left out, lengths stop at max_seqlen, lengths and
+    indices are clamped, and a query over a ring buffer sees those of its keys that are still kept. With PYATTN_CHECK=1
+    in the environment values are read, and errors raise as on the CPU. If a graph ends with an append with lengths,
+    :func:`attention_with_cache` outside the graph does not know of it: capture both in one graph, or pass q_offset.
+    Each append to a ring buffer on a GPU copies the positions that it keeps.
 
     Args:
         batch, num_heads_kv: sizes of k and v.
-        max_seqlen: the most positions of a sequence; of a ring buffer, those it keeps, more than left.
-        head_dim, head_dim_v: columns of k and of v; default of the latter: head_dim.
-        dtype: float64, float32, bfloat16 or float16; default: torch's.
-        device: default: torch's.
-        page_size: positions of a page, at least 16; default: no pages.
-        window: (left, right) as for :func:`pyattn.attention`, which holds for every query without being passed again,
-            and makes the cache a ring buffer; right matters with causal=False alone. Default: none, as (-1, -1).
+        max_seqlen: the most positions of a sequence; for a ring buffer, how many it keeps, which must exceed left.
+        head_dim, head_dim_v: columns of k and of v; head_dim_v defaults to head_dim.
+        dtype: float64, float32, bfloat16 or float16; default: torch's default dtype.
+        device: default: torch's default device.
+        page_size: positions per page, at least 16; default: no pages.
+        window: (left, right) as for :func:`pyattn.attention`. It makes the cache a ring buffer and applies to every
+            query without being passed again; right matters only with causal=False. Default: no window, like (-1, -1).
 
     Attributes:
-        k, v: the storage; in pages, (pages, page_size, Hkv, D) and (pages, page_size, Hkv, Dv). What lies past a
-            sequence's length never matters, whatever it holds.
-        lengths: int64 (B,), the positions that were appended to each sequence.
-        starts: int64 (B,), the position in slot 0: not 0 in a ring buffer alone.
+        k, v: the storage; in pages, (pages, page_size, Hkv, D) and (pages, page_size, Hkv, Dv). Slots past a
+            sequence's length never matter, whatever they hold.
+        lengths: int64 (B,), how many positions were appended to each sequence.
+        starts: int64 (B,), the position in slot 0; always 0 unless the cache is a ring buffer.
         block_table: int64 (B, pages of a sequence), or None without pages.
         window: (left, right) of a ring buffer, or None.
 
     Raises:
         ValueError: a size below 0, more numbers than any memory holds, a window below -1 or with a left bound outside
             [0, max_seqlen), a device that this torch cannot use.
-        TypeError: another dtype, what is no int or no device, a window that is no pair.
-        NotImplementedError: pages of a ring buffer.
+        TypeError: an unsupported dtype, a size that is no int, a device of another type, a window that is not a pair.
+        NotImplementedError: a ring buffer in pages.
 
     >>> cache = KVCache(batch=2, num_heads_kv=4, max_seqlen=100, head_dim=64)
     >>> cache.append(*torch.randn(2, 2, 4, 10, 64))
@@ -89,7 +89,7 @@ class KVCache:
     torch.Size([2, 8, 1, 64])
     """
 
-    __module__ = "pyattn.cache"  # the public name, which pickles hold
+    __module__ = "pyattn.cache"  # the public name: pickles contain it
 
     @check_names
     def __init__(
@@ -119,7 +119,7 @@ class KVCache:
             raise NotImplementedError(
                 f"pyattn: a cache with a window has no pages, got page_size={page_size} and window={self.window}"
             )
-        with torch.inference_mode(False):  # so that a cache outlives the mode that it was made in
+        with torch.inference_mode(False):  # so that a cache outlives the mode it was made in
             self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
             self.starts = torch.zeros_like(self.lengths)
             self._ragged, self._last = False, self.lengths.new_zeros(3, batch)
@@ -138,9 +138,9 @@ class KVCache:
 
     @property
     def last_append(self) -> Tensor | None:
-        """int64 (3, B) after an append with ``lengths``: its ``new``, each sequence's length before it and after it.
+        """int64 (3, B) after an append with ``lengths``: its number of rows, each sequence's length before and after.
 
-        None after an append of as many positions to all, and after a reset: lengths says where its rows are.
+        None after an append without lengths and after a reset: cache.lengths then says where the rows are.
         """
         return self._last if self._ragged else None
 
@@ -148,7 +148,7 @@ class KVCache:
     def append(self, k: Tensor, v: Tensor, lengths: Sequence[int] | Tensor | None = None) -> None:
         """Appends new positions in place; gradients do not flow through them.
 
-        Recomputation appends again: keep it, and modules with a ``kv_cache``, out of ``torch.utils.checkpoint``.
+        Recomputation appends again: keep append, and modules with a ``kv_cache``, out of ``torch.utils.checkpoint``.
 
         Args:
             k, v: (B, Hkv, new, D) and (B, Hkv, new, Dv), in the cache's dtype, any strides.
@@ -157,10 +157,10 @@ class KVCache:
                 belong to them.
 
         Raises:
-            ValueError: other shapes; on the CPU, a sequence that would outgrow max_seqlen, unless the cache is a ring
-                buffer, and a length outside 0 to new. The cache is then as it was.
-            TypeError: another dtype, what is no tensor.
-            NotImplementedError: tensors that are not dense; batched ones, under ``torch.vmap``.
+            ValueError: wrong shapes; on the CPU, a sequence that would outgrow max_seqlen, unless the cache is a ring
+                buffer, and a length outside 0 to new. The cache is then unchanged.
+            TypeError: another dtype, an argument that is not a tensor.
+            NotImplementedError: tensors that are not dense; batched tensors under ``torch.vmap``.
         """
         check_tensor("k", k)
         check_tensor("v", v)
@@ -177,22 +177,22 @@ class KVCache:
             torch.stack([torch.full_like(before, k.shape[2]), before, self.lengths], out=self._last)
 
     def reset(self) -> None:
-        """Forgets all sequences; the memory stays."""
+        """Forgets all sequences; the memory stays allocated."""
         self.lengths.zero_()
         self.starts.zero_()
         self._ragged = False
 
     @check_names
     def truncate(self, lengths: int | Sequence[int] | Tensor) -> None:
-        """Each sequence keeps its first positions, as rejected drafts of speculative decoding want it.
+        """Keeps the first positions of each sequence, for example to drop rejected drafts of speculative decoding.
 
         Args:
             lengths: sequence b keeps lengths[b] positions, ints or an int32 or int64 tensor (B,), or one int for all.
 
         Raises:
-            ValueError: another number of them; on the CPU, a length below 0 or above the sequence's, and over a ring
-                buffer one whose newest query would see keys that were dropped. The cache is then as it was.
-            TypeError: other types.
+            ValueError: the wrong number of them; on the CPU, a length below 0 or above the sequence's, and over a ring
+                buffer one whose newest query would see keys that were dropped. The cache is then unchanged.
+            TypeError: any other type.
         """
         if isinstance(lengths, int | torch.SymInt):
             check_type("lengths", lengths, int, torch.SymInt)
@@ -204,14 +204,14 @@ class KVCache:
         ops.cache_truncate(self.lengths, None if seen is None else self.starts, kept, seen or 0)
 
     def clone(self) -> "KVCache":
-        """A cache of the same sequences with storage of its own, pages and ring buffer included."""
+        """A copy of the cache with separate storage, pages and ring buffer included."""
         return copied(self, self.lengths.device, self.k.dtype)
 
     @check_names
     def to(
         self, device: torch.device | str | int | torch.dtype | None = None, dtype: torch.dtype | None = None
     ) -> "KVCache":
-        """A cache of the same sequences on this device, in this dtype; itself, if it is so already. ``to(dtype)`` too.
+        """A copy of the cache on this device, in this dtype; the cache itself if nothing changes. Also ``to(dtype)``.
 
         Args:
             device: default: the cache's.
@@ -231,21 +231,21 @@ class KVCache:
         return copied(self, device, dtype)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """For pickle and deepcopy: a cache that was read or copied in inference mode outlives it too."""
+        """For pickle and deepcopy: a cache that is loaded or copied in inference mode outlives the mode."""
         with torch.inference_mode(False):
             for name, value in state.items():
                 setattr(self, name, value.clone() if isinstance(value, Tensor) and value.is_inference() else value)
 
     @check_names
     def reorder(self, idx: Sequence[int] | Tensor) -> None:
-        """Sequence b becomes what sequence idx[b] was, as beam search wants it; one may be taken several times.
+        """Sequence b becomes a copy of sequence idx[b], as in beam search; an index may occur several times.
 
         Args:
             idx: (B,), ints or an int32 or int64 tensor, each from 0 to B - 1.
 
         Raises:
-            ValueError: another number of them; on the CPU, one that is not there. The cache is then as it was.
-            TypeError: other types.
+            ValueError: the wrong number of them; on the CPU, an index out of range. The cache is then unchanged.
+            TypeError: any other type.
         """
         chosen = check_integers("idx", idx, self.lengths.device)
         if self.block_table is None:
@@ -253,8 +253,8 @@ class KVCache:
         else:
             ops.cache_reorder_pages(self.lengths, self.block_table, chosen)
         if self._ragged:
-            chosen = chosen.clamp(0, max(0, len(self.lengths) - 1))  # as the operator takes them on a GPU
+            chosen = chosen.clamp(0, max(0, len(self.lengths) - 1))  # as the operator clamps them on a GPU
             torch.index_select(self._last.clone(), 1, chosen, out=self._last)
 
 
-torch.serialization.add_safe_globals([KVCache])  # torch.load reads one without weights_only=False
+torch.serialization.add_safe_globals([KVCache])  # torch.load reads a cache without weights_only=False

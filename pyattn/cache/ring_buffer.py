@@ -1,6 +1,6 @@
-"""Ring buffers: caches whose slots keep the last positions of text without end, for windows.
+"""Ring buffers: caches that keep the last positions of endless text, for windowed attention.
 
-Ring attention, which passes keys round several devices, is another matter: :mod:`pyattn.parts` has what it needs.
+They are unrelated to ring attention, which passes keys around several devices and builds on :mod:`pyattn.parts`.
 """
 
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ from pyattn.arguments import check_64_bits, check_type, check_window
 from pyattn.ops.schema import UNBOUNDED
 
 SLACK = 4
-"""A ring buffer has 1 / SLACK more slots than positions it keeps. Where they end, the positions move to the front: each
-appended token moves SLACK others, once on average, while a query reads the whole window: under 1 % for windows of
-1,024 and more, for a quarter more memory."""
+"""A ring buffer has 1 / SLACK more slots than positions it keeps. When the slots run out, the kept positions move to
+the front: on average, each appended token moves SLACK others, while a query reads the whole window. That is under 1 %
+for windows of 1,024 and more, for a quarter more memory."""
 
 
 def window_of(window: tuple[int, int] | None, max_seqlen: int) -> tuple[int, int] | None:
-    """The window of a ring buffer that keeps ``max_seqlen`` positions; None for none, which (-1, -1) is, too."""
+    """The window of a ring buffer that keeps ``max_seqlen`` positions; None without one, as with (-1, -1)."""
     if window is None:
         return None
     check_window(window)
@@ -35,12 +35,12 @@ def window_of(window: tuple[int, int] | None, max_seqlen: int) -> tuple[int, int
 
 
 def slots_of(max_seqlen: int) -> int:
-    """How many slots a ring buffer has that keeps ``max_seqlen`` positions."""
+    """How many slots a ring buffer needs to keep ``max_seqlen`` positions."""
     return max_seqlen + -(-max_seqlen // SLACK)
 
 
 def narrowed(window: tuple[int, int], own: tuple[int, int], max_seqlen: int, seqlen_q: int) -> tuple[int, int]:
-    """``window`` within a cache's ``own``; ValueError for more queries than find their keys in the cache."""
+    """``window`` within the cache's ``own``; ValueError for more queries than the cache keeps keys for."""
     most = max_seqlen - own[0]
     if seqlen_q > most:
         raise ValueError(
@@ -53,7 +53,7 @@ def narrowed(window: tuple[int, int], own: tuple[int, int], max_seqlen: int, seq
 
 
 def in_slots(q_offset: int | Tensor, lengths: Tensor, starts: Tensor, left: int, max_seqlen: int) -> Tensor:
-    """``q_offset`` in slots, for queries that see ``left`` keys before their own; those must still be there."""
+    """``q_offset`` in slots, for queries that see ``left`` keys before their own; these must still be kept."""
     check_type("q_offset", q_offset, int, torch.SymInt, Tensor)
     check_64_bits("q_offset", q_offset)
     offsets = q_offset if isinstance(q_offset, Tensor) else torch.full_like(lengths, q_offset)
@@ -62,7 +62,7 @@ def in_slots(q_offset: int | Tensor, lengths: Tensor, starts: Tensor, left: int,
 
 
 def check_ring(window: tuple[int, int] | None, max_seqlen: int, seqlen_q: int, options: Mapping[str, object]) -> None:
-    """NotImplementedError or ValueError for what queries over a ring cannot have, which is none of the others'."""
+    """NotImplementedError or ValueError for options and queries that a ring buffer can't take."""
     if window is None:
         return
     for wrong in ("key_ranges", "mask", "bias"):

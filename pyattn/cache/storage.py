@@ -1,4 +1,4 @@
-"""The memory of a cache: the dtypes that it may have, how it is made, and its copies."""
+"""The memory of a cache: its dtypes, allocation and copies."""
 
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_dtype(dtype: torch.dtype) -> None:
-    """TypeError for what is none of these."""
+    """TypeError unless ``dtype`` is one of :data:`DTYPES`."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"pyattn: dtype must be a torch.dtype, such as torch.float32, got {shown(dtype)}")
     if dtype not in DTYPES:
@@ -24,15 +24,15 @@ def check_dtype(dtype: torch.dtype) -> None:
 def allocated(
     shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device | None, page_size: int | None
 ) -> Tensor:
-    """Keys or values of nobody yet, (B, Hkv, slots, D), or from (Hkv, pages, page_size, D) in pages."""
+    """Zeros (B, Hkv, slots, D), or, for shape (Hkv, pages, page_size, D), zeros (pages, page_size, Hkv, D)."""
     made = torch.empty(shape, dtype=dtype, device=device)
     ops.cache_clear(made)
-    # What a head reads of neighbouring pages lies in one piece, as memory is read fastest.
+    # A head's rows of adjacent pages are contiguous, which is read fastest.
     return made if page_size is None else made.permute(1, 2, 0, 3)
 
 
 def copied(cache: Cache, device: torch.device, dtype: torch.dtype) -> Cache:
-    """A cache whose tensors are copies, k and v in this dtype; whatever else it has is shared."""
+    """A cache with copies of all tensors, k and v in ``dtype``; other attributes are shared."""
     made = object.__new__(type(cache))
     with torch.inference_mode(False):
         for name, value in vars(cache).items():

@@ -1,1 +1,1 @@
-"""Attention's derivatives: the first by native operators, the others by torch operations over blocks of rows."""
+"""Attention's derivatives: first derivatives by native operators, the others by torch operations over row blocks."""

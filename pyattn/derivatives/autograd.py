@@ -1,6 +1,6 @@
 """The differentiable operator: autograd Functions over the native operators.
 
-:func:`attend` takes the cheapest way that serves the call. Overheads measured with torch 2.13: 6 us for the raw
+:func:`attend` takes the cheapest route that serves the call. Overheads measured with torch 2.13: 6 us for the raw
 operator, 13 with :class:`Attention`, 29 with :class:`TransformableAttention`.
 
 - no gradient wanted, or ``torch.jit.trace`` tracing, which can't save a Function: the raw operator;
@@ -28,14 +28,14 @@ _deterministic = True
 
 
 def set_deterministic(deterministic: bool) -> None:
-    """Whether backward on CUDA gives the same bits from run to run; default True.
+    """Sets whether backward on CUDA gives the same bits from run to run; default True.
 
-    False lets bfloat16 and float16 add up dq atomically, in float32 and in one pass instead of two: the result then
-    differs by the order of rounding. Other dtypes and the CPU give the same bits either way. The setting holds for the
-    whole process and is read when backward runs.
+    False lets bfloat16 and float16 accumulate dq atomically, in float32 and in one pass instead of two: rounding then
+    depends on the order of the additions. Other dtypes and the CPU give the same bits either way. The setting holds for
+    the whole process and is read when backward runs.
 
     Raises:
-        TypeError: another type than bool.
+        TypeError: any type but bool.
     """
     global _deterministic
     if not isinstance(deterministic, bool):
@@ -44,7 +44,7 @@ def set_deterministic(deterministic: bool) -> None:
 
 
 def deterministic() -> bool:
-    """Whether backward on CUDA is deterministic, as :func:`set_deterministic` has it."""
+    """Whether backward on CUDA is deterministic, as :func:`set_deterministic` set it."""
     return _deterministic
 
 
@@ -89,7 +89,7 @@ def _jvp(ctx: Any, _: None, *tangents: Any) -> tuple[Tensor | None, ...]:
     direction = ctx.kind.learned(tangents[:3], tangents[3:])
     rows = q, k, v, out, row_max, row_sum
     moved = Tangents.apply(ctx.kind, *direction, *rows, *leaves(ctx.kind.complete(rest)))  # type: ignore[no-untyped-call]
-    # Nobody uses the derivatives of row_max and row_sum, but vmap's generated rules take no None for them.
+    # The derivatives of row_max and row_sum are unused, but vmap's generated rules take no None for them.
     return *moved, torch.zeros_like(row_max), torch.zeros_like(row_sum)
 
 
@@ -121,7 +121,7 @@ class TransformableAttention(torch.autograd.Function):
 
 
 def _distinct(arguments: tuple[Any, ...]) -> list[Any]:
-    """The arguments as views where a tensor comes again: the compiler refuses one as two arguments of a Function."""
+    """The arguments with repeated tensors as views: the compiler refuses one tensor as two arguments of a Function."""
     distinct: list[Any] = []
     for argument in arguments:
         again = isinstance(argument, Tensor) and any(argument is other for other in distinct)
@@ -135,7 +135,7 @@ def transforming() -> bool:
 
 
 def _keep_transforms_eager() -> None:
-    """A transform of torch.func runs outside of compiled graphs, which know of first derivatives alone."""
+    """Runs transforms of torch.func outside of compiled graphs, which have first derivatives only."""
     if torch._C._are_functorch_transforms_active():
         torch._dynamo.graph_break()
 
@@ -143,8 +143,7 @@ def _keep_transforms_eager() -> None:
 def attend(kind: Kind, q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` of the native operator, differentiable in q, k, v, bias, slopes and sinks.
 
-    ``rest`` are the operator's other arguments, or the first of them if the rest are defaults: each that is passed
-    costs 0.1 us.
+    ``rest`` holds the operator's other arguments; defaults at its end may be left out: each argument costs 0.1 us.
     """
     apply: Callable[..., tuple[Tensor, ...]] = Attention.apply
     if torch.compiler.is_compiling():

@@ -1,6 +1,6 @@
-"""A block of query rows with its pairs as tensors: scores, weights, and how a direction changes them.
+"""A block of query rows with its pairs as tensors: scores, weights and their derivatives along a direction.
 
-A direction moves q, k, v, bias, slopes m and sinks n by their tangents, marked with '. D are the dropout factors,
+A direction consists of tangents of q, k, v, bias, slopes m and sinks n, marked with '. D are the dropout factors,
 distance is |i + q_offset - j|, and f caps the scaled products a: f(a) = softcap tanh(a / softcap), or a without a cap.
 ::
 
@@ -9,7 +9,7 @@ distance is |i + q_offset - j|, and f caps the scaled products a: f(a) = softcap
     P = exp(s - lse), N = exp(n - lse)       lse' = rowsum(P s') + N n'
                                              P' = P (s' - lse'),  N' = N (n' - lse')
 
-Along a second direction, marked with *, as well::
+Second derivatives, along another direction marked with *::
 
     a'* = softmax_scale (q' k*^T + q* k'^T)  lse'* = rowsum(P* s' + P s'*) + N* n'
     s'* = f1 a'* + f2 a' a*                  P'* = P* (s' - lse') + P (s'* - lse'*)            f2 = df1/da
@@ -29,7 +29,7 @@ from pyattn.ops.schema import Options
 
 
 class Change(NamedTuple):
-    """What a direction does to a block: a', s', P' (B, Hq, rows, Sk), lse' and N' (B, Hq, rows, 1)."""
+    """A block's derivatives along a direction: a', s', P' (B, Hq, rows, Sk), lse' and N' (B, Hq, rows, 1)."""
 
     products: Tensor
     scores: Tensor
@@ -39,7 +39,7 @@ class Change(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """A call in float32 or float64; ``first`` is the number of its first sequence, which dropout counts by."""
+    """A call's inputs in float32 or float64; ``first`` is the number of its first sequence, which dropout needs."""
 
     q: Tensor
     k: Tensor
@@ -52,17 +52,17 @@ class Scores:
     """The scores of all keys for some query rows of some heads, (B, heads, rows, Sk).
 
     Attributes:
-        seen: bool (B or 1, heads or 1, rows, Sk), the pairs that no mask hides.
-        scores: -inf where a pair is not seen, whatever it holds; no derivative gets there.
+        seen: bool (B or 1, heads or 1, rows, Sk), the visible pairs.
+        scores: -inf at masked pairs, whatever they hold; no derivative flows there.
         scale: the factor on the products.
         over_cap: a / softcap; None without a softcap.
-        distance: None without slopes; 0 where a pair is not seen.
+        distance: None without slopes; 0 at masked pairs.
     """
 
     def __init__(
         self, products: Tensor, options: Options, heads: Tensor, rows: Tensor, seqlen_q: int, head_dim: int
     ) -> None:
-        """``options`` has the slopes of these heads, in the products' dtype."""
+        """``products`` (B, heads, rows, Sk); ``options`` has the slopes of these heads, in the products' dtype."""
         self._options, self._heads, self._rows, self.dtype = options, heads, rows, products.dtype
         seqlen_k = products.shape[3]
         self.seen = visible.seen(options, rows, heads, seqlen_q, seqlen_k)
@@ -81,7 +81,7 @@ class Scores:
         self.scores = scores.masked_fill(~self.seen, -math.inf)
 
     def kept(self, batch: int, num_heads: int, first: int = 0) -> Tensor:
-        """bool (B, heads, rows, Sk): the weights that dropout keeps, of ``num_heads`` in all."""
+        """bool (B, heads, rows, Sk): the weights that dropout keeps in a call with ``num_heads`` heads in all."""
         sequences = torch.arange(first, first + batch, device=self._rows.device)
         heads = sequences[:, None, None] * num_heads + self._heads[:, None]
         seed, dropout_p = self._options.dropout_seed, self._options.dropout_p
@@ -92,12 +92,12 @@ class Scores:
         return self.hide(visible.picked(bias, self._heads, self._rows).to(self.dtype))
 
     def hide(self, pairs: Tensor) -> Tensor:
-        """Pairs that are not seen hold 0, whatever they were made from."""
+        """``pairs`` with 0 at masked pairs, whatever they hold."""
         return torch.where(self.seen, pairs, 0.0)
 
 
 class Block(Scores):
-    """The query rows [begin, end) of a call. Pairs (B, Hq, rows, Sk) that are not seen hold 0.
+    """The query rows [begin, end) of a call. Masked pairs, of (B, Hq, rows, Sk), hold 0.
 
     Attributes:
         q, k, v: the block's queries, and all keys and values.
@@ -123,7 +123,7 @@ class Block(Scores):
             self.dropout = self.kept(batch, num_heads, first).to(self.dtype) * dropout_factor(options.dropout_p)
 
     def _softmax(self, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """P and N; a row that has neither a key nor a sink has weights 0."""
+        """P and N; a row with neither a visible key nor a sink has weights 0."""
         scores = self.scores
         top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.sum(-1, keepdim=True) - math.inf
         sinks = None if sinks is None else sinks[:, None, None]
@@ -158,7 +158,7 @@ class Block(Scores):
         return Change(moved, scores, self.hide(self.weights * (scores - lse)), lse, sink_weight)
 
     def twice(self, change: Change, more: Change, direction: Learned, other: Learned) -> tuple[Tensor, Tensor]:
-        """P'* and lse'* (B, Hq, rows, 1): how the change along the direction changes along the other."""
+        """P'* (B, Hq, rows, Sk) and lse'* (B, Hq, rows, 1), the derivatives along both directions."""
         moved = torch.zeros_like(self.weights)
         for queries, keys in ((direction.q, other.k), (other.q, direction.k)):
             if queries is not None and keys is not None:
@@ -173,7 +173,7 @@ class Block(Scores):
         return self.hide(weights), lse
 
     def of(self, queries: Tensor) -> Tensor:
-        """These rows of a tensor that has one for each query."""
+        """These rows of a tensor that has one row per query."""
         return queries.narrow(2, self.begin, self.end - self.begin)
 
     def drop(self, pairs: Tensor) -> Tensor:
@@ -181,14 +181,14 @@ class Block(Scores):
         return pairs if self.dropout is None else pairs * self.dropout
 
     def over_keys(self, pairs: Tensor, keys: Tensor) -> Tensor:
-        """``pairs keys``; a row that sees a key which is not finite becomes NaN, and no other row."""
+        """``pairs keys``; a row becomes NaN if it sees a key that is not finite, and only then."""
         finite = keys.isfinite()
         group = pairs.shape[1] // max(1, keys.shape[1])
         broken = (~finite.all(-1)).repeat_interleave(group, 1)[:, :, None]
         return sum_over_keys(pairs.masked_fill(self.seen & broken, math.nan), torch.where(finite, keys, 0.0))
 
     def over_rows(self, pairs: Tensor, queries: Tensor) -> Tensor:
-        """``pairs^T queries``; a key that is seen by a query which is not finite becomes NaN, and no other key."""
+        """``pairs^T queries``; a key becomes NaN if a query that is not finite sees it, and only then."""
         finite = queries.isfinite()
         broken = ~finite.all(-1, keepdim=True)
         poisoned = pairs.masked_fill(self.seen & broken, math.nan)

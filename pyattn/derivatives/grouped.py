@@ -1,6 +1,6 @@
-"""Products of heads that share keys: the query heads of a group are rows of one product, and nothing is repeated.
+"""Products of query heads that share keys: a group's query heads are rows of one product, and no key is repeated.
 
-Query head h goes with KV head ``h // (Hq // Hkv)``.
+Query head h reads KV head ``h // (Hq // Hkv)``.
 """
 
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What dense and packed attention differ in, for derivatives of either; and what derivatives are of."""
+"""The differences between dense and packed attention that derivatives need, and the tensors they are taken in."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ VALUES = tuple(DEFAULTS.values())
 
 
 class Learned(NamedTuple):
-    """A tangent or a gradient of each tensor that attention has derivatives in, None where there is none."""
+    """A tangent or gradient for each tensor that attention is differentiable in; None where there is none."""
 
     q: Tensor | None
     k: Tensor | None
@@ -30,7 +30,7 @@ class Kind:
         forward, backward: the native operators.
         tangents: ``tangents(q, k, v, rest, direction, other=None)``.
         gradient_tangents: ``gradient_tangents(dout, dlse, q, k, v, rest, direction)``.
-        before: how many arguments stand between v and LEARNED, in ``rest``.
+        before: how many arguments of ``rest``, which follow v, precede LEARNED.
         count: how many arguments ``rest`` has, defaults included.
     """
 
@@ -42,7 +42,7 @@ class Kind:
     count: int
 
     def learned(self, rows: Sequence[Any], rest: Sequence[Any]) -> Learned:
-        """What belongs to the tensors that have derivatives, of entries for q, k, v and for each argument of rest."""
+        """The entries of differentiable tensors, given those of q, k and v and of all arguments of ``rest``."""
         return Learned(*rows, *rest[self.before : self.before + len(LEARNED)])
 
     def spread(self, learned: Sequence[Tensor | None], count: int) -> tuple[Tensor | None, ...]:
@@ -51,7 +51,7 @@ class Kind:
         return gradients[:count]
 
     def complete(self, rest: Sequence[Any]) -> tuple[Any, ...]:
-        """``rest`` with the defaults that its end leaves out."""
+        """``rest`` with the defaults that were left out at its end."""
         missing = self.count - len(rest)
         return *rest, *VALUES[len(VALUES) - missing :]
 

@@ -1,4 +1,4 @@
-"""The tangents of packed sequences: those of :mod:`pyattn.derivatives.tangents`, sequence by sequence."""
+"""The tangents of packed sequences, computed by :mod:`pyattn.derivatives.tangents` sequence by sequence."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from pyattn.ops.schema import LEARNED, PLACES, Options, Packing, Sequence, own
 
 
 def _of(sequence: Sequence, *qkv: Tensor | None) -> tuple[Any, Any, Any]:
-    """Its share of q, k and v or of their tangents, as a batch of one."""
+    """The sequence's share of q, k and v or of their tangents, as a batch of one."""
     places = sequence.queries, sequence.keys, sequence.keys
     q, k, v = (None if t is None else _alone(t, at) for t, at in zip(qkv, places, strict=True))
     return q, k, v
@@ -44,7 +44,7 @@ def tangents(
 def gradient_tangents(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...], direction: Learned
 ) -> tuple[Any, ...]:
-    """dq', dk' and dv' like q, k and v, None for a bias, dm' and dn' like slopes and sinks."""
+    """dq', dk' and dv' shaped like q, k and v, None for bias, dm' and dn' shaped like slopes and sinks."""
     dq, dk, dv = [], [], []
     dslopes: list[Tensor] = []
     dsinks: list[Tensor] = []
@@ -76,7 +76,7 @@ def _alone(tokens: Tensor, at: slice) -> Tensor:
 
 
 def _joined(parts: list[Tensor], tensor: Tensor | None) -> Tensor | None:
-    """What the sequences give to slopes or sinks that they share or have each their own of."""
+    """The sequences' gradients of slopes or sinks: joined if each sequence has its own, else summed."""
     if tensor is None:
         return None
     if not parts:

@@ -1,14 +1,14 @@
-"""Derivatives that are themselves differentiated, as autograd Functions: backward with a graph, and forward mode.
+"""Derivatives that can be differentiated again, as autograd Functions: backward with a graph, and forward mode.
 
-Attention's backward and its tangent are functions of the same tensors, and their derivatives are each other's::
+Attention's backward and its tangent are functions of the same tensors, and each occurs in the other's derivatives::
 
     Backward(dout, dlse; x) = (dq, dk, dv, ...)     derivatives: Tangents, Backward and GradientTangents
     Tangents(x'; x) = (out', lse')                  derivatives: Backward, GradientTangents, Tangents, SecondTangents
-    GradientTangents(dout, dlse, x'; x)             raise, being third
-    SecondTangents(x', x*; x)                       raise, being third
+    GradientTangents(dout, dlse, x'; x)             raise: third derivatives
+    SecondTangents(x', x*; x)                       raise: third derivatives
 
-x being q, k, v, bias, slopes and sinks. Where nobody differentiates a backward, no graph is recorded and none of this
-runs.
+Here x is q, k, v, bias, slopes and sinks. Unless a backward is differentiated again, no graph is recorded and none of
+this runs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ from pyattn.derivatives.kind import Kind, Learned, added
 
 
 def save(ctx: Any, inputs: Sequence[Any], forward_mode: bool = True) -> None:
-    """Saves all inputs, tensors as autograd wants them."""
+    """Saves all inputs on the context, tensors by autograd's own functions."""
     ctx.places = [place for place, x in enumerate(inputs) if isinstance(x, Tensor)]
     tensors, ctx.others = [inputs[place] for place in ctx.places], list(inputs)
     for place in ctx.places:
@@ -34,7 +34,7 @@ def save(ctx: Any, inputs: Sequence[Any], forward_mode: bool = True) -> None:
 
 
 def saved(ctx: Any) -> list[Any]:
-    """The inputs that :func:`save` has saved."""
+    """The inputs that :func:`save` saved."""
     inputs = list(ctx.others)
     for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
         inputs[place] = tensor
@@ -147,7 +147,7 @@ class Tangents(torch.autograd.Function):
 
 
 def never(sentence: str) -> Any:
-    """The backward and jvp of a Function without derivatives: they raise NotImplementedError with this sentence."""
+    """The backward and jvp of a Function without derivatives: they raise NotImplementedError with ``sentence``."""
 
     def derivative(ctx: Any, *gradients: Any) -> NoReturn:
         raise NotImplementedError(sentence)

@@ -1,6 +1,6 @@
-"""How attention's results and gradients change along a direction, in torch operations, by blocks of query rows.
+"""Derivatives of attention's results and gradients along a direction, in torch operations over blocks of query rows.
 
-With the words of :mod:`pyattn.derivatives.block`, for a dout and a dlse that stay as they are::
+In the notation of :mod:`pyattn.derivatives.block`, with dout and dlse held constant::
 
     out = (P D) v                            out' = (P' D) v + (P D) v'
     dP = D (dout v^T)                        dP' = D (dout v'^T)
@@ -13,14 +13,14 @@ With the words of :mod:`pyattn.derivatives.block`, for a dout and a dlse that st
     dbias = dS, dm = -sum dS distance        dbias' = dS', dm' = -sum dS' distance
     dn = sum N (dlse - delta)                dn' = sum N' (dlse - delta) - N delta'
 
-Second derivatives are symmetric: along the direction of the gradients that flow into dq, dk, dv and so on, out' and
-lse' are the gradients of dout and dlse, and dq', dk', dv' those of q, k and v, which double backward asks for. Along
-two directions::
+Second derivatives are symmetric, so these formulas are double backward too: along the direction of the gradients with
+respect to dq, dk, dv and so on, out' and lse' are the gradients of dout and dlse, and dq', dk', dv' those of q, k and
+v. Along two directions::
 
     out'* = (P'* D) v + (P' D) v* + (P* D) v'
 
-Memory is linear in the sequence lengths, by :data:`PAIRS_AT_ONCE`. 16-bit types are computed in float32 and rounded
-once.
+Memory is linear in the sequence lengths: :data:`PAIRS_AT_ONCE` bounds a block. 16-bit types are computed in float32
+and rounded once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ from pyattn.derivatives.kind import Kind, Learned, added
 from pyattn.ops.schema import LEARNED, PLACES, Options
 
 PAIRS_AT_ONCE = 2**20
-"""Pairs of query and key, over batch and heads, in a block of rows: some twenty temporaries of 4 MB in float32."""
+"""Pairs of query and key in a block of rows, over batch and heads: about twenty temporaries of 4 MB in float32."""
 
 
 def tangents(
@@ -50,7 +50,7 @@ def tangents(
 ) -> tuple[Tensor, Tensor]:
     """out' (B, Hq, Sq, Dv) in q's dtype, and lse' (B, Hq, Sq); along two directions out'* and lse'*.
 
-    ``rest`` are the values of :class:`Options`; ``first`` is the number of the first sequence, which dropout counts by.
+    ``rest`` holds the values of :class:`Options`; ``first`` is the number of the first sequence, which dropout needs.
     """
     options = Options(*rest)
     inputs = _widened(q, k, v, options, first)
@@ -108,7 +108,7 @@ def gradient_tangents(
 def _moved_gradients(
     block: Block, dout: Tensor, dlse: Tensor | None, direction: Learned, bias: Tensor | None
 ) -> list[Any]:
-    """The block's dq', dk', dv', dbias' summed over what broadcasts, and dm' and dn' as (B, Hq)."""
+    """The block's dq', dk', dv', dbias' summed over dimensions that broadcast, and dm' and dn' as (B, Hq)."""
     change = block.along(direction)
     dp = block.hide(block.drop(products(dout, block.v)))
     moved_dp = torch.zeros_like(dp)
@@ -141,12 +141,12 @@ def _moved_gradients(
 
 
 def _like(gradient: Tensor | None, tensor: Tensor | None) -> Tensor | None:
-    """In the tensor's shape and dtype."""
+    """``gradient`` in the tensor's shape and dtype."""
     return None if gradient is None or tensor is None else gradient.sum_to_size(tensor.shape).to(tensor.dtype)
 
 
 def _blocks(inputs: Inputs) -> Iterator[Block]:
-    """All rows of a call; where it has none, one block without rows, so that results have shapes."""
+    """All rows of a call; a call without rows yields one empty block, so that results have shapes."""
     batch, num_heads, seqlen_q, _ = inputs.q.shape
     step = max(1, PAIRS_AT_ONCE // max(1, batch * num_heads * inputs.k.shape[2]))
     for begin in range(0, max(1, seqlen_q), step):
@@ -154,14 +154,14 @@ def _blocks(inputs: Inputs) -> Iterator[Block]:
 
 
 def _widened(q: Tensor, k: Tensor, v: Tensor, options: Options, first: int) -> Inputs:
-    """All in float32 or float64, but for a bias: each block casts its own part."""
+    """All inputs in float32 or float64, except bias: each block casts its own part."""
     wide = torch.promote_types(q.dtype, torch.float32)
     slopes, sinks = (None if t is None else t.to(wide) for t in (options.alibi_slopes, options.sinks))
     return Inputs(q.to(wide), k.to(wide), v.to(wide), options._replace(alibi_slopes=slopes, sinks=sinks), first)
 
 
 def _cast(direction: Learned, dtype: torch.dtype) -> Learned:
-    """The same for a direction."""
+    """The direction in ``dtype``, except bias: each block casts its own part."""
     q, k, v, bias, slopes, sinks = direction
     q, k, v, slopes, sinks = (None if t is None else t.to(dtype) for t in (q, k, v, slopes, sinks))
     return Learned(q, k, v, bias, slopes, sinks)

@@ -2,44 +2,45 @@
 
 Import them in place of your own. Constructors, attribute names, initial values under a seed and state dicts are those
 of the plain modules in :mod:`pyattn.reference` (S. Raschka, "Build a Large Language Model (From Scratch)", chapters 3
-and 4, and the tutorials after it). :mod:`pyattn.nn.book` has the efficient variants of the book's bonus material.
-``load_state_dict(strict=True)`` works both ways, the ``mask`` buffer's key included, above a context of 2,048 with
-``persistent_mask=True``: see :class:`pyattn.nn.mask.CausalMask`. Memory is linear in seqlen, unless weights are
+and 4, and the tutorials based on it). :mod:`pyattn.nn.book` has the efficient variants of the book's bonus material.
+``load_state_dict(strict=True)`` works both ways, the ``mask`` buffer's key included; above a context of 2,048 this
+takes ``persistent_mask=True``: see :class:`pyattn.nn.mask.CausalMask`. Memory is linear in seqlen, unless weights are
 returned or a mask is given. Each head computes (Vaswani et al. 2017, equation 1) ::
 
     out = dropout(softmax(mask(q k^T / sqrt(head_dim)))) v        causal mask, seqlen 4:    1 0 0 0
                                                                   query i down, key j       1 1 0 0
     q = W_query(x), k = W_key(x), v = W_value(x)                  across, 1 = takes part    1 1 1 0
                                                                                             1 1 1 1
-What all modules share:
+Common to all modules:
 
-- ``x`` is (batch, seqlen, d_in), in the weights' dtype, any strides; a module that says so also takes (seqlen, d_in).
+- ``x`` is (batch, seqlen, d_in), in the weights' dtype, any strides; modules that say so also take (seqlen, d_in).
 - ``dropout`` is the probability, 0 to 1, of dropping a weight in training; the module of that name may be replaced by
   ``nn.Identity``. ``qkv_bias`` gives the projections a bias.
-- ``need_weights=True`` returns ``(out, weights)``, the weights as they met ``v``, so after dropout: (batch, num_heads,
-  seqlen, seqlen), without num_heads in one-head modules, without batch if ``x`` has none. The default is False, but in
-  :class:`SingleHeadSelfAttention`, whose plain module returns them always.
-- ``key_ranges`` (batch or 1, seqlen, 2), as for :func:`pyattn.attention`: query i sees the keys [begin, end) alone, on
-  top of the module's own mask. :mod:`pyattn.masks` has those of padded and packed batches. Ranges that are the whole
-  mask, as ``masks.prefix_lm`` gives them, are for :class:`Attention`: the others are causal and refuse them. Every
-  module with several heads takes ranges, and :class:`CausalAttention`.
+- ``need_weights=True`` returns ``(out, weights)`` with the weights that multiplied ``v``, after dropout: (batch,
+  num_heads, seqlen, seqlen), without num_heads in one-head modules, without batch if ``x`` has none. The default is
+  False, except in :class:`SingleHeadSelfAttention`, whose plain module always returns them.
+- ``key_ranges`` (batch or 1, seqlen, 2), as for :func:`pyattn.attention`: query i sees only the keys [begin, end), on
+  top of the module's own mask. :mod:`pyattn.masks` builds them for padded and packed batches. Ranges that are the whole
+  mask, as from ``masks.prefix_lm``, are for :class:`Attention`: the other modules are causal and refuse them. Every
+  module with several heads takes ranges, and so does :class:`CausalAttention`.
 - ``mask``, bool, True = takes part, and ``bias``, in the weights' dtype or float32 and added to the scores, as for
-  :func:`pyattn.attention`, also on top of the module's own mask, in the modules that take ``key_ranges``. Each has a
-  shape that broadcasts to (batch, num_heads, seqlen, seqlen). :class:`Attention` keeps its tutorials' meaning of
-  ``mask``, **True = masked out**.
+  :func:`pyattn.attention`, also on top of the module's own mask, in the modules that take ``key_ranges``. The shape of
+  each broadcasts to (batch, num_heads, seqlen, seqlen). In :class:`Attention`, ``mask`` keeps its tutorials' meaning,
+  **True = masked out**.
 - ``window``, ``softcap``, ``alibi``, ``sinks`` and ``rotary`` are keyword-only extras of :class:`MultiHeadAttention`,
   :class:`Attention` and :class:`GroupedQueryAttention`: see :class:`pyattn.nn.score.ScoreOptions`. One-head modules and
-  the wrapper around them, the book's steps on the way there, have none.
-- ``kv_cache``, a :class:`pyattn.KVCache` of the batch size, KV heads, head_dim and dtype of the module's keys, lets
-  those three, ``book.MHAEinsum`` and the book's modules with one ``qkv`` continue the tokens of earlier calls, which
-  rotary positions count; gradients do not flow back into them. One cache serves one module. ``key_ranges`` count
-  positions, up to the cache's max_seqlen, and ``mask`` and ``bias`` have max_seqlen keys; a ring takes none of them.
-  Weights are (batch, num_heads, seqlen, the most tokens of a sequence so far). An error leaves the cache as it was.
-- ``lengths``, with a cache: of ``x``, padded on the right, the first lengths[b] tokens count for sequence b, ints or an
-  int32 or int64 tensor (batch,). The other tokens are not kept, their weights are 0, and their rows of out hold the
-  bias of the last projection, or 0 without one.
-- TypeError for a wrong dtype or an argument that does not exist, ValueError for a wrong shape or value; each says what
-  it got.
+  the wrapper around them, the book's steps towards these, have none.
+- ``kv_cache``, a :class:`pyattn.KVCache` with the batch size, KV heads, head_dim and dtype of the module's keys, lets
+  those three, ``book.MHAEinsum`` and the book's modules with one ``qkv`` continue the tokens of earlier calls. Rotary
+  positions count these tokens; gradients do not flow back into them. One cache serves one module. ``key_ranges`` count
+  positions, up to the cache's max_seqlen, and ``mask`` and ``bias`` have max_seqlen keys; a ring buffer takes none of
+  the three. Weights are (batch, num_heads, seqlen, length of the longest sequence so far). An error leaves the cache
+  unchanged.
+- ``lengths``, with a cache: ints or an int32 or int64 tensor (batch,). ``x`` is padded on the right, and the first
+  lengths[b] tokens count for sequence b. The other tokens are not cached, their weights are 0, and their rows of out
+  hold the bias of the last projection, or 0 without one.
+- TypeError for a wrong dtype or an argument that does not exist, ValueError for a wrong shape or value; each message
+  says what was given.
 """
 
 from pyattn.nn import book
@@ -77,4 +78,4 @@ __all__ = [
 ]
 
 MODULES = [face for home in (globals(), vars(book)) for name in home["__all__"] if isinstance(face := home[name], type)]
-"""The classes of both homes."""
+"""The module classes of this package, :mod:`pyattn.nn.book` included."""

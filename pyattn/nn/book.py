@@ -1,8 +1,8 @@
-"""The book's efficient multi-head attention, nine ways to write the same, under the book's names.
+"""The book's efficient multi-head attention: nine ways to write the same thing, under the book's names.
 
 S. Raschka, "Build a Large Language Model (From Scratch)", chapter 3, bonus material "Comparing Efficient Multi-Head
 Attention Implementations". The first two are the chapter's own classes, under other names; the others differ in where
-their weights are. Here all compute natively, and take what :mod:`pyattn.nn` says that its modules share.
+they keep their weights. Here all compute natively, and share what :mod:`pyattn.nn` says of its modules.
 """
 
 import torch

@@ -13,7 +13,7 @@ from pyattn.nn.mask import CausalMask
 class CausalAttention(CausalMask):
     """One causal head over sequences of at most ``context_length``.
 
-    :class:`pyattn.nn.mask.CausalMask` says what its ``mask`` is, in state dicts and when assigned.
+    :class:`pyattn.nn.mask.CausalMask` describes its ``mask``, in state dicts and when assigned.
 
     >>> CausalAttention(d_in=3, d_out=2, context_length=6, dropout=0.0)(torch.rand(8, 6, 3)).shape
     torch.Size([8, 6, 2])
@@ -110,15 +110,15 @@ class MultiHeadAttentionWrapper(nn.Module):
 
 
 def _row(t: Tensor | None, head: int) -> Tensor | None:
-    """What ``t`` (..., num_heads or 1, seqlen, seqlen) says of one head."""
+    """One head's part of ``t`` (..., num_heads or 1, seqlen, seqlen)."""
     return t if t is None or t.dim() < 3 or t.shape[-3] == 1 else t[..., head : head + 1, :, :]
 
 
 class SingleHeadSelfAttention(nn.Module):
     """One causal head that also returns its weights, over Linears ``q k v`` without bias.
 
-    ``trace_shapes`` prints the shapes on the way. The weights take seqlen x seqlen memory, which ``need_weights=False``
-    saves.
+    ``trace_shapes`` prints the shapes of intermediate tensors. The weights take seqlen x seqlen memory, which
+    ``need_weights=False`` saves.
 
     >>> attention = SingleHeadSelfAttention(d_model=4, d_k=2, trace_shapes=True)
     >>> out, weights = attention(torch.rand(1, 5, 4))

@@ -1,4 +1,4 @@
-"""Checks of what the modules are given."""
+"""Checks of the modules' arguments."""
 
 from collections.abc import Sequence
 
@@ -21,10 +21,10 @@ def check_input(
     unbatched: bool = False,
     context_length: int | None = None,
 ) -> None:
-    """TypeError or ValueError unless ``x`` fits: d_in columns, the dtype of the weights, a length in the context.
+    """TypeError or ValueError unless ``x`` fits: d_in columns, the dtype of the weights, a length within the context.
 
-    ``projection`` is the parameter or module that meets ``x``; one without a ``weight``, as LoRA puts there, is not
-    asked for its dtype. ``unbatched``: (seqlen, d_in) is taken too.
+    ``projection`` is the parameter or module that multiplies ``x``; the dtype of a module without a ``weight``, such as
+    LoRA's, is not checked. ``unbatched``: (seqlen, d_in) is accepted too.
     """
     check_tensor("x", x)
     dtype = getattr(getattr(projection, "weight", projection), "dtype", x.dtype)
@@ -42,7 +42,7 @@ def check_input(
 
 
 def check_cache(kv_cache: KVCache | None, lengths: Lengths | None, context_length: int | None = None) -> None:
-    """TypeError or ValueError unless a module can continue from ``kv_cache``; None is fine, without ``lengths``."""
+    """TypeError or ValueError unless a module can continue from ``kv_cache``; None is fine without ``lengths``."""
     if kv_cache is None:
         if lengths is not None:
             raise ValueError(
@@ -61,7 +61,7 @@ def check_cache(kv_cache: KVCache | None, lengths: Lengths | None, context_lengt
 def check_added(mask: Tensor | None, bias: Tensor | None, shape: tuple[int, int, int, int]) -> None:
     """TypeError or ValueError unless a bool ``mask`` and a float ``bias`` broadcast to ``shape``, that of the scores.
 
-    What stands for either in the other's place is told its name.
+    If one is given in place of the other, the message says so.
     """
     for name, given in (("mask", mask), ("bias", bias)):
         if given is None:
@@ -88,7 +88,7 @@ def check_added(mask: Tensor | None, bias: Tensor | None, shape: tuple[int, int,
 def check_append(
     kv_cache: KVCache, k: Tensor, key_ranges: Tensor | None, mask: Tensor | None, bias: Tensor | None
 ) -> None:
-    """TypeError, ValueError or NotImplementedError for what ``kv_cache`` cannot take, before anything is appended.
+    """TypeError, ValueError or NotImplementedError if ``kv_cache`` cannot take these, before anything is appended.
 
     Args:
         kv_cache: the cache.
@@ -146,7 +146,7 @@ def check_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
 
 
 def quotient(name: str, value: int, divisor_name: str, divisor: int) -> int:
-    """``value // divisor``, or TypeError or ValueError unless both are sizes and it leaves no rest."""
+    """``value // divisor``; TypeError or ValueError unless both are sizes and there is no remainder."""
     check_sizes(1, **{name: value, divisor_name: divisor})
     if value % divisor:
         raise ValueError(f"pyattn: {name} must be a multiple of {divisor_name}, got {value} and {divisor}")

@@ -1,4 +1,4 @@
-"""The book's multi-head attention over one Linear for queries, keys and values."""
+"""The book's multi-head attention with one Linear for queries, keys and values."""
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,9 @@ from pyattn.nn.mask import CausalMask
 
 
 class MHAPyTorchScaledDotProduct(CausalMask, Heads):
-    """One Linear ``qkv`` for queries, keys and values, and one, ``proj``, for the output; ``dropout`` is a number.
+    """One Linear, ``qkv``, for queries, keys and values, and one, ``proj``, for the output; ``dropout`` is a number.
 
-    The plain module calls torch's ``scaled_dot_product_attention`` and has no mask, so its states have none.
+    The plain module calls torch's ``scaled_dot_product_attention`` and has no mask, so its state dicts have none.
 
     >>> MHAPyTorchScaledDotProduct(d_in=8, d_out=12, num_heads=3, context_length=6)(torch.rand(2, 6, 8)).shape
     torch.Size([2, 6, 12])
@@ -65,11 +65,11 @@ class MHAPyTorchScaledDotProduct(CausalMask, Heads):
 
 
 class MHAPyTorchFlexAttention(MHAPyTorchScaledDotProduct):
-    """The same as the plain module writes it with FlexAttention, which has no dropout: here it counts."""
+    """The same. The plain module calls FlexAttention, which has no dropout: here ``dropout`` takes effect."""
 
 
 class MHAPyTorchSDPAWithoutFlash(MHAPyTorchScaledDotProduct):
-    """The same with a bool ``mask``, which the plain module keeps in its states."""
+    """The same with a bool ``mask``, which the plain module keeps in its state dicts."""
 
     mask_in_plain_states = True
     mask_dtype = torch.bool
@@ -91,7 +91,7 @@ class MHAPyTorchSDPAWithoutFlash(MHAPyTorchScaledDotProduct):
 
 
 class MultiHeadAttentionCombinedQKV(MHAPyTorchScaledDotProduct):
-    """The same with a ``mask`` in its states, and a module ``dropout``."""
+    """The same with a ``mask`` in its state dicts, and ``dropout`` as a module."""
 
     mask_in_plain_states = True
 

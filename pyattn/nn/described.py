@@ -1,4 +1,4 @@
-"""The arguments that ``repr`` shows of a module, beside the modules within."""
+"""The arguments that a module's ``repr`` shows besides its submodules."""
 
 
 def described(**values: object) -> str:

@@ -17,7 +17,7 @@ from pyattn.nn.mask import CausalMask
 class MHAEinsum(CausalMask, Heads):
     """Projections by parameters ``W_query W_key W_value`` (d_in, d_out) and ``bias_q bias_k bias_v``, and ``out_proj``.
 
-    Editions of the book in which the parameters are (d_out, d_in) take d_in = d_out alone; they mean the same there.
+    Editions of the book with (d_out, d_in) parameters accept only d_in = d_out, where both mean the same.
 
     >>> MHAEinsum(8, 8, context_length=6, dropout=0.0, num_heads=2)(torch.rand(2, 6, 8)).shape
     torch.Size([2, 6, 8])
@@ -55,7 +55,7 @@ class MHAEinsum(CausalMask, Heads):
         return described(**sizes, num_heads=self.num_heads, **self.described_mask())
 
     def reset_parameters(self) -> None:
-        """Draws the projections anew, in the plain module's order; not ``out_proj``."""
+        """Redraws the projections, but not ``out_proj``, in the plain module's order."""
         for weight in (self.W_query, self.W_key, self.W_value):
             nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
         bound = 1 / math.sqrt(self.W_query.shape[1])

@@ -22,7 +22,7 @@ GPT2_CONFIGS: dict[str, dict[str, Any]] = {
         ("xl", 1600, 25, 48),
     )
 }
-"""The four GPT-2 (Radford et al. 2019) by name, with its real head counts. OpenAI's weights have ``qkv_bias=True``."""
+"""The four sizes of GPT-2 (Radford et al. 2019), with real head counts. OpenAI's weights have ``qkv_bias=True``."""
 
 
 def _create_gpt2_attention(size: str, dropout: float, qkv_bias: bool) -> MultiHeadAttention:

@@ -1,4 +1,4 @@
-"""Grouped-query attention as the book writes it, with a cache that the module keeps."""
+"""Grouped-query attention as in the book, with a cache that the module manages."""
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,8 @@ class GroupedQueryAttention(ScoreOptions, Heads):
     """Causal attention whose ``num_heads`` query heads share ``num_kv_groups`` KV heads (Ainslie et al. 2023).
 
     Query head h reads KV head ``h // (num_heads // num_kv_groups)``. ``num_heads`` divides ``d_out``, ``num_kv_groups``
-    divides num_heads; ``dtype`` is the weights'. :class:`pyattn.nn.score.ScoreOptions` says what ``window`` and the
-    rest are.
+    divides num_heads; ``dtype`` is the weights'. :class:`pyattn.nn.score.ScoreOptions` describes ``window`` and the
+    other extras.
 
     >>> GroupedQueryAttention(8, 8, dropout=0.0, num_heads=4, num_kv_groups=2)(torch.rand(1, 5, 8)).shape
     torch.Size([1, 5, 8])
@@ -70,9 +70,9 @@ class GroupedQueryAttention(ScoreOptions, Heads):
     ) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x continues the tokens in a cache.
 
-        With ``use_cache``, that is the module's own, which grows as needed, until :meth:`reset_cache` or a call without
-        it; ``mask`` and ``bias`` then have as many keys as the longest sequence has tokens, this call's included.
-        ``kv_cache`` is the caller's, of a size that stays, so that ``torch.compile`` compiles once.
+        With ``use_cache``, that is the module's own cache, which grows as needed and lasts until :meth:`reset_cache` or
+        a call without ``use_cache``; ``mask`` and ``bias`` then have as many keys as the longest sequence has tokens,
+        this call's included. ``kv_cache`` is the caller's, of a fixed size, so ``torch.compile`` compiles once.
         """
         check_input(x, self.d_in, self.W_query)
         if use_cache and kv_cache is not None:

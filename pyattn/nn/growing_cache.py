@@ -1,4 +1,4 @@
-"""The cache that a module keeps by itself."""
+"""The cache that a module manages itself."""
 
 from torch import Tensor
 from torch.nn.functional import pad
@@ -6,24 +6,24 @@ from torch.nn.functional import pad
 from pyattn.cache import KVCache
 
 FEWEST = 256
-"""Positions of a new cache: a prompt and some lines, at head_dim 64 and 8 KV heads 1 MB in float32."""
+"""Positions of a new cache: a prompt and a few lines; 1 MB in float32 with 8 KV heads of head_dim 64."""
 
 
 class GrowingCache:
-    """A :class:`KVCache` that is replaced by one of twice the size where it ends: a token moves once on average."""
+    """A :class:`KVCache` that is replaced by one of twice the size when full: a token moves once on average."""
 
     def __init__(self) -> None:
         self.cache: KVCache | None = None
 
     def reset(self) -> None:
-        """Forgets everything; the next sequences may be others in number and dtype."""
+        """Forgets everything; the next sequences may differ in number and dtype."""
         self.cache = None
 
     def with_room_for(self, k: Tensor, head_dim: int) -> tuple[KVCache, int]:
         """The cache, with room for ``k`` (B, new, Hkv * head_dim), which is about to be appended.
 
-        Also how many positions a sequence then has at most. A cache that k does not fit is returned as it is, for the
-        caller to refuse.
+        Also returns the length of the longest sequence after that. A cache that k does not fit is returned as it is,
+        for the caller to refuse.
         """
         batch, new, width = k.shape
         old = self.cache
@@ -38,7 +38,7 @@ class GrowingCache:
 
 
 def as_wide_as(cache: KVCache, t: Tensor | None) -> Tensor | None:
-    """A mask or bias ``t`` (..., the positions so far, or 1) with a column for each that ``cache`` has room for."""
+    """A mask or bias ``t`` (..., positions so far, or 1), padded to a column for each position of ``cache``."""
     if t is None or t.shape[-1] == 1:
         return t
     return pad(t, (0, max(0, cache.max_seqlen - t.shape[-1])))

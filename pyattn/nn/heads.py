@@ -27,12 +27,12 @@ def check_dropout(p: float) -> float:
 
 
 def make_dropout(p: float) -> nn.Dropout:
-    """The module ``dropout`` of a constructor's argument."""
+    """The module ``dropout`` for a constructor's argument."""
     return nn.Dropout(check_dropout(p))
 
 
 def dropout_probability(dropout: nn.Module | float | None) -> float:
-    """The probability that ``dropout`` stands for now. ``nn.Identity`` in its place switches it off."""
+    """The probability that ``dropout`` stands for now; ``nn.Identity`` in its place switches dropout off."""
     if isinstance(dropout, (int, float)):
         return check_dropout(dropout)
     if dropout is None or isinstance(dropout, nn.Identity):
@@ -53,14 +53,14 @@ def _attend(
     lengths: Lengths | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention over (B, H, T, D): out, and weights if asked for, both under one seed of dropout.
+    """Attention over (B, H, T, D): out, and weights if requested, both with one dropout seed.
 
-    With ``kv_cache``, k and v are appended to it first, the first ``lengths[b]`` of each sequence, and q meets all that
-    it holds. Options that are None are left out: each that attention is given costs a small call 1 us.
+    With ``kv_cache``, k and v are appended to it first, the first ``lengths[b]`` rows of each sequence, and q attends
+    to the whole cache. Options that are None are left out: each option passed on costs a small call 1 us.
     """
     options = {name: value for name, value in options.items() if value is not None}
     dropout_p = dropout_probability(dropout)
-    if dropout_p == 1.0:  # every weight is dropped, and the function takes less than 1 only
+    if dropout_p == 1.0:  # every weight is dropped, and attention only takes dropout_p below 1
         options |= {"need_weights": need_weights, "kv_cache": kv_cache, "lengths": lengths}
         out, weights = _attend(q, k, v, **options)
         return out * 0.0, None if weights is None else weights * 0.0
@@ -77,7 +77,7 @@ def _attend(
 
 
 def _both(own_mask: Tensor | None, mask: Tensor | None) -> Tensor | None:
-    """The pairs that the module's mask and its caller's leave, True = takes part."""
+    """The module's mask and its caller's combined, True = takes part."""
     return own_mask if mask is None else mask if own_mask is None else own_mask & mask
 
 
@@ -91,7 +91,7 @@ def attend_single(
     bias: Tensor | None = None,
     **options: Any,
 ) -> Output:
-    """:func:`_attend` over (B, T, D) or (T, D), which has one head; masks as :func:`attend_heads` takes them."""
+    """:func:`_attend` over one head, (B, T, D) or (T, D); masks as :func:`attend_heads` takes them."""
     batched = q.dim() == 3
     batch, seqlen = q.shape[0] if batched else 1, q.shape[-2]
     check_added(mask, bias, (batch, 1, seqlen, seqlen))
@@ -143,17 +143,17 @@ class Heads(nn.Module):
     """A module whose projections yield ``num_heads`` heads side by side."""
 
     def set_sizes(self, d_in: int, d_out: int, num_heads: int) -> None:
-        """Checks and keeps them, and how wide a head is."""
+        """Checks and stores the sizes, and the width of a head."""
         check_sizes(1, d_in=d_in)
         self.d_in, self.d_out, self.num_heads = d_in, d_out, num_heads
         self.head_dim = quotient("d_out", d_out, "num_heads", num_heads)
 
     def attend(self, projection: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
-        """What ``forward`` returns: :func:`attend_heads`, then the module's last projection."""
+        """The result of ``forward``: :func:`attend_heads`, then the module's last projection."""
         out, weights = attend_heads(q, k, v, self.head_dim, **options)
         return output_of(projection(out), weights)
 
 
 def output_of(out: Tensor, weights: Tensor | None) -> Output:
-    """What ``forward`` returns: the weights come along if there are any."""
+    """The result of ``forward``: ``out``, with the weights if there are any."""
     return out if weights is None else (out, weights)

@@ -1,4 +1,4 @@
-"""The causal mask as the plain modules keep it, in state dicts and on request, but not in memory."""
+"""The plain modules' causal mask: in state dicts and on request, but not in memory."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from pyattn.arguments import check_sizes, check_type, shown
 from pyattn.nn.checks import check_mask
 
 BLOCK = 2**20
-"""Positions of a mask that are compared at a time: temporaries of a few MB, whatever its size."""
+"""Entries of a mask that are compared at a time: temporaries of a few MB, whatever its size."""
 
 LONGEST_WRITTEN = 2048
-"""The longest context whose mask is written unasked: 17 MB a layer in float32, where 16,384 would be 1,074 MB."""
+"""The longest context whose mask is saved by default: 17 MB per layer in float32; 16,384 would take 1,074 MB."""
 
 
 def causal_mask(T: int, device: torch.device | str | None = None) -> Tensor:
@@ -26,7 +26,7 @@ def causal_mask(T: int, device: torch.device | str | None = None) -> Tensor:
 
 
 def _first_difference(mask: Tensor) -> tuple[int, int] | None:
-    """The first (query, key) at which ``mask`` (T, T) is not 1 or True for key > query, and 0 or False elsewhere."""
+    """The first (query, key) where ``mask`` (T, T) is not causal: 1 or True for key > query, 0 or False elsewhere."""
     length = mask.shape[0]
     key = torch.arange(length, device=mask.device)
     rows = max(1, BLOCK // max(1, length))
@@ -40,7 +40,7 @@ def _first_difference(mask: Tensor) -> tuple[int, int] | None:
 
 
 def _what_is_wrong(key: str, mask: object, length: int) -> str | None:
-    """Why ``mask``, which a state dict has under ``key``, is not the causal one, in a sentence."""
+    """Says why ``mask``, found in a state dict under ``key``, is not the causal mask; None if it is."""
     if not isinstance(mask, Tensor):
         return f"pyattn: {key} must be Tensor, got {shown(mask)}"
     if mask.shape != (length, length):
@@ -57,24 +57,24 @@ class CausalMask(nn.Module):
     """A causal module of the book, whose ``mask`` (context_length, context_length) takes no memory.
 
     ``mask`` is 1 above the diagonal (masked out) and 0 elsewhere, in the parameters' dtype or ``mask_dtype``, computed
-    whenever it is read. In state dicts it has the place of the plain module's buffer:
+    whenever it is read. In state dicts it takes the place of the plain module's buffer:
 
-    - ``persistent_mask``, the constructor's keyword and an attribute that may be set, says whether saving writes it
-      under the key ``mask``. True: always, False: never, None, the default: up to a context of 2,048. For a plain
-      module with a longer context to load the state with ``strict=True``, pass True.
-    - Loading takes states with and without ``mask``, both with ``strict=True``, whatever ``persistent_mask`` is. One of
-      another shape or other values is refused, naming the first that differs.
-    - With None, up to a context of 2,048, saving follows the last state that was loaded, so states without ``mask``, as
-      plain modules that register it with ``persistent=False`` have, go back where they came from. A state that also
-      lacks parameters, as adapters save, changes nothing.
+    - ``persistent_mask``, a keyword of the constructor and an attribute that may be set, decides whether saving writes
+      it under the key ``mask``. True: always, False: never, None, the default: up to a context of 2,048. Pass True if a
+      plain module with a longer context is to load the state with ``strict=True``.
+    - Loading takes states with and without ``mask``, both with ``strict=True``, whatever ``persistent_mask`` is. A mask
+      with another shape or other values is refused; the error names the first value that differs.
+    - With None, up to a context of 2,048, saving follows the last state loaded, so a state without ``mask``, from a
+      plain module that registers it with ``persistent=False``, is saved without it again. A state that also lacks
+      parameters, as adapters save, changes nothing.
 
-    A ``mask`` that is registered or assigned, as a subclass may do, becomes an ordinary buffer: saved, unless
-    ``persistent_mask`` is False, and loaded like any other, and obeyed as the plain module obeys it (not 0 = masked
-    out). None makes it causal again.
+    A ``mask`` that is registered or assigned, for example by a subclass, becomes an ordinary buffer: it is saved,
+    unless ``persistent_mask`` is False, loaded like any other, and applied as the plain module applies it (nonzero =
+    masked out). Assigning None makes the module causal again.
     """
 
     mask_in_plain_states = True
-    """Whether the plain module's states have the mask."""
+    """Whether the plain module's state dicts have the mask."""
     mask_dtype: torch.dtype | None = None
     """The mask's dtype; None: the parameters'."""
 
@@ -118,7 +118,7 @@ class CausalMask(nn.Module):
         self.register_buffer("mask", mask, self._state_had_mask)
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """Registers a buffer as every module does; the name ``mask`` is free although it can be read."""
+        """Registers a buffer as every module does; the name ``mask`` is allowed although it is a property."""
         if name == "mask":
             self._buffers.setdefault(name, None)
             persistent = persistent if self._persistent_mask is None else self._persistent_mask
@@ -129,15 +129,15 @@ class CausalMask(nn.Module):
         return {"context_length": self.context_length, "persistent_mask": self._persistent_mask}
 
     def mask_options(self, x: Tensor, cached: bool = False) -> dict[str, Any]:
-        """How attention over ``x`` (batch, seqlen, d_in) is masked: causally, or by the buffer registered as mask.
+        """Options that mask attention over ``x`` (batch, seqlen, d_in): causal, or the buffer registered as mask.
 
-        Behind ``cached`` tokens it is causal; NotImplementedError with a mask of its own.
+        After ``cached`` tokens only the causal mask works: NotImplementedError with a registered one.
         """
         if (own := self._own_mask) is None:
             return {}
         if cached:
             raise NotImplementedError(
-                f"pyattn: a mask that was assigned goes with no kv_cache, got one of shape {tuple(own.shape)}"
+                f"pyattn: an assigned mask is not supported with kv_cache, got one of shape {tuple(own.shape)}"
             )
         batch, seqlen = x.shape[:2]
         masked = check_mask(own.bool()[:seqlen, :seqlen], (batch, 1, seqlen, seqlen))
@@ -153,7 +153,7 @@ class CausalMask(nn.Module):
         if self._own_mask is None and (
             key in state_dict or all(prefix + name in state_dict for name, _ in self.named_parameters())
         ):
-            # A long context's states lack the mask because it is long, which says nothing about one that is assigned.
+            # States of a long context lack the mask by default, which says nothing about a mask that is assigned.
             self._state_had_mask = key in state_dict or self.context_length > LONGEST_WRITTEN
             wrong = _what_is_wrong(key, state_dict.pop(key), self.context_length) if key in state_dict else None
             if wrong is not None:

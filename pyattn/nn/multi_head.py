@@ -1,4 +1,4 @@
-"""Multi-head attention in one set of projections."""
+"""Multi-head attention with one set of projections."""
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ class MultiHeadAttention(CausalMask, ScoreOptions, Heads):
     """Causal multi-head attention over sequences of at most ``context_length``, then the Linear ``out_proj``.
 
     ``num_heads`` divides ``d_out``. ``num_heads_kv``, default num_heads, divides num_heads: query head h reads KV head
-    ``h // (num_heads // num_heads_kv)``, and W_key and W_value yield num_heads_kv * head_dim.
-    :class:`pyattn.nn.score.ScoreOptions` says what ``window`` and the rest are. For ``window=(2, 0)``, 1 = takes
+    ``h // (num_heads // num_heads_kv)``, and W_key and W_value yield num_heads_kv * head_dim columns.
+    :class:`pyattn.nn.score.ScoreOptions` describes ``window`` and the other extras. For ``window=(2, 0)``, 1 = takes
     part::
 
         1 0 0 0 0
@@ -26,7 +26,7 @@ class MultiHeadAttention(CausalMask, ScoreOptions, Heads):
         0 1 1 1 0
         0 0 1 1 1
 
-    :class:`pyattn.nn.mask.CausalMask` says what its ``mask`` is, in state dicts and when assigned.
+    :class:`pyattn.nn.mask.CausalMask` describes its ``mask``, in state dicts and when assigned.
 
     >>> attention = MultiHeadAttention(d_in=768, d_out=768, context_length=1024, dropout=0.0, num_heads=12)
     >>> attention(torch.rand(2, 16, 768)).shape
@@ -95,13 +95,14 @@ class MultiHeadAttention(CausalMask, ScoreOptions, Heads):
 class Attention(ScoreOptions, Heads):
     """Multi-head attention with the caller's mask, over Linears ``W_q W_k W_v W_o`` with bias.
 
-    ``mask``: bool, **True = masked out**, as the tutorials have it: the opposite of ``mask`` in the other modules and
-    in :func:`pyattn.attention`, and of torch's ``scaled_dot_product_attention``. (seqlen, seqlen), (batch, seqlen,
-    seqlen) or (batch, num_heads, seqlen, seqlen), sizes of 1 broadcast; a query that sees no key gets 0, not NaN. None,
-    the default: every query sees every key. TypeError for another dtype: numbers to add to the scores are ``bias``.
+    ``mask``: bool, **True = masked out**, as in the tutorials: the opposite of ``mask`` in the other modules and in
+    :func:`pyattn.attention`, and of ``attn_mask`` in torch's ``scaled_dot_product_attention``. Its shape is (seqlen,
+    seqlen), (batch, seqlen, seqlen) or (batch, num_heads, seqlen, seqlen), and sizes of 1 broadcast; a query that sees
+    no key gets 0, not NaN. None, the default: every query sees every key. TypeError for another dtype: numbers to add
+    to the scores are ``bias``.
 
     ``num_heads`` divides ``embed_dim``, ``num_heads_kv``, default num_heads, divides num_heads.
-    :class:`pyattn.nn.score.ScoreOptions` says what ``window`` and the rest are, on top of the mask. For
+    :class:`pyattn.nn.score.ScoreOptions` describes ``window`` and the other extras, on top of the mask. For
     ``window=(1, 2)``, without a mask, 1 = takes part::
 
         1 1 1 0 0
@@ -159,7 +160,7 @@ class Attention(ScoreOptions, Heads):
     ) -> Output:
         """``x`` (batch, seqlen, embed_dim), out the same.
 
-        With ``kv_cache``, x comes after its tokens, sees them all, and ``mask`` has max_seqlen keys.
+        With ``kv_cache``, x follows the cached tokens and sees them all; ``mask`` has max_seqlen keys.
         """
         check_input(x, self.embed_dim, self.W_q)
         check_cache(kv_cache, lengths)

@@ -11,7 +11,7 @@ def alibi_slopes(
 ) -> Tensor:
     """ALiBi's slopes, (num_heads,): ``2^(-8 h / n)`` for h from 1 to n = num_heads, if that is a power of 2.
 
-    Else the slopes of the largest power of 2 below num_heads, then every second one of twice that power.
+    Otherwise the slopes for the largest power of 2 below num_heads, then every second slope for twice that power.
 
     Source: Press et al. 2022, "Train Short, Test Long", and the code released with it.
 
@@ -25,14 +25,14 @@ def alibi_slopes(
 
 
 def rotate(x: Tensor, base: float, first: Tensor | None = None) -> Tensor:
-    """Rotary position embedding of ``x`` (B, T, H, D): columns t and t + D / 2 turn by the angle ``i base^(-2 t / D)``.
+    """Rotary position embedding of ``x`` (B, T, H, D): columns t and t + D / 2 rotate by ``i base^(-2 t / D)``.
 
     ::
 
-        y_t           =  x_t cos(angle) - x_(t + D / 2) sin(angle)          i = position, T from first on
+        y_t           =  x_t cos(angle) - x_(t + D / 2) sin(angle)          i = position, from first on
         y_(t + D / 2) =  x_t sin(angle) + x_(t + D / 2) cos(angle)          t = 0 to D / 2 - 1
 
-    ``first``: int64 (B,), the position of each sequence's first token; default: 0. 16-bit types are turned in float32
+    ``first``: int64 (B,), the position of each sequence's first token; default: 0. 16-bit types are rotated in float32
     and rounded once.
 
     Source: Su et al. 2021, "RoFormer"; the order of columns is rotate-half, as in Llama's checkpoints on Hugging Face.
@@ -44,7 +44,7 @@ def rotate(x: Tensor, base: float, first: Tensor | None = None) -> Tensor:
     half = x.shape[-1] // 2
     wide = torch.promote_types(x.dtype, torch.float32)
     column = torch.arange(half, dtype=torch.float64, device=x.device)
-    frequency = torch.exp2(column * -math.log2(base) / half)  # in a trace, half is a tensor: c / half were float32
+    frequency = torch.exp2(column * -math.log2(base) / half)  # in a trace, half is a tensor, and c / half float32
     position = torch.arange(x.shape[1], device=x.device)
     if first is not None:
         position = first[:, None] + position
@@ -53,8 +53,10 @@ def rotate(x: Tensor, base: float, first: Tensor | None = None) -> Tensor:
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Columns t and t + R / 2 of ``x`` (..., D), or, interleaved, 2t and 2t + 1, turned by angles of which these are
-    the cosines and sines, (..., R / 2). Columns from R on stay. 16-bit types are turned in float32 and rounded once.
+    """Rotates pairs of columns of ``x`` (..., D) by the angles whose cosines and sines, (..., R / 2), are given.
+
+    The pairs are columns t and t + R / 2 or, interleaved, 2t and 2t + 1. Columns from R on stay. 16-bit types are
+    rotated in float32 and rounded once.
 
     >>> turn(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0]), torch.tensor([1.0]))
     tensor([-2.,  1.,  3.])

@@ -1,4 +1,4 @@
-"""How the scores of a multi-head module may differ from the plain formula: the keyword-only extras they share."""
+"""The keyword-only extras that multi-head modules share: changes to the plain formula for scores."""
 
 from typing import Any
 
@@ -18,14 +18,13 @@ class ScoreOptions(nn.Module):
         s_ij = softcap tanh(<turn(q_i), turn(k_j)> / sqrt(head_dim) / softcap) - slope_h |i - j|
         out_i = sum_j exp(s_ij) v_j / (sum_j exp(s_ij) + exp(sinks_h))
 
-    - ``window=(left, right)``: a query sees itself, ``left`` keys before and ``right`` keys after itself; -1 or None:
-      all.
-    - ``softcap=c``: each scaled score s becomes ``c tanh(s / c)``; 0 or None: it does not.
-    - ``alibi=True``: each score loses ``slope_h |i - j|``, with the slopes of :func:`pyattn.nn.positions.alibi_slopes`.
-      They are made anew in each call and are no part of the state dict.
-    - ``sinks=True``: the softmax has one more column, without a value: the parameter ``sinks`` (num_heads,), zeros at
-      first (Xiao et al. 2024; learned as in gpt-oss).
-    - ``rotary=base``: q and k turn by their positions, as :func:`pyattn.nn.positions.rotate` says; head_dim is even.
+    - ``window=(left, right)``: a query sees itself, ``left`` keys before it, ``right`` keys after it; -1 or None: all.
+    - ``softcap=c``: each scaled score s becomes ``c tanh(s / c)``; 0 or None: no cap.
+    - ``alibi=True``: ``slope_h |i - j|`` is subtracted from each score, with the slopes of
+      :func:`pyattn.nn.positions.alibi_slopes`. They are computed in each call and are not in the state dict.
+    - ``sinks=True``: the softmax has an extra column without a value: the parameter ``sinks`` (num_heads,), initially
+      zeros (Xiao et al. 2024; learned as in gpt-oss).
+    - ``rotary=base``: q and k rotate by their positions, see :func:`pyattn.nn.positions.rotate`; head_dim must be even.
     """
 
     sinks: nn.Parameter | None
@@ -41,7 +40,7 @@ class ScoreOptions(nn.Module):
         rotary: float | None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Checks and keeps the extras; the parameter ``sinks`` comes after those that are there."""
+        """Checks and stores the extras; the parameter ``sinks`` comes after those that already exist."""
         window = UNBOUNDED if window is None else window
         softcap = 0.0 if softcap is None else softcap
         check_window(window)
@@ -58,7 +57,7 @@ class ScoreOptions(nn.Module):
         self.register_parameter("sinks", nn.Parameter(torch.zeros(num_heads, dtype=dtype)) if sinks else None)
 
     def described_options(self) -> dict[str, object]:
-        """The extras for :func:`pyattn.nn.described.described`, each None that is its default."""
+        """The extras for :func:`pyattn.nn.described.described`; None stands for a default."""
         return {
             "window": None if self.window == UNBOUNDED else self.window,
             "softcap": self.softcap or None,
@@ -68,7 +67,7 @@ class ScoreOptions(nn.Module):
         }
 
     def score_options(self, num_heads: int, x: Tensor) -> dict[str, Any]:
-        """The extras as :func:`pyattn.nn.heads.attend_heads` takes them, for the input ``x``; None: its default."""
+        """The extras as :func:`pyattn.nn.heads.attend_heads` takes them, for the input ``x``; None: the default."""
         slopes = None
         if self.alibi:
             dtype = torch.promote_types(x.dtype, torch.float32)

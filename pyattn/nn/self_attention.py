@@ -24,7 +24,7 @@ class SimplifiedSelfAttention(nn.Module):
 
 
 class SelfAttention_v1(nn.Module):
-    """Unmasked self-attention over bare matrices ``W_query W_key W_value`` (d_in, d_out), made with :func:`torch.rand`.
+    """Unmasked self-attention over bare matrices ``W_query W_key W_value`` (d_in, d_out), drawn by :func:`torch.rand`.
 
     >>> SelfAttention_v1(3, 2)(torch.rand(6, 3)).shape
     torch.Size([6, 2])
@@ -44,7 +44,7 @@ class SelfAttention_v1(nn.Module):
 
     @check_names
     def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:
-        """``x`` (batch, seqlen, d_in) or (seqlen, d_in); out the same with d_out."""
+        """``x`` (batch, seqlen, d_in) or (seqlen, d_in); out the same with d_out columns."""
         check_input(x, self.W_query.shape[0], self.W_query, unbatched=True)
         q, k, v = x @ self.W_query, x @ self.W_key, x @ self.W_value
         return attend_single(q, k, v, causal=False, need_weights=need_weights)
@@ -68,7 +68,7 @@ class SelfAttention_v2(nn.Module):
 
     @check_names
     def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:
-        """``x`` (batch, seqlen, d_in) or (seqlen, d_in); out the same with d_out."""
+        """``x`` (batch, seqlen, d_in) or (seqlen, d_in); out the same with d_out columns."""
         check_input(x, self.d_in, self.W_query, unbatched=True)
         q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
         return attend_single(q, k, v, causal=False, need_weights=need_weights)

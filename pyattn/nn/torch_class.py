@@ -14,9 +14,9 @@ from pyattn.nn.mask import CausalMask
 class MHAPyTorchClass(CausalMask):
     """The parameters of torch's ``nn.MultiheadAttention``, in ``multihead_attn``, then the Linear ``proj``.
 
-    With ``qkv_bias``, that module also has a key and a value, ``bias_k`` and ``bias_v``, which every query sees after
-    all others. ``need_weights`` chooses the plain module's way to compute and changes no result: the weights come with
-    ``forward(x, need_weights=True)``.
+    With ``qkv_bias``, that module also has an extra key and value, ``bias_k`` and ``bias_v``, which come after all
+    others and which every query sees. The constructor's ``need_weights`` selects how the plain module computes and
+    changes no result: for the weights, call ``forward(x, need_weights=True)``.
 
     >>> MHAPyTorchClass(d_in=8, d_out=8, num_heads=2, context_length=6)(torch.rand(2, 6, 8)).shape
     torch.Size([2, 6, 8])
@@ -71,9 +71,9 @@ class MHAPyTorchClass(CausalMask):
     ) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); the weights' last key is that of ``bias_k``.
 
-        ``mask`` and ``bias`` are of x's own keys: with ``qkv_bias``, every query sees ``bias_k``, without a bias.
+        ``mask`` and ``bias`` cover x's own keys: with ``qkv_bias``, every query sees ``bias_k``, with no bias added.
 
-        NotImplementedError for ``key_ranges`` with ``qkv_bias``: the keys of a range and ``bias_k`` are no range.
+        NotImplementedError for ``key_ranges`` with ``qkv_bias``: a range together with ``bias_k`` is not a range.
         """
         check_input(x, self.d_in, self.proj, context_length=self.context_length)
         inner, options = self.multihead_attn, self.mask_options(x) | {"key_ranges": key_ranges}
@@ -97,10 +97,10 @@ class MHAPyTorchClass(CausalMask):
 
 
 def _before(row: Tensor, x: Tensor) -> Tensor:
-    """``row`` (1, 1, E), then x (batch, seqlen, E): the causal mask shows the first key to all."""
+    """``row`` (1, 1, E), then x (batch, seqlen, E): under a causal mask every query sees the first key."""
     return torch.cat([row.to(x.dtype).expand(x.shape[0], 1, -1), x], dim=1)
 
 
 def _with_first(t: Tensor | None, seqlen: int, value: float) -> Tensor | None:
-    """``value`` for one key, then ``t`` (..., seqlen or 1) for the others."""
+    """``value`` for one key, then ``t`` (..., seqlen or 1) for the other keys."""
     return None if t is None else pad(t.expand(*t.shape[:-1], seqlen), (1, 0), value=value)

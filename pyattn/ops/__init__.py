@@ -1,6 +1,6 @@
-"""The native operators, ``torch.ops.pyattn.*``, each named here and nowhere else; :mod:`pyattn` has loaded them.
+"""The native operators, ``torch.ops.pyattn.*``, each named here and nowhere else; importing :mod:`pyattn` loads them.
 
-:mod:`pyattn.ops.vmap` and :mod:`pyattn.ops.flops` give them what only Python can register.
+:mod:`pyattn.ops.vmap` and :mod:`pyattn.ops.flops` add what only Python can register.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ cache_truncate = _ops.cache_truncate.default
 
 
 def arguments_of(op: OpOverload[..., Any], args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by name, defaults where they are not given."""
+    """All arguments of a call by name, defaults filled in."""
     arguments = op._schema.arguments
     values = {argument.name: argument.default_value for argument in arguments}
     return values | dict(zip(values, args, strict=False)) | dict(named)

@@ -1,4 +1,4 @@
-"""Floating-point operations of the native operators, as ``torch.utils.flop_counter`` asks for them."""
+"""Floating-point operations of the native operators, for ``torch.utils.flop_counter``."""
 
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from pyattn.ops.visible import packed_pairs, pairs
 
 
 def flops(op: OpOverload[..., Any], *args: Any, out_val: object = None, **named: Any) -> int:
-    """Two operations a column for each pair of query and key that the mask leaves, so causal counts half.
+    """Two operations per column for each visible pair of query and key, so causal counts half.
 
     Forward computes Q K^T and P V; backward Q K^T again, dO V^T, dV, dK and dQ.
     """

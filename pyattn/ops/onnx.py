@@ -1,12 +1,12 @@
 """Attention in ONNX: how ``torch.onnx.export`` decomposes the operators.
 
-torch's exporter translates ``scaled_dot_product_attention``: into ONNX's ``Attention`` from opset 23 on, into its parts
-before. It gets what all runtimes agree on: masks as ``attn_mask``, bool or added to the scores, a sink as one more key
-of zeros, and queries that see no key filled with 0 afterwards. The rest becomes the formula: a softcap, which opset 23
-applied after the mask at first and applies before it now; lse; and, in float32, what is added to scores of 16-bit
-tensors.
+torch's exporter translates ``scaled_dot_product_attention`` into ONNX's ``Attention`` from opset 23 on, and into
+elementary operators before. It is used for everything that all runtimes agree on: masks as ``attn_mask``, bool or added
+to the scores, a sink as an extra key of zeros, and 0 filled in afterwards for queries that see no key. Everything else
+is exported as the formula: a softcap, which opset 23 first applied after the mask and now applies before it; lse; and
+additions to the scores of 16-bit tensors, in float32.
 
-A masked key that holds NaN or infinity reaches the result, because ONNX multiplies it by its weight of 0.
+A masked key that holds NaN or infinity does reach the result here, because ONNX multiplies it by its weight of 0.
 """
 
 import math
@@ -23,14 +23,14 @@ from pyattn.ops.schema import UNBOUNDED, Options
 
 
 def _is_known(condition: bool | torch.SymBool) -> bool:
-    """Whether a condition on sizes holds for all sizes that the graph is made for."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy, a third of a second
+    """Whether a condition on sizes is known to hold for all sizes that the graph allows."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy: a third of a second
 
     return statically_known_true(condition)
 
 
 def _sees_a_key(options: Options, seqlen_q: int, seqlen_k: int) -> bool:
-    """Whether each query surely sees a key: all of them, the first, or the one at its position."""
+    """Whether every query is known to see a key: all of them, the first, or the one at its own position."""
     if not options.q_offsets is options.key_ranges is options.mask is options.bias is None:
         return False
     offset, (left, right) = options.offset_for(seqlen_q, seqlen_k), options.window
@@ -40,13 +40,13 @@ def _sees_a_key(options: Options, seqlen_q: int, seqlen_k: int) -> bool:
 
 
 class _Pairs:
-    """The masks and the added scores of all pairs of query and key; with sinks, the last key stands for them.
+    """The masks and score additions of all pairs of query and key; with sinks, an extra last key represents them.
 
     Attributes:
-        k, v: with a row of zeros where there are sinks.
-        seen: bool (B or 1, Hq or 1, Sq, Sk), the pairs that no mask hides.
-        added: what is added to the scores, broadcasting to (B, Hq, Sq, Sk); None: nothing.
-        empty: bool (B or 1, Hq or 1, Sq, 1), the queries that see nothing; None: there are none.
+        k, v: with sinks, followed by a row of zeros.
+        seen: bool (B or 1, Hq or 1, Sq, Sk), the visible pairs.
+        added: terms added to the scores, broadcasting to (B, Hq, Sq, Sk); None: none.
+        empty: bool (B or 1, Hq or 1, Sq, 1), the queries that see no key; None: there are none.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: Options, dtype: torch.dtype) -> None:
@@ -69,7 +69,7 @@ class _Pairs:
         self.empty = None if _sees_a_key(options, seqlen_q, seqlen_k) else ~self.seen.any(-1, keepdim=True)
 
     def _add_key(self, sinks: Tensor) -> None:
-        """A key whose product with each query is 0, so its score is the sink, (1, Hq, 1, 1)."""
+        """Appends a key whose product with each query is 0, so its score is the sink, (1, Hq, 1, 1)."""
         self.k, self.v = (torch.cat([t, t.new_zeros(*t.shape[:2], 1, t.shape[3])], 2) for t in (self.k, self.v))
         added = sinks.new_zeros(1, 1, 1, 1) if self.added is None else self.added[(None,) * (4 - self.added.dim())]
         added = added.expand(-1, sinks.shape[1], *self.seen.shape[2:])
@@ -78,15 +78,15 @@ class _Pairs:
         self.seen = torch.cat([seen, (sinks != -math.inf).expand(*seen.shape[:3], 1)], -1)
 
     def fill_empty(self, rows: Tensor, value: float) -> Tensor:
-        """``rows`` (B, Hq, Sq, C) with ``value`` for queries that see nothing."""
+        """``rows`` (B, Hq, Sq, C) with ``value`` for queries that see no key."""
         return rows if self.empty is None else rows.masked_fill(self.empty, value)
 
 
 def _for_each_head(t: Tensor, num_heads: int) -> Tensor:
-    """K or V (B, Hkv, Sk, C) -> (B, Hq, Sk, C).
+    """K or V for each query head: (B, Hkv, Sk, C) -> (B, Hq, Sk, C).
 
-    onnxscript's optimiser drops reshapes on both sides of a product where the sizes left broadcast, though they may
-    then mean other heads: products here have none, so a group's heads are not folded into rows as elsewhere.
+    onnxscript's optimiser drops reshapes on both sides of a product if the remaining sizes broadcast, even if that
+    pairs other heads. Products here therefore have no reshapes: a group's heads are not folded into rows as elsewhere.
     """
     group = num_heads // max(1, t.shape[1])
     return t if group <= 1 else t.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(1, 2)
@@ -98,7 +98,7 @@ def _by_formula(scores: Tensor, pairs: _Pairs, dtype: torch.dtype) -> Tensor:
 
 
 def _by_operator(q: Tensor, k: Tensor, pairs: _Pairs, options: Options, scale: float) -> Tensor:
-    """``k`` are the keys without sinks. ``is_causal`` is for squares: onnxruntime 1.23 ignores it for one query."""
+    """``k``: the keys without sinks. ``is_causal`` is for Sq = Sk only: onnxruntime 1.23 ignores it for one query."""
     mask: Tensor | None = pairs.seen
     if pairs.added is not None:
         mask = torch.where(pairs.seen, pairs.added, -math.inf)
@@ -115,18 +115,18 @@ def _by_operator(q: Tensor, k: Tensor, pairs: _Pairs, options: Options, scale: f
 
 
 def _in_order_of(q: Tensor, out: Tensor) -> Tensor:
-    """``out`` with its dimensions in memory in q's order, which the graph's views of it rely on."""
+    """``out`` with q's order of dimensions in memory, on which the graph's views of it rely."""
 
     def compare(a: int, b: int) -> int:
         return _is_known(q.stride(a) < q.stride(b)) - _is_known(q.stride(a) > q.stride(b))
 
     order = [*sorted(range(3), key=cmp_to_key(compare)), 3]
-    dense = out.permute(order).clone(memory_format=torch.contiguous_format)  # contiguous() is left out of some graphs
+    dense = out.permute(order).clone(memory_format=torch.contiguous_format)  # some graphs leave contiguous() out
     return dense.permute([order.index(dim) for dim in range(4)])
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *values: Any, **named: Any) -> tuple[Tensor, ...]:
-    """``attention_forward`` in torch's operators. The exporter drops the results that nobody reads."""
+    """``attention_forward`` in torch's operators. The exporter drops unused results."""
     options = Options(*values, **named)
     if options.dropout_p:
         raise NotImplementedError(
@@ -148,7 +148,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *values: Any, **named: Any) -> t
     else:
         out = _by_operator(q, k, pairs, options, scale)
     out = _in_order_of(q, pairs.fill_empty(out, 0.0))
-    return out, lse, lse, torch.ones_like(lse)  # row_max and row_sum are for backward, which ONNX does not have
+    return out, lse, lse, torch.ones_like(lse)  # row_max and row_sum are for backward, which ONNX lacks
 
 
 def _refuse(what: str, *_: Any, **__: Any) -> NoReturn:
@@ -156,7 +156,7 @@ def _refuse(what: str, *_: Any, **__: Any) -> NoReturn:
 
 
 def _in_onnx(decomposition: Callable[..., tuple[Tensor, ...]], *args: Any, **named: Any) -> tuple[Tensor, ...]:
-    """Other readers of torch's table of decompositions, such as DTensor's rules, find none here.
+    """Runs ``decomposition`` for ONNX only: other readers of torch's table, such as DTensor's rules, must not use it.
 
     Raises:
         NotImplementedError: outside of ``torch.onnx.export``.
@@ -177,5 +177,5 @@ DECOMPOSITIONS: dict[torch._ops.OpOverload[..., Any], Callable[..., tuple[Tensor
 
 for _op, _decomposition in DECOMPOSITIONS.items():
     torch._decomp.decomposition_table[_op] = partial(_in_onnx, _decomposition)
-    # Fake tensors with symbolic sizes take a decomposition in place of the operator's own Meta kernel, but for these.
+    # Without this, fake tensors with symbolic sizes take the decomposition in place of the operator's Meta kernel.
     torch._decomp.meta_table[_op] = _op

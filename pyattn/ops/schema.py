@@ -1,4 +1,4 @@
-"""What the operators take after q, k and v, as their schemas have it: names, order, defaults, and tuples of values."""
+"""The operators' arguments after q, k and v, from their schemas: names, order, defaults, and tuples of values."""
 
 import collections
 import math
@@ -11,7 +11,7 @@ from pyattn import ops
 
 
 def _defaults() -> dict[str, Any]:
-    """The operators' options in the schema's order: what comes after q, k and v."""
+    """The defaults of the operators' options, all arguments after q, k and v, in the schema's order."""
     arguments = ops.attention_forward._schema.arguments[3:]
     lists = {a.name: a.default_value for a in arguments}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in lists.items()}
@@ -19,12 +19,12 @@ def _defaults() -> dict[str, Any]:
 
 DEFAULTS = _defaults()
 UNBOUNDED: tuple[int, int] = DEFAULTS["window"]
-"""The window of all keys."""
+"""The window that hides no key."""
 
 PLACES = {name: place for place, name in enumerate(DEFAULTS)}
 
 LEARNED = ("bias", "alibi_slopes", "sinks")
-"""Options that have gradients, neighbours in the schema."""
+"""Options that have gradients, adjacent in the schema."""
 
 
 def _record(fields: Mapping[str, Any]) -> Any:
@@ -38,31 +38,31 @@ _Values: Any = _record(DEFAULTS)
 class Options(_Values):  # type: ignore[misc]
     """The operators' options as one value: ``attention_forward(q, k, v, *options)``.
 
-    Those of :class:`pyattn.AttentionOptions`, and ``q_offsets``: int64 (B,), in place of q_offset where each sequence
-    has its own.
+    The fields are those of :class:`pyattn.AttentionOptions`, and ``q_offsets``: int64 (B,), which replaces q_offset
+    where each sequence has its own.
     """
 
     __slots__ = ()
 
     def scale_for(self, head_dim: int) -> float:
-        """softmax_scale, or its default for so many columns, that of csrc."""
+        """softmax_scale, or its default for ``head_dim`` columns, the same as in csrc."""
         if self.softmax_scale is None:
             return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
         scale: float = self.softmax_scale
         return scale
 
     def offset_for(self, seqlen_q: int, seqlen_k: int) -> int:
-        """The key position of query 0 where all sequences share it: q_offset, or its default, that of csrc."""
+        """The key position of query 0 where all sequences share it: q_offset, or csrc's default."""
         return seqlen_k - seqlen_q if self.q_offset is None else self.q_offset
 
     @property
     def bounded_softcap(self) -> float:
-        """The softcap between 2^-100 and 2^100, as kernels have it: in float32 it and its inverse are finite there."""
+        """The softcap clamped to [2^-100, 2^100], as in kernels: it and its inverse are then finite in float32."""
         return float(min(max(self.softcap, 2.0**-100), 2.0**100))
 
 
 class Sequence(NamedTuple):
-    """Sequence ``number`` of a call: where its queries and its keys lie, ``unused`` ones behind them, its options."""
+    """Sequence ``number`` of a call: its queries, its keys, how many ``unused`` keys come after these, its options."""
 
     number: int
     queries: slice
@@ -72,18 +72,18 @@ class Sequence(NamedTuple):
 
 
 def own(tensor: Tensor | None, number: int, dims: int) -> Tensor | None:
-    """The part for one sequence of what has ``dims`` dimensions where each sequence has its own."""
+    """One sequence's part of a tensor that has ``dims`` dimensions if each sequence has its own values."""
     return tensor if tensor is None or tensor.dim() < dims else tensor[number, None]
 
 
 class Packing(NamedTuple):
-    """What tells packed sequences apart: ``attention_varlen_forward(q, k, v, *packing, *options)``.
+    """The boundaries of packed sequences: ``attention_varlen_forward(q, k, v, *packing, *options)``.
 
     Attributes:
         cu_seqlens_q: int32 or int64 (B + 1,), where each sequence's queries begin, and where the last one's end.
         cu_seqlens_k: the same for the keys.
         max_seqlen_q: no sequence has more queries.
-        max_seqlen_k: nor more keys.
+        max_seqlen_k: no sequence has more keys.
         seqused_k: int32 or int64 (B,), how many keys of each sequence take part; None: all.
     """
 

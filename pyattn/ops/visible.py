@@ -1,4 +1,4 @@
-"""Which keys a query sees, in torch operations: for weights of chosen rows, and for counting pairs."""
+"""The keys that each query sees, in torch operations: for weights of chosen rows and for counting pairs."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from pyattn.ops.schema import Options, Packing
 INT64_MAX = 2**63 - 1
 
 PAIRS_AT_ONCE = 2**24
-"""Pairs that are counted at a time where a mask or a bias is asked for each: temporaries of some 100 MB."""
+"""Pairs that are counted at a time if a mask or bias is read for each: about 100 MB of temporaries."""
 
 
 def offsets(options: Options, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
@@ -24,19 +24,19 @@ def offsets(options: Options, seqlen_q: int, seqlen_k: int, device: torch.device
 
 
 def distances(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """float64 (B or 1, 1, rows, Sk): how far each key is from a query, either way."""
+    """float64 (B or 1, 1, rows, Sk): the distance between each query and key."""
     position = rows + offsets(options, seqlen_q, seqlen_k, rows.device).double()  # int64 could overflow
     return (position[:, None, :, None] - torch.arange(seqlen_k, device=rows.device)).abs()
 
 
 def keys_of(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor]:
-    """int64 (B or 1, rows), twice: the keys [begin, end) that formulas and ranges leave; begin may lie behind end.
+    """int64 (B or 1, rows), twice: causal, window and key_ranges leave the keys [begin, end); begin may exceed end.
 
     The bounds saturate, whatever q_offset and window are.
     """
     offset = offsets(options, seqlen_q, seqlen_k, rows.device)
     left, right = options.window
-    around = -seqlen_q - 1, seqlen_k  # where the bound of query 0 matters to any query
+    around = -seqlen_q - 1, seqlen_k  # beyond these, the bound of query 0 makes no difference to any query
     begin, end = torch.zeros_like(rows)[None], torch.full_like(rows, seqlen_k)[None]
     if left >= 0:
         begin = rows + (offset.clamp(min=left - INT64_MAX) - left).clamp(*around)
@@ -50,7 +50,7 @@ def keys_of(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int) -> tup
 
 
 def filters(options: Options, rows: Tensor, heads: Tensor) -> Iterator[Tensor]:
-    """What may hide keys between a row's first and last: bool, True = takes part, as (B, heads, rows, Sk)."""
+    """Masks that may hide keys between a row's first and last: bool, True = takes part, as (B, heads, rows, Sk)."""
     if options.mask is not None:
         yield picked(options.mask, heads, rows)
     if options.bias is not None:
@@ -58,7 +58,7 @@ def filters(options: Options, rows: Tensor, heads: Tensor) -> Iterator[Tensor]:
 
 
 def seen(options: Options, rows: Tensor, heads: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """bool (B or 1, heads or 1, rows, Sk): the pairs that no mask hides."""
+    """bool (B or 1, heads or 1, rows, Sk): the visible pairs."""
     key = torch.arange(seqlen_k, device=rows.device)
     begin, end = (bound[:, None, :, None] for bound in keys_of(options, rows, seqlen_q, seqlen_k))
     allowed = (begin <= key) & (key < end)
@@ -68,21 +68,21 @@ def seen(options: Options, rows: Tensor, heads: Tensor, seqlen_q: int, seqlen_k:
 
 
 def picked(pairs: Tensor, heads: Tensor, rows: Tensor) -> Tensor:
-    """A mask or bias with four dimensions, of these heads and rows where it does not broadcast."""
+    """A mask or bias with four dimensions, reduced to these heads and rows where it does not broadcast."""
     pairs = pairs[(None,) * (4 - pairs.dim())]
     pairs = pairs if pairs.shape[2] == 1 else pairs.index_select(2, rows)
     return pairs if pairs.shape[1] == 1 else pairs.index_select(1, heads)
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, q_offset: int) -> int:
-    """Pairs of query and key that a causal mask leaves: the sum over i of ``i + q_offset + 1``, clamped to seqlen_k."""
+    """The number of pairs visible under a causal mask: the sum over i of ``i + q_offset + 1`` within [0, seqlen_k]."""
     first = min(max(-q_offset, 0), seqlen_q)
     full = min(max(seqlen_k - q_offset, first), seqlen_q)  # from here on, rows see all keys
     return (full - first) * (first + full + 1 + 2 * q_offset) // 2 + (seqlen_q - full) * seqlen_k
 
 
 def _pairs_of_formulas(options: Options, batch: int, seqlen_q: int, seqlen_k: int) -> int:
-    """Pairs that causal and window leave, over the batch: keys up to each query's last, less those before its first."""
+    """Pairs that causal and window leave in the batch: keys up to each query's last, less those before its first."""
     left, right = options.window
     total, shared = 0, options.offset_for(seqlen_q, seqlen_k)
     for q_offset in [shared] * batch if options.q_offsets is None else options.q_offsets.tolist():
@@ -93,7 +93,7 @@ def _pairs_of_formulas(options: Options, batch: int, seqlen_q: int, seqlen_k: in
 
 
 def _count(options: Options, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int, device: torch.device) -> int:
-    """Pairs of query and key that the masks leave, over batch and query heads."""
+    """The number of visible pairs, over batch and query heads."""
     rows, hidden = torch.arange(seqlen_q, device=device), not options.mask is options.bias is None
     if options.key_ranges is None and not hidden:
         return num_heads * _pairs_of_formulas(options, batch, seqlen_q, seqlen_k)
@@ -108,7 +108,7 @@ def _count(options: Options, batch: int, num_heads: int, seqlen_q: int, seqlen_k
 
 
 def pairs(q: Tensor, k: Tensor, options: Options) -> int:
-    """Pairs of query and key that the mask leaves, over batch and query heads; all where tensors have no values."""
+    """The number of visible pairs, over batch and query heads; all pairs if tensors have no values to read."""
     batch, num_heads, seqlen_q = q.shape[:3]
     seqlen_k = k.shape[2]
     sources = (options.q_offsets, options.key_ranges, options.mask, options.bias)
@@ -118,7 +118,7 @@ def pairs(q: Tensor, k: Tensor, options: Options) -> int:
 
 
 def packed_pairs(q: Tensor, k: Tensor, packing: Packing, options: Options) -> int:
-    """:func:`pairs` of packed sequences; where their lengths have no values, of one sequence of all tokens."""
+    """:func:`pairs` of packed sequences; of one sequence with all tokens if lengths have no values to read."""
     num_heads = q.shape[1]
     lengths = packing.cu_seqlens_q, packing.cu_seqlens_k, packing.seqused_k
     sources = (*lengths, options.q_offsets, options.key_ranges)

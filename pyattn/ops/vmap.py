@@ -1,4 +1,4 @@
-"""vmap of the native operators: one call on folded tensors where that can be."""
+"""vmap of the native operators: one call on folded tensors where possible."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,10 +21,10 @@ def _register(
     loops: Callable[[Values, dict[str, int]], bool],
     fold: Callable[[OpOverload[..., Any], Values, dict[str, int], int], Results],
 ) -> None:
-    """vmap by one call on folded tensors; call by call where ``loops(values, mapped)`` says that can't be.
+    """Registers vmap: one call on folded tensors, or call by call if ``loops(values, mapped)``.
 
-    ``mapped`` has the mapped dimension of each tensor that has one. ``fold(op, values, mapped, size)`` returns results
-    whose first dimension is the mapped one.
+    ``mapped`` holds the mapped dimension of each tensor that has one. ``fold(op, values, mapped, size)`` returns
+    results whose first dimension is the mapped one.
     """
     names = [argument.name for argument in op._schema.arguments]
 
@@ -34,7 +34,7 @@ def _register(
         mapped = {name: dim for name, dim in zip(names, in_dims, strict=False) if isinstance(dim, int)}
 
         def sliced(select: Callable[[Tensor, int], Tensor]) -> Results:
-            """The results of one call on slices of what is mapped."""
+            """The results of one call on slices of the mapped tensors."""
             results: Results = op(
                 *(select(value, mapped[name]) if name in mapped else value for name, value in values.items())
             )
@@ -54,11 +54,11 @@ def _register(
 
 
 SHARED = {"key_ranges": 3, "mask": 4, "bias": 4, "alibi_slopes": 2}
-"""Tensors that all sequences may share, with the number of their dimensions where they don't."""
+"""Tensors that all sequences may share, with their number of dimensions when they don't."""
 
 
 def _into_batch(name: str, tensor: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
-    """Moves the mapped dimension into the batch: (size, B, ...) -> (size * B, ...). What all share stays as it is."""
+    """Moves the mapped dimension into the batch: (size, B, ...) -> (size * B, ...). Shared tensors stay as they are."""
     if dim is None and name in SHARED and (tensor.dim() < SHARED[name] or tensor.shape[0] != batch):
         return tensor
     tensor = tensor.unsqueeze(0).expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
@@ -84,13 +84,13 @@ def _fold_into_batch(op: Callable[..., Results], values: Values, mapped: dict[st
 ROWS = ("dout", "q", "k", "v", "out")
 HEADS_PACKED = dict.fromkeys((*ROWS, "dlse", "lse", "row_max", "row_sum"), -2) | {"alibi_slopes": -1, "sinks": -1}
 HEADS = HEADS_PACKED | dict.fromkeys((*ROWS, "mask", "bias"), -3)
-"""Where the heads are in tensors and in their gradients, counted from the last dimension."""
+"""The dimension of heads in tensors and in their gradients, counted from the last one."""
 
 
 def _fold_into_heads(
     places: dict[str, int], op: OpOverload[..., Any], values: Values, mapped: dict[str, int], size: int
 ) -> Results:
-    """Heads don't know of each other: the mapped dimension becomes the outer one of theirs."""
+    """Folds the mapped dimension into the heads, as the outer one: heads are independent of each other."""
 
     def into_heads(name: str, value: Any) -> Any:
         if name not in places or value is None:
@@ -119,12 +119,12 @@ def _fold(op: OpOverload[..., Any], values: Values, mapped: dict[str, int], size
 
 
 def _apart(values: Values, mapped: dict[str, int]) -> bool:
-    """Whether the batch can't tell slices apart: sinks have none, and gradients of scores are summed over it."""
+    """Whether the batch can't hold the slices: sinks have no batch, and gradients of LEARNED are summed over it."""
     return "sinks" in mapped or any(values.get("output_mask") or ())
 
 
 def _loops(values: Values, mapped: dict[str, int]) -> bool:
-    """Dropout's draws depend on batch and heads. Masks of their own need the batch, and so does a bias's gradient."""
+    """Whether one call won't do: dropout counts batch and heads; mapped masks and a bias's gradient need the batch."""
     if values.get("dropout_seed") is not None:
         return True
     scores = not mapped.keys().isdisjoint(("mask", "bias")) or any((values.get("output_mask") or ())[:1])
@@ -132,7 +132,7 @@ def _loops(values: Values, mapped: dict[str, int]) -> bool:
 
 
 def _packed_loops(values: Values, mapped: dict[str, int]) -> bool:
-    """Dropout's draws depend on the heads; lengths and masks are the same for all heads."""
+    """Whether one call won't do: dropout counts heads; all heads share lengths and key_ranges."""
     return values.get("dropout_seed") is not None or not mapped.keys() <= HEADS_PACKED.keys()
 
 
@@ -145,7 +145,7 @@ _register(ops.attention_varlen_backward, _packed_loops, _fold_packed)
 
 
 def _refuse_vmap(*_: object) -> NoReturn:
-    raise NotImplementedError("pyattn: torch.vmap changes no KVCache, whose lengths are one for all; change it outside")
+    raise NotImplementedError("pyattn: torch.vmap cannot change a KVCache: its lengths are shared; change it outside")
 
 
 for _name in ("append", "append_pages", "reorder", "reorder_pages", "truncate"):

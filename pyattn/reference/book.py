@@ -1,7 +1,7 @@
 """The book's efficient multi-head attention in plain PyTorch: the specification of :mod:`pyattn.nn.book`.
 
-The way it is computed is that of the chapter's own classes, whichever function of torch the book calls; what differs,
-and is specified here, are the parameters, their order and the states.
+All classes compute as the chapter's own classes do, whichever torch function the book calls. They differ in their
+parameters, the parameters' order and their state dicts, which are specified here.
 """
 # ruff: noqa: D101, D102
 
@@ -152,5 +152,5 @@ class MHAPyTorchClass(nn.Module):
 
 
 def _with_last(t: Tensor | None, seqlen: int, value: float) -> Tensor | None:
-    """``t`` (..., seqlen or 1), and ``value`` for one more key."""
+    """``t`` (..., seqlen or 1), then ``value`` for one more key."""
     return None if t is None else pad(t.expand(*t.shape[:-1], seqlen), (0, 1), value=value)

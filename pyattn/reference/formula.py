@@ -10,12 +10,12 @@ from pyattn.dropout import draw_seed, dropout_factor, dropout_mask
 
 
 def default_scale(head_dim: int) -> float:
-    """``1 / sqrt(head_dim)``, and 1 where there is nothing to sum over."""
+    """``1 / sqrt(head_dim)``, or 1 if there is nothing to sum over."""
     return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
 
 
 def _bounded(q_offset: int | Tensor, shift: int, low: int, high: int, device: torch.device | None) -> int | Tensor:
-    """``q_offset + shift`` within [low, high], in Python's integers, which do not overflow; tensors as (B, 1, 1, 1)."""
+    """``q_offset + shift`` clamped to [low, high] in Python ints, which don't overflow; a tensor as (B, 1, 1, 1)."""
     if isinstance(q_offset, Tensor):
         offsets = [min(max(offset + shift, low), high) for offset in q_offset.tolist()]
         return torch.tensor(offsets, dtype=torch.int64, device=device)[:, None, None, None]
@@ -34,7 +34,7 @@ def visible(
 ) -> Tensor:
     """The keys that each query sees: bool, True = takes part.
 
-    Query ``i`` stands at key position ``i + q_offset``. It sees key ``j`` if all of these hold::
+    Query ``i`` is at key position ``i + q_offset``. It sees key ``j`` if all of these hold::
 
         causal                 j <= i + q_offset
         window[0] >= 0         j >= i + q_offset - window[0]
@@ -54,7 +54,7 @@ def visible(
     query = torch.arange(seqlen_q, device=device)[:, None]
     key = torch.arange(seqlen_k, device=device)
     seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
-    # Bounds of query 0; one beyond [-seqlen_q, seqlen_k] cuts off no more for any query.
+    # Bounds for query 0: one beyond [-seqlen_q, seqlen_k] hides no more keys from any query.
     around = -seqlen_q - 1, seqlen_k + 1
     left, right = window
     if causal:
@@ -72,7 +72,7 @@ def visible(
 def distances(
     seqlen_q: int, seqlen_k: int, *, q_offset: int | Tensor | None = None, device: torch.device | None = None
 ) -> Tensor:
-    """``|i + q_offset - j|`` for query i and key j, float64: (seqlen_q, seqlen_k), (B, 1, ...) of a tensor q_offset."""
+    """``|i + q_offset - j|`` for query i and key j, float64: (seqlen_q, seqlen_k), or (B, 1, ...) for (B,) offsets."""
     offset = seqlen_k - seqlen_q if q_offset is None else q_offset
     if isinstance(offset, Tensor):
         offset = offset.to(device, torch.float64)[:, None, None, None]
@@ -81,7 +81,7 @@ def distances(
 
 
 def _scores(q: Tensor, k: Tensor, seen: Tensor, finite: bool) -> Tensor:
-    """``q k^T`` over the last dimension. Unseen rows that are not finite are selected away, because 0 * nan is nan."""
+    """``q k^T`` over the last dimension. Unless all is finite, masked pairs are set to 0 first: 0 * nan is nan."""
     if finite:
         return q @ k.mT
     pair = seen.unsqueeze(-1)
@@ -89,14 +89,14 @@ def _scores(q: Tensor, k: Tensor, seen: Tensor, finite: bool) -> Tensor:
 
 
 def _combine(weights: Tensor, v: Tensor, seen: Tensor, finite: bool) -> Tensor:
-    """``weights v`` over the keys, unseen values selected away."""
+    """``weights v`` over the keys; unless all is finite, masked values are set to 0 first."""
     if finite:
         return weights @ v
     return (weights.unsqueeze(-1) * torch.where(seen.unsqueeze(-1), v.unsqueeze(-3), 0)).sum(-2)
 
 
 def _log_sum_exp(scores: Tensor) -> Tensor:
-    """``log sum_j exp(s_j)``; torch.logsumexp's gradient, ``exp(s_j - lse)``, is wrong where log n is lost in lse."""
+    """``log sum_j exp(s_j)``; torch.logsumexp's gradient, ``exp(s_j - lse)``, is wrong where lse loses log n."""
     if scores.shape[-1] == 0:
         return torch.logsumexp(scores, -1)
     top = scores.detach().amax(-1, keepdim=True)
@@ -124,14 +124,14 @@ def attention(
     return_lse: bool = False,
     return_weights: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """``out = dropout(softmax(score))[..., :Sk] v``, the score of query i and key j being, in this order::
+    """``out = dropout(softmax(score))[..., :Sk] v``, where the score of query i and key j is, in this order::
 
         s = softmax_scale <q_i, k_j>
         s = softcap tanh(s / softcap)                  if softcap > 0
         s = s + bias_ij
         s = s - alibi_slope |i + q_offset - j|
         s = -inf                                       if i does not see j: visible(), mask_ij False, bias_ij -inf
-        and as one more column, without a value, the head's sink
+        and an extra column without a value, the head's sink
 
     Args:
         q: (B, Hq, Sq, D).
@@ -139,19 +139,19 @@ def attention(
         v: (B, Hkv, Sk, Dv).
         causal, q_offset, window, key_ranges: see :func:`visible`.
         softmax_scale: default ``1 / sqrt(D)``.
-        softcap: 0: none.
+        softcap: default 0: no cap.
         mask: bool, True = takes part; broadcastable to (B, Hq, Sq, Sk).
-        bias: likewise. NaN at a key that is not seen has no effect.
+        bias: added to the scores; broadcasts in the same way. NaN at a masked key has no effect.
         alibi_slopes: (Hq) or (B, Hq).
-        sinks: (Hq); -inf is as good as none.
+        sinks: (Hq); -inf means no sink.
         dropout_p, dropout_seed: drops weights by :func:`pyattn.dropout_mask`; the seed is drawn if None.
         return_lse: also return the natural log of the softmax denominator, (B, Hq, Sq), float32 or float64.
-        return_weights: also return the weights that met ``v``, (B, Hq, Sq, Sk), after dropout.
+        return_weights: also return the weights that multiply ``v``, (B, Hq, Sq, Sk), after dropout.
 
     Returns:
-        ``out`` (B, Hq, Sq, Dv), then lse and weights if asked for. A row that sees no key has out 0 and lse -inf, with
-        a sink lse = sink. Unseen positions never affect the result, even if they hold NaN; compiled code can't look at
-        values and takes them all as finite.
+        ``out`` (B, Hq, Sq, Dv), then lse and weights if requested. A row that sees no key has out 0 and lse -inf; with
+        a sink, lse is the sink. Masked positions never affect the result, even if they hold NaN; compiled code can't
+        inspect values and takes all of them as finite.
     """
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)

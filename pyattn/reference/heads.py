@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 
 
 class Masks(TypedDict, total=False):
-    """What a caller adds to a module's own mask: see :func:`attend`."""
+    """The masks that a caller adds to a module's own: see :func:`attend`."""
 
     key_ranges: Tensor | None
     mask: Tensor | None
@@ -28,11 +28,11 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """``dropout(softmax(softmax_scale q k^T + bias)) v`` and the weights, over (batch, T, D) or (batch, heads, T, D).
 
-    ``masked``: bool, True = masked out. On top of it, a query that sees no key then getting 0:
+    ``masked``: bool, True = masked out. More masks go on top of it; a query that sees no key then gets 0:
 
-    - ``key_ranges`` (batch or 1, seqlen_q, 2): query i sees the keys [begin, end) alone.
-    - ``mask``, bool, True = takes part, and ``bias``, added to the scores, -inf hiding a key, of shapes that broadcast
-      to (batch, heads, seqlen_q, seqlen_k), heads being 1 where q has none.
+    - ``key_ranges`` (batch or 1, seqlen_q, 2): query i sees only the keys [begin, end).
+    - ``mask``, bool, True = takes part, and ``bias``, added to the scores, where -inf masks a key. Their shapes
+      broadcast to (batch, heads, seqlen_q, seqlen_k), with heads = 1 where q has none.
     """
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
     outside = []
@@ -64,7 +64,7 @@ def _without_heads(t: Tensor, q: Tensor) -> Tensor:
 
 
 def of_head(t: Tensor | None, head: int) -> Tensor | None:
-    """What a mask or bias (..., heads or 1, seqlen_q, seqlen_k) says of one head; of all heads alike without heads."""
+    """One head's part of a mask or bias (..., heads or 1, seqlen_q, seqlen_k); without heads, all of it."""
     return t if t is None or t.dim() < 3 or t.shape[-3] == 1 else t[..., head : head + 1, :, :]
 
 
@@ -80,12 +80,12 @@ def merge(x: Tensor) -> Tensor:
 
 
 def future(context_length: int) -> Tensor:
-    """The causal mask (context_length, context_length): 1 above the diagonal, masked out, and else 0."""
+    """The causal mask (context_length, context_length): 1 (masked out) above the diagonal, 0 elsewhere."""
     return torch.triu(torch.ones(context_length, context_length), diagonal=1)
 
 
 def causal_heads(q: Tensor, k: Tensor, v: Tensor, num_heads: int, dropout: nn.Module, **masks: Unpack[Masks]) -> Tensor:
-    """Causal attention over (B, T, num_heads * head_dim); all queries see the keys after the last query's."""
+    """Causal attention over (B, T, num_heads * head_dim); every query also sees any keys after the last query's."""
     q, k, v = (split(x, num_heads) for x in (q, k, v))
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     masked = torch.ones(seqlen_q, seqlen_q, dtype=torch.bool, device=q.device).triu(1)

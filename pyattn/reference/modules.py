@@ -1,8 +1,8 @@
 """The attention modules that people write from scratch, in plain PyTorch, every ``mask`` a buffer.
 
-They are written the way S. Raschka, "Build a Large Language Model (From Scratch)", chapters 3 and 4, and the tutorials
-after it write them. Each is the specification of its namesake in :mod:`pyattn.nn`, whose docstring says what it takes;
-``masks`` are the ``key_ranges``, ``mask`` and ``bias`` of :func:`pyattn.reference.heads.attend`.
+They follow S. Raschka, "Build a Large Language Model (From Scratch)", chapters 3 and 4, and the tutorials based on it.
+Each specifies its namesake in :mod:`pyattn.nn`, whose docstring lists its arguments; ``masks`` are the ``key_ranges``,
+``mask`` and ``bias`` of :func:`pyattn.reference.heads.attend`.
 """
 # ruff: noqa: D101, D102
 

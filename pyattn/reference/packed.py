@@ -1,4 +1,4 @@
-"""Packed sequences by the formula: as a padded batch, of which nothing but the sequences is kept."""
+"""Packed sequences by the formula: computed as a padded batch, from which only the sequences are kept."""
 
 import math
 from typing import Any
@@ -25,21 +25,21 @@ def attention_varlen(
     return_lse: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`attention` of sequence ``b``: queries [cu_seqlens_q[b], cu_seqlens_q[b + 1]), keys likewise.
+    """:func:`attention` of each sequence b: queries [cu_seqlens_q[b], cu_seqlens_q[b + 1]), and keys by cu_seqlens_k.
 
     Args:
         q, k, v: (tokens, heads, head_dim).
         cu_seqlens_q, cu_seqlens_k: (B + 1,).
         max_seqlen_q, max_seqlen_k: no sequence is longer.
-        q_offset: an int or (B,); default: each sequence's last query stands at its last key.
+        q_offset: an int or (B,); default: each sequence's last query is at its last key.
         key_ranges: (tokens, 2), counted within the sequence.
         block_table: (B, pages of a sequence): k and v are (pages, page_size, heads, head_dim).
         seqused_k: (B,), how many keys of each sequence take part.
         return_lse: also return lse.
-        options: as for :func:`attention`, which gives sequence ``b`` the draws of dropout.
+        options: as for :func:`attention`; dropout draws for sequence b as for sequence b of a batch.
 
     Returns:
-        ``out`` (tokens, Hq, Dv), with ``return_lse`` also lse (Hq, tokens): 0 and -inf behind the last sequence.
+        ``out`` (tokens, Hq, Dv), with ``return_lse`` also lse (Hq, tokens): 0 and -inf after the last sequence.
     """
     lengths_q, lengths_k = cu_seqlens_q.long().diff(), cu_seqlens_k.long().diff()
     batch, used = len(lengths_q), lengths_k if seqused_k is None else seqused_k.long()
@@ -71,6 +71,6 @@ def attention_varlen(
 
 
 def _places(lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """The sequence of each token, and its place there."""
+    """The sequence of each token and its position in it."""
     sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
     return sequence, torch.arange(len(sequence)) - (lengths.cumsum(0) - lengths)[sequence]

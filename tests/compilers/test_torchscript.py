@@ -105,7 +105,7 @@ class Calling(nn.Module):
 
 
 SENTENCE = (
-    r"^pyattn: torch.jit.script compiles no attention of pyattn's; use torch.jit.trace, torch.export or torch.compile$"
+    r"^pyattn: torch.jit.script cannot compile pyattn's attention; use torch.jit.trace, torch.export or torch.compile$"
 )
 
 

@@ -134,7 +134,7 @@ BAD: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         ValueError,
         "kv_cache.max_seqlen must not exceed context_length, got 20 and 19",
     ),
-    (masked, {}, NotImplementedError, "a mask that was assigned goes with no kv_cache, got one of shape (19, 19)"),
+    (masked, {}, NotImplementedError, "an assigned mask is not supported with kv_cache, got one of shape (19, 19)"),
 ]
 
 
