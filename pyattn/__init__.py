@@ -1,4 +1,9 @@
-"""Exact multi-head causal attention for PyTorch, forward and backward, in native code."""
+"""Exact multi-head causal attention for PyTorch, forward and backward, in native code.
+
+README.md in this package's folder has every task and recipes; nn, adapters and cli have pages of their own there.
+
+.. include:: README.md
+"""
 
 from pyattn import _load, masks, nn, parts  # noqa: F401  (_load first: it checks torch)
 from pyattn.attention import attention, dropout_mask
@@ -12,6 +17,7 @@ from pyattn.varlen import attention_varlen
 from pyattn.weights import attention_weights
 
 __version__ = "0.1.0"
+__docformat__ = "google"  # how pdoc reads the docstrings
 
 torchscript.refuse(attention, attention_varlen, attention_weights, attention_with_cache)
 torchscript.refuse(parts.attention_backward, parts.merge, *nn.MODULES)
@@ -33,3 +39,7 @@ __all__ = [
     "set_deterministic",
     "set_isa",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,7 +1,7 @@
 """The type of interval masks: a tensor that knows whether it is the whole mask."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -55,7 +55,9 @@ class KeyRanges(Tensor):
     KeyRanges(tensor([[[0, 2]]]), whole=True)
     """
 
-    _plain: Tensor  # the same memory as a bare tensor; torch's functions run on it
+    if TYPE_CHECKING:
+        _plain: Tensor  # the same memory as a bare tensor; torch's functions run on it
+    _is_param = False  # torch.Tensor annotates it alone; pdoc wants it to be somewhere
     __module__ = "pyattn.masks"  # the public name: pickles contain it
 
     @property

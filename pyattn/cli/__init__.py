@@ -2,6 +2,8 @@
 
 Each command is a module here with ``run(argv) -> exit code``, imported only when it is called. So a command needs only
 the extras it uses itself, and ``import pyattn`` needs none.
+
+.. include:: README.md
 """
 
 import argparse

@@ -41,6 +41,8 @@ Common to all modules:
   hold the bias of the last projection, or 0 without one.
 - TypeError for a wrong dtype or an argument that does not exist, ValueError for a wrong shape or value; each message
   says what was given.
+
+.. include:: README.md
 """
 
 from pyattn.nn import book
