@@ -1,8 +1,8 @@
 """The rule that judges accuracy: at most twice the error that plain PyTorch makes in the same dtype.
 
-Plain PyTorch's error depends on the order in which its BLAS happens to sum, so on the machine. The yardstick is
-therefore its largest error over orders that are equal in exact arithmetic: queries, keys and the columns of the head
-dimensions permuted.
+Plain PyTorch's error depends on the order in which its BLAS happens to sum, so on
+the machine. The yardstick is therefore its largest error over orders that are equal
+in exact arithmetic: queries, keys and the columns of the head dimensions permuted.
 
 One additional error is allowed, which plain PyTorch has in no order. A kernel of linear memory subtracts ``delta =
 rowsum(dO * O)`` where softmax's own gradient subtracts ``rowsum(P * dP)``; O is computed from forward's weights, P is
@@ -58,8 +58,8 @@ def error(x: Tensor, exact: Tensor) -> float:
 def bound(dtype: torch.dtype, plain: Tensor, exact: Tensor) -> float:
     """Twice the error of the plain result, plus four roundings of the largest value.
 
-    ``plain`` is the reference's result in ``dtype``, ``exact`` its result in float64. For float64 itself, 1e-12 of the
-    largest value.
+    ``plain`` is the reference's result in ``dtype``, ``exact`` its result in
+    float64. For float64 itself, 1e-12 of the largest value.
     """
     finite = exact[exact.isfinite()]
     largest = finite.abs().max().item() if finite.numel() else 0.0
@@ -100,8 +100,8 @@ def _scale(q: Tensor, options: dict[str, Any]) -> float:
 class Rounding:
     """The effect of rounding alone on the gradients, derived in float64 from their sums.
 
-    P are the weights before dropout, with D the weights after it, dP = dO V^T, dS the gradient of the score, p the
-    sink's weight.
+    P are the weights before dropout, with D the weights after it, dP = dO V^T,
+    dS the gradient of the score, p the sink's weight.
     """
 
     def __init__(self, qkv: Results, dout: Tensor, dlse: Tensor | None, options: dict[str, Any]) -> None:

@@ -199,8 +199,8 @@ def enable() -> None:
     call, and after :func:`disable` run again as they were; exported programs don't change.
     ``torch.compiler.config.cache_key_tag`` separates the caches of compiled code on disk.
 
-    The switch is global to the process, affects all threads, and may be changed from any of them at any time. Enabling
-    it twice is harmless.
+    The switch is global to the process, affects all threads, and may be changed
+    from any of them at any time. Enabling it twice is harmless.
     """
     _switch.change(enabled=True)
 

@@ -10,12 +10,12 @@ this library under the name PYATTN, and it works from :func:`activate` to :func:
     lengths = cu_seqlens, cu_seqlens, 54, 54
     out, lse = varlen_attn(q, k, v, *lengths, window_size=(-1, 0), return_aux=AuxRequest(lse=True))
 
-q (total_q, Hq, D), k and v (total_k, Hkv, D) in float32, bfloat16 or float16; out like q; lse (Hq, total_q) in float32.
-``window_size`` is as in flash-attention, the last query being at the last key, and (-1, 0) is causal. ``scale``,
-``enable_gqa``, ``seqused_k`` and ``block_table`` are honoured, as far as the version of torch has them. Any
-``num_splits`` gives what torch promises for 1: out and lse of a sequence have the same bits whatever else is in the
-batch. Backward starts from lse, so each weight has a relative error of 2 eps |lse|, and torch passes on no gradient of
-lse itself.
+q (total_q, Hq, D), k and v (total_k, Hkv, D) in float32, bfloat16 or float16; out like q; lse (Hq,
+total_q) in float32. ``window_size`` is as in flash-attention, the last query being at the last key,
+and (-1, 0) is causal. ``scale``, ``enable_gqa``, ``seqused_k`` and ``block_table`` are honoured, as
+far as the version of torch has them. Any ``num_splits`` gives what torch promises for 1: out and
+lse of a sequence have the same bits whatever else is in the batch. Backward starts from lse, so
+each weight has a relative error of 2 eps |lse|, and torch passes on no gradient of lse itself.
 """
 
 from collections.abc import Callable

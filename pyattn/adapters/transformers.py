@@ -118,12 +118,12 @@ def attention_function(
         is_causal: see ``attention_mask``.
         s_aux: (Hq,), sinks.
         position_bias: added to the scores, as in T5; differentiable.
-        position_ids: (B or 1, Sq) integers; where they restart, causal attention sees no earlier token, in addition to
-            a mask of :func:`mask_function` or none; a bool or float mask is the whole mask. Other shapes have no
-            effect.
-        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences, batch 1, as for flash-attn: no query
-            sees another sequence. They add to a mask; without one, each sequence is causal by itself. position_ids then
-            have no effect.
+        position_ids: (B or 1, Sq) integers; where they restart, causal attention sees
+            no earlier token, in addition to a mask of :func:`mask_function` or none;
+            a bool or float mask is the whole mask. Other shapes have no effect.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences, batch 1,
+            as for flash-attn: no query sees another sequence. They add to a mask; without
+            one, each sequence is causal by itself. position_ids then have no effect.
         cache: the paged cache of continuous batching, which is refused.
         output_attentions: whether the weights are wanted too; the model's own setting counts as well.
         named: tensors of other names are refused, except positions, tokens, and the arguments of the loss and of state
@@ -135,8 +135,8 @@ def attention_function(
 
     Raises:
         TypeError: a tensor of another name; a mask of another type or dtype.
-        ValueError: a mask of other dimensions; a sliding_window without the mask it needs; packed sequences with a
-            batch above 1.
+        ValueError: a mask of other dimensions; a sliding_window without the mask
+            it needs; packed sequences with a batch above 1.
         NotImplementedError: a paged cache; packed sequences without a mask, with position_bias or output_attentions.
     """
     for name, argument in named.items():

@@ -38,15 +38,15 @@ DENSE: Counter[str] = Counter()
 class Mask:
     """A mask from :func:`mask_function` for the attention function: causal, ranges of keys per row, or pairs.
 
-    It passes through ``generate``, checkpoints and layers as a mask of four dimensions does. A model that computes
-    attention itself passes it to a function of torch, which raises NotImplementedError: with None, each of its queries
-    would see every key.
+    It passes through ``generate``, checkpoints and layers as a mask of four dimensions
+    does. A model that computes attention itself passes it to a function of torch, which
+    raises NotImplementedError: with None, each of its queries would see every key.
 
     Args:
         shape: (B, 1, Sq, Sk), the shape of the mask that transformers asks for.
         ranges: the whole mask as (B or 1, Sq, 2): query ``i`` sees the keys ``begin <= j < end`` of its pair; or None.
-        pairs: bool (B or 1, 1, Sq, Sk), True = takes part; or None. Without ranges and pairs: causal from the upper
-            left.
+        pairs: bool (B or 1, 1, Sq, Sk), True = takes part; or None. Without
+            ranges and pairs: causal from the upper left.
     """
 
     shape: tuple[int, int, int, int]

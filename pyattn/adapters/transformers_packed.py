@@ -1,8 +1,8 @@
 """Documents packed into one row, separated by lengths or by position ids, as ``key_ranges``.
 
-transformers masks packed documents only if a model has neither a cache nor an attention_mask, and some models never do.
-The position ids reach the attention function of most models, and mean the same everywhere: a document begins where they
-restart.
+transformers masks packed documents only if a model has neither a cache nor an
+attention_mask, and some models never do. The position ids reach the attention function
+of most models, and mean the same everywhere: a document begins where they restart.
 """
 
 import inspect

@@ -1,7 +1,7 @@
 """The contenders of ``pyattn bench``: attention functions, and from-scratch multi-head modules as people write them.
 
-Every function takes q, k, v of shape (B, H, T, D), and every module maps (B, T, width) to the same shape; all are
-causal.
+Every function takes q, k, v of shape (B, H, T, D), and every module maps (B, T,
+width) to the same shape; all are causal.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -92,8 +92,8 @@ def new_folder(parent: Path) -> Path:
 def _lock(option: str, folder: Path) -> int:
     """Locks ``folder``, creating it if missing, until the returned descriptor is closed.
 
-    The system releases the lock however the process ends. A file system that can't lock folders (NFS) leaves it
-    unlocked.
+    The system releases the lock however the process ends. A file system that
+    can't lock folders (NFS) leaves it unlocked.
     """
     while True:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """Attention of inference runtimes, if they are installed: contenders for the forward in float32 on a CPU.
 
-A runtime compiles a graph of one operator for q, k, v (B, H, T, D). Inputs are bound once, in the layout that the
-operator reads, so a call only computes. With one thread, both runtimes compute in the calling thread, so its CPU time
-is theirs.
+A runtime compiles a graph of one operator for q, k, v (B, H, T, D). Inputs are
+bound once, in the layout that the operator reads, so a call only computes. With
+one thread, both runtimes compute in the calling thread, so its CPU time is theirs.
 """
 
 import math

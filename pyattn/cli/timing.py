@@ -41,8 +41,8 @@ class Time:
         speedup: the base's time over this one's, median of the ratios within each round.
         rounds: number of rounds; quartiles of fewer than three mean nothing.
         wall_seconds, cpu_seconds: medians of wall-clock time and of all threads' CPU time, spinning included.
-        waited: share of the comparison's time that a thread waited for a core; None if the clock is not the wall clock,
-            or if unknown.
+        waited: share of the comparison's time that a thread waited for a core;
+            None if the clock is not the wall clock, or if unknown.
     """
 
     seconds: float

@@ -20,8 +20,8 @@ MOST_LR = 1e37
 """AdamW's first step divides the learning rate by 1 - 0.9, and float32's largest number is 3.4e38."""
 
 PROMPT = 64
-"""Bytes of validation text that the sample continues, at most a quarter of the context: a line or two, enough to see
-its kind."""
+"""Bytes of validation text that the sample continues, at most a quarter of the
+context: a line or two, enough to see its kind."""
 
 
 def parser(about: str | None = None) -> argparse.ArgumentParser:

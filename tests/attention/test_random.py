@@ -1,7 +1,7 @@
 """Promise: random shapes, layouts, dtypes and instruction sets agree with float64, by the rule of yardstick.py.
 
-``pytest tests/attention/test_random.py --examples 50000`` draws that many new cases; without it, the same 2,000 run
-each time.
+``pytest tests/attention/test_random.py --examples 50000`` draws that many new
+cases; without it, the same 2,000 run each time.
 """
 
 import math

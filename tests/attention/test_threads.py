@@ -81,8 +81,8 @@ def test_same_bits_over_a_hundred_repeats(native: Backend) -> None:
 def test_two_threads_are_used() -> None:
     """Forward and backward divide one head among threads.
 
-    On a busy machine one thread may finish a call before the other wakes, so the threads are counted over up to 100
-    calls.
+    On a busy machine one thread may finish a call before the other wakes, so the
+    threads are counted over up to 100 calls.
     """
     torch.set_num_threads(2)
     qkv, dout, _ = Case(1, 1, 1, 2048, 2048, 64, 64).drawn(torch.float32)

@@ -1,7 +1,7 @@
 """TFLOP/s of forward and of backward, ours and each of torch's kernels, in turn in one process.
 
-The causal half of the products counts, as in FlashAttention's papers: forward 4 B H T^2 D / 2 operations, backward 2.5
-times as many.
+The causal half of the products counts, as in FlashAttention's papers: forward 4
+B H T^2 D / 2 operations, backward 2.5 times as many.
 """
 
 import dataclasses

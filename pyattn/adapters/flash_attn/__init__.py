@@ -1,11 +1,11 @@
 """flash-attn 2's functions on a CPU, forward and backward, in its layout (batch, seqlen, num_heads, head_dim).
 
-The functions have flash-attn's signatures and results. Code that imports flash_attn itself runs unchanged after
-:func:`enable`, or within :func:`alias`. These functions also work where flash-attn's kernels don't: CPUs, float32, head
-dimensions above 256, softcap with dropout, page sizes that are not multiples of 256, empty batches. Wrong arguments
-raise as they do there. Two results follow flash-attn's documentation rather than its code: softmax_lse with both causal
-and alibi_slopes, where flash-attn leaves out a term of each row, and a window at least as long as the keys, which
-flash-attn drops.
+The functions have flash-attn's signatures and results. Code that imports flash_attn itself runs
+unchanged after :func:`enable`, or within :func:`alias`. These functions also work where flash-attn's
+kernels don't: CPUs, float32, head dimensions above 256, softcap with dropout, page sizes that are not
+multiples of 256, empty batches. Wrong arguments raise as they do there. Two results follow flash-attn's
+documentation rather than its code: softmax_lse with both causal and alibi_slopes, where flash-attn
+leaves out a term of each row, and a window at least as long as the keys, which flash-attn drops.
 """
 
 import importlib

@@ -39,8 +39,8 @@ def apply_rotary(
     Args:
         x, cos, sin: see above.
         seqlen_offsets: an int or (B,) int32 or int64, the position of each sequence's first token.
-        cu_seqlens: (B + 1,), int32 or int64, where each sequence of a packed x begins. Tokens after the last sequence
-            stay as they are.
+        cu_seqlens: (B + 1,), int32 or int64, where each sequence of a packed x
+            begins. Tokens after the last sequence stay as they are.
         max_seqlen: an upper bound on the lengths of the sequences; required with cu_seqlens.
         interleaved: which columns rotate together.
         inplace: whether to write the result to x and return x.

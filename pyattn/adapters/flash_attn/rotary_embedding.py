@@ -98,8 +98,8 @@ class RotaryEmbedding(nn.Module):
         """Rotates q and k in place.
 
         Args:
-            qkv: (B, S, 3, H, D), or (B, S, num_heads_q + 2 num_heads_k, D), which needs ``num_heads_q``; with kv, q (B,
-                S, H, D).
+            qkv: (B, S, 3, H, D), or (B, S, num_heads_q + 2 num_heads_k, D),
+                which needs ``num_heads_q``; with kv, q (B, S, H, D).
             kv: (B, S, 2, H, D).
             seqlen_offset: an int or (B,), the position of the first token.
             max_seqlen: number of positions to cache; needed once if seqlen_offset is a tensor.

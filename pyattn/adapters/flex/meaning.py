@@ -122,8 +122,8 @@ def is_same(offset: int | Tensor, other: int | Tensor) -> bool:
 def options_of(mask: Mask, offset: int | Tensor | None, query: Tensor, seqlen_k: int) -> dict[str, Any]:
     """``mask`` as arguments of :func:`pyattn.attention`, for ``query`` (B, Hq, Sq, D).
 
-    ``offset`` belongs to ALiBi's distances. attention has one offset for both, so a window at another offset becomes
-    key_ranges.
+    ``offset`` belongs to ALiBi's distances. attention has one offset for both,
+    so a window at another offset becomes key_ranges.
     """
     batch, _, seqlen_q, _ = query.shape
     window, own, ranges = mask
