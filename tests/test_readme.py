@@ -27,7 +27,7 @@ def snippets(page: str) -> list[str]:
 
 
 def names_of(page: str) -> dict[str, Any]:
-    """What the page's snippets define."""
+    """Runs the page's snippets and returns the names that they define."""
     names: dict[str, Any] = {}
     for snippet in snippets(page):
         exec(snippet, names)

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -26,6 +27,8 @@ COMMANDS = {
     "profile": "where the time inside the kernels goes",
     "show": "what a trained model's heads look at, as a picture",
 }
+PAGES = f"{Path(__file__).parents[1]} has README.md with every task, and pages in nn, adapters and cli."
+"""Where a user without a command finds the documentation."""
 EXTRAS = {"matplotlib", "numpy", "safetensors", "tqdm"}
 
 __all__ = ["COMMANDS", "InputError", "main"]
@@ -88,7 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="pyattn",
         description="Exact native attention for PyTorch.",
-        epilog="\n".join(f"{name:10}{purpose}" for name, purpose in COMMANDS.items()),
+        epilog="\n".join(
+            (*(f"{name:10}{purpose}" for name, purpose in COMMANDS.items()), "", PAGES.replace("%", "%%"))
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"pyattn {__version__}")

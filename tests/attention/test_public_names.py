@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_public_names_are_there_and_explained() -> None:
-    assert pyattn.__all__ == sorted(pyattn.__all__)
+    assert pyattn.__all__ == sorted(pyattn.__all__) == dir(pyattn)
     for name in pyattn.__all__:
         assert getattr(pyattn, name).__doc__
 

@@ -57,6 +57,8 @@ def test_without_a_command_there_is_help(capsys):
     assert main([]) == 0
     shown = capsys.readouterr()
     assert shown.out.startswith("usage: pyattn")
+    folder = Path(shown.out.splitlines()[-1].partition(" has README.md")[0])
+    assert all((folder / page / "README.md").exists() for page in (".", "nn", "adapters", "cli"))
     assert all(purpose in shown.out for purpose in COMMANDS.values())
     assert shown.err == ""
 
