@@ -1,6 +1,5 @@
 // Work: units, for example work items, numbered over all KV heads, one head after another.
 // In a batch all heads have the same number; packed sequences have a table of prefix sums.
-// Every backend shares this file; everything is constexpr, so device code may call it.
 #pragma once
 
 #include "shared/heads.h"

@@ -17,8 +17,8 @@ struct KeyRun {
   int64_t count;
 };
 
-// The run that begins at the first of these keys, at most as long as they are:
-// the rest of a page, and the pages after it that are adjacent in memory.
+// The run of these keys that begins at the first one: the rest of
+// its page, and the pages after it that are adjacent in memory.
 template <class S>
 KeyRun<S> key_run(const ForwardParams& p, const Head& head, const View& view, Range keys) {
   if (!p.pages.table) return {key_rows<const S>(head, view, keys.begin), keys.count()};
