@@ -54,7 +54,7 @@ def attention(
             last dimension is not contiguous. A ``(B, S, H, D).transpose(1, 2)`` view is as fast as a contiguous tensor.
         k: (B, Hkv, Sk, D), Hq a multiple of Hkv: query head ``h`` reads KV head ``h // (Hq // Hkv)``.
         v: (B, Hkv, Sk, Dv).
-        options: each is described below.
+        options: each one is described below.
         return_lse: also return lse.
 
     Returns:

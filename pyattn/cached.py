@@ -1,4 +1,4 @@
-"""Attention over a cache: queries at the newest positions see keys and values of all positions so far."""
+"""Attention over a cache: queries at the newest positions, over the keys and values of all positions so far."""
 
 import torch
 from torch import Tensor

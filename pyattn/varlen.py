@@ -37,8 +37,9 @@ def attention_varlen(
     """:func:`pyattn.attention` over sequences of different lengths, packed one after another.
 
     Sequence ``b`` has the queries ``cu_seqlens_q[b] <= i < cu_seqlens_q[b + 1]``, and cu_seqlens_k delimits its keys in
-    the same way. The result of each sequence equals that of a separate call. There is no padding to compute. 1 = takes
-    part::
+    the same way. The result of each sequence equals that of a separate call. There is no padding.
+
+    1 = takes part::
 
         cu_seqlens_q = cu_seqlens_k = [0, 2, 5]     cu_seqlens_q [0, 1, 3], cu_seqlens_k [0, 2, 5]
                            1 0 . . .                                        1 1 . . .
@@ -67,8 +68,8 @@ def attention_varlen(
         return_lse: also return lse.
         options: as for :func:`pyattn.attention`, with these differences. q_offset: the key position of each sequence's
             first query; default: the last query is at the last key of its sequence. key_ranges: (total_q, 2); keys are
-            counted within the query's sequence. mask, bias: not implemented. Dropout drops the same weights in sequence
-            ``b`` as in sequence ``b`` of a batch.
+            counted within the query's sequence. mask, bias: not implemented. With the same seed, dropout drops the same
+            weights in sequence ``b`` as in sequence ``b`` of a batch.
 
     Returns:
         ``out`` (total_q, Hq, Dv) in q's dtype, or ``(out, lse)``, where lse is (Hq, total_q) in float32, or float64 for

@@ -44,7 +44,7 @@ class KVCache:
 
     A sequence gets pages as it grows, and a page is free if it holds no position of any sequence. Lengths and table are
     the whole state, so setting lengths to 0 is a reset. :meth:`reorder` copies only the table; afterwards, sequences
-    share pages. A sequence's last page is the only shared one it can write to, and it first gets its own copy. So beam
+    share pages. A sequence writes to only one shared page, its last, and first gets its own copy of that page. So beam
     search stores a common beginning once and copies at most one page per sequence and step, not the whole cache. There
     are B * ceil(max_seqlen / P) pages, so max_seqlen is the only limit. If a sequence shares no pages, its pages are
     adjacent and read as fast as contiguous memory. :func:`attention_with_cache` first copies all pages into one batch
@@ -148,7 +148,7 @@ class KVCache:
     def append(self, k: Tensor, v: Tensor, lengths: Sequence[int] | Tensor | None = None) -> None:
         """Appends new positions in place; gradients do not flow through them.
 
-        Inside ``torch.utils.checkpoint``, call neither this nor a module with a ``kv_cache``: it would append twice.
+        Don't use append, or a module with a ``kv_cache``, in ``torch.utils.checkpoint``: recomputation appends again.
 
         Args:
             k, v: (B, Hkv, new, D) and (B, Hkv, new, Dv), in the cache's dtype, with any strides.
