@@ -119,7 +119,8 @@ def attention_backward(
     Returns:
         :class:`Gradients`.
     Raises:
-        ValueError, TypeError, NotImplementedError: as for :func:`pyattn.attention`; dropout without a seed (ValueError).
+        ValueError, TypeError, NotImplementedError: as for :func:`pyattn.attention`; dropout without a seed raises
+            ValueError.
 
     Not differentiable: in a transform of torch.func, derivatives raise NotImplementedError; vmap works. lse is rounded,
     so each P has a relative error of at most 2 eps |lse|, eps that of lse's dtype; from (row_max, row_sum) it is as

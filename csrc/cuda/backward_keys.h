@@ -32,8 +32,8 @@ struct KeysShape {
   static constexpr int kParts = kWide ? 2 : 1, kColumns = kDim / kParts;
   static constexpr int kKeys = sizeof(S) == 2 ? (kWide ? 64 : 128) : (kWide ? 32 : 64);
   static constexpr int kWarps = kKeys / (16 * kM) * kParts, kThreads = kWarps * kWarpLanes;
-  // The number of blocks per multiprocessor; 0 lets ptxas choose. At 64 columns, ptxas would fit three blocks for float
-  // and spill 200 bytes; on sm_80, it would fit two blocks for general 16-bit scores and spill 416 bytes.
+  // Blocks per multiprocessor; 0 lets ptxas choose. At 64 columns, ptxas would fit three blocks for float and spill
+  // 200 bytes; on sm_80, it would fit two blocks for general 16-bit scores and spill 416 bytes.
   static constexpr int kBlocks = kDim != 64 ? 0 : sizeof(S) == 4 ? 2 : Score::kGeneral ? 1 : 0;
   static constexpr int kRows = Score::kGeneral || (kDim > 64 && sizeof(S) == 4) ? 16 : 32;
   static constexpr int kStages = kDim > 192 ? 1 : 2;  // 2 prefetches the next rows, if shared memory has room

@@ -34,7 +34,7 @@ struct ForwardShape : ForwardRows<S, kDim, kSplit> {
                                : kDim <= 64             ? 64
                                                         : 32;
   static_assert(!kSplit || (kSplitStep % kKeys == 0 && ForwardShape::kRows <= kSplitRows));
-  // 0 lets ptxas choose. For float with general scores or splits, its choice would spill, so 2 is set.
+  // Blocks per multiprocessor; 0 lets ptxas choose. For float with general scores or splits, its choice would spill.
   static constexpr int kBlocks = sizeof(S) == 4 && (Score::kGeneral || kSplit) ? 2 : 0;
   using KTile = Tile<S, kKeys, kDim>;
   using Dropout = DropoutTile<ForwardShape::kRows, kKeys>;

@@ -135,7 +135,7 @@ class BackwardItem {
     watch.lap(Phase::kStore);
   }
 
-  // Clears the part of dbias that no tile writes, or that a masked tile writes only in part.
+  // Clears dbias for these rows and keys: no tile writes them, or a masked tile writes only some of them.
   void no_scores(Range rows, Range keys) const {
     if (p.dbias.data && one_score_each(p)) clear_bias_gradient<S>(p, head, rows, keys);
   }
