@@ -1,4 +1,4 @@
-"""Attention over a batch: the public function, a thin layer over :mod:`pyattn.derivatives.autograd`."""
+"""The public attention function over batches, a thin layer over :mod:`pyattn.derivatives.autograd`."""
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def attention(
         lse_i = log(sum_j exp(score_ij) + exp(sinks_h))                                 second term only with sinks
         out_i = sum_j dropout(exp(score_ij - lse_i)) v_j
 
-    Query ``i`` is at key position ``i + q_offset``. It sees key ``j`` if every mask that is given lets it:
+    Query ``i`` is at key position ``i + q_offset``. It sees key ``j`` if every mask that you pass lets it:
     ``causal`` (``j <= i + q_offset``), ``window``, ``key_ranges``, ``mask`` and ``bias``. 1 = takes part::
 
         seqlen_q 2, seqlen_k 4     q_offset = 2 (default)     q_offset = 0 (upper left)
@@ -50,43 +50,45 @@ def attention(
                        0 0 0 1 1          0 0 0 1 1            0 0 0 0 0
 
     Args:
-        q: (B, Hq, Sq, D), float64, float32, bfloat16 or float16, any strides (copied only if the last dimension is
-            not contiguous). A ``(B, S, H, D).transpose(1, 2)`` view is as good as a contiguous tensor.
+        q: (B, Hq, Sq, D), float64, float32, bfloat16 or float16. It may have any strides; it is copied only if its
+            last dimension is not contiguous. A ``(B, S, H, D).transpose(1, 2)`` view is as fast as a contiguous tensor.
         k: (B, Hkv, Sk, D), Hq a multiple of Hkv: query head ``h`` reads KV head ``h // (Hq // Hkv)``.
         v: (B, Hkv, Sk, Dv).
-        options: as listed below.
+        options: each one is described below.
         return_lse: also return lse.
 
     Returns:
-        ``out`` (B, Hq, Sq, Dv) in q's dtype, dense in memory: columns innermost, the other dimensions in q's order.
-        With ``return_lse``, ``(out, lse)``: lse (B, Hq, Sq) is float32, or float64 for float64 inputs. Both are
-        differentiable in q, k, v, bias, alibi_slopes and sinks; each gradient has its tensor's dtype and shape. A query
-        that sees no key has out 0, lse -inf (with sinks, its head's sink) and gradient 0. Masked keys never affect the
-        result, even if they hold NaN; NaN and infinities in visible keys propagate. 16-bit inputs are accumulated in
-        float32 and rounded once.
+        ``out`` (B, Hq, Sq, Dv) in q's dtype. It is dense in memory: columns are innermost, and the other dimensions are
+        in q's order. With ``return_lse``, ``(out, lse)``: lse (B, Hq, Sq) is float32, or float64 for float64 inputs.
+        Both are differentiable in q, k, v, bias, alibi_slopes and sinks; each gradient has its tensor's dtype and
+        shape. A query that sees no key has out 0, lse -inf (with sinks, its head's sink) and gradient 0. Masked keys
+        never affect the result, even if they hold NaN; NaN and infinities in visible keys propagate. 16-bit inputs are
+        accumulated in float32 and rounded once.
 
     Raises:
         ValueError: shapes that don't fit together, a softmax_scale or softcap that is not finite, a window bound below
-            -1, key_ranges out of bounds or reversed (on a GPU they are clamped, unless PYATTN_CHECK=1 is in the
-            environment), an int beyond 64 bits, a dropout_p outside [0, 1); at the first call, an instruction set in
-            the environment variable PYATTN_ISA that this CPU or build does not have.
-        TypeError: an unsupported dtype, or dtypes that differ; a type other than those listed, such as a bool for a
-            number; an argument that does not exist, such as ``is_causal``: the message names the one to use.
-        NotImplementedError: tensors that are not dense, or on a device that this build has no kernels for; a head
-            dimension above 256 on a GPU; third derivatives, when they are computed.
+            -1, key_ranges out of bounds or reversed (a GPU clamps them unless PYATTN_CHECK=1 is in the environment),
+            an int beyond 64 bits, a dropout_p outside [0, 1); at the first call, an instruction set in the environment
+            variable PYATTN_ISA that this CPU or build does not have.
+        TypeError: an unsupported dtype; dtypes that differ; an argument of another type than listed, for example a bool
+            for a number; an argument that does not exist, for example ``is_causal``. The message names the right one.
+        NotImplementedError: tensors that are not dense or are on a device for which this build has no kernels; a head
+            dimension above 256 on a GPU; third derivatives, when you compute them.
 
-    Under autocast, q, k, v and bias are cast first unless they are float64. The result has the same bits from run to
-    run and for any number of threads; on a GPU, :func:`pyattn.set_deterministic` can waive this for dq. Extra memory is
-    linear in the sequence lengths, forward and backward. A block of keys that no query of a block sees costs nothing.
+    Under autocast, q, k, v and bias are cast first unless they are float64. The result has the same bits in every run
+    and for any number of threads; on a GPU, :func:`pyattn.set_deterministic` can waive this for dq. Forward and
+    backward need extra memory that is linear in the sequence lengths. A block of keys costs nothing for a block of
+    queries in which no query sees any of its keys.
 
-    ``torch.onnx.export`` exports it as ONNX operators, without dropout: see :mod:`pyattn.ops.onnx`.
+    ``torch.onnx.export`` exports attention as ONNX operators, without dropout: see :mod:`pyattn.ops.onnx`.
     ``torch.jit.trace`` records it without gradients; ``torch.jit.script`` raises NotImplementedError.
 
-    First derivatives are native. Second derivatives and forward mode run as torch operations over blocks of query rows
-    (:mod:`pyattn.derivatives.tangents`): also in linear memory, but they compute every key, masked or not.
+    First derivatives run in native code. Second derivatives and forward mode run as torch operations over blocks of
+    query rows (:mod:`pyattn.derivatives.tangents`). They also need only linear memory, but they compute all keys,
+    including masked ones.
 
-    Sources: Vaswani et al. 2017, equation 1; computed in blocks as in Dao et al. 2022 (FlashAttention), algorithms 1
-    and 4; windows as in Beltagy et al. 2020 (Longformer), softcap as in Gemma Team 2024 (Gemma 2), ALiBi as in Press et
+    Sources: Vaswani et al. 2017, equation 1; blocks as in Dao et al. 2022 (FlashAttention), algorithms 1 and 4; windows
+    as in Beltagy et al. 2020 (Longformer), softcap as in Gemma Team 2024 (Gemma 2), ALiBi as in Press et
     al. 2022, sinks as in Xiao et al. 2024 and OpenAI 2025 (gpt-oss).
 
     >>> q = torch.randn(2, 8, 100, 64, requires_grad=True)

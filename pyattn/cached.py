@@ -1,4 +1,4 @@
-"""Attention over a cache: queries at the newest positions, keys and values of all positions so far."""
+"""Attention over a cache: queries at the newest positions, over the keys and values of all positions so far."""
 
 import torch
 from torch import Tensor
@@ -21,19 +21,20 @@ __all__ = ["attention_with_cache", "weights_with_cache"]
 def attention_with_cache(
     q: Tensor, cache: KVCache, *positional: object, return_lse: bool = False, **options: Unpack[AttentionOptions]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`pyattn.attention` of queries over a cache to which their own keys are already appended.
+    """:func:`pyattn.attention` over a cache to which the queries' own keys have already been appended.
 
-    Query ``i`` of sequence ``b`` is at position ``cache.lengths[b] - Sq + i``: the last query is at the newest key.
+    Query ``i`` of sequence ``b`` is at position ``cache.lengths[b] - Sq + i``, so the last query is at the newest key.
     The result equals the last rows of one call over all tokens. ::
 
         cache.lengths 3, Sq 1     1 1 1 . .          cache.lengths 4, Sq 2     1 1 1 0 .
                                                                                1 1 1 1 .
 
     After ``cache.append(k, v, lengths)``, q is padded like k: query ``i`` is at position ``before[b] + i``, where
-    before is cache.lengths before that append, and queries from ``lengths[b]`` on are padding: out 0, lse -inf (with
-    sinks, the sink), gradient 0. If q has more rows than k had, the last rows belong to that append and the others
-    directly precede them. If q has fewer, or a sequence's length has changed since, q holds the newest positions, as
-    above. Only the last append counts: with several ragged appends, call this after each, or pass q_offset. ::
+    ``before`` is cache.lengths before that append. Queries from ``lengths[b]`` on are padding and have out 0, lse -inf
+    (with sinks, the sink) and gradient 0. If q has more rows than k had, its last rows belong to that append, and its
+    other rows directly precede them. If q has fewer rows, or a sequence's length has changed since, q holds the newest
+    positions, as above. Only the last append matters: after several ragged appends, either call this function after
+    each of them or pass q_offset. ::
 
         append of 2, lengths [2, 1], Sq 2     sequence 0, before 2   1 1 1 0 .      sequence 1, before 1   1 1 0 0 .
                                                                      1 1 1 1 .                             0 0 0 0 .
@@ -41,22 +42,23 @@ def attention_with_cache(
         q: (B, Hq, Sq, D) in the cache's dtype: one token to decode, or a chunk of a prompt.
         cache: a :class:`KVCache`.
         return_lse: also return lse.
-        options: as for :func:`pyattn.attention`, except for these. q_offset: position of query 0, an int or a (B,)
-            int32 or int64 tensor; no query is padding then. Default: as above. window, key_ranges: in positions, on top
-            of the cache's own window. mask, bias: with max_seqlen keys.
+        options: as for :func:`pyattn.attention`, with these differences. q_offset: the position of query 0, an int or a
+            (B,) int32 or int64 tensor; no query is then padding. Default: as above. window, key_ranges: they count
+            positions and apply in addition to the cache's own window. mask, bias: they have max_seqlen keys.
 
-    Without a ring buffer, the result has the same bits as :func:`pyattn.attention` over the keys so far. It agrees up
-    to rounding after a ragged append, and where queries lie before the first key, the window has a left bound, and
-    causal=False or a q_offset is given.
+    Without a ring buffer, the result has the same bits as :func:`pyattn.attention` over the keys so far, with two
+    exceptions, in which it agrees up to rounding. The first is a ragged append. In the second, some queries lie before
+    the first key, the window has a left bound, and you pass causal=False or a q_offset.
 
     Returns:
-        As :func:`pyattn.attention`, differentiable in q, bias, alibi_slopes and sinks. An append or reorder between
-        forward and backward makes backward raise, unless the cache has pages: backward then has a copy of them.
+        As for :func:`pyattn.attention`, differentiable in q, bias, alibi_slopes and sinks. If you append or reorder
+        between forward and backward, backward raises an error, unless the cache has pages: backward then has a copy.
 
     Raises:
-        ValueError, TypeError: as :func:`pyattn.attention`; more than max_seqlen - left queries over a ring buffer; on
-            the CPU, lengths that were set beyond the cache, and queries that see keys which a ring buffer has dropped.
-        NotImplementedError: as there; key_ranges, mask or bias over a ring buffer, whose slots are not positions.
+        ValueError, TypeError: as for :func:`pyattn.attention`; more than max_seqlen - left queries over a ring buffer;
+            on the CPU, lengths set beyond the cache's size, and queries that see keys which a ring buffer has dropped.
+        NotImplementedError: as for :func:`pyattn.attention`; key_ranges, mask or bias over a ring buffer, whose slots
+            are not positions.
     """
     if positional:
         refuse_positional(attention_with_cache, positional)
@@ -78,7 +80,7 @@ def attention_with_cache(
 
 
 def masks_in_slots(cache: KVCache, seqlen_q: int, options: AttentionOptions) -> AttentionOptions:
-    """causal, q_offset, window and key_ranges converted from positions to the cache's slots."""
+    """Converts causal, q_offset, window and key_ranges from positions to the cache's slots."""
     causal, window, q_offset = options.get("causal", True), options.get("window"), options.get("q_offset")
     window = UNBOUNDED if window is None else window
     check_type("causal", causal, bool)
@@ -104,7 +106,7 @@ def masks_in_slots(cache: KVCache, seqlen_q: int, options: AttentionOptions) -> 
 
 
 def _misfit(q: Tensor, cache: KVCache) -> Exception | None:
-    """An error that names the cache, where attention's would name k and v; None if q fits the cache."""
+    """Returns an error that names the cache instead of k and v, or None if q fits the cache."""
     if q.dim() != 4:
         return None
     batch, num_heads_q, _, head_dim = q.shape
@@ -126,9 +128,9 @@ def _misfit(q: Tensor, cache: KVCache) -> Exception | None:
 
 
 def _newest(cache: KVCache, seqlen_q: int = 0, left: int = 0) -> Tensor:
-    """(B,): the slot of the first of the ``seqlen_q`` newest queries, which sees ``left`` keys before its own.
+    """(B,): the slot of the first of the ``seqlen_q`` newest queries; it sees ``left`` keys before its own.
 
-    With seqlen_q 0: the end of the slots in use.
+    With seqlen_q 0, the result is the end of the slots in use.
     """
     if cache.window is None:
         first: Tensor = ops.cache_newest(cache.lengths, None, seqlen_q, 0, cache.max_seqlen)
@@ -140,14 +142,14 @@ def _newest(cache: KVCache, seqlen_q: int = 0, left: int = 0) -> Tensor:
 def _padding(last_append: Tensor, lengths: Tensor, seqlen_q: int) -> Tensor:
     """(B,): how many of a sequence's last queries are padding of the last append.
 
-    0 where that append had more rows than there are queries, or where lengths have changed since.
+    The number is 0 if that append had more rows than there are queries, or if the sequence's length has changed since.
     """
     new, before, after = last_append.unbind(0)
     return torch.where((new <= seqlen_q) & (after == lengths), new - (after - before), 0)
 
 
 def _in_use(key_ranges: Tensor | None, used: Tensor, padding: Tensor | None, seqlen_q: int, max_seqlen: int) -> Tensor:
-    """(B, Sq, 2): ``key_ranges`` within the slots in use, [0, used); empty for the last ``padding`` queries."""
+    """(B, Sq, 2): ``key_ranges`` cut to the slots in use, [0, used), and empty for the last ``padding`` queries."""
     end = used.unsqueeze(1).expand(-1, seqlen_q)
     if padding is not None:
         rows = torch.arange(seqlen_q, device=used.device)
@@ -166,9 +168,9 @@ def _in_use(key_ranges: Tensor | None, used: Tensor, padding: Tensor | None, seq
 
 
 def weights_with_cache(q: Tensor, cache: KVCache, **options: Unpack[AttentionOptions]) -> Tensor:
-    """The weights of :func:`pyattn.attention_with_cache` by position.
+    """The weights of :func:`pyattn.attention_with_cache`, indexed by position.
 
-    The length of the longest sequence is read on the host.
+    The host reads the length of the longest sequence.
 
     Returns:
         (B, Hq, Sq, length of the longest sequence). Positions that a ring buffer no longer keeps have weight 0.
@@ -190,12 +192,12 @@ def weights_with_cache(q: Tensor, cache: KVCache, **options: Unpack[AttentionOpt
 
 
 def _first(pairs: Tensor | None, slots: int) -> Tensor | None:
-    """The columns of a mask or a bias for the first slots."""
+    """Returns the columns of a mask or a bias that belong to the first ``slots`` slots."""
     return pairs if pairs is None or pairs.shape[-1] == 1 else pairs[..., :slots]
 
 
 def _keys(cache: KVCache, slots: int) -> Tensor:
-    """(B, Hkv, slots, D): the keys in the first slots of every sequence; pages are copied."""
+    """(B, Hkv, slots, D): the keys in the first slots of every sequence, copied if they lie in pages."""
     if cache.block_table is None:
         return cache.k[:, :, :slots]
     pages = cache.block_table[:, : -(-slots // cache.k.shape[1])]

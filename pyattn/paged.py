@@ -1,8 +1,8 @@
 """Attention over keys and values in pages, which a block table lists for each sequence.
 
-The CPU's forward kernels read pages in place. On a GPU, where a gradient is wanted, and in transforms of torch.func,
-differentiable operations first copy the pages of all sequences into one tensor, and attention treats it like any other
-keys and values. The gradient of a shared page is the sum over its sequences.
+The CPU's forward kernels read pages in place. In three cases, differentiable operations first copy the pages of all
+sequences into one tensor, which attention treats like any other keys and values: on a GPU, if gradients are required,
+or inside a torch.func transform. The gradient of a shared page is the sum over its sequences.
 """
 
 from typing import Any

@@ -38,8 +38,8 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
         lse_a, lse_b: (B, Hq, Sq), or (Hq, total), float32; float64 for float64 outs.
 
     Returns:
-        ``(out, lse)``, shaped like the arguments. A part in which a query sees no key (lse -inf) leaves the other's row
-        as it is; where both are empty, out is 0, lse -inf and every gradient 0. NaN propagates.
+        ``(out, lse)``, shaped like the arguments. If a query sees no key in one part (lse -inf), its row is that of the
+        other part; if it sees none in either, out is 0, lse -inf and every gradient 0. NaN propagates.
 
     Raises:
         ValueError: the wrong number of dimensions, shapes that differ (nothing broadcasts), several devices.
@@ -61,7 +61,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     """
     _check(out_a, lse_a, out_b, lse_b)
     empty_a, empty_b = lse_a == -math.inf, lse_b == -math.inf
-    # An infinite difference would make gradients NaN. Where a part is empty, nothing depends on the difference.
+    # An infinite difference would make gradients NaN. If a part is empty, nothing depends on the difference.
     difference = (lse_a - lse_b).masked_fill(empty_a | empty_b, 0.0)
     weight_a, weight_b = (
         torch.where(theirs, 1.0, torch.sigmoid(d)).masked_fill(own, 0.0)
@@ -113,13 +113,14 @@ def attention_backward(
         lse: the merged lse (B, Hq, Sq), as :func:`merge` returns it; or (row_max, row_sum), each query's largest score,
             or any number near it, and its sum of exp(score - row_max), over all keys. float32; float64 for float64.
         dlse: gradient of the merged lse, if it has one.
-        options: as in the part's forward, except for these. sinks: as in the merged forward, for exactly one of the
-            parts: its gradient of sinks is then complete. dropout_seed: required where dropout_p is above 0.
+        options: as in the part's forward, with these differences. sinks: as in the merged forward, for exactly one of
+            the parts: its gradient of sinks is then complete. dropout_seed: required if dropout_p is above 0.
 
     Returns:
         :class:`Gradients`.
     Raises:
-        ValueError, TypeError, NotImplementedError: as :func:`pyattn.attention`; ValueError for dropout without a seed.
+        ValueError, TypeError, NotImplementedError: as for :func:`pyattn.attention`; dropout without a seed raises
+            ValueError.
 
     Not differentiable: in a transform of torch.func, derivatives raise NotImplementedError; vmap works. lse is rounded,
     so each P has a relative error of at most 2 eps |lse|, eps that of lse's dtype; from (row_max, row_sum) it is as

@@ -1,4 +1,4 @@
-"""Attention over packed sequences: any lengths, one after another, without padding."""
+"""Attention over packed sequences, which have any lengths and lie one after another, without padding."""
 
 from typing import Any
 
@@ -36,8 +36,10 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`pyattn.attention` over sequences of different lengths, packed one after another.
 
-    Sequence ``b`` has the queries ``cu_seqlens_q[b] <= i < cu_seqlens_q[b + 1]``; cu_seqlens_k does the same for keys.
-    Each sequence gets the results of a separate call. No padding is computed. 1 = takes part::
+    Sequence ``b`` has the queries ``cu_seqlens_q[b] <= i < cu_seqlens_q[b + 1]``, and cu_seqlens_k delimits its keys in
+    the same way. The result of each sequence equals that of a separate call. There is no padding.
+
+    1 = takes part::
 
         cu_seqlens_q = cu_seqlens_k = [0, 2, 5]     cu_seqlens_q [0, 1, 3], cu_seqlens_k [0, 2, 5]
                            1 0 . . .                                        1 1 . . .
@@ -47,38 +49,40 @@ def attention_varlen(
                            . . 1 1 1
 
     Args:
-        q: (total_q, Hq, D), dtype and strides as for :func:`pyattn.attention`.
+        q: (total_q, Hq, D), with dtype and strides as for :func:`pyattn.attention`.
         k: (total_k, Hkv, D).
         v: (total_k, Hkv, Dv).
-        cu_seqlens_q: (B + 1,), int32 or int64: where each sequence begins, then where the last one ends; from 0, never
-            decreasing, up to at most total_q. Sequences may be empty.
+        cu_seqlens_q: (B + 1,), int32 or int64: where each sequence begins, and finally where the last one ends. It
+            starts at 0, never decreases and ends at most at total_q. Sequences may be empty.
         cu_seqlens_k: the same for the keys.
-        max_seqlen_q, max_seqlen_k: bounds on the sequences' lengths. They may be above the longest: results and memory
-            do not depend on them, nor does time on a CPU; a GPU launches blocks for sequences of this length.
+        max_seqlen_q, max_seqlen_k: upper bounds on the sequences' lengths. They may exceed the longest sequence: they
+            change neither the results nor the memory, nor the time on a CPU. A GPU launches blocks for sequences of
+            this length.
         block_table: (B, pages of a sequence), int32 or int64. With it, k is (pages, page_size, Hkv, D) and v (pages,
-            page_size, Hkv, Dv), page_size at least 16. Key ``j`` of sequence ``b`` is at ``j % page_size`` of page
-            ``block_table[b, j // page_size]``; cu_seqlens_k says how many keys each sequence has, and entries after
-            those are ignored. Sequences may share pages, whose gradients add up in k's dtype. On a GPU, where a
-            gradient is wanted, and in transforms of torch.func, the pages of all sequences are first copied into one
-            tensor.
-        seqused_k: (B,), int32 or int64: how many of each sequence's keys take part, as if it had no others.
+            page_size, Hkv, Dv); page_size is at least 16. Key ``j`` of sequence ``b`` is in row ``j % page_size`` of
+            page ``block_table[b, j // page_size]``. cu_seqlens_k says how many keys each sequence has; table entries
+            after those keys are ignored. Sequences may share pages; the gradient of a shared page is summed in k's
+            dtype. The pages of all sequences are first copied into one tensor in three cases: on a GPU, if gradients
+            are required, or inside a torch.func transform.
+        seqused_k: (B,), int32 or int64: how many of its keys each sequence uses; its other keys count as absent.
         return_lse: also return lse.
-        options: as for :func:`pyattn.attention`, except for these. q_offset: key position of each sequence's first
-            query; default: the last query is at the last key of its sequence. key_ranges: (total_q, 2), the keys of
-            each query counted within its sequence. mask, bias: not implemented. Dropout draws for sequence ``b`` as for
-            sequence ``b`` of a batch.
+        options: as for :func:`pyattn.attention`, with these differences. q_offset: the key position of each sequence's
+            first query; default: the last query is at the last key of its sequence. key_ranges: (total_q, 2); keys are
+            counted within the query's sequence. mask, bias: not implemented. With the same seed, dropout drops the same
+            weights in sequence ``b`` as in sequence ``b`` of a batch.
 
     Returns:
         ``out`` (total_q, Hq, Dv) in q's dtype, or ``(out, lse)``, where lse is (Hq, total_q) in float32, or float64 for
         float64 inputs. Both are differentiable in q, k, v, alibi_slopes and sinks. Queries after the last sequence have
-        out 0 and lse -inf. Gradients are 0 for them, for keys after the last sequence and for unused keys.
+        out 0 and lse -inf. These queries, keys after the last sequence and unused keys get gradient 0.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as :func:`pyattn.attention`; cu_seqlens that do not start at 0,
-            decrease, end after the last token or differ in length; a max_seqlen below the longest sequence; seqused_k
-            outside a sequence; a block_table with too few pages or with pages that do not exist; mask and bias. On a
-            GPU the values of cu_seqlens, seqused_k and block_table are not read back unless PYATTN_CHECK=1 is in the
-            environment: a sequence with invalid values comes out NaN, and all do if cu_seqlens are invalid.
+        ValueError, TypeError, NotImplementedError: as for :func:`pyattn.attention`; cu_seqlens that do not start at 0,
+            decrease, end after the last token or differ in length; a max_seqlen below the longest sequence; a seqused_k
+            that is negative or above a sequence's length; a block_table with too few pages or with pages that do not
+            exist; mask and bias. On a GPU, the host does not read the values of cu_seqlens, seqused_k and block_table
+            unless PYATTN_CHECK=1 is in the environment. Instead, the results of a sequence with invalid values are NaN,
+            and if cu_seqlens are invalid, all results are NaN.
 
     Extra memory is linear in the number of tokens. The result has the same bits for any number of threads.
 
@@ -110,9 +114,9 @@ def attention_varlen(
 def _over_pages(
     q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, packing: Packing, known: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` of packed sequences with keys in pages; ``cu_seqlens_k`` only says how many keys each has.
+    """Returns ``(out, lse)`` of packed sequences with keys in pages; ``cu_seqlens_k`` only counts each one's keys.
 
-    ``known`` holds the values of :class:`Options`; defaults at its end may be left out.
+    ``known`` holds the values of :class:`Options`, possibly without defaults at its end.
     """
     options = Options(*known)
     if not paged.needs_copy(q, k, v, options.alibi_slopes, options.sinks):

@@ -32,28 +32,28 @@ def attention_weights(
 ) -> Tensor:
     """The weights of :func:`pyattn.attention` for chosen heads and rows.
 
-    For query ``i`` of head ``h`` and each key ``j`` that it sees; 0 for all other keys::
+    Query ``i`` of head ``h`` has these weights for the keys ``j`` that it sees, and weight 0 for all other keys::
 
         weights_ij = dropout(exp(score_ij) / (sum_j exp(score_ij) + exp(sinks_h)))        out_i = sum_j weights_ij v_j
 
-    Time and memory are linear in the weights returned. With the options of an :func:`pyattn.attention` call, its
-    ``dropout_seed`` included, ``attention_weights(...) @ v`` is its out up to rounding.
+    Time and memory are linear in the number of weights returned. If you pass the options of an :func:`pyattn.attention`
+    call, including its ``dropout_seed``, ``attention_weights(...) @ v`` equals the out of that call up to rounding.
 
     Args:
         q, k: as for :func:`pyattn.attention`.
-        lse: (B, Hq, Sq), returned by :func:`pyattn.attention` for the same arguments. The weights are then exp(score -
-            lse), which saves a pass over them and carries lse's rounding; it already includes sinks. Gradients flow
-            through lse too. Default: each row's maximum and sum are computed here.
-        heads: query heads, ints or an int32 or int64 tensor; negative ones count from the end. Default: all.
+        lse: (B, Hq, Sq), returned by :func:`pyattn.attention` for the same arguments; it already includes sinks. The
+            weights are then exp(score - lse). This saves a pass over them, but they carry lse's rounding error.
+            Gradients also flow through lse. Default: this function computes each row's maximum and sum itself.
+        heads: query heads, as ints or an int32 or int64 tensor; negative ones count from the end. Default: all.
         rows: queries, in the same form. Default: all.
-        options: as for :func:`pyattn.attention`, for all heads and rows.
+        options: as for :func:`pyattn.attention`. Their shapes are those for all heads and rows.
 
     Returns:
-        (B, len(heads), len(rows), Sk) in q's dtype, computed in float32 and rounded once for 16-bit types;
-        differentiable any number of times. A query that sees no key has weights 0.
+        The weights (B, len(heads), len(rows), Sk) in q's dtype. For 16-bit types they are computed in float32 and
+        rounded once. They are differentiable any number of times. A query that sees no key has only weights of 0.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as :func:`pyattn.attention`; a head or row that does not exist.
+        ValueError, TypeError, NotImplementedError: as for :func:`pyattn.attention`; a head or row that does not exist.
 
     >>> q, k, v = torch.randn(3, 1, 8, 5, 64)
     >>> attention_weights(q, k, heads=[0], rows=[1, -1])[0, 0].count_nonzero(-1)
@@ -73,7 +73,7 @@ def attention_weights(
 
 
 def _check(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> None:
-    """Runs the operator's checks of q, k and all options: on meta tensors it only checks."""
+    """Checks q, k and all options by running the operator on meta tensors, on which it computes nothing."""
     if torch.compiler.is_compiling():
         return
     named = zip(Options._fields, options, strict=True)
@@ -89,7 +89,7 @@ def _check(q: Tensor, k: Tensor, lse: Tensor | None, options: Options) -> None:
 
 
 def _shape_of(name: str, t: Tensor, device: torch.device) -> Tensor:
-    """``t`` as a meta tensor, without the tangent that ``to("meta")`` keeps; device and layout are checked here."""
+    """Checks the device and layout of ``t``; returns a meta tensor without the tangent that ``to("meta")`` keeps."""
     if t.layout != torch.strided:
         raise NotImplementedError(f"pyattn: {name} must be a dense tensor, got layout {t.layout}")
     if t.device != device:
@@ -99,7 +99,7 @@ def _shape_of(name: str, t: Tensor, device: torch.device) -> Tensor:
 
 
 def _chosen(name: str, chosen: Sequence[int] | Tensor | None, size: int, device: torch.device) -> Tensor:
-    """``chosen`` as indices from 0 to size - 1; all of them for None."""
+    """Returns ``chosen`` as indices from 0 to size - 1; None chooses all of them."""
     if chosen is None:
         return torch.arange(size, device=device)
     indices = check_integers(name, chosen, device).to(device)
@@ -135,9 +135,9 @@ def _weights(
 
 
 def _products(q: Tensor, k: Tensor) -> Tensor:
-    """``q k^T`` (B, heads, rows, Sk), whose gradients take non-finite inputs as 0.
+    """Returns ``q k^T`` (B, heads, rows, Sk); its gradients treat non-finite inputs as 0.
 
-    A masked pair sends the gradient 0, and 0 * NaN would be NaN. Non-finite products are added as a constant.
+    A masked pair has gradient 0, and 0 * NaN would be NaN. Non-finite products are added as a constant.
     """
     tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
     if tracing or not torch.is_grad_enabled():  # torch checks a trace without gradients

@@ -1,7 +1,7 @@
-// Backward for dK and dV: a thread block takes kKeys keys of a KV head and runs over the query
-// rows that see them, all heads of the group one after the other, so K and V are not expanded and
-// no other block adds to its sums. Tiles are transposed, [keys][queries]: P^T and dS^T are left
-// factors in the registers in which they are computed.
+// Backward for dK and dV: a thread block takes kKeys keys of a KV head and loops over the query
+// rows that see them, one head of the group after another. So K and V are not expanded, and no
+// other block adds to its sums. Tiles are transposed, [keys][queries]: P^T and dS^T serve as left
+// factors directly from the registers in which they are computed.
 //
 //   S^T = K Q^T      dP^T = V dO^T      P, dS as in softmax_gradient.h      dV += (P * D)^T dO      dK += dS^T Q
 //
@@ -25,24 +25,24 @@ namespace {
 
 template <class S, int kDim, class Score>
 struct KeysShape {
-  // Sums of dK and dV take kM * kDim / kParts registers of
-  // a lane's 255; as many again hold S, dP and fragments.
+  // The sums of dK and dV take kM * kDim / kParts of a lane's 255
+  // registers; S, dP and fragments take as many again.
   static constexpr bool kWide = kDim > 128;
   static constexpr int kM = sizeof(S) == 2 && kDim <= (Score::kGeneral ? 32 : 64) ? 2 : 1;
   static constexpr int kParts = kWide ? 2 : 1, kColumns = kDim / kParts;
   static constexpr int kKeys = sizeof(S) == 2 ? (kWide ? 64 : 128) : (kWide ? 32 : 64);
   static constexpr int kWarps = kKeys / (16 * kM) * kParts, kThreads = kWarps * kWarpLanes;
-  // 0: ptxas chooses. At 64 columns it would limit float rows to the registers of three blocks and, on sm_80, general
-  // 16-bit scores to those of two, and spill 200 and 416 bytes.
+  // Blocks per multiprocessor; 0 lets ptxas choose. At 64 columns, ptxas would fit three blocks for float and spill
+  // 200 bytes; on sm_80, it would fit two blocks for general 16-bit scores and spill 416 bytes.
   static constexpr int kBlocks = kDim != 64 ? 0 : sizeof(S) == 4 ? 2 : Score::kGeneral ? 1 : 0;
   static constexpr int kRows = Score::kGeneral || (kDim > 64 && sizeof(S) == 4) ? 16 : 32;
-  static constexpr int kStages = kDim > 192 ? 1 : 2;  // 2: prefetches the next rows, where memory allows
+  static constexpr int kStages = kDim > 192 ? 1 : 2;  // 2 prefetches the next rows, if shared memory has room
   using KTile = Tile<S, kKeys, kDim>;
   using QTile = Tile<S, kRows, kDim>;
   using dSTile = Tile<S, kRows, kKeys>;
   using Dropout = DropoutTile<kRows, kKeys>;
   static constexpr int kStageBytes = 2 * QTile::kBytes + kRows * sizeof(RowTerms);
-  // dS of add_queries.h takes the place of dO, which has been read by then, if it fits there.
+  // dS, which add_queries.h reads, overwrites dO if it fits there: dO is no longer read by then.
   static constexpr bool kdSReplacesdO = kKeys <= kDim;
   static constexpr int kdS = 2 * KTile::kBytes + kStages * kStageBytes;
   static constexpr int kFlags = kdS + (kdSReplacesdO ? 0 : dSTile::kBytes), kKept = kFlags + kRows;
@@ -76,7 +76,7 @@ template <class S, int kDim, class Shape>
 struct KeysMemory {
   typename Shape::KTile K, V;       // [kKeys][kDim]
   char* stages;                     // kStages of RowStage
-  char* dS;                         // [kRows][kKeys], unless it is in dO's place
+  char* dS;                         // [kRows][kKeys]; unused if dS overwrites dO
   char* flags;                      // [kRows]: rows of Q or dO that are not finite
   typename Shape::Dropout dropout;  // [kRows][kKeys]
 
@@ -93,7 +93,7 @@ struct KeysMemory {
   }
 };
 
-// A warp's keys, and their dK and dV.
+// The keys of a warp, and the sums of their dK and dV.
 template <class S, int kDim, class Score, class Shape = KeysShape<S, kDim, Score>>
 struct KeysPass {
   static constexpr Layout kLayout = Layout::kKeysByQueries;
@@ -114,7 +114,7 @@ struct KeysPass {
 
   PYATTN_DEVICE TileMask place(int r0) const { return mask_of_keys<Shape::kKeys>(p, r0); }
 
-  // P = (P * D)^T and dS = dS^T of these rows. Writes dS to dbias if that has an element for each score.
+  // Computes P <- (P * D)^T and dS <- dS^T for these rows. Writes dS to dbias if dbias has one element per score.
   PYATTN_DEVICE void make_weights(Tile& P, Tile& dS, const RowStage<S, kDim, Shape>& rows, int r0, bool masked) const {
     multiply_rows<S>(P, shared.K, warp_key, rows.Q);
     multiply_rows<S>(dS, shared.V, warp_key, rows.dO);
@@ -127,7 +127,7 @@ struct KeysPass {
         });
   }
 
-  // C += W tile, for the tile of Q or dO whose rows begin at r0.
+  // C += W * tile, where tile holds the rows of Q or dO starting at r0.
   PYATTN_DEVICE void add_product(Sums<kM, Shape::kColumns / 8>& C, const Tile& W, typename Shape::QTile tile, int r0,
                                  bool masked) const {
     const bool cleared = masked && clear_nonfinite<Shape::kThreads>(tile, shared.flags);
@@ -148,7 +148,7 @@ struct KeysPass {
   }
 };
 
-// kAddQueries: also adds to dQ, as in add_queries.h.
+// kAddQueries: also adds to dQ, as add_queries.h describes.
 template <class S, int kDim, bool kAddQueries, class Score, class Shape = KeysShape<S, kDim, Score>>
 PYATTN_KERNEL(Shape::kThreads, Shape::kBlocks)
 backward_keys(const __grid_constant__ BackwardParams p) {
@@ -162,7 +162,7 @@ backward_keys(const __grid_constant__ BackwardParams p) {
   const auto& shared = pass.shared;
 
   const QueryRows<S> q(block.head, p.q, p.head_dim), dout(block.head, p.dout, p.head_dim_v);
-  if (!run.empty()) {  // without rows, nothing would wait for copies
+  if (!run.empty()) {  // without rows, no copies start: nothing would wait for them
     KeyRows<S>(block.head, p.k, p.head_dim).template load<Shape::kThreads>(shared.K, n0);
     KeyRows<S>(block.head, p.v, p.head_dim_v).template load<Shape::kThreads>(shared.V, n0);
     shared.rows(0).load(p, q, dout, before, run.begin);

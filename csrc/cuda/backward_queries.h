@@ -53,7 +53,7 @@ struct QueriesShape : RowShape<S, kDim> {
   using typename RowShape<S, kDim>::QTile;
   // S and dP together take twice the registers that S takes in forward.
   static constexpr int kKeys = !Score::kGeneral && (sizeof(S) == 2 || kDim <= 64) ? 32 : 16;
-  static constexpr int kStages = kDim > 192 ? 1 : 2;  // 2: prefetches the next keys, where memory allows
+  static constexpr int kStages = kDim > 192 ? 1 : 2;  // 2 prefetches the next keys, if shared memory has room
   using KTile = Tile<S, kKeys, kDim>;
   using Dropout = DropoutTile<QueriesShape::kRows, kKeys>;
   static constexpr int kFlags = 2 * QTile::kBytes + 2 * kStages * KTile::kBytes, kKept = kFlags + kKeys;
@@ -98,7 +98,7 @@ backward_queries(const __grid_constant__ BackwardParams p) {
     k.template load<Shape::kThreads>(shared.K(stage), n0);
     v.template load<Shape::kThreads>(shared.V(stage), n0);
   };
-  if (!keys.empty()) {  // without keys, nothing would wait for copies
+  if (!keys.empty()) {  // without keys, no copies start: nothing would wait for them
     QueryRows<S>(block.head, p.q, p.head_dim).template load<Shape::kThreads>(shared.Q, r0);
     QueryRows<S>(block.head, p.dout, p.head_dim_v).template load<Shape::kThreads>(shared.dO, r0);
     load_keys(0, keys.begin);

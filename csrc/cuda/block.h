@@ -14,7 +14,7 @@ inline constexpr int kSharedBytes = 99 * 1024;
 // How the four warps of a block share query rows. A lane has 255 registers, and needs
 // about 60 of them for other things than sums. With kM = 2, a warp has 32 rows and reads each
 // fragment of K and V once for two products, and the shared memory of an A100 keeps up; the
-// output of 16-bit rows of 128 columns then takes 128 registers. Where it would take more, kM
+// output of 16-bit rows of 128 columns then takes 128 registers. If it would take more, kM
 // is 1, and two warps share the columns of wide float rows.
 template <class S, int kDim, int kWarpTiles = sizeof(S) == 2 && kDim <= 128 ? 2 : 1>
 struct RowShape {

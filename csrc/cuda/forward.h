@@ -1,6 +1,6 @@
-// Forward: a thread block takes kRows query rows of a KV head and runs over the keys that they
-// see with online softmax (Dao 2023, algorithm 1). While one product runs, the keys or values
-// of the next are prefetched.
+// Forward: a thread block takes kRows query rows of a KV head, loops over the keys that these
+// rows see, and applies online softmax (Dao 2023, algorithm 1). While one product runs, the
+// keys or values of the next one are prefetched.
 #pragma once
 
 #include <type_traits>
@@ -20,7 +20,7 @@
 namespace pyattn::cuda {
 namespace {
 
-// A head whose keys are split has few rows: a warp takes one tile of them, and its other registers hold more keys.
+// A head whose keys are split has few rows. A warp takes one tile of rows, so its registers have room for more keys.
 template <class S, int kDim, bool kSplit>
 using ForwardRows = std::conditional_t<kSplit, RowShape<S, kDim, 1>, RowShape<S, kDim>>;
 
@@ -34,7 +34,7 @@ struct ForwardShape : ForwardRows<S, kDim, kSplit> {
                                : kDim <= 64             ? 64
                                                         : 32;
   static_assert(!kSplit || (kSplitStep % kKeys == 0 && ForwardShape::kRows <= kSplitRows));
-  // 0: ptxas chooses. For float with general scores or with splits, its choice spills.
+  // Blocks per multiprocessor; 0 lets ptxas choose. For float with general scores or splits, its choice would spill.
   static constexpr int kBlocks = sizeof(S) == 4 && (Score::kGeneral || kSplit) ? 2 : 0;
   using KTile = Tile<S, kKeys, kDim>;
   using Dropout = DropoutTile<ForwardShape::kRows, kKeys>;
@@ -57,7 +57,8 @@ struct ForwardShape : ForwardRows<S, kDim, kSplit> {
   };
 };
 
-// The keys of a thread block: all that its rows see, or those in its split, which begin at a multiple of kKeys.
+// Returns the keys that a thread block runs over: all that its rows see or, with kSplit, the part of them in its split.
+// With kSplit, the run begins at a multiple of kKeys.
 template <bool kSplit, int kKeys>
 PYATTN_DEVICE Run keys_of_block(const Mask& mask, int r0, int rows) {
   Run run = keys_of_rows(mask, r0, rows);
@@ -69,7 +70,8 @@ PYATTN_DEVICE Run keys_of_block(const Mask& mask, int r0, int rows) {
   return run;
 }
 
-// kSplit: a block takes one split of the keys (forward_splits.h), and stores its O and row statistics for merge_splits.
+// kSplit: a block takes one split of the keys (forward_splits.h) and stores partial O and row statistics, which
+// merge_splits combines.
 template <class S, int kDim, class Score, bool kSplit, class Shape = ForwardShape<S, kDim, Score, kSplit>>
 PYATTN_KERNEL(Shape::kThreads, Shape::kBlocks)
 forward(const __grid_constant__ ForwardParams p) {
@@ -81,13 +83,13 @@ forward(const __grid_constant__ ForwardParams p) {
   const int r0 = block.first();
   const Run keys = keys_of_block<kSplit, kKeys>(Mask(p, block.head), r0, block.rows());
   const int warp_row = warp() / Shape::kParts * 16 * kM;
-  const bool idle = kSplit && warp_row >= block.rows();  // a warp without rows
+  const bool idle = kSplit && warp_row >= block.rows();  // the warp has no rows
   const int part = warp() % Shape::kParts;
   const typename Shape::Memory shared(p, shared_memory());
   const Score score(p);
 
   const KeyRows<S> K(block.head, p.k, p.head_dim), V(block.head, p.v, p.head_dim_v);
-  if (!keys.empty()) {  // without keys, nothing would wait for copies
+  if (!keys.empty()) {  // without keys, no copies start: nothing would wait for them
     QueryRows<S>(block.head, p.q, p.head_dim).template load<Shape::kThreads>(shared.Q, r0);
     K.template load<Shape::kThreads>(shared.K, keys.begin);
   }

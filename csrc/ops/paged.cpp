@@ -1,6 +1,6 @@
 // The operators over paged keys and values, on the CPU: pyattn::attention_paged_forward is attention_forward for
 // sequences that all have seqlen_k keys, and pyattn::attention_varlen_paged_forward is attention_varlen_forward. They
-// have no backward: where a gradient is wanted, pyattn/cache/pages.py copies the pages that pyattn::pages_in_use lists
+// have no backward: if gradients are required, pyattn/cache/pages.py copies the pages that pyattn::pages_in_use lists
 // and calls the operators without pages.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>

@@ -55,7 +55,7 @@ def activate() -> None:
     torch has one active implementation, so activating this one resets another, such as FA4 for GPUs, to the default.
 
     Raises:
-        ImportError: as :func:`register`.
+        ImportError: as for :func:`register`.
     """
     register()
     if torch_attention.current_flash_attention_impl() != NAME:

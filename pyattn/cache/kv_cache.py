@@ -1,4 +1,4 @@
-"""Keys and values kept between calls, for text that is generated a few tokens at a time."""
+"""A cache keeps keys and values between calls, for text that is generated a few tokens at a time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,50 +27,50 @@ __all__ = ["KVCache"]
 class KVCache:
     """The keys and values of ``batch`` sequences so far, in memory that is allocated once.
 
-    :meth:`append` writes in place, :func:`attention_with_cache` reads. Sequences may have different lengths::
+    :meth:`append` writes in place; :func:`attention_with_cache` reads. Sequences may have different lengths::
 
         k (B, Hkv, slots, D)    sequence 0    k0 k1 k2 k3  .  .        lengths    [4, 2]
         v (B, Hkv, slots, Dv)   sequence 1    k0 k1  .  .  .  .
 
-    With ``window=(left, 0)`` the cache is a ring buffer: a query sees itself and the ``left`` keys before it, text may
-    continue without end, and memory does not grow. The last ``max_seqlen`` positions are kept, so up to max_seqlen -
+    With ``window=(left, 0)``, the cache is a ring buffer. A query sees itself and the ``left`` keys before it; text may
+    continue forever, and memory does not grow. The cache keeps the last ``max_seqlen`` positions, so up to max_seqlen -
     left queries at a time find every key that they see.
 
-    With ``page_size=P`` positions lie in pages of P, which a table lists for each sequence::
+    With ``page_size=P``, positions are stored in pages of P, and a table lists the pages of each sequence::
 
         block_table  0 1    page 0   k0 k1 k2 k3  of both sequences     lengths 6, 5    (P = 4, for show)
                      0 3    page 1   k4 k5  .  .  of sequence 0
                             page 3   k4  .  .  .  of sequence 1
 
-    Pages are handed out as sequences grow, and a page is free if no sequence has it within its length: lengths and
-    table are the whole state, so setting lengths to 0 is a reset. :meth:`reorder` copies only the table, after which
-    sequences share pages. A sequence writes to no shared page but its last, and the first to do so gets its own copy:
-    beam search stores a common beginning once and copies at most one page per sequence and step, where other caches
-    copy all. There are B * ceil(max_seqlen / P) pages, so max_seqlen is the only limit, and a sequence that shares none
-    has adjacent pages, read as fast as contiguous memory. On a GPU, where a gradient is wanted, or in a transform of
-    torch.func, :func:`attention_with_cache` first copies all pages into one batch.
+    A sequence gets pages as it grows, and a page is free if it holds no position of any sequence. Lengths and table are
+    the whole state, so setting lengths to 0 is a reset. :meth:`reorder` copies only the table; afterwards, sequences
+    share pages. A sequence writes to only one shared page, its last, and first gets its own copy of that page. So beam
+    search stores a common beginning once and copies at most one page per sequence and step, not the whole cache. There
+    are B * ceil(max_seqlen / P) pages, so max_seqlen is the only limit. If a sequence shares no pages, its pages are
+    adjacent and read as fast as contiguous memory. :func:`attention_with_cache` first copies all pages into one batch
+    in three cases: on a GPU, if gradients are required, or inside a torch.func transform.
 
-    On a GPU nothing is read on the host, so CUDA graphs can capture :meth:`append` and :func:`attention_with_cache`,
-    and wrong values raise no error: positions that do not fit are left out, lengths stop at max_seqlen, lengths and
-    indices are clamped, and a query over a ring buffer sees those of its keys that are still kept. With PYATTN_CHECK=1
-    in the environment values are read, and errors raise as on the CPU. If a graph ends with an append with lengths,
-    :func:`attention_with_cache` outside the graph does not know of it: capture both in one graph, or pass q_offset.
-    Each append to a ring buffer on a GPU copies the positions that it keeps.
+    On a GPU, the host reads no values. CUDA graphs can therefore capture :meth:`append` and
+    :func:`attention_with_cache`, but wrong values raise no error: positions that do not fit are dropped, lengths stop
+    at max_seqlen, indices are clamped, and a query over a ring buffer sees only those of its keys that are still kept.
+    With PYATTN_CHECK=1 in the environment, the host reads values and raises the same errors as on the CPU. If a graph
+    ends with an append with lengths, :func:`attention_with_cache` outside the graph cannot see it: capture both in one
+    graph, or pass q_offset. On a GPU, each append to a ring buffer copies the positions that it keeps.
 
     Args:
         batch, num_heads_kv: sizes of k and v.
-        max_seqlen: the most positions of a sequence; for a ring buffer, how many it keeps, which must exceed left.
+        max_seqlen: the most positions of a sequence. A ring buffer keeps this many; it must exceed ``left``.
         head_dim, head_dim_v: columns of k and of v; head_dim_v defaults to head_dim.
         dtype: float64, float32, bfloat16 or float16; default: torch's default dtype.
         device: default: torch's default device.
         page_size: positions per page, at least 16; default: no pages.
         window: (left, right) as for :func:`pyattn.attention`. It makes the cache a ring buffer and applies to every
-            query without being passed again; right matters only with causal=False. Default: no window, like (-1, -1).
+            query without being passed again. ``right`` matters only with causal=False. Default: no window, as (-1, -1).
 
     Attributes:
-        k, v: the storage; in pages, (pages, page_size, Hkv, D) and (pages, page_size, Hkv, Dv). Slots past a
-            sequence's length never matter, whatever they hold.
-        lengths: int64 (B,), how many positions were appended to each sequence.
+        k, v: the storage; with pages, (pages, page_size, Hkv, D) and (pages, page_size, Hkv, Dv). Slots after a
+            sequence's last position never affect a result.
+        lengths: int64 (B,), how many positions each sequence has, including those that a ring buffer has dropped.
         starts: int64 (B,), the position in slot 0; always 0 unless the cache is a ring buffer.
         block_table: int64 (B, pages of a sequence), or None without pages.
         window: (left, right) of a ring buffer, or None.
@@ -78,8 +78,8 @@ class KVCache:
     Raises:
         ValueError: a size below 0, more numbers than any memory holds, a window below -1 or with a left bound outside
             [0, max_seqlen), a device that this torch cannot use.
-        TypeError: an unsupported dtype, a size that is no int, a device of another type, a window that is not a pair.
-        NotImplementedError: a ring buffer in pages.
+        TypeError: an unsupported dtype, a size that is not an int, a device of another type, a window that is no pair.
+        NotImplementedError: a ring buffer with pages.
 
     >>> cache = KVCache(batch=2, num_heads_kv=4, max_seqlen=100, head_dim=64)
     >>> cache.append(*torch.randn(2, 2, 4, 10, 64))
@@ -119,7 +119,7 @@ class KVCache:
             raise NotImplementedError(
                 f"pyattn: a cache with a window has no pages, got page_size={page_size} and window={self.window}"
             )
-        with torch.inference_mode(False):  # so that a cache outlives the mode it was made in
+        with torch.inference_mode(False):  # so the cache can be used after inference mode ends
             self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
             self.starts = torch.zeros_like(self.lengths)
             self._ragged, self._last = False, self.lengths.new_zeros(3, batch)
@@ -140,7 +140,7 @@ class KVCache:
     def last_append(self) -> Tensor | None:
         """int64 (3, B) after an append with ``lengths``: its number of rows, each sequence's length before and after.
 
-        None after an append without lengths and after a reset: cache.lengths then says where the rows are.
+        None after a reset or an append without lengths: cache.lengths then tells where the newest rows are.
         """
         return self._last if self._ragged else None
 
@@ -148,18 +148,17 @@ class KVCache:
     def append(self, k: Tensor, v: Tensor, lengths: Sequence[int] | Tensor | None = None) -> None:
         """Appends new positions in place; gradients do not flow through them.
 
-        Recomputation appends again: keep append, and modules with a ``kv_cache``, out of ``torch.utils.checkpoint``.
+        Don't use append, or a module with a ``kv_cache``, in ``torch.utils.checkpoint``: recomputation appends again.
 
         Args:
-            k, v: (B, Hkv, new, D) and (B, Hkv, new, Dv), in the cache's dtype, any strides.
-            lengths: the first lengths[b] of the new positions count for sequence b, ints or an int32 or int64 tensor
-                (B,); default: all. The others are padding: :func:`attention_with_cache` hides the queries that
-                belong to them.
+            k, v: (B, Hkv, new, D) and (B, Hkv, new, Dv), in the cache's dtype, with any strides.
+            lengths: ints or an int32 or int64 tensor (B,): sequence b gets the first lengths[b] new positions; default:
+                all. The others are padding, and their queries see no key in :func:`attention_with_cache`.
 
         Raises:
-            ValueError: wrong shapes; on the CPU, a sequence that would outgrow max_seqlen, unless the cache is a ring
-                buffer, and a length outside 0 to new. The cache is then unchanged.
-            TypeError: another dtype, an argument that is not a tensor.
+            ValueError: wrong shapes; on the CPU, a length below 0 or above ``new`` and, unless the cache is a ring
+                buffer, a sequence that would exceed max_seqlen. The cache is then unchanged.
+            TypeError: a wrong dtype, an argument that is not a tensor.
             NotImplementedError: tensors that are not dense; batched tensors under ``torch.vmap``.
         """
         check_tensor("k", k)
@@ -177,7 +176,7 @@ class KVCache:
             torch.stack([torch.full_like(before, k.shape[2]), before, self.lengths], out=self._last)
 
     def reset(self) -> None:
-        """Forgets all sequences; the memory stays allocated."""
+        """Empties all sequences; the memory stays allocated."""
         self.lengths.zero_()
         self.starts.zero_()
         self._ragged = False
@@ -187,11 +186,11 @@ class KVCache:
         """Keeps the first positions of each sequence, for example to drop rejected drafts of speculative decoding.
 
         Args:
-            lengths: sequence b keeps lengths[b] positions, ints or an int32 or int64 tensor (B,), or one int for all.
+            lengths: ints or an int32 or int64 tensor (B,): sequence b keeps lengths[b] positions; or one int for all.
 
         Raises:
-            ValueError: the wrong number of them; on the CPU, a length below 0 or above the sequence's, and over a ring
-                buffer one whose newest query would see keys that were dropped. The cache is then unchanged.
+            ValueError: the wrong number of lengths; on the CPU, a length below 0 or above the sequence's, and in a ring
+                buffer a length whose newest query would see dropped keys. The cache is then unchanged.
             TypeError: any other type.
         """
         if isinstance(lengths, int | torch.SymInt):
@@ -204,21 +203,21 @@ class KVCache:
         ops.cache_truncate(self.lengths, None if seen is None else self.starts, kept, seen or 0)
 
     def clone(self) -> "KVCache":
-        """A copy of the cache with separate storage, pages and ring buffer included."""
+        """Returns a copy of the cache with separate storage, including pages or the ring buffer."""
         return copied(self, self.lengths.device, self.k.dtype)
 
     @check_names
     def to(
         self, device: torch.device | str | int | torch.dtype | None = None, dtype: torch.dtype | None = None
     ) -> "KVCache":
-        """A copy of the cache on this device, in this dtype; the cache itself if nothing changes. Also ``to(dtype)``.
+        """Returns a copy on this device and in this dtype, or the cache itself if it has both. Also ``to(dtype)``.
 
         Args:
             device: default: the cache's.
-            dtype: float64, float32, bfloat16 or float16, of k and v; default: the cache's.
+            dtype: of k and v: float64, float32, bfloat16 or float16; default: the cache's.
 
         Raises:
-            TypeError: another dtype.
+            TypeError: an unsupported dtype.
             ValueError: a device that this torch cannot use.
         """
         if isinstance(device, torch.dtype) and dtype is None:
@@ -231,20 +230,20 @@ class KVCache:
         return copied(self, device, dtype)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """For pickle and deepcopy: a cache that is loaded or copied in inference mode outlives the mode."""
+        """Lets a cache that was unpickled or deep-copied in inference mode be used after the mode ends."""
         with torch.inference_mode(False):
             for name, value in state.items():
                 setattr(self, name, value.clone() if isinstance(value, Tensor) and value.is_inference() else value)
 
     @check_names
     def reorder(self, idx: Sequence[int] | Tensor) -> None:
-        """Sequence b becomes a copy of sequence idx[b], as in beam search; an index may occur several times.
+        """Makes each sequence b a copy of sequence idx[b], as in beam search; an index may occur several times.
 
         Args:
             idx: (B,), ints or an int32 or int64 tensor, each from 0 to B - 1.
 
         Raises:
-            ValueError: the wrong number of them; on the CPU, an index out of range. The cache is then unchanged.
+            ValueError: the wrong number of indices; on the CPU, an index out of range. The cache is then unchanged.
             TypeError: any other type.
         """
         chosen = check_integers("idx", idx, self.lengths.device)
@@ -253,7 +252,7 @@ class KVCache:
         else:
             ops.cache_reorder_pages(self.lengths, self.block_table, chosen)
         if self._ragged:
-            chosen = chosen.clamp(0, max(0, len(self.lengths) - 1))  # as the operator clamps them on a GPU
+            chosen = chosen.clamp(0, max(0, len(self.lengths) - 1))  # like the operator on a GPU
             torch.index_select(self._last.clone(), 1, chosen, out=self._last)
 
 

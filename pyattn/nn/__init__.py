@@ -36,9 +36,9 @@ Common to all modules:
   positions, up to the cache's max_seqlen, and ``mask`` and ``bias`` have max_seqlen keys; a ring buffer takes none of
   the three. Weights are (batch, num_heads, seqlen, length of the longest sequence so far). An error leaves the cache
   unchanged.
-- ``lengths``, with a cache: ints or an int32 or int64 tensor (batch,). ``x`` is padded on the right, and the first
-  lengths[b] tokens count for sequence b. The other tokens are not cached, their weights are 0, and their rows of out
-  hold the bias of the last projection, or 0 without one.
+- ``lengths``, with a cache: ints or an int32 or int64 tensor (batch,). ``x`` is padded on the right: in sequence b,
+  only the first lengths[b] tokens are real. The others are not cached, their weights are 0, and their rows of out hold
+  the bias of the last projection, or 0 if it has no bias.
 - TypeError for a wrong dtype or an argument that does not exist, ValueError for a wrong shape or value; each message
   says what was given.
 

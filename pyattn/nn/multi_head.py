@@ -15,10 +15,10 @@ from pyattn.nn.score import ScoreOptions
 class MultiHeadAttention(CausalMask, ScoreOptions, Heads):
     """Causal multi-head attention over sequences of at most ``context_length``, then the Linear ``out_proj``.
 
-    ``num_heads`` divides ``d_out``. ``num_heads_kv``, default num_heads, divides num_heads: query head h reads KV head
-    ``h // (num_heads // num_heads_kv)``, and W_key and W_value yield num_heads_kv * head_dim columns.
-    :class:`pyattn.nn.score.ScoreOptions` describes ``window`` and the other extras. For ``window=(2, 0)``, 1 = takes
-    part::
+    ``d_out`` must be a multiple of ``num_heads``, and num_heads of ``num_heads_kv``, which defaults to num_heads. Query
+    head h reads KV head ``h // (num_heads // num_heads_kv)``; W_key and W_value return num_heads_kv * head_dim columns.
+    :class:`pyattn.nn.score.ScoreOptions` describes ``window`` and the other extra options. ``window=(2, 0)`` masks keys
+    as follows, 1 = takes part::
 
         1 0 0 0 0
         1 1 0 0 0
@@ -26,7 +26,7 @@ class MultiHeadAttention(CausalMask, ScoreOptions, Heads):
         0 1 1 1 0
         0 0 1 1 1
 
-    :class:`pyattn.nn.mask.CausalMask` describes its ``mask``, in state dicts and when assigned.
+    :class:`pyattn.nn.mask.CausalMask` describes the module's ``mask`` in state dicts and what assigning it does.
 
     >>> attention = MultiHeadAttention(d_in=768, d_out=768, context_length=1024, dropout=0.0, num_heads=12)
     >>> attention(torch.rand(2, 16, 768)).shape
@@ -82,7 +82,7 @@ class MultiHeadAttention(CausalMask, ScoreOptions, Heads):
         lengths: Lengths | None = None,
         need_weights: bool = False,
     ) -> Output:
-        """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x continues the tokens in ``kv_cache``."""
+        """``x`` (batch, seqlen, d_in) -> out (batch, seqlen, d_out); x continues the tokens in ``kv_cache``."""
         check_input(x, self.d_in, self.W_query, context_length=self.context_length)
         check_cache(kv_cache, lengths, self.context_length)
         q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
@@ -93,17 +93,17 @@ class MultiHeadAttention(CausalMask, ScoreOptions, Heads):
 
 
 class Attention(ScoreOptions, Heads):
-    """Multi-head attention with the caller's mask, over Linears ``W_q W_k W_v W_o`` with bias.
+    """Multi-head attention with the caller's mask, and with the Linears ``W_q W_k W_v W_o``, which have biases.
 
-    ``mask``: bool, **True = masked out**, as in the tutorials: the opposite of ``mask`` in the other modules and in
-    :func:`pyattn.attention`, and of ``attn_mask`` in torch's ``scaled_dot_product_attention``. Its shape is (seqlen,
-    seqlen), (batch, seqlen, seqlen) or (batch, num_heads, seqlen, seqlen), and sizes of 1 broadcast; a query that sees
-    no key gets 0, not NaN. None, the default: every query sees every key. TypeError for another dtype: numbers to add
-    to the scores are ``bias``.
+    ``mask`` is bool and **True = masked out**, as in the tutorials. This is the opposite of ``mask`` in the other
+    modules and in :func:`pyattn.attention`, and of ``attn_mask`` in torch's ``scaled_dot_product_attention``. Its shape
+    is (seqlen, seqlen), (batch, seqlen, seqlen) or (batch, num_heads, seqlen, seqlen); sizes of 1 broadcast. For a
+    query that sees no key, attention returns 0, not NaN. Without a mask (the default), every query sees every key. A
+    mask of another dtype raises TypeError; pass numbers to add to the scores as ``bias``.
 
-    ``num_heads`` divides ``embed_dim``, ``num_heads_kv``, default num_heads, divides num_heads.
-    :class:`pyattn.nn.score.ScoreOptions` describes ``window`` and the other extras, on top of the mask. For
-    ``window=(1, 2)``, without a mask, 1 = takes part::
+    ``embed_dim`` must be a multiple of ``num_heads``, and num_heads of ``num_heads_kv``, which defaults to num_heads.
+    :class:`pyattn.nn.score.ScoreOptions` describes ``window`` and the other extra options; a window applies in addition
+    to the mask. Without a mask, ``window=(1, 2)`` masks keys as follows, 1 = takes part::
 
         1 1 1 0 0
         1 1 1 1 0
@@ -158,9 +158,9 @@ class Attention(ScoreOptions, Heads):
         lengths: Lengths | None = None,
         need_weights: bool = False,
     ) -> Output:
-        """``x`` (batch, seqlen, embed_dim), out the same.
+        """``x`` (batch, seqlen, embed_dim) -> out of the same shape.
 
-        With ``kv_cache``, x follows the cached tokens and sees them all; ``mask`` has max_seqlen keys.
+        With ``kv_cache``, x follows the cached tokens and sees all of them; ``mask`` then has max_seqlen keys.
         """
         check_input(x, self.embed_dim, self.W_q)
         check_cache(kv_cache, lengths)

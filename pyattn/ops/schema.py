@@ -84,7 +84,7 @@ class Packing(NamedTuple):
         cu_seqlens_k: the same for the keys.
         max_seqlen_q: no sequence has more queries.
         max_seqlen_k: no sequence has more keys.
-        seqused_k: int32 or int64 (B,), how many keys of each sequence take part; None: all.
+        seqused_k: int32 or int64 (B,), how many of its keys each sequence uses; None: all.
     """
 
     cu_seqlens_q: Tensor

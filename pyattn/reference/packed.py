@@ -36,7 +36,7 @@ def attention_varlen(
         block_table: (B, pages of a sequence): k and v are (pages, page_size, heads, head_dim).
         seqused_k: (B,), how many keys of each sequence take part.
         return_lse: also return lse.
-        options: as for :func:`attention`; dropout draws for sequence b as for sequence b of a batch.
+        options: as for :func:`attention`; dropout drops the same weights as in sequence b of a batch.
 
     Returns:
         ``out`` (tokens, Hq, Dv), with ``return_lse`` also lse (Hq, tokens): 0 and -inf after the last sequence.

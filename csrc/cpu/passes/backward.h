@@ -3,9 +3,9 @@
 //
 //   dV += (P * D)^T dO      dP = dO V^T * D      dS = P * (dP - delta + dlse)      dK += dS^T Q      dQ += dS K
 //
-// where D is the dropout factor: 0 for dropped weights, 1 / (1 - p) for kept ones, 1
-// without dropout. S and dP are computed transposed, with queries on the lanes; dV, dK
-// and dQ have their columns on the lanes. dQ and dK are scaled when they are written out.
+// D is the dropout factor: 0 for a dropped weight and 1 / (1 - p) for a kept one; without
+// dropout D is 1. S and dP are computed transposed, with queries on the lanes; dV, dK and
+// dQ have their columns on the lanes. dQ and dK are scaled when they are written out.
 #pragma once
 
 #include "cpu/passes/backward_tile.h"
@@ -35,7 +35,7 @@ Plan plan_backward(const BackwardParams& p) {
   return {items, BackwardScratch<S>(p, true, most_summed_keys(p), nullptr).bytes, Shares<S>::bytes(p) + slopes};
 }
 
-// One work item: the query rows and the keys of one split of a KV head.
+// Computes one work item: the query rows and keys in one split of a KV head.
 template <class S, class Score>
 class BackwardItem {
   using T = Compute<S>;
@@ -66,10 +66,10 @@ class BackwardItem {
   }
 
  private:
-  // The sums of dK [keys][cols_k] and dV [keys][cols_v], and the keys that they belong to.
+  // The sums of dK and dV over the item's query rows, for the keys in `keys`.
   struct Sums {
     Range keys;
-    Matrix<T> dK, dV;
+    Matrix<T> dK, dV;  // [keys][cols_k], [keys][cols_v]
   };
 
   const BackwardParams& p;
@@ -78,7 +78,7 @@ class BackwardItem {
   const Shares<S> shares{p, head};
   const int64_t split;
   const Split own;
-  // Whether the item's sums are the whole gradient rather than a share of it.
+  // Whether the item computes the whole sum of its dQ, and of its dK and dV, or only a share.
   const bool dQ_whole = shares.splits.count == 1 || shares.splits.by_rows;
   const bool dKV_whole = shares.splits.count == 1 || !shares.splits.by_rows;
   const BackwardScratch<S> s;
@@ -88,21 +88,21 @@ class BackwardItem {
   Stopwatch watch{p.counts};
   BackwardTile<S, Score> weights{p, mask, s, score, watch, {}};
 
-  // A block of keys: its operands, and the sums of its gradients.
+  // The operands of a block of keys, and the sums of its gradients.
   struct Keys {
-    Matrix<const E> K;          // [terms(keys)][head_dim], the right factor of dQ
-    Strided<E> left_K, left_V;  // [keys][head_dim], [keys][head_dim_v], the left factors of S and dP
+    Matrix<const E> K;          // [terms(keys)][head_dim], the right factor in dQ
+    Strided<E> left_K, left_V;  // [keys][head_dim], [keys][head_dim_v], the left factors in S and dP
     Matrix<T> dK, dV;
   };
 
-  // A block of query rows: its operands, and the sum of its gradient.
+  // The operands of a block of query rows, and the sum of its gradient.
   struct Queries {
-    Matrix<const E> Q, dO;  // [terms(rows)][cols], the right factors of dK and dV
+    Matrix<const E> Q, dO;  // [terms(rows)][cols], the right factors in dK and dV
     Matrix<T> dQ;
-    Update<T> update;  // of dQ
+    Update<T> update;  // whether a product replaces dQ or is added to it
   };
 
-  // A share holds the key blocks in which some row of the item sees a key.
+  // A share of dK and dV covers only the key blocks in which some row of the item sees a key.
   Sums sums_of_keys() const {
     if (dKV_whole) return {own.keys, s.dK, s.dV};
     const Range seen = own.keys.in(mask.keys_of_any(own.rows.begin, own.rows.count()));
@@ -112,14 +112,14 @@ class BackwardItem {
     return {keys, shares.dK(split, keys.begin), shares.dV(split, keys.begin)};
   }
 
-  // The query rows [r0, r0 + rows) against all keys of the item.
+  // Adds the products of the query rows [r0, r0 + rows) with all keys of the item.
   void super_block(int64_t r0, int64_t rows) {
     const Range keys = own.keys.in(mask.keys_of_any(r0, rows));
     no_scores({r0, r0 + rows}, {own.keys.begin, keys.begin});
     no_scores({r0, r0 + rows}, {keys.end, own.keys.end});
     if (!dQ_whole && !(shares.has_rows(split, r0) = !keys.empty())) return;
     const Matrix<T> dQ = dQ_whole ? s.dQ : shares.dQ(split, r0);
-    int64_t written = 0;  // rows of dQ that hold sums, to which later key blocks add
+    int64_t written = 0;  // how many rows of dQ hold sums already; later key blocks add to these
     if (!keys.empty()) {
       const Range seen = mask.rows_of_any(own.keys.begin, own.keys.count(), {r0, r0 + rows}).within(r0, rows);
       for (int64_t i = round_down(seen.begin, kBlockQ<T>); i < seen.end; i += kBlockQ<T>)
@@ -135,13 +135,13 @@ class BackwardItem {
     watch.lap(Phase::kStore);
   }
 
-  // Clears dbias for rows and keys that no tile writes, or of which a masked tile writes only a part.
+  // Clears dbias for these rows and keys: no tile writes them, or a masked tile writes only some of them.
   void no_scores(Range rows, Range keys) const {
     if (p.dbias.data && one_score_each(p)) clear_bias_gradient<S>(p, head, rows, keys);
   }
 
-  // The keys [n0, n0 + keys) against the rows of the super-block that see some of them.
-  // The first `written` rows of dQ already hold sums; returns how many do afterwards.
+  // Adds the products of the keys [n0, n0 + keys) with those rows of the super-block that see some of them.
+  // `written`: how many rows of dQ hold sums already. Returns how many hold sums afterwards.
   int64_t key_block(int64_t n0, int64_t keys, int64_t r0, int64_t rows, Matrix<T> dQ, int64_t written) {
     const Range seeing = mask.rows_of_any(n0, keys, {r0, r0 + rows}).within(r0, rows);
     const int64_t first = round_down(seeing.begin, kBlockQ<T>), past = min(round_up(seeing.end, kBlockQ<T>), rows);
@@ -215,7 +215,7 @@ class BackwardItem {
     });
   }
 
-  // dV, dK and dQ of a tile whose K, Q or dO holds NaN or inf, from visible pairs only.
+  // Adds a tile to dV, dK and dQ, from visible pairs only: its K, Q or dO holds NaN or inf.
   void add_seen_products(const Tile& tile, const Keys& block, const Queries& queries) {
     const auto key_row = [&](int64_t j, int64_t, int64_t r) { return weights.seen.lane_sees(j, r); };
     const auto row_key = [&](int64_t r, int64_t, int64_t j) { return weights.seen.lane_sees(j, r); };
@@ -233,7 +233,7 @@ class BackwardItem {
   }
 };
 
-// Work items: splits of each KV head.
+// Each work item is one split of a KV head.
 template <class S, template <class> class Score>
 void backward(const BackwardParams& p, int64_t begin, int64_t end, void* scratch) {
   const Work work = work_of<S>(p, Unit::kSplits);

@@ -1,6 +1,6 @@
 // The gradient of a bias that broadcasts: each element sums dS over all scores that share it. A
 // work item owns elements and visits the scores that share them in order, recomputing the tiles of
-// backward. Where each element belongs to one score, backward itself writes it (tiles/tile_bias.h).
+// backward. If each element belongs to one score, backward itself writes it (tiles/tile_bias.h).
 #pragma once
 
 #include "cpu/passes/backward_tile.h"
@@ -196,7 +196,7 @@ Plan plan_bias_gradient(const BackwardParams& p) {
   return {items.batch * items.heads * items.blocks * items.key_blocks, BiasScratch<S>(p, first, nullptr).bytes(), 0};
 }
 
-// Work items: (sequence, KV head, block of queries, block of keys), in the dimensions that the bias has.
+// Each work item is a (sequence, KV head, block of queries, block of keys), in the dimensions that the bias has.
 template <class S, template <class> class Score>
 void bias_gradient(const BackwardParams& p, int64_t begin, int64_t end, void* scratch) {
   const BiasItems<S> items(p);

@@ -1,6 +1,6 @@
-// Decoding: forward for few query rows, where reading K and V is the cost. Columns lie
-// on the lanes, K and V are read in place as they are stored, and the keys of a head
-// are split among work items (split-K). Each item leaves a partial result for merge.h.
+// Decoding is forward for few query rows, whose time goes into reading K and V. Columns lie on the
+// lanes, and K and V are read in place. The keys of a head are split among work items (split-K);
+// each item stores a partial result in the workspace, and merge.h combines these.
 #pragma once
 
 #include "cpu/passes/stopwatch.h"
@@ -19,17 +19,17 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// Scores of a block stay in L1 (8 rows of 128 floats are 4 KB), and O is rescaled once per block.
+// The scores of a block fit in L1 (8 rows of 128 floats are 4 KB), and O is rescaled only once per block.
 inline constexpr int64_t kDecodeBlockK = 128;
 
-// The partial results of a head in the workspace, one for each range of its keys.
+// Locates a head's partial results in the workspace: one for each range of its keys.
 template <class S>
 class DecodeParts {
   using T = Compute<S>;
 
  public:
   struct Part {
-    Matrix<T> O;           // [rows][head_dim_v in whole vectors, as in dots.h], the sum of exp(S - row_max) V
+    Matrix<T> O;           // [rows][head_dim_v in whole vectors, as in dots.h]: exp(S - row_max) V
     T *row_max, *row_sum;  // [rows]
   };
 
@@ -60,8 +60,8 @@ struct DecodeScratch {
   using E = Operand<S>;
   Matrix<E> Q;  // [rows][few_terms(head_dim)]
   Matrix<T> P;  // [rows][keys]
-  T* row_sum;   // [rows][lanes], added up at the end
-  // With pages, the addresses of rows of K and V: [keys of an item, and those prefetched after them].
+  T* row_sum;   // [rows][lanes]: partial sums, added up at the end
+  // [keys of an item + keys prefetched after them]: the addresses of rows of K and V; empty without pages.
   const S **k_rows, **v_rows;
   int64_t bytes;
 
@@ -76,7 +76,7 @@ struct DecodeScratch {
   }
 };
 
-// s[keys] of one row -> P = exp(s - row_max) in place, for the keys in `seen`.
+// s[keys] -> P = exp(s - row_max) in place, for one row and the keys in `seen`.
 // Updates row_max and row_sum[lanes]; returns the factor that rescales earlier sums.
 template <class T, class Score>
 T softmax_row(T* s, Range seen, Score score, T& row_max, T* row_sum) {
@@ -101,10 +101,10 @@ T softmax_row(T* s, Range seen, Score score, T& row_max, T* row_sum) {
   return decay[0];
 }
 
-// O[rows][cols] += P[rows][keys] V[keys][cols], for the keys of a block that
-// each row sees. Keys that every row sees are one product; the others follow
-// row by row, so no value enters a product with a row that does not see it:
-// it may be NaN. If V is not finite, keys in holes are left out too.
+// O[rows][cols] += P[rows][keys] V[keys][cols], for the keys of a block that each row sees.
+// Keys that every row sees are multiplied in one product, the others row by row. So a row is
+// never multiplied by a value that it does not see, which may be NaN. If V is not finite,
+// keys in holes are skipped too.
 template <class S, class Rows>
 void add_values(const ForwardParams& p, const Mask& mask, const Tile& tile, Matrix<Compute<S>> P, Rows V, Rows next_K,
                 Matrix<Compute<S>> O) {
@@ -113,8 +113,8 @@ void add_values(const ForwardParams& p, const Mask& mask, const Tile& tile, Matr
       mask.any_holes(0, tile.rows) && !all_finite<S>(tile.keys, p.head_dim_v, [&](int64_t j) { return V.at(j); });
   constexpr int64_t kHeight = kMR[kWideNV], kWidth = kWideNV * kLanes<T>, kLine = kCacheLine / sizeof(S);
   const int64_t whole = round_down(p.head_dim_v, kLanes<T>);
-  // O[rows][cols] += P V in tiles, each of which prefetches
-  // its share of the first `ahead` columns of the next K.
+  // O[rows][cols] += P V in tiles. Each tile prefetches its share
+  // of the first `ahead` columns of the next block of K.
   const auto add_columns = [&](int64_t r, int64_t rows, Range keys, int64_t cols, Rows V, Matrix<T> O, int64_t ahead) {
     const Strided<T> weights = P.strided().from(r, keys.begin);
     V = V.from(keys.begin), O = O.from(r);
@@ -152,7 +152,7 @@ void add_values(const ForwardParams& p, const Mask& mask, const Tile& tile, Matr
   }
 }
 
-// One work item: a range of the keys of one KV head, for all its query rows.
+// Computes one work item: all query rows of one KV head, over a range of its keys.
 template <class S, template <class> class Score>
 void decode_keys(const ForwardParams& p, const Head& head, int64_t split, const DecodeScratch<S>& s) {
   using T = Compute<S>;

@@ -1,5 +1,5 @@
-// Forward: out = softmax(S) V by blocks of queries, transposed (S^T = K Q^T, O^T = V^T P^T),
-// so queries lie on the vector lanes and K and V are read in place.
+// Forward computes out = softmax(S) V in blocks of queries. Tiles are transposed (S^T = K Q^T,
+// O^T = V^T P^T), so queries lie on the vector lanes, and K and V can be read in place.
 #pragma once
 
 #include "cpu/passes/decode.h"
@@ -22,8 +22,8 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// From 96 to 384 keys the time varies by 3 %, and a sum over 96 terms rounds
-// less than one over 192. A multiple of the register tile's height, 6.
+// The time varies by only 3 % between 96 and 384 keys, and a sum of 96 terms has a smaller
+// rounding error than one of 192. 96 is a multiple of the register tile's height, 6.
 inline constexpr int64_t kForwardBlockK = 96;
 static_assert(kForwardBlockK % kDrawKeys == 0 && kForwardBlockK <= kTileKeys);
 
@@ -34,9 +34,9 @@ struct ForwardScratch {
   Matrix<E> Qt;              // [terms(head_dim)][queries]
   Matrix<T> P;               // [keys][queries]
   Matrix<T> Ot;              // [head_dim_v][queries]
-  Matrix<E> K, V;            // [keys][head_dim], [keys][head_dim_v]: copies, if the tensor can't be read in place
-  Matrix<S> page_K, page_V;  // the same in the storage type, if pages separate the keys
-  Matrix<E> weights;         // [terms(keys)][queries]: P as an operand, as bf16 pairs
+  Matrix<E> K, V;            // [keys][head_dim], [keys][head_dim_v]: copies, if tensors can't be read in place
+  Matrix<S> page_K, page_V;  // the same shapes in the storage type, if keys are in pages
+  Matrix<E> weights;         // [terms(keys)][queries]: P as an operand of bf16 pairs
   int64_t bytes;
 
   ForwardScratch(const ForwardParams& p, void* base) {
@@ -60,7 +60,7 @@ Plan plan_forward(const ForwardParams& p) {
           DecodeParts<S>::bytes(p)};
 }
 
-// One work item: a block of query rows of one KV head, from row r0 on.
+// Computes one work item: a block of query rows of one KV head, starting at row r0.
 template <class S, template <class> class Score>
 void forward_block(const ForwardParams& p, const Head& head, int64_t r0, const ForwardScratch<S>& scratch,
                    Score<S> score) {
@@ -80,7 +80,7 @@ void forward_block(const ForwardParams& p, const Head& head, int64_t r0, const F
                   [&](int64_t i) { return head.row<const S>(p.q, r0 + i); });
   bool first = true;
   for (int64_t n0 = round_down(visible.begin, kStripKeys), next; n0 < visible.end; n0 = next) {
-    // A tile ends where every row begins to see keys, so the tiles after it need no mask.
+    // A tile ends where the keys that every row sees begin, so the tiles after it need no mask.
     const int64_t end = n0 < all.begin ? min(round_up(all.begin, kStripKeys), visible.end) : visible.end;
     const Tile tile{r0, rows, lanes, n0, min(kForwardBlockK, end - n0)};
     next = n0 + tile.keys;
@@ -138,8 +138,8 @@ void forward_block(const ForwardParams& p, const Head& head, int64_t r0, const F
   watch.lap(Phase::kStore);
 }
 
-// Work items: ranges of keys of each KV head with few query rows, and blocks of query rows of
-// all other heads. The last block comes first, because it is the longest under a causal mask.
+// A KV head with few query rows is divided into work items by ranges of keys, any other head by
+// blocks of query rows. The last block runs first, because a causal mask makes it the longest.
 template <class S, template <class> class Score>
 void forward(const ForwardParams& p, int64_t begin, int64_t end, void* scratch) {
   const Work work = work_of<S>(p, Unit::kForward);

@@ -54,7 +54,7 @@ double slope_gradient(const BackwardParams& p, int64_t h, Range sequences) {
   return sum;
 }
 
-// Work items: query heads.
+// Each work item is one query head.
 template <class S, template <class> class Score>
 void head_gradients(const BackwardParams& p, int64_t begin, int64_t end, void*) {
   using T = Compute<S>;

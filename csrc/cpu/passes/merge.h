@@ -18,7 +18,7 @@ Plan plan_merge_out(const ForwardParams& p) {
   return {work_of<S>(p, Unit::kMerges).count(), 0, 0};
 }
 
-// Work items: KV heads that are decoded.
+// Each work item is one KV head that is decoded.
 template <class S, template <class> class Score>
 void merge_out(const ForwardParams& p, int64_t begin, int64_t end, void*) {
   using T = Compute<S>;

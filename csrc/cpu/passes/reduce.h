@@ -33,7 +33,7 @@ Matrix<const T> sum_shares(int64_t splits, int64_t rows, Has has, Share share) {
   return sum;
 }
 
-// Work items: blocks of query rows, or of keys, of each KV head that is split.
+// Each work item is a block of query rows, or of keys, of a KV head that is split.
 template <class S, template <class> class Score>
 void reduce(const BackwardParams& p, int64_t begin, int64_t end, void*) {
   using T = Compute<S>;

@@ -1,5 +1,5 @@
 // Dot products of few query rows with keys. Columns lie on the lanes, and K is read in place as
-// it is stored: few rows would not fill the lanes, and reading K is the cost. Where columns do
+// it is stored: few rows would not fill the lanes, and reading K is the cost. If columns do
 // not fill the last vector, that vector ends with the last column and overlaps the vector before:
 //
 //   10 columns, 4 lanes    0 1 2 3    4 5 6 7    6 7 8 9

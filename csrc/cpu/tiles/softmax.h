@@ -1,6 +1,6 @@
-// Softmax: the elementwise passes between the products, over tiles S[keys][queries] with
-// queries on the lanes, so every reduction over keys is vertical. Scores and row terms are
-// passed by value: through a reference, their members would be read again after every store.
+// Softmax: the elementwise passes between the two products. They run over tiles S[keys][queries]
+// with queries on the lanes, so a reduction over keys needs no shuffle. Scores and row terms are
+// passed by value: members of a reference would be read again after every store.
 #pragma once
 
 #include "cpu/products/matrix.h"
@@ -11,9 +11,9 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
-// Online softmax (Milakov and Gimelshein 2018) of a block of queries. After
-// each key block, row_max is the largest entry of S so far, row_sum is the sum
-// of exp(S - row_max), and decay rescales earlier sums to the new row_max.
+// The state of online softmax (Milakov and Gimelshein 2018) for a block of queries. After each
+// key block, row_max is the largest entry of S so far, row_sum is the sum of exp(S - row_max),
+// and decay is the factor that rescales earlier sums to the new row_max.
 template <class T>
 struct SoftmaxState {
   alignas(kScratchAlign) T row_max[kBlockQ<T>], row_sum[kBlockQ<T>], decay[kBlockQ<T>];  // [queries]
@@ -23,14 +23,15 @@ struct SoftmaxState {
   }
 };
 
-// -inf - -inf is NaN: where no key was visible yet, subtract 0, so exp(-inf) is 0.
+// Returns the shift that exp subtracts: x, or 0 where x is -inf because no key was visible yet.
+// -inf - -inf would be NaN; with 0, exp(-inf) is 0.
 template <class T>
 PYATTN_INLINE vec<T> finite_shift(vec<T> x) {
   return x == kNegInf<T> ? vec<T>{} : x;
 }
 
-// Adds the sink to the maximum and the sum of a row as one more key; returns the
-// factor that rescales earlier sums. Not inlined, because most calls have no sink.
+// Adds the sink to a row's maximum and sum, like one more key, and returns the factor that
+// rescales earlier sums. It is not inlined, because most calls have no sinks.
 template <class T, class Score>
 [[gnu::noinline]] T add_sink(T sink, Score score, T& row_max, T& row_sum) {
   const T old_max = row_max;
@@ -41,10 +42,10 @@ template <class T, class Score>
   return decay;
 }
 
-// Finishes the rows from r0 on, in forward and in merge alike: adds their sinks, writes row_max,
-// row_sum and lse, and returns in scale[rows] the factor by which each row of the output must still
-// be multiplied. A row whose keys all score -inf divides 0 by 0, as softmax does. A row that sees
-// no key has the factor 0, and the sink, if there is one, as its lse. The arrays are whole vectors.
+// Finishes `rows` rows, starting at r0, for forward and for merge: adds their sinks and writes
+// row_max, row_sum and lse. scale[rows] returns the factor by which each row of O must still be
+// multiplied. A row whose visible keys all score -inf divides 0 by 0, as softmax does. A row that
+// sees no key gets factor 0; its lse is its sink if there are sinks. The arrays hold whole vectors.
 template <class S, class T, class Score>
 void finish_rows(const ForwardParams& p, const Mask& mask, int64_t r0, int64_t rows, T* row_max, T* row_sum, T* scale,
                  Score score) {
@@ -69,8 +70,8 @@ void finish_rows(const ForwardParams& p, const Mask& mask, int64_t r0, int64_t r
   }
 }
 
-// S[keys][queries] -> P = exp(S - row_max) in place, and
-// the new state, for kNV vectors of lanes from strip.j0 on.
+// S[keys][queries] -> P = exp(S - row_max) in place, for kNV vectors
+// of lanes starting at strip.j0. Updates the state of these lanes.
 template <int kNV, bool kMasked, class T, class Score>
 void softmax_panel(Matrix<T> S, Strip strip, const LaneMask<T>& seen, Score score, SoftmaxState<T>& state) {
   constexpr int L = kLanes<T>;
@@ -85,7 +86,7 @@ void softmax_panel(Matrix<T> S, Strip strip, const LaneMask<T>& seen, Score scor
     for (int v = 0; v < kNV; ++v) {
       vec<T> s = load(S.data + k * S.row + j0 + v * L);
       if constexpr (kMasked) s = seen.sees(k, j0 + v * L) ? s : set1(kNegInf<T>);
-      new_max[v] = max(s, new_max[v]);  // max ignores a NaN, which still makes its own P, and so the sum, NaN
+      new_max[v] = max(s, new_max[v]);  // max ignores a NaN, but its P and the sum still become NaN
     }
   }
   PYATTN_UNROLL(16)
@@ -110,7 +111,7 @@ void softmax_panel(Matrix<T> S, Strip strip, const LaneMask<T>& seen, Score scor
   }
 }
 
-// The same for all lanes of a strip.
+// softmax_panel for all lanes of a strip.
 template <bool kMasked, class T, class Score, int kNV = kMaxNV>
 void softmax_strip(Matrix<T> S, Strip strip, const LaneMask<T>& seen, Score score, SoftmaxState<T>& state) {
   constexpr int64_t width = kNV * kLanes<T>;

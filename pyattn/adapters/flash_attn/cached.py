@@ -74,7 +74,7 @@ def flash_attn_with_kvcache(
         key. As in flash-attn, no gradient is recorded.
 
     Raises:
-        ValueError, TypeError: as :func:`pyattn.attention`; lengths outside the cache, which is then left as it was;
+        ValueError, TypeError: as for :func:`pyattn.attention`; lengths outside the cache, which is then left as it was;
             integer tensors that are not int32; k without v or cache_seqlens; a rotary embedding without k, too wide, or
             with fewer positions than the cache; block_table together with cache_batch_idx or cache_leftpad.
 

@@ -48,8 +48,8 @@ def flash_attn_func(
         without dropout.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as :func:`pyattn.attention`. Cases that flash-attn's kernels lack,
-            such as float32, head dimensions above 256, softcap with dropout or a CPU, work here.
+        ValueError, TypeError, NotImplementedError: as for :func:`pyattn.attention`. Cases that flash-attn's kernels
+            lack, such as float32, head dimensions above 256, softcap with dropout or a CPU, work here.
 
     >>> q, k, v = torch.randn(3, 2, 10, 4, 64).unbind()
     >>> flash_attn_func(q, k, v, causal=True, window_size=(3, 0)).shape

@@ -106,7 +106,7 @@ class RotaryEmbedding(nn.Module):
             num_heads_q: see qkv.
 
         Raises:
-            ValueError: more positions than any memory holds, and as :func:`apply_rotary_emb_qkv_`.
+            ValueError: more positions than any memory holds, and as for :func:`apply_rotary_emb_qkv_`.
 
         Returns:
             qkv, or (q, kv).

@@ -55,8 +55,8 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k) with the last two rounded up to multiples of 128, or of shape (0,) without dropout.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as :func:`pyattn.attention_varlen`; cu_seqlens or a block_table that
-            is not int32; S_dmask with a block_table.
+        ValueError, TypeError, NotImplementedError: as for :func:`pyattn.attention_varlen`; cu_seqlens or a block_table
+            that is not int32; S_dmask with a block_table.
 
     >>> q, k, v = torch.randn(3, 30, 4, 64).unbind()
     >>> cu_seqlens = torch.tensor([0, 10, 30], dtype=torch.int32)
