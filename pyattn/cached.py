@@ -47,8 +47,8 @@ def attention_with_cache(
             positions and apply in addition to the cache's own window. mask, bias: they have max_seqlen keys.
 
     Without a ring buffer, the result has the same bits as :func:`pyattn.attention` over the keys so far, with two
-    exceptions, in which it agrees up to rounding. The first is a ragged append. In the second, some queries lie before
-    the first key, the window has a left bound, and you pass causal=False or a q_offset.
+    exceptions, in which it agrees up to rounding. The first is a ragged append. The second is a call with all of
+    these: queries before the first key, a window with a left bound, and causal=False or a q_offset.
 
     Returns:
         As for :func:`pyattn.attention`, differentiable in q, bias, alibi_slopes and sinks. If you append or reorder

@@ -42,8 +42,9 @@ def attention_weights(
     Args:
         q, k: as for :func:`pyattn.attention`.
         lse: (B, Hq, Sq), returned by :func:`pyattn.attention` for the same arguments; it already includes sinks. The
-            weights are then exp(score - lse). This saves a pass over them, but they carry lse's rounding error.
-            Gradients also flow through lse. Default: this function computes each row's maximum and sum itself.
+            weights are then exp(score - lse). Passing lse saves a pass over the scores, but the weights
+            carry its rounding error. Gradients also flow through lse. Default: this function computes each row's
+            maximum and sum itself.
         heads: query heads, as ints or an int32 or int64 tensor; negative ones count from the end. Default: all.
         rows: queries, in the same form. Default: all.
         options: as for :func:`pyattn.attention`. Their shapes are those for all heads and rows.

@@ -162,7 +162,7 @@ backward_keys(const __grid_constant__ BackwardParams p) {
   const auto& shared = pass.shared;
 
   const QueryRows<S> q(block.head, p.q, p.head_dim), dout(block.head, p.dout, p.head_dim_v);
-  if (!run.empty()) {  // without rows, no copies start: nothing would wait for them
+  if (!run.empty()) {  // without rows no loop waits for copies, so none may start
     KeyRows<S>(block.head, p.k, p.head_dim).template load<Shape::kThreads>(shared.K, n0);
     KeyRows<S>(block.head, p.v, p.head_dim_v).template load<Shape::kThreads>(shared.V, n0);
     shared.rows(0).load(p, q, dout, before, run.begin);

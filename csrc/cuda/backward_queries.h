@@ -98,7 +98,7 @@ backward_queries(const __grid_constant__ BackwardParams p) {
     k.template load<Shape::kThreads>(shared.K(stage), n0);
     v.template load<Shape::kThreads>(shared.V(stage), n0);
   };
-  if (!keys.empty()) {  // without keys, no copies start: nothing would wait for them
+  if (!keys.empty()) {  // without keys no loop waits for copies, so none may start
     QueryRows<S>(block.head, p.q, p.head_dim).template load<Shape::kThreads>(shared.Q, r0);
     QueryRows<S>(block.head, p.dout, p.head_dim_v).template load<Shape::kThreads>(shared.dO, r0);
     load_keys(0, keys.begin);

@@ -89,7 +89,7 @@ forward(const __grid_constant__ ForwardParams p) {
   const Score score(p);
 
   const KeyRows<S> K(block.head, p.k, p.head_dim), V(block.head, p.v, p.head_dim_v);
-  if (!keys.empty()) {  // without keys, no copies start: nothing would wait for them
+  if (!keys.empty()) {  // without keys no loop waits for copies, so none may start
     QueryRows<S>(block.head, p.q, p.head_dim).template load<Shape::kThreads>(shared.Q, r0);
     K.template load<Shape::kThreads>(shared.K, keys.begin);
   }

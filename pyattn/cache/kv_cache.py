@@ -33,8 +33,8 @@ class KVCache:
         v (B, Hkv, slots, Dv)   sequence 1    k0 k1  .  .  .  .
 
     With ``window=(left, 0)``, the cache is a ring buffer. A query sees itself and the ``left`` keys before it; text may
-    continue forever, and memory does not grow. The cache keeps the last ``max_seqlen`` positions, so up to max_seqlen -
-    left queries at a time find every key that they see.
+    continue forever, and memory does not grow. The cache keeps the last ``max_seqlen`` positions. If a call has at most
+    max_seqlen - left queries, every key that they see is still there.
 
     With ``page_size=P``, positions are stored in pages of P, and a table lists the pages of each sequence::
 
@@ -44,7 +44,7 @@ class KVCache:
 
     A sequence gets pages as it grows, and a page is free if it holds no position of any sequence. Lengths and table are
     the whole state, so setting lengths to 0 is a reset. :meth:`reorder` copies only the table; afterwards, sequences
-    share pages. A sequence writes to only one shared page, its last, and first gets its own copy of that page. So beam
+    share pages. The only shared page that a sequence writes to is its last, which it copies first. So beam
     search stores a common beginning once and copies at most one page per sequence and step, not the whole cache. There
     are B * ceil(max_seqlen / P) pages, so max_seqlen is the only limit. If a sequence shares no pages, its pages are
     adjacent and read as fast as contiguous memory. :func:`attention_with_cache` first copies all pages into one batch

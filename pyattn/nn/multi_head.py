@@ -15,7 +15,7 @@ from pyattn.nn.score import ScoreOptions
 class MultiHeadAttention(CausalMask, ScoreOptions, Heads):
     """Causal multi-head attention over sequences of at most ``context_length``, then the Linear ``out_proj``.
 
-    ``d_out`` must be a multiple of ``num_heads``, and num_heads of ``num_heads_kv``, which defaults to num_heads. Query
+    ``num_heads`` must divide ``d_out``, and ``num_heads_kv`` (default: num_heads) must divide num_heads. Query
     head h reads KV head ``h // (num_heads // num_heads_kv)``; W_key and W_value return num_heads_kv * head_dim columns.
     :class:`pyattn.nn.score.ScoreOptions` describes ``window`` and the other extra options. ``window=(2, 0)`` masks keys
     as follows, 1 = takes part::
@@ -101,7 +101,7 @@ class Attention(ScoreOptions, Heads):
     query that sees no key, attention returns 0, not NaN. Without a mask (the default), every query sees every key. A
     mask of another dtype raises TypeError; pass numbers to add to the scores as ``bias``.
 
-    ``embed_dim`` must be a multiple of ``num_heads``, and num_heads of ``num_heads_kv``, which defaults to num_heads.
+    ``num_heads`` must divide ``embed_dim``, and ``num_heads_kv`` (default: num_heads) must divide num_heads.
     :class:`pyattn.nn.score.ScoreOptions` describes ``window`` and the other extra options; a window applies in addition
     to the mask. Without a mask, ``window=(1, 2)`` masks keys as follows, 1 = takes part::
 

@@ -135,7 +135,7 @@ class BackwardItem {
     watch.lap(Phase::kStore);
   }
 
-  // Clears dbias for these rows and keys: no tile writes them, or a masked tile writes only some of them.
+  // Sets dbias to 0 for these rows and keys, of which tiles write none, or a masked tile only some.
   void no_scores(Range rows, Range keys) const {
     if (p.dbias.data && one_score_each(p)) clear_bias_gradient<S>(p, head, rows, keys);
   }
@@ -215,7 +215,8 @@ class BackwardItem {
     });
   }
 
-  // Adds a tile to dV, dK and dQ, from visible pairs only: its K, Q or dO holds NaN or inf.
+  // Adds a tile's contribution to dV, dK and dQ, leaving masked pairs out one by one:
+  // for tiles whose K, Q or dO holds NaN or inf.
   void add_seen_products(const Tile& tile, const Keys& block, const Queries& queries) {
     const auto key_row = [&](int64_t j, int64_t, int64_t r) { return weights.seen.lane_sees(j, r); };
     const auto row_key = [&](int64_t r, int64_t, int64_t j) { return weights.seen.lane_sees(j, r); };

@@ -80,7 +80,7 @@ void forward_block(const ForwardParams& p, const Head& head, int64_t r0, const F
                   [&](int64_t i) { return head.row<const S>(p.q, r0 + i); });
   bool first = true;
   for (int64_t n0 = round_down(visible.begin, kStripKeys), next; n0 < visible.end; n0 = next) {
-    // A tile ends where the keys that every row sees begin, so the tiles after it need no mask.
+    // Tiles are cut at the first key that every row sees, so the tiles after it need no mask.
     const int64_t end = n0 < all.begin ? min(round_up(all.begin, kStripKeys), visible.end) : visible.end;
     const Tile tile{r0, rows, lanes, n0, min(kForwardBlockK, end - n0)};
     next = n0 + tile.keys;

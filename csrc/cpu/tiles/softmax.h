@@ -1,6 +1,6 @@
 // Softmax: the elementwise passes between the two products. They run over tiles S[keys][queries]
 // with queries on the lanes, so a reduction over keys needs no shuffle. Scores and row terms are
-// passed by value: members of a reference would be read again after every store.
+// passed by value: after every store, members of a reference would be loaded again.
 #pragma once
 
 #include "cpu/products/matrix.h"
