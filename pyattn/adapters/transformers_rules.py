@@ -61,13 +61,13 @@ def interval(function: object, queries: Tensor) -> Interval | None:
 
 def _part(name: str, captured: dict[str, Any], at: Tensor) -> Interval | None:
     """The visible keys of queries at these positions by one rule, or None if it is not known."""
-    first, behind = at.new_tensor(-FAR), at.new_tensor(FAR)
+    first, past = at.new_tensor(-FAR), at.new_tensor(FAR)
     if name in ("and_masks", "bidirectional_mask_function", "remap_positions_for_packed_sequence"):
-        return first, behind
+        return first, past
     if name == "causal_mask_function":
         return first, at + 1
     if name == "sliding_window_overlay":
-        return at - captured["sliding_window"] + 1, behind
+        return at - captured["sliding_window"] + 1, past
     if name == "sliding_window_bidirectional_overlay":
         return at - captured["sliding_window"], at + captured["sliding_window"] + 1
     if name == "chunked_overlay":

@@ -91,9 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="pyattn",
         description="Exact native attention for PyTorch.",
-        epilog="\n".join(
-            (*(f"{name:10}{purpose}" for name, purpose in COMMANDS.items()), "", PAGES.replace("%", "%%"))
-        ),
+        epilog="\n".join((*(f"{name:10}{purpose}" for name, purpose in COMMANDS.items()), "", PAGES)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"pyattn {__version__}")

@@ -1,4 +1,4 @@
-"""Promise: tests/gpu.py records failures and runs on, respects its time, and leaves no process behind."""
+"""Promise: tests/gpu.py records failures and runs on, respects its time, and ends all its processes."""
 
 import json
 import os

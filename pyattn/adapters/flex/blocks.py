@@ -72,20 +72,20 @@ def _seen(
     begin, end = key_ranges_of(mask, seqlen_q, seqlen_k, device).unbind(-1)
     touched = torch.where(begin < end, -(-end // columns), 0)  # an empty row touches none
     some = _count_rows(begin // columns, touched, seqlen_k, block_size)
-    behind = torch.where(end == seqlen_k, -(-end // columns), end // columns)
-    whole = _count_rows(-(-begin // columns), behind, seqlen_k, block_size)
+    past = torch.where(end == seqlen_k, -(-end // columns), end // columns)
+    whole = _count_rows(-(-begin // columns), past, seqlen_k, block_size)
     first = torch.arange(0, seqlen_q, rows, device=device)
     return some > 0, whole == (seqlen_q - first).clamp(max=rows)[:, None]
 
 
-def _count_rows(first: Tensor, behind: Tensor, seqlen_k: int, block_size: tuple[int, int]) -> Tensor:
-    """How many rows of each block include it in their range [first, behind) of blocks, each (B or 1, Sq)."""
+def _count_rows(first: Tensor, past: Tensor, seqlen_k: int, block_size: tuple[int, int]) -> Tensor:
+    """How many rows of each block include it in their range [first, past) of blocks, each (B or 1, Sq)."""
     batch, seqlen_q = first.shape
     blocks_q, blocks_k = -(-seqlen_q // block_size[0]), -(-seqlen_k // block_size[1])
     row = torch.arange(seqlen_q, device=first.device) // block_size[0] * (blocks_k + 1)
     one = torch.ones_like(first)
     change = first.new_zeros(batch, blocks_q * (blocks_k + 1))
-    change = change.scatter_add(1, row + first, one).scatter_add(1, row + torch.maximum(first, behind), -one)
+    change = change.scatter_add(1, row + first, one).scatter_add(1, row + torch.maximum(first, past), -one)
     return change.reshape(batch, blocks_q, blocks_k + 1).cumsum(-1)[..., :-1]
 
 
