@@ -1,5 +1,5 @@
 version: str
-torch_version: str
+__file__: str
 compiler: str
 cuda_archs: list[str]
 

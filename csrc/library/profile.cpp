@@ -1,12 +1,13 @@
-#include "ops/profile.h"
+#include "library/profile.h"
+
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
 #include <mutex>
 #include <utility>
-
-#include "cpu/dispatch.h"
-#include "ops/threads.h"
 
 namespace pyattn {
 namespace {
@@ -18,6 +19,16 @@ std::vector<TaskProfile> tasks;  // since start_profile; guarded by mutex
 int64_t now_ns() {
   using std::chrono::nanoseconds;
   return std::chrono::duration_cast<nanoseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+int64_t thread_id() {
+#ifdef __APPLE__
+  uint64_t id = 0;
+  pthread_threadid_np(nullptr, &id);
+  return static_cast<int64_t>(id);
+#else
+  return syscall(SYS_gettid);
+#endif
 }
 
 }  // namespace

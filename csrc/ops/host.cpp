@@ -1,12 +1,8 @@
-#include "ops/threads.h"
+#include "ops/host.h"
 
 #include <ATen/Parallel.h>
+#include <c10/core/CPUAllocator.h>
 #include <pthread.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#ifdef __x86_64__
-#include <xmmintrin.h>
-#endif
 
 #include <atomic>
 #include <cstdint>
@@ -18,43 +14,6 @@ namespace {
 std::atomic<bool> forked{false};
 [[maybe_unused]] const int watch_forks = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 
-// The calling thread's floating-point control register: the rounding mode, and whether subnormal numbers count as 0,
-// which torch.set_flush_denormal sets for its own thread only. On x86 without the flags of past exceptions.
-uint64_t float_control() {
-  uint64_t control = 0;
-#if defined(__x86_64__)
-  control = _mm_getcsr() & ~_MM_EXCEPT_MASK;
-#elif defined(__aarch64__)
-  asm volatile("mrs %0, fpcr" : "=r"(control));
-#endif
-  return control;
-}
-
-void set_float_control([[maybe_unused]] uint64_t control) {
-#if defined(__x86_64__)
-  _mm_setcsr(static_cast<unsigned>(control));
-#elif defined(__aarch64__)
-  asm volatile("msr fpcr, %0" : : "r"(control));
-#endif
-}
-
-// While it lives, a thread rounds as the caller of run_tasks does, so bits do not depend on who claims an item.
-class CallersControl {
- public:
-  explicit CallersControl(uint64_t callers) : differs_(own_ != callers) {
-    if (differs_) set_float_control(callers);
-  }
-  ~CallersControl() {
-    if (differs_) set_float_control(own_);
-  }
-  CallersControl(const CallersControl&) = delete;
-  CallersControl& operator=(const CallersControl&) = delete;
-
- private:
-  uint64_t own_ = float_control();
-  bool differs_;
-};
-
 #ifndef _OPENMP
 
 // The entry to parallel regions that code compiled by gcc calls. clang's would need LLVM's runtime
@@ -64,14 +23,15 @@ extern "C" void GOMP_parallel(void (*function)(void*), void* data, unsigned thre
 
 struct Region {
   int64_t tasks;
-  c10::function_ref<void()> task;
+  void (*task)(void*);
+  void* data;
   std::atomic<int64_t> started{0};
   std::atomic_flag failed{};
   std::exception_ptr exception{};
 
   void run() {
     try {
-      while (started++ < tasks) task();
+      while (started++ < tasks) task(data);
     } catch (...) {
       if (!failed.test_and_set()) exception = std::current_exception();
     }
@@ -80,36 +40,33 @@ struct Region {
 
 #endif
 
-}  // namespace
-
+// torch.get_num_threads(), but 1 in a forked child, whose copy of the pool may have no threads, and 1 inside
+// another parallel region.
 int64_t max_tasks() { return forked || at::in_parallel_region() ? 1 : at::get_num_threads(); }
 
-void run_tasks(int64_t tasks, c10::function_ref<void()> task) {
-  if (tasks == 1) return task();
-  const auto as_caller = [&, control = float_control()] {
-    const CallersControl same(control);
-    task();
-  };
+void run_tasks(int64_t tasks, void (*task)(void*), void* data) {
 #ifdef _OPENMP
   at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
-    for (; begin < end; ++begin) as_caller();
+    for (; begin < end; ++begin) task(data);
   });
 #else
-  Region region{tasks, as_caller};
+  Region region{tasks, task, data};
   // 0: as many threads as torch has set; any other number makes libgomp rebuild its pool.
-  GOMP_parallel([](void* data) { static_cast<Region*>(data)->run(); }, &region, 0, 0);
+  GOMP_parallel([](void* region) { static_cast<Region*>(region)->run(); }, &region, 0, 0);
   if (region.exception) std::rethrow_exception(region.exception);
 #endif
 }
 
-int64_t thread_id() {
-#ifdef __APPLE__
-  uint64_t id = 0;
-  pthread_threadid_np(nullptr, &id);
-  return static_cast<int64_t>(id);
-#else
-  return syscall(SYS_gettid);
-#endif
+// With ATen's allocator, so the memory profiler sees it, and without the microsecond of at::empty's dispatch.
+Memory allocate(int64_t bytes) {
+  c10::DataPtr memory = c10::GetCPUAllocator()->allocate(bytes);
+  void* const data = memory.get();
+  void (*const free)(void*) = memory.get_deleter();
+  return {data, memory.release_context(), free};
 }
+
+}  // namespace
+
+const Host torch_host{max_tasks, run_tasks, allocate};
 
 }  // namespace pyattn

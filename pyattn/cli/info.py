@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pyattn import _C, attention, isa, isas
+from pyattn import _build, _C, attention, isa, isas
 from pyattn.adapters import sdpa_counts, sdpa_switch, transformers_models
 from pyattn.cli.options import DEVICES, DTYPES, check_device, command, cpu, option
 
@@ -42,7 +42,7 @@ def facts(device: str) -> dict[str, str]:
     """The facts by their displayed names; the dtypes are those that ``device`` takes."""
     return {
         "pyattn": _C.version,
-        "torch": f"{torch.__version__} (built for {_C.torch_version})",
+        "torch": f"{torch.__version__} (built for {', '.join(_build.torches.values())})",
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "cpu": cpu(),
         "compiler": _C.compiler,

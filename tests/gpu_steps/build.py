@@ -29,7 +29,7 @@ endfunction()
 LAST_LINES = 25
 """Lines of a failed command's output to show in its error."""
 
-MADE = ("__pycache__", "_C*.so", "_build.py")
+MADE = ("__pycache__", "*.so", "_build.py")
 """Generated files among the package's sources."""
 
 

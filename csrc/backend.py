@@ -1,0 +1,67 @@
+"""The build backend: scikit-build-core's, for the torch that is installed already, and the requirement on torch.
+
+A build in isolation does not see the packages of the environment that it installs into. It would download a torch of
+its own, and pip would then replace the user's by the one that was built for. This backend looks for torch there, builds
+with its headers, and requires its minor version. ``PYATTN_TORCHES`` names other folders, as builders of wheels do.
+"""
+
+import os
+import re
+import sysconfig
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from scikit_build_core import build as scikit
+from scikit_build_core.build import *  # noqa: F403
+
+DEFAULT = "torch==2.13.*"
+"""The build's torch if the environment has none."""
+
+
+def folders() -> list[Path]:
+    """The folders with a package ``torch`` to build for; none if torch is not installed."""
+    if given := os.environ.get("PYATTN_TORCHES"):
+        return [Path(folder) for folder in given.split(";")]
+    spec = find_spec("torch")
+    seen = [Path(place).parent for place in spec.submodule_search_locations or ()] if spec else []
+    hidden = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")]  # from a build in pip's isolation
+    return [folder for folder in (*seen, *hidden) if (folder / "torch" / "version.py").is_file()][:1]
+
+
+def minor_of(folder: Path) -> tuple[int, int]:
+    """The minor version of the folder's torch, read without importing it."""
+    version = re.search(r"__version__ = '(\d+)\.(\d+)", (folder / "torch" / "version.py").read_text())
+    assert version, f"no version of torch in {folder}"
+    return int(version[1]), int(version[2])
+
+
+def dynamic_metadata(settings: Mapping[str, Any], project: Mapping[str, Any]) -> dict[str, Any]:
+    """The package's dependencies: the minor versions of torch that this build has a border for."""
+    (major, first), *_, (_, last) = sorted(map(minor_of, folders())) * 2
+    one = f"torch=={major}.{first}.*"
+    return {"dependencies": [one if first == last else f"torch>={major}.{first},<{major}.{last + 1}"]}
+
+
+def dynamic_wheel(settings: Mapping[str, Any]) -> dict[str, bool]:
+    """The dependencies of an sdist are not known before it is built."""
+    return {"dependencies": True}
+
+
+def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
+    return [*scikit.get_requires_for_build_wheel(config_settings), *([] if folders() else [DEFAULT])]
+
+
+def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
+    return [*scikit.get_requires_for_build_editable(config_settings), *([] if folders() else [DEFAULT])]
+
+
+def build_wheel(directory: str, config_settings: Any = None, metadata: str | None = None) -> str:
+    os.environ["PYATTN_TORCHES"] = ";".join(map(str, folders()))
+    return scikit.build_wheel(directory, config_settings, metadata)
+
+
+def build_editable(directory: str, config_settings: Any = None, metadata: str | None = None) -> str:
+    os.environ["PYATTN_TORCHES"] = ";".join(map(str, folders()))
+    return scikit.build_editable(directory, config_settings, metadata)
