@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pyattn.cli import main
+import torch
+
+from pyattn.cli import chart, main, output
+from pyattn.cli import train as training
 
 
 def written_story(folder: Path) -> Path:
@@ -21,6 +24,20 @@ def train(story: Path, parent: Path, *options: str, out: str = "run") -> tuple[i
     folder = parent / out
     shape = "--layers 2 --heads 2 --width 16 --context 16 --batch 4 --steps 6 --eval-every 3 --sample 20"
     return main(["train", *shape.split(), "--data", str(story), "--out", str(folder), *options]), folder
+
+
+@pytest.fixture(autouse=True)
+def light(monkeypatch):
+    """Trainings of six steps that spend no more time after the steps than on them: the curve is an empty file.
+
+    Also restores the number of threads, which commands set.
+    """
+    monkeypatch.setattr(training, "VALIDATION_WINDOWS", 8)
+    monkeypatch.setattr(training, "COMPARED_BATCHES", 2)
+    monkeypatch.setattr(chart, "draw", lambda losses, unigram_loss, title, path: output.write(path, b""))
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
