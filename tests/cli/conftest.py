@@ -5,10 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-
 import torch
 
-from pyattn.cli import chart, main, output
+import pyattn
+from pyattn.cli import chart, kinds, main, output, phases, profile, timing
 from pyattn.cli import train as training
 
 
@@ -27,17 +27,24 @@ def train(story: Path, parent: Path, *options: str, out: str = "run") -> tuple[i
 
 
 @pytest.fixture(autouse=True)
-def light(monkeypatch):
-    """Trainings of six steps that spend no more time after the steps than on them: the curve is an empty file.
+def settings_kept():
+    """Restores what commands set."""
+    isa, threads = pyattn.isa(), torch.get_num_threads()
+    yield
+    pyattn.set_isa(isa)
+    torch.set_num_threads(threads)
 
-    Also restores the number of threads, which commands set.
-    """
+
+@pytest.fixture(autouse=True)
+def light(monkeypatch):
+    """Measurements of three rounds, and trainings that spend their time on steps: no curve is drawn."""
+    for module in (profile, phases, kinds):
+        for limit in ("SECONDS", "FUNCTION_SECONDS", "MODULE_SECONDS", "TOKEN_SECONDS"):
+            monkeypatch.setattr(module, limit, 0.0, raising=False)
+    monkeypatch.setattr(timing, "SPIN", timing.SPIN / 10)
     monkeypatch.setattr(training, "VALIDATION_WINDOWS", 8)
     monkeypatch.setattr(training, "COMPARED_BATCHES", 2)
     monkeypatch.setattr(chart, "draw", lambda losses, unigram_loss, title, path: output.write(path, b""))
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -7,18 +7,8 @@ import pytest
 import torch
 from assertions import assert_close
 
-from pyattn.cli import InputError, decoding, kinds, kv_caches, main, packed, rows
+from pyattn.cli import InputError, decoding, kv_caches, main, packed, rows
 from pyattn.cli.gpt import Config
-
-
-@pytest.fixture(autouse=True)
-def short(monkeypatch):
-    """Three rounds of everything; restores the number of threads."""
-    for limit in ("FUNCTION_SECONDS", "TOKEN_SECONDS"):
-        monkeypatch.setattr(kinds, limit, 0.0)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def table(kind: str, folder: Path) -> list[rows.Row]:

@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 
-import pyattn
 from pyattn import cli
 from pyattn.cli import bench, checkpoint, generation, limits, main, profile, show, train
 from pyattn.cli.gpt import GPT, Config
@@ -31,14 +30,6 @@ EXTREMES = [
 
 class Work(BaseException):
     """Raised when the work begins."""
-
-
-@pytest.fixture(autouse=True)
-def state_kept():
-    isa, threads = pyattn.isa(), torch.get_num_threads()
-    yield
-    pyattn.set_isa(isa)
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -128,15 +119,7 @@ WORKING = {
 
 
 @pytest.mark.parametrize(("command", "options"), [(name, option) for name, all_ in WORKING.items() for option in all_])
-def test_extremes_that_are_right_work(
-    run,
-    story,
-    monkeypatch,
-    capsys,
-    command,
-    options,
-):
-    monkeypatch.setattr(profile, "SECONDS", 0.0)
+def test_extremes_that_are_right_work(run, story, capsys, command, options):
     small = {"train": "--batch 2 --steps 2 --threads 1", "generate": "--tokens 9", "profile": "--forward --threads 1"}
     argv = f"{COMMANDS[command]} {small[command]} {options}".format(run=run, story=story)
     assert main(argv.split()) == 0

@@ -11,14 +11,6 @@ from pyattn import _C, attention
 from pyattn.cli import contention, main, phases, profile
 
 
-@pytest.fixture(autouse=True)
-def state_kept():
-    isa, threads = pyattn.isa(), torch.get_num_threads()
-    yield
-    pyattn.set_isa(isa)
-    torch.set_num_threads(threads)
-
-
 def tasks_of(case: Case, dtype: torch.dtype = torch.float32) -> list:
     qkv = tuple(t.requires_grad_() for t in case.inputs(dtype))
     _C.start_profile()
@@ -74,7 +66,8 @@ def test_nothing_is_kept_while_nobody_measures():
     assert _C.stop_profile() == []
 
 
-def test_run(tmp_path, capsys):
+def test_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(profile, "SECONDS", 0.5)  # both threads get work in one of many calls
     trace = tmp_path / "trace.json"
     options = f"--shapes 1x4x300x16 --dtype bfloat16 --threads 2 --isa scalar --dropout 0.1 --trace {trace}"
     assert main(["profile", *options.split()]) == 0
@@ -96,8 +89,7 @@ def test_run(tmp_path, capsys):
         assert any(t["ts"] <= product["ts"] <= t["ts"] + t["dur"] for t in tasks if t["tid"] == product["tid"])
 
 
-def test_shapes_are_profiled_one_by_one_and_rare_passes_explained(capsys, monkeypatch):
-    monkeypatch.setattr(profile, "SECONDS", 0.0)
+def test_shapes_are_profiled_one_by_one_and_rare_passes_explained(capsys):
     assert main(["profile", "--shapes", "1x1x200x16", "1x9x20x16", "--threads", "1"]) == 0
     first, second = capsys.readouterr().out.split("1x9x20x16 float32, causal, dropout 0, 3 calls")
     assert "1x1x200x16 float32, causal, dropout 0, 3 calls" in first
@@ -110,7 +102,6 @@ def test_shapes_are_profiled_one_by_one_and_rare_passes_explained(capsys, monkey
 def test_a_busy_machine_is_told(capsys, monkeypatch):
     waits = iter([1.0, 3600.0])
     monkeypatch.setattr(contention, "waited", lambda: next(waits))
-    monkeypatch.setattr(profile, "SECONDS", 0.0)
     assert main(["profile", "--shapes", "1x1x9x4", "--forward"]) == 0
     assert "busy machine: threads waited for a core 100% of the time" in capsys.readouterr().out
 
@@ -144,6 +135,7 @@ def gpu(monkeypatch):
     """The CPU stands in for a GPU."""
     randn, place = torch.randn, {"cuda": "cpu"}
     monkeypatch.setattr(torch, "randn", lambda *size, device, **options: randn(*size, device=place[device], **options))
+    monkeypatch.setattr(profile, "SECONDS", 0.5)
     monkeypatch.setattr(profile, "once", lambda call, repeats, device: {"cuda": 0.1}[device])
     monkeypatch.setattr(torch.profiler, "profile", Watched)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -62,7 +62,6 @@ COMMANDS: dict[str, Callable[[Path], list[str]]] = {
 }
 
 
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_room_on_the_disk_is_one_sentence(
     trained,
