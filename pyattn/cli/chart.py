@@ -31,7 +31,7 @@ def _plain(axes: Axes) -> None:
 
 def draw(losses: "Losses", unigram_loss: float, title: str, path: Path) -> None:
     """Write ``losses`` as a PNG, with the unigram loss for comparison. Needs no display."""
-    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")  # 1200 x 750 pixels, sharp in a README
+    figure = Figure(figsize=(8, 5), dpi=150)  # 1200 x 750 pixels, sharp in a README
     axes = figure.add_subplot()
     train, validation = losses.train, losses.validation
     axes.plot(list(train), list(train.values()), color="#9ecae1", linewidth=1, label="training, each step")

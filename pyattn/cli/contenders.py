@@ -175,12 +175,12 @@ def modules(width: int, heads: int, context: int, flex: bool) -> dict[str, nn.Mo
     return {
         "pyattn MultiHeadAttention": native.MultiHeadAttention(*split),
         "pyattn MultiHeadAttentionWrapper": native.MultiHeadAttentionWrapper(*wrapped),
-        "1 a module for each head": reference.MultiHeadAttentionWrapper(*wrapped),
-        "2 weights split by views": reference.MultiHeadAttention(*split),
-        "3 one matrix for q, k, v": Projected(width, heads, _matmul),
-        "4 einsum": Projected(width, heads, _einsum),
-        "5 sdpa": Projected(width, heads, sdpa),
-        "6 sdpa with a mask": Projected(width, heads, _sdpa_with_mask),
-        "7 nn.MultiheadAttention": Torchs(width, heads, True),
-        "8 the same without weights": Torchs(width, heads, False),
-    } | ({"9 flex": Projected(width, heads, _flex())} if flex else {})
+        "a module for each head": reference.MultiHeadAttentionWrapper(*wrapped),
+        "weights split by views": reference.MultiHeadAttention(*split),
+        "one matrix for q, k, v": Projected(width, heads, _matmul),
+        "einsum": Projected(width, heads, _einsum),
+        "torch sdpa": Projected(width, heads, sdpa),
+        "torch sdpa with a mask": Projected(width, heads, _sdpa_with_mask),
+        "nn.MultiheadAttention": Torchs(width, heads, True),
+        "nn.MultiheadAttention without weights": Torchs(width, heads, False),
+    } | ({"torch flex": Projected(width, heads, _flex())} if flex else {})

@@ -127,12 +127,10 @@ def test_comparisons_share_the_time(clock, capsys):
 def test_quick_is_over_in_half_a_minute(clock, monkeypatch):
     """If each side takes a second per call, only the calls of the last comparison exceed the limit."""
     monkeypatch.setattr(bench, "measured_peaks", lambda dtypes, threads: {})
-    slow = sides(clock, ours=1.0, sdpa=1.0)
-
-    def made(run, sizes, ends):
-        return rows.measure(run.what, "sdpa", slow, slow, 1.0, ends, run.device)
+    monkeypatch.setattr(kinds, "SECONDS", 1.0)
+    slow = kinds.Calls(*[sides(clock, **{"ours": 1.0, "torch sdpa": 1.0})] * 2)
 
     for kind in ("functions", "modules"):
-        monkeypatch.setitem(kinds.KINDS, kind, kinds.KINDS[kind]._replace(make=made))
+        monkeypatch.setitem(kinds.KINDS, kind, kinds.KINDS[kind]._replace(calls=lambda run, sizes: slow))
     assert main(["bench", "--quick"]) == 0
     assert bench.QUICK_SECONDS <= clock[0] < 30

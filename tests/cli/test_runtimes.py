@@ -212,7 +212,7 @@ def test_another_result_is_left_out(wrong, monkeypatch):
     compilers = {"right": reference.attention, "wrong": wrong}
     made = {name: ((), lambda *qkv, f=f: program(f(*qkv), [])) for name, f in compilers.items()}
     monkeypatch.setattr(runtimes, "COMPILERS", made)
-    result = kinds.of_functions(kinds.Run("x", "float32", "cpu"), (1, 2, 30, 16), math.inf)
+    result = kinds.KINDS["functions"].rows(kinds.Run("x", "float32", "cpu"), (1, 2, 30, 16), math.inf)
     found = {row["side"]: row for row in result}
     assert "forward" in found["right"]
     assert "forward_backward" not in found["right"]
