@@ -1,14 +1,11 @@
 """Promise: the commands follow their options, and refuse in one sentence what they can't do."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from fresh import python
 
 from pyattn import _C, __version__
 from pyattn.cli import COMMANDS, info, main
@@ -119,12 +116,7 @@ def test_info_asks_the_device_for_its_dtypes(monkeypatch, capsys):
         assert facts_of(capsys.readouterr().out)["dtypes"] == dtypes
 
 
-# Separate processes
-
-
-def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command, environment = [sys.executable, *arguments], os.environ | environment
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+# Fresh processes
 
 
 def test_info_as_a_module():
@@ -137,77 +129,44 @@ def test_info_as_a_module():
     assert "float32" in facts["dtypes"].split()
 
 
-NEEDED = {
-    "info": [set(), []],
-    "train": [{"matplotlib", "numpy", "safetensors", "tqdm"}, ["--steps", "0"]],
-    "generate": [{"safetensors", "tqdm"}, ["nowhere"]],
-    "bench": [{"tqdm"}, ["--threads", "0"]],
-    "bench --out": [{"matplotlib", "numpy", "tqdm"}, ["--out", "/dev/null/nowhere"]],
-    "profile": [set(), ["--shapes", "1x1x9x4", "--forward", "--threads", "1"]],
-    "show": [{"matplotlib", "numpy", "safetensors"}, ["nowhere"]],
-}
-"""A command's packages, and a command line that gets past its imports."""
-
-
-MISSING = {"train": "tqdm", "generate": "safetensors", "bench --out": "matplotlib", "show": "numpy"}
-
-FORKS = """
-import json, os, sys
-cases, packages = json.loads(sys.argv[1])
-sys.modules |= dict.fromkeys(packages)
+PACKAGES = {"matplotlib", "numpy", "safetensors", "tqdm"}
+WITHOUT = """
+import importlib, sys
+sys.modules |= dict.fromkeys({missing})
 from pyattn.cli import main
-children = []
-for argv, missing, shown in cases:
-    children.append(os.fork())
-    if not children[-1]:
-        for package in set(packages) - set(missing):
-            del sys.modules[package]
-        for descriptor in (1, 2):
-            os.dup2(os.open(f"{shown}{descriptor}", os.O_CREAT | os.O_WRONLY), descriptor)
-        sys.exit(main(argv))
-print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
+if home := {{"bench": "kinds", "profile": "profile"}}.get(sys.argv[1]):
+    importlib.import_module("pyattn.cli." + home).SECONDS = 0.0
+sys.exit(main(sys.argv[1:]))
 """
-"""Runs commands, each in a fork that can't import ``missing``. They share the imports that take seconds."""
 
 
-@pytest.fixture(scope="module")
-def without(tmp_path_factory):
-    """Exit code and output of each command without all packages it does not need, and without one that it needs."""
-    folder, packages = tmp_path_factory.mktemp("shown"), sorted(set().union(*(needed for needed, _ in NEEDED.values())))
-    asked = {(name, False): set(packages) - needed for name, (needed, _) in NEEDED.items()}
-    asked |= {(name, True): {package} for name, package in MISSING.items()}
-    files = [folder / str(n) for n in range(len(asked))]
-    cases = [
-        ([name.split()[0], *NEEDED[name][1]], sorted(missing), str(file))
-        for ((name, _), missing), file in zip(asked.items(), files, strict=True)
-    ]
-    done = python("-W", "ignore", "-c", FORKS, json.dumps([cases, packages]))
-    return {
-        key: (code, *(Path(f"{file}{descriptor}").read_text() for descriptor in (1, 2)))
-        for key, code, file in zip(asked, json.loads(done.stdout), files, strict=True)
-    }
+@pytest.mark.parametrize(
+    ("command", "needed", "code"),
+    [
+        ("info", set(), 0),
+        ("train --steps 0", PACKAGES, 2),
+        ("generate nowhere", {"safetensors", "tqdm"}, 2),
+        ("bench --only functions --shapes 1x1x9x4 --dtype float32 --threads 1", {"tqdm"}, 0),
+        ("bench --out /dev/null/nowhere", {"matplotlib", "numpy", "tqdm"}, 2),
+        ("profile --shapes 1x1x9x4 --forward --threads 1", set(), 0),
+        ("show nowhere", {"matplotlib", "numpy", "safetensors"}, 2),
+    ],
+)
+def test_a_command_runs_without_the_packages_that_it_does_not_need(command, needed, code):
+    done = python("-c", WITHOUT.format(missing=PACKAGES - needed), *command.split())
+    assert "not installed" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode == code
 
 
-@pytest.mark.parametrize("command", NEEDED)
-def test_a_command_runs_without_the_packages_that_it_does_not_need(without, command):
-    code, _, err = without[command, False]
-    assert "not installed" not in err
-    assert "Traceback" not in err
-    assert code == (2 if NEEDED[command][0] else 0)
-
-
-@pytest.mark.parametrize(("command", "package"), MISSING.items())
-def test_a_missing_package_is_named_with_the_command_that_installs_it(without, command, package):
+@pytest.mark.parametrize(
+    ("command", "package"),
+    [("train", "tqdm"), ("generate run", "safetensors"), ("bench --out run", "matplotlib"), ("show run", "numpy")],
+)
+def test_a_missing_package_is_named_with_the_command_that_installs_it(command, package):
+    done = python("-c", WITHOUT.format(missing={package}), *command.split())
     message = f"pyattn: {command.split()[0]} needs {package}, which is not installed: pip install {package}\n"
-    assert without[command, True] == (2, "", message)
-
-
-def test_a_benchmark_without_a_picture_needs_no_matplotlib():
-    tiny = "from pyattn.cli import kinds, main; kinds.SHAPES['cpu'] = ['1x1x9x4']; kinds.FUNCTION_SECONDS = 0.0"
-    options = "['bench', '--only', 'functions', '--dtype', 'float32', '--threads', '1']"
-    done = python("-c", f"import sys; sys.modules['matplotlib'] = None; {tiny}; sys.exit(main({options}))")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "torch sdpa" in done.stdout
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
 
 
 def test_the_package_needs_no_extra():

@@ -4,12 +4,11 @@ import contextlib
 import errno
 import os
 import resource
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fresh import python
 
 from pyattn.cli import InputError, bench, checkpoint, main, output, profile, show
 
@@ -146,15 +145,18 @@ def test_a_file_of_the_run_that_is_a_folder(train_on, tmp_path):
     assert train_on("--overwrite")[0] == 2
 
 
-@pytest.mark.parametrize(("descriptor", "code"), [("/dev/full", 2), ("pipe", 141)])
-def test_output_that_nobody_takes(descriptor, code):
-    if descriptor == "pipe":
-        reader, writer = os.pipe()
-        os.close(reader)
-    else:
-        writer = os.open(descriptor, os.O_WRONLY)
-    command = [sys.executable, "-W", "ignore", "-m", "pyattn", "info"]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=600)
-    os.close(writer)
+TAKEN_BY_NOBODY = """
+import os, sys
+reader, writer = os.pipe()
+os.close(reader)
+os.dup2({writer}, 1)
+from pyattn.cli import main
+sys.exit(main(["info"]))
+"""
+
+
+@pytest.mark.parametrize(("writer", "code"), [("os.open('/dev/full', os.O_WRONLY)", 2), ("writer", 141)])
+def test_output_that_nobody_takes(writer, code):
+    done = python("-c", TAKEN_BY_NOBODY.format(writer=writer))
     assert done.returncode == code
     assert done.stderr.count("\n") == (1 if code == 2 else 0)
