@@ -10,7 +10,7 @@ from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from pyattn.cli import InputError, output
+from pyattn.cli import output
 
 if TYPE_CHECKING:
     from pyattn.cli.fit import Losses  # fit needs tqdm, which pictures don't
@@ -94,21 +94,6 @@ LABELS = 40
 """Most labels on an axis: a 7-point character takes 0.1 of the panel's 4 inches."""
 
 
-def _size(layers: int, heads: int) -> tuple[float, float]:
-    """Width and height in inches of all panels with their margins."""
-    return PANEL[0] * heads + 1, PANEL[1] * layers + 0.6
-
-
-def check_panels(layers: int, heads: int) -> None:
-    """Raise InputError if a picture of so many layers and heads would be too large to draw."""
-    if max(_size(layers, heads)) * DPI > MOST_PIXELS:
-        most = int((MOST_PIXELS / DPI - 1) / max(PANEL))
-        rule = (
-            f"--layer and --head must choose at most {most} each, as a picture has at most {MOST_PIXELS} pixels a side"
-        )
-        raise InputError(rule, f"{layers} and {heads}")
-
-
 def draw_weights(
     weights: Tensor, labels: Sequence[str], layers: Sequence[int], heads: Sequence[int], path: Path
 ) -> None:
@@ -116,7 +101,9 @@ def draw_weights(
 
     Colours follow the square root of a weight, so a weight of 1/100, as in a long text, still shows. Needs no display.
     """
-    figure = Figure(figsize=_size(len(layers), len(heads)), dpi=DPI, layout="constrained")
+    width, height = PANEL[0] * len(heads) + 1, PANEL[1] * len(layers) + 0.6
+    dpi = min(DPI, MOST_PIXELS / max(width, height))
+    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
     panels = figure.subplots(len(layers), len(heads), squeeze=False)
     shades = LinearSegmentedColormap.from_list("weights", ["white", "#9ecae1", "#3182bd", "#08306b"])
     places = range(0, len(labels), -(-len(labels) // LABELS))

@@ -26,11 +26,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from pyattn import _C, attention, isa, isas, masks, set_isa
 from pyattn.cli import InputError, output, phases
 from pyattn.cli.contention import Contention, busy, is_busy
-from pyattn.cli.limits import check_integer, check_memory, check_threads, check_window
-from pyattn.cli.options import DEVICES, DTYPES, check_device, command, cpu, option, shape_of, window
+from pyattn.cli.limits import check_integer, check_threads, check_window
+from pyattn.cli.options import DEVICES, DTYPES, check_device, command, hardware, option, shape_of, window
 from pyattn.cli.timing import once, peak_flops
 from pyattn.nn.positions import alibi_slopes
-from pyattn.options import UNBOUNDED
 
 SECONDS = 0.5
 """Time to spend on repeated calls; there are at least three."""
@@ -97,24 +96,6 @@ def features(shape: Sequence[int], options: argparse.Namespace, **tensor: Any) -
     return found
 
 
-def described(options: argparse.Namespace) -> str:
-    """The heads, queries, mask, score and dropout in words."""
-    words = {
-        f"KV heads {options.num_heads_kv}": options.num_heads_kv,
-        f"queries {options.queries}": options.queries,
-        "no mask" if options.full else "causal": True,
-        "window {} {}".format(*options.window): tuple(options.window) != UNBOUNDED,
-        f"documents of {options.documents}": options.documents,
-        "random mask": options.mask,
-        "random bias": options.bias,
-        f"softcap {options.softcap:g}": options.softcap,
-        "alibi": options.alibi,
-        "sinks": options.sinks,
-        f"dropout {options.dropout:g}": True,
-    }
-    return ", ".join(word for word, said in words.items() if said)
-
-
 def profiled(
     call: Callable[[], object], calls: int, device: str
 ) -> tuple[list[_C.TaskProfile], torch.profiler.profile]:
@@ -157,7 +138,7 @@ def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
     tasks, theirs = profiled(call, calls, options.device)
     waited = contention.share()
     events = theirs.events() or ()
-    print(f"{'x'.join(map(str, shape))} {options.dtype}, {described(options)}, {calls} calls")
+    print(f"{'x'.join(map(str, shape))} {options.dtype}, {calls} calls")
     if options.device == "cpu":
         peak = peak_flops(options.dtype, options.threads) / options.threads
         print(f"peak {peak / 1e9:.0f} GFLOP/s a thread")
@@ -176,15 +157,6 @@ def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
     if options.trace:
         phases.write_trace(options.trace, tasks, theirs)
         print(f"written to {options.trace}: for chrome://tracing or https://ui.perfetto.dev")
-
-
-def needed(shape: Sequence[int], options: argparse.Namespace) -> int:
-    """A lower bound on the bytes that profiling ``shape`` takes: q, k, v, a bias, and the gradient of each."""
-    batch, heads, length, head_dim = shape
-    queries, num_heads_kv = options.queries or length, options.num_heads_kv or heads
-    numbers = batch * head_dim * (heads * queries + 2 * num_heads_kv * length)
-    numbers += queries * length if options.bias else 0
-    return numbers * DTYPES[options.dtype].itemsize * (1 if options.forward or options.queries else 2)
 
 
 def check(options: argparse.Namespace) -> list[tuple[int, ...]]:
@@ -208,8 +180,6 @@ def check(options: argparse.Namespace) -> list[tuple[int, ...]]:
         if options.num_heads_kv is not None and (options.num_heads_kv < 1 or heads % options.num_heads_kv):
             raise InputError(f"--num-heads-kv must divide H = {heads}", options.num_heads_kv)
     check_device(options.device)
-    for shape in shapes:
-        check_memory(f"--shapes {'x'.join(map(str, shape))}", needed(shape, options), options.device)
     if options.trace:
         output.check_file("--trace", options.trace)
     return shapes
@@ -221,11 +191,8 @@ def run(argv: Sequence[str]) -> int:
     shapes = check(options)
     torch.set_num_threads(options.threads)
     set_isa(options.isa or isa())
-    print(
-        f"{cpu()}, {isa()}, {options.threads} threads, torch {torch.__version__}"
-        if options.device == "cpu"
-        else f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    )
+    where = hardware(options.device, options.threads) + (f", {isa()}" if options.device == "cpu" else "")
+    print(" ".join([f"{where}, torch {torch.__version__}", *argv]))
     for i, shape in enumerate(shapes):
         print(end="\n" if i else "")
         measure(shape, options)

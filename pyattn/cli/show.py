@@ -81,7 +81,6 @@ def run(argv: Sequence[str]) -> int:
         raise InputError(f"--text must have 1 to {model.config.context} bytes, the model's context", len(text))
     layers = chosen("layer", options.layer, model.config.layers)
     heads = chosen("head", options.head, model.config.heads)
-    chart.check_panels(len(layers), len(heads))
     output.check_file("--out", out)
     weights = weights_of(model, torch.tensor(list(text)), layers, heads)
     chart.draw_weights(weights, labels_of(text), layers, heads, out)

@@ -91,8 +91,8 @@ def test_run(tmp_path, capsys, monkeypatch):
 
 def test_shapes_are_profiled_one_by_one_and_rare_passes_explained(capsys):
     assert main(["profile", "--shapes", "1x1x200x16", "1x9x20x16", "--threads", "1"]) == 0
-    first, second = capsys.readouterr().out.split("1x9x20x16 float32, causal, dropout 0, 3 calls")
-    assert "1x1x200x16 float32, causal, dropout 0, 3 calls" in first
+    first, second = capsys.readouterr().out.split("1x9x20x16 float32, 3 calls")
+    assert "1x1x200x16 float32, 3 calls" in first
     assert f"reduce{'ms':>20}" in first
     assert phases.EXPLAINED["reduce"] in first
     assert "reduce" not in second
@@ -148,8 +148,7 @@ def test_run_with_masks_and_scores(capsys):
     options = "--window 90 0 --documents 64 --mask --bias --softcap 9 --alibi --sinks --full"
     assert main(["profile", "--shapes", "1x4x300x16", "--threads", "1", *options.split()]) == 0
     shown = capsys.readouterr().out
-    said = "no mask, window 90 0, documents of 64, random mask, random bias, softcap 9, alibi, sinks, dropout 0"
-    assert f"1x4x300x16 float32, {said}, " in shown
+    assert options in shown.splitlines()[0]
     for pass_name in ("mask_rows", "bias_rows", "mask_blocks", "head_gradients"):
         assert f"\n{pass_name} " in shown
         assert phases.EXPLAINED[pass_name] in shown
@@ -158,7 +157,6 @@ def test_run_with_masks_and_scores(capsys):
 def test_run_with_the_gradient_of_a_bias(capsys):
     assert main(["profile", "--shapes", "1x2x90x16", "--threads", "1", "--bias"]) == 0
     shown = capsys.readouterr().out
-    assert "causal, random bias, dropout 0" in shown
     assert phases.EXPLAINED["bias_gradient"] in shown
 
 
@@ -168,7 +166,8 @@ def test_run_on_a_gpu(tmp_path, capsys):
     assert main(["profile", *f"--device cuda --shapes 1x4x300x64 --trace {trace}".split()]) == 0
     shown = capsys.readouterr().out
     flops = 2 * 4 * 300 * 301 // 2 * 64
-    assert shown.startswith(f"Small GPU, torch {torch.__version__}\n1x4x300x64 float32, causal, dropout 0, 5 calls\n")
+    assert shown.startswith(f"Small GPU, torch {torch.__version__} --device cuda --shapes 1x4x300x64 ")
+    assert "\n1x4x300x64 float32, 5 calls\n" in shown
     assert [line.split() for line in shown.split("\ntorch.profiler")[0].splitlines()[3:]] == [
         ["forward", "ms", "share", "launches", "TFLOP/s"],
         ["pyattn::forward<float>(Sizes)", "0.002", "100.0%", "1"],
