@@ -34,8 +34,7 @@ import pyattn
 from pyattn.cli import InputError, contenders, output
 from pyattn.cli.contention import busy, is_busy
 from pyattn.cli.kinds import KINDS, SHAPED, SHAPES, Comparison, Peaks, comparisons
-from pyattn.cli.limits import check_threads
-from pyattn.cli.options import DEVICES, DTYPES, check_device, command, cpu, hardware, option, shape_of
+from pyattn.cli.options import DTYPES, Command, cpu, hardware, shape_of
 from pyattn.cli.rows import Row, show, worst_wait
 from pyattn.cli.timing import peak_flops
 
@@ -45,8 +44,8 @@ RESULTS, PICTURE = "results.json", "speedups.png"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the options."""
-    parser = command("bench", __doc__)
+    """Parse and check the options."""
+    parser = Command("bench", __doc__)
     defaults = "; ".join(f"on {device} {' '.join(shapes)}" for device, shapes in SHAPES.items())
     parser.add_argument(
         "--shapes", nargs="+", metavar="BxHxTxD", help=f"shapes for functions and features; default: {defaults}"
@@ -58,8 +57,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         default=["float32", "bfloat16"],
         help="dtypes of all inputs; default: float32 bfloat16",
     )
-    option(parser, "device", "cpu", "where to measure", choices=DEVICES)
-    option(parser, "threads", torch.get_num_threads(), "CPU threads")
+    parser.place("where to measure")
     kinds = "; ".join(f"{name}: {kind.purpose}" for name, kind in KINDS.items())
     parser.add_argument("--only", choices=KINDS, help=f"measure only one kind: {kinds}; default: the first two")
     parser.add_argument("--quick", action="store_true", help="fewer shapes, modules and rounds, in half a minute")
@@ -68,7 +66,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--out", type=Path, help=f"folder for {RESULTS} and {PICTURE}, which matplotlib draws; default: none"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier run's files in --out")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.shapes and options.only not in (None, *SHAPED):
+        raise InputError(f"--shapes must be left out with --only {options.only}", " ".join(options.shapes))
+    parser.check(options)
+    for text in options.shapes or ():
+        shape_of(text)
+    return options
 
 
 def measured_peaks(dtypes: Sequence[str], threads: int) -> Peaks:
@@ -143,16 +147,6 @@ def write(folder: Path, options: argparse.Namespace, peaks: Peaks, rows: list[Ro
     print(f"\nwritten to {folder}: {RESULTS}, {PICTURE}")
 
 
-def check(options: argparse.Namespace) -> None:
-    """Raise InputError for the first invalid value."""
-    check_threads(options.threads)
-    if options.shapes and options.only not in (None, *SHAPED):
-        raise InputError(f"--shapes must be left out with --only {options.only}", " ".join(options.shapes))
-    check_device(options.device)
-    for text in options.shapes or ():
-        shape_of(text)
-
-
 def measure(options: argparse.Namespace) -> tuple[Peaks, list[Row], tuple[float, ...]]:
     """Measure and show everything asked for: the peaks, the rows, and the load average before them."""
     ends = time.perf_counter() + (QUICK_SECONDS if options.quick else math.inf)
@@ -169,7 +163,6 @@ def measure(options: argparse.Namespace) -> tuple[Peaks, list[Row], tuple[float,
 def run(argv: Sequence[str]) -> int:
     """Measure, show, write."""
     options = parse(argv)
-    check(options)
     if not options.out:
         measure(options)
         return 0

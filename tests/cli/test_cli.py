@@ -25,7 +25,7 @@ STANDS_IN = {"cpu": "cpu", "cuda": "meta"}
         ("--seed -1", "--seed must lie in [0, 2^64), got -1"),
         ("--sample -1", "--sample must be at least 0, got -1"),
         ("--lr nan", "--lr must be between 1.2e-38 and 1e+37, a number of float32, got nan"),
-        ("--temperature 0", "--temperature must be between 1.2e-38 and 3.4e+38, a number of float32, got 0.0"),
+        ("--temperature -1", "--temperature must be 0 or between 1.2e-38 and 3.4e+38, a number of float32, got -1.0"),
         ("--layers 0", "layers must be at least 1, got 0"),
         ("--heads 3", "width must be a multiple of heads, got 128 and 3"),
         ("--dropout 1", "dropout must lie in [0, 1), got 1.0"),

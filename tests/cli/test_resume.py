@@ -146,5 +146,5 @@ def test_peers_that_have_no_windows(train_on, capsys):
     assert train_on("--attention", "sdpa", "--window", "3", "0")[0] == 2
     assert capsys.readouterr().err == "pyattn: --window, --sinks and --alibi need another --attention, got sdpa\n"
     assert train_on("--window", "-2", "0")[0] == 2
-    assert capsys.readouterr().err == "pyattn: window: each of its two numbers must be at least -1, got -2\n"
+    assert capsys.readouterr().err == "pyattn: --window: each of its two numbers must be at least -1, got -2\n"
     assert train_on("--attention", "reference", "--window", "3", "0", "--sinks", "--alibi")[0] == 0
