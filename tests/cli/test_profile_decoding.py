@@ -8,7 +8,7 @@ import torch
 from helpers import Case
 
 from pyattn import reference
-from pyattn.cli import main, phases
+from pyattn.cli import main, phases, profile
 
 
 @pytest.mark.parametrize("mask", [{}, {"window": (70, 0)}, {"mask": True}, {"key_ranges": True, "causal": False}])
