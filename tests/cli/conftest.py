@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import pyattn
+from pyattn import _C
 from pyattn.cli import chart, kinds, main, output, phases, profile, timing
 from pyattn.cli import train as training
 
@@ -44,6 +45,14 @@ def light(monkeypatch):
     monkeypatch.setattr(training, "VALIDATION_WINDOWS", 8)
     monkeypatch.setattr(training, "COMPARED_BATCHES", 2)
     monkeypatch.setattr(chart, "draw", lambda losses, unigram_loss, title, path: output.write(path, b""))
+
+
+@pytest.fixture
+def small_gpu(monkeypatch):
+    """torch finds a GPU, and this build has kernels for it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Small GPU")
+    monkeypatch.setattr(_C, "cuda_archs", ["90"])
 
 
 @pytest.fixture

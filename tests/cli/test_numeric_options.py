@@ -67,12 +67,6 @@ def test_every_command_but_info_takes_numbers(capsys):
     assert all(map(options_of, COMMANDS))
 
 
-def test_a_window_is_left_and_right_in_every_command(capsys):
-    windows = {command: options.get("--window") for command in COMMANDS if (options := options_of(command))}
-    found = {command: (o.nargs, o.metavar, tuple(o.default)) for command, o in windows.items() if o is not None}
-    assert found == dict.fromkeys(("train", "profile"), (2, ("LEFT", "RIGHT"), (-1, -1)))
-
-
 @pytest.mark.parametrize("text", EXTREMES, ids=lambda text: text[:20] + "~" * (len(text) > 20))
 @pytest.mark.parametrize("command", COMMANDS)
 def test_extremes(run, story, monkeypatch, capsys, command, text):
