@@ -87,13 +87,23 @@ def trained(finished, tmp_path):
 
 
 @pytest.fixture
-def refusal(capsys):
+def shown(capsys):
+    """What a command, a line without quotes or a list of words, prints before it ends with this code."""
+
+    def run(command, code=0):
+        capsys.readouterr()
+        assert main(command.split() if isinstance(command, str) else command) == code
+        return capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def refusal(shown):
     """The one sentence, without the library's name, with which a command refuses before it starts work."""
 
-    def run(*argv):
-        capsys.readouterr()
-        assert main(argv) == 2
-        out, err = capsys.readouterr()
+    def run(command):
+        out, err = shown(command, 2)
         assert (out, err[:8], err.count("\n"), err[-1]) == ("", "pyattn: ", 1, "\n")
         return err[8:-1]
 

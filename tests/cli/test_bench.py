@@ -106,17 +106,16 @@ def least(monkeypatch):
 
 
 @pytest.mark.usefixtures("least")
-def test_run(tmp_path, capsys):
+def test_run(tmp_path, shown):
     before = pyattn.isa()
     options = f"--quick --shapes 1x2x9x4 2x1x70x8 --dtype float32 float16 --threads 1 --out {tmp_path}"
-    assert main(["bench", *options.split()]) == 0
+    printed = shown(f"bench {options}").out
     assert pyattn.isa() == before
-    shown = capsys.readouterr().out
     record = json.loads((tmp_path / "results.json").read_text())
     sides = {row["side"] for row in record["results"]}
     assert sides >= {f"pyattn {isa}" for isa in pyattn.isas()} | {"torch sdpa", "pyattn MultiHeadAttention"}
     for row in record["results"]:
-        assert row["side"] in shown
+        assert row["side"] in printed
         if row["side"] in runtimes.COMPILERS:  # present if installed; they may refuse these shapes
             continue
         assert row["forward"]["seconds"] > 0
@@ -128,14 +127,12 @@ def test_run(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("least")
-def test_run_on_a_gpu(gpu, tmp_path, capsys):
-    options = f"--device cuda --quick --shapes 1x2x70x8 --dtype float32 --out {tmp_path}"
-    assert main(["bench", *options.split()]) == 0
+def test_run_on_a_gpu(gpu, tmp_path, shown):
+    lines = shown(f"bench --device cuda --quick --shapes 1x2x70x8 --dtype float32 --out {tmp_path}").out.splitlines()
     assert set(gpu["randn"]) == set(gpu["to"]) == set(gpu["clock"]) == {"cuda"}
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == f"Small GPU, torch {torch.__version__}; speed-ups over torch sdpa"
-    assert shown[1] == "--quick makes 2 of 3 comparisons, in fewer rounds"
-    assert any(line.split().count("TFLOP/s") == 2 and "peak" not in line for line in shown)
+    assert lines[0] == f"Small GPU, torch {torch.__version__}; speed-ups over torch sdpa"
+    assert lines[1] == "--quick makes 2 of 3 comparisons, in fewer rounds"
+    assert any(line.split().count("TFLOP/s") == 2 and "peak" not in line for line in lines)
     record = json.loads((tmp_path / "results.json").read_text())
     assert (record["gpu"], record["cuda"], record["peak_flops"]) == ("Small GPU", "13.0", {})
     rows = {row["side"]: row for row in reversed(record["results"])}
@@ -156,30 +153,23 @@ def test_run_on_a_gpu(gpu, tmp_path, capsys):
 def test_an_earlier_benchmark_is_overwritten_only_on_request(tmp_path, monkeypatch, refusal):
     monkeypatch.setattr(bench, "comparisons", lambda options, peaks: {})
     monkeypatch.setattr(bench, "measured_peaks", lambda dtypes, threads: {})
-    options = ["bench", "--out", str(tmp_path)]
     (tmp_path / "results.json").write_text("precious")
     message = f"--out must be a new folder, or --overwrite be given, got {tmp_path} with results.json"
-    assert refusal(*options) == message
+    assert refusal(f"bench --out {tmp_path}") == message
     assert (tmp_path / "results.json").read_text() == "precious"
-    assert main([*options, "--overwrite"]) == 0
+    assert main(["bench", "--out", str(tmp_path), "--overwrite"]) == 0
     assert json.loads((tmp_path / "results.json").read_text())["results"] == []
 
 
 @pytest.mark.usefixtures("least")
-def test_features(capsys):
+def test_features(shown):
     """Every mask and score is timed, and torch's too, unless the T x T tensors would be too large."""
-    threads = torch.get_num_threads()
-    options = "--only features --shapes 1x2x40x8 --dtype float32 --threads 1"
-    try:
-        assert main(["bench", *options.split()]) == 0
-    finally:
-        torch.set_num_threads(threads)
-    shown = capsys.readouterr().out
-    assert "speed-ups over pyattn causal" in shown
-    assert "left out" not in shown
+    printed = shown("bench --only features --shapes 1x2x40x8 --dtype float32 --threads 1").out
+    assert "speed-ups over pyattn causal" in printed
+    assert "left out" not in printed
     qkv = torch.randn(3, 1, 2, 40, 8)
     all_sides, fewer = (features.sides(qkv, qkv[0], dense) for dense in (True, False))
-    assert all(name in shown for name in all_sides)
+    assert all(name in printed for name in all_sides)
     assert fewer.keys() < all_sides.keys()
 
 
@@ -213,4 +203,4 @@ def test_the_picture_has_a_panel_for_modules(tmp_path, monkeypatch):
     ],
 )
 def test_bad_input(options, message, refusal):
-    assert refusal("bench", *options.split()) == message
+    assert refusal(f"bench {options}") == message

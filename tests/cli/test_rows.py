@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pyattn.cli import bench, contention, kinds, main, rows, timing
+from pyattn.cli import bench, contention, kinds, rows, timing
 
 TIME = {"seconds": 2e-3, "low": 1.9e-3, "high": 2.1e-3, "speedup": 3.0, "rounds": 9, "waited": None}
 
@@ -124,7 +124,7 @@ def test_comparisons_share_the_time(clock, capsys):
     assert "busy machine: threads waited for a core 40% of the time (load " in shown
 
 
-def test_quick_is_over_in_half_a_minute(clock, monkeypatch):
+def test_quick_is_over_in_half_a_minute(clock, shown, monkeypatch):
     """If each side takes a second per call, only the calls of the last comparison exceed the limit."""
     monkeypatch.setattr(bench, "measured_peaks", lambda dtypes, threads: {})
     monkeypatch.setattr(kinds, "SECONDS", 1.0)
@@ -132,5 +132,5 @@ def test_quick_is_over_in_half_a_minute(clock, monkeypatch):
 
     for kind in ("functions", "modules"):
         monkeypatch.setitem(kinds.KINDS, kind, kinds.KINDS[kind]._replace(calls=lambda run, sizes: slow))
-    assert main(["bench", "--quick"]) == 0
+    shown("bench --quick")
     assert bench.QUICK_SECONDS <= clock[0] < 30

@@ -8,46 +8,42 @@ from types import SimpleNamespace
 
 from fresh import python
 
-from pyattn.cli import main, output, state, train
+from pyattn.cli import output, state, train
 
 FILES = {"model.safetensors", "training.safetensors", "loss.png"}
 SMALL = "train --layers 1 --heads 1 --width 8 --context 16 --batch 2 --steps 4 --eval-every 2 --sample 4 --threads 1"
 
 
-def test_runs_of_one_moment_have_folders_of_their_own(tmp_path, monkeypatch, story):
+def test_runs_of_one_moment_have_folders_of_their_own(tmp_path, monkeypatch, story, shown):
     monkeypatch.chdir(tmp_path)
     noon = SimpleNamespace(now=lambda: SimpleNamespace(strftime=lambda form: "noon"))
     monkeypatch.setattr(output.datetime, "datetime", noon)
     for seed in "012":
-        assert main([*SMALL.split(), "--data", str(story), "--seed", seed]) == 0
+        shown(f"{SMALL} --data {story} --seed {seed}")
     for seed, name in enumerate(("noon", "noon-2", "noon-3")):
         folder = tmp_path / "runs" / name
         assert {path.name for path in folder.iterdir()} == FILES
         assert state.load(folder).options.seed == seed
 
 
-def test_a_folder_is_held_while_its_run_trains(trained, story, monkeypatch, refusal):
+def test_a_folder_is_held_while_its_run_trains(trained, story, monkeypatch, shown, refusal):
     """Requests come while the first validation is written, and leave the files as they are."""
     before = (trained / state.STATE).read_bytes()
-    new = [*SMALL.split(), "--data", str(story), "--out", str(trained), "--overwrite"]
+    new = f"{SMALL} --data {story} --out {trained} --overwrite"
     asked, fit = [], train.fit
 
     def watched(training, batches, keep):
         monkeypatch.setattr(train, "fit", fit)
-        for option, *options in (
-            ["--resume", "train", "--resume", str(trained)],
-            ["--out", *new],
-            ["--out", "bench", "--out", str(trained)],
-        ):
-            message = f"{option} must be a folder that no other run is writing to, got {trained}"
-            asked.append(refusal(*options) == message)
+        for option, command in ("resume", f"train --resume {trained}"), ("out", new), ("out", f"bench --out {trained}"):
+            message = f"--{option} must be a folder that no other run is writing to, got {trained}"
+            asked.append(refusal(command) == message)
         assert (trained / state.STATE).read_bytes() == before
         fit(training, batches, keep)
 
-    for command in (["train", "--resume", str(trained), "--steps", "9"], new):
+    for command in (f"train --resume {trained} --steps 9", new):
         monkeypatch.setattr(train, "fit", watched)
         before = (trained / state.STATE).read_bytes()
-        assert main(command) == 0
+        shown(command)
     assert asked == [True] * 6
 
 
