@@ -17,7 +17,6 @@ On a GPU, times are by its own clock, TFLOP/s replace the share of peak, and "MB
 
 import argparse
 import datetime
-import importlib
 import json
 import math
 import os
@@ -40,7 +39,7 @@ from pyattn.cli.timing import peak_flops
 
 QUICK_SECONDS = 20.0
 """Half a minute, less ten seconds for importing torch and drawing on a slow machine."""
-RESULTS, PICTURE = "results.json", "speedups.png"
+RESULTS = "results.json"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -62,14 +61,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", choices=KINDS, help=f"measure only one kind: {kinds}; default: the first two")
     parser.add_argument("--quick", action="store_true", help="fewer shapes, modules and rounds, in half a minute")
     parser.add_argument("--flex", action="store_true", help="compare FlexAttention too, compiled first")
-    parser.add_argument(
-        "--out", type=Path, help=f"folder for {RESULTS} and {PICTURE}, which matplotlib draws; default: none"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier run's files in --out")
-    options = parser.parse_args(argv)
+    parser.add_argument("--out", type=Path, help=f"folder for {RESULTS}, all times of all sides; default: none")
+    parser.add_argument("--overwrite", action="store_true", help=f"replace an earlier run's {RESULTS} in --out")
+    options = parser.checked(argv)
     if options.shapes and options.only not in (None, *SHAPED):
         raise InputError(f"--shapes must be left out with --only {options.only}", " ".join(options.shapes))
-    parser.check(options)
     for text in options.shapes or ():
         shape_of(text)
     return options
@@ -86,16 +82,12 @@ def measured_peaks(dtypes: Sequence[str], threads: int) -> Peaks:
     return peaks
 
 
-def base_of(options: argparse.Namespace) -> str:
-    """The side that speed-ups are relative to."""
-    return KINDS[options.only or "functions"].base
-
-
 def introduce(options: argparse.Namespace, peaks: Peaks) -> None:
     """Print the hardware, its peaks, and what --quick omits."""
     clock = "; CPU time" if options.device == "cpu" and options.threads == 1 else ""
     where = f"{hardware(options.device, options.threads)}, torch {torch.__version__}{clock}"
-    print(f"{where}; speed-ups over {base_of(options)}")
+    base = KINDS[options.only or "functions"].base
+    print(f"{where}; speed-ups over {base}")
     if peaks:
         print("peak GFLOP/s  " + "  ".join(f"{dtype} {isa} {peak / 1e9:.0f}" for (dtype, isa), peak in peaks.items()))
     if options.quick:
@@ -124,9 +116,7 @@ def measured(todo: dict[str, Comparison], ends: float) -> list[Row]:
 
 
 def write(folder: Path, options: argparse.Namespace, peaks: Peaks, rows: list[Row], load: tuple[float, ...]) -> None:
-    """Write the record and the picture; ``load`` is the load average before the run."""
-    from pyattn.cli.chart import draw_speedups
-
+    """Write the record; ``load`` is the load average before the run."""
     record = {
         "date": datetime.date.today().isoformat(),
         "cpu": cpu(),
@@ -142,9 +132,7 @@ def write(folder: Path, options: argparse.Namespace, peaks: Peaks, rows: list[Ro
         "results": rows,
     }
     output.write(folder / RESULTS, (json.dumps(record, indent=1) + "\n").encode())
-    title = f"{hardware(options.device, options.threads)}, {record['date']}"
-    draw_speedups(rows, title, base_of(options), folder / PICTURE)
-    print(f"\nwritten to {folder}: {RESULTS}, {PICTURE}")
+    print(f"\nwritten to {folder / RESULTS}")
 
 
 def measure(options: argparse.Namespace) -> tuple[Peaks, list[Row], tuple[float, ...]]:
@@ -166,7 +154,6 @@ def run(argv: Sequence[str]) -> int:
     if not options.out:
         measure(options)
         return 0
-    importlib.import_module("pyattn.cli.chart")  # fails before the measurement if matplotlib is missing
-    with output.held("--out", options.out, (RESULTS, PICTURE), options.overwrite):
+    with output.held("--out", options.out, (RESULTS,), options.overwrite):
         write(options.out, options, *measure(options))
     return 0

@@ -30,9 +30,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.sampling("")
     parser.place("where to compute")
     parser.add_argument("--no-cache", action="store_true", help="read the whole text again for each byte, to compare")
-    options = parser.parse_args(argv)
-    parser.check(options)
-    return options
+    return parser.checked(argv)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -62,8 +62,7 @@ def run(argv: Sequence[str]) -> int:
     """Print the facts, one per line."""
     parser = Command("info", __doc__)
     parser.option("device", "cpu", "whose dtypes to show", check_device, choices=DEVICES)
-    options = parser.parse_args(argv)
-    parser.check(options)
+    options = parser.checked(argv)
     known = facts(options.device)
     width = max(map(len, known))
     for name, value in known.items():

@@ -2,7 +2,7 @@
 
 import argparse
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,12 @@ class Command(argparse.ArgumentParser):
             metavar=("LEFT", "RIGHT"),
             help=f"{meaning}; default: -1 -1",
         )
+
+    def checked(self, argv: Sequence[str]) -> argparse.Namespace:
+        """The options of ``argv``, after :meth:`check`."""
+        options = self.parse_args(argv)
+        self.check(options)
+        return options
 
     def check(self, options: argparse.Namespace) -> None:
         """Raise InputError for the first invalid value."""

@@ -7,11 +7,10 @@ from importlib import import_module
 
 import pytest
 import torch
-from matplotlib import image
 
 import pyattn
 from pyattn import reference
-from pyattn.cli import bench, chart, contenders, features, kinds, main, runtimes, timing
+from pyattn.cli import bench, contenders, features, kinds, main, runtimes, timing
 
 
 @pytest.fixture
@@ -123,7 +122,6 @@ def test_run(tmp_path, shown):
         assert ("of_peak" in row["forward"]) == (not row["what"].startswith("module"))
         assert {"rounds", "wall_seconds", "cpu_seconds", "waited"} <= row["forward"].keys()
     assert {"cores", "load_before", "load_after"} <= record.keys()
-    assert image.imread(tmp_path / "speedups.png").shape[1] == 1680
 
 
 @pytest.mark.usefixtures("least")
@@ -171,21 +169,6 @@ def test_features(shown):
     all_sides, fewer = (features.sides(qkv, qkv[0], dense) for dense in (True, False))
     assert all(name in printed for name in all_sides)
     assert fewer.keys() < all_sides.keys()
-
-
-def test_the_picture_has_a_panel_for_modules(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(chart, "_bars", lambda _, rows, key, title, base: drawn.append((rows[0]["what"], key, title)))
-    functions = {"what": "1x1x1x1 float32", "side": "sdpa", "forward": {}, "forward_backward": {}}
-    modules = functions | {"what": "module 1x1x1, 1 heads, float32"}
-    chart.draw_speedups(
-        [functions, modules, {"what": "x", "side": "y", "left_out": "z"}], "", "sdpa", tmp_path / "all.png"
-    )
-    assert drawn == [
-        ("1x1x1x1 float32", "forward", "attention, forward"),
-        ("1x1x1x1 float32", "forward_backward", "attention, forward and backward"),
-        ("module 1x1x1, 1 heads, float32", "forward_backward", "multi-head modules, forward and backward"),
-    ]
 
 
 # Bad input
