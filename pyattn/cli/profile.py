@@ -98,14 +98,9 @@ def features(shape: Sequence[int], options: argparse.Namespace, **tensor: Any) -
     return found
 
 
-def profiled(
-    call: Callable[[], object], calls: int, device: str
-) -> tuple[list[_C.TaskProfile], torch.profiler.profile]:
+def profiled(call: Callable[[], object], calls: int) -> tuple[list[_C.TaskProfile], torch.profiler.profile]:
     """The tasks of the CPU kernels over ``calls`` calls, and torch's profile of the same calls."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities, record_shapes=True, with_flops=True) as theirs:
+    with torch.profiler.profile(record_shapes=True, with_flops=True) as theirs:
         _C.start_profile()
         try:
             for _ in range(calls):
@@ -137,7 +132,7 @@ def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
     useful = {name.removeprefix(OPERATOR): flops for name, flops in counts.items() if name.startswith(OPERATOR)}
     calls = min(1000, max(3, int(SECONDS / once(call, 1, options.device))))
     contention = Contention(options.threads)
-    tasks, theirs = profiled(call, calls, options.device)
+    tasks, theirs = profiled(call, calls)
     waited = contention.share()
     events = theirs.events() or ()
     print(f"{'x'.join(map(str, shape))} {options.dtype}, {calls} calls")

@@ -3,13 +3,14 @@ import functools
 import io
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import pyattn
 from pyattn import _C
-from pyattn.cli import chart, kinds, main, output, phases, profile, timing
+from pyattn.cli import bench, chart, contention, kinds, main, output, phases, profile, rows, timing
 from pyattn.cli import train as training
 
 
@@ -45,6 +46,28 @@ def light(monkeypatch):
     monkeypatch.setattr(training, "VALIDATION_WINDOWS", 8)
     monkeypatch.setattr(training, "COMPARED_BATCHES", 2)
     monkeypatch.setattr(chart, "draw", lambda losses, unigram_loss, title, path: output.write(path, b""))
+
+
+class Clocks:
+    """Three clocks that calls advance: wall, thread and process."""
+
+    def __init__(self) -> None:
+        self.wall = self.thread = self.process = 0.0
+
+    def call(self, wall: float, thread: float, process: float) -> None:
+        self.wall, self.thread, self.process = self.wall + wall, self.thread + thread, self.process + process
+
+
+@pytest.fixture
+def clocks(monkeypatch):
+    """The time, which only a test's calls advance."""
+    clocks = Clocks()
+    time = SimpleNamespace(
+        perf_counter=lambda: clocks.wall, thread_time=lambda: clocks.thread, process_time=lambda: clocks.process
+    )
+    for module in (bench, contention, rows, timing):
+        monkeypatch.setattr(module, "time", time)
+    return clocks
 
 
 @pytest.fixture

@@ -157,7 +157,6 @@ def test_a_command_runs_without_the_packages_that_it_does_not_need(command, need
     [
         ("train", "tqdm"),
         ("generate run", "safetensors"),
-        ("bench", "tqdm"),
         ("show run", "numpy"),
         ("show run", "matplotlib"),
     ],

@@ -1,5 +1,7 @@
 """Promise: an interrupted training continues to the bit from its last validation; any training can be extended."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -7,17 +9,21 @@ from pyattn.cli import fit, state
 from pyattn.cli.checkpoint import MODEL
 
 
+def watch(monkeypatch: pytest.MonkeyPatch, before_step: Callable[[torch.optim.Optimizer], object]) -> None:
+    """Calls ``before_step`` in the optimiser: the step's random numbers are already drawn."""
+    take_step = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *args: (before_step(self), take_step(self, *args))[1])
+
+
 def interrupt(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    """Ctrl-C in the optimiser, after ``steps`` steps: the next step's random numbers are already drawn."""
-    take_step, taken = torch.optim.AdamW.step, []
+    """Ctrl-C after ``steps`` steps."""
+    ahead = iter(range(steps))
 
-    def interrupted(self: torch.optim.AdamW, *args: object) -> object:
-        if len(taken) == steps:
+    def interrupted(optimizer: torch.optim.Optimizer) -> None:
+        if next(ahead, None) is None:
             raise KeyboardInterrupt
-        taken.append(1)
-        return take_step(self, *args)
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", interrupted)
+    watch(monkeypatch, interrupted)
 
 
 @pytest.mark.parametrize("cut", [0, 2, 3, 5])
@@ -53,18 +59,6 @@ def test_it_goes_on_to_the_bit(train_on, finished, monkeypatch, capsys, shown, c
 # More steps than the run was to have
 
 
-def rates_of(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Records the learning rates of all further steps."""
-    take_step, rates = torch.optim.AdamW.step, []
-
-    def noted(self: torch.optim.AdamW, *args: object) -> object:
-        rates.append(self.param_groups[0]["lr"])
-        return take_step(self, *args)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", noted)
-    return rates
-
-
 @pytest.mark.parametrize("cut", [None, 4])
 def test_a_run_is_extended_to_the_bit_under_a_constant_rate(train_on, monkeypatch, shown, cut):
     """Weights, moments and draws equal those of a run planned with all steps, whether finished or interrupted."""
@@ -86,7 +80,8 @@ def test_a_run_is_extended_to_the_bit_under_a_constant_rate(train_on, monkeypatc
 
 
 def test_further_steps_have_the_rates_of_a_run_of_so_many(train_on, monkeypatch, shown):
-    rates = rates_of(monkeypatch)
+    rates: list[float] = []
+    watch(monkeypatch, lambda optimizer: rates.append(optimizer.param_groups[0]["lr"]))
     _, folder = train_on()
     shown(f"train --resume {folder} --steps 15")
     shown(f"train --resume={folder}")
