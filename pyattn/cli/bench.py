@@ -115,16 +115,14 @@ def measured(todo: dict[str, Comparison], ends: float) -> list[Row]:
     return rows
 
 
-def write(folder: Path, options: argparse.Namespace, peaks: Peaks, rows: list[Row], load: tuple[float, ...]) -> None:
-    """Write the record; ``load`` is the load average before the run."""
+def write(folder: Path, options: argparse.Namespace, peaks: Peaks, rows: list[Row]) -> None:
+    """Write the record."""
     record = {
         "date": datetime.date.today().isoformat(),
         "cpu": cpu(),
         "gpu": torch.cuda.get_device_name() if options.device == "cuda" else None,
         "machine": platform.machine(),
         "cores": os.cpu_count(),
-        "load_before": load,
-        "load_after": os.getloadavg(),
         "threads": options.threads,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -135,17 +133,15 @@ def write(folder: Path, options: argparse.Namespace, peaks: Peaks, rows: list[Ro
     print(f"\nwritten to {folder / RESULTS}")
 
 
-def measure(options: argparse.Namespace) -> tuple[Peaks, list[Row], tuple[float, ...]]:
-    """Measure and show everything asked for: the peaks, the rows, and the load average before them."""
+def measure(options: argparse.Namespace) -> tuple[Peaks, list[Row]]:
+    """Measure and show everything asked for: the peaks and the rows."""
     ends = time.perf_counter() + (QUICK_SECONDS if options.quick else math.inf)
-    load = os.getloadavg()
     torch.set_num_threads(options.threads)
     peaks = measured_peaks(options.dtype, options.threads) if options.device == "cpu" else {}
     introduce(options, peaks)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # other libraries' compilers warn
-        rows = measured(comparisons(options, peaks), ends)
-    return peaks, rows, load
+        return peaks, measured(comparisons(options, peaks), ends)
 
 
 def run(argv: Sequence[str]) -> int:

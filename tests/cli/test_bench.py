@@ -121,7 +121,6 @@ def test_run(tmp_path, shown):
         assert row["forward_backward"]["seconds"] > 0
         assert ("of_peak" in row["forward"]) == (not row["what"].startswith("module"))
         assert {"rounds", "wall_seconds", "cpu_seconds", "waited"} <= row["forward"].keys()
-    assert {"cores", "load_before", "load_after"} <= record.keys()
 
 
 @pytest.mark.usefixtures("least")

@@ -25,7 +25,7 @@ STANDS_IN = {"cpu": "cpu", "cuda": "meta"}
         ("--temperature -1", "--temperature must be 0 or between 1.2e-38 and 3.4e+38, a number of float32, got -1.0"),
         ("--layers 0", "layers must be at least 1, got 0"),
         ("--heads 3", "width must be a multiple of heads, got 128 and 3"),
-        ("--dropout 1", "dropout must lie in [0, 1), got 1.0"),
+        ("--dropout 1", "dropout must be at least 0 and below 1, got 1.0"),
         ("--context 5000", "must be longer than the context, got 155 of 1550 bytes and context 5000"),
         ("--data nowhere", "data must be an existing file or folder, got nowhere"),
         ("--context 16 --out /dev/null/run", "--out must be a folder that can be written to, got /dev/null/run"),
