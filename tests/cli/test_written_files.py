@@ -138,8 +138,11 @@ reader, writer = os.pipe()
 os.close(reader)
 os.dup2({writer}, 1)
 from pyattn.cli import main
-sys.exit(main(["info"]))
+code = main(["info"])
+sys.stdout.flush()
+sys.exit(code)
 """
+"""The interpreter flushes at its end, which a fork does not have."""
 
 
 @pytest.mark.parametrize(("writer", "code"), [("os.open('/dev/full', os.O_WRONLY)", 2), ("writer", 141)])
