@@ -137,12 +137,13 @@ import os, sys
 reader, writer = os.pipe()
 os.close(reader)
 os.dup2({writer}, 1)
+sys.stdout = open(1, "w")
 from pyattn.cli import main
 code = main(["info"])
 sys.stdout.flush()
 sys.exit(code)
 """
-"""The interpreter flushes at its end, which a fork does not have."""
+"""The output is buffered, and flushed as the interpreter does at its end, which a fork does not have."""
 
 
 @pytest.mark.parametrize(("writer", "code"), [("os.open('/dev/full', os.O_WRONLY)", 2), ("writer", 141)])
