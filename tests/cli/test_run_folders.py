@@ -27,8 +27,7 @@ def test_runs_of_one_moment_have_folders_of_their_own(tmp_path, monkeypatch, sto
 
 
 def test_a_folder_is_held_while_its_run_trains(trained, story, monkeypatch, shown, refusal):
-    """Requests come while the first validation is written, and leave the files as they are."""
-    before = (trained / state.STATE).read_bytes()
+    """Requests come as training begins, and leave the files as they are."""
     new = f"{SMALL} --data {story} --out {trained} --overwrite"
     asked, fit = [], train.fit
 
