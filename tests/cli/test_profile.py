@@ -174,7 +174,6 @@ def test_a_profile_without_kernels_is_refused(monkeypatch, shown):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--shapes 1x2x3", "--shapes must be of the form BxHxTxD, each at least 1 and below 2^63, got 1x2x3"),
         ("--dropout 1", "--dropout must be at least 0 and below 1, got 1.0"),
         ("--shapes 1x1x9x4 1x1x9x8 --trace t", "--trace takes one of --shapes, got 1x1x9x4 1x1x9x8"),
         ("--window 3 -2", "--window: each of its two numbers must be at least -1, got -2"),
