@@ -38,17 +38,16 @@ def gpu(monkeypatch, small_gpu):
     return done
 
 
-@pytest.mark.parametrize("name", contenders.functions("cpu", flex=False))
-def test_functions_compute_the_same(name):
-    q, k, v = torch.randn(3, 2, 3, 40, 16)
-    out = contenders.functions("cpu", flex=False)[name](q, k, v)
-    torch.testing.assert_close(out, reference.attention(q, k, v))
+FUNCTIONS = [("cpu", name) for name in contenders.functions("cpu", flex=False)]
+ON_A_GPU = "pyattn", "pyattn nondeterministic", "torch sdpa", "torch sdpa flash", "plain torch"
+FUNCTIONS += [("cuda", name) for name in ON_A_GPU]
 
 
-@pytest.mark.parametrize("name", ["pyattn", "pyattn nondeterministic", "torch sdpa", "torch sdpa flash", "plain torch"])
-def test_functions_for_a_gpu_compute_the_same(gpu, name):
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("place", "name"), FUNCTIONS)
+def test_functions_compute_the_same(place, name):
     q, k, v = torch.rand(3, 2, 3, 40, 16)
-    out = contenders.functions("cuda", flex=False)[name](q, k, v)
+    out = contenders.functions(place, flex=False)[name](q, k, v)
     torch.testing.assert_close(out, reference.attention(q, k, v))
 
 

@@ -114,7 +114,7 @@ def test_another_text(train_on, story, refusal):
     assert message in refusal(f"train --resume {folder}")
 
 
-@pytest.mark.parametrize("content", [None, b"", b"no safetensors at all", b"\x02\0\0\0\0\0\0\0{}"])
+@pytest.mark.parametrize("content", [None, b"no safetensors at all", b"\x02\0\0\0\0\0\0\0{}"])
 def test_no_state(tmp_path, refusal, content):
     if content is not None:
         (tmp_path / state.STATE).write_bytes(content)
