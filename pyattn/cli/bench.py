@@ -17,6 +17,7 @@ On a GPU, times are by its own clock, TFLOP/s replace the share of peak, and "MB
 
 import argparse
 import datetime
+import itertools
 import json
 import math
 import os
@@ -33,7 +34,7 @@ import pyattn
 from pyattn.cli import InputError, contenders, output
 from pyattn.cli.contention import busy, is_busy
 from pyattn.cli.kinds import KINDS, SHAPED, SHAPES, Comparison, Peaks, comparisons
-from pyattn.cli.options import DTYPES, Command, cpu, hardware, shape_of
+from pyattn.cli.options import DTYPES, Command, check_fits, cpu, hardware
 from pyattn.cli.rows import Row, show, worst_wait
 from pyattn.cli.timing import peak_flops
 
@@ -66,8 +67,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.checked(argv)
     if options.shapes and options.only not in (None, *SHAPED):
         raise InputError(f"--shapes must be left out with --only {options.only}", " ".join(options.shapes))
-    for text in options.shapes or ():
-        shape_of(text)
+    for text, dtype in itertools.product(options.shapes or (), options.dtype):
+        check_fits(text, dtype, options.device)
     return options
 
 

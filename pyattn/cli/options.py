@@ -9,7 +9,16 @@ from typing import Any
 import torch
 
 from pyattn import _C
-from pyattn.cli.limits import INT64, InputError, at_least, check_positive, check_seed, check_threads, check_window
+from pyattn.cli.limits import (
+    INT64,
+    InputError,
+    at_least,
+    check_memory,
+    check_positive,
+    check_seed,
+    check_threads,
+    check_window,
+)
 from pyattn.options import UNBOUNDED
 
 DEVICES = ("cpu", "cuda")
@@ -112,3 +121,10 @@ def shape_of(text: str) -> tuple[int, ...]:
         got = text if len(text) <= 80 else f"{text[:80]}..."
         raise InputError("--shapes must be of the form BxHxTxD, each at least 1 and below 2^63", got)
     return sizes
+
+
+def check_fits(text: str, dtype: str, device: str, queries: int | None = None, num_heads_kv: int | None = None) -> None:
+    """Raise InputError if q, k and v of that shape exceed the memory: the system might find out by a kill."""
+    batch, heads, length, head_dim = shape_of(text)
+    rows = heads * (queries or length) + 2 * (num_heads_kv or heads) * length
+    check_memory(f"--shapes {text}", batch * rows * head_dim * DTYPES[dtype].itemsize, device)

@@ -27,7 +27,7 @@ from pyattn import _C, attention, isa, isas, masks, set_isa
 from pyattn.cli import InputError, output, phases
 from pyattn.cli.contention import Contention, busy, is_busy
 from pyattn.cli.limits import check_integer, check_share
-from pyattn.cli.options import DTYPES, Command, hardware, shape_of
+from pyattn.cli.options import DTYPES, Command, check_fits, hardware, shape_of
 from pyattn.cli.timing import once, peak_flops
 from pyattn.nn.positions import alibi_slopes
 
@@ -171,6 +171,8 @@ def check(options: argparse.Namespace) -> None:
             raise InputError(f"--queries must lie between 1 and T = {length}", options.queries)
         if options.num_heads_kv is not None and (options.num_heads_kv < 1 or heads % options.num_heads_kv):
             raise InputError(f"--num-heads-kv must divide H = {heads}", options.num_heads_kv)
+    for text in options.shapes:
+        check_fits(text, options.dtype, options.device, options.queries, options.num_heads_kv)
     if options.trace:
         output.check_file("--trace", options.trace)
 

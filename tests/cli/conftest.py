@@ -75,6 +75,7 @@ def small_gpu(monkeypatch):
     """torch finds a GPU, and this build has kernels for it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Small GPU")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**30))
     monkeypatch.setattr(_C, "cuda_archs", ["90"])
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from typing import Any
 from unittest import mock
 
@@ -132,6 +133,15 @@ def test_bytes_that_are_no_text(run, refusal, command, option, text):
     """As a shell passes them."""
     given = os.fsdecode(text)
     assert refusal([command, str(run), option, given]) == f"{option} must be text (UTF-8), got {given!a}"
+
+
+@pytest.mark.parametrize("command", ["bench", "profile"])
+def test_a_shape_beyond_the_memory(command, refusal):
+    """torch might get it from a system that promises more than it has, and kills."""
+    message = refusal(f"{command} --shapes 1024x1024x1024x256")
+    assert re.fullmatch(
+        r"--shapes 1024x.* must fit the memory of this machine, [\d.e+]+ GB, got at least 3.3e\+03 GB", message
+    )
 
 
 def test_memory_that_torch_can_not_have_is_one_sentence(run, monkeypatch, refusal):
