@@ -81,19 +81,6 @@ def test_use_cache_equals_plain(monkeypatch, fewest):
     assert list(modules[0].state_dict()) == list(modules[1].state_dict())
 
 
-@each_module
-def test_compiles_once_for_all_lengths(name):
-    torch._dynamo.reset()
-    module = made(name, "all")
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    x = sequences(2, 1)
-    ours, expected = cache_for(module), cache_for(module)
-    with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
-        for begin in range(CONTEXT_LENGTH):
-            mask = arguments(module, begin, begin + 1, CONTEXT_LENGTH)
-            assert_same(compiled(x, *mask, kv_cache=ours), module(x, *mask, kv_cache=expected))
-
-
 def test_autocast_fills_a_cache_of_its_dtype():
     module = nn.GroupedQueryAttention(D_IN, 8, 0.0, 4, 2, rotary=100.0)
     x = torch.randn(2, 9, D_IN)

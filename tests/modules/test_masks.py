@@ -155,19 +155,6 @@ def test_the_key_of_the_biases_is_seen_by_all(kind):
         assert_same(weights, expected)
 
 
-@each_module
-def test_compiles_to_one_graph(name):
-    torch._dynamo.reset()
-    native, _ = pair(name, *WITH_RANGES[name])
-    x, given = torch.randn(2, ROWS, D_IN, requires_grad=True), added("both", SHAPES[3], heads_of(native))
-    given = of_caller(native, mask=given["mask"], bias=given["bias"].float().requires_grad_())
-    compiled = torch.compile(native, backend="eager", fullgraph=True)
-    results = [call(x, **given) for call in (compiled, native)]
-    assert_close(*results, atol=0)
-    found = (gradients(out, [x, given["bias"]]) for out in results)
-    assert_close(*found, atol=1e-6)
-
-
 def test_under_autocast():
     """The bias may have the parameters' dtype, as in attention."""
     module, x = made("MultiHeadAttention", "all").float(), torch.randn(2, ROWS, D_IN)

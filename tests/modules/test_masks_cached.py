@@ -155,17 +155,3 @@ def test_wrong_ones_leave_a_cache_as_it_was(wrong, kind, message, extra):
     with refused(kind, message):
         module(sequences(2, 3), kv_cache=cached, **wrong)
     assert cached.lengths.tolist() == [0, 0]
-
-
-@each_kind
-def test_compiles_once_for_all_lengths(kind):
-    torch._dynamo.reset()
-    module = made("MultiHeadAttention", "all")
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    x, more = sequences(2, ROWS), added(kind, module.num_heads)
-    ours, expected = cache_for(module), cache_for(module)
-    with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
-        for begin in range(ROWS):
-            step = x[:, begin : begin + 1], begin, CONTEXT_LENGTH
-            part = {k: t[..., begin : begin + 1, :].clone() if k == "mask" else t for k, t in more.items()}
-            assert_same(compiled(step[0], **part, kv_cache=ours), module(step[0], **part, kv_cache=expected))

@@ -144,17 +144,6 @@ def test_with_use_cache():
         assert_same(torch.cat(steps, 1), module(x, key_ranges=ranges))
 
 
-@each_module
-def test_compiles_to_one_graph(name):
-    torch._dynamo.reset()
-    native, _ = pair(name, *WITH_RANGES[name])
-    x, key_ranges = torch.randn(2, ROWS, D_IN, requires_grad=True), RANGES["padding"]
-    compiled = torch.compile(native, backend="eager", fullgraph=True)
-    results = [call(x, key_ranges=key_ranges) for call in (compiled, native)]
-    assert_close(*results, atol=0)
-    assert_close(*(gradients(out, [x]) for out in results), atol=1e-6)
-
-
 SHAPE = "key_ranges must have shape (2 or 1, 9, 2), got "
 BAD: list[tuple[Any, type[Exception], str]] = [
     ([[0, 1]], TypeError, "key_ranges must be Tensor, got [[0, 1]]"),
