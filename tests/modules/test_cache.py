@@ -9,9 +9,7 @@ from assertions import refused
 from modules.cases import (
     CONTEXT_LENGTH,
     D_IN,
-    EXTRAS,
     WITH_EXTRAS,
-    arguments,
     assert_same,
     cache_for,
     doubles,
@@ -25,21 +23,6 @@ from pyattn.nn import growing_cache
 each_module = pytest.mark.parametrize("name", WITH_EXTRAS)
 STEPS = (5, 1, 1, 3, 1, 6, 1)
 """New tokens per call; 18 in all."""
-
-
-@each_module
-@pytest.mark.parametrize("extra", ["", *EXTRAS])
-def test_steps_equal_the_whole(name, extra):
-    """Rotary positions, windows and ALiBi's distances count from the first token."""
-    module = made(name, extra)
-    x = sequences(2, sum(STEPS))
-    whole = module(x, *arguments(module, 0, x.shape[1], x.shape[1]))
-    cached, begin = cache_for(module), 0
-    for new in STEPS:
-        now = slice(begin, begin + new)
-        step = module(x[:, now], *arguments(module, begin, begin + new, CONTEXT_LENGTH), kv_cache=cached)
-        assert_same(step, whole[:, now])
-        begin += new
 
 
 def test_a_ring_outlasts_the_context():

@@ -52,7 +52,7 @@ def added(kind: str, shapes: tuple[tuple[Any, ...], tuple[Any, ...]], heads: int
     of_mask, of_bias = (tuple(heads if n == H else n for n in shape) for shape in shapes)
     bias = torch.randn(of_bias, dtype=torch.float64)
     given = {"mask": torch.rand(of_mask) < 0.7, "bias": bias.masked_fill(torch.rand(of_bias) < 0.1, -torch.inf)}
-    return given if kind == "both" else {kind: given[kind]}
+    return {name: t for name, t in given.items() if kind in (name, "both")}
 
 
 def seen_by(causal: bool, mask: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
@@ -104,7 +104,7 @@ def test_extras_and_dropout(name, extra, dropout):
     module = made(name, extra)
     module.dropout.p = dropout
     x, ranges = sequences(2, ROWS).requires_grad_(), masks.padding([ROWS, 5], ROWS, side="left")
-    for kind in ("mask", "bias", "both"):
+    for kind in ("neither", "mask", "bias", "both"):
         given = added(kind, SHAPES[3], module.num_heads)
         learned = [x, *module.parameters()] + ([given["bias"].requires_grad_()] if "bias" in given else [])
         hidden = {"mask": ~given["mask"]} if "mask" in given else {}

@@ -7,19 +7,16 @@ import pytest
 import torch
 from assertions import assert_close, refused
 from modules.cases import (
-    CACHED,
     D_IN,
     EXTRAS,
     ROWS,
     WITH_EXTRAS,
     WITH_RANGES,
-    arguments,
     assert_same,
     cache_for,
     doubles,
     gradients,
     made,
-    made_cached,
     pair,
     plain,
     sequences,
@@ -56,24 +53,6 @@ def test_equals_plain(name, ranges):
     outside = ((key < begin) | (key >= end)).expand(2, ROWS, ROWS)
     wide = weights if weights.dim() == 4 else weights[:, None]
     assert not wide.masked_select(outside[:, None]).any()
-
-
-@pytest.mark.parametrize("name", WITH_EXTRAS)
-@pytest.mark.parametrize("extra", EXTRAS)
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_extras_and_dropout(name, extra, dropout):
-    """The heads of GroupedQueryAttention share keys."""
-    module = made(name, extra)
-    module.dropout.p = dropout
-    x = sequences(2, ROWS).requires_grad_()
-    leaves = [x, *module.parameters()]
-    for ranges in RANGES.values():
-        results = []
-        for call in (lambda r: module(x, key_ranges=r), lambda r: plain(module, x, key_ranges=r)[0]):
-            torch.manual_seed(0)
-            results.append(call(ranges))
-        assert_same(*results)
-        assert_close(*(gradients(out, leaves) for out in results))
 
 
 @each_module
@@ -120,30 +99,6 @@ def test_on_top_of_an_assigned_mask(name):
     assert_same(masked[1, :4], native(x[1:, :5])[0, :4])
 
 
-@pytest.mark.parametrize("name", CACHED)
-@pytest.mark.parametrize("page_size", [None, 16])
-def test_over_a_cache(name, page_size):
-    module = made_cached(name, "all")
-    x, ranges = sequences(2, ROWS), masks.padding([ROWS, 5], ROWS, side="left")
-    whole = module(x, *arguments(module, 0, ROWS, ROWS), key_ranges=ranges)
-    cached, begin = cache_for(module, page_size=page_size), 0
-    with torch.no_grad():
-        for part in x.split([5, 1, 3], 1):
-            end = begin + part.shape[1]
-            mask = arguments(module, begin, end, cached.max_seqlen)
-            step = module(part, *mask, kv_cache=cached, key_ranges=ranges[:, begin:end])
-            assert_same(step, whole[:, begin:end])
-            begin = end
-
-
-def test_with_use_cache():
-    module = made("GroupedQueryAttention", "rotary")
-    x, ranges = sequences(2, ROWS), masks.padding([ROWS, 5], ROWS, side="left")
-    with torch.no_grad():
-        steps = [module(x[:, part], use_cache=True, key_ranges=ranges[:, part]) for part in (slice(5), slice(5, None))]
-        assert_same(torch.cat(steps, 1), module(x, key_ranges=ranges))
-
-
 SHAPE = "key_ranges must have shape (2 or 1, 9, 2), got "
 BAD: list[tuple[Any, type[Exception], str]] = [
     ([[0, 1]], TypeError, "key_ranges must be Tensor, got [[0, 1]]"),
@@ -163,16 +118,6 @@ def test_wrong_ranges_leave_a_cache_as_it_was(key_ranges, kind, message, page_si
     for options in ({}, {"kv_cache": cached}):
         with refused(kind, message):
             module(sequences(2, ROWS), key_ranges=key_ranges, **options)
-    assert cached.lengths.tolist() == [0, 0]
-
-
-def test_a_ring_has_none():
-    module = made("GroupedQueryAttention")
-    cached = cache_for(module, window=(3, 0))
-    with pytest.raises(NotImplementedError, match=r"^pyattn: a cache .* no key_ranges, got window=\(3, 0\)$"):
-        module(sequences(2, ROWS), key_ranges=RANGES["padding"], kv_cache=cached)
-    with pytest.raises(ValueError, match=r"^pyattn: over a cache with window=\(3, 0\), seqlen_q .*, got 18$"):
-        module(sequences(2, ROWS).repeat(1, 2, 1), kv_cache=cached)
     assert cached.lengths.tolist() == [0, 0]
 
 
