@@ -1,11 +1,10 @@
 """Promise: torch.onnx.export takes callers of attention, and onnxruntime computes what pyattn does, for all lengths."""
 
 import copy
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
+import fresh
 import onnxruntime
 import pytest
 import torch
@@ -252,4 +251,5 @@ def test_other_tracers_see_no_decomposition():
 def test_importing_pyattn_imports_nothing_for_it():
     heavy = {"onnx", "onnxscript", "onnxruntime", "sympy", "torch._dynamo"}
     code = f"import sys, pyattn; assert not {heavy} & sys.modules.keys(), {heavy} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    process = fresh.python("-c", code)
+    assert process.returncode == 0, process.stderr
