@@ -123,18 +123,6 @@ def test_with_use_cache(monkeypatch, fewest):
         assert_same(out[b : b + 1], module(whole)[:, count:])
 
 
-def test_compiles_to_one_graph():
-    torch._dynamo.reset()
-    module = made("MultiHeadAttention", "all")
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    ours, expected = cache_for(module, 3), cache_for(module, 3)
-    x, lengths = sequences(3, 7), torch.tensor(LENGTHS)
-    with torch.no_grad():
-        for _ in range(2):
-            assert_same(compiled(x, kv_cache=ours, lengths=lengths), module(x, kv_cache=expected, lengths=lengths))
-    assert torch.equal(ours.lengths, expected.lengths)
-
-
 BAD: list[tuple[Any, type[Exception], str]] = [
     ([1, 2], ValueError, "lengths must have "),
     ([8, 3, 0], ValueError, "each of lengths must be "),

@@ -57,13 +57,16 @@ def test_nothing_is_there():
 
 @pytest.mark.parametrize("kind", [{}, {"page_size": 16}, {"window": (7, 0)}])
 def test_compiles_to_one_graph(kind):
+    """Also for prompts of different lengths."""
     torch._dynamo.reset()
     module = made("MultiHeadAttention", "all")
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    x = sequences(2, 3)
+    x, lengths = sequences(2, 3), torch.tensor([3, 1])
     ours, expected = cache_for(module, **kind), cache_for(module, **kind)
     with torch.no_grad():
         for _ in range(3):
-            results = [f(x, kv_cache=c, need_weights=True) for f, c in ((compiled, ours), (module, expected))]
+            calls = (compiled, ours), (module, expected)
+            results = [f(x, kv_cache=c, lengths=lengths, need_weights=True) for f, c in calls]
             for found, target in zip(*results, strict=True):
                 assert_same(found, target)
+    assert torch.equal(ours.lengths, expected.lengths)
