@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import assert_close, refused
+from assertions import Refusals, assert_close, each_refusal, refused
 from modules.cases import (
     CACHED,
     CONTEXT_LENGTH,
@@ -139,36 +139,28 @@ def test_a_ring_has_none(kind):
 
 TOKENS = torch.ones(3, CONTEXT_LENGTH)
 FITS = "{} must broadcast to (batch, num_heads, seqlen, keys) = (2, 2, 3, 19), got shape "
-BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+BAD: Refusals = [
     ({"mask": TOKENS}, TypeError, "mask must be bool, True = takes part (numbers to add to the scores are bias), got "),
     ({"bias": TOKENS > 0}, TypeError, "bias must be floating-point, added to the scores (a bool tensor, True = takes "),
     ({"bias": TOKENS.long()}, TypeError, "bias must be floating-point, added to the scores (a bool tensor, True = "),
     ({"bias": TOKENS.half()}, TypeError, "bias must have dtype "),
     ({"mask": [[True]]}, TypeError, "mask must be Tensor, got [[True]]"),
     ({"bias": 0.5}, TypeError, "bias must be Tensor, got 0.5"),
-    (
-        {"mask": TOKENS[:, :3] > 0},
-        ValueError,
-        FITS.format("mask"),
-    ),
+    ({"mask": TOKENS[:, :3] > 0}, ValueError, FITS.format("mask")),
     ({"bias": TOKENS[:, :3]}, ValueError, FITS.format("bias")),
     ({"mask": TOKENS.expand(3, 3, 19) > 0}, ValueError, FITS.format("mask")),
     ({"bias": TOKENS.expand(1, 1, 1, 3, 19)}, ValueError, FITS.format("bias")),
-    (
-        {"bias": torch.tensor(1.0)},
-        ValueError,
-        FITS.format("bias"),
-    ),
+    ({"bias": torch.tensor(1.0)}, ValueError, FITS.format("bias")),
     ({"mask": (TOKENS > 0).to("meta")}, ValueError, "mask must be on the device of x, got meta and cpu"),
     ({"bias": TOKENS.to("meta")}, ValueError, "bias must be on the device of x, got meta and cpu"),
 ]
 
 
-@pytest.mark.parametrize(("wrong", "kind", "message"), BAD)
+@each_refusal(BAD)
 @pytest.mark.parametrize("extra", ["", "rotary"])
-def test_wrong_ones_leave_a_cache_as_it_was(wrong, kind, message, extra):
+def test_wrong_ones_leave_a_cache_as_it_was(changes, kind, message, extra):
     module = made("MultiHeadAttention", extra)
     cached = cache_for(module)
     with refused(kind, message):
-        module(sequences(2, 3), kv_cache=cached, **wrong)
+        module(sequences(2, 3), kv_cache=cached, **changes)
     assert cached.lengths.tolist() == [0, 0]

@@ -1,11 +1,10 @@
 """Promise: key_ranges of a module hide padding and other documents, in training and over a cache."""
 
 import re
-from typing import Any
 
 import pytest
 import torch
-from assertions import assert_close, refused
+from assertions import Refusals, assert_close, each_refusal, refused
 from modules.cases import (
     D_IN,
     EXTRAS,
@@ -100,7 +99,7 @@ def test_on_top_of_an_assigned_mask(name):
 
 
 SHAPE = "key_ranges must have shape (2 or 1, 9, 2), got "
-BAD: list[tuple[Any, type[Exception], str]] = [
+BAD: Refusals = [
     ([[0, 1]], TypeError, "key_ranges must be Tensor, got [[0, 1]]"),
     (RANGES["padding"].repeat(2, 1, 1), ValueError, SHAPE + "[4, 9, 2]"),
     (RANGES["padding"][:, 1:], ValueError, SHAPE + "[2, 8, 2]"),
@@ -110,14 +109,14 @@ BAD: list[tuple[Any, type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("key_ranges", "kind", "message"), BAD)
+@each_refusal(BAD)
 @pytest.mark.parametrize("page_size", [None, 16])
-def test_wrong_ranges_leave_a_cache_as_it_was(key_ranges, kind, message, page_size):
+def test_wrong_ranges_leave_a_cache_as_it_was(changes, kind, message, page_size):
     module = made("MultiHeadAttention")
     cached = cache_for(module, page_size=page_size)
     for options in ({}, {"kv_cache": cached}):
         with refused(kind, message):
-            module(sequences(2, ROWS), key_ranges=key_ranges, **options)
+            module(sequences(2, ROWS), key_ranges=changes, **options)
     assert cached.lengths.tolist() == [0, 0]
 
 
