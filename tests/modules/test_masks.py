@@ -7,7 +7,6 @@ import pytest
 import torch
 from assertions import assert_close
 from modules.cases import (
-    CONTEXT_LENGTH,
     D_IN,
     EXTRAS,
     ROWS,
@@ -121,19 +120,26 @@ def test_extras_and_dropout(name, extra, dropout):
         assert_close(gradients(ours, learned), gradients(exact, learned))
 
 
-@pytest.mark.parametrize("name", ["CausalAttention", "MultiHeadAttention", "MultiHeadAttentionCombinedQKV"])
-@each_kind
+CAUSAL_TWINS = ("MultiHeadAttentionCombinedQKV", "MHAPyTorchClass")
+"""Modules whose plain twins are causal whatever their mask."""
+
+
+@pytest.mark.parametrize("name", ["CausalAttention", "MultiHeadAttention", *CAUSAL_TWINS])
+@pytest.mark.parametrize("kind", ["mask", "bias", "both", "key_ranges"])
 def test_on_top_of_an_assigned_mask(name, kind):
-    native, reference = doubles(name)
+    native, reference = doubles(name, *WITH_RANGES[name])
+    size = native.context_length
     for module in (native, reference):
-        module.mask = torch.ones(CONTEXT_LENGTH, CONTEXT_LENGTH).triu(2)
+        module.mask = torch.ones(size, size).triu(2)
     x, given = sequences(2, ROWS), added(kind, SHAPES[0], heads_of(native))
-    if name != "MultiHeadAttentionCombinedQKV":  # its plain module is causal whatever its mask
+    if kind == "key_ranges":
+        given = {"key_ranges": masks.padding([ROWS, 5], ROWS)}
+    if name not in CAUSAL_TWINS:
         assert_same(native(x, **given), reference(x, **given))
     one_more = torch.ones(ROWS, ROWS, dtype=torch.bool).tril(1)
     seen = given.pop("mask", one_more) & one_more
     out = native(x, **given, mask=seen)
-    native.mask = torch.zeros(CONTEXT_LENGTH, CONTEXT_LENGTH)
+    native.mask = torch.zeros(size, size)
     assert_same(out, native(x, **given, mask=seen))
 
 

@@ -84,20 +84,6 @@ def test_a_packed_row_is_its_documents(name, extra):
     assert_same(packed, torch.cat([module(x[:, :4]), module(x[:, 4:])], 1))
 
 
-@pytest.mark.parametrize("name", ["CausalAttention", "MultiHeadAttention", "MHAPyTorchClass"])
-def test_on_top_of_an_assigned_mask(name):
-    native, reference = doubles(name, *WITH_RANGES[name])
-    size = native.context_length
-    for module in (native, reference):
-        module.mask = torch.ones(size, size).triu(2)
-    x = sequences(2, ROWS)
-    key_ranges = masks.padding([ROWS, 5], ROWS)
-    masked = native(x, key_ranges=key_ranges)
-    if name != "MHAPyTorchClass":  # its plain module is causal whatever its mask
-        assert_same(masked, reference(x, key_ranges=key_ranges))
-    assert_same(masked[1, :4], native(x[1:, :5])[0, :4])
-
-
 SHAPE = "key_ranges must have shape (2 or 1, 9, 2), got "
 BAD: Refusals = [
     ([[0, 1]], TypeError, "key_ranges must be Tensor, got [[0, 1]]"),
