@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from assertions import assert_close, finite
-from derivatives.calls import SCORES, leaves_of, score_tensors
+from backends import Backend
+from derivatives.calls import FEATURES, PAIRS, SCORES, Call, leaves_of, score_tensors
 from helpers import Case, assert_equal, run
 from torch import Tensor
 from torch.autograd import gradcheck
@@ -40,6 +41,13 @@ def out_and_lse(function: Callable[..., Any], case: Case, q: Tensor, k: Tensor, 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradcheck(case: Case) -> None:
     assert gradcheck(partial(out_and_lse, attention, case), leaves(case))
+
+
+@pytest.mark.parametrize(("a", "b"), PAIRS, ids="-".join)
+def test_gradients_are_differences(repeatable: Backend, a: str, b: str) -> None:
+    """Every differentiable input, with every pair of features."""
+    call = Call(FEATURES[a] | FEATURES[b])
+    assert gradcheck(lambda *x: call(repeatable.attention, *x), call.leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -24,37 +24,30 @@ from pyattn import masks, nn
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_one_graph_with_weights(name):
-    """In training with dropout. A graph with weights holds the plain call's: the weights come after its result."""
-    for extra in ("", "all") if name in WITH_EXTRAS else ("",):
-        torch._dynamo.reset()
-        module = made(name, extra) if extra else doubles(name)[0]
-        set_dropout(module, 0.5)
-        x, results = sequences(2, ROWS), []
-        for call in (torch.compile(module, backend="eager", fullgraph=True), module):
-            torch.manual_seed(0)
-            results.append(call(x, need_weights=True))
-        assert_close(*results, 1e-14)
+VARIANTS = [*((name, "") for name in ARGUMENTS), *((name, "all") for name in WITH_EXTRAS), ("MHAPyTorchClass", "key")]
+"""Modules; three with all extras; one with a key that all queries see, which takes no key_ranges."""
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_one_graph_with_gradients(name):
-    """In training with dropout, with key_ranges, mask and bias where the module takes them."""
+@pytest.mark.parametrize(("name", "extra"), VARIANTS)
+def test_one_graph(name, extra):
+    """In training with dropout: weights and gradients, with key_ranges, mask and bias where the module takes them.
+
+    This graph holds the plain call's, because the weights are computed after its result.
+    """
     torch._dynamo.reset()
-    module = doubles(name, *WITH_RANGES.get(name, ()))[0]
+    arguments = () if extra == "key" else WITH_RANGES.get(name, ())
+    module = made(name, extra) if extra == "all" else doubles(name, *arguments)[0]
     set_dropout(module, 0.5)
     leaves, options = [sequences(2, ROWS).requires_grad_()], {}
     if name in WITH_RANGES:
         leaves += [torch.randn(2, 1, 1, ROWS, dtype=torch.float64).requires_grad_()]
-        shown = torch.rand(2, 1, ROWS, ROWS) < 0.7
-        options = {"key_ranges": masks.padding([ROWS, 5], ROWS), "mask": shown, "bias": leaves[1]}
+        options = {"mask": torch.rand(2, 1, ROWS, ROWS) < 0.7, "bias": leaves[1]}
+        options |= {} if extra == "key" else {"key_ranges": masks.padding([ROWS, 5], ROWS)}
     results = []
     for call in (torch.compile(module, backend="eager", fullgraph=True), module):
         torch.manual_seed(0)
-        found = call(leaves[0], **options)
-        out = found[0] if isinstance(found, tuple) else found
-        results.append((out.detach(), *gradients(out, leaves)))
+        out, weights = call(leaves[0], need_weights=True, **options)
+        results.append((out.detach(), weights.detach(), *gradients(out, leaves)))
     assert_close(*results)
 
 
