@@ -17,6 +17,9 @@ from yardstick import assert_accurate
 from pyattn import attention, attention_weights, reference
 from pyattn.derivatives import tangents
 
+# torch scripts its own forward-mode rules on first use; the category is FutureWarning since torch 2.15.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")
+
 THIRD = "^pyattn: third derivatives of attention are not implemented$"
 
 
@@ -67,7 +70,6 @@ def test_second_derivatives_of_packed_sequences() -> None:
     assert gradgradcheck(lambda *x: call(call.ours, *x), call.leaves, fast_mode=True)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script")
 @each_call
 def test_hessians(make: Any) -> None:
     """All four ways lead to plain PyTorch's double backward."""
