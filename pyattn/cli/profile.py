@@ -77,6 +77,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     check(options)
     parser.check(options)
+    for text in options.shapes:
+        check_fits(text, options.dtype, options.device, options.queries, options.num_heads_kv)
     return options
 
 
@@ -171,8 +173,6 @@ def check(options: argparse.Namespace) -> None:
             raise InputError(f"--queries must lie between 1 and T = {length}", options.queries)
         if options.num_heads_kv is not None and (options.num_heads_kv < 1 or heads % options.num_heads_kv):
             raise InputError(f"--num-heads-kv must divide H = {heads}", options.num_heads_kv)
-    for text in options.shapes:
-        check_fits(text, options.dtype, options.device, options.queries, options.num_heads_kv)
     if options.trace:
         output.check_file("--trace", options.trace)
 
