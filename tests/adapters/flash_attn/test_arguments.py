@@ -110,7 +110,7 @@ def test_under_a_compiler():
         packed = flash_attn_varlen_func(q[0], kv[0, :, 0], kv[0, :, 1], starts, starts, 7, 7, causal=True)
         return whole.sum() + packed.square().sum()
 
-    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(both, fullgraph=True, backend="eager")
     results = [f(q, kv) for f in (both, compiled)]
     grads = [torch.autograd.grad(result, (q, kv)) for result in results]
     assert_close(*results)

@@ -130,18 +130,17 @@ def test_scores(score, name):
 
 @every_mask
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("block_size", [128, (16, 32)], ids=str)
-def test_blocks_are_torchs(name, lengths, block_size):
+@pytest.mark.parametrize(("heads", "block_size"), [(None, 128), (3, (16, 32))])
+def test_blocks_are_torchs(name, lengths, heads, block_size):
     mask_mod = MASKS[name]()
-    for sizes in ((2, None, *lengths), (2, 3, *lengths)):
-        ours, theirs = (
-            make(mask_mod, *sizes, device="cpu", BLOCK_SIZE=block_size)
-            for make in (create_block_mask, torch_flex.create_block_mask)
-        )
-        assert ours.mask_mod is theirs.mask_mod is mask_mod
-        for mine, other in zip(ours.as_tuple()[:-1], theirs.as_tuple()[:-1], strict=True):
-            assert torch.equal(mine, other) if isinstance(mine, torch.Tensor) else mine == other
-    together = create_block_mask(mask_mod, 2, 3, *lengths, "cpu", block_size, separate_full_blocks=False)
+    ours, theirs = (
+        make(mask_mod, 2, heads, *lengths, device="cpu", BLOCK_SIZE=block_size)
+        for make in (create_block_mask, torch_flex.create_block_mask)
+    )
+    assert ours.mask_mod is theirs.mask_mod is mask_mod
+    for mine, other in zip(ours.as_tuple()[:-1], theirs.as_tuple()[:-1], strict=True):
+        assert torch.equal(mine, other) if isinstance(mine, torch.Tensor) else mine == other
+    together = create_block_mask(mask_mod, 2, heads, *lengths, "cpu", block_size, separate_full_blocks=False)
     assert together.full_kv_num_blocks is None
     assert torch.equal(together.to_dense(), theirs.to_dense())
 

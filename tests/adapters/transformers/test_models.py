@@ -52,7 +52,7 @@ def test_decoders(name, padding):
 def test_generation(name, padding, cache):
     """Generates past the windows and chunks of four tokens."""
     model = decoder(name).double()
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     options |= {"output_logits": True, "return_dict_in_generate": True, "disable_compile": True}
     sides = []
     for implementation in ("pyattn", "eager"):
@@ -131,7 +131,7 @@ def test_checkpoints(reentrant):
 @pytest.mark.filterwarnings("ignore::Warning")  # the compiler warns about its own parts
 def test_compiled():
     torch._dynamo.reset()
-    model = decoder("llama")
+    model = decoder("llama", num_hidden_layers=1)
     model.set_attn_implementation("pyattn")
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for mask in (PADDING["left"], None):

@@ -70,7 +70,7 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "mpnet": ("MPNet", SMALL),
     "roformer": ("RoFormer", SMALL | {"embedding_size": 32}),
     "xglm": ("XGLM", {"vocab_size": 64, "d_model": 32, "num_layers": 1, "attention_heads": 4, "ffn_dim": 48}),
-    "git": ("Git", SMALL),
+    "git": ("Git", SMALL | {"vision_config": SMALL | {"image_size": 32, "patch_size": 16}}),
 }
 
 
@@ -107,7 +107,7 @@ def test_the_lists_are_what_models_call(name, monkeypatch):
 
 def test_a_model_that_is_listed_in_part():
     """transformers accepts the name for all of GIT, whose text model would take None to mean every key."""
-    model = made("Git", SMALL | {"vision_config": SMALL | {"image_size": 32, "patch_size": 16}})
+    model = made(*OWN["git"])
     model.set_attn_implementation("pyattn")
     for mask in (None, PADDING["left"]):
         with pytest.raises(NotImplementedError, match=r"its own attention, got \w+\(\) of a mask"):
