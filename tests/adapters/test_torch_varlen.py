@@ -1,9 +1,8 @@
 """Promise: torch's varlen_attn works on the CPU while activated: forward, backward, lse, and every argument."""
 
 import inspect
-import subprocess
-import sys
 
+import fresh
 import pytest
 import torch
 from assertions import refused
@@ -226,14 +225,16 @@ def test_activation_is_torchs_own():
 
 
 def test_importing_pyattn_changes_nothing():
+    """Not torch's operator, its table of implementations, or what ``import flash_attn`` finds."""
     code = """if True:
         import sys, torch
         from torch.nn.attention import list_flash_attention_impls
-        before = torch._C._dispatch_dump_table("aten::scaled_dot_product_attention")
+        state = lambda: (torch._C._dispatch_dump_table("aten::scaled_dot_product_attention"), [*sys.meta_path])
+        before = state()
         import pyattn
-        assert not any(name.startswith("pyattn.adapters") for name in sys.modules)
-        import pyattn.adapters.sdpa, pyattn.adapters.torch_varlen
-        assert torch._C._dispatch_dump_table("aten::scaled_dot_product_attention") == before
+        assert not any(name.startswith("pyattn.adapters") or "flash_attn" in name for name in sys.modules)
+        import pyattn.adapters.flash_attn, pyattn.adapters.sdpa, pyattn.adapters.torch_varlen
+        assert state() == before
         assert "PYATTN" not in list_flash_attention_impls()
     """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh.python("-c", code).check_returncode()

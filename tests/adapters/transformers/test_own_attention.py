@@ -3,12 +3,12 @@
 import importlib
 import importlib.util
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 import transformers
@@ -180,12 +180,12 @@ def test_other_peoples_models_are_listed_by_what_they_call():
 
 def test_info_lists_them_and_imports_none():
     code = "import sys; from pyattn.cli import main; main(['info']); print('transformers' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("transformers")]
+    lines = fresh.python("-c", code).stdout.splitlines()
+    (line,) = [line for line in lines if line.startswith("transformers")]
     assert " architectures keep their own attention" in line
     assert {"bloom", "falcon", "gptj"} <= set(line.split())
     assert "llama" not in line.split()
-    assert done.stdout.splitlines()[-1] == "False"
+    assert lines[-1] == "False"
 
 
 def test_info_names_the_version_that_was_checked(monkeypatch):
