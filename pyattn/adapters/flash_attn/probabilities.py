@@ -73,5 +73,5 @@ def signed_packed(
 
 def _with_signs(weights: Tensor, options: dict[str, Any]) -> Tensor:
     """The weights (B, Hq, Sq, Sk), negative where these options drop them."""
-    kept = dropout_mask(options["dropout_seed"], *weights.shape, options["dropout_p"])
+    kept = dropout_mask(options["dropout_seed"], *weights.shape, dropout_p=options["dropout_p"])
     return torch.where(kept, weights, -weights)
