@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapters.gradients import with_gradients
 from helpers import assert_equal
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
@@ -71,12 +72,6 @@ SLOPES = torch.rand(3, 4, generator=GENERATOR)
 NEW_Q, NEW_K, NEW_V = rand(3, 3, 2, 4, 8).unbind()
 ANGLES = torch.rand(2, 40, 4, generator=GENERATOR).unbind()
 TOKEN_MASK = ints([1, 1, 1, 0], [0, 1, 1, 0], [1, 1, 1, 1])
-
-
-def with_gradients(function: Callable[..., Any], *leaves: Tensor) -> tuple[Tensor, ...]:
-    leaves = tuple(leaf.detach().requires_grad_() for leaf in leaves)
-    out = function(*leaves)
-    return out, *torch.autograd.grad(out.sin().sum(), leaves)
 
 
 def varlen(starts: Tensor = STARTS, slopes: Tensor | None = None) -> tuple[Tensor, ...]:

@@ -5,6 +5,7 @@ import inspect
 import fresh
 import pytest
 import torch
+from adapters.gradients import assert_accurate, with_gradients
 from assertions import refused
 from helpers import assert_equal
 from torch.nn.attention import (
@@ -16,7 +17,6 @@ from torch.nn.attention import (
     varlen,
 )
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
-from yardstick import assert_accurate
 
 from pyattn import attention_varlen
 from pyattn.adapters import torch_varlen
@@ -68,26 +68,13 @@ def by_torch(q, k, v, window, scale=None):
     return torch.cat(outs)
 
 
-def with_gradients(function, tensors, dout):
-    leaves = tuple(t.detach().requires_grad_() for t in tensors)
-    out = function(*leaves)
-    return out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0), (3, 2)], ids=str)
 def test_accuracy(dtype, window):
-    tensors, dout = inputs(dtype), torch.randn(sum(LENGTHS_Q), 6, 16)
-
     def native(q, k, v):
         return varlen_attn(q, k, v, *SIZES, window_size=window, scale=0.3, **GROUPED)
 
-    ours = with_gradients(native, tensors, dout)
-    plain = with_gradients(lambda *t: by_torch(*t, window, 0.3), tensors, dout)
-    exact = with_gradients(lambda *t: by_torch(*t, window, 0.3), [t.double() for t in tensors], dout.double())
-    for name, mine, other, truth in zip(("out", "dq", "dk", "dv"), ours, plain, exact, strict=True):
-        assert mine.dtype == dtype
-        assert_accurate(name, mine, other, truth)
+    assert_accurate(native, lambda *t: by_torch(*t, window, 0.3), *inputs(dtype))
 
 
 def test_lse():
@@ -147,17 +134,14 @@ def test_used_keys_and_pages():
 
 def test_a_packed_projection_compiled():
     """q, k and v as views of one tensor, in a graph of torch.compile with its backward."""
-    x = torch.randn(64, 3, 4, 16, requires_grad=True)
+    x = torch.randn(64, 3, 4, 16)
     cu = torch.tensor([0, 20, 64], dtype=torch.int32)
 
     def step(x):
         return varlen_attn(*x.unbind(1), cu, cu, 44, 44, window_size=(-1, 0)).sin()
 
-    results = []
-    for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
-        out = function(x)
-        results.append((out, *torch.autograd.grad(out.sum(), x)))
-    assert_equal(*results)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    assert_equal(with_gradients(step, x), with_gradients(compiled, x))
 
 
 @pytest.mark.filterwarnings("ignore")

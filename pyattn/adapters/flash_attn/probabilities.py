@@ -73,5 +73,7 @@ def signed_packed(
 
 def _with_signs(weights: Tensor, options: dict[str, Any]) -> Tensor:
     """The weights (B, Hq, Sq, Sk), negative where these options drop them."""
-    kept = dropout_mask(options["dropout_seed"], *weights.shape, dropout_p=options["dropout_p"])
+    batch, num_heads, seqlen_q, seqlen_k = weights.shape
+    sizes = batch, num_heads, seqlen_q, seqlen_k
+    kept = dropout_mask(options["dropout_seed"], *sizes, options["dropout_p"])
     return torch.where(kept, weights, -weights)

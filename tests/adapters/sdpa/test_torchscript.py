@@ -1,9 +1,11 @@
 """Promise: TorchScript compiles torch's modules while the switch is on, and the compiled code follows the switch."""
 
+import functools
 import io
 
 import pytest
 import torch
+from adapters.gradients import with_gradients
 from torch import nn
 
 from pyattn.adapters.sdpa import counts, enabled, reset_counts
@@ -13,17 +15,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 def by_switch(module, x, **options):
     """Results and gradients of ``x`` with the switch off and on, and how many calls it took while on."""
-
-    def step():
-        out = module(x, **options)
-        out = out if isinstance(out, torch.Tensor) else out[0]
-        return out, *torch.autograd.grad(out.sin().sum(), x)
-
-    expected = step()
+    function = functools.partial(module, **options)
+    expected = with_gradients(function, x)
     reset_counts()
     with enabled():
-        found = step()
-        return expected, found, counts().taken
+        return expected, with_gradients(function, x), counts().taken
 
 
 def saved_and_loaded(script):
