@@ -1,7 +1,5 @@
 """Promise: flash-attn's signatures are kept, wrong arguments are refused, and the functions run under a compiler."""
 
-import doctest
-import importlib
 import inspect
 import re
 
@@ -119,11 +117,3 @@ def test_same_as_pyattns_own_packed_sequences():
     starts = torch.tensor([0, 4, 9], dtype=torch.int32)
     ours = attention_varlen(*qkv.unbind(1), starts, starts, 5, 5)
     assert torch.equal(flash_attn_varlen_qkvpacked_func(qkv, starts, torch.tensor(5), causal=True), ours)
-
-
-@pytest.mark.parametrize("name", ["", ".dense", ".varlen", ".cached", ".rotary", ".rotary_embedding", ".padding"])
-def test_docstring_examples_run(name):
-    module = importlib.import_module(f"pyattn.adapters.flash_attn{name}")
-    result = doctest.testmod(module, extraglobs={"torch": torch})
-    assert result.attempted > 0
-    assert not result.failed
