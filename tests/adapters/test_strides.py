@@ -10,7 +10,6 @@ from helpers import assert_equal
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
-from pyattn.adapters import torch_varlen
 from pyattn.adapters.flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -26,6 +25,8 @@ from pyattn.adapters.flash_attn.rotary_embedding import RotaryEmbedding
 from pyattn.adapters.transformers import attention_function, mask_function
 from pyattn.adapters.transformers_masks import Mask
 from pyattn.masks import KeyRanges
+
+pytestmark = pytest.mark.usefixtures("torchs_varlen")
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -110,22 +111,14 @@ def rand_cache(seed: int) -> Tensor:
 
 
 def by_torch(starts: Tensor = STARTS, **options: Any) -> tuple[Tensor, ...]:
-    torch_varlen.activate()
-    try:
-        if options:
-            return (varlen_attn(*TOKENS, starts, starts, 9, 9, **options),)
-        return with_gradients(lambda q, k, v: varlen_attn(q, k, v, starts, starts, 9, 9, window_size=(-1, 0)), *TOKENS)
-    finally:
-        torch_varlen.remove()
+    if options:
+        return (varlen_attn(*TOKENS, starts, starts, 9, 9, **options),)
+    return with_gradients(lambda q, k, v: varlen_attn(q, k, v, starts, starts, 9, 9, window_size=(-1, 0)), *TOKENS)
 
 
 def paged_by_torch(table: Tensor, used: Tensor) -> Tensor:
-    torch_varlen.activate()
-    try:
-        options = {"block_table": table, "seqused_k": used, "window_size": (-1, 0)}
-        return varlen_attn(NEW_Q.flatten(0, 1), *PAGES, ints(0, 2, 4, 6), None, 2, 32, **options)
-    finally:
-        torch_varlen.remove()
+    options = {"block_table": table, "seqused_k": used, "window_size": (-1, 0)}
+    return varlen_attn(NEW_Q.flatten(0, 1), *PAGES, ints(0, 2, 4, 6), None, 2, 32, **options)
 
 
 def turned(offsets: Tensor) -> tuple[Tensor, ...]:

@@ -28,12 +28,7 @@ newer = pytest.mark.skipif("seqused_k" not in KNOWN, reason="varlen_attn has it 
 LENGTHS_Q, LENGTHS_K = (10, 0, 33, 1, 20), (10, 4, 50, 7, 5)
 
 
-@pytest.fixture(autouse=True)
-def _active():
-    torch_varlen.activate()
-    yield
-    torch_varlen.remove()
-    assert current_flash_attention_impl() is None
+pytestmark = pytest.mark.usefixtures("torchs_varlen")
 
 
 def bounds(lengths):

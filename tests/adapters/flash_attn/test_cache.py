@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from adapters.flash_attn.formula import turned
+from adapters.flash_attn.formula import plain, turned
 from torch.testing import assert_close
 
 from pyattn.adapters.flash_attn import flash_attn_func, flash_attn_with_kvcache
@@ -13,47 +13,19 @@ from pyattn.adapters.flash_attn import flash_attn_func, flash_attn_with_kvcache
 SLOTS = 40
 
 
-def expected(
-    q,
-    keys,
-    values,
-    k,
-    v,
-    length,
-    pad,
-    angle=None,
-    causal=False,
-    window=(-1, -1),
-    softcap=0.0,
-    slopes=None,
-    interleaved=True,
-):
+def expected(q, keys, values, k, v, length, pad, angle, interleaved=True, **options):
     """One sequence by flash-attn's documentation, keys (slots, Hkv, D): out, lse, and the updated cache."""
     seqlen_q, new = q.shape[0], 0 if k is None else k.shape[0]
     if angle is not None:
-        moving = causal or window != (-1, -1)
+        moving = "causal" in options or "window_size" in options
         q = turned(q, length + torch.arange(seqlen_q) * moving, angle, interleaved)
         k = turned(k, length + torch.arange(new), angle, interleaved)
     keys, values = keys.clone(), values.clone()
     if k is not None:
         keys[length : length + new], values[length : length + new] = k, v
     end = length + new
-    groups = q.shape[1] // keys.shape[1]
-    seen_k, seen_v = (t[pad:end].repeat_interleave(groups, 1) for t in (keys, values))
-    scores = torch.einsum("ihd,jhd->hij", q, seen_k) / math.sqrt(q.shape[2])
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    position, key = torch.arange(seqlen_q)[:, None] + end - seqlen_q, torch.arange(pad, end)
-    if slopes is not None:
-        scores = scores - slopes.double()[:, None, None] * (position - key).abs()
-    left, right = (window[0], 0) if causal else window
-    seen = (key >= position - left) | (left < 0)
-    seen &= (key <= position + right) | (right < 0)
-    scores = scores.masked_fill(~seen, -math.inf)
-    lse = scores.logsumexp(-1)
-    weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
-    lse = torch.where(lse == -math.inf, math.inf, lse)
-    return torch.einsum("hij,jhd->ihd", weights, seen_v), lse, keys, values
+    out, lse, _ = plain(q[None], keys[None, pad:end], values[None, pad:end], **options)
+    return out[0], lse[0], keys, values
 
 
 PLACES = ["plain", "longer", "batch_idx", "paged", "leftpad"]
@@ -63,8 +35,8 @@ CALLS = [
     {"seqlen_q": 5, "new": None, "causal": True, "softcap": 2.0},
     {"seqlen_q": 1, "new": 1, "causal": True, "rotary": 8, "interleaved": False},
     {"seqlen_q": 4, "new": 4, "rotary": 4, "interleaved": True},
-    {"seqlen_q": 6, "new": 2, "causal": True, "window": (5, 3), "rotary": 8, "interleaved": True, "slopes": True},
-    {"seqlen_q": 3, "new": 7, "window": (4, 2), "rotary": 6, "interleaved": False},
+    {"seqlen_q": 6, "new": 2, "causal": True, "window_size": (5, 3), "rotary": 8, "interleaved": True, "slopes": True},
+    {"seqlen_q": 3, "new": 7, "window_size": (4, 2), "rotary": 6, "interleaved": False},
 ]
 
 
@@ -74,6 +46,7 @@ def test_the_documented_formula(call, place):
     """In float64, with NaN in every slot that holds no sequence."""
     call = dict(call)
     seqlen_q, new, rotary = call.pop("seqlen_q"), call.pop("new"), call.pop("rotary", 0)
+    interleaved = call.pop("interleaved", True)
     batch, lengths, pads = 3, torch.tensor([7, 0, 29]), [0, 0, 0]
     if new is None:
         lengths = torch.tensor([7, 1, SLOTS])
@@ -105,26 +78,24 @@ def test_the_documented_formula(call, place):
         storage[:, table] = padded.unflatten(2, (3, 16))
         named["block_table"] = table.int()
     rotations = {} if angle is None else {"rotary_cos": angle.cos(), "rotary_sin": angle.sin()}
-    options = {"causal": call.get("causal", False), "softcap": call.get("softcap", 0.0)}
     out, lse = flash_attn_with_kvcache(
         q,
         *storage,
         k,
         v,
         cache_seqlens=lengths.int(),
-        window_size=call.get("window", (-1, -1)),
-        rotary_interleaved=call.get("interleaved", True),
+        rotary_interleaved=interleaved,
         alibi_slopes=slopes,
         return_softmax_lse=True,
-        **options,
+        **call,
         **rotations,
         **named,
     )
     after = storage[:, order] if place != "paged" else storage[:, table].flatten(2, 3)[:, :, :SLOTS]
     for b in range(batch):
         tokens = (None, None) if k is None else (k[b], v[b])
-        own = {"slopes": None if slopes is None else slopes[b], "angle": angle, **call}
-        wanted = expected(q[b], *caches[:, b], *tokens, int(lengths[b]), pads[b], **own)
+        own = {"alibi_slopes": None if slopes is None else slopes[b], **call}
+        wanted = expected(q[b], *caches[:, b], *tokens, int(lengths[b]), pads[b], angle, interleaved, **own)
         got = out[b], lse[b], *after[:, b]
         assert_close(got, wanted, rtol=1e-11, atol=1e-12, equal_nan=True)
 
