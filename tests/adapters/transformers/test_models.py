@@ -153,14 +153,3 @@ def test_weights(name):
     for ours, eager in zip(*sides, strict=True):
         rows = PADDING["left"].bool()
         assert (ours - eager).transpose(1, 2)[rows].abs().max() <= ROUNDINGS
-
-
-@pytest.mark.filterwarnings("ignore:.*")
-def test_models_with_attention_of_their_own():
-    """transformers accepts any name for them without a word; our mask would mean no mask there."""
-    bloom = made("Bloom", {"vocab_size": 64, "hidden_size": 32, "n_layer": 1, "n_head": 4})
-    assert "attn_implementation is eager" in adapter.fallbacks(bloom)[-2]
-    bloom.config._attn_implementation = "pyattn"
-    with pytest.raises(NotImplementedError, match="its own attention, got a BloomConfig"):
-        bloom(IDS)
-    assert adapter.fallbacks(bloom)[-1] == "transformer.h.0.self_attention (BloomAttention): its own attention"

@@ -5,6 +5,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,6 @@ from pyattn.adapters import transformers as adapter
 from pyattn.adapters import transformers_models
 from pyattn.adapters.transformers_models import CHECKED, PARTS, WHOLE
 from pyattn.cli import info
-
-NAMES = ["bert", "bloom", "codegen", "falcon", "gpt2", "gpt_neo", "gptj", "llama", "mpt", "t5", "xglm"]
 
 CLASS = re.compile(r"^class (\w*(?:Attention|Attn)\w*)\((.*?)\):\n((?:[ \t#)].*\n|\n)*)", re.MULTILINE)
 ITSELF = re.compile(
@@ -49,17 +48,6 @@ def test_the_lists_are_those_of_the_installed_transformers():
         if own:
             (parts if asks else whole)[path.stem.removeprefix("modeling_")] = own
     assert (whole, parts) == (WHOLE, PARTS), f"checked with {CHECKED}, installed {transformers.__version__}"
-
-
-def test_the_lists_are_what_transformers_says_itself():
-    for name in NAMES:
-        models = vars(importlib.import_module(f"transformers.models.{name}.modeling_{name}")).values()
-        kinds = [x for x in models if isinstance(x, type) and issubclass(x, PreTrainedModel)]
-        model = next(kind for kind in kinds if kind is not PreTrainedModel)
-        assert (name in WHOLE) != model._can_set_attn_implementation(), name
-        config = model.config_class
-        assert config is not None
-        assert transformers_models.computes_attention_itself(config) == (name in WHOLE), name
 
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
@@ -89,18 +77,15 @@ def test_the_lists_are_what_models_call(name, monkeypatch):
     if name in OWN:
         config = getattr(transformers, f"{OWN[name][0]}Config")(**OWN[name][1])
         model = transformers.AutoModel.from_config(config, attn_implementation="eager")
+        assert any("attn_implementation is eager" in line for line in adapter.fallbacks(model))
         model.config._attn_implementation = "pyattn"
     else:
         model = decoder(name)
         model.set_attn_implementation("pyattn")
-    refused = False
-    try:
+    refused = name in OWN.keys() - {"deberta_v2"}  # it makes its own mask
+    with pytest.raises(NotImplementedError, match="its own attention") if refused else nullcontext():
         model(IDS)
-    except NotImplementedError as error:
-        assert "its own attention" in str(error)  # noqa: PT017
-        refused = True
     assert bool(calls) == (name not in OWN)
-    assert not calls or not refused
     lines = adapter.fallbacks(model)
     assert any(line.endswith(": its own attention") for line in lines) == (name in OWN)
 
