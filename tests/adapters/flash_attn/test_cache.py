@@ -1,11 +1,11 @@
 """Promise: flash_attn_with_kvcache attends over a cache that the caller owns, and writes it in place."""
 
 import math
-import re
 
 import pytest
 import torch
 from adapters.flash_attn.formula import plain, turned
+from assertions import refused
 from torch.testing import assert_close
 
 from pyattn.adapters.flash_attn import flash_attn_func, flash_attn_with_kvcache
@@ -147,44 +147,42 @@ def test_wrong_arguments_are_refused_and_leave_the_cache():
     angle = torch.rand(20, 8)
 
     def wrong(error, message, q=q, k=k, v=v, cache_seqlens=two, **options):
-        with pytest.raises(error, match=f"^{re.escape(message)}"):
+        with refused(error, message):
             flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, **options)
         assert torch.equal(k_cache, before)
 
-    together = "pyattn: k, v and cache_seqlens must be given together, got no "
+    together = "k, v and cache_seqlens must be given together, got no "
     wrong(ValueError, together + "v", v=None)
     wrong(ValueError, together + "k", k=None)
     wrong(ValueError, together + "cache_seqlens", cache_seqlens=None)
-    room = (
-        "pyattn: each of cache_seqlens must be at least 0, and with 3 new positions at most the 20 of the cache, got "
-    )
+    room = "each of cache_seqlens must be at least 0, and with 3 new positions at most the 20 of the cache, got "
     wrong(ValueError, room + "[18, 0]", cache_seqlens=torch.tensor([18, 0], dtype=torch.int32))
     wrong(RuntimeError, room + "[-1, 0]", cache_seqlens=two - 2 * two)
     wrong(ValueError, room + "[18, 18]", cache_seqlens=18)
-    wrong(ValueError, "pyattn: cache_seqlens must be at least 0, got -1", cache_seqlens=-1)
-    wrong(TypeError, "pyattn: cache_seqlens must be int32, got torch.int64", cache_seqlens=two.long())
-    wrong(ValueError, "pyattn: cache_seqlens must have shape (2,), got (1,)", cache_seqlens=two[:1])
-    wrong(TypeError, "pyattn: k must have the cache's dtype, torch.float32, got torch.float16", k=k.half())
-    wrong(TypeError, "pyattn: k_cache must have q's dtype, torch.float16, got torch.float32", q=q.half())
-    wrong(ValueError, "pyattn: v must have shape (batch, new, num_heads_kv, head_dim), for q", v=v[:, 1:])
-    wrong(ValueError, "pyattn: q, k_cache and v_cache must have shapes", q=q[:, :, :3])
+    wrong(ValueError, "cache_seqlens must be at least 0, got -1", cache_seqlens=-1)
+    wrong(TypeError, "cache_seqlens must be int32, got torch.int64", cache_seqlens=two.long())
+    wrong(ValueError, "cache_seqlens must have shape (2,), got (1,)", cache_seqlens=two[:1])
+    wrong(TypeError, "k must have the cache's dtype, torch.float32, got torch.float16", k=k.half())
+    wrong(TypeError, "k_cache must have q's dtype, torch.float16, got torch.float32", q=q.half())
+    wrong(ValueError, "v must have shape (batch, new, num_heads_kv, head_dim), for q", v=v[:, 1:])
+    wrong(ValueError, "q, k_cache and v_cache must have shapes", q=q[:, :, :3])
     wrong(
         ValueError,
-        "pyattn: k_cache must have q's 3 sequences, got 2",
+        "k_cache must have q's 3 sequences, got 2",
         *(torch.randn(3, 3, 3, 4, 16)),
         torch.zeros(3).int(),
     )
-    wrong(TypeError, "pyattn: num_splits must be int, got None", num_splits=None)
+    wrong(TypeError, "num_splits must be int, got None", num_splits=None)
 
-    index = "pyattn: each of cache_batch_idx must be between 0 and 1, got 2 at 1"
+    index = "each of cache_batch_idx must be between 0 and 1, got 2 at 1"
     wrong(ValueError, index, cache_batch_idx=torch.tensor([0, 2], dtype=torch.int32))
-    wrong(TypeError, "pyattn: cache_batch_idx must be int32, got torch.int64", cache_batch_idx=two.long())
-    rows = "pyattn: rotary_cos, rotary_sin and k must be given together, got no "
+    wrong(TypeError, "cache_batch_idx must be int32, got torch.int64", cache_batch_idx=two.long())
+    rows = "rotary_cos, rotary_sin and k must be given together, got no "
     wrong(ValueError, rows + "rotary_sin", rotary_cos=angle)
     wrong(ValueError, rows + "k", k=None, v=None, rotary_cos=angle, rotary_sin=angle)
-    dtype = "pyattn: rotary_sin must have q's dtype, torch.float32, got torch.float64"
+    dtype = "rotary_sin must have q's dtype, torch.float32, got torch.float64"
     wrong(TypeError, dtype, rotary_cos=angle, rotary_sin=angle.double())
-    rows = "pyattn: rotary_cos and rotary_sin must have at least the cache's 20 positions and at most head_dim / 2 = 8 "
+    rows = "rotary_cos and rotary_sin must have at least the cache's 20 positions and at most head_dim / 2 = 8 "
     wrong(ValueError, rows + "columns, got (19, 8) and (19, 8)", rotary_cos=angle[1:], rotary_sin=angle[1:])
     wrong(
         ValueError,
@@ -196,13 +194,13 @@ def test_wrong_arguments_are_refused_and_leave_the_cache():
     table = torch.tensor([[0], [1]], dtype=torch.int32)
     wrong(
         NotImplementedError,
-        "pyattn: a block_table takes no cache_leftpad, got both",
+        "a block_table takes no cache_leftpad, got both",
         cache_leftpad=two,
         block_table=table,
     )
-    wrong(NotImplementedError, "pyattn: a block_table takes no cache_batch_idx", cache_batch_idx=two, block_table=table)
+    wrong(NotImplementedError, "a block_table takes no cache_batch_idx", cache_batch_idx=two, block_table=table)
     wrong(RuntimeError, room.replace("of the cache", "that block_table lists"), cache_seqlens=18, block_table=table)
-    wrong(ValueError, "pyattn: ", block_table=table + 1)
-    wrong(TypeError, "pyattn: block_table must be int32, got torch.int64", block_table=table.long())
-    pad = "pyattn: each of cache_leftpad must be between 0 and its sequence's length, [4, 3], got [1, 4]"
+    wrong(ValueError, "each of block_table must be between 0 and 1, got 2 at 1", block_table=table + 1)
+    wrong(TypeError, "block_table must be int32, got torch.int64", block_table=table.long())
+    pad = "each of cache_leftpad must be between 0 and its sequence's length, [4, 3], got [1, 4]"
     wrong(ValueError, pad, cache_leftpad=torch.tensor([1, 4], dtype=torch.int32))

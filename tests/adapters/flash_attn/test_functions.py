@@ -31,9 +31,10 @@ CASES = [
 
 
 def called(options):
-    """The options of pyattn.attention under flash-attn's names."""
+    """The options of pyattn.attention under flash-attn's names, and that all results are wanted."""
     renamed = {"window": "window_size"}
-    return {renamed.get(name, name): value for name, value in options.items() if name != "q_offset"}
+    own = {renamed.get(name, name): value for name, value in options.items() if name != "q_offset"}
+    return own | {"return_attn_probs": True}
 
 
 def heads_first(results):
@@ -44,12 +45,10 @@ def heads_first(results):
 def of_batch(q, k, v, return_lse, **options):
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     if q.shape == k.shape == v.shape:
-        packed = flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), **called(options), return_attn_probs=True)
-        return heads_first(packed)
+        return heads_first(flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), **called(options)))
     if k.shape == v.shape:
-        packed = flash_attn_kvpacked_func(q, torch.stack([k, v], 2), **called(options), return_attn_probs=True)
-        return heads_first(packed)
-    return heads_first(flash_attn_func(q, k, v, **called(options), return_attn_probs=True))
+        return heads_first(flash_attn_kvpacked_func(q, torch.stack([k, v], 2), **called(options)))
+    return heads_first(flash_attn_func(q, k, v, **called(options)))
 
 
 def of_packed(q, k, v, return_lse, **options):
@@ -57,7 +56,7 @@ def of_packed(q, k, v, return_lse, **options):
     seqlen_k = k.shape[2]
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
     starts_q, starts_k = (torch.arange(batch + 1, dtype=torch.int32) * n for n in (seqlen_q, seqlen_k))
-    options = called(options) | {"return_attn_probs": True}
+    options = called(options)
     if q.shape == k.shape == v.shape and seqlen_q == seqlen_k:
         results = flash_attn_varlen_qkvpacked_func(torch.stack([q, k, v], 1), starts_q, seqlen_q, **options)
     elif k.shape == v.shape:
