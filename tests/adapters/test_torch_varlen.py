@@ -9,16 +9,14 @@ from adapters.gradients import assert_accurate, with_gradients
 from assertions import refused
 from helpers import assert_equal
 from torch.nn.attention import (
-    SDPBackend,
     activate_flash_attention_impl,
     current_flash_attention_impl,
     restore_flash_attention_impl,
-    sdpa_kernel,
     varlen,
 )
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-from pyattn import attention_varlen
+from pyattn import attention_varlen, reference
 from pyattn.adapters import torch_varlen
 
 KNOWN = inspect.signature(varlen_attn).parameters
@@ -44,23 +42,8 @@ def inputs(dtype=torch.float32, head_dim=16):
     return tuple(torch.randn(*size, head_dim, dtype=dtype, requires_grad=True) for size in sizes)
 
 
-def visible(queries, keys, window):
-    """torch's window, the last query being at the last key: True = takes part."""
-    distance = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
-    left, right = window
-    return ((distance <= left) | (left < 0)) & ((-distance <= right) | (right < 0))
-
-
-def by_torch(q, k, v, window, scale=None):
-    """torch's math backend, one sequence at a time."""
-    outs = []
-    for own_q, own_k, own_v in zip(q.split(LENGTHS_Q), k.split(LENGTHS_K), v.split(LENGTHS_K), strict=True):
-        mask = visible(len(own_q), len(own_k), window)
-        with sdpa_kernel(SDPBackend.MATH):
-            turned = (t.transpose(0, 1) for t in (own_q, own_k, own_v))
-            out = torch.nn.functional.scaled_dot_product_attention(*turned, mask, scale=scale, enable_gqa=True)
-        outs.append(out.transpose(0, 1))
-    return torch.cat(outs)
+def plain(q, k, v, window, **options):
+    return reference.attention_varlen(q, k, v, *SIZES, causal=False, window=window, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -69,7 +52,7 @@ def test_accuracy(dtype, window):
     def native(q, k, v):
         return varlen_attn(q, k, v, *SIZES, window_size=window, scale=0.3, **GROUPED)
 
-    assert_accurate(native, lambda *t: by_torch(*t, window, 0.3), *inputs(dtype))
+    assert_accurate(native, lambda *qkv: plain(*qkv, window, softmax_scale=0.3), *inputs(dtype))
 
 
 def test_lse():
@@ -77,11 +60,8 @@ def test_lse():
     out, lse = varlen_attn(q, k, v, *SIZES, window_size=(-1, 0), return_aux=AuxRequest(lse=True), **GROUPED)
     assert lse.shape == (6, len(q))
     assert lse.dtype == torch.float32
-    start, end = CU_Q[2], CU_Q[3]
-    keys = k.double()[CU_K[2] : CU_K[3]].repeat_interleave(3, 1)
-    scores = torch.einsum("qhd,khd->hqk", q.double()[start:end], keys) / 4
-    expected = scores.masked_fill(~visible(33, 50, (-1, 0)), float("-inf")).logsumexp(-1)
-    torch.testing.assert_close(lse[:, start:end].double(), expected, rtol=1e-6, atol=1e-6)
+    _, expected = plain(q.double(), k.double(), v.double(), (-1, 0), return_lse=True)
+    torch.testing.assert_close(lse.double(), expected, rtol=1e-6, atol=1e-6)
     unseeing = CU_Q[4] + 20 - 5 - 1  # of 20 queries on 5 keys, 15 are before the first key
     assert not out[CU_Q[4] : unseeing + 1].any()
     assert (lse[:, CU_Q[4] : unseeing + 1] == float("-inf")).all()

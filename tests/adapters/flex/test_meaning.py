@@ -5,6 +5,7 @@ import torch
 from adapters.gradients import assert_accurate
 from torch.nn.attention import flex_attention as torch_flex
 
+from pyattn import reference
 from pyattn.adapters.flex import (
     AuxRequest,
     alibi,
@@ -150,21 +151,6 @@ def test_blocks_of_a_long_sequence():
     assert int(block_mask.full_kv_num_blocks.sum()) == 32 * 6
 
 
-def formula(q, k, v, mask_mod, score_mod, slopes):
-    """Plain torch, with the mask and ALiBi's distances written out."""
-    k, v = (t.repeat_interleave(2, 1) for t in (k, v))
-    scores = q @ k.mT / q.shape[-1] ** 0.5
-    if score_mod == "softcap":
-        scores = 2 * torch.tanh(scores / 2)
-    if score_mod == "alibi":
-        distance = torch.arange(q.shape[2])[:, None] + 3 - torch.arange(k.shape[2])
-        scores = scores - slopes[:, None, None] * distance.abs()
-    mask = torch_flex.create_mask(mask_mod, 2, 1, q.shape[2], k.shape[2], device="cpu")
-    hidden = ~mask.any(-1, keepdim=True)
-    weights = scores.masked_fill(~mask, float("-inf")).masked_fill(hidden, 0.0).softmax(-1)
-    return weights.masked_fill(hidden, 0.0) @ v
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["causal", "behind", "all of them", "nested", "prefixes"])
 @pytest.mark.parametrize("score", [None, "softcap", "alibi"])
@@ -178,7 +164,9 @@ def test_gradients(dtype, name, score):
         return flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True)
 
     def plain(q, k, v, slopes):
-        return formula(q, k, v, mask_mod, score, slopes)
+        scores = {"softcap": {"softcap": 2.0}, "alibi": {"alibi_slopes": slopes, "q_offset": 3}}
+        mask = torch_flex.create_mask(mask_mod, 2, 1, 40, 90, device="cpu")
+        return reference.attention(q, k, v, causal=False, mask=mask, **scores.get(score, {}))
 
     assert_accurate(native, plain, *inputs((40, 90), dtype), slopes)
 
