@@ -77,6 +77,7 @@ def test_the_documented_formula(call, place):
         padded = torch.cat([caches, caches.new_full((2, batch, 8, 2, 8), math.nan)], 2)
         storage[:, table] = padded.unflatten(2, (3, 16))
         named["block_table"] = table.int()
+        named["block_table"][1, 1:] = -7  # its sequence ends in its first page
     rotations = {} if angle is None else {"rotary_cos": angle.cos(), "rotary_sin": angle.sin()}
     out, lse = flash_attn_with_kvcache(
         q,
