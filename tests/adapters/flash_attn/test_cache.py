@@ -201,7 +201,7 @@ def test_wrong_arguments_are_refused_and_leave_the_cache():
     )
     wrong(NotImplementedError, "a block_table takes no cache_batch_idx", cache_batch_idx=two, block_table=table)
     wrong(RuntimeError, room.replace("of the cache", "that block_table lists"), cache_seqlens=18, block_table=table)
-    wrong(ValueError, "each of block_table must be between 0 and 1, got 2 at 1", block_table=table + 1)
+    wrong(ValueError, "block_table must hold pages from 0 to 1, got 2 at [1, 0]", block_table=table + 1)
     wrong(TypeError, "block_table must be int32, got torch.int64", block_table=table.long())
     pad = "each of cache_leftpad must be between 0 and its sequence's length, [4, 3], got [1, 4]"
     wrong(ValueError, pad, cache_leftpad=torch.tensor([1, 4], dtype=torch.int32))
