@@ -56,7 +56,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if gpu or (library and backends) else None
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Backends come last, so all backends run a case one after the other and share its references."""
     backends = chosen(metafunc.config.getoption("backend"))
     for fixture, suits in FIXTURES.items():
         if fixture in metafunc.fixturenames:

@@ -133,7 +133,8 @@ def test_sizes_zero_and_one(backend: Backend, dtype: torch.dtype, dimension: str
     """One tile and several, one query to many keys, with plain scores and with every mask and score option."""
     many = backend.lengths(dtype)[-1]
     for lengths, more in itertools.product([(3, 5), (3, many), (many - 8, many)], [{}, EVERY_SCORE]):
-        sizes = dict(zip(SIZES, (2, 2, *lengths, 4, 6), strict=True)) | {dimension: size}
+        batch = 1 if backend.family == "emulated" else 2
+        sizes = dict(zip(SIZES, (batch, 2, *lengths, 4, 6), strict=True)) | {dimension: size}
         b, h, sq, sk, d, dv = sizes.values()
         case = Case(b, h, h, sq, sk, d, dv, causal=False, **more)
         if backend.takes(dtype, case):
