@@ -2,14 +2,17 @@
 
 import math
 import sys
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from pyattn import attention
 from pyattn.arguments import check_tensor, check_type, shown
 from pyattn.masks import KeyRanges
+
+if TYPE_CHECKING:
+    from torch.nn.attention.bias import CausalBias
 
 Shape = tuple[int, ...]
 
@@ -40,7 +43,7 @@ def attend(
     _check_numbers(dropout_p, is_causal, scale, enable_gqa)
     _check_sizes(query, key, value)
     q_offset = 0 if is_causal and query.shape[-2] != key.shape[-2] else None
-    if isinstance(attn_mask, CausalBias):
+    if _is_causal_bias(attn_mask):
         q_offset = _offset_of(attn_mask, query.shape[-2], key.shape[-2], is_causal)
         attn_mask, is_causal = None, True
     key_ranges = None
@@ -158,7 +161,12 @@ def _check_mask(attn_mask: Tensor, scores: Shape, dtype: torch.dtype, is_causal:
         )
 
 
-def _offset_of(bias: CausalBias, seqlen_q: int, seqlen_k: int, is_causal: bool) -> int | None:
+def _is_causal_bias(attn_mask: object) -> "TypeGuard[CausalBias]":
+    """Looks at the class's module, because importing it would import all of torch.compile: two seconds."""
+    return type(attn_mask).__module__ == "torch.nn.attention.bias"
+
+
+def _offset_of(bias: "CausalBias", seqlen_q: int, seqlen_k: int, is_causal: bool) -> int | None:
     """The ``q_offset`` of torch's causal_upper_left or causal_lower_right, a tensor that holds no mask."""
     if is_causal:
         raise SdpaError("pyattn: attn_mask must not be set together with is_causal, got a CausalBias and True")
@@ -167,7 +175,7 @@ def _offset_of(bias: CausalBias, seqlen_q: int, seqlen_k: int, is_causal: bool) 
             f"pyattn: a CausalBias must have the lengths of query and key, got ({bias.seq_len_q}, {bias.seq_len_kv}) "
             f"for ({seqlen_q}, {seqlen_k})"
         )
-    return 0 if bias.variant == CausalVariant.UPPER_LEFT else None
+    return 0 if bias.variant.name == "UPPER_LEFT" else None
 
 
 def _expanded(tensor: Tensor, lead: Shape) -> Tensor:

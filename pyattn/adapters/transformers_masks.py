@@ -30,6 +30,9 @@ WANTED = "the model works with the mask itself"
 Dense = Callable[[int, int, Tensor | None], Tensor]
 """``dense(first, rows, padding)``: some rows of a mask, bool (B, 1, rows, Sk), with the given padding."""
 
+computes_attention_itself = torch.compiler.assume_constant_result(transformers_models.computes_attention_itself)
+"""The decorator imports all of torch.compile, so ``pyattn info`` does without it."""
+
 DENSE: Counter[str] = Counter()
 """How many masks of queries x keys were made, by reason."""
 
@@ -116,7 +119,7 @@ def mask_function(
     """
     from transformers import masking_utils
 
-    if transformers_models.computes_attention_itself(type(config)):
+    if computes_attention_itself(type(config)):
         raise NotImplementedError(f"{EAGER}, got a {type(config).__name__}")
     if isinstance(attention_mask, Mask):
         return attention_mask

@@ -153,9 +153,8 @@ def _architecture(kind: type) -> str:
     return name.partition("_")[2] if package.startswith("transformers.models.") else ""
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def computes_attention_itself(config: type) -> bool:
-    """Whether no model of a configuration asks transformers for an attention function. Compilers don't trace this."""
+    """Whether no model of a configuration asks transformers for an attention function."""
     return any(_architecture(kind) in WHOLE for kind in config.__mro__)
 
 

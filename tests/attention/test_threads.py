@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from assertions import assert_threads_change_no_bit
+from assertions import DETECTS_RACES, assert_threads_change_no_bit
 from backends import Backend
 from helpers import Case, each_dtype, run
 
@@ -73,7 +73,7 @@ def test_same_bits_over_a_hundred_repeats(native: Backend) -> None:
     qkv, dout, dlse = case.drawn(torch.float32)
     torch.set_num_threads(3)
     once = run(native.attention, qkv, dout, dlse)
-    for _ in range(100):
+    for _ in range(1 if DETECTS_RACES else 100):
         native.assert_same(run(native.attention, qkv, dout, dlse), once)
 
 
