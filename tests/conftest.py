@@ -1,3 +1,4 @@
+import gc
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -101,7 +102,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Compiles the emulated kernels, half a minute each, on another processor while other tests run."""
+    """Compiles the emulated kernels, half a minute each, on another processor while other tests run.
+
+    Modules and tests stay until the end, so the garbage collector need not visit them: 0.4 s each time.
+    """
+    gc.freeze()
     if not session.config.option.collectonly:
         pool = ThreadPoolExecutor(1)
         for library in dict.fromkeys(filter(None, map(library_of, session.items))):
