@@ -25,6 +25,7 @@ pytest.register_assert_rewrite(
 import emulated  # noqa: E402
 import races  # noqa: E402
 from backends import Backend, chosen  # noqa: E402
+from helpers import seeded  # noqa: E402
 
 FIXTURES: dict[str, Callable[[Backend], bool]] = {
     "backend": lambda b: b.family != "rehearsed",
@@ -151,8 +152,5 @@ def threads() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
-    """Seeds each test alike; without a GPU, ``torch.manual_seed`` would spend 2 ms on a traceback."""
-    torch.default_generator.manual_seed(0)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(0)
+def seeded_alike() -> None:
+    seeded(0)
