@@ -184,13 +184,13 @@ class Truth:
         doubles = tuple(t.double() for t in qkv)
         wanted = in_double(options if same is None else same)
         self.exact = run(reference.attention, doubles, dout.double(), dlse, **wanted)[: self._count]
-        self._plain = Yardsticks(run, qkv, dout, dlse, **options)
+        self._yardsticks = Yardsticks(self.exact, run, qkv, dout, dlse, **options)
 
     def assert_allows(self, attend: Callable[..., Any]) -> tuple[Tensor, ...]:
         """The results of ``attend``, forward and backward, asserted to be within their bounds."""
         ours, dtype = run(attend, *self.drawn, **self.options), self.drawn[1].dtype
         assert (ours[0].dtype, ours[1].dtype) == (dtype, torch.promote_types(dtype, torch.float32))
-        excesses = self._plain.excesses(ours[: self._count], self.exact)
+        excesses = self._yardsticks.excesses(ours[: self._count])
         assert max(excesses.values()) <= 1, excesses
         return ours
 

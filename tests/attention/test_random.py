@@ -96,10 +96,9 @@ def test_accuracy(request: pytest.FixtureRequest) -> None:
         options = case.given(dtype)
         integers = draw.choice([{}, strided_integers(case)])
         ours = run(attention, tuple(inputs[:3]), inputs[3], dlse, **options | integers)
-        plain = Yardsticks(run, qkv, dout, dlse, **options)
         doubles = tuple(x.double() for x in qkv)
         exact = run(reference.attention, doubles, dout.double(), dlse, **in_double(options))
-        for name, by in plain.excesses(ours, exact).items():
+        for name, by in Yardsticks(exact, run, qkv, dout, dlse, **options).excesses(ours).items():
             tensors[dtype, name] += 1
             if by > 1:
                 refused[dtype, name] += 1
