@@ -13,21 +13,18 @@
 #include "attention.h"
 
 namespace pyattn {
-namespace avx512_bf16 {
-extern const Kernels kernels_Plain[kNumDTypes], kernels_General[kNumDTypes];
-}
-namespace avx512 {
-extern const Kernels kernels_Plain[kNumDTypes], kernels_General[kNumDTypes];
-}
-namespace avx2 {
-extern const Kernels kernels_Plain[kNumDTypes], kernels_General[kNumDTypes];
-}
-namespace neon {
-extern const Kernels kernels_Plain[kNumDTypes], kernels_General[kNumDTypes];
-}
-namespace scalar {
-extern const Kernels kernels_Plain[kNumDTypes], kernels_General[kNumDTypes];
-}
+
+// The tables of an instruction set, by dtype.
+#define PYATTN_TABLES(isa, count)                                    \
+  namespace isa {                                                    \
+  extern const Kernels kernels_Plain[count], kernels_General[count]; \
+  }
+PYATTN_TABLES(avx512_bf16, 1)
+PYATTN_TABLES(avx512, kNumDTypes)
+PYATTN_TABLES(avx2, kNumDTypes)
+PYATTN_TABLES(neon, kNumDTypes)
+PYATTN_TABLES(scalar, kNumDTypes)
+#undef PYATTN_TABLES
 
 namespace {
 
@@ -35,6 +32,8 @@ struct Isa {
   const char* name;
   bool (*available)();
   const Kernels *plain, *general;
+  // Where not null, bfloat16's kernels: all in which the set differs from the one below it.
+  const Kernels *bf16_plain = nullptr, *bf16_general = nullptr;
 };
 
 #ifdef __x86_64__
@@ -59,8 +58,8 @@ struct Isa {
 
 const Isa kIsas[] = {
 #ifdef PYATTN_HAS_avx512_bf16
-    {"avx512_bf16", [] { return has_v4() && __builtin_cpu_supports("avx512bf16"); }, avx512_bf16::kernels_Plain,
-     avx512_bf16::kernels_General},
+    {"avx512_bf16", [] { return has_v4() && __builtin_cpu_supports("avx512bf16"); }, avx512::kernels_Plain,
+     avx512::kernels_General, avx512_bf16::kernels_Plain, avx512_bf16::kernels_General},
 #endif
 #ifdef PYATTN_HAS_avx512
     {"avx512", has_v4, avx512::kernels_Plain, avx512::kernels_General},
@@ -115,6 +114,7 @@ void set_isa(const std::string& name) { active() = &find("instruction set", name
 
 const Kernels& kernels(DType dtype, bool plain) {
   const Isa& isa = *active().load();
+  if (dtype == DType::kBFloat16 && isa.bf16_plain) return plain ? *isa.bf16_plain : *isa.bf16_general;
   return (plain ? isa.plain : isa.general)[static_cast<int>(dtype)];
 }
 

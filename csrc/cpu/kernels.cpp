@@ -47,8 +47,13 @@ constexpr Kernels kernels_for() {
 // kernels_Plain or kernels_General.
 #define PYATTN_TABLE_OF(score) kernels_##score
 #define PYATTN_TABLE(score) PYATTN_TABLE_OF(score)
+#ifdef PYATTN_HAS_BF16_PAIRS  // the kernels of other dtypes are those of the set below
+extern const Kernels PYATTN_TABLE(PYATTN_SCORE)[1];
+const Kernels PYATTN_TABLE(PYATTN_SCORE)[1] = {kernels_for<bf16>()};
+#else
 extern const Kernels PYATTN_TABLE(PYATTN_SCORE)[kNumDTypes];
 const Kernels PYATTN_TABLE(PYATTN_SCORE)[kNumDTypes] = {kernels_for<double>(), kernels_for<float>(),
                                                         kernels_for<bf16>(), kernels_for<f16>()};
+#endif
 
 }  // namespace pyattn::PYATTN_ISA
