@@ -8,7 +8,7 @@ import case_options
 import pytest
 import torch
 from backends import Backend
-from helpers import Case, Drawn, each_dtype, memory_needed, run, truth_of
+from helpers import Case, Drawn, assert_equal, each_dtype, memory_needed, run, truth_of
 from masks.test_masks import visible
 from torch import Tensor
 
@@ -31,6 +31,12 @@ BOTH = [
     # Many queries per key, whose rows are split.
     Case(1, 6, 1, 200, 250, 24, 16, mask="random hqk", bias="bands k", window=(60, 0), dropout_p=0.1),
 ]
+
+
+def forms(x: Tensor) -> tuple[Tensor, ...]:
+    """x, strided, with all dimensions, expanded to (2, 2, 9, 33), and that dense."""
+    expanded = x.expand(2, 2, 9, 33)
+    return x, case_options.strided(x), x[(None,) * (4 - x.dim())], expanded, expanded.clone()
 
 
 def joined(mask: Tensor, bias: Tensor) -> Tensor:
@@ -115,19 +121,27 @@ def test_nan_in_a_bias_that_the_mask_hides_changes_no_bit(repeatable: Backend, d
 
 
 @each_dtype
-def test_the_layout_of_a_mask_changes_no_bit(repeatable: Backend, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("words", ["bhqk", "bk", "q", "-"])
+def test_the_layout_of_a_mask_changes_no_bit(repeatable: Backend, dtype: torch.dtype, words: str) -> None:
     """Any strides, and any number of dimensions with the same meaning."""
-    case, sizes = Case(2, 2, 1, 9, 33, 8, 8, bias="bands hk"), (2, 2, 9, 33)
-    qkv, dout, dlse = case.drawn(dtype)
-    bias = case.tensors(dtype)["bias"]
-    for words in ("random bhqk", "random bk", "random q", "random -"):
-        mask = case_options.mask(words, sizes)
-        more = mask[(None,) * (4 - mask.dim())]
-        forms = (mask, case_options.strided(mask), more, more.expand(sizes), more.expand(sizes).clone())
-        first, *others = (run(repeatable.attention, qkv, dout, dlse, mask=x, bias=bias) for x in forms)
-        for other in others:
-            repeatable.assert_same(other, first)
-            assert torch.equal(other[5], first[5])
+    case = Case(2, 2, 1, 9, 33, 8, 8, mask=f"random {words}", bias="bands hk")
+    drawn, (mask, bias) = case.drawn(dtype), case.tensors(dtype).values()
+    first, *others = (run(repeatable.attention, *drawn, mask=x, bias=bias) for x in forms(mask))
+    for other in others:
+        assert_equal(other, first)
+
+
+@each_dtype
+@pytest.mark.parametrize("words", ["bands bhqk", "float q", "bands hk", "float qk"])
+def test_the_layout_of_a_bias_changes_no_bit(repeatable: Backend, dtype: torch.dtype, words: str) -> None:
+    case = Case(2, 2, 1, 9, 33, 8, 8, bias=words)
+    drawn, bias = case.drawn(dtype), case.tensors(dtype)["bias"]
+    first, *others = (run(repeatable.attention, *drawn, bias=x) for x in forms(bias))
+    for other in others:
+        assert_equal(other[:5], first[:5])
+    strided, more, *wide = (other[5] for other in others)
+    assert_equal((strided, more.view(bias.shape)), (first[5], first[5]))
+    assert torch.equal(*wide)
 
 
 def test_no_tensor_joins_them() -> None:
