@@ -110,7 +110,7 @@ def one_by_one(packed: Packed, qkv: Inputs, attend: Callable[..., Any], **option
 
 
 MIXED = Packed([3, 0, 17, 70, 1, 130, 8, 0], [5, 4, 17, 100, 0, 300, 8, 0], rest=3)
-GROUPED = Packed([5, 33, 1, 2, 100, 64], [5, 20, 1200, 40, 100, 90], heads=(16, 8))
+GROUPED = Packed([5, 33, 1, 2, 100, 64], [5, 20, 1200, 40, 100, 90], heads=(24, 8))
 
 
 class Unpadded:
