@@ -196,8 +196,7 @@ def _reordered(
 
     places = {name: at_their_places(getattr(formula, name)) for name in ("visible", "distances", "dropout_mask")}
     inputs = (q[:, :, queries][..., columns], k[:, :, keys][..., columns], v[:, :, keys][..., columns_v])
-    if "bias" in options:
-        options = options | {"bias": _permuted(options["bias"], queries, keys)}
+    options = options | {name: _permuted(options[name], queries, keys) for name in ("mask", "bias") if name in options}
     with mock.patch.multiple(formula, **places):
         results = run(
             reference.attention,
