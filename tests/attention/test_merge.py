@@ -68,10 +68,10 @@ def in_parts(attend: Callable[..., Any], count: int) -> Callable[..., Any]:
 
 
 @each_dtype
-@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("count", [2, 7])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parts_equal_the_whole(repeatable: Backend, case: Case, count: int, dtype: torch.dtype) -> None:
-    """out, lse and every gradient, including one through lse; 8 parts of few keys leave some empty for every query."""
+    """out, lse and every gradient, including one through lse; 7 parts of few keys leave some empty for every query."""
     assert_case_accurate(case, dtype, in_parts(repeatable.attention, count))
 
 

@@ -187,15 +187,12 @@ def test_meta_tensors() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("case", [CASES[3], CASES[8]], ids=str)
-def test_compile(case: Case) -> None:
-    q, k, options = inputs(case, torch.float64)
-    call = partial(attention_weights, **CHOSEN, **options)
-    compiled = graph_of(call)
-    assert_close(compiled(q, k), call(q, k), 1e-14)
-    leaf = q.requires_grad_()
-    grads = [torch.autograd.grad(f(leaf, k).sin().sum(), leaf)[0] for f in (compiled, call)]
-    assert_close(*grads, 1e-14)
+def test_compile() -> None:
+    q, k, options = inputs(replace(CASES[8], key_ranges="random"), torch.float64)
+    call, leaf = partial(attention_weights, **CHOSEN, **options), q.requires_grad_()
+    found = [f(leaf, k) for f in (graph_of(call), call)]
+    assert_close(*found, 1e-14)
+    assert_close(*(torch.autograd.grad(x.sin().sum(), leaf)[0] for x in found), 1e-14)
 
 
 def test_functional_transforms() -> None:
