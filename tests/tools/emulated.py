@@ -28,7 +28,7 @@ UNITS = [(dtype, packed) for dtype in DTYPES.values() for packed in ("false", "t
 INCLUDES = ("-Icsrc", "-Itests/tools/emulation", "-DPYATTN_ISA=cuda", '-DPYATTN_ISA_HEADER="host.h"')
 FLAGS = ("-std=c++20", "-O2", "-march=native", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
 # -Wno-unknown-pragmas: g++ has no #pragma unroll.
-SOURCES = ("tests/tools/emulation/entry.cpp", "tests/tools/emulation/tensor_core.cpp")
+SOURCES = tuple(f"tests/tools/emulation/{name}.cpp" for name in ("entry", "tensor_core", "threads"))
 """Sources of the library beside the kernels."""
 
 
