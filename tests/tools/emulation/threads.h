@@ -24,7 +24,8 @@ struct Position {
   const int* exchanges = nullptr;  // of each thread of the block, so far
 };
 
-inline thread_local constinit Position here __attribute__((tls_model("initial-exec")));  // else each use would be a call
+// initial-exec: otherwise each use would be a call.
+inline thread_local constinit Position here __attribute__((tls_model("initial-exec")));
 
 inline int64_t block_index() { return here.block; }
 inline int64_t block_index_y() { return here.block_y; }
