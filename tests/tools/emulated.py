@@ -40,7 +40,9 @@ def compile_kernels(root: Path, folder: Path, kernel_flags: Sequence[str] = (), 
         dtype, packed = unit
         target = str(folder / f"{dtype}_{packed}.o")
         defines = f"-DPYATTN_DTYPE={dtype}", f"-DPYATTN_PACKED={packed}"
-        source = ["-Wno-unused-function", *kernel_flags, *defines, "-x", "c++", "csrc/cuda/kernels.cu"]
+        # Only float64 runs faster at -O2: others spend their time in tensor cores. -O1 takes 60 % of the compile time.
+        level = "-O2" if dtype == "double" else "-O1"
+        source = ["-Wno-unused-function", level, *kernel_flags, *defines, "-x", "c++", "csrc/cuda/kernels.cu"]
         subprocess.run([*compiler, *source, "-c", "-o", target], cwd=root, check=True)
         return target
 
