@@ -1,9 +1,7 @@
 """Promise: attention over parts of the keys merges into attention over all keys, forward and backward."""
 
-import doctest
 import itertools
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -195,9 +193,3 @@ def test_wrong_input_is_refused(changes: dict[int, Any], kind: type[Exception], 
         inputs[which] = value
     with refused(kind, message, inside=True):
         merge(*inputs)
-
-
-def test_the_example_is_right() -> None:
-    results = doctest.testmod(sys.modules[merge.__module__])
-    assert results.attempted
-    assert not results.failed

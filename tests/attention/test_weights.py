@@ -1,6 +1,5 @@
 """Promise: attention_weights gives the weights of chosen rows and heads, with every option, differentiably."""
 
-import doctest
 import math
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 from yardstick import in_double, learned
 
-from pyattn import attention, attention_weights, reference, weights
+from pyattn import attention, attention_weights, reference
 
 CASES = [
     Case(2, 4, 2, 9, 12, 8, 8),
@@ -249,9 +248,3 @@ def test_ranges_out_of_bounds() -> None:
         message = f"key_ranges must hold 0 <= begin <= end <= seqlen_k = 12, got [{begin}, {end}] for query 4"
         with refused(ValueError, message):
             attention_weights(q, k, key_ranges=ranges)
-
-
-def test_examples_run() -> None:
-    results = doctest.testmod(weights)
-    assert results.attempted
-    assert not results.failed

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pyattn import attention, ops, paged
+from pyattn import attention, attention_varlen
 from pyattn.adapters.flash_attn.arguments import (
     Window,
     WrongValueError,
@@ -96,8 +96,9 @@ def flash_attn_with_kvcache(
     lengths = before + len(new)
     _check_lengths(before, len(new), capacity, block_table)
     if block_table is not None:
-        starts = capacity * torch.arange(batch + 1, device=q.device)
-        table, _ = ops.pages_in_use(block_table, starts, capacity, lengths, k_cache.shape[0], page_size)
+        in_use = page_size * torch.arange(table.shape[1], device=q.device) < lengths[:, None]
+        table = table.long().masked_fill(~in_use, 0)
+        check_between("block_table", table.flatten(), 0, k_cache.shape[0] - 1)
     options["causal"] = causal or seqlen_q == 1  # the last position sees every key
     options["q_offset"] = lengths - seqlen_q
     if cache_leftpad is not None or not options["causal"]:
@@ -123,11 +124,18 @@ def flash_attn_with_kvcache(
     if block_table is None and cache_batch_idx is None:
         keys, values = (cache[:batch].transpose(1, 2) for cache in (k_cache, v_cache))
         out, lse = attention(q.transpose(1, 2), keys, values, return_lse=True, **options)
+        out = out.transpose(1, 2)
     else:
         if page_size < pages.LEAST and block_table is None:  # a copy this small costs nothing
             k_cache, v_cache = (pad(cache, (0, 0, 0, 0, 0, pages.LEAST)) for cache in (k_cache, v_cache))
-        out, lse = paged.attention(q.transpose(1, 2), k_cache, v_cache, table, lengths, capacity, **options)
-    return (out.transpose(1, 2), with_inf(lse)) if return_softmax_lse else out.transpose(1, 2)
+        starts_q, starts_k = (length * torch.arange(batch + 1, device=q.device) for length in (seqlen_q, capacity))
+        packing = starts_q, starts_k, seqlen_q, capacity
+        if "key_ranges" in options:
+            options["key_ranges"] = options["key_ranges"].flatten(0, 1)
+        options |= {"block_table": table, "seqused_k": lengths}
+        out, lse = attention_varlen(q.flatten(0, 1), k_cache, v_cache, *packing, return_lse=True, **options)
+        out, lse = out.unflatten(0, (batch, seqlen_q)), lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
+    return (out, with_inf(lse)) if return_softmax_lse else out
 
 
 def _check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
