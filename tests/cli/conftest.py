@@ -112,7 +112,7 @@ def trained(finished, tmp_path):
 
 @pytest.fixture
 def shown(capsys):
-    """What a command, a line without quotes or a list of words, prints before it ends with this code."""
+    """The output of a command, a line without quotes or a list of words, that ends with this code."""
 
     def run(command, code=0):
         capsys.readouterr()
