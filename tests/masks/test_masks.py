@@ -146,7 +146,7 @@ HIDING = [
 @each_dtype
 @pytest.mark.parametrize("case", HIDING, ids=str)
 def test_what_is_hidden_changes_no_bit(backend: Backend, case: Case, dtype: torch.dtype) -> None:
-    """The contents of a key and its value reach only the rows that see it; those of a query, only the keys that it sees.
+    """The contents of a key and value reach only the rows that see it; those of a query, only the keys that it sees.
 
     One sequence has NaN there, the other inf.
     """
