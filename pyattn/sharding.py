@@ -5,8 +5,10 @@ packed sequences, DTensor raises. With dropout everything is replicated first, b
 global numbers of its sequence and head.
 """
 
+from functools import partial
 from typing import Any
 
+from torch._ops import OpOverload
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
@@ -21,9 +23,6 @@ DIMS = (
 )
 """The dimension of each option that indexes sequences, then the one that indexes query heads."""
 
-ROWS = 8
-"""The number of leading arguments of backward that are sharded like q."""
-
 
 def register() -> None:
     """Lets ``pyattn.attention`` take DTensors that are sharded over the batch or over heads, forward and backward.
@@ -35,37 +34,30 @@ def register() -> None:
     >>> from pyattn import sharding
     >>> sharding.register()
     """
-    register_sharding(ops.attention_forward)(_forward)
-    register_sharding(ops.attention_backward)(_backward)
+    for op, rows in ((ops.attention_forward, 3), (ops.attention_backward, 8)):
+        register_sharding(op)(partial(_placements, op, rows))
 
 
-def _forward(*args: Any, **named: Any) -> list[tuple[Placements, Placements]]:
-    options = ops.arguments_of(ops.attention_forward, args, named)
-    found = []
-    for dim in _dims(options["q"], options["k"], options):
-        where = Replicate() if dim is None else Shard(dim)
-        inputs = [where] * 3 + [_place(name, value, dim) for name, value in list(options.items())[3 : len(args)]]
-        found.append(([where] * 4, inputs))
-    return found
-
-
-def _backward(*args: Any, **named: Any) -> list[tuple[Placements, Placements]]:
-    options = ops.arguments_of(ops.attention_backward, args, named)
+def _placements(op: OpOverload[..., Any], rows: int, *args: Any, **named: Any) -> list[tuple[Placements, Placements]]:
+    """The placements of results and arguments that DTensor may choose from; the first ``rows`` arguments are like q."""
+    options = ops.arguments_of(op, args, named)
     found = []
     for dim in _dims(options["q"], options["k"], options):
         where = Replicate() if dim is None else Shard(dim)
         inputs = [
-            (None if value is None else where) if i < ROWS else _place(name, value, dim)
+            (None if value is None else where) if i < rows else _place(name, value, dim)
             for i, (name, value) in enumerate(options.items())
         ]
-        wanted = options["output_mask"] or (False, False, False)
-        learned = []
-        for name, want in zip(LEARNED, wanted, strict=True):
-            place = _place(name, options[name], dim)
-            # The gradient of a replicated tensor is the sum of the shards' shares.
-            learned.append(None if not want else Partial() if dim is not None and place == Replicate() else place)
-        found.append(([where] * 3 + learned, inputs[: len(args)]))
+        results = [where] * 4 if op is ops.attention_forward else [where] * 3 + _of_learned(options, dim)
+        found.append((results, inputs[: len(args)]))
     return found
+
+
+def _of_learned(options: dict[str, Any], dim: int | None) -> Placements:
+    """The gradients of LEARNED; that of a replicated tensor is the sum of the shards' shares."""
+    wanted = options["output_mask"] or (False, False, False)
+    places = [_place(name, options[name], dim) if want else None for name, want in zip(LEARNED, wanted, strict=True)]
+    return [Partial() if dim is not None and place == Replicate() else place for place in places]
 
 
 def _dims(q: Any, k: Any, options: dict[str, Any]) -> list[int | None]:

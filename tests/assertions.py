@@ -5,12 +5,12 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from helpers import assert_equal
-from hypothesis import HealthCheck, Phase, settings
 from torch import Tensor
 
 import pyattn
@@ -68,21 +68,18 @@ def each_refusal(refusals: Refusals) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("changes", "kind", "message"), refusals, ids=[m[:40] for *_, m in refusals])
 
 
-def check_examples(request: pytest.FixtureRequest, count: int, check: Callable[[], None]) -> None:
-    """Runs ``check``, which may set the instruction set, on ``count`` cases, the same ones each time.
+def check_examples(request: pytest.FixtureRequest, count: int, check: Callable[[Random], None]) -> None:
+    """Runs ``check``, which may set the instruction set, with ``count`` generators, the same ones each time.
 
-    ``--examples`` sets another count, with new cases each time.
+    ``--examples`` sets another count, with new ones each time. A failed test prints its generator.
     """
     asked, isa = request.config.getoption("examples"), pyattn.isa()
-    drawn = settings(
-        max_examples=asked or count,
-        derandomize=not asked,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    first = seed = Random().getrandbits(32) if asked else 0
     try:
-        drawn(check)()
+        for seed in range(first, first + (asked or count)):
+            check(Random(seed))
+    except BaseException:
+        print(f"in the example of Random({seed})")
+        raise
     finally:
         pyattn.set_isa(isa)

@@ -69,8 +69,11 @@ class Backend:
     def takes(self, dtype: torch.dtype | None, case: Case | None) -> bool:
         """Whether such kernels exist, and an emulated case takes a second rather than a minute.
 
-        In float64, an emulated warp exchanges words for every pair of query and key.
+        AVX512_BF16 has kernels for bfloat16 alone, beside AVX-512's. In float64, an emulated warp exchanges words for
+        every pair of query and key.
         """
+        if self.name == "avx512_bf16" and dtype not in (None, torch.bfloat16):
+            return False
         if dtype is not None and not self.repeatable and dtype.itemsize != 2:
             return False
         if case is None or not self.cuda_kernels:

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu_steps import hardware
 from gpu_steps.child import FAILED, LEFT_OUT, Record, record
 from gpu_steps.device import DEVICES, Device
 from gpu_steps.log import Log
@@ -101,7 +102,7 @@ def tested(device: Device, commit: str | None) -> dict[str, Any]:
     """The commit and the machine that a record describes."""
     path = environment("")["PATH"]
     by_git = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-    return device.facts() | {
+    return hardware.facts(device) | {
         "driver": said(path, "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "nvcc": said(path, "nvcc", "--version"),
         "python": sys.version.split()[0],
@@ -135,7 +136,7 @@ def call(options: argparse.Namespace) -> int:
     target = "" if options.installed else str((options.build / device.name / "package").resolve())
     steps = steps_of(device, target, str(options.wheel.resolve()) if options.wheel else "")
     mine = chosen(options.steps, steps)
-    if not device.is_here:
+    if not hardware.is_here(device):
         import torch
 
         raise UsageError(f"needs an NVIDIA GPU that torch can use, got torch {torch.__version__} without one")

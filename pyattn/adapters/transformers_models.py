@@ -14,124 +14,135 @@ from torch import nn
 CHECKED = "5.23.0"
 """The version of transformers that the lists were checked with."""
 
-WHOLE: dict[str, tuple[str, ...]] = {
-    "autoformer": ("AutoformerAttention",),
-    "bark": ("BarkSelfAttention",),
-    "big_bird": ("BigBirdSelfAttention", "BigBirdBlockSparseAttention"),
-    "blip": ("BlipAttention",),
-    "blip_text": ("BlipTextSelfAttention",),
-    "bloom": ("BloomAttention",),
-    "bros": ("BrosSelfAttention",),
-    "canine": ("CanineSelfAttention",),
-    "clvp": ("ClvpSelfAttention",),
-    "codegen": ("CodeGenAttention",),
-    "convbert": ("ConvBertSelfAttention",),
-    "cpmant": ("CpmAntAttention",),
-    "cvt": ("CvtSelfAttention",),
-    "dab_detr": ("DetrAttention", "DabDetrAttention"),
-    "data2vec_vision": ("Data2VecVisionSelfAttention", "Data2VecVisionSdpaSelfAttention"),
-    "deberta": ("DisentangledSelfAttention",),
-    "deberta_v2": ("DisentangledSelfAttention",),
-    "dinat": ("NeighborhoodAttention",),
-    "donut_swin": ("DonutSwinSelfAttention",),
-    "esmfold": ("EsmFoldSelfAttention", "EsmFoldInvariantPointAttention"),
-    "falcon": ("FalconAttention",),
-    "fastspeech2_conformer": ("FastSpeech2ConformerAttention",),
-    "flaubert": ("MultiHeadAttention",),
-    "flava": ("FlavaSelfAttention",),
-    "fsmt": ("Attention",),
-    "funnel": ("FunnelRelMultiheadAttention",),
-    "glpn": ("GLPNEfficientSelfAttention",),
-    "got_ocr2": ("GotOcr2VisionAttention",),
-    "gpt_neo": ("GPTNeoSelfAttention",),
-    "gpt_neox_japanese": ("GPTNeoXJapaneseAttention",),
-    "gptj": ("GPTJAttention",),
-    "granite_speech": ("GraniteSpeechConformerAttention",),
-    "granite_speech_plus": ("GraniteSpeechPlusConformerAttention",),
-    "grounding_dino": ("GroundingDinoBiMultiHeadAttention", "GroundingDinoMultiheadAttention"),
-    "groupvit": ("GroupViTAssignAttention", "GroupViTAttention"),
-    "hiera": ("HieraMaskUnitAttention",),
-    "ibert": ("IBertSelfAttention",),
-    "imagegpt": ("ImageGPTAttention",),
-    "layoutlmv2": ("LayoutLMv2SelfAttention",),
-    "layoutlmv3": ("LayoutLMv3SelfAttention",),
-    "led": ("LEDEncoderSelfAttention", "LEDDecoderAttention"),
-    "levit": ("LevitAttention", "LevitAttentionSubsample"),
-    "lilt": ("LiltSelfAttention",),
-    "longformer": ("LongformerSelfAttention",),
-    "luke": ("LukeSelfAttention",),
-    "lxmert": ("LxmertAttention",),
-    "mask2former": ("Mask2FormerAttention",),
-    "maskformer_swin": ("MaskFormerSwinSelfAttention",),
-    "megatron_bert": ("MegatronBertSelfAttention",),
-    "mgp_str": ("MgpstrAttention",),
-    "mm_grounding_dino": ("MMGroundingDinoBiMultiHeadAttention", "MMGroundingDinoMultiheadAttention"),
-    "mobilevit": ("MobileViTSelfAttention",),
-    "mobilevitv2": ("MobileViTV2LinearSelfAttention",),
-    "mpnet": ("MPNetSelfAttention",),
-    "mpt": ("MptAttention",),
-    "mra": ("MraSelfAttention",),
-    "mvp": ("MvpAttention",),
-    "nystromformer": ("NystromformerSelfAttention",),
-    "omdet_turbo": ("OmDetTurboMultiheadAttention",),
-    "oneformer": ("OneFormerAttention", "OneFormerTextMapperAttention"),
-    "openai": ("Attention",),
-    "perceiver": ("PerceiverSelfAttention",),
-    "prophetnet": ("ProphetNetAttention", "ProphetNetNgramSelfAttention"),
-    "pvt": ("PvtEfficientSelfAttention",),
-    "pvt_v2": ("PvtV2SelfAttention",),
-    "reformer": ("LSHSelfAttention", "LocalSelfAttention"),
-    "rembert": ("RemBertSelfAttention",),
-    "roformer": ("RoFormerSelfAttention",),
-    "seggpt": ("SegGptAttention",),
-    "sew_d": ("DisentangledSelfAttention",),
-    "slanext": ("SLANeXtVisionAttention",),
-    "speecht5": ("SpeechT5Attention",),
-    "squeezebert": ("SqueezeBertSelfAttention",),
-    "superglue": ("SuperGlueSelfAttention",),
-    "swiftformer": ("SwiftFormerEfficientAdditiveAttention",),
-    "swin2sr": ("Swin2SRSelfAttention",),
-    "swinv2": ("Swinv2SelfAttention",),
-    "table_transformer": ("TableTransformerAttention",),
-    "tapas": ("TapasSelfAttention",),
-    "timesformer": ("TimesformerSelfAttention",),
-    "trocr": ("TrOCRAttention",),
-    "tvp": ("TvpAttention",),
-    "vilt": ("ViltSelfAttention",),
-    "visual_bert": ("VisualBertSelfAttention",),
-    "vitdet": ("VitDetAttention",),
-    "vits": ("VitsAttention",),
-    "wavlm": ("WavLMAttention",),
-    "xglm": ("XGLMAttention",),
-    "xlm": ("MultiHeadAttention",),
-    "xlnet": ("XLNetRelativeAttention",),
-    "yoso": ("YosoSelfAttention",),
-    "zoedepth": ("ZoeDepthMultiheadAttention",),
-}
+
+def _classes(table: str) -> dict[str, tuple[str, ...]]:
+    """Each line's file and the classes after the colon."""
+    lines = (line.split(":") for line in table.strip().splitlines())
+    return {file.strip(): tuple(classes.split()) for file, classes in lines}
+
+
+WHOLE = _classes(
+    """
+    autoformer: AutoformerAttention
+    bark: BarkSelfAttention
+    big_bird: BigBirdSelfAttention BigBirdBlockSparseAttention
+    blip: BlipAttention
+    blip_text: BlipTextSelfAttention
+    bloom: BloomAttention
+    bros: BrosSelfAttention
+    canine: CanineSelfAttention
+    clvp: ClvpSelfAttention
+    codegen: CodeGenAttention
+    convbert: ConvBertSelfAttention
+    cpmant: CpmAntAttention
+    cvt: CvtSelfAttention
+    dab_detr: DetrAttention DabDetrAttention
+    data2vec_vision: Data2VecVisionSelfAttention Data2VecVisionSdpaSelfAttention
+    deberta: DisentangledSelfAttention
+    deberta_v2: DisentangledSelfAttention
+    dinat: NeighborhoodAttention
+    donut_swin: DonutSwinSelfAttention
+    esmfold: EsmFoldSelfAttention EsmFoldInvariantPointAttention
+    falcon: FalconAttention
+    fastspeech2_conformer: FastSpeech2ConformerAttention
+    flaubert: MultiHeadAttention
+    flava: FlavaSelfAttention
+    fsmt: Attention
+    funnel: FunnelRelMultiheadAttention
+    glpn: GLPNEfficientSelfAttention
+    got_ocr2: GotOcr2VisionAttention
+    gpt_neo: GPTNeoSelfAttention
+    gpt_neox_japanese: GPTNeoXJapaneseAttention
+    gptj: GPTJAttention
+    granite_speech: GraniteSpeechConformerAttention
+    granite_speech_plus: GraniteSpeechPlusConformerAttention
+    grounding_dino: GroundingDinoBiMultiHeadAttention GroundingDinoMultiheadAttention
+    groupvit: GroupViTAssignAttention GroupViTAttention
+    hiera: HieraMaskUnitAttention
+    ibert: IBertSelfAttention
+    imagegpt: ImageGPTAttention
+    layoutlmv2: LayoutLMv2SelfAttention
+    layoutlmv3: LayoutLMv3SelfAttention
+    led: LEDEncoderSelfAttention LEDDecoderAttention
+    levit: LevitAttention LevitAttentionSubsample
+    lilt: LiltSelfAttention
+    longformer: LongformerSelfAttention
+    luke: LukeSelfAttention
+    lxmert: LxmertAttention
+    mask2former: Mask2FormerAttention
+    maskformer_swin: MaskFormerSwinSelfAttention
+    megatron_bert: MegatronBertSelfAttention
+    mgp_str: MgpstrAttention
+    mm_grounding_dino: MMGroundingDinoBiMultiHeadAttention MMGroundingDinoMultiheadAttention
+    mobilevit: MobileViTSelfAttention
+    mobilevitv2: MobileViTV2LinearSelfAttention
+    mpnet: MPNetSelfAttention
+    mpt: MptAttention
+    mra: MraSelfAttention
+    mvp: MvpAttention
+    nystromformer: NystromformerSelfAttention
+    omdet_turbo: OmDetTurboMultiheadAttention
+    oneformer: OneFormerAttention OneFormerTextMapperAttention
+    openai: Attention
+    perceiver: PerceiverSelfAttention
+    prophetnet: ProphetNetAttention ProphetNetNgramSelfAttention
+    pvt: PvtEfficientSelfAttention
+    pvt_v2: PvtV2SelfAttention
+    reformer: LSHSelfAttention LocalSelfAttention
+    rembert: RemBertSelfAttention
+    roformer: RoFormerSelfAttention
+    seggpt: SegGptAttention
+    sew_d: DisentangledSelfAttention
+    slanext: SLANeXtVisionAttention
+    speecht5: SpeechT5Attention
+    squeezebert: SqueezeBertSelfAttention
+    superglue: SuperGlueSelfAttention
+    swiftformer: SwiftFormerEfficientAdditiveAttention
+    swin2sr: Swin2SRSelfAttention
+    swinv2: Swinv2SelfAttention
+    table_transformer: TableTransformerAttention
+    tapas: TapasSelfAttention
+    timesformer: TimesformerSelfAttention
+    trocr: TrOCRAttention
+    tvp: TvpAttention
+    vilt: ViltSelfAttention
+    visual_bert: VisualBertSelfAttention
+    vitdet: VitDetAttention
+    vits: VitsAttention
+    wavlm: WavLMAttention
+    xglm: XGLMAttention
+    xlm: MultiHeadAttention
+    xlnet: XLNetRelativeAttention
+    yoso: YosoSelfAttention
+    zoedepth: ZoeDepthMultiheadAttention
+    """
+)
 """Classes of modules that compute attention themselves, in files where no module asks transformers for attention.
 
 The key is the file's name: "bloom" means ``modeling_bloom.py`` and ``configuration_bloom.py``.
 """
 
-PARTS: dict[str, tuple[str, ...]] = {
-    "bigbird_pegasus": ("BigBirdPegasusSelfAttention", "BigBirdPegasusBlockSparseAttention"),
-    "chameleon": ("ChameleonVQVAEEncoderAttnBlock",),
-    "clap": ("ClapAudioSelfAttention",),
-    "deepseek_ocr2": ("DeepseekOcr2SamVisionAttention", "DeepseekOcr2SamVisionSdpaAttention"),
-    "evolla": ("EvollaSequenceCompressorAttention", "EvollaSequenceAlignerCrossAttention"),
-    "gemma3n": ("Gemma3nAudioAttention",),
-    "gemma4": ("Gemma4AudioAttention",),
-    "git": ("GitSelfAttention",),
-    "informer": ("InformerProbSparseAttention",),
-    "janus": ("JanusVQVAEAttnBlock",),
-    "longt5": ("LongT5LocalAttention", "LongT5TransientGlobalAttention"),
-    "pegasus_x": ("PegasusXGlobalLocalAttention",),
-    "pp_doclayout_v2": ("PPDocLayoutV2ReadingOrderSelfAttention",),
-    "pp_formulanet": ("PPFormulaNetVisionAttention",),
-    "sam": ("SamVisionAttention", "SamVisionSdpaAttention"),
-    "sam_hq": ("SamHQVisionAttention", "SamHQVisionSdpaAttention"),
-    "unlimited_ocr": ("UnlimitedOcrSamVisionAttention", "UnlimitedOcrSamVisionSdpaAttention"),
-}
+PARTS = _classes(
+    """
+    bigbird_pegasus: BigBirdPegasusSelfAttention BigBirdPegasusBlockSparseAttention
+    chameleon: ChameleonVQVAEEncoderAttnBlock
+    clap: ClapAudioSelfAttention
+    deepseek_ocr2: DeepseekOcr2SamVisionAttention DeepseekOcr2SamVisionSdpaAttention
+    evolla: EvollaSequenceCompressorAttention EvollaSequenceAlignerCrossAttention
+    gemma3n: Gemma3nAudioAttention
+    gemma4: Gemma4AudioAttention
+    git: GitSelfAttention
+    informer: InformerProbSparseAttention
+    janus: JanusVQVAEAttnBlock
+    longt5: LongT5LocalAttention LongT5TransientGlobalAttention
+    pegasus_x: PegasusXGlobalLocalAttention
+    pp_doclayout_v2: PPDocLayoutV2ReadingOrderSelfAttention
+    pp_formulanet: PPFormulaNetVisionAttention
+    sam: SamVisionAttention SamVisionSdpaAttention
+    sam_hq: SamHQVisionAttention SamHQVisionSdpaAttention
+    unlimited_ocr: UnlimitedOcrSamVisionAttention UnlimitedOcrSamVisionSdpaAttention
+    """
+)
 """The same for files where other modules do ask: an encoder beside a decoder, or one model of several."""
 
 _callers: weakref.WeakSet[type] = weakref.WeakSet()

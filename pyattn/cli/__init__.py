@@ -34,18 +34,9 @@ EXTRAS = {"matplotlib", "numpy", "safetensors", "tqdm"}
 __all__ = ["COMMANDS", "InputError", "main"]
 
 
-def check_instruction_set() -> None:
-    """Raise InputError where PYATTN_ISA names an instruction set that this CPU or build does not have."""
-    try:
-        isa()
-    except ValueError as error:
-        rule, _, got = str(error).removeprefix("pyattn: ").partition(", got ")
-        raise InputError(rule, got) from error
-
-
 def said(command: str, error: Exception) -> str | None:
     """One sentence about what went wrong in ``command``; None if the error is a bug in pyattn."""
-    if isinstance(error, InputError):
+    if isinstance(error, ValueError) and str(error).startswith("pyattn: "):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and (package := (error.name or "").partition(".")[0]) in EXTRAS:
         return f"pyattn: {command} needs {package}, which is not installed: pip install {package}"
@@ -60,7 +51,7 @@ def said(command: str, error: Exception) -> str | None:
 def run(command: str, options: Sequence[str]) -> int:
     """Run one command and flush what it printed. Returns the exit code."""
     try:
-        check_instruction_set()
+        isa()  # raises where PYATTN_ISA names an instruction set that this CPU or build does not have
         code = int(importlib.import_module(f"pyattn.cli.{command}").run(options))
         sys.stdout.flush()
         return code

@@ -17,7 +17,7 @@ On a GPU, times are by its own clock, TFLOP/s replace the share of peak, and "MB
 
 import argparse
 import datetime
-import importlib
+import itertools
 import json
 import math
 import os
@@ -34,19 +34,18 @@ import pyattn
 from pyattn.cli import InputError, contenders, output
 from pyattn.cli.contention import busy, is_busy
 from pyattn.cli.kinds import KINDS, SHAPED, SHAPES, Comparison, Peaks, comparisons
-from pyattn.cli.limits import check_memory, check_threads
-from pyattn.cli.options import DEVICES, DTYPES, check_device, command, cpu, hardware, option, shape_of
+from pyattn.cli.options import DTYPES, Command, check_fits, cpu, hardware
 from pyattn.cli.rows import Row, show, worst_wait
 from pyattn.cli.timing import peak_flops
 
 QUICK_SECONDS = 20.0
 """Half a minute, less ten seconds for importing torch and drawing on a slow machine."""
-RESULTS, PICTURE = "results.json", "speedups.png"
+RESULTS = "results.json"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the options."""
-    parser = command("bench", __doc__)
+    """Parse and check the options."""
+    parser = Command("bench", __doc__)
     defaults = "; ".join(f"on {device} {' '.join(shapes)}" for device, shapes in SHAPES.items())
     parser.add_argument(
         "--shapes", nargs="+", metavar="BxHxTxD", help=f"shapes for functions and features; default: {defaults}"
@@ -58,17 +57,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         default=["float32", "bfloat16"],
         help="dtypes of all inputs; default: float32 bfloat16",
     )
-    option(parser, "device", "cpu", "where to measure", choices=DEVICES)
-    option(parser, "threads", torch.get_num_threads(), "CPU threads")
+    parser.place("where to measure")
     kinds = "; ".join(f"{name}: {kind.purpose}" for name, kind in KINDS.items())
     parser.add_argument("--only", choices=KINDS, help=f"measure only one kind: {kinds}; default: the first two")
     parser.add_argument("--quick", action="store_true", help="fewer shapes, modules and rounds, in half a minute")
     parser.add_argument("--flex", action="store_true", help="compare FlexAttention too, compiled first")
-    parser.add_argument(
-        "--out", type=Path, help=f"folder for {RESULTS} and {PICTURE}, which matplotlib draws; default: none"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier run's files in --out")
-    return parser.parse_args(argv)
+    parser.add_argument("--out", type=Path, help=f"folder for {RESULTS}, all times of all sides; default: none")
+    parser.add_argument("--overwrite", action="store_true", help=f"replace an earlier run's {RESULTS} in --out")
+    options = parser.checked(argv)
+    if options.shapes and options.only not in (None, *SHAPED):
+        raise InputError(f"--shapes must be left out with --only {options.only}", " ".join(options.shapes))
+    for text, dtype in itertools.product(options.shapes or (), options.dtype):
+        check_fits(text, dtype, options.device)
+    return options
 
 
 def measured_peaks(dtypes: Sequence[str], threads: int) -> Peaks:
@@ -82,16 +83,12 @@ def measured_peaks(dtypes: Sequence[str], threads: int) -> Peaks:
     return peaks
 
 
-def base_of(options: argparse.Namespace) -> str:
-    """The side that speed-ups are relative to."""
-    return KINDS[options.only or "functions"].base
-
-
 def introduce(options: argparse.Namespace, peaks: Peaks) -> None:
     """Print the hardware, its peaks, and what --quick omits."""
     clock = "; CPU time" if options.device == "cpu" and options.threads == 1 else ""
     where = f"{hardware(options.device, options.threads)}, torch {torch.__version__}{clock}"
-    print(f"{where}; speed-ups over {base_of(options)}")
+    base = KINDS[options.only or "functions"].base
+    print(f"{where}; speed-ups over {base}")
     if peaks:
         print("peak GFLOP/s  " + "  ".join(f"{dtype} {isa} {peak / 1e9:.0f}" for (dtype, isa), peak in peaks.items()))
     if options.quick:
@@ -119,18 +116,14 @@ def measured(todo: dict[str, Comparison], ends: float) -> list[Row]:
     return rows
 
 
-def write(folder: Path, options: argparse.Namespace, peaks: Peaks, rows: list[Row], load: tuple[float, ...]) -> None:
-    """Write the record and the picture; ``load`` is the load average before the run."""
-    from pyattn.cli.chart import draw_speedups
-
+def write(folder: Path, options: argparse.Namespace, peaks: Peaks, rows: list[Row]) -> None:
+    """Write the record."""
     record = {
         "date": datetime.date.today().isoformat(),
         "cpu": cpu(),
         "gpu": torch.cuda.get_device_name() if options.device == "cuda" else None,
         "machine": platform.machine(),
         "cores": os.cpu_count(),
-        "load_before": load,
-        "load_after": os.getloadavg(),
         "threads": options.threads,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -138,44 +131,26 @@ def write(folder: Path, options: argparse.Namespace, peaks: Peaks, rows: list[Ro
         "results": rows,
     }
     output.write(folder / RESULTS, (json.dumps(record, indent=1) + "\n").encode())
-    title = f"{hardware(options.device, options.threads)}, {record['date']}"
-    draw_speedups(rows, title, base_of(options), folder / PICTURE)
-    print(f"\nwritten to {folder}: {RESULTS}, {PICTURE}")
+    print(f"\nwritten to {folder / RESULTS}")
 
 
-def check(options: argparse.Namespace) -> None:
-    """Raise InputError for the first invalid value."""
-    check_threads(options.threads)
-    if options.shapes and options.only not in (None, *SHAPED):
-        raise InputError(f"--shapes must be left out with --only {options.only}", " ".join(options.shapes))
-    check_device(options.device)
-    for text in options.shapes or ():
-        # q, k and v, and the gradient of each.
-        needed = 6 * math.prod(shape_of(text)) * max(DTYPES[dtype].itemsize for dtype in options.dtype)
-        check_memory(f"--shapes {text}", needed, options.device)
-
-
-def measure(options: argparse.Namespace) -> tuple[Peaks, list[Row], tuple[float, ...]]:
-    """Measure and show everything asked for: the peaks, the rows, and the load average before them."""
+def measure(options: argparse.Namespace) -> tuple[Peaks, list[Row]]:
+    """Measure and show everything asked for: the peaks and the rows."""
     ends = time.perf_counter() + (QUICK_SECONDS if options.quick else math.inf)
-    load = os.getloadavg()
     torch.set_num_threads(options.threads)
     peaks = measured_peaks(options.dtype, options.threads) if options.device == "cpu" else {}
     introduce(options, peaks)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # other libraries' compilers warn
-        rows = measured(comparisons(options, peaks), ends)
-    return peaks, rows, load
+        return peaks, measured(comparisons(options, peaks), ends)
 
 
 def run(argv: Sequence[str]) -> int:
     """Measure, show, write."""
     options = parse(argv)
-    check(options)
     if not options.out:
         measure(options)
         return 0
-    importlib.import_module("pyattn.cli.chart")  # fails before the measurement if matplotlib is missing
-    with output.held("--out", options.out, (RESULTS, PICTURE), options.overwrite):
+    with output.held("--out", options.out, (RESULTS,), options.overwrite):
         write(options.out, options, *measure(options))
     return 0

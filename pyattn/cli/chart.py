@@ -1,16 +1,15 @@
-"""Charts: the loss curve of a training, the speed-ups of a benchmark, the weights of heads."""
+"""Charts: the loss curve of a training, the weights of heads."""
 
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from pyattn.cli import InputError, output
+from pyattn.cli import output
 
 if TYPE_CHECKING:
     from pyattn.cli.fit import Losses  # fit needs tqdm, which pictures don't
@@ -23,15 +22,9 @@ def _save(figure: Figure, path: Path) -> None:
     output.write(path, picture.getvalue())
 
 
-def _plain(axes: Axes) -> None:
-    axes.grid(axis="y", color="#e5e5e5", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 def draw(losses: "Losses", unigram_loss: float, title: str, path: Path) -> None:
     """Write ``losses`` as a PNG, with the unigram loss for comparison. Needs no display."""
-    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")  # 1200 x 750 pixels, sharp in a README
+    figure = Figure(figsize=(8, 5), dpi=150)  # 1200 x 750 pixels, sharp in a README
     axes = figure.add_subplot()
     train, validation = losses.train, losses.validation
     axes.plot(list(train), list(train.values()), color="#9ecae1", linewidth=1, label="training, each step")
@@ -39,48 +32,10 @@ def draw(losses: "Losses", unigram_loss: float, title: str, path: Path) -> None:
     axes.axhline(unigram_loss, color="#7f7f7f", linestyle=":", label="byte frequencies alone")
     axes.set(title=title, xlabel="step", ylabel="cross entropy (nats per byte)")
     axes.set_ylim(bottom=0)
-    _plain(axes)
+    axes.grid(axis="y", color="#e5e5e5", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper right")  # losses fall; matplotlib's search for a place takes seconds
-    _save(figure, path)
-
-
-def _bars(axes: Axes, rows: list[dict[str, Any]], key: str, title: str, base: str) -> None:
-    """Draws speed-ups over ``base``: one group of bars per comparison, one bar per side."""
-    rows = [row for row in rows if key in row]
-    whats = list(dict.fromkeys(row["what"] for row in rows))
-    sides = list(dict.fromkeys(row["side"] for row in rows))
-    colors = {side: f"C{i}" for i, side in enumerate(side for side in sides if "pyattn" in side)}
-    others = [side for side in sides if side not in colors]
-    grays = {side: str(0.35 + 0.5 * i / len(others)) for i, side in enumerate(others)}
-    width = 0.8 / len(sides)
-    for i, side in enumerate(sides):
-        values = {row["what"]: row[key]["speedup"] for row in rows if row["side"] == side}
-        places = [whats.index(what) + (i - (len(sides) - 1) / 2) * width for what in values]
-        axes.bar(places, list(values.values()), width, label=side, color=(colors | grays)[side])
-    axes.axhline(1, color="#7f7f7f", linewidth=0.8)
-    labels = [what.removeprefix("module ").replace(", " if ", " in what else " ", "\n") for what in whats]
-    axes.set_xticks(range(len(whats)), labels, fontsize=8)
-    axes.tick_params("x", rotation=30 if len(whats) > 8 else 0)
-    axes.set(title=title, ylabel=f"speed-up over {base}")
-    axes.margins(x=0.01)
-    _plain(axes)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
-
-
-def draw_speedups(rows: list[dict[str, Any]], title: str, base: str, path: Path) -> None:
-    """Write the rows of :mod:`pyattn.cli.rows` as a PNG, functions above modules. Needs no display."""
-    modules = [row for row in rows if row["what"].startswith("module")]
-    functions = [row for row in rows if row not in modules]
-    panels = [
-        (functions, "forward", "attention, forward"),
-        (functions, "forward_backward", "attention, forward and backward"),
-        (modules, "forward_backward", "multi-head modules, forward and backward"),
-    ]
-    panels = [panel for panel in panels if any(panel[1] in row for row in panel[0])]
-    figure = Figure(figsize=(12, 0.4 + 3 * len(panels)), dpi=140, layout="constrained")
-    figure.suptitle(title)
-    for i, panel in enumerate(panels):
-        _bars(figure.add_subplot(len(panels), 1, i + 1), *panel, base)
     _save(figure, path)
 
 
@@ -94,21 +49,6 @@ LABELS = 40
 """Most labels on an axis: a 7-point character takes 0.1 of the panel's 4 inches."""
 
 
-def _size(layers: int, heads: int) -> tuple[float, float]:
-    """Width and height in inches of all panels with their margins."""
-    return PANEL[0] * heads + 1, PANEL[1] * layers + 0.6
-
-
-def check_panels(layers: int, heads: int) -> None:
-    """Raise InputError if a picture of so many layers and heads would be too large to draw."""
-    if max(_size(layers, heads)) * DPI > MOST_PIXELS:
-        most = int((MOST_PIXELS / DPI - 1) / max(PANEL))
-        rule = (
-            f"--layer and --head must choose at most {most} each, as a picture has at most {MOST_PIXELS} pixels a side"
-        )
-        raise InputError(rule, f"{layers} and {heads}")
-
-
 def draw_weights(
     weights: Tensor, labels: Sequence[str], layers: Sequence[int], heads: Sequence[int], path: Path
 ) -> None:
@@ -116,7 +56,9 @@ def draw_weights(
 
     Colours follow the square root of a weight, so a weight of 1/100, as in a long text, still shows. Needs no display.
     """
-    figure = Figure(figsize=_size(len(layers), len(heads)), dpi=DPI, layout="constrained")
+    width, height = PANEL[0] * len(heads) + 1, PANEL[1] * len(layers) + 0.6
+    dpi = min(DPI, MOST_PIXELS / max(width, height))
+    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
     panels = figure.subplots(len(layers), len(heads), squeeze=False)
     shades = LinearSegmentedColormap.from_list("weights", ["white", "#9ecae1", "#3182bd", "#08306b"])
     places = range(0, len(labels), -(-len(labels) // LABELS))

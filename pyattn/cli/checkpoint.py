@@ -20,20 +20,6 @@ from pyattn.cli import InputError, output
 from pyattn.cli.gpt import GPT, Attend, Config, attend_pyattn
 
 MODEL = "model.safetensors"
-FIELDS = {name: (type(value),) for name, value in dataclasses.asdict(Config()).items()}
-"""The configuration's fields with their types."""
-
-
-WORDS = {
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    str: "a text",
-    tuple: "a list of two integers",
-    type(None): "null",
-}
-"""JSON's names for the types of values."""
-
 Expected = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of tensors by name."""
 
@@ -66,28 +52,29 @@ def fact(facts: Mapping[str, str], key: str) -> str:
     return facts[key]
 
 
-def _is(value: object, kind: type) -> bool:
-    """Whether JSON's ``value`` is a ``kind``: a bool is no integer, an integer is also a number, a tuple is a pair."""
-    if kind is tuple:
-        return isinstance(value, list) and len(value) == 2 and all(type(number) is int for number in value)
-    return type(value) is kind or (kind is float and type(value) is int)
+def _alike(value: object, default: object) -> bool:
+    """Whether JSON's ``value`` is of the kind of ``default``: an integer is also a number, None stands for a path."""
+    if isinstance(default, tuple):
+        return isinstance(value, list) and len(value) == len(default) and all(map(_alike, value, default))
+    if default is None:
+        return value is None or isinstance(value, str)
+    return type(value) is type(default) or (type(value) is int and isinstance(default, float))
 
 
-def fields(facts: Mapping[str, str], key: str, types: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
-    """The JSON object under ``key`` in the metadata: exactly the names of ``types``, each of its types."""
+def fields(facts: Mapping[str, str], key: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON object under ``key`` in the metadata: exactly the names of ``defaults``, each of its default's kind."""
     values = json.loads(fact(facts, key))
     if not isinstance(values, dict):
         raise TypeError(f"{key} must be a JSON object, got {reprlib.repr(values)}")
-    for name in sorted(types.keys() ^ values.keys()):
-        raise ValueError(f"{key} must {'have the key' if name in types else 'not have the key'} {name}")
-    for name, value in values.items():
-        if not any(_is(value, kind) for kind in types[name]):
-            words = " or ".join(WORDS[kind] for kind in types[name])
-            raise TypeError(f"{key}: {name} must be {words}, got {reprlib.repr(value)}")
-        if float in types[name]:
-            values[name] = float(str(value))  # an integer past the end is infinite, not an error
-        elif tuple in types[name]:
-            values[name] = tuple(value)
+    for name in sorted(defaults.keys() ^ values.keys()):
+        raise ValueError(f"{key} must {'have the key' if name in defaults else 'not have the key'} {name}")
+    for name, default in defaults.items():
+        if not _alike(values[name], default):
+            raise TypeError(f"{key}: {name} must be like {json.dumps(default)}, got {reprlib.repr(values[name])}")
+        if isinstance(default, float):
+            values[name] = float(str(values[name]))  # an integer past the end is infinite, not an error
+        elif isinstance(default, tuple):
+            values[name] = tuple(values[name])
     return values
 
 
@@ -147,7 +134,7 @@ def load(path: Path, attend: Attend = attend_pyattn) -> GPT:
     """
     with named("run must hold a checkpoint that pyattn train wrote", path):
         facts, tensors = read(path)
-        config = Config(**fields(facts, "config", FIELDS))
+        config = Config(**fields(facts, "config", dataclasses.asdict(Config())))
         expected = skeleton(config, len(tensors), sum(tensor.numel() for tensor in tensors.values()))
         check_tensors(tensors, weights_of(expected))
     model = GPT(config, attend)

@@ -137,17 +137,11 @@ class Projected(nn.Module):
         return cast(Tensor, self.out_proj(self.attention(q, k, v).transpose(1, 2).flatten(2)))
 
 
-def _masked_softmax(scores: Tensor, v: Tensor) -> Tensor:
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    return scores.masked_fill(future, -torch.inf).softmax(-1) @ v
-
-
 def _matmul(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return _masked_softmax(q @ k.mT * q.shape[-1] ** -0.5, v)
-
-
-def _einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return _masked_softmax(torch.einsum("bhid,bhjd->bhij", q, k) * q.shape[-1] ** -0.5, v)
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    weights: Tensor = scores.masked_fill(future, -torch.inf).softmax(-1)
+    return weights @ v
 
 
 def _sdpa_with_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -169,18 +163,17 @@ class Torchs(nn.Module):
 
 
 def modules(width: int, heads: int, context: int, flex: bool) -> dict[str, nn.Module]:
-    """The modules by name: ours, then nine common ways to write one (FlexAttention only with ``flex``)."""
+    """The modules by name: ours, then the common ways to write one (FlexAttention only with ``flex``)."""
     wrapped = (width, width // heads, context, 0.0, heads)
     split = (width, width, context, 0.0, heads)
     return {
         "pyattn MultiHeadAttention": native.MultiHeadAttention(*split),
         "pyattn MultiHeadAttentionWrapper": native.MultiHeadAttentionWrapper(*wrapped),
-        "1 a module for each head": reference.MultiHeadAttentionWrapper(*wrapped),
-        "2 weights split by views": reference.MultiHeadAttention(*split),
-        "3 one matrix for q, k, v": Projected(width, heads, _matmul),
-        "4 einsum": Projected(width, heads, _einsum),
-        "5 sdpa": Projected(width, heads, sdpa),
-        "6 sdpa with a mask": Projected(width, heads, _sdpa_with_mask),
-        "7 nn.MultiheadAttention": Torchs(width, heads, True),
-        "8 the same without weights": Torchs(width, heads, False),
-    } | ({"9 flex": Projected(width, heads, _flex())} if flex else {})
+        "a module for each head": reference.MultiHeadAttentionWrapper(*wrapped),
+        "weights split by views": reference.MultiHeadAttention(*split),
+        "one matrix for q, k, v": Projected(width, heads, _matmul),
+        "torch sdpa": Projected(width, heads, sdpa),
+        "torch sdpa with a mask": Projected(width, heads, _sdpa_with_mask),
+        "nn.MultiheadAttention": Torchs(width, heads, True),
+        "nn.MultiheadAttention without weights": Torchs(width, heads, False),
+    } | ({"torch flex": Projected(width, heads, _flex())} if flex else {})

@@ -4,25 +4,24 @@ Every side computes attention over the same q, k, v with its own options. torch'
 the only form that SDPA takes.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import pyattn
-from pyattn.cli.contenders import sdpa
+from pyattn.cli.contenders import Side, sdpa
 
-Feature = tuple[Callable[..., Any], dict[str, Any]]
-"""A function of q, k, v and its options; the options that require a gradient get one."""
-
+BASE = "pyattn causal"
 WINDOW, DOCUMENT = 256, 512
 HIDDEN = 0.1
 """Share of the keys that are hidden by the mask with holes."""
 
 
-def sides(shape: tuple[int, ...], dtype: torch.dtype, device: str, dense: bool) -> dict[str, Feature]:
-    """The sides for q, k, v of ``shape`` (B, H, T, D), the baseline first; T x T tensors only if ``dense``."""
-    _, heads, seqlen, _ = shape
+def sides(qkv: Sequence[Tensor], dout: Tensor, dense: bool) -> dict[str, Side]:
+    """The sides for q, k, v and dout, each (B, H, T, D); T x T tensors only if ``dense``."""
+    (_, heads, seqlen, _), device = dout.shape, dout.device
     documents = [DOCUMENT] * (seqlen // DOCUMENT) + [seqlen % DOCUMENT] * (seqlen % DOCUMENT > 0)
     slopes, sinks = (torch.rand(heads, device=device, requires_grad=True) for _ in range(2))
     ours: dict[str, dict[str, Any]] = {
@@ -37,7 +36,7 @@ def sides(shape: tuple[int, ...], dtype: torch.dtype, device: str, dense: bool) 
     if dense:
         causal = torch.ones(seqlen, seqlen, dtype=torch.bool, device=device).tril()
         padded = torch.arange(seqlen, device=device) < seqlen * 3 // 4
-        bias, shared = (torch.randn(n, seqlen, seqlen, dtype=dtype, device=device) for n in (heads, 1))
+        bias, shared = (torch.randn(n, seqlen, seqlen, dtype=dout.dtype, device=device) for n in (heads, 1))
         ours |= {
             "causal as a mask": {"causal": False, "mask": causal},
             "the same with holes": {"causal": False, "mask": causal & (torch.rand_like(bias[0]) > HIDDEN)},
@@ -51,6 +50,6 @@ def sides(shape: tuple[int, ...], dtype: torch.dtype, device: str, dense: bool) 
             "causal as a mask": {"attn_mask": causal},
             "full, float mask": {"attn_mask": bias[None]},
         }
-    return {f"pyattn {name}": (pyattn.attention, options) for name, options in ours.items()} | {
-        f"torch sdpa {name}": (sdpa, options) for name, options in torchs.items()
+    return {f"pyattn {name}": Side(pyattn.attention, qkv, dout, options) for name, options in ours.items()} | {
+        f"torch sdpa {name}": Side(sdpa, qkv, dout, options) for name, options in torchs.items()
     }

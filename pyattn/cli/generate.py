@@ -15,45 +15,30 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from pyattn.cli import InputError, checkpoint, generation
-from pyattn.cli.limits import check_integer, check_positive, check_seed, check_text, check_threads
-from pyattn.cli.options import DEVICES, check_device, command, option
+from pyattn.cli.limits import at_least, check_text
+from pyattn.cli.options import Command
 
 PROMPT = "def mean(numbers):\n"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the options."""
-    parser = command("generate", __doc__)
+    """Parse and check the options."""
+    parser = Command("generate", __doc__)
     parser.add_argument("run", type=Path, help=f"folder that pyattn train wrote, or its {checkpoint.MODEL}")
     parser.add_argument("--prompt", default=PROMPT, help="text to continue; default: the beginning of a function")
-    option(parser, "tokens", 400, "bytes to add")
-    option(parser, "temperature", 0.8, "divides the logits: lower is less random, 0 takes the likeliest byte")
-    option(parser, "top-k", 40, "draw from the K likeliest bytes")
-    option(parser, "seed", 0, "random seed")
-    option(parser, "threads", torch.get_num_threads(), "CPU threads")
-    option(parser, "device", "cpu", "where to compute", choices=DEVICES)
+    parser.option("tokens", 400, "bytes to add", at_least(0))
+    parser.sampling("")
+    parser.place("where to compute")
     parser.add_argument("--no-cache", action="store_true", help="read the whole text again for each byte, to compare")
-    return parser.parse_args(argv)
-
-
-def check(options: argparse.Namespace) -> bytes:
-    """Raise InputError for the first invalid value; returns the prompt's bytes."""
-    check_integer("--tokens", options.tokens, 0)
-    check_integer("--top-k", options.top_k, 1)
-    check_threads(options.threads)
-    check_positive("--temperature", options.temperature, zero=True)
-    check_seed(options.seed)
-    prompt = check_text("--prompt", options.prompt)
-    if not prompt:
-        raise InputError("--prompt must have at least 1 byte", 0)
-    check_device(options.device)
-    return prompt
+    return parser.checked(argv)
 
 
 def run(argv: Sequence[str]) -> int:
     """Read the model and the prompt, generate, print. Returns the exit code."""
     options = parse(argv)
-    prompt = check(options)
+    prompt = check_text("--prompt", options.prompt)
+    if not prompt:
+        raise InputError("--prompt must have at least 1 byte", 0)
     torch.set_num_threads(options.threads)
     model, _ = checkpoint.of_run(options.run)
     model = model.to(options.device)

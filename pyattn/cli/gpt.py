@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import pyattn
 from pyattn import reference
-from pyattn.cli.limits import InputError, check_integer, check_window
+from pyattn.cli.limits import InputError, check_integer, check_share, check_window
 from pyattn.nn.positions import alibi_slopes
 from pyattn.options import UNBOUNDED
 
@@ -81,8 +81,7 @@ class Config:
             check_integer(name, getattr(self, name), 1)
         if self.width % self.heads:
             raise InputError("width must be a multiple of heads", f"{self.width} and {self.heads}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise InputError("dropout must lie in [0, 1)", self.dropout)
+        check_share("dropout", self.dropout)
         check_window("window", self.window)
 
     @property

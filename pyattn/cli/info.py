@@ -7,7 +7,7 @@ import torch
 
 from pyattn import _build, _C, attention, isa, isas
 from pyattn.adapters import sdpa_counts, sdpa_switch, transformers_models
-from pyattn.cli.options import DEVICES, DTYPES, check_device, command, cpu, option
+from pyattn.cli.options import DEVICES, DTYPES, Command, check_device, cpu
 
 
 def supported(dtype: torch.dtype, device: str) -> bool:
@@ -60,10 +60,9 @@ def facts(device: str) -> dict[str, str]:
 
 def run(argv: Sequence[str]) -> int:
     """Print the facts, one per line."""
-    parser = command("info", __doc__)
-    option(parser, "device", "cpu", "whose dtypes to show", choices=DEVICES)
-    options = parser.parse_args(argv)
-    check_device(options.device)
+    parser = Command("info", __doc__)
+    parser.option("device", "cpu", "whose dtypes to show", check_device, choices=DEVICES)
+    options = parser.checked(argv)
     known = facts(options.device)
     width = max(map(len, known))
     for name, value in known.items():

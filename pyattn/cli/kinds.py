@@ -27,7 +27,7 @@ QUICK_MODULES = ((2, 256, 256, 8),)
 LARGEST_SCORES = 2**30
 """Bytes of a score matrix beyond which plain torch, which stores one, is left out."""
 
-FUNCTION_SECONDS, MODULE_SECONDS, TOKEN_SECONDS = 1.0, 2.0, 2.0
+SECONDS = 1.0
 """Time for a side's forward when there is no time limit; its forward and backward gets twice that."""
 
 Sizes = tuple[int, ...]
@@ -54,29 +54,28 @@ class Run(NamedTuple):
         return torch.randn(shape, dtype=DTYPES[self.dtype], device=self.device, requires_grad=True)
 
 
-def rated(rows: list[Row], run: Run, name: str, done: float) -> list[Row]:
-    """The rows with the rate of a forward that does ``done``, and the share of the peak if that counts operations."""
-    by_isa = {isa: peak for (dtype, isa), peak in run.peaks.items() if (dtype, name) == (run.dtype, "flops")}
-    for row in rows:
-        for key, share in (("forward", 1.0), ("forward_backward", 3.5)):
-            if key in row:
-                rate = row[key][f"{name}_per_second"] = share * done / row[key]["seconds"]
-                if by_isa:
-                    row[key]["of_peak"] = rate / by_isa.get(row["side"].removeprefix("pyattn "), max(by_isa.values()))
-    return rows
+class Calls(NamedTuple):
+    """One call of each side of a comparison.
+
+    Attributes:
+        forwards: by side.
+        trainings: forward and backward, by side; a side without a backward has none.
+        done: the operations, bytes or tokens of a forward; 0 if they are not counted.
+    """
+
+    forwards: Mapping[str, Call]
+    trainings: Mapping[str, Call] = {}
+    done: float = 0
 
 
-def compared(
-    run: Run, base: str, sides: Mapping[str, Side], seconds: float, ends: float, others: Mapping[str, Call] = {}
-) -> list[Row]:
-    """Rows of ``sides`` and of ``others``, which have no backward."""
+def both(sides: Mapping[str, Side], done: float = 0, others: Mapping[str, Call] = {}) -> Calls:
+    """The calls of ``sides``, and of ``others``, which have no backward."""
     forwards = {name: side.forward for name, side in sides.items()} | dict(others)
-    trainings = {name: side.gradients for name, side in sides.items()}
-    return measure(run.what, base, forwards, trainings, seconds, ends, run.device)
+    return Calls(forwards, {name: side.gradients for name, side in sides.items()}, done)
 
 
-def of_functions(run: Run, shape: Sizes, ends: float) -> list[Row]:
-    """Rows of the functions on q, k, v of ``shape`` (B, H, T, D)."""
+def of_functions(run: Run, shape: Sizes) -> Calls:
+    """The functions on q, k, v of ``shape`` (B, H, T, D)."""
     batch, heads, seqlen, head_dim = shape
     *qkv, dout = (run.random(*shape) for _ in range(4))
     functions = contenders.functions(run.device, run.flex)
@@ -84,45 +83,38 @@ def of_functions(run: Run, shape: Sizes, ends: float) -> list[Row]:
         del functions["plain torch"]
     sides = {name: Side(function, qkv, dout.detach()) for name, function in functions.items()}
     others = runtimes.forwards(*(t.detach() for t in qkv))
-    rows = compared(run, "torch sdpa", sides, FUNCTION_SECONDS, ends, others)
-    return rated(rows, run, "flops", 2 * batch * heads * seqlen * (seqlen + 1) * head_dim)
+    return both(sides, 2 * batch * heads * seqlen * (seqlen + 1) * head_dim, others)
 
 
-def of_modules(run: Run, sizes: Sizes, ends: float) -> list[Row]:
-    """Rows of the modules at ``sizes``: batch, seqlen, width, heads."""
+def of_modules(run: Run, sizes: Sizes) -> Calls:
+    """The modules at ``sizes``: batch, seqlen, width, heads."""
     batch, seqlen, width, heads = sizes
     x, dout = (run.random(batch, seqlen, width) for _ in range(2))
     modules = contenders.modules(width, heads, seqlen, run.flex)
-    sides = {n: Side(m.to(device=run.device, dtype=dout.dtype), [x], dout.detach()) for n, m in modules.items()}
-    return compared(run, "5 sdpa", sides, MODULE_SECONDS, ends)
+    return both({n: Side(m.to(device=run.device, dtype=x.dtype), [x], dout.detach()) for n, m in modules.items()})
 
 
-def of_features(run: Run, shape: Sizes, ends: float) -> list[Row]:
-    """Rows of the masks and scores on q, k, v of ``shape`` (B, H, T, D), over our own causal attention."""
+def of_features(run: Run, shape: Sizes) -> Calls:
+    """The masks and scores on q, k, v of ``shape`` (B, H, T, D), over our own causal attention."""
     *qkv, dout = (run.random(*shape) for _ in range(4))
     dense = math.prod(shape[1:3]) * shape[2] * dout.itemsize <= LARGEST_SCORES
-    found = features.sides(shape, dout.dtype, run.device, dense)
-    sides = {name: Side(function, qkv, dout.detach(), options) for name, (function, options) in found.items()}
-    return compared(run, next(iter(sides)), sides, FUNCTION_SECONDS, ends)
+    return both(features.sides(qkv, dout.detach(), dense))
 
 
-def of_packed(run: Run, texts: tuple[str], ends: float) -> list[Row]:
-    """Rows of attention over sequences as long as real texts; operations on padding are not counted."""
+def of_packed(run: Run, texts: tuple[str]) -> Calls:
+    """Attention over sequences as long as real texts; operations on padding are not counted."""
     lengths = packed.lengths_of(*texts, packed.SEQUENCES)
-    rows = compared(run, packed.BASE, packed.sides(lengths, *run.place), FUNCTION_SECONDS, ends)
-    return rated(rows, run, "flops", packed.flops(lengths))
+    return both(packed.sides(lengths, *run.place), packed.flops(lengths))
 
 
-def of_caches(run: Run, sizes: Sizes, ends: float) -> list[Row]:
-    """Rows of one token over a KV cache, at the sizes in :data:`pyattn.cli.kv_caches.SIZES`."""
-    calls, read = kv_caches.sides(sizes, *run.place), kv_caches.bytes_read(sizes, run.place[0])
-    return rated(measure(run.what, kv_caches.BASE, calls, {}, TOKEN_SECONDS, ends, run.device), run, "bytes", read)
+def of_caches(run: Run, sizes: Sizes) -> Calls:
+    """One token over a KV cache, at the sizes in :data:`pyattn.cli.kv_caches.SIZES`."""
+    return Calls(kv_caches.sides(sizes, *run.place), done=kv_caches.bytes_read(sizes, run.place[0]))
 
 
-def of_decoding(run: Run, contexts: tuple[int], ends: float) -> list[Row]:
-    """Rows of decoding one token of a model at the given context."""
-    calls = decoding.sides(contexts[0], *run.place)
-    return rated(measure(run.what, decoding.BASE, calls, {}, TOKEN_SECONDS, ends, run.device), run, "tokens", 1.0)
+def of_decoding(run: Run, contexts: tuple[int]) -> Calls:
+    """Decoding one token of a model at the given context."""
+    return Calls(decoding.sides(contexts[0], *run.place), done=1)
 
 
 class Kind(NamedTuple):
@@ -130,17 +122,36 @@ class Kind(NamedTuple):
 
     Attributes:
         purpose: its description in --help.
-        make: computes the rows of one comparison.
+        calls: makes the calls of one comparison.
         name: the name of one comparison, with its sizes.
         sizes: the sizes of all comparisons that the options ask for.
         base: the side that speed-ups are relative to.
+        unit: what a forward gets done.
     """
 
     purpose: str
-    make: Callable[[Run, Any, float], list[Row]]
+    calls: Callable[[Run, Any], Calls]
     name: str
     sizes: Callable[[argparse.Namespace], Sequence[Any]]
-    base: str = "torch's sdpa"
+    base: str = "torch sdpa"
+    unit: str = "flops"
+
+    def rows(self, run: Run, sizes: Any, ends: float) -> list[Row]:
+        """The rows of one comparison, with the rate of each side, and its share of the peak if that counts operations.
+
+        ``ends`` as in :func:`pyattn.cli.rows.measure`.
+        """
+        forwards, trainings, done = self.calls(run, sizes)
+        rows = measure(run.what, self.base, forwards, trainings, SECONDS, ends, run.device)
+        by_isa = {isa: peak for (dtype, isa), peak in run.peaks.items() if (dtype, self.unit) == (run.dtype, "flops")}
+        for row in rows if done else ():
+            for key, share in (("forward", 1.0), ("forward_backward", 3.5)):
+                if key in row:
+                    rate = row[key][f"{self.unit}_per_second"] = share * done / row[key]["seconds"]
+                    if by_isa:
+                        isa = row["side"].removeprefix("pyattn ")
+                        row[key]["of_peak"] = rate / by_isa.get(isa, max(by_isa.values()))
+        return rows
 
 
 def shapes(options: argparse.Namespace, defaults: Sequence[str]) -> list[tuple[int, ...]]:
@@ -171,7 +182,7 @@ KINDS = {
         of_features,
         "features {}x{}x{}x{}",
         lambda options: shapes(options, FEATURE_SHAPES),
-        "our causal attention",
+        features.BASE,
     ),
     "varlen": Kind(
         "sequences as long as real texts, packed and padded",
@@ -186,6 +197,7 @@ KINDS = {
         "cache {}/{} heads, {} tokens,",
         lambda options: few(options, kv_caches.SIZES),
         kv_caches.BASE,
+        "bytes",
     ),
     "decode": Kind(
         "a token of a model with and without a cache",
@@ -193,6 +205,7 @@ KINDS = {
         "decode {}",
         lambda options: few(options, [(context,) for context in decoding.CONTEXTS]),
         decoding.BASE,
+        "tokens",
     ),
 }
 """The kinds of comparisons by name. Without --only, the first two run."""
@@ -215,5 +228,5 @@ def comparisons(options: argparse.Namespace, peaks: Peaks) -> dict[str, Comparis
             for sizes in kind.sizes(options):
                 what = f"{kind.name.format(*sizes)} {dtype}"
                 run = Run(what, dtype, options.device, options.flex, peaks)
-                todo[what] = partial(kind.make, run, sizes)
+                todo[what] = partial(kind.rows, run, sizes)
     return todo

@@ -1,6 +1,8 @@
 """Limits of options and stored sizes, checked before the work begins; beyond one, a command prints one sentence."""
 
 import os
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -33,11 +35,22 @@ def check_integer(name: str, value: int, least: int, most: int = INT64, why: str
         raise InputError(f"{name} must be at most {most} ({why})", value)
 
 
-def check_positive(name: str, value: float, most: float = FLOAT32.max, zero: bool = False) -> None:
+def at_least(least: int) -> Callable[[str, int], None]:
+    """:func:`check_integer` with this bound."""
+    return partial(check_integer, least=least)
+
+
+def check_positive(name: str, value: float, most: float = FLOAT32.max, zero: bool = True) -> None:
     """Raise InputError unless ``value`` is a positive float32 of at most ``most``, or 0 if ``zero``."""
     if not (FLOAT32.tiny <= value <= most or (zero and value == 0)):
         rule = f"{name} must be {'0 or ' if zero else ''}between {FLOAT32.tiny:.2g} and {most:.2g}"
         raise InputError(f"{rule}, a number of float32", value)
+
+
+def check_share(name: str, value: float) -> None:
+    """Raise InputError unless ``value`` is a probability below 1."""
+    if not 0 <= value < 1:
+        raise InputError(f"{name} must be at least 0 and below 1", value)
 
 
 def check_window(name: str, window: tuple[int, int]) -> None:
@@ -46,16 +59,16 @@ def check_window(name: str, window: tuple[int, int]) -> None:
         check_integer(f"{name}: each of its two numbers", number, -1)
 
 
-def check_threads(threads: int) -> None:
+def check_threads(name: str, threads: int) -> None:
     """Raise InputError unless a process can start that many threads."""
     cores = f"this machine has {os.cpu_count()} processors, and more than {MOST_THREADS} threads may fail to start"
-    check_integer("--threads", threads, 1, MOST_THREADS, cores)
+    check_integer(name, threads, 1, MOST_THREADS, cores)
 
 
-def check_seed(seed: int) -> None:
+def check_seed(name: str, seed: int) -> None:
     """Raise InputError unless torch.Generator takes ``seed``."""
     if not 0 <= seed < 2**64:
-        raise InputError("--seed must lie in [0, 2^64)", seed)
+        raise InputError(f"{name} must lie in [0, 2^64)", seed)
 
 
 def check_memory(what: str, needed: int, device: str) -> None:

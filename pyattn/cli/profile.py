@@ -26,11 +26,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from pyattn import _C, attention, isa, isas, masks, set_isa
 from pyattn.cli import InputError, output, phases
 from pyattn.cli.contention import Contention, busy, is_busy
-from pyattn.cli.limits import check_integer, check_memory, check_threads, check_window
-from pyattn.cli.options import DEVICES, DTYPES, check_device, command, cpu, option, shape_of, window
+from pyattn.cli.limits import check_integer, check_share
+from pyattn.cli.options import DTYPES, Command, check_fits, hardware, shape_of
 from pyattn.cli.timing import once, peak_flops
 from pyattn.nn.positions import alibi_slopes
-from pyattn.options import UNBOUNDED
 
 SECONDS = 0.5
 """Time to spend on repeated calls; there are at least three."""
@@ -40,8 +39,8 @@ OPERATOR = "pyattn.attention_"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the options."""
-    parser = command("profile", __doc__)
+    """Parse and check the options."""
+    parser = Command("profile", __doc__)
     parser.add_argument(
         "--shapes",
         nargs="+",
@@ -56,14 +55,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="N",
         help="the last N of the T queries, forward only, as over a KV cache; default: T",
     )
-    option(parser, "dtype", "float32", "dtype of all inputs", choices=DTYPES)
-    option(parser, "device", "cpu", "where to measure", choices=DEVICES)
-    option(parser, "threads", torch.get_num_threads(), "CPU threads")
+    parser.option("dtype", "float32", "dtype of all inputs", choices=DTYPES)
+    parser.place("where to measure")
     parser.add_argument("--isa", choices=isas(), help="instruction set; default: the active one")
-    option(parser, "dropout", 0.0, "dropout probability", metavar="P")
-    window(parser)
+    parser.option("dropout", 0.0, "dropout probability", check_share, metavar="P")
+    parser.window()
     parser.add_argument("--documents", type=int, metavar="N", help="documents packed into T, of N tokens; default: one")
-    option(parser, "softcap", 0.0, "bound on the scores, 0: none", metavar="C")
+    parser.option("softcap", 0.0, "bound on the scores, 0: none", metavar="C")
     for name, meaning in {
         "full": "leave out the causal mask",
         "mask": "bool mask (1, 1, T, T) that hides one key of four",
@@ -76,7 +74,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="Chrome trace to write, compressed if named *.gz; default: none"
     )
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    check(options)
+    parser.check(options)
+    for text in options.shapes:
+        check_fits(text, options.dtype, options.device, options.queries, options.num_heads_kv)
+    return options
 
 
 def features(shape: Sequence[int], options: argparse.Namespace, **tensor: Any) -> dict[str, Any]:
@@ -97,32 +100,9 @@ def features(shape: Sequence[int], options: argparse.Namespace, **tensor: Any) -
     return found
 
 
-def described(options: argparse.Namespace) -> str:
-    """The heads, queries, mask, score and dropout in words."""
-    words = {
-        f"KV heads {options.num_heads_kv}": options.num_heads_kv,
-        f"queries {options.queries}": options.queries,
-        "no mask" if options.full else "causal": True,
-        "window {} {}".format(*options.window): tuple(options.window) != UNBOUNDED,
-        f"documents of {options.documents}": options.documents,
-        "random mask": options.mask,
-        "random bias": options.bias,
-        f"softcap {options.softcap:g}": options.softcap,
-        "alibi": options.alibi,
-        "sinks": options.sinks,
-        f"dropout {options.dropout:g}": True,
-    }
-    return ", ".join(word for word, said in words.items() if said)
-
-
-def profiled(
-    call: Callable[[], object], calls: int, device: str
-) -> tuple[list[_C.TaskProfile], torch.profiler.profile]:
+def profiled(call: Callable[[], object], calls: int) -> tuple[list[_C.TaskProfile], torch.profiler.profile]:
     """The tasks of the CPU kernels over ``calls`` calls, and torch's profile of the same calls."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities, record_shapes=True, with_flops=True) as theirs:
+    with torch.profiler.profile(record_shapes=True, with_flops=True) as theirs:
         _C.start_profile()
         try:
             for _ in range(calls):
@@ -154,10 +134,10 @@ def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
     useful = {name.removeprefix(OPERATOR): flops for name, flops in counts.items() if name.startswith(OPERATOR)}
     calls = min(1000, max(3, int(SECONDS / once(call, 1, options.device))))
     contention = Contention(options.threads)
-    tasks, theirs = profiled(call, calls, options.device)
+    tasks, theirs = profiled(call, calls)
     waited = contention.share()
     events = theirs.events() or ()
-    print(f"{'x'.join(map(str, shape))} {options.dtype}, {described(options)}, {calls} calls")
+    print(f"{'x'.join(map(str, shape))} {options.dtype}, {calls} calls")
     if options.device == "cpu":
         peak = peak_flops(options.dtype, options.threads) / options.threads
         print(f"peak {peak / 1e9:.0f} GFLOP/s a thread")
@@ -178,21 +158,8 @@ def measure(shape: tuple[int, ...], options: argparse.Namespace) -> None:
         print(f"written to {options.trace}: for chrome://tracing or https://ui.perfetto.dev")
 
 
-def needed(shape: Sequence[int], options: argparse.Namespace) -> int:
-    """A lower bound on the bytes that profiling ``shape`` takes: q, k, v, a bias, and the gradient of each."""
-    batch, heads, length, head_dim = shape
-    queries, num_heads_kv = options.queries or length, options.num_heads_kv or heads
-    numbers = batch * head_dim * (heads * queries + 2 * num_heads_kv * length)
-    numbers += queries * length if options.bias else 0
-    return numbers * DTYPES[options.dtype].itemsize * (1 if options.forward or options.queries else 2)
-
-
-def check(options: argparse.Namespace) -> list[tuple[int, ...]]:
-    """Raise InputError for the first invalid value; returns the shapes."""
-    check_threads(options.threads)
-    if not 0 <= options.dropout < 1:
-        raise InputError("--dropout must be at least 0 and below 1", options.dropout)
-    check_window("--window", options.window)
+def check(options: argparse.Namespace) -> None:
+    """Raise InputError for options that don't go together, and for those without a default."""
     if options.documents is not None:
         check_integer("--documents", options.documents, 1)
     if not 0 <= options.softcap < math.inf:
@@ -201,32 +168,23 @@ def check(options: argparse.Namespace) -> list[tuple[int, ...]]:
         raise InputError(f"--isa must be left out with --device {options.device}", options.isa)
     if options.trace and len(options.shapes) > 1:
         raise InputError("--trace takes one of --shapes", " ".join(options.shapes))
-    shapes = [shape_of(text) for text in options.shapes]
-    for _, heads, length, _ in shapes:
+    for _, heads, length, _ in map(shape_of, options.shapes):
         if options.queries is not None and not 1 <= options.queries <= length:
             raise InputError(f"--queries must lie between 1 and T = {length}", options.queries)
         if options.num_heads_kv is not None and (options.num_heads_kv < 1 or heads % options.num_heads_kv):
             raise InputError(f"--num-heads-kv must divide H = {heads}", options.num_heads_kv)
-    check_device(options.device)
-    for shape in shapes:
-        check_memory(f"--shapes {'x'.join(map(str, shape))}", needed(shape, options), options.device)
     if options.trace:
         output.check_file("--trace", options.trace)
-    return shapes
 
 
 def run(argv: Sequence[str]) -> int:
     """Measure, show, write."""
     options = parse(argv)
-    shapes = check(options)
     torch.set_num_threads(options.threads)
     set_isa(options.isa or isa())
-    print(
-        f"{cpu()}, {isa()}, {options.threads} threads, torch {torch.__version__}"
-        if options.device == "cpu"
-        else f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    )
-    for i, shape in enumerate(shapes):
+    where = hardware(options.device, options.threads) + (f", {isa()}" if options.device == "cpu" else "")
+    print(" ".join([f"{where}, torch {torch.__version__}", *argv]))
+    for i, shape in enumerate(map(shape_of, options.shapes)):
         print(end="\n" if i else "")
         measure(shape, options)
     return 0

@@ -5,7 +5,6 @@ bound once, in the layout that the operator reads, so a call only computes. With
 one thread, both runtimes compute in the calling thread, so its CPU time is theirs.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -32,13 +31,6 @@ class Program(NamedTuple):
     inputs: object = None
 
 
-ATTENTION = """
-<ir_version: 11, opset_import: ["" : 23]>
-graph (float[{shape}] q, float[{shape}] k, float[{shape}] v) => (float[{shape}] out) {{
-    out = Attention <is_causal = 1> (q, k, v)
-}}"""
-"""ONNX's own operator (B, H, T, D), for which onnxruntime computes the whole score matrix."""
-
 GROUP_QUERY_ATTENTION = """
 <ir_version: 11, opset_import: ["" : 23, "com.microsoft" : 1]>
 graph (float[{shape}] q, float[{shape}] k, float[{shape}] v)
@@ -51,13 +43,12 @@ graph (float[{shape}] q, float[{shape}] k, float[{shape}] v)
 """onnxruntime's fused causal attention on CPUs (B, T, H D); it also writes the KV cache."""
 
 
-def _onnxruntime(model: str, packed: bool, q: Tensor, k: Tensor, v: Tensor) -> Program:
-    """A program for ``model``, whose tensors are (B, T, H D) if ``packed``."""
+def _onnxruntime(q: Tensor, k: Tensor, v: Tensor) -> Program:
     parser, runtime = import_module("onnx.parser"), import_module("onnxruntime")
     batch, heads, seqlen, _ = q.shape
-    inputs = [(t.transpose(1, 2).flatten(2) if packed else t).contiguous() for t in (q, k, v)]
+    inputs = [t.transpose(1, 2).flatten(2).contiguous() for t in (q, k, v)]
     last, shape = ", ".join([str(seqlen - 1)] * batch), ", ".join(map(str, inputs[0].shape))
-    text = model.format(shape=shape, batch=batch, heads=heads, seqlen=seqlen, last=last)
+    text = GROUP_QUERY_ATTENTION.format(shape=shape, batch=batch, heads=heads, seqlen=seqlen, last=last)
     options = runtime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 4  # only what ends the process; errors are raised
@@ -72,8 +63,8 @@ def _onnxruntime(model: str, packed: bool, q: Tensor, k: Tensor, v: Tensor) -> P
         binding.bind_output(output.name)
 
     def out() -> Tensor:
-        result = torch.from_numpy(binding.copy_outputs_to_cpu()[0])
-        return result.unflatten(2, (heads, -1)).transpose(1, 2) if packed else result
+        result: Tensor = torch.from_numpy(binding.copy_outputs_to_cpu()[0]).unflatten(2, (heads, -1)).transpose(1, 2)
+        return result
 
     return Program(partial(session.run_with_iobinding, binding), out, inputs)
 
@@ -98,23 +89,14 @@ def _openvino(q: Tensor, k: Tensor, v: Tensor) -> Program:
 Compiler = Callable[[Tensor, Tensor, Tensor], Program]
 
 COMPILERS: dict[str, tuple[tuple[str, ...], Compiler]] = {
-    "onnxruntime Attention": (("onnx", "onnxruntime"), partial(_onnxruntime, ATTENTION, False)),
-    "onnxruntime GroupQueryAttention": (("onnx", "onnxruntime"), partial(_onnxruntime, GROUP_QUERY_ATTENTION, True)),
+    "onnxruntime GroupQueryAttention": (("onnx", "onnxruntime"), _onnxruntime),
     "OpenVINO": (("openvino",), _openvino),
 }
 """By side, the packages it needs, and the function that compiles it."""
 
 
-def rounding_bound(q: Tensor, k: Tensor, v: Tensor) -> float:
-    """How far rounding alone moves an output: a score sums D products, an output T terms, in any order.
-
-    Errors of a sum add up like a random walk. A score is at most the norm of the longest query times that of the
-    longest key, and its absolute error is the relative error of its weight.
-    """
-    seqlen, head_dim = q.shape[2:]
-    score = float(q.norm(dim=-1).max() * k.norm(dim=-1).max()) / math.sqrt(head_dim)
-    relative = math.sqrt(head_dim) * score + math.sqrt(seqlen)
-    return torch.finfo(q.dtype).eps * relative * float(v.abs().max())
+TOLERANCE = 1e-4
+"""For inputs of variance 1: float32's rounding stays below 1e-5, bfloat16's is above 1e-3."""
 
 
 class Forward:
@@ -128,7 +110,7 @@ class Forward:
         """Runs it.
 
         Raises:
-            ValueError: the result differs from ours by more than rounding explains.
+            ValueError: the result differs from ours by more than TOLERANCE.
         """
         if self.program is not None:
             self.program.run()
@@ -136,9 +118,8 @@ class Forward:
         program = self.compiler(*self.inputs)
         program.run()
         difference = float((program.out() - pyattn.attention(*self.inputs)).abs().max())
-        bound = rounding_bound(*self.inputs)
-        if not difference <= bound:
-            raise ValueError(f"out must differ from ours by at most {bound:.1e}, got {difference:.1e}")
+        if not difference <= TOLERANCE:
+            raise ValueError(f"out must differ from ours by at most {TOLERANCE}, got {difference:.1e}")
         self.program = program
 
 

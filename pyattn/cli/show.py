@@ -16,7 +16,7 @@ from pyattn import attention_weights
 from pyattn.cli import InputError, chart, checkpoint, output
 from pyattn.cli.gpt import GPT, attend_pyattn
 from pyattn.cli.limits import check_text
-from pyattn.cli.options import command
+from pyattn.cli.options import Command
 
 PICTURE = "weights.png"
 TEXT = "def mean(numbers):\n    return sum("
@@ -24,7 +24,7 @@ TEXT = "def mean(numbers):\n    return sum("
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options."""
-    parser = command("show", __doc__)
+    parser = Command("show", __doc__)
     parser.add_argument("run", type=Path, help=f"folder that pyattn train wrote, or its {checkpoint.MODEL}")
     parser.add_argument(
         "--text", help="text to read, at most the model's context in bytes; default: the beginning of a function"
@@ -81,7 +81,6 @@ def run(argv: Sequence[str]) -> int:
         raise InputError(f"--text must have 1 to {model.config.context} bytes, the model's context", len(text))
     layers = chosen("layer", options.layer, model.config.layers)
     heads = chosen("head", options.head, model.config.heads)
-    chart.check_panels(len(layers), len(heads))
     output.check_file("--out", out)
     weights = weights_of(model, torch.tensor(list(text)), layers, heads)
     chart.draw_weights(weights, labels_of(text), layers, heads, out)

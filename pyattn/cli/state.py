@@ -134,7 +134,7 @@ def load(run: Path) -> State:
     try:
         with stored.named(RULE, path):
             facts, tensors = stored.read(path)
-            options = stored.fields(facts, "options", training_options.types())
+            options = stored.fields(facts, "options", training_options.defaults())
             options |= {name: Path(options[name]) for name in PATHS if options[name] is not None}
             named = argparse.Namespace(**options)
             training_options.check(named)

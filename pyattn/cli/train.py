@@ -108,9 +108,10 @@ def train(options: argparse.Namespace, text: Text, folder: Path, before: state.S
     validation = text.validation_windows(VALIDATION_WINDOWS, options.context)
     training = Training(model, make_optimizer(model), generator, recipe, validation)
     losses = training.losses
-    introduce(options, text, model)
     if before is not None:
         before.restore(training)
+    introduce(options, text, model)
+    if before is not None:
         print(f"resumed    after {len(losses.train)} of {options.steps} steps")
 
     def keep() -> None:

@@ -3,14 +3,14 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from pyattn.cli import InputError, generation
 from pyattn.cli.gpt import ATTENTIONS, Config
-from pyattn.cli.limits import check_integer, check_memory, check_positive, check_seed, check_threads
-from pyattn.cli.options import DEVICES, check_device, command, option, window
+from pyattn.cli.limits import at_least, check_memory, check_positive
+from pyattn.cli.options import DEVICES, Command
 from pyattn.options import UNBOUNDED
 
 PRODUCTS = ("float32", "bfloat16")
@@ -24,37 +24,39 @@ PROMPT = 64
 context: a line or two, enough to see its kind."""
 
 
-def parser(about: str | None = None) -> argparse.ArgumentParser:
+def parser(about: str | None = None) -> Command:
     """The options with their defaults; ``about``: the command's description in --help.
 
     The defaults reached the lowest loss among configurations of equal cost (two minutes on two Zen 4 cores): 1.8 nats
     per byte with 2 layers; 4 layers stayed at 2.3, with 1100 steps of 4 windows and with 550 of 8.
     """
-    made = command("train", about)
+    made = Command("train", about)
     model = made.add_argument_group("model")
-    option(model, "layers", Config.layers, "number of blocks")
-    option(model, "heads", Config.heads, "attention heads in each block")
-    option(model, "width", Config.width, "features of a token, a multiple of heads")
-    option(model, "context", Config.context, "bytes the model can see")
-    option(model, "dropout", Config.dropout, "probability of dropping a weight or an output")
-    window(model)
+    for name, meaning in {
+        "layers": "number of blocks",
+        "heads": "attention heads in each block",
+        "width": "features of a token, a multiple of heads",
+        "context": "bytes the model can see",
+        "dropout": "probability of dropping a weight or an output",
+    }.items():
+        made.option(name, getattr(Config, name), meaning, to=model)
+    made.window(model)
     model.add_argument("--sinks", action="store_true", help="add a learned sink to each head's softmax")
     model.add_argument(
         "--alibi", action="store_true", help="ALiBi in place of learned positions, which end at the context"
     )
-    option(model, "attention", "pyattn", "implementation of attention", choices=ATTENTIONS)
+    made.option("attention", "pyattn", "implementation of attention", to=model, choices=ATTENTIONS)
 
     training = made.add_argument_group("training")
     training.add_argument("--data", type=Path, help="text file or folder; default: Python's standard library")
-    option(training, "steps", 2400, "optimiser steps, including those of a resumed run")
-    option(training, "batch", 4, "windows of context bytes per step")
+    made.option("steps", 2400, "optimiser steps, including those of a resumed run", at_least(1), training)
+    made.option("batch", 4, "windows of context bytes per step", at_least(1), training)
     rates = "reached after a twentieth of the steps, then cosine decay to nearly 0"
-    option(training, "lr", 5e-3, f"highest learning rate: {rates}")
-    option(training, "eval-every", 200, "steps from one validation to the next")
-    option(training, "seed", 0, "random seed of weights, batches, dropout and sample")
-    option(training, "threads", torch.get_num_threads(), "CPU threads")
-    option(training, "device", "cpu", "where to train", choices=DEVICES)
-    option(training, "dtype", "float32", "dtype of matrix products (bfloat16: autocast)", choices=PRODUCTS)
+    check_lr = partial(check_positive, most=MOST_LR, zero=False)
+    made.option("lr", 5e-3, f"highest learning rate: {rates}", check_lr, training)
+    made.option("eval-every", 200, "steps from one validation to the next", at_least(1), training)
+    made.place("where to train", training)
+    made.option("dtype", "float32", "dtype of matrix products (bfloat16: autocast)", to=training, choices=PRODUCTS)
     training.add_argument(
         "--resume",
         type=Path,
@@ -68,23 +70,21 @@ def parser(about: str | None = None) -> argparse.ArgumentParser:
     output = made.add_argument_group("output")
     output.add_argument("--out", type=Path, help="folder to write; default: a new one in runs/, named by the time")
     output.add_argument("--overwrite", action="store_true", help="replace an earlier run's files in --out")
-    option(output, "sample", 400, "bytes to generate at the end")
-    option(output, "temperature", 0.8, "divides the sample's logits; lower is less random")
-    option(output, "top-k", 40, "draw each byte of the sample from the K likeliest")
+    made.option("sample", 400, "bytes to generate at the end", at_least(0), output)
+    made.sampling(" of weights, batches, dropout and sample", output)
     return made
 
 
 def given(argv: Sequence[str]) -> set[str]:
     """The names of the options in ``argv``."""
-    unset = dict.fromkeys(types(), object())
+    unset = dict.fromkeys(defaults(), object())
     found = vars(parser().parse_args(argv, argparse.Namespace(**unset)))
     return {name for name, value in unset.items() if found[name] is not value}
 
 
-def types() -> dict[str, tuple[type, ...]]:
-    """The JSON types of the options' values."""
-    defaults = vars(parser().parse_args([]))
-    return {name: (str, type(None)) if value is None else (type(value),) for name, value in defaults.items()}
+def defaults() -> dict[str, Any]:
+    """The options' values where none is given; None stands for a path."""
+    return vars(parser().parse_args([]))
 
 
 def config_of(options: argparse.Namespace) -> Config:
@@ -104,16 +104,10 @@ def check(options: argparse.Namespace) -> None:
     for name, choices in CHOICES.items():
         if getattr(options, name) not in choices:
             raise InputError(f"--{name} must be one of {', '.join(choices)}", getattr(options, name))
-    for name, least in (("steps", 1), ("batch", 1), ("eval_every", 1), ("top_k", 1), ("sample", 0)):
-        check_integer(f"--{name.replace('_', '-')}", getattr(options, name), least)
-    check_threads(options.threads)
-    check_positive("--lr", options.lr, MOST_LR)
-    check_positive("--temperature", options.temperature)
+    parser().check(options)
     extras = tuple(options.window) != UNBOUNDED or options.sinks or options.alibi
     if options.attention == "sdpa" and extras:
         raise InputError("--window, --sinks and --alibi need another --attention", options.attention)
-    check_seed(options.seed)
-    check_device(options.device)
     config = config_of(options)
     windows = options.batch * options.context * 4 * (config.vocab + config.width * config.layers)
     # Weights, gradients and AdamW's two moments; logits, and each block's output to the residual stream.

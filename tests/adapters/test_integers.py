@@ -8,7 +8,6 @@ from assertions import refused
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
-from pyattn.adapters import torch_varlen
 from pyattn.adapters.flash_attn import (
     flash_attn_func,
     flash_attn_varlen_func,
@@ -19,6 +18,8 @@ from pyattn.adapters.flash_attn import (
 )
 from pyattn.adapters.flash_attn.rotary_embedding import RotaryEmbedding
 from pyattn.adapters.transformers import attention_function
+
+pytestmark = pytest.mark.usefixtures("torchs_varlen")
 
 ENDS = (2**31, 2**62, 2**63 - 1, 2**63, 2**64, 2**100, -(2**31) - 1, -(2**62), -(2**63), -(2**63) - 1, -(2**100))
 
@@ -44,11 +45,7 @@ def gradient(window: tuple[int, int]) -> Tensor:
 
 
 def by_torch(max_q: int = 5, max_k: int = 5, window: tuple[int, int] = (-1, -1)) -> Tensor:
-    torch_varlen.activate()
-    try:
-        return varlen_attn(*TOKENS, STARTS, STARTS, max_q, max_k, window_size=window)
-    finally:
-        torch_varlen.remove()
+    return varlen_attn(*TOKENS, STARTS, STARTS, max_q, max_k, window_size=window)
 
 
 def packed(max_q: int = 5, max_k: int = 5, **options: object) -> Tensor:

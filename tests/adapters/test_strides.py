@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from adapters.gradients import with_gradients
 from helpers import assert_equal
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
-from pyattn.adapters import torch_varlen
 from pyattn.adapters.flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -25,6 +25,8 @@ from pyattn.adapters.flash_attn.rotary_embedding import RotaryEmbedding
 from pyattn.adapters.transformers import attention_function, mask_function
 from pyattn.adapters.transformers_masks import Mask
 from pyattn.masks import KeyRanges
+
+pytestmark = pytest.mark.usefixtures("torchs_varlen")
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -73,12 +75,6 @@ ANGLES = torch.rand(2, 40, 4, generator=GENERATOR).unbind()
 TOKEN_MASK = ints([1, 1, 1, 0], [0, 1, 1, 0], [1, 1, 1, 1])
 
 
-def with_gradients(function: Callable[..., Any], *leaves: Tensor) -> tuple[Tensor, ...]:
-    leaves = tuple(leaf.detach().requires_grad_() for leaf in leaves)
-    out = function(*leaves)
-    return out, *torch.autograd.grad(out.sin().sum(), leaves)
-
-
 def varlen(starts: Tensor = STARTS, slopes: Tensor | None = None) -> tuple[Tensor, ...]:
     return with_gradients(
         lambda q, k, v: flash_attn_varlen_func(q, k, v, starts, starts, 9, 9, causal=True, alibi_slopes=slopes), *TOKENS
@@ -115,22 +111,14 @@ def rand_cache(seed: int) -> Tensor:
 
 
 def by_torch(starts: Tensor = STARTS, **options: Any) -> tuple[Tensor, ...]:
-    torch_varlen.activate()
-    try:
-        if options:
-            return (varlen_attn(*TOKENS, starts, starts, 9, 9, **options),)
-        return with_gradients(lambda q, k, v: varlen_attn(q, k, v, starts, starts, 9, 9, window_size=(-1, 0)), *TOKENS)
-    finally:
-        torch_varlen.remove()
+    if options:
+        return (varlen_attn(*TOKENS, starts, starts, 9, 9, **options),)
+    return with_gradients(lambda q, k, v: varlen_attn(q, k, v, starts, starts, 9, 9, window_size=(-1, 0)), *TOKENS)
 
 
 def paged_by_torch(table: Tensor, used: Tensor) -> Tensor:
-    torch_varlen.activate()
-    try:
-        options = {"block_table": table, "seqused_k": used, "window_size": (-1, 0)}
-        return varlen_attn(NEW_Q.flatten(0, 1), *PAGES, ints(0, 2, 4, 6), None, 2, 32, **options)
-    finally:
-        torch_varlen.remove()
+    options = {"block_table": table, "seqused_k": used, "window_size": (-1, 0)}
+    return varlen_attn(NEW_Q.flatten(0, 1), *PAGES, ints(0, 2, 4, 6), None, 2, 32, **options)
 
 
 def turned(offsets: Tensor) -> tuple[Tensor, ...]:

@@ -1,25 +1,22 @@
 """Promise: torch's varlen_attn works on the CPU while activated: forward, backward, lse, and every argument."""
 
 import inspect
-import subprocess
-import sys
 
+import fresh
 import pytest
 import torch
+from adapters.gradients import assert_accurate, with_gradients
 from assertions import refused
 from helpers import assert_equal
 from torch.nn.attention import (
-    SDPBackend,
     activate_flash_attention_impl,
     current_flash_attention_impl,
     restore_flash_attention_impl,
-    sdpa_kernel,
     varlen,
 )
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
-from yardstick import assert_accurate
 
-from pyattn import attention_varlen
+from pyattn import attention_varlen, reference
 from pyattn.adapters import torch_varlen
 
 KNOWN = inspect.signature(varlen_attn).parameters
@@ -29,12 +26,7 @@ newer = pytest.mark.skipif("seqused_k" not in KNOWN, reason="varlen_attn has it 
 LENGTHS_Q, LENGTHS_K = (10, 0, 33, 1, 20), (10, 4, 50, 7, 5)
 
 
-@pytest.fixture(autouse=True)
-def _active():
-    torch_varlen.activate()
-    yield
-    torch_varlen.remove()
-    assert current_flash_attention_impl() is None
+pytestmark = pytest.mark.usefixtures("torchs_varlen")
 
 
 def bounds(lengths):
@@ -50,45 +42,17 @@ def inputs(dtype=torch.float32, head_dim=16):
     return tuple(torch.randn(*size, head_dim, dtype=dtype, requires_grad=True) for size in sizes)
 
 
-def visible(queries, keys, window):
-    """torch's window, the last query being at the last key: True = takes part."""
-    distance = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
-    left, right = window
-    return ((distance <= left) | (left < 0)) & ((-distance <= right) | (right < 0))
-
-
-def by_torch(q, k, v, window, scale=None):
-    """torch's math backend, one sequence at a time."""
-    outs = []
-    for own_q, own_k, own_v in zip(q.split(LENGTHS_Q), k.split(LENGTHS_K), v.split(LENGTHS_K), strict=True):
-        mask = visible(len(own_q), len(own_k), window)
-        with sdpa_kernel(SDPBackend.MATH):
-            turned = (t.transpose(0, 1) for t in (own_q, own_k, own_v))
-            out = torch.nn.functional.scaled_dot_product_attention(*turned, mask, scale=scale, enable_gqa=True)
-        outs.append(out.transpose(0, 1))
-    return torch.cat(outs)
-
-
-def with_gradients(function, tensors, dout):
-    leaves = tuple(t.detach().requires_grad_() for t in tensors)
-    out = function(*leaves)
-    return out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))
+def plain(q, k, v, window, **options):
+    return reference.attention_varlen(q, k, v, *SIZES, causal=False, window=window, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0), (3, 2)], ids=str)
 def test_accuracy(dtype, window):
-    tensors, dout = inputs(dtype), torch.randn(sum(LENGTHS_Q), 6, 16)
-
     def native(q, k, v):
         return varlen_attn(q, k, v, *SIZES, window_size=window, scale=0.3, **GROUPED)
 
-    ours = with_gradients(native, tensors, dout)
-    plain = with_gradients(lambda *t: by_torch(*t, window, 0.3), tensors, dout)
-    exact = with_gradients(lambda *t: by_torch(*t, window, 0.3), [t.double() for t in tensors], dout.double())
-    for name, mine, other, truth in zip(("out", "dq", "dk", "dv"), ours, plain, exact, strict=True):
-        assert mine.dtype == dtype
-        assert_accurate(name, mine, other, truth)
+    assert_accurate(native, lambda *qkv: plain(*qkv, window, softmax_scale=0.3), *inputs(dtype))
 
 
 def test_lse():
@@ -96,11 +60,8 @@ def test_lse():
     out, lse = varlen_attn(q, k, v, *SIZES, window_size=(-1, 0), return_aux=AuxRequest(lse=True), **GROUPED)
     assert lse.shape == (6, len(q))
     assert lse.dtype == torch.float32
-    start, end = CU_Q[2], CU_Q[3]
-    keys = k.double()[CU_K[2] : CU_K[3]].repeat_interleave(3, 1)
-    scores = torch.einsum("qhd,khd->hqk", q.double()[start:end], keys) / 4
-    expected = scores.masked_fill(~visible(33, 50, (-1, 0)), float("-inf")).logsumexp(-1)
-    torch.testing.assert_close(lse[:, start:end].double(), expected, rtol=1e-6, atol=1e-6)
+    _, expected = plain(q.double(), k.double(), v.double(), (-1, 0), return_lse=True)
+    torch.testing.assert_close(lse.double(), expected, rtol=1e-6, atol=1e-6)
     unseeing = CU_Q[4] + 20 - 5 - 1  # of 20 queries on 5 keys, 15 are before the first key
     assert not out[CU_Q[4] : unseeing + 1].any()
     assert (lse[:, CU_Q[4] : unseeing + 1] == float("-inf")).all()
@@ -148,17 +109,14 @@ def test_used_keys_and_pages():
 
 def test_a_packed_projection_compiled():
     """q, k and v as views of one tensor, in a graph of torch.compile with its backward."""
-    x = torch.randn(64, 3, 4, 16, requires_grad=True)
+    x = torch.randn(64, 3, 4, 16)
     cu = torch.tensor([0, 20, 64], dtype=torch.int32)
 
     def step(x):
         return varlen_attn(*x.unbind(1), cu, cu, 44, 44, window_size=(-1, 0)).sin()
 
-    results = []
-    for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
-        out = function(x)
-        results.append((out, *torch.autograd.grad(out.sum(), x)))
-    assert_equal(*results)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    assert_equal(with_gradients(step, x), with_gradients(compiled, x))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -226,14 +184,16 @@ def test_activation_is_torchs_own():
 
 
 def test_importing_pyattn_changes_nothing():
+    """Not torch's operator, its table of implementations, or what ``import flash_attn`` finds."""
     code = """if True:
         import sys, torch
         from torch.nn.attention import list_flash_attention_impls
-        before = torch._C._dispatch_dump_table("aten::scaled_dot_product_attention")
+        state = lambda: (torch._C._dispatch_dump_table("aten::scaled_dot_product_attention"), [*sys.meta_path])
+        before = state()
         import pyattn
-        assert not any(name.startswith("pyattn.adapters") for name in sys.modules)
-        import pyattn.adapters.sdpa, pyattn.adapters.torch_varlen
-        assert torch._C._dispatch_dump_table("aten::scaled_dot_product_attention") == before
+        assert not any(name.startswith("pyattn.adapters") or "flash_attn" in name for name in sys.modules)
+        import pyattn.adapters.flash_attn, pyattn.adapters.sdpa, pyattn.adapters.torch_varlen
+        assert state() == before
         assert "PYATTN" not in list_flash_attention_impls()
     """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh.python("-c", code).check_returncode()

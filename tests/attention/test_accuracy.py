@@ -12,8 +12,8 @@ TILES = [
     case
     for dim in (32, 64, 96, 128, 192, 256)
     for case in (
-        Case(1, 2, 1, 131 if dim <= 128 else 67, 137, dim, dim),
-        Case(1, 1, 1, 66, 127, dim - 8, dim - 15, False, dropout_p=0.2),
+        Case(1, 1, 1, 131 if dim <= 128 else 67, 137, dim, dim),
+        Case(1, 2, 1, 66, 127, dim - 8, dim - 15, False, dropout_p=0.2),
     )
 ]
 """Slightly more and less than whole tiles, for each head dimension that has its own CUDA tiles."""

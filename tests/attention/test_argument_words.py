@@ -14,6 +14,7 @@ from torch import Tensor
 import pyattn
 from pyattn import KVCache, masks
 from pyattn.adapters import flex
+from pyattn.options import OPTIONS
 
 q, k, v = Case(2, 4, 2, 3, 5, 8, 8).inputs(torch.float32)
 CU_SEQLENS = torch.tensor([0, 1, 3]), torch.tensor([0, 2, 5])
@@ -51,27 +52,13 @@ def results(name: str, **options: Any) -> tuple[Tensor, ...]:
     return found if isinstance(found, tuple) else (found,)
 
 
-OPTIONAL = (
-    "window",
-    "softcap",
-    "softmax_scale",
-    "alibi_slopes",
-    "sinks",
-    "bias",
-    "key_ranges",
-    "q_offset",
-    "dropout_p",
-)
-
-
 @each_function
 @pytest.mark.parametrize("causal", [True, False])
 def test_none_is_not_given(name: str, causal: bool) -> None:
     """Model configurations pass None."""
-    expected = results(name, causal=causal)
-    for option in OPTIONAL:
-        assert_equal(results(name, causal=causal, **{option: None}), expected)
-    assert_equal(results(name, causal=causal, **dict.fromkeys((*OPTIONAL, "dropout_seed"))), expected)
+    expected, optional = results(name, causal=causal), OPTIONS.keys() - {"causal"}
+    for options in (*([option] for option in optional), optional):
+        assert_equal(results(name, causal=causal, **dict.fromkeys(options)), expected)
 
 
 @each_function

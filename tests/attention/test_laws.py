@@ -30,9 +30,8 @@ def test_what_is_not_seen_changes_no_bit(backend: Backend, dtype: torch.dtype, b
         future_k[:, :, t + 1 :], future_v[:, :, t + 1 :], past_q[:, :, :t], past_dout[:, :, :t] = bad, bad, bad, bad
         rows = run(backend.attention, (q, future_k, future_v), dout)[:3]
         backend.assert_same(tuple(x[:, :, : t + 1] for x in rows), tuple(x[:, :, : t + 1] for x in clean))
-        for queries, gradient in ((past_q, dout), (q, past_dout), (past_q, past_dout)):
-            keys = run(backend.attention, (queries, k, v), gradient)[3:]
-            assert_equal(tuple(x[:, :, t:] for x in keys), tuple(x[:, :, t:] for x in clean[3:]))
+        keys = run(backend.attention, (past_q, k, v), past_dout)[3:]
+        assert_equal(tuple(x[:, :, t:] for x in keys), tuple(x[:, :, t:] for x in clean[3:]))
 
 
 @each_dtype

@@ -11,9 +11,8 @@ from assertions import nan_filled
 from backends import Backend
 from helpers import Case, assert_case_accurate, assert_equal, each_dtype, memory_needed, run
 from torch import Tensor
-from yardstick import NAMES, assert_accurate
 
-from pyattn import attention, masks, reference
+from pyattn import attention, masks
 
 Layout = Callable[[Tensor], Tensor]
 
@@ -133,7 +132,8 @@ def test_sizes_zero_and_one(backend: Backend, dtype: torch.dtype, dimension: str
     """One tile and several, one query to many keys, with plain scores and with every mask and score option."""
     many = backend.lengths(dtype)[-1]
     for lengths, more in itertools.product([(3, 5), (3, many), (many - 8, many)], [{}, EVERY_SCORE]):
-        sizes = dict(zip(SIZES, (2, 2, *lengths, 4, 6), strict=True)) | {dimension: size}
+        batch = 1 if backend.family == "emulated" else 2
+        sizes = dict(zip(SIZES, (batch, 2, *lengths, 4, 6), strict=True)) | {dimension: size}
         b, h, sq, sk, d, dv = sizes.values()
         case = Case(b, h, h, sq, sk, d, dv, causal=False, **more)
         if backend.takes(dtype, case):
@@ -151,11 +151,8 @@ AROUND_2_16 = [
 
 @pytest.mark.parametrize("case", AROUND_2_16, ids=str)
 def test_sizes_around_two_to_the_16th(native: Backend, case: Case) -> None:
-    qkv, dout, dlse = case.drawn(torch.float64)
     # float64's bound is there to catch wrong indices: a float32 sum over 65,536 rows has its own error.
-    ours, exact = (run(f, qkv, dout, dlse, causal=False) for f in (native.attention, reference.attention))
-    for name, x, truth in zip(NAMES, ours, exact, strict=True):
-        assert_accurate(name, x, truth, truth)
+    assert_case_accurate(case, torch.float64, native.attention)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -171,14 +168,10 @@ def test_offsets_past_two_to_the_31st(native: Backend, dtype: torch.dtype) -> No
 
 def needed(seqlen: int, heads: int = 1, head_dim: int = 16, **options: Any) -> int:
     """The peak rise of resident memory, in bytes, over forward and backward: scratch and results."""
-    q, k, v = (torch.randn(1, h, seqlen, head_dim, requires_grad=True) for h in (heads, 1, 1))
-    leaves = [q, k, v, *(t for t in options.values() if isinstance(t, Tensor) and t.requires_grad)]
-
-    def call() -> None:
-        torch.autograd.grad(attention(q, k, v, **options).sum(), leaves)
-
-    call()  # does all one-time loading
-    return memory_needed(call)
+    qkv = [torch.randn(1, h, seqlen, head_dim, requires_grad=True) for h in (heads, 1, 1)]
+    leaves = [*qkv, *(t for t in options.values() if isinstance(t, Tensor) and t.requires_grad)]
+    attention(*(x[:, :, :512] for x in qkv)).sum().backward()  # does all one-time loading
+    return memory_needed(lambda: torch.autograd.grad(attention(*qkv, **options).sum(), leaves))
 
 
 KEPT = 8 << 20

@@ -1,9 +1,7 @@
 """Promise: attention over parts of the keys merges into attention over all keys, forward and backward."""
 
-import doctest
 import itertools
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -70,10 +68,10 @@ def in_parts(attend: Callable[..., Any], count: int) -> Callable[..., Any]:
 
 
 @each_dtype
-@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("count", [2, 7])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parts_equal_the_whole(repeatable: Backend, case: Case, count: int, dtype: torch.dtype) -> None:
-    """out, lse and every gradient, including one through lse; 8 parts of few keys leave some empty for every query."""
+    """out, lse and every gradient, including one through lse; 7 parts of few keys leave some empty for every query."""
     assert_case_accurate(case, dtype, in_parts(repeatable.attention, count))
 
 
@@ -195,9 +193,3 @@ def test_wrong_input_is_refused(changes: dict[int, Any], kind: type[Exception], 
         inputs[which] = value
     with refused(kind, message, inside=True):
         merge(*inputs)
-
-
-def test_the_example_is_right() -> None:
-    results = doctest.testmod(sys.modules[merge.__module__])
-    assert results.attempted
-    assert not results.failed

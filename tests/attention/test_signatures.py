@@ -47,12 +47,6 @@ def test_editors_show_the_same() -> None:
     assert stub.STUB.read_text() == stub.stub(), "python tests/tools/stub.py writes it"
 
 
-def test_none_stands_for_a_default() -> None:
-    q = torch.randn(1, 2, 5, 4)
-    none = {name: None for name in OPTIONS if name != "causal"}
-    assert torch.equal(pyattn.attention(q, q, q, **none), pyattn.attention(q, q, q))
-
-
 Q = torch.randn(1, 2, 5, 4)
 ALL_BUT_PACKED: dict[str, Callable[..., object]] = {
     "attention": lambda **options: pyattn.attention(Q, Q, Q, **options),

@@ -14,12 +14,12 @@ from pyattn import _C, attention
 CASES = [
     Case(1, 1, 1, 700, 700, 32, 32),
     Case(1, 8, 1, 300, 300, 32, 16),
-    Case(5, 6, 2, 130, 190, 33, 20, dropout_p=0.1),
-    Case(2, 4, 2, 3, 5000, 64, 64),
+    Case(3, 6, 2, 130, 190, 33, 20, dropout_p=0.1),
+    Case(2, 4, 2, 3, 2500, 64, 64),
     Case(1, 2, 1, 300, 400, 32, 32, window=(60, -1), sinks=True),
     Case(2, 4, 2, 130, 190, 33, 20, causal=False, key_ranges="random", bias="bands hqk", alibi="h"),
     Case(2, 2, 2, 130, 190, 16, 16, bias="float bhqk", softcap=2.0, sinks=True, dropout_p=0.1),
-    Case(2, 4, 2, 4, 3000, 16, 16, mask="random bqk", alibi="bh", sinks=True),
+    Case(2, 4, 2, 4, 2100, 16, 16, mask="random bqk", alibi="bh", sinks=True),
     Case(2, 2, 2, 65, 140, 16, 16, mask="random qk", bias="bands bhqk", dropout_p=0.2),
     Case(2, 2, 1, 50, 70, 16, 16, mask="random bq strided", bias="bands qk strided", key_ranges="random"),
     Case(1, 6, 2, 3, 1300, 32, 16, mask="random bhqk", bias="bands bhqk", key_ranges="random"),
@@ -31,7 +31,7 @@ CASES = [
 @pytest.mark.usefixtures("isa", "threads")
 def test_same_bits_for_any_number_of_threads(dtype: torch.dtype, case: Case) -> None:
     drawn, options = case.drawn(dtype), case.given(dtype)
-    assert_threads_change_no_bit(lambda: run(attention, *drawn, **options), repeats=3)
+    assert_threads_change_no_bit(lambda: run(attention, *drawn, **options), repeats=2)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Promise: attention_weights gives the weights of chosen rows and heads, with every option, differentiably."""
 
-import doctest
 import math
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 from yardstick import in_double, learned
 
-from pyattn import attention, attention_weights, reference, weights
+from pyattn import attention, attention_weights, reference
 
 CASES = [
     Case(2, 4, 2, 9, 12, 8, 8),
@@ -188,15 +187,12 @@ def test_meta_tensors() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("case", [CASES[3], CASES[8]], ids=str)
-def test_compile(case: Case) -> None:
-    q, k, options = inputs(case, torch.float64)
-    call = partial(attention_weights, **CHOSEN, **options)
-    compiled = graph_of(call)
-    assert_close(compiled(q, k), call(q, k), 1e-14)
-    leaf = q.requires_grad_()
-    grads = [torch.autograd.grad(f(leaf, k).sin().sum(), leaf)[0] for f in (compiled, call)]
-    assert_close(*grads, 1e-14)
+def test_compile() -> None:
+    q, k, options = inputs(replace(CASES[8], key_ranges="random"), torch.float64)
+    call, leaf = partial(attention_weights, **CHOSEN, **options), q.requires_grad_()
+    found = [f(leaf, k) for f in (graph_of(call), call)]
+    assert_close(*found, 1e-14)
+    assert_close(*(torch.autograd.grad(x.sin().sum(), leaf)[0] for x in found), 1e-14)
 
 
 def test_functional_transforms() -> None:
@@ -249,9 +245,3 @@ def test_ranges_out_of_bounds() -> None:
         message = f"key_ranges must hold 0 <= begin <= end <= seqlen_k = 12, got [{begin}, {end}] for query 4"
         with refused(ValueError, message):
             attention_weights(q, k, key_ranges=ranges)
-
-
-def test_examples_run() -> None:
-    results = doctest.testmod(weights)
-    assert results.attempted
-    assert not results.failed

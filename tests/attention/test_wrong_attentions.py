@@ -13,7 +13,7 @@ from masks import test_masks
 from scores import test_dropout, test_scores
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
-from yardstick import LEARNED, excess
+from yardstick import LEARNED, bound, excess
 
 from pyattn import attention
 
@@ -91,7 +91,7 @@ def test_a_law_notices(fault: str, law: Callable[..., None], arguments: dict[str
 @pytest.mark.parametrize("plain", [torch.inf, torch.nan])
 def test_a_plain_result_that_is_not_finite_allows_nothing(plain: float) -> None:
     x, exact = torch.tensor([1.0, 2.0], dtype=torch.float16), torch.tensor([1.0, 3.0], dtype=torch.float64)
-    assert excess(x, [torch.tensor([1.0, plain], dtype=torch.float16)], exact) == torch.inf
+    assert excess(x, [bound(x.dtype, torch.tensor([1.0, plain], dtype=torch.float16), exact)], exact) == torch.inf
 
 
 def test_what_is_not_refused_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

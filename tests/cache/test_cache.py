@@ -1,7 +1,6 @@
 """Promise: attention over a cache gives the last rows of attention over all tokens, however they were appended."""
 
 import copy
-import doctest
 import math
 
 import pytest
@@ -10,7 +9,6 @@ from assertions import assert_close, refused
 from cache.caches import OPTIONS, STEPS, assert_equals_the_whole, each_option, in_steps, made, same, snapshot
 from helpers import Case, assert_equal, each_dtype
 
-import pyattn.cache
 from pyattn import attention, attention_with_cache
 
 ops = torch.ops.pyattn
@@ -225,9 +223,3 @@ def test_inference_mode_and_copies():
     assert repr(twin).startswith(
         "KVCache(k (1, 2, 8, 8), v (1, 2, 8, 8), torch.float32, max_seqlen=8, page_size=None, window=None, "
     )
-
-
-def test_the_example_is_right():
-    results = doctest.testmod(pyattn.cache, extraglobs={"pyattn": pyattn, "torch": torch})
-    assert results.attempted
-    assert not results.failed

@@ -1,10 +1,8 @@
 """Promise: pages that can't be read or written are an error that names their fault."""
 
-from typing import Any
-
 import pytest
 import torch
-from assertions import refused
+from assertions import Refusals, each_refusal, refused
 from cache.caches import zeros
 from torch import Tensor
 
@@ -14,7 +12,7 @@ ops = torch.ops.pyattn
 
 table = torch.zeros(2, 3, dtype=torch.int64)
 paged = {"q": zeros(2, 4, 3, 8), "k": zeros(6, 16, 2, 8), "v": zeros(6, 16, 2, 6), "block_table": table, "seqlen_k": 40}
-BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
+BAD_CALLS: Refusals = [
     ({"k": zeros(6, 16, 8)}, ValueError, "k and v in pages 4 (pages, page_size, num_heads, head_dim), got q [2, 4, 3"),
     ({"v": zeros(5, 16, 2, 6)}, ValueError, "v must have shape [6, 16, 2, 6], got [5, 16, 2, 6]"),
     ({"k": zeros(6, 15, 2, 8), "v": zeros(6, 15, 2, 6)}, ValueError, "page_size must be at least 16, got 15"),
@@ -33,7 +31,7 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "kind", "message"), BAD_CALLS, ids=[m[:40] for *_, m in BAD_CALLS])
+@each_refusal(BAD_CALLS)
 def test_wrong_calls(changes, kind, message):
     ops.attention_paged_forward(**paged)
     with refused(kind, message, inside=True):

@@ -14,7 +14,8 @@ from pyattn import KVCache, attention_with_cache
 
 ops = torch.ops.pyattn
 
-each_size = pytest.mark.parametrize("page_size", [16, 17, 48, 500])
+SIZES = (16, 17, 48, 500)
+each_size = pytest.mark.parametrize("page_size", SIZES)
 
 LONG = {
     "tokens": Case(2, 3, 3, 1, 1300, 64, 40),
@@ -37,9 +38,6 @@ def scatter(cached: KVCache) -> None:
     cached.block_table.copy_(order.argsort()[cached.block_table])
 
 
-each_order = pytest.mark.parametrize("scattered", [False, True])
-
-
 @each_dtype
 @each_option
 @each_size
@@ -57,22 +55,27 @@ def test_same_bits_as_without(isa, name, page_size, dtype):
 
 @each_dtype
 @pytest.mark.parametrize("name", LONG)
-@each_size
-@each_order
-def test_long_ones(isa, name, scattered, page_size, dtype):
+def test_long_ones(isa, name, dtype):
     """Over contiguous pages, and over scattered ones."""
     case = LONG[name]
     (q, k, v), options = case.inputs(dtype), case.options | case.tensors(dtype)
-    caches = twins(case, dtype, 1400, page_size)
-    for cached in caches:
+
+    def results(cached: KVCache) -> tuple[Tensor, Tensor]:
+        return attention_with_cache(q, cached, return_lse=True, **options)
+
+    plain = made(case, dtype, 1400)
+    plain.append(k, v)
+    expected = results(plain)
+    for page_size in SIZES:
+        cached = made(case, dtype, 1400, page_size=page_size)
         cached.append(k, v)
-    if scattered:
-        scatter(caches[0])
-    both(caches, q, **options)
+        assert_equal(results(cached), expected)
+        scatter(cached)
+        assert_equal(results(cached), expected)
 
 
 @each_size
-@each_order
+@pytest.mark.parametrize("scattered", [False, True])
 def test_masks_of_every_kind(isa, scattered, page_size):
     """Sequences of different lengths; queries anywhere; ranges, masks and biases with holes."""
     case = Case(3, 4, 2, 3, 200, 24, 20)

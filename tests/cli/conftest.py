@@ -3,10 +3,15 @@ import functools
 import io
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from pyattn.cli import main
+import pyattn
+from pyattn import _C
+from pyattn.cli import bench, chart, contention, kinds, main, output, phases, profile, rows, timing
+from pyattn.cli import train as training
 
 
 def written_story(folder: Path) -> Path:
@@ -21,6 +26,57 @@ def train(story: Path, parent: Path, *options: str, out: str = "run") -> tuple[i
     folder = parent / out
     shape = "--layers 2 --heads 2 --width 16 --context 16 --batch 4 --steps 6 --eval-every 3 --sample 20"
     return main(["train", *shape.split(), "--data", str(story), "--out", str(folder), *options]), folder
+
+
+@pytest.fixture(autouse=True)
+def settings_kept():
+    """Restores what commands set."""
+    isa, threads = pyattn.isa(), torch.get_num_threads()
+    yield
+    pyattn.set_isa(isa)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def light(monkeypatch):
+    """Measurements of three rounds, and trainings that spend their time on steps: no curve is drawn."""
+    for module in (profile, phases, kinds):
+        monkeypatch.setattr(module, "SECONDS", 0.0)
+    monkeypatch.setattr(timing, "SPIN", timing.SPIN / 10)
+    monkeypatch.setattr(training, "VALIDATION_WINDOWS", 8)
+    monkeypatch.setattr(training, "COMPARED_BATCHES", 2)
+    monkeypatch.setattr(chart, "draw", lambda losses, unigram_loss, title, path: output.write(path, b""))
+
+
+class Clocks:
+    """Three clocks that calls advance: wall, thread and process."""
+
+    def __init__(self) -> None:
+        self.wall = self.thread = self.process = 0.0
+
+    def call(self, wall: float, thread: float, process: float) -> None:
+        self.wall, self.thread, self.process = self.wall + wall, self.thread + thread, self.process + process
+
+
+@pytest.fixture
+def clocks(monkeypatch):
+    """The time, which only a test's calls advance."""
+    clocks = Clocks()
+    time = SimpleNamespace(
+        perf_counter=lambda: clocks.wall, thread_time=lambda: clocks.thread, process_time=lambda: clocks.process
+    )
+    for module in (bench, contention, rows, timing):
+        monkeypatch.setattr(module, "time", time)
+    return clocks
+
+
+@pytest.fixture
+def small_gpu(monkeypatch):
+    """torch finds a GPU, and this build has kernels for it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Small GPU")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**30))
+    monkeypatch.setattr(_C, "cuda_archs", ["90"])
 
 
 @pytest.fixture
@@ -55,13 +111,23 @@ def trained(finished, tmp_path):
 
 
 @pytest.fixture
-def refusal(capsys):
+def shown(capsys):
+    """The output of a command, a line without quotes or a list of words, that ends with this code."""
+
+    def run(command, code=0):
+        capsys.readouterr()
+        assert main(command.split() if isinstance(command, str) else command) == code
+        return capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def refusal(shown):
     """The one sentence, without the library's name, with which a command refuses before it starts work."""
 
-    def run(*argv):
-        capsys.readouterr()
-        assert main(argv) == 2
-        out, err = capsys.readouterr()
+    def run(command):
+        out, err = shown(command, 2)
         assert (out, err[:8], err.count("\n"), err[-1]) == ("", "pyattn: ", 1, "\n")
         return err[8:-1]
 

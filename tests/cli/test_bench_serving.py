@@ -1,46 +1,39 @@
 """Promise: the tables of packed sequences, caches and decoding compare equal computations, and count their work."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from assertions import assert_close
 
-from pyattn.cli import InputError, decoding, kinds, kv_caches, main, packed, rows
+from pyattn.cli import InputError, decoding, kinds, kv_caches, packed
 from pyattn.cli.gpt import Config
 
 
-@pytest.fixture(autouse=True)
-def short(monkeypatch):
-    """Three rounds of everything; restores the number of threads."""
-    for limit in ("FUNCTION_SECONDS", "TOKEN_SECONDS"):
-        monkeypatch.setattr(kinds, limit, 0.0)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+@pytest.fixture
+def table(shown, tmp_path):
+    """The rows that a run writes, and what it prints: all sides, and the one that speed-ups are over."""
 
+    def run(kind):
+        printed = shown(f"bench --only {kind} --dtype float32 --threads 1 --out {tmp_path}").out
+        results = json.loads((tmp_path / "results.json").read_text())["results"]
+        assert all(row["side"] in printed for row in results)
+        assert f"speed-ups over {kinds.KINDS[kind].base}" in printed
+        return results, printed
 
-def table(kind: str, folder: Path) -> list[rows.Row]:
-    """The rows that a run writes."""
-    assert main(["bench", *f"--only {kind} --dtype float32 --threads 1 --out {folder}".split()]) == 0
-    results: list[rows.Row] = json.loads((folder / "results.json").read_text())["results"]
-    return results
+    return run
 
 
 # Packed sequences
 
 
-def test_packed_sequences(monkeypatch, tmp_path, capsys):
+def test_packed_sequences(monkeypatch, table):
     """Each side is timed in both directions; operations are those of the sequences, without padding."""
     words = {"sentences": [1, 9, 4], "docstrings": [30, 2]}
     monkeypatch.setattr(packed, "lengths_of", lambda text, count: words[text])
-    result = table("varlen", tmp_path)
-    shown = capsys.readouterr().out
-    assert f"speed-ups over {packed.BASE}" in shown
+    result, _ = table("varlen")
     assert [row["what"] for row in result] == ["varlen sentences float32"] * 6 + ["varlen docstrings float32"] * 6
     for row in result:
-        assert row["side"] in shown
         done = 2 * sum(n * (n + 1) for n in words[row["what"].split()[1]]) * packed.HEADS * packed.HEAD_DIM
         for key, share in (("forward", 1.0), ("forward_backward", 3.5)):
             assert row[key]["flops_per_second"] == pytest.approx(share * done / row[key]["seconds"])
@@ -50,13 +43,16 @@ def test_packed_sequences(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("lengths", [[1], [5, 1, 12, 12, 3]])
 def test_sides_of_packed_sequences_compute_the_same(lengths):
     sides = packed.sides(lengths, torch.float64, "cpu")
-    base = sides[packed.BASE]
-    out, gradients = base.packed(base.forward()), [base.packed(gradient) for gradient in base.gradients()]
-    assert out.shape == (sum(lengths), packed.HEADS, packed.HEAD_DIM)
+    real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+
+    def results(side):
+        return [t if t.dim() == 3 else t.transpose(1, 2)[real] for t in (side.forward(), *side.gradients())]
+
+    expected = results(sides[packed.BASE])
+    assert expected[0].shape == (sum(lengths), packed.HEADS, packed.HEAD_DIM)
     for side in sides.values():
-        assert_close(side.packed(side.forward()), out)
-        for gradient, expected in zip(side.gradients(), gradients, strict=True):
-            assert_close(side.packed(gradient), expected)
+        for ours, theirs in zip(results(side), expected, strict=True):
+            assert_close(ours, theirs)
 
 
 @pytest.fixture
@@ -102,14 +98,12 @@ def test_lengths_are_the_same_each_time():
 # Caches
 
 
-def test_caches(monkeypatch, tmp_path, capsys):
+def test_caches(monkeypatch, table):
     """A token is timed over each cache, in bytes of keys and values per second; recomputation only if short."""
     monkeypatch.setattr(kv_caches, "SIZES", ((2, 2, 9, 8), (4, 2, 30, 8)))
     monkeypatch.setattr(kv_caches, "LONGEST_RECOMPUTED", 9)
-    result = table("cache", tmp_path)
-    shown = capsys.readouterr().out
-    assert f"speed-ups over {kv_caches.BASE}" in shown
-    assert [line.split()[-1] for line in shown.splitlines() if "token ms" in line] == ["GB/s", "GB/s"]
+    result, printed = table("cache")
+    assert [line.split()[-1] for line in printed.splitlines() if "token ms" in line] == ["GB/s", "GB/s"]
     named = {
         "cache 2/2 heads, 9 tokens, float32": 2 * 2 * 9 * 8 * 4,
         "cache 4/2 heads, 30 tokens, float32": 2 * 2 * 30 * 8 * 4,
@@ -117,7 +111,6 @@ def test_caches(monkeypatch, tmp_path, capsys):
     assert [row["what"] for row in result] == [what for what, n in zip(named, (7, 5), strict=True) for _ in range(n)]
     assert ["recomputing" in row["side"] for row in result].count(True) == 2
     for row in result:
-        assert row["side"] in shown
         assert row["forward"]["bytes_per_second"] == pytest.approx(named[row["what"]] / row["forward"]["seconds"])
 
 
@@ -136,17 +129,14 @@ def test_sides_of_caches_compute_the_same_each_time(sizes):
 # Decoding
 
 
-def test_decoding(monkeypatch, tmp_path, capsys):
+def test_decoding(monkeypatch, table):
     """A token is timed with and without caches, in tokens per second; all sides compute the same logits."""
     monkeypatch.setattr(decoding, "CONTEXTS", (9, 30))
     monkeypatch.setattr(decoding, "MODEL", Config(layers=2, heads=2, width=16))
-    result = table("decode", tmp_path)
-    shown = capsys.readouterr().out
-    assert "speed-ups over torch sdpa over a cache" in shown
-    assert "tokens/s" in shown
+    result, printed = table("decode")
+    assert "tokens/s" in printed
     assert [row["what"] for row in result] == ["decode 9 float32"] * 5 + ["decode 30 float32"] * 5
     for row in result:
-        assert row["side"] in shown
         assert row["forward"]["tokens_per_second"] == 1 / row["forward"]["seconds"]
     for context in (1, 30):
         calls = decoding.sides(context, torch.float64, "cpu")

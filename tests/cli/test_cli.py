@@ -1,14 +1,11 @@
 """Promise: the commands follow their options, and refuse in one sentence what they can't do."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from fresh import python
 
 from pyattn import _C, __version__
 from pyattn.cli import COMMANDS, info, main
@@ -23,15 +20,12 @@ STANDS_IN = {"cpu": "cpu", "cuda": "meta"}
     ("options", "message"),
     [
         ("--steps -1", "--steps must be at least 1, got -1"),
-        ("--eval-every 0", "--eval-every must be at least 1, got 0"),
-        ("--threads 0", "--threads must be at least 1, got 0"),
         ("--seed -1", "--seed must lie in [0, 2^64), got -1"),
-        ("--sample -1", "--sample must be at least 0, got -1"),
         ("--lr nan", "--lr must be between 1.2e-38 and 1e+37, a number of float32, got nan"),
-        ("--temperature 0", "--temperature must be between 1.2e-38 and 3.4e+38, a number of float32, got 0.0"),
+        ("--temperature -1", "--temperature must be 0 or between 1.2e-38 and 3.4e+38, a number of float32, got -1.0"),
         ("--layers 0", "layers must be at least 1, got 0"),
         ("--heads 3", "width must be a multiple of heads, got 128 and 3"),
-        ("--dropout 1", "dropout must lie in [0, 1), got 1.0"),
+        ("--dropout 1", "dropout must be at least 0 and below 1, got 1.0"),
         ("--context 5000", "must be longer than the context, got 155 of 1550 bytes and context 5000"),
         ("--data nowhere", "data must be an existing file or folder, got nowhere"),
         ("--context 16 --out /dev/null/run", "--out must be a folder that can be written to, got /dev/null/run"),
@@ -42,7 +36,7 @@ def test_bad_values_are_one_sentence(tmp_path, refusal, options, message):
     (tmp_path / "short").write_text("No bottle of beer on the wall. " * 50)
     data = "" if "--data" in options else f"--data {tmp_path / 'short'}"
     out = "" if "--out" in options else f"--out {tmp_path / 'run'}"
-    assert message in refusal("train", *options.split(), *data.split(), *out.split())
+    assert message in refusal(f"train {options} {data} {out}")
 
 
 def test_unknown_options_and_commands_exit_with_2(capsys):
@@ -81,7 +75,7 @@ def test_version(capsys):
 def test_cuda_without_a_gpu_or_kernels_is_one_sentence(monkeypatch, refusal, command, gpu, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(_C, "cuda_archs", [])
-    assert refusal(command, "--device", "cuda") == f"--device cuda {message}"
+    assert refusal(f"{command} --device cuda") == f"--device cuda {message}"
 
 
 # Information
@@ -91,18 +85,18 @@ def facts_of(shown: str) -> dict[str, str]:
     return dict(re.split("  +", line, maxsplit=1) for line in shown.splitlines())
 
 
-def test_info_names_gpus_and_what_kernels_are_for(monkeypatch, capsys):
+def test_info_names_gpus_and_what_kernels_are_for(monkeypatch, shown):
     monkeypatch.setattr(_C, "cuda_archs", ["80", "90"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", ["Small GPU", "Large GPU"].__getitem__)
     monkeypatch.setattr(torch.cuda, "get_device_capability", [(8, 6), (12, 0)].__getitem__)
-    assert main(["info"]) == 0
-    facts = facts_of(capsys.readouterr().out)
+    facts = facts_of(shown("info").out)
     assert facts["CUDA kernels"] == "sm_80 sm_90"
     assert facts["GPU"] == "Small GPU (sm_86), Large GPU (sm_120)"
 
 
-def test_info_asks_the_device_for_its_dtypes(monkeypatch, capsys):
+@pytest.mark.usefixtures("small_gpu")
+def test_info_asks_the_device_for_its_dtypes(monkeypatch, shown):
     def attention(q, *_):
         if (q.device.type, q.dtype) == ("meta", torch.float64):
             raise TypeError
@@ -112,19 +106,11 @@ def test_info_asks_the_device_for_its_dtypes(monkeypatch, capsys):
         torch, "ones", lambda *size, device, **options: ones(*size, device=STANDS_IN[device], **options)
     )
     monkeypatch.setattr(info, "attention", attention)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(_C, "cuda_archs", ["90"])
     for device, dtypes in (("cuda", "float32 float16 bfloat16"), ("cpu", "float32 float64 float16 bfloat16")):
-        assert main(["info", "--device", device]) == 0
-        assert facts_of(capsys.readouterr().out)["dtypes"] == dtypes
+        assert facts_of(shown(f"info --device {device}").out)["dtypes"] == dtypes
 
 
-# Separate processes
-
-
-def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command, environment = [sys.executable, *arguments], os.environ | environment
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+# Fresh processes
 
 
 def test_info_as_a_module():
@@ -137,77 +123,48 @@ def test_info_as_a_module():
     assert "float32" in facts["dtypes"].split()
 
 
-NEEDED = {
-    "info": [set(), []],
-    "train": [{"matplotlib", "numpy", "safetensors", "tqdm"}, ["--steps", "0"]],
-    "generate": [{"safetensors", "tqdm"}, ["nowhere"]],
-    "bench": [{"tqdm"}, ["--threads", "0"]],
-    "bench --out": [{"matplotlib", "numpy", "tqdm"}, ["--out", "/dev/null/nowhere"]],
-    "profile": [set(), ["--shapes", "1x1x9x4", "--forward", "--threads", "1"]],
-    "show": [{"matplotlib", "numpy", "safetensors"}, ["nowhere"]],
-}
-"""A command's packages, and a command line that gets past its imports."""
-
-
-MISSING = {"train": "tqdm", "generate": "safetensors", "bench --out": "matplotlib", "show": "numpy"}
-
-FORKS = """
-import json, os, sys
-cases, packages = json.loads(sys.argv[1])
-sys.modules |= dict.fromkeys(packages)
+PACKAGES = {"matplotlib", "numpy", "safetensors", "tqdm"}
+WITHOUT = """
+import importlib, sys
+sys.modules |= dict.fromkeys({missing})
 from pyattn.cli import main
-children = []
-for argv, missing, shown in cases:
-    children.append(os.fork())
-    if not children[-1]:
-        for package in set(packages) - set(missing):
-            del sys.modules[package]
-        for descriptor in (1, 2):
-            os.dup2(os.open(f"{shown}{descriptor}", os.O_CREAT | os.O_WRONLY), descriptor)
-        sys.exit(main(argv))
-print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
+if home := {{"bench": "kinds", "profile": "profile"}}.get(sys.argv[1]):
+    importlib.import_module("pyattn.cli." + home).SECONDS = 0.0
+sys.exit(main(sys.argv[1:]))
 """
-"""Runs commands, each in a fork that can't import ``missing``. They share the imports that take seconds."""
 
 
-@pytest.fixture(scope="module")
-def without(tmp_path_factory):
-    """Exit code and output of each command without all packages it does not need, and without one that it needs."""
-    folder, packages = tmp_path_factory.mktemp("shown"), sorted(set().union(*(needed for needed, _ in NEEDED.values())))
-    asked = {(name, False): set(packages) - needed for name, (needed, _) in NEEDED.items()}
-    asked |= {(name, True): {package} for name, package in MISSING.items()}
-    files = [folder / str(n) for n in range(len(asked))]
-    cases = [
-        ([name.split()[0], *NEEDED[name][1]], sorted(missing), str(file))
-        for ((name, _), missing), file in zip(asked.items(), files, strict=True)
-    ]
-    done = python("-W", "ignore", "-c", FORKS, json.dumps([cases, packages]))
-    return {
-        key: (code, *(Path(f"{file}{descriptor}").read_text() for descriptor in (1, 2)))
-        for key, code, file in zip(asked, json.loads(done.stdout), files, strict=True)
-    }
+@pytest.mark.parametrize(
+    ("command", "needed", "code"),
+    [
+        ("info", set(), 0),
+        ("train --steps 0", PACKAGES, 2),
+        ("generate nowhere", {"safetensors", "tqdm"}, 2),
+        ("bench --only functions --shapes 1x1x9x4 --dtype float32 --threads 1", {"tqdm"}, 0),
+        ("profile --shapes 1x1x9x4 --forward --threads 1", set(), 0),
+        ("show nowhere", {"matplotlib", "numpy", "safetensors"}, 2),
+    ],
+)
+def test_a_command_runs_without_the_packages_that_it_does_not_need(command, needed, code):
+    done = python("-c", WITHOUT.format(missing=PACKAGES - needed), *command.split())
+    assert "not installed" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode == code
 
 
-@pytest.mark.parametrize("command", NEEDED)
-def test_a_command_runs_without_the_packages_that_it_does_not_need(without, command):
-    code, _, err = without[command, False]
-    assert "not installed" not in err
-    assert "Traceback" not in err
-    assert code == (2 if NEEDED[command][0] else 0)
-
-
-@pytest.mark.parametrize(("command", "package"), MISSING.items())
-def test_a_missing_package_is_named_with_the_command_that_installs_it(without, command, package):
+@pytest.mark.parametrize(
+    ("command", "package"),
+    [
+        ("train", "tqdm"),
+        ("generate run", "safetensors"),
+        ("show run", "numpy"),
+        ("show run", "matplotlib"),
+    ],
+)
+def test_a_missing_package_is_named_with_the_command_that_installs_it(command, package):
+    done = python("-c", WITHOUT.format(missing={package}), *command.split())
     message = f"pyattn: {command.split()[0]} needs {package}, which is not installed: pip install {package}\n"
-    assert without[command, True] == (2, "", message)
-
-
-def test_a_benchmark_without_a_picture_needs_no_matplotlib():
-    tiny = "from pyattn.cli import kinds, main; kinds.SHAPES['cpu'] = ['1x1x9x4']; kinds.FUNCTION_SECONDS = 0.0"
-    options = "['bench', '--only', 'functions', '--dtype', 'float32', '--threads', '1']"
-    done = python("-c", f"import sys; sys.modules['matplotlib'] = None; {tiny}; sys.exit(main({options}))")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "torch sdpa" in done.stdout
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
 
 
 def test_the_package_needs_no_extra():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyattn.cli import checkpoint, generation, main
+from pyattn.cli import checkpoint, generation
 from pyattn.cli.gpt import GPT, Config
 
 CONTEXT = 16
@@ -77,34 +77,30 @@ def runs(tmp_path):
     return tmp_path
 
 
-def test_the_text_and_its_speed_are_shown(runs, capsys):
-    shown = []
-    for more in ([], ["--no-cache"]):
-        assert main(["generate", str(runs / "endless"), "--prompt", "Grüße", "--tokens", "40", *more]) == 0
-        shown.append(capsys.readouterr())
-        assert " tokens/s" in shown[-1].err
-        assert "40 bytes after 7 in " in shown[-1].err
-        assert "stopped" not in shown[-1].err
-    assert shown[0].out == shown[1].out
-    assert shown[0].out.startswith("Grüße")
+def test_the_text_and_its_speed_are_shown(runs, shown):
+    command = f"generate {runs / 'endless'} --prompt Grüße --tokens 40"
+    printed = [shown(command), shown(f"{command} --no-cache")]
+    for _, err in printed:
+        assert " tokens/s" in err
+        assert "40 bytes after 7 in " in err
+        assert "stopped" not in err
+    assert printed[0].out == printed[1].out
+    assert printed[0].out.startswith("Grüße")
 
 
-def test_a_bar_shows_tokens_a_second(runs, capsys, monkeypatch):
+def test_a_bar_shows_tokens_a_second(runs, shown, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    assert main(["generate", str(runs / "endless"), "--tokens", "40"]) == 0
-    assert "tokens/s]" in capsys.readouterr().err
+    assert "tokens/s]" in shown(f"generate {runs / 'endless'} --tokens 40").err
 
 
-def test_learned_positions_stop_at_the_context(runs, capsys):
-    path = str(runs / "learned" / checkpoint.MODEL)
-    assert main(["generate", path, "--prompt", "abc", "--tokens", "40"]) == 0
-    shown = capsys.readouterr().err
-    assert "stopped at the context of 16 bytes, where learned positions end\n13 bytes after 3 in " in shown
-    assert main(["generate", path, "--prompt", "a" * 16]) == 0
-    assert capsys.readouterr().out == "a" * 16 + "\n"
+def test_learned_positions_stop_at_the_context(runs, shown):
+    command = f"generate {runs / 'learned' / checkpoint.MODEL} --prompt"
+    said = "stopped at the context of 16 bytes, where learned positions end\n13 bytes after 3 in "
+    assert said in shown(f"{command} abc --tokens 40").err
+    assert shown(f"{command} {'a' * 16}").out == "a" * 16 + "\n"
 
 
-def test_ctrl_c_keeps_what_was_written(runs, capsys, monkeypatch):
+def test_ctrl_c_keeps_what_was_written(runs, shown, monkeypatch):
     choose, chosen = generation.choose, []
 
     def interrupted(*arguments):
@@ -113,37 +109,24 @@ def test_ctrl_c_keeps_what_was_written(runs, capsys, monkeypatch):
         chosen.append(choose(*arguments))
         return chosen[-1]
 
-    options = ["generate", str(runs / "learned"), "--prompt", "abc", "--tokens", "40"]
-    assert main(options) == 0
-    whole = capsys.readouterr().out
+    command = f"generate {runs / 'learned'} --prompt abc --tokens 40"
+    whole = shown(command).out
     monkeypatch.setattr(generation, "choose", interrupted)
-    assert main(options) == 130
-    shown = capsys.readouterr()
-    assert "5 bytes after 3 in " in shown.err
-    assert "stopped" not in shown.err
+    out, err = shown(command, 130)
+    assert "5 bytes after 3 in " in err
+    assert "stopped" not in err
     written = bytes([*b"abc", *(int(token) for token in chosen)]).decode(errors="replace")
-    assert shown.out == written + "\n"
+    assert out == written + "\n"
     assert whole.startswith(written.rstrip("\ufffd"))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--tokens -1", "--tokens must be at least 0, got -1"),
-        ("--top-k 0", "--top-k must be at least 1, got 0"),
-        ("--threads 0", "--threads must be at least 1, got 0"),
-        ("--temperature -0.5", "--temperature must be 0 or between 1.2e-38 and 3.4e+38, a number of float32, got -0.5"),
-        ("--temperature nan", "--temperature must be 0 or between 1.2e-38 and 3.4e+38, a number of float32, got nan"),
-        ("--seed -1", "--seed must lie in [0, 2^64), got -1"),
         ("--prompt=", "--prompt must have at least 1 byte, got 0"),
         ("--prompt aaaaaaaaaaaaaaaaa", "--prompt must have at most 16 bytes, the model's context, got 17"),
         ("--device cuda", "--device cuda needs a "),
     ],
 )
 def test_wrong_options(runs, refusal, options, message):
-    assert refusal("generate", str(runs / "learned"), *options.split()).startswith(message)
-
-
-def test_a_folder_without_a_model(tmp_path, refusal):
-    wanted = "run must be a folder that pyattn train wrote, or its checkpoint"
-    assert refusal("generate", str(tmp_path)) == f"{wanted}, got {tmp_path / checkpoint.MODEL}"
+    assert refusal(f"generate {runs / 'learned'} {options}").startswith(message)

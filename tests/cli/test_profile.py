@@ -8,15 +8,7 @@ from helpers import Case
 
 import pyattn
 from pyattn import _C, attention
-from pyattn.cli import contention, main, phases, profile
-
-
-@pytest.fixture(autouse=True)
-def state_kept():
-    isa, threads = pyattn.isa(), torch.get_num_threads()
-    yield
-    pyattn.set_isa(isa)
-    torch.set_num_threads(threads)
+from pyattn.cli import contention, phases, profile
 
 
 def tasks_of(case: Case, dtype: torch.dtype = torch.float32) -> list:
@@ -74,15 +66,14 @@ def test_nothing_is_kept_while_nobody_measures():
     assert _C.stop_profile() == []
 
 
-def test_run(tmp_path, capsys):
+def test_run(tmp_path, shown, monkeypatch):
+    monkeypatch.setattr(profile, "SECONDS", 0.5)  # both threads get work in one of many calls
     trace = tmp_path / "trace.json"
     options = f"--shapes 1x4x300x16 --dtype bfloat16 --threads 2 --isa scalar --dropout 0.1 --trace {trace}"
-    assert main(["profile", *options.split()]) == 0
-    shown = capsys.readouterr().out
-    for phase in _C.phases:
-        assert shown.count(phase) >= 1
-    assert "scalar" in shown
-    assert "Total GFLOPs" in shown or "Total MFLOPs" in shown
+    printed = shown(f"profile {options}").out
+    for words in (*_C.phases, "scalar"):
+        assert words in printed
+    assert "Total GFLOPs" in printed or "Total MFLOPs" in printed
     events = json.loads(trace.read_text())["traceEvents"]
     whole = [e for e in events if e.get("name") == "pyattn::attention_backward"]
     tasks = [e for e in events if e.get("cat") == "pyattn" and e["name"] == "backward"]
@@ -96,23 +87,21 @@ def test_run(tmp_path, capsys):
         assert any(t["ts"] <= product["ts"] <= t["ts"] + t["dur"] for t in tasks if t["tid"] == product["tid"])
 
 
-def test_shapes_are_profiled_one_by_one_and_rare_passes_explained(capsys, monkeypatch):
-    monkeypatch.setattr(profile, "SECONDS", 0.0)
-    assert main(["profile", "--shapes", "1x1x200x16", "1x9x20x16", "--threads", "1"]) == 0
-    first, second = capsys.readouterr().out.split("1x9x20x16 float32, causal, dropout 0, 3 calls")
-    assert "1x1x200x16 float32, causal, dropout 0, 3 calls" in first
+def test_shapes_are_profiled_one_by_one_and_rare_passes_explained(shown):
+    printed = shown("profile --shapes 1x1x200x16 1x9x20x16 --threads 1").out
+    first, second = printed.split("1x9x20x16 float32, 3 calls")
+    assert "1x1x200x16 float32, 3 calls" in first
     assert f"reduce{'ms':>20}" in first
     assert phases.EXPLAINED["reduce"] in first
     assert "reduce" not in second
     assert "dQ = dS K" in second
 
 
-def test_a_busy_machine_is_told(capsys, monkeypatch):
+def test_a_busy_machine_is_told(shown, monkeypatch):
     waits = iter([1.0, 3600.0])
     monkeypatch.setattr(contention, "waited", lambda: next(waits))
-    monkeypatch.setattr(profile, "SECONDS", 0.0)
-    assert main(["profile", "--shapes", "1x1x9x4", "--forward"]) == 0
-    assert "busy machine: threads waited for a core 100% of the time" in capsys.readouterr().out
+    said = "busy machine: threads waited for a core 100% of the time"
+    assert said in shown("profile --shapes 1x1x9x4 --forward").out
 
 
 KERNELS = {
@@ -125,10 +114,6 @@ KERNELS = {
 class Watched(torch.profiler.profile):
     """Torch's profile as on a GPU: a pass launches its KERNELS, and an operator inside backward one more."""
 
-    def __init__(self, activities: list, **options: object) -> None:
-        assert torch.profiler.ProfilerActivity.CUDA in activities
-        super().__init__(activities=[torch.profiler.ProfilerActivity.CPU], **options)
-
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)
         for event in self.events():
@@ -140,44 +125,32 @@ class Watched(torch.profiler.profile):
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(monkeypatch, small_gpu):
     """The CPU stands in for a GPU."""
     randn, place = torch.randn, {"cuda": "cpu"}
     monkeypatch.setattr(torch, "randn", lambda *size, device, **options: randn(*size, device=place[device], **options))
+    monkeypatch.setattr(profile, "SECONDS", 0.5)
     monkeypatch.setattr(profile, "once", lambda call, repeats, device: {"cuda": 0.1}[device])
     monkeypatch.setattr(torch.profiler, "profile", Watched)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Small GPU")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**30))
-    monkeypatch.setattr(_C, "cuda_archs", ["90"])
 
 
-def test_run_with_masks_and_scores(capsys):
+def test_run_with_masks_and_scores(shown):
     options = "--window 90 0 --documents 64 --mask --bias --softcap 9 --alibi --sinks --full"
-    assert main(["profile", "--shapes", "1x4x300x16", "--threads", "1", *options.split()]) == 0
-    shown = capsys.readouterr().out
-    said = "no mask, window 90 0, documents of 64, random mask, random bias, softcap 9, alibi, sinks, dropout 0"
-    assert f"1x4x300x16 float32, {said}, " in shown
-    for pass_name in ("mask_rows", "bias_rows", "mask_blocks", "head_gradients"):
-        assert f"\n{pass_name} " in shown
-        assert phases.EXPLAINED[pass_name] in shown
-
-
-def test_run_with_the_gradient_of_a_bias(capsys):
-    assert main(["profile", "--shapes", "1x2x90x16", "--threads", "1", "--bias"]) == 0
-    shown = capsys.readouterr().out
-    assert "causal, random bias, dropout 0" in shown
-    assert phases.EXPLAINED["bias_gradient"] in shown
+    printed = shown(f"profile --shapes 1x4x300x16 --threads 1 {options}").out
+    assert options in printed.splitlines()[0]
+    for pass_name in ("mask_rows", "bias_rows", "mask_blocks", "bias_gradient", "head_gradients"):
+        assert f"\n{pass_name} " in printed
+        assert phases.EXPLAINED[pass_name] in printed
 
 
 @pytest.mark.usefixtures("gpu")
-def test_run_on_a_gpu(tmp_path, capsys):
+def test_run_on_a_gpu(tmp_path, shown):
     trace = tmp_path / "trace.json"
-    assert main(["profile", *f"--device cuda --shapes 1x4x300x64 --trace {trace}".split()]) == 0
-    shown = capsys.readouterr().out
+    printed = shown(f"profile --device cuda --shapes 1x4x300x64 --trace {trace}").out
     flops = 2 * 4 * 300 * 301 // 2 * 64
-    assert shown.startswith(f"Small GPU, torch {torch.__version__}\n1x4x300x64 float32, causal, dropout 0, 5 calls\n")
-    assert [line.split() for line in shown.split("\ntorch.profiler")[0].splitlines()[3:]] == [
+    assert printed.startswith(f"Small GPU, torch {torch.__version__} --device cuda --shapes 1x4x300x64 ")
+    assert "\n1x4x300x64 float32, 5 calls\n" in printed
+    assert [line.split() for line in printed.split("\ntorch.profiler")[0].splitlines()[3:]] == [
         ["forward", "ms", "share", "launches", "TFLOP/s"],
         ["pyattn::forward<float>(Sizes)", "0.002", "100.0%", "1"],
         ["all,", "as", "masked", "0.002", "100.0%", f"{2 * flops / 2e-6 / 1e12:.1f}"],
@@ -192,29 +165,24 @@ def test_run_on_a_gpu(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_profile_without_kernels_is_refused(monkeypatch, capsys):
+def test_a_profile_without_kernels_is_refused(monkeypatch, shown):
     monkeypatch.setitem(KERNELS, "forward", [])
-    assert main(["profile", "--device", "cuda", "--shapes", "1x1x9x4", "--forward"]) == 2
     message = "pyattn: --device cuda needs a torch.profiler that sees kernels (CUPTI), got none in 5 calls"
-    assert capsys.readouterr().err.splitlines()[-1] == message
+    assert shown("profile --device cuda --shapes 1x1x9x4 --forward", 2).err.splitlines()[-1] == message
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--shapes 1x2x3", "--shapes must be of the form BxHxTxD, each at least 1 and below 2^63, got 1x2x3"),
-        ("--threads 0", "--threads must be at least 1, got 0"),
         ("--dropout 1", "--dropout must be at least 0 and below 1, got 1.0"),
         ("--shapes 1x1x9x4 1x1x9x8 --trace t", "--trace takes one of --shapes, got 1x1x9x4 1x1x9x8"),
         ("--window 3 -2", "--window: each of its two numbers must be at least -1, got -2"),
-        ("--documents 0", "--documents must be at least 1, got 0"),
         ("--queries 0 --shapes 1x1x9x4", "--queries must lie between 1 and T = 9, got 0"),
         ("--queries 10 --shapes 1x1x9x4", "--queries must lie between 1 and T = 9, got 10"),
         ("--num-heads-kv 0 --shapes 1x6x9x4", "--num-heads-kv must divide H = 6, got 0"),
         ("--num-heads-kv 4 --shapes 1x6x9x4", "--num-heads-kv must divide H = 6, got 4"),
-        ("--softcap nan", "--softcap must be finite and at least 0, got nan"),
         ("--device cuda --isa scalar", "--isa must be left out with --device cuda, got scalar"),
     ],
 )
 def test_bad_input(options, message, refusal):
-    assert refusal("profile", *options.split()) == message
+    assert refusal(f"profile {options}") == message

@@ -8,14 +8,7 @@ import torch
 from helpers import Case
 
 from pyattn import reference
-from pyattn.cli import main, phases, profile
-
-
-@pytest.fixture(autouse=True)
-def threads_kept():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+from pyattn.cli import phases, profile
 
 
 @pytest.mark.parametrize("mask", [{}, {"window": (70, 0)}, {"mask": True}, {"key_ranges": True, "causal": False}])
@@ -32,20 +25,18 @@ def test_bytes_are_those_of_keys_that_any_query_of_their_group_sees(monkeypatch,
     assert phases.bytes_seen(q, k, v, **mask) == keys * (16 + 24) * 2
 
 
-def test_run_of_decoding(capsys, monkeypatch):
+def test_run_of_decoding(shown, monkeypatch):
     """The phases of few queries, and the read rate of keys and values in a call and in torch.sum."""
+    monkeypatch.setattr(profile, "SECONDS", 0.1)  # short phases are shown where they are a thousandth of the time
     times = {"attention": SimpleNamespace(seconds=1e-3, speedup=2.0), "torch.sum": SimpleNamespace(seconds=2e-3)}
     monkeypatch.setattr(phases, "in_turn", lambda calls, base, *rest: [call() for call in calls.values()] and times)
     options = "--shapes 1x8x3000x16 --num-heads-kv 2 --queries 1 --window 1999 0 --mask --documents 1000 --threads 1"
-    assert main(["profile", *options.split(), "--full"]) == 0
-    shown = capsys.readouterr().out
-    said = "KV heads 2, queries 1, no mask, window 1999 0, documents of 1000, random mask, dropout 0"
-    assert f"1x8x3000x16 float32, {said}, " in shown
+    printed = shown(f"profile {options} --full").out
     for phase in ("pack", "S = Q K^T", "softmax", "O = P V"):
-        assert f"  {phase} " in shown
-    assert "backward" not in shown
+        assert f"  {phase} " in printed
+    assert "backward" not in printed
     whole = 2 * 2 * 3000 * 16 * 4
-    line = next(line for line in shown.splitlines() if line.startswith("K and V"))
+    line = next(line for line in printed.splitlines() if line.startswith("K and V"))
     found = re.fullmatch(r"K and V: (.*) MB a call, (.*) GB/s, (.*)% of the (.*) GB/s of torch.sum", line)
     seen, rate, share, theirs = map(float, found.groups())
     assert 0 < seen < whole / 3 / 1e6  # one document without the keys that the bias hides
@@ -54,10 +45,7 @@ def test_run_of_decoding(capsys, monkeypatch):
     assert theirs == pytest.approx(whole / 2e-3 / 1e9, abs=0.1)
 
 
-def test_a_whole_cache_is_read_by_one_query(capsys, monkeypatch):
-    monkeypatch.setattr(profile, "SECONDS", 0.0)
-    monkeypatch.setattr(phases, "SECONDS", 0.0)
-    assert main(["profile", "--shapes", "1x2x5000x64", "--queries", "1", "--threads", "1"]) == 0
-    shown = capsys.readouterr().out
-    assert "K and V: 5.1 MB a call, " in shown
-    assert phases.EXPLAINED["merge_out"] in shown
+def test_a_whole_cache_is_read_by_one_query(shown):
+    printed = shown("profile --shapes 1x2x5000x64 --queries 1 --threads 1").out
+    assert "K and V: 5.1 MB a call, " in printed
+    assert phases.EXPLAINED["merge_out"] in printed

@@ -6,7 +6,6 @@ from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from pyattn import _C
 from pyattn.cli import contention, fit
@@ -44,7 +43,7 @@ def test_lines_show_the_speed_where_no_bar_does(monkeypatch, capsys, terminal, s
         ("", 2, None, 0),
     ],
 )
-def test_spinning_on_a_busy_machine_is_told_once(train_on, monkeypatch, capsys, policy, threads, waiting, times):
+def test_spinning_on_a_busy_machine_is_told_once(monkeypatch, capsys, policy, threads, waiting, times):
     """A clock that advances a second per reading, while each of two threads waits for ``waiting`` of it."""
     now = itertools.count()
     monkeypatch.setattr(contention, "time", SimpleNamespace(perf_counter=lambda: float(next(now))))
@@ -52,12 +51,17 @@ def test_spinning_on_a_busy_machine_is_told_once(train_on, monkeypatch, capsys, 
     total = itertools.count(0, 4 * (waiting or 0))  # it is read every four seconds
     monkeypatch.setattr(contention, "waited", lambda: None if waiting is None else next(total))
     monkeypatch.setenv("OMP_WAIT_POLICY", policy)
-    before = torch.get_num_threads()
-    try:
-        assert train_on("--threads", str(threads), "--steps", "20")[0] == 0
-    finally:
-        torch.set_num_threads(before)
+    with closing(fit.Progress(20, 100, threads)) as shown:
+        for _ in range(20):
+            shown.stepped(2.0)
     assert capsys.readouterr().out.count("OMP_WAIT_POLICY=passive in the environment, or --threads 1, makes") == times
+
+
+def test_progress_is_told_what_a_training_does(train_on, monkeypatch):
+    made, progress = [], fit.Progress
+    monkeypatch.setattr(fit, "Progress", lambda *given: (made.append(given), progress(*given))[1])
+    assert train_on("--threads", "2")[0] == 0
+    assert made == [(6, 4 * 16, 2, 0)]
 
 
 @pytest.mark.parametrize(

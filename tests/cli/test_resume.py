@@ -1,45 +1,49 @@
 """Promise: an interrupted training continues to the bit from its last validation; any training can be extended."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from pyattn.cli import fit, main, state
+from pyattn.cli import fit, state
 from pyattn.cli.checkpoint import MODEL
 
-FILES = (MODEL, state.STATE)
+
+def watch(monkeypatch: pytest.MonkeyPatch, before_step: Callable[[torch.optim.Optimizer], object]) -> None:
+    """Calls ``before_step`` in the optimiser: the step's random numbers are already drawn."""
+    take_step = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *args: (before_step(self), take_step(self, *args))[1])
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    """Ctrl-C in the optimiser, after ``steps`` steps: the next step's random numbers are already drawn."""
-    take_step, taken = torch.optim.AdamW.step, []
+    """Ctrl-C after ``steps`` steps."""
+    ahead = iter(range(steps))
 
-    def interrupted(self: torch.optim.AdamW, *args: object) -> object:
-        if len(taken) == steps:
+    def interrupted(optimizer: torch.optim.Optimizer) -> None:
+        if next(ahead, None) is None:
             raise KeyboardInterrupt
-        taken.append(1)
-        return take_step(self, *args)
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", interrupted)
+    watch(monkeypatch, interrupted)
 
 
 @pytest.mark.parametrize("cut", [0, 2, 3, 5])
 @pytest.mark.parametrize("options", ["--dropout 0.2", "--dropout 0.1 --window 3 0 --sinks --alibi --seed 3"])
-def test_it_goes_on_to_the_bit(train_on, finished, monkeypatch, capsys, cut, options):
+def test_it_goes_on_to_the_bit(train_on, finished, monkeypatch, capsys, shown, cut, options):
     """Weights, moments, losses and later draws equal those of an uninterrupted training."""
-    whole, shown = finished(*options.split())
+    whole, report = finished(*options.split())
     with monkeypatch.context() as patch:
         interrupt(patch, cut)
         code, folder = train_on(*options.split(), out="cut")
     assert code == 130
-    assert f"after {cut} of 6 steps; --resume {folder} continues" in capsys.readouterr().out
+    assert (folder / "loss.png").exists()
+    cut_off = capsys.readouterr().out
+    for said in (f"after {cut} of 6 steps; --resume {folder} continues", "loads back, same", "losses agree to"):
+        assert said in cut_off
     torch.manual_seed(99)
-    assert main(["train", "--resume", str(folder)]) == 0
-    resumed = capsys.readouterr().out
+    resumed = shown(f"train --resume {folder}").out
     assert f"resumed    after {cut // 3 * 3} of 6 steps" in resumed
-    assert (
-        resumed[resumed.index("sample") :].split("checkpoint")[0]
-        == shown[shown.index("sample") :].split("checkpoint")[0]
-    )
+    ends = [text[text.index("sample") :].split("checkpoint")[0] for text in (resumed, report)]
+    assert ends[0] == ends[1]
     assert (folder / MODEL).read_bytes() == (whole / MODEL).read_bytes()
     ours, expected = (state.load(run) for run in (folder, whole))
     assert ours.text == expected.text
@@ -52,36 +56,11 @@ def test_it_goes_on_to_the_bit(train_on, finished, monkeypatch, capsys, cut, opt
     }
 
 
-def test_a_finished_training_ends_the_same(train_on, capsys):
-    _, folder = train_on("--dropout", "0.2")
-    before = {name: (folder / name).read_bytes() for name in FILES}
-    assert main(["train", f"--resume={folder}"]) == 0
-    assert (folder / MODEL).read_bytes() == before[MODEL]
-    assert not list(folder.glob("*.unfinished"))
-
-
-def test_the_state_is_no_pickle(trained):
-    assert (trained / state.STATE).read_bytes()[8:10] == b'{"'  # safetensors: a length, then JSON
-    assert state.load(trained).options.lr == 5e-3
-
-
 # More steps than the run was to have
 
 
-def rates_of(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Records the learning rates of all further steps."""
-    take_step, rates = torch.optim.AdamW.step, []
-
-    def noted(self: torch.optim.AdamW, *args: object) -> object:
-        rates.append(self.param_groups[0]["lr"])
-        return take_step(self, *args)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", noted)
-    return rates
-
-
 @pytest.mark.parametrize("cut", [None, 4])
-def test_a_run_is_extended_to_the_bit_under_a_constant_rate(train_on, monkeypatch, capsys, cut):
+def test_a_run_is_extended_to_the_bit_under_a_constant_rate(train_on, monkeypatch, shown, cut):
     """Weights, moments and draws equal those of a run planned with all steps, whether finished or interrupted."""
     monkeypatch.setattr(fit.Recipe, "rate", lambda self, step: self.lr)
     options = "--dropout", "0.2", "--eval-every", "4"
@@ -90,9 +69,8 @@ def test_a_run_is_extended_to_the_bit_under_a_constant_rate(train_on, monkeypatc
         if cut is not None:
             interrupt(patch, cut)
         _, folder = train_on(*options)
-    capsys.readouterr()
-    assert main(["train", "--resume", str(folder), "--steps", "11"]) == 0
-    assert f"resumed    after {6 if cut is None else 4} of 11 steps" in capsys.readouterr().out
+    resumed = shown(f"train --resume {folder} --steps 11").out
+    assert f"resumed    after {6 if cut is None else 4} of 11 steps" in resumed
     assert (folder / MODEL).read_bytes() == (whole / MODEL).read_bytes()
     ours, expected = (state.load(run) for run in (folder, whole))
     validations = [dict(s.tensors.pop("losses.validation").tolist()) for s in (ours, expected)]
@@ -101,22 +79,24 @@ def test_a_run_is_extended_to_the_bit_under_a_constant_rate(train_on, monkeypatc
     assert all(torch.equal(x, expected.tensors[name]) for name, x in ours.tensors.items())
 
 
-def test_further_steps_have_the_rates_of_a_run_of_so_many(train_on, monkeypatch):
-    rates = rates_of(monkeypatch)
+def test_further_steps_have_the_rates_of_a_run_of_so_many(train_on, monkeypatch, shown):
+    rates: list[float] = []
+    watch(monkeypatch, lambda optimizer: rates.append(optimizer.param_groups[0]["lr"]))
     _, folder = train_on()
-    assert main(["train", "--resume", str(folder), "--steps", "15"]) == 0
-    assert main(["train", f"--resume={folder}"]) == 0
+    shown(f"train --resume {folder} --steps 15")
+    shown(f"train --resume={folder}")
     recipes = [fit.Recipe(steps, 4, 5e-3, 3, torch.float32) for steps in (6, 15)]
     assert rates == [recipes[0].rate(step) for step in range(6)] + [recipes[1].rate(step) for step in range(6, 15)]
     assert rates[6] > rates[5]
 
 
-def test_steps_that_are_done_already(trained, refusal):
-    before = (trained / state.STATE).read_bytes()
-    said = refusal("train", "--resume", str(trained), "--steps", "5")
+def test_steps_that_are_done_already(trained, shown, refusal):
+    before = {name: (trained / name).read_bytes() for name in (MODEL, state.STATE)}
+    said = refusal(f"train --resume {trained} --steps 5")
     assert said == "--steps must be at least the 6 steps that are done, got 5"
-    assert (trained / state.STATE).read_bytes() == before
-    assert main(["train", "--resume", str(trained), "--steps", "6"]) == 0
+    assert {name: (trained / name).read_bytes() for name in before} == before
+    shown(f"train --resume {trained} --steps 6")
+    assert (trained / MODEL).read_bytes() == before[MODEL]
 
 
 # Refusals
@@ -124,27 +104,27 @@ def test_steps_that_are_done_already(trained, refusal):
 
 def test_other_options(trained, refusal):
     message = "--resume continues by the options of its run but --steps, leave others out, got --lr"
-    assert refusal("train", "--resume", str(trained), "--lr", "0.1") == message
+    assert refusal(f"train --resume {trained} --lr 0.1") == message
 
 
-def test_another_text(train_on, story, capsys):
+def test_another_text(train_on, story, refusal):
     _, folder = train_on()
     story.write_text(story.read_text().replace("green", "brown"))
-    assert main(["train", "--resume", str(folder)]) == 2
-    assert "--resume needs the text that its run began with, got another one in 1 files of" in capsys.readouterr().err
+    message = "--resume needs the text that its run began with, got another one in 1 files of"
+    assert message in refusal(f"train --resume {folder}")
 
 
-@pytest.mark.parametrize("content", [None, b"", b"no safetensors at all", b"\x02\0\0\0\0\0\0\0{}"])
+@pytest.mark.parametrize("content", [None, b"no safetensors at all", b"\x02\0\0\0\0\0\0\0{}"])
 def test_no_state(tmp_path, refusal, content):
     if content is not None:
         (tmp_path / state.STATE).write_bytes(content)
     message = f"--resume must be a folder that pyattn train wrote, got {tmp_path / state.STATE}"
-    assert refusal("train", "--resume", str(tmp_path)).startswith(message)
+    assert refusal(f"train --resume {tmp_path}").startswith(message)
 
 
 def test_peers_that_have_no_windows(train_on, capsys):
     assert train_on("--attention", "sdpa", "--window", "3", "0")[0] == 2
     assert capsys.readouterr().err == "pyattn: --window, --sinks and --alibi need another --attention, got sdpa\n"
     assert train_on("--window", "-2", "0")[0] == 2
-    assert capsys.readouterr().err == "pyattn: window: each of its two numbers must be at least -1, got -2\n"
+    assert capsys.readouterr().err == "pyattn: --window: each of its two numbers must be at least -1, got -2\n"
     assert train_on("--attention", "reference", "--window", "3", "0", "--sinks", "--alibi")[0] == 0

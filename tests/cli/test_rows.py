@@ -3,12 +3,10 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from pyattn.cli import bench, contention, kinds, main, rows, timing
+from pyattn.cli import bench, kinds, rows
 
 TIME = {"seconds": 2e-3, "low": 1.9e-3, "high": 2.1e-3, "speedup": 3.0, "rounds": 9, "waited": None}
 
@@ -40,23 +38,14 @@ def test_a_spread_that_says_nothing_is_not_shown(rounds, waited, expected):
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    """The time, which only a test's calls advance."""
-    now = [0.0]
-    stands_still = SimpleNamespace(**dict.fromkeys(("perf_counter", "thread_time", "process_time"), lambda: now[0]))
-    for module in (bench, contention, rows, timing):
-        monkeypatch.setattr(module, "time", stands_still)
+def clock(clocks, monkeypatch):
     monkeypatch.setattr(rows, "peak_memory", lambda call, device: 7)
-    return now
+    return clocks
 
 
-def sides(clock: list[float], **seconds: float) -> dict[str, Callable[[], None]]:
+def sides(clock, **seconds: float) -> dict[str, Callable[[], None]]:
     """A call for each side, which takes that many seconds."""
-
-    def call(taken: float) -> None:
-        clock[0] += taken
-
-    return {name: partial(call, taken) for name, taken in seconds.items()}
+    return {name: partial(clock.call, taken, taken, taken) for name, taken in seconds.items()}
 
 
 def test_without_a_limit_there_are_three_rounds(clock):
@@ -74,7 +63,7 @@ def test_what_there_is_no_time_for_is_left_out(clock):
     """sdpa, the baseline, comes first; nothing starts once the time is over."""
     forwards = sides(clock, ours=1.0, sdpa=1.0, slow=1.0)
     trainings = sides(clock, ours=5.0, sdpa=5.0, slow=5.0)
-    result = rows.measure("x", "sdpa", forwards, trainings, 1.0, clock[0] + 12.0, "cpu")
+    result = rows.measure("x", "sdpa", forwards, trainings, 1.0, clock.wall + 12.0, "cpu")
     assert [row["side"] for row in result[:3]] == ["ours", "sdpa", "slow"]
     assert all(row["forward"]["rounds"] == 1 for row in result[:3])
     assert [("forward_backward" in row, "peak_bytes" in row) for row in result[:3]] == [
@@ -114,7 +103,7 @@ def test_comparisons_share_the_time(clock, capsys):
 
     def comparison(what, taken, end):
         ends.append(end)
-        clock[0] += taken
+        clock.call(taken, taken, taken)
         return [{"what": what, "side": "sdpa", "forward": TIME | {"waited": 0.4}}]
 
     todo = {what: partial(comparison, what, taken) for what, taken in (("a", 1.0), ("b", 29.0), ("c", 1.0), ("d", 1.0))}
@@ -125,15 +114,13 @@ def test_comparisons_share_the_time(clock, capsys):
     assert "busy machine: threads waited for a core 40% of the time (load " in shown
 
 
-def test_quick_is_over_in_half_a_minute(clock, monkeypatch):
+def test_quick_is_over_in_half_a_minute(clock, shown, monkeypatch):
     """If each side takes a second per call, only the calls of the last comparison exceed the limit."""
     monkeypatch.setattr(bench, "measured_peaks", lambda dtypes, threads: {})
-    slow = sides(clock, ours=1.0, sdpa=1.0)
-
-    def made(run, sizes, ends):
-        return rows.measure(run.what, "sdpa", slow, slow, 1.0, ends, run.device)
+    monkeypatch.setattr(kinds, "SECONDS", 1.0)
+    slow = kinds.Calls(*[sides(clock, **{"ours": 1.0, "torch sdpa": 1.0})] * 2)
 
     for kind in ("functions", "modules"):
-        monkeypatch.setitem(kinds.KINDS, kind, kinds.KINDS[kind]._replace(make=made))
-    assert main(["bench", "--quick", "--threads", str(torch.get_num_threads())]) == 0
-    assert bench.QUICK_SECONDS <= clock[0] < 30
+        monkeypatch.setitem(kinds.KINDS, kind, kinds.KINDS[kind]._replace(calls=lambda run, sizes: slow))
+    shown("bench --quick")
+    assert bench.QUICK_SECONDS <= clock.wall < 30

@@ -4,77 +4,58 @@ import errno
 import fcntl
 import os
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
+from types import SimpleNamespace
 
-from pyattn.cli import output, state
+from fresh import python
+
+from pyattn.cli import output, state, train
 
 FILES = {"model.safetensors", "training.safetensors", "loss.png"}
 SMALL = "train --layers 1 --heads 1 --width 8 --context 16 --batch 2 --steps 4 --eval-every 2 --sample 4 --threads 1"
 
 
-def started(folder: Path, *options: str) -> "subprocess.Popen[str]":
-    """A ``pyattn`` process with ``folder`` as its working directory."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "pyattn", *options],
-        cwd=folder,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def test_runs_of_one_moment_have_folders_of_their_own(tmp_path, monkeypatch, story, shown):
+    monkeypatch.chdir(tmp_path)
+    noon = SimpleNamespace(now=lambda: SimpleNamespace(strftime=lambda form: "noon"))
+    monkeypatch.setattr(output.datetime, "datetime", noon)
+    for seed in "012":
+        shown(f"{SMALL} --data {story} --seed {seed}")
+    for seed, name in enumerate(("noon", "noon-2", "noon-3")):
+        folder = tmp_path / "runs" / name
+        assert {path.name for path in folder.iterdir()} == FILES
+        assert state.load(folder).options.seed == seed
 
 
-def results(processes: "list[subprocess.Popen[str]]") -> list[tuple[int, str]]:
-    """Exit codes and stderr of the processes."""
-    shown = [process.communicate(timeout=600)[1] for process in processes]
-    return [(process.returncode, err) for process, err in zip(processes, shown, strict=True)]
+def test_a_folder_is_held_while_its_run_trains(trained, story, monkeypatch, shown, refusal):
+    """Requests come as training begins, and leave the files as they are."""
+    new = f"{SMALL} --data {story} --out {trained} --overwrite"
+    asked, fit = [], train.fit
+
+    def watched(training, batches, keep):
+        monkeypatch.setattr(train, "fit", fit)
+        for option, command in ("resume", f"train --resume {trained}"), ("out", new), ("out", f"bench --out {trained}"):
+            message = f"--{option} must be a folder that no other run is writing to, got {trained}"
+            asked.append(refusal(command) == message)
+        assert (trained / state.STATE).read_bytes() == before
+        fit(training, batches, keep)
+
+    for command in (f"train --resume {trained} --steps 9", new):
+        monkeypatch.setattr(train, "fit", watched)
+        before = (trained / state.STATE).read_bytes()
+        shown(command)
+    assert asked == [True] * 6
 
 
-def test_runs_of_one_moment_have_folders_of_their_own(tmp_path, story):
-    options = [*SMALL.split(), "--data", str(story)]
-    ended = results([started(tmp_path, *options, "--seed", str(seed)) for seed in range(3)])
-    assert [code for code, _ in ended] == [0, 0, 0], ended
-    folders = list((tmp_path / "runs").iterdir())
-    assert len(folders) == 3
-    assert all({path.name for path in folder.iterdir()} == FILES for folder in folders)
-    assert {state.load(folder).options.seed for folder in folders} == {0, 1, 2}
-
-
-def test_a_second_of_one_name_is_another(tmp_path, monkeypatch):
-    class Noon:
-        @staticmethod
-        def now():
-            return Noon()
-
-        def strftime(self, form):
-            return "noon"
-
-    monkeypatch.setattr(output.datetime, "datetime", Noon)
-    assert [output.new_folder(tmp_path / "runs").name for _ in range(3)] == ["noon", "noon-2", "noon-3"]
-
-
-def test_a_folder_is_held_by_one_live_run(tmp_path, story, refusal):
-    """The process of the first run is stopped, not ended, while others request its folder; then it is killed."""
-    folder = tmp_path / "held"
-    first = started(tmp_path, *SMALL.split(), "--data", str(story), "--steps", "1000000", "--out", str(folder))
-    while not (folder / state.STATE).exists():
-        assert first.poll() is None, first.communicate()
-        time.sleep(0.1)
-    first.send_signal(signal.SIGSTOP)
-    before = (folder / state.STATE).read_bytes()
-    for options in (
-        ["train", "--resume", str(folder)],
-        [*SMALL.split(), "--data", str(story), "--out", str(folder), "--overwrite"],
-        ["bench", "--out", str(folder)],
-    ):
-        asked = "--resume" if "--resume" in options else "--out"
-        assert refusal(*options) == f"{asked} must be a folder that no other run is writing to, got {folder}"
-    assert (folder / state.STATE).read_bytes() == before
-    first.kill()
-    first.communicate()
-    with output.held("--resume", folder, (), overwrite=True):
+def test_a_run_that_is_killed_holds_its_folder_no_longer(tmp_path):
+    code = """
+import os, signal, sys
+from pathlib import Path
+from pyattn.cli import output
+with output.held("--out", Path(sys.argv[1]), (), overwrite=True):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert python("-c", code, str(tmp_path)).returncode == -signal.SIGKILL
+    with output.held("--resume", tmp_path, (), overwrite=True):
         pass
 
 

@@ -11,25 +11,6 @@ from pyattn.cli import contention, timing
 from pyattn.cli.timing import in_turn, once, peak_flops, peak_memory
 
 
-class Clocks:
-    """Three clocks that calls advance: wall, thread and process."""
-
-    def __init__(self) -> None:
-        self.wall = self.thread = self.process = 0.0
-
-    def call(self, wall: float, thread: float, process: float) -> None:
-        self.wall, self.thread, self.process = self.wall + wall, self.thread + thread, self.process + process
-
-
-@pytest.fixture
-def clocks(monkeypatch):
-    clocks = Clocks()
-    for module in (timing, contention):
-        times = {"perf_counter": lambda: clocks.wall, "thread_time": lambda: clocks.thread}
-        monkeypatch.setattr(module, "time", SimpleNamespace(**times, process_time=lambda: clocks.process))
-    return clocks
-
-
 @pytest.mark.parametrize(("threads", "seconds"), [(1, 1.0), (2, 4.0), (3, 4.0)])
 def test_one_thread_is_timed_by_its_cpu_time_and_more_by_the_wall(clocks, monkeypatch, threads, seconds):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)

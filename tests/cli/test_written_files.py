@@ -4,14 +4,14 @@ import contextlib
 import errno
 import os
 import resource
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fresh import python
 
-from pyattn.cli import InputError, bench, checkpoint, main, output, profile, show
+from pyattn.cli import InputError, bench, checkpoint, output, profile, show
 
 
 def test_names_of_unfinished_files_are_unique(tmp_path, monkeypatch):
@@ -31,6 +31,16 @@ def test_names_of_unfinished_files_are_unique(tmp_path, monkeypatch):
     assert (tmp_path / "a").read_bytes() == b"outer"
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_files_have_the_mode_that_the_umask_leaves(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        output.write(tmp_path / "a", b"content")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o666 & ~umask
+
+
 # A full disk
 
 
@@ -45,44 +55,27 @@ def room(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-COMMANDS: dict[str, Callable[[Path], list[str]]] = {
-    "train": lambda run: ["train", "--resume", str(run), "--steps", "9"],
-    "show": lambda run: ["show", str(run), "--text", "ab"],
-    "profile": lambda run: [
-        "profile",
-        "--shapes",
-        "1x1x9x4",
-        "--forward",
-        "--threads",
-        "1",
-        "--trace",
-        f"{run}/t.json",
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train --resume {run} --steps 9",
+        "show {run} --text ab",
+        "profile --shapes 1x1x9x4 --forward --threads 1 --trace {run}/t.json",
+        "bench --out {run}",
     ],
-    "bench": lambda run: ["bench", "--out", str(run)],
-}
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("command", COMMANDS)
-def test_no_room_on_the_disk_is_one_sentence(
-    trained,
-    monkeypatch,
-    capsys,
-    command,
-):
+)
+def test_no_room_on_the_disk_is_one_sentence(trained, monkeypatch, shown, command):
     """The earlier files stay as they are, to the byte, so the run can be resumed; nothing else is left."""
-    if command == "bench":
-        monkeypatch.setattr(bench, "comparisons", lambda options, peaks: {})
-        monkeypatch.setattr(bench, "measured_peaks", lambda dtypes, threads: {})
+    monkeypatch.setattr(bench, "comparisons", lambda options, peaks: {})
+    monkeypatch.setattr(bench, "measured_peaks", lambda dtypes, threads: {})
     before = {path.name: path.read_bytes() for path in trained.iterdir()}
     with room(100):
-        assert main(COMMANDS[command](trained)) == 2
+        said = shown(command.format(run=trained), 2).err.splitlines()[-1]
     assert {path.name: path.read_bytes() for path in trained.iterdir()} == before
-    shown = capsys.readouterr().err.splitlines()[-1]
-    assert shown.startswith("pyattn: ")
-    assert "File too large" in shown or "torch must be able to write its trace for --trace" in shown
-    assert ("the earlier file is kept" in shown) == (command == "train")
-    assert main(["train", "--resume", str(trained), "--steps", "9"]) == 0
+    assert said.startswith("pyattn: ")
+    assert "File too large" in said or "torch must be able to write its trace for --trace" in said
+    assert ("the earlier file is kept" in said) == command.startswith("train")
+    shown(f"train --resume {trained} --steps 9")
 
 
 def test_a_first_write_without_room_leaves_no_folder(train_on):
@@ -124,22 +117,14 @@ def test_links_and_devices_stay_what_they_are(tmp_path):
 
 @pytest.mark.parametrize("place", ["{folder}", "{folder}/missing/file", "/dev/null/file", f"{{folder}}/{'n' * 300}"])
 @pytest.mark.parametrize("command", ["show {run} --out", "profile --shapes 1x1x9x4 --trace"])
-def test_a_file_that_can_not_be_written(
-    trained,
-    monkeypatch,
-    capsys,
-    tmp_path,
-    command,
-    place,
-):
+def test_a_file_that_can_not_be_written(trained, monkeypatch, shown, tmp_path, command, place):
     def works(*arguments):
         raise AssertionError("this is the work")
 
     monkeypatch.setattr(show, "weights_of", works)
     monkeypatch.setattr(profile, "measure", works)
-    assert main([*command.format(run=trained).split(), place.format(folder=tmp_path)]) == 2
-    option = command.split()[-1]
-    assert capsys.readouterr().err.startswith(f"pyattn: {option} must be a file that can be written to, got ")
+    said = shown(f"{command} {place}".format(run=trained, folder=tmp_path), 2).err
+    assert said.startswith(f"pyattn: {command.split()[-1]} must be a file that can be written to, got ")
 
 
 def test_a_file_of_the_run_that_is_a_folder(train_on, tmp_path):
@@ -147,15 +132,22 @@ def test_a_file_of_the_run_that_is_a_folder(train_on, tmp_path):
     assert train_on("--overwrite")[0] == 2
 
 
-@pytest.mark.parametrize(("descriptor", "code"), [("/dev/full", 2), ("pipe", 141)])
-def test_output_that_nobody_takes(descriptor, code):
-    if descriptor == "pipe":
-        reader, writer = os.pipe()
-        os.close(reader)
-    else:
-        writer = os.open(descriptor, os.O_WRONLY)
-    command = [sys.executable, "-W", "ignore", "-m", "pyattn", "info"]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=600)
-    os.close(writer)
+TAKEN_BY_NOBODY = """
+import os, sys
+reader, writer = os.pipe()
+os.close(reader)
+os.dup2({writer}, 1)
+sys.stdout = open(1, "w")
+from pyattn.cli import main
+code = main(["info"])
+sys.stdout.flush()
+sys.exit(code)
+"""
+"""The output is buffered, and flushed as the interpreter does at its end, which a fork does not have."""
+
+
+@pytest.mark.parametrize(("writer", "code"), [("os.open('/dev/full', os.O_WRONLY)", 2), ("writer", 141)])
+def test_output_that_nobody_takes(writer, code):
+    done = python("-c", TAKEN_BY_NOBODY.format(writer=writer))
     assert done.returncode == code
     assert done.stderr.count("\n") == (1 if code == 2 else 0)

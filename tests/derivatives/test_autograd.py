@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from assertions import assert_close, finite
-from derivatives.calls import SCORES, leaves_of, score_tensors
+from backends import Backend
+from derivatives.calls import FEATURES, PAIRS, SCORES, Call, leaves_of, score_tensors
 from helpers import Case, assert_equal, run
 from torch import Tensor
 from torch.autograd import gradcheck
@@ -42,15 +43,25 @@ def test_gradcheck(case: Case) -> None:
     assert gradcheck(partial(out_and_lse, attention, case), leaves(case))
 
 
+@pytest.mark.parametrize(("a", "b"), PAIRS, ids="-".join)
+def test_gradients_are_differences(repeatable: Backend, a: str, b: str) -> None:
+    """Every differentiable input, with every pair of features."""
+    call = Call(FEATURES[a] | FEATURES[b])
+    assert gradcheck(lambda *x: call(repeatable.attention, *x), call.leaves, fast_mode=True)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradcheck_of_the_reference(case: Case) -> None:
     assert gradcheck(partial(out_and_lse, reference.attention, case), leaves(case))
 
 
-@pytest.mark.parametrize("wanted", ["q", "bias", "alibi_slopes", "sinks", "bias sinks", "v alibi_slopes", "k bias"])
-def test_gradients_of_some_tensors(wanted: str) -> None:
-    q, k, v = SCORES.inputs(torch.float64)
-    inputs = {"q": q, "k": k, "v": v, **score_tensors()}
+QKV = ("q", "k", "v", "q k", "k v")
+WITH_SCORES = ("q", "bias", "alibi_slopes", "sinks", "bias sinks", "v alibi_slopes", "k bias")
+
+
+@pytest.mark.parametrize(("wanted", "scores"), [*((some, False) for some in QKV), *((x, True) for x in WITH_SCORES)])
+def test_gradients_of_some_tensors(wanted: str, scores: bool) -> None:
+    inputs = dict(zip("qkv", SCORES.inputs(torch.float64), strict=True)) | (score_tensors() if scores else {})
     results = []
     for attend in (attention, reference.attention):
         leaves = {name: x.clone().requires_grad_(name in wanted.split()) for name, x in inputs.items()}
@@ -60,17 +71,6 @@ def test_gradients_of_some_tensors(wanted: str) -> None:
         assert (grad is None) == (name not in wanted.split())
         if grad is not None:
             assert_close(grad, results[1][name])
-
-
-@pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "kv"])
-def test_gradients_of_some_inputs(wanted: str) -> None:
-    case = Case(1, 2, 2, 5, 5, 4, 4)
-    inputs = dict(zip("qkv", leaves(case), strict=True))
-    everything = torch.autograd.grad(attention(**inputs).sum(), tuple(inputs.values()))
-    some = {name: x.detach().requires_grad_(name in wanted) for name, x in inputs.items()}
-    attention(**some).sum().backward()
-    for (name, x), expected in zip(some.items(), everything, strict=True):
-        assert x.grad is None if name not in wanted else torch.equal(x.grad, expected)
 
 
 def test_gradient_into_lse_alone() -> None:

@@ -43,12 +43,6 @@ def test_jvp_of_each_tensor(make: Any) -> None:
     assert_as_reference(lambda function: list(moved(function)), call, 1e-12)
 
 
-@each_call
-def test_jacfwd(make: Any) -> None:
-    call = make()
-    assert_as_reference(lambda f: torch.func.jacfwd(partial(call, f), (0, 1, 4))(*call.inputs), call, 1e-12)
-
-
 def test_vmap_of_jvp() -> None:
     """Primals and tangents mapped together, as for many samples' directional derivatives."""
     call = Call(ALL)

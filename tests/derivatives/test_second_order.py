@@ -1,5 +1,6 @@
 """Promise: second derivatives are right and take linear memory, and third derivatives raise."""
 
+import itertools
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -15,6 +16,9 @@ from yardstick import assert_accurate
 
 from pyattn import attention, attention_weights, reference
 from pyattn.derivatives import tangents
+
+# torch scripts its own forward-mode rules on first use; the category is FutureWarning since torch 2.15.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")
 
 THIRD = "^pyattn: third derivatives of attention are not implemented$"
 
@@ -66,15 +70,19 @@ def test_second_derivatives_of_packed_sequences() -> None:
     assert gradgradcheck(lambda *x: call(call.ours, *x), call.leaves, fast_mode=True)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script")
 @each_call
-@pytest.mark.parametrize("outer", ["jacfwd", "jacrev"])
-@pytest.mark.parametrize("inner", ["jacfwd", "jacrev"])
-def test_hessians(make: Any, outer: str, inner: str) -> None:
+def test_hessians(make: Any) -> None:
+    """All four ways lead to plain PyTorch's double backward."""
     call = make()
     every = tuple(range(len(call.inputs)))
-    of, then = getattr(torch.func, outer), getattr(torch.func, inner)
-    assert_as_reference(lambda function: of(then(loss(call, function), every), every)(*call.inputs), call)
+
+    def hessian(function: Any, outer: Any, inner: Any) -> Any:
+        return outer(inner(loss(call, function), every), every)(*call.inputs)
+
+    jacfwd, jacrev = torch.func.jacfwd, torch.func.jacrev
+    truth = hessian(call.reference, jacrev, jacrev)
+    for outer, inner in itertools.product((jacfwd, jacrev), repeat=2):
+        assert_close(hessian(call.ours, outer, inner), truth, 1e-11)
 
 
 def test_grad_of_grad_and_vmap() -> None:
@@ -163,16 +171,16 @@ def test_sizes_of_zero(size: str) -> None:
 def test_memory_is_linear() -> None:
     """Less than one float32 matrix of all pairs; a formula without blocks holds some twenty.
 
-    The blocks take 31 to 79 MB, because the allocator keeps freed memory; the matrix takes 268 MB.
+    The allocator keeps freed memory, so the blocks take 19 to 34 MB; the matrix takes 67 MB.
     """
-    leaves = tuple(x.requires_grad_() for x in torch.randn(3, 1, 1, 8192, 8).unbind())
+    leaves = tuple(x.requires_grad_() for x in torch.randn(3, 1, 1, 4096, 8).unbind())
 
     def call() -> None:
         gradients = torch.autograd.grad(attention(*leaves).sum(), leaves, create_graph=True)
         torch.autograd.grad([x.sum() for x in gradients], leaves)
 
-    with mock.patch.object(tangents, "PAIRS_AT_ONCE", 2**18):
-        assert memory_needed(call) < 8192**2 * 4
+    with mock.patch.object(tangents, "PAIRS_AT_ONCE", 2**16):
+        assert memory_needed(call) < 4096**2 * 4
 
 
 def test_third_derivatives_raise() -> None:

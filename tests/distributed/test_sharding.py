@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 import torch.multiprocessing
@@ -10,4 +11,5 @@ from distributed import sharded
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 def test_two_processes(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(sharded.compare, (2, str(tmp_path / "rendezvous")), 2)
+    arguments = 2, str(tmp_path / "rendezvous")
+    torch.multiprocessing.start_processes(sharded.compare, arguments, 2, start_method=fresh.CONTEXT.get_start_method())

@@ -1,16 +1,14 @@
 """Promise: the measurements of tests/gpu.py work on the CPU: speed, training, verdicts of sanitizer and ncu."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
-from gpu_steps import counters, decoding, device, report, sanitizer, speed, training
+from gpu_steps import counters, decoding, device, hardware, report, sanitizer, speed, training
 from gpu_steps.child import FAILED, LEFT_OUT, PASSED, judge
 from gpu_steps.device import CPU, CUDA
 
 from pyattn import ops
-from pyattn.cli import main
 from pyattn.ops.flops import flops
 
 
@@ -113,7 +111,7 @@ def test_speed_on_the_cpu() -> None:
 def test_decoding_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A side has enough calls to fill its device's cache four times; the time is that of one call."""
     size = 2 * 2 * 2 * 128 * 16 * 4
-    monkeypatch.setattr(device.Device, "cache_bytes", 3 * size)
+    monkeypatch.setattr(hardware, "cache_bytes", lambda _: 3 * size)
     row = decoding.measure(CPU, (2, 4, 2, 128, 16), torch.float32)
     assert row["calls"] == 13
     assert row["sides"].keys() == {"torch sum", "pyattn", "torch sdpa"}
@@ -126,16 +124,16 @@ def test_decoding_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_side_that_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other sides are timed, and the report shows a dash."""
 
-    def together(self: device.Device, calls: list[device.Call]) -> device.Call:
+    def together(_: device.Device, calls: list[hardware.Call]) -> hardware.Call:
         if calls[0].func is decoding.attention:  # type: ignore[attr-defined]
             raise RuntimeError("not permitted while capturing")
         return calls[0]
 
-    sides: dict[str, list[device.Call]] = {
+    sides: dict[str, list[hardware.Call]] = {
         "torch sum": [decoding.partial(torch.sum, torch.ones(3))],
         "pyattn": [decoding.partial(decoding.attention)],
     }
-    monkeypatch.setattr(device.Device, "together", together)
+    monkeypatch.setattr(hardware, "together", together)
     graphs, reasons = decoding.in_graphs(CPU, sides)
     assert list(graphs) == ["torch sum"]
     assert reasons == {"pyattn": "RuntimeError: not permitted while capturing"}
@@ -143,27 +141,6 @@ def test_a_side_that_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"shape": "1", "dtype": "f", "sides": {"torch sum": rate, "pyattn": rate}}]
     rows += [{"shape": "2", "dtype": "f", "sides": {"torch sum": rate}}]
     assert report.rates(rows)[-1].split() == ["2", "f", "2", "-"]
-
-
-def test_curves_are_read_from_what_train_prints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = tmp_path / "text"
-    text.write_text("All work and no play makes Jack a dull boy. " * 200)
-    size = "--layers 1 --heads 1 --width 8 --context 16 --batch 2 --steps 4 --eval-every 2 --sample 0"
-    commands: list[list[str]] = []
-
-    def output_of(command: list[str]) -> str:
-        commands.append(command)
-        assert main(command[3:]) == 0
-        return capsys.readouterr().out
-
-    monkeypatch.setattr(training, "output_of", output_of)
-    small = dataclasses.replace(CPU, recipe=(*size.split(), "--data", str(text)))
-    curve = training.curve_of("sdpa", "float32", small)
-    assert list(curve) == [0, 2, 4]
-    assert all(0 < loss < 6 for loss in curve.values())
-    assert commands[0][1:4] == ["-m", "pyattn", "train"]
 
 
 def test_curves_that_come_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,6 +177,10 @@ gpu.main(["--device", "cpu", "--installed", "--out", sys.argv[1]])
 """
 
 
+def has_quick(record: Path) -> bool:
+    return record.exists() and '"quick"' in record.read_text()
+
+
 def is_running(pid: int) -> bool:
     status = Path(f"/proc/{pid}/status")
     return status.exists() and "State:\tZ" not in status.read_text()
@@ -192,7 +196,7 @@ def test_nothing_outlives_a_call_that_is_stopped(tmp_path: Path, how: signal.Sig
     environment["PYTHONPATH"] = os.pathsep.join((str(tmp_path), environment["PYTHONPATH"]))
     call = subprocess.Popen([sys.executable, "-c", CALL, str(out)], env=environment)
     deadline = time.monotonic() + LIMIT
-    while not (pids.exists() and '"quick"' in (out / "gpu.json").read_text()):
+    while not (pids.exists() and has_quick(out / "gpu.json")):
         assert call.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -16,6 +16,7 @@ from pathlib import Path
 from editable import WITHOUT_EDITABLE
 from gpu_steps.child import Check
 from gpu_steps.device import Device
+from gpu_steps.hardware import build_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,7 +74,7 @@ def configure(build: Path, target: Path, device: Device) -> None:
         "Python_EXECUTABLE": sys.executable,
         "pybind11_DIR": str(package),
         "PYATTN_WERROR": "OFF",
-    } | device.build
+    } | build_settings(device)
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     options = [f"-D{name}={value}" for name, value in defines.items()]
     run_aloud(["cmake", "-S", str(ROOT), "-B", str(build), *generator, *options])

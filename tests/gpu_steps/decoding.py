@@ -11,8 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from gpu_steps import hardware
 from gpu_steps.child import Check
-from gpu_steps.device import Call, Device
+from gpu_steps.device import Device
+from gpu_steps.hardware import Call
 from torch.nn import functional
 
 from pyattn import attention
@@ -31,7 +33,7 @@ def in_graphs(device: Device, sides: dict[str, list[Call]]) -> tuple[dict[str, C
     graphs: dict[str, Call] = {}
 
     def capture(name: str) -> None:
-        graphs[name] = device.together(sides[name])
+        graphs[name] = hardware.together(device, sides[name])
 
     _, reasons = usable({name: partial(capture, name) for name in sides})
     return graphs, reasons
@@ -42,7 +44,7 @@ def measure(device: Device, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
     """The time of each side, and the bytes of K and V over it."""
     batch, heads, num_heads_kv, seqlen, head_dim = shape
     size = 2 * batch * num_heads_kv * seqlen * head_dim * dtype.itemsize
-    copies = 1 + CACHES * device.cache_bytes // size
+    copies = 1 + CACHES * hardware.cache_bytes(device) // size
     q = torch.randn(batch, heads, 1, head_dim, dtype=dtype, device=device.name)
     keys_and_values = torch.randn(copies, 2, batch, num_heads_kv, seqlen, head_dim, dtype=dtype, device=device.name)
     sdpa: Callable[..., Any] = partial(functional.scaled_dot_product_attention, enable_gqa=heads != num_heads_kv)

@@ -1,16 +1,10 @@
 """The devices that steps run on: a GPU or, in a rehearsal, this machine's processor with small sizes and few tests.
 
-Nothing else in tests/gpu.py and its steps distinguishes them.
+Nothing else in tests/gpu.py and its steps but hardware.py distinguishes them. A process that imports no more than this
+has not imported torch.
 """
 
-import functools
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-
-Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -43,61 +37,11 @@ class Device:
     dims: tuple[int, ...]
     watched: tuple[tuple[int, int], ...]
     dtypes: tuple[str, ...]
-    speed: tuple[tuple[tuple[int, int, int, int], torch.dtype], ...]
+    speed: tuple[tuple[tuple[int, int, int, int], str], ...]
     decoding: tuple[tuple[int, int, int, int, int], ...]
     counted: tuple[int, int, int, int]
     recipe: tuple[str, ...]
     seconds: float
-
-    @property
-    def is_here(self) -> bool:
-        return self.name == "cpu" or torch.cuda.is_available()
-
-    @property
-    def build(self) -> dict[str, str]:
-        """CMake's settings for this GPU. The CPU's vector kernels are left out, because they take long to compile."""
-        if self.name == "cpu":
-            return {"PYATTN_ISAS": "", "PYATTN_CUDA": "OFF"}
-        major, minor = torch.cuda.get_device_capability()
-        return {"PYATTN_ISAS": "", "PYATTN_CUDA": "ON", "PYATTN_CUDA_ARCHITECTURES": f"{major}{minor}"}
-
-    def facts(self) -> dict[str, Any]:
-        """The device's name and the versions of the software on it."""
-        if self.name == "cpu":
-            return {"gpu": "none: a rehearsal", "torch": torch.__version__}
-        return {
-            "gpu": torch.cuda.get_device_name(),
-            "compute_capability": ".".join(map(str, torch.cuda.get_device_capability())),
-            "gpus": torch.cuda.device_count(),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
-        }
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of the largest cache, which must not be timed in place of memory."""
-        return 0 if self.name == "cpu" else torch.cuda.get_device_properties(0).L2_cache_size
-
-    def together(self, calls: Sequence[Call]) -> Call:
-        """All of them in one call: on a GPU a captured graph's replay, without Python and the dispatcher between."""
-        if self.name == "cpu":
-            return lambda: [call() for call in calls]
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for call in calls:
-                call()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = [call() for call in calls]
-        return functools.partial(_replay, graph, results)
-
-
-def _replay(graph: torch.cuda.CUDAGraph, results: list[Any]) -> list[Any]:
-    graph.replay()
-    return results
 
 
 TOKENS, WIDTH = 2**14, 2048
@@ -120,8 +64,8 @@ CUDA = Device(
     watched=((64, 64), (128, 128), (256, 256), (20, 33)),
     dtypes=("bfloat16", "float32", "float16", "float64"),
     speed=(
-        *((shape_of(n, d), torch.bfloat16) for d in (64, 128) for n in (2048, 4096, 8192, 16384)),
-        *((shape_of(n, d), torch.float32) for d in (64, 128) for n in (2048, 4096)),
+        *((shape_of(n, d), "bfloat16") for d in (64, 128) for n in (2048, 4096, 8192, 16384)),
+        *((shape_of(n, d), "float32") for d in (64, 128) for n in (2048, 4096)),
     ),
     decoding=(
         (1, 8, 8, 16384, 128),
@@ -140,12 +84,12 @@ CPU = Device(
     backend="scalar",
     compilers=("c++",),
     laws=("attention/test_merge.py",),
-    shares=2,
-    only="float32 and (1x2x1x30x90 or on_the_cpu) or on_the_cpu and not float",
+    shares=1,
+    only="float32 and (1x2x1x30x90 or test_one_part or on_the_cpu) or on_the_cpu and not float",
     dims=(64,),
     watched=((20, 33),),
     dtypes=("float32",),
-    speed=(((1, 2, 128, 16), torch.float32),),
+    speed=(((1, 2, 128, 16), "float32"),),
     decoding=((2, 4, 2, 128, 16),),
     counted=(1, 1, 32, 16),
     recipe=(

@@ -76,5 +76,6 @@ def rated(time: Time, flops: int) -> dict[str, float]:
 
 def checks(device: Device) -> dict[str, Check]:
     return {
-        f"{'x'.join(map(str, shape))} {dtype}": partial(measure, device, shape, dtype) for shape, dtype in device.speed
+        f"{'x'.join(map(str, shape))} {dtype}": partial(measure, device, shape, getattr(torch, dtype))
+        for shape, dtype in device.speed
     }

@@ -8,7 +8,7 @@ import case_options
 import pytest
 import torch
 from backends import Backend
-from helpers import Case, Drawn, each_dtype, memory_needed, run, truth_of
+from helpers import Case, Drawn, assert_equal, each_dtype, memory_needed, run, truth_of
 from masks.test_masks import visible
 from torch import Tensor
 
@@ -16,21 +16,27 @@ from pyattn import attention
 
 BOTH = [
     Case(2, 2, 1, 37, 193, 40, 31, causal=False, mask="random bhqk", bias="float bhqk"),
-    Case(2, 2, 2, 65, 140, 16, 16, mask="random qk", bias="bands bhqk", dropout_p=0.2),
-    Case(2, 4, 2, 50, 90, 16, 24, mask="random k", bias="bands hqk", window=(30, -1)),
+    Case(2, 1, 1, 65, 140, 16, 16, mask="random qk", bias="bands bhqk", dropout_p=0.2),
+    Case(1, 4, 2, 50, 90, 16, 24, mask="random k", bias="bands hqk", window=(30, -1)),
     Case(1, 2, 1, 130, 130, 20, 24, causal=False, mask="causal qk", bias="lowest k"),
-    Case(2, 4, 2, 37, 150, 16, 16, causal=False, mask="padding bk", bias="bands hk"),
+    Case(2, 2, 1, 37, 150, 16, 16, causal=False, mask="padding bk", bias="bands hk"),
     Case(2, 2, 1, 50, 70, 16, 16, mask="random bq strided", bias="bands qk strided", key_ranges="random"),
     Case(2, 2, 1, 50, 70, 16, 16, causal=False, mask="random bhqk", bias="float q", softcap=2.0, sinks=True),
     Case(2, 2, 1, 70, 100, 16, 16, mask="random hk", bias="bands bhqk", key_ranges="documents", alibi="bh", wide=True),
     Case(2, 2, 2, 20, 30, 8, 8, mask="random -", bias="float hqk"),
     # Few queries, whose keys are split.
     Case(1, 6, 2, 3, 1300, 32, 16, mask="random bhqk", bias="bands bhqk", key_ranges="random"),
-    Case(2, 4, 1, 2, 1100, 32, 16, causal=False, mask="padding bk", bias="bands h"),
-    Case(2, 4, 2, 1, 300, 16, 16, causal=False, mask="random k", bias="bands k", sinks=True),
+    Case(2, 2, 1, 2, 1100, 32, 16, causal=False, mask="padding bk", bias="bands h"),
+    Case(1, 4, 2, 1, 300, 16, 16, causal=False, mask="random k", bias="bands k", sinks=True),
     # Many queries per key, whose rows are split.
     Case(1, 6, 1, 200, 250, 24, 16, mask="random hqk", bias="bands k", window=(60, 0), dropout_p=0.1),
 ]
+
+
+def forms(x: Tensor) -> tuple[Tensor, ...]:
+    """x, strided, with all dimensions, expanded to (2, 2, 9, 33), and that dense."""
+    expanded = x.expand(2, 2, 9, 33)
+    return x, case_options.strided(x), x[(None,) * (4 - x.dim())], expanded, expanded.clone()
 
 
 def joined(mask: Tensor, bias: Tensor) -> Tensor:
@@ -56,9 +62,9 @@ def assert_as_one(
 
 @each_dtype
 @pytest.mark.parametrize("case", BOTH, ids=str)
-def test_accurate_and_as_one_bias(backend: Backend, case: Case, dtype: torch.dtype) -> None:
+def test_accurate_and_as_one_bias(repeatable: Backend, case: Case, dtype: torch.dtype) -> None:
     truth = truth_of(case, dtype, torch.get_default_device())
-    assert_as_one(backend, truth.assert_allows(backend.attention), truth.drawn, **truth.options)
+    assert_as_one(repeatable, truth.assert_allows(repeatable.attention), truth.drawn, **truth.options)
 
 
 @pytest.mark.parametrize("queries", [2, 17])
@@ -70,7 +76,7 @@ def test_any_two_shapes(repeatable: Backend, queries: int) -> None:
         for bias in shapes[n % 4 :: 4]:
             words = {"mask": f"random {mask}", "bias": f"bands {bias}"}
             case = Case(2, *heads, queries, 35, 8, 8, q_offset=20, **words)
-            drawn, options = case.drawn(torch.float32), case.given(torch.float32)
+            drawn, options = case.drawn(torch.bfloat16), case.given(torch.bfloat16)
             assert_as_one(repeatable, run(repeatable.attention, *drawn, **options), drawn, **options)
 
 
@@ -78,11 +84,11 @@ def assert_hidden_bias_changes_no_bit(
     backend: Backend, drawn: Drawn, bias: Tensor, hidden: Tensor, **options: Any
 ) -> None:
     clean = run(backend.attention, *drawn, **options, bias=bias)
-    for bad in (math.nan, math.inf):
-        soiled = run(backend.attention, *drawn, **options, bias=bias.masked_fill(hidden, bad))
-        backend.assert_same(soiled, clean)
-        assert torch.equal(soiled[5], clean[5])
-        assert not soiled[5].masked_fill(~hidden, 0).any()
+    bad = torch.where(torch.rand(bias.shape) < 0.5, math.nan, math.inf).to(bias.dtype)
+    soiled = run(backend.attention, *drawn, **options, bias=torch.where(hidden, bad, bias))
+    backend.assert_same(soiled, clean)
+    assert torch.equal(soiled[5], clean[5])
+    assert not soiled[5].masked_fill(~hidden, 0).any()
 
 
 @each_dtype
@@ -115,19 +121,27 @@ def test_nan_in_a_bias_that_the_mask_hides_changes_no_bit(repeatable: Backend, d
 
 
 @each_dtype
-def test_the_layout_of_a_mask_changes_no_bit(repeatable: Backend, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("words", ["bhqk", "bk", "q", "-"])
+def test_the_layout_of_a_mask_changes_no_bit(repeatable: Backend, dtype: torch.dtype, words: str) -> None:
     """Any strides, and any number of dimensions with the same meaning."""
-    case, sizes = Case(2, 2, 1, 9, 33, 8, 8, bias="bands hk"), (2, 2, 9, 33)
-    qkv, dout, dlse = case.drawn(dtype)
-    bias = case.tensors(dtype)["bias"]
-    for words in ("random bhqk", "random bk", "random q", "random -"):
-        mask = case_options.mask(words, sizes)
-        more = mask[(None,) * (4 - mask.dim())]
-        forms = (mask, case_options.strided(mask), more, more.expand(sizes), more.expand(sizes).clone())
-        first, *others = (run(repeatable.attention, qkv, dout, dlse, mask=x, bias=bias) for x in forms)
-        for other in others:
-            repeatable.assert_same(other, first)
-            assert torch.equal(other[5], first[5])
+    case = Case(2, 2, 1, 9, 33, 8, 8, mask=f"random {words}", bias="bands hk")
+    drawn, (mask, bias) = case.drawn(dtype), case.tensors(dtype).values()
+    first, *others = (run(repeatable.attention, *drawn, mask=x, bias=bias) for x in forms(mask))
+    for other in others:
+        assert_equal(other, first)
+
+
+@each_dtype
+@pytest.mark.parametrize("words", ["bands bhqk", "float q", "bands hk", "float qk"])
+def test_the_layout_of_a_bias_changes_no_bit(repeatable: Backend, dtype: torch.dtype, words: str) -> None:
+    case = Case(2, 2, 1, 9, 33, 8, 8, bias=words)
+    drawn, bias = case.drawn(dtype), case.tensors(dtype)["bias"]
+    first, *others = (run(repeatable.attention, *drawn, bias=x) for x in forms(bias))
+    for other in others:
+        assert_equal(other[:5], first[:5])
+    strided, more, *wide = (other[5] for other in others)
+    assert_equal((strided, more.view(bias.shape)), (first[5], first[5]))
+    assert torch.equal(*wide)
 
 
 def test_no_tensor_joins_them() -> None:

@@ -1,17 +1,14 @@
 """Promise: a module over a cache gives the results of all tokens at once."""
 
 import re
-from typing import Any
 
 import pytest
 import torch
-from assertions import refused
+from assertions import Refusals, each_refusal, refused
 from modules.cases import (
     CONTEXT_LENGTH,
     D_IN,
-    EXTRAS,
     WITH_EXTRAS,
-    arguments,
     assert_same,
     cache_for,
     doubles,
@@ -25,21 +22,6 @@ from pyattn.nn import growing_cache
 each_module = pytest.mark.parametrize("name", WITH_EXTRAS)
 STEPS = (5, 1, 1, 3, 1, 6, 1)
 """New tokens per call; 18 in all."""
-
-
-@each_module
-@pytest.mark.parametrize("extra", ["", *EXTRAS])
-def test_steps_equal_the_whole(name, extra):
-    """Rotary positions, windows and ALiBi's distances count from the first token."""
-    module = made(name, extra)
-    x = sequences(2, sum(STEPS))
-    whole = module(x, *arguments(module, 0, x.shape[1], x.shape[1]))
-    cached, begin = cache_for(module), 0
-    for new in STEPS:
-        now = slice(begin, begin + new)
-        step = module(x[:, now], *arguments(module, begin, begin + new, CONTEXT_LENGTH), kv_cache=cached)
-        assert_same(step, whole[:, now])
-        begin += new
 
 
 def test_a_ring_outlasts_the_context():
@@ -81,19 +63,6 @@ def test_use_cache_equals_plain(monkeypatch, fewest):
     assert list(modules[0].state_dict()) == list(modules[1].state_dict())
 
 
-@each_module
-def test_compiles_once_for_all_lengths(name):
-    torch._dynamo.reset()
-    module = made(name, "all")
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    x = sequences(2, 1)
-    ours, expected = cache_for(module), cache_for(module)
-    with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
-        for begin in range(CONTEXT_LENGTH):
-            mask = arguments(module, begin, begin + 1, CONTEXT_LENGTH)
-            assert_same(compiled(x, *mask, kv_cache=ours), module(x, *mask, kv_cache=expected))
-
-
 def test_autocast_fills_a_cache_of_its_dtype():
     module = nn.GroupedQueryAttention(D_IN, 8, 0.0, 4, 2, rotary=100.0)
     x = torch.randn(2, 9, D_IN)
@@ -120,30 +89,28 @@ def test_training_drops_weights_over_a_cache(name):
     assert not torch.equal(kept[0], kept[1])
 
 
-def masked() -> torch.nn.Module:
-    module = made("MultiHeadAttention")
-    module.mask = torch.zeros(CONTEXT_LENGTH, CONTEXT_LENGTH, dtype=torch.float64)
-    return module
-
-
-BAD: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-    (made, {"kv_cache": 3}, TypeError, "kv_cache must be KVCache, got 3"),
+BAD: Refusals = [
+    ({"kv_cache": 3}, TypeError, "kv_cache must be KVCache, got 3"),
     (
-        made,
         {"kv_cache": KVCache(2, 2, CONTEXT_LENGTH + 1, 4)},
         ValueError,
         "kv_cache.max_seqlen must not exceed context_length, got 20 and 19",
     ),
-    (masked, {}, NotImplementedError, "an assigned mask is not supported with kv_cache, got one of shape (19, 19)"),
 ]
 
 
-@pytest.mark.parametrize(("make", "options", "kind", "message"), BAD, ids=[m[:40] for *_, m in BAD])
-def test_wrong_calls(make, options, kind, message):
-    module = make("MultiHeadAttention") if make is made else make()
-    given = {"kv_cache": cache_for(module)} | options
+@each_refusal(BAD)
+def test_wrong_calls(changes, kind, message):
+    module = made("MultiHeadAttention")
     with refused(kind, message):
-        module(sequences(2, 3), **given)
+        module(sequences(2, 3), **{"kv_cache": cache_for(module)} | changes)
+
+
+def test_an_assigned_mask():
+    module = made("MultiHeadAttention")
+    module.mask = torch.zeros(CONTEXT_LENGTH, CONTEXT_LENGTH, dtype=torch.float64)
+    with refused(NotImplementedError, "an assigned mask is not supported with kv_cache, got one of shape (19, 19)"):
+        module(sequences(2, 3), kv_cache=cache_for(module))
 
 
 def test_use_cache_alone():
@@ -153,7 +120,7 @@ def test_use_cache_alone():
         module(sequences(2, 3), use_cache=True, kv_cache=KVCache(2, 2, 9, 2))
 
 
-MISFITS: list[tuple[dict[str, Any], type[Exception], str]] = [
+MISFITS: Refusals = [
     ({"batch": 3}, ValueError, "batch size must be that of the module's keys, got 3 and 2"),
     ({"num_heads_kv": 4}, ValueError, "number of KV heads must be that of the module's keys, got 4 and 2"),
     ({"head_dim": 8}, ValueError, "head_dim must be that of the module's keys, got 8 and 4"),
@@ -163,16 +130,15 @@ MISFITS: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize("kind", [{}, {"page_size": 16}, {"window": (4, 0)}])
-@pytest.mark.parametrize(("other", "error", "message"), MISFITS, ids=[next(iter(x)) for x, _, _ in MISFITS])
+@pytest.mark.parametrize("options", [{}, {"page_size": 16}, {"window": (4, 0)}])
+@each_refusal(MISFITS)
 @pytest.mark.parametrize("extra", ["", "rotary"])
-def test_a_cache_that_does_not_fit(extra, other, error, message, kind):
+def test_a_cache_that_does_not_fit(extra, changes, kind, message, options):
     """Our message comes first where torch would also raise, as with rotary positions."""
     module = made("MultiHeadAttention", extra)
     sizes = {"batch": 2, "num_heads_kv": 2, "max_seqlen": CONTEXT_LENGTH, "head_dim": 4, "dtype": torch.float64}
-    cached = KVCache(**sizes | kind | other)
-    with pytest.raises(error, match="^pyattn: the cache's " + re.escape(message)):
-        module(sequences(2, 3), kv_cache=cached)
+    with refused(kind, f"the cache's {message}"):
+        module(sequences(2, 3), kv_cache=KVCache(**sizes | options | changes))
 
 
 @pytest.mark.parametrize("new", [1, 300])

@@ -5,7 +5,7 @@ import torch
 from modules.cases import assert_same
 from torch.nn.functional import scaled_dot_product_attention
 
-from pyattn import KVCache, nn
+from pyattn import nn
 from pyattn.nn import book
 
 X = torch.randn(2, 7, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -54,11 +54,3 @@ def test_einsum_has_the_transposed_weights():
         | {name: state[f"{name}.weight"].T for name in names}
     )
     assert_same(einsum(X), chapter(X))
-
-
-def test_a_cache():
-    module = book.MHAEinsum(12, 24, 9, 0.0, 4).double()
-    cache = KVCache(2, 4, 9, 6, dtype=torch.float64)
-    with torch.no_grad():
-        parts = [module(X[:, :5], kv_cache=cache), module(X[:, 5:], kv_cache=cache)]
-        assert_same(torch.cat(parts, 1), module(X))

@@ -59,18 +59,6 @@ def test_shared_kv_heads_of_the_callers_module():
 
 
 @each_module
-@each_extra
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiles_to_one_graph(name, extra):
-    torch._dynamo.reset()
-    module = made(name, extra)
-    x = sequences(2, 7)
-    for options in {}, {"need_weights": True}:
-        compiled = torch.compile(module, backend="eager", fullgraph=True)
-        assert_close(compiled(x, **options), module(x, **options), 1e-14)
-
-
-@each_module
 def test_only_sinks_are_in_the_state_dict(name):
     usual = list(class_of(name)(*ARGUMENTS[name]).state_dict())
     for extra in EXTRAS:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from assertions import assert_close
 from modules.cases import (
-    CONTEXT_LENGTH,
     D_IN,
     EXTRAS,
     ROWS,
@@ -52,7 +51,7 @@ def added(kind: str, shapes: tuple[tuple[Any, ...], tuple[Any, ...]], heads: int
     of_mask, of_bias = (tuple(heads if n == H else n for n in shape) for shape in shapes)
     bias = torch.randn(of_bias, dtype=torch.float64)
     given = {"mask": torch.rand(of_mask) < 0.7, "bias": bias.masked_fill(torch.rand(of_bias) < 0.1, -torch.inf)}
-    return given if kind == "both" else {kind: given[kind]}
+    return {name: t for name, t in given.items() if kind in (name, "both")}
 
 
 def seen_by(causal: bool, mask: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
@@ -104,7 +103,7 @@ def test_extras_and_dropout(name, extra, dropout):
     module = made(name, extra)
     module.dropout.p = dropout
     x, ranges = sequences(2, ROWS).requires_grad_(), masks.padding([ROWS, 5], ROWS, side="left")
-    for kind in ("mask", "bias", "both"):
+    for kind in ("neither", "mask", "bias", "both"):
         given = added(kind, SHAPES[3], module.num_heads)
         learned = [x, *module.parameters()] + ([given["bias"].requires_grad_()] if "bias" in given else [])
         hidden = {"mask": ~given["mask"]} if "mask" in given else {}
@@ -121,19 +120,26 @@ def test_extras_and_dropout(name, extra, dropout):
         assert_close(gradients(ours, learned), gradients(exact, learned))
 
 
-@pytest.mark.parametrize("name", ["CausalAttention", "MultiHeadAttention", "MultiHeadAttentionCombinedQKV"])
-@each_kind
+CAUSAL_TWINS = ("MultiHeadAttentionCombinedQKV", "MHAPyTorchClass")
+"""Modules whose plain twins are causal whatever their mask."""
+
+
+@pytest.mark.parametrize("name", ["CausalAttention", "MultiHeadAttention", *CAUSAL_TWINS])
+@pytest.mark.parametrize("kind", ["mask", "bias", "both", "key_ranges"])
 def test_on_top_of_an_assigned_mask(name, kind):
-    native, reference = doubles(name)
+    native, reference = doubles(name, *WITH_RANGES[name])
+    size = native.context_length
     for module in (native, reference):
-        module.mask = torch.ones(CONTEXT_LENGTH, CONTEXT_LENGTH).triu(2)
+        module.mask = torch.ones(size, size).triu(2)
     x, given = sequences(2, ROWS), added(kind, SHAPES[0], heads_of(native))
-    if name != "MultiHeadAttentionCombinedQKV":  # its plain module is causal whatever its mask
+    if kind == "key_ranges":
+        given = {"key_ranges": masks.padding([ROWS, 5], ROWS)}
+    if name not in CAUSAL_TWINS:
         assert_same(native(x, **given), reference(x, **given))
     one_more = torch.ones(ROWS, ROWS, dtype=torch.bool).tril(1)
     seen = given.pop("mask", one_more) & one_more
     out = native(x, **given, mask=seen)
-    native.mask = torch.zeros(CONTEXT_LENGTH, CONTEXT_LENGTH)
+    native.mask = torch.zeros(size, size)
     assert_same(out, native(x, **given, mask=seen))
 
 
@@ -153,19 +159,6 @@ def test_the_key_of_the_biases_is_seen_by_all(kind):
         theirs, expected = native.multihead_attn(x, x, x, attn_mask=score, average_attn_weights=False)
         assert_same(out, native.proj(theirs))
         assert_same(weights, expected)
-
-
-@each_module
-def test_compiles_to_one_graph(name):
-    torch._dynamo.reset()
-    native, _ = pair(name, *WITH_RANGES[name])
-    x, given = torch.randn(2, ROWS, D_IN, requires_grad=True), added("both", SHAPES[3], heads_of(native))
-    given = of_caller(native, mask=given["mask"], bias=given["bias"].float().requires_grad_())
-    compiled = torch.compile(native, backend="eager", fullgraph=True)
-    results = [call(x, **given) for call in (compiled, native)]
-    assert_close(*results, atol=0)
-    found = (gradients(out, [x, given["bias"]]) for out in results)
-    assert_close(*found, atol=1e-6)
 
 
 def test_under_autocast():
@@ -196,3 +189,28 @@ def test_one_in_the_place_of_the_other(name):
         message = f"bias must broadcast to (batch, num_heads, seqlen, keys) = {(2, heads_of(module), ROWS, ROWS)}"
         with pytest.raises(ValueError, match=f"^{re.escape(f'pyattn: {message}, got shape {shape}')}$"):
             module(x, bias=torch.ones(shape))
+
+
+@pytest.mark.parametrize("shape", [(7, 7), (2, 7, 7), (2, 3, 7, 7), (1, 1, 7, 7), (2, 1, 1, 7)])
+def test_mask_is_true_where_masked_out(shape):
+    """The mask of Attention, in every shape that broadcasts."""
+    native, plain = doubles("Attention")
+    x = sequences(2, 7)
+    mask = torch.rand(shape) < 0.5
+    mask[..., 0] = False
+    assert_same(native(x, mask), plain(x, mask))
+    out, weights = native(x, mask, need_weights=True)
+    assert_same(out, plain(x, mask))
+    assert not weights.masked_select((mask[:, None] if mask.dim() == 3 else mask).expand(2, 3, 7, 7)).any()
+
+
+def test_causal_mask():
+    mask = nn.causal_mask(5, device="cpu")
+    assert mask.dtype == torch.bool
+    assert torch.equal(mask[0, 0], torch.ones(5, 5).triu(1).bool())
+    native, _ = pair("Attention")
+    x = torch.randn(2, 5, D_IN)
+    changed = torch.cat([x[:, :3], torch.randn(2, 2, D_IN)], dim=1)
+    assert torch.equal(native(x, mask)[:, :3], native(changed, mask)[:, :3])
+    fully_masked = native(x, torch.ones(5, 5, dtype=torch.bool))
+    assert torch.equal(fully_masked, native.W_o.bias.expand(2, 5, D_IN)), "a query that sees no key gives 0"

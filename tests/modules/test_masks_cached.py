@@ -1,15 +1,17 @@
-"""Promise: over a cache, mask and bias of a module, with all positions as keys, equal those for all tokens at once."""
+"""Promise: over a cache, a module gives the results of all tokens at once, whatever masks its caller adds."""
 
 import re
 from typing import Any
 
 import pytest
 import torch
-from assertions import assert_close, refused
+from assertions import Refusals, assert_close, each_refusal, refused
 from modules.cases import (
     CACHED,
     CONTEXT_LENGTH,
+    EXTRAS,
     ROWS,
+    WITH_EXTRAS,
     assert_same,
     cache_for,
     gradients,
@@ -19,49 +21,60 @@ from modules.cases import (
 )
 from torch import Tensor
 
-from pyattn import nn
+from pyattn import masks, nn
 from pyattn.nn import growing_cache
 
 each_module = pytest.mark.parametrize("name", [*CACHED, "MultiHeadAttentionCombinedQKV"])
-each_kind = pytest.mark.parametrize("kind", ["mask", "bias", "both"])
+each_kind = pytest.mark.parametrize("kind", ["mask", "bias", "mask bias"])
 each_page_size = pytest.mark.parametrize("page_size", [None, 16])
+
+MODULES = (*CACHED, "MultiHeadAttentionCombinedQKV")
+STEPS = [(name, "all", kind) for name in MODULES for kind in ("", "key_ranges", "mask", "bias", "key_ranges mask bias")]
+STEPS += [(name, extra, "") for name in WITH_EXTRAS for extra in ("", *EXTRAS) if extra != "all"]
+"""Modules, their extras, and what the caller adds."""
 
 
 def added(kind: str, heads: int) -> dict[str, Tensor]:
     """Options for all positions that a cache holds; rows broadcast in the bias, heads in the mask."""
-    both = {
+    every = {
+        "key_ranges": masks.padding([ROWS, 5], ROWS, side="left"),
         "mask": torch.rand(2, 1, CONTEXT_LENGTH, CONTEXT_LENGTH) < 0.7,
         "bias": torch.randn(heads, 1, CONTEXT_LENGTH, dtype=torch.float64).requires_grad_(),
     }
-    return both if kind == "both" else {kind: both[kind]}
+    return {name: every[name] for name in kind.split()}
 
 
 def call(module: torch.nn.Module, x: Tensor, begin: int, keys: int, given: dict[str, Tensor], **options: Any) -> Any:
     """The module over tokens from ``begin`` on, which see ``keys`` keys. Attention's mask is True where masked out."""
     end = begin + x.shape[1]
-    part = {name: t[..., begin:end, :keys] if name == "mask" else t[..., :keys] for name, t in given.items()}
+    cuts = {
+        "key_ranges": lambda t: t[:, begin:end].clamp(max=keys),
+        "mask": lambda t: t[..., begin:end, :keys],
+        "bias": lambda t: t[..., :keys],
+    }
+    part = {name: cuts[name](t) for name, t in given.items()}
     if isinstance(module, nn.Attention):
         causal = nn.causal_mask(CONTEXT_LENGTH)[..., begin:end, :keys]
         part["mask"] = causal | ~part["mask"] if "mask" in part else causal
     return module(x, **part, **options)
 
 
-@each_module
-@each_kind
+@pytest.mark.parametrize(("name", "extra", "kind"), STEPS)
 @each_page_size
-def test_steps_equal_the_whole(name, kind, page_size):
-    """With weights, and with the gradients of the newest tokens and of the bias."""
-    module = made_cached(name, "all")
+def test_steps_equal_the_whole(name, extra, kind, page_size):
+    """With and without weights, and with the gradients of the newest tokens and of the bias."""
+    module = made_cached(name, extra)
     x, more = sequences(2, ROWS).requires_grad_(), added(kind, module.num_heads)
     whole, shown = call(module, x, 0, ROWS, more, need_weights=True)
-    cached, begin = cache_for(module, page_size=page_size), 0
+    (cached, without), begin = (cache_for(module, page_size=page_size) for _ in range(2)), 0
     learned = [t for t in more.values() if t.requires_grad]
     for new in (5, 1, 3):
         end = begin + new
-        step = x[:, begin:end]
-        out, weights = call(module, step, begin, CONTEXT_LENGTH, more, kv_cache=cached, need_weights=True)
+        step = module, x[:, begin:end], begin, CONTEXT_LENGTH, more
+        out, weights = call(*step, kv_cache=cached, need_weights=True)
         assert_same(out, whole[:, begin:end])
         assert_same(weights, shown[:, :, begin:end, :end])
+        assert torch.equal(out, call(*step, kv_cache=without)), "weights change no result"
         if learned:
             found, target = gradients(out, learned), gradients_of_rows(whole[:, begin:end], learned)
             assert_close(found, target)
@@ -72,7 +85,7 @@ def gradients_of_rows(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(out.sin().sum(), leaves, retain_graph=True))
 
 
-@each_module
+@pytest.mark.parametrize("name", MODULES)
 @each_kind
 @each_page_size
 def test_a_ragged_prompt(name, kind, page_size):
@@ -91,18 +104,20 @@ def test_a_ragged_prompt(name, kind, page_size):
         assert not weights[b, ..., count:].any()
 
 
-@each_kind
+@pytest.mark.parametrize("kind", ["", "key_ranges", "mask", "bias", "mask bias"])
 @pytest.mark.parametrize("fewest", [1, 256])
 def test_with_use_cache(kind, fewest, monkeypatch):
-    """The keys are the tokens so far, however many the module has room for."""
+    """With weights. The keys are the tokens so far, however many the module has room for."""
     monkeypatch.setattr(growing_cache, "FEWEST", fewest)
     module = made("GroupedQueryAttention", "all")
     x, more = sequences(2, ROWS), added(kind, module.num_heads)
-    whole, begin = call(module, x, 0, ROWS, more), 0
+    (whole, shown), begin = call(module, x, 0, ROWS, more, need_weights=True), 0
     with torch.no_grad():
         for new in (5, 1, 3):
             end = begin + new
-            assert_same(call(module, x[:, begin:end], begin, end, more, use_cache=True), whole[:, begin:end])
+            out, weights = call(module, x[:, begin:end], begin, end, more, use_cache=True, need_weights=True)
+            assert_same(out, whole[:, begin:end])
+            assert_same(weights, shown[:, :, begin:end, :end])
             begin = end
         message = re.escape("mask must broadcast to (batch, num_heads, seqlen, keys) = (2, 4, 1, 10), got shape (1, 9)")
         with pytest.raises(ValueError, match=f"^pyattn: {message}$"):
@@ -111,61 +126,41 @@ def test_with_use_cache(kind, fewest, monkeypatch):
         assert_same(module(x[:, :1], use_cache=True, **row), module(torch.cat([x, x[:, :1]], 1))[:, -1:])
 
 
-@each_kind
+@pytest.mark.parametrize("kind", ["key_ranges", "mask", "bias"])
 def test_a_ring_has_none(kind):
     module = made("GroupedQueryAttention")
     ring = cache_for(module, window=(3, 0))
-    with pytest.raises(NotImplementedError, match=r"^pyattn: a cache .* takes no (mask|bias), got window=\(3, 0\)$"):
+    with pytest.raises(NotImplementedError, match=rf"^pyattn: a cache .* no {kind}, got window=\(3, 0\)$"):
         call(module, sequences(2, 3), 0, CONTEXT_LENGTH, added(kind, 4), kv_cache=ring)
+    with pytest.raises(ValueError, match=r"^pyattn: over a cache with window=\(3, 0\), seqlen_q .*, got 18$"):
+        module(sequences(2, 18), kv_cache=ring)
     assert ring.lengths.tolist() == [0, 0]
 
 
 TOKENS = torch.ones(3, CONTEXT_LENGTH)
 FITS = "{} must broadcast to (batch, num_heads, seqlen, keys) = (2, 2, 3, 19), got shape "
-BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+BAD: Refusals = [
     ({"mask": TOKENS}, TypeError, "mask must be bool, True = takes part (numbers to add to the scores are bias), got "),
     ({"bias": TOKENS > 0}, TypeError, "bias must be floating-point, added to the scores (a bool tensor, True = takes "),
     ({"bias": TOKENS.long()}, TypeError, "bias must be floating-point, added to the scores (a bool tensor, True = "),
     ({"bias": TOKENS.half()}, TypeError, "bias must have dtype "),
     ({"mask": [[True]]}, TypeError, "mask must be Tensor, got [[True]]"),
     ({"bias": 0.5}, TypeError, "bias must be Tensor, got 0.5"),
-    (
-        {"mask": TOKENS[:, :3] > 0},
-        ValueError,
-        FITS.format("mask"),
-    ),
+    ({"mask": TOKENS[:, :3] > 0}, ValueError, FITS.format("mask")),
     ({"bias": TOKENS[:, :3]}, ValueError, FITS.format("bias")),
     ({"mask": TOKENS.expand(3, 3, 19) > 0}, ValueError, FITS.format("mask")),
     ({"bias": TOKENS.expand(1, 1, 1, 3, 19)}, ValueError, FITS.format("bias")),
-    (
-        {"bias": torch.tensor(1.0)},
-        ValueError,
-        FITS.format("bias"),
-    ),
+    ({"bias": torch.tensor(1.0)}, ValueError, FITS.format("bias")),
     ({"mask": (TOKENS > 0).to("meta")}, ValueError, "mask must be on the device of x, got meta and cpu"),
     ({"bias": TOKENS.to("meta")}, ValueError, "bias must be on the device of x, got meta and cpu"),
 ]
 
 
-@pytest.mark.parametrize(("wrong", "kind", "message"), BAD)
+@each_refusal(BAD)
 @pytest.mark.parametrize("extra", ["", "rotary"])
-def test_wrong_ones_leave_a_cache_as_it_was(wrong, kind, message, extra):
+def test_wrong_ones_leave_a_cache_as_it_was(changes, kind, message, extra):
     module = made("MultiHeadAttention", extra)
     cached = cache_for(module)
     with refused(kind, message):
-        module(sequences(2, 3), kv_cache=cached, **wrong)
+        module(sequences(2, 3), kv_cache=cached, **changes)
     assert cached.lengths.tolist() == [0, 0]
-
-
-@each_kind
-def test_compiles_once_for_all_lengths(kind):
-    torch._dynamo.reset()
-    module = made("MultiHeadAttention", "all")
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    x, more = sequences(2, ROWS), added(kind, module.num_heads)
-    ours, expected = cache_for(module), cache_for(module)
-    with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
-        for begin in range(ROWS):
-            step = x[:, begin : begin + 1], begin, CONTEXT_LENGTH
-            part = {k: t[..., begin : begin + 1, :].clone() if k == "mask" else t for k, t in more.items()}
-            assert_same(compiled(step[0], **part, kv_cache=ours), module(step[0], **part, kv_cache=expected))

@@ -1,25 +1,21 @@
 """Promise: key_ranges of a module hide padding and other documents, in training and over a cache."""
 
 import re
-from typing import Any
 
 import pytest
 import torch
-from assertions import assert_close, refused
+from assertions import Refusals, assert_close, each_refusal, refused
 from modules.cases import (
-    CACHED,
     D_IN,
     EXTRAS,
     ROWS,
     WITH_EXTRAS,
     WITH_RANGES,
-    arguments,
     assert_same,
     cache_for,
     doubles,
     gradients,
     made,
-    made_cached,
     pair,
     plain,
     sequences,
@@ -58,24 +54,6 @@ def test_equals_plain(name, ranges):
     assert not wide.masked_select(outside[:, None]).any()
 
 
-@pytest.mark.parametrize("name", WITH_EXTRAS)
-@pytest.mark.parametrize("extra", EXTRAS)
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_extras_and_dropout(name, extra, dropout):
-    """The heads of GroupedQueryAttention share keys."""
-    module = made(name, extra)
-    module.dropout.p = dropout
-    x = sequences(2, ROWS).requires_grad_()
-    leaves = [x, *module.parameters()]
-    for ranges in RANGES.values():
-        results = []
-        for call in (lambda r: module(x, key_ranges=r), lambda r: plain(module, x, key_ranges=r)[0]):
-            torch.manual_seed(0)
-            results.append(call(ranges))
-        assert_same(*results)
-        assert_close(*(gradients(out, leaves) for out in results))
-
-
 @each_module
 def test_a_padded_batch_is_its_sequences(name):
     """Whatever the padding holds, even NaN."""
@@ -106,57 +84,8 @@ def test_a_packed_row_is_its_documents(name, extra):
     assert_same(packed, torch.cat([module(x[:, :4]), module(x[:, 4:])], 1))
 
 
-@pytest.mark.parametrize("name", ["CausalAttention", "MultiHeadAttention", "MHAPyTorchClass"])
-def test_on_top_of_an_assigned_mask(name):
-    native, reference = doubles(name, *WITH_RANGES[name])
-    size = native.context_length
-    for module in (native, reference):
-        module.mask = torch.ones(size, size).triu(2)
-    x = sequences(2, ROWS)
-    key_ranges = masks.padding([ROWS, 5], ROWS)
-    masked = native(x, key_ranges=key_ranges)
-    if name != "MHAPyTorchClass":  # its plain module is causal whatever its mask
-        assert_same(masked, reference(x, key_ranges=key_ranges))
-    assert_same(masked[1, :4], native(x[1:, :5])[0, :4])
-
-
-@pytest.mark.parametrize("name", CACHED)
-@pytest.mark.parametrize("page_size", [None, 16])
-def test_over_a_cache(name, page_size):
-    module = made_cached(name, "all")
-    x, ranges = sequences(2, ROWS), masks.padding([ROWS, 5], ROWS, side="left")
-    whole = module(x, *arguments(module, 0, ROWS, ROWS), key_ranges=ranges)
-    cached, begin = cache_for(module, page_size=page_size), 0
-    with torch.no_grad():
-        for part in x.split([5, 1, 3], 1):
-            end = begin + part.shape[1]
-            mask = arguments(module, begin, end, cached.max_seqlen)
-            step = module(part, *mask, kv_cache=cached, key_ranges=ranges[:, begin:end])
-            assert_same(step, whole[:, begin:end])
-            begin = end
-
-
-def test_with_use_cache():
-    module = made("GroupedQueryAttention", "rotary")
-    x, ranges = sequences(2, ROWS), masks.padding([ROWS, 5], ROWS, side="left")
-    with torch.no_grad():
-        steps = [module(x[:, part], use_cache=True, key_ranges=ranges[:, part]) for part in (slice(5), slice(5, None))]
-        assert_same(torch.cat(steps, 1), module(x, key_ranges=ranges))
-
-
-@each_module
-def test_compiles_to_one_graph(name):
-    torch._dynamo.reset()
-    native, _ = pair(name, *WITH_RANGES[name])
-    x, key_ranges = torch.randn(2, ROWS, D_IN, requires_grad=True), RANGES["padding"]
-    compiled = torch.compile(native, backend="eager", fullgraph=True)
-    results = [call(x, key_ranges=key_ranges) for call in (compiled, native)]
-    assert_close(*results, atol=0)
-    assert_close(*(gradients(out, [x]) for out in results), atol=1e-6)
-
-
 SHAPE = "key_ranges must have shape (2 or 1, 9, 2), got "
-BAD: list[tuple[Any, type[Exception], str]] = [
+BAD: Refusals = [
     ([[0, 1]], TypeError, "key_ranges must be Tensor, got [[0, 1]]"),
     (RANGES["padding"].repeat(2, 1, 1), ValueError, SHAPE + "[4, 9, 2]"),
     (RANGES["padding"][:, 1:], ValueError, SHAPE + "[2, 8, 2]"),
@@ -166,24 +95,14 @@ BAD: list[tuple[Any, type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("key_ranges", "kind", "message"), BAD)
+@each_refusal(BAD)
 @pytest.mark.parametrize("page_size", [None, 16])
-def test_wrong_ranges_leave_a_cache_as_it_was(key_ranges, kind, message, page_size):
+def test_wrong_ranges_leave_a_cache_as_it_was(changes, kind, message, page_size):
     module = made("MultiHeadAttention")
     cached = cache_for(module, page_size=page_size)
     for options in ({}, {"kv_cache": cached}):
         with refused(kind, message):
-            module(sequences(2, ROWS), key_ranges=key_ranges, **options)
-    assert cached.lengths.tolist() == [0, 0]
-
-
-def test_a_ring_has_none():
-    module = made("GroupedQueryAttention")
-    cached = cache_for(module, window=(3, 0))
-    with pytest.raises(NotImplementedError, match=r"^pyattn: a cache .* no key_ranges, got window=\(3, 0\)$"):
-        module(sequences(2, ROWS), key_ranges=RANGES["padding"], kv_cache=cached)
-    with pytest.raises(ValueError, match=r"^pyattn: over a cache with window=\(3, 0\), seqlen_q .*, got 18$"):
-        module(sequences(2, ROWS).repeat(1, 2, 1), kv_cache=cached)
+            module(sequences(2, ROWS), key_ranges=changes, **options)
     assert cached.lengths.tolist() == [0, 0]
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import emulated
 import pybind11
+import pytest
 from editable import WITHOUT_EDITABLE
 
 import pyattn
@@ -207,7 +208,7 @@ class Copy:
         if result is None:
             return "hangs"
         failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
-        if failed or result.returncode == 0:
+        if failed or result.returncode in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return failed[0] if failed else None
         if result.returncode > 0:
             raise BadFaultError(f"the suite does not run:\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
@@ -216,13 +217,14 @@ class Copy:
 
     def caught_by(self, file: str, backend: str) -> str | None:
         """The first test that fails, of one backend or, if "", of all instruction sets."""
-        likely = [name for name, files in LIKELY.items() if file.removeprefix("csrc/") in files]
+        likely = {name for name, files in LIKELY.items() if file.removeprefix("csrc/") in files}
 
-        def paths(names: tuple[str, ...]) -> list[str]:
-            return [
-                f"tests/{name.replace('/', '/test_')}.py" for name in sorted(names, key=lambda name: name not in likely)
-            ]
+        def run(names: tuple[str, ...], first: bool, *options: str) -> str | None:
+            chosen = [f"tests/{name.replace('/', '/test_')}.py" for name in names if (name in likely) == first]
+            return self.first_failure(*options, *chosen, isa=backend.replace("emulated", "")) if chosen else None
 
-        isa = backend.replace("emulated", "")
-        by = self.first_failure("--backend", backend or "cpu", *paths(TESTS), isa=isa)
-        return by if by or backend == "emulated" else self.first_failure(*paths(OTHER_TESTS), isa=isa)
+        for first in (True, False):
+            by = run(TESTS, first, "--backend", backend or "cpu")
+            if by or (backend != "emulated" and (by := run(OTHER_TESTS, first))):
+                return by
+        return None

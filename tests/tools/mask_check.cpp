@@ -17,9 +17,12 @@ struct Case {
   std::vector<float> bias;
   std::vector<RowKeys> mask_rows, bias_rows;
   std::vector<BlockKeys> blocks;
+  std::vector<uint8_t> seen;  // [rows][keys]
+
+  bool sees(int64_t r, int64_t j) const { return seen[r * p.seqlen_k + j]; }
 
   // By the definition in attention.h, in numbers that can't overflow.
-  bool sees(const Head& head, int64_t r, int64_t j) const {
+  bool is_visible(const Head& head, int64_t r, int64_t j) const {
     const int64_t i = head.query(r);
     const __int128 position = static_cast<__int128>(i) + p.mask.q_offset, left = p.mask.window_left,
                    right = p.mask.window_right;
@@ -66,7 +69,7 @@ struct Case {
     Range any{p.seqlen_k, 0};
     for (int64_t j = 0; j < p.seqlen_k; ++j)
       for (int64_t r = r0; r < r0 + rows; ++r)
-        if (sees(mask.head, r, j)) any = {min(any.begin, j), j + 1};
+        if (sees(r, j)) any = {min(any.begin, j), j + 1};
     const Range said = mask.keys_of_any(r0, rows);
     expect(any.empty() || (said.begin <= any.begin && any.end <= said.end), "keys_of_any", r0, rows);
     if (p.mask.blocks && r0 % kBlockRows == 0 && (rows % kBlockRows == 0 || r0 + rows == mask.head.count))
@@ -75,16 +78,16 @@ struct Case {
     for (int64_t n0 = 0; n0 < p.seqlen_k; n0 += 3)
       for (int64_t keys : {1, 3, 7}) {
         if (n0 + keys > p.seqlen_k) continue;
-        int64_t seen = 0;
+        int64_t count = 0;
         for (int64_t r = r0; r < r0 + rows; ++r)
-          for (int64_t j = n0; j < n0 + keys; ++j) seen += sees(mask.head, r, j);
+          for (int64_t j = n0; j < n0 + keys; ++j) count += sees(r, j);
         const Cover cover = mask.cover(r0, rows, n0, keys);
-        expect(cover != Cover::kFull || seen == rows * keys, "kFull", r0, n0);
-        expect(cover != Cover::kNone || seen == 0, "kNone", r0, n0);
-        if (!p.mask.blocks) expect((cover == Cover::kFull) == (seen == rows * keys), "full", r0, n0);
+        expect(cover != Cover::kFull || count == rows * keys, "kFull", r0, n0);
+        expect(cover != Cover::kNone || count == 0, "kNone", r0, n0);
+        if (!p.mask.blocks) expect((cover == Cover::kFull) == (count == rows * keys), "full", r0, n0);
         const Range all = mask.keys_of_all(r0, rows);
         if (all.begin <= n0 && n0 + keys <= all.end && !mask.any_holes(r0, rows))
-          expect(seen == rows * keys, "keys_of_all", r0, n0);
+          expect(count == rows * keys, "keys_of_all", r0, n0);
       }
   }
 
@@ -95,12 +98,12 @@ struct Case {
       const Range any = mask.rows_of_any(n0, keys, within), all = mask.rows_of_all(n0, keys);
       Range exact{within.end, within.begin};
       for (int64_t r = within.begin; r < within.end; ++r) {
-        int64_t seen = 0;
-        for (int64_t j = n0; j < n0 + keys; ++j) seen += sees(head, r, j);
-        if (seen > 0) exact = {min(exact.begin, r), r + 1};
-        expect(seen == 0 || any.contains(r), "rows_of_any", n0, r);
-        expect(seen == keys || !all.contains(r), "rows_of_all", n0, r);
-        if (!p.mask.blocks) expect(seen < keys || all.contains(r), "all rows_of_all", n0, r);
+        int64_t count = 0;
+        for (int64_t j = n0; j < n0 + keys; ++j) count += sees(r, j);
+        if (count > 0) exact = {min(exact.begin, r), r + 1};
+        expect(count == 0 || any.contains(r), "rows_of_any", n0, r);
+        expect(count == keys || !all.contains(r), "rows_of_all", n0, r);
+        if (!p.mask.blocks) expect(count < keys || all.contains(r), "all rows_of_all", n0, r);
       }
       if (!p.mask.blocks)
         expect(exact.empty() ? any.empty() : any.begin == exact.begin && any.end == exact.end, "rows_of_any exactly",
@@ -119,6 +122,8 @@ struct Case {
       p.score.bias.type = BiasType::kFloat32, p.score.bias.data = bias.data();
       bias_rows = scan(bias, p.score.bias), p.mask.bias_rows = bias_rows.data();
     }
+    for (int64_t r = 0; r < head.count; ++r)
+      for (int64_t j = 0; j < p.seqlen_k; ++j) seen.push_back(is_visible(head, r, j));
     const Mask mask(p, head);
     for (int64_t r0 = 0; needs_blocks(p) && r0 < head.count; r0 += kBlockRows)
       blocks.push_back(mask.summary_of<float>(r0, min(kBlockRows, head.count - r0)));
@@ -126,9 +131,9 @@ struct Case {
     for (int64_t r = 0; r < head.count; ++r) {
       Range exact{0, 0};
       for (int64_t j = 0; j < p.seqlen_k; ++j) {
-        if (sees(head, r, j)) exact = {exact.empty() ? j : exact.begin, j + 1};
-        expect(mask.sees<float>(r, j) == sees(head, r, j), "sees", r, j);
-        if (!mask.any_holes(r, 1)) expect(mask.keys_of(r).contains(j) == sees(head, r, j), "no holes", r, j);
+        if (sees(r, j)) exact = {exact.empty() ? j : exact.begin, j + 1};
+        expect(mask.sees<float>(r, j) == sees(r, j), "sees", r, j);
+        if (!mask.any_holes(r, 1)) expect(mask.keys_of(r).contains(j) == sees(r, j), "no holes", r, j);
       }
       const Range said = mask.exact_keys_of<float>(r);
       expect(exact.empty() ? said.empty() : said.begin == exact.begin && said.end == exact.end, "keys_of", r,

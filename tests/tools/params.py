@@ -3,89 +3,94 @@
 import ctypes
 import math
 import mmap
+from functools import partial
 
 import torch
 from torch import Tensor
 
+Fields = list[tuple[str, type]]
+SIZES = ("batch", "num_heads_q", "num_heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
+
+
+def of(kind: type, *names: str) -> Fields:
+    """Fields of one type."""
+    return [(name, kind) for name in names]
+
+
+pointers, integers, doubles = partial(of, ctypes.c_void_p), partial(of, ctypes.c_int64), partial(of, ctypes.c_double)
+
 
 class View(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p)] + [(name, ctypes.c_int64) for name in ("stride_b", "stride_h", "stride_s")]
+    _fields_ = pointers("data") + integers("stride_b", "stride_h", "stride_s")
 
 
 class Broadcast(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p)] + [(f"stride_{name}", ctypes.c_int64) for name in ("b", "h", "q", "k")]
+    _fields_ = pointers("data") + integers("stride_b", "stride_h", "stride_q", "stride_k")
 
 
 class Bias(ctypes.Structure):
-    _fields_ = [("view", Broadcast), ("type", ctypes.c_int)]
+    _fields_ = of(Broadcast, "view") + of(ctypes.c_int, "type")
 
 
 class Mask(ctypes.Structure):
     _fields_ = [
-        ("causal", ctypes.c_bool),
-        ("q_offset", ctypes.c_int64),
-        ("q_offsets", ctypes.c_void_p),
-        ("window_left", ctypes.c_int64),
-        ("window_right", ctypes.c_int64),
-        ("key_ranges", ctypes.c_void_p),
-        ("key_ranges_stride_b", ctypes.c_int64),
-        ("shown", Broadcast),
-        ("mask_rows", ctypes.c_void_p),
-        ("bias_rows", ctypes.c_void_p),
-        ("blocks", ctypes.c_void_p),
+        *of(ctypes.c_bool, "causal"),
+        *integers("q_offset"),
+        *pointers("q_offsets"),
+        *integers("window_left", "window_right"),
+        *pointers("key_ranges"),
+        *integers("key_ranges_stride_b"),
+        *of(Broadcast, "shown"),
+        *pointers("mask_rows", "bias_rows", "blocks"),
     ]
 
 
 class Score(ctypes.Structure):
     _fields_ = [
-        ("softcap", ctypes.c_double),
-        ("bias", Bias),
-        ("alibi_slopes", ctypes.c_void_p),
-        ("slopes_stride_b", ctypes.c_int64),
-        ("sinks", ctypes.c_void_p),
+        *doubles("softcap"),
+        *of(Bias, "bias"),
+        *pointers("alibi_slopes"),
+        *integers("slopes_stride_b"),
+        *pointers("sinks"),
     ]
 
 
 class Dropout(ctypes.Structure):
-    _fields_ = [("threshold", ctypes.c_uint32), ("seed", ctypes.c_void_p)]
+    _fields_ = of(ctypes.c_uint32, "threshold") + pointers("seed")
 
 
 class Packed(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")),
-        *((name, ctypes.c_int64) for name in ("total_q", "total_k")),
-        *((name, ctypes.c_void_p) for name in ("sequences", "default_offsets", "before")),
+        *pointers("cu_seqlens_q", "cu_seqlens_k", "seqused_k"),
+        *integers("total_q", "total_k"),
+        *pointers("sequences", "default_offsets", "before"),
     ]
 
 
 class Pages(ctypes.Structure):
-    _fields_ = [("table", ctypes.c_void_p), ("stride", ctypes.c_int64), ("size", ctypes.c_int64)]
-
-
-SIZES = ("batch", "num_heads_q", "num_heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
+    _fields_ = pointers("table") + integers("stride", "size")
 
 
 class BackwardParams(ctypes.Structure):
     """``BackwardParams`` of attention.h, which begins with ``ForwardParams``."""
 
-    _fields_ = (
-        [(name, View) for name in ("q", "k", "v", "out")]
-        + [(name, ctypes.c_void_p) for name in ("row_max", "row_sum", "lse")]
-        + [(name, ctypes.c_int64) for name in SIZES]
-        + [
-            ("pairs", ctypes.c_double),
-            ("softmax_scale", ctypes.c_double),
-            ("packed", Packed),
-            ("pages", Pages),
-            ("mask", Mask),
-            ("score", Score),
-            ("dropout", Dropout),
-        ]
-        + [("workspace", ctypes.c_void_p), ("counts", ctypes.c_void_p)]
-        + [(name, View) for name in ("dout", "dq", "dk", "dv")]
-        + [("dlse", ctypes.c_void_p), ("dbias", Bias), ("dslopes", ctypes.c_void_p), ("dsinks", ctypes.c_void_p)]
-        + [("part", ctypes.c_bool)]
-    )
+    _fields_ = [
+        *of(View, "q", "k", "v", "out"),
+        *pointers("row_max", "row_sum", "lse"),
+        *integers(*SIZES),
+        *doubles("pairs", "softmax_scale"),
+        *of(Packed, "packed"),
+        *of(Pages, "pages"),
+        *of(Mask, "mask"),
+        *of(Score, "score"),
+        *of(Dropout, "dropout"),
+        *pointers("workspace", "counts"),
+        *of(View, "dout", "dq", "dk", "dv"),
+        *pointers("dlse"),
+        *of(Bias, "dbias"),
+        *pointers("dslopes", "dsinks"),
+        *of(ctypes.c_bool, "part"),
+    ]
 
 
 def view(t: Tensor) -> View:

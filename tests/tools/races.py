@@ -13,7 +13,7 @@ from helpers import run
 from once import built
 from torch import Tensor
 
-INSTRUMENTED = ("-DPYATTN_RACES", "-fsanitize=thread", "-O1")
+INSTRUMENTED = ("-fsanitize=thread", "-O1")
 """The compiler calls the detector before each access to memory."""
 
 
@@ -22,7 +22,8 @@ def library() -> tuple[ctypes.CDLL, dict[int, str]]:
     """The kernels, and their names by address."""
 
     def build(folder: Path) -> Path:
-        return emulated.compile_kernels(emulated.ROOT, folder, INSTRUMENTED, "tests/tools/emulation/races.cpp")
+        detector = "-DPYATTN_RACES", "tests/tools/emulation/races.cpp"
+        return emulated.compile_kernels(emulated.ROOT, folder, INSTRUMENTED, *detector)
 
     path = built("races", build)
     kernels = emulated.load(path)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from backends import Backend
-from helpers import Case, Truth
+from helpers import Case, Truth, seeded
 from torch import Tensor
 
 from pyattn import attention_varlen
@@ -73,7 +73,7 @@ def results(call: Callable[..., Any], qkv: Inputs, dout: Tensor, dlse: Tensor, *
 
 def gradients_of(qkv: Inputs) -> tuple[Tensor, Tensor]:
     """dout and dlse, the same for the same shapes."""
-    torch.manual_seed(1)
+    seeded(1)
     q, _, v = qkv
     dlse = torch.randn(q.shape[1], len(q), dtype=torch.promote_types(q.dtype, torch.float32))
     return torch.randn(*q.shape[:2], v.shape[2]).to(q.dtype), dlse

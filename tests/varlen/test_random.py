@@ -5,16 +5,15 @@
 
 from dataclasses import replace
 from functools import partial
+from random import Random
 from typing import Any
 
 import case_options
 import pytest
 import torch
 from assertions import check_examples
-from attention.test_random import cases
-from helpers import DTYPES, assert_equal
-from hypothesis import given
-from hypothesis import strategies as st
+from attention.test_random import drawn_case
+from helpers import DTYPES, assert_equal, seeded
 from varlen.cases import Unpadded
 from varlen.test_pages import Paged
 
@@ -22,15 +21,12 @@ import pyattn
 from pyattn import attention_varlen
 
 
-@st.composite
-def laid_out_anew(draw: st.DrawFn, x: Any) -> Any:
+def laid_out_anew(draw: Random, x: Any) -> Any:
     """An integer tensor unchanged, in int32, or with other strides; anything else unchanged."""
     if not isinstance(x, torch.Tensor):
         return x
-    x = x.int() if x.dim() > 1 and draw(st.booleans()) else x  # offsets and cumulative lengths may need all 64 bits
-    return draw(
-        st.sampled_from([x, case_options.strided(x), x.mT.contiguous().mT if x.dim() == 2 else x.repeat(2)[: len(x)]])
-    )
+    x = x.int() if x.dim() > 1 and draw.random() < 0.5 else x  # offsets and cumulative lengths may need all 64 bits
+    return draw.choice([x, case_options.strided(x), x.mT.contiguous().mT if x.dim() == 2 else x.repeat(2)[: len(x)]])
 
 
 @pytest.mark.usefixtures("threads")
@@ -38,17 +34,13 @@ def test_accuracy(request: pytest.FixtureRequest) -> None:
     """Each sequence equals the same in a padded batch, and has the same bits with keys in pages."""
     torch.set_num_threads(1)
 
-    @given(data=st.data())
-    def check(data: st.DataObject) -> None:
-        case = replace(data.draw(cases()), bias="", batch=data.draw(st.integers(1, 5)))
-        queries, keys = (
-            data.draw(st.lists(st.integers(0, n), min_size=case.batch, max_size=case.batch))
-            for n in (case.seqlen_q, case.seqlen_k)
-        )
-        dtype = data.draw(st.sampled_from(DTYPES))
-        pyattn.set_isa(data.draw(st.sampled_from(pyattn.isas())))
-        torch.manual_seed(data.draw(st.integers(0, 2**32)))
-        page_size = data.draw(st.integers(16, 100))
+    def check(draw: Random) -> None:
+        case = replace(drawn_case(draw), bias="", batch=draw.randint(1, 5))
+        queries, keys = ([draw.randint(0, n) for _ in range(case.batch)] for n in (case.seqlen_q, case.seqlen_k))
+        dtype = draw.choice(DTYPES)
+        pyattn.set_isa(draw.choice(pyattn.isas()))
+        seeded(draw.getrandbits(32))
+        page_size = draw.randint(16, 100)
         unpadded = Unpadded(case, queries, keys)
         truth = unpadded.truth(dtype)
         truth.assert_allows(partial(unpadded.attend, attention_varlen))
@@ -60,15 +52,15 @@ def test_accuracy(request: pytest.FixtureRequest) -> None:
             "key_ranges": unpadded.ranges[unpadded.is_query],
             "return_lse": True,
         }
-        if data.draw(st.booleans()):
+        if draw.random() < 0.5:
             options["q_offset"] = torch.tensor([case.q_offset or n for n in unpadded.offset.tolist()])
-        used = torch.tensor([data.draw(st.integers(0, n)) for n in keys]) if data.draw(st.booleans()) else None
+        used = torch.tensor([draw.randint(0, n) for n in keys]) if draw.random() < 0.5 else None
         options["key_ranges"] = options["key_ranges"].clamp(max=min(keys if used is None else used.tolist()))
         packing = unpadded.packed.packing
         whole = attention_varlen(q, k, v, *packing, seqused_k=used, **options)
-        learned = q.clone().requires_grad_(data.draw(st.booleans()))  # pages are copied if a gradient is needed
-        changed = [data.draw(laid_out_anew(x)) for x in (*packing[:2], paged.table, used)]
-        options |= {name: data.draw(laid_out_anew(options[name])) for name in ("q_offset", "key_ranges")}
+        learned = q.clone().requires_grad_(draw.random() < 0.5)  # pages are copied if a gradient is needed
+        changed = [laid_out_anew(draw, x) for x in (*packing[:2], paged.table, used)]
+        options |= {name: laid_out_anew(draw, options[name]) for name in ("q_offset", "key_ranges")}
         parts = attention_varlen(
             learned,
             paged.of(k),

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pyattn import attention_weights
+from pyattn import attention_weights, dropout_mask
 from pyattn.arguments import check_sizes
-from pyattn.dropout import draw_seed, kept_weights
+from pyattn.dropout import draw_seed
 
 Results = Tensor | tuple[Tensor, Tensor, Tensor]
 """out, or with return_attn_probs (out, softmax_lse, S_dmask)."""
@@ -23,7 +23,7 @@ def seed_for(q: Tensor, dropout_p: float) -> Tensor | None:
 
 
 @torch.no_grad()
-def signed(q: Tensor, k: Tensor, options: dict[str, Any], first: int = 0) -> Tensor:
+def signed(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
     """The softmax of q (B, Hq, Sq, D) and k (B, Hkv, Sk, D), negative where the weight is dropped.
 
     flash-attn leaves the scale of these numbers open; here they are the weights before dropout's rescaling, 0 for
@@ -32,23 +32,19 @@ def signed(q: Tensor, k: Tensor, options: dict[str, Any], first: int = 0) -> Ten
     Args:
         q, k: the inputs of attention.
         options: its options, with dropout_p and dropout_seed.
-        first: number of the batch's first sequence, from which dropout counts.
 
     Returns:
         (B, Hq, Sq, Sk) in q's dtype, its last two sizes rounded up to multiples of 128 with zeros; of shape (0,)
         without dropout.
     """
-    scores = dict(options)
-    dropout_p, seed = scores.pop("dropout_p"), scores.pop("dropout_seed")
-    if not dropout_p:
+    if not options["dropout_p"]:
         return q.new_empty(0)
-    weights = attention_weights(q, k, **scores)
-    batch, num_heads, seqlen_q, seqlen_k = weights.shape
-    head = torch.arange(first * num_heads, (first + batch) * num_heads, device=q.device).view(batch, num_heads, 1)
-    kept = kept_weights(seed, head, torch.arange(seqlen_q, device=q.device), seqlen_k, dropout_p)
-    return pad(torch.where(kept, weights, -weights), (0, -seqlen_k % MULTIPLE, 0, -seqlen_q % MULTIPLE))
+    weights = attention_weights(q, k, **options | {"dropout_p": 0.0})
+    seqlen_q, seqlen_k = weights.shape[2:]
+    return _with_signs(pad(weights, (0, -seqlen_k % MULTIPLE, 0, -seqlen_q % MULTIPLE)), options)
 
 
+@torch.no_grad()
 def signed_packed(
     q: Tensor,
     k: Tensor,
@@ -65,11 +61,19 @@ def signed_packed(
     batch, slopes = len(starts_q) - 1, options["alibi_slopes"]
     check_sizes(batch=batch, num_heads=q.shape[1], max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     rows, columns = (-(-seqlen // MULTIPLE) * MULTIPLE for seqlen in (max_seqlen_q, max_seqlen_k))
-    result = q.new_zeros(batch, q.shape[1], rows, columns)
+    weights = q.new_zeros(batch, q.shape[1], rows, columns)
     for b in range(batch):
         queries = q[starts_q[b] : starts_q[b + 1]].transpose(0, 1)[None]
         keys = k[starts_k[b] : starts_k[b + 1]].transpose(0, 1)[None]
-        own = options | {"alibi_slopes": slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes}
-        weights = signed(queries, keys, own, first=b)
-        result[b, :, : weights.shape[2], : weights.shape[3]] = weights[0]
-    return result
+        of_b = slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes
+        own = options | {"alibi_slopes": of_b, "dropout_p": 0.0}
+        weights[b, :, : queries.shape[2], : keys.shape[2]] = attention_weights(queries, keys, **own)[0]
+    return _with_signs(weights, options)
+
+
+def _with_signs(weights: Tensor, options: dict[str, Any]) -> Tensor:
+    """The weights (B, Hq, Sq, Sk), negative where these options drop them."""
+    batch, num_heads, seqlen_q, seqlen_k = weights.shape
+    sizes = batch, num_heads, seqlen_q, seqlen_k
+    kept = dropout_mask(options["dropout_seed"], *sizes, options["dropout_p"])
+    return torch.where(kept, weights, -weights)

@@ -1,11 +1,11 @@
 """Promise: flash_attn_with_kvcache attends over a cache that the caller owns, and writes it in place."""
 
 import math
-import re
 
 import pytest
 import torch
-from adapters.flash_attn.formula import turned
+from adapters.flash_attn.formula import plain, turned
+from assertions import refused
 from torch.testing import assert_close
 
 from pyattn.adapters.flash_attn import flash_attn_func, flash_attn_with_kvcache
@@ -13,47 +13,19 @@ from pyattn.adapters.flash_attn import flash_attn_func, flash_attn_with_kvcache
 SLOTS = 40
 
 
-def expected(
-    q,
-    keys,
-    values,
-    k,
-    v,
-    length,
-    pad,
-    angle=None,
-    causal=False,
-    window=(-1, -1),
-    softcap=0.0,
-    slopes=None,
-    interleaved=True,
-):
+def expected(q, keys, values, k, v, length, pad, angle, interleaved=True, **options):
     """One sequence by flash-attn's documentation, keys (slots, Hkv, D): out, lse, and the updated cache."""
     seqlen_q, new = q.shape[0], 0 if k is None else k.shape[0]
     if angle is not None:
-        moving = causal or window != (-1, -1)
+        moving = "causal" in options or "window_size" in options
         q = turned(q, length + torch.arange(seqlen_q) * moving, angle, interleaved)
         k = turned(k, length + torch.arange(new), angle, interleaved)
     keys, values = keys.clone(), values.clone()
     if k is not None:
         keys[length : length + new], values[length : length + new] = k, v
     end = length + new
-    groups = q.shape[1] // keys.shape[1]
-    seen_k, seen_v = (t[pad:end].repeat_interleave(groups, 1) for t in (keys, values))
-    scores = torch.einsum("ihd,jhd->hij", q, seen_k) / math.sqrt(q.shape[2])
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    position, key = torch.arange(seqlen_q)[:, None] + end - seqlen_q, torch.arange(pad, end)
-    if slopes is not None:
-        scores = scores - slopes.double()[:, None, None] * (position - key).abs()
-    left, right = (window[0], 0) if causal else window
-    seen = (key >= position - left) | (left < 0)
-    seen &= (key <= position + right) | (right < 0)
-    scores = scores.masked_fill(~seen, -math.inf)
-    lse = scores.logsumexp(-1)
-    weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
-    lse = torch.where(lse == -math.inf, math.inf, lse)
-    return torch.einsum("hij,jhd->ihd", weights, seen_v), lse, keys, values
+    out, lse, _ = plain(q[None], keys[None, pad:end], values[None, pad:end], **options)
+    return out[0], lse[0], keys, values
 
 
 PLACES = ["plain", "longer", "batch_idx", "paged", "leftpad"]
@@ -63,8 +35,8 @@ CALLS = [
     {"seqlen_q": 5, "new": None, "causal": True, "softcap": 2.0},
     {"seqlen_q": 1, "new": 1, "causal": True, "rotary": 8, "interleaved": False},
     {"seqlen_q": 4, "new": 4, "rotary": 4, "interleaved": True},
-    {"seqlen_q": 6, "new": 2, "causal": True, "window": (5, 3), "rotary": 8, "interleaved": True, "slopes": True},
-    {"seqlen_q": 3, "new": 7, "window": (4, 2), "rotary": 6, "interleaved": False},
+    {"seqlen_q": 6, "new": 2, "causal": True, "window_size": (5, 3), "rotary": 8, "interleaved": True, "slopes": True},
+    {"seqlen_q": 3, "new": 7, "window_size": (4, 2), "rotary": 6, "interleaved": False},
 ]
 
 
@@ -74,6 +46,7 @@ def test_the_documented_formula(call, place):
     """In float64, with NaN in every slot that holds no sequence."""
     call = dict(call)
     seqlen_q, new, rotary = call.pop("seqlen_q"), call.pop("new"), call.pop("rotary", 0)
+    interleaved = call.pop("interleaved", True)
     batch, lengths, pads = 3, torch.tensor([7, 0, 29]), [0, 0, 0]
     if new is None:
         lengths = torch.tensor([7, 1, SLOTS])
@@ -104,27 +77,26 @@ def test_the_documented_formula(call, place):
         padded = torch.cat([caches, caches.new_full((2, batch, 8, 2, 8), math.nan)], 2)
         storage[:, table] = padded.unflatten(2, (3, 16))
         named["block_table"] = table.int()
+        named["block_table"][1, 1:] = -7  # its sequence ends in its first page
     rotations = {} if angle is None else {"rotary_cos": angle.cos(), "rotary_sin": angle.sin()}
-    options = {"causal": call.get("causal", False), "softcap": call.get("softcap", 0.0)}
     out, lse = flash_attn_with_kvcache(
         q,
         *storage,
         k,
         v,
         cache_seqlens=lengths.int(),
-        window_size=call.get("window", (-1, -1)),
-        rotary_interleaved=call.get("interleaved", True),
+        rotary_interleaved=interleaved,
         alibi_slopes=slopes,
         return_softmax_lse=True,
-        **options,
+        **call,
         **rotations,
         **named,
     )
     after = storage[:, order] if place != "paged" else storage[:, table].flatten(2, 3)[:, :, :SLOTS]
     for b in range(batch):
         tokens = (None, None) if k is None else (k[b], v[b])
-        own = {"slopes": None if slopes is None else slopes[b], "angle": angle, **call}
-        wanted = expected(q[b], *caches[:, b], *tokens, int(lengths[b]), pads[b], **own)
+        own = {"alibi_slopes": None if slopes is None else slopes[b], **call}
+        wanted = expected(q[b], *caches[:, b], *tokens, int(lengths[b]), pads[b], angle, interleaved, **own)
         got = out[b], lse[b], *after[:, b]
         assert_close(got, wanted, rtol=1e-11, atol=1e-12, equal_nan=True)
 
@@ -176,44 +148,42 @@ def test_wrong_arguments_are_refused_and_leave_the_cache():
     angle = torch.rand(20, 8)
 
     def wrong(error, message, q=q, k=k, v=v, cache_seqlens=two, **options):
-        with pytest.raises(error, match=f"^{re.escape(message)}"):
+        with refused(error, message):
             flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, **options)
         assert torch.equal(k_cache, before)
 
-    together = "pyattn: k, v and cache_seqlens must be given together, got no "
+    together = "k, v and cache_seqlens must be given together, got no "
     wrong(ValueError, together + "v", v=None)
     wrong(ValueError, together + "k", k=None)
     wrong(ValueError, together + "cache_seqlens", cache_seqlens=None)
-    room = (
-        "pyattn: each of cache_seqlens must be at least 0, and with 3 new positions at most the 20 of the cache, got "
-    )
+    room = "each of cache_seqlens must be at least 0, and with 3 new positions at most the 20 of the cache, got "
     wrong(ValueError, room + "[18, 0]", cache_seqlens=torch.tensor([18, 0], dtype=torch.int32))
     wrong(RuntimeError, room + "[-1, 0]", cache_seqlens=two - 2 * two)
     wrong(ValueError, room + "[18, 18]", cache_seqlens=18)
-    wrong(ValueError, "pyattn: cache_seqlens must be at least 0, got -1", cache_seqlens=-1)
-    wrong(TypeError, "pyattn: cache_seqlens must be int32, got torch.int64", cache_seqlens=two.long())
-    wrong(ValueError, "pyattn: cache_seqlens must have shape (2,), got (1,)", cache_seqlens=two[:1])
-    wrong(TypeError, "pyattn: k must have the cache's dtype, torch.float32, got torch.float16", k=k.half())
-    wrong(TypeError, "pyattn: k_cache must have q's dtype, torch.float16, got torch.float32", q=q.half())
-    wrong(ValueError, "pyattn: v must have shape (batch, new, num_heads_kv, head_dim), for q", v=v[:, 1:])
-    wrong(ValueError, "pyattn: q, k_cache and v_cache must have shapes", q=q[:, :, :3])
+    wrong(ValueError, "cache_seqlens must be at least 0, got -1", cache_seqlens=-1)
+    wrong(TypeError, "cache_seqlens must be int32, got torch.int64", cache_seqlens=two.long())
+    wrong(ValueError, "cache_seqlens must have shape (2,), got (1,)", cache_seqlens=two[:1])
+    wrong(TypeError, "k must have the cache's dtype, torch.float32, got torch.float16", k=k.half())
+    wrong(TypeError, "k_cache must have q's dtype, torch.float16, got torch.float32", q=q.half())
+    wrong(ValueError, "v must have shape (batch, new, num_heads_kv, head_dim), for q", v=v[:, 1:])
+    wrong(ValueError, "q, k_cache and v_cache must have shapes", q=q[:, :, :3])
     wrong(
         ValueError,
-        "pyattn: k_cache must have q's 3 sequences, got 2",
+        "k_cache must have q's 3 sequences, got 2",
         *(torch.randn(3, 3, 3, 4, 16)),
         torch.zeros(3).int(),
     )
-    wrong(TypeError, "pyattn: num_splits must be int, got None", num_splits=None)
+    wrong(TypeError, "num_splits must be int, got None", num_splits=None)
 
-    index = "pyattn: each of cache_batch_idx must be between 0 and 1, got 2 at 1"
+    index = "each of cache_batch_idx must be between 0 and 1, got 2 at 1"
     wrong(ValueError, index, cache_batch_idx=torch.tensor([0, 2], dtype=torch.int32))
-    wrong(TypeError, "pyattn: cache_batch_idx must be int32, got torch.int64", cache_batch_idx=two.long())
-    rows = "pyattn: rotary_cos, rotary_sin and k must be given together, got no "
+    wrong(TypeError, "cache_batch_idx must be int32, got torch.int64", cache_batch_idx=two.long())
+    rows = "rotary_cos, rotary_sin and k must be given together, got no "
     wrong(ValueError, rows + "rotary_sin", rotary_cos=angle)
     wrong(ValueError, rows + "k", k=None, v=None, rotary_cos=angle, rotary_sin=angle)
-    dtype = "pyattn: rotary_sin must have q's dtype, torch.float32, got torch.float64"
+    dtype = "rotary_sin must have q's dtype, torch.float32, got torch.float64"
     wrong(TypeError, dtype, rotary_cos=angle, rotary_sin=angle.double())
-    rows = "pyattn: rotary_cos and rotary_sin must have at least the cache's 20 positions and at most head_dim / 2 = 8 "
+    rows = "rotary_cos and rotary_sin must have at least the cache's 20 positions and at most head_dim / 2 = 8 "
     wrong(ValueError, rows + "columns, got (19, 8) and (19, 8)", rotary_cos=angle[1:], rotary_sin=angle[1:])
     wrong(
         ValueError,
@@ -225,13 +195,13 @@ def test_wrong_arguments_are_refused_and_leave_the_cache():
     table = torch.tensor([[0], [1]], dtype=torch.int32)
     wrong(
         NotImplementedError,
-        "pyattn: a block_table takes no cache_leftpad, got both",
+        "a block_table takes no cache_leftpad, got both",
         cache_leftpad=two,
         block_table=table,
     )
-    wrong(NotImplementedError, "pyattn: a block_table takes no cache_batch_idx", cache_batch_idx=two, block_table=table)
+    wrong(NotImplementedError, "a block_table takes no cache_batch_idx", cache_batch_idx=two, block_table=table)
     wrong(RuntimeError, room.replace("of the cache", "that block_table lists"), cache_seqlens=18, block_table=table)
-    wrong(ValueError, "pyattn: ", block_table=table + 1)
-    wrong(TypeError, "pyattn: block_table must be int32, got torch.int64", block_table=table.long())
-    pad = "pyattn: each of cache_leftpad must be between 0 and its sequence's length, [4, 3], got [1, 4]"
+    wrong(ValueError, "block_table must hold pages from 0 to 1, got 2 at [1, 0]", block_table=table + 1)
+    wrong(TypeError, "block_table must be int32, got torch.int64", block_table=table.long())
+    pad = "each of cache_leftpad must be between 0 and its sequence's length, [4, 3], got [1, 4]"
     wrong(ValueError, pad, cache_leftpad=torch.tensor([1, 4], dtype=torch.int32))

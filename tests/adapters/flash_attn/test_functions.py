@@ -1,9 +1,13 @@
 """Promise: flash-attn's functions over batches and packed sequences give the results that it documents."""
 
+import functools
 import math
 
+import assertions
 import pytest
 import torch
+from adapters.flash_attn.formula import plain
+from adapters.gradients import with_gradients
 from helpers import DTYPES, Case, assert_case_accurate
 from torch.testing import assert_close
 
@@ -27,9 +31,10 @@ CASES = [
 
 
 def called(options):
-    """The options of pyattn.attention under flash-attn's names."""
+    """The options of pyattn.attention under flash-attn's names, and that all results are wanted."""
     renamed = {"window": "window_size"}
-    return {renamed.get(name, name): value for name, value in options.items() if name != "q_offset"}
+    own = {renamed.get(name, name): value for name, value in options.items() if name != "q_offset"}
+    return own | {"return_attn_probs": True}
 
 
 def heads_first(results):
@@ -40,12 +45,10 @@ def heads_first(results):
 def of_batch(q, k, v, return_lse, **options):
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     if q.shape == k.shape == v.shape:
-        packed = flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), **called(options), return_attn_probs=True)
-        return heads_first(packed)
+        return heads_first(flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), **called(options)))
     if k.shape == v.shape:
-        packed = flash_attn_kvpacked_func(q, torch.stack([k, v], 2), **called(options), return_attn_probs=True)
-        return heads_first(packed)
-    return heads_first(flash_attn_func(q, k, v, **called(options), return_attn_probs=True))
+        return heads_first(flash_attn_kvpacked_func(q, torch.stack([k, v], 2), **called(options)))
+    return heads_first(flash_attn_func(q, k, v, **called(options)))
 
 
 def of_packed(q, k, v, return_lse, **options):
@@ -53,7 +56,7 @@ def of_packed(q, k, v, return_lse, **options):
     seqlen_k = k.shape[2]
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
     starts_q, starts_k = (torch.arange(batch + 1, dtype=torch.int32) * n for n in (seqlen_q, seqlen_k))
-    options = called(options) | {"return_attn_probs": True}
+    options = called(options)
     if q.shape == k.shape == v.shape and seqlen_q == seqlen_k:
         results = flash_attn_varlen_qkvpacked_func(torch.stack([q, k, v], 1), starts_q, seqlen_q, **options)
     elif k.shape == v.shape:
@@ -74,30 +77,6 @@ def test_accurate(case, dtype, attend):
     assert_case_accurate(case, dtype, attend)
 
 
-def plain(q, k, v, kept=None, dropout_p=0.0, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None):
-    """flash-attn's documentation as a formula: q (B, Sq, H, D) -> out, lse, weights before dropout."""
-    seqlen_q, seqlen_k, groups = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
-    k, v = (t.repeat_interleave(groups, 2) for t in (k, v))
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[3])
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    position = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
-    key, (left, right) = torch.arange(seqlen_k), window_size
-    if alibi_slopes is not None:
-        slopes = alibi_slopes.double().expand(q.shape[0], -1)[:, :, None, None]
-        scores = scores - slopes * (position - key).abs()
-    seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
-    seen &= (key <= position) if causal else True
-    seen &= (key >= position - left) if left >= 0 else True
-    seen &= (key <= position + right) if right >= 0 else True
-    weights = torch.where(seen, torch.exp(scores), 0.0)
-    total = weights.sum(-1, keepdim=True)
-    weights = weights / torch.where(total > 0, total, 1.0)
-    lse = torch.where(total > 0, total.log(), math.inf)[..., 0]
-    dropped = weights if kept is None else torch.where(kept, weights, 0.0) / (1 - dropout_p)
-    return torch.einsum("bhij,bjhd->bihd", dropped, v), lse, weights
-
-
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(12, 12), (5, 20), (20, 5), (1, 9), (9, 1)])
 @pytest.mark.parametrize(
     "options",
@@ -112,18 +91,12 @@ def plain(q, k, v, kept=None, dropout_p=0.0, causal=False, window_size=(-1, -1),
     ids=str,
 )
 def test_the_documented_formula(options, seqlen_q, seqlen_k):
-    q = torch.randn(2, seqlen_q, 4, 8, dtype=torch.float64, requires_grad=True)
-    k, v = (torch.randn(2, seqlen_k, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, **options)
-    expected, expected_lse, _ = plain(q, k, v, **options)
-    assert_close((out, lse), (expected, expected_lse), rtol=1e-12, atol=1e-12)
-    dout = torch.randn(2, 4, seqlen_q, 8, dtype=torch.float64).transpose(1, 2)
-    assert_close(
-        torch.autograd.grad(out, (q, k, v), dout),
-        torch.autograd.grad(expected, (q, k, v), dout),
-        rtol=1e-12,
-        atol=1e-12,
+    qkv = torch.randn(2, seqlen_q, 4, 8).double(), *torch.randn(2, 2, seqlen_k, 2, 8).double()
+    ours, expected = (
+        with_gradients(lambda *qkv, f=function: f(*qkv, **options)[:2], *qkv)
+        for function in (functools.partial(flash_attn_func, return_attn_probs=True), plain)
     )
+    assertions.assert_close(ours, expected)
 
 
 def test_queries_that_see_no_key():
@@ -143,22 +116,20 @@ def test_queries_that_see_no_key():
 def test_sequences_of_any_length():
     lengths_q, lengths_k = [3, 0, 17, 1, 5], [3, 4, 30, 1, 0]
     starts_q, starts_k = (torch.tensor([0, *n]).cumsum(0, dtype=torch.int32) for n in (lengths_q, lengths_k))
-    q = torch.randn(28, 4, 8, dtype=torch.float64, requires_grad=True)  # the last two belong to no sequence
-    kv = torch.randn(38, 2, 2, 8, dtype=torch.float64, requires_grad=True)
+    q = torch.randn(28, 4, 8, dtype=torch.float64)  # the last two belong to no sequence
+    kv = torch.randn(38, 2, 2, 8, dtype=torch.float64)
     packing = starts_q, starts_k, 17, 30
-    slopes = torch.rand(5, 4)
-    options = {"causal": True, "softcap": 3.0, "alibi_slopes": slopes}
-    out, lse, _ = flash_attn_varlen_kvpacked_func(
-        q, kv, *packing, window_size=(8, -1), return_attn_probs=True, **options
-    )
-    expected, expected_lse = reference.attention_varlen(
-        q, *kv.unbind(1), *packing, window=(8, -1), return_lse=True, **options
-    )
-    assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    assert_close(lse, torch.where(expected_lse == -math.inf, math.inf, expected_lse), rtol=1e-12, atol=1e-12)
-    dout = torch.randn_like(out)
-    grads = (torch.autograd.grad(x, (q, kv), dout) for x in (out, expected))
-    assert_close(*grads, rtol=1e-12, atol=1e-12)
+    options = {"causal": True, "softcap": 3.0, "alibi_slopes": torch.rand(5, 4)}
+
+    def ours(q, kv):
+        window = {"window_size": (8, -1)}
+        return flash_attn_varlen_kvpacked_func(q, kv, *packing, return_attn_probs=True, **window, **options)[:2]
+
+    def expected(q, kv):
+        out, lse = reference.attention_varlen(q, *kv.unbind(1), *packing, window=(8, -1), return_lse=True, **options)
+        return out, torch.where(lse == -math.inf, math.inf, lse)
+
+    assertions.assert_close(with_gradients(ours, q, kv), with_gradients(expected, q, kv))
 
 
 def test_pages():
@@ -198,19 +169,15 @@ def test_windows_as_flash_attn_takes_them():
 
 
 def test_s_dmask_is_the_softmax_with_dropouts_choice_in_its_signs():
-    q = torch.randn(2, 150, 4, 8, dtype=torch.float64, requires_grad=True)
-    k, v = (torch.randn(2, 130, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    options = {"causal": True, "window_size": (60, 0), "softcap": 5.0}
-    out, _, signed = flash_attn_func(q, k, v, 0.25, return_attn_probs=True, **options)
+    qkv = torch.randn(2, 150, 4, 8).double(), *torch.randn(2, 2, 130, 2, 8).double()
+    options = {"dropout_p": 0.25, "causal": True, "window_size": (60, 0), "softcap": 5.0}
+    ours = with_gradients(lambda *qkv: flash_attn_func(*qkv, return_attn_probs=True, **options), *qkv)
+    signed = ours[2]
     assert signed.shape == (2, 4, 256, 256)
     assert signed[:, :, 150:].count_nonzero() == signed[..., 130:].count_nonzero() == 0
     signed = signed[:, :, :150, :130]
-    expected, _, weights = plain(q, k, v, signed >= 0, 0.25, **options)
-    assert_close(signed.abs(), weights.detach(), rtol=1e-10, atol=1e-12)
-    assert_close(out, expected, rtol=1e-10, atol=1e-12)
-    dout = torch.randn_like(out)
-    grads = (torch.autograd.grad(x, (q, k, v), dout) for x in (out, expected))
-    assert_close(*grads, rtol=1e-10, atol=1e-10)
+    out, _, weights, *grads = with_gradients(lambda *qkv: plain(*qkv, signed >= 0, **options), *qkv)
+    assert_close((ours[0], signed.abs(), *ours[3:]), (out, weights, *grads), rtol=1e-10, atol=1e-12)
     dropped = (signed < 0).sum() / (weights > 0).sum()
     assert abs(dropped - 0.25) < 0.02
 

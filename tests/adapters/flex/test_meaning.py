@@ -1,12 +1,11 @@
 """Promise: on a CPU, FlexAttention's common masks and scores mean what they mean in torch, gradients included."""
 
-import doctest
-
 import pytest
 import torch
+from adapters.gradients import assert_accurate
 from torch.nn.attention import flex_attention as torch_flex
-from yardstick import assert_accurate
 
+from pyattn import reference
 from pyattn.adapters.flex import (
     AuxRequest,
     alibi,
@@ -20,7 +19,6 @@ from pyattn.adapters.flex import (
     sliding_window,
     softcap,
 )
-from pyattn.adapters.flex import attention as flex_native
 
 LENGTHS = [(90, 90), (40, 90), (90, 60)]
 
@@ -130,18 +128,17 @@ def test_scores(score, name):
 
 @every_mask
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("block_size", [128, (16, 32)], ids=str)
-def test_blocks_are_torchs(name, lengths, block_size):
+@pytest.mark.parametrize(("heads", "block_size"), [(None, 128), (3, (16, 32))])
+def test_blocks_are_torchs(name, lengths, heads, block_size):
     mask_mod = MASKS[name]()
-    for sizes in ((2, None, *lengths), (2, 3, *lengths)):
-        ours, theirs = (
-            make(mask_mod, *sizes, device="cpu", BLOCK_SIZE=block_size)
-            for make in (create_block_mask, torch_flex.create_block_mask)
-        )
-        assert ours.mask_mod is theirs.mask_mod is mask_mod
-        for mine, other in zip(ours.as_tuple()[:-1], theirs.as_tuple()[:-1], strict=True):
-            assert torch.equal(mine, other) if isinstance(mine, torch.Tensor) else mine == other
-    together = create_block_mask(mask_mod, 2, 3, *lengths, "cpu", block_size, separate_full_blocks=False)
+    ours, theirs = (
+        make(mask_mod, 2, heads, *lengths, device="cpu", BLOCK_SIZE=block_size)
+        for make in (create_block_mask, torch_flex.create_block_mask)
+    )
+    assert ours.mask_mod is theirs.mask_mod is mask_mod
+    for mine, other in zip(ours.as_tuple()[:-1], theirs.as_tuple()[:-1], strict=True):
+        assert torch.equal(mine, other) if isinstance(mine, torch.Tensor) else mine == other
+    together = create_block_mask(mask_mod, 2, heads, *lengths, "cpu", block_size, separate_full_blocks=False)
     assert together.full_kv_num_blocks is None
     assert torch.equal(together.to_dense(), theirs.to_dense())
 
@@ -154,47 +151,24 @@ def test_blocks_of_a_long_sequence():
     assert int(block_mask.full_kv_num_blocks.sum()) == 32 * 6
 
 
-def formula(q, k, v, mask_mod, score_mod, slopes):
-    """Plain torch, with the mask and ALiBi's distances written out."""
-    k, v = (t.repeat_interleave(2, 1) for t in (k, v))
-    scores = q @ k.mT / q.shape[-1] ** 0.5
-    if score_mod == "softcap":
-        scores = 2 * torch.tanh(scores / 2)
-    if score_mod == "alibi":
-        distance = torch.arange(q.shape[2])[:, None] + 3 - torch.arange(k.shape[2])
-        scores = scores - slopes[:, None, None] * distance.abs()
-    mask = torch_flex.create_mask(mask_mod, 2, 1, q.shape[2], k.shape[2], device="cpu")
-    hidden = ~mask.any(-1, keepdim=True)
-    weights = scores.masked_fill(~mask, float("-inf")).masked_fill(hidden, 0.0).softmax(-1)
-    return weights.masked_fill(hidden, 0.0) @ v
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["causal", "behind", "all of them", "nested", "prefixes"])
 @pytest.mark.parametrize("score", [None, "softcap", "alibi"])
 def test_gradients(dtype, name, score):
     """By the rule of yardstick.py; torch's own function has no gradients on a CPU."""
-    mask_mod, tensors, dout = MASKS[name](), inputs((40, 90), dtype), torch.randn(2, 4, 40, 9)
-    tensors = (*tensors, torch.rand(4).to(dtype))
+    mask_mod, slopes = MASKS[name](), torch.rand(4).to(dtype)
     block_mask = create_block_mask(mask_mod, 2, None, 40, 90, device="cpu")
 
     def native(q, k, v, slopes):
         score_mod = {"softcap": softcap(2.0), "alibi": alibi(slopes, 3)}.get(score)
         return flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True)
 
-    def results(function, tensors):
-        leaves = [t.detach().requires_grad_() for t in tensors]
-        out = function(*leaves)
-        return out.detach(), *torch.autograd.grad(out, leaves[: None if score == "alibi" else 3], dout.to(out.dtype))
-
     def plain(q, k, v, slopes):
-        return formula(q, k, v, mask_mod, score, slopes)
+        scores = {"softcap": {"softcap": 2.0}, "alibi": {"alibi_slopes": slopes, "q_offset": 3}}
+        mask = torch_flex.create_mask(mask_mod, 2, 1, 40, 90, device="cpu")
+        return reference.attention(q, k, v, causal=False, mask=mask, **scores.get(score, {}))
 
-    ours, others = results(native, tensors), results(plain, tensors)
-    exact = results(plain, [t.double() for t in tensors])
-    for part, mine, other, truth in zip(("out", "dq", "dk", "dv", "dslopes"), ours, others, exact, strict=False):
-        assert mine.dtype == dtype
-        assert_accurate(part, mine, other, truth)
+    assert_accurate(native, plain, *inputs((40, 90), dtype), slopes)
 
 
 @pytest.mark.parametrize("lengths", [(0, 3), (3, 0), (0, 0)], ids=str)
@@ -250,9 +224,3 @@ def test_decoding_with_rows_of_a_mask():
         row.seq_lengths, row.mask_mod = (1, 90), causal(at)
         out = flex_attention(q[:, :, position : position + 1], k, v, block_mask=row, enable_gqa=True)
         torch.testing.assert_close(out, full[:, :, position : position + 1], rtol=1e-12, atol=1e-12)
-
-
-def test_the_docstrings_examples_run():
-    tested = doctest.testmod(flex_native)
-    assert tested.attempted > 0
-    assert not tested.failed

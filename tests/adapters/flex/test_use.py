@@ -127,7 +127,8 @@ def test_compiled(make, dynamic):
     def step(q, k, v, block_mask):
         return flex_attention(q, k, v, alibi(slopes), block_mask, return_aux=AuxRequest(lse=True))
 
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    backend = "eager" if dynamic else "aot_eager"
+    compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=dynamic)
     block_mask = blocks(and_masks(causal(), document(IDS)), make=make)
     results = []
     inputs = [t.requires_grad_() for t in tensors()]
@@ -145,7 +146,7 @@ def test_compiled(make, dynamic):
 def test_a_mask_made_in_a_compiled_function():
     mask_mod = and_masks(causal(), document(IDS))
 
-    @torch.compile(backend="aot_eager", fullgraph=True)
+    @torch.compile(backend="eager", fullgraph=True)
     def step(q, k, v):
         return flex_attention(q, k, v, block_mask=blocks(mask_mod))
 
@@ -160,7 +161,7 @@ def test_positions_that_change_compile_once():
     at, inputs = torch.tensor(0), tensors()
     base = create_block_mask(sliding_window(-1, -1), None, None, 64, 64, device="cpu", separate_full_blocks=False)
     base.mask_mod = causal(at)
-    step = torch.compile(flex_attention, backend="aot_eager", fullgraph=True)
+    step = torch.compile(flex_attention, backend="eager", fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for position in (0, 3, -2):
             at.fill_(position)

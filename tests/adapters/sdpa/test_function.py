@@ -1,18 +1,18 @@
 """Promise: each argument of scaled_dot_product_attention means what it means in torch, forward and backward."""
 
-import doctest
+import functools
 import math
 import random
 
 import pytest
 import torch
+import yardstick
+from adapters.gradients import assert_accurate, with_gradients
 from assertions import refused
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
-from yardstick import assert_accurate
 
 from pyattn import masks
-from pyattn.adapters import sdpa
 from pyattn.adapters.sdpa import SdpaError, scaled_dot_product_attention
 
 
@@ -21,18 +21,12 @@ def by_torch(*arguments, **named):
         return torch.nn.functional.scaled_dot_product_attention(*arguments, **named)
 
 
-def results(function, tensors, arguments, options):
-    """out of ``function`` and the gradient of each float tensor, for the same gradient of out."""
-    leaves = [t if t is None or t.dtype == torch.bool else t.detach().requires_grad_() for t in tensors]
-    out = function(*leaves, *arguments, **options)
-    dout = torch.sin(torch.arange(out.numel()).reshape(out.shape)).to(out.dtype)
-    learned = [t for t in leaves if t is not None and t.requires_grad]
-    gradients = torch.autograd.grad(out, learned, dout, allow_unused=True)
-    return [out, *(torch.zeros_like(t) if g is None else g for t, g in zip(learned, gradients, strict=True))]
+def native_and_torchs(**options):
+    return (functools.partial(function, **options) for function in (scaled_dot_product_attention, by_torch))
 
 
 def random_case(seed):
-    """Tensors in float64 and arguments, of 2 to 6 dimensions: broadcast, grouped, masked, causal or none of these."""
+    """Tensors in float64 and options, of 2 to 6 dimensions: broadcast, grouped, masked, causal or none of these."""
     draw = random.Random(seed)
     lead = [draw.choice([1, 2, 3]) for _ in range(draw.randint(0, 4))]
     grouped = bool(lead) and draw.random() < 0.3
@@ -57,8 +51,7 @@ def random_case(seed):
         sizes = (*scores, *own, seqlen_q, seqlen_k)
         mask = torch.randn(broadcast_from(sizes, draw.randint(0, len(sizes))))
         mask = mask > 0 if kind == "bool" else mask.masked_fill(torch.rand(mask.shape) < 0.3, -math.inf)
-    options = {"scale": draw.choice([None, 0.3]), "enable_gqa": grouped}
-    return (q, k, v, mask), (0.0, kind == "causal"), options
+    return (q, k, v, mask), {"is_causal": kind == "causal", "scale": draw.choice([None, 0.3]), "enable_gqa": grouped}
 
 
 @pytest.mark.parametrize("seed", range(150))
@@ -66,10 +59,10 @@ def test_any_shapes_as_torch(seed):
     torch.manual_seed(seed)
     torch.set_default_dtype(torch.float64)
     try:
-        tensors, arguments, options = random_case(seed)
+        tensors, options = random_case(seed)
     finally:
         torch.set_default_dtype(torch.float32)
-    ours, theirs = (results(f, tensors, arguments, options) for f in (scaled_dot_product_attention, by_torch))
+    ours, theirs = (with_gradients(function, *tensors) for function in native_and_torchs(**options))
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
@@ -81,14 +74,7 @@ def test_accuracy(dtype, kind):
     mask = {"causal": None, "bool": torch.rand(70, 90) < 0.8}.get(kind, torch.randn(2, 1, 70, 90))
     q, k, v = (t.to(dtype) for t in (q, k, v))
     mask = mask.to(dtype) if kind == "float" else mask
-    doubles = [t if t is None or t.dtype == torch.bool else t.double() for t in (q, k, v, mask)]
-    arguments, options = (0.0, kind == "causal"), {"enable_gqa": True}
-    exact = results(by_torch, doubles, arguments, options)
-    plain = results(by_torch, (q, k, v, mask), arguments, options)
-    ours = results(scaled_dot_product_attention, (q, k, v, mask), arguments, options)
-    for i, (mine, other, truth) in enumerate(zip(ours, plain, exact, strict=True)):
-        assert mine.dtype == other.dtype
-        assert_accurate(f"result {i}", mine, other, truth)
+    assert_accurate(*native_and_torchs(is_causal=kind == "causal", enable_gqa=True), q, k, v, mask)
 
 
 @pytest.mark.parametrize(
@@ -96,10 +82,10 @@ def test_accuracy(dtype, kind):
 )
 def test_rows_that_see_nothing_are_zero(mask):
     tensors = (*torch.randn(3, 2, 2, 3, 8), mask.expand(3, 3))
-    ours = results(scaled_dot_product_attention, tensors, (), {})
+    ours, theirs = (with_gradients(function, *tensors) for function in native_and_torchs())
     assert not ours[0][:, :, 1].any()
     assert not ours[1][:, :, 1].any()
-    torch.testing.assert_close(ours, results(by_torch, tensors, (), {}))
+    torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 4), (3, 0, 4), (3, 5, 0)], ids=["queries", "keys", "columns"])
@@ -179,7 +165,7 @@ def test_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         out, other = (f(q, k, v, torch.randn(20, 20) * 0) for f in (scaled_dot_product_attention, by_torch))
     assert out.dtype == other.dtype == torch.bfloat16
-    assert_accurate("out", out, other, by_torch(q.double(), k.double(), v.double()))
+    yardstick.assert_accurate("out", out, other, by_torch(q.double(), k.double(), v.double()))
 
 
 @pytest.mark.parametrize(
@@ -241,9 +227,3 @@ def test_dtypes_that_no_kernel_takes():
     nested = torch.nested.nested_tensor([torch.ones(3, 8), torch.ones(2, 8)], layout=torch.jagged)
     with pytest.raises(NotImplementedError, match=r"^pyattn: query must be a dense tensor, got a nested one$"):
         scaled_dot_product_attention(nested, nested, nested)
-
-
-def test_the_docstrings_example_runs():
-    tested = doctest.testmod(sdpa)
-    assert tested.attempted > 0
-    assert not tested.failed

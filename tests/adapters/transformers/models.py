@@ -69,8 +69,9 @@ def made(config: str, arguments: dict[str, Any], kind: str = "CausalLM") -> Any:
     return model
 
 
-def decoder(name: str) -> Any:
-    return made(*DECODERS[name])
+def decoder(name: str, **changes: Any) -> Any:
+    config, arguments = DECODERS[name]
+    return made(config, arguments | changes)
 
 
 def results(model: Any, implementation: str, rows: Tensor, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:

@@ -37,8 +37,8 @@ RULES: dict[str, Callable[..., Tensor]] = {
     "image": theirs.or_masks(theirs.causal_mask_function, image),
     "holes": theirs.or_masks(theirs.causal_mask_function, far_key),
 }
-SHAPES = [(7, 7, 0, 0), (5, 9, 0, 0), (3, 7, 4, 0), (3, 6, 5, 2), (1, 7, 6, 0), (2, 2, 0, 0), (7, 4, 0, 0)]
-"""Queries, keys, and the position of the first of each: a prompt, a static cache, a dynamic one, a window's, ..."""
+SHAPES = [(7, 7, 0, 0), (5, 9, 0, 0), (3, 6, 5, 2), (1, 7, 6, 0), (3, 7, 4, 0), (2, 2, 0, 0), (7, 4, 0, 0)]
+"""Queries, keys, and the position of the first of each: a prompt, a static cache, a window's, a token, ..."""
 
 
 def shown(mask: Tensor | Mask | None, q_length: int, kv_length: int, causal: bool) -> Tensor:
@@ -64,15 +64,16 @@ def shown(mask: Tensor | Mask | None, q_length: int, kv_length: int, causal: boo
 @pytest.mark.parametrize("rule", RULES)
 def test_masks_are_those_of_transformers(rule, one_by_one, padding):
     kept = {"causal": True, "full": False, "window": True}
-    for q_length, kv_length, q_offset, kv_offset in SHAPES:
+    for q_length, kv_length, q_offset, kv_offset in SHAPES[: 4 if one_by_one else None]:  # vmap takes milliseconds
         tokens = None if padding == "none" else torch.ones(2, q_offset + q_length, dtype=torch.bool)
         if tokens is not None and padding != "ones":
             at = {"left": slice(2), "right": slice(-2, None), "hole": slice(1, 2), "short": slice(0)}[padding]
             tokens[0, at] = False
         arguments: dict[str, Any] = {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": RULES[rule]}
-        arguments |= {"attention_mask": tokens, "use_vmap": one_by_one}
+        arguments["attention_mask"] = tokens
         sizes = 2, q_length, kv_length
         truth = theirs.sdpa_mask(*sizes, allow_is_causal_skip=False, **arguments).expand(2, 1, q_length, kv_length)
+        arguments["use_vmap"] = one_by_one
         for skip in {False, kept.get(rule, False)}:
             size = 3 if rule == "window" else None
             mask = mask_function(*sizes, allow_is_causal_skip=skip, local_size=size, **arguments)
@@ -137,7 +138,7 @@ def test_plain_masks_are_left_out():
 )
 def test_memory_is_linear(seqlen, arguments):
     """Resident memory: bools for all pairs would take 1 GiB, and evaluating some rows at a time takes 64 MiB."""
-    mask_function(1, seqlen, seqlen, **arguments)  # does all one-time loading
+    mask_function(1, 64, 64, mask_function=RULES["image"])  # does all one-time loading
     assert memory_needed(lambda: mask_function(1, seqlen, seqlen, **arguments)) < 32 * 2**20
 
 

@@ -153,7 +153,10 @@ struct Grid {
 
 template <class Params>
 const char* launch(void (*kernel)(Params), Grid grid, int threads, int shared_bytes, void*, const Params& p) {
-  emulation::run(grid.x, grid.y, threads, shared_bytes, reinterpret_cast<const void*>(kernel), [&] { kernel(p); });
+  const auto call = [](const void* kernel, const void* p) {
+    reinterpret_cast<void (*)(Params)>(kernel)(*static_cast<const Params*>(p));
+  };
+  emulation::run(grid.x, grid.y, threads, shared_bytes, reinterpret_cast<const void*>(kernel), &p, call);
   return nullptr;
 }
 

@@ -85,20 +85,19 @@ void check_dims() {
 void check_blocks() {
   ForwardParams p{};
   p.batch = 2, p.num_heads_q = 6, p.num_heads_kv = 2, p.seqlen_q = 45, p.seqlen_k = 70, p.mask.causal = true;
-  emulation::Block block;
-  emulation::block = &block;
+  int64_t& block = emulation::here.block;
   std::set<std::tuple<int64_t, int64_t, int>> rows, keys;
-  for (block.index = 0; block.index < 2 * 2 * 3; ++block.index) {
+  for (block = 0; block < 2 * 2 * 3; ++block) {
     const RowBlock<64> here(p);
     for (int i = 0; i < here.rows(); ++i) rows.insert({here.head.b, here.head.h_kv, here.first() + i});
   }
-  for (block.index = 0; block.index < 2 * 2 * 3; ++block.index) {
+  for (block = 0; block < 2 * 2 * 3; ++block) {
     const KeyBlock<32> here(p);
     for (int j = 0; j < here.keys(); ++j) keys.insert({here.head.b, here.head.h_kv, here.first() + j});
   }
   expect(rows.size() == 2 * 2 * 45 * 3, "rows", rows.size());
   expect(keys.size() == 2 * 2 * 70, "keys", keys.size());
-  block.index = 0;
+  block = 0;
   expect(RowBlock<64>(p).first() == 128, "the longest rows first");
 }
 

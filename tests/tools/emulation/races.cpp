@@ -9,13 +9,16 @@
 // to run one after the other orders nothing, so one run finds all races of the path it takes.
 #include <dlfcn.h>
 
-#include "threads.h"
-
+#include <algorithm>
+#include <cstdio>
 #include <map>
 #include <mutex>
 #include <set>
 #include <string>
 #include <tuple>
+#include <vector>
+
+#include "threads.h"
 
 namespace emulation {
 namespace {
@@ -64,17 +67,17 @@ bool ordered(const Access& before, const Access& now) {
 
 void report(uintptr_t offset, Kind before, int first, const Access& now, bool copying) {
   const std::lock_guard lock(mutex);
-  const auto [at, added] = reports.try_emplace({block->name, before, now.kind, copying});
+  const auto [at, added] = reports.try_emplace({here.kernel, before, now.kind, copying});
   Report& r = at->second;
-  if (added) r = {block->index, 0, offset, first, now.thread / kWarpLanes};
+  if (added) r = {here.block, 0, offset, first, now.thread / kWarpLanes};
   ++r.bytes;
 }
 
 void access(uintptr_t address, size_t count, Kind kind) {
   const uintptr_t offset = address - shadow.begin;
   if (offset >= shadow.size) return;
-  const int thread = block->current, warp = thread / kWarpLanes;
-  const Access now{kind, thread, shadow.epoch, static_cast<uint32_t>(block->warps[warp].exchanges[lane()])};
+  const int thread = here.thread, warp = thread / kWarpLanes;
+  const Access now{kind, thread, shadow.epoch, static_cast<uint32_t>(here.exchanges[thread])};
   for (uintptr_t at = offset; at < std::min(offset + count, shadow.size); ++at) {
     Byte& b = shadow.bytes[at];
     const bool both_atomic = kind == Kind::kAtomicWrite && b.write.kind == kind;
@@ -123,14 +126,15 @@ void begin_copy(const void* to) {
   for (int i = 0; i < 16; ++i) shadow.bytes[address - shadow.begin + i].copying = true;
 }
 
-// The copy's write follows.
 void end_copy(const void* to) {
-  for (int i = 0; i < 16; ++i) shadow.bytes[reinterpret_cast<uintptr_t>(to) - shadow.begin + i].copying = false;
+  const auto address = reinterpret_cast<uintptr_t>(to);
+  for (int i = 0; i < 16; ++i) shadow.bytes[address - shadow.begin + i].copying = false;
+  access(address, 16, Kind::kWrite);
 }
 
 void leave_copy(const void* to) {
-  const int warp = block->current / kWarpLanes;
-  report(reinterpret_cast<uintptr_t>(to) - shadow.begin, Kind::kCopy, warp, {Kind::kEnd, block->current, 0, 0}, true);
+  const int warp = here.thread / kWarpLanes;
+  report(reinterpret_cast<uintptr_t>(to) - shadow.begin, Kind::kCopy, warp, {Kind::kEnd, here.thread, 0, 0}, true);
 }
 
 }  // namespace races

@@ -37,12 +37,17 @@ constexpr int kExtraBits = 1;
 
 template <int kCount>
 Floats add_aligned(const Doubles (&addends)[kCount]) {
-  Doubles largest = {}, sum = {}, units = {};
+  constexpr int kUnits = 1 << (23 + kExtraBits);
+  Doubles largest = {}, sum = {};
+#pragma GCC unroll 16
   for (Doubles x : addends) largest = magnitude(x) > largest ? magnitude(x) : largest, sum += x;
-  const Doubles power = (Doubles)((Longs)largest & 0x7ff0000000000000), scale = (1 << (23 + kExtraBits)) / power;
-  for (Doubles x : addends) units += convert<Doubles>(convert<Ints>(x * scale));
+  const Longs power = (Longs)largest & 0x7ff0000000000000;
+  const Doubles scale = kUnits * (Doubles)(0x7fe0000000000000 - power);  // kUnits / power
+  Ints units = {};
+#pragma GCC unroll 16
+  for (Doubles x : addends) units += convert<Ints>(x * scale);
   const Ints exact = convert<Ints>((largest == 0) | (sum - sum != 0));  // only zeros; or infinity or NaN
-  return exact ? convert<Floats>(sum) : truncate(units / scale);
+  return exact ? convert<Floats>(sum) : truncate(convert<Doubles>(units) * (Doubles)power / kUnits);
 }
 
 // widen turns a word into kTerms columns. The lanes exchange
@@ -58,6 +63,7 @@ void multiply_add(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
   // half: the columns in word `half` of b, and in words 2 half and 2 half + 1 of a.
   for (int half = 0; half < 2; ++half) {
     Doubles addends[4 * kTerms + 1];
+#pragma GCC unroll 4
     for (int lane = 0; lane < 4; ++lane)
       for (int k = 0; k < kTerms; ++k) {
         const int in_a = 2 * half * kTerms + k, in_b = (4 + half) * kTerms + k;

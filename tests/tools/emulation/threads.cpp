@@ -1,0 +1,220 @@
+#include "threads.h"
+
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace emulation {
+namespace {
+
+constexpr size_t kStackBytes = 256 << 10;
+
+struct Copy {
+  void* to;
+  const void* from;
+  int bytes;
+};
+
+enum class Wait { kWarp, kBlock, kEnd };
+
+struct Thread {
+  std::unique_ptr<char[]> stack{new char[kStackBytes]};
+  jmp_buf resume;
+  Wait wait;
+  Place place;  // of the barrier that it waits at
+  bool any;     // its argument there
+  std::vector<Copy> copies;
+};
+
+// The words of this exchange and of the one before, which slower lanes may still read.
+struct Warp {
+  Words words[2];
+};
+
+// Kept for the blocks of later launches, because new stacks cost more than most launches. There may
+// be more threads and warps than the current block has.
+struct Block {
+  bool any;  // the result of the last barrier
+  jmp_buf scheduler;
+  std::deque<Thread> threads;
+  std::vector<Warp> warps;
+  std::vector<int> exchanges;
+  std::vector<char> shared;
+  const void* params;
+  void (*call)(const void* kernel, const void* params);
+};
+
+thread_local Block* block;
+
+Thread& current() { return block->threads[here.thread]; }
+
+// A thread may wait on one thread of the host and continue on another. What it does between waits is therefore not
+// inlined: a compiler may keep the addresses of thread_local variables from one wait to the next.
+#define PYATTN_BETWEEN_WAITS [[gnu::noinline]]
+
+void leave_for(jmp_buf& mine, jmp_buf& other) {
+  if (_setjmp(mine) == 0) _longjmp(other, 1);
+}
+
+// Leaves the current thread for the warp's next lane; the last lane, for the scheduler.
+PYATTN_BETWEEN_WAITS void wait_for(Wait what) {
+  Thread& t = current();
+  t.wait = what;
+  const bool is_last = lane() == kWarpLanes - 1;
+  leave_for(t.resume, is_last ? block->scheduler : block->threads[++here.thread].resume);
+}
+
+PYATTN_BETWEEN_WAITS void wait_for_a_kernel() { leave_for(current().resume, block->scheduler); }
+PYATTN_BETWEEN_WAITS void call_kernel() { block->call(here.kernel, block->params); }
+
+void run_kernels() {
+  for (wait_for_a_kernel();; wait_for(Wait::kEnd)) call_kernel();
+}
+
+void start(Thread& t) {
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = t.stack.get(), context.uc_stack.ss_size = kStackBytes, context.uc_link = nullptr;
+  makecontext(&context, run_kernels, 0);
+  if (_setjmp(block->scheduler) == 0) setcontext(&context);
+}
+
+// Gives the block as many threads and as much shared memory.
+void prepare(int threads, int shared_bytes) {
+  Block& b = *block;
+  for (here.thread = b.threads.size(); here.thread < threads; ++here.thread) start(b.threads.emplace_back());
+  b.warps.resize(b.threads.size() / kWarpLanes), b.exchanges.resize(b.threads.size());
+  b.shared.resize(std::max(b.shared.size(), size_t(shared_bytes) + 127));
+  const auto begin = reinterpret_cast<uintptr_t>(b.shared.data());
+  here.shared_memory = b.shared.data() + (127 - (begin + 127) % 128), here.shared_bytes = shared_bytes;
+  here.exchanges = b.exchanges.data();
+}
+
+// Runs a warp until its lanes wait for a barrier or have ended, all of them for the same thing.
+void run_warp(int first) {
+  std::deque<Thread>& threads = block->threads;
+  Wait wait;
+  do {
+    here.thread = first;
+    leave_for(block->scheduler, threads[first].resume);
+    wait = threads[first].wait;
+    for (int i = 0; i < kWarpLanes; ++i)
+      require(threads[first + i].wait == wait, "lanes of a warp wait for different things");
+  } while (wait == Wait::kWarp);
+}
+
+void run_block(int64_t index, int64_t index_y, int threads) {
+  Block& b = *block;
+  here.block = index, here.block_y = index_y;
+  std::memset(shared_memory(), 0xff, here.shared_bytes);  // NaN in every format
+  if constexpr (kRaces) races::begin_block(shared_memory(), here.shared_bytes);
+  std::fill(b.exchanges.begin(), b.exchanges.end(), 0);
+  const bool backwards = (index + index_y) % 2;  // so not always the same warp runs ahead
+  const Thread& first = b.threads[0];
+  do {
+    for (int t = 0; t < threads; t += kWarpLanes) run_warp(backwards ? threads - kWarpLanes - t : t);
+    b.any = false;
+    for (int i = 0; i < threads; ++i) {
+      const Thread& t = b.threads[i];
+      require(t.wait == first.wait, "some warps wait at a barrier, others have ended");
+      require(t.wait == Wait::kEnd || t.place == first.place, "warps wait at different barriers");
+      b.any = b.any || t.any;
+    }
+    if constexpr (kRaces)
+      if (first.wait == Wait::kBlock) races::barrier(first.place);
+  } while (first.wait == Wait::kBlock);
+  for (here.thread = 0; here.thread < threads; ++here.thread) {
+    std::vector<Copy>& copies = current().copies;
+    for (const Copy& copy : copies)
+      if constexpr (kRaces)
+        races::leave_copy(copy.to);
+      else
+        fail("a block ends before its copies");
+    copies.clear();
+  }
+}
+
+std::mutex mutex;
+std::vector<std::unique_ptr<Block>> idle;
+
+std::unique_ptr<Block> take() {
+  const std::lock_guard lock(mutex);
+  if (idle.empty()) return std::make_unique<Block>();
+  std::unique_ptr<Block> taken = std::move(idle.back());
+  idle.pop_back();
+  return taken;
+}
+
+void give_back(std::unique_ptr<Block> taken) {
+  const std::lock_guard lock(mutex);
+  idle.push_back(std::move(taken));
+}
+
+}  // namespace
+
+void fail(const char* what) {
+  std::fprintf(stderr, "emulation: %s\n", what);
+  std::abort();
+}
+
+bool barrier(bool any, Place place) {
+  Thread& t = current();
+  t.any = any, t.place = place;
+  wait_for(Wait::kBlock);
+  return block->any;
+}
+
+const Words& exchange(const uint32_t* words, int count) {
+  require(count <= kMaxWords, "too many words to exchange");
+  Words& all = block->warps[here.thread / kWarpLanes].words[block->exchanges[here.thread]++ % 2];
+  std::memcpy(all[lane()], words, count * sizeof *words);
+  wait_for(Wait::kWarp);
+  return all;
+}
+
+void copy_later(void* to, const void* from, int bytes) {
+  if constexpr (kRaces) races::begin_copy(to);
+  current().copies.push_back({to, from, bytes});
+}
+
+void copy_now(Place place) {
+  if constexpr (kRaces)
+    if (!races::wait(place)) return;
+  std::vector<Copy>& copies = current().copies;
+  for (const Copy& copy : copies) {
+    if constexpr (kRaces) races::end_copy(copy.to);
+    std::memset(copy.to, 0, 16);
+    std::memcpy(copy.to, copy.from, copy.bytes);
+  }
+  copies.clear();
+}
+
+void run(int64_t blocks, int64_t blocks_y, int threads, int shared_bytes, const void* kernel, const void* params,
+         void (*call)(const void* kernel, const void* params)) {
+  std::atomic<int64_t> next{0};
+  const auto work = [&] {
+    std::unique_ptr<Block> own = take();
+    block = own.get();
+    own->params = params, own->call = call, here.kernel = kernel;
+    prepare(threads, shared_bytes);
+    for (int64_t at; (at = next++) < blocks * blocks_y;) run_block(at % blocks, at / blocks, threads);
+    give_back(std::move(own));
+  };
+  std::vector<std::thread> others;
+  for (unsigned i = 1; i < std::min<int64_t>(blocks * blocks_y, std::thread::hardware_concurrency()); ++i)
+    others.emplace_back(work);
+  work();
+  for (std::thread& other : others) other.join();
+}
+
+}  // namespace emulation
