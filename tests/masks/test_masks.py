@@ -27,6 +27,7 @@ CASES = [
     Case(2, 2, 1, 37, 193, 40, 31, causal=False, mask="random bhqk"),
     Case(1, 4, 2, 67, 93, 16, 16, mask="random k strided", window=(50, -1)),
     Case(1, 1, 1, 130, 130, 20, 24, causal=False, mask="causal qk"),
+    Case(1, 1, 1, 130, 300, 16, 16, causal=False, mask="random k"),  # rows that see both ends of a tile, with holes
     Case(2, 3, 1, 33, 100, 16, 16, causal=False, mask="padding bk"),
     Case(1, 4, 2, 37, 150, 16, 16, causal=False, mask="padding hk"),
     Case(2, 2, 1, 50, 70, 16, 16, mask="random bq strided", key_ranges="random", dropout_p=0.1),

@@ -39,9 +39,11 @@ LIKELY = {
     "cache/pages": ("cpu/products/pages.h", "ops/cache_pages.cpp", "ops/paged.cpp", "ops/pages.h"),
     "gpu/pages": ("ops/pages_cuda.cpp",),
     "cache/ring_buffer": ("ops/cache.cpp",),
+    "masks/header": ("shared/mask.h",),
     "native/splits": ("cuda/forward_splits.h", "cuda/merge.h"),
     "attention/threads": ("ops/host.cpp", "library/float_control.h"),
     "varlen/varlen": ("cpu/plan/units.h", "cpu/plan/work.h", "cuda/sequences.h", "ops/packed.cpp", "ops/packing.h"),
+    "varlen/errors": ("ops/packing.h",),
 }
 """The tests most likely to catch a fault, by its file in csrc; they run first."""
 TESTS = (
@@ -71,12 +73,15 @@ OTHER_TESTS = (
     "attention/errors",
     "cache/cache",
     "cache/errors",
+    "cache/page_errors",
     "gpu/cache",
     "cache/pages",
     "cache/page_table",
     "gpu/pages",
     "varlen/varlen",
+    "varlen/errors",
     "varlen/pages",
+    "varlen/page_errors",
 )
 """Tests that run with the active instruction set."""
 RUN = """
@@ -225,6 +230,6 @@ class Copy:
 
         for first in (True, False):
             by = run(TESTS, first, "--backend", backend or "cpu")
-            if by or (backend != "emulated" and (by := run(OTHER_TESTS, first))):
+            if by or ((first or backend != "emulated") and (by := run(OTHER_TESTS, first))):
                 return by
         return None
