@@ -32,5 +32,12 @@ if _minor not in _minors:
         f'a torch that it was built for with "{_command}"'
     )
 
+_loaded = [path for path in torch.ops.loaded_libraries if "libpyattn_torch_" in path]
+if _loaded:
+    raise ImportError(
+        f"pyattn: this process has registered the operators of {_loaded[0]} already, and torch takes one copy's; import "
+        f"{Path(__file__).parent} in a new process"
+    )
+
 _folder = Path(_C.__file__).parent  # not this file's: an editable install keeps the libraries elsewhere
 torch.ops.load_library(next(_folder.glob(f"libpyattn_torch_{_minor}.*")))

@@ -104,6 +104,17 @@ def test_a_source_folder_says_what_to_do(tmp_path: Path) -> None:
     assert "pip install -e ." in result.stderr
 
 
+def test_a_second_copy_in_one_process(tmp_path: Path) -> None:
+    """Importing the same copy again is refused as well, because torch can't forget what the first import registered."""
+    shutil.copytree(Path(pyattn.__file__).parent, tmp_path / "pyattn")
+    again = "import pyattn\nfor name in list(sys.modules):\n    if 'pyattn' in name: del sys.modules[name]\n"
+    for folder in (str(tmp_path), ""):
+        code = f"{WITHOUT_EDITABLE}{again}sys.path.insert(0, {folder!r})\nimport pyattn"
+        last = fresh.python("-c", code).stderr.splitlines()[-1]
+        assert last.startswith("ImportError: pyattn: this process has registered the operators of /")
+        assert last.endswith("in a new process")
+
+
 def test_a_forked_child_does_not_hang() -> None:
     """A forked child lacks the threads of torch's own operators, so it compares results with one thread."""
     result = fresh.python(
