@@ -50,18 +50,22 @@ def dynamic_wheel(settings: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
+    """What a build needs; torch only if the environment has none."""
     return [*scikit.get_requires_for_build_wheel(config_settings), *([] if folders() else [DEFAULT])]
 
 
 def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
+    """What a build needs; torch only if the environment has none."""
     return [*scikit.get_requires_for_build_editable(config_settings), *([] if folders() else [DEFAULT])]
 
 
 def build_wheel(directory: str, config_settings: Any = None, metadata: str | None = None) -> str:
+    """Builds a wheel for those torches."""
     os.environ["PYATTN_TORCHES"] = ";".join(map(str, folders()))
     return scikit.build_wheel(directory, config_settings, metadata)
 
 
 def build_editable(directory: str, config_settings: Any = None, metadata: str | None = None) -> str:
+    """Builds an editable wheel for those torches."""
     os.environ["PYATTN_TORCHES"] = ";".join(map(str, folders()))
     return scikit.build_editable(directory, config_settings, metadata)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 try:
-    from pyattn import _build, _C
+    from pyattn import _C, _build
 except ImportError as error:
     raise ImportError(
         "pyattn: this folder holds the package's source without its native module; install it with "
@@ -35,8 +35,8 @@ if _minor not in _minors:
 _loaded = [path for path in torch.ops.loaded_libraries if "libpyattn_torch_" in path]
 if _loaded:
     raise ImportError(
-        f"pyattn: this process has registered the operators of {_loaded[0]} already, and torch takes one copy's; import "
-        f"{Path(__file__).parent} in a new process"
+        f"pyattn: this process has registered the operators of {_loaded[0]} already, and torch takes one copy's; "
+        f"import {Path(__file__).parent} in a new process"
     )
 
 _folder = Path(_C.__file__).parent  # not this file's: an editable install keeps the libraries elsewhere

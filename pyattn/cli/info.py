@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pyattn import _build, _C, attention, isa, isas
+from pyattn import _C, _build, attention, isa, isas
 from pyattn.adapters import sdpa_counts, sdpa_switch, transformers_models
 from pyattn.cli.options import DEVICES, DTYPES, Command, check_device, cpu
 

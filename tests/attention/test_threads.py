@@ -69,7 +69,7 @@ def test_threads_keep_their_own_way_with_subnormal_numbers() -> None:
 
 @pytest.mark.usefixtures("threads")
 def test_a_new_python_thread_is_alone_if_torch_has_one_thread() -> None:
-    """OpenMP's number of threads belongs to the thread that set it; torch's number holds for threads that come later."""
+    """OpenMP's number of threads belongs to the thread that set it; torch's holds for threads that come later."""
     torch.set_num_threads(1)
     inputs = Case(1, 4, 2, 300, 300, 32, 32).inputs(torch.float32)
     _C.start_profile()

@@ -10,7 +10,7 @@ import torch
 from editable import WITHOUT_EDITABLE
 
 import pyattn
-from pyattn import _build, _C, attention
+from pyattn import _C, _build, attention
 
 
 def test_versions() -> None:

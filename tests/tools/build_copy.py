@@ -19,6 +19,7 @@ import pytest
 from editable import WITHOUT_EDITABLE
 
 import pyattn
+from pyattn import _build
 
 TOOLS = Path(__file__).parent
 ROOT = TOOLS.parents[1]
