@@ -6,7 +6,9 @@ with its headers, and requires its minor version. ``PYATTN_TORCHES`` names other
 """
 
 import os
+import platform
 import re
+import sys
 import sysconfig
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -18,6 +20,8 @@ from scikit_build_core.build import *  # noqa: F403
 
 DEFAULT = "torch==2.13.*"
 """The build's torch if the environment has none."""
+OLDEST = (2, 11)
+"""The oldest torch with the C++ interfaces that the operators use."""
 
 
 def folders() -> list[Path]:
@@ -37,6 +41,32 @@ def minor_of(folder: Path) -> tuple[int, int]:
     return int(version[1]), int(version[2])
 
 
+def check() -> None:
+    """Ends the build with a sentence where there is no torch that fits."""
+    if sys.maxsize < 2**32:
+        sys.exit("pyattn: needs a 64-bit Python, because torch has no other")
+    for folder in folders():
+        minor = minor_of(folder)
+        if minor < OLDEST:
+            sys.exit(f"pyattn: needs torch 2.11 or later, got torch {minor[0]}.{minor[1]} in {folder}")
+
+
+def required() -> list[str]:
+    """The requirement on torch if the environment has none."""
+    check()
+    if not folders() and sys.platform == "linux" and platform.libc_ver()[0] != "glibc":
+        sys.exit("pyattn: needs torch, which has no wheels for musl; build torch, then use pip's --no-build-isolation")
+    return [] if folders() else [DEFAULT]
+
+
+def choose() -> None:
+    """Tells CMake which torches to build for."""
+    check()
+    if not folders():
+        sys.exit("pyattn: a build without isolation needs torch 2.11 or later in the environment")
+    os.environ["PYATTN_TORCHES"] = ";".join(map(str, folders()))
+
+
 def dynamic_metadata(settings: Mapping[str, Any], project: Mapping[str, Any]) -> dict[str, Any]:
     """The package's dependencies: the minor versions of torch that this build has a border for."""
     (major, first), *_, (_, last) = sorted(map(minor_of, folders())) * 2
@@ -51,21 +81,21 @@ def dynamic_wheel(settings: Mapping[str, Any]) -> dict[str, bool]:
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
     """What a build needs; torch only if the environment has none."""
-    return [*scikit.get_requires_for_build_wheel(config_settings), *([] if folders() else [DEFAULT])]
+    return [*scikit.get_requires_for_build_wheel(config_settings), *required()]
 
 
 def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
     """What a build needs; torch only if the environment has none."""
-    return [*scikit.get_requires_for_build_editable(config_settings), *([] if folders() else [DEFAULT])]
+    return [*scikit.get_requires_for_build_editable(config_settings), *required()]
 
 
 def build_wheel(directory: str, config_settings: Any = None, metadata: str | None = None) -> str:
     """Builds a wheel for those torches."""
-    os.environ["PYATTN_TORCHES"] = ";".join(map(str, folders()))
+    choose()
     return scikit.build_wheel(directory, config_settings, metadata)
 
 
 def build_editable(directory: str, config_settings: Any = None, metadata: str | None = None) -> str:
     """Builds an editable wheel for those torches."""
-    os.environ["PYATTN_TORCHES"] = ";".join(map(str, folders()))
+    choose()
     return scikit.build_editable(directory, config_settings, metadata)

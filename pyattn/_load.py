@@ -25,7 +25,8 @@ except ImportError as error:
 
 _minor = ".".join(torch.__version__.split(".")[:2])
 
-if _minor not in _minors:
+# A nightly's interfaces may be older or newer than those of the release after it.
+if _minor not in _minors or (".dev" in torch.__version__ and torch.__version__ not in _build.torches.values()):
     raise ImportError(
         f"pyattn: built for torch {_listed(_minors)}, got torch {torch.__version__}; rebuild for it with "
         "'pip install --no-build-isolation --force-reinstall --no-deps .' in the checkout, or install "
