@@ -10,13 +10,13 @@ import platform
 import re
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from scikit_build_core import build as scikit
-from scikit_build_core.build import *  # noqa: F403
 
 DEFAULT = "torch==2.13.*"
 """The build's torch if the environment has none."""
@@ -79,23 +79,23 @@ def dynamic_wheel(settings: Mapping[str, Any]) -> dict[str, bool]:
     return {"dependencies": True}
 
 
-def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
-    """What a build needs; torch only if the environment has none."""
-    return [*scikit.get_requires_for_build_wheel(config_settings), *required()]
+def after(step: Callable[[], Any], hook: Callable[..., Any]) -> Callable[..., Any]:
+    """scikit-build-core's hook, preceded by a step of ours; lists that both return are joined."""
+
+    @wraps(hook)
+    def call(*arguments: Any, **named: Any) -> Any:
+        mine = step() or []
+        result = hook(*arguments, **named)
+        return [*result, *mine] if isinstance(result, list) else result
+
+    return call
 
 
-def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
-    """What a build needs; torch only if the environment has none."""
-    return [*scikit.get_requires_for_build_editable(config_settings), *required()]
-
-
-def build_wheel(directory: str, config_settings: Any = None, metadata: str | None = None) -> str:
-    """Builds a wheel for those torches."""
-    choose()
-    return scikit.build_wheel(directory, config_settings, metadata)
-
-
-def build_editable(directory: str, config_settings: Any = None, metadata: str | None = None) -> str:
-    """Builds an editable wheel for those torches."""
-    choose()
-    return scikit.build_editable(directory, config_settings, metadata)
+build_sdist = scikit.build_sdist
+get_requires_for_build_sdist = scikit.get_requires_for_build_sdist
+get_requires_for_build_wheel = after(required, scikit.get_requires_for_build_wheel)
+get_requires_for_build_editable = after(required, scikit.get_requires_for_build_editable)
+prepare_metadata_for_build_wheel = after(choose, scikit.prepare_metadata_for_build_wheel)
+prepare_metadata_for_build_editable = after(choose, scikit.prepare_metadata_for_build_editable)
+build_wheel = after(choose, scikit.build_wheel)
+build_editable = after(choose, scikit.build_editable)
