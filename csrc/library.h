@@ -8,7 +8,13 @@
 
 #include "attention.h"
 
+#ifndef _WIN32
 #define PYATTN_API __attribute__((visibility("default")))
+#elif defined(pyattn_EXPORTS)  // by CMake, for the library's own files
+#define PYATTN_API __declspec(dllexport)
+#else
+#define PYATTN_API __declspec(dllimport)
+#endif
 
 namespace pyattn {
 

@@ -1,8 +1,13 @@
 #include "library/profile.h"
 
+#ifdef __APPLE__
 #include <pthread.h>
+#elif defined(_WIN32)
+#include <windows.h>
+#else
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 
 #include <atomic>
 #include <chrono>
@@ -26,6 +31,8 @@ int64_t thread_id() {
   uint64_t id = 0;
   pthread_threadid_np(nullptr, &id);
   return static_cast<int64_t>(id);
+#elif defined(_WIN32)
+  return GetCurrentThreadId();
 #else
   return syscall(SYS_gettid);
 #endif

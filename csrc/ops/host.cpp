@@ -2,7 +2,9 @@
 
 #include <ATen/Parallel.h>
 #include <c10/core/CPUAllocator.h>
+#ifndef _WIN32
 #include <pthread.h>
+#endif
 
 #include <atomic>
 #include <cstdint>
@@ -12,7 +14,9 @@ namespace pyattn {
 namespace {
 
 std::atomic<bool> forked{false};
+#ifndef _WIN32  // has no fork
 [[maybe_unused]] const int watch_forks = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+#endif
 
 #ifndef _OPENMP
 
