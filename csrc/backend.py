@@ -27,7 +27,7 @@ OLDEST = (2, 11)
 def folders() -> list[Path]:
     """The folders with a package ``torch`` to build for; none if torch is not installed."""
     if given := os.environ.get("PYATTN_TORCHES"):
-        return [Path(folder) for folder in given.split(";")]
+        return [Path(folder) for folder in given.split(";") if folder]
     spec = find_spec("torch")
     seen = [Path(place).parent for place in spec.submodule_search_locations or ()] if spec else []
     hidden = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")]  # from a build in pip's isolation
