@@ -1,5 +1,4 @@
 version: str
-__file__: str
 compiler: str
 cuda_archs: list[str]
 
