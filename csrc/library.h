@@ -25,7 +25,7 @@ struct Memory {
   void (*free)(void* context);
 };
 
-// What the library takes from its caller: threads and memory. It starts no threads: torch sets the number of its
+// The threads and memory of the library's caller. The library starts no threads: torch sets the number of its
 // OpenMP threads lazily and for each calling thread, which a second team would not follow.
 struct Host {
   int64_t (*max_tasks)();  // the number of threads that run_tasks may use
