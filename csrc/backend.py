@@ -8,9 +8,10 @@ with its headers, and requires its minor version. ``PYATTN_TORCHES`` names other
 import os
 import platform
 import re
+import shutil
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,8 +31,22 @@ def folders() -> list[Path]:
         return [Path(folder) for folder in given.split(";") if folder]
     spec = find_spec("torch")
     seen = [Path(place).parent for place in spec.submodule_search_locations or ()] if spec else []
-    hidden = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")]  # from a build in pip's isolation
-    return [folder for folder in (*seen, *hidden) if (folder / "torch" / "version.py").is_file()][:1]
+    return [folder for folder in (*seen, *hidden()) if (folder / "torch" / "version.py").is_file()][:1]
+
+
+def hidden() -> Iterator[Path]:
+    """The environments that a build in isolation does not import from: it asks sysconfig for their folders.
+
+    pip's isolation leaves the prefix as it is. uv and build give the build an environment of its own, and the folder of
+    the active environment's Python comes after it on the path; uv also installs into ``.venv`` if none is active.
+    """
+    yield from (Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
+    own = Path(sys.prefix, "Scripts" if os.name == "nt" else "bin")
+    others = [folder for folder in os.environ.get("PATH", "").split(os.pathsep) if Path(folder) != own]
+    active = shutil.which("python", path=os.pathsep.join(others))
+    for prefix in ([Path(active).parents[1]] if active else []) + [Path(".venv")]:
+        places = {"base": str(prefix), "platbase": str(prefix)}
+        yield Path(sysconfig.get_path("purelib", "nt" if os.name == "nt" else "posix_prefix", places))
 
 
 def minor_of(folder: Path) -> tuple[int, int]:
@@ -69,9 +84,12 @@ def choose() -> None:
 
 def dynamic_metadata(settings: Mapping[str, Any], project: Mapping[str, Any]) -> dict[str, Any]:
     """The package's dependencies: the minor versions of torch that this build has a border for."""
-    (major, first), *_, (_, last) = sorted(map(minor_of, folders())) * 2
-    one = f"torch=={major}.{first}.*"
-    return {"dependencies": [one if first == last else f"torch>={major}.{first},<{major}.{last + 1}"]}
+    minors = sorted(set(map(minor_of, folders())))
+    (major, first), (_, last) = minors[0], minors[-1]
+    if first == last:
+        return {"dependencies": [f"torch=={major}.{first}.*"]}
+    others = [f"!={major}.{minor}.*" for minor in range(first, last) if (major, minor) not in minors]
+    return {"dependencies": [",".join([f"torch>={major}.{first}", f"<{major}.{last + 1}", *others])]}
 
 
 def dynamic_wheel(settings: Mapping[str, Any]) -> dict[str, bool]:
