@@ -38,6 +38,14 @@ def transformers_coverage() -> dict[str, str]:
     return {} if described is None else {"transformers": described}
 
 
+def without_vectors() -> dict[str, str]:
+    """What is lost on a CPU, or in a build, that has scalar kernels alone."""
+    if isas() != ["scalar"]:
+        return {}
+    missing = "AVX2" if platform.machine() in ("x86_64", "AMD64") else "NEON"
+    return {"lost": f"speed: scalar code takes SCALAR_RATIO times as long as {missing}; results differ by rounding alone"}
+
+
 def facts(device: str) -> dict[str, str]:
     """The facts by their displayed names; the dtypes are those that ``device`` takes."""
     return {
@@ -49,6 +57,7 @@ def facts(device: str) -> dict[str, str]:
         "ISAs compiled": " ".join(_C.compiled_isas()),
         "ISAs available": " ".join(isas()),
         "ISA active": isa(),
+        **without_vectors(),
         "CUDA kernels": " ".join(f"sm_{arch}" for arch in _C.cuda_archs) or "none",
         "GPU": ", ".join(map(gpu, range(torch.cuda.device_count()))) or "none",
         "threads": str(torch.get_num_threads()),
