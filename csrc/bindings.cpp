@@ -1,6 +1,5 @@
-// The Python module pyattn._C: importing it registers the operators of ops/. It carries
-// introspection only; a tensor function bound here would be invisible to the dispatcher, and so to
-// torch.compile, autograd and the profiler.
+// The Python module pyattn._C: introspection of libpyattn. It knows no torch. Tensor functions are operators of ops/: one
+// bound here would be invisible to the dispatcher, and so to torch.compile, autograd and the profiler.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -8,28 +7,23 @@
 #include <map>
 #include <string>
 
-#include "attention.h"
-#include "cpu/dispatch.h"
-#include "ops/cuda.h"
-#include "ops/profile.h"
+#include "library.h"
 
 using namespace pyattn;
 
 PYBIND11_MODULE(_C, m) {
   m.attr("version") = PYATTN_VERSION;
-  m.attr("torch_version") = PYATTN_TORCH_VERSION;
   m.attr("compiler") = PYATTN_COMPILER;
   m.def("compiled_isas", &compiled_isas, "Instruction sets in this build, best first.");
   m.def("available_isas", &available_isas, "Instruction sets of this build that the CPU supports, best first.");
-  m.attr("cuda_archs") = cuda::architectures();
+  m.attr("cuda_archs") = gpu_architectures();
   m.def("active_isa", &active_isa, "The instruction set in use.");
   const std::map<std::string, DType> dtypes{{"float64", DType::kFloat64},
                                             {"float32", DType::kFloat32},
                                             {"bfloat16", DType::kBFloat16},
                                             {"float16", DType::kFloat16}};
   m.def(
-      "spin",
-      [dtypes](const std::string& dtype, int64_t rounds) { return kernels(dtypes.at(dtype), true).peak(rounds); },
+      "spin", [dtypes](const std::string& dtype, int64_t rounds) { return peak(dtypes.at(dtype), rounds); },
       pybind11::arg("dtype"), pybind11::arg("rounds"), pybind11::call_guard<pybind11::gil_scoped_release>(),
       "Multiply and add between registers only, and return the number of floating-point operations.");
   m.attr("phases") = std::vector<std::string>(std::begin(kPhaseNames), std::end(kPhaseNames));

@@ -1,5 +1,4 @@
 version: str
-torch_version: str
 compiler: str
 cuda_archs: list[str]
 

@@ -1,1 +1,1 @@
-torch_version: str
+torches: dict[str, str]

@@ -1,7 +1,9 @@
-"""Loads the native module; if that fails, one sentence says why and which command fixes it."""
+"""Loads the native libraries; if that fails, one sentence says why and which command fixes it."""
+
+from pathlib import Path
 
 try:
-    from pyattn import _build
+    from pyattn import _C, _build
 except ImportError as error:
     raise ImportError(
         "pyattn: this folder holds the package's source without its native module; install it with "
@@ -9,22 +11,34 @@ except ImportError as error:
     ) from error
 
 
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
+def _listed(minors: list[str]) -> str:
+    return ", ".join(minors[:-1]) + " or " * (len(minors) > 1) + minors[-1]
 
 
-_needed = f"torch=={_minor(_build.torch_version)}.*"
+_minors = list(_build.torches)
+_command = f"pip install 'torch=={_minors[-1]}.*'"
 
 try:
     import torch
 except ImportError as error:
-    raise ImportError(f"pyattn: needs torch; install it with \"pip install '{_needed}'\"") from error
+    raise ImportError(f'pyattn: needs torch; install it with "{_command}"') from error
 
-if _minor(torch.__version__) != _minor(_build.torch_version):
+_minor = ".".join(torch.__version__.split(".")[:2])
+
+# A nightly's interfaces may be older or newer than those of the release after it.
+if _minor not in _minors or (".dev" in torch.__version__ and torch.__version__ not in _build.torches.values()):
     raise ImportError(
-        f"pyattn: built for torch {_minor(_build.torch_version)}, got torch {torch.__version__}; rebuild for it with "
+        f"pyattn: built for torch {_listed(_minors)}, got torch {torch.__version__}; rebuild for it with "
         "'pip install --no-build-isolation --force-reinstall --no-deps .' in the checkout, or install "
-        f"the torch it was built for with \"pip install '{_needed}'\""
+        f'a torch that it was built for with "{_command}"'
     )
 
-from pyattn import _C  # noqa: E402, F401  (registers torch.ops.pyattn.*)
+_loaded = [path for path in torch.ops.loaded_libraries if "libpyattn_torch_" in path]
+if _loaded:
+    raise ImportError(
+        f"pyattn: this process has registered the operators of {_loaded[0]} already, and torch takes one copy's; "
+        f"import {Path(__file__).parent} in a new process"
+    )
+
+_folder = Path(_C.__file__).parent  # not this file's: an editable install keeps the libraries elsewhere
+torch.ops.load_library(next(_folder.glob(f"libpyattn_torch_{_minor}.*")))

@@ -18,6 +18,8 @@ CSRC = [
     "cpu/passes",
     "cpu",
     "cuda",
+    "library.h",
+    "library",
     "ops",
 ]
 """The rooms of csrc; each may include those before it, and top-level files may include all."""

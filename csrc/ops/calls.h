@@ -6,11 +6,11 @@
 #include "attention.h"
 #include "ops/checks.h"
 #include "ops/cuda.h"
+#include "ops/host.h"
 #include "ops/huge_pages.h"
 #include "ops/operators.h"
 #include "ops/options.h"
 #include "ops/params.h"
-#include "ops/passes.h"
 #include "ops/results.h"
 
 namespace pyattn {
@@ -31,7 +31,7 @@ ForwardTensors call_forward(const Tensor& q, const Tensor& k, const Tensor& v, F
   if (q.is_cuda()) {
     cuda::forward(q, p);
   } else {
-    run_forward(dtype_of(q.scalar_type()), p);
+    run_forward(torch_host, dtype_of(q.scalar_type()), p);
     if (is_packed(q)) results.fill_unused(p);
   }
   return results.all();
@@ -105,7 +105,7 @@ BackwardTensors call_backward(const Tensor& dout, const Saved& saved, const Opti
     cuda::backward(q, p, flags.deterministic);
   } else {
     if (is_packed(q)) fill_unused(p, dq, dk, dv);
-    run_backward(dtype_of(type), p);
+    run_backward(torch_host, dtype_of(type), p);
   }
   return more.with(dq, dk, dv);
 }

@@ -1,31 +1,18 @@
-// The ATen side of the CUDA kernels: device, stream, workspace, errors. Linked with its own CUDA
-// runtime and with none of torch's CUDA libraries, so the module also loads where torch has none.
+// The ATen side of the CUDA kernels: device, stream, workspace, errors. It links none of torch's CUDA libraries, so it
+// also loads where torch has none.
+#include "ops/cuda.h"
+
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
-#include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
 #include <algorithm>
-#include <iterator>
-#include <sstream>
 
-#include "ops/cuda.h"
+#include "library.h"
+#include "ops/checks.h"
 
 namespace pyattn::cuda {
-
-extern const DeviceKernels batch_double, batch_float, batch_bf16, batch_f16, packed_double, packed_float, packed_bf16,
-    packed_f16;
-
 namespace {
-
-const DeviceKernels& kernels(at::ScalarType type, bool packed) {
-  switch (type) {
-    case at::kDouble: return packed ? packed_double : batch_double;
-    case at::kFloat: return packed ? packed_float : batch_float;
-    case at::kBFloat16: return packed ? packed_bf16 : batch_bf16;
-    default: return packed ? packed_f16 : batch_f16;
-  }
-}
 
 // torch's current stream of the device. It is looked up at run time, because c10 declares it only in
 // a library that a torch without CUDA lacks.
@@ -42,21 +29,11 @@ void* current_stream(at::DeviceIndex device) {
 }
 
 void check(const char* error) { TORCH_CHECK(!error, "pyattn: CUDA kernels can't be launched, got \"", error, "\""); }
-void check(cudaError_t error) { check(error == cudaSuccess ? nullptr : cudaGetErrorString(error)); }
 
-// A kernel built for 8.0 also runs on 8.6 and 8.9, the later minor versions; one built for 90a runs on 9.0 only.
-void check_architecture(at::DeviceIndex device) {
-  int major = 0, minor = 0;
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-  static const std::vector<std::string> built = architectures();
-  const auto runs = [&](const std::string& name) {
-    const int architecture = std::stoi(name), least = architecture % 10;
-    return architecture / 10 == major && (name.back() == 'a' ? least == minor : least <= minor);
-  };
-  TORCH_CHECK_NOT_IMPLEMENTED(std::any_of(built.begin(), built.end(), runs),
-                              "pyattn: the GPU must be one of the architectures of this build (sm_", PYATTN_CUDA_ARCHS,
-                              "; PYATTN_CUDA_ARCHITECTURES chooses them), got sm_", major, minor);
+void check_architecture(int architecture) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      has_gpu_kernels(architecture), "pyattn: the GPU must be one of the architectures of this build (sm_",
+      c10::Join(" ", gpu_architectures()), "; PYATTN_CUDA_ARCHITECTURES chooses them), got sm_", architecture);
 }
 
 // Tiles are as wide as head_dim, and rows and keys of a head are counted in 32 bits.
@@ -70,14 +47,17 @@ void check_sizes(const ForwardParams& p) {
                               " query rows and keys, got ", rows, " and ", p.seqlen_k);
 }
 
-// Runs f(stream) with q's device current, for torch and for our own CUDA runtime.
+// Runs f(kernels, stream) with q's device current, for torch and for the kernels' own CUDA runtime.
 template <class F>
 void on_device_of(const at::Tensor& q, const ForwardParams& p, F f) {
+  const DeviceKernels* const kernels = gpu_kernels(dtype_of(q.scalar_type()), p.packed.sequences);
+  TORCH_CHECK_NOT_IMPLEMENTED(kernels, "pyattn: tensors on a GPU need a build with CUDA kernels, got device ",
+                              q.device(), " and a build without; rebuild with PYATTN_CUDA=ON, as the README says");
   check_sizes(p);
   const c10::DeviceGuard guard(q.device());
-  check(cudaSetDevice(q.device().index()));
-  check_architecture(q.device().index());
-  f(current_stream(q.device().index()));
+  check(use_gpu(q.device().index()));
+  check_architecture(gpu_architecture(q.device().index()));
+  f(*kernels, current_stream(q.device().index()));
 }
 
 at::Tensor scratch(const at::Tensor& q, int64_t bytes) {
@@ -86,14 +66,8 @@ at::Tensor scratch(const at::Tensor& q, int64_t bytes) {
 
 }  // namespace
 
-std::vector<std::string> architectures() {
-  std::istringstream names(PYATTN_CUDA_ARCHS);
-  return {std::istream_iterator<std::string>(names), {}};
-}
-
 void forward(const at::Tensor& q, ForwardParams& p) {
-  on_device_of(q, p, [&](void* stream) {
-    const DeviceKernels& table = kernels(q.scalar_type(), p.packed.sequences);
+  on_device_of(q, p, [&](const DeviceKernels& table, void* stream) {
     const at::Tensor workspace = scratch(q, table.forward_bytes(p));
     p.workspace = workspace.mutable_data_ptr();
     check(table.forward(p, stream));
@@ -101,8 +75,7 @@ void forward(const at::Tensor& q, ForwardParams& p) {
 }
 
 void backward(const at::Tensor& q, BackwardParams& p, bool deterministic) {
-  on_device_of(q, p, [&](void* stream) {
-    const DeviceKernels& table = kernels(q.scalar_type(), p.packed.sequences);
+  on_device_of(q, p, [&](const DeviceKernels& table, void* stream) {
     const at::Tensor workspace = scratch(q, table.backward_bytes(p, deterministic));
     p.workspace = workspace.mutable_data_ptr();
     check(table.backward(p, deterministic, stream));

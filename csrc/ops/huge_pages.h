@@ -2,7 +2,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#ifdef __linux__
 #include <sys/mman.h>
+#endif
 
 #include <cstdint>
 

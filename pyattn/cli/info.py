@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pyattn import _C, attention, isa, isas
+from pyattn import _C, _build, attention, isa, isas
 from pyattn.adapters import sdpa_counts, sdpa_switch, transformers_models
 from pyattn.cli.options import DEVICES, DTYPES, Command, check_device, cpu
 
@@ -38,17 +38,25 @@ def transformers_coverage() -> dict[str, str]:
     return {} if described is None else {"transformers": described}
 
 
+def without_avx2() -> dict[str, str]:
+    """What a CPU without AVX2, or a build without kernels for it, loses; factors measured on a Zen 5."""
+    if isas() != ["scalar"]:
+        return {}
+    return {"lost": "speed: scalar code takes 2 to 2.5 times as long as AVX2's; results differ by rounding alone"}
+
+
 def facts(device: str) -> dict[str, str]:
     """The facts by their displayed names; the dtypes are those that ``device`` takes."""
     return {
         "pyattn": _C.version,
-        "torch": f"{torch.__version__} (built for {_C.torch_version})",
+        "torch": f"{torch.__version__} (built for {', '.join(_build.torches.values())})",
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "cpu": cpu(),
         "compiler": _C.compiler,
         "ISAs compiled": " ".join(_C.compiled_isas()),
         "ISAs available": " ".join(isas()),
         "ISA active": isa(),
+        **without_avx2(),
         "CUDA kernels": " ".join(f"sm_{arch}" for arch in _C.cuda_archs) or "none",
         "GPU": ", ".join(map(gpu, range(torch.cuda.device_count()))) or "none",
         "threads": str(torch.get_num_threads()),

@@ -1,6 +1,7 @@
 """Promise: threads share the work; neither their number, nor their own state, nor a repeat changes a bit."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -64,6 +65,18 @@ def test_threads_keep_their_own_way_with_subnormal_numbers() -> None:
     with flushing():
         attention(*Case(1, 4, 2, 300, 300, 32, 32).inputs(torch.float32))
     assert (small * 0.5 != 0).all()
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_new_python_thread_is_alone_if_torch_has_one_thread() -> None:
+    """OpenMP's number of threads belongs to the thread that set it; torch's holds for threads that come later."""
+    torch.set_num_threads(1)
+    inputs = Case(1, 4, 2, 300, 300, 32, 32).inputs(torch.float32)
+    _C.start_profile()
+    for _ in range(20):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(attention, *inputs).result()
+    assert [task.pass_name for task in _C.stop_profile()] == ["forward"] * 20
 
 
 @pytest.mark.usefixtures("threads")

@@ -110,6 +110,12 @@ def test_info_asks_the_device_for_its_dtypes(monkeypatch, shown):
         assert facts_of(shown(f"info --device {device}").out)["dtypes"] == dtypes
 
 
+def test_info_says_what_a_cpu_without_avx2_loses(monkeypatch, shown):
+    assert ("lost" in facts_of(shown("info").out)) == (info.isas() == ["scalar"])
+    monkeypatch.setattr(info, "isas", lambda: ["scalar"])
+    assert facts_of(shown("info").out)["lost"].startswith("speed: scalar code takes")
+
+
 # Fresh processes
 
 

@@ -1,7 +1,7 @@
 """Promise: every step of tests/gpu.py runs by its own command line on this machine's processor.
 
 Programs that only a GPU's machine has are planted on the PATH: tools that run the program they would watch, and
-compilers that copy the installed module.
+compilers that copy the installed libraries.
 """
 
 import json
@@ -22,6 +22,8 @@ RUN_IT = 'while [ ! -x "$1" ]; do shift; done\n'
 TO_OUTPUT = 'while [ "$1" != -o ]; do shift; done\n'
 """Leaves out what precedes the file that a compiler or linker writes."""
 
+INSTALLED = Path(_C.__file__).parent
+
 ONCE = 'case "$tool $*" in memcheck*\\ all) exec "$@" ;; esac'
 """Runs the program with all cases under one tool; smoke's memcheck of some of them and racecheck pass unrun."""
 
@@ -37,7 +39,7 @@ PLANTED = {
     "ncu": f"{RUN_IT}\"$@\" || exit\necho '==PROF== Disconnected'\ncat << END\n{COUNTED}END",
     "nvidia-smi": "echo 580.65.06",
     "compile": f'case "$*" in */csrc/* | */Unity/*) ;; *) exec "$@" ;; esac\n{TO_OUTPUT}: > "$2"',
-    "link": f'case "$*" in *_C.*) ;; *) exec "$@" ;; esac\n{TO_OUTPUT}cp {_C.__file__} "$2"',
+    "link": f'case "$*" in *libpyattn*) ;; *) exec "$@" ;; esac\n{TO_OUTPUT}cp {INSTALLED}/"${{2##*/}}" "$2"',
 }
 
 

@@ -13,6 +13,7 @@ from collections import deque
 from functools import partial
 from pathlib import Path
 
+import torch
 from editable import WITHOUT_EDITABLE
 from gpu_steps.child import Check
 from gpu_steps.device import Device
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYBIND11 = """function(pybind11_add_module name)
   list(REMOVE_ITEM ARGN NO_EXTRAS)
   Python_add_library(${name} MODULE WITH_SOABI ${ARGN})
+  target_include_directories(${name} SYSTEM PRIVATE "@TORCH@/include")
 endfunction()
 """
 """The parts of pybind11's CMake package that CMakeLists.txt uses; torch's headers include pybind11's."""
@@ -30,7 +32,7 @@ endfunction()
 LAST_LINES = 25
 """Lines of a failed command's output to show in its error."""
 
-MADE = ("__pycache__", "_C*.so", "_build.py")
+MADE = ("__pycache__", "*.so", "_build.py")
 """Generated files among the package's sources."""
 
 
@@ -65,7 +67,7 @@ def configure(build: Path, target: Path, device: Device) -> None:
         raise RuntimeError(f"a build needs {' and '.join(missing)}, not found here; --wheel takes one built elsewhere")
     package = build / "pybind11"
     package.mkdir(parents=True, exist_ok=True)
-    (package / "pybind11Config.cmake").write_text(PYBIND11)
+    (package / "pybind11Config.cmake").write_text(PYBIND11.replace("@TORCH@", torch.__path__[0]))
     (version,) = re.findall(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     defines = {
         "SKBUILD_PROJECT_VERSION": version,

@@ -10,12 +10,12 @@ import torch
 from editable import WITHOUT_EDITABLE
 
 import pyattn
-from pyattn import _C, attention
+from pyattn import _C, _build, attention
 
 
 def test_versions() -> None:
     assert _C.version == pyattn.__version__
-    assert _C.torch_version == torch.__version__
+    assert torch.__version__ in _build.torches.values()
     assert _C.compiler
 
 
@@ -98,10 +98,21 @@ def test_without_torch() -> None:
 
 def test_a_source_folder_says_what_to_do(tmp_path: Path) -> None:
     package = Path(pyattn.__file__).parent
-    shutil.copytree(package, tmp_path / "pyattn", ignore=shutil.ignore_patterns("_C*.so", "_build.py", "__pycache__"))
+    shutil.copytree(package, tmp_path / "pyattn", ignore=shutil.ignore_patterns("*.so", "_build.py", "__pycache__"))
     result = fresh.python("-c", WITHOUT_EDITABLE + f"sys.path.insert(0, {str(tmp_path)!r})\nimport pyattn\n")
     assert "pyattn: this folder holds the package's source without its native module" in result.stderr
     assert "pip install -e ." in result.stderr
+
+
+def test_a_second_copy_in_one_process(tmp_path: Path) -> None:
+    """Importing the same copy again is refused as well, because torch can't forget what the first import registered."""
+    for part in (pyattn, _C):  # an editable install keeps the libraries elsewhere
+        shutil.copytree(Path(str(part.__file__)).parent, tmp_path / "pyattn", dirs_exist_ok=True)
+    forget = "import sys, pyattn\nfor name in list(sys.modules):\n    if 'pyattn' in name: del sys.modules[name]\n"
+    for other in ("", f"{WITHOUT_EDITABLE}sys.path.insert(0, {str(tmp_path)!r})\n"):
+        last = fresh.python("-c", f"{forget}{other}import pyattn").stderr.splitlines()[-1]
+        assert last.startswith("ImportError: pyattn: this process has registered the operators of /")
+        assert last.endswith("in a new process")
 
 
 def test_a_forked_child_does_not_hang() -> None:

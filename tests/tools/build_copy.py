@@ -19,6 +19,7 @@ import pytest
 from editable import WITHOUT_EDITABLE
 
 import pyattn
+from pyattn import _build
 
 TOOLS = Path(__file__).parent
 ROOT = TOOLS.parents[1]
@@ -41,7 +42,7 @@ LIKELY = {
     "cache/ring_buffer": ("ops/cache.cpp",),
     "masks/header": ("shared/mask.h",),
     "native/splits": ("cuda/forward_splits.h", "cuda/merge.h"),
-    "attention/threads": ("ops/threads.cpp",),
+    "attention/threads": ("ops/host.cpp", "library/float_control.h"),
     "varlen/varlen": ("cpu/plan/units.h", "cpu/plan/work.h", "cuda/sequences.h", "ops/packed.cpp", "ops/packing.h"),
     "varlen/errors": ("ops/packing.h",),
 }
@@ -169,9 +170,10 @@ class Copy:
             raise BadFaultError(f"does not compile: {error[0] if error else result.stderr[-300:]}")
 
     def link(self) -> None:
-        """Links the module, by CMake's command for it, and the library of the emulated kernels."""
-        command = self.run(["ninja", "-t", "commands", "_C"]).stdout.splitlines()[-1]
-        self.run(["sh", "-c", command])
+        """Links the libraries, by CMake's commands for them, and that of the emulated kernels."""
+        for target in ("pyattn", "_C", *(f"pyattn_torch_{minor}" for minor in _build.torches)):
+            command = self.run(["ninja", "-t", "commands", target]).stdout.splitlines()[-1]
+            self.run(["sh", "-c", command])
         objects = [unit.object for unit in self.units if unit.backend == "emulated"]
         self.run(["c++", "-shared", "-pthread", "-o", "../emulated.so", *objects])
 

@@ -1,6 +1,6 @@
 // The passes that find the visible keys of rows and of blocks of rows
 // where no formula gives them. They run before forward and again before
-// backward, so nothing is saved. ops/passes.h keeps their results.
+// backward, so nothing is saved. library/passes.cpp keeps their results.
 #pragma once
 
 #include "cpu/plan/units.h"

@@ -1,7 +1,5 @@
 // The only file that names every instruction set. The best one that the CPU has is active, unless
 // the environment variable PYATTN_ISA or set_isa names another.
-#include "cpu/dispatch.h"
-
 #ifdef __x86_64__
 #include <cpuid.h>
 #endif
@@ -10,7 +8,7 @@
 #include <cstdlib>
 #include <stdexcept>
 
-#include "attention.h"
+#include "library.h"
 
 namespace pyattn {
 
@@ -117,5 +115,7 @@ const Kernels& kernels(DType dtype, bool plain) {
   if (dtype == DType::kBFloat16 && isa.bf16_plain) return plain ? *isa.bf16_plain : *isa.bf16_general;
   return (plain ? isa.plain : isa.general)[static_cast<int>(dtype)];
 }
+
+double peak(DType type, int64_t rounds) { return kernels(type, true).peak(rounds); }
 
 }  // namespace pyattn

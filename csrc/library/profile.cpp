@@ -1,12 +1,18 @@
-#include "ops/profile.h"
+#include "library/profile.h"
+
+#ifdef __APPLE__
+#include <pthread.h>
+#elif defined(_WIN32)
+#include <windows.h>
+#else
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <atomic>
 #include <chrono>
 #include <mutex>
 #include <utility>
-
-#include "cpu/dispatch.h"
-#include "ops/threads.h"
 
 namespace pyattn {
 namespace {
@@ -18,6 +24,18 @@ std::vector<TaskProfile> tasks;  // since start_profile; guarded by mutex
 int64_t now_ns() {
   using std::chrono::nanoseconds;
   return std::chrono::duration_cast<nanoseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+int64_t thread_id() {
+#ifdef __APPLE__
+  uint64_t id = 0;
+  pthread_threadid_np(nullptr, &id);
+  return static_cast<int64_t>(id);
+#elif defined(_WIN32)
+  return GetCurrentThreadId();
+#else
+  return syscall(SYS_gettid);
+#endif
 }
 
 }  // namespace
