@@ -8,7 +8,6 @@ global numbers of its sequence and head.
 from functools import partial
 from typing import Any
 
-from torch._ops import OpOverload
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
@@ -38,7 +37,7 @@ def register() -> None:
         register_sharding(op)(partial(_placements, op, rows))
 
 
-def _placements(op: OpOverload[..., Any], rows: int, *args: Any, **named: Any) -> list[tuple[Placements, Placements]]:
+def _placements(op: ops.Operator, rows: int, *args: Any, **named: Any) -> list[tuple[Placements, Placements]]:
     """The placements of results and arguments that DTensor may choose from; the first ``rows`` arguments are like q."""
     options = ops.arguments_of(op, args, named)
     found = []

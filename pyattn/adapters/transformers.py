@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pyattn import AttentionOptions, attention, attention_varlen, attention_weights
 from pyattn.adapters import transformers_masks, transformers_models, transformers_packed
-from pyattn.adapters.transformers_masks import Mask
+from pyattn.adapters.transformers_masks import Mask, mask_function
 from pyattn.arguments import check_size, check_tensor, shown
 from pyattn.dropout import draw_seed
 from pyattn.masks import KeyRanges
@@ -26,8 +26,6 @@ __all__ = ["attention_function", "fallbacks", "mask_function", "register"]
 
 NAME = "pyattn"
 """The value of ``attn_implementation``."""
-
-mask_function = transformers_masks.mask_function
 
 NOT_ABOUT_ATTENTION = frozenset(
     {"cache_position", "decoder_input_ids", "num_items_in_batch", "seq_idx", "shift_labels"}

@@ -30,7 +30,9 @@ WANTED = "the model works with the mask itself"
 Dense = Callable[[int, int, Tensor | None], Tensor]
 """``dense(first, rows, padding)``: some rows of a mask, bool (B, 1, rows, Sk), with the given padding."""
 
-computes_attention_itself = torch.compiler.assume_constant_result(transformers_models.computes_attention_itself)
+computes_attention_itself: Callable[[type], bool] = torch.compiler.assume_constant_result(
+    transformers_models.computes_attention_itself
+)
 """The decorator imports all of torch.compile, so ``pyattn info`` does without it."""
 
 DENSE: Counter[str] = Counter()

@@ -114,21 +114,26 @@ class KVCache:
                 check_sizes(page_size=page_size, **sizes, **columns)
         check_dtype(dtype)
         device = device_of(device)
-        self.max_seqlen, self.window, self.page_size = max_seqlen, window_of(window, max_seqlen), page_size
+        self.max_seqlen = max_seqlen
+        self.window: tuple[int, int] | None = window_of(window, max_seqlen)
+        self.page_size = page_size
         if page_size is not None and self.window is not None:
             raise NotImplementedError(
                 f"pyattn: a cache with a window has no pages, got page_size={page_size} and window={self.window}"
             )
         with torch.inference_mode(False):  # so the cache can be used after inference mode ends
-            self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-            self.starts = torch.zeros_like(self.lengths)
+            self.lengths: Tensor = torch.zeros(batch, dtype=torch.int64, device=device)
+            self.starts: Tensor = torch.zeros_like(self.lengths)
             self._ragged, self._last = False, self.lengths.new_zeros(3, batch)
-            self.block_table = None if page_size is None else table_for(self.lengths, max_seqlen, page_size)
+            self.block_table: Tensor | None = (
+                None if page_size is None else table_for(self.lengths, max_seqlen, page_size)
+            )
             slots = max_seqlen if self.window is None else slots_of(max_seqlen)
             shape = (batch, num_heads_kv, slots)
             if page_size is not None and self.block_table is not None:
                 shape = (num_heads_kv, self.block_table.numel(), page_size)
-            self.k, self.v = (allocated((*shape, n), dtype, device, page_size) for n in (head_dim, head_dim_v))
+            self.k: Tensor = allocated((*shape, head_dim), dtype, device, page_size)
+            self.v: Tensor = allocated((*shape, head_dim_v), dtype, device, page_size)
 
     def __repr__(self) -> str:
         shape = f"k {tuple(self.k.shape)}, v {tuple(self.v.shape)}, {self.k.dtype}"

@@ -128,8 +128,10 @@ class Projected(nn.Module):
 
     def __init__(self, width: int, heads: int, attention: Attention) -> None:
         super().__init__()
-        self.heads, self.attention = heads, attention
-        self.qkv, self.out_proj = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+        self.heads = heads
+        self.attention = attention
+        self.qkv: nn.Linear = nn.Linear(width, 3 * width, bias=False)
+        self.out_proj: nn.Linear = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``x`` (B, T, width) to the same shape."""
@@ -153,7 +155,8 @@ class Torchs(nn.Module):
 
     def __init__(self, width: int, heads: int, need_weights: bool) -> None:
         super().__init__()
-        self.inner, self.need_weights = nn.MultiheadAttention(width, heads, batch_first=True), need_weights
+        self.inner: nn.MultiheadAttention = nn.MultiheadAttention(width, heads, batch_first=True)
+        self.need_weights = need_weights
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``x`` (B, T, width) to the same shape."""

@@ -27,6 +27,10 @@ def waited() -> float | None:
 class Contention:
     """Measures how long ``threads`` computing threads have waited since it was created."""
 
+    threads: int
+    since: float
+    before: float | None
+
     def __init__(self, threads: int) -> None:
         self.threads, self.since, self.before = threads, time.perf_counter(), waited()
 
@@ -56,6 +60,9 @@ class SpinNotice:
     spinning threads keep the cores busy and delay it: 60 training steps took 159 seconds beside ten other processes on
     two cores, and 20 seconds with OMP_WAIT_POLICY=passive.
     """
+
+    needed: bool
+    contention: Contention
 
     def __init__(self, threads: int) -> None:
         self.needed = threads > 1 and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive"

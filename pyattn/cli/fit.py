@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -135,9 +136,18 @@ class Progress:
     counting validation itself.
     """
 
+    tokens: int
+    notice: SpinNotice
+    lines_show_speed: bool
+    steps: int
+    seconds: float
+    resumed: float
+
     def __init__(self, steps: int, tokens: int, threads: int, done: int = 0) -> None:
         self.tokens, self.notice = tokens, SpinNotice(threads)
-        self.bar = tqdm(total=steps * tokens, initial=done * tokens, unit="tokens", unit_scale=True, disable=None)
+        self.bar: tqdm[NoReturn] = tqdm(
+            total=steps * tokens, initial=done * tokens, unit="tokens", unit_scale=True, disable=None
+        )
         self.lines_show_speed = self.bar.disable or not sys.stdout.isatty()
         self.steps, self.seconds = 0, 0.0
         self.resumed = time.perf_counter()

@@ -96,15 +96,16 @@ class Block(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.heads, self.dropout = config.heads, config.dropout
-        self.attention_norm = nn.LayerNorm(config.width)
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.project = nn.Linear(config.width, config.width)
-        self.mlp_norm = nn.LayerNorm(config.width)
-        self.up = nn.Linear(config.width, 4 * config.width)
-        self.down = nn.Linear(4 * config.width, config.width)
-        self.window = config.window
-        self.sinks = nn.Parameter(torch.zeros(config.heads)) if config.sinks else None
+        self.heads: int = config.heads
+        self.dropout: float = config.dropout
+        self.attention_norm: nn.LayerNorm = nn.LayerNorm(config.width)
+        self.qkv: nn.Linear = nn.Linear(config.width, 3 * config.width)
+        self.project: nn.Linear = nn.Linear(config.width, config.width)
+        self.mlp_norm: nn.LayerNorm = nn.LayerNorm(config.width)
+        self.up: nn.Linear = nn.Linear(config.width, 4 * config.width)
+        self.down: nn.Linear = nn.Linear(4 * config.width, config.width)
+        self.window: tuple[int, int] = config.window
+        self.sinks: nn.Parameter | None = nn.Parameter(torch.zeros(config.heads)) if config.sinks else None
         self.register_buffer("slopes", alibi_slopes(config.heads) if config.alibi else None, persistent=False)
 
     def options(self) -> dict[str, Any]:
@@ -128,11 +129,12 @@ class GPT(nn.Module):
 
     def __init__(self, config: Config, attend: Attend = attend_pyattn) -> None:
         super().__init__()
-        self.config, self.attend = config, attend
-        self.token = nn.Embedding(config.vocab, config.width)
-        self.position = None if config.alibi else nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width)
+        self.config = config
+        self.attend = attend
+        self.token: nn.Embedding = nn.Embedding(config.vocab, config.width)
+        self.position: nn.Embedding | None = None if config.alibi else nn.Embedding(config.context, config.width)
+        self.blocks: nn.ModuleList = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm: nn.LayerNorm = nn.LayerNorm(config.width)
         self.init_weights()
 
     @property

@@ -33,6 +33,10 @@ PAGE_SIZE = 16
 class SdpaCache:
     """A cache in plain torch: one sequence, with keys and values written in place to slices."""
 
+    k: Tensor
+    v: Tensor
+    used: int
+
     def __init__(self, heads: int, size: int, head_dim: int, like: Tensor) -> None:
         self.k, self.v = torch.zeros(2, 1, heads, size, head_dim, dtype=like.dtype, device=like.device)
         self.used = 0

@@ -102,6 +102,9 @@ TOLERANCE = 1e-4
 class Forward:
     """A side of the benchmark: its first call compiles it and compares its result with ours, later calls run it."""
 
+    compiler: Compiler
+    inputs: tuple[Tensor, Tensor, Tensor]
+
     def __init__(self, compiler: Compiler, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.compiler, self.inputs = compiler, (q, k, v)
         self.program: Program | None = None

@@ -1,7 +1,7 @@
 """The options of ``pyattn train``: their meanings, their limits, and which of them a command line gave."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from pyattn.cli.options import DEVICES, Command
 from pyattn.options import UNBOUNDED
 
 PRODUCTS = ("float32", "bfloat16")
-CHOICES = {"attention": ATTENTIONS, "device": DEVICES, "dtype": PRODUCTS}
+CHOICES: dict[str, Iterable[str]] = {"attention": ATTENTIONS, "device": DEVICES, "dtype": PRODUCTS}
 
 MOST_LR = 1e37
 """AdamW's first step divides the learning rate by 1 - 0.9, and float32's largest number is 3.4e38."""

@@ -103,7 +103,7 @@ class Attention(torch.autograd.Function):
         ctx.mark_non_differentiable(output[2], output[3])
         return output
 
-    backward = staticmethod(_backward)
+    backward: Callable[..., Any] = staticmethod(_backward)
 
 
 class TransformableAttention(torch.autograd.Function):
@@ -115,9 +115,9 @@ class TransformableAttention(torch.autograd.Function):
     def forward(kind: Kind, *args: Any) -> tuple[Tensor, ...]:  # noqa: D102
         return kind.forward(*args)
 
-    setup_context = staticmethod(_save)
-    backward = staticmethod(_backward)
-    jvp = staticmethod(_jvp)
+    setup_context: Callable[..., None] = staticmethod(_save)
+    backward: Callable[..., Any] = staticmethod(_backward)
+    jvp: Callable[..., Any] = staticmethod(_jvp)
 
 
 def _distinct(arguments: tuple[Any, ...]) -> list[Any]:

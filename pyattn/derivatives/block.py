@@ -59,6 +59,11 @@ class Scores:
         distance: None without slopes; 0 at masked pairs.
     """
 
+    dtype: torch.dtype
+    seen: Tensor
+    scale: float
+    scores: Tensor
+
     def __init__(
         self, products: Tensor, options: Options, heads: Tensor, rows: Tensor, seqlen_q: int, head_dim: int
     ) -> None:
@@ -104,6 +109,14 @@ class Block(Scores):
         weights, sink_weight: P, and N (B, Hq, rows, 1) where there are sinks.
         cap: f1 and f2; None without a softcap.
     """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    begin: int
+    end: int
+    weights: Tensor
+    sink_weight: Tensor | None
 
     def __init__(self, inputs: Inputs, begin: int, end: int) -> None:
         q, self.k, self.v, options, first = inputs

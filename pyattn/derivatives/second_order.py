@@ -11,7 +11,7 @@ Here x is q, k, v, bias, slopes and sinks. Unless a backward is differentiated a
 this runs.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -164,7 +164,8 @@ class Last(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:  # noqa: D102
         pass
 
-    backward = jvp = never("pyattn: third derivatives of attention are not implemented")
+    backward: Callable[..., NoReturn] = never("pyattn: third derivatives of attention are not implemented")
+    jvp: Callable[..., NoReturn] = backward
 
 
 class SecondTangents(Last):

@@ -79,5 +79,5 @@ __all__ = [
     "create_gpt2_xl_attention",
 ]
 
-MODULES = [face for home in (globals(), vars(book)) for name in home["__all__"] if isinstance(face := home[name], type)]
+MODULES = [cls for home in (globals(), vars(book)) for cls in map(home.get, home["__all__"]) if isinstance(cls, type)]
 """The module classes of this package, :mod:`pyattn.nn.book` included."""

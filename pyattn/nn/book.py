@@ -5,8 +5,7 @@ Attention Implementations". The first two are the chapter's own classes, under o
 they keep their weights. Here all compute natively, and share what :mod:`pyattn.nn` says of its modules.
 """
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyattn.arguments import check_names
 from pyattn.nn.causal import MultiHeadAttentionWrapper
@@ -55,7 +54,7 @@ class Ch03_MHA_Wrapper(MultiHeadAttentionWrapper):
         persistent_mask: bool | None = None,
     ) -> None:
         super().__init__(d_in, d_out, context_length, dropout, num_heads, qkv_bias, persistent_mask=persistent_mask)
-        self.out_proj = torch.nn.Linear(d_out * num_heads, d_out * num_heads)
+        self.out_proj: nn.Linear = nn.Linear(d_out * num_heads, d_out * num_heads)
 
     @check_names
     def forward(

@@ -34,9 +34,9 @@ class CausalAttention(CausalMask):
         check_sizes(1, d_in=d_in, d_out=d_out)
         self.d_in = d_in
         self.d_out = d_out
-        self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias)
-        self.W_key = nn.Linear(d_in, d_out, bias=qkv_bias)
-        self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_query: nn.Linear = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_key: nn.Linear = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_value: nn.Linear = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.dropout: nn.Module = make_dropout(dropout)
 
     def extra_repr(self) -> str:  # noqa: D102
@@ -80,7 +80,7 @@ class MultiHeadAttentionWrapper(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(1, num_heads=num_heads)
-        self.heads = nn.ModuleList(
+        self.heads: nn.ModuleList = nn.ModuleList(
             CausalAttention(d_in, d_out, context_length, dropout, qkv_bias, persistent_mask=persistent_mask)
             for _ in range(num_heads)
         )
@@ -131,9 +131,9 @@ class SingleHeadSelfAttention(nn.Module):
         super().__init__()
         check_sizes(1, d_model=d_model, d_k=d_k)
         self.d_model = d_model
-        self.q = nn.Linear(d_model, d_k, bias=False)
-        self.k = nn.Linear(d_model, d_k, bias=False)
-        self.v = nn.Linear(d_model, d_k, bias=False)
+        self.q: nn.Linear = nn.Linear(d_model, d_k, bias=False)
+        self.k: nn.Linear = nn.Linear(d_model, d_k, bias=False)
+        self.v: nn.Linear = nn.Linear(d_model, d_k, bias=False)
         self.dropout: nn.Module = make_dropout(dropout)
         self.trace_shapes = trace_shapes
 

@@ -34,8 +34,8 @@ class MHAPyTorchScaledDotProduct(CausalMask, Heads):
     ) -> None:
         super().__init__(context_length)
         self.set_sizes(d_in, d_out, num_heads)
-        self.qkv = nn.Linear(d_in, 3 * d_out, bias=qkv_bias)
-        self.proj = nn.Linear(d_out, d_out)
+        self.qkv: nn.Linear = nn.Linear(d_in, 3 * d_out, bias=qkv_bias)
+        self.proj: nn.Linear = nn.Linear(d_out, d_out)
         self.dropout: float | nn.Module = check_dropout(dropout)
 
     def extra_repr(self) -> str:  # noqa: D102
@@ -72,7 +72,7 @@ class MHAPyTorchSDPAWithoutFlash(MHAPyTorchScaledDotProduct):
     """The same with a bool ``mask``, which the plain module keeps in its state dicts."""
 
     mask_in_plain_states = True
-    mask_dtype = torch.bool
+    mask_dtype: torch.dtype | None = torch.bool
 
     @check_names
     def __init__(
@@ -109,4 +109,4 @@ class MultiHeadAttentionCombinedQKV(MHAPyTorchScaledDotProduct):
     ) -> None:
         super().__init__(d_in, d_out, num_heads, context_length, dropout, qkv_bias)
         self.persistent_mask = persistent_mask
-        self.dropout = make_dropout(dropout)
+        self.dropout: nn.Module = make_dropout(dropout)

@@ -41,12 +41,12 @@ class MHAEinsum(CausalMask, Heads):
     ) -> None:
         super().__init__(context_length, persistent_mask)
         self.set_sizes(d_in, d_out, num_heads)
-        self.W_query = nn.Parameter(torch.randn(d_in, d_out))
-        self.W_key = nn.Parameter(torch.randn(d_in, d_out))
-        self.W_value = nn.Parameter(torch.randn(d_in, d_out))
+        self.W_query: nn.Parameter = nn.Parameter(torch.randn(d_in, d_out))
+        self.W_key: nn.Parameter = nn.Parameter(torch.randn(d_in, d_out))
+        self.W_value: nn.Parameter = nn.Parameter(torch.randn(d_in, d_out))
         for name in ("bias_q", "bias_k", "bias_v"):
             self.register_parameter(name, nn.Parameter(torch.zeros(d_out)) if qkv_bias else None)
-        self.out_proj = nn.Linear(d_out, d_out)
+        self.out_proj: nn.Linear = nn.Linear(d_out, d_out)
         self.dropout: nn.Module = make_dropout(dropout)
         self.reset_parameters()
 

@@ -145,8 +145,10 @@ class Heads(nn.Module):
     def set_sizes(self, d_in: int, d_out: int, num_heads: int) -> None:
         """Checks and stores the sizes, and the width of a head."""
         check_sizes(1, d_in=d_in)
-        self.d_in, self.d_out, self.num_heads = d_in, d_out, num_heads
-        self.head_dim = quotient("d_out", d_out, "num_heads", num_heads)
+        self.d_in = d_in
+        self.d_out = d_out
+        self.num_heads = num_heads
+        self.head_dim: int = quotient("d_out", d_out, "num_heads", num_heads)
 
     def attend(self, projection: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
         """The result of ``forward``: :func:`attend_heads`, then the module's last projection."""

@@ -1,7 +1,6 @@
 """Multi-head attention with one set of projections."""
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyattn.arguments import check_names
 from pyattn.cache import KVCache
@@ -56,13 +55,13 @@ class MultiHeadAttention(CausalMask, ScoreOptions, Heads):
     ) -> None:
         super().__init__(context_length, persistent_mask)
         self.set_sizes(d_in, d_out, num_heads)
-        self.num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
+        self.num_heads_kv: int = num_heads if num_heads_kv is None else num_heads_kv
         quotient("num_heads", num_heads, "num_heads_kv", self.num_heads_kv)
-        self.W_query = torch.nn.Linear(d_in, d_out, bias=qkv_bias)
-        self.W_key = torch.nn.Linear(d_in, self.num_heads_kv * self.head_dim, bias=qkv_bias)
-        self.W_value = torch.nn.Linear(d_in, self.num_heads_kv * self.head_dim, bias=qkv_bias)
-        self.out_proj = torch.nn.Linear(d_out, d_out)
-        self.dropout: torch.nn.Module = make_dropout(dropout)
+        self.W_query: nn.Linear = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_key: nn.Linear = nn.Linear(d_in, self.num_heads_kv * self.head_dim, bias=qkv_bias)
+        self.W_value: nn.Linear = nn.Linear(d_in, self.num_heads_kv * self.head_dim, bias=qkv_bias)
+        self.out_proj: nn.Linear = nn.Linear(d_out, d_out)
+        self.dropout: nn.Module = make_dropout(dropout)
         self.set_score_options(num_heads, self.head_dim, window, softcap, alibi, sinks, rotary)
 
     def extra_repr(self) -> str:  # noqa: D102
@@ -132,14 +131,14 @@ class Attention(ScoreOptions, Heads):
         super().__init__()
         self.embed_dim = embed_dim
         self.num_heads = num_heads
-        self.num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
-        self.head_dim = quotient("embed_dim", embed_dim, "num_heads", num_heads)
+        self.num_heads_kv: int = num_heads if num_heads_kv is None else num_heads_kv
+        self.head_dim: int = quotient("embed_dim", embed_dim, "num_heads", num_heads)
         quotient("num_heads", num_heads, "num_heads_kv", self.num_heads_kv)
-        self.W_q = torch.nn.Linear(embed_dim, embed_dim)
-        self.W_k = torch.nn.Linear(embed_dim, self.num_heads_kv * self.head_dim)
-        self.W_v = torch.nn.Linear(embed_dim, self.num_heads_kv * self.head_dim)
-        self.W_o = torch.nn.Linear(embed_dim, embed_dim)
-        self.dropout: torch.nn.Module = make_dropout(dropout)
+        self.W_q: nn.Linear = nn.Linear(embed_dim, embed_dim)
+        self.W_k: nn.Linear = nn.Linear(embed_dim, self.num_heads_kv * self.head_dim)
+        self.W_v: nn.Linear = nn.Linear(embed_dim, self.num_heads_kv * self.head_dim)
+        self.W_o: nn.Linear = nn.Linear(embed_dim, embed_dim)
+        self.dropout: nn.Module = make_dropout(dropout)
         self.set_score_options(num_heads, self.head_dim, window, softcap, alibi, sinks, rotary)
 
     def extra_repr(self) -> str:  # noqa: D102

@@ -53,7 +53,10 @@ class ScoreOptions(nn.Module):
                 raise ValueError(
                     f"pyattn: rotary must be a base above 0, with an even head_dim, got {rotary} and {head_dim}"
                 )
-        self.window, self.softcap, self.alibi, self.rotary = tuple(window), softcap, alibi, rotary
+        self.window: tuple[int, ...] = tuple(window)
+        self.softcap: float = softcap
+        self.alibi = alibi
+        self.rotary = rotary
         self.register_parameter("sinks", nn.Parameter(torch.zeros(num_heads, dtype=dtype)) if sinks else None)
 
     def described_options(self) -> dict[str, object]:

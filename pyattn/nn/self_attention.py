@@ -34,9 +34,9 @@ class SelfAttention_v1(nn.Module):
     def __init__(self, d_in: int, d_out: int) -> None:
         super().__init__()
         check_sizes(1, d_in=d_in, d_out=d_out)
-        self.W_query = nn.Parameter(torch.rand(d_in, d_out))
-        self.W_key = nn.Parameter(torch.rand(d_in, d_out))
-        self.W_value = nn.Parameter(torch.rand(d_in, d_out))
+        self.W_query: nn.Parameter = nn.Parameter(torch.rand(d_in, d_out))
+        self.W_key: nn.Parameter = nn.Parameter(torch.rand(d_in, d_out))
+        self.W_value: nn.Parameter = nn.Parameter(torch.rand(d_in, d_out))
 
     def extra_repr(self) -> str:  # noqa: D102
         d_in, d_out = self.W_query.shape
@@ -62,9 +62,9 @@ class SelfAttention_v2(nn.Module):
         super().__init__()
         check_sizes(1, d_in=d_in, d_out=d_out)
         self.d_in = d_in
-        self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias)
-        self.W_key = nn.Linear(d_in, d_out, bias=qkv_bias)
-        self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_query: nn.Linear = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_key: nn.Linear = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_value: nn.Linear = nn.Linear(d_in, d_out, bias=qkv_bias)
 
     @check_names
     def forward(self, x: Tensor, *, need_weights: bool = False) -> Output:

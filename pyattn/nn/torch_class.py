@@ -22,7 +22,7 @@ class MHAPyTorchClass(CausalMask):
     torch.Size([2, 6, 8])
     """
 
-    mask_dtype = torch.bool
+    mask_dtype: torch.dtype | None = torch.bool
 
     @check_names
     def __init__(
@@ -42,12 +42,12 @@ class MHAPyTorchClass(CausalMask):
         if d_in != d_out:
             raise ValueError(f"pyattn: d_in must equal d_out for nn.MultiheadAttention, got {d_in} and {d_out}")
         self.d_in = d_in
-        self.head_dim = quotient("d_out", d_out, "num_heads", num_heads)
-        self.multihead_attn = nn.MultiheadAttention(
+        self.head_dim: int = quotient("d_out", d_out, "num_heads", num_heads)
+        self.multihead_attn: nn.MultiheadAttention = nn.MultiheadAttention(
             d_out, num_heads, check_dropout(dropout), bias=qkv_bias, add_bias_kv=qkv_bias, batch_first=True
         )
         self.need_weights = need_weights
-        self.proj = nn.Linear(d_out, d_out)
+        self.proj: nn.Linear = nn.Linear(d_out, d_out)
 
     def extra_repr(self) -> str:  # noqa: D102
         inner = self.multihead_attn

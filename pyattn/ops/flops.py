@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any
 
-from torch._ops import OpOverload
 from torch.utils.flop_counter import register_flop_formula
 
 from pyattn import ops
@@ -11,7 +10,7 @@ from pyattn.ops.schema import Options, Packing
 from pyattn.ops.visible import packed_pairs, pairs
 
 
-def flops(op: OpOverload[..., Any], *args: Any, out_val: object = None, **named: Any) -> int:
+def flops(op: ops.Operator, *args: Any, out_val: object = None, **named: Any) -> int:
     """Two operations per column for each visible pair of query and key, so causal counts half.
 
     Forward computes Q K^T and P V; backward Q K^T again, dO V^T, dV, dK and dQ.

@@ -166,7 +166,7 @@ def _in_onnx(decomposition: Callable[..., tuple[Tensor, ...]], *args: Any, **nam
     return decomposition(*args, **named)
 
 
-DECOMPOSITIONS: dict[torch._ops.OpOverload[..., Any], Callable[..., tuple[Tensor, ...]]] = {
+DECOMPOSITIONS: dict[ops.Operator, Callable[..., tuple[Tensor, ...]]] = {
     ops.attention_forward: _attention,
     ops.attention_backward: partial(_refuse, "gradients of attention, got attention's backward"),
     ops.attention_varlen_forward: partial(_refuse, "packed sequences, got attention_varlen"),

@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -26,16 +26,11 @@ PLACES = {name: place for place, name in enumerate(DEFAULTS)}
 LEARNED = ("bias", "alibi_slopes", "sinks")
 """Options that have gradients, adjacent in the schema."""
 
-
-def _record(fields: Mapping[str, Any]) -> Any:
-    """A named tuple of fields that type checkers do not know."""
-    return collections.namedtuple("Options", [*fields], defaults=fields.values())
+_record = collections.namedtuple
+"""Under this name, mypy lets the fields be computed."""
 
 
-_Values: Any = _record(DEFAULTS)
-
-
-class Options(_Values):  # type: ignore[misc]
+class Options(_record("Options", [*DEFAULTS], defaults=DEFAULTS.values())):  # type: ignore[misc]
     """The operators' options as one value: ``attention_forward(q, k, v, *options)``.
 
     The fields are those of :class:`pyattn.AttentionOptions`, and ``q_offsets``: int64 (B,), which replaces q_offset

@@ -6,7 +6,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from pyattn import ops
 
@@ -17,9 +16,9 @@ Results = tuple[Tensor | None, ...]
 
 
 def _register(
-    op: OpOverload[..., Any],
+    op: ops.Operator,
     loops: Callable[[Values, dict[str, int]], bool],
-    fold: Callable[[OpOverload[..., Any], Values, dict[str, int], int], Results],
+    fold: Callable[[ops.Operator, Values, dict[str, int], int], Results],
 ) -> None:
     """Registers vmap: one call on folded tensors, or call by call if ``loops(values, mapped)``.
 
@@ -88,7 +87,7 @@ HEADS = HEADS_PACKED | dict.fromkeys((*ROWS, "mask", "bias"), -3)
 
 
 def _fold_into_heads(
-    places: dict[str, int], op: OpOverload[..., Any], values: Values, mapped: dict[str, int], size: int
+    places: dict[str, int], op: ops.Operator, values: Values, mapped: dict[str, int], size: int
 ) -> Results:
     """Folds the mapped dimension into the heads, as the outer one: heads are independent of each other."""
 
@@ -112,7 +111,7 @@ def _fold_into_heads(
     return tuple(out_of_heads(r.name, t) for r, t in zip(op._schema.returns, results, strict=True))
 
 
-def _fold(op: OpOverload[..., Any], values: Values, mapped: dict[str, int], size: int) -> Results:
+def _fold(op: ops.Operator, values: Values, mapped: dict[str, int], size: int) -> Results:
     if _apart(values, mapped):
         return _fold_into_heads(HEADS, op, values, mapped, size)
     return _fold_into_batch(op, values, mapped, size)

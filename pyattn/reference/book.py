@@ -34,7 +34,7 @@ class Ch03_MHA_Wrapper(MultiHeadAttentionWrapper):
         self, d_in: int, d_out: int, context_length: int, dropout: float, num_heads: int, qkv_bias: bool = False
     ) -> None:
         super().__init__(d_in, d_out, context_length, dropout, num_heads, qkv_bias)
-        self.out_proj = nn.Linear(d_out * num_heads, d_out * num_heads)
+        self.out_proj: nn.Linear = nn.Linear(d_out * num_heads, d_out * num_heads)
 
     def forward(self, x: Tensor, **masks: Unpack[Masks]) -> Tensor:
         out: Tensor = self.out_proj(super().forward(x, **masks))
@@ -58,8 +58,8 @@ class MHAPyTorchScaledDotProduct(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.context_length = context_length
-        self.qkv = nn.Linear(d_in, 3 * d_out, bias=qkv_bias)
-        self.proj = nn.Linear(d_out, d_out)
+        self.qkv: nn.Linear = nn.Linear(d_in, 3 * d_out, bias=qkv_bias)
+        self.proj: nn.Linear = nn.Linear(d_out, d_out)
         self.dropout: float | nn.Module = self.dropout_type(dropout)
         if self.keeps_mask:
             self.register_buffer("mask", future(context_length).to(dtype=self.mask_dtype))
@@ -77,12 +77,12 @@ class MHAPyTorchFlexAttention(MHAPyTorchScaledDotProduct):
 
 class MHAPyTorchSDPAWithoutFlash(MHAPyTorchScaledDotProduct):
     keeps_mask = True
-    mask_dtype = torch.bool
+    mask_dtype: torch.dtype | None = torch.bool
 
 
 class MultiHeadAttentionCombinedQKV(MHAPyTorchScaledDotProduct):
     keeps_mask = True
-    dropout_type = nn.Dropout
+    dropout_type: type[nn.Dropout] = nn.Dropout
 
 
 class MHAEinsum(nn.Module):
@@ -95,13 +95,13 @@ class MHAEinsum(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.W_query = nn.Parameter(torch.randn(d_in, d_out))
-        self.W_key = nn.Parameter(torch.randn(d_in, d_out))
-        self.W_value = nn.Parameter(torch.randn(d_in, d_out))
+        self.W_query: nn.Parameter = nn.Parameter(torch.randn(d_in, d_out))
+        self.W_key: nn.Parameter = nn.Parameter(torch.randn(d_in, d_out))
+        self.W_value: nn.Parameter = nn.Parameter(torch.randn(d_in, d_out))
         for name in ("bias_q", "bias_k", "bias_v"):
             self.register_parameter(name, nn.Parameter(torch.zeros(d_out)) if qkv_bias else None)
-        self.out_proj = nn.Linear(d_out, d_out)
-        self.dropout = nn.Dropout(dropout)
+        self.out_proj: nn.Linear = nn.Linear(d_out, d_out)
+        self.dropout: nn.Dropout = nn.Dropout(dropout)
         self.register_buffer("mask", future(context_length))
         for weight in (self.W_query, self.W_key, self.W_value):
             nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
@@ -129,11 +129,11 @@ class MHAPyTorchClass(nn.Module):
         need_weights: bool = True,
     ) -> None:
         super().__init__()
-        self.multihead_attn = nn.MultiheadAttention(
+        self.multihead_attn: nn.MultiheadAttention = nn.MultiheadAttention(
             d_out, num_heads, dropout, bias=qkv_bias, add_bias_kv=qkv_bias, batch_first=True
         )
         self.need_weights = need_weights
-        self.proj = nn.Linear(d_out, d_out)
+        self.proj: nn.Linear = nn.Linear(d_out, d_out)
         self.register_buffer("mask", future(context_length).bool())
 
     def forward(self, x: Tensor, **masks: Unpack[Masks]) -> Tensor:

@@ -21,9 +21,9 @@ class SimplifiedSelfAttention(nn.Module):
 class SelfAttention_v1(nn.Module):
     def __init__(self, d_in: int, d_out: int) -> None:
         super().__init__()
-        self.W_query = nn.Parameter(torch.rand(d_in, d_out))
-        self.W_key = nn.Parameter(torch.rand(d_in, d_out))
-        self.W_value = nn.Parameter(torch.rand(d_in, d_out))
+        self.W_query: nn.Parameter = nn.Parameter(torch.rand(d_in, d_out))
+        self.W_key: nn.Parameter = nn.Parameter(torch.rand(d_in, d_out))
+        self.W_value: nn.Parameter = nn.Parameter(torch.rand(d_in, d_out))
 
     def forward(self, x: Tensor) -> Tensor:
         return attend(x @ self.W_query, x @ self.W_key, x @ self.W_value)[0]
@@ -34,9 +34,9 @@ class Projections(nn.Module):
 
     def __init__(self, d_in: int, d_out: int, qkv_bias: bool) -> None:
         super().__init__()
-        self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias)
-        self.W_key = nn.Linear(d_in, d_out, bias=qkv_bias)
-        self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_query: nn.Linear = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_key: nn.Linear = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_value: nn.Linear = nn.Linear(d_in, d_out, bias=qkv_bias)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.W_query(x), self.W_key(x), self.W_value(x)
@@ -58,7 +58,7 @@ class CausalAttention(Projections):
 
     def __init__(self, d_in: int, d_out: int, context_length: int, dropout: float, qkv_bias: bool = False) -> None:
         super().__init__(d_in, d_out, qkv_bias)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout: nn.Dropout = nn.Dropout(dropout)
         self.register_buffer("mask", future(context_length))
 
     def forward(self, x: Tensor, **masks: Unpack[Masks]) -> Tensor:
@@ -72,7 +72,7 @@ class MultiHeadAttentionWrapper(nn.Module):
         self, d_in: int, d_out: int, context_length: int, dropout: float, num_heads: int, qkv_bias: bool = False
     ) -> None:
         super().__init__()
-        self.heads = nn.ModuleList(
+        self.heads: nn.ModuleList = nn.ModuleList(
             CausalAttention(d_in, d_out, context_length, dropout, qkv_bias) for _ in range(num_heads)
         )
 
@@ -91,8 +91,8 @@ class MultiHeadAttention(Projections):
     ) -> None:
         super().__init__(d_in, d_out, qkv_bias)
         self.num_heads = num_heads
-        self.out_proj = nn.Linear(d_out, d_out)
-        self.dropout = nn.Dropout(dropout)
+        self.out_proj: nn.Linear = nn.Linear(d_out, d_out)
+        self.dropout: nn.Dropout = nn.Dropout(dropout)
         self.register_buffer("mask", future(context_length))
 
     def forward(self, x: Tensor, **masks: Unpack[Masks]) -> Tensor:
@@ -106,10 +106,10 @@ class MultiHeadAttention(Projections):
 class SingleHeadSelfAttention(nn.Module):
     def __init__(self, d_model: int, d_k: int, dropout: float = 0.0, trace_shapes: bool = False) -> None:
         super().__init__()
-        self.q = nn.Linear(d_model, d_k, bias=False)
-        self.k = nn.Linear(d_model, d_k, bias=False)
-        self.v = nn.Linear(d_model, d_k, bias=False)
-        self.dropout = nn.Dropout(dropout)
+        self.q: nn.Linear = nn.Linear(d_model, d_k, bias=False)
+        self.k: nn.Linear = nn.Linear(d_model, d_k, bias=False)
+        self.v: nn.Linear = nn.Linear(d_model, d_k, bias=False)
+        self.dropout: nn.Dropout = nn.Dropout(dropout)
         self.trace_shapes = trace_shapes
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,11 +126,11 @@ class Attention(nn.Module):
     def __init__(self, embed_dim: int, num_heads: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.W_q = nn.Linear(embed_dim, embed_dim)
-        self.W_k = nn.Linear(embed_dim, embed_dim)
-        self.W_v = nn.Linear(embed_dim, embed_dim)
-        self.W_o = nn.Linear(embed_dim, embed_dim)
-        self.dropout = nn.Dropout(dropout)
+        self.W_q: nn.Linear = nn.Linear(embed_dim, embed_dim)
+        self.W_k: nn.Linear = nn.Linear(embed_dim, embed_dim)
+        self.W_v: nn.Linear = nn.Linear(embed_dim, embed_dim)
+        self.W_o: nn.Linear = nn.Linear(embed_dim, embed_dim)
+        self.dropout: nn.Dropout = nn.Dropout(dropout)
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, *, key_ranges: Tensor | None = None, bias: Tensor | None = None
@@ -157,13 +157,13 @@ class GroupedQueryAttention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         width = num_kv_groups * (d_out // num_heads)
-        self.W_key = nn.Linear(d_in, width, bias=qkv_bias, dtype=dtype)
-        self.W_value = nn.Linear(d_in, width, bias=qkv_bias, dtype=dtype)
+        self.W_key: nn.Linear = nn.Linear(d_in, width, bias=qkv_bias, dtype=dtype)
+        self.W_value: nn.Linear = nn.Linear(d_in, width, bias=qkv_bias, dtype=dtype)
         self.num_kv_groups = num_kv_groups
-        self.group_size = num_heads // num_kv_groups
-        self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias, dtype=dtype)
-        self.out_proj = nn.Linear(d_out, d_out, bias=False, dtype=dtype)
-        self.dropout = nn.Dropout(dropout)
+        self.group_size: int = num_heads // num_kv_groups
+        self.W_query: nn.Linear = nn.Linear(d_in, d_out, bias=qkv_bias, dtype=dtype)
+        self.out_proj: nn.Linear = nn.Linear(d_out, d_out, bias=False, dtype=dtype)
+        self.dropout: nn.Dropout = nn.Dropout(dropout)
         self.cache_k: Tensor | None = None
         self.cache_v: Tensor | None = None
 

@@ -48,7 +48,10 @@ class RotaryEmbedding(nn.Module):
         check_sizes(dim=dim)
         if dim % 2:
             raise WrongValueError(f"pyattn: dim must be even, got {dim}")
-        self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
+        self.dim = dim
+        self.base: float = float(base)
+        self.interleaved = interleaved
+        self.scale_base = scale_base
         self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
         columns = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
         scale = None if scale_base is None else (columns + 0.4 * dim) / (1.4 * dim)
