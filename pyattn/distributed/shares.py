@@ -1,0 +1,206 @@
+"""Shares: attention of one chunk of queries over one chunk of keys, as an ordinary call whose positions are shifted."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyattn import ops
+from pyattn.ops.schema import Options
+from pyattn.parts import merge
+
+Wanted = tuple[bool, bool, bool]
+
+
+def span(offset: Tensor | int) -> tuple[int, int]:
+    """The least and the largest of the sequences' offsets."""
+    if isinstance(offset, Tensor):
+        low, high = offset.aminmax()
+        return int(low), int(high)
+    return offset, offset
+
+
+def reaches(queries: range, keys: range, offsets: tuple[int, int], causal: bool, window: Sequence[int]) -> bool:
+    """Whether causal and the window let any of these queries see any of these keys."""
+    if not (queries and keys):
+        return False
+    left, right = window
+    first, last = queries[0] + offsets[0], queries[-1] + offsets[1]
+    ahead = [most for most, bounded in ((0, causal), (right, right >= 0)) if bounded]
+    return all(keys[0] <= last + most for most in ahead) and (left < 0 or keys[-1] >= first - left)
+
+
+class Rows(NamedTuple):
+    """(out, lse) of rows of queries over some of the keys."""
+
+    out: Tensor
+    lse: Tensor
+
+    def merged(self, other: "Rows") -> "Rows":
+        """The results over both sets of keys, in float32 or more."""
+        return Rows(*merge(self.out.to(self.lse.dtype), self.lse, other.out.to(self.lse.dtype), other.lse))
+
+
+class Dense:
+    """Batches: (B, H, S, D).
+
+    Attributes:
+        dim: the dimension of the sequence in q, k, v and out; ``row_dim`` that in lse.
+    """
+
+    dim, row_dim = 2, 2
+    dims: tuple[str, ...] = ("batch", "heads", "seqlen", "head_dim")
+
+    def __init__(self, options: Options, seqlen_q: int, seqlen_k: int) -> None:
+        self.options, self.num_keys = options, seqlen_k
+        self.offset = options.offset_for(seqlen_q, seqlen_k) if options.q_offsets is None else options.q_offsets
+        self.offsets = span(self.offset)
+
+    def check(self, rows: int) -> None:
+        """ValueError for a mask, bias or ranges that do not have this rank's rows and all keys."""
+        options = self.options
+        for name, tensor in (("mask", options.mask), ("bias", options.bias)):
+            if tensor is None:
+                continue
+            shape = tensor.shape if tensor.dim() > 1 else (1, *tensor.shape)
+            if not 1 <= tensor.dim() <= 4 or shape[-2] not in (1, rows) or shape[-1] not in (1, self.num_keys):
+                raise ValueError(
+                    f"pyattn: {name} must have {rows} rows, for this rank's queries, or 1, and {self.num_keys} columns, "
+                    f"for all keys, or 1, got shape {tuple(tensor.shape)}"
+                )
+        ranges = options.key_ranges
+        if ranges is not None and (ranges.dim() != 3 or ranges.shape[1] != rows or ranges.shape[2] != 2):
+            raise ValueError(f"pyattn: key_ranges must be (batch or 1, {rows}, 2), got shape {tuple(ranges.shape)}")
+
+    def sees(self, queries: range, keys: range) -> bool:
+        """Whether any query of a chunk may see any key of another, as far as all ranks know."""
+        return reaches(queries, keys, self.offsets, self.options.causal, self.options.window)
+
+    def _part(self, tensor: Tensor | None, rows: slice, keys: range) -> Tensor | None:
+        """The rows and columns of a mask or a bias, which may broadcast."""
+        if tensor is None:
+            return None
+        if tensor.dim() > 1 and tensor.shape[-2] != 1:
+            tensor = tensor[..., rows, :]
+        return tensor[..., keys.start : keys.stop] if tensor.shape[-1] != 1 or self.num_keys == 1 else tensor
+
+    def bias_of(self, bias: Tensor, rows: slice, keys: range) -> Tensor:
+        """The elements of the bias, or of its gradient, that a share reads."""
+        part = self._part(bias, rows, keys)
+        assert part is not None
+        return part
+
+    def shifted(self, rows: slice, queries: range, keys: range, first: bool) -> Options:
+        """The options of a share: rows are those of the rank's shard; the first share of a row alone has the sinks."""
+        options = self.options
+        offset = self.offset + (queries.start - keys.start)
+        ranges = options.key_ranges
+        return options._replace(
+            q_offset=None if isinstance(offset, Tensor) else offset,
+            q_offsets=offset if isinstance(offset, Tensor) else None,
+            key_ranges=None if ranges is None else (ranges[:, rows] - keys.start).clamp(0, len(keys)),
+            mask=self._part(options.mask, rows, keys),
+            bias=self._part(options.bias, rows, keys),
+            sinks=options.sinks if first else None,
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *place: Any) -> Rows:
+        """The share's results; ``place`` is that of :meth:`shifted`."""
+        return Rows(*ops.attention_forward(q, k, v, *self.shifted(*place))[:2])
+
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, qkv: Sequence[Tensor], rows: Rows, wanted: Wanted, flag: bool, *place: Any
+    ) -> tuple[Tensor, ...]:
+        """The share's gradients, given the results over all keys."""
+        gradients: tuple[Tensor, ...] = ops.attention_backward(
+            dout, dlse, *qkv, *rows, torch.ones_like(rows.lse), *self.shifted(*place), flag, self._wanted(wanted, place[-1]), True
+        )
+        return gradients
+
+    @staticmethod
+    def _wanted(wanted: Wanted, first: bool) -> Wanted:
+        return wanted[0], wanted[1], wanted[2] and first
+
+
+class Packed(Dense):
+    """Packed sequences: (total, H, D)."""
+
+    dim, row_dim = 0, 1
+    dims = "tokens", "heads", "head_dim"
+
+    def __init__(self, options: Options, begins_q: list[int], begins_k: list[int], total_q: int, total_k: int) -> None:
+        for name, begins, total in (("cu_seqlens_q", begins_q, total_q), ("cu_seqlens_k", begins_k, total_k)):
+            if not begins or begins[0] != 0 or sorted(begins) != begins or begins[-1] > total:
+                raise ValueError(f"pyattn: {name} must start at 0, never decrease and end at most at {total}, got {begins}")
+        if len(begins_q) != len(begins_k):
+            raise ValueError(f"pyattn: cu_seqlens_q and cu_seqlens_k must have one length, got {len(begins_q)} and {len(begins_k)}")
+        self.options = options
+        self.begins_q, self.begins_k = (torch.tensor(begins) for begins in (begins_q, begins_k))
+        lengths = [self.begins_k.diff() - self.begins_q.diff()]
+        if options.q_offsets is not None:
+            self.of_sequence = options.q_offsets.cpu()
+        elif options.q_offset is not None:
+            self.of_sequence = torch.full_like(lengths[0], options.q_offset)
+        else:
+            self.of_sequence = lengths[0]
+
+    def check(self, rows: int) -> None:  # noqa: D102
+        for name in ("mask", "bias"):
+            if getattr(self.options, name) is not None:
+                raise ValueError(f"pyattn: {name} is not implemented for packed sequences")
+        ranges = self.options.key_ranges
+        if ranges is not None and ranges.shape != (rows, 2):
+            raise ValueError(f"pyattn: key_ranges must be ({rows}, 2), got shape {tuple(ranges.shape)}")
+
+    def sees(self, queries: range, keys: range) -> bool:  # noqa: D102
+        for b, offset in enumerate(self.of_sequence.tolist()):
+            own_q, own_k = (
+                range(max(chunk.start, begins[b]) - begins[b], min(chunk.stop, begins[b + 1]) - begins[b])
+                for chunk, begins in ((queries, self.begins_q.tolist()), (keys, self.begins_k.tolist()))
+            )
+            if reaches(own_q, own_k, (offset, offset), self.options.causal, self.options.window):
+                return True
+        return False
+
+    @staticmethod
+    def _local(begins: Tensor, chunk: range) -> tuple[Tensor, Tensor]:
+        """The boundaries of the sequences within a chunk, and the position in its sequence at which each begins there."""
+        return (begins - chunk.start).clamp(0, len(chunk)), (chunk.start - begins[:-1]).clamp(min=0)
+
+    def packing(self, rows: slice, queries: range, keys: range, first: bool) -> tuple[Any, ...]:
+        """The boundaries and the options of a share."""
+        (starts_q, skipped_q), (starts_k, skipped_k) = self._local(self.begins_q, queries), self._local(self.begins_k, keys)
+        options = self.options
+        device = None if options.key_ranges is None else options.key_ranges.device
+        ranges = options.key_ranges
+        if ranges is not None:
+            lengths = starts_q.diff()
+            before = torch.repeat_interleave(skipped_k, lengths, output_size=int(lengths.sum()))
+            most = torch.repeat_interleave(starts_k.diff(), lengths, output_size=int(lengths.sum()))
+            ranges = ranges[rows].clone()
+            held = slice(int(starts_q[0]), int(starts_q[-1]))
+            moved = (ranges[held].cpu() - before[:, None]).clamp(min=0)
+            ranges[held] = torch.minimum(moved, most[:, None].to(moved.dtype)).to(device)
+        shifted = options._replace(
+            q_offset=None,
+            q_offsets=self.of_sequence + skipped_q - skipped_k,
+            key_ranges=ranges,
+            sinks=options.sinks if first else None,
+        )
+        return starts_q, starts_k, len(queries), len(keys), None, *shifted
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *place: Any) -> Rows:  # noqa: D102
+        return Rows(*ops.attention_varlen_forward(q, k, v, *self._on(q, self.packing(*place)))[:2])
+
+    def backward(  # noqa: D102
+        self, dout: Tensor, dlse: Tensor | None, qkv: Sequence[Tensor], rows: Rows, wanted: Wanted, flag: bool, *place: Any
+    ) -> tuple[Tensor, ...]:
+        gradients: tuple[Tensor, ...] = ops.attention_varlen_backward(
+            dout, dlse, *qkv, *rows, torch.ones_like(rows.lse), *self._on(dout, self.packing(*place)), flag, self._wanted(wanted, place[-1]), True
+        )
+        return gradients
+
+    @staticmethod
+    def _on(like: Tensor, arguments: tuple[Any, ...]) -> list[Any]:
+        return [a.to(like.device) if isinstance(a, Tensor) and a.dtype == torch.int64 else a for a in arguments]
