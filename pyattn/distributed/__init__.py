@@ -1,6 +1,6 @@
 """Attention over sequences whose parts lie on several ranks, by torch.distributed."""
 
-from pyattn.distributed.attention import ring_attention, ring_attention_varlen
+from pyattn.distributed.attention import ring_attention, ring_attention_varlen, ulysses_attention
 from pyattn.distributed.layout import shard, unshard
 
-__all__ = ["ring_attention", "ring_attention_varlen", "shard", "unshard"]
+__all__ = ["ring_attention", "ring_attention_varlen", "shard", "ulysses_attention", "unshard"]

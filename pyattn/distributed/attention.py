@@ -1,24 +1,21 @@
-"""Ring attention over batches and over packed sequences whose parts lie on several ranks."""
+"""The functions over sequences, or packed sequences, of which each rank has a part."""
 
-from collections.abc import Callable
-from typing import Any
-
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
 from pyattn.arguments import check_tensor, refuse_positional
-from pyattn.distributed.call import Inputs, facts_of, prepared, with_seed
-from pyattn.distributed.layout import check_layout, chunks_of
-from pyattn.distributed.ranks import agree, ranks_of
-from pyattn.distributed.ring import Chunks, Ring, RingAttention
-from pyattn.distributed.shares import Dense, Packed
+from pyattn.derivatives import autograd
+from pyattn.derivatives.tangents import DENSE
+from pyattn.distributed.call import Group, agreed
+from pyattn.distributed.ring import ring
+from pyattn.distributed.shares import Dense, Packed, check_rows
+from pyattn.distributed.ulysses import by_heads
 from pyattn.ops.schema import Options
 from pyattn.options import AttentionOptions
 from pyattn.parse import takes_options
 
-Group = dist.ProcessGroup | DeviceMesh | None
+DIMS = ("batch", "heads", "positions", "head_dim")
+DIMS_PACKED = ("positions", "heads", "head_dim")
 
 
 @takes_options
@@ -65,11 +62,41 @@ def ring_attention(
     """
     if positional:
         refuse_positional(ring_attention, positional)
+    call = agreed(ring_attention, (q, k, v), group, layout, options, DIMS, {})
+    out, lse = ring(call, Dense(call.options, call.q.shape[1], *call.lengths))
+    return (out, lse) if return_lse else out
 
-    def shares(known: Options, lengths: list[int]) -> Dense:
-        return Dense(known, *lengths)
 
-    return _run(ring_attention, q, k, v, group, layout, return_lse, options, Dense, shares, {})
+@takes_options
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group = None,
+    *positional: object,
+    layout: str = "zigzag",
+    return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`ring_attention` by another exchange: each rank computes all positions of some of the heads.
+
+    Arguments, results and errors are those of :func:`ring_attention`. Query heads are divided as evenly as possible;
+    a rank gets the KV heads that they read. A mask, bias or key_ranges is gathered: all rows, and the rank's heads if
+    it has heads.
+
+    Source: Jacobs et al. 2023 (DeepSpeed Ulysses).
+    """
+    if positional:
+        refuse_positional(ulysses_attention, positional)
+    call = agreed(ulysses_attention, (q, k, v), group, layout, options, DIMS, {})
+    check_rows(call.options, q.shape[2], call.lengths[1])
+
+    def inner(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        options = options._replace(q_offset=options.offset_for(*call.lengths)) if options.q_offsets is None else options
+        return autograd.attend(DENSE, q, k, v, tuple(options))
+
+    out, lse = by_heads(call, layout, inner)
+    return (out, lse) if return_lse else out
 
 
 @takes_options
@@ -111,54 +138,6 @@ def ring_attention_varlen(
     for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         check_tensor(name, tensor)
         begins[name] = tensor.tolist()
-
-    def shares(known: Options, lengths: list[int]) -> Dense:
-        return Packed(known, *begins.values(), *lengths)
-
-    return _run(ring_attention_varlen, q, k, v, group, layout, return_lse, options, Packed, shares, begins)
-
-
-def _run(
-    function: Callable[..., Any],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    group: Group,
-    layout: str,
-    return_lse: bool,
-    options: AttentionOptions,
-    kind: type[Dense],
-    shares: Callable[[Options, list[int]], Dense],
-    facts: dict[str, Any],
-) -> Any:
-    """The call once its arguments are known; all ranks agree on them first."""
-    ranks = ranks_of(group)
-    inputs, error = Inputs(q, k, v, Options()), None
-    words = [0, 0, 0]
-    try:
-        check_layout(layout)
-        inputs = prepared(function, q, k, v, options, kind.dims)
-        words = [inputs.q.shape[kind.dim], inputs.k.shape[kind.dim], inputs.seed]
-        facts = facts | {"layout": layout} | facts_of(inputs, kind.dim, options.get("dropout_seed") is not None)
-    except (TypeError, ValueError, NotImplementedError) as problem:  # all ranks must hear of it
-        error = problem
-    rows = agree(function.__name__, ranks, facts, words, error)
-    lengths = [[row[at] for row in rows] for at in (0, 1)]
-    queries, keys = (_held(name, own, layout) for name, own in zip("qk", lengths, strict=True))
-    known = with_seed(inputs.options, rows[0][2])
-    ring = Ring(ranks, shares(known, [sum(own) for own in lengths]), queries, keys)
-    ring.shares.check(words[0])
-    learned = known.bias, known.alibi_slopes, known.sinks
-    out, lse = RingAttention.apply(ring, inputs.q, inputs.k, inputs.v, *learned)  # type: ignore[no-untyped-call]
+    call = agreed(ring_attention_varlen, (q, k, v), group, layout, options, DIMS_PACKED, begins)
+    out, lse = ring(call, Packed(call.options, call.q.shape[1], *begins.values(), *call.lengths))
     return (out, lse) if return_lse else out
-
-
-def _held(name: str, lengths: list[int], layout: str) -> Chunks:
-    """Each rank's chunks, given the lengths of their parts."""
-    chunks = chunks_of(sum(lengths), len(lengths), layout)
-    expected = [sum(map(len, parts)) for parts in chunks]
-    if lengths != expected:
-        raise ValueError(
-            f"pyattn: {name} of {sum(lengths)} positions must be cut into parts of {expected} for layout {layout}, got {lengths}"
-        )
-    return chunks

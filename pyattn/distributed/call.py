@@ -1,70 +1,132 @@
-"""The arguments of a call on several ranks: parsed, and those that all ranks must have in common."""
+"""A call on several ranks: its arguments, checked and parsed, once all ranks have agreed on them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from pyattn.arguments import check_tensor
 from pyattn.autocast import cast
 from pyattn.derivatives import autograd
+from pyattn.distributed.layout import Chunks, check_layout, chunks_of
+from pyattn.distributed.ranks import Ranks, agree, ranks_of
 from pyattn.ops.schema import Options
 from pyattn.options import AttentionOptions
 from pyattn.parse import parse
+
+Group = dist.ProcessGroup | DeviceMesh | None
 
 OWN_ROWS = ("key_ranges", "mask", "bias")
 """Options of which each rank has the rows of its own queries."""
 
 
-class Inputs(NamedTuple):
-    """A rank's tensors and options."""
+class Call(NamedTuple):
+    """A rank's arguments, and what it knows of the others'.
 
+    Attributes:
+        ranks: the ranks of the call.
+        q, k, v: this rank's tensors.
+        options: its options, with rank 0's dropout seed.
+        queries, keys: the positions that each rank has.
+        by_row: the names of masks and biases of which each rank has its own rows.
+    """
+
+    ranks: Ranks
     q: Tensor
     k: Tensor
     v: Tensor
     options: Options
+    queries: Chunks
+    keys: Chunks
+    by_row: frozenset[str]
 
     @property
-    def seed(self) -> int:
-        """Dropout's seed on this rank, 0 without dropout."""
-        return int(self.options.dropout_seed) if self.options.dropout_p else 0
+    def lengths(self) -> tuple[int, int]:
+        """The numbers of queries and keys of all ranks."""
+        return sum(len(c) for held in self.queries for c in held), sum(len(c) for held in self.keys for c in held)
 
 
-def prepared(
-    function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, dims: tuple[str, ...]
-) -> Inputs:
-    """The arguments checked, parsed and cast."""
+def agreed(
+    function: Callable[..., Any],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    group: Group,
+    layout: str,
+    options: AttentionOptions,
+    dims: tuple[str, ...],
+    facts: Mapping[str, Any],
+) -> Call:
+    """The call, once all ranks have the same arguments: see :func:`pyattn.distributed.ranks.agree`.
+
+    ``dims`` names the dimensions of q; ``facts`` are more that ranks must have in common.
+    """
+    ranks, error = ranks_of(group), None
+    known, at = Options(), dims.index("positions")
+    words, all_facts = [0] * 5, dict(facts)
+    try:
+        check_layout(layout)
+        _check(function, tensors, dims)
+        known = Options(*parse(function, options, tensors[0].device))
+        words = [tensors[0].shape[at], tensors[1].shape[at], int(known.dropout_seed) if known.dropout_p else 0]
+        words += [_rows(known.mask), _rows(known.bias)]
+        seed = words[2] if options.get("dropout_seed") is not None else None
+        all_facts |= {"layout": layout} | _facts(tensors, at, known) | {"dropout_seed": seed}
+    except (TypeError, ValueError, NotImplementedError) as problem:  # all ranks must hear of it
+        error = problem
+    rows = agree(function.__name__, ranks, all_facts, words, error)
+    q, k, v = map(cast, tensors)
+    if known.dropout_p:
+        known = known._replace(dropout_seed=known.dropout_seed.new_tensor(rows[0][2]))
+    queries, keys = (_held(name, [row[i] for row in rows], layout) for i, name in enumerate("qk"))
+    by_row = frozenset(name for i, name in ((3, "mask"), (4, "bias")) if all(row[i] == row[0] for row in rows))
+    return Call(ranks, q, k, v, known, queries, keys, by_row)
+
+
+def _rows(tensor: Tensor | None) -> int:
+    return tensor.shape[-2] if tensor is not None and tensor.dim() > 1 else 1
+
+
+def _check(function: Callable[..., Any], tensors: tuple[Tensor, ...], dims: tuple[str, ...]) -> None:
     if autograd.transforming():
         raise NotImplementedError(f"pyattn: {function.__name__} has no rule for transforms of torch.func or forward mode")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    q = tensors[0]
+    for name, tensor in zip("qkv", tensors, strict=True):
         check_tensor(name, tensor)
         if tensor.dim() != len(dims):
             raise ValueError(f"pyattn: {name} must be ({', '.join(dims)}), got shape {tuple(tensor.shape)}")
         if (tensor.dtype, tensor.device) != (q.dtype, q.device):
             raise TypeError(f"pyattn: {name} must be {q.dtype} on {q.device} like q, got {tensor.dtype} on {tensor.device}")
-    known = Options(*parse(function, options, q.device))
-    return Inputs(cast(q), cast(k), cast(v), known)
+    heads = dims.index("heads")
+    num_q, num_k, num_v = (tensor.shape[heads] for tensor in tensors)
+    if num_k != num_v or (num_q % num_k if num_k else num_q):
+        raise ValueError(f"pyattn: num_heads_q must be a multiple of num_heads_kv, got {num_q}, {num_k} of k and {num_v} of v")
 
 
-def with_seed(options: Options, seed: int) -> Options:
-    """The options with rank 0's seed."""
-    if not options.dropout_p:
-        return options
-    return options._replace(dropout_seed=options.dropout_seed.new_tensor(seed))
-
-
-def facts_of(inputs: Inputs, dim: int, seeded: bool) -> dict[str, Any]:
+def _facts(tensors: tuple[Tensor, ...], at: int, options: Options) -> dict[str, Any]:
     """The properties of the arguments that all ranks must have in common, by name."""
-    options = inputs.options
-    facts: dict[str, Any] = {"dtype": str(inputs.q.dtype)}
-    for name, tensor in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
-        facts[f"shape of {name} without its positions"] = [size for at, size in enumerate(tensor.shape) if at != dim]
+    facts: dict[str, Any] = {"dtype": str(tensors[0].dtype)}
+    for name, tensor in zip("qkv", tensors, strict=True):
+        facts[f"shape of {name} without its positions"] = [n for dim, n in enumerate(tensor.shape) if dim != at]
     for name, value in options._asdict().items():
-        if name in OWN_ROWS or not isinstance(value, Tensor):
-            facts[name] = value if not isinstance(value, Tensor) else "given"
+        if not isinstance(value, Tensor):
+            facts[name] = value
+        elif name in OWN_ROWS:
+            facts[name] = f"{value.dtype} of {value.dim()} dimensions"
         elif name == "q_offsets":
             facts[name] = value.tolist()
         elif name != "dropout_seed":
             facts[name] = f"{value.dtype} of shape {list(value.shape)}"
-    facts["dropout_seed"] = inputs.seed if seeded else None
     return facts
+
+
+def _held(name: str, lengths: list[int], layout: str) -> Chunks:
+    """Each rank's chunks, given the lengths of their parts."""
+    chunks = chunks_of(sum(lengths), len(lengths), layout)
+    expected = [sum(map(len, parts)) for parts in chunks]
+    if lengths != expected:
+        raise ValueError(
+            f"pyattn: {name} of {sum(lengths)} positions must be cut into parts of {expected} for layout {layout}, "
+            f"got {lengths}"
+        )
+    return chunks

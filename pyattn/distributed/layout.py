@@ -1,6 +1,6 @@
 """Layouts: the positions of a sequence that each rank holds."""
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,9 @@ from pyattn.distributed.ranks import gather_words, ranks_of
 
 LAYOUTS = ("zigzag", "contiguous")
 
+Chunks = list[tuple[range, ...]]
+"""The chunks of positions that each rank holds, in the order in which they lie in its shard."""
+
 
 def check_layout(layout: str) -> None:
     """ValueError for a layout that does not exist."""
@@ -20,8 +23,14 @@ def check_layout(layout: str) -> None:
         raise ValueError(f"pyattn: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
 
 
-def chunks_of(seqlen: int, ranks: int, layout: str) -> list[tuple[range, ...]]:
-    """The chunks of positions that each rank holds, in the order in which they lie in its shard.
+def slices(chunks: tuple[range, ...]) -> list[slice]:
+    """Where the chunks lie in their rank's shard."""
+    ends = [0, *accumulate(map(len, chunks))]
+    return [slice(*bounds) for bounds in pairwise(ends)]
+
+
+def chunks_of(seqlen: int, ranks: int, layout: str) -> Chunks:
+    """The chunks that each rank holds of a sequence.
 
     ::
 
@@ -93,22 +102,23 @@ class _Gather(torch.autograd.Function):
     def forward(ctx, tensor, dim, ranks, held):  # type: ignore[no-untyped-def]  # noqa: D102, ANN001
         ctx.of = dim, ranks, held
         lengths = [sum(map(len, chunks)) for chunks in held]
-        mine = tensor.movedim(dim, 0)
+        mine = tensor.movedim(dim, 0).contiguous()
         padded = mine.new_zeros(max(lengths), *mine.shape[1:])
         padded[: len(mine)] = mine
         parts = [torch.empty_like(padded) for _ in held]
-        dist.all_gather(parts, padded, group=ranks.group)
+        # Bytes, because gloo knows few dtypes.
+        dist.all_gather([part.view(-1).view(torch.uint8) for part in parts], padded.view(-1).view(torch.uint8), group=ranks.group)
         whole = mine.new_empty(sum(lengths), *mine.shape[1:])
         for part, chunks in zip(parts, held, strict=True):
-            for chunk, piece in zip(chunks, part.split([*map(len, chunks), len(part) - sum(map(len, chunks))]), strict=False):
-                whole[chunk.start : chunk.stop] = piece
+            for chunk, rows in zip(chunks, slices(chunks), strict=True):
+                whole[chunk.start : chunk.stop] = part[rows]
         return whole.movedim(0, dim).contiguous()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]  # noqa: D102, ANN001
         dim, ranks, held = ctx.of
-        total = gradient.contiguous()
-        total = total.clone() if total is gradient else total
+        total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).contiguous()
         dist.all_reduce(total, group=ranks.group)
+        total = total.to(gradient.dtype)
         return torch.cat([total.narrow(dim, c.start, len(c)) for c in held[ranks.own]], dim), None, None, None

@@ -10,21 +10,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pyattn.derivatives import autograd
+from pyattn.distributed.call import Call
+from pyattn.distributed.layout import Chunks, slices
 from pyattn.distributed.ranks import Ranks
 from pyattn.distributed.shares import Dense, Rows, Wanted
 from pyattn.distributed.trips import Trip, trips_of
-
-Chunks = list[tuple[range, ...]]
-
-
-def slices(chunks: tuple[range, ...]) -> list[slice]:
-    """Where the chunks lie in their rank's shard."""
-    found, begin = [], 0
-    for chunk in chunks:
-        found.append(slice(begin, begin + len(chunk)))
-        begin += len(chunk)
-    return found
-
 
 class Ring:
     """One call on this rank: chunks, trips, and the messages between neighbours.
@@ -203,3 +193,12 @@ class RingAttention(torch.autograd.Function):
         found = ctx.ring.backward(dout, dlse, q, k, v, Rows(out, lse), ctx.needs_input_grad[4:7])
         like = (q, k, v, *ctx.given)
         return None, *(None if g is None else g.to(t.dtype) for g, t in zip(found, like, strict=True))
+
+
+def ring(call: Call, shares: Dense) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank's queries."""
+    shares.check(call.q.shape[shares.dim])
+    learned = shares.options.bias, shares.options.alibi_slopes, shares.options.sinks
+    engine = Ring(call.ranks, shares, call.queries, call.keys)
+    out, lse = RingAttention.apply(engine, call.q, call.k, call.v, *learned)  # type: ignore[no-untyped-call]
+    return out, lse

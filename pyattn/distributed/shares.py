@@ -31,6 +31,28 @@ def reaches(queries: range, keys: range, offsets: tuple[int, int], causal: bool,
     return all(keys[0] <= last + most for most in ahead) and (left < 0 or keys[-1] >= first - left)
 
 
+def origins_of(options: Options, num_heads_q: int, device: torch.device) -> Tensor:
+    """dropout_origins: those given, or (1, 5) of a call of its own."""
+    given: Tensor | None = options.dropout_origins
+    return torch.tensor([[0, num_heads_q, 0, 0, 0]], device=device) if given is None else given
+
+
+def check_rows(options: Options, rows: int, num_keys: int) -> None:
+    """ValueError for a mask, bias or ranges that do not have a rank's rows and all keys."""
+    for name, tensor in (("mask", options.mask), ("bias", options.bias)):
+        if tensor is None:
+            continue
+        shape = tensor.shape if tensor.dim() > 1 else (1, *tensor.shape)
+        if not 1 <= tensor.dim() <= 4 or shape[-2] not in (1, rows) or shape[-1] not in (1, num_keys):
+            raise ValueError(
+                f"pyattn: {name} must have {rows} rows, for this rank's queries, or 1, and {num_keys} columns, "
+                f"for all keys, or 1, got shape {tuple(tensor.shape)}"
+            )
+    ranges = options.key_ranges
+    if ranges is not None and (ranges.dim() != 3 or ranges.shape[1] != rows or ranges.shape[2] != 2):
+        raise ValueError(f"pyattn: key_ranges must be (batch or 1, {rows}, 2), got shape {tuple(ranges.shape)}")
+
+
 class Rows(NamedTuple):
     """(out, lse) of rows of queries over some of the keys."""
 
@@ -50,28 +72,15 @@ class Dense:
     """
 
     dim, row_dim = 2, 2
-    dims: tuple[str, ...] = ("batch", "heads", "seqlen", "head_dim")
 
-    def __init__(self, options: Options, seqlen_q: int, seqlen_k: int) -> None:
-        self.options, self.num_keys = options, seqlen_k
+    def __init__(self, options: Options, num_heads_q: int, seqlen_q: int, seqlen_k: int) -> None:
+        self.options, self.num_heads_q, self.num_keys = options, num_heads_q, seqlen_k
         self.offset = options.offset_for(seqlen_q, seqlen_k) if options.q_offsets is None else options.q_offsets
         self.offsets = span(self.offset)
 
     def check(self, rows: int) -> None:
-        """ValueError for a mask, bias or ranges that do not have this rank's rows and all keys."""
-        options = self.options
-        for name, tensor in (("mask", options.mask), ("bias", options.bias)):
-            if tensor is None:
-                continue
-            shape = tensor.shape if tensor.dim() > 1 else (1, *tensor.shape)
-            if not 1 <= tensor.dim() <= 4 or shape[-2] not in (1, rows) or shape[-1] not in (1, self.num_keys):
-                raise ValueError(
-                    f"pyattn: {name} must have {rows} rows, for this rank's queries, or 1, and {self.num_keys} columns, "
-                    f"for all keys, or 1, got shape {tuple(tensor.shape)}"
-                )
-        ranges = options.key_ranges
-        if ranges is not None and (ranges.dim() != 3 or ranges.shape[1] != rows or ranges.shape[2] != 2):
-            raise ValueError(f"pyattn: key_ranges must be (batch or 1, {rows}, 2), got shape {tuple(ranges.shape)}")
+        """ValueError for options that do not have this rank's rows and all keys."""
+        check_rows(self.options, rows, self.num_keys)
 
     def sees(self, queries: range, keys: range) -> bool:
         """Whether any query of a chunk may see any key of another, as far as all ranks know."""
@@ -103,7 +112,15 @@ class Dense:
             mask=self._part(options.mask, rows, keys),
             bias=self._part(options.bias, rows, keys),
             sinks=options.sinks if first else None,
+            **self._drawn([[0, 0, 0, queries.start, keys.start]]),
         )
+
+    def _drawn(self, moved: Any) -> dict[str, Tensor]:
+        """dropout_origins of a share, whose rows begin that much later."""
+        if not self.options.dropout_p:
+            return {}
+        base = origins_of(self.options, self.num_heads_q, self.options.dropout_seed.device)
+        return {"dropout_origins": base + base.new_tensor(moved)}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *place: Any) -> Rows:
         """The share's results; ``place`` is that of :meth:`shifted`."""
@@ -127,15 +144,16 @@ class Packed(Dense):
     """Packed sequences: (total, H, D)."""
 
     dim, row_dim = 0, 1
-    dims = "tokens", "heads", "head_dim"
 
-    def __init__(self, options: Options, begins_q: list[int], begins_k: list[int], total_q: int, total_k: int) -> None:
+    def __init__(
+        self, options: Options, num_heads_q: int, begins_q: list[int], begins_k: list[int], total_q: int, total_k: int
+    ) -> None:
         for name, begins, total in (("cu_seqlens_q", begins_q, total_q), ("cu_seqlens_k", begins_k, total_k)):
             if not begins or begins[0] != 0 or sorted(begins) != begins or begins[-1] > total:
                 raise ValueError(f"pyattn: {name} must start at 0, never decrease and end at most at {total}, got {begins}")
         if len(begins_q) != len(begins_k):
             raise ValueError(f"pyattn: cu_seqlens_q and cu_seqlens_k must have one length, got {len(begins_q)} and {len(begins_k)}")
-        self.options = options
+        self.options, self.num_heads_q = options, num_heads_q
         self.begins_q, self.begins_k = (torch.tensor(begins) for begins in (begins_q, begins_k))
         lengths = [self.begins_k.diff() - self.begins_q.diff()]
         if options.q_offsets is not None:
@@ -187,6 +205,7 @@ class Packed(Dense):
             q_offsets=self.of_sequence + skipped_q - skipped_k,
             key_ranges=ranges,
             sinks=options.sinks if first else None,
+            **self._drawn([[b, 0, 0, i, j] for b, (i, j) in enumerate(zip(skipped_q.tolist(), skipped_k.tolist()))]),
         )
         return starts_q, starts_k, len(queries), len(keys), None, *shifted
 
