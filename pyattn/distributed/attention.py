@@ -8,7 +8,7 @@ from pyattn.derivatives import autograd
 from pyattn.derivatives.tangents import DENSE
 from pyattn.distributed.call import Group, agreed
 from pyattn.distributed.ring import ring
-from pyattn.distributed.shares import Dense, Packed, check_rows
+from pyattn.distributed.shares import Dense, Packed
 from pyattn.distributed.ulysses import by_heads
 from pyattn.ops.schema import Options
 from pyattn.options import AttentionOptions
@@ -89,7 +89,6 @@ def ulysses_attention(
     if positional:
         refuse_positional(ulysses_attention, positional)
     call = agreed(ulysses_attention, (q, k, v), group, layout, options, DIMS, {})
-    check_rows(call.options, q.shape[2], call.lengths[1])
 
     def inner(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         options = options._replace(q_offset=options.offset_for(*call.lengths)) if options.q_offsets is None else options

@@ -63,13 +63,14 @@ def agreed(
     """
     ranks, error = ranks_of(group), None
     known, at = Options(), dims.index("positions")
-    words, all_facts = [0] * 5, dict(facts)
+    words, all_facts = [0] * 8, dict(facts)
     try:
         check_layout(layout)
         _check(function, tensors, dims)
         known = Options(*parse(function, options, tensors[0].device))
+        _check_rows(known, len(dims))
         words = [tensors[0].shape[at], tensors[1].shape[at], int(known.dropout_seed) if known.dropout_p else 0]
-        words += [_rows(known.mask), _rows(known.bias)]
+        words += [size for name in OWN_ROWS for size in _size(getattr(known, name))]
         seed = words[2] if options.get("dropout_seed") is not None else None
         all_facts |= {"layout": layout} | _facts(tensors, at, known) | {"dropout_seed": seed}
     except (TypeError, ValueError, NotImplementedError) as problem:  # all ranks must hear of it
@@ -79,12 +80,34 @@ def agreed(
     if known.dropout_p:
         known = known._replace(dropout_seed=known.dropout_seed.new_tensor(rows[0][2]))
     queries, keys = (_held(name, [row[i] for row in rows], layout) for i, name in enumerate("qk"))
-    by_row = frozenset(name for i, name in ((3, "mask"), (4, "bias")) if all(row[i] == row[0] for row in rows))
-    return Call(ranks, q, k, v, known, queries, keys, by_row)
+    call = Call(ranks, q, k, v, known, queries, keys, _by_row(rows))
+    for rank, row in enumerate(rows):  # every rank checks all, so all raise
+        for name, sizes in _sizes(row).items():
+            ends = row[0], 2 if name == "key_ranges" else call.lengths[1]
+            if sizes and any(size not in (1, end) for size, end in zip(sizes, ends, strict=True)):
+                raise ValueError(
+                    f"pyattn: {name} must have {ends[0]} rows, those of the rank's queries, and {ends[1]} columns on "
+                    f"rank {rank}, got {sizes[0]} and {sizes[1]}"
+                )
+    return call
 
 
-def _rows(tensor: Tensor | None) -> int:
-    return tensor.shape[-2] if tensor is not None and tensor.dim() > 1 else 1
+def _size(tensor: Tensor | None) -> tuple[int, int]:
+    """The rows and columns of an option, -1 if it is not given."""
+    if tensor is None:
+        return -1, -1
+    rows, columns = (1, 1, *tensor.shape)[-2:]
+    return rows, columns
+
+
+def _sizes(row: list[int]) -> dict[str, list[int]]:
+    """The rows and columns of a rank's options, by the words that it sent; none of those that are not given."""
+    return {name: [size for size in row[3 + 2 * i : 5 + 2 * i] if size >= 0] for i, name in enumerate(OWN_ROWS)}
+
+
+def _by_row(rows: list[list[int]]) -> frozenset[str]:
+    """The options that have each rank's own rows, not one row for all."""
+    return frozenset(name for name in OWN_ROWS if all(_sizes(row)[name][:1] == row[:1] for row in rows))
 
 
 def _check(function: Callable[..., Any], tensors: tuple[Tensor, ...], dims: tuple[str, ...]) -> None:
@@ -101,6 +124,15 @@ def _check(function: Callable[..., Any], tensors: tuple[Tensor, ...], dims: tupl
     num_q, num_k, num_v = (tensor.shape[heads] for tensor in tensors)
     if num_k != num_v or (num_q % num_k if num_k else num_q):
         raise ValueError(f"pyattn: num_heads_q must be a multiple of num_heads_kv, got {num_q}, {num_k} of k and {num_v} of v")
+
+
+def _check_rows(options: Options, dims: int) -> None:
+    ranges = options.key_ranges
+    if ranges is not None and ranges.dim() != dims - 1:
+        raise ValueError(f"pyattn: key_ranges must have {dims - 1} dimensions, got shape {tuple(ranges.shape)}")
+    for name in ("mask", "bias"):
+        if dims == 3 and getattr(options, name) is not None:
+            raise ValueError(f"pyattn: {name} is not implemented for packed sequences")
 
 
 def _facts(tensors: tuple[Tensor, ...], at: int, options: Options) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class Ring:
                 before = found[number]
                 if before is None or self.shares.sees(queries, keys):
                     share = self.shares.forward(self._chunk(q, place), k, v, place, queries, keys, before is None)
-                    found[number] = share if before is None else before.merged(share)
+                    found[number] = share if before is None else before.merged(share, self.shares.column)
 
         for step, blocks in self.blocks(k, v, 0):
             if step == 0:
@@ -98,8 +98,9 @@ class Ring:
                     add(keys, self._chunk(k, part), self._chunk(v, part))
             for trip, *block in blocks:
                 add(trip.keys, *block)
-        outs, lses = zip(*(part for part in found if part is not None), strict=True)
-        return Rows(torch.cat([out.to(q.dtype) for out in outs], self.shares.dim), torch.cat(lses, self.shares.row_dim))
+        outs, *numbers = zip(*(part for part in found if part is not None), strict=True)
+        out = torch.cat([part.to(q.dtype) for part in outs], self.shares.dim)
+        return Rows(out, *(torch.cat(parts, self.shares.row_dim) for parts in numbers))
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, results: Rows, wanted: Wanted
@@ -123,10 +124,10 @@ class Ring:
                     continue
                 first = number not in seen
                 seen.add(number)
-                of_rows = [None if t is None else t.narrow(shares.row_dim, place.start, len(queries)) for t in (dlse, results.lse)]
+                of_rows = [None if t is None else t.narrow(shares.row_dim, place.start, len(queries)) for t in (dlse, *results[1:])]
                 out = self._chunk(results.out, place)
                 found = shares.backward(
-                    self._chunk(dout, place), of_rows[0], (self._chunk(q, place), *block), Rows(out, of_rows[1]),
+                    self._chunk(dout, place), of_rows[0], (self._chunk(q, place), *block), Rows(out, of_rows[1], of_rows[2]),
                     wanted, flag, place, queries, keys, first,
                 )
                 for total, gradient in zip((self._chunk(dq, place), *into), found, strict=False):
@@ -188,16 +189,15 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: D102
-        q, k, v, out, lse, *_ = ctx.saved_tensors
+        q, k, v, out, row_max, row_sum, *_ = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        found = ctx.ring.backward(dout, dlse, q, k, v, Rows(out, lse), ctx.needs_input_grad[4:7])
+        found = ctx.ring.backward(dout, dlse, q, k, v, Rows(out, row_max, row_sum), ctx.needs_input_grad[4:7])
         like = (q, k, v, *ctx.given)
         return None, *(None if g is None else g.to(t.dtype) for g, t in zip(found, like, strict=True))
 
 
 def ring(call: Call, shares: Dense) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries."""
-    shares.check(call.q.shape[shares.dim])
     learned = shares.options.bias, shares.options.alibi_slopes, shares.options.sinks
     engine = Ring(call.ranks, shares, call.queries, call.keys)
     out, lse = RingAttention.apply(engine, call.q, call.k, call.v, *learned)  # type: ignore[no-untyped-call]

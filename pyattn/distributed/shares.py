@@ -1,6 +1,7 @@
 """Shares: attention of one chunk of queries over one chunk of keys, as an ordinary call whose positions are shifted."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +9,6 @@ from torch import Tensor
 
 from pyattn import ops
 from pyattn.ops.schema import Options
-from pyattn.parts import merge
 
 Wanted = tuple[bool, bool, bool]
 
@@ -37,31 +37,31 @@ def origins_of(options: Options, num_heads_q: int, device: torch.device) -> Tens
     return torch.tensor([[0, num_heads_q, 0, 0, 0]], device=device) if given is None else given
 
 
-def check_rows(options: Options, rows: int, num_keys: int) -> None:
-    """ValueError for a mask, bias or ranges that do not have a rank's rows and all keys."""
-    for name, tensor in (("mask", options.mask), ("bias", options.bias)):
-        if tensor is None:
-            continue
-        shape = tensor.shape if tensor.dim() > 1 else (1, *tensor.shape)
-        if not 1 <= tensor.dim() <= 4 or shape[-2] not in (1, rows) or shape[-1] not in (1, num_keys):
-            raise ValueError(
-                f"pyattn: {name} must have {rows} rows, for this rank's queries, or 1, and {num_keys} columns, "
-                f"for all keys, or 1, got shape {tuple(tensor.shape)}"
-            )
-    ranges = options.key_ranges
-    if ranges is not None and (ranges.dim() != 3 or ranges.shape[1] != rows or ranges.shape[2] != 2):
-        raise ValueError(f"pyattn: key_ranges must be (batch or 1, {rows}, 2), got shape {tuple(ranges.shape)}")
-
-
 class Rows(NamedTuple):
-    """(out, lse) of rows of queries over some of the keys."""
+    """Results for rows of queries over some of the keys: out, the largest score, and the sum of exp(score - largest)."""
 
     out: Tensor
-    lse: Tensor
+    row_max: Tensor
+    row_sum: Tensor
 
-    def merged(self, other: "Rows") -> "Rows":
-        """The results over both sets of keys, in float32 or more."""
-        return Rows(*merge(self.out.to(self.lse.dtype), self.lse, other.out.to(self.lse.dtype), other.lse))
+    @classmethod
+    def of(cls, out: Tensor, lse: Tensor, _: Tensor, row_sum: Tensor) -> "Rows":
+        """What the operators return; their own row_max is in units of the kernels."""
+        return cls(out, (lse - torch.log(row_sum)).masked_fill(row_sum == 0, -math.inf), row_sum)
+
+    @property
+    def lse(self) -> Tensor:
+        """log of the sum of exp(score)."""
+        return self.row_max + torch.log(self.row_sum)
+
+    def merged(self, other: "Rows", column: Callable[[Tensor], Tensor]) -> "Rows":
+        """The results over both sets of keys, in float32 or more; ``column`` makes a column for out of a row's numbers."""
+        row_max = torch.maximum(self.row_max, other.row_max)
+        base = row_max.masked_fill(row_max == -math.inf, 0.0)
+        sums = [rows.row_sum * torch.exp(rows.row_max - base) for rows in (self, other)]
+        total = sums[0] + sums[1]
+        mine, theirs = (column((part / total).masked_fill(total == 0, 0.0)) for part in sums)
+        return Rows(mine * self.out.to(total.dtype) + theirs * other.out.to(total.dtype), row_max, total)
 
 
 class Dense:
@@ -77,10 +77,6 @@ class Dense:
         self.options, self.num_heads_q, self.num_keys = options, num_heads_q, seqlen_k
         self.offset = options.offset_for(seqlen_q, seqlen_k) if options.q_offsets is None else options.q_offsets
         self.offsets = span(self.offset)
-
-    def check(self, rows: int) -> None:
-        """ValueError for options that do not have this rank's rows and all keys."""
-        check_rows(self.options, rows, self.num_keys)
 
     def sees(self, queries: range, keys: range) -> bool:
         """Whether any query of a chunk may see any key of another, as far as all ranks know."""
@@ -124,20 +120,26 @@ class Dense:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *place: Any) -> Rows:
         """The share's results; ``place`` is that of :meth:`shifted`."""
-        return Rows(*ops.attention_forward(q, k, v, *self.shifted(*place))[:2])
+        return Rows.of(*ops.attention_forward(q, k, v, *self.shifted(*place)))
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, qkv: Sequence[Tensor], rows: Rows, wanted: Wanted, flag: bool, *place: Any
     ) -> tuple[Tensor, ...]:
         """The share's gradients, given the results over all keys."""
         gradients: tuple[Tensor, ...] = ops.attention_backward(
-            dout, dlse, *qkv, *rows, torch.ones_like(rows.lse), *self.shifted(*place), flag, self._wanted(wanted, place[-1]), True
+            dout, dlse, *qkv, *rows, *self.shifted(*place), flag, self._wanted(wanted, place[-1]), True
         )
         return gradients
 
     @staticmethod
     def _wanted(wanted: Wanted, first: bool) -> Wanted:
         return wanted[0], wanted[1], wanted[2] and first
+
+
+    @staticmethod
+    def column(rows: Tensor) -> Tensor:
+        """Numbers of rows, shaped like lse, as a column for out."""
+        return rows.unsqueeze(-1)
 
 
 class Packed(Dense):
@@ -162,14 +164,6 @@ class Packed(Dense):
             self.of_sequence = torch.full_like(lengths[0], options.q_offset)
         else:
             self.of_sequence = lengths[0]
-
-    def check(self, rows: int) -> None:  # noqa: D102
-        for name in ("mask", "bias"):
-            if getattr(self.options, name) is not None:
-                raise ValueError(f"pyattn: {name} is not implemented for packed sequences")
-        ranges = self.options.key_ranges
-        if ranges is not None and ranges.shape != (rows, 2):
-            raise ValueError(f"pyattn: key_ranges must be ({rows}, 2), got shape {tuple(ranges.shape)}")
 
     def sees(self, queries: range, keys: range) -> bool:  # noqa: D102
         for b, offset in enumerate(self.of_sequence.tolist()):
@@ -210,16 +204,20 @@ class Packed(Dense):
         return starts_q, starts_k, len(queries), len(keys), None, *shifted
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *place: Any) -> Rows:  # noqa: D102
-        return Rows(*ops.attention_varlen_forward(q, k, v, *self._on(q, self.packing(*place)))[:2])
+        return Rows.of(*ops.attention_varlen_forward(q, k, v, *self._on(q, self.packing(*place))))
 
     def backward(  # noqa: D102
         self, dout: Tensor, dlse: Tensor | None, qkv: Sequence[Tensor], rows: Rows, wanted: Wanted, flag: bool, *place: Any
     ) -> tuple[Tensor, ...]:
         gradients: tuple[Tensor, ...] = ops.attention_varlen_backward(
-            dout, dlse, *qkv, *rows, torch.ones_like(rows.lse), *self._on(dout, self.packing(*place)), flag, self._wanted(wanted, place[-1]), True
+            dout, dlse, *qkv, *rows, *self._on(dout, self.packing(*place)), flag, self._wanted(wanted, place[-1]), True
         )
         return gradients
 
     @staticmethod
     def _on(like: Tensor, arguments: tuple[Any, ...]) -> list[Any]:
         return [a.to(like.device) if isinstance(a, Tensor) and a.dtype == torch.int64 else a for a in arguments]
+
+    @staticmethod
+    def column(rows: Tensor) -> Tensor:  # noqa: D102
+        return rows.mT.unsqueeze(-1)
