@@ -38,8 +38,15 @@ _Values: Any = _record(DEFAULTS)
 class Options(_Values):  # type: ignore[misc]
     """The operators' options as one value: ``attention_forward(q, k, v, *options)``.
 
-    The fields are those of :class:`pyattn.AttentionOptions`, and ``q_offsets``: int64 (B,), which replaces q_offset
-    where each sequence has its own.
+    The fields are those of :class:`pyattn.AttentionOptions`, and two more.
+
+    Attributes:
+        q_offsets: int64 (B,), which replaces q_offset where each sequence has its own.
+        dropout_origins: int64 (B, 5) or (1, 5), (sequence, num_heads_q, head, query, key): where the weights lie in a
+            larger call, of num_heads_q heads, whose draws they repeat. Key ``j``, query ``i`` and head ``h`` of
+            sequence ``b`` are there ``key + j``, ``query + i`` and ``head + h`` of ``sequence``; with one row for all,
+            of ``sequence + b``. No number is negative, ``key + j`` is below 2^35 and ``query + i`` below 2^32. None:
+            the call is the whole.
     """
 
     __slots__ = ()
