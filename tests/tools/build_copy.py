@@ -33,7 +33,7 @@ LIKELY = {
     "gpu/cache": ("ops/cache_cuda.cpp",),
     "attention/decode": ("cpu/passes/decode.h", "cpu/plan/backward_splits.h", "cpu/products/dots.h"),
     "scores/dropout": ("cpu/tiles/dropout.h", "cuda/dropout.h"),
-    "scores/dropout_origins": ("shared/dropout.h",),
+    "scores/dropout_origins": ("cpu/tiles/dropout.h", "cuda/dropout.h", "shared/dropout.h"),
     "native/math": ("cpu/simd/math.h",),
     "attention/laws": ("cpu/simd/half.h",),
     "attention/layouts": ("ops/dense.cpp", "ops/params.h"),
