@@ -16,6 +16,8 @@ from pyattn.cli.timing import peak_memory
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
+newer_compiler = pytest.mark.skipif(torch.__version__ < "2.12", reason="the compiler of torch 2.11 can't trace this")
+
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 Drawn = tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]

@@ -25,5 +25,5 @@ def test_examples() -> None:
     for name in sorted(modules):
         result = doctest.testmod(importlib.import_module(name), extraglobs={"pyattn": pyattn, "torch": torch})
         assert not result.failed, name
-        ran += result.attempted
+        ran += result.attempted - getattr(result, "skipped", 0)  # Python 3.13 counts what it skips
     assert ran == written

@@ -102,7 +102,7 @@ def features(shape: Sequence[int], options: argparse.Namespace, **tensor: Any) -
 
 def profiled(call: Callable[[], object], calls: int) -> tuple[list[_C.TaskProfile], torch.profiler.profile]:
     """The tasks of the CPU kernels over ``calls`` calls, and torch's profile of the same calls."""
-    with torch.profiler.profile(record_shapes=True, with_flops=True) as theirs:
+    with torch.profiler.profile(record_shapes=True, with_flops=True, acc_events=True) as theirs:
         _C.start_profile()
         try:
             for _ in range(calls):

@@ -1,5 +1,6 @@
 """Promise: the strides of an adapter's integer tensors and slopes never change a bit, forward or backward."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -166,8 +167,6 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     ),
     "slopes over a cache": (lambda s: cached(alibi_slopes=s), (SLOPES,)),
     "torch's varlen": (by_torch, (STARTS,)),
-    "torch's seqused_k": (lambda n: by_torch(seqused_k=n), (ints(4, 2, 7),)),
-    "torch's pages": (paged_by_torch, (TABLE, LENGTHS)),
     "rotary offsets": (turned, (ints(3, 0, 7),)),
     "rotary starts": (
         lambda c, o: rotary.apply_rotary(TOKENS[0], *ANGLES, o, c, 9),
@@ -189,6 +188,11 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "ranges": (lambda m: model(attention_mask=KeyRanges(m[None], whole=True)), (RANGES.ranges[0],)),
     "position_ids": (lambda p: model(attention_mask=None, position_ids=p), (POSITIONS,)),
 }
+if "seqused_k" in inspect.signature(varlen_attn).parameters:  # from torch 2.12 on
+    CALLS |= {
+        "torch's seqused_k": (lambda n: by_torch(seqused_k=n), (ints(4, 2, 7),)),
+        "torch's pages": (paged_by_torch, (TABLE, LENGTHS)),
+    }
 
 
 @pytest.mark.parametrize("strides", STRIDES)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from assertions import refused
 from cache.caches import KINDS, each_kind
-from helpers import assert_equal
+from helpers import assert_equal, newer_compiler
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pyattn import KVCache
@@ -65,6 +65,7 @@ def test_vmap_changes_none(change, mapped, kind):
     assert torch.equal(cached.lengths, before)
 
 
+@newer_compiler
 @each_kind
 @pytest.mark.parametrize("copied", [KVCache.clone, lambda cached: cached.to(torch.float64)], ids=["clone", "to"])
 def test_a_compiled_graph_copies(copied, kind):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from assertions import assert_close, graph_of
-from helpers import assert_equal
+from helpers import assert_equal, newer_compiler
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
@@ -97,6 +97,7 @@ def test_from_graph_to_graph(made: str) -> None:
         assert torch.equal(compiled(q, lengths()), call(q, lengths()))
 
 
+@newer_compiler
 @pytest.mark.parametrize("made", ["prefix_lm", "own", "both"])
 def test_compiled_functions_refuse(made: str) -> None:
     """Whether the ranges are given, made inside, or a constant."""

@@ -37,10 +37,16 @@ def by_math(q, k, v):
     ids=["mask and causal", "torch.func", "empty", "math"],
 )
 def test_what_torch_computes_is_counted(call, reason):
+    def result():
+        try:
+            return call(q, k, v).tolist()
+        except RuntimeError as error:  # of torch 2.15 for a mask beside is_causal
+            return str(error)
+
     q, k, v = detached()
-    plain = call(q, k, v)
+    plain = result()
     with enabled():
-        assert torch.equal(call(q, k, v), plain)
+        assert result() == plain
     assert counts() == (0, 0, {reason: 1})
 
 

@@ -19,6 +19,7 @@ from adapters.transformers.models import (
     made,
     results,
 )
+from helpers import newer_compiler
 
 from pyattn.adapters import transformers as adapter
 
@@ -128,6 +129,7 @@ def test_checkpoints(reentrant):
         assert torch.equal(gradient, sides[1][name]), name
 
 
+@newer_compiler
 @pytest.mark.filterwarnings("ignore::Warning")  # the compiler warns about its own parts
 def test_compiled():
     torch._dynamo.reset()

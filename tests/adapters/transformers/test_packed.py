@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from adapters.transformers.models import DECODERS, IDS, ROUNDINGS, assert_gradients_near, assert_near, decoder
+from helpers import newer_compiler
 from torch import Tensor
 
 from pyattn.adapters import transformers as adapter
@@ -85,6 +86,7 @@ def test_rows_of_their_own_documents(name, static):
             assert_near(out[row, begin:end], truth)
 
 
+@newer_compiler
 @pytest.mark.filterwarnings("ignore::Warning")  # the compiler warns about its own parts
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_compiled(name):
@@ -97,6 +99,7 @@ def test_compiled(name):
         assert_near(out, truth, way)
 
 
+@newer_compiler
 @pytest.mark.filterwarnings("ignore::Warning")  # the compiler warns about its own parts
 def test_compiled_with_a_static_cache_and_a_mask(monkeypatch):
     """Tokens that continue the cache see all of it, whether or not their values can be read.
