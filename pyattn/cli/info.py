@@ -39,7 +39,7 @@ def transformers_coverage() -> dict[str, str]:
 
 
 def without_avx2() -> dict[str, str]:
-    """What a CPU without AVX2, or a build without kernels for it, loses; factors measured on a Zen 5."""
+    """The speed that a CPU without AVX2, or a build without its kernels, loses; factors measured on a Zen 5."""
     if isas() != ["scalar"]:
         return {}
     return {"lost": "speed: scalar code takes 2 to 2.5 times as long as AVX2's; results differ by rounding alone"}
