@@ -138,5 +138,7 @@ def ring_attention_varlen(
         check_tensor(name, tensor)
         begins[name] = tensor.tolist()
     call = agreed(ring_attention_varlen, (q, k, v), group, layout, options, DIMS_PACKED, begins)
-    out, lse = ring(call, Packed(call.options, call.q.shape[1], *begins.values(), *call.lengths))
+    out, lse = ring(
+        call, Packed(call.options, call.q.shape[1], begins["cu_seqlens_q"], begins["cu_seqlens_k"], call.lengths)
+    )
     return (out, lse) if return_lse else out

@@ -63,7 +63,7 @@ def agreed(
     """
     ranks, error = ranks_of(group), None
     known, at = Options(), dims.index("positions")
-    words, all_facts = [0] * 8, dict(facts)
+    words, all_facts = [0] * (3 + 2 * len(OWN_ROWS)), dict(facts)
     try:
         check_layout(layout)
         _check(function, tensors, dims)
@@ -112,18 +112,24 @@ def _by_row(rows: list[list[int]]) -> frozenset[str]:
 
 def _check(function: Callable[..., Any], tensors: tuple[Tensor, ...], dims: tuple[str, ...]) -> None:
     if autograd.transforming():
-        raise NotImplementedError(f"pyattn: {function.__name__} has no rule for transforms of torch.func or forward mode")
+        raise NotImplementedError(
+            f"pyattn: {function.__name__} has no rule for transforms of torch.func or forward mode"
+        )
     q = tensors[0]
     for name, tensor in zip("qkv", tensors, strict=True):
         check_tensor(name, tensor)
         if tensor.dim() != len(dims):
             raise ValueError(f"pyattn: {name} must be ({', '.join(dims)}), got shape {tuple(tensor.shape)}")
         if (tensor.dtype, tensor.device) != (q.dtype, q.device):
-            raise TypeError(f"pyattn: {name} must be {q.dtype} on {q.device} like q, got {tensor.dtype} on {tensor.device}")
+            raise TypeError(
+                f"pyattn: {name} must be {q.dtype} on {q.device} like q, got {tensor.dtype} on {tensor.device}"
+            )
     heads = dims.index("heads")
     num_q, num_k, num_v = (tensor.shape[heads] for tensor in tensors)
     if num_k != num_v or (num_q % num_k if num_k else num_q):
-        raise ValueError(f"pyattn: num_heads_q must be a multiple of num_heads_kv, got {num_q}, {num_k} of k and {num_v} of v")
+        raise ValueError(
+            f"pyattn: num_heads_q must be a multiple of num_heads_kv, got {num_q}, {num_k} of k and {num_v} of v"
+        )
 
 
 def _check_rows(options: Options, dims: int) -> None:

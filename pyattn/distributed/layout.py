@@ -66,7 +66,7 @@ def shard(
     check_type("dim", dim, int)
     check_layout(layout)
     ranks = ranks_of(group)
-    held = chunks_of(tensor.shape[dim], ranks.count, layout)[ranks.own]
+    held = chunks_of(tensor.shape[dim], ranks.size, layout)[ranks.own]
     return torch.cat([tensor.narrow(dim, chunk.start, len(chunk)) for chunk in held], dim)
 
 
@@ -89,17 +89,19 @@ def unshard(
     check_layout(layout)
     ranks = ranks_of(group)
     lengths = [words[0] for words in gather_words([tensor.shape[dim]], ranks)]
-    held = chunks_of(sum(lengths), ranks.count, layout)
+    held = chunks_of(sum(lengths), ranks.size, layout)
     expected = [sum(map(len, chunks)) for chunks in held]
     if lengths != expected:
-        raise ValueError(f"pyattn: a sequence of {sum(lengths)} has parts of {expected} in layout {layout}, got {lengths}")
+        raise ValueError(
+            f"pyattn: a sequence of {sum(lengths)} has parts of {expected} in layout {layout}, got {lengths}"
+        )
     whole: Tensor = _Gather.apply(tensor, dim, ranks, held)  # type: ignore[no-untyped-call]
     return whole
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tensor, dim, ranks, held):  # type: ignore[no-untyped-def]  # noqa: D102, ANN001
+    def forward(ctx, tensor, dim, ranks, held):  # type: ignore[no-untyped-def]
         ctx.of = dim, ranks, held
         lengths = [sum(map(len, chunks)) for chunks in held]
         mine = tensor.movedim(dim, 0).contiguous()
@@ -107,7 +109,9 @@ class _Gather(torch.autograd.Function):
         padded[: len(mine)] = mine
         parts = [torch.empty_like(padded) for _ in held]
         # Bytes, because gloo knows few dtypes.
-        dist.all_gather([part.view(-1).view(torch.uint8) for part in parts], padded.view(-1).view(torch.uint8), group=ranks.group)
+        dist.all_gather(
+            [part.view(-1).view(torch.uint8) for part in parts], padded.view(-1).view(torch.uint8), group=ranks.group
+        )
         whole = mine.new_empty(sum(lengths), *mine.shape[1:])
         for part, chunks in zip(parts, held, strict=True):
             for chunk, rows in zip(chunks, slices(chunks), strict=True):
@@ -116,7 +120,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient):  # type: ignore[no-untyped-def]  # noqa: D102, ANN001
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         dim, ranks, held = ctx.of
         total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).contiguous()
         dist.all_reduce(total, group=ranks.group)

@@ -38,7 +38,7 @@ def origins_of(options: Options, num_heads_q: int, device: torch.device) -> Tens
 
 
 class Rows(NamedTuple):
-    """Results for rows of queries over some of the keys: out, the largest score, and the sum of exp(score - largest)."""
+    """Results of queries over some of the keys: out, the largest score, the sum of exp(score - largest)."""
 
     out: Tensor
     row_max: Tensor
@@ -55,13 +55,22 @@ class Rows(NamedTuple):
         return self.row_max + torch.log(self.row_sum)
 
     def merged(self, other: "Rows", column: Callable[[Tensor], Tensor]) -> "Rows":
-        """The results over both sets of keys, in float32 or more; ``column`` makes a column for out of a row's numbers."""
+        """The results over both sets of keys, in float32 or more; ``column`` is that of the share."""
         row_max = torch.maximum(self.row_max, other.row_max)
         base = row_max.masked_fill(row_max == -math.inf, 0.0)
         sums = [rows.row_sum * torch.exp(rows.row_max - base) for rows in (self, other)]
         total = sums[0] + sums[1]
         mine, theirs = (column((part / total).masked_fill(total == 0, 0.0)) for part in sums)
         return Rows(mine * self.out.to(total.dtype) + theirs * other.out.to(total.dtype), row_max, total)
+
+
+class Place(NamedTuple):
+    """A share: where its queries lie in the rank's part, their positions, its keys, and whether it is their first."""
+
+    rows: slice
+    queries: range
+    keys: range
+    first: bool
 
 
 class Dense:
@@ -72,6 +81,8 @@ class Dense:
     """
 
     dim, row_dim = 2, 2
+    _forward: Callable[..., Any] = ops.attention_forward
+    _backward: Callable[..., Any] = ops.attention_backward
 
     def __init__(self, options: Options, num_heads_q: int, seqlen_q: int, seqlen_k: int) -> None:
         self.options, self.num_heads_q, self.num_keys = options, num_heads_q, seqlen_k
@@ -82,34 +93,43 @@ class Dense:
         """Whether any query of a chunk may see any key of another, as far as all ranks know."""
         return reaches(queries, keys, self.offsets, self.options.causal, self.options.window)
 
-    def _part(self, tensor: Tensor | None, rows: slice, keys: range) -> Tensor | None:
-        """The rows and columns of a mask or a bias, which may broadcast."""
+    def _part(self, tensor: Tensor | None, place: Place) -> Tensor | None:
+        """A share's rows and columns of a mask, a bias or its gradient, which may broadcast."""
         if tensor is None:
             return None
         if tensor.dim() > 1 and tensor.shape[-2] != 1:
-            tensor = tensor[..., rows, :]
-        return tensor[..., keys.start : keys.stop] if tensor.shape[-1] != 1 or self.num_keys == 1 else tensor
+            tensor = tensor[..., place.rows, :]
+        by_key = tensor.shape[-1] != 1 or self.num_keys == 1
+        return tensor[..., place.keys.start : place.keys.stop] if by_key else tensor
 
-    def bias_of(self, bias: Tensor, rows: slice, keys: range) -> Tensor:
-        """The elements of the bias, or of its gradient, that a share reads."""
-        part = self._part(bias, rows, keys)
-        assert part is not None
-        return part
+    def learned(self) -> tuple[Tensor | None, ...]:
+        """The options that have gradients."""
+        return self.options.bias, self.options.alibi_slopes, self.options.sinks
 
-    def shifted(self, rows: slice, queries: range, keys: range, first: bool) -> Options:
-        """The options of a share: rows are those of the rank's shard; the first share of a row alone has the sinks."""
-        options = self.options
+    def of_rows(self, tensor: Tensor, place: Place) -> Tensor:
+        """A share's rows of q, or of a tensor like it."""
+        return tensor.narrow(self.dim, place.rows.start, len(place.queries))
+
+    def parts_of(self, totals: Sequence[Tensor | None], place: Place) -> list[Tensor | None]:
+        """A share's parts of the gradients of :meth:`learned`."""
+        bias, slopes, sinks = totals
+        return [self._part(bias, place), slopes, sinks if place.first else None]
+
+    def shifted(self, place: Place) -> Options:
+        """The options of a share; the first one of a row alone has the sinks."""
+        options, (rows, queries, keys, first) = self.options, place
         offset = self.offset + (queries.start - keys.start)
         ranges = options.key_ranges
-        return options._replace(
+        known: Options = options._replace(
             q_offset=None if isinstance(offset, Tensor) else offset,
             q_offsets=offset if isinstance(offset, Tensor) else None,
             key_ranges=None if ranges is None else (ranges[:, rows] - keys.start).clamp(0, len(keys)),
-            mask=self._part(options.mask, rows, keys),
-            bias=self._part(options.bias, rows, keys),
+            mask=self._part(options.mask, place),
+            bias=self._part(options.bias, place),
             sinks=options.sinks if first else None,
             **self._drawn([[0, 0, 0, queries.start, keys.start]]),
         )
+        return known
 
     def _drawn(self, moved: Any) -> dict[str, Tensor]:
         """dropout_origins of a share, whose rows begin that much later."""
@@ -118,23 +138,38 @@ class Dense:
         base = origins_of(self.options, self.num_heads_q, self.options.dropout_seed.device)
         return {"dropout_origins": base + base.new_tensor(moved)}
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *place: Any) -> Rows:
-        """The share's results; ``place`` is that of :meth:`shifted`."""
-        return Rows.of(*ops.attention_forward(q, k, v, *self.shifted(*place)))
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, place: Place) -> Rows:
+        """The share's results."""
+        return Rows.of(*self._forward(q, k, v, *self._arguments(q.device, place)))
 
     def backward(
-        self, dout: Tensor, dlse: Tensor | None, qkv: Sequence[Tensor], rows: Rows, wanted: Wanted, flag: bool, *place: Any
-    ) -> tuple[Tensor, ...]:
-        """The share's gradients, given the results over all keys."""
-        gradients: tuple[Tensor, ...] = ops.attention_backward(
-            dout, dlse, *qkv, *rows, *self.shifted(*place), flag, self._wanted(wanted, place[-1]), True
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        results: Rows,
+        k: Tensor,
+        v: Tensor,
+        wanted: Wanted,
+        deterministic: bool,
+        place: Place,
+    ) -> tuple[Tensor | None, ...]:
+        """The share's gradients, given the results of all rows over all keys."""
+        numbers = [
+            None if t is None else t.narrow(self.row_dim, place.rows.start, len(place.queries))
+            for t in (dlse, results.row_max, results.row_sum)
+        ]
+        own = [self.of_rows(t, place) for t in (dout, q, results.out)]
+        mask = wanted[0], wanted[1], wanted[2] and place.first
+        arguments = self._arguments(q.device, place)
+        found: tuple[Tensor | None, ...] = self._backward(
+            own[0], numbers[0], own[1], k, v, own[2], *numbers[1:], *arguments, deterministic, mask, True
         )
-        return gradients
+        return found
 
-    @staticmethod
-    def _wanted(wanted: Wanted, first: bool) -> Wanted:
-        return wanted[0], wanted[1], wanted[2] and first
-
+    def _arguments(self, device: torch.device, place: Place) -> tuple[Any, ...]:
+        """The operators' arguments after the tensors."""
+        return tuple(self.shifted(place))
 
     @staticmethod
     def column(rows: Tensor) -> Tensor:
@@ -146,16 +181,22 @@ class Packed(Dense):
     """Packed sequences: (total, H, D)."""
 
     dim, row_dim = 0, 1
+    _forward = ops.attention_varlen_forward
+    _backward = ops.attention_varlen_backward
 
     def __init__(
-        self, options: Options, num_heads_q: int, begins_q: list[int], begins_k: list[int], total_q: int, total_k: int
+        self, options: Options, num_heads_q: int, begins_q: list[int], begins_k: list[int], totals: tuple[int, int]
     ) -> None:
-        for name, begins, total in (("cu_seqlens_q", begins_q, total_q), ("cu_seqlens_k", begins_k, total_k)):
+        for name, begins, total in (("cu_seqlens_q", begins_q, totals[0]), ("cu_seqlens_k", begins_k, totals[1])):
             if not begins or begins[0] != 0 or sorted(begins) != begins or begins[-1] > total:
-                raise ValueError(f"pyattn: {name} must start at 0, never decrease and end at most at {total}, got {begins}")
+                raise ValueError(
+                    f"pyattn: {name} must start at 0, never decrease and end at most at {total}, got {begins}"
+                )
         if len(begins_q) != len(begins_k):
-            raise ValueError(f"pyattn: cu_seqlens_q and cu_seqlens_k must have one length, got {len(begins_q)} and {len(begins_k)}")
-        self.options, self.num_heads_q = options, num_heads_q
+            raise ValueError(
+                f"pyattn: cu_seqlens_q and cu_seqlens_k must have one length, got {len(begins_q)} and {len(begins_k)}"
+            )
+        super().__init__(options, num_heads_q, *totals)
         self.begins_q, self.begins_k = (torch.tensor(begins) for begins in (begins_q, begins_k))
         lengths = [self.begins_k.diff() - self.begins_q.diff()]
         if options.q_offsets is not None:
@@ -177,46 +218,33 @@ class Packed(Dense):
 
     @staticmethod
     def _local(begins: Tensor, chunk: range) -> tuple[Tensor, Tensor]:
-        """The boundaries of the sequences within a chunk, and the position in its sequence at which each begins there."""
+        """Where the sequences begin in a chunk, and the position in its sequence with which each begins there."""
         return (begins - chunk.start).clamp(0, len(chunk)), (chunk.start - begins[:-1]).clamp(min=0)
 
-    def packing(self, rows: slice, queries: range, keys: range, first: bool) -> tuple[Any, ...]:
-        """The boundaries and the options of a share."""
-        (starts_q, skipped_q), (starts_k, skipped_k) = self._local(self.begins_q, queries), self._local(self.begins_k, keys)
+    def parts_of(self, totals: Sequence[Tensor | None], place: Place) -> list[Tensor | None]:  # noqa: D102
+        return [None, totals[1], totals[2] if place.first else None]
+
+    def _arguments(self, device: torch.device, place: Place) -> tuple[Any, ...]:
+        starts_q, skipped_q = self._local(self.begins_q, place.queries)
+        starts_k, skipped_k = self._local(self.begins_k, place.keys)
         options = self.options
-        device = None if options.key_ranges is None else options.key_ranges.device
         ranges = options.key_ranges
         if ranges is not None:
-            lengths = starts_q.diff()
-            before = torch.repeat_interleave(skipped_k, lengths, output_size=int(lengths.sum()))
-            most = torch.repeat_interleave(starts_k.diff(), lengths, output_size=int(lengths.sum()))
-            ranges = ranges[rows].clone()
-            held = slice(int(starts_q[0]), int(starts_q[-1]))
-            moved = (ranges[held].cpu() - before[:, None]).clamp(min=0)
-            ranges[held] = torch.minimum(moved, most[:, None].to(moved.dtype)).to(device)
+            held, lengths = slice(int(starts_q[0]), int(starts_q[-1])), starts_q.diff()
+            first, most = (t.repeat_interleave(lengths)[:, None] for t in (skipped_k, starts_k.diff()))
+            ranges = ranges[place.rows].to("cpu", torch.int64, copy=True)
+            ranges[held] = torch.minimum((ranges[held] - first).clamp(min=0), most)
+        origins = [[b, 0, 0, *at] for b, at in enumerate(torch.stack([skipped_q, skipped_k], 1).tolist())]
         shifted = options._replace(
             q_offset=None,
             q_offsets=self.of_sequence + skipped_q - skipped_k,
             key_ranges=ranges,
-            sinks=options.sinks if first else None,
-            **self._drawn([[b, 0, 0, i, j] for b, (i, j) in enumerate(zip(skipped_q.tolist(), skipped_k.tolist()))]),
+            sinks=options.sinks if place.first else None,
+            **self._drawn(origins),
         )
-        return starts_q, starts_k, len(queries), len(keys), None, *shifted
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *place: Any) -> Rows:  # noqa: D102
-        return Rows.of(*ops.attention_varlen_forward(q, k, v, *self._on(q, self.packing(*place))))
-
-    def backward(  # noqa: D102
-        self, dout: Tensor, dlse: Tensor | None, qkv: Sequence[Tensor], rows: Rows, wanted: Wanted, flag: bool, *place: Any
-    ) -> tuple[Tensor, ...]:
-        gradients: tuple[Tensor, ...] = ops.attention_varlen_backward(
-            dout, dlse, *qkv, *rows, *self._on(dout, self.packing(*place)), flag, self._wanted(wanted, place[-1]), True
-        )
-        return gradients
-
-    @staticmethod
-    def _on(like: Tensor, arguments: tuple[Any, ...]) -> list[Any]:
-        return [a.to(like.device) if isinstance(a, Tensor) and a.dtype == torch.int64 else a for a in arguments]
+        arguments = starts_q, starts_k, len(place.queries), len(place.keys), None, *shifted
+        whole = torch.int64
+        return tuple(a.to(device) if isinstance(a, Tensor) and a.dtype == whole else a for a in arguments)
 
     @staticmethod
     def column(rows: Tensor) -> Tensor:  # noqa: D102

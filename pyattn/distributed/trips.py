@@ -32,7 +32,7 @@ class Trip(NamedTuple):
 
 
 def trips_of(queries: Sequence[Sequence[range]], keys: Sequence[Sequence[range]], sees: Sees) -> list[Trip]:
-    """All trips, given each rank's chunks; each goes in the direction that is shorter to the last rank that needs it."""
+    """All trips, given each rank's chunks; each takes the shorter way to the last rank that needs it."""
     ranks, trips = len(queries), list[Trip]()
     for owner, held in enumerate(keys):
         for number, chunk in enumerate(held):

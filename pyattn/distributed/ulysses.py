@@ -18,7 +18,7 @@ Inner = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
 
 
 class Exchange(NamedTuple):
-    """An exchange of heads for positions: which heads, from which on and how many, and which positions each rank has."""
+    """An exchange of heads for positions: the heads and the positions that each rank has."""
 
     ranks: Ranks
     heads: list[range]
@@ -58,38 +58,42 @@ class Exchange(NamedTuple):
             total[:, heads.start : heads.stop] += part
         return total.to(x.dtype)
 
-    def _swap(self, sent: list[Tensor], shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    def _swap(self, sent: list[Tensor], shapes: list[tuple[int, int, int, int]]) -> list[Tensor]:
         """Sends the nth tensor to rank n, and returns those received, of these shapes."""
         flat = torch.cat([part.reshape(-1) for part in sent])
         sizes = [torch.Size(shape).numel() for shape in shapes]
         received = flat.new_empty(sum(sizes))
         # Bytes, because gloo knows few dtypes.
-        coming, going = ([count * flat.element_size() for count in counts] for counts in (sizes, [part.numel() for part in sent]))
-        dist.all_to_all_single(received.view(torch.uint8), flat.view(torch.uint8), coming, going, group=self.ranks.group)
+        coming, going = (
+            [count * flat.element_size() for count in counts] for counts in (sizes, [part.numel() for part in sent])
+        )
+        dist.all_to_all_single(
+            received.view(torch.uint8), flat.view(torch.uint8), coming, going, group=self.ranks.group
+        )
         return [part.view(shape) for part, shape in zip(received.split(sizes), shapes, strict=True)]
 
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(ctx: Any, exchange: Exchange, x: Tensor) -> Tensor:
         ctx.exchange = exchange
         return exchange.gather(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:  # noqa: D102
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         return None, ctx.exchange.scatter(gradient)
 
 
 class _ToPositions(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(ctx: Any, exchange: Exchange, x: Tensor) -> Tensor:
         ctx.exchange = exchange
         return exchange.scatter(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:  # noqa: D102
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         return None, ctx.exchange.gather(gradient)
 
 
@@ -102,7 +106,7 @@ def by_heads(call: Call, layout: str, inner: Inner) -> tuple[Tensor, Tensor]:
     ranks, options = call.ranks, call.options
     q, k, v = call.q, call.k, call.v
     count, group = q.shape[1], max(1, q.shape[1] // max(1, k.shape[1]))
-    heads = [range(count * rank // ranks.count, count * (rank + 1) // ranks.count) for rank in range(ranks.count)]
+    heads = [range(count * rank // ranks.size, count * (rank + 1) // ranks.size) for rank in range(ranks.size)]
     shared = [range(own.start // group, -(-own.stop // group)) if own else range(0) for own in heads]
     own, own_shared = heads[ranks.own], shared[ranks.own]
     by_query, by_key = Exchange(ranks, heads, call.queries), Exchange(ranks, shared, call.keys)
@@ -124,7 +128,7 @@ def _of_heads(call: Call, by_query: Exchange, layout: str) -> Options:
     own, count = by_query.heads[call.ranks.own], call.q.shape[1]
 
     def rows(name: str) -> Tensor | None:
-        tensor = getattr(options, name)
+        tensor: Tensor | None = getattr(options, name)
         if tensor is None:
             return None
         tensor = tensor[(None,) * (4 - tensor.dim())]
@@ -134,10 +138,11 @@ def _of_heads(call: Call, by_query: Exchange, layout: str) -> Options:
         return by_query.to_heads(tensor) if by_head else unshard(tensor, 2, group, layout=layout)
 
     ranges, slopes, sinks = options.key_ranges, options.alibi_slopes, options.sinks
-    return options._replace(
+    known: Options = options._replace(
         key_ranges=None if ranges is None else unshard(ranges, 1, group, layout=layout),
         mask=rows("mask"),
         bias=rows("bias"),
         alibi_slopes=None if slopes is None else slopes[..., own.start : own.stop],
         sinks=None if sinks is None else sinks[own.start : own.stop],
     )
+    return known

@@ -54,7 +54,7 @@ class Pool:
             self.processes.append(process)
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """The results of ``function(group, *arguments)`` on ranks 0 to size - 1; AssertionError with what one raised."""
+        """The results of ``function(group, *arguments)`` on the first ranks; AssertionError with what one raised."""
         buffer = io.BytesIO()
         torch.save((size, function, arguments), buffer)
         for pipe in self.pipes[:size]:
