@@ -1,4 +1,7 @@
-"""Attention over sequences whose parts lie on several ranks, by torch.distributed."""
+"""Attention over sequences whose parts lie on several ranks, by torch.distributed.
+
+.. include:: README.md
+"""
 
 from pyattn.distributed.attention import ring_attention, ring_attention_varlen, ulysses_attention
 from pyattn.distributed.layout import shard, unshard

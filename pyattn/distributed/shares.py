@@ -46,7 +46,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, out: Tensor, lse: Tensor, _: Tensor, row_sum: Tensor) -> "Rows":
-        """What the operators return; their own row_max is in units of the kernels."""
+        """The operators' results; their own row_max is in units of the kernels."""
         return cls(out, (lse - torch.log(row_sum)).masked_fill(row_sum == 0, -math.inf), row_sum)
 
     @property
@@ -77,17 +77,22 @@ class Dense:
     """Batches: (B, H, S, D).
 
     Attributes:
-        dim: the dimension of the sequence in q, k, v and out; ``row_dim`` that in lse.
+        dim: the dimension of the sequence in q, k, v and out.
+        row_dim: that in lse.
     """
 
-    dim, row_dim = 2, 2
+    dim: int = 2
+    row_dim: int = 2
     _forward: Callable[..., Any] = ops.attention_forward
     _backward: Callable[..., Any] = ops.attention_backward
 
     def __init__(self, options: Options, num_heads_q: int, seqlen_q: int, seqlen_k: int) -> None:
-        self.options, self.num_heads_q, self.num_keys = options, num_heads_q, seqlen_k
-        self.offset = options.offset_for(seqlen_q, seqlen_k) if options.q_offsets is None else options.q_offsets
-        self.offsets = span(self.offset)
+        self.options: Options = options
+        self.num_heads_q: int = num_heads_q
+        self.num_keys: int = seqlen_k
+        offsets = options.q_offsets
+        self.offset: Tensor | int = options.offset_for(seqlen_q, seqlen_k) if offsets is None else offsets
+        self.offsets: tuple[int, int] = span(self.offset)
 
     def sees(self, queries: range, keys: range) -> bool:
         """Whether any query of a chunk may see any key of another, as far as all ranks know."""
@@ -180,7 +185,8 @@ class Dense:
 class Packed(Dense):
     """Packed sequences: (total, H, D)."""
 
-    dim, row_dim = 0, 1
+    dim: int = 0
+    row_dim: int = 1
     _forward = ops.attention_varlen_forward
     _backward = ops.attention_varlen_backward
 
@@ -197,20 +203,16 @@ class Packed(Dense):
                 f"pyattn: cu_seqlens_q and cu_seqlens_k must have one length, got {len(begins_q)} and {len(begins_k)}"
             )
         super().__init__(options, num_heads_q, *totals)
-        self.begins_q, self.begins_k = (torch.tensor(begins) for begins in (begins_q, begins_k))
-        lengths = [self.begins_k.diff() - self.begins_q.diff()]
-        if options.q_offsets is not None:
-            self.of_sequence = options.q_offsets.cpu()
-        elif options.q_offset is not None:
-            self.of_sequence = torch.full_like(lengths[0], options.q_offset)
-        else:
-            self.of_sequence = lengths[0]
+        self._begins_q, self._begins_k = (torch.tensor(begins) for begins in (begins_q, begins_k))
+        last = self._begins_k.diff() - self._begins_q.diff()
+        given = last if options.q_offset is None else torch.full_like(last, options.q_offset)
+        self._of_sequence = given if options.q_offsets is None else options.q_offsets.cpu()
 
     def sees(self, queries: range, keys: range) -> bool:  # noqa: D102
-        for b, offset in enumerate(self.of_sequence.tolist()):
+        for b, offset in enumerate(self._of_sequence.tolist()):
             own_q, own_k = (
                 range(max(chunk.start, begins[b]) - begins[b], min(chunk.stop, begins[b + 1]) - begins[b])
-                for chunk, begins in ((queries, self.begins_q.tolist()), (keys, self.begins_k.tolist()))
+                for chunk, begins in ((queries, self._begins_q.tolist()), (keys, self._begins_k.tolist()))
             )
             if reaches(own_q, own_k, (offset, offset), self.options.causal, self.options.window):
                 return True
@@ -225,8 +227,8 @@ class Packed(Dense):
         return [None, totals[1], totals[2] if place.first else None]
 
     def _arguments(self, device: torch.device, place: Place) -> tuple[Any, ...]:
-        starts_q, skipped_q = self._local(self.begins_q, place.queries)
-        starts_k, skipped_k = self._local(self.begins_k, place.keys)
+        starts_q, skipped_q = self._local(self._begins_q, place.queries)
+        starts_k, skipped_k = self._local(self._begins_k, place.keys)
         options = self.options
         ranges = options.key_ranges
         if ranges is not None:
@@ -237,7 +239,7 @@ class Packed(Dense):
         origins = [[b, 0, 0, *at] for b, at in enumerate(torch.stack([skipped_q, skipped_k], 1).tolist())]
         shifted = options._replace(
             q_offset=None,
-            q_offsets=self.of_sequence + skipped_q - skipped_k,
+            q_offsets=self._of_sequence + skipped_q - skipped_k,
             key_ranges=ranges,
             sinks=options.sinks if place.first else None,
             **self._drawn(origins),

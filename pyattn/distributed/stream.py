@@ -33,7 +33,7 @@ class Stream:
         self._ranks, self._trips, self._dim = ranks, trips, dim
         self._keys, self._parts = keys[ranks.own], slices(keys[ranks.own])
         self._k, self._v = k, v
-        self.steps = max((trip.hops for trip in trips), default=0)
+        self.steps: int = max((trip.hops for trip in trips), default=0)
 
     def here(self, step: int) -> list[Trip]:
         """The trips whose chunks are on this rank at a step."""

@@ -35,7 +35,7 @@ class Exchange(NamedTuple):
         return found
 
     def gather(self, x: Tensor) -> Tensor:
-        """What :meth:`to_heads` returns."""
+        """The result of :meth:`to_heads`."""
         sent = [x[:, heads.start : heads.stop] for heads in self.heads]
         own = len(self.heads[self.ranks.own])
         lengths = [sum(map(len, chunks)) for chunks in self.positions]
