@@ -86,9 +86,18 @@ constexpr bool has_bias(const ScoreParams& score) { return score.bias.type != Bi
 // Dropout: each weight is dropped with probability threshold / 65536; cpu/tiles/dropout.h
 // defines the draws. One call of the generator draws for kDrawKeys neighbouring keys of a query.
 inline constexpr int kDrawKeys = 8;
+
+// Where a sequence's weights lie in a larger call, of num_heads_q heads, whose draws they repeat:
+// key j, query i, head h is there key + j, query + i, head + h of `sequence`. No entry is negative.
+struct DropoutOrigin {
+  int64_t sequence, num_heads_q, head, query, key;
+};
+
 struct DropoutParams {
-  uint32_t threshold;   // below 65536; 0 drops none
-  const int64_t* seed;  // ()
+  uint32_t threshold;            // below 65536; 0 drops none
+  const int64_t* seed;           // ()
+  const DropoutOrigin* origins;  // (batch), or (1) where sequence b is `sequence` + b; null: the call is the whole
+  int64_t origins_stride_b;      // 0 for (1)
 };
 
 // The place of a packed sequence: queries [first_q, first_q + seqlen_q), keys [first_k, first_k + seqlen_k).

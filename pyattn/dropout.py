@@ -69,16 +69,23 @@ def dropout_mask(
     check_sizes(batch=batch, num_heads_q=num_heads_q, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
     device = seed.device if isinstance(seed, Tensor) else None
     head = torch.arange(batch * num_heads_q, device=device).view(batch, num_heads_q, 1)
-    return kept_weights(seed, head, torch.arange(seqlen_q, device=device), seqlen_k, dropout_p)
+    query = torch.arange(seqlen_q, device=device)
+    return kept_weights(seed, head, query, torch.zeros_like(head), seqlen_k, dropout_p)
 
 
-def kept_weights(seed: int | Tensor, head: Tensor, query: Tensor, seqlen_k: int, dropout_p: float) -> Tensor:
-    """(..., seqlen_k): :func:`dropout_mask` of rows; head = ``b * num_heads_q + h`` and query broadcast to (...)."""
-    head, query = head.unsqueeze(-1), query.unsqueeze(-1)
-    group = torch.arange(-(-seqlen_k // 8), device=head.device)
+def kept_weights(
+    seed: int | Tensor, head: Tensor, query: Tensor, key: Tensor, seqlen_k: int, dropout_p: float
+) -> Tensor:
+    """(..., seqlen_k): :func:`dropout_mask` of rows, from ``key`` on; head is ``b * num_heads_q + h``.
+
+    head, query and key broadcast to (...); head and key have as many dimensions.
+    """
+    head, query, key = head.unsqueeze(-1), query.unsqueeze(-1), key.unsqueeze(-1)
+    group = key // 8 + torch.arange(-(-(seqlen_k + 7) // 8), device=head.device)
     words = philox(seed, (group, query, head % 2**32, head >> 32))
     draws = torch.stack([half for word in words for half in (word % 2**16, word >> 16)], -1)
-    return draws.flatten(-2)[..., :seqlen_k] >= dropout_threshold(dropout_p)
+    place = key % 8 + torch.arange(seqlen_k, device=head.device)
+    return draws.flatten(-2).take_along_dim(place, -1) >= dropout_threshold(dropout_p)
 
 
 def draw_seed(device: torch.device | None = None) -> Tensor:

@@ -63,7 +63,7 @@ def parse(function: Callable[..., object], given: Mapping[str, Any], device: tor
             values[name] = None if values[name] is None else to(values[name])
     if "dropout_p" in given or "dropout_seed" in given:
         values["dropout_seed"] = _seed(values["dropout_p"], values["dropout_seed"], device)
-        count = len(values) if values["dropout_p"] else min(count, PLACES["dropout_p"])
+        count = PLACES["dropout_seed"] + 1 if values["dropout_p"] else min(count, PLACES["dropout_p"])
     return tuple(values.values())[:count]
 
 

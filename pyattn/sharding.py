@@ -17,7 +17,7 @@ from pyattn.ops.schema import LEARNED
 Placements = list[Any]
 
 DIMS = (
-    {"mask": -4, "bias": -4, "alibi_slopes": -2, "key_ranges": -3, "q_offsets": -1},
+    {"mask": -4, "bias": -4, "alibi_slopes": -2, "key_ranges": -3, "q_offsets": -1, "dropout_origins": -2},
     {"mask": -3, "bias": -3, "alibi_slopes": -1, "sinks": -1},
 )
 """The dimension of each option that indexes sequences, then the one that indexes query heads."""

@@ -12,7 +12,13 @@ import torch
 from pyattn import nn, reference
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "pyattn/README.md", "pyattn/nn/README.md", "pyattn/adapters/README.md")
+PAGES = (
+    "README.md",
+    "pyattn/README.md",
+    "pyattn/nn/README.md",
+    "pyattn/adapters/README.md",
+    "pyattn/distributed/README.md",
+)
 OTHER_PAGES = (
     "pyattn/cli/README.md",
     "csrc/README.md",
@@ -65,6 +71,20 @@ def test_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     names = names_of("pyattn/adapters/README.md")
     assert names["losses"][-1] < names["losses"][0]
     assert names["q"].grad.isfinite().all()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank, as torchrun --nproc-per-node 1 would start it."""
+    settings = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    try:
+        names = names_of("pyattn/distributed/README.md")
+        assert names["whole"].shape == (1, 8, 1000, 64)
+        assert all(part.grad.isfinite().all() for part in names["parts"])
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_modules() -> None:

@@ -4,6 +4,7 @@
 
 #include "cuda/primitives.h"
 #include "cuda/product.h"
+#include "shared/dropout.h"
 #include "shared/heads.h"
 
 namespace pyattn::cuda {
@@ -26,18 +27,24 @@ struct Philox {
 };
 
 // Bit i: whether row r keeps key + i, for i < 8; key is a multiple of 8.
-PYATTN_DEVICE uint32_t draw_kept(const ForwardParams& p, const Head& head, int64_t r, int64_t key) {
-  const int64_t index = head.b * p.num_heads_q + head.query_head(r);
-  Philox draws{{static_cast<uint32_t>(key / kDrawKeys), static_cast<uint32_t>(head.query(r)),
-                static_cast<uint32_t>(index), static_cast<uint32_t>(index >> 32)}};
-  draws.rounds(static_cast<uint64_t>(*p.dropout.seed));
+PYATTN_DEVICE uint32_t draw_kept(const ForwardParams& p, const FirstDraw& first, const Head& head, int64_t r,
+                                 int64_t key) {
+  const uint64_t index = first.head + head.query_head(r);
   uint32_t bits = 0;
+  // With a shift, the eight keys lie in two groups.
+#pragma unroll 1
+  for (int n = 0; n <= (first.shift != 0); ++n) {
+    Philox draws{{first.group + static_cast<uint32_t>(key / kDrawKeys) + n,
+                  first.query + static_cast<uint32_t>(head.query(r)), static_cast<uint32_t>(index),
+                  static_cast<uint32_t>(index >> 32)}};
+    draws.rounds(static_cast<uint64_t>(*p.dropout.seed));
 #pragma unroll
-  for (int i = 0; i < kDrawKeys; ++i) {
-    const uint32_t draw = i % 2 ? draws.word[i / 2] >> 16 : draws.word[i / 2] & 0xffff;
-    bits |= static_cast<uint32_t>(draw >= p.dropout.threshold) << i;
+    for (int i = 0; i < kDrawKeys; ++i) {
+      const uint32_t draw = i % 2 ? draws.word[i / 2] >> 16 : draws.word[i / 2] & 0xffff;
+      bits |= static_cast<uint32_t>(draw >= p.dropout.threshold) << (n * kDrawKeys + i);
+    }
   }
-  return bits;
+  return bits >> first.shift;
 }
 
 // The dropout factors of a tile of kRows rows and kKeys keys.
@@ -57,8 +64,9 @@ struct DropoutTile {
   template <int kThreads>
   PYATTN_DEVICE void draw(const Head& head, int r0, int n0, int step = 1) const {
     constexpr int kGroups = kKeys / kDrawKeys;
+    const FirstDraw first(p, head.b);
     for (unsigned at = opaque(thread_index()); at < kBytes; at += kThreads)
-      bits[at] = draw_kept(p, head, r0 + at / kGroups * step, n0 + at % kGroups * kDrawKeys);
+      bits[at] = draw_kept(p, first, head, r0 + at / kGroups * step, n0 + at % kGroups * kDrawKeys);
   }
 
   PYATTN_DEVICE float factor(int row, int key) const {

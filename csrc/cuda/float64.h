@@ -59,7 +59,7 @@ PYATTN_DEVICE int64_t item_of_warp() { return block_index() * kFloat64Warps + wa
 // The dropout factor of row r and key j.
 PYATTN_DEVICE double dropout_factor(const ForwardParams& p, const Head& head, int64_t r, int64_t j) {
   if (!p.dropout.threshold) return 1;
-  const bool kept = draw_kept(p, head, r, j) >> j % kDrawKeys & 1;
+  const bool kept = draw_kept(p, {p, head.b}, head, r, j) >> j % kDrawKeys & 1;
   return kept ? 65536.0 / (65536 - p.dropout.threshold) : 0;
 }
 

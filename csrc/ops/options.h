@@ -23,7 +23,8 @@ namespace pyattn {
   X(optional<Tensor>, alibi_slopes, "Tensor?", "=None") /* (num_heads_q) or (batch, num_heads_q) */                  \
   X(optional<Tensor>, sinks, "Tensor?", "=None")        /* (num_heads_q) */                                          \
   X(double, dropout_p, "float", "=0.0")                                                                              \
-  X(optional<Tensor>, dropout_seed, "Tensor?", "=None") /* (), int64 */
+  X(optional<Tensor>, dropout_seed, "Tensor?", "=None")    /* (), int64 */                                           \
+  X(optional<Tensor>, dropout_origins, "Tensor?", "=None") /* (batch or 1, 5), int64: DropoutOrigin */
 
 struct Options {
   PYATTN_FIELDS(Options, PYATTN_OPTIONS)
@@ -108,6 +109,13 @@ inline void check_options(const Tensor& q, const SymInt& batch, const SymInt& he
   TORCH_CHECK_VALUE(0 <= p && p < 1, "pyattn: dropout_p must be at least 0 and below 1, got ", p);
   TORCH_CHECK_VALUE(p == 0 || options.dropout_seed, "pyattn: dropout_p ", p, " needs a dropout_seed, got None");
   if (options.dropout_seed) check_tensor("dropout_seed", *options.dropout_seed, q.device(), at::kLong, {});
+  if (options.dropout_origins) {
+    const Tensor& t = *options.dropout_origins;
+    check_given("dropout_origins", t, q.device(), {at::kLong});
+    const auto sizes = t.sym_sizes();
+    TORCH_CHECK_VALUE(t.dim() == 2 && (sizes[0] == batch || sizes[0] == 1) && sizes[1] == 5,
+                      "pyattn: dropout_origins must have shape (", batch, " or 1, 5), got ", sizes);
+  }
 }
 
 // The results of forward and backward in the operators' schemas.

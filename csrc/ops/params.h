@@ -84,13 +84,30 @@ inline void fill_score(ScoreParams& score, at::ScalarType type, const Options& o
   if (options.alibi_slopes && options.alibi_slopes->dim() == 2) score.slopes_stride_b = options.alibi_slopes->size(1);
 }
 
+// Checks origins; on a GPU only with PYATTN_CHECK=1, because its kernels take any.
+inline void check_origins(const Tensor& origins, Kept& kept) {
+  const int64_t* values = kept.indices(origins.cpu());
+  for (int64_t i = 0; i < origins.numel(); ++i)
+    TORCH_CHECK_VALUE(values[i] >= 0, "pyattn: dropout_origins must be at least 0, got ", values[i], " in row ", i / 5);
+}
+
+inline void fill_dropout(DropoutParams& dropout, const Options& options, Kept& kept) {
+  dropout.threshold = static_cast<uint32_t>(std::min(std::nearbyint(65536 * options.dropout_p), 65535.0));
+  dropout.seed = options.dropout_seed ? options.dropout_seed->const_data_ptr<int64_t>() : nullptr;
+  if (!options.dropout_origins) return;
+  const Tensor& origins = *options.dropout_origins;
+  if (origins.is_cpu() || checks_gpu()) check_origins(origins, kept);
+  static_assert(sizeof(DropoutOrigin) == 5 * sizeof(int64_t));
+  dropout.origins = static_cast<const DropoutOrigin*>(kept.dense(origins, at::kLong));
+  dropout.origins_stride_b = origins.size(0) > 1;
+}
+
 // Fills the params that do not depend on how sequences lie in memory.
 inline void fill_options(ForwardParams& p, at::ScalarType type, const Options& options, Kept& kept) {
   p.softmax_scale = options.softmax_scale.value_or(default_softmax_scale(p.head_dim));
   fill_mask(p.mask, p.seqlen_q, p.seqlen_k, options, kept);
   fill_score(p.score, type, options, kept);
-  p.dropout.threshold = static_cast<uint32_t>(std::min(std::nearbyint(65536 * options.dropout_p), 65535.0));
-  p.dropout.seed = options.dropout_seed ? options.dropout_seed->const_data_ptr<int64_t>() : nullptr;
+  fill_dropout(p.dropout, options, kept);
 }
 
 inline void fill_inputs(ForwardParams& p, const Tensor& q, const Tensor& k, const Tensor& v, int64_t seqlen_k,

@@ -39,13 +39,12 @@ class Change(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """A call's inputs in float32 or float64; ``first`` is the number of its first sequence, which dropout needs."""
+    """A call's inputs in float32 or float64."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     options: Options
-    first: int
 
 
 class Scores:
@@ -85,12 +84,13 @@ class Scores:
             scores = scores - options.alibi_slopes[..., None, None] * self.distance
         self.scores = scores.masked_fill(~self.seen, -math.inf)
 
-    def kept(self, batch: int, num_heads: int, first: int = 0) -> Tensor:
+    def kept(self, batch: int, num_heads: int) -> Tensor:
         """bool (B, heads, rows, Sk): the weights that dropout keeps in a call with ``num_heads`` heads in all."""
-        sequences = torch.arange(first, first + batch, device=self._rows.device)
-        heads = sequences[:, None, None] * num_heads + self._heads[:, None]
+        origins = self._options.origins_for(batch, num_heads, self._rows.device)
+        sequence, whole, head, query, key = origins[:, None, None].unbind(-1)
+        heads = sequence * whole + head + self._heads[:, None]
         seed, dropout_p = self._options.dropout_seed, self._options.dropout_p
-        return kept_weights(seed, heads, self._rows, self.seen.shape[3], dropout_p)
+        return kept_weights(seed, heads, query + self._rows, key, self.seen.shape[3], dropout_p)
 
     def of_bias(self, bias: Tensor) -> Tensor:
         """These rows of a bias or of its tangent, broadcasting to pairs."""
@@ -119,7 +119,7 @@ class Block(Scores):
     sink_weight: Tensor | None
 
     def __init__(self, inputs: Inputs, begin: int, end: int) -> None:
-        q, self.k, self.v, options, first = inputs
+        q, self.k, self.v, options = inputs
         self.begin, self.end = begin, end
         batch, num_heads, seqlen_q, head_dim = q.shape
         heads, rows = torch.arange(num_heads, device=q.device), torch.arange(begin, end, device=q.device)
@@ -133,7 +133,7 @@ class Block(Scores):
         self.weights, self.sink_weight = self._softmax(options.sinks)
         self.dropout: Tensor | None = None
         if options.dropout_p:
-            self.dropout = self.kept(batch, num_heads, first).to(self.dtype) * dropout_factor(options.dropout_p)
+            self.dropout = self.kept(batch, num_heads).to(self.dtype) * dropout_factor(options.dropout_p)
 
     def _softmax(self, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """P and N; a row with neither a visible key nor a sink has weights 0."""

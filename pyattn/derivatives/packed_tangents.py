@@ -30,9 +30,9 @@ def tangents(
     """out' (tokens, Hq, Dv) and lse' (Hq, tokens); along two directions out'* and lse'*."""
     out, lse = [], []
     packing, options = _unpacked(rest)
-    for sequence in packing.sequences(options):
+    for sequence in packing.sequences(options, q.shape[1]):
         along, more = _direction(sequence, direction), None if other is None else _direction(sequence, other)
-        moved = dense.tangents(*_of(sequence, q, k, v), sequence.options, along, more, sequence.number)
+        moved = dense.tangents(*_of(sequence, q, k, v), sequence.options, along, more)
         out.append(moved[0][0].transpose(0, 1))
         lse.append(moved[1][0])
     tail = len(q) - sum(len(t) for t in out)
@@ -49,9 +49,9 @@ def gradient_tangents(
     dslopes: list[Tensor] = []
     dsinks: list[Tensor] = []
     packing, options = _unpacked(rest)
-    for sequence in packing.sequences(options):
+    for sequence in packing.sequences(options, q.shape[1]):
         into_out, into_lse = _alone(dout, sequence.queries), None if dlse is None else dlse[None, :, sequence.queries]
-        inputs = *_of(sequence, q, k, v), sequence.options, _direction(sequence, direction), sequence.number
+        inputs = *_of(sequence, q, k, v), sequence.options, _direction(sequence, direction)
         moved = dense.gradient_tangents(into_out, into_lse, *inputs)
         moved_q, moved_k, moved_v = (x[0].transpose(0, 1) for x in moved[:3])
         dq.append(moved_q)

@@ -46,14 +46,13 @@ def tangents(
     rest: Sequence[Any],
     direction: Learned,
     other: Learned | None = None,
-    first: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """out' (B, Hq, Sq, Dv) in q's dtype, and lse' (B, Hq, Sq); along two directions out'* and lse'*.
 
-    ``rest`` holds the values of :class:`Options`; ``first`` is the number of the first sequence, which dropout needs.
+    ``rest`` holds the values of :class:`Options`.
     """
     options = Options(*rest)
-    inputs = _widened(q, k, v, options, first)
+    inputs = _widened(q, k, v, options)
     direction, other = _cast(direction, inputs.q.dtype), None if other is None else _cast(other, inputs.q.dtype)
     out, lse = [], []
     for block in _blocks(inputs):
@@ -81,11 +80,10 @@ def gradient_tangents(
     v: Tensor,
     rest: Sequence[Any],
     direction: Learned,
-    first: int = 0,
 ) -> tuple[Any, ...]:
     """dq', dk', dv', dbias', dm' and dn', each in its tensor's dtype and shape."""
     options = Options(*rest)
-    inputs = _widened(q, k, v, options, first)
+    inputs = _widened(q, k, v, options)
     direction, dout = _cast(direction, inputs.q.dtype), dout.to(inputs.q.dtype)
     bias = options.bias
     by_rows = bias is not None and bias.dim() > 1 and bias.shape[-2] != 1
@@ -153,11 +151,11 @@ def _blocks(inputs: Inputs) -> Iterator[Block]:
         yield Block(inputs, begin, min(begin + step, seqlen_q))
 
 
-def _widened(q: Tensor, k: Tensor, v: Tensor, options: Options, first: int) -> Inputs:
+def _widened(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Inputs:
     """All inputs in float32 or float64, except bias: each block casts its own part."""
     wide = torch.promote_types(q.dtype, torch.float32)
     slopes, sinks = (None if t is None else t.to(wide) for t in (options.alibi_slopes, options.sinks))
-    return Inputs(q.to(wide), k.to(wide), v.to(wide), options._replace(alibi_slopes=slopes, sinks=sinks), first)
+    return Inputs(q.to(wide), k.to(wide), v.to(wide), options._replace(alibi_slopes=slopes, sinks=sinks))
 
 
 def _cast(direction: Learned, dtype: torch.dtype) -> Learned:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from pyattn import ops
@@ -33,8 +34,15 @@ _record = collections.namedtuple
 class Options(_record("Options", [*DEFAULTS], defaults=DEFAULTS.values())):  # type: ignore[misc]
     """The operators' options as one value: ``attention_forward(q, k, v, *options)``.
 
-    The fields are those of :class:`pyattn.AttentionOptions`, and ``q_offsets``: int64 (B,), which replaces q_offset
-    where each sequence has its own.
+    The fields are those of :class:`pyattn.AttentionOptions`, and two more.
+
+    Attributes:
+        q_offsets: int64 (B,), which replaces q_offset where each sequence has its own.
+        dropout_origins: int64 (B, 5) or (1, 5), (sequence, num_heads_q, head, query, key): where the weights lie in a
+            larger call, of num_heads_q heads, whose draws they repeat. Key ``j``, query ``i`` and head ``h`` of
+            sequence ``b`` are there ``key + j``, ``query + i`` and ``head + h`` of ``sequence``; with one row for all,
+            of ``sequence + b``. No number is negative, ``key + j`` is below 2^35 and ``query + i`` below 2^32. None:
+            the call is the whole.
     """
 
     __slots__ = ()
@@ -49,6 +57,17 @@ class Options(_record("Options", [*DEFAULTS], defaults=DEFAULTS.values())):  # t
     def offset_for(self, seqlen_q: int, seqlen_k: int) -> int:
         """The key position of query 0 where all sequences share it: q_offset, or csrc's default."""
         return seqlen_k - seqlen_q if self.q_offset is None else self.q_offset
+
+    def origins_for(self, batch: int, num_heads_q: int, device: torch.device) -> Tensor:
+        """dropout_origins (B, 5), with csrc's default."""
+        sequence = torch.arange(batch, device=device)
+        if self.dropout_origins is None:
+            zero = torch.zeros_like(sequence)
+            return torch.stack([sequence, zero + num_heads_q, zero, zero, zero], -1)
+        origins: Tensor = self.dropout_origins
+        if len(origins) > 1:
+            return origins
+        return torch.cat([origins[:, :1] + sequence[:, None], origins[:, 1:].expand(batch, 4)], -1)
 
     @property
     def bounded_softcap(self) -> float:
@@ -88,8 +107,9 @@ class Packing(NamedTuple):
     max_seqlen_k: int
     seqused_k: Tensor | None = None
 
-    def sequences(self, options: Options) -> Iterator[Sequence]:
+    def sequences(self, options: Options, num_heads_q: int) -> Iterator[Sequence]:
         """The sequences one by one; their lengths are read on the host."""
+        origins = options.origins_for(len(self.cu_seqlens_q) - 1, num_heads_q, self.cu_seqlens_q.device)
         begins_q, begins_k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
         used = self.cu_seqlens_k.diff() if self.seqused_k is None else self.seqused_k
         for b, count in enumerate(used.tolist()):
@@ -98,6 +118,7 @@ class Packing(NamedTuple):
                 q_offsets=own(options.q_offsets, b, 1),
                 key_ranges=None if options.key_ranges is None else options.key_ranges[None, queries],
                 alibi_slopes=own(options.alibi_slopes, b, 2),
+                dropout_origins=own(origins, b, 2),
             )
             keys = slice(begins_k[b], begins_k[b] + count)
             yield Sequence(b, queries, keys, begins_k[b + 1] - keys.stop, alone)

@@ -125,6 +125,6 @@ def packed_pairs(q: Tensor, k: Tensor, packing: Packing, options: Options) -> in
     if not all(t is None or has_values(t) for t in sources):
         return num_heads * q.shape[0] * k.shape[0]
     total = 0
-    for _, queries, keys, _, own in packing.sequences(options):
+    for _, queries, keys, _, own in packing.sequences(options, num_heads):
         total += _count(own, 1, num_heads, queries.stop - queries.start, keys.stop - keys.start, q.device)
     return total

@@ -52,7 +52,7 @@ def _register(
     torch.library.register_vmap(op._schema.name, rule)
 
 
-SHARED = {"key_ranges": 3, "mask": 4, "bias": 4, "alibi_slopes": 2}
+SHARED = {"key_ranges": 3, "mask": 4, "bias": 4, "alibi_slopes": 2, "dropout_origins": 2}
 """Tensors that all sequences may share, with their number of dimensions when they don't."""
 
 

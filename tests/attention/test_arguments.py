@@ -46,8 +46,8 @@ def tensor(draw: Random, shape: list[int], dtype: torch.dtype) -> Tensor:
 
 
 FRACTIONS = ("alibi_slopes", "sinks")
-INTEGERS = ("q_offsets", "dropout_seed", "key_ranges", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-OPTIONAL = ("dlse", "q_offsets", "key_ranges", "mask", "bias", "seqused_k", *FRACTIONS)
+INTEGERS = ("q_offsets", "dropout_seed", "dropout_origins", "key_ranges", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+OPTIONAL = ("dlse", "q_offsets", "dropout_origins", "key_ranges", "mask", "bias", "seqused_k", *FRACTIONS)
 
 
 def lengths(draw: Random, count: int) -> list[int]:
@@ -86,6 +86,7 @@ def arguments(draw: Random, names: tuple[str, ...]) -> dict[str, Any]:
         shapes |= dict.fromkeys(("dlse", "row_max", "row_sum"), rows) | {"q_offsets": [b], "dropout_seed": []}
         shapes |= {"key_ranges": [sq, 2], "alibi_slopes": [b, h * g][draw.randrange(2) :], "sinks": [h * g]}
         shapes |= {name: [len(x)] for name, x in contents.items()}
+    shapes["dropout_origins"] = [draw.choice([1, b]), 5]
     odd = draw.choices(names, k=draw.choice([0, 0, 0, 1, 2, 3]))
     dtype = draw.choice(DTYPES)
     sides = [-1, draw.randint(-1, 20), draw.randint(-1, 20), draw.choice([2**40, 2**63 - 1])]
@@ -120,6 +121,8 @@ def arguments(draw: Random, names: tuple[str, ...]) -> dict[str, Any]:
             values[name] = tensor(draw, shapes[name], kind)
             if name in contents and values[name].device.type == "cpu":
                 values[name] = torch.tensor(contents[name], dtype=torch.int64)
+            if name == "dropout_origins" and values[name].device.type == "cpu":
+                values[name] = values[name] * draw.choice([0, 1, 7, *EXTREME_INTEGERS])
             if name == "key_ranges" and values[name].device.type == "cpu":
                 ends = [draw.choice([-1, 0, 0, 0, 0, 1, 2]), draw.randint(0, sk + draw.choice(SLIPS))]
                 values[name] = values[name] * torch.tensor(ends)
@@ -152,7 +155,7 @@ def test_result_or_one_sentence(request: pytest.FixtureRequest, name: str) -> No
             assert str(error).startswith("pyattn: ")  # noqa: PT017
             outcomes["refused"] += 1
         except RuntimeError as error:
-            assert re.search("Expected a value of type|fixed-size array", str(error))  # noqa: PT017  (of the schema)
+            assert re.search("Expected a value of type|fixed-size array|isIntegral", str(error))  # noqa: PT017  (of the schema)
             outcomes["refused"] += 1
         else:
             q, v = values["q"], values["v"]

@@ -25,9 +25,9 @@ each_function = pytest.mark.parametrize("function", FUNCTIONS, ids=lambda functi
 
 
 def test_options_are_those_of_the_operators() -> None:
-    """The operators take a separate argument for the offsets of each sequence."""
+    """The operators take two more arguments: the offsets of each sequence, and dropout's origins."""
     assert [*Options._fields] == [*DEFAULTS]
-    assert OPTIONS.keys() | {"q_offsets"} == DEFAULTS.keys()
+    assert OPTIONS.keys() | {"q_offsets", "dropout_origins"} == DEFAULTS.keys()
     for name, op in (("attention_backward", 8), ("attention_varlen_forward", 8), ("attention_paged_forward", 5)):
         arguments = getattr(torch.ops.pyattn, name).default._schema.arguments[op:]
         assert [a.name for a in arguments][: len(DEFAULTS)] == [*DEFAULTS]

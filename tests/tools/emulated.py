@@ -114,6 +114,8 @@ class Call:
         if options.get("dropout_p"):
             p.dropout.threshold = dropout_threshold(options["dropout_p"])
             p.dropout.seed = options["dropout_seed"].data_ptr()
+        if (origins := options.get("dropout_origins")) is not None:
+            p.dropout.origins, p.dropout.origins_stride_b = self.address(origins), len(origins) > 1
 
     def pack(self, packing: Packing, total_q: int, total_k: int) -> None:
         packed = self.p.packed

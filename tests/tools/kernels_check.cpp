@@ -139,7 +139,7 @@ Results results(const Case& c, const Inputs& inputs) {
   }
   if (options.alibi) p.score.alibi_slopes = slopes.data.data(), p.dslopes = dslopes.data.data();
   if (options.sinks) p.score.sinks = sinks.data.data(), p.dsinks = dsinks.data.data();
-  p.dropout = {static_cast<uint32_t>(std::nearbyint(65536 * c.dropout_p)), &seed};
+  p.dropout.threshold = static_cast<uint32_t>(std::nearbyint(65536 * c.dropout_p)), p.dropout.seed = &seed;
 
   const Kernels& table = kernels(dtype<S>, is_plain(p));
   const std::vector<RowKeys> mask_rows = make_array(table.mask_rows, p, p.mask.mask_rows);

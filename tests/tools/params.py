@@ -56,7 +56,7 @@ class Score(ctypes.Structure):
 
 
 class Dropout(ctypes.Structure):
-    _fields_ = of(ctypes.c_uint32, "threshold") + pointers("seed")
+    _fields_ = of(ctypes.c_uint32, "threshold") + pointers("seed", "origins") + integers("origins_stride_b")
 
 
 class Packed(ctypes.Structure):

@@ -6,10 +6,13 @@
 //   counter  (j / 8, i, low, high word of b * num_heads_q + h) for key j, query i of head h of sequence b
 //   draw     for key j: 16 bits of word (j % 8) / 2, the low half for even j
 //   kept     if draw >= threshold, and then scaled by 65536 / (65536 - threshold)
+//
+// With DropoutParams::origins, j, i, h, b and num_heads_q are those of the larger call.
 #pragma once
 
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/strips.h"
+#include "shared/dropout.h"
 #include "shared/heads.h"
 
 namespace pyattn::PYATTN_ISA {
@@ -43,21 +46,24 @@ void draw_dropout(const ForwardParams& p, const Head& head, const Tile& tile, St
   constexpr int W = kLanes<uint32_t>, L = kLanes<T>;
   const Int threshold = p.dropout.threshold;
   const vec<T> scale = set1(static_cast<T>(65536.0 / (65536 - p.dropout.threshold)));
-  const int64_t end = strip.end, j1 = strip.j1;
+  const int64_t begin = strip.begin, end = strip.end, j1 = strip.j1;
+  const uint64_t keys = end - begin;
+  const FirstDraw first(p, head.b);
   for (int64_t j0 = strip.j0; j0 < j1; j0 += W) {
     uint32_t query[W], low[W], high[W];
     for (int l = 0; l < W; ++l) {
-      const int64_t r = tile.r0 + j0 + l, index = head.b * p.num_heads_q + head.query_head(r);
-      query[l] = static_cast<uint32_t>(head.query(r));
+      const int64_t r = tile.r0 + j0 + l;
+      const uint64_t index = first.head + head.query_head(r);
+      query[l] = first.query + static_cast<uint32_t>(head.query(r));
       low[l] = static_cast<uint32_t>(index), high[l] = static_cast<uint32_t>(index >> 32);
     }
-    for (int64_t k = strip.begin; k < end; k += kDrawKeys) {
-      Philox draws{{set1(static_cast<uint32_t>((tile.n0 + k) / kDrawKeys)), load_unaligned(query), load_unaligned(low),
-                    load_unaligned(high)}};
+    auto group = first.group + static_cast<uint32_t>((tile.n0 + begin) / kDrawKeys);
+    for (int64_t k = begin - first.shift; k < end; k += kDrawKeys, ++group) {
+      Philox draws{{set1(group), load_unaligned(query), load_unaligned(low), load_unaligned(high)}};
       draws.rounds(static_cast<uint64_t>(*p.dropout.seed));
       PYATTN_UNROLL(8)
       for (int i = 0; i < kDrawKeys; ++i) {
-        if (k + i >= end) break;
+        if (static_cast<uint64_t>(k + i - begin) >= keys) continue;
         const vec<uint32_t> word = draws.word[i / 2], draw = i % 2 ? word >> 16 : word & 0xffff;
         PYATTN_UNROLL(2)
         for (int v = 0; v < W / L; ++v)

@@ -1,0 +1,9 @@
+"""Attention over sequences whose parts lie on several ranks, by torch.distributed.
+
+.. include:: README.md
+"""
+
+from pyattn.distributed.attention import ring_attention, ring_attention_varlen, ulysses_attention
+from pyattn.distributed.layout import shard, unshard
+
+__all__ = ["ring_attention", "ring_attention_varlen", "shard", "ulysses_attention", "unshard"]

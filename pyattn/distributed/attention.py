@@ -1,0 +1,144 @@
+"""The functions over sequences, or packed sequences, of which each rank has a part."""
+
+from torch import Tensor
+from typing_extensions import Unpack
+
+from pyattn.arguments import check_tensor, refuse_positional
+from pyattn.derivatives import autograd
+from pyattn.derivatives.tangents import DENSE
+from pyattn.distributed.call import Group, agreed
+from pyattn.distributed.ring import ring
+from pyattn.distributed.shares import Dense, Packed
+from pyattn.distributed.ulysses import by_heads
+from pyattn.ops.schema import Options
+from pyattn.options import AttentionOptions
+from pyattn.parse import takes_options
+
+DIMS = ("batch", "heads", "positions", "head_dim")
+DIMS_PACKED = ("positions", "heads", "head_dim")
+
+
+@takes_options
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group = None,
+    *positional: object,
+    layout: str = "zigzag",
+    return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`pyattn.attention` over a sequence of which each rank has a part.
+
+    The result is this rank's rows of what one process would compute. Chunks of keys travel between neighbours, as far
+    as causal and window let a rank see them, while the rank computes with those that it has.
+
+    Args:
+        q: (B, Hq, Sq of this rank, D).
+        k: (B, Hkv, Sk of this rank, D).
+        v: (B, Hkv, Sk of this rank, Dv).
+        group: the ranks: a process group or a mesh of one dimension; None: all.
+        layout: which positions each rank has, as :func:`shard` cuts them: ``"zigzag"`` or ``"contiguous"``.
+        options: as for :func:`pyattn.attention`, with positions of the whole sequence and these differences.
+            key_ranges, mask, bias: the rows of this rank's queries, and all keys. dropout_seed: default: drawn by rank
+            0.
+        return_lse: also return lse.
+
+    Returns:
+        ``out`` (B, Hq, Sq of this rank, Dv) or ``(out, lse)``, differentiable once. The loss is the sum of the ranks'
+        losses: gradients of q, k, v and of a bias's own rows are complete; those of alibi_slopes, sinks and a bias that
+        all rows share are this rank's share, and the sum over the ranks is the whole, as in data-parallel training.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as for :func:`pyattn.attention`; parts that are not those of the
+            layout. If the arguments of ranks differ, or one rank's are wrong, every rank raises before any waits for
+            another's keys.
+
+    Besides its own part, a rank needs memory for two chunks that travel, and in backward for their gradients in
+    float32. Results are merged in float32 or more, in a fixed order: they have the same bits in every run.
+
+    Source: Liu et al. 2023 (Ring Attention).
+    """
+    if positional:
+        refuse_positional(ring_attention, positional)
+    call = agreed(ring_attention, (q, k, v), group, layout, options, DIMS, {})
+    out, lse = ring(call, Dense(call.options, call.q.shape[1], *call.lengths))
+    return (out, lse) if return_lse else out
+
+
+@takes_options
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group = None,
+    *positional: object,
+    layout: str = "zigzag",
+    return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`ring_attention` by another exchange: each rank computes all positions of some of the heads.
+
+    Arguments, results and errors are those of :func:`ring_attention`. Query heads are divided as evenly as possible;
+    a rank gets the KV heads that they read. A mask, bias or key_ranges is gathered: all rows, and the rank's heads if
+    it has heads.
+
+    Source: Jacobs et al. 2023 (DeepSpeed Ulysses).
+    """
+    if positional:
+        refuse_positional(ulysses_attention, positional)
+    call = agreed(ulysses_attention, (q, k, v), group, layout, options, DIMS, {})
+
+    def inner(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        options = options._replace(q_offset=options.offset_for(*call.lengths)) if options.q_offsets is None else options
+        return autograd.attend(DENSE, q, k, v, tuple(options))
+
+    out, lse = by_heads(call, layout, inner)
+    return (out, lse) if return_lse else out
+
+
+@takes_options
+def ring_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    group: Group = None,
+    *positional: object,
+    layout: str = "zigzag",
+    return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`pyattn.attention_varlen` over packed sequences of which each rank has a part of the tokens.
+
+    The layout cuts the tokens, wherever sequences begin and end.
+
+    Args:
+        q: (total_q of this rank, Hq, D).
+        k: (total_k of this rank, Hkv, D).
+        v: (total_k of this rank, Hkv, Dv).
+        cu_seqlens_q: (sequences + 1,), int32 or int64: where each sequence begins among the tokens of all ranks.
+        cu_seqlens_k: the same for the keys.
+        group, layout, return_lse: as for :func:`ring_attention`.
+        options: as for :func:`pyattn.attention_varlen`; key_ranges: the rows of this rank's queries.
+
+    Returns:
+        ``out`` (total_q of this rank, Hq, Dv) or ``(out, lse)``, lse (Hq, total_q of this rank); differentiable once,
+        as for :func:`ring_attention`.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as for :func:`ring_attention` and :func:`pyattn.attention_varlen`.
+    """
+    if positional:
+        refuse_positional(ring_attention_varlen, positional)
+    begins = {}
+    for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_tensor(name, tensor)
+        begins[name] = tensor.tolist()
+    call = agreed(ring_attention_varlen, (q, k, v), group, layout, options, DIMS_PACKED, begins)
+    out, lse = ring(
+        call, Packed(call.options, call.q.shape[1], begins["cu_seqlens_q"], begins["cu_seqlens_k"], call.lengths)
+    )
+    return (out, lse) if return_lse else out

@@ -1,0 +1,75 @@
+"""The ranks of a call, and their agreement on its arguments before any of them waits for another's data."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+class Ranks(NamedTuple):
+    """A process group, how many ranks it has, and the number of this one."""
+
+    group: dist.ProcessGroup
+    size: int
+    own: int
+
+
+def ranks_of(group: dist.ProcessGroup | DeviceMesh | None) -> Ranks:
+    """The ranks of a process group, of a mesh of one dimension, or with None of all processes."""
+    if not dist.is_initialized():
+        raise ValueError(
+            "pyattn: torch.distributed has no process group; call torch.distributed.init_process_group first"
+        )
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"pyattn: group must be a mesh of one dimension, got {group.ndim}: take one by its name")
+        group = group.get_group()
+    elif group is None:
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"pyattn: group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
+    own = dist.get_rank(group)
+    if own < 0:
+        raise ValueError("pyattn: this process is not a rank of the group")
+    return Ranks(group, dist.get_world_size(group), own)
+
+
+def gather_words(words: list[int], ranks: Ranks) -> list[list[int]]:
+    """Each rank's 64-bit words."""
+    device = torch.device("cuda" if dist.get_backend(ranks.group) == "nccl" else "cpu")
+    mine = torch.tensor(words, dtype=torch.int64, device=device)
+    found = [torch.empty_like(mine) for _ in range(ranks.size)]
+    dist.all_gather(found, mine, group=ranks.group)
+    rows: list[list[int]] = torch.stack(found).tolist()
+    return rows
+
+
+def agree(
+    name: str, ranks: Ranks, facts: Mapping[str, Any], words: list[int], error: Exception | None
+) -> list[list[int]]:
+    """Each rank's ``words``, once all ranks have the same ``facts`` and none has an error.
+
+    Raises:
+        ValueError, on every rank: facts that differ, or another rank's error. Its own error is raised as it is.
+    """
+    digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).digest()
+    rows = gather_words([int.from_bytes(digest, "little", signed=True), error is not None, *words], ranks)
+    if all(row[:2] == [rows[0][0], 0] for row in rows):
+        return [row[2:] for row in rows]
+    found: list[Any] = [None] * ranks.size
+    dist.all_gather_object(found, (dict(facts), error and str(error)), group=ranks.group)
+    if error is not None:
+        raise error
+    for rank, (_, message) in enumerate(found):
+        if message is not None:
+            raise ValueError(f"pyattn: {name} failed on rank {rank}: {message.removeprefix('pyattn: ')}")
+    first = found[0][0]
+    for rank, (theirs, _) in enumerate(found):
+        for fact in theirs:
+            if theirs[fact] != first[fact]:
+                got = f"{first[fact]} on rank 0 and {theirs[fact]} on rank {rank}"
+                raise ValueError(f"pyattn: {fact} must be the same on all ranks, got {got}")
+    raise AssertionError("the ranks differ in no fact")

@@ -1,0 +1,113 @@
+"""Ring attention: forward and backward over the chunks of keys that pass a rank."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pyattn.derivatives import autograd
+from pyattn.distributed.call import Call
+from pyattn.distributed.layout import slices
+from pyattn.distributed.shares import Dense, Place, Rows, Wanted
+from pyattn.distributed.stream import Block, Homeward, Stream
+from pyattn.distributed.trips import trips_of
+
+
+class Ring:
+    """A call: its shares of attention, and the trips of its chunks."""
+
+    def __init__(self, call: Call, shares: Dense) -> None:
+        self._ranks, self._shares, self._keys = call.ranks, shares, call.keys
+        self._queries = call.queries[call.ranks.own]
+        self._trips = trips_of(call.queries, call.keys, shares.sees)
+
+    def _stream(self, k: Tensor, v: Tensor) -> Stream:
+        return Stream(self._ranks, self._trips, self._keys, k, v, self._shares.dim)
+
+    def _places(self, keys: range, seen: set[int]) -> list[tuple[int, Place]]:
+        """The chunks of queries that see these keys; each sees its first keys even if all are hidden, for the sinks."""
+        found = []
+        for number, (rows, queries) in enumerate(zip(slices(self._queries), self._queries, strict=True)):
+            if number not in seen or self._shares.sees(queries, keys):
+                found.append((number, Place(rows, queries, keys, number not in seen)))
+                seen.add(number)
+        return found
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Rows:
+        """The results for this rank's queries."""
+        shares, seen = self._shares, set[int]()
+        found: dict[int, Rows] = {}
+        for _, blocks in self._stream(k, v).blocks():
+            for block in blocks:
+                for number, place in self._places(block.keys, seen):
+                    rows = shares.forward(shares.of_rows(q, place), block.k, block.v, place)
+                    found[number] = found[number].merged(rows, shares.column) if number in found else rows
+        outs, *numbers = zip(*(found[number] for number in range(len(self._queries))), strict=True)
+        out = torch.cat([part.to(q.dtype) for part in outs], shares.dim)
+        return Rows(out, *(torch.cat(parts, shares.row_dim) for parts in numbers))
+
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, results: Rows, wanted: Wanted
+    ) -> list[Tensor | None]:
+        """The gradients of this rank's q, k, v and bias, and its shares of those of slopes and sinks."""
+        shares, seen = self._shares, set[int]()
+        wide = torch.promote_types(q.dtype, torch.float32)
+        dq, dk, dv = (torch.zeros_like(t, dtype=wide) for t in (q, k, v))
+        learned = shares.learned()
+        totals = [
+            None if t is None or not want else torch.zeros_like(t, dtype=wide)
+            for t, want in zip(learned, wanted, strict=True)
+        ]
+        rows = dout, dlse, q, results
+        stream = self._stream(k, v)
+        homeward = Homeward(stream, self._ranks.own, wide)
+
+        def add(block: Block, into: tuple[Tensor, Tensor]) -> None:
+            for _, place in self._places(block.keys, seen):
+                found = shares.backward(*rows, block.k, block.v, wanted, autograd.deterministic(), place)
+                all_totals = shares.of_rows(dq, place), *into, *shares.parts_of(totals, place)
+                for total, gradient in zip(all_totals, found, strict=True):
+                    if total is not None and gradient is not None:
+                        total += gradient
+
+        for step, blocks in stream.blocks():
+            arriving = homeward.begin(step)
+            for chunk, block in enumerate(blocks):
+                if block.trip is None:
+                    add(block, (stream.part(dk, chunk), stream.part(dv, chunk)))
+                else:
+                    own = stream.buffer(block.trip, wide).zero_()
+                    add(block, stream.views(block.trip, own))
+                    homeward.pass_on(step, block.trip, own, arriving[block.trip])
+        homeward.end(dk, dv)
+        return [dq, dk, dv, *totals]
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ring: Ring, q: Tensor, k: Tensor, v: Tensor, *learned: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        rows = ring.forward(q, k, v)
+        ctx.ring, ctx.learned = ring, learned
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, *rows)
+        return rows.out, rows.lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, *rows = ctx.saved_tensors
+        results = Rows(*rows)
+        dout = torch.zeros_like(results.out) if dout is None else dout
+        found = ctx.ring.backward(dout, dlse, q, k, v, results, ctx.needs_input_grad[4:7])
+        given = (q, k, v, *ctx.learned)
+        return None, *(None if g is None else g.to(t.dtype) for g, t in zip(found, given, strict=True))
+
+
+def ring(call: Call, shares: Dense) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank's queries."""
+    results = _RingAttention.apply(Ring(call, shares), call.q, call.k, call.v, *shares.learned())  # type: ignore[no-untyped-call]
+    out, lse = results
+    return out, lse

@@ -1,0 +1,253 @@
+"""Shares: attention of one chunk of queries over one chunk of keys, as an ordinary call whose positions are shifted."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyattn import ops
+from pyattn.ops.schema import Options
+
+Wanted = tuple[bool, bool, bool]
+
+
+def span(offset: Tensor | int) -> tuple[int, int]:
+    """The least and the largest of the sequences' offsets."""
+    if isinstance(offset, Tensor):
+        low, high = offset.aminmax()
+        return int(low), int(high)
+    return offset, offset
+
+
+def reaches(queries: range, keys: range, offsets: tuple[int, int], causal: bool, window: Sequence[int]) -> bool:
+    """Whether causal and the window let any of these queries see any of these keys."""
+    if not (queries and keys):
+        return False
+    left, right = window
+    first, last = queries[0] + offsets[0], queries[-1] + offsets[1]
+    ahead = [most for most, bounded in ((0, causal), (right, right >= 0)) if bounded]
+    return all(keys[0] <= last + most for most in ahead) and (left < 0 or keys[-1] >= first - left)
+
+
+def origins_of(options: Options, num_heads_q: int, device: torch.device) -> Tensor:
+    """dropout_origins: those given, or (1, 5) of a call of its own."""
+    given: Tensor | None = options.dropout_origins
+    return torch.tensor([[0, num_heads_q, 0, 0, 0]], device=device) if given is None else given
+
+
+class Rows(NamedTuple):
+    """Results of queries over some of the keys: out, the largest score, the sum of exp(score - largest)."""
+
+    out: Tensor
+    row_max: Tensor
+    row_sum: Tensor
+
+    @classmethod
+    def of(cls, out: Tensor, lse: Tensor, _: Tensor, row_sum: Tensor) -> "Rows":
+        """The operators' results; their own row_max is in units of the kernels."""
+        return cls(out, (lse - torch.log(row_sum)).masked_fill(row_sum == 0, -math.inf), row_sum)
+
+    @property
+    def lse(self) -> Tensor:
+        """log of the sum of exp(score)."""
+        return self.row_max + torch.log(self.row_sum)
+
+    def merged(self, other: "Rows", column: Callable[[Tensor], Tensor]) -> "Rows":
+        """The results over both sets of keys, in float32 or more; ``column`` is that of the share."""
+        row_max = torch.maximum(self.row_max, other.row_max)
+        base = row_max.masked_fill(row_max == -math.inf, 0.0)
+        sums = [rows.row_sum * torch.exp(rows.row_max - base) for rows in (self, other)]
+        total = sums[0] + sums[1]
+        mine, theirs = (column((part / total).masked_fill(total == 0, 0.0)) for part in sums)
+        return Rows(mine * self.out.to(total.dtype) + theirs * other.out.to(total.dtype), row_max, total)
+
+
+class Place(NamedTuple):
+    """A share: where its queries lie in the rank's part, their positions, its keys, and whether it is their first."""
+
+    rows: slice
+    queries: range
+    keys: range
+    first: bool
+
+
+class Dense:
+    """Batches: (B, H, S, D).
+
+    Attributes:
+        dim: the dimension of the sequence in q, k, v and out.
+        row_dim: that in lse.
+    """
+
+    dim: int = 2
+    row_dim: int = 2
+    _forward: Callable[..., Any] = ops.attention_forward
+    _backward: Callable[..., Any] = ops.attention_backward
+
+    def __init__(self, options: Options, num_heads_q: int, seqlen_q: int, seqlen_k: int) -> None:
+        self.options: Options = options
+        self.num_heads_q: int = num_heads_q
+        self.num_keys: int = seqlen_k
+        offsets = options.q_offsets
+        self.offset: Tensor | int = options.offset_for(seqlen_q, seqlen_k) if offsets is None else offsets
+        self.offsets: tuple[int, int] = span(self.offset)
+
+    def sees(self, queries: range, keys: range) -> bool:
+        """Whether any query of a chunk may see any key of another, as far as all ranks know."""
+        return reaches(queries, keys, self.offsets, self.options.causal, self.options.window)
+
+    def _part(self, tensor: Tensor | None, place: Place) -> Tensor | None:
+        """A share's rows and columns of a mask, a bias or its gradient, which may broadcast."""
+        if tensor is None:
+            return None
+        if tensor.dim() > 1 and tensor.shape[-2] != 1:
+            tensor = tensor[..., place.rows, :]
+        by_key = tensor.shape[-1] != 1 or self.num_keys == 1
+        return tensor[..., place.keys.start : place.keys.stop] if by_key else tensor
+
+    def learned(self) -> tuple[Tensor | None, ...]:
+        """The options that have gradients."""
+        return self.options.bias, self.options.alibi_slopes, self.options.sinks
+
+    def of_rows(self, tensor: Tensor, place: Place) -> Tensor:
+        """A share's rows of q, or of a tensor like it."""
+        return tensor.narrow(self.dim, place.rows.start, len(place.queries))
+
+    def parts_of(self, totals: Sequence[Tensor | None], place: Place) -> list[Tensor | None]:
+        """A share's parts of the gradients of :meth:`learned`."""
+        bias, slopes, sinks = totals
+        return [self._part(bias, place), slopes, sinks if place.first else None]
+
+    def shifted(self, place: Place) -> Options:
+        """The options of a share; the first one of a row alone has the sinks."""
+        options, (rows, queries, keys, first) = self.options, place
+        offset = self.offset + (queries.start - keys.start)
+        ranges = options.key_ranges
+        known: Options = options._replace(
+            q_offset=None if isinstance(offset, Tensor) else offset,
+            q_offsets=offset if isinstance(offset, Tensor) else None,
+            key_ranges=None if ranges is None else (ranges[:, rows] - keys.start).clamp(0, len(keys)),
+            mask=self._part(options.mask, place),
+            bias=self._part(options.bias, place),
+            sinks=options.sinks if first else None,
+            **self._drawn([[0, 0, 0, queries.start, keys.start]]),
+        )
+        return known
+
+    def _drawn(self, moved: Any) -> dict[str, Tensor]:
+        """dropout_origins of a share, whose rows begin that much later."""
+        if not self.options.dropout_p:
+            return {}
+        base = origins_of(self.options, self.num_heads_q, self.options.dropout_seed.device)
+        return {"dropout_origins": base + base.new_tensor(moved)}
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, place: Place) -> Rows:
+        """The share's results."""
+        return Rows.of(*self._forward(q, k, v, *self._arguments(q.device, place)))
+
+    def backward(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        results: Rows,
+        k: Tensor,
+        v: Tensor,
+        wanted: Wanted,
+        deterministic: bool,
+        place: Place,
+    ) -> tuple[Tensor | None, ...]:
+        """The share's gradients, given the results of all rows over all keys."""
+        numbers = [
+            None if t is None else t.narrow(self.row_dim, place.rows.start, len(place.queries))
+            for t in (dlse, results.row_max, results.row_sum)
+        ]
+        own = [self.of_rows(t, place) for t in (dout, q, results.out)]
+        mask = wanted[0], wanted[1], wanted[2] and place.first
+        arguments = self._arguments(q.device, place)
+        found: tuple[Tensor | None, ...] = self._backward(
+            own[0], numbers[0], own[1], k, v, own[2], *numbers[1:], *arguments, deterministic, mask, True
+        )
+        return found
+
+    def _arguments(self, device: torch.device, place: Place) -> tuple[Any, ...]:
+        """The operators' arguments after the tensors."""
+        return tuple(self.shifted(place))
+
+    @staticmethod
+    def column(rows: Tensor) -> Tensor:
+        """Numbers of rows, shaped like lse, as a column for out."""
+        return rows.unsqueeze(-1)
+
+
+class Packed(Dense):
+    """Packed sequences: (total, H, D)."""
+
+    dim: int = 0
+    row_dim: int = 1
+    _forward = ops.attention_varlen_forward
+    _backward = ops.attention_varlen_backward
+
+    def __init__(
+        self, options: Options, num_heads_q: int, begins_q: list[int], begins_k: list[int], totals: tuple[int, int]
+    ) -> None:
+        for name, begins, total in (("cu_seqlens_q", begins_q, totals[0]), ("cu_seqlens_k", begins_k, totals[1])):
+            if not begins or begins[0] != 0 or sorted(begins) != begins or begins[-1] > total:
+                raise ValueError(
+                    f"pyattn: {name} must start at 0, never decrease and end at most at {total}, got {begins}"
+                )
+        if len(begins_q) != len(begins_k):
+            raise ValueError(
+                f"pyattn: cu_seqlens_q and cu_seqlens_k must have one length, got {len(begins_q)} and {len(begins_k)}"
+            )
+        super().__init__(options, num_heads_q, *totals)
+        self._begins_q, self._begins_k = (torch.tensor(begins) for begins in (begins_q, begins_k))
+        last = self._begins_k.diff() - self._begins_q.diff()
+        given = last if options.q_offset is None else torch.full_like(last, options.q_offset)
+        self._of_sequence = given if options.q_offsets is None else options.q_offsets.cpu()
+
+    def sees(self, queries: range, keys: range) -> bool:  # noqa: D102
+        for b, offset in enumerate(self._of_sequence.tolist()):
+            own_q, own_k = (
+                range(max(chunk.start, begins[b]) - begins[b], min(chunk.stop, begins[b + 1]) - begins[b])
+                for chunk, begins in ((queries, self._begins_q.tolist()), (keys, self._begins_k.tolist()))
+            )
+            if reaches(own_q, own_k, (offset, offset), self.options.causal, self.options.window):
+                return True
+        return False
+
+    @staticmethod
+    def _local(begins: Tensor, chunk: range) -> tuple[Tensor, Tensor]:
+        """Where the sequences begin in a chunk, and the position in its sequence with which each begins there."""
+        return (begins - chunk.start).clamp(0, len(chunk)), (chunk.start - begins[:-1]).clamp(min=0)
+
+    def parts_of(self, totals: Sequence[Tensor | None], place: Place) -> list[Tensor | None]:  # noqa: D102
+        return [None, totals[1], totals[2] if place.first else None]
+
+    def _arguments(self, device: torch.device, place: Place) -> tuple[Any, ...]:
+        starts_q, skipped_q = self._local(self._begins_q, place.queries)
+        starts_k, skipped_k = self._local(self._begins_k, place.keys)
+        options = self.options
+        ranges = options.key_ranges
+        if ranges is not None:
+            held, lengths = slice(int(starts_q[0]), int(starts_q[-1])), starts_q.diff()
+            first, most = (t.repeat_interleave(lengths)[:, None] for t in (skipped_k, starts_k.diff()))
+            ranges = ranges[place.rows].to("cpu", torch.int64, copy=True)
+            ranges[held] = torch.minimum((ranges[held] - first).clamp(min=0), most)
+        origins = [[b, 0, 0, *at] for b, at in enumerate(torch.stack([skipped_q, skipped_k], 1).tolist())]
+        shifted = options._replace(
+            q_offset=None,
+            q_offsets=self._of_sequence + skipped_q - skipped_k,
+            key_ranges=ranges,
+            sinks=options.sinks if place.first else None,
+            **self._drawn(origins),
+        )
+        arguments = starts_q, starts_k, len(place.queries), len(place.keys), None, *shifted
+        whole = torch.int64
+        return tuple(a.to(device) if isinstance(a, Tensor) and a.dtype == whole else a for a in arguments)
+
+    @staticmethod
+    def column(rows: Tensor) -> Tensor:  # noqa: D102
+        return rows.mT.unsqueeze(-1)

@@ -1,0 +1,148 @@
+"""Ulysses: each rank exchanges its positions of all heads for all positions of its heads."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pyattn.distributed.call import Call
+from pyattn.distributed.layout import Chunks, slices, unshard
+from pyattn.distributed.ranks import Ranks
+from pyattn.distributed.shares import origins_of
+from pyattn.ops.schema import Options
+
+Inner = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
+
+
+class Exchange(NamedTuple):
+    """An exchange of heads for positions: the heads and the positions that each rank has."""
+
+    ranks: Ranks
+    heads: list[range]
+    positions: Chunks
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """(B, H, positions of this rank, D) -> (B, heads of this rank, all positions, D)."""
+        found: Tensor = _ToHeads.apply(self, x)  # type: ignore[no-untyped-call]
+        return found
+
+    def to_positions(self, x: Tensor) -> Tensor:
+        """(B, heads of this rank, all positions, D) -> (B, H, positions of this rank, D)."""
+        found: Tensor = _ToPositions.apply(self, x)  # type: ignore[no-untyped-call]
+        return found
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The result of :meth:`to_heads`."""
+        sent = [x[:, heads.start : heads.stop] for heads in self.heads]
+        own = len(self.heads[self.ranks.own])
+        lengths = [sum(map(len, chunks)) for chunks in self.positions]
+        shapes = [(x.shape[0], own, length, x.shape[3]) for length in lengths]
+        whole = x.new_empty(x.shape[0], own, sum(lengths), x.shape[3])
+        for part, chunks in zip(self._swap(sent, shapes), self.positions, strict=True):
+            for chunk, rows in zip(chunks, slices(chunks), strict=True):
+                whole[:, :, chunk.start : chunk.stop] = part[:, :, rows]
+        return whole
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """The adjoint of :meth:`gather`: heads that several ranks have are summed, in the order of the ranks."""
+        sent = [torch.cat([x[:, :, c.start : c.stop] for c in chunks], 2) for chunks in self.positions]
+        length = sent[self.ranks.own].shape[2]
+        shapes = [(x.shape[0], len(heads), length, x.shape[3]) for heads in self.heads]
+        count = max(heads.stop for heads in self.heads)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        total = x.new_zeros(x.shape[0], count, length, x.shape[3], dtype=wide)
+        for part, heads in zip(self._swap(sent, shapes), self.heads, strict=True):
+            total[:, heads.start : heads.stop] += part
+        return total.to(x.dtype)
+
+    def _swap(self, sent: list[Tensor], shapes: list[tuple[int, int, int, int]]) -> list[Tensor]:
+        """Sends the nth tensor to rank n, and returns those received, of these shapes."""
+        flat = torch.cat([part.reshape(-1) for part in sent])
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        received = flat.new_empty(sum(sizes))
+        # Bytes, because gloo knows few dtypes.
+        coming, going = (
+            [count * flat.element_size() for count in counts] for counts in (sizes, [part.numel() for part in sent])
+        )
+        dist.all_to_all_single(
+            received.view(torch.uint8), flat.view(torch.uint8), coming, going, group=self.ranks.group
+        )
+        return [part.view(shape) for part, shape in zip(received.split(sizes), shapes, strict=True)]
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, x: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.gather(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.exchange.scatter(gradient)
+
+
+class _ToPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, x: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.scatter(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.exchange.gather(gradient)
+
+
+def by_heads(call: Call, layout: str, inner: Inner) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank's positions, from ``inner`` over its heads and all positions.
+
+    Query heads are divided as evenly as possible; a rank gets the KV heads that its query heads read, so a KV head may
+    go to several ranks.
+    """
+    ranks, options = call.ranks, call.options
+    q, k, v = call.q, call.k, call.v
+    count, group = q.shape[1], max(1, q.shape[1] // max(1, k.shape[1]))
+    heads = [range(count * rank // ranks.size, count * (rank + 1) // ranks.size) for rank in range(ranks.size)]
+    shared = [range(own.start // group, -(-own.stop // group)) if own else range(0) for own in heads]
+    own, own_shared = heads[ranks.own], shared[ranks.own]
+    by_query, by_key = Exchange(ranks, heads, call.queries), Exchange(ranks, shared, call.keys)
+    k, v = by_key.to_heads(k), by_key.to_heads(v)
+    if own.start % group or len(own) % group:  # the query heads of a KV head are on several ranks
+        of_query = torch.tensor([head // group - own_shared.start for head in own], dtype=torch.int64, device=k.device)
+        k, v = k.index_select(1, of_query), v.index_select(1, of_query)
+    known = _of_heads(call, by_query, layout)
+    if options.dropout_p:
+        at = origins_of(options, count, q.device)
+        known = known._replace(dropout_origins=at + at.new_tensor([0, 0, own.start, 0, 0]))
+    out, lse = inner(by_query.to_heads(q), k, v, known)
+    return by_query.to_positions(out), by_query.to_positions(lse.unsqueeze(-1)).squeeze(-1)
+
+
+def _of_heads(call: Call, by_query: Exchange, layout: str) -> Options:
+    """The options of this rank's heads, with all rows."""
+    options, group = call.options, call.ranks.group
+    own, count = by_query.heads[call.ranks.own], call.q.shape[1]
+
+    def rows(name: str) -> Tensor | None:
+        tensor: Tensor | None = getattr(options, name)
+        if tensor is None:
+            return None
+        tensor = tensor[(None,) * (4 - tensor.dim())]
+        by_head = tensor.shape[1] == count > 1
+        if name not in call.by_row:
+            return tensor[:, own.start : own.stop] if by_head else tensor
+        return by_query.to_heads(tensor) if by_head else unshard(tensor, 2, group, layout=layout)
+
+    ranges, slopes, sinks = options.key_ranges, options.alibi_slopes, options.sinks
+    known: Options = options._replace(
+        key_ranges=None if ranges is None else unshard(ranges, 1, group, layout=layout),
+        mask=rows("mask"),
+        bias=rows("bias"),
+        alibi_slopes=None if slopes is None else slopes[..., own.start : own.stop],
+        sinks=None if sinks is None else sinks[own.start : own.stop],
+    )
+    return known

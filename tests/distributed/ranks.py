@@ -1,0 +1,101 @@
+"""The code that ranks run for test_attention.py: a call on parts, whose results are put together again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyattn import distributed
+
+LEARNED = ("bias", "alibi_slopes", "sinks")
+
+
+def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the ranks, rounded once."""
+    total = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+    dist.all_reduce(total, group=group)
+    return total.to(tensor.dtype)
+
+
+def dense(
+    group: dist.ProcessGroup,
+    name: str,
+    layout: str,
+    qkv: Sequence[Tensor],
+    dout: Tensor,
+    dlse: Tensor | None,
+    options: dict[str, Any],
+) -> list[Tensor]:
+    """out, lse, dq, dk, dv, and the gradients of bias, slopes and sinks, of the whole, as ``helpers.run``."""
+    length = qkv[0].shape[2]
+
+    def part(tensor: Tensor, dim: int) -> Tensor:
+        return distributed.shard(tensor, dim, group, layout=layout)
+
+    def whole(tensor: Tensor, dim: int) -> Tensor:
+        return distributed.unshard(tensor, dim, group, layout=layout)
+
+    def by_row(name: str) -> bool:
+        return name in ("mask", "bias") and options[name].dim() > 1 and options[name].shape[-2] == length > 1
+
+    given = {key: part(value, -2) if key == "key_ranges" or by_row(key) else value for key, value in options.items()}
+    leaves = [part(t, 2).requires_grad_() for t in qkv]
+    learned = [key for key in LEARNED if key in options]
+    given |= {key: given[key].detach().clone().requires_grad_() for key in learned}
+    out, lse = getattr(distributed, name)(*leaves, group, layout=layout, return_lse=True, **given)
+    results, gradients = [out], [part(dout, 2)]
+    if dlse is not None:
+        results, gradients = [out, lse], [*gradients, part(dlse, 2).to(lse.dtype)]
+    found = torch.autograd.grad(results, [*leaves, *(given[key] for key in learned)], gradients)
+    more = [
+        whole(gradient, -2) if by_row(key) else summed(gradient, group)
+        for key, gradient in zip(learned, found[3:], strict=True)
+    ]
+    return [*(whole(t, 2).detach() for t in (out, lse, *found[:3])), *more]
+
+
+def packed(
+    group: dist.ProcessGroup,
+    layout: str,
+    qkv: Sequence[Tensor],
+    dout: Tensor,
+    dlse: Tensor,
+    sizes: tuple[Tensor, Tensor],
+    options: dict[str, Any],
+) -> list[Tensor]:
+    """The same for packed sequences."""
+    given = {
+        key: distributed.shard(value, 0, group, layout=layout) if key == "key_ranges" else value
+        for key, value in options.items()
+    }
+    leaves = [distributed.shard(t, 0, group, layout=layout).requires_grad_() for t in qkv]
+    learned = [key for key in LEARNED if key in options]
+    given |= {key: given[key].detach().clone().requires_grad_() for key in learned}
+    out, lse = distributed.ring_attention_varlen(*leaves, *sizes, group, layout=layout, return_lse=True, **given)
+    gradients = [distributed.shard(t, dim, group, layout=layout) for t, dim in ((dout, 0), (dlse, 1))]
+    found = torch.autograd.grad([out, lse], [*leaves, *(given[key] for key in learned)], gradients)
+    dims = (0, 1, 0, 0, 0)
+    whole = [distributed.unshard(t, d, group, layout=layout) for t, d in zip((out, lse, *found[:3]), dims, strict=True)]
+    return [*(t.detach() for t in whole), *(summed(t, group) for t in found[3:])]
+
+
+def refusal(group: dist.ProcessGroup, changes: dict[int, dict[str, Any]]) -> str:
+    """The error of a call whose arguments some ranks change."""
+    rank = dist.get_rank(group)
+    arguments = {"q": torch.zeros(1, 2, 4, 8), "k": torch.zeros(1, 2, 4, 8), "v": torch.zeros(1, 2, 4, 8)}
+    try:
+        distributed.ring_attention(**arguments | changes.get(rank, {}), group=group)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def round_trip(group: dist.ProcessGroup, layout: str, whole: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """The parts put together again, and the gradient of a part under the sum of the ranks' losses."""
+    part = distributed.shard(whole, dim, group, layout=layout).requires_grad_()
+    again = distributed.unshard(part, dim, group, layout=layout)
+    factor = dist.get_rank(group) + 1.0
+    (gradient,) = torch.autograd.grad((again * factor).sum(), part)
+    return again.detach(), gradient

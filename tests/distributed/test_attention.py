@@ -1,0 +1,184 @@
+"""Promise: attention on parts of a sequence is attention on the whole, with every option, forward and backward."""
+
+import re
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from attention.test_random import drawn_case
+from distributed import ranks
+from distributed.pool import pool
+from helpers import DTYPES, Case, run, seeded
+from yardstick import Yardsticks, in_double
+
+from pyattn import attention_varlen, reference
+from pyattn.distributed.layout import chunks_of
+from pyattn.distributed.shares import Dense
+from pyattn.distributed.trips import trips_of
+from pyattn.ops.schema import Options
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+
+LAYOUTS = ("zigzag", "contiguous")
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", ["ring_attention", "ulysses_attention"])
+def test_accuracy(name: str, size: int) -> None:
+    """Random cases of all options, judged by the rule of yardstick.py."""
+    draw, reports = Random(f"{name} {size}"), list[Any]()
+    for _ in range(20):
+        case, dtype, layout, seed = drawn_case(draw), draw.choice(DTYPES), draw.choice(LAYOUTS), draw.getrandbits(32)
+        seeded(seed)
+        qkv, dout, dlse = case.drawn(dtype)
+        dlse = draw.choice([None, dlse])
+        options = case.given(dtype)
+        ours, *others = pool().run(size, ranks.dense, name, layout, qkv, dout, dlse, options)
+        for other in others:
+            torch.testing.assert_close(other, ours, rtol=0, atol=0, equal_nan=True)
+        doubles = tuple(x.double() for x in qkv)
+        exact = run(reference.attention, doubles, dout.double(), dlse, **in_double(options))
+        excesses = Yardsticks(exact, run, qkv, dout, dlse, **options).excesses(tuple(ours))
+        reports += [(by, f"{of} {dtype} {layout} {case} seed {seed}") for of, by in excesses.items() if by > 1]
+    assert not reports
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_packed(size: int) -> None:
+    """Sequences that are cut anywhere, in float64, beside one process's call with the same seed."""
+    draw = Random(size)
+    for _ in range(20):
+        seeded(draw.getrandbits(32))
+        group, num_heads_kv = draw.choice((1, 3)), draw.choice((1, 2))
+        lengths_q = draw.choices((0, 1, 3, 9, 20), k=draw.choice((1, 2, 5)))
+        lengths_k = draw.choice((lengths_q, draw.choices((0, 1, 5, 13), k=len(lengths_q))))
+        sizes = tuple(torch.tensor([0, *lengths]).cumsum(0) for lengths in (lengths_q, lengths_k))
+        totals = [int(size[-1]) + draw.choice((0, 0, 2)) for size in sizes]
+        num_heads = group * num_heads_kv
+        shapes = (totals[0], num_heads, 8), (totals[1], num_heads_kv, 8), (totals[1], num_heads_kv, 4)
+        qkv = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+        dout, dlse = torch.randn(totals[0], num_heads, 4).double(), torch.randn(num_heads, totals[0]).double()
+        options = packed_options(draw, num_heads, lengths_q, lengths_k, totals[0])
+        layout = draw.choice(LAYOUTS)
+        ours, *_ = pool().run(size, ranks.packed, layout, qkv, dout, dlse, sizes, options)
+        learned = [name for name in ranks.LEARNED if name in options]
+        leaves = [t.requires_grad_() for t in (*qkv, *(options[name] for name in learned))]
+        results = attention_varlen(*qkv, *sizes, max(lengths_q), max(lengths_k), **{**options, "return_lse": True})
+        truth = [*results, *torch.autograd.grad(results, leaves, (dout, dlse))]
+        for name, found, expected in zip(("out", "lse", "dq", "dk", "dv", *learned), ours, truth, strict=True):
+            torch.testing.assert_close(
+                found, expected.detach(), rtol=1e-11, atol=1e-11, msg=f"{name} {layout} {options}"
+            )
+
+
+def packed_options(
+    draw: Random, num_heads: int, lengths_q: list[int], lengths_k: list[int], total: int
+) -> dict[str, Any]:
+    """Each option in a third of the cases."""
+    options: dict[str, Any] = {"causal": draw.random() < 0.7}
+    if draw.random() < 0.4:
+        options["window"] = draw.choice((-1, 0, 5, 20)), draw.choice((-1, 0, 3))
+    if draw.random() < 0.4:
+        options["q_offset"] = draw.choice((0, -3, 5, torch.randint(-3, 9, (len(lengths_q),))))
+    if draw.random() < 0.3:
+        options["softcap"] = 2.0
+    if draw.random() < 0.4:
+        pieces = [torch.randint(k + 1, (q, 2)) for q, k in zip(lengths_q, lengths_k, strict=True)]
+        options["key_ranges"] = torch.cat([*pieces, torch.zeros(total - sum(lengths_q), 2).long()]).sort(-1).values
+    if draw.random() < 0.4:
+        options["alibi_slopes"] = torch.rand(draw.choice([(num_heads,), (len(lengths_q), num_heads)])).double()
+    if draw.random() < 0.4:
+        options["sinks"] = torch.randn(num_heads).double()
+    if draw.random() < 0.4:
+        options |= {"dropout_p": 0.3, "dropout_seed": draw.getrandbits(60)}
+    return options
+
+
+def test_runs_have_the_same_bits() -> None:
+    case = Case(2, 4, 2, 130, 130, 32, 32, dropout_p=0.2, window=(60, -1), sinks=True)
+    qkv, dout, dlse = case.drawn(torch.bfloat16)
+    options = case.given(torch.bfloat16)
+    runs = [pool().run(4, ranks.dense, "ring_attention", "zigzag", qkv, dout, dlse, options)[0] for _ in range(3)]
+    assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("length", [0, 1, 7, 32])
+def test_shards(layout: str, length: int) -> None:
+    whole = torch.randn(2, length, 3).to(torch.bfloat16)
+    for size in (1, 3, 8):
+        for again, gradient in pool().run(size, ranks.round_trip, layout, whole, 1):
+            assert torch.equal(again, whole)
+            assert torch.equal(gradient, torch.full_like(gradient, size * (size + 1) / 2))
+
+
+ONE = torch.zeros(1, 2, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({1: {"softcap": 2.0}}, "softcap must be the same on all ranks, got 0.0 on rank 0 and 2.0 on rank 1"),
+        ({2: {"layout": "contiguous"}}, "layout must be the same on all ranks, got zigzag on rank 0 and contiguous on"),
+        ({0: {"q": ONE.double(), "k": ONE.double(), "v": ONE.double()}}, "dtype must be the same on all ranks, got "),
+        ({1: {"q": ONE[:, :1], "k": ONE[:, :1], "v": ONE[:, :1]}}, "shape of q without its positions must be the same"),
+        ({1: {"q": ONE[:, :, :2]}}, r"q of 10 positions must be cut into parts of \[3, 4, 3\] for layout zigzag, got "),
+        ({1: {"dropout_p": 0.5, "dropout_seed": 1}}, "dropout_p must be the same on all ranks, got 0.0 on rank 0 and"),
+        ({2: {"mask": torch.ones(3, 12).bool()}}, "mask must be the same on all ranks, got None on rank 0 and "),
+    ],
+    ids=["option", "layout", "dtype", "heads", "length", "dropout", "mask"],
+)
+def test_arguments_that_differ(changes: dict[int, dict[str, Any]], message: str) -> None:
+    """Every rank raises, before any waits for another's keys."""
+    errors = pool().run(3, ranks.refusal, changes)
+    assert len(set(errors)) == 1
+    assert re.match(f"ValueError: pyattn: {message}", errors[0])
+
+
+def test_an_error_of_one_rank_reaches_all() -> None:
+    errors = pool().run(3, ranks.refusal, {1: {"window": (-2, 0)}})
+    assert errors[1].startswith("ValueError: pyattn: window ")
+    assert (
+        errors[0]
+        == errors[2]
+        == "ValueError: pyattn: ring_attention failed on rank 1: " + errors[1].partition("n: ")[2]
+    )
+
+
+def test_rows_of_a_mask_are_the_ranks_own() -> None:
+    errors = pool().run(2, ranks.refusal, {rank: {"mask": torch.ones(4 - rank, 8).bool()} for rank in (0, 1)})
+    expected = (
+        "ValueError: pyattn: mask must have 4 rows, those of the rank's queries, and 8 columns on rank 1, got 3 and 8"
+    )
+    assert errors == [expected] * 2
+
+
+def pairs(ranks: int, layout: str, seqlen: int) -> list[int]:
+    """How many keys each rank's queries see together under a causal mask."""
+    return [sum(i + 1 for chunk in held for i in chunk) for held in chunks_of(seqlen, ranks, layout)]
+
+
+def test_zigzag_balances_a_causal_mask() -> None:
+    for ranks_ in (2, 3, 4, 8):
+        counted = pairs(ranks_, "zigzag", 8192)
+        assert max(counted) * ranks_ / sum(counted) < 1.001
+        assert max(pairs(ranks_, "contiguous", 8192)) * ranks_ / sum(counted) > 1.4
+
+
+def hops(layout: str, ranks_: int, seqlen: int, **options: Any) -> list[int]:
+    """How far each chunk travels."""
+    chunks = chunks_of(seqlen, ranks_, layout)
+    dense = Dense(Options(**options), 1, seqlen, seqlen)
+    return [trip.hops for trip in trips_of(chunks, chunks, dense.sees)]
+
+
+def test_chunks_travel_as_far_as_they_are_seen() -> None:
+    assert hops("contiguous", 4, 64, causal=False) == [3] * 4
+    assert hops("contiguous", 4, 64) == [3, 2, 1]
+    assert hops("contiguous", 4, 64, window=(15, 0)) == [1, 1, 1]
+    assert hops("contiguous", 4, 64, window=(16, 0)) == [1, 1, 1]
+    assert hops("contiguous", 4, 64, window=(17, 0)) == [2, 2, 1]
+    # The last chunk of zigzag, and the middle one beside its successor on the same rank, stay where they are.
+    assert hops("zigzag", 4, 64, window=(8, 0)) == [1] * 6
+    assert sorted(hops("zigzag", 4, 64)) == [1, 2, 3, 3, 3, 3, 3]
