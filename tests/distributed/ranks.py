@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from pyattn import distributed
 
@@ -99,3 +100,28 @@ def round_trip(group: dist.ProcessGroup, layout: str, whole: Tensor, dim: int) -
     factor = dist.get_rank(group) + 1.0
     (gradient,) = torch.autograd.grad((again * factor).sum(), part)
     return again.detach(), gradient
+
+
+def training_step(group: dist.ProcessGroup, layout: str | None, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The loss and the gradients of a layer that calls torch's own function, on parts unless layout is None."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(16, 48).double()
+    x, labels, mask = torch.randn(2, 11, 16).double(), torch.randn(2, 11, 16).double(), torch.rand(11, 11) < 0.7
+    buffers = [x, labels, mask]
+
+    def loss() -> Tensor:
+        q, k, v = (t.unflatten(2, (4, 4)).transpose(1, 2) for t in layer(x).chunk(3, 2))
+        masked = {} if kwargs.get("is_causal") else {"attn_mask": mask}
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, **kwargs, **masked)
+        return (out.transpose(1, 2).flatten(2) - labels).square().sum()
+
+    if layout is None:
+        value = loss()
+        return [value.detach(), *torch.autograd.grad(value, list(layer.parameters()))]
+    mesh = DeviceMesh.from_group(group, "cpu")
+    with distributed.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 0], layout=layout):
+        assert x.shape[1] < 11
+        value = loss()
+        found = [value.detach(), *torch.autograd.grad(value, list(layer.parameters()))]
+    assert x.shape[1] == 11
+    return [summed(t, group) for t in found]

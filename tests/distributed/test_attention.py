@@ -182,3 +182,12 @@ def test_chunks_travel_as_far_as_they_are_seen() -> None:
     # The last chunk of zigzag, and the middle one beside its successor on the same rank, stay where they are.
     assert hops("zigzag", 4, 64, window=(8, 0)) == [1] * 6
     assert sorted(hops("zigzag", 4, 64)) == [1, 2, 3, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kwargs", [{"is_causal": True}, {}, {"scale": 0.3}], ids=["causal", "mask", "scale"])
+def test_context_parallel(layout: str, kwargs: dict[str, Any]) -> None:
+    """A script for one process, with its buffers cut in place and torch's own function called."""
+    (truth,) = pool().run(1, ranks.training_step, None, kwargs)
+    for found in pool().run(3, ranks.training_step, layout, kwargs):
+        torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
