@@ -1,12 +1,13 @@
 """The code that ranks run for test_attention.py: a call on parts, whose results are put together again."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pyattn import distributed
 
@@ -18,6 +19,13 @@ def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
     dist.all_reduce(total, group=group)
     return total.to(tensor.dtype)
+
+
+@functools.cache
+def mesh_of(name: str) -> DeviceMesh | None:
+    """The mesh of all ranks that the name of a test's function names after a space: "usp_attention 2x4"."""
+    _, _, sizes = name.partition(" ")
+    return init_device_mesh("cpu", tuple(map(int, sizes.split("x"))), mesh_dim_names=("far", "near")) if sizes else None
 
 
 def dense(
@@ -32,11 +40,13 @@ def dense(
     """out, lse, dq, dk, dv, and the gradients of bias, slopes and sinks, of the whole, as ``helpers.run``."""
     length = qkv[0].shape[2]
 
+    place = mesh_of(name) or group
+
     def part(tensor: Tensor, dim: int) -> Tensor:
-        return distributed.shard(tensor, dim, group, layout=layout)
+        return distributed.shard(tensor, dim, place, layout=layout)
 
     def whole(tensor: Tensor, dim: int) -> Tensor:
-        return distributed.unshard(tensor, dim, group, layout=layout)
+        return distributed.unshard(tensor, dim, place, layout=layout)
 
     def by_row(name: str) -> bool:
         return name in ("mask", "bias") and options[name].dim() > 1 and options[name].shape[-2] == length > 1
@@ -45,7 +55,8 @@ def dense(
     leaves = [part(t, 2).requires_grad_() for t in qkv]
     learned = [key for key in LEARNED if key in options]
     given |= {key: given[key].detach().clone().requires_grad_() for key in learned}
-    out, lse = getattr(distributed, name)(*leaves, group, layout=layout, return_lse=True, **given)
+    function = getattr(distributed, name.partition(" ")[0])
+    out, lse = function(*leaves, place, layout=layout, return_lse=True, **given)
     results, gradients = [out], [part(dout, 2)]
     if dlse is not None:
         results, gradients = [out, lse], [*gradients, part(dlse, 2).to(lse.dtype)]

@@ -1,6 +1,7 @@
 """Promise: attention on parts of a sequence is attention on the whole, with every option, forward and backward."""
 
 import re
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -23,8 +24,14 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="ne
 LAYOUTS = ("zigzag", "contiguous")
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-@pytest.mark.parametrize("name", ["ring_attention", "ulysses_attention"])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        *product(["ring_attention", "ulysses_attention"], [2, 3, 4, 8]),
+        ("usp_attention 2x4", 8),
+        ("usp_attention 4x2", 8),
+    ],
+)
 def test_accuracy(name: str, size: int) -> None:
     """Random cases of all options, judged by the rule of yardstick.py."""
     draw, reports = Random(f"{name} {size}"), list[Any]()
