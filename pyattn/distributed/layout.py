@@ -49,7 +49,7 @@ def chunks_of(seqlen: int, ranks: int, layout: str, inner: int = 1) -> Chunks:
 
 
 def _cut(chunks: tuple[range, ...], inner: int) -> Chunks:
-    """What one rank holds, cut into as many pieces, each of one or more chunks."""
+    """The pieces of one rank's chunks, each of one or more chunks."""
     length = sum(map(len, chunks))
     found = []
     for begin, end in pairwise(length * part // inner for part in range(inner + 1)):

@@ -1,8 +1,12 @@
 """The code that ranks run for test_attention.py: a call on parts, whose results are put together again."""
 
 import functools
+import os
+import signal
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -10,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pyattn import distributed
+from pyattn.distributed.shares import Dense
 
 LEARNED = ("bias", "alibi_slopes", "sinks")
 
@@ -136,3 +141,22 @@ def training_step(group: dist.ProcessGroup, layout: str | None, kwargs: dict[str
         found = [value.detach(), *torch.autograd.grad(value, list(layer.parameters()))]
     assert x.shape[1] == 11
     return [summed(t, group) for t in found]
+
+
+def interrupted(group: dist.ProcessGroup, end: str, phase: str) -> str:
+    """The error of a call in which rank 1 raises, exits or is killed while the others wait for its keys."""
+    q, k, v = (torch.randn(1, 2, 30, 8).requires_grad_() for _ in range(3))
+
+    def fail(*_: Any) -> None:
+        if end == "raise":
+            raise ArithmeticError("one rank's own")
+        if end == "exit":
+            os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        with mock.patch.object(Dense, phase, fail) if dist.get_rank(group) == 1 else nullcontext():
+            distributed.ring_attention(q, k, v, group, causal=False).sum().backward()
+    except (ArithmeticError, RuntimeError) as error:
+        return type(error).__name__
+    return "no error"

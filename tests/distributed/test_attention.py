@@ -9,7 +9,7 @@ import pytest
 import torch
 from attention.test_random import drawn_case
 from distributed import ranks
-from distributed.pool import pool
+from distributed.pool import Pool, pool
 from helpers import DTYPES, Case, run, seeded
 from yardstick import Yardsticks, in_double
 
@@ -198,3 +198,16 @@ def test_context_parallel(layout: str, kwargs: dict[str, Any]) -> None:
     (truth,) = pool().run(1, ranks.training_step, None, kwargs)
     for found in pool().run(3, ranks.training_step, layout, kwargs):
         torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("end", ["raise", "exit", "kill"])
+def test_a_rank_that_fails(end: str, phase: str) -> None:
+    """The others raise within the group's timeout."""
+    fragile = Pool(sizes=(3,), seconds=3)
+    try:
+        outcomes = fragile.outcomes(3, ranks.interrupted, end, phase)
+    finally:
+        fragile.close()
+    assert outcomes[1] == ((None, "ArithmeticError") if end == "raise" else ("ended", None))
+    assert outcomes[0] == outcomes[2] == (None, "RuntimeError")
