@@ -83,6 +83,8 @@ def test_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         names = names_of("pyattn/distributed/README.md")
         assert names["whole"].shape == (1, 8, 1000, 64)
         assert all(part.grad.isfinite().all() for part in names["parts"])
+        assert names["project"].weight.grad.isfinite().all()
+        assert names["x"].shape == (1, 1000, 64)
     finally:
         torch.distributed.destroy_process_group()
 

@@ -3,7 +3,16 @@
 .. include:: README.md
 """
 
-from pyattn.distributed.attention import ring_attention, ring_attention_varlen, ulysses_attention
+from pyattn.distributed.attention import ring_attention, ring_attention_varlen, ulysses_attention, usp_attention
+from pyattn.distributed.context import context_parallel
 from pyattn.distributed.layout import shard, unshard
 
-__all__ = ["ring_attention", "ring_attention_varlen", "shard", "ulysses_attention", "unshard"]
+__all__ = [
+    "context_parallel",
+    "ring_attention",
+    "ring_attention_varlen",
+    "shard",
+    "ulysses_attention",
+    "unshard",
+    "usp_attention",
+]

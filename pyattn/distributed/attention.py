@@ -1,12 +1,15 @@
 """The functions over sequences, or packed sequences, of which each rank has a part."""
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
 from pyattn.arguments import check_tensor, refuse_positional
 from pyattn.derivatives import autograd
 from pyattn.derivatives.tangents import DENSE
 from pyattn.distributed.call import Group, agreed
+from pyattn.distributed.layout import chunks_of
+from pyattn.distributed.ranks import Ranks
 from pyattn.distributed.ring import ring
 from pyattn.distributed.shares import Dense, Packed
 from pyattn.distributed.ulysses import by_heads
@@ -95,6 +98,41 @@ def ulysses_attention(
         return autograd.attend(DENSE, q, k, v, tuple(options))
 
     out, lse = by_heads(call, layout, inner)
+    return (out, lse) if return_lse else out
+
+
+@takes_options
+def usp_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: DeviceMesh,
+    *positional: object,
+    layout: str = "zigzag",
+    return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`ring_attention` between the rows of a mesh of two dimensions, :func:`ulysses_attention` within each row.
+
+    Arguments, results and errors are those of :func:`ring_attention`; ``shard(tensor, dim, mesh)`` cuts the sequence.
+    The ranks of a row, the mesh's second dimension, exchange heads: let them be close to one another.
+
+    Source: Fang and Zhao 2024 (USP).
+    """
+    if positional:
+        refuse_positional(usp_attention, positional)
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
+        raise TypeError(f"pyattn: mesh must be a DeviceMesh of two dimensions, got {mesh!r}")
+    call = agreed(usp_attention, (q, k, v), mesh, layout, options, DIMS, {})
+    between, within = (Ranks(mesh.get_group(at), mesh.size(at), mesh.get_local_rank(at)) for at in (0, 1))
+    queries, keys = (chunks_of(length, between.size, layout) for length in call.lengths)
+    row_q, row_k = (chunks_of(sum(map(len, held[between.own])), within.size, "contiguous") for held in (queries, keys))
+
+    def inner(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        row = call._replace(ranks=between, q=q, k=k, v=v, options=options, queries=queries, keys=keys)
+        return ring(row, Dense(options, call.q.shape[1], *call.lengths))
+
+    out, lse = by_heads(call._replace(ranks=within, queries=row_q, keys=row_k), "contiguous", inner)
     return (out, lse) if return_lse else out
 
 

@@ -79,7 +79,7 @@ def agreed(
     q, k, v = map(cast, tensors)
     if known.dropout_p:
         known = known._replace(dropout_seed=known.dropout_seed.new_tensor(rows[0][2]))
-    queries, keys = (_held(name, [row[i] for row in rows], layout) for i, name in enumerate("qk"))
+    queries, keys = (_held(name, [row[i] for row in rows], layout, ranks.inner) for i, name in enumerate("qk"))
     call = Call(ranks, q, k, v, known, queries, keys, _by_row(rows))
     for rank, row in enumerate(rows):  # every rank checks all, so all raise
         for name, sizes in _sizes(row).items():
@@ -158,9 +158,9 @@ def _facts(tensors: tuple[Tensor, ...], at: int, options: Options) -> dict[str, 
     return facts
 
 
-def _held(name: str, lengths: list[int], layout: str) -> Chunks:
+def _held(name: str, lengths: list[int], layout: str, inner: int) -> Chunks:
     """Each rank's chunks, given the lengths of their parts."""
-    chunks = chunks_of(sum(lengths), len(lengths), layout)
+    chunks = chunks_of(sum(lengths), len(lengths), layout, inner)
     expected = [sum(map(len, parts)) for parts in chunks]
     if lengths != expected:
         raise ValueError(

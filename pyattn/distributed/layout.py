@@ -29,7 +29,7 @@ def slices(chunks: tuple[range, ...]) -> list[slice]:
     return [slice(*bounds) for bounds in pairwise(ends)]
 
 
-def chunks_of(seqlen: int, ranks: int, layout: str) -> Chunks:
+def chunks_of(seqlen: int, ranks: int, layout: str, inner: int = 1) -> Chunks:
     """The chunks that each rank holds of a sequence.
 
     ::
@@ -38,13 +38,25 @@ def chunks_of(seqlen: int, ranks: int, layout: str) -> Chunks:
         zigzag, 4 ranks        0 | 1 | 2 | 3 | 3 | 2 | 1 | 0
 
     Lengths differ by at most one. Under a causal mask a late chunk sees more keys than an early one; with zigzag, each
-    rank has one of both and sees as many as the others.
+    rank has one of both and sees as many as the others. Groups of ``inner`` ranks cut what one rank would hold.
     """
-    parts = 2 * ranks if layout == "zigzag" else ranks
+    outer = ranks // inner
+    parts = 2 * outer if layout == "zigzag" else outer
     pieces = [range(*bounds) for bounds in pairwise(seqlen * part // parts for part in range(parts + 1))]
-    if layout == "zigzag":
-        return [(pieces[rank], pieces[-1 - rank]) for rank in range(ranks)]
-    return [(piece,) for piece in pieces]
+    pairs = layout == "zigzag"
+    held: Chunks = [(pieces[rank], pieces[-1 - rank]) if pairs else (pieces[rank],) for rank in range(outer)]
+    return held if inner == 1 else [cut for chunks in held for cut in _cut(chunks, inner)]
+
+
+def _cut(chunks: tuple[range, ...], inner: int) -> Chunks:
+    """The pieces of one rank's chunks, each of one or more chunks."""
+    length = sum(map(len, chunks))
+    found = []
+    for begin, end in pairwise(length * part // inner for part in range(inner + 1)):
+        places = zip(slices(chunks), chunks, strict=True)
+        inside = [chunk[max(begin - at.start, 0) : max(end - at.start, 0)] for at, chunk in places]
+        found.append(tuple(inside))
+    return found
 
 
 def shard(
@@ -55,18 +67,18 @@ def shard(
     Args:
         tensor: the whole tensor.
         dim: the dimension of the sequence.
-        group: the ranks: a process group or a mesh of one dimension; None: all.
+        group: the ranks: a process group, a mesh of one dimension, or one of two for :func:`usp_attention`; None: all.
         layout: ``"zigzag"`` or ``"contiguous"``, as in the call of :func:`ring_attention`.
 
     Raises:
-        ValueError: a layout that does not exist, a mesh of several dimensions.
+        ValueError: a layout that does not exist, a mesh of more dimensions.
         TypeError: an argument of another type.
     """
     check_tensor("tensor", tensor)
     check_type("dim", dim, int)
     check_layout(layout)
     ranks = ranks_of(group)
-    held = chunks_of(tensor.shape[dim], ranks.size, layout)[ranks.own]
+    held = chunks_of(tensor.shape[dim], ranks.size, layout, ranks.inner)[ranks.own]
     return torch.cat([tensor.narrow(dim, chunk.start, len(chunk)) for chunk in held], dim)
 
 
@@ -89,7 +101,7 @@ def unshard(
     check_layout(layout)
     ranks = ranks_of(group)
     lengths = [words[0] for words in gather_words([tensor.shape[dim]], ranks)]
-    held = chunks_of(sum(lengths), ranks.size, layout)
+    held = chunks_of(sum(lengths), ranks.size, layout, ranks.inner)
     expected = [sum(map(len, chunks)) for chunks in held]
     if lengths != expected:
         raise ValueError(

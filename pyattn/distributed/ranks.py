@@ -10,22 +10,34 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class Ranks(NamedTuple):
-    """A process group, how many ranks it has, and the number of this one."""
+    """A process group and this process's place in it.
+
+    Attributes:
+        group: the process group.
+        size: how many ranks it has.
+        own: the number of this rank.
+        inner: how many ranks share a part of the sequence before it is cut among them: the size of a mesh's second
+            dimension.
+    """
 
     group: dist.ProcessGroup
     size: int
     own: int
+    inner: int = 1
 
 
 def ranks_of(group: dist.ProcessGroup | DeviceMesh | None) -> Ranks:
-    """The ranks of a process group, of a mesh of one dimension, or with None of all processes."""
+    """The ranks of a process group, of a mesh of one or two dimensions, or with None of all processes."""
     if not dist.is_initialized():
         raise ValueError(
             "pyattn: torch.distributed has no process group; call torch.distributed.init_process_group first"
         )
+    inner = 1
     if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(f"pyattn: group must be a mesh of one dimension, got {group.ndim}: take one by its name")
+        if group.ndim > 2 or (group.ndim == 2 and not group.mesh_dim_names):
+            raise ValueError(f"pyattn: group must be a mesh of one dimension, or of two that have names, got {group}")
+        if group.ndim == 2:
+            group, inner = group._flatten(), group.size(1)
         group = group.get_group()
     elif group is None:
         group = dist.group.WORLD
@@ -34,7 +46,7 @@ def ranks_of(group: dist.ProcessGroup | DeviceMesh | None) -> Ranks:
     own = dist.get_rank(group)
     if own < 0:
         raise ValueError("pyattn: this process is not a rank of the group")
-    return Ranks(group, dist.get_world_size(group), own)
+    return Ranks(group, dist.get_world_size(group), own, inner)
 
 
 def gather_words(words: list[int], ranks: Ranks) -> list[list[int]]:

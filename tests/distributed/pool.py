@@ -4,10 +4,10 @@ import atexit
 import io
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,14 @@ import torch
 import torch.distributed as dist
 
 SIZES = (1, 2, 3, 4, 8)
-PATIENCE = 20
-"""Seconds after which a rank that waits for another raises."""
 
 
-def serve(rank: int, pipe: Connection, rendezvous: str) -> None:
+def serve(rank: int, pipe: Connection, rendezvous: str, sizes: Sequence[int], seconds: int) -> None:
     """A rank: calls ``function(group, *arguments)`` for each message, and returns its result or its traceback."""
     torch.set_num_threads(1)
-    patience = timedelta(seconds=PATIENCE)
-    dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=max(SIZES), timeout=patience)
-    groups = {size: dist.new_group(list(range(size)), timeout=patience) for size in SIZES}
+    patience = timedelta(seconds=seconds)
+    dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=max(sizes), timeout=patience)
+    groups = {size: dist.new_group(list(range(size)), timeout=patience) for size in sizes}
     while True:
         message = pipe.recv_bytes()
         if not message:
@@ -41,32 +39,45 @@ def serve(rank: int, pipe: Connection, rendezvous: str) -> None:
 
 
 class Pool:
-    """The processes and the pipes to them."""
+    """The processes and the pipes to them.
 
-    def __init__(self) -> None:
+    Attributes:
+        sizes: how many ranks a call may have.
+        seconds: after so many, a rank that waits for another raises.
+    """
+
+    def __init__(self, sizes: Sequence[int] = SIZES, seconds: int = 60) -> None:
         rendezvous = str(Path(tempfile.mkdtemp()) / "rendezvous")
         self.pipes, self.processes = [], []
-        for rank in range(max(SIZES)):
+        for rank in range(max(sizes)):
             ours, theirs = fresh.CONTEXT.Pipe()
-            process = fresh.CONTEXT.Process(target=serve, args=(rank, theirs, rendezvous), daemon=True)
+            arguments = rank, theirs, rendezvous, sizes, seconds
+            process = fresh.CONTEXT.Process(target=serve, args=arguments, daemon=True)
             process.start()
+            theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """The results of ``function(group, *arguments)`` on the first ranks; AssertionError with what one raised."""
+    def outcomes(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[tuple[str | None, Any]]:
+        """What ``function(group, *arguments)`` raised and returned on each of the first ranks."""
         buffer = io.BytesIO()
         torch.save((size, function, arguments), buffer)
         for pipe in self.pipes[:size]:
             pipe.send_bytes(buffer.getvalue())
-        replies = []
-        for rank, pipe in enumerate(self.pipes[:size]):
-            wait([pipe, self.processes[rank].sentinel])
-            assert pipe.poll(), f"rank {rank} ended with {self.processes[rank].exitcode}"
-            replies.append(torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False))
-        failed = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(replies) if error]
+        found: list[tuple[str | None, Any]] = []
+        for pipe in self.pipes[:size]:
+            try:
+                found.append(torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False))
+            except EOFError:
+                found.append(("ended", None))
+        return found
+
+    def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """The results of ``function(group, *arguments)`` on the first ranks; AssertionError with what one raised."""
+        found = self.outcomes(size, function, *arguments)
+        failed = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(found) if error]
         assert not failed, "\n".join(failed)
-        return [result for _, result in replies]
+        return [result for _, result in found]
 
     def close(self) -> None:
         """Ends the processes."""

@@ -1,13 +1,20 @@
 """The code that ranks run for test_attention.py: a call on parts, whose results are put together again."""
 
+import functools
+import os
+import signal
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pyattn import distributed
+from pyattn.distributed.shares import Dense
 
 LEARNED = ("bias", "alibi_slopes", "sinks")
 
@@ -17,6 +24,13 @@ def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
     dist.all_reduce(total, group=group)
     return total.to(tensor.dtype)
+
+
+@functools.cache
+def mesh_of(name: str) -> DeviceMesh | None:
+    """The mesh of all ranks that the name of a test's function names after a space: "usp_attention 2x4"."""
+    _, _, sizes = name.partition(" ")
+    return init_device_mesh("cpu", tuple(map(int, sizes.split("x"))), mesh_dim_names=("far", "near")) if sizes else None
 
 
 def dense(
@@ -31,11 +45,13 @@ def dense(
     """out, lse, dq, dk, dv, and the gradients of bias, slopes and sinks, of the whole, as ``helpers.run``."""
     length = qkv[0].shape[2]
 
+    place = mesh_of(name) or group
+
     def part(tensor: Tensor, dim: int) -> Tensor:
-        return distributed.shard(tensor, dim, group, layout=layout)
+        return distributed.shard(tensor, dim, place, layout=layout)
 
     def whole(tensor: Tensor, dim: int) -> Tensor:
-        return distributed.unshard(tensor, dim, group, layout=layout)
+        return distributed.unshard(tensor, dim, place, layout=layout)
 
     def by_row(name: str) -> bool:
         return name in ("mask", "bias") and options[name].dim() > 1 and options[name].shape[-2] == length > 1
@@ -44,7 +60,8 @@ def dense(
     leaves = [part(t, 2).requires_grad_() for t in qkv]
     learned = [key for key in LEARNED if key in options]
     given |= {key: given[key].detach().clone().requires_grad_() for key in learned}
-    out, lse = getattr(distributed, name)(*leaves, group, layout=layout, return_lse=True, **given)
+    function = getattr(distributed, name.partition(" ")[0])
+    out, lse = function(*leaves, place, layout=layout, return_lse=True, **given)
     results, gradients = [out], [part(dout, 2)]
     if dlse is not None:
         results, gradients = [out, lse], [*gradients, part(dlse, 2).to(lse.dtype)]
@@ -99,3 +116,47 @@ def round_trip(group: dist.ProcessGroup, layout: str, whole: Tensor, dim: int) -
     factor = dist.get_rank(group) + 1.0
     (gradient,) = torch.autograd.grad((again * factor).sum(), part)
     return again.detach(), gradient
+
+
+def training_step(group: dist.ProcessGroup, layout: str | None, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The loss and the gradients of a layer that calls torch's own function, on parts unless layout is None."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(16, 48).double()
+    x, labels, mask = torch.randn(2, 11, 16).double(), torch.randn(2, 11, 16).double(), torch.rand(11, 11) < 0.7
+    buffers = [x, labels, mask]
+
+    def loss() -> Tensor:
+        q, k, v = (t.unflatten(2, (4, 4)).transpose(1, 2) for t in layer(x).chunk(3, 2))
+        masked = {} if kwargs.get("is_causal") else {"attn_mask": mask}
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, **kwargs, **masked)
+        return (out.transpose(1, 2).flatten(2) - labels).square().sum()
+
+    if layout is None:
+        value = loss()
+        return [value.detach(), *torch.autograd.grad(value, list(layer.parameters()))]
+    mesh = DeviceMesh.from_group(group, "cpu")
+    with distributed.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 0], layout=layout):
+        assert x.shape[1] < 11
+        value = loss()
+        found = [value.detach(), *torch.autograd.grad(value, list(layer.parameters()))]
+    assert x.shape[1] == 11
+    return [summed(t, group) for t in found]
+
+
+def interrupted(group: dist.ProcessGroup, end: str, phase: str) -> str:
+    """The error of a call in which rank 1 raises, exits or is killed while the others wait for its keys."""
+    q, k, v = (torch.randn(1, 2, 30, 8).requires_grad_() for _ in range(3))
+
+    def fail(*_: Any) -> None:
+        if end == "raise":
+            raise ArithmeticError("one rank's own")
+        if end == "exit":
+            os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        with mock.patch.object(Dense, phase, fail) if dist.get_rank(group) == 1 else nullcontext():
+            distributed.ring_attention(q, k, v, group, causal=False).sum().backward()
+    except (ArithmeticError, RuntimeError) as error:
+        return type(error).__name__
+    return "no error"

@@ -1,6 +1,7 @@
 """Promise: attention on parts of a sequence is attention on the whole, with every option, forward and backward."""
 
 import re
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from attention.test_random import drawn_case
 from distributed import ranks
-from distributed.pool import pool
+from distributed.pool import Pool, pool
 from helpers import DTYPES, Case, run, seeded
 from yardstick import Yardsticks, in_double
 
@@ -23,8 +24,14 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="ne
 LAYOUTS = ("zigzag", "contiguous")
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-@pytest.mark.parametrize("name", ["ring_attention", "ulysses_attention"])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        *product(["ring_attention", "ulysses_attention"], [2, 3, 4, 8]),
+        ("usp_attention 2x4", 8),
+        ("usp_attention 4x2", 8),
+    ],
+)
 def test_accuracy(name: str, size: int) -> None:
     """Random cases of all options, judged by the rule of yardstick.py."""
     draw, reports = Random(f"{name} {size}"), list[Any]()
@@ -182,3 +189,25 @@ def test_chunks_travel_as_far_as_they_are_seen() -> None:
     # The last chunk of zigzag, and the middle one beside its successor on the same rank, stay where they are.
     assert hops("zigzag", 4, 64, window=(8, 0)) == [1] * 6
     assert sorted(hops("zigzag", 4, 64)) == [1, 2, 3, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kwargs", [{"is_causal": True}, {}, {"scale": 0.3}], ids=["causal", "mask", "scale"])
+def test_context_parallel(layout: str, kwargs: dict[str, Any]) -> None:
+    """A script for one process, with its buffers cut in place and torch's own function called."""
+    (truth,) = pool().run(1, ranks.training_step, None, kwargs)
+    for found in pool().run(3, ranks.training_step, layout, kwargs):
+        torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("end", ["raise", "exit", "kill"])
+def test_a_rank_that_fails(end: str, phase: str) -> None:
+    """The others raise within the group's timeout."""
+    fragile = Pool(sizes=(3,), seconds=3)
+    try:
+        outcomes = fragile.outcomes(3, ranks.interrupted, end, phase)
+    finally:
+        fragile.close()
+    assert outcomes[1] == ((None, "ArithmeticError") if end == "raise" else ("ended", None))
+    assert outcomes[0] == outcomes[2] == (None, "RuntimeError")

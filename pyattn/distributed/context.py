@@ -1,0 +1,115 @@
+"""torch's ``context_parallel`` with the ring: a script runs on parts of its sequences by changing an import."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from pyattn.distributed.attention import ring_attention
+from pyattn.distributed.layout import check_layout, shard
+
+
+@contextmanager
+def context_parallel(
+    mesh: DeviceMesh,
+    *,
+    buffers: list[Tensor] | None = None,
+    buffer_seq_dims: list[int] | None = None,
+    no_restore_buffers: set[Tensor] | None = None,
+    layout: str = "zigzag",
+) -> Iterator[None]:
+    """Within the context, each rank has its part of the buffers, and SDPA is :func:`pyattn.distributed.ring_attention`.
+
+    Forward and backward both belong inside. ``scaled_dot_product_attention`` takes query, key and value (B, H, L, E) of
+    this rank's positions; attn_mask has this rank's rows and all keys.
+
+    Args:
+        mesh: the ranks, a mesh of one dimension.
+        buffers: tensors that every rank has whole, for example inputs, labels and positions. They are cut in place, and
+            whole again at the end.
+        buffer_seq_dims: the dimension of the sequence in each buffer.
+        no_restore_buffers: those that need not be whole again.
+        layout: as for :func:`pyattn.distributed.shard`.
+
+    Raises:
+        ValueError: other numbers of buffers and dimensions, a buffer in no_restore_buffers that is not in buffers; as
+            :func:`pyattn.distributed.shard` and :func:`pyattn.distributed.ring_attention`.
+        NotImplementedError: query, key and value of other dimensions than 4.
+
+    Source: torch.distributed.tensor.experimental.context_parallel, which has the same signature.
+    """
+    check_layout(layout)
+    buffers, dims = buffers or [], buffer_seq_dims or []
+    if len(buffers) != len(dims):
+        raise ValueError(
+            f"pyattn: buffer_seq_dims must have a dimension for each buffer, got {len(dims)} for {len(buffers)}"
+        )
+    transient = {id(buffer) for buffer in no_restore_buffers or ()}
+    if not transient <= {id(buffer) for buffer in buffers}:
+        raise ValueError("pyattn: no_restore_buffers must be among buffers")
+    kept = [None if id(buffer) in transient else buffer.clone() for buffer in buffers]
+    _set(buffers, [shard(buffer, dim, mesh, layout=layout) for buffer, dim in zip(buffers, dims, strict=True)])
+    try:
+        with _Ring(mesh, layout):
+            yield
+    finally:
+        _set(buffers, kept)
+
+
+def _set(buffers: Sequence[Tensor], values: Sequence[Tensor | None]) -> None:
+    with torch.no_grad():
+        for buffer, value in zip(buffers, values, strict=True):
+            if value is not None:
+                buffer.resize_(value.shape).copy_(value)
+
+
+class _Ring(TorchFunctionMode):
+    """Replaces torch's function; all others run as they are."""
+
+    def __init__(self, mesh: DeviceMesh, layout: str) -> None:
+        super().__init__()
+        self._mesh, self._layout = mesh, layout
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is scaled_dot_product_attention:
+            return self._attend(*args, **kwargs or {})
+        return func(*args, **kwargs or {})
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        if not query.dim() == key.dim() == value.dim() == 4:
+            raise NotImplementedError(
+                "pyattn: within context_parallel, query, key and value must have 4 dimensions, got shapes "
+                f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+            )
+        if not (enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]):
+            raise ValueError(
+                "pyattn: query, key and value must have as many heads as one another without enable_gqa, got "
+                f"{query.shape[1]}, {key.shape[1]} and {value.shape[1]}"
+            )
+        options: dict[str, Any] = {"causal": is_causal, "dropout_p": dropout_p, "softmax_scale": scale}
+        if attn_mask is not None:
+            options["mask" if attn_mask.dtype == torch.bool else "bias"] = attn_mask
+        if is_causal:
+            options["q_offset"] = 0  # torch's causal mask begins at the upper left corner
+        return ring_attention(query, key, value, self._mesh, layout=self._layout, **options)
