@@ -59,7 +59,7 @@ class Pool:
             self.processes.append(process)
 
     def outcomes(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[tuple[str | None, Any]]:
-        """What ``function(group, *arguments)`` raised and returned on each of the first ranks."""
+        """The error and the result of ``function(group, *arguments)`` on each of the first ranks."""
         buffer = io.BytesIO()
         torch.save((size, function, arguments), buffer)
         for pipe in self.pipes[:size]:
