@@ -1,5 +1,7 @@
 """The functions over sequences, or packed sequences, of which each rank has a part."""
 
+from functools import partial
+
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
@@ -92,12 +94,7 @@ def ulysses_attention(
     if positional:
         refuse_positional(ulysses_attention, positional)
     call = agreed(ulysses_attention, (q, k, v), group, layout, options, DIMS, {})
-
-    def inner(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-        options = options._replace(q_offset=options.offset_for(*call.lengths)) if options.q_offsets is None else options
-        return autograd.attend(DENSE, q, k, v, tuple(options))
-
-    out, lse = by_heads(call, layout, inner)
+    out, lse = by_heads(call, layout, partial(autograd.attend, DENSE))
     return (out, lse) if return_lse else out
 
 

@@ -26,12 +26,12 @@ class Exchange(NamedTuple):
 
     def to_heads(self, x: Tensor) -> Tensor:
         """(B, H, positions of this rank, D) -> (B, heads of this rank, all positions, D)."""
-        found: Tensor = _ToHeads.apply(self, x)  # type: ignore[no-untyped-call]
+        found: Tensor = _Adjoint.apply(self.gather, self.scatter, x)  # type: ignore[no-untyped-call]
         return found
 
     def to_positions(self, x: Tensor) -> Tensor:
         """(B, heads of this rank, all positions, D) -> (B, H, positions of this rank, D)."""
-        found: Tensor = _ToPositions.apply(self, x)  # type: ignore[no-untyped-call]
+        found: Tensor = _Adjoint.apply(self.scatter, self.gather, x)  # type: ignore[no-untyped-call]
         return found
 
     def gather(self, x: Tensor) -> Tensor:
@@ -73,28 +73,20 @@ class Exchange(NamedTuple):
         return [part.view(shape) for part, shape in zip(received.split(sizes), shapes, strict=True)]
 
 
-class _ToHeads(torch.autograd.Function):
+class _Adjoint(torch.autograd.Function):
+    """A linear function; its adjoint maps gradients."""
+
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, x: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.gather(x)
+    def forward(
+        ctx: Any, function: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor], x: Tensor
+    ) -> Tensor:
+        ctx.adjoint = adjoint
+        return function(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.exchange.scatter(gradient)
-
-
-class _ToPositions(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: Exchange, x: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.scatter(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.exchange.gather(gradient)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, ctx.adjoint(gradient)
 
 
 def by_heads(call: Call, layout: str, inner: Inner) -> tuple[Tensor, Tensor]:
