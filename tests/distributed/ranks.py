@@ -160,3 +160,11 @@ def interrupted(group: dist.ProcessGroup, end: str, phase: str) -> str:
     except (ArithmeticError, RuntimeError) as error:
         return type(error).__name__
     return "no error"
+
+
+def refused_then_right(group: dist.ProcessGroup, arguments: dict[str, Any]) -> tuple[str, Tensor]:
+    """The error of wrong arguments, and then the result of a right call."""
+    error = refusal(group, dict.fromkeys(range(dist.get_world_size(group)), arguments))
+    torch.manual_seed(0)
+    parts = [distributed.shard(t, 2, group) for t in torch.randn(3, 1, 2, 12, 8)]
+    return error, distributed.unshard(distributed.ring_attention(*parts, group), 2, group)

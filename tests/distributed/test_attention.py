@@ -13,7 +13,7 @@ from distributed.pool import Pool, pool
 from helpers import DTYPES, Case, run, seeded
 from yardstick import Yardsticks, in_double
 
-from pyattn import attention_varlen, reference
+from pyattn import attention, attention_varlen, reference
 from pyattn.distributed.layout import chunks_of
 from pyattn.distributed.shares import Dense
 from pyattn.distributed.trips import trips_of
@@ -211,3 +211,22 @@ def test_a_rank_that_fails(end: str, phase: str) -> None:
         fragile.close()
     assert outcomes[1] == ((None, "ArithmeticError") if end == "raise" else ("ended", None))
     assert outcomes[0] == outcomes[2] == (None, "RuntimeError")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"k": torch.zeros(1, 2, 4, 5)}, "head_dim"),
+        ({"sinks": torch.zeros(3)}, "sinks"),
+        ({"mask": torch.ones(4, 12)}, "mask"),
+        ({"alibi_slopes": torch.zeros(1, 2, 2)}, "alibi_slopes"),
+    ],
+    ids=["columns", "sinks", "mask", "slopes"],
+)
+def test_refused_calls_leave_no_message(arguments: dict[str, Any], message: str) -> None:
+    """Arguments that are alike on all ranks but wrong are refused before anything is sent."""
+    seeded(0)
+    truth = attention(*torch.randn(3, 1, 2, 12, 8))
+    for error, out in pool().run(3, ranks.refused_then_right, arguments):
+        assert message in error
+        torch.testing.assert_close(out, truth)
