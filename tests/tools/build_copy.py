@@ -149,7 +149,7 @@ class Copy:
 
     def native_units(self) -> Iterator[Unit]:
         for entry in json.loads((self.build / "compile_commands.json").read_text()):
-            command = ["-O1" if x == "-O3" else x for x in shlex.split(entry["command"])]
+            command = ["-O1" if x == "-O2" else x for x in shlex.split(entry["command"])]
             at = command.index("-o")
             isa = re.search(r"kernels_(\w+)_(?:plain|general)\.dir", command[at + 1])
             if not isa or isa[1] in pyattn.isas():

@@ -69,7 +69,12 @@ PYATTN_INLINE void gemm_tile(int64_t inner, Strided<E> A, Rows B, Matrix<T> C, i
   }
 }
 
-// A panel of kNV vectors of columns from j0 on: tiles of kM rows, and one lower tile for the remaining rows.
+// The rows of the tile for rows that a tile of kM leaves: eight sums keep both multipliers busy (four cycles each), so the
+// next tile has eight, and below that there is a tile of each height. Every height would take twice the code.
+template <int kNV, int kM>
+inline constexpr int kLower = kM * kNV > 8 && 8 / kNV < kM ? 8 / kNV : kM - 1;
+
+// A panel of kNV vectors of columns from j0 on: tiles of kM rows, then lower ones for the remaining rows.
 template <int kNV, class T, class E, class Rows, class Beside, int kM = kMR[kNV]>
 void gemm_panel(int64_t rows, int64_t inner, Strided<E> A, Rows B, Matrix<T> C, int64_t j0, Update<T> update,
                 Beside beside) {
@@ -77,7 +82,8 @@ void gemm_panel(int64_t rows, int64_t inner, Strided<E> A, Rows B, Matrix<T> C, 
   for (; i + kM <= rows; i += kM) gemm_tile<kM, kNV>(inner, A.from(i, 0), B, C.from(i), j0, update, beside);
   if constexpr (kM > 1)
     if (i < rows)
-      gemm_panel<kNV, T, E, Rows, Beside, kM - 1>(rows - i, inner, A.from(i, 0), B, C.from(i), j0, update, beside);
+      gemm_panel<kNV, T, E, Rows, Beside, kLower<kNV, kM>>(rows - i, inner, A.from(i, 0), B, C.from(i), j0, update,
+                                                           beside);
 }
 
 // The columns [j0, cols) of C[rows x cols] (update) A[rows x inner] B[inner x cols];
