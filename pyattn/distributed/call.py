@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -89,7 +90,30 @@ def agreed(
                     f"pyattn: {name} must have {ends[0]} rows, those of the rank's queries, and {ends[1]} columns on "
                     f"rank {rank}, got {sizes[0]} and {sizes[1]}"
                 )
+    if known.key_ranges is not None:
+        agree(function.__name__, ranks, {}, [], _misplaced(call, facts.get("cu_seqlens_q"), facts.get("cu_seqlens_k")))
     return call
+
+
+def _misplaced(call: Call, begins_q: list[int] | None, begins_k: list[int] | None) -> ValueError | None:
+    """The error of this rank's key_ranges if one lies beyond the keys; as in one process, a GPU's are not read."""
+    ranges = call.options.key_ranges
+    positions = torch.tensor([i for chunk in call.queries[call.ranks.own] for i in chunk], dtype=torch.int64)
+    if ranges is None or ranges.is_cuda or ranges.shape[-2:] != (len(positions), 2):
+        return None
+    seqlen_k = torch.full_like(positions, call.lengths[1])
+    if begins_q and begins_k and len(begins_q) == len(begins_k):  # tokens after the last sequence see nothing anyway
+        lengths = torch.tensor([*torch.tensor(begins_k).diff().tolist(), torch.iinfo(torch.int64).max])
+        seqlen_k = lengths[torch.bucketize(positions, torch.tensor(begins_q[1:]), right=True)]
+    begin, end = ranges.unbind(-1)
+    wrong = (begin < 0) | (begin > end) | (end > seqlen_k)
+    if not wrong.any():
+        return None
+    at = int(wrong.flatten().to(torch.uint8).argmax())
+    return ValueError(
+        f"pyattn: key_ranges must hold 0 <= begin <= end <= seqlen_k = {int(seqlen_k[at % len(positions)])}, got "
+        f"{ranges.flatten(0, -2)[at].tolist()} for query {at % len(positions)} of rank {call.ranks.own}"
+    )
 
 
 def _size(tensor: Tensor | None) -> tuple[int, int]:
@@ -146,6 +170,12 @@ def _facts(tensors: tuple[Tensor, ...], at: int, options: Options) -> dict[str, 
     facts: dict[str, Any] = {"dtype": str(tensors[0].dtype)}
     for name, tensor in zip("qkv", tensors, strict=True):
         facts[f"shape of {name} without its positions"] = [n for dim, n in enumerate(tensor.shape) if dim != at]
+    return facts | facts_of(options)
+
+
+def facts_of(options: Options) -> dict[str, Any]:
+    """What all ranks' options must have in common, by name; of masks and biases of own rows, only the kind."""
+    facts: dict[str, Any] = {}
     for name, value in options._asdict().items():
         if not isinstance(value, Tensor):
             facts[name] = value

@@ -109,6 +109,18 @@ def refusal(group: dist.ProcessGroup, changes: dict[int, dict[str, Any]]) -> str
     return "no error"
 
 
+def packed_refusal(group: dist.ProcessGroup, qkv: Tensor, begins: Tensor, ranges: Tensor) -> str:
+    """The error of key_ranges over packed sequences."""
+    parts = [distributed.shard(t, 0, group, layout="contiguous") for t in (*qkv, ranges)]
+    try:
+        distributed.ring_attention_varlen(
+            *parts[:3], begins, begins, group, layout="contiguous", causal=False, key_ranges=parts[3]
+        )
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
 def round_trip(group: dist.ProcessGroup, layout: str, whole: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """The parts put together again, and the gradient of a part under the sum of the ranks' losses."""
     part = distributed.shard(whole, dim, group, layout=layout).requires_grad_()

@@ -161,6 +161,23 @@ def test_rows_of_a_mask_are_the_ranks_own() -> None:
     assert errors == [expected] * 2
 
 
+@pytest.mark.parametrize("ranges", [[5, 2], [0, 9], [-1, 3]], ids=["reversed", "beyond", "negative"])
+def test_key_ranges_of_one_rank_that_do_not_fit(ranges: list[int]) -> None:
+    given = {rank: {"key_ranges": torch.tensor([[ranges if rank else [0, 8]] * 4])} for rank in (0, 1)}
+    errors = pool().run(2, ranks.refusal, given)
+    expected = f"key_ranges must hold 0 <= begin <= end <= seqlen_k = 8, got {ranges} for query 0 of rank 1"
+    assert errors[1] == f"ValueError: pyattn: {expected}"
+    assert errors[0] == f"ValueError: pyattn: ring_attention failed on rank 1: {expected}"
+
+
+def test_key_ranges_of_packed_sequences_end_with_them() -> None:
+    """The last query of the first sequence, on rank 0, sees a key beyond its three."""
+    tokens, begins = torch.zeros(3, 8, 2, 4), torch.tensor([0, 3, 8])
+    ranges = torch.tensor([[0, 3], [1, 2], [0, 4], *[[0, 5]] * 5])
+    for error in pool().run(2, ranks.packed_refusal, tokens, begins, ranges):
+        assert "key_ranges must hold 0 <= begin <= end <= seqlen_k = 3, got [0, 4] for query 2 of rank 0" in error
+
+
 def pairs(ranks: int, layout: str, seqlen: int) -> list[int]:
     """How many keys each rank's queries see together under a causal mask."""
     return [sum(i + 1 for chunk in held for i in chunk) for held in chunks_of(seqlen, ranks, layout)]

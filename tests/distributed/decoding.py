@@ -1,0 +1,61 @@
+"""The code that ranks run for test_cached.py: a text continued over caches that hold its keys together."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyattn import KVCache, distributed
+
+
+def filled(k: Tensor, v: Tensor, lengths: Tensor, page_size: int | None) -> KVCache:
+    """A cache of the first ``lengths`` keys of each sequence."""
+    batch, heads, seqlen, dim = k.shape
+    cache = KVCache(batch, heads, seqlen + 3, dim, head_dim_v=v.shape[3], dtype=k.dtype, page_size=page_size)
+    cache.append(k, v, lengths)
+    return cache
+
+
+def decoded(
+    group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of queries over keys of which rank r has ``lengths[r]`` of each sequence, one after the other."""
+    rank = dist.get_rank(group)
+    first, own = lengths[:rank].sum(0), lengths[rank]
+    at = (first[:, None] + torch.arange(int(own.max()))).clamp(max=k.shape[2] - 1)
+    parts = [t.gather(2, at[:, None, :, None].expand(-1, t.shape[1], -1, t.shape[3])) for t in (k, v)]
+    cache = filled(*parts, own, 16 if rank % 2 else None)
+    given = dict(options)
+    for name in ("mask", "bias"):
+        if name in given:  # the columns of this cache, of which the last are never used
+            columns = given[name].gather(-1, at[:, None, None].expand(*given[name].shape[:3], -1))
+            given[name] = torch.nn.functional.pad(columns, (0, 3))
+    out, lse = distributed.attention_with_cache(q, cache, group, return_lse=True, **given)
+    return out, lse
+
+
+def continued(group: dist.ProcessGroup, k: Tensor, v: Tensor, q: Tensor, prompt: int) -> list[Tensor]:
+    """The prompt cut among the ranks, then token by token; the last rank appends."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    parts = [distributed.shard(t[:, :, :prompt], 2, group, layout="contiguous") for t in (k, v)]
+    cache = KVCache(k.shape[0], k.shape[1], k.shape[2], k.shape[3], dtype=k.dtype)
+    cache.append(*parts)
+    found = []
+    for i in range(prompt, k.shape[2]):
+        if rank == size - 1:
+            cache.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
+        found.append(distributed.attention_with_cache(q[:, :, i : i + 1], cache, group))
+    return found
+
+
+def refusal(group: dist.ProcessGroup, changes: dict[int, dict[str, Any]], window: tuple[int, int] | None) -> str:
+    """The error of a call in which some ranks pass other arguments."""
+    cache = KVCache(1, 2, 8, 4, window=window)
+    cache.append(*torch.zeros(2, 1, 2, 3, 4))
+    arguments = {"q": torch.zeros(1, 2, 1, 4)} | changes.get(dist.get_rank(group), {})
+    try:
+        distributed.attention_with_cache(cache=cache, group=group, **arguments)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
