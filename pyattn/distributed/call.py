@@ -174,7 +174,7 @@ def _facts(tensors: tuple[Tensor, ...], at: int, options: Options) -> dict[str, 
 
 
 def facts_of(options: Options) -> dict[str, Any]:
-    """What all ranks' options must have in common, by name; of masks and biases of own rows, only the kind."""
+    """The facts that options must have in common on all ranks, by name; of masks and biases by row, only the kind."""
     facts: dict[str, Any] = {}
     for name, value in options._asdict().items():
         if not isinstance(value, Tensor):
