@@ -1,14 +1,19 @@
 """The processes that torchrun, or another launcher, started for one training: their places, their errors, restarts."""
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from pyattn.cli import InputError
 from pyattn.cli.ranks import AXES
+
+RESTARTS = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+"""How often torchrun has started these processes again, because one of them ended."""
 
 
 def _begun() -> bool:
@@ -19,11 +24,6 @@ def _begun() -> bool:
 def launched() -> bool:
     """Whether a launcher started this process, alone or with others."""
     return "WORLD_SIZE" in os.environ or _begun()
-
-
-def restarted() -> bool:
-    """Whether torchrun started these processes again, after one of them ended."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def may_restart() -> bool:
@@ -58,18 +58,24 @@ def group(sizes: Sequence[int], device: str) -> Iterator[None]:
         return
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    store, own, world = next(rendezvous("env://"))
+    # Under --max-restarts, torchrun keeps the store, in which gloo would find the addresses of ranks that have ended.
+    store = dist.distributed_c10d.PrefixStore(f"pyattn/{RESTARTS}", store)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=own, world_size=world)
     yield
     dist.destroy_process_group()  # not after an error, which is told through the group's store
 
 
-def _speaks() -> bool:
-    """Whether no other rank has told an error yet: one tells it for all."""
+TRAININGS = itertools.count()
+"""Numbers the trainings of a process group, which may have several."""
+
+
+def _speaks(training: int) -> bool:
+    """Whether no other rank has told an error of this training yet: one tells it for all."""
     if not _begun():
         return rank() == 0  # an error in the options, which all ranks find
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        return bool(dist.distributed_c10d._get_default_store().add(f"pyattn/errors/{count}", 1) == 1)
+        return bool(dist.distributed_c10d._get_default_store().add(f"pyattn/errors/{training}", 1) == 1)
     except RuntimeError:  # its host has ended
         return True
 
@@ -86,6 +92,7 @@ def in_one_voice(work: Callable[[], int]) -> int:
     """
     if not launched():
         return work()
+    training = next(TRAININGS)
     with ExitStack() as quiet:
         if rank():
             nowhere = quiet.enter_context(open(os.devnull, "w"))
@@ -94,7 +101,7 @@ def in_one_voice(work: Callable[[], int]) -> int:
         try:
             return work()
         except Exception as error:
-            if not _speaks():
+            if not _speaks(training):
                 return 2
             if isinstance(error, RuntimeError) and _lost(error):
                 raise InputError("each rank must live until the training ends", "one that ended before") from error

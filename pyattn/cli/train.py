@@ -213,11 +213,11 @@ def begin(options: argparse.Namespace, ranks: Alone) -> int:
             folder = options.out
             if ranks.first:
                 folder = options.out or output.new_folder(Path("runs"))
-                overwrite = options.overwrite or launch.restarted()
+                overwrite = options.overwrite or launch.RESTARTS > 0
                 stack.enter_context(output.held("--out", folder, FILES, overwrite, made=options.out is None))
         folder, before = ranks.same(folder), None
         with ranks.agreement({}):
-            if launch.restarted() and (folder / state.STATE).exists():
+            if launch.RESTARTS and (folder / state.STATE).exists():
                 there = state.load(folder)
                 # Another state is that of the run which --overwrite replaces.
                 before = there if common(there.options, text) | {"text": there.text} == facts else None
