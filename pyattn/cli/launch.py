@@ -23,7 +23,7 @@ def _begun() -> bool:
 
 def launched() -> bool:
     """Whether a launcher started this process, alone or with others."""
-    return "WORLD_SIZE" in os.environ or _begun()
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys() or _begun()
 
 
 def may_restart() -> bool:
@@ -32,13 +32,13 @@ def may_restart() -> bool:
 
 
 def rank() -> int:
-    """The number of this process."""
-    return dist.get_rank() if _begun() else int(os.environ.get("RANK", "0"))
+    """The number of this process, which a launcher started."""
+    return dist.get_rank() if _begun() else int(os.environ["RANK"])
 
 
 def _check(sizes: Sequence[int], device: str) -> None:
     """Raise InputError, on every rank and before any waits for another, if the launch does not fit the options."""
-    world = dist.get_world_size() if _begun() else int(os.environ.get("WORLD_SIZE", "1"))
+    world = dist.get_world_size() if _begun() else int(os.environ["WORLD_SIZE"]) if launched() else 1
     product = torch.Size(sizes).numel()
     if product != world:
         names = ", ".join(f"--{axis}-parallel" for axis in AXES)

@@ -4,10 +4,13 @@ Writes the model (model.safetensors) and the state that --resume needs (training
 validation and at the end, and the loss curve (loss.png). Ctrl-C ends training early and finishes the run as usual;
 --resume continues from the last validation, to the bit. --resume with --steps extends a run. A loss that is infinite or
 NaN ends the run; the model of the last validation is kept.
+
+Under torchrun, --data-parallel, --context-parallel and --tensor-parallel share the work among its processes, with the
+losses of one process to rounding, dropout included; the first process prints, and Ctrl-C ends all without a last
+checkpoint.
 """
 
 import argparse
-import copy
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -149,11 +152,11 @@ def train(options: argparse.Namespace, text: Text, folder: Path, before: state.S
         checkpoint.save(model, path)  # no state: Ctrl-C in a step leaves random numbers drawn
     else:
         keep()
-    loaded = checkpoint.load(path, attend).to(options.device)
-    kept = validate(ranks.part(copy.deepcopy(loaded)), validation, recipe, ranks) == final
+    loaded = ranks.part(checkpoint.load(path, attend).to(options.device))
+    kept = validate(loaded, validation, recipe, ranks) == final
     if not ranks.first:
         return 0
-    model = loaded  # whole, on this process alone
+    model = checkpoint.load(path, attend).to(options.device)  # whole, where a rank has a part
     chart.draw(losses, unigram, title, folder / CURVE)
 
     show_sample(model, text, options)
@@ -191,7 +194,7 @@ def resume(options: argparse.Namespace, here: set[str], ranks: Alone) -> int:
             text = read(options.data, options.context)
             if before.text != state.digest(text):
                 raise InputError("--resume needs the text that its run began with", f"another one in {text.source}")
-            facts |= common(options, text)
+            facts |= common(options, text) | {"the steps done": before.steps}
         return train(options, text, folder, before, ranks)
 
 
@@ -215,12 +218,15 @@ def begin(options: argparse.Namespace, ranks: Alone) -> int:
                 folder = options.out or output.new_folder(Path("runs"))
                 overwrite = options.overwrite or launch.RESTARTS > 0
                 stack.enter_context(output.held("--out", folder, FILES, overwrite, made=options.out is None))
-        folder, before = ranks.same(folder), None
-        with ranks.agreement({}):
+        folder, before, found = ranks.same(folder), None, dict[str, Any]()
+        with ranks.agreement(found):
+            if not folder.is_dir():
+                raise InputError("--out must be a folder that all ranks share", f"{folder}, which this one can't see")
             if launch.RESTARTS and (folder / state.STATE).exists():
                 there = state.load(folder)
                 # Another state is that of the run which --overwrite replaces.
                 before = there if common(there.options, text) | {"text": there.text} == facts else None
+                found["the steps done"] = before and before.steps
         return train(options, text, folder, before, ranks)
 
 

@@ -73,6 +73,8 @@ def ring_attention(
         refuse_positional(ring_attention, positional)
     call = agreed(ring_attention, (q, k, v), group, layout, options, DIMS, {"dropout_origin": dropout_origin})
     if dropout_origin is not None:
+        if len(dropout_origin) != 3 or min(dropout_origin) < 0:
+            raise ValueError(f"pyattn: dropout_origin must be three numbers from 0 on, got {dropout_origin}")
         origins = torch.tensor([[*dropout_origin, 0, 0]], device=q.device)
         call = call._replace(options=call.options._replace(dropout_origins=origins))
     out, lse = ring(call, Dense(call.options, call.q.shape[1], *call.lengths))

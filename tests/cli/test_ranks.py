@@ -73,8 +73,14 @@ def shared(given, parent):
 
 
 def assert_alike(found: state.State, expected: state.State) -> None:
-    """Losses agree to the rounding of ten sums; generators, to the bit."""
-    rounding = 2**-9 if expected.options.dtype == "bfloat16" else 10 * 2**-24
+    """Losses agree to the rounding of ten sums; generators, to the bit; weights in float32, to a hundredth of a step.
+
+    AdamW divides gradients by their size, even those that are all rounding.
+    """
+    rounded = expected.options.dtype == "bfloat16"
+    rounding = 2**-9 if rounded else 10 * 2**-24
+    for name in (name for name in expected.tensors if name.startswith("model.") and not rounded):
+        torch.testing.assert_close(found.tensors[name], expected.tensors[name], rtol=0, atol=5e-3 / 100)
     for kind in ("losses.train", "losses.validation"):
         torch.testing.assert_close(found.tensors[kind], expected.tensors[kind], rtol=rounding, atol=0)
     drawn = [name for name in expected.tensors if name.startswith("generator.")]
