@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from pyattn.cli import InputError
 from pyattn.cli.ranks import AXES
@@ -56,6 +55,8 @@ def group(sizes: Sequence[int], device: str) -> Iterator[None]:
     if not launched() or _begun():
         yield
         return
+    from torch.distributed.rendezvous import rendezvous  # not in every build of torch
+
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     store, own, world = next(rendezvous("env://"))
