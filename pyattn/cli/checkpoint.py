@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pyattn.cli import InputError, output
 from pyattn.cli.gpt import GPT, Attend, Config, attend_pyattn
+from pyattn.cli.ranks import Alone
 
 MODEL = "model.safetensors"
 Expected = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -116,9 +117,15 @@ def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> N
     output.write(path, serialize(dense, metadata=metadata))
 
 
-def save(model: GPT, path: Path) -> None:
-    """Write weights and configuration. The output layer shares the token embedding, so the file holds it once."""
-    write(path, model.state_dict(), {"config": json.dumps(dataclasses.asdict(model.config))})
+def save(model: GPT, path: Path, ranks: Alone | None = None) -> None:
+    """Write weights and configuration. The output layer shares the token embedding, so the file holds it once.
+
+    The first of the ``ranks`` writes, and all wait for it.
+    """
+    ranks, weights = ranks or Alone(), model.weights()
+    with ranks.agreement({}):
+        if ranks.first:
+            write(path, weights, {"config": json.dumps(dataclasses.asdict(model.config))})
 
 
 def load(path: Path, attend: Attend = attend_pyattn) -> GPT:

@@ -14,6 +14,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from pyattn.cli.contention import SpinNotice
 from pyattn.cli.gpt import GPT
+from pyattn.cli.ranks import Alone
 from pyattn.cli.text import Text
 
 TIMES = (1, 2, 4, 8, 16)
@@ -64,6 +65,7 @@ class Training:
     Attributes:
         generator: source of the batches; torch's own generator, which dropout uses, is part of the state too.
         validation: windows (windows, context + 1).
+        ranks: the processes that share the work; each draws the same batches and takes its part.
     """
 
     model: GPT
@@ -72,6 +74,7 @@ class Training:
     recipe: Recipe
     validation: Tensor
     losses: Losses = field(default_factory=Losses)
+    ranks: Alone = field(default_factory=Alone)
 
     @property
     def generators(self) -> dict[str, torch.Generator]:
@@ -101,11 +104,11 @@ def loss_of(model: GPT, windows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def validate(model: GPT, windows: Tensor, recipe: Recipe) -> float:
+def validate(model: GPT, windows: Tensor, recipe: Recipe, ranks: Alone) -> float:
     """The mean loss over ``windows``, one batch at a time, without dropout; the model stays in eval mode."""
     model.eval()
     sums = [loss_of(model, part, recipe.dtype).double() * len(part) for part in torch.split(windows, recipe.batch)]
-    return torch.stack(sums).sum().item() / len(windows)
+    return ranks.total(torch.stack(sums).sum()).item() / len(windows)
 
 
 def make_optimizer(model: GPT) -> torch.optim.AdamW:
@@ -122,7 +125,7 @@ def evaluate(training: Training, step: int) -> float:
     Raises:
         DivergenceError: the loss is not finite.
     """
-    loss = validate(training.model, training.validation, training.recipe)
+    loss = validate(training.model, training.validation, training.recipe, training.ranks)
     if not math.isfinite(loss):
         raise DivergenceError("validation", step, loss)
     training.losses.validation[step] = loss
@@ -183,6 +186,7 @@ def fit(training: Training, batches: Iterator[Tensor], keep: Callable[[], None])
         DivergenceError: a loss is not finite.
     """
     model, optimizer, recipe, losses = training.model, training.optimizer, training.recipe, training.losses
+    ranks = training.ranks
     done = len(losses.train)
     threads = torch.get_num_threads() if model.device.type == "cpu" else 0
     with closing(Progress(recipe.steps, recipe.batch * model.config.context, threads, done)) as progress:
@@ -196,7 +200,8 @@ def fit(training: Training, batches: Iterator[Tensor], keep: Callable[[], None])
             optimizer.zero_grad()
             loss = loss_of(model, next(batches), recipe.dtype)
             torch.autograd.backward(loss)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # GPT-3's bound, same appendix
+            loss = ranks.sum_gradients(model, loss)
+            ranks.clip(model)
             optimizer.step()
             value = loss.item()
             if not math.isfinite(value):

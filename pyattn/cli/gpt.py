@@ -46,6 +46,9 @@ def attend_reference(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, **option
     return cast(Tensor, reference.attention(q, k, v, dropout_p=dropout_p, **options))
 
 
+Drop = Callable[[Tensor, float, bool], Tensor]
+"""``torch.nn.functional.dropout``: an input, the probability of dropping an element, whether to drop any."""
+
 ATTENTIONS: dict[str, Attend] = {"pyattn": attend_pyattn, "sdpa": attend_sdpa, "reference": attend_reference}
 
 
@@ -114,23 +117,24 @@ class Block(nn.Module):
         options = {"window": window, "alibi_slopes": self.slopes, "sinks": self.sinks}
         return {name: value for name, value in options.items() if value is not None}
 
-    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, attend: Attend, drop: Drop) -> Tensor:
         """Maps ``x`` (B, S, width) to the same shape; q, k and v are strided views, so ``attend`` gets no copies."""
         dropout_p = self.dropout if self.training else 0.0
         q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         out = attend(q, k, v, dropout_p, **self.options()).transpose(1, 2).flatten(2)
-        x = x + nn.functional.dropout(self.project(out), dropout_p)
+        x = x + drop(self.project(out), dropout_p, self.training)
         hidden = nn.functional.gelu(self.up(self.mlp_norm(x)), approximate="tanh")
-        return x + nn.functional.dropout(self.down(hidden), dropout_p)
+        return x + drop(self.down(hidden), dropout_p, self.training)
 
 
 class GPT(nn.Module):
-    """Token ids (B, S) to logits (B, S, vocab); ``attend`` may be replaced at any time."""
+    """Token ids (B, S) to logits (B, S, vocab); ``attend`` and ``drop`` may be replaced at any time."""
 
     def __init__(self, config: Config, attend: Attend = attend_pyattn) -> None:
         super().__init__()
         self.config = config
         self.attend = attend
+        self.drop: Drop = nn.functional.dropout
         self.token: nn.Embedding = nn.Embedding(config.vocab, config.width)
         self.position: nn.Embedding | None = None if config.alibi else nn.Embedding(config.context, config.width)
         self.blocks: nn.ModuleList = nn.ModuleList(Block(config) for _ in range(config.layers))
@@ -142,6 +146,10 @@ class GPT(nn.Module):
         """Device of the weights."""
         return self.token.weight.device
 
+    def weights(self) -> dict[str, Tensor]:
+        """The weights by their names."""
+        return dict(self.state_dict())
+
     def init_weights(self) -> None:
         """GPT-2's initialisation: std 0.02, over sqrt(2 layers) for projections into the residual stream; biases 0."""
         for name, parameter in self.named_parameters():
@@ -152,20 +160,28 @@ class GPT(nn.Module):
                 sums = 2 * self.config.layers if joins_stream else 1
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(sums))
 
-    def forward(self, ids: Tensor, attends: Sequence[Attend] | None = None, first: int = 0) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        attends: Sequence[Attend] | None = None,
+        first: int = 0,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Logits (B, S, vocab) of ``ids``, int64 (B, S), the first of which is at position ``first``.
 
         Learned positions end at ``config.context``. ``attends`` has an attention for each block in place of the model's
-        own; it may know the tokens before ``first``.
+        own; it may know the tokens before ``first``. ``positions`` (S,) replaces ``first`` where ids have gaps.
         """
         x = self.token(ids)
         if self.position is not None:
-            if first + ids.shape[1] > self.config.context:
-                raise InputError(f"tokens must fit the context of {self.config.context}", first + ids.shape[1])
-            x = x + self.position(torch.arange(first, first + ids.shape[1], device=ids.device))
-        x = nn.functional.dropout(x, self.config.dropout, self.training)
+            if positions is None:
+                if first + ids.shape[1] > self.config.context:
+                    raise InputError(f"tokens must fit the context of {self.config.context}", first + ids.shape[1])
+                positions = torch.arange(first, first + ids.shape[1], device=ids.device)
+            x = x + self.position(positions)
+        x = self.drop(x, self.config.dropout, self.training)
         for block, attend in zip(self.blocks, attends or [self.attend] * len(self.blocks), strict=True):
-            x = block(x, attend)
+            x = block(x, attend, self.drop)
         return nn.functional.linear(self.norm(x), self.token.weight)
 
     def loss(self, windows: Tensor) -> Tensor:

@@ -5,12 +5,17 @@ import errno
 import fcntl
 import itertools
 import os
+import re
 import secrets
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from pyattn.cli import InputError
+
+SHARDS = re.compile(r"shards-\d+-[0-9a-f]{8}")
+"""Names of the folders that ranks write; one that the state does not name is unfinished or superseded."""
 
 
 def _beside(path: Path) -> Path:
@@ -60,6 +65,13 @@ def _check_file(path: Path) -> None:
     probe = _beside(Path(os.path.realpath(path)))
     probe.touch(exist_ok=False)
     probe.unlink()
+
+
+def remove_shards(run: Path, but: str = "") -> None:
+    """Remove the folders in ``run`` that ranks wrote, all ``but`` this one."""
+    for path in run.iterdir():
+        if SHARDS.fullmatch(path.name) and path.name != but:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def check_file(option: str, path: Path) -> None:

@@ -1,18 +1,23 @@
-"""All that a training needs to continue to the bit: a safetensors file, options as JSON in its metadata; no pickle."""
+"""All that a training needs to continue to the bit: a safetensors file, options as JSON in its metadata; no pickle.
+
+Ranks write weights and moments to a folder that the file names; replacing the file makes a checkpoint the current one.
+"""
 
 import argparse
 import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyattn.cli import InputError, training_options
+from pyattn.cli import InputError, output, training_options
 from pyattn.cli import checkpoint as stored
 from pyattn.cli.fit import Training
 from pyattn.cli.gpt import GPT
+from pyattn.cli.ranks import OPTIONS as OF_RANKS
 from pyattn.cli.text import Text
 
 STATE = "training.safetensors"
@@ -38,16 +43,26 @@ def _parts(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return parts
 
 
+def described(options: argparse.Namespace) -> dict[str, Any]:
+    """The options as they are stored: those of the training, without those of the processes that it runs on."""
+    return {name: str(x) if isinstance(x, Path) else x for name, x in vars(options).items() if name not in OF_RANKS}
+
+
 def save(path: Path, training: Training, options: argparse.Namespace, text: Text) -> None:
     """Write the state of ``training`` between two steps."""
-    losses = training.losses
-    tensors = _parts(training.model, training.optimizer) | {
+    losses, ranks = training.losses, training.ranks
+    tensors = _parts(training.model, training.optimizer)
+    facts = ranks.write(path.parent, len(losses.train), tensors)
+    tensors |= {
         **{f"generator.{name}": generator.get_state() for name, generator in training.generators.items()},
         "losses.train": torch.tensor(list(losses.train.values()), dtype=torch.float64),
         "losses.validation": torch.tensor(list(losses.validation.items()), dtype=torch.float64).view(-1, 2),
     }
-    kept = {name: str(x) if isinstance(x, Path) else x for name, x in vars(options).items()}
-    stored.write(path, tensors, {"options": json.dumps(kept), "text": digest(text)})
+    facts |= {"options": json.dumps(described(options)), "text": digest(text)}
+    with ranks.agreement({}):
+        if ranks.first:
+            stored.write(path, tensors, facts)
+            output.remove_shards(path.parent, but=facts.get("shards", ""))
 
 
 @dataclass(frozen=True)
@@ -73,14 +88,16 @@ class State:
 
     def restore(self, training: Training) -> None:
         """Put ``training``, made for the same options, into the saved state."""
-        model, losses, tensors = training.model, training.losses, self.tensors
+        model, losses, ranks, tensors = training.model, training.losses, training.ranks, self.tensors
         weights = {name.removeprefix("model."): x for name, x in tensors.items() if name.startswith("model.")}
-        model.load_state_dict(weights)
+        model.load_state_dict({name: ranks.cut(name, whole) for name, whole in weights.items()})
         for name, parameter in model.named_parameters():
             if self.steps:
                 known = {key: tensors[f"optimizer.{key}.{name}"] for key in MOMENTS}
                 # AdamW keeps its step count on the CPU, wherever the weights are.
-                moved = {key: x if key == "step" else x.to(parameter.device) for key, x in known.items()}
+                moved = {
+                    key: x if key == "step" else ranks.cut(name, x).to(parameter.device) for key, x in known.items()
+                }
                 training.optimizer.state[parameter] = moved
         losses.train.update(enumerate(tensors["losses.train"].tolist(), 1))
         losses.validation.update((int(step), loss) for step, loss in tensors["losses.validation"].tolist())
@@ -134,8 +151,13 @@ def load(run: Path) -> State:
     try:
         with stored.named(RULE, path):
             facts, tensors = stored.read(path)
-            options = stored.fields(facts, "options", training_options.defaults())
-            options |= {name: Path(options[name]) for name in PATHS if options[name] is not None}
+            if "shards" in facts:
+                from pyattn.cli import shards  # needs torch.distributed, which one process does not
+
+                tensors |= shards.load(run, facts["shards"])
+            defaults = training_options.defaults()
+            options = stored.fields(facts, "options", described(argparse.Namespace(**defaults)))
+            options = defaults | options | {name: Path(options[name]) for name in PATHS if options[name] is not None}
             named = argparse.Namespace(**options)
             training_options.check(named)
             _check(named, tensors)

@@ -4,17 +4,23 @@ Writes the model (model.safetensors) and the state that --resume needs (training
 validation and at the end, and the loss curve (loss.png). Ctrl-C ends training early and finishes the run as usual;
 --resume continues from the last validation, to the bit. --resume with --steps extends a run. A loss that is infinite or
 NaN ends the run; the model of the last validation is kept.
+
+Under torchrun, --data-parallel, --context-parallel and --tensor-parallel share the work among its processes, with the
+losses of one process to rounding, dropout included; the first process prints, and Ctrl-C ends all without a last
+checkpoint.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pyattn import isa
-from pyattn.cli import InputError, chart, checkpoint, generation, output, state
+from pyattn.cli import InputError, chart, checkpoint, generation, launch, output, state
 from pyattn.cli.checkpoint import MODEL
 from pyattn.cli.compare import compare
 from pyattn.cli.fit import (
@@ -30,8 +36,10 @@ from pyattn.cli.fit import (
 )
 from pyattn.cli.gpt import ATTENTIONS, GPT
 from pyattn.cli.options import DTYPES
+from pyattn.cli.ranks import OPTIONS as OF_RANKS
+from pyattn.cli.ranks import Alone
 from pyattn.cli.text import Text, read
-from pyattn.cli.training_options import check, config_of, given, parser, prompt_size
+from pyattn.cli.training_options import check, config_of, given, parser, prompt_size, sizes
 
 BFLOAT16_PRODUCTS = ("avx512_bf16",)
 """Instruction sets with bfloat16 products; on others it is first converted to float32, in torch's linears too."""
@@ -96,17 +104,17 @@ def give_up(reason: DivergenceError, losses: Losses, lr: float, folder: Path) ->
     print(f"pyattn: training diverged, {reason}{left}: lower --lr, got {lr:g}", file=sys.stderr)
 
 
-def train(options: argparse.Namespace, text: Text, folder: Path, before: state.State | None) -> int:
+def train(options: argparse.Namespace, text: Text, folder: Path, before: state.State | None, ranks: Alone) -> int:
     """Train from the beginning, or from the state ``before``; save, show a sample and the comparison."""
     config, path = config_of(options), folder / MODEL
     recipe = Recipe(options.steps, options.batch, options.lr, options.eval_every, DTYPES[options.dtype])
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     attend = ATTENTIONS[options.attention]
-    model = GPT(config, attend).to(options.device)
+    model = ranks.part(GPT(config, attend).to(options.device))
     generator = torch.Generator().manual_seed(options.seed)
     validation = text.validation_windows(VALIDATION_WINDOWS, options.context)
-    training = Training(model, make_optimizer(model), generator, recipe, validation)
+    training = Training(model, make_optimizer(model), generator, recipe, validation, ranks=ranks)
     losses = training.losses
     if before is not None:
         before.restore(training)
@@ -115,7 +123,7 @@ def train(options: argparse.Namespace, text: Text, folder: Path, before: state.S
         print(f"resumed    after {len(losses.train)} of {options.steps} steps")
 
     def keep() -> None:
-        checkpoint.save(model, path)
+        checkpoint.save(model, path, ranks)
         state.save(folder / state.STATE, training, options, text)
 
     batches = text.batches(options.batch, options.context, generator)
@@ -126,6 +134,9 @@ def train(options: argparse.Namespace, text: Text, folder: Path, before: state.S
         try:
             fit(training, batches, keep)
         except KeyboardInterrupt:
+            if ranks.many:  # each rank may have stopped in another step
+                print(f"stopped    by Ctrl-C; --resume {folder} continues from the last validation")
+                return 130
             interrupted = True
             print(
                 f"stopped    by Ctrl-C after {len(losses.train)} of {options.steps} steps; --resume {folder} continues"
@@ -133,14 +144,19 @@ def train(options: argparse.Namespace, text: Text, folder: Path, before: state.S
         final = evaluate(training, len(losses.train))
     except DivergenceError as reason:
         give_up(reason, losses, options.lr, folder)
-        chart.draw(losses, unigram, title, folder / CURVE)
+        if ranks.first:
+            chart.draw(losses, unigram, title, folder / CURVE)
         return 1
 
     if interrupted:
         checkpoint.save(model, path)  # no state: Ctrl-C in a step leaves random numbers drawn
     else:
         keep()
-    kept = validate(checkpoint.load(path, attend).to(options.device), validation, recipe) == final
+    loaded = ranks.part(checkpoint.load(path, attend).to(options.device))
+    kept = validate(loaded, validation, recipe, ranks) == final
+    if not ranks.first:
+        return 0
+    model = checkpoint.load(path, attend).to(options.device)  # whole, where a rank has a part
     chart.draw(losses, unigram, title, folder / CURVE)
 
     show_sample(model, text, options)
@@ -154,35 +170,88 @@ def train(options: argparse.Namespace, text: Text, folder: Path, before: state.S
     return 0 if kept and agree else 1
 
 
-def resume(folder: Path, steps: int | None) -> int:
-    """Continue training from the state in ``folder``, to ``steps`` in all; None: as many as the run planned."""
-    if not folder.is_dir():
-        raise InputError(state.RULE, folder / state.STATE)
-    with output.held("--resume", folder, FILES, overwrite=True):
-        before = state.load(folder)
-        options = argparse.Namespace(**vars(before.options) | {"resume": folder})
-        if steps is not None:
-            if steps < before.steps:
-                raise InputError(f"--steps must be at least the {before.steps} steps that are done", steps)
-            options.steps = steps
-            check(options)
-        text = read(options.data, options.context)
-        if before.text != state.digest(text):
-            raise InputError("--resume needs the text that its run began with", f"another one in {text.source}")
-        return train(options, text, folder, before)
+def resumed(folder: Path, options: argparse.Namespace, here: set[str]) -> tuple[argparse.Namespace, state.State]:
+    """The options by which the run in ``folder`` continues, a few of them from ``here``, and its state."""
+    before = state.load(folder)
+    own = {name: getattr(options, name) for name in ("resume", *OF_RANKS)}
+    options = argparse.Namespace(**vars(before.options) | own | ({"steps": options.steps} if "steps" in here else {}))
+    if options.steps < before.steps:
+        raise InputError(f"--steps must be at least the {before.steps} steps that are done", options.steps)
+    check(options)
+    return options, before
+
+
+def resume(options: argparse.Namespace, here: set[str], ranks: Alone) -> int:
+    """Continue the run in ``--resume`` to ``--steps`` in all, or without it to as many as the run planned."""
+    folder, facts = options.resume, dict[str, Any]()
+    with ExitStack() as stack:
+        with ranks.agreement(facts):
+            if not folder.is_dir():
+                raise InputError(state.RULE, folder / state.STATE)
+            if ranks.first:
+                stack.enter_context(output.held("--resume", folder, FILES, overwrite=True))
+            options, before = resumed(folder, options, here)
+            text = read(options.data, options.context)
+            if before.text != state.digest(text):
+                raise InputError("--resume needs the text that its run began with", f"another one in {text.source}")
+            facts |= common(options, text) | {"the steps done": before.steps}
+        return train(options, text, folder, before, ranks)
+
+
+def common(options: argparse.Namespace, text: Text) -> dict[str, Any]:
+    """Options and text, which all ranks must have in common."""
+    return {name: x for name, x in state.described(options).items() if name != "threads"} | {"text": state.digest(text)}
+
+
+def begin(options: argparse.Namespace, ranks: Alone) -> int:
+    """Train a new model; in processes that torchrun started again, continue from the last checkpoint."""
+    facts = dict[str, Any]()
+    with ExitStack() as stack:
+        with ranks.agreement(facts):
+            if options.out is None and launch.may_restart():
+                raise InputError("--out must be given under --max-restarts, which continues there", "none")
+            text = read(options.data, options.context)
+            facts |= common(options, text)
+        with ranks.agreement({}):
+            folder = options.out
+            if ranks.first:
+                folder = options.out or output.new_folder(Path("runs"))
+                overwrite = options.overwrite or launch.RESTARTS > 0
+                stack.enter_context(output.held("--out", folder, FILES, overwrite, made=options.out is None))
+        folder, before, found = ranks.same(folder), None, dict[str, Any]()
+        with ranks.agreement(found):
+            if not folder.is_dir():
+                raise InputError("--out must be a folder that all ranks share", f"{folder}, which this one can't see")
+            if launch.RESTARTS and (folder / state.STATE).exists():
+                there = state.load(folder)
+                # Another state is that of the run which --overwrite replaces.
+                before = there if common(there.options, text) | {"text": there.text} == facts else None
+                found["the steps done"] = before and before.steps
+        return train(options, text, folder, before, ranks)
+
+
+def ranks_of(options: argparse.Namespace) -> Alone:
+    """The ranks of this training; in a process that nobody launched, one."""
+    if not launch.launched():
+        return Alone()
+    from pyattn.cli.mesh import Mesh  # needs torch.distributed, which one process does not
+
+    return Mesh(tuple(sizes(options)), options.device)
 
 
 def run(argv: Sequence[str]) -> int:
     """Train a new model, or continue one. Returns the exit code."""
-    options = parser(__doc__).parse_args(argv)
-    if options.resume is not None:
+
+    def work() -> int:
+        options = parser(__doc__).parse_args(argv)
         here = given(argv)
-        if others := sorted(here - {"resume", "steps"}):
+        if options.resume is not None and (others := sorted(here - {"resume", "steps", *OF_RANKS})):
             got = " ".join(f"--{name.replace('_', '-')}" for name in others)
             raise InputError("--resume continues by the options of its run but --steps, leave others out", got)
-        return resume(options.resume, options.steps if "steps" in here else None)
-    check(options)
-    text = read(options.data, options.context)
-    folder = options.out or output.new_folder(Path("runs"))
-    with output.held("--out", folder, FILES, options.overwrite, made=options.out is None):
-        return train(options, text, folder, None)
+        if options.resume is None:
+            check(options)
+        with launch.group(sizes(options), options.device):
+            ranks = ranks_of(options)
+            return begin(options, ranks) if options.resume is None else resume(options, here, ranks)
+
+    return launch.in_one_voice(work)

@@ -11,6 +11,7 @@ from pyattn.cli import InputError, generation
 from pyattn.cli.gpt import ATTENTIONS, Config
 from pyattn.cli.limits import at_least, check_memory, check_positive
 from pyattn.cli.options import DEVICES, Command
+from pyattn.cli.ranks import OPTIONS as OF_RANKS
 from pyattn.options import UNBOUNDED
 
 PRODUCTS = ("float32", "bfloat16")
@@ -67,6 +68,13 @@ def parser(about: str | None = None) -> Command:
         "continues to the bit; default: begin a run",
     )
 
+    across = made.add_argument_group(
+        "several processes", "torchrun --nproc-per-node N -m pyattn train ..., where N is the product of these"
+    )
+    made.option("data-parallel", 1, "ranks that share each batch", at_least(1), across)
+    made.option("context-parallel", 1, "ranks that share the positions of each window", at_least(1), across)
+    made.option("tensor-parallel", 1, "ranks that share the heads and features of each block", at_least(1), across)
+
     output = made.add_argument_group("output")
     output.add_argument("--out", type=Path, help="folder to write; default: a new one in runs/, named by the time")
     output.add_argument("--overwrite", action="store_true", help="replace an earlier run's files in --out")
@@ -93,6 +101,11 @@ def config_of(options: argparse.Namespace) -> Config:
     return Config(**given | {"window": tuple(options.window)})
 
 
+def sizes(options: argparse.Namespace) -> list[int]:
+    """How many ranks share each axis of the mesh."""
+    return [getattr(options, name) for name in OF_RANKS]
+
+
 def prompt_size(options: argparse.Namespace) -> int:
     """Number of bytes that the sample continues."""
     quarter: int = options.context // 4
@@ -108,6 +121,14 @@ def check(options: argparse.Namespace) -> None:
     extras = tuple(options.window) != UNBOUNDED or options.sinks or options.alibi
     if options.attention == "sdpa" and extras:
         raise InputError("--window, --sinks and --alibi need another --attention", options.attention)
+    several = sizes(options) != [1] * len(OF_RANKS)
+    if options.attention != "pyattn" and (options.context_parallel > 1 or (options.dropout and several)):
+        rule = "--context-parallel, and --dropout on several ranks, need --attention pyattn"
+        raise InputError(rule, options.attention)
+    if options.heads % options.tensor_parallel:
+        raise InputError(
+            "--heads must be a multiple of --tensor-parallel", f"{options.heads} and {options.tensor_parallel}"
+        )
     config = config_of(options)
     windows = options.batch * options.context * 4 * (config.vocab + config.width * config.layers)
     # Weights, gradients and AdamW's two moments; logits, and each block's output to the residual stream.

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
@@ -32,6 +33,7 @@ def ring_attention(
     *positional: object,
     layout: str = "zigzag",
     return_lse: bool = False,
+    dropout_origin: tuple[int, int, int] | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`pyattn.attention` over a sequence of which each rank has a part.
@@ -49,6 +51,8 @@ def ring_attention(
             key_ranges, mask, bias: the rows of this rank's queries, and all keys. dropout_seed: default: drawn by rank
             0.
         return_lse: also return lse.
+        dropout_origin: (sequence, num_heads_q, head), if the ranks have some sequences or heads of a larger call: the
+            first sequence, the number of heads of that call and the first head; the same weights are dropped as there.
 
     Returns:
         ``out`` (B, Hq, Sq of this rank, Dv) or ``(out, lse)``, differentiable once. The loss is the sum of the ranks'
@@ -67,7 +71,12 @@ def ring_attention(
     """
     if positional:
         refuse_positional(ring_attention, positional)
-    call = agreed(ring_attention, (q, k, v), group, layout, options, DIMS, {})
+    call = agreed(ring_attention, (q, k, v), group, layout, options, DIMS, {"dropout_origin": dropout_origin})
+    if dropout_origin is not None:
+        if len(dropout_origin) != 3 or min(dropout_origin) < 0:
+            raise ValueError(f"pyattn: dropout_origin must be three numbers from 0 on, got {dropout_origin}")
+        origins = torch.tensor([[*dropout_origin, 0, 0]], device=q.device)
+        call = call._replace(options=call.options._replace(dropout_origins=origins))
     out, lse = ring(call, Dense(call.options, call.q.shape[1], *call.lengths))
     return (out, lse) if return_lse else out
 

@@ -98,6 +98,16 @@ def packed(
     return [*(t.detach() for t in whole), *(summed(t, group) for t in found[3:])]
 
 
+def of_larger_call(group: dist.ProcessGroup, qkv: Sequence[Tensor], first: int, head: int, seed: int) -> Tensor:
+    """out for the sequences from ``first`` on and the heads from ``head`` on, put together again."""
+    heads = qkv[0].shape[1]
+    parts = [distributed.shard(t[first:, head:], 2, group) for t in qkv]
+    origin = first, heads, head
+    out = distributed.ring_attention(*parts, group, dropout_p=0.4, dropout_seed=seed, dropout_origin=origin)
+    assert isinstance(out, Tensor)
+    return distributed.unshard(out, 2, group)
+
+
 def refusal(group: dist.ProcessGroup, changes: dict[int, dict[str, Any]]) -> str:
     """The error of a call whose arguments some ranks change."""
     rank = dist.get_rank(group)

@@ -217,6 +217,15 @@ def test_context_parallel(layout: str, kwargs: dict[str, Any]) -> None:
         torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
 
 
+def test_dropout_of_a_larger_call() -> None:
+    """Ranks with some of its sequences and heads drop the weights that it drops."""
+    seeded(0)
+    qkv = torch.randn(3, 3, 4, 20, 8).unbind()
+    truth = attention(*qkv, dropout_p=0.4, dropout_seed=7)
+    for found in pool().run(2, ranks.of_larger_call, qkv, 1, 2, 7):
+        torch.testing.assert_close(found, truth[1:, 2:])
+
+
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("end", ["raise", "exit", "kill"])
 def test_a_rank_that_fails(end: str, phase: str) -> None:
@@ -237,8 +246,9 @@ def test_a_rank_that_fails(end: str, phase: str) -> None:
         ({"sinks": torch.zeros(3)}, "sinks"),
         ({"mask": torch.ones(4, 12)}, "mask"),
         ({"alibi_slopes": torch.zeros(1, 2, 2)}, "alibi_slopes"),
+        ({"dropout_origin": (0, -1, 0)}, "dropout_origin must be three numbers from 0 on, got (0, -1, 0)"),
     ],
-    ids=["columns", "sinks", "mask", "slopes"],
+    ids=["columns", "sinks", "mask", "slopes", "origin"],
 )
 def test_refused_calls_leave_no_message(arguments: dict[str, Any], message: str) -> None:
     """Arguments that are alike on all ranks but wrong are refused before anything is sent."""
