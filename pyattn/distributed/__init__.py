@@ -6,13 +6,18 @@
 from pyattn.distributed.attention import ring_attention, ring_attention_varlen, ulysses_attention, usp_attention
 from pyattn.distributed.context import context_parallel
 from pyattn.distributed.layout import shard, unshard
+from pyattn.distributed.states import whole_state_dict
+from pyattn.distributed.tensor_parallel import TensorParallel, tensor_parallel
 
 __all__ = [
+    "TensorParallel",
     "context_parallel",
     "ring_attention",
     "ring_attention_varlen",
     "shard",
+    "tensor_parallel",
     "ulysses_attention",
     "unshard",
     "usp_attention",
+    "whole_state_dict",
 ]
