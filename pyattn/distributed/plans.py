@@ -1,7 +1,7 @@
 """Plans: which part of each parameter a rank has of a multi-head module, so that it has some of the heads."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
@@ -60,9 +60,7 @@ PLANS: dict[type, Plan] = {
             **_linears(out="out_proj"),
         }
     ),
-    book.MHAPyTorchScaledDotProduct: Plan(
-        {**dict.fromkeys(_FUSED, Shard(1)), **_linears(out="proj")}, fused=_FUSED
-    ),
+    book.MHAPyTorchScaledDotProduct: Plan({**dict.fromkeys(_FUSED, Shard(1)), **_linears(out="proj")}, fused=_FUSED),
     book.MHAPyTorchClass: Plan(
         {
             **dict.fromkeys(_IN_PROJ, Shard(1)),
@@ -112,3 +110,12 @@ def place_of(module: Module, name: str) -> tuple[Module, str]:
     """The submodule that has the attribute of this dotted name, and its name there."""
     owner, _, leaf = name.rpartition(".")
     return module.get_submodule(owner), leaf
+
+
+def home_of(module: Module, name: str) -> tuple[dict[str, Any], str]:
+    """The dict that has the parameter of this dotted name, and its name there.
+
+    DistributedDataParallel makes DTensors ordinary attributes.
+    """
+    owner, leaf = place_of(module, name)
+    return vars(owner) if leaf in vars(owner) else owner._parameters, leaf

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.functional import linear
 
 from pyattn.arguments import check_type
-from pyattn.distributed.plans import Part, Plan, place_of, plan_of
+from pyattn.distributed.plans import Part, Plan, home_of, place_of, plan_of
 from pyattn.distributed.ranks import agree, ranks_of
 from pyattn.distributed.states import take_part
 from pyattn.dropout import Draws, draw_seed
@@ -65,10 +65,10 @@ def tensor_parallel(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int |
     except (TypeError, ValueError) as problem:  # all ranks must hear of it
         error = problem
     agree("tensor_parallel", ranks, facts, [], error)
-    assert isinstance(module, Heads)
     if plan.single:
-        num_heads = len(module.heads)
-        _keep_heads(module.heads, mesh, num_heads, src_data_rank)
+        heads: Any = module.heads
+        num_heads = len(heads)
+        _keep_heads(heads, mesh, num_heads, src_data_rank)
     else:
         num_heads = _counts(module, plan)[plan.counts[0]]
     for name, placement in plan.placements.items():
@@ -84,12 +84,13 @@ def tensor_parallel(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int |
     first = num_heads // ranks.size * ranks.own
     vars(module)["part"] = Part(mesh, plan, num_heads, range(first, first + num_heads // ranks.size))
     module.register_load_state_dict_pre_hook(take_part)
-    module.__class__ = type(f"TensorParallel{type(module).__name__}", (_OfRank, type(module)), {})
+    forward = torch.compiler.disable(_OfRank.forward)  # here, because it imports the compiler
+    module.__class__ = type(f"TensorParallel{type(module).__name__}", (_OfRank, type(module)), {"forward": forward})
     return module
 
 
 class TensorParallel(ParallelStyle):
-    """:func:`tensor_parallel` for torch's plans: ``parallelize_module(model, mesh, {"blocks.*.att": TensorParallel()})``.
+    """:func:`tensor_parallel` in a plan of torch's ``parallelize_module``: ``{"blocks.*.att": TensorParallel()}``.
 
     x may be a DTensor of any placement, as from ``PrepareModuleInput``.
     """
@@ -211,14 +212,14 @@ class _OfRank(Heads):
         """Within the context, parameters are this rank's parts of them, as the module's code multiplies them."""
         kept = []
         for name in self.part.plan.placements:
-            owner, leaf = place_of(self, name)
-            parameter = owner._parameters.get(leaf)
+            home, leaf = home_of(self, name)
+            parameter = home.get(leaf)
             if isinstance(parameter, DTensor):
-                kept.append((owner, leaf, parameter))
+                kept.append((home, leaf, parameter))
                 own: Any = parameter.to_local()
-                owner._parameters[leaf] = own.flatten(0, 1) if name in self.part.plan.fused else own
+                home[leaf] = own.flatten(0, 1) if name in self.part.plan.fused else own
         try:
             yield
         finally:
-            for owner, leaf, parameter in kept:
-                owner._parameters[leaf] = parameter
+            for home, leaf, parameter in kept:
+                home[leaf] = parameter
