@@ -3,6 +3,7 @@
 .. include:: README.md
 """
 
+from pyattn.distributed import tensors
 from pyattn.distributed.attention import ring_attention, ring_attention_varlen, ulysses_attention, usp_attention
 from pyattn.distributed.context import context_parallel
 from pyattn.distributed.layout import shard, unshard
@@ -21,3 +22,5 @@ __all__ = [
     "usp_attention",
     "whole_state_dict",
 ]
+
+tensors.register()

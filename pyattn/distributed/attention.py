@@ -44,7 +44,8 @@ def ring_attention(
         k: (B, Hkv, Sk of this rank, D).
         v: (B, Hkv, Sk of this rank, Dv).
         group: the ranks: a process group or a mesh of one dimension; None: all.
-        layout: which positions each rank has, as :func:`shard` cuts them: ``"zigzag"`` or ``"contiguous"``.
+        layout: which positions each rank has, as :func:`shard` cuts them: ``"zigzag"``, ``"contiguous"`` or
+            ``"chunk"``.
         options: as for :func:`pyattn.attention`, with positions of the whole sequence and these differences.
             key_ranges, mask, bias: the rows of this rank's queries, and all keys. dropout_seed: default: drawn by rank
             0.
