@@ -1,4 +1,4 @@
-"""Attention over sequences whose parts lie on several ranks, by torch.distributed.
+"""Attention over several ranks, which divide the sequence or the heads, by torch.distributed.
 
 .. include:: README.md
 """

@@ -21,7 +21,7 @@ from pyattn.ops.schema import Options
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 
-LAYOUTS = ("zigzag", "contiguous")
+LAYOUTS = ("zigzag", "contiguous", "chunk")
 
 
 @pytest.mark.parametrize(
