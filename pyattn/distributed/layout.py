@@ -37,8 +37,9 @@ def chunks_of(seqlen: int, ranks: int, layout: str, inner: int = 1) -> Chunks:
         contiguous, chunk, 4 ranks    0 | 1 | 2 | 3
         zigzag, 4 ranks               0 | 1 | 2 | 3 | 3 | 2 | 1 | 0
 
-    Lengths differ by at most one; those of ``chunk`` are torch.chunk's and a DTensor's, equal up to the last. Under a causal mask a late chunk sees more keys than an early one; with zigzag, each rank has one of
-    both and sees as many as the others. Groups of ``inner`` ranks cut what one rank would hold.
+    Lengths differ by at most one; those of ``chunk`` are torch.chunk's and a DTensor's, equal up to the last. Under a
+    causal mask a late chunk sees more keys than an early one; with zigzag, each rank has one of both and sees as many
+    as the others. Groups of ``inner`` ranks cut what one rank would hold.
     """
     outer = ranks // inner
     parts = 2 * outer if layout == "zigzag" else outer

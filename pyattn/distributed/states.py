@@ -13,7 +13,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     """The state dict that one process's model would have, on every rank.
 
     All ranks of the modules' meshes must call it. ``load_state_dict`` takes it, in the model of one process and in the
-    parallel one.
+    parallel one, there before ``fully_shard``.
 
     Args:
         model: a model with modules divided by :func:`tensor_parallel`, or such a module.

@@ -7,8 +7,9 @@ Each dimension of their mesh has one role, by the placements of q, k and v::
     positions       ring_attention between the ranks
     none            q, k and v are whole, and so is out
 
-Shards of batch and heads without dropout are left to :mod:`pyattn.sharding`. Tensors placed in other ways than their
-role asks for are redistributed first, options too; an option that is not a DTensor is one that all ranks have whole.
+Shards of batch and heads without dropout are left to :mod:`pyattn.sharding`, if all options are DTensors. Tensors
+placed in other ways than their role asks for are redistributed first, options too; an option that is not a DTensor is
+one that all ranks have whole.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +44,7 @@ class _Call(NamedTuple):
     dims: Mapping[int, int]
 
     def placements(self) -> list[Any]:
-        """Those of q, k, v and out."""
+        """The placements of q, k, v and out."""
         return [Replicate() if role is None else Shard(self.dims[role]) for role in self.roles]
 
     def local(self, tensor: Tensor, placements: Sequence[Any]) -> Tensor:
@@ -71,7 +72,7 @@ class _Call(NamedTuple):
         """The number of this rank's first sequence or head."""
         for at, own in enumerate(self.roles):
             if own == role:
-                return min(-(-size // self.mesh.size(at)) * self.mesh.get_local_rank(at), size)
+                return size // self.mesh.size(at) * self.mesh.get_local_rank(at)
         return 0
 
     def draws(self, seed: int | Tensor | None, batch: int, num_heads: int) -> Draws:
@@ -98,12 +99,15 @@ class _Call(NamedTuple):
 
 
 def _role(at: int, tensors: tuple[DTensor, ...], dims: Mapping[int, int]) -> int | None:
-    """The role of a dimension of the mesh: that of the first of q, k and v that it shards, if all can be."""
-    heads_kv = tensors[1].shape[dims[HEADS]]
+    """The role of a dimension of the mesh: that of the first of q, k and v that it shards, if all can be.
+
+    As in :mod:`pyattn.sharding`, numbers of sequences and KV heads must be multiples of its size.
+    """
     for tensor in tensors:
         for role, dim in dims.items():
             if tensor.placements[at] == Shard(dim):
-                return None if role == HEADS and heads_kv % tensor.device_mesh.size(at) else role
+                uneven = tensors[1].shape[dim] % tensor.device_mesh.size(at)
+                return None if uneven and role != POSITIONS else role
     return None
 
 
@@ -124,7 +128,8 @@ def _dense(q: Any, k: Tensor, v: Tensor, *, return_lse: bool, **options: Any) ->
     if q.dim() != 4:
         return None
     call = _call(q, k, v, DENSE)
-    if POSITIONS not in call.roles and not options.get("dropout_p"):
+    mixed = any(isinstance(value, Tensor) and not isinstance(value, DTensor) for value in options.values())
+    if POSITIONS not in call.roles and not options.get("dropout_p") and not mixed:
         return None
     return _computed(call, attention, ring_attention, (q, k, v), (), return_lse, options)
 

@@ -99,6 +99,7 @@ def compare_all(group: dist.ProcessGroup, cases: list[tuple[Any, ...]]) -> None:
         compare(group, *case)
 
 
+@torch.inference_mode()
 def decoding(group: dist.ProcessGroup, name: str, own_cache: bool) -> None:
     """A prompt and then token by token, over a cache of the rank's heads, as one process does."""
     module = made(name, torch.float64, 0.0, {}).eval()
@@ -111,7 +112,7 @@ def decoding(group: dist.ProcessGroup, name: str, own_cache: bool) -> None:
         cache = KVCache(2, heads, LENGTH, each.head_dim, dtype=torch.float64)
         options: dict[str, Any] = {"use_cache": True} if own_cache else {"kv_cache": cache}
         parts = [x[:, :4], *x[:, 4:].split(1, 1)]
-        outs.append(torch.cat([each(part, **options).detach() for part in parts], 1))
+        outs.append(torch.cat([each(part, **options) for part in parts], 1))
         if own_cache:
             assert each._own_cache.cache.k.shape[1] == heads
     torch.testing.assert_close(outs[1], outs[0], rtol=1e-12, atol=1e-12)

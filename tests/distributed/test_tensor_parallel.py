@@ -81,7 +81,7 @@ def test_states(name: str) -> None:
     pool().run(2, parallel.states, name)
 
 
-@pytest.mark.parametrize("name", ["MultiHeadAttention", "MHAPyTorchClass", "Ch03_MHA_Wrapper"])
+@pytest.mark.parametrize("name", ["MHAPyTorchClass", "Ch03_MHA_Wrapper"])
 def test_distributed_checkpoints(name: str, tmp_path: Path) -> None:
     pool().run(8, parallel.saved, name, str(tmp_path))
 

@@ -76,13 +76,22 @@ def test_options(dim: int, shards: dict[str, int]) -> None:
 )
 def test_dropout(places: tuple[int | None, ...], expected: str) -> None:
     """The weights that one process drops, though ranks' generators differ; rank 0's seed is used."""
-    found, _ = run(3, "attention", [places], inputs(4, (6, 3), (7, 7)), (), DROPPED)
+    found, _ = run(3, "attention", [places], inputs(3, (6, 3), (7, 7)), (), DROPPED)
     assert found == expected
 
 
-def test_heads_that_cannot_be_divided() -> None:
-    """Query heads without their KV heads are put together."""
-    assert run(3, "attention", [(1, None, None)], inputs(2, (4, 2), (7, 7)), (), DROPPED)[0] == "(Replicate(),)"
+@pytest.mark.parametrize("places", [(1, None, None), (0, 0, 0)], ids=["heads", "batch"])
+def test_numbers_that_cannot_be_divided(places: tuple[int | None, ...]) -> None:
+    """Query heads without their KV heads, and one sequence for three ranks, are put together."""
+    options = {**DROPPED, "alibi_slopes": torch.rand(1, 4).double()}
+    assert run(3, "attention", [places], inputs(1, (4, 2), (7, 7)), (), options)[0] == "(Replicate(),)"
+
+
+def test_plain_options_without_dropout() -> None:
+    """Options that are not DTensors beside q, k and v that are."""
+    options = {"sinks": torch.ones(4).double(), "bias": torch.rand(2, 4, 7, 7).double()}
+    for dim in (0, 1):
+        run(2, "attention", [(dim,) * 3], inputs(2, (4, 2), (7, 7)), (), options)
 
 
 def test_meshes_of_two_dimensions() -> None:
