@@ -163,7 +163,7 @@ class _OfRank(Heads):
         return output_of(out, None if weights is None else self._all(weights, Shard(1)))
 
     def attend(self, projection: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
-        if 0 < dropout_probability(options["dropout"]) < 1:
+        if 0 < dropout_probability(options["dropout"]) < 1:  # with 1, one process draws no seed
             origin = [[0, self.part.num_heads, self.part.heads.start, 0, 0]]
             options["dropout_seed"] = Draws(self._seeds(1, q.device)[0], torch.tensor(origin, device=q.device))
         return super().attend(projection, q, k, v, **options)
