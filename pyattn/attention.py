@@ -11,6 +11,7 @@ from pyattn.derivatives.tangents import DENSE
 from pyattn.dropout import dropout_mask
 from pyattn.options import AttentionOptions
 from pyattn.parse import parse, takes_options
+from pyattn.takers import TAKERS, taken
 
 __all__ = ["attention", "dropout_mask"]
 
@@ -104,6 +105,9 @@ def attention(
         check_tensor("q", q)
         check_tensor("k", k)
         check_tensor("v", v)
+        if TAKERS and (result := taken("attention", q, k, v, return_lse=return_lse, **options)) is not None:
+            whole: Tensor | tuple[Tensor, Tensor] = result
+            return whole
     known = parse(attention, options, q.device) if options else ()
     if torch._C._is_any_autocast_enabled():
         q, k, v = cast(q), cast(k), cast(v)

@@ -19,6 +19,7 @@ from pyattn.arguments import (
     check_type,
     check_window,
 )
+from pyattn.dropout import Draws
 from pyattn.key_ranges import KeyRanges
 from pyattn.ops.schema import UNBOUNDED, Options, Packing
 
@@ -47,6 +48,11 @@ def _check_flag(name: str, value: object) -> None:
 def _check_integer(name: str, value: object) -> None:
     check_type(name, value, int, torch.SymInt, Tensor)
     check_64_bits(name, value)
+
+
+def _check_seed(name: str, value: object) -> None:
+    if not isinstance(value, Draws):
+        _check_integer(name, value)
 
 
 def _check_ranges(name: str, value: object) -> None:
@@ -162,7 +168,7 @@ class AttentionOptions(TypedDict, total=False):
     dropout_seed: Annotated[
         int | Tensor | None,
         Option(
-            _check_integer,
+            _check_seed,
             "an int or an int64 scalar tensor. Seed and position alone decide which weights are dropped, as "
             ":func:`pyattn.dropout_mask` shows, for any number of threads, instruction set and device. Default: drawn "
             "from torch's generator, so ``torch.manual_seed`` repeats it and activation checkpointing recomputes it.",

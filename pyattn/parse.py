@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyattn.arguments import int64_of, refuse
 from pyattn.autocast import cast, cast_rows
-from pyattn.dropout import draw_seed
+from pyattn.dropout import Draws, draw_seed
 from pyattn.key_ranges import plain
 from pyattn.ops.schema import DEFAULTS, PLACES
 from pyattn.options import FLOATS, MAY_BE_NONE, OPTIONS, PEERS, TYPES
@@ -62,8 +62,12 @@ def parse(function: Callable[..., object], given: Mapping[str, Any], device: tor
         for name, to in (("bias", cast), ("alibi_slopes", cast_rows), ("sinks", cast_rows)):
             values[name] = None if values[name] is None else to(values[name])
     if "dropout_p" in given or "dropout_seed" in given:
+        last = "dropout_seed"
+        if isinstance(values[last], Draws) and values["dropout_p"]:
+            values[last], values["dropout_origins"] = values[last]
+            last = "dropout_origins"
         values["dropout_seed"] = _seed(values["dropout_p"], values["dropout_seed"], device)
-        count = PLACES["dropout_seed"] + 1 if values["dropout_p"] else min(count, PLACES["dropout_p"])
+        count = PLACES[last] + 1 if values["dropout_p"] else min(count, PLACES["dropout_p"])
     return tuple(values.values())[:count]
 
 

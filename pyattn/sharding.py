@@ -2,7 +2,7 @@
 
 :func:`register` passes them to torch.distributed.tensor, which nothing else in pyattn imports. Without rules, and for
 packed sequences, DTensor raises. With dropout everything is replicated first, because a weight's draw depends on the
-global numbers of its sequence and head.
+global numbers of its sequence and head; :mod:`pyattn.distributed` computes those calls, and sharded sequences.
 """
 
 from functools import partial
@@ -17,10 +17,19 @@ from pyattn.ops.schema import LEARNED
 Placements = list[Any]
 
 DIMS = (
-    {"mask": -4, "bias": -4, "alibi_slopes": -2, "key_ranges": -3, "q_offsets": -1, "dropout_origins": -2},
+    {
+        "mask": -4,
+        "bias": -4,
+        "alibi_slopes": -2,
+        "key_ranges": -3,
+        "q_offset": -1,
+        "q_offsets": -1,
+        "dropout_origins": -2,
+    },
     {"mask": -3, "bias": -3, "alibi_slopes": -1, "sinks": -1},
+    {"mask": -2, "bias": -2, "key_ranges": -2},
 )
-"""The dimension of each option that indexes sequences, then the one that indexes query heads."""
+"""The dimension of each option that indexes sequences, then those that index query heads and queries."""
 
 
 def register() -> None:
@@ -44,7 +53,7 @@ def _placements(op: ops.Operator, rows: int, *args: Any, **named: Any) -> list[t
     for dim in _dims(options["q"], options["k"], options):
         where = Replicate() if dim is None else Shard(dim)
         inputs = [
-            (None if value is None else where) if i < rows else _place(name, value, dim)
+            (None if value is None else where) if i < rows else place(name, value, dim)
             for i, (name, value) in enumerate(options.items())
         ]
         results = [where] * 4 if op is ops.attention_forward else [where] * 3 + _of_learned(options, dim)
@@ -55,7 +64,7 @@ def _placements(op: ops.Operator, rows: int, *args: Any, **named: Any) -> list[t
 def _of_learned(options: dict[str, Any], dim: int | None) -> Placements:
     """The gradients of LEARNED; that of a replicated tensor is the sum of the shards' shares."""
     wanted = options["output_mask"] or (False, False, False)
-    places = [_place(name, options[name], dim) if want else None for name, want in zip(LEARNED, wanted, strict=True)]
+    places = [place(name, options[name], dim) if want else None for name, want in zip(LEARNED, wanted, strict=True)]
     return [Partial() if dim is not None and place == Replicate() else place for place in places]
 
 
@@ -66,7 +75,7 @@ def _dims(q: Any, k: Any, options: dict[str, Any]) -> list[int | None]:
     return [None] + [dim for dim, size in enumerate((q.shape[0], k.shape[1])) if size % q.mesh.size() == 0]
 
 
-def _place(name: str, value: Any, dim: int | None) -> Any:
+def place(name: str, value: Any, dim: int | None) -> Any:
     """An option's placement if q is sharded in ``dim``: replicated if it lacks that dimension or broadcasts."""
     if not hasattr(value, "shape"):
         return None

@@ -15,6 +15,7 @@ from pyattn.derivatives.packed_tangents import PACKED
 from pyattn.ops.schema import Options, Packing
 from pyattn.options import AttentionOptions
 from pyattn.parse import parse, takes_options
+from pyattn.takers import TAKERS, taken
 
 __all__ = ["attention_varlen"]
 
@@ -94,6 +95,12 @@ def attention_varlen(
     if positional:
         refuse_positional(attention_varlen, positional)
     check_tensor("q", q)
+    if TAKERS and type(q) in TAKERS:
+        begins = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        pages: dict[str, Any] = {"block_table": block_table, "seqused_k": seqused_k}
+        whole: Tensor | tuple[Tensor, Tensor]
+        whole = taken("attention_varlen", q, k, v, *begins, return_lse=return_lse, **pages, **options)
+        return whole
     known = parse(attention_varlen, options, q.device)
     tensors = {"k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     tensors |= {name: t for name, t in (("seqused_k", seqused_k), ("block_table", block_table)) if t is not None}

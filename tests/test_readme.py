@@ -85,6 +85,8 @@ def test_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(part.grad.isfinite().all() for part in names["parts"])
         assert names["project"].weight.grad.isfinite().all()
         assert names["x"].shape == (1, 1000, 64)
+        assert names["state"].keys() == dict(names["model"].named_parameters()).keys() | {"0.mask", "1.mask"}
+        assert names["rows"].placements == names["q"].placements
     finally:
         torch.distributed.destroy_process_group()
 

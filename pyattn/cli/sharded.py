@@ -9,6 +9,7 @@ from pyattn.cli import split
 from pyattn.cli.gpt import GPT, Attend, Block, attend_pyattn
 from pyattn.distributed import ring_attention, shard
 from pyattn.distributed.ranks import Ranks
+from pyattn.dropout import Draws, draw_seed
 
 
 class Sharded(GPT):
@@ -54,18 +55,11 @@ class Sharded(GPT):
         return x * self._own(mask)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, **options: Any) -> Tensor:
-        heads = q.shape[1]
-        origin = self._rows.start, self.config.heads, heads * self.tensor.own
-        out = ring_attention(
-            q,
-            k,
-            v,
-            self.context.group,
-            layout=self._layout,
-            dropout_p=dropout_p,
-            dropout_origin=origin,
-            **options,
-        )
+        if dropout_p:
+            origin = [[self._rows.start, self.config.heads, q.shape[1] * self.tensor.own, 0, 0]]
+            seed = Draws(draw_seed(q.device), torch.tensor(origin, device=q.device))
+            options |= {"dropout_p": dropout_p, "dropout_seed": seed}
+        out = ring_attention(q, k, v, self.context.group, layout=self._layout, **options)
         assert isinstance(out, Tensor)
         return out
 

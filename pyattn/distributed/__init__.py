@@ -1,20 +1,28 @@
-"""Attention over sequences whose parts lie on several ranks, by torch.distributed.
+"""Attention over several ranks, which divide the sequence or the heads, by torch.distributed.
 
 .. include:: README.md
 """
 
+from pyattn.distributed import tensors
 from pyattn.distributed.attention import ring_attention, ring_attention_varlen, ulysses_attention, usp_attention
 from pyattn.distributed.cached import attention_with_cache
 from pyattn.distributed.context import context_parallel
 from pyattn.distributed.layout import shard, unshard
+from pyattn.distributed.states import whole_state_dict
+from pyattn.distributed.tensor_parallel import TensorParallel, tensor_parallel
 
 __all__ = [
+    "TensorParallel",
     "attention_with_cache",
     "context_parallel",
     "ring_attention",
     "ring_attention_varlen",
     "shard",
+    "tensor_parallel",
     "ulysses_attention",
     "unshard",
     "usp_attention",
+    "whole_state_dict",
 ]
+
+tensors.register()

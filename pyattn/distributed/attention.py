@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
@@ -33,7 +32,6 @@ def ring_attention(
     *positional: object,
     layout: str = "zigzag",
     return_lse: bool = False,
-    dropout_origin: tuple[int, int, int] | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`pyattn.attention` over a sequence of which each rank has a part.
@@ -46,13 +44,12 @@ def ring_attention(
         k: (B, Hkv, Sk of this rank, D).
         v: (B, Hkv, Sk of this rank, Dv).
         group: the ranks: a process group or a mesh of one dimension; None: all.
-        layout: which positions each rank has, as :func:`shard` cuts them: ``"zigzag"`` or ``"contiguous"``.
+        layout: which positions each rank has, as :func:`shard` cuts them: ``"zigzag"``, ``"contiguous"`` or
+            ``"chunk"``.
         options: as for :func:`pyattn.attention`, with positions of the whole sequence and these differences.
             key_ranges, mask, bias: the rows of this rank's queries, and all keys. dropout_seed: default: drawn by rank
-            0.
+            0; :class:`pyattn.dropout.Draws` if the ranks have some sequences or heads of a larger call.
         return_lse: also return lse.
-        dropout_origin: (sequence, num_heads_q, head), if the ranks have some sequences or heads of a larger call: the
-            first sequence, the number of heads of that call and the first head; the same weights are dropped as there.
 
     Returns:
         ``out`` (B, Hq, Sq of this rank, Dv) or ``(out, lse)``, differentiable once. The loss is the sum of the ranks'
@@ -71,12 +68,7 @@ def ring_attention(
     """
     if positional:
         refuse_positional(ring_attention, positional)
-    call = agreed(ring_attention, (q, k, v), group, layout, options, DIMS, {"dropout_origin": dropout_origin})
-    if dropout_origin is not None:
-        if len(dropout_origin) != 3 or min(dropout_origin) < 0:
-            raise ValueError(f"pyattn: dropout_origin must be three numbers from 0 on, got {dropout_origin}")
-        origins = torch.tensor([[*dropout_origin, 0, 0]], device=q.device)
-        call = call._replace(options=call.options._replace(dropout_origins=origins))
+    call = agreed(ring_attention, (q, k, v), group, layout, options, DIMS, {})
     out, lse = ring(call, Dense(call.options, call.q.shape[1], *call.lengths))
     return (out, lse) if return_lse else out
 

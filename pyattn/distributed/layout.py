@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pyattn.arguments import check_tensor, check_type
 from pyattn.distributed.ranks import gather_words, ranks_of
 
-LAYOUTS = ("zigzag", "contiguous")
+LAYOUTS = ("zigzag", "contiguous", "chunk")
 
 Chunks = list[tuple[range, ...]]
 """The chunks of positions that each rank holds, in the order in which they lie in its shard."""
@@ -34,15 +34,18 @@ def chunks_of(seqlen: int, ranks: int, layout: str, inner: int = 1) -> Chunks:
 
     ::
 
-        contiguous, 4 ranks    0 | 1 | 2 | 3
-        zigzag, 4 ranks        0 | 1 | 2 | 3 | 3 | 2 | 1 | 0
+        contiguous, chunk, 4 ranks    0 | 1 | 2 | 3
+        zigzag, 4 ranks               0 | 1 | 2 | 3 | 3 | 2 | 1 | 0
 
-    Lengths differ by at most one. Under a causal mask a late chunk sees more keys than an early one; with zigzag, each
-    rank has one of both and sees as many as the others. Groups of ``inner`` ranks cut what one rank would hold.
+    Lengths differ by at most one; those of ``chunk`` are torch.chunk's and a DTensor's, equal up to the last. Under a
+    causal mask a late chunk sees more keys than an early one; with zigzag, each rank has one of both and sees as many
+    as the others. Groups of ``inner`` ranks cut what one rank would hold.
     """
     outer = ranks // inner
     parts = 2 * outer if layout == "zigzag" else outer
-    pieces = [range(*bounds) for bounds in pairwise(seqlen * part // parts for part in range(parts + 1))]
+    longest = -(-seqlen // parts)
+    ends = [min(longest * part, seqlen) if layout == "chunk" else seqlen * part // parts for part in range(parts + 1)]
+    pieces = [range(*bounds) for bounds in pairwise(ends)]
     pairs = layout == "zigzag"
     held: Chunks = [(pieces[rank], pieces[-1 - rank]) if pairs else (pieces[rank],) for rank in range(outer)]
     return held if inner == 1 else [cut for chunks in held for cut in _cut(chunks, inner)]
@@ -68,7 +71,7 @@ def shard(
         tensor: the whole tensor.
         dim: the dimension of the sequence.
         group: the ranks: a process group, a mesh of one dimension, or one of two for :func:`usp_attention`; None: all.
-        layout: ``"zigzag"`` or ``"contiguous"``, as in the call of :func:`ring_attention`.
+        layout: ``"zigzag"``, ``"contiguous"`` or ``"chunk"``, as in the call of :func:`ring_attention`.
 
     Raises:
         ValueError: a layout that does not exist, a mesh of more dimensions.

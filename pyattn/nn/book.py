@@ -69,4 +69,4 @@ class Ch03_MHA_Wrapper(MultiHeadAttentionWrapper):
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, num_heads * d_out)."""
         result = super().forward(x, key_ranges=key_ranges, mask=mask, bias=bias, need_weights=need_weights)
         out, weights = result if isinstance(result, tuple) else (result, None)
-        return output_of(self.out_proj(out), weights)
+        return output_of(self.project(self.out_proj, out), weights)

@@ -1,12 +1,14 @@
 """Causal attention one head at a time."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from pyattn.arguments import check_names, check_sizes
 from pyattn.nn.checks import check_added, check_input
 from pyattn.nn.described import described
-from pyattn.nn.heads import Output, attend_single, make_dropout
+from pyattn.nn.heads import Heads, Output, attend_single, make_dropout
 from pyattn.nn.mask import CausalMask
 
 
@@ -56,10 +58,14 @@ class CausalAttention(CausalMask):
         check_input(x, self.d_in, self.W_query, context_length=self.context_length)
         q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
         options = self.mask_options(x) | {"key_ranges": key_ranges, "mask": mask, "bias": bias}
-        return attend_single(q, k, v, dropout=self.dropout, need_weights=need_weights, **options)
+        return self.attend(q, k, v, dropout=self.dropout, need_weights=need_weights, **options)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
+        """The result of ``forward``: :func:`pyattn.nn.heads.attend_single`."""
+        return attend_single(q, k, v, **options)
 
 
-class MultiHeadAttentionWrapper(nn.Module):
+class MultiHeadAttentionWrapper(Heads):
     """``num_heads`` :class:`CausalAttention` side by side, their outputs concatenated, each d_out wide.
 
     >>> MultiHeadAttentionWrapper(3, 2, context_length=6, dropout=0.0, num_heads=2)(torch.rand(8, 6, 3)).shape

@@ -66,7 +66,7 @@ def _attend(
         return out * 0.0, None if weights is None else weights * 0.0
     if dropout_p:
         options["dropout_p"] = dropout_p
-    if dropout_p and need_weights:
+    if dropout_p and need_weights and "dropout_seed" not in options:
         options["dropout_seed"] = draw_seed(q.device)
     if kv_cache is None:
         result: Any = attention(q, k, v, **options)
@@ -153,7 +153,12 @@ class Heads(nn.Module):
     def attend(self, projection: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
         """The result of ``forward``: :func:`attend_heads`, then the module's last projection."""
         out, weights = attend_heads(q, k, v, self.head_dim, **options)
-        return output_of(projection(out), weights)
+        return output_of(self.project(projection, out), weights)
+
+    def project(self, projection: nn.Module, out: Tensor) -> Tensor:
+        """The module's last projection, over the heads' results side by side."""
+        projected: Tensor = projection(out)
+        return projected
 
 
 def output_of(out: Tensor, weights: Tensor | None) -> Output:

@@ -7,11 +7,11 @@ from torch.nn.functional import linear, pad
 from pyattn.arguments import check_names, check_sizes, shown
 from pyattn.nn.checks import check_added, check_input, quotient
 from pyattn.nn.described import described
-from pyattn.nn.heads import Output, attend_heads, check_dropout, output_of
+from pyattn.nn.heads import Heads, Output, check_dropout, output_of
 from pyattn.nn.mask import CausalMask
 
 
-class MHAPyTorchClass(CausalMask):
+class MHAPyTorchClass(CausalMask, Heads):
     """The parameters of torch's ``nn.MultiheadAttention``, in ``multihead_attn``, then the Linear ``proj``.
 
     With ``qkv_bias``, that module also has an extra key and value, ``bias_k`` and ``bias_v``, which come after all
@@ -90,10 +90,11 @@ class MHAPyTorchClass(CausalMask):
             mask, bias = _with_first(mask, seqlen, True), _with_first(bias, seqlen, 0.0)
             options["own_mask"] = _with_first(options.get("own_mask"), seqlen, True)
         options |= {"mask": mask, "bias": bias, "dropout": inner.dropout * self.training, "need_weights": need_weights}
-        out, weights = attend_heads(q, k, v, self.head_dim, **options)
+        result = self.attend(inner.out_proj, q, k, v, **options)
+        out, weights = result if isinstance(result, tuple) else (result, None)
         if weights is not None and inner.bias_k is not None:
             weights = weights.roll(-1, -1)
-        return output_of(self.proj(inner.out_proj(out)), weights)
+        return output_of(self.proj(out), weights)
 
 
 def _before(row: Tensor, x: Tensor) -> Tensor:

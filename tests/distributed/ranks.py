@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pyattn import distributed
 from pyattn.distributed.shares import Dense
+from pyattn.dropout import Draws
 
 LEARNED = ("bias", "alibi_slopes", "sinks")
 
@@ -102,8 +103,8 @@ def of_larger_call(group: dist.ProcessGroup, qkv: Sequence[Tensor], first: int, 
     """out for the sequences from ``first`` on and the heads from ``head`` on, put together again."""
     heads = qkv[0].shape[1]
     parts = [distributed.shard(t[first:, head:], 2, group) for t in qkv]
-    origin = first, heads, head
-    out = distributed.ring_attention(*parts, group, dropout_p=0.4, dropout_seed=seed, dropout_origin=origin)
+    draws = Draws(torch.tensor(seed), torch.tensor([[first, heads, head, 0, 0]]))
+    out = distributed.ring_attention(*parts, group, dropout_p=0.4, dropout_seed=draws)
     assert isinstance(out, Tensor)
     return distributed.unshard(out, 2, group)
 

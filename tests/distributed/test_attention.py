@@ -17,11 +17,12 @@ from pyattn import attention, attention_varlen, reference
 from pyattn.distributed.layout import chunks_of
 from pyattn.distributed.shares import Dense
 from pyattn.distributed.trips import trips_of
+from pyattn.dropout import Draws
 from pyattn.ops.schema import Options
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 
-LAYOUTS = ("zigzag", "contiguous")
+LAYOUTS = ("zigzag", "contiguous", "chunk")
 
 
 @pytest.mark.parametrize(
@@ -239,6 +240,9 @@ def test_a_rank_that_fails(end: str, phase: str) -> None:
     assert outcomes[0] == outcomes[2] == (None, "RuntimeError")
 
 
+WRONG_DRAWS = Draws(torch.tensor(3), torch.tensor([[0, -1, 0, 0, 0]]))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -246,7 +250,10 @@ def test_a_rank_that_fails(end: str, phase: str) -> None:
         ({"sinks": torch.zeros(3)}, "sinks"),
         ({"mask": torch.ones(4, 12)}, "mask"),
         ({"alibi_slopes": torch.zeros(1, 2, 2)}, "alibi_slopes"),
-        ({"dropout_origin": (0, -1, 0)}, "dropout_origin must be three numbers from 0 on, got (0, -1, 0)"),
+        (
+            {"dropout_p": 0.5, "dropout_seed": Draws(torch.tensor(3), torch.tensor([[0, -1, 0, 0, 0]]))},
+            "dropout_origins",
+        ),
     ],
     ids=["columns", "sinks", "mask", "slopes", "origin"],
 )

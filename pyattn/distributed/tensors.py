@@ -1,0 +1,188 @@
+"""DTensors: calls that the operators' sharding rules cannot express, as calls on the ranks' local tensors.
+
+Importing :mod:`pyattn.distributed` lets :func:`pyattn.attention` and :func:`pyattn.attention_varlen` take DTensors.
+Each dimension of their mesh has one role, by the placements of q, k and v::
+
+    batch, heads    each rank computes its own
+    positions       ring_attention between the ranks
+    none            q, k and v are whole, and so is out
+
+Shards of batch and heads without dropout are left to :mod:`pyattn.sharding`, if all options are DTensors. Tensors
+placed in other ways than their role asks for are redistributed first, options too; an option that is not a DTensor is
+one that all ranks have whole.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from pyattn import sharding
+from pyattn.attention import attention
+from pyattn.distributed.attention import ring_attention, ring_attention_varlen
+from pyattn.dropout import Draws, draw_seed
+from pyattn.key_ranges import plain
+from pyattn.takers import TAKERS
+from pyattn.varlen import attention_varlen
+
+BATCH, HEADS, POSITIONS = 0, 1, 2
+DENSE = {BATCH: 0, HEADS: 1, POSITIONS: 2}
+PACKED = {POSITIONS: 0, HEADS: 1}
+"""The dimension of q, k and v that each role shards, in batches and in packed sequences."""
+
+Roles = list[int | None]
+
+
+class _Call(NamedTuple):
+    """A call on DTensors: the roles of the mesh's dimensions, and the dimension of each role."""
+
+    mesh: DeviceMesh
+    roles: Roles
+    dims: Mapping[int, int]
+
+    def placements(self) -> list[Any]:
+        """The placements of q, k, v and out."""
+        return [Replicate() if role is None else Shard(self.dims[role]) for role in self.roles]
+
+    def local(self, tensor: Tensor, placements: Sequence[Any]) -> Tensor:
+        """This rank's part. The gradient of a part that several ranks have is their sum."""
+        whole: Any = tensor
+        if not isinstance(tensor, DTensor):
+            whole = DTensor.from_local(tensor, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+        shares = [
+            Partial() if role is not None and place == Replicate() else place
+            for role, place in zip(self.roles, placements, strict=True)
+        ]
+        part: Tensor = whole.redistribute(placements=placements).to_local(grad_placements=shares)
+        return part
+
+    def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's parts of the options."""
+        return {
+            name: self.local(value, [sharding.place(name, value, role) for role in self.roles])
+            if isinstance(value, Tensor)
+            else value
+            for name, value in given.items()
+        }
+
+    def first(self, role: int, size: int) -> int:
+        """The number of this rank's first sequence or head."""
+        for at, own in enumerate(self.roles):
+            if own == role:
+                return size // self.mesh.size(at) * self.mesh.get_local_rank(at)
+        return 0
+
+    def draws(self, seed: int | Tensor | None, batch: int, num_heads: int) -> Draws:
+        """The weights that one process drops; without a seed, rank 0 draws one."""
+        device = torch.device(self.mesh.device_type)
+        drawn = draw_seed(device) if seed is None else torch.as_tensor(seed, device=device)
+        if not isinstance(drawn, DTensor):
+            drawn = distribute_tensor(drawn, self.mesh, [Replicate()] * self.mesh.ndim)
+        own: Any = drawn
+        origin = [[self.first(BATCH, batch), num_heads, self.first(HEADS, num_heads), 0, 0]]
+        return Draws(own.full_tensor(), torch.tensor(origin, device=device))
+
+    def whole(self, tensor: Tensor, shape: tuple[int, ...], placements: Sequence[Any]) -> Tensor:
+        """The DTensor of this shape whose part this is."""
+        stride = torch.empty(shape, device="meta").stride()
+        found: Tensor = DTensor.from_local(
+            tensor.contiguous(), self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+        return found
+
+    def group(self) -> Any:
+        """The ranks between which positions are sharded; None if none are."""
+        return self.mesh.get_group(self.roles.index(POSITIONS)) if POSITIONS in self.roles else None
+
+
+def _role(at: int, tensors: tuple[DTensor, ...], dims: Mapping[int, int]) -> int | None:
+    """The role of a dimension of the mesh: that of the first of q, k and v that it shards, if all can be.
+
+    As in :mod:`pyattn.sharding`, numbers of sequences and KV heads must be multiples of its size.
+    """
+    for tensor in tensors:
+        for role, dim in dims.items():
+            if tensor.placements[at] == Shard(dim):
+                uneven = tensors[1].shape[dim] % tensor.device_mesh.size(at)
+                return None if uneven and role != POSITIONS else role
+    return None
+
+
+def _call(q: DTensor, k: Tensor, v: Tensor, dims: Mapping[int, int]) -> _Call:
+    for name, tensor in (("k", k), ("v", v)):
+        if not isinstance(tensor, DTensor) or tensor.device_mesh != q.device_mesh:
+            got = tensor.device_mesh if isinstance(tensor, DTensor) else type(tensor).__name__
+            raise TypeError(f"pyattn: {name} must be a DTensor on the mesh of q, {q.device_mesh}, got {got}")
+        if tensor.dim() != q.dim():
+            raise ValueError(f"pyattn: {name} must have {q.dim()} dimensions like q, got {tensor.dim()}")
+    tensors: tuple[Any, ...] = q, k, v
+    roles = [_role(at, tensors, dims) for at in range(q.device_mesh.ndim)]
+    return _Call(q.device_mesh, roles, dims)
+
+
+def _dense(q: Any, k: Tensor, v: Tensor, *, return_lse: bool, **options: Any) -> Any:
+    """:func:`pyattn.attention` over DTensors; None if the sharding rules of the operators serve."""
+    if q.dim() != 4:
+        return None
+    call = _call(q, k, v, DENSE)
+    mixed = any(isinstance(value, Tensor) and not isinstance(value, DTensor) for value in options.values())
+    if POSITIONS not in call.roles and not options.get("dropout_p") and not mixed:
+        return None
+    return _computed(call, attention, ring_attention, (q, k, v), (), return_lse, options)
+
+
+def _packed(q: Any, k: Tensor, v: Tensor, *packing: Any, return_lse: bool, **options: Any) -> Any:
+    """:func:`pyattn.attention_varlen` over DTensors."""
+    for name in ("block_table", "seqused_k"):
+        if options.pop(name) is not None:
+            raise NotImplementedError(f"pyattn: {name} must not be given with DTensors, got {name}")
+    if q.dim() != 3:
+        raise ValueError(f"pyattn: q must be (total_q, heads, head_dim), got shape {tuple(q.shape)}")
+    call = _call(q, k, v, PACKED)
+    begins: list[Any] = [t.full_tensor() if isinstance(t, DTensor) else t for t in packing[:2]]
+    packing = (*begins, *packing[2:]) if call.group() is None else tuple(begins)
+    return _computed(call, attention_varlen, ring_attention_varlen, (q, k, v), packing, return_lse, options)
+
+
+def _computed(
+    call: _Call,
+    alone: Callable[..., Any],
+    ring: Callable[..., Any],
+    tensors: tuple[Any, Any, Any],
+    packing: tuple[Any, ...],
+    return_lse: bool,
+    options: dict[str, Any],
+) -> Any:
+    q, _, v = tensors
+    for role in call.dims:
+        if call.roles.count(role) > 1:
+            raise NotImplementedError(
+                f"pyattn: each dimension of q must be sharded by one dimension of the mesh, got {q.placements}"
+            )
+    places, group = call.placements(), call.group()
+    if options.get("dropout_p"):
+        options["dropout_seed"] = call.draws(options.get("dropout_seed"), q.shape[0], q.shape[call.dims[HEADS]])
+    if options.get("key_ranges") is not None:
+        options["key_ranges"] = plain(options["key_ranges"], options.get("causal", True))
+    local = [t.redistribute(placements=places).to_local() for t in tensors]
+    given = call.options(options) | {"return_lse": True}
+    if group is None:
+        out, lse = alone(*local, *packing, **given)
+    else:
+        out, lse = ring(*local, *packing, group, layout="chunk", **given)
+    result = call.whole(out, (*q.shape[:-1], v.shape[-1]), places)
+    if not return_lse:
+        return result
+    if call.dims is DENSE:
+        return result, call.whole(lse, tuple(q.shape[:-1]), places)
+    swapped = [Shard(1 - place.dim) if isinstance(place, Shard) else place for place in places]
+    return result, call.whole(lse, (q.shape[1], q.shape[0]), swapped)
+
+
+def register() -> None:
+    """Lets the public functions take DTensors."""
+    sharding.register()
+    TAKERS[DTensor] = {"attention": _dense, "attention_varlen": _packed}

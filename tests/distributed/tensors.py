@@ -1,0 +1,75 @@
+"""The code that ranks run for test_tensors.py: calls on whole tensors and on DTensors."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from distributed import ranks
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import pyattn
+import pyattn.distributed
+
+LEARNED = ("bias", "alibi_slopes", "sinks")
+
+
+def whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def results(name: str, qkv: list[Tensor], packing: tuple[Any, ...], options: dict[str, Any], seed: int) -> list[Tensor]:
+    """out, lse, and the gradients of q, k, v and of the options that have gradients."""
+    torch.manual_seed(seed)
+    leaves = [t.detach().requires_grad_() for t in qkv]
+    learned = {key: options[key].detach().requires_grad_() for key in LEARNED if key in options}
+    out, lse = getattr(pyattn, name)(*leaves, *packing, **options | learned, return_lse=True)
+    loss = out.sin().sum() + lse.masked_fill(lse.isinf(), 0.0).cos().sum()
+    return [out, lse, *torch.autograd.grad(loss, [*leaves, *learned.values()])]
+
+
+def compare(
+    group: dist.ProcessGroup,
+    name: str,
+    places: list[tuple[int | None, int | None, int | None]],
+    qkv: list[Tensor],
+    packing: tuple[Any, ...],
+    options: dict[str, Any],
+    shards: dict[str, int],
+) -> list[Any]:
+    """DTensors give what whole tensors do; the placements of out.
+
+    ``places``: for each dimension of the mesh, the dimension of q, k and v that it shards. ``shards``: the same for
+    options on the first dimension of the mesh; "plain" ones are no DTensors.
+    """
+    mesh = DeviceMesh.from_group(group, "cpu") if len(places) == 1 else ranks.mesh_of("mesh 4x2")
+
+    def placed(tensor: Tensor, dims: list[int | None]) -> Tensor:
+        return distribute_tensor(tensor, mesh, [Replicate() if dim is None else Shard(dim) for dim in dims])
+
+    rest = [None] * (len(places) - 1)
+    sharded = [placed(t, [place[number] for place in places]) for number, t in enumerate(qkv)]
+    given = {
+        key: placed(value, [shards.get(key), *rest]) if isinstance(value, Tensor) and key in shards else value
+        for key, value in options.items()
+    }
+    expected = results(name, qkv, packing, options, 3)
+    found = results(name, sharded, packing, given, 3 if dist.get_rank(group) == 0 else 4)
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        torch.testing.assert_close(whole(one), other, rtol=1e-10, atol=1e-11, msg=lambda m, n=number: f"{n}: {m}")
+    return [str(found[0].placements), [isinstance(t, DTensor) for t in found[:5]]]
+
+
+def refusal(group: dist.ProcessGroup, name: str, places: list[int | None], options: dict[str, Any]) -> str:
+    """The error of a call on DTensors, the first of them sharded in these dimensions."""
+    mesh = ranks.mesh_of("mesh 4x2")
+    where = [Replicate() if dim is None else Shard(dim) for dim in places]
+    shape, packing = ((8, 8, 8, 4), ()) if name == "attention" else ((8, 8, 4), (torch.tensor([0, 8]),) * 2 + (8, 8))
+    q = distribute_tensor(torch.zeros(shape), mesh, where)
+    arguments = {"k": q, "v": q} | options
+    try:
+        getattr(pyattn, name)(q, arguments.pop("k"), arguments.pop("v"), *packing, **arguments)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
