@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from pyattn.cli import split
 from pyattn.cli.gpt import GPT, Attend, Block, attend_pyattn
-from pyattn.distributed import ring_attention, shard
+from pyattn.distributed.attention import ring_attention
+from pyattn.distributed.layout import shard
 from pyattn.distributed.ranks import Ranks
 from pyattn.dropout import Draws, draw_seed
 

@@ -105,7 +105,7 @@ def _refuse_gradient(name: str, tensor: Tensor | None) -> None:
 
 
 def _sizes(cache: KVCache) -> list[int]:
-    """What the ranks' caches must have in common: batch, KV heads, columns of k and v."""
+    """The sizes that the ranks' caches must have in common: batch, KV heads, columns of k and v."""
     k, paged = cache.k, cache.block_table is not None
     return [len(cache.lengths), k.shape[2] if paged else k.shape[1], k.shape[-1], cache.v.shape[-1]]
 
