@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
@@ -9,18 +10,15 @@ from typing_extensions import Unpack
 from pyattn.arguments import check_tensor, refuse_positional
 from pyattn.derivatives import autograd
 from pyattn.derivatives.tangents import DENSE
-from pyattn.distributed.call import Group, agreed
+from pyattn.distributed.call import DIMS, DIMS_PACKED, Group, agreed
 from pyattn.distributed.layout import chunks_of
+from pyattn.distributed.operators import FUNCTIONS, begins_of, compiled
 from pyattn.distributed.ranks import Ranks
 from pyattn.distributed.ring import ring
-from pyattn.distributed.shares import Dense, Packed
 from pyattn.distributed.ulysses import by_heads
 from pyattn.ops.schema import Options
 from pyattn.options import AttentionOptions
 from pyattn.parse import takes_options
-
-DIMS = ("batch", "heads", "positions", "head_dim")
-DIMS_PACKED = ("positions", "heads", "head_dim")
 
 
 @takes_options
@@ -68,8 +66,10 @@ def ring_attention(
     """
     if positional:
         refuse_positional(ring_attention, positional)
-    call = agreed(ring_attention, (q, k, v), group, layout, options, DIMS, {})
-    out, lse = ring(call, Dense(call.options, call.q.shape[1], *call.lengths))
+    if torch.compiler.is_compiling():
+        out, lse = compiled(ring_attention, (q, k, v), group, layout, options)
+    else:
+        out, lse = ring(agreed(ring_attention, (q, k, v), group, layout, options, DIMS, {}))
     return (out, lse) if return_lse else out
 
 
@@ -94,8 +94,11 @@ def ulysses_attention(
     """
     if positional:
         refuse_positional(ulysses_attention, positional)
-    call = agreed(ulysses_attention, (q, k, v), group, layout, options, DIMS, {})
-    out, lse = by_heads(call, layout, partial(autograd.attend, DENSE))
+    if torch.compiler.is_compiling():
+        out, lse = compiled(ulysses_attention, (q, k, v), group, layout, options)
+    else:
+        call = agreed(ulysses_attention, (q, k, v), group, layout, options, DIMS, {})
+        out, lse = by_heads(call, layout, partial(autograd.attend, DENSE))
     return (out, lse) if return_lse else out
 
 
@@ -119,6 +122,8 @@ def usp_attention(
     """
     if positional:
         refuse_positional(usp_attention, positional)
+    if torch.compiler.is_compiling():
+        raise NotImplementedError("pyattn: usp_attention has no rule for torch.compile")
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
         raise TypeError(f"pyattn: mesh must be a DeviceMesh of two dimensions, got {mesh!r}")
     call = agreed(usp_attention, (q, k, v), mesh, layout, options, DIMS, {})
@@ -128,7 +133,7 @@ def usp_attention(
 
     def inner(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         row = call._replace(ranks=between, q=q, k=k, v=v, options=options, queries=queries, keys=keys)
-        return ring(row, Dense(options, call.q.shape[1], *call.lengths))
+        return ring(row)
 
     out, lse = by_heads(call._replace(ranks=within, queries=row_q, keys=row_k), "contiguous", inner)
     return (out, lse) if return_lse else out
@@ -169,12 +174,17 @@ def ring_attention_varlen(
     """
     if positional:
         refuse_positional(ring_attention_varlen, positional)
-    begins = {}
-    for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+    cu_seqlens = cu_seqlens_q, cu_seqlens_k
+    for name, tensor in zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True):
         check_tensor(name, tensor)
-        begins[name] = tensor.tolist()
-    call = agreed(ring_attention_varlen, (q, k, v), group, layout, options, DIMS_PACKED, begins)
-    out, lse = ring(
-        call, Packed(call.options, call.q.shape[1], begins["cu_seqlens_q"], begins["cu_seqlens_k"], call.lengths)
-    )
+    if torch.compiler.is_compiling():
+        out, lse = compiled(ring_attention_varlen, (q, k, v), group, layout, options, cu_seqlens)
+    else:
+        begins, facts = begins_of(cu_seqlens)
+        out, lse = ring(agreed(ring_attention_varlen, (q, k, v), group, layout, options, DIMS_PACKED, facts), begins)
     return (out, lse) if return_lse else out
+
+
+FUNCTIONS.update(
+    {function.__name__: function for function in (ring_attention, ring_attention_varlen, ulysses_attention)}
+)

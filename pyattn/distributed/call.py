@@ -19,6 +19,9 @@ from pyattn.parse import parse
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
+DIMS = ("batch", "heads", "positions", "head_dim")
+DIMS_PACKED = ("positions", "heads", "head_dim")
+
 OWN_ROWS = ("key_ranges", "mask", "bias")
 """Options of which each rank has the rows of its own queries."""
 
@@ -49,12 +52,24 @@ class Call(NamedTuple):
         return sum(len(c) for held in self.queries for c in held), sum(len(c) for held in self.keys for c in held)
 
 
+class Parsed(NamedTuple):
+    """Options that have been parsed, and whether the caller chose the dropout seed."""
+
+    options: Options
+    chosen: bool
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], options: AttentionOptions, device: torch.device) -> "Parsed":
+        """The options given to a public function."""
+        return cls(Options(*parse(function, options, device)), options.get("dropout_seed") is not None)
+
+
 def agreed(
     function: Callable[..., Any],
     tensors: tuple[Tensor, Tensor, Tensor],
     group: Group,
     layout: str,
-    options: AttentionOptions,
+    options: AttentionOptions | Parsed,
     dims: tuple[str, ...],
     facts: Mapping[str, Any],
 ) -> Call:
@@ -68,11 +83,12 @@ def agreed(
     try:
         check_layout(layout)
         _check(function, tensors, dims)
-        known = Options(*parse(function, options, tensors[0].device))
+        parsed = options if isinstance(options, Parsed) else Parsed.of(function, options, tensors[0].device)
+        known = parsed.options
         _check_rows(known, len(dims))
         words = [tensors[0].shape[at], tensors[1].shape[at], int(known.dropout_seed) if known.dropout_p else 0]
         words += [size for name in OWN_ROWS for size in _size(getattr(known, name))]
-        seed = words[2] if options.get("dropout_seed") is not None else None
+        seed = words[2] if parsed.chosen else None
         all_facts |= {"layout": layout} | _facts(tensors, at, known) | {"dropout_seed": seed}
     except (TypeError, ValueError, NotImplementedError) as problem:  # all ranks must hear of it
         error = problem

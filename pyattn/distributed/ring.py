@@ -1,5 +1,6 @@
 """Ring attention: forward and backward over the chunks of keys that pass a rank."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,15 +10,22 @@ from torch.autograd.function import once_differentiable
 from pyattn.derivatives import autograd
 from pyattn.distributed.call import Call
 from pyattn.distributed.layout import slices
-from pyattn.distributed.shares import Dense, Place, Rows, Wanted
+from pyattn.distributed.shares import Dense, Packed, Place, Rows, Wanted
 from pyattn.distributed.stream import Block, Homeward, Stream
 from pyattn.distributed.trips import trips_of
 
 
 class Ring:
-    """A call: its shares of attention, and the trips of its chunks."""
+    """A call: its shares of attention, and the trips of its chunks.
 
-    def __init__(self, call: Call, shares: Dense) -> None:
+    ``begins``: where packed sequences begin, among all queries and among all keys.
+    """
+
+    def __init__(self, call: Call, begins: Sequence[list[int]] = ()) -> None:
+        options, heads = call.options, call.q.shape[1]
+        shares = Dense(options, heads, *call.lengths)
+        if begins:
+            shares = Packed(options, heads, begins[0], begins[1], call.lengths)
         self._ranks, self._shares, self._keys = call.ranks, shares, call.keys
         self._queries = call.queries[call.ranks.own]
         self._trips = trips_of(call.queries, call.keys, shares.sees)
@@ -109,8 +117,9 @@ class _RingAttention(torch.autograd.Function):
         return None, *(None if g is None else g.to(t.dtype) for g, t in zip(found, given, strict=True))
 
 
-def ring(call: Call, shares: Dense) -> tuple[Tensor, Tensor]:
+def ring(call: Call, begins: Sequence[list[int]] = ()) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries."""
-    results = _RingAttention.apply(Ring(call, shares), call.q, call.k, call.v, *shares.learned())  # type: ignore[no-untyped-call]
+    learned = call.options.bias, call.options.alibi_slopes, call.options.sinks
+    results = _RingAttention.apply(Ring(call, begins), call.q, call.k, call.v, *learned)  # type: ignore[no-untyped-call]
     out, lse = results
     return out, lse

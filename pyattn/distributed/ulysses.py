@@ -1,6 +1,8 @@
 """Ulysses: each rank exchanges its positions of all heads for all positions of its heads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -8,11 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pyattn.derivatives import autograd
+from pyattn.derivatives.tangents import DENSE
 from pyattn.distributed.call import Call
 from pyattn.distributed.layout import Chunks, slices, unshard
 from pyattn.distributed.ranks import Ranks
-from pyattn.distributed.shares import origins_of
-from pyattn.ops.schema import Options
+from pyattn.distributed.shares import Rows, Wanted, origins_of
+from pyattn.ops.schema import LEARNED, Options
 
 Inner = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
 
@@ -87,6 +91,52 @@ class _Adjoint(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
         return None, None, ctx.adjoint(gradient)
+
+
+class Ulysses:
+    """A call, for callers without autograd; backward computes forward again."""
+
+    def __init__(self, call: Call, layout: str) -> None:
+        self._call, self._layout = call, layout
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        call = self._call._replace(q=q, k=k, v=v, options=options)
+        return by_heads(call, self._layout, partial(autograd.attend, DENSE))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Rows:
+        """The results for this rank's queries."""
+        with torch.no_grad():
+            out, lse = self._attend(q, k, v, self._call.options)
+        return Rows(out, lse, torch.ones_like(lse))
+
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, results: Rows, wanted: Wanted
+    ) -> list[Tensor | None]:
+        """The gradients of this rank's q, k, v and bias, and its shares of those of slopes and sinks."""
+        options = self._call.options
+        with _recording():
+            q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+            learned = {
+                name: getattr(options, name).detach().requires_grad_()
+                for name, want in zip(LEARNED, wanted, strict=True)
+                if want
+            }
+            again = self._attend(q, k, v, options._replace(**learned))
+            gradients = dout, torch.zeros_like(results.lse) if dlse is None else dlse
+            dq, dk, dv, *found = torch.autograd.grad(again, [q, k, v, *learned.values()], gradients)
+        own = dict(zip(learned, found, strict=True))
+        return [dq, dk, dv, *(own.get(name) for name in LEARNED)]
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Records operations for a gradient, also within an operator, where torch has turned that off for this thread."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch.enable_grad(), torch._C._ForceDispatchKeyGuard(included, excluded):
+        yield
 
 
 def by_heads(call: Call, layout: str, inner: Inner) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,158 @@
+"""The functions as operators, into which torch.compile does not look: their messages depend on the values of all ranks.
+
+``torch.ops.pyattn_distributed.attend`` is a whole call on one rank, ``attend_backward`` its backward. Both begin with
+the agreement of the ranks, as eager calls do.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed.device_mesh import DeviceMesh
+
+from pyattn import ops
+from pyattn.autocast import cast
+from pyattn.distributed.call import DIMS, DIMS_PACKED, Call, Group, Parsed, agreed
+from pyattn.distributed.ring import Ring
+from pyattn.distributed.shares import Rows
+from pyattn.distributed.ulysses import Ulysses
+from pyattn.ops.schema import LEARNED, PLACES, Options
+from pyattn.options import AttentionOptions
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {}
+"""The public functions that are operators too, by name."""
+
+_OPTIONS = str(ops.attention_forward._schema).partition("Tensor v, ")[2].rpartition(") ->")[0]
+_OPTIONS = re.sub(r"=(\[.*?\]|[^,]+)", "", _OPTIONS)
+"""Without defaults: the dispatcher drops arguments that are defaults, and autograd wants a gradient for each."""
+
+_CALL = f"str name, str group, str layout, bool chosen, Tensor q, Tensor k, Tensor v, Tensor[] begins, {_OPTIONS}"
+_RESULTS = "Tensor out, Tensor lse, Tensor row_max, Tensor row_sum, Tensor seed"
+_SAVED = "bool[3] wanted, Tensor? dout, Tensor? dlse, Tensor out, Tensor row_max, Tensor row_sum"
+
+_library = torch.library.Library("pyattn_distributed", "DEF")
+_library.define(f"attend({_CALL}) -> ({_RESULTS})")
+_library.define(f"attend_backward({_SAVED}, {_CALL}) -> Tensor[]")
+_attend, _attend_backward = (
+    getattr(torch.ops.pyattn_distributed, name).default for name in ("attend", "attend_backward")
+)
+_TENSORS, _FIRST_OPTION = slice(4, 7), 8
+
+
+def begins_of(cu_seqlens: Sequence[Tensor]) -> tuple[list[list[int]], dict[str, Any]]:
+    """Where packed sequences begin, and the same as facts that ranks must have in common."""
+    begins = [t.tolist() for t in cu_seqlens]
+    return begins, dict(zip(("cu_seqlens_q", "cu_seqlens_k"), begins, strict=False))
+
+
+def compiled(
+    function: Callable[..., Any],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    group: Group,
+    layout: str,
+    options: AttentionOptions,
+    begins: tuple[Tensor, ...] = (),
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call that torch.compile traces."""
+    if group is None:
+        group = dist.group.WORLD
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"pyattn: group must be a mesh of one dimension under torch.compile, got {group.ndim}")
+        group = group.get_group(0)
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"pyattn: group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
+    parsed = Parsed.of(function, options, tensors[0].device)
+    place = function.__name__, group.group_name, layout, parsed.chosen
+    out, lse, *_ = _attend(*place, *map(cast, tensors), list(begins), *parsed.options)
+    return out, lse
+
+
+def _agreed(arguments: tuple[Any, ...]) -> tuple[Call, Ring | Ulysses]:
+    name, group, layout, chosen, q, k, v, cu_seqlens, *given = arguments
+    begins, facts = begins_of(cu_seqlens)
+    parsed, dims = Parsed(Options(*given), chosen), DIMS_PACKED if begins else DIMS
+    call = agreed(FUNCTIONS[name], (q, k, v), _resolve_process_group(group), layout, parsed, dims, facts)
+    return call, Ulysses(call, layout) if name == "ulysses_attention" else Ring(call, begins)
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, ...]:
+    call, method = _agreed(arguments)
+    rows = method.forward(call.q, call.k, call.v)
+    seed = torch.zeros((), dtype=torch.int64, device=call.q.device)
+    if call.options.dropout_p:
+        seed.copy_(call.options.dropout_seed)
+    return rows.out, rows.lse, rows.row_max, rows.row_sum, seed
+
+
+def _backward(
+    wanted: list[bool],
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    out: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    *arguments: Any,
+) -> list[Tensor]:
+    call, method = _agreed(arguments)
+    dout = torch.zeros_like(out) if dout is None else dout
+    rows = Rows(out, row_max, row_sum)
+    first, second, third = wanted
+    found = method.backward(dout, dlse, call.q, call.k, call.v, rows, (first, second, third))
+    given = call.q, call.k, call.v, *(getattr(call.options, name) for name in LEARNED)
+    return [g.to(t.dtype) for g, t in zip(found, given, strict=True) if g is not None]
+
+
+def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
+    q, _, v = arguments[_TENSORS]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    rows = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
+    numbers = [q.new_empty(rows, dtype=wide) for _ in range(3)]
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), *numbers, q.new_empty((), dtype=torch.int64)
+
+
+def _fake_backward(wanted: list[bool], *arguments: Any) -> list[Tensor]:
+    call = arguments[5:]
+    learned = [call[_FIRST_OPTION + PLACES[name]] for name in LEARNED]
+    tensors = [*call[_TENSORS], *(t for t, want in zip(learned, wanted, strict=True) if want)]
+    return [t.new_empty(t.shape) for t in tensors]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    out, _, row_max, row_sum, seed = output
+    *before, begins = inputs[:_FIRST_OPTION]
+    options = Options(*inputs[_FIRST_OPTION:])
+    if options.dropout_p:
+        options = options._replace(dropout_seed=seed)
+    ctx.tensors = [isinstance(x, Tensor) for x in (*before, *options)]
+    ctx.values = [None if isinstance(x, Tensor) else x for x in (*before, *options)]
+    ctx.begins = len(begins)
+    ctx.save_for_backward(out, row_max, row_sum, *begins, *(x for x in (*before, *options) if isinstance(x, Tensor)))
+
+
+def _differentiated(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    out, row_max, row_sum, *others = ctx.saved_tensors
+    begins, tensors = others[: ctx.begins], iter(others[ctx.begins :])
+    arguments = [next(tensors) if at else value for at, value in zip(ctx.tensors, ctx.values, strict=True)]
+    arguments[3] = True  # the seed is the forward's, on all ranks
+    places = [_FIRST_OPTION + PLACES[name] for name in LEARNED]
+    wanted = [ctx.needs_input_grad[place] for place in places]
+    call = [*arguments[: _FIRST_OPTION - 1], begins, *arguments[_FIRST_OPTION - 1 :]]
+    found = iter(_attend_backward(wanted, dout, dlse, out, row_max, row_sum, *call))
+    gradients: list[Any] = [None] * len(call)
+    gradients[_TENSORS] = [next(found) for _ in range(3)]
+    gradients[_FIRST_OPTION - 1] = [None] * len(begins)
+    for place, want in zip(places, wanted, strict=True):
+        gradients[place] = next(found) if want else None
+    return tuple(gradients)
+
+
+for _name, _run, _fake in (("attend", _forward, _fake_forward), ("attend_backward", _backward, _fake_backward)):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"pyattn_distributed::{_name}", _fake, lib=_library)
+torch.library.register_autograd("pyattn_distributed::attend", _differentiated, setup_context=_save, lib=_library)

@@ -1,0 +1,34 @@
+"""Promise: the functions on several ranks compile to one graph, whose results are those of eager calls to the bit."""
+
+from typing import Any
+
+import pytest
+import torch
+from distributed import compiled
+from distributed.pool import pool
+from helpers import seeded
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+
+
+@pytest.mark.parametrize("meshed", [False, True], ids=["group", "mesh"])
+@pytest.mark.parametrize("name", ["ring_attention", "ring_attention_varlen", "ulysses_attention"])
+def test_one_graph(name: str, meshed: bool) -> None:
+    """With gradients of q, k, v and of what is learned, and dropout whose seed rank 0 draws."""
+    seeded(0)
+    packed = name == "ring_attention_varlen"
+    whole = torch.randn(3, *((20, 4, 8) if packed else (2, 4, 20, 8))).double().unbind()
+    cu_seqlens = [torch.tensor([0, 7, 20])] * 2 if packed else []
+    options: dict[str, Any] = {"sinks": torch.randn(4).double(), "dropout_p": 0.3, "window": (9, 0)}
+    options["alibi_slopes"] = torch.rand(4).double()
+    if not packed:
+        options["bias"] = torch.randn(4, 1, 20).double()
+    for eager, graph in pool().run(2, compiled.both, name, meshed, whole, cu_seqlens, options):
+        assert len(eager) == len(graph) == 5 + len(options) - 2
+        assert all(torch.equal(a, b) for a, b in zip(eager, graph, strict=True))
+
+
+def test_ranks_that_differ() -> None:
+    """The ranks agree when the graph runs, so they all raise."""
+    for error in pool().run(2, compiled.wrong):
+        assert "softcap must be the same on all ranks, got 0.0 on rank 0 and 1.0 on rank 1" in error
