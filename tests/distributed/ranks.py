@@ -74,6 +74,18 @@ def dense(
     return [*(whole(t, 2).detach() for t in (out, lse, *found[:3])), *more]
 
 
+def strided(group: dist.ProcessGroup, name: str, qkv: Sequence[Tensor]) -> list[Tensor]:
+    """out and the gradients of its sum, from parts that lie (B, S, H, D) in every second column of a larger tensor."""
+    leaves = []
+    for whole in qkv:
+        part = distributed.shard(whole, 2, group).transpose(1, 2)
+        wide = torch.stack([part, part + 1], -1).flatten(-2)
+        leaves.append(wide[..., ::2].transpose(1, 2).detach().requires_grad_())
+    out = getattr(distributed, name)(*leaves, group)
+    found = out, *torch.autograd.grad(out.sum(), leaves)
+    return [distributed.unshard(t, 2, group).detach() for t in found]
+
+
 def packed(
     group: dist.ProcessGroup,
     layout: str,

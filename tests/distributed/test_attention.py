@@ -103,6 +103,22 @@ def packed_options(
     return options
 
 
+@pytest.mark.parametrize("name", ["ring_attention", "ulysses_attention"])
+@pytest.mark.parametrize(
+    "sizes", [(0, 4, 2, 9, 8), (2, 0, 0, 9, 8), (2, 4, 2, 9, 0), (1, 4, 2, 0, 8), (1, 4, 2, 1, 8)], ids=str
+)
+def test_strides_and_empty_dimensions(name: str, sizes: tuple[int, ...]) -> None:
+    """Batch, query heads, KV heads, positions and columns of the whole."""
+    seeded(0)
+    batch, heads, heads_kv, length, columns = sizes
+    qkv = [torch.randn(batch, h, length, d).double() for h, d in ((heads, columns), (heads_kv, columns), (heads_kv, 5))]
+    leaves = [t.clone().requires_grad_() for t in qkv]
+    out = attention(*leaves)
+    truth = [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
+    for found in pool().run(3, ranks.strided, name, qkv):
+        torch.testing.assert_close(found, truth)
+
+
 def test_runs_have_the_same_bits() -> None:
     case = Case(2, 4, 2, 130, 130, 32, 32, dropout_p=0.2, window=(60, -1), sinks=True)
     qkv, dout, dlse = case.drawn(torch.bfloat16)
