@@ -16,9 +16,9 @@ import pyattn
 from pyattn.cli.contenders import Side, sdpa
 from pyattn.cli.options import DTYPES
 from pyattn.cli.rows import Call
-from pyattn.cli.team import Team
+from pyattn.cli.team import team_of
 from pyattn.cli.timing import peak_memory
-from pyattn.distributed import ring_attention
+from pyattn.distributed.attention import ring_attention
 
 HEADS, HEAD_DIM = 4, 64
 LONGEST_GATHERED = 8192
@@ -93,8 +93,8 @@ class Sides(NamedTuple):
 
 
 def sides(seqlen: int, dtype: str, ranks: int) -> Sides:
-    """The sides at ``seqlen`` positions in all; their processes end with them."""
-    team = Team(ranks)
+    """The sides at ``seqlen`` positions in all."""
+    team = team_of(ranks)
     *qkv, dout = (torch.randn(1, HEADS, seqlen, HEAD_DIM, dtype=DTYPES[dtype], requires_grad=True) for _ in range(4))
     alone = Side(pyattn.attention, qkv, dout.detach())
     found = Sides({BASE: alone.forward}, {BASE: alone.gradients}, {})

@@ -4,6 +4,7 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -40,14 +41,14 @@ def _end(processes: list[Any], folder: tempfile.TemporaryDirectory[str]) -> None
 
 
 class Team:
-    """The ranks and the pipes to them; its processes end with it."""
+    """The ranks and the pipes to them; its processes end with it, or with this process."""
 
     def __init__(self, ranks: int) -> None:
         context = multiprocessing.get_context("spawn")
         folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         processes: list[Any] = []
-        weakref.finalize(self, _end, processes, folder)
+        self._finalizer: weakref.finalize[Any, Any] = weakref.finalize(self, _end, processes, folder)
         for rank in range(ranks):
             ours, theirs = context.Pipe()
             arguments = rank, ranks, theirs, str(Path(folder.name, "rendezvous"))
@@ -61,14 +62,22 @@ class Team:
         """The results of ``function(*arguments)``, a module's function, on all ranks.
 
         Raises:
-            RuntimeError: the first error of a rank. The others may wait for it, so no later call succeeds.
+            RuntimeError: the first error of a rank. The others may wait for it, so this team takes no further calls.
         """
+        try:
+            return self._replies(function, *arguments)
+        except RuntimeError:
+            team_of.cache_clear()
+            self._finalizer()
+            raise
+
+    def _replies(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         for pipe in self._pipes:
             pipe.send((function, *arguments))
         replies: dict[Connection, Any] = {}
         while waiting := [pipe for pipe in self._pipes if pipe not in replies]:
-            for pipe in wait(waiting):
-                assert isinstance(pipe, Connection)
+            ready = wait(waiting)
+            for pipe in (pipe for pipe in waiting if pipe in ready):
                 try:
                     reply = pipe.recv()
                 except EOFError as error:
@@ -77,3 +86,9 @@ class Team:
                     raise reply
                 replies[pipe] = reply
         return [replies[pipe] for pipe in self._pipes]
+
+
+@cache
+def team_of(ranks: int) -> Team:
+    """The team of this process with so many ranks: starting one takes seconds, to import torch."""
+    return Team(ranks)

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyattn.cli.rows import Row
-from pyattn.cli.team import Team
-from pyattn.distributed import ring_attention, ring_attention_varlen, shard
-from pyattn.distributed.layout import Chunks, chunks_of
+from pyattn.cli.team import team_of
+from pyattn.distributed.attention import ring_attention, ring_attention_varlen
+from pyattn.distributed.layout import Chunks, chunks_of, shard
 from pyattn.distributed.stream import Stream
 from pyattn.distributed.trips import trips_of
 
@@ -132,7 +132,7 @@ def summary(row: Row) -> str:
 
 def rows(ranks: int, ends: float) -> list[Row]:
     """A row for each case, with lists by rank; ``ends`` as for any comparison, too far to matter."""
-    found, team = [], Team(ranks)
+    found, team = [], team_of(ranks)
     for name, case in CASES.items():
         row: Row = {"what": WHAT, "side": f"{name}, {case.seqlen}", "pairs": case.pairs(ranks)}
         counted = team.run(sent, case)
