@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 import pyattn
@@ -67,9 +68,21 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.checked(argv)
     if options.shapes and options.only not in (None, *SHAPED):
         raise InputError(f"--shapes must be left out with --only {options.only}", " ".join(options.shapes))
+    if options.only == "distributed":
+        check_ranks(options)
     for text, dtype in itertools.product(options.shapes or (), options.dtype):
         check_fits(text, dtype, options.device)
     return options
+
+
+def check_ranks(options: argparse.Namespace) -> None:
+    """Raise InputError unless one process can be compared with several."""
+    if not dist.is_available():
+        raise InputError("--only distributed needs torch.distributed", f"torch {torch.__version__} without it")
+    if options.device != "cpu":
+        raise InputError("--device must be cpu with --only distributed", options.device)
+    if options.threads < 2:
+        raise InputError("--threads, the number of ranks, must be at least 2 with --only distributed", options.threads)
 
 
 def measured_peaks(dtypes: Sequence[str], threads: int) -> Peaks:

@@ -23,6 +23,8 @@ FEATURE_SHAPES = ["1x4x2048x64"]
 MODULES = ((8, 256, 256, 8), (4, 1024, 768, 12))
 """batch, seqlen, width and heads of a small model and of GPT-2 small."""
 QUICK_MODULES = ((2, 256, 256, 8),)
+SEQLENS = (8192, 32768)
+"""Positions of all ranks together."""
 
 LARGEST_SCORES = 2**30
 """Bytes of a score matrix beyond which plain torch, which stores one, is left out."""
@@ -61,11 +63,13 @@ class Calls(NamedTuple):
         forwards: by side.
         trainings: forward and backward, by side; a side without a backward has none.
         done: the operations, bytes or tokens of a forward; 0 if they are not counted.
+        peak_bytes: memory of the sides that other processes compute.
     """
 
     forwards: Mapping[str, Call]
     trainings: Mapping[str, Call] = {}
     done: float = 0
+    peak_bytes: Mapping[str, int | None] = {}
 
 
 def both(sides: Mapping[str, Side], done: float = 0, others: Mapping[str, Call] = {}) -> Calls:
@@ -117,6 +121,14 @@ def of_decoding(run: Run, contexts: tuple[int]) -> Calls:
     return Calls(decoding.sides(contexts[0], *run.place), done=1)
 
 
+def of_ranks(run: Run, seqlens: tuple[int]) -> Calls:
+    """Attention over as many ranks as there are threads, at the given length of the whole sequence."""
+    from pyattn.cli import rings  # not in every build of torch
+
+    found = rings.sides(seqlens[0], run.dtype, torch.get_num_threads())
+    return Calls(found.forwards, found.trainings, rings.flops(seqlens[0]), found.peak_bytes)
+
+
 class Kind(NamedTuple):
     """A kind of comparison.
 
@@ -141,9 +153,12 @@ class Kind(NamedTuple):
 
         ``ends`` as in :func:`pyattn.cli.rows.measure`.
         """
-        forwards, trainings, done = self.calls(run, sizes)
+        forwards, trainings, done, peak_bytes = self.calls(run, sizes)
         rows = measure(run.what, self.base, forwards, trainings, SECONDS, ends, run.device)
         by_isa = {isa: peak for (dtype, isa), peak in run.peaks.items() if (dtype, self.unit) == (run.dtype, "flops")}
+        for row in rows:
+            if "peak_bytes" in row and row["side"] in peak_bytes:
+                row["peak_bytes"] = peak_bytes[row["side"]]
         for row in rows if done else ():
             for key, share in (("forward", 1.0), ("forward_backward", 3.5)):
                 if key in row:
@@ -207,6 +222,13 @@ KINDS = {
         decoding.BASE,
         "tokens",
     ),
+    "distributed": Kind(
+        "one process with --threads and as many ranks with one thread; bytes that ranks send",
+        of_ranks,
+        "distributed, {} positions,",
+        lambda options: few(options, [(seqlen,) for seqlen in SEQLENS]),
+        "pyattn attention, one process",
+    ),
 }
 """The kinds of comparisons by name. Without --only, the first two run."""
 
@@ -218,15 +240,19 @@ Comparison = Callable[[float], list[Row]]
 
 
 def comparisons(options: argparse.Namespace, peaks: Peaks) -> dict[str, Comparison]:
-    """The comparisons that the options ask for, by name; --quick runs modules in the first dtype only."""
+    """The comparisons that the options ask for, by name; --quick runs modules and ranks in the first dtype only."""
     todo: dict[str, Comparison] = {}
     for dtype in options.dtype:
         for name in [options.only] if options.only else list(KINDS)[:2]:
-            if name == "modules" and options.quick and dtype != options.dtype[0]:
+            if name in ("modules", "distributed") and options.quick and dtype != options.dtype[0]:
                 continue
             kind = KINDS[name]
             for sizes in kind.sizes(options):
                 what = f"{kind.name.format(*sizes)} {dtype}"
                 run = Run(what, dtype, options.device, options.flex, peaks)
                 todo[what] = partial(kind.rows, run, sizes)
+    if options.only == "distributed":
+        from pyattn.cli import traffic
+
+        todo["traffic"] = partial(traffic.rows, options.threads)
     return todo
