@@ -178,6 +178,10 @@ def training_step(group: dist.ProcessGroup, layout: str | None, kwargs: dict[str
     return [summed(t, group) for t in found]
 
 
+def imported(_: dist.ProcessGroup) -> None:
+    """Nothing; once all ranks have returned, none makes others wait for its imports."""
+
+
 def interrupted(group: dist.ProcessGroup, end: str, phase: str) -> str:
     """The error of a call in which rank 1 raises, exits or is killed while the others wait for its keys."""
     q, k, v = (torch.randn(1, 2, 30, 8).requires_grad_() for _ in range(3))

@@ -249,6 +249,7 @@ def test_a_rank_that_fails(end: str, phase: str) -> None:
     """The others raise within the group's timeout."""
     fragile = Pool(sizes=(3,), seconds=3)
     try:
+        fragile.run(3, ranks.imported)
         outcomes = fragile.outcomes(3, ranks.interrupted, end, phase)
     finally:
         fragile.close()
