@@ -108,7 +108,7 @@ CALLS: list[Options] = [
     {"q_offset": -2, "window": (2, 0)},
     {"q_offset": "q_offset"},
     {"causal": False},
-    {"causal": False, "window": (1, 2), "softmax_scale": 0.3},
+    {"causal": False, "window": (1, -1), "softmax_scale": 0.3},
     {"causal": False, "mask": "mask"},
     {"causal": False, "softcap": 1.5, "mask": "mask", "key_ranges": "key_ranges"},
 ]
@@ -117,7 +117,7 @@ CALLS: list[Options] = [
 BY_HEAD: list[Options] = [
     {"bias": "bias"},
     {"alibi_slopes": "alibi_slopes", "causal": False, "q_offset": "q_offset"},
-    {"sinks": "sinks", "bias": "shared", "causal": False},
+    {"sinks": "sinks", "bias": "shared", "causal": False, "window": (-1, 2)},
     {"sinks": "sinks", "bias": "bias", "alibi_slopes": "slopes", "key_ranges": "key_ranges", "window": (3, -1)},
     {"sinks": "sinks", "mask": "mask", "alibi_slopes": "slopes", "softcap": 2.0},
 ]
