@@ -1,7 +1,8 @@
 """Cases, how to run them, and the memory they need; yardstick.py judges their accuracy."""
 
 import functools
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,13 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 newer_compiler = pytest.mark.skipif(torch.__version__ < "2.12", reason="the compiler of torch 2.11 can't trace this")
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def alternate(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Every second combination, as the squares of one colour: of three lists or more, any two choices still meet."""
+    numbered = itertools.product(*map(enumerate, choices))
+    return [tuple(x for _, x in pairs) for pairs in numbered if sum(i for i, _ in pairs) % 2 == 0]
+
 
 Drawn = tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]
 """(q, k, v), dout and dlse."""

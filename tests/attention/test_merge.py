@@ -9,7 +9,7 @@ import pytest
 import torch
 from assertions import Refusals, assert_close, each_refusal, finite, graph_of, refused
 from backends import Backend
-from helpers import Case, assert_case_accurate, assert_equal, each_dtype
+from helpers import DTYPES, Case, alternate, assert_case_accurate, assert_equal, each_dtype
 from torch import Tensor
 from torch.autograd import gradcheck
 
@@ -67,9 +67,7 @@ def in_parts(attend: Callable[..., Any], count: int) -> Callable[..., Any]:
     return attend_parts
 
 
-@each_dtype
-@pytest.mark.parametrize("count", [2, 7])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "count", "dtype"), alternate(CASES, [2, 7], DTYPES), ids=str)
 def test_parts_equal_the_whole(repeatable: Backend, case: Case, count: int, dtype: torch.dtype) -> None:
     """out, lse and every gradient, including one through lse; 7 parts of few keys leave some empty for every query."""
     assert_case_accurate(case, dtype, in_parts(repeatable.attention, count))

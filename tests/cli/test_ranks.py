@@ -23,7 +23,7 @@ DROPPED = "--dropout 0.2 --window 9 0 --sinks"
 
 @cache
 def pool() -> Pool:
-    return Pool((RANKS,))
+    return Pool((RANKS,), module="cli.trainings")
 
 
 def mesh(data: int, context: int, tensor: int) -> list[str]:

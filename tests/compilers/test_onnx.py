@@ -105,27 +105,20 @@ Options = dict[str, Any]
 CALLS: list[Options] = [
     {},
     {"q_offset": 0},
-    {"q_offset": 2},
-    {"q_offset": -2},
+    {"q_offset": -2, "window": (2, 0)},
     {"q_offset": "q_offset"},
-    {"window": (2, 0)},
     {"causal": False},
-    {"causal": False, "window": (1, 2), "softmax_scale": 0.3},
-    {"key_ranges": "key_ranges"},
+    {"causal": False, "window": (1, -1), "softmax_scale": 0.3},
     {"causal": False, "mask": "mask"},
-    {"bias": "shared"},
-    {"softcap": 1.5, "window": (3, -1)},
     {"causal": False, "softcap": 1.5, "mask": "mask", "key_ranges": "key_ranges"},
 ]
 """Options, each a value or the name of an input."""
 
 BY_HEAD: list[Options] = [
     {"bias": "bias"},
-    {"alibi_slopes": "slopes"},
     {"alibi_slopes": "alibi_slopes", "causal": False, "q_offset": "q_offset"},
-    {"sinks": "sinks"},
-    {"sinks": "sinks", "bias": "shared", "causal": False},
-    {"sinks": "sinks", "bias": "bias", "alibi_slopes": "slopes", "key_ranges": "key_ranges", "window": (3, 1)},
+    {"sinks": "sinks", "bias": "shared", "causal": False, "window": (-1, 2)},
+    {"sinks": "sinks", "bias": "bias", "alibi_slopes": "slopes", "key_ranges": "key_ranges", "window": (3, -1)},
     {"sinks": "sinks", "mask": "mask", "alibi_slopes": "slopes", "softcap": 2.0},
 ]
 """Further ones, whose options differ between heads."""

@@ -1,10 +1,14 @@
 """A pool of ranks: processes that start once and run many calls, on the first two, three, four or all eight of them."""
 
 import atexit
+import importlib
 import io
+import os
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection
@@ -38,25 +42,39 @@ def serve(rank: int, pipe: Connection, rendezvous: str, sizes: Sequence[int], se
         pipe.send_bytes(buffer.getvalue())
 
 
+def fork_ranks(module: str, pipes: Sequence[Connection], *arguments: Any) -> None:
+    """Forks the ranks from one process that has imported what they run; together they are a process group."""
+    os.setpgrp()
+    importlib.import_module(module)
+    for rank, pipe in enumerate(pipes):
+        if os.fork() == 0:
+            for other in pipes[:rank] + pipes[rank + 1 :]:
+                other.close()  # a pipe ends with its rank
+            serve(rank, pipe, *arguments)
+            os._exit(0)
+    for pipe in pipes:
+        pipe.close()
+    for _ in pipes:
+        os.wait()
+
+
 class Pool:
     """The processes and the pipes to them.
 
     Attributes:
         sizes: how many ranks a call may have.
         seconds: after so many, a rank that waits for another raises.
+        module: imported once for all ranks; it takes longer than to start them.
     """
 
-    def __init__(self, sizes: Sequence[int] = SIZES, seconds: int = 60) -> None:
+    def __init__(self, sizes: Sequence[int] = SIZES, seconds: int = 60, module: str = "distributed.parallel") -> None:
         rendezvous = str(Path(tempfile.mkdtemp()) / "rendezvous")
-        self.pipes, self.processes = [], []
-        for rank in range(max(sizes)):
-            ours, theirs = fresh.CONTEXT.Pipe()
-            arguments = rank, theirs, rendezvous, sizes, seconds
-            process = fresh.CONTEXT.Process(target=serve, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
+        self.pipes, theirs = zip(*(fresh.CONTEXT.Pipe() for _ in range(max(sizes))), strict=True)
+        arguments = module, theirs, rendezvous, sizes, seconds
+        self.process = fresh.CONTEXT.Process(target=fork_ranks, args=arguments, daemon=True)
+        self.process.start()
+        for pipe in theirs:
+            pipe.close()
 
     def outcomes(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[tuple[str | None, Any]]:
         """The error and the result of ``function(group, *arguments)`` on each of the first ranks."""
@@ -81,8 +99,8 @@ class Pool:
 
     def close(self) -> None:
         """Ends the processes."""
-        for process in self.processes:
-            process.kill()
+        with suppress(ProcessLookupError):  # they have ended
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 @cache

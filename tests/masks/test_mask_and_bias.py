@@ -69,11 +69,11 @@ def test_accurate_and_as_one_bias(repeatable: Backend, case: Case, dtype: torch.
 
 @pytest.mark.parametrize("queries", [2, 17])
 def test_any_two_shapes(repeatable: Backend, queries: int) -> None:
-    """Each of the 16 shapes of a mask beside 4 shapes of a bias, in turn."""
+    """Each of the 16 shapes of a mask beside 2 shapes of a bias, in turn, and beside 2 others with more queries."""
     shapes = ["".join(x) or "-" for n in range(5) for x in itertools.combinations("bhqk", n)]
     heads = (2, 1) if repeatable.family == "emulated" else (4, 2)
     for n, mask in enumerate(shapes):
-        for bias in shapes[n % 4 :: 4]:
+        for bias in shapes[(n + 4 * (queries > 2)) % 8 :: 8]:
             words = {"mask": f"random {mask}", "bias": f"bands {bias}"}
             case = Case(2, *heads, queries, 35, 8, 8, q_offset=20, **words)
             drawn, options = case.drawn(torch.bfloat16), case.given(torch.bfloat16)

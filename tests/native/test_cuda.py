@@ -8,7 +8,7 @@ import emulated
 import pytest
 import torch
 from backends import Backend
-from helpers import Case, each_dtype, run
+from helpers import DTYPES, Case, alternate, each_dtype, run
 from params import before_a_wall
 from torch import Tensor
 
@@ -22,9 +22,9 @@ FEATURES: list[dict[str, Any]] = [
 ]
 
 
-@each_dtype
-@pytest.mark.parametrize("features", FEATURES, ids=str)
-@pytest.mark.parametrize("dims", [(64, 64), (72, 20), (13, 250)])
+@pytest.mark.parametrize(
+    ("dims", "features", "dtype"), alternate([(64, 64), (72, 20), (13, 250)], FEATURES, DTYPES), ids=str
+)
 def test_nothing_beyond_the_end_is_touched(
     emulation: Backend, dtype: torch.dtype, dims: tuple[int, int], features: dict[str, Any]
 ) -> None:

@@ -8,19 +8,16 @@ import pytest
 import torch
 from backends import Backend
 from emulated import ROOT
-from helpers import Case
-from races import places, races
+from helpers import Case, alternate
+from races import DTYPES, places, races
 
 from pyattn.options import Packing
 
 DIMS = (31, 32, 64, 96, 128, 192, 256)
 """31: rows that are not copied in units of 16 bytes."""
 FULL_AND_CAUSAL = pytest.mark.parametrize(
-    ("dtype", "causal"),
-    [(torch.float32, False), (torch.float32, True), (torch.float16, False), (torch.bfloat16, True)],
-    ids=str,
+    ("dtype", "causal"), [(dtype, causal) for dtype in DTYPES for causal in (False, True)], ids=str
 )
-"""The two 16-bit formats have the same accesses."""
 
 
 FEATURES: list[dict[str, Any]] = [
@@ -63,16 +60,16 @@ def test_dropout(emulation: Backend, dtype: torch.dtype, causal: bool) -> None:
     assert found(emulation.repeatable, 32, dtype, causal, dropout_p=0.2) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("dim", [32, 256])
-@pytest.mark.parametrize("features", FEATURES, ids=str)
+@pytest.mark.parametrize(("dim", "features", "dtype"), alternate([32, 256], FEATURES, DTYPES), ids=str)
 def test_features(emulation: Backend, dim: int, dtype: torch.dtype, features: dict[str, Any]) -> None:
     assert found(emulation.repeatable, dim, dtype, True, **features) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dim", [31, 64, 256])
-@pytest.mark.parametrize("features", [{}, {"softcap": 3.0, "alibi": "h", "dropout_p": 0.2}], ids=str)
+@pytest.mark.parametrize(
+    ("dim", "features", "dtype"),
+    alternate([31, 64, 256], [{}, {"softcap": 3.0, "alibi": "h", "dropout_p": 0.2}], DTYPES),
+    ids=str,
+)
 def test_packed_sequences(emulation: Backend, dtype: torch.dtype, dim: int, features: dict[str, Any]) -> None:
     """Some of their blocks have no work, or keys without a query."""
     case = Case(1, 1, 1, 80, 150, dim, dim, **features)
@@ -84,9 +81,11 @@ def test_packed_sequences(emulation: Backend, dtype: torch.dtype, dim: int, feat
     assert races((q, k, v), dout, deterministic=emulation.repeatable, **options) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("dim", [31, 64, 128, 256])
-@pytest.mark.parametrize("features", [{}, {"softcap": 3.0, "mask": "random k", "dropout_p": 0.2}], ids=str)
+@pytest.mark.parametrize(
+    ("dim", "features", "dtype"),
+    alternate([31, 64, 128, 256], [{}, {"softcap": 3.0, "mask": "random k", "dropout_p": 0.2}], DTYPES),
+    ids=str,
+)
 def test_splits(emulation: Backend, dtype: torch.dtype, dim: int, features: dict[str, Any]) -> None:
     """Two warps have rows, two have none; some rows are NaN."""
     case = Case(1, 2, 1, 10, 600, dim, dim, **features)

@@ -12,7 +12,7 @@ import torch
 from assertions import Refusals, assert_close, each_refusal, refused
 from attention.test_backward_in_parts import by_parts
 from backends import Backend
-from helpers import Case, Truth, assert_case_accurate, assert_equal, each_dtype, seeded
+from helpers import DTYPES, Case, Truth, alternate, assert_case_accurate, assert_equal, each_dtype, seeded
 from torch import Tensor
 
 from pyattn import dropout_mask, reference
@@ -136,9 +136,7 @@ CASES = [
 ]
 
 
-@each_dtype
-@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "own", "dtype"), alternate(CASES, [False, True], DTYPES), ids=str)
 def test_accuracy(repeatable: Backend, case: Case, dtype: torch.dtype, own: bool) -> None:
     """Every result, forward and backward, against the reference with the larger call's mask."""
     rows = [(3 - 2 * b, 7, b, 4 * b, 15 - 7 * b) for b in range(case.batch if own else 1)]

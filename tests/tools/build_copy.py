@@ -95,7 +95,7 @@ sys.path.insert(0, str(copy / "tests" / "tools"))
 import emulated, pyattn, pyattn._C, pytest
 assert all(Path(m.__file__).is_relative_to(copy) for m in (emulated, pyattn, pyattn._C)), pyattn._C.__file__
 compile_kernels = emulated.compile_kernels
-emulated.compile_kernels = lambda *a: compile_kernels(*a) if len(a) > 2 else copy / "emulated.so"  # more: instrumented
+emulated.compile_kernels = lambda *a, **k: compile_kernels(*a, **k) if k else copy / "emulated.so"  # k: instrumented
 sys.exit(pytest.main(sys.argv[2:]))
 """
 
@@ -158,7 +158,7 @@ class Copy:
     def emulated_units(self) -> Iterator[Unit]:
         flags = ["-O1" if x == "-O2" else x for x in (*emulated.FLAGS, *emulated.INCLUDES)]
         flags = [f"-I../{x.removeprefix('-I')}" if x.startswith("-I") else x for x in flags]
-        for dtype, packed in emulated.UNITS:
+        for dtype, packed in emulated.units(emulated.DTYPES):
             source = ["-w", f"-DPYATTN_DTYPE={dtype}", f"-DPYATTN_PACKED={packed}", "-x", "c++"]
             command = ["c++", *flags, *source, "-c", "../csrc/cuda/kernels.cu"]
             yield Unit(f"emulated_{dtype}_{packed}.o", command, "emulated")

@@ -4,7 +4,7 @@ import ctypes
 import functools
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,11 @@ ROOT = Path(__file__).parents[2]
 DTYPES = {torch.float64: "double", torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
 """Names of the storage types, in the order of ``DType`` in attention.h."""
 
-UNITS = [(dtype, packed) for dtype in DTYPES.values() for packed in ("false", "true")]
-"""PYATTN_DTYPE and PYATTN_PACKED of each object of the kernels."""
+
+def units(dtypes: Iterable[torch.dtype]) -> list[tuple[str, str]]:
+    """PYATTN_DTYPE and PYATTN_PACKED of each object of the kernels."""
+    return [(DTYPES[dtype], packed) for dtype in dtypes for packed in ("false", "true")]
+
 
 INCLUDES = ("-Icsrc", "-Itests/tools/emulation", "-DPYATTN_ISA=cuda", '-DPYATTN_ISA_HEADER="host.h"')
 FLAGS = ("-std=c++20", "-O2", "-march=native", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
@@ -32,7 +35,9 @@ SOURCES = tuple(f"tests/tools/emulation/{name}.cpp" for name in ("entry", "tenso
 """Sources of the library beside the kernels."""
 
 
-def compile_kernels(root: Path, folder: Path, kernel_flags: Sequence[str] = (), *more: str) -> Path:
+def compile_kernels(
+    root: Path, folder: Path, kernel_flags: Sequence[str] = (), *more: str, dtypes: Iterable[torch.dtype] = DTYPES
+) -> Path:
     """The shared library of the kernels under ``root``, compiled with these flags too, and of ``more`` sources."""
     compiler = [os.environ.get("CXX", "c++"), *FLAGS, *INCLUDES]
 
@@ -47,7 +52,7 @@ def compile_kernels(root: Path, folder: Path, kernel_flags: Sequence[str] = (), 
         return target
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(build, UNITS))
+        objects = list(pool.map(build, units(dtypes)))
     library = folder / "emulated.so"
     subprocess.run([*compiler, "-shared", "-o", library, *SOURCES, *more, *objects], cwd=root, check=True)
     return library

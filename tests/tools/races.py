@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import emulated
+import torch
 from cuda_resources import readable
 from helpers import run
 from once import built
 from torch import Tensor
+
+DTYPES = (torch.float32, torch.float16)
+"""bfloat16 has the accesses of float16, and kernels of float64 have no shared memory."""
 
 INSTRUMENTED = ("-fsanitize=thread", "-O1")
 """The compiler calls the detector before each access to memory."""
@@ -23,7 +27,7 @@ def library() -> tuple[ctypes.CDLL, dict[int, str]]:
 
     def build(folder: Path) -> Path:
         detector = "-DPYATTN_RACES", "tests/tools/emulation/races.cpp"
-        return emulated.compile_kernels(emulated.ROOT, folder, INSTRUMENTED, *detector)
+        return emulated.compile_kernels(emulated.ROOT, folder, INSTRUMENTED, *detector, dtypes=DTYPES)
 
     path = built("races", build)
     kernels = emulated.load(path)

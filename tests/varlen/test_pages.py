@@ -9,7 +9,7 @@ import case_options
 import pytest
 import torch
 from assertions import assert_close, graph_of
-from helpers import assert_equal, each_dtype
+from helpers import DTYPES, alternate, assert_equal, each_dtype
 from torch import Tensor
 from torch.autograd import gradcheck
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,7 +23,9 @@ forward = torch.ops.pyattn.attention_varlen_paged_forward
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-each_size = pytest.mark.parametrize("page_size", [16, 21, 512])
+KINDS = {"mixed": MIXED, "grouped": GROUPED}
+SIZES = [16, 21, 512]
+each_size = pytest.mark.parametrize("page_size", SIZES)
 
 
 class Paged:
@@ -65,13 +67,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.usefixtures("isa")
-@each_dtype
-@pytest.mark.parametrize("packed", [MIXED, GROUPED], ids=["mixed", "grouped"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-@each_size
-def test_same_bits_as_one_behind_the_other(
-    packed: Packed, page_size: int, options: dict[str, Any], dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(
+    ("kind", "page_size", "name", "dtype"), alternate(list(KINDS), SIZES, list(OPTIONS), DTYPES), ids=str
+)
+def test_same_bits_as_one_behind_the_other(kind: str, page_size: int, name: str, dtype: torch.dtype) -> None:
+    packed, options = KINDS[kind], OPTIONS[name]
     q, k, v = packed.inputs(dtype)
     paged = Paged(packed, page_size)
     expected = attention_varlen(q, k, v, *packed.packing, return_lse=True, **options)

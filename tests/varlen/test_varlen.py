@@ -9,7 +9,7 @@ import torch
 from assertions import assert_close, assert_threads_change_no_bit, finite, nan_filled
 from backends import Backend
 from case_options import strided
-from helpers import Case, assert_equal, each_dtype
+from helpers import DTYPES, Case, alternate, assert_equal, each_dtype
 from torch import Tensor
 from torch.autograd import gradcheck
 from varlen.cases import GROUPED, MIXED, Packed, gradients_of, one_by_one, results, results_of, starts, truth_of_padded
@@ -28,14 +28,13 @@ SINGLE: dict[str, dict[str, Any]] = {
     "windows": {"window": (9, 4), "causal": False},
     "softcap": {"softcap": 3.0, "softmax_scale": 0.7},
 }
+KINDS = {"mixed": MIXED, "grouped": GROUPED}
 
 
-@each_dtype
-@pytest.mark.parametrize("packed", [MIXED, GROUPED], ids=["mixed", "grouped"])
-@pytest.mark.parametrize("options", SINGLE.values(), ids=list(SINGLE))
-def test_as_one_by_one(repeatable: Backend, packed: Packed, options: dict[str, Any], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "kind", "dtype"), alternate(list(SINGLE), list(KINDS), DTYPES), ids=str)
+def test_as_one_by_one(repeatable: Backend, kind: str, name: str, dtype: torch.dtype) -> None:
     """To the bit: with eight KV heads, each sequence alone is one work item of backward, on a CPU too."""
-    packed = packed.on(repeatable, dtype)
+    packed, options = KINDS[kind].on(repeatable, dtype), SINGLE[name]
     qkv = packed.inputs_of(repeatable, dtype)
     alone = one_by_one(packed, qkv, repeatable.attention, **options)
     assert_equal(results_of(packed, qkv, repeatable.attention_varlen, **options), alone)

@@ -2,8 +2,10 @@
 #include "attention.h"
 
 namespace pyattn::cuda {
-extern const DeviceKernels batch_double, batch_float, batch_bf16, batch_f16, packed_double, packed_float, packed_bf16,
-    packed_f16;
+// Weak: null for the dtypes that a library was not compiled for.
+extern const DeviceKernels batch_double [[gnu::weak]], batch_float [[gnu::weak]], batch_bf16 [[gnu::weak]],
+    batch_f16 [[gnu::weak]], packed_double [[gnu::weak]], packed_float [[gnu::weak]], packed_bf16 [[gnu::weak]],
+    packed_f16 [[gnu::weak]];
 }
 
 using namespace pyattn;
