@@ -61,7 +61,8 @@ class Rows(NamedTuple):
         sums = [rows.row_sum * torch.exp(rows.row_max - base) for rows in (self, other)]
         total = sums[0] + sums[1]
         mine, theirs = (column((part / total).masked_fill(total == 0, 0.0)) for part in sums)
-        return Rows(mine * self.out.to(total.dtype) + theirs * other.out.to(total.dtype), row_max, total)
+        out = mine * self.out  # in the dtype of the sums
+        return Rows(torch.addcmul(out, theirs, other.out.to(out.dtype), out=out), row_max, total)
 
 
 class Place(NamedTuple):
