@@ -50,14 +50,16 @@ class Case(NamedTuple):
         """
         first, chunks = self.first_keys(), chunks_of(self.seqlen, ranks, LAYOUT)
 
-        def sees(queries: range, keys: range) -> bool:
-            before = first[queries.start : queries.stop] < keys.stop
-            return bool(before[max(keys.start - queries.start, 0) :].any())
+        def seen(queries: range, keys: range) -> range:
+            begins = first[queries.start : queries.stop].clamp(min=keys.start)
+            ends = torch.arange(queries.start + 1, queries.stop + 1).clamp(max=keys.stop)
+            visible = begins < ends
+            return range(int(begins[visible].min()), int(ends[visible].max())) if visible.any() else range(0)
 
         position = 2 * self.heads_kv * HEAD_DIM * torch.float32.itemsize
         found = []
         for rank in range(ranks):
-            hops = [(len(t.keys), t.hop(rank, ranks), t.hops) for t in trips_of(chunks, chunks, sees)]
+            hops = [(len(t.keys), t.hop(rank, ranks), t.hops) for t in trips_of(chunks, chunks, seen)]
             onward = position * sum(length for length, hop, last in hops if hop < last)
             home = position * sum(length for length, hop, last in hops if 1 <= hop <= last)
             found.append((onward, onward + home))

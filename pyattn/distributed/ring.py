@@ -28,7 +28,7 @@ class Ring:
             shares = Packed(options, heads, begins[0], begins[1], call.lengths)
         self._ranks, self._shares, self._keys = call.ranks, shares, call.keys
         self._queries = call.queries[call.ranks.own]
-        self._trips = trips_of(call.queries, call.keys, shares.sees)
+        self._trips = trips_of(call.queries, call.keys, shares.seen)
 
     def _stream(self, k: Tensor, v: Tensor) -> Stream:
         return Stream(self._ranks, self._trips, self._keys, k, v, self._shares.dim)
@@ -37,7 +37,7 @@ class Ring:
         """The chunks of queries that see these keys; each sees its first keys even if all are hidden, for the sinks."""
         found = []
         for number, (rows, queries) in enumerate(zip(slices(self._queries), self._queries, strict=True)):
-            if number not in seen or self._shares.sees(queries, keys):
+            if number not in seen or self._shares.seen(queries, keys):
                 found.append((number, Place(rows, queries, keys, number not in seen)))
                 seen.add(number)
         return found

@@ -21,14 +21,15 @@ def span(offset: Tensor | int) -> tuple[int, int]:
     return offset, offset
 
 
-def reaches(queries: range, keys: range, offsets: tuple[int, int], causal: bool, window: Sequence[int]) -> bool:
-    """Whether causal and the window let any of these queries see any of these keys."""
+def seen_keys(queries: range, keys: range, offsets: tuple[int, int], causal: bool, window: Sequence[int]) -> range:
+    """The keys from the first to the last that causal and the window let any of these queries see."""
     if not (queries and keys):
-        return False
+        return range(0)
     left, right = window
     first, last = queries[0] + offsets[0], queries[-1] + offsets[1]
-    ahead = [most for most, bounded in ((0, causal), (right, right >= 0)) if bounded]
-    return all(keys[0] <= last + most for most in ahead) and (left < 0 or keys[-1] >= first - left)
+    ends = [last + most + 1 for most, bounded in ((0, causal), (right, right >= 0)) if bounded]
+    begin = keys.start if left < 0 else max(keys.start, first - left)
+    return range(begin, max(begin, min([keys.stop, *ends])))
 
 
 def origins_of(options: Options, num_heads_q: int, device: torch.device) -> Tensor:
@@ -95,9 +96,9 @@ class Dense:
         self.offset: Tensor | int = options.offset_for(seqlen_q, seqlen_k) if offsets is None else offsets
         self.offsets: tuple[int, int] = span(self.offset)
 
-    def sees(self, queries: range, keys: range) -> bool:
-        """Whether any query of a chunk may see any key of another, as far as all ranks know."""
-        return reaches(queries, keys, self.offsets, self.options.causal, self.options.window)
+    def seen(self, queries: range, keys: range) -> range:
+        """The keys of a chunk that queries of another may see, as far as all ranks know."""
+        return seen_keys(queries, keys, self.offsets, self.options.causal, self.options.window)
 
     def _part(self, tensor: Tensor | None, place: Place) -> Tensor | None:
         """A share's rows and columns of a mask, a bias or its gradient, which may broadcast."""
@@ -209,15 +210,17 @@ class Packed(Dense):
         given = last if options.q_offset is None else torch.full_like(last, options.q_offset)
         self._of_sequence = given if options.q_offsets is None else options.q_offsets.cpu()
 
-    def sees(self, queries: range, keys: range) -> bool:  # noqa: D102
+    def seen(self, queries: range, keys: range) -> range:  # noqa: D102
+        found = []
+        begins_q, begins_k = self._begins_q.tolist(), self._begins_k.tolist()
         for b, offset in enumerate(self._of_sequence.tolist()):
             own_q, own_k = (
                 range(max(chunk.start, begins[b]) - begins[b], min(chunk.stop, begins[b + 1]) - begins[b])
-                for chunk, begins in ((queries, self._begins_q.tolist()), (keys, self._begins_k.tolist()))
+                for chunk, begins in ((queries, begins_q), (keys, begins_k))
             )
-            if reaches(own_q, own_k, (offset, offset), self.options.causal, self.options.window):
-                return True
-        return False
+            if own := seen_keys(own_q, own_k, (offset, offset), self.options.causal, self.options.window):
+                found.append(range(own.start + begins_k[b], own.stop + begins_k[b]))
+        return range(found[0].start, found[-1].stop) if found else range(0)
 
     @staticmethod
     def _local(begins: Tensor, chunk: range) -> tuple[Tensor, Tensor]:

@@ -56,7 +56,7 @@ class Stream:
         """The steps, each with its blocks: first the rank's own, then those that arrive."""
         own = self._ranks.own
         held = {
-            trip: torch.cat([self.part(t, trip.chunk).reshape(-1) for t in (self._k, self._v)]) for trip in self.here(0)
+            trip: torch.cat([self.travelling(t, trip).reshape(-1) for t in (self._k, self._v)]) for trip in self.here(0)
         }
         blocks = [Block(None, keys, self.part(self._k, i), self.part(self._v, i)) for i, keys in enumerate(self._keys)]
         for step in range(self.steps + 1):
@@ -74,6 +74,11 @@ class Stream:
         """An own chunk's rows of a tensor that is cut as k and v are."""
         rows = self._parts[chunk]
         return tensor.narrow(self._dim, rows.start, rows.stop - rows.start)
+
+    def travelling(self, tensor: Tensor, trip: Trip) -> Tensor:
+        """The rows of an own chunk that travel, of a tensor that is cut as k and v are."""
+        first = self._parts[trip.chunk].start + trip.keys.start - self._keys[trip.chunk].start
+        return tensor.narrow(self._dim, first, len(trip.keys))
 
     def buffer(self, trip: Trip, dtype: torch.dtype) -> Tensor:
         """Memory for a chunk's k and v, or their gradients."""
@@ -132,7 +137,7 @@ class Homeward:
         for work, (trip, buffer) in zip(self._returns, self._home.items(), strict=True):
             work.wait()
             for total, part in zip((dk, dv), self._stream.views(trip, buffer), strict=True):
-                own = self._stream.part(total, trip.chunk)
+                own = self._stream.travelling(total, trip)
                 own += part
         for work, _ in self._sent:
             work.wait()

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-Sees = Callable[[range, range], bool]
-"""Whether any query of a chunk may see any key of another."""
+Seen = Callable[[range, range], range]
+"""The keys of a chunk, from the first to the last, that queries of another may see."""
 
 
 class Trip(NamedTuple):
@@ -14,7 +14,7 @@ class Trip(NamedTuple):
         number: of the trip, in the list that all ranks have.
         owner: the rank to which the chunk belongs.
         chunk: its place in the owner's shard.
-        keys: its positions.
+        keys: the positions that travel: those from the first to the last that other ranks see.
         step: 1 towards the next rank, -1 towards the one before.
         hops: how far it goes.
     """
@@ -31,14 +31,19 @@ class Trip(NamedTuple):
         return (rank - self.owner) * self.step % ranks
 
 
-def trips_of(queries: Sequence[Sequence[range]], keys: Sequence[Sequence[range]], sees: Sees) -> list[Trip]:
+def trips_of(queries: Sequence[Sequence[range]], keys: Sequence[Sequence[range]], seen: Seen) -> list[Trip]:
     """All trips, given each rank's chunks; each takes the shorter way to the last rank that needs it."""
     ranks, trips = len(queries), list[Trip]()
     for owner, held in enumerate(keys):
         for number, chunk in enumerate(held):
-            needed = [r for r in range(ranks) if r != owner and any(sees(own, chunk) for own in queries[r])]
+            by_rank = {
+                r: [part for own in queries[r] if (part := seen(own, chunk))] for r in range(ranks) if r != owner
+            }
+            needed = {r: parts for r, parts in by_rank.items() if parts}
             if needed:
                 ahead, back = (max((r - owner) * step % ranks for r in needed) for step in (1, -1))
                 step, hops = (1, ahead) if ahead <= back else (-1, back)
-                trips.append(Trip(len(trips), owner, number, chunk, step, hops))
+                parts = [part for parts in needed.values() for part in parts]
+                travelling = range(min(part.start for part in parts), max(part.stop for part in parts))
+                trips.append(Trip(len(trips), owner, number, travelling, step, hops))
     return trips

@@ -211,7 +211,14 @@ def hops(layout: str, ranks_: int, seqlen: int, **options: Any) -> list[int]:
     """How far each chunk travels."""
     chunks = chunks_of(seqlen, ranks_, layout)
     dense = Dense(Options(**options), 1, seqlen, seqlen)
-    return [trip.hops for trip in trips_of(chunks, chunks, dense.sees)]
+    return [trip.hops for trip in trips_of(chunks, chunks, dense.seen)]
+
+
+def travelling(layout: str, ranks_: int, seqlen: int, **options: Any) -> list[int]:
+    """How many keys of each chunk travel."""
+    chunks = chunks_of(seqlen, ranks_, layout)
+    dense = Dense(Options(**options), 1, seqlen, seqlen)
+    return [len(trip.keys) for trip in trips_of(chunks, chunks, dense.seen)]
 
 
 def test_chunks_travel_as_far_as_they_are_seen() -> None:
@@ -220,6 +227,8 @@ def test_chunks_travel_as_far_as_they_are_seen() -> None:
     assert hops("contiguous", 4, 64, window=(15, 0)) == [1, 1, 1]
     assert hops("contiguous", 4, 64, window=(16, 0)) == [1, 1, 1]
     assert hops("contiguous", 4, 64, window=(17, 0)) == [2, 2, 1]
+    assert travelling("contiguous", 4, 64, window=(15, 0)) == [15, 15, 15]
+    assert travelling("contiguous", 4, 64, window=(17, 0)) == [16, 16, 16]
     # The last chunk of zigzag, and the middle one beside its successor on the same rank, stay where they are.
     assert hops("zigzag", 4, 64, window=(8, 0)) == [1] * 6
     assert sorted(hops("zigzag", 4, 64)) == [1, 2, 3, 3, 3, 3, 3]

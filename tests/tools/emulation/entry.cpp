@@ -6,7 +6,7 @@ namespace pyattn::cuda {
 extern const DeviceKernels batch_double [[gnu::weak]], batch_float [[gnu::weak]], batch_bf16 [[gnu::weak]],
     batch_f16 [[gnu::weak]], packed_double [[gnu::weak]], packed_float [[gnu::weak]], packed_bf16 [[gnu::weak]],
     packed_f16 [[gnu::weak]];
-}
+}  // namespace pyattn::cuda
 
 using namespace pyattn;
 
