@@ -27,6 +27,9 @@ class Mesh(Alone):
     """
 
     many: bool = True
+    data: Ranks
+    context: Ranks
+    tensor: Ranks
 
     def __init__(self, sizes: tuple[int, ...], device: str) -> None:
         self._mesh = init_device_mesh(device, sizes, mesh_dim_names=AXES)

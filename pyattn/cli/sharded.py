@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from pyattn.cli import split
-from pyattn.cli.gpt import GPT, Attend, Block, attend_pyattn
+from pyattn.cli.gpt import GPT, Attend, Block, Config, Drop, attend_pyattn
 from pyattn.distributed.attention import ring_attention
 from pyattn.distributed.layout import shard
 from pyattn.distributed.ranks import Ranks
@@ -20,6 +20,15 @@ class Sharded(GPT):
     its part, and attention's weights have their own coordinates.
     """
 
+    config: Config
+    token: nn.Embedding
+    position: nn.Embedding | None
+    blocks: nn.ModuleList
+    norm: nn.LayerNorm
+    data: Ranks
+    context: Ranks
+    tensor: Ranks
+
     def __init__(self, whole: GPT, data: Ranks, context: Ranks, tensor: Ranks) -> None:
         nn.Module.__init__(self)
         self.config = whole.config
@@ -29,7 +38,7 @@ class Sharded(GPT):
             split.split(cast(Block, block), tensor)
         alone = context.size == 1 and not self.config.dropout
         self.attend: Attend = whole.attend if alone or whole.attend is not attend_pyattn else self._attend
-        self.drop = self._drop
+        self.drop: Drop = self._drop
         self._layout = "zigzag" if context.size > 1 else "contiguous"
         self._shape, self._rows = torch.Size(), range(0)
 

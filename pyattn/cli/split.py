@@ -111,9 +111,9 @@ class _Part(nn.Linear):
 
     def __init__(self, name: str, whole: nn.Linear, ranks: Ranks) -> None:
         nn.Module.__init__(self)
-        self.weight = nn.Parameter(cut(f"blocks.0.{name}.weight", whole.weight.detach(), ranks))
-        self.bias = nn.Parameter(cut(f"blocks.0.{name}.bias", whole.bias.detach(), ranks))
-        self.ranks = ranks
+        self.weight: nn.Parameter = nn.Parameter(cut(f"blocks.0.{name}.weight", whole.weight.detach(), ranks))
+        self.bias: nn.Parameter = nn.Parameter(cut(f"blocks.0.{name}.bias", whole.bias.detach(), ranks))
+        self.ranks: Ranks = ranks
 
 
 class Columnwise(_Part):
