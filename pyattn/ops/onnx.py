@@ -155,15 +155,24 @@ def _refuse(what: str, *_: Any, **__: Any) -> NoReturn:
     raise NotImplementedError(f"pyattn: ONNX has no {what}")
 
 
-def _in_onnx(decomposition: Callable[..., tuple[Tensor, ...]], *args: Any, **named: Any) -> tuple[Tensor, ...]:
-    """Runs ``decomposition`` for ONNX only: other readers of torch's table, such as DTensor's rules, must not use it.
+class _DuringExport:
+    """A key of torch's table of decompositions that equals its operator during ``torch.onnx.export`` alone.
 
-    Raises:
-        NotImplementedError: outside of ``torch.onnx.export``.
+    The table has other readers, which must not find attention there: fake tensors, DTensor's rules, and Inductor, which
+    raises for an operator without a lowering that has a decomposition if the environment variable CI is set.
     """
-    if not torch.onnx.is_in_onnx_export():
-        raise NotImplementedError("pyattn: attention is decomposed for torch.onnx.export alone, got another caller")
-    return decomposition(*args, **named)
+
+    def __init__(self, op: ops.Operator) -> None:
+        self._op = op
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._op, name)  # the exporter asks keys for their names and schemas
+
+    def __hash__(self) -> int:
+        return hash(self._op)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or (other is self._op and torch.onnx.is_in_onnx_export())
 
 
 DECOMPOSITIONS: dict[ops.Operator, Callable[..., tuple[Tensor, ...]]] = {
@@ -176,6 +185,4 @@ DECOMPOSITIONS: dict[ops.Operator, Callable[..., tuple[Tensor, ...]]] = {
 }
 
 for _op, _decomposition in DECOMPOSITIONS.items():
-    torch._decomp.decomposition_table[_op] = partial(_in_onnx, _decomposition)
-    # Without this, fake tensors with symbolic sizes take the decomposition in place of the operator's Meta kernel.
-    torch._decomp.meta_table[_op] = _op
+    torch._decomp.decomposition_table[_DuringExport(_op)] = _decomposition  # type: ignore[index]
