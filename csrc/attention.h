@@ -72,13 +72,18 @@ struct MaskParams {
   BlockKeys* blocks;
 };
 
-// Turns a scaled product s into a score: softcap * tanh(s / softcap) + bias - slope * |i + q_offset - j|.
+// Turns a scaled product s into a score, where d = j - (i + q_offset), clamped to [-reach, reach] in relative_bias:
+//
+//   softcap * tanh(s / softcap) + bias + relative_bias[d + reach] - slope * |d|
 struct ScoreParams {
   double softcap;  // 0: none
   BiasView bias;
   const void* alibi_slopes;  // (batch or 1, num_heads_q), double for float64, else float; or null
   int64_t slopes_stride_b;   // 0 where all sequences share them
-  const void* sinks;         // (num_heads_q), of the same type: the score of one more key, which has no value; or null
+  // (batch or 1, num_heads_q or 1, 2 * reach + 1), of the same type, strides 0 where shared; or null.
+  const void* relative_bias;
+  int64_t reach, relative_stride_b, relative_stride_h;
+  const void* sinks;  // (num_heads_q), of the same type: the score of one more key, which has no value; or null
 };
 
 constexpr bool has_bias(const ScoreParams& score) { return score.bias.type != BiasType::kNone; }
@@ -162,17 +167,17 @@ struct BackwardParams : ForwardParams {
   View dout, dq, dk, dv;
   const void* dlse;  // dense like lse, or null
   // Gradients of options, null where not requested. dbias has the bias's own
-  // shape, with stride 0 where the bias broadcasts. dslopes and dsinks are dense
-  // and have the shapes of slopes and sinks, double for float64, else float.
+  // shape, with stride 0 where the bias broadcasts. The others are dense and have
+  // the shapes of their tensors, double for float64, else float.
   BiasView dbias;
-  void *dslopes, *dsinks;
+  void *dslopes, *dsinks, *drelative;
   bool part;  // k and v hold part of the keys that out and the row statistics cover; row_max is then a score
 };
 
 // Whether a score is just its scaled product, and row_max in the backend's
 // own unit. Sinks do not count: they enter when a row is finished.
 constexpr bool is_plain(const ForwardParams& p) {
-  return !p.score.softcap && !p.score.alibi_slopes && !has_bias(p.score);
+  return !p.score.softcap && !p.score.alibi_slopes && !p.score.relative_bias && !has_bias(p.score);
 }
 constexpr bool is_plain(const BackwardParams& p) { return !p.part && is_plain(static_cast<const ForwardParams&>(p)); }
 
@@ -203,10 +208,11 @@ struct Kernels {
   Pass<ForwardParams> forward;
   Pass<ForwardParams> merge_out;  // after forward; no items where forward writes out itself
   Pass<BackwardParams> backward;
-  Pass<BackwardParams> reduce;          // after backward; no items where backward writes all gradients itself
-  Pass<BackwardParams> bias_gradient;   // where the bias broadcasts
-  Pass<BackwardParams> head_gradients;  // after backward: gradients of sinks and slopes
-  double (*peak)(int64_t rounds);       // multiplies and adds in registers; returns the number of operations
+  Pass<BackwardParams> reduce;             // after backward; no items where backward writes all gradients itself
+  Pass<BackwardParams> bias_gradient;      // where the bias broadcasts
+  Pass<BackwardParams> head_gradients;     // after backward: gradients of sinks and slopes
+  Pass<BackwardParams> relative_gradient;  // after backward, with a relative bias
+  double (*peak)(int64_t rounds);          // multiplies and adds in registers; returns the number of operations
 };
 
 // The kernels of the active instruction set, for plain scores or for any score.

@@ -46,9 +46,9 @@ ForwardTensors call_forward(const Tensor& q, const Tensor& k, const Tensor& v, F
   X(Tensor, out, "Tensor", "")             \
   X(Tensor, row_max, "Tensor", "")         \
   X(Tensor, row_sum, "Tensor", "")
-#define PYATTN_FLAGS(X)                                       \
-  X(bool, deterministic, "bool", "=True")                     \
-  X(Wanted, output_mask, "bool[3]", "=[False, False, False]") \
+#define PYATTN_FLAGS(X)                                              \
+  X(bool, deterministic, "bool", "=True")                            \
+  X(Wanted, output_mask, "bool[4]", "=[False, False, False, False]") \
   X(bool, part, "bool", "=False")
 
 struct Saved {

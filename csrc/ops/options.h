@@ -10,20 +10,21 @@
 namespace pyattn {
 
 // One line per option, in the form of operators.h and in the order of every operator's arguments.
-#define PYATTN_OPTIONS(X)                                                                                            \
-  X(optional<double>, softmax_scale, "float?", "=None")                                                              \
-  X(bool, causal, "bool", "=True")                                                                                   \
-  X(optional<SymInt>, q_offset, "SymInt?", "=None")                                                                  \
-  X(optional<Tensor>, q_offsets, "Tensor?", "=None")       /* (batch), int64, instead of q_offset */                 \
-  X(c10::SymIntArrayRef, window, "SymInt[2]", "=[-1, -1]") /* left, right; -1: no bound */                           \
-  X(optional<Tensor>, key_ranges, "Tensor?", "=None")      /* (batch or 1, seqlen_q, 2), int32 or int64 */           \
-  X(optional<Tensor>, mask, "Tensor?", "=None")            /* bool, true = visible; shape as for bias */             \
-  X(double, softcap, "float", "=0.0")                                                                                \
-  X(optional<Tensor>, bias, "Tensor?", "=None")         /* broadcasts to (batch, num_heads_q, seqlen_q, seqlen_k) */ \
-  X(optional<Tensor>, alibi_slopes, "Tensor?", "=None") /* (num_heads_q) or (batch, num_heads_q) */                  \
-  X(optional<Tensor>, sinks, "Tensor?", "=None")        /* (num_heads_q) */                                          \
-  X(double, dropout_p, "float", "=0.0")                                                                              \
-  X(optional<Tensor>, dropout_seed, "Tensor?", "=None")    /* (), int64 */                                           \
+#define PYATTN_OPTIONS(X)                                                                                             \
+  X(optional<double>, softmax_scale, "float?", "=None")                                                               \
+  X(bool, causal, "bool", "=True")                                                                                    \
+  X(optional<SymInt>, q_offset, "SymInt?", "=None")                                                                   \
+  X(optional<Tensor>, q_offsets, "Tensor?", "=None")       /* (batch), int64, instead of q_offset */                  \
+  X(c10::SymIntArrayRef, window, "SymInt[2]", "=[-1, -1]") /* left, right; -1: no bound */                            \
+  X(optional<Tensor>, key_ranges, "Tensor?", "=None")      /* (batch or 1, seqlen_q, 2), int32 or int64 */            \
+  X(optional<Tensor>, mask, "Tensor?", "=None")            /* bool, true = visible; shape as for bias */              \
+  X(double, softcap, "float", "=0.0")                                                                                 \
+  X(optional<Tensor>, bias, "Tensor?", "=None")          /* broadcasts to (batch, num_heads_q, seqlen_q, seqlen_k) */ \
+  X(optional<Tensor>, alibi_slopes, "Tensor?", "=None")  /* (num_heads_q) or (batch, num_heads_q) */                  \
+  X(optional<Tensor>, sinks, "Tensor?", "=None")         /* (num_heads_q) */                                          \
+  X(optional<Tensor>, relative_bias, "Tensor?", "=None") /* (batch or none, num_heads_q or 1, 2 * reach + 1) */       \
+  X(double, dropout_p, "float", "=0.0")                                                                               \
+  X(optional<Tensor>, dropout_seed, "Tensor?", "=None")    /* (), int64 */                                            \
   X(optional<Tensor>, dropout_origins, "Tensor?", "=None") /* (batch or 1, 5), int64: DropoutOrigin */
 
 struct Options {
@@ -105,6 +106,15 @@ inline void check_options(const Tensor& q, const SymInt& batch, const SymInt& he
     TORCH_CHECK_VALUE(options.sinks->dim() == 1 && options.sinks->sym_size(0) == heads,
                       "pyattn: sinks must have shape (", heads, "), got ", options.sinks->sym_sizes());
   }
+  if (options.relative_bias) {
+    const Tensor& t = *options.relative_bias;
+    check_given("relative_bias", t, q.device(), {type, at::kFloat});
+    const auto sizes = t.sym_sizes();
+    const bool dims = t.dim() == 2 || (t.dim() == 3 && sizes[0] == batch);
+    TORCH_CHECK_VALUE(dims && (sizes.end()[-2] == heads || sizes.end()[-2] == 1) && sizes.end()[-1] % 2 == 1,
+                      "pyattn: relative_bias must have shape (", heads, " or 1, 2 * reach + 1) or (", batch, ", ",
+                      heads, " or 1, 2 * reach + 1), got ", sizes);
+  }
   const double p = options.dropout_p;
   TORCH_CHECK_VALUE(0 <= p && p < 1, "pyattn: dropout_p must be at least 0 and below 1, got ", p);
   TORCH_CHECK_VALUE(p == 0 || options.dropout_seed, "pyattn: dropout_p ", p, " needs a dropout_seed, got None");
@@ -120,15 +130,18 @@ inline void check_options(const Tensor& q, const SymInt& batch, const SymInt& he
 
 // The results of forward and backward in the operators' schemas.
 #define PYATTN_FORWARD_RESULTS "(Tensor out, Tensor lse, Tensor row_max, Tensor row_sum)"
-#define PYATTN_BACKWARD_RESULTS "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi_slopes, Tensor dsinks)"
+#define PYATTN_BACKWARD_RESULTS \
+  "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi_slopes, Tensor dsinks, Tensor drelative_bias)"
 
-// output_mask: whether dbias, dalibi_slopes and dsinks are wanted, each only if its tensor is given.
-using Wanted = std::array<bool, 3>;
+// output_mask: whether dbias, dalibi_slopes, dsinks and drelative_bias are wanted, each only if its tensor is given.
+using Wanted = std::array<bool, 4>;
 inline void check_wanted(const Options& options, const Wanted& output_mask) {
-  TORCH_CHECK_VALUE((!output_mask[0] || options.bias) && (!output_mask[1] || options.alibi_slopes) &&
-                        (!output_mask[2] || options.sinks),
-                    "pyattn: output_mask must ask for gradients of a bias, alibi_slopes and sinks that are given, got ",
-                    at::ArrayRef<bool>(output_mask.data(), 3));
+  TORCH_CHECK_VALUE(
+      (!output_mask[0] || options.bias) && (!output_mask[1] || options.alibi_slopes) &&
+          (!output_mask[2] || options.sinks) && (!output_mask[3] || options.relative_bias),
+      "pyattn: output_mask must ask for gradients of a bias, alibi_slopes, sinks and a relative_bias that "
+      "are given, got ",
+      at::ArrayRef<bool>(output_mask.data(), output_mask.size()));
 }
 
 inline void check_defined(const Tensor& q, const Tensor& k, const Tensor& v) {

@@ -82,6 +82,12 @@ inline void fill_score(ScoreParams& score, at::ScalarType type, const Options& o
   const auto rows = [&](const optional<Tensor>& t) { return t ? kept.dense(*t, row_dtype(type)) : nullptr; };
   score.alibi_slopes = rows(options.alibi_slopes), score.sinks = rows(options.sinks);
   if (options.alibi_slopes && options.alibi_slopes->dim() == 2) score.slopes_stride_b = options.alibi_slopes->size(1);
+  score.relative_bias = rows(options.relative_bias);
+  if (!options.relative_bias) return;
+  const Tensor& relative = *options.relative_bias;
+  const int64_t heads = relative.size(-2), count = relative.size(-1);
+  score.reach = count / 2, score.relative_stride_h = heads > 1 ? count : 0;
+  score.relative_stride_b = relative.dim() == 3 ? heads * count : 0;
 }
 
 // Checks origins; on a GPU only with PYATTN_CHECK=1, because its kernels take any.

@@ -55,7 +55,7 @@ inline Tensor empty_dense(const Tensor& like, at::ScalarType type) {
 
 // In the order of the schemas.
 using ForwardTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-using BackwardTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using BackwardTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // Fills a dimension from position `end` on: tokens of no sequence. GPU kernels fill theirs.
 inline void fill_rest(const Tensor& t, int64_t dim, int64_t end, double value) {
@@ -94,22 +94,24 @@ struct ForwardResults {
   ForwardTensors all() const { return {out, lse, row_max, row_sum}; }
 };
 
-// The results of backward beside dq, dk and dv; undefined where not wanted. Kernels write the gradients of
-// slopes and sinks in row_sum's dtype.
+// The results of backward beside dq, dk and dv; undefined where not wanted. Kernels write all but dbias in
+// row_sum's dtype.
 struct OptionGradients {
-  optional<Tensor> slopes, sinks;  // as given
-  Tensor dbias, dslopes, dsinks;
+  optional<Tensor> slopes, sinks, relative;  // as given
+  Tensor dbias, dslopes, dsinks, drelative;
 
   OptionGradients(const Options& options, const Wanted& wanted, at::ScalarType rows)
-      : slopes(options.alibi_slopes), sinks(options.sinks) {
+      : slopes(options.alibi_slopes), sinks(options.sinks), relative(options.relative_bias) {
     if (wanted[0]) dbias = empty_dense(*options.bias, options.bias->scalar_type());
     if (wanted[1]) dslopes = empty_dense(*options.alibi_slopes, rows);
     if (wanted[2]) dsinks = empty_dense(*options.sinks, rows);
+    if (wanted[3]) drelative = empty_dense(*options.relative_bias, rows);
   }
 
   void fill_rows(BackwardParams& p) const {
     if (dslopes.defined()) p.dslopes = dslopes.mutable_data_ptr();
     if (dsinks.defined()) p.dsinks = dsinks.mutable_data_ptr();
+    if (drelative.defined()) p.drelative = drelative.mutable_data_ptr();
   }
 
   BackwardTensors with(Tensor dq, Tensor dk, Tensor dv) const {
@@ -118,7 +120,8 @@ struct OptionGradients {
             std::move(dv),
             dbias,
             dslopes.defined() ? dslopes.to(slopes->scalar_type()) : dslopes,
-            dsinks.defined() ? dsinks.to(sinks->scalar_type()) : dsinks};
+            dsinks.defined() ? dsinks.to(sinks->scalar_type()) : dsinks,
+            drelative.defined() ? drelative.to(relative->scalar_type()) : drelative};
   }
 };
 
