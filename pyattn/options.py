@@ -156,6 +156,16 @@ class AttentionOptions(TypedDict, total=False):
             {"s_aux": "use sinks"},
         ),
     ]
+    relative_bias: Annotated[
+        Tensor | None,
+        Option(
+            check_tensor,
+            "(Hq or 1, 2 R + 1) or (B, Hq or 1, 2 R + 1), in q's dtype or float32: ``relative_bias[h, d + R]`` is added "
+            "to a score whose key is ``d = j - (i + q_offset)`` after the query's position; distances beyond R count "
+            "as R. Memory is O(S + R). :mod:`pyattn.relative_bias` builds it from T5's buckets and other forms.",
+            {"position_bias": "use relative_bias with a value for each distance, or bias with one for each pair"},
+        ),
+    ]
     dropout_p: Annotated[
         float | None,
         Option(

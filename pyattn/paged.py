@@ -35,7 +35,7 @@ def attention(
     known = Options(*parse(attention, options, q.device))
     if torch._C._is_any_autocast_enabled():
         q, k, v = cast(q), cast(k), cast(v)
-    if needs_copy(q, known.bias, known.alibi_slopes, known.sinks):
+    if needs_copy(q, *(getattr(known, name) for name in LEARNED)):
         starts = seqlen_k * torch.arange(len(lengths) + 1, device=lengths.device)
         k, v, _ = gathered(k, v, block_table, starts, seqlen_k, lengths)
         keys, values = (t.narrow(1, 0, seqlen_k).transpose(1, 2) for t in (k, v))

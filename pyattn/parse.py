@@ -59,7 +59,7 @@ def parse(function: Callable[..., object], given: Mapping[str, Any], device: tor
     if "key_ranges" in given:
         values["key_ranges"] = plain(values["key_ranges"], values["causal"])
     if torch._C._is_any_autocast_enabled():
-        for name, to in (("bias", cast), ("alibi_slopes", cast_rows), ("sinks", cast_rows)):
+        for name, to in (("bias", cast), ("alibi_slopes", cast_rows), ("sinks", cast_rows), ("relative_bias", cast_rows)):
             values[name] = None if values[name] is None else to(values[name])
     if "dropout_p" in given or "dropout_seed" in given:
         last = "dropout_seed"

@@ -82,6 +82,7 @@ class Gradients(NamedTuple):
     bias: Tensor | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+    relative_bias: Tensor | None
 
 
 @takes_options
@@ -153,7 +154,7 @@ def attention_backward(
     known = Options(*parse(attention_backward, options, q.device))
     if known.dropout_p and options.get("dropout_seed") is None:
         raise ValueError(f"pyattn: dropout_seed must be that of the forward, got None with dropout_p {known.dropout_p}")
-    wanted = known.bias is not None, known.alibi_slopes is not None, known.sinks is not None
+    wanted = tuple(getattr(known, name) is not None for name in LEARNED)
     rows = dout, dlse, q, k, v, out, row_max, row_sum
     if autograd.transforming():
         return Gradients(*_Transformable.apply(*rows, *leaves(known), autograd.deterministic(), Leaf(wanted), True))  # type: ignore[no-untyped-call]

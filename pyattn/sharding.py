@@ -21,12 +21,13 @@ DIMS = (
         "mask": -4,
         "bias": -4,
         "alibi_slopes": -2,
+        "relative_bias": -3,
         "key_ranges": -3,
         "q_offset": -1,
         "q_offsets": -1,
         "dropout_origins": -2,
     },
-    {"mask": -3, "bias": -3, "alibi_slopes": -1, "sinks": -1},
+    {"mask": -3, "bias": -3, "alibi_slopes": -1, "sinks": -1, "relative_bias": -2},
     {"mask": -2, "bias": -2, "key_ranges": -2},
 )
 """The dimension of each option that indexes sequences, then those that index query heads and queries."""

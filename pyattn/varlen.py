@@ -126,7 +126,7 @@ def _over_pages(
     ``known`` holds the values of :class:`Options`, possibly without defaults at its end.
     """
     options = Options(*known)
-    if not paged.needs_copy(q, k, v, options.alibi_slopes, options.sinks):
+    if not paged.needs_copy(q, k, v, *(getattr(options, name) for name in LEARNED)):
         results = ops.attention_varlen_paged_forward(q, k, v, block_table, *packing, *options)
         return results[0], results[1]
     lengths = packing.cu_seqlens_k, packing.max_seqlen_k, packing.seqused_k

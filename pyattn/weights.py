@@ -118,8 +118,12 @@ def _weights(
         q, k = q.index_select(1, head), k.index_select(1, head // (num_heads // max(1, k.shape[1])))
     learned = options.alibi_slopes, options.sinks
     slopes, sinks = (None if t is None else t.to(wide).index_select(-1, head) for t in learned)
+    relative = options.relative_bias
+    if relative is not None:
+        relative = relative.to(wide)
+        relative = relative if relative.shape[-2] == 1 else relative.index_select(-2, head)
     scores = _products(q.index_select(2, row).to(wide), k.to(wide))
-    pairs = Scores(scores, options._replace(alibi_slopes=slopes), head, row, seqlen_q, head_dim)
+    pairs = Scores(scores, options._replace(alibi_slopes=slopes, relative_bias=relative), head, row, seqlen_q, head_dim)
     empty = ~pairs.seen.any(-1, keepdim=True)
     if lse is not None:
         total = lse.index_select(1, head).index_select(2, row).unsqueeze(-1)

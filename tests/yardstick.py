@@ -141,7 +141,7 @@ class Rounding:
         if "bias" in self._options:
             sums["dbias"] = scores.sum_to_size(self._options["bias"].shape)
         if "alibi_slopes" in self._options:
-            far = reference.distances(*scores.shape[2:], q_offset=offset, device=scores.device)
+            far = reference.distances(*scores.shape[2:], q_offset=offset, device=scores.device).abs()
             sums["dslopes"] = (scores * far).sum((2, 3)).sum_to_size(self._options["alibi_slopes"].shape)
         if "sinks" in self._options:
             sums["dsinks"] = (self._sink * sink).sum((0, 2))

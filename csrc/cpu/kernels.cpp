@@ -39,6 +39,7 @@ constexpr Kernels kernels_for() {
           {"reduce", plan_reduce<S>, reduce<S, PYATTN_SCORE>},
           bias_gradient_pass<S>(),
           {"head_gradients", plan_head_gradients<S>, head_gradients<S, PYATTN_SCORE>},
+          {"relative_gradient", plan_relative_gradient<S>, relative_gradient<S>},
           peak<S>};
 }
 

@@ -107,7 +107,7 @@ void run_forward(const Host& host, DType type, ForwardParams& p) {
 void run_backward(const Host& host, DType type, BackwardParams& p) {
   const Kernels& table = kernels(type, is_plain(p));
   const auto memory = prepare(host, table, p);
-  run(host, table.backward, p, table.reduce, table.bias_gradient, table.head_gradients);
+  run(host, table.backward, p, table.reduce, table.bias_gradient, table.head_gradients, table.relative_gradient);
 }
 
 }  // namespace pyattn

@@ -141,7 +141,7 @@ def _keep_transforms_eager() -> None:
 
 
 def attend(kind: Kind, q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` of the native operator, differentiable in q, k, v, bias, slopes and sinks.
+    """``(out, lse)`` of the native operator, differentiable in q, k, v and LEARNED.
 
     ``rest`` holds the operator's other arguments; defaults at its end may be left out: each argument costs 0.1 us.
     """

@@ -1,11 +1,12 @@
 """A block of query rows with its pairs as tensors: scores, weights and their derivatives along a direction.
 
-A direction consists of tangents of q, k, v, bias, slopes m and sinks n, marked with '. D are the dropout factors,
-distance is |i + q_offset - j|, and f caps the scaled products a: f(a) = softcap tanh(a / softcap), or a without a cap.
+A direction consists of tangents of q, k, v, bias, slopes m, sinks n and relative bias r, marked with '. D are the
+dropout factors, distance is |i + q_offset - j|, r_ij is r's value for the pair, and f caps the scaled products a: f(a) =
+softcap tanh(a / softcap), or a without a cap.
 ::
 
     a = softmax_scale q k^T                  a' = softmax_scale (q' k^T + q k'^T)
-    s = f(a) + bias - m distance             s' = f1 a' + bias' - m' distance                  f1 = df/da
+    s = f(a) + bias + r_ij - m distance      s' = f1 a' + bias' + r'_ij - m' distance          f1 = df/da
     P = exp(s - lse), N = exp(n - lse)       lse' = rowsum(P s') + N n'
                                              P' = P (s' - lse'),  N' = N (n' - lse')
 
@@ -56,6 +57,7 @@ class Scores:
         scale: the factor on the products.
         over_cap: a / softcap; None without a softcap.
         distance: None without slopes; 0 at masked pairs.
+        places: int64 (B or 1, rows, Sk), where a relative bias has each pair's value; None without one.
     """
 
     dtype: torch.dtype
@@ -66,7 +68,7 @@ class Scores:
     def __init__(
         self, products: Tensor, options: Options, heads: Tensor, rows: Tensor, seqlen_q: int, head_dim: int
     ) -> None:
-        """``products`` (B, heads, rows, Sk); ``options`` has the slopes of these heads, in the products' dtype."""
+        """``products`` (B, heads, rows, Sk); ``options`` has the slopes and relative bias of these heads, in the products' dtype."""
         self._options, self._heads, self._rows, self.dtype = options, heads, rows, products.dtype
         seqlen_k = products.shape[3]
         self.seen = visible.seen(options, rows, heads, seqlen_q, seqlen_k)
@@ -78,6 +80,10 @@ class Scores:
             scores = options.bounded_softcap * torch.tanh(self.over_cap)
         if options.bias is not None:
             scores = scores + self.of_bias(options.bias)
+        self.places: Tensor | None = None
+        if options.relative_bias is not None:
+            self.places = visible.places(options, rows, seqlen_q, seqlen_k, options.relative_bias.shape[-1] // 2)
+            scores = scores + self.of_relative(options.relative_bias, self.places)
         self.distance: Tensor | None = None
         if options.alibi_slopes is not None:
             self.distance = self.hide(visible.distances(options, rows, seqlen_q, seqlen_k).to(self.dtype))
@@ -95,6 +101,10 @@ class Scores:
     def of_bias(self, bias: Tensor) -> Tensor:
         """These rows of a bias or of its tangent, broadcasting to pairs."""
         return self.hide(visible.picked(bias, self._heads, self._rows).to(self.dtype))
+
+    def of_relative(self, relative: Tensor, places: Tensor) -> Tensor:
+        """The pairs' values (B or 1, heads or 1, rows, Sk) of a relative bias or of its tangent."""
+        return self.hide(visible.at_places(relative, places))
 
     def hide(self, pairs: Tensor) -> Tensor:
         """``pairs`` with 0 at masked pairs, whatever they hold."""
@@ -160,6 +170,8 @@ class Block(Scores):
         scores = moved if self.cap is None else moved * self.cap[0]
         if direction.bias is not None:
             scores = scores + self.of_bias(direction.bias)
+        if direction.relative_bias is not None and self.places is not None:
+            scores = scores + self.of_relative(direction.relative_bias, self.places)
         if direction.alibi_slopes is not None and self.distance is not None:
             scores = scores - direction.alibi_slopes[..., None, None] * self.distance
         lse = (self.weights * scores).sum(-1, keepdim=True)

@@ -20,6 +20,7 @@ class Learned(NamedTuple):
     bias: Tensor | None = None
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
+    relative_bias: Tensor | None = None
 
 
 @dataclass(frozen=True)

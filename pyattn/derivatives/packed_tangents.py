@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from pyattn import ops
 from pyattn.derivatives import tangents as dense
 from pyattn.derivatives.kind import Kind, Learned
-from pyattn.ops.schema import LEARNED, PLACES, Options, Packing, Sequence, own
+from pyattn.ops.schema import LEARNED, OWN_DIMS, PLACES, Options, Packing, Sequence, own
 
 
 def _of(sequence: Sequence, *qkv: Tensor | None) -> tuple[Any, Any, Any]:
@@ -21,7 +21,8 @@ def _of(sequence: Sequence, *qkv: Tensor | None) -> tuple[Any, Any, Any]:
 
 def _direction(sequence: Sequence, packed: Learned) -> Learned:
     """The sequence's share of a direction."""
-    return Learned(*_of(sequence, *packed[:3]), None, own(packed.alibi_slopes, sequence.number, 2), packed.sinks)
+    parts = {name: own(getattr(packed, name), sequence.number, dims) for name, dims in OWN_DIMS.items()}
+    return Learned(*_of(sequence, *packed[:3]), sinks=packed.sinks, **parts)
 
 
 def tangents(
@@ -44,10 +45,9 @@ def tangents(
 def gradient_tangents(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...], direction: Learned
 ) -> tuple[Any, ...]:
-    """dq', dk' and dv' shaped like q, k and v, None for bias, dm' and dn' shaped like slopes and sinks."""
+    """dq', dk' and dv' shaped like q, k and v, None for bias, dm', dn' and dr' shaped like their tensors."""
     dq, dk, dv = [], [], []
-    dslopes: list[Tensor] = []
-    dsinks: list[Tensor] = []
+    learned: dict[str, list[Tensor]] = {name: [] for name in LEARNED[1:]}
     packing, options = _unpacked(rest)
     for sequence in packing.sequences(options, q.shape[1]):
         into_out, into_lse = _alone(dout, sequence.queries), None if dlse is None else dlse[None, :, sequence.queries]
@@ -57,11 +57,11 @@ def gradient_tangents(
         dq.append(moved_q)
         dk.append(pad(moved_k, (0, 0, 0, 0, 0, sequence.unused)))
         dv.append(pad(moved_v, (0, 0, 0, 0, 0, sequence.unused)))
-        dslopes.append(moved[4])
-        dsinks.append(moved[5])
+        for parts, own_part in zip(learned.values(), moved[4:], strict=True):
+            parts.append(own_part)
     for parts, tensor in ((dq, q), (dk, k), (dv, v)):
         parts.append(tensor.new_zeros(len(tensor) - sum(len(part) for part in parts), *tensor.shape[1:]))
-    more = _joined(dslopes, options.alibi_slopes), _joined(dsinks, options.sinks)
+    more = [_joined(parts, getattr(options, name), OWN_DIMS.get(name)) for name, parts in learned.items()]
     return torch.cat(dq), torch.cat(dk), torch.cat(dv), None, *more
 
 
@@ -75,13 +75,13 @@ def _alone(tokens: Tensor, at: slice) -> Tensor:
     return tokens[at].transpose(0, 1)[None]
 
 
-def _joined(parts: list[Tensor], tensor: Tensor | None) -> Tensor | None:
-    """The sequences' gradients of slopes or sinks: joined if each sequence has its own, else summed."""
+def _joined(parts: list[Tensor], tensor: Tensor | None, dims: int | None) -> Tensor | None:
+    """The sequences' gradients: joined if each sequence has its own, and so ``dims`` dimensions, else summed."""
     if tensor is None:
         return None
     if not parts:
         return torch.zeros_like(tensor)
-    return torch.cat(parts) if tensor.dim() == 2 else torch.stack(parts).sum(0)
+    return torch.cat(parts) if tensor.dim() == dims else torch.stack(parts).sum(0)
 
 
 PACKED = Kind(

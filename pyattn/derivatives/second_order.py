@@ -7,7 +7,7 @@ Attention's backward and its tangent are functions of the same tensors, and each
     GradientTangents(dout, dlse, x'; x)             raise: third derivatives
     SecondTangents(x', x*; x)                       raise: third derivatives
 
-Here x is q, k, v, bias, slopes and sinks. Unless a backward is differentiated again, no graph is recorded and none of
+Here x is q, k, v, bias, slopes, sinks and relative bias. Unless a backward is differentiated again, no graph is recorded and none of
 this runs.
 """
 
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from pyattn.autocast import without
 from pyattn.derivatives.kind import Kind, Learned, added
+
+COUNT = len(Learned._fields)
 
 
 def save(ctx: Any, inputs: Sequence[Any], forward_mode: bool = True) -> None:
@@ -87,7 +89,7 @@ class Backward(torch.autograd.Function):
         kind, dout, dlse, q, k, v, out, row_max, row_sum, *rest, deterministic, wanted = saved(ctx)
         moved_dout, moved_dlse, *inputs = tangents
         direction = kind.learned(inputs[:3], inputs[6:])
-        results: tuple[Tensor | None, ...] = (None,) * 6
+        results: tuple[Tensor | None, ...] = (None,) * COUNT
         if any(x is not None for x in direction):
             results = _apply(GradientTangents, kind, dout, dlse, *direction, q, k, v, *rest)
         if moved_dout is not None or moved_dlse is not None:
@@ -99,6 +101,11 @@ class Backward(torch.autograd.Function):
         return tuple(x if ask else None for x, ask in zip(results, asked, strict=True))
 
 
+def _parts(args: Sequence[Any]) -> tuple[Learned, Sequence[Any], Sequence[Any]]:
+    """The arguments of :class:`Tangents` after kind: direction; q, k, v, out, row_max and row_sum; rest."""
+    return Learned(*args[:COUNT]), args[COUNT : COUNT + 6], args[COUNT + 6 :]
+
+
 class Tangents(torch.autograd.Function):
     """out' and lse': ``apply(kind, *direction, q, k, v, out, row_max, row_sum, *rest)``."""
 
@@ -106,9 +113,9 @@ class Tangents(torch.autograd.Function):
 
     @staticmethod
     def forward(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:  # noqa: D102
-        *direction, q, k, v, _, _, _ = args[:12]
+        direction, (q, k, v, *_), rest = _parts(args)
         with without(q.device):
-            return kind.tangents(q, k, v, args[12:], Learned(*direction))
+            return kind.tangents(q, k, v, rest, direction)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: D102
@@ -117,17 +124,17 @@ class Tangents(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: D102
         kind, *args = saved(ctx)
-        direction, (q, k, v, *rows), rest = Learned(*args[:6]), args[6:12], args[12:]
+        direction, (q, k, v, *rows), rest = _parts(args)
         needed = ctx.needs_input_grad[1:]
         if dout is None and dlse is None:
             return (None,) * (1 + len(needed))
         dout = torch.zeros_like(rows[0]) if dout is None else dout
-        into_direction: tuple[Tensor | None, ...] = (None,) * 6
+        into_direction: tuple[Tensor | None, ...] = (None,) * COUNT
         moved = Learned(None, None, None)
-        if any(needed[:6]):
-            wanted = Leaf(needed[3:6])
+        if any(needed[:COUNT]):
+            wanted = Leaf(needed[3:COUNT])
             into_direction = _apply(Backward, kind, dout, dlse, q, k, v, *rows, *rest, True, wanted)
-        if any(needed[6:]):
+        if any(needed[COUNT:]):
             moved = Learned(*_apply(GradientTangents, kind, dout, dlse, *direction, q, k, v, *rest))
         into_direction = tuple(x if need else None for x, need in zip(into_direction, needed, strict=False))
         return None, *into_direction, *moved[:3], None, None, None, *kind.spread(moved, len(rest))
@@ -135,8 +142,8 @@ class Tangents(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: D102
         kind, *args = saved(ctx)
-        direction, (q, k, v, *rows), rest = Learned(*args[:6]), args[6:12], args[12:]
-        moved_direction, other = Learned(*tangents[:6]), kind.learned(tangents[6:9], tangents[12:])
+        direction, (q, k, v, *rows), rest = _parts(args)
+        moved_direction, other = Learned(*tangents[:COUNT]), kind.learned(tangents[COUNT : COUNT + 3], tangents[COUNT + 6 :])
         results: tuple[Tensor | None, ...] = None, None
         if any(x is not None for x in other):
             results = _apply(SecondTangents, kind, *direction, *other, q, k, v, *rest)
@@ -173,9 +180,9 @@ class SecondTangents(Last):
 
     @staticmethod
     def forward(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:  # noqa: D102
-        q, k, v = args[12:15]
+        direction, other, (q, k, v) = args[:COUNT], args[COUNT : 2 * COUNT], args[2 * COUNT : 2 * COUNT + 3]
         with without(q.device):
-            return kind.tangents(q, k, v, args[15:], Learned(*args[:6]), Learned(*args[6:12]))
+            return kind.tangents(q, k, v, args[2 * COUNT + 3 :], Learned(*direction), Learned(*other))
 
 
 class GradientTangents(Last):
@@ -183,6 +190,6 @@ class GradientTangents(Last):
 
     @staticmethod
     def forward(kind: Kind, dout: Tensor, dlse: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:  # noqa: D102
-        direction, (q, k, v), rest = Learned(*args[:6]), args[6:9], args[9:]
+        direction, (q, k, v), rest = Learned(*args[:COUNT]), args[COUNT : COUNT + 3], args[COUNT + 3 :]
         with without(q.device):
             return kind.gradient_tangents(dout, dlse, q, k, v, rest, direction)

@@ -11,6 +11,7 @@ In the notation of :mod:`pyattn.derivatives.block`, with dout and dlse held cons
     dk = dA^T q                              dk' = dA'^T q + dA^T q'
     dv = (P D)^T dout                        dv' = (P' D)^T dout
     dbias = dS, dm = -sum dS distance        dbias' = dS', dm' = -sum dS' distance
+    dr = sum of dS over the pairs of r       dr' = sum of dS' over the pairs of r
     dn = sum N (dlse - delta)                dn' = sum N' (dlse - delta) - N delta'
 
 Second derivatives are symmetric, so these formulas are double backward too: along the direction of the gradients with
@@ -81,7 +82,7 @@ def gradient_tangents(
     rest: Sequence[Any],
     direction: Learned,
 ) -> tuple[Any, ...]:
-    """dq', dk', dv', dbias', dm' and dn', each in its tensor's dtype and shape."""
+    """dq', dk', dv', dbias', dm', dn' and dr', each in its tensor's dtype and shape."""
     options = Options(*rest)
     inputs = _widened(q, k, v, options)
     direction, dout = _cast(direction, inputs.q.dtype), dout.to(inputs.q.dtype)
@@ -89,9 +90,10 @@ def gradient_tangents(
     by_rows = bias is not None and bias.dim() > 1 and bias.shape[-2] != 1
     dq: list[Tensor] = []
     dbias: list[Tensor] = []
-    sums: list[Tensor | None] = [None] * 5
+    sums: list[Tensor | None] = [None] * (len(Learned._fields) - 1)
     for block in _blocks(inputs):
-        rows, *rest = _moved_gradients(block, block.of(dout), None if dlse is None else block.of(dlse), direction, bias)
+        into = block.of(dout), None if dlse is None else block.of(dlse)
+        rows, *rest = _moved_gradients(block, *into, direction, bias, options.relative_bias)
         dq.append(rows)
         if by_rows:
             dbias.append(rest[2])
@@ -99,14 +101,14 @@ def gradient_tangents(
         sums = [added(x, y) for x, y in zip(sums, rest, strict=True)]
     if by_rows:
         sums[2] = torch.cat(dbias, 2)
-    tensors = q, k, v, bias, options.alibi_slopes, options.sinks
+    tensors = q, k, v, bias, options.alibi_slopes, options.sinks, options.relative_bias
     return tuple(_like(x, t) for x, t in zip((torch.cat(dq, 2), *sums), tensors, strict=True))
 
 
 def _moved_gradients(
-    block: Block, dout: Tensor, dlse: Tensor | None, direction: Learned, bias: Tensor | None
+    block: Block, dout: Tensor, dlse: Tensor | None, direction: Learned, bias: Tensor | None, relative: Tensor | None
 ) -> list[Any]:
-    """The block's dq', dk', dv', dbias' summed over dimensions that broadcast, and dm' and dn' as (B, Hq)."""
+    """The block's dq', dk', dv', dbias' summed over dimensions that broadcast, dm' and dn' as (B, Hq), and dr'."""
     change = block.along(direction)
     dp = block.hide(block.drop(products(dout, block.v)))
     moved_dp = torch.zeros_like(dp)
@@ -127,7 +129,7 @@ def _moved_gradients(
     if direction.q is not None:
         dk = dk + block.over_rows(da, block.of(direction.q))
     dv = block.over_rows(block.drop(change.weights), dout)
-    dbias = dslopes = dsinks = None
+    dbias = dslopes = dsinks = drelative = None
     if bias is not None:
         sizes = zip((1,) * (4 - bias.dim()) + tuple(bias.shape), moved_ds.shape, strict=True)
         dbias = moved_ds.sum_to_size([1 if own == 1 else full for own, full in sizes])
@@ -135,7 +137,11 @@ def _moved_gradients(
         dslopes = -(moved_ds * block.distance).sum((-2, -1))
     if change.sink_weight is not None and block.sink_weight is not None:
         dsinks = (change.sink_weight * into_lse - block.sink_weight * moved_delta).sum((-2, -1))
-    return [dq, dk, dv, dbias, dslopes, dsinks]
+    if block.places is not None and relative is not None:
+        index = block.places.flatten(1)[:, None].expand(*moved_ds.shape[:2], -1)
+        zeros = moved_ds.new_zeros(*moved_ds.shape[:2], relative.shape[-1])
+        drelative = zeros.scatter_add(-1, index, moved_ds.flatten(2))
+    return [dq, dk, dv, dbias, dslopes, dsinks, drelative]
 
 
 def _like(gradient: Tensor | None, tensor: Tensor | None) -> Tensor | None:
@@ -154,15 +160,15 @@ def _blocks(inputs: Inputs) -> Iterator[Block]:
 def _widened(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Inputs:
     """All inputs in float32 or float64, except bias: each block casts its own part."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    slopes, sinks = (None if t is None else t.to(wide) for t in (options.alibi_slopes, options.sinks))
-    return Inputs(q.to(wide), k.to(wide), v.to(wide), options._replace(alibi_slopes=slopes, sinks=sinks))
+    learned = {name: getattr(options, name) for name in LEARNED[1:]}
+    cast = {name: None if t is None else t.to(wide) for name, t in learned.items()}
+    return Inputs(q.to(wide), k.to(wide), v.to(wide), options._replace(**cast))
 
 
 def _cast(direction: Learned, dtype: torch.dtype) -> Learned:
     """The direction in ``dtype``, except bias: each block casts its own part."""
-    q, k, v, bias, slopes, sinks = direction
-    q, k, v, slopes, sinks = (None if t is None else t.to(dtype) for t in (q, k, v, slopes, sinks))
-    return Learned(q, k, v, bias, slopes, sinks)
+    own = {name: t.to(dtype) for name, t in direction._asdict().items() if t is not None and name != "bias"}
+    return direction._replace(**own)
 
 
 DENSE = Kind(

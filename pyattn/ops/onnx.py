@@ -60,6 +60,10 @@ class _Pairs:
             self.seen = self.seen & options.mask
         if bias is not None:
             self.seen, self.added = self.seen & (bias != -math.inf), bias.to(dtype)
+        if options.relative_bias is not None:
+            places = visible.places(options, rows, seqlen_q, seqlen_k, options.relative_bias.shape[-1] // 2)
+            relative = visible.at_places(options.relative_bias.to(dtype), places)
+            self.added = relative if self.added is None else self.added + relative
         if slopes is not None:
             distance = visible.distances(options, rows, seqlen_q, seqlen_k).to(dtype)
             alibi = -slopes.to(dtype)[..., None, None] * distance

@@ -24,8 +24,11 @@ UNBOUNDED: tuple[int, int] = DEFAULTS["window"]
 
 PLACES = {name: place for place, name in enumerate(DEFAULTS)}
 
-LEARNED = ("bias", "alibi_slopes", "sinks")
+LEARNED = ("bias", "alibi_slopes", "sinks", "relative_bias")
 """Options that have gradients, adjacent in the schema."""
+
+OWN_DIMS = {"alibi_slopes": 2, "relative_bias": 3}
+"""How many dimensions these have if each sequence has its own."""
 
 _record = collections.namedtuple
 """Under this name, mypy lets the fields be computed."""
@@ -117,7 +120,7 @@ class Packing(NamedTuple):
             alone = options._replace(
                 q_offsets=own(options.q_offsets, b, 1),
                 key_ranges=None if options.key_ranges is None else options.key_ranges[None, queries],
-                alibi_slopes=own(options.alibi_slopes, b, 2),
+                **{name: own(getattr(options, name), b, dims) for name, dims in OWN_DIMS.items()},
                 dropout_origins=own(origins, b, 2),
             )
             keys = slice(begins_k[b], begins_k[b] + count)

@@ -29,6 +29,21 @@ def distances(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int) -> T
     return (position[:, None, :, None] - torch.arange(seqlen_k, device=rows.device)).abs()
 
 
+def places(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int, reach: int) -> Tensor:
+    """int64 (B or 1, rows, Sk): where each pair's value lies in a relative bias of 2 * reach + 1 values."""
+    far = 2**40  # as in csrc, no reach exceeds it
+    position = rows + offsets(options, seqlen_q, seqlen_k, rows.device).clamp(-far, far)
+    return (torch.arange(seqlen_k, device=rows.device) - position[..., None]).clamp(-reach, reach) + reach
+
+
+def at_places(relative: Tensor, places: Tensor) -> Tensor:
+    """The values (B or 1, heads or 1, rows, Sk) of a relative bias at the places of :func:`places`."""
+    relative = relative if relative.dim() == 3 else relative[None]
+    batch = max(relative.shape[0], places.shape[0])
+    index = places.flatten(1)[:, None].expand(batch, relative.shape[1], -1)
+    return relative.expand(batch, -1, -1).gather(-1, index).unflatten(-1, places.shape[1:])
+
+
 def keys_of(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor]:
     """int64 (B or 1, rows), twice: causal, window and key_ranges leave the keys [begin, end); begin may exceed end.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pyattn import ops
+from pyattn.ops.schema import LEARNED
 
 Values = dict[str, Any]
 """An operator's arguments by name."""
@@ -52,7 +53,7 @@ def _register(
     torch.library.register_vmap(op._schema.name, rule)
 
 
-SHARED = {"key_ranges": 3, "mask": 4, "bias": 4, "alibi_slopes": 2, "dropout_origins": 2}
+SHARED = {"key_ranges": 3, "mask": 4, "bias": 4, "alibi_slopes": 2, "relative_bias": 3, "dropout_origins": 2}
 """Tensors that all sequences may share, with their number of dimensions when they don't."""
 
 
@@ -81,7 +82,8 @@ def _fold_into_batch(op: Callable[..., Results], values: Values, mapped: dict[st
 
 
 ROWS = ("dout", "q", "k", "v", "out")
-HEADS_PACKED = dict.fromkeys((*ROWS, "dlse", "lse", "row_max", "row_sum"), -2) | {"alibi_slopes": -1, "sinks": -1}
+HEADS_PACKED = dict.fromkeys((*ROWS, "dlse", "lse", "row_max", "row_sum", "relative_bias"), -2)
+HEADS_PACKED |= {"alibi_slopes": -1, "sinks": -1}
 HEADS = HEADS_PACKED | dict.fromkeys((*ROWS, "mask", "bias"), -3)
 """The dimension of heads in tensors and in their gradients, counted from the last one."""
 
@@ -95,7 +97,7 @@ def _fold_into_heads(
         if name not in places or value is None:
             return value
         at, dim = places[name], mapped.get(name)
-        if dim is None and (value.dim() < -at or (name in ("mask", "bias") and value.shape[at] == 1)):
+        if dim is None and (value.dim() < -at or (name in ("mask", "bias", "relative_bias") and value.shape[at] == 1)):
             return value  # it broadcasts over heads
         tensor = value.unsqueeze(0).expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
         return tensor.movedim(0, at - 1).flatten(at - 1, at)
@@ -123,16 +125,29 @@ def _apart(values: Values, mapped: dict[str, int]) -> bool:
 
 
 def _loops(values: Values, mapped: dict[str, int]) -> bool:
-    """Whether one call won't do: dropout counts batch and heads; mapped masks and a bias's gradient need the batch."""
+    """Whether one call won't do: dropout counts batch and heads; mapped masks and gradients of biases need the batch."""
     if values.get("dropout_seed") is not None:
         return True
-    scores = not mapped.keys().isdisjoint(("mask", "bias")) or any((values.get("output_mask") or ())[:1])
+    scores = not mapped.keys().isdisjoint(("mask", "bias")) or _wants(values, "bias") or _relative(values, mapped)
     return _apart(values, mapped) and (scores or not mapped.keys() <= HEADS.keys())
 
 
 def _packed_loops(values: Values, mapped: dict[str, int]) -> bool:
     """Whether one call won't do: dropout counts heads; all heads share lengths and key_ranges."""
-    return values.get("dropout_seed") is not None or not mapped.keys() <= HEADS_PACKED.keys()
+    if values.get("dropout_seed") is not None or _relative(values, mapped):
+        return True
+    return not mapped.keys() <= HEADS_PACKED.keys()
+
+
+def _relative(values: Values, mapped: dict[str, int]) -> bool:
+    """Whether slices have their own relative bias, or gradient of it: its heads may share both."""
+    return "relative_bias" in mapped or _wants(values, "relative_bias")
+
+
+def _wants(values: Values, name: str) -> bool:
+    """Whether the gradient of one of LEARNED is wanted."""
+    wanted = values.get("output_mask") or (False,) * len(LEARNED)
+    return bool(wanted[LEARNED.index(name)])
 
 
 _fold_packed = partial(_fold_into_heads, HEADS_PACKED)

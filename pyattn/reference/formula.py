@@ -72,12 +72,12 @@ def visible(
 def distances(
     seqlen_q: int, seqlen_k: int, *, q_offset: int | Tensor | None = None, device: torch.device | None = None
 ) -> Tensor:
-    """``|i + q_offset - j|`` for query i and key j, float64: (seqlen_q, seqlen_k), or (B, 1, ...) for (B,) offsets."""
+    """``j - (i + q_offset)`` for query i and key j, float64: (seqlen_q, seqlen_k), or (B, 1, ...) for (B,) offsets."""
     offset = seqlen_k - seqlen_q if q_offset is None else q_offset
     if isinstance(offset, Tensor):
         offset = offset.to(device, torch.float64)[:, None, None, None]
     query = torch.arange(seqlen_q, dtype=torch.float64, device=device)[:, None]
-    return (query + offset - torch.arange(seqlen_k, device=device)).abs()
+    return torch.arange(seqlen_k, device=device) - (query + offset)
 
 
 def _scores(q: Tensor, k: Tensor, seen: Tensor, finite: bool) -> Tensor:
@@ -119,6 +119,7 @@ def attention(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
@@ -129,6 +130,7 @@ def attention(
         s = softmax_scale <q_i, k_j>
         s = softcap tanh(s / softcap)                  if softcap > 0
         s = s + bias_ij
+        s = s + relative_bias[clamp(j - (i + q_offset), -R, R) + R]
         s = s - alibi_slope |i + q_offset - j|
         s = -inf                                       if i does not see j: visible(), mask_ij False, bias_ij -inf
         and an extra column without a value, the head's sink
@@ -144,6 +146,7 @@ def attention(
         bias: added to the scores; broadcasts in the same way. NaN at a masked key has no effect.
         alibi_slopes: (Hq) or (B, Hq).
         sinks: (Hq); -inf means no sink.
+        relative_bias: (Hq or 1, 2 R + 1) or (B, Hq or 1, 2 R + 1).
         dropout_p, dropout_seed: drops weights by :func:`pyattn.dropout_mask`; the seed is drawn if None.
         return_lse: also return the natural log of the softmax denominator, (B, Hq, Sq), float32 or float64.
         return_weights: also return the weights that multiply ``v``, (B, Hq, Sq, Sk), after dropout.
@@ -170,8 +173,15 @@ def attention(
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + torch.where(seen, bias, 0.0)
+    if relative_bias is not None:
+        batch, reach = len(q), relative_bias.shape[-1] // 2
+        ahead = distances(seqlen_q, seqlen_k, q_offset=q_offset, device=q.device).clamp(-reach, reach).long()
+        places = (ahead + reach).expand(batch, 1, seqlen_q, seqlen_k)
+        tables = relative_bias.expand(batch, *relative_bias.shape[-2:])
+        values = torch.stack([table[:, own[0]] for table, own in zip(tables, places, strict=True)])
+        scores = scores + torch.where(seen, values, 0.0)
     if alibi_slopes is not None:
-        far = distances(seqlen_q, seqlen_k, q_offset=q_offset, device=q.device)
+        far = distances(seqlen_q, seqlen_k, q_offset=q_offset, device=q.device).abs()
         dtype = torch.promote_types(scores.dtype, alibi_slopes.dtype)
         scores = scores - alibi_slopes[..., None, None].to(dtype) * far.to(dtype)
     columns = seen.expand(scores.shape)

@@ -59,7 +59,7 @@ def test_alibi_equals_its_bias(repeatable: Backend, dtype: torch.dtype, q_offset
     """Slopes multiply the distance to the query's position, however far beyond the last key it is."""
     case = Case(1, 2, 1, 40, 60, 16, 16, causal=q_offset == -7, q_offset=q_offset, alibi="h")
     slopes = torch.tensor([0.25, -0.5]).to(dtype)
-    bias = -slopes[:, None, None].double() * reference.distances(40, 60, q_offset=q_offset)
+    bias = -slopes[:, None, None].double() * reference.distances(40, 60, q_offset=q_offset).abs()
     same = case.options | {"bias": bias}
     truth = Truth(case.drawn(dtype), case.options | {"alibi_slopes": slopes}, same)
     truth.assert_allows(repeatable.attention)

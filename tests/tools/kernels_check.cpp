@@ -146,7 +146,7 @@ Results results(const Case& c, const Inputs& inputs) {
   const std::vector<RowKeys> bias_rows = make_array(table.bias_rows, p, p.mask.bias_rows);
   const std::vector<BlockKeys> blocks = make_array(table.mask_blocks, p, p.mask.blocks);
   run<ForwardParams>(table.forward, p, table.merge_out);
-  run(table.backward, p, table.reduce, table.bias_gradient, table.head_gradients);
+  run(table.backward, p, table.reduce, table.bias_gradient, table.head_gradients, table.relative_gradient);
   return {out.values(), lse.values(),   dq.values(),      dk.values(),
           dv.values(),  dbias.values(), dslopes.values(), dsinks.values()};
 }

@@ -31,8 +31,8 @@ namespace {
 template <class S>
 Plan plan_backward(const BackwardParams& p) {
   const int64_t items = work_of<S>(p, Unit::kSplits).count();
-  const int64_t slopes = p.dslopes ? items * group_size(p) * static_cast<int64_t>(sizeof(double)) : 0;
-  return {items, BackwardScratch<S>(p, true, most_summed_keys(p), nullptr).bytes, Shares<S>::bytes(p) + slopes};
+  const int64_t sums = (summed_slopes<S>(p) + summed_distances<S>(p)) * static_cast<int64_t>(sizeof(double));
+  return {items, BackwardScratch<S>(p, true, most_summed_keys(p), nullptr).bytes, Shares<S>::bytes(p) + sums};
 }
 
 // Computes one work item: the query rows and keys in one split of a KV head.
@@ -53,7 +53,8 @@ class BackwardItem {
     if (few_rows<S>(p, head.count)) pack_few_queries<S>(p, head, score.power, s.few_Q);
     fill_zero(sums.dK.data, sums.keys.count() * sums.dK.row);
     fill_zero(sums.dV.data, sums.keys.count() * sums.dV.row);
-    if (p.dslopes) fill_zero(dslopes, head.group);
+    if (p.dslopes) fill_zero(head_sums.slopes, head.group);
+    if (p.drelative) fill_zero(head_sums.relative, head.group * count_distances(p, head.seqlen_q, head.seqlen_k));
     for (int64_t r0 = own.rows.begin; r0 < own.rows.end; r0 += kSuperBlock)
       super_block(r0, min(kSuperBlock, own.rows.end - r0));
     if (dKV_whole) {
@@ -83,7 +84,7 @@ class BackwardItem {
   const bool dKV_whole = shares.splits.count == 1 || !shares.splits.by_rows;
   const BackwardScratch<S> s;
   const Sums sums = sums_of_keys();
-  double* const dslopes = slope_shares<S>(p, head, split);
+  const HeadSums head_sums = sums_of<S>(p, head, split);
   const Score score{p};
   Stopwatch watch{p.counts};
   BackwardTile<S, Score> weights{p, mask, s, score, watch, {}};
@@ -167,7 +168,7 @@ class BackwardItem {
         continue;
       }
       weights.make(tile, strips, i, block.left_K, block.left_V, [&](Strip strip) {
-        score.to_products(p, s.dP, head, tile, strip, s.derivative, dslopes);
+        score.to_products(p, s.dP, head, tile, strip, s.derivative, head_sums);
         watch.lap(Phase::kSoftmax);
         if (!p.dropout.threshold) return;
         multiply_strip(s.P, s.kept, strip);

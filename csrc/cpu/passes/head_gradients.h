@@ -1,11 +1,13 @@
-// Gradients of the sink and the ALiBi slope, of which each query head has one, computed after backward.
+// Gradients of the sinks, the ALiBi slopes and the relative bias, computed after backward.
 #pragma once
 
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/shares.h"
 #include "cpu/plan/units.h"
 #include "cpu/products/pack.h"
+#include "cpu/products/scratch.h"
 #include "cpu/simd/simd.h"
+#include "cpu/tiles/relative_bias.h"
 #include "cpu/tiles/softmax_gradient.h"
 #include "shared/mask.h"
 
@@ -49,7 +51,7 @@ double slope_gradient(const BackwardParams& p, int64_t h, Range sequences) {
   for (int64_t b = sequences.begin; b < sequences.end; ++b) {
     const Head head(p, b * p.num_heads_kv + h / group);
     const int64_t splits = splits_of(p, head.seqlen_q, head.seqlen_k).count;
-    for (int64_t split = 0; split < splits; ++split) sum += slope_shares<S>(p, head, split)[h % group];
+    for (int64_t split = 0; split < splits; ++split) sum += sums_of<S>(p, head, split).slopes[h % group];
   }
   return sum;
 }
@@ -69,6 +71,44 @@ void head_gradients(const BackwardParams& p, int64_t begin, int64_t end, void*) 
     else
       for (int64_t b = 0; b < p.batch; ++b)
         dslopes[b * p.score.slopes_stride_b] = static_cast<T>(slope_gradient<S>(p, h, {b, b + 1}));
+  }
+  watch.lap(Phase::kStore);
+}
+
+// Each work item is one row of the relative bias, of a sequence and a query head, or of all that share it.
+template <class S>
+Plan plan_relative_gradient(const BackwardParams& p) {
+  if (!p.drelative) return {};
+  const int64_t rows = (p.score.relative_stride_b ? p.batch : 1) * (p.score.relative_stride_h ? p.num_heads_q : 1);
+  return {rows, (2 * p.score.reach + 1) * static_cast<int64_t>(sizeof(double)), 0};
+}
+
+// Adds up the shares that the work items of backward left, in one order.
+template <class S>
+void relative_gradient(const BackwardParams& p, int64_t begin, int64_t end, void* scratch) {
+  using T = Compute<S>;
+  const int64_t reach = p.score.reach, count = 2 * reach + 1, group = group_size(p);
+  const int64_t heads = p.score.relative_stride_h ? p.num_heads_q : 1;
+  auto* const sums = static_cast<double*>(scratch);
+  Stopwatch watch(p.counts);
+  for (int64_t i = begin; i < end; ++i) {
+    const Range sequences = p.score.relative_stride_b ? Range{i / heads, i / heads + 1} : Range{0, p.batch};
+    const Range own = p.score.relative_stride_h ? Range{i % heads, i % heads + 1} : Range{0, p.num_heads_q};
+    fill_zero(sums, count);
+    for (int64_t b = sequences.begin; b < sequences.end; ++b)
+      for (int64_t h = own.begin; h < own.end; ++h) {
+        const Head head(p, b * p.num_heads_kv + h / group);
+        const DistanceRange range(p, head);
+        const int64_t each = count_distances(p, head.seqlen_q, head.seqlen_k);
+        const int64_t splits = splits_of(p, head.seqlen_q, head.seqlen_k).count;
+        for (int64_t split = 0; split < splits; ++split) {
+          const double* const share = sums_of<S>(p, head, split).relative + h % group * each;
+          for (int64_t n = 0; n < min(each, range.last - range.first + 1); ++n)
+            sums[range.first + reach + n] += share[n];
+        }
+      }
+    T* const values = static_cast<T*>(p.drelative) + i * count;
+    for (int64_t n = 0; n < count; ++n) values[n] = static_cast<T>(sums[n]);
   }
   watch.lap(Phase::kStore);
 }

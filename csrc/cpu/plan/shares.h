@@ -1,6 +1,6 @@
 // Shares: the sums that each split of a head leaves in the workspace, which
 // the pass reduce adds up in order: dQ where keys are split, dK and dV where
-// rows are, and gradients of slopes. An unsplit head has only slope shares.
+// rows are, and the sums of its query heads. An unsplit head has only the latter.
 #pragma once
 
 #include "cpu/plan/units.h"
@@ -57,11 +57,23 @@ class Shares {
   }
 };
 
-// A split's shares of the gradients of slopes, [query heads of the group], after all other shares.
+// How many slopes all splits sum, and how many values of the relative bias.
 template <class S>
-double* slope_shares(const BackwardParams& p, const Head& head, int64_t split) {
-  char* shares = static_cast<char*>(p.workspace) + Shares<S>::bytes(p);
-  return reinterpret_cast<double*>(shares) + (first_unit_of<S>(p, Unit::kSplits, head) + split) * head.group;
+int64_t summed_slopes(const BackwardParams& p) {
+  return p.dslopes ? work_of<S>(p, Unit::kSplits).count() * group_size(p) : 0;
+}
+template <class S>
+int64_t summed_distances(const BackwardParams& p) {
+  return p.drelative ? work_of<S>(p, Unit::kDistances).count() : 0;
+}
+
+// A split's sums, after all other shares.
+template <class S>
+HeadSums sums_of(const BackwardParams& p, const Head& head, int64_t split) {
+  auto* const slopes = reinterpret_cast<double*>(static_cast<char*>(p.workspace) + Shares<S>::bytes(p));
+  const int64_t distances = head.group * count_distances(p, head.seqlen_q, head.seqlen_k);
+  return {slopes + (first_unit_of<S>(p, Unit::kSplits, head) + split) * head.group,
+          slopes + summed_slopes<S>(p) + first_unit_of<S>(p, Unit::kDistances, head) + split * distances};
 }
 
 }  // namespace

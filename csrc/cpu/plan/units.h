@@ -4,6 +4,7 @@
 
 #include "cpu/plan/work.h"
 #include "cpu/simd/simd.h"
+#include "cpu/tiles/relative_bias.h"
 #include "cpu/tiles/strips.h"
 #include "shared/mask.h"
 
@@ -85,6 +86,7 @@ int64_t units_of(const ForwardParams& p, Unit unit, int64_t seqlen_q, int64_t se
     case Unit::kShareColumns:
       return shares * (by_rows ? seqlen_k * (columns_k<S>(p) + columns_v<S>(p)) : rows * columns_k<S>(p));
     case Unit::kShareBlocks: return shares * (by_rows ? key_blocks : ceil_div(rows, kSuperBlock));
+    case Unit::kDistances: return splits * group_size(p) * count_distances(p, seqlen_q, seqlen_k);
     case Unit::kReduced: return shares ? (by_rows ? key_blocks : blocks) : 0;
     case Unit::kSummaries: return ceil_div(rows, kBlockRows);
   }

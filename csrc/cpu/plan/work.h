@@ -8,14 +8,24 @@ namespace pyattn {
 
 // How many units of each kind a KV head has.
 struct Units {
-  int64_t of[8];
+  int64_t of[9];
 };
 
 namespace PYATTN_ISA {
 namespace {
 
 // Units are the pieces that the KV heads of a call are cut into; units.h counts them.
-enum class Unit : int { kForward, kPartRows, kMerges, kSplits, kShareColumns, kShareBlocks, kReduced, kSummaries };
+enum class Unit : int {
+  kForward,
+  kPartRows,
+  kMerges,
+  kSplits,
+  kShareColumns,
+  kShareBlocks,
+  kDistances,
+  kReduced,
+  kSummaries
+};
 inline constexpr int kNumUnits = sizeof(Units) / sizeof(int64_t);
 
 // How many units each KV head has in all sequences before b; for packed sequences only.

@@ -6,6 +6,7 @@
 #include "cpu/products/matrix.h"
 #include "cpu/simd/math.h"
 #include "cpu/tiles/alibi.h"
+#include "cpu/tiles/relative_bias.h"
 #include "cpu/tiles/strips.h"
 #include "cpu/tiles/tile_bias.h"
 #include "shared/bias.h"
@@ -55,7 +56,7 @@ class Plain : public Scale<Compute<S>> {
 
   // dS[keys][queries]: gradient of exp's argument -> gradient of the
   // product, divided by dscale, in place. Here they are the same.
-  void to_products(const BackwardParams&, Matrix<T>, const Head&, const Tile&, Strip, Matrix<T>, double*) const {}
+  void to_products(const BackwardParams&, Matrix<T>, const Head&, const Tile&, Strip, Matrix<T>, HeadSums) const {}
 
   // exp(score) for s = score / factor; exactly 1 at 0.
   PYATTN_MEMBER_INLINE vec<T> exp(vec<T> s) const { return exp2<T>(s * static_cast<T>(factor * kLog2e)); }
@@ -65,7 +66,7 @@ class Plain : public Scale<Compute<S>> {
   vec<T> to_score(vec<T> s) const { return s * factor; }
 };
 
-// score = softcap * tanh(softmax_scale * (q . k) / softcap) + bias - slope * |i + q_offset - j|,
+// score = softcap * tanh(softmax_scale * (q . k) / softcap) + bias + relative bias - slope * |i + q_offset - j|,
 // without the terms that params do not have. Tiles hold the score itself.
 template <class S>
 class General : public Scale<Compute<S>> {
@@ -103,6 +104,10 @@ class General : public Scale<Compute<S>> {
                      [&](const auto* bias) { add_bias(scores, bias, p.score.bias, head, tile, strip, factor); });
       factor = 1;
     }
+    if (p.score.relative_bias) {
+      add_relative_bias(p, scores, head, tile, strip, factor);
+      factor = 1;
+    }
     if (p.score.alibi_slopes)
       for (int64_t j = strip.j0; j < strip.j1; j += kLanes<T>) {
         const auto distances = Distances<T>::of_rows(p, head, tile.r0 + j, tile.n0, strip.end);
@@ -128,6 +133,10 @@ class General : public Scale<Compute<S>> {
                      [&](const auto* bias) { add_bias_by_rows(scores, bias, p.score.bias, head, tile, factor); });
       factor = 1;
     }
+    if (p.score.relative_bias) {
+      add_relative_bias_by_rows(p, scores, head, tile, factor);
+      factor = 1;
+    }
     if (p.score.alibi_slopes)
       for (int64_t r = 0; r < tile.rows; ++r) {
         const auto distances = Distances<T>::of_keys(position(p, head, tile.r0 + r), tile.n0, tile.keys);
@@ -142,9 +151,9 @@ class General : public Scale<Compute<S>> {
 
   // dS[keys][queries]: gradient of the scores -> gradient of the product,
   // divided by dscale, in place. Also writes the gradient of the bias, and
-  // adds the gradients of the slopes to dslopes[query heads of the group].
+  // adds those of the slopes and of the relative bias to the sums.
   void to_products(const BackwardParams& p, Matrix<T> dS, const Head& head, const Tile& tile, Strip strip,
-                   Matrix<T> derivative, double* dslopes) const {
+                   Matrix<T> derivative, HeadSums sums) const {
     if (p.dbias.data && one_score_each(p))
       with_floats<S>(p.dbias, [&](auto* dbias) { store_bias_gradient(dS, dbias, p.dbias, head, tile, strip); });
     if (p.dslopes)
@@ -153,8 +162,9 @@ class General : public Scale<Compute<S>> {
         vec<T> sum = {};
         for (int64_t k = strip.begin; k < strip.end; ++k) sum = fma(load(dS.from(k).data + j), distances.at(k), sum);
         for (int64_t l = j; l < min(j + kLanes<T>, tile.rows); ++l)
-          dslopes[head.query_head(tile.r0 + l) - head.h_kv * head.group] -= sum[l - j];
+          sums.slopes[head.query_head(tile.r0 + l) - head.h_kv * head.group] -= sum[l - j];
       }
+    if (p.drelative) add_relative_gradient(p, dS, head, tile, strip, sums.relative);
     if (p.score.softcap) multiply_strip(dS, derivative, strip);
   }
 
