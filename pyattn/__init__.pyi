@@ -8,6 +8,7 @@ from torch import Tensor
 from pyattn import masks as masks
 from pyattn import nn as nn
 from pyattn import parts as parts
+from pyattn import relative_bias as relative_bias
 from pyattn.cache import KVCache as KVCache
 from pyattn.derivatives.autograd import set_deterministic as set_deterministic
 from pyattn.dropout import dropout_mask as dropout_mask
@@ -31,6 +32,7 @@ __all__ = [
     "masks",
     "nn",
     "parts",
+    "relative_bias",
     "set_deterministic",
     "set_isa",
 ]
@@ -51,6 +53,7 @@ def attention(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     dropout_p: float | None = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: Literal[False] = False,
@@ -71,6 +74,7 @@ def attention(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     dropout_p: float | None = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: Literal[True],
@@ -95,6 +99,7 @@ def attention_varlen(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     dropout_p: float | None = 0.0,
     dropout_seed: int | Tensor | None = None,
     block_table: Tensor | None = None,
@@ -121,6 +126,7 @@ def attention_varlen(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     dropout_p: float | None = 0.0,
     dropout_seed: int | Tensor | None = None,
     block_table: Tensor | None = None,
@@ -141,6 +147,7 @@ def attention_weights(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     dropout_p: float | None = 0.0,
     dropout_seed: int | Tensor | None = None,
     lse: Tensor | None = None,
@@ -162,6 +169,7 @@ def attention_with_cache(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     dropout_p: float | None = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: Literal[False] = False,
@@ -181,6 +189,7 @@ def attention_with_cache(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     dropout_p: float | None = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: Literal[True],

@@ -31,7 +31,7 @@ def attention(
 
         score_ij = softmax_scale * <q_i, k_j>
         score_ij = softcap * tanh(score_ij / softcap)                                   if softcap > 0
-        score_ij = score_ij + bias_ij - alibi_slopes_h * |i + q_offset - j|             each term only if given
+        score_ij = score_ij + bias_ij + relative_bias_h(d) - alibi_slopes_h |d|         d = j - (i + q_offset)
         lse_i = log(sum_j exp(score_ij) + exp(sinks_h))                                 second term only with sinks
         out_i = sum_j dropout(exp(score_ij - lse_i)) v_j
 
@@ -61,10 +61,10 @@ def attention(
     Returns:
         ``out`` (B, Hq, Sq, Dv) in q's dtype. It is dense in memory: columns are innermost, and the other dimensions are
         in q's order. With ``return_lse``, ``(out, lse)``: lse (B, Hq, Sq) is float32, or float64 for float64 inputs.
-        Both are differentiable in q, k, v, bias, alibi_slopes and sinks; each gradient has its tensor's dtype and
-        shape. A query that sees no key has out 0, lse -inf (with sinks, its head's sink) and gradient 0. Masked keys
-        never affect the result, even if they hold NaN; NaN and infinities in visible keys propagate. 16-bit inputs are
-        accumulated in float32 and rounded once.
+        Both are differentiable in q, k, v, bias, alibi_slopes, sinks and relative_bias; each gradient has its tensor's
+        dtype and shape. A query that sees no key has out 0, lse -inf (with sinks, its head's sink) and gradient 0.
+        Masked keys never affect the result, even if they hold NaN; NaN and infinities in visible keys propagate. 16-bit
+        inputs are accumulated in float32 and rounded once.
 
     Raises:
         ValueError: shapes that don't fit together, a softmax_scale or softcap that is not finite, a window bound below
@@ -89,8 +89,8 @@ def attention(
     including masked ones.
 
     Sources: Vaswani et al. 2017, equation 1; blocks as in Dao et al. 2022 (FlashAttention), algorithms 1 and 4; windows
-    as in Beltagy et al. 2020 (Longformer), softcap as in Gemma Team 2024 (Gemma 2), ALiBi as in Press et
-    al. 2022, sinks as in Xiao et al. 2024 and OpenAI 2025 (gpt-oss).
+    as in Beltagy et al. 2020 (Longformer), softcap as in Gemma Team 2024 (Gemma 2), relative_bias as in Raffel et al.
+    2020 (T5), ALiBi as in Press et al. 2022, sinks as in Xiao et al. 2024 and OpenAI 2025 (gpt-oss).
 
     >>> q = torch.randn(2, 8, 100, 64, requires_grad=True)
     >>> k, v = torch.randn(2, 2, 2, 100, 64)

@@ -18,7 +18,7 @@ def cast(t: Tensor) -> Tensor:
 
 
 def cast_rows(t: Tensor) -> Tensor:
-    """Slopes or sinks cast as q is, whose dtype they must have; float32 goes with any q and stays."""
+    """Slopes, sinks or a relative bias cast as q is, whose dtype they must have; float32 goes with any q and stays."""
     return t if t.dtype == torch.float32 else cast(t)
 
 

@@ -51,8 +51,9 @@ def attention_with_cache(
     these: queries before the first key, a window with a left bound, and causal=False or a q_offset.
 
     Returns:
-        As for :func:`pyattn.attention`, differentiable in q, bias, alibi_slopes and sinks. If you append or reorder
-        between forward and backward, backward raises an error, unless the cache has pages: backward then has a copy.
+        As for :func:`pyattn.attention`, differentiable in q, bias, alibi_slopes, sinks and relative_bias. If you append
+        or reorder between forward and backward, backward raises an error, unless the cache has pages: backward then has
+        a copy.
 
     Raises:
         ValueError, TypeError: as for :func:`pyattn.attention`; more than max_seqlen - left queries over a ring buffer;

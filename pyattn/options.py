@@ -160,9 +160,9 @@ class AttentionOptions(TypedDict, total=False):
         Tensor | None,
         Option(
             check_tensor,
-            "(Hq or 1, 2 R + 1) or (B, Hq or 1, 2 R + 1), in q's dtype or float32: ``relative_bias[h, d + R]`` is added "
-            "to a score whose key is ``d = j - (i + q_offset)`` after the query's position; distances beyond R count "
-            "as R. Memory is O(S + R). :mod:`pyattn.relative_bias` builds it from T5's buckets and other forms.",
+            "(Hq or 1, 2 R + 1) or (B, Hq or 1, 2 R + 1), in q's dtype or float32: ``relative_bias[h, d + R]`` is "
+            "added to the score of a key at distance ``d = j - (i + q_offset)``, clamped to [-R, R]. Memory is linear "
+            "in R and the lengths. :mod:`pyattn.relative_bias` makes T5's.",
             {"position_bias": "use relative_bias with a value for each distance, or bias with one for each pair"},
         ),
     ]

@@ -15,7 +15,7 @@ from pyattn.autocast import cast
 from pyattn.cache.pages import gathered
 from pyattn.derivatives import autograd
 from pyattn.derivatives.tangents import DENSE
-from pyattn.ops.schema import Options
+from pyattn.ops.schema import LEARNED, Options
 from pyattn.parse import parse
 
 

@@ -12,7 +12,7 @@ from pyattn.arguments import int64_of, refuse
 from pyattn.autocast import cast, cast_rows
 from pyattn.dropout import Draws, draw_seed
 from pyattn.key_ranges import plain
-from pyattn.ops.schema import DEFAULTS, PLACES
+from pyattn.ops.schema import DEFAULTS, LEARNED, PLACES
 from pyattn.options import FLOATS, MAY_BE_NONE, OPTIONS, PEERS, TYPES
 
 MEANINGS = "\n".join(
@@ -59,7 +59,8 @@ def parse(function: Callable[..., object], given: Mapping[str, Any], device: tor
     if "key_ranges" in given:
         values["key_ranges"] = plain(values["key_ranges"], values["causal"])
     if torch._C._is_any_autocast_enabled():
-        for name, to in (("bias", cast), ("alibi_slopes", cast_rows), ("sinks", cast_rows), ("relative_bias", cast_rows)):
+        for name in LEARNED:
+            to = cast if name == "bias" else cast_rows
             values[name] = None if values[name] is None else to(values[name])
     if "dropout_p" in given or "dropout_seed" in given:
         last = "dropout_seed"

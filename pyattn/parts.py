@@ -11,7 +11,7 @@ from pyattn import ops
 from pyattn.arguments import check_names, check_tensor, refuse_positional
 from pyattn.derivatives import autograd
 from pyattn.derivatives.second_order import Last, Leaf, leaves, never
-from pyattn.ops.schema import Options
+from pyattn.ops.schema import LEARNED, Options
 from pyattn.options import AttentionOptions
 from pyattn.parse import parse, takes_options
 

@@ -64,7 +64,7 @@ def _placements(op: ops.Operator, rows: int, *args: Any, **named: Any) -> list[t
 
 def _of_learned(options: dict[str, Any], dim: int | None) -> Placements:
     """The gradients of LEARNED; that of a replicated tensor is the sum of the shards' shares."""
-    wanted = options["output_mask"] or (False, False, False)
+    wanted = options["output_mask"] or (False,) * len(LEARNED)
     places = [place(name, options[name], dim) if want else None for name, want in zip(LEARNED, wanted, strict=True)]
     return [Partial() if dim is not None and place == Replicate() else place for place in places]
 

@@ -12,7 +12,7 @@ from pyattn.autocast import cast
 from pyattn.cache.pages import gathered
 from pyattn.derivatives import autograd
 from pyattn.derivatives.packed_tangents import PACKED
-from pyattn.ops.schema import Options, Packing
+from pyattn.ops.schema import LEARNED, Options, Packing
 from pyattn.options import AttentionOptions
 from pyattn.parse import parse, takes_options
 from pyattn.takers import TAKERS, taken
@@ -74,8 +74,9 @@ def attention_varlen(
 
     Returns:
         ``out`` (total_q, Hq, Dv) in q's dtype, or ``(out, lse)``, where lse is (Hq, total_q) in float32, or float64 for
-        float64 inputs. Both are differentiable in q, k, v, alibi_slopes and sinks. Queries after the last sequence have
-        out 0 and lse -inf. These queries, keys after the last sequence and unused keys get gradient 0.
+        float64 inputs. Both are differentiable in q, k, v, alibi_slopes, sinks and relative_bias. Queries after the
+        last sequence have out 0 and lse -inf. These queries, keys after the last sequence and unused keys get gradient
+        0.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as for :func:`pyattn.attention`; cu_seqlens that do not start at 0,

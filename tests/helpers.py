@@ -39,7 +39,8 @@ class Case:
     Attributes:
         key_ranges, mask, bias: words that case_options.py turns into tensors; "": none.
         alibi: the dimensions of the slopes, "h" or "bh"; "": none.
-        wide: bias, slopes and sinks are float32 whatever q's dtype.
+        relative: those of the relative bias, "-" (one for all), "h", "b" or "bh", and its reach, as "h 5"; "": none.
+        wide: bias, slopes, sinks and relative bias are float32 whatever q's dtype.
     """
 
     batch: int
@@ -61,6 +62,7 @@ class Case:
     alibi: str = ""
     sinks: bool = False
     wide: bool = False
+    relative: str = ""
 
     def __str__(self) -> str:
         sizes = (self.batch, self.num_heads_q, self.num_heads_kv, self.seqlen_q, self.seqlen_k)
@@ -71,6 +73,7 @@ class Case:
         words = (self.key_ranges, f"softcap{self.softcap}" if self.softcap else "", self.bias.replace(" ", "_"))
         words += (f"mask_{self.mask.replace(' ', '_')}" if self.mask else "",)
         words += (f"alibi_{self.alibi}" if self.alibi else "", self.sinks * "sinks", self.wide * "wide")
+        words += (f"relative_{self.relative.replace(' ', '_')}" if self.relative else "",)
         more = "".join(f"-{word}" for word in words if word)
         return "x".join(map(str, (*sizes, self.head_dim, self.head_dim_v))) + f"-{mask}{scale}{dropout}{window}{more}"
 
@@ -94,7 +97,7 @@ class Case:
         return options
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The case's mask, bias, alibi_slopes and sinks, if any, in ``dtype``, or in float32 if wide."""
+        """The case's mask, bias, alibi_slopes, sinks and relative_bias, if any, in ``dtype``, or in float32 if wide."""
         dtype, tensors = torch.float32 if self.wide else dtype, {}
         sizes = self.batch, self.num_heads_q, self.seqlen_q, self.seqlen_k
         if self.mask:
@@ -106,6 +109,10 @@ class Case:
             tensors["alibi_slopes"] = (torch.rand(shape) - 0.1).to(dtype)
         if self.sinks:
             tensors["sinks"] = (2 * torch.randn(self.num_heads_q)).to(dtype)
+        if self.relative:
+            dims, reach = self.relative.split()
+            shape = [*([self.batch] if "b" in dims else []), self.num_heads_q if "h" in dims else 1, 2 * int(reach) + 1]
+            tensors["relative_bias"] = torch.randn(shape).to(dtype)
         return tensors
 
     def inputs(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

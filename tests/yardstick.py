@@ -30,7 +30,7 @@ WEIGHT_ROUNDINGS = 4
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
-LEARNED = {"bias": "dbias", "alibi_slopes": "dslopes", "sinks": "dsinks"}
+LEARNED = {"bias": "dbias", "alibi_slopes": "dslopes", "sinks": "dsinks", "relative_bias": "drelative"}
 """Options with gradients; these come after those of NAMES."""
 
 Results = tuple[Tensor, ...]
@@ -143,6 +143,13 @@ class Rounding:
         if "alibi_slopes" in self._options:
             far = reference.distances(*scores.shape[2:], q_offset=offset, device=scores.device).abs()
             sums["dslopes"] = (scores * far).sum((2, 3)).sum_to_size(self._options["alibi_slopes"].shape)
+        if "relative_bias" in self._options:
+            relative = self._options["relative_bias"]
+            ahead = reference.distances(*scores.shape[2:], q_offset=offset, device=scores.device)
+            reach = relative.shape[-1] // 2
+            places = (ahead.clamp(-reach, reach).long() + reach).expand(scores.shape).flatten(2)
+            terms = scores.new_zeros(*scores.shape[:2], relative.shape[-1])
+            sums["drelative"] = terms.scatter_add(-1, places, scores.flatten(2)).sum_to_size(relative.shape)
         if "sinks" in self._options:
             sums["dsinks"] = (self._sink * sink).sum((0, 2))
         return sums

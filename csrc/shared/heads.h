@@ -71,20 +71,6 @@ struct Head {
     return static_cast<const T*>(p.score.alibi_slopes)[b * p.score.slopes_stride_b + query_head(r)];
   }
 
-  // The relative bias of a query head at distance 0; its values for [-reach, reach] lie around it.
-  template <class T>
-  constexpr const T* relative_bias(const ForwardParams& p, int64_t query_head) const {
-    const ScoreParams& score = p.score;
-    return static_cast<const T*>(score.relative_bias) + b * score.relative_stride_b +
-           query_head * score.relative_stride_h + score.reach;
-  }
-
-  // j - (i + q_offset) for query i and key j. Extreme offsets are brought to 2^40, which no reach exceeds.
-  constexpr int64_t distance(const ForwardParams& p, int64_t i, int64_t j) const {
-    const int64_t far = int64_t{1} << 40;
-    return j - i - clamp(p.mask.q_offsets ? p.mask.q_offsets[b] : p.mask.q_offset, -far, far);
-  }
-
   // The index of row r in a dense (batch, num_heads_q, seqlen_q) array, packed (num_heads_q, total_q).
   constexpr int64_t index(const ForwardParams& p, int64_t r) const {
     if (is_packed(p)) return query_head(r) * p.packed.total_q + first_q + query(r);

@@ -27,6 +27,7 @@ from torch.nn import attention as torch_attention
 
 from pyattn import attention_varlen, ops
 from pyattn.adapters.dispatcher import Kernels
+from pyattn.ops.schema import LEARNED
 from pyattn.options import UNBOUNDED, Options, Packing
 
 __all__ = ["NAME", "activate", "register", "remove"]
@@ -168,7 +169,7 @@ def _backward(
     packing = Packing(cum_seq_q, cum_seq_k, max_q, max_k)
     options = Options(softmax_scale=scale, causal=causal, window=window)
     rows = grad_out, None, query, key, value, out, logsumexp, torch.ones_like(logsumexp)
-    wanted = False, False, False
+    wanted = (False,) * len(LEARNED)
     dq, dk, dv, *_ = ops.attention_varlen_backward(*rows, *packing, *options, True, wanted, True)
     return dq, dk, dv
 

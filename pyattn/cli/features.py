@@ -24,12 +24,14 @@ def sides(qkv: Sequence[Tensor], dout: Tensor, dense: bool) -> dict[str, Side]:
     (_, heads, seqlen, _), device = dout.shape, dout.device
     documents = [DOCUMENT] * (seqlen // DOCUMENT) + [seqlen % DOCUMENT] * (seqlen % DOCUMENT > 0)
     slopes, sinks = (torch.rand(heads, device=device, requires_grad=True) for _ in range(2))
+    relative = torch.randn(heads, 2 * seqlen + 1, device=device, requires_grad=True)
     ours: dict[str, dict[str, Any]] = {
         "causal": {},
         f"window of {WINDOW}": {"window": (WINDOW - 1, 0)},
         f"documents of {DOCUMENT}": {"key_ranges": pyattn.masks.documents(documents).to(device)},
         "softcap": {"softcap": 50.0},
         "ALiBi": {"alibi_slopes": slopes},
+        "relative bias": {"relative_bias": relative},
         "sinks": {"sinks": sinks},
     }
     torchs: dict[str, dict[str, Any]] = {"causal": {}}

@@ -33,6 +33,7 @@ EXPLAINED = {
     "mask_blocks": "masks: the keys that ranges, mask and bias leave each block of rows",
     "bias_gradient": "scores: the gradient of a bias that broadcasts, from recomputed S and dP",
     "head_gradients": "scores: sums the gradients of slopes and sinks",
+    "relative_gradient": "scores: sums the gradient of a relative bias",
 }
 """Passes that only some shapes and options need."""
 

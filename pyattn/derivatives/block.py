@@ -1,8 +1,8 @@
 """A block of query rows with its pairs as tensors: scores, weights and their derivatives along a direction.
 
 A direction consists of tangents of q, k, v, bias, slopes m, sinks n and relative bias r, marked with '. D are the
-dropout factors, distance is |i + q_offset - j|, r_ij is r's value for the pair, and f caps the scaled products a: f(a) =
-softcap tanh(a / softcap), or a without a cap.
+dropout factors, distance is |i + q_offset - j|, r_ij is r's value for the pair, and f caps the scaled products a:
+f(a) = softcap tanh(a / softcap), or a without a cap.
 ::
 
     a = softmax_scale q k^T                  a' = softmax_scale (q' k^T + q k'^T)
@@ -68,7 +68,7 @@ class Scores:
     def __init__(
         self, products: Tensor, options: Options, heads: Tensor, rows: Tensor, seqlen_q: int, head_dim: int
     ) -> None:
-        """``products`` (B, heads, rows, Sk); ``options`` has the slopes and relative bias of these heads, in the products' dtype."""
+        """``products`` (B, heads, rows, Sk); ``options`` has these heads' slopes and relative bias in their dtype."""
         self._options, self._heads, self._rows, self.dtype = options, heads, rows, products.dtype
         seqlen_k = products.shape[3]
         self.seen = visible.seen(options, rows, heads, seqlen_q, seqlen_k)

@@ -7,8 +7,8 @@ Attention's backward and its tangent are functions of the same tensors, and each
     GradientTangents(dout, dlse, x'; x)             raise: third derivatives
     SecondTangents(x', x*; x)                       raise: third derivatives
 
-Here x is q, k, v, bias, slopes, sinks and relative bias. Unless a backward is differentiated again, no graph is recorded and none of
-this runs.
+Here x is q, k, v, bias, slopes, sinks and relative bias. Unless a backward is differentiated again, no graph is
+recorded and none of this runs.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -143,7 +143,8 @@ class Tangents(torch.autograd.Function):
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: D102
         kind, *args = saved(ctx)
         direction, (q, k, v, *rows), rest = _parts(args)
-        moved_direction, other = Learned(*tangents[:COUNT]), kind.learned(tangents[COUNT : COUNT + 3], tangents[COUNT + 6 :])
+        moved_direction, moved_rows, moved_rest = _parts(tangents)
+        other = kind.learned(moved_rows[:3], moved_rest)
         results: tuple[Tensor | None, ...] = None, None
         if any(x is not None for x in other):
             results = _apply(SecondTangents, kind, *direction, *other, q, k, v, *rest)

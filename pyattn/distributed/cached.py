@@ -14,7 +14,7 @@ from pyattn.cache import KVCache
 from pyattn.distributed.call import Group, facts_of
 from pyattn.distributed.ranks import Ranks, agree, gather_words, ranks_of
 from pyattn.key_ranges import check_ranges, plain
-from pyattn.ops.schema import Options
+from pyattn.ops.schema import LEARNED, Options
 from pyattn.options import AttentionOptions
 from pyattn.parse import parse, takes_options
 
@@ -90,7 +90,7 @@ def _checked(q: Tensor, cache: KVCache, options: AttentionOptions) -> Options:
             f"pyattn: dropout over caches on several ranks is not implemented, got dropout_p {known.dropout_p}"
         )
     if torch.is_grad_enabled():
-        for name in ("bias", "alibi_slopes", "sinks"):
+        for name in LEARNED:
             _refuse_gradient(name, getattr(known, name))
         _refuse_gradient("q", q)
     return known

@@ -32,7 +32,7 @@ _OPTIONS = re.sub(r"=(\[.*?\]|[^,]+)", "", _OPTIONS)
 
 _CALL = f"str name, str group, str layout, bool chosen, Tensor q, Tensor k, Tensor v, Tensor[] begins, {_OPTIONS}"
 _RESULTS = "Tensor out, Tensor lse, Tensor row_max, Tensor row_sum, Tensor seed"
-_SAVED = "bool[3] wanted, Tensor? dout, Tensor? dlse, Tensor out, Tensor row_max, Tensor row_sum"
+_SAVED = "bool[4] wanted, Tensor? dout, Tensor? dlse, Tensor out, Tensor row_max, Tensor row_sum"
 
 _library = torch.library.Library("pyattn_distributed", "DEF")
 _library.define(f"attend({_CALL}) -> ({_RESULTS})")
@@ -101,8 +101,7 @@ def _backward(
     call, method = _agreed(arguments)
     dout = torch.zeros_like(out) if dout is None else dout
     rows = Rows(out, row_max, row_sum)
-    first, second, third = wanted
-    found = method.backward(dout, dlse, call.q, call.k, call.v, rows, (first, second, third))
+    found = method.backward(dout, dlse, call.q, call.k, call.v, rows, wanted)
     given = call.q, call.k, call.v, *(getattr(call.options, name) for name in LEARNED)
     return [g.to(t.dtype) for g, t in zip(found, given, strict=True) if g is not None]
 

@@ -13,6 +13,7 @@ from pyattn.distributed.layout import slices
 from pyattn.distributed.shares import Dense, Packed, Place, Rows, Wanted
 from pyattn.distributed.stream import Block, Homeward, Stream
 from pyattn.distributed.trips import trips_of
+from pyattn.ops.schema import LEARNED
 
 
 class Ring:
@@ -61,7 +62,7 @@ class Ring:
     def backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, results: Rows, wanted: Wanted
     ) -> list[Tensor | None]:
-        """The gradients of this rank's q, k, v and bias, and its shares of those of slopes and sinks."""
+        """The gradients of this rank's q, k, v and bias, and its shares of those of the other LEARNED."""
         shares, seen = self._shares, set[int]()
         wide = torch.promote_types(q.dtype, torch.float32)
         dq, dk, dv = (torch.zeros_like(t, dtype=wide) for t in (q, k, v))
@@ -112,14 +113,14 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, *rows = ctx.saved_tensors
         results = Rows(*rows)
         dout = torch.zeros_like(results.out) if dout is None else dout
-        found = ctx.ring.backward(dout, dlse, q, k, v, results, ctx.needs_input_grad[4:7])
+        found = ctx.ring.backward(dout, dlse, q, k, v, results, ctx.needs_input_grad[4:])
         given = (q, k, v, *ctx.learned)
         return None, *(None if g is None else g.to(t.dtype) for g, t in zip(found, given, strict=True))
 
 
 def ring(call: Call, begins: Sequence[list[int]] = ()) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries."""
-    learned = call.options.bias, call.options.alibi_slopes, call.options.sinks
+    learned = [getattr(call.options, name) for name in LEARNED]
     results = _RingAttention.apply(Ring(call, begins), call.q, call.k, call.v, *learned)  # type: ignore[no-untyped-call]
     out, lse = results
     return out, lse

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from pyattn import ops
-from pyattn.ops.schema import Options
+from pyattn.ops.schema import LEARNED, Options
 
-Wanted = tuple[bool, bool, bool]
+Wanted = Sequence[bool]
 
 
 def span(offset: Tensor | int) -> tuple[int, int]:
@@ -111,7 +111,7 @@ class Dense:
 
     def learned(self) -> tuple[Tensor | None, ...]:
         """The options that have gradients."""
-        return self.options.bias, self.options.alibi_slopes, self.options.sinks
+        return tuple(getattr(self.options, name) for name in LEARNED)
 
     def of_rows(self, tensor: Tensor, place: Place) -> Tensor:
         """A share's rows of q, or of a tensor like it."""
@@ -119,8 +119,8 @@ class Dense:
 
     def parts_of(self, totals: Sequence[Tensor | None], place: Place) -> list[Tensor | None]:
         """A share's parts of the gradients of :meth:`learned`."""
-        bias, slopes, sinks = totals
-        return [self._part(bias, place), slopes, sinks if place.first else None]
+        bias, slopes, sinks, relative = totals
+        return [self._part(bias, place), slopes, sinks if place.first else None, relative]
 
     def shifted(self, place: Place) -> Options:
         """The options of a share; the first one of a row alone has the sinks."""
@@ -167,7 +167,7 @@ class Dense:
             for t in (dlse, results.row_max, results.row_sum)
         ]
         own = [self.of_rows(t, place) for t in (dout, q, results.out)]
-        mask = wanted[0], wanted[1], wanted[2] and place.first
+        mask = wanted[0], wanted[1], wanted[2] and place.first, wanted[3]
         arguments = self._arguments(q.device, place)
         found: tuple[Tensor | None, ...] = self._backward(
             own[0], numbers[0], own[1], k, v, own[2], *numbers[1:], *arguments, deterministic, mask, True
@@ -228,7 +228,7 @@ class Packed(Dense):
         return (begins - chunk.start).clamp(0, len(chunk)), (chunk.start - begins[:-1]).clamp(min=0)
 
     def parts_of(self, totals: Sequence[Tensor | None], place: Place) -> list[Tensor | None]:  # noqa: D102
-        return [None, totals[1], totals[2] if place.first else None]
+        return [None, totals[1], totals[2] if place.first else None, totals[3]]
 
     def _arguments(self, device: torch.device, place: Place) -> tuple[Any, ...]:
         starts_q, skipped_q = self._local(self._begins_q, place.queries)

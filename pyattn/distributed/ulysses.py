@@ -112,7 +112,7 @@ class Ulysses:
     def backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, results: Rows, wanted: Wanted
     ) -> list[Tensor | None]:
-        """The gradients of this rank's q, k, v and bias, and its shares of those of slopes and sinks."""
+        """The gradients of this rank's q, k, v and bias, and its shares of those of the other LEARNED."""
         options = self._call.options
         with _recording():
             q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
@@ -179,12 +179,15 @@ def _of_heads(call: Call, by_query: Exchange, layout: str) -> Options:
             return tensor[:, own.start : own.stop] if by_head else tensor
         return by_query.to_heads(tensor) if by_head else unshard(tensor, 2, group, layout=layout)
 
-    ranges, slopes, sinks = options.key_ranges, options.alibi_slopes, options.sinks
+    ranges, slopes, sinks, relative = options.key_ranges, options.alibi_slopes, options.sinks, options.relative_bias
+    if relative is not None and relative.shape[-2] == count > 1:
+        relative = relative[..., own.start : own.stop, :]
     known: Options = options._replace(
         key_ranges=None if ranges is None else unshard(ranges, 1, group, layout=layout),
         mask=rows("mask"),
         bias=rows("bias"),
         alibi_slopes=None if slopes is None else slopes[..., own.start : own.stop],
         sinks=None if sinks is None else sinks[own.start : own.stop],
+        relative_bias=relative,
     )
     return known

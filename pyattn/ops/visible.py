@@ -33,7 +33,8 @@ def places(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int, reach: 
     """int64 (B or 1, rows, Sk): where each pair's value lies in a relative bias of 2 * reach + 1 values."""
     far = 2**40  # as in csrc, no reach exceeds it
     position = rows + offsets(options, seqlen_q, seqlen_k, rows.device).clamp(-far, far)
-    return (torch.arange(seqlen_k, device=rows.device) - position[..., None]).clamp(-reach, reach) + reach
+    places: Tensor = (torch.arange(seqlen_k, device=rows.device) - position[..., None]).clamp(-reach, reach) + reach
+    return places
 
 
 def at_places(relative: Tensor, places: Tensor) -> Tensor:
@@ -41,7 +42,8 @@ def at_places(relative: Tensor, places: Tensor) -> Tensor:
     relative = relative if relative.dim() == 3 else relative[None]
     batch = max(relative.shape[0], places.shape[0])
     index = places.flatten(1)[:, None].expand(batch, relative.shape[1], -1)
-    return relative.expand(batch, -1, -1).gather(-1, index).unflatten(-1, places.shape[1:])
+    values: Tensor = relative.expand(batch, -1, -1).gather(-1, index).unflatten(-1, places.shape[1:])
+    return values
 
 
 def keys_of(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor]:

@@ -125,7 +125,7 @@ def _apart(values: Values, mapped: dict[str, int]) -> bool:
 
 
 def _loops(values: Values, mapped: dict[str, int]) -> bool:
-    """Whether one call won't do: dropout counts batch and heads; mapped masks and gradients of biases need the batch."""
+    """Whether one call won't do: dropout counts batch and heads; mapped masks and biases' gradients need the batch."""
     if values.get("dropout_seed") is not None:
         return True
     scores = not mapped.keys().isdisjoint(("mask", "bias")) or _wants(values, "bias") or _relative(values, mapped)

@@ -45,7 +45,8 @@ def tensor(draw: Random, shape: list[int], dtype: torch.dtype) -> Tensor:
     return x
 
 
-FRACTIONS = ("alibi_slopes", "sinks")
+FRACTIONS = ("alibi_slopes", "sinks", "relative_bias")
+LEARNED = ("bias", *FRACTIONS)
 INTEGERS = ("q_offsets", "dropout_seed", "dropout_origins", "key_ranges", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 OPTIONAL = ("dlse", "q_offsets", "dropout_origins", "key_ranges", "mask", "bias", "seqused_k", *FRACTIONS)
 
@@ -70,6 +71,7 @@ def arguments(draw: Random, names: tuple[str, ...]) -> dict[str, Any]:
     for name in ("mask", "bias"):
         shapes[name] = [draw.choice([1, n]) for n in (*rows, sk)][draw.randrange(4) :]
     shapes |= {"alibi_slopes": rows[draw.randrange(2) : 2], "sinks": rows[1:2]}
+    shapes["relative_bias"] = [b, draw.choice([1, h * g]), 1 + 2 * draw.choice(SIZES)][draw.randrange(2) :]
     contents: dict[str, list[int]] = {}
     bounds: dict[str, Any] = {}
     if "cu_seqlens_q" in names:
@@ -128,7 +130,7 @@ def arguments(draw: Random, names: tuple[str, ...]) -> dict[str, Any]:
                 values[name] = values[name] * torch.tensor(ends)
                 values[name] = values[name].to(draw.choice([torch.int32, torch.int64]))
     if "output_mask" in names and "output_mask" not in odd:
-        given = (isinstance(values[name], Tensor) for name in ("bias", "alibi_slopes", "sinks"))
+        given = (isinstance(values[name], Tensor) for name in LEARNED)
         values["output_mask"] = [there and draw.random() < 0.5 for there in given]
     return {name: values[name] for name in names}
 
@@ -163,7 +165,7 @@ def test_result_or_one_sentence(request: pytest.FixtureRequest, name: str) -> No
                 rows = list(q.shape[-2::-1]) if "cu_seqlens_q" in names else list(q.shape[:3])
                 expected: list[Any] = [[*q.shape[:-1], v.shape[-1]]] + [rows] * 3
             else:
-                wanted = zip(("bias", "alibi_slopes", "sinks"), values["output_mask"], strict=True)
+                wanted = zip(LEARNED, values["output_mask"], strict=True)
                 expected = [list(values[name].shape) for name in "qkv"]
                 expected += [list(values[name].shape) if asked else None for name, asked in wanted]
             assert [None if x is None else list(x.shape) for x in results] == expected

@@ -13,7 +13,7 @@ from torch import Tensor
 from pyattn import attention, reference
 from pyattn.parts import attention_backward
 
-LEARNED = "bias", "alibi_slopes", "sinks"
+LEARNED = "bias", "alibi_slopes", "sinks", "relative_bias"
 
 
 def statistics(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -51,13 +51,13 @@ class InParts(torch.autograd.Function):
             mine = part(options, begin, end, offset)
             keys = k[:, :, begin:end], v[:, :, begin:end]
             found.append(backend.attention_backward(dout, q, *keys, out, rows, dlse=dlse, **mine))
-        dq, dk, dv, dbias, dslopes, dsinks = zip(*found, strict=True)
+        dq, dk, dv, dbias, dslopes, dsinks, drelative = zip(*found, strict=True)
         bias = options.get("bias")
         if dbias[0] is not None:
             dbias = torch.cat(dbias, -1) if bias.shape[-1] > 1 else (sum(d.double() for d in dbias).to(bias.dtype),)
         dq, dslopes = (None if d[0] is None else sum(x.double() for x in d).to(d[0].dtype) for d in (dq, dslopes))
         dbias = dbias if isinstance(dbias, Tensor) else dbias[0]
-        return None, None, None, dq, torch.cat(dk, 2), torch.cat(dv, 2), dbias, dslopes, dsinks[0]
+        return None, None, None, dq, torch.cat(dk, 2), torch.cat(dv, 2), dbias, dslopes, dsinks[0], drelative
 
 
 def by_parts(backend: Backend, count: int) -> Any:

@@ -20,7 +20,7 @@ CASES = [
     Case(2, 4, 2, 33, 90, 24, 20),
     Case(1, 3, 3, 40, 30, 16, 16),  # the first queries see no key
     Case(1, 2, 1, 30, 90, 21, 21, causal=False),
-    Case(2, 2, 2, 33, 70, 32, 32, q_offset=-5, alibi="bh", sinks=True),
+    Case(2, 2, 2, 33, 70, 32, 32, q_offset=-5, alibi="bh", sinks=True, relative="bh 20"),
     Case(1, 4, 2, 30, 80, 20, 24, window=(20, 3), softcap=3.0, sinks=True),
     Case(2, 4, 2, 20, 60, 21, 21, causal=False, mask="random bhqk", key_ranges="random"),
     Case(1, 2, 2, 33, 64, 32, 32, bias="bands hqk", alibi="h"),

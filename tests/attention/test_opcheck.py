@@ -8,6 +8,7 @@ from derivatives.calls import MASKS, SCORES, score_tensors
 from helpers import Case
 from torch import Tensor
 
+from pyattn.ops.schema import LEARNED
 from pyattn.options import Options
 
 
@@ -32,13 +33,13 @@ def test_opcheck(dtype: torch.dtype, offsets: Tensor | None, dropout: dict[str, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("names", [(), ("bias",), ("alibi_slopes", "sinks"), ("bias", "alibi_slopes", "sinks")])
+@pytest.mark.parametrize("names", [(), ("bias",), ("alibi_slopes", "sinks", "relative_bias"), LEARNED])
 def test_opcheck_of_masks_and_scores(dtype: torch.dtype, names: tuple[str, ...]) -> None:
     q, k, v = SCORES.inputs(dtype)
     options = MASKS | {"softcap": 1.5} | {name: x for name, x in score_tensors(dtype).items() if name in names}
     out, _, row_max, row_sum = torch.ops.pyattn.attention_forward(q, k, v, **options)
     torch.library.opcheck(torch.ops.pyattn.attention_forward, (q, k, v), options)
     for wanted in {False, bool(names)}:
-        options["output_mask"] = [wanted and name in names for name in ("bias", "alibi_slopes", "sinks")]
+        options["output_mask"] = [wanted and name in names for name in LEARNED]
         tensors = (torch.randn_like(out), None, q, k, v, out, row_max, row_sum)
         torch.library.opcheck(torch.ops.pyattn.attention_backward, tensors, options)

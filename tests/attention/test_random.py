@@ -32,6 +32,7 @@ MORE: dict[str, Callable[[Random], Any]] = {
     "alibi": lambda draw: draw.choice(["h", "bh"]),
     "sinks": lambda draw: True,
     "wide": lambda draw: True,
+    "relative": lambda draw: f"{draw.choice(['-', 'h', 'b', 'bh'])} {draw.choice((0, 1, 7, 60, 500))}",
 }
 """Each option is present in a third of the cases, independently of the others."""
 

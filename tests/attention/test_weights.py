@@ -21,9 +21,9 @@ CASES = [
     Case(2, 4, 2, 9, 12, 8, 8, window=(3, 1), q_offset=2, causal=False),
     Case(2, 4, 2, 9, 12, 8, 8, window=(2, -1), key_ranges="random", dropout_p=0.3),
     Case(2, 4, 2, 9, 12, 8, 8, key_ranges="empty", causal=False, sinks=True),
-    Case(2, 4, 2, 9, 12, 8, 8, softcap=1.5, alibi="h"),
+    Case(2, 4, 2, 9, 12, 8, 8, softcap=1.5, alibi="h", relative="h 4"),
     Case(2, 4, 2, 9, 12, 8, 8, mask="random bhqk", softcap=0.5),
-    Case(2, 4, 2, 9, 12, 8, 8, bias="bands hqk strided", alibi="bh", q_offset=-3, sinks=True),
+    Case(2, 4, 2, 9, 12, 8, 8, bias="bands hqk strided", alibi="bh", q_offset=-3, sinks=True, relative="b 4"),
     Case(2, 4, 2, 9, 12, 8, 8, bias="float bk", softcap=2.0, alibi="bh", sinks=True, window=(4, -1), dropout_p=0.2),
     Case(2, 4, 2, 9, 12, 8, 8, bias="lowest q", wide=True, sinks=True),
 ]

@@ -56,7 +56,8 @@ CASE = {"case": Case(1, 3, 3, 57, 57, 20, 20, causal=False, softmax_scale=-0.3),
 TINY = CASE | {"case": Case(1, 2, 2, 20, 120, 8, 8, softmax_scale=1e-30)}
 FLOAT = {"dtype": torch.float32}
 WINDOW = FLOAT | {"case": Case(2, 2, 1, 36, 70, 21, 19, window=(11, -1))}
-SCORES = FLOAT | {"case": Case(2, 4, 2, 40, 50, 8, 8, softcap=2.0, bias="float hk", alibi="bh", sinks=True)}
+WORDS: dict[str, Any] = {"softcap": 2.0, "bias": "float hk", "alibi": "bh", "sinks": True, "relative": "h 9"}
+SCORES = FLOAT | {"case": Case(2, 4, 2, 40, 50, 8, 8, **WORDS)}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pyattn import KVCache, attention_with_cache, reference
 OPTIONS: dict[str, Case] = {
     "plain": Case(2, 4, 2, 40, 40, 24, 20),
     "window": Case(2, 4, 2, 40, 40, 21, 21, window=(6, 0)),
-    "scores": Case(2, 4, 1, 40, 40, 20, 24, softcap=3.0, alibi="bh", sinks=True, softmax_scale=0.3),
+    "scores": Case(2, 4, 1, 40, 40, 20, 24, softcap=3.0, alibi="bh", sinks=True, softmax_scale=0.3, relative="h 15"),
 }
 STEPS = (17, 1, 1, 6, 1, 9, 1, 1, 3)
 """New tokens per call: a prompt, single tokens, chunks; 40 in all."""

@@ -21,7 +21,7 @@ LONG = {
     "tokens": Case(2, 3, 3, 1, 1300, 64, 40),
     "groups": Case(2, 8, 1, 1, 1300, 40, 64),
     "window": Case(1, 8, 2, 1, 1300, 32, 33, window=(700, -1)),
-    "scores": Case(2, 4, 1, 2, 1300, 33, 32, softcap=3.0, alibi="bh", sinks=True),
+    "scores": Case(2, 4, 1, 2, 1300, 33, 32, softcap=3.0, alibi="bh", sinks=True, relative="h 700"),
     "chunk": Case(2, 4, 2, 100, 300, 24, 21),
     "dropout": Case(2, 4, 2, 3, 200, 16, 16, dropout_p=0.3),
     "everything": Case(2, 4, 2, 70, 200, 21, 24, window=(90, -1), softcap=5.0, alibi="h", sinks=True, dropout_p=0.2),

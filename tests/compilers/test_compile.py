@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from pyattn import attention, attention_varlen
+from pyattn.ops.schema import LEARNED
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-@pytest.mark.parametrize("names", [(), ("bias",), ("alibi_slopes", "sinks"), ("bias", "alibi_slopes", "sinks")])
+@pytest.mark.parametrize("names", [(), ("bias",), ("alibi_slopes", "sinks", "relative_bias"), LEARNED])
 def test_compile_masks_and_scores(names: tuple[str, ...]) -> None:
     inputs = (*SCORES.inputs(torch.float64), *(score_tensors()[name] for name in names))
 

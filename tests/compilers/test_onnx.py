@@ -83,6 +83,7 @@ def inputs(batch: int, seqlen_q: int, seqlen_k: int) -> dict[str, Tensor]:
         "alibi_slopes": torch.rand(batch, 4),
         "slopes": torch.rand(4),
         "sinks": torch.randn(4),
+        "relative": torch.randn(4, 9),
     }
 
 
@@ -99,6 +100,7 @@ DIMENSIONS: dict[str, dict[int, Any]] = {
     "alibi_slopes": {0: DYNAMIC},
     "slopes": {},
     "sinks": {},
+    "relative": {},
 }
 
 Options = dict[str, Any]
@@ -120,7 +122,7 @@ BY_HEAD: list[Options] = [
     {"alibi_slopes": "alibi_slopes", "causal": False, "q_offset": "q_offset"},
     {"sinks": "sinks", "bias": "shared", "causal": False, "window": (-1, 2)},
     {"sinks": "sinks", "bias": "bias", "alibi_slopes": "slopes", "key_ranges": "key_ranges", "window": (3, -1)},
-    {"sinks": "sinks", "mask": "mask", "alibi_slopes": "slopes", "softcap": 2.0},
+    {"sinks": "sinks", "mask": "mask", "alibi_slopes": "slopes", "softcap": 2.0, "relative_bias": "relative"},
 ]
 """Further ones, whose options differ between heads."""
 

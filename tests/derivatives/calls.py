@@ -24,6 +24,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "slopes": {"alibi": "h"},
     "slopes of each sequence": {"alibi": "bh"},
     "sinks": {"sinks": True},
+    "relative bias": {"relative": "h 2"},
+    "relative bias of each sequence": {"relative": "b 3"},
     "dropout": {"dropout_p": 0.3},
     "grouped heads": {"num_heads_kv": 1},
     "not causal": {"causal": False},
@@ -37,6 +39,7 @@ PAIRS = [
 ]
 
 ALL = {"softcap": 0.7, "bias": "float hk", "alibi": "h", "sinks": True, "dropout_p": 0.3, "num_heads_kv": 1}
+ALL |= {"relative": "h 2"}
 
 
 class Call:
@@ -68,16 +71,24 @@ class PackedCall:
 
     def __init__(self) -> None:
         q, k, v = torch.randn(8, 4, 3), torch.randn(9, 2, 3), torch.randn(9, 2, 2)
-        self.inputs = tuple(x.double() for x in (q, k, v, torch.rand(4, 4), torch.randn(4)))
+        self.inputs = tuple(x.double() for x in (q, k, v, torch.rand(4, 4), torch.randn(4), torch.randn(4, 1, 5)))
         self.leaves = tuple(x.detach().requires_grad_() for x in self.inputs)
 
     def __call__(
-        self, function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, sinks: Tensor
+        self,
+        function: Callable[..., Any],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slopes: Tensor,
+        sinks: Tensor,
+        relative: Tensor,
     ) -> tuple[Tensor, Tensor]:
         lengths = torch.tensor([0, 2, 2, 3, 6]), torch.tensor([0, 3, 4, 4, 8]), 3, 4
         options: dict[str, Any] = {"seqused_k": torch.tensor([2, 1, 0, 4]), "q_offset": torch.tensor([0, 1, 0, 2])}
         options |= {"window": (2, -1), "softcap": 1.3, "dropout_p": 0.2, "dropout_seed": 3}
-        return finite(*function(q, k, v, *lengths, alibi_slopes=slopes, sinks=sinks, return_lse=True, **options))
+        options |= {"alibi_slopes": slopes, "sinks": sinks, "relative_bias": relative}
+        return finite(*function(q, k, v, *lengths, return_lse=True, **options))
 
     ours, reference = staticmethod(attention_varlen), staticmethod(reference.attention_varlen)
 
@@ -106,6 +117,7 @@ def score_tensors(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
         "bias": torch.randn(2, 1, 4, 5, dtype=dtype).masked_fill(torch.rand(2, 1, 4, 5) < 0.2, -torch.inf),
         "alibi_slopes": torch.rand(4, dtype=dtype),
         "sinks": torch.randn(4, dtype=dtype),
+        "relative_bias": torch.randn(4, 7, dtype=dtype),
     }
 
 

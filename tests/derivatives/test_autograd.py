@@ -56,7 +56,7 @@ def test_gradcheck_of_the_reference(case: Case) -> None:
 
 
 QKV = ("q", "k", "v", "q k", "k v")
-WITH_SCORES = ("q", "bias", "alibi_slopes", "sinks", "bias sinks", "v alibi_slopes", "k bias")
+WITH_SCORES = ("q", "bias", "alibi_slopes", "sinks", "relative_bias", "bias sinks", "v alibi_slopes", "k bias")
 
 
 @pytest.mark.parametrize(("wanted", "scores"), [*((some, False) for some in QKV), *((x, True) for x in WITH_SCORES)])
@@ -135,7 +135,7 @@ def test_autocast_casts_the_bias() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         out = attention(q, k, v, **dict(zip(names, tensors, strict=True)))
     grads = torch.autograd.grad(out.float().sum(), tensors)
-    assert [g.dtype for g in grads] == [torch.float32] * 3
+    assert [g.dtype for g in grads] == [torch.float32] * len(tensors)
     halves = leaves_of(tensors[0].bfloat16(), *tensors[1:])
     plain = attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), **dict(zip(names, halves, strict=True)))
     assert torch.equal(out, plain)

@@ -38,7 +38,9 @@ def test_vmap(in_dims: tuple[int | None, ...]) -> None:
         assert_close(tuple(g[i] for g in grads), grad(*slices(i)))
 
 
-@pytest.mark.parametrize("mapped", ["", "q", "bias", "alibi_slopes", "sinks", "key_ranges", "q bias alibi_slopes"])
+@pytest.mark.parametrize(
+    "mapped", ["", "q", "bias", "alibi_slopes", "sinks", "relative_bias", "key_ranges", "q bias alibi_slopes"]
+)
 @pytest.mark.parametrize("size", [0, 3])
 @pytest.mark.parametrize("full", [False, True])
 def test_vmap_over_masks_and_scores(mapped: str, size: int, full: bool) -> None:
@@ -47,6 +49,7 @@ def test_vmap_over_masks_and_scores(mapped: str, size: int, full: bool) -> None:
     inputs = {"q": q, "k": k, "v": v, "key_ranges": MASKS["key_ranges"], **score_tensors()}
     if full:
         inputs |= {"key_ranges": inputs["key_ranges"].expand(2, 4, 2), "alibi_slopes": torch.rand(2, 4).double()}
+        inputs["relative_bias"] = torch.randn(2, 1, 5).double()
     else:
         inputs["bias"] = inputs["bias"][0, 0]
     dims = {name: (0 if i % 2 else -1) if name in mapped.split() else None for i, name in enumerate(inputs)}

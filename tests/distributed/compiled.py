@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pyattn import distributed
 
-LEARNED = ("bias", "alibi_slopes", "sinks")
+LEARNED = ("bias", "alibi_slopes", "sinks", "relative_bias")
 
 
 def both(

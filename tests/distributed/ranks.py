@@ -17,7 +17,7 @@ from pyattn import distributed
 from pyattn.distributed.shares import Dense
 from pyattn.dropout import Draws
 
-LEARNED = ("bias", "alibi_slopes", "sinks")
+LEARNED = ("bias", "alibi_slopes", "sinks", "relative_bias")
 
 
 def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

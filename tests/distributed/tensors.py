@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import pyattn
 import pyattn.distributed
 
-LEARNED = ("bias", "alibi_slopes", "sinks")
+LEARNED = ("bias", "alibi_slopes", "sinks", "relative_bias")
 
 
 def whole(tensor: Any) -> Any:

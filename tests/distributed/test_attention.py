@@ -97,6 +97,9 @@ def packed_options(
     if draw.random() < 0.4:
         options["alibi_slopes"] = torch.rand(draw.choice([(num_heads,), (len(lengths_q), num_heads)])).double()
     if draw.random() < 0.4:
+        shape = draw.choice([(num_heads, 9), (1, 41), (len(lengths_q), num_heads, 15)])
+        options["relative_bias"] = torch.randn(shape).double()
+    if draw.random() < 0.4:
         options["sinks"] = torch.randn(num_heads).double()
     if draw.random() < 0.4:
         options |= {"dropout_p": 0.3, "dropout_seed": draw.getrandbits(60)}

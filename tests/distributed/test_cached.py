@@ -28,6 +28,7 @@ def drawn(draw: Random, batch: int, heads: int, seqlen_q: int, lengths: torch.Te
         options["key_ranges"] = ends
     if draw.random() < 0.3:
         options["alibi_slopes"] = torch.rand(heads).double()
+        options["relative_bias"] = torch.randn(heads, 21).double()
     if draw.random() < 0.3:
         options["sinks"] = torch.randn(heads).double()
     if draw.random() < 0.3:

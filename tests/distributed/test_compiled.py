@@ -21,6 +21,7 @@ def test_one_graph(name: str, meshed: bool) -> None:
     cu_seqlens = [torch.tensor([0, 7, 20])] * 2 if packed else []
     options: dict[str, Any] = {"sinks": torch.randn(4).double(), "dropout_p": 0.3, "window": (9, 0)}
     options["alibi_slopes"] = torch.rand(4).double()
+    options["relative_bias"] = torch.randn(4, 11).double()
     if not packed:
         options["bias"] = torch.randn(4, 1, 20).double()
     for eager, graph in pool().run(2, compiled.both, name, meshed, whole, cu_seqlens, options):

@@ -22,7 +22,7 @@ CASES = [
     Case(1, 3, 1, 7, 700, 33, 40, window=(400, -1)),
     Case(2, 2, 1, 3, 600, 40, 40, q_offset=250),
     Case(1, 2, 1, 2, 900, 40, 40, key_ranges="random", sinks=True),
-    Case(1, 2, 1, 4, 700, 40, 40, mask="random hqk", softcap=3.0, alibi="h", sinks=True, wide=True),
+    Case(1, 2, 1, 4, 700, 40, 40, mask="random hqk", softcap=3.0, alibi="h", sinks=True, wide=True, relative="h 400"),
     Case(1, 2, 1, 3, 700, 20, 40, bias="bands hqk", key_ranges="documents", causal=False),
     Case(1, 4, 2, 2, 700, 40, 20, dropout_p=0.3),
     Case(1, 2, 1, 2, 600, 64, 40, sinks=True, softmax_scale=1e-11),
@@ -62,7 +62,10 @@ def test_backward_takes_what_is_merged(cuda_kernels: Backend, case: Case, dtype:
 @each_dtype
 @pytest.mark.parametrize(
     "case",
-    [Case(1, 1, 1, 70, 600, 40, 40), Case(1, 1, 1, 70, 600, 40, 40, softcap=3.0, alibi="h", sinks=True)],
+    [
+        Case(1, 1, 1, 70, 600, 40, 40),
+        Case(1, 1, 1, 70, 600, 40, 40, softcap=3.0, alibi="h", sinks=True, relative="h 90"),
+    ],
     ids=str,
 )
 def test_the_same_rows_among_many(cuda_kernels: Backend, case: Case, dtype: torch.dtype) -> None:

@@ -173,7 +173,7 @@ class Ranks:
         if self.backend.family == "emulated":
             options |= {"deterministic": self.backend.repeatable, "dlse": dlse}
             return emulated.attention_backward(dout, q, k, v, out, rows, **options)
-        wanted = [False] * 3
+        wanted = [False] * 4
         return ops.attention_backward(dout, dlse, q, k, v, out, *rows, *Options(**options), True, wanted, True)
 
 

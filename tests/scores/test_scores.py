@@ -1,4 +1,4 @@
-"""Promise: softcap, float biases, ALiBi and sinks have the right results and gradients, and the stated equivalents."""
+"""Promise: softcap, biases, ALiBi and sinks have the right results and gradients, and the stated equivalents."""
 
 import math
 from typing import Any
@@ -28,21 +28,33 @@ CASES = [
     Case(1, 2, 1, 33, 330, 16, 16, causal=False, bias="bands hqk"),
     Case(1, 1, 1, 130, 200, 72, 40, bias="bands bqk strided", window=(90, -1)),
     Case(2, 2, 1, 40, 100, 16, 16, causal=False, bias="lowest bhqk"),
+    Case(2, 2, 2, 70, 90, 16, 20, relative="h 200"),
+    Case(2, 4, 2, 70, 200, 24, 16, causal=False, relative="bh 30", window=(90, 60), dropout_p=0.2),
+    Case(1, 6, 1, 66, 70, 64, 32, q_offset=-9, relative="- 12", wide=True),
+    Case(2, 12, 1, 100, 130, 16, 16, causal=False, relative="b 0"),
     # Few queries, whose keys are split.
     Case(2, 8, 2, 1, 1100, 32, 16, bias="float bhqk"),
     Case(1, 6, 2, 8, 1100, 16, 16, softcap=2.0, alibi="h", sinks=True, bias="float k strided"),
     Case(1, 4, 1, 3, 700, 16, 16, causal=False, sinks=True, bias="bands hqk"),
     Case(2, 2, 1, 2, 1200, 64, 16, alibi="bh", window=(900, -1), dropout_p=0.2),
+    Case(2, 4, 2, 2, 1300, 64, 64, relative="h 1000"),
     # All of them together.
     Case(
         *(2, 4, 2, 50, 80, 24, 20),
         **{"q_offset": 10, "window": (40, -1), "key_ranges": "documents", "dropout_p": 0.3, "softmax_scale": -0.4},
-        **{"softcap": 3.0, "bias": "bands bhqk strided", "alibi": "bh", "sinks": True, "wide": True},
+        **{
+            "softcap": 3.0,
+            "bias": "bands bhqk strided",
+            "alibi": "bh",
+            "sinks": True,
+            "wide": True,
+            "relative": "bh 20",
+        },
     ),
     Case(
         *(2, 2, 1, 33, 90, 16, 16),
         **{"causal": False, "window": (30, 40), "key_ranges": "random"},
-        **{"softcap": 3.0, "bias": "float k", "alibi": "h", "sinks": True},
+        **{"softcap": 3.0, "bias": "float k", "alibi": "h", "sinks": True, "relative": "h 300"},
     ),
 ]
 
@@ -188,7 +200,7 @@ def test_extreme_sinks(repeatable: Backend, dtype: torch.dtype) -> None:
 
 
 @each_dtype
-@pytest.mark.parametrize("form", ["sinks", "alibi_slopes", "bias"])
+@pytest.mark.parametrize("form", ["sinks", "alibi_slopes", "bias", "relative_bias"])
 def test_nan_that_is_seen_arrives(repeatable: Backend, dtype: torch.dtype, form: str) -> None:
     """In the rows that see it: those of one head, or those of the bias's entry."""
     case = Case(1, 2, 1, 20, 50, 16, 16)
@@ -196,6 +208,9 @@ def test_nan_that_is_seen_arrives(repeatable: Backend, dtype: torch.dtype, form:
     value = torch.ones((2, 20, 50) if form == "bias" else (2,), dtype=dtype)
     if form == "bias":
         value[1, 4, 30], rows[0, 1, 4] = math.nan, True
+    elif form == "relative_bias":  # of the key 30 before each query, which are at positions 30 to 49
+        value, rows[0, 1] = torch.ones(2, 81, dtype=dtype), True
+        value[1, 10] = math.nan
     else:
         value[1], rows[0, 1] = math.nan, True
     options: dict[str, Any] = {form: value}
@@ -240,8 +255,8 @@ def test_bands_wider_than_a_key_block(repeatable: Backend, dtype: torch.dtype) -
 
 @each_dtype
 def test_gradients_of_scores_alone(native: Backend, dtype: torch.dtype) -> None:
-    """Bias, slopes and sinks have the same gradients if q, k and v need none."""
-    case = Case(2, 2, 1, 20, 50, 16, 16, bias="float hqk", alibi="h", sinks=True, softcap=2.0)
+    """Bias, slopes, sinks and relative bias have the same gradients if q, k and v need none."""
+    case = Case(2, 2, 1, 20, 50, 16, 16, bias="float hqk", alibi="h", sinks=True, softcap=2.0, relative="h 9")
     (qkv, dout, dlse), tensors = case.drawn(dtype), case.tensors(dtype)
     expected = run(native.attention, qkv, dout, dlse, **case.options, **tensors)[5:]
     for x in tensors.values():

@@ -25,8 +25,10 @@ struct Options {
   double softcap = 0;
   bool mask = false;  // a bool mask; it and the bias are the same for every sequence
   BiasType bias = BiasType::kNone;
-  bool alibi = false, sinks = false;
+  bool alibi = false, sinks = false, relative = false;
 };
+
+constexpr int64_t kReach = 40;  // of the relative bias
 
 struct Case {
   int64_t batch, num_heads_q, num_heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
@@ -51,8 +53,10 @@ constexpr Case kCases[] = {
     {1, 1, 1, 100, 30, 16, 16, true, -40, 0},
     {1, 2, 2, 150, 200, 32, 24, true, 50, 0, {.window_left = 20}},
     {2, 4, 2, 70, 90, 24, 40, false, 10, 0.2, {.window_left = 9, .window_right = 3, .key_ranges = true}},
-    {1, 2, 1, 90, 130, 40, 33, true, 40, 0, {.softcap = 2, .alibi = true, .sinks = true}},
+    {1, 2, 1, 90, 130, 40, 33, true, 40, 0, {.softcap = 2, .alibi = true, .sinks = true, .relative = true}},
     {1, 3, 1, 65, 140, 16, 16, true, 75, 0.1, {.bias = BiasType::kLikeQ, .sinks = true}},
+    {1, 6, 2, 90, 150, 32, 16, false, 30, 0.1, {.window_left = 60, .relative = true}},
+    {1, 4, 2, 2, 400, 64, 64, true, 398, 0, {.relative = true}},
     {2, 2, 2, 80, 70, 48, 16, false, 0, 0, {.softcap = 3, .bias = BiasType::kLikeQ, .alibi = true}},
     {2, 2, 1, 60, 150, 17, 20, true, 90, 0, {.key_ranges = true, .mask = true, .alibi = true}},
     {1, 8, 2, 1, 700, 64, 64, true, 699, 0, {.window_left = 500, .bias = BiasType::kLikeQ, .sinks = true}},
@@ -99,10 +103,10 @@ std::vector<int64_t> ranges(const Case& c) {
   return ends;
 }
 
-// q, k, v, dout, dlse, bias, ALiBi slopes and sinks.
-using Inputs = std::array<Values, 8>;
-using Results = std::array<Values, 8>;
-constexpr const char* kNames[] = {"out", "lse", "dq", "dk", "dv", "dbias", "dslopes", "dsinks"};
+// q, k, v, dout, dlse, bias, ALiBi slopes, sinks and relative bias.
+using Inputs = std::array<Values, 9>;
+using Results = std::array<Values, 9>;
+constexpr const char* kNames[] = {"out", "lse", "dq", "dk", "dv", "dbias", "dslopes", "dsinks", "drelative"};
 
 template <class S>
 Results results(const Case& c, const Inputs& inputs) {
@@ -113,8 +117,9 @@ Results results(const Case& c, const Inputs& inputs) {
       dout = out, dq = q, dk = k, dv = v, bias(1, c.num_heads_q, c.seqlen_q, c.seqlen_k), dbias = bias;
   Tensor<T> lse(c.batch, c.num_heads_q, c.seqlen_q, 1), row_max = lse, row_sum = lse, dlse = lse;
   Tensor<T> slopes(1, c.num_heads_q, 1, 1), sinks = slopes, dslopes = slopes, dsinks = slopes;
+  Tensor<T> relative(1, 1, c.num_heads_q * (2 * kReach + 1), 1), drelative = relative;
   q.fill(inputs[0]), k.fill(inputs[1]), v.fill(inputs[2]), dout.fill(inputs[3]), dlse.fill(inputs[4]);
-  bias.fill(inputs[5]), slopes.fill(inputs[6]), sinks.fill(inputs[7]);
+  bias.fill(inputs[5]), slopes.fill(inputs[6]), sinks.fill(inputs[7]), relative.fill(inputs[8]);
   std::vector<uint8_t> shown;
   for (double x : inputs[5]) shown.push_back(x > -1);
   const std::vector<int64_t> key_ranges = ranges(c);
@@ -139,6 +144,10 @@ Results results(const Case& c, const Inputs& inputs) {
   }
   if (options.alibi) p.score.alibi_slopes = slopes.data.data(), p.dslopes = dslopes.data.data();
   if (options.sinks) p.score.sinks = sinks.data.data(), p.dsinks = dsinks.data.data();
+  if (options.relative) {
+    p.score.relative_bias = relative.data.data(), p.score.reach = kReach;
+    p.score.relative_stride_h = 2 * kReach + 1, p.drelative = drelative.data.data();
+  }
   p.dropout.threshold = static_cast<uint32_t>(std::nearbyint(65536 * c.dropout_p)), p.dropout.seed = &seed;
 
   const Kernels& table = kernels(dtype<S>, is_plain(p));
@@ -147,8 +156,8 @@ Results results(const Case& c, const Inputs& inputs) {
   const std::vector<BlockKeys> blocks = make_array(table.mask_blocks, p, p.mask.blocks);
   run<ForwardParams>(table.forward, p, table.merge_out);
   run(table.backward, p, table.reduce, table.bias_gradient, table.head_gradients, table.relative_gradient);
-  return {out.values(), lse.values(),   dq.values(),      dk.values(),
-          dv.values(),  dbias.values(), dslopes.values(), dsinks.values()};
+  return {out.values(),   lse.values(),     dq.values(),     dk.values(),       dv.values(),
+          dbias.values(), dslopes.values(), dsinks.values(), drelative.values()};
 }
 
 std::mt19937 generator(0);
@@ -180,10 +189,15 @@ bool check(const char* name, double epsilon, double allowed) {
   double worst[std::size(kNames)] = {};
   for (const Case& c : kCases) {
     const int64_t queries = c.batch * c.num_heads_q * c.seqlen_q, keys = c.batch * c.num_heads_kv * c.seqlen_k;
-    Inputs inputs{normal<S>(queries * c.head_dim), normal<S>(keys * c.head_dim),
-                  normal<S>(keys * c.head_dim_v),  normal<S>(queries * c.head_dim_v),
-                  normal<float>(queries),          normal<S>(c.num_heads_q * c.seqlen_q * c.seqlen_k),
-                  normal<float>(c.num_heads_q),    normal<float>(c.num_heads_q)};
+    Inputs inputs{normal<S>(queries * c.head_dim),
+                  normal<S>(keys * c.head_dim),
+                  normal<S>(keys * c.head_dim_v),
+                  normal<S>(queries * c.head_dim_v),
+                  normal<float>(queries),
+                  normal<S>(c.num_heads_q * c.seqlen_q * c.seqlen_k),
+                  normal<float>(c.num_heads_q),
+                  normal<float>(c.num_heads_q),
+                  normal<S>(c.num_heads_q * (2 * kReach + 1))};
     for (double& slope : inputs[6]) slope /= 32;  // as in models
     const std::string isa = active_isa();
     set_isa("scalar");

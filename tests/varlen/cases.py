@@ -99,6 +99,8 @@ def one_by_one(packed: Packed, qkv: Inputs, attend: Callable[..., Any], **option
             own["q_offset"] = own["q_offset"][b : b + 1]
         if own.get("alibi_slopes", torch.empty(0)).dim() == 2:
             own["alibi_slopes"] = own["alibi_slopes"][b]
+        if own.get("relative_bias", torch.empty(0)).dim() == 3:
+            own["relative_bias"] = own["relative_bias"][b]
         if (used := own.pop("seqused_k", None)) is not None:
             j = slice(j.start, j.start + int(used[b]))
         each = tuple(x[None, s].transpose(1, 2) for x, s in ((q, i), (k, j), (v, j)))

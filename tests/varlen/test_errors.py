@@ -106,4 +106,4 @@ def test_gradients_of_other_shapes() -> None:
             with pytest.raises(TypeError if bad.dtype != good.dtype else ValueError, match=f"pyattn: {name} must "):
                 backward(**tensors | {name: bad}, **arguments)
     with pytest.raises(ValueError, match="pyattn: output_mask must ask for gradients of a bias"):
-        backward(**tensors, **arguments, output_mask=[True, False, False])
+        backward(**tensors, **arguments, output_mask=[True, False, False, False])

@@ -103,6 +103,7 @@ def option_of_each_sequence(name: str) -> tuple[Any, ...]:
         "q_offset": torch.randint(-9, 50, (count,)),
         "key_ranges": GROUPED.ranges(),
         "alibi_slopes": torch.rand(count, heads),
+        "relative_bias": torch.randn(count, heads, 31),
         "sinks": torch.randn(heads),
         "seqused_k": torch.tensor([n * 2 // 3 for n in GROUPED.keys], dtype=torch.int32),
     }
@@ -118,7 +119,7 @@ def option_of_each_sequence(name: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("name", ["q_offset", "key_ranges", "alibi_slopes", "sinks", "seqused_k"])
+@pytest.mark.parametrize("name", ["q_offset", "key_ranges", "alibi_slopes", "relative_bias", "sinks", "seqused_k"])
 def test_options_of_each_sequence(name: str) -> None:
     qkv, paged_inputs, table, option, exact = option_of_each_sequence(name)
     call = partial(attention_varlen, return_lse=True, **option)

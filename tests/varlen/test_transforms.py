@@ -22,7 +22,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 def learned(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    return {"alibi_slopes": torch.rand(4).to(dtype), "sinks": torch.randn(4).to(dtype)}
+    return {
+        "alibi_slopes": torch.rand(4).to(dtype),
+        "sinks": torch.randn(4).to(dtype),
+        "relative_bias": torch.randn(3, 4, 5).to(dtype),
+    }
 
 
 SMALL = Packed([3, 0, 4], [4, 2, 3], (4, 2), rest=1)
@@ -37,7 +41,7 @@ def test_opcheck(dtype: torch.dtype, more: bool) -> None:
     out, _, row_max, row_sum = forward(q, k, v, *arguments)
     torch.library.opcheck(forward, (q, k, v, *arguments))
     rows = torch.randn_like(out), torch.randn_like(row_sum), q, k, v, out, row_max, row_sum
-    torch.library.opcheck(backward, (*rows, *arguments, True, [False, more, more]))
+    torch.library.opcheck(backward, (*rows, *arguments, True, [False, more, more, more]))
 
 
 def test_compiled_once_for_all_lengths() -> None:
@@ -67,7 +71,9 @@ def grads_of(q: Tensor, k: Tensor, v: Tensor, **tensors: Tensor) -> tuple[Tensor
     return grads
 
 
-@pytest.mark.parametrize("mapped", ["q", "k v", "q k v", "alibi_slopes", "sinks q", "key_ranges", "q_offset v"])
+@pytest.mark.parametrize(
+    "mapped", ["q", "k v", "q k v", "alibi_slopes", "relative_bias", "sinks q", "key_ranges", "q_offset v"]
+)
 @pytest.mark.parametrize("size", [0, 3])
 def test_vmap(mapped: str, size: int) -> None:
     inputs = dict(zip("qkv", SMALL.inputs(torch.float64), strict=True)) | learned()
@@ -79,9 +85,10 @@ def test_vmap(mapped: str, size: int) -> None:
     }
 
     def call(tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        q, k, v, slopes, sinks, ranges, offset = tensors.values()
+        q, k, v, slopes, sinks, relative, ranges, offset = tensors.values()
         ranges = torch.zeros_like(ranges) if mapped == "key_ranges" else ranges
-        more = {"alibi_slopes": slopes, "sinks": sinks, "key_ranges": ranges, "q_offset": offset}
+        more = {"alibi_slopes": slopes, "sinks": sinks, "relative_bias": relative, "key_ranges": ranges}
+        more["q_offset"] = offset
         both = attention_varlen(q, k, v, *SMALL.packing, return_lse=True, **more)
         return *both, *grads_of(q, k, v, **more)
 

@@ -41,7 +41,9 @@ def test_as_one_by_one(repeatable: Backend, kind: str, name: str, dtype: torch.d
 
 
 @pytest.mark.parametrize("packed", [MIXED, GROUPED], ids=["mixed", "grouped"])
-@pytest.mark.parametrize("name", ["q_offset", "key_ranges", "alibi_slopes", "slopes_of_each", "sinks", "seqused_k"])
+@pytest.mark.parametrize(
+    "name", ["q_offset", "key_ranges", "alibi_slopes", "slopes_of_each", "relative_bias", "sinks", "seqused_k"]
+)
 def test_options_of_each_sequence(repeatable: Backend, packed: Packed, name: str) -> None:
     packed = packed.on(repeatable)
     qkv, count, heads = packed.inputs_of(repeatable, torch.bfloat16), len(packed.queries), packed.heads[0]
@@ -50,6 +52,7 @@ def test_options_of_each_sequence(repeatable: Backend, packed: Packed, name: str
         "key_ranges": packed.ranges(),
         "alibi_slopes": torch.rand(heads),
         "slopes_of_each": torch.rand(count, heads),
+        "relative_bias": torch.randn(count, heads, 31),
         "sinks": torch.randn(heads),
         "seqused_k": torch.tensor([n * 2 // 3 for n in packed.keys], dtype=torch.int32),
     }
@@ -80,10 +83,10 @@ PADDED = [
     (Case(3, 2, 1, 70, 130, 16, 20, dropout_p=0.3), [70, 1, 20], [130, 40, 17]),
     (Case(2, 4, 2, 130, 130, 24, 24, softcap=3.0, alibi="bh", sinks=True), [130, 50], [130, 50]),
     (Case(3, 2, 2, 33, 100, 32, 16, causal=False, key_ranges="random", dropout_p=0.1), [33, 0, 9], [100, 9, 50]),
-    (Case(2, 1, 1, 300, 300, 16, 16, window=(40, -1), alibi="h"), [300, 10], [300, 10]),
+    (Case(2, 1, 1, 300, 300, 16, 16, window=(40, -1), alibi="h", relative="bh 50"), [300, 10], [300, 10]),
     (Case(2, 2, 1, 40, 40, 80, 72, window=(9, -1), softcap=5.0, alibi="bh", sinks=True), [40, 17], [40, 30]),
     (Case(2, 1, 1, 33, 66, 256, 200, dropout_p=0.2, key_ranges="random"), [33, 20], [66, 20]),
-    (Case(3, 2, 2, 20, 30, 8, 8, alibi="h", sinks=True, dropout_p=0.2), [20, 0, 7], [30, 4, 0]),
+    (Case(3, 2, 2, 20, 30, 8, 8, alibi="h", sinks=True, dropout_p=0.2, relative="h 9"), [20, 0, 7], [30, 4, 0]),
     (Case(3, 6, 3, 8, 200, 32, 32, key_ranges="documents", sinks=True), [1, 8, 3], [200, 8, 150]),
     (Case(4, 1, 1, 400, 400, 8, 8, softcap=20.0, dropout_p=0.2, sinks=True, alibi="h"), [8, 400, 8, 7], [8, 400, 8, 7]),
 ]
@@ -117,10 +120,11 @@ def test_the_reference_takes_each_alone(options: dict[str, Any]) -> None:
     assert (lse[:, -2:] == -math.inf).all()
 
 
-@pytest.mark.parametrize("names", ["", "alibi_slopes sinks", "dropout", "key_ranges"])
+@pytest.mark.parametrize("names", ["", "alibi_slopes sinks", "relative_bias", "dropout", "key_ranges"])
 def test_gradients_are_differences(repeatable: Backend, names: str) -> None:
     packed = Packed([3, 0, 4, 1], [4, 2, 3, 2], (2, 1), rest=1)
     learned = {"alibi_slopes": torch.rand(2).double(), "sinks": torch.randn(2).double()}
+    learned["relative_bias"] = torch.randn(4, 1, 5).double()
     learned = {name: x.requires_grad_() for name, x in learned.items() if name in names}
     options: dict[str, Any] = {"softcap": 2.0} if learned else {}
     if names == "dropout":

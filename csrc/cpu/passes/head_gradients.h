@@ -100,9 +100,9 @@ void relative_gradient(const BackwardParams& p, int64_t begin, int64_t end, void
         const Head head(p, b * p.num_heads_kv + h / group);
         const DistanceRange range(p, head);
         const int64_t each = count_distances(p, head.seqlen_q, head.seqlen_k);
-        const int64_t splits = splits_of(p, head.seqlen_q, head.seqlen_k).count;
-        for (int64_t split = 0; split < splits; ++split) {
-          const double* const share = sums_of<S>(p, head, split).relative + h % group * each;
+        const int64_t shares = splits_of(p, head.seqlen_q, head.seqlen_k).count;
+        for (int64_t i_share = 0; i_share < shares; ++i_share) {
+          const double* const share = sums_of<S>(p, head, i_share).relative + h % group * each;
           for (int64_t n = 0; n < min(each, range.last - range.first + 1); ++n)
             sums[range.first + reach + n] += share[n];
         }

@@ -6,6 +6,7 @@
 #include "cpu/plan/units.h"
 #include "cpu/products/matrix.h"
 #include "cpu/simd/simd.h"
+#include "cpu/tiles/relative_bias.h"
 #include "shared/heads.h"
 
 namespace pyattn::PYATTN_ISA {

@@ -4,8 +4,8 @@
 
 #include "cpu/plan/work.h"
 #include "cpu/simd/simd.h"
-#include "cpu/tiles/relative_bias.h"
 #include "cpu/tiles/strips.h"
+#include "shared/distances.h"
 #include "shared/mask.h"
 
 namespace pyattn::PYATTN_ISA {

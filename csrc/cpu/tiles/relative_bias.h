@@ -10,27 +10,13 @@
 #include "cpu/products/pack.h"
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/strips.h"
-#include "shared/heads.h"
+#include "shared/distances.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
 
 // Diagonals of a run: those of the widest strip and of 96 keys, if a KV head has up to two query heads.
 inline constexpr int64_t kDiagonals = 256;
-
-// The distances that a sequence has, clamped to the reach; none if last < first.
-struct DistanceRange {
-  int64_t first, last;
-
-  DistanceRange(const ForwardParams& p, const Head& head)
-      : first(clamp(head.distance(p, head.seqlen_q - 1, 0), -p.score.reach, p.score.reach)),
-        last(clamp(head.distance(p, 0, head.seqlen_k - 1), -p.score.reach, p.score.reach)) {}
-};
-
-// The most distances that a sequence of these lengths has, whatever its offset is.
-inline int64_t count_distances(const ForwardParams& p, int64_t seqlen_q, int64_t seqlen_k) {
-  return p.score.relative_bias ? clamp(seqlen_q + seqlen_k - 1, 0, 2 * p.score.reach + 1) : 0;
-}
 
 // The sums of a work item of backward for the query heads of its group: [heads] of gradients of slopes, and
 // [heads][count_distances()] of gradients of the relative bias, from the sequence's first distance on.
@@ -53,7 +39,7 @@ void each_run(Strip strip, int64_t group, F f) {
 template <class F>
 PYATTN_INLINE void each_diagonal(const ForwardParams& p, const Head& head, int64_t r0, int64_t last, int64_t count,
                                  F f) {
-  int64_t member = r0 - head.query(r0) * head.group, distance = head.distance(p, head.query(r0), last);
+  int64_t member = r0 - head.query(r0) * head.group, distance = distance_of(p, head, head.query(r0), last);
   for (int64_t t = 0; t < count; ++t) {
     f(t, member, distance);
     if (++member == head.group) member = 0, --distance;
@@ -64,7 +50,7 @@ PYATTN_INLINE void each_diagonal(const ForwardParams& p, const Head& head, int64
 template <class T>
 void add_relative_bias(const ForwardParams& p, Matrix<T> scores, const Head& head, const Tile& tile, Strip strip,
                        T factor) {
-  const T* const values = head.relative_bias<T>(p, head.h_kv * head.group);
+  const T* const values = relative_bias_of<T>(p, head, head.h_kv * head.group);
   const int64_t reach = p.score.reach, stride = p.score.relative_stride_h;
   each_run(strip, head.group, [&](Range keys, int64_t count) {
     T diagonals[kDiagonals];
@@ -86,8 +72,8 @@ template <class T>
 void add_relative_bias_by_rows(const ForwardParams& p, Matrix<T> scores, const Head& head, const Tile& tile, T factor) {
   const int64_t reach = p.score.reach;
   for (int64_t r = 0; r < tile.rows; ++r) {
-    const T* const values = head.relative_bias<T>(p, head.query_head(tile.r0 + r));
-    const int64_t first = head.distance(p, head.query(tile.r0 + r), tile.n0);
+    const T* const values = relative_bias_of<T>(p, head, head.query_head(tile.r0 + r));
+    const int64_t first = distance_of(p, head, head.query(tile.r0 + r), tile.n0);
     for (int64_t k = 0; k < tile.keys; k += kLanes<T>) {
       T value[kLanes<T>];
       for (int l = 0; l < kLanes<T>; ++l) value[l] = values[clamp(first + k + l, -reach, reach)];
