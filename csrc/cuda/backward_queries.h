@@ -56,14 +56,13 @@ PYATTN_DEVICE void add_ends(const BackwardParams& p, const Sums<kM, kN>& dS, con
                             bool writes) {
   const Head& head = place.mask.head;
   each_query<Layout::kQueriesByKeys, kM, kN>(first, [&](int, int row, auto each_key) {
-    const int64_t r = place.row_of(row), reach = p.score.reach;
-    const int64_t first_distance = distance(p, head, head.query(r), 0);
+    const int64_t r = place.row_of(row);
+    const RelativeRow<float> bias(p, head, r, place.n0);
     float ends[2] = {};
     each_key([&](int m, int n, int i, int key) {
-      const int64_t d = first_distance + place.key_of(key);
-      if (d <= -reach)
+      if (bias.at_first(key))
         ends[0] += dS[m][n][i];
-      else if (d >= reach)
+      else if (bias.at_last(key))
         ends[1] += dS[m][n][i];
     });
 #pragma unroll

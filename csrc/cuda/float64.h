@@ -153,10 +153,11 @@ float64_backward_queries(const __grid_constant__ BackwardParams p) {
     row.meet(score, j, key);
     dq.add(row.dproduct, key.k);
     slope_term += row.dscore * minus_distance(p, head, r, j);
-    const int64_t d = distance(p, head, head.query(r), j), reach = p.score.reach;
-    if (d <= -reach)
+    if (!p.drelative) continue;
+    const RelativeRow<double> bias(p, head, r, j);
+    if (bias.at_first(0))
       end_terms[0] += row.dscore;
-    else if (d >= reach)
+    else if (bias.at_last(0))
       end_terms[1] += row.dscore;
   }
   dq.store(head.row<double>(p.dq, r), p.head_dim, score.dscale());

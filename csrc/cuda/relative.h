@@ -19,19 +19,24 @@ PYATTN_DEVICE int64_t distance(const ForwardParams& p, const Head& head, int64_t
   return j - i - clamp(p.mask.q_offsets ? p.mask.q_offsets[head.b] : p.mask.q_offset, -kFar, kFar);
 }
 
-// The relative biases of row r's keys.
+// The relative biases of row r on the keys of a tile, which count from n0 and are fewer than kMost.
 template <class T>
 struct RelativeRow {
-  const T* values;  // that of distance 0
-  int64_t first, reach;
+  static constexpr int kMost = 1 << 10;
+  const T* values;  // that of key 0 if the table had no ends
+  int low, high;    // keys up to low take the table's first entry, and keys from high on its last one
 
-  PYATTN_DEVICE RelativeRow(const ForwardParams& p, const Head& head, int64_t r)
-      : values(static_cast<const T*>(p.score.relative_bias) + head.b * p.score.relative_stride_b +
-               head.query_head(r) * p.score.relative_stride_h + p.score.reach),
-        first(distance(p, head, head.query(r), 0)),
-        reach(p.score.reach) {}
+  PYATTN_DEVICE RelativeRow(const ForwardParams& p, const Head& head, int64_t r, int64_t n0) {
+    const int64_t reach = p.score.reach;
+    const int64_t first = clamp(distance(p, head, head.query(r), n0), -reach - kMost, reach);
+    values = static_cast<const T*>(p.score.relative_bias) + head.b * p.score.relative_stride_b +
+             head.query_head(r) * p.score.relative_stride_h + reach + first;
+    low = static_cast<int>(max(-reach - first, -1)), high = static_cast<int>(min(reach - first, kMost));
+  }
 
-  PYATTN_DEVICE T at(int64_t key) const { return values[clamp(first + key, -reach, reach)]; }
+  PYATTN_DEVICE bool at_first(int key) const { return key <= low; }
+  PYATTN_DEVICE bool at_last(int key) const { return key >= high; }
+  PYATTN_DEVICE T at(int key) const { return values[at_first(key) ? low : at_last(key) ? high : key]; }
 };
 
 // The diagonals, j - i, whose distance is less than the reach, and that the mask's formulas show.

@@ -167,8 +167,8 @@ class General {
   template <Layout kLayout, int kM, int kN, class Place>
   PYATTN_DEVICE void add_relative(Sums<kM, kN>& C, int first, const Place& place) const {
     each_query<kLayout, kM, kN>(first, [&](int, int row, auto each_key) {
-      const RelativeRow<float> bias(p_, place.mask.head, place.row_of(row));
-      each_key([&](int m, int n, int i, int key) { C[m][n][i] += bias.at(place.key_of(key)); });
+      const RelativeRow<float> bias(p_, place.mask.head, place.row_of(row), place.n0);
+      each_key([&](int m, int n, int i, int key) { C[m][n][i] += bias.at(key); });
     });
   }
 
@@ -208,7 +208,7 @@ class General<double> {
       with_elements<double>(bias, [&](const auto* elements) {
         value.score += elements[offset_of_row(bias, head, r) + j * bias.stride_k];
       });
-    if (p_.score.relative_bias) value.score += RelativeRow<double>(p_, head, r).at(j);
+    if (p_.score.relative_bias) value.score += RelativeRow<double>(p_, head, r, j).at(0);
     if (p_.score.alibi_slopes) value.score += head.slope<double>(p_, r) * minus_distance(p_, head, r, j);
     return value;
   }
