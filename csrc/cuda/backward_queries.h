@@ -10,6 +10,7 @@
 #include "cuda/fragment.h"
 #include "cuda/primitives.h"
 #include "cuda/product.h"
+#include "cuda/relative.h"
 #include "cuda/score.h"
 #include "cuda/softmax.h"
 #include "cuda/softmax_gradient.h"
@@ -48,12 +49,37 @@ struct SlopeTerms {
   }
 };
 
-template <class S, int kDim, class Score>
+// Adds the warp's part of dS to each row's terms of the relative bias at the ends of its table. They stay in memory,
+// because a lane has no register left for them; one lane reads and writes a row's.
+template <int kM, int kN>
+PYATTN_DEVICE void add_ends(const BackwardParams& p, const Sums<kM, kN>& dS, const TileMask& place, int first,
+                            bool writes) {
+  const Head& head = place.mask.head;
+  each_query<Layout::kQueriesByKeys, kM, kN>(first, [&](int, int row, auto each_key) {
+    const int64_t r = place.row_of(row);
+    const RelativeRow<float> bias(p, head, r, place.n0);
+    float ends[2] = {};
+    each_key([&](int m, int n, int i, int key) {
+      if (bias.at_first(key))
+        ends[0] += dS[m][n][i];
+      else if (bias.at_last(key))
+        ends[1] += dS[m][n][i];
+    });
+#pragma unroll
+    for (int end = 0; end < 2; ++end) {
+      const float sum = reduce_row(ends[end], [](float x, float y) { return x + y; });
+      if (writes && lane() % 4 == 0 && place.r0 + row < place.rows && sum != 0)
+        end_terms_of<float>(p, end)[head.index(p, r)] += sum;
+    }
+  });
+}
+
+template <class S, int kDim, class Score, int kMostStages = 2>
 struct QueriesShape : RowShape<S, kDim> {
   using typename RowShape<S, kDim>::QTile;
   // S and dP together take twice the registers that S takes in forward.
   static constexpr int kKeys = !Score::kGeneral && (sizeof(S) == 2 || kDim <= 64) ? 32 : 16;
-  static constexpr int kStages = kDim > 192 ? 1 : 2;  // 2 prefetches the next keys, if shared memory has room
+  static constexpr int kStages = kDim > 192 ? 1 : kMostStages;  // 2 prefetches the next keys, if shared memory has room
   using KTile = Tile<S, kKeys, kDim>;
   using Dropout = DropoutTile<QueriesShape::kRows, kKeys>;
   static constexpr int kFlags = 2 * QTile::kBytes + 2 * kStages * KTile::kBytes, kKept = kFlags + kKeys;
@@ -137,8 +163,10 @@ backward_queries(const __grid_constant__ BackwardParams p) {
     to_gradients<S, kLayout>(
         score, shared.dropout, P, dS, warp_row, place, masked, [&](int at, int) { return terms[at]; },
         [&](const auto& dS) {
-          if constexpr (Score::kGeneral)
+          if constexpr (Score::kGeneral) {
             if (p.dslopes) slopes.add(p, dS, place(), warp_row);
+            if (p.drelative) add_ends(p, dS, place(), warp_row, part == 0);
+          }
         });
 
     const bool cleared = masked && clear_nonfinite<Shape::kThreads>(K, shared.flags);

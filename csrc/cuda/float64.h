@@ -7,6 +7,8 @@
 #include "cuda/dropout.h"
 #include "cuda/fragment.h"
 #include "cuda/primitives.h"
+#include "cuda/relative.h"
+#include "cuda/relative_gradient.h"
 #include "cuda/score.h"
 #include "cuda/sequences.h"
 #include "cuda/softmax_gradient.h"
@@ -144,18 +146,26 @@ float64_backward_queries(const __grid_constant__ BackwardParams p) {
   const Score score(p);
   RowGradient row(p, head, r);
   LaneRow dq;
-  double slope_term = 0;
+  double slope_term = 0, end_terms[2] = {};
   for (int64_t j = visible.begin; j < visible.end; ++j) {
     if (!mask.sees<S>(r, j)) continue;
     const LaneKey key(p, head, j);
     row.meet(score, j, key);
     dq.add(row.dproduct, key.k);
     slope_term += row.dscore * minus_distance(p, head, r, j);
+    if (!p.drelative) continue;
+    const RelativeRow<double> bias(p, head, r, j);
+    if (bias.at_first(0))
+      end_terms[0] += row.dscore;
+    else if (bias.at_last(0))
+      end_terms[1] += row.dscore;
   }
   dq.store(head.row<double>(p.dq, r), p.head_dim, score.dscale());
   if (lane() != 0) return;
   if (p.dslopes) slope_terms_of<double>(p)[head.index(p, r)] = slope_term;
   if (p.dsinks) sink_terms_of<double>(p)[head.index(p, r)] = row.sink_term();
+  if (p.drelative)
+    for (int end = 0; end < 2; ++end) end_terms_of<double>(p, end)[head.index(p, r)] = end_terms[end];
 }
 
 template <class S, class Score>
@@ -205,6 +215,31 @@ float64_backward_bias(const __grid_constant__ BackwardParams p) {
         }
     }
   if (lane() == 0) with_gradients<S>(p.dbias, [&](auto* to) { to[own.offset(p.dbias)] = sum; });
+}
+
+// A warp computes the sum on a diagonal of a query head.
+template <class S, class Score>
+PYATTN_KERNEL(kFloat64Threads)
+float64_backward_relative(const __grid_constant__ BackwardParams p) {
+  const int64_t at = item_of_warp();
+  const Bands<1> all(p);
+  if (at >= all.count(p)) return;
+  const Band<1> own(p, all, at);
+  const int64_t group = group_size(p);
+  const Head head(p, own.b * p.num_heads_kv + own.h / group);
+  const Mask mask(p, head);
+  const Range band = own.diagonals(mask), queries = queries_on(band, head);
+  if (band.empty()) return;
+  const Score score(p);
+  double sum = 0;
+  for (int64_t i = queries.begin; i < queries.end; ++i) {
+    const int64_t r = i * group + own.h % group, j = i + band.begin;
+    if (!mask.sees<S>(r, j)) continue;
+    RowGradient row(p, head, r);
+    row.meet(score, j, {p, head, j});
+    sum += row.dscore;
+  }
+  if (lane() == 0) diagonals_of<double>(p, head, own.h)[band.begin] = sum;
 }
 
 }  // namespace

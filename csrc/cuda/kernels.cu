@@ -16,6 +16,7 @@
 #include "cuda/mask_rows.h"
 #include "cuda/merge.h"
 #include "cuda/primitives.h"
+#include "cuda/relative_gradient.h"
 #include "cuda/row_terms.h"
 #include "cuda/score.h"
 #include "cuda/sequences.h"
@@ -109,13 +110,13 @@ const char* launch_forward(const ForwardParams& params, void* stream) {
   return launches.error();
 }
 
-// Whether the pass over keys adds up dQ. dslopes needs the pass over queries, which computes dQ too.
+// Whether the pass over keys adds up dQ. dslopes and drelative need the pass over queries, which computes dQ too.
 template <class S>
 bool adds_queries(const BackwardParams& p, bool deterministic) {
-  return sizeof(S) == 2 && !deterministic && !p.dslopes;
+  return sizeof(S) == 2 && !deterministic && !p.dslopes && !p.drelative;
 }
 
-// Computes dQ, dK and dV, the row terms that dslopes and dsinks sum up, and dbias where it does not broadcast.
+// Computes dQ, dK and dV, the row terms that dslopes, dsinks and drelative sum up, and dbias where it does not broadcast.
 template <class S, class Score>
 void launch_gradients(Launches& launches, const BackwardParams& p, bool deterministic) {
   launches.run_warps(row_terms<S, Score>, all_rows(p), kRowTermsWarps, p);
@@ -158,7 +159,7 @@ void launch_bias(Launches& launches, const BackwardParams& p) {
     launches.run_warps(float64_backward_bias<S, Score>, BiasItems<1, 1>(p).count(), kFloat64Warps, p);
   else
     with_dim<Score>(p, [&](auto dim) {
-      using Shape = QueriesShape<S, dim, Score>;
+      using Shape = HeadShape<S, dim, Score>;
       launches.run_shape<Shape>(backward_bias<S, dim, Score>, BiasItems<Shape::kRows, Shape::kKeys>(p).count(), p);
     });
 }
@@ -171,6 +172,22 @@ void launch_row_sums(Launches& launches, const BackwardParams& p, const T* terms
   if (PYATTN_PACKED && one_for_all) rows.batch = 1;
   if (PYATTN_PACKED && !one_for_all) rows.sequences = p.packed.sequences;
   launches.run_warps(sum_rows<T>, (one_for_all ? 1 : p.batch) * p.num_heads_q, kRowSumWarps, rows);
+}
+
+// Computes drelative after the pass over queries. Entries that no score takes become 0.
+template <class S, class T>
+void launch_relative(Launches& launches, const BackwardParams& p) {
+  using Score = General<S>;
+  if constexpr (std::is_same_v<S, double>)
+    launches.run_warps(float64_backward_relative<S, Score>, Bands<1>(p).count(p), kFloat64Warps, p);
+  else
+    with_dim<Score>(p, [&](auto dim) {
+      using Shape = BandShape<S, dim, Score>;
+      launches.run_shape<Shape>(backward_relative<S, dim, Score>, Bands<Shape::kDiagonals>(p).count(p), p);
+    });
+  for (int end = 0; end < 2; ++end)
+    launch_row_sums(launches, p, end_terms_of<T>(p, end), end_sums_of<T>(p, end), false);
+  launches.run(sum_relative<T>, ceil_div(relative_entries(p), kRelativeThreads), kRelativeThreads, 0, p);
 }
 
 // The gradients of a batch, with dbias where it is wanted.
@@ -187,7 +204,7 @@ void launch_gradients_and_bias(Launches& launches, const BackwardParams& p, bool
   if (bias_pass) launch_bias<S>(launches, p);
 }
 
-// Packed sequences have no bias. Rows of no sequence add 0 to dslopes and dsinks.
+// Packed sequences have no bias. Rows of no sequence add 0 to dslopes and dsinks, and nothing to drelative.
 template <class S, class T>
 void launch_packed_gradients(Launches& launches, const BackwardParams& p, bool deterministic) {
   if (const int64_t terms = ((p.dslopes ? 1 : 0) + (p.dsinks ? 1 : 0)) * all_rows(p); terms)
@@ -204,12 +221,15 @@ const char* launch_backward(const BackwardParams& params, bool deterministic, vo
   Launches launches(stream);
   BackwardParams p = params;
   launch_mask<S>(launches, p);
+  if (const int64_t terms = 2 * all_rows(p); p.drelative && terms)
+    launches.clear(end_terms_of<T>(p, 0), terms * sizeof(T));
   if constexpr (PYATTN_PACKED)
     launch_packed_gradients<S, T>(launches, p, deterministic);
   else
     launch_gradients_and_bias<S>(launches, p, deterministic);
   launch_row_sums(launches, p, slope_terms_of<T>(p), p.dslopes, !p.score.slopes_stride_b);
   launch_row_sums(launches, p, sink_terms_of<T>(p), p.dsinks, true);
+  if (p.drelative) launch_relative<S, T>(launches, p);
   return launches.error();
 }
 

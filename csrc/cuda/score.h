@@ -6,6 +6,7 @@
 #include "cuda/fragment.h"
 #include "cuda/primitives.h"
 #include "cuda/product.h"
+#include "cuda/relative.h"
 #include "cuda/tanh.h"
 #include "shared/bias.h"
 
@@ -104,8 +105,8 @@ struct SoftcapDerivative {
   PYATTN_DEVICE void set(int m, int n, int i, float x) { of[m][n][i] = x; }
 };
 
-// score = softcap * tanh(softmax_scale * (q . k) / softcap) + bias - slope * distance, with the terms that
-// are given. row_max of the params is a score.
+// score = softcap * tanh(softmax_scale * (q . k) / softcap) + bias + relative bias - slope * distance, with the
+// terms that are given. row_max of the params is a score.
 template <class S>
 class General {
  public:
@@ -133,6 +134,7 @@ class General {
     if (bias == BiasType::kLikeQ) add_bias<S, kLayout>(C, first, place());
     if constexpr (sizeof(S) != sizeof(float))
       if (bias == BiasType::kFloat32) add_bias<float, kLayout>(C, first, place());
+    if (p_.score.relative_bias) add_relative<kLayout>(C, first, place());
     if (p_.score.alibi_slopes) add_alibi<kLayout>(C, first, place());
   }
 
@@ -159,6 +161,14 @@ class General {
     each_query<kLayout, kM, kN>(first, [&](int, int row, auto each_key) {
       const T* of_row = static_cast<const T*>(bias.data) + offset_of_row(bias, place.mask.head, place.row_of(row));
       each_key([&](int m, int n, int i, int key) { C[m][n][i] += widen(of_row[place.key_of(key) * bias.stride_k]); });
+    });
+  }
+
+  template <Layout kLayout, int kM, int kN, class Place>
+  PYATTN_DEVICE void add_relative(Sums<kM, kN>& C, int first, const Place& place) const {
+    each_query<kLayout, kM, kN>(first, [&](int, int row, auto each_key) {
+      const RelativeRow<float> bias(p_, place.mask.head, place.row_of(row), place.n0);
+      each_key([&](int m, int n, int i, int key) { C[m][n][i] += bias.at(key); });
     });
   }
 
@@ -198,6 +208,7 @@ class General<double> {
       with_elements<double>(bias, [&](const auto* elements) {
         value.score += elements[offset_of_row(bias, head, r) + j * bias.stride_k];
       });
+    if (p_.score.relative_bias) value.score += RelativeRow<double>(p_, head, r, j).at(0);
     if (p_.score.alibi_slopes) value.score += head.slope<double>(p_, r) * minus_distance(p_, head, r, j);
     return value;
   }

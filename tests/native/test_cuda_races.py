@@ -32,7 +32,14 @@ FEATURES: list[dict[str, Any]] = [
 
 
 def found(
-    deterministic: bool, dim: int, dtype: torch.dtype, causal: bool, *, without: str = "", **features: Any
+    deterministic: bool,
+    dim: int,
+    dtype: torch.dtype,
+    causal: bool,
+    *,
+    without: str = "",
+    relative_bias: torch.Tensor | None = None,
+    **features: Any,
 ) -> list[str]:
     """The races on at least three tiles each way, and as few more as possible.
 
@@ -46,6 +53,8 @@ def found(
         for t in (q, k, v, dout):
             t[:, :, ::9] = torch.nan
     options = case.options | case.tensors(dtype)
+    if relative_bias is not None:
+        options["relative_bias"] = relative_bias
     return races((q, k, v), dout, deterministic=deterministic, without=without, **options)
 
 
@@ -63,6 +72,15 @@ def test_dropout(emulation: Backend, dtype: torch.dtype, causal: bool) -> None:
 @pytest.mark.parametrize(("dim", "features", "dtype"), alternate([32, 256], FEATURES, DTYPES), ids=str)
 def test_features(emulation: Backend, dim: int, dtype: torch.dtype, features: dict[str, Any]) -> None:
     assert found(emulation.repeatable, dim, dtype, True, **features) == []
+
+
+@pytest.mark.parametrize(
+    ("dim", "features", "dtype"), alternate([31, 64, 256], [{}, {"dropout_p": 0.2}], DTYPES), ids=str
+)
+def test_relative_bias(emulation: Backend, dtype: torch.dtype, dim: int, features: dict[str, Any]) -> None:
+    """Some of its diagonals lie between the ends of the table."""
+    table = torch.randn(1, 41, requires_grad=True)
+    assert found(emulation.repeatable, dim, dtype, False, relative_bias=table, **features) == []
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ LIKELY = {
     "cache/ring_buffer": ("ops/cache.cpp",),
     "masks/header": ("shared/mask.h",),
     "native/splits": ("cuda/forward_splits.h", "cuda/merge.h"),
+    "native/cuda_relative": ("cuda/head_tiles.h", "cuda/relative.h", "cuda/relative_gradient.h", "cuda/workspace.h"),
     "attention/threads": ("ops/host.cpp", "library/float_control.h"),
     "varlen/varlen": ("cpu/plan/units.h", "cpu/plan/work.h", "cuda/sequences.h", "ops/packed.cpp", "ops/packing.h"),
     "varlen/errors": ("ops/packing.h",),
@@ -66,6 +67,7 @@ TESTS = (
     "varlen/varlen",
     "varlen/pages",
     "native/cuda",
+    "native/cuda_relative",
     "native/cuda_races",
 )
 """Tests that run once for each backend."""

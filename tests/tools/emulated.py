@@ -77,7 +77,7 @@ class Call:
 
     def __init__(self, qkv: Sequence[Tensor], learned: Sequence[Tensor | None], options: dict[str, Any]) -> None:
         q, k, v = qkv
-        bias, slopes, sinks = learned
+        bias, slopes, sinks, relative = learned
         self.q, self.row_dtype = q, torch.promote_types(q.dtype, torch.float32)
         self.options, self.kept = options, [*qkv]
         self.p = p = BackwardParams(q=view(q), k=view(k), v=view(v))
@@ -116,6 +116,11 @@ class Call:
             p.score.slopes_stride_b = q.shape[1] if slopes.dim() == 2 else 0
         if sinks is not None:
             p.score.sinks = self.address(sinks.to(self.row_dtype))
+        if relative is not None:
+            p.score.relative_bias = self.address(relative.to(self.row_dtype))
+            heads, entries = relative.shape[-2:]
+            p.score.reach, p.score.relative_stride_h = entries // 2, entries if heads > 1 else 0
+            p.score.relative_stride_b = heads * entries if relative.dim() == 3 else 0
         if options.get("dropout_p"):
             p.dropout.threshold = dropout_threshold(options["dropout_p"])
             p.dropout.seed = options["dropout_seed"].data_ptr()
@@ -169,7 +174,7 @@ class Emulated(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, out, rows = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        wanted = ctx.needs_input_grad[-3:]
+        wanted = ctx.needs_input_grad[-4:]
         return None, None, *gradients(ctx.kernels, ctx.options, inputs, wanted, dout, dlse, out, rows[0], rows[1])
 
 
@@ -184,24 +189,23 @@ def gradients(
     row_max: Tensor,
     row_sum: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k and v, and those of bias, slopes and sinks that are wanted."""
+    """The gradients of q, k and v, and those of bias, slopes, sinks and the relative bias that are wanted."""
     q, k, v, *learned = inputs
     call = Call((q, k, v), learned, options)
-    p, (bias, slopes, sinks) = call.p, learned
+    p, bias = call.p, learned[0]
     dq, dk, dv = (before_a_wall(*t.shape, dtype=t.dtype) for t in (q, k, v))
     p.out, p.dout, p.dq, p.dk, p.dv = map(view, (out, dout, dq, dk, dv))
     p.row_max, p.row_sum = call.address(row_max), call.address(row_sum)
     p.dlse = None if dlse is None else call.address(dlse)
-    dbias, dslopes, dsinks = (
+    dbias, *rows = (
         before_a_wall(*t.shape, dtype=t.dtype if t is bias else call.row_dtype) if w else None
         for t, w in zip(learned, wanted, strict=True)
     )
     if dbias is not None:
         p.dbias = bias_view(dbias, q.dtype)
-    p.dslopes, p.dsinks = (None if t is None else t.data_ptr() for t in (dslopes, dsinks))
+    p.dslopes, p.dsinks, p.drelative = (None if t is None else t.data_ptr() for t in rows)
     call.backward(kernels, list(DTYPES).index(q.dtype))
-    dslopes, dsinks = (None if d is None else d.to(t.dtype) for d, t in ((dslopes, slopes), (dsinks, sinks)))
-    return dq, dk, dv, dbias, dslopes, dsinks
+    return dq, dk, dv, dbias, *(None if d is None else d.to(t.dtype) for d, t in zip(rows, learned[1:], strict=True))
 
 
 def attention(
@@ -212,6 +216,7 @@ def attention(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     return_lse: bool = False,
     kernels: ctypes.CDLL | None = None,
     **options: Any,
@@ -219,7 +224,7 @@ def attention(
     """``pyattn.attention`` on emulated kernels; ``deterministic=False`` adds up dQ atomically."""
     if isinstance(options.get("dropout_seed"), int):
         options["dropout_seed"] = torch.tensor(options["dropout_seed"])
-    out, lse = Emulated.apply(kernels or library(), options, q, k, v, bias, alibi_slopes, sinks)
+    out, lse = Emulated.apply(kernels or library(), options, q, k, v, bias, alibi_slopes, sinks, relative_bias)
     return (out, lse) if return_lse else out
 
 
@@ -252,11 +257,12 @@ def attention_backward(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor | None, ...]:
     """``pyattn.parts.attention_backward`` on emulated kernels."""
     row_max, row_sum = lse if isinstance(lse, tuple) else (lse, torch.ones_like(lse))
-    learned = bias, alibi_slopes, sinks
+    learned = bias, alibi_slopes, sinks, relative_bias
     wanted = [t is not None and t.is_floating_point() for t in learned]
     options["part"] = True
     return gradients(library(), options, (q, k, v, *learned), wanted, dout, dlse, out, row_max, row_sum)

@@ -51,6 +51,8 @@ class Score(ctypes.Structure):
         *of(Bias, "bias"),
         *pointers("alibi_slopes"),
         *integers("slopes_stride_b"),
+        *pointers("relative_bias"),
+        *integers("reach", "relative_stride_b", "relative_stride_h"),
         *pointers("sinks"),
     ]
 
@@ -88,7 +90,7 @@ class BackwardParams(ctypes.Structure):
         *of(View, "dout", "dq", "dk", "dv"),
         *pointers("dlse"),
         *of(Bias, "dbias"),
-        *pointers("dslopes", "dsinks"),
+        *pointers("dslopes", "dsinks", "drelative"),
         *of(ctypes.c_bool, "part"),
     ]
 

@@ -1,0 +1,51 @@
+// Relative biases: the entry of the table that a key's distance gives it, and the diagonals of scores whose entry
+// lies between the table's ends.
+//
+//   reach 2, q_offset 0    key  0 1 2 3 4
+//                        row 0  2 3 4 4 4    entries 0 and 4 are the ends: of distances -2 and 2, and all beyond
+//                        row 1  1 2 3 4 4    entries 1, 2 and 3 lie on the diagonals j - i = -1, 0 and 1
+//                        row 2  0 1 2 3 4
+#pragma once
+
+#include "cuda/primitives.h"
+#include "shared/mask.h"
+
+namespace pyattn::cuda {
+namespace {
+
+// j - (i + q_offset) for query i and key j. Extreme offsets are brought to 2^40, which no reach exceeds.
+PYATTN_DEVICE int64_t distance(const ForwardParams& p, const Head& head, int64_t i, int64_t j) {
+  constexpr int64_t kFar = int64_t{1} << 40;
+  return j - i - clamp(p.mask.q_offsets ? p.mask.q_offsets[head.b] : p.mask.q_offset, -kFar, kFar);
+}
+
+// The relative biases of row r on the keys of a tile, which count from n0 and are fewer than kMost.
+template <class T>
+struct RelativeRow {
+  static constexpr int kMost = 1 << 10;
+  const T* values;  // that of key 0 if the table had no ends
+  int low, high;    // keys up to low take the table's first entry, and keys from high on its last one
+
+  PYATTN_DEVICE RelativeRow(const ForwardParams& p, const Head& head, int64_t r, int64_t n0) {
+    const int64_t reach = p.score.reach;
+    const int64_t first = clamp(distance(p, head, head.query(r), n0), -reach - kMost, reach);
+    values = static_cast<const T*>(p.score.relative_bias) + head.b * p.score.relative_stride_b +
+             head.query_head(r) * p.score.relative_stride_h + reach + first;
+    low = static_cast<int>(max(-reach - first, -1)), high = static_cast<int>(min(reach - first, kMost));
+  }
+
+  PYATTN_DEVICE bool at_first(int key) const { return key <= low; }
+  PYATTN_DEVICE bool at_last(int key) const { return key >= high; }
+  PYATTN_DEVICE T at(int key) const { return values[at_first(key) ? low : at_last(key) ? high : key]; }
+};
+
+// The diagonals, j - i, whose distance is less than the reach, and that the mask's formulas show.
+PYATTN_DEVICE Range inner_diagonals(const Mask& mask) {
+  const Head& head = mask.head;
+  const int64_t position = -distance(mask.p, head, 0, 0), reach = mask.p.score.reach;
+  return {max(max(position - reach + 1, mask.diagonals.begin), 1 - head.seqlen_q),
+          min(min(position + reach, mask.diagonals.end), head.seqlen_k)};
+}
+
+}  // namespace
+}  // namespace pyattn::cuda
