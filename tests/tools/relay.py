@@ -1,24 +1,32 @@
-"""The time that ring attention takes over a link with a delay: ``relay.py [SEQLEN [MILLISECONDS]]``, as root on Linux.
+"""The time that ring attention waits for a link with a delay: ``relay.py [SEQLEN [MILLISECONDS]]``, as root on Linux.
 
 Kernels without netem delay no packets, so a thread does: it reads the IP packets of a TUN device in each of two network
-namespaces and writes each to the other device when it is due. Two ranks run as in slow_link.py, first over a relay
-without a delay, which has the same throughput.
+namespaces and writes each to the other device when it is due. Two ranks of one thread run ring_attention, first over a
+relay without a delay, which has the same throughput.
 """
 
 import fcntl
 import heapq
+import json
 import os
 import random
 import select
+import statistics
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from threading import Event, Thread
 
 import slow_link
+import torch
+import torch.distributed as dist
+
+from pyattn.distributed import ring_attention, stream
+from pyattn.distributed.ranks import gather_words, ranks_of
 
 TUN = Path("/dev/net/tun")
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
@@ -96,15 +104,57 @@ def link(delay: float = 0.0, jitter: float = 0.0, loss: float = 0.0) -> Iterator
             yield relay
 
 
+class Waited(dist.Work):
+    """A message; adds up the seconds in which this rank waits for any."""
+
+    seconds = 0.0
+
+    def __init__(self, work: dist.Work) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self, *arguments: timedelta) -> bool:
+        began = time.perf_counter()
+        done = self._work.wait(*arguments)
+        Waited.seconds += time.perf_counter() - began
+        return done
+
+
+def rank(seqlen: int, own: int) -> None:
+    """Prints the medians of a forward's seconds, of those in which it waits for keys, and of the agreement's."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://{slow_link.ADDRESSES[0]}:{slow_link.PORT}", rank=own, world_size=2)
+    for start in (dist.isend, dist.irecv):
+        setattr(stream.dist, start.__name__, lambda *given, start=start, **named: Waited(start(*given, **named)))
+    q, k, v = torch.randn(3, 1, slow_link.HEADS, seqlen // 2, slow_link.HEAD_DIM)
+
+    def seconds(call: Callable[[], object]) -> tuple[float, float]:
+        dist.barrier()
+        began, Waited.seconds = time.perf_counter(), 0.0
+        call()
+        return time.perf_counter() - began, Waited.seconds
+
+    rounds = [
+        (*seconds(lambda: ring_attention(q, k, v)), seconds(lambda: gather_words([own], ranks_of(None)))[0])
+        for _ in range(1 + slow_link.ROUNDS)
+    ]
+    print(json.dumps([statistics.median(numbers) for numbers in zip(*rounds[1:], strict=True)]))
+
+
 def main(seqlen: int = 16384, milliseconds: int = 20) -> None:
-    found = []
-    for delay in (0.0, milliseconds / 1e3):
-        with link(delay):
-            found.append(slow_link.both(seqlen))
-    for name in found[0][0]:
-        near, far = (max(rank[name][0] for rank in each) for each in found)
-        print(f"{name}, {seqlen} positions: {near:.3f} s without a delay, {far:.3f} s with {milliseconds} ms each way")
+    for delay in (0, milliseconds):
+        with link(delay / 1e3):
+            ranks = slow_link.in_namespaces(__file__, "rank", str(seqlen))
+            found = [json.loads(process.communicate()[0]) for process in ranks]
+        whole, waited, agreed = map(max, zip(*found, strict=True))
+        print(
+            f"{seqlen} positions, {delay} ms each way: {whole:.3f} s forward, {waited:.3f} of them waiting for keys, "
+            f"{agreed:.3f} for the agreement"
+        )
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    if sys.argv[1:2] == ["rank"]:
+        rank(*map(int, sys.argv[2:]))
+    else:
+        main(*map(int, sys.argv[1:]))
