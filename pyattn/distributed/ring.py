@@ -50,11 +50,14 @@ class Ring:
         # Checks the arguments: an error after the first message would leave it to the next call.
         shares.forward(shares.of_rows(q, nothing), shares.of_rows(k, nothing), shares.of_rows(v, nothing), nothing)
         found: dict[int, Rows] = {}
-        for _, blocks in self._stream(k, v).blocks():
+
+        def compute(_: int, blocks: list[Block]) -> None:
             for block in blocks:
                 for number, place in self._places(block.keys, seen):
                     rows = shares.forward(shares.of_rows(q, place), block.k, block.v, place)
                     found[number] = found[number].merged(rows, shares.column) if number in found else rows
+
+        self._stream(k, v).for_each_step(compute)
         outs, *numbers = zip(*(found[number] for number in range(len(self._queries))), strict=True)
         out = torch.cat([part.to(q.dtype) for part in outs], shares.dim)
         return Rows(out, *(torch.cat(parts, shares.row_dim) for parts in numbers))
@@ -75,15 +78,18 @@ class Ring:
         stream = self._stream(k, v)
         homeward = Homeward(stream, self._ranks.own, wide)
 
+        def add_share(block: Block, place: Place, into: tuple[Tensor, Tensor]) -> None:
+            found = shares.backward(*rows, block.k, block.v, wanted, autograd.deterministic(), place)
+            all_totals = shares.of_rows(dq, place), *into, *shares.parts_of(totals, place)
+            for total, gradient in zip(all_totals, found, strict=True):
+                if total is not None and gradient is not None:
+                    total += gradient
+
         def add(block: Block, into: tuple[Tensor, Tensor]) -> None:
             for _, place in self._places(block.keys, seen):
-                found = shares.backward(*rows, block.k, block.v, wanted, autograd.deterministic(), place)
-                all_totals = shares.of_rows(dq, place), *into, *shares.parts_of(totals, place)
-                for total, gradient in zip(all_totals, found, strict=True):
-                    if total is not None and gradient is not None:
-                        total += gradient
+                add_share(block, place, into)
 
-        for step, blocks in stream.blocks():
+        def compute(step: int, blocks: list[Block]) -> None:
             arriving = homeward.begin(step)
             for chunk, block in enumerate(blocks):
                 if block.trip is None:
@@ -91,7 +97,9 @@ class Ring:
                 else:
                     own = stream.buffer(block.trip, wide).zero_()
                     add(block, stream.views(block.trip, own))
-                    homeward.pass_on(step, block.trip, own, arriving[block.trip])
+                    homeward.pass_on(step, block.trip, own, arriving.pop(block.trip, None))
+
+        stream.for_each_step(compute)
         homeward.end(dk, dv)
         return [dq, dk, dv, *totals]
 

@@ -1,7 +1,7 @@
 """Streams: chunks of keys on their way around the ring, and their gradients on the way home."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -52,8 +52,11 @@ class Stream:
         assert work is not None
         return work
 
-    def blocks(self) -> Iterator[tuple[int, list[Block]]]:
-        """The steps, each with its blocks: first the rank's own, then those that arrive."""
+    def for_each_step(self, compute: Callable[[int, list[Block]], None]) -> None:
+        """Calls ``compute(step, blocks)``: first with the rank's own blocks, then with those that arrive.
+
+        A function, unlike a loop over a generator, keeps no block while the next but one gets its memory.
+        """
         own = self._ranks.own
         held = {
             trip: torch.cat([self.travelling(t, trip).reshape(-1) for t in (self._k, self._v)]) for trip in self.here(0)
@@ -64,7 +67,7 @@ class Stream:
             works = [self.send(held[trip], own + trip.step, 0, trip) for trip in leaving]
             coming = {trip: self.buffer(trip, self._k.dtype) for trip in self.here(step + 1)}
             works += [self.receive(buffer, own - trip.step, 0, trip) for trip, buffer in coming.items()]
-            yield step, blocks
+            compute(step, blocks)
             for work in works:
                 work.wait()
             held = coming
@@ -105,39 +108,46 @@ class Homeward:
 
     def __init__(self, stream: Stream, own: int, dtype: torch.dtype) -> None:
         self._stream, self._own, self._dtype = stream, own, dtype
-        self._home = {trip: stream.buffer(trip, dtype) for trip in stream.here(0)}
-        self._returns = [
-            stream.receive(buffer, trip.owner + trip.step * trip.hops, 2, trip) for trip, buffer in self._home.items()
-        ]
-        self._sent: list[tuple[dist.Work, Tensor]] = []
+        self._home: dict[Trip, tuple[dist.Work, Tensor]] = {}
+        self._sent: list[tuple[int, dist.Work, Tensor]] = []
 
-    def begin(self, step: int) -> dict[Trip, tuple[Tensor, dist.Work | None]]:
-        """Starts receiving the sums for the chunks of a step; the first rank of a trip has none before it."""
-        found: dict[Trip, tuple[Tensor, dist.Work | None]] = {}
-        for trip in self._stream.here(step) if step else ():
-            buffer = self._stream.buffer(trip, self._dtype)
-            work = self._stream.receive(buffer, self._own - trip.step, 1, trip) if step > 1 else None
-            found[trip] = buffer, work
-        return found
+    def begin(self, step: int) -> dict[Trip, tuple[dist.Work, Tensor]]:
+        """Starts receiving: the sums for the chunks of a step but the first, and those that the last ranks send."""
+        self._home |= {
+            trip: self._receive(trip.owner + trip.step * trip.hops, 2, trip)
+            for trip in self._stream.here(0)
+            if trip.hops == step
+        }
+        return {trip: self._receive(self._own - trip.step, 1, trip) for trip in self._stream.here(step) if step > 1}
 
-    def pass_on(self, step: int, trip: Trip, own: Tensor, arriving: tuple[Tensor, dist.Work | None]) -> None:
+    def _receive(self, rank: int, kind: int, trip: Trip) -> tuple[dist.Work, Tensor]:
+        buffer = self._stream.buffer(trip, self._dtype)
+        return self._stream.receive(buffer, rank, kind, trip), buffer
+
+    def pass_on(self, step: int, trip: Trip, own: Tensor, arriving: tuple[dist.Work, Tensor] | None) -> None:
         """Adds this rank's gradients, and sends the sum to the next rank, or from the last one to the owner."""
-        buffer, work = arriving
-        if work is None:
-            buffer = own
-        else:
+        self._finish(step)
+        if arriving is not None:
+            work, total = arriving
             work.wait()
-            buffer += own
+            total += own
+            own = total
         last = trip.hops == step
         to, kind = (trip.owner, 2) if last else (self._own + trip.step, 1)
-        self._sent.append((self._stream.send(buffer, to, kind, trip), buffer))
+        self._sent.append((step, self._stream.send(own, to, kind, trip), own))
+
+    def _finish(self, step: int) -> None:
+        """Waits for what was sent before a step, and frees it: its receivers begin that step without this rank."""
+        for sent, work, _ in self._sent:
+            if sent < step:
+                work.wait()
+        self._sent = [sent for sent in self._sent if sent[0] >= step]
 
     def end(self, dk: Tensor, dv: Tensor) -> None:
         """Adds what comes home to the gradients of the own chunks."""
-        for work, (trip, buffer) in zip(self._returns, self._home.items(), strict=True):
+        for trip, (work, buffer) in self._home.items():
             work.wait()
             for total, part in zip((dk, dv), self._stream.views(trip, buffer), strict=True):
                 own = self._stream.travelling(total, trip)
                 own += part
-        for work, _ in self._sent:
-            work.wait()
+        self._finish(self._stream.steps + 1)

@@ -1,4 +1,4 @@
-"""A rank of test_links.py in a network namespace: ``linked.py RANK SECONDS CALLS``, SECONDS being the group's timeout.
+"""A rank of test_links.py in a network namespace: ``linked.py SECONDS CALLS RANK``, SECONDS being the group's timeout.
 
 Prints a line before each call, then a digest of all gradients, or the error and when it came.
 """
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pyattn.distributed import ring_attention
 
 
-def main(own: int, seconds: int, calls: int) -> None:
+def main(seconds: int, calls: int, own: int) -> None:
     torch.set_num_threads(1)
     meeting = f"tcp://{slow_link.ADDRESSES[0]}:{slow_link.PORT}"
     dist.init_process_group("gloo", meeting, rank=own, world_size=2, timeout=timedelta(seconds=seconds))

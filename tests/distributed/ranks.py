@@ -3,8 +3,10 @@
 import functools
 import os
 import signal
+import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -15,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pyattn import distributed
 from pyattn.distributed.shares import Dense
+from pyattn.distributed.stream import Stream
+from pyattn.distributed.trips import Trip
 from pyattn.dropout import Draws
 
 LEARNED = ("bias", "alibi_slopes", "sinks", "relative_bias")
@@ -207,3 +211,19 @@ def refused_then_right(group: dist.ProcessGroup, arguments: dict[str, Any]) -> t
     torch.manual_seed(0)
     parts = [distributed.shard(t, 2, group) for t in torch.randn(3, 1, 2, 12, 8)]
     return error, distributed.unshard(distributed.ring_attention(*parts, group), 2, group)
+
+
+def most_buffers(group: dist.ProcessGroup) -> int:
+    """The largest number of buffers for chunks and their gradients that a rank has at once, forward and backward."""
+    alive, numbers, most, buffer = weakref.WeakValueDictionary[int, Tensor](), count(), 0, Stream.buffer
+
+    def counted(self: Stream, trip: Trip, dtype: torch.dtype) -> Tensor:
+        nonlocal most
+        alive[next(numbers)] = found = buffer(self, trip, dtype)
+        most = max(most, len(alive))
+        return found
+
+    with mock.patch.object(Stream, "buffer", counted):
+        q, k, v = (torch.randn(1, 1, 64, 8, requires_grad=True) for _ in range(3))
+        distributed.ring_attention(q, k, v, group).sum().backward()
+    return most

@@ -237,6 +237,12 @@ def test_chunks_travel_as_far_as_they_are_seen() -> None:
     assert sorted(hops("zigzag", 4, 64)) == [1, 2, 3, 3, 3, 3, 3]
 
 
+def test_the_number_of_buffers_does_not_grow_with_the_ranks() -> None:
+    """Twice as many ranks have twice as many chunks."""
+    most = {size: max(pool().run(size, ranks.most_buffers)) for size in (4, 8)}
+    assert most[8] <= 1.5 * most[4], most
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kwargs", [{"is_causal": True}, {}, {"scale": 0.3}], ids=["causal", "mask", "scale"])
 def test_context_parallel(layout: str, kwargs: dict[str, Any]) -> None:

@@ -1,17 +1,20 @@
-"""Promise: on a link that stalls or is slow, ranks compute the same bits; on one that is cut, they raise in time."""
+"""Promise: links that stall, are slow, delay or lose packets change no bit; on one that is cut, ranks raise in time."""
 
 import os
 import shutil
-import subprocess
-import sys
+import socket
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
+import relay
 import slow_link
 
-SPACE, DEVICE = slow_link.SPACES[1], "veth1"
+SPACE, DEVICE = slow_link.SPACES[1], slow_link.DEVICES[1]
+CALLS, BEFORE = 40, 5
+"""Calls of each rank, and how many of them before the link is disturbed."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -20,23 +23,17 @@ pytestmark = [
 
 
 def outcomes(disturb: Callable[[], None], seconds: int, calls: int) -> list[str]:
-    """The last lines of both ranks; the link is disturbed once both have made five calls."""
-    code, paths = Path(__file__).with_name("linked.py"), os.pathsep.join(sys.path)
-    with slow_link.link():
-        ranks = [
-            subprocess.Popen(
-                ["ip", "netns", "exec", space, sys.executable, code, str(own), str(seconds), str(calls)],
-                stdout=subprocess.PIPE,
-                text=True,
-                env=os.environ | {"GLOO_SOCKET_IFNAME": f"veth{own}", "PYTHONPATH": paths},
-            )
-            for own, space in enumerate(slow_link.SPACES)
-        ]
-        for rank in ranks:
-            assert rank.stdout is not None
-            assert [rank.stdout.readline() for _ in range(5)] == ["call\n"] * 5
-        disturb()
-        return [rank.communicate(timeout=120)[0].splitlines()[-1] for rank in ranks]
+    """The last lines of both ranks; the link is disturbed once both have made the first calls."""
+    ranks = slow_link.in_namespaces(Path(__file__).with_name("linked.py"), str(seconds), str(calls))
+    for rank in ranks:
+        assert rank.stdout is not None
+        assert [rank.stdout.readline() for _ in range(BEFORE)] == ["call\n"] * BEFORE
+    disturb()
+    return [rank.communicate(timeout=120)[0].splitlines()[-1] for rank in ranks]
+
+
+def nothing() -> None:
+    pass
 
 
 def cut() -> None:
@@ -53,15 +50,56 @@ def slow_down() -> None:
     slow_link.run(f"tc -n {SPACE} qdisc add dev {DEVICE} root tbf rate 50mbit burst 32kb latency 50ms")
 
 
-def test_stalls_and_slow_links_change_no_bit() -> None:
-    undisturbed, *others = (outcomes(disturb, 60, 40) for disturb in (lambda: None, stall, slow_down))
-    assert len(undisturbed[0]) == 64
-    assert others == [undisturbed] * 2
+@cache
+def undisturbed() -> list[str]:
+    with slow_link.link():
+        digests = outcomes(nothing, 60, CALLS)
+    assert [len(digest) for digest in digests] == [64, 64]
+    return digests
+
+
+@pytest.mark.parametrize("disturb", [stall, slow_down])
+def test_stalls_and_slow_links_change_no_bit(disturb: Callable[[], None]) -> None:
+    with slow_link.link():
+        found = outcomes(disturb, 60, CALLS)
+    assert found == undisturbed()
+
+
+@pytest.mark.skipif(not relay.TUN.exists(), reason="needs TUN devices")
+@pytest.mark.parametrize("loss", [0.0, 0.01])
+def test_delays_and_losses_change_no_bit(loss: float) -> None:
+    """Packets take 15 to 25 ms."""
+    with relay.link(delay=0.02, jitter=0.005, loss=loss) as link:
+        found = outcomes(nothing, 60, CALLS)
+    assert link.passed > 0
+    assert (link.lost > 0) == (loss > 0)
+    assert found == undisturbed()
+
+
+def test_the_relay_delays_and_loses() -> None:
+    """Packets of pairs of sockets arrive no earlier than they should, and some overtake others."""
+    pairs = [socket.socketpair(type=socket.SOCK_SEQPACKET) for _ in range(2)]
+    (near, first), (second, far) = pairs
+    with relay.Relay(delay=0.02, jitter=0.005, loss=0.3).between(first.fileno(), second.fileno()) as link:
+        began = time.monotonic()
+        for number in range(100):
+            near.send(bytes([number]))
+        while link.passed + link.lost < 100:
+            time.sleep(1e-3)
+        arrived = [far.recv(1)[0]]
+        assert time.monotonic() - began >= 0.015
+        arrived += [far.recv(1)[0] for _ in range(link.passed - 1)]
+    assert 10 < link.lost < 50
+    assert sorted(arrived) != arrived
+    for end in (*pairs[0], *pairs[1]):
+        end.close()
 
 
 def test_a_cut_link_ends_the_call() -> None:
     """Both ranks raise, once the group's 5 seconds are over."""
-    for line in outcomes(cut, 5, 4000):
+    with slow_link.link():
+        lines = outcomes(cut, 5, 4000)
+    for line in lines:
         error, seconds = line.split()
         assert error == "RuntimeError"
         assert float(seconds) < 15

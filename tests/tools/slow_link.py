@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ RATE = 10**9
 HEADS, HEAD_DIM = 4, 64
 ROUNDS = 5
 SPACES = ("pyattn0", "pyattn1")
+DEVICES = ("link0", "link1")
+"""The ends of the link, one in each namespace."""
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = 29477
 
@@ -62,40 +65,57 @@ def run(command: str) -> None:
 
 
 @contextmanager
-def link() -> Iterator[None]:
-    """The namespaces, joined at full speed."""
+def namespaces() -> Iterator[None]:
+    """The namespaces, without a link."""
     try:
         for space in SPACES:
             run(f"ip netns add {space}")
-        run(f"ip link add veth0 netns {SPACES[0]} type veth peer name veth1 netns {SPACES[1]}")
-        for own, (space, address) in enumerate(zip(SPACES, ADDRESSES, strict=True)):
-            run(f"ip -n {space} address add {address}/30 dev veth{own}")
-            run(f"ip -n {space} link set lo up")
-            run(f"ip -n {space} link set veth{own} up")
         yield
     finally:
         for space in SPACES:
             subprocess.run(["ip", "netns", "delete", space], check=False)
 
 
+def start_devices() -> None:
+    """Gives the ends of the link their addresses and starts them."""
+    for space, device, address in zip(SPACES, DEVICES, ADDRESSES, strict=True):
+        run(f"ip -n {space} address add {address}/30 dev {device}")
+        run(f"ip -n {space} link set lo up")
+        run(f"ip -n {space} link set {device} up")
+
+
+@contextmanager
+def link() -> Iterator[None]:
+    """The namespaces, joined at full speed."""
+    with namespaces():
+        run(f"ip link add {DEVICES[0]} netns {SPACES[0]} type veth peer name {DEVICES[1]} netns {SPACES[1]}")
+        start_devices()
+        yield
+
+
+def in_namespaces(script: str | Path, *arguments: str) -> list[subprocess.Popen[str]]:
+    """Starts ``script *arguments RANK`` for two ranks, one in each namespace."""
+    return [
+        subprocess.Popen(
+            ["ip", "netns", "exec", space, sys.executable, script, *arguments, str(own)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"GLOO_SOCKET_IFNAME": device, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        for own, (space, device) in enumerate(zip(SPACES, DEVICES, strict=True))
+    ]
+
+
 def both(seqlen: int) -> list[dict[str, tuple[float, int]]]:
     """The results of the ranks."""
-    processes = [
-        subprocess.Popen(
-            ["ip", "netns", "exec", space, sys.executable, __file__, str(seqlen), str(own)],
-            stdout=subprocess.PIPE,
-            env=os.environ | {"GLOO_SOCKET_IFNAME": f"veth{own}"},
-        )
-        for own, space in enumerate(SPACES)
-    ]
-    return [json.loads(process.communicate()[0]) for process in processes]
+    return [json.loads(process.communicate()[0]) for process in in_namespaces(__file__, str(seqlen))]
 
 
 def main(seqlen: int) -> None:
     with link():
         fast = both(seqlen)
-        for own, space in enumerate(SPACES):
-            run(f"tc -n {space} qdisc add dev veth{own} root tbf rate {RATE}bit burst 256kb latency 50ms")
+        for space, device in zip(SPACES, DEVICES, strict=True):
+            run(f"tc -n {space} qdisc add dev {device} root tbf rate {RATE}bit burst 256kb latency 50ms")
         slow = both(seqlen)
     for name in fast[0]:
         times = [max(found[name][0] for found in each) for each in (fast, slow)]
