@@ -46,7 +46,7 @@ struct HeadTiles {
         dout(mask.head, p.dout, p.head_dim_v, member) {}
 
   // The next tiles are of the kRows queries from this one on.
-  PYATTN_DEVICE void begin_rows(int64_t query) { q0 = static_cast<int>(query), loaded = false; }
+  PYATTN_DEVICE void begin_rows(int query) { q0 = query, loaded = false; }
 
   // The first of the warp's rows in the tile. kParts warps share rows, and have the same sums.
   static PYATTN_DEVICE int warp_row() { return warp() / Shape::kParts * 16 * kM; }
@@ -54,7 +54,7 @@ struct HeadTiles {
   // Calls see(dS) for the kKeys keys from n0, a multiple of kDrawKeys, on, if some query sees one of them.
   // Ends with a barrier then, and returns whether it does.
   template <class See>
-  PYATTN_DEVICE bool visit(const Score& score, int64_t n0, See see) {
+  PYATTN_DEVICE bool visit(const Score& score, int n0, See see) {
     const int r0 = q0 * group;
     if (!seen_by_any(mask, r0, min(kRows * group, count - r0), n0, kKeys)) return false;
     const typename Shape::KTile K = shared.K(0), V = shared.V(0);

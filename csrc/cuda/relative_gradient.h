@@ -70,13 +70,15 @@ backward_relative(const __grid_constant__ BackwardParams p) {
   const Range band = own.diagonals(tiles.mask), queries = queries_on(band, head);
   if (band.empty()) return;
 
+  const auto first = static_cast<int>(band.begin), past = static_cast<int>(band.end);
+  const auto end = static_cast<int>(queries.end), keys = static_cast<int>(head.seqlen_k);
   float sums[kOwn] = {};
 #pragma unroll 1
-  for (int64_t q0 = queries.begin; q0 < queries.end; q0 += kRows) {
-    const int64_t end = min(head.seqlen_k, min(q0 + kRows, queries.end) - 1 + band.end);
+  for (auto q0 = static_cast<int>(queries.begin); q0 < end; q0 += kRows) {
+    const int last = static_cast<int>(min(keys, min(q0 + kRows, end) - 1 + past));
     tiles.begin_rows(q0);
 #pragma unroll 1
-    for (int64_t n0 = round_down(max(0, q0 + band.begin), kDrawKeys); n0 < end; n0 += kKeys) {
+    for (int n0 = static_cast<int>(round_down(max(0, q0 + first), kDrawKeys)); n0 < last; n0 += kKeys) {
       const bool seen = tiles.visit(score, n0, [&](const auto& dS) {
         if (warp() % Shape::kParts != 0) return;
         each_sum<kM, kKeys / 8>([&](int m, int n, int i, int row, int key) {
@@ -87,7 +89,7 @@ backward_relative(const __grid_constant__ BackwardParams p) {
 #pragma unroll
       for (int d = 0; d < kOwn; ++d) {
         const int diagonal = d * kThreads + thread_index();
-        const int above = static_cast<int>(q0 + band.begin - n0) + diagonal;  // the key of the tile's first row
+        const int above = q0 + first - n0 + diagonal;  // the key of the tile's first row
 #pragma unroll
         for (int key = 0; key < kKeys; ++key) {
           const int row = key - above;
@@ -99,8 +101,8 @@ backward_relative(const __grid_constant__ BackwardParams p) {
   float* const diagonals = diagonals_of<float>(p, head, own.h);
 #pragma unroll
   for (int d = 0; d < kOwn; ++d) {
-    const int64_t diagonal = band.begin + d * kThreads + thread_index();
-    if (diagonal < band.end) diagonals[diagonal] = sums[d];
+    const int diagonal = first + d * kThreads + thread_index();
+    if (diagonal < past) diagonals[diagonal] = sums[d];
   }
 }
 

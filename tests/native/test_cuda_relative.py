@@ -1,9 +1,11 @@
 """Promise: CUDA kernels add a relative bias, and sum up its gradient, as accurately as a bias of each pair."""
 
+import ctypes
 import functools
 from collections.abc import Callable
 from typing import Any
 
+import emulated
 import pytest
 import torch
 from backends import Backend
@@ -126,9 +128,10 @@ def test_extreme_offsets(emulation: Backend, dtype: torch.dtype, offset: int) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_bands(cuda_kernels: Backend, dtype: torch.dtype) -> None:
-    """More diagonals than a thread block takes, more rows than a tile, and keys that are split."""
+    """More diagonals than a thread block takes, more rows than a tile, tiles that no row sees, and keys that are split."""
     for case in (Case(1, 1, 1, 140, 300, 16, 16, causal=False), Case(1, 2, 1, 3, 600, 16, 16)):
         drawn, options = drawn_of(case, dtype)
+        options["mask"] = torch.arange(case.seqlen_k) // 48 != 2
         assert_right(cuda_kernels.attention, drawn, table_of(dtype, 1, 401), **options)
 
 
@@ -188,3 +191,17 @@ def test_no_queries_and_no_keys(cuda_kernels: Backend) -> None:
         attend = functools.partial(cuda_kernels.attention, **options)
         *_, gradient = results(attend, *drawn, relative_bias=table_of(torch.float32, 2, 5))
         assert torch.equal(gradient, torch.zeros(2, 5)), sizes
+
+
+def test_memory_is_linear(emulation: Backend) -> None:
+    """In the numbers of queries and keys, whatever the reach is."""
+    kernels = emulated.library()
+
+    def workspace(seqlen: int, reach: int) -> int:
+        q, k, v = Case(1, 2, 1, seqlen, seqlen, 16, 16).inputs(torch.float32)
+        table = torch.zeros(2, 2 * reach + 1)
+        call = emulated.Call((q, k, v), (None, None, None, table), {})
+        call.p.drelative = call.address(table.clone())
+        return int(kernels.backward_bytes(1, ctypes.byref(call.p), emulation.repeatable))
+
+    assert workspace(1000, 5) == workspace(1000, 5000) <= workspace(2000, 5) <= 2 * workspace(1000, 5)
