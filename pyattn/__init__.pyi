@@ -54,6 +54,7 @@ def attention(
     dropout_p: float | None = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: Literal[False] = False,
+    return_max_score: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def attention(
@@ -73,8 +74,51 @@ def attention(
     sinks: Tensor | None = None,
     dropout_p: float | None = 0.0,
     dropout_seed: int | Tensor | None = None,
-    return_lse: Literal[True],
+    return_lse: Literal[False] = False,
+    return_max_score: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    q_offset: int | Tensor | None = None,
+    window: tuple[int, int] | None = (-1, -1),
+    key_ranges: Tensor | None = None,
+    mask: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float | None = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    return_lse: Literal[True],
+    return_max_score: Literal[False] = False,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    q_offset: int | Tensor | None = None,
+    window: tuple[int, int] | None = (-1, -1),
+    key_ranges: Tensor | None = None,
+    mask: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float | None = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    return_lse: Literal[True],
+    return_max_score: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def attention_varlen(
     q: Tensor,
@@ -100,6 +144,7 @@ def attention_varlen(
     block_table: Tensor | None = None,
     seqused_k: Tensor | None = None,
     return_lse: Literal[False] = False,
+    return_max_score: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def attention_varlen(
@@ -125,8 +170,63 @@ def attention_varlen(
     dropout_seed: int | Tensor | None = None,
     block_table: Tensor | None = None,
     seqused_k: Tensor | None = None,
-    return_lse: Literal[True],
+    return_lse: Literal[False] = False,
+    return_max_score: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = True,
+    q_offset: int | Tensor | None = None,
+    window: tuple[int, int] | None = (-1, -1),
+    key_ranges: Tensor | None = None,
+    mask: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float | None = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    block_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    return_lse: Literal[True],
+    return_max_score: Literal[False] = False,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = True,
+    q_offset: int | Tensor | None = None,
+    window: tuple[int, int] | None = (-1, -1),
+    key_ranges: Tensor | None = None,
+    mask: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float | None = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    block_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    return_lse: Literal[True],
+    return_max_score: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor]: ...
 def attention_weights(
     q: Tensor,
     k: Tensor,
@@ -165,6 +265,7 @@ def attention_with_cache(
     dropout_p: float | None = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: Literal[False] = False,
+    return_max_score: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def attention_with_cache(
@@ -183,5 +284,46 @@ def attention_with_cache(
     sinks: Tensor | None = None,
     dropout_p: float | None = 0.0,
     dropout_seed: int | Tensor | None = None,
-    return_lse: Literal[True],
+    return_lse: Literal[False] = False,
+    return_max_score: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_with_cache(
+    q: Tensor,
+    cache: KVCache,
+    *,
+    causal: bool = True,
+    q_offset: int | Tensor | None = None,
+    window: tuple[int, int] | None = (-1, -1),
+    key_ranges: Tensor | None = None,
+    mask: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float | None = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    return_lse: Literal[True],
+    return_max_score: Literal[False] = False,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_with_cache(
+    q: Tensor,
+    cache: KVCache,
+    *,
+    causal: bool = True,
+    q_offset: int | Tensor | None = None,
+    window: tuple[int, int] | None = (-1, -1),
+    key_ranges: Tensor | None = None,
+    mask: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float | None = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    return_lse: Literal[True],
+    return_max_score: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor]: ...
