@@ -14,7 +14,7 @@ from pyattn.dropout import dropout_mask
 from pyattn.max_score import of_heads, with_largest_scores
 from pyattn.options import AttentionOptions
 from pyattn.parse import parse, takes_options
-from pyattn.takers import TAKERS, taken
+from pyattn.takers import taken
 
 __all__ = ["attention", "dropout_mask"]
 
@@ -87,6 +87,10 @@ def attention(
         NotImplementedError: tensors that are not dense or are on a device for which this build has no kernels; a head
             dimension above 256 on a GPU; third derivatives, when you compute them.
 
+    q, k and v may all be jagged nested tensors (B, heads, j, head_dim). They are computed as packed sequences, with the
+    options of :func:`pyattn.attention_varlen`; k and v share their offsets, which need not be q's, and key_ranges are
+    jagged (B, j, 2) with q's offsets, or (tokens, 2). out (B, Hq, j, Dv) and lse (B, Hq, j) have the offsets of q.
+
     Under autocast, q, k, v and bias are cast first unless they are float64. The result has the same bits in every run
     and for any number of threads; on a GPU, :func:`pyattn.set_deterministic` can waive this for dq. Forward and
     backward need extra memory that is linear in the sequence lengths. If no query of a block
@@ -113,13 +117,13 @@ def attention(
     if positional:
         refuse_positional(attention, positional)
     if not (type(q) is type(k) is type(v) is Tensor):
+        returned = {"return_lse": return_lse, "return_max_score": return_max_score}
+        if (result := taken("attention", q, k, v, **returned, **options)) is not None:
+            whole: Tensor | tuple[Tensor, ...] = result
+            return whole
         check_tensor("q", q)
         check_tensor("k", k)
         check_tensor("v", v)
-        returned = {"return_lse": return_lse, "return_max_score": return_max_score}
-        if TAKERS and (result := taken("attention", q, k, v, **returned, **options)) is not None:
-            whole: Tensor | tuple[Tensor, ...] = result
-            return whole
     known = parse(attention, options, q.device) if options else ()
     if torch._C._is_any_autocast_enabled():
         q, k, v = cast(q), cast(k), cast(v)

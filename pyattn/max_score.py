@@ -50,5 +50,5 @@ def of_sequences(largest: Tensor, cu_seqlens_q: Tensor) -> Tensor:
     token = torch.arange(total, dtype=cu_seqlens_q.dtype, device=cu_seqlens_q.device)
     # Tokens of no sequence get the number `count`. A GPU does not check cu_seqlens first, so indices are bounded.
     sequence = (torch.searchsorted(cu_seqlens_q.contiguous(), token, right=True) - 1).clamp(0, count)
-    lowest = torch.full_like(largest[:, :1], -math.inf).expand(heads, count + 1)
+    lowest = largest.new_full((heads, count + 1), -math.inf)
     return lowest.scatter_reduce(1, sequence.expand(heads, total), largest, "amax")[:, :count].mT

@@ -17,7 +17,7 @@ from pyattn.max_score import of_sequences, with_largest_scores
 from pyattn.ops.schema import Options, Packing
 from pyattn.options import AttentionOptions
 from pyattn.parse import parse, takes_options
-from pyattn.takers import TAKERS, taken
+from pyattn.takers import taken
 
 __all__ = ["attention_varlen"]
 
@@ -100,13 +100,14 @@ def attention_varlen(
     if positional:
         refuse_positional(attention_varlen, positional)
     check_tensor("q", q)
-    if TAKERS and type(q) in TAKERS:
+    if type(q) is not Tensor:
         begins = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         pages: dict[str, Any] = {"block_table": block_table, "seqused_k": seqused_k}
         returned = {"return_lse": return_lse, "return_max_score": return_max_score}
-        whole: Tensor | tuple[Tensor, ...]
-        whole = taken("attention_varlen", q, k, v, *begins, **returned, **pages, **options)
-        return whole
+        result = taken("attention_varlen", q, k, v, *begins, **returned, **pages, **options)
+        if result is not None:
+            whole: Tensor | tuple[Tensor, ...] = result
+            return whole
     known = parse(attention_varlen, options, q.device)
     tensors = {"k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     tensors |= {name: t for name, t in (("seqused_k", seqused_k), ("block_table", block_table)) if t is not None}

@@ -217,6 +217,12 @@ def test_packed_nan_stays_in_its_sequence() -> None:
     assert found.isnan().all(1).tolist() == found.isnan().any(1).tolist() == [False, False, True, False]
 
 
+def test_packed_without_tokens() -> None:
+    q, cu_seqlens = torch.randn(0, 4, 8), torch.zeros(3, dtype=torch.int32)
+    found = attention_varlen(q, q, q, cu_seqlens, cu_seqlens, 0, 0, return_max_score=True)[1]
+    assert found.tolist() == [[-math.inf] * 4] * 2
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_packed_compiled_and_mapped() -> None:
     q, k, v = PACKED.inputs(torch.float64)
