@@ -57,6 +57,7 @@ def attention(
     dropout_p: float | None = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: Literal[False] = False,
+    return_max_score: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def attention(
@@ -77,8 +78,53 @@ def attention(
     relative_bias: Tensor | None = None,
     dropout_p: float | None = 0.0,
     dropout_seed: int | Tensor | None = None,
-    return_lse: Literal[True],
+    return_lse: Literal[False] = False,
+    return_max_score: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    q_offset: int | Tensor | None = None,
+    window: tuple[int, int] | None = (-1, -1),
+    key_ranges: Tensor | None = None,
+    mask: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    dropout_p: float | None = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    return_lse: Literal[True],
+    return_max_score: Literal[False] = False,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    q_offset: int | Tensor | None = None,
+    window: tuple[int, int] | None = (-1, -1),
+    key_ranges: Tensor | None = None,
+    mask: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    dropout_p: float | None = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    return_lse: Literal[True],
+    return_max_score: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def attention_varlen(
     q: Tensor,
@@ -105,6 +151,7 @@ def attention_varlen(
     block_table: Tensor | None = None,
     seqused_k: Tensor | None = None,
     return_lse: Literal[False] = False,
+    return_max_score: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def attention_varlen(
@@ -131,8 +178,65 @@ def attention_varlen(
     dropout_seed: int | Tensor | None = None,
     block_table: Tensor | None = None,
     seqused_k: Tensor | None = None,
-    return_lse: Literal[True],
+    return_lse: Literal[False] = False,
+    return_max_score: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = True,
+    q_offset: int | Tensor | None = None,
+    window: tuple[int, int] | None = (-1, -1),
+    key_ranges: Tensor | None = None,
+    mask: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    dropout_p: float | None = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    block_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    return_lse: Literal[True],
+    return_max_score: Literal[False] = False,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = True,
+    q_offset: int | Tensor | None = None,
+    window: tuple[int, int] | None = (-1, -1),
+    key_ranges: Tensor | None = None,
+    mask: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    dropout_p: float | None = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    block_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    return_lse: Literal[True],
+    return_max_score: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor]: ...
 def attention_weights(
     q: Tensor,
     k: Tensor,
@@ -153,6 +257,7 @@ def attention_weights(
     lse: Tensor | None = None,
     heads: Sequence[int] | Tensor | None = None,
     rows: Sequence[int] | Tensor | None = None,
+    reduce: Literal["queries", "entropy", None] = None,
 ) -> Tensor: ...
 @overload
 def attention_with_cache(
@@ -173,6 +278,7 @@ def attention_with_cache(
     dropout_p: float | None = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: Literal[False] = False,
+    return_max_score: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def attention_with_cache(
@@ -192,5 +298,48 @@ def attention_with_cache(
     relative_bias: Tensor | None = None,
     dropout_p: float | None = 0.0,
     dropout_seed: int | Tensor | None = None,
-    return_lse: Literal[True],
+    return_lse: Literal[False] = False,
+    return_max_score: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_with_cache(
+    q: Tensor,
+    cache: KVCache,
+    *,
+    causal: bool = True,
+    q_offset: int | Tensor | None = None,
+    window: tuple[int, int] | None = (-1, -1),
+    key_ranges: Tensor | None = None,
+    mask: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    dropout_p: float | None = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    return_lse: Literal[True],
+    return_max_score: Literal[False] = False,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_with_cache(
+    q: Tensor,
+    cache: KVCache,
+    *,
+    causal: bool = True,
+    q_offset: int | Tensor | None = None,
+    window: tuple[int, int] | None = (-1, -1),
+    key_ranges: Tensor | None = None,
+    mask: Tensor | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = 0.0,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    dropout_p: float | None = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    return_lse: Literal[True],
+    return_max_score: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor]: ...

@@ -1,5 +1,7 @@
 """The public attention function over batches, a thin layer over :mod:`pyattn.derivatives.autograd`."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
@@ -9,9 +11,10 @@ from pyattn.autocast import cast
 from pyattn.derivatives import autograd
 from pyattn.derivatives.tangents import DENSE
 from pyattn.dropout import dropout_mask
+from pyattn.max_score import of_heads, with_largest_scores
 from pyattn.options import AttentionOptions
 from pyattn.parse import parse, takes_options
-from pyattn.takers import TAKERS, taken
+from pyattn.takers import taken
 
 __all__ = ["attention", "dropout_mask"]
 
@@ -23,8 +26,9 @@ def attention(
     v: Tensor,
     *positional: object,
     return_lse: bool = False,
+    return_max_score: bool = False,
     **options: Unpack[AttentionOptions],
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Exact scaled dot-product attention, causal by default.
 
     For each batch, query head ``h`` and query ``i``, with ``j`` running over the keys that query ``i`` sees::
@@ -57,6 +61,7 @@ def attention(
         v: (B, Hkv, Sk, Dv).
         options: each one is described below.
         return_lse: also return lse.
+        return_max_score: also return max_score, after lse.
 
     Returns:
         ``out`` (B, Hq, Sq, Dv) in q's dtype. It is dense in memory: columns are innermost, and the other dimensions are
@@ -65,6 +70,12 @@ def attention(
         dtype and shape. A query that sees no key has out 0, lse -inf (with sinks, its head's sink) and gradient 0.
         Masked keys never affect the result, even if they hold NaN; NaN and infinities in visible keys propagate. 16-bit
         inputs are accumulated in float32 and rounded once.
+
+        With ``return_max_score``, ``(out, max_score)`` or ``(out, lse, max_score)``: max_score (B, Hq), in lse's dtype,
+        is the largest ``score_ij`` of a visible key of each head, sinks and dropout apart; -inf if no key is visible,
+        NaN if a visible score is NaN or inf. It is not differentiable. It comes from the kernels' row maxima, with the
+        rounding error of lse, without another pass over the keys. With sinks, these are merged into out and lse
+        afterwards: the two then agree with a call without max_score up to rounding, otherwise in all bits.
 
     Raises:
         ValueError: shapes that don't fit together, a softmax_scale or softcap that is not finite, a window bound below
@@ -75,6 +86,10 @@ def attention(
             for a number; an argument that does not exist, for example ``is_causal``. The message names the right one.
         NotImplementedError: tensors that are not dense or are on a device for which this build has no kernels; a head
             dimension above 256 on a GPU; third derivatives, when you compute them.
+
+    q, k and v may all be jagged nested tensors (B, heads, j, head_dim). They are computed as packed sequences, with the
+    options of :func:`pyattn.attention_varlen`; k and v share their offsets, which need not be q's, and key_ranges are
+    jagged (B, j, 2) with q's offsets, or (tokens, 2). out (B, Hq, j, Dv) and lse (B, Hq, j) have the offsets of q.
 
     Under autocast, q, k, v and bias are cast first unless they are float64. The result has the same bits in every run
     and for any number of threads; on a GPU, :func:`pyattn.set_deterministic` can waive this for dq. Forward and
@@ -102,14 +117,18 @@ def attention(
     if positional:
         refuse_positional(attention, positional)
     if not (type(q) is type(k) is type(v) is Tensor):
+        returned = {"return_lse": return_lse, "return_max_score": return_max_score}
+        if (result := taken("attention", q, k, v, **returned, **options)) is not None:
+            whole: Tensor | tuple[Tensor, ...] = result
+            return whole
         check_tensor("q", q)
         check_tensor("k", k)
         check_tensor("v", v)
-        if TAKERS and (result := taken("attention", q, k, v, return_lse=return_lse, **options)) is not None:
-            whole: Tensor | tuple[Tensor, Tensor] = result
-            return whole
     known = parse(attention, options, q.device) if options else ()
     if torch._C._is_any_autocast_enabled():
         q, k, v = cast(q), cast(k), cast(v)
-    out, lse = autograd.attend(DENSE, q, k, v, known)
+    if return_max_score:
+        out, lse, largest = with_largest_scores(partial(autograd.attend, DENSE, q, k, v), known)
+        return (out, lse, of_heads(largest)) if return_lse else (out, of_heads(largest))
+    out, lse, _, _ = autograd.attend(DENSE, q, k, v, known)
     return (out, lse) if return_lse else out

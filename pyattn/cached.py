@@ -19,8 +19,13 @@ __all__ = ["attention_with_cache", "weights_with_cache"]
 
 @takes_options
 def attention_with_cache(
-    q: Tensor, cache: KVCache, *positional: object, return_lse: bool = False, **options: Unpack[AttentionOptions]
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor,
+    cache: KVCache,
+    *positional: object,
+    return_lse: bool = False,
+    return_max_score: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, ...]:
     """:func:`pyattn.attention` over a cache to which the queries' own keys have already been appended.
 
     Query ``i`` of sequence ``b`` is at position ``cache.lengths[b] - Sq + i``, so the last query is at the newest key.
@@ -42,6 +47,7 @@ def attention_with_cache(
         q: (B, Hq, Sq, D) in the cache's dtype: one token to decode, or a chunk of a prompt.
         cache: a :class:`KVCache`.
         return_lse: also return lse.
+        return_max_score: also return max_score, after lse.
         options: as for :func:`pyattn.attention`, with these differences. q_offset: the position of query 0, an int or a
             (B,) int32 or int64 tensor; no query is then padding. Default: as above. window, key_ranges: they count
             positions and apply in addition to the cache's own window. mask, bias: they have max_seqlen keys.
@@ -71,13 +77,14 @@ def attention_with_cache(
     over_slots: AttentionOptions = options | masks_in_slots(cache, seqlen_q, options)
     try:
         if cache.block_table is None:
-            out, lse = attention(q, cache.k, cache.v, return_lse=True, **over_slots)
+            results = attention(q, cache.k, cache.v, return_lse=True, return_max_score=return_max_score, **over_slots)
         else:
             table = cache.block_table, cache.lengths, cache.max_seqlen
-            out, lse = paged.attention(q, cache.k, cache.v, *table, **over_slots)
+            results = paged.attention(q, cache.k, cache.v, *table, return_max_score=return_max_score, **over_slots)
     except (ValueError, TypeError) as error:  # checking beforehand would cost 1 % of a token's time
         raise (_misfit(q, cache) or error) from None
-    return (out, lse) if return_lse else out
+    out, lse, *most = results
+    return (out, lse, *most) if return_lse else (out, *most) if most else out
 
 
 def masks_in_slots(cache: KVCache, seqlen_q: int, options: AttentionOptions) -> AttentionOptions:

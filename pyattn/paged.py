@@ -5,6 +5,7 @@ sequences into one tensor, which attention treats like any other keys and values
 or inside a torch.func transform. The gradient of a shared page is the sum over its sequences.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +16,24 @@ from pyattn.autocast import cast
 from pyattn.cache.pages import gathered
 from pyattn.derivatives import autograd
 from pyattn.derivatives.tangents import DENSE
+from pyattn.max_score import of_heads, with_largest_scores
 from pyattn.ops.schema import LEARNED, Options
 from pyattn.parse import parse
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, lengths: Tensor, seqlen_k: int, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` of :func:`pyattn.attention` over a paged cache; positions in ``options`` are in [0, seqlen_k).
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    seqlen_k: int,
+    return_max_score: bool = False,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """``(out, lse)`` or ``(out, lse, max_score)`` of :func:`pyattn.attention` over a paged cache.
+
+    Positions in ``options`` are in [0, seqlen_k).
 
     Args:
         q: (B, Hq, Sq, D).
@@ -30,18 +41,35 @@ def attention(
         block_table: (B, pages of a sequence), each entry a page.
         lengths: (B,), how many positions of each sequence are filled.
         seqlen_k: how many positions a sequence has, filled or not.
-        options: those of :func:`pyattn.attention`.
+        return_max_score, options: those of :func:`pyattn.attention`.
     """
-    known = Options(*parse(attention, options, q.device))
+    known = parse(attention, options, q.device)
     if torch._C._is_any_autocast_enabled():
         q, k, v = cast(q), cast(k), cast(v)
-    if needs_copy(q, *(getattr(known, name) for name in LEARNED)):
+    attend = partial(_attend, q, k, v, block_table, lengths, seqlen_k)
+    if return_max_score:
+        out, lse, largest = with_largest_scores(attend, known)
+        return out, lse, of_heads(largest)
+    return attend(known)[:2]
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    seqlen_k: int,
+    known: tuple[Any, ...],
+) -> tuple[Tensor, ...]:
+    options = Options(*known)
+    if needs_copy(q, *(getattr(options, name) for name in LEARNED)):
         starts = seqlen_k * torch.arange(len(lengths) + 1, device=lengths.device)
-        k, v, _ = gathered(k, v, block_table, starts, seqlen_k, lengths)
-        keys, values = (t.narrow(1, 0, seqlen_k).transpose(1, 2) for t in (k, v))
+        keys, values, _ = gathered(k, v, block_table, starts, seqlen_k, lengths)
+        keys, values = (t.narrow(1, 0, seqlen_k).transpose(1, 2) for t in (keys, values))
         return autograd.attend(DENSE, q, keys, values, known)
-    results = ops.attention_paged_forward(q, k, v, block_table, seqlen_k, *known)
-    return results[0], results[1]
+    results: tuple[Tensor, ...] = ops.attention_paged_forward(q, k, v, block_table, seqlen_k, *options)
+    return results
 
 
 def needs_copy(q: Tensor, *tensors: Tensor | None) -> bool:

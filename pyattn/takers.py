@@ -1,6 +1,6 @@
-"""Takers: functions that compute calls whose q has a tensor type of their own, for example a DTensor.
+"""Takers: functions that compute calls whose q has a tensor type of their own: jagged tensors, DTensors.
 
-Packages above fill :data:`TAKERS`; the public functions look there only if q is not a plain tensor.
+Modules above fill :data:`TAKERS`; the public functions look there only if q is not a plain tensor.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,6 @@
 """Attention over packed sequences, which have any lengths and lie one after another, without padding."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from pyattn.autocast import cast
 from pyattn.cache.pages import gathered
 from pyattn.derivatives import autograd
 from pyattn.derivatives.packed_tangents import PACKED
+from pyattn.max_score import of_sequences, with_largest_scores
 from pyattn.ops.schema import LEARNED, Options, Packing
 from pyattn.options import AttentionOptions
 from pyattn.parse import parse, takes_options
-from pyattn.takers import TAKERS, taken
+from pyattn.takers import taken
 
 __all__ = ["attention_varlen"]
 
@@ -33,8 +35,9 @@ def attention_varlen(
     block_table: Tensor | None = None,
     seqused_k: Tensor | None = None,
     return_lse: bool = False,
+    return_max_score: bool = False,
     **options: Unpack[AttentionOptions],
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """:func:`pyattn.attention` over sequences of different lengths, packed one after another.
 
     Sequence ``b`` has the queries ``cu_seqlens_q[b] <= i < cu_seqlens_q[b + 1]``, and cu_seqlens_k delimits its keys in
@@ -67,6 +70,7 @@ def attention_varlen(
             are required, or inside a torch.func transform.
         seqused_k: (B,), int32 or int64: how many of its keys each sequence uses; its other keys count as absent.
         return_lse: also return lse.
+        return_max_score: also return max_score, after lse.
         options: as for :func:`pyattn.attention`, with these differences. q_offset: the key position of each sequence's
             first query; default: the last query is at the last key of its sequence. key_ranges: (total_q, 2); keys are
             counted within the query's sequence. mask, bias: not implemented. With the same seed, dropout drops the same
@@ -74,9 +78,10 @@ def attention_varlen(
 
     Returns:
         ``out`` (total_q, Hq, Dv) in q's dtype, or ``(out, lse)``, where lse is (Hq, total_q) in float32, or float64 for
-        float64 inputs. Both are differentiable in q, k, v, alibi_slopes, sinks and relative_bias. Queries after the
-        last sequence have out 0 and lse -inf. These queries, keys after the last sequence and unused keys get gradient
-        0.
+        float64 inputs. Both are differentiable in q, k, v, alibi_slopes, sinks and relative_bias. With
+        ``return_max_score``, also max_score (B, Hq) of each sequence, as for :func:`pyattn.attention`. Queries after
+        the last sequence have out 0 and lse -inf. These queries, keys after the last sequence and unused keys get
+        gradient 0.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as for :func:`pyattn.attention`; cu_seqlens that do not start at 0,
@@ -96,12 +101,14 @@ def attention_varlen(
     if positional:
         refuse_positional(attention_varlen, positional)
     check_tensor("q", q)
-    if TAKERS and type(q) in TAKERS:
+    if type(q) is not Tensor:
         begins = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         pages: dict[str, Any] = {"block_table": block_table, "seqused_k": seqused_k}
-        whole: Tensor | tuple[Tensor, Tensor]
-        whole = taken("attention_varlen", q, k, v, *begins, return_lse=return_lse, **pages, **options)
-        return whole
+        returned = {"return_lse": return_lse, "return_max_score": return_max_score}
+        result = taken("attention_varlen", q, k, v, *begins, **returned, **pages, **options)
+        if result is not None:
+            whole: Tensor | tuple[Tensor, ...] = result
+            return whole
     known = parse(attention_varlen, options, q.device)
     tensors = {"k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     tensors |= {name: t for name, t in (("seqused_k", seqused_k), ("block_table", block_table)) if t is not None}
@@ -112,24 +119,28 @@ def attention_varlen(
     if torch._C._is_any_autocast_enabled():
         q, k, v = cast(q), cast(k), cast(v)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
-    if block_table is None:
-        out, lse = autograd.attend(PACKED, q, k, v, (*packing, *known))
-    else:
-        out, lse = _over_pages(q, k, v, block_table, packing, known)
+    attend = partial(_attend, q, k, v, block_table, packing)
+    if return_max_score:
+        out, lse, largest = with_largest_scores(attend, known)
+        most = of_sequences(largest, cu_seqlens_q)
+        return (out, lse, most) if return_lse else (out, most)
+    out, lse, _, _ = attend(known)
     return (out, lse) if return_lse else out
 
 
-def _over_pages(
-    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, packing: Packing, known: tuple[Any, ...]
-) -> tuple[Tensor, Tensor]:
-    """Returns ``(out, lse)`` of packed sequences with keys in pages; ``cu_seqlens_k`` only counts each one's keys.
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None, packing: Packing, known: tuple[Any, ...]
+) -> tuple[Tensor, ...]:
+    """The operator's results. With keys in pages, ``cu_seqlens_k`` only counts each sequence's keys.
 
     ``known`` holds the values of :class:`Options`, possibly without defaults at its end.
     """
+    if block_table is None:
+        return autograd.attend(PACKED, q, k, v, (*packing, *known))
     options = Options(*known)
     if not paged.needs_copy(q, k, v, *(getattr(options, name) for name in LEARNED)):
-        results = ops.attention_varlen_paged_forward(q, k, v, block_table, *packing, *options)
-        return results[0], results[1]
+        results: tuple[Tensor, ...] = ops.attention_varlen_paged_forward(q, k, v, block_table, *packing, *options)
+        return results
     lengths = packing.cu_seqlens_k, packing.max_seqlen_k, packing.seqused_k
     k, v, used = gathered(k, v, block_table, *lengths)
     room = k.shape[1]

@@ -16,31 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
 from torch.nested._internal import ops as jagged
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pyattn.adapters import sdpa_graphs
 from pyattn.adapters.dispatcher import Kernels
 from pyattn.adapters.sdpa_arguments import attend
 from pyattn.adapters.sdpa_counts import TAKEN, TRACED, count
+from pyattn.adapters.sdpa_jagged import taking_jagged
+from pyattn.adapters.sdpa_refusals import refusal, rule_of
 
 _OPERATOR = torch.ops.aten.scaled_dot_product_attention.default
 _COMPILER_TAG = "pyattn-sdpa"
-
-
-def _refusal(query: Tensor, key: Tensor, *others: object) -> str | None:
-    """Why torch computes a call that the rules of :func:`attend` would take, or None if it doesn't."""
-    for tensor in (query, key, *others):
-        if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor):
-            return f"tensors of type {type(tensor).__name__}"  # such as DTensor: wrapper tensors have their own rules
-    if not torch.backends.cuda.flash_sdp_enabled():  # despite its name, the flag applies on the CPU too
-        return "torch.nn.attention.sdpa_kernel without FLASH_ATTENTION"
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return "a transform of torch.func, or forward-mode differentiation"
-    if not (query.numel() and key.numel()):  # torch does not broadcast empty tensors
-        return "query or key without elements"
-    return None
 
 
 def _attend(
@@ -56,13 +42,11 @@ def _attend(
 ) -> Any:
     """The operator's kernel: native attention if its rules take the call, else torch's own, counted by reason."""
     try:
-        reason = _refusal(query, key, value, attn_mask)
+        reason = refusal(query, key, value, attn_mask)
         if reason is None:
             out = attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     except (TypeError, ValueError, NotImplementedError) as refused:
-        if not str(refused).startswith("pyattn: "):
-            raise
-        reason = str(refused).removeprefix("pyattn: ").split(", got ")[0]
+        reason = rule_of(refused)
     if reason is None:
         count(TRACED if torch.compiler.is_compiling() or isinstance(query, FakeTensor) else TAKEN)
         return out
@@ -103,16 +87,16 @@ def _wants_no_weights(*arguments: Any, **named: Any) -> bool:
     return not (arguments[_NEED_WEIGHTS] if len(arguments) > _NEED_WEIGHTS else named.get("need_weights", True))
 
 
-def _never(*arguments: Any, **named: Any) -> bool:
-    return False
-
-
 _WEIGHTS = "nn.MultiheadAttention with need_weights=True"
-_COUNTING = (
-    (torch.nn.functional, "multi_head_attention_forward", _WEIGHTS, _wants_no_weights),
-    (jagged, "jagged_scaled_dot_product_attention", "nested tensors", _never),
+_REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    (
+        torch.nn.functional,
+        "multi_head_attention_forward",
+        functools.partial(_counted_as, _WEIGHTS, comes_by=_wants_no_weights),
+    ),
+    (jagged, "jagged_scaled_dot_product_attention", taking_jagged),
 )
-"""Functions of torch with their own attention: module, name, reason to count, whether a call reaches the operator."""
+"""Functions of torch with their own attention: module, name, and what makes the function that replaces it."""
 
 
 class _Installation:
@@ -128,9 +112,9 @@ class _Installation:
         self._kernels = Kernels(kernels)
         self._had_fastpath = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
-        self._functions = [(module, name, getattr(module, name)) for module, name, *_ in _COUNTING]
-        for module, name, reason, comes_by in _COUNTING:
-            setattr(module, name, _counted_as(reason, getattr(module, name), comes_by))
+        self._functions = [(module, name, getattr(module, name)) for module, name, _ in _REPLACED]
+        for module, name, replace in _REPLACED:
+            setattr(module, name, replace(getattr(module, name)))
         self._tag = torch.compiler.config.cache_key_tag
         torch.compiler.config.cache_key_tag = self._tag + _COMPILER_TAG
         _OPERATOR._dispatch_cache.clear()
@@ -184,11 +168,12 @@ def enable() -> None:
     """Sends torch's ``scaled_dot_product_attention`` on the CPU to the native kernels until :func:`disable`.
 
     Results, gradients, errors and autocast are as torch documents them; dropout draws other weights than torch's from
-    the same generator. Calls that the native kernels do not take go to torch, and
-    :func:`~pyattn.adapters.sdpa_counts.counts` shows why: other dtypes, nested and distributed tensors, invalid
-    arguments, whose errors stay torch's own, transforms of ``torch.func``, and calls within a
-    ``torch.nn.attention.sdpa_kernel`` that excludes FLASH_ATTENTION, the backend that this one replaces. Calls on other
-    devices are not touched; neither they nor ``vmap`` alone are counted.
+    the same generator. Jagged nested tensors are computed as packed sequences, also those for which torch has no
+    kernel. Calls that the native kernels do not take go to torch, and :func:`~pyattn.adapters.sdpa_counts.counts` shows
+    why: other dtypes, nested tensors in the strided layout or with a mask, distributed tensors, invalid arguments,
+    whose errors stay torch's own, transforms of ``torch.func``, and calls within a ``torch.nn.attention.sdpa_kernel``
+    that excludes FLASH_ATTENTION, the backend that this one replaces. Calls on other devices are not touched; neither
+    they nor ``vmap`` alone are counted.
 
     ``nn.MultiheadAttention`` comes here with ``need_weights=False``; with True, its default, it computes weights by
     itself, which is counted. Its inference fast path, and that of ``nn.TransformerEncoder``, is off while the switch is

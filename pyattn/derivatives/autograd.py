@@ -140,8 +140,8 @@ def _keep_transforms_eager() -> None:
         torch._dynamo.graph_break()
 
 
-def attend(kind: Kind, q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` of the native operator, differentiable in q, k, v and LEARNED.
+def attend(kind: Kind, q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """``(out, lse, row_max, row_sum)`` of the native operator; out and lse are differentiable in q, k, v and LEARNED.
 
     ``rest`` holds the operator's other arguments; defaults at its end may be left out: each argument costs 0.1 us.
     """
@@ -164,4 +164,4 @@ def attend(kind: Kind, q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -
         results = apply(kind, q, k, v, *rest)
     else:
         results = kind.forward(q, k, v, *rest)
-    return results[0], results[1]
+    return results

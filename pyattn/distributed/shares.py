@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pyattn import ops
+from pyattn.max_score import largest_scores
 from pyattn.ops.schema import LEARNED, Options
 
 Wanted = Sequence[bool]
@@ -47,8 +48,8 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, out: Tensor, lse: Tensor, _: Tensor, row_sum: Tensor) -> "Rows":
-        """The operators' results; their own row_max is in units of the kernels."""
-        return cls(out, (lse - torch.log(row_sum)).masked_fill(row_sum == 0, -math.inf), row_sum)
+        """The operators' results."""
+        return cls(out, largest_scores(lse, row_sum), row_sum)
 
     @property
     def lse(self) -> Tensor:

@@ -123,7 +123,7 @@ def _call(q: DTensor, k: Tensor, v: Tensor, dims: Mapping[int, int]) -> _Call:
     return _Call(q.device_mesh, roles, dims)
 
 
-def _dense(q: Any, k: Tensor, v: Tensor, *, return_lse: bool, **options: Any) -> Any:
+def _dense(q: Any, k: Tensor, v: Tensor, *, return_lse: bool, return_max_score: bool, **options: Any) -> Any:
     """:func:`pyattn.attention` over DTensors; None if the sharding rules of the operators serve."""
     if q.dim() != 4:
         return None
@@ -131,11 +131,23 @@ def _dense(q: Any, k: Tensor, v: Tensor, *, return_lse: bool, **options: Any) ->
     mixed = any(isinstance(value, Tensor) and not isinstance(value, DTensor) for value in options.values())
     if POSITIONS not in call.roles and not options.get("dropout_p") and not mixed:
         return None
+    _refuse_max_score(return_max_score)
     return _computed(call, attention, ring_attention, (q, k, v), (), return_lse, options)
 
 
-def _packed(q: Any, k: Tensor, v: Tensor, *packing: Any, return_lse: bool, **options: Any) -> Any:
+def _refuse_max_score(return_max_score: bool) -> None:
+    if return_max_score:
+        raise NotImplementedError(
+            "pyattn: return_max_score must be False for DTensors that are packed, sharded over positions, with dropout "
+            "or beside options that are not DTensors, got True"
+        )
+
+
+def _packed(
+    q: Any, k: Tensor, v: Tensor, *packing: Any, return_lse: bool, return_max_score: bool, **options: Any
+) -> Any:
     """:func:`pyattn.attention_varlen` over DTensors."""
+    _refuse_max_score(return_max_score)
     for name in ("block_table", "seqused_k"):
         if options.pop(name) is not None:
             raise NotImplementedError(f"pyattn: {name} must not be given with DTensors, got {name}")

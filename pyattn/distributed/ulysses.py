@@ -18,7 +18,7 @@ from pyattn.distributed.ranks import Ranks
 from pyattn.distributed.shares import Rows, Wanted, origins_of
 from pyattn.ops.schema import LEARNED, Options
 
-Inner = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
+Inner = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, ...]]
 
 
 class Exchange(NamedTuple):
@@ -160,7 +160,7 @@ def by_heads(call: Call, layout: str, inner: Inner) -> tuple[Tensor, Tensor]:
     if options.dropout_p:
         at = origins_of(options, count, q.device)
         known = known._replace(dropout_origins=at + at.new_tensor([0, 0, own.start, 0, 0]))
-    out, lse = inner(by_query.to_heads(q), k, v, known)
+    out, lse, *_ = inner(by_query.to_heads(q), k, v, known)
     return by_query.to_positions(out), by_query.to_positions(lse.unsqueeze(-1)).squeeze(-1)
 
 

@@ -152,7 +152,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *values: Any, **named: Any) -> t
     else:
         out = _by_operator(q, k, pairs, options, scale)
     out = _in_order_of(q, pairs.fill_empty(out, 0.0))
-    return out, lse, lse, torch.ones_like(lse)  # row_max and row_sum are for backward, which ONNX lacks
+    row_max = scores.amax(-1)
+    return out, lse, row_max, torch.exp(lse - row_max)
 
 
 def _refuse(what: str, *_: Any, **__: Any) -> NoReturn:

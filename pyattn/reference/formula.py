@@ -123,6 +123,7 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
+    return_max_score: bool = False,
     return_weights: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
     """``out = dropout(softmax(score))[..., :Sk] v``, where the score of query i and key j is, in this order::
@@ -149,12 +150,14 @@ def attention(
         relative_bias: (Hq or 1, 2 R + 1) or (B, Hq or 1, 2 R + 1).
         dropout_p, dropout_seed: drops weights by :func:`pyattn.dropout_mask`; the seed is drawn if None.
         return_lse: also return the natural log of the softmax denominator, (B, Hq, Sq), float32 or float64.
+        return_max_score: also return the largest score of each head after the mask and before sinks, (B, Hq), in
+            lse's dtype: -inf where no key is visible.
         return_weights: also return the weights that multiply ``v``, (B, Hq, Sq, Sk), after dropout.
 
     Returns:
-        ``out`` (B, Hq, Sq, Dv), then lse and weights if requested. A row that sees no key has out 0 and lse -inf; with
-        a sink, lse is the sink. Masked positions never affect the result, even if they hold NaN; compiled code can't
-        inspect values and takes all of them as finite.
+        ``out`` (B, Hq, Sq, Dv), then lse, max_score and weights if requested. A row that sees no key has out 0
+        and lse -inf; with a sink, lse is the sink. Masked positions never affect the result, even if they hold NaN;
+        compiled code can't inspect values and takes all of them as finite.
     """
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -202,6 +205,10 @@ def attention(
     if return_lse:
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
         results += (_log_sum_exp(wide).masked_fill(empty.squeeze(-1), -math.inf),)
+    if return_max_score:
+        pairs = scores[..., :seqlen_k].masked_fill(~seen, -math.inf).flatten(2)
+        largest = torch.nn.functional.pad(pairs, (0, 1), value=-math.inf).amax(-1)
+        results += (largest.to(torch.promote_types(largest.dtype, torch.float32)),)
     if return_weights:
         results += (weights,)
     return results if len(results) > 1 else out

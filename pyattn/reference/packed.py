@@ -23,8 +23,9 @@ def attention_varlen(
     block_table: Tensor | None = None,
     seqused_k: Tensor | None = None,
     return_lse: bool = False,
+    return_max_score: bool = False,
     **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """:func:`attention` of each sequence b: queries [cu_seqlens_q[b], cu_seqlens_q[b + 1]), and keys by cu_seqlens_k.
 
     Args:
@@ -36,6 +37,7 @@ def attention_varlen(
         block_table: (B, pages of a sequence): k and v are (pages, page_size, heads, head_dim).
         seqused_k: (B,), how many keys of each sequence take part.
         return_lse: also return lse.
+        return_max_score: also return the largest score of each head, (B, Hq).
         options: as for :func:`attention`; dropout drops the same weights as in sequence b of a batch.
 
     Returns:
@@ -56,18 +58,19 @@ def attention_varlen(
     if q_offset is None:
         q_offset = used - lengths_q
     ranges = torch.stack([torch.zeros_like(used), used], -1)[:, None].expand(batch, max_seqlen_q, 2)
+    ranges = ranges.masked_fill((torch.arange(max_seqlen_q) >= lengths_q[:, None])[..., None], 0)
     if key_ranges is not None:
         ranges = padded(key_ranges.long(), queries, max_seqlen_q)
     inputs = padded(q, queries, max_seqlen_q), padded(k, keys, max_seqlen_k), padded(v, keys, max_seqlen_k)
-    out, lse = attention(
-        *(x.transpose(1, 2) for x in inputs), q_offset=q_offset, key_ranges=ranges, return_lse=True, **options
-    )
+    named: dict[str, Any] = {"return_lse": True, "return_max_score": return_max_score} | options
+    out, lse, *more = attention(*(x.transpose(1, 2) for x in inputs), q_offset=q_offset, key_ranges=ranges, **named)
     count = len(queries[0])
     rest = len(q) - count
     out = torch.cat([out.transpose(1, 2)[queries], out.new_zeros(rest, *out.shape[1::2])])
-    if not return_lse:
-        return out
-    return out, torch.cat([lse.transpose(1, 2)[queries].mT, lse.new_full((lse.shape[1], rest), -math.inf)], -1)
+    if return_lse:
+        tail = lse.new_full((lse.shape[1], rest), -math.inf)
+        more.insert(0, torch.cat([lse.transpose(1, 2)[queries].mT, tail], -1))
+    return (out, *more) if more else out
 
 
 def _places(lengths: Tensor) -> tuple[Tensor, Tensor]:

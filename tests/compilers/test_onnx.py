@@ -158,6 +158,16 @@ def test_masks_and_scores(opset):
                 assert_accurate(f"{result} of {options}", next(found), rounded, truth)
 
 
+def test_max_score():
+    tensors = [torch.randn(2, 4, 5, 8), *torch.randn(2, 2, 2, 7, 8), torch.tensor([-2.0, 0.0, 2.0, 20.0])]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Any:
+        return attention(q, k, v, sinks=sinks, q_offset=-1, return_lse=True, return_max_score=True)
+
+    found = runs(exported(call, tuple(tensors), optimize=False))(*tensors)
+    torch.testing.assert_close(found, [*call(*tensors)])
+
+
 class Layers(nn.Module):
     """Every kind of layer over one input, as in a model."""
 

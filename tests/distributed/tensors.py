@@ -20,13 +20,13 @@ def whole(tensor: Any) -> Any:
 
 
 def results(name: str, qkv: list[Tensor], packing: tuple[Any, ...], options: dict[str, Any], seed: int) -> list[Tensor]:
-    """out, lse, and the gradients of q, k, v and of the options that have gradients."""
+    """out, lse, max_score if it is asked for, and the gradients of q, k, v and of the options that have gradients."""
     torch.manual_seed(seed)
     leaves = [t.detach().requires_grad_() for t in qkv]
     learned = {key: options[key].detach().requires_grad_() for key in LEARNED if key in options}
-    out, lse = getattr(pyattn, name)(*leaves, *packing, **options | learned, return_lse=True)
+    out, lse, *most = getattr(pyattn, name)(*leaves, *packing, **options | learned, return_lse=True)
     loss = out.sin().sum() + lse.masked_fill(lse.isinf(), 0.0).cos().sum()
-    return [out, lse, *torch.autograd.grad(loss, [*leaves, *learned.values()])]
+    return [out, lse, *most, *torch.autograd.grad(loss, [*leaves, *learned.values()])]
 
 
 def compare(

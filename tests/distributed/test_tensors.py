@@ -95,6 +95,13 @@ def test_plain_options_without_dropout() -> None:
         run(2, "attention", [(dim,) * 3], inputs(2, (4, 2), (7, 7)), (), options)
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_max_score(dim: int) -> None:
+    options = {"sinks": torch.randn(4).double(), "return_max_score": True}
+    shards = {"sinks": 0} if dim == 1 else {"sinks": None}
+    assert run(2, "attention", [(dim,) * 3], inputs(2, (4, 2), (7, 7)), (), options, shards)[1] == [True] * 5
+
+
 def test_meshes_of_two_dimensions() -> None:
     for far, near in ((0, 2), (2, 1), (0, 1)):
         qkv, options = inputs(4, (8, 4), (10, 10)), {**DROPPED, "sinks": torch.ones(8).double(), "dropout_seed": 5}
@@ -129,6 +136,13 @@ def test_packed(dim: int | None, options: dict[str, Any]) -> None:
         ),
         ("attention", [2, 2], {}, "NotImplementedError: pyattn: each dimension of q must be sharded by one dimension"),
         ("attention", [2, None], {"window": (-2, 0)}, "ValueError: pyattn: window must be "),
+        (
+            "attention",
+            [2, None],
+            {"return_max_score": True},
+            "NotImplementedError: pyattn: return_max_score must",
+        ),
+        ("attention_varlen", [None, None], {"return_max_score": True}, "NotImplementedError: pyattn: return_max_score"),
         ("attention", [2, None], {"is_causal": True}, "TypeError: pyattn: .* no argument is_causal"),
         ("attention", [0, None], {"dropout_p": 2.0}, "ValueError: pyattn: dropout_p must be at least 0 and below 1"),
         ("attention", [2, None], {"sinks": torch.zeros(3)}, "ValueError: pyattn: sinks must"),

@@ -128,7 +128,7 @@ def test_extreme_offsets(emulation: Backend, dtype: torch.dtype, offset: int) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_bands(cuda_kernels: Backend, dtype: torch.dtype) -> None:
-    """More diagonals than a thread block takes, more rows than a tile, tiles that no row sees, and keys that are split."""
+    """More diagonals than a thread block takes, more rows than a tile, tiles that no row sees, keys that are split."""
     for case in (Case(1, 1, 1, 140, 300, 16, 16, causal=False), Case(1, 2, 1, 3, 600, 16, 16)):
         drawn, options = drawn_of(case, dtype)
         options["mask"] = torch.arange(case.seqlen_k) // 48 != 2

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from pyattn import reference
 from pyattn.dropout import dropout_threshold
-from pyattn.options import Packing
+from pyattn.max_score import of_heads, of_sequences, with_largest_scores
+from pyattn.ops.schema import LEARNED
+from pyattn.options import Options, Packing
 
 ROOT = Path(__file__).parents[2]
 DTYPES = {torch.float64: "double", torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -168,10 +170,12 @@ class Emulated(torch.autograd.Function):
         ctx.save_for_backward(*inputs, out, rows)
         ctx.options, ctx.kernels = options, kernels
         ctx.set_materialize_grads(False)
-        return out, rows[2].clone()
+        results = out, *(row.clone() for row in rows[[2, 0, 1]])
+        ctx.mark_non_differentiable(*results[2:])
+        return results
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         *inputs, out, rows = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         wanted = ctx.needs_input_grad[-4:]
@@ -218,14 +222,27 @@ def attention(
     sinks: Tensor | None = None,
     relative_bias: Tensor | None = None,
     return_lse: bool = False,
+    return_max_score: bool = False,
     kernels: ctypes.CDLL | None = None,
     **options: Any,
 ) -> Any:
     """``pyattn.attention`` on emulated kernels; ``deterministic=False`` adds up dQ atomically."""
     if isinstance(options.get("dropout_seed"), int):
         options["dropout_seed"] = torch.tensor(options["dropout_seed"])
-    out, lse = Emulated.apply(kernels or library(), options, q, k, v, bias, alibi_slopes, sinks, relative_bias)
-    return (out, lse) if return_lse else out
+
+    def attend(values: Sequence[Any]) -> tuple[Tensor, ...]:
+        known = Options(*values)
+        learned = (getattr(known, name) for name in LEARNED)
+        return Emulated.apply(kernels or library(), options, q, k, v, *learned)
+
+    known = Options(bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, relative_bias=relative_bias)
+    if not return_max_score:
+        out, lse, _, _ = attend(known)
+        return (out, lse) if return_lse else out
+    out, lse, largest = with_largest_scores(attend, known)
+    packing = options.get("packing")
+    most = of_heads(largest) if packing is None else of_sequences(largest, packing.cu_seqlens_q)
+    return (out, lse, most) if return_lse else (out, most)
 
 
 def attention_varlen(

@@ -5,6 +5,7 @@ tests/attention/test_signatures.py compares.
 """
 
 import inspect
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
@@ -24,6 +25,9 @@ from torch import Tensor
 
 '''
 
+RETURNED = ("return_lse", "return_max_score")
+"""Arguments that add a result."""
+
 
 def as_source(function: str, signature: inspect.Signature) -> str:
     """The signature with one parameter per line, and names as the stub imports them."""
@@ -34,20 +38,22 @@ def as_source(function: str, signature: inspect.Signature) -> str:
     source = f"def {function}(\n" + "".join(f"    {p},\n" for p in parameters) + f") -> {returned}: ...\n"
     for module in ("torch.", "typing.", "collections.abc.", "pyattn.cache."):
         source = source.replace(module, "")
-    return source
+    return source.replace("'", '"')
 
 
 def forms_of(signature: inspect.Signature) -> list[inspect.Signature]:
-    """The overloads of a function: one for each value of ``return_lse``, which decides the return type."""
-    if "return_lse" not in signature.parameters:
-        return [signature]
+    """The overloads of a function: one for each choice of results, which decides the return type."""
+    flags = [name for name in RETURNED if name in signature.parameters]
     forms = []
-    for value, returned in ((False, Tensor), (True, tuple[Tensor, Tensor])):
-        default = inspect.Parameter.empty if value else value
-        flag = signature.parameters["return_lse"].replace(annotation=Literal[value], default=default)
-        parameters = signature.parameters | {"return_lse": flag}
+    for values in product((False, True), repeat=len(flags)):
+        parameters = dict(signature.parameters)
+        for name, value in zip(flags, values, strict=True):
+            default = inspect.Parameter.empty if value else value
+            parameters[name] = parameters[name].replace(annotation=Literal[value], default=default)
+        count = 1 + sum(values)
+        returned = tuple[(Tensor,) * count] if count > 1 else Tensor  # type: ignore[misc]
         forms.append(signature.replace(parameters=[*parameters.values()], return_annotation=returned))
-    return forms
+    return forms if flags else [signature]
 
 
 def stub() -> str:
