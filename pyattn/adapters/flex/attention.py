@@ -8,6 +8,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from pyattn import attention
+from pyattn.adapters.flex.any_score import attend
 from pyattn.adapters.flex.blocks import blocks_of, mask_in
 from pyattn.adapters.flex.meaning import Mask, MaskMod, Score, ScoreMod, check_made, options_of, score_of
 from pyattn.arguments import check_size, check_sizes, check_tensor, check_type
@@ -132,9 +133,7 @@ def flex_attention(
     wants_lse = _wants_lse(return_lse, return_aux)
     _check_kernel_options(kernel_options)
     _check_sizes(query, key, value, enable_gqa)
-    score = Score() if score_mod is None else score_of(score_mod)
-    if score is None:
-        raise NotImplementedError(f"pyattn: on a CPU, score_mod must come from softcap or alibi, got {score_mod}")
+    score = None if score_mod is None else score_of(score_mod)
     mask = Mask()
     if block_mask is not None:
         check_type("block_mask", block_mask, BlockMask)
@@ -142,17 +141,21 @@ def flex_attention(
         mask = mask_in(block_mask, *query.shape[:2])
         if key.shape[0] == 1:
             key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
-    offset = None if score.alibi_slopes is None else score.offset
-    out, lse = attention(
-        query,
-        key,
-        value,
-        **options_of(mask, offset, query, key.shape[2]),
-        softmax_scale=scale,
-        softcap=score.softcap,
-        alibi_slopes=score.alibi_slopes,
-        return_lse=True,
-    )
+    if score_mod is not None and score is None:
+        out, lse = attend(score_mod, query, key, value, mask, scale)
+    else:
+        score = score or Score()
+        offset = None if score.alibi_slopes is None else score.offset
+        out, lse = attention(
+            query,
+            key,
+            value,
+            **options_of(mask, offset, query, key.shape[2]),
+            softmax_scale=scale,
+            softcap=score.softcap,
+            alibi_slopes=score.alibi_slopes,
+            return_lse=True,
+        )
     if return_aux is not None:
         return out, AuxOutput(lse=lse if wants_lse else None)
     return (out, lse) if wants_lse else out

@@ -138,18 +138,24 @@ def options_of(mask: Mask, offset: int | Tensor | None, query: Tensor, seqlen_k:
     else:
         q_offset = None if offset == 0 and seqlen_q == seqlen_k else offset
     left, right = window
-    key_ranges = key_ranges_of(Mask(ranges=ranges), seqlen_q, seqlen_k, query.device) if ranges else None
-    if key_ranges is not None and key_ranges.shape[0] not in (1, batch):
-        raise ValueError(
-            f"pyattn: block_mask must be made of ids or lengths for 1 or {batch} sequences, got {key_ranges.shape[0]}"
-        )
     return {
         "causal": right == 0,
         "window": UNBOUNDED if left == -1 and right <= 0 else (left, right),
         "q_offset": q_offset,
-        "key_ranges": key_ranges,
+        "key_ranges": ranges_for(query, Mask(ranges=ranges), seqlen_k) if ranges else None,
         "mask": None if holes is None else holes.bits(),
     }
+
+
+def ranges_for(query: Tensor, mask: Mask, seqlen_k: int) -> Tensor:
+    """``mask`` as key_ranges (B or 1, Sq, 2) for ``query`` (B, Hq, Sq, D); ValueError if it is for another B."""
+    key_ranges = key_ranges_of(mask, query.shape[2], seqlen_k, query.device)
+    if key_ranges.shape[0] not in (1, query.shape[0]):
+        raise ValueError(
+            f"pyattn: block_mask must be made of ids or lengths for 1 or {query.shape[0]} sequences, "
+            f"got {key_ranges.shape[0]}"
+        )
+    return key_ranges
 
 
 def key_ranges_of(mask: Mask, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:

@@ -41,12 +41,6 @@ def own_score(score, b, h, q_idx, kv_idx):
     return score * 2
 
 
-def test_scores_from_elsewhere_are_refused_by_name():
-    for score_mod in (own_score, causal()):
-        with refused(NotImplementedError, "on a CPU, score_mod must come from softcap or alibi"):
-            flex_attention(*tensors(), score_mod)
-
-
 def test_rows_of_a_mask_without_its_mask_mod():
     """torch drops the mask_mod when a part of a mask may have another meaning."""
     with pytest.raises(RuntimeError, match="Cannot use mask_mod from a sliced BlockMask"):
