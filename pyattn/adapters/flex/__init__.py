@@ -8,8 +8,8 @@ both: the functions below return mask_mods and score_mods that torch's own funct
     block_mask = create_block_mask(and_masks(causal(), document(ids)), None, None, 1024, 1024, device=device)
     out = flex_attention(query, key, value, block_mask=block_mask)
 
-Any other mask_mod is evaluated: see :mod:`pyattn.adapters.flex.evaluated`. On a CPU any other score_mod raises
-NotImplementedError with its name; on other devices torch takes it.
+Any other mask_mod or score_mod works, too: masks are evaluated (:mod:`pyattn.adapters.flex.evaluated`), scores are
+computed block by block (:mod:`pyattn.adapters.flex.row_blocks`).
 """
 
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask

@@ -15,6 +15,7 @@ from pyattn.adapters.flex.evaluation import Trace, uncompiled
 from pyattn.adapters.flex.meaning import Mask, ScoreMod, ranges_for
 from pyattn.adapters.flex.row_blocks import Call, blocks
 from pyattn.autocast import cast, without
+from pyattn.derivatives.autograd import transforming
 from pyattn.derivatives.second_order import Last, save, saved
 from pyattn.options import Options
 
@@ -24,6 +25,10 @@ def attend(
     score_mod: ScoreMod, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """out (B, Hq, Sq, Dv) in query's dtype and lse (B, Hq, Sq); errors are attention's and the score_mod's."""
+    if transforming():
+        raise NotImplementedError(
+            "pyattn: a score_mod of your own must run outside of torch.func's transforms and forward mode, got one"
+        )
     q, k, v = cast(query), cast(key), cast(value)
     attention(*(x.to("meta") for x in (q, k, v)), softmax_scale=scale)  # checks them
     trace = Trace("score_mod", score_mod, q.device, _wide(q).dtype)

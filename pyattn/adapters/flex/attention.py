@@ -96,7 +96,9 @@ def flex_attention(
     Args:
         query: (B, Hq, L, E), float64, float32, bfloat16 or float16, any strides.
         key, value: (B, H, S, E) and (B, H, S, Ev); B may be 1 where block_mask has query's B.
-        score_mod: from ``softcap`` or ``alibi``.
+        score_mod: any function; every tensor that it reads, wherever from, gets its gradient. ``softcap`` and ``alibi``
+            run in native code; any other in torch operations, block by block in linear memory, on scores in float32 or
+            float64. Those of your own must run outside of compiled graphs, which break there.
         block_mask: from :func:`create_block_mask` or torch's own function. The mask_mod says what is visible, for all
             sequences and heads of query; blocks that leave out some of it are refused. A mask_mod of your own is
             evaluated again only when it computes something else, for example because a tensor has changed in place.
@@ -109,14 +111,14 @@ def flex_attention(
         return_aux: which of lse and max_scores to return; as in torch, a CPU has no max_scores.
 
     Returns:
-        (B, Hq, L, Ev) in query's dtype, differentiable in query, key, value and alibi's slopes. A query that sees no
-        key has out 0 and lse -inf, as in torch on a CPU.
+        (B, Hq, L, Ev) in query's dtype, differentiable twice in query, key, value and what the score_mod reads. A query
+        that sees no key has out 0 and lse -inf, as in torch on a CPU. A score of -inf masks its pair.
 
     Raises:
-        NotImplementedError: any other mods, max_scores.
+        NotImplementedError: max_scores; a score_mod of your own in a transform of torch.func or in torch.export.
         ValueError: shapes that don't fit, heads that enable_gqa does not group, a block_mask of other lengths,
-            return_lse together with return_aux.
-        TypeError: other types; the function ``softcap`` itself where its result belongs.
+            return_lse together with return_aux, a mod that returns more than one value for a pair.
+        TypeError: other types; a mod that returns no tensor; the function ``softcap`` itself where its result belongs.
 
     >>> from pyattn.adapters.flex import sliding_window, softcap
     >>> query, key, value = torch.randn(3, 2, 8, 100, 64).unbind()

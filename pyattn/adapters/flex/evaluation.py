@@ -30,11 +30,14 @@ READS_NO_VALUES = frozenset(
 
 def uncompiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Runs ``function`` outside of compiled graphs, which would keep a mod's meaning after it has changed."""
+    rule = "pyattn: mask_mods and score_mods of your own must run outside of compiled graphs"
 
     @functools.wraps(function)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if torch.compiler.is_exporting():
+            raise NotImplementedError(f"{rule}, got torch.export")
         if torch.compiler.is_compiling():
-            torch._dynamo.graph_break(msg="pyattn: mask_mods and score_mods of your own run outside of compiled graphs")
+            torch._dynamo.graph_break(msg=f"{rule}, got fullgraph=True")
         if "torch._dynamo" not in sys.modules:  # importing it takes a second
             return function(*args, **kwargs)
         result: Result = torch.compiler.disable(function)(*args, **kwargs)

@@ -129,7 +129,7 @@ def blocks(call: Call, q: Tensor, k: Tensor) -> Iterator[Block]:
 
 
 def _shown(mask: Tensor | Holes, batch: slice, heads: slice, rows: slice) -> tuple[Tensor, slice | Tensor]:
-    """Which pairs are visible, of the keys that any of the rows sees; and where these keys are."""
+    """The visible pairs, of the keys that any of the rows sees; and where these keys are."""
     if isinstance(mask, Holes):
         seen = mask.seen(batch, heads, rows)
         columns = seen.any(0).any(0).any(0).nonzero()[:, 0]

@@ -164,6 +164,9 @@ def test_compiled():
         assert torch.equal(
             torch.autograd.grad(ours.sum(), tensors[0])[0], torch.autograd.grad(expected.sum(), tensors[0])[0]
         )
-    with pytest.raises(Exception, match="pyattn: mask_mods and score_mods of your own run outside of compiled graphs"):
+    with pytest.raises(
+        Exception,
+        match="pyattn: mask_mods and score_mods of your own must run outside of compiled graphs, got fullgraph=True",
+    ):
         torch.compile(step, backend="eager", fullgraph=True)(*inputs())
     torch.compiler.reset()  # flex_attention was compiled as a frame of its own, where other tests allow one graph

@@ -216,6 +216,9 @@ def test_compiled():
         torch.autograd.grad(f(*tensors).sum(), tensors) for f in (step, torch.compile(step, backend="aot_eager"))
     ]
     torch.testing.assert_close(*results)
-    with pytest.raises(Exception, match="pyattn: mask_mods and score_mods of your own run outside of compiled graphs"):
+    with pytest.raises(
+        Exception,
+        match="pyattn: mask_mods and score_mods of your own must run outside of compiled graphs, got fullgraph=True",
+    ):
         torch.compile(step, backend="eager", fullgraph=True)(*drawn("relative"))
     torch.compiler.reset()  # flex_attention was compiled as a frame of its own, where other tests allow one graph

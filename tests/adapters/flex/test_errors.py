@@ -25,6 +25,10 @@ def blocks(mask_mod, batch=None):
     return create_block_mask(mask_mod, batch, None, 64, 64, device="cpu")
 
 
+def own_score(score, b, h, q_idx, kv_idx):
+    return score * 2
+
+
 MADE = blocks(causal())
 ELSEWHERE = document(torch.zeros(64, dtype=torch.int64, device="meta"))
 CALLS = {
@@ -123,6 +127,31 @@ CALLS = {
         TypeError,
         lambda *t: and_masks(causal),
         "mask_mod must be what causal(...) returns, got the function ca",
+    ),
+    "plain score": (
+        TypeError,
+        lambda *t: flex_attention(*t, lambda *_: 3.0),
+        "score_mod must return a tensor, got 3.0",
+    ),
+    "row score": (
+        ValueError,
+        lambda *t: flex_attention(*t, lambda s, b, h, i, j: s + IDS),
+        "score_mod must return one value for a pair, got shape (64,)",
+    ),
+    "keys": (
+        ValueError,
+        lambda q, k, v: flex_attention(q, k, v[:, :, 1:], own_score),
+        "v must have shape [2, 2, 64, 16]",
+    ),
+    "infinite": (
+        ValueError,
+        lambda *t: flex_attention(*t, own_score, scale=float("inf")),
+        "softmax_scale must be finite, got inf",
+    ),
+    "transform": (
+        NotImplementedError,
+        lambda q, k, v: torch.func.grad(lambda q: flex_attention(q, k, v, own_score).sum())(q),
+        "a score_mod of your own must run outside of torch.func's transforms and forward mode, got one",
     ),
     "cap": (ValueError, lambda *t: softcap(0), "cap must be above 0, got 0"),
     "slopes": (ValueError, lambda *t: alibi(torch.ones(())), "slopes must have 1 or 2 dimensions, got shape ()"),
