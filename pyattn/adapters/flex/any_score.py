@@ -75,7 +75,7 @@ class _Gradients(torch.autograd.Function):
         wide = [_wide(x) for x in (dout, dlse, q, k, v)]
         with without(q.device):
             for block in blocks(call, q, k):
-                _add(sums, block.places[2:], block.backward(block.parts(wide), leaves))
+                _add(sums, block.places[2:], block.backward(block.parts(wide), leaves, sums[3:]))
         return tuple(total.to(x.dtype) for total, x in zip(sums, (q, k, v, *captured), strict=True))
 
     @staticmethod
@@ -115,7 +115,8 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _add(sums: Sequence[Tensor], places: Sequence[Any], parts: Sequence[Tensor]) -> None:
+def _add(sums: Sequence[Tensor], places: Sequence[Any], parts: Sequence[Tensor | None]) -> None:
     """Adds the block's parts to the sums, and those of captured tensors, which have no place, as a whole."""
     for place, total, part in zip((*places, *[...] * (len(sums) - len(places))), sums, parts, strict=True):
-        total[place] += part
+        if part is not None:
+            total[place] += part

@@ -52,11 +52,18 @@ class Lookups(TorchFunctionMode):
     Args:
         captured: tensors that a mod reads from outside its arguments.
         replaced: the tensor to read in place of each.
+        sums: None, or for each of them where to add gradients with respect to its elements that are looked up.
     """
 
-    def __init__(self, captured: Sequence[Tensor] = (), replaced: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        captured: Sequence[Tensor] = (),
+        replaced: Sequence[Tensor] = (),
+        sums: Sequence[Tensor] | None = None,
+    ) -> None:
         super().__init__()
         self._replaced = {id(x): other for x, other in zip(captured, replaced, strict=True)}
+        self._sums = {id(x): total for x, total in zip(replaced, sums or (), strict=sums is not None)}
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -67,7 +74,10 @@ class Lookups(TorchFunctionMode):
         if func is Tensor.__getitem__:
             table, places = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(place, Tensor) for place in places) and all(map(_is_place, places)):
-                return _looked_up(table, [torch.as_tensor(place, device=table.device) for place in places])
+                tensors = [torch.as_tensor(place, device=table.device) for place in places]
+                if id(table) in self._sums:
+                    return _look_up(table, self._sums[id(table)], *tensors)
+                return torch.ops.aten.index.Tensor(table, tensors)
         return func(*args, **named)
 
 
@@ -75,12 +85,41 @@ def _is_place(index: object) -> bool:
     return isinstance(index, int | Tensor) and not isinstance(index, bool)
 
 
-def _looked_up(table: Tensor, places: list[Tensor]) -> Tensor:
-    """``table[places]``; the gradient of a 16-bit table is summed in float32."""
-    if table.requires_grad and table.dtype in (torch.float16, torch.bfloat16):
-        return _looked_up(table.float(), places).to(table.dtype)
-    found: Tensor = torch.ops.aten.index.Tensor(table, places)
+class _Lookup(torch.autograd.Function):
+    """``table[places]``. Its gradient goes to the elements of a sum: blocks of pairs need no gradient of the table."""
+
+    @staticmethod
+    def forward(table: Tensor, total: Tensor, *places: Tensor) -> Tensor:
+        found: Tensor = torch.ops.aten.index.Tensor(table, places)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        _, ctx.total, *places = inputs
+        ctx.save_for_backward(*places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        ctx.total.index_put_(ctx.saved_tensors, gradient.to(ctx.total.dtype), accumulate=True)
+        return (None,) * (2 + len(ctx.saved_tensors))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], table: Tensor, total: Tensor, *places: Tensor) -> Any:
+        """Mapped places get their dimension in front, before those of all others."""
+        dims = in_dims[2:]
+        most = max(x.dim() - (dim is not None) for x, dim in zip(places, dims, strict=True))
+        moved = [x if dim is None else _in_front(x, dim, most) for x, dim in zip(places, dims, strict=True)]
+        return _look_up(table, total, *moved), 0
+
+
+def _look_up(table: Tensor, total: Tensor, *places: Tensor) -> Tensor:
+    found: Tensor = _Lookup.apply(table, total, *places)  # type: ignore[no-untyped-call]
     return found
+
+
+def _in_front(x: Tensor, dim: int, dims: int) -> Tensor:
+    first, *others = x.movedim(dim, 0).shape
+    return x.movedim(dim, 0).reshape(first, *(1,) * (dims - len(others)), *others)
 
 
 def over_pairs(mod: Callable[..., Tensor], places: Sequence[Tensor], *scores: Tensor) -> Tensor:

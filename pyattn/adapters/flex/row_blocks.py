@@ -72,40 +72,42 @@ class Block:
         weights, lse = _softmax(scores)
         return sum_over_seen_keys(weights, v, scores != -math.inf), lse
 
-    def backward(self, inputs: Sequence[Tensor], captured: Sequence[Tensor], again: bool = False) -> tuple[Tensor, ...]:
+    def backward(
+        self, inputs: Sequence[Tensor], captured: Sequence[Tensor], sums: Sequence[Tensor] | None = None
+    ) -> list[Tensor | None]:
         """dq, dk, dv and the gradients of ``captured``, which require one, from dout, dlse, q, k and v.
 
-        With ``again``, the results are differentiable in all of these.
+        ``sums`` get those of looked up elements. Without it, the results have all and are differentiable in the inputs.
         """
         dout, dlse, q, k, v = inputs
         inner = self._products(q, k)
         inner = inner if inner.requires_grad else inner.requires_grad_()
         with torch.enable_grad():
-            scores = self._changed(inner, captured)
+            scores = self._changed(inner, captured, sums)
         seen = scores != -math.inf
         weights, _ = _softmax(scores)
         dp = torch.where(seen, products(dout, v), 0.0)
         ds = torch.where(seen, weights * (dp - (weights * dp).sum(-1, keepdim=True) + dlse[..., None]), 0.0)
-        da, *dcaptured = _gradients([scores], [inner, *captured], [ds], again)
-        da = torch.where(self.seen, da, 0.0) * self._call.scale
+        da, *dcaptured = _gradients([scores], [inner, *captured], [ds], again=sums is None)
+        da = torch.zeros_like(ds) if da is None else torch.where(self.seen, da, 0.0) * self._call.scale
         dk = sum_over_seeing_rows(da, q, seen, k.shape[1])
         dv = sum_over_seeing_rows(weights, dout, seen, k.shape[1])
-        return sum_over_seen_keys(da, k, seen), dk, dv, *dcaptured
+        return [sum_over_seen_keys(da, k, seen), dk, dv, *dcaptured]
 
     def double_backward(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], captured: Sequence[Tensor]
-    ) -> list[Tensor]:
+    ) -> list[Tensor | None]:
         """The gradients of ``inputs`` (dout, dlse, q, k, v) and ``captured``, from those of backward's results."""
         leaves = [x.detach().requires_grad_() for x in (*inputs, *captured)]
         with torch.enable_grad():
-            results = self.backward(leaves[:5], leaves[5:], again=True)
+            results = self.backward(leaves[:5], leaves[5:])
         return _gradients(results, leaves, gradients)
 
     def _products(self, q: Tensor, k: Tensor) -> Tensor:
         return torch.where(self.seen, products(q, k) * self._call.scale, 0.0)
 
-    def _changed(self, scores: Tensor, captured: Sequence[Tensor]) -> Tensor:
-        with Lookups(self._call.captured, captured):
+    def _changed(self, scores: Tensor, captured: Sequence[Tensor], sums: Sequence[Tensor] | None = None) -> Tensor:
+        with Lookups(self._call.captured, captured, sums):
             changed = over_pairs(self._call.score_mod, self._indices, scores)
         return torch.where(self.seen, changed.to(scores.dtype), -math.inf)
 
@@ -150,12 +152,15 @@ def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gradients(
-    results: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], again: bool = False
-) -> list[Tensor]:
-    """The gradients of ``inputs``, 0 for those on which no result depends."""
-    pairs = [(x, dx) for x, dx in zip(results, gradients, strict=True) if dx is not None and x.requires_grad]
+    results: Sequence[Tensor | None],
+    inputs: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    again: bool = False,
+) -> list[Tensor | None]:
+    """The gradients of ``inputs``, None for those on which no result depends."""
+    pairs = [(x, dx) for x, dx in zip(results, gradients, strict=True) if x is not None and dx is not None]
+    pairs = [(x, dx) for x, dx in pairs if x.requires_grad]
     if not pairs:
-        return [torch.zeros_like(x) for x in inputs]
+        return [None] * len(inputs)
     reached, given = zip(*pairs, strict=True)
-    options = {"create_graph": again, "allow_unused": True, "materialize_grads": True}
-    return list(torch.autograd.grad(reached, inputs, given, **options))
+    return list(torch.autograd.grad(reached, inputs, given, create_graph=again, allow_unused=True))

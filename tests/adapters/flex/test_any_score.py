@@ -129,6 +129,17 @@ def test_hidden_values_never_leak():
     assert not step(*broken)[0][:, :, 40:].isfinite().any()
 
 
+def test_values_hidden_by_the_score_never_leak():
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 1, 64, 8).unbind())
+    broken = v.detach().clone()
+    broken[:, :, 40:] = torch.nan
+    results = []
+    for values in (v, broken.requires_grad_()):
+        out = flex_attention(q, k, values, lambda score, b, h, i, j: torch.where(j < 40, score, -torch.inf))
+        results.append((out, *torch.autograd.grad(out.sum(), [q, k, values])))
+    torch.testing.assert_close(*results)
+
+
 def test_captured_tensors_of_every_kind():
     """Global variables and attributes are captured, too; one that needs no gradient gets none."""
     tensors = drawn("nothing")
@@ -159,7 +170,9 @@ def test_a_table_in_bfloat16_is_summed_in_float32():
     """Each of its gradients adds up thousands of pairs; a sum in bfloat16 would stop at 256."""
     q, k, v = torch.randn(3, 1, 1, 512, 8).unbind()
     table = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
-    ours = flex_attention(q, k, v, lambda score, b, h, i, j: score * 0 + table[h, i * 0] * (j + 1), return_lse=True)[1]
+    ours = flex_attention(
+        q, k, v, lambda score, b, h, i, j: score * 0 + table[h, (i + j) * 0] * (j + 1), return_lse=True
+    )[1]
     (gradient,) = torch.autograd.grad(ours.sum(), table)
     torch.testing.assert_close(gradient.item(), 512 * 256.5, rtol=2**-8, atol=0)
 
