@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyattn.derivatives.grouped import products, sum_over_keys, sum_over_rows
+from pyattn.derivatives.grouped import products, sum_over_seeing_rows, sum_over_seen_keys
 from pyattn.derivatives.kind import Learned
 from pyattn.dropout import dropout_factor, kept_weights
 from pyattn.ops import visible
@@ -207,14 +207,8 @@ class Block(Scores):
 
     def over_keys(self, pairs: Tensor, keys: Tensor) -> Tensor:
         """``pairs keys``; a row becomes NaN if it sees a key that is not finite, and only then."""
-        finite = keys.isfinite()
-        group = pairs.shape[1] // max(1, keys.shape[1])
-        broken = (~finite.all(-1)).repeat_interleave(group, 1)[:, :, None]
-        return sum_over_keys(pairs.masked_fill(self.seen & broken, math.nan), torch.where(finite, keys, 0.0))
+        return sum_over_seen_keys(pairs, keys, self.seen)
 
     def over_rows(self, pairs: Tensor, queries: Tensor) -> Tensor:
         """``pairs^T queries``; a key becomes NaN if a query that is not finite sees it, and only then."""
-        finite = queries.isfinite()
-        broken = ~finite.all(-1, keepdim=True)
-        poisoned = pairs.masked_fill(self.seen & broken, math.nan)
-        return sum_over_rows(poisoned, torch.where(finite, queries, 0.0), self.k.shape[1])
+        return sum_over_seeing_rows(pairs, queries, self.seen, self.k.shape[1])

@@ -3,6 +3,9 @@
 Query head h reads KV head ``h // (Hq // Hkv)``.
 """
 
+import math
+
+import torch
 from torch import Tensor
 
 
@@ -35,3 +38,17 @@ def sum_over_rows(weights: Tensor, rows: Tensor, num_heads_kv: int) -> Tensor:
     """``weights^T rows``: (B, Hq, rows, Sk) and (B, Hq, rows, C) -> (B, Hkv, Sk, C), summed over a group's heads."""
     group = rows.shape[1] // max(1, num_heads_kv)
     return _folded(weights, group).mT @ _folded(rows, group)
+
+
+def sum_over_seen_keys(weights: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """``weights v`` for weights that are 0 where not ``seen``; a row is NaN if it sees a key that is not finite."""
+    finite = v.isfinite()
+    broken = (~finite.all(-1)).repeat_interleave(_group(weights, v), 1)[:, :, None]
+    return sum_over_keys(weights.masked_fill(seen & broken, math.nan), torch.where(finite, v, 0.0))
+
+
+def sum_over_seeing_rows(weights: Tensor, rows: Tensor, seen: Tensor, num_heads_kv: int) -> Tensor:
+    """``weights^T rows`` for weights that are 0 where not ``seen``; a key is NaN if a row not finite sees it."""
+    finite = rows.isfinite()
+    broken = ~finite.all(-1, keepdim=True)
+    return sum_over_rows(weights.masked_fill(seen & broken, math.nan), torch.where(finite, rows, 0.0), num_heads_kv)

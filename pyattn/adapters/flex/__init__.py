@@ -1,4 +1,4 @@
-"""FlexAttention's common masks and scores, by the native kernels on a CPU and by torch's own on a GPU.
+"""FlexAttention on a CPU, with gradients, by the native kernels, and on a GPU by torch's own.
 
 ``torch.nn.attention.flex_attention`` has no backward on a CPU. A script that imports its functions from here runs on
 both: the functions below return mask_mods and score_mods that torch's own functions also take::
@@ -8,7 +8,8 @@ both: the functions below return mask_mods and score_mods that torch's own funct
     block_mask = create_block_mask(and_masks(causal(), document(ids)), None, None, 1024, 1024, device=device)
     out = flex_attention(query, key, value, block_mask=block_mask)
 
-On a CPU any other mod raises NotImplementedError with its name; on other devices torch takes it.
+Any other mask_mod or score_mod works, too: masks are evaluated (:mod:`pyattn.adapters.flex.evaluated`), scores are
+computed block by block (:mod:`pyattn.adapters.flex.row_blocks`).
 """
 
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask

@@ -8,8 +8,9 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from pyattn import attention
-from pyattn.adapters.flex.blocks import blocks_of, check_complete
-from pyattn.adapters.flex.meaning import Mask, MaskMod, Score, ScoreMod, check_made, mask_of, options_of, score_of
+from pyattn.adapters.flex.any_score import attend
+from pyattn.adapters.flex.blocks import blocks_of, mask_in
+from pyattn.adapters.flex.meaning import Mask, MaskMod, Score, ScoreMod, check_made, options_of, score_of
 from pyattn.arguments import check_size, check_sizes, check_tensor, check_type
 
 Results = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
@@ -28,12 +29,13 @@ def create_block_mask(
     separate_full_blocks: bool = True,
     **more: Any,
 ) -> BlockMask:
-    """:func:`torch.nn.attention.flex_attention.create_block_mask`; on a CPU, the same blocks computed from intervals.
+    """:func:`torch.nn.attention.flex_attention.create_block_mask`; on a CPU, the same blocks in linear memory.
 
-    torch's own function evaluates every pair: 1 GB for 32,768 queries and keys.
+    torch's own function creates every pair: 1 GB for 32,768 queries and keys. Here no pair of a mask_mod of this
+    package is evaluated, and the pairs of any other in blocks of rows.
 
     Args:
-        mask_mod: made by a function of this package; on a GPU, any function.
+        mask_mod: any function.
         B, H: batch and number of query heads, None for 1.
         Q_LEN, KV_LEN: the numbers of queries and keys.
         device: where to create it; default: the accelerator, else the CPU.
@@ -43,9 +45,11 @@ def create_block_mask(
         **more: torch's further arguments, such as ``compute_dq_write_order``, for GPUs only.
 
     Raises:
-        NotImplementedError: on a CPU, any other mask_mod, or further arguments.
-        ValueError: a length below 0, a BLOCK_SIZE below 1, a B that is not the mask_mod's, sizes beyond any memory.
-        TypeError: other types; the function ``causal`` itself where the result of ``causal()`` belongs.
+        NotImplementedError: on a CPU, further arguments.
+        ValueError: a length below 0, a BLOCK_SIZE below 1, a B that is not the mask_mod's, sizes beyond any memory; a
+            mask_mod that returns more than one value for a pair.
+        TypeError: other types; a mask_mod that returns no bool tensor; the function ``causal`` itself where the result
+            of ``causal()`` belongs.
 
     >>> from pyattn.adapters.flex import causal
     >>> create_block_mask(causal(), None, None, 256, 256, device="cpu").sparsity()
@@ -92,9 +96,13 @@ def flex_attention(
     Args:
         query: (B, Hq, L, E), float64, float32, bfloat16 or float16, any strides.
         key, value: (B, H, S, E) and (B, H, S, Ev); B may be 1 where block_mask has query's B.
-        score_mod: from ``softcap`` or ``alibi``.
-        block_mask: from :func:`create_block_mask` or torch's own function, for a mask_mod of this package. The mask_mod
-            says what is visible; blocks that leave out some of it are refused.
+        score_mod: any function; every tensor that it reads, wherever from, gets its gradient. ``softcap`` and ``alibi``
+            run in native code; any other in torch operations, block by block in linear memory, on scores in float32 or
+            float64. Those of your own must run outside of compiled graphs, which break there.
+        block_mask: from :func:`create_block_mask` or torch's own function. The mask_mod says what is visible, for all
+            sequences and heads of query; blocks that leave out some of it are refused. A mask_mod of your own is
+            evaluated again only when it computes something else, for example because a tensor has changed in place.
+            Rows that are intervals of keys run as such, other masks as bits, S * S bytes.
         scale: finite factor on the scores; default ``1 / sqrt(E)``.
         enable_gqa: whether Hq may be a multiple of H: query head ``h`` reads head ``h // (Hq // H)``.
         return_lse: also return the natural logarithm of the softmax denominator, (B, Hq, L), differentiable.
@@ -103,14 +111,14 @@ def flex_attention(
         return_aux: which of lse and max_scores to return; as in torch, a CPU has no max_scores.
 
     Returns:
-        (B, Hq, L, Ev) in query's dtype, differentiable in query, key, value and alibi's slopes. A query that sees no
-        key has out 0 and lse -inf, as in torch on a CPU.
+        (B, Hq, L, Ev) in query's dtype, differentiable twice in query, key, value and what the score_mod reads. A query
+        that sees no key has out 0 and lse -inf, as in torch on a CPU. A score of -inf masks its pair.
 
     Raises:
-        NotImplementedError: any other mods, max_scores.
+        NotImplementedError: max_scores; a score_mod of your own in a transform of torch.func or in torch.export.
         ValueError: shapes that don't fit, heads that enable_gqa does not group, a block_mask of other lengths,
-            return_lse together with return_aux.
-        TypeError: other types; the function ``softcap`` itself where its result belongs.
+            return_lse together with return_aux, a mod that returns more than one value for a pair.
+        TypeError: other types; a mod that returns no tensor; the function ``softcap`` itself where its result belongs.
 
     >>> from pyattn.adapters.flex import sliding_window, softcap
     >>> query, key, value = torch.randn(3, 2, 8, 100, 64).unbind()
@@ -127,25 +135,29 @@ def flex_attention(
     wants_lse = _wants_lse(return_lse, return_aux)
     _check_kernel_options(kernel_options)
     _check_sizes(query, key, value, enable_gqa)
-    score = Score() if score_mod is None else score_of(score_mod)
+    score = None if score_mod is None else score_of(score_mod)
     mask = Mask()
     if block_mask is not None:
         check_type("block_mask", block_mask, BlockMask)
-        mask = mask_of(block_mask.mask_mod)
-        _check_block_mask(block_mask, mask, query, key)
+        _check_block_mask(block_mask, query, key)
+        mask = mask_in(block_mask, *query.shape[:2])
         if key.shape[0] == 1:
             key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
-    offset = None if score.alibi_slopes is None else score.offset
-    out, lse = attention(
-        query,
-        key,
-        value,
-        **options_of(mask, offset, query, key.shape[2]),
-        softmax_scale=scale,
-        softcap=score.softcap,
-        alibi_slopes=score.alibi_slopes,
-        return_lse=True,
-    )
+    if score_mod is not None and score is None:
+        out, lse = attend(score_mod, query, key, value, mask, scale)
+    else:
+        score = score or Score()
+        offset = None if score.alibi_slopes is None else score.offset
+        out, lse = attention(
+            query,
+            key,
+            value,
+            **options_of(mask, offset, query, key.shape[2]),
+            softmax_scale=scale,
+            softcap=score.softcap,
+            alibi_slopes=score.alibi_slopes,
+            return_lse=True,
+        )
     if return_aux is not None:
         return out, AuxOutput(lse=lse if wants_lse else None)
     return (out, lse) if wants_lse else out
@@ -192,7 +204,7 @@ def _check_sizes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: object) 
         )
 
 
-def _check_block_mask(block_mask: BlockMask, mask: Mask, query: Tensor, key: Tensor) -> None:
+def _check_block_mask(block_mask: BlockMask, query: Tensor, key: Tensor) -> None:
     wanted = (*query.shape[:3], key.shape[2])
     batch, heads, *lengths = shape = block_mask.shape
     if (batch not in (1, wanted[0])) or heads not in (1, wanted[1]) or tuple(lengths) != wanted[2:]:
@@ -204,4 +216,3 @@ def _check_block_mask(block_mask: BlockMask, mask: Mask, query: Tensor, key: Ten
             "pyattn: query and key must have the same batch size, or 1 for key and query's for block_mask, "
             f"got {query.shape[0]}, {key.shape[0]} and {batch}"
         )
-    check_complete(block_mask, mask)

@@ -1,10 +1,19 @@
-"""torch's BlockMask for a mask with one interval of keys per query, without evaluating single pairs."""
+"""torch's BlockMask, and the mask of one: intervals of keys are counted by their ends, without evaluating pairs."""
+
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from pyattn.adapters.flex.evaluated import Evaluation, evaluate
+from pyattn.adapters.flex.holes import Holes
 from pyattn.adapters.flex.meaning import Mask, MaskMod, key_ranges_of, mask_of
+
+EVALUATED: WeakKeyDictionary[BlockMask, Evaluation] = WeakKeyDictionary()
+"""The last evaluation of each BlockMask's mask_mod, if that has no native meaning. Its blocks cover it."""
+
+RULE = "pyattn: block_mask must list every block that its mask_mod shows, and as full only what it shows entirely"
 
 
 def blocks_of(
@@ -16,19 +25,46 @@ def blocks_of(
 ) -> BlockMask:
     """The BlockMask that torch's create_block_mask computes for a mask_mod and ``sizes`` (B, Hq, Sq, Sk)."""
     batch, heads, seqlen_q, seqlen_k = sizes
-    some, whole = _seen(mask_of(mask_mod), seqlen_q, seqlen_k, device, block_size)
+    mask, evaluation = mask_of(mask_mod), None
+    if mask is None:
+        evaluation = evaluate(mask_mod, sizes, device)
+        mask = evaluation.mask
+    some, whole = _seen(mask, seqlen_q, seqlen_k, device, block_size)
     if some.shape[0] not in (1, batch):
         raise ValueError(f"pyattn: B must be {some.shape[0]}, the number of sequences of the mask_mod, got {batch}")
-    whole[:, seqlen_q // block_size[0] :] = False  # torch lists no block as full that extends past the last query
-    whole[:, :, seqlen_k // block_size[1] :] = False
-    some, whole = (blocks[:, None].expand(batch, heads, -1, -1) for blocks in (some, whole))
+    whole[:, :, seqlen_q // block_size[0] :] = False  # torch lists no block as full that extends past the last query
+    whole[..., seqlen_k // block_size[1] :] = False
+    some, whole = (blocks.expand(batch, heads, -1, -1) for blocks in (some, whole))
     part = _ordered(some & ~whole if separate_full_blocks else some)
     full = _ordered(whole) if separate_full_blocks else (None, None)
     block_mask = BlockMask.from_kv_blocks(
         part[0], part[1], full[0], full[1], block_size, mask_mod, seq_lengths=(seqlen_q, seqlen_k)
     )
     _remember(block_mask)
+    if evaluation is not None:
+        EVALUATED[block_mask] = evaluation
     return block_mask
+
+
+def mask_in(block_mask: BlockMask, batch: int, heads: int) -> Mask:
+    """The meaning of its mask_mod for so many sequences and query heads.
+
+    A mask_mod without a native meaning is evaluated only if it computes something else than at the last evaluation.
+
+    Raises:
+        ValueError: blocks that don't cover the mask; in compiled code, RuntimeError when the code runs.
+    """
+    mask = mask_of(block_mask.mask_mod)
+    if mask is not None:
+        check_complete(block_mask, mask)
+        return mask
+    sizes, before = (batch, heads, *block_mask.seq_lengths), EVALUATED.get(block_mask)
+    now = evaluate(block_mask.mask_mod, sizes, block_mask.kv_indices.device, before)
+    if now is not before:
+        if not is_complete(block_mask, now.mask):
+            raise ValueError(f"{RULE}, got others for lengths {tuple(block_mask.seq_lengths)}")
+        EVALUATED[block_mask] = now
+    return now.mask
 
 
 def check_complete(block_mask: BlockMask, mask: Mask) -> None:
@@ -38,12 +74,11 @@ def check_complete(block_mask: BlockMask, mask: Mask) -> None:
     """
     if getattr(block_mask, "complete_for", None) is block_mask.mask_mod:
         return
-    rule = "pyattn: block_mask must list every block that its mask_mod shows, and as full only what it shows entirely"
     if torch.compiler.is_compiling():
-        torch._assert_async(is_complete(block_mask, mask), rule)
+        torch._assert_async(is_complete(block_mask, mask), RULE)
         return
     if not is_complete(block_mask, mask):
-        raise ValueError(f"{rule}, got others for lengths {tuple(block_mask.seq_lengths)}")
+        raise ValueError(f"{RULE}, got others for lengths {tuple(block_mask.seq_lengths)}")
     _remember(block_mask)
 
 
@@ -55,9 +90,9 @@ def is_complete(block_mask: BlockMask, mask: Mask) -> Tensor:
     some, whole = _seen(mask, *block_mask.seq_lengths, block_mask.kv_indices.device, block_mask.BLOCK_SIZE)
     listed = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, some)
     if block_mask.full_kv_num_blocks is None or block_mask.full_kv_indices is None:
-        return (listed >= some[:, None]).all()
+        return (listed >= some).all()
     full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, some)
-    return ((listed | full) >= some[:, None]).all() & (full <= whole[:, None]).all()
+    return ((listed | full) >= some).all() & (full <= whole).all()
 
 
 def _remember(block_mask: BlockMask) -> None:
@@ -67,15 +102,32 @@ def _remember(block_mask: BlockMask) -> None:
 def _seen(
     mask: Mask, seqlen_q: int, seqlen_k: int, device: torch.device, block_size: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Blocks with some visible pair, and blocks where every pair is visible; bool (B or 1, blocks_q, blocks_k)."""
+    """Blocks with some visible pair, and blocks where every pair is visible; bool (B or 1, Hq or 1, rows, columns)."""
     rows, columns = block_size
+    height = (seqlen_q - torch.arange(0, seqlen_q, rows, device=device)).clamp(max=rows)[:, None]
+    if mask.holes is not None:
+        width = (seqlen_k - torch.arange(0, seqlen_k, columns, device=device)).clamp(max=columns)
+        count = _count_pairs(mask.holes, block_size)
+        return count > 0, count == height * width
     begin, end = key_ranges_of(mask, seqlen_q, seqlen_k, device).unbind(-1)
     touched = torch.where(begin < end, -(-end // columns), 0)  # an empty row touches none
     some = _count_rows(begin // columns, touched, seqlen_k, block_size)
     past = torch.where(end == seqlen_k, -(-end // columns), end // columns)
     whole = _count_rows(-(-begin // columns), past, seqlen_k, block_size)
-    first = torch.arange(0, seqlen_q, rows, device=device)
-    return some > 0, whole == (seqlen_q - first).clamp(max=rows)[:, None]
+    return some[:, None] > 0, (whole == height)[:, None]
+
+
+def _count_pairs(holes: Holes, block_size: tuple[int, int]) -> Tensor:
+    """How many pairs of each block are visible, (B or 1, Hq or 1, blocks_q, blocks_k)."""
+    batch, heads, seqlen_q, seqlen_k = holes.sizes
+    columns = min(block_size[1], seqlen_k)
+    blocks_q, blocks_k = -(-seqlen_q // block_size[0]), -(-seqlen_k // columns)
+    count = torch.zeros(batch, heads, blocks_q, blocks_k, dtype=torch.int64, device=holes.device)
+    for begin, seen in holes.blocks():
+        wide = torch.nn.functional.pad(seen, (0, blocks_k * columns - seqlen_k))
+        rows = torch.arange(begin, begin + seen.shape[2], device=holes.device) // block_size[0]
+        count.index_add_(2, rows, wide.unflatten(-1, (blocks_k, columns)).sum(-1))
+    return count
 
 
 def _count_rows(first: Tensor, past: Tensor, seqlen_k: int, block_size: tuple[int, int]) -> Tensor:

@@ -1,7 +1,8 @@
-"""mask_mods with one interval of keys per query, as in FlexAttention's examples.
+"""The mask_mods of FlexAttention's examples, most of them one interval of keys per query.
 
 Every function here returns a plain Python function that torch's own ``create_block_mask`` and ``flex_attention`` take,
-and that carries its native meaning. In the drawings, query ``i`` goes down, key ``j`` across, 1 = takes part.
+and that carries its native meaning, if it has one: then no pair is evaluated. In the drawings, query ``i`` goes down,
+key ``j`` across, 1 = takes part.
 """
 
 import operator
@@ -88,12 +89,12 @@ def document(ids: Tensor) -> MaskMod:
     Raises:
         ValueError: another number of dimensions; at the call, more queries or keys than ids.
         TypeError: another type.
-        NotImplementedError: on a CPU, a document that is not one run of adjacent positions, so no interval of keys; a
-            call while compiling, where ids can't be read.
+        NotImplementedError: on a CPU, a call while compiling, where ids can't be read.
     """
     check_integers("ids", ids, (1, 2))
     ids = ids.clone()
-    runs = _runs(ids.reshape(-1, ids.shape[-1])) if ids.device.type == "cpu" else None
+    on_cpu = ids.device.type == "cpu"
+    runs = _runs(ids.reshape(-1, ids.shape[-1])) if on_cpu else None
 
     def ranges(seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
         if runs is None:
@@ -111,7 +112,7 @@ def document(ids: Tensor) -> MaskMod:
             return ids[b, q_idx] == ids[b, kv_idx]
         return ids[q_idx] == ids[kv_idx]
 
-    return known("document", mask_mod, Mask(ranges=(ranges,)))
+    return known("document", mask_mod, None if on_cpu and runs is None else Mask(ranges=(ranges,)))
 
 
 @makes_mods
@@ -149,13 +150,30 @@ def prefix_lm(prefix: int | Tensor) -> MaskMod:
 
 @makes_mods
 def and_masks(*mask_mods: MaskMod) -> MaskMod:
-    """The intersection of these masks, again an interval; with no masks, every key is visible.
+    """The intersection of these masks; with no masks, every key is visible."""
+    masks = [mask_of(mask_mod) for mask_mod in mask_mods]
+    known_masks = [mask for mask in masks if mask is not None]
+    meaning = _intersection(known_masks) if len(known_masks) == len(masks) else None
+    return _joined("and_masks", mask_mods, operator.and_, True, meaning)
 
-    Raises:
-        NotImplementedError: a mask_mod that no function of this module made; the error names it.
-    """
-    window, offset, ranges = Mask()
-    for mask in map(mask_of, mask_mods):
+
+@makes_mods
+def or_masks(*mask_mods: MaskMod) -> MaskMod:
+    """The union of these masks; with no masks, no key is visible."""
+    masks = [mask_of(mask_mod) for mask_mod in mask_mods]
+    windows = [mask for mask in masks if mask is not None and not mask.ranges]
+    meaning = None
+    if masks and len(windows) == len(masks) and all(is_same(mask.offset, windows[0].offset) for mask in windows):
+        # At one offset all windows contain the query's own position, so their union is a window.
+        sides = zip(*(mask.window for mask in windows), strict=True)
+        left, right = (-1 if -1 in side else max(side) for side in sides)
+        meaning = Mask((left, right), windows[0].offset)
+    return _joined("or_masks", mask_mods, operator.or_, False, meaning)
+
+
+def _intersection(masks: list[Mask]) -> Mask:
+    window, offset, ranges, _ = Mask()
+    for mask in masks:
         if window == UNBOUNDED:
             window, offset = mask.window, mask.offset
         elif mask.window != UNBOUNDED and is_same(mask.offset, offset):
@@ -164,31 +182,15 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
         elif mask.window != UNBOUNDED:
             ranges += (ranges_of_band(mask.window, mask.offset),)
         ranges += mask.ranges
-
-    return _joined("and_masks", mask_mods, operator.and_, True, Mask(window, offset, ranges))
-
-
-@makes_mods
-def or_masks(*mask_mods: MaskMod) -> MaskMod:
-    """The union of these windows. At the same offset all contain the query's own position, so it is a window again.
-
-    Raises:
-        NotImplementedError: other masks, whose union need not be an interval; no masks at all.
-    """
-    masks = [mask_of(mask_mod) for mask_mod in mask_mods]
-    if not masks or any(mask.ranges or not is_same(mask.offset, masks[0].offset) for mask in masks):
-        names = ", ".join(mask_mod.__name__ for mask_mod in mask_mods) or "none"
-        raise NotImplementedError(
-            "pyattn: or_masks must combine causal and sliding_window with one offset (prefix_lm is a mask of its own), "
-            f"got {names}"
-        )
-    left, right = (-1 if -1 in sides else max(sides) for sides in zip(*(mask.window for mask in masks), strict=True))
-
-    return _joined("or_masks", mask_mods, operator.or_, False, Mask((left, right), masks[0].offset))
+    return Mask(window, offset, ranges)
 
 
 def _joined(
-    name: str, mask_mods: tuple[MaskMod, ...], join: Callable[[Tensor, Tensor], Tensor], of_none: bool, mask: Mask
+    name: str,
+    mask_mods: tuple[MaskMod, ...],
+    join: Callable[[Tensor, Tensor], Tensor],
+    of_none: bool,
+    mask: Mask | None,
 ) -> MaskMod:
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         seen = b.new_full((), of_none, dtype=torch.bool)
@@ -218,8 +220,8 @@ def _saturated(bound: int | Tensor) -> int | Tensor:
     return bound if isinstance(bound, Tensor) else min(max(bound, -(2**63)), 2**63 - 1)
 
 
-def _runs(ids: Tensor) -> Tensor:
-    """(B, S, 2), the run of equal ids (B, S) around each position; NotImplementedError if an id has two runs."""
+def _runs(ids: Tensor) -> Tensor | None:
+    """(B, S, 2), the run of equal ids (B, S) around each position; None if an id has two runs."""
     if not has_values(ids):
         raise NotImplementedError(
             f"pyattn: document must be called outside of torch.compile and transforms, got ids of type {type(ids)}"
@@ -228,15 +230,7 @@ def _runs(ids: Tensor) -> Tensor:
     starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
     ordered = ids.sort(-1).values
     distinct = (ordered[:, 1:] != ordered[:, :-1]).sum(-1) + 1
-    for b in (starts.sum(-1) != distinct).nonzero()[:, 0].tolist() if ids.shape[1] else ():
-        before = set()
-        for i in starts[b].nonzero()[:, 0].tolist():
-            name = int(ids[b, i])
-            if name in before:
-                raise NotImplementedError(
-                    "pyattn: each document must be one run of neighbours, an interval of keys, "
-                    f"got ids in which {name} comes back at position {i} of sequence {b}"
-                )
-            before.add(name)
+    if ids.shape[1] and (starts.sum(-1) != distinct).any():
+        return None
     run = starts.cumsum(-1)
     return torch.stack([torch.searchsorted(run, run), torch.searchsorted(run, run, right=True)], -1)

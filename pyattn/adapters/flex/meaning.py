@@ -1,13 +1,14 @@
-"""The native meaning of this adapter's mask_mods and score_mods, and how a function carries it."""
+"""The native meaning of mask_mods and score_mods, and how this adapter's functions carry theirs."""
 
 import functools
 from collections.abc import Callable
 from types import CodeType
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from pyattn.adapters.flex.holes import Holes
 from pyattn.arguments import check_64_bits, check_names, check_tensor, check_type
 from pyattn.masks import within
 from pyattn.options import UNBOUNDED
@@ -32,15 +33,19 @@ INT64_MAX = 2**63 - 1
 class Mask(NamedTuple):
     """An intersection of intervals: query ``i`` sees the keys inside its window and inside each of its ranges.
 
+    A mask with holes has neither.
+
     Attributes:
         window: how many keys before and after its position a query sees; -1: all.
         offset: key position of query 0, an int, or an integer tensor of shape () or (B,).
         ranges: further intervals of keys.
+        holes: the mask, if rows are no intervals.
     """
 
     window: tuple[int, int] = UNBOUNDED
     offset: int | Tensor = 0
     ranges: tuple[Ranges, ...] = ()
+    holes: Holes | None = None
 
 
 class Score(NamedTuple):
@@ -72,10 +77,11 @@ def check_made(what: str, function: object) -> None:
         raise TypeError(f"pyattn: {what} must be what {name}(...) returns, got the function {name} itself")
 
 
-def known(name: str, function: Mod, meaning: Mask | Score) -> Mod:
-    """``function`` under this name, with its native meaning attached."""
+def known(name: str, function: Mod, meaning: Mask | Score | None) -> Mod:
+    """``function`` under this name, with its native meaning attached if it has one."""
     function.__name__ = function.__qualname__ = name  # torch and errors show these
-    function.native = Native(function.__code__, meaning)  # type: ignore[attr-defined]
+    if meaning is not None:
+        function.native = Native(function.__code__, meaning)  # type: ignore[attr-defined]
     return function
 
 
@@ -98,20 +104,16 @@ def check_offset(offset: int | Tensor) -> None:
         check_64_bits("offset", offset)
 
 
-def mask_of(mask_mod: object) -> Mask:
-    """The native meaning of a mask_mod; NotImplementedError with its name if it has none."""
-    meaning = _meaning(mask_mod)
-    if isinstance(meaning, Mask):
-        return meaning
-    _refuse("mask_mod", "causal, sliding_window, document, prefix_lm, and_masks or or_masks", mask_mod)
+def mask_of(mask_mod: object) -> Mask | None:
+    """The native meaning of a mask_mod, None if it must be evaluated; TypeError if it is no function."""
+    meaning = _meaning("mask_mod", mask_mod)
+    return meaning if isinstance(meaning, Mask) else None
 
 
-def score_of(score_mod: object) -> Score:
-    """The native meaning of a score_mod; NotImplementedError with its name if it has none."""
-    meaning = _meaning(score_mod)
-    if isinstance(meaning, Score):
-        return meaning
-    _refuse("score_mod", "softcap or alibi", score_mod)
+def score_of(score_mod: object) -> Score | None:
+    """The native meaning of a score_mod, None if it must be evaluated; TypeError if it is no function."""
+    meaning = _meaning("score_mod", score_mod)
+    return meaning if isinstance(meaning, Score) else None
 
 
 def is_same(offset: int | Tensor, other: int | Tensor) -> bool:
@@ -126,7 +128,7 @@ def options_of(mask: Mask, offset: int | Tensor | None, query: Tensor, seqlen_k:
     so a window at another offset becomes key_ranges.
     """
     batch, _, seqlen_q, _ = query.shape
-    window, own, ranges = mask
+    window, own, ranges, holes = mask
     if offset is None or is_same(offset, own):
         offset = own
     elif window != UNBOUNDED:
@@ -136,17 +138,24 @@ def options_of(mask: Mask, offset: int | Tensor | None, query: Tensor, seqlen_k:
     else:
         q_offset = None if offset == 0 and seqlen_q == seqlen_k else offset
     left, right = window
-    key_ranges = key_ranges_of(Mask(ranges=ranges), seqlen_q, seqlen_k, query.device) if ranges else None
-    if key_ranges is not None and key_ranges.shape[0] not in (1, batch):
-        raise ValueError(
-            f"pyattn: block_mask must be made of ids or lengths for 1 or {batch} sequences, got {key_ranges.shape[0]}"
-        )
     return {
         "causal": right == 0,
         "window": UNBOUNDED if left == -1 and right <= 0 else (left, right),
         "q_offset": q_offset,
-        "key_ranges": key_ranges,
+        "key_ranges": ranges_for(query, Mask(ranges=ranges), seqlen_k) if ranges else None,
+        "mask": None if holes is None else holes.bits(),
     }
+
+
+def ranges_for(query: Tensor, mask: Mask, seqlen_k: int) -> Tensor:
+    """``mask`` as key_ranges (B or 1, Sq, 2) for ``query`` (B, Hq, Sq, D); ValueError if it is for another B."""
+    key_ranges = key_ranges_of(mask, query.shape[2], seqlen_k, query.device)
+    if key_ranges.shape[0] not in (1, query.shape[0]):
+        raise ValueError(
+            f"pyattn: block_mask must be made of ids or lengths for 1 or {query.shape[0]} sequences, "
+            f"got {key_ranges.shape[0]}"
+        )
+    return key_ranges
 
 
 def key_ranges_of(mask: Mask, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
@@ -186,17 +195,11 @@ def column(value: int | Tensor) -> Tensor:
     return value.to(torch.int64).reshape(-1, 1) if isinstance(value, Tensor) else torch.tensor([[value]])
 
 
-def _meaning(function: object) -> Mask | Score | None:
+def _meaning(what: str, function: object) -> Mask | Score | None:
+    check_made(what, function)
+    if not callable(function):
+        raise TypeError(f"pyattn: {what} must be a function, got {function!r}")
     native = getattr(function, "native", None)
     if isinstance(native, Native) and native.code is getattr(function, "__code__", None):
         return native.meaning
     return None
-
-
-def _refuse(what: str, ours: str, function: object) -> NoReturn:
-    check_made(what, function)
-    if not callable(function):
-        raise TypeError(f"pyattn: {what} must be a function, got {function!r}")
-    name = getattr(function, "__qualname__", None)
-    name = f"{function.__module__}.{name}" if name else f"an instance of {type(function).__qualname__}"
-    raise NotImplementedError(f"pyattn: on a CPU, {what} must come from {ours} of pyattn.adapters.flex, got {name}")

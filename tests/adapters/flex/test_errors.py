@@ -7,6 +7,7 @@ from assertions import refused
 from pyattn.adapters.flex import (
     AuxRequest,
     alibi,
+    and_masks,
     causal,
     create_block_mask,
     document,
@@ -22,6 +23,10 @@ IDS = torch.tensor([0] * 20 + [1] * 30 + [2] * 14)
 
 def blocks(mask_mod, batch=None):
     return create_block_mask(mask_mod, batch, None, 64, 64, device="cpu")
+
+
+def own_score(score, b, h, q_idx, kv_idx):
+    return score * 2
 
 
 MADE = blocks(causal())
@@ -99,12 +104,6 @@ CALLS = {
         "window must be (left, right), each at least -1, got [-2, 0]",
     ),
     "ids": (TypeError, lambda *t: document(IDS.float()), "ids must be int32 or int64, got torch.float32"),
-    "ids again": (
-        NotImplementedError,
-        lambda *t: document(torch.tensor([[5, 5, 6], [5, 6, 5]])),
-        "each document must be one run of neighbours, an interval of keys, got ids in which 5 comes back at position 2 "
-        "of sequence 1",
-    ),
     "few ids": (
         ValueError,
         lambda *t: blocks(document(IDS[:60])),
@@ -112,11 +111,47 @@ CALLS = {
     ),
     "ids elsewhere": (ValueError, lambda *t: blocks(ELSEWHERE), "ids of document must be on query's device cpu, got m"),
     "prefix": (ValueError, lambda *t: prefix_lm(-1), "prefix must be at least 0, got -1"),
-    "union": (
+    "int mask": (
+        TypeError,
+        lambda *t: blocks(lambda b, h, i, j: i - j),
+        "mask_mod must return a bool tensor, got torch.in",
+    ),
+    "plain mask": (TypeError, lambda *t: blocks(lambda b, h, i, j: True), "mask_mod must return a tensor, got True"),
+    "row mask": (
+        ValueError,
+        lambda *t: blocks(lambda b, h, i, j: IDS[:3] > i),
+        "mask_mod must return one value for a pair, got shape (3,)",
+    ),
+    "union": (TypeError, lambda *t: or_masks(causal(), 3), "mask_mod must be a function, got 3"),
+    "factory": (
+        TypeError,
+        lambda *t: and_masks(causal),
+        "mask_mod must be what causal(...) returns, got the function ca",
+    ),
+    "plain score": (
+        TypeError,
+        lambda *t: flex_attention(*t, lambda *_: 3.0),
+        "score_mod must return a tensor, got 3.0",
+    ),
+    "row score": (
+        ValueError,
+        lambda *t: flex_attention(*t, lambda s, b, h, i, j: s + IDS),
+        "score_mod must return one value for a pair, got shape (64,)",
+    ),
+    "keys": (
+        ValueError,
+        lambda q, k, v: flex_attention(q, k, v[:, :, 1:], own_score),
+        "v must have shape [2, 2, 64, 16]",
+    ),
+    "infinite": (
+        ValueError,
+        lambda *t: flex_attention(*t, own_score, scale=float("inf")),
+        "softmax_scale must be finite, got inf",
+    ),
+    "transform": (
         NotImplementedError,
-        lambda *t: or_masks(causal(), document(IDS)),
-        "or_masks must combine causal and sliding_window with one offset (prefix_lm is a mask of its own), got causal, "
-        "document",
+        lambda q, k, v: torch.func.grad(lambda q: flex_attention(q, k, v, own_score).sum())(q),
+        "a score_mod of your own must run outside of torch.func's transforms and forward mode, got one",
     ),
     "cap": (ValueError, lambda *t: softcap(0), "cap must be above 0, got 0"),
     "slopes": (ValueError, lambda *t: alibi(torch.ones(())), "slopes must have 1 or 2 dimensions, got shape ()"),

@@ -1,15 +1,13 @@
-"""Promise: the FlexAttention adapter refuses unknown functions by name, compiles, and leaves GPUs to torch."""
+"""Promise: the FlexAttention adapter follows a BlockMask's mask_mod, compiles, and leaves GPUs to torch."""
 
 import copy
-import functools
-import re
 
 import pytest
 import torch
 from assertions import refused
 from helpers import assert_equal
 from torch.nn.attention import flex_attention as torch_flex
-from torch.nn.attention.flex_attention import BlockMask, noop_mask
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree
 
 from pyattn import attention
@@ -21,9 +19,7 @@ from pyattn.adapters.flex import (
     create_block_mask,
     document,
     flex_attention,
-    or_masks,
     sliding_window,
-    softcap,
 )
 
 IDS = torch.tensor([0] * 20 + [1] * 30 + [2] * 14)
@@ -45,45 +41,9 @@ def own_score(score, b, h, q_idx, kv_idx):
     return score * 2
 
 
-class Callable:
-    def __call__(self, b, h, q_idx, kv_idx):
-        return q_idx >= kv_idx
-
-
-FOREIGN = {
-    "own_mask": own_mask,
-    "test_use.<lambda>": lambda b, h, q_idx, kv_idx: q_idx >= kv_idx,
-    "an instance of Callable": Callable(),
-    "and_masks.<locals>.and_mask": torch_flex.and_masks(causal(), document(IDS)),
-    "torch.nn.attention.flex_attention.noop_mask": noop_mask,
-    "wrapping": functools.wraps(causal())(lambda b, h, q_idx, kv_idx: q_idx > kv_idx),
-    "softcap": softcap(3.0),
-}
-
-
-@pytest.mark.parametrize("name", FOREIGN)
-def test_functions_from_elsewhere_are_refused_by_name(name):
-    mask_mod = FOREIGN[name]
-    message = re.escape("" if name == "wrapping" else name)
-    message = f"^pyattn: on a CPU, mask_mod must come from causal, .* of pyattn.adapters.flex, got .*{message}"
-    for make in (create_block_mask, and_masks, or_masks):
-        with pytest.raises(NotImplementedError, match=message):
-            blocks(mask_mod) if make is create_block_mask else make(causal(), mask_mod)
-    block_mask = blocks(causal())
-    block_mask.mask_mod = mask_mod
-    with pytest.raises(NotImplementedError, match=message):
-        flex_attention(*tensors(), block_mask=block_mask)
-
-
-def test_scores_from_elsewhere_are_refused_by_name():
-    for score_mod in (own_score, causal()):
-        with refused(NotImplementedError, "on a CPU, score_mod must come from softcap or alibi of"):
-            flex_attention(*tensors(), score_mod)
-
-
 def test_rows_of_a_mask_without_its_mask_mod():
     """torch drops the mask_mod when a part of a mask may have another meaning."""
-    with pytest.raises(NotImplementedError, match="_sliced_mask_mod_error"):
+    with pytest.raises(RuntimeError, match="Cannot use mask_mod from a sliced BlockMask"):
         flex_attention(*tensors(), block_mask=blocks(causal())[:, :, :])
 
 

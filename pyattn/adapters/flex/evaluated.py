@@ -1,0 +1,40 @@
+"""The native meaning of a mask_mod that any function may be: intervals if every row is one, else a mask with holes."""
+
+from typing import NamedTuple
+
+import torch
+
+from pyattn.adapters.flex.evaluation import Trace, uncompiled
+from pyattn.adapters.flex.holes import Holes
+from pyattn.adapters.flex.meaning import Mask, MaskMod
+
+
+class Evaluation(NamedTuple):
+    """A mask, the sizes (B, Hq, Sq, Sk) for which it holds, and what the mask_mod computed then."""
+
+    mask: Mask
+    sizes: tuple[int, ...]
+    trace: Trace
+
+
+@uncompiled
+def evaluate(
+    mask_mod: MaskMod, sizes: tuple[int, int, int, int], device: torch.device, before: Evaluation | None = None
+) -> Evaluation:
+    """Evaluates every pair, in blocks of rows, unless the mask_mod computes the same as ``before``.
+
+    Raises:
+        TypeError: a mask_mod that returns no bool tensor.
+        ValueError: a mask_mod that returns a tensor with dimensions.
+    """
+    trace = Trace("mask_mod", mask_mod, device)
+    if trace.dtype != torch.bool:
+        raise TypeError(f"pyattn: mask_mod must return a bool tensor, got {trace.dtype}")
+    batch, heads = (size if place in trace.reads else min(1, size) for place, size in enumerate(sizes[:2]))
+    sizes = batch, heads, *sizes[2:]
+    if before is not None and before.sizes == sizes and trace.repeats(before.trace):
+        return before
+    holes = Holes(mask_mod, sizes, device)
+    ranges = holes.ranges()
+    mask = Mask(holes=holes) if ranges is None else Mask(ranges=(lambda *_: ranges,))
+    return Evaluation(mask, sizes, trace)

@@ -1,0 +1,81 @@
+"""mask_mods as users of FlexAttention write them, for 72 positions; some take grids of 6 x 12 or several documents."""
+
+import functools
+
+import torch
+from torch.nn.attention import flex_attention as torch_flex
+
+from pyattn.adapters.flex import and_masks, causal, document, or_masks, sliding_window
+
+LENGTH, WIDTH = 72, 12
+
+PIECES = torch.arange(LENGTH) // 9 % 3
+"""Three documents, each in several pieces."""
+
+ROWS = torch.stack([PIECES, PIECES.roll(5)])
+
+
+def tree(parents):
+    """bool (S, S), whether a token is the other one or one of its ancestors."""
+    ancestors = torch.eye(len(parents), dtype=torch.bool)
+    for i, parent in enumerate(parents):
+        if parent >= 0:
+            ancestors[i] |= ancestors[parent]
+    return ancestors
+
+
+ANCESTORS = tree([(i - 1) // 2 for i in range(LENGTH)])
+REACHES = torch.tensor([1, 3, 9, 80])
+OFFSET = 3
+
+
+def neighbourhood(b, h, q_idx, kv_idx):
+    """NATTEN in two dimensions: the 3 x 5 positions of the grid around a query."""
+    x, y = (q_idx % WIDTH - kv_idx % WIDTH).abs(), (q_idx // WIDTH - kv_idx // WIDTH).abs()
+    return (x <= 2) & (y <= 1)
+
+
+def dilated(b, h, q_idx, kv_idx, step):
+    distance = q_idx - kv_idx
+    return (distance >= 0) & (distance < 8 * step) & (distance % step == 0)
+
+
+class Every:
+    def __init__(self, step):
+        self.step = torch.tensor(step)
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return (kv_idx % self.step == 0) | (q_idx == kv_idx)
+
+
+INTERVALS = {
+    "causal": lambda b, h, q_idx, kv_idx: q_idx >= kv_idx,
+    "global offset": lambda b, h, q_idx, kv_idx: q_idx + OFFSET >= kv_idx,
+    "window": lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() <= 7,
+    "prefix": lambda b, h, q_idx, kv_idx: (kv_idx < 20) | (q_idx >= kv_idx),
+    "padding": lambda b, h, q_idx, kv_idx: kv_idx < torch.tensor([60, 31])[b],
+    "nothing": lambda b, h, q_idx, kv_idx: q_idx < 0,
+    "first rows": lambda b, h, q_idx, kv_idx: (q_idx < 9) & (kv_idx > 3 * q_idx),
+    "torch's noop": torch_flex.noop_mask,
+    "torch's and": torch_flex.and_masks(causal(), sliding_window(9)),
+    "a union": or_masks(causal(), lambda b, h, q_idx, kv_idx: kv_idx < 5),
+    "a sequence of one": lambda b, h, q_idx, kv_idx: (b == 1) & (q_idx >= kv_idx),
+}
+"""Each row is an interval, the same for all heads."""
+
+HOLES = {
+    "dilated": functools.partial(dilated, step=3),
+    "documents in pieces": document(PIECES),
+    "rows of documents": document(ROWS),
+    "causal documents": and_masks(causal(), document(ROWS)),
+    "neighbourhood": neighbourhood,
+    "tree": lambda b, h, q_idx, kv_idx: ANCESTORS[q_idx, kv_idx],
+    "tree by negative indices": lambda b, h, q_idx, kv_idx: ANCESTORS[q_idx - LENGTH][kv_idx],
+    "checkerboard": lambda b, h, q_idx, kv_idx: (q_idx + kv_idx) % 2 == 0,
+    "reaches of heads": lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() <= REACHES[h],
+    "heads and sequences": lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & ((q_idx - kv_idx) % (b + h + 1) == 0),
+    "sinks and a window": or_masks(sliding_window(5), lambda b, h, q_idx, kv_idx: (kv_idx < 3) & (q_idx >= kv_idx)),
+    "torch's or": torch_flex.or_masks(neighbourhood, lambda b, h, q_idx, kv_idx: kv_idx == 0),
+    "an object": Every(7),
+}
+"""Some row is no interval, or heads differ."""
