@@ -129,12 +129,12 @@ def test_ranges_out_of_bounds(pair: tuple[int, int], got: str, dtype: torch.dtyp
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("wanted", range(3))
+@pytest.mark.parametrize("wanted", range(4))
 def test_gradients_of_what_is_not_there(wanted: int) -> None:
     """The raw operator refuses to compute one; a mask has none."""
     q, k, v = tensors().values()
     out, rows = torch.zeros(2, 4, 5, 6), torch.zeros(2, 4, 5)
-    mask = [i == wanted for i in range(3)]
+    mask = [i == wanted for i in range(4)]
     for options in ({}, {"mask": torch.ones(7, dtype=torch.bool)}):
         with pytest.raises(ValueError, match="pyattn: output_mask must ask for gradients of a bias"):
             backward(out, None, q, k, v, out, rows, rows, **options, output_mask=mask)
