@@ -8,6 +8,8 @@ import math
 import torch
 from torch import Tensor
 
+from pyattn.arguments import has_values
+
 
 def _group(queries: Tensor, keys: Tensor) -> int:
     return queries.shape[1] // max(1, keys.shape[1])
@@ -43,6 +45,8 @@ def sum_over_rows(weights: Tensor, rows: Tensor, num_heads_kv: int) -> Tensor:
 def sum_over_seen_keys(weights: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     """``weights v`` for weights that are 0 where not ``seen``; a row is NaN if it sees a key that is not finite."""
     finite = v.isfinite()
+    if has_values(finite) and finite.all():
+        return sum_over_keys(weights, v)
     broken = (~finite.all(-1)).repeat_interleave(_group(weights, v), 1)[:, :, None]
     return sum_over_keys(weights.masked_fill(seen & broken, math.nan), torch.where(finite, v, 0.0))
 
@@ -50,5 +54,7 @@ def sum_over_seen_keys(weights: Tensor, v: Tensor, seen: Tensor) -> Tensor:
 def sum_over_seeing_rows(weights: Tensor, rows: Tensor, seen: Tensor, num_heads_kv: int) -> Tensor:
     """``weights^T rows`` for weights that are 0 where not ``seen``; a key is NaN if a row not finite sees it."""
     finite = rows.isfinite()
+    if has_values(finite) and finite.all():
+        return sum_over_rows(weights, rows, num_heads_kv)
     broken = ~finite.all(-1, keepdim=True)
     return sum_over_rows(weights.masked_fill(seen & broken, math.nan), torch.where(finite, rows, 0.0), num_heads_kv)

@@ -11,9 +11,10 @@ In the notation of :mod:`pyattn.derivatives.block`, with f the score_mod and g i
 A score of -inf masks its pair, whether the mask or the score_mod says so.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,15 +52,19 @@ class Block:
         queries: where in tensors (B, Hq, Sq, ...) the rows are.
         places: where the block's parts of dout, dlse, q, k and v are.
         seen: bool, what the mask shows; it broadcasts to (sequences, query heads, rows, keys).
+
+    Args:
+        keys: where in tensors (B, Hkv, Sk, ...) the keys are.
+        sizes: (B, Hq, Sq, Sk).
     """
 
-    def __init__(self, call: Call, q: Tensor, k: Tensor, batch: slice, heads: slice, rows: slice) -> None:
-        self._call, group = call, q.shape[1] // k.shape[1]
-        self.queries = batch, slice(heads.start * group, heads.stop * group), rows
-        self.seen, columns = _shown(call.mask, *self.queries)
-        self.places = [self.queries] * 3 + [(batch, heads, columns)] * 2
-        every = [torch.arange(n, device=q.device) for n in (*q.shape[:3], k.shape[2])]
-        self._indices = [x[place] for x, place in zip(every, (*self.queries, columns), strict=True)]
+    def __init__(
+        self, call: Call, queries: tuple[slice, ...], keys: tuple[Any, ...], seen: Tensor, sizes: tuple[int, ...]
+    ) -> None:
+        self._call, self.queries, self.seen = call, queries, seen
+        self.places = [queries] * 3 + [keys] * 2
+        places = zip(sizes, (*queries, keys[2]), strict=True)
+        self._indices = [torch.arange(size, device=seen.device)[place] for size, place in places]
 
     def parts(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The block's part of each of dout, dlse, q, k and v, or of the last of them."""
@@ -117,17 +122,18 @@ def blocks(call: Call, q: Tensor, k: Tensor) -> Iterator[Block]:
     (batch, heads_q, seqlen_q, _), (_, heads, seqlen_k, _) = q.shape, k.shape
     if not (q.shape[:3].numel() and k.shape[:3].numel()):
         return
-    row = heads_q // heads * seqlen_k  # pairs
-    rows = min(ROWS, max(1, PAIRS // row))
-    some_heads = min(heads, max(1, PAIRS // (rows * row)))
-    sequences = min(batch, max(1, PAIRS // (rows * row * heads)))
-    for b in range(0, batch, sequences):
-        for h in range(0, heads, some_heads):
-            for i in range(0, seqlen_q, rows):
-                places = slice(b, b + sequences), slice(h, min(heads, h + some_heads)), slice(i, i + rows)
-                block = Block(call, q, k, *places)
-                if block.seen.shape[-1]:
-                    yield block
+    group, sizes = heads_q // heads, (batch, heads_q, seqlen_q, seqlen_k)
+    rows = min(ROWS, max(1, PAIRS // (group * seqlen_k)))
+    some_heads = min(heads, max(1, PAIRS // (rows * group * seqlen_k)))
+    sequences = min(batch, max(1, PAIRS // (rows * heads_q * seqlen_k)))
+    heads_differ = isinstance(call.mask, Holes) and call.mask.sizes[1] > 1
+    for b, i, h in itertools.product(range(0, batch, sequences), range(0, seqlen_q, rows), range(0, heads, some_heads)):
+        heads_kv = slice(h, min(heads, h + some_heads))
+        queries = slice(b, b + sequences), slice(h * group, heads_kv.stop * group), slice(i, i + rows)
+        if h == 0 or heads_differ:
+            seen, columns = _shown(call.mask, *queries)
+        if seen.shape[-1]:
+            yield Block(call, queries, (queries[0], heads_kv, columns), seen, sizes)
 
 
 def _shown(mask: Tensor | Holes, batch: slice, heads: slice, rows: slice) -> tuple[Tensor, slice | Tensor]:
