@@ -16,7 +16,7 @@ from pyattn import attention, attention_varlen, reference
 from pyattn.masks import KeyRanges, documents
 
 LENGTHS = 3, 17, 0, 5
-"""Of the sequences; one is empty."""
+"""Lengths of the sequences; one is empty."""
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
