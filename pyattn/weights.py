@@ -42,6 +42,9 @@ def attention_weights(
 
         weights_ij = dropout(exp(score_ij) / (sum_j exp(score_ij) + exp(sinks_h)))        out_i = sum_j weights_ij v_j
 
+    If you pass the options of an :func:`pyattn.attention` call, including its ``dropout_seed``,
+    ``attention_weights(...) @ v`` equals the out of that call up to rounding.
+
     ``reduce`` sums them over the chosen rows, or over the keys::
 
         reduce="queries"    received_j = sum_i weights_ij                               what each key received
@@ -52,8 +55,7 @@ def attention_weights(
 
     Time is linear in the number of weights, and so is memory without ``reduce``. With it, weights exist for one block
     of rows at a time, in the backward as well, and memory is linear in the lengths; in a compiled graph and in a
-    transform of torch.func that differentiates, they are kept. If you pass the options of an :func:`pyattn.attention`
-    call, including its ``dropout_seed``, ``attention_weights(...) @ v`` equals the out of that call up to rounding.
+    transform of torch.func that differentiates, they are kept.
 
     Args:
         q, k: as for :func:`pyattn.attention`.
@@ -222,6 +224,8 @@ def _entropies(call: _Call, row: Tensor) -> Tensor:
 
 def _by_blocks(reduced: Callable[[_Call, Tensor], Tensor], call: _Call, row: Tensor) -> list[Tensor]:
     """``reduced`` of blocks of rows; a backward computes each block again instead of keeping its weights."""
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return [reduced(call, row)]  # a trace would unroll the loop for one length
     step = max(1, PAIRS_AT_ONCE // max(1, call.q.shape[0] * call.q.shape[1] * call.k.shape[2]))
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not autograd.transforming():
         reduced = partial(checkpoint, reduced, use_reentrant=False, preserve_rng_state=False)

@@ -134,8 +134,8 @@ def test_derivatives_and_transforms() -> None:
     def differentiable(*inputs: Tensor) -> tuple[Tensor, Tensor]:
         return call(*inputs[:3], sinks=inputs[3])[:2]  # type: ignore[return-value]
 
-    assert gradcheck(differentiable, leaves)
-    assert gradgradcheck(differentiable, leaves)
+    assert gradcheck(differentiable, leaves, fast_mode=True)
+    assert gradgradcheck(differentiable, leaves, fast_mode=True)
     q, k, v, sinks = (t.detach() for t in leaves)
     grad = torch.func.grad(lambda q: sum(x.sin().sum() for x in call(q, k, v, sinks=sinks)))(q)  # type: ignore[arg-type,return-value]
     leaf = q.clone().requires_grad_()
@@ -150,16 +150,14 @@ def test_derivatives_and_transforms() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("grad", [False, True])
-def test_compile(grad: bool) -> None:
+def test_compile() -> None:
     case = CASES[-1]
     (q, k, v), options = case.inputs(torch.float64), case.given(torch.float64)
     call = partial(attention, return_lse=True, return_max_score=True, **options)
-    q.requires_grad_(grad)
+    q.requires_grad_()
     ours, found = call(q, k, v), graph_of(call)(q, k, v)
     assert_close(found, ours)
-    if grad:
-        assert_close(*(torch.autograd.grad(results[0].sin().sum(), q) for results in (found, ours)))
+    assert_close(*(torch.autograd.grad(results[0].sin().sum(), q) for results in (found, ours)))
 
 
 def test_autocast_meta_and_no_grad() -> None:

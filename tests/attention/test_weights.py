@@ -357,7 +357,7 @@ def test_memory_of_reductions_is_linear(kind: Any, grad: bool, monkeypatch: pyte
 
 
 @each_reduction
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.usefixtures("small_blocks")
 def test_reductions_compiled_and_transformed(kind: Any) -> None:
     q, k, options = inputs(CASES[5], torch.float64)
@@ -369,6 +369,8 @@ def test_reductions_compiled_and_transformed(kind: Any) -> None:
     assert_close(torch.autograd.grad(compiled.sin().sum(), leaf)[0], expected)
     assert_close(torch.func.grad(lambda q: call(q, k).sin().sum())(q), expected)
     assert_close(torch.vmap(call, (0, None))(torch.stack([q, q.sin()]), k)[1], call(q.sin(), k))
+    traced = torch.jit.trace(lambda q: call(q, k), q)
+    assert_close(traced(q.sin()), call(q.sin(), k))
 
 
 @each_reduction
