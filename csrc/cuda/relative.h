@@ -8,16 +8,11 @@
 #pragma once
 
 #include "cuda/primitives.h"
+#include "shared/distances.h"
 #include "shared/mask.h"
 
 namespace pyattn::cuda {
 namespace {
-
-// j - (i + q_offset) for query i and key j. Extreme offsets are brought to 2^40, which no reach exceeds.
-PYATTN_DEVICE int64_t distance(const ForwardParams& p, const Head& head, int64_t i, int64_t j) {
-  constexpr int64_t kFar = int64_t{1} << 40;
-  return j - i - clamp(p.mask.q_offsets ? p.mask.q_offsets[head.b] : p.mask.q_offset, -kFar, kFar);
-}
 
 // The relative biases of row r on the keys of a tile, which count from n0 and are fewer than kMost.
 template <class T>
@@ -28,9 +23,8 @@ struct RelativeRow {
 
   PYATTN_DEVICE RelativeRow(const ForwardParams& p, const Head& head, int64_t r, int64_t n0) {
     const int64_t reach = p.score.reach;
-    const int64_t first = clamp(distance(p, head, head.query(r), n0), -reach - kMost, reach);
-    values = static_cast<const T*>(p.score.relative_bias) + head.b * p.score.relative_stride_b +
-             head.query_head(r) * p.score.relative_stride_h + reach + first;
+    const int64_t first = clamp(distance_of(p, head, head.query(r), n0), -reach - kMost, reach);
+    values = relative_bias_of<T>(p, head, head.query_head(r)) + first;
     low = static_cast<int>(max(-reach - first, -1)), high = static_cast<int>(min(reach - first, kMost));
   }
 
@@ -42,7 +36,7 @@ struct RelativeRow {
 // The diagonals, j - i, whose distance is less than the reach, and that the mask's formulas show.
 PYATTN_DEVICE Range inner_diagonals(const Mask& mask) {
   const Head& head = mask.head;
-  const int64_t position = -distance(mask.p, head, 0, 0), reach = mask.p.score.reach;
+  const int64_t position = -distance_of(mask.p, head, 0, 0), reach = mask.p.score.reach;
   return {max(max(position - reach + 1, mask.diagonals.begin), 1 - head.seqlen_q),
           min(min(position + reach, mask.diagonals.end), head.seqlen_k)};
 }

@@ -127,7 +127,7 @@ sum_relative(const __grid_constant__ BackwardParams p) {
   for (int64_t h = first_h; h < (each_h ? first_h + 1 : p.num_heads_q); ++h)
     for (int64_t b = first_b; b < (each_b ? first_b + 1 : p.batch); ++b) {
       const Head head(p, b * p.num_heads_kv + h / group);
-      const int64_t diagonal = entry - p.score.reach - distance(p, head, 0, 0);
+      const int64_t diagonal = entry - p.score.reach - distance_of(p, head, 0, 0);
       if (inner_diagonals(Mask(p, head)).contains(diagonal)) sum += diagonals_of<T>(p, head, h)[diagonal];
       if (entry == 0) sum += end_sums_of<T>(p, 0)[b * p.num_heads_q + h];
       if (entry == last) sum += end_sums_of<T>(p, 1)[b * p.num_heads_q + h];

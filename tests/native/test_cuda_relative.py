@@ -128,10 +128,10 @@ def test_extreme_offsets(emulation: Backend, dtype: torch.dtype, offset: int) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_bands(cuda_kernels: Backend, dtype: torch.dtype) -> None:
-    """More diagonals than a thread block takes, more rows than a tile, tiles that no row sees, keys that are split."""
+    """More diagonals than a thread block takes, more rows than a tile, tiles that no row sees, and split keys."""
     for case in (Case(1, 1, 1, 140, 300, 16, 16, causal=False), Case(1, 2, 1, 3, 600, 16, 16)):
         drawn, options = drawn_of(case, dtype)
-        options["mask"] = torch.arange(case.seqlen_k) // 48 != 2
+        options["mask"] = torch.arange(case.seqlen_k) >= 100
         assert_right(cuda_kernels.attention, drawn, table_of(dtype, 1, 401), **options)
 
 
@@ -155,7 +155,7 @@ def one_by_one(packed: Packed, call: Call, table: Tensor, **options: Any) -> Cal
 @each_dtype
 @pytest.mark.parametrize(("shape", "options"), alternate([(2,), (3, 1), (3, 2)], [{}, {"causal": False}]), ids=str)
 def test_packed(cuda_kernels: Backend, dtype: torch.dtype, shape: tuple[int, ...], options: dict[str, Any]) -> None:
-    lengths = ([5, 0, 12], [7, 3, 15]) if dtype == torch.float64 else ([40, 0, 20], [50, 3, 30])
+    lengths = ([5, 0, 12], [7, 3, 15]) if dtype == torch.float64 else ([40, 0, 33], [50, 3, 41])
     packed = Packed(*lengths, heads=(2, 1), rest=4)
     seeded(0)
     qkv, table = packed.inputs(dtype), table_of(dtype, *shape, 21)
