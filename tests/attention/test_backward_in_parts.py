@@ -51,7 +51,7 @@ class InParts(torch.autograd.Function):
             mine = part(options, begin, end, offset)
             keys = k[:, :, begin:end], v[:, :, begin:end]
             found.append(backend.attention_backward(dout, q, *keys, out, rows, dlse=dlse, **mine))
-        dq, dk, dv, dbias, dslopes, dsinks = zip(*found, strict=True)
+        dq, dk, dv, dbias, dslopes, dsinks, *_ = zip(*found, strict=True)
         bias = options.get("bias")
         if dbias[0] is not None:
             dbias = torch.cat(dbias, -1) if bias.shape[-1] > 1 else (sum(d.double() for d in dbias).to(bias.dtype),)
