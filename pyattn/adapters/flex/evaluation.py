@@ -150,18 +150,25 @@ class Trace(Lookups):
     Attributes:
         captured: the tensors that the mod reads from outside its arguments.
         reads: the arguments on which the result depends, by number.
+        dtype: the result's.
 
     Raises:
         TypeError: a mod that returns no tensor.
         ValueError: a mod that returns a tensor with dimensions.
     """
 
-    def __init__(self, what: str, mod: Callable[..., Tensor], device: torch.device, dtype: torch.dtype | None = None):
+    captured: list[Tensor]
+    reads: frozenset[int]
+    dtype: torch.dtype
+
+    def __init__(
+        self, what: str, mod: Callable[..., Tensor], device: torch.device, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self._calls: list[tuple[Any, ...]] = []
         self._made: dict[int, tuple[Tensor, tuple[Any, ...], frozenset[int]]] = {}
         self._objects: list[object] = []
-        self.captured: list[Tensor] = []
+        self.captured = []
         indices = [torch.zeros(1, dtype=torch.int64, device=device)] * 4
 
         def single(*inputs: Tensor) -> Tensor:

@@ -21,6 +21,10 @@ class Holes:
         sizes: (B, Hq, Sq, Sk); B and Hq are 1 if the mask_mod doesn't depend on them.
     """
 
+    mask_mod: Callable[..., Tensor]
+    sizes: tuple[int, int, int, int]
+    device: torch.device
+
     def __init__(self, mask_mod: Callable[..., Tensor], sizes: tuple[int, int, int, int], device: torch.device) -> None:
         self.mask_mod, self.sizes, self.device = mask_mod, sizes, device
         self._bits: Tensor | None = None

@@ -58,6 +58,10 @@ class Block:
         sizes: (B, Hq, Sq, Sk).
     """
 
+    queries: tuple[slice, ...]
+    places: list[tuple[Any, ...]]
+    seen: Tensor
+
     def __init__(
         self, call: Call, queries: tuple[slice, ...], keys: tuple[Any, ...], seen: Tensor, sizes: tuple[int, ...]
     ) -> None:

@@ -77,5 +77,6 @@ HOLES = {
     "sinks and a window": or_masks(sliding_window(5), lambda b, h, q_idx, kv_idx: (kv_idx < 3) & (q_idx >= kv_idx)),
     "torch's or": torch_flex.or_masks(neighbourhood, lambda b, h, q_idx, kv_idx: kv_idx == 0),
     "an object": Every(7),
+    "windows apart": or_masks(sliding_window(3), sliding_window(3, offset=-9)),
 }
 """Some row is no interval, or heads differ."""

@@ -121,6 +121,17 @@ def test_masks_are_evaluated_when_they_change(change):
     assert not torch.allclose(out, flex_attention(*tensors, block_mask=everything, enable_gqa=True))
 
 
+def test_a_mask_cut_to_shorter_lengths():
+    """Full blocks then extend past the last query and key."""
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return (q_idx >= 16) | (kv_idx % 2 == 0)
+
+    tensors, block_mask = inputs(), create_block_mask(mask_mod, 2, 4, 80, 80, "cpu", 16)._adjust(LENGTH, LENGTH)
+    ours, theirs = (f(*tensors, None, block_mask, enable_gqa=True) for f in (flex_attention, torch_flex.flex_attention))
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
 def test_masks_that_moved():
     tensors, block_mask = inputs(), blocks(HOLES["rows of documents"])
     expected = flex_attention(*tensors, block_mask=block_mask, enable_gqa=True)
