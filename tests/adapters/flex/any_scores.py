@@ -115,6 +115,10 @@ SCORES = {
     "positions": Scored(
         lambda x, y: lambda score, b, h, q_idx, kv_idx: score + (x[q_idx] * y[kv_idx]).sum(), ((LENGTH, 3), (LENGTH, 3))
     ),
+    "mixed places": Scored(
+        lambda w: lambda score, b, h, q_idx, kv_idx: score + w[(h + kv_idx) % LENGTH, (q_idx - kv_idx).abs()],
+        ((LENGTH, LENGTH),),
+    ),
     "two dimensions": Scored(two_dimensions, ((HEADS, 5, 3),), neighbourhood),
 }
 
