@@ -71,7 +71,6 @@ def arguments(draw: Random, names: tuple[str, ...]) -> dict[str, Any]:
     for name in ("mask", "bias"):
         shapes[name] = [draw.choice([1, n]) for n in (*rows, sk)][draw.randrange(4) :]
     shapes |= {"alibi_slopes": rows[draw.randrange(2) : 2], "sinks": rows[1:2]}
-    shapes["relative_bias"] = [b, draw.choice([1, h * g]), 1 + 2 * draw.choice(SIZES)][draw.randrange(2) :]
     contents: dict[str, list[int]] = {}
     bounds: dict[str, Any] = {}
     if "cu_seqlens_q" in names:
@@ -89,6 +88,7 @@ def arguments(draw: Random, names: tuple[str, ...]) -> dict[str, Any]:
         shapes |= {"key_ranges": [sq, 2], "alibi_slopes": [b, h * g][draw.randrange(2) :], "sinks": [h * g]}
         shapes |= {name: [len(x)] for name, x in contents.items()}
     shapes["dropout_origins"] = [draw.choice([1, b]), 5]
+    shapes["relative_bias"] = [b, draw.choice([1, h * g]), 1 + 2 * draw.choice(SIZES)][draw.randrange(2) :]
     odd = draw.choices(names, k=draw.choice([0, 0, 0, 1, 2, 3]))
     dtype = draw.choice(DTYPES)
     sides = [-1, draw.randint(-1, 20), draw.randint(-1, 20), draw.choice([2**40, 2**63 - 1])]

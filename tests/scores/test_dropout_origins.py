@@ -42,7 +42,7 @@ def attend(
         results = emulated.attention(q, k, v, **options | ({} if packing is None else {"packing": packing}))
         return results
     kind = DENSE if packing is None else PACKED
-    return autograd.attend(kind, q, k, v, (*(packing or ()), *Options(**options)))
+    return autograd.attend(kind, q, k, v, (*(packing or ()), *Options(**options)))[:2]
 
 
 @cache
@@ -253,7 +253,7 @@ def test_second_derivatives(place: str) -> None:
     case, rows = Case(2, 4, 2, 5, 22, 8, 6, dropout_p=P), PLACES[place]
     leaves = [x.requires_grad_() for x in case.inputs(torch.float64)]
     options = Options(**DROPOUT, dropout_origins=torch.tensor(rows))
-    found = second_derivatives(lambda *x: autograd.attend(DENSE, *x, options), leaves)
+    found = second_derivatives(lambda *x: autograd.attend(DENSE, *x, options)[:2], leaves)
     with mock.patch.object(formula, "dropout_mask", return_value=kept_by(rows, 2, 4, 5, 22)):
         expected = second_derivatives(lambda *x: reference.attention(*x, **case.options, return_lse=True), leaves)
     assert_close(found, expected)
@@ -269,12 +269,12 @@ def test_second_derivatives_of_packed_sequences(shared: bool) -> None:
 
     def packed(*qkv: Tensor) -> tuple[Tensor, Tensor]:
         rows = (x.transpose(1, 2).flatten(0, 1) for x in qkv)
-        out, lse = autograd.attend(PACKED, *rows, (*packing, *options))
+        out, lse, *_ = autograd.attend(PACKED, *rows, (*packing, *options))
         return out.unflatten(0, (2, 5)).transpose(1, 2), lse.unflatten(1, (2, 5)).transpose(0, 1)
 
     assert_close(
         second_derivatives(packed, leaves),
-        second_derivatives(lambda *x: autograd.attend(DENSE, *x, options), leaves),
+        second_derivatives(lambda *x: autograd.attend(DENSE, *x, options)[:2], leaves),
     )
 
 
