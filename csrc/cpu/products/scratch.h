@@ -44,9 +44,10 @@ class Carver {
   int64_t used_ = 0;
 };
 
+// memset takes no null pointer, which an empty workspace has, even for 0 bytes.
 template <class T>
 void fill_zero(T* p, int64_t n) {
-  __builtin_memset(p, 0, n * sizeof(T));
+  if (n > 0) __builtin_memset(p, 0, n * sizeof(T));
 }
 
 }  // namespace
