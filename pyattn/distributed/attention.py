@@ -1,22 +1,17 @@
 """The functions over sequences, or packed sequences, of which each rank has a part."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
 from pyattn.arguments import check_tensor, refuse_positional
-from pyattn.derivatives import autograd
-from pyattn.derivatives.tangents import DENSE
-from pyattn.distributed.call import DIMS, DIMS_PACKED, Group, agreed
-from pyattn.distributed.layout import chunks_of
+from pyattn.distributed.call import DIMS, DIMS_PACKED, agreed
 from pyattn.distributed.operators import FUNCTIONS, begins_of, compiled
-from pyattn.distributed.ranks import Ranks
+from pyattn.distributed.ranks import Group, groups_of, ranks_of
 from pyattn.distributed.ring import ring
 from pyattn.distributed.ulysses import by_heads
-from pyattn.ops.schema import Options
+from pyattn.distributed.usp import by_mesh
 from pyattn.options import AttentionOptions
 from pyattn.parse import takes_options
 
@@ -98,7 +93,7 @@ def ulysses_attention(
         out, lse = compiled(ulysses_attention, (q, k, v), group, layout, options)
     else:
         call = agreed(ulysses_attention, (q, k, v), group, layout, options, DIMS, {})
-        out, lse = by_heads(call, layout, partial(autograd.attend, DENSE))
+        out, lse = by_heads(call, layout)
     return (out, lse) if return_lse else out
 
 
@@ -122,20 +117,13 @@ def usp_attention(
     """
     if positional:
         refuse_positional(usp_attention, positional)
-    if torch.compiler.is_compiling():
-        raise NotImplementedError("pyattn: usp_attention has no rule for torch.compile")
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
         raise TypeError(f"pyattn: mesh must be a DeviceMesh of two dimensions, got {mesh!r}")
-    call = agreed(usp_attention, (q, k, v), mesh, layout, options, DIMS, {})
-    between, within = (Ranks(mesh.get_group(at), mesh.size(at), mesh.get_local_rank(at)) for at in (0, 1))
-    queries, keys = (chunks_of(length, between.size, layout) for length in call.lengths)
-    row_q, row_k = (chunks_of(sum(map(len, held[between.own])), within.size, "contiguous") for held in (queries, keys))
-
-    def inner(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-        row = call._replace(ranks=between, q=q, k=k, v=v, options=options, queries=queries, keys=keys)
-        return ring(row)
-
-    out, lse = by_heads(call._replace(ranks=within, queries=row_q, keys=row_k), "contiguous", inner)
+    if torch.compiler.is_compiling():
+        out, lse = compiled(usp_attention, (q, k, v), mesh, layout, options)
+    else:
+        call = agreed(usp_attention, (q, k, v), mesh, layout, options, DIMS, {})
+        out, lse = by_mesh(call, layout, *map(ranks_of, groups_of(mesh)[1:]))
     return (out, lse) if return_lse else out
 
 
@@ -185,6 +173,5 @@ def ring_attention_varlen(
     return (out, lse) if return_lse else out
 
 
-FUNCTIONS.update(
-    {function.__name__: function for function in (ring_attention, ring_attention_varlen, ulysses_attention)}
-)
+for _function in (ring_attention, ring_attention_varlen, ulysses_attention, usp_attention):
+    FUNCTIONS[_function.__name__] = _function

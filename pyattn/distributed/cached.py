@@ -11,8 +11,8 @@ from typing_extensions import Unpack
 from pyattn import cached
 from pyattn.arguments import check_tensor, check_type, int64_of, refuse_positional
 from pyattn.cache import KVCache
-from pyattn.distributed.call import Group, facts_of
-from pyattn.distributed.ranks import Ranks, agree, gather_words, ranks_of
+from pyattn.distributed.call import facts_of
+from pyattn.distributed.ranks import Group, Ranks, agree, gather_words, ranks_of
 from pyattn.key_ranges import check_ranges, plain
 from pyattn.ops.schema import LEARNED, Options
 from pyattn.options import AttentionOptions

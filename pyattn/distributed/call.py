@@ -4,20 +4,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from pyattn.arguments import check_tensor
 from pyattn.autocast import cast
 from pyattn.derivatives import autograd
 from pyattn.distributed.layout import Chunks, check_layout, chunks_of
-from pyattn.distributed.ranks import Ranks, agree, ranks_of
+from pyattn.distributed.ranks import Group, Ranks, agree, ranks_of
 from pyattn.ops.schema import Options
 from pyattn.options import AttentionOptions
 from pyattn.parse import parse
-
-Group = dist.ProcessGroup | DeviceMesh | None
 
 DIMS = ("batch", "heads", "positions", "head_dim")
 DIMS_PACKED = ("positions", "heads", "head_dim")
@@ -67,7 +63,7 @@ class Parsed(NamedTuple):
 def agreed(
     function: Callable[..., Any],
     tensors: tuple[Tensor, Tensor, Tensor],
-    group: Group,
+    group: Group | Ranks,
     layout: str,
     options: AttentionOptions | Parsed,
     dims: tuple[str, ...],

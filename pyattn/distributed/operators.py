@@ -16,10 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pyattn import ops
 from pyattn.autocast import cast
-from pyattn.distributed.call import DIMS, DIMS_PACKED, Call, Group, Parsed, agreed
+from pyattn.distributed.call import DIMS, DIMS_PACKED, Call, Parsed, agreed
+from pyattn.distributed.ranks import Group, groups_of, ranks_of
 from pyattn.distributed.ring import Ring
 from pyattn.distributed.shares import Rows
-from pyattn.distributed.ulysses import Ulysses
+from pyattn.distributed.ulysses import Ulysses, by_heads
+from pyattn.distributed.usp import by_mesh
 from pyattn.ops.schema import LEARNED, PLACES, Options
 from pyattn.options import AttentionOptions
 
@@ -30,7 +32,7 @@ _OPTIONS = str(ops.attention_forward._schema).partition("Tensor v, ")[2].rpartit
 _OPTIONS = re.sub(r"=(\[.*?\]|[^,]+)", "", _OPTIONS)
 """Without defaults: the dispatcher drops arguments that are defaults, and autograd wants a gradient for each."""
 
-_CALL = f"str name, str group, str layout, bool chosen, Tensor q, Tensor k, Tensor v, Tensor[] begins, {_OPTIONS}"
+_CALL = f"str name, str[] groups, str layout, bool chosen, Tensor q, Tensor k, Tensor v, Tensor[] begins, {_OPTIONS}"
 _RESULTS = "Tensor out, Tensor lse, Tensor row_max, Tensor row_sum, Tensor seed"
 _SAVED = "bool[4] wanted, Tensor? dout, Tensor? dlse, Tensor out, Tensor row_max, Tensor row_sum"
 
@@ -61,23 +63,30 @@ def compiled(
     if group is None:
         group = dist.group.WORLD
     if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(f"pyattn: group must be a mesh of one dimension under torch.compile, got {group.ndim}")
-        group = group.get_group(0)
-    if not isinstance(group, dist.ProcessGroup):
+        groups = groups_of(group)
+    elif isinstance(group, dist.ProcessGroup):
+        groups = [group]
+    else:
         raise TypeError(f"pyattn: group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
     parsed = Parsed.of(function, options, tensors[0].device)
-    place = function.__name__, group.group_name, layout, parsed.chosen
+    place = function.__name__, [of.group_name for of in groups], layout, parsed.chosen
     out, lse, *_ = _attend(*place, *map(cast, tensors), list(begins), *parsed.options)
     return out, lse
 
 
 def _agreed(arguments: tuple[Any, ...]) -> tuple[Call, Ring | Ulysses]:
-    name, group, layout, chosen, q, k, v, cu_seqlens, *given = arguments
+    name, groups, layout, chosen, q, k, v, cu_seqlens, *given = arguments
     begins, facts = begins_of(cu_seqlens)
     parsed, dims = Parsed(Options(*given), chosen), DIMS_PACKED if begins else DIMS
-    call = agreed(FUNCTIONS[name], (q, k, v), _resolve_process_group(group), layout, parsed, dims, facts)
-    return call, Ulysses(call, layout) if name == "ulysses_attention" else Ring(call, begins)
+    ranks, *parts = (ranks_of(_resolve_process_group(group)) for group in groups)
+    if parts:
+        ranks = ranks._replace(inner=parts[1].size)
+    call = agreed(FUNCTIONS[name], (q, k, v), ranks, layout, parsed, dims, facts)
+    if name == "usp_attention":
+        return call, Ulysses(call, lambda call: by_mesh(call, layout, *parts))
+    if name == "ulysses_attention":
+        return call, Ulysses(call, lambda call: by_heads(call, layout))
+    return call, Ring(call, begins)
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:

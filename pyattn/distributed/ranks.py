@@ -26,27 +26,39 @@ class Ranks(NamedTuple):
     inner: int = 1
 
 
-def ranks_of(group: dist.ProcessGroup | DeviceMesh | None) -> Ranks:
+Group = dist.ProcessGroup | DeviceMesh | None
+"""The ranks of a call; None: all processes."""
+
+
+def ranks_of(group: Group | Ranks) -> Ranks:
     """The ranks of a process group, of a mesh of one or two dimensions, or with None of all processes."""
     if not dist.is_initialized():
         raise ValueError(
             "pyattn: torch.distributed has no process group; call torch.distributed.init_process_group first"
         )
-    inner = 1
+    if isinstance(group, Ranks):
+        return group
     if isinstance(group, DeviceMesh):
-        if group.ndim > 2 or (group.ndim == 2 and not group.mesh_dim_names):
-            raise ValueError(f"pyattn: group must be a mesh of one dimension, or of two that have names, got {group}")
-        if group.ndim == 2:
-            group, inner = group._flatten(), group.size(1)
-        group = group.get_group()
-    elif group is None:
+        groups = groups_of(group)
+        inner = groups[2].size() if len(groups) > 1 else 1
+        return ranks_of(groups[0])._replace(inner=inner)
+    if group is None:
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"pyattn: group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
     own = dist.get_rank(group)
     if own < 0:
         raise ValueError("pyattn: this process is not a rank of the group")
-    return Ranks(group, dist.get_world_size(group), own, inner)
+    return Ranks(group, dist.get_world_size(group), own)
+
+
+def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """The group of all ranks of a mesh; with two dimensions, also those of this rank's column and row."""
+    if mesh.ndim == 1:
+        return [mesh.get_group()]
+    if mesh.ndim > 2 or not mesh.mesh_dim_names:
+        raise ValueError(f"pyattn: group must be a mesh of one dimension, or of two that have names, got {mesh}")
+    return [mesh._flatten().get_group(), *(mesh.get_group(at) for at in (0, 1))]
 
 
 def gather_words(words: list[int], ranks: Ranks) -> list[list[int]]:

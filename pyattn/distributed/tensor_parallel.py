@@ -1,5 +1,6 @@
 """Tensor parallelism: each rank computes some of a module's heads, and the ranks sum what these give."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -38,7 +39,9 @@ def tensor_parallel(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int |
 
     A call has the arguments of one process: a mask or bias with heads has all of them, and returned weights have too.
     Dropout drops the same weights, from a seed that rank 0 draws and sends; every rank draws one, so generators in step
-    stay so. Calls must be alike on all ranks: as with torch's own plans, only what is said here is compared.
+    stay so. Calls must be alike on all ranks. The first call of the module compares them: the shape and dtype of x, and
+    the other arguments, of which only shapes and dtypes of tensors. With ``PYATTN_CHECK=1`` in the environment every
+    call does.
 
     Args:
         module: one of the multi-head classes of :mod:`pyattn.nn` and :mod:`pyattn.nn.book`.
@@ -51,7 +54,7 @@ def tensor_parallel(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int |
     Raises:
         TypeError: a module of another class, a mesh of another type.
         ValueError: a mesh of more dimensions; numbers of query or KV heads that are not multiples of the number of
-            ranks; modules that differ. Every rank raises.
+            ranks; modules that differ, or calls where they are compared. Every rank raises.
 
     Source: Shoeybi et al. 2019 (Megatron-LM).
     """
@@ -97,6 +100,13 @@ class TensorParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return tensor_parallel(module, device_mesh, src_data_rank=self.src_data_rank)
+
+
+def _described(value: Any) -> str:
+    """An argument of a call as all ranks must have it: of tensors the shape, of objects the class."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} of shape {list(value.shape)}"
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
 def _counts(module: nn.Module, plan: Plan) -> dict[str, int]:
@@ -147,9 +157,16 @@ class _OfRank(Heads):
     """A module with some of the heads; its class comes after this one."""
 
     part: Part
+    compared = False
 
     def forward(self, x: Any, *args: Any, **named: Any) -> Output:
         mesh, plan = self.part.mesh, self.part.plan
+        if not self.compared or os.environ.get("PYATTN_CHECK") == "1":
+            arguments = {"x": x, **{f"argument {n}": value for n, value in enumerate(args, 1)}, **named}
+            facts = {"arguments": list(arguments), "training": self.training}
+            facts |= {name: _described(value) for name, value in arguments.items()}
+            agree("forward", ranks_of(mesh), facts, [], None)
+            self.compared = True
         given = [self._own("mask", value) for value in args]
         named |= {name: self._own(name, named[name]) for name in ("mask", "bias") if name in named}
         if isinstance(x, Tensor):

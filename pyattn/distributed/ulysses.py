@@ -19,6 +19,7 @@ from pyattn.distributed.shares import Rows, Wanted, origins_of
 from pyattn.ops.schema import LEARNED, Options
 
 Inner = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, ...]]
+_DENSE: Inner = partial(autograd.attend, DENSE)
 
 
 class Exchange(NamedTuple):
@@ -94,14 +95,16 @@ class _Adjoint(torch.autograd.Function):
 
 
 class Ulysses:
-    """A call, for callers without autograd; backward computes forward again."""
+    """A call, for callers without autograd; backward computes forward again.
 
-    def __init__(self, call: Call, layout: str) -> None:
-        self._call, self._layout = call, layout
+    ``attend`` gives the call's (out, lse), differentiable.
+    """
+
+    def __init__(self, call: Call, attend: Callable[[Call], tuple[Tensor, Tensor]]) -> None:
+        self._call, self._of = call, attend
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-        call = self._call._replace(q=q, k=k, v=v, options=options)
-        return by_heads(call, self._layout, partial(autograd.attend, DENSE))
+        return self._of(self._call._replace(q=q, k=k, v=v, options=options))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Rows:
         """The results for this rank's queries."""
@@ -139,7 +142,7 @@ def _recording() -> Iterator[None]:
         yield
 
 
-def by_heads(call: Call, layout: str, inner: Inner) -> tuple[Tensor, Tensor]:
+def by_heads(call: Call, layout: str, inner: Inner = _DENSE) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's positions, from ``inner`` over its heads and all positions.
 
     Query heads are divided as evenly as possible; a rank gets the KV heads that its query heads read, so a KV head may

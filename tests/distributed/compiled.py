@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from distributed.ranks import mesh_of
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,12 +23,12 @@ def both(
     options: dict[str, Any],
 ) -> list[list[Tensor]]:
     """out, lse and all gradients: eager, then from one compiled graph."""
-    function, dim = getattr(distributed, name), 0 if cu_seqlens else 2
-    place = DeviceMesh.from_group(group, "cpu") if meshed else group
+    function, dim = getattr(distributed, name.partition(" ")[0]), 0 if cu_seqlens else 2
+    place = mesh_of(name) or (DeviceMesh.from_group(group, "cpu") if meshed else group)
     given = {
         key: value.detach().clone().requires_grad_() if key in LEARNED else value for key, value in options.items()
     }
-    leaves = [distributed.shard(t, dim, group).requires_grad_() for t in whole]
+    leaves = [distributed.shard(t, dim, place).requires_grad_() for t in whole]
     learned = [given[key] for key in LEARNED if key in given]
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import os
 from typing import Any
 
 import torch
@@ -254,6 +255,27 @@ def refusal(group: dist.ProcessGroup, name: str, arguments: dict[int, tuple[Any,
     except (TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def differing_calls(group: dist.ProcessGroup, check: str) -> list[str]:
+    """The errors of calls whose arguments differ between ranks: as a first call, and after one that is alike."""
+    rank, found = dist.get_rank(group), []
+    x, mask = torch.zeros(2, 7, D_IN, dtype=torch.float64), torch.ones(7, 7, dtype=torch.bool)
+    some = {"x": x, "mask": mask} if rank else {"x": x}
+    os.environ["PYATTN_CHECK"] = check
+    for arguments in ({"x": x[:, rank:]}, {"mask": None} | some, some):
+        for first in (True, False):
+            module = made("MultiHeadAttention", torch.float64, 0.0, {})
+            tensor_parallel(module, DeviceMesh.from_group(group, "cpu"))
+            if not first:
+                module(x)
+            try:
+                module(**(arguments if first or check == "1" else some))
+                found.append("no error")
+            except ValueError as error:
+                found.append(str(error))
+    del os.environ["PYATTN_CHECK"]
+    return found
 
 
 def refusals_of_a_call(group: dist.ProcessGroup) -> list[str]:

@@ -11,9 +11,16 @@ from helpers import seeded
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 
 
-@pytest.mark.parametrize("meshed", [False, True], ids=["group", "mesh"])
-@pytest.mark.parametrize("name", ["ring_attention", "ring_attention_varlen", "ulysses_attention"])
-def test_one_graph(name: str, meshed: bool) -> None:
+NAMES = ("ring_attention", "ring_attention_varlen", "ulysses_attention")
+PLACES = [
+    *((name, size, meshed) for name in NAMES for size, meshed in ((2, False), (2, True))),
+    ("ring_attention 2x2", 4, True),
+    ("usp_attention 2x2", 4, True),
+]
+
+
+@pytest.mark.parametrize(("name", "size", "meshed"), PLACES)
+def test_one_graph(name: str, size: int, meshed: bool) -> None:
     """With gradients of q, k, v and of what is learned, and dropout whose seed rank 0 draws."""
     seeded(0)
     packed = name == "ring_attention_varlen"
@@ -24,7 +31,7 @@ def test_one_graph(name: str, meshed: bool) -> None:
     options["relative_bias"] = torch.randn(4, 11).double()
     if not packed:
         options["bias"] = torch.randn(4, 1, 20).double()
-    for eager, graph in pool().run(2, compiled.both, name, meshed, whole, cu_seqlens, options):
+    for eager, graph in pool().run(size, compiled.both, name, meshed, whole, cu_seqlens, options):
         assert len(eager) == len(graph) == 5 + len(options) - 2
         assert all(torch.equal(a, b) for a, b in zip(eager, graph, strict=True))
 

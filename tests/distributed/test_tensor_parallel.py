@@ -148,6 +148,21 @@ def test_refusals() -> None:
             assert re.match(message, error), error
 
 
+@pytest.mark.parametrize("check", ["0", "1"])
+def test_calls_that_differ(check: str) -> None:
+    """The first call compares them, and with PYATTN_CHECK=1 every call: no rank waits for a sum that another lacks."""
+    expected = (
+        "x must be the same on all ranks, got torch.float64 of shape [2, 7, 16] on rank 0 and torch.float64 of shape "
+        "[2, 6, 16] on rank 1",
+        "mask must be the same on all ranks, got None on rank 0 and torch.bool of shape [7, 7] on rank 1",
+        "arguments must be the same on all ranks, got ['x'] on rank 0 and ['x', 'mask'] on rank 1",
+    )
+    for errors in pool().run(2, parallel.differing_calls, check):
+        for first, later, message in zip(errors[::2], errors[1::2], expected, strict=True):
+            assert first == f"pyattn: {message}"
+            assert later == (first if check == "1" else "no error")
+
+
 def test_every_class_with_several_heads_has_a_plan() -> None:
     named = {cls.__name__ for cls in nn.MODULES if issubclass(cls, nn.heads.Heads)}
     assert named == set(parallel.CASES)
