@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from pyattn import AttentionOptions, attention, attention_varlen, attention_weights
-from pyattn.adapters import transformers_masks, transformers_models, transformers_packed
+from pyattn.adapters import transformers_biases, transformers_masks, transformers_models, transformers_packed
+from pyattn.adapters.transformers_biases import PositionBias
 from pyattn.adapters.transformers_masks import Mask, mask_function
 from pyattn.arguments import check_size, check_tensor, shown
 from pyattn.dropout import draw_seed
@@ -54,6 +55,7 @@ def register() -> None:
         raise ImportError(f"{needed}, got {transformers.__version__}")
     AttentionInterface.register(NAME, attention_function)
     AttentionMaskInterface.register(NAME, mask_function)
+    transformers_biases.install(NAME)
 
 
 def fallbacks(model: nn.Module | None = None) -> list[str]:
@@ -88,7 +90,7 @@ def attention_function(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
+    position_bias: Tensor | PositionBias | None = None,
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
@@ -115,7 +117,8 @@ def attention_function(
         softcap: bound on the scores.
         is_causal: see ``attention_mask``.
         s_aux: (Hq,), sinks.
-        position_bias: added to the scores, as in T5; differentiable.
+        position_bias: added to the scores, as in T5; differentiable. A PositionBias, which the layers of T5 and its
+            relatives make with this implementation, takes no S x S.
         position_ids: (B or 1, Sq) integers; where they restart, causal attention sees
             no earlier token, in addition to a mask of :func:`mask_function` or none;
             a bool or float mask is the whole mask. Other shapes have no effect.
@@ -187,6 +190,9 @@ def attention_function(
         options["key_ranges"] = _documents(module, position_ids, query, key, attention_mask)
     if causal:
         options["q_offset"] = 0  # keys after the queries are unfilled slots of a static cache
+    if isinstance(position_bias, PositionBias):
+        options |= transformers_biases.relative_options(position_bias, query, causal)
+        position_bias = None
     options |= _masked(attention_mask, position_bias, options.get("key_ranges"))
     output_attentions = output_attentions or _captures_weights()
     if dropout and output_attentions:
