@@ -162,7 +162,8 @@ class AttentionOptions(TypedDict, total=False):
             check_tensor,
             "(Hq or 1, 2 R + 1) or (B, Hq or 1, 2 R + 1), in q's dtype or float32: ``relative_bias[h, d + R]`` is "
             "added to the score of a key at distance ``d = j - (i + q_offset)``, clamped to [-R, R]. Memory is linear "
-            "in R and the lengths. :mod:`pyattn.relative_bias` makes T5's.",
+            "in R and the lengths. -inf is a weight of 0; a row without other keys is NaN, as in softmax. "
+            ":mod:`pyattn.relative_bias` makes T5's.",
             {"position_bias": "use relative_bias with a value for each distance, or bias with one for each pair"},
         ),
     ]

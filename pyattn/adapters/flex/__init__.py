@@ -8,8 +8,9 @@ both: the functions below return mask_mods and score_mods that torch's own funct
     block_mask = create_block_mask(and_masks(causal(), document(ids)), None, None, 1024, 1024, device=device)
     out = flex_attention(query, key, value, block_mask=block_mask)
 
-Any other mask_mod or score_mod works, too: masks are evaluated (:mod:`pyattn.adapters.flex.evaluated`), scores are
-computed block by block (:mod:`pyattn.adapters.flex.row_blocks`).
+Any other mask_mod or score_mod works, too: masks are evaluated (:mod:`pyattn.adapters.flex.evaluated`), score_mods are
+taken apart into native options (:mod:`pyattn.adapters.flex.terms`), or else computed block by block
+(:mod:`pyattn.adapters.flex.row_blocks`).
 """
 
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask

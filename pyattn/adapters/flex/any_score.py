@@ -13,7 +13,9 @@ from torch import Tensor
 from pyattn import attention
 from pyattn.adapters.flex.evaluation import Trace, uncompiled
 from pyattn.adapters.flex.meaning import Mask, ScoreMod, ranges_for
+from pyattn.adapters.flex.native import native
 from pyattn.adapters.flex.row_blocks import Call, blocks
+from pyattn.adapters.flex.terms import score_of_terms
 from pyattn.autocast import cast, without
 from pyattn.derivatives.autograd import transforming
 from pyattn.derivatives.second_order import Last, save, saved
@@ -32,6 +34,9 @@ def attend(
     q, k, v = cast(query), cast(key), cast(value)
     attention(*(x.to("meta") for x in (q, k, v)), softmax_scale=scale)  # checks them
     trace = Trace("score_mod", score_mod, q.device, _wide(q).dtype)
+    score = score_of_terms(trace.result, q, k.shape[2])
+    if score is not None:
+        return native(score, query, key, value, mask, scale)
     captured = [x for x in trace.captured if x.requires_grad] if torch.is_grad_enabled() else []
     shown = ranges_for(q, mask, k.shape[2]) if mask.holes is None else mask.holes
     call = Call(score_mod, captured, shown, Options(softmax_scale=scale).scale_for(q.shape[3]))

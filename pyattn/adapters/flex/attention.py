@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from pyattn import attention
 from pyattn.adapters.flex.any_score import attend
 from pyattn.adapters.flex.blocks import blocks_of, mask_in
-from pyattn.adapters.flex.meaning import Mask, MaskMod, Score, ScoreMod, check_made, options_of, score_of
+from pyattn.adapters.flex.meaning import Mask, MaskMod, Score, ScoreMod, check_made, score_of
+from pyattn.adapters.flex.native import native
 from pyattn.arguments import check_size, check_sizes, check_tensor, check_type
 
 Results = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
@@ -97,8 +97,10 @@ def flex_attention(
         query: (B, Hq, L, E), float64, float32, bfloat16 or float16, any strides.
         key, value: (B, H, S, E) and (B, H, S, Ev); B may be 1 where block_mask has query's B.
         score_mod: any function; every tensor that it reads, wherever from, gets its gradient. ``softcap`` and ``alibi``
-            run in native code; any other in torch operations, block by block in linear memory, on scores in float32 or
-            float64. Those of your own must run outside of compiled graphs, which break there.
+            run in native code. So does a multiple of the score, or ``c * tanh`` of one, plus terms of ``q_idx -
+            kv_idx``, of kv_idx or of q_idx alone, each of b and h too, and captured tensors ``[b, h, q_idx, kv_idx]``.
+            Any other runs in torch operations, block by block in linear memory, on scores in float32 or float64. Those
+            of your own must run outside of compiled graphs, which break there.
         block_mask: from :func:`create_block_mask` or torch's own function. The mask_mod says what is visible, for all
             sequences and heads of query; blocks that leave out some of it are refused. A mask_mod of your own is
             evaluated again only when it computes something else, for example because a tensor has changed in place.
@@ -146,18 +148,7 @@ def flex_attention(
     if score_mod is not None and score is None:
         out, lse = attend(score_mod, query, key, value, mask, scale)
     else:
-        score = score or Score()
-        offset = None if score.alibi_slopes is None else score.offset
-        out, lse = attention(
-            query,
-            key,
-            value,
-            **options_of(mask, offset, query, key.shape[2]),
-            softmax_scale=scale,
-            softcap=score.softcap,
-            alibi_slopes=score.alibi_slopes,
-            return_lse=True,
-        )
+        out, lse = native(score or Score(), query, key, value, mask, scale)
     if return_aux is not None:
         return out, AuxOutput(lse=lse if wants_lse else None)
     return (out, lse) if wants_lse else out

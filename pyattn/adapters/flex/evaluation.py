@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
+from pyattn.adapters.flex.graph import Argument, Node
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -151,6 +153,7 @@ class Trace(Lookups):
         captured: the tensors that the mod reads from outside its arguments.
         reads: the arguments on which the result depends, by number.
         dtype: the result's.
+        result: a score_mod's result as an expression.
 
     Raises:
         TypeError: a mod that returns no tensor.
@@ -160,6 +163,7 @@ class Trace(Lookups):
     captured: list[Tensor]
     reads: frozenset[int]
     dtype: torch.dtype
+    result: Any
 
     def __init__(
         self, what: str, mod: Callable[..., Tensor], device: torch.device, dtype: torch.dtype | None = None
@@ -168,12 +172,14 @@ class Trace(Lookups):
         self._calls: list[tuple[Any, ...]] = []
         self._made: dict[int, tuple[Tensor, tuple[Any, ...], frozenset[int]]] = {}
         self._objects: list[object] = []
+        self._nodes: dict[int, Any] = {}
         self.captured = []
         indices = [torch.zeros(1, dtype=torch.int64, device=device)] * 4
 
         def single(*inputs: Tensor) -> Tensor:
             for number, x in enumerate(inputs):
                 self._made[id(x)] = x, ("argument", number), frozenset({number})
+                self._nodes[id(x)] = Argument(number)
             with self:
                 result: object = mod(*inputs)
             if not isinstance(result, Tensor):
@@ -182,11 +188,13 @@ class Trace(Lookups):
                 raise ValueError(f"pyattn: {what} must return one value for a pair, got shape {tuple(result.shape)}")
             self._calls.append(("return", self._name(result)))
             self.dtype, self.reads = result.dtype, self._reads(result)
+            self.result = self._nodes.get(id(result), result)
             return result
 
         with torch.no_grad():  # so only captured tensors can require a gradient
             torch.vmap(single)(*(() if dtype is None else [torch.zeros(1, dtype=dtype, device=device)]), *indices)
         self._made.clear()
+        self._nodes.clear()
         self._versions = [_version(x) for x in self.captured]
 
     def __torch_function__(
@@ -194,6 +202,7 @@ class Trace(Lookups):
     ) -> Any:
         inputs, structure = tree_flatten((tuple(args), kwargs or {}))
         names = [self._name(x) for x in inputs]
+        given, named = tree_map_only(Tensor, lambda x: self._nodes.get(id(x), x), (tuple(args), kwargs or {}))
         result = super().__torch_function__(func, types, args, kwargs)
         reads = [self._reads(x) for x in inputs if isinstance(x, Tensor)]
         known = frozenset().union(*(reads[1:] if func in READS_NO_VALUES else reads))
@@ -201,6 +210,8 @@ class Trace(Lookups):
         for place, x in enumerate(tree_leaves(written)):
             if isinstance(x, Tensor):
                 self._made[id(x)] = x, ("result", len(self._calls), place), known
+        if isinstance(written, Tensor):
+            self._nodes[id(written)] = Node(func, given, named, written.dtype)
         self._calls.append((func, structure, names))
         return result
 

@@ -49,11 +49,17 @@ class Mask(NamedTuple):
 
 
 class Score(NamedTuple):
-    """A score_mod as options of :func:`pyattn.attention`; ``offset`` belongs to ALiBi's distances."""
+    """A score_mod as options of :func:`pyattn.attention`.
+
+    ``offset`` belongs to the distances of ALiBi and of relative_bias, ``factor`` to softmax_scale.
+    """
 
     softcap: float = 0.0
     alibi_slopes: Tensor | None = None
     offset: int | Tensor = 0
+    factor: float = 1.0
+    bias: Tensor | None = None
+    relative_bias: Tensor | None = None
 
 
 class Native(NamedTuple):

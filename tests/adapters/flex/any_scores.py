@@ -10,7 +10,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.functional import embedding, logsigmoid, silu
 from torch.overrides import TorchFunctionMode
 
-from pyattn.adapters.flex import causal, document, sliding_window
+from pyattn.adapters.flex import causal, create_block_mask, document, flex_attention, sliding_window
 
 HEADS = 4
 
@@ -147,3 +147,36 @@ def by_formula(q, k, v, score_mod, mask_mod=None):
     lse, unseen = scores.logsumexp(-1), (scores == -torch.inf).all(-1, keepdim=True)
     weights = scores.masked_fill(unseen, 0.0).softmax(-1).masked_fill(unseen, 0.0)
     return weights.to(v.dtype) @ v, lse
+
+
+def drawn(name, dtype=torch.float64):
+    """query, key, value and the learned tensors."""
+    shapes = *((2, heads, LENGTH, 8) for heads in (HEADS, 2, 2)), *SCORES[name].shapes
+    return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+def functions(name):
+    """Our function and the formula, both of query, key, value and the learned tensors."""
+    make, _, mask_mod = SCORES[name]
+    block_mask = None
+    if mask_mod is not None:
+        block_mask = create_block_mask(mask_mod, 2, HEADS, LENGTH, LENGTH, "cpu", 16)
+
+    def native(q, k, v, *learned):
+        return flex_attention(q, k, v, make(*learned), block_mask, enable_gqa=True, return_lse=True)
+
+    def plain(q, k, v, *learned):
+        return by_formula(q, k, v, make(*learned), mask_mod)
+
+    return native, plain
+
+
+def derivatives(function, tensors):
+    """out and lse, first derivatives of all tensors, and second ones along one direction."""
+    out, lse = function(*tensors)
+    finite = lse.masked_fill(lse == -torch.inf, 0.0)
+    loss = (out * torch.arange(out.numel()).reshape(out.shape).sin()).sum() + (finite * finite.detach().cos()).sum()
+    first = torch.autograd.grad(loss, tensors, create_graph=True, materialize_grads=True)
+    along = sum((g * torch.arange(g.numel()).reshape(g.shape).cos()).sum() for g in first if g.requires_grad)
+    second = torch.autograd.grad(along, tensors, materialize_grads=True)
+    return out, lse, *first, *second

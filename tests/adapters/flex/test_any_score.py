@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 from adapters.flex.any_masks import LENGTH
-from adapters.flex.any_scores import HEADS, SCORES, by_formula, relative
+from adapters.flex.any_scores import HEADS, SCORES, by_formula, derivatives, drawn, functions, relative
 from adapters.gradients import assert_accurate
 from torch.autograd import gradcheck, gradgradcheck
 
-from pyattn.adapters.flex import AuxRequest, causal, create_block_mask, flex_attention, row_blocks
+from pyattn.adapters.flex import AuxRequest, any_score, causal, create_block_mask, flex_attention, row_blocks
 from pyattn.cli.timing import peak_memory
 
 DTYPES = torch.bfloat16, torch.float32, torch.float16
@@ -20,39 +20,7 @@ every_score = pytest.mark.parametrize("name", SCORES)
 def _small_blocks(monkeypatch):
     monkeypatch.setattr(row_blocks, "ROWS", 30)
     monkeypatch.setattr(row_blocks, "PAIRS", 30 * LENGTH * 2)
-
-
-def drawn(name, dtype=torch.float64):
-    """query, key, value and the learned tensors."""
-    shapes = *((2, heads, LENGTH, 8) for heads in (HEADS, 2, 2)), *SCORES[name].shapes
-    return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
-
-
-def functions(name):
-    """Our function and the formula, both of query, key, value and the learned tensors."""
-    make, _, mask_mod = SCORES[name]
-    block_mask = None
-    if mask_mod is not None:
-        block_mask = create_block_mask(mask_mod, 2, HEADS, LENGTH, LENGTH, "cpu", 16)
-
-    def native(q, k, v, *learned):
-        return flex_attention(q, k, v, make(*learned), block_mask, enable_gqa=True, return_lse=True)
-
-    def plain(q, k, v, *learned):
-        return by_formula(q, k, v, make(*learned), mask_mod)
-
-    return native, plain
-
-
-def derivatives(function, tensors):
-    """out and lse, first derivatives of all tensors, and second ones along one direction."""
-    out, lse = function(*tensors)
-    finite = lse.masked_fill(lse == -torch.inf, 0.0)
-    loss = (out * torch.arange(out.numel()).reshape(out.shape).sin()).sum() + (finite * finite.detach().cos()).sum()
-    first = torch.autograd.grad(loss, tensors, create_graph=True, materialize_grads=True)
-    along = sum((g * torch.arange(g.numel()).reshape(g.shape).cos()).sum() for g in first if g.requires_grad)
-    second = torch.autograd.grad(along, tensors, materialize_grads=True)
-    return out, lse, *first, *second
+    monkeypatch.setattr(any_score, "score_of_terms", lambda *_: None)  # also those that have a native meaning
 
 
 @every_score

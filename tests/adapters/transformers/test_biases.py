@@ -34,7 +34,7 @@ def model_of(name: str) -> Any:
 
 @pytest.fixture
 def biases(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Of each call of attention, the shapes of its relative_bias and bias."""
+    """The shapes of relative_bias and bias in each call of attention."""
     shapes = []
 
     def recorded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:

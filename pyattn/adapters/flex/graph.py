@@ -1,0 +1,127 @@
+"""The calls that a score_mod makes, as expressions, and how they depend on the positions of query and key."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+EXACT = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
+"""Types that hold every position."""
+
+COMPARISONS = frozenset(
+    {"eq", "ge", "gt", "le", "lt", "ne", "__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__"}
+)
+
+ARGUMENTS = ("score", "b", "h", "q_idx", "kv_idx")
+
+
+class Argument(NamedTuple):
+    """One of a score_mod's ARGUMENTS, by its number."""
+
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """A call of a function of torch, which gave one tensor of this dtype.
+
+    Its arguments are nodes, the score_mod's arguments, captured tensors and constants.
+    """
+
+    function: Any
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return getattr(self.function, "__name__", "")
+
+    @functools.cached_property
+    def form(self) -> "Form":
+        """What it depends on."""
+        return _form_of(self)
+
+    @functools.cached_property
+    def pure(self) -> bool:
+        """Whether neither it nor a node that it needs changes a tensor."""
+        special = self.name.startswith("__")
+        in_place = self.name.startswith(("__i", "__set")) if special else self.name.endswith("_")
+        changes = "out" in self.named or (in_place and self.name != "__invert__")
+        return not changes and all(x.pure for x in leaves(self) if isinstance(x, Node))
+
+
+class Form(NamedTuple):
+    """What an expression depends on.
+
+    Attributes:
+        slopes: (x, y) of a number ``x * q_idx + y * kv_idx + constant``; None if it is another function.
+        reads: for other functions, names out of ARGUMENTS and "distance", for ``kv_idx - q_idx``.
+    """
+
+    slopes: tuple[int, int] | None
+    reads: frozenset[str] = frozenset()
+
+    def depends_on(self) -> frozenset[str]:
+        """The names for an expression of any form."""
+        if self.slopes is None:
+            return self.reads
+        if sum(self.slopes) == 0:
+            return frozenset({"distance"} if self.slopes[0] else ())
+        return frozenset(name for name, slope in zip(ARGUMENTS[3:], self.slopes, strict=True) if slope)
+
+
+def form_of(x: object) -> Form:
+    """The form of an expression; captured tensors are constants."""
+    if isinstance(x, Argument):
+        name = ARGUMENTS[x.number]
+        slopes = {"q_idx": (1, 0), "kv_idx": (0, 1)}.get(name)
+        return Form(slopes, frozenset() if slopes else frozenset({name}))
+    return x.form if isinstance(x, Node) else Form((0, 0))
+
+
+def _form_of(node: Node) -> Form:
+    forms = [form_of(x) for x in leaves(node)]
+    slopes = [form.slopes for form in forms if form.slopes is not None]
+    exact = node.dtype in EXACT and not node.named and len(slopes) == len(forms)
+    if exact and len(forms) == 2:
+        (x, y), (other_x, other_y) = slopes
+        if node.name in ("add", "sub", "__rsub__"):
+            sign, other = {"add": (1, 1), "sub": (1, -1), "__rsub__": (-1, 1)}[node.name]
+            return Form((sign * x + other * other_x, sign * y + other * other_y))
+        number = next((n for n in node.arguments if type(n) is int), None)
+        if node.name == "mul" and number is not None:
+            return Form((number * (x + other_x), number * (y + other_y)))  # the number's own slopes are 0
+    if len(slopes) == len(forms) == 2 and node.name in COMPARISONS:
+        return Form(None, Form((slopes[0][0] - slopes[1][0], slopes[0][1] - slopes[1][1])).depends_on())
+    first = forms[0].slopes if forms else None
+    if first is not None and node.dtype in EXACT and node.name in ("double", "float", "int", "long", "to"):
+        return Form(first)
+    if first is not None and node.name == "neg":
+        return Form((-first[0], -first[1]))
+    return Form(None, frozenset[str]().union(*(form.depends_on() for form in forms)))
+
+
+def leaves(node: Node) -> list[Any]:
+    """All arguments of a node, also those in lists."""
+    return tree_leaves((node.arguments, node.named), is_leaf=_is_leaf)
+
+
+def value_of(x: Any, inputs: tuple[Any, ...], known: dict[int, Any]) -> Any:
+    """The value of an expression for these values of ARGUMENTS; ``known`` has those of nodes, by id."""
+    if isinstance(x, Argument):
+        return inputs[x.number]
+    if not isinstance(x, Node):
+        return x
+    if id(x) not in known:
+        given, named = tree_map(lambda y: value_of(y, inputs, known), (x.arguments, x.named), is_leaf=_is_leaf)
+        known[id(x)] = x.function(*given, **named)
+    return known[id(x)]
+
+
+def _is_leaf(x: object) -> bool:
+    return isinstance(x, Argument | Node | Tensor)

@@ -1,0 +1,29 @@
+"""Attention under a mask and a score_mod with a native meaning."""
+
+from torch import Tensor
+
+from pyattn import attention
+from pyattn.adapters.flex.meaning import Mask, Score, options_of
+from pyattn.options import Options
+
+
+def native(
+    score: Score, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq)."""
+    if score.factor != 1:
+        scale = Options(softmax_scale=scale).scale_for(query.shape[3]) * score.factor
+    of_distances = score.alibi_slopes is not None or score.relative_bias is not None
+    out, lse = attention(
+        query,
+        key,
+        value,
+        **options_of(mask, score.offset if of_distances else None, query, key.shape[2]),
+        softmax_scale=scale,
+        softcap=score.softcap,
+        alibi_slopes=score.alibi_slopes,
+        bias=score.bias,
+        relative_bias=score.relative_bias,
+        return_lse=True,
+    )
+    return out, lse

@@ -1,0 +1,159 @@
+"""The native meaning of a score_mod that is the score, scaled or under tanh, plus terms of indices and tensors."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyattn.adapters.flex.evaluation import Lookups, over_pairs
+from pyattn.adapters.flex.graph import Argument, Node, form_of, value_of
+from pyattn.adapters.flex.meaning import Score
+
+TERM = "add", "sub", "__rsub__"
+
+
+class Terms(NamedTuple):
+    """``factor * score``, or with a cap ``cap * tanh(factor * score / cap)``, plus terms, each with its sign."""
+
+    factor: float
+    softcap: float
+    terms: list[tuple[int, Any]]
+
+
+def terms_of(result: object) -> Terms | None:
+    """The terms of an expression, None if it is no such sum."""
+    if isinstance(result, Node) and not result.pure:
+        return None
+    terms, sign, node = list[tuple[int, Any]](), 1, result
+    while isinstance(node, Node) and node.name in TERM and len(node.arguments) == 2 and not node.named:
+        left, right = node.arguments if node.name != "__rsub__" else node.arguments[::-1]
+        minus = 1 if node.name == "add" else -1
+        if not _reads_score(right):
+            terms.append((sign * minus, right))
+            node = left
+        elif not _reads_score(left):
+            terms.append((sign, left))
+            sign, node = sign * minus, right
+        else:
+            return None
+    outer, node = _factor(node)
+    outer *= sign
+    if node == Argument(0):
+        return Terms(outer, 0.0, terms) if math.isfinite(outer) else None
+    if not isinstance(node, Node) or node.name != "tanh":
+        return None
+    inner, node = _factor(node.arguments[0])
+    found = math.isfinite(outer * inner) and outer != 0 and node == Argument(0)
+    return Terms(outer * inner, abs(outer), terms) if found else None
+
+
+def score_of_terms(result: object, q: Tensor, seqlen_k: int) -> Score | None:
+    """The options of a score_mod with this result; None unless they need no more than linear memory.
+
+    q: (B, Hq, Sq, D). A tensor of queries x keys that the score_mod captures, and adds as it is, is a bias.
+    """
+    sizes = *q.shape[:3], seqlen_k
+    terms = terms_of(result)
+    if terms is None or 0 in sizes:
+        return None
+    kinds = [(sign, term, form_of(term).depends_on()) for sign, term in terms.terms]
+    whole = [_whole(term, sizes) for _, term, _ in kinds]
+    along_keys, along_queries = (any(name in reads for _, _, reads in kinds) for name in ("kv_idx", "q_idx"))
+    pairs = [{"q_idx", "kv_idx"} <= reads or len(reads & {"q_idx", "kv_idx", "distance"}) > 1 for _, _, reads in kinds]
+    if any(both and view is None for both, view in zip(pairs, whole, strict=True)):
+        return None
+    if along_keys and along_queries and not any(pairs):
+        return None
+    wide = torch.promote_types(q.dtype, torch.float32)
+    relative: Tensor | None = None
+    bias: Tensor | None = None
+    for (sign, term, reads), view in zip(kinds, whole, strict=True):
+        if not reads & {"q_idx", "kv_idx"}:
+            own = sign * _table(term, reads, sizes).to(wide)
+            relative = own if relative is None else relative + own
+        else:
+            own = sign * (_values(term, reads, sizes) if view is None else view).to(wide)
+            bias = own if bias is None else bias + own
+    if relative is not None:
+        if (relative == -torch.inf).any():  # masks these pairs, and in the native code perhaps whole rows to NaN
+            return None
+        relative = relative.squeeze(0) if relative.shape[0] == 1 else relative
+    return Score(softcap=terms.softcap, factor=terms.factor, bias=bias, relative_bias=relative)
+
+
+def _reads_score(x: object) -> bool:
+    return "score" in form_of(x).depends_on()
+
+
+def _factor(node: Any) -> tuple[float, Any]:
+    """The numbers by which an expression is multiplied, and the expression."""
+    factor = 1.0
+    while isinstance(node, Node) and not node.named:
+        numbers = [x for x in node.arguments if isinstance(x, int | float) and not isinstance(x, bool)]
+        if node.name == "mul" and len(node.arguments) == 2 and numbers:
+            factor *= numbers[0]
+            node = next(x for x in node.arguments if x is not numbers[0])
+        elif node.name == "div" and len(node.arguments) == 2 and numbers and node.arguments[1] is numbers[0]:
+            factor = factor / numbers[0] if numbers[0] else math.nan
+            node = node.arguments[0]
+        elif node.name == "neg":
+            factor, node = -factor, node.arguments[0]
+        else:
+            break
+    return factor, node
+
+
+def _places(reads: frozenset[str], sizes: tuple[int, ...], q_idx: Tensor, kv_idx: Tensor) -> list[Tensor]:
+    batch, heads = (torch.arange(size if name in reads else 1) for name, size in zip("bh", sizes, strict=False))
+    return [batch, heads, q_idx, kv_idx]
+
+
+def _evaluated(term: Any, places: list[Tensor]) -> Tensor:
+    """The term for all pairs of these places, differentiable in what it captures."""
+
+    def function(*indices: Tensor) -> Tensor:
+        return torch.as_tensor(value_of(term, (None, *indices), {}))
+
+    with Lookups():
+        return over_pairs(function, places)
+
+
+def _table(term: Any, reads: frozenset[str], sizes: tuple[int, ...]) -> Tensor:
+    """A term of the distance alone as the option relative_bias, (B or 1, H or 1, 2 R + 1)."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    if "distance" not in reads:
+        return _evaluated(term, _places(reads, sizes, zero, zero)).flatten(2)
+    queries, keys = torch.arange(sizes[2]), torch.arange(sizes[3])
+    before = _evaluated(term, _places(reads, sizes, queries[1:].flip(0), zero)).flatten(2) if len(queries) > 1 else None
+    rest = _evaluated(term, _places(reads, sizes, zero, keys)).flatten(2)
+    found = rest if before is None else torch.cat([before, rest], 2)
+    reach = max(sizes[2:]) - 1
+    distances = torch.arange(-reach, reach + 1).clamp(
+        1 - sizes[2], sizes[3] - 1
+    )  # those that no pair has repeat the last
+    return found[:, :, distances + sizes[2] - 1]
+
+
+def _values(term: Any, reads: frozenset[str], sizes: tuple[int, ...]) -> Tensor:
+    """A term of queries or keys alone as the option bias, (B or 1, H or 1, Sq or 1, Sk or 1)."""
+    rows, columns = (
+        torch.arange(size if name in reads else 1) for name, size in zip(("q_idx", "kv_idx"), sizes[2:], strict=True)
+    )
+    return _evaluated(term, _places(reads, sizes, rows, columns))
+
+
+def _whole(term: Any, sizes: tuple[int, ...]) -> Tensor | None:
+    """A captured tensor that is looked up at (..., q_idx, kv_idx), as the option bias; None for other terms."""
+    if not isinstance(term, Node) or term.name != "__getitem__" or not isinstance(term.arguments[1], tuple):
+        return None
+    table, places = term.arguments
+    if not isinstance(table, Tensor) or len(places) != table.dim() or len(places) < 2:
+        return None
+    *first, query, key = (x.number if isinstance(x, Argument) else None for x in places)
+    if (query, key) != (3, 4) or first not in ([], [1], [2], [1, 2]):
+        return None
+    if any(table.shape[dim] < sizes[place - 1] for dim, place in enumerate([*first, 3, 4]) if place is not None):
+        return None  # an index is out of bounds
+    view = table[tuple(slice(sizes[place - 1]) for place in [*first, 3, 4] if place is not None)]
+    return view.unsqueeze(1) if first == [1] else view
