@@ -19,6 +19,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 newer_compiler = pytest.mark.skipif(torch.__version__ < "2.12", reason="the compiler of torch 2.11 can't trace this")
 
+exact_cuts = pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 cuts block masks to whole blocks")
+
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 

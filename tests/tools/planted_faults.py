@@ -41,9 +41,14 @@ class Fault(NamedTuple):
 
 
 def parse(text: str) -> list[Fault]:
-    """The faults in the text: each file after #, then a line with the name, the old text and the new text of each."""
-    faults, file = [], ""
-    for header, name, old, new in re.findall(r"^# (.+)$|^([^:\n]+): (.+)\s=> ?(.*)$", text, re.MULTILINE):
+    """The faults in the text: each file after #, then a line with the name, the old text and the new text of each.
+
+    Raises BadFaultError for a line that is none of these.
+    """
+    faults, file, entry = [], "", r"^# (.+)$|^([^:\n]+): (.+)\s=> ?(.*)$"
+    if rest := re.sub(entry, "", text, flags=re.MULTILINE).strip():
+        raise BadFaultError(f"no fault is written like this: {rest.splitlines()[0]}")
+    for header, name, old, new in re.findall(entry, text, re.MULTILINE):
         file = header or file
         if not header:
             faults.append(Fault(name, file, old, new))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from adapters.flex.any_masks import HOLES, INTERVALS, LENGTH
 from adapters.gradients import assert_accurate
+from helpers import exact_cuts, newer_compiler
 from torch.nn.attention import flex_attention as torch_flex
 from torch.utils import _pytree
 
@@ -121,6 +122,7 @@ def test_masks_are_evaluated_when_they_change(change):
     assert not torch.allclose(out, flex_attention(*tensors, block_mask=everything, enable_gqa=True))
 
 
+@exact_cuts
 def test_a_mask_cut_to_shorter_lengths():
     """Full blocks then extend past the last query and key."""
 
@@ -158,6 +160,7 @@ def test_empty(lengths):
         assert (lse == float("-inf")).all()
 
 
+@newer_compiler
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
 def test_compiled():
     """The mask is evaluated outside of the graph, so changes in place take effect."""

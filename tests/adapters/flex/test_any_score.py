@@ -7,6 +7,7 @@ import torch
 from adapters.flex.any_masks import LENGTH
 from adapters.flex.any_scores import HEADS, SCORES, by_formula, derivatives, drawn, functions, relative
 from adapters.gradients import assert_accurate
+from helpers import newer_compiler
 from torch.autograd import gradcheck, gradgradcheck
 
 from pyattn.adapters.flex import AuxRequest, any_score, causal, create_block_mask, flex_attention, row_blocks
@@ -186,6 +187,7 @@ def test_autocast():
     torch.testing.assert_close(gradients, tuple(x.float() for x in torch.autograd.grad(expected.float().sum(), low)))
 
 
+@newer_compiler
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
 def test_compiled():
     """The score_mod runs outside of the graph."""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from adapters.gradients import assert_accurate
+from helpers import exact_cuts
 from torch.nn.attention import flex_attention as torch_flex
 
 from pyattn import reference
@@ -204,6 +205,7 @@ def test_one_sequence_of_keys_for_all_queries():
     assert_as_torch((q, k[:1], v[:1]), None, block_mask)
 
 
+@exact_cuts
 def test_a_mask_cut_to_shorter_lengths():
     """Full blocks then extend past the last query and key."""
     q, k, v = inputs((90, 60))
