@@ -55,6 +55,7 @@ def test_front_page() -> None:
 def check_tree_decoding(names: dict[str, Any]) -> None:
     """The tree's tokens are those of one token at a time, in fewer calls."""
     decoded, used = names["decoded"].tolist(), int(names["cache"].lengths)
+    keys = names["cache"].k.clone().flatten(0, 1)[:used]
     assert used == 12 + len(decoded) - 1
     names["cache"].reset()
     with torch.no_grad():
@@ -62,6 +63,7 @@ def check_tree_decoding(names: dict[str, Any]) -> None:
         for at, expected in enumerate(decoded):
             assert token.item() == expected
             token = names["read"](token, torch.tensor([12 + at]))
+    torch.testing.assert_close(keys, names["cache"].k.flatten(0, 1)[:used])
     assert names["calls"] < 0.8 * len(decoded)
 
 

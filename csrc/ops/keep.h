@@ -70,7 +70,7 @@ inline void check_kept_values(const Tensor& lengths, const optional<Tensor>& sta
   }
 }
 
-// Of a cache without pages. `append` is the device's.
+// keep of a cache without pages. `append` is the device's.
 template <Where where, auto append>
 void cache_keep(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& starts,
                 const Tensor& indices, const optional<Tensor>& base, SymInt left, SymInt max_seqlen) {
@@ -92,6 +92,7 @@ void cache_keep(const Tensor& keys, const Tensor& values, const Tensor& lengths,
   if (rows) append(keys, values, lengths, starts, k, v, chosen.counts, max_seqlen);
 }
 
+// keep of a paged cache.
 template <Where where, auto append>
 void cache_keep_pages(const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& block_table,
                       const Tensor& indices, const optional<Tensor>& base, SymInt max_seqlen) {
