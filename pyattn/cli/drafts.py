@@ -9,8 +9,8 @@
 
 The large model chooses each token from its own logits, with the random number that it would draw without a draft. So
 the text is the same at any temperature, as long as rounding does not decide: a call of several tokens sums in another
-order than a call of one, so two tokens within about 1e-6 of each other may swap. The small model draws its guesses with
-the same random numbers, so models that agree choose alike.
+order than a call of one, so two tokens whose logits differ by about 1e-5 may swap. The small model draws its guesses
+with the same random numbers, so models that agree choose alike.
 
 Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding", algorithm 1. There, the
 large model accepts a draft with a probability; here, it draws the token itself and compares.
