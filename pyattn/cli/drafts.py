@@ -29,19 +29,22 @@ from pyattn.cli.gpt import GPT
 TOKENS = 4
 """Tokens of a draft. If the large model takes a share a of the tokens and the small model's step costs c of the large
 one's, n tokens are (1 - a^(n + 1)) / ((1 - a) (1 + c n)) times as fast (Leviathan et al., theorem 3.8): for a = 0.8 and
-c = 0.15, 2.1 times with 3 to 6."""
+c = 0.15, 2.1 times with 4 to 6."""
 
 
 class Drafts:
-    """The tokens that ``model`` writes after a prompt, most of them drafted by ``small``; iterate over it once.
+    """Continuations that ``model`` writes with drafts of up to ``tokens`` tokens by ``small``.
 
     Attributes:
         drafted, accepted: how many tokens ``small`` has drafted, and how many of these ``model`` has chosen too.
     """
 
     def __init__(self, model: GPT, small: GPT, tokens: int) -> None:
-        self.model, self.small, self.tokens = model, small, tokens
-        self.drafted = self.accepted = 0
+        self.model: GPT = model
+        self.small: GPT = small
+        self.tokens: int = tokens
+        self.drafted: int = 0
+        self.accepted: int = 0
 
     @torch.no_grad()
     def continuation(

@@ -56,7 +56,8 @@ class Cached:
     """
 
     def __init__(self, model: GPT, batch: int, tokens: int) -> None:
-        self.model, self.done = model, 0
+        self.model: GPT = model
+        self.done: int = 0
         self._caches = caches_for(model, batch, tokens)
         self._attends = [partial(attend_cached, cache) for cache in self._caches]
 
