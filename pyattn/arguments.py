@@ -116,8 +116,10 @@ def device_of(device: Any) -> torch.device | None:
         raise ValueError(f"pyattn: device must be one that this torch can use, got {device}") from error
 
 
-def check_integers(name: str, values: Sequence[int] | Tensor, device: torch.device | None = None) -> Tensor:
-    """``values`` as an int64 tensor with one dimension; otherwise TypeError, ValueError or NotImplementedError."""
+def check_integers(
+    name: str, values: Sequence[int] | Tensor, device: torch.device | None = None, dims: int = 1
+) -> Tensor:
+    """``values`` as an int64 tensor of ``dims`` dimensions; otherwise TypeError, ValueError or NotImplementedError."""
     check_type(name, values, Sequence, Tensor)
     if isinstance(values, Tensor):
         if values.layout is not torch.strided:
@@ -130,8 +132,9 @@ def check_integers(name: str, values: Sequence[int] | Tensor, device: torch.devi
             check_type(each, value, int)
             check_64_bits(each, value)
         values = torch.tensor(values, dtype=torch.int64, device=device)
-    if values.dim() != 1:
-        raise ValueError(f"pyattn: {name} must have 1 dimension, got shape {tuple(values.shape)}")
+    if values.dim() != dims:
+        plural = "s" if dims > 1 else ""
+        raise ValueError(f"pyattn: {name} must have {dims} dimension{plural}, got shape {tuple(values.shape)}")
     return values.to(torch.int64)
 
 

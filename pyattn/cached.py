@@ -5,13 +5,14 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from pyattn import ops, paged
-from pyattn.arguments import check_tensor, check_type, check_window, int64_of, refuse_positional
+from pyattn.arguments import check_64_bits, check_tensor, check_type, check_window, int64_of, refuse_positional
 from pyattn.attention import attention
 from pyattn.cache import KVCache
 from pyattn.cache.ring_buffer import check_ring, in_slots, narrowed
 from pyattn.key_ranges import check_ranges, plain
 from pyattn.options import UNBOUNDED, AttentionOptions
 from pyattn.parse import check_known, takes_options
+from pyattn.trees import behind_cache
 from pyattn.weights import attention_weights
 
 __all__ = ["attention_with_cache", "weights_with_cache"]
@@ -50,7 +51,9 @@ def attention_with_cache(
         return_max_score: also return max_score, after lse.
         options: as for :func:`pyattn.attention`, with these differences. q_offset: the position of query 0, an int or a
             (B,) int32 or int64 tensor; no query is then padding. Default: as above. window, key_ranges: they count
-            positions and apply in addition to the cache's own window. mask, bias: they have max_seqlen keys.
+            positions and apply in addition to the cache's own window. bias: it has max_seqlen keys. mask: the same, or
+            Sq keys, which are those at the queries' own positions, as of a drafted tree (:func:`pyattn.masks.tree`);
+            the keys before and after them then take part.
 
     Without a ring buffer, the result has the same bits as :func:`pyattn.attention` over the keys so far, with two
     exceptions, in which it agrees up to rounding. The first is a ragged append. The second is a call with all of
@@ -64,8 +67,8 @@ def attention_with_cache(
     Raises:
         ValueError, TypeError: as for :func:`pyattn.attention`; more than max_seqlen - left queries over a ring buffer;
             on the CPU, lengths set beyond the cache's size, and queries that see keys which a ring buffer has dropped.
-        NotImplementedError: as for :func:`pyattn.attention`; key_ranges, mask or bias over a ring buffer, whose slots
-            are not positions.
+        NotImplementedError: as for :func:`pyattn.attention`; over a ring buffer, whose slots are not positions,
+            key_ranges, bias, and a mask with other than Sq keys.
     """
     if positional:
         refuse_positional(attention_with_cache, positional)
@@ -88,7 +91,7 @@ def attention_with_cache(
 
 
 def masks_in_slots(cache: KVCache, seqlen_q: int, options: AttentionOptions) -> AttentionOptions:
-    """Converts causal, q_offset, window and key_ranges from positions to the cache's slots."""
+    """Converts causal, q_offset, window, key_ranges and mask from positions to the cache's slots."""
     causal, window, q_offset = options.get("causal", True), options.get("window"), options.get("q_offset")
     window = UNBOUNDED if window is None else window
     check_type("causal", causal, bool)
@@ -110,7 +113,23 @@ def masks_in_slots(cache: KVCache, seqlen_q: int, options: AttentionOptions) -> 
         elif cache.window is not None:
             q_offset = in_slots(q_offset, cache.lengths, cache.starts, window[0], cache.max_seqlen)
         key_ranges = _in_use(key_ranges, used, padding, seqlen_q, cache.max_seqlen)
-    return {"causal": causal, "q_offset": q_offset, "window": window, "key_ranges": key_ranges}
+    mask = _over_slots(options.get("mask"), q_offset, cache, seqlen_q)
+    return {"causal": causal, "q_offset": q_offset, "window": window, "key_ranges": key_ranges, "mask": mask}
+
+
+def _over_slots(mask: Tensor | None, q_offset: int | Tensor, cache: KVCache, seqlen_q: int) -> Tensor | None:
+    """``mask`` over the cache's slots, if it is over the queries' own keys; attention refuses one that fits neither."""
+    if not isinstance(mask, Tensor) or not 1 <= mask.dim() <= 4 or mask.shape[-1] != seqlen_q or seqlen_q == 1:
+        return mask
+    if cache.window is None and seqlen_q == cache.max_seqlen:
+        return mask
+    check_type("q_offset", q_offset, int, torch.SymInt, Tensor)
+    check_64_bits("q_offset", q_offset)
+    lengths, slots = cache.lengths, cache.max_seqlen if cache.window is None else cache.k.shape[2]
+    first = q_offset if isinstance(q_offset, Tensor) else torch.full_like(lengths, q_offset)
+    own_batch = mask.dim() < 4 or mask.shape[0] in (1, len(lengths))
+    fits = own_batch and first.shape == lengths.shape and first.dtype == torch.int64
+    return behind_cache(mask, first, slots) if fits else mask
 
 
 def _misfit(q: Tensor, cache: KVCache) -> Exception | None:

@@ -1,10 +1,11 @@
 """Interval masks: ``key_ranges`` for :func:`pyattn.attention`, in the forms that models need.
 
-Every function returns :class:`KeyRanges`, int64 (B or 1, seqlen, 2): query ``i`` sees the keys ``begin <= j < end`` of
-its pair, on top of ``causal`` and ``window``. Those of :func:`prefix_lm` and :func:`from_bool` are the whole mask and
-are refused with ``causal=True``, the default; the others work with either. Attention also takes a bare int32 or int64
-tensor of that shape, with any ``causal``. Memory is linear in seqlen, and a block of keys that no query of a block sees
-costs nothing. Results are on the device of the tensors given here, or on torch's default device if only ints are given.
+Every function but :func:`tree`, whose bool mask is for drafted tokens behind a cache, returns :class:`KeyRanges`, int64
+(B or 1, seqlen, 2): query ``i`` sees the keys ``begin <= j < end`` of its pair, on top of ``causal`` and ``window``.
+Those of :func:`prefix_lm` and :func:`from_bool` are the whole mask and are refused with ``causal=True``, the default;
+the others work with either. Attention also takes a bare int32 or int64 tensor of that shape, with any ``causal``.
+Memory is linear in seqlen, and a block of keys that no query of a block sees costs nothing. Results are on the device
+of the tensors given here, or on torch's default device if only ints are given.
 
 Drawn below: query ``i`` down, key ``j`` across, 1 = takes part.
 """
@@ -26,8 +27,9 @@ from pyattn.arguments import (
     shown,
 )
 from pyattn.key_ranges import KeyRanges, bare, known
+from pyattn.trees import tree
 
-__all__ = ["KeyRanges", "chunked", "documents", "from_bool", "padding", "prefix_lm", "within"]
+__all__ = ["KeyRanges", "chunked", "documents", "from_bool", "padding", "prefix_lm", "tree", "within"]
 
 
 @check_names

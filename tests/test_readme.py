@@ -52,6 +52,21 @@ def test_front_page() -> None:
     assert names["q"].grad.isfinite().all()
 
 
+def check_tree_decoding(names: dict[str, Any]) -> None:
+    """The tree's tokens are those of one token at a time, in fewer calls."""
+    decoded, used = names["decoded"].tolist(), int(names["cache"].lengths)
+    keys = names["cache"].k.clone().flatten(0, 1)[:used]
+    assert used == 12 + len(decoded) - 1
+    names["cache"].reset()
+    with torch.no_grad():
+        token = names["read"](names["prompt"][0], torch.arange(12))[-1:]
+        for at, expected in enumerate(decoded):
+            assert token.item() == expected
+            token = names["read"](token, torch.tensor([12 + at]))
+    torch.testing.assert_close(keys, names["cache"].k.flatten(0, 1)[:used])
+    assert names["calls"] < 0.8 * len(decoded)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own, in its ONNX exporter
 def test_tasks_and_recipes() -> None:
     names = names_of("pyattn/README.md")
@@ -60,6 +75,7 @@ def test_tasks_and_recipes() -> None:
     assert names["sentences"].shape == (3, 64)
     assert len(names["written"]) == 9
     assert names["scores"].isfinite().all()
+    check_tree_decoding(names)
     torch.testing.assert_close(names["picture"].sum(-1), torch.ones(128))
     assert Path("heatmap.png").stat().st_size > 0
 

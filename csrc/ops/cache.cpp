@@ -16,6 +16,7 @@
 
 #include "ops/cache.h"
 #include "ops/huge_pages.h"
+#include "ops/keep.h"
 #include "ops/operators.h"
 
 namespace pyattn {
@@ -140,6 +141,10 @@ TORCH_LIBRARY_FRAGMENT(pyattn, m) {
       "Tensor? new_lengths, SymInt max_seqlen) -> ()");
   define_cache<cache_reorder<Where::kCPU>, cache_reorder<Where::kGPU>>(
       m, "cache_reorder(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) lengths, Tensor(d!) starts, Tensor idx) -> ()");
+  define<cache_keep<Where::kCPU, cache_append>>(
+      m, kOnCPU,
+      "cache_keep(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) lengths, Tensor(d!) starts, Tensor indices, "
+      "Tensor? base, SymInt left, SymInt max_seqlen) -> ()");
   define<cache_clear>(m, {c10::DispatchKey::CompositeExplicitAutograd}, "cache_clear(Tensor(a!) storage) -> ()");
   define_cache<cache_newest<Where::kCPU>, cache_newest<Where::kGPU>>(
       m, "cache_newest(Tensor lengths, Tensor? starts, SymInt seqlen_q, SymInt left, SymInt slots) -> Tensor");

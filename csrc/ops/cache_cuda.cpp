@@ -1,6 +1,6 @@
-// cache_append on a GPU, in ATen operations without a host read, so CUDA graphs can capture it. Without a read nothing
-// can be refused: positions that a sequence has no room for are left out, indices are clamped, and nothing outside the
-// cache is read or written. With PYATTN_CHECK=1 everything is read and checked first.
+// cache_append and cache_keep on a GPU, in ATen operations without a host read, so CUDA graphs can capture them. Without
+// a read nothing can be refused: positions that a sequence has no room for are left out, indices are clamped, and
+// nothing outside the cache is read or written. With PYATTN_CHECK=1 everything is read and checked first.
 #include <ATen/ops/arange.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/maximum.h>
@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "ops/cache.h"
+#include "ops/keep.h"
 
 namespace pyattn {
 namespace {
@@ -75,7 +76,10 @@ void cuda_append(const Tensor& keys, const Tensor& values, const Tensor& lengths
   lengths.add_(steps.added);
 }
 
-TORCH_LIBRARY_IMPL(pyattn, CUDA, m) { m.impl("cache_append", cuda_append); }
+TORCH_LIBRARY_IMPL(pyattn, CUDA, m) {
+  m.impl("cache_append", cuda_append);
+  m.impl("cache_keep", cache_keep<Where::kGPU, cuda_append>);
+}
 
 }  // namespace
 }  // namespace pyattn

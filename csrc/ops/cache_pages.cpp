@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ops/cache.h"
+#include "ops/keep.h"
 #include "ops/operators.h"
 #include "ops/pages.h"
 
@@ -127,6 +128,10 @@ TORCH_LIBRARY_FRAGMENT(pyattn, m) {
       m, kOnCPU,
       "cache_append_pages(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) lengths, Tensor(d!) block_table, Tensor k, "
       "Tensor v, Tensor? new_lengths, SymInt max_seqlen) -> ()");
+  define<cache_keep_pages<Where::kCPU, cache_append_pages>>(
+      m, kOnCPU,
+      "cache_keep_pages(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) lengths, Tensor(d!) block_table, "
+      "Tensor indices, Tensor? base, SymInt max_seqlen) -> ()");
   define_cache<cache_reorder_pages<Where::kCPU>, cache_reorder_pages<Where::kGPU>>(
       m, "cache_reorder_pages(Tensor(a!) lengths, Tensor(b!) block_table, Tensor idx) -> ()");
 }

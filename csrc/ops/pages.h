@@ -62,10 +62,9 @@ inline void check_pages_in_use(const Tensor& block_table, const Tensor& cu_seqle
   if (seqused_k) check_seqused(*seqused_k, batch, cu_seqlens_k.device());
 }
 
-// Checks a paged cache, and what is appended to it.
-inline void check_append_pages(const Tensor& keys, const Tensor& values, const Tensor& lengths,
-                               const Tensor& block_table, const Tensor& k, const Tensor& v,
-                               const optional<Tensor>& new_lengths) {
+// Checks a paged cache.
+inline void check_stored_pages(const Tensor& keys, const Tensor& values, const Tensor& lengths,
+                               const Tensor& block_table) {
   check_stored(keys, values, "(pages, page_size, num_heads, head_dim)");
   check_page_size(keys.sym_size(1));
   check_type("block_table", block_table, {at::kLong});
@@ -77,6 +76,13 @@ inline void check_append_pages(const Tensor& keys, const Tensor& values, const T
     TORCH_CHECK_VALUE(t.sym_size(3) <= 1 || t.sym_stride(3) == 1,
                       "pyattn: columns of keys and values must be contiguous, got strides ", t.sym_strides());
   check_cache_lengths(lengths, keys, block_table.sym_size(0));
+}
+
+// Checks a paged cache, and what is appended to it.
+inline void check_append_pages(const Tensor& keys, const Tensor& values, const Tensor& lengths,
+                               const Tensor& block_table, const Tensor& k, const Tensor& v,
+                               const optional<Tensor>& new_lengths) {
+  check_stored_pages(keys, values, lengths, block_table);
   check_new(keys, values, lengths, k, v, new_lengths, 2);
 }
 

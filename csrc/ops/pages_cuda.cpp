@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "ops/cache.h"
+#include "ops/keep.h"
 #include "ops/packing.h"
 #include "ops/pages.h"
 
@@ -116,6 +117,7 @@ void cuda_append_pages(const Tensor& keys, const Tensor& values, const Tensor& l
 TORCH_LIBRARY_IMPL(pyattn, CUDA, m) {
   m.impl("pages_in_use", cuda_pages_in_use);
   m.impl("cache_append_pages", cuda_append_pages);
+  m.impl("cache_keep_pages", cache_keep_pages<Where::kGPU, cuda_append_pages>);
 }
 
 }  // namespace

@@ -8,16 +8,15 @@ from torch import Tensor
 
 from pyattn import ops
 from pyattn.arguments import (
-    check_64_bits,
     check_integers,
     check_names,
     check_sizes,
     check_tensor,
-    check_type,
     device_of,
     has_values,
 )
 from pyattn.cache.pages import table_for
+from pyattn.cache.positions import indices_of, lengths_of
 from pyattn.cache.ring_buffer import slots_of, window_of
 from pyattn.cache.storage import allocated, check_dtype, copied
 
@@ -198,14 +197,44 @@ class KVCache:
                 buffer a length whose newest query would see dropped keys. The cache is then unchanged.
             TypeError: any other type.
         """
-        if isinstance(lengths, int | torch.SymInt):
-            check_type("lengths", lengths, int, torch.SymInt)
-            check_64_bits("lengths", lengths)
-            kept = torch.full_like(self.lengths, lengths)
-        else:
-            kept = check_integers("lengths", lengths, self.lengths.device)
+        kept = lengths_of(lengths, self.lengths)
         seen = None if self.window is None else self.window[0] + 1
         ops.cache_truncate(self.lengths, None if seen is None else self.starts, kept, seen or 0)
+
+    @check_names
+    def keep(
+        self, indices: Sequence[Sequence[int] | Tensor] | Tensor, lengths: int | Sequence[int] | Tensor | None = None
+    ) -> None:
+        """Keeps some of the newest positions, for example the accepted branch of a drafted tree (:func:`masks.tree`).
+
+        They follow the positions before them without a gap, and all others are dropped, as if only they had been
+        appended: the same bits, in pages and in ring buffers. ::
+
+            positions                    0  1  2  3  4  5      a tree of 3 to 5: node 3, its children 4 and 5
+            keys                         k0 k1 k2 k3 k4 k5     lengths 6
+            keep([[3, 5]])               k0 k1 k2 k3 k5  .     lengths 5
+            keep([[4]], lengths=3)       k0 k1 k2 k4  .  .     lengths 4; without lengths, k3 would stay
+
+        Args:
+            indices: the positions to keep of each sequence, in increasing order: a list of lists of ints, or an int32
+                or int64 tensor (B, n), -1 after the last one of a sequence with fewer.
+            lengths: as for :meth:`truncate`: the positions below lengths[b] also stay, such as the text before the
+                draft. Default: those before the sequence's first index, or all if it has no index.
+
+        Raises:
+            ValueError: wrong shapes; on the CPU, indices of a sequence that don't increase or that lie outside of
+                lengths[b] to its last position, and in a ring buffer a first index whose query would see dropped keys.
+                The cache is then unchanged. On a GPU, indices from the first invalid one on are left out.
+            TypeError: any other type.
+        """
+        chosen = indices_of(indices, self.lengths)
+        base = None if lengths is None else lengths_of(lengths, self.lengths)
+        if self.block_table is None:
+            left = 0 if self.window is None else self.window[0]
+            ops.cache_keep(self.k, self.v, self.lengths, self.starts, chosen, base, left, self.max_seqlen)
+        else:
+            ops.cache_keep_pages(self.k, self.v, self.lengths, self.block_table, chosen, base, self.max_seqlen)
+        self._ragged = False
 
     def clone(self) -> "KVCache":
         """Returns a copy of the cache with separate storage, including pages or the ring buffer."""

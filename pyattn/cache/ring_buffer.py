@@ -65,7 +65,13 @@ def check_ring(window: tuple[int, int] | None, max_seqlen: int, seqlen_q: int, o
     """NotImplementedError or ValueError for options and queries that a ring buffer can't take."""
     if window is None:
         return
-    for wrong in ("key_ranges", "mask", "bias"):
+    for wrong in ("key_ranges", "bias"):
         if options.get(wrong) is not None:
             raise NotImplementedError(f"pyattn: a cache with a window takes no {wrong}, got window={window}")
+    mask = options.get("mask")
+    if isinstance(mask, Tensor) and mask.dim() and mask.shape[-1] not in (1, seqlen_q):
+        raise NotImplementedError(
+            f"pyattn: over a cache with a window, a mask has the keys of the {seqlen_q} queries alone, got shape "
+            f"{tuple(mask.shape)} and window={window}"
+        )
     narrowed(UNBOUNDED, window, max_seqlen, seqlen_q)

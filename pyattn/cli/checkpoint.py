@@ -128,8 +128,8 @@ def save(model: GPT, path: Path, ranks: Alone | None = None) -> None:
             write(path, weights, {"config": json.dumps(dataclasses.asdict(model.config))})
 
 
-def load(path: Path, attend: Attend = attend_pyattn) -> GPT:
-    """Load the model that :func:`save` wrote, on the CPU and in eval mode.
+def load(path: Path, attend: Attend = attend_pyattn, name: str = "run") -> GPT:
+    """Load the model that :func:`save` wrote, on the CPU and in eval mode; errors call the option ``name``.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -139,7 +139,7 @@ def load(path: Path, attend: Attend = attend_pyattn) -> GPT:
 
         model = pyattn.cli.checkpoint.load("runs/first/model.safetensors")
     """
-    with named("run must hold a checkpoint that pyattn train wrote", path):
+    with named(f"{name} must hold a checkpoint that pyattn train wrote", path):
         facts, tensors = read(path)
         config = Config(**fields(facts, "config", dataclasses.asdict(Config())))
         expected = skeleton(config, len(tensors), sum(tensor.numel() for tensor in tensors.values()))
@@ -149,10 +149,10 @@ def load(path: Path, attend: Attend = attend_pyattn) -> GPT:
     return model.eval()
 
 
-def of_run(run: Path) -> tuple[GPT, Path]:
-    """The model that ``pyattn train`` left in the folder ``run``, or in the checkpoint ``run``, and its path."""
+def of_run(run: Path, name: str = "run") -> tuple[GPT, Path]:
+    """The model that ``pyattn train`` left in the folder or checkpoint ``run``, the option ``name``, and its path."""
     path = run / MODEL if run.is_dir() else run
     try:
-        return load(path), path
+        return load(path, name=name), path
     except FileNotFoundError as error:
-        raise InputError("run must be a folder that pyattn train wrote, or its checkpoint", path) from error
+        raise InputError(f"{name} must be a folder that pyattn train wrote, or its checkpoint", path) from error

@@ -48,19 +48,35 @@ def check_caches(option: str, config: Config, prompt: int, count: int, device: s
     check_memory(f"{option}: a KV cache of so many bytes of text", 8 * config.layers * config.width * size, device)
 
 
-def with_cache(model: GPT, batch: int, tokens: int) -> Read:
-    """Reads each token once, over caches for up to ``tokens`` tokens."""
-    attends = [partial(attend_cached, cache) for cache in caches_for(model, batch, tokens)]
-    done = 0
+class Cached:
+    """Reads each token once, over caches for up to ``tokens`` tokens.
 
-    def read(ids: Tensor) -> Tensor:
-        nonlocal done
+    Attributes:
+        done: how many tokens have been read.
+    """
+
+    def __init__(self, model: GPT, batch: int, tokens: int) -> None:
+        self.model: GPT = model
+        self.done: int = 0
+        self._caches = caches_for(model, batch, tokens)
+        self._attends = [partial(attend_cached, cache) for cache in self._caches]
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Reads ``ids`` and returns the logits after the last token, as :data:`Read` does."""
+        return self.logits(ids)[:, -1]
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """Reads ``ids`` (B, S), S > 0, and returns the logits (B, up to CHUNK, vocab) after the last CHUNK of them."""
         for chunk in ids.split(CHUNK, 1):
-            logits: Tensor = model(chunk, attends, done)
-            done += chunk.shape[1]
-        return logits[:, -1]
+            logits: Tensor = self.model(chunk, self._attends, self.done)
+            self.done += chunk.shape[1]
+        return logits
 
-    return read
+    def forget(self, done: int) -> None:
+        """Takes back all but the first ``done`` tokens, fewer than CHUNK of them: a ring buffer has no older ones."""
+        for cache in self._caches:
+            cache.truncate(done)
+        self.done = done
 
 
 def recomputing(model: GPT) -> Read:
@@ -104,10 +120,15 @@ def continuation(
         yield ids
 
 
+def drawing(options: argparse.Namespace) -> dict[str, Any]:
+    """How a command's options draw tokens: the last arguments of :func:`continuation`."""
+    generator = torch.Generator().manual_seed(options.seed)
+    return {"generator": generator, "temperature": options.temperature, "top_k": options.top_k}
+
+
 def sampled(
     model: GPT, prompt: Tensor, count: int, options: argparse.Namespace, cached: bool = True
 ) -> Iterator[Tensor]:
     """:func:`continuation` of ``prompt`` with the seed, temperature and top_k of a command's options."""
-    read = with_cache(model, 1, prompt.shape[1] + count) if cached else recomputing(model)
-    generator = torch.Generator().manual_seed(options.seed)
-    return continuation(read, prompt, count, generator, temperature=options.temperature, top_k=options.top_k)
+    read = Cached(model, 1, prompt.shape[1] + count) if cached else recomputing(model)
+    return continuation(read, prompt, count, **drawing(options))

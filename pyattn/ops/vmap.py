@@ -162,5 +162,5 @@ def _refuse_vmap(*_: object) -> NoReturn:
     raise NotImplementedError("pyattn: torch.vmap cannot change a KVCache: its lengths are shared; change it outside")
 
 
-for _name in ("append", "append_pages", "reorder", "reorder_pages", "truncate"):
+for _name in ("append", "append_pages", "keep", "keep_pages", "reorder", "reorder_pages", "truncate"):
     torch.library.register_vmap(f"pyattn::cache_{_name}", _refuse_vmap)

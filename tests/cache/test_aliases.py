@@ -17,7 +17,7 @@ CASE = Case(3, 4, 2, 40, 40, 8, 8)
 def operators(request, monkeypatch):
     """The operators of either device: a GPU's are composed of torch's, so they take CPU tensors too."""
     if request.param == "gpu":
-        for name in ("append", "append_pages", "reorder", "reorder_pages", "newest", "truncate"):
+        for name in ("append", "append_pages", "keep", "keep_pages", "reorder", "reorder_pages", "newest", "truncate"):
             monkeypatch.setattr(ops, f"cache_{name}", partial(on_gpu, getattr(ops, f"cache_{name}")))
 
 
@@ -119,6 +119,9 @@ def test_state_and_counts_of_any_strides(kind, form):
         for c in (ours, expected):
             c.truncate(strided(c.lengths - 1)[form] if c is ours else c.lengths - 1)
         assert torch.equal(ours.lengths, expected.lengths)
+        indices = expected.lengths[:, None] - torch.tensor([3, 1])
+        ours.keep(strided(indices)[form], strided(indices[:, 0])[form]), expected.keep(indices, indices[:, 0])
+        assert same(snapshot(ours), snapshot(expected))
 
 
 WRITTEN: dict[str, list[str]] = {
@@ -136,6 +139,7 @@ def test_state_that_sequences_share_is_refused(kind):
         setattr(cached, name, getattr(cached, name)[:1].expand(getattr(cached, name).shape))
         before = snapshot(cached)
         changes = [lambda cached=cached: cached.append(*torch.randn(2, 3, 2, 2, 8))]
+        changes.append(lambda cached=cached: cached.keep([[10], [11], [11]]))
         if kind != "pages" or name not in "kv":
             changes.append(lambda cached=cached: cached.reorder([0, 1, 2]))
         if name == "lengths":

@@ -54,8 +54,9 @@ def test_misspelt_names(method, named, message):
         (lambda cached, t: cached.append(t, t), torch.zeros(3, 2, 2, 1, 8)),
         (lambda cached, t: cached.reorder(t), torch.zeros(3, 2, dtype=torch.int64)),
         (lambda cached, t: cached.truncate(t), torch.ones(3, 2, dtype=torch.int64)),
+        (lambda cached, t: cached.keep(t), torch.ones(3, 2, 1, dtype=torch.int64)),
     ],
-    ids=["append", "reorder", "truncate"],
+    ids=["append", "reorder", "truncate", "keep"],
 )
 def test_vmap_changes_none(change, mapped, kind):
     cached = filled(kind)

@@ -31,7 +31,7 @@ def made(**options: Any) -> GPT:
 
 def text_of(model: GPT, cached: bool, ids: Tensor, count: int, seed: int = 0, **draw: Any) -> Tensor:
     """The generated tokens, (B, count)."""
-    reads = generation.with_cache(model, len(ids), ids.shape[1] + count) if cached else generation.recomputing(model)
+    reads = generation.Cached(model, len(ids), ids.shape[1] + count) if cached else generation.recomputing(model)
     draw = {"temperature": 0.0, "top_k": 40} | draw
     return torch.cat([*generation.continuation(reads, ids, count, torch.Generator().manual_seed(seed), **draw)], 1)
 

@@ -102,7 +102,8 @@ def test_nothing_is_read_on_the_host(window: tuple[int, int] | None) -> None:
         append(cached, k, v), append(cached, k, v, lengths.long())
         on_gpu(ops.cache_reorder, cached.k, cached.v, cached.lengths, cached.starts, lengths.long())
         on_gpu(ops.cache_slots, cached.lengths, cached.starts, before, 5, 20)
-        cached.append(k, v, lengths), cached.reorder(lengths), cached.reset()
+        on_gpu(ops.cache_keep, cached.k, cached.v, cached.lengths, cached.starts, before.unsqueeze(1), None, 3, 20)
+        cached.append(k, v, lengths), cached.reorder(lengths), cached.keep(before.unsqueeze(1), before), cached.reset()
         calls: list[dict[str, Any]] = [{}, {"q_offset": before}, {"q_offset": 3}, {"causal": False}]
         if window is None:
             ranges = torch.zeros(3, 2, 2, dtype=torch.int64, device="cuda")

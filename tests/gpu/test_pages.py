@@ -109,7 +109,8 @@ def test_nothing_is_read_on_the_host() -> None:
         for new in (None, lengths.long()):
             on_gpu(ops.cache_append_pages, *storage, k, v, new, 40)
         on_gpu(ops.cache_reorder_pages, cached.lengths, cached.block_table, lengths.long())
-        cached.append(k, v, lengths), cached.reorder(lengths)
+        on_gpu(ops.cache_keep_pages, *storage, lengths.long().unsqueeze(1), None, 40)
+        cached.append(k, v, lengths), cached.reorder(lengths), cached.keep(lengths.unsqueeze(1), lengths)
         assert attention_with_cache(q, cached).shape == q.shape
         assert attention_with_cache(q, cached, causal=False, q_offset=3).shape == q.shape
         starts = torch.zeros(4, dtype=torch.int32, device="cuda")
@@ -137,6 +138,8 @@ calls = [
     lambda: on_gpu(ops.cache_slots, ring.lengths, ring.starts, far, 4, 20),
     lambda: on_gpu(ops.cache_append_pages, *storage(paged), *new, None, 20),
     lambda: on_gpu(ops.cache_reorder_pages, *storage(paged)[2:], idx),
+    lambda: on_gpu(ops.cache_keep, *storage(plain), idx[:, None], None, 0, 20),
+    lambda: on_gpu(ops.cache_keep_pages, *storage(paged), idx[:, None] - 1, idx, 20),
 ]
 for call in calls:
     try:
@@ -166,4 +169,7 @@ def test_checks_on_demand() -> None:
         "keeps, got 3 for sequence 0",
         OUTGROWN,
         MISSING,
+        "pyattn: the indices of a sequence must increase, here from 0 to at most -1, with -1 only after them, got 0 at "
+        "[0, 0]",
+        "pyattn: each of lengths must be between 0 and 0, got 2 at 1",
     ]

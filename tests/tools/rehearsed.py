@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from pyattn import ops
 
-CACHES = ("cache_append", "cache_append_pages", "cache_reorder", "cache_reorder_pages")
+CACHES = tuple(f"cache_{name}" for name in ("append", "append_pages", "keep", "keep_pages", "reorder", "reorder_pages"))
 """Operators whose GPU kernels consist of torch operations, so a CPU can run them."""
 
 
