@@ -55,6 +55,7 @@ from pyattn.nn.gpt2 import (
     create_gpt2_xl_attention,
 )
 from pyattn.nn.grouped_query import GroupedQueryAttention
+from pyattn.nn.latent import MultiHeadLatentAttention
 from pyattn.nn.mask import causal_mask
 from pyattn.nn.multi_head import Attention, MultiHeadAttention
 from pyattn.nn.self_attention import SelfAttention, SelfAttention_v1, SelfAttention_v2, SimplifiedSelfAttention
@@ -66,6 +67,7 @@ __all__ = [
     "GroupedQueryAttention",
     "MultiHeadAttention",
     "MultiHeadAttentionWrapper",
+    "MultiHeadLatentAttention",
     "SelfAttention",
     "SelfAttention_v1",
     "SelfAttention_v2",
