@@ -5,13 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyattn.arguments import check_finite, check_names, check_sizes, check_type, shown
+from pyattn.arguments import check_finite, check_names, check_sizes, check_type, has_values, shown
 from pyattn.cache import KVCache
+from pyattn.cached import first_keys, masks_in_first_slots
 from pyattn.key_ranges import plain
 from pyattn.nn.checks import Lengths, check_added, check_append, check_cache, check_input
 from pyattn.nn.described import described
 from pyattn.nn.heads import Output, attend, make_dropout, output_of
 from pyattn.nn.positions import rotate, turn
+from pyattn.options import AttentionOptions
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -29,15 +31,16 @@ class MultiHeadLatentAttention(nn.Module):
     Parameters have the published names, so state dicts of transformers' ``DeepseekV3Attention`` load as they are.
 
     Without a cache, keys and values of all heads are computed as above. A cache holds the latent vectors alone, one KV
-    head with the row ``[c_j | turn(r_j, p_j)]``, and kv_b_proj is absorbed into the queries and the result::
+    head with the row ``[c_j | turn(r_j, p_j)]``, and for single tokens kv_b_proj is absorbed into queries and results::
 
         s_hij = softmax_scale <[U_h^T q_nope_hi | turn(q_rope_hi, p_i)], [c_j | turn(r_j, p_j)]>
         out_i = o_proj(concat_h W_h sum_j softmax_j(s_hij) c_j)
 
-    Both give the same result up to rounding. The cache of 128 heads of DeepSeek V3 takes 576 numbers per token in place
-    of 40,960: ``KVCache(batch, 1, max_seqlen, kv_lora_rank + qk_rope_head_dim, head_dim_v=kv_lora_rank,
-    shared_values=True)``. kv_b_proj must then be a Linear without bias, as it is here. CUDA kernels take up to 256
-    columns: over wider latent vectors they raise NotImplementedError; without a cache these sizes run.
+    Both give the same result up to rounding; a prompt over a cache takes the form with fewer operations. The cache of
+    128 heads of DeepSeek V3 takes 576 numbers per token in place of 40,960: ``KVCache(batch, 1, max_seqlen,
+    kv_lora_rank + qk_rope_head_dim, head_dim_v=kv_lora_rank, shared_values=True)``. kv_b_proj must then be a Linear
+    without bias, as it is here. CUDA kernels take up to 256 columns: over wider latent vectors they raise
+    NotImplementedError; without a cache these sizes run.
 
     Args:
         hidden_size: columns of x and out.
@@ -162,27 +165,52 @@ class MultiHeadLatentAttention(nn.Module):
         keys = x.shape[1] if kv_cache is None else kv_cache.max_seqlen
         check_added(mask, bias, (x.shape[0], q.shape[2], x.shape[1], keys))
         self._check_angles(x, position_embeddings)
-        options: dict[str, Any] = {"key_ranges": key_ranges, "mask": mask, "bias": bias, "dropout": self.dropout}
-        options |= {"softmax_scale": self.softmax_scale, "need_weights": need_weights}
+        masks: AttentionOptions = {"key_ranges": key_ranges, "mask": mask, "bias": bias}
+        options = {"dropout": self.dropout, "softmax_scale": self.softmax_scale, "need_weights": need_weights}
         if kv_cache is not None:
-            options["key_ranges"] = plain(key_ranges, True)
-            check_append(kv_cache, compressed, options["key_ranges"], mask, bias, self.kv_lora_rank)
+            masks["key_ranges"] = plain(key_ranges, True)
+            check_append(kv_cache, compressed, masks["key_ranges"], mask, bias, self.kv_lora_rank)
+            weight_of(self.kv_b_proj)
         first = None if kv_cache is None else kv_cache.lengths
         q_nope, q_rope = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         latent, k_rope = compressed.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
-        latent = normed(self.kv_a_layernorm, latent)
         q_rope, k_rope = (self._turn(t, first, position_embeddings) for t in (q_rope, k_rope))
-        if kv_cache is None:
-            out, weights = self._expanded(q_nope, q_rope, latent, k_rope, options)
+        k = torch.cat([normed(self.kv_a_layernorm, latent), k_rope], -1)
+        if kv_cache is not None and not self._expands(kv_cache, x.shape[1]):
+            cached = {"kv_cache": kv_cache, "lengths": lengths}
+            out, weights = self._absorbed(q_nope, q_rope, k, {**options, **masks, **cached})
         else:
-            options |= {"kv_cache": kv_cache, "lengths": lengths}
-            out, weights = self._absorbed(q_nope, q_rope, latent, k_rope, options)
+            if kv_cache is not None:
+                kv_cache.append(k.transpose(1, 2), lengths=lengths)
+                slots = int(kv_cache.lengths.max())
+                k = first_keys(kv_cache, slots).transpose(1, 2)
+                masks = masks_in_first_slots(kv_cache, slots, x.shape[1], masks)
+            out, weights = self._expanded(q_nope, q_rope, k, {**options, **masks})
         return output_of(self.o_proj(out.flatten(2)), weights)
 
+    def _expands(self, kv_cache: KVCache, seqlen: int) -> bool:
+        """Whether ``seqlen`` new tokens take fewer operations with the keys of all heads than with absorption.
+
+        A head with T queries over S keys takes T S (2 kv_lora_rank + qk_rope_head_dim) + T U multiply-adds if it
+        absorbs, and T S (qk_nope_head_dim + qk_rope_head_dim + v_head_dim) + S U if it expands, with U = kv_lora_rank
+        (qk_nope_head_dim + v_head_dim): prompts expand, single tokens absorb. Where lengths cannot be read without
+        waiting, and in a ring buffer, whose slots are not positions, all tokens absorb.
+        """
+        lengths, columns = kv_cache.lengths, self.qk_nope_head_dim + self.v_head_dim
+        if seqlen <= 1 or kv_cache.window is not None or lengths.is_cuda or not has_values(lengths) or not len(lengths):
+            return False
+        before = int(lengths.max())
+        saved = seqlen * (before + seqlen) * (2 * self.kv_lora_rank - columns)
+        return before * self.kv_lora_rank * columns < saved
+
     def _expanded(
-        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, options: dict[str, Any]
+        self, q_nope: Tensor, q_rope: Tensor, k: Tensor, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention over the keys and values of every head: out (B, T, H, v_head_dim), and weights if requested."""
+        """Attention over the keys and values of every head: out (B, T, H, v_head_dim), and weights if requested.
+
+        The rows of ``k`` (B, S, 1, kv_lora_rank + qk_rope_head_dim) are latent vectors and turned rotary parts.
+        """
+        latent, k_rope = k.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
         up = self.kv_b_proj(latent.squeeze(2)).unflatten(-1, (-1, self.qk_nope_head_dim + self.v_head_dim))
         k_nope, v = up.split([self.qk_nope_head_dim, self.v_head_dim], -1)
         q, k = torch.cat([q_nope, q_rope], -1), torch.cat([k_nope, k_rope.expand(*k_nope.shape[:-1], -1)], -1)
@@ -190,14 +218,13 @@ class MultiHeadLatentAttention(nn.Module):
         return out.transpose(1, 2), weights
 
     def _absorbed(
-        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, options: dict[str, Any]
+        self, q_nope: Tensor, q_rope: Tensor, k: Tensor, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        """The same over a cache of latent vectors, to which those of this call are appended first."""
+        """The same over a cache of such rows, to which those of this call, ``k``, are appended first."""
         up = weight_of(self.kv_b_proj).unflatten(0, (-1, self.qk_nope_head_dim + self.v_head_dim))
         to_keys, to_values = up.split([self.qk_nope_head_dim, self.v_head_dim], 1)
         q = torch.cat([torch.einsum("bthn,hnc->bthc", q_nope, to_keys), q_rope], -1)
-        k = torch.cat([latent, k_rope], -1)
-        out, weights = attend(*(t.transpose(1, 2) for t in (q, k, latent)), **options)
+        out, weights = attend(*(t.transpose(1, 2) for t in (q, k, k[..., : self.kv_lora_rank])), **options)
         return torch.einsum("bhtc,hvc->bthv", out, to_values), weights
 
     def _check_angles(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> None:

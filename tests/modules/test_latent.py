@@ -83,6 +83,19 @@ def test_gradients_over_a_cache():
     torch.testing.assert_close((2 * found * step).sum(), change, rtol=1e-6, atol=0)
 
 
+def test_which_form_takes_fewer_operations(monkeypatch):
+    """A prompt expands; one token absorbs, and so do a few after many, and all tokens of a ring buffer."""
+    native, _ = doubles(NAME)
+    absorbed, absorb = [], type(native)._absorbed
+    monkeypatch.setattr(
+        type(native), "_absorbed", lambda self, q, *rest: (absorbed.append(q.shape[1]), absorb(self, q, *rest))[1]
+    )
+    for options, expected in (({}, [1, 3]), ({"page_size": 16}, [1, 3]), ({"window": (4, 0)}, [5, 1, 3])):
+        in_steps(native, sequences(2, ROWS), cache_for(native, **options), 5, 1, 3)
+        assert absorbed == expected
+        absorbed.clear()
+
+
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_beams(page_size):
     native, _ = doubles(NAME)
