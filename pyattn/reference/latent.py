@@ -49,7 +49,7 @@ class MultiHeadLatentAttention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.q_lora_rank = q_lora_rank
-        self.parts = [qk_nope_head_dim, qk_rope_head_dim]
+        self.parts: list[int] = [qk_nope_head_dim, qk_rope_head_dim]
         self.rope_theta = rope_theta
         self.rope_interleave = rope_interleave
         self.softmax_scale: float = sum(self.parts) ** -0.5 if softmax_scale is None else softmax_scale
