@@ -205,11 +205,7 @@ def weights_with_cache(q: Tensor, cache: KVCache, **options: Unpack[AttentionOpt
     lengths, used = cache.lengths, cache.lengths - cache.starts
     positions, slots = (int(n.max()) if len(n) else 0 for n in (lengths, used))
     check_ring(cache.window, cache.max_seqlen, q.shape[2], options)
-    options |= masks_in_slots(cache, q.shape[2], options)
-    if (key_ranges := options["key_ranges"]) is not None:
-        options["key_ranges"] = key_ranges.clamp(max=slots)
-    options["mask"], options["bias"] = (_first(options.get("mask"), slots), _first(options.get("bias"), slots))
-    weights = attention_weights(q, _keys(cache, slots), **options)
+    weights = attention_weights(q, first_keys(cache, slots), **masks_in_first_slots(cache, slots, q.shape[2], options))
     if cache.window is None:
         return weights
     slot = torch.arange(positions, device=lengths.device) - cache.starts[:, None]
@@ -218,12 +214,21 @@ def weights_with_cache(q: Tensor, cache: KVCache, **options: Unpack[AttentionOpt
     return weights.gather(-1, index).masked_fill(~kept[:, None, None], 0.0)
 
 
+def masks_in_first_slots(cache: KVCache, slots: int, seqlen_q: int, options: AttentionOptions) -> AttentionOptions:
+    """The options for attention over the keys in the first ``slots`` slots, all that are in use."""
+    options = options | masks_in_slots(cache, seqlen_q, options)
+    if (key_ranges := options["key_ranges"]) is not None:
+        options["key_ranges"] = key_ranges.clamp(max=slots)
+    options["mask"], options["bias"] = (_first(options.get("mask"), slots), _first(options.get("bias"), slots))
+    return options
+
+
 def _first(pairs: Tensor | None, slots: int) -> Tensor | None:
     """Returns the columns of a mask or a bias that belong to the first ``slots`` slots."""
     return pairs if pairs is None or pairs.shape[-1] == 1 else pairs[..., :slots]
 
 
-def _keys(cache: KVCache, slots: int) -> Tensor:
+def first_keys(cache: KVCache, slots: int) -> Tensor:
     """(B, Hkv, slots, D): the keys in the first slots of every sequence, copied if they lie in pages."""
     if cache.block_table is None:
         return cache.k[:, :, :slots]

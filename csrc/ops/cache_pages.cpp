@@ -68,6 +68,7 @@ class PageTable {
 // Rows t[b][heads][first..first + n] -> storage[page][place..place + n][heads].
 void write(const Tensor& storage, int64_t page, int64_t place, const Tensor& t, int64_t b, int64_t first, int64_t n) {
   const int64_t size = storage.element_size(), bytes = storage.size(3) * size;
+  if (bytes == 0) return;  // memcpy takes no null pointer: shared values are written with the keys
   char* to =
       static_cast<char*>(storage.mutable_data_ptr()) + size * (page * storage.stride(0) + place * storage.stride(1));
   const char* from = static_cast<const char*>(t.const_data_ptr()) + size * (b * t.stride(0) + first * t.stride(2));

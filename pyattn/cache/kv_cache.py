@@ -18,12 +18,12 @@ from pyattn.arguments import (
 from pyattn.cache.pages import table_for
 from pyattn.cache.positions import indices_of, lengths_of
 from pyattn.cache.ring_buffer import slots_of, window_of
-from pyattn.cache.storage import allocated, check_dtype, copied
+from pyattn.cache.storage import Storage, allocated, check_dtype, check_shared, copied
 
 __all__ = ["KVCache"]
 
 
-class KVCache:
+class KVCache(Storage):
     """The keys and values of ``batch`` sequences so far, in memory that is allocated once.
 
     :meth:`append` writes in place; :func:`attention_with_cache` reads. Sequences may have different lengths::
@@ -49,6 +49,12 @@ class KVCache:
     adjacent and read as fast as contiguous memory. :func:`attention_with_cache` first copies all pages into one batch
     in three cases: on a GPU, if gradients are required, or inside a torch.func transform.
 
+    With ``shared_values=True``, v is the first Dv columns of k, as in multi-head latent attention: stored once, read
+    once by a query. :meth:`append` then takes k alone::
+
+        k (B, Hkv, slots, D)    c c c c r r    D = 6, Dv = 4: c is a token's latent vector, r its rotary part
+        v (B, Hkv, slots, Dv)   c c c c
+
     On a GPU, the host reads no values. CUDA graphs can therefore capture :meth:`append` and
     :func:`attention_with_cache`, but wrong values raise no error: positions that do not fit are dropped, lengths stop
     at max_seqlen, indices are clamped, and a query over a ring buffer sees only those of its keys that are still kept.
@@ -65,6 +71,7 @@ class KVCache:
         page_size: positions per page, at least 16; default: no pages.
         window: (left, right) as for :func:`pyattn.attention`. It makes the cache a ring buffer and applies to every
             query without being passed again. ``right`` matters only with causal=False. Default: no window, as (-1, -1).
+        shared_values: v is the first head_dim_v columns of k.
 
     Attributes:
         k, v: the storage; with pages, (pages, page_size, Hkv, D) and (pages, page_size, Hkv, Dv). Slots after a
@@ -76,7 +83,7 @@ class KVCache:
 
     Raises:
         ValueError: a size below 0, more numbers than any memory holds, a window below -1 or with a left bound outside
-            [0, max_seqlen), a device that this torch cannot use.
+            [0, max_seqlen), shared values with more columns than k, a device that this torch cannot use.
         TypeError: an unsupported dtype, a size that is not an int, a device of another type, a window that is no pair.
         NotImplementedError: a ring buffer with pages.
 
@@ -103,6 +110,7 @@ class KVCache:
         device: torch.device | str | None = None,
         page_size: int | None = None,
         window: tuple[int, int] | None = None,
+        shared_values: bool = False,
     ) -> None:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -112,6 +120,7 @@ class KVCache:
             if page_size is not None:
                 check_sizes(page_size=page_size, **sizes, **columns)
         check_dtype(dtype)
+        check_shared(shared_values, head_dim, head_dim_v)
         device = device_of(device)
         self.max_seqlen = max_seqlen
         self.window: tuple[int, int] | None = window_of(window, max_seqlen)
@@ -132,11 +141,12 @@ class KVCache:
             if page_size is not None and self.block_table is not None:
                 shape = (num_heads_kv, self.block_table.numel(), page_size)
             self.k: Tensor = allocated((*shape, head_dim), dtype, device, page_size)
-            self.v: Tensor = allocated((*shape, head_dim_v), dtype, device, page_size)
+            self._v = head_dim_v if shared_values else allocated((*shape, head_dim_v), dtype, device, page_size)
 
     def __repr__(self) -> str:
         shape = f"k {tuple(self.k.shape)}, v {tuple(self.v.shape)}, {self.k.dtype}"
         sizes = f"max_seqlen={self.max_seqlen}, page_size={self.page_size}, window={self.window}"
+        sizes += ", shared_values=True" if self.shared_values else ""
         lengths = self.lengths.tolist() if has_values(self.lengths) else f"of {len(self.lengths)} sequences"
         return f"KVCache({shape}, {sizes}, lengths={lengths})"
 
@@ -149,27 +159,28 @@ class KVCache:
         return self._last if self._ragged else None
 
     @check_names
-    def append(self, k: Tensor, v: Tensor, lengths: Sequence[int] | Tensor | None = None) -> None:
+    def append(self, k: Tensor, v: Tensor | None = None, lengths: Sequence[int] | Tensor | None = None) -> None:
         """Appends new positions in place; gradients do not flow through them.
 
         Don't use append, or a module with a ``kv_cache``, in ``torch.utils.checkpoint``: recomputation appends again.
 
         Args:
-            k, v: (B, Hkv, new, D) and (B, Hkv, new, Dv), in the cache's dtype, with any strides.
+            k, v: (B, Hkv, new, D) and (B, Hkv, new, Dv), in the cache's dtype, with any strides; without v if the cache
+                has shared values.
             lengths: ints or an int32 or int64 tensor (B,): sequence b gets the first lengths[b] new positions; default:
                 all. The others are padding, and their queries see no key in :func:`attention_with_cache`.
 
         Raises:
-            ValueError: wrong shapes; on the CPU, a length below 0 or above ``new`` and, unless the cache is a ring
-                buffer, a sequence that would exceed max_seqlen. The cache is then unchanged.
+            ValueError: wrong shapes; a v for shared values; on the CPU, a length below 0 or above ``new`` and, unless
+                the cache is a ring buffer, a sequence that would exceed max_seqlen. The cache is then unchanged.
             TypeError: a wrong dtype, an argument that is not a tensor.
             NotImplementedError: tensors that are not dense; batched tensors under ``torch.vmap``.
         """
         check_tensor("k", k)
-        check_tensor("v", v)
+        v = self.new_values(k, v)
         new = None if lengths is None else check_integers("lengths", lengths, self.lengths.device)
         before = None if new is None else self.lengths.clone()
-        storage = self.k, self.v, self.lengths
+        storage = *self.written, self.lengths
         tokens = k.detach() if k.requires_grad else k, v.detach() if v.requires_grad else v, new, self.max_seqlen
         if self.block_table is None:
             ops.cache_append(*storage, self.starts, *tokens)
@@ -282,7 +293,7 @@ class KVCache:
         """
         chosen = check_integers("idx", idx, self.lengths.device)
         if self.block_table is None:
-            ops.cache_reorder(self.k, self.v, self.lengths, self.starts, chosen)
+            ops.cache_reorder(*self.written, self.lengths, self.starts, chosen)
         else:
             ops.cache_reorder_pages(self.lengths, self.block_table, chosen)
         if self._ragged:

@@ -1,4 +1,4 @@
-"""The memory of a cache: its dtypes, allocation and copies."""
+"""The memory of a cache: its dtypes, allocation, copies, and values that share the memory of keys."""
 
 from typing import TypeVar
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyattn import ops
-from pyattn.arguments import shown
+from pyattn.arguments import check_tensor, check_type, shown
 
 Cache = TypeVar("Cache")
 
@@ -19,6 +19,56 @@ def check_dtype(dtype: torch.dtype) -> None:
         raise TypeError(f"pyattn: dtype must be a torch.dtype, such as torch.float32, got {shown(dtype)}")
     if dtype not in DTYPES:
         raise TypeError(f"pyattn: dtype must be float64, float32, bfloat16 or float16, got {dtype}")
+
+
+def check_shared(shared_values: bool, head_dim: int, head_dim_v: int) -> None:
+    """TypeError or ValueError unless values of ``head_dim_v`` columns can be part of the keys, if they are to be."""
+    check_type("shared_values", shared_values, bool)
+    if shared_values and head_dim_v > head_dim:
+        raise ValueError(
+            f"pyattn: head_dim_v must not exceed head_dim with shared_values=True, got {head_dim_v} and {head_dim}"
+        )
+
+
+class Storage:
+    """Keys, and values that have memory of their own or are the first columns of the keys."""
+
+    k: Tensor
+    _v: Tensor | int
+    """The values' own memory, or of how many columns of the keys they consist."""
+
+    @property
+    def v(self) -> Tensor:
+        """The values, like k with their own number of columns."""
+        return self._v if isinstance(self._v, Tensor) else self.k[..., : self._v]
+
+    @v.setter
+    def v(self, v: Tensor) -> None:
+        self._v = v
+
+    @property
+    def shared_values(self) -> bool:
+        """Whether v is the first columns of k."""
+        return not isinstance(self._v, Tensor)
+
+    @property
+    def written(self) -> tuple[Tensor, Tensor]:
+        """k and v for an operator that writes them; shared values are written with k, so v then has no columns."""
+        return self.k, self._v if isinstance(self._v, Tensor) else self.k.new_empty(*self.k.shape[:-1], 0)
+
+    def new_values(self, k: Tensor, v: Tensor | None) -> Tensor:
+        """The values to append with ``k``; ValueError for a ``v`` where values are shared."""
+        if isinstance(self._v, int):
+            if v is None:
+                return k[..., :0]
+            raise ValueError(
+                f"pyattn: v must be left out, because the cache's values are the first {self._v} columns of k, "
+                f"got {shown(v)}"
+            )
+        if v is None:
+            raise TypeError("pyattn: v must be Tensor, got None")
+        check_tensor("v", v)
+        return v
 
 
 def allocated(
@@ -36,7 +86,7 @@ def copied(cache: Cache, device: torch.device, dtype: torch.dtype) -> Cache:
     made = object.__new__(type(cache))
     with torch.inference_mode(False):
         for name, value in vars(cache).items():
-            if name in ("k", "v"):
+            if name in ("k", "_v") and isinstance(value, Tensor):
                 storage = torch.empty_like(value, dtype=dtype, device=device)
                 ops.cache_clear(storage)
                 setattr(made, name, storage.copy_(value))

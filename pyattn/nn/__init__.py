@@ -31,11 +31,11 @@ Common to all modules:
   :class:`Attention` and :class:`GroupedQueryAttention`: see :class:`pyattn.nn.score.ScoreOptions`. One-head modules and
   the wrapper around them, the book's steps towards these, have none.
 - ``kv_cache``, a :class:`pyattn.KVCache` with the batch size, KV heads, head_dim and dtype of the module's keys, lets
-  those three, ``book.MHAEinsum`` and the book's modules with one ``qkv`` continue the tokens of earlier calls. Rotary
-  positions count these tokens; gradients do not flow back into them. One cache serves one module. ``key_ranges`` count
-  positions, up to the cache's max_seqlen, and ``mask`` and ``bias`` have max_seqlen keys; a ring buffer takes none of
-  the three. Weights are (batch, num_heads, seqlen, length of the longest sequence so far). An error leaves the cache
-  unchanged.
+  these three, :class:`MultiHeadLatentAttention`, ``book.MHAEinsum`` and the book's modules with one ``qkv`` continue
+  the tokens of earlier calls. Rotary positions count these tokens; gradients do not flow back into them. One cache
+  serves one module. ``key_ranges`` count positions, up to the cache's max_seqlen, and ``mask`` and ``bias`` have
+  max_seqlen keys; a ring buffer takes none of the three. Weights are (batch, num_heads, seqlen, length of the longest
+  sequence so far). An error leaves the cache unchanged.
 - ``lengths``, with a cache: ints or an int32 or int64 tensor (batch,). ``x`` is padded on the right: in sequence b,
   only the first lengths[b] tokens are real. The others are not cached, their weights are 0, and their rows of out hold
   the bias of the last projection, or 0 if it has no bias.
@@ -55,6 +55,7 @@ from pyattn.nn.gpt2 import (
     create_gpt2_xl_attention,
 )
 from pyattn.nn.grouped_query import GroupedQueryAttention
+from pyattn.nn.latent import MultiHeadLatentAttention
 from pyattn.nn.mask import causal_mask
 from pyattn.nn.multi_head import Attention, MultiHeadAttention
 from pyattn.nn.self_attention import SelfAttention, SelfAttention_v1, SelfAttention_v2, SimplifiedSelfAttention
@@ -66,6 +67,7 @@ __all__ = [
     "GroupedQueryAttention",
     "MultiHeadAttention",
     "MultiHeadAttentionWrapper",
+    "MultiHeadLatentAttention",
     "SelfAttention",
     "SelfAttention_v1",
     "SelfAttention_v2",

@@ -86,15 +86,21 @@ def check_added(mask: Tensor | None, bias: Tensor | None, shape: tuple[int, int,
 
 
 def check_append(
-    kv_cache: KVCache, k: Tensor, key_ranges: Tensor | None, mask: Tensor | None, bias: Tensor | None
+    kv_cache: KVCache,
+    k: Tensor,
+    key_ranges: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    shared_values: int | None = None,
 ) -> None:
     """TypeError, ValueError or NotImplementedError if ``kv_cache`` cannot take these, before anything is appended.
 
     Args:
         kv_cache: the cache.
-        k: (B, new, Hkv, D), as the module projects it; v is like it.
+        k: (B, new, Hkv, D), as the module projects it.
         key_ranges: the ranges of the new queries.
         mask, bias: as :func:`check_added` takes them.
+        shared_values: how many columns of k are v; default: v is like k, in memory of its own.
     """
     batch, new, num_heads_kv, head_dim = k.shape
     heads = 1 if kv_cache.block_table is None else 2
@@ -102,7 +108,8 @@ def check_append(
         "batch size": (kv_cache.lengths.shape[0], batch),
         "number of KV heads": (kv_cache.k.shape[heads], num_heads_kv),
         "head_dim": (kv_cache.k.shape[-1], head_dim),
-        "head_dim_v": (kv_cache.v.shape[-1], head_dim),
+        "head_dim_v": (kv_cache.v.shape[-1], head_dim if shared_values is None else shared_values),
+        "shared_values": (kv_cache.shared_values, shared_values is not None),
         "dtype": (kv_cache.k.dtype, k.dtype),
         "device": (kv_cache.k.device, k.device),
     }

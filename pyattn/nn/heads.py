@@ -42,7 +42,7 @@ def dropout_probability(dropout: nn.Module | float | None) -> float:
     return dropout.p if dropout.training else 0.0
 
 
-def _attend(
+def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -56,13 +56,14 @@ def _attend(
     """Attention over (B, H, T, D): out, and weights if requested, both with one dropout seed.
 
     With ``kv_cache``, k and v are appended to it first, the first ``lengths[b]`` rows of each sequence, and q attends
-    to the whole cache. Options that are None are left out: each option passed on costs a small call 1 us.
+    to the whole cache; in a cache with shared values, v is columns of k. Options that are None are left out: each
+    option passed on costs a small call 1 us.
     """
     options = {name: value for name, value in options.items() if value is not None}
     dropout_p = dropout_probability(dropout)
     if dropout_p == 1.0:  # every weight is dropped, and attention only takes dropout_p below 1
         options |= {"need_weights": need_weights, "kv_cache": kv_cache, "lengths": lengths}
-        out, weights = _attend(q, k, v, **options)
+        out, weights = attend(q, k, v, **options)
         return out * 0.0, None if weights is None else weights * 0.0
     if dropout_p:
         options["dropout_p"] = dropout_p
@@ -71,7 +72,7 @@ def _attend(
     if kv_cache is None:
         result: Any = attention(q, k, v, **options)
         return result, attention_weights(q, k, **options) if need_weights else None
-    kv_cache.append(k, v, lengths)
+    kv_cache.append(k, None if kv_cache.shared_values else v, lengths)
     result = attention_with_cache(q, kv_cache, **options)
     return result, weights_with_cache(q, kv_cache, **options) if need_weights else None
 
@@ -91,12 +92,12 @@ def attend_single(
     bias: Tensor | None = None,
     **options: Any,
 ) -> Output:
-    """:func:`_attend` over one head, (B, T, D) or (T, D); masks as :func:`attend_heads` takes them."""
+    """:func:`attend` over one head, (B, T, D) or (T, D); masks as :func:`attend_heads` takes them."""
     batched = q.dim() == 3
     batch, seqlen = q.shape[0] if batched else 1, q.shape[-2]
     check_added(mask, bias, (batch, 1, seqlen, seqlen))
     options |= {"mask": _both(own_mask, mask), "bias": bias}
-    out, weights = _attend(*(_one_head(t if batched else t[None]) for t in (q, k, v)), **options)
+    out, weights = attend(*(_one_head(t if batched else t[None]) for t in (q, k, v)), **options)
     first = (slice(None), 0) if batched else (0, 0)
     return output_of(out[first], None if weights is None else weights[first])
 
@@ -120,7 +121,7 @@ def attend_heads(
     lengths: Lengths | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """:func:`_attend` over (B, T, H * head_dim), the heads split and merged by views; ``rotary``: the base, if any.
+    """:func:`attend` over (B, T, H * head_dim), the heads split and merged by views; ``rotary``: the base, if any.
 
     ``own_mask``, the module's, and ``mask``, its caller's, are bool, True = takes part. H is read from the tensors:
     under tensor parallelism a projection yields this rank's heads only.
@@ -135,7 +136,7 @@ def attend_heads(
         first = None if kv_cache is None else kv_cache.lengths
         q, k = rotate(q, rotary, first), rotate(k, rotary, first)
     options |= {"kv_cache": kv_cache, "lengths": lengths, "mask": _both(own_mask, mask), "bias": bias}
-    out, weights = _attend(*(t.transpose(1, 2) for t in (q, k, v)), **options)
+    out, weights = attend(*(t.transpose(1, 2) for t in (q, k, v)), **options)
     return out.transpose(1, 2).flatten(2), weights
 
 

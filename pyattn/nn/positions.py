@@ -24,7 +24,7 @@ def alibi_slopes(
     return torch.exp2(torch.cat([whole, between])).to(dtype)
 
 
-def rotate(x: Tensor, base: float, first: Tensor | None = None) -> Tensor:
+def rotate(x: Tensor, base: float, first: Tensor | None = None, interleaved: bool = False) -> Tensor:
     """Rotary position embedding of ``x`` (B, T, H, D): columns t and t + D / 2 rotate by ``i base^(-2 t / D)``.
 
     ::
@@ -32,8 +32,8 @@ def rotate(x: Tensor, base: float, first: Tensor | None = None) -> Tensor:
         y_t           =  x_t cos(angle) - x_(t + D / 2) sin(angle)          i = position, from first on
         y_(t + D / 2) =  x_t sin(angle) + x_(t + D / 2) cos(angle)          t = 0 to D / 2 - 1
 
-    ``first``: int64 (B,), the position of each sequence's first token; default: 0. 16-bit types are rotated in float32
-    and rounded once.
+    ``first``: int64 (B,), the position of each sequence's first token; default: 0. ``interleaved``: columns 2t and
+    2t + 1 rotate together. 16-bit types are rotated in float32 and rounded once.
 
     Source: Su et al. 2021, "RoFormer"; the order of columns is rotate-half, as in Llama's checkpoints on Hugging Face.
 
@@ -49,7 +49,7 @@ def rotate(x: Tensor, base: float, first: Tensor | None = None) -> Tensor:
     if first is not None:
         position = first[:, None] + position
     angle = position.to(wide)[..., None, None] * frequency.to(wide)
-    return turn(x, angle.cos(), angle.sin())
+    return turn(x, angle.cos(), angle.sin(), interleaved)
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:

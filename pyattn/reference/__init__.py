@@ -7,6 +7,7 @@ computation to be checked.
 
 from pyattn.reference import book
 from pyattn.reference.formula import attention, default_scale, distances, visible
+from pyattn.reference.latent import MultiHeadLatentAttention
 from pyattn.reference.modules import (
     Attention,
     CausalAttention,
@@ -27,6 +28,7 @@ __all__ = [
     "GroupedQueryAttention",
     "MultiHeadAttention",
     "MultiHeadAttentionWrapper",
+    "MultiHeadLatentAttention",
     "SelfAttention",
     "SelfAttention_v1",
     "SelfAttention_v2",

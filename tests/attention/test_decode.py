@@ -1,4 +1,4 @@
-"""Promise: few queries against many keys, cut into ranges of 1024, blocks of 128 and vectors, are exact."""
+"""Promise: few queries against many keys, cut into ranges of 1024, blocks of 128 or 96 and vectors, are exact."""
 
 import math
 
@@ -30,6 +30,13 @@ CASES = [
     Case(2, 4, 1, 1, 1100, 67, 35),
     Case(2, 2, 2, 3, 900, 33, 17, q_offset=800),
     Case(1, 8, 1, 1, 300, 20, 100, causal=False),
+    # One block of query rows, from 9 to 64 of them, in ranges.
+    Case(1, 16, 1, 1, 2500, 80, 48),
+    Case(2, 6, 2, 5, 1300, 67, 35),
+    Case(1, 1, 1, 40, 2100, 64, 40, q_offset=1010),
+    Case(1, 4, 1, 5, 1500, 72, 40, dropout_p=0.3),
+    Case(1, 2, 1, 32, 1100, 32, 32, window=(50, 0), sinks=True),
+    Case(1, 12, 1, 1, 1100, 20, 7, softcap=3.0, causal=False),
 ]
 
 
@@ -41,12 +48,12 @@ def test_forward_and_backward(native: Backend, case: Case, dtype: torch.dtype) -
 
 @each_dtype
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(32, 64), (41, 35)])
+@pytest.mark.parametrize(("heads", "head_dim", "head_dim_v"), [(2, 32, 64), (2, 41, 35), (5, 41, 35)])
 def test_what_is_not_seen_changes_no_bit(
-    native: Backend, dtype: torch.dtype, bad: float, head_dim: int, head_dim_v: int
+    native: Backend, dtype: torch.dtype, bad: float, heads: int, head_dim: int, head_dim_v: int
 ) -> None:
     """Row i sees the keys up to 1020 + i, so in each range and block some keys are visible to some rows only."""
-    q, k, v = Case(1, 2, 1, 4, 1300, head_dim, head_dim_v).inputs(dtype)
+    q, k, v = Case(1, heads, 1, 4, 1300, head_dim, head_dim_v).inputs(dtype)
     clean = native.attention(q, k, v, q_offset=1020, return_lse=True)
     for i in range(4):
         k_, v_ = k.clone(), v.clone()

@@ -21,6 +21,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "MultiHeadAttentionWrapper": (D_IN, D_OUT // 2, CONTEXT_LENGTH, 0.0, 2, True),
     "MultiHeadAttention": (D_IN, D_OUT, CONTEXT_LENGTH, 0.0, 2, True),
     "SingleHeadSelfAttention": (D_IN, D_OUT),
+    "MultiHeadLatentAttention": (D_IN, 2, 5, 7, 6, 4, 3, 0.0, True),
     "Attention": (D_IN, 3),
     "GroupedQueryAttention": (D_IN, D_OUT, 0.0, 4, 2, None, True),
     "Ch03_MHA_Wrapper": (D_IN, D_OUT // 2, CONTEXT_LENGTH, 0.0, 2, True),
@@ -50,6 +51,7 @@ WITH_RANGES = {
     "MultiHeadAttention": (),
     "Attention": (),
     "GroupedQueryAttention": (),
+    "MultiHeadLatentAttention": (),
     "Ch03_MHA_Wrapper": (),
     "MultiHeadAttentionCombinedQKV": (),
     "MHAEinsum": (),
@@ -184,7 +186,7 @@ def made(name: str, extra: str = "") -> torch.nn.Module:
     return module
 
 
-CACHED = (*WITH_EXTRAS, "MHAEinsum", "MHAPyTorchScaledDotProduct")
+CACHED = (*WITH_EXTRAS, "MHAEinsum", "MHAPyTorchScaledDotProduct", "MultiHeadLatentAttention")
 """Modules that take a cache."""
 
 
@@ -195,6 +197,10 @@ def made_cached(name: str, extra: str = "") -> torch.nn.Module:
 
 def cache_for(module: torch.nn.Module, batch: int = 2, **options: Any) -> KVCache:
     """A cache of the context's length that fits the module."""
+    if isinstance(module, nn.MultiHeadLatentAttention):
+        columns = module.kv_lora_rank + module.qk_rope_head_dim
+        options |= {"head_dim_v": module.kv_lora_rank, "shared_values": True}
+        return KVCache(batch, 1, CONTEXT_LENGTH, columns, dtype=torch.float64, **options)
     heads = getattr(module, "num_heads_kv", None) or getattr(module, "num_kv_groups", None) or module.num_heads
     return KVCache(batch, heads, CONTEXT_LENGTH, module.head_dim, dtype=torch.float64, **options)
 

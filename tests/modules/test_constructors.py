@@ -11,6 +11,7 @@ from modules.cases import ARGUMENTS, WITH_EXTRAS, class_of
 from pyattn import KVCache, nn
 
 SIZES = ("d_in", "d_out", "embed_dim", "d_model", "d_k", "context_length", "num_heads", "num_heads_kv", "num_kv_groups")
+SIZES += ("hidden_size", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def cases(*names: str) -> list[tuple[str, str]]:
@@ -47,6 +48,10 @@ def made(module: str, **changed: Any) -> torch.nn.Module:
         (
             lambda: nn.Attention(12, 4, rotary=100.0),
             "rotary must be a base above 0, with an even head_dim, got 100.0 and 3",
+        ),
+        (
+            lambda: nn.MultiHeadLatentAttention(12, 2, 5, 7, 6, 3, 4),
+            "rope_theta must be a base above 0, with an even qk_rope_head_dim, got 10000.0 and 3",
         ),
         (lambda: nn.Attention(12, 3, rotary=0), "rotary must be a base above 0, with an even head_dim, got 0 and 4"),
     ],
@@ -96,7 +101,11 @@ def test_a_caches_sizes():
         KVCache(2, True, 8, 4)
 
 
-@pytest.mark.parametrize(("module", "name"), [case for case in cases("num_heads") if "Wrapper" not in case[0]])
+ANY_NUMBER = ("MultiHeadAttentionWrapper", "Ch03_MHA_Wrapper", "MultiHeadLatentAttention")
+"""Modules whose width is a multiple of num_heads, whatever it is."""
+
+
+@pytest.mark.parametrize(("module", "name"), [case for case in cases("num_heads") if case[0] not in ANY_NUMBER])
 def test_heads_that_do_not_divide(module, name):
     with pytest.raises(ValueError, match=r"^pyattn: (d_out|embed_dim) must be a multiple of num_heads, got \d+ and 7$"):
         made(module, **{name: 7})

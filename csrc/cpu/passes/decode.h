@@ -22,6 +22,11 @@ namespace {
 // The scores of a block fit in L1 (8 rows of 128 floats are 4 KB), and O is rescaled only once per block.
 inline constexpr int64_t kDecodeBlockK = 128;
 
+// The keys of a work item, one of a head's ranges.
+inline Range split_keys(const Head& head, int64_t split) {
+  return {split * kDecodeSplit, min((split + 1) * kDecodeSplit, head.seqlen_k)};
+}
+
 // Locates a head's partial results in the workspace: one for each range of its keys.
 template <class S>
 class DecodeParts {
@@ -158,7 +163,7 @@ void decode_keys(const ForwardParams& p, const Head& head, int64_t split, const 
   using T = Compute<S>;
   constexpr int L = kLanes<T>;
   const int64_t rows = head.count;
-  const int64_t k_begin = split * kDecodeSplit, k_end = min(k_begin + kDecodeSplit, head.seqlen_k);
+  const auto [k_begin, k_end] = split_keys(head, split);
   const auto part = DecodeParts<S>(p, head).of(split);
   const Mask mask(p, head);
   const Score<S> score(p);

@@ -1,4 +1,4 @@
-// Merge: combines the partial results of decoding, one for each range of keys, into out and the row statistics.
+// Merge: combines the partial results of a KV head, one for each range of its keys, into out and the row statistics.
 #pragma once
 
 #include "cpu/passes/decode.h"
@@ -18,7 +18,7 @@ Plan plan_merge_out(const ForwardParams& p) {
   return {work_of<S>(p, Unit::kMerges).count(), 0, 0};
 }
 
-// Each work item is one KV head that is decoded.
+// Each work item is one KV head whose keys forward divides.
 template <class S, template <class> class Score>
 void merge_out(const ForwardParams& p, int64_t begin, int64_t end, void*) {
   using T = Compute<S>;

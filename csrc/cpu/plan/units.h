@@ -26,6 +26,14 @@ bool few_rows(const ForwardParams& p, int64_t rows) {
 // reading them, and 16k keys of one head still feed 16 threads.
 inline constexpr int64_t kDecodeSplit = 1024;
 
+// Whether forward divides the keys of a KV head with this many rows among work items: a head that decodes, and one whose
+// rows fill at most one block, which would be a single item however many keys it has.
+template <class S>
+bool splits_keys(const ForwardParams& p, int64_t rows, int64_t seqlen_k) {
+  const bool one_block = rows > 0 && rows <= kBlockQ<Compute<S>> && p.head_dim_v >= kLanes<Compute<S>>;
+  return few_rows<S>(p, rows) || (one_block && seqlen_k > kDecodeSplit);
+}
+
 // Two tiles of 64 queries x 96 keys stay in L2 beside K, V and the operands of
 // a query block; 128 x 96, 64 x 192 and 256 x 96 measured 3 to 15 % slower.
 inline constexpr int64_t kBackwardBlockK = 96;
@@ -75,13 +83,13 @@ inline Splits splits_of(const ForwardParams& p, int64_t seqlen_q, int64_t seqlen
 template <class S>
 int64_t units_of(const ForwardParams& p, Unit unit, int64_t seqlen_q, int64_t seqlen_k) {
   const int64_t rows = seqlen_q * group_size(p), blocks = ceil_div(rows, kBlockQ<Compute<S>>);
-  const bool few = few_rows<S>(p, rows);
+  const bool by_keys = splits_keys<S>(p, rows, seqlen_k);
   const auto [splits, by_rows] = splits_of(p, seqlen_q, seqlen_k);
   const int64_t shares = splits > 1 ? splits : 0, key_blocks = ceil_div(seqlen_k, kBackwardBlockK);
   switch (unit) {
-    case Unit::kForward: return few ? decode_splits(seqlen_k) : blocks;
-    case Unit::kPartRows: return few ? decode_splits(seqlen_k) * rows : 0;
-    case Unit::kMerges: return few;
+    case Unit::kForward: return by_keys ? decode_splits(seqlen_k) : blocks;
+    case Unit::kPartRows: return by_keys ? decode_splits(seqlen_k) * rows : 0;
+    case Unit::kMerges: return by_keys;
     case Unit::kSplits: return splits;
     case Unit::kShareColumns:
       return shares * (by_rows ? seqlen_k * (columns_k<S>(p) + columns_v<S>(p)) : rows * columns_k<S>(p));

@@ -103,12 +103,13 @@ template <class E>
 inline constexpr int64_t kScoreBlock = std::is_same_v<E, bf16_pair> ? int64_t{1} << 30 : 32;
 
 // The columns [j0, cols) of C[rows x cols] = A[rows x inner] B[inner x cols].
-template <class T, class E>
+template <class T, class E, int kNV = kMaxNV, class Beside = Nothing>
 void score_gemm(int64_t rows, int64_t j0, int64_t cols, int64_t inner, Strided<E> A,
-                std::type_identity_t<Matrix<const E>> B, Matrix<T> C) {
+                std::type_identity_t<Matrix<const E>> B, Matrix<T> C, Beside beside = {}) {
   int64_t k = 0;
   do {
-    gemm<T>(rows, j0, cols, min(kScoreBlock<E>, inner - k), A.from(0, k), B.from(k), C, Update<T>::add_unless(k == 0));
+    gemm<T, E, Matrix<const E>, kNV>(rows, j0, cols, min(kScoreBlock<E>, inner - k), A.from(0, k), B.from(k), C,
+                                     Update<T>::add_unless(k == 0), beside);
   } while ((k += kScoreBlock<E>) < inner);
 }
 

@@ -26,6 +26,11 @@ GPT2 = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 32, "n_layer": 2,
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "first_k_dense_replace": 1}
+LATENT |= {"n_routed_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+LATENT |= {"num_key_value_heads": 4}
 OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}
 BART = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "encoder_ffn_dim": 48, "dropout": 0.0}
 T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
@@ -40,6 +45,9 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOss", WINDOWED | EXPERTS | {"rope_parameters": ROPE}),
     "phi": ("Phi", SIZES),
     "opt": ("OPT", SIZES | OPT),
+    "deepseek-v2": ("DeepseekV2", SIZES | LATENT | {"q_lora_rank": None, "topk_method": "greedy"}),
+    "deepseek-v3": ("DeepseekV3", SIZES | LATENT | {"q_lora_rank": 10, "rope_parameters": YARN}),
+    "kimi-linear": ("KimiLinear", SIZES | LATENT | {"num_local_experts": 4, "layer_types": ["full_attention"] * 2}),
     "llama4": ("Llama4Text", WINDOWED | {"num_local_experts": 2, "intermediate_size_mlp": 48}),
 }
 """The configuration's name without ``Config``, and its arguments."""

@@ -68,9 +68,9 @@ def test_the_lists_are_what_models_call(name, monkeypatch):
     """Listed models run without calling the attention function, or are refused before that."""
     calls: list[str] = []
 
-    def counted(module, query, *_, **__):
+    def counted(module, query, key, value, *_, **__):
         calls.append(type(module).__name__)
-        return torch.zeros_like(query).transpose(1, 2), None
+        return query.new_zeros(*query.shape[:-1], value.shape[-1]).transpose(1, 2), None
 
     adapter.register()
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "pyattn", counted)
