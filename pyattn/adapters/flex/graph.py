@@ -43,7 +43,7 @@ class Node:
 
     @functools.cached_property
     def form(self) -> "Form":
-        """What it depends on."""
+        """The node's form, computed once."""
         return _form_of(self)
 
     @functools.cached_property
@@ -56,7 +56,7 @@ class Node:
 
 
 class Form(NamedTuple):
-    """What an expression depends on.
+    """The dependence of an expression on the arguments.
 
     Attributes:
         slopes: (x, y) of a number ``x * q_idx + y * kv_idx + constant``; None if it is another function.
