@@ -242,9 +242,9 @@ class KVCache(Storage):
         base = None if lengths is None else lengths_of(lengths, self.lengths)
         if self.block_table is None:
             left = 0 if self.window is None else self.window[0]
-            ops.cache_keep(self.k, self.v, self.lengths, self.starts, chosen, base, left, self.max_seqlen)
+            ops.cache_keep(*self.written, self.lengths, self.starts, chosen, base, left, self.max_seqlen)
         else:
-            ops.cache_keep_pages(self.k, self.v, self.lengths, self.block_table, chosen, base, self.max_seqlen)
+            ops.cache_keep_pages(*self.written, self.lengths, self.block_table, chosen, base, self.max_seqlen)
         self._ragged = False
 
     def clone(self) -> "KVCache":

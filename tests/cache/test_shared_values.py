@@ -74,6 +74,17 @@ def test_what_changes_a_cache(kind):
 
 
 @each_kind
+def test_kept_positions(kind):
+    """Of a drafted tree."""
+    caches = twins(kind)
+    grown(caches, 9), grown(caches, 9)
+    for cached in caches:
+        cached.keep([[13, 15, 17], [14]])
+    assert_same(caches, drawn(1, HEADS))
+    grown(caches, 3)
+
+
+@each_kind
 def test_memory_is_shared_and_copies_keep_it(kind):
     cached, apart = twins(kind)
     k = drawn(5)
