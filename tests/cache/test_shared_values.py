@@ -75,7 +75,7 @@ def test_what_changes_a_cache(kind):
 
 @each_kind
 def test_kept_positions(kind):
-    """Of a drafted tree."""
+    """Branches of a drafted tree."""
     caches = twins(kind)
     grown(caches, 9), grown(caches, 9)
     for cached in caches:
