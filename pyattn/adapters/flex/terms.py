@@ -125,13 +125,12 @@ def _table(term: Any, reads: frozenset[str], sizes: tuple[int, ...]) -> Tensor:
     if "distance" not in reads:
         return _evaluated(term, _places(reads, sizes, zero, zero)).flatten(2)
     queries, keys = torch.arange(sizes[2]), torch.arange(sizes[3])
-    before = _evaluated(term, _places(reads, sizes, queries[1:].flip(0), zero)).flatten(2) if len(queries) > 1 else None
-    rest = _evaluated(term, _places(reads, sizes, zero, keys)).flatten(2)
-    found = rest if before is None else torch.cat([before, rest], 2)
+    found = _evaluated(term, _places(reads, sizes, zero, keys)).flatten(2)
+    if len(queries) > 1:
+        before = _evaluated(term, _places(reads, sizes, queries[1:].flip(0), zero)).flatten(2)
+        found = torch.cat([before, found], 2)
     reach = max(sizes[2:]) - 1
-    distances = torch.arange(-reach, reach + 1).clamp(
-        1 - sizes[2], sizes[3] - 1
-    )  # those that no pair has repeat the last
+    distances = torch.arange(-reach, reach + 1).clamp(1 - sizes[2], sizes[3] - 1)  # no pair has those beyond
     return found[:, :, distances + sizes[2] - 1]
 
 
