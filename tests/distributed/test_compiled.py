@@ -14,8 +14,9 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="ne
 NAMES = ("ring_attention", "ring_attention_varlen", "ulysses_attention")
 PLACES = [
     *((name, size, meshed) for name in NAMES for size, meshed in ((2, False), (2, True))),
-    ("ring_attention 2x2", 4, True),
-    ("usp_attention 2x2", 4, True),
+    # All ranks of the pool: torch names a new group by how many a rank has made.
+    ("ring_attention 2x4", 8, True),
+    ("usp_attention 2x4", 8, True),
 ]
 
 
