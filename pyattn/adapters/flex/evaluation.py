@@ -153,7 +153,8 @@ class Trace(Lookups):
         captured: the tensors that the mod reads from outside its arguments.
         reads: the arguments on which the result depends, by number.
         dtype: the result's.
-        result: a score_mod's result as an expression.
+        result: a score_mod's result as an expression; None if a function that it calls gives several tensors or changes
+            one, perhaps through a view.
 
     Raises:
         TypeError: a mod that returns no tensor.
@@ -173,6 +174,7 @@ class Trace(Lookups):
         self._made: dict[int, tuple[Tensor, tuple[Any, ...], frozenset[int]]] = {}
         self._objects: list[object] = []
         self._nodes: dict[int, Any] = {}
+        self._is_expression = True
         self.captured = []
         indices = [torch.zeros(1, dtype=torch.int64, device=device)] * 4
 
@@ -188,7 +190,7 @@ class Trace(Lookups):
                 raise ValueError(f"pyattn: {what} must return one value for a pair, got shape {tuple(result.shape)}")
             self._calls.append(("return", self._name(result)))
             self.dtype, self.reads = result.dtype, self._reads(result)
-            self.result = self._nodes.get(id(result), result)
+            self.result = self._nodes.get(id(result), result) if self._is_expression else None
             return result
 
         with torch.no_grad():  # so only captured tensors can require a gradient
@@ -211,7 +213,10 @@ class Trace(Lookups):
             if isinstance(x, Tensor):
                 self._made[id(x)] = x, ("result", len(self._calls), place), known
         if isinstance(written, Tensor):
-            self._nodes[id(written)] = Node(func, given, named, written.dtype)
+            self._nodes[id(written)] = node = Node(func, given, named, written.dtype)
+            self._is_expression &= node.pure
+        elif any(isinstance(x, Tensor) for x in tree_leaves(written)):
+            self._is_expression = False
         self._calls.append((func, structure, names))
         return result
 

@@ -46,13 +46,12 @@ class Node:
         """The node's form, computed once."""
         return _form_of(self)
 
-    @functools.cached_property
+    @property
     def pure(self) -> bool:
-        """Whether neither it nor a node that it needs changes a tensor."""
+        """Whether the function changes no tensor."""
         special = self.name.startswith("__")
         in_place = self.name.startswith(("__i", "__set")) if special else self.name.endswith("_")
-        changes = "out" in self.named or (in_place and self.name != "__invert__")
-        return not changes and all(x.pure for x in leaves(self) if isinstance(x, Node))
+        return "out" not in self.named and (not in_place or self.name == "__invert__")
 
 
 class Form(NamedTuple):

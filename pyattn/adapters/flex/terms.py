@@ -23,8 +23,6 @@ class Terms(NamedTuple):
 
 def terms_of(result: object) -> Terms | None:
     """The terms of an expression, None if it is no such sum."""
-    if isinstance(result, Node) and not result.pure:
-        return None
     terms, sign, node = list[tuple[int, Any]](), 1, result
     while isinstance(node, Node) and node.name in TERM and len(node.arguments) == 2 and not node.named:
         left, right = node.arguments if node.name != "__rsub__" else node.arguments[::-1]

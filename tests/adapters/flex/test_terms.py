@@ -53,6 +53,13 @@ def test_accuracy(name, dtype):
 
 T = torch.linspace(-1, 1, 400, dtype=torch.float64)
 TABLE = T.reshape(4, 100)
+
+
+def doubled(x):
+    x.view(1).mul_(2)
+    return x
+
+
 FORMS = {
     "scaled": (lambda s, b, h, i, j: -(s * 0.5) / 0.25, {"factor": -2.0}),
     "a cap in another form": (lambda s, b, h, i, j: torch.tanh(s * 0.125) * 4 * 2, {"softcap": 8.0}),
@@ -91,6 +98,8 @@ OTHERS = {
     "a cap of 0": lambda s, b, h, i, j: 0 * torch.tanh(s),
     "divided by 0": lambda s, b, h, i, j: s / 0,
     "in place": lambda s, b, h, i, j: s.clone().add_(T[j]).mul_(2),
+    "several results": lambda s, b, h, i, j: s + T[torch.stack([i, j]).unbind()[1]],
+    "changed through a view": lambda s, b, h, i, j: s + doubled(T[j].clone()),
     "a learned factor": lambda s, b, h, i, j: s * T[0],
     "a mask": lambda s, b, h, i, j: torch.where(i >= j, s, -torch.inf),
 }
@@ -115,7 +124,10 @@ def test_forms(name, length, masked):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_forms(name):
-    assert given(OTHERS[name]) is None
+    score_mod = OTHERS[name]
+    assert given(score_mod) is None
+    q = torch.randn(2, 4, 20, 8, dtype=torch.float64)
+    torch.testing.assert_close(flex_attention(q, q, q, score_mod), by_formula(q, q, q, score_mod)[0], equal_nan=True)
 
 
 def test_hidden_distances():
