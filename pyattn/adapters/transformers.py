@@ -38,7 +38,7 @@ def register() -> None:
     """Makes ``attn_implementation="pyattn"`` known to transformers, for attention and masks alike.
 
     Nothing else changes: models with another ``attn_implementation`` run as before. A second call has no effect. A few
-    architectures choose among their own attention classes by this name, such as GPT-J, GPT-Neo and Falcon; they can't
+    architectures choose among their own attention classes by this name, such as GPT-Neo and Falcon; they can't
     be built with "pyattn": transformers raises ``KeyError: 'pyattn'``.
 
     Raises:

@@ -29,6 +29,9 @@ CLASSES = {
 }
 """The classes with T5's ``compute_bias``, by the names of their models' folders."""
 
+_installed = set[type]()
+"""The classes whose functions are replaced."""
+
 
 @dataclass(frozen=True, eq=False)
 class PositionBias:
@@ -53,7 +56,8 @@ def install(implementation: str) -> None:
         except (ImportError, AttributeError):  # not in this version of transformers
             continue
         known = "past_seen_tokens" in inspect.signature(kind.compute_bias).parameters  # older ones take positions
-        if known and not hasattr(kind.compute_bias, "__wrapped__"):
+        if known and kind not in _installed:
+            _installed.add(kind)
             kind.compute_bias = _computing_tables(kind.compute_bias, implementation)
             kind.forward = _without_zeros(kind.forward, implementation)
 

@@ -11,7 +11,7 @@ from importlib.metadata import version
 import torch
 from torch import nn
 
-CHECKED = "5.23.0"
+CHECKED = "5.24.0"
 """The version of transformers that the lists were checked with."""
 
 
@@ -32,7 +32,6 @@ WHOLE = _classes(
     bros: BrosSelfAttention
     canine: CanineSelfAttention
     clvp: ClvpSelfAttention
-    codegen: CodeGenAttention
     convbert: ConvBertSelfAttention
     cpmant: CpmAntAttention
     cvt: CvtSelfAttention
@@ -53,7 +52,6 @@ WHOLE = _classes(
     got_ocr2: GotOcr2VisionAttention
     gpt_neo: GPTNeoSelfAttention
     gpt_neox_japanese: GPTNeoXJapaneseAttention
-    gptj: GPTJAttention
     granite_speech: GraniteSpeechConformerAttention
     granite_speech_plus: GraniteSpeechPlusConformerAttention
     grounding_dino: GroundingDinoBiMultiHeadAttention GroundingDinoMultiheadAttention
@@ -62,7 +60,6 @@ WHOLE = _classes(
     ibert: IBertSelfAttention
     imagegpt: ImageGPTAttention
     layoutlmv2: LayoutLMv2SelfAttention
-    layoutlmv3: LayoutLMv3SelfAttention
     led: LEDEncoderSelfAttention LEDDecoderAttention
     levit: LevitAttention LevitAttentionSubsample
     lilt: LiltSelfAttention
@@ -110,6 +107,7 @@ WHOLE = _classes(
     vitdet: VitDetAttention
     vits: VitsAttention
     wavlm: WavLMAttention
+    wavtokenizer: WavTokenizerVocosAttention
     xglm: XGLMAttention
     xlm: MultiHeadAttention
     xlnet: XLNetRelativeAttention
@@ -124,6 +122,7 @@ The key is the file's name: "bloom" means ``modeling_bloom.py`` and ``configurat
 
 PARTS = _classes(
     """
+    apertus1p5: Apertus1p5VisionTokenizerAttnBlock
     bigbird_pegasus: BigBirdPegasusSelfAttention BigBirdPegasusBlockSparseAttention
     chameleon: ChameleonVQVAEEncoderAttnBlock
     clap: ClapAudioSelfAttention
@@ -136,7 +135,6 @@ PARTS = _classes(
     janus: JanusVQVAEAttnBlock
     longt5: LongT5LocalAttention LongT5TransientGlobalAttention
     pegasus_x: PegasusXGlobalLocalAttention
-    pp_doclayout_v2: PPDocLayoutV2ReadingOrderSelfAttention
     pp_formulanet: PPFormulaNetVisionAttention
     sam: SamVisionAttention SamVisionSdpaAttention
     sam_hq: SamHQVisionAttention SamHQVisionSdpaAttention

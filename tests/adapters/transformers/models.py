@@ -1,10 +1,12 @@
 """Small models of transformers, built from configurations, and how the tests run them."""
 
+import inspect
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
+from transformers.masking_utils import create_causal_mask
 
 from pyattn.adapters import transformers as adapter
 
@@ -53,6 +55,9 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
 """The configuration's name without ``Config``, and its arguments."""
 
 DECODERS["llama4"][1].update(layer_types=["chunked_attention", "full_attention"], attention_chunk_size=4)
+
+CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+"""What models and mask functions call a cache; the second name is from before transformers 5.24."""
 
 LENGTH = 12
 IDS = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))

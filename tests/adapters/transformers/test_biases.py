@@ -1,5 +1,6 @@
 """Promise: models with T5's position biases compute them as tables, with results and gradients of eager attention."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -127,14 +128,15 @@ def test_other_implementations_are_unchanged() -> None:
 
 def test_every_class_is_known() -> None:
     """transformers has no other class with T5's compute_bias, and calls of register() wrap each once."""
-    adapter.register()
     folder = Path(transformers.models.__file__).parent
     found = [
         path for path in folder.glob("*/modeling_*.py") if "def compute_bias(self, query_" in path.read_text("utf-8")
     ]
     known = {folder / name / f"modeling_{name}.py" for name in CLASSES}
     assert {path for path in found if "past_seen_tokens" in path.read_text("utf-8")} == known
-    for folder, name in CLASSES.items():
-        kind = getattr(__import__(f"transformers.models.{folder}.modeling_{folder}", fromlist=[name]), name)
-        assert not hasattr(kind.compute_bias.__wrapped__, "__wrapped__")
-        assert not hasattr(kind.forward.__wrapped__, "__wrapped__")
+    modules = {name: import_module(f"transformers.models.{folder}.modeling_{folder}") for folder, name in CLASSES.items()}
+    adapter.register()
+    wrapped = [(kind.compute_bias, kind.forward) for kind in map(getattr, modules.values(), modules)]
+    adapter.register()
+    assert wrapped == [(kind.compute_bias, kind.forward) for kind in map(getattr, modules.values(), modules)]
+    assert all(hasattr(function, "__wrapped__") for functions in wrapped for function in functions)

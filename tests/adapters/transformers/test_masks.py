@@ -87,7 +87,11 @@ def test_masks_are_those_of_transformers(rule, one_by_one, padding):
 def packed(lengths: list[int], rule: Callable[..., Tensor]) -> dict[str, Any]:
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     sequences = theirs.find_packed_sequence_indices(positions)
-    rule = theirs.packed_sequence_compatibility_function(rule, positions, sequences)
+    if hasattr(theirs, "packed_sequence_compatibility_function"):  # transformers before 5.24
+        rule = theirs.packed_sequence_compatibility_function(rule, positions, sequences)
+    else:
+        rule = theirs.remap_positions_for_packed_sequence(rule, positions)
+        rule = theirs.and_masks(rule, theirs.packed_sequence_mask_function(sequences))
     return {"mask_function": rule, "allow_is_causal_skip": False}
 
 

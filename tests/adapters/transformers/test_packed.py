@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from adapters.transformers.models import DECODERS, IDS, ROUNDINGS, assert_gradients_near, assert_near, decoder
+from adapters.transformers.models import CACHE, DECODERS, IDS, ROUNDINGS, assert_gradients_near, assert_near, decoder
 from helpers import newer_compiler
 from torch import Tensor
 
@@ -80,7 +80,7 @@ def test_rows_of_their_own_documents(name, static):
     model.set_attn_implementation("pyattn")
     cache = transformers.StaticCache(model.config, max_cache_len=20) if static else None
     with torch.no_grad():
-        out = model(**packed_rows(), past_key_values=cache, use_cache=True).logits
+        out = model(**packed_rows(), **{CACHE: cache}, use_cache=True).logits
         for row, begin, end in ((0, 0, 5), (0, 5, 12), (1, 0, 3), (1, 3, 9)):
             truth = model(IDS[row : row + 1, begin:end]).logits
             assert_near(out[row, begin:end], truth)
@@ -116,9 +116,7 @@ def test_compiled_with_a_static_cache_and_a_mask(monkeypatch):
     with torch.no_grad():
         for run in (model, torch.compile(model, fullgraph=True, backend="eager")):
             cache = transformers.StaticCache(model.config, max_cache_len=20)
-            sides.append(
-                [run(**tokens, past_key_values=cache, use_cache=True).logits for tokens in (packed_rows(), more)]
-            )
+            sides.append([run(**tokens, **{CACHE: cache}, use_cache=True).logits for tokens in (packed_rows(), more)])
     rows = packed_rows()["attention_mask"].bool()
     assert (sides[0][0] - sides[1][0])[rows].abs().max() <= ROUNDINGS * sides[0][0].abs().max()
     assert_near(sides[1][1], sides[0][1])
