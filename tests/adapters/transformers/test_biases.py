@@ -134,9 +134,12 @@ def test_every_class_is_known() -> None:
     ]
     known = {folder / name / f"modeling_{name}.py" for name in CLASSES}
     assert {path for path in found if "past_seen_tokens" in path.read_text("utf-8")} == known
-    modules = {name: import_module(f"transformers.models.{folder}.modeling_{folder}") for folder, name in CLASSES.items()}
+    kinds = [
+        getattr(import_module(f"transformers.models.{folder}.modeling_{folder}"), name)
+        for folder, name in CLASSES.items()
+    ]
     adapter.register()
-    wrapped = [(kind.compute_bias, kind.forward) for kind in map(getattr, modules.values(), modules)]
+    wrapped = [(kind.compute_bias, kind.forward) for kind in kinds]
     adapter.register()
-    assert wrapped == [(kind.compute_bias, kind.forward) for kind in map(getattr, modules.values(), modules)]
+    assert wrapped == [(kind.compute_bias, kind.forward) for kind in kinds]
     assert all(hasattr(function, "__wrapped__") for functions in wrapped for function in functions)
