@@ -31,8 +31,18 @@ def units(dtypes: Iterable[torch.dtype]) -> list[tuple[str, str]]:
 
 
 INCLUDES = ("-Icsrc", "-Itests/tools/emulation", "-DPYATTN_ISA=cuda", '-DPYATTN_ISA_HEADER="host.h"')
-FLAGS = ("-std=c++20", "-O2", "-march=native", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
-# -Wno-unknown-pragmas: g++ has no #pragma unroll.
+FLAGS = (
+    "-std=c++20",
+    "-O2",
+    "-march=native",
+    "-fPIC",
+    "-pthread",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unknown-pragmas",
+    "-Wno-psabi",
+)
+# -Wno-unknown-pragmas: g++ has no #pragma unroll. -Wno-psabi: vectors stay within one file.
 SOURCES = tuple(f"tests/tools/emulation/{name}.cpp" for name in ("entry", "tensor_core", "threads"))
 """Sources of the library beside the kernels."""
 

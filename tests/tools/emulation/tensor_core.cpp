@@ -1,17 +1,18 @@
 #include "tensor_core.h"
 
 #include <bit>
+#include <cstring>
 
 #include "threads.h"
 
 namespace emulation {
 namespace {
 
-// A lane's part of a product: two rows of two columns.
-typedef float Floats __attribute__((vector_size(16)));
-typedef double Doubles __attribute__((vector_size(32)));
-typedef int32_t Ints __attribute__((vector_size(16)));
-typedef int64_t Longs __attribute__((vector_size(32)));
+// A row of a product: 8 columns.
+typedef float Floats __attribute__((vector_size(32)));
+typedef double Doubles __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(32)));
+typedef int64_t Longs __attribute__((vector_size(64)));
 
 template <class To, class From>
 To convert(From x) {
@@ -50,48 +51,60 @@ Floats add_aligned(const Doubles (&addends)[kCount]) {
   return exact ? convert<Floats>(sum) : truncate(convert<Doubles>(units) * (Doubles)power / kUnits);
 }
 
-// widen turns a word into kTerms columns. The lanes exchange
-// six widened words each: a's four, then b's two.
-template <int kTerms, class Widen>
-void multiply_add(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Widen widen) {
-  float mine[6 * kTerms];
-  for (int w = 0; w < 6; ++w) widen(w < 4 ? a[w] : b[w - 4], mine + w * kTerms);
-  const auto& words = exchange(reinterpret_cast<const uint32_t*>(mine), 6 * kTerms);
-  const auto float_of = [&](int lane, int word) { return std::bit_cast<float>(words[lane][word]); };
-  const int g = lane() / 4, t = lane() % 4;
-  Floats sums = {c[0], c[1], c[2], c[3]};
-  // half: the columns in word `half` of b, and in words 2 half and 2 half + 1 of a.
+// The words of a lane: its parts of a, b and c.
+constexpr int kA = 0, kB = 4, kC = 6, kCount = 10;
+
+// c += a b for the fragments of a warp's lanes, once for all of them. widen(word, term) is one of a word's kTerms columns.
+template <int kTerms, auto widen>
+void multiply_warp(Words& words) {
+  constexpr int kDepth = 4 * kTerms;  // of a step, which takes one word of b and two of a
   for (int half = 0; half < 2; ++half) {
-    Doubles addends[4 * kTerms + 1];
-#pragma GCC unroll 4
-    for (int lane = 0; lane < 4; ++lane)
-      for (int k = 0; k < kTerms; ++k) {
-        const int in_a = 2 * half * kTerms + k, in_b = (4 + half) * kTerms + k;
-        const float above = float_of(4 * g + lane, in_a), below = float_of(4 * g + lane, in_a + kTerms);
-        const float left = float_of(8 * t + lane, in_b), right = float_of(8 * t + 4 + lane, in_b);
-        const Floats rows = {above, above, below, below}, columns = {left, right, left, right};
-        addends[lane * kTerms + k] = convert<Doubles>(rows) * convert<Doubles>(columns);
+    Doubles b[kDepth];
+    for (int t = 0; t < 4; ++t)
+      for (int k = 0; k < kTerms; ++k)
+        for (int column = 0; column < 8; ++column)
+          b[t * kTerms + k][column] = widen(words[4 * column + t][kB + half], k);
+    for (int row = 0; row < 16; ++row) {
+      uint32_t (*const lanes)[kMaxWords] = words + row % 8 * 4;
+      const int below = row / 8, c = kC + 2 * below;
+      Doubles addends[kDepth + 1];
+      Floats sums;
+      for (int t = 0; t < 4; ++t) {
+        for (int k = 0; k < kTerms; ++k)
+          addends[t * kTerms + k] = double{widen(lanes[t][kA + 2 * half + below], k)} * b[t * kTerms + k];
+        for (int i = 0; i < 2; ++i) sums[2 * t + i] = std::bit_cast<float>(lanes[t][c + i]);
       }
-    addends[4 * kTerms] = convert<Doubles>(sums);
-    sums = add_aligned(addends);
+      addends[kDepth] = convert<Doubles>(sums);
+      sums = add_aligned(addends);
+      for (int t = 0; t < 4; ++t)
+        for (int i = 0; i < 2; ++i) lanes[t][c + i] = std::bit_cast<uint32_t>(sums[2 * t + i]);
+    }
   }
-  for (int i = 0; i < 4; ++i) c[i] = sums[i];
 }
 
-float widen_f16(uint32_t x) { return static_cast<float>(std::bit_cast<_Float16>(static_cast<uint16_t>(x))); }
-float widen_bf16(uint32_t x) { return std::bit_cast<float>(x << 16); }
-float widen_tf32(uint32_t x) { return std::bit_cast<float>(x & 0xffffe000); }
+template <int kTerms, auto widen>
+void multiply_add(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  uint32_t mine[kCount];
+  std::memcpy(mine + kA, a, sizeof a), std::memcpy(mine + kB, b, sizeof b), std::memcpy(mine + kC, c, sizeof c);
+  std::memcpy(c, exchange(mine, kCount, multiply_warp<kTerms, widen>)[lane()] + kC, sizeof c);
+}
+
+float widen_f16(uint32_t x, int term) {
+  return static_cast<float>(std::bit_cast<_Float16>(static_cast<uint16_t>(x >> 16 * term)));
+}
+float widen_bf16(uint32_t x, int term) { return std::bit_cast<float>(term ? x & 0xffff0000 : x << 16); }
+float widen_tf32(uint32_t x, int) { return std::bit_cast<float>(x & 0xffffe000); }
 
 }  // namespace
 
 void multiply_f16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  multiply_add<2>(c, a, b, [](uint32_t w, float* x) { x[0] = widen_f16(w), x[1] = widen_f16(w >> 16); });
+  multiply_add<2, widen_f16>(c, a, b);
 }
 void multiply_bf16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  multiply_add<2>(c, a, b, [](uint32_t w, float* x) { x[0] = widen_bf16(w), x[1] = widen_bf16(w >> 16); });
+  multiply_add<2, widen_bf16>(c, a, b);
 }
 void multiply_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  multiply_add<1>(c, a, b, [](uint32_t w, float* x) { *x = widen_tf32(w); });
+  multiply_add<1, widen_tf32>(c, a, b);
 }
 
 }  // namespace emulation

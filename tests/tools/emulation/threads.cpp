@@ -174,10 +174,11 @@ bool barrier(bool any, Place place) {
   return block->any;
 }
 
-const Words& exchange(const uint32_t* words, int count) {
+const Words& exchange(const uint32_t* words, int count, void (*combine)(Words&)) {
   require(count <= kMaxWords, "too many words to exchange");
   Words& all = block->warps[here.thread / kWarpLanes].words[block->exchanges[here.thread]++ % 2];
   std::memcpy(all[lane()], words, count * sizeof *words);
+  if (combine && lane() == kWarpLanes - 1) combine(all);  // it runs last
   wait_for(Wait::kWarp);
   return all;
 }

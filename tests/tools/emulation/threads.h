@@ -48,8 +48,8 @@ inline void check_shared(uintptr_t address, uintptr_t bytes, uintptr_t alignment
 // Waits for all threads of the block. Returns whether any of them has passed true.
 bool barrier(bool any, Place place);
 
-// Publishes the lane's words and returns those of all lanes.
-const Words& exchange(const uint32_t* words, int count);
+// Publishes the lane's words and returns those of all lanes, after combine has changed them.
+const Words& exchange(const uint32_t* words, int count, void (*combine)(Words&) = nullptr);
 
 // Copies that arrive when their thread waits for them.
 void copy_later(void* to, const void* from, int bytes);
