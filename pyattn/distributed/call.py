@@ -146,11 +146,16 @@ def _by_row(rows: list[list[int]]) -> frozenset[str]:
     return frozenset(name for name in OWN_ROWS if all(_sizes(row)[name][:1] == row[:1] for row in rows))
 
 
-def _check(function: Callable[..., Any], tensors: tuple[Tensor, ...], dims: tuple[str, ...]) -> None:
+def refuse_transforms(function: Callable[..., Any]) -> None:
+    """NotImplementedError within a transform of torch.func or forward-mode differentiation."""
     if autograd.transforming():
         raise NotImplementedError(
             f"pyattn: {function.__name__} has no rule for transforms of torch.func or forward mode"
         )
+
+
+def _check(function: Callable[..., Any], tensors: tuple[Tensor, ...], dims: tuple[str, ...]) -> None:
+    refuse_transforms(function)
     q = tensors[0]
     for name, tensor in zip("qkv", tensors, strict=True):
         check_tensor(name, tensor)

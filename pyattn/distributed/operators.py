@@ -19,7 +19,7 @@ from pyattn.autocast import cast
 from pyattn.distributed.call import DIMS, DIMS_PACKED, Call, Parsed, agreed
 from pyattn.distributed.ranks import Group, groups_of, ranks_of
 from pyattn.distributed.ring import Ring
-from pyattn.distributed.shares import Rows
+from pyattn.distributed.rows import Rows
 from pyattn.distributed.ulysses import Ulysses, by_heads
 from pyattn.distributed.usp import by_mesh
 from pyattn.ops.schema import LEARNED, PLACES, Options

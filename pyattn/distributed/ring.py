@@ -10,7 +10,8 @@ from torch.autograd.function import once_differentiable
 from pyattn.derivatives import autograd
 from pyattn.distributed.call import Call
 from pyattn.distributed.layout import slices
-from pyattn.distributed.shares import Dense, Packed, Place, Rows, Wanted
+from pyattn.distributed.rows import Rows
+from pyattn.distributed.shares import Dense, Packed, Place, Wanted
 from pyattn.distributed.stream import Block, Homeward, Stream
 from pyattn.distributed.trips import trips_of
 from pyattn.ops.schema import LEARNED

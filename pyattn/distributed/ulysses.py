@@ -15,7 +15,8 @@ from pyattn.derivatives.tangents import DENSE
 from pyattn.distributed.call import Call
 from pyattn.distributed.layout import Chunks, slices, unshard
 from pyattn.distributed.ranks import Ranks
-from pyattn.distributed.shares import Rows, Wanted, origins_of
+from pyattn.distributed.rows import Rows
+from pyattn.distributed.shares import Wanted, origins_of
 from pyattn.ops.schema import LEARNED, Options
 
 Inner = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, ...]]

@@ -4,9 +4,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from distributed.ranks import summed
 from torch import Tensor
 
 from pyattn import KVCache, distributed
+
+LEARNED = ("bias", "alibi_slopes", "sinks", "relative_bias")
 
 
 def filled(k: Tensor, v: Tensor, lengths: Tensor, page_size: int | None) -> KVCache:
@@ -18,9 +21,15 @@ def filled(k: Tensor, v: Tensor, lengths: Tensor, page_size: int | None) -> KVCa
 
 
 def decoded(
-    group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, options: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of queries over keys of which rank r has ``lengths[r]`` of each sequence, one after the other."""
+    group: dist.ProcessGroup,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    gradients: tuple[Tensor, Tensor],
+    options: dict[str, Any],
+) -> list[Tensor]:
+    """The results over keys of which rank r has ``lengths[r]`` of each sequence, one after the other."""
     rank = dist.get_rank(group)
     first, own = lengths[:rank].sum(0), lengths[rank]
     at = (first[:, None] + torch.arange(int(own.max()))).clamp(max=k.shape[2] - 1)
@@ -28,11 +37,26 @@ def decoded(
     cache = filled(*parts, own, 16 if rank % 2 else None)
     given = dict(options)
     for name in ("mask", "bias"):
-        if name in given:  # the columns of this cache, of which the last are never used
+        if name in given and given[name].shape[-1] == k.shape[2]:  # the columns of this cache; the last are never used
             columns = given[name].gather(-1, at[:, None, None].expand(*given[name].shape[:3], -1))
             given[name] = torch.nn.functional.pad(columns, (0, 3))
-    out, lse = distributed.attention_with_cache(q, cache, group, return_lse=True, **given)
-    return out, lse
+    found = results(distributed.attention_with_cache, q, cache, gradients, given, group)
+    if "bias" in given and given["bias"].shape[-1] == cache.max_seqlen:
+        columns = torch.where(torch.arange(at.shape[1]) < own[:, None], 1, 0)[:, None, None] * found[4][..., :-3]
+        whole = torch.zeros_like(options["bias"]).scatter_add(-1, at[:, None, None].expand_as(columns), columns)
+        found[4] = summed(whole, group)
+    return found
+
+
+def results(
+    function: Any, q: Tensor, cache: KVCache, gradients: tuple[Tensor, Tensor], options: dict[str, Any], *group: Any
+) -> list[Tensor]:
+    """out, lse, max_score, dq and the gradients of LEARNED."""
+    leaves = {name: options[name].detach().requires_grad_() for name in LEARNED if name in options}
+    q = q.detach().requires_grad_()
+    found = function(q, cache, *group, return_lse=True, return_max_score=True, **options | leaves)
+    differentiated = torch.autograd.grad(found[:2], [q, *leaves.values()], gradients)
+    return [*(t.detach() for t in found), *differentiated]
 
 
 def continued(group: dist.ProcessGroup, k: Tensor, v: Tensor, q: Tensor, prompt: int) -> list[Tensor]:

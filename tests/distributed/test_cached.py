@@ -7,16 +7,21 @@ import pytest
 import torch
 from distributed import decoding
 from distributed.pool import pool
-from helpers import seeded
+from helpers import assert_equal, run, seeded
+from yardstick import Yardsticks, in_double
 
-from pyattn import attention, attention_with_cache
+from pyattn import KVCache, attention, attention_with_cache, reference
+from pyattn.cached import masks_in_first_slots
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 
 
-def drawn(draw: Random, batch: int, heads: int, seqlen_q: int, lengths: torch.Tensor) -> dict[str, Any]:
+def drawn(
+    draw: Random, batch: int, heads: int, seqlen_q: int, lengths: torch.Tensor, dtype: torch.dtype
+) -> dict[str, Any]:
     """Each option in some of the cases."""
     total, options = lengths.sum(0), dict[str, Any]()
+    most = int(total.max())
     if draw.random() < 0.3:
         options["causal"] = False
     if draw.random() < 0.4:
@@ -27,44 +32,69 @@ def drawn(draw: Random, batch: int, heads: int, seqlen_q: int, lengths: torch.Te
         ends = (torch.rand(batch, seqlen_q, 2) * (total + 1)[:, None, None]).long().sort(-1).values
         options["key_ranges"] = ends
     if draw.random() < 0.3:
-        options["alibi_slopes"] = torch.rand(heads).double()
-        options["relative_bias"] = torch.randn(heads, 21).double()
+        options["alibi_slopes"] = torch.rand(heads).to(dtype)
+        options["relative_bias"] = torch.randn(heads, 21).to(dtype)
     if draw.random() < 0.3:
-        options["sinks"] = torch.randn(heads).double()
+        options["sinks"] = torch.randn(heads).to(dtype)
     if draw.random() < 0.3:
         options["softcap"] = 2.0
-    if draw.random() < 0.3:
-        options["mask"] = torch.rand(batch, 1, seqlen_q, int(total.max())) < 0.7
-    if draw.random() < 0.3:
-        options["bias"] = torch.randn(batch, heads, seqlen_q, int(total.max())).double()
+    if draw.random() < 0.5:  # columns of all keys, or of the queries' own
+        options["mask"] = torch.rand(batch, 1, seqlen_q, draw.choice((most, seqlen_q))) < 0.7
+    if draw.random() < 0.4:
+        options["bias"] = torch.randn(batch, heads, seqlen_q, draw.choice((most, most, 1))).to(dtype)
+    if draw.random() < 0.4:
+        options |= {"dropout_p": 0.3, "dropout_seed": draw.getrandbits(60)}
     return options
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_as_one_cache(size: int) -> None:
-    """Random lengths by rank and sequence, some 0; every second rank has pages."""
+    """Random lengths by rank and sequence, some 0; every second rank has pages. All ranks get the same bits.
+
+    float64 beside one process, bfloat16 by the rule of yardstick.py.
+    """
     draw = Random(size)
-    for _ in range(10):
+    for _ in range(16):
         seeded(draw.getrandbits(32))
-        batch, heads_kv, group, seqlen_q = (
-            draw.choice((1, 3)),
-            draw.choice((1, 2)),
-            draw.choice((1, 3)),
-            draw.choice((1, 4)),
+        dtype, batch, heads_kv, group, seqlen_q = (
+            draw.choice(choices) for choices in ((torch.float64, torch.bfloat16), (1, 3), (1, 2), (1, 3), (1, 4))
         )
         lengths = torch.tensor([[draw.choice((0, 1, 7, 20)) for _ in range(batch)] for _ in range(size)])
         lengths[-1] += seqlen_q
         total, most = lengths.sum(0), int(lengths.sum(0).max())
-        q = torch.randn(batch, heads_kv * group, seqlen_q, 8).double()
-        k, v = torch.randn(batch, heads_kv, most, 8).double(), torch.randn(batch, heads_kv, most, 5).double()
-        options = drawn(draw, batch, heads_kv * group, seqlen_q, lengths)
-        one = {
-            name: torch.nn.functional.pad(t, (0, 3)) if name in ("mask", "bias") else t for name, t in options.items()
-        }
-        one.setdefault("q_offset", total - seqlen_q)
-        expected = attention_with_cache(q, decoding.filled(k, v, total, None), return_lse=True, **one)
-        for found in pool().run(size, decoding.decoded, q, k, v, lengths, options):
+        rows = batch, heads_kv * group, seqlen_q
+        q, dout = torch.randn(*rows, 8).to(dtype), torch.randn(*rows, 5).to(dtype)
+        gradients = dout, torch.randn(rows, dtype=torch.promote_types(dtype, torch.float32))
+        k, v = (torch.randn(batch, heads_kv, most, columns).to(dtype) for columns in (8, 5))
+        options = drawn(draw, batch, heads_kv * group, seqlen_q, lengths, dtype)
+        found, *others = pool().run(size, decoding.decoded, q, k, v, lengths, gradients, options)
+        for other in others:
+            assert_equal(other, found)
+        one = options | {"q_offset": options.get("q_offset", total - seqlen_q)}
+        cache = decoding.filled(k, v, total, None)
+        for name in ("mask", "bias"):
+            if name in one and one[name].shape[-1] == most:
+                one[name] = torch.nn.functional.pad(one[name], (0, 3))
+        expected = decoding.results(attention_with_cache, q, cache, gradients, one)
+        if "bias" in options:
+            expected[4] = expected[4][..., :most]
+        if dtype == torch.float64:
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, msg=str(options))
+            continue
+        torch.testing.assert_close(found[2], expected[2])
+        one = options | in_slots(cache, seqlen_q, one)
+        doubles = [t.double() for t in (q, k, v)]
+        exact = run(reference.attention, doubles, dout.double(), gradients[1], **in_double(one))
+        del found[2]
+        found[3:3] = exact[3:5]
+        excesses = Yardsticks(exact, run, (q, k, v), *gradients, **one).excesses(tuple(found))
+        assert max(excesses.values()) <= 1, (excesses, options)
+
+
+def in_slots(cache: KVCache, seqlen_q: int, options: dict[str, Any]) -> dict[str, Any]:
+    """The masks over the keys so far, as one process has them."""
+    masks = masks_in_first_slots(cache, int(cache.lengths.max()), seqlen_q, options)
+    return {name: value for name, value in masks.items() if value is not None}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
