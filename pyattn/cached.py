@@ -114,9 +114,9 @@ def masks_in_slots(cache: KVCache, seqlen_q: int, options: AttentionOptions) -> 
             q_offset = in_slots(q_offset, cache.lengths, cache.starts, window[0], cache.max_seqlen)
         key_ranges = _in_use(key_ranges, used, padding, seqlen_q, cache.max_seqlen)
     mask = options.get("mask")
-    if isinstance(mask, Tensor) and 1 <= mask.dim() <= 4 and mask.shape[-1] == seqlen_q > 1:
-        if cache.window is not None or seqlen_q != cache.max_seqlen:
-            mask = over_slots(mask, q_offset, cache)
+    own_keys = isinstance(mask, Tensor) and 1 <= mask.dim() <= 4 and mask.shape[-1] == seqlen_q > 1
+    if mask is not None and own_keys and (cache.window is not None or seqlen_q != cache.max_seqlen):
+        mask = over_slots(mask, q_offset, cache)
     return {"causal": causal, "q_offset": q_offset, "window": window, "key_ranges": key_ranges, "mask": mask}
 
 

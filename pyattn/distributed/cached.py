@@ -11,8 +11,8 @@ from pyattn.arguments import check_tensor, check_type, refuse_positional
 from pyattn.autocast import cast
 from pyattn.cache import KVCache
 from pyattn.distributed.cache_part import Whole, keys_of, part_of
-from pyattn.distributed.call import Parsed, facts_of, refuse_transforms
-from pyattn.distributed.ranks import Group, Ranks, agree, exchange, gather_words, ranks_of
+from pyattn.distributed.call import Parsed, chosen, facts_of, refuse_transforms, seed_of
+from pyattn.distributed.ranks import ERRORS, Group, Ranks, agree, exchange, gather_words, ranks_of
 from pyattn.distributed.rows import Rows
 from pyattn.distributed.shares import Dense
 from pyattn.max_score import of_heads
@@ -21,9 +21,6 @@ from pyattn.options import AttentionOptions
 from pyattn.parse import takes_options
 
 NAME = "attention_with_cache"
-
-ERRORS = (TypeError, ValueError, NotImplementedError, RuntimeError)
-"""An error of a rank that all ranks must hear of, because they wait for its results."""
 
 
 @takes_options
@@ -72,7 +69,7 @@ def attention_with_cache(
         known, q = parsed.options, cast(q)
         words = Words.of(cache, known)
         facts = _facts(q, cache, known, words.seed if parsed.chosen else None)
-    except (TypeError, ValueError, NotImplementedError) as problem:  # all ranks must hear of it
+    except ERRORS as problem:
         error = problem
     all_words = [Words(*row) for row in agree(NAME, ranks, facts, [*words], error)]
     if known.dropout_p:
@@ -81,8 +78,7 @@ def attention_with_cache(
     learned = [getattr(known, name) for name in LEARNED]
     results = _OverRanks.apply(call, q, *learned)  # type: ignore[no-untyped-call]
     out, lse, largest = results
-    found = out, *([lse] if return_lse else []), *([of_heads(largest)] if return_max_score else [])
-    return found if len(found) > 1 else out
+    return chosen(out, lse, of_heads(largest), return_lse, return_max_score)
 
 
 class Words(NamedTuple):
@@ -105,9 +101,9 @@ class Words(NamedTuple):
     @classmethod
     def of(cls, cache: KVCache, options: Options) -> "Words":
         """A rank's own."""
-        ends = cache.lengths.aminmax() if len(cache.lengths) else (0, 0)
-        columns = (t.shape[-1] if t is not None and t.dim() else 0 for t in (options.mask, options.bias))
-        return cls(*map(int, ends), cache.max_seqlen, *columns, int(options.dropout_seed) if options.dropout_p else 0)
+        shortest, longest = map(int, cache.lengths.aminmax()) if len(cache.lengths) else (0, 0)
+        mask, bias = (t.shape[-1] if t is not None and t.dim() else 0 for t in (options.mask, options.bias))
+        return cls(shortest, longest, cache.max_seqlen, mask, bias, seed_of(options))
 
 
 class _Call(NamedTuple):

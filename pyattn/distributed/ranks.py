@@ -27,6 +27,9 @@ class Ranks(NamedTuple):
     inner: int = 1
 
 
+ERRORS = (TypeError, ValueError, NotImplementedError, RuntimeError)
+"""Errors of one rank that all ranks must hear of before they wait for its data."""
+
 Group = dist.ProcessGroup | DeviceMesh | None
 """The ranks of a call; None: all processes."""
 

@@ -40,9 +40,14 @@ class Rows(NamedTuple):
         out = mine * self.out  # in the dtype of the sums
         return Rows(torch.addcmul(out, theirs, other.out.to(out.dtype), out=out), row_max, total)
 
-    def with_sinks(self, sinks: Tensor | None, column: Column) -> "Rows":
-        """The results with the sinks (Hq,), if any, which come last: before, row_max is the largest score of a key."""
+    def with_sinks(self, sinks: Tensor | None, column: Column, count: int | None = None) -> "Rows":
+        """The results with the sinks (Hq,), if any, of the first ``count`` rows, or all.
+
+        They come last: before, row_max is the largest score of a key.
+        """
         if sinks is None:
             return self
-        sink = sinks.to(self.row_max.dtype)[:, None].expand_as(self.row_max)
-        return self.merged(Rows(torch.zeros_like(self.out), sink, torch.ones_like(sink)), column)
+        scores = sinks.to(self.row_max.dtype)[:, None].repeat(*self.row_max.shape[:-2], 1, self.row_max.shape[-1])
+        if count is not None:
+            scores[..., count:] = -math.inf
+        return self.merged(Rows(torch.zeros_like(self.out), scores, torch.ones_like(scores)), column)

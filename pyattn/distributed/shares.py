@@ -117,6 +117,10 @@ class Dense:
         base = origins_of(self.options, self.num_heads_q, self.options.dropout_seed.device)
         return {"dropout_origins": base + base.new_tensor(moved)}
 
+    def with_sinks(self, rows: Rows, queries: range) -> Rows:
+        """A chunk's results over all keys and the sinks."""
+        return rows.with_sinks(self.options.sinks, self.column)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, place: Place) -> Rows:
         """The share's results."""
         return Rows.of(*self._forward(q, k, v, *self._arguments(q.device, place)))
@@ -198,6 +202,10 @@ class Packed(Dense):
     def _local(begins: Tensor, chunk: range) -> tuple[Tensor, Tensor]:
         """Where the sequences begin in a chunk, and the position in its sequence with which each begins there."""
         return (begins - chunk.start).clamp(0, len(chunk)), (chunk.start - begins[:-1]).clamp(min=0)
+
+    def with_sinks(self, rows: Rows, queries: range) -> Rows:  # noqa: D102
+        count = max(0, int(self._begins_q[-1]) - queries.start)  # queries after the last sequence have none
+        return rows.with_sinks(self.options.sinks, self.column, count)
 
     def parts_of(self, totals: Sequence[Tensor | None], place: Place) -> list[Tensor | None]:  # noqa: D102
         return [None, totals[1], totals[2] if place.first else None, totals[3]]

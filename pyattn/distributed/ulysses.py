@@ -1,5 +1,6 @@
 """Ulysses: each rank exchanges its positions of all heads for all positions of its heads."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,10 +18,18 @@ from pyattn.distributed.layout import Chunks, slices, unshard
 from pyattn.distributed.ranks import Ranks
 from pyattn.distributed.rows import Rows
 from pyattn.distributed.shares import Wanted, origins_of
+from pyattn.max_score import of_heads, with_largest_scores
 from pyattn.ops.schema import LEARNED, Options
 
 Inner = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, ...]]
-_DENSE: Inner = partial(autograd.attend, DENSE)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, ...]:
+    return autograd.attend(DENSE, q, k, v, options)
+
+
+def _with_largest(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, ...]:
+    return with_largest_scores(partial(autograd.attend, DENSE, q, k, v), options)
 
 
 class Exchange(NamedTuple):
@@ -98,20 +107,20 @@ class _Adjoint(torch.autograd.Function):
 class Ulysses:
     """A call, for callers without autograd; backward computes forward again.
 
-    ``attend`` gives the call's (out, lse), differentiable.
+    ``attend`` gives the call's (out, lse), differentiable, and the largest scores.
     """
 
-    def __init__(self, call: Call, attend: Callable[[Call], tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, call: Call, attend: Callable[[Call], tuple[Tensor, ...]]) -> None:
         self._call, self._of = call, attend
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, ...]:
         return self._of(self._call._replace(q=q, k=k, v=v, options=options))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Rows:
-        """The results for this rank's queries."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Rows, Tensor]:
+        """The results for this rank's queries, and the largest scores of its heads."""
         with torch.no_grad():
-            out, lse = self._attend(q, k, v, self._call.options)
-        return Rows(out, lse, torch.ones_like(lse))
+            out, lse, largest = self._attend(q, k, v, self._call.options)
+        return Rows(out, lse, torch.ones_like(lse)), largest
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, results: Rows, wanted: Wanted
@@ -125,7 +134,7 @@ class Ulysses:
                 for name, want in zip(LEARNED, wanted, strict=True)
                 if want
             }
-            again = self._attend(q, k, v, options._replace(**learned))
+            again = self._attend(q, k, v, options._replace(**learned))[:2]
             gradients = dout, torch.zeros_like(results.lse) if dlse is None else dlse
             dq, dk, dv, *found = torch.autograd.grad(again, [q, k, v, *learned.values()], gradients)
         own = dict(zip(learned, found, strict=True))
@@ -143,8 +152,10 @@ def _recording() -> Iterator[None]:
         yield
 
 
-def by_heads(call: Call, layout: str, inner: Inner = _DENSE) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's positions, from ``inner`` over its heads and all positions.
+def by_heads(call: Call, layout: str, inner: Inner | None = None) -> tuple[Tensor, ...]:
+    """(out, lse) of this rank's positions, from ``inner`` over its heads and all positions; their largest scores.
+
+    Those are (B, Hq, 1), -inf for the other heads, and mean nothing unless the call wants max_score.
 
     Query heads are divided as evenly as possible; a rank gets the KV heads that its query heads read, so a KV head may
     go to several ranks.
@@ -164,8 +175,11 @@ def by_heads(call: Call, layout: str, inner: Inner = _DENSE) -> tuple[Tensor, Te
     if options.dropout_p:
         at = origins_of(options, count, q.device)
         known = known._replace(dropout_origins=at + at.new_tensor([0, 0, own.start, 0, 0]))
-    out, lse, *_ = inner(by_query.to_heads(q), k, v, known)
-    return by_query.to_positions(out), by_query.to_positions(lse.unsqueeze(-1)).squeeze(-1)
+    inner = inner or (_with_largest if call.max_score else _attend)
+    out, lse, largest, *_ = inner(by_query.to_heads(q), k, v, known)
+    most = largest.new_full((*q.shape[:2], 1), -math.inf)
+    most[:, own.start : own.stop, 0] = of_heads(largest)
+    return by_query.to_positions(out), by_query.to_positions(lse.unsqueeze(-1)).squeeze(-1), most
 
 
 def _of_heads(call: Call, by_query: Exchange, layout: str) -> Options:
