@@ -20,12 +20,12 @@ def largest_scores(lse: Tensor, row_sum: Tensor) -> Tensor:
 
 
 def with_largest_scores(
-    attend: Callable[[tuple[Any, ...]], tuple[Tensor, ...]], known: Sequence[Any], apart: Tensor | None = None
+    attend: Callable[[tuple[Any, ...]], tuple[Tensor, ...]], known: Sequence[Any], cu_seqlens_q: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(out, lse, largest)`` of ``attend(values of Options)``; :func:`largest_scores` carries no gradient.
 
     A sink above all scores of a row would hide the largest one: the operator gets sinks of -inf, which are none, and
-    the sinks are merged afterwards, but not into the queries ``apart``, bool (Sq,), which belong to no sequence.
+    the sinks are merged afterwards. With ``cu_seqlens_q``, queries after the last sequence have none.
     """
     options = Options(*known)
     sinks = options.sinks
@@ -35,7 +35,9 @@ def with_largest_scores(
     largest = largest_scores(lse.detach(), row_sum.detach())
     if sinks is not None:
         scores = sinks.to(lse.dtype)[:, None].expand_as(lse)
-        scores = scores if apart is None else scores.masked_fill(apart, -math.inf)
+        if cu_seqlens_q is not None and len(cu_seqlens_q):
+            token = torch.arange(lse.shape[-1], device=lse.device)
+            scores = scores.masked_fill(token >= cu_seqlens_q[-1], -math.inf)
         out, lse = merge(out, lse, torch.zeros_like(out), scores)
     return out, lse, largest
 

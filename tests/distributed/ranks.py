@@ -78,6 +78,23 @@ def dense(
     return [*(whole(t, 2).detach() for t in (out, lse, *found[:3])), *more]
 
 
+def max_scores(
+    group: dist.ProcessGroup, name: str, layout: str, qkv: Sequence[Tensor], begins: Sequence[Tensor], sinks: Tensor
+) -> list[Tensor]:
+    """out, lse and max_score, of which out and lse are those without max_score, and max_score has no gradient."""
+    place, dim = mesh_of(name) or group, 0 if begins else 2
+    parts = [distributed.shard(t, dim, place, layout=layout).requires_grad_() for t in qkv]
+    function = functools.partial(getattr(distributed, name.partition(" ")[0]), *parts, *begins, place, layout=layout)
+    options = {"sinks": sinks, "causal": False, "window": (5, 0), "q_offset": -1}
+    out, lse, most = function(**options, return_lse=True, return_max_score=True)
+    assert not most.requires_grad
+    torch.testing.assert_close(function(**options, return_lse=True), (out, lse), equal_nan=True)
+    torch.testing.assert_close(function(**options, return_max_score=True), (out, most), equal_nan=True)
+    dims = (0, 1) if begins else (2, 2)
+    whole = [distributed.unshard(t, d, place, layout=layout) for t, d in zip((out, lse), dims, strict=True)]
+    return [*(t.detach() for t in whole), most]
+
+
 def strided(group: dist.ProcessGroup, name: str, qkv: Sequence[Tensor]) -> list[Tensor]:
     """out and the gradients of its sum, from parts that lie (B, S, H, D) in every second column of a larger tensor."""
     leaves = []

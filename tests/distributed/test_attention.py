@@ -1,5 +1,6 @@
 """Promise: attention on parts of a sequence is attention on the whole, with every option, forward and backward."""
 
+import math
 import re
 from itertools import product
 from random import Random
@@ -80,6 +81,32 @@ def test_packed(size: int) -> None:
             )
 
 
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("ring_attention", 3), ("ulysses_attention", 3), ("usp_attention 2x4", 8), ("ring_attention_varlen", 3)],
+)
+def test_max_score(name: str, size: int) -> None:
+    """One process's, on every rank: also NaN, and -inf of heads and sequences in which no key is visible.
+
+    The sinks are above all scores.
+    """
+    seeded(0)
+    packed = name == "ring_attention_varlen"
+    qkv = [torch.randn((14, heads, 8) if packed else (2, heads, 14, 8)).double() for heads in (4, 2, 2)]
+    begins = [torch.tensor([0, 0, 4, 11, 13]), torch.tensor([0, 2, 2, 9, 12])] if packed else []
+    if packed:
+        qkv[0][12, 3] = math.nan
+    else:
+        qkv[0][1, 3, 9] = math.nan
+    options = {"sinks": torch.full((4,), 9.0).double(), "causal": False, "window": (5, 0), "q_offset": -1}
+    one, most = (attention_varlen, [11, 11]) if packed else (attention, [])
+    expected = one(*qkv, *begins, *most, **options, return_lse=True, return_max_score=True)
+    assert expected[2].isnan().sum() == 1
+    for layout in LAYOUTS:
+        for found in pool().run(size, ranks.max_scores, name, layout, qkv, begins, options["sinks"]):
+            torch.testing.assert_close(found, list(expected), rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
 def packed_options(
     draw: Random, num_heads: int, lengths_q: list[int], lengths_k: list[int], total: int
 ) -> dict[str, Any]:
@@ -152,9 +179,10 @@ ONE = torch.zeros(1, 2, 4, 8)
         ({1: {"q": ONE[:, :1], "k": ONE[:, :1], "v": ONE[:, :1]}}, "shape of q without its positions must be the same"),
         ({1: {"q": ONE[:, :, :2]}}, r"q of 10 positions must be cut into parts of \[3, 4, 3\] for layout zigzag, got "),
         ({1: {"dropout_p": 0.5, "dropout_seed": 1}}, "dropout_p must be the same on all ranks, got 0.0 on rank 0 and"),
+        ({1: {"return_max_score": True}}, "return_max_score must be the same on all ranks, got False on rank 0 and True"),
         ({2: {"mask": torch.ones(3, 12).bool()}}, "mask must be the same on all ranks, got None on rank 0 and "),
     ],
-    ids=["option", "layout", "dtype", "heads", "length", "dropout", "mask"],
+    ids=["option", "layout", "dtype", "heads", "length", "dropout", "max_score", "mask"],
 )
 def test_arguments_that_differ(changes: dict[int, dict[str, Any]], message: str) -> None:
     """Every rank raises, before any waits for another's keys."""
