@@ -101,7 +101,7 @@ def part_of(q: Tensor, cache: KVCache, whole: Whole, options: Options) -> CacheP
     elif mask is not None and mask.shape[-1:] == (seqlen_q,) and 1 < seqlen_q != cache.max_seqlen:
         raise ValueError(
             f"pyattn: mask must have {cache.max_seqlen} columns, the cache's slots, or {seqlen_q} on all ranks, the "
-            f"queries' own keys, got {mask.shape[-1]} on this rank alone"
+            f"queries' own keys, got {seqlen_q} on rank {whole.rank} but not on all"
         )
     if ranges is not None and ranges.shape in ((1, seqlen_q, 2), (*total.shape, seqlen_q, 2)):  # or it is refused
         if ranges.dtype in INTEGERS and has_values(ranges) and not ranges.is_cuda:

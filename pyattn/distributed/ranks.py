@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -83,6 +84,13 @@ def agree(
     Raises:
         ValueError, on every rank: facts that differ, or another rank's error. Its own error is raised as it is.
     """
+    with temporarily_clear_interpreter_stack():  # a transform, which the ranks refuse, would take their messages
+        return _agree(name, ranks, facts, words, error)
+
+
+def _agree(
+    name: str, ranks: Ranks, facts: Mapping[str, Any], words: list[int], error: Exception | None
+) -> list[list[int]]:
     digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).digest()
     rows = gather_words([int.from_bytes(digest, "little", signed=True), error is not None, *words], ranks)
     if all(row[:2] == [rows[0][0], 0] for row in rows):

@@ -33,9 +33,10 @@ def _with_largest(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Te
 
 
 class Exchange(NamedTuple):
-    """An exchange of heads for positions: the heads and the positions that each rank has."""
+    """An exchange of ``num_heads`` heads for positions: the heads and the positions that each rank has."""
 
     ranks: Ranks
+    num_heads: int
     heads: list[range]
     positions: Chunks
 
@@ -66,9 +67,8 @@ class Exchange(NamedTuple):
         sent = [torch.cat([x[:, :, c.start : c.stop] for c in chunks], 2) for chunks in self.positions]
         length = sent[self.ranks.own].shape[2]
         shapes = [(x.shape[0], len(heads), length, x.shape[3]) for heads in self.heads]
-        count = max(heads.stop for heads in self.heads)
         wide = torch.promote_types(x.dtype, torch.float32)
-        total = x.new_zeros(x.shape[0], count, length, x.shape[3], dtype=wide)
+        total = x.new_zeros(x.shape[0], self.num_heads, length, x.shape[3], dtype=wide)
         for part, heads in zip(self._swap(sent, shapes), self.heads, strict=True):
             total[:, heads.start : heads.stop] += part
         return total.to(x.dtype)
@@ -166,7 +166,8 @@ def by_heads(call: Call, layout: str, inner: Inner | None = None) -> tuple[Tenso
     heads = [range(count * rank // ranks.size, count * (rank + 1) // ranks.size) for rank in range(ranks.size)]
     shared = [range(own.start // group, -(-own.stop // group)) if own else range(0) for own in heads]
     own, own_shared = heads[ranks.own], shared[ranks.own]
-    by_query, by_key = Exchange(ranks, heads, call.queries), Exchange(ranks, shared, call.keys)
+    by_query = Exchange(ranks, count, heads, call.queries)
+    by_key = Exchange(ranks, k.shape[1], shared, call.keys)
     k, v = by_key.to_heads(k), by_key.to_heads(v)
     if own.start % group or len(own) % group:  # the query heads of a KV head are on several ranks
         of_query = torch.tensor([head // group - own_shared.start for head in own], dtype=torch.int64, device=k.device)
@@ -185,7 +186,7 @@ def by_heads(call: Call, layout: str, inner: Inner | None = None) -> tuple[Tenso
 def _of_heads(call: Call, by_query: Exchange, layout: str) -> Options:
     """The options of this rank's heads, with all rows."""
     options, group = call.options, call.ranks.group
-    own, count = by_query.heads[call.ranks.own], call.q.shape[1]
+    own, count = by_query.heads[call.ranks.own], by_query.num_heads
 
     def rows(name: str) -> Tensor | None:
         tensor: Tensor | None = getattr(options, name)

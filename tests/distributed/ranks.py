@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pyattn import distributed
+from pyattn import KVCache, distributed
 from pyattn.distributed.shares import Dense
 from pyattn.distributed.stream import Stream
 from pyattn.distributed.trips import Trip
@@ -95,16 +95,27 @@ def max_scores(
     return [*(t.detach() for t in whole), most]
 
 
-def strided(group: dist.ProcessGroup, name: str, qkv: Sequence[Tensor]) -> list[Tensor]:
-    """out and the gradients of its sum, from parts that lie (B, S, H, D) in every second column of a larger tensor."""
-    leaves = []
+def strided(
+    group: dist.ProcessGroup, name: str, qkv: Sequence[Tensor], begins: Sequence[Tensor], options: dict[str, Tensor]
+) -> list[Tensor]:
+    """out and the gradients of its sum, from parts in every second column of a larger tensor, heads outermost or not.
+
+    The rank's rows of the mask lie in columns of a larger tensor, and those of key_ranges in reverse.
+    """
+    leaves, dim = list[Tensor](), 0 if begins else 2
     for whole in qkv:
-        part = distributed.shard(whole, 2, group).transpose(1, 2)
+        part = distributed.shard(whole, dim, group).transpose(-3, -2)
         wide = torch.stack([part, part + 1], -1).flatten(-2)
-        leaves.append(wide[..., ::2].transpose(1, 2).detach().requires_grad_())
-    out = getattr(distributed, name)(*leaves, group)
+        leaves.append(wide[..., ::2].transpose(-3, -2).detach().requires_grad_())
+    given = dict(options)
+    if "mask" in options:
+        rows = distributed.shard(options["mask"], -2, group)
+        given["mask"] = torch.stack([rows.mT, ~rows.mT], -1)[..., 0].mT
+    rows = distributed.shard(options["key_ranges"], -2, group)
+    given["key_ranges"] = rows.permute(*reversed(range(rows.dim()))).contiguous().permute(*reversed(range(rows.dim())))
+    out = getattr(distributed, name)(*leaves, *begins, group, **given)
     found = out, *torch.autograd.grad(out.sum(), leaves)
-    return [distributed.unshard(t, 2, group).detach() for t in found]
+    return [distributed.unshard(t, dim, group).detach() for t in found]
 
 
 def packed(
@@ -140,6 +151,28 @@ def of_larger_call(group: dist.ProcessGroup, qkv: Sequence[Tensor], first: int, 
     out = distributed.ring_attention(*parts, group, dropout_p=0.4, dropout_seed=draws)
     assert isinstance(out, Tensor)
     return distributed.unshard(out, 2, group)
+
+
+def transformed(group: dist.ProcessGroup, name: str, transform: str) -> str:
+    """The error of a call within a transform of torch.func; on the last rank alone if it is "one rank"."""
+    x, begins = torch.zeros(1, 2, 3, 8), [torch.tensor([0, 2])] * 2 if name == "ring_attention_varlen" else []
+    cache = KVCache(1, 2, 8, 8)
+    cache.append(x, x)
+
+    def call(q: Tensor) -> Tensor:
+        if name == "attention_with_cache":
+            return distributed.attention_with_cache(q, cache, group).sum()
+        q = q[0] if begins else q
+        return getattr(distributed, name)(q, q, q, *begins, group).sum()
+
+    alone = transform == "one rank"
+    last = dist.get_rank(group) == dist.get_world_size(group) - 1
+    run = torch.vmap(call) if transform == "vmap" else torch.func.grad(call)
+    try:
+        (call if alone and not last else run)(x[None] if transform == "vmap" else x)
+    except (ValueError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
 def refusal(group: dist.ProcessGroup, changes: dict[int, dict[str, Any]]) -> str:

@@ -133,20 +133,52 @@ def packed_options(
     return options
 
 
-@pytest.mark.parametrize("name", ["ring_attention", "ulysses_attention"])
+@pytest.mark.parametrize("name", ["ring_attention", "ulysses_attention", "ring_attention_varlen"])
 @pytest.mark.parametrize(
-    "sizes", [(0, 4, 2, 9, 8), (2, 0, 0, 9, 8), (2, 4, 2, 9, 0), (1, 4, 2, 0, 8), (1, 4, 2, 1, 8)], ids=str
+    "sizes",
+    [
+        (0, 4, 2, 9, 8),
+        (2, 0, 0, 9, 8),
+        (2, 0, 2, 9, 8),
+        (2, 4, 2, 9, 0),
+        (1, 4, 2, 0, 8),
+        (1, 4, 2, 1, 8),
+        (2, 4, 2, 9, 8),
+    ],
+    ids=str,
 )
 def test_strides_and_empty_dimensions(name: str, sizes: tuple[int, ...]) -> None:
-    """Batch, query heads, KV heads, positions and columns of the whole."""
+    """Batch, query heads, KV heads, positions and columns of the whole; the mask is one for all sequences and heads."""
     seeded(0)
     batch, heads, heads_kv, length, columns = sizes
+    packed = name == "ring_attention_varlen"
     qkv = [torch.randn(batch, h, length, d).double() for h, d in ((heads, columns), (heads_kv, columns), (heads_kv, 5))]
+    options = {"key_ranges": torch.randint(length + 1, (batch, length, 2)).sort(-1).values}
+    begins, most = [], []
+    if packed:
+        begins, most = [torch.tensor([0, length // 3, length])] * 2, [length, length]
+        qkv = [t.transpose(1, 2).flatten(0, 1)[:length].new_ones(length, *t.shape[1::2]).normal_() for t in qkv]
+        options = {"key_ranges": torch.arange(2).repeat(length, 1)}
+    else:
+        options["mask"] = (torch.rand(length, length) < 0.8).expand(batch, heads, -1, -1)
     leaves = [t.clone().requires_grad_() for t in qkv]
-    out = attention(*leaves)
+    out = (attention_varlen if packed else attention)(*leaves, *begins, *most, **options)
     truth = [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
-    for found in pool().run(3, ranks.strided, name, qkv):
+    for found in pool().run(3, ranks.strided, name, qkv, begins, options):
         torch.testing.assert_close(found, truth)
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap", "one rank"])
+@pytest.mark.parametrize(
+    "name", ["ring_attention", "ulysses_attention", "ring_attention_varlen", "attention_with_cache"]
+)
+def test_transforms_are_refused(name: str, transform: str) -> None:
+    """On every rank, also if one alone is within a transform."""
+    sentence = f"{name} has no rule for transforms of torch.func or forward mode"
+    *others, last = pool().run(2, ranks.transformed, name, transform)
+    assert last == f"NotImplementedError: pyattn: {sentence}"
+    alone = f"ValueError: pyattn: {name} failed on rank 1: {sentence}"
+    assert others == [alone if transform == "one rank" else last]
 
 
 def test_runs_have_the_same_bits() -> None:
@@ -179,7 +211,10 @@ ONE = torch.zeros(1, 2, 4, 8)
         ({1: {"q": ONE[:, :1], "k": ONE[:, :1], "v": ONE[:, :1]}}, "shape of q without its positions must be the same"),
         ({1: {"q": ONE[:, :, :2]}}, r"q of 10 positions must be cut into parts of \[3, 4, 3\] for layout zigzag, got "),
         ({1: {"dropout_p": 0.5, "dropout_seed": 1}}, "dropout_p must be the same on all ranks, got 0.0 on rank 0 and"),
-        ({1: {"return_max_score": True}}, "return_max_score must be the same on all ranks, got False on rank 0 and True"),
+        (
+            {1: {"return_max_score": True}},
+            "return_max_score must be the same on all ranks, got False on rank 0 and True",
+        ),
         ({2: {"mask": torch.ones(3, 12).bool()}}, "mask must be the same on all ranks, got None on rank 0 and "),
     ],
     ids=["option", "layout", "dtype", "heads", "length", "dropout", "max_score", "mask"],

@@ -108,6 +108,46 @@ def test_token_by_token(dtype: torch.dtype) -> None:
     assert (first - exact).abs().max() <= 2 * (one - exact).abs().max()
 
 
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_drafts(page_size: int | None) -> None:
+    """Trees of drafted tokens, of which the last rank keeps what is accepted, with dropout whose seed rank 0 draws."""
+    seeded(0)
+    k, v, q = torch.randn(2, 2, 50, 8).double(), torch.randn(2, 2, 50, 8).double(), torch.randn(2, 4, 50, 8).double()
+    (expected,) = pool().run(1, decoding.drafted, k, v, q, 21, page_size)
+    for found in pool().run(3, decoding.drafted, k, v, q, 21, page_size):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 2, 2, 8), (2, 0, 0, 2, 8), (2, 0, 2, 2, 8), (2, 4, 2, 0, 8), (2, 4, 2, 2, 0)])
+def test_empty_dimensions(sizes: tuple[int, ...]) -> None:
+    """Batch, query heads, KV heads, queries and columns."""
+    batch, heads, heads_kv, seqlen_q, columns = sizes
+    q, k = torch.randn(batch, heads, seqlen_q, columns).double(), torch.randn(batch, heads_kv, 9, columns).double()
+    v, gradients = (
+        torch.randn(batch, heads_kv, 9, 5).double(),
+        (torch.randn(*q.shape[:3], 5).double(), q.new_ones(q.shape[:3])),
+    )
+    options = {"alibi_slopes": torch.rand(heads).double(), "sinks": torch.randn(heads).double(), "dropout_p": 0.3}
+    options |= {"dropout_seed": 3, "key_ranges": torch.tensor([1, 8]).repeat(batch, seqlen_q, 1)}
+    lengths = torch.full((3, batch), 3)
+    expected = decoding.results(
+        attention_with_cache, q, decoding.filled(k, v, lengths.sum(0), None), gradients, options
+    )
+    for found in pool().run(3, decoding.decoded, q, k, v, lengths, gradients, options):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_an_append_before_backward(page_size: int | None) -> None:
+    """Raises on every rank, as in one process, unless the cache has pages."""
+    errors = pool().run(3, decoding.appended_before_backward, page_size)
+    expected = ["no error"] * 3
+    if page_size is None:
+        own = "one of the variables needed for gradient computation has been modified by an inplace operation"
+        expected = [f"ValueError: pyattn: attention_with_cache failed on rank 2: {own}"] * 2 + [f"RuntimeError: {own}"]
+    assert [error[: len(start)] for error, start in zip(errors, expected, strict=True)] == expected
+
+
 ONE = torch.zeros(1, 2, 1, 4)
 
 
@@ -120,12 +160,24 @@ ONE = torch.zeros(1, 2, 1, 4)
         ),
         ({0: {"q": torch.zeros(1, 2, 2, 4)}}, "ValueError: pyattn: shape of q must be the same on all ranks, got "),
         (
-            {r: {"dropout_p": 0.5} for r in range(3)},
-            "NotImplementedError: pyattn: dropout over caches on several ranks is not",
+            {r: {"dropout_p": 0.5, "dropout_seed": r} for r in range(3)},
+            "ValueError: pyattn: dropout_seed must be the same on all ranks, got 0 on rank 0 and 1 on rank 1",
         ),
         (
-            {r: {"sinks": torch.zeros(2, requires_grad=True)} for r in range(3)},
-            "NotImplementedError: pyattn: attention_with_",
+            {0: {"q": ONE.clone().requires_grad_()}},
+            "ValueError: pyattn: requires_grad of q, bias, alibi_slopes, sinks, relative_bias must be the same on",
+        ),
+        (
+            {r: {"bias": torch.zeros(1, 1 + r % 2, 1, 8)} for r in range(3)},
+            "ValueError: pyattn: shape of bias without its columns must be the same on all ranks, got [1, 1, 1] on",
+        ),
+        (
+            {r: {"sinks": torch.zeros(3)} for r in range(3)},
+            "ValueError: pyattn: sinks must have shape",
+        ),
+        (
+            {r: {"q_offset": torch.tensor([1, 2])} for r in range(3)},
+            "ValueError: pyattn: q_offset must be an int or have a number for each of 1 sequences, got shape (2,)",
         ),
         (
             {r: {"q": ONE[..., :3]} for r in range(3)},
@@ -140,7 +192,18 @@ ONE = torch.zeros(1, 2, 1, 4)
             "ValueError: pyattn: key_ranges must hold 0 <= begin <= end <= seqlen_k = 9, got [0, 10]",
         ),
     ],
-    ids=["option", "queries", "dropout", "gradient", "columns", "reversed", "beyond"],
+    ids=[
+        "option",
+        "queries",
+        "seed",
+        "gradient",
+        "bias",
+        "sinks",
+        "q_offset",
+        "columns",
+        "reversed",
+        "beyond",
+    ],
 )
 def test_refusals(changes: dict[int, dict[str, Any]], message: str) -> None:
     errors = pool().run(3, decoding.refusal, changes, None)
@@ -157,5 +220,10 @@ def test_an_error_of_one_rank_reaches_all() -> None:
         == errors[2]
         == "ValueError: pyattn: attention_with_cache failed on rank 1: " + errors[1].partition("pyattn: ")[2]
     )
+    changes = {r: {"q": torch.zeros(1, 2, 2, 4), "mask": torch.ones(2, 2 if r == 1 else 8).bool()} for r in range(3)}
+    for error in pool().run(3, decoding.refusal, changes, None):
+        assert (
+            "mask must have 8 columns, the cache's slots, or 2 on all ranks, the queries' own keys, got 2 on" in error
+        )
     errors = pool().run(2, decoding.refusal, {}, (3, 0))
     assert all(error.startswith("NotImplementedError: pyattn: a ring buffer ") for error in errors)
