@@ -114,7 +114,7 @@ def masks_in_slots(cache: KVCache, seqlen_q: int, options: AttentionOptions) -> 
             q_offset = in_slots(q_offset, cache.lengths, cache.starts, window[0], cache.max_seqlen)
         key_ranges = _in_use(key_ranges, used, padding, seqlen_q, cache.max_seqlen)
     mask = options.get("mask")
-    own_keys = isinstance(mask, Tensor) and 1 <= mask.dim() <= 4 and mask.shape[-1] == seqlen_q > 1
+    own_keys = isinstance(mask, Tensor) and mask.shape[-1:] == (seqlen_q,) and seqlen_q > 1
     if mask is not None and own_keys and (cache.window is not None or seqlen_q != cache.max_seqlen):
         mask = over_slots(mask, q_offset, cache)
     return {"causal": causal, "q_offset": q_offset, "window": window, "key_ranges": key_ranges, "mask": mask}
@@ -126,7 +126,7 @@ def over_slots(mask: Tensor, q_offset: int | Tensor, cache: KVCache) -> Tensor:
     check_64_bits("q_offset", q_offset)
     lengths, slots = cache.lengths, cache.max_seqlen if cache.window is None else cache.k.shape[2]
     first = q_offset if isinstance(q_offset, Tensor) else torch.full_like(lengths, q_offset)
-    own_batch = mask.dim() < 4 or mask.shape[0] in (1, len(lengths))
+    own_batch = mask.dim() < 4 or (mask.dim() == 4 and mask.shape[0] in (1, len(lengths)))
     fits = own_batch and first.shape == lengths.shape and first.dtype == torch.int64
     return behind_cache(mask, first, slots) if fits else mask
 

@@ -111,7 +111,7 @@ class _Call(NamedTuple):
 
     Attributes:
         wanted: whether q and each of LEARNED need a gradient.
-        summed: whether the gradient of each is the sum over the ranks, or this rank's own.
+        one_column: whether one column of bias is for the keys of all ranks, so that its gradient is a sum too.
     """
 
     ranks: Ranks
@@ -119,7 +119,7 @@ class _Call(NamedTuple):
     whole: Whole
     options: Options
     wanted: tuple[bool, ...]
-    summed: tuple[bool, ...]
+    one_column: bool
 
 
 def _checked(q: Tensor, cache: KVCache, options: AttentionOptions) -> Parsed:
@@ -159,8 +159,7 @@ def _call(q: Tensor, cache: KVCache, options: Options, ranks: Ranks, words: list
     own_keys = all(own.mask == seqlen_q > 1 for own in words) and any(own.slots != seqlen_q for own in words)
     one_column = all(own.bias == 1 for own in words) and any(own.slots != 1 for own in words)
     whole = Whole(cache.lengths.new_tensor(found), ranks.own, own_keys)
-    summed = True, *(one_column if name == "bias" else True for name in LEARNED)
-    return _Call(ranks, cache, whole, options, _wanted(q, options), summed)
+    return _Call(ranks, cache, whole, options, _wanted(q, options), one_column)
 
 
 class _OverRanks(torch.autograd.Function):
@@ -197,7 +196,8 @@ class _OverRanks(torch.autograd.Function):
         call, part, error = ctx.call, ctx.part, None
         found: list[Tensor | None] = []
         # dq first: it is there whatever is wanted, so that every rank hears of an error.
-        summed = [0, *(at for at in range(1, len(call.wanted)) if call.wanted[at] and call.summed[at])]
+        shares = [at for at, name in enumerate(LEARNED, 1) if call.wanted[at] and (name != "bias" or call.one_column)]
+        summed = [0, *shares]
         sent = [torch.zeros(ctx.kinds[at][0], dtype=ctx.wide, device=ctx.device) for at in summed]
         try:
             q, k, v, out, row_max, row_sum, *learned = ctx.saved_tensors
@@ -210,8 +210,8 @@ class _OverRanks(torch.autograd.Function):
         except ERRORS as problem:
             error = problem
         parts = exchange(NAME, call.ranks, sent, error)
-        for at, *shares in zip(summed, *parts, strict=True):
-            found[at] = sum(shares[1:], shares[0])  # in the order of the ranks: the same bits on all
+        for at, first, *others in zip(summed, *parts, strict=True):
+            found[at] = sum(others, first)  # in the order of the ranks: the same bits on all
         return None, *(
             g.to(dtype) if g is not None and want else None
             for g, (_, dtype), want in zip(found, ctx.kinds, call.wanted, strict=True)

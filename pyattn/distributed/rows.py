@@ -50,4 +50,4 @@ class Rows(NamedTuple):
         scores = sinks.to(self.row_max.dtype)[:, None].repeat(*self.row_max.shape[:-2], 1, self.row_max.shape[-1])
         if count is not None:
             scores[..., count:] = -math.inf
-        return self.merged(Rows(torch.zeros_like(self.out), scores, torch.ones_like(scores)), column)
+        return self.merged(Rows(self.out.new_zeros(()), scores, torch.ones_like(scores)), column)

@@ -175,12 +175,12 @@ def transformed(group: dist.ProcessGroup, name: str, transform: str) -> str:
     return "no error"
 
 
-def refusal(group: dist.ProcessGroup, changes: dict[int, dict[str, Any]]) -> str:
+def refusal(group: dist.ProcessGroup, changes: dict[int, dict[str, Any]], name: str = "ring_attention") -> str:
     """The error of a call whose arguments some ranks change."""
     rank = dist.get_rank(group)
     arguments = {"q": torch.zeros(1, 2, 4, 8), "k": torch.zeros(1, 2, 4, 8), "v": torch.zeros(1, 2, 4, 8)}
     try:
-        distributed.ring_attention(**arguments | changes.get(rank, {}), group=group)
+        getattr(distributed, name)(**arguments | changes.get(rank, {}), group=group)
     except (TypeError, ValueError, NotImplementedError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

@@ -220,6 +220,9 @@ def test_an_error_of_one_rank_reaches_all() -> None:
         == errors[2]
         == "ValueError: pyattn: attention_with_cache failed on rank 1: " + errors[1].partition("pyattn: ")[2]
     )
+    ranges = {rank: {"key_ranges": torch.tensor([[[5, 2] if rank == 1 else [2, 5]]])} for rank in range(3)}
+    for error in pool().run(3, decoding.refusal, ranges, None):
+        assert "key_ranges must hold 0 <= begin <= end <= seqlen_k = 9, got [5, 2]" in error
     changes = {r: {"q": torch.zeros(1, 2, 2, 4), "mask": torch.ones(2, 2 if r == 1 else 8).bool()} for r in range(3)}
     for error in pool().run(3, decoding.refusal, changes, None):
         assert (
