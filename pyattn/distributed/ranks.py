@@ -28,8 +28,8 @@ class Ranks(NamedTuple):
     inner: int = 1
 
 
-ERRORS = (TypeError, ValueError, NotImplementedError, RuntimeError)
-"""Errors of one rank that all ranks must hear of before they wait for its data."""
+ERRORS = (TypeError, ValueError, RuntimeError)
+"""Errors of one rank, NotImplementedError among them, that all ranks must hear of before they wait for its data."""
 
 Group = dist.ProcessGroup | DeviceMesh | None
 """The ranks of a call; None: all processes."""

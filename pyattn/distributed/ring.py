@@ -60,9 +60,11 @@ class Ring:
                     found[number] = found[number].merged(rows, shares.column) if number in found else rows
 
         self._stream(k, v).for_each_step(compute)
-        parts = [found[number] for number in range(len(self._queries))]
-        largest = torch.cat([part.row_max for part in parts], shares.row_dim)
-        outs, *numbers = zip(*map(shares.with_sinks, parts, self._queries), strict=True)
+        chunks = list(enumerate(self._queries))
+        largest = torch.cat([found[number].row_max for number, _ in chunks], shares.row_dim)
+        # pop: only one chunk is in memory twice, without and with the sinks
+        results = [shares.with_sinks(found.pop(number), queries) for number, queries in chunks]
+        outs, *numbers = zip(*results, strict=True)
         out = torch.cat([part.to(q.dtype) for part in outs], shares.dim)
         return Rows(out, *(torch.cat(parts, shares.row_dim) for parts in numbers)), largest
 

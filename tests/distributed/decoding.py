@@ -53,9 +53,9 @@ def decoded(
 def results(
     function: Any, q: Tensor, cache: KVCache, gradients: tuple[Tensor, Tensor], options: dict[str, Any], *group: Any
 ) -> list[Tensor]:
-    """out, lse, max_score, dq and the gradients of LEARNED."""
+    """out, lse, max_score, dq and the gradients of LEARNED; q lies in memory as (B, Sq, Hq, D)."""
     leaves = {name: options[name].detach().requires_grad_() for name in LEARNED if name in options}
-    q = q.detach().requires_grad_()
+    q = q.transpose(1, 2).contiguous().transpose(1, 2).detach().requires_grad_()
     found = function(q, cache, *group, return_lse=True, return_max_score=True, **options | leaves)
     differentiated = torch.autograd.grad(found[:2], [q, *leaves.values()], gradients)
     return [*(t.detach() for t in found), *differentiated]

@@ -339,9 +339,6 @@ def test_a_rank_that_fails(end: str, phase: str) -> None:
     assert outcomes[0] == outcomes[2] == (None, "RuntimeError")
 
 
-WRONG_DRAWS = Draws(torch.tensor(3), torch.tensor([[0, -1, 0, 0, 0]]))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -353,8 +350,9 @@ WRONG_DRAWS = Draws(torch.tensor(3), torch.tensor([[0, -1, 0, 0, 0]]))
             {"dropout_p": 0.5, "dropout_seed": Draws(torch.tensor(3), torch.tensor([[0, -1, 0, 0, 0]]))},
             "dropout_origins",
         ),
+        ({"dropout_p": 0.5, "dropout_seed": torch.zeros(2).long()}, "dropout_seed must be an int64 scalar, got"),
     ],
-    ids=["columns", "sinks", "mask", "slopes", "origin"],
+    ids=["columns", "sinks", "mask", "slopes", "origin", "seed"],
 )
 def test_refused_calls_leave_no_message(arguments: dict[str, Any], message: str) -> None:
     """Arguments that are alike on all ranks but wrong are refused before anything is sent."""
