@@ -85,7 +85,7 @@ def attention_with_cache(
             table = cache.block_table, cache.lengths, cache.max_seqlen
             results = paged.attention(q, cache.k, cache.v, *table, return_max_score=return_max_score, **over_slots)
     except (ValueError, TypeError) as error:  # checking beforehand would cost 1 % of a token's time
-        raise (_misfit(q, cache) or error) from None
+        raise (misfit(q, cache) or error) from None
     out, lse, *most = results
     return (out, lse, *most) if return_lse else (out, *most) if most else out
 
@@ -113,26 +113,25 @@ def masks_in_slots(cache: KVCache, seqlen_q: int, options: AttentionOptions) -> 
         elif cache.window is not None:
             q_offset = in_slots(q_offset, cache.lengths, cache.starts, window[0], cache.max_seqlen)
         key_ranges = _in_use(key_ranges, used, padding, seqlen_q, cache.max_seqlen)
-    mask = _over_slots(options.get("mask"), q_offset, cache, seqlen_q)
+    mask = options.get("mask")
+    own_keys = isinstance(mask, Tensor) and mask.shape[-1:] == (seqlen_q,) and seqlen_q > 1
+    if mask is not None and own_keys and (cache.window is not None or seqlen_q != cache.max_seqlen):
+        mask = over_slots(mask, q_offset, cache)
     return {"causal": causal, "q_offset": q_offset, "window": window, "key_ranges": key_ranges, "mask": mask}
 
 
-def _over_slots(mask: Tensor | None, q_offset: int | Tensor, cache: KVCache, seqlen_q: int) -> Tensor | None:
-    """``mask`` over the cache's slots, if it is over the queries' own keys; attention refuses one that fits neither."""
-    if not isinstance(mask, Tensor) or not 1 <= mask.dim() <= 4 or mask.shape[-1] != seqlen_q or seqlen_q == 1:
-        return mask
-    if cache.window is None and seqlen_q == cache.max_seqlen:
-        return mask
+def over_slots(mask: Tensor, q_offset: int | Tensor, cache: KVCache) -> Tensor:
+    """A mask over the queries' own keys as one over the cache's slots; as it is if it fits neither."""
     check_type("q_offset", q_offset, int, torch.SymInt, Tensor)
     check_64_bits("q_offset", q_offset)
     lengths, slots = cache.lengths, cache.max_seqlen if cache.window is None else cache.k.shape[2]
     first = q_offset if isinstance(q_offset, Tensor) else torch.full_like(lengths, q_offset)
-    own_batch = mask.dim() < 4 or mask.shape[0] in (1, len(lengths))
+    own_batch = mask.dim() < 4 or (mask.dim() == 4 and mask.shape[0] in (1, len(lengths)))
     fits = own_batch and first.shape == lengths.shape and first.dtype == torch.int64
     return behind_cache(mask, first, slots) if fits else mask
 
 
-def _misfit(q: Tensor, cache: KVCache) -> Exception | None:
+def misfit(q: Tensor, cache: KVCache) -> Exception | None:
     """Returns an error that names the cache instead of k and v, or None if q fits the cache."""
     if q.dim() != 4:
         return None

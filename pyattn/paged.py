@@ -64,12 +64,17 @@ def _attend(
 ) -> tuple[Tensor, ...]:
     options = Options(*known)
     if needs_copy(q, *(getattr(options, name) for name in LEARNED)):
-        starts = seqlen_k * torch.arange(len(lengths) + 1, device=lengths.device)
-        keys, values, _ = gathered(k, v, block_table, starts, seqlen_k, lengths)
-        keys, values = (t.narrow(1, 0, seqlen_k).transpose(1, 2) for t in (keys, values))
-        return autograd.attend(DENSE, q, keys, values, known)
+        return autograd.attend(DENSE, q, *copied(k, v, block_table, lengths, seqlen_k), known)
     results: tuple[Tensor, ...] = ops.attention_paged_forward(q, k, v, block_table, seqlen_k, *options)
     return results
+
+
+def copied(k: Tensor, v: Tensor, block_table: Tensor, lengths: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor]:
+    """The pages of all sequences as k (B, Hkv, seqlen_k, D) and v (B, Hkv, seqlen_k, Dv)."""
+    starts = seqlen_k * torch.arange(len(lengths) + 1, device=lengths.device)
+    keys, values, _ = gathered(k, v, block_table, starts, seqlen_k, lengths)
+    keys, values = (t.narrow(1, 0, seqlen_k).transpose(1, 2) for t in (keys, values))
+    return keys, values
 
 
 def needs_copy(q: Tensor, *tensors: Tensor | None) -> bool:

@@ -121,7 +121,7 @@ def attention_varlen(
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     attend = partial(_attend, q, k, v, block_table, packing)
     if return_max_score:
-        out, lse, largest = with_largest_scores(attend, known)
+        out, lse, largest = with_largest_scores(attend, known, cu_seqlens_q)
         most = of_sequences(largest, cu_seqlens_q)
         return (out, lse, most) if return_lse else (out, most)
     out, lse, _, _ = attend(known)

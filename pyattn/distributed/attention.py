@@ -6,7 +6,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
 from pyattn.arguments import check_tensor, refuse_positional
-from pyattn.distributed.call import DIMS, DIMS_PACKED, agreed
+from pyattn.distributed.call import DIMS, DIMS_PACKED, agreed, chosen
+from pyattn.distributed.max_score import of_ranks
 from pyattn.distributed.operators import FUNCTIONS, begins_of, compiled
 from pyattn.distributed.ranks import Group, groups_of, ranks_of
 from pyattn.distributed.ring import ring
@@ -25,8 +26,9 @@ def ring_attention(
     *positional: object,
     layout: str = "zigzag",
     return_lse: bool = False,
+    return_max_score: bool = False,
     **options: Unpack[AttentionOptions],
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """:func:`pyattn.attention` over a sequence of which each rank has a part.
 
     The result is this rank's rows of what one process would compute. Chunks of keys travel between neighbours, as far
@@ -43,11 +45,14 @@ def ring_attention(
             key_ranges, mask, bias: the rows of this rank's queries, and all keys. dropout_seed: default: drawn by rank
             0; :class:`pyattn.dropout.Draws` if the ranks have some sequences or heads of a larger call.
         return_lse: also return lse.
+        return_max_score: also return max_score, after lse.
 
     Returns:
-        ``out`` (B, Hq, Sq of this rank, Dv) or ``(out, lse)``, differentiable once. The loss is the sum of the ranks'
-        losses: gradients of q, k, v and of a bias's own rows are complete; those of alibi_slopes, sinks and a bias that
-        all rows share are this rank's share, and the sum over the ranks is the whole, as in data-parallel training.
+        ``out`` (B, Hq, Sq of this rank, Dv), or a tuple with lse and max_score, as for :func:`pyattn.attention`;
+        max_score (B, Hq) is that of all ranks' queries, on every rank. out and lse are differentiable once. The loss is
+        the sum of the ranks' losses: gradients of q, k, v and of a bias's own rows are complete; those of alibi_slopes,
+        sinks and a bias that all rows share are this rank's share, and the sum over the ranks is the whole, as in
+        data-parallel training.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as for :func:`pyattn.attention`; parts that are not those of the
@@ -62,10 +67,12 @@ def ring_attention(
     if positional:
         refuse_positional(ring_attention, positional)
     if torch.compiler.is_compiling():
-        out, lse = compiled(ring_attention, (q, k, v), group, layout, options)
+        out, lse, most = compiled(ring_attention, (q, k, v), group, layout, options, return_max_score)
     else:
-        out, lse = ring(agreed(ring_attention, (q, k, v), group, layout, options, DIMS, {}))
-    return (out, lse) if return_lse else out
+        call = agreed(ring_attention, (q, k, v), group, layout, options, DIMS, return_max_score, {})
+        out, lse, largest = ring(call)
+        most = of_ranks(call, largest) if return_max_score else largest
+    return chosen(out, lse, most, return_lse, return_max_score)
 
 
 @takes_options
@@ -77,8 +84,9 @@ def ulysses_attention(
     *positional: object,
     layout: str = "zigzag",
     return_lse: bool = False,
+    return_max_score: bool = False,
     **options: Unpack[AttentionOptions],
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """:func:`ring_attention` by another exchange: each rank computes all positions of some of the heads.
 
     Arguments, results and errors are those of :func:`ring_attention`. Query heads are divided as evenly as possible;
@@ -90,11 +98,12 @@ def ulysses_attention(
     if positional:
         refuse_positional(ulysses_attention, positional)
     if torch.compiler.is_compiling():
-        out, lse = compiled(ulysses_attention, (q, k, v), group, layout, options)
+        out, lse, most = compiled(ulysses_attention, (q, k, v), group, layout, options, return_max_score)
     else:
-        call = agreed(ulysses_attention, (q, k, v), group, layout, options, DIMS, {})
-        out, lse = by_heads(call, layout)
-    return (out, lse) if return_lse else out
+        call = agreed(ulysses_attention, (q, k, v), group, layout, options, DIMS, return_max_score, {})
+        out, lse, largest = by_heads(call, layout)
+        most = of_ranks(call, largest) if return_max_score else largest
+    return chosen(out, lse, most, return_lse, return_max_score)
 
 
 @takes_options
@@ -106,8 +115,9 @@ def usp_attention(
     *positional: object,
     layout: str = "zigzag",
     return_lse: bool = False,
+    return_max_score: bool = False,
     **options: Unpack[AttentionOptions],
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """:func:`ring_attention` between the rows of a mesh of two dimensions, :func:`ulysses_attention` within each row.
 
     Arguments, results and errors are those of :func:`ring_attention`; ``shard(tensor, dim, mesh)`` cuts the sequence.
@@ -120,11 +130,12 @@ def usp_attention(
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
         raise TypeError(f"pyattn: mesh must be a DeviceMesh of two dimensions, got {mesh!r}")
     if torch.compiler.is_compiling():
-        out, lse = compiled(usp_attention, (q, k, v), mesh, layout, options)
+        out, lse, most = compiled(usp_attention, (q, k, v), mesh, layout, options, return_max_score)
     else:
-        call = agreed(usp_attention, (q, k, v), mesh, layout, options, DIMS, {})
-        out, lse = by_mesh(call, layout, *map(ranks_of, groups_of(mesh)[1:]))
-    return (out, lse) if return_lse else out
+        call = agreed(usp_attention, (q, k, v), mesh, layout, options, DIMS, return_max_score, {})
+        out, lse, largest = by_mesh(call, layout, *map(ranks_of, groups_of(mesh)[1:]))
+        most = of_ranks(call, largest) if return_max_score else largest
+    return chosen(out, lse, most, return_lse, return_max_score)
 
 
 @takes_options
@@ -138,8 +149,9 @@ def ring_attention_varlen(
     *positional: object,
     layout: str = "zigzag",
     return_lse: bool = False,
+    return_max_score: bool = False,
     **options: Unpack[AttentionOptions],
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """:func:`pyattn.attention_varlen` over packed sequences of which each rank has a part of the tokens.
 
     The layout cuts the tokens, wherever sequences begin and end.
@@ -150,12 +162,12 @@ def ring_attention_varlen(
         v: (total_k of this rank, Hkv, Dv).
         cu_seqlens_q: (sequences + 1,), int32 or int64: where each sequence begins among the tokens of all ranks.
         cu_seqlens_k: the same for the keys.
-        group, layout, return_lse: as for :func:`ring_attention`.
+        group, layout, return_lse, return_max_score: as for :func:`ring_attention`.
         options: as for :func:`pyattn.attention_varlen`; key_ranges: the rows of this rank's queries.
 
     Returns:
-        ``out`` (total_q of this rank, Hq, Dv) or ``(out, lse)``, lse (Hq, total_q of this rank); differentiable once,
-        as for :func:`ring_attention`.
+        ``out`` (total_q of this rank, Hq, Dv), or a tuple with lse (Hq, total_q of this rank) and max_score (sequences,
+        Hq); differentiable once, as for :func:`ring_attention`.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as for :func:`ring_attention` and :func:`pyattn.attention_varlen`.
@@ -166,11 +178,15 @@ def ring_attention_varlen(
     for name, tensor in zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True):
         check_tensor(name, tensor)
     if torch.compiler.is_compiling():
-        out, lse = compiled(ring_attention_varlen, (q, k, v), group, layout, options, cu_seqlens)
+        out, lse, most = compiled(
+            ring_attention_varlen, (q, k, v), group, layout, options, return_max_score, cu_seqlens
+        )
     else:
         begins, facts = begins_of(cu_seqlens)
-        out, lse = ring(agreed(ring_attention_varlen, (q, k, v), group, layout, options, DIMS_PACKED, facts), begins)
-    return (out, lse) if return_lse else out
+        call = agreed(ring_attention_varlen, (q, k, v), group, layout, options, DIMS_PACKED, return_max_score, facts)
+        out, lse, largest = ring(call, begins)
+        most = of_ranks(call, largest, begins[0]) if return_max_score else largest
+    return chosen(out, lse, most, return_lse, return_max_score)
 
 
 for _function in (ring_attention, ring_attention_varlen, ulysses_attention, usp_attention):

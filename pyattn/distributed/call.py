@@ -10,7 +10,7 @@ from pyattn.arguments import check_tensor
 from pyattn.autocast import cast
 from pyattn.derivatives import autograd
 from pyattn.distributed.layout import Chunks, check_layout, chunks_of
-from pyattn.distributed.ranks import Group, Ranks, agree, ranks_of
+from pyattn.distributed.ranks import ERRORS, Group, Ranks, agree, ranks_of
 from pyattn.ops.schema import Options
 from pyattn.options import AttentionOptions
 from pyattn.parse import parse
@@ -31,6 +31,7 @@ class Call(NamedTuple):
         options: its options, with rank 0's dropout seed.
         queries, keys: the positions that each rank has.
         by_row: the names of masks and biases of which each rank has its own rows.
+        max_score: whether all want max_score.
     """
 
     ranks: Ranks
@@ -41,6 +42,7 @@ class Call(NamedTuple):
     queries: Chunks
     keys: Chunks
     by_row: frozenset[str]
+    max_score: bool
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -67,6 +69,7 @@ def agreed(
     layout: str,
     options: AttentionOptions | Parsed,
     dims: tuple[str, ...],
+    max_score: bool,
     facts: Mapping[str, Any],
 ) -> Call:
     """The call, once all ranks have the same arguments: see :func:`pyattn.distributed.ranks.agree`.
@@ -75,25 +78,25 @@ def agreed(
     """
     ranks, error = ranks_of(group), None
     known, at = Options(), dims.index("positions")
-    words, all_facts = [0] * (3 + 2 * len(OWN_ROWS)), dict(facts)
+    words, all_facts = [0] * (3 + 2 * len(OWN_ROWS)), dict(facts) | {"return_max_score": max_score}
     try:
         check_layout(layout)
         _check(function, tensors, dims)
         parsed = options if isinstance(options, Parsed) else Parsed.of(function, options, tensors[0].device)
         known = parsed.options
         _check_rows(known, len(dims))
-        words = [tensors[0].shape[at], tensors[1].shape[at], int(known.dropout_seed) if known.dropout_p else 0]
+        words = [tensors[0].shape[at], tensors[1].shape[at], seed_of(known)]
         words += [size for name in OWN_ROWS for size in _size(getattr(known, name))]
         seed = words[2] if parsed.chosen else None
         all_facts |= {"layout": layout} | _facts(tensors, at, known) | {"dropout_seed": seed}
-    except (TypeError, ValueError, NotImplementedError) as problem:  # all ranks must hear of it
+    except ERRORS as problem:
         error = problem
     rows = agree(function.__name__, ranks, all_facts, words, error)
     q, k, v = map(cast, tensors)
     if known.dropout_p:
         known = known._replace(dropout_seed=known.dropout_seed.new_tensor(rows[0][2]))
     queries, keys = (_held(name, [row[i] for row in rows], layout, ranks.inner) for i, name in enumerate("qk"))
-    call = Call(ranks, q, k, v, known, queries, keys, _by_row(rows))
+    call = Call(ranks, q, k, v, known, queries, keys, _by_row(rows), max_score)
     for rank, row in enumerate(rows):  # every rank checks all, so all raise
         for name, sizes in _sizes(row).items():
             ends = row[0], 2 if name == "key_ranges" else call.lengths[1]
@@ -105,6 +108,14 @@ def agreed(
     if known.key_ranges is not None:
         agree(function.__name__, ranks, {}, [], _misplaced(call, facts.get("cu_seqlens_q"), facts.get("cu_seqlens_k")))
     return call
+
+
+def chosen(
+    out: Tensor, lse: Tensor, max_score: Tensor, return_lse: bool, return_max_score: bool
+) -> Tensor | tuple[Tensor, ...]:
+    """The results that the caller wants."""
+    results = out, *([lse] if return_lse else []), *([max_score] if return_max_score else [])
+    return results if len(results) > 1 else out
 
 
 def _misplaced(call: Call, begins_q: list[int] | None, begins_k: list[int] | None) -> ValueError | None:
@@ -146,11 +157,16 @@ def _by_row(rows: list[list[int]]) -> frozenset[str]:
     return frozenset(name for name in OWN_ROWS if all(_sizes(row)[name][:1] == row[:1] for row in rows))
 
 
-def _check(function: Callable[..., Any], tensors: tuple[Tensor, ...], dims: tuple[str, ...]) -> None:
+def refuse_transforms(function: Callable[..., Any]) -> None:
+    """NotImplementedError within a transform of torch.func or forward-mode differentiation."""
     if autograd.transforming():
         raise NotImplementedError(
             f"pyattn: {function.__name__} has no rule for transforms of torch.func or forward mode"
         )
+
+
+def _check(function: Callable[..., Any], tensors: tuple[Tensor, ...], dims: tuple[str, ...]) -> None:
+    refuse_transforms(function)
     q = tensors[0]
     for name, tensor in zip("qkv", tensors, strict=True):
         check_tensor(name, tensor)
@@ -183,6 +199,16 @@ def _facts(tensors: tuple[Tensor, ...], at: int, options: Options) -> dict[str, 
     for name, tensor in zip("qkv", tensors, strict=True):
         facts[f"shape of {name} without its positions"] = [n for dim, n in enumerate(tensor.shape) if dim != at]
     return facts | facts_of(options)
+
+
+def seed_of(options: Options) -> int:
+    """The seed as a number, 0 without dropout."""
+    seed = options.dropout_seed
+    if not options.dropout_p:
+        return 0
+    if seed.dim() or seed.dtype != torch.int64:
+        raise ValueError(f"pyattn: dropout_seed must be an int64 scalar, got {seed.dtype} of shape {tuple(seed.shape)}")
+    return int(seed)
 
 
 def facts_of(options: Options) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from pyattn import ops
 from pyattn.autocast import cast
 from pyattn.distributed.call import DIMS, DIMS_PACKED, Call, Parsed, agreed
+from pyattn.distributed.max_score import of_ranks
 from pyattn.distributed.ranks import Group, groups_of, ranks_of
 from pyattn.distributed.ring import Ring
-from pyattn.distributed.shares import Rows
+from pyattn.distributed.rows import Rows
 from pyattn.distributed.ulysses import Ulysses, by_heads
 from pyattn.distributed.usp import by_mesh
 from pyattn.ops.schema import LEARNED, PLACES, Options
@@ -32,8 +33,9 @@ _OPTIONS = str(ops.attention_forward._schema).partition("Tensor v, ")[2].rpartit
 _OPTIONS = re.sub(r"=(\[.*?\]|[^,]+)", "", _OPTIONS)
 """Without defaults: the dispatcher drops arguments that are defaults, and autograd wants a gradient for each."""
 
-_CALL = f"str name, str[] groups, str layout, bool chosen, Tensor q, Tensor k, Tensor v, Tensor[] begins, {_OPTIONS}"
-_RESULTS = "Tensor out, Tensor lse, Tensor row_max, Tensor row_sum, Tensor seed"
+_CALL = "str name, str[] groups, str layout, bool chosen, bool max_score, "
+_CALL += f"Tensor q, Tensor k, Tensor v, Tensor[] begins, {_OPTIONS}"
+_RESULTS = "Tensor out, Tensor lse, Tensor row_max, Tensor row_sum, Tensor seed, Tensor max_score"
 _SAVED = "bool[4] wanted, Tensor? dout, Tensor? dlse, Tensor out, Tensor row_max, Tensor row_sum"
 
 _library = torch.library.Library("pyattn_distributed", "DEF")
@@ -42,7 +44,7 @@ _library.define(f"attend_backward({_SAVED}, {_CALL}) -> Tensor[]")
 _attend, _attend_backward = (
     getattr(torch.ops.pyattn_distributed, name).default for name in ("attend", "attend_backward")
 )
-_TENSORS, _FIRST_OPTION = slice(4, 7), 8
+_TENSORS, _BEGINS, _FIRST_OPTION = slice(5, 8), 8, 9
 
 
 def begins_of(cu_seqlens: Sequence[Tensor]) -> tuple[list[list[int]], dict[str, Any]]:
@@ -57,9 +59,10 @@ def compiled(
     group: Group,
     layout: str,
     options: AttentionOptions,
+    max_score: bool,
     begins: tuple[Tensor, ...] = (),
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call that torch.compile traces."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, max_score) of a call that torch.compile traces."""
     if group is None:
         group = dist.group.WORLD
     if isinstance(group, DeviceMesh):
@@ -69,19 +72,19 @@ def compiled(
     else:
         raise TypeError(f"pyattn: group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
     parsed = Parsed.of(function, options, tensors[0].device)
-    place = function.__name__, [of.group_name for of in groups], layout, parsed.chosen
-    out, lse, *_ = _attend(*place, *map(cast, tensors), list(begins), *parsed.options)
-    return out, lse
+    place = function.__name__, [of.group_name for of in groups], layout, parsed.chosen, max_score
+    out, lse, *_, most = _attend(*place, *map(cast, tensors), list(begins), *parsed.options)
+    return out, lse, most.detach()
 
 
 def _agreed(arguments: tuple[Any, ...]) -> tuple[Call, Ring | Ulysses]:
-    name, groups, layout, chosen, q, k, v, cu_seqlens, *given = arguments
+    name, groups, layout, chosen, max_score, q, k, v, cu_seqlens, *given = arguments
     begins, facts = begins_of(cu_seqlens)
     parsed, dims = Parsed(Options(*given), chosen), DIMS_PACKED if begins else DIMS
     ranks, *parts = (ranks_of(_resolve_process_group(group)) for group in groups)
     if parts:
         ranks = ranks._replace(inner=parts[1].size)
-    call = agreed(FUNCTIONS[name], (q, k, v), ranks, layout, parsed, dims, facts)
+    call = agreed(FUNCTIONS[name], (q, k, v), ranks, layout, parsed, dims, max_score, facts)
     if name == "usp_attention":
         return call, Ulysses(call, lambda call: by_mesh(call, layout, *parts))
     if name == "ulysses_attention":
@@ -91,11 +94,13 @@ def _agreed(arguments: tuple[Any, ...]) -> tuple[Call, Ring | Ulysses]:
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     call, method = _agreed(arguments)
-    rows = method.forward(call.q, call.k, call.v)
+    rows, largest = method.forward(call.q, call.k, call.v)
+    begins, _ = begins_of(arguments[_BEGINS])
+    most = of_ranks(call, largest, *begins[:1]) if call.max_score else rows.lse.new_empty(0)
     seed = torch.zeros((), dtype=torch.int64, device=call.q.device)
     if call.options.dropout_p:
         seed.copy_(call.options.dropout_seed)
-    return rows.out, rows.lse, rows.row_max, rows.row_sum, seed
+    return rows.out, rows.lse, rows.row_max, rows.row_sum, seed, most
 
 
 def _backward(
@@ -120,7 +125,9 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     wide = torch.promote_types(q.dtype, torch.float32)
     rows = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
     numbers = [q.new_empty(rows, dtype=wide) for _ in range(3)]
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), *numbers, q.new_empty((), dtype=torch.int64)
+    most = (rows[0] if q.dim() == 4 else arguments[_BEGINS][0].shape[0] - 1, q.shape[1]) if arguments[4] else (0,)
+    seed = q.new_empty((), dtype=torch.int64)
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), *numbers, seed, q.new_empty(most, dtype=wide)
 
 
 def _fake_backward(wanted: list[bool], *arguments: Any) -> list[Tensor]:
@@ -132,7 +139,7 @@ def _fake_backward(wanted: list[bool], *arguments: Any) -> list[Tensor]:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
-    out, _, row_max, row_sum, seed = output
+    out, _, row_max, row_sum, seed, _ = output
     *before, begins = inputs[:_FIRST_OPTION]
     options = Options(*inputs[_FIRST_OPTION:])
     if options.dropout_p:

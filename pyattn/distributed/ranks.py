@@ -1,11 +1,13 @@
 """The ranks of a call, and their agreement on its arguments before any of them waits for another's data."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -25,6 +27,9 @@ class Ranks(NamedTuple):
     own: int
     inner: int = 1
 
+
+ERRORS = (TypeError, ValueError, RuntimeError)
+"""Errors of one rank, NotImplementedError among them, that all ranks must hear of before they wait for its data."""
 
 Group = dist.ProcessGroup | DeviceMesh | None
 """The ranks of a call; None: all processes."""
@@ -79,6 +84,13 @@ def agree(
     Raises:
         ValueError, on every rank: facts that differ, or another rank's error. Its own error is raised as it is.
     """
+    with temporarily_clear_interpreter_stack():  # a transform, which the ranks refuse, would take their messages
+        return _agree(name, ranks, facts, words, error)
+
+
+def _agree(
+    name: str, ranks: Ranks, facts: Mapping[str, Any], words: list[int], error: Exception | None
+) -> list[list[int]]:
     digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).digest()
     rows = gather_words([int.from_bytes(digest, "little", signed=True), error is not None, *words], ranks)
     if all(row[:2] == [rows[0][0], 0] for row in rows):
@@ -97,3 +109,25 @@ def agree(
                 got = f"{first[fact]} on rank 0 and {theirs[fact]} on rank {rank}"
                 raise ValueError(f"pyattn: {fact} must be the same on all ranks, got {got}")
     raise AssertionError("the ranks differ in no fact")
+
+
+def exchange(name: str, ranks: Ranks, tensors: Sequence[Tensor], error: Exception | None = None) -> list[list[Tensor]]:
+    """Each rank's tensors, which have the same shapes on all; dtypes of more bytes come first.
+
+    Raises:
+        ValueError, on every rank, if one has an error. Its own error is raised as it is.
+    """
+    numbers = [t.contiguous().flatten().view(torch.uint8) for t in tensors]  # bytes, because gloo knows few dtypes
+    flag = torch.tensor([error is not None], dtype=torch.uint8, device=tensors[0].device)
+    mine = torch.cat([*numbers, flag])
+    found = [torch.empty_like(mine) for _ in range(ranks.size)]
+    dist.all_gather(found, mine, group=ranks.group)
+    if any(bool(part[-1]) for part in found):
+        agree(name, ranks, {}, [], error)
+    sizes = [len(part) for part in (*numbers, flag)]
+    theirs = [
+        [part.view(t.dtype).view(t.shape) for part, t in zip(parts.split(sizes), tensors, strict=False)]
+        for parts in found
+    ]
+    theirs[ranks.own] = [*tensors]
+    return theirs

@@ -10,7 +10,8 @@ from torch.autograd.function import once_differentiable
 from pyattn.derivatives import autograd
 from pyattn.distributed.call import Call
 from pyattn.distributed.layout import slices
-from pyattn.distributed.shares import Dense, Packed, Place, Rows, Wanted
+from pyattn.distributed.rows import Rows
+from pyattn.distributed.shares import Dense, Packed, Place, Wanted
 from pyattn.distributed.stream import Block, Homeward, Stream
 from pyattn.distributed.trips import trips_of
 from pyattn.ops.schema import LEARNED
@@ -43,8 +44,8 @@ class Ring:
                 seen.add(number)
         return found
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Rows:
-        """The results for this rank's queries."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Rows, Tensor]:
+        """The results for this rank's queries, and their largest scores, sinks apart: these are merged last."""
         shares, seen = self._shares, set[int]()
         nothing = Place(slice(0, 0), range(0), range(0), True)
         # Checks the arguments: an error after the first message would leave it to the next call.
@@ -54,13 +55,18 @@ class Ring:
         def compute(_: int, blocks: list[Block]) -> None:
             for block in blocks:
                 for number, place in self._places(block.keys, seen):
-                    rows = shares.forward(shares.of_rows(q, place), block.k, block.v, place)
+                    keys = place._replace(first=False)
+                    rows = shares.forward(shares.of_rows(q, place), block.k, block.v, keys)
                     found[number] = found[number].merged(rows, shares.column) if number in found else rows
 
         self._stream(k, v).for_each_step(compute)
-        outs, *numbers = zip(*(found[number] for number in range(len(self._queries))), strict=True)
+        chunks = list(enumerate(self._queries))
+        largest = torch.cat([found[number].row_max for number, _ in chunks], shares.row_dim)
+        # pop: only one chunk is in memory twice, without and with the sinks
+        results = [shares.with_sinks(found.pop(number), queries) for number, queries in chunks]
+        outs, *numbers = zip(*results, strict=True)
         out = torch.cat([part.to(q.dtype) for part in outs], shares.dim)
-        return Rows(out, *(torch.cat(parts, shares.row_dim) for parts in numbers))
+        return Rows(out, *(torch.cat(parts, shares.row_dim) for parts in numbers)), largest
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, results: Rows, wanted: Wanted
@@ -106,18 +112,17 @@ class Ring:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, ring: Ring, q: Tensor, k: Tensor, v: Tensor, *learned: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        rows = ring.forward(q, k, v)
+    def forward(ctx: Any, ring: Ring, q: Tensor, k: Tensor, v: Tensor, *learned: Tensor | None) -> tuple[Tensor, ...]:
+        rows, largest = ring.forward(q, k, v)
         ctx.ring, ctx.learned = ring, learned
+        ctx.mark_non_differentiable(largest)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, *rows)
-        return rows.out, rows.lse
+        return rows.out, rows.lse, largest
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         q, k, v, *rows = ctx.saved_tensors
         results = Rows(*rows)
         dout = torch.zeros_like(results.out) if dout is None else dout
@@ -126,9 +131,8 @@ class _RingAttention(torch.autograd.Function):
         return None, *(None if g is None else g.to(t.dtype) for g, t in zip(found, given, strict=True))
 
 
-def ring(call: Call, begins: Sequence[list[int]] = ()) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's queries."""
+def ring(call: Call, begins: Sequence[list[int]] = ()) -> tuple[Tensor, ...]:
+    """(out, lse, the largest scores) of this rank's queries."""
     learned = [getattr(call.options, name) for name in LEARNED]
-    results = _RingAttention.apply(Ring(call, begins), call.q, call.k, call.v, *learned)  # type: ignore[no-untyped-call]
-    out, lse = results
-    return out, lse
+    results: tuple[Tensor, ...] = _RingAttention.apply(Ring(call, begins), call.q, call.k, call.v, *learned)  # type: ignore[no-untyped-call]
+    return results

@@ -1,6 +1,5 @@
 """Shares: attention of one chunk of queries over one chunk of keys, as an ordinary call whose positions are shifted."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pyattn import ops
-from pyattn.max_score import largest_scores
+from pyattn.distributed.rows import Rows
 from pyattn.ops.schema import LEARNED, Options
 
 Wanted = Sequence[bool]
@@ -37,34 +36,6 @@ def origins_of(options: Options, num_heads_q: int, device: torch.device) -> Tens
     """dropout_origins: those given, or (1, 5) of a call of its own."""
     given: Tensor | None = options.dropout_origins
     return torch.tensor([[0, num_heads_q, 0, 0, 0]], device=device) if given is None else given
-
-
-class Rows(NamedTuple):
-    """Results of queries over some of the keys: out, the largest score, the sum of exp(score - largest)."""
-
-    out: Tensor
-    row_max: Tensor
-    row_sum: Tensor
-
-    @classmethod
-    def of(cls, out: Tensor, lse: Tensor, _: Tensor, row_sum: Tensor) -> "Rows":
-        """The operators' results."""
-        return cls(out, largest_scores(lse, row_sum), row_sum)
-
-    @property
-    def lse(self) -> Tensor:
-        """log of the sum of exp(score)."""
-        return self.row_max + torch.log(self.row_sum)
-
-    def merged(self, other: "Rows", column: Callable[[Tensor], Tensor]) -> "Rows":
-        """The results over both sets of keys, in float32 or more; ``column`` is that of the share."""
-        row_max = torch.maximum(self.row_max, other.row_max)
-        base = row_max.masked_fill(row_max == -math.inf, 0.0)
-        sums = [rows.row_sum * torch.exp(rows.row_max - base) for rows in (self, other)]
-        total = sums[0] + sums[1]
-        mine, theirs = (column((part / total).masked_fill(total == 0, 0.0)) for part in sums)
-        out = mine * self.out  # in the dtype of the sums
-        return Rows(torch.addcmul(out, theirs, other.out.to(out.dtype), out=out), row_max, total)
 
 
 class Place(NamedTuple):
@@ -145,6 +116,10 @@ class Dense:
             return {}
         base = origins_of(self.options, self.num_heads_q, self.options.dropout_seed.device)
         return {"dropout_origins": base + base.new_tensor(moved)}
+
+    def with_sinks(self, rows: Rows, queries: range) -> Rows:
+        """A chunk's results over all keys and the sinks."""
+        return rows.with_sinks(self.options.sinks, self.column)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, place: Place) -> Rows:
         """The share's results."""
@@ -227,6 +202,10 @@ class Packed(Dense):
     def _local(begins: Tensor, chunk: range) -> tuple[Tensor, Tensor]:
         """Where the sequences begin in a chunk, and the position in its sequence with which each begins there."""
         return (begins - chunk.start).clamp(0, len(chunk)), (chunk.start - begins[:-1]).clamp(min=0)
+
+    def with_sinks(self, rows: Rows, queries: range) -> Rows:  # noqa: D102
+        count = max(0, int(self._begins_q[-1]) - queries.start)  # queries after the last sequence have none
+        return rows.with_sinks(self.options.sinks, self.column, count)
 
     def parts_of(self, totals: Sequence[Tensor | None], place: Place) -> list[Tensor | None]:  # noqa: D102
         return [None, totals[1], totals[2] if place.first else None, totals[3]]

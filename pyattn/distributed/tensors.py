@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from pyattn import sharding
 from pyattn.attention import attention
 from pyattn.distributed.attention import ring_attention, ring_attention_varlen
+from pyattn.distributed.call import chosen
 from pyattn.dropout import Draws, draw_seed
 from pyattn.key_ranges import plain
 from pyattn.takers import TAKERS
@@ -131,23 +132,13 @@ def _dense(q: Any, k: Tensor, v: Tensor, *, return_lse: bool, return_max_score: 
     mixed = any(isinstance(value, Tensor) and not isinstance(value, DTensor) for value in options.values())
     if POSITIONS not in call.roles and not options.get("dropout_p") and not mixed:
         return None
-    _refuse_max_score(return_max_score)
-    return _computed(call, attention, ring_attention, (q, k, v), (), return_lse, options)
-
-
-def _refuse_max_score(return_max_score: bool) -> None:
-    if return_max_score:
-        raise NotImplementedError(
-            "pyattn: return_max_score must be False for DTensors that are packed, sharded over positions, with dropout "
-            "or beside options that are not DTensors, got True"
-        )
+    return _computed(call, attention, ring_attention, (q, k, v), (), (return_lse, return_max_score), options)
 
 
 def _packed(
     q: Any, k: Tensor, v: Tensor, *packing: Any, return_lse: bool, return_max_score: bool, **options: Any
 ) -> Any:
     """:func:`pyattn.attention_varlen` over DTensors."""
-    _refuse_max_score(return_max_score)
     for name in ("block_table", "seqused_k"):
         if options.pop(name) is not None:
             raise NotImplementedError(f"pyattn: {name} must not be given with DTensors, got {name}")
@@ -156,7 +147,9 @@ def _packed(
     call = _call(q, k, v, PACKED)
     begins: list[Any] = [t.full_tensor() if isinstance(t, DTensor) else t for t in packing[:2]]
     packing = (*begins, *packing[2:]) if call.group() is None else tuple(begins)
-    return _computed(call, attention_varlen, ring_attention_varlen, (q, k, v), packing, return_lse, options)
+    return _computed(
+        call, attention_varlen, ring_attention_varlen, (q, k, v), packing, (return_lse, return_max_score), options
+    )
 
 
 def _computed(
@@ -165,9 +158,10 @@ def _computed(
     ring: Callable[..., Any],
     tensors: tuple[Any, Any, Any],
     packing: tuple[Any, ...],
-    return_lse: bool,
+    returned: tuple[bool, bool],
     options: dict[str, Any],
 ) -> Any:
+    """The results; ``returned`` says whether lse and max_score are among them."""
     q, _, v = tensors
     for role in call.dims:
         if call.roles.count(role) > 1:
@@ -180,18 +174,21 @@ def _computed(
     if options.get("key_ranges") is not None:
         options["key_ranges"] = plain(options["key_ranges"], options.get("causal", True))
     local = [t.redistribute(placements=places).to_local() for t in tensors]
-    given = call.options(options) | {"return_lse": True}
+    given = call.options(options) | {"return_lse": True, "return_max_score": returned[1]}
     if group is None:
-        out, lse = alone(*local, *packing, **given)
+        out, lse, *most = alone(*local, *packing, **given)
     else:
-        out, lse = ring(*local, *packing, group, layout="chunk", **given)
+        out, lse, *most = ring(*local, *packing, group, layout="chunk", **given)
+    dense, count = call.dims is DENSE, q.shape[call.dims[HEADS]]
+    rows = places if dense else [Shard(1 - place.dim) if isinstance(place, Shard) else place for place in places]
     result = call.whole(out, (*q.shape[:-1], v.shape[-1]), places)
-    if not return_lse:
-        return result
-    if call.dims is DENSE:
-        return result, call.whole(lse, tuple(q.shape[:-1]), places)
-    swapped = [Shard(1 - place.dim) if isinstance(place, Shard) else place for place in places]
-    return result, call.whole(lse, (q.shape[1], q.shape[0]), swapped)
+    lse = call.whole(lse, tuple(q.shape[:-1]) if dense else (count, q.shape[0]), rows)
+    if not most:
+        return chosen(result, lse, lse, *returned)
+    by_head: dict[int | None, Any] = {BATCH: Shard(0), HEADS: Shard(1)}
+    heads = [by_head.get(role, Replicate()) for role in call.roles]
+    largest = call.whole(most[0], (q.shape[0] if dense else len(packing[0]) - 1, count), heads)
+    return chosen(result, lse, largest, *returned)
 
 
 def register() -> None:

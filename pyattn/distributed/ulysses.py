@@ -1,5 +1,6 @@
 """Ulysses: each rank exchanges its positions of all heads for all positions of its heads."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,17 +16,27 @@ from pyattn.derivatives.tangents import DENSE
 from pyattn.distributed.call import Call
 from pyattn.distributed.layout import Chunks, slices, unshard
 from pyattn.distributed.ranks import Ranks
-from pyattn.distributed.shares import Rows, Wanted, origins_of
+from pyattn.distributed.rows import Rows
+from pyattn.distributed.shares import Wanted, origins_of
+from pyattn.max_score import of_heads, with_largest_scores
 from pyattn.ops.schema import LEARNED, Options
 
 Inner = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, ...]]
-_DENSE: Inner = partial(autograd.attend, DENSE)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, ...]:
+    return autograd.attend(DENSE, q, k, v, options)
+
+
+def _with_largest(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, ...]:
+    return with_largest_scores(partial(autograd.attend, DENSE, q, k, v), options)
 
 
 class Exchange(NamedTuple):
-    """An exchange of heads for positions: the heads and the positions that each rank has."""
+    """An exchange of ``num_heads`` heads for positions: the heads and the positions that each rank has."""
 
     ranks: Ranks
+    num_heads: int
     heads: list[range]
     positions: Chunks
 
@@ -56,9 +67,8 @@ class Exchange(NamedTuple):
         sent = [torch.cat([x[:, :, c.start : c.stop] for c in chunks], 2) for chunks in self.positions]
         length = sent[self.ranks.own].shape[2]
         shapes = [(x.shape[0], len(heads), length, x.shape[3]) for heads in self.heads]
-        count = max(heads.stop for heads in self.heads)
         wide = torch.promote_types(x.dtype, torch.float32)
-        total = x.new_zeros(x.shape[0], count, length, x.shape[3], dtype=wide)
+        total = x.new_zeros(x.shape[0], self.num_heads, length, x.shape[3], dtype=wide)
         for part, heads in zip(self._swap(sent, shapes), self.heads, strict=True):
             total[:, heads.start : heads.stop] += part
         return total.to(x.dtype)
@@ -97,20 +107,20 @@ class _Adjoint(torch.autograd.Function):
 class Ulysses:
     """A call, for callers without autograd; backward computes forward again.
 
-    ``attend`` gives the call's (out, lse), differentiable.
+    ``attend`` gives the call's (out, lse), differentiable, and the largest scores.
     """
 
-    def __init__(self, call: Call, attend: Callable[[Call], tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, call: Call, attend: Callable[[Call], tuple[Tensor, ...]]) -> None:
         self._call, self._of = call, attend
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, ...]:
         return self._of(self._call._replace(q=q, k=k, v=v, options=options))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Rows:
-        """The results for this rank's queries."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Rows, Tensor]:
+        """The results for this rank's queries, and the largest scores of its heads."""
         with torch.no_grad():
-            out, lse = self._attend(q, k, v, self._call.options)
-        return Rows(out, lse, torch.ones_like(lse))
+            out, lse, largest = self._attend(q, k, v, self._call.options)
+        return Rows(out, lse, torch.ones_like(lse)), largest
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, results: Rows, wanted: Wanted
@@ -124,7 +134,7 @@ class Ulysses:
                 for name, want in zip(LEARNED, wanted, strict=True)
                 if want
             }
-            again = self._attend(q, k, v, options._replace(**learned))
+            again = self._attend(q, k, v, options._replace(**learned))[:2]
             gradients = dout, torch.zeros_like(results.lse) if dlse is None else dlse
             dq, dk, dv, *found = torch.autograd.grad(again, [q, k, v, *learned.values()], gradients)
         own = dict(zip(learned, found, strict=True))
@@ -142,8 +152,10 @@ def _recording() -> Iterator[None]:
         yield
 
 
-def by_heads(call: Call, layout: str, inner: Inner = _DENSE) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's positions, from ``inner`` over its heads and all positions.
+def by_heads(call: Call, layout: str, inner: Inner | None = None) -> tuple[Tensor, ...]:
+    """(out, lse) of this rank's positions, from ``inner`` over its heads and all positions; their largest scores.
+
+    Those are (B, Hq, 1), -inf for the other heads, and mean nothing unless the call wants max_score.
 
     Query heads are divided as evenly as possible; a rank gets the KV heads that its query heads read, so a KV head may
     go to several ranks.
@@ -154,7 +166,8 @@ def by_heads(call: Call, layout: str, inner: Inner = _DENSE) -> tuple[Tensor, Te
     heads = [range(count * rank // ranks.size, count * (rank + 1) // ranks.size) for rank in range(ranks.size)]
     shared = [range(own.start // group, -(-own.stop // group)) if own else range(0) for own in heads]
     own, own_shared = heads[ranks.own], shared[ranks.own]
-    by_query, by_key = Exchange(ranks, heads, call.queries), Exchange(ranks, shared, call.keys)
+    by_query = Exchange(ranks, count, heads, call.queries)
+    by_key = Exchange(ranks, k.shape[1], shared, call.keys)
     k, v = by_key.to_heads(k), by_key.to_heads(v)
     if own.start % group or len(own) % group:  # the query heads of a KV head are on several ranks
         of_query = torch.tensor([head // group - own_shared.start for head in own], dtype=torch.int64, device=k.device)
@@ -163,14 +176,17 @@ def by_heads(call: Call, layout: str, inner: Inner = _DENSE) -> tuple[Tensor, Te
     if options.dropout_p:
         at = origins_of(options, count, q.device)
         known = known._replace(dropout_origins=at + at.new_tensor([0, 0, own.start, 0, 0]))
-    out, lse, *_ = inner(by_query.to_heads(q), k, v, known)
-    return by_query.to_positions(out), by_query.to_positions(lse.unsqueeze(-1)).squeeze(-1)
+    inner = inner or (_with_largest if call.max_score else _attend)
+    out, lse, largest, *_ = inner(by_query.to_heads(q), k, v, known)
+    most = largest.new_full((*q.shape[:2], 1), -math.inf)
+    most[:, own.start : own.stop, 0] = of_heads(largest)
+    return by_query.to_positions(out), by_query.to_positions(lse.unsqueeze(-1)).squeeze(-1), most
 
 
 def _of_heads(call: Call, by_query: Exchange, layout: str) -> Options:
     """The options of this rank's heads, with all rows."""
     options, group = call.options, call.ranks.group
-    own, count = by_query.heads[call.ranks.own], call.q.shape[1]
+    own, count = by_query.heads[call.ranks.own], by_query.num_heads
 
     def rows(name: str) -> Tensor | None:
         tensor: Tensor | None = getattr(options, name)

@@ -10,12 +10,15 @@ from pyattn.distributed.ulysses import by_heads
 from pyattn.ops.schema import Options
 
 
-def by_mesh(call: Call, layout: str, between: Ranks, within: Ranks) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's positions; ``between`` are the ranks of its column, ``within`` those of its row."""
+def by_mesh(call: Call, layout: str, between: Ranks, within: Ranks) -> tuple[Tensor, ...]:
+    """(out, lse) of this rank's positions, the largest scores of its heads.
+
+    ``between`` are the ranks of its column, ``within`` those of its row.
+    """
     queries, keys = (chunks_of(length, between.size, layout) for length in call.lengths)
     row_q, row_k = (chunks_of(sum(map(len, held[between.own])), within.size, "contiguous") for held in (queries, keys))
 
-    def inner(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    def inner(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, ...]:
         row = call._replace(ranks=between, q=q, k=k, v=v, options=options, queries=queries, keys=keys)
         return ring(row)
 

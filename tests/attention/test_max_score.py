@@ -206,6 +206,8 @@ def test_packed(backend: Backend, options: dict[str, Any], dtype: torch.dtype) -
     difference = (found.double() - exact[2]).masked_fill(exact[2] == -math.inf, 0.0)
     assert (difference.abs() <= bound(q, k, found, slopes)).all()
     assert_equal(backend.attention_varlen(*qkv, *PACKED.packing, **call | slopes | {"return_lse": False}), (out, found))
+    alone = backend.attention_varlen(*qkv, *PACKED.packing, **call | slopes | {"return_max_score": False})
+    assert torch.equal(lse == -math.inf, alone[1] == -math.inf)  # tokens of no sequence, with sinks too
 
 
 def test_packed_nan_stays_in_its_sequence() -> None:

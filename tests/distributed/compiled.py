@@ -22,7 +22,7 @@ def both(
     cu_seqlens: Sequence[Tensor],
     options: dict[str, Any],
 ) -> list[list[Tensor]]:
-    """out, lse and all gradients: eager, then from one compiled graph."""
+    """out, lse, max_score and all gradients: eager, then from one compiled graph."""
     function, dim = getattr(distributed, name.partition(" ")[0]), 0 if cu_seqlens else 2
     place = mesh_of(name) or (DeviceMesh.from_group(group, "cpu") if meshed else group)
     given = {
@@ -31,15 +31,16 @@ def both(
     leaves = [distributed.shard(t, dim, place).requires_grad_() for t in whole]
     learned = [given[key] for key in LEARNED if key in given]
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = function(q * 2, k, v, *cu_seqlens, place, return_lse=True, **given)
-        return out.sin(), lse
+    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse, most = function(q * 2, k, v, *cu_seqlens, place, return_lse=True, return_max_score=True, **given)
+        assert not most.requires_grad
+        return out.sin(), lse, most
 
     found = []
     for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
         torch.manual_seed(dist.get_rank(group))
         results = run(*leaves)
-        gradients = torch.autograd.grad(results, [*leaves, *learned], [torch.ones_like(t) for t in results])
+        gradients = torch.autograd.grad(results[:2], [*leaves, *learned], [torch.ones_like(t) for t in results[:2]])
         found.append([*(t.detach() for t in results), *gradients])
     return found
 

@@ -1,11 +1,8 @@
 """The code that ranks run for test_attention.py: a call on parts, whose results are put together again."""
 
 import functools
-import os
-import signal
 import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
 from itertools import count
 from typing import Any
 from unittest import mock
@@ -16,7 +13,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pyattn import distributed
-from pyattn.distributed.shares import Dense
 from pyattn.distributed.stream import Stream
 from pyattn.distributed.trips import Trip
 from pyattn.dropout import Draws
@@ -78,16 +74,44 @@ def dense(
     return [*(whole(t, 2).detach() for t in (out, lse, *found[:3])), *more]
 
 
-def strided(group: dist.ProcessGroup, name: str, qkv: Sequence[Tensor]) -> list[Tensor]:
-    """out and the gradients of its sum, from parts that lie (B, S, H, D) in every second column of a larger tensor."""
-    leaves = []
+def max_scores(
+    group: dist.ProcessGroup, name: str, layout: str, qkv: Sequence[Tensor], begins: Sequence[Tensor], sinks: Tensor
+) -> list[Tensor]:
+    """out, lse and max_score, of which out and lse are those without max_score, and max_score has no gradient."""
+    place, dim = mesh_of(name) or group, 0 if begins else 2
+    parts = [distributed.shard(t, dim, place, layout=layout).requires_grad_() for t in qkv]
+    function = functools.partial(getattr(distributed, name.partition(" ")[0]), *parts, *begins, place, layout=layout)
+    options = {"sinks": sinks, "causal": False, "window": (5, 0), "q_offset": -1}
+    out, lse, most = function(**options, return_lse=True, return_max_score=True)
+    assert not most.requires_grad
+    torch.testing.assert_close(function(**options, return_lse=True), (out, lse), equal_nan=True)
+    torch.testing.assert_close(function(**options, return_max_score=True), (out, most), equal_nan=True)
+    dims = (0, 1) if begins else (2, 2)
+    whole = [distributed.unshard(t, d, place, layout=layout) for t, d in zip((out, lse), dims, strict=True)]
+    return [*(t.detach() for t in whole), most]
+
+
+def strided(
+    group: dist.ProcessGroup, name: str, qkv: Sequence[Tensor], begins: Sequence[Tensor], options: dict[str, Tensor]
+) -> list[Tensor]:
+    """out and the gradients of its sum, from parts in every second column of a larger tensor, heads outermost or not.
+
+    The rank's rows of the mask lie in columns of a larger tensor, and those of key_ranges in reverse.
+    """
+    leaves, dim = list[Tensor](), 0 if begins else 2
     for whole in qkv:
-        part = distributed.shard(whole, 2, group).transpose(1, 2)
+        part = distributed.shard(whole, dim, group).transpose(-3, -2)
         wide = torch.stack([part, part + 1], -1).flatten(-2)
-        leaves.append(wide[..., ::2].transpose(1, 2).detach().requires_grad_())
-    out = getattr(distributed, name)(*leaves, group)
+        leaves.append(wide[..., ::2].transpose(-3, -2).detach().requires_grad_())
+    given = dict(options)
+    if "mask" in options:
+        rows = distributed.shard(options["mask"], -2, group)
+        given["mask"] = torch.stack([rows.mT, ~rows.mT], -1)[..., 0].mT
+    rows = distributed.shard(options["key_ranges"], -2, group)
+    given["key_ranges"] = rows.permute(*reversed(range(rows.dim()))).contiguous().permute(*reversed(range(rows.dim())))
+    out = getattr(distributed, name)(*leaves, *begins, group, **given)
     found = out, *torch.autograd.grad(out.sum(), leaves)
-    return [distributed.unshard(t, 2, group).detach() for t in found]
+    return [distributed.unshard(t, dim, group).detach() for t in found]
 
 
 def packed(
@@ -125,29 +149,6 @@ def of_larger_call(group: dist.ProcessGroup, qkv: Sequence[Tensor], first: int, 
     return distributed.unshard(out, 2, group)
 
 
-def refusal(group: dist.ProcessGroup, changes: dict[int, dict[str, Any]]) -> str:
-    """The error of a call whose arguments some ranks change."""
-    rank = dist.get_rank(group)
-    arguments = {"q": torch.zeros(1, 2, 4, 8), "k": torch.zeros(1, 2, 4, 8), "v": torch.zeros(1, 2, 4, 8)}
-    try:
-        distributed.ring_attention(**arguments | changes.get(rank, {}), group=group)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def packed_refusal(group: dist.ProcessGroup, qkv: Tensor, begins: Tensor, ranges: Tensor) -> str:
-    """The error of key_ranges over packed sequences."""
-    parts = [distributed.shard(t, 0, group, layout="contiguous") for t in (*qkv, ranges)]
-    try:
-        distributed.ring_attention_varlen(
-            *parts[:3], begins, begins, group, layout="contiguous", causal=False, key_ranges=parts[3]
-        )
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
 def round_trip(group: dist.ProcessGroup, layout: str, whole: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """The parts put together again, and the gradient of a part under the sum of the ranks' losses."""
     part = distributed.shard(whole, dim, group, layout=layout).requires_grad_()
@@ -180,37 +181,6 @@ def training_step(group: dist.ProcessGroup, layout: str | None, kwargs: dict[str
         found = [value.detach(), *torch.autograd.grad(value, list(layer.parameters()))]
     assert x.shape[1] == 11
     return [summed(t, group) for t in found]
-
-
-def imported(_: dist.ProcessGroup) -> None:
-    """Nothing; once all ranks have returned, none makes others wait for its imports."""
-
-
-def interrupted(group: dist.ProcessGroup, end: str, phase: str) -> str:
-    """The error of a call in which rank 1 raises, exits or is killed while the others wait for its keys."""
-    q, k, v = (torch.randn(1, 2, 30, 8).requires_grad_() for _ in range(3))
-
-    def fail(*_: Any) -> None:
-        if end == "raise":
-            raise ArithmeticError("one rank's own")
-        if end == "exit":
-            os._exit(3)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    try:
-        with mock.patch.object(Dense, phase, fail) if dist.get_rank(group) == 1 else nullcontext():
-            distributed.ring_attention(q, k, v, group, causal=False).sum().backward()
-    except (ArithmeticError, RuntimeError) as error:
-        return type(error).__name__
-    return "no error"
-
-
-def refused_then_right(group: dist.ProcessGroup, arguments: dict[str, Any]) -> tuple[str, Tensor]:
-    """The error of wrong arguments, and then the result of a right call."""
-    error = refusal(group, dict.fromkeys(range(dist.get_world_size(group)), arguments))
-    torch.manual_seed(0)
-    parts = [distributed.shard(t, 2, group) for t in torch.randn(3, 1, 2, 12, 8)]
-    return error, distributed.unshard(distributed.ring_attention(*parts, group), 2, group)
 
 
 def most_buffers(group: dist.ProcessGroup) -> int:

@@ -1,6 +1,6 @@
 """Promise: attention on parts of a sequence is attention on the whole, with every option, forward and backward."""
 
-import re
+import math
 from itertools import product
 from random import Random
 from typing import Any
@@ -9,7 +9,7 @@ import pytest
 import torch
 from attention.test_random import drawn_case
 from distributed import ranks
-from distributed.pool import Pool, pool
+from distributed.pool import pool
 from helpers import DTYPES, Case, run, seeded
 from yardstick import Yardsticks, in_double
 
@@ -17,7 +17,6 @@ from pyattn import attention, attention_varlen, reference
 from pyattn.distributed.layout import chunks_of
 from pyattn.distributed.shares import Dense
 from pyattn.distributed.trips import trips_of
-from pyattn.dropout import Draws
 from pyattn.ops.schema import Options
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
@@ -80,6 +79,32 @@ def test_packed(size: int) -> None:
             )
 
 
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("ring_attention", 3), ("ulysses_attention", 3), ("usp_attention 2x4", 8), ("ring_attention_varlen", 3)],
+)
+def test_max_score(name: str, size: int) -> None:
+    """One process's, on every rank: also NaN, and -inf of heads and sequences in which no key is visible.
+
+    The sinks are above all scores.
+    """
+    seeded(0)
+    packed = name == "ring_attention_varlen"
+    qkv = [torch.randn((14, heads, 8) if packed else (2, heads, 14, 8)).double() for heads in (4, 2, 2)]
+    begins = [torch.tensor([0, 0, 4, 11, 13]), torch.tensor([0, 2, 2, 9, 12])] if packed else []
+    if packed:
+        qkv[0][12, 3] = math.nan
+    else:
+        qkv[0][1, 3, 9] = math.nan
+    options = {"sinks": torch.full((4,), 9.0).double(), "causal": False, "window": (5, 0), "q_offset": -1}
+    one, most = (attention_varlen, [11, 11]) if packed else (attention, [])
+    expected = one(*qkv, *begins, *most, **options, return_lse=True, return_max_score=True)
+    assert (int(expected[2].isnan().sum()), bool(expected[2].isneginf().any())) == (1, packed)
+    for layout in LAYOUTS:
+        for found in pool().run(size, ranks.max_scores, name, layout, qkv, begins, options["sinks"]):
+            torch.testing.assert_close(found, list(expected), rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
 def packed_options(
     draw: Random, num_heads: int, lengths_q: list[int], lengths_k: list[int], total: int
 ) -> dict[str, Any]:
@@ -106,19 +131,38 @@ def packed_options(
     return options
 
 
-@pytest.mark.parametrize("name", ["ring_attention", "ulysses_attention"])
+@pytest.mark.parametrize("name", ["ring_attention", "ulysses_attention", "ring_attention_varlen"])
 @pytest.mark.parametrize(
-    "sizes", [(0, 4, 2, 9, 8), (2, 0, 0, 9, 8), (2, 4, 2, 9, 0), (1, 4, 2, 0, 8), (1, 4, 2, 1, 8)], ids=str
+    "sizes",
+    [
+        (0, 4, 2, 9, 8),
+        (2, 0, 0, 9, 8),
+        (2, 0, 2, 9, 8),
+        (2, 4, 2, 9, 0),
+        (1, 4, 2, 0, 8),
+        (1, 4, 2, 1, 8),
+        (2, 4, 2, 9, 8),
+    ],
+    ids=str,
 )
 def test_strides_and_empty_dimensions(name: str, sizes: tuple[int, ...]) -> None:
-    """Batch, query heads, KV heads, positions and columns of the whole."""
+    """Batch, query heads, KV heads, positions and columns of the whole; the mask is one for all sequences and heads."""
     seeded(0)
     batch, heads, heads_kv, length, columns = sizes
+    packed = name == "ring_attention_varlen"
     qkv = [torch.randn(batch, h, length, d).double() for h, d in ((heads, columns), (heads_kv, columns), (heads_kv, 5))]
+    options = {"key_ranges": torch.randint(length + 1, (batch, length, 2)).sort(-1).values}
+    begins, most = [], []
+    if packed:
+        begins, most = [torch.tensor([0, length // 3, length])] * 2, [length, length]
+        qkv = [t.transpose(1, 2).flatten(0, 1)[:length].new_ones(length, *t.shape[1::2]).normal_() for t in qkv]
+        options = {"key_ranges": torch.arange(2).repeat(length, 1)}
+    else:
+        options["mask"] = (torch.rand(length, length) < 0.8).expand(batch, heads, -1, -1)
     leaves = [t.clone().requires_grad_() for t in qkv]
-    out = attention(*leaves)
+    out = (attention_varlen if packed else attention)(*leaves, *begins, *most, **options)
     truth = [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
-    for found in pool().run(3, ranks.strided, name, qkv):
+    for found in pool().run(3, ranks.strided, name, qkv, begins, options):
         torch.testing.assert_close(found, truth)
 
 
@@ -138,64 +182,6 @@ def test_shards(layout: str, length: int) -> None:
         for again, gradient in pool().run(size, ranks.round_trip, layout, whole, 1):
             assert torch.equal(again, whole)
             assert torch.equal(gradient, torch.full_like(gradient, size * (size + 1) / 2))
-
-
-ONE = torch.zeros(1, 2, 4, 8)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({1: {"softcap": 2.0}}, "softcap must be the same on all ranks, got 0.0 on rank 0 and 2.0 on rank 1"),
-        ({2: {"layout": "contiguous"}}, "layout must be the same on all ranks, got zigzag on rank 0 and contiguous on"),
-        ({0: {"q": ONE.double(), "k": ONE.double(), "v": ONE.double()}}, "dtype must be the same on all ranks, got "),
-        ({1: {"q": ONE[:, :1], "k": ONE[:, :1], "v": ONE[:, :1]}}, "shape of q without its positions must be the same"),
-        ({1: {"q": ONE[:, :, :2]}}, r"q of 10 positions must be cut into parts of \[3, 4, 3\] for layout zigzag, got "),
-        ({1: {"dropout_p": 0.5, "dropout_seed": 1}}, "dropout_p must be the same on all ranks, got 0.0 on rank 0 and"),
-        ({2: {"mask": torch.ones(3, 12).bool()}}, "mask must be the same on all ranks, got None on rank 0 and "),
-    ],
-    ids=["option", "layout", "dtype", "heads", "length", "dropout", "mask"],
-)
-def test_arguments_that_differ(changes: dict[int, dict[str, Any]], message: str) -> None:
-    """Every rank raises, before any waits for another's keys."""
-    errors = pool().run(3, ranks.refusal, changes)
-    assert len(set(errors)) == 1
-    assert re.match(f"ValueError: pyattn: {message}", errors[0])
-
-
-def test_an_error_of_one_rank_reaches_all() -> None:
-    errors = pool().run(3, ranks.refusal, {1: {"window": (-2, 0)}})
-    assert errors[1].startswith("ValueError: pyattn: window ")
-    assert (
-        errors[0]
-        == errors[2]
-        == "ValueError: pyattn: ring_attention failed on rank 1: " + errors[1].partition("n: ")[2]
-    )
-
-
-def test_rows_of_a_mask_are_the_ranks_own() -> None:
-    errors = pool().run(2, ranks.refusal, {rank: {"mask": torch.ones(4 - rank, 8).bool()} for rank in (0, 1)})
-    expected = (
-        "ValueError: pyattn: mask must have 4 rows, those of the rank's queries, and 8 columns on rank 1, got 3 and 8"
-    )
-    assert errors == [expected] * 2
-
-
-@pytest.mark.parametrize("ranges", [[5, 2], [0, 9], [-1, 3]], ids=["reversed", "beyond", "negative"])
-def test_key_ranges_of_one_rank_that_do_not_fit(ranges: list[int]) -> None:
-    given = {rank: {"key_ranges": torch.tensor([[ranges if rank else [0, 8]] * 4])} for rank in (0, 1)}
-    errors = pool().run(2, ranks.refusal, given)
-    expected = f"key_ranges must hold 0 <= begin <= end <= seqlen_k = 8, got {ranges} for query 0 of rank 1"
-    assert errors[1] == f"ValueError: pyattn: {expected}"
-    assert errors[0] == f"ValueError: pyattn: ring_attention failed on rank 1: {expected}"
-
-
-def test_key_ranges_of_packed_sequences_end_with_them() -> None:
-    """The last query of the first sequence, on rank 0, sees a key beyond its three."""
-    tokens, begins = torch.zeros(3, 8, 2, 4), torch.tensor([0, 3, 8])
-    ranges = torch.tensor([[0, 3], [1, 2], [0, 4], *[[0, 5]] * 5])
-    for error in pool().run(2, ranks.packed_refusal, tokens, begins, ranges):
-        assert "key_ranges must hold 0 <= begin <= end <= seqlen_k = 3, got [0, 4] for query 2 of rank 0" in error
 
 
 def pairs(ranks: int, layout: str, seqlen: int) -> list[int]:
@@ -259,43 +245,3 @@ def test_dropout_of_a_larger_call() -> None:
     truth = attention(*qkv, dropout_p=0.4, dropout_seed=7)
     for found in pool().run(2, ranks.of_larger_call, qkv, 1, 2, 7):
         torch.testing.assert_close(found, truth[1:, 2:])
-
-
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize("end", ["raise", "exit", "kill"])
-def test_a_rank_that_fails(end: str, phase: str) -> None:
-    """The others raise within the group's timeout."""
-    fragile = Pool(sizes=(3,), seconds=3, module="distributed.ranks")
-    try:
-        fragile.run(3, ranks.imported)
-        outcomes = fragile.outcomes(3, ranks.interrupted, end, phase)
-    finally:
-        fragile.close()
-    assert outcomes[1] == ((None, "ArithmeticError") if end == "raise" else ("ended", None))
-    assert outcomes[0] == outcomes[2] == (None, "RuntimeError")
-
-
-WRONG_DRAWS = Draws(torch.tensor(3), torch.tensor([[0, -1, 0, 0, 0]]))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"k": torch.zeros(1, 2, 4, 5)}, "head_dim"),
-        ({"sinks": torch.zeros(3)}, "sinks"),
-        ({"mask": torch.ones(4, 12)}, "mask"),
-        ({"alibi_slopes": torch.zeros(1, 2, 2)}, "alibi_slopes"),
-        (
-            {"dropout_p": 0.5, "dropout_seed": Draws(torch.tensor(3), torch.tensor([[0, -1, 0, 0, 0]]))},
-            "dropout_origins",
-        ),
-    ],
-    ids=["columns", "sinks", "mask", "slopes", "origin"],
-)
-def test_refused_calls_leave_no_message(arguments: dict[str, Any], message: str) -> None:
-    """Arguments that are alike on all ranks but wrong are refused before anything is sent."""
-    seeded(0)
-    truth = attention(*torch.randn(3, 1, 2, 12, 8))
-    for error, out in pool().run(3, ranks.refused_then_right, arguments):
-        assert message in error
-        torch.testing.assert_close(out, truth)

@@ -33,7 +33,7 @@ def test_one_graph(name: str, size: int, meshed: bool) -> None:
     if not packed:
         options["bias"] = torch.randn(4, 1, 20).double()
     for eager, graph in pool().run(size, compiled.both, name, meshed, whole, cu_seqlens, options):
-        assert len(eager) == len(graph) == 5 + len(options) - 2
+        assert len(eager) == len(graph) == 6 + len(options) - 2
         assert all(torch.equal(a, b) for a, b in zip(eager, graph, strict=True))
 
 

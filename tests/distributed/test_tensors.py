@@ -95,7 +95,7 @@ def test_plain_options_without_dropout() -> None:
         run(2, "attention", [(dim,) * 3], inputs(2, (4, 2), (7, 7)), (), options)
 
 
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dim", [0, 1, 2])
 def test_max_score(dim: int) -> None:
     options = {"sinks": torch.randn(4).double(), "return_max_score": True}
     shards = {"sinks": 0} if dim == 1 else {"sinks": None}
@@ -105,6 +105,7 @@ def test_max_score(dim: int) -> None:
 def test_meshes_of_two_dimensions() -> None:
     for far, near in ((0, 2), (2, 1), (0, 1)):
         qkv, options = inputs(4, (8, 4), (10, 10)), {**DROPPED, "sinks": torch.ones(8).double(), "dropout_seed": 5}
+        options["return_max_score"] = True
         assert (
             run(8, "attention", [(far,) * 3, (near,) * 3], qkv, (), options)[0]
             == f"(Shard(dim={far}), Shard(dim={near}))"
@@ -119,6 +120,7 @@ def test_packed(dim: int | None, options: dict[str, Any]) -> None:
     qkv = [torch.randn(23, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
     begins = torch.tensor([0, 3, 3, 15, 22])
     learned = {"alibi_slopes": torch.rand(4, 4).double(), "sinks": torch.randn(4).double()}
+    learned["return_max_score"] = True
     given = {**options, **learned, "key_ranges": torch.randint(4, (23, 2)).sort(-1).values} if options else {}
     placements, kinds = run(2, "attention_varlen", [(dim,) * 3], qkv, (begins, begins, 12, 12), given)
     assert placements == ("(Replicate(),)" if dim is None else f"(Shard(dim={dim}),)")
@@ -136,13 +138,6 @@ def test_packed(dim: int | None, options: dict[str, Any]) -> None:
         ),
         ("attention", [2, 2], {}, "NotImplementedError: pyattn: each dimension of q must be sharded by one dimension"),
         ("attention", [2, None], {"window": (-2, 0)}, "ValueError: pyattn: window must be "),
-        (
-            "attention",
-            [2, None],
-            {"return_max_score": True},
-            "NotImplementedError: pyattn: return_max_score must",
-        ),
-        ("attention_varlen", [None, None], {"return_max_score": True}, "NotImplementedError: pyattn: return_max_score"),
         ("attention", [2, None], {"is_causal": True}, "TypeError: pyattn: .* no argument is_causal"),
         ("attention", [0, None], {"dropout_p": 2.0}, "ValueError: pyattn: dropout_p must be at least 0 and below 1"),
         ("attention", [2, None], {"sinks": torch.zeros(3)}, "ValueError: pyattn: sinks must"),

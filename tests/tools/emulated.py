@@ -249,9 +249,9 @@ def attention(
     if not return_max_score:
         out, lse, _, _ = attend(known)
         return (out, lse) if return_lse else out
-    out, lse, largest = with_largest_scores(attend, known)
-    packing = options.get("packing")
-    most = of_heads(largest) if packing is None else of_sequences(largest, packing.cu_seqlens_q)
+    begins = options["packing"].cu_seqlens_q if "packing" in options else None
+    out, lse, largest = with_largest_scores(attend, known, begins)
+    most = of_heads(largest) if begins is None else of_sequences(largest, begins)
     return (out, lse, most) if return_lse else (out, most)
 
 

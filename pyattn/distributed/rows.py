@@ -1,0 +1,53 @@
+"""Results over some of the keys, and their merging into those over all."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyattn.max_score import largest_scores
+
+Column = Callable[[Tensor], Tensor]
+"""Numbers of rows, shaped like lse, as a column for out."""
+
+
+class Rows(NamedTuple):
+    """Results of queries over some of the keys: out, the largest score, the sum of exp(score - largest)."""
+
+    out: Tensor
+    row_max: Tensor
+    row_sum: Tensor
+
+    @classmethod
+    def of(cls, out: Tensor, lse: Tensor, _: Tensor, row_sum: Tensor) -> "Rows":
+        """The operators' results."""
+        return cls(out, largest_scores(lse, row_sum), row_sum)
+
+    @property
+    def lse(self) -> Tensor:
+        """log of the sum of exp(score)."""
+        return self.row_max + torch.log(self.row_sum)
+
+    def merged(self, other: "Rows", column: Column) -> "Rows":
+        """The results over both sets of keys, in float32 or more."""
+        row_max = torch.maximum(self.row_max, other.row_max)
+        base = row_max.masked_fill(row_max == -math.inf, 0.0)
+        sums = [rows.row_sum * torch.exp(rows.row_max - base) for rows in (self, other)]
+        total = sums[0] + sums[1]
+        mine, theirs = (column((part / total).masked_fill(total == 0, 0.0)) for part in sums)
+        out = mine * self.out  # in the dtype of the sums
+        return Rows(torch.addcmul(out, theirs, other.out.to(out.dtype), out=out), row_max, total)
+
+    def with_sinks(self, sinks: Tensor | None, column: Column, count: int | None = None) -> "Rows":
+        """The results with the sinks (Hq,), if any, of the first ``count`` rows, or all.
+
+        They come last: before, row_max is the largest score of a key.
+        """
+        if sinks is None:
+            return self
+        scores = sinks.to(self.row_max.dtype)[:, None].repeat(*self.row_max.shape[:-2], 1, self.row_max.shape[-1])
+        if count is not None:
+            scores[..., count:] = -math.inf
+        return self.merged(Rows(self.out.new_zeros(()), scores, torch.ones_like(scores)), column)

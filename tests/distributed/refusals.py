@@ -1,0 +1,90 @@
+"""The code that ranks run for test_refusals.py: calls with wrong arguments, and a rank that fails."""
+
+import os
+import signal
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyattn import KVCache, distributed
+from pyattn.distributed.shares import Dense
+
+
+def refusal(group: dist.ProcessGroup, changes: dict[int, dict[str, Any]], name: str = "ring_attention") -> str:
+    """The error of a call whose arguments some ranks change."""
+    rank = dist.get_rank(group)
+    arguments = {"q": torch.zeros(1, 2, 4, 8), "k": torch.zeros(1, 2, 4, 8), "v": torch.zeros(1, 2, 4, 8)}
+    try:
+        getattr(distributed, name)(**arguments | changes.get(rank, {}), group=group)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def packed_refusal(group: dist.ProcessGroup, qkv: Tensor, begins: Tensor, ranges: Tensor) -> str:
+    """The error of key_ranges over packed sequences."""
+    parts = [distributed.shard(t, 0, group, layout="contiguous") for t in (*qkv, ranges)]
+    try:
+        distributed.ring_attention_varlen(
+            *parts[:3], begins, begins, group, layout="contiguous", causal=False, key_ranges=parts[3]
+        )
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def transformed(group: dist.ProcessGroup, name: str, transform: str) -> str:
+    """The error of a call within a transform of torch.func; on the last rank alone if it is "one rank"."""
+    x, begins = torch.zeros(1, 2, 3, 8), [torch.tensor([0, 2])] * 2 if name == "ring_attention_varlen" else []
+    cache = KVCache(1, 2, 8, 8)
+    cache.append(x, x)
+
+    def call(q: Tensor) -> Tensor:
+        if name == "attention_with_cache":
+            return distributed.attention_with_cache(q, cache, group).sum()
+        q = q[0] if begins else q
+        return getattr(distributed, name)(q, q, q, *begins, group).sum()
+
+    alone = transform == "one rank"
+    last = dist.get_rank(group) == dist.get_world_size(group) - 1
+    run = torch.vmap(call) if transform == "vmap" else torch.func.grad(call)
+    try:
+        (call if alone and not last else run)(x[None] if transform == "vmap" else x)
+    except (ValueError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def refused_then_right(group: dist.ProcessGroup, arguments: dict[str, Any]) -> tuple[str, Tensor]:
+    """The error of wrong arguments, and then the result of a right call."""
+    error = refusal(group, dict.fromkeys(range(dist.get_world_size(group)), arguments))
+    torch.manual_seed(0)
+    parts = [distributed.shard(t, 2, group) for t in torch.randn(3, 1, 2, 12, 8)]
+    return error, distributed.unshard(distributed.ring_attention(*parts, group), 2, group)
+
+
+def imported(_: dist.ProcessGroup) -> None:
+    """Nothing; once all ranks have returned, none makes others wait for its imports."""
+
+
+def interrupted(group: dist.ProcessGroup, end: str, phase: str) -> str:
+    """The error of a call in which rank 1 raises, exits or is killed while the others wait for its keys."""
+    q, k, v = (torch.randn(1, 2, 30, 8).requires_grad_() for _ in range(3))
+
+    def fail(*_: Any) -> None:
+        if end == "raise":
+            raise ArithmeticError("one rank's own")
+        if end == "exit":
+            os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        with mock.patch.object(Dense, phase, fail) if dist.get_rank(group) == 1 else nullcontext():
+            distributed.ring_attention(q, k, v, group, causal=False).sum().backward()
+    except (ArithmeticError, RuntimeError) as error:
+        return type(error).__name__
+    return "no error"

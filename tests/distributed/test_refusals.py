@@ -1,0 +1,128 @@
+"""Promise: wrong or different arguments and a rank that fails raise on every rank; none waits forever."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from distributed import refusals
+from distributed.pool import Pool, pool
+from helpers import seeded
+
+from pyattn import attention
+from pyattn.dropout import Draws
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+
+ONE = torch.zeros(1, 2, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({1: {"softcap": 2.0}}, "softcap must be the same on all ranks, got 0.0 on rank 0 and 2.0 on rank 1"),
+        ({2: {"layout": "contiguous"}}, "layout must be the same on all ranks, got zigzag on rank 0 and contiguous on"),
+        ({0: {"q": ONE.double(), "k": ONE.double(), "v": ONE.double()}}, "dtype must be the same on all ranks, got "),
+        ({1: {"q": ONE[:, :1], "k": ONE[:, :1], "v": ONE[:, :1]}}, "shape of q without its positions must be the same"),
+        ({1: {"q": ONE[:, :, :2]}}, r"q of 10 positions must be cut into parts of \[3, 4, 3\] for layout zigzag, got "),
+        ({1: {"dropout_p": 0.5, "dropout_seed": 1}}, "dropout_p must be the same on all ranks, got 0.0 on rank 0 and"),
+        (
+            {1: {"return_max_score": True}},
+            "return_max_score must be the same on all ranks, got False on rank 0 and True",
+        ),
+        ({2: {"mask": torch.ones(3, 12).bool()}}, "mask must be the same on all ranks, got None on rank 0 and "),
+    ],
+    ids=["option", "layout", "dtype", "heads", "length", "dropout", "max_score", "mask"],
+)
+def test_arguments_that_differ(changes: dict[int, dict[str, Any]], message: str) -> None:
+    """Every rank raises, before any waits for another's keys."""
+    errors = pool().run(3, refusals.refusal, changes)
+    assert len(set(errors)) == 1
+    assert re.match(f"ValueError: pyattn: {message}", errors[0])
+
+
+def test_an_error_of_one_rank_reaches_all() -> None:
+    errors = pool().run(3, refusals.refusal, {1: {"window": (-2, 0)}})
+    assert errors[1].startswith("ValueError: pyattn: window ")
+    assert (
+        errors[0]
+        == errors[2]
+        == "ValueError: pyattn: ring_attention failed on rank 1: " + errors[1].partition("n: ")[2]
+    )
+
+
+def test_rows_of_a_mask_are_the_ranks_own() -> None:
+    errors = pool().run(2, refusals.refusal, {rank: {"mask": torch.ones(4 - rank, 8).bool()} for rank in (0, 1)})
+    expected = (
+        "ValueError: pyattn: mask must have 4 rows, those of the rank's queries, and 8 columns on rank 1, got 3 and 8"
+    )
+    assert errors == [expected] * 2
+
+
+@pytest.mark.parametrize("name", ["ring_attention", "ulysses_attention"])
+@pytest.mark.parametrize("ranges", [[5, 2], [0, 9], [-1, 3]], ids=["reversed", "beyond", "negative"])
+def test_key_ranges_of_one_rank_that_do_not_fit(ranges: list[int], name: str) -> None:
+    given = {rank: {"key_ranges": torch.tensor([[ranges if rank else [0, 8]] * 4])} for rank in (0, 1)}
+    errors = pool().run(2, refusals.refusal, given, name)
+    expected = f"key_ranges must hold 0 <= begin <= end <= seqlen_k = 8, got {ranges} for query 0 of rank 1"
+    assert errors[1] == f"ValueError: pyattn: {expected}"
+    assert errors[0] == f"ValueError: pyattn: {name} failed on rank 1: {expected}"
+
+
+def test_key_ranges_of_packed_sequences_end_with_them() -> None:
+    """The last query of the first sequence, on rank 0, sees a key beyond its three."""
+    tokens, begins = torch.zeros(3, 8, 2, 4), torch.tensor([0, 3, 8])
+    ranges = torch.tensor([[0, 3], [1, 2], [0, 4], *[[0, 5]] * 5])
+    for error in pool().run(2, refusals.packed_refusal, tokens, begins, ranges):
+        assert "key_ranges must hold 0 <= begin <= end <= seqlen_k = 3, got [0, 4] for query 2 of rank 0" in error
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap", "one rank"])
+@pytest.mark.parametrize(
+    "name", ["ring_attention", "ulysses_attention", "ring_attention_varlen", "attention_with_cache"]
+)
+def test_transforms_are_refused(name: str, transform: str) -> None:
+    """On every rank, also if one alone is within a transform."""
+    sentence = f"{name} has no rule for transforms of torch.func or forward mode"
+    *others, last = pool().run(2, refusals.transformed, name, transform)
+    assert last == f"NotImplementedError: pyattn: {sentence}"
+    alone = f"ValueError: pyattn: {name} failed on rank 1: {sentence}"
+    assert others == [alone if transform == "one rank" else last]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"k": torch.zeros(1, 2, 4, 5)}, "head_dim"),
+        ({"sinks": torch.zeros(3)}, "sinks"),
+        ({"mask": torch.ones(4, 12)}, "mask"),
+        ({"alibi_slopes": torch.zeros(1, 2, 2)}, "alibi_slopes"),
+        (
+            {"dropout_p": 0.5, "dropout_seed": Draws(torch.tensor(3), torch.tensor([[0, -1, 0, 0, 0]]))},
+            "dropout_origins",
+        ),
+        ({"dropout_p": 0.5, "dropout_seed": torch.zeros(2).long()}, "dropout_seed must be an int64 scalar, got"),
+    ],
+    ids=["columns", "sinks", "mask", "slopes", "origin", "seed"],
+)
+def test_refused_calls_leave_no_message(arguments: dict[str, Any], message: str) -> None:
+    """Arguments that are alike on all ranks but wrong are refused before anything is sent."""
+    seeded(0)
+    truth = attention(*torch.randn(3, 1, 2, 12, 8))
+    for error, out in pool().run(3, refusals.refused_then_right, arguments):
+        assert message in error
+        torch.testing.assert_close(out, truth)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("end", ["raise", "exit", "kill"])
+def test_a_rank_that_fails(end: str, phase: str) -> None:
+    """The others raise within the group's timeout."""
+    fragile = Pool(sizes=(3,), seconds=3, module="distributed.refusals")
+    try:
+        fragile.run(3, refusals.imported)
+        outcomes = fragile.outcomes(3, refusals.interrupted, end, phase)
+    finally:
+        fragile.close()
+    assert outcomes[1] == ((None, "ArithmeticError") if end == "raise" else ("ended", None))
+    assert outcomes[0] == outcomes[2] == (None, "RuntimeError")
