@@ -6,8 +6,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
 from pyattn.arguments import check_tensor, refuse_positional
-from pyattn.distributed.call import DIMS, DIMS_PACKED, agreed
-from pyattn.distributed.operators import FUNCTIONS, begins_of, compiled
+from pyattn.distributed.call import agreed
+from pyattn.distributed.operators import FUNCTIONS, compiled
 from pyattn.distributed.ranks import Group, groups_of, ranks_of
 from pyattn.distributed.ring import ring
 from pyattn.distributed.ulysses import by_heads
@@ -64,7 +64,7 @@ def ring_attention(
     if torch.compiler.is_compiling():
         out, lse = compiled(ring_attention, (q, k, v), group, layout, options)
     else:
-        out, lse = ring(agreed(ring_attention, (q, k, v), group, layout, options, DIMS, {}))
+        out, lse = ring(agreed(ring_attention, (q, k, v), group, layout, options))
     return (out, lse) if return_lse else out
 
 
@@ -92,7 +92,7 @@ def ulysses_attention(
     if torch.compiler.is_compiling():
         out, lse = compiled(ulysses_attention, (q, k, v), group, layout, options)
     else:
-        call = agreed(ulysses_attention, (q, k, v), group, layout, options, DIMS, {})
+        call = agreed(ulysses_attention, (q, k, v), group, layout, options)
         out, lse = by_heads(call, layout)
     return (out, lse) if return_lse else out
 
@@ -122,7 +122,7 @@ def usp_attention(
     if torch.compiler.is_compiling():
         out, lse = compiled(usp_attention, (q, k, v), mesh, layout, options)
     else:
-        call = agreed(usp_attention, (q, k, v), mesh, layout, options, DIMS, {})
+        call = agreed(usp_attention, (q, k, v), mesh, layout, options)
         out, lse = by_mesh(call, layout, *map(ranks_of, groups_of(mesh)[1:]))
     return (out, lse) if return_lse else out
 
@@ -142,7 +142,8 @@ def ring_attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`pyattn.attention_varlen` over packed sequences of which each rank has a part of the tokens.
 
-    The layout cuts the tokens, wherever sequences begin and end.
+    The layouts of :func:`ring_attention` cut the tokens, wherever sequences begin and end. ``"zigzag_varlen"`` cuts
+    each sequence zigzag: all ranks do the same work whatever the lengths are, and keys of every sequence travel.
 
     Args:
         q: (total_q of this rank, Hq, D).
@@ -150,7 +151,9 @@ def ring_attention_varlen(
         v: (total_k of this rank, Hkv, Dv).
         cu_seqlens_q: (sequences + 1,), int32 or int64: where each sequence begins among the tokens of all ranks.
         cu_seqlens_k: the same for the keys.
-        group, layout, return_lse: as for :func:`ring_attention`.
+        group, return_lse: as for :func:`ring_attention`.
+        layout: which tokens each rank has, as :func:`shard` cuts them: one of :func:`ring_attention`'s layouts or
+            ``"zigzag_varlen"``; ``shard`` takes cu_seqlens_q for q, and cu_seqlens_k for k and v.
         options: as for :func:`pyattn.attention_varlen`; key_ranges: the rows of this rank's queries.
 
     Returns:
@@ -168,8 +171,8 @@ def ring_attention_varlen(
     if torch.compiler.is_compiling():
         out, lse = compiled(ring_attention_varlen, (q, k, v), group, layout, options, cu_seqlens)
     else:
-        begins, facts = begins_of(cu_seqlens)
-        out, lse = ring(agreed(ring_attention_varlen, (q, k, v), group, layout, options, DIMS_PACKED, facts), begins)
+        begins = [t.tolist() for t in cu_seqlens]
+        out, lse = ring(agreed(ring_attention_varlen, (q, k, v), group, layout, options, begins))
     return (out, lse) if return_lse else out
 
 

@@ -1,6 +1,5 @@
 """Ring attention: forward and backward over the chunks of keys that pass a rank."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,16 +16,11 @@ from pyattn.ops.schema import LEARNED
 
 
 class Ring:
-    """A call: its shares of attention, and the trips of its chunks.
+    """A call: its shares of attention, and the trips of its chunks."""
 
-    ``begins``: where packed sequences begin, among all queries and among all keys.
-    """
-
-    def __init__(self, call: Call, begins: Sequence[list[int]] = ()) -> None:
-        options, heads = call.options, call.q.shape[1]
-        shares = Dense(options, heads, *call.lengths)
-        if begins:
-            shares = Packed(options, heads, begins[0], begins[1], call.lengths)
+    def __init__(self, call: Call) -> None:
+        of, sizes = (Packed, call.packings) if call.packings else (Dense, call.lengths)
+        shares = of(call.options, call.q.shape[1], *sizes)
         self._ranks, self._shares, self._keys = call.ranks, shares, call.keys
         self._queries = call.queries[call.ranks.own]
         self._trips = trips_of(call.queries, call.keys, shares.seen)
@@ -126,9 +120,9 @@ class _RingAttention(torch.autograd.Function):
         return None, *(None if g is None else g.to(t.dtype) for g, t in zip(found, given, strict=True))
 
 
-def ring(call: Call, begins: Sequence[list[int]] = ()) -> tuple[Tensor, Tensor]:
+def ring(call: Call) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries."""
     learned = [getattr(call.options, name) for name in LEARNED]
-    results = _RingAttention.apply(Ring(call, begins), call.q, call.k, call.v, *learned)  # type: ignore[no-untyped-call]
+    results = _RingAttention.apply(Ring(call), call.q, call.k, call.v, *learned)  # type: ignore[no-untyped-call]
     out, lse = results
     return out, lse

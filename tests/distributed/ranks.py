@@ -100,18 +100,22 @@ def packed(
     options: dict[str, Any],
 ) -> list[Tensor]:
     """The same for packed sequences."""
+    place_q, place_k = (
+        {"group": group, "layout": layout} | ({"cu_seqlens": size} if layout == "zigzag_varlen" else {})
+        for size in sizes
+    )
+    places = place_q, place_k, place_k
     given = {
-        key: distributed.shard(value, 0, group, layout=layout) if key == "key_ranges" else value
-        for key, value in options.items()
+        key: distributed.shard(value, 0, **place_q) if key == "key_ranges" else value for key, value in options.items()
     }
-    leaves = [distributed.shard(t, 0, group, layout=layout).requires_grad_() for t in qkv]
+    leaves = [distributed.shard(t, 0, **place).requires_grad_() for t, place in zip(qkv, places, strict=True)]
     learned = [key for key in LEARNED if key in options]
     given |= {key: given[key].detach().clone().requires_grad_() for key in learned}
     out, lse = distributed.ring_attention_varlen(*leaves, *sizes, group, layout=layout, return_lse=True, **given)
-    gradients = [distributed.shard(t, dim, group, layout=layout) for t, dim in ((dout, 0), (dlse, 1))]
+    gradients = [distributed.shard(t, dim, **place_q) for t, dim in ((dout, 0), (dlse, 1))]
     found = torch.autograd.grad([out, lse], [*leaves, *(given[key] for key in learned)], gradients)
-    dims = (0, 1, 0, 0, 0)
-    whole = [distributed.unshard(t, d, group, layout=layout) for t, d in zip((out, lse, *found[:3]), dims, strict=True)]
+    results = zip((out, lse, *found[:3]), (0, 1, 0, 0, 0), (place_q, place_q, *places), strict=True)
+    whole = [distributed.unshard(t, dim, **place) for t, dim, place in results]
     return [*(t.detach() for t in whole), *(summed(t, group) for t in found[3:])]
 
 

@@ -68,7 +68,7 @@ def test_packed(size: int) -> None:
         qkv = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
         dout, dlse = torch.randn(totals[0], num_heads, 4).double(), torch.randn(num_heads, totals[0]).double()
         options = packed_options(draw, num_heads, lengths_q, lengths_k, totals[0])
-        layout = draw.choice(LAYOUTS)
+        layout = draw.choice((*LAYOUTS, *["zigzag_varlen"] * 3))
         ours, *_ = pool().run(size, ranks.packed, layout, qkv, dout, dlse, sizes, options)
         learned = [name for name in ranks.LEARNED if name in options]
         leaves = [t.requires_grad_() for t in (*qkv, *(options[name] for name in learned))]
