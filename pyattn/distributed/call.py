@@ -99,7 +99,7 @@ def agreed(
         known = known._replace(dropout_seed=known.dropout_seed.new_tensor(rows[0][2]))
     lengths = [[row[i] for row in rows] for i in (0, 1)]
     packings = tuple(
-        packing_of(name, of, sum(held), ranks, layout)
+        packing_of(name, of, sum(held), ranks.size, layout, ranks.inner)
         for name, of, held in zip(CU_SEQLENS, begins, lengths, strict=False)
     )
     if len({len(of.lengths) for of in packings}) > 1:

@@ -33,9 +33,9 @@ def slices(chunks: tuple[range, ...]) -> list[slice]:
     return [slice(*bounds) for bounds in pairwise(ends)]
 
 
-def packing_of(name: str, begins: list[int], total: int, ranks: Ranks, layout: str) -> Packing:
+def packing_of(name: str, begins: list[int], total: int, ranks: int, layout: str, inner: int = 1) -> Packing:
     """The packed sequences that begin there, of so many tokens, in the order of the layout."""
-    return Packing(name, begins, total, 2 * ranks.size // ranks.inner if layout == EACH else 1)
+    return Packing(name, begins, total, 2 * (ranks // inner) if layout == EACH else 1)
 
 
 def chunks_of(seqlen: int, ranks: int, layout: str, inner: int = 1, packing: Packing | None = None) -> Chunks:
@@ -91,7 +91,7 @@ def tokens_of(total: int, ranks: Ranks, layout: str, cu_seqlens: Tensor | None) 
             "pyattn: cu_seqlens must be (sequences + 1,) of int32 or int64, got "
             f"{cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
         )
-    packing = packing_of("cu_seqlens", cu_seqlens.tolist(), total, ranks, layout)
+    packing = packing_of("cu_seqlens", cu_seqlens.tolist(), total, ranks.size, layout, ranks.inner)
     held = chunks_of(total, ranks.size, layout, ranks.inner, packing)
     return [tuple(run for chunk in chunks for run in packing.tokens(chunk)) for chunks in held]
 

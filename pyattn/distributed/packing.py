@@ -5,6 +5,7 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def dealt(lengths: list[int], parts: int) -> list[list[int]]:
@@ -52,26 +53,35 @@ class Packing:
         cuts = [pairwise(accumulate(count, initial=begin)) for begin, count in zip(begins, counts, strict=True)]
         self._parts = [[range(*run) for run in part] for part in zip(*cuts, strict=True)]
         self.ends: list[int] = [*accumulate((sum(map(len, part)) for part in self._parts), initial=0)]
+        self._runs: dict[range, list[tuple[int, range]]] = {}
         first = torch.tensor(begins)
+        runs = torch.tensor([[[run.start, len(run)] for run in part] for part in self._parts])[:, :-1]
         self.lengths: Tensor = first.diff()
-        held = torch.tensor([[len(run) for run in part[:-1]] for part in self._parts], dtype=torch.int64)
-        self._begins = torch.cat([held.new_zeros(parts, 1), held.cumsum(1)], 1) + torch.tensor(self.ends[:-1])[:, None]
-        self._skipped = torch.tensor([[run.start for run in part[:-1]] for part in self._parts]) - first[:-1]
+        self._skipped = runs[..., 0] - first[:-1]
+        self._begins = pad(runs[..., 1].cumsum(1), (1, 0)) + torch.tensor(self.ends[:-1])[:, None]
 
     def tokens(self, chunk: range) -> list[range]:
         """The tokens at these positions of the order."""
-        found, first = [], 0
-        for part in self._parts:
-            for run in part:
-                inside = run[max(chunk.start - first, 0) : max(chunk.stop - first, 0)]
-                if inside:
-                    found.append(inside)
-                first += len(run)
-        return found
+        number = self._part_of(chunk)
+        part, first = self._parts[number], self.ends[number]
+        ends = accumulate(map(len, part), initial=first)
+        cut = (run[max(chunk.start - at, 0) : max(chunk.stop - at, 0)] for run, at in zip(part, ends, strict=False))
+        return [run for run in cut if run]
 
     def local(self, chunk: range) -> tuple[Tensor, Tensor]:
         """Where the sequences begin in a chunk, and the position in its sequence with which each begins there."""
-        part = min(bisect(self.ends, chunk.start), len(self._parts)) - 1
+        part = self._part_of(chunk)
         begins = self._begins[part]
         into = (chunk.start - begins[:-1]).clamp(min=0)
         return (begins - chunk.start).clamp(0, len(chunk)), self._skipped[part] + into
+
+    def runs(self, chunk: range) -> list[tuple[int, range]]:
+        """Where each sequence's run in a chunk lies in the order, and its positions in the sequence."""
+        if chunk not in self._runs:
+            starts, skipped = self.local(chunk)
+            held = zip((starts[:-1] + chunk.start).tolist(), skipped.tolist(), starts.diff().tolist(), strict=True)
+            self._runs[chunk] = [(at, range(first, first + length)) for at, first, length in held]
+        return self._runs[chunk]
+
+    def _part_of(self, chunk: range) -> int:
+        return min(bisect(self.ends, chunk.start), len(self._parts)) - 1

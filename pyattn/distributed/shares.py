@@ -14,9 +14,6 @@ from pyattn.ops.schema import LEARNED, Options
 
 Wanted = Sequence[bool]
 
-_FAR = 1 << 61
-"""Further than any position; the sum of three such distances fits in 64 bits."""
-
 
 def span(offset: Tensor | int) -> tuple[int, int]:
     """The least and the largest of the sequences' offsets."""
@@ -203,21 +200,24 @@ class Packed(Dense):
         last = keys.lengths - queries.lengths
         given = last if options.q_offset is None else torch.full_like(last, options.q_offset)
         self._of_sequence = given if options.q_offsets is None else options.q_offsets.cpu()
+        if self._of_sequence.shape != last.shape:
+            shapes = [*last.shape], [*self._of_sequence.shape]
+            raise ValueError(f"pyattn: q_offset must have shape {shapes[0]}, got {shapes[1]}")
+        self._offsets: list[int] = self._of_sequence.tolist()
 
     def seen(self, queries: range, keys: range) -> range:  # noqa: D102
-        (starts_q, skipped_q), (starts_k, skipped_k) = self._queries.local(queries), self._keys.local(keys)
-        first = skipped_q + self._of_sequence.clamp(-_FAR, _FAR)
-        last, (left, right) = first + starts_q.diff() - 1, self.options.window
-        begins, ends = skipped_k, skipped_k + starts_k.diff()
-        if left >= 0:
-            begins = torch.maximum(begins, first - min(left, _FAR))
-        for most, bounded in ((0, self.options.causal), (min(right, _FAR), right >= 0)):
-            ends = torch.minimum(ends, last + most + 1) if bounded else ends
-        visible = (starts_q.diff() > 0) & (begins < ends)
-        if not visible.any():
+        own, theirs = self._queries.runs(queries), self._keys.runs(keys)
+
+        def seen(b: int) -> range:
+            offset, options = self._offsets[b], self.options
+            return seen_keys(own[b][1], theirs[b][1], (offset, offset), options.causal, options.window)
+
+        first = next((b for b in range(len(own)) if seen(b)), None)
+        if first is None:
             return range(0)
-        chunk = keys.start + starts_k[:-1] - skipped_k  # where the sequences' first keys would be
-        return range(int((chunk + begins)[visible][0]), int((chunk + ends)[visible][-1]))
+        last = next(b for b in reversed(range(len(own))) if seen(b))
+        begin, end = (theirs[b][0] - theirs[b][1].start for b in (first, last))
+        return range(begin + seen(first).start, end + seen(last).stop)
 
     def parts_of(self, totals: Sequence[Tensor | None], place: Place) -> list[Tensor | None]:  # noqa: D102
         return [None, totals[1], totals[2] if place.first else None, totals[3]]

@@ -152,10 +152,43 @@ def packed_refusal(group: dist.ProcessGroup, qkv: Tensor, begins: Tensor, ranges
     return "no error"
 
 
-def round_trip(group: dist.ProcessGroup, layout: str, whole: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def layout_refusals(group: dist.ProcessGroup) -> list[str]:
+    """The errors of layouts of packed sequences: of shard, then of the ring."""
+    x, begins, found = torch.zeros(9, 2, 8), torch.tensor([0, 1, 2, 3, 9]), []
+    each = {"layout": "zigzag_varlen"}
+    parts = [distributed.shard(x, 0, group, cu_seqlens=begins, **each)] * 3
+    uneven = x[: 3 + 3 * dist.get_rank(group)]
+    packed = functools.partial(distributed.ring_attention_varlen, group=group)
+    calls = (
+        lambda: distributed.shard(x, 0, group, layout="zig"),
+        lambda: distributed.shard(x, 0, group, **each),
+        lambda: distributed.shard(x, 0, group, cu_seqlens=begins),
+        lambda: distributed.shard(x, 0, group, cu_seqlens=begins.float(), **each),
+        lambda: distributed.shard(x, 0, group, cu_seqlens=begins[None], **each),
+        lambda: distributed.shard(x, 0, group, cu_seqlens=begins + 1, **each),
+        lambda: distributed.unshard(uneven, 0, group, cu_seqlens=begins, **each),
+        lambda: distributed.ring_attention(*(t.transpose(0, 1)[None] for t in parts), group, **each),
+        lambda: packed(*parts, begins, begins, layout="zig"),
+        lambda: packed(*parts, begins, begins[:-1], **each),
+        lambda: packed(*parts, begins, begins + 1, **each),
+        lambda: packed(uneven, *parts[1:], begins, begins, **each),
+        lambda: packed(*parts, begins, begins, q_offset=torch.zeros(3).long(), **each),
+    )
+    for call in calls:
+        try:
+            call()
+            found.append("no error")
+        except (TypeError, ValueError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def round_trip(
+    group: dist.ProcessGroup, layout: str, whole: Tensor, dim: int, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """The parts put together again, and the gradient of a part under the sum of the ranks' losses."""
-    part = distributed.shard(whole, dim, group, layout=layout).requires_grad_()
-    again = distributed.unshard(part, dim, group, layout=layout)
+    part = distributed.shard(whole, dim, group, layout=layout, cu_seqlens=cu_seqlens).requires_grad_()
+    again = distributed.unshard(part, dim, group, layout=layout, cu_seqlens=cu_seqlens)
     factor = dist.get_rank(group) + 1.0
     (gradient,) = torch.autograd.grad((again * factor).sum(), part)
     return again.detach(), gradient

@@ -130,12 +130,13 @@ def test_runs_have_the_same_bits() -> None:
     assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "zigzag_varlen"])
 @pytest.mark.parametrize("length", [0, 1, 7, 32])
 def test_shards(layout: str, length: int) -> None:
     whole = torch.randn(2, length, 3).to(torch.bfloat16)
+    begins = torch.tensor([0, 0, length // 3, length - length // 5]) if layout == "zigzag_varlen" else None
     for size in (1, 3, 8):
-        for again, gradient in pool().run(size, ranks.round_trip, layout, whole, 1):
+        for again, gradient in pool().run(size, ranks.round_trip, layout, whole, 1, begins):
             assert torch.equal(again, whole)
             assert torch.equal(gradient, torch.full_like(gradient, size * (size + 1) / 2))
 
@@ -196,6 +197,28 @@ def test_key_ranges_of_packed_sequences_end_with_them() -> None:
     ranges = torch.tensor([[0, 3], [1, 2], [0, 4], *[[0, 5]] * 5])
     for error in pool().run(2, ranks.packed_refusal, tokens, begins, ranges):
         assert "key_ranges must hold 0 <= begin <= end <= seqlen_k = 3, got [0, 4] for query 2 of rank 0" in error
+
+
+def test_layouts_of_packed_sequences() -> None:
+    layouts = "pyattn: layout must be one of zigzag, contiguous, chunk"
+    given = "pyattn: cu_seqlens must be given for layout zigzag_varlen, and for no other, got"
+    expected = (
+        f"ValueError: {layouts}, zigzag_varlen, got 'zig'",
+        f"ValueError: {given} none for zigzag_varlen",
+        f"ValueError: {given} some for zigzag",
+        "TypeError: pyattn: cu_seqlens must be (sequences + 1,) of int32 or int64, got torch.float32 of shape (5,)",
+        "ValueError: pyattn: cu_seqlens must be (sequences + 1,) of int32 or int64, got torch.int64 of shape (1, 5)",
+        "ValueError: pyattn: cu_seqlens must start at 0, never decrease and end at most at 9, got [1, 2, 3, 4, 10]",
+        "ValueError: pyattn: a sequence of 9 has parts of [5, 4] in layout zigzag_varlen, got [3, 6]",
+        f"ValueError: {layouts}, got 'zigzag_varlen'",
+        f"ValueError: {layouts}, zigzag_varlen, got 'zig'",
+        "ValueError: pyattn: cu_seqlens_q and cu_seqlens_k must have one length, got 5 and 4",
+        "ValueError: pyattn: cu_seqlens_k must start at 0, never decrease and end at most at 9, got [1, 2, 3, 4, 10]",
+        "ValueError: pyattn: q of 9 positions must be cut into parts of [5, 4] for layout zigzag_varlen, got [3, 6]",
+        "ValueError: pyattn: q_offset must have shape [4], got [3]",
+    )
+    for errors in pool().run(2, ranks.layout_refusals):
+        assert errors == list(expected)
 
 
 def pairs(ranks: int, layout: str, seqlen: int) -> list[int]:
