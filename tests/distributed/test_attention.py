@@ -275,6 +275,14 @@ def test_context_parallel(layout: str, kwargs: dict[str, Any]) -> None:
         torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("how", ["module", "checkpoint"])
+def test_context_parallel_reaches_every_call(how: str) -> None:
+    """Calls within a function of torch, and those that checkpoints make in backward."""
+    (truth,) = pool().run(1, ranks.training_step, None, {"is_causal": True}, how)
+    for found in pool().run(3, ranks.training_step, "zigzag", {"is_causal": True}, how):
+        torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
+
+
 def test_dropout_of_a_larger_call() -> None:
     """Ranks with some of its sequences and heads drop the weights that it drops."""
     seeded(0)
