@@ -56,13 +56,13 @@ def context_parallel(
         raise ValueError("pyattn: no_restore_buffers must be among buffers")
     kept = [None if id(buffer) in transient else buffer.clone() for buffer in buffers]
     _set(buffers, [shard(buffer, dim, mesh, layout=layout) for buffer, dim in zip(buffers, dims, strict=True)])
-    ring = _Ring(mesh, layout)
+    ring, before = _Ring(mesh, layout), functional.scaled_dot_product_attention
     try:
         functional.scaled_dot_product_attention = ring.attend
         with ring:
             yield
     finally:
-        functional.scaled_dot_product_attention = scaled_dot_product_attention
+        functional.scaled_dot_product_attention = before
         _set(buffers, kept)
 
 

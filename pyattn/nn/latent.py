@@ -170,11 +170,11 @@ class MultiHeadLatentAttention(Heads):
         check_angles(x, self.qk_rope_head_dim // 2, position_embeddings)
         masks: AttentionOptions = {"key_ranges": key_ranges, "mask": mask, "bias": bias}
         options = {"dropout": self.dropout, "softmax_scale": self.softmax_scale, "need_weights": need_weights}
-        options = self.drawn(options, x.device)
         if kv_cache is not None:
             masks["key_ranges"] = plain(key_ranges, True)
             check_append(kv_cache, compressed, masks["key_ranges"], mask, bias, self.kv_lora_rank)
             weight_of(self.kv_b_proj)
+        options = self.drawn(options, x.device)
         first = None if kv_cache is None else kv_cache.lengths
         q_nope, q_rope = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         latent, k_rope = compressed.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
