@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attention.test_random import drawn_case
-from distributed import ranks
+from distributed import ranks, refused
 from distributed.pool import Pool, pool
 from helpers import DTYPES, Case, run, seeded
 from yardstick import Yardsticks, in_double
@@ -159,13 +159,13 @@ ONE = torch.zeros(1, 2, 4, 8)
 )
 def test_arguments_that_differ(changes: dict[int, dict[str, Any]], message: str) -> None:
     """Every rank raises, before any waits for another's keys."""
-    errors = pool().run(3, ranks.refusal, changes)
+    errors = pool().run(3, refused.refusal, changes)
     assert len(set(errors)) == 1
     assert re.match(f"ValueError: pyattn: {message}", errors[0])
 
 
 def test_an_error_of_one_rank_reaches_all() -> None:
-    errors = pool().run(3, ranks.refusal, {1: {"window": (-2, 0)}})
+    errors = pool().run(3, refused.refusal, {1: {"window": (-2, 0)}})
     assert errors[1].startswith("ValueError: pyattn: window ")
     assert (
         errors[0]
@@ -175,7 +175,7 @@ def test_an_error_of_one_rank_reaches_all() -> None:
 
 
 def test_rows_of_a_mask_are_the_ranks_own() -> None:
-    errors = pool().run(2, ranks.refusal, {rank: {"mask": torch.ones(4 - rank, 8).bool()} for rank in (0, 1)})
+    errors = pool().run(2, refused.refusal, {rank: {"mask": torch.ones(4 - rank, 8).bool()} for rank in (0, 1)})
     expected = (
         "ValueError: pyattn: mask must have 4 rows, those of the rank's queries, and 8 columns on rank 1, got 3 and 8"
     )
@@ -185,7 +185,7 @@ def test_rows_of_a_mask_are_the_ranks_own() -> None:
 @pytest.mark.parametrize("ranges", [[5, 2], [0, 9], [-1, 3]], ids=["reversed", "beyond", "negative"])
 def test_key_ranges_of_one_rank_that_do_not_fit(ranges: list[int]) -> None:
     given = {rank: {"key_ranges": torch.tensor([[ranges if rank else [0, 8]] * 4])} for rank in (0, 1)}
-    errors = pool().run(2, ranks.refusal, given)
+    errors = pool().run(2, refused.refusal, given)
     expected = f"key_ranges must hold 0 <= begin <= end <= seqlen_k = 8, got {ranges} for query 0 of rank 1"
     assert errors[1] == f"ValueError: pyattn: {expected}"
     assert errors[0] == f"ValueError: pyattn: ring_attention failed on rank 1: {expected}"
@@ -195,7 +195,7 @@ def test_key_ranges_of_packed_sequences_end_with_them() -> None:
     """The last query of the first sequence, on rank 0, sees a key beyond its three."""
     tokens, begins = torch.zeros(3, 8, 2, 4), torch.tensor([0, 3, 8])
     ranges = torch.tensor([[0, 3], [1, 2], [0, 4], *[[0, 5]] * 5])
-    for error in pool().run(2, ranks.packed_refusal, tokens, begins, ranges):
+    for error in pool().run(2, refused.packed_refusal, tokens, begins, ranges):
         assert "key_ranges must hold 0 <= begin <= end <= seqlen_k = 3, got [0, 4] for query 2 of rank 0" in error
 
 
@@ -217,7 +217,7 @@ def test_layouts_of_packed_sequences() -> None:
         "ValueError: pyattn: q of 9 positions must be cut into parts of [5, 4] for layout zigzag_varlen, got [3, 6]",
         "ValueError: pyattn: q_offset must have shape [4], got [3]",
     )
-    for errors in pool().run(2, ranks.layout_refusals):
+    for errors in pool().run(2, refused.layout_refusals):
         assert errors == list(expected)
 
 
@@ -327,6 +327,6 @@ def test_refused_calls_leave_no_message(arguments: dict[str, Any], message: str)
     """Arguments that are alike on all ranks but wrong are refused before anything is sent."""
     seeded(0)
     truth = attention(*torch.randn(3, 1, 2, 12, 8))
-    for error, out in pool().run(3, ranks.refused_then_right, arguments):
+    for error, out in pool().run(3, refused.refused_then_right, arguments):
         assert message in error
         torch.testing.assert_close(out, truth)
