@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyattn import nn, reference
+from pyattn import attention_varlen, nn, reference
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
@@ -101,6 +101,8 @@ def test_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(part.grad.isfinite().all() for part in names["parts"])
         assert names["project"].weight.grad.isfinite().all()
         assert names["x"].shape == (1, 1000, 64)
+        begins, packed = names["cu_seqlens"], names["packed"]
+        torch.testing.assert_close(names["tokens"], attention_varlen(*packed, begins, begins, 500, 500))
         assert names["state"].keys() == dict(names["model"].named_parameters()).keys() | {"0.mask", "1.mask"}
         assert names["rows"].placements == names["q"].placements
     finally:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -11,12 +12,11 @@ from torch import Tensor
 from pyattn.cli.rows import Row
 from pyattn.cli.team import team_of
 from pyattn.distributed.attention import ring_attention, ring_attention_varlen
-from pyattn.distributed.layout import Chunks, chunks_of, shard
+from pyattn.distributed.layout import EACH, Chunks, chunks_of, packing_of, shard
 from pyattn.distributed.stream import Stream
 from pyattn.distributed.trips import trips_of
 
-WHAT = "bytes that each rank sends in float32, and its pairs of query and key over the mean, zigzag"
-LAYOUT = "zigzag"
+WHAT = "bytes that each rank sends in float32, and its pairs of query and key over the mean"
 HEAD_DIM = 64
 
 
@@ -28,6 +28,7 @@ class Case(NamedTuple):
         heads, heads_kv: numbers of query and KV heads.
         window: how many keys a query sees at most, itself included; 0: all.
         lengths: of packed sequences; none: a batch of one.
+        layout: of the ranks.
     """
 
     seqlen: int
@@ -35,6 +36,16 @@ class Case(NamedTuple):
     heads_kv: int = 4
     window: int = 0
     lengths: tuple[int, ...] = ()
+    layout: str = "zigzag"
+
+    def cut(self, ranks: int) -> tuple[Chunks, Tensor]:
+        """Each rank's chunks of positions, and (seqlen,): the token at each of these positions."""
+        begins = [0, *accumulate(self.lengths or (self.seqlen,))]
+        packing = packing_of("cu_seqlens", begins, self.seqlen, ranks, self.layout)
+        chunks, order = chunks_of(self.seqlen, ranks, self.layout, packing=packing), torch.arange(self.seqlen)
+        for chunk in chain(*chunks):
+            order[chunk.start : chunk.stop] = torch.tensor([i for run in packing.tokens(chunk) for i in run])
+        return chunks, order
 
     def first_keys(self) -> Tensor:
         """(seqlen,): the first key that each query sees; the last is its own."""
@@ -48,13 +59,14 @@ class Case(NamedTuple):
         A chunk's k and v leave every rank on its way but the last. Backward sends them again, and their gradients in
         float32 from every rank that they reached.
         """
-        first, chunks = self.first_keys(), chunks_of(self.seqlen, ranks, LAYOUT)
+        first, (chunks, order) = self.first_keys(), self.cut(ranks)
 
         def seen(queries: range, keys: range) -> range:
-            begins = first[queries.start : queries.stop].clamp(min=keys.start)
-            ends = torch.arange(queries.start + 1, queries.stop + 1).clamp(max=keys.stop)
-            visible = begins < ends
-            return range(int(begins[visible].min()), int(ends[visible].max())) if visible.any() else range(0)
+            tokens, seeing = order[queries.start : queries.stop], torch.zeros(self.seqlen + 1)
+            seeing.index_add_(0, first[tokens], torch.ones(len(tokens)))
+            seeing.index_add_(0, tokens + 1, -torch.ones(len(tokens)))
+            seen = keys.start + (seeing.cumsum(0) > 0)[order[keys.start : keys.stop]].nonzero()
+            return range(int(seen[0]), int(seen[-1]) + 1) if len(seen) else range(0)
 
         position = 2 * self.heads_kv * HEAD_DIM * torch.float32.itemsize
         found = []
@@ -68,15 +80,17 @@ class Case(NamedTuple):
     def pairs(self, ranks: int) -> list[int]:
         """The pairs of query and visible key of each rank."""
         seen = torch.arange(self.seqlen) + 1 - self.first_keys()
-        held: Chunks = chunks_of(self.seqlen, ranks, LAYOUT)
-        return [sum(int(seen[c.start : c.stop].sum()) for c in chunks) for chunks in held]
+        held, order = self.cut(ranks)
+        return [sum(int(seen[order[c.start : c.stop]].sum()) for c in chunks) for chunks in held]
 
 
+DOCUMENTS = 3000, 200, 2500, 1000, 1492
 CASES = {
     "causal": Case(8192),
     "window of 512": Case(32768, window=512),
     "4 query heads, 1 KV head": Case(8192, heads_kv=1),
-    "packed": Case(8192, lengths=(3000, 200, 2500, 1000, 1492)),
+    "packed, zigzag": Case(8192, lengths=DOCUMENTS),
+    "packed, zigzag_varlen": Case(8192, lengths=DOCUMENTS, layout="zigzag_varlen"),
 }
 
 
@@ -105,11 +119,13 @@ def sent(case: Case) -> tuple[int, int]:
     with counting() as sizes:
         if case.lengths:
             begins = torch.tensor([0, *case.lengths]).cumsum(0)
-            q, k, v = (shard(t[0].transpose(0, 1), 0, layout=LAYOUT).requires_grad_() for t in (q, k, v))
-            out = ring_attention_varlen(q, k, v, begins, begins, layout=LAYOUT, window=window)
+            given = begins if case.layout == EACH else None
+            tokens = (t[0].transpose(0, 1) for t in (q, k, v))
+            q, k, v = (shard(t, 0, layout=case.layout, cu_seqlens=given).requires_grad_() for t in tokens)
+            out = ring_attention_varlen(q, k, v, begins, begins, layout=case.layout, window=window)
         else:
-            q, k, v = (shard(t, 2, layout=LAYOUT).requires_grad_() for t in (q, k, v))
-            out = ring_attention(q, k, v, layout=LAYOUT, window=window)
+            q, k, v = (shard(t, 2, layout=case.layout).requires_grad_() for t in (q, k, v))
+            out = ring_attention(q, k, v, layout=case.layout, window=window)
         assert isinstance(out, Tensor)
         forward = sum(sizes)
         out.sum().backward()

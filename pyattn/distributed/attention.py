@@ -6,9 +6,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
 from pyattn.arguments import check_tensor, refuse_positional
-from pyattn.distributed.call import DIMS, DIMS_PACKED, agreed, chosen
+from pyattn.distributed.call import agreed, chosen
 from pyattn.distributed.max_score import of_ranks
-from pyattn.distributed.operators import FUNCTIONS, begins_of, compiled
+from pyattn.distributed.operators import FUNCTIONS, compiled
 from pyattn.distributed.ranks import Group, groups_of, ranks_of
 from pyattn.distributed.ring import ring
 from pyattn.distributed.ulysses import by_heads
@@ -69,7 +69,7 @@ def ring_attention(
     if torch.compiler.is_compiling():
         out, lse, most = compiled(ring_attention, (q, k, v), group, layout, options, return_max_score)
     else:
-        call = agreed(ring_attention, (q, k, v), group, layout, options, DIMS, return_max_score, {})
+        call = agreed(ring_attention, (q, k, v), group, layout, options, return_max_score)
         out, lse, largest = ring(call)
         most = of_ranks(call, largest) if return_max_score else largest
     return chosen(out, lse, most, return_lse, return_max_score)
@@ -100,7 +100,7 @@ def ulysses_attention(
     if torch.compiler.is_compiling():
         out, lse, most = compiled(ulysses_attention, (q, k, v), group, layout, options, return_max_score)
     else:
-        call = agreed(ulysses_attention, (q, k, v), group, layout, options, DIMS, return_max_score, {})
+        call = agreed(ulysses_attention, (q, k, v), group, layout, options, return_max_score)
         out, lse, largest = by_heads(call, layout)
         most = of_ranks(call, largest) if return_max_score else largest
     return chosen(out, lse, most, return_lse, return_max_score)
@@ -132,7 +132,7 @@ def usp_attention(
     if torch.compiler.is_compiling():
         out, lse, most = compiled(usp_attention, (q, k, v), mesh, layout, options, return_max_score)
     else:
-        call = agreed(usp_attention, (q, k, v), mesh, layout, options, DIMS, return_max_score, {})
+        call = agreed(usp_attention, (q, k, v), mesh, layout, options, return_max_score)
         out, lse, largest = by_mesh(call, layout, *map(ranks_of, groups_of(mesh)[1:]))
         most = of_ranks(call, largest) if return_max_score else largest
     return chosen(out, lse, most, return_lse, return_max_score)
@@ -154,7 +154,8 @@ def ring_attention_varlen(
 ) -> Tensor | tuple[Tensor, ...]:
     """:func:`pyattn.attention_varlen` over packed sequences of which each rank has a part of the tokens.
 
-    The layout cuts the tokens, wherever sequences begin and end.
+    The layouts of :func:`ring_attention` cut the tokens, wherever sequences begin and end. ``"zigzag_varlen"`` cuts
+    each sequence zigzag: all ranks do the same work whatever the lengths are, and keys of every sequence travel.
 
     Args:
         q: (total_q of this rank, Hq, D).
@@ -162,7 +163,9 @@ def ring_attention_varlen(
         v: (total_k of this rank, Hkv, Dv).
         cu_seqlens_q: (sequences + 1,), int32 or int64: where each sequence begins among the tokens of all ranks.
         cu_seqlens_k: the same for the keys.
-        group, layout, return_lse, return_max_score: as for :func:`ring_attention`.
+        group, return_lse, return_max_score: as for :func:`ring_attention`.
+        layout: which tokens each rank has, as :func:`shard` cuts them: one of :func:`ring_attention`'s layouts or
+            ``"zigzag_varlen"``; ``shard`` takes cu_seqlens_q for q, and cu_seqlens_k for k and v.
         options: as for :func:`pyattn.attention_varlen`; key_ranges: the rows of this rank's queries.
 
     Returns:
@@ -182,10 +185,10 @@ def ring_attention_varlen(
             ring_attention_varlen, (q, k, v), group, layout, options, return_max_score, cu_seqlens
         )
     else:
-        begins, facts = begins_of(cu_seqlens)
-        call = agreed(ring_attention_varlen, (q, k, v), group, layout, options, DIMS_PACKED, return_max_score, facts)
-        out, lse, largest = ring(call, begins)
-        most = of_ranks(call, largest, begins[0]) if return_max_score else largest
+        begins = [t.tolist() for t in cu_seqlens]
+        call = agreed(ring_attention_varlen, (q, k, v), group, layout, options, return_max_score, begins)
+        out, lse, largest = ring(call)
+        most = of_ranks(call, largest) if return_max_score else largest
     return chosen(out, lse, most, return_lse, return_max_score)
 
 

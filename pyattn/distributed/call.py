@@ -1,6 +1,6 @@
 """A call on several ranks: its arguments, checked and parsed, once all ranks have agreed on them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +9,8 @@ from torch import Tensor
 from pyattn.arguments import check_tensor
 from pyattn.autocast import cast
 from pyattn.derivatives import autograd
-from pyattn.distributed.layout import Chunks, check_layout, chunks_of
+from pyattn.distributed.layout import Chunks, check_layout, chunks_of, packing_of, slices
+from pyattn.distributed.packing import Packing
 from pyattn.distributed.ranks import ERRORS, Group, Ranks, agree, ranks_of
 from pyattn.ops.schema import Options
 from pyattn.options import AttentionOptions
@@ -17,6 +18,8 @@ from pyattn.parse import parse
 
 DIMS = ("batch", "heads", "positions", "head_dim")
 DIMS_PACKED = ("positions", "heads", "head_dim")
+
+CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")
 
 OWN_ROWS = ("key_ranges", "mask", "bias")
 """Options of which each rank has the rows of its own queries."""
@@ -29,9 +32,10 @@ class Call(NamedTuple):
         ranks: the ranks of the call.
         q, k, v: this rank's tensors.
         options: its options, with rank 0's dropout seed.
-        queries, keys: the positions that each rank has.
+        queries, keys: the positions that each rank has; of packed sequences, in the order of the layout.
         by_row: the names of masks and biases of which each rank has its own rows.
         max_score: whether all want max_score.
+        packings: of queries and of keys, if these are packed.
     """
 
     ranks: Ranks
@@ -43,6 +47,7 @@ class Call(NamedTuple):
     keys: Chunks
     by_row: frozenset[str]
     max_score: bool
+    packings: tuple[Packing, ...] = ()
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -68,19 +73,20 @@ def agreed(
     group: Group | Ranks,
     layout: str,
     options: AttentionOptions | Parsed,
-    dims: tuple[str, ...],
     max_score: bool,
-    facts: Mapping[str, Any],
+    begins: Sequence[list[int]] = (),
 ) -> Call:
     """The call, once all ranks have the same arguments: see :func:`pyattn.distributed.ranks.agree`.
 
-    ``dims`` names the dimensions of q; ``facts`` are more that ranks must have in common.
+    ``begins``: where packed sequences begin, among all queries and among all keys.
     """
     ranks, error = ranks_of(group), None
+    dims = DIMS_PACKED if begins else DIMS
     known, at = Options(), dims.index("positions")
-    words, all_facts = [0] * (3 + 2 * len(OWN_ROWS)), dict(facts) | {"return_max_score": max_score}
+    words, facts = [0] * (3 + 2 * len(OWN_ROWS)), dict[str, Any](zip(CU_SEQLENS, begins, strict=False))
+    facts["return_max_score"] = max_score
     try:
-        check_layout(layout)
+        check_layout(layout, packed=bool(begins))
         _check(function, tensors, dims)
         parsed = options if isinstance(options, Parsed) else Parsed.of(function, options, tensors[0].device)
         known = parsed.options
@@ -88,15 +94,24 @@ def agreed(
         words = [tensors[0].shape[at], tensors[1].shape[at], seed_of(known)]
         words += [size for name in OWN_ROWS for size in _size(getattr(known, name))]
         seed = words[2] if parsed.chosen else None
-        all_facts |= {"layout": layout} | _facts(tensors, at, known) | {"dropout_seed": seed}
+        facts |= {"layout": layout} | _facts(tensors, at, known) | {"dropout_seed": seed}
     except ERRORS as problem:
         error = problem
-    rows = agree(function.__name__, ranks, all_facts, words, error)
+    rows = agree(function.__name__, ranks, facts, words, error)
     q, k, v = map(cast, tensors)
     if known.dropout_p:
         known = known._replace(dropout_seed=known.dropout_seed.new_tensor(rows[0][2]))
-    queries, keys = (_held(name, [row[i] for row in rows], layout, ranks.inner) for i, name in enumerate("qk"))
-    call = Call(ranks, q, k, v, known, queries, keys, _by_row(rows), max_score)
+    lengths = [[row[i] for row in rows] for i in (0, 1)]
+    packings = tuple(
+        packing_of(name, of, sum(held), ranks.size, layout, ranks.inner)
+        for name, of, held in zip(CU_SEQLENS, begins, lengths, strict=False)
+    )
+    if len({len(of.lengths) for of in packings}) > 1:
+        counts = " and ".join(str(len(of)) for of in begins)
+        raise ValueError(f"pyattn: cu_seqlens_q and cu_seqlens_k must have one length, got {counts}")
+    cut = zip("qk", lengths, packings or (None, None), strict=True)
+    queries, keys = (_held(name, held, ranks, layout, of) for name, held, of in cut)
+    call = Call(ranks, q, k, v, known, queries, keys, _by_row(rows), max_score, packings)
     for rank, row in enumerate(rows):  # every rank checks all, so all raise
         for name, sizes in _sizes(row).items():
             ends = row[0], 2 if name == "key_ranges" else call.lengths[1]
@@ -106,7 +121,7 @@ def agreed(
                     f"rank {rank}, got {sizes[0]} and {sizes[1]}"
                 )
     if known.key_ranges is not None:
-        agree(function.__name__, ranks, {}, [], _misplaced(call, facts.get("cu_seqlens_q"), facts.get("cu_seqlens_k")))
+        agree(function.__name__, ranks, {}, [], _misplaced(call))
     return call
 
 
@@ -118,24 +133,28 @@ def chosen(
     return results if len(results) > 1 else out
 
 
-def _misplaced(call: Call, begins_q: list[int] | None, begins_k: list[int] | None) -> ValueError | None:
+def _misplaced(call: Call) -> ValueError | None:
     """The error of this rank's key_ranges if one lies beyond the keys; as in one process, a GPU's are not read."""
     ranges = call.options.key_ranges
-    positions = torch.tensor([i for chunk in call.queries[call.ranks.own] for i in chunk], dtype=torch.int64)
-    if ranges is None or ranges.is_cuda or ranges.shape[-2:] != (len(positions), 2):
+    chunks = call.queries[call.ranks.own]
+    rows = sum(map(len, chunks))
+    if ranges is None or ranges.is_cuda or ranges.shape[-2:] != (rows, 2):
         return None
-    seqlen_k = torch.full_like(positions, call.lengths[1])
-    if begins_q and begins_k and len(begins_q) == len(begins_k):  # tokens after the last sequence see nothing anyway
-        lengths = torch.tensor([*torch.tensor(begins_k).diff().tolist(), torch.iinfo(torch.int64).max])
-        seqlen_k = lengths[torch.bucketize(positions, torch.tensor(begins_q[1:]), right=True)]
+    seqlen_k = torch.full((rows,), call.lengths[1])
+    if call.packings:  # tokens after the last sequence see nothing anyway
+        queries, keys = call.packings
+        seqlen_k.fill_(torch.iinfo(torch.int64).max)
+        for own, chunk in zip(slices(chunks), chunks, strict=True):
+            found = keys.lengths.repeat_interleave(queries.local(chunk)[0].diff())
+            seqlen_k[own][: len(found)] = found
     begin, end = ranges.unbind(-1)
     wrong = (begin < 0) | (begin > end) | (end > seqlen_k)
     if not wrong.any():
         return None
     at = int(wrong.flatten().to(torch.uint8).argmax())
     return ValueError(
-        f"pyattn: key_ranges must hold 0 <= begin <= end <= seqlen_k = {int(seqlen_k[at % len(positions)])}, got "
-        f"{ranges.flatten(0, -2)[at].tolist()} for query {at % len(positions)} of rank {call.ranks.own}"
+        f"pyattn: key_ranges must hold 0 <= begin <= end <= seqlen_k = {int(seqlen_k[at % rows])}, got "
+        f"{ranges.flatten(0, -2)[at].tolist()} for query {at % rows} of rank {call.ranks.own}"
     )
 
 
@@ -226,9 +245,9 @@ def facts_of(options: Options) -> dict[str, Any]:
     return facts
 
 
-def _held(name: str, lengths: list[int], layout: str, inner: int) -> Chunks:
+def _held(name: str, lengths: list[int], ranks: Ranks, layout: str, packing: Packing | None) -> Chunks:
     """Each rank's chunks, given the lengths of their parts."""
-    chunks = chunks_of(sum(lengths), len(lengths), layout, inner)
+    chunks = chunks_of(sum(lengths), ranks.size, layout, ranks.inner, packing)
     expected = [sum(map(len, parts)) for parts in chunks]
     if lengths != expected:
         raise ValueError(

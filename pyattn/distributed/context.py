@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
@@ -26,7 +27,8 @@ def context_parallel(
     """Within the context, each rank has its part of the buffers, and SDPA is :func:`pyattn.distributed.ring_attention`.
 
     Forward and backward both belong inside. ``scaled_dot_product_attention`` takes query, key and value (B, H, L, E) of
-    this rank's positions; attn_mask has this rank's rows and all keys.
+    this rank's positions; attn_mask has this rank's rows and all keys. Code under ``torch.utils.checkpoint`` must call
+    it as an attribute of torch.nn.functional: called by its own name, torch's CheckpointError ends backward.
 
     Args:
         mesh: the ranks, a mesh of one dimension.
@@ -54,10 +56,13 @@ def context_parallel(
         raise ValueError("pyattn: no_restore_buffers must be among buffers")
     kept = [None if id(buffer) in transient else buffer.clone() for buffer in buffers]
     _set(buffers, [shard(buffer, dim, mesh, layout=layout) for buffer, dim in zip(buffers, dims, strict=True)])
+    ring, before = _Ring(mesh, layout), functional.scaled_dot_product_attention
     try:
-        with _Ring(mesh, layout):
+        functional.scaled_dot_product_attention = ring.attend
+        with ring:
             yield
     finally:
+        functional.scaled_dot_product_attention = before
         _set(buffers, kept)
 
 
@@ -69,7 +74,11 @@ def _set(buffers: Sequence[Tensor], values: Sequence[Tensor | None]) -> None:
 
 
 class _Ring(TorchFunctionMode):
-    """Replaces torch's function; all others run as they are."""
+    """Replaces torch's function where a script imported it by its name; all others run as they are.
+
+    Python functions of torch run without the mode: backward, in which checkpoints compute forward again, and
+    ``multi_head_attention_forward``. Calls by way of torch.nn.functional find :meth:`attend` there.
+    """
 
     def __init__(self, mesh: DeviceMesh, layout: str) -> None:
         super().__init__()
@@ -83,10 +92,10 @@ class _Ring(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is scaled_dot_product_attention:
-            return self._attend(*args, **kwargs or {})
+            return self.attend(*args, **kwargs or {})
         return func(*args, **kwargs or {})
 
-    def _attend(
+    def attend(
         self,
         query: Tensor,
         key: Tensor,
@@ -97,6 +106,7 @@ class _Ring(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
+        """torch's function over this rank's positions."""
         if not query.dim() == key.dim() == value.dim() == 4:
             raise NotImplementedError(
                 "pyattn: within context_parallel, query, key and value must have 4 dimensions, got shapes "

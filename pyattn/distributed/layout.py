@@ -9,18 +9,22 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from pyattn.arguments import check_tensor, check_type
-from pyattn.distributed.ranks import gather_words, ranks_of
+from pyattn.distributed.packing import Packing
+from pyattn.distributed.ranks import Ranks, gather_words, ranks_of
 
 LAYOUTS = ("zigzag", "contiguous", "chunk")
+EACH = "zigzag_varlen"
+"""The layout that cuts each packed sequence."""
 
 Chunks = list[tuple[range, ...]]
 """The chunks of positions that each rank holds, in the order in which they lie in its shard."""
 
 
-def check_layout(layout: str) -> None:
-    """ValueError for a layout that does not exist."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"pyattn: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+def check_layout(layout: str, packed: bool = False) -> None:
+    """ValueError for a layout that does not exist, or that is for packed sequences alone."""
+    layouts = (*LAYOUTS, EACH) if packed else LAYOUTS
+    if layout not in layouts:
+        raise ValueError(f"pyattn: layout must be one of {', '.join(layouts)}, got {layout!r}")
 
 
 def slices(chunks: tuple[range, ...]) -> list[slice]:
@@ -29,8 +33,13 @@ def slices(chunks: tuple[range, ...]) -> list[slice]:
     return [slice(*bounds) for bounds in pairwise(ends)]
 
 
-def chunks_of(seqlen: int, ranks: int, layout: str, inner: int = 1) -> Chunks:
-    """The chunks that each rank holds of a sequence.
+def packing_of(name: str, begins: list[int], total: int, ranks: int, layout: str, inner: int = 1) -> Packing:
+    """The packed sequences that begin there, of so many tokens, in the order of the layout."""
+    return Packing(name, begins, total, 2 * (ranks // inner) if layout == EACH else 1)
+
+
+def chunks_of(seqlen: int, ranks: int, layout: str, inner: int = 1, packing: Packing | None = None) -> Chunks:
+    """The chunks that each rank holds of a sequence, or of packed sequences in the order of the layout.
 
     ::
 
@@ -39,14 +48,16 @@ def chunks_of(seqlen: int, ranks: int, layout: str, inner: int = 1) -> Chunks:
 
     Lengths differ by at most one; those of ``chunk`` are torch.chunk's and a DTensor's, equal up to the last. Under a
     causal mask a late chunk sees more keys than an early one; with zigzag, each rank has one of both and sees as many
-    as the others. Groups of ``inner`` ranks cut what one rank would hold.
+    as the others. The chunks of ``zigzag_varlen`` are the parts of the packing. Groups of ``inner`` ranks cut what one
+    rank would hold.
     """
-    outer = ranks // inner
-    parts = 2 * outer if layout == "zigzag" else outer
+    outer, pairs = ranks // inner, layout in ("zigzag", EACH)
+    parts = 2 * outer if pairs else outer
     longest = -(-seqlen // parts)
     ends = [min(longest * part, seqlen) if layout == "chunk" else seqlen * part // parts for part in range(parts + 1)]
+    if layout == EACH and packing is not None:
+        ends = packing.ends
     pieces = [range(*bounds) for bounds in pairwise(ends)]
-    pairs = layout == "zigzag"
     held: Chunks = [(pieces[rank], pieces[-1 - rank]) if pairs else (pieces[rank],) for rank in range(outer)]
     return held if inner == 1 else [cut for chunks in held for cut in _cut(chunks, inner)]
 
@@ -62,8 +73,36 @@ def _cut(chunks: tuple[range, ...], inner: int) -> Chunks:
     return found
 
 
+def tokens_of(total: int, ranks: Ranks, layout: str, cu_seqlens: Tensor | None) -> Chunks:
+    """The tokens that each rank holds, in the order in which they lie in its shard.
+
+    Raises:
+        ValueError, TypeError: cu_seqlens that are wrong, or missing, or given for another layout.
+    """
+    if cu_seqlens is None and layout != EACH:
+        return chunks_of(total, ranks.size, layout, ranks.inner)
+    if cu_seqlens is None or layout != EACH:
+        got = f"{'none' if cu_seqlens is None else 'some'} for {layout}"
+        raise ValueError(f"pyattn: cu_seqlens must be given for layout {EACH}, and for no other, got {got}")
+    check_tensor("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        kind = ValueError if cu_seqlens.dim() != 1 else TypeError
+        raise kind(
+            "pyattn: cu_seqlens must be (sequences + 1,) of int32 or int64, got "
+            f"{cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
+        )
+    packing = packing_of("cu_seqlens", cu_seqlens.tolist(), total, ranks.size, layout, ranks.inner)
+    held = chunks_of(total, ranks.size, layout, ranks.inner, packing)
+    return [tuple(run for chunk in chunks for run in packing.tokens(chunk)) for chunks in held]
+
+
 def shard(
-    tensor: Tensor, dim: int, group: dist.ProcessGroup | DeviceMesh | None = None, *, layout: str = "zigzag"
+    tensor: Tensor,
+    dim: int,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    *,
+    layout: str = "zigzag",
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """This rank's part of a tensor that every rank has: inputs, positions, labels, the rows of a mask.
 
@@ -71,29 +110,42 @@ def shard(
         tensor: the whole tensor.
         dim: the dimension of the sequence.
         group: the ranks: a process group, a mesh of one dimension, or one of two for :func:`usp_attention`; None: all.
-        layout: ``"zigzag"``, ``"contiguous"`` or ``"chunk"``, as in the call of :func:`ring_attention`.
+        layout: ``"zigzag"``, ``"contiguous"`` or ``"chunk"``, as in the call of :func:`ring_attention`; for packed
+            sequences also ``"zigzag_varlen"``, which cuts each of them zigzag.
+        cu_seqlens: (sequences + 1,), int32 or int64: where each sequence begins; with ``"zigzag_varlen"`` alone.
 
     Raises:
-        ValueError: a layout that does not exist, a mesh of more dimensions.
+        ValueError: a layout that does not exist, a mesh of more dimensions, cu_seqlens that do not fit.
         TypeError: an argument of another type.
     """
     check_tensor("tensor", tensor)
     check_type("dim", dim, int)
-    check_layout(layout)
+    check_layout(layout, packed=True)
     ranks = ranks_of(group)
-    held = chunks_of(tensor.shape[dim], ranks.size, layout, ranks.inner)[ranks.own]
-    return torch.cat([tensor.narrow(dim, chunk.start, len(chunk)) for chunk in held], dim)
+    held = tokens_of(tensor.shape[dim], ranks, layout, cu_seqlens)[ranks.own]
+    return _rows(tensor, dim, held)
+
+
+def _rows(tensor: Tensor, dim: int, tokens: tuple[range, ...]) -> Tensor:
+    """These tokens of a tensor that has all."""
+    parts = [tensor.narrow(dim, run.start, len(run)) for run in tokens]
+    return torch.cat(parts or [tensor.narrow(dim, 0, 0)], dim)
 
 
 def unshard(
-    tensor: Tensor, dim: int, group: dist.ProcessGroup | DeviceMesh | None = None, *, layout: str = "zigzag"
+    tensor: Tensor,
+    dim: int,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    *,
+    layout: str = "zigzag",
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """The whole tensor, on every rank, of which each rank has the part that :func:`shard` gives.
 
     Differentiable: the loss is the sum of the ranks' losses, so the part's gradient is the sum of those of all ranks.
 
     Args:
-        tensor, dim, group, layout: as for :func:`shard`.
+        tensor, dim, group, layout, cu_seqlens: as for :func:`shard`.
 
     Raises:
         ValueError: parts whose lengths are not those of the layout; and as :func:`shard`.
@@ -101,10 +153,10 @@ def unshard(
     """
     check_tensor("tensor", tensor)
     check_type("dim", dim, int)
-    check_layout(layout)
+    check_layout(layout, packed=True)
     ranks = ranks_of(group)
     lengths = [words[0] for words in gather_words([tensor.shape[dim]], ranks)]
-    held = chunks_of(sum(lengths), ranks.size, layout, ranks.inner)
+    held = tokens_of(sum(lengths), ranks, layout, cu_seqlens)
     expected = [sum(map(len, chunks)) for chunks in held]
     if lengths != expected:
         raise ValueError(
@@ -140,4 +192,4 @@ class _Gather(torch.autograd.Function):
         total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).contiguous()
         dist.all_reduce(total, group=ranks.group)
         total = total.to(gradient.dtype)
-        return torch.cat([total.narrow(dim, c.start, len(c)) for c in held[ranks.own]], dim), None, None, None
+        return _rows(total, dim, held[ranks.own]), None, None, None

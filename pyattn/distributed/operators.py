@@ -5,7 +5,7 @@ the agreement of the ranks, as eager calls do.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pyattn import ops
 from pyattn.autocast import cast
-from pyattn.distributed.call import DIMS, DIMS_PACKED, Call, Parsed, agreed
+from pyattn.distributed.call import Call, Parsed, agreed
 from pyattn.distributed.max_score import of_ranks
 from pyattn.distributed.ranks import Group, groups_of, ranks_of
 from pyattn.distributed.ring import Ring
@@ -47,12 +47,6 @@ _attend, _attend_backward = (
 _TENSORS, _BEGINS, _FIRST_OPTION = slice(5, 8), 8, 9
 
 
-def begins_of(cu_seqlens: Sequence[Tensor]) -> tuple[list[list[int]], dict[str, Any]]:
-    """Where packed sequences begin, and the same as facts that ranks must have in common."""
-    begins = [t.tolist() for t in cu_seqlens]
-    return begins, dict(zip(("cu_seqlens_q", "cu_seqlens_k"), begins, strict=False))
-
-
 def compiled(
     function: Callable[..., Any],
     tensors: tuple[Tensor, Tensor, Tensor],
@@ -79,24 +73,22 @@ def compiled(
 
 def _agreed(arguments: tuple[Any, ...]) -> tuple[Call, Ring | Ulysses]:
     name, groups, layout, chosen, max_score, q, k, v, cu_seqlens, *given = arguments
-    begins, facts = begins_of(cu_seqlens)
-    parsed, dims = Parsed(Options(*given), chosen), DIMS_PACKED if begins else DIMS
     ranks, *parts = (ranks_of(_resolve_process_group(group)) for group in groups)
     if parts:
         ranks = ranks._replace(inner=parts[1].size)
-    call = agreed(FUNCTIONS[name], (q, k, v), ranks, layout, parsed, dims, max_score, facts)
+    begins = [t.tolist() for t in cu_seqlens]
+    call = agreed(FUNCTIONS[name], (q, k, v), ranks, layout, Parsed(Options(*given), chosen), max_score, begins)
     if name == "usp_attention":
         return call, Ulysses(call, lambda call: by_mesh(call, layout, *parts))
     if name == "ulysses_attention":
         return call, Ulysses(call, lambda call: by_heads(call, layout))
-    return call, Ring(call, begins)
+    return call, Ring(call)
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     call, method = _agreed(arguments)
     rows, largest = method.forward(call.q, call.k, call.v)
-    begins, _ = begins_of(arguments[_BEGINS])
-    most = of_ranks(call, largest, *begins[:1]) if call.max_score else rows.lse.new_empty(0)
+    most = of_ranks(call, largest) if call.max_score else rows.lse.new_empty(0)
     seed = torch.zeros((), dtype=torch.int64, device=call.q.device)
     if call.options.dropout_p:
         seed.copy_(call.options.dropout_seed)

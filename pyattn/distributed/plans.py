@@ -19,12 +19,13 @@ class Plan(NamedTuple):
     """A class's plan.
 
     Attributes:
-        placements: of each parameter that the module may have, by name.
+        placements: of each parameter, by name; in a class's plan, of each that a module may have.
         fused: parameters (3 * width, ...) whose rows are those of q, then k, then v. They are stored (3, width, ...),
             which leaves a rank's rows one block.
         counts: the attributes that count heads; the first is the number of query heads.
         single: the module has a list ``heads`` of modules with one head, of which a rank has some.
         joins: out is the heads' results side by side, not a projection of them.
+        whole: all ranks compute what is before the heads, up to :meth:`Heads.common`; otherwise the heads read x.
     """
 
     placements: Mapping[str, Placement]
@@ -32,6 +33,7 @@ class Plan(NamedTuple):
     counts: tuple[str, ...] = ("num_heads",)
     single: bool = False
     joins: bool = False
+    whole: bool = False
 
 
 def _linears(*names: str, out: str) -> dict[str, Placement]:
@@ -43,6 +45,7 @@ def _linears(*names: str, out: str) -> dict[str, Placement]:
 _FUSED = frozenset({"qkv.weight", "qkv.bias"})
 _IN_PROJ = frozenset({"multihead_attn.in_proj_weight", "multihead_attn.in_proj_bias"})
 _KV = ("num_heads", "num_heads_kv")
+_LATENT = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
 
 PLANS: dict[type, Plan] = {
     nn.MultiHeadAttention: Plan(
@@ -52,6 +55,13 @@ PLANS: dict[type, Plan] = {
     nn.GroupedQueryAttention: Plan(
         {**_linears("W_query", "W_key", "W_value", out="out_proj"), "sinks": COLUMNS},
         counts=("num_heads", "num_kv_groups"),
+    ),
+    nn.MultiHeadLatentAttention: Plan(
+        {
+            **{f"{name}.{kind}": WHOLE for name in _LATENT for kind in ("weight", "bias")},
+            **_linears("q_proj", "q_b_proj", "kv_b_proj", out="o_proj"),
+        },
+        whole=True,
     ),
     book.MHAEinsum: Plan(
         {
@@ -78,16 +88,20 @@ PLANS: dict[type, Plan] = {
 
 
 def plan_of(module: object) -> Plan:
-    """The plan of the module's class; TypeError if it has none, or for parameters that are not in it."""
+    """The plan of the module's class, for the parameters that the module has.
+
+    TypeError if the class has none, or for parameters that are not in it.
+    """
     cls = next((cls for cls in type(module).__mro__ if cls in PLANS), None)
     if cls is None or not isinstance(module, Heads):
         names = ", ".join(cls.__name__ for cls in PLANS)
         raise TypeError(f"pyattn: module must be one of {names}, got {type(module).__name__}")
     plan = PLANS[cls]
-    for name, _ in module.named_parameters():
+    present = [name for name, _ in module.named_parameters()]
+    for name in present:
         if name not in plan.placements and not (plan.single and name.startswith("heads.")):
             raise TypeError(f"pyattn: module must be a plain {cls.__name__}, got one with a parameter {name}")
-    return plan
+    return plan._replace(placements={name: plan.placements[name] for name in present if name in plan.placements})
 
 
 class Part(NamedTuple):

@@ -1,6 +1,5 @@
 """Ring attention: forward and backward over the chunks of keys that pass a rank."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,16 +17,11 @@ from pyattn.ops.schema import LEARNED
 
 
 class Ring:
-    """A call: its shares of attention, and the trips of its chunks.
+    """A call: its shares of attention, and the trips of its chunks."""
 
-    ``begins``: where packed sequences begin, among all queries and among all keys.
-    """
-
-    def __init__(self, call: Call, begins: Sequence[list[int]] = ()) -> None:
-        options, heads = call.options, call.q.shape[1]
-        shares = Dense(options, heads, *call.lengths)
-        if begins:
-            shares = Packed(options, heads, begins[0], begins[1], call.lengths)
+    def __init__(self, call: Call) -> None:
+        of, sizes = (Packed, call.packings) if call.packings else (Dense, call.lengths)
+        shares = of(call.options, call.q.shape[1], *sizes)
         self._ranks, self._shares, self._keys = call.ranks, shares, call.keys
         self._queries = call.queries[call.ranks.own]
         self._trips = trips_of(call.queries, call.keys, shares.seen)
@@ -131,8 +125,8 @@ class _RingAttention(torch.autograd.Function):
         return None, *(None if g is None else g.to(t.dtype) for g, t in zip(found, given, strict=True))
 
 
-def ring(call: Call, begins: Sequence[list[int]] = ()) -> tuple[Tensor, ...]:
+def ring(call: Call) -> tuple[Tensor, ...]:
     """(out, lse, the largest scores) of this rank's queries."""
     learned = [getattr(call.options, name) for name in LEARNED]
-    results: tuple[Tensor, ...] = _RingAttention.apply(Ring(call, begins), call.q, call.k, call.v, *learned)  # type: ignore[no-untyped-call]
+    results: tuple[Tensor, ...] = _RingAttention.apply(Ring(call), call.q, call.k, call.v, *learned)  # type: ignore[no-untyped-call]
     return results

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pyattn import ops
+from pyattn.distributed.packing import Packing
 from pyattn.distributed.rows import Rows
 from pyattn.ops.schema import LEARNED, Options
 
@@ -168,51 +169,40 @@ class Packed(Dense):
     _forward = ops.attention_varlen_forward
     _backward = ops.attention_varlen_backward
 
-    def __init__(
-        self, options: Options, num_heads_q: int, begins_q: list[int], begins_k: list[int], totals: tuple[int, int]
-    ) -> None:
-        for name, begins, total in (("cu_seqlens_q", begins_q, totals[0]), ("cu_seqlens_k", begins_k, totals[1])):
-            if not begins or begins[0] != 0 or sorted(begins) != begins or begins[-1] > total:
-                raise ValueError(
-                    f"pyattn: {name} must start at 0, never decrease and end at most at {total}, got {begins}"
-                )
-        if len(begins_q) != len(begins_k):
-            raise ValueError(
-                f"pyattn: cu_seqlens_q and cu_seqlens_k must have one length, got {len(begins_q)} and {len(begins_k)}"
-            )
-        super().__init__(options, num_heads_q, *totals)
-        self._begins_q, self._begins_k = (torch.tensor(begins) for begins in (begins_q, begins_k))
-        last = self._begins_k.diff() - self._begins_q.diff()
+    def __init__(self, options: Options, num_heads_q: int, queries: Packing, keys: Packing) -> None:
+        super().__init__(options, num_heads_q, queries.ends[-1], keys.ends[-1])
+        self._queries, self._keys = queries, keys
+        last = keys.lengths - queries.lengths
         given = last if options.q_offset is None else torch.full_like(last, options.q_offset)
         self._of_sequence = given if options.q_offsets is None else options.q_offsets.cpu()
+        if self._of_sequence.shape != last.shape:
+            shapes = [*last.shape], [*self._of_sequence.shape]
+            raise ValueError(f"pyattn: q_offset must have shape {shapes[0]}, got {shapes[1]}")
+        self._offsets: list[int] = self._of_sequence.tolist()
 
     def seen(self, queries: range, keys: range) -> range:  # noqa: D102
-        found = []
-        begins_q, begins_k = self._begins_q.tolist(), self._begins_k.tolist()
-        for b, offset in enumerate(self._of_sequence.tolist()):
-            own_q, own_k = (
-                range(max(chunk.start, begins[b]) - begins[b], min(chunk.stop, begins[b + 1]) - begins[b])
-                for chunk, begins in ((queries, begins_q), (keys, begins_k))
-            )
-            if own := seen_keys(own_q, own_k, (offset, offset), self.options.causal, self.options.window):
-                found.append(range(own.start + begins_k[b], own.stop + begins_k[b]))
-        return range(found[0].start, found[-1].stop) if found else range(0)
+        own, theirs = self._queries.runs(queries), self._keys.runs(keys)
 
-    @staticmethod
-    def _local(begins: Tensor, chunk: range) -> tuple[Tensor, Tensor]:
-        """Where the sequences begin in a chunk, and the position in its sequence with which each begins there."""
-        return (begins - chunk.start).clamp(0, len(chunk)), (chunk.start - begins[:-1]).clamp(min=0)
+        def seen(b: int) -> range:
+            offset, options = self._offsets[b], self.options
+            return seen_keys(own[b][1], theirs[b][1], (offset, offset), options.causal, options.window)
+
+        first = next((b for b in range(len(own)) if seen(b)), None)
+        if first is None:
+            return range(0)
+        last = next(b for b in reversed(range(len(own))) if seen(b))
+        begin, end = (theirs[b][0] - theirs[b][1].start for b in (first, last))
+        return range(begin + seen(first).start, end + seen(last).stop)
 
     def with_sinks(self, rows: Rows, queries: range) -> Rows:  # noqa: D102
-        count = max(0, int(self._begins_q[-1]) - queries.start)  # queries after the last sequence have none
+        count = int(self._queries.local(queries)[0][-1])  # queries after the last sequence have none
         return rows.with_sinks(self.options.sinks, self.column, count)
 
     def parts_of(self, totals: Sequence[Tensor | None], place: Place) -> list[Tensor | None]:  # noqa: D102
         return [None, totals[1], totals[2] if place.first else None, totals[3]]
 
     def _arguments(self, device: torch.device, place: Place) -> tuple[Any, ...]:
-        starts_q, skipped_q = self._local(self._begins_q, place.queries)
-        starts_k, skipped_k = self._local(self._begins_k, place.keys)
+        (starts_q, skipped_q), (starts_k, skipped_k) = self._queries.local(place.queries), self._keys.local(place.keys)
         options = self.options
         ranges = options.key_ranges
         if ranges is not None:

@@ -31,6 +31,9 @@ def tensor_parallel(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int |
         out     = sum over the ranks of the rank's rows of the last projection, + its bias     one all-reduce
         dx      = sum over the ranks                                                           one all-reduce
 
+    Latent attention has the projections before its latent vectors, and their cache, whole on every rank; gradients are
+    summed where heads read these vectors.
+
     Parameters become DTensors on the mesh: query, key and value projections and sinks are sharded by heads, the last
     projection by its inputs; its bias is replicated. Projections that hold q, k and v in one parameter (3 * width, ...)
     keep it as (3, width, ...); whole states load as they are, and :func:`whole_state_dict` gives one. Wrappers of
@@ -75,13 +78,12 @@ def tensor_parallel(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int |
     else:
         num_heads = _counts(module, plan)[plan.counts[0]]
     for name, placement in plan.placements.items():
+        parameter = module.get_parameter(name)
+        whole = parameter.detach()
+        whole = whole.unflatten(0, (3, -1)) if name in plan.fused else whole
+        part = distribute_tensor(whole, mesh, [placement], src_data_rank=src_data_rank)
         owner, leaf = place_of(module, name)
-        parameter = owner._parameters.get(leaf)
-        if parameter is not None:
-            whole = parameter.detach()
-            whole = whole.unflatten(0, (3, -1)) if name in plan.fused else whole
-            part = distribute_tensor(whole, mesh, [placement], src_data_rank=src_data_rank)
-            owner.register_parameter(leaf, nn.Parameter(part, parameter.requires_grad))
+        owner.register_parameter(leaf, nn.Parameter(part, parameter.requires_grad))
     for name, count in _counts(module, plan).items():
         setattr(*place_of(module, name), count // ranks.size)
     first = num_heads // ranks.size * ranks.own
@@ -170,8 +172,7 @@ class _OfRank(Heads):
         given = [self._own("mask", value) for value in args]
         named |= {name: self._own(name, named[name]) for name in ("mask", "bias") if name in named}
         if isinstance(x, Tensor):
-            x = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-            x = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            x = self._whole(x, Replicate() if plan.whole else Partial())
             self._seed_heads(x.device)
         with self._own_parameters():
             result: Output = super().forward(x, *given, **named)
@@ -179,11 +180,14 @@ class _OfRank(Heads):
         out = self._all(out, Shard(2)) if plan.joins else out
         return output_of(out, None if weights is None else self._all(weights, Shard(1)))
 
-    def attend(self, projection: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
-        if 0 < dropout_probability(options["dropout"]) < 1:  # with 1, one process draws no seed
-            origin = [[0, self.part.num_heads, self.part.heads.start, 0, 0]]
-            options["dropout_seed"] = Draws(self._seeds(1, q.device)[0], torch.tensor(origin, device=q.device))
-        return super().attend(projection, q, k, v, **options)
+    def common(self, x: Tensor) -> Tensor:
+        return self._whole(x, Partial()) if self.part.plan.whole else x
+
+    def drawn(self, options: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        if not 0 < dropout_probability(options["dropout"]) < 1:  # with 1, one process draws no seed
+            return options
+        origin = [[0, self.part.num_heads, self.part.heads.start, 0, 0]]
+        return options | {"dropout_seed": Draws(self._seeds(1, device)[0], torch.tensor(origin, device=device))}
 
     def project(self, projection: Any, out: Tensor) -> Tensor:
         total = self._all(linear(out, projection.weight), Partial())
@@ -203,6 +207,13 @@ class _OfRank(Heads):
         if given.shape[-3] != count:
             raise ValueError(f"pyattn: {name} must have all {count} heads, or 1, got shape {tuple(given.shape)}")
         return given[..., own.start : own.stop, :, :]
+
+    def _whole(self, x: Tensor, gradient: Partial | Replicate) -> Tensor:
+        """``x`` as all ranks have it, and what of its gradient each of them computes."""
+        mesh = self.part.mesh
+        given = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        whole: Tensor = given.redistribute(placements=[Replicate()]).to_local(grad_placements=[gradient])
+        return whole
 
     def _all(self, tensor: Tensor, placement: Partial | Shard) -> Tensor:
         """The sum over the ranks, or their parts one after another."""

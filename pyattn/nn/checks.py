@@ -85,6 +85,21 @@ def check_added(mask: Tensor | None, bias: Tensor | None, shape: tuple[int, int,
             )
 
 
+def check_angles(x: Tensor, columns: int, position_embeddings: tuple[Tensor, Tensor] | None) -> None:
+    """TypeError or ValueError unless ``position_embeddings`` has so many columns for each token of ``x``."""
+    if position_embeddings is None:
+        return
+    check_type("position_embeddings", position_embeddings, tuple)
+    batch, seqlen, _ = x.shape
+    shapes = [tuple(t.shape) if isinstance(t, Tensor) else shown(t) for t in position_embeddings]
+    fitting = (1, seqlen, columns), (batch, seqlen, columns)
+    if len(shapes) != 2 or any(shape not in fitting for shape in shapes):
+        raise ValueError(
+            f"pyattn: position_embeddings must be (cos, sin), each ({batch} or 1, {seqlen}, {columns}), got "
+            + ", ".join(map(str, shapes))
+        )
+
+
 def check_append(
     kv_cache: KVCache,
     k: Tensor,

@@ -153,8 +153,16 @@ class Heads(nn.Module):
 
     def attend(self, projection: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Output:
         """The result of ``forward``: :func:`attend_heads`, then the module's last projection."""
-        out, weights = attend_heads(q, k, v, self.head_dim, **options)
+        out, weights = attend_heads(q, k, v, self.head_dim, **self.drawn(options, q.device))
         return output_of(self.project(projection, out), weights)
+
+    def common(self, x: Tensor) -> Tensor:
+        """``x``, which all heads read; under tensor parallelism, its gradient is summed over the ranks here."""
+        return x
+
+    def drawn(self, options: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        """The options of :func:`attend`; under tensor parallelism, with a seed if dropout needs one."""
+        return options
 
     def project(self, projection: nn.Module, out: Tensor) -> Tensor:
         """The module's last projection, over the heads' results side by side."""

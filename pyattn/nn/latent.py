@@ -5,18 +5,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyattn.arguments import check_finite, check_names, check_sizes, check_type, has_values, shown
+from pyattn.arguments import check_finite, check_names, check_sizes, check_type, has_values
 from pyattn.cache import KVCache
 from pyattn.cached import first_keys, masks_in_first_slots
 from pyattn.key_ranges import plain
-from pyattn.nn.checks import Lengths, check_added, check_append, check_cache, check_input
+from pyattn.nn.checks import Lengths, check_added, check_angles, check_append, check_cache, check_input
 from pyattn.nn.described import described
-from pyattn.nn.heads import Output, attend, make_dropout, output_of
+from pyattn.nn.heads import Heads, Output, attend, make_dropout, output_of
 from pyattn.nn.positions import rotate, turn
 from pyattn.options import AttentionOptions
 
 
-class MultiHeadLatentAttention(nn.Module):
+class MultiHeadLatentAttention(Heads):
     """Causal attention whose keys and values are linear in one latent vector per token, as in DeepSeek V2 and V3.
 
     For token i with input x_i and position p_i, and head h, where ``turn`` is the rotary embedding::
@@ -159,23 +159,27 @@ class MultiHeadLatentAttention(nn.Module):
         """
         check_input(x, self.hidden_size, self.kv_a_proj_with_mqa)
         check_cache(kv_cache, lengths)
-        q = self.q_proj(x) if self.q_lora_rank is None else self.q_b_proj(normed(self.q_a_layernorm, self.q_a_proj(x)))
+        if self.q_lora_rank is None:
+            q = self.q_proj(self.common(x))
+        else:
+            q = self.q_b_proj(self.common(normed(self.q_a_layernorm, self.q_a_proj(x))))
         q = q.unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim))
         compressed = self.kv_a_proj_with_mqa(x).unsqueeze(2)
         keys = x.shape[1] if kv_cache is None else kv_cache.max_seqlen
         check_added(mask, bias, (x.shape[0], q.shape[2], x.shape[1], keys))
-        self._check_angles(x, position_embeddings)
+        check_angles(x, self.qk_rope_head_dim // 2, position_embeddings)
         masks: AttentionOptions = {"key_ranges": key_ranges, "mask": mask, "bias": bias}
         options = {"dropout": self.dropout, "softmax_scale": self.softmax_scale, "need_weights": need_weights}
         if kv_cache is not None:
             masks["key_ranges"] = plain(key_ranges, True)
             check_append(kv_cache, compressed, masks["key_ranges"], mask, bias, self.kv_lora_rank)
             weight_of(self.kv_b_proj)
+        options = self.drawn(options, x.device)
         first = None if kv_cache is None else kv_cache.lengths
         q_nope, q_rope = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         latent, k_rope = compressed.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
         q_rope, k_rope = (self._turn(t, first, position_embeddings) for t in (q_rope, k_rope))
-        k = torch.cat([normed(self.kv_a_layernorm, latent), k_rope], -1)
+        k = self.common(torch.cat([normed(self.kv_a_layernorm, latent), k_rope], -1))
         if kv_cache is not None and not self._expands(kv_cache, x.shape[1]):
             cached = {"kv_cache": kv_cache, "lengths": lengths}
             out, weights = self._absorbed(q_nope, q_rope, k, {**options, **masks, **cached})
@@ -186,7 +190,7 @@ class MultiHeadLatentAttention(nn.Module):
                 k = first_keys(kv_cache, slots).transpose(1, 2)
                 masks = masks_in_first_slots(kv_cache, slots, x.shape[1], masks)
             out, weights = self._expanded(q_nope, q_rope, k, {**options, **masks})
-        return output_of(self.o_proj(out.flatten(2)), weights)
+        return output_of(self.project(self.o_proj, out.flatten(2)), weights)
 
     def _expands(self, kv_cache: KVCache, seqlen: int) -> bool:
         """Whether ``seqlen`` new tokens take fewer operations with the keys of all heads than with absorption.
@@ -226,20 +230,6 @@ class MultiHeadLatentAttention(nn.Module):
         q = torch.cat([torch.einsum("bthn,hnc->bthc", q_nope, to_keys), q_rope], -1)
         out, weights = attend(*(t.transpose(1, 2) for t in (q, k, k[..., : self.kv_lora_rank])), **options)
         return torch.einsum("bhtc,hvc->bthv", out, to_values), weights
-
-    def _check_angles(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> None:
-        if position_embeddings is None:
-            return
-        check_type("position_embeddings", position_embeddings, tuple)
-        columns = self.qk_rope_head_dim // 2
-        batch, seqlen, _ = x.shape
-        shapes = [tuple(t.shape) if isinstance(t, Tensor) else shown(t) for t in position_embeddings]
-        fitting = (1, seqlen, columns), (batch, seqlen, columns)
-        if len(shapes) != 2 or any(shape not in fitting for shape in shapes):
-            raise ValueError(
-                f"pyattn: position_embeddings must be (cos, sin), each ({batch} or 1, {seqlen}, {columns}), got "
-                + ", ".join(map(str, shapes))
-            )
 
     def _turn(self, x: Tensor, first: Tensor | None, position_embeddings: tuple[Tensor, Tensor] | None) -> Tensor:
         """``x`` (B, T, H or 1, qk_rope_head_dim) turned by the angles of its positions, counted from ``first``."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from assertions import assert_close
 import pyattn
 from pyattn.cli import bench, kinds, rings, team, traffic
 from pyattn.distributed import shard
+from pyattn.distributed.layout import tokens_of
+from pyattn.distributed.ranks import Ranks
 
 RANKS = 2
 TINY = {
@@ -18,6 +21,7 @@ TINY = {
     "window": traffic.Case(64, window=5),
     "GQA": traffic.Case(40, heads_kv=1),
     "packed": traffic.Case(48, lengths=(20, 3, 25)),
+    "packed, each cut": traffic.Case(48, lengths=(20, 3, 25), layout="zigzag_varlen"),
 }
 
 
@@ -72,13 +76,27 @@ def test_pairs_are_those_that_some_query_sees(case):
     lengths = case.lengths or (case.seqlen,)
     seen = torch.block_diag(*(torch.ones(n, n).tril() for n in lengths))
     seen = seen.triu(1 - case.window) if case.window else seen
-    rows = [torch.cat([seen[c.start : c.stop] for c in held]) for held in traffic.chunks_of(case.seqlen, 3, "zigzag")]
-    assert case.pairs(3) == [int(part.sum()) for part in rows]
+    begins = torch.tensor([0, *lengths]).cumsum(0) if case.layout == "zigzag_varlen" else None
+    held = tokens_of(case.seqlen, Ranks(None, 3, 0), case.layout, begins)
+    assert case.pairs(3) == [sum(int(seen[c.start : c.stop].sum()) for c in rows) for rows in held]
 
 
 def test_zigzag_shares_a_causal_mask_within_three_percent():
     pairs = traffic.CASES["causal"].pairs(8)
     assert max(pairs) <= 1.03 * sum(pairs) / len(pairs)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_zigzag_varlen_shares_packed_sequences_within_three_percent(ranks):
+    """The bench's documents and twenty random packings, of short documents too: pairs, and tokens but for one."""
+    draw = random.Random(ranks)
+    drawn = [[draw.randint(1, 40) for _ in range(200)] + [draw.randint(200, 1500) for _ in range(8)] for _ in range(20)]
+    for lengths in (traffic.DOCUMENTS, [8] * 100, *drawn):
+        case = traffic.Case(sum(lengths), lengths=tuple(lengths), layout="zigzag_varlen")
+        pairs = case.pairs(ranks)
+        assert max(pairs) <= 1.03 * sum(pairs) / ranks
+        held = [sum(map(len, chunks)) for chunks in case.cut(ranks)[0]]
+        assert max(held) <= min(held) + 1
 
 
 def gathered() -> list[torch.Tensor]:

@@ -28,11 +28,14 @@ def both(
     given = {
         key: value.detach().clone().requires_grad_() if key in LEARNED else value for key, value in options.items()
     }
-    leaves = [distributed.shard(t, dim, place).requires_grad_() for t in whole]
+    cut: dict[str, Any] = {"layout": "zigzag_varlen"} if cu_seqlens else {}
+    begins = {"cu_seqlens": cu_seqlens[0]} if cu_seqlens else {}
+    leaves = [distributed.shard(t, dim, place, **cut, **begins).requires_grad_() for t in whole]
     learned = [given[key] for key in LEARNED if key in given]
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        out, lse, most = function(q * 2, k, v, *cu_seqlens, place, return_lse=True, return_max_score=True, **given)
+        wanted = {"return_lse": True, "return_max_score": True}
+        out, lse, most = function(q * 2, k, v, *cu_seqlens, place, **wanted, **cut, **given)
         assert not most.requires_grad
         return out.sin(), lse, most
 

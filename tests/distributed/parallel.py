@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoints
 from distributed import ranks
-from modules.cases import class_of, set_dropout
+from modules.cases import cache_for, class_of, set_dropout
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from pyattn import KVCache
 from pyattn.distributed import TensorParallel, tensor_parallel, whole_state_dict
 
 D_IN, LENGTH = 16, 9
@@ -26,6 +25,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "MultiHeadAttention": (D_IN, 16, LENGTH, 0.0, 8, True),
     "Attention": (D_IN, 8),
     "GroupedQueryAttention": (D_IN, 16, 0.0, 8, 4, None, True),
+    "MultiHeadLatentAttention": (D_IN, 4, 5, 7, 6, 4, 3, 0.0, True),
+    "MultiHeadLatentAttention, one query projection": (D_IN, 4, None, 7, 6, 4, 3),
     "MHAEinsum": (D_IN, 16, LENGTH, 0.0, 4, True),
     "MultiHeadAttentionCombinedQKV": (D_IN, 16, 4, LENGTH, 0.0, True),
     "MHAPyTorchScaledDotProduct": (D_IN, 16, 8, LENGTH),
@@ -40,7 +41,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 def made(name: str, dtype: torch.dtype, dropout: float, keywords: dict[str, Any]) -> nn.Module:
     """A module whose parameters are those of a seed."""
     torch.manual_seed(1)
-    module: nn.Module = class_of(name)(*CASES[name], **keywords).to(dtype)
+    module: nn.Module = class_of(name.partition(",")[0])(*CASES[name], **keywords).to(dtype)
     if getattr(module, "sinks", None) is not None:
         nn.init.normal_(module.sinks)
     set_dropout(module, dropout)
@@ -109,13 +110,12 @@ def decoding(group: dist.ProcessGroup, name: str, own_cache: bool) -> None:
     x = torch.randn(2, LENGTH, D_IN, dtype=torch.float64)
     outs = []
     for each in (module, twin):
-        heads = getattr(each, "num_heads_kv", None) or getattr(each, "num_kv_groups", None) or each.num_heads
-        cache = KVCache(2, heads, LENGTH, each.head_dim, dtype=torch.float64)
+        cache = cache_for(each, seqlen=LENGTH)
         options: dict[str, Any] = {"use_cache": True} if own_cache else {"kv_cache": cache}
         parts = [x[:, :4], *x[:, 4:].split(1, 1)]
         outs.append(torch.cat([each(part, **options) for part in parts], 1))
         if own_cache:
-            assert each._own_cache.cache.k.shape[1] == heads
+            assert each._own_cache.cache.k.shape[1] == each.num_kv_groups
     torch.testing.assert_close(outs[1], outs[0], rtol=1e-12, atol=1e-12)
 
 

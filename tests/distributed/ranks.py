@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from pyattn import distributed
 from pyattn.distributed.stream import Stream
@@ -124,18 +127,22 @@ def packed(
     options: dict[str, Any],
 ) -> list[Tensor]:
     """The same for packed sequences."""
+    place_q, place_k = (
+        {"group": group, "layout": layout} | ({"cu_seqlens": size} if layout == "zigzag_varlen" else {})
+        for size in sizes
+    )
+    places = place_q, place_k, place_k
     given = {
-        key: distributed.shard(value, 0, group, layout=layout) if key == "key_ranges" else value
-        for key, value in options.items()
+        key: distributed.shard(value, 0, **place_q) if key == "key_ranges" else value for key, value in options.items()
     }
-    leaves = [distributed.shard(t, 0, group, layout=layout).requires_grad_() for t in qkv]
+    leaves = [distributed.shard(t, 0, **place).requires_grad_() for t, place in zip(qkv, places, strict=True)]
     learned = [key for key in LEARNED if key in options]
     given |= {key: given[key].detach().clone().requires_grad_() for key in learned}
     out, lse = distributed.ring_attention_varlen(*leaves, *sizes, group, layout=layout, return_lse=True, **given)
-    gradients = [distributed.shard(t, dim, group, layout=layout) for t, dim in ((dout, 0), (dlse, 1))]
+    gradients = [distributed.shard(t, dim, **place_q) for t, dim in ((dout, 0), (dlse, 1))]
     found = torch.autograd.grad([out, lse], [*leaves, *(given[key] for key in learned)], gradients)
-    dims = (0, 1, 0, 0, 0)
-    whole = [distributed.unshard(t, d, group, layout=layout) for t, d in zip((out, lse, *found[:3]), dims, strict=True)]
+    results = zip((out, lse, *found[:3]), (0, 1, 0, 0, 0), (place_q, place_q, *places), strict=True)
+    whole = [distributed.unshard(t, dim, **place) for t, dim, place in results]
     return [*(t.detach() for t in whole), *(summed(t, group) for t in found[3:])]
 
 
@@ -149,37 +156,53 @@ def of_larger_call(group: dist.ProcessGroup, qkv: Sequence[Tensor], first: int, 
     return distributed.unshard(out, 2, group)
 
 
-def round_trip(group: dist.ProcessGroup, layout: str, whole: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def round_trip(
+    group: dist.ProcessGroup, layout: str, whole: Tensor, dim: int, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """The parts put together again, and the gradient of a part under the sum of the ranks' losses."""
-    part = distributed.shard(whole, dim, group, layout=layout).requires_grad_()
-    again = distributed.unshard(part, dim, group, layout=layout)
+    part = distributed.shard(whole, dim, group, layout=layout, cu_seqlens=cu_seqlens).requires_grad_()
+    again = distributed.unshard(part, dim, group, layout=layout, cu_seqlens=cu_seqlens)
     factor = dist.get_rank(group) + 1.0
     (gradient,) = torch.autograd.grad((again * factor).sum(), part)
     return again.detach(), gradient
 
 
-def training_step(group: dist.ProcessGroup, layout: str | None, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The loss and the gradients of a layer that calls torch's own function, on parts unless layout is None."""
+def training_step(
+    group: dist.ProcessGroup, layout: str | None, kwargs: dict[str, Any], how: str = "function"
+) -> list[Tensor]:
+    """The loss and the gradients of a layer that calls torch's own function, on parts unless layout is None.
+
+    ``how``: "function" by its own name, or by way of its module: within "module", torch's, or in a "checkpoint".
+    """
     torch.manual_seed(0)
-    layer = torch.nn.Linear(16, 48).double()
+    layer: Any = torch.nn.Linear(16, 48).double()
+    if how == "module":
+        layer = torch.nn.MultiheadAttention(16, 4, batch_first=True).double()
     x, labels, mask = torch.randn(2, 11, 16).double(), torch.randn(2, 11, 16).double(), torch.rand(11, 11) < 0.7
     buffers = [x, labels, mask]
 
-    def loss() -> Tensor:
+    def attended(x: Tensor) -> Tensor:
+        if how == "module":
+            hidden = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
+            return layer(x, x, x, attn_mask=hidden, is_causal=True, need_weights=False)[0]
         q, k, v = (t.unflatten(2, (4, 4)).transpose(1, 2) for t in layer(x).chunk(3, 2))
         masked = {} if kwargs.get("is_causal") else {"attn_mask": mask}
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, **kwargs, **masked)
-        return (out.transpose(1, 2).flatten(2) - labels).square().sum()
+        of = scaled_dot_product_attention if how == "function" else functional.scaled_dot_product_attention
+        return of(q, k, v, **kwargs, **masked).transpose(1, 2).flatten(2)
+
+    def results() -> list[Tensor]:
+        out = checkpoint(attended, x, use_reentrant=False) if how == "checkpoint" else attended(x)
+        value = (out - labels).square().sum()
+        return [value.detach(), *torch.autograd.grad(value, list(layer.parameters()))]
 
     if layout is None:
-        value = loss()
-        return [value.detach(), *torch.autograd.grad(value, list(layer.parameters()))]
+        return results()
     mesh = DeviceMesh.from_group(group, "cpu")
     with distributed.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 0], layout=layout):
         assert x.shape[1] < 11
-        value = loss()
-        found = [value.detach(), *torch.autograd.grad(value, list(layer.parameters()))]
+        found = results()
     assert x.shape[1] == 11
+    assert functional.scaled_dot_product_attention is scaled_dot_product_attention
     return [summed(t, group) for t in found]
 
 

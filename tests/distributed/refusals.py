@@ -1,5 +1,6 @@
 """The code that ranks run for test_refusals.py: calls with wrong arguments, and a rank that fails."""
 
+import functools
 import os
 import signal
 from contextlib import nullcontext
@@ -57,6 +58,37 @@ def transformed(group: dist.ProcessGroup, name: str, transform: str) -> str:
     except (ValueError, NotImplementedError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def layout_refusals(group: dist.ProcessGroup) -> list[str]:
+    """The errors of layouts of packed sequences: of shard, then of the ring."""
+    x, begins, found = torch.zeros(9, 2, 8), torch.tensor([0, 1, 2, 3, 9]), []
+    each = {"layout": "zigzag_varlen"}
+    parts = [distributed.shard(x, 0, group, cu_seqlens=begins, **each)] * 3
+    uneven = x[: 3 + 3 * dist.get_rank(group)]
+    packed = functools.partial(distributed.ring_attention_varlen, group=group)
+    calls = (
+        lambda: distributed.shard(x, 0, group, layout="zig"),
+        lambda: distributed.shard(x, 0, group, **each),
+        lambda: distributed.shard(x, 0, group, cu_seqlens=begins),
+        lambda: distributed.shard(x, 0, group, cu_seqlens=begins.float(), **each),
+        lambda: distributed.shard(x, 0, group, cu_seqlens=begins[None], **each),
+        lambda: distributed.shard(x, 0, group, cu_seqlens=begins + 1, **each),
+        lambda: distributed.unshard(uneven, 0, group, cu_seqlens=begins, **each),
+        lambda: distributed.ring_attention(*(t.transpose(0, 1)[None] for t in parts), group, **each),
+        lambda: packed(*parts, begins, begins, layout="zig"),
+        lambda: packed(*parts, begins, begins[:-1], **each),
+        lambda: packed(*parts, begins, begins + 1, **each),
+        lambda: packed(uneven, *parts[1:], begins, begins, **each),
+        lambda: packed(*parts, begins, begins, q_offset=torch.zeros(3).long(), **each),
+    )
+    for call in calls:
+        try:
+            call()
+            found.append("no error")
+        except (TypeError, ValueError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
 
 
 def refused_then_right(group: dist.ProcessGroup, arguments: dict[str, Any]) -> tuple[str, Tensor]:

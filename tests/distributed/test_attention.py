@@ -67,7 +67,7 @@ def test_packed(size: int) -> None:
         qkv = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
         dout, dlse = torch.randn(totals[0], num_heads, 4).double(), torch.randn(num_heads, totals[0]).double()
         options = packed_options(draw, num_heads, lengths_q, lengths_k, totals[0])
-        layout = draw.choice(LAYOUTS)
+        layout = draw.choice((*LAYOUTS, *["zigzag_varlen"] * 3))
         ours, *_ = pool().run(size, ranks.packed, layout, qkv, dout, dlse, sizes, options)
         learned = [name for name in ranks.LEARNED if name in options]
         leaves = [t.requires_grad_() for t in (*qkv, *(options[name] for name in learned))]
@@ -174,12 +174,13 @@ def test_runs_have_the_same_bits() -> None:
     assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "zigzag_varlen"])
 @pytest.mark.parametrize("length", [0, 1, 7, 32])
 def test_shards(layout: str, length: int) -> None:
     whole = torch.randn(2, length, 3).to(torch.bfloat16)
+    begins = torch.tensor([0, 0, length // 3, length - length // 5]) if layout == "zigzag_varlen" else None
     for size in (1, 3, 8):
-        for again, gradient in pool().run(size, ranks.round_trip, layout, whole, 1):
+        for again, gradient in pool().run(size, ranks.round_trip, layout, whole, 1, begins):
             assert torch.equal(again, whole)
             assert torch.equal(gradient, torch.full_like(gradient, size * (size + 1) / 2))
 
@@ -235,6 +236,14 @@ def test_context_parallel(layout: str, kwargs: dict[str, Any]) -> None:
     """A script for one process, with its buffers cut in place and torch's own function called."""
     (truth,) = pool().run(1, ranks.training_step, None, kwargs)
     for found in pool().run(3, ranks.training_step, layout, kwargs):
+        torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", ["module", "checkpoint"])
+def test_context_parallel_reaches_every_call(how: str) -> None:
+    """Calls within a function of torch, and those that checkpoints make in backward."""
+    (truth,) = pool().run(1, ranks.training_step, None, {"is_causal": True}, how)
+    for found in pool().run(3, ranks.training_step, "zigzag", {"is_causal": True}, how):
         torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
 
 

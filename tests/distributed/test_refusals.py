@@ -126,3 +126,25 @@ def test_a_rank_that_fails(end: str, phase: str) -> None:
         fragile.close()
     assert outcomes[1] == ((None, "ArithmeticError") if end == "raise" else ("ended", None))
     assert outcomes[0] == outcomes[2] == (None, "RuntimeError")
+
+
+def test_layouts_of_packed_sequences() -> None:
+    layouts = "pyattn: layout must be one of zigzag, contiguous, chunk"
+    given = "pyattn: cu_seqlens must be given for layout zigzag_varlen, and for no other, got"
+    expected = (
+        f"ValueError: {layouts}, zigzag_varlen, got 'zig'",
+        f"ValueError: {given} none for zigzag_varlen",
+        f"ValueError: {given} some for zigzag",
+        "TypeError: pyattn: cu_seqlens must be (sequences + 1,) of int32 or int64, got torch.float32 of shape (5,)",
+        "ValueError: pyattn: cu_seqlens must be (sequences + 1,) of int32 or int64, got torch.int64 of shape (1, 5)",
+        "ValueError: pyattn: cu_seqlens must start at 0, never decrease and end at most at 9, got [1, 2, 3, 4, 10]",
+        "ValueError: pyattn: a sequence of 9 has parts of [5, 4] in layout zigzag_varlen, got [3, 6]",
+        f"ValueError: {layouts}, got 'zigzag_varlen'",
+        f"ValueError: {layouts}, zigzag_varlen, got 'zig'",
+        "ValueError: pyattn: cu_seqlens_q and cu_seqlens_k must have one length, got 5 and 4",
+        "ValueError: pyattn: cu_seqlens_k must start at 0, never decrease and end at most at 9, got [1, 2, 3, 4, 10]",
+        "ValueError: pyattn: q of 9 positions must be cut into parts of [5, 4] for layout zigzag_varlen, got [3, 6]",
+        "ValueError: pyattn: q_offset must have shape [4], got [3]",
+    )
+    for errors in pool().run(2, refusals.layout_refusals):
+        assert errors == list(expected)

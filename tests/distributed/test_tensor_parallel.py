@@ -8,7 +8,7 @@ import pytest
 import torch
 from distributed import parallel
 from distributed.pool import pool
-from modules.cases import EXTRAS, WITH_EXTRAS
+from modules.cases import CACHED, EXTRAS, WITH_EXTRAS
 
 from pyattn import masks, nn
 
@@ -55,8 +55,7 @@ def test_a_mask_without_heads_of_the_tutorials() -> None:
 
 @pytest.mark.parametrize("own_cache", [False, True])
 def test_decoding(own_cache: bool) -> None:
-    names = ["GroupedQueryAttention"] if own_cache else [*WITH_EXTRAS, "MHAEinsum", "MultiHeadAttentionCombinedQKV"]
-    for name in names:
+    for name in ["GroupedQueryAttention"] if own_cache else CACHED:
         pool().run(2, parallel.decoding, name, own_cache)
 
 
@@ -65,9 +64,12 @@ def test_decoding(own_cache: bool) -> None:
     [
         ("MultiHeadAttention", "fsdp"),
         ("MultiHeadAttentionCombinedQKV", "fsdp"),
+        ("MultiHeadLatentAttention", "fsdp"),
         ("MHAPyTorchClass", "ddp"),
+        ("MultiHeadLatentAttention", "ddp"),
         ("Ch03_MHA_Wrapper", "ddp"),
         ("GroupedQueryAttention", "checkpoint"),
+        ("MultiHeadLatentAttention", "checkpoint"),
         ("MultiHeadAttentionWrapper", "checkpoint"),
     ],
 )
@@ -165,4 +167,4 @@ def test_calls_that_differ(check: str) -> None:
 
 def test_every_class_with_several_heads_has_a_plan() -> None:
     named = {cls.__name__ for cls in nn.MODULES if issubclass(cls, nn.heads.Heads)}
-    assert named == set(parallel.CASES)
+    assert named == {name.partition(",")[0] for name in parallel.CASES}

@@ -195,14 +195,14 @@ def made_cached(name: str, extra: str = "") -> torch.nn.Module:
     return made(name, extra) if name in WITH_EXTRAS else doubles(name)[0]
 
 
-def cache_for(module: torch.nn.Module, batch: int = 2, **options: Any) -> KVCache:
-    """A cache of the context's length that fits the module."""
+def cache_for(module: torch.nn.Module, batch: int = 2, seqlen: int = CONTEXT_LENGTH, **options: Any) -> KVCache:
+    """A cache that fits the module."""
     if isinstance(module, nn.MultiHeadLatentAttention):
         columns = module.kv_lora_rank + module.qk_rope_head_dim
         options |= {"head_dim_v": module.kv_lora_rank, "shared_values": True}
-        return KVCache(batch, 1, CONTEXT_LENGTH, columns, dtype=torch.float64, **options)
+        return KVCache(batch, 1, seqlen, columns, dtype=torch.float64, **options)
     heads = getattr(module, "num_heads_kv", None) or getattr(module, "num_kv_groups", None) or module.num_heads
-    return KVCache(batch, heads, CONTEXT_LENGTH, module.head_dim, dtype=torch.float64, **options)
+    return KVCache(batch, heads, seqlen, module.head_dim, dtype=torch.float64, **options)
 
 
 def arguments(module: torch.nn.Module, begin: int, end: int, keys: int) -> tuple[Tensor, ...]:
