@@ -10,6 +10,7 @@ from pyattn.arguments import check_tensor, refuse_positional
 from pyattn.autocast import cast
 from pyattn.derivatives import autograd
 from pyattn.derivatives.tangents import DENSE
+from pyattn.derivatives.transforms import check_not_nested, transforming
 from pyattn.dropout import dropout_mask
 from pyattn.max_score import of_heads, with_largest_scores
 from pyattn.options import AttentionOptions
@@ -117,6 +118,8 @@ def attention(
     if positional:
         refuse_positional(attention, positional)
     if not (type(q) is type(k) is type(v) is Tensor):
+        if not torch.compiler.is_compiling() and transforming():
+            check_not_nested(q=q, k=k, v=v)
         returned = {"return_lse": return_lse, "return_max_score": return_max_score}
         if (result := taken("attention", q, k, v, **returned, **options)) is not None:
             whole: Tensor | tuple[Tensor, ...] = result

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pyattn.arguments import check_tensor
 from pyattn.autocast import cast
-from pyattn.derivatives import autograd
+from pyattn.derivatives.transforms import transforming
 from pyattn.distributed.layout import Chunks, check_layout, chunks_of
 from pyattn.distributed.ranks import Group, Ranks, agree, ranks_of
 from pyattn.ops.schema import Options
@@ -147,7 +147,7 @@ def _by_row(rows: list[list[int]]) -> frozenset[str]:
 
 
 def _check(function: Callable[..., Any], tensors: tuple[Tensor, ...], dims: tuple[str, ...]) -> None:
-    if autograd.transforming():
+    if transforming():
         raise NotImplementedError(
             f"pyattn: {function.__name__} has no rule for transforms of torch.func or forward mode"
         )
