@@ -9,8 +9,8 @@ from torch.nested._internal.nested_tensor import NestedTensor
 
 from pyattn import ops
 from pyattn.autocast import cast
-from pyattn.jagged import POSITIONS, check_jagged, check_qk, check_same, like, packed, packed_ranges
 from pyattn.key_ranges import check_ranges
+from pyattn.nested import POSITIONS, check_jagged, check_qk, check_same, like, packed, packed_ranges
 from pyattn.ops.schema import Options, Packing
 from pyattn.parse import parse
 from pyattn.takers import TAKERS
@@ -71,4 +71,4 @@ def _check(q: Tensor, k: Tensor, lse: Tensor | None, packing: Packing, options: 
         raise ValueError(f"pyattn: lse must have {q.shape[1]} heads like q, got {lse.shape[0]}")
 
 
-TAKERS[NestedTensor]["attention_weights"] = _weights
+TAKERS.setdefault(NestedTensor, {})["attention_weights"] = _weights
