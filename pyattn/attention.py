@@ -91,6 +91,7 @@ def attention(
     q, k and v may all be jagged nested tensors (B, heads, j, head_dim). They are computed as packed sequences, with the
     options of :func:`pyattn.attention_varlen`; k and v share their offsets, which need not be q's, and key_ranges are
     jagged (B, j, 2) with q's offsets, or (tokens, 2). out (B, Hq, j, Dv) and lse (B, Hq, j) have the offsets of q.
+    Transforms of torch.func refuse them.
 
     Under autocast, q, k, v and bias are cast first unless they are float64. The result has the same bits in every run
     and for any number of threads; on a GPU, :func:`pyattn.set_deterministic` can waive this for dq. Forward and

@@ -54,10 +54,22 @@ def _weights(
             check_ranges(sequence.options.key_ranges, own_k.shape[2], sequence.number)
         row = chosen("rows", rows, own_q.shape[2], q.device)
         parts.append(chosen_weights(own_q, own_k, own_lse, head, row, reduce, sequence.options)[0])
+    if not parts:
+        parts.append(_of_no_sequence(q, head, None if reduce == "queries" else rows, reduce))
     if reduce == "entropy" and rows is not None:
-        return torch.stack(parts)
+        return torch.stack(parts)[: q.shape[0]]
     found = torch.cat(parts, -1)
     return like(found, q if reduce == "entropy" else k, found.dim())
+
+
+def _of_no_sequence(q: Any, head: Tensor | None, rows: Sequence[int] | Tensor | None, reduce: Reduce) -> Tensor:
+    """The result of an empty batch as that of one sequence without tokens: (heads, rows if any are chosen, 0)."""
+    count = q.shape[1] if head is None else len(head)
+    columns = () if reduce == "entropy" and rows is not None else (0,)
+    chosen_rows = () if rows is None else (len(rows),)
+    dtype = q.dtype if reduce is None else torch.promote_types(q.dtype, torch.float32)
+    nothing: Tensor = q.values().new_zeros(count, *chosen_rows, *columns, dtype=dtype)
+    return nothing
 
 
 def _check(q: Tensor, k: Tensor, lse: Tensor | None, packing: Packing, options: Options) -> None:

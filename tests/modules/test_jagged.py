@@ -51,7 +51,7 @@ def without(name: str) -> dict[str, bool]:
 
 @pytest.mark.parametrize(("name", "extra"), CASES)
 def test_forward_and_gradients(name: str, extra: str) -> None:
-    """Of x and every parameter, with ranges of each sequence where the module takes them."""
+    """Gradients of x and every parameter, with ranges of each sequence where the module takes them."""
     module, x, ranges = module_of(name, extra), drawn(), None
     if name in WITH_RANGES:
         rows = [torch.randint(n + 1, (n, 2)).sort(-1).values for n in LENGTHS]

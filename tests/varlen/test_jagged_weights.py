@@ -22,7 +22,7 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights(name: str) -> None:
-    """Of chosen rows, and sums of all rows: as of the sequences one by one, with gradients."""
+    """Chosen rows, and sums of all rows, are those of the sequences one by one, with gradients."""
     lengths, keys = (3, 17, 2, 5), (4, 9, 2, 5)
     q, k, v = drawn(lengths, keys)
     options = in_double(WEIGHTS[name])
@@ -52,6 +52,18 @@ def test_weights(name: str) -> None:
         grads = [torch.autograd.grad(loss, (q, k), retain_graph=True) for loss in losses]
         assert_close(*([g.values() for g in some] for some in grads), 1e-10)
         assert_close(call(rows=[-1], reduce="entropy"), torch.stack([entropy[b][:, -1:] for b in range(4)]))
+
+
+def test_no_sequence_and_no_tokens() -> None:
+    """Results have the shapes that they have otherwise."""
+    for lengths in ((), (0, 0)):
+        q, k, _ = drawn(lengths)
+        for reduce in ("queries", "entropy"):
+            found = attention_weights(q, k, reduce=reduce, heads=[0])
+            assert (found.shape[:2], found.values().shape) == ((len(lengths), 1), (1, 0))
+        if not lengths:
+            assert attention_weights(q, k, rows=[-1, 0], reduce="entropy").shape == (0, 4, 2)
+            assert attention_weights(q, k, rows=[-1, 0]).values().shape == (4, 2, 0)
 
 
 @pytest.mark.parametrize(
