@@ -1,4 +1,4 @@
-"""What attention needs of a layer that may have been replaced: its matrix, its result in another dtype."""
+"""Layers that may have been replaced: their matrix, and their result in another dtype."""
 
 from torch import Tensor, nn
 
