@@ -10,6 +10,7 @@ from pyattn.arguments import check_tensor, refuse_positional
 from pyattn.autocast import cast
 from pyattn.derivatives import autograd
 from pyattn.derivatives.tangents import DENSE
+from pyattn.derivatives.transforms import check_not_nested, transforming
 from pyattn.dropout import dropout_mask
 from pyattn.max_score import of_heads, with_largest_scores
 from pyattn.options import AttentionOptions
@@ -90,6 +91,7 @@ def attention(
     q, k and v may all be jagged nested tensors (B, heads, j, head_dim). They are computed as packed sequences, with the
     options of :func:`pyattn.attention_varlen`; k and v share their offsets, which need not be q's, and key_ranges are
     jagged (B, j, 2) with q's offsets, or (tokens, 2). out (B, Hq, j, Dv) and lse (B, Hq, j) have the offsets of q.
+    Transforms of torch.func refuse them.
 
     Under autocast, q, k, v and bias are cast first unless they are float64. The result has the same bits in every run
     and for any number of threads; on a GPU, :func:`pyattn.set_deterministic` can waive this for dq. Forward and
@@ -117,6 +119,8 @@ def attention(
     if positional:
         refuse_positional(attention, positional)
     if not (type(q) is type(k) is type(v) is Tensor):
+        if not torch.compiler.is_compiling() and transforming():
+            check_not_nested(q=q, k=k, v=v)
         returned = {"return_lse": return_lse, "return_max_score": return_max_score}
         if (result := taken("attention", q, k, v, **returned, **options)) is not None:
             whole: Tensor | tuple[Tensor, ...] = result

@@ -192,13 +192,16 @@ def _kept(cls: type[KeyRanges], types: Sequence[type], name: str, first: Any, re
     return _as(cls, result)
 
 
-def check_ranges(key_ranges: Tensor, seqlen_k: int) -> None:
-    """ValueError for the first range that is out of bounds or reversed, with the operator's message."""
+def check_ranges(key_ranges: Tensor, seqlen_k: int, first: int = 0) -> None:
+    """ValueError for the first range that is out of bounds or reversed, with the operator's message.
+
+    ``first``: the number of the first sequence of ``key_ranges`` (B, Sq, 2).
+    """
     begin, end = key_ranges.unbind(-1)
     wrong = (begin < 0) | (begin > end) | (end > seqlen_k)
     if has_values(wrong) and wrong.any():
         sequence, query = divmod(int(wrong.flatten().to(torch.uint8).argmax()), wrong.shape[1])
         raise ValueError(
             f"pyattn: key_ranges must hold 0 <= begin <= end <= seqlen_k = {seqlen_k}, got "
-            f"{key_ranges[sequence, query].tolist()} for query {query} of sequence {sequence}"
+            f"{key_ranges[sequence, query].tolist()} for query {query} of sequence {first + sequence}"
         )

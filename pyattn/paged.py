@@ -16,6 +16,7 @@ from pyattn.autocast import cast
 from pyattn.cache.pages import gathered
 from pyattn.derivatives import autograd
 from pyattn.derivatives.tangents import DENSE
+from pyattn.derivatives.transforms import transforming
 from pyattn.max_score import of_heads, with_largest_scores
 from pyattn.ops.schema import LEARNED, Options
 from pyattn.parse import parse
@@ -79,6 +80,6 @@ def copied(k: Tensor, v: Tensor, block_table: Tensor, lengths: Tensor, seqlen_k:
 
 def needs_copy(q: Tensor, *tensors: Tensor | None) -> bool:
     """Whether q is on a GPU, a transform is active, or one of the tensors needs a gradient."""
-    if q.is_cuda or (not torch.compiler.is_compiling() and autograd.transforming()):
+    if q.is_cuda or (not torch.compiler.is_compiling() and transforming()):
         return True
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, *tensors))

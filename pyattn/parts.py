@@ -10,6 +10,7 @@ from pyattn import ops
 from pyattn.arguments import check_tensor, refuse_positional
 from pyattn.derivatives import autograd
 from pyattn.derivatives.second_order import Last, Leaf, leaves, never
+from pyattn.derivatives.transforms import transforming
 from pyattn.key_sets import merge
 from pyattn.ops.schema import LEARNED, Options
 from pyattn.options import AttentionOptions
@@ -101,7 +102,7 @@ def attention_backward(
         raise ValueError(f"pyattn: dropout_seed must be that of the forward, got None with dropout_p {known.dropout_p}")
     wanted = tuple(getattr(known, name) is not None for name in LEARNED)
     rows = dout, dlse, q, k, v, out, row_max, row_sum
-    if autograd.transforming():
+    if transforming():
         return Gradients(*_Transformable.apply(*rows, *leaves(known), autograd.deterministic(), Leaf(wanted), True))  # type: ignore[no-untyped-call]
     with torch.no_grad():
         return Gradients(*ops.attention_backward(*rows, *known, autograd.deterministic(), wanted, True))

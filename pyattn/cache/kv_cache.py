@@ -1,7 +1,6 @@
 """A cache keeps keys and values between calls, for text that is generated a few tokens at a time."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,15 +9,12 @@ from pyattn import ops
 from pyattn.arguments import (
     check_integers,
     check_names,
-    check_sizes,
     check_tensor,
     device_of,
     has_values,
 )
-from pyattn.cache.pages import table_for
 from pyattn.cache.positions import indices_of, lengths_of
-from pyattn.cache.ring_buffer import slots_of, window_of
-from pyattn.cache.storage import Storage, allocated, check_dtype, check_shared, copied
+from pyattn.cache.storage import Storage, check_dtype, copied
 
 __all__ = ["KVCache"]
 
@@ -112,36 +108,8 @@ class KVCache(Storage):
         window: tuple[int, int] | None = None,
         shared_values: bool = False,
     ) -> None:
-        head_dim_v = head_dim if head_dim_v is None else head_dim_v
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        sizes = {"batch": batch, "num_heads_kv": num_heads_kv}
-        for columns in ({"head_dim": head_dim}, {"head_dim_v": head_dim_v}):
-            check_sizes(max_seqlen=max_seqlen, **sizes, **columns)
-            if page_size is not None:
-                check_sizes(page_size=page_size, **sizes, **columns)
-        check_dtype(dtype)
-        check_shared(shared_values, head_dim, head_dim_v)
-        device = device_of(device)
-        self.max_seqlen = max_seqlen
-        self.window: tuple[int, int] | None = window_of(window, max_seqlen)
-        self.page_size = page_size
-        if page_size is not None and self.window is not None:
-            raise NotImplementedError(
-                f"pyattn: a cache with a window has no pages, got page_size={page_size} and window={self.window}"
-            )
-        with torch.inference_mode(False):  # so the cache can be used after inference mode ends
-            self.lengths: Tensor = torch.zeros(batch, dtype=torch.int64, device=device)
-            self.starts: Tensor = torch.zeros_like(self.lengths)
-            self._ragged, self._last = False, self.lengths.new_zeros(3, batch)
-            self.block_table: Tensor | None = (
-                None if page_size is None else table_for(self.lengths, max_seqlen, page_size)
-            )
-            slots = max_seqlen if self.window is None else slots_of(max_seqlen)
-            shape = (batch, num_heads_kv, slots)
-            if page_size is not None and self.block_table is not None:
-                shape = (num_heads_kv, self.block_table.numel(), page_size)
-            self.k: Tensor = allocated((*shape, head_dim), dtype, device, page_size)
-            self._v = head_dim_v if shared_values else allocated((*shape, head_dim_v), dtype, device, page_size)
+        sizes = batch, num_heads_kv, max_seqlen, head_dim, head_dim_v
+        super().__init__(*sizes, dtype, device, page_size, window, shared_values)
 
     def __repr__(self) -> str:
         shape = f"k {tuple(self.k.shape)}, v {tuple(self.v.shape)}, {self.k.dtype}"
@@ -149,14 +117,6 @@ class KVCache(Storage):
         sizes += ", shared_values=True" if self.shared_values else ""
         lengths = self.lengths.tolist() if has_values(self.lengths) else f"of {len(self.lengths)} sequences"
         return f"KVCache({shape}, {sizes}, lengths={lengths})"
-
-    @property
-    def last_append(self) -> Tensor | None:
-        """int64 (3, B) after an append with ``lengths``: its number of rows, each sequence's length before and after.
-
-        None after a reset or an append without lengths: cache.lengths then tells where the newest rows are.
-        """
-        return self._last if self._ragged else None
 
     @check_names
     def append(self, k: Tensor, v: Tensor | None = None, lengths: Sequence[int] | Tensor | None = None) -> None:
@@ -273,12 +233,6 @@ class KVCache(Storage):
         if device == self.lengths.device and dtype == self.k.dtype:
             return self
         return copied(self, device, dtype)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Lets a cache that was unpickled or deep-copied in inference mode be used after the mode ends."""
-        with torch.inference_mode(False):
-            for name, value in state.items():
-                setattr(self, name, value.clone() if isinstance(value, Tensor) and value.is_inference() else value)
 
     @check_names
     def reorder(self, idx: Sequence[int] | Tensor) -> None:

@@ -1,12 +1,14 @@
-"""The memory of a cache: its dtypes, allocation, copies, and values that share the memory of keys."""
+"""The memory of a cache: its dtypes, layout, allocation, copies, and values that share the memory of keys."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from pyattn import ops
-from pyattn.arguments import check_tensor, check_type, shown
+from pyattn.arguments import check_sizes, check_tensor, check_type, device_of, shown
+from pyattn.cache.pages import table_for
+from pyattn.cache.ring_buffer import slots_of, window_of
 
 Cache = TypeVar("Cache")
 
@@ -31,11 +33,65 @@ def check_shared(shared_values: bool, head_dim: int, head_dim_v: int) -> None:
 
 
 class Storage:
-    """Keys, and values that have memory of their own or are the first columns of the keys."""
+    """Keys, values and lengths of the sequences, as :class:`pyattn.KVCache` describes them.
 
-    k: Tensor
+    Values have memory of their own or are the first columns of the keys.
+    """
+
     _v: Tensor | int
     """The values' own memory, or of how many columns of the keys they consist."""
+
+    def __init__(
+        self,
+        batch: int,
+        num_heads_kv: int,
+        max_seqlen: int,
+        head_dim: int,
+        head_dim_v: int | None,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+        page_size: int | None,
+        window: tuple[int, int] | None,
+        shared_values: bool,
+    ) -> None:
+        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        sizes = {"batch": batch, "num_heads_kv": num_heads_kv}
+        for columns in ({"head_dim": head_dim}, {"head_dim_v": head_dim_v}):
+            check_sizes(max_seqlen=max_seqlen, **sizes, **columns)
+            if page_size is not None:
+                check_sizes(page_size=page_size, **sizes, **columns)
+        check_dtype(dtype)
+        check_shared(shared_values, head_dim, head_dim_v)
+        device = device_of(device)
+        self.max_seqlen = max_seqlen
+        self.window: tuple[int, int] | None = window_of(window, max_seqlen)
+        self.page_size = page_size
+        if page_size is not None and self.window is not None:
+            raise NotImplementedError(
+                f"pyattn: a cache with a window has no pages, got page_size={page_size} and window={self.window}"
+            )
+        with torch.inference_mode(False):  # so the cache can be used after inference mode ends
+            self.lengths: Tensor = torch.zeros(batch, dtype=torch.int64, device=device)
+            self.starts: Tensor = torch.zeros_like(self.lengths)
+            self._ragged, self._last = False, self.lengths.new_zeros(3, batch)
+            self.block_table: Tensor | None = (
+                None if page_size is None else table_for(self.lengths, max_seqlen, page_size)
+            )
+            slots = max_seqlen if self.window is None else slots_of(max_seqlen)
+            shape = (batch, num_heads_kv, slots)
+            if page_size is not None and self.block_table is not None:
+                shape = (num_heads_kv, self.block_table.numel(), page_size)
+            self.k: Tensor = allocated((*shape, head_dim), dtype, device, page_size)
+            self._v = head_dim_v if shared_values else allocated((*shape, head_dim_v), dtype, device, page_size)
+
+    @property
+    def last_append(self) -> Tensor | None:
+        """int64 (3, B) after an append with ``lengths``: its number of rows, each sequence's length before and after.
+
+        None after a reset or an append without lengths: cache.lengths then tells where the newest rows are.
+        """
+        return self._last if self._ragged else None
 
     @property
     def v(self) -> Tensor:
@@ -69,6 +125,12 @@ class Storage:
             raise TypeError("pyattn: v must be Tensor, got None")
         check_tensor("v", v)
         return v
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Lets a cache that was unpickled or deep-copied in inference mode be used after the mode ends."""
+        with torch.inference_mode(False):
+            for name, value in state.items():
+                setattr(self, name, value.clone() if isinstance(value, Tensor) and value.is_inference() else value)
 
 
 def allocated(

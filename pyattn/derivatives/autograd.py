@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
 from pyattn.derivatives.kind import Kind
 from pyattn.derivatives.second_order import Backward, Tangents, leaves, save, saved
+from pyattn.derivatives.transforms import check_not_nested, transforming
 from pyattn.ops.schema import LEARNED
 
 _deterministic = True
@@ -129,11 +129,6 @@ def _distinct(arguments: tuple[Any, ...]) -> list[Any]:
     return distinct
 
 
-def transforming() -> bool:
-    """Whether a transform of torch.func or forward-mode differentiation is active."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
 def _keep_transforms_eager() -> None:
     """Runs transforms of torch.func outside of compiled graphs, which have first derivatives only."""
     if torch._C._are_functorch_transforms_active():
@@ -150,6 +145,7 @@ def attend(kind: Kind, q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -
         _keep_transforms_eager()
         results = apply(kind, *_distinct((q, k, v, *rest)))
     elif transforming():
+        check_not_nested(q=q, k=k, v=v)
         results = TransformableAttention.apply(kind, q, k, v, *leaves(rest))  # type: ignore[no-untyped-call]
     elif (
         torch.is_grad_enabled()

@@ -28,6 +28,9 @@ from pyattn.dropout import dropout_factor, kept_weights
 from pyattn.ops import visible
 from pyattn.ops.schema import Options
 
+PAIRS_AT_ONCE = 2**20
+"""Pairs of query and key in a block, over batch and heads: about twenty temporaries of 4 MB in float32."""
+
 
 class Change(NamedTuple):
     """A block's derivatives along a direction: a', s', P' (B, Hq, rows, Sk), lse' and N' (B, Hq, rows, 1)."""

@@ -20,8 +20,8 @@ v. Along two directions::
 
     out'* = (P'* D) v + (P' D) v* + (P* D) v'
 
-Memory is linear in the sequence lengths: :data:`PAIRS_AT_ONCE` bounds a block. 16-bit types are computed in float32
-and rounded once.
+Memory is linear in the sequence lengths: :data:`~pyattn.derivatives.block.PAIRS_AT_ONCE` bounds a block. 16-bit types
+are computed in float32 and rounded once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,13 +31,10 @@ import torch
 from torch import Tensor
 
 from pyattn import ops
-from pyattn.derivatives.block import Block, Inputs
+from pyattn.derivatives.block import PAIRS_AT_ONCE, Block, Inputs
 from pyattn.derivatives.grouped import products
 from pyattn.derivatives.kind import Kind, Learned, added
 from pyattn.ops.schema import LEARNED, PLACES, Options
-
-PAIRS_AT_ONCE = 2**20
-"""Pairs of query and key in a block of rows, over batch and heads: about twenty temporaries of 4 MB in float32."""
 
 
 def tangents(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pyattn.arguments import check_tensor
 from pyattn.autocast import cast
-from pyattn.derivatives import autograd
+from pyattn.derivatives.transforms import transforming
 from pyattn.distributed.layout import Chunks, check_layout, chunks_of, packing_of, slices
 from pyattn.distributed.packing import Packing
 from pyattn.distributed.ranks import ERRORS, Group, Ranks, agree, ranks_of
@@ -178,7 +178,7 @@ def _by_row(rows: list[list[int]]) -> frozenset[str]:
 
 def refuse_transforms(function: Callable[..., Any]) -> None:
     """NotImplementedError within a transform of torch.func or forward-mode differentiation."""
-    if autograd.transforming():
+    if transforming():
         raise NotImplementedError(
             f"pyattn: {function.__name__} has no rule for transforms of torch.func or forward mode"
         )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from pyattn.arguments import check_names, check_sizes
-from pyattn.nn.checks import check_added, check_input
+from pyattn.nn.checks import check_added, check_alone, check_input
 from pyattn.nn.described import described
 from pyattn.nn.heads import Heads, Output, attend_single, make_dropout
 from pyattn.nn.mask import CausalMask
@@ -106,6 +106,7 @@ class MultiHeadAttentionWrapper(Heads):
     ) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, num_heads * d_out)."""
         check_input(x)
+        check_alone(x, mask=mask, bias=bias, need_weights=need_weights)
         check_added(mask, bias, (x.shape[0], len(self.heads), x.shape[1], x.shape[1]))
         shared = {"key_ranges": key_ranges, "need_weights": need_weights}
         results = [head(x, mask=_row(mask, h), bias=_row(bias, h), **shared) for h, head in enumerate(self.heads)]

@@ -1,14 +1,17 @@
 """Checks of the modules' arguments."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from pyattn.arguments import check_sizes, check_tensor, check_type, shown
 from pyattn.cache import KVCache
 from pyattn.cache.ring_buffer import check_ring
 from pyattn.key_ranges import check_ranges
+from pyattn.nested import check_jagged, longest
 
 Lengths = Sequence[int] | Tensor
 
@@ -23,10 +26,15 @@ def check_input(
 ) -> None:
     """TypeError or ValueError unless ``x`` fits: d_in columns, the dtype of the weights, a length within the context.
 
+    Jagged tensors (batch, j, d_in) fit too, unless they have holes: NotImplementedError.
+
     ``projection`` is the parameter or module that multiplies ``x``; the dtype of a module without a ``weight``, such as
     LoRA's, is not checked. ``unbatched``: (seqlen, d_in) is accepted too.
     """
-    check_tensor("x", x)
+    if isinstance(x, NestedTensor):
+        check_jagged("x", x, 3, 1, "(batch, j, d_in)")
+    else:
+        check_tensor("x", x)
     dtype = getattr(getattr(projection, "weight", projection), "dtype", x.dtype)
     if not x.is_floating_point():
         raise TypeError(f"pyattn: x must be a floating-point tensor, got {x.dtype}")
@@ -37,8 +45,24 @@ def check_input(
         raise ValueError(f"pyattn: x must be (batch, seqlen, d_in){also}, got shape {tuple(x.shape)}")
     if d_in is not None and x.shape[-1] != d_in:
         raise ValueError(f"pyattn: the last dimension of x must be {d_in}, got shape {tuple(x.shape)}")
-    if context_length is not None and x.shape[1] > context_length:
-        raise ValueError(f"pyattn: seqlen must not exceed context_length, got {x.shape[1]} and {context_length}")
+    if context_length is not None:
+        seqlen = _longest(x) if isinstance(x, NestedTensor) else x.shape[1]
+        if seqlen > context_length:
+            raise ValueError(f"pyattn: seqlen must not exceed context_length, got {seqlen} and {context_length}")
+
+
+def _longest(x: Any) -> int:
+    """The length of the longest sequence; 0 if ``x`` does not know it in a compiled graph, which cannot read it."""
+    return 0 if torch.compiler.is_compiling() and x._maybe_max_seqlen is None else longest(x)
+
+
+def check_alone(x: Tensor, **others: object) -> None:
+    """NotImplementedError if a jagged ``x`` comes with one of ``others``; None and False stand for nothing."""
+    if not isinstance(x, NestedTensor):
+        return
+    for name, given in others.items():
+        if given is not None and given is not False:
+            raise NotImplementedError(f"pyattn: {name} is not supported with a jagged x, got {name}={shown(given)}")
 
 
 def check_cache(kv_cache: KVCache | None, lengths: Lengths | None, context_length: int | None = None) -> None:
@@ -85,19 +109,17 @@ def check_added(mask: Tensor | None, bias: Tensor | None, shape: tuple[int, int,
             )
 
 
-def check_angles(x: Tensor, columns: int, position_embeddings: tuple[Tensor, Tensor] | None) -> None:
-    """TypeError or ValueError unless ``position_embeddings`` has so many columns for each token of ``x``."""
-    if position_embeddings is None:
-        return
-    check_type("position_embeddings", position_embeddings, tuple)
-    batch, seqlen, _ = x.shape
-    shapes = [tuple(t.shape) if isinstance(t, Tensor) else shown(t) for t in position_embeddings]
-    fitting = (1, seqlen, columns), (batch, seqlen, columns)
-    if len(shapes) != 2 or any(shape not in fitting for shape in shapes):
-        raise ValueError(
-            f"pyattn: position_embeddings must be (cos, sin), each ({batch} or 1, {seqlen}, {columns}), got "
-            + ", ".join(map(str, shapes))
-        )
+def keys_of(mask: Tensor | None, kv_cache: KVCache | None, new: int) -> int:
+    """How many keys ``mask`` must have: max_seqlen over a cache, unless it has the ``new`` ones alone."""
+    own = isinstance(mask, Tensor) and mask.shape[-1:] == (new,)
+    return new if kv_cache is None or own else kv_cache.max_seqlen
+
+
+def check_pairs(mask: Tensor | None, bias: Tensor | None, q: Tensor, k: Tensor, kv_cache: KVCache | None) -> None:
+    """:func:`check_added` for queries ``q`` (B, T, H, D) and keys ``k``, which follow those of ``kv_cache``, if any."""
+    batch, seqlen, heads, _ = q.shape
+    check_added(mask, None, (batch, heads, seqlen, keys_of(mask, kv_cache, k.shape[1])))
+    check_added(None, bias, (batch, heads, seqlen, keys_of(None, kv_cache, k.shape[1])))
 
 
 def check_append(

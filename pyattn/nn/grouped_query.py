@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from pyattn.arguments import check_names
 from pyattn.cache import KVCache
-from pyattn.nn.checks import Lengths, check_added, check_cache, check_input, quotient
+from pyattn.nn.checks import Lengths, check_added, check_alone, check_cache, check_input, quotient
 from pyattn.nn.described import described
 from pyattn.nn.growing_cache import GrowingCache, as_wide_as
 from pyattn.nn.heads import Heads, Output, make_dropout
@@ -66,6 +66,7 @@ class GroupedQueryAttention(ScoreOptions, Heads):
         bias: Tensor | None = None,
         kv_cache: KVCache | None = None,
         lengths: Lengths | None = None,
+        positions: Tensor | None = None,
         need_weights: bool = False,
     ) -> Output:
         """``x`` (batch, seqlen, d_in), out (batch, seqlen, d_out); x continues the tokens in a cache.
@@ -73,20 +74,22 @@ class GroupedQueryAttention(ScoreOptions, Heads):
         With ``use_cache``, that is the module's own cache, which grows as needed and lasts until :meth:`reset_cache` or
         a call without ``use_cache``; ``mask`` and ``bias`` then have as many keys as the longest sequence has tokens,
         this call's included. ``kv_cache`` is the caller's, of a fixed size, so ``torch.compile`` compiles once.
+        ``positions``: as in :class:`MultiHeadAttention`.
         """
         check_input(x, self.d_in, self.W_query)
+        check_alone(x, use_cache=use_cache)
         if use_cache and kv_cache is not None:
             raise ValueError(f"pyattn: use_cache=True must come without kv_cache, got {kv_cache!r}")
         if not use_cache:
             check_cache(kv_cache, lengths)
         q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
         if use_cache:
-            kv_cache, positions = self._own_cache.with_room_for(k, self.head_dim)
-            check_added(mask, bias, (x.shape[0], q.shape[-1] // self.head_dim, x.shape[1], positions))
+            kv_cache, tokens = self._own_cache.with_room_for(k, self.head_dim)
+            check_added(mask, bias, (x.shape[0], q.shape[-1] // self.head_dim, x.shape[1], tokens))
             mask, bias = as_wide_as(kv_cache, mask), as_wide_as(kv_cache, bias)
         options = self.score_options(self.num_heads, x)
         options |= {"key_ranges": key_ranges, "mask": mask, "bias": bias, "kv_cache": kv_cache, "lengths": lengths}
-        options |= {"dropout": self.dropout, "need_weights": need_weights}
+        options |= {"dropout": self.dropout, "need_weights": need_weights, "positions": positions}
         result = self.attend(self.out_proj, q, k, v, **options)
         if not use_cache:
             self.reset_cache()

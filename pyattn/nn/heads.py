@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from pyattn.arguments import check_sizes, check_type
 from pyattn.attention import attention
@@ -11,8 +12,9 @@ from pyattn.cache import KVCache
 from pyattn.cached import attention_with_cache, weights_with_cache
 from pyattn.dropout import draw_seed
 from pyattn.key_ranges import plain
-from pyattn.nn.checks import Lengths, check_added, check_append, quotient
-from pyattn.nn.positions import rotate
+from pyattn.nested import like, positions_of
+from pyattn.nn.checks import Lengths, check_added, check_alone, check_append, check_pairs, quotient
+from pyattn.nn.positions import check_positions, rotate
 from pyattn.weights import attention_weights
 
 Output = Tensor | tuple[Tensor, Tensor]
@@ -51,9 +53,13 @@ def attend(
     need_weights: bool = False,
     kv_cache: KVCache | None = None,
     lengths: Lengths | None = None,
+    packed: Any = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention over (B, H, T, D): out, and weights if requested, both with one dropout seed.
+
+    ``packed``: a jagged tensor whose sequences the T tokens are, packed; B is then 1, and there are neither weights nor
+    a cache.
 
     With ``kv_cache``, k and v are appended to it first, the first ``lengths[b]`` rows of each sequence, and q attends
     to the whole cache; in a cache with shared values, v is columns of k. Options that are None are left out: each
@@ -62,15 +68,18 @@ def attend(
     options = {name: value for name, value in options.items() if value is not None}
     dropout_p = dropout_probability(dropout)
     if dropout_p == 1.0:  # every weight is dropped, and attention only takes dropout_p below 1
-        options |= {"need_weights": need_weights, "kv_cache": kv_cache, "lengths": lengths}
+        options |= {"need_weights": need_weights, "kv_cache": kv_cache, "lengths": lengths, "packed": packed}
         out, weights = attend(q, k, v, **options)
         return out * 0.0, None if weights is None else weights * 0.0
     if dropout_p:
         options["dropout_p"] = dropout_p
     if dropout_p and need_weights and "dropout_seed" not in options:
         options["dropout_seed"] = draw_seed(q.device)
+    if packed is not None:
+        result: Any = attention(*(like(t[0], packed) for t in (q, k, v)), **options)
+        return result.values()[None], None
     if kv_cache is None:
-        result: Any = attention(q, k, v, **options)
+        result = attention(q, k, v, **options)
         return result, attention_weights(q, k, **options) if need_weights else None
     kv_cache.append(k, None if kv_cache.shared_values else v, lengths)
     result = attention_with_cache(q, kv_cache, **options)
@@ -80,6 +89,12 @@ def attend(
 def _both(own_mask: Tensor | None, mask: Tensor | None) -> Tensor | None:
     """The module's mask and its caller's combined, True = takes part."""
     return own_mask if mask is None else mask if own_mask is None else own_mask & mask
+
+
+def _tokens(t: Any) -> Tensor:
+    """A jagged (B, j, D) as a batch of one, (1, tokens, D)."""
+    values: Tensor = t.values()
+    return values[None]
 
 
 def attend_single(
@@ -92,7 +107,11 @@ def attend_single(
     bias: Tensor | None = None,
     **options: Any,
 ) -> Output:
-    """:func:`attend` over one head, (B, T, D) or (T, D); masks as :func:`attend_heads` takes them."""
+    """:func:`attend` over one head, (B, T, D), (T, D) or jagged; masks as :func:`attend_heads` takes them."""
+    if isinstance(q, NestedTensor):
+        check_alone(q, mask=mask, bias=bias, need_weights=options.get("need_weights"))
+        out, _ = attend(*(_one_head(_tokens(t)) for t in (q, k, v)), packed=q, **options)
+        return like(out[0, 0], q, 1)
     batched = q.dim() == 3
     batch, seqlen = q.shape[0] if batched else 1, q.shape[-2]
     check_added(mask, bias, (batch, 1, seqlen, seqlen))
@@ -117,27 +136,37 @@ def attend_heads(
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     rotary: float | None = None,
+    positions: Tensor | None = None,
     kv_cache: KVCache | None = None,
     lengths: Lengths | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`attend` over (B, T, H * head_dim), the heads split and merged by views; ``rotary``: the base, if any.
 
-    ``own_mask``, the module's, and ``mask``, its caller's, are bool, True = takes part. H is read from the tensors:
-    under tensor parallelism a projection yields this rank's heads only.
+    ``positions`` (B or 1, T): those of the tokens, for ``rotary``; default: their places in the cache. ``own_mask``,
+    the module's, and ``mask``, its caller's, are bool, True = takes part. H is read from the tensors: under tensor
+    parallelism a projection yields this rank's heads only. Jagged q, k and v (B, j, H * head_dim) give a jagged out.
     """
+    packed = None
+    if isinstance(q, NestedTensor):
+        given = {"mask": mask, "bias": bias, "positions": positions, "kv_cache": kv_cache, "lengths": lengths}
+        check_alone(q, **given, need_weights=options.get("need_weights"))
+        packed, positions = q, None if rotary is None else positions_of(q)[None]
+        q, k, v = (_tokens(t) for t in (q, k, v))
+    else:
+        check_positions(positions, rotary, options.get("alibi_slopes"), q)
     q, k, v = (torch.unflatten(t, -1, (-1, head_dim)) for t in (q, k, v))
-    keys = k.shape[1] if kv_cache is None else kv_cache.max_seqlen
-    check_added(mask, bias, (q.shape[0], q.shape[2], q.shape[1], keys))
+    check_pairs(mask, bias, q, k, kv_cache)
     if kv_cache is not None:
         options["key_ranges"] = plain(options.get("key_ranges"), options.get("causal", True))
         check_append(kv_cache, k, options["key_ranges"], mask, bias)
     if rotary is not None:
         first = None if kv_cache is None else kv_cache.lengths
-        q, k = rotate(q, rotary, first), rotate(k, rotary, first)
+        q, k = (rotate(t, rotary, first, positions=positions) for t in (q, k))
     options |= {"kv_cache": kv_cache, "lengths": lengths, "mask": _both(own_mask, mask), "bias": bias}
-    out, weights = attend(*(t.transpose(1, 2) for t in (q, k, v)), **options)
-    return out.transpose(1, 2).flatten(2), weights
+    out, weights = attend(*(t.transpose(1, 2) for t in (q, k, v)), packed=packed, **options)
+    out = out.transpose(1, 2).flatten(2)
+    return out if packed is None else like(out[0], packed, 1), weights
 
 
 class Heads(nn.Module):

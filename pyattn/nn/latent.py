@@ -4,15 +4,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from pyattn.arguments import check_finite, check_names, check_sizes, check_type, has_values
 from pyattn.cache import KVCache
 from pyattn.cached import first_keys, masks_in_first_slots
 from pyattn.key_ranges import plain
-from pyattn.nn.checks import Lengths, check_added, check_angles, check_append, check_cache, check_input
+from pyattn.nested import like, positions_of
+from pyattn.nn.checks import Lengths, check_alone, check_append, check_cache, check_input, check_pairs
 from pyattn.nn.described import described
 from pyattn.nn.heads import Heads, Output, attend, make_dropout, output_of
-from pyattn.nn.positions import rotate, turn
+from pyattn.nn.layers import normed, weight_of
+from pyattn.nn.positions import check_angles, check_positions, rotate, turn
 from pyattn.options import AttentionOptions
 
 
@@ -150,24 +153,32 @@ class MultiHeadLatentAttention(Heads):
         bias: Tensor | None = None,
         kv_cache: KVCache | None = None,
         lengths: Lengths | None = None,
+        positions: Tensor | None = None,
         need_weights: bool = False,
     ) -> Output:
         """``x`` (batch, seqlen, hidden_size) -> out of the same shape; x continues the tokens in ``kv_cache``.
 
         ``position_embeddings``: (cos, sin) of the angles of x's tokens in place of rope_theta's, for example YaRN's;
-        each is (batch or 1, seqlen, qk_rope_head_dim / 2).
+        each is (batch or 1, seqlen, qk_rope_head_dim / 2). ``positions``: int (batch or 1, seqlen), those of x's tokens
+        for rope_theta, such as the depths in a drafted tree.
         """
         check_input(x, self.hidden_size, self.kv_a_proj_with_mqa)
         check_cache(kv_cache, lengths)
+        packed = x if isinstance(x, NestedTensor) else None
+        if packed is not None:
+            given = {"mask": mask, "bias": bias, "kv_cache": kv_cache, "positions": positions}
+            check_alone(x, **given, position_embeddings=position_embeddings, need_weights=need_weights)
+            x, positions = packed.values()[None], positions_of(packed)[None]
+        else:
+            check_positions(positions, self.rope_theta if position_embeddings is None else None, None, x)
+            check_angles(position_embeddings, x, self.qk_rope_head_dim // 2)
         if self.q_lora_rank is None:
             q = self.q_proj(self.common(x))
         else:
             q = self.q_b_proj(self.common(normed(self.q_a_layernorm, self.q_a_proj(x))))
         q = q.unflatten(-1, (-1, self.qk_nope_head_dim + self.qk_rope_head_dim))
         compressed = self.kv_a_proj_with_mqa(x).unsqueeze(2)
-        keys = x.shape[1] if kv_cache is None else kv_cache.max_seqlen
-        check_added(mask, bias, (x.shape[0], q.shape[2], x.shape[1], keys))
-        check_angles(x, self.qk_rope_head_dim // 2, position_embeddings)
+        check_pairs(mask, bias, q, compressed, kv_cache)
         masks: AttentionOptions = {"key_ranges": key_ranges, "mask": mask, "bias": bias}
         options = {"dropout": self.dropout, "softmax_scale": self.softmax_scale, "need_weights": need_weights}
         if kv_cache is not None:
@@ -178,7 +189,7 @@ class MultiHeadLatentAttention(Heads):
         first = None if kv_cache is None else kv_cache.lengths
         q_nope, q_rope = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         latent, k_rope = compressed.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
-        q_rope, k_rope = (self._turn(t, first, position_embeddings) for t in (q_rope, k_rope))
+        q_rope, k_rope = (self._turn(t, first, positions, position_embeddings) for t in (q_rope, k_rope))
         k = self.common(torch.cat([normed(self.kv_a_layernorm, latent), k_rope], -1))
         if kv_cache is not None and not self._expands(kv_cache, x.shape[1]):
             cached = {"kv_cache": kv_cache, "lengths": lengths}
@@ -189,8 +200,9 @@ class MultiHeadLatentAttention(Heads):
                 slots = int(kv_cache.lengths.max())
                 k = first_keys(kv_cache, slots).transpose(1, 2)
                 masks = masks_in_first_slots(kv_cache, slots, x.shape[1], masks)
-            out, weights = self._expanded(q_nope, q_rope, k, {**options, **masks})
-        return output_of(self.project(self.o_proj, out.flatten(2)), weights)
+            out, weights = self._expanded(q_nope, q_rope, k, {**options, **masks, "packed": packed})
+        out = self.project(self.o_proj, out.flatten(2))
+        return output_of(out if packed is None else like(out[0], packed, 1), weights)
 
     def _expands(self, kv_cache: KVCache, seqlen: int) -> bool:
         """Whether ``seqlen`` new tokens take fewer operations with the keys of all heads than with absorption.
@@ -231,26 +243,17 @@ class MultiHeadLatentAttention(Heads):
         out, weights = attend(*(t.transpose(1, 2) for t in (q, k, k[..., : self.kv_lora_rank])), **options)
         return torch.einsum("bhtc,hvc->bthv", out, to_values), weights
 
-    def _turn(self, x: Tensor, first: Tensor | None, position_embeddings: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _turn(
+        self,
+        x: Tensor,
+        first: Tensor | None,
+        positions: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
         """``x`` (B, T, H or 1, qk_rope_head_dim) turned by the angles of its positions, counted from ``first``."""
         if position_embeddings is not None:
             cos, sin = position_embeddings
             return turn(x, cos.unsqueeze(2), sin.unsqueeze(2), self.rope_interleave)
-        return x if self.rope_theta is None else rotate(x, self.rope_theta, first, self.rope_interleave)
-
-
-def weight_of(layer: nn.Module) -> Tensor:
-    """The matrix that the layer is; NotImplementedError unless it is a Linear without bias."""
-    bias: Tensor | None = getattr(layer, "bias", None)
-    if not isinstance(layer, nn.Linear) or bias is not None:
-        raise NotImplementedError(
-            f"pyattn: kv_b_proj must be nn.Linear without bias over a kv_cache, which absorbs its weight, got {layer}"
-        )
-    return layer.weight
-
-
-def normed(layer: nn.Module, x: Tensor) -> Tensor:
-    """The layer's result in the dtype of ``x``: under autocast, its weight has another one."""
-    dtype = getattr(getattr(layer, "weight", None), "dtype", x.dtype)
-    result: Tensor = layer(x.to(dtype)).to(x.dtype)
-    return result
+        if self.rope_theta is None:
+            return x
+        return rotate(x, self.rope_theta, first, self.rope_interleave, positions=positions)

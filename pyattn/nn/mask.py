@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pyattn.arguments import check_sizes, check_type, shown
-from pyattn.nn.checks import check_mask
+from pyattn.nn.checks import check_alone, check_mask
 
 BLOCK = 2**20
 """Entries of a mask that are compared at a time: temporaries of a few MB, whatever its size."""
@@ -139,6 +139,7 @@ class CausalMask(nn.Module):
             raise NotImplementedError(
                 f"pyattn: an assigned mask is not supported with kv_cache, got one of shape {tuple(own.shape)}"
             )
+        check_alone(x, mask=own)
         batch, seqlen = x.shape[:2]
         masked = check_mask(own.bool()[:seqlen, :seqlen], (batch, 1, seqlen, seqlen))
         return {"causal": False, "own_mask": ~masked}

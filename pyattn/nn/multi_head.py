@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from pyattn.arguments import check_names
 from pyattn.cache import KVCache
-from pyattn.nn.checks import Lengths, check_cache, check_input, check_mask, quotient
+from pyattn.nn.checks import Lengths, check_alone, check_cache, check_input, check_mask, keys_of, quotient
 from pyattn.nn.described import described
 from pyattn.nn.heads import Heads, Output, make_dropout
 from pyattn.nn.mask import CausalMask
@@ -79,15 +79,20 @@ class MultiHeadAttention(CausalMask, ScoreOptions, Heads):
         bias: Tensor | None = None,
         kv_cache: KVCache | None = None,
         lengths: Lengths | None = None,
+        positions: Tensor | None = None,
         need_weights: bool = False,
     ) -> Output:
-        """``x`` (batch, seqlen, d_in) -> out (batch, seqlen, d_out); x continues the tokens in ``kv_cache``."""
+        """``x`` (batch, seqlen, d_in) -> out (batch, seqlen, d_out); x continues the tokens in ``kv_cache``.
+
+        ``positions``: int (batch or 1, seqlen), those of the tokens for the rotary embedding, such as the depths in a
+        drafted tree; default: each token is one after that before it. Masks and windows count places in the cache.
+        """
         check_input(x, self.d_in, self.W_query, context_length=self.context_length)
         check_cache(kv_cache, lengths, self.context_length)
         q, k, v = self.W_query(x), self.W_key(x), self.W_value(x)
         options = self.mask_options(x, kv_cache is not None) | self.score_options(self.num_heads, x)
         options |= {"key_ranges": key_ranges, "mask": mask, "bias": bias, "kv_cache": kv_cache, "lengths": lengths}
-        options |= {"dropout": self.dropout, "need_weights": need_weights}
+        options |= {"dropout": self.dropout, "need_weights": need_weights, "positions": positions}
         return self.attend(self.out_proj, q, k, v, **options)
 
 
@@ -155,19 +160,22 @@ class Attention(ScoreOptions, Heads):
         bias: Tensor | None = None,
         kv_cache: KVCache | None = None,
         lengths: Lengths | None = None,
+        positions: Tensor | None = None,
         need_weights: bool = False,
     ) -> Output:
         """``x`` (batch, seqlen, embed_dim) -> out of the same shape.
 
-        With ``kv_cache``, x follows the cached tokens and sees all of them; ``mask`` then has max_seqlen keys.
+        With ``kv_cache``, x follows the cached tokens and sees all of them; ``mask`` then has max_seqlen keys, or those
+        of x alone. ``positions``: as in :class:`MultiHeadAttention`.
         """
         check_input(x, self.embed_dim, self.W_q)
+        check_alone(x, mask=mask)
         check_cache(kv_cache, lengths)
         if mask is not None:
-            keys = x.shape[1] if kv_cache is None else kv_cache.max_seqlen
-            mask = ~check_mask(mask, (x.shape[0], self.num_heads, x.shape[1], keys))
+            seqlen = x.shape[1]
+            mask = ~check_mask(mask, (x.shape[0], self.num_heads, seqlen, keys_of(mask, kv_cache, seqlen)))
         q, k, v = self.W_q(x), self.W_k(x), self.W_v(x)
         options = {"causal": False, **self.score_options(self.num_heads, x)}
         options |= {"key_ranges": key_ranges, "mask": mask, "bias": bias, "kv_cache": kv_cache, "lengths": lengths}
-        options |= {"dropout": self.dropout, "need_weights": need_weights}
+        options |= {"dropout": self.dropout, "need_weights": need_weights, "positions": positions}
         return self.attend(self.W_o, q, k, v, **options)

@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from pyattn.arguments import check_tensor, check_type, shown
+
 
 def alibi_slopes(
     num_heads: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
@@ -24,7 +26,14 @@ def alibi_slopes(
     return torch.exp2(torch.cat([whole, between])).to(dtype)
 
 
-def rotate(x: Tensor, base: float, first: Tensor | None = None, interleaved: bool = False) -> Tensor:
+def rotate(
+    x: Tensor,
+    base: float,
+    first: Tensor | None = None,
+    interleaved: bool = False,
+    *,
+    positions: Tensor | None = None,
+) -> Tensor:
     """Rotary position embedding of ``x`` (B, T, H, D): columns t and t + D / 2 rotate by ``i base^(-2 t / D)``.
 
     ::
@@ -32,8 +41,9 @@ def rotate(x: Tensor, base: float, first: Tensor | None = None, interleaved: boo
         y_t           =  x_t cos(angle) - x_(t + D / 2) sin(angle)          i = position, from first on
         y_(t + D / 2) =  x_t sin(angle) + x_(t + D / 2) cos(angle)          t = 0 to D / 2 - 1
 
-    ``first``: int64 (B,), the position of each sequence's first token; default: 0. ``interleaved``: columns 2t and
-    2t + 1 rotate together. 16-bit types are rotated in float32 and rounded once.
+    ``first``: int64 (B,), the position of each sequence's first token; default: 0. ``positions``: (B or 1, T), those of
+    all tokens in its place. ``interleaved``: columns 2t and 2t + 1 rotate together. 16-bit types are rotated in float32
+    and rounded once.
 
     Source: Su et al. 2021, "RoFormer"; the order of columns is rotate-half, as in Llama's checkpoints on Hugging Face.
 
@@ -45,8 +55,8 @@ def rotate(x: Tensor, base: float, first: Tensor | None = None, interleaved: boo
     wide = torch.promote_types(x.dtype, torch.float32)
     column = torch.arange(half, dtype=torch.float64, device=x.device)
     frequency = torch.exp2(column * -math.log2(base) / half)  # in a trace, half is a tensor, and c / half float32
-    position = torch.arange(x.shape[1], device=x.device)
-    if first is not None:
+    position = torch.arange(x.shape[1], device=x.device) if positions is None else positions
+    if positions is None and first is not None:
         position = first[:, None] + position
     angle = position.to(wide)[..., None, None] * frequency.to(wide)
     return turn(x, angle.cos(), angle.sin(), interleaved)
@@ -69,3 +79,39 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
     turned = left * cos - right * sin, left * sin + right * cos
     result = (torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)).to(x.dtype)
     return result if 2 * half == x.shape[-1] else torch.cat([result, x[..., 2 * half :]], -1)
+
+
+def check_positions(positions: Tensor | None, rotary: float | None, slopes: Tensor | None, x: Tensor) -> None:
+    """TypeError, ValueError or NotImplementedError unless ``positions`` fit the tokens of ``x`` (B, T, columns).
+
+    ``rotary`` and ``slopes`` say which encodings of positions the module has.
+    """
+    if positions is None:
+        return
+    check_tensor("positions", positions)
+    if positions.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"pyattn: positions must be int32 or int64, got {positions.dtype}")
+    batch, seqlen = x.shape[:2]
+    if positions.shape not in ((1, seqlen), (batch, seqlen)):
+        raise ValueError(f"pyattn: positions must be ({batch} or 1, {seqlen}), got {tuple(positions.shape)}")
+    if positions.device != x.device:
+        raise ValueError(f"pyattn: positions must be on the device of x, got {positions.device} and {x.device}")
+    if rotary is None:
+        raise ValueError(f"pyattn: positions need a rotary embedding, got rotary={rotary}")
+    if slopes is not None:
+        raise NotImplementedError("pyattn: positions are not supported with ALiBi, which counts keys, got alibi=True")
+
+
+def check_angles(position_embeddings: tuple[Tensor, Tensor] | None, x: Tensor, columns: int) -> None:
+    """TypeError or ValueError unless they are (cos, sin) of ``columns`` angles of each token of ``x`` (B, T, ...)."""
+    if position_embeddings is None:
+        return
+    check_type("position_embeddings", position_embeddings, tuple)
+    batch, seqlen, _ = x.shape
+    shapes = [tuple(t.shape) if isinstance(t, Tensor) else shown(t) for t in position_embeddings]
+    fitting = (1, seqlen, columns), (batch, seqlen, columns)
+    if len(shapes) != 2 or any(shape not in fitting for shape in shapes):
+        raise ValueError(
+            f"pyattn: position_embeddings must be (cos, sin), each ({batch} or 1, {seqlen}, {columns}), got "
+            + ", ".join(map(str, shapes))
+        )

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from pyattn.arguments import check_names, check_sizes, shown
-from pyattn.nn.checks import check_added, check_input, quotient
+from pyattn.nn.checks import check_added, check_alone, check_input, quotient
 from pyattn.nn.described import described
 from pyattn.nn.heads import Heads, Output, check_dropout, output_of
 from pyattn.nn.mask import CausalMask
@@ -79,6 +79,7 @@ class MHAPyTorchClass(CausalMask, Heads):
         inner, options = self.multihead_attn, self.mask_options(x) | {"key_ranges": key_ranges}
         q, k, v = linear(x, inner.in_proj_weight, inner.in_proj_bias).chunk(3, dim=-1)
         if inner.bias_k is not None and inner.bias_v is not None:
+            check_alone(x, qkv_bias=True)
             if key_ranges is not None:
                 raise NotImplementedError(
                     "pyattn: key_ranges are not supported with qkv_bias=True, where every query also sees bias_k, got "

@@ -260,7 +260,7 @@ def reduced(weights: Tensor, sinks: Tensor | None, lse: Tensor, kind: str) -> Te
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows a block: 2 sequences of 4 heads with 12 keys each."""
-    monkeypatch.setattr("pyattn.weights.PAIRS_AT_ONCE", 200)
+    monkeypatch.setattr("pyattn.weight_rows.PAIRS_AT_ONCE", 200)
 
 
 each_reduction = pytest.mark.parametrize("kind", ["queries", "entropy"])
@@ -341,7 +341,7 @@ def test_reductions_of_nan(kind: Any) -> None:
 @pytest.mark.parametrize("grad", [False, True])
 def test_memory_of_reductions_is_linear(kind: Any, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All weights take 4 MB in each of about ten temporaries; a block of 16 rows takes 64 kB."""
-    monkeypatch.setattr("pyattn.weights.PAIRS_AT_ONCE", 2**14)
+    monkeypatch.setattr("pyattn.weight_rows.PAIRS_AT_ONCE", 2**14)
     q, k = torch.randn(2, 1, 1, 1024, 8)
     q.requires_grad_(grad)
     with torch.profiler.profile(profile_memory=True) as profile:

@@ -149,7 +149,7 @@ BAD: Refusals = [
     ({"bias": TOKENS.half()}, TypeError, "bias must have dtype "),
     ({"mask": [[True]]}, TypeError, "mask must be Tensor, got [[True]]"),
     ({"bias": 0.5}, TypeError, "bias must be Tensor, got 0.5"),
-    ({"mask": TOKENS[:, :3] > 0}, ValueError, FITS.format("mask")),
+    ({"mask": TOKENS[:, :4] > 0}, ValueError, FITS.format("mask")),
     ({"bias": TOKENS[:, :3]}, ValueError, FITS.format("bias")),
     ({"mask": TOKENS.expand(3, 3, 19) > 0}, ValueError, FITS.format("mask")),
     ({"bias": TOKENS.expand(1, 1, 1, 3, 19)}, ValueError, FITS.format("bias")),

@@ -17,8 +17,8 @@ from pyattn.adapters.flex.native import native
 from pyattn.adapters.flex.row_blocks import Call, blocks
 from pyattn.adapters.flex.terms import score_of_terms
 from pyattn.autocast import cast, without
-from pyattn.derivatives.autograd import transforming
 from pyattn.derivatives.second_order import Last, save, saved
+from pyattn.derivatives.transforms import transforming
 from pyattn.options import Options
 
 

@@ -5,7 +5,7 @@ import torch
 from assertions import assert_close, graph_of
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from varlen.test_jagged import drawn
+from varlen.jagged import drawn
 
 from pyattn.adapters.sdpa import counts, enabled
 

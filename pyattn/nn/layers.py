@@ -1,0 +1,20 @@
+"""Layers that may have been replaced: their matrix, and their result in another dtype."""
+
+from torch import Tensor, nn
+
+
+def weight_of(layer: nn.Module) -> Tensor:
+    """The matrix that the layer is; NotImplementedError unless it is a Linear without bias."""
+    bias: Tensor | None = getattr(layer, "bias", None)
+    if not isinstance(layer, nn.Linear) or bias is not None:
+        raise NotImplementedError(
+            f"pyattn: kv_b_proj must be nn.Linear without bias over a kv_cache, which absorbs its weight, got {layer}"
+        )
+    return layer.weight
+
+
+def normed(layer: nn.Module, x: Tensor) -> Tensor:
+    """The layer's result in the dtype of ``x``: under autocast, its weight has another one."""
+    dtype = getattr(getattr(layer, "weight", None), "dtype", x.dtype)
+    result: Tensor = layer(x.to(dtype)).to(x.dtype)
+    return result
