@@ -105,9 +105,10 @@ def _seen(
     """Blocks with some visible pair, and blocks where every pair is visible; bool (B or 1, Hq or 1, rows, columns)."""
     rows, columns = block_size
     height = (seqlen_q - torch.arange(0, seqlen_q, rows, device=device)).clamp(max=rows)[:, None]
-    if mask.holes is not None:
+    if mask.holes:
         width = (seqlen_k - torch.arange(0, seqlen_k, columns, device=device)).clamp(max=columns)
-        count = _count_pairs(mask.holes, block_size)
+        (holes,) = mask.holes  # a mask_mod has no other intervals
+        count = _count_pairs(holes, block_size)
         return count > 0, count == height * width
     begin, end = key_ranges_of(mask, seqlen_q, seqlen_k, device).unbind(-1)
     touched = torch.where(begin < end, -(-end // columns), 0)  # an empty row touches none
