@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from pyattn.adapters.flex.compiled import mask_in_graph, number, register
 from pyattn.adapters.flex.evaluated import Evaluation, evaluate
 from pyattn.adapters.flex.holes import Holes
 from pyattn.adapters.flex.meaning import Mask, MaskMod, key_ranges_of, mask_of
@@ -43,6 +44,7 @@ def blocks_of(
     _remember(block_mask)
     if evaluation is not None:
         EVALUATED[block_mask] = evaluation
+        number(block_mask, evaluation)
     return block_mask
 
 
@@ -58,6 +60,9 @@ def mask_in(block_mask: BlockMask, batch: int, heads: int) -> Mask:
     if mask is not None:
         check_complete(block_mask, mask)
         return mask
+    compiled = mask_in_graph(block_mask, batch, heads) if torch.compiler.is_compiling() else None
+    if compiled is not None:
+        return compiled
     sizes, before = (batch, heads, *block_mask.seq_lengths), EVALUATED.get(block_mask)
     now = evaluate(block_mask.mask_mod, sizes, block_mask.kv_indices.device, before)
     if now is not before:
@@ -65,6 +70,9 @@ def mask_in(block_mask: BlockMask, batch: int, heads: int) -> Mask:
             raise ValueError(f"{RULE}, got others for lengths {tuple(block_mask.seq_lengths)}")
         EVALUATED[block_mask] = now
     return now.mask
+
+
+_library = register(mask_in)
 
 
 def check_complete(block_mask: BlockMask, mask: Mask) -> None:

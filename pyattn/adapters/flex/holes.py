@@ -20,6 +20,7 @@ class Holes:
         mask_mod: any.
         sizes: (B, Hq, Sq, Sk); B and Hq are 1 if the mask_mod doesn't depend on them.
         reads: which of "q_idx", "kv_idx" and their "distance" it depends on.
+        bits: the whole mask, if it is known.
     """
 
     mask_mod: Callable[..., Tensor]
@@ -32,9 +33,10 @@ class Holes:
         sizes: tuple[int, int, int, int],
         device: torch.device,
         reads: Set[str],
+        bits: Tensor | None = None,
     ) -> None:
         self.mask_mod, self.sizes, self.device, self._reads = mask_mod, sizes, device, reads
-        self._bits: Tensor | None = None
+        self._bits = bits
 
     def seen(self, batch: slice, heads: slice, rows: slice) -> Tensor:
         """bool, the mask for these sequences, heads and query rows; 1 sequence or head if they don't differ."""
@@ -79,12 +81,15 @@ class Holes:
             found[:, begin : begin + block.shape[2]] = bare(ranges)
         return found
 
-    @uncompiled
     def bits(self) -> Tensor:
         """The whole mask, bool (B, Hq, Sq, Sk), kept for later calls."""
         if self._bits is None:
-            bits = torch.empty(self.sizes, dtype=torch.bool, device=self.device)
-            for begin, block in self.blocks():
-                bits[:, :, begin : begin + block.shape[2]] = block
-            self._bits = bits
+            self._bits = self._evaluated()
         return self._bits
+
+    @uncompiled
+    def _evaluated(self) -> Tensor:
+        bits = torch.empty(self.sizes, dtype=torch.bool, device=self.device)
+        for begin, block in self.blocks():
+            bits[:, :, begin : begin + block.shape[2]] = block
+        return bits

@@ -163,9 +163,13 @@ def test_empty(lengths):
 @newer_compiler
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
 def test_compiled():
-    """The mask is evaluated outside of the graph, so changes in place take effect."""
+    """The mask of a BlockMask made by torch is evaluated outside of the graph, so changes in place take effect."""
     reach, tensors = torch.tensor(5), [t.requires_grad_() for t in inputs()]
-    block_mask = blocks(lambda b, h, q_idx, kv_idx: ((q_idx - kv_idx).abs() < reach) & (kv_idx % 2 == 0), 128)
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return ((q_idx - kv_idx).abs() < reach) & (kv_idx % 2 == 0)
+
+    block_mask = blocks(mask_mod, 128, torch_flex.create_block_mask)
 
     def step(q, k, v):
         return flex_attention(q * 2, k, v, block_mask=block_mask, enable_gqa=True) * 2
