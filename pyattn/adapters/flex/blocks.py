@@ -4,7 +4,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from pyattn.adapters.flex.compiled import mask_in_graph, number, register
 from pyattn.adapters.flex.evaluated import Evaluation, evaluate
@@ -49,7 +49,7 @@ def blocks_of(
 
 
 def mask_in(block_mask: BlockMask, batch: int, heads: int) -> Mask:
-    """The meaning of its mask_mod for so many sequences and query heads.
+    """The meaning of its mask_mod for so many sequences and query heads; without a mask_mod, of its blocks.
 
     A mask_mod without a native meaning is evaluated only if it computes something else than at the last evaluation.
 
@@ -63,8 +63,9 @@ def mask_in(block_mask: BlockMask, batch: int, heads: int) -> Mask:
     compiled = mask_in_graph(block_mask, batch, heads) if torch.compiler.is_compiling() else None
     if compiled is not None:
         return compiled
+    mask_mod = _blocks_alone(block_mask) if block_mask.mask_mod is noop_mask else block_mask.mask_mod
     sizes, before = (batch, heads, *block_mask.seq_lengths), EVALUATED.get(block_mask)
-    now = evaluate(block_mask.mask_mod, sizes, block_mask.kv_indices.device, before)
+    now = evaluate(mask_mod, sizes, block_mask.kv_indices.device, before)
     if now is not before:
         if not is_complete(block_mask, now.mask):
             raise ValueError(f"{RULE}, got others for lengths {tuple(block_mask.seq_lengths)}")
@@ -88,6 +89,27 @@ def check_complete(block_mask: BlockMask, mask: Mask) -> None:
     if not is_complete(block_mask, mask):
         raise ValueError(f"{RULE}, got others for lengths {tuple(block_mask.seq_lengths)}")
     _remember(block_mask)
+
+
+def _blocks_alone(block_mask: BlockMask) -> MaskMod:
+    """The mask_mod that shows the listed blocks; torch gives ``noop_mask`` to a BlockMask that is made without any."""
+    (rows, columns), (seqlen_q, seqlen_k) = block_mask.BLOCK_SIZE, block_mask.seq_lengths
+    like = torch.empty(-(-seqlen_q // rows), -(-seqlen_k // columns), device="meta")
+    listed = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, like)
+    if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
+        listed |= _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, like)
+    if listed.all():
+        return noop_mask
+    before = getattr(block_mask, "listed", None)
+    if before is not None and torch.equal(before, listed):
+        listed = before  # the tensor of the last evaluation, which then holds
+    block_mask.listed = listed  # type: ignore[attr-defined]
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        first = [place if size > 1 else 0 for place, size in zip((b, h), listed.shape[:2], strict=True)]
+        return listed[(*first, q_idx // rows, kv_idx // columns)]
+
+    return mask_mod
 
 
 def is_complete(block_mask: BlockMask, mask: Mask) -> Tensor:

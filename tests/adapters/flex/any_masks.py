@@ -24,6 +24,9 @@ def tree(parents):
     return ancestors
 
 
+IMAGES = torch.arange(LENGTH) // 6 * (torch.arange(LENGTH) // 6 % 3 == 1)
+"""The number of the image of each position, 0 for text."""
+
 ANCESTORS = tree([(i - 1) // 2 for i in range(LENGTH)])
 REACHES = torch.tensor([1, 3, 9, 80])
 OFFSET = 3
@@ -33,6 +36,12 @@ def neighbourhood(b, h, q_idx, kv_idx):
     """NATTEN in two dimensions: the 3 x 5 positions of the grid around a query."""
     x, y = (q_idx % WIDTH - kv_idx % WIDTH).abs(), (q_idx // WIDTH - kv_idx // WIDTH).abs()
     return (x <= 2) & (y <= 1)
+
+
+def three_dimensions(b, h, q_idx, kv_idx):
+    """NATTEN for a grid of 3 x 6 x 4 positions."""
+    steps = [(q_idx // size % n - kv_idx // size % n).abs() for size, n in ((24, 3), (4, 6), (1, 4))]
+    return (steps[0] <= 1) & (steps[1] <= 2) & (steps[2] <= 1)
 
 
 def dilated(b, h, q_idx, kv_idx, step):
@@ -59,6 +68,10 @@ INTERVALS = {
     "torch's noop": torch_flex.noop_mask,
     "torch's and": torch_flex.and_masks(causal(), sliding_window(9)),
     "a union": or_masks(causal(), lambda b, h, q_idx, kv_idx: kv_idx < 5),
+    "images in causal text": lambda b, h, q_idx, kv_idx: (
+        (q_idx >= kv_idx) | ((IMAGES[q_idx] == IMAGES[kv_idx]) & (IMAGES[q_idx] > 0))
+    ),
+    "blocks of 9": lambda b, h, q_idx, kv_idx: q_idx // 9 == kv_idx // 9,
     "a sequence of one": lambda b, h, q_idx, kv_idx: (b == 1) & (q_idx >= kv_idx),
 }
 """Each row is an interval, the same for all heads."""
@@ -77,6 +90,10 @@ HOLES = {
     "sinks and a window": or_masks(sliding_window(5), lambda b, h, q_idx, kv_idx: (kv_idx < 3) & (q_idx >= kv_idx)),
     "torch's or": torch_flex.or_masks(neighbourhood, lambda b, h, q_idx, kv_idx: kv_idx == 0),
     "an object": Every(7),
+    "prefixes of documents": lambda b, h, q_idx, kv_idx: (
+        (PIECES[q_idx] == PIECES[kv_idx]) & ((kv_idx % 9 < 4) | (q_idx >= kv_idx))
+    ),
+    "three dimensions": three_dimensions,
     "windows apart": or_masks(sliding_window(3), sliding_window(3, offset=-9)),
 }
 """Some row is no interval, or heads differ."""
