@@ -38,7 +38,7 @@ def attend(
     result, read = trace.result, trace.captured
     masking = masking_of(result)
     if masking.conditions:
-        hidden = mask_of_conditions(masking, score_mod, (*q.shape[:3], k.shape[2]))
+        hidden = mask_of_conditions(masking, score_mod, (*q.shape[:3], k.shape[2]), _wide(q).dtype)
         mask, result, read = intersection([mask, hidden]), masking.rest, masking.captured
         score_mod = masking.score_mod
     score = score_of_terms(result, q, k.shape[2])

@@ -137,7 +137,7 @@ def _seen(
     height = (seqlen_q - torch.arange(0, seqlen_q, rows, device=device)).clamp(max=rows)[:, None]
     if mask.holes:
         width = (seqlen_k - torch.arange(0, seqlen_k, columns, device=device)).clamp(max=columns)
-        (holes,) = mask.holes  # a mask_mod has no other intervals
+        (holes,) = mask.holes  # a mask_mod is evaluated as a whole
         count = _count_pairs(holes, block_size)
         return count > 0, count == height * width
     begin, end = key_ranges_of(mask, seqlen_q, seqlen_k, device).unbind(-1)

@@ -38,6 +38,9 @@ class Numbered(NamedTuple):
     of_heads: bool
     intervals: bool
 
+    def __deepcopy__(self, memo: object) -> None:
+        """A copy is another BlockMask, which has no number."""
+
 
 def number(block_mask: BlockMask, evaluation: Evaluation) -> None:
     """Lets compiled graphs call the BlockMask's mask_mod."""
@@ -53,7 +56,12 @@ def mask_in_graph(block_mask: BlockMask, batch: int, heads: int) -> Mask | None:
     if numbered is None or numbered.mask_mod is not block_mask.mask_mod:
         return None
     seqlen_q, seqlen_k = block_mask.seq_lengths
-    sizes = batch if numbered.of_sequences else 1, heads if numbered.of_heads else 1, seqlen_q, seqlen_k
+    sizes = (
+        batch if numbered.of_sequences else min(1, batch),
+        heads if numbered.of_heads else min(1, heads),
+        seqlen_q,
+        seqlen_k,
+    )
     captured = [x.detach() for x in numbered.captured]
     found = torch.ops.pyattn_flex.shown(captured, numbered.number, batch, heads, sizes, numbered.intervals)
     if numbered.intervals:
@@ -69,16 +77,20 @@ def register(mask_in: Callable[[BlockMask, int, int], Mask]) -> torch.library.Li
     ) -> Tensor:
         block_mask = NUMBERED.get(own)
         if block_mask is None:
-            raise RuntimeError(f"pyattn: block_mask must live as long as it is used, got number {own}")
+            raise RuntimeError("pyattn: block_mask must live as long as graphs that use it, got one that is gone")
         numbered: Numbered = block_mask.numbered  # type: ignore[attr-defined]
-        if [x.data_ptr() for x in captured] != [x.data_ptr() for x in numbered.captured]:
-            raise RuntimeError("pyattn: tensors of a mask_mod must not change inside a compiled function, got one")
+        for x, other in zip(captured, numbered.captured, strict=True):
+            if x.data_ptr() != other.data_ptr():
+                rule = "pyattn: tensors of a mask_mod must not change inside a compiled function"
+                raise RuntimeError(f"{rule}, got one of shape {tuple(x.shape)}")
 
         def computed() -> Tensor:
             mask, (seqlen_q, seqlen_k) = mask_in(block_mask, batch, heads), sizes[2:]
             ranges = key_ranges_of(mask, seqlen_q, seqlen_k, torch.device("cpu"))
             if intervals and mask.holes:
-                raise RuntimeError("pyattn: rows of a mask_mod must stay intervals in a compiled function, got holes")
+                raise RuntimeError(
+                    "pyattn: rows of a mask_mod must stay intervals in a compiled function, got holes in some"
+                )
             if intervals:
                 return ranges.expand(sizes[0], -1, -1).clone()
             begin, end = ranges[:, None, :, :, None].unbind(3)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -59,11 +58,16 @@ def masking_of(x: object, infinity: float = -math.inf) -> Masking:
     return Masking((), x)
 
 
-def mask_of_conditions(masking: Masking, score_mod: object, sizes: tuple[int, int, int, int]) -> Mask:
-    """The pairs where all conditions hold, exactly, for ``sizes`` (B, Hq, Sq, Sk); remembered for the score_mod."""
+def mask_of_conditions(
+    masking: Masking, score_mod: object, sizes: tuple[int, int, int, int], dtype: torch.dtype
+) -> Mask:
+    """The pairs where all conditions hold, exactly, for ``sizes`` (B, Hq, Sq, Sk) and scores of this dtype.
+
+    The score_mod is what remembers them, if it is compared by identity.
+    """
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        inputs, known = (b.new_zeros((), dtype=torch.float32), b, h, q_idx, kv_idx), dict[int, Any]()
+        inputs, known = (b.new_zeros((), dtype=dtype), b, h, q_idx, kv_idx), dict[int, Any]()
         seen = b.new_ones((), dtype=torch.bool)
         with Lookups():
             for condition, value in masking.conditions:
@@ -71,9 +75,11 @@ def mask_of_conditions(masking: Masking, score_mod: object, sizes: tuple[int, in
                 seen = seen & (found if value else ~found)
         return seen
 
-    before = EVALUATED.get(score_mod) if isinstance(score_mod, Hashable) else None
+    kind = type(score_mod)
+    is_key = kind.__hash__ is object.__hash__ and kind.__weakrefoffset__ > 0
+    before = EVALUATED.get(score_mod) if is_key else None
     now = evaluate(mask_mod, sizes, torch.device("cpu"), before)
-    if now is not before and isinstance(score_mod, Hashable):
+    if is_key:
         EVALUATED[score_mod] = now
     return now.mask
 

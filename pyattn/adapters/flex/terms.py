@@ -68,11 +68,12 @@ def score_of_terms(result: object, q: Tensor, seqlen_k: int) -> Score | None:
     relative: Tensor | None = None
     bias: Tensor | None = None
     for (sign, term, reads), view in zip(kinds, whole, strict=True):
+        function = _function(term, wide)
         if not reads & {"q_idx", "kv_idx"}:
-            own = sign * _table(term, reads, sizes).to(wide)
+            own = sign * _table(function, reads, sizes).to(wide)
             relative = own if relative is None else relative + own
         else:
-            own = sign * (_values(term, reads, sizes) if view is None else view).to(wide)
+            own = sign * (_values(function, reads, sizes) if view is None else view).to(wide)
             bias = own if bias is None else bias + own
     if relative is not None:
         if (relative == -torch.inf).any():  # masks these pairs, and in the native code perhaps whole rows to NaN
@@ -104,31 +105,31 @@ def _places(reads: frozenset[str], sizes: tuple[int, ...], q_idx: Tensor, kv_idx
     return [batch, heads, q_idx, kv_idx]
 
 
-def _function(term: Any) -> Callable[..., Tensor]:
-    """The term as a function of the indices, differentiable in what it captures."""
-    return lambda *indices: torch.as_tensor(value_of(term, (torch.zeros(()), *indices), {}))
+def _function(term: Any, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """The term as a function of the indices, for scores of this dtype; differentiable in what it captures."""
+    return lambda *indices: torch.as_tensor(value_of(term, (torch.zeros((), dtype=dtype), *indices), {}))
 
 
-def _table(term: Any, reads: frozenset[str], sizes: tuple[int, int, int, int]) -> Tensor:
+def _table(function: Callable[..., Tensor], reads: frozenset[str], sizes: tuple[int, int, int, int]) -> Tensor:
     """A term of the distance alone as the option relative_bias, (B or 1, H or 1, 2 R + 1)."""
     zero = torch.zeros(1, dtype=torch.int64)
     batch, heads, *_ = places = _places(reads, sizes, zero, zero)
     with Lookups():
         if "distance" not in reads:
-            return over_pairs(_function(term), places).flatten(2)
-        found = over_distances(_function(term), batch, heads, sizes[2:])
+            return over_pairs(function, places).flatten(2)
+        found = over_distances(function, batch, heads, sizes[2:])
     reach = max(sizes[2:]) - 1
     distances = torch.arange(-reach, reach + 1).clamp(1 - sizes[2], sizes[3] - 1)  # no pair has those beyond
     return found[:, :, distances + sizes[2] - 1]
 
 
-def _values(term: Any, reads: frozenset[str], sizes: tuple[int, ...]) -> Tensor:
+def _values(function: Callable[..., Tensor], reads: frozenset[str], sizes: tuple[int, ...]) -> Tensor:
     """A term of queries or keys alone as the option bias, (B or 1, H or 1, Sq or 1, Sk or 1)."""
     rows, columns = (
         torch.arange(size if name in reads else 1) for name, size in zip(("q_idx", "kv_idx"), sizes[2:], strict=True)
     )
     with Lookups():
-        return over_pairs(_function(term), _places(reads, sizes, rows, columns))
+        return over_pairs(function, _places(reads, sizes, rows, columns))
 
 
 def _whole(term: Any, sizes: tuple[int, ...]) -> Tensor | None:

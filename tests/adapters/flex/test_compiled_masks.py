@@ -1,5 +1,7 @@
 """Promise: a mask_mod of the user's own is one operator of a compiled graph, and is evaluated again when it changes."""
 
+import copy
+
 import pytest
 import torch
 from adapters.flex.any_masks import HOLES, INTERVALS, LENGTH
@@ -75,8 +77,12 @@ def test_what_a_graph_can_not_follow():
     block_mask.mask_mod = lambda b, h, i, j: (i >= j) & (j % 3 == 0)
     with pytest.raises(Exception, match="must run outside of compiled graphs, got fullgraph=True"):
         function(*tensors, block_mask)
-    with pytest.raises(Exception, match="must run outside of compiled graphs, got fullgraph=True"):
-        function(*tensors, torch_flex.create_block_mask(HOLES["dilated"], 2, 4, LENGTH, LENGTH, "cpu"))
+    for other in (
+        torch_flex.create_block_mask(HOLES["dilated"], 2, 4, LENGTH, LENGTH, "cpu"),
+        copy.deepcopy(blocks(HOLES["dilated"])),
+    ):
+        with pytest.raises(Exception, match="must run outside of compiled graphs, got fullgraph=True"):
+            function(*tensors, other)
     holes = torch.zeros(LENGTH, dtype=torch.bool)
     block_mask = blocks(lambda b, h, i, j: ~holes[j] & (i >= 0), 128)
     assert_same(function, tensors, block_mask)

@@ -117,16 +117,22 @@ def test_conditions_are_evaluated_when_they_change():
     assert masks[1] is not masks[2]
 
 
-class Unhashable:
-    __hash__ = None
+class Slots:
+    __slots__ = ()
 
     def __call__(self, score, b, h, q_idx, kv_idx):
         return torch.where(q_idx >= kv_idx, score, -torch.inf)
 
 
-def test_a_score_mod_that_has_no_hash():
+class Unhashable(Slots):
+    __slots__ = ("__weakref__",)
+    __hash__ = None
+
+
+@pytest.mark.parametrize("kind", [Slots, Unhashable])
+def test_score_mods_that_are_no_keys(kind):
     q = torch.randn(1, 2, 20, 8, dtype=torch.float64)
-    torch.testing.assert_close(flex_attention(q, q, q, Unhashable()), by_formula(q, q, q, Unhashable())[0])
+    torch.testing.assert_close(flex_attention(q, q, q, kind()), by_formula(q, q, q, kind())[0])
 
 
 def conditions(rng):

@@ -93,6 +93,7 @@ FORMS = {
         lambda s, b, h, i, j: s + torch.where(i < j, -torch.inf, 0.0),
         {"relative_bias": (1, 1)},
     ),
+    "a tensor like the score": (lambda s, b, h, i, j: s + torch.full_like(s, 0.1) * j, {"bias": (1, 1, 1, LENGTH)}),
     "a mask": (lambda s, b, h, i, j: torch.where(i >= j, s, -torch.inf), {}),
 }
 OTHERS = {
