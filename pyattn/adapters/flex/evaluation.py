@@ -154,8 +154,8 @@ class Trace(Lookups):
         captured: the tensors that the mod reads from outside its arguments.
         reads: the arguments on which the result depends, by number.
         dtype: the result's.
-        result: the result as an expression; None if a function that it calls gives several tensors or changes
-            one, perhaps through a view.
+        result: the mod's result as an expression; None if a function that it calls gives several tensors, changes one,
+            perhaps through a view, or computes one unseen, as in TorchScript. Then ``reads`` has all arguments.
 
     Raises:
         TypeError: a mod that returns no tensor.
@@ -190,7 +190,9 @@ class Trace(Lookups):
             if result.dim():
                 raise ValueError(f"pyattn: {what} must return one value for a pair, got shape {tuple(result.shape)}")
             self._calls.append(("return", self._name(result)))
-            self.dtype, self.reads = result.dtype, self._reads(result)
+            unseen = any(torch._C._functorch.is_batchedtensor(x) for x in self.captured)
+            self._is_expression &= not unseen
+            self.dtype, self.reads = result.dtype, frozenset(range(len(inputs))) if unseen else self._reads(result)
             self.result = self._nodes.get(id(result), result) if self._is_expression else None
             return result
 
@@ -208,7 +210,7 @@ class Trace(Lookups):
         given, named = tree_map_only(Tensor, lambda x: self._nodes.get(id(x), x), (tuple(args), kwargs or {}))
         result = super().__torch_function__(func, types, args, kwargs)
         reads = [self._reads(x) for x in inputs if isinstance(x, Tensor)]
-        known = frozenset().union(*(reads[1:] if func in READS_NO_VALUES else reads))
+        known = frozenset().union(*(reads[1:] if args and func in READS_NO_VALUES else reads))
         written = args[0] if func is Tensor.__setitem__ else result
         for place, x in enumerate(tree_leaves(written)):
             if isinstance(x, Tensor):

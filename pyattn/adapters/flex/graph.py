@@ -103,7 +103,7 @@ def reads_score(x: object) -> bool:
 
 
 def _form_of(node: Node) -> Form:
-    forms = [form_of(x) for x in leaves(node)[node.function in READS_NO_VALUES :]]
+    forms = [form_of(x) for x in leaves(node)[bool(node.arguments) and node.function in READS_NO_VALUES :]]
     slopes = [form.slopes for form in forms if form.slopes is not None]
     exact = node.dtype in EXACT and not node.named and len(slopes) == len(forms)
     if exact and len(forms) == 2:

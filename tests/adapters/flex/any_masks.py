@@ -49,6 +49,11 @@ def dilated(b, h, q_idx, kv_idx, step):
     return (distance >= 0) & (distance < 8 * step) & (distance % step == 0)
 
 
+@torch.jit.script
+def every_third(h, q_idx, kv_idx):
+    return (q_idx + kv_idx + h) % 3 == 0
+
+
 class Every:
     def __init__(self, step):
         self.step = torch.tensor(step)
@@ -93,6 +98,7 @@ HOLES = {
     "prefixes of documents": lambda b, h, q_idx, kv_idx: (
         (PIECES[q_idx] == PIECES[kv_idx]) & ((kv_idx % 9 < 4) | (q_idx >= kv_idx))
     ),
+    "heads of TorchScript": lambda b, h, q_idx, kv_idx: every_third(h, q_idx, kv_idx),
     "three dimensions": three_dimensions,
     "windows apart": or_masks(sliding_window(3), sliding_window(3, offset=-9)),
 }

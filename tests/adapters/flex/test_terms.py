@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from adapters.flex.any_masks import LENGTH
+from adapters.flex.any_masks import LENGTH, every_third
 from adapters.flex.any_scores import HEADS, SCORES, by_formula, derivatives, drawn, functions
 from adapters.gradients import assert_accurate
 
@@ -109,6 +109,7 @@ OTHERS = {
     "a cap of 0": lambda s, b, h, i, j: 0 * torch.tanh(s),
     "divided by 0": lambda s, b, h, i, j: s / 0,
     "in place": lambda s, b, h, i, j: s.clone().add_(T[j]).mul_(2),
+    "TorchScript": lambda s, b, h, i, j: s + every_third(h, i, j),
     "several results": lambda s, b, h, i, j: s + T[torch.stack([i, j]).unbind()[1]],
     "changed through a view": lambda s, b, h, i, j: s + doubled(T[j].clone()),
     "a learned factor": lambda s, b, h, i, j: s * T[0],
