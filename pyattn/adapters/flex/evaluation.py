@@ -155,7 +155,7 @@ class Trace(Lookups):
         reads: the arguments on which the result depends, by number.
         dtype: the result's.
         result: the mod's result as an expression; None if a function that it calls gives several tensors, changes one,
-            perhaps through a view, or computes one unseen, as in TorchScript. Then ``reads`` has all arguments.
+            perhaps through a view, or computes one unseen, as in TorchScript: there ``reads`` has all arguments.
 
     Raises:
         TypeError: a mod that returns no tensor.
