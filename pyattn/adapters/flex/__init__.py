@@ -9,8 +9,8 @@ both: the functions below return mask_mods and score_mods that torch's own funct
     out = flex_attention(query, key, value, block_mask=block_mask)
 
 Any other mask_mod or score_mod works, too: masks are evaluated (:mod:`pyattn.adapters.flex.evaluated`), score_mods are
-taken apart into native options (:mod:`pyattn.adapters.flex.terms`), or else computed block by block
-(:mod:`pyattn.adapters.flex.row_blocks`).
+taken apart into a mask (:mod:`pyattn.adapters.flex.masking`) and native options (:mod:`pyattn.adapters.flex.terms`), or
+else computed block by block (:mod:`pyattn.adapters.flex.row_blocks`).
 """
 
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from pyattn import attention
 from pyattn.adapters.flex.evaluation import Trace, uncompiled
-from pyattn.adapters.flex.meaning import Mask, ScoreMod, ranges_for
+from pyattn.adapters.flex.masking import mask_of_conditions, masking_of
+from pyattn.adapters.flex.meaning import Mask, ScoreMod, intersection, ranges_for
 from pyattn.adapters.flex.native import native
 from pyattn.adapters.flex.row_blocks import Call, blocks
 from pyattn.adapters.flex.terms import score_of_terms
@@ -34,12 +35,18 @@ def attend(
     q, k, v = cast(query), cast(key), cast(value)
     attention(*(x.to("meta") for x in (q, k, v)), softmax_scale=scale)  # checks them
     trace = Trace("score_mod", score_mod, q.device, _wide(q).dtype)
-    score = score_of_terms(trace.result, q, k.shape[2])
+    result, read = trace.result, trace.captured
+    masking = masking_of(result)
+    if masking.conditions:
+        hidden = mask_of_conditions(masking, score_mod, (*q.shape[:3], k.shape[2]), _wide(q).dtype)
+        mask, result, read = intersection([mask, hidden]), masking.rest, masking.captured
+        score_mod = masking.score_mod
+    score = score_of_terms(result, q, k.shape[2])
     if score is not None:
         return native(score, query, key, value, mask, scale)
-    captured = [x for x in trace.captured if x.requires_grad] if torch.is_grad_enabled() else []
-    shown = ranges_for(q, mask, k.shape[2]) if mask.holes is None else mask.holes
-    call = Call(score_mod, captured, shown, Options(softmax_scale=scale).scale_for(q.shape[3]))
+    captured = [x for x in read if x.requires_grad] if torch.is_grad_enabled() else []
+    ranges = ranges_for(q, mask, k.shape[2])
+    call = Call(score_mod, captured, ranges, mask.holes, Options(softmax_scale=scale).scale_for(q.shape[3]))
     out, lse = _apply(_Attention, call, q, k, v, *captured)
     return out, lse
 

@@ -99,11 +99,13 @@ def flex_attention(
         score_mod: any function; every tensor that it reads, wherever from, gets its gradient. ``softcap`` and ``alibi``
             run in native code. So does a multiple of the score, or ``c * tanh`` of one, plus terms of ``q_idx -
             kv_idx``, of kv_idx or of q_idx alone, each of b and h too, and captured tensors ``[b, h, q_idx, kv_idx]``.
-            Any other runs in torch operations, block by block in linear memory, on scores in float32 or float64. Those
-            of your own must run outside of compiled graphs, which break there.
+            ``where(seen, score, -inf)`` by indices and captured tensors joins the mask. Any other runs in torch
+            operations, block by block in linear memory, on scores in float32 or float64. Those of your own must run
+            outside of compiled graphs, which break there.
         block_mask: from :func:`create_block_mask` or torch's own function. The mask_mod says what is visible, for all
-            sequences and heads of query; blocks that leave out some of it are refused. A mask_mod of your own is
-            evaluated again only when it computes something else, for example because a tensor has changed in place.
+            sequences and heads of query; blocks that leave out some of it are refused. Without a mask_mod, listed
+            blocks are visible. A mask_mod of your own is evaluated again only when it computes something else, for
+            example because a tensor has changed in place; within compiled graphs it must come from here.
             Rows that are intervals of keys run as such, other masks as bits, S * S bytes.
         scale: finite factor on the scores; default ``1 / sqrt(E)``.
         enable_gqa: whether Hq may be a multiple of H: query head ``h`` reads head ``h // (Hq // H)``.

@@ -4,8 +4,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
+from pyattn.adapters.flex.compiled import mask_in_graph, number, register
 from pyattn.adapters.flex.evaluated import Evaluation, evaluate
 from pyattn.adapters.flex.holes import Holes
 from pyattn.adapters.flex.meaning import Mask, MaskMod, key_ranges_of, mask_of
@@ -43,11 +44,12 @@ def blocks_of(
     _remember(block_mask)
     if evaluation is not None:
         EVALUATED[block_mask] = evaluation
+        number(block_mask, evaluation)
     return block_mask
 
 
 def mask_in(block_mask: BlockMask, batch: int, heads: int) -> Mask:
-    """The meaning of its mask_mod for so many sequences and query heads.
+    """The meaning of its mask_mod for so many sequences and query heads; without a mask_mod, of its blocks.
 
     A mask_mod without a native meaning is evaluated only if it computes something else than at the last evaluation.
 
@@ -58,13 +60,20 @@ def mask_in(block_mask: BlockMask, batch: int, heads: int) -> Mask:
     if mask is not None:
         check_complete(block_mask, mask)
         return mask
+    compiled = mask_in_graph(block_mask, batch, heads) if torch.compiler.is_compiling() else None
+    if compiled is not None:
+        return compiled
+    mask_mod = _blocks_alone(block_mask) if block_mask.mask_mod is noop_mask else block_mask.mask_mod
     sizes, before = (batch, heads, *block_mask.seq_lengths), EVALUATED.get(block_mask)
-    now = evaluate(block_mask.mask_mod, sizes, block_mask.kv_indices.device, before)
+    now = evaluate(mask_mod, sizes, block_mask.kv_indices.device, before)
     if now is not before:
         if not is_complete(block_mask, now.mask):
             raise ValueError(f"{RULE}, got others for lengths {tuple(block_mask.seq_lengths)}")
         EVALUATED[block_mask] = now
     return now.mask
+
+
+_library = register(mask_in)
 
 
 def check_complete(block_mask: BlockMask, mask: Mask) -> None:
@@ -80,6 +89,27 @@ def check_complete(block_mask: BlockMask, mask: Mask) -> None:
     if not is_complete(block_mask, mask):
         raise ValueError(f"{RULE}, got others for lengths {tuple(block_mask.seq_lengths)}")
     _remember(block_mask)
+
+
+def _blocks_alone(block_mask: BlockMask) -> MaskMod:
+    """The mask_mod that shows the listed blocks; torch gives ``noop_mask`` to a BlockMask that is made without any."""
+    (rows, columns), (seqlen_q, seqlen_k) = block_mask.BLOCK_SIZE, block_mask.seq_lengths
+    like = torch.empty(-(-seqlen_q // rows), -(-seqlen_k // columns), device="meta")
+    listed = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, like)
+    if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
+        listed |= _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, like)
+    if listed.all():
+        return noop_mask
+    before = getattr(block_mask, "listed", None)
+    if before is not None and torch.equal(before, listed):
+        listed = before  # the tensor of the last evaluation, which then holds
+    block_mask.listed = listed  # type: ignore[attr-defined]
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        first = [place if size > 1 else 0 for place, size in zip((b, h), listed.shape[:2], strict=True)]
+        return listed[(*first, q_idx // rows, kv_idx // columns)]
+
+    return mask_mod
 
 
 def is_complete(block_mask: BlockMask, mask: Mask) -> Tensor:
@@ -105,9 +135,10 @@ def _seen(
     """Blocks with some visible pair, and blocks where every pair is visible; bool (B or 1, Hq or 1, rows, columns)."""
     rows, columns = block_size
     height = (seqlen_q - torch.arange(0, seqlen_q, rows, device=device)).clamp(max=rows)[:, None]
-    if mask.holes is not None:
+    if mask.holes:
         width = (seqlen_k - torch.arange(0, seqlen_k, columns, device=device)).clamp(max=columns)
-        count = _count_pairs(mask.holes, block_size)
+        (holes,) = mask.holes  # a mask_mod is evaluated as a whole
+        count = _count_pairs(holes, block_size)
         return count > 0, count == height * width
     begin, end = key_ranges_of(mask, seqlen_q, seqlen_k, device).unbind(-1)
     touched = torch.where(begin < end, -(-end // columns), 0)  # an empty row touches none

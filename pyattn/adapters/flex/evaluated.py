@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from pyattn.adapters.flex.evaluation import Trace, uncompiled
+from pyattn.adapters.flex.graph import form_of
 from pyattn.adapters.flex.holes import Holes
 from pyattn.adapters.flex.meaning import Mask, MaskMod
 
@@ -34,7 +35,8 @@ def evaluate(
     sizes = batch, heads, *sizes[2:]
     if before is not None and before.sizes == sizes and trace.repeats(before.trace):
         return before
-    holes = Holes(mask_mod, sizes, device)
+    reads = {"q_idx", "kv_idx"} if trace.result is None else form_of(trace.result).depends_on() - {"b", "h"}
+    holes = Holes(mask_mod, sizes, device, reads)
     ranges = holes.ranges()
-    mask = Mask(holes=holes) if ranges is None else Mask(ranges=(lambda *_: ranges,))
+    mask = Mask(holes=(holes,)) if ranges is None else Mask(ranges=(lambda *_: ranges,))
     return Evaluation(mask, sizes, trace)

@@ -10,24 +10,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from pyattn.adapters.flex.graph import Argument, Node
+from pyattn.adapters.flex.graph import ARGUMENTS, READS_NO_VALUES, Argument, Node
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-
-READS_NO_VALUES = frozenset(
-    {
-        Tensor.new_empty,
-        Tensor.new_full,
-        Tensor.new_ones,
-        Tensor.new_zeros,
-        torch.empty_like,
-        torch.full_like,
-        torch.ones_like,
-        torch.zeros_like,
-    }
-)
-"""Functions whose results don't depend on the values of their first argument."""
 
 
 def uncompiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -139,6 +125,21 @@ def over_pairs(mod: Callable[..., Tensor], places: Sequence[Tensor], *scores: Te
     return function(*scores, *places)
 
 
+def over_distances(mod: Callable[..., Tensor], batch: Tensor, heads: Tensor, lengths: tuple[int, int]) -> Tensor:
+    """``mod`` for all distances ``kv_idx - q_idx`` from ``1 - Sq`` to ``Sk - 1``, (B, H, Sq - 1 + Sk).
+
+    Args:
+        mod: a function of b, h and the distance; it takes the arguments of a mask_mod.
+        batch, heads: the indices b and h, as for :func:`over_pairs`.
+        lengths: (Sq, Sk), at least 1 each.
+    """
+    zero, (queries, keys) = batch.new_zeros(1), (torch.arange(n, device=batch.device) for n in lengths)
+    found = over_pairs(mod, [batch, heads, zero, keys]).flatten(2)
+    if len(queries) == 1:
+        return found
+    return torch.cat([over_pairs(mod, [batch, heads, queries[1:].flip(0), zero]).flatten(2), found], 2)
+
+
 class Trace(Lookups):
     """One run of a mod for a single pair: which functions of torch it calls, with which constants and tensors.
 
@@ -153,8 +154,8 @@ class Trace(Lookups):
         captured: the tensors that the mod reads from outside its arguments.
         reads: the arguments on which the result depends, by number.
         dtype: the result's.
-        result: a score_mod's result as an expression; None if a function that it calls gives several tensors or changes
-            one, perhaps through a view.
+        result: the mod's result as an expression; None if a function that it calls gives several tensors, changes one,
+            perhaps through a view, or computes one unseen, as in TorchScript: there ``reads`` has all arguments.
 
     Raises:
         TypeError: a mod that returns no tensor.
@@ -181,7 +182,7 @@ class Trace(Lookups):
         def single(*inputs: Tensor) -> Tensor:
             for number, x in enumerate(inputs):
                 self._made[id(x)] = x, ("argument", number), frozenset({number})
-                self._nodes[id(x)] = Argument(number)
+                self._nodes[id(x)] = Argument(number + len(ARGUMENTS) - len(inputs))
             with self:
                 result: object = mod(*inputs)
             if not isinstance(result, Tensor):
@@ -189,7 +190,9 @@ class Trace(Lookups):
             if result.dim():
                 raise ValueError(f"pyattn: {what} must return one value for a pair, got shape {tuple(result.shape)}")
             self._calls.append(("return", self._name(result)))
-            self.dtype, self.reads = result.dtype, self._reads(result)
+            unseen = any(torch._C._functorch.is_batchedtensor(x) for x in self.captured)
+            self._is_expression &= not unseen
+            self.dtype, self.reads = result.dtype, frozenset(range(len(inputs))) if unseen else self._reads(result)
             self.result = self._nodes.get(id(result), result) if self._is_expression else None
             return result
 
@@ -207,7 +210,7 @@ class Trace(Lookups):
         given, named = tree_map_only(Tensor, lambda x: self._nodes.get(id(x), x), (tuple(args), kwargs or {}))
         result = super().__torch_function__(func, types, args, kwargs)
         reads = [self._reads(x) for x in inputs if isinstance(x, Tensor)]
-        known = frozenset().union(*(reads[1:] if func in READS_NO_VALUES else reads))
+        known = frozenset().union(*(reads[1:] if args and func in READS_NO_VALUES else reads))
         written = args[0] if func is Tensor.__setitem__ else result
         for place, x in enumerate(tree_leaves(written)):
             if isinstance(x, Tensor):

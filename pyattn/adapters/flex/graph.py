@@ -11,6 +11,20 @@ from torch.utils._pytree import tree_leaves, tree_map
 EXACT = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
 """Types that hold every position."""
 
+READS_NO_VALUES = frozenset(
+    {
+        Tensor.new_empty,
+        Tensor.new_full,
+        Tensor.new_ones,
+        Tensor.new_zeros,
+        torch.empty_like,
+        torch.full_like,
+        torch.ones_like,
+        torch.zeros_like,
+    }
+)
+"""Functions whose results don't depend on the values of their first argument."""
+
 COMPARISONS = frozenset(
     {"eq", "ge", "gt", "le", "lt", "ne", "__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__"}
 )
@@ -83,8 +97,13 @@ def form_of(x: object) -> Form:
     return x.form if isinstance(x, Node) else Form((0, 0))
 
 
+def reads_score(x: object) -> bool:
+    """Whether an expression depends on the score."""
+    return "score" in form_of(x).depends_on()
+
+
 def _form_of(node: Node) -> Form:
-    forms = [form_of(x) for x in leaves(node)]
+    forms = [form_of(x) for x in leaves(node)[bool(node.arguments) and node.function in READS_NO_VALUES :]]
     slopes = [form.slopes for form in forms if form.slopes is not None]
     exact = node.dtype in EXACT and not node.named and len(slopes) == len(forms)
     if exact and len(forms) == 2:
@@ -108,6 +127,19 @@ def _form_of(node: Node) -> Form:
 def leaves(node: Node) -> list[Any]:
     """All arguments of a node, also those in lists."""
     return tree_leaves((node.arguments, node.named), is_leaf=_is_leaf)
+
+
+def tensors_in(x: object) -> list[Tensor]:
+    """The captured tensors of an expression, each once."""
+    found, nodes, waiting = dict[int, Tensor](), set[int](), [x]
+    while waiting:
+        y = waiting.pop()
+        if isinstance(y, Tensor):
+            found[id(y)] = y
+        elif isinstance(y, Node) and id(y) not in nodes:
+            nodes.add(id(y))
+            waiting += leaves(y)
+    return list(found.values())
 
 
 def value_of(x: Any, inputs: tuple[Any, ...], known: dict[int, Any]) -> Any:

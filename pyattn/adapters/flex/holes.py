@@ -1,11 +1,11 @@
 """Any mask_mod evaluated exactly, block of rows by block of rows."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 
 import torch
 from torch import Tensor
 
-from pyattn.adapters.flex.evaluation import over_pairs, uncompiled
+from pyattn.adapters.flex.evaluation import over_distances, over_pairs, uncompiled
 from pyattn.key_ranges import bare
 from pyattn.masks import from_bool
 
@@ -19,15 +19,24 @@ class Holes:
     Args:
         mask_mod: any.
         sizes: (B, Hq, Sq, Sk); B and Hq are 1 if the mask_mod doesn't depend on them.
+        reads: which of "q_idx", "kv_idx" and their "distance" it depends on.
+        bits: the whole mask, if it is known.
     """
 
     mask_mod: Callable[..., Tensor]
     sizes: tuple[int, int, int, int]
     device: torch.device
 
-    def __init__(self, mask_mod: Callable[..., Tensor], sizes: tuple[int, int, int, int], device: torch.device) -> None:
-        self.mask_mod, self.sizes, self.device = mask_mod, sizes, device
-        self._bits: Tensor | None = None
+    def __init__(
+        self,
+        mask_mod: Callable[..., Tensor],
+        sizes: tuple[int, int, int, int],
+        device: torch.device,
+        reads: Set[str],
+        bits: Tensor | None = None,
+    ) -> None:
+        self.mask_mod, self.sizes, self.device, self._reads = mask_mod, sizes, device, reads
+        self._bits = bits
 
     def seen(self, batch: slice, heads: slice, rows: slice) -> Tensor:
         """bool, the mask for these sequences, heads and query rows; 1 sequence or head if they don't differ."""
@@ -36,7 +45,14 @@ class Holes:
         if self._bits is not None:
             return self._bits[tuple(kept)]
         every = (torch.arange(size, device=self.device) for size in self.sizes)
-        return over_pairs(self.mask_mod, [x[s] for x, s in zip(every, kept, strict=True)])
+        b, h, q_idx, kv_idx = (x[s] for x, s in zip(every, kept, strict=True))
+        if self._reads == {"distance"}:
+            seqlen_q, seqlen_k = self.sizes[2:]
+            by_distance = over_distances(self.mask_mod, b, h, (seqlen_q, seqlen_k))
+            return by_distance.unfold(-1, seqlen_k, 1)[:, :, seqlen_q - 1 - q_idx]
+        if self._reads <= {"kv_idx"}:  # rows are alike
+            return over_pairs(self.mask_mod, [b, h, q_idx[:1], kv_idx]).expand(-1, -1, len(q_idx), -1)
+        return over_pairs(self.mask_mod, [b, h, q_idx, kv_idx])
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
         """The first row of each block of rows, and the mask for its rows."""
@@ -48,21 +64,32 @@ class Holes:
 
     def ranges(self) -> Tensor | None:
         """The mask as key_ranges (B, Sq, 2), or None if it has holes indeed."""
-        batch, _, seqlen_q, _ = self.sizes
+        batch, heads, seqlen_q, seqlen_k = self.sizes
         found = torch.zeros(batch, seqlen_q, 2, dtype=torch.int64, device=self.device)
+        if 0 not in self.sizes and self._reads == {"distance"}:
+            b, h = (torch.arange(size, device=self.device) for size in (batch, heads))
+            band = from_bool(over_distances(self.mask_mod, b, h, (seqlen_q, seqlen_k))[:, :, None])
+            if band is not None:  # else its rows may still be intervals, of fewer distances
+                first = torch.arange(seqlen_q, device=self.device)[:, None] + 1 - seqlen_q
+                return torch.add(bare(band), first, out=found).clamp_(0, seqlen_k)
         for begin, block in self.blocks():
             ranges = from_bool(block)
             if ranges is None:
                 return None
+            if self._reads <= {"kv_idx"}:  # rows are alike
+                return found.copy_(bare(ranges)[:, :1])
             found[:, begin : begin + block.shape[2]] = bare(ranges)
         return found
 
-    @uncompiled
     def bits(self) -> Tensor:
         """The whole mask, bool (B, Hq, Sq, Sk), kept for later calls."""
         if self._bits is None:
-            bits = torch.empty(self.sizes, dtype=torch.bool, device=self.device)
-            for begin, block in self.blocks():
-                bits[:, :, begin : begin + block.shape[2]] = block
-            self._bits = bits
+            self._bits = self._evaluated()
         return self._bits
+
+    @uncompiled
+    def _evaluated(self) -> Tensor:
+        bits = torch.empty(self.sizes, dtype=torch.bool, device=self.device)
+        for begin, block in self.blocks():
+            bits[:, :, begin : begin + block.shape[2]] = block
+        return bits

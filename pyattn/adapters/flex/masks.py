@@ -17,15 +17,14 @@ from pyattn.adapters.flex.meaning import (
     check_integers,
     check_offset,
     column,
+    intersection,
     is_same,
     known,
     makes_mods,
     mask_of,
     of_sequence,
-    ranges_of_band,
 )
 from pyattn.arguments import check_size, check_window, has_values
-from pyattn.options import UNBOUNDED
 
 
 @makes_mods
@@ -153,7 +152,7 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
     """The intersection of these masks; with no masks, every key is visible."""
     masks = [mask_of(mask_mod) for mask_mod in mask_mods]
     known_masks = [mask for mask in masks if mask is not None]
-    meaning = _intersection(known_masks) if len(known_masks) == len(masks) else None
+    meaning = intersection(known_masks) if len(known_masks) == len(masks) else None
     return _joined("and_masks", mask_mods, operator.and_, True, meaning)
 
 
@@ -169,20 +168,6 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
         left, right = (-1 if -1 in side else max(side) for side in sides)
         meaning = Mask((left, right), windows[0].offset)
     return _joined("or_masks", mask_mods, operator.or_, False, meaning)
-
-
-def _intersection(masks: list[Mask]) -> Mask:
-    window, offset, ranges, _ = Mask()
-    for mask in masks:
-        if window == UNBOUNDED:
-            window, offset = mask.window, mask.offset
-        elif mask.window != UNBOUNDED and is_same(mask.offset, offset):
-            left, right = (max(pair) if -1 in pair else min(pair) for pair in zip(window, mask.window, strict=True))
-            window = left, right
-        elif mask.window != UNBOUNDED:
-            ranges += (ranges_of_band(mask.window, mask.offset),)
-        ranges += mask.ranges
-    return Mask(window, offset, ranges)
 
 
 def _joined(

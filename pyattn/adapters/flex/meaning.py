@@ -1,7 +1,7 @@
 """The native meaning of mask_mods and score_mods, and how this adapter's functions carry theirs."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,21 +31,19 @@ INT64_MAX = 2**63 - 1
 
 
 class Mask(NamedTuple):
-    """An intersection of intervals: query ``i`` sees the keys inside its window and inside each of its ranges.
-
-    A mask with holes has neither.
+    """An intersection: query ``i`` sees the keys inside its window, its ranges and its masks with holes.
 
     Attributes:
         window: how many keys before and after its position a query sees; -1: all.
         offset: key position of query 0, an int, or an integer tensor of shape () or (B,).
         ranges: further intervals of keys.
-        holes: the mask, if rows are no intervals.
+        holes: masks whose rows are no intervals.
     """
 
     window: tuple[int, int] = UNBOUNDED
     offset: int | Tensor = 0
     ranges: tuple[Ranges, ...] = ()
-    holes: Holes | None = None
+    holes: tuple[Holes, ...] = ()
 
 
 class Score(NamedTuple):
@@ -127,6 +125,21 @@ def is_same(offset: int | Tensor, other: int | Tensor) -> bool:
     return offset is other or (isinstance(offset, int) and isinstance(other, int) and offset == other)
 
 
+def intersection(masks: Sequence[Mask]) -> Mask:
+    """What all of these masks show."""
+    window, offset, ranges, holes = Mask()
+    for mask in masks:
+        if window == UNBOUNDED:
+            window, offset = mask.window, mask.offset
+        elif mask.window != UNBOUNDED and is_same(mask.offset, offset):
+            left, right = (max(pair) if -1 in pair else min(pair) for pair in zip(window, mask.window, strict=True))
+            window = left, right
+        elif mask.window != UNBOUNDED:
+            ranges += (ranges_of_band(mask.window, mask.offset),)
+        ranges, holes = ranges + mask.ranges, holes + mask.holes
+    return Mask(window, offset, ranges, holes)
+
+
 def options_of(mask: Mask, offset: int | Tensor | None, query: Tensor, seqlen_k: int) -> dict[str, Any]:
     """``mask`` as arguments of :func:`pyattn.attention`, for ``query`` (B, Hq, Sq, D).
 
@@ -149,7 +162,7 @@ def options_of(mask: Mask, offset: int | Tensor | None, query: Tensor, seqlen_k:
         "window": UNBOUNDED if left == -1 and right <= 0 else (left, right),
         "q_offset": q_offset,
         "key_ranges": ranges_for(query, Mask(ranges=ranges), seqlen_k) if ranges else None,
-        "mask": None if holes is None else holes.bits(),
+        "mask": functools.reduce(torch.logical_and, [x.bits() for x in holes]) if holes else None,
     }
 
 

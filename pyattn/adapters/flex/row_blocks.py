@@ -36,12 +36,14 @@ class Call(NamedTuple):
 
     Attributes:
         captured: the tensors that the score_mod reads from outside and that require a gradient.
-        mask: key_ranges (B or 1, Sq, 2), or a mask with holes.
+        ranges: what the mask shows, as key_ranges (B or 1, Sq, 2).
+        holes: further masks.
     """
 
     score_mod: ScoreMod
     captured: Sequence[Tensor]
-    mask: Tensor | Holes
+    ranges: Tensor
+    holes: Sequence[Holes]
     scale: float
 
 
@@ -130,26 +132,28 @@ def blocks(call: Call, q: Tensor, k: Tensor) -> Iterator[Block]:
     rows = min(ROWS, max(1, PAIRS // (group * seqlen_k)))
     some_heads = min(heads, max(1, PAIRS // (rows * group * seqlen_k)))
     sequences = min(batch, max(1, PAIRS // (rows * heads_q * seqlen_k)))
-    heads_differ = isinstance(call.mask, Holes) and call.mask.sizes[1] > 1
+    heads_differ = any(holes.sizes[1] > 1 for holes in call.holes)
     for b, i, h in itertools.product(range(0, batch, sequences), range(0, seqlen_q, rows), range(0, heads, some_heads)):
         heads_kv = slice(h, min(heads, h + some_heads))
         queries = slice(b, b + sequences), slice(h * group, heads_kv.stop * group), slice(i, i + rows)
         if h == 0 or heads_differ:
-            seen, columns = _shown(call.mask, *queries)
+            seen, columns = _shown(call, *queries)
         if seen.shape[-1]:
             yield Block(call, queries, (queries[0], heads_kv, columns), seen, sizes)
 
 
-def _shown(mask: Tensor | Holes, batch: slice, heads: slice, rows: slice) -> tuple[Tensor, slice | Tensor]:
+def _shown(call: Call, batch: slice, heads: slice, rows: slice) -> tuple[Tensor, slice | Tensor]:
     """The visible pairs, of the keys that any of the rows sees; and where these keys are."""
-    if isinstance(mask, Holes):
-        seen = mask.seen(batch, heads, rows)
-        columns = seen.any(0).any(0).any(0).nonzero()[:, 0]
-        return seen[..., columns], columns
-    begin, end = mask[batch if mask.shape[0] > 1 else slice(None), rows, :, None].unbind(2)
+    begin, end = call.ranges[batch if call.ranges.shape[0] > 1 else slice(None), rows, :, None].unbind(2)
     first, past = torch.where(begin < end, begin, end.max()).min(), torch.where(begin < end, end, 0).max()
-    keys = torch.arange(int(first), max(int(first), int(past)), device=mask.device)
-    return ((begin <= keys) & (keys < end))[:, None], slice(int(first), int(past))
+    keys = torch.arange(int(first), max(int(first), int(past)), device=begin.device)
+    seen = ((begin <= keys) & (keys < end))[:, None]
+    if not call.holes:
+        return seen, slice(int(first), int(past))
+    for holes in call.holes:
+        seen = seen & holes.seen(batch, heads, rows)[..., keys]
+    some = seen.any(0).any(0).any(0)
+    return seen[..., some], keys[some]
 
 
 def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,14 @@
 """The native meaning of a score_mod that is the score, scaled or under tanh, plus terms of indices and tensors."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyattn.adapters.flex.evaluation import Lookups, over_pairs
-from pyattn.adapters.flex.graph import Argument, Node, form_of, value_of
+from pyattn.adapters.flex.evaluation import Lookups, over_distances, over_pairs
+from pyattn.adapters.flex.graph import Argument, Node, form_of, reads_score, value_of
 from pyattn.adapters.flex.meaning import Score
 
 TERM = "add", "sub", "__rsub__"
@@ -27,10 +28,10 @@ def terms_of(result: object) -> Terms | None:
     while isinstance(node, Node) and node.name in TERM and len(node.arguments) == 2 and not node.named:
         left, right = node.arguments if node.name != "__rsub__" else node.arguments[::-1]
         minus = 1 if node.name == "add" else -1
-        if not _reads_score(right):
+        if not reads_score(right):
             terms.append((sign * minus, right))
             node = left
-        elif not _reads_score(left):
+        elif not reads_score(left):
             terms.append((sign, left))
             sign, node = sign * minus, right
         else:
@@ -67,21 +68,18 @@ def score_of_terms(result: object, q: Tensor, seqlen_k: int) -> Score | None:
     relative: Tensor | None = None
     bias: Tensor | None = None
     for (sign, term, reads), view in zip(kinds, whole, strict=True):
+        function = _function(term, wide)
         if not reads & {"q_idx", "kv_idx"}:
-            own = sign * _table(term, reads, sizes).to(wide)
+            own = sign * _table(function, reads, sizes).to(wide)
             relative = own if relative is None else relative + own
         else:
-            own = sign * (_values(term, reads, sizes) if view is None else view).to(wide)
+            own = sign * (_values(function, reads, sizes) if view is None else view).to(wide)
             bias = own if bias is None else bias + own
     if relative is not None:
         if (relative == -torch.inf).any():  # masks these pairs, and in the native code perhaps whole rows to NaN
             return None
         relative = relative.squeeze(0) if relative.shape[0] == 1 else relative
     return Score(softcap=terms.softcap, factor=terms.factor, bias=bias, relative_bias=relative)
-
-
-def _reads_score(x: object) -> bool:
-    return "score" in form_of(x).depends_on()
 
 
 def _factor(node: Any) -> tuple[float, Any]:
@@ -107,37 +105,31 @@ def _places(reads: frozenset[str], sizes: tuple[int, ...], q_idx: Tensor, kv_idx
     return [batch, heads, q_idx, kv_idx]
 
 
-def _evaluated(term: Any, places: list[Tensor]) -> Tensor:
-    """The term for all pairs of these places, differentiable in what it captures."""
-
-    def function(*indices: Tensor) -> Tensor:
-        return torch.as_tensor(value_of(term, (None, *indices), {}))
-
-    with Lookups():
-        return over_pairs(function, places)
+def _function(term: Any, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """The term as a function of the indices, for scores of this dtype; differentiable in what it captures."""
+    return lambda *indices: torch.as_tensor(value_of(term, (torch.zeros((), dtype=dtype), *indices), {}))
 
 
-def _table(term: Any, reads: frozenset[str], sizes: tuple[int, ...]) -> Tensor:
+def _table(function: Callable[..., Tensor], reads: frozenset[str], sizes: tuple[int, int, int, int]) -> Tensor:
     """A term of the distance alone as the option relative_bias, (B or 1, H or 1, 2 R + 1)."""
     zero = torch.zeros(1, dtype=torch.int64)
-    if "distance" not in reads:
-        return _evaluated(term, _places(reads, sizes, zero, zero)).flatten(2)
-    queries, keys = torch.arange(sizes[2]), torch.arange(sizes[3])
-    found = _evaluated(term, _places(reads, sizes, zero, keys)).flatten(2)
-    if len(queries) > 1:
-        before = _evaluated(term, _places(reads, sizes, queries[1:].flip(0), zero)).flatten(2)
-        found = torch.cat([before, found], 2)
+    batch, heads, *_ = places = _places(reads, sizes, zero, zero)
+    with Lookups():
+        if "distance" not in reads:
+            return over_pairs(function, places).flatten(2)
+        found = over_distances(function, batch, heads, sizes[2:])
     reach = max(sizes[2:]) - 1
     distances = torch.arange(-reach, reach + 1).clamp(1 - sizes[2], sizes[3] - 1)  # no pair has those beyond
     return found[:, :, distances + sizes[2] - 1]
 
 
-def _values(term: Any, reads: frozenset[str], sizes: tuple[int, ...]) -> Tensor:
+def _values(function: Callable[..., Tensor], reads: frozenset[str], sizes: tuple[int, ...]) -> Tensor:
     """A term of queries or keys alone as the option bias, (B or 1, H or 1, Sq or 1, Sk or 1)."""
     rows, columns = (
         torch.arange(size if name in reads else 1) for name, size in zip(("q_idx", "kv_idx"), sizes[2:], strict=True)
     )
-    return _evaluated(term, _places(reads, sizes, rows, columns))
+    with Lookups():
+        return over_pairs(function, _places(reads, sizes, rows, columns))
 
 
 def _whole(term: Any, sizes: tuple[int, ...]) -> Tensor | None:

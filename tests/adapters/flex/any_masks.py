@@ -24,6 +24,9 @@ def tree(parents):
     return ancestors
 
 
+IMAGES = torch.arange(LENGTH) // 6 * (torch.arange(LENGTH) // 6 % 3 == 1)
+"""The number of the image of each position, 0 for text."""
+
 ANCESTORS = tree([(i - 1) // 2 for i in range(LENGTH)])
 REACHES = torch.tensor([1, 3, 9, 80])
 OFFSET = 3
@@ -35,9 +38,20 @@ def neighbourhood(b, h, q_idx, kv_idx):
     return (x <= 2) & (y <= 1)
 
 
+def three_dimensions(b, h, q_idx, kv_idx):
+    """NATTEN for a grid of 3 x 6 x 4 positions."""
+    steps = [(q_idx // size % n - kv_idx // size % n).abs() for size, n in ((24, 3), (4, 6), (1, 4))]
+    return (steps[0] <= 1) & (steps[1] <= 2) & (steps[2] <= 1)
+
+
 def dilated(b, h, q_idx, kv_idx, step):
     distance = q_idx - kv_idx
     return (distance >= 0) & (distance < 8 * step) & (distance % step == 0)
+
+
+@torch.jit.script
+def every_third(h, q_idx, kv_idx):
+    return (q_idx + kv_idx + h) % 3 == 0
 
 
 class Every:
@@ -59,6 +73,10 @@ INTERVALS = {
     "torch's noop": torch_flex.noop_mask,
     "torch's and": torch_flex.and_masks(causal(), sliding_window(9)),
     "a union": or_masks(causal(), lambda b, h, q_idx, kv_idx: kv_idx < 5),
+    "images in causal text": lambda b, h, q_idx, kv_idx: (
+        (q_idx >= kv_idx) | ((IMAGES[q_idx] == IMAGES[kv_idx]) & (IMAGES[q_idx] > 0))
+    ),
+    "blocks of 9": lambda b, h, q_idx, kv_idx: q_idx // 9 == kv_idx // 9,
     "a sequence of one": lambda b, h, q_idx, kv_idx: (b == 1) & (q_idx >= kv_idx),
 }
 """Each row is an interval, the same for all heads."""
@@ -77,6 +95,11 @@ HOLES = {
     "sinks and a window": or_masks(sliding_window(5), lambda b, h, q_idx, kv_idx: (kv_idx < 3) & (q_idx >= kv_idx)),
     "torch's or": torch_flex.or_masks(neighbourhood, lambda b, h, q_idx, kv_idx: kv_idx == 0),
     "an object": Every(7),
+    "prefixes of documents": lambda b, h, q_idx, kv_idx: (
+        (PIECES[q_idx] == PIECES[kv_idx]) & ((kv_idx % 9 < 4) | (q_idx >= kv_idx))
+    ),
+    "heads of TorchScript": lambda b, h, q_idx, kv_idx: every_third(h, q_idx, kv_idx),
+    "three dimensions": three_dimensions,
     "windows apart": or_masks(sliding_window(3), sliding_window(3, offset=-9)),
 }
 """Some row is no interval, or heads differ."""

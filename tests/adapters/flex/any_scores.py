@@ -119,6 +119,18 @@ SCORES = {
         lambda w: lambda score, b, h, q_idx, kv_idx: score + w[(h + kv_idx) % LENGTH, (q_idx - kv_idx).abs()],
         ((LENGTH, LENGTH),),
     ),
+    "alibi by document": Scored(
+        lambda m: (
+            lambda score, b, h, q_idx, kv_idx: torch.where(
+                PIECES[q_idx] == PIECES[kv_idx], score - m[h] * (q_idx % 9 - kv_idx % 9).abs(), -torch.inf
+            )
+        ),
+        ((HEADS,),),
+        causal(),
+    ),
+    "a cap, then temperatures": Scored(
+        lambda t: lambda score, b, h, q_idx, kv_idx: 3 * torch.tanh(score / 3) * t[h].exp(), ((HEADS,),), HOLES["tree"]
+    ),
     "two dimensions": Scored(two_dimensions, ((HEADS, 5, 3),), neighbourhood),
 }
 

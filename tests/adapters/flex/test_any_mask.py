@@ -40,10 +40,11 @@ def test_masks(name, make):
     ours, theirs = (f(*tensors, None, block_mask, **asked) for f in (flex_attention, torch_flex.flex_attention))
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     mask = mask_in(block_mask, 2, 4)
-    assert (mask.holes is None) == (name in INTERVALS)
-    if mask.holes is not None:
-        assert (mask.holes.sizes[0] == 2) == (name in ("rows of documents", "causal documents", "heads and sequences"))
-        assert (mask.holes.sizes[1] == 4) == ("heads" in name)
+    assert (not mask.holes) == (name in INTERVALS)
+    for holes in mask.holes:
+        by_sequence = "rows of documents", "causal documents", "heads and sequences", "heads of TorchScript"
+        assert (holes.sizes[0] == 2) == (name in by_sequence)
+        assert (holes.sizes[1] == 4) == ("heads" in name)
 
 
 @every_mask
@@ -163,9 +164,13 @@ def test_empty(lengths):
 @newer_compiler
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
 def test_compiled():
-    """The mask is evaluated outside of the graph, so changes in place take effect."""
+    """The mask of a BlockMask made by torch is evaluated outside of the graph, so changes in place take effect."""
     reach, tensors = torch.tensor(5), [t.requires_grad_() for t in inputs()]
-    block_mask = blocks(lambda b, h, q_idx, kv_idx: ((q_idx - kv_idx).abs() < reach) & (kv_idx % 2 == 0), 128)
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return ((q_idx - kv_idx).abs() < reach) & (kv_idx % 2 == 0)
+
+    block_mask = blocks(mask_mod, 128, torch_flex.create_block_mask)
 
     def step(q, k, v):
         return flex_attention(q * 2, k, v, block_mask=block_mask, enable_gqa=True) * 2

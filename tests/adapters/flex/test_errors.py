@@ -3,6 +3,7 @@
 import pytest
 import torch
 from assertions import refused
+from torch.nn.attention import flex_attention as torch_flex
 
 from pyattn.adapters.flex import (
     AuxRequest,
@@ -38,6 +39,11 @@ CALLS = {
         ValueError,
         lambda q, k, v: flex_attention(q[:, :, :9], k, v, None, MADE),
         "block_mask must be of shap",
+    ),
+    "torch's lengths": (
+        ValueError,
+        lambda q, k, v: flex_attention(q, k, v, None, torch_flex.create_block_mask(causal(), 1, 1, 64, 9, "cpu")),
+        "block_mask must be of shape (2, 2, 64, 64), B and H may be 1, got (1, 1, 64, 9)",
     ),
     "batch": (
         ValueError,

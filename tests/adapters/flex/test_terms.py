@@ -2,22 +2,26 @@
 
 import pytest
 import torch
-from adapters.flex.any_masks import LENGTH
+from adapters.flex.any_masks import LENGTH, every_third
 from adapters.flex.any_scores import HEADS, SCORES, by_formula, derivatives, drawn, functions
 from adapters.gradients import assert_accurate
 
 from pyattn.adapters.flex import any_score, causal, create_block_mask, flex_attention
 from pyattn.adapters.flex.evaluation import Trace
+from pyattn.adapters.flex.masking import masking_of
 from pyattn.adapters.flex.terms import score_of_terms
 
-NATIVE = {"nothing", "soft cap", "alibi", "relative", "t5", "decay", "gates", "a bias", "a network"}
+TERMS = {"nothing", "soft cap", "alibi", "relative", "t5", "decay", "gates", "a bias", "a network"}
+NATIVE = TERMS | {"causal", "a window", "dilated", "rows that see nothing", "documents"}
 """Names out of SCORES."""
 
 
 def given(score_mod, seqlen_q=LENGTH, seqlen_k=LENGTH):
     """The options of a score_mod that are not their defaults, tensors by their shapes; None if it has none."""
     trace = Trace("score_mod", score_mod, torch.device("cpu"), torch.float64)
-    score = score_of_terms(trace.result, torch.zeros(2, HEADS, seqlen_q, 8, dtype=torch.float64), seqlen_k)
+    score = score_of_terms(
+        masking_of(trace.result).rest, torch.zeros(2, HEADS, seqlen_q, 8, dtype=torch.float64), seqlen_k
+    )
     if score is None:
         return None
     shown = {k: tuple(v.shape) if isinstance(v, torch.Tensor) else v for k, v in score._asdict().items()}
@@ -83,7 +87,14 @@ FORMS = {
         lambda s, b, h, i, j: 2 * torch.tanh(s / 2) + T[j],
         {"softcap": 2.0, "bias": (1, 1, 1, LENGTH)},
     ),
-    "masked keys": (lambda s, b, h, i, j: s + torch.where(T[j] < -0.8, 0.0, -torch.inf), {"bias": (1, 1, 1, LENGTH)}),
+    "masked keys": (lambda s, b, h, i, j: s + torch.where(T[j] < -0.8, T[j], -torch.inf), {"bias": (1, 1, 1, LENGTH)}),
+    "keys masked by a bias": (lambda s, b, h, i, j: s + (T[j] < -0.8).double().log(), {"bias": (1, 1, 1, LENGTH)}),
+    "hidden distances": (
+        lambda s, b, h, i, j: s + torch.where(i < j, -torch.inf, 0.0),
+        {"relative_bias": (1, 1)},
+    ),
+    "a tensor like the score": (lambda s, b, h, i, j: s + torch.full_like(s, 0.1) * j, {"bias": (1, 1, 1, LENGTH)}),
+    "a mask": (lambda s, b, h, i, j: torch.where(i >= j, s, -torch.inf), {}),
 }
 OTHERS = {
     "a cap after a bias": lambda s, b, h, i, j: torch.tanh(s + T[j]),
@@ -93,15 +104,15 @@ OTHERS = {
     "sums": lambda s, b, h, i, j: s + T[i + j],
     "unequal slopes": lambda s, b, h, i, j: s + (2 * i - j).cos(),
     "a distance in half precision": lambda s, b, h, i, j: s + (i.half() * 1.1 - j.half() * 1.1),
-    "hidden distances": lambda s, b, h, i, j: s + torch.where(i < j, -torch.inf, 0.0),
+    "hidden distances": lambda s, b, h, i, j: s + (i >= j).double().log(),
     "the score twice": lambda s, b, h, i, j: s + s,
     "a cap of 0": lambda s, b, h, i, j: 0 * torch.tanh(s),
     "divided by 0": lambda s, b, h, i, j: s / 0,
     "in place": lambda s, b, h, i, j: s.clone().add_(T[j]).mul_(2),
+    "TorchScript": lambda s, b, h, i, j: s + every_third(h, i, j),
     "several results": lambda s, b, h, i, j: s + T[torch.stack([i, j]).unbind()[1]],
     "changed through a view": lambda s, b, h, i, j: s + doubled(T[j].clone()),
     "a learned factor": lambda s, b, h, i, j: s * T[0],
-    "a mask": lambda s, b, h, i, j: torch.where(i >= j, s, -torch.inf),
 }
 
 
@@ -135,7 +146,7 @@ def test_hidden_distances():
     q, k, v = torch.randn(3, 1, 2, 20, 8, dtype=torch.float64).unbind()
 
     def score_mod(score, b, h, q_idx, kv_idx):
-        return score + torch.where(kv_idx < q_idx, 0.0, -torch.inf)
+        return score + (kv_idx < q_idx).double().log()
 
     found = flex_attention(q, k, v, score_mod, return_lse=True)
     torch.testing.assert_close(found, by_formula(q, k, v, score_mod))

@@ -21,6 +21,7 @@ from pyattn.adapters.flex import (
     flex_attention,
     sliding_window,
 )
+from pyattn.adapters.flex.blocks import EVALUATED
 
 IDS = torch.tensor([0] * 20 + [1] * 30 + [2] * 14)
 
@@ -45,6 +46,30 @@ def test_rows_of_a_mask_without_its_mask_mod():
     """torch drops the mask_mod when a part of a mask may have another meaning."""
     with pytest.raises(RuntimeError, match="Cannot use mask_mod from a sliced BlockMask"):
         flex_attention(*tensors(), block_mask=blocks(causal())[:, :, :])
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_blocks_without_a_mask_mod(heads):
+    """Listed blocks, partial or full, are visible as a whole, as in torch's kernels; a query may see none."""
+    q, k, v = tensors()
+    columns = torch.tensor([[0, 1, 2, 3], [1, 3, 0, 2], [3, 0, 1, 2], [2, 0, 3, 1]], dtype=torch.int32)
+    columns = torch.stack([columns, columns.flip(0)])[None, :heads]
+    part, full = (torch.tensor(n, dtype=torch.int32).expand(1, heads, -1) for n in ([1, 2, 1, 0], [0, 1, 2, 0]))
+    seen = torch.zeros(1, heads, 4, 4, dtype=torch.bool)
+    for number, order in ((part, columns), (full, columns.flip(-1))):
+        first = torch.arange(4) < number[..., None]
+        seen |= torch.zeros_like(seen).scatter(-1, order.long(), first)
+    block_mask = BlockMask.from_kv_blocks(part.clone(), columns, full, columns.flip(-1), 16)
+    mask = seen.repeat_interleave(16, 2).repeat_interleave(16, 3)
+    out, lse = flex_attention(q, k, v, block_mask=block_mask, return_lse=True)
+    assert_equal((out, lse), attention(q, k, v, causal=False, mask=mask, return_lse=True))
+    assert (lse[:, 0, 48:] == -torch.inf).all()
+    evaluated = EVALUATED[block_mask]
+    assert torch.equal(flex_attention(q, k, v, block_mask=block_mask), out)
+    assert EVALUATED[block_mask] is evaluated
+    block_mask.kv_num_blocks[:, :, 0] = 2
+    mask[:, 0, :16, 16:32] = mask[:, -1, :16, :16] = True
+    assert torch.equal(flex_attention(q, k, v, block_mask=block_mask), attention(q, k, v, causal=False, mask=mask))
 
 
 def test_blocks_that_say_something_else():

@@ -1,0 +1,117 @@
+"""A mask_mod of the user's own in a compiled graph: one operator, which evaluates it again where it has changed."""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from pyattn.adapters.flex.evaluated import Evaluation
+from pyattn.adapters.flex.holes import Holes
+from pyattn.adapters.flex.meaning import Mask, MaskMod, key_ranges_of
+
+NUMBERED: WeakValueDictionary[int, BlockMask] = WeakValueDictionary()
+"""BlockMasks by a number, which an operator takes in place of an object."""
+
+_numbers = itertools.count()
+
+
+class Numbered(NamedTuple):
+    """What a graph is compiled for.
+
+    Attributes:
+        mask_mod: the BlockMask's, when it was made.
+        captured: the tensors that it reads. They are inputs of the operator, so a change within the graph shows.
+        of_sequences, of_heads: whether these differ.
+        intervals: whether the operator returns key_ranges (B or 1, Sq, 2), or else bits (B or 1, Hq or 1, Sq, Sk).
+    """
+
+    number: int
+    mask_mod: MaskMod
+    captured: list[Tensor]
+    of_sequences: bool
+    of_heads: bool
+    intervals: bool
+
+    def __deepcopy__(self, memo: object) -> None:
+        """A copy is another BlockMask, which has no number."""
+
+
+def number(block_mask: BlockMask, evaluation: Evaluation) -> None:
+    """Lets compiled graphs call the BlockMask's mask_mod."""
+    trace, mask, own = evaluation.trace, evaluation.mask, next(_numbers)
+    reads = 0 in trace.reads, 1 in trace.reads
+    NUMBERED[own] = block_mask
+    block_mask.numbered = Numbered(own, block_mask.mask_mod, trace.captured, *reads, not mask.holes)  # type: ignore[attr-defined]
+
+
+def mask_in_graph(block_mask: BlockMask, batch: int, heads: int) -> Mask | None:
+    """The BlockMask's mask in the graph that is compiled, None if it has no number."""
+    numbered = getattr(block_mask, "numbered", None)
+    if numbered is None or numbered.mask_mod is not block_mask.mask_mod:
+        return None
+    seqlen_q, seqlen_k = block_mask.seq_lengths
+    sizes = (
+        batch if numbered.of_sequences else min(1, batch),
+        heads if numbered.of_heads else min(1, heads),
+        seqlen_q,
+        seqlen_k,
+    )
+    captured = [x.detach() for x in numbered.captured]
+    found = torch.ops.pyattn_flex.shown(captured, numbered.number, batch, heads, sizes, numbered.intervals)
+    if numbered.intervals:
+        return Mask(ranges=(lambda *_: found,))
+    return Mask(holes=(Holes(block_mask.mask_mod, sizes, found.device, frozenset(), found),))
+
+
+def register(mask_in: Callable[[BlockMask, int, int], Mask]) -> torch.library.Library:
+    """Defines the operator, which calls ``mask_in`` when the graph runs."""
+
+    def shown(
+        captured: Sequence[Tensor], own: int, batch: int, heads: int, sizes: Sequence[int], intervals: bool
+    ) -> Tensor:
+        block_mask = NUMBERED.get(own)
+        if block_mask is None:
+            raise RuntimeError("pyattn: block_mask must live as long as graphs that use it, got one that is gone")
+        numbered: Numbered = block_mask.numbered  # type: ignore[attr-defined]
+        for x, other in zip(captured, numbered.captured, strict=True):
+            if x.data_ptr() != other.data_ptr():
+                rule = "pyattn: tensors of a mask_mod must not change inside a compiled function"
+                raise RuntimeError(f"{rule}, got one of shape {tuple(x.shape)}")
+
+        def computed() -> Tensor:
+            mask, (seqlen_q, seqlen_k) = mask_in(block_mask, batch, heads), sizes[2:]
+            ranges = key_ranges_of(mask, seqlen_q, seqlen_k, torch.device("cpu"))
+            if intervals and mask.holes:
+                raise RuntimeError(
+                    "pyattn: rows of a mask_mod must stay intervals in a compiled function, got holes in some"
+                )
+            if intervals:
+                return ranges.expand(sizes[0], -1, -1).clone()
+            begin, end = ranges[:, None, :, :, None].unbind(3)
+            keys = torch.arange(seqlen_k)
+            seen = ((begin <= keys) & (keys < end)).expand(*sizes)
+            return functools.reduce(torch.logical_and, [x.bits() for x in mask.holes], seen).contiguous()
+
+        with ThreadPoolExecutor(1) as pool:  # a new thread has no dispatch modes, under which vmap fails
+            return pool.submit(computed).result()
+
+    def fake(
+        captured: Sequence[Tensor], own: int, batch: int, heads: int, sizes: Sequence[int], intervals: bool
+    ) -> Tensor:
+        if intervals:
+            return torch.empty(sizes[0], sizes[2], 2, dtype=torch.int64)
+        return torch.empty(*sizes, dtype=torch.bool)
+
+    library = torch.library.Library("pyattn_flex", "DEF")
+    library.define(
+        "shown(Tensor[] captured, SymInt own, SymInt batch, SymInt heads, SymInt[] sizes, bool intervals) -> Tensor"
+    )
+    library.impl("shown", shown, "CompositeExplicitAutograd")
+    torch.library.register_fake("pyattn_flex::shown", fake, lib=library)
+    return library
