@@ -129,11 +129,11 @@ def _over_own_keys(q: Tensor, lengths: Tensor, rank: int, options: AttentionOpti
         **options,
         "q_offset": (int64_of(q_offset) if isinstance(q_offset, Tensor) else q_offset) - before,
     }
-    if key_ranges is not None and key_ranges.dim() == 3:  # attention refuses others
+    if key_ranges is not None and key_ranges.dim() in (3, 4):  # attention refuses others
         if not key_ranges.is_cuda:
             check_ranges(key_ranges, int(total.max()))
-        first, end = ((t - before[:, None]).clamp(min=0).minimum(length[:, None]) for t in key_ranges.unbind(-1))
-        own["key_ranges"] = torch.stack([first, end], -1)
+        each = (slice(None), *(None,) * (key_ranges.dim() - 1))
+        own["key_ranges"] = (key_ranges - before[each]).clamp(min=0).minimum(length[each])
     if rank:
         own["sinks"] = None  # rank 0 counts them
     return own

@@ -11,6 +11,7 @@ from pyattn.autocast import cast
 from pyattn.derivatives import autograd
 from pyattn.distributed.layout import Chunks, check_layout, chunks_of
 from pyattn.distributed.ranks import Group, Ranks, agree, ranks_of
+from pyattn.key_ranges import by_interval, rule_for, wrong_rows
 from pyattn.ops.schema import Options
 from pyattn.options import AttentionOptions
 from pyattn.parse import parse
@@ -82,8 +83,10 @@ def agreed(
         parsed = options if isinstance(options, Parsed) else Parsed.of(function, options, tensors[0].device)
         known = parsed.options
         _check_rows(known, len(dims))
+        if known.key_ranges is not None:
+            known = known._replace(key_ranges=by_interval(known.key_ranges, len(dims) - 2))
         words = [tensors[0].shape[at], tensors[1].shape[at], int(known.dropout_seed) if known.dropout_p else 0]
-        words += [size for name in OWN_ROWS for size in _size(getattr(known, name))]
+        words += [size for name in OWN_ROWS for size in _size(name, getattr(known, name))]
         seed = words[2] if parsed.chosen else None
         all_facts |= {"layout": layout} | _facts(tensors, at, known) | {"dropout_seed": seed}
     except (TypeError, ValueError, NotImplementedError) as problem:  # all ranks must hear of it
@@ -111,27 +114,27 @@ def _misplaced(call: Call, begins_q: list[int] | None, begins_k: list[int] | Non
     """The error of this rank's key_ranges if one lies beyond the keys; as in one process, a GPU's are not read."""
     ranges = call.options.key_ranges
     positions = torch.tensor([i for chunk in call.queries[call.ranks.own] for i in chunk], dtype=torch.int64)
-    if ranges is None or ranges.is_cuda or ranges.shape[-2:] != (len(positions), 2):
+    if ranges is None or ranges.is_cuda or _size("key_ranges", ranges) != (len(positions), 2):
         return None
     seqlen_k = torch.full_like(positions, call.lengths[1])
     if begins_q and begins_k and len(begins_q) == len(begins_k):  # tokens after the last sequence see nothing anyway
         lengths = torch.tensor([*torch.tensor(begins_k).diff().tolist(), torch.iinfo(torch.int64).max])
         seqlen_k = lengths[torch.bucketize(positions, torch.tensor(begins_q[1:]), right=True)]
-    begin, end = ranges.unbind(-1)
-    wrong = (begin < 0) | (begin > end) | (end > seqlen_k)
+    wrong = wrong_rows(ranges, seqlen_k)
     if not wrong.any():
         return None
     at = int(wrong.flatten().to(torch.uint8).argmax())
-    return ValueError(
-        f"pyattn: key_ranges must hold 0 <= begin <= end <= seqlen_k = {int(seqlen_k[at % len(positions)])}, got "
-        f"{ranges.flatten(0, -2)[at].tolist()} for query {at % len(positions)} of rank {call.ranks.own}"
-    )
+    query = at % len(positions)
+    rule = rule_for(ranges.flatten(0, -3)[at], int(seqlen_k[query]))
+    return ValueError(f"{rule} for query {query} of rank {call.ranks.own}")
 
 
-def _size(tensor: Tensor | None) -> tuple[int, int]:
+def _size(name: str, tensor: Tensor | None) -> tuple[int, int]:
     """The rows and columns of an option, -1 if it is not given."""
     if tensor is None:
         return -1, -1
+    if name == "key_ranges":
+        return tensor.shape[-3], tensor.shape[-1]
     rows, columns = (1, 1, *tensor.shape)[-2:]
     return rows, columns
 
@@ -170,8 +173,8 @@ def _check(function: Callable[..., Any], tensors: tuple[Tensor, ...], dims: tupl
 
 def _check_rows(options: Options, dims: int) -> None:
     ranges = options.key_ranges
-    if ranges is not None and ranges.dim() != dims - 1:
-        raise ValueError(f"pyattn: key_ranges must have {dims - 1} dimensions, got shape {tuple(ranges.shape)}")
+    if ranges is not None and ranges.dim() not in (dims - 1, dims):
+        raise ValueError(f"pyattn: key_ranges must have {dims - 1} or {dims} dimensions, got {tuple(ranges.shape)}")
     for name in ("mask", "bias"):
         if dims == 3 and getattr(options, name) is not None:
             raise ValueError(f"pyattn: {name} is not implemented for packed sequences")
@@ -182,6 +185,8 @@ def _facts(tensors: tuple[Tensor, ...], at: int, options: Options) -> dict[str, 
     facts: dict[str, Any] = {"dtype": str(tensors[0].dtype)}
     for name, tensor in zip("qkv", tensors, strict=True):
         facts[f"shape of {name} without its positions"] = [n for dim, n in enumerate(tensor.shape) if dim != at]
+    if options.key_ranges is not None:
+        facts["intervals of key_ranges"] = options.key_ranges.shape[-2]
     return facts | facts_of(options)
 
 

@@ -1,4 +1,4 @@
-"""The native meaning of a mask_mod that any function may be: intervals if every row is one, else a mask with holes."""
+"""The native meaning of a mask_mod that any function may be: up to 4 intervals a row, or a mask with holes."""
 
 from typing import NamedTuple
 

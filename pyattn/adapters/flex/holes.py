@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyattn.adapters.flex.evaluation import over_pairs, uncompiled
-from pyattn.key_ranges import bare
+from pyattn.key_ranges import MOST_RANGES, bare, by_interval
 from pyattn.masks import from_bool
 
 PAIRS_AT_ONCE = 2**18
@@ -14,7 +14,7 @@ PAIRS_AT_ONCE = 2**18
 
 
 class Holes:
-    """A mask in which some row is no interval of keys, or heads differ.
+    """A mask in which some row has too many intervals of keys for key_ranges, or heads differ.
 
     Args:
         mask_mod: any.
@@ -47,15 +47,19 @@ class Holes:
             yield begin, self.seen(slice(None), slice(None), slice(begin, begin + step))
 
     def ranges(self) -> Tensor | None:
-        """The mask as key_ranges (B, Sq, 2), or None if it has holes indeed."""
-        batch, _, seqlen_q, _ = self.sizes
-        found = torch.zeros(batch, seqlen_q, 2, dtype=torch.int64, device=self.device)
+        """The mask as key_ranges, (B, Sq, 2) or (B, Sq, n, 2), or None if it has holes indeed."""
+        batch, _, seqlen_q, seqlen_k = self.sizes
+        found = torch.full((batch, seqlen_q, MOST_RANGES, 2), seqlen_k, device=self.device)
+        found[:, :, 0] = 0
+        count = 1
         for begin, block in self.blocks():
-            ranges = from_bool(block)
+            ranges = from_bool(block, intervals=MOST_RANGES)
             if ranges is None:
                 return None
-            found[:, begin : begin + block.shape[2]] = bare(ranges)
-        return found
+            own = by_interval(bare(ranges))
+            found[:, begin : begin + own.shape[1], : own.shape[2]] = own
+            count = max(count, own.shape[2])
+        return found[:, :, 0] if count == 1 else found[:, :, :count]
 
     @uncompiled
     def bits(self) -> Tensor:

@@ -24,7 +24,7 @@ Mod = TypeVar("Mod", MaskMod, ScoreMod)
 Factory = TypeVar("Factory", bound=Callable[..., object])
 
 Ranges = Callable[[int, int, torch.device], Tensor]
-"""``ranges(seqlen_q, seqlen_k, device)``: key_ranges, (B or 1, Sq, 2)."""
+"""``ranges(seqlen_q, seqlen_k, device)``: key_ranges, (B or 1, Sq, 2) or (B or 1, Sq, n, 2)."""
 
 
 INT64_MAX = 2**63 - 1
@@ -40,12 +40,14 @@ class Mask(NamedTuple):
         offset: key position of query 0, an int, or an integer tensor of shape () or (B,).
         ranges: further intervals of keys.
         holes: the mask, if rows are no intervals.
+        intervals: how many intervals a query has at most.
     """
 
     window: tuple[int, int] = UNBOUNDED
     offset: int | Tensor = 0
     ranges: tuple[Ranges, ...] = ()
     holes: Holes | None = None
+    intervals: int = 1
 
 
 class Score(NamedTuple):
@@ -134,7 +136,7 @@ def options_of(mask: Mask, offset: int | Tensor | None, query: Tensor, seqlen_k:
     so a window at another offset becomes key_ranges.
     """
     batch, _, seqlen_q, _ = query.shape
-    window, own, ranges, holes = mask
+    window, own, ranges, holes, _ = mask
     if offset is None or is_same(offset, own):
         offset = own
     elif window != UNBOUNDED:
@@ -154,7 +156,7 @@ def options_of(mask: Mask, offset: int | Tensor | None, query: Tensor, seqlen_k:
 
 
 def ranges_for(query: Tensor, mask: Mask, seqlen_k: int) -> Tensor:
-    """``mask`` as key_ranges (B or 1, Sq, 2) for ``query`` (B, Hq, Sq, D); ValueError if it is for another B."""
+    """``mask`` as key_ranges for ``query`` (B, Hq, Sq, D); ValueError if it is for another B."""
     key_ranges = key_ranges_of(mask, query.shape[2], seqlen_k, query.device)
     if key_ranges.shape[0] not in (1, query.shape[0]):
         raise ValueError(
@@ -165,7 +167,7 @@ def ranges_for(query: Tensor, mask: Mask, seqlen_k: int) -> Tensor:
 
 
 def key_ranges_of(mask: Mask, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
-    """``mask`` as key_ranges, (B or 1, Sq, 2)."""
+    """``mask`` as key_ranges, (B or 1, Sq, 2) or (B or 1, Sq, n, 2)."""
     parts = mask.ranges if mask.window == UNBOUNDED else (*mask.ranges, ranges_of_band(mask.window, mask.offset))
     if not parts:
         return torch.tensor([0, seqlen_k], device=device).repeat(1, seqlen_q, 1)

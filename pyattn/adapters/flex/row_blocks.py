@@ -23,6 +23,7 @@ from pyattn.adapters.flex.evaluation import Lookups, over_pairs
 from pyattn.adapters.flex.holes import Holes
 from pyattn.adapters.flex.meaning import ScoreMod
 from pyattn.derivatives.grouped import products, sum_over_seeing_rows, sum_over_seen_keys
+from pyattn.key_ranges import by_interval
 
 ROWS = 128
 """Most query rows of a block: enough for matrix products to run at full speed, few beside a causal mask's edge."""
@@ -36,7 +37,7 @@ class Call(NamedTuple):
 
     Attributes:
         captured: the tensors that the score_mod reads from outside and that require a gradient.
-        mask: key_ranges (B or 1, Sq, 2), or a mask with holes.
+        mask: key_ranges (B or 1, Sq, 2) or (B or 1, Sq, n, 2), or a mask with holes.
     """
 
     score_mod: ScoreMod
@@ -146,10 +147,10 @@ def _shown(mask: Tensor | Holes, batch: slice, heads: slice, rows: slice) -> tup
         seen = mask.seen(batch, heads, rows)
         columns = seen.any(0).any(0).any(0).nonzero()[:, 0]
         return seen[..., columns], columns
-    begin, end = mask[batch if mask.shape[0] > 1 else slice(None), rows, :, None].unbind(2)
+    begin, end = by_interval(mask)[batch if mask.shape[0] > 1 else slice(None), rows, ..., None].unbind(3)
     first, past = torch.where(begin < end, begin, end.max()).min(), torch.where(begin < end, end, 0).max()
     keys = torch.arange(int(first), max(int(first), int(past)), device=mask.device)
-    return ((begin <= keys) & (keys < end))[:, None], slice(int(first), int(past))
+    return ((begin <= keys) & (keys < end)).any(2)[:, None], slice(int(first), int(past))
 
 
 def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
