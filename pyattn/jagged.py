@@ -70,8 +70,7 @@ def _attention(
     _check_same("v", v.shape[POSITIONS], "k", k.shape[POSITIONS])
     ranges = options.get("key_ranges")
     if isinstance(ranges, NestedTensor):
-        several = ranges.dim() == 4
-        _check("key_ranges", ranges, 3 + several, 1, "(batch, j, n, 2)" if several else "(batch, j, 2)")
+        _check("key_ranges", ranges, 4 if ranges.dim() == 4 else 3, 1, "(batch, j, 2) or (batch, j, n, 2)")
         _check_same("key_ranges", ranges.shape[1], "q", q.shape[POSITIONS])
         options["key_ranges"] = ranges.values()
     tensors = _packed(q), _packed(k), _packed(v), q.offsets(), k.offsets()

@@ -38,11 +38,12 @@ class KeyRanges(Tensor):
     part: slices (``ranges[:, -n:]``, ``ranges[b]``), ``to``, ``expand``, ``repeat``, ``clone``, ``flatten(0, 1)``,
     ``torch.cat``, ``torch.stack``, arithmetic and bounds (``(ranges - n).clamp(0, Sk)``). Other results, such as
     ``ranges[..., 0]``, and four dimensions or more reshaped so that intervals become rows, are bare tensors. Copies,
-    pickles, ``torch.save`` (also loaded with ``weights_only=True``), buffers of modules and compiled graphs keep both. In ``torch.export`` with ``strict=False`` all ranges are bare, so
-    none is refused; the same holds for ranges that a transform of torch.func maps or takes as an argument of its
-    function.
+    pickles, ``torch.save`` (also loaded with ``weights_only=True``), buffers of modules and compiled graphs keep both.
+    In ``torch.export`` with ``strict=False`` all ranges are bare, so none is refused; the same holds for ranges that a
+    transform of torch.func maps or takes as an argument of its function.
 
-    :func:`pyattn.masks.within` gives the keys that two ranges share. ``&`` and ``|``, bitwise on tensors, are refused.
+    :func:`pyattn.masks.within` gives the keys that two ranges share, :func:`pyattn.masks.union` those in either one.
+    ``&`` and ``|``, bitwise on tensors, are refused.
 
     Args:
         ranges: int32 or int64 (..., 2); the memory is shared. If it is KeyRanges, its own ``whole`` is ignored.

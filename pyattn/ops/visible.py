@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from collections.abc import Iterator
 
 import torch
@@ -73,8 +74,10 @@ def in_intervals(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int) -
     """bool (B or 1, 1, rows, Sk): the pairs in the intervals of :func:`keys_of`."""
     key = torch.arange(seqlen_k, device=rows.device)
     bounds = (bound[:, None, :, :, None].unbind(3) for bound in keys_of(options, rows, seqlen_q, seqlen_k))
-    intervals = [(begin <= key) & (key < end) for begin, end in zip(*bounds, strict=True)]
-    return functools.reduce(torch.logical_or, intervals)
+    found: Tensor = functools.reduce(
+        operator.or_, ((begin <= key) & (key < end) for begin, end in zip(*bounds, strict=True))
+    )
+    return found
 
 
 def filters(options: Options, rows: Tensor, heads: Tensor) -> Iterator[Tensor]:

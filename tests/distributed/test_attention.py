@@ -92,8 +92,10 @@ def packed_options(
     if draw.random() < 0.3:
         options["softcap"] = 2.0
     if draw.random() < 0.4:
-        pieces = [torch.randint(k + 1, (q, 2)) for q, k in zip(lengths_q, lengths_k, strict=True)]
-        options["key_ranges"] = torch.cat([*pieces, torch.zeros(total - sum(lengths_q), 2).long()]).sort(-1).values
+        count = draw.choice((1, 3))
+        pieces = [torch.randint(k + 1, (q, 2 * count)) for q, k in zip(lengths_q, lengths_k, strict=True)]
+        ends = torch.cat([*pieces, torch.zeros(total - sum(lengths_q), 2 * count).long()]).sort(-1).values
+        options["key_ranges"] = ends if count == 1 else ends.unflatten(-1, (count, 2))
     if draw.random() < 0.4:
         options["alibi_slopes"] = torch.rand(draw.choice([(num_heads,), (len(lengths_q), num_heads)])).double()
     if draw.random() < 0.4:
@@ -181,11 +183,21 @@ def test_rows_of_a_mask_are_the_ranks_own() -> None:
     assert errors == [expected] * 2
 
 
-@pytest.mark.parametrize("ranges", [[5, 2], [0, 9], [-1, 3]], ids=["reversed", "beyond", "negative"])
+@pytest.mark.parametrize(
+    "ranges",
+    [[5, 2], [0, 9], [-1, 3], [3, 5, 1, 2], [0, 5, 4, 6]],
+    ids=["reversed", "beyond", "negative", "unsorted", "overlapping"],
+)
 def test_key_ranges_of_one_rank_that_do_not_fit(ranges: list[int]) -> None:
-    given = {rank: {"key_ranges": torch.tensor([[ranges if rank else [0, 8]] * 4])} for rank in (0, 1)}
+    rows = {0: torch.tensor(([0, 8] * 2)[: len(ranges)]).sort().values, 1: torch.tensor(ranges)}
+    several = len(ranges) > 2
+    given = {
+        rank: {"key_ranges": row.view(1, 1, *(-1,) * several, 2).expand(1, 4, *(-1,) * (several + 1))}
+        for rank, row in rows.items()
+    }
     errors = pool().run(2, ranks.refusal, given)
-    expected = f"key_ranges must hold 0 <= begin <= end <= seqlen_k = 8, got {ranges} for query 0 of rank 1"
+    rule = "sorted, disjoint intervals 0" if several else "0"
+    expected = f"key_ranges must hold {rule} <= begin <= end <= seqlen_k = 8, got {ranges} for query 0 of rank 1"
     assert errors[1] == f"ValueError: pyattn: {expected}"
     assert errors[0] == f"ValueError: pyattn: ring_attention failed on rank 1: {expected}"
 

@@ -40,10 +40,10 @@ def drawn(
     return q, k, v
 
 
-def ranges(lengths: Sequence[int], keys: Sequence[int]) -> Tensor:
-    """Random ranges (tokens, 2), counted within each sequence."""
-    rows = [torch.randint(n + 1, (m, 2)).sort(-1).values for m, n in zip(lengths, keys, strict=True)]
-    return torch.cat(rows)
+def ranges(lengths: Sequence[int], keys: Sequence[int], count: int = 1) -> Tensor:
+    """Random ranges (tokens, 2), or (tokens, count, 2), counted within each sequence."""
+    rows = [torch.randint(n + 1, (m, 2 * count)).sort(-1).values for m, n in zip(lengths, keys, strict=True)]
+    return torch.cat(rows) if count == 1 else torch.cat(rows).unflatten(-1, (count, 2))
 
 
 def one_by_one(q: Any, k: Any, v: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,6 +68,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "scores": {"softcap": 1.5, "alibi_slopes": torch.rand(4, 4), "sinks": torch.randn(4)},
     "offset": {"q_offset": torch.tensor([0, 2, 0, -1]), "alibi_slopes": torch.rand(4)},
     "ranges": {"causal": False, "key_ranges": ranges(LENGTHS, KEYS)},
+    "intervals": {"key_ranges": ranges(LENGTHS, KEYS, 3)},
 }
 
 
@@ -77,7 +78,7 @@ def test_forward_and_gradients(name: str, keys: Sequence[int] | None) -> None:
     q, k, v = drawn(LENGTHS, keys)
     options = in_double(OPTIONS[name])
     if "key_ranges" in options and keys is None:
-        options["key_ranges"] = ranges(LENGTHS, LENGTHS)
+        options["key_ranges"] = ranges(LENGTHS, LENGTHS, options["key_ranges"].dim())
     given = dict(options)
     learned = [options[t].requires_grad_() for t in ("alibi_slopes", "sinks") if t in options]
     if "key_ranges" in given:
@@ -233,7 +234,7 @@ HOLES = torch.nested.nested_tensor_from_jagged(torch.randn(25, 2, 8), starts(LEN
             ValueError,
             "key_ranges must have shape (25, 2) or (25, 1 to 4, 2), got [1, 25, 2]",
         ),
-        ({"key_ranges": OTHER.transpose(1, 2)}, ValueError, "key_ranges must be (batch, j, 2), j its jagged dimension"),
+        ({"key_ranges": OTHER.transpose(1, 2)}, ValueError, "key_ranges must be (batch, j, 2) or (batch, j, n, 2), j"),
         (
             {"key_ranges": torch.nested.nested_tensor_from_jagged(torch.zeros(25, 2).long(), starts(LENGTHS))},
             ValueError,

@@ -74,7 +74,7 @@ template <class S, class T = Compute<S>>
   const auto [r0, rows, lanes, n0, keys] = tile;
   const bool whole = mask.in_all(r0, rows, n0, keys), holes = mask.any_holes(r0, rows);
   if (whole && !holes) return {false, lanes, lanes, {0}, {keys}};
-  if (mask.intervals() > 1 && !mask.in_any(r0, rows, n0, keys)) return {false, lanes, lanes, {0}, {0}};
+  if (mask.intervals() > 1 && !mask.in_any(r0, rows, n0, keys)) return {true, lanes, lanes, {0}, {0}};
 
   Strips<T> strips{true, lanes, whole ? lanes : kStripLanes, {}, {}};
   const int64_t count = ceil_div(lanes, strips.width);

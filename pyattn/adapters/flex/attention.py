@@ -104,7 +104,7 @@ def flex_attention(
         block_mask: from :func:`create_block_mask` or torch's own function. The mask_mod says what is visible, for all
             sequences and heads of query; blocks that leave out some of it are refused. A mask_mod of your own is
             evaluated again only when it computes something else, for example because a tensor has changed in place.
-            Rows that are intervals of keys run as such, other masks as bits, S * S bytes.
+            Rows of up to 4 intervals of keys run as such, other masks as bits, S * S bytes.
         scale: finite factor on the scores; default ``1 / sqrt(E)``.
         enable_gqa: whether Hq may be a multiple of H: query head ``h`` reads head ``h // (Hq // H)``.
         return_lse: also return the natural logarithm of the softmax denominator, (B, Hq, L), differentiable.
