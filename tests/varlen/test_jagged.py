@@ -234,7 +234,7 @@ HOLES = torch.nested.nested_tensor_from_jagged(torch.randn(25, 2, 8), starts(LEN
             ValueError,
             "key_ranges must have shape (25, 2) or (25, 1 to 4, 2), got [1, 25, 2]",
         ),
-        ({"key_ranges": OTHER.transpose(1, 2)}, ValueError, "key_ranges must be (batch, j, 2) or (batch, j, n, 2), j"),
+        ({"key_ranges": OTHER}, ValueError, "key_ranges must be (batch, j, 2) or (batch, j, n, 2), j"),
         (
             {"key_ranges": torch.nested.nested_tensor_from_jagged(torch.zeros(25, 2).long(), starts(LENGTHS))},
             ValueError,
