@@ -13,7 +13,6 @@ namespace {
 inline constexpr int kMaskWarps = 4, kMaskThreads = kMaskWarps * kWarpLanes;
 
 constexpr int64_t mask_blocks_count(const ForwardParams& p) { return needs_blocks(p) ? Mask::count_blocks(p) : 0; }
-constexpr int64_t summaries_count(const ForwardParams& p) { return mask_blocks_count(p) * p.mask.num_ranges; }
 
 // The rows of all tensors that hide keys.
 constexpr int64_t mask_rows_count(const ForwardParams& p) {
@@ -25,12 +24,12 @@ constexpr int64_t mask_rows_count(const ForwardParams& p) {
 // The bytes that the two passes write at the beginning of params.workspace: the blocks, then each tensor's rows.
 constexpr int64_t mask_bytes(const ForwardParams& p) {
   constexpr int64_t kAlignment = 16;  // of what comes after
-  return round_up(summaries_count(p) * sizeof(BlockKeys) + mask_rows_count(p) * sizeof(RowKeys), kAlignment);
+  return round_up(mask_blocks_count(p) * sizeof(BlockKeys) + mask_rows_count(p) * sizeof(RowKeys), kAlignment);
 }
 
 constexpr void place_mask(ForwardParams& p) {
   p.mask.blocks = static_cast<BlockKeys*>(p.workspace);
-  auto* next = static_cast<RowKeys*>(static_cast<void*>(p.mask.blocks + summaries_count(p)));
+  auto* next = static_cast<RowKeys*>(static_cast<void*>(p.mask.blocks + mask_blocks_count(p)));
   each_mask_tensor(p, [&](const auto& view, RowKeys*& rows) { rows = next, next += OwnRows(p, view).count(); });
   p.workspace = static_cast<char*>(p.workspace) + mask_bytes(p);
 }

@@ -36,8 +36,8 @@ PYATTN_DEVICE Range from_multiple(Range range, int n) {
 
 // The keys of the rows [r0, r0 + rows), from a multiple of kDrawKeys, for which dropout draws at once.
 PYATTN_DEVICE Run keys_of_rows(const Mask& mask, int r0, int rows) {
-  const bool gaps = mask.intervals() > 1 || mask.any_holes(r0, rows);
-  return {from_multiple(mask.keys_of_any(r0, rows), kDrawKeys), gaps ? Range{0, 0} : mask.keys_of_all(r0, rows, 0)};
+  return {from_multiple(mask.keys_of_any(r0, rows), kDrawKeys),
+          mask.any_holes(r0, rows) ? Range{0, 0} : mask.keys_of_all(r0, rows, 0)};
 }
 
 // The rows that see some of the keys [n0, n0 + keys), by the summaries. Each lane searches a part.
@@ -144,14 +144,6 @@ PYATTN_DEVICE int skip_rows(const ForwardParams& p, const Run& run, int r0) {
       r0 += kRows;
   }
   return r0;
-}
-
-// How much this block's rows see of the keys from n0 on. Between several intervals, only summaries give it.
-template <int kRows, int kKeys>
-PYATTN_DEVICE Cover cover_of_rows(const ForwardParams& p, const Run& run, int n0) {
-  if (p.mask.num_ranges == 1) return run.cover(n0, kKeys);
-  const RowBlock<kRows> same(p);
-  return Mask(p, same.head).cover(same.first(), same.rows(), n0, kKeys);
 }
 
 // How much the rows from r0 on see of this block's keys. Summaries give it for a tile, not for the whole run.

@@ -37,6 +37,14 @@ constexpr bool needs_blocks(const ForwardParams& p) {
   return p.mask.key_ranges || p.mask.shown.data || has_bias(p.score);
 }
 
+// How many summaries a block of rows has: on a GPU one for all intervals,
+// because kernels that follow several would spill up to 2 KB of registers.
+#ifdef PYATTN_PACKED
+constexpr int64_t summaries_of(const ForwardParams&) { return 1; }
+#else
+constexpr int64_t summaries_of(const ForwardParams& p) { return p.mask.num_ranges; }
+#endif
+
 // The mask of one head. Neither end of a formula's interval decreases from one row to the
 // next, so the first and the last row answer for a block of rows. Without a formula,
 // summaries in params, one for each block and interval, answer for blocks that begin at a
@@ -62,16 +70,16 @@ struct Mask {
     return {clamp(i + diagonals.begin, 0, head.seqlen_k), clamp(i + diagonals.end, 0, head.seqlen_k)};
   }
 
-  // How many intervals a row has.
+  // How many intervals a row has, and how many summaries a block of rows.
   constexpr int64_t intervals() const { return p.mask.num_ranges; }
+  constexpr int64_t summaries() const { return summaries_of(p); }
 
   // The keys that a row sees in its interval n; with holes, from the first to the last one that it may see.
   constexpr Range keys_of(int64_t r, int64_t n) const {
     const int64_t i = head.query(r);
     Range keys = by_formula(i);
     if (p.mask.key_ranges) {
-      const int64_t at = (head.first_q + i) * intervals() + n;
-      const int64_t* range = p.mask.key_ranges + head.b * p.mask.key_ranges_stride_b + 2 * at;
+      const int64_t* range = ranges_of(i) + 2 * n;
       keys = keys.in({range[0], range[1]});
     }
     each_row(r, [&](const auto&, const RowKeys& row) { keys = keys.in({row.begin, row.end}); });
@@ -80,7 +88,7 @@ struct Mask {
 
   // The same in all its intervals, from the first to the last key.
   constexpr Range keys_of(int64_t r) const {
-    return hull([&](int64_t n) { return keys_of(r, n); });
+    return hull(intervals(), [&](int64_t n) { return keys_of(r, n); });
   }
 
   // keys_of without masked keys at its ends: another mask may cut a row at one of its holes.
@@ -96,13 +104,23 @@ struct Mask {
 
   template <class S>
   constexpr Range exact_keys_of(int64_t r) const {
-    return hull([&](int64_t n) { return exact_keys_of<S>(r, n); });
+    return hull(intervals(), [&](int64_t n) { return exact_keys_of<S>(r, n); });
   }
 
-  // Whether a key lies in one of a row's intervals.
+  // Whether the summary of a row holds several intervals, some key between which the row does not see.
+  constexpr bool has_gaps(int64_t r) const {
+    if (intervals() == summaries()) return false;
+    int64_t count = 0;
+    for (int64_t n = 0; n < intervals(); ++n) count += keys_of(r, n).count();
+    return count < keys_of(r).count();
+  }
+
+  // Whether a key that the formulas and the ends of the row's filters show lies in one of its intervals.
   constexpr bool in_interval(int64_t r, int64_t key) const {
+    const int64_t* range = ranges_of(head.query(r));
     bool in = false;
-    for (int64_t n = 0; n < intervals(); ++n) in = in || keys_of(r, n).contains(key);
+    PYATTN_ROLLED
+    for (int64_t n = 0; n < intervals(); ++n, range += 2) in = in || (range[0] <= key && key < range[1]);
     return in;
   }
 
@@ -131,7 +149,7 @@ struct Mask {
 
   template <class S>
   constexpr bool sees(int64_t r, int64_t key) const {
-    return in_interval(r, key) && passes<S>(r, key);
+    return keys_of(r).contains(key) && (intervals() == 1 || in_interval(r, key)) && passes<S>(r, key);
   }
 
   // The keys from the first to the last one that some row of [r0, r0 + rows) sees in its interval n.
@@ -146,7 +164,7 @@ struct Mask {
 
   // The same in all intervals.
   constexpr Range keys_of_any(int64_t r0, int64_t rows) const {
-    return hull([&](int64_t n) { return keys_of_any(r0, rows, n); });
+    return hull(summaries(), [&](int64_t n) { return keys_of_any(r0, rows, n); });
   }
 
   // The keys that every row of [r0, r0 + rows) sees in its interval n, apart from holes.
@@ -162,7 +180,7 @@ struct Mask {
   // The first key after n0 at which the keys that every row sees in an interval begin; the last key's end without one.
   constexpr int64_t next_of_all(int64_t r0, int64_t rows, int64_t n0) const {
     int64_t next = head.seqlen_k;
-    for (int64_t n = 0; n < intervals(); ++n) {
+    for (int64_t n = 0; n < summaries(); ++n) {
       const Range all = keys_of_all(r0, rows, n);
       if (n0 < all.begin) next = min(next, all.begin);
     }
@@ -172,7 +190,7 @@ struct Mask {
   // Whether every row sees all these keys, apart from holes, in one of its intervals.
   constexpr bool in_all(int64_t r0, int64_t rows, int64_t n0, int64_t keys) const {
     bool in = false;
-    for (int64_t n = 0; n < intervals(); ++n) {
+    for (int64_t n = 0; n < summaries(); ++n) {
       const Range all = keys_of_all(r0, rows, n);
       in = in || (all.begin <= n0 && n0 + keys <= all.end);
     }
@@ -226,8 +244,8 @@ struct Mask {
   // Writes the summaries of rows [r0, r0 + rows), at most kBlockRows, one for each interval.
   template <class S>
   constexpr void summarize(int64_t r0, int64_t rows) const {
-    BlockKeys* blocks = p.mask.blocks + (first_block() + r0 / kBlockRows) * intervals();
-    for (int64_t n = 0; n < intervals(); ++n) blocks[n] = summary_of<S>(r0, rows, n);
+    BlockKeys* blocks = p.mask.blocks + (first_block() + r0 / kBlockRows) * summaries();
+    for (int64_t n = 0; n < summaries(); ++n) blocks[n] = summary_of<S>(r0, rows, n);
   }
 
   // The summary of interval n. A row that sees no key of it adds nothing to
@@ -236,8 +254,8 @@ struct Mask {
   constexpr BlockKeys summary_of(int64_t r0, int64_t rows, int64_t n) const {
     BlockKeys block{head.seqlen_k, 0, head.seqlen_k, 0, false};
     for (int64_t r = r0; r < r0 + rows; ++r) {
-      const Range keys = exact_keys_of<S>(r, n);
-      block.holes = block.holes || (has_holes(r) && !keys_of(r, n).empty());
+      const Range keys = summaries() == 1 ? exact_keys_of<S>(r) : exact_keys_of<S>(r, n);
+      block.holes = block.holes || ((has_holes(r) || has_gaps(r)) && !keys_of(r).empty());
       block.last_begin = max(block.last_begin, keys.empty() ? head.seqlen_k : keys.begin);
       block.first_end = min(block.first_end, keys.empty() ? 0 : keys.end);
       if (keys.empty()) continue;
@@ -276,9 +294,14 @@ struct Mask {
   static constexpr int64_t count_blocks(const ForwardParams& p) {
     return p.num_heads_kv * (is_packed(p) ? packed_blocks(p) : p.batch * ceil_div(most_rows(p), kBlockRows));
   }
-  static constexpr int64_t count_summaries(const ForwardParams& p) { return count_blocks(p) * p.mask.num_ranges; }
+  static constexpr int64_t count_summaries(const ForwardParams& p) { return count_blocks(p) * summaries_of(p); }
 
  private:
+  // The key ranges of query i, one after the other.
+  constexpr const int64_t* ranges_of(int64_t i) const {
+    return p.mask.key_ranges + head.b * p.mask.key_ranges_stride_b + 2 * (head.first_q + i) * intervals();
+  }
+
   // Whether all filters leave the key visible.
   template <class S>
   constexpr bool passes(int64_t r, int64_t key) const {
@@ -287,11 +310,12 @@ struct Mask {
     return all;
   }
 
-  // The smallest range that holds of(n) for every interval n.
+  // The smallest range that holds of(n) for every n below count.
   template <class F>
-  constexpr Range hull(F of) const {
+  static constexpr Range hull(int64_t count, F of) {
     Range all = of(0);
-    for (int64_t n = 1; n < intervals(); ++n) {
+    PYATTN_ROLLED
+    for (int64_t n = 1; n < count; ++n) {
       const Range keys = of(n);
       if (keys.empty()) continue;
       all = all.empty() ? keys : Range{min(all.begin, keys.begin), max(all.end, keys.end)};
@@ -308,15 +332,15 @@ struct Mask {
   // Calls f(first row, summary of interval n) for each block that has some of these rows.
   template <class F>
   constexpr void each_block(Range rows, int64_t n, F f) const {
-    const BlockKeys* blocks = p.mask.blocks + first_block() * intervals() + n;
+    const BlockKeys* blocks = p.mask.blocks + first_block() * summaries() + n;
     for (int64_t r0 = round_down(rows.begin, kBlockRows); r0 < rows.end; r0 += kBlockRows)
-      f(r0, blocks[r0 / kBlockRows * intervals()]);
+      f(r0, blocks[r0 / kBlockRows * summaries()]);
   }
 
   // The same for every interval.
   template <class F>
   constexpr void each_summary(Range rows, F f) const {
-    for (int64_t n = 0; n < intervals(); ++n) each_block(rows, n, f);
+    for (int64_t n = 0; n < summaries(); ++n) each_block(rows, n, f);
   }
 };
 

@@ -104,6 +104,14 @@ def test_a_mask_in_any_form(repeatable: Backend, case: Case, dtype: torch.dtype)
 
 
 @each_dtype
+def test_gaps_wider_than_a_block(backend: Backend, dtype: torch.dtype) -> None:
+    """Tiles between the first keys and the window are not computed; the gradient of a bias is 0 there."""
+    case, ranges = Case(1, 2, 2, 330, 330, 16, 16), masks.streaming(330, 4, (20, 0))
+    options = {"key_ranges": ranges, "bias": torch.randn(1, 2, 330, 330).to(dtype)}
+    Truth(case.drawn(dtype), options).assert_allows(backend.attention)
+
+
+@each_dtype
 def test_padding_equals_keys_cut_off(repeatable: Backend, dtype: torch.dtype) -> None:
     lengths, case = (50, 23), Case(2, 2, 1, 40, 60, 24, 20)
     qkv, dout, dlse = case.drawn(dtype)

