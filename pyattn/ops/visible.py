@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from pyattn.arguments import has_values
-from pyattn.key_ranges import by_interval
 from pyattn.ops.schema import Options, Packing
 
 INT64_MAX = 2**63 - 1
@@ -65,7 +64,8 @@ def keys_of(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int) -> tup
         end = rows + (offset.clamp(max=INT64_MAX - ahead) + ahead).clamp(*around) + 1
     begin, end = begin[..., None], end[..., None]
     if options.key_ranges is not None:
-        first, after_last = by_interval(options.key_ranges).to(torch.int64).index_select(1, rows).unbind(-1)
+        ranges = options.key_ranges if options.key_ranges.dim() == 4 else options.key_ranges[:, :, None]
+        first, after_last = ranges.to(torch.int64).index_select(1, rows).unbind(-1)
         begin, end = torch.maximum(begin, first), torch.minimum(end, after_last)
     return begin.clamp(0, seqlen_k), end.clamp(0, seqlen_k)
 
