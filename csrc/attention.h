@@ -43,8 +43,11 @@ struct RowKeys {
   bool holes;
 };
 
-// Visible keys of a block of kBlockRows rows of a KV head: each row sees part of
-// [first_begin, last_end) and, apart from holes, all of [last_begin, first_end).
+// The most intervals of keys that key_ranges give a query.
+inline constexpr int64_t kMostRanges = 4;
+
+// Visible keys of a block of kBlockRows rows of a KV head, in one of their intervals: each row sees
+// part of [first_begin, last_end) and, apart from holes, all of [last_begin, first_end).
 struct BlockKeys {
   int64_t first_begin, last_begin, first_end, last_end;
   bool holes;
@@ -52,7 +55,7 @@ struct BlockKeys {
 
 // Query i is at key position i + q_offset. It sees the keys from window_left before
 // that position to window_right after it, and none after it if causal. Of these it sees
-// the keys in its key range, except where the bool mask is false or the bias is -inf.
+// the keys in its key ranges, except where the bool mask is false or the bias is -inf.
 //
 //   seqlen_q 2, seqlen_k 4     q_offset 2     1 1 1 0     q_offset 0     1 0 0 0     q_offset 2,       0 1 1 0
 //   causal                                    1 1 1 1                    1 1 0 0     window_left 1     0 0 1 1
@@ -61,13 +64,14 @@ struct MaskParams {
   int64_t q_offset;
   const int64_t* q_offsets;                     // (batch), replaces q_offset; or null
   int64_t window_left = -1, window_right = -1;  // -1: no bound
-  const int64_t* key_ranges;                    // (batch or 1, seqlen_q, 2): begin and end; or null
+  const int64_t* key_ranges;                    // (batch or 1, seqlen_q, num_ranges, 2): begin and end; or null
   int64_t key_ranges_stride_b;                  // 0 where all sequences share them
+  int64_t num_ranges = 1;                       // of a query, at most kMostRanges: sorted and disjoint, or empty
   BroadcastView shown;                          // bool mask, true where the key takes part; data may be null
   // Written by the passes mask_rows, bias_rows and mask_blocks. mask_rows and bias_rows
   // hold the keys that the bool mask and the bias leave each row of their own shape,
   // dense (batch or 1, num_heads_q or 1, seqlen_q or 1); null without the tensor. blocks
-  // is (batch, num_heads_kv, blocks of rows); null where formulas describe blocks.
+  // is (batch, num_heads_kv, blocks of rows, num_ranges); null where formulas describe blocks.
   RowKeys *mask_rows, *bias_rows;
   BlockKeys* blocks;
 };

@@ -80,7 +80,7 @@ def attention(
 
     Raises:
         ValueError: shapes that don't fit together, a softmax_scale or softcap that is not finite, a window bound below
-            -1, key_ranges out of bounds or reversed (a GPU clamps them unless PYATTN_CHECK=1 is in the environment),
+            -1, key_ranges out of bounds or unsorted (a GPU clamps them unless PYATTN_CHECK=1 is in the environment),
             an int beyond 64 bits, a dropout_p outside [0, 1); at the first call, an instruction set in the environment
             variable PYATTN_ISA that this CPU or build does not have.
         TypeError: an unsupported dtype; dtypes that differ; an argument of another type than listed, for example a bool

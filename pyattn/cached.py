@@ -9,7 +9,7 @@ from pyattn.arguments import check_64_bits, check_tensor, check_type, check_wind
 from pyattn.attention import attention
 from pyattn.cache import KVCache
 from pyattn.cache.ring_buffer import check_ring, in_slots, narrowed
-from pyattn.key_ranges import check_ranges, plain
+from pyattn.key_ranges import are_ranges, check_ranges, plain
 from pyattn.options import UNBOUNDED, AttentionOptions
 from pyattn.parse import check_known, takes_options
 from pyattn.trees import behind_cache
@@ -175,7 +175,7 @@ def _padding(last_append: Tensor, lengths: Tensor, seqlen_q: int) -> Tensor:
 
 
 def _in_use(key_ranges: Tensor | None, used: Tensor, padding: Tensor | None, seqlen_q: int, max_seqlen: int) -> Tensor:
-    """(B, Sq, 2): ``key_ranges`` cut to the slots in use, [0, used), and empty for the last ``padding`` queries."""
+    """``key_ranges`` of B sequences, cut to the slots in use, [0, used), and empty for the last ``padding`` queries."""
     end = used.unsqueeze(1).expand(-1, seqlen_q)
     if padding is not None:
         rows = torch.arange(seqlen_q, device=used.device)
@@ -183,13 +183,12 @@ def _in_use(key_ranges: Tensor | None, used: Tensor, padding: Tensor | None, seq
     if key_ranges is None:
         return torch.stack([torch.zeros_like(end), end], -1)
     check_tensor("key_ranges", key_ranges)
-    fits = key_ranges.shape in ((1, seqlen_q, 2), (*end.shape, 2))
-    if not fits or key_ranges.dtype not in (torch.int32, torch.int64):
+    if not are_ranges(key_ranges, *end.shape) or key_ranges.dtype not in (torch.int32, torch.int64):
         return key_ranges  # attention refuses them
     if not key_ranges.is_cuda:  # on a GPU they are not read on the host: kernels clamp them
         check_ranges(key_ranges, max_seqlen)
-    first, behind_last = key_ranges.unbind(-1)
-    end = torch.minimum(behind_last, end)
+    first, after_last = key_ranges.unbind(-1)
+    end = torch.minimum(after_last, end if first.dim() == 2 else end.unsqueeze(-1))
     return torch.stack([torch.minimum(first, end), end], -1)
 
 

@@ -10,6 +10,9 @@ from pyattn.arguments import check_type, has_values, shown
 
 INTEGERS = (torch.int32, torch.int64)
 
+MOST_RANGES = 4
+"""The most intervals of keys that key_ranges give a query."""
+
 MERGES_ROWS = frozenset({"flatten", "reshape", "squeeze", "view"})
 """Functions whose result may have fewer dimensions and still holds the same pairs."""
 
@@ -29,17 +32,18 @@ class KeyRanges(Tensor):
 
     :mod:`pyattn.masks` returns this type. It is a tensor like any other, (B or 1, Sq, 2) for :func:`pyattn.attention`
     and (total_q, 2), the ``ranges[0]`` of a packed row, for :func:`pyattn.attention_varlen`, that also knows
-    :attr:`whole`.
+    :attr:`whole`. A query with several intervals has that many pairs: (B or 1, Sq, n, 2) and (total_q, n, 2).
 
     If the result of a torch function holds pairs again, it keeps the type and ``whole``, also when bare tensors take
     part: slices (``ranges[:, -n:]``, ``ranges[b]``), ``to``, ``expand``, ``repeat``, ``clone``, ``flatten(0, 1)``,
     ``torch.cat``, ``torch.stack``, arithmetic and bounds (``(ranges - n).clamp(0, Sk)``). Other results, such as
-    ``ranges[..., 0]``, are bare tensors. Copies, pickles, ``torch.save`` (also loaded with ``weights_only=True``),
-    buffers of modules and compiled graphs keep both. In ``torch.export`` with ``strict=False`` all ranges are bare, so
-    none is refused; the same holds for ranges that a transform of torch.func maps or takes as an argument of its
-    function.
+    ``ranges[..., 0]``, and four dimensions or more reshaped so that intervals become rows, are bare tensors. Copies,
+    pickles, ``torch.save`` (also loaded with ``weights_only=True``), buffers of modules and compiled graphs keep both.
+    In ``torch.export`` with ``strict=False`` all ranges are bare, so none is refused; the same holds for ranges that a
+    transform of torch.func maps or takes as an argument of its function.
 
-    :func:`pyattn.masks.within` gives the keys that two ranges share. ``&`` and ``|``, bitwise on tensors, are refused.
+    :func:`pyattn.masks.within` gives the keys that two ranges share, :func:`pyattn.masks.union` those in either one.
+    ``&`` and ``|``, bitwise on tensors, are refused.
 
     Args:
         ranges: int32 or int64 (..., 2); the memory is shared. If it is KeyRanges, its own ``whole`` is ignored.
@@ -180,6 +184,8 @@ def _kept(cls: type[KeyRanges], types: Sequence[type], name: str, first: Any, re
     if type(result) is not Tensor or result.dtype not in INTEGERS or result.dim() == 0:
         return result
     fewer = type(first) is Tensor and result.dim() < first.dim() and name not in MERGES_ROWS
+    if type(first) is Tensor and name in MERGES_ROWS and first.dim() > 3 and result.shape[-2:] != first.shape[-2:]:
+        return result  # intervals of a query became rows, or rows intervals
     if fewer and (name not in TAKES_ROWS or result.stride(-1) != first.stride(-1)):
         return result
     if result.shape[-1] != 2:
@@ -192,16 +198,41 @@ def _kept(cls: type[KeyRanges], types: Sequence[type], name: str, first: Any, re
     return _as(cls, result)
 
 
-def check_ranges(key_ranges: Tensor, seqlen_k: int, first: int = 0) -> None:
-    """ValueError for the first range that is out of bounds or reversed, with the operator's message.
+def by_interval(key_ranges: Tensor, dims: int = 2) -> Tensor:
+    """(..., n, 2): ``key_ranges`` with a dimension of intervals after the ``dims`` before it, also for one interval."""
+    return key_ranges if key_ranges.dim() == dims + 2 else key_ranges.unsqueeze(dims)
 
-    ``first``: the number of the first sequence of ``key_ranges`` (B, Sq, 2).
+
+def are_ranges(key_ranges: Tensor, batch: int, seqlen_q: int) -> bool:
+    """Whether key_ranges are (B or 1, Sq, 2) or (B or 1, Sq, 1 to MOST_RANGES, 2)."""
+    several = key_ranges.dim() == 4 and 1 <= key_ranges.shape[2] <= MOST_RANGES
+    shape = key_ranges.shape[:2] + key_ranges.shape[3:] if several else key_ranges.shape
+    return shape in ((1, seqlen_q, 2), (batch, seqlen_q, 2))
+
+
+def wrong_rows(ranges: Tensor, seqlen_k: int | Tensor) -> Tensor:
+    """bool (...): the queries whose intervals (..., n, 2) are out of bounds, reversed, unsorted or not disjoint."""
+    ends = ranges.flatten(-2)
+    return (ends.diff(dim=-1) < 0).any(-1) | (ends[..., 0] < 0) | (ends[..., -1] > seqlen_k)
+
+
+def rule_for(row: Tensor, seqlen_k: int) -> str:
+    """The operator's message about the intervals (n, 2) of a query, up to the query's number."""
+    rule = "0 <= begin <= end" if len(row) == 1 else "sorted, disjoint intervals 0 <= begin <= end"
+    return f"pyattn: key_ranges must hold {rule} <= seqlen_k = {seqlen_k}, got {row.flatten().tolist()}"
+
+
+def check_ranges(key_ranges: Tensor, seqlen_k: int, first: int = 0) -> None:
+    """ValueError for the first query whose ranges are out of bounds, reversed or unsorted, with the operator's message.
+
+    Args:
+        key_ranges: (B or 1, Sq, 2) or (B or 1, Sq, n, 2).
+        seqlen_k: the number of keys.
+        first: the number of the first sequence.
     """
-    begin, end = key_ranges.unbind(-1)
-    wrong = (begin < 0) | (begin > end) | (end > seqlen_k)
+    ranges = by_interval(key_ranges)
+    wrong = wrong_rows(ranges, seqlen_k)
     if has_values(wrong) and wrong.any():
         sequence, query = divmod(int(wrong.flatten().to(torch.uint8).argmax()), wrong.shape[1])
-        raise ValueError(
-            f"pyattn: key_ranges must hold 0 <= begin <= end <= seqlen_k = {seqlen_k}, got "
-            f"{key_ranges[sequence, query].tolist()} for query {query} of sequence {first + sequence}"
-        )
+        rule = rule_for(ranges[sequence, query], seqlen_k)
+        raise ValueError(f"{rule} for query {query} of sequence {first + sequence}")

@@ -2,10 +2,12 @@
 
 Every function but :func:`tree`, whose bool mask is for drafted tokens behind a cache, returns :class:`KeyRanges`, int64
 (B or 1, seqlen, 2): query ``i`` sees the keys ``begin <= j < end`` of its pair, on top of ``causal`` and ``window``.
-Those of :func:`prefix_lm` and :func:`from_bool` are the whole mask and are refused with ``causal=True``, the default;
-the others work with either. Attention also takes a bare int32 or int64 tensor of that shape, with any ``causal``.
-Memory is linear in seqlen, and a block of keys that no query of a block sees costs nothing. Results are on the device
-of the tensors given here, or on torch's default device if only ints are given.
+Rows of up to 4 intervals, sorted and disjoint, are (B or 1, seqlen, n, 2), as :func:`streaming`, :func:`union` and
+``from_bool(mask, intervals=4)`` give them. Those of :func:`prefix_lm` and :func:`from_bool` are the whole mask and are
+refused with ``causal=True``, the default; the others work with either. Attention also takes a bare int32 or int64
+tensor of such a shape, with any ``causal``. Memory is linear in seqlen, and a block of keys that no query of a block
+sees costs nothing. Results are on the device of the tensors given here, or on torch's default device if only ints are
+given.
 
 Drawn below: query ``i`` down, key ``j`` across, 1 = takes part.
 """
@@ -23,13 +25,26 @@ from pyattn.arguments import (
     check_size,
     check_sizes,
     check_type,
+    check_window,
     has_values,
     shown,
 )
-from pyattn.key_ranges import KeyRanges, bare, known
+from pyattn.key_ranges import KeyRanges, known
+from pyattn.range_sets import from_bool, union, within
 from pyattn.trees import tree
 
-__all__ = ["KeyRanges", "chunked", "documents", "from_bool", "padding", "prefix_lm", "tree", "within"]
+__all__ = [
+    "KeyRanges",
+    "chunked",
+    "documents",
+    "from_bool",
+    "padding",
+    "prefix_lm",
+    "streaming",
+    "tree",
+    "union",
+    "within",
+]
 
 
 @check_names
@@ -174,78 +189,39 @@ def padding(lengths: Sequence[int] | Tensor, seqlen: int, side: str = "right") -
 
 
 @check_names
-def from_bool(mask: Tensor) -> KeyRanges | None:
-    """The ranges equivalent to a bool mask, if there are any.
+def streaming(seqlen: int, first: int, window: tuple[int, int]) -> KeyRanges:
+    """The first keys of all, and a window around each query: attention sinks (Xiao et al. 2024, figure 1).
 
-    ``attention(..., mask=mask)`` finds the ranges itself, at each call. Use this function for a mask that serves many
-    calls, or to learn whether a mask consists of ranges. ::
+    ::
 
-        1 1 1 0    [0, 3)        1 0 1 1    None: a hole
-        0 1 1 1    [1, 4)        1 1 1 1
-        0 0 0 0    [0, 0)        0 0 1 1
+        first 1, window (1, 1)     causal=False     causal=True
+                                   1 1 0 0 0        1 0 0 0 0
+                                   1 1 1 0 0        1 1 0 0 0
+                                   1 1 1 1 0        1 1 1 0 0
+                                   1 0 1 1 1        1 0 1 1 0
+                                   1 0 0 1 1        1 0 0 1 1
 
-    Args:
-        mask: bool, True = takes part, 1 to 4 dimensions, which broadcast from the right: (B or 1, Hq or 1, Sq, Sk).
-
-    Returns:
-        (B or 1, Sq, 2), for ``causal=False`` because they are the whole mask; None where a row has holes or heads
-        differ. A mask with one row for all queries, (B, 1, 1, Sk), gives (B, 1, 2): apply ``expand(-1, seqlen_q, -1)``.
-        If the mask only hides padding, ``KeyRanges(from_bool(mask))`` goes on top of ``causal=True``.
-
-    Raises:
-        ValueError: the wrong number of dimensions.
-        TypeError: a mask that is not a bool tensor.
-
-    >>> from_bool(torch.ones(3, 3, dtype=torch.bool).tril()).tolist()
-    [[[0, 1], [0, 2], [0, 3]]]
-    """
-    check_type("mask", mask, Tensor)
-    if mask.dtype != torch.bool:
-        raise TypeError(f"pyattn: mask must be bool, True = takes part, got {mask.dtype}")
-    if not 1 <= mask.dim() <= 4:
-        raise ValueError(f"pyattn: mask must have 1 to 4 dimensions, got shape {tuple(mask.shape)}")
-    wide = mask[(None,) * (4 - mask.dim())]
-    seqlen_k, heads = wide.shape[3], wide.shape[1]
-    if seqlen_k == 0 or heads == 0:
-        return known(torch.zeros(wide.shape[0], wide.shape[2], 2, dtype=torch.int64, device=mask.device), whole=True)
-    keys = wide.to(torch.uint8)
-    count = keys.sum(-1)
-    begin = keys.argmax(-1).masked_fill(count == 0, 0)  # argmax gives the first maximum
-    end = (seqlen_k - keys.flip(-1).argmax(-1)).masked_fill(count == 0, 0)
-    ranges = torch.stack([begin, end], -1)
-    if (end - begin != count).any() or (ranges != ranges[:, :1]).any():
-        return None
-    return known(ranges[:, 0], whole=True)
-
-
-def within(ranges: Tensor, others: Tensor) -> Tensor:
-    """The keys that two ranges share: documents with padding, a prefix in each document, ... ::
-
-        documents [2, 2]     prefix_lm 3     within both
-        1 1 0 0              1 1 1 0         1 1 0 0
-        1 1 0 0              1 1 1 0         1 1 0 0
-        0 0 1 1              1 1 1 0         0 0 1 0
-        0 0 1 1              1 1 1 1         0 0 1 1
+    Over a cache, use ``streaming(cache.max_seqlen, first, window)[:, before:before + seqlen_q]``.
 
     Args:
-        ranges, others: KeyRanges or bare tensors, (B or 1, Sq or 1, 2) each.
+        seqlen: the number of queries and of keys.
+        first: how many keys at the beginning every query sees; if there are fewer, all.
+        window: (left, right): how many keys before and after its own position a query sees beside them; -1: all.
 
     Returns:
-        KeyRanges, whole if either one is; a bare tensor if both are bare.
+        (1, seqlen, 2, 2).
 
     Raises:
-        TypeError: an argument that is not a tensor.
+        ValueError: a seqlen or first below 0, a window entry below -1.
+        TypeError: any other type.
 
-    >>> within(documents([2, 2]), prefix_lm(3, seqlen=4))
-    KeyRanges(tensor([[[0, 2],
-                       [0, 2],
-                       [2, 3],
-                       [2, 4]]]), whole=True)
+    >>> streaming(4, first=1, window=(1, 0))[0].tolist()
+    [[[0, 1], [1, 1]], [[0, 1], [1, 2]], [[0, 1], [1, 3]], [[0, 1], [2, 4]]]
     """
-    check_type("ranges", ranges, Tensor)
-    check_type("others", others, Tensor)
-    one, other = bare(ranges), bare(others)
-    begin = torch.maximum(one[..., 0], other[..., 0])
-    both = torch.stack([begin, torch.maximum(begin, torch.minimum(one[..., 1], other[..., 1]))], -1)
-    typed = [t for t in (ranges, others) if isinstance(t, KeyRanges)]
-    return known(both, any(t.whole for t in typed)) if typed else both
+    check_sizes(seqlen=seqlen)
+    check_size("first", first)
+    check_window(window)
+    first, (left, right) = min(first, seqlen), (seqlen if bound < 0 else min(bound, seqlen) for bound in window)
+    query, ends = torch.arange(seqlen), torch.tensor([0, first]).expand(seqlen, 2)
+    around = torch.stack([query - left, query + right + 1], -1).clamp(first, seqlen)
+    return known(torch.stack([ends, around], 1)[None], whole=False)

@@ -53,10 +53,10 @@ def packed(tensor: Any) -> Tensor:
 
 
 def packed_ranges(ranges: Any, q: Any) -> Any:
-    """``key_ranges`` for packed sequences: jagged (B, j, 2) with q's offsets -> (tokens, 2); others as they are."""
+    """``key_ranges`` for packed sequences: jagged (B, j, ..., 2) with q's offsets -> (tokens, ..., 2), or unchanged."""
     if not isinstance(ranges, NestedTensor):
         return ranges
-    check_jagged("key_ranges", ranges, 3, 1, "(batch, j, 2)")
+    check_jagged("key_ranges", ranges, 4 if ranges.dim() == 4 else 3, 1, "(batch, j, 2) or (batch, j, n, 2)")
     check_same("key_ranges", ranges.shape[1], "q", q.shape[POSITIONS])
     return ranges.values()
 

@@ -54,7 +54,7 @@ def _placements(op: ops.Operator, rows: int, *args: Any, **named: Any) -> list[t
     for dim in _dims(options["q"], options["k"], options):
         where = Replicate() if dim is None else Shard(dim)
         inputs = [
-            (None if value is None else where) if i < rows else place(name, value, dim)
+            (None if value is None else where) if i < rows else place(name, value, dim, 4)
             for i, (name, value) in enumerate(options.items())
         ]
         results = [where] * 4 if op is ops.attention_forward else [where] * 3 + _of_learned(options, dim)
@@ -65,7 +65,7 @@ def _placements(op: ops.Operator, rows: int, *args: Any, **named: Any) -> list[t
 def _of_learned(options: dict[str, Any], dim: int | None) -> Placements:
     """The gradients of LEARNED; that of a replicated tensor is the sum of the shards' shares."""
     wanted = options["output_mask"] or (False,) * len(LEARNED)
-    places = [place(name, options[name], dim) if want else None for name, want in zip(LEARNED, wanted, strict=True)]
+    places = [place(name, options[name], dim, 4) if want else None for name, want in zip(LEARNED, wanted, strict=True)]
     return [Partial() if dim is not None and place == Replicate() else place for place in places]
 
 
@@ -76,11 +76,16 @@ def _dims(q: Any, k: Any, options: dict[str, Any]) -> list[int | None]:
     return [None] + [dim for dim, size in enumerate((q.shape[0], k.shape[1])) if size % q.mesh.size() == 0]
 
 
-def place(name: str, value: Any, dim: int | None) -> Any:
-    """An option's placement if q is sharded in ``dim``: replicated if it lacks that dimension or broadcasts."""
+def place(name: str, value: Any, dim: int | None, dims: int) -> Any:
+    """An option's placement if q, of ``dims`` dimensions, is sharded in ``dim``.
+
+    It is replicated if it lacks that dimension or broadcasts.
+    """
     if not hasattr(value, "shape"):
         return None
     at = None if dim is None else DIMS[dim].get(name)
+    if at is not None and name == "key_ranges" and len(value.shape) == dims:
+        at -= 1  # several intervals
     if at is None or len(value.shape) < -at or value.shape[at] == 1:
         return Replicate()
     return Shard(len(value.shape) + at)

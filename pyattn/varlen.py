@@ -72,9 +72,9 @@ def attention_varlen(
         return_lse: also return lse.
         return_max_score: also return max_score, after lse.
         options: as for :func:`pyattn.attention`, with these differences. q_offset: the key position of each sequence's
-            first query; default: the last query is at the last key of its sequence. key_ranges: (total_q, 2); keys are
-            counted within the query's sequence. mask, bias: not implemented. With the same seed, dropout drops the same
-            weights in sequence ``b`` as in sequence ``b`` of a batch.
+            first query; default: the last query is at the last key of its sequence. key_ranges: (total_q, 2) or
+            (total_q, n, 2); keys are counted within the query's sequence. mask, bias: not implemented. With the same
+            seed, dropout drops the same weights in sequence ``b`` as in sequence ``b`` of a batch.
 
     Returns:
         ``out`` (total_q, Hq, Dv) in q's dtype, or ``(out, lse)``, where lse is (Hq, total_q) in float32, or float64 for

@@ -6,20 +6,24 @@ import random
 import torch
 from torch import Tensor
 
-KEY_RANGES = ("documents", "prefix", "random", "empty")
+KEY_RANGES = ("documents", "prefix", "random", "empty", "streaming", "pieces")
 MASKS = ("random", "causal", "padding")
 BIASES = ("float", "bands", "lowest")
 
 
 def key_ranges(kind: str, batch: int, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """(batch or 1, seqlen_q, 2), the same for the same arguments.
+    """(batch or 1, seqlen_q, 2), or several intervals (batch or 1, seqlen_q, n, 2), the same for the same arguments.
 
     - documents: the last query is at the last key, and each query sees its document;
     - prefix: a prefix, causal after its end;
     - random: any two ends, in order;
-    - empty: the same, but most ranges are empty.
+    - empty: the same, but most ranges are empty;
+    - streaming: the first keys, and those up to the query's own;
+    - pieces: 2 to 4 intervals between any ends, in order; some touch, some are empty, and some rows see nothing.
     """
     draw = random.Random(f"{kind} {batch} {seqlen_q} {seqlen_k}")
+    if kind in ("streaming", "pieces"):
+        return _several(kind, draw, draw.choice((1, batch)), seqlen_q, seqlen_k)
     ranges = []
     for _ in range(draw.choice((1, batch))):
         cuts = sorted({0, seqlen_k, *draw.choices(range(seqlen_k + 1), k=3)})
@@ -37,6 +41,22 @@ def key_ranges(kind: str, batch: int, seqlen_q: int, seqlen_k: int) -> Tensor:
             rows.append((begin, end))
         ranges.append(rows)
     return torch.tensor(ranges, dtype=draw.choice((torch.int32, torch.int64))).view(len(ranges), seqlen_q, 2)
+
+
+def _several(kind: str, draw: random.Random, batch: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+    first, left, count = draw.randint(0, seqlen_k), draw.randint(0, seqlen_k), draw.randint(2, 4)
+    ranges = []
+    for i in [*range(seqlen_q)] * batch:
+        past = min(max(i + seqlen_k - seqlen_q + 1, first), seqlen_k)
+        ends = [0, first // 4, max(past - left, first // 4), past]
+        if kind == "pieces":
+            ends = sorted(draw.choices(range(seqlen_k + 1), k=2 * count))
+            for n in range(1, 2 * count):  # an interval that touches the one before it, or is empty
+                ends[n] = ends[n - 1] if draw.random() < 0.2 else ends[n]
+            ends = ends[:1] * len(ends) if draw.random() < 0.1 else ends
+        ranges.append(ends)
+    dtype = draw.choice((torch.int32, torch.int64))
+    return torch.tensor(ranges, dtype=dtype).view(batch, seqlen_q, 2 if kind == "streaming" else count, 2)
 
 
 def mask(words: str, sizes: tuple[int, int, int, int]) -> Tensor:

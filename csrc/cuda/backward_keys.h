@@ -32,9 +32,9 @@ struct KeysShape {
   static constexpr int kParts = kWide ? 2 : 1, kColumns = kDim / kParts;
   static constexpr int kKeys = sizeof(S) == 2 ? (kWide ? 64 : 128) : (kWide ? 32 : 64);
   static constexpr int kWarps = kKeys / (16 * kM) * kParts, kThreads = kWarps * kWarpLanes;
-  // Blocks per multiprocessor; 0 lets ptxas choose. At 64 columns, ptxas would fit three blocks for float and spill
-  // 200 bytes; on sm_80, it would fit two blocks for general 16-bit scores and spill 416 bytes.
-  static constexpr int kBlocks = kDim != 64 ? 0 : sizeof(S) == 4 ? 2 : Score::kGeneral ? 1 : 0;
+  // Blocks per multiprocessor. If ptxas chose, it would at 64 columns fit three blocks for float and spill 200 bytes,
+  // and at 96 and 128 columns take 128 registers and spill 1.6 KB.
+  static constexpr int kBlocks = sizeof(S) == 4 && kDim == 64 ? 2 : 1;
   static constexpr int kRows = Score::kGeneral || (kDim > 64 && sizeof(S) == 4) ? 16 : 32;
   static constexpr int kStages = kDim > 192 ? 1 : 2;  // 2 prefetches the next rows, if shared memory has room
   using KTile = Tile<S, kKeys, kDim>;

@@ -73,7 +73,7 @@ mask_blocks(const __grid_constant__ ForwardParams p) {
   }
   const Head head(p, number);
   const int64_t r0 = n * kBlockRows;
-  if (r0 < head.count) p.mask.blocks[at] = Mask(p, head).summary_of<S>(r0, min(kBlockRows, head.count - r0));
+  if (r0 < head.count) Mask(p, head).summarize<S>(r0, min(kBlockRows, head.count - r0));
 }
 
 }  // namespace

@@ -37,7 +37,7 @@ PYATTN_DEVICE Range from_multiple(Range range, int n) {
 // The keys of the rows [r0, r0 + rows), from a multiple of kDrawKeys, for which dropout draws at once.
 PYATTN_DEVICE Run keys_of_rows(const Mask& mask, int r0, int rows) {
   return {from_multiple(mask.keys_of_any(r0, rows), kDrawKeys),
-          mask.any_holes(r0, rows) ? Range{0, 0} : mask.keys_of_all(r0, rows)};
+          mask.any_holes(r0, rows) ? Range{0, 0} : mask.keys_of_all(r0, rows, 0)};
 }
 
 // The rows that see some of the keys [n0, n0 + keys), by the summaries. Each lane searches a part.
@@ -193,9 +193,9 @@ PYATTN_DEVICE HiddenSums<kM, kN> hidden_sums(const TileMask& mask, int first) {
   for (int at = 0; at < kRowsOfLane; ++at) {
     const auto seen = mask.keys_of(row_at(at));
     const int64_t r = mask.row_of(row_at(at));
-    const bool holes = mask.mask.has_holes(r);
+    const bool holes = mask.mask.has_holes(r), gaps = mask.mask.intervals() > 1;
     hide(at, [&](int key) {
-      bool sees = seen.contains(key);
+      bool sees = seen.contains(key) && (!gaps || mask.mask.in_interval(r, mask.n0 + key));
       if (sees && holes) mask.mask.template each_filter<S>(r, [&](auto shown) { sees = sees && shown(mask.n0 + key); });
       return !sees;
     });

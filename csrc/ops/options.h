@@ -16,7 +16,7 @@ namespace pyattn {
   X(optional<SymInt>, q_offset, "SymInt?", "=None")                                                                   \
   X(optional<Tensor>, q_offsets, "Tensor?", "=None")       /* (batch), int64, instead of q_offset */                  \
   X(c10::SymIntArrayRef, window, "SymInt[2]", "=[-1, -1]") /* left, right; -1: no bound */                            \
-  X(optional<Tensor>, key_ranges, "Tensor?", "=None")      /* (batch or 1, seqlen_q, 2), int32 or int64 */            \
+  X(optional<Tensor>, key_ranges, "Tensor?", "=None")      /* (batch or 1, seqlen_q[, up to 4], 2), int32, int64 */   \
   X(optional<Tensor>, mask, "Tensor?", "=None")            /* bool, true = visible; shape as for bias */              \
   X(double, softcap, "float", "=0.0")                                                                                 \
   X(optional<Tensor>, bias, "Tensor?", "=None")          /* broadcasts to (batch, num_heads_q, seqlen_q, seqlen_k) */ \
@@ -32,14 +32,21 @@ struct Options {
 };
 #define PYATTN_OPTIONS_SCHEMA PYATTN_SCHEMA(PYATTN_OPTIONS)
 
+// Whether key ranges have this many dimensions before their pairs: one pair, or a dimension of 1 to kMostRanges pairs.
+inline bool hold_ranges(const Tensor& t, int64_t dims) {
+  const bool several = t.dim() == dims + 2;
+  return (several || t.dim() == dims + 1) && t.sym_size(-1) == 2 &&
+         (!several || (t.sym_size(-2) >= 1 && t.sym_size(-2) <= kMostRanges));
+}
+
 inline void check_key_ranges(const Tensor& q, const Options& options) {
   if (!options.key_ranges) return;
   const Tensor& t = *options.key_ranges;
-  const auto sizes = t.sym_sizes();
   check_given("key_ranges", t, q.device(), {at::kInt, at::kLong});
-  TORCH_CHECK_VALUE(
-      t.dim() == 3 && (sizes[0] == q.sym_size(0) || sizes[0] == 1) && sizes[1] == q.sym_size(2) && sizes[2] == 2,
-      "pyattn: key_ranges must have shape (", q.sym_size(0), " or 1, ", q.sym_size(2), ", 2), got ", sizes);
+  const SymInt batch = q.sym_size(0), seqlen_q = q.sym_size(2);
+  TORCH_CHECK_VALUE(hold_ranges(t, 2) && (t.sym_size(0) == batch || t.sym_size(0) == 1) && t.sym_size(1) == seqlen_q,
+                    "pyattn: key_ranges must have shape (", batch, " or 1, ", seqlen_q, ", 2) or (", batch, " or 1, ",
+                    seqlen_q, ", 1 to ", kMostRanges, ", 2), got ", t.sym_sizes());
 }
 
 // Checks a tensor that broadcasts to the scores, (batch, num_heads_q, seqlen_q, seqlen_k).

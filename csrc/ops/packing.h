@@ -57,9 +57,10 @@ inline void check_packing(const Tensor& q, const Packing& packing, const Options
   check_options(q, sequences(packing), q.sym_size(1), options);
   if (!options.key_ranges) return;
   check_given("key_ranges", *options.key_ranges, q.device(), {at::kInt, at::kLong});
-  const auto sizes = options.key_ranges->sym_sizes();
-  TORCH_CHECK_VALUE(sizes.size() == 2 && sizes[0] == q.sym_size(0) && sizes[1] == 2,
-                    "pyattn: key_ranges must have shape (", q.sym_size(0), ", 2), got ", sizes);
+  const SymInt tokens = q.sym_size(0);
+  TORCH_CHECK_VALUE(hold_ranges(*options.key_ranges, 1) && options.key_ranges->sym_size(0) == tokens,
+                    "pyattn: key_ranges must have shape (", tokens, ", 2) or (", tokens, ", 1 to ", kMostRanges,
+                    ", 2), got ", options.key_ranges->sym_sizes());
 }
 
 inline void check_packed(const Tensor& q, const Tensor& k, const Tensor& v, const Packing& packing,
@@ -115,7 +116,9 @@ inline void place_sequences(ForwardParams& p, const Packing& packing) {
     const int64_t first_q = packed.cu_seqlens_q[b], first_k = packed.cu_seqlens_k[b],
                   seqlen_q = packed.cu_seqlens_q[b + 1] - first_q,
                   seqlen_k = check_used(packed.cu_seqlens_k, packed.seqused_k, b);
-    if (p.mask.key_ranges) check_ranges(p.mask.key_ranges + 2 * first_q, seqlen_q, seqlen_k, b);
+    const int64_t num_ranges = p.mask.num_ranges;
+    if (p.mask.key_ranges)
+      check_ranges(p.mask.key_ranges + 2 * num_ranges * first_q, num_ranges, seqlen_q, seqlen_k, b);
     packed.sequences[b] = {first_q, first_k, seqlen_q, seqlen_k};
     if (packed.default_offsets) packed.default_offsets[b] = default_q_offset(seqlen_q, seqlen_k);
     p.pairs += static_cast<double>(seqlen_q) * static_cast<double>(seqlen_k);

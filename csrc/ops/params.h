@@ -57,14 +57,21 @@ inline BiasView bias_view(const Tensor& t, at::ScalarType type, void* data) {
 }
 
 // Checks the key ranges of one sequence's queries; on a GPU only with PYATTN_CHECK=1, because its kernels clamp them.
-inline void check_ranges(const int64_t* range, int64_t seqlen_q, int64_t seqlen_k, int64_t sequence) {
-  for (int64_t i = 0; i < seqlen_q; ++i, range += 2)
-    TORCH_CHECK_VALUE(0 <= range[0] && range[0] <= range[1] && range[1] <= seqlen_k,
-                      "pyattn: key_ranges must hold 0 <= begin <= end <= seqlen_k = ", seqlen_k, ", got [", range[0],
-                      ", ", range[1], "] for query ", i, " of sequence ", sequence);
+// `ranges` are those of its first query, num_ranges of each.
+inline void check_ranges(const int64_t* ranges, int64_t num_ranges, int64_t seqlen_q, int64_t seqlen_k,
+                         int64_t sequence) {
+  const at::IntArrayRef all(ranges, 2 * num_ranges * seqlen_q);
+  for (int64_t i = 0; i < seqlen_q; ++i) {
+    const auto row = all.slice(2 * num_ranges * i, 2 * num_ranges);
+    const bool sorted = std::is_sorted(row.begin(), row.end());
+    TORCH_CHECK_VALUE(sorted && 0 <= row.front() && row.back() <= seqlen_k, "pyattn: key_ranges must hold ",
+                      num_ranges == 1 ? "0 <= begin <= end" : "sorted, disjoint intervals 0 <= begin <= end",
+                      " <= seqlen_k = ", seqlen_k, ", got ", row, " for query ", i, " of sequence ", sequence);
+  }
 }
 
-inline void fill_mask(MaskParams& mask, int64_t seqlen_q, int64_t seqlen_k, const Options& options, Kept& kept) {
+inline void fill_mask(MaskParams& mask, int64_t seqlen_q, int64_t seqlen_k, bool packed, const Options& options,
+                      Kept& kept) {
   mask.causal = options.causal;
   mask.q_offset = options.q_offset ? options.q_offset->expect_int() : default_q_offset(seqlen_q, seqlen_k);
   mask.q_offsets = options.q_offsets ? kept.indices(*options.q_offsets) : nullptr;
@@ -73,7 +80,8 @@ inline void fill_mask(MaskParams& mask, int64_t seqlen_q, int64_t seqlen_k, cons
   if (!options.key_ranges) return;
   const Tensor& ranges = *options.key_ranges;
   mask.key_ranges = kept.indices(ranges);
-  mask.key_ranges_stride_b = ranges.dim() == 3 && ranges.size(0) > 1 ? 2 * ranges.size(1) : 0;
+  mask.num_ranges = ranges.dim() == (packed ? 3 : 4) ? ranges.size(-2) : 1;
+  mask.key_ranges_stride_b = packed || ranges.size(0) == 1 ? 0 : 2 * mask.num_ranges * ranges.size(1);
 }
 
 inline void fill_score(ScoreParams& score, at::ScalarType type, const Options& options, Kept& kept) {
@@ -111,7 +119,7 @@ inline void fill_dropout(DropoutParams& dropout, const Options& options, Kept& k
 // Fills the params that do not depend on how sequences lie in memory.
 inline void fill_options(ForwardParams& p, at::ScalarType type, const Options& options, Kept& kept) {
   p.softmax_scale = options.softmax_scale.value_or(default_softmax_scale(p.head_dim));
-  fill_mask(p.mask, p.seqlen_q, p.seqlen_k, options, kept);
+  fill_mask(p.mask, p.seqlen_q, p.seqlen_k, p.packed.sequences, options, kept);
   fill_score(p.score, type, options, kept);
   fill_dropout(p.dropout, options, kept);
 }
@@ -125,7 +133,7 @@ inline void fill_inputs(ForwardParams& p, const Tensor& q, const Tensor& k, cons
   if (!options.key_ranges || !(q.is_cpu() || checks_gpu())) return;
   const int64_t* ranges = q.is_cpu() ? p.mask.key_ranges : kept.indices(options.key_ranges->cpu());
   for (int64_t b = 0; b < options.key_ranges->size(0); ++b)
-    check_ranges(ranges + b * p.mask.key_ranges_stride_b, p.seqlen_q, p.seqlen_k, b);
+    check_ranges(ranges + b * p.mask.key_ranges_stride_b, p.mask.num_ranges, p.seqlen_q, p.seqlen_k, b);
 }
 
 }  // namespace pyattn

@@ -4,6 +4,13 @@
 
 #include <cstdint>
 
+// A loop that nvcc leaves rolled: unrolled in a kernel's hot loop, it would spill up to 2 KB of registers.
+#ifdef __CUDACC__
+#define PYATTN_ROLLED _Pragma("unroll 1")
+#else
+#define PYATTN_ROLLED
+#endif
+
 namespace pyattn::PYATTN_ISA {
 namespace {
 

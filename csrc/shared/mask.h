@@ -1,7 +1,8 @@
-// The mask: every query row of a KV head sees an interval of keys, apart from
-// holes. Filters make the holes: a bool mask, and a bias where it is -inf. No
-// other file compares a key's index with a query's, or names the filters. Every
-// backend shares this file; everything is constexpr, so device code may call it.
+// The mask: every query row of a KV head sees one interval of keys, or with key
+// ranges up to kMostRanges, apart from holes. Filters make the holes: a bool mask,
+// and a bias where it is -inf. No other file compares a key's index with a query's,
+// or names the filters. Every backend shares this file; everything is constexpr, so
+// device code may call it.
 //
 //   causal, q_offset 1    key  0 1 2 3 4
 //   window_left 1       row 0  1 1 0 0 0    rows 0 to 2: keys_of_any [0, 4), keys_of_all [2, 2)
@@ -36,10 +37,19 @@ constexpr bool needs_blocks(const ForwardParams& p) {
   return p.mask.key_ranges || p.mask.shown.data || has_bias(p.score);
 }
 
+// How many summaries a block of rows has: on a GPU one for all intervals,
+// because kernels that follow several would spill up to 2 KB of registers.
+#ifdef PYATTN_PACKED
+constexpr int64_t summaries_of(const ForwardParams&) { return 1; }
+#else
+constexpr int64_t summaries_of(const ForwardParams& p) { return p.mask.num_ranges; }
+#endif
+
 // The mask of one head. Neither end of a formula's interval decreases from one row to the
 // next, so the first and the last row answer for a block of rows. Without a formula,
-// summaries in params answer for blocks that begin at a multiple of kBlockRows; the pass
-// that writes them asks about single rows only. A block has at least one row, or one key.
+// summaries in params, one for each block and interval, answer for blocks that begin at a
+// multiple of kBlockRows; the pass that writes them asks about single rows only. A block
+// has at least one row, or one key.
 struct Mask {
   const ForwardParams& p;
   Head head;
@@ -60,27 +70,58 @@ struct Mask {
     return {clamp(i + diagonals.begin, 0, head.seqlen_k), clamp(i + diagonals.end, 0, head.seqlen_k)};
   }
 
-  // The keys that a row sees; with holes, from the first to the last one that it may see.
-  constexpr Range keys_of(int64_t r) const {
+  // How many intervals a row has, and how many summaries a block of rows.
+  constexpr int64_t intervals() const { return p.mask.num_ranges; }
+  constexpr int64_t summaries() const { return summaries_of(p); }
+
+  // The keys that a row sees in its interval n; with holes, from the first to the last one that it may see.
+  constexpr Range keys_of(int64_t r, int64_t n) const {
     const int64_t i = head.query(r);
     Range keys = by_formula(i);
     if (p.mask.key_ranges) {
-      const int64_t* range = p.mask.key_ranges + head.b * p.mask.key_ranges_stride_b + 2 * (head.first_q + i);
+      const int64_t* range = ranges_of(i) + 2 * n;
       keys = keys.in({range[0], range[1]});
     }
     each_row(r, [&](const auto&, const RowKeys& row) { keys = keys.in({row.begin, row.end}); });
     return keys;
   }
 
+  // The same in all its intervals, from the first to the last key.
+  constexpr Range keys_of(int64_t r) const {
+    return hull(intervals(), [&](int64_t n) { return keys_of(r, n); });
+  }
+
   // keys_of without masked keys at its ends: another mask may cut a row at one of its holes.
   template <class S>
-  constexpr Range exact_keys_of(int64_t r) const {
-    Range keys = keys_of(r);
+  constexpr Range exact_keys_of(int64_t r, int64_t n) const {
+    Range keys = keys_of(r, n);
     if (has_holes(r)) {
-      while (!keys.empty() && !sees<S>(r, keys.begin)) ++keys.begin;
-      while (!keys.empty() && !sees<S>(r, keys.end - 1)) --keys.end;
+      while (!keys.empty() && !passes<S>(r, keys.begin)) ++keys.begin;
+      while (!keys.empty() && !passes<S>(r, keys.end - 1)) --keys.end;
     }
     return keys;
+  }
+
+  template <class S>
+  constexpr Range exact_keys_of(int64_t r) const {
+    return hull(intervals(), [&](int64_t n) { return exact_keys_of<S>(r, n); });
+  }
+
+  // Whether the summary of a row holds several intervals, some key between which the row does not see.
+  constexpr bool has_gaps(int64_t r) const {
+    if (intervals() == summaries()) return false;
+    int64_t count = 0;
+    for (int64_t n = 0; n < intervals(); ++n) count += keys_of(r, n).count();
+    return count < keys_of(r).count();
+  }
+
+  // Whether a key that the formulas and the ends of the row's filters show lies in one of its intervals.
+  constexpr bool in_interval(int64_t r, int64_t key) const {
+    const int64_t* range = ranges_of(head.query(r));
+    bool in = false;
+    PYATTN_ROLLED
+    for (int64_t n = 0; n < intervals(); ++n, range += 2) in = in || (range[0] <= key && key < range[1]);
+    return in;
   }
 
   template <class S>
@@ -90,7 +131,7 @@ struct Mask {
     return !p.mask.blocks || !exact_keys_of<S>(r).empty();
   }
 
-  // Whether some key within keys_of may be masked.
+  // Whether some key in an interval of the row may be masked.
   constexpr bool has_holes(int64_t r) const {
     bool any = false;
     each_row(r, [&](const auto&, const RowKeys& row) { any = any || row.holes; });
@@ -108,35 +149,64 @@ struct Mask {
 
   template <class S>
   constexpr bool sees(int64_t r, int64_t key) const {
-    bool seen = keys_of(r).contains(key);
-    if (seen) each_filter<S>(r, [&](auto shown) { seen = seen && shown(key); });
-    return seen;
+    return keys_of(r).contains(key) && (intervals() == 1 || in_interval(r, key)) && passes<S>(r, key);
   }
 
-  // The keys from the first to the last one that some row of [r0, r0 + rows) sees.
-  constexpr Range keys_of_any(int64_t r0, int64_t rows) const {
+  // The keys from the first to the last one that some row of [r0, r0 + rows) sees in its interval n.
+  constexpr Range keys_of_any(int64_t r0, int64_t rows, int64_t n) const {
     if (!p.mask.blocks) return {by_formula(head.query(r0)).begin, by_formula(head.query(r0 + rows - 1)).end};
     Range any{head.seqlen_k, 0};
-    each_block({r0, r0 + rows}, [&](int64_t, const BlockKeys& block) {
+    each_block({r0, r0 + rows}, n, [&](int64_t, const BlockKeys& block) {
       any = {min(any.begin, block.first_begin), max(any.end, block.last_end)};
     });
     return any;
   }
 
-  // The keys that every row of [r0, r0 + rows) sees, apart from holes.
-  constexpr Range keys_of_all(int64_t r0, int64_t rows) const {
+  // The same in all intervals.
+  constexpr Range keys_of_any(int64_t r0, int64_t rows) const {
+    return hull(summaries(), [&](int64_t n) { return keys_of_any(r0, rows, n); });
+  }
+
+  // The keys that every row of [r0, r0 + rows) sees in its interval n, apart from holes.
+  constexpr Range keys_of_all(int64_t r0, int64_t rows, int64_t n) const {
     if (!p.mask.blocks) return {by_formula(head.query(r0 + rows - 1)).begin, by_formula(head.query(r0)).end};
     Range all{0, head.seqlen_k};
-    each_block({r0, r0 + rows}, [&](int64_t, const BlockKeys& block) {
+    each_block({r0, r0 + rows}, n, [&](int64_t, const BlockKeys& block) {
       all = {max(all.begin, block.last_begin), min(all.end, block.first_end)};
     });
     return all;
   }
 
+  // The first key after n0 at which the keys that every row sees in an interval begin; the last key's end without one.
+  constexpr int64_t next_of_all(int64_t r0, int64_t rows, int64_t n0) const {
+    int64_t next = head.seqlen_k;
+    for (int64_t n = 0; n < summaries(); ++n) {
+      const Range all = keys_of_all(r0, rows, n);
+      if (n0 < all.begin) next = min(next, all.begin);
+    }
+    return next;
+  }
+
+  // Whether every row sees all these keys, apart from holes, in one of its intervals.
+  constexpr bool in_all(int64_t r0, int64_t rows, int64_t n0, int64_t keys) const {
+    bool in = false;
+    for (int64_t n = 0; n < summaries(); ++n) {
+      const Range all = keys_of_all(r0, rows, n);
+      in = in || (all.begin <= n0 && n0 + keys <= all.end);
+    }
+    return in;
+  }
+
+  // Whether some row may see one of these keys; rows that see none may lie between intervals.
+  constexpr bool in_any(int64_t r0, int64_t rows, int64_t n0, int64_t keys) const {
+    return !rows_of_any(n0, keys, {r0, r0 + rows}).empty();
+  }
+
   // Whether some row of [r0, r0 + rows) has holes.
   constexpr bool any_holes(int64_t r0, int64_t rows) const {
     bool any = false;
-    if (p.mask.blocks) each_block({r0, r0 + rows}, [&](int64_t, const BlockKeys& block) { any = any || block.holes; });
+    if (p.mask.blocks)
+      each_summary({r0, r0 + rows}, [&](int64_t, const BlockKeys& block) { any = any || block.holes; });
     return any;
   }
 
@@ -145,9 +215,9 @@ struct Mask {
   constexpr Range rows_of_any(int64_t n0, int64_t keys, Range within) const {
     if (!p.mask.blocks) return within.in({rows_of(n0).begin, rows_of(min(n0 + keys, head.seqlen_k) - 1).end});
     Range rows{within.end, within.begin};
-    each_block(within, [&](int64_t r0, const BlockKeys& block) {
+    each_summary(within, [&](int64_t r0, const BlockKeys& block) {
       if (block.first_begin < n0 + keys && n0 < block.last_end)
-        rows = {min(rows.begin, r0), min(r0 + kBlockRows, within.end)};
+        rows = {min(rows.begin, r0), max(rows.end, min(r0 + kBlockRows, within.end))};
     });
     return rows;
   }
@@ -167,19 +237,25 @@ struct Mask {
   }
 
   constexpr Cover cover(int64_t r0, int64_t rows, int64_t n0, int64_t keys) const {
-    const Range all = keys_of_all(r0, rows), any = keys_of_any(r0, rows);
-    if (all.begin <= n0 && n0 + keys <= all.end && !any_holes(r0, rows)) return Cover::kFull;
-    return any.begin < n0 + keys && n0 < any.end ? Cover::kPart : Cover::kNone;
+    if (in_all(r0, rows, n0, keys) && !any_holes(r0, rows)) return Cover::kFull;
+    return in_any(r0, rows, n0, keys) ? Cover::kPart : Cover::kNone;
   }
 
-  // The summary of rows [r0, r0 + rows), at most kBlockRows. A row that sees no key
-  // adds nothing to the keys that any row sees, and leaves no key that all rows see.
+  // Writes the summaries of rows [r0, r0 + rows), at most kBlockRows, one for each interval.
   template <class S>
-  constexpr BlockKeys summary_of(int64_t r0, int64_t rows) const {
+  constexpr void summarize(int64_t r0, int64_t rows) const {
+    BlockKeys* blocks = p.mask.blocks + (first_block() + r0 / kBlockRows) * summaries();
+    for (int64_t n = 0; n < summaries(); ++n) blocks[n] = summary_of<S>(r0, rows, n);
+  }
+
+  // The summary of interval n. A row that sees no key of it adds nothing to
+  // the keys that any row sees, and leaves no key that all rows see.
+  template <class S>
+  constexpr BlockKeys summary_of(int64_t r0, int64_t rows, int64_t n) const {
     BlockKeys block{head.seqlen_k, 0, head.seqlen_k, 0, false};
     for (int64_t r = r0; r < r0 + rows; ++r) {
-      const Range keys = exact_keys_of<S>(r);
-      block.holes = block.holes || (has_holes(r) && !keys_of(r).empty());
+      const Range keys = summaries() == 1 ? exact_keys_of<S>(r) : exact_keys_of<S>(r, n);
+      block.holes = block.holes || ((has_holes(r) || has_gaps(r)) && !keys_of(r).empty());
       block.last_begin = max(block.last_begin, keys.empty() ? head.seqlen_k : keys.begin);
       block.first_end = min(block.first_end, keys.empty() ? 0 : keys.end);
       if (keys.empty()) continue;
@@ -190,10 +266,10 @@ struct Mask {
   }
 
   // By summaries: how many pairs have a key before the given one, counting for each
-  // block all its rows and the keys from the first to the last that one of them sees.
+  // block all its rows and, of each interval, the keys from the first to the last that one of them sees.
   constexpr int64_t pairs_before(int64_t key) const {
     int64_t pairs = 0;
-    each_block({0, head.count}, [&](int64_t r0, const BlockKeys& block) {
+    each_summary({0, head.count}, [&](int64_t r0, const BlockKeys& block) {
       pairs += max(0, min(block.last_end, key) - block.first_begin) * min(kBlockRows, head.count - r0);
     });
     return pairs;
@@ -201,8 +277,8 @@ struct Mask {
 
   static constexpr int64_t blocks_of(const Head& head) { return ceil_div(head.count, kBlockRows); }
 
-  // The index of the head's first summary. Packed sequences
-  // leave room for one partial block in every sequence before.
+  // The index of the head's first block. Packed sequences leave
+  // room for one partial block in every sequence before.
   constexpr int64_t first_block() const {
     if (!is_packed(p)) return (head.b * p.num_heads_kv + head.h_kv) * blocks_of(head);
     return head.h_kv * packed_blocks(p) + first_block_of(head.first_q, head.group, head.b);
@@ -211,27 +287,60 @@ struct Mask {
     return first_q * group / kBlockRows + b;
   }
 
-  // The number of summaries of a KV head of packed sequences, and of all heads.
+  // The number of blocks of a KV head of packed sequences, and of all heads.
   static constexpr int64_t packed_blocks(const ForwardParams& p) {
     return first_block_of(p.packed.total_q, group_size(p), p.batch);
   }
   static constexpr int64_t count_blocks(const ForwardParams& p) {
     return p.num_heads_kv * (is_packed(p) ? packed_blocks(p) : p.batch * ceil_div(most_rows(p), kBlockRows));
   }
+  static constexpr int64_t count_summaries(const ForwardParams& p) { return count_blocks(p) * summaries_of(p); }
 
  private:
+  // The key ranges of query i, one after the other.
+  constexpr const int64_t* ranges_of(int64_t i) const {
+    return p.mask.key_ranges + head.b * p.mask.key_ranges_stride_b + 2 * (head.first_q + i) * intervals();
+  }
+
+  // Whether all filters leave the key visible.
+  template <class S>
+  constexpr bool passes(int64_t r, int64_t key) const {
+    bool all = true;
+    each_filter<S>(r, [&](auto shown) { all = all && shown(key); });
+    return all;
+  }
+
+  // The smallest range that holds of(n) for every n below count.
+  template <class F>
+  static constexpr Range hull(int64_t count, F of) {
+    Range all = of(0);
+    PYATTN_ROLLED
+    for (int64_t n = 1; n < count; ++n) {
+      const Range keys = of(n);
+      if (keys.empty()) continue;
+      all = all.empty() ? keys : Range{min(all.begin, keys.begin), max(all.end, keys.end)};
+    }
+    return all;
+  }
+
   // Calls f(view, keys) for each filter, with the keys that it leaves row r.
   template <class F>
   constexpr void each_row(int64_t r, F f) const {
     each_mask_tensor(p, [&](const auto& view, const RowKeys* rows) { f(view, rows[OwnRows(p, view).index(head, r)]); });
   }
 
-  // Calls f(first row, summary) for each block that has some of these rows.
+  // Calls f(first row, summary of interval n) for each block that has some of these rows.
   template <class F>
-  constexpr void each_block(Range rows, F f) const {
-    const BlockKeys* blocks = p.mask.blocks + first_block();
+  constexpr void each_block(Range rows, int64_t n, F f) const {
+    const BlockKeys* blocks = p.mask.blocks + first_block() * summaries() + n;
     for (int64_t r0 = round_down(rows.begin, kBlockRows); r0 < rows.end; r0 += kBlockRows)
-      f(r0, blocks[r0 / kBlockRows]);
+      f(r0, blocks[r0 / kBlockRows * summaries()]);
+  }
+
+  // The same for every interval.
+  template <class F>
+  constexpr void each_summary(Range rows, F f) const {
+    for (int64_t n = 0; n < summaries(); ++n) each_block(rows, n, f);
   }
 };
 

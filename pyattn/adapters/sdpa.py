@@ -58,8 +58,8 @@ def scaled_dot_product_attention(
             masks). query's dtype or float32: added to the scores; -inf hides the key. A bool mask whose rows are
             intervals costs only the pairs it leaves visible. ``torch.nn.attention.bias.causal_upper_left(L, S)`` and
             ``causal_lower_right(L, S)`` are taken without making a mask. None of these goes together with
-            ``is_causal``. Also, in this function only, ``pyattn.masks.KeyRanges`` (batches or 1, L, 2), with
-            ``is_causal`` unless they are the whole mask.
+            ``is_causal``. Also, in this function only, ``pyattn.masks.KeyRanges`` (batches or 1, L, 2) or
+            (batches or 1, L, n, 2), with ``is_causal`` unless they are the whole mask.
         dropout_p: probability of dropping a weight, 0 to 1, applied whenever it is above 0. The draws come from torch's
             generator, so ``torch.manual_seed`` repeats them; they are not those of torch's own function.
         is_causal: whether query ``i`` sees only the keys up to ``i``.

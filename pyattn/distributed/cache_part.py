@@ -13,7 +13,7 @@ from pyattn.cached import masks_in_slots, misfit, over_slots
 from pyattn.derivatives import autograd
 from pyattn.distributed.rows import Rows
 from pyattn.distributed.shares import Wanted
-from pyattn.key_ranges import INTEGERS, check_ranges
+from pyattn.key_ranges import INTEGERS, are_ranges, check_ranges
 from pyattn.ops.schema import LEARNED, Options
 
 
@@ -103,11 +103,11 @@ def part_of(q: Tensor, cache: KVCache, whole: Whole, options: Options) -> CacheP
             f"pyattn: mask must have {cache.max_seqlen} columns, the cache's slots, or {seqlen_q} on all ranks, the "
             f"queries' own keys, got {seqlen_q} on rank {whole.rank} but not on all"
         )
-    if ranges is not None and ranges.shape in ((1, seqlen_q, 2), (*total.shape, seqlen_q, 2)):  # or it is refused
+    if ranges is not None and are_ranges(ranges, len(total), seqlen_q):  # or they are refused
         if ranges.dtype in INTEGERS and has_values(ranges) and not ranges.is_cuda:
             check_ranges(ranges, int(total.max()) if len(total) else 0)
-        first, end = ((t - before[:, None]).clamp(min=0).minimum(length[:, None]) for t in ranges.unbind(-1))
-        ranges = torch.stack([first, end], -1)
+        each = (slice(None), *(None,) * (ranges.dim() - 1))
+        ranges = (ranges - before[each]).clamp(min=0).minimum(length[each])
     own = masks_in_slots(
         cache,
         seqlen_q,

@@ -12,6 +12,7 @@ from pyattn.derivatives.transforms import transforming
 from pyattn.distributed.layout import Chunks, check_layout, chunks_of, packing_of, slices
 from pyattn.distributed.packing import Packing
 from pyattn.distributed.ranks import ERRORS, Group, Ranks, agree, ranks_of
+from pyattn.key_ranges import by_interval, rule_for, wrong_rows
 from pyattn.ops.schema import Options
 from pyattn.options import AttentionOptions
 from pyattn.parse import parse
@@ -91,8 +92,10 @@ def agreed(
         parsed = options if isinstance(options, Parsed) else Parsed.of(function, options, tensors[0].device)
         known = parsed.options
         _check_rows(known, len(dims))
+        if known.key_ranges is not None:
+            known = known._replace(key_ranges=by_interval(known.key_ranges, len(dims) - 2))
         words = [tensors[0].shape[at], tensors[1].shape[at], seed_of(known)]
-        words += [size for name in OWN_ROWS for size in _size(getattr(known, name))]
+        words += [size for name in OWN_ROWS for size in _size(name, getattr(known, name))]
         seed = words[2] if parsed.chosen else None
         facts |= {"layout": layout} | _facts(tensors, at, known) | {"dropout_seed": seed}
     except ERRORS as problem:
@@ -138,7 +141,7 @@ def _misplaced(call: Call) -> ValueError | None:
     ranges = call.options.key_ranges
     chunks = call.queries[call.ranks.own]
     rows = sum(map(len, chunks))
-    if ranges is None or ranges.is_cuda or ranges.shape[-2:] != (rows, 2):
+    if ranges is None or ranges.is_cuda or _size("key_ranges", ranges) != (rows, 2):
         return None
     seqlen_k = torch.full((rows,), call.lengths[1])
     if call.packings:  # tokens after the last sequence see nothing anyway
@@ -147,21 +150,20 @@ def _misplaced(call: Call) -> ValueError | None:
         for own, chunk in zip(slices(chunks), chunks, strict=True):
             found = keys.lengths.repeat_interleave(queries.local(chunk)[0].diff())
             seqlen_k[own][: len(found)] = found
-    begin, end = ranges.unbind(-1)
-    wrong = (begin < 0) | (begin > end) | (end > seqlen_k)
+    wrong = wrong_rows(ranges, seqlen_k)
     if not wrong.any():
         return None
     at = int(wrong.flatten().to(torch.uint8).argmax())
-    return ValueError(
-        f"pyattn: key_ranges must hold 0 <= begin <= end <= seqlen_k = {int(seqlen_k[at % rows])}, got "
-        f"{ranges.flatten(0, -2)[at].tolist()} for query {at % rows} of rank {call.ranks.own}"
-    )
+    rule = rule_for(ranges.flatten(0, -3)[at], int(seqlen_k[at % rows]))
+    return ValueError(f"{rule} for query {at % rows} of rank {call.ranks.own}")
 
 
-def _size(tensor: Tensor | None) -> tuple[int, int]:
+def _size(name: str, tensor: Tensor | None) -> tuple[int, int]:
     """The rows and columns of an option, -1 if it is not given."""
     if tensor is None:
         return -1, -1
+    if name == "key_ranges":
+        return tensor.shape[-3], tensor.shape[-1]
     rows, columns = (1, 1, *tensor.shape)[-2:]
     return rows, columns
 
@@ -205,8 +207,8 @@ def _check(function: Callable[..., Any], tensors: tuple[Tensor, ...], dims: tupl
 
 def _check_rows(options: Options, dims: int) -> None:
     ranges = options.key_ranges
-    if ranges is not None and ranges.dim() != dims - 1:
-        raise ValueError(f"pyattn: key_ranges must have {dims - 1} dimensions, got shape {tuple(ranges.shape)}")
+    if ranges is not None and ranges.dim() not in (dims - 1, dims):
+        raise ValueError(f"pyattn: key_ranges must have {dims - 1} or {dims} dimensions, got {tuple(ranges.shape)}")
     for name in ("mask", "bias"):
         if dims == 3 and getattr(options, name) is not None:
             raise ValueError(f"pyattn: {name} is not implemented for packed sequences")
@@ -217,6 +219,8 @@ def _facts(tensors: tuple[Tensor, ...], at: int, options: Options) -> dict[str, 
     facts: dict[str, Any] = {"dtype": str(tensors[0].dtype)}
     for name, tensor in zip("qkv", tensors, strict=True):
         facts[f"shape of {name} without its positions"] = [n for dim, n in enumerate(tensor.shape) if dim != at]
+    if options.key_ranges is not None:
+        facts["intervals of key_ranges"] = options.key_ranges.shape[-2]
     return facts | facts_of(options)
 
 

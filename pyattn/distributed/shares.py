@@ -207,7 +207,7 @@ class Packed(Dense):
         ranges = options.key_ranges
         if ranges is not None:
             held, lengths = slice(int(starts_q[0]), int(starts_q[-1])), starts_q.diff()
-            first, most = (t.repeat_interleave(lengths)[:, None] for t in (skipped_k, starts_k.diff()))
+            first, most = (t.repeat_interleave(lengths)[:, None, None] for t in (skipped_k, starts_k.diff()))
             ranges = ranges[place.rows].to("cpu", torch.int64, copy=True)
             ranges[held] = torch.minimum((ranges[held] - first).clamp(min=0), most)
         origins = [[b, 0, 0, *at] for b, at in enumerate(torch.stack([skipped_q, skipped_k], 1).tolist())]

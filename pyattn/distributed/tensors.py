@@ -62,8 +62,9 @@ class _Call(NamedTuple):
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's parts of the options."""
+        dims = 4 if self.dims is DENSE else 3
         return {
-            name: self.local(value, [sharding.place(name, value, role) for role in self.roles])
+            name: self.local(value, [sharding.place(name, value, role, dims) for role in self.roles])
             if isinstance(value, Tensor)
             else value
             for name, value in given.items()

@@ -10,7 +10,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from pyattn.arguments import check_sizes, check_tensor, check_type, shown
 from pyattn.cache import KVCache
 from pyattn.cache.ring_buffer import check_ring
-from pyattn.key_ranges import check_ranges
+from pyattn.key_ranges import MOST_RANGES, are_ranges, check_ranges
 from pyattn.nested import check_jagged, longest
 
 Lengths = Sequence[int] | Tensor
@@ -163,9 +163,11 @@ def check_append(
         raise TypeError(f"pyattn: bias must have dtype {dtypes[0]} or {dtypes[1]}, got {bias.dtype}")
     if key_ranges is not None:
         check_tensor("key_ranges", key_ranges)
-        if key_ranges.shape not in ((1, new, 2), (batch, new, 2)):
-            shape = list(key_ranges.shape)
-            raise ValueError(f"pyattn: key_ranges must have shape ({batch} or 1, {new}, 2), got {shape}")
+        if not are_ranges(key_ranges, batch, new):
+            raise ValueError(
+                f"pyattn: key_ranges must have shape ({batch} or 1, {new}, 2) or ({batch} or 1, {new}, 1 to "
+                f"{MOST_RANGES}, 2), got {list(key_ranges.shape)}"
+            )
         if key_ranges.dtype not in (torch.int32, torch.int64):
             dtype = str(key_ranges.dtype).removeprefix("torch.")
             raise TypeError(f"pyattn: key_ranges must have dtype int32 or int64, got {dtype}")

@@ -51,9 +51,8 @@ class _Pairs:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: Options, dtype: torch.dtype) -> None:
         seqlen_q, seqlen_k = q.shape[2], k.shape[2]
-        rows, key = torch.arange(seqlen_q, device=q.device), torch.arange(seqlen_k, device=q.device)
-        begin, end = (bound[:, None, :, None] for bound in visible.keys_of(options, rows, seqlen_q, seqlen_k))
-        self.k, self.v, self.seen = k, v, (begin <= key) & (key < end)
+        rows = torch.arange(seqlen_q, device=q.device)
+        self.k, self.v, self.seen = k, v, visible.in_intervals(options, rows, seqlen_q, seqlen_k)
         self.added: Tensor | None = None
         bias, slopes = options.bias, options.alibi_slopes
         if options.mask is not None:

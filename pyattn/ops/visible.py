@@ -1,6 +1,8 @@
 """The keys that each query sees, in torch operations: for weights of chosen rows and for counting pairs."""
 
+import functools
 import math
+import operator
 from collections.abc import Iterator
 
 import torch
@@ -47,9 +49,9 @@ def at_places(relative: Tensor, places: Tensor) -> Tensor:
 
 
 def keys_of(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor]:
-    """int64 (B or 1, rows), twice: causal, window and key_ranges leave the keys [begin, end); begin may exceed end.
+    """int64 (B or 1, rows, n), twice: causal, window and key_ranges leave a query the keys [begin, end) of n intervals.
 
-    The bounds saturate, whatever q_offset and window are.
+    begin may exceed end. The bounds saturate, whatever q_offset and window are.
     """
     offset = offsets(options, seqlen_q, seqlen_k, rows.device)
     left, right = options.window
@@ -60,10 +62,22 @@ def keys_of(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int) -> tup
     if options.causal or right >= 0:
         ahead = 0 if options.causal else right
         end = rows + (offset.clamp(max=INT64_MAX - ahead) + ahead).clamp(*around) + 1
+    begin, end = begin[..., None], end[..., None]
     if options.key_ranges is not None:
-        first, behind_last = options.key_ranges.to(torch.int64).index_select(1, rows).unbind(-1)
-        begin, end = torch.maximum(begin, first), torch.minimum(end, behind_last)
+        ranges = options.key_ranges if options.key_ranges.dim() == 4 else options.key_ranges[:, :, None]
+        first, after_last = ranges.to(torch.int64).index_select(1, rows).unbind(-1)
+        begin, end = torch.maximum(begin, first), torch.minimum(end, after_last)
     return begin.clamp(0, seqlen_k), end.clamp(0, seqlen_k)
+
+
+def in_intervals(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """bool (B or 1, 1, rows, Sk): the pairs in the intervals of :func:`keys_of`."""
+    key = torch.arange(seqlen_k, device=rows.device)
+    bounds = (bound[:, None, :, :, None].unbind(3) for bound in keys_of(options, rows, seqlen_q, seqlen_k))
+    found: Tensor = functools.reduce(
+        operator.or_, ((begin <= key) & (key < end) for begin, end in zip(*bounds, strict=True))
+    )
+    return found
 
 
 def filters(options: Options, rows: Tensor, heads: Tensor) -> Iterator[Tensor]:
@@ -76,9 +90,7 @@ def filters(options: Options, rows: Tensor, heads: Tensor) -> Iterator[Tensor]:
 
 def seen(options: Options, rows: Tensor, heads: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
     """bool (B or 1, heads or 1, rows, Sk): the visible pairs."""
-    key = torch.arange(seqlen_k, device=rows.device)
-    begin, end = (bound[:, None, :, None] for bound in keys_of(options, rows, seqlen_q, seqlen_k))
-    allowed = (begin <= key) & (key < end)
+    allowed = in_intervals(options, rows, seqlen_q, seqlen_k)
     for shown in filters(options, rows, heads):
         allowed = allowed & shown
     return allowed

@@ -39,7 +39,7 @@ def visible(
         causal                 j <= i + q_offset
         window[0] >= 0         j >= i + q_offset - window[0]
         window[1] >= 0         j <= i + q_offset + window[1]
-        key_ranges             key_ranges[b, i, 0] <= j < key_ranges[b, i, 1]
+        key_ranges             key_ranges[b, i, n, 0] <= j < key_ranges[b, i, n, 1] for some n
 
     The default offset ``seqlen_k - seqlen_q`` aligns the last query with the last key::
 
@@ -64,8 +64,9 @@ def visible(
     if left >= 0:
         seen = seen & (key >= query + _bounded(offset, -left, *around, device))
     if key_ranges is not None:
-        begin, end = key_ranges.to(device)[:, None, :, None].unbind(-1)
-        seen = seen & (begin <= key) & (key < end)
+        intervals = key_ranges if key_ranges.dim() == 4 else key_ranges[:, :, None]
+        begin, end = intervals.to(device)[:, None, :, :, None].unbind(-1)
+        seen = seen & ((begin <= key) & (key < end)).any(3)
     return seen
 
 

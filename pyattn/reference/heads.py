@@ -30,7 +30,8 @@ def attend(
 
     ``masked``: bool, True = masked out. More masks go on top of it; a query that sees no key then gets 0:
 
-    - ``key_ranges`` (batch or 1, seqlen_q, 2): query i sees only the keys [begin, end).
+    - ``key_ranges`` (batch or 1, seqlen_q, 2): query i sees only the keys [begin, end); with a dimension of intervals
+      before the last one, those in any of its intervals.
     - ``mask``, bool, True = takes part, and ``bias``, added to the scores, where -inf masks a key. Their shapes
       broadcast to (batch, heads, seqlen_q, seqlen_k), with heads = 1 where q has none.
     """
@@ -38,9 +39,10 @@ def attend(
     outside = []
     mask, bias = masks.get("mask"), masks.get("bias")
     if (key_ranges := masks.get("key_ranges")) is not None:
-        begin, end = (bound if q.dim() == 3 else bound[:, None] for bound in key_ranges[..., None].unbind(-2))
+        intervals = key_ranges if key_ranges.dim() == 4 else key_ranges[:, :, None]
+        begin, end = (bound if q.dim() == 3 else bound[:, None] for bound in intervals[..., None].unbind(-2))
         key = torch.arange(k.shape[-2], device=k.device)
-        outside.append((key < begin) | (key >= end))
+        outside.append(((key < begin) | (key >= end)).all(-2))
     if mask is not None:
         outside.append(~_without_heads(mask, q))
     if bias is not None:

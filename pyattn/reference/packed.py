@@ -33,7 +33,7 @@ def attention_varlen(
         cu_seqlens_q, cu_seqlens_k: (B + 1,).
         max_seqlen_q, max_seqlen_k: no sequence is longer.
         q_offset: an int or (B,); default: each sequence's last query is at its last key.
-        key_ranges: (tokens, 2), counted within the sequence.
+        key_ranges: (tokens, 2) or (tokens, n, 2), counted within the sequence.
         block_table: (B, pages of a sequence): k and v are (pages, page_size, heads, head_dim).
         seqused_k: (B,), how many keys of each sequence take part.
         return_lse: also return lse.

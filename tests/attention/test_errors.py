@@ -58,10 +58,30 @@ BAD_INPUTS: Refusals = [
     ({"q_offset": torch.zeros(2)}, TypeError, "q_offset must have dtype int64, got float32"),
     ({"window": (-2, 3)}, ValueError, "window must be (left, right), each at least -1, got [-2, 3]"),
     ({"window": (3, -(2**63))}, ValueError, "each at least -1, got [3, -9223372036854775808]"),
-    ({"key_ranges": ranges(2, 5)}, ValueError, "key_ranges must have shape (2 or 1, 5, 2), got [2, 5]"),
-    ({"key_ranges": ranges(3, 5, 2)}, ValueError, "key_ranges must have shape (2 or 1, 5, 2), got [3, 5, 2]"),
-    ({"key_ranges": ranges(2, 7, 2)}, ValueError, "key_ranges must have shape (2 or 1, 5, 2), got [2, 7, 2]"),
-    ({"key_ranges": ranges(2, 5, 3)}, ValueError, "key_ranges must have shape (2 or 1, 5, 2), got [2, 5, 3]"),
+    (
+        {"key_ranges": ranges(2, 5)},
+        ValueError,
+        "(2 or 1, 5, 2) or (2 or 1, 5, 1 to 4, 2), got [2, 5]",
+    ),
+    (
+        {"key_ranges": ranges(3, 5, 2)},
+        ValueError,
+        "(2 or 1, 5, 2) or (2 or 1, 5, 1 to 4, 2), got [3, 5, 2]",
+    ),
+    (
+        {"key_ranges": ranges(2, 7, 2)},
+        ValueError,
+        "(2 or 1, 5, 2) or (2 or 1, 5, 1 to 4, 2), got [2, 7, 2]",
+    ),
+    (
+        {"key_ranges": ranges(2, 5, 3)},
+        ValueError,
+        "(2 or 1, 5, 2) or (2 or 1, 5, 1 to 4, 2), got [2, 5, 3]",
+    ),
+    ({"key_ranges": ranges(2, 5, 5, 2)}, ValueError, "2 or 1, 5, 1 to 4, 2), got [2, 5, 5, 2]"),
+    ({"key_ranges": ranges(2, 5, 0, 2)}, ValueError, "2 or 1, 5, 1 to 4, 2), got [2, 5, 0, 2]"),
+    ({"key_ranges": ranges(2, 3, 2, 2)}, ValueError, "2 or 1, 5, 1 to 4, 2), got [2, 3, 2, 2]"),
+    ({"key_ranges": ranges(3, 5, 2, 2)}, ValueError, "2 or 1, 5, 1 to 4, 2), got [3, 5, 2, 2]"),
     ({"key_ranges": zeros(2, 5, 2)}, TypeError, "key_ranges must have dtype int32 or int64, got float32"),
     ({"key_ranges": ranges(2, 5, 2).to("meta")}, ValueError, "key_ranges must be on q's device, got meta and c"),
     ({"softcap": -0.5}, ValueError, "softcap must be finite and at least 0, got -0.5"),
@@ -107,21 +127,29 @@ def test_forward(device: str, changes: dict[str, Any], kind: type[Exception], me
 
 
 @pytest.mark.parametrize(
-    ("pair", "got"),
+    "row",
     [
-        ((-1, 3), "[-1, 3]"),
-        ((4, 3), "[4, 3]"),
-        ((2, 8), "[2, 8]"),
-        ((-(2**31), 2**31 - 1), "[-2147483648, 2147483647]"),
+        [-1, 3],
+        [4, 3],
+        [2, 8],
+        [-(2**31), 2**31 - 1],
+        [0, 4, 3, 5],
+        [5, 6, 0, 4],
+        [0, 1, 2, 3, 4, 5, 6, 8],
+        [0, 1, 7, 6, 7, 7],
     ],
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_ranges_out_of_bounds(pair: tuple[int, int], got: str, dtype: torch.dtype) -> None:
-    """The error names the first wrong range and its place; a GPU does not read them, and kernels stay in bounds."""
+def test_ranges_out_of_bounds(row: list[int], dtype: torch.dtype) -> None:
+    """The error names the first wrong query and its ranges; a GPU does not read them, and kernels stay in bounds."""
     q, k, v = tensors().values()
-    bad = torch.tensor([[[0, 7]] * 5] * 2, dtype=dtype)
-    bad[1, 3] = torch.tensor(pair, dtype=dtype)
-    message = f"key_ranges must hold 0 <= begin <= end <= seqlen_k = 7, got {got} for query 3 of sequence 1"
+    several = len(row) > 2
+    bad = torch.full((2, 5, len(row)), 7, dtype=dtype)
+    bad[1, 3] = torch.tensor(row, dtype=dtype)
+    bad = bad.unflatten(-1, (-1, 2)) if several else bad
+    rule = "sorted, disjoint intervals 0 <= begin <= end" if several else "0 <= begin <= end"
+    message = f"key_ranges must hold {rule} <= seqlen_k = 7, got {row} for query 3 of sequence 1"
     rows, out = torch.zeros(q.shape[:-1]), torch.zeros(2, 4, 5, 6)
     for call in (attention, forward, lambda *qkv, **named: backward(out, None, *qkv, out, rows, rows, **named)):
         with refused(ValueError, message):

@@ -19,6 +19,7 @@ CASES = [
     Case(2, 4, 2, 3, 2500, 64, 64),
     Case(1, 2, 1, 300, 400, 32, 32, window=(60, -1), sinks=True),
     Case(2, 4, 2, 130, 190, 33, 20, causal=False, key_ranges="random", bias="bands hqk", alibi="h", relative="h 99"),
+    Case(2, 4, 1, 130, 500, 16, 16, causal=False, key_ranges="pieces", bias="float qk"),
     Case(2, 2, 2, 130, 190, 16, 16, bias="float bhqk", softcap=2.0, sinks=True, dropout_p=0.1),
     Case(2, 4, 2, 4, 2100, 16, 16, mask="random bqk", alibi="bh", sinks=True),
     Case(2, 2, 2, 65, 140, 16, 16, mask="random qk", bias="bands bhqk", dropout_p=0.2),

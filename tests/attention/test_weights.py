@@ -245,6 +245,9 @@ def test_ranges_out_of_bounds() -> None:
         message = f"key_ranges must hold 0 <= begin <= end <= seqlen_k = 12, got [{begin}, {end}] for query 4"
         with refused(ValueError, message):
             attention_weights(q, k, key_ranges=ranges)
+    several = torch.tensor([[0, 3], [2, 12]]).expand(1, 9, 2, 2)
+    with refused(ValueError, "key_ranges must hold sorted, disjoint intervals 0 <= begin <= end <= seqlen_k = 12, "):
+        attention_weights(q, k, key_ranges=several)
 
 
 def reduced(weights: Tensor, sinks: Tensor | None, lse: Tensor, kind: str) -> Tensor:

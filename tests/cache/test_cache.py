@@ -82,13 +82,16 @@ def test_nan_past_the_length_never_leaks(isa, window, dtype):
         torch.testing.assert_close(out[1:], alone)
 
 
-def test_key_ranges_and_biases_count_positions():
+@pytest.mark.parametrize("several", [False, True])
+def test_key_ranges_and_biases_count_positions(several):
     case = Case(2, 4, 2, 3, 12, 16, 16)
     q, k, v = case.inputs(torch.float64)
     cached = made(case, torch.float64, 20)
     cached.append(k, v, [12, 7])
     bias = torch.randn(4, 3, 20, dtype=torch.float64)
     ranges = torch.tensor([[[0, 20], [3, 9], [5, 5]], [[1, 20], [8, 11], [0, 6]]])
+    if several:
+        ranges = torch.stack([torch.tensor([0, 1]).expand_as(ranges), ranges.clamp(min=1)], 2)
     for causal in (True, False):
         out = attention_with_cache(q, cached, causal=causal, bias=bias, key_ranges=ranges)
         shared = attention_with_cache(q, cached, causal=causal, key_ranges=ranges[:1])

@@ -77,6 +77,7 @@ def inputs(batch: int, seqlen_q: int, seqlen_k: int) -> dict[str, Tensor]:
         "v": torch.randn(batch, 2, seqlen_k, 5),
         "q_offset": torch.randint(-seqlen_q, seqlen_k, (batch,)),
         "key_ranges": torch.stack([begin, (begin + length).clamp(max=seqlen_k)], -1),
+        "several": torch.randint(0, seqlen_k + 1, (batch, seqlen_q, 6)).sort(-1).values.unflatten(-1, (3, 2)),
         "mask": torch.rand(batch, 1, 1, seqlen_k) < 0.7,
         "shared": torch.randn(seqlen_q, seqlen_k).masked_fill(torch.rand(seqlen_q, seqlen_k) < 0.6, -torch.inf),
         "bias": bias.masked_fill(torch.rand_like(bias) < 0.3, -torch.inf),
@@ -94,6 +95,7 @@ DIMENSIONS: dict[str, dict[int, Any]] = {
     **{name: {0: DYNAMIC, 2: DYNAMIC} for name in "qkv"},
     "q_offset": {0: DYNAMIC},
     "key_ranges": {0: DYNAMIC, 1: DYNAMIC},
+    "several": {0: DYNAMIC, 1: DYNAMIC},
     "mask": {0: DYNAMIC, 3: DYNAMIC},
     "shared": {0: DYNAMIC, 1: DYNAMIC},
     "bias": {0: DYNAMIC, 2: DYNAMIC, 3: DYNAMIC},
@@ -114,6 +116,7 @@ CALLS: list[Options] = [
     {"causal": False, "window": (1, -1), "softmax_scale": 0.3},
     {"causal": False, "mask": "mask"},
     {"causal": False, "softcap": 1.5, "mask": "mask", "key_ranges": "key_ranges"},
+    {"causal": False, "key_ranges": "several"},
 ]
 """Options, each a value or the name of an input."""
 

@@ -124,7 +124,8 @@ def score_tensors(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
 SCORES = Case(2, 4, 2, 4, 5, 3, 3)
 
 
-MASKS = {"window": (2, 1), "key_ranges": torch.tensor([[[0, 5], [1, 4], [2, 2], [0, 3]]])}
+SEVERAL = torch.tensor([[[0, 1], [2, 5]], [[1, 4], [4, 4]], [[2, 2], [2, 2]], [[0, 2], [3, 5]]])
+MASKS = {"window": (2, 1), "key_ranges": SEVERAL[None]}
 
 
 def leaves_of(*tensors: Tensor) -> tuple[Tensor, ...]:

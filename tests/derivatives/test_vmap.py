@@ -48,7 +48,10 @@ def test_vmap_over_masks_and_scores(mapped: str, size: int, full: bool) -> None:
     q, k, v = SCORES.inputs(torch.float64)
     inputs = {"q": q, "k": k, "v": v, "key_ranges": MASKS["key_ranges"], **score_tensors()}
     if full:
-        inputs |= {"key_ranges": inputs["key_ranges"].expand(2, 4, 2), "alibi_slopes": torch.rand(2, 4).double()}
+        inputs |= {
+            "key_ranges": inputs["key_ranges"][:, :, 1].expand(2, 4, 2),
+            "alibi_slopes": torch.rand(2, 4).double(),
+        }
         inputs["relative_bias"] = torch.randn(2, 1, 5).double()
     else:
         inputs["bias"] = inputs["bias"][0, 0]

@@ -60,7 +60,9 @@ def dense(
     def by_row(name: str) -> bool:
         return name in ("mask", "bias") and options[name].dim() > 1 and options[name].shape[-2] == length > 1
 
-    given = {key: part(value, -2) if key == "key_ranges" or by_row(key) else value for key, value in options.items()}
+    given = {key: part(value, -2) if by_row(key) else value for key, value in options.items()}
+    if "key_ranges" in options:
+        given["key_ranges"] = part(options["key_ranges"], 1)
     leaves = [part(t, 2).requires_grad_() for t in qkv]
     learned = [key for key in LEARNED if key in options]
     given |= {key: given[key].detach().clone().requires_grad_() for key in learned}

@@ -117,8 +117,10 @@ def packed_options(
     if draw.random() < 0.3:
         options["softcap"] = 2.0
     if draw.random() < 0.4:
-        pieces = [torch.randint(k + 1, (q, 2)) for q, k in zip(lengths_q, lengths_k, strict=True)]
-        options["key_ranges"] = torch.cat([*pieces, torch.zeros(total - sum(lengths_q), 2).long()]).sort(-1).values
+        count = draw.choice((1, 3))
+        pieces = [torch.randint(k + 1, (q, 2 * count)) for q, k in zip(lengths_q, lengths_k, strict=True)]
+        ends = torch.cat([*pieces, torch.zeros(total - sum(lengths_q), 2 * count).long()]).sort(-1).values
+        options["key_ranges"] = ends if count == 1 else ends.unflatten(-1, (count, 2))
     if draw.random() < 0.4:
         options["alibi_slopes"] = torch.rand(draw.choice([(num_heads,), (len(lengths_q), num_heads)])).double()
     if draw.random() < 0.4:

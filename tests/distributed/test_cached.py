@@ -29,8 +29,8 @@ def drawn(
     if draw.random() < 0.3:
         options["q_offset"] = draw.choice((0, 9, total // 2))
     if draw.random() < 0.3:
-        ends = (torch.rand(batch, seqlen_q, 2) * (total + 1)[:, None, None]).long().sort(-1).values
-        options["key_ranges"] = ends
+        ends = (torch.rand(batch, seqlen_q, 4) * (total + 1)[:, None, None]).long().sort(-1).values
+        options["key_ranges"] = draw.choice((ends[..., :2], ends.unflatten(-1, (2, 2))))
     if draw.random() < 0.3:
         options["alibi_slopes"] = torch.rand(heads).to(dtype)
         options["relative_bias"] = torch.randn(heads, 21).to(dtype)

@@ -60,11 +60,21 @@ def test_rows_of_a_mask_are_the_ranks_own() -> None:
 
 
 @pytest.mark.parametrize("name", ["ring_attention", "ulysses_attention"])
-@pytest.mark.parametrize("ranges", [[5, 2], [0, 9], [-1, 3]], ids=["reversed", "beyond", "negative"])
+@pytest.mark.parametrize(
+    "ranges",
+    [[5, 2], [0, 9], [-1, 3], [3, 5, 1, 2], [0, 5, 4, 6]],
+    ids=["reversed", "beyond", "negative", "unsorted", "overlapping"],
+)
 def test_key_ranges_of_one_rank_that_do_not_fit(ranges: list[int], name: str) -> None:
-    given = {rank: {"key_ranges": torch.tensor([[ranges if rank else [0, 8]] * 4])} for rank in (0, 1)}
+    rows = {0: torch.tensor(([0, 8] * 2)[: len(ranges)]).sort().values, 1: torch.tensor(ranges)}
+    several = len(ranges) > 2
+    given = {
+        rank: {"key_ranges": row.view(1, 1, *(-1,) * several, 2).expand(1, 4, *(-1,) * (several + 1))}
+        for rank, row in rows.items()
+    }
     errors = pool().run(2, refusals.refusal, given, name)
-    expected = f"key_ranges must hold 0 <= begin <= end <= seqlen_k = 8, got {ranges} for query 0 of rank 1"
+    rule = "sorted, disjoint intervals 0" if several else "0"
+    expected = f"key_ranges must hold {rule} <= begin <= end <= seqlen_k = 8, got {ranges} for query 0 of rank 1"
     assert errors[1] == f"ValueError: pyattn: {expected}"
     assert errors[0] == f"ValueError: pyattn: {name} failed on rank 1: {expected}"
 

@@ -28,7 +28,7 @@ def every_option(batch: int, heads: int, seqlens: tuple[int, int]) -> dict[str, 
         "softcap": 2.0,
         "bias": torch.randn(heads, *seqlens).double(),
         "mask": torch.rand(batch, 1, *seqlens) < 0.8,
-        "key_ranges": torch.randint(seqlens[1] + 1, (batch, seqlens[0], 2)).sort(-1).values,
+        "key_ranges": torch.randint(seqlens[1] + 1, (batch, seqlens[0], 4)).sort(-1).values.unflatten(-1, (2, 2)),
         "alibi_slopes": torch.rand(batch, heads).double(),
         "relative_bias": torch.randn(batch, heads, 9).double(),
         "sinks": torch.randn(heads).double(),
@@ -121,7 +121,8 @@ def test_packed(dim: int | None, options: dict[str, Any]) -> None:
     begins = torch.tensor([0, 3, 3, 15, 22])
     learned = {"alibi_slopes": torch.rand(4, 4).double(), "sinks": torch.randn(4).double()}
     learned["return_max_score"] = True
-    given = {**options, **learned, "key_ranges": torch.randint(4, (23, 2)).sort(-1).values} if options else {}
+    several = torch.randint(4, (23, 6)).sort(-1).values.view(23, 3, 2)
+    given = {**options, **learned, "key_ranges": several} if options else {}
     placements, kinds = run(2, "attention_varlen", [(dim,) * 3], qkv, (begins, begins, 12, 12), given)
     assert placements == ("(Replicate(),)" if dim is None else f"(Shard(dim={dim}),)")
     assert all(kinds)

@@ -103,6 +103,32 @@ def test_kept(name: str, how: str) -> None:
     assert found.is_meta or torch.equal(found, expected)
 
 
+SEVERAL: dict[str, Callable[[Tensor], Any]] = {
+    "slice": lambda r: r[:, -2:],
+    "sequence": lambda r: r[0],
+    "first intervals": lambda r: r[:, :, 0],
+    "expand": lambda r: r.expand(3, -1, -1, -1),
+    "packed": lambda r: r.flatten(0, 1),
+    "shifted": lambda r: (r - 1).clamp(0, 3),
+    "pickle": lambda r: pickle.loads(pickle.dumps(r)),
+    "same shape": lambda r: r.view(r.shape),
+}
+
+
+def test_several_intervals() -> None:
+    """Rows and intervals stay apart: a reshape that mixes them gives a bare tensor, which attention refuses."""
+    ranges = masks.from_bool(torch.tensor([[1, 0, 1, 1], [1, 0, 0, 1], [1, 1, 1, 1]]) > 0, intervals=2)
+    assert ranges.shape == (1, 3, 2, 2)
+    for how in SEVERAL.values():
+        assert isinstance(how(ranges), KeyRanges)
+        assert how(ranges).whole
+    for how in (lambda r: r.flatten(1, 2), lambda r: r.reshape(1, 6, 2), lambda r: r.reshape(-1, 2)):
+        assert type(how(ranges)) is Tensor
+    assert type(ranges[..., 0]) is Tensor
+    with pytest.raises(ValueError, match=r"or \(1 or 1, 3, 1 to 4, 2\), got \[1, 6, 2\]$"):
+        attention(*torch.randn(3, 1, 1, 3, 4), causal=False, key_ranges=ranges.flatten(1, 2))
+
+
 LOST: dict[str, Callable[[Tensor], Any]] = {
     "begins": lambda r: r[..., 0],
     "ends": lambda r: r.select(-1, 1),
@@ -182,7 +208,7 @@ def test_two_together(one: str, other: str) -> None:
 
 
 def cached(q: Tensor, k: Tensor, v: Tensor, page_size: int | None = None, **options: Any) -> Tensor:
-    cache = KVCache(len(q), 1, ROWS, 4, page_size=page_size)
+    cache = KVCache(len(q), 1, ROWS, 4, page_size=page_size, dtype=q.dtype)
     cache.append(k, v)
     return attention_with_cache(q, cache, **options)
 
@@ -205,6 +231,26 @@ CALLS: dict[str, Callable[..., Any]] = {
     ),
     "varlen": packed,
 }
+
+
+OUT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "attention": lambda out, _: out,
+    "weights": lambda weights, v: weights @ v,
+    "cache": lambda out, _: out,
+    "pages": lambda out, _: out,
+    "varlen": lambda out, _: out.unflatten(0, (-1, ROWS)).transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("call", OUT)
+@pytest.mark.parametrize("causal", [True, False])
+def test_calls_with_several_intervals(call: str, causal: bool) -> None:
+    ranges = torch.cat([masks.streaming(ROWS, 1, (1, 1)), masks.streaming(ROWS, 2, (0, 0))])
+    q, k, v = torch.randn(3, 2, 1, ROWS, 4, dtype=torch.float64).unbind(0)
+    seen = seen_in(ranges[:, :, 0]).logical_or(seen_in(ranges[:, :, 1]))
+    expected = attention(q, k, v, causal=causal, mask=seen[:, None])
+    out = CALLS[call](q, k, v, causal=causal, key_ranges=ranges)
+    torch.testing.assert_close(OUT[call](out, v), expected, rtol=1e-12, atol=1e-12)
 
 
 @each_maker

@@ -24,6 +24,9 @@ CASES = [
     Case(2, 2, 1, 70, 90, 64, 64, causal=False, key_ranges="prefix"),
     Case(3, 1, 1, 40, 150, 16, 16, causal=False, key_ranges="empty", dropout_p=0.3),
     Case(1, 2, 1, 70, 140, 16, 20, window=(60, -1), key_ranges="documents"),
+    Case(1, 2, 1, 300, 300, 16, 24, key_ranges="streaming"),
+    Case(2, 4, 2, 130, 500, 32, 20, causal=False, key_ranges="pieces", dropout_p=0.2),
+    Case(1, 6, 1, 200, 250, 16, 16, window=(140, -1), key_ranges="pieces"),  # rows are split
     Case(2, 2, 1, 37, 193, 40, 31, causal=False, mask="random bhqk"),
     Case(1, 4, 2, 67, 93, 16, 16, mask="random k strided", window=(50, -1)),
     Case(1, 1, 1, 130, 130, 20, 24, causal=False, mask="causal qk"),
@@ -38,6 +41,9 @@ CASES = [
     # Few queries, whose keys are split.
     Case(2, 2, 1, 1, 2100, 32, 16, causal=False, q_offset=1500, window=(700, 300)),
     Case(1, 4, 1, 4, 1500, 16, 16, key_ranges="random"),
+    Case(1, 4, 1, 1, 3000, 32, 20, causal=False, key_ranges="pieces"),
+    Case(2, 4, 2, 3, 1500, 16, 16, mask="random bqk", key_ranges="pieces"),
+    Case(1, 2, 1, 20, 1500, 16, 16, key_ranges="streaming"),
     Case(1, 6, 2, 3, 1300, 32, 16, mask="random bhqk", key_ranges="random"),
     Case(1, 4, 1, 8, 1100, 32, 16, causal=False, mask="random hk"),
 ]
@@ -83,6 +89,8 @@ FORMS = [
     Case(2, 2, 1, 40, 70, 16, 16, causal=False, key_ranges="random"),
     Case(2, 2, 1, 70, 40, 16, 16, key_ranges="documents"),
     Case(2, 4, 2, 3, 300, 16, 16, causal=False, key_ranges="random"),
+    Case(2, 2, 1, 70, 250, 16, 16, causal=False, key_ranges="pieces"),
+    Case(2, 4, 2, 3, 300, 16, 16, window=(90, 2), key_ranges="pieces"),
 ]
 
 
@@ -93,6 +101,14 @@ def test_a_mask_in_any_form(repeatable: Backend, case: Case, dtype: torch.dtype)
     drawn, seen = case.drawn(dtype), visible(case)
     for form in ({"mask": seen}, {"bias": torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, -math.inf)}):
         Truth(drawn, {"causal": False, **form}, same=case.options).assert_allows(repeatable.attention)
+
+
+@each_dtype
+def test_gaps_wider_than_a_block(backend: Backend, dtype: torch.dtype) -> None:
+    """Tiles between the first keys and the window are not computed; the gradient of a bias is 0 there."""
+    case, ranges = Case(1, 2, 2, 330, 330, 16, 16), masks.streaming(330, 4, (20, 0))
+    options = {"key_ranges": ranges, "bias": torch.randn(1, 2, 330, 330).to(dtype)}
+    Truth(case.drawn(dtype), options).assert_allows(backend.attention)
 
 
 @each_dtype
@@ -132,6 +148,9 @@ HIDING = [
     Case(2, 2, 1, 36, 70, 16, 16, causal=False, window=(30, 4), softcap=2.0),
     Case(2, 2, 1, 70, 70, 16, 16, key_ranges="documents", alibi="h"),
     Case(2, 2, 1, 36, 70, 16, 16, causal=False, key_ranges="random", sinks=True),
+    Case(2, 2, 1, 36, 270, 16, 16, causal=False, key_ranges="pieces"),
+    Case(2, 2, 1, 36, 150, 16, 16, mask="random qk", bias="bands hqk", key_ranges="pieces"),
+    Case(2, 2, 1, 3, 150, 32, 16, causal=False, key_ranges="pieces"),
     Case(2, 4, 2, 36, 50, 21, 19, causal=False, mask="random bhqk"),
     Case(2, 2, 1, 36, 50, 16, 16, mask="random qk", window=(20, -1)),
     Case(2, 2, 1, 36, 50, 16, 16, causal=False, bias="bands bhqk"),

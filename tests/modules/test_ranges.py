@@ -23,6 +23,7 @@ from modules.cases import (
 from torch import Tensor
 
 from pyattn import masks, nn
+from pyattn.key_ranges import by_interval
 
 RANGES: dict[str, Tensor] = {
     "documents": masks.documents([4, 0, 5]),
@@ -31,6 +32,7 @@ RANGES: dict[str, Tensor] = {
     "padding on the left": masks.padding([ROWS, 5], ROWS, side="left"),
     "chunks": masks.chunked(ROWS, 4),
     "nothing": torch.zeros(1, ROWS, 2, dtype=torch.int32),
+    "streaming": masks.streaming(ROWS, 1, (2, 0)),
 }
 each_module = pytest.mark.parametrize("name", WITH_RANGES)
 each_range = pytest.mark.parametrize("ranges", RANGES)
@@ -48,8 +50,8 @@ def test_equals_plain(name, ranges):
     out, weights = native(x, key_ranges=RANGES[ranges], need_weights=True)
     assert torch.equal(out, ours)
     key = torch.arange(ROWS)
-    begin, end = RANGES[ranges][..., None].unbind(-2)
-    outside = ((key < begin) | (key >= end)).expand(2, ROWS, ROWS)
+    begin, end = by_interval(RANGES[ranges])[..., None].unbind(-2)
+    outside = ((key < begin) | (key >= end)).all(2).expand(2, ROWS, ROWS)
     wide = weights if weights.dim() == 4 else weights[:, None]
     assert not wide.masked_select(outside[:, None]).any()
 
@@ -84,7 +86,7 @@ def test_a_packed_row_is_its_documents(name, extra):
     assert_same(packed, torch.cat([module(x[:, :4]), module(x[:, 4:])], 1))
 
 
-SHAPE = "key_ranges must have shape (2 or 1, 9, 2), got "
+SHAPE = "key_ranges must have shape (2 or 1, 9, 2) or (2 or 1, 9, 1 to 4, 2), got "
 BAD: Refusals = [
     ([[0, 1]], TypeError, "key_ranges must be Tensor, got [[0, 1]]"),
     (RANGES["padding"].repeat(2, 1, 1), ValueError, SHAPE + "[4, 9, 2]"),
@@ -92,6 +94,7 @@ BAD: Refusals = [
     (torch.zeros(2, ROWS, 2), TypeError, "key_ranges must have dtype int32 or int64, got float32"),
     (torch.tensor([[[3, 2]] * ROWS]), ValueError, "key_ranges must hold 0 <= begin <= end <= seqlen_k = "),
     (torch.tensor([[[0, 20]] * ROWS]), ValueError, "key_ranges must hold 0 <= begin <= end <= seqlen_k = "),
+    (torch.tensor([[[[0, 3], [2, 4]]] * ROWS]), ValueError, "key_ranges must hold sorted, disjoint intervals 0 <="),
 ]
 
 

@@ -22,7 +22,7 @@ FULL_AND_CAUSAL = pytest.mark.parametrize(
 
 FEATURES: list[dict[str, Any]] = [
     {"window": (40, -1), "sinks": True},
-    {"key_ranges": "documents", "softcap": 3.0},
+    {"key_ranges": "pieces", "softcap": 3.0},
     {"mask": "random hqk"},
     {"bias": "bands hqk", "alibi": "h", "dropout_p": 0.2},
     {"bias": "float qk", "wide": True},

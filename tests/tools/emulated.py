@@ -105,7 +105,7 @@ class Call:
             setattr(p, name, size)
         scale, offset = options.get("softmax_scale"), options.get("q_offset")
         p.softmax_scale = reference.default_scale(q.shape[-1]) if scale is None else scale
-        p.mask.causal = options.get("causal", True)
+        p.mask.causal, p.mask.num_ranges = options.get("causal", True), 1
         p.mask.window_left, p.mask.window_right = options.get("window", (-1, -1))
         if isinstance(offset, Tensor):
             p.mask.q_offsets = self.address(offset)
@@ -115,7 +115,8 @@ class Call:
             p.mask.q_offset = seqlen_k - seqlen_q if offset is None else offset
         if (ranges := options.get("key_ranges")) is not None:
             p.mask.key_ranges = self.address(ranges.long())
-            p.mask.key_ranges_stride_b = 2 * seqlen_q if ranges.dim() == 3 and len(ranges) > 1 else 0
+            p.mask.num_ranges = ranges.shape[-2] if ranges.dim() == q.dim() else 1
+            p.mask.key_ranges_stride_b = 0 if packing or len(ranges) == 1 else 2 * p.mask.num_ranges * seqlen_q
         p.score.softcap, p.part = options.get("softcap", 0.0), options.get("part", False)
         if (mask := options.get("mask")) is not None:
             self.kept.append(mask)

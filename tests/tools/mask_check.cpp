@@ -1,4 +1,5 @@
 // Compares the answers of csrc/shared/mask.h with those of a loop over every pair, for small masks of every kind.
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <vector>
@@ -29,7 +30,12 @@ struct Case {
     if (p.mask.causal && j > position) return false;
     if (left >= 0 && j < position - left) return false;
     if (right >= 0 && j > position + right) return false;
-    if (!ranges.empty() && (j < ranges[2 * i] || ranges[2 * i + 1] <= j)) return false;
+    bool in = ranges.empty();
+    for (int64_t n = 0; !in && n < p.mask.num_ranges; ++n) {
+      const int64_t* range = ranges.data() + 2 * (i * p.mask.num_ranges + n);
+      in = range[0] <= j && j < range[1];
+    }
+    if (!in) return false;
     return shown_by(shown, p.mask.shown, head, r, j) && shown_by(bias, p.score.bias, head, r, j);
   }
 
@@ -60,9 +66,9 @@ struct Case {
   void expect(bool good, const char* what, int64_t a, int64_t b) const {
     if (good || ++failures > 10) return;
     std::printf(
-        "%s: %ld %ld; %ld x %ld, group %ld, causal %d, q_offset %ld, window %ld %ld, ranges %d, mask %d, bias %d\n",
+        "%s: %ld %ld; %ld x %ld, group %ld, causal %d, q_offset %ld, window %ld %ld, ranges %ld, mask %d, bias %d\n",
         what, a, b, p.seqlen_q, p.seqlen_k, p.num_heads_q, p.mask.causal, p.mask.q_offset, p.mask.window_left,
-        p.mask.window_right, !ranges.empty(), !shown.empty(), !bias.empty());
+        p.mask.window_right, ranges.empty() ? 0 : p.mask.num_ranges, !shown.empty(), !bias.empty());
   }
 
   void check_rows(const Mask& mask, int64_t r0, int64_t rows) const {
@@ -85,9 +91,9 @@ struct Case {
         expect(cover != Cover::kFull || count == rows * keys, "kFull", r0, n0);
         expect(cover != Cover::kNone || count == 0, "kNone", r0, n0);
         if (!p.mask.blocks) expect((cover == Cover::kFull) == (count == rows * keys), "full", r0, n0);
-        const Range all = mask.keys_of_all(r0, rows);
-        if (all.begin <= n0 && n0 + keys <= all.end && !mask.any_holes(r0, rows))
-          expect(count == rows * keys, "keys_of_all", r0, n0);
+        if (mask.in_all(r0, rows, n0, keys) && !mask.any_holes(r0, rows))
+          expect(count == rows * keys, "in_all", r0, n0);
+        expect(mask.in_any(r0, rows, n0, keys) || count == 0, "in_any", r0, n0);
       }
   }
 
@@ -125,15 +131,18 @@ struct Case {
     for (int64_t r = 0; r < head.count; ++r)
       for (int64_t j = 0; j < p.seqlen_k; ++j) seen.push_back(is_visible(head, r, j));
     const Mask mask(p, head);
-    for (int64_t r0 = 0; needs_blocks(p) && r0 < head.count; r0 += kBlockRows)
-      blocks.push_back(mask.summary_of<float>(r0, min(kBlockRows, head.count - r0)));
-    if (!blocks.empty()) p.mask.blocks = blocks.data();
+    if (needs_blocks(p)) {
+      blocks.resize(Mask::count_summaries(p));
+      p.mask.blocks = blocks.data();
+      for (int64_t r0 = 0; r0 < head.count; r0 += kBlockRows)
+        mask.summarize<float>(r0, min(kBlockRows, head.count - r0));
+    }
     for (int64_t r = 0; r < head.count; ++r) {
       Range exact{0, 0};
       for (int64_t j = 0; j < p.seqlen_k; ++j) {
         if (sees(r, j)) exact = {exact.empty() ? j : exact.begin, j + 1};
         expect(mask.sees<float>(r, j) == sees(r, j), "sees", r, j);
-        if (!mask.any_holes(r, 1)) expect(mask.keys_of(r).contains(j) == sees(r, j), "no holes", r, j);
+        if (!mask.any_holes(r, 1)) expect(mask.sees<float>(r, j) == sees(r, j), "no holes", r, j);
       }
       const Range said = mask.exact_keys_of<float>(r);
       expect(exact.empty() ? said.empty() : said.begin == exact.begin && said.end == exact.end, "keys_of", r,
@@ -161,6 +170,14 @@ int64_t draw_strides(const ForwardParams& p, BroadcastView& view) {
   return 1 + below(4);
 }
 
+// Draws the sorted, disjoint intervals of a query; some touch, and some are empty.
+void draw_ranges(int64_t seqlen_k, int64_t count, std::vector<int64_t>& ranges) {
+  std::vector<int64_t> ends;
+  for (int64_t n = 0; n < 2 * count; ++n) ends.push_back(below(seqlen_k + 1));
+  std::sort(ends.begin(), ends.end());
+  ranges.insert(ranges.end(), ends.begin(), ends.end());
+}
+
 void check_all() {
   constexpr int64_t kFar = INT64_MAX;
   for (int64_t group : {1, 3})
@@ -175,10 +192,10 @@ void check_all() {
                   Case one;
                   ForwardParams& p = one.p;
                   p.batch = p.num_heads_kv = 1, p.num_heads_q = group, p.seqlen_q = seqlen_q, p.seqlen_k = seqlen_k;
-                  p.mask = {causal, q_offset, nullptr, left, right, nullptr, 0, {}, nullptr, nullptr, nullptr};
-                  for (int64_t i = 0; kind & 1 && i < seqlen_q; ++i) {
-                    const int64_t begin = below(seqlen_k + 1);
-                    one.ranges.insert(one.ranges.end(), {begin, begin + below(seqlen_k - begin + 1)});
+                  p.mask = {causal, q_offset, nullptr, left, right, nullptr, 0, 1, {}, nullptr, nullptr, nullptr};
+                  if (kind & 1) {
+                    p.mask.num_ranges = 1 + below(kMostRanges);
+                    for (int64_t i = 0; i < seqlen_q; ++i) draw_ranges(seqlen_k, p.mask.num_ranges, one.ranges);
                   }
                   const int64_t elements = group * seqlen_q * seqlen_k;
                   if (kind & 2) {

@@ -39,7 +39,7 @@ class Mask(ctypes.Structure):
         *pointers("q_offsets"),
         *integers("window_left", "window_right"),
         *pointers("key_ranges"),
-        *integers("key_ranges_stride_b"),
+        *integers("key_ranges_stride_b", "num_ranges"),
         *of(Broadcast, "shown"),
         *pointers("mask_rows", "bias_rows", "blocks"),
     ]

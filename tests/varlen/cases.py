@@ -125,8 +125,9 @@ class Unpadded:
         lengths = torch.tensor(keys)[:, None].expand(-1, case.seqlen_q)
         ranges = torch.stack([torch.zeros_like(lengths), lengths], -1)
         if case.key_ranges:
-            ranges = case.options["key_ranges"].clamp(max=lengths[..., None])
-        self.ranges = ranges * self.is_query[..., None]
+            ranges = case.options["key_ranges"]
+        each = (..., *(None,) * (ranges.dim() - 2))
+        self.ranges = ranges.clamp(max=lengths[each]) * self.is_query[each]
         self.offset = torch.tensor(keys) - torch.tensor(queries)
         self.case = case
 

@@ -29,10 +29,10 @@ def drawn(
     return q, k, v
 
 
-def ranges(lengths: Sequence[int], keys: Sequence[int]) -> Tensor:
-    """Random ranges (tokens, 2), counted within each sequence."""
-    rows = [torch.randint(n + 1, (m, 2)).sort(-1).values for m, n in zip(lengths, keys, strict=True)]
-    return torch.cat(rows)
+def ranges(lengths: Sequence[int], keys: Sequence[int], count: int = 1) -> Tensor:
+    """Random ranges (tokens, 2), or (tokens, count, 2), counted within each sequence."""
+    rows = [torch.randint(n + 1, (m, 2 * count)).sort(-1).values for m, n in zip(lengths, keys, strict=True)]
+    return torch.cat(rows) if count == 1 else torch.cat(rows).unflatten(-1, (count, 2))
 
 
 OWN_DIMS = {"alibi_slopes": 2, "relative_bias": 3, "q_offset": 1}
@@ -69,6 +69,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "scores": {"softcap": 1.5, "alibi_slopes": torch.rand(4, 4), "sinks": torch.randn(4)},
     "offset": {"q_offset": torch.tensor([0, 2, 0, -1]), "alibi_slopes": torch.rand(4)},
     "ranges": {"causal": False, "key_ranges": ranges(LENGTHS, KEYS)},
+    "intervals": {"key_ranges": ranges(LENGTHS, KEYS, 3)},
     "all": {
         "q_offset": torch.tensor([1, 0, 2, 0]),
         "window": (6, 2),

@@ -60,7 +60,7 @@ BAD: Refusals = [
     (
         {"key_ranges": torch.zeros(1, 5, 2, dtype=torch.int64)},
         ValueError,
-        "key_ranges must have shape (5, 2), got [1, 5",
+        "key_ranges must have shape (5, 2) or (5, 1 to 4, 2), got [1, 5",
     ),
     ({"key_ranges": torch.tensor([[0, 4]] * 5)}, ValueError, "seqlen_k = 3, got [0, 4] for query 0 of sequence 1"),
     ({"key_ranges": torch.tensor([[0, 1]] + [[2, 1]] * 4)}, ValueError, "got [2, 1] for query 1 of sequence 0"),

@@ -27,7 +27,7 @@ def test_forward_and_gradients(name: str, keys: Sequence[int] | None) -> None:
     q, k, v = drawn(LENGTHS, keys)
     options = in_double(OPTIONS[name])
     if "key_ranges" in options and keys is None:
-        options["key_ranges"] = ranges(LENGTHS, LENGTHS)
+        options["key_ranges"] = ranges(LENGTHS, LENGTHS, options["key_ranges"].dim())
     given = dict(options)
     learned = [options[t].requires_grad_() for t in ("alibi_slopes", "relative_bias", "sinks") if t in options]
     if "key_ranges" in given:

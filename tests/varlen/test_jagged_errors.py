@@ -41,8 +41,12 @@ HOLES = torch.nested.nested_tensor_from_jagged(torch.randn(25, 2, 8), starts(LEN
         ({"mask": torch.ones(5).bool()}, NotImplementedError, "packed sequences take no mask"),
         ({"bias": torch.ones(5)}, NotImplementedError, "packed sequences take no bias"),
         ({"mask": Q}, NotImplementedError, "mask must be a dense tensor, got a nested one"),
-        ({"key_ranges": documents([25])}, ValueError, "key_ranges must have shape (25, 2), got [1, 25, 2]"),
-        ({"key_ranges": OTHER.transpose(1, 2)}, ValueError, "key_ranges must be (batch, j, 2), j its jagged dimension"),
+        (
+            {"key_ranges": documents([25])},
+            ValueError,
+            "key_ranges must have shape (25, 2) or (25, 1 to 4, 2), got [1, 25, 2]",
+        ),
+        ({"key_ranges": OTHER}, ValueError, "key_ranges must be (batch, j, 2) or (batch, j, n, 2), j"),
         (
             {"key_ranges": torch.nested.nested_tensor_from_jagged(torch.zeros(25, 2).long(), starts(LENGTHS))},
             ValueError,

@@ -88,6 +88,7 @@ PADDED = [
     (Case(2, 1, 1, 33, 66, 256, 200, dropout_p=0.2, key_ranges="random"), [33, 20], [66, 20]),
     (Case(3, 2, 2, 20, 30, 8, 8, alibi="h", sinks=True, dropout_p=0.2, relative="h 9"), [20, 0, 7], [30, 4, 0]),
     (Case(3, 6, 3, 8, 200, 32, 32, key_ranges="documents", sinks=True), [1, 8, 3], [200, 8, 150]),
+    (Case(3, 4, 2, 100, 300, 32, 16, causal=False, key_ranges="pieces"), [100, 1, 33], [300, 100, 80]),
     (Case(4, 1, 1, 400, 400, 8, 8, softcap=20.0, dropout_p=0.2, sinks=True, alibi="h"), [8, 400, 8, 7], [8, 400, 8, 7]),
 ]
 

@@ -106,6 +106,19 @@ T softmax_row(T* s, Range seen, Score score, T& row_max, T* row_sum) {
   return decay[0];
 }
 
+// Masks scores[keys] of row r in `seen` that lie between its intervals.
+template <class T>
+void hide_gaps(const Mask& mask, const Tile& tile, int64_t r, Range seen, T* scores) {
+  int64_t k = seen.begin;
+  for (int64_t n = 0; n < mask.intervals(); ++n) {
+    const Range keys = mask.keys_of(r, n).within(tile.n0, tile.keys);
+    if (keys.empty()) continue;
+    for (; k < keys.begin; ++k) scores[k] = kNegInf<T>;
+    k = keys.end;
+  }
+  for (; k < seen.end; ++k) scores[k] = kNegInf<T>;
+}
+
 // O[rows][cols] += P[rows][keys] V[keys][cols], for the keys of a block that each row sees.
 // Keys that every row sees are multiplied in one product, the others row by row. So a row is
 // never multiplied by a value that it does not see, which may be NaN. If V is not finite,
@@ -147,13 +160,15 @@ void add_values(const ForwardParams& p, const Mask& mask, const Tile& tile, Matr
     if (whole < p.head_dim_v)
       add_columns(r, rows, keys, kLanes<T>, V.from_column(p.head_dim_v - kLanes<T>), {O.data + whole, O.row}, 0);
   };
-  const Range common = mask.keys_of_all(0, tile.rows).within(tile.n0, tile.keys);
-  add(0, tile.rows, common);
-  for (int64_t r = 0; r < tile.rows; ++r) {
-    const Range seen = mask.keys_of(r).within(tile.n0, tile.keys);
-    const Range apart[] = {{seen.begin, min(seen.end, common.begin)}, {max(seen.begin, common.end), seen.end}};
-    for (const Range keys : apart)
-      if (!keys.empty()) add(r, 1, keys);
+  for (int64_t n = 0; n < mask.intervals(); ++n) {
+    const Range common = mask.keys_of_all(0, tile.rows, n).within(tile.n0, tile.keys);
+    add(0, tile.rows, common);
+    for (int64_t r = 0; r < tile.rows; ++r) {
+      const Range seen = mask.keys_of(r, n).within(tile.n0, tile.keys);
+      const Range apart[] = {{seen.begin, min(seen.end, common.begin)}, {max(seen.begin, common.end), seen.end}};
+      for (const Range keys : apart)
+        if (!keys.empty()) add(r, 1, keys);
+    }
   }
 }
 
@@ -178,6 +193,7 @@ void decode_keys(const ForwardParams& p, const Head& head, int64_t split, const 
   const auto run = [&](auto k_rows, auto v_rows) {  // each a Matrix or a RowTable
     for (int64_t n = visible.begin; n < visible.end; n += kDecodeBlockK) {
       const Tile tile{0, rows, rows, k_begin + n, min(kDecodeBlockK, visible.end - n)};
+      if (mask.intervals() > 1 && !mask.in_any(0, rows, tile.n0, tile.keys)) continue;
       const auto K = k_rows.from(n - visible.begin), V = v_rows.from(n - visible.begin);
       for (int64_t j = 0; j < tile.keys; j += L)
         dots<S>(rows, tile.keys - j, p.head_dim, s.Q, K.from(j), {s.P.data + j, s.P.row}, [&](int64_t i, int64_t n) {
@@ -187,12 +203,13 @@ void decode_keys(const ForwardParams& p, const Head& head, int64_t split, const 
       score.to_scores_by_rows(p, s.P, head, tile);
       watch.lap(Phase::kScores, 2 * rows * tile.keys * p.head_dim);
       for (int64_t r = 0; r < rows; ++r) {
+        T* scores = s.P.from(r).data;
         const Range seen = mask.keys_of(r).within(tile.n0, tile.keys);
+        if (mask.intervals() > 1) hide_gaps(mask, tile, r, seen, scores);
         mask.each_filter<S>(r, [&](auto shown) {
-          T* scores = s.P.from(r).data;
           for (int64_t k = seen.begin; k < seen.end; ++k) scores[k] = shown(tile.n0 + k) ? scores[k] : kNegInf<T>;
         });
-        const T decay = softmax_row(s.P.from(r).data, seen, score, part.row_max[r], s.row_sum + r * L);
+        const T decay = softmax_row(scores, seen, score, part.row_max[r], s.row_sum + r * L);
         T* o = part.O.from(r).data;
         for (int64_t d = 0; d < part.O.row; d += L) store(o + d, load(o + d) * decay);
       }

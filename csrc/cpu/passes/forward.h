@@ -86,7 +86,7 @@ void forward_block(const ForwardParams& p, const Head& head, int64_t r0, Range s
   using E = Operand<S>;
   const int64_t rows = min(kBlockQ<T>, head.count - r0), lanes = round_up(rows, kLanes<T>);
   const Mask mask(p, head);
-  const Range visible = some.in(mask.keys_of_any(r0, rows)), all = mask.keys_of_all(r0, rows);
+  const Range visible = some.in(mask.keys_of_any(r0, rows));
   const Matrix<T> P = scratch.P, Ot = scratch.Ot;
   SoftmaxState<T> state;
   LaneMask<T> seen;
@@ -99,8 +99,8 @@ void forward_block(const ForwardParams& p, const Head& head, int64_t r0, Range s
   const bool ahead = lanes == kLanes<T> && !p.pages.table && p.head_dim * int64_t{sizeof(S)} >= kLongRow;
   bool first = true;
   for (int64_t n0 = round_down(visible.begin, kStripKeys), next; n0 < visible.end; n0 = next) {
-    // Tiles are cut at the first key that every row sees, so the tiles after it need no mask.
-    const int64_t end = n0 < all.begin ? min(round_up(all.begin, kStripKeys), visible.end) : visible.end;
+    // Tiles are cut at the first key that every row sees in an interval, so the tiles after it need no mask.
+    const int64_t end = min(round_up(mask.next_of_all(r0, rows, n0), kStripKeys), visible.end);
     const Tile tile{r0, rows, lanes, n0, min(kForwardBlockK, end - n0)};
     next = n0 + tile.keys;
     const Strips<T> strips = cut_strips<S>(mask, tile, seen);

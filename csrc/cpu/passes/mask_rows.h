@@ -77,7 +77,7 @@ template <class S>
 Plan plan_mask_blocks(const ForwardParams& p) {
   if (!needs_blocks(p)) return {};
   const int64_t blocks = work_of<S>(p, Unit::kSummaries).count();
-  return {ceil_div(blocks, kSummaries), 0, Mask::count_blocks(p) * static_cast<int64_t>(sizeof(BlockKeys))};
+  return {ceil_div(blocks, kSummaries), 0, Mask::count_summaries(p) * static_cast<int64_t>(sizeof(BlockKeys))};
 }
 
 // Writes params.mask.blocks. A work item is kSummaries blocks of rows.
@@ -88,7 +88,7 @@ void mask_blocks(const ForwardParams& p, int64_t begin, int64_t end, void*) {
     const Place place = work.at(i);
     const Mask mask(p, Head(p, place.head));
     const int64_t r0 = place.n * kBlockRows;
-    p.mask.blocks[mask.first_block() + place.n] = mask.summary_of<S>(r0, min(kBlockRows, mask.head.count - r0));
+    mask.summarize<S>(r0, min(kBlockRows, mask.head.count - r0));
   }
 }
 

@@ -38,7 +38,11 @@ int64_t first_key(const Mask& mask, int64_t s, int64_t splits) {
 // of about equal cost. A super-block costs about as much as the number of keys that it sees.
 int64_t first_row(const Mask& mask, int64_t s, int64_t splits) {
   const int64_t rows = mask.head.count;
-  const auto cost = [&](int64_t r) { return mask.keys_of_any(r, min(kSuperBlock, rows - r)).count(); };
+  const auto cost = [&](int64_t r) {
+    int64_t keys = 0;
+    for (int64_t n = 0; n < mask.intervals(); ++n) keys += mask.keys_of_any(r, min(kSuperBlock, rows - r), n).count();
+    return keys;
+  };
   int64_t total = 0;
   for (int64_t r = 0; r < rows; r += kSuperBlock) total += cost(r);
   int64_t row = s < splits ? 0 : rows;

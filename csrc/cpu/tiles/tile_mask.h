@@ -32,15 +32,16 @@ inline void mark_by_formula(const Mask& mask, const Tile& tile, uint64_t* bits) 
   }
 }
 
-// The same for any mask: each row toggles its bit where its keys begin and end.
+// The same for any mask: each row toggles its bit where its intervals begin and end.
 inline void mark_by_rows(const Mask& mask, const Tile& tile, uint64_t* bits) {
   const auto [r0, rows, lanes, n0, keys] = tile;
   for (int64_t k = 0; k < kTileKeys; ++k) bits[k] = 0;
-  for (int64_t j = 0; j < rows; ++j) {
-    const Range row = mask.keys_of(r0 + j).within(n0, keys);
-    if (row.begin < keys) bits[row.begin] ^= uint64_t{1} << j;
-    if (row.end < keys) bits[row.end] ^= uint64_t{1} << j;
-  }
+  for (int64_t j = 0; j < rows; ++j)
+    for (int64_t n = 0; n < mask.intervals(); ++n) {
+      const Range row = mask.keys_of(r0 + j, n).within(n0, keys);
+      if (row.begin < keys) bits[row.begin] ^= uint64_t{1} << j;
+      if (row.end < keys) bits[row.end] ^= uint64_t{1} << j;
+    }
   for (int64_t k = 1; k < keys; ++k) bits[k] ^= bits[k - 1];
 }
 
@@ -71,9 +72,9 @@ void hide_holes(const Mask& mask, const Tile& tile, uint64_t* bits) {
 template <class S, class T = Compute<S>>
 [[gnu::noinline]] Strips<T> cut_strips(const Mask& mask, const Tile& tile, LaneMask<T>& seen) {
   const auto [r0, rows, lanes, n0, keys] = tile;
-  const Range all = mask.keys_of_all(r0, rows);
-  const bool whole = all.begin <= n0 && n0 + keys <= all.end, holes = mask.any_holes(r0, rows);
+  const bool whole = mask.in_all(r0, rows, n0, keys), holes = mask.any_holes(r0, rows);
   if (whole && !holes) return {false, lanes, lanes, {0}, {keys}};
+  if (mask.intervals() > 1 && !mask.in_any(r0, rows, n0, keys)) return {true, lanes, lanes, {0}, {0}};
 
   Strips<T> strips{true, lanes, whole ? lanes : kStripLanes, {}, {}};
   const int64_t count = ceil_div(lanes, strips.width);

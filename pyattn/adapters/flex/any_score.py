@@ -20,6 +20,7 @@ from pyattn.adapters.flex.terms import score_of_terms
 from pyattn.autocast import cast, without
 from pyattn.derivatives.second_order import Last, save, saved
 from pyattn.derivatives.transforms import transforming
+from pyattn.key_ranges import MOST_RANGES
 from pyattn.options import Options
 
 
@@ -38,7 +39,8 @@ def attend(
     result, read = trace.result, trace.captured
     masking = masking_of(result)
     if masking.conditions:
-        hidden = mask_of_conditions(masking, score_mod, (*q.shape[:3], k.shape[2]), _wide(q).dtype)
+        most = MOST_RANGES + 1 - mask.intervals
+        hidden = mask_of_conditions(masking, score_mod, (*q.shape[:3], k.shape[2]), _wide(q).dtype, most)
         mask, result, read = intersection([mask, hidden]), masking.rest, masking.captured
         score_mod = masking.score_mod
     score = score_of_terms(result, q, k.shape[2])

@@ -106,7 +106,7 @@ def flex_attention(
             sequences and heads of query; blocks that leave out some of it are refused. Without a mask_mod, listed
             blocks are visible. A mask_mod of your own is evaluated again only when it computes something else, for
             example because a tensor has changed in place; within compiled graphs it must come from here.
-            Rows that are intervals of keys run as such, other masks as bits, S * S bytes.
+            Rows of up to 4 intervals of keys run as such, other masks as bits, S * S bytes.
         scale: finite factor on the scores; default ``1 / sqrt(E)``.
         enable_gqa: whether Hq may be a multiple of H: query head ``h`` reads head ``h // (Hq // H)``.
         return_lse: also return the natural logarithm of the softmax denominator, (B, Hq, L), differentiable.

@@ -10,6 +10,7 @@ from pyattn.adapters.flex.compiled import mask_in_graph, number, register
 from pyattn.adapters.flex.evaluated import Evaluation, evaluate
 from pyattn.adapters.flex.holes import Holes
 from pyattn.adapters.flex.meaning import Mask, MaskMod, key_ranges_of, mask_of
+from pyattn.key_ranges import by_interval
 
 EVALUATED: WeakKeyDictionary[BlockMask, Evaluation] = WeakKeyDictionary()
 """The last evaluation of each BlockMask's mask_mod, if that has no native meaning. Its blocks cover it."""
@@ -140,8 +141,8 @@ def _seen(
         (holes,) = mask.holes  # a mask_mod is evaluated as a whole
         count = _count_pairs(holes, block_size)
         return count > 0, count == height * width
-    begin, end = key_ranges_of(mask, seqlen_q, seqlen_k, device).unbind(-1)
-    touched = torch.where(begin < end, -(-end // columns), 0)  # an empty row touches none
+    begin, end = by_interval(key_ranges_of(mask, seqlen_q, seqlen_k, device)).unbind(-1)
+    touched = torch.where(begin < end, -(-end // columns), 0)  # an empty interval touches none
     some = _count_rows(begin // columns, touched, seqlen_k, block_size)
     past = torch.where(end == seqlen_k, -(-end // columns), end // columns)
     whole = _count_rows(-(-begin // columns), past, seqlen_k, block_size)
@@ -162,13 +163,14 @@ def _count_pairs(holes: Holes, block_size: tuple[int, int]) -> Tensor:
 
 
 def _count_rows(first: Tensor, past: Tensor, seqlen_k: int, block_size: tuple[int, int]) -> Tensor:
-    """How many rows of each block include it in their range [first, past) of blocks, each (B or 1, Sq)."""
-    batch, seqlen_q = first.shape
+    """How many intervals of each block's rows include it; [first, past) are blocks of keys, each (B or 1, Sq, n)."""
+    batch, seqlen_q, _ = first.shape
     blocks_q, blocks_k = -(-seqlen_q // block_size[0]), -(-seqlen_k // block_size[1])
-    row = torch.arange(seqlen_q, device=first.device) // block_size[0] * (blocks_k + 1)
-    one = torch.ones_like(first)
+    row = torch.arange(seqlen_q, device=first.device)[:, None] // block_size[0] * (blocks_k + 1)
+    begins, ends = ((row + block).flatten(1) for block in (first, torch.maximum(first, past)))
+    one = torch.ones_like(begins)
     change = first.new_zeros(batch, blocks_q * (blocks_k + 1))
-    change = change.scatter_add(1, row + first, one).scatter_add(1, row + torch.maximum(first, past), -one)
+    change = change.scatter_add(1, begins, one).scatter_add(1, ends, -one)
     return change.reshape(batch, blocks_q, blocks_k + 1).cumsum(-1)[..., :-1]
 
 

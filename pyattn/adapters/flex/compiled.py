@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from pyattn.adapters.flex.evaluated import Evaluation
 from pyattn.adapters.flex.holes import Holes
 from pyattn.adapters.flex.meaning import Mask, MaskMod, key_ranges_of
+from pyattn.key_ranges import by_interval
 
 NUMBERED: WeakValueDictionary[int, BlockMask] = WeakValueDictionary()
 """BlockMasks by a number, which an operator takes in place of an object."""
@@ -28,7 +29,7 @@ class Numbered(NamedTuple):
         mask_mod: the BlockMask's, when it was made.
         captured: the tensors that it reads. They are inputs of the operator, so a change within the graph shows.
         of_sequences, of_heads: whether these differ.
-        intervals: whether the operator returns key_ranges (B or 1, Sq, 2), or else bits (B or 1, Hq or 1, Sq, Sk).
+        intervals: how many a query has at most: the operator returns key_ranges; 0: bits (B or 1, Hq or 1, Sq, Sk).
     """
 
     number: int
@@ -36,7 +37,7 @@ class Numbered(NamedTuple):
     captured: list[Tensor]
     of_sequences: bool
     of_heads: bool
-    intervals: bool
+    intervals: int
 
     def __deepcopy__(self, memo: object) -> None:
         """A copy is another BlockMask, which has no number."""
@@ -47,7 +48,8 @@ def number(block_mask: BlockMask, evaluation: Evaluation) -> None:
     trace, mask, own = evaluation.trace, evaluation.mask, next(_numbers)
     reads = 0 in trace.reads, 1 in trace.reads
     NUMBERED[own] = block_mask
-    block_mask.numbered = Numbered(own, block_mask.mask_mod, trace.captured, *reads, not mask.holes)  # type: ignore[attr-defined]
+    intervals = 0 if mask.holes else mask.intervals
+    block_mask.numbered = Numbered(own, block_mask.mask_mod, trace.captured, *reads, intervals)  # type: ignore[attr-defined]
 
 
 def mask_in_graph(block_mask: BlockMask, batch: int, heads: int) -> Mask | None:
@@ -65,7 +67,7 @@ def mask_in_graph(block_mask: BlockMask, batch: int, heads: int) -> Mask | None:
     captured = [x.detach() for x in numbered.captured]
     found = torch.ops.pyattn_flex.shown(captured, numbered.number, batch, heads, sizes, numbered.intervals)
     if numbered.intervals:
-        return Mask(ranges=(lambda *_: found,))
+        return Mask(ranges=(lambda *_: found,), intervals=numbered.intervals)
     return Mask(holes=(Holes(block_mask.mask_mod, sizes, found.device, frozenset(), found),))
 
 
@@ -73,7 +75,7 @@ def register(mask_in: Callable[[BlockMask, int, int], Mask]) -> torch.library.Li
     """Defines the operator, which calls ``mask_in`` when the graph runs."""
 
     def shown(
-        captured: Sequence[Tensor], own: int, batch: int, heads: int, sizes: Sequence[int], intervals: bool
+        captured: Sequence[Tensor], own: int, batch: int, heads: int, sizes: Sequence[int], intervals: int
     ) -> Tensor:
         block_mask = NUMBERED.get(own)
         if block_mask is None:
@@ -87,30 +89,37 @@ def register(mask_in: Callable[[BlockMask, int, int], Mask]) -> torch.library.Li
         def computed() -> Tensor:
             mask, (seqlen_q, seqlen_k) = mask_in(block_mask, batch, heads), sizes[2:]
             ranges = key_ranges_of(mask, seqlen_q, seqlen_k, torch.device("cpu"))
-            if intervals and mask.holes:
+            rows = by_interval(ranges)
+            count = rows.shape[2]
+            if intervals and (mask.holes or count > intervals):
+                some = "more" if mask.holes else count
                 raise RuntimeError(
-                    "pyattn: rows of a mask_mod must stay intervals in a compiled function, got holes in some"
+                    "pyattn: a row of a mask_mod must have at most as many intervals as when the function was "
+                    f"compiled, {intervals}, got {some}"
                 )
             if intervals:
-                return ranges.expand(sizes[0], -1, -1).clone()
-            begin, end = ranges[:, None, :, :, None].unbind(3)
+                padded = torch.full((sizes[0], seqlen_q, intervals, 2), seqlen_k)
+                padded[:, :, :count] = rows
+                return padded[:, :, 0].clone() if intervals == 1 else padded
+            begin, end = rows[:, None, ..., None].unbind(4)
             keys = torch.arange(seqlen_k)
-            seen = ((begin <= keys) & (keys < end)).expand(*sizes)
+            seen = ((begin <= keys) & (keys < end)).any(3).expand(*sizes)
             return functools.reduce(torch.logical_and, [x.bits() for x in mask.holes], seen).contiguous()
 
         with ThreadPoolExecutor(1) as pool:  # a new thread has no dispatch modes, under which vmap fails
             return pool.submit(computed).result()
 
     def fake(
-        captured: Sequence[Tensor], own: int, batch: int, heads: int, sizes: Sequence[int], intervals: bool
+        captured: Sequence[Tensor], own: int, batch: int, heads: int, sizes: Sequence[int], intervals: int
     ) -> Tensor:
         if intervals:
-            return torch.empty(sizes[0], sizes[2], 2, dtype=torch.int64)
+            several = () if intervals == 1 else (intervals,)
+            return torch.empty(sizes[0], sizes[2], *several, 2, dtype=torch.int64)
         return torch.empty(*sizes, dtype=torch.bool)
 
     library = torch.library.Library("pyattn_flex", "DEF")
     library.define(
-        "shown(Tensor[] captured, SymInt own, SymInt batch, SymInt heads, SymInt[] sizes, bool intervals) -> Tensor"
+        "shown(Tensor[] captured, SymInt own, SymInt batch, SymInt heads, SymInt[] sizes, int intervals) -> Tensor"
     )
     library.impl("shown", shown, "CompositeExplicitAutograd")
     torch.library.register_fake("pyattn_flex::shown", fake, lib=library)

@@ -1,4 +1,4 @@
-"""The native meaning of a mask_mod that any function may be: intervals if every row is one, else a mask with holes."""
+"""The native meaning of a mask_mod that any function may be: up to 4 intervals a row, or a mask with holes."""
 
 from typing import NamedTuple
 
@@ -8,13 +8,14 @@ from pyattn.adapters.flex.evaluation import Trace, uncompiled
 from pyattn.adapters.flex.graph import form_of
 from pyattn.adapters.flex.holes import Holes
 from pyattn.adapters.flex.meaning import Mask, MaskMod
+from pyattn.key_ranges import by_interval
 
 
 class Evaluation(NamedTuple):
     """A mask, the sizes (B, Hq, Sq, Sk) for which it holds, and what the mask_mod computed then."""
 
     mask: Mask
-    sizes: tuple[int, ...]
+    sizes: tuple[int, int, int, int]
     trace: Trace
 
 
@@ -38,5 +39,7 @@ def evaluate(
     reads = {"q_idx", "kv_idx"} if trace.result is None else form_of(trace.result).depends_on() - {"b", "h"}
     holes = Holes(mask_mod, sizes, device, reads)
     ranges = holes.ranges()
-    mask = Mask(holes=(holes,)) if ranges is None else Mask(ranges=(lambda *_: ranges,))
+    if ranges is None:
+        return Evaluation(Mask(holes=(holes,)), sizes, trace)
+    mask = Mask(ranges=(lambda *_: ranges,), intervals=by_interval(ranges).shape[2])
     return Evaluation(mask, sizes, trace)

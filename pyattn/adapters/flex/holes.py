@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyattn.adapters.flex.evaluation import over_distances, over_pairs, uncompiled
-from pyattn.key_ranges import bare
+from pyattn.key_ranges import MOST_RANGES, bare, by_interval
 from pyattn.masks import from_bool
 
 PAIRS_AT_ONCE = 2**18
@@ -14,7 +14,7 @@ PAIRS_AT_ONCE = 2**18
 
 
 class Holes:
-    """A mask in which some row is no interval of keys, or heads differ.
+    """A mask in which some row has too many intervals of keys for key_ranges, or heads differ.
 
     Args:
         mask_mod: any.
@@ -63,23 +63,30 @@ class Holes:
             yield begin, self.seen(slice(None), slice(None), slice(begin, begin + step))
 
     def ranges(self) -> Tensor | None:
-        """The mask as key_ranges (B, Sq, 2), or None if it has holes indeed."""
+        """The mask as key_ranges, (B, Sq, 2) or (B, Sq, n, 2), or None if it has holes indeed."""
         batch, heads, seqlen_q, seqlen_k = self.sizes
-        found = torch.zeros(batch, seqlen_q, 2, dtype=torch.int64, device=self.device)
         if 0 not in self.sizes and self._reads == {"distance"}:
             b, h = (torch.arange(size, device=self.device) for size in (batch, heads))
-            band = from_bool(over_distances(self.mask_mod, b, h, (seqlen_q, seqlen_k))[:, :, None])
+            by_distance = over_distances(self.mask_mod, b, h, (seqlen_q, seqlen_k))[:, :, None]
+            band = from_bool(by_distance, intervals=MOST_RANGES)
             if band is not None:  # else its rows may still be intervals, of fewer distances
-                first = torch.arange(seqlen_q, device=self.device)[:, None] + 1 - seqlen_q
-                return torch.add(bare(band), first, out=found).clamp_(0, seqlen_k)
+                first = torch.arange(seqlen_q, device=self.device)[:, None, None] + 1 - seqlen_q
+                return _fewest((by_interval(bare(band)) + first).clamp_(0, seqlen_k))
+        found = torch.full((batch, seqlen_q, MOST_RANGES, 2), seqlen_k, device=self.device)
+        found[:, :, 0] = 0
+        count = 1
         for begin, block in self.blocks():
-            ranges = from_bool(block)
+            ranges = from_bool(block, intervals=MOST_RANGES)
             if ranges is None:
                 return None
-            if self._reads <= {"kv_idx"}:  # rows are alike
-                return found.copy_(bare(ranges)[:, :1])
-            found[:, begin : begin + block.shape[2]] = bare(ranges)
-        return found
+            own = by_interval(bare(ranges))
+            rows = slice(None) if self._reads <= {"kv_idx"} else slice(begin, begin + own.shape[1])
+            own = own[:, :1] if self._reads <= {"kv_idx"} else own  # rows are alike
+            found[:, rows, : own.shape[2]] = own
+            count = max(count, own.shape[2])
+            if self._reads <= {"kv_idx"}:
+                break
+        return _fewest(found[:, :, :count])
 
     def bits(self) -> Tensor:
         """The whole mask, bool (B, Hq, Sq, Sk), kept for later calls."""
@@ -93,3 +100,8 @@ class Holes:
         for begin, block in self.blocks():
             bits[:, :, begin : begin + block.shape[2]] = block
         return bits
+
+
+def _fewest(ranges: Tensor) -> Tensor:
+    """key_ranges (B, Sq, n, 2) without a dimension of intervals if there is one."""
+    return ranges[:, :, 0] if ranges.shape[2] == 1 else ranges

@@ -11,6 +11,7 @@ from torch import Tensor
 from pyattn.adapters.flex.evaluated import Evaluation, evaluate
 from pyattn.adapters.flex.evaluation import Lookups
 from pyattn.adapters.flex.graph import Node, reads_score, tensors_in, value_of
+from pyattn.adapters.flex.holes import Holes
 from pyattn.adapters.flex.meaning import Mask
 
 EVALUATED: WeakKeyDictionary[Any, Evaluation] = WeakKeyDictionary()
@@ -59,11 +60,11 @@ def masking_of(x: object, infinity: float = -math.inf) -> Masking:
 
 
 def mask_of_conditions(
-    masking: Masking, score_mod: object, sizes: tuple[int, int, int, int], dtype: torch.dtype
+    masking: Masking, score_mod: object, sizes: tuple[int, int, int, int], dtype: torch.dtype, most: int
 ) -> Mask:
     """The pairs where all conditions hold, exactly, for ``sizes`` (B, Hq, Sq, Sk) and scores of this dtype.
 
-    The score_mod is what remembers them, if it is compared by identity.
+    The score_mod is what remembers them, if it is compared by identity. Rows of more than ``most`` intervals are holes.
     """
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -81,6 +82,8 @@ def mask_of_conditions(
     now = evaluate(mask_mod, sizes, torch.device("cpu"), before)
     if is_key:
         EVALUATED[score_mod] = now
+    if now.mask.intervals > most:
+        return Mask(holes=(Holes(mask_mod, now.sizes, torch.device("cpu"), {"q_idx", "kv_idx"}),))
     return now.mask
 
 

@@ -19,12 +19,15 @@ from pyattn.adapters.flex.meaning import (
     column,
     intersection,
     is_same,
+    key_ranges_of,
     known,
     makes_mods,
     mask_of,
     of_sequence,
 )
 from pyattn.arguments import check_size, check_window, has_values
+from pyattn.key_ranges import MOST_RANGES
+from pyattn.masks import union
 
 
 @makes_mods
@@ -153,6 +156,7 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
     masks = [mask_of(mask_mod) for mask_mod in mask_mods]
     known_masks = [mask for mask in masks if mask is not None]
     meaning = intersection(known_masks) if len(known_masks) == len(masks) else None
+    meaning = None if meaning is not None and meaning.intervals > MOST_RANGES else meaning
     return _joined("and_masks", mask_mods, operator.and_, True, meaning)
 
 
@@ -160,14 +164,27 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
 def or_masks(*mask_mods: MaskMod) -> MaskMod:
     """The union of these masks; with no masks, no key is visible."""
     masks = [mask_of(mask_mod) for mask_mod in mask_mods]
-    windows = [mask for mask in masks if mask is not None and not mask.ranges]
-    meaning = None
-    if masks and len(windows) == len(masks) and all(is_same(mask.offset, windows[0].offset) for mask in windows):
+    known_masks = [mask for mask in masks if mask is not None]
+    meaning = _union(known_masks) if masks and len(known_masks) == len(masks) else None
+    return _joined("or_masks", mask_mods, operator.or_, False, meaning)
+
+
+def _union(masks: list[Mask]) -> Mask | None:
+    windows = [mask for mask in masks if not mask.ranges]
+    if windows and all(is_same(mask.offset, windows[0].offset) for mask in windows):
         # At one offset all windows contain the query's own position, so their union is a window.
         sides = zip(*(mask.window for mask in windows), strict=True)
         left, right = (-1 if -1 in side else max(side) for side in sides)
-        meaning = Mask((left, right), windows[0].offset)
-    return _joined("or_masks", mask_mods, operator.or_, False, meaning)
+        windows = [Mask((left, right), windows[0].offset)]
+    parts = [*windows, *(mask for mask in masks if mask.ranges)]
+    if len(parts) == 1:
+        return parts[0]
+    count = sum(part.intervals for part in parts)
+
+    def ranges(seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
+        return union(*(key_ranges_of(part, seqlen_q, seqlen_k, device) for part in parts))
+
+    return Mask(ranges=(ranges,), intervals=count) if count <= MOST_RANGES else None
 
 
 def _joined(

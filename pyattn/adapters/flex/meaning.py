@@ -24,7 +24,7 @@ Mod = TypeVar("Mod", MaskMod, ScoreMod)
 Factory = TypeVar("Factory", bound=Callable[..., object])
 
 Ranges = Callable[[int, int, torch.device], Tensor]
-"""``ranges(seqlen_q, seqlen_k, device)``: key_ranges, (B or 1, Sq, 2)."""
+"""``ranges(seqlen_q, seqlen_k, device)``: key_ranges, (B or 1, Sq, 2) or (B or 1, Sq, n, 2)."""
 
 
 INT64_MAX = 2**63 - 1
@@ -37,13 +37,15 @@ class Mask(NamedTuple):
         window: how many keys before and after its position a query sees; -1: all.
         offset: key position of query 0, an int, or an integer tensor of shape () or (B,).
         ranges: further intervals of keys.
-        holes: masks whose rows are no intervals.
+        holes: masks whose rows are more intervals.
+        intervals: how many intervals a query has at most, apart from holes.
     """
 
     window: tuple[int, int] = UNBOUNDED
     offset: int | Tensor = 0
     ranges: tuple[Ranges, ...] = ()
     holes: tuple[Holes, ...] = ()
+    intervals: int = 1
 
 
 class Score(NamedTuple):
@@ -126,8 +128,8 @@ def is_same(offset: int | Tensor, other: int | Tensor) -> bool:
 
 
 def intersection(masks: Sequence[Mask]) -> Mask:
-    """What all of these masks show."""
-    window, offset, ranges, holes = Mask()
+    """What all of these masks show; each end of one's interval may begin another of both."""
+    window, offset, ranges, holes, _ = Mask()
     for mask in masks:
         if window == UNBOUNDED:
             window, offset = mask.window, mask.offset
@@ -137,7 +139,7 @@ def intersection(masks: Sequence[Mask]) -> Mask:
         elif mask.window != UNBOUNDED:
             ranges += (ranges_of_band(mask.window, mask.offset),)
         ranges, holes = ranges + mask.ranges, holes + mask.holes
-    return Mask(window, offset, ranges, holes)
+    return Mask(window, offset, ranges, holes, 1 + sum(mask.intervals - 1 for mask in masks))
 
 
 def options_of(mask: Mask, offset: int | Tensor | None, query: Tensor, seqlen_k: int) -> dict[str, Any]:
@@ -147,7 +149,7 @@ def options_of(mask: Mask, offset: int | Tensor | None, query: Tensor, seqlen_k:
     so a window at another offset becomes key_ranges.
     """
     batch, _, seqlen_q, _ = query.shape
-    window, own, ranges, holes = mask
+    window, own, ranges, holes, _ = mask
     if offset is None or is_same(offset, own):
         offset = own
     elif window != UNBOUNDED:
@@ -167,7 +169,7 @@ def options_of(mask: Mask, offset: int | Tensor | None, query: Tensor, seqlen_k:
 
 
 def ranges_for(query: Tensor, mask: Mask, seqlen_k: int) -> Tensor:
-    """``mask`` as key_ranges (B or 1, Sq, 2) for ``query`` (B, Hq, Sq, D); ValueError if it is for another B."""
+    """``mask`` as key_ranges for ``query`` (B, Hq, Sq, D); ValueError if it is for another B."""
     key_ranges = key_ranges_of(mask, query.shape[2], seqlen_k, query.device)
     if key_ranges.shape[0] not in (1, query.shape[0]):
         raise ValueError(
@@ -178,7 +180,7 @@ def ranges_for(query: Tensor, mask: Mask, seqlen_k: int) -> Tensor:
 
 
 def key_ranges_of(mask: Mask, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
-    """``mask`` as key_ranges, (B or 1, Sq, 2)."""
+    """``mask`` as key_ranges, (B or 1, Sq, 2) or (B or 1, Sq, n, 2)."""
     parts = mask.ranges if mask.window == UNBOUNDED else (*mask.ranges, ranges_of_band(mask.window, mask.offset))
     if not parts:
         return torch.tensor([0, seqlen_k], device=device).repeat(1, seqlen_q, 1)

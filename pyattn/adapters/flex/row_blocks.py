@@ -23,6 +23,7 @@ from pyattn.adapters.flex.evaluation import Lookups, over_pairs
 from pyattn.adapters.flex.holes import Holes
 from pyattn.adapters.flex.meaning import ScoreMod
 from pyattn.derivatives.grouped import products, sum_over_seeing_rows, sum_over_seen_keys
+from pyattn.key_ranges import by_interval
 
 ROWS = 128
 """Most query rows of a block: enough for matrix products to run at full speed, few beside a causal mask's edge."""
@@ -36,7 +37,7 @@ class Call(NamedTuple):
 
     Attributes:
         captured: the tensors that the score_mod reads from outside and that require a gradient.
-        ranges: what the mask shows, as key_ranges (B or 1, Sq, 2).
+        ranges: what the mask shows, as key_ranges (B or 1, Sq, 2) or (B or 1, Sq, n, 2).
         holes: further masks.
     """
 
@@ -144,10 +145,11 @@ def blocks(call: Call, q: Tensor, k: Tensor) -> Iterator[Block]:
 
 def _shown(call: Call, batch: slice, heads: slice, rows: slice) -> tuple[Tensor, slice | Tensor]:
     """The visible pairs, of the keys that any of the rows sees; and where these keys are."""
-    begin, end = call.ranges[batch if call.ranges.shape[0] > 1 else slice(None), rows, :, None].unbind(2)
+    ranges = by_interval(call.ranges)
+    begin, end = ranges[batch if ranges.shape[0] > 1 else slice(None), rows, ..., None].unbind(3)
     first, past = torch.where(begin < end, begin, end.max()).min(), torch.where(begin < end, end, 0).max()
     keys = torch.arange(int(first), max(int(first), int(past)), device=begin.device)
-    seen = ((begin <= keys) & (keys < end))[:, None]
+    seen = ((begin <= keys) & (keys < end)).any(2)[:, None]
     if not call.holes:
         return seen, slice(int(first), int(past))
     for holes in call.holes:

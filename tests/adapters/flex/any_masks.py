@@ -13,6 +13,7 @@ PIECES = torch.arange(LENGTH) // 9 % 3
 """Three documents, each in several pieces."""
 
 ROWS = torch.stack([PIECES, PIECES.roll(5)])
+RUNS = torch.arange(LENGTH) // 20
 
 
 def tree(parents):
@@ -79,27 +80,35 @@ INTERVALS = {
     "blocks of 9": lambda b, h, q_idx, kv_idx: q_idx // 9 == kv_idx // 9,
     "a sequence of one": lambda b, h, q_idx, kv_idx: (b == 1) & (q_idx >= kv_idx),
 }
-"""Each row is an interval, the same for all heads."""
+"""Each row is one interval, the same for all heads."""
 
-HOLES = {
-    "dilated": functools.partial(dilated, step=3),
+SEVERAL = {
     "documents in pieces": document(PIECES),
     "rows of documents": document(ROWS),
     "causal documents": and_masks(causal(), document(ROWS)),
     "neighbourhood": neighbourhood,
+    "sinks and a window": or_masks(sliding_window(5), lambda b, h, q_idx, kv_idx: (kv_idx < 3) & (q_idx >= kv_idx)),
+    "torch's or": torch_flex.or_masks(neighbourhood, lambda b, h, q_idx, kv_idx: kv_idx == 0),
+    "prefixes of documents": lambda b, h, q_idx, kv_idx: (
+        (PIECES[q_idx] == PIECES[kv_idx]) & ((kv_idx % 9 < 4) | (q_idx >= kv_idx))
+    ),
+    "windows apart": or_masks(sliding_window(3), sliding_window(3, offset=-9)),
+    "a document or a window, in a window": and_masks(
+        or_masks(document(RUNS), sliding_window(2), sliding_window(1, offset=-30)), sliding_window(40)
+    ),
+}
+"""Some row is two to four intervals, the same for all heads."""
+
+HOLES = {
+    "dilated": functools.partial(dilated, step=3),
     "tree": lambda b, h, q_idx, kv_idx: ANCESTORS[q_idx, kv_idx],
     "tree by negative indices": lambda b, h, q_idx, kv_idx: ANCESTORS[q_idx - LENGTH][kv_idx],
     "checkerboard": lambda b, h, q_idx, kv_idx: (q_idx + kv_idx) % 2 == 0,
     "reaches of heads": lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() <= REACHES[h],
     "heads and sequences": lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & ((q_idx - kv_idx) % (b + h + 1) == 0),
-    "sinks and a window": or_masks(sliding_window(5), lambda b, h, q_idx, kv_idx: (kv_idx < 3) & (q_idx >= kv_idx)),
-    "torch's or": torch_flex.or_masks(neighbourhood, lambda b, h, q_idx, kv_idx: kv_idx == 0),
     "an object": Every(7),
-    "prefixes of documents": lambda b, h, q_idx, kv_idx: (
-        (PIECES[q_idx] == PIECES[kv_idx]) & ((kv_idx % 9 < 4) | (q_idx >= kv_idx))
-    ),
     "heads of TorchScript": lambda b, h, q_idx, kv_idx: every_third(h, q_idx, kv_idx),
     "three dimensions": three_dimensions,
-    "windows apart": or_masks(sliding_window(3), sliding_window(3, offset=-9)),
+    "five windows": or_masks(*(sliding_window(2, offset=-9 * n) for n in range(5))),
 }
-"""Some row is no interval, or heads differ."""
+"""Some row is more intervals than key_ranges hold, or heads differ."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from adapters.flex.any_masks import HOLES, LENGTH, PIECES, WIDTH, neighbourhood
+from adapters.flex.any_masks import HOLES, LENGTH, PIECES, SEVERAL, WIDTH, neighbourhood
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.functional import embedding, logsigmoid, silu
 from torch.overrides import TorchFunctionMode
@@ -107,7 +107,7 @@ SCORES = {
     ),
     "a temperature": Scored(lambda t: lambda score, b, h, q_idx, kv_idx: score * t, ((),), HOLES["tree"]),
     "temperatures": Scored(
-        lambda t: lambda score, b, h, q_idx, kv_idx: score * t[b], ((2,),), HOLES["rows of documents"]
+        lambda t: lambda score, b, h, q_idx, kv_idx: score * t[b], ((2,),), SEVERAL["rows of documents"]
     ),
     "partial": Scored(lambda w: functools.partial(scaled, scales=w), ((HEADS,),), HOLES["reaches of heads"]),
     "a module": Scored(Module, ((HEADS,), ()), causal()),

@@ -1,10 +1,10 @@
-"""Promise: on a CPU, any mask_mod is evaluated exactly, as intervals where it consists of them."""
+"""Promise: on a CPU, any mask_mod is evaluated exactly, as up to 4 intervals a row where it consists of them."""
 
 import copy
 
 import pytest
 import torch
-from adapters.flex.any_masks import HOLES, INTERVALS, LENGTH
+from adapters.flex.any_masks import HOLES, INTERVALS, LENGTH, SEVERAL
 from adapters.gradients import assert_accurate
 from helpers import exact_cuts, newer_compiler
 from torch.nn.attention import flex_attention as torch_flex
@@ -13,9 +13,10 @@ from torch.utils import _pytree
 from pyattn import reference
 from pyattn.adapters.flex import AuxRequest, alibi, create_block_mask, flex_attention, softcap
 from pyattn.adapters.flex.blocks import mask_in
+from pyattn.adapters.flex.meaning import key_ranges_of
 from pyattn.cli.timing import peak_memory
 
-MASKS = INTERVALS | HOLES
+MASKS = INTERVALS | SEVERAL | HOLES
 every_mask = pytest.mark.parametrize("name", MASKS)
 
 
@@ -40,10 +41,11 @@ def test_masks(name, make):
     ours, theirs = (f(*tensors, None, block_mask, **asked) for f in (flex_attention, torch_flex.flex_attention))
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     mask = mask_in(block_mask, 2, 4)
-    assert (not mask.holes) == (name in INTERVALS)
+    assert (not mask.holes) == (name not in HOLES)
+    if not mask.holes:
+        assert (key_ranges_of(mask, LENGTH, LENGTH, tensors[0].device).dim() == 4) == (name in SEVERAL)
     for holes in mask.holes:
-        by_sequence = "rows of documents", "causal documents", "heads and sequences", "heads of TorchScript"
-        assert (holes.sizes[0] == 2) == (name in by_sequence)
+        assert (holes.sizes[0] == 2) == (name in ("heads and sequences", "heads of TorchScript"))
         assert (holes.sizes[1] == 4) == ("heads" in name)
 
 
@@ -77,8 +79,8 @@ def test_gradients(dtype, name, score):
 def test_blocks_for_one_head():
     """The mask is evaluated for all heads of query; blocks made for head 0 must cover it."""
     q, k, v = inputs()
-    same = blocks(HOLES["neighbourhood"], heads=None)
-    expected = flex_attention(q, k, v, block_mask=blocks(HOLES["neighbourhood"]), enable_gqa=True)
+    same = blocks(SEVERAL["neighbourhood"], heads=None)
+    expected = flex_attention(q, k, v, block_mask=blocks(SEVERAL["neighbourhood"]), enable_gqa=True)
     assert torch.equal(flex_attention(q, k, v, block_mask=same, enable_gqa=True), expected)
     with pytest.raises(ValueError, match=r"^pyattn: block_mask must list every block"):
         flex_attention(q, k, v, block_mask=blocks(HOLES["reaches of heads"], heads=None), enable_gqa=True)
@@ -136,7 +138,7 @@ def test_a_mask_cut_to_shorter_lengths():
 
 
 def test_masks_that_moved():
-    tensors, block_mask = inputs(), blocks(HOLES["rows of documents"])
+    tensors, block_mask = inputs(), blocks(SEVERAL["rows of documents"])
     expected = flex_attention(*tensors, block_mask=block_mask, enable_gqa=True)
     for moved in (block_mask.to("cpu"), copy.deepcopy(block_mask), _pytree.tree_map(lambda t: t, block_mask)):
         assert torch.equal(flex_attention(*tensors, block_mask=moved, enable_gqa=True), expected)

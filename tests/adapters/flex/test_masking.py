@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from adapters.flex.any_masks import ANCESTORS, HOLES, LENGTH, PIECES, REACHES
+from adapters.flex.any_masks import ANCESTORS, HOLES, LENGTH, PIECES, REACHES, SEVERAL
 from adapters.flex.any_scores import HEADS, by_formula, derivatives, drawn
 
 from pyattn.adapters.flex import any_score, causal, create_block_mask, flex_attention
@@ -67,10 +67,11 @@ def _native_only(monkeypatch):
 
 
 @pytest.mark.usefixtures("_native_only")
-@pytest.mark.parametrize("mask", [None, "an interval", "holes"])
+@pytest.mark.parametrize("mask", [None, "an interval", "several", "holes"])
 @pytest.mark.parametrize("name", MASKED)
 def test_derivatives(name, mask):
-    mask_mod = {"an interval": causal(3), "holes": HOLES["rows of documents"]}.get(mask)
+    several = SEVERAL["rows of documents"]
+    mask_mod = {"an interval": causal(3), "several": several, "holes": HOLES["tree"]}.get(mask)
     assert_same(*both(MASKED[name], mask_mod), drawn("nothing"))
 
 
@@ -193,7 +194,7 @@ def test_random_score_mods(seed):
             torch.manual_seed(seed)
             score_mod = random_score_mod(rng, x[3])
             assert taken_apart(score_mod).conditions
-            mask_mod = rng.choice([None, causal(3), HOLES["rows of documents"]])
+            mask_mod = rng.choice([None, causal(3), SEVERAL["rows of documents"], HOLES["tree"]])
             return both(score_mod, mask_mod)[number](*x[:3])
 
         return function
