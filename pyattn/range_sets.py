@@ -98,6 +98,7 @@ def within(ranges: Tensor, others: Tensor) -> Tensor:
         ValueError: more than 4 intervals.
         TypeError: an argument that is not a tensor.
 
+    >>> from pyattn.masks import documents, prefix_lm, within
     >>> within(documents([2, 2]), prefix_lm(3, seqlen=4))
     KeyRanges(tensor([[[0, 2],
                        [0, 2],
@@ -138,6 +139,7 @@ def union(*ranges: Tensor) -> Tensor:
         ValueError: no ranges, a query with more than 4 intervals.
         TypeError: an argument that is not a tensor.
 
+    >>> from pyattn.masks import chunked, union
     >>> union(chunked(4, chunk=2), torch.tensor([[[0, 1]]]))[0].tolist()
     [[[0, 2], [2, 2]], [[0, 2], [2, 2]], [[0, 1], [2, 4]], [[0, 1], [2, 4]]]
     """

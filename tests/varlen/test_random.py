@@ -26,7 +26,8 @@ def laid_out_anew(draw: Random, x: Any) -> Any:
     if not isinstance(x, torch.Tensor):
         return x
     x = x.int() if x.dim() > 1 and draw.random() < 0.5 else x  # offsets and cumulative lengths may need all 64 bits
-    return draw.choice([x, case_options.strided(x), x.mT.contiguous().mT if x.dim() == 2 else x.repeat(2)[: len(x)]])
+    transposed = x.mT.contiguous().mT if x.dim() > 1 else x.repeat(2)[: len(x)]
+    return draw.choice([x, case_options.strided(x), transposed])
 
 
 @pytest.mark.usefixtures("threads")
