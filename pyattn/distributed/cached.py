@@ -178,10 +178,11 @@ class _OverRanks(torch.autograd.Function):
             raise
         sent = own.row_max, own.row_sum, own.out
         rows, *others = (Rows(out, *numbers) for *numbers, out in exchange(NAME, ranks, sent))
+        rows = Rows(*(t.to(rows.row_max.dtype, copy=True) for t in rows))  # not views of a message
         for other in others:
-            rows = rows.merged(other, Dense.column)
-        largest = rows.row_max
-        rows = rows.with_sinks(options.sinks, Dense.column)
+            rows.merge(other, Dense.column)
+        largest = rows.row_max.clone()
+        rows.merge_sinks(options.sinks, Dense.column)
         rows = rows._replace(out=rows.out.to(q.dtype))
         ctx.call, ctx.part, ctx.wide, ctx.device = call, part, rows.row_max.dtype, q.device
         ctx.kinds = [(None, None) if t is None else (t.shape, t.dtype) for t in (q, *learned)]

@@ -44,23 +44,36 @@ class Ring:
         nothing = Place(slice(0, 0), range(0), range(0), True)
         # Checks the arguments: an error after the first message would leave it to the next call.
         shares.forward(shares.of_rows(q, nothing), shares.of_rows(k, nothing), shares.of_rows(v, nothing), nothing)
+        own = Place(slice(0, q.shape[shares.dim]), range(q.shape[shares.dim]), range(k.shape[shares.dim]), False)
+        whole = shares.is_one_share(self._queries, self._keys[self._ranks.own])
+        chunks = list(zip(slices(self._queries), self._queries, strict=True))
         found: dict[int, Rows] = {}
+        together = list[Rows]()  # of all queries, of which found has views
 
-        def compute(_: int, blocks: list[Block]) -> None:
+        def compute(step: int, blocks: list[Block]) -> None:
+            if step == 0 and whole:
+                together.append(shares.forward(q, k, v, own).wide())
+                found.update(enumerate(together[0].narrow(at, shares.dim, shares.row_dim) for at, _ in chunks))
+                seen.update(found)
+                return
             for block in blocks:
                 for number, place in self._places(block.keys, seen):
-                    keys = place._replace(first=False)
-                    rows = shares.forward(shares.of_rows(q, place), block.k, block.v, keys)
-                    found[number] = found[number].merged(rows, shares.column) if number in found else rows
+                    rows = shares.forward(shares.of_rows(q, place), block.k, block.v, place._replace(first=False))
+                    if number in found:
+                        found[number].merge(rows, shares.column)
+                    else:
+                        found[number] = rows.wide()
 
         self._stream(k, v).for_each_step(compute)
-        chunks = list(enumerate(self._queries))
-        largest = torch.cat([found[number].row_max for number, _ in chunks], shares.row_dim)
-        # pop: only one chunk is in memory twice, without and with the sinks
-        results = [shares.with_sinks(found.pop(number), queries) for number, queries in chunks]
-        outs, *numbers = zip(*results, strict=True)
+        parts = [found[number] for number in range(len(chunks))]
+        largest = torch.cat([part.row_max for part in parts], shares.row_dim)
+        for part, (_, queries) in zip(parts, chunks, strict=True):
+            shares.merge_sinks(part, queries)
+        if together:
+            return together[0]._replace(out=together[0].out.to(q.dtype)), largest
+        outs, *numbers = zip(*parts, strict=True)
         out = torch.cat([part.to(q.dtype) for part in outs], shares.dim)
-        return Rows(out, *(torch.cat(parts, shares.row_dim) for parts in numbers)), largest
+        return Rows(out, *(torch.cat(part, shares.row_dim) for part in numbers)), largest
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, results: Rows, wanted: Wanted

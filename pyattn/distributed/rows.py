@@ -30,24 +30,34 @@ class Rows(NamedTuple):
         """log of the sum of exp(score)."""
         return self.row_max + torch.log(self.row_sum)
 
-    def merged(self, other: "Rows", column: Column) -> "Rows":
-        """The results over both sets of keys, in float32 or more."""
+    def wide(self) -> "Rows":
+        """The same with out in the dtype of the other two, float32 or more."""
+        return self._replace(out=self.out.to(self.row_max.dtype))
+
+    def narrow(self, rows: slice, dim: int, row_dim: int) -> "Rows":
+        """Views of some of the rows, of ``dim`` in out and ``row_dim`` in the others."""
+        begin, length = rows.start, rows.stop - rows.start
+        return Rows(self.out.narrow(dim, begin, length), *(t.narrow(row_dim, begin, length) for t in self[1:]))
+
+    def merge(self, other: "Rows", column: Column) -> None:
+        """Makes these results, which are wide, those over both sets of keys."""
         row_max = torch.maximum(self.row_max, other.row_max)
         base = row_max.masked_fill(row_max == -math.inf, 0.0)
         sums = [rows.row_sum * torch.exp(rows.row_max - base) for rows in (self, other)]
         total = sums[0] + sums[1]
         mine, theirs = (column((part / total).masked_fill(total == 0, 0.0)) for part in sums)
-        out = mine * self.out  # in the dtype of the sums
-        return Rows(torch.addcmul(out, theirs, other.out.to(out.dtype), out=out), row_max, total)
+        self.out.mul_(mine).addcmul_(theirs, other.out.to(self.out.dtype))
+        self.row_max.copy_(row_max)
+        self.row_sum.copy_(total)
 
-    def with_sinks(self, sinks: Tensor | None, column: Column, count: int | None = None) -> "Rows":
-        """The results with the sinks (Hq,), if any, of the first ``count`` rows, or all.
+    def merge_sinks(self, sinks: Tensor | None, column: Column, count: int | None = None) -> None:
+        """Adds the sinks (Hq,), if any, of the first ``count`` rows, or all.
 
         They come last: before, row_max is the largest score of a key.
         """
         if sinks is None:
-            return self
+            return
         scores = sinks.to(self.row_max.dtype)[:, None].repeat(*self.row_max.shape[:-2], 1, self.row_max.shape[-1])
         if count is not None:
             scores[..., count:] = -math.inf
-        return self.merged(Rows(self.out.new_zeros(()), scores, torch.ones_like(scores)), column)
+        self.merge(Rows(self.out.new_zeros(()), scores, torch.ones_like(scores)), column)

@@ -118,9 +118,23 @@ class Dense:
         base = origins_of(self.options, self.num_heads_q, self.options.dropout_seed.device)
         return {"dropout_origins": base + base.new_tensor(moved)}
 
-    def with_sinks(self, rows: Rows, queries: range) -> Rows:
-        """A chunk's results over all keys and the sinks."""
-        return rows.with_sinks(self.options.sinks, self.column)
+    def merge_sinks(self, rows: Rows, queries: range) -> None:
+        """Adds the sinks to a chunk's results over all keys."""
+        rows.merge_sinks(self.options.sinks, self.column)
+
+    def is_one_share(self, queries: Sequence[range], keys: Sequence[range]) -> bool:
+        """Whether some chunks of queries see the same of some chunks of keys if these lie side by side.
+
+        Then they are one call instead of one for each pair of chunks.
+        """
+        options = self.options
+        by_position = [
+            getattr(options, name) for name in ("key_ranges", "mask", "bias", "alibi_slopes", "relative_bias")
+        ]
+        if any(t is not None for t in by_position) or options.dropout_p or max(options.window) >= 0:
+            return False
+        ordered = [*queries] == [*keys] == sorted(queries, key=lambda chunk: chunk.start)
+        return not options.causal or (ordered and self.offsets == (0, 0))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, place: Place) -> Rows:
         """The share's results."""
@@ -194,9 +208,12 @@ class Packed(Dense):
         begin, end = (theirs[b][0] - theirs[b][1].start for b in (first, last))
         return range(begin + seen(first).start, end + seen(last).stop)
 
-    def with_sinks(self, rows: Rows, queries: range) -> Rows:  # noqa: D102
+    def merge_sinks(self, rows: Rows, queries: range) -> None:  # noqa: D102
         count = int(self._queries.local(queries)[0][-1])  # queries after the last sequence have none
-        return rows.with_sinks(self.options.sinks, self.column, count)
+        rows.merge_sinks(self.options.sinks, self.column, count)
+
+    def is_one_share(self, queries: Sequence[range], keys: Sequence[range]) -> bool:  # noqa: D102
+        return False
 
     def parts_of(self, totals: Sequence[Tensor | None], place: Place) -> list[Tensor | None]:  # noqa: D102
         return [None, totals[1], totals[2] if place.first else None, totals[3]]
