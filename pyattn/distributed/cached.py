@@ -140,7 +140,7 @@ def _wanted(q: Tensor, options: Options) -> tuple[bool, ...]:
 
 
 def _facts(q: Tensor, cache: KVCache, options: Options, seed: int | None) -> dict[str, Any]:
-    """What ranks must have in common, by name."""
+    """The facts that ranks must have in common, by name."""
     k, paged = cache.k, cache.block_table is not None
     sizes = [len(cache.lengths), k.shape[2] if paged else k.shape[1], k.shape[-1], cache.v.shape[-1]]
     facts = {"dtype": str(q.dtype), "shape of q": list(q.shape), "cache's sizes": sizes} | facts_of(options)

@@ -83,7 +83,7 @@ def test_from_bool_takes_back_what_ranges_mean(ranges):
 
 
 def test_from_bool_of_several_intervals():
-    """Of 500 masks, those whose rows have few enough come back, with no more intervals than the row with most."""
+    """Masks whose rows have few enough intervals come back, of 500, with no more intervals than the row with most."""
     found = [0] * 6
     for _ in range(500):
         mask = torch.rand(2, 1, 3, 7) < torch.rand(())
@@ -116,7 +116,7 @@ def test_streaming(first, window):
 
 
 def test_unions_and_intersections():
-    """Of ranges with random intervals, sorted as they are and the other way round, some empty and some touching."""
+    """The union of random intervals, sorted as they are and the other way round, some empty and some touching."""
     too_many = 0
     for _ in range(300):
         sets = []

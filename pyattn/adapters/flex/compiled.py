@@ -23,7 +23,7 @@ _numbers = itertools.count()
 
 
 class Numbered(NamedTuple):
-    """What a graph is compiled for.
+    """The facts for which a graph is compiled.
 
     Attributes:
         mask_mod: the BlockMask's, when it was made.

@@ -128,7 +128,7 @@ def is_same(offset: int | Tensor, other: int | Tensor) -> bool:
 
 
 def intersection(masks: Sequence[Mask]) -> Mask:
-    """What all of these masks show; each end of one's interval may begin another of both."""
+    """The keys that all of these masks show; each end of one's interval may begin another of both."""
     window, offset, ranges, holes, _ = Mask()
     for mask in masks:
         if window == UNBOUNDED:

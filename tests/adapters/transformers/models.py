@@ -57,7 +57,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
 DECODERS["llama4"][1].update(layer_types=["chunked_attention", "full_attention"], attention_chunk_size=4)
 
 CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
-"""What models and mask functions call a cache; the second name is from before transformers 5.24."""
+"""The name of a cache in models and mask functions; the second name is from before transformers 5.24."""
 
 LENGTH = 12
 IDS = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))
