@@ -34,8 +34,10 @@ struct ForwardShape : ForwardRows<S, kDim, kSplit> {
                                : kDim <= 64             ? 64
                                                         : 32;
   static_assert(!kSplit || (kSplitStep % kKeys == 0 && ForwardShape::kRows <= kSplitRows));
-  // Blocks per multiprocessor; 0 lets ptxas choose. For float with general scores or splits, its choice would spill.
-  static constexpr int kBlocks = sizeof(S) == 4 && (Score::kGeneral || kSplit) ? 2 : 0;
+  // Blocks per multiprocessor; 0 lets ptxas choose. For float with general scores or splits, its choice would spill. So
+  // would a fourth block, in 128 registers: 104 bytes for float at 32 columns, 220 for splits of 16 bits at 64.
+  static constexpr bool kThree = !Score::kGeneral && (sizeof(S) == 4 ? kDim == 32 && !kSplit : kDim == 64 && kSplit);
+  static constexpr int kBlocks = kThree ? 3 : sizeof(S) == 4 && (Score::kGeneral || kSplit) ? 2 : 0;
   using KTile = Tile<S, kKeys, kDim>;
   using Dropout = DropoutTile<ForwardShape::kRows, kKeys>;
   static constexpr int kFlags = QTile::kBytes + 2 * KTile::kBytes, kKept = kFlags + kKeys;
