@@ -35,9 +35,10 @@ struct ForwardShape : ForwardRows<S, kDim, kSplit> {
                                                         : 32;
   static_assert(!kSplit || (kSplitStep % kKeys == 0 && ForwardShape::kRows <= kSplitRows));
   // Blocks per multiprocessor; 0 lets ptxas choose. For float with general scores or splits, its choice would spill. So
-  // would a fourth block, in 128 registers: 104 bytes for float at 32 columns, 220 for splits of 16 bits at 64.
-  static constexpr bool kThree = !Score::kGeneral && (sizeof(S) == 4 ? kDim == 32 && !kSplit : kDim == 64 && kSplit);
-  static constexpr int kBlocks = kThree ? 3 : sizeof(S) == 4 && (Score::kGeneral || kSplit) ? 2 : 0;
+  // would one more block than here: 104 bytes for float at 32 columns, 220 and 144 for splits of 16 bits at 64 and 128.
+  static constexpr int kOfFloat = Score::kGeneral || kSplit ? 2 : kDim == 32 ? 3 : 0;
+  static constexpr int kOfSplit = kDim == 64 ? 3 : kDim == 128 ? 2 : 0;
+  static constexpr int kBlocks = sizeof(S) == 4 ? kOfFloat : kSplit && !Score::kGeneral ? kOfSplit : 0;
   using KTile = Tile<S, kKeys, kDim>;
   using Dropout = DropoutTile<ForwardShape::kRows, kKeys>;
   static constexpr int kFlags = QTile::kBytes + 2 * KTile::kBytes, kKept = kFlags + kKeys;
