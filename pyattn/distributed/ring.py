@@ -38,20 +38,27 @@ class Ring:
                 seen.add(number)
         return found
 
+    def _together(self, first: bool) -> Place | None:
+        """All own queries over all own keys, if their chunks are one share."""
+        keys = self._keys[self._ranks.own]
+        if not self._shares.is_one_share(self._queries, keys):
+            return None
+        queries, keys = (range(sum(map(len, chunks))) for chunks in (self._queries, keys))
+        return Place(slice(0, len(queries)), queries, keys, first)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Rows, Tensor]:
         """The results for this rank's queries, and their largest scores, sinks apart: these are merged last."""
         shares, seen = self._shares, set[int]()
         nothing = Place(slice(0, 0), range(0), range(0), True)
         # Checks the arguments: an error after the first message would leave it to the next call.
         shares.forward(shares.of_rows(q, nothing), shares.of_rows(k, nothing), shares.of_rows(v, nothing), nothing)
-        own = Place(slice(0, q.shape[shares.dim]), range(q.shape[shares.dim]), range(k.shape[shares.dim]), False)
-        whole = shares.is_one_share(self._queries, self._keys[self._ranks.own])
+        own = self._together(first=False)
         chunks = list(zip(slices(self._queries), self._queries, strict=True))
         found: dict[int, Rows] = {}
         together = list[Rows]()  # of all queries, of which found has views
 
         def compute(step: int, blocks: list[Block]) -> None:
-            if step == 0 and whole:
+            if step == 0 and own is not None:
                 together.append(shares.forward(q, k, v, own).wide())
                 found.update(enumerate(together[0].narrow(at, shares.dim, shares.row_dim) for at, _ in chunks))
                 seen.update(found)
@@ -81,40 +88,45 @@ class Ring:
         """The gradients of this rank's q, k, v and bias, and its shares of those of the other LEARNED."""
         shares, seen = self._shares, set[int]()
         wide = torch.promote_types(q.dtype, torch.float32)
-        dq, dk, dv = (torch.zeros_like(t, dtype=wide) for t in (q, k, v))
-        learned = shares.learned()
-        totals = [
-            None if t is None or not want else torch.zeros_like(t, dtype=wide)
-            for t, want in zip(learned, wanted, strict=True)
-        ]
-        rows = dout, dlse, q, results
         stream = self._stream(k, v)
         homeward = Homeward(stream, self._ranks.own, wide)
+        together = self._together(first=True)
+        sums = list[Tensor | None]()  # the gradients so far
 
-        def add_share(block: Block, place: Place, into: tuple[Tensor, Tensor]) -> None:
-            found = shares.backward(*rows, block.k, block.v, wanted, autograd.deterministic(), place)
-            all_totals = shares.of_rows(dq, place), *into, *shares.parts_of(totals, place)
-            for total, gradient in zip(all_totals, found, strict=True):
-                if total is not None and gradient is not None:
-                    total += gradient
+        def share(k: Tensor, v: Tensor, place: Place) -> tuple[Tensor | None, ...]:
+            return shares.backward(dout, dlse, q, results, k, v, wanted, autograd.deterministic(), place)
 
         def add(block: Block, into: tuple[Tensor, Tensor]) -> None:
+            dq, _, _, *totals = sums
             for _, place in self._places(block.keys, seen):
-                add_share(block, place, into)
+                targets = shares.of_rows(dq, place), *into, *shares.parts_of(totals, place)
+                for total, gradient in zip(targets, share(block.k, block.v, place), strict=True):
+                    if total is not None and gradient is not None:
+                        total += gradient
 
         def compute(step: int, blocks: list[Block]) -> None:
             arriving = homeward.begin(step)
+            if step == 0 and together is not None:
+                sums.extend(None if t is None else t.to(wide) for t in share(k, v, together))
+                seen.update(range(len(self._queries)))
+                return
+            if step == 0:
+                asked = True, True, True, *wanted
+                sums.extend(
+                    None if t is None or not want else torch.zeros_like(t, dtype=wide)
+                    for t, want in zip((q, k, v, *shares.learned()), asked, strict=True)
+                )
             for chunk, block in enumerate(blocks):
                 if block.trip is None:
-                    add(block, (stream.part(dk, chunk), stream.part(dv, chunk)))
+                    add(block, (stream.part(sums[1], chunk), stream.part(sums[2], chunk)))
                 else:
                     own = stream.buffer(block.trip, wide).zero_()
                     add(block, stream.views(block.trip, own))
                     homeward.pass_on(step, block.trip, own, arriving.pop(block.trip, None))
 
         stream.for_each_step(compute)
-        homeward.end(dk, dv)
-        return [dq, dk, dv, *totals]
+        homeward.end(*sums[1:3])
+        return sums
 
 
 class _RingAttention(torch.autograd.Function):
