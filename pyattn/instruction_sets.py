@@ -5,11 +5,14 @@ from pyattn.arguments import check_type
 
 __all__ = ["isa", "isas", "set_isa"]
 
+BFLOAT16_PRODUCTS = ("amx", "avx512_bf16")
+"""Instruction sets that multiply bfloat16, and have kernels for it alone; others first convert it to float32."""
+
 
 def isas() -> list[str]:
     """The instruction sets that both this CPU and this build have, best first; the last one is ``"scalar"``.
 
-    Names: ``"avx512_bf16"``, ``"avx512"`` and ``"avx2"`` on x86, ``"neon"`` on Arm, ``"scalar"`` anywhere.
+    Names: ``"amx"``, ``"avx512_bf16"``, ``"avx512"`` and ``"avx2"`` on x86, ``"neon"`` on Arm, ``"scalar"`` anywhere.
     """
     return _C.available_isas()
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from yardstick import NAMES
 
 import pyattn
+from pyattn.instruction_sets import BFLOAT16_PRODUCTS
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,10 @@ class Backend:
     def takes(self, dtype: torch.dtype | None, case: Case | None) -> bool:
         """Whether such kernels exist, and an emulated case takes a second rather than a minute.
 
-        AVX512_BF16 has kernels for bfloat16 alone, beside AVX-512's. In float64, an emulated warp exchanges words for
-        every pair of query and key.
+        AVX512_BF16 and AMX have kernels for bfloat16 alone, beside AVX-512's. In float64, an emulated warp exchanges
+        words for every pair of query and key.
         """
-        if self.name == "avx512_bf16" and dtype not in (None, torch.bfloat16):
+        if self.name in BFLOAT16_PRODUCTS and dtype not in (None, torch.bfloat16):
             return False
         if dtype is not None and not self.repeatable and dtype.itemsize != 2:
             return False

@@ -18,11 +18,24 @@
 namespace pyattn::PYATTN_ISA {
 namespace {
 
+// The function that runs a pass with products: it configures the thread's tile registers first, where there are any.
+template <class P, void (*kRun)(const P&, int64_t, int64_t, void*)>
+constexpr auto with_products() {
+#ifdef PYATTN_HAS_TILE_REGISTERS
+  return +[](const P& p, int64_t begin, int64_t end, void* scratch) {
+    const TileRegisters registers;
+    kRun(p, begin, end, scratch);
+  };
+#else
+  return kRun;
+#endif
+}
+
 // A score without a bias has no bias gradient: its pass has no items.
 template <class S>
 constexpr Pass<BackwardParams> bias_gradient_pass() {
   if constexpr (PYATTN_SCORE<S>::kBias)
-    return {"bias_gradient", plan_bias_gradient<S>, bias_gradient<S, PYATTN_SCORE>};
+    return {"bias_gradient", plan_bias_gradient<S>, with_products<BackwardParams, bias_gradient<S, PYATTN_SCORE>>()};
   else
     return {"bias_gradient", [](const BackwardParams&) { return Plan{}; }, nullptr};
 }
@@ -33,9 +46,9 @@ constexpr Kernels kernels_for() {
           {"mask_rows", plan_mask_rows<S>, mask_rows<S>},
           {"bias_rows", plan_bias_rows<S>, bias_rows<S>},
           {"mask_blocks", plan_mask_blocks<S>, mask_blocks<S>},
-          {"forward", plan_forward<S>, forward<S, PYATTN_SCORE>},
+          {"forward", plan_forward<S>, with_products<ForwardParams, forward<S, PYATTN_SCORE>>()},
           {"merge_out", plan_merge_out<S>, merge_out<S, PYATTN_SCORE>},
-          {"backward", plan_backward<S>, backward<S, PYATTN_SCORE>},
+          {"backward", plan_backward<S>, with_products<BackwardParams, backward<S, PYATTN_SCORE>>()},
           {"reduce", plan_reduce<S>, reduce<S, PYATTN_SCORE>},
           bias_gradient_pass<S>(),
           {"head_gradients", plan_head_gradients<S>, head_gradients<S, PYATTN_SCORE>},

@@ -3,6 +3,10 @@
 #ifdef __x86_64__
 #include <cpuid.h>
 #endif
+#ifdef PYATTN_HAS_amx
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <atomic>
 #include <cstdlib>
@@ -17,6 +21,7 @@ namespace pyattn {
   namespace isa {                                                    \
   extern const Kernels kernels_Plain[count], kernels_General[count]; \
   }
+PYATTN_TABLES(amx, 1)
 PYATTN_TABLES(avx512_bf16, 1)
 PYATTN_TABLES(avx512, kNumDTypes)
 PYATTN_TABLES(avx2, kNumDTypes)
@@ -52,12 +57,30 @@ struct Isa {
          __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
+[[maybe_unused]] bool has_v4_bf16() { return has_v4() && __builtin_cpu_supports("avx512bf16"); }
+
+#ifdef PYATTN_HAS_amx
+
+// Linux lets a process use the tile registers once it has asked for them; it says no if the CPU has none.
+bool has_amx() {
+  constexpr unsigned kBf16 = 1 << 22, kTiles = 1 << 24;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned a, b, c, d;
+  return has_v4_bf16() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kBf16) && (d & kTiles) &&
+         syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+#endif
+
 #endif
 
 const Isa kIsas[] = {
+#ifdef PYATTN_HAS_amx
+    {"amx", has_amx, avx512::kernels_Plain, avx512::kernels_General, amx::kernels_Plain, amx::kernels_General},
+#endif
 #ifdef PYATTN_HAS_avx512_bf16
-    {"avx512_bf16", [] { return has_v4() && __builtin_cpu_supports("avx512bf16"); }, avx512::kernels_Plain,
-     avx512::kernels_General, avx512_bf16::kernels_Plain, avx512_bf16::kernels_General},
+    {"avx512_bf16", has_v4_bf16, avx512::kernels_Plain, avx512::kernels_General, avx512_bf16::kernels_Plain,
+     avx512_bf16::kernels_General},
 #endif
 #ifdef PYATTN_HAS_avx512
     {"avx512", has_v4, avx512::kernels_Plain, avx512::kernels_General},

@@ -40,9 +40,7 @@ from pyattn.cli.ranks import OPTIONS as OF_RANKS
 from pyattn.cli.ranks import Alone
 from pyattn.cli.text import Text, read
 from pyattn.cli.training_options import check, config_of, given, parser, prompt_size, sizes
-
-BFLOAT16_PRODUCTS = ("avx512_bf16",)
-"""Instruction sets with bfloat16 products; on others it is first converted to float32, in torch's linears too."""
+from pyattn.instruction_sets import BFLOAT16_PRODUCTS
 
 CURVE = "loss.png"
 FILES = MODEL, state.STATE, CURVE

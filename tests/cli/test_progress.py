@@ -66,7 +66,12 @@ def test_progress_is_told_what_a_training_does(train_on, monkeypatch):
 
 @pytest.mark.parametrize(
     ("active", "dtype", "slow"),
-    [("avx2", "bfloat16", True), ("avx512_bf16", "bfloat16", False), ("avx2", "float32", False)],
+    [
+        ("avx2", "bfloat16", True),
+        ("avx512_bf16", "bfloat16", False),
+        ("amx", "bfloat16", False),
+        ("avx2", "float32", False),
+    ],
 )
 def test_bfloat16_without_its_products_is_called_slow(train_on, monkeypatch, capsys, active, dtype, slow):
     monkeypatch.setattr(_C, "active_isa", lambda: active)

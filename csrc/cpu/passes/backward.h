@@ -221,6 +221,7 @@ class BackwardItem {
   void add_seen_products(const Tile& tile, const Keys& block, const Queries& queries) {
     const auto key_row = [&](int64_t j, int64_t, int64_t r) { return weights.seen.lane_sees(j, r); };
     const auto row_key = [&](int64_t r, int64_t, int64_t j) { return weights.seen.lane_sees(j, r); };
+    if constexpr (kTileRegisters<E>) clear_masked(s.P, tile, weights.seen), clear_masked(s.dP, tile, weights.seen);
     const Strided<E> P = tile_over_lanes<S>(s.P, 0, tile.keys, 0, tile.lanes, s.left_P);
     const Strided<E> dS = tile_over_lanes<S>(s.dP, 0, tile.keys, 0, tile.lanes, s.left_dS);
     const Strided<E> dSt = tile_over_keys<S>(s.dP, 0, tile.keys, 0, tile.lanes, s.summed_dS).strided().transposed();

@@ -4,10 +4,27 @@
 
 #include <cstdint>
 
+#include "cpu/products/register_product.h"
 #include "cpu/simd/simd.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
+
+#ifdef PYATTN_HAS_TILE_REGISTERS
+
+template <class S>
+double peak(int64_t rounds) {
+  const TileRegisters registers;
+  const auto multiply = [&]<int... kV>(std::integer_sequence<int, kV...>) {
+    (zero_register<kV>(), ...);
+    for (int64_t round = 0; round < rounds; ++round) (multiply_registers<kV, kRegisterA, kRegisterB>(), ...);
+  };
+  zero_register<kRegisterA>(), zero_register<kRegisterB>();
+  multiply(std::make_integer_sequence<int, kSumRegisters>{});
+  return 2.0 * rounds * kSumRegisters * kRegisterWords * kRegisterWords * 2 * kRegisterWords;
+}
+
+#else
 
 template <class S>
 double peak(int64_t rounds) {
@@ -31,6 +48,8 @@ double peak(int64_t rounds) {
     for (int v = 0; v < kMaxNV; ++v) sink = sink + sum[i][v][0];
   return 2.0 * rounds * kM * kMaxNV * kLanes<T> * (kPairs<S> ? 2 : 1);
 }
+
+#endif
 
 }  // namespace
 }  // namespace pyattn::PYATTN_ISA

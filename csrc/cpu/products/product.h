@@ -1,9 +1,11 @@
-// Matrix products: one register tile serves every product of forward and backward.
+// Matrix products: one register tile of vectors serves every product of forward and backward, except for bf16 where
+// the instruction set has tile registers (register_product.h).
 #pragma once
 
 #include <type_traits>
 
 #include "cpu/products/matrix.h"
+#include "cpu/products/register_product.h"
 #include "cpu/simd/simd.h"
 #include "shared/index.h"
 
@@ -19,6 +21,9 @@ class Update {
   static Update add() { return {true, nullptr}; }
   static Update add_unless(bool first) { return {!first, nullptr}; }
   static Update decay_and_add_unless(bool first, const T* decay) { return {!first, decay}; }
+
+  // Whether C becomes the product itself.
+  bool replaces() const { return !accumulate_; }
 
   PYATTN_MEMBER_INLINE void apply(T* c, int64_t j, vec<T> product) const {
     if (accumulate_) product = decay_ ? fma(load(c), load(decay_ + j), product) : load(c) + product;
@@ -91,9 +96,14 @@ void gemm_panel(int64_t rows, int64_t inner, Strided<E> A, Rows B, Matrix<T> C, 
 template <class T, class E, class Rows = Matrix<const E>, int kNV = kMaxNV, class Beside = Nothing>
 void gemm(int64_t rows, int64_t j0, int64_t cols, int64_t inner, Strided<E> A, std::type_identity_t<Rows> B,
           Matrix<T> C, Update<T> update, Beside beside = {}) {
-  for (; j0 + kNV * kLanes<T> <= cols; j0 += kNV * kLanes<T>) gemm_panel<kNV>(rows, inner, A, B, C, j0, update, beside);
-  if constexpr (kNV > 1)
-    if (j0 < cols) gemm<T, E, Rows, kNV - 1>(rows, j0, cols, inner, A, B, C, update, beside);
+  if constexpr (kTileRegisters<E>) {
+    gemm_by_registers<false>(rows, j0, cols, inner, A, B, C, update, beside);
+  } else {
+    for (; j0 + kNV * kLanes<T> <= cols; j0 += kNV * kLanes<T>)
+      gemm_panel<kNV>(rows, inner, A, B, C, j0, update, beside);
+    if constexpr (kNV > 1)
+      if (j0 < cols) gemm<T, E, Rows, kNV - 1>(rows, j0, cols, inner, A, B, C, update, beside);
+  }
 }
 
 // Terms of one sum in products that make scores, whose rounding error
@@ -115,25 +125,32 @@ void score_gemm(int64_t rows, int64_t j0, int64_t cols, int64_t inner, Strided<E
 
 // gemm for tiles whose masked values may be NaN or inf, which gemm would multiply
 // by 0: the same sums in the same order, without the terms for which seen(i, j, k),
-// a vector of columns from j on, is false. k counts both elements of a pair.
+// a vector of columns from j on, is false. k counts both elements of a pair. Tile registers
+// sum the terms of finite factors, so one factor of a masked term must be 0 or not
+// finite; terms of other factors, if seen, are added after.
 template <class T, class E, class Rows = Matrix<const E>, class Seen>
 void gemm_seen(int64_t rows, int64_t j0, int64_t cols, int64_t inner, Strided<E> A, std::type_identity_t<Rows> B,
                Matrix<T> C, Update<T> update, Seen seen) {
+  if constexpr (kTileRegisters<E>) gemm_by_registers<true>(rows, j0, cols, inner, A, B, C, update, Nothing{});
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t j = j0; j < cols; j += kLanes<T>) {
       vec<T> sum = {};
       for (int64_t k = 0; k < inner; ++k) {
         const vec<E> a = broadcast(A.data + i * A.row + k * A.col), b = load(B.at(k) + j);
         if constexpr (std::is_same_v<E, bf16_pair>) {
-          const vec<bf16_pair> both =
-              bit_cast<bf16_pair>((seen(i, j, 2 * k) & 0xffff) | (seen(i, j, 2 * k + 1) & ~0xffff));
+          vec<bf16_pair> both = bit_cast<bf16_pair>((seen(i, j, 2 * k) & 0xffff) | (seen(i, j, 2 * k + 1) & ~0xffff));
+          if constexpr (kTileRegisters<E>) both &= non_finite_halves(a) | non_finite_halves(b);
           sum = fma(a & both, b & both, sum);
         } else {
           const vec<T> term = fma(a, b, sum);
           sum = seen(i, j, k) ? term : sum;
         }
       }
-      update.apply(C.data + i * C.row + j, j, sum);
+      T* c = C.data + i * C.row + j;
+      if constexpr (kTileRegisters<E>)
+        store(c, sum == 0 ? load(c) : load(c) + sum);  // adding 0 would change the sign of -0
+      else
+        update.apply(c, j, sum);
     }
 }
 

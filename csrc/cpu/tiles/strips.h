@@ -125,5 +125,15 @@ void multiply_strip(Matrix<T> X, Matrix<T> Y, Strip strip) {
     }
 }
 
+// X[keys][lanes] = 0 where masked, also outside the strips, where nothing is written.
+template <class T>
+void clear_masked(Matrix<T> X, const Tile& tile, const LaneMask<T>& seen) {
+  for (int64_t k = 0; k < tile.keys; ++k)
+    for (int64_t j = 0; j < tile.lanes; j += kLanes<T>) {
+      T* x = X.from(k).data + j;
+      store(x, seen.sees(k, j) ? load(x) : vec<T>{});
+    }
+}
+
 }  // namespace
 }  // namespace pyattn::PYATTN_ISA
