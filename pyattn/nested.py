@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor, nested_view_from_values_offsets_lengths
 
 from pyattn.arguments import check_type
+from pyattn.derivatives.transforms import NO_NESTED, transforming
 
 POSITIONS = 2
 """The jagged dimension of q, k and v."""
@@ -88,7 +89,22 @@ class _Jagged(torch.autograd.Function):
 
 
 def like(values: Tensor, other: Any, jagged: int = POSITIONS) -> Tensor:
-    """``values``, packed in dimension ``jagged - 1``, as a jagged tensor with the offsets of ``other`` and so its j."""
+    """``values``, packed in dimension ``jagged - 1``, as a jagged tensor with the offsets of ``other`` and so its j.
+
+    Raises:
+        NotImplementedError: in a transform, values that depend on its inputs.
+    """
+    if torch.compiler.is_compiling() or not transforming():
+        return _like(values, other, jagged)
+    try:
+        return _like(values, other, jagged)
+    except RuntimeError as error:  # torch's views lack the transform's rule
+        raise NotImplementedError(
+            f"{NO_NESTED} and in forward mode, got a jagged result that depends on their inputs"
+        ) from error
+
+
+def _like(values: Tensor, other: Any, jagged: int) -> Tensor:
     if values.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         lengths = dict(other._metadata_cache)
         made: Tensor = _Jagged.apply(values, other.offsets(), jagged, lengths)  # type: ignore[no-untyped-call]

@@ -1,5 +1,7 @@
 """Interval masks as sets of keys: what two share, what any has, and the intervals of a bool mask."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -53,6 +55,35 @@ def from_bool(mask: Tensor, *, intervals: int = 1) -> KeyRanges | None:
     if ranges is None or (ranges != ranges[:, :1]).any():
         return None
     return known(ranges[:, 0], whole=True)
+
+
+def from_blocks(
+    blocks: Iterable[Tensor], batch: int, seqlen_q: int, device: torch.device | str | None = None
+) -> Tensor | None:
+    """The ranges of a mask that comes some rows at a time, so queries x keys are never held.
+
+    Args:
+        blocks: the rows in order, each block bool (B, H or 1, rows, Sk).
+        batch, seqlen_q: B, and the number of rows of all blocks; without a block, no query sees a key.
+
+    Returns:
+        (B, Sq, 2); (B, Sq, n, 2) if the row with the most intervals has n > 1; None where a row has more than 4
+        intervals, or heads differ.
+    """
+    # One tensor for all blocks: separate ones would pin the heap between the masks that are freed.
+    found = torch.zeros(batch, seqlen_q, MOST_RANGES, 2, dtype=torch.int64, device=device)
+    first, most = 0, 1
+    for block in blocks:
+        ranges = from_bool(block, intervals=MOST_RANGES)
+        if ranges is None:
+            return None
+        part = by_interval(bare(ranges))
+        count = part.shape[2]
+        rows = found[:, first : first + part.shape[1]]
+        rows[:, :, :count] = part
+        rows[:, :, count:] = part[:, :, -1:, 1:]  # empty ones lie at the end of the last one
+        first, most = first + part.shape[1], max(most, count)
+    return found[:, :, 0] if most == 1 else found[:, :, :most]
 
 
 def _only_interval(wide: Tensor) -> Tensor | None:

@@ -9,6 +9,7 @@ from typing_extensions import Unpack
 from pyattn import ops
 from pyattn.arguments import check_tensor, refuse_positional
 from pyattn.autocast import cast
+from pyattn.derivatives.transforms import check_not_nested, transforming
 from pyattn.key_ranges import check_ranges
 from pyattn.ops.schema import Options
 from pyattn.options import AttentionOptions
@@ -84,6 +85,8 @@ def attention_weights(
     """
     if positional:
         refuse_positional(attention_weights, positional)
+    if not torch.compiler.is_compiling() and transforming():
+        check_not_nested(q=q, k=k)
     if type(q) is not Tensor:
         found = taken("attention_weights", q, k, lse=lse, heads=heads, rows=rows, reduce=reduce, **options)
         if found is not None:

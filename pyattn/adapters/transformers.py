@@ -1,7 +1,7 @@
 """transformers: after ``register()``, models with ``attn_implementation="pyattn"`` run on the native kernels.
 
 A model of transformers 5 calls one function for a mask and, in each layer, one for attention, both by name. The mask
-becomes ``key_ranges`` if its rows have no holes: see :mod:`pyattn.adapters.transformers_masks`.
+becomes ``key_ranges`` if each row is at most 4 intervals of keys: see :mod:`pyattn.adapters.transformers_masks`.
 
 >>> import pyattn.adapters.transformers
 >>> pyattn.adapters.transformers.register()  # doctest: +SKIP
@@ -108,8 +108,8 @@ def attention_function(
         key, value: (B, Hkv, Sk, D), heads not repeated.
         attention_mask: the result of :func:`mask_function`, or a tensor of four dimensions that broadcasts to (B, Hq,
             Sq, Sk): bool, True = takes part, or float, added to the scores. A tensor is the whole mask, and so are
-            KeyRanges (B or 1, Sq, 2) marked as whole. None, and other KeyRanges in addition: causal from the upper left
-            if ``is_causal`` and there are several queries, else every key.
+            KeyRanges (B or 1, Sq, 2) or (B or 1, Sq, n, 2) marked as whole. None, and other KeyRanges in addition:
+            causal from the upper left if ``is_causal`` and there are several queries, else every key.
         dropout: probability of dropping a weight.
         scaling: factor on the scores; default 1 / sqrt(D).
         sliding_window: a query sees itself and the ``sliding_window`` - 1 keys before it. A mask already contains it;

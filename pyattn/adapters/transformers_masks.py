@@ -16,14 +16,16 @@ from torch import Tensor
 from pyattn import masks
 from pyattn.adapters import transformers_models, transformers_rules
 from pyattn.arguments import has_values
+from pyattn.key_ranges import MOST_RANGES
 from pyattn.masks import KeyRanges
+from pyattn.range_sets import from_blocks
 
 CHUNK = 1 << 18
 """Elements of a mask to evaluate at once: with a mask function's intermediates, they fit a core's cache."""
 
 EAGER = 'pyattn: attn_implementation must be "eager", because the model has its own attention'
 
-HOLES = "a row of the mask has holes"
+HOLES = f"a row of the mask has more than {MOST_RANGES} intervals of keys"
 TRACED = "made while tracing or compiling, where values cannot be read"
 WANTED = "the model works with the mask itself"
 
@@ -49,7 +51,8 @@ class Mask:
 
     Args:
         shape: (B, 1, Sq, Sk), the shape of the mask that transformers asks for.
-        ranges: the whole mask as (B or 1, Sq, 2): query ``i`` sees the keys ``begin <= j < end`` of its pair; or None.
+        ranges: the whole mask, (B or 1, Sq, 2) or (B or 1, Sq, n, 2): query ``i`` sees the keys ``begin <= j < end`` of
+            its pairs; or None.
         pairs: bool (B or 1, 1, Sq, Sk), True = takes part; or None. Without
             ranges and pairs: causal from the upper left.
     """
@@ -114,7 +117,7 @@ def mask_function(
     Returns:
         None if nothing is hidden. A bool mask (B, 1, Sq, Sk) for a model that works with the mask itself, and for a
         compiled decoding step. Else a :class:`Mask`: with pairs for a single query, where they are as small as ranges,
-        and for the reasons that ``fallbacks()`` counts, rows with holes and tracing; otherwise with ranges.
+        and for the reasons that ``fallbacks()`` counts, rows of many intervals and tracing; otherwise with ranges.
 
     Raises:
         NotImplementedError: a model that transformers_models lists: it would not call this attention.
@@ -163,13 +166,14 @@ def mask_function(
         return pairs(attention_mask)
     if not (allow_is_causal_skip or allow_is_bidirectional_skip or use_vmap or _packs(rule)):
         return _counted(WANTED, pairs(attention_mask))
-    unpadded = None if seen is None else masks.from_bool(seen[:, None, None])
-    holes = seen is not None and unpadded is None
-    if seen is not None and full and holes:
+    unpadded = None if seen is None else masks.from_bool(seen[:, None, None], intervals=MOST_RANGES)
+    scattered = seen is not None and unpadded is None
+    if seen is not None and full and scattered:
         return Mask(shape, pairs=seen[:, None, None])
-    found = None if holes else _known(rule, dense, q_length, kv_length, q_offset, kv_offset, device)
-    if found is None:
-        found = _evaluated(dense, batch_size, q_length, kv_length, attention_mask if holes else None, device)
+    found = None if scattered else _known(rule, dense, q_length, kv_length, q_offset, kv_offset, device)
+    if found is None:  # padding of several intervals could make more than MOST_RANGES of the rule's own
+        padding = None if unpadded is not None and unpadded.dim() == 3 else attention_mask
+        found = _evaluated(dense, batch_size, q_length, kv_length, padding, device)
     if found is None:
         return _counted(HOLES, Mask(shape, pairs=dense(0, q_length, attention_mask)))
     found = found if unpadded is None else masks.within(found, unpadded)
@@ -222,18 +226,11 @@ def _known(
 def _evaluated(
     dense: Dense, batch: int, q_length: int, kv_length: int, padding: Tensor | None, device: torch.device | str
 ) -> Tensor | None:
-    """(B or 1, Sq, 2) from a mask evaluated a few rows at a time; None if a row has holes."""
-    shared = dense(0, 1, padding).stride(0) == 0  # most rules are the same for every sequence
+    """(B or 1, Sq, 2) or (B or 1, Sq, n, 2) from a mask evaluated a few rows at a time; None beyond MOST_RANGES."""
+    sequences = 1 if dense(0, 1, padding).stride(0) == 0 else batch  # most rules are the same for every sequence
     rows = max(1, CHUNK // (batch * kv_length))
-    # One tensor for all parts: separate ones would pin the heap between the masks that are freed.
-    ranges = torch.empty(1 if shared else batch, q_length, 2, dtype=torch.int64, device=device)
-    for first in range(0, q_length, rows):
-        mask = dense(first, min(rows, q_length - first), padding)
-        part = masks.from_bool(mask[:1] if shared else mask)
-        if part is None:
-            return None
-        ranges[:, first : first + rows] = part
-    return ranges
+    blocks = (dense(at, min(rows, q_length - at), padding)[:sequences] for at in range(0, q_length, rows))
+    return from_blocks(blocks, sequences, q_length, device)
 
 
 def _packs(rule: object) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pyattn import masks
 from pyattn.adapters.transformers_masks import Mask, can_read
+from pyattn.key_ranges import by_interval
 from pyattn.masks import KeyRanges
 
 FILLED = "the cache holds positions from before"
@@ -74,15 +75,18 @@ def _rows(mask: Mask) -> tuple[Tensor, Tensor]:
     if mask.pairs is not None:
         return mask.pairs[:, 0].any(-1), mask.pairs[:, 0].triu(1).any(-1)
     assert mask.ranges is not None
-    begin, end = mask.ranges.unbind(-1)
-    return begin < end, end > torch.arange(1, begin.shape[1] + 1, device=begin.device)
+    begin, end = by_interval(mask.ranges).unbind(-1)
+    later = end > torch.arange(1, begin.shape[1] + 1, device=begin.device)[:, None]
+    return (begin < end).any(-1), ((begin < end) & later).any(-1)
 
 
 def within(ranges: KeyRanges, documents: Tensor) -> Tensor:
-    """Intersects two ranges (B or 1, Sq, 2): the keys of a mask and those of documents.
+    """Intersects the ranges of a mask, (B or 1, Sq, 2) or (B or 1, Sq, n, 2), and of documents, (B or 1, Sq, 2).
 
     Chunks, which a mask counts from the first token of its row, restart with each document.
     """
+    if ranges.dim() == 4:
+        return masks.within(ranges, documents)
     begin, end = ranges.unbind(-1)
     size = int((begin[:1] == 0).sum()) if can_read(begin) else 0
     at = torch.arange(ranges.shape[1], device=begin.device)

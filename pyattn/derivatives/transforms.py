@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+NO_NESTED = "pyattn: nested tensors are not supported in transforms of torch.func"
+
 
 def transforming() -> bool:
     """Whether a transform of torch.func or forward-mode differentiation is active."""
@@ -18,7 +20,4 @@ def check_not_nested(**tensors: Tensor) -> None:
         while isinstance(inner, Tensor) and functorch.is_functorch_wrapped_tensor(inner):
             inner = functorch.get_unwrapped(inner)
         if inner is not tensor and inner.is_nested:
-            raise NotImplementedError(
-                f"pyattn: nested tensors are not supported in transforms of torch.func, got {name} of layout "
-                f"{inner.layout}"
-            )
+            raise NotImplementedError(f"{NO_NESTED}, got {name} of layout {inner.layout}")

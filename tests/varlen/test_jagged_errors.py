@@ -9,7 +9,7 @@ from torch import nn
 from varlen.cases import starts
 from varlen.jagged import LENGTHS, drawn
 
-from pyattn import attention
+from pyattn import attention, attention_weights
 from pyattn.masks import documents
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -83,7 +83,8 @@ def test_torchs_modules_take_no_jagged_tensors(call: nn.Module, training: bool) 
 def test_transforms_are_refused(transform: Any) -> None:
     """Forward mode stops at torch's own views."""
     q, k, v = drawn()
-    for call in (lambda x: attention(x, k, v), lambda x: attention(q, x, v), lambda x: attention(x, x, x)):
+    calls = [lambda x: attention(x, k, v), lambda x: attention(q, x, v), lambda x: attention(x, x, x)]
+    for call in (*calls, lambda x: attention_weights(x, k, reduce="entropy")):
         with refused(NotImplementedError, "nested tensors are not supported in transforms of torch.func, got "):
             transform(call)(k)
     with pytest.raises(NotImplementedError):

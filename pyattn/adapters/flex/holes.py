@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from pyattn.adapters.flex.evaluation import over_distances, over_pairs, uncompiled
-from pyattn.key_ranges import MOST_RANGES, bare, by_interval
-from pyattn.masks import from_bool
+from pyattn.key_ranges import MOST_RANGES, bare
+from pyattn.range_sets import from_blocks, from_bool
 
 PAIRS_AT_ONCE = 2**18
 """Pairs in a block of rows, over sequences and heads: temporaries of 2 MB as int64, which fit in a cache."""
@@ -70,23 +70,13 @@ class Holes:
             by_distance = over_distances(self.mask_mod, b, h, (seqlen_q, seqlen_k))[:, :, None]
             band = from_bool(by_distance, intervals=MOST_RANGES)
             if band is not None:  # else its rows may still be intervals, of fewer distances
-                first = torch.arange(seqlen_q, device=self.device)[:, None, None] + 1 - seqlen_q
-                return _fewest((by_interval(bare(band)) + first).clamp_(0, seqlen_k))
-        found = torch.full((batch, seqlen_q, MOST_RANGES, 2), seqlen_k, device=self.device)
-        found[:, :, 0] = 0
-        count = 1
-        for begin, block in self.blocks():
-            ranges = from_bool(block, intervals=MOST_RANGES)
-            if ranges is None:
-                return None
-            own = by_interval(bare(ranges))
-            rows = slice(None) if self._reads <= {"kv_idx"} else slice(begin, begin + own.shape[1])
-            own = own[:, :1] if self._reads <= {"kv_idx"} else own  # rows are alike
-            found[:, rows, : own.shape[2]] = own
-            count = max(count, own.shape[2])
-            if self._reads <= {"kv_idx"}:
-                break
-        return _fewest(found[:, :, :count])
+                first = torch.arange(seqlen_q, device=self.device).view(-1, *(1,) * (band.dim() - 2)) + 1 - seqlen_q
+                moved: Tensor = bare(band) + first
+                return moved.clamp_(0, seqlen_k)
+        if 0 not in self.sizes and self._reads <= {"kv_idx"}:  # rows are alike
+            row = from_blocks([self.seen(slice(None), slice(None), slice(1))], batch, 1, self.device)
+            return None if row is None else row.expand(-1, seqlen_q, *row.shape[2:])
+        return from_blocks((block for _, block in self.blocks()), batch, seqlen_q, self.device)
 
     def bits(self) -> Tensor:
         """The whole mask, bool (B, Hq, Sq, Sk), kept for later calls."""
@@ -100,8 +90,3 @@ class Holes:
         for begin, block in self.blocks():
             bits[:, :, begin : begin + block.shape[2]] = block
         return bits
-
-
-def _fewest(ranges: Tensor) -> Tensor:
-    """key_ranges (B, Sq, n, 2) without a dimension of intervals if there is one."""
-    return ranges[:, :, 0] if ranges.shape[2] == 1 else ranges

@@ -14,6 +14,7 @@ from pyattn.adapters import transformers as adapter
 from pyattn.adapters import transformers_masks, transformers_rules
 from pyattn.adapters.transformers import mask_function
 from pyattn.adapters.transformers_masks import Mask
+from pyattn.key_ranges import by_interval
 from pyattn.masks import KeyRanges
 
 LEFT = torch.tensor([2, 0])
@@ -28,6 +29,14 @@ def far_key(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return k == q + 3
 
 
+def every_other(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Five intervals of nine keys."""
+    return (q + k) % 2 == 0
+
+
+IMAGES = torch.tensor([[-1, 0, 0, -1, -1, 0, 0, -1, 0, -1, 0, 0, -1, -1]]).expand(2, -1)
+"""Molmo2's block_sequence_ids of four images among 14 tokens."""
+
 RULES: dict[str, Callable[..., Tensor]] = {
     "causal": theirs.causal_mask_function,
     "full": theirs.bidirectional_mask_function,
@@ -36,6 +45,7 @@ RULES: dict[str, Callable[..., Tensor]] = {
     "chunks": theirs.chunked_causal_mask_function(3, LEFT),
     "image": theirs.or_masks(theirs.causal_mask_function, image),
     "holes": theirs.or_masks(theirs.causal_mask_function, far_key),
+    "bits": every_other,
 }
 SHAPES = [(7, 7, 0, 0), (5, 9, 0, 0), (3, 6, 5, 2), (1, 7, 6, 0), (3, 7, 4, 0), (2, 2, 0, 0), (7, 4, 0, 0)]
 """Queries, keys, and the position of the first of each: a prompt, a static cache, a window's, a token, ..."""
@@ -52,8 +62,8 @@ def shown(mask: Tensor | Mask | None, q_length: int, kv_length: int, causal: boo
     else:
         assert mask.shape == (mask.shape[0], 1, q_length, kv_length)
         if mask.ranges is not None:
-            begin, end = mask.ranges[:, None].split(1, -1)
-            seen = (begin <= keys) & (keys < end)
+            begin, end = by_interval(mask.ranges)[:, None].split(1, -1)
+            seen = ((begin <= keys) & (keys < end)).any(-2)
         else:
             seen = upper_left if mask.pairs is None else mask.pairs
     return seen.expand(2, 1, q_length, kv_length)
@@ -115,6 +125,48 @@ def test_rules_of_transformers_are_known(rule):
     assert transformers_rules.interval(theirs.and_masks(RULES[rule], RULES["image"]), torch.arange(9)) is None
 
 
+@pytest.mark.parametrize(
+    ("sizes", "arguments", "intervals"),
+    [
+        ((2, 12, 12), {}, 3),
+        ((2, 3, 14), {"q_offset": 11}, 3),
+        ((2, 12, 12), {"mask_function": RULES["full"], "allow_is_causal_skip": False, "use_vmap": True}, 3),
+        ((2, 12, 12), {"mask_function": RULES["window"], "local_size": 3}, 2),
+        ((2, 12, 12), {"mask_function": RULES["chunks"], "local_size": 3}, 2),
+        ((2, 12, 12), {"mask_function": RULES["holes"], "use_vmap": True}, 4),
+        ((2, 12, 12), {"mask_function": theirs.or_masks(RULES["causal"], theirs.blockwise_overlay(IMAGES))}, 4),
+    ],
+    ids=["causal", "cache", "full", "window", "chunks", "holes", "images"],
+)
+def test_rows_with_holes_are_several_intervals(sizes, arguments, intervals):
+    """The padding is in the middle; Molmo2's images see each other."""
+    transformers_masks.DENSE.clear()
+    tokens = torch.ones(2, 14, dtype=torch.bool)
+    tokens[0, [2, 7]] = tokens[1, [4, 10]] = False
+    mask = mask_function(*sizes, attention_mask=tokens, **arguments)
+    assert isinstance(mask, Mask)
+    assert mask.ranges is not None
+    assert mask.ranges.shape == (2, sizes[1], intervals, 2)
+    truth = theirs.sdpa_mask(*sizes, attention_mask=tokens, **arguments | {"allow_is_causal_skip": False})
+    assert torch.equal(shown(mask, *sizes[1:], causal=True), truth)
+    assert not adapter.fallbacks()
+
+
+def test_more_intervals_than_ranges_hold():
+    """Every other token is padding: a window still sees few intervals, full attention has one row for all queries."""
+    tokens = torch.arange(12).expand(2, -1) % 2 == 0
+    full = {"mask_function": RULES["full"], "allow_is_causal_skip": False, "allow_is_bidirectional_skip": True}
+    for arguments, pairs in (({"mask_function": RULES["window"]}, None), (full, 1), ({}, 12)):
+        mask = mask_function(2, 12, 12, attention_mask=tokens, **arguments)
+        assert isinstance(mask, Mask)
+        assert (mask.pairs is None) == (pairs is None)
+        assert mask.pairs is None or mask.pairs.shape == (2, 1, pairs, 12)
+        arguments = arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        truth = theirs.sdpa_mask(2, 12, 12, attention_mask=tokens, **arguments)
+        assert torch.equal(shown(mask, 12, 12, causal=True), truth)
+    transformers_masks.DENSE.clear()
+
+
 def test_plain_masks_are_left_out():
     ones = torch.ones(2, 6, dtype=torch.bool)
     for tokens in (None, ones):
@@ -136,9 +188,11 @@ def test_plain_masks_are_left_out():
     [
         (32768, packed([10000, 20000, 2768], RULES["window"])),
         (32768, {"attention_mask": torch.arange(32768).ge(9)[None]}),
+        (32768, {"attention_mask": torch.arange(32768).sub(9000).abs().ge(9)[None]}),
         (8192, {"mask_function": RULES["image"]}),
+        (8192, {"mask_function": RULES["holes"]}),
     ],
-    ids=["packed", "padded", "evaluated"],
+    ids=["packed", "padded", "padded in the middle", "evaluated", "evaluated with holes"],
 )
 def test_memory_is_linear(seqlen, arguments):
     """Resident memory: bools for all pairs would take 1 GiB, and evaluating some rows at a time takes 64 MiB."""
@@ -153,10 +207,13 @@ def test_dense_masks_are_counted():
         assert not (isinstance(mask, Mask) and mask.pairs is None and adapter.fallbacks())
         return adapter.fallbacks()
 
-    assert lines(1, 6, 6, mask_function=RULES["holes"]) == ["1 masks of queries x keys: a row of the mask has holes"]
+    assert lines(1, 6, 9, mask_function=RULES["bits"]) == [
+        "1 masks of queries x keys: a row of the mask has more than 4 intervals of keys"
+    ]
     wanted = ["1 masks of queries x keys: the model works with the mask itself"]
     assert lines(1, 6, 6, allow_is_causal_skip=False) == wanted
-    assert lines(1, 6, 6, mask_function=RULES["image"], allow_is_causal_skip=False, use_vmap=True) == []
+    for rule in ("image", "holes"):
+        assert lines(1, 6, 6, mask_function=RULES[rule], allow_is_causal_skip=False, use_vmap=True) == []
     blocks = theirs.or_masks(RULES["causal"], theirs.blockwise_overlay(torch.tensor([[-1, 0, 0, 0, -1, -1]])))
     assert lines(1, 6, 6, mask_function=blocks, allow_is_causal_skip=False) == []
     assert lines(1, 1, 6, q_offset=3) == []
@@ -207,8 +264,8 @@ def test_a_rule_that_means_something_else_is_evaluated():
 
 def test_a_mask_goes_where_a_tensor_goes():
     """``generate`` passes masks back, and hooks move them to a layer's device."""
-    padded, holes = (mask_function(1, 9, 9, mask_function=RULES[rule]) for rule in ("window", "holes"))
-    for mask in (padded, holes, mask_function(1, 9, 9)):
+    masks = [mask_function(1, 9, 9, mask_function=RULES[rule]) for rule in ("window", "holes", "bits")]
+    for mask in (*masks, mask_function(1, 9, 9)):
         assert isinstance(mask, Mask)
         assert mask_function(1, 9, 9, attention_mask=mask) is mask
         moved = mask.contiguous().to("meta")

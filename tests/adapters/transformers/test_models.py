@@ -47,6 +47,15 @@ def test_decoders(name, padding):
 
 
 @exact
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "llama4"])
+def test_padding_between_tokens(name):
+    """With windows and chunks: no mask of queries x keys is made."""
+    before = adapter.fallbacks()
+    assert_same(decoder(name).double(), HOLES["holes"], input_ids=IDS, attention_mask=HOLES["holes"])
+    assert adapter.fallbacks() == before
+
+
+@exact
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("name", DECODERS)

@@ -152,15 +152,20 @@ def test_a_mask_of_queries_and_keys_is_the_whole_mask():
     assert torch.equal(attention_function(torch.nn.Module(), q, q, q, tree, position_ids=positions)[0], truth)
 
 
-def test_a_mask_with_holes_that_is_ours():
-    """The padding lies between tokens, in two documents."""
-    q, keys = torch.randn(1, 4, 6, 8), torch.arange(6)
-    mask = adapter.mask_function(1, 6, 6, attention_mask=keys[None] != 1)
-    assert mask is not None
+@pytest.mark.parametrize("slots", [6, 9])
+@pytest.mark.parametrize("padding", [[0, 1], [1], [4]], ids=str)
+def test_padding_of_documents(padding, slots):
+    """It lies before the first one or between tokens; keys after the queries are unfilled slots of a static cache."""
+    q, kv, keys = torch.randn(1, 4, 6, 8), torch.randn(1, 4, slots, 8), torch.arange(slots)
+    tokens = ~torch.isin(keys, torch.tensor(padding))
+    mask = adapter.mask_function(1, 6, slots, attention_mask=tokens[None])
+    assert isinstance(mask, Mask)
+    assert mask.ranges is not None
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
-    seen = (keys <= keys[:, None]) & (keys // 3 == keys[:, None] // 3) & (keys != 1)
-    truth = attention_function(torch.nn.Module(), q, q, q, seen[None, None])[0]
-    torch.testing.assert_close(attention_function(torch.nn.Module(), q, q, q, mask, position_ids=positions)[0], truth)
+    seen = (keys <= keys[:6, None]) & (keys // 3 == keys[:6, None] // 3) & tokens
+    truth = attention_function(torch.nn.Module(), q, kv, kv, seen[None, None])[0]
+    found = attention_function(torch.nn.Module(), q, kv, kv, mask, position_ids=positions)[0]
+    torch.testing.assert_close(found, truth)
 
 
 @pytest.mark.parametrize("positions", [torch.arange(4).flip(0), torch.zeros(3, 1, 4).long(), torch.zeros(2, 4).long()])
