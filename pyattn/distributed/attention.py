@@ -8,9 +8,10 @@ from typing_extensions import Unpack
 from pyattn.arguments import check_tensor, refuse_positional
 from pyattn.distributed.call import agreed, chosen
 from pyattn.distributed.max_score import of_ranks
-from pyattn.distributed.operators import FUNCTIONS, compiled
+from pyattn.distributed.operators import FUNCTIONS
 from pyattn.distributed.ranks import Group, groups_of, ranks_of
 from pyattn.distributed.ring import ring
+from pyattn.distributed.sequence_operator import compiled
 from pyattn.distributed.ulysses import by_heads
 from pyattn.distributed.usp import by_mesh
 from pyattn.options import AttentionOptions

@@ -105,8 +105,8 @@ def _agree(
     first = found[0][0]
     for rank, (theirs, _) in enumerate(found):
         for fact in theirs:
-            if theirs[fact] != first[fact]:
-                got = f"{first[fact]} on rank 0 and {theirs[fact]} on rank {rank}"
+            if repr(theirs[fact]) != repr(first.get(fact)):
+                got = f"{first.get(fact)} on rank 0 and {theirs[fact]} on rank {rank}"
                 raise ValueError(f"pyattn: {fact} must be the same on all ranks, got {got}")
     raise AssertionError("the ranks differ in no fact")
 

@@ -31,8 +31,17 @@ ONE = torch.zeros(1, 2, 4, 8)
             "return_max_score must be the same on all ranks, got False on rank 0 and True",
         ),
         ({2: {"mask": torch.ones(3, 12).bool()}}, "mask must be the same on all ranks, got None on rank 0 and "),
+        (
+            {1: {"key_ranges": torch.zeros(1, 4, 2).long()}},
+            "intervals of key_ranges must be the same on all ranks, got None on rank 0 and 1 on rank 1",
+        ),
+        (
+            {1: {"q": ONE.clone().requires_grad_()}},
+            r"requires_grad of q, k, v, bias, .* must be the same on all ranks, got \[False, .* and \[True, False, ",
+        ),
+        ({1: {"softmax_scale": -0.0}, 0: {"softmax_scale": 0.0}, 2: {"softmax_scale": 0.0}}, "softmax_scale must be"),
     ],
-    ids=["option", "layout", "dtype", "heads", "length", "dropout", "max_score", "mask"],
+    ids=["option", "layout", "dtype", "heads", "length", "dropout", "max_score", "mask", "ranges", "gradient", "sign"],
 )
 def test_arguments_that_differ(changes: dict[int, dict[str, Any]], message: str) -> None:
     """Every rank raises, before any waits for another's keys."""
