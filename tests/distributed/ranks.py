@@ -25,7 +25,7 @@ LEARNED = ("bias", "alibi_slopes", "sinks", "relative_bias")
 
 def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over the ranks, rounded once."""
-    total = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+    total = tensor.to(torch.float64, copy=True)
     dist.all_reduce(total, group=group)
     return total.to(tensor.dtype)
 
@@ -45,8 +45,11 @@ def dense(
     dout: Tensor,
     dlse: Tensor | None,
     options: dict[str, Any],
-) -> list[Tensor]:
-    """out, lse, dq, dk, dv, and the gradients of bias, slopes and sinks, of the whole, as ``helpers.run``."""
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """out, lse, dq, dk, dv, and the gradients of LEARNED, of the whole, as ``helpers.run``.
+
+    And the sums of the absolute values of those gradients of which each rank has a share.
+    """
     length = qkv[0].shape[2]
 
     place = mesh_of(name) or group
@@ -72,11 +75,10 @@ def dense(
     if dlse is not None:
         results, gradients = [out, lse], [*gradients, part(dlse, 2).to(lse.dtype)]
     found = torch.autograd.grad(results, [*leaves, *(given[key] for key in learned)], gradients)
-    more = [
-        whole(gradient, -2) if by_row(key) else summed(gradient, group)
-        for key, gradient in zip(learned, found[3:], strict=True)
-    ]
-    return [*(whole(t, 2).detach() for t in (out, lse, *found[:3])), *more]
+    own = dict(zip(learned, found[3:], strict=True))
+    more = [whole(gradient, -2) if by_row(key) else summed(gradient, group) for key, gradient in own.items()]
+    shares = {key: summed(gradient.abs(), group) for key, gradient in own.items() if not by_row(key)}
+    return [*(whole(t, 2).detach() for t in (out, lse, *found[:3])), *more], shares
 
 
 def max_scores(

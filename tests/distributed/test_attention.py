@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from assertions import check_examples
 from attention.test_random import drawn_case
 from distributed import ranks
 from distributed.pool import pool
@@ -32,22 +33,26 @@ LAYOUTS = ("zigzag", "contiguous", "chunk")
         ("usp_attention 4x2", 8),
     ],
 )
-def test_accuracy(name: str, size: int) -> None:
-    """Random cases of all options, judged by the rule of yardstick.py."""
-    draw, reports = Random(f"{name} {size}"), list[Any]()
-    for _ in range(8):
+def test_accuracy(name: str, size: int, request: pytest.FixtureRequest) -> None:
+    """Random cases of all options, judged by the rule of yardstick.py; ``--examples`` draws as many new ones."""
+    reports = list[Any]()
+
+    def check(draw: Random) -> None:
+        draw.seed(f"{name} {size} {draw.random()}")
         case, dtype, layout, seed = drawn_case(draw), draw.choice(DTYPES), draw.choice(LAYOUTS), draw.getrandbits(32)
         seeded(seed)
         qkv, dout, dlse = case.drawn(dtype)
         dlse = draw.choice([None, dlse])
         options = case.given(dtype)
-        ours, *others = pool().run(size, ranks.dense, name, layout, qkv, dout, dlse, options)
-        for other in others:
+        (ours, shares), *others = pool().run(size, ranks.dense, name, layout, qkv, dout, dlse, options)
+        for other, _ in others:
             torch.testing.assert_close(other, ours, rtol=0, atol=0, equal_nan=True)
         doubles = tuple(x.double() for x in qkv)
         exact = run(reference.attention, doubles, dout.double(), dlse, **in_double(options))
-        excesses = Yardsticks(exact, run, qkv, dout, dlse, **options).excesses(tuple(ours))
-        reports += [(by, f"{of} {dtype} {layout} {case} seed {seed}") for of, by in excesses.items() if by > 1]
+        excesses = Yardsticks(exact, run, qkv, dout, dlse, **options).excesses(tuple(ours), shares)
+        reports.extend((by, f"{of} {dtype} {layout} {case} seed {seed}") for of, by in excesses.items() if by > 1)
+
+    check_examples(request, 8, check)
     assert not reports
 
 
@@ -172,7 +177,7 @@ def test_runs_have_the_same_bits() -> None:
     case = Case(2, 4, 2, 130, 130, 32, 32, dropout_p=0.2, window=(60, -1), sinks=True)
     qkv, dout, dlse = case.drawn(torch.bfloat16)
     options = case.given(torch.bfloat16)
-    runs = [pool().run(4, ranks.dense, "ring_attention", "zigzag", qkv, dout, dlse, options)[0] for _ in range(3)]
+    runs = [pool().run(4, ranks.dense, "ring_attention", "zigzag", qkv, dout, dlse, options)[0][0] for _ in range(3)]
     assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
 
 
