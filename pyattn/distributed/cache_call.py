@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from pyattn.arguments import check_tensor, check_type
+from pyattn.autocast import cast
 from pyattn.cache import KVCache
 from pyattn.distributed.cache_part import Whole
-from pyattn.distributed.parsed import Parsed, refuse_transforms, seed_of
+from pyattn.distributed.parsed import Parsed, refuse_transforms, seed_of, summed_wide
 from pyattn.distributed.ranks import ERRORS, Group, Ranks, agree, gather_words, ranks_of
 from pyattn.ops.schema import Options
 from pyattn.options import AttentionOptions
@@ -84,6 +85,7 @@ def agreed_on_caches(
         lengths = gather_words(cache.lengths.tolist(), ranks)
     own_keys = all(own.mask == seqlen_q > 1 for own in all_words) and any(own.slots != seqlen_q for own in all_words)
     one_column = all(own.bias == 1 for own in all_words) and any(own.slots != 1 for own in all_words)
+    known = summed_wide(known, cast(q).dtype, not one_column)
     whole = Whole(cache.lengths.new_tensor(lengths), ranks.own, own_keys)
     return CacheCall(function.__name__, ranks, cache, whole, known, parsed.wanted, one_column)
 

@@ -10,7 +10,7 @@ from pyattn.arguments import check_tensor
 from pyattn.autocast import cast
 from pyattn.distributed.layout import Chunks, check_layout, chunks_of, packing_of, slices
 from pyattn.distributed.packing import Packing
-from pyattn.distributed.parsed import OWN_ROWS, Parsed, refuse_transforms, seed_of
+from pyattn.distributed.parsed import OWN_ROWS, Parsed, refuse_transforms, seed_of, summed_wide
 from pyattn.distributed.ranks import ERRORS, Group, Ranks, agree, ranks_of
 from pyattn.key_ranges import by_interval, rule_for, wrong_rows
 from pyattn.ops.schema import Options
@@ -97,7 +97,9 @@ def agreed(
         raise ValueError(f"pyattn: cu_seqlens_q and cu_seqlens_k must have one length, got {counts}")
     cut = zip("qk", lengths, packings or (None, None), strict=True)
     queries, keys = (_held(name, held, ranks, layout, of) for name, held, of in cut)
-    call = Call(ranks, q, k, v, known, queries, keys, _by_row(rows), max_score, packings)
+    by_row = _by_row(rows)
+    known = summed_wide(known, q.dtype, "bias" in by_row and known.bias.shape[-1] > 1)
+    call = Call(ranks, q, k, v, known, queries, keys, by_row, max_score, packings)
     for rank, row in enumerate(rows):  # every rank checks all, so all raise
         for name, sizes in _sizes(row).items():
             ends = row[0], 2 if name == "key_ranges" else call.lengths[1]

@@ -65,6 +65,25 @@ def seed_of(options: Options) -> int:
     return int(seed)
 
 
+def summed_wide(options: Options, dtype: torch.dtype, own_bias: bool) -> Options:
+    """The options with those of LEARNED whose gradients are sums over calls of kernels in float32, or float64 like q.
+
+    A kernel rounds its gradients to the dtypes of the options, and terms that cancel may be larger than their sum, so
+    the sum is rounded instead.
+
+    Args:
+        options: of a call.
+        dtype: of q.
+        own_bias: whether each number of the bias has its gradient from one call.
+    """
+    given = {name: getattr(options, name) for name in LEARNED if not (own_bias and name == "bias")}
+    wide, taken = torch.promote_types(dtype, torch.float32), (dtype, torch.float32)  # others are refused later
+    found: Options = options._replace(
+        **{name: t.to(wide) for name, t in given.items() if t is not None and t.dtype in taken}
+    )
+    return found
+
+
 def refuse_transforms(function: Callable[..., Any]) -> None:
     """NotImplementedError within a transform of torch.func or forward-mode differentiation."""
     if transforming():

@@ -12,7 +12,7 @@ from attention.test_random import drawn_case
 from distributed import ranks
 from distributed.pool import pool
 from helpers import DTYPES, Case, run, seeded
-from yardstick import Yardsticks, in_double
+from yardstick import Yardsticks, in_double, rounded_shares
 
 from pyattn import attention, attention_varlen, reference
 from pyattn.distributed.layout import chunks_of
@@ -171,6 +171,38 @@ def test_strides_and_empty_dimensions(name: str, sizes: tuple[int, ...]) -> None
     truth = [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
     for found in pool().run(3, ranks.strided, name, qkv, begins, options):
         torch.testing.assert_close(found, truth)
+
+
+ENDS = 2**63 - 1, -(2**63)
+
+
+@pytest.mark.parametrize("offset", [*ENDS, *(torch.tensor([end, 3]) for end in ENDS), torch.zeros(0).long()], ids=str)
+def test_ends_of_int64(offset: int | torch.Tensor) -> None:
+    """Sums of positions saturate, as in one process; the last case has no sequence."""
+    seeded(0)
+    qkv = torch.randn(3, len(offset) if isinstance(offset, torch.Tensor) else 1, 2, 11, 8).double().unbind()
+    for window in ((-1, -1), (2**62, 0), (3, ENDS[0])):
+        options = {"q_offset": offset, "window": window}
+        truth = run(attention, qkv, qkv[0], None, **options)
+        found, _ = pool().run(3, ranks.dense, "ring_attention", "zigzag", qkv, qkv[0], None, options)[0]
+        torch.testing.assert_close(found, list(truth))
+        if len(qkv[0]) == 1:
+            tokens, begins = [t[0].transpose(0, 1) for t in qkv], torch.tensor([0, 11])
+            given = tokens[0], torch.zeros(2, 11).double(), (begins, begins), options
+            found = pool().run(3, ranks.packed, "zigzag_varlen", tokens, *given)[0]
+            torch.testing.assert_close(found[0], truth[0][0].transpose(0, 1))
+
+
+def test_shares_are_rounded_once() -> None:
+    """Not for each pair of chunks, whose terms of dslopes cancel where the keys are far away."""
+    seeded(0)
+    case = Case(1, 2, 2, 60, 60, 8, 8, causal=False, q_offset=10_000)
+    qkv, dout, _ = case.drawn(torch.float64)
+    options = case.given(torch.float64) | {"alibi_slopes": torch.rand(2) / 10_000}
+    exact = run(attention, qkv, dout, None, **in_double(options))
+    (*_, found), shares = pool().run(4, ranks.dense, "ring_attention", "zigzag", qkv, dout, None, options)[0]
+    rounding = rounded_shares(shares["alibi_slopes"]) + torch.finfo(torch.float32).eps * exact[-1].abs().max()
+    assert (found - exact[-1]).abs().max() <= rounding
 
 
 def test_runs_have_the_same_bits() -> None:

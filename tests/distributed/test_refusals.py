@@ -114,6 +114,7 @@ def test_transforms_are_refused(name: str, transform: str) -> None:
     [
         ({"k": torch.zeros(1, 2, 4, 5)}, "head_dim"),
         ({"sinks": torch.zeros(3)}, "sinks"),
+        ({"sinks": torch.zeros(2).double()}, "sinks"),
         ({"mask": torch.ones(4, 12)}, "mask"),
         ({"alibi_slopes": torch.zeros(1, 2, 2)}, "alibi_slopes"),
         (
@@ -122,7 +123,7 @@ def test_transforms_are_refused(name: str, transform: str) -> None:
         ),
         ({"dropout_p": 0.5, "dropout_seed": torch.zeros(2).long()}, "dropout_seed must be an int64 scalar, got"),
     ],
-    ids=["columns", "sinks", "mask", "slopes", "origin", "seed"],
+    ids=["columns", "sinks", "dtype", "mask", "slopes", "origin", "seed"],
 )
 def test_refused_calls_leave_no_message(arguments: dict[str, Any], message: str) -> None:
     """Arguments that are alike on all ranks but wrong are refused before anything is sent."""
