@@ -115,15 +115,21 @@ def shard(
         cu_seqlens: (sequences + 1,), int32 or int64: where each sequence begins; with ``"zigzag_varlen"`` alone.
 
     Raises:
-        ValueError: a layout that does not exist, a mesh of more dimensions, cu_seqlens that do not fit.
+        ValueError: a dim or a layout that does not exist, a mesh of more dimensions, cu_seqlens that do not fit.
         TypeError: an argument of another type.
     """
-    check_tensor("tensor", tensor)
-    check_type("dim", dim, int)
-    check_layout(layout, packed=True)
+    _check(tensor, dim, layout)
     ranks = ranks_of(group)
     held = tokens_of(tensor.shape[dim], ranks, layout, cu_seqlens)[ranks.own]
     return _rows(tensor, dim, held)
+
+
+def _check(tensor: Tensor, dim: int, layout: str) -> None:
+    check_tensor("tensor", tensor)
+    check_type("dim", dim, int)
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(f"pyattn: dim must be a dimension of the tensor, got {dim} and shape {tuple(tensor.shape)}")
+    check_layout(layout, packed=True)
 
 
 def _rows(tensor: Tensor, dim: int, tokens: tuple[range, ...]) -> Tensor:
@@ -151,9 +157,7 @@ def unshard(
         ValueError: parts whose lengths are not those of the layout; and as :func:`shard`.
         TypeError: an argument of another type.
     """
-    check_tensor("tensor", tensor)
-    check_type("dim", dim, int)
-    check_layout(layout, packed=True)
+    _check(tensor, dim, layout)
     ranks = ranks_of(group)
     lengths = [words[0] for words in gather_words([tensor.shape[dim]], ranks)]
     held = tokens_of(sum(lengths), ranks, layout, cu_seqlens)

@@ -5,14 +5,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyattn import ops
-from pyattn.distributed.ranks import Group, Ranks, groups_of, ranks_of
+from pyattn.distributed.ranks import Group, Ranks, groups_of, process_group, ranks_of
 from pyattn.distributed.rows import Rows
 from pyattn.ops.schema import DEFAULTS, LEARNED, Options
 
@@ -38,13 +37,8 @@ Backward = Callable[[Given, Options, Tensor, Tensor | None, Rows], Sequence[Tens
 
 def names_of(group: Group) -> list[str]:
     """The names of the groups of :func:`groups_of`, from which an operator finds them with :func:`ranks_named`."""
-    if group is None:
-        group = dist.group.WORLD
-    if isinstance(group, DeviceMesh):
-        return [of.group_name for of in groups_of(group)]
-    if isinstance(group, dist.ProcessGroup):
-        return [group.group_name]
-    raise TypeError(f"pyattn: group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
+    groups = groups_of(group) if isinstance(group, DeviceMesh) else [process_group(group)]
+    return [of.group_name for of in groups]
 
 
 def ranks_named(groups: Sequence[Any]) -> list[Ranks]:

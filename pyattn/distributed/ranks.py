@@ -47,18 +47,30 @@ def ranks_of(group: Group | Ranks) -> Ranks:
         groups = groups_of(group)
         inner = groups[2].size() if len(groups) > 1 else 1
         return ranks_of(groups[0])._replace(inner=inner)
+    group = process_group(group)
+    return Ranks(group, dist.get_world_size(group), dist.get_rank(group))
+
+
+def process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, or with None that of all processes.
+
+    Raises:
+        ValueError: a group without this process, such as ``new_group`` gives to those that are not in it.
+        TypeError: anything else.
+    """
     if group is None:
         group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"pyattn: group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
-    own = dist.get_rank(group)
-    if own < 0:
-        raise ValueError("pyattn: this process is not a rank of the group")
-    return Ranks(group, dist.get_world_size(group), own)
+    if isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0:
+        return group
+    if isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("pyattn: this process must be a rank of the group, got a group without it")
+    raise TypeError(f"pyattn: group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
 
 
 def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     """The group of all ranks of a mesh; with two dimensions, also those of this rank's column and row."""
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"pyattn: this process must be a rank of the mesh, got rank {dist.get_rank()} and {mesh}")
     if mesh.ndim == 1:
         return [mesh.get_group()]
     if mesh.ndim > 2 or not mesh.mesh_dim_names:

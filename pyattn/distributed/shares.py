@@ -122,12 +122,12 @@ class Dense:
         )
         return known
 
-    def _drawn(self, moved: Any) -> dict[str, Tensor]:
+    def _drawn(self, later: list[list[int]]) -> dict[str, Tensor]:
         """dropout_origins of a share, whose rows begin that much later."""
         if not self.options.dropout_p:
             return {}
         base = origins_of(self.options, self.num_heads_q, self.options.dropout_seed.device)
-        return {"dropout_origins": base + base.new_tensor(moved)}
+        return {"dropout_origins": base + base.new_tensor(later).view(-1, 5)}
 
     def merge_sinks(self, rows: Rows, queries: range) -> None:
         """Adds the sinks to a chunk's results over all keys."""

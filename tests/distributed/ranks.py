@@ -99,7 +99,7 @@ def max_scores(
 
 
 def strided(
-    group: dist.ProcessGroup, name: str, qkv: Sequence[Tensor], begins: Sequence[Tensor], options: dict[str, Tensor]
+    group: dist.ProcessGroup, name: str, qkv: Sequence[Tensor], begins: Sequence[Tensor], options: dict[str, Any]
 ) -> list[Tensor]:
     """out and the gradients of its sum, from parts in every second column of a larger tensor, heads outermost or not.
 

@@ -10,8 +10,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from pyattn import KVCache, distributed
+from pyattn.distributed import shard
 from pyattn.distributed.shares import Dense
 
 
@@ -60,6 +62,21 @@ def transformed(group: dist.ProcessGroup, name: str, transform: str) -> str:
     return "no error"
 
 
+def group_refusals(group: dist.ProcessGroup) -> list[str]:
+    """The errors of groups that don't exist or that lack this rank, and of a mesh that lacks it."""
+    others = dist.new_group([0] if dist.get_rank() else [1])
+    mesh = DeviceMesh("cpu", [0] if dist.get_rank() else [1])
+    q, found = torch.zeros(1, 2, 4, 8), list[str]()
+    for place in (others, mesh, "world"):
+        for call in (lambda place: distributed.ring_attention(q, q, q, place), lambda place: shard(q, 2, place)):
+            try:
+                call(place)
+                found.append("no error")
+            except (TypeError, ValueError) as error:
+                found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
 def layout_refusals(group: dist.ProcessGroup) -> list[str]:
     """The errors of layouts of packed sequences: of shard, then of the ring."""
     x, begins, found = torch.zeros(9, 2, 8), torch.tensor([0, 1, 2, 3, 9]), []
@@ -68,6 +85,8 @@ def layout_refusals(group: dist.ProcessGroup) -> list[str]:
     uneven = x[: 3 + 3 * dist.get_rank(group)]
     packed = functools.partial(distributed.ring_attention_varlen, group=group)
     calls = (
+        lambda: distributed.shard(x, 3, group),
+        lambda: distributed.unshard(x, -4, group),
         lambda: distributed.shard(x, 0, group, layout="zig"),
         lambda: distributed.shard(x, 0, group, **each),
         lambda: distributed.shard(x, 0, group, cu_seqlens=begins),

@@ -158,12 +158,13 @@ def test_strides_and_empty_dimensions(name: str, sizes: tuple[int, ...]) -> None
     batch, heads, heads_kv, length, columns = sizes
     packed = name == "ring_attention_varlen"
     qkv = [torch.randn(batch, h, length, d).double() for h, d in ((heads, columns), (heads_kv, columns), (heads_kv, 5))]
-    options = {"key_ranges": torch.randint(length + 1, (batch, length, 2)).sort(-1).values}
+    options: dict[str, Any] = {"key_ranges": torch.randint(length + 1, (batch, length, 2)).sort(-1).values}
+    options |= {"dropout_p": 0.3, "dropout_seed": 1}
     begins, most = [], []
     if packed:
-        begins, most = [torch.tensor([0, length // 3, length])] * 2, [length, length]
+        begins, most = [torch.tensor([0, length // 3, length][: 3 if batch else 1])] * 2, [length, length]
         qkv = [t.transpose(1, 2).flatten(0, 1)[:length].new_ones(length, *t.shape[1::2]).normal_() for t in qkv]
-        options = {"key_ranges": torch.arange(2).repeat(length, 1)}
+        options["key_ranges"] = torch.arange(2).repeat(length, 1)
     else:
         options["mask"] = (torch.rand(length, length) < 0.8).expand(batch, heads, -1, -1)
     leaves = [t.clone().requires_grad_() for t in qkv]

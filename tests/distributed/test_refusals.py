@@ -148,10 +148,25 @@ def test_a_rank_that_fails(end: str, phase: str) -> None:
     assert outcomes[0] == outcomes[2] == (None, "RuntimeError")
 
 
+def test_groups_without_this_process() -> None:
+    rule = "ValueError: pyattn: this process must be a rank of"
+    both = Pool(sizes=(2,), module="distributed.refusals")  # a group is made by all processes
+    try:
+        outcomes = both.run(2, refusals.group_refusals)
+    finally:
+        both.close()
+    for rank, errors in enumerate(outcomes):
+        assert errors[:2] == [f"{rule} the group, got a group without it"] * 2
+        assert all(error.startswith(f"{rule} the mesh, got rank {rank} and DeviceMesh(") for error in errors[2:4])
+        assert errors[4:] == ["TypeError: pyattn: group must be a ProcessGroup or a DeviceMesh, got str"] * 2
+
+
 def test_layouts_of_packed_sequences() -> None:
     layouts = "pyattn: layout must be one of zigzag, contiguous, chunk"
     given = "pyattn: cu_seqlens must be given for layout zigzag_varlen, and for no other, got"
     expected = (
+        "ValueError: pyattn: dim must be a dimension of the tensor, got 3 and shape (9, 2, 8)",
+        "ValueError: pyattn: dim must be a dimension of the tensor, got -4 and shape (9, 2, 8)",
         f"ValueError: {layouts}, zigzag_varlen, got 'zig'",
         f"ValueError: {given} none for zigzag_varlen",
         f"ValueError: {given} some for zigzag",
