@@ -5,11 +5,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pyattn.arguments import check_tensor, check_type
+from pyattn.arguments import check_type
 from pyattn.autocast import cast
 from pyattn.cache import KVCache
+from pyattn.cached import misfit
 from pyattn.distributed.cache_part import Whole
-from pyattn.distributed.parsed import Parsed, refuse_transforms, seed_of, summed_wide
+from pyattn.distributed.parsed import Parsed, check_dense, refuse_transforms, seed_of, summed_wide
 from pyattn.distributed.ranks import ERRORS, Group, Ranks, agree, gather_words, ranks_of
 from pyattn.ops.schema import Options
 from pyattn.options import AttentionOptions
@@ -91,13 +92,15 @@ def agreed_on_caches(
 
 
 def _check(function: Callable[..., Any], q: Tensor, cache: KVCache) -> None:
-    check_tensor("q", q)
+    check_dense("q", q)
     check_type("cache", cache, KVCache)
     refuse_transforms(function)
     if q.dim() != 4:
         raise ValueError(f"pyattn: q must be (batch, heads, positions, head_dim), got shape {tuple(q.shape)}")
     if cache.window is not None:
         raise NotImplementedError("pyattn: a ring buffer on several ranks is not implemented; its keys fit one rank")
+    if problem := misfit(q, cache):
+        raise problem
 
 
 def _facts(q: Tensor, cache: KVCache, parsed: Parsed) -> dict[str, Any]:

@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyattn.arguments import check_tensor
 from pyattn.autocast import cast
 from pyattn.distributed.layout import Chunks, check_layout, chunks_of, packing_of, slices
-from pyattn.distributed.packing import Packing
-from pyattn.distributed.parsed import OWN_ROWS, Parsed, refuse_transforms, seed_of, summed_wide
+from pyattn.distributed.packing import Packing, begins_of
+from pyattn.distributed.parsed import OWN_ROWS, Parsed, check_dense, refuse_transforms, seed_of, summed_wide
 from pyattn.distributed.ranks import ERRORS, Group, Ranks, agree, ranks_of
 from pyattn.key_ranges import by_interval, rule_for, wrong_rows
 from pyattn.ops.schema import Options
@@ -59,19 +58,20 @@ def agreed(
     layout: str,
     options: AttentionOptions | Parsed,
     max_score: bool,
-    begins: Sequence[list[int]] = (),
+    cu_seqlens: Sequence[Tensor] = (),
 ) -> Call:
     """The call, once all ranks have the same arguments: see :func:`pyattn.distributed.ranks.agree`.
 
-    ``begins``: where packed sequences begin, among all queries and among all keys.
+    ``cu_seqlens``: where packed sequences begin, among all queries and among all keys.
     """
     ranks, error = ranks_of(group), None
-    dims = DIMS_PACKED if begins else DIMS
-    known, at = Options(), dims.index("positions")
-    words, facts = [0] * (3 + 2 * len(OWN_ROWS)), dict[str, Any](zip(CU_SEQLENS, begins, strict=False))
-    facts["return_max_score"] = max_score
+    dims = DIMS_PACKED if cu_seqlens else DIMS
+    known, at, begins = Options(), dims.index("positions"), list[list[int]]()
+    words, facts = list[int](), dict[str, Any]()
     try:
-        check_layout(layout, packed=bool(begins))
+        begins = [begins_of(*named) for named in zip(CU_SEQLENS, cu_seqlens, strict=False)]
+        facts = dict(zip(CU_SEQLENS, begins, strict=False)) | {"return_max_score": max_score}
+        check_layout(layout, packed=bool(cu_seqlens))
         _check(function, tensors, dims)
         parsed = options if isinstance(options, Parsed) else Parsed.of(function, tensors, options)
         known = parsed.options
@@ -165,16 +165,19 @@ def _by_row(rows: list[list[int]]) -> frozenset[str]:
 
 def _check(function: Callable[..., Any], tensors: tuple[Tensor, ...], dims: tuple[str, ...]) -> None:
     refuse_transforms(function)
-    q = tensors[0]
+    q, k, v = tensors
     for name, tensor in zip("qkv", tensors, strict=True):
-        check_tensor(name, tensor)
+        check_dense(name, tensor)
         if tensor.dim() != len(dims):
             raise ValueError(f"pyattn: {name} must be ({', '.join(dims)}), got shape {tuple(tensor.shape)}")
         if (tensor.dtype, tensor.device) != (q.dtype, q.device):
             raise TypeError(
                 f"pyattn: {name} must be {q.dtype} on {q.device} like q, got {tensor.dtype} on {tensor.device}"
             )
-    heads = dims.index("heads")
+    heads, positions = (dims.index(of) for of in ("heads", "positions"))
+    if k.shape[positions] != v.shape[positions]:
+        lengths = f"{k.shape[positions]} and {v.shape[positions]}"
+        raise ValueError(f"pyattn: k and v must have as many positions as one another, got {lengths}")
     num_q, num_k, num_v = (tensor.shape[heads] for tensor in tensors)
     if num_k != num_v or (num_q % num_k if num_k else num_q):
         raise ValueError(

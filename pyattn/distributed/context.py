@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from pyattn.distributed.attention import ring_attention
 from pyattn.distributed.layout import check_layout, shard
+from pyattn.distributed.ranks import agree, ranks_of
 
 
 @contextmanager
@@ -107,16 +108,19 @@ class _Ring(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Any:
         """torch's function over this rank's positions."""
+        error: Exception | None = None
         if not query.dim() == key.dim() == value.dim() == 4:
-            raise NotImplementedError(
+            error = NotImplementedError(
                 "pyattn: within context_parallel, query, key and value must have 4 dimensions, got shapes "
                 f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
             )
-        if not (enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]):
-            raise ValueError(
+        elif not (enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]):
+            error = ValueError(
                 "pyattn: query, key and value must have as many heads as one another without enable_gqa, got "
                 f"{query.shape[1]}, {key.shape[1]} and {value.shape[1]}"
             )
+        if error is not None:  # the other ranks hear of it when they agree
+            agree("scaled_dot_product_attention", ranks_of(self._mesh), {}, [], error)
         options: dict[str, Any] = {"causal": is_causal, "dropout_p": dropout_p, "softmax_scale": scale}
         if attn_mask is not None:
             options["mask" if attn_mask.dtype == torch.bool else "bias"] = attn_mask

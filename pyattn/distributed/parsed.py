@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyattn.arguments import check_tensor
 from pyattn.derivatives.transforms import transforming
 from pyattn.ops.schema import LEARNED, Options
 from pyattn.options import AttentionOptions
@@ -82,6 +83,13 @@ def summed_wide(options: Options, dtype: torch.dtype, own_bias: bool) -> Options
         **{name: t.to(wide) for name, t in given.items() if t is not None and t.dtype in taken}
     )
     return found
+
+
+def check_dense(name: str, value: object) -> None:
+    """TypeError unless ``value`` is a tensor; NotImplementedError unless its numbers lie in memory by strides."""
+    check_tensor(name, value)
+    if isinstance(value, Tensor) and value.layout is not torch.strided:
+        raise NotImplementedError(f"pyattn: {name} must be a dense tensor, got layout {value.layout}")
 
 
 def refuse_transforms(function: Callable[..., Any]) -> None:

@@ -28,6 +28,10 @@ class Ranks(NamedTuple):
     inner: int = 1
 
 
+WORDS = 9
+"""The most words with which ranks agree. All agreements send as many: gloo ends a process that gets more than it
+expects, as it would if ranks called different functions."""
+
 ERRORS = (TypeError, ValueError, RuntimeError)
 """Errors of one rank, NotImplementedError among them, that all ranks must hear of before they wait for its data."""
 
@@ -91,22 +95,23 @@ def gather_words(words: list[int], ranks: Ranks) -> list[list[int]]:
 def agree(
     name: str, ranks: Ranks, facts: Mapping[str, Any], words: list[int], error: Exception | None
 ) -> list[list[int]]:
-    """Each rank's ``words``, once all ranks have the same ``facts`` and none has an error.
+    """Each rank's ``words``, at most WORDS, once all ranks have the same ``facts`` and none has an error.
 
     Raises:
         ValueError, on every rank: facts that differ, or another rank's error. Its own error is raised as it is.
     """
     with temporarily_clear_interpreter_stack():  # a transform, which the ranks refuse, would take their messages
-        return _agree(name, ranks, facts, words, error)
+        return _agree(name, ranks, {"function": name, **facts}, words, error)
 
 
 def _agree(
     name: str, ranks: Ranks, facts: Mapping[str, Any], words: list[int], error: Exception | None
 ) -> list[list[int]]:
     digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).digest()
-    rows = gather_words([int.from_bytes(digest, "little", signed=True), error is not None, *words], ranks)
+    padding = [0] * (WORDS - len(words))
+    rows = gather_words([int.from_bytes(digest, "little", signed=True), error is not None, *words, *padding], ranks)
     if all(row[:2] == [rows[0][0], 0] for row in rows):
-        return [row[2:] for row in rows]
+        return [row[2 : 2 + len(words)] for row in rows]
     found: list[Any] = [None] * ranks.size
     dist.all_gather_object(found, (dict(facts), error and str(error)), group=ranks.group)
     if error is not None:

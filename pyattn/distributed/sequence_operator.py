@@ -38,10 +38,9 @@ def compiled(
 def _agreed(given: Given, options: Options) -> tuple[Call, Ring | Ulysses]:
     name, layout = given["name"], given["layout"]
     ranks, *parts = ranks_named(given["groups"])
-    begins = [t.tolist() for t in given["begins"]]
     tensors = given["q"], given["k"], given["v"]
     parsed = Parsed(options, given["chosen"], given["wanted"])
-    call = agreed(FUNCTIONS[name], tensors, ranks, layout, parsed, given["max_score"], begins)
+    call = agreed(FUNCTIONS[name], tensors, ranks, layout, parsed, given["max_score"], given["begins"])
     if name == "usp_attention":
         return call, Ulysses(call, lambda call: by_mesh(call, layout, *parts))
     if name == "ulysses_attention":

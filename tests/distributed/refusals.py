@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
 
 from pyattn import KVCache, distributed
 from pyattn.distributed import shard
@@ -58,6 +59,32 @@ def transformed(group: dist.ProcessGroup, name: str, transform: str) -> str:
     try:
         (call if alone and not last else run)(x[None] if transform == "vmap" else x)
     except (ValueError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def of_one_rank(group: dist.ProcessGroup, name: str, changes: dict[str, Any]) -> str:
+    """The error of a call whose arguments the last rank changes; of ``name``, or if it changes that, of another."""
+    x, begins = torch.zeros(1, 2, 4, 8), torch.tensor([0, 8])
+    cache = KVCache(1, 2, 8, 8)
+    if dist.get_rank(group) < dist.get_world_size(group) - 1:
+        changes = {}
+    name = changes.get("name", name)
+    q = {"q": x[0].transpose(0, 1)} if name == "ring_attention_varlen" else {"q": x}
+    given: dict[str, dict[str, Any]] = {
+        "ring_attention": q | {"k": x, "v": x},
+        "ring_attention_varlen": q | {"k": q["q"], "v": q["q"], "cu_seqlens_q": begins, "cu_seqlens_k": begins},
+        "attention_with_cache": q | {"cache": cache},
+        "unshard": {"tensor": x, "dim": 2},
+    }
+    own = {key: value for key, value in changes.items() if key != "name"}
+    try:
+        if name == "context_parallel":
+            with distributed.context_parallel(DeviceMesh.from_group(group, "cpu")):
+                functional.scaled_dot_product_attention(**{"query": x, "key": x, "value": x} | own)
+        else:
+            getattr(distributed, name)(**given[name] | own, group=group)
+    except (TypeError, ValueError, NotImplementedError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 

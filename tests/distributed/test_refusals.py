@@ -60,6 +60,49 @@ def test_an_error_of_one_rank_reaches_all() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("ring_attention", {"q": ONE.to_sparse()}, "q must be a dense tensor, got layout torch.sparse_coo"),
+        ("ring_attention", {"v": ONE[:, :, :3]}, "k and v must have as many positions as one another, got 4 and 3"),
+        ("ring_attention_varlen", {"cu_seqlens_q": [0, 8]}, "cu_seqlens_q must be Tensor, got [0, 8]"),
+        (
+            "ring_attention_varlen",
+            {"cu_seqlens_k": torch.tensor([0.0, 8.0])},
+            "cu_seqlens_k must be (sequences + 1,) of int32 or int64, got torch.float32 of shape (2,)",
+        ),
+        ("attention_with_cache", {"q": ONE.to("meta")}, "q must be on the cache's device, got meta and cpu"),
+        ("unshard", {"layout": "zig"}, "layout must be one of zigzag, contiguous, chunk, zigzag_varlen, got 'zig'"),
+        ("unshard", {"tensor": None}, "tensor must be Tensor, got None"),
+        (
+            "context_parallel",
+            {"key": ONE[:, :1]},
+            "query, key and value must have as many heads as one another without enable_gqa, got 2, 1 and 2",
+        ),
+    ],
+)
+def test_an_argument_of_one_rank(name: str, changes: dict[str, Any], message: str) -> None:
+    first, last = pool().run(2, refusals.of_one_rank, name, changes)
+    assert last.partition(": ")[2] == f"pyattn: {message}"
+    called = {"context_parallel": "ring_attention"}.get(name, name)
+    assert first == f"ValueError: pyattn: {called} failed on rank 1: {message}"
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "message"),
+    [
+        ("unshard", {"tensor": ONE.double()}, "dtype must be the same on all ranks, got torch.float32 on rank 0 and "),
+        ("unshard", {"tensor": ONE[..., :7]}, "shape without dim must be the same on all ranks, got [1, 2, 8] on "),
+        ("unshard", {"name": "attention_with_cache"}, "function must be the same on all ranks, got unshard on rank 0 "),
+    ],
+)
+def test_calls_that_differ(name: str, other: dict[str, Any], message: str) -> None:
+    """gloo would end the processes, were their messages of different sizes."""
+    errors = pool().run(2, refusals.of_one_rank, name, other)
+    assert errors[0] == errors[1]
+    assert errors[0].startswith(f"ValueError: pyattn: {message}")
+
+
 def test_rows_of_a_mask_are_the_ranks_own() -> None:
     errors = pool().run(2, refusals.refusal, {rank: {"mask": torch.ones(4 - rank, 8).bool()} for rank in (0, 1)})
     expected = (
