@@ -210,6 +210,22 @@ def training_step(
     return [summed(t, group) for t in found]
 
 
+def buffers(group: dist.ProcessGroup, whole: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Views of a tensor in a context and after it, and the tensor then."""
+    mesh, found = DeviceMesh.from_group(group, "cpu"), []
+    for view, dim in ((whole[:, ::2], 1), (whole.T, 0), (whole[:1].expand_as(whole), -1)):
+        with distributed.context_parallel(mesh, buffers=[view], buffer_seq_dims=[dim]):
+            inside = distributed.unshard(view, dim, group)
+        found.append((inside, view, whole))
+    try:
+        leaf = torch.zeros(3, requires_grad=True)
+        with distributed.context_parallel(mesh, buffers=[view, leaf], buffer_seq_dims=[0, 0]):
+            raise AssertionError("no error")
+    except ValueError as error:
+        assert "buffers must not require gradients, got one of shape (3,) that does" in str(error)
+    return found
+
+
 def most_buffers(group: dist.ProcessGroup) -> int:
     """The largest number of buffers for chunks and their gradients that a rank has at once, forward and backward."""
     alive, numbers, most, buffer = weakref.WeakValueDictionary[int, Tensor](), count(), 0, Stream.buffer

@@ -287,6 +287,16 @@ def test_context_parallel_reaches_every_call(how: str) -> None:
         torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
 
 
+def test_buffers_of_a_context() -> None:
+    """Views are cut and whole again, and the memory that they share with others is as it was."""
+    whole = torch.randn(4, 10)
+    for found in pool().run(2, ranks.buffers, whole):
+        for (inside, after, base), view in zip(found, (whole[:, ::2], whole.T, whole[:1].expand(4, -1)), strict=True):
+            assert torch.equal(inside, view)
+            assert torch.equal(after, view)
+            assert torch.equal(base, whole)
+
+
 def test_dropout_of_a_larger_call() -> None:
     """Ranks with some of its sequences and heads drop the weights that it drops."""
     seeded(0)
