@@ -15,10 +15,6 @@ from helpers import DTYPES, Case, run, seeded
 from yardstick import Yardsticks, in_double, rounded_shares
 
 from pyattn import attention, attention_varlen, reference
-from pyattn.distributed.layout import chunks_of
-from pyattn.distributed.shares import Dense
-from pyattn.distributed.trips import trips_of
-from pyattn.ops.schema import Options
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 
@@ -223,78 +219,6 @@ def test_shards(layout: str, length: int) -> None:
         for again, gradient in pool().run(size, ranks.round_trip, layout, whole, 1, begins):
             assert torch.equal(again, whole)
             assert torch.equal(gradient, torch.full_like(gradient, size * (size + 1) / 2))
-
-
-def pairs(ranks: int, layout: str, seqlen: int) -> list[int]:
-    """How many keys each rank's queries see together under a causal mask."""
-    return [sum(i + 1 for chunk in held for i in chunk) for held in chunks_of(seqlen, ranks, layout)]
-
-
-def test_zigzag_balances_a_causal_mask() -> None:
-    for ranks_ in (2, 3, 4, 8):
-        counted = pairs(ranks_, "zigzag", 8192)
-        assert max(counted) * ranks_ / sum(counted) < 1.001
-        assert max(pairs(ranks_, "contiguous", 8192)) * ranks_ / sum(counted) > 1.4
-
-
-def hops(layout: str, ranks_: int, seqlen: int, **options: Any) -> list[int]:
-    """How far each chunk travels."""
-    chunks = chunks_of(seqlen, ranks_, layout)
-    dense = Dense(Options(**options), 1, seqlen, seqlen)
-    return [trip.hops for trip in trips_of(chunks, chunks, dense.seen)]
-
-
-def travelling(layout: str, ranks_: int, seqlen: int, **options: Any) -> list[int]:
-    """How many keys of each chunk travel."""
-    chunks = chunks_of(seqlen, ranks_, layout)
-    dense = Dense(Options(**options), 1, seqlen, seqlen)
-    return [len(trip.keys) for trip in trips_of(chunks, chunks, dense.seen)]
-
-
-def test_chunks_travel_as_far_as_they_are_seen() -> None:
-    assert hops("contiguous", 4, 64, causal=False) == [3] * 4
-    assert hops("contiguous", 4, 64) == [3, 2, 1]
-    assert hops("contiguous", 4, 64, window=(15, 0)) == [1, 1, 1]
-    assert hops("contiguous", 4, 64, window=(16, 0)) == [1, 1, 1]
-    assert hops("contiguous", 4, 64, window=(17, 0)) == [2, 2, 1]
-    assert travelling("contiguous", 4, 64, window=(15, 0)) == [15, 15, 15]
-    assert travelling("contiguous", 4, 64, window=(17, 0)) == [16, 16, 16]
-    # The last chunk of zigzag, and the middle one beside its successor on the same rank, stay where they are.
-    assert hops("zigzag", 4, 64, window=(8, 0)) == [1] * 6
-    assert sorted(hops("zigzag", 4, 64)) == [1, 2, 3, 3, 3, 3, 3]
-
-
-def test_the_number_of_buffers_does_not_grow_with_the_ranks() -> None:
-    """Twice as many ranks have twice as many chunks."""
-    most = {size: max(pool().run(size, ranks.most_buffers)) for size in (4, 8)}
-    assert most[8] <= 1.5 * most[4], most
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kwargs", [{"is_causal": True}, {}, {"scale": 0.3}], ids=["causal", "mask", "scale"])
-def test_context_parallel(layout: str, kwargs: dict[str, Any]) -> None:
-    """A script for one process, with its buffers cut in place and torch's own function called."""
-    (truth,) = pool().run(1, ranks.training_step, None, kwargs)
-    for found in pool().run(3, ranks.training_step, layout, kwargs):
-        torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("how", ["module", "checkpoint"])
-def test_context_parallel_reaches_every_call(how: str) -> None:
-    """Calls within a function of torch, and those that checkpoints make in backward."""
-    (truth,) = pool().run(1, ranks.training_step, None, {"is_causal": True}, how)
-    for found in pool().run(3, ranks.training_step, "zigzag", {"is_causal": True}, how):
-        torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
-
-
-def test_buffers_of_a_context() -> None:
-    """Views are cut and whole again, and the memory that they share with others is as it was."""
-    whole = torch.randn(4, 10)
-    for found in pool().run(2, ranks.buffers, whole):
-        for (inside, after, base), view in zip(found, (whole[:, ::2], whole.T, whole[:1].expand(4, -1)), strict=True):
-            assert torch.equal(inside, view)
-            assert torch.equal(after, view)
-            assert torch.equal(base, whole)
 
 
 def test_dropout_of_a_larger_call() -> None:
