@@ -36,13 +36,13 @@ Backward = Callable[[Given, Options, Tensor, Tensor | None, Rows], Sequence[Tens
 
 
 def names_of(group: Group) -> list[str]:
-    """The names of the groups of :func:`groups_of`, from which an operator finds them with :func:`ranks_named`."""
+    """The names of the groups, by which :func:`ranks_named` finds them: an operator takes no group."""
     groups = groups_of(group) if isinstance(group, DeviceMesh) else [process_group(group)]
     return [of.group_name for of in groups]
 
 
 def ranks_named(groups: Sequence[Any]) -> list[Ranks]:
-    """The ranks of the groups of these names, of which all others than the first divide it."""
+    """The ranks of the groups with these names: all, and of a mesh also those of this rank's column and row."""
     ranks, *parts = (ranks_of(_resolve_process_group(group)) for group in groups)
     return [ranks._replace(inner=parts[1].size) if parts else ranks, *parts]
 

@@ -1,4 +1,4 @@
-"""The code that ranks run for test_attention.py, test_trips.py and test_context.py: a call on parts, whose results are put together again."""
+"""The code that ranks run for tests of attention, trips and context: calls on parts, whose results are put together."""
 
 import functools
 import weakref
