@@ -132,10 +132,9 @@ class Operator:
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
         out, _, row_max, row_sum, seed, _ = output
-        changed: Given = {"chosen": True}  # the seed is the forward's, on all ranks
+        arguments = list(inputs)
         if inputs[self._names.index("dropout_p")]:
-            changed["dropout_seed"] = seed
-        arguments = [changed.get(name, value) for name, value in zip(self._names, inputs, strict=True)]
+            arguments[self._names.index("dropout_seed")] = seed
         values, ctx.structure = tree_flatten(arguments)
         ctx.values = [Tensor if isinstance(value, Tensor) else value for value in values]
         ctx.save_for_backward(out, row_max, row_sum, *(value for value in values if isinstance(value, Tensor)))

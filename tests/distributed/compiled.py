@@ -108,6 +108,7 @@ def decoded(
         results = run(leaves[0], cache)
         if page_size is not None:
             cache.reset()
+            cache.append(v[:, :, :16], k[:, :, :16])  # into the same pages
         gradients = torch.autograd.grad(results[:2], leaves, [torch.ones_like(t) for t in results[:2]])
         found.append([*(t.detach() for t in results), *gradients])
         with torch.no_grad():
