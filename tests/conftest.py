@@ -41,7 +41,7 @@ FIXTURES: dict[str, Callable[[Backend], bool]] = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--examples", type=int, help="random cases for each test_random.py, others each time")
+    parser.addoption("--examples", type=int, help="cases for each test of random cases, others each time")
     parser.addoption(
         "--backend", action="append", default=[], help="cpu, an instruction set, emulated, cuda: only tests of these"
     )

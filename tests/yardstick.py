@@ -6,13 +6,14 @@ in exact arithmetic: queries, keys and the columns of the head dimensions permut
 
 One additional error is allowed, which plain PyTorch has in no order. A kernel of linear memory subtracts ``delta =
 rowsum(dO * O)`` where softmax's own gradient subtracts ``rowsum(P * dP)``; O is computed from forward's weights, P is
-backward's, and O is rounded to the dtype: see :meth:`Rounding.delta`.
+backward's, and O is rounded to the dtype: see :meth:`Rounding.delta`. Gradients that several ranks have in shares err
+by :func:`rounded_shares` too.
 """
 
 import functools
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -99,6 +100,15 @@ def excess(x: Tensor, bounds: Iterable[float], exact: Tensor, more: float = 0.0,
 def assert_accurate(name: str, x: Tensor, plain: Tensor, exact: Tensor) -> None:
     """Asserts that x is within the bound that ``plain``, the reference's result, gives it."""
     assert excess(x, [bound(x.dtype, plain, exact)], exact) <= 1, name
+
+
+def rounded_shares(shares: Tensor) -> float:
+    """The error of a sum over ranks because each of them rounds its share, given the sum of their absolute values.
+
+    A rank's gradient of a tensor that all ranks have is its share of the whole one, in the tensor's dtype, off by up to
+    half an eps of itself. Shares that cancel are larger than their sum, to which :func:`bound` is relative.
+    """
+    return torch.finfo(shares.dtype).eps / 2 * _largest(shares)
 
 
 def _scale(q: Tensor, options: dict[str, Any]) -> float:
@@ -244,16 +254,20 @@ class Yardsticks:
                 self._orders.append(self._bounds(self._run(order)))
             yield self._orders[order][index]
 
-    def excesses(self, ours: Results) -> dict[str, float]:
-        """:func:`excess` of each result, by name; infinite if a result has a NaN that the exact one does not."""
+    def excesses(self, ours: Results, shares: Mapping[str, Tensor] | None = None) -> dict[str, float]:
+        """:func:`excess` of each result, by name; infinite if a result has a NaN that the exact one does not.
+
+        ``shares``: the sums of the absolute values of those gradients of LEARNED that are sums over ranks, by option.
+        """
+        rounded = {LEARNED[option]: rounded_shares(sums) for option, sums in (shares or {}).items()}
         assert len(ours) == len(self._exact)
         found = {}
         for i, (name, x, exact) in enumerate(zip(self._names, ours, self._exact, strict=False)):
-            factor = self._factors.get(name, 1.0)
-            found[name] = excess(x, self.bounds(i), exact, 0.0, factor)
+            factor, more = self._factors.get(name, 1.0), rounded.get(name, 0.0)
+            found[name] = excess(x, self.bounds(i), exact, more, factor)
             if found[name] > 1 and i >= len(NAMES):
                 factor = max(factor, self._rounding().magnitudes()[name])
-                found[name] = excess(x, self.bounds(i), exact, 0.0, factor)
+                found[name] = excess(x, self.bounds(i), exact, more, factor)
             if found[name] > 1 and name not in ("out", "lse", "dv"):
-                found[name] = excess(x, self.bounds(i), exact, self._rounding().delta()[name], factor)
+                found[name] = excess(x, self.bounds(i), exact, more + self._rounding().delta()[name], factor)
         return found

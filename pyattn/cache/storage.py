@@ -155,3 +155,14 @@ def copied(cache: Cache, device: torch.device, dtype: torch.dtype) -> Cache:
             else:
                 setattr(made, name, value.to(device, copy=True) if isinstance(value, Tensor) else value)
     return made
+
+
+def over(
+    kind: type[Cache], k: Tensor, v: Tensor, lengths: Tensor, block_table: Tensor | None, max_seqlen: int
+) -> Cache:
+    """A cache whose tensors are these, without a window, to read alone."""
+    made = object.__new__(kind)
+    page_size = None if block_table is None else k.shape[1]
+    values = {"k": k, "_v": v, "lengths": lengths, "block_table": block_table, "page_size": page_size}
+    vars(made).update(values, starts=torch.zeros_like(lengths), max_seqlen=max_seqlen, window=None, _ragged=False)
+    return made

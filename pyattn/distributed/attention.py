@@ -5,12 +5,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
-from pyattn.arguments import check_tensor, refuse_positional
+from pyattn.arguments import refuse_positional
 from pyattn.distributed.call import agreed, chosen
 from pyattn.distributed.max_score import of_ranks
-from pyattn.distributed.operators import FUNCTIONS, compiled
+from pyattn.distributed.operators import FUNCTIONS
 from pyattn.distributed.ranks import Group, groups_of, ranks_of
 from pyattn.distributed.ring import ring
+from pyattn.distributed.sequence_operator import compiled
 from pyattn.distributed.ulysses import by_heads
 from pyattn.distributed.usp import by_mesh
 from pyattn.options import AttentionOptions
@@ -178,15 +179,12 @@ def ring_attention_varlen(
     if positional:
         refuse_positional(ring_attention_varlen, positional)
     cu_seqlens = cu_seqlens_q, cu_seqlens_k
-    for name, tensor in zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True):
-        check_tensor(name, tensor)
     if torch.compiler.is_compiling():
         out, lse, most = compiled(
             ring_attention_varlen, (q, k, v), group, layout, options, return_max_score, cu_seqlens
         )
     else:
-        begins = [t.tolist() for t in cu_seqlens]
-        call = agreed(ring_attention_varlen, (q, k, v), group, layout, options, return_max_score, begins)
+        call = agreed(ring_attention_varlen, (q, k, v), group, layout, options, return_max_score, cu_seqlens)
         out, lse, largest = ring(call)
         most = of_ranks(call, largest) if return_max_score else largest
     return chosen(out, lse, most, return_lse, return_max_score)

@@ -9,7 +9,7 @@ from pyattn import ops, paged
 from pyattn.arguments import has_values
 from pyattn.autocast import cast
 from pyattn.cache import KVCache
-from pyattn.cached import masks_in_slots, misfit, over_slots
+from pyattn.cached import masks_in_slots, over_slots
 from pyattn.derivatives import autograd
 from pyattn.distributed.rows import Rows
 from pyattn.distributed.shares import Wanted
@@ -42,8 +42,6 @@ Pages = tuple[Tensor, int] | None
 
 def keys_of(q: Tensor, cache: KVCache, copied: bool) -> tuple[Tensor, Tensor, Pages]:
     """k (B, Hkv, slots, D), v (B, Hkv, slots, Dv) and None, or pages; ``copied`` and on a GPU, pages are copied."""
-    if problem := misfit(q, cache):
-        raise problem
     k, v, table, slots = cast(cache.k), cast(cache.v), cache.block_table, cache.max_seqlen
     if table is None:
         return k, v, None

@@ -6,24 +6,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyattn.arguments import check_tensor
 from pyattn.autocast import cast
-from pyattn.derivatives.transforms import transforming
 from pyattn.distributed.layout import Chunks, check_layout, chunks_of, packing_of, slices
-from pyattn.distributed.packing import Packing
+from pyattn.distributed.packing import Packing, begins_of
+from pyattn.distributed.parsed import OWN_ROWS, Parsed, check_dense, refuse_transforms, seed_of, summed_wide
 from pyattn.distributed.ranks import ERRORS, Group, Ranks, agree, ranks_of
 from pyattn.key_ranges import by_interval, rule_for, wrong_rows
 from pyattn.ops.schema import Options
 from pyattn.options import AttentionOptions
-from pyattn.parse import parse
 
 DIMS = ("batch", "heads", "positions", "head_dim")
 DIMS_PACKED = ("positions", "heads", "head_dim")
 
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")
-
-OWN_ROWS = ("key_ranges", "mask", "bias")
-"""Options of which each rank has the rows of its own queries."""
 
 
 class Call(NamedTuple):
@@ -56,18 +51,6 @@ class Call(NamedTuple):
         return sum(len(c) for held in self.queries for c in held), sum(len(c) for held in self.keys for c in held)
 
 
-class Parsed(NamedTuple):
-    """Options that have been parsed, and whether the caller chose the dropout seed."""
-
-    options: Options
-    chosen: bool
-
-    @classmethod
-    def of(cls, function: Callable[..., Any], options: AttentionOptions, device: torch.device) -> "Parsed":
-        """The options given to a public function."""
-        return cls(Options(*parse(function, options, device)), options.get("dropout_seed") is not None)
-
-
 def agreed(
     function: Callable[..., Any],
     tensors: tuple[Tensor, Tensor, Tensor],
@@ -75,29 +58,29 @@ def agreed(
     layout: str,
     options: AttentionOptions | Parsed,
     max_score: bool,
-    begins: Sequence[list[int]] = (),
+    cu_seqlens: Sequence[Tensor] = (),
 ) -> Call:
     """The call, once all ranks have the same arguments: see :func:`pyattn.distributed.ranks.agree`.
 
-    ``begins``: where packed sequences begin, among all queries and among all keys.
+    ``cu_seqlens``: where packed sequences begin, among all queries and among all keys.
     """
     ranks, error = ranks_of(group), None
-    dims = DIMS_PACKED if begins else DIMS
-    known, at = Options(), dims.index("positions")
-    words, facts = [0] * (3 + 2 * len(OWN_ROWS)), dict[str, Any](zip(CU_SEQLENS, begins, strict=False))
-    facts["return_max_score"] = max_score
+    dims = DIMS_PACKED if cu_seqlens else DIMS
+    known, at, begins = Options(), dims.index("positions"), list[list[int]]()
+    words, facts = list[int](), dict[str, Any]()
     try:
-        check_layout(layout, packed=bool(begins))
+        begins = [begins_of(*named) for named in zip(CU_SEQLENS, cu_seqlens, strict=False)]
+        facts = dict(zip(CU_SEQLENS, begins, strict=False)) | {"return_max_score": max_score}
+        check_layout(layout, packed=bool(cu_seqlens))
         _check(function, tensors, dims)
-        parsed = options if isinstance(options, Parsed) else Parsed.of(function, options, tensors[0].device)
+        parsed = options if isinstance(options, Parsed) else Parsed.of(function, tensors, options)
         known = parsed.options
         _check_rows(known, len(dims))
         if known.key_ranges is not None:
             known = known._replace(key_ranges=by_interval(known.key_ranges, len(dims) - 2))
         words = [tensors[0].shape[at], tensors[1].shape[at], seed_of(known)]
         words += [size for name in OWN_ROWS for size in _size(name, getattr(known, name))]
-        seed = words[2] if parsed.chosen else None
-        facts |= {"layout": layout} | _facts(tensors, at, known) | {"dropout_seed": seed}
+        facts |= {"layout": layout} | _facts(tensors, at, known) | parsed._replace(options=known).facts("qkv")
     except ERRORS as problem:
         error = problem
     rows = agree(function.__name__, ranks, facts, words, error)
@@ -114,7 +97,9 @@ def agreed(
         raise ValueError(f"pyattn: cu_seqlens_q and cu_seqlens_k must have one length, got {counts}")
     cut = zip("qk", lengths, packings or (None, None), strict=True)
     queries, keys = (_held(name, held, ranks, layout, of) for name, held, of in cut)
-    call = Call(ranks, q, k, v, known, queries, keys, _by_row(rows), max_score, packings)
+    by_row = _by_row(rows)
+    known = summed_wide(known, q.dtype, "bias" in by_row and known.bias.shape[-1] > 1)
+    call = Call(ranks, q, k, v, known, queries, keys, by_row, max_score, packings)
     for rank, row in enumerate(rows):  # every rank checks all, so all raise
         for name, sizes in _sizes(row).items():
             ends = row[0], 2 if name == "key_ranges" else call.lengths[1]
@@ -178,26 +163,21 @@ def _by_row(rows: list[list[int]]) -> frozenset[str]:
     return frozenset(name for name in OWN_ROWS if all(_sizes(row)[name][:1] == row[:1] for row in rows))
 
 
-def refuse_transforms(function: Callable[..., Any]) -> None:
-    """NotImplementedError within a transform of torch.func or forward-mode differentiation."""
-    if transforming():
-        raise NotImplementedError(
-            f"pyattn: {function.__name__} has no rule for transforms of torch.func or forward mode"
-        )
-
-
 def _check(function: Callable[..., Any], tensors: tuple[Tensor, ...], dims: tuple[str, ...]) -> None:
     refuse_transforms(function)
-    q = tensors[0]
+    q, k, v = tensors
     for name, tensor in zip("qkv", tensors, strict=True):
-        check_tensor(name, tensor)
+        check_dense(name, tensor)
         if tensor.dim() != len(dims):
             raise ValueError(f"pyattn: {name} must be ({', '.join(dims)}), got shape {tuple(tensor.shape)}")
         if (tensor.dtype, tensor.device) != (q.dtype, q.device):
             raise TypeError(
                 f"pyattn: {name} must be {q.dtype} on {q.device} like q, got {tensor.dtype} on {tensor.device}"
             )
-    heads = dims.index("heads")
+    heads, positions = (dims.index(of) for of in ("heads", "positions"))
+    if k.shape[positions] != v.shape[positions]:
+        lengths = f"{k.shape[positions]} and {v.shape[positions]}"
+        raise ValueError(f"pyattn: k and v must have as many positions as one another, got {lengths}")
     num_q, num_k, num_v = (tensor.shape[heads] for tensor in tensors)
     if num_k != num_v or (num_q % num_k if num_k else num_q):
         raise ValueError(
@@ -215,37 +195,12 @@ def _check_rows(options: Options, dims: int) -> None:
 
 
 def _facts(tensors: tuple[Tensor, ...], at: int, options: Options) -> dict[str, Any]:
-    """The properties of the arguments that all ranks must have in common, by name."""
+    """The properties of the tensors that all ranks must have in common, by name."""
     facts: dict[str, Any] = {"dtype": str(tensors[0].dtype)}
     for name, tensor in zip("qkv", tensors, strict=True):
         facts[f"shape of {name} without its positions"] = [n for dim, n in enumerate(tensor.shape) if dim != at]
     if options.key_ranges is not None:
         facts["intervals of key_ranges"] = options.key_ranges.shape[-2]
-    return facts | facts_of(options)
-
-
-def seed_of(options: Options) -> int:
-    """The seed as a number, 0 without dropout."""
-    seed = options.dropout_seed
-    if not options.dropout_p:
-        return 0
-    if seed.dim() or seed.dtype != torch.int64:
-        raise ValueError(f"pyattn: dropout_seed must be an int64 scalar, got {seed.dtype} of shape {tuple(seed.shape)}")
-    return int(seed)
-
-
-def facts_of(options: Options) -> dict[str, Any]:
-    """The facts that options must have in common on all ranks, by name; of masks and biases by row, only the kind."""
-    facts: dict[str, Any] = {}
-    for name, value in options._asdict().items():
-        if not isinstance(value, Tensor):
-            facts[name] = value
-        elif name in OWN_ROWS:
-            facts[name] = f"{value.dtype} of {value.dim()} dimensions"
-        elif name == "q_offsets":
-            facts[name] = value.tolist()
-        elif name != "dropout_seed":
-            facts[name] = f"{value.dtype} of shape {list(value.shape)}"
     return facts
 
 

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from pyattn.distributed.attention import ring_attention
 from pyattn.distributed.layout import check_layout, shard
+from pyattn.distributed.ranks import agree, ranks_of
 
 
 @contextmanager
@@ -33,13 +34,14 @@ def context_parallel(
     Args:
         mesh: the ranks, a mesh of one dimension.
         buffers: tensors that every rank has whole, for example inputs, labels and positions. They are cut in place, and
-            whole again at the end.
+            whole again, as they were, at the end.
         buffer_seq_dims: the dimension of the sequence in each buffer.
         no_restore_buffers: those that need not be whole again.
         layout: as for :func:`pyattn.distributed.shard`.
 
     Raises:
-        ValueError: other numbers of buffers and dimensions, a buffer in no_restore_buffers that is not in buffers; as
+        ValueError: other numbers of buffers and dimensions, a buffer that requires a gradient, a buffer in
+            no_restore_buffers that is not in buffers; as
             :func:`pyattn.distributed.shard` and :func:`pyattn.distributed.ring_attention`.
         NotImplementedError: query, key and value of other dimensions than 4.
 
@@ -54,7 +56,12 @@ def context_parallel(
     transient = {id(buffer) for buffer in no_restore_buffers or ()}
     if not transient <= {id(buffer) for buffer in buffers}:
         raise ValueError("pyattn: no_restore_buffers must be among buffers")
-    kept = [None if id(buffer) in transient else buffer.clone() for buffer in buffers]
+    for buffer in buffers:
+        if buffer.requires_grad:
+            raise ValueError(
+                f"pyattn: buffers must not require gradients, got one of shape {tuple(buffer.shape)} that does"
+            )
+    kept = [None if id(buffer) in transient else buffer.detach() for buffer in buffers]
     _set(buffers, [shard(buffer, dim, mesh, layout=layout) for buffer, dim in zip(buffers, dims, strict=True)])
     ring, before = _Ring(mesh, layout), functional.scaled_dot_product_attention
     try:
@@ -67,10 +74,10 @@ def context_parallel(
 
 
 def _set(buffers: Sequence[Tensor], values: Sequence[Tensor | None]) -> None:
-    with torch.no_grad():
-        for buffer, value in zip(buffers, values, strict=True):
-            if value is not None:
-                buffer.resize_(value.shape).copy_(value)
+    """Lets the buffers be these tensors; other views of their memory are as before."""
+    for buffer, value in zip(buffers, values, strict=True):
+        if value is not None:
+            buffer.data = value
 
 
 class _Ring(TorchFunctionMode):
@@ -107,16 +114,19 @@ class _Ring(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Any:
         """torch's function over this rank's positions."""
+        error: Exception | None = None
         if not query.dim() == key.dim() == value.dim() == 4:
-            raise NotImplementedError(
+            error = NotImplementedError(
                 "pyattn: within context_parallel, query, key and value must have 4 dimensions, got shapes "
                 f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
             )
-        if not (enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]):
-            raise ValueError(
+        elif not (enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]):
+            error = ValueError(
                 "pyattn: query, key and value must have as many heads as one another without enable_gqa, got "
                 f"{query.shape[1]}, {key.shape[1]} and {value.shape[1]}"
             )
+        if error is not None:  # the other ranks hear of it when they agree
+            agree("scaled_dot_product_attention", ranks_of(self._mesh), {}, [], error)
         options: dict[str, Any] = {"causal": is_causal, "dropout_p": dropout_p, "softmax_scale": scale}
         if attn_mask is not None:
             options["mask" if attn_mask.dtype == torch.bool else "bias"] = attn_mask

@@ -1,6 +1,7 @@
 """Layouts: the positions of a sequence that each rank holds."""
 
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,8 +10,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from pyattn.arguments import check_tensor, check_type
-from pyattn.distributed.packing import Packing
-from pyattn.distributed.ranks import Ranks, gather_words, ranks_of
+from pyattn.distributed.packing import Packing, begins_of
+from pyattn.distributed.ranks import ERRORS, Ranks, agree, ranks_of
 
 LAYOUTS = ("zigzag", "contiguous", "chunk")
 EACH = "zigzag_varlen"
@@ -84,14 +85,8 @@ def tokens_of(total: int, ranks: Ranks, layout: str, cu_seqlens: Tensor | None) 
     if cu_seqlens is None or layout != EACH:
         got = f"{'none' if cu_seqlens is None else 'some'} for {layout}"
         raise ValueError(f"pyattn: cu_seqlens must be given for layout {EACH}, and for no other, got {got}")
-    check_tensor("cu_seqlens", cu_seqlens)
-    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        kind = ValueError if cu_seqlens.dim() != 1 else TypeError
-        raise kind(
-            "pyattn: cu_seqlens must be (sequences + 1,) of int32 or int64, got "
-            f"{cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
-        )
-    packing = packing_of("cu_seqlens", cu_seqlens.tolist(), total, ranks.size, layout, ranks.inner)
+    begins = begins_of("cu_seqlens", cu_seqlens)
+    packing = packing_of("cu_seqlens", begins, total, ranks.size, layout, ranks.inner)
     held = chunks_of(total, ranks.size, layout, ranks.inner, packing)
     return [tuple(run for chunk in chunks for run in packing.tokens(chunk)) for chunks in held]
 
@@ -115,15 +110,21 @@ def shard(
         cu_seqlens: (sequences + 1,), int32 or int64: where each sequence begins; with ``"zigzag_varlen"`` alone.
 
     Raises:
-        ValueError: a layout that does not exist, a mesh of more dimensions, cu_seqlens that do not fit.
+        ValueError: a dim or a layout that does not exist, a mesh of more dimensions, cu_seqlens that do not fit.
         TypeError: an argument of another type.
     """
-    check_tensor("tensor", tensor)
-    check_type("dim", dim, int)
-    check_layout(layout, packed=True)
+    _check(tensor, dim, layout)
     ranks = ranks_of(group)
     held = tokens_of(tensor.shape[dim], ranks, layout, cu_seqlens)[ranks.own]
     return _rows(tensor, dim, held)
+
+
+def _check(tensor: Tensor, dim: int, layout: str) -> None:
+    check_tensor("tensor", tensor)
+    check_type("dim", dim, int)
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(f"pyattn: dim must be a dimension of the tensor, got {dim} and shape {tuple(tensor.shape)}")
+    check_layout(layout, packed=True)
 
 
 def _rows(tensor: Tensor, dim: int, tokens: tuple[range, ...]) -> Tensor:
@@ -148,14 +149,23 @@ def unshard(
         tensor, dim, group, layout, cu_seqlens: as for :func:`shard`.
 
     Raises:
-        ValueError: parts whose lengths are not those of the layout; and as :func:`shard`.
+        ValueError: parts whose lengths are not those of the layout; and as :func:`shard`. If the arguments of ranks
+            differ, or one rank's are wrong, every rank raises.
         TypeError: an argument of another type.
     """
-    check_tensor("tensor", tensor)
-    check_type("dim", dim, int)
-    check_layout(layout, packed=True)
-    ranks = ranks_of(group)
-    lengths = [words[0] for words in gather_words([tensor.shape[dim]], ranks)]
+    ranks, error = ranks_of(group), None
+    facts, words = dict[str, Any](), [0]
+    try:
+        _check(tensor, dim, layout)
+        dim %= tensor.dim()
+        others = [*tensor.shape[:dim], *tensor.shape[dim + 1 :]]
+        begins = None if cu_seqlens is None else begins_of("cu_seqlens", cu_seqlens)
+        facts = {"dtype": str(tensor.dtype), "dim": dim, "shape without dim": others, "layout": layout}
+        facts |= {"cu_seqlens": begins, "requires_grad": torch.is_grad_enabled() and tensor.requires_grad}
+        words = [tensor.shape[dim]]
+    except ERRORS as problem:
+        error = problem
+    lengths = [length for (length,) in agree("unshard", ranks, facts, words, error)]
     held = tokens_of(sum(lengths), ranks, layout, cu_seqlens)
     expected = [sum(map(len, chunks)) for chunks in held]
     if lengths != expected:

@@ -1,30 +1,19 @@
-"""The functions as operators, into which torch.compile does not look: their messages depend on the values of all ranks.
-
-``torch.ops.pyattn_distributed.attend`` is a whole call on one rank, ``attend_backward`` its backward. Both begin with
-the agreement of the ranks, as eager calls do.
-"""
+"""Functions as operators, into which torch.compile does not look: their messages depend on the values of all ranks."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyattn import ops
-from pyattn.autocast import cast
-from pyattn.distributed.call import Call, Parsed, agreed
-from pyattn.distributed.max_score import of_ranks
-from pyattn.distributed.ranks import Group, groups_of, ranks_of
-from pyattn.distributed.ring import Ring
+from pyattn.distributed.ranks import Group, Ranks, groups_of, process_group, ranks_of
 from pyattn.distributed.rows import Rows
-from pyattn.distributed.ulysses import Ulysses, by_heads
-from pyattn.distributed.usp import by_mesh
-from pyattn.ops.schema import LEARNED, PLACES, Options
-from pyattn.options import AttentionOptions
+from pyattn.ops.schema import DEFAULTS, LEARNED, Options
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
 """The public functions that are operators too, by name."""
@@ -33,133 +22,133 @@ _OPTIONS = str(ops.attention_forward._schema).partition("Tensor v, ")[2].rpartit
 _OPTIONS = re.sub(r"=(\[.*?\]|[^,]+)", "", _OPTIONS)
 """Without defaults: the dispatcher drops arguments that are defaults, and autograd wants a gradient for each."""
 
-_CALL = "str name, str[] groups, str layout, bool chosen, bool max_score, "
-_CALL += f"Tensor q, Tensor k, Tensor v, Tensor[] begins, {_OPTIONS}"
 _RESULTS = "Tensor out, Tensor lse, Tensor row_max, Tensor row_sum, Tensor seed, Tensor max_score"
-_SAVED = "bool[4] wanted, Tensor? dout, Tensor? dlse, Tensor out, Tensor row_max, Tensor row_sum"
+_SAVED = "Tensor? dout, Tensor? dlse, Tensor out, Tensor row_max, Tensor row_sum"
+_NUM_SAVED = 5
 
 _library = torch.library.Library("pyattn_distributed", "DEF")
-_library.define(f"attend({_CALL}) -> ({_RESULTS})")
-_library.define(f"attend_backward({_SAVED}, {_CALL}) -> Tensor[]")
-_attend, _attend_backward = (
-    getattr(torch.ops.pyattn_distributed, name).default for name in ("attend", "attend_backward")
-)
-_TENSORS, _BEGINS, _FIRST_OPTION = slice(5, 8), 8, 9
+
+Given = dict[str, Any]
+"""The arguments of an operator before its options, by name."""
+
+Forward = Callable[[Given, Options], tuple[Rows, Tensor, Options]]
+Backward = Callable[[Given, Options, Tensor, Tensor | None, Rows], Sequence[Tensor | None]]
 
 
-def compiled(
-    function: Callable[..., Any],
-    tensors: tuple[Tensor, Tensor, Tensor],
-    group: Group,
-    layout: str,
-    options: AttentionOptions,
-    max_score: bool,
-    begins: tuple[Tensor, ...] = (),
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, max_score) of a call that torch.compile traces."""
-    if group is None:
-        group = dist.group.WORLD
-    if isinstance(group, DeviceMesh):
-        groups = groups_of(group)
-    elif isinstance(group, dist.ProcessGroup):
-        groups = [group]
-    else:
-        raise TypeError(f"pyattn: group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
-    parsed = Parsed.of(function, options, tensors[0].device)
-    place = function.__name__, [of.group_name for of in groups], layout, parsed.chosen, max_score
-    out, lse, *_, most = _attend(*place, *map(cast, tensors), list(begins), *parsed.options)
-    return out, lse, most.detach()
+def names_of(group: Group) -> list[str]:
+    """The names of the groups, by which :func:`ranks_named` finds them: an operator takes no group."""
+    groups = groups_of(group) if isinstance(group, DeviceMesh) else [process_group(group)]
+    return [of.group_name for of in groups]
 
 
-def _agreed(arguments: tuple[Any, ...]) -> tuple[Call, Ring | Ulysses]:
-    name, groups, layout, chosen, max_score, q, k, v, cu_seqlens, *given = arguments
+def ranks_named(groups: Sequence[Any]) -> list[Ranks]:
+    """The ranks of the groups with these names: all, and of a mesh also those of this rank's column and row."""
     ranks, *parts = (ranks_of(_resolve_process_group(group)) for group in groups)
-    if parts:
-        ranks = ranks._replace(inner=parts[1].size)
-    begins = [t.tolist() for t in cu_seqlens]
-    call = agreed(FUNCTIONS[name], (q, k, v), ranks, layout, Parsed(Options(*given), chosen), max_score, begins)
-    if name == "usp_attention":
-        return call, Ulysses(call, lambda call: by_mesh(call, layout, *parts))
-    if name == "ulysses_attention":
-        return call, Ulysses(call, lambda call: by_heads(call, layout))
-    return call, Ring(call)
+    return [ranks._replace(inner=parts[1].size) if parts else ranks, *parts]
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, ...]:
-    call, method = _agreed(arguments)
-    rows, largest = method.forward(call.q, call.k, call.v)
-    most = of_ranks(call, largest) if call.max_score else rows.lse.new_empty(0)
-    seed = torch.zeros((), dtype=torch.int64, device=call.q.device)
-    if call.options.dropout_p:
-        seed.copy_(call.options.dropout_seed)
-    return rows.out, rows.lse, rows.row_max, rows.row_sum, seed, most
+class Operator:
+    """``torch.ops.pyattn_distributed.NAME``, a whole call on one rank, and ``NAME_backward``, its backward.
 
+    Both begin with the agreement of the ranks, as eager calls do.
 
-def _backward(
-    wanted: list[bool],
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    out: Tensor,
-    row_max: Tensor,
-    row_sum: Tensor,
-    *arguments: Any,
-) -> list[Tensor]:
-    call, method = _agreed(arguments)
-    dout = torch.zeros_like(out) if dout is None else dout
-    rows = Rows(out, row_max, row_sum)
-    found = method.backward(dout, dlse, call.q, call.k, call.v, rows, wanted)
-    given = call.q, call.k, call.v, *(getattr(call.options, name) for name in LEARNED)
-    return [g.to(t.dtype) for g, t in zip(found, given, strict=True) if g is not None]
+    Attributes:
+        call: the operator.
 
+    Args:
+        name: NAME.
+        arguments: the schema of those before the options. Among them are q, v and these two: ``bool chosen``, whether
+            the caller chose the seed, and ``bool[] wanted``, which of ``tensors`` and LEARNED need a gradient.
+        tensors: the arguments with gradients.
+        forward: ``forward(arguments, options)``: the results, max_score, and the options with rank 0's seed.
+        backward: ``backward(arguments, options, dout, dlse, results)``: the gradients of ``tensors`` and LEARNED.
+        shape: ``shape(arguments)``: that of max_score.
+    """
 
-def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
-    q, _, v = arguments[_TENSORS]
-    wide = torch.promote_types(q.dtype, torch.float32)
-    rows = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
-    numbers = [q.new_empty(rows, dtype=wide) for _ in range(3)]
-    most = (rows[0] if q.dim() == 4 else arguments[_BEGINS][0].shape[0] - 1, q.shape[1]) if arguments[4] else (0,)
-    seed = q.new_empty((), dtype=torch.int64)
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), *numbers, seed, q.new_empty(most, dtype=wide)
+    def __init__(
+        self,
+        name: str,
+        arguments: str,
+        tensors: Sequence[str],
+        forward: Forward,
+        backward: Backward,
+        shape: Callable[[Given], Sequence[int]],
+    ) -> None:
+        self._forward, self._backward, self._shape = forward, backward, shape
+        schema = f"{arguments}, {_OPTIONS}"
+        _library.define(f"{name}({schema}) -> ({_RESULTS})")
+        _library.define(f"{name}_backward({_SAVED}, {schema}) -> Tensor[]")
+        names = name, f"{name}_backward"
+        self.call, self._call_backward = (getattr(torch.ops.pyattn_distributed, each).default for each in names)
+        self._names = [argument.name for argument in self.call._schema.arguments]
+        self._learned = [self._names.index(each) for each in (*tensors, *LEARNED)]
+        runs = (self._run, self._fake), (self._run_backward, self._fake_backward)
+        for each, (run, fake) in zip(names, runs, strict=True):
+            _library.impl(each, run, "CompositeExplicitAutograd")
+            torch.library.register_fake(f"pyattn_distributed::{each}", fake, lib=_library)
+        torch.library.register_autograd(
+            f"pyattn_distributed::{name}", self._differentiated, setup_context=self._save, lib=_library
+        )
 
+    def _parts(self, arguments: Sequence[Any]) -> tuple[Given, Options]:
+        own = len(arguments) - len(DEFAULTS)
+        return dict(zip(self._names[:own], arguments, strict=False)), Options(*arguments[own:])
 
-def _fake_backward(wanted: list[bool], *arguments: Any) -> list[Tensor]:
-    call = arguments[5:]
-    learned = [call[_FIRST_OPTION + PLACES[name]] for name in LEARNED]
-    tensors = [*call[_TENSORS], *(t for t, want in zip(learned, wanted, strict=True) if want)]
-    return [t.new_empty(t.shape) for t in tensors]
+    def _wanted(self, arguments: Sequence[Any]) -> list[int]:
+        """The places of the arguments that need a gradient."""
+        wanted = arguments[self._names.index("wanted")]
+        return [place for place, want in zip(self._learned, wanted, strict=True) if want]
 
+    def _run(self, *arguments: Any) -> tuple[Tensor, ...]:
+        rows, max_score, options = self._forward(*self._parts(arguments))
+        seed = torch.zeros((), dtype=torch.int64, device=rows.out.device)
+        if options.dropout_p:
+            seed.copy_(options.dropout_seed)
+        results = rows.out, rows.lse, rows.row_max, rows.row_sum
+        return *(t.contiguous() for t in results), seed, max_score
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.set_materialize_grads(False)
-    out, _, row_max, row_sum, seed, _ = output
-    *before, begins = inputs[:_FIRST_OPTION]
-    options = Options(*inputs[_FIRST_OPTION:])
-    if options.dropout_p:
-        options = options._replace(dropout_seed=seed)
-    ctx.tensors = [isinstance(x, Tensor) for x in (*before, *options)]
-    ctx.values = [None if isinstance(x, Tensor) else x for x in (*before, *options)]
-    ctx.begins = len(begins)
-    ctx.save_for_backward(out, row_max, row_sum, *begins, *(x for x in (*before, *options) if isinstance(x, Tensor)))
+    def _run_backward(
+        self, dout: Tensor | None, dlse: Tensor | None, out: Tensor, row_max: Tensor, row_sum: Tensor, *arguments: Any
+    ) -> list[Tensor]:
+        dout = torch.zeros_like(out) if dout is None else dout
+        found = self._backward(*self._parts(arguments), dout, dlse, Rows(out, row_max, row_sum))
+        by_place = zip(self._learned, found, strict=True)
+        gradients = {place: gradient for place, gradient in by_place if gradient is not None}
+        return [gradients[place].to(arguments[place].dtype).contiguous() for place in self._wanted(arguments)]
 
+    def _fake(self, *arguments: Any) -> tuple[Tensor, ...]:
+        given, _ = self._parts(arguments)
+        q, v = given["q"], given["v"]
+        wide = torch.promote_types(q.dtype, torch.float32)
+        rows = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
+        numbers = [q.new_empty(rows, dtype=wide) for _ in range(3)]
+        seed, max_score = q.new_empty((), dtype=torch.int64), q.new_empty(self._shape(given), dtype=wide)
+        return q.new_empty(*q.shape[:-1], v.shape[-1]), *numbers, seed, max_score
 
-def _differentiated(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    out, row_max, row_sum, *others = ctx.saved_tensors
-    begins, tensors = others[: ctx.begins], iter(others[ctx.begins :])
-    arguments = [next(tensors) if at else value for at, value in zip(ctx.tensors, ctx.values, strict=True)]
-    arguments[3] = True  # the seed is the forward's, on all ranks
-    places = [_FIRST_OPTION + PLACES[name] for name in LEARNED]
-    wanted = [ctx.needs_input_grad[place] for place in places]
-    call = [*arguments[: _FIRST_OPTION - 1], begins, *arguments[_FIRST_OPTION - 1 :]]
-    found = iter(_attend_backward(wanted, dout, dlse, out, row_max, row_sum, *call))
-    gradients: list[Any] = [None] * len(call)
-    gradients[_TENSORS] = [next(found) for _ in range(3)]
-    gradients[_FIRST_OPTION - 1] = [None] * len(begins)
-    for place, want in zip(places, wanted, strict=True):
-        gradients[place] = next(found) if want else None
-    return tuple(gradients)
+    def _fake_backward(self, *arguments: Any) -> list[Tensor]:
+        call = arguments[_NUM_SAVED:]
+        return [call[place].new_empty(call[place].shape) for place in self._wanted(call)]
 
+    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        out, _, row_max, row_sum, seed, _ = output
+        arguments = list(inputs)
+        if inputs[self._names.index("dropout_p")]:
+            arguments[self._names.index("dropout_seed")] = seed
+        values, ctx.structure = tree_flatten(arguments)
+        ctx.values = [Tensor if isinstance(value, Tensor) else value for value in values]
+        ctx.save_for_backward(out, row_max, row_sum, *(value for value in values if isinstance(value, Tensor)))
 
-for _name, _run, _fake in (("attend", _forward, _fake_forward), ("attend_backward", _backward, _fake_backward)):
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"pyattn_distributed::{_name}", _fake, lib=_library)
-torch.library.register_autograd("pyattn_distributed::attend", _differentiated, setup_context=_save, lib=_library)
+    def _differentiated(self, ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        out, row_max, row_sum, *others = ctx.saved_tensors
+        tensors = iter(others)
+        values = [next(tensors) if value is Tensor else value for value in ctx.values]
+        arguments = tree_unflatten(values, ctx.structure)
+        found = self._call_backward(dout, dlse, out, row_max, row_sum, *arguments)
+        lists = (isinstance(value, (list, tuple)) and all(isinstance(x, Tensor) for x in value) for value in arguments)
+        gradients: list[Any] = [
+            [None] * len(value) if listed else None for value, listed in zip(arguments, lists, strict=True)
+        ]
+        for place, gradient in zip(self._wanted(arguments), found, strict=True):
+            gradients[place] = gradient
+        return tuple(gradients)

@@ -7,6 +7,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from pyattn.arguments import check_tensor
+from pyattn.key_ranges import INTEGERS
+
+
+def begins_of(name: str, cu_seqlens: Tensor) -> list[int]:
+    """Where the sequences begin, and where the last one ends, of a user's tensor of this name."""
+    check_tensor(name, cu_seqlens)
+    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS:
+        kind = ValueError if cu_seqlens.dim() != 1 else TypeError
+        raise kind(
+            f"pyattn: {name} must be (sequences + 1,) of int32 or int64, got {cu_seqlens.dtype} of shape "
+            f"{tuple(cu_seqlens.shape)}"
+        )
+    begins: list[int] = cu_seqlens.tolist()
+    return begins
+
 
 def dealt(lengths: list[int], parts: int) -> list[list[int]]:
     """How many tokens of each sequence each part has: an even share, and at most one more.

@@ -28,6 +28,10 @@ class Ranks(NamedTuple):
     inner: int = 1
 
 
+WORDS = 9
+"""The most words with which ranks agree. All agreements send as many: gloo ends a process that gets more than it
+expects, as it would if ranks called different functions."""
+
 ERRORS = (TypeError, ValueError, RuntimeError)
 """Errors of one rank, NotImplementedError among them, that all ranks must hear of before they wait for its data."""
 
@@ -47,18 +51,30 @@ def ranks_of(group: Group | Ranks) -> Ranks:
         groups = groups_of(group)
         inner = groups[2].size() if len(groups) > 1 else 1
         return ranks_of(groups[0])._replace(inner=inner)
+    group = process_group(group)
+    return Ranks(group, dist.get_world_size(group), dist.get_rank(group))
+
+
+def process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, or with None that of all processes.
+
+    Raises:
+        ValueError: a group without this process, such as ``new_group`` gives to those that are not in it.
+        TypeError: anything else.
+    """
     if group is None:
         group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"pyattn: group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
-    own = dist.get_rank(group)
-    if own < 0:
-        raise ValueError("pyattn: this process is not a rank of the group")
-    return Ranks(group, dist.get_world_size(group), own)
+    if isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0:
+        return group
+    if isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("pyattn: this process must be a rank of the group, got a group without it")
+    raise TypeError(f"pyattn: group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
 
 
 def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     """The group of all ranks of a mesh; with two dimensions, also those of this rank's column and row."""
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"pyattn: this process must be a rank of the mesh, got rank {dist.get_rank()} and {mesh}")
     if mesh.ndim == 1:
         return [mesh.get_group()]
     if mesh.ndim > 2 or not mesh.mesh_dim_names:
@@ -79,22 +95,23 @@ def gather_words(words: list[int], ranks: Ranks) -> list[list[int]]:
 def agree(
     name: str, ranks: Ranks, facts: Mapping[str, Any], words: list[int], error: Exception | None
 ) -> list[list[int]]:
-    """Each rank's ``words``, once all ranks have the same ``facts`` and none has an error.
+    """Each rank's ``words``, at most WORDS, once all ranks have the same ``facts`` and none has an error.
 
     Raises:
         ValueError, on every rank: facts that differ, or another rank's error. Its own error is raised as it is.
     """
     with temporarily_clear_interpreter_stack():  # a transform, which the ranks refuse, would take their messages
-        return _agree(name, ranks, facts, words, error)
+        return _agree(name, ranks, {"function": name, **facts}, words, error)
 
 
 def _agree(
     name: str, ranks: Ranks, facts: Mapping[str, Any], words: list[int], error: Exception | None
 ) -> list[list[int]]:
     digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).digest()
-    rows = gather_words([int.from_bytes(digest, "little", signed=True), error is not None, *words], ranks)
+    padding = [0] * (WORDS - len(words))
+    rows = gather_words([int.from_bytes(digest, "little", signed=True), error is not None, *words, *padding], ranks)
     if all(row[:2] == [rows[0][0], 0] for row in rows):
-        return [row[2:] for row in rows]
+        return [row[2 : 2 + len(words)] for row in rows]
     found: list[Any] = [None] * ranks.size
     dist.all_gather_object(found, (dict(facts), error and str(error)), group=ranks.group)
     if error is not None:
@@ -105,8 +122,8 @@ def _agree(
     first = found[0][0]
     for rank, (theirs, _) in enumerate(found):
         for fact in theirs:
-            if theirs[fact] != first[fact]:
-                got = f"{first[fact]} on rank 0 and {theirs[fact]} on rank {rank}"
+            if repr(theirs[fact]) != repr(first.get(fact)):
+                got = f"{first.get(fact)} on rank 0 and {theirs[fact]} on rank {rank}"
                 raise ValueError(f"pyattn: {fact} must be the same on all ranks, got {got}")
     raise AssertionError("the ranks differ in no fact")
 

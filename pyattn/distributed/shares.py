@@ -11,15 +11,22 @@ from pyattn.distributed.packing import Packing
 from pyattn.distributed.rows import Rows
 from pyattn.ops.schema import LEARNED, Options
 
+INT64 = torch.iinfo(torch.int64)
+
 Wanted = Sequence[bool]
 
 
 def span(offset: Tensor | int) -> tuple[int, int]:
     """The least and the largest of the sequences' offsets."""
     if isinstance(offset, Tensor):
-        low, high = offset.aminmax()
+        low, high = offset.aminmax() if len(offset) else (0, 0)
         return int(low), int(high)
     return offset, offset
+
+
+def moved(offset: Tensor, by: Tensor) -> Tensor:
+    """``offset + by``, or the ends of int64 beyond which that lies."""
+    return offset.clamp(INT64.min - by.clamp(max=0), INT64.max - by.clamp(min=0)) + by
 
 
 def seen_keys(queries: range, keys: range, offsets: tuple[int, int], causal: bool, window: Sequence[int]) -> range:
@@ -98,7 +105,11 @@ class Dense:
     def shifted(self, place: Place) -> Options:
         """The options of a share; the first one of a row alone has the sinks."""
         options, (rows, queries, keys, first) = self.options, place
-        offset = self.offset + (queries.start - keys.start)
+        ahead, offset = queries.start - keys.start, self.offset
+        if isinstance(offset, Tensor):
+            offset = moved(offset, offset.new_tensor(ahead))
+        else:
+            offset = max(INT64.min, min(INT64.max, offset + ahead))
         ranges = options.key_ranges
         known: Options = options._replace(
             q_offset=None if isinstance(offset, Tensor) else offset,
@@ -111,12 +122,12 @@ class Dense:
         )
         return known
 
-    def _drawn(self, moved: Any) -> dict[str, Tensor]:
+    def _drawn(self, later: list[list[int]]) -> dict[str, Tensor]:
         """dropout_origins of a share, whose rows begin that much later."""
         if not self.options.dropout_p:
             return {}
         base = origins_of(self.options, self.num_heads_q, self.options.dropout_seed.device)
-        return {"dropout_origins": base + base.new_tensor(moved)}
+        return {"dropout_origins": base + base.new_tensor(later).view(-1, 5)}
 
     def merge_sinks(self, rows: Rows, queries: range) -> None:
         """Adds the sinks to a chunk's results over all keys."""
@@ -230,7 +241,7 @@ class Packed(Dense):
         origins = [[b, 0, 0, *at] for b, at in enumerate(torch.stack([skipped_q, skipped_k], 1).tolist())]
         shifted = options._replace(
             q_offset=None,
-            q_offsets=self._of_sequence + skipped_q - skipped_k,
+            q_offsets=moved(self._of_sequence, skipped_q - skipped_k),
             key_ranges=ranges,
             sinks=options.sinks if place.first else None,
             **self._drawn(origins),

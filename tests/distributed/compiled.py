@@ -1,6 +1,7 @@
 """The code that ranks run for test_compiled.py: eager and compiled calls of the same function on parts."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from distributed.ranks import mesh_of
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from pyattn import distributed
+from pyattn import KVCache, distributed
 
 LEARNED = ("bias", "alibi_slopes", "sinks", "relative_bias")
 
@@ -39,6 +40,7 @@ def both(
         assert not most.requires_grad
         return out.sin(), lse, most
 
+    torch.compiler.reset()  # its limit of graphs counts those of other cases
     found = []
     for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
         torch.manual_seed(dist.get_rank(group))
@@ -48,14 +50,67 @@ def both(
     return found
 
 
-def wrong(group: dist.ProcessGroup) -> str:
+def wrong(group: dist.ProcessGroup, name: str) -> str:
     """The error of a compiled call whose softcap differs between ranks."""
-    q = torch.zeros(1, 2, 4, 8)
+    q, cache = torch.zeros(1, 2, 4, 8), KVCache(1, 2, 8, 8)
+    arguments = (cache,) if name == "attention_with_cache" else (q, q)
     softcap = float(dist.get_rank(group))
+    call = partial(getattr(distributed, name), group=group, softcap=softcap)
     try:
-        torch.compile(
-            lambda q: distributed.ring_attention(q, q, q, group, softcap=softcap), fullgraph=True, backend="aot_eager"
-        )(q)
+        torch.compile(lambda q: call(q, *arguments), fullgraph=True, backend="aot_eager")(q)
     except ValueError as error:
         return str(error)
     return "no error"
+
+
+def strided(group: dist.ProcessGroup, whole: Sequence[Tensor]) -> list[list[Tensor]]:
+    """out and all gradients: eager, then by Inductor; heads are outermost in memory."""
+    parts = (distributed.shard(t, 2, group) for t in whole)
+    leaves = [t.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for t in parts]
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = distributed.ring_attention(q, k, v, group)
+        return out
+
+    outs = [run(*leaves) for run in (call, torch.compile(call, fullgraph=True))]
+    return [[out.detach(), *torch.autograd.grad(out.sum(), leaves)] for out in outs]
+
+
+def decoded(
+    group: dist.ProcessGroup,
+    k: Tensor,
+    v: Tensor,
+    q: Tensor,
+    page_size: int | None,
+    options: dict[str, Any],
+) -> list[list[Tensor]]:
+    """The same over this rank's part of a cache, with and without gradients."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    given = {
+        key: value.detach().clone().requires_grad_() if key in LEARNED else value for key, value in options.items()
+    }
+    leaves = [q.clone().requires_grad_(), *(given[key] for key in LEARNED if key in given)]
+
+    def call(q: Tensor, cache: KVCache) -> tuple[Tensor, Tensor, Tensor]:
+        wanted = {"return_lse": True, "return_max_score": True}
+        out, lse, most = distributed.attention_with_cache(q * 2, cache, group, **wanted, **given)
+        assert not most.requires_grad
+        return out.sin(), lse, most
+
+    torch.compiler.reset()  # its limit of graphs counts those of other cases
+    found = []
+    for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(rank)
+        cache = KVCache(k.shape[0], k.shape[1], k.shape[2], k.shape[3], dtype=k.dtype, page_size=page_size)
+        cache.append(*(distributed.shard(t, 2, group, layout="contiguous") for t in (k[:, :, :-1], v[:, :, :-1])))
+        if rank == size - 1:
+            cache.append(k[:, :, -1:], v[:, :, -1:])
+        results = run(leaves[0], cache)
+        if page_size is not None:
+            cache.reset()
+            cache.append(v[:, :, :16], k[:, :, :16])  # into the same pages
+        gradients = torch.autograd.grad(results[:2], leaves, [torch.ones_like(t) for t in results[:2]])
+        found.append([*(t.detach() for t in results), *gradients])
+        with torch.no_grad():
+            found[-1] += run(leaves[0], cache)
+    return found

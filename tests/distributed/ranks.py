@@ -1,4 +1,4 @@
-"""The code that ranks run for test_attention.py: a call on parts, whose results are put together again."""
+"""The code that ranks run for tests of attention, trips and context: calls on parts, whose results are put together."""
 
 import functools
 import weakref
@@ -7,6 +7,7 @@ from itertools import count
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,7 +26,7 @@ LEARNED = ("bias", "alibi_slopes", "sinks", "relative_bias")
 
 def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over the ranks, rounded once."""
-    total = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+    total = tensor.to(torch.float64, copy=True)
     dist.all_reduce(total, group=group)
     return total.to(tensor.dtype)
 
@@ -45,8 +46,11 @@ def dense(
     dout: Tensor,
     dlse: Tensor | None,
     options: dict[str, Any],
-) -> list[Tensor]:
-    """out, lse, dq, dk, dv, and the gradients of bias, slopes and sinks, of the whole, as ``helpers.run``."""
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """out, lse, dq, dk, dv, and the gradients of LEARNED, of the whole, as ``helpers.run``.
+
+    And the sums of the absolute values of those gradients of which each rank has a share.
+    """
     length = qkv[0].shape[2]
 
     place = mesh_of(name) or group
@@ -72,11 +76,10 @@ def dense(
     if dlse is not None:
         results, gradients = [out, lse], [*gradients, part(dlse, 2).to(lse.dtype)]
     found = torch.autograd.grad(results, [*leaves, *(given[key] for key in learned)], gradients)
-    more = [
-        whole(gradient, -2) if by_row(key) else summed(gradient, group)
-        for key, gradient in zip(learned, found[3:], strict=True)
-    ]
-    return [*(whole(t, 2).detach() for t in (out, lse, *found[:3])), *more]
+    own = dict(zip(learned, found[3:], strict=True))
+    more = [whole(gradient, -2) if by_row(key) else summed(gradient, group) for key, gradient in own.items()]
+    shares = {key: summed(gradient.abs(), group) for key, gradient in own.items() if not by_row(key)}
+    return [*(whole(t, 2).detach() for t in (out, lse, *found[:3])), *more], shares
 
 
 def max_scores(
@@ -97,7 +100,7 @@ def max_scores(
 
 
 def strided(
-    group: dist.ProcessGroup, name: str, qkv: Sequence[Tensor], begins: Sequence[Tensor], options: dict[str, Tensor]
+    group: dist.ProcessGroup, name: str, qkv: Sequence[Tensor], begins: Sequence[Tensor], options: dict[str, Any]
 ) -> list[Tensor]:
     """out and the gradients of its sum, from parts in every second column of a larger tensor, heads outermost or not.
 
@@ -206,6 +209,23 @@ def training_step(
     assert x.shape[1] == 11
     assert functional.scaled_dot_product_attention is scaled_dot_product_attention
     return [summed(t, group) for t in found]
+
+
+def buffers(group: dist.ProcessGroup, whole: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Views of a tensor in a context and after it, and the tensor then."""
+    mesh, found = DeviceMesh.from_group(group, "cpu"), []
+    for view, dim in ((whole[:, ::2], 1), (whole.T, 0), (whole[:1].expand_as(whole), -1)):
+        with distributed.context_parallel(mesh, buffers=[view], buffer_seq_dims=[dim]):
+            inside = distributed.unshard(view, dim, group)
+        found.append((inside, view, whole))
+    leaf = torch.zeros(3, requires_grad=True)
+    rule = r"buffers must not require gradients, got one of shape \(3,\) that does"
+    with (
+        pytest.raises(ValueError, match=rule),
+        distributed.context_parallel(mesh, buffers=[view, leaf], buffer_seq_dims=[0, 0]),
+    ):
+        pass
+    return found
 
 
 def most_buffers(group: dist.ProcessGroup) -> int:

@@ -10,8 +10,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
 
 from pyattn import KVCache, distributed
+from pyattn.distributed import shard
 from pyattn.distributed.shares import Dense
 
 
@@ -60,6 +63,47 @@ def transformed(group: dist.ProcessGroup, name: str, transform: str) -> str:
     return "no error"
 
 
+def of_one_rank(group: dist.ProcessGroup, name: str, changes: dict[str, Any]) -> str:
+    """The error of a call whose arguments the last rank changes; of ``name``, or if it changes that, of another."""
+    x, begins = torch.zeros(1, 2, 4, 8), torch.tensor([0, 8])
+    cache = KVCache(1, 2, 8, 8)
+    if dist.get_rank(group) < dist.get_world_size(group) - 1:
+        changes = {}
+    name = changes.get("name", name)
+    q = {"q": x[0].transpose(0, 1)} if name == "ring_attention_varlen" else {"q": x}
+    given: dict[str, dict[str, Any]] = {
+        "ring_attention": q | {"k": x, "v": x},
+        "ring_attention_varlen": q | {"k": q["q"], "v": q["q"], "cu_seqlens_q": begins, "cu_seqlens_k": begins},
+        "attention_with_cache": q | {"cache": cache},
+        "unshard": {"tensor": x, "dim": 2},
+    }
+    own = {key: value for key, value in changes.items() if key != "name"}
+    try:
+        if name == "context_parallel":
+            with distributed.context_parallel(DeviceMesh.from_group(group, "cpu")):
+                functional.scaled_dot_product_attention(**{"query": x, "key": x, "value": x} | own)
+        else:
+            getattr(distributed, name)(**given[name] | own, group=group)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def group_refusals(group: dist.ProcessGroup) -> list[str]:
+    """The errors of groups that don't exist or that lack this rank, and of a mesh that lacks it."""
+    others = dist.new_group([0] if dist.get_rank() else [1])
+    mesh = DeviceMesh("cpu", [0] if dist.get_rank() else [1])
+    q, found = torch.zeros(1, 2, 4, 8), list[str]()
+    for place in (others, mesh, "world"):
+        for call in (lambda place: distributed.ring_attention(q, q, q, place), lambda place: shard(q, 2, place)):
+            try:
+                call(place)
+                found.append("no error")
+            except (TypeError, ValueError) as error:
+                found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
 def layout_refusals(group: dist.ProcessGroup) -> list[str]:
     """The errors of layouts of packed sequences: of shard, then of the ring."""
     x, begins, found = torch.zeros(9, 2, 8), torch.tensor([0, 1, 2, 3, 9]), []
@@ -68,6 +112,8 @@ def layout_refusals(group: dist.ProcessGroup) -> list[str]:
     uneven = x[: 3 + 3 * dist.get_rank(group)]
     packed = functools.partial(distributed.ring_attention_varlen, group=group)
     calls = (
+        lambda: distributed.shard(x, 3, group),
+        lambda: distributed.unshard(x, -4, group),
         lambda: distributed.shard(x, 0, group, layout="zig"),
         lambda: distributed.shard(x, 0, group, **each),
         lambda: distributed.shard(x, 0, group, cu_seqlens=begins),

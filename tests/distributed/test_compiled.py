@@ -37,7 +37,28 @@ def test_one_graph(name: str, size: int, meshed: bool) -> None:
         assert all(torch.equal(a, b) for a, b in zip(eager, graph, strict=True))
 
 
-def test_ranks_that_differ() -> None:
+@pytest.mark.parametrize("name", ["ring_attention", "attention_with_cache"])
+def test_ranks_that_differ(name: str) -> None:
     """The ranks agree when the graph runs, so they all raise."""
-    for error in pool().run(2, compiled.wrong):
+    for error in pool().run(2, compiled.wrong, name):
         assert "softcap must be the same on all ranks, got 0.0 on rank 0 and 1.0 on rank 1" in error
+
+
+def test_strides_under_inductor() -> None:
+    """Results have the strides that Inductor expects: it checks them."""
+    whole = torch.randn(3, 2, 4, 20, 8).unbind()
+    for eager, graph in pool().run(2, compiled.strided, whole):
+        assert all(torch.equal(a, b) for a, b in zip(eager, graph, strict=True))
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_one_graph_over_caches(page_size: int | None) -> None:
+    """Backward of a cache with pages has copies of them."""
+    seeded(0)
+    k, v, q = torch.randn(2, 2, 20, 8).double(), torch.randn(2, 2, 20, 8).double(), torch.randn(2, 4, 3, 8).double()
+    options: dict[str, Any] = {"sinks": torch.randn(4).double(), "dropout_p": 0.3, "window": (9, 0)}
+    options |= {"alibi_slopes": torch.rand(4).double(), "relative_bias": torch.randn(4, 11).double()}
+    options |= {"bias": torch.randn(4, 3, 20).double(), "mask": torch.rand(3, 3) < 0.7}
+    for eager, graph in pool().run(3, compiled.decoded, k, v, q, page_size, options):
+        assert len(eager) == len(graph) == 3 + 5 + 3
+        assert all(torch.equal(a, b) for a, b in zip(eager, graph, strict=True))

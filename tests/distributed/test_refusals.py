@@ -31,8 +31,17 @@ ONE = torch.zeros(1, 2, 4, 8)
             "return_max_score must be the same on all ranks, got False on rank 0 and True",
         ),
         ({2: {"mask": torch.ones(3, 12).bool()}}, "mask must be the same on all ranks, got None on rank 0 and "),
+        (
+            {1: {"key_ranges": torch.zeros(1, 4, 2).long()}},
+            "intervals of key_ranges must be the same on all ranks, got None on rank 0 and 1 on rank 1",
+        ),
+        (
+            {1: {"q": ONE.clone().requires_grad_()}},
+            r"requires_grad of q, k, v, bias, .* must be the same on all ranks, got \[False, .* and \[True, False, ",
+        ),
+        ({1: {"softmax_scale": -0.0}, 0: {"softmax_scale": 0.0}, 2: {"softmax_scale": 0.0}}, "softmax_scale must be"),
     ],
-    ids=["option", "layout", "dtype", "heads", "length", "dropout", "max_score", "mask"],
+    ids=["option", "layout", "dtype", "heads", "length", "dropout", "max_score", "mask", "ranges", "gradient", "sign"],
 )
 def test_arguments_that_differ(changes: dict[int, dict[str, Any]], message: str) -> None:
     """Every rank raises, before any waits for another's keys."""
@@ -49,6 +58,49 @@ def test_an_error_of_one_rank_reaches_all() -> None:
         == errors[2]
         == "ValueError: pyattn: ring_attention failed on rank 1: " + errors[1].partition("n: ")[2]
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("ring_attention", {"q": ONE.to_sparse()}, "q must be a dense tensor, got layout torch.sparse_coo"),
+        ("ring_attention", {"v": ONE[:, :, :3]}, "k and v must have as many positions as one another, got 4 and 3"),
+        ("ring_attention_varlen", {"cu_seqlens_q": [0, 8]}, "cu_seqlens_q must be Tensor, got [0, 8]"),
+        (
+            "ring_attention_varlen",
+            {"cu_seqlens_k": torch.tensor([0.0, 8.0])},
+            "cu_seqlens_k must be (sequences + 1,) of int32 or int64, got torch.float32 of shape (2,)",
+        ),
+        ("attention_with_cache", {"q": ONE.to("meta")}, "q must be on the cache's device, got meta and cpu"),
+        ("unshard", {"layout": "zig"}, "layout must be one of zigzag, contiguous, chunk, zigzag_varlen, got 'zig'"),
+        ("unshard", {"tensor": None}, "tensor must be Tensor, got None"),
+        (
+            "context_parallel",
+            {"key": ONE[:, :1]},
+            "query, key and value must have as many heads as one another without enable_gqa, got 2, 1 and 2",
+        ),
+    ],
+)
+def test_an_argument_of_one_rank(name: str, changes: dict[str, Any], message: str) -> None:
+    first, last = pool().run(2, refusals.of_one_rank, name, changes)
+    assert last.partition(": ")[2] == f"pyattn: {message}"
+    called = {"context_parallel": "ring_attention"}.get(name, name)
+    assert first == f"ValueError: pyattn: {called} failed on rank 1: {message}"
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "message"),
+    [
+        ("unshard", {"tensor": ONE.double()}, "dtype must be the same on all ranks, got torch.float32 on rank 0 and "),
+        ("unshard", {"tensor": ONE[..., :7]}, "shape without dim must be the same on all ranks, got [1, 2, 8] on "),
+        ("unshard", {"name": "attention_with_cache"}, "function must be the same on all ranks, got unshard on rank 0 "),
+    ],
+)
+def test_calls_that_differ(name: str, other: dict[str, Any], message: str) -> None:
+    """gloo would end the processes, were their messages of different sizes."""
+    errors = pool().run(2, refusals.of_one_rank, name, other)
+    assert errors[0] == errors[1]
+    assert errors[0].startswith(f"ValueError: pyattn: {message}")
 
 
 def test_rows_of_a_mask_are_the_ranks_own() -> None:
@@ -105,6 +157,7 @@ def test_transforms_are_refused(name: str, transform: str) -> None:
     [
         ({"k": torch.zeros(1, 2, 4, 5)}, "head_dim"),
         ({"sinks": torch.zeros(3)}, "sinks"),
+        ({"sinks": torch.zeros(2).double()}, "sinks"),
         ({"mask": torch.ones(4, 12)}, "mask"),
         ({"alibi_slopes": torch.zeros(1, 2, 2)}, "alibi_slopes"),
         (
@@ -113,7 +166,7 @@ def test_transforms_are_refused(name: str, transform: str) -> None:
         ),
         ({"dropout_p": 0.5, "dropout_seed": torch.zeros(2).long()}, "dropout_seed must be an int64 scalar, got"),
     ],
-    ids=["columns", "sinks", "mask", "slopes", "origin", "seed"],
+    ids=["columns", "sinks", "dtype", "mask", "slopes", "origin", "seed"],
 )
 def test_refused_calls_leave_no_message(arguments: dict[str, Any], message: str) -> None:
     """Arguments that are alike on all ranks but wrong are refused before anything is sent."""
@@ -138,10 +191,25 @@ def test_a_rank_that_fails(end: str, phase: str) -> None:
     assert outcomes[0] == outcomes[2] == (None, "RuntimeError")
 
 
+def test_groups_without_this_process() -> None:
+    rule = "ValueError: pyattn: this process must be a rank of"
+    both = Pool(sizes=(2,), module="distributed.refusals")  # a group is made by all processes
+    try:
+        outcomes = both.run(2, refusals.group_refusals)
+    finally:
+        both.close()
+    for rank, errors in enumerate(outcomes):
+        assert errors[:2] == [f"{rule} the group, got a group without it"] * 2
+        assert all(error.startswith(f"{rule} the mesh, got rank {rank} and DeviceMesh(") for error in errors[2:4])
+        assert errors[4:] == ["TypeError: pyattn: group must be a ProcessGroup or a DeviceMesh, got str"] * 2
+
+
 def test_layouts_of_packed_sequences() -> None:
     layouts = "pyattn: layout must be one of zigzag, contiguous, chunk"
     given = "pyattn: cu_seqlens must be given for layout zigzag_varlen, and for no other, got"
     expected = (
+        "ValueError: pyattn: dim must be a dimension of the tensor, got 3 and shape (9, 2, 8)",
+        "ValueError: pyattn: dim must be a dimension of the tensor, got -4 and shape (9, 2, 8)",
         f"ValueError: {layouts}, zigzag_varlen, got 'zig'",
         f"ValueError: {given} none for zigzag_varlen",
         f"ValueError: {given} some for zigzag",

@@ -1,0 +1,114 @@
+"""A call over the caches of several ranks: its arguments, checked and parsed, once all ranks have agreed on them."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from pyattn.arguments import check_type
+from pyattn.autocast import cast
+from pyattn.cache import KVCache
+from pyattn.cached import misfit
+from pyattn.distributed.cache_part import Whole
+from pyattn.distributed.parsed import Parsed, check_dense, refuse_transforms, seed_of, summed_wide
+from pyattn.distributed.ranks import ERRORS, Group, Ranks, agree, gather_words, ranks_of
+from pyattn.ops.schema import Options
+from pyattn.options import AttentionOptions
+
+
+class CacheCall(NamedTuple):
+    """A call that all ranks agree on.
+
+    Attributes:
+        name: of the function.
+        ranks: the ranks of the call.
+        cache: this rank's.
+        whole: the sequences, as all ranks know them.
+        options: this rank's options, with rank 0's dropout seed.
+        wanted: whether q and each of LEARNED need a gradient.
+        one_column: whether one column of bias is for the keys of all ranks, so that its gradient is a sum too.
+    """
+
+    name: str
+    ranks: Ranks
+    cache: KVCache
+    whole: Whole
+    options: Options
+    wanted: list[bool]
+    one_column: bool
+
+
+class Words(NamedTuple):
+    """The numbers of a rank's arguments, in which ranks may differ.
+
+    Attributes:
+        shortest, longest: the lengths of its sequences.
+        slots: the size of its cache.
+        mask, bias: their columns; 0 without one.
+        seed: of dropout.
+    """
+
+    shortest: int = 0
+    longest: int = 0
+    slots: int = 0
+    mask: int = 0
+    bias: int = 0
+    seed: int = 0
+
+    @classmethod
+    def of(cls, cache: KVCache, options: Options) -> "Words":
+        """A rank's own."""
+        shortest, longest = map(int, cache.lengths.aminmax()) if len(cache.lengths) else (0, 0)
+        mask, bias = (t.shape[-1] if t is not None and t.dim() else 0 for t in (options.mask, options.bias))
+        return cls(shortest, longest, cache.max_seqlen, mask, bias, seed_of(options))
+
+
+def agreed_on_caches(
+    function: Callable[..., Any], q: Tensor, cache: KVCache, group: Group | Ranks, options: AttentionOptions | Parsed
+) -> CacheCall:
+    """The call, once all ranks have the same arguments: see :func:`pyattn.distributed.ranks.agree`."""
+    ranks, error = ranks_of(group), None
+    parsed, facts, words = Parsed(Options(), False, []), dict[str, Any](), Words()
+    try:
+        _check(function, q, cache)
+        parsed = options if isinstance(options, Parsed) else Parsed.of(function, (q,), options)
+        words = Words.of(cache, parsed.options)
+        facts = _facts(q, cache, parsed)
+    except ERRORS as problem:
+        error = problem
+    all_words = [Words(*row) for row in agree(function.__name__, ranks, facts, [*words], error)]
+    known, seqlen_q = parsed.options, q.shape[2]
+    if known.dropout_p:
+        known = known._replace(dropout_seed=known.dropout_seed.new_tensor(all_words[0].seed))
+    if all(own.shortest == own.longest for own in all_words):
+        lengths = [[own.longest] * len(cache.lengths) for own in all_words]
+    else:
+        lengths = gather_words(cache.lengths.tolist(), ranks)
+    own_keys = all(own.mask == seqlen_q > 1 for own in all_words) and any(own.slots != seqlen_q for own in all_words)
+    one_column = all(own.bias == 1 for own in all_words) and any(own.slots != 1 for own in all_words)
+    known = summed_wide(known, cast(q).dtype, not one_column)
+    whole = Whole(cache.lengths.new_tensor(lengths), ranks.own, own_keys)
+    return CacheCall(function.__name__, ranks, cache, whole, known, parsed.wanted, one_column)
+
+
+def _check(function: Callable[..., Any], q: Tensor, cache: KVCache) -> None:
+    check_dense("q", q)
+    check_type("cache", cache, KVCache)
+    refuse_transforms(function)
+    if q.dim() != 4:
+        raise ValueError(f"pyattn: q must be (batch, heads, positions, head_dim), got shape {tuple(q.shape)}")
+    if cache.window is not None:
+        raise NotImplementedError("pyattn: a ring buffer on several ranks is not implemented; its keys fit one rank")
+    if problem := misfit(q, cache):
+        raise problem
+
+
+def _facts(q: Tensor, cache: KVCache, parsed: Parsed) -> dict[str, Any]:
+    """The facts that ranks must have in common, by name."""
+    k, paged = cache.k, cache.block_table is not None
+    sizes = [len(cache.lengths), k.shape[2] if paged else k.shape[1], k.shape[-1], cache.v.shape[-1]]
+    facts = {"dtype": str(q.dtype), "shape of q": list(q.shape), "cache's sizes": sizes} | parsed.facts("q")
+    for name in ("mask", "bias"):
+        if (pairs := getattr(parsed.options, name)) is not None:
+            facts[f"shape of {name} without its columns"] = list(pairs.shape[:-1])
+    return facts

@@ -1,0 +1,69 @@
+"""The operator of attention over the caches of several ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from pyattn import paged
+from pyattn.autocast import cast
+from pyattn.cache import KVCache
+from pyattn.cache.storage import over
+from pyattn.distributed.cache_call import CacheCall, agreed_on_caches
+from pyattn.distributed.merging import Merging, Saved
+from pyattn.distributed.operators import FUNCTIONS, Given, Operator, names_of, ranks_named
+from pyattn.distributed.parsed import Parsed
+from pyattn.distributed.ranks import Group
+from pyattn.distributed.rows import Rows
+from pyattn.max_score import of_heads
+from pyattn.ops.schema import Options
+from pyattn.options import AttentionOptions
+
+
+def compiled(
+    function: Callable[..., Any], q: Tensor, cache: KVCache, group: Group, options: AttentionOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, max_score) of a call that torch.compile traces."""
+    parsed = Parsed.of(function, (q,), options)
+    k, v, table, slots = cast(cache.k), cast(cache.v), cache.block_table, cache.max_seqlen
+    # backward has copies, so that appends before it change nothing; a contiguous cache's keys are too many
+    lengths = cache.lengths.clone()
+    if table is not None and any(parsed.wanted):
+        (k, v), table = paged.copied(k, v, table, lengths, slots), None
+    place = function.__name__, names_of(group), parsed.chosen, parsed.wanted
+    out, lse, *_, most = _attend(*place, cast(q), k, v, lengths, table, slots, *parsed.options)
+    return out, lse, most.detach()
+
+
+def _agreed(given: Given, options: Options) -> CacheCall:
+    (ranks,) = ranks_named(given["groups"])
+    cache = over(KVCache, *(given[name] for name in ("k", "v", "lengths", "block_table", "slots")))
+    parsed = Parsed(options, given["chosen"], given["wanted"])
+    return agreed_on_caches(FUNCTIONS[given["name"]], given["q"], cache, ranks, parsed)
+
+
+def _forward(given: Given, options: Options) -> tuple[Rows, Tensor, Options]:
+    call, q = _agreed(given, options), given["q"]
+    rows, largest, _ = Merging(call, q).forward(q)
+    return rows, of_heads(largest), call.options
+
+
+def _backward(given: Given, options: Options, dout: Tensor, dlse: Tensor | None, results: Rows) -> list[Tensor | None]:
+    q = given["q"]
+    merging = Merging(_agreed(given, options), q)
+
+    def saved() -> Saved:
+        own = merging.own(q)
+        return Saved(q, own.part, own.k, own.v, results)
+
+    return merging.backward(dout, dlse, saved)
+
+
+def _shape(given: Given) -> tuple[int, int]:
+    batch, heads, *_ = given["q"].shape
+    return batch, heads
+
+
+_ARGUMENTS = "str name, str[] groups, bool chosen, bool[] wanted, "
+_ARGUMENTS += "Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor? block_table, SymInt slots"
+_attend = Operator("attend_with_cache", _ARGUMENTS, ("q",), _forward, _backward, _shape).call

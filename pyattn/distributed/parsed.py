@@ -1,0 +1,100 @@
+"""Options that one rank has parsed, and the properties of these that all ranks must have in common."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyattn.arguments import check_tensor
+from pyattn.derivatives.transforms import transforming
+from pyattn.ops.schema import LEARNED, Options
+from pyattn.options import AttentionOptions
+from pyattn.parse import parse
+
+OWN_ROWS = ("key_ranges", "mask", "bias")
+"""Options of which each rank has the rows of its own queries."""
+
+
+class Parsed(NamedTuple):
+    """Options that have been parsed.
+
+    Attributes:
+        chosen: whether the caller chose the dropout seed.
+        wanted: which of the tensors and LEARNED need a gradient.
+    """
+
+    options: Options
+    chosen: bool
+    wanted: list[bool]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], tensors: tuple[Tensor, ...], options: AttentionOptions) -> "Parsed":
+        """The options given to a public function with its tensors."""
+        known = Options(*parse(function, options, tensors[0].device))
+        given = *tensors, *(getattr(known, name) for name in LEARNED)
+        wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in given]
+        return cls(known, options.get("dropout_seed") is not None, wanted)
+
+    def facts(self, tensors: Iterable[str]) -> dict[str, Any]:
+        """The properties that all ranks must have in common, by name, given the names of the tensors.
+
+        Of masks and biases by row, these are only the kind. Backward is a call of all ranks too, so all want the same
+        gradients.
+        """
+        facts: dict[str, Any] = {}
+        for name, value in self.options._asdict().items():
+            if not isinstance(value, Tensor):
+                facts[name] = value
+            elif name in OWN_ROWS:
+                facts[name] = f"{value.dtype} of {value.dim()} dimensions"
+            elif name == "q_offsets":
+                facts[name] = value.tolist()
+            elif name != "dropout_seed":
+                facts[name] = f"{value.dtype} of shape {list(value.shape)}"
+        facts["dropout_seed"] = seed_of(self.options) if self.chosen else None
+        return facts | {f"requires_grad of {', '.join((*tensors, *LEARNED))}": self.wanted}
+
+
+def seed_of(options: Options) -> int:
+    """The seed as a number, 0 without dropout."""
+    seed = options.dropout_seed
+    if not options.dropout_p:
+        return 0
+    if seed.dim() or seed.dtype != torch.int64:
+        raise ValueError(f"pyattn: dropout_seed must be an int64 scalar, got {seed.dtype} of shape {tuple(seed.shape)}")
+    return int(seed)
+
+
+def summed_wide(options: Options, dtype: torch.dtype, own_bias: bool) -> Options:
+    """The options with those of LEARNED whose gradients are sums over calls of kernels in float32, or float64 like q.
+
+    A kernel rounds its gradients to the dtypes of the options, and terms that cancel may be larger than their sum, so
+    the sum is rounded instead.
+
+    Args:
+        options: of a call.
+        dtype: of q.
+        own_bias: whether each number of the bias has its gradient from one call.
+    """
+    given = {name: getattr(options, name) for name in LEARNED if not (own_bias and name == "bias")}
+    wide, taken = torch.promote_types(dtype, torch.float32), (dtype, torch.float32)  # others are refused later
+    found: Options = options._replace(
+        **{name: t.to(wide) for name, t in given.items() if t is not None and t.dtype in taken}
+    )
+    return found
+
+
+def check_dense(name: str, value: object) -> None:
+    """TypeError unless ``value`` is a tensor; NotImplementedError unless its numbers lie in memory by strides."""
+    check_tensor(name, value)
+    if isinstance(value, Tensor) and value.layout is not torch.strided:
+        raise NotImplementedError(f"pyattn: {name} must be a dense tensor, got layout {value.layout}")
+
+
+def refuse_transforms(function: Callable[..., Any]) -> None:
+    """NotImplementedError within a transform of torch.func or forward-mode differentiation."""
+    if transforming():
+        raise NotImplementedError(
+            f"pyattn: {function.__name__} has no rule for transforms of torch.func or forward mode"
+        )
