@@ -11,7 +11,8 @@ struct Context {
   void *stack, *frame, *next;
 };
 
-// Makes a context that calls the function, which never returns, on a stack that is aligned to 16 bytes.
+// Makes a context that calls the function, which never returns, on a stack that is aligned to 16 bytes. Elsewhere than
+// on x86-64 it may be copied only after it was resumed.
 inline void begin(Context& context, char* stack, size_t bytes, void (*function)()) {
   context = {stack + bytes - sizeof(void*), nullptr, reinterpret_cast<void*>(function)};  // as if just called
 }

@@ -77,10 +77,10 @@ void run_kernels() {
 // Gives the block as many threads and as much shared memory.
 void prepare(int threads, int shared_bytes) {
   Block& b = *block;
-  for (int t = b.threads.size(); t < threads; ++t) {
-    Thread& added = b.threads.emplace_back();
-    begin(added.context, added.stack.get(), kStackBytes, run_kernels);
-  }
+  const size_t before = b.threads.size();
+  b.threads.resize(std::max(before, size_t(threads)));
+  for (size_t t = before; t < b.threads.size(); ++t)
+    begin(b.threads[t].context, b.threads[t].stack.get(), kStackBytes, run_kernels);
   b.warps.resize(b.threads.size() / kWarpLanes), b.exchanges.resize(b.threads.size());
   b.shared.resize(std::max(b.shared.size(), size_t(shared_bytes) + 127));
   const auto begin = reinterpret_cast<uintptr_t>(b.shared.data());
