@@ -42,10 +42,13 @@ def serve(rank: int, pipe: Connection, rendezvous: str, sizes: Sequence[int], se
         pipe.send_bytes(buffer.getvalue())
 
 
-def fork_ranks(module: str, pipes: Sequence[Connection], *arguments: Any) -> None:
+def fork_ranks(module: str, compiles: bool, pipes: Sequence[Connection], *arguments: Any) -> None:
     """Forks the ranks from one process that has imported what they run; together they are a process group."""
     os.setpgrp()
     importlib.import_module(module)
+    if compiles:  # the first time imports the compiler, in over a second of each rank
+        torch.compile(torch.neg, backend="aot_eager")(torch.zeros(1))
+        torch._dynamo.reset()
     for rank, pipe in enumerate(pipes):
         if os.fork() == 0:
             for other in pipes[:rank] + pipes[rank + 1 :]:
@@ -65,12 +68,19 @@ class Pool:
         sizes: how many ranks a call may have.
         seconds: after so many, a rank that waits for another raises.
         module: imported once for all ranks; it takes longer than to start them.
+        compiles: whether torch's compiler is, too.
     """
 
-    def __init__(self, sizes: Sequence[int] = SIZES, seconds: int = 60, module: str = "distributed.parallel") -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int] = SIZES,
+        seconds: int = 60,
+        module: str = "distributed.parallel",
+        compiles: bool = True,
+    ) -> None:
         rendezvous = str(Path(tempfile.mkdtemp()) / "rendezvous")
         self.pipes, theirs = zip(*(fresh.CONTEXT.Pipe() for _ in range(max(sizes))), strict=True)
-        arguments = module, theirs, rendezvous, sizes, seconds
+        arguments = module, compiles, theirs, rendezvous, sizes, seconds
         self.process = fresh.CONTEXT.Process(target=fork_ranks, args=arguments, daemon=True)
         self.process.start()
         for pipe in theirs:

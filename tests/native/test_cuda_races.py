@@ -58,6 +58,36 @@ def found(
     return races((q, k, v), dout, deterministic=deterministic, without=without, **options)
 
 
+def test_without_a_barrier_or_a_wait_there_are_races() -> None:
+    """So each of them is needed, and the detector notices its absence.
+
+    The longest test of those that run last stands before them, so no process waits for it alone.
+    """
+    dropout: dict[str, Any] = {"dropout_p": 0.2}
+    cases: list[tuple[int, dict[str, Any]]] = [(32, {}), (32, dropout), (256, {}), (31, {}), (32, {"bias": "float qk"})]
+
+    def missed(place: str) -> bool:
+        return not any(
+            found(deterministic, dim, torch.float16, causal, without=place, **features)
+            for dim, features in cases
+            for causal in (False, True)
+            for deterministic in (True, False)
+        )
+
+    missed("")
+    assert sorted(places()) == sorted(in_sources())
+    assert list(filter(missed, places())) == []
+
+
+def in_sources() -> Iterator[str]:
+    """The output of :func:`places` after kernels have passed all of them."""
+    for path in (ROOT / "csrc" / "cuda").glob("*.h"):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            for call in re.findall(r"\b(barrier|barrier_or|wait_for_copies)\(", line):
+                if path.name != "ptx.h":
+                    yield f"{call.split('_')[0]} {path.relative_to(ROOT)}:{number}"
+
+
 @FULL_AND_CAUSAL
 @pytest.mark.parametrize("dim", DIMS)
 def test_head_dims(emulation: Backend, dim: int, dtype: torch.dtype, causal: bool) -> None:
@@ -112,30 +142,3 @@ def test_splits(emulation: Backend, dtype: torch.dtype, dim: int, features: dict
         t[:, :, ::9] = torch.nan
     options = case.options | case.tensors(dtype)
     assert races((q, k, v), dout, deterministic=emulation.repeatable, **options) == []
-
-
-def test_without_a_barrier_or_a_wait_there_are_races() -> None:
-    """So each of them is needed, and the detector notices its absence."""
-    dropout: dict[str, Any] = {"dropout_p": 0.2}
-    cases: list[tuple[int, dict[str, Any]]] = [(32, {}), (32, dropout), (256, {}), (31, {}), (32, {"bias": "float qk"})]
-
-    def missed(place: str) -> bool:
-        return not any(
-            found(deterministic, dim, torch.float16, causal, without=place, **features)
-            for dim, features in cases
-            for causal in (False, True)
-            for deterministic in (True, False)
-        )
-
-    missed("")
-    assert sorted(places()) == sorted(in_sources())
-    assert list(filter(missed, places())) == []
-
-
-def in_sources() -> Iterator[str]:
-    """The output of :func:`places` after kernels have passed all of them."""
-    for path in (ROOT / "csrc" / "cuda").glob("*.h"):
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            for call in re.findall(r"\b(barrier|barrier_or|wait_for_copies)\(", line):
-                if path.name != "ptx.h":
-                    yield f"{call.split('_')[0]} {path.relative_to(ROOT)}:{number}"

@@ -51,38 +51,38 @@ void add_atomically(float* to, float x) { std::atomic_ref(*to).fetch_add(x, std:
 template <class T>
 T shuffle_xor(T x, int lanes) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8);
-  uint32_t words[2] = {};
-  std::memcpy(words, &x, sizeof x);
-  const auto& all = emulation::exchange(words, 2);
-  std::memcpy(&x, all[emulation::lane() ^ lanes], sizeof x);
-  return x;
+  auto& all = emulation::staged<T[kWarpLanes]>();
+  all[emulation::lane()] = x;
+  emulation::exchange();
+  return all[emulation::lane() ^ lanes];
 }
 
 using SharedAddress = uintptr_t;
 SharedAddress shared_address(const void* p) { return reinterpret_cast<SharedAddress>(p); }
 
-const char* matrix_row(const emulation::Words& rows, int matrix, int row) {
-  const char* p;
-  std::memcpy(&p, rows[8 * matrix + row], sizeof p);
-  return p;
+// The lanes' addresses: those of the rows of four matrices.
+const SharedAddress* exchange_rows(SharedAddress row) {
+  emulation::check_shared(row, 16, 16);
+  auto& rows = emulation::staged<SharedAddress[kWarpLanes]>();
+  rows[emulation::lane()] = row;
+  emulation::exchange();
+  return rows;
 }
 
 void load_matrices(uint32_t (&r)[4], SharedAddress row) {
-  emulation::check_shared(row, 16, 16);
-  const auto& rows = emulation::exchange(reinterpret_cast<const uint32_t*>(&row), 2);
+  const SharedAddress* rows = exchange_rows(row);
   const int lane = emulation::lane();
   for (int matrix = 0; matrix < 4; ++matrix)
-    std::memcpy(&r[matrix], matrix_row(rows, matrix, lane / 4) + 4 * (lane % 4), 4);
+    std::memcpy(&r[matrix], reinterpret_cast<const char*>(rows[8 * matrix + lane / 4]) + 4 * (lane % 4), 4);
 }
 
 void load_matrices_transposed(uint32_t (&r)[4], SharedAddress row) {
-  emulation::check_shared(row, 16, 16);
-  const auto& rows = emulation::exchange(reinterpret_cast<const uint32_t*>(&row), 2);
+  const SharedAddress* rows = exchange_rows(row);
   const int lane = emulation::lane();
   for (int matrix = 0; matrix < 4; ++matrix)
     for (int i = 0; i < 2; ++i)
       std::memcpy(reinterpret_cast<char*>(&r[matrix]) + 2 * i,
-                  matrix_row(rows, matrix, 2 * (lane % 4) + i) + 2 * (lane / 4), 2);
+                  reinterpret_cast<const char*>(rows[8 * matrix + 2 * (lane % 4) + i]) + 2 * (lane / 4), 2);
 }
 
 uint32_t load_word(SharedAddress address) {

@@ -1,6 +1,5 @@
 #include "tensor_core.h"
 
-#include <bit>
 #include <cstring>
 
 #include "threads.h"
@@ -13,6 +12,9 @@ typedef float Floats __attribute__((vector_size(32)));
 typedef double Doubles __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(32)));
 typedef int64_t Longs __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(32)));
+typedef uint16_t HalfWords __attribute__((vector_size(16)));
+typedef _Float16 Halves __attribute__((vector_size(16)));
 
 template <class To, class From>
 To convert(From x) {
@@ -51,49 +53,64 @@ Floats add_aligned(const Doubles (&addends)[kCount]) {
   return exact ? convert<Floats>(sum) : truncate(convert<Doubles>(units) * (Doubles)power / kUnits);
 }
 
-// The words of a lane: its parts of a, b and c.
-constexpr int kA = 0, kB = 4, kC = 6, kCount = 10;
+// The fragments of a warp, in rows of 8 columns. Lane 4 row + t has words [row][t] of a and
+// c, [t][row] of b, whose column is the row.
+struct Fragments {
+  uint32_t a[4][8][4];
+  uint32_t b[2][4][8];
+  float c[2][8][4][2];
+};
+static_assert(sizeof(Fragments) == kStagingBytes);
 
-// c += a b for the fragments of a warp's lanes, once for all of them. widen(word, term) is one of a word's kTerms columns.
+template <class To, class From>
+To load(const From* p) {
+  To x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+
+// c += a b, once for all lanes. widen(words, term) is one of each word's kTerms columns.
 template <int kTerms, auto widen>
-void multiply_warp(Words& words) {
+void multiply_warp(Fragments& f) {
   constexpr int kDepth = 4 * kTerms;  // of a step, which takes one word of b and two of a
   for (int half = 0; half < 2; ++half) {
     Doubles b[kDepth];
     for (int t = 0; t < 4; ++t)
-      for (int k = 0; k < kTerms; ++k)
-        for (int column = 0; column < 8; ++column)
-          b[t * kTerms + k][column] = widen(words[4 * column + t][kB + half], k);
-    for (int row = 0; row < 16; ++row) {
-      uint32_t (*const lanes)[kMaxWords] = words + row % 8 * 4;
-      const int below = row / 8, c = kC + 2 * below;
-      Doubles addends[kDepth + 1];
-      Floats sums;
-      for (int t = 0; t < 4; ++t) {
-        for (int k = 0; k < kTerms; ++k)
-          addends[t * kTerms + k] = double{widen(lanes[t][kA + 2 * half + below], k)} * b[t * kTerms + k];
-        for (int i = 0; i < 2; ++i) sums[2 * t + i] = std::bit_cast<float>(lanes[t][c + i]);
+      for (int k = 0; k < kTerms; ++k) b[t * kTerms + k] = convert<Doubles>(widen(load<Words>(f.b[half][t]), k));
+    for (int below = 0; below < 2; ++below) {
+      double a[kTerms][8][4];
+      for (int row = 0; row < 8; row += 2)
+        for (int k = 0; k < kTerms; ++k) {
+          const Doubles two_rows = convert<Doubles>(widen(load<Words>(f.a[2 * half + below][row]), k));
+          std::memcpy(a[k][row], &two_rows, sizeof two_rows);
+        }
+      for (int row = 0; row < 8; ++row) {
+        Doubles addends[kDepth + 1];
+        for (int t = 0; t < 4; ++t)
+          for (int k = 0; k < kTerms; ++k) addends[t * kTerms + k] = a[k][row][t] * b[t * kTerms + k];
+        addends[kDepth] = convert<Doubles>(load<Floats>(f.c[below][row]));
+        const Floats sums = add_aligned(addends);
+        std::memcpy(f.c[below][row], &sums, sizeof sums);
       }
-      addends[kDepth] = convert<Doubles>(sums);
-      sums = add_aligned(addends);
-      for (int t = 0; t < 4; ++t)
-        for (int i = 0; i < 2; ++i) lanes[t][c + i] = std::bit_cast<uint32_t>(sums[2 * t + i]);
     }
   }
 }
 
 template <int kTerms, auto widen>
 void multiply_add(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  uint32_t mine[kCount];
-  std::memcpy(mine + kA, a, sizeof a), std::memcpy(mine + kB, b, sizeof b), std::memcpy(mine + kC, c, sizeof c);
-  std::memcpy(c, exchange(mine, kCount, multiply_warp<kTerms, widen>)[lane()] + kC, sizeof c);
+  Fragments& f = staged<Fragments>();
+  const int row = lane() / 4, t = lane() % 4;
+  for (int i = 0; i < 4; ++i) f.a[i][row][t] = a[i];
+  for (int i = 0; i < 2; ++i) f.b[i][t][row] = b[i];
+  for (int i = 0; i < 2; ++i) std::memcpy(f.c[i][row][t], c + 2 * i, sizeof f.c[i][row][t]);
+  if (lane() == kWarpLanes - 1) multiply_warp<kTerms, widen>(f);
+  exchange();
+  for (int i = 0; i < 2; ++i) std::memcpy(c + 2 * i, f.c[i][row][t], sizeof f.c[i][row][t]);
 }
 
-float widen_f16(uint32_t x, int term) {
-  return static_cast<float>(std::bit_cast<_Float16>(static_cast<uint16_t>(x >> 16 * term)));
-}
-float widen_bf16(uint32_t x, int term) { return std::bit_cast<float>(term ? x & 0xffff0000 : x << 16); }
-float widen_tf32(uint32_t x, int) { return std::bit_cast<float>(x & 0xffffe000); }
+Floats widen_f16(Words x, int term) { return convert<Floats>((Halves)convert<HalfWords>(x >> 16 * term)); }
+Floats widen_bf16(Words x, int term) { return (Floats)(term ? x & 0xffff0000 : x << 16); }
+Floats widen_tf32(Words x, int) { return (Floats)(x & 0xffffe000); }
 
 }  // namespace
 

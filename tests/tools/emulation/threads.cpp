@@ -1,18 +1,16 @@
 #include "threads.h"
 
-#include <setjmp.h>
-#include <ucontext.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
+
+#include "context.h"
 
 namespace emulation {
 namespace {
@@ -29,24 +27,24 @@ enum class Wait { kWarp, kBlock, kEnd };
 
 struct Thread {
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
-  jmp_buf resume;
+  Context context;
   Wait wait;
   Place place;  // of the barrier that it waits at
   bool any;     // its argument there
   std::vector<Copy> copies;
 };
 
-// The words of this exchange and of the one before, which slower lanes may still read.
+// What lanes exchange now, and what they exchanged before, which slower lanes may still read.
 struct Warp {
-  Words words[2];
+  alignas(64) char staging[2][kStagingBytes];
 };
 
 // Kept for the blocks of later launches, because new stacks cost more than most launches. There may
 // be more threads and warps than the current block has.
 struct Block {
   bool any;  // the result of the last barrier
-  jmp_buf scheduler;
-  std::deque<Thread> threads;
+  Context scheduler;
+  std::vector<Thread> threads;
   std::vector<Warp> warps;
   std::vector<int> exchanges;
   std::vector<char> shared;
@@ -54,7 +52,7 @@ struct Block {
   void (*call)(const void* kernel, const void* params);
 };
 
-thread_local Block* block;
+thread_local constinit Block* block __attribute__((tls_model("initial-exec"))) = nullptr;
 
 Thread& current() { return block->threads[here.thread]; }
 
@@ -62,37 +60,27 @@ Thread& current() { return block->threads[here.thread]; }
 // inlined: a compiler may keep the addresses of thread_local variables from one wait to the next.
 #define PYATTN_BETWEEN_WAITS [[gnu::noinline]]
 
-void leave_for(jmp_buf& mine, jmp_buf& other) {
-  if (_setjmp(mine) == 0) _longjmp(other, 1);
-}
-
 // Leaves the current thread for the warp's next lane; the last lane, for the scheduler.
 PYATTN_BETWEEN_WAITS void wait_for(Wait what) {
   Thread& t = current();
   t.wait = what;
   const bool is_last = lane() == kWarpLanes - 1;
-  leave_for(t.resume, is_last ? block->scheduler : block->threads[++here.thread].resume);
+  leave_for(t.context, is_last ? block->scheduler : block->threads[++here.thread].context);
 }
 
-PYATTN_BETWEEN_WAITS void wait_for_a_kernel() { leave_for(current().resume, block->scheduler); }
 PYATTN_BETWEEN_WAITS void call_kernel() { block->call(here.kernel, block->params); }
 
 void run_kernels() {
-  for (wait_for_a_kernel();; wait_for(Wait::kEnd)) call_kernel();
-}
-
-void start(Thread& t) {
-  ucontext_t context;
-  getcontext(&context);
-  context.uc_stack.ss_sp = t.stack.get(), context.uc_stack.ss_size = kStackBytes, context.uc_link = nullptr;
-  makecontext(&context, run_kernels, 0);
-  if (_setjmp(block->scheduler) == 0) setcontext(&context);
+  for (;; wait_for(Wait::kEnd)) call_kernel();
 }
 
 // Gives the block as many threads and as much shared memory.
 void prepare(int threads, int shared_bytes) {
   Block& b = *block;
-  for (here.thread = b.threads.size(); here.thread < threads; ++here.thread) start(b.threads.emplace_back());
+  const size_t before = b.threads.size();
+  b.threads.resize(std::max(before, size_t(threads)));
+  for (size_t t = before; t < b.threads.size(); ++t)
+    begin(b.threads[t].context, b.threads[t].stack.get(), kStackBytes, run_kernels);
   b.warps.resize(b.threads.size() / kWarpLanes), b.exchanges.resize(b.threads.size());
   b.shared.resize(std::max(b.shared.size(), size_t(shared_bytes) + 127));
   const auto begin = reinterpret_cast<uintptr_t>(b.shared.data());
@@ -102,11 +90,11 @@ void prepare(int threads, int shared_bytes) {
 
 // Runs a warp until its lanes wait for a barrier or have ended, all of them for the same thing.
 void run_warp(int first) {
-  std::deque<Thread>& threads = block->threads;
+  std::vector<Thread>& threads = block->threads;
   Wait wait;
   do {
     here.thread = first;
-    leave_for(block->scheduler, threads[first].resume);
+    leave_for(block->scheduler, threads[first].context);
     wait = threads[first].wait;
     for (int i = 0; i < kWarpLanes; ++i)
       require(threads[first + i].wait == wait, "lanes of a warp wait for different things");
@@ -174,14 +162,9 @@ bool barrier(bool any, Place place) {
   return block->any;
 }
 
-const Words& exchange(const uint32_t* words, int count, void (*combine)(Words&)) {
-  require(count <= kMaxWords, "too many words to exchange");
-  Words& all = block->warps[here.thread / kWarpLanes].words[block->exchanges[here.thread]++ % 2];
-  std::memcpy(all[lane()], words, count * sizeof *words);
-  if (combine && lane() == kWarpLanes - 1) combine(all);  // it runs last
-  wait_for(Wait::kWarp);
-  return all;
-}
+char* staging() { return block->warps[here.thread / kWarpLanes].staging[block->exchanges[here.thread]++ & 1]; }
+
+void exchange() { wait_for(Wait::kWarp); }
 
 void copy_later(void* to, const void* from, int bytes) {
   if constexpr (kRaces) races::begin_copy(to);

@@ -10,9 +10,7 @@
 
 namespace emulation {
 
-inline constexpr int kWarpLanes = 32, kMaxWords = 16;
-
-using Words = uint32_t[kWarpLanes][kMaxWords];
+inline constexpr int kWarpLanes = 32, kStagingBytes = 1280;  // of the fragments of a product
 
 // The thread of a block that a thread of the host runs.
 struct Position {
@@ -48,8 +46,16 @@ inline void check_shared(uintptr_t address, uintptr_t bytes, uintptr_t alignment
 // Waits for all threads of the block. Returns whether any of them has passed true.
 bool barrier(bool any, Place place);
 
-// Publishes the lane's words and returns those of all lanes, after combine has changed them.
-const Words& exchange(const uint32_t* words, int count, void (*combine)(Words&) = nullptr);
+// Lanes of a warp exchange words: each writes its own to staged<T>(), calls exchange(), and reads what others wrote. The
+// last lane may change the words before it calls exchange().
+char* staging();
+void exchange();
+
+template <class T>
+T& staged() {
+  static_assert(sizeof(T) <= kStagingBytes);
+  return *reinterpret_cast<T*>(staging());
+}
 
 // Copies that arrive when their thread waits for them.
 void copy_later(void* to, const void* from, int bytes);
