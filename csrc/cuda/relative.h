@@ -1,15 +1,13 @@
-// Relative biases: the entry of the table that a key's distance gives it, and the diagonals of scores whose entry
-// lies between the table's ends.
+// Relative biases: the entry of the table that a key's distance gives it.
 //
 //   reach 2, q_offset 0    key  0 1 2 3 4
 //                        row 0  2 3 4 4 4    entries 0 and 4 are the ends: of distances -2 and 2, and all beyond
-//                        row 1  1 2 3 4 4    entries 1, 2 and 3 lie on the diagonals j - i = -1, 0 and 1
+//                        row 1  1 2 3 4 4    the others, of shorter distances, lie on the inner diagonals
 //                        row 2  0 1 2 3 4
 #pragma once
 
 #include "cuda/primitives.h"
 #include "shared/distances.h"
-#include "shared/mask.h"
 
 namespace pyattn::cuda {
 namespace {
@@ -32,14 +30,6 @@ struct RelativeRow {
   PYATTN_DEVICE bool at_last(int key) const { return key >= high; }
   PYATTN_DEVICE T at(int key) const { return values[at_first(key) ? low : at_last(key) ? high : key]; }
 };
-
-// The diagonals, j - i, whose distance is less than the reach, and that the mask's formulas show.
-PYATTN_DEVICE Range inner_diagonals(const Mask& mask) {
-  const Head& head = mask.head;
-  const int64_t position = -distance_of(mask.p, head, 0, 0), reach = mask.p.score.reach;
-  return {max(max(position - reach + 1, mask.diagonals.begin), 1 - head.seqlen_q),
-          min(min(position + reach, mask.diagonals.end), head.seqlen_k)};
-}
 
 }  // namespace
 }  // namespace pyattn::cuda

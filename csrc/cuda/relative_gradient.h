@@ -15,6 +15,15 @@
 namespace pyattn::cuda {
 namespace {
 
+// The diagonals, j - i, whose distance is less than the reach, and that the mask's formulas show:
+// those of the scores whose entry lies between the ends of the table.
+PYATTN_DEVICE Range inner_diagonals(const Mask& mask) {
+  const Head& head = mask.head;
+  const int64_t position = -distance_of(mask.p, head, 0, 0), reach = mask.p.score.reach;
+  return {max(max(position - reach + 1, mask.diagonals.begin), 1 - head.seqlen_q),
+          min(min(position + reach, mask.diagonals.end), head.seqlen_k)};
+}
+
 // Bands of kDiagonals inner diagonals of each sequence and query head: as many for each as any may have.
 template <int kDiagonals>
 struct Bands {

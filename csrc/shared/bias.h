@@ -32,14 +32,27 @@ constexpr int64_t offset_of_row(const BroadcastView& view, const Head& head, int
   return head.b * view.stride_b + head.query_head(r) * view.stride_h + head.query(r) * view.stride_q;
 }
 
-// Calls f(shown) for the row whose element for key 0 is given; shown(j) says whether
-// key j may take part. Contiguous keys are a separate case, which compilers vectorise.
+// The elements of a row; shown(j) says whether key j may take part.
+template <class E>
+struct ShownKeys {
+  const E* row;  // the element of key 0
+  constexpr bool operator()(int64_t j) const { return allows(row[j]); }
+};
+template <class E>
+struct StridedShownKeys {
+  const E* row;
+  int64_t stride;
+  constexpr bool operator()(int64_t j) const { return allows(row[j * stride]); }
+};
+
+// Calls f(shown) for the row whose element for key 0 is given.
+// Contiguous keys are a separate case, which compilers vectorise.
 template <class E, class F>
 constexpr void with_keys(const BroadcastView& view, const E* row, F f) {
   if (view.stride_k == 1)
-    f([=](int64_t j) { return allows(row[j]); });
+    f(ShownKeys<E>{row});
   else
-    f([=, stride = view.stride_k](int64_t j) { return allows(row[j * stride]); });
+    f(StridedShownKeys<E>{row, view.stride_k});
 }
 
 // The same for row r of a head.

@@ -1,8 +1,6 @@
-// The mask: every query row of a KV head sees one interval of keys, or with key
-// ranges up to kMostRanges, apart from holes. Filters make the holes: a bool mask,
-// and a bias where it is -inf. No other file compares a key's index with a query's,
-// or names the filters. Every backend shares this file; everything is constexpr, so
-// device code may call it.
+// The mask of blocks of query rows and of keys, beside that of single rows (row_mask.h): which
+// part of a tile is visible. Every backend shares this file; everything is constexpr, so device
+// code may call it.
 //
 //   causal, q_offset 1    key  0 1 2 3 4
 //   window_left 1       row 0  1 1 0 0 0    rows 0 to 2: keys_of_any [0, 4), keys_of_all [2, 2)
@@ -10,7 +8,7 @@
 //                       row 2  0 0 1 1 0    cover of rows 1 and 2: key 2 kFull, 1 and 3 kPart, 0 and 4 kNone
 #pragma once
 
-#include "shared/bias.h"
+#include "shared/row_mask.h"
 
 namespace pyattn::PYATTN_ISA {
 namespace {
@@ -20,17 +18,6 @@ enum class Cover { kNone, kPart, kFull };
 
 // Rows of a BlockKeys: divides every backend's blocks of rows, and a warp's, evenly.
 inline constexpr int64_t kBlockRows = 16;
-
-// Sums that saturate at the ends of int64; b is not negative.
-constexpr int64_t add_saturated(int64_t a, int64_t b) { return a > INT64_MAX - b ? INT64_MAX : a + b; }
-constexpr int64_t subtract_saturated(int64_t a, int64_t b) { return a < INT64_MIN + b ? INT64_MIN : a - b; }
-
-// Calls f(view, rows) for each filter; rows holds the keys that it leaves each row of its own shape.
-template <class P, class F>
-constexpr void each_mask_tensor(P& p, F f) {
-  if (p.mask.shown.data) f(p.mask.shown, p.mask.mask_rows);
-  if (has_bias(p.score)) f(p.score.bias, p.mask.bias_rows);
-}
 
 // Whether formulas can't tell which keys a block of rows sees.
 constexpr bool needs_blocks(const ForwardParams& p) {
@@ -50,62 +37,11 @@ constexpr int64_t summaries_of(const ForwardParams& p) { return p.mask.num_range
 // summaries in params, one for each block and interval, answer for blocks that begin at a
 // multiple of kBlockRows; the pass that writes them asks about single rows only. A block
 // has at least one row, or one key.
-struct Mask {
-  const ForwardParams& p;
-  Head head;
-  Range diagonals;  // by formula, query i sees keys [i + begin, i + end), clipped to [0, seqlen_k)
+struct Mask : RowMask {
+  using RowMask::RowMask;
 
-  // Both ends are clamped to [-seqlen_q, seqlen_k]: beyond these they change nothing.
-  // An end without a bound lies before the first key, or after the last one.
-  constexpr Mask(const ForwardParams& p, const Head& head) : p(p), head(head), diagonals{} {
-    const int64_t offset = p.mask.q_offsets ? p.mask.q_offsets[head.b] : p.mask.q_offset;
-    const int64_t left = p.mask.window_left, right = p.mask.causal ? 0 : p.mask.window_right;
-    const auto bound = [&](int64_t end) { return clamp(end, -head.seqlen_q, head.seqlen_k); };
-    diagonals.begin = left < 0 ? -head.seqlen_q : bound(subtract_saturated(offset, left));
-    diagonals.end = 1 + (right < 0 ? head.seqlen_k : bound(add_saturated(offset, right)));
-  }
-
-  // The keys that query i sees if there are neither key ranges nor filters.
-  constexpr Range by_formula(int64_t i) const {
-    return {clamp(i + diagonals.begin, 0, head.seqlen_k), clamp(i + diagonals.end, 0, head.seqlen_k)};
-  }
-
-  // How many intervals a row has, and how many summaries a block of rows.
-  constexpr int64_t intervals() const { return p.mask.num_ranges; }
+  // How many summaries a block of rows has.
   constexpr int64_t summaries() const { return summaries_of(p); }
-
-  // The keys that a row sees in its interval n; with holes, from the first to the last one that it may see.
-  constexpr Range keys_of(int64_t r, int64_t n) const {
-    const int64_t i = head.query(r);
-    Range keys = by_formula(i);
-    if (p.mask.key_ranges) {
-      const int64_t* range = ranges_of(i) + 2 * n;
-      keys = keys.in({range[0], range[1]});
-    }
-    each_row(r, [&](const auto&, const RowKeys& row) { keys = keys.in({row.begin, row.end}); });
-    return keys;
-  }
-
-  // The same in all its intervals, from the first to the last key.
-  constexpr Range keys_of(int64_t r) const {
-    return hull(intervals(), [&](int64_t n) { return keys_of(r, n); });
-  }
-
-  // keys_of without masked keys at its ends: another mask may cut a row at one of its holes.
-  template <class S>
-  constexpr Range exact_keys_of(int64_t r, int64_t n) const {
-    Range keys = keys_of(r, n);
-    if (has_holes(r)) {
-      while (!keys.empty() && !passes<S>(r, keys.begin)) ++keys.begin;
-      while (!keys.empty() && !passes<S>(r, keys.end - 1)) --keys.end;
-    }
-    return keys;
-  }
-
-  template <class S>
-  constexpr Range exact_keys_of(int64_t r) const {
-    return hull(intervals(), [&](int64_t n) { return exact_keys_of<S>(r, n); });
-  }
 
   // Whether the summary of a row holds several intervals, some key between which the row does not see.
   constexpr bool has_gaps(int64_t r) const {
@@ -113,43 +49,6 @@ struct Mask {
     int64_t count = 0;
     for (int64_t n = 0; n < intervals(); ++n) count += keys_of(r, n).count();
     return count < keys_of(r).count();
-  }
-
-  // Whether a key that the formulas and the ends of the row's filters show lies in one of its intervals.
-  constexpr bool in_interval(int64_t r, int64_t key) const {
-    const int64_t* range = ranges_of(head.query(r));
-    bool in = false;
-    PYATTN_ROLLED
-    for (int64_t n = 0; n < intervals(); ++n, range += 2) in = in || (range[0] <= key && key < range[1]);
-    return in;
-  }
-
-  template <class S>
-  constexpr bool sees_any(int64_t r) const {
-    const int64_t i = head.query(r);
-    if (i + diagonals.end <= 0 || max(0, i + diagonals.begin) >= head.seqlen_k) return false;
-    return !p.mask.blocks || !exact_keys_of<S>(r).empty();
-  }
-
-  // Whether some key in an interval of the row may be masked.
-  constexpr bool has_holes(int64_t r) const {
-    bool any = false;
-    each_row(r, [&](const auto&, const RowKeys& row) { any = any || row.holes; });
-    return any;
-  }
-
-  // Calls f(shown) for each filter that makes holes in a row;
-  // shown(j) says whether it leaves key j of keys_of visible.
-  template <class S, class F>
-  constexpr void each_filter(int64_t r, F f) const {
-    each_row(r, [&](const auto& view, const RowKeys& row) {
-      if (row.holes) with_keys_of_row<S>(view, head, r, f);
-    });
-  }
-
-  template <class S>
-  constexpr bool sees(int64_t r, int64_t key) const {
-    return keys_of(r).contains(key) && (intervals() == 1 || in_interval(r, key)) && passes<S>(r, key);
   }
 
   // The keys from the first to the last one that some row of [r0, r0 + rows) sees in its interval n.
@@ -297,38 +196,6 @@ struct Mask {
   static constexpr int64_t count_summaries(const ForwardParams& p) { return count_blocks(p) * summaries_of(p); }
 
  private:
-  // The key ranges of query i, one after the other.
-  constexpr const int64_t* ranges_of(int64_t i) const {
-    return p.mask.key_ranges + head.b * p.mask.key_ranges_stride_b + 2 * (head.first_q + i) * intervals();
-  }
-
-  // Whether all filters leave the key visible.
-  template <class S>
-  constexpr bool passes(int64_t r, int64_t key) const {
-    bool all = true;
-    each_filter<S>(r, [&](auto shown) { all = all && shown(key); });
-    return all;
-  }
-
-  // The smallest range that holds of(n) for every n below count.
-  template <class F>
-  static constexpr Range hull(int64_t count, F of) {
-    Range all = of(0);
-    PYATTN_ROLLED
-    for (int64_t n = 1; n < count; ++n) {
-      const Range keys = of(n);
-      if (keys.empty()) continue;
-      all = all.empty() ? keys : Range{min(all.begin, keys.begin), max(all.end, keys.end)};
-    }
-    return all;
-  }
-
-  // Calls f(view, keys) for each filter, with the keys that it leaves row r.
-  template <class F>
-  constexpr void each_row(int64_t r, F f) const {
-    each_mask_tensor(p, [&](const auto& view, const RowKeys* rows) { f(view, rows[OwnRows(p, view).index(head, r)]); });
-  }
-
   // Calls f(first row, summary of interval n) for each block that has some of these rows.
   template <class F>
   constexpr void each_block(Range rows, int64_t n, F f) const {

@@ -42,7 +42,7 @@ LIKELY = {
     "gpu/pages": ("ops/pages_cuda.cpp",),
     "cache/keep": ("ops/keep.h",),
     "cache/ring_buffer": ("ops/cache.cpp",),
-    "masks/header": ("shared/mask.h",),
+    "masks/header": ("shared/mask.h", "shared/row_mask.h"),
     "native/splits": ("cuda/forward_splits.h", "cuda/merge.h"),
     "native/cuda_relative": ("cuda/head_tiles.h", "cuda/relative.h", "cuda/relative_gradient.h", "cuda/workspace.h"),
     "attention/threads": ("ops/host.cpp", "library/float_control.h"),

@@ -3,6 +3,8 @@
 // backward, so nothing is saved. library/passes.cpp keeps their results.
 #pragma once
 
+#include <type_traits>
+
 #include "cpu/plan/units.h"
 #include "cpu/plan/work.h"
 #include "shared/mask.h"
@@ -13,26 +15,36 @@ namespace {
 // Rows, and blocks of rows, of a work item: scanning a row takes about as long as starting an item.
 inline constexpr int64_t kScannedRows = 16, kSummaries = 64;
 
-// Reduces shown(j) over the keys [0, seqlen_k) to a RowKeys, 64 keys at a time in a loop that vectorises.
+// Whether shown(i) is `value` for every key of the run that begins at j; the loop vectorises.
+template <class Run, class Shown>
+bool all_are(bool value, int64_t j, Run run, Shown shown) {
+  uint8_t other = 0;
+  for (int64_t i = j; i < j + run; ++i) other |= shown(i) != value;
+  return !other;
+}
+
+// Reduces shown(j) over the keys [0, seqlen_k) to a RowKeys: searches from both ends for a
+// visible key, then from the first one for a hole, in long runs, in short ones, and key by key.
 template <class Shown>
 RowKeys scan_row(int64_t seqlen_k, Shown shown) {
-  constexpr int64_t kRun = 64;
-  int64_t first = seqlen_k, last = 0, count = 0;  // last: start of the run that holds the last visible key
-  for (int64_t j0 = 0; j0 < seqlen_k; j0 += kRun) {
-    uint8_t some = 0;
-    if (seqlen_k - j0 >= kRun)
-      for (int64_t j = j0; j < j0 + kRun; ++j) some += shown(j);
-    else
-      for (int64_t j = j0; j < seqlen_k; ++j) some += shown(j);
-    if (some == 0) continue;
-    if (count == 0)
-      for (first = j0; !shown(first);) ++first;
-    last = j0, count += some;
-  }
-  if (count == 0) return {0, 0, false};
-  int64_t end = min(last + kRun, seqlen_k);
-  while (!shown(end - 1)) --end;
-  return {first, end, count < end - first};
+  const auto in_runs = [](auto search) {
+    search(std::integral_constant<int64_t, 512>{});
+    search(std::integral_constant<int64_t, 64>{});
+    search(std::integral_constant<int64_t, 1>{});
+  };
+  int64_t begin = 0, end = seqlen_k;
+  in_runs([&](auto run) {
+    while (end - begin >= run && all_are(false, begin, run, shown)) begin += run;
+  });
+  if (begin == end) return {0, 0, false};
+  in_runs([&](auto run) {
+    while (end - begin >= run && all_are(false, end - run, run, shown)) end -= run;
+  });
+  int64_t seen = begin;  // every key from the first one to here is visible
+  in_runs([&](auto run) {
+    while (end - seen >= run && all_are(true, seen, run, shown)) seen += run;
+  });
+  return {begin, end, seen < end};
 }
 
 inline Plan plan_rows(const ForwardParams& p, const BroadcastView& view) {

@@ -92,7 +92,18 @@ struct Strips {
   int64_t lanes, width;                // of the tile, and of a strip
   int64_t begin[kCount], end[kCount];  // keys; neither bound decreases from strip to strip
 
-  bool empty() const { return end[ceil_div(lanes, width) - 1] <= begin[0]; }
+  // From the first to the last key of any strip.
+  Range keys() const { return {begin[0], end[ceil_div(lanes, width) - 1]}; }
+  bool empty() const { return keys().empty(); }
+
+  int64_t pairs() const {
+    int64_t sum = 0;
+    each([&](Strip strip) { sum += strip.pairs(); });
+    return sum;
+  }
+
+  // One strip of all lanes, with the keys of all strips.
+  Strips joined() const { return {masked, lanes, lanes, {keys().begin}, {keys().end}}; }
 
   // Calls f(strip) for each strip.
   template <class F>

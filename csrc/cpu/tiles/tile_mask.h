@@ -1,6 +1,7 @@
 // The mask on a tile: which keys each lane sees, and the strips into which the tile is cut along it.
 #pragma once
 
+#include "cpu/products/scratch.h"
 #include "cpu/simd/simd.h"
 #include "cpu/tiles/strips.h"
 #include "shared/mask.h"
@@ -45,20 +46,49 @@ inline void mark_by_rows(const Mask& mask, const Tile& tile, uint64_t* bits) {
   for (int64_t k = 1; k < keys; ++k) bits[k] ^= bits[k - 1];
 }
 
-// Clears the bits of keys that filters mask. Eight rows form one byte for each key, in loops that vectorise.
+// Prefetches the elements of the keys [j, j + kTileKeys) into L2: a tile has too many rows for the hardware to
+// follow. Inlined, because GCC removes calls of functions that only prefetch.
+template <class E>
+PYATTN_INLINE void prefetch_shown(ShownKeys<E> shown, int64_t j) {
+  constexpr int64_t kLine = kCacheLine / sizeof(E);  // the keys may begin within a line
+  for (int64_t k = 0; k < kTileKeys + kLine; k += kLine) __builtin_prefetch(shown.row + j + k, 0, 2);
+}
+template <class E>
+PYATTN_INLINE void prefetch_shown(StridedShownKeys<E>, int64_t) {}
+
+// Keys that hide_run takes at once: a vector of bytes of AVX2, which divides kTileKeys.
+inline constexpr int64_t kHiddenRun = 32;
+
+// hidden[i] |= bit for each masked key j + i of a run. All runs of a tile have kHiddenRun
+// keys, in loops that vectorise, unless the whole tile is shorter.
+template <class Shown>
+PYATTN_INLINE void hide_run(Shown shown, int64_t j, int64_t keys, uint8_t bit, uint8_t* hidden) {
+  if (keys < kHiddenRun) {
+    for (int64_t i = 0; i < keys; ++i) hidden[i] |= shown(j + i) ? uint8_t{0} : bit;
+    return;
+  }
+  uint8_t more[kHiddenRun];
+  for (int64_t i = 0; i < kHiddenRun; ++i) more[i] = shown(j + i) ? uint8_t{0} : bit;
+  for (int64_t i = 0; i < kHiddenRun; ++i) hidden[i] |= more[i];
+}
+
+// Clears the bits of keys that filters mask. Eight rows form one byte for each
+// key, in runs of keys that vectorise, the last of which may overlap the one before.
 template <class S>
 void hide_holes(const Mask& mask, const Tile& tile, uint64_t* bits) {
-  for (int64_t j0 = 0; j0 < tile.rows; j0 += 8) {
+  const auto [r0, rows, lanes, n0, keys] = tile;
+  for (int64_t j0 = 0; j0 < rows; j0 += 8) {
     uint8_t hidden[kTileKeys] = {};
     bool any = false;
-    for (int64_t j = j0; j < min(j0 + 8, tile.rows); ++j) {
+    for (int64_t j = j0; j < min(j0 + 8, rows); ++j) {
       const auto bit = static_cast<uint8_t>(1 << (j - j0));
-      mask.each_filter<S>(tile.r0 + j, [&, n0 = tile.n0](auto shown) {
+      mask.each_filter<S>(r0 + j, [&, n0 = n0, keys = keys](auto shown) {
         any = true;
-        const auto hide = [&](int64_t keys) {
-          for (int64_t k = 0; k < keys; ++k) hidden[k] |= shown(n0 + k) ? uint8_t{0} : bit;
-        };
-        tile.keys == kTileKeys ? hide(kTileKeys) : hide(tile.keys);
+        for (int64_t k = 0; k < keys; k += kHiddenRun) {
+          const int64_t first = max(0, min(k, keys - kHiddenRun));
+          hide_run(shown, n0 + first, min(keys, kHiddenRun), bit, hidden + first);
+        }
+        prefetch_shown(shown, n0 + keys);  // both passes compute these keys next, or soon
       });
     }
     if (any)
@@ -66,29 +96,15 @@ void hide_holes(const Mask& mask, const Tile& tile, uint64_t* bits) {
   }
 }
 
-// Cuts a tile into strips and, where some row does not see every key of the tile, writes
-// which keys each lane sees. If only holes are masked, one strip has all lanes. Not inlined,
-// because the callers' products may then not be inlined, and take half as long again.
-template <class S, class T = Compute<S>>
-[[gnu::noinline]] Strips<T> cut_strips(const Mask& mask, const Tile& tile, LaneMask<T>& seen) {
+// Strips of kStripLanes lanes, each from the first to the last key that its lanes see.
+template <class T>
+Strips<T> strips_along(const Mask& mask, const Tile& tile, const uint64_t* bits) {
   const auto [r0, rows, lanes, n0, keys] = tile;
-  const bool whole = mask.in_all(r0, rows, n0, keys), holes = mask.any_holes(r0, rows);
-  if (whole && !holes) return {false, lanes, lanes, {0}, {keys}};
-  if (mask.intervals() > 1 && !mask.in_any(r0, rows, n0, keys)) return {true, lanes, lanes, {0}, {0}};
-
-  Strips<T> strips{true, lanes, whole ? lanes : kStripLanes, {}, {}};
-  const int64_t count = ceil_div(lanes, strips.width);
-  uint64_t bits[kTileKeys];  // [keys]
-  if (mask.p.mask.blocks)
-    mark_by_rows(mask, tile, bits);
-  else
-    mark_by_formula(mask, tile, bits);
-  if (holes) hide_holes<S>(mask, tile, bits);
-  seen.set(bits, keys);
-
+  Strips<T> strips{true, lanes, kStripLanes, {}, {}};
+  const int64_t count = ceil_div(lanes, kStripLanes);
   Range range[Strips<T>::kCount];
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t j = i * strips.width, n = min(strips.width, rows - j);
+    const int64_t j = i * kStripLanes, n = min(kStripLanes, rows - j);
     range[i] = mask.keys_of_any(r0 + j, n).within(n0, keys);
     const uint64_t mine = first_lanes(static_cast<uint64_t>(n)) << j;
     while (mask.p.mask.blocks && !range[i].empty() && !(bits[range[i].begin] & mine)) ++range[i].begin;
@@ -101,6 +117,32 @@ template <class S, class T = Compute<S>>
     strips.begin[i] = reached, strips.end[i] = max(strips.end[i], reached);
   }
   return strips;
+}
+
+// Cuts a tile into strips and, where some row does not see every key of the tile, writes
+// which keys each lane sees. Not inlined, because the callers' products may then not be
+// inlined, and take half as long again.
+template <class S, class T = Compute<S>>
+[[gnu::noinline]] Strips<T> cut_strips(const Mask& mask, const Tile& tile, LaneMask<T>& seen) {
+  const auto [r0, rows, lanes, n0, keys] = tile;
+  const bool whole = mask.in_all(r0, rows, n0, keys), holes = mask.any_holes(r0, rows);
+  if (whole && !holes) return {false, lanes, lanes, {0}, {keys}};
+  if (mask.intervals() > 1 && !mask.in_any(r0, rows, n0, keys)) return {true, lanes, lanes, {0}, {0}};
+
+  uint64_t bits[kTileKeys];  // [keys]
+  if (whole)
+    for (int64_t k = 0; k < kTileKeys; ++k) bits[k] = first_lanes(static_cast<uint64_t>(rows));
+  else if (mask.p.mask.blocks)
+    mark_by_rows(mask, tile, bits);
+  else
+    mark_by_formula(mask, tile, bits);
+  if (holes) hide_holes<S>(mask, tile, bits);
+  seen.set(bits, keys);
+
+  const Strips<T> strips = strips_along<T>(mask, tile, bits);
+  // Where only holes are masked, one strip of all lanes is faster unless narrow ones leave out an eighth of its pairs.
+  const bool joined = whole && 8 * strips.pairs() > 7 * strips.keys().count() * lanes;
+  return joined ? strips.joined() : strips;
 }
 
 }  // namespace
