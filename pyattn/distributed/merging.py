@@ -26,7 +26,7 @@ class Own(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What backward computes with: q, the rank's part, keys and values, and the results over all keys."""
+    """Tensors for backward: q, the rank's part, keys and values, and the results over all keys."""
 
     q: Tensor
     part: CachePart

@@ -40,10 +40,10 @@ class Ring:
 
     def _together(self, first: bool) -> Place | None:
         """All own queries over all own keys, if their chunks are one share."""
-        keys = self._keys[self._ranks.own]
-        if not self._shares.is_one_share(self._queries, keys):
+        chunks = self._queries, self._keys[self._ranks.own]
+        if not self._shares.is_one_share(*chunks):
             return None
-        queries, keys = (range(sum(map(len, chunks))) for chunks in (self._queries, keys))
+        queries, keys = (range(sum(map(len, of))) for of in chunks)
         return Place(slice(0, len(queries)), queries, keys, first)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Rows, Tensor]:
@@ -91,15 +91,14 @@ class Ring:
         stream = self._stream(k, v)
         homeward = Homeward(stream, self._ranks.own, wide)
         together = self._together(first=True)
-        sums = list[Tensor | None]()  # the gradients so far
+        sums, totals = list[Tensor](), list[Tensor | None]()  # of dq, dk, dv and of the learned options so far
 
         def share(k: Tensor, v: Tensor, place: Place) -> tuple[Tensor | None, ...]:
             return shares.backward(dout, dlse, q, results, k, v, wanted, autograd.deterministic(), place)
 
         def add(block: Block, into: tuple[Tensor, Tensor]) -> None:
-            dq, _, _, *totals = sums
             for _, place in self._places(block.keys, seen):
-                targets = shares.of_rows(dq, place), *into, *shares.parts_of(totals, place)
+                targets = shares.of_rows(sums[0], place), *into, *shares.parts_of(totals, place)
                 for total, gradient in zip(targets, share(block.k, block.v, place), strict=True):
                     if total is not None and gradient is not None:
                         total += gradient
@@ -107,14 +106,16 @@ class Ring:
         def compute(step: int, blocks: list[Block]) -> None:
             arriving = homeward.begin(step)
             if step == 0 and together is not None:
-                sums.extend(None if t is None else t.to(wide) for t in share(k, v, together))
+                first = [None if t is None else t.to(wide) for t in share(k, v, together)]
+                sums.extend(t for t in first[:3] if t is not None)
+                totals.extend(first[3:])
                 seen.update(range(len(self._queries)))
                 return
             if step == 0:
-                asked = True, True, True, *wanted
-                sums.extend(
+                sums.extend(torch.zeros_like(t, dtype=wide) for t in (q, k, v))
+                totals.extend(
                     None if t is None or not want else torch.zeros_like(t, dtype=wide)
-                    for t, want in zip((q, k, v, *shares.learned()), asked, strict=True)
+                    for t, want in zip(shares.learned(), wanted, strict=True)
                 )
             for chunk, block in enumerate(blocks):
                 if block.trip is None:
@@ -125,8 +126,8 @@ class Ring:
                     homeward.pass_on(step, block.trip, own, arriving.pop(block.trip, None))
 
         stream.for_each_step(compute)
-        homeward.end(*sums[1:3])
-        return sums
+        homeward.end(*sums[1:])
+        return [*sums, *totals]
 
 
 class _RingAttention(torch.autograd.Function):

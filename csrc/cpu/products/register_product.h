@@ -23,10 +23,10 @@ inline constexpr bool kTileRegisters = false;
 template <class E>
 inline constexpr bool kTileRegisters = std::is_same_v<E, bf16_pair>;
 
-// Of the eight registers, four hold neighbouring sums of 16 rows, the fifth A, and the others B in turn.
+// Four of the eight registers hold neighbouring sums of 16 rows, the fifth holds A, and the others hold B in turn.
 inline constexpr int kSumRegisters = 4, kRegisterA = 4, kRegisterB = 5, kRegistersB = 3;
 
-// What a register holds, in memory.
+// The content of a register, in memory.
 struct alignas(64) RegisterImage {
   bf16_pair words[kRegisterWords][kRegisterWords];
   static constexpr int64_t kRowBytes = sizeof(words[0]);

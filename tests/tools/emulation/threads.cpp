@@ -34,7 +34,7 @@ struct Thread {
   std::vector<Copy> copies;
 };
 
-// What lanes exchange now, and what they exchanged before, which slower lanes may still read.
+// The words that lanes exchange now, and those before, which slower lanes may still read.
 struct Warp {
   alignas(64) char staging[2][kStagingBytes];
 };
