@@ -80,9 +80,10 @@ class General : public Scale<Compute<S>> {
         softcap_(static_cast<T>(bounded(p.score.softcap))),
         inner_(static_cast<T>(__builtin_fmin(this->factor / bounded(p.score.softcap), 0x1p127))) {}
 
-  void prefetch(const ForwardParams& p, const Head& head, const Tile& tile) const {
+  PYATTN_MEMBER_INLINE void prefetch(const ForwardParams& p, const Head& head, const Tile& tile) const {
     if (has_bias(p.score))
-      with_floats<S>(p.score.bias, [&](const auto* bias) { prefetch_bias(bias, p.score.bias, head, tile); });
+      with_floats<S>(p.score.bias,
+                     [&](const auto* bias) PYATTN_MEMBER_INLINE { prefetch_bias(bias, p.score.bias, head, tile); });
   }
 
   // As in Plain. The derivative of the softcap, by which to_products

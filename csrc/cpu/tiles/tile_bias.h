@@ -16,7 +16,7 @@ namespace {
 
 // Calls f with a pointer to the first element, in its storage type; S is q's.
 template <class S, class F>
-void with_floats(const BiasView& bias, F f) {
+PYATTN_INLINE void with_floats(const BiasView& bias, F f) {
   if (bias.type == BiasType::kFloat32)
     f(static_cast<float*>(bias.data));
   else
@@ -62,8 +62,9 @@ PYATTN_INLINE vec<T> load_strided(const E* p, int64_t stride, int64_t n) {
 
 // Prefetches the elements of a tile into L2 before its products
 // are computed: it has too many rows for the hardware to follow.
+// Inlined, because GCC removes calls of functions that only prefetch.
 template <class E>
-void prefetch_bias(const E* elements, const BiasView& bias, const Head& head, const Tile& tile) {
+PYATTN_INLINE void prefetch_bias(const E* elements, const BiasView& bias, const Head& head, const Tile& tile) {
   if (bias.stride_k != 1 || bias.stride_q == 0) return;
   for (int64_t i = 0; i < tile.rows; ++i) {
     const E* row = elements + offset_of_row(bias, head, tile.r0 + i) + tile.n0;
