@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
+from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -79,6 +80,7 @@ class Operator:
         _library.define(f"{name}({schema}) -> ({_RESULTS})")
         _library.define(f"{name}_backward({_SAVED}, {schema}) -> Tensor[]")
         names = name, f"{name}_backward"
+        self.call: OpOverload
         self.call, self._call_backward = (getattr(torch.ops.pyattn_distributed, each).default for each in names)
         self._names = [argument.name for argument in self.call._schema.arguments]
         self._learned = [self._names.index(each) for each in (*tensors, *LEARNED)]
