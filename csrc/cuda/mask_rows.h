@@ -60,7 +60,7 @@ mask_rows(const __grid_constant__ ForwardParams p) {
 
 // One thread per block of rows.
 template <class S>
-PYATTN_KERNEL(kMaskThreads)
+PYATTN_KERNEL(kMaskThreads, 1)
 mask_blocks(const __grid_constant__ ForwardParams p) {
   const int64_t at = block_index() * kMaskThreads + thread_index(), count = Mask::count_blocks(p);
   if (at >= count || !p.batch) return;
