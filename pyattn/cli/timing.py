@@ -27,6 +27,9 @@ SPIN = 0.02
 PEAK_TRIES = 4
 """Tries, of which the best is the peak: a core may still run at a low frequency in the first."""
 
+SETTLE, QUIET = 0.1, 1e-3
+"""Most seconds to wait for other threads to sleep, and seconds without CPU time after which they do."""
+
 CLEAR_REFS = Path("/proc/self/clear_refs")
 """Linux resets the process's peak memory when this file is written."""
 
@@ -90,6 +93,17 @@ def once(call: Callable[[], object], repeats: int, device: str = "cpu") -> float
     return seconds() / repeats
 
 
+def settle() -> None:
+    """Waits until no other thread of this process uses CPU time.
+
+    OpenMP's threads spin for 4 to 16 ms after a call. The next side may run in other processes, on the same cores.
+    """
+    ends, used = time.perf_counter() + SETTLE, -1.0
+    while time.perf_counter() < ends and time.process_time() > used + QUIET / 4:
+        used = time.process_time()
+        time.sleep(QUIET)
+
+
 def in_turn(
     calls: dict[str, Callable[[], object]], base: str, seconds: float, device: str = "cpu", fewest: int = 3
 ) -> dict[str, Time]:
@@ -106,6 +120,8 @@ def in_turn(
         rounds < MOST_ROUNDS and (time.perf_counter() - started) * (rounds + 1) / rounds < seconds * len(calls)
     ):
         for name in shuffle.sample(list(calls), len(calls)):  # so no side always follows the same one
+            if contention:
+                settle()
             wall, cpu, n = time.perf_counter(), time.process_time(), repeats[name]
             mean = once(calls[name], n, device)
             taken[name].append((mean, (time.perf_counter() - wall) / n, (time.process_time() - cpu) / n))

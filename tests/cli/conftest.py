@@ -49,10 +49,14 @@ def light(monkeypatch):
 
 
 class Clocks:
-    """Three clocks that calls advance: wall, thread and process."""
+    """Three clocks that calls advance: wall, thread and process; other threads spin for `spinning` seconds yet."""
 
     def __init__(self) -> None:
-        self.wall = self.thread = self.process = 0.0
+        self.wall = self.thread = self.process = self.spinning = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        spun = min(seconds, self.spinning)
+        self.wall, self.process, self.spinning = self.wall + seconds, self.process + spun, self.spinning - spun
 
     def call(self, wall: float, thread: float, process: float) -> None:
         self.wall, self.thread, self.process = self.wall + wall, self.thread + thread, self.process + process
@@ -63,7 +67,10 @@ def clocks(monkeypatch):
     """The time, which only a test's calls advance."""
     clocks = Clocks()
     time = SimpleNamespace(
-        perf_counter=lambda: clocks.wall, thread_time=lambda: clocks.thread, process_time=lambda: clocks.process
+        perf_counter=lambda: clocks.wall,
+        thread_time=lambda: clocks.thread,
+        process_time=lambda: clocks.process,
+        sleep=lambda seconds: clocks.sleep(seconds),
     )
     for module in (bench, contention, rows, timing):
         monkeypatch.setattr(module, "time", time)
