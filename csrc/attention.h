@@ -175,7 +175,9 @@ struct BackwardParams : ForwardParams {
   // the shapes of their tensors, double for float64, else float.
   BiasView dbias;
   void *dslopes, *dsinks, *drelative;
-  bool part;  // k and v hold part of the keys that out and the row statistics cover; row_max is then a score
+  // k and v hold part of the keys that out and the row statistics cover. row_max is then a score, and dq, dk and dv,
+  // which are added to other parts', are double for float64, else float.
+  bool part;
 };
 
 // Whether a score is just its scaled product, and row_max in the backend's

@@ -103,9 +103,11 @@ def attention_backward(
     wanted = tuple(getattr(known, name) is not None for name in LEARNED)
     rows = dout, dlse, q, k, v, out, row_max, row_sum
     if transforming():
-        return Gradients(*_Transformable.apply(*rows, *leaves(known), autograd.deterministic(), Leaf(wanted), True))  # type: ignore[no-untyped-call]
-    with torch.no_grad():
-        return Gradients(*ops.attention_backward(*rows, *known, autograd.deterministic(), wanted, True))
+        found = _Transformable.apply(*rows, *leaves(known), autograd.deterministic(), Leaf(wanted), True)  # type: ignore[no-untyped-call]
+    else:
+        with torch.no_grad():
+            found = ops.attention_backward(*rows, *known, autograd.deterministic(), wanted, True)
+    return Gradients(*(gradient.to(t.dtype) for gradient, t in zip(found, (q, k, v), strict=False)), *found[3:])
 
 
 class _Transformable(Last):

@@ -69,7 +69,7 @@ round_queries(const __grid_constant__ BackwardParams p) {
   const int64_t count = (is_packed(p) ? p.packed.total_q : p.seqlen_q) * group_size(p);
   const Head head = is_packed(p) ? Head::of_tokens(p, row / count) : Head(p, row / count);
   const float x = query_sums_of(p, 0, 0)[at] * static_cast<float>(p.softmax_scale);
-  narrow(head.row<S>(p.dq, row % count)[col], x);
+  with_written<S>(p, [&](auto type) { narrow(head.row<decltype(type)>(p.dq, row % count)[col], x); });
 }
 
 }  // namespace

@@ -139,9 +139,12 @@ struct KeysPass {
     const KeyBlock<Shape::kKeys> same(p);
     const int first_key = same.first() + warp_key, keys = same.keys() - warp_key;
     const auto store = [&](const auto& C, const View& view, int64_t cols, float scale) {
-      store_sums<S, Shape::kParts>(
-          C, part, keys, cols, whole_chunks<S>(view),
-          [&](int j) { return same.head.template key<S>(view, first_key + j); }, [&](int, int) { return scale; });
+      with_written<S>(p, [&](auto type) {
+        using R = decltype(type);
+        store_sums<S, Shape::kParts>(
+            C, part, keys, cols, whole_chunks<R>(view),
+            [&](int j) { return same.head.template key<R>(view, first_key + j); }, [&](int, int) { return scale; });
+      });
     };
     store(dK, p.dk, p.head_dim, score.dscale());
     store(dV, p.dv, p.head_dim_v, 1);

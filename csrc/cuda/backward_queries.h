@@ -183,9 +183,12 @@ backward_queries(const __grid_constant__ BackwardParams p) {
   if constexpr (Score::kGeneral)
     if (p.dslopes && part == 0) slopes.store(p, same.head, first);
   const float scale = score.dscale();
-  store_sums<S, Shape::kParts>(
-      dQ, part, same.rows() - warp_row, p.head_dim, whole_chunks<S>(p.dq),
-      [&](int i) { return same.head.template row<S>(p.dq, first + i); }, [&](int, int) { return scale; });
+  with_written<S>(p, [&](auto type) {
+    using R = decltype(type);
+    store_sums<S, Shape::kParts>(
+        dQ, part, same.rows() - warp_row, p.head_dim, whole_chunks<R>(p.dq),
+        [&](int i) { return same.head.template row<R>(p.dq, first + i); }, [&](int, int) { return scale; });
+  });
 }
 
 }  // namespace

@@ -210,9 +210,12 @@ void launch_packed_gradients(Launches& launches, const BackwardParams& p, bool d
   if (const int64_t terms = ((p.dslopes ? 1 : 0) + (p.dsinks ? 1 : 0)) * all_rows(p); terms)
     launches.clear(slope_terms_of<T>(p), terms * sizeof(T));
   launch_gradients<S>(launches, p, deterministic);
-  launch_rest<S>(launches, p, p.dq, p.head_dim, Filled::kQueries);
-  launch_rest<S>(launches, p, p.dk, p.head_dim, Filled::kKeys);
-  launch_rest<S>(launches, p, p.dv, p.head_dim_v, Filled::kKeys);
+  with_written<S>(p, [&](auto type) {
+    using R = decltype(type);
+    launch_rest<R>(launches, p, p.dq, p.head_dim, Filled::kQueries);
+    launch_rest<R>(launches, p, p.dk, p.head_dim, Filled::kKeys);
+    launch_rest<R>(launches, p, p.dv, p.head_dim_v, Filled::kKeys);
+  });
 }
 
 template <class S>

@@ -185,8 +185,8 @@ PYATTN_DEVICE void each_query(int first, F f) {
   }
 }
 
-// row(i)[j] = scale * C[i][j] for i < rows and j < cols: i counts from the warp's first
-// row, j is a column of the part, and scale(m, half) is that of the row.
+// row(i)[j] = scale * C[i][j] for i < rows and j < cols, as S or as float: i counts from the
+// warp's first row, j is a column of the part, and scale(m, half) is that of the row.
 template <class S, int kParts, int kM, int kN, class Row, class Scale>
 PYATTN_DEVICE void store_sums(const Sums<kM, kN>& C, int part, int rows, int64_t cols, bool whole_chunks, Row row,
                               Scale scale) {
@@ -196,13 +196,13 @@ PYATTN_DEVICE void store_sums(const Sums<kM, kN>& C, int part, int rows, int64_t
     for (int half = 0; half < 2; ++half) {
       const int i = 16 * m + lane() / 4 + half * 8;
       if (i >= rows) continue;
-      S* to = row(i);
+      auto* to = row(i);
       const float factor = scale(m, half);
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
         const int j = column_of_part<S, kParts>(n, part) + lane() % 4 * 2;
         const float x = C[m][n][2 * half] * factor, y = C[m][n][2 * half + 1] * factor;
-        if constexpr (sizeof(S) == 4) {
+        if constexpr (sizeof(*to) == 4) {
           if (j < cols) to[j] = x;
           if (j + 1 < cols) to[j + 1] = y;
         } else {
@@ -216,6 +216,15 @@ PYATTN_DEVICE void store_sums(const Sums<kM, kN>& C, int part, int rows, int64_t
         }
       }
     }
+}
+
+// f(S{}), or f(float{}) for the gradients of a part, which are not rounded.
+template <class S, class F>
+constexpr void with_written(const BackwardParams& p, F f) {
+  if (sizeof(S) == 2 && p.part)
+    f(float{});
+  else
+    f(S{});
 }
 
 }  // namespace

@@ -76,8 +76,9 @@ BackwardTensors call_backward(const Tensor& dout, const Saved& saved, const Opti
   const auto& [dlse, q, k, v, out, row_max, row_sum] = saved;
   const at::ScalarType type = q.scalar_type();
   check_saved(dout, saved);
-  Tensor dq = empty_ordered_as(q, q.sym_size(-1)), dk = empty_ordered_as(k, k.sym_size(-1)),
-         dv = empty_ordered_as(v, v.sym_size(-1));
+  const at::ScalarType written = flags.part ? row_dtype(type) : type;
+  Tensor dq = empty_ordered_as(q, q.sym_size(-1), written), dk = empty_ordered_as(k, k.sym_size(-1), written),
+         dv = empty_ordered_as(v, v.sym_size(-1), written);
   check_wanted(options, flags.output_mask);
   const OptionGradients more(options, flags.output_mask, row_dtype(type));
   if (q.is_meta()) return more.with(dq, dk, dv);

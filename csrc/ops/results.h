@@ -18,9 +18,9 @@
 
 namespace pyattn {
 
-// A dense tensor like `like`, but with `cols` columns. Columns are innermost, because kernels write
+// A dense tensor like `like`, but with `cols` columns of `type`. Columns are innermost, because kernels write
 // rows; the other dimensions keep the memory order that they have in `like`, as in empty_like.
-inline Tensor empty_ordered_as(const Tensor& like, const SymInt& cols) {
+inline Tensor empty_ordered_as(const Tensor& like, const SymInt& cols, at::ScalarType type) {
   const auto strides = like.sym_strides(), sizes = like.sym_sizes();
   const int outer = static_cast<int>(like.dim()) - 1;
   c10::SmallVector<int, 3> order(outer);  // innermost first
@@ -40,7 +40,7 @@ inline Tensor empty_ordered_as(const Tensor& like, const SymInt& cols) {
     dense[d] = stride;
     stride *= shape[d].max(1);
   }
-  return at::empty_strided_symint(shape, dense, like.options());
+  return at::empty_strided_symint(shape, dense, like.options().dtype(type));
 }
 
 // The shape of row statistics: (batch, num_heads_q, seqlen_q), packed (num_heads_q, total_q).
@@ -75,7 +75,7 @@ struct ForwardResults {
   Tensor out, lse, row_max, row_sum;
 
   ForwardResults(const Tensor& q, const SymInt& head_dim_v)
-      : out(empty_ordered_as(q, head_dim_v)),
+      : out(empty_ordered_as(q, head_dim_v, q.scalar_type())),
         lse(at::empty_symint(sizes_of_rows(q), q.options().dtype(row_dtype(q.scalar_type())))),
         row_max(at::empty_like(lse)),
         row_sum(at::empty_like(lse)) {}

@@ -10,10 +10,9 @@ from backends import Backend
 from helpers import Case, assert_case_accurate, each_dtype
 from torch import Tensor
 
-from pyattn import attention, reference
+from pyattn import attention, ops, reference
+from pyattn.ops.schema import LEARNED, Options
 from pyattn.parts import attention_backward
-
-LEARNED = "bias", "alibi_slopes", "sinks", "relative_bias"
 
 
 def statistics(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -98,6 +97,22 @@ def test_error_from_lse_alone(repeatable: Backend, dtype: torch.dtype) -> None:
     eps = max(torch.finfo(t.dtype).eps for t in (lse, dout))
     bound = (2 * torch.finfo(lse.dtype).eps * lse.double().abs() + 16 * eps)[:, :, None]  # 16: |score - lse| twice
     assert ((weights - rounded).abs() <= bound * weights)[weights > 1e-3].all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [3, 300])  # rows of a split head, and of one that is not
+def test_the_operator_rounds_no_share(native: Backend, rows: int, dtype: torch.dtype) -> None:
+    """Callers add shares up in float32; the function rounds the same numbers."""
+    case = Case(1, 2, 1, rows, 300, 24, 20)
+    q, k, v = case.inputs(dtype)
+    out, lse = native.attention(q, k, v, return_lse=True)
+    rows = out, None, q, k, v, out, lse, torch.ones_like(lse)
+    shares = ops.attention_backward(*rows, *Options(), True, [False] * len(LEARNED), True)[:3]
+    rounded = native.attention_backward(out, q, k, v, out, lse)[:3]
+    for share, gradient in zip(shares, rounded, strict=True):
+        assert share.dtype == torch.float32
+        assert (share != gradient.float()).any()
+        assert torch.equal(share.to(dtype), gradient)
 
 
 def test_a_part_without_keys(native: Backend) -> None:

@@ -208,7 +208,7 @@ def gradients(
     q, k, v, *learned = inputs
     call = Call((q, k, v), learned, options)
     p, bias = call.p, learned[0]
-    dq, dk, dv = (before_a_wall(*t.shape, dtype=t.dtype) for t in (q, k, v))
+    dq, dk, dv = (before_a_wall(*t.shape, dtype=call.row_dtype if p.part else t.dtype) for t in (q, k, v))
     p.out, p.dout, p.dq, p.dk, p.dv = map(view, (out, dout, dq, dk, dv))
     p.row_max, p.row_sum = call.address(row_max), call.address(row_sum)
     p.dlse = None if dlse is None else call.address(dlse)
@@ -288,7 +288,7 @@ def attention_backward(
     relative_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor | None, ...]:
-    """``pyattn.parts.attention_backward`` on emulated kernels."""
+    """``pyattn.parts.attention_backward`` on emulated kernels, whose gradients of q, k and v are not rounded."""
     row_max, row_sum = lse if isinstance(lse, tuple) else (lse, torch.ones_like(lse))
     learned = bias, alibi_slopes, sinks, relative_bias
     wanted = [t is not None and t.is_floating_point() for t in learned]

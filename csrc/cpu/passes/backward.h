@@ -9,6 +9,7 @@
 #pragma once
 
 #include "cpu/passes/backward_tile.h"
+#include "cpu/passes/gradients.h"
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/backward_splits.h"
 #include "cpu/plan/shares.h"
@@ -58,10 +59,8 @@ class BackwardItem {
     for (int64_t r0 = own.rows.begin; r0 < own.rows.end; r0 += kSuperBlock)
       super_block(r0, min(kSuperBlock, own.rows.end - r0));
     if (dKV_whole) {
-      unpack_rows<S>(Matrix<const T>(sums.dK), sums.keys.count(), p.head_dim, score.dscale,
-                     [&](int64_t j) { return head.key<S>(p.dk, sums.keys.begin + j); });
-      unpack_rows<S>(Matrix<const T>(sums.dV), sums.keys.count(), p.head_dim_v, T(1),
-                     [&](int64_t j) { return head.key<S>(p.dv, sums.keys.begin + j); });
+      write_keys<S>(p, head, p.dk, sums.keys.begin, sums.dK, sums.keys.count(), p.head_dim, score.dscale);
+      write_keys<S>(p, head, p.dv, sums.keys.begin, sums.dV, sums.keys.count(), p.head_dim_v, T(1));
     }
     watch.lap(Phase::kStore);
   }
@@ -130,9 +129,7 @@ class BackwardItem {
         written = key_block(n, min(kBackwardBlockK, keys.end - n), r0, rows, dQ, written);
     }
     fill_zero(dQ.from(written).data, (rows - written) * dQ.row);
-    if (dQ_whole)
-      unpack_rows<S>(Matrix<const T>(dQ), rows, p.head_dim, score.dscale,
-                     [&](int64_t i) { return head.row<S>(p.dq, r0 + i); });
+    if (dQ_whole) write_rows<S>(p, head, r0, dQ, rows, score.dscale);
     watch.lap(Phase::kStore);
   }
 

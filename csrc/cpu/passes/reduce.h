@@ -1,6 +1,7 @@
 // Reduce: adds up the shares of dQ, or of dK and dV, that the splits of a head leave.
 #pragma once
 
+#include "cpu/passes/gradients.h"
 #include "cpu/passes/stopwatch.h"
 #include "cpu/plan/shares.h"
 #include "cpu/plan/units.h"
@@ -49,16 +50,16 @@ void reduce(const BackwardParams& p, int64_t begin, int64_t end, void*) {
       const auto sum = [&](auto share) {
         return sum_shares<T>(shares.splits.count, keys, [&](int64_t s) { return shares.has_keys(s, n0); }, share);
       };
-      unpack_rows<S>(sum([&](int64_t s) { return shares.dK(s, n0); }), keys, p.head_dim, score.dscale,
-                     [&](int64_t j) { return head.key<S>(p.dk, n0 + j); });
-      unpack_rows<S>(sum([&](int64_t s) { return shares.dV(s, n0); }), keys, p.head_dim_v, T(1),
-                     [&](int64_t j) { return head.key<S>(p.dv, n0 + j); });
+      const Matrix<const T> dK = sum([&](int64_t s) { return shares.dK(s, n0); });
+      const Matrix<const T> dV = sum([&](int64_t s) { return shares.dV(s, n0); });
+      write_keys<S>(p, head, p.dk, n0, dK, keys, p.head_dim, score.dscale);
+      write_keys<S>(p, head, p.dv, n0, dV, keys, p.head_dim_v, T(1));
     } else {
       const int64_t r0 = place.n * kBlockQ<T>, rows = min(kBlockQ<T>, head.count - r0);
       const Matrix<const T> dQ = sum_shares<T>(
           shares.splits.count, rows, [&](int64_t s) { return shares.has_rows(s, r0); },
           [&](int64_t s) { return shares.dQ(s, r0); });
-      unpack_rows<S>(dQ, rows, p.head_dim, score.dscale, [&](int64_t i) { return head.row<S>(p.dq, r0 + i); });
+      write_rows<S>(p, head, r0, dQ, rows, score.dscale);
     }
   }
   watch.lap(Phase::kStore);
