@@ -1,7 +1,7 @@
 """Promise: every step of tests/gpu.py runs by its own command line on this machine's processor.
 
 Programs that only a GPU's machine has are planted on the PATH: tools that run the program they would watch, and
-compilers that copy the installed libraries.
+compilers that copy the installed libraries. The gate runs these tests; they take 40 seconds.
 """
 
 import json
@@ -12,8 +12,11 @@ import sys
 from pathlib import Path
 
 import gpu
+import pytest
 
 from pyattn import _C
+
+pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parents[1]
 
