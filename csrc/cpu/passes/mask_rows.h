@@ -24,12 +24,13 @@ bool all_are(bool value, int64_t j, Run run, Shown shown) {
 }
 
 // Reduces shown(j) over the keys [0, seqlen_k) to a RowKeys: searches from both ends for a
-// visible key, then from the first one for a hole, in long runs, in short ones, and key by key.
+// visible key, then from the first one for a hole, in runs that get shorter.
 template <class Shown>
 RowKeys scan_row(int64_t seqlen_k, Shown shown) {
   const auto in_runs = [](auto search) {
     search(std::integral_constant<int64_t, 512>{});
     search(std::integral_constant<int64_t, 64>{});
+    search(std::integral_constant<int64_t, 8>{});
     search(std::integral_constant<int64_t, 1>{});
   };
   int64_t begin = 0, end = seqlen_k;
