@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from distributed.parallel import D_IN, made, step
 from distributed.ranks import mesh_of
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -144,3 +145,12 @@ def of_dtensors(
         results = out.detach(), most, *torch.autograd.grad(out.sum(), [*leaves, slopes])
         found.append([t.full_tensor() if isinstance(t, DTensor) else t for t in results])
     return found
+
+
+def of_module(group: dist.ProcessGroup, name: str) -> list[list[Tensor]]:
+    """The results of :func:`parallel.step` of a divided module, and those of one graph of it."""
+    module = distributed.tensor_parallel(made(name, torch.float64, 0.3, {}), DeviceMesh.from_group(group, "cpu"))
+    x = torch.randn(2, 7, D_IN, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    torch.compiler.reset()
+    graph = torch.compile(module, fullgraph=True, backend="aot_eager")
+    return [[*step(each, x, {}).values()] for each in (module, graph)]
