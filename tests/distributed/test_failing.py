@@ -14,7 +14,7 @@ FUNCTIONS = ("ring_attention", "ulysses_attention", "usp_attention", "attention_
 CASES = [*product(FUNCTIONS, ("forward", "backward"))]
 
 
-@pytest.mark.parametrize(("end", "seconds"), [("raise", 8), ("exit", 60), ("kill", 60)])
+@pytest.mark.parametrize(("end", "seconds"), [("raise", 4), ("exit", 60), ("kill", 60)])
 def test_a_rank_that_fails(end: str, seconds: int, tmp_path: Path) -> None:
     """After the group's timeout if it lives, and at once if it does not."""
     mine, theirs = fresh.CONTEXT.Pipe()
