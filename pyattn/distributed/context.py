@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from pyattn.distributed.attention import ring_attention
 from pyattn.distributed.layout import check_layout, shard
@@ -30,6 +31,7 @@ def context_parallel(
     Forward and backward both belong inside. ``scaled_dot_product_attention`` takes query, key and value (B, H, L, E) of
     this rank's positions; attn_mask has this rank's rows and all keys. Code under ``torch.utils.checkpoint`` must call
     it as an attribute of torch.nn.functional: called by its own name, torch's CheckpointError ends backward.
+    ``torch.compile`` takes a function that is called inside in one graph; the context itself stays outside of it.
 
     Args:
         mesh: the ranks, a mesh of one dimension.
@@ -63,7 +65,8 @@ def context_parallel(
             )
     kept = [None if id(buffer) in transient else buffer.detach() for buffer in buffers]
     _set(buffers, [shard(buffer, dim, mesh, layout=layout) for buffer, dim in zip(buffers, dims, strict=True)])
-    ring, before = _Ring(mesh, layout), functional.scaled_dot_product_attention
+    get_overridable_functions()  # torch.compile reads this list, made once: torch's own function must be in it
+    ring, before = _class_for(mesh, layout)(mesh, layout), functional.scaled_dot_product_attention
     try:
         functional.scaled_dot_product_attention = ring.attend
         with ring:
@@ -100,6 +103,8 @@ class _Ring(TorchFunctionMode):
     ) -> Any:
         if func is scaled_dot_product_attention:
             return self.attend(*args, **kwargs or {})
+        if func is Tensor.unflatten:  # torch.compile traces no function with super()
+            return args[0].unflatten(*args[1:], **kwargs or {})
         return func(*args, **kwargs or {})
 
     def attend(
@@ -133,3 +138,9 @@ class _Ring(TorchFunctionMode):
         if is_causal:
             options["q_offset"] = 0  # torch's causal mask begins at the upper left corner
         return ring_attention(query, key, value, self._mesh, layout=self._layout, **options)
+
+
+@cache
+def _class_for(mesh: DeviceMesh, layout: str) -> type[_Ring]:
+    """A class of these alone: torch.compile uses a graph again for modes of the same class, whatever they hold."""
+    return type("_Ring", (_Ring,), {})

@@ -44,7 +44,7 @@ def tensor_parallel(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int |
     Dropout drops the same weights, from a seed that rank 0 draws and sends; every rank draws one, so generators in step
     stay so. Calls must be alike on all ranks. The first call of the module compares them: the shape and dtype of x, and
     the other arguments, of which only shapes and dtypes of tensors. With ``PYATTN_CHECK=1`` in the environment every
-    call does.
+    call does. ``torch.compile`` takes the module into one graph, whose calls compare nothing.
 
     Args:
         module: one of the multi-head classes of :mod:`pyattn.nn` and :mod:`pyattn.nn.book`.
@@ -89,8 +89,7 @@ def tensor_parallel(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int |
     first = num_heads // ranks.size * ranks.own
     vars(module)["part"] = Part(mesh, plan, num_heads, range(first, first + num_heads // ranks.size))
     module.register_load_state_dict_pre_hook(take_part)
-    forward = torch.compiler.disable(_OfRank.forward)  # here, because it imports the compiler
-    module.__class__ = type(f"TensorParallel{type(module).__name__}", (_OfRank, type(module)), {"forward": forward})
+    module.__class__ = type(f"TensorParallel{type(module).__name__}", (_OfRank, type(module)), {})
     return module
 
 
@@ -163,7 +162,7 @@ class _OfRank(Heads):
 
     def forward(self, x: Any, *args: Any, **named: Any) -> Output:
         mesh, plan = self.part.mesh, self.part.plan
-        if not self.compared or os.environ.get("PYATTN_CHECK") == "1":
+        if not torch.compiler.is_compiling() and (not self.compared or os.environ.get("PYATTN_CHECK") == "1"):
             arguments = {"x": x, **{f"argument {n}": value for n, value in enumerate(args, 1)}, **named}
             facts = {"arguments": list(arguments), "training": self.training}
             facts |= {name: _described(value) for name, value in arguments.items()}
@@ -224,8 +223,7 @@ class _OfRank(Heads):
     def _seeds(self, count: int, device: torch.device) -> Tensor:
         """Rank 0's next seeds."""
         drawn = torch.stack([draw_seed(device) for _ in range(count)])
-        sent: Tensor = distribute_tensor(drawn, self.part.mesh, [Replicate()]).to_local()
-        return sent
+        return self._all(drawn[None], Shard(0))[0]  # out of all ranks': torch.compile traces no broadcast
 
     def _seed_heads(self, device: torch.device) -> None:
         """Gives each single head the seed that it would draw in one process."""

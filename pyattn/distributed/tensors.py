@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from pyattn import sharding
 from pyattn.attention import attention
@@ -80,12 +80,16 @@ class _Call(NamedTuple):
     def draws(self, seed: int | Tensor | None, batch: int, num_heads: int) -> Draws:
         """The weights that one process drops; without a seed, rank 0 draws one."""
         device = torch.device(self.mesh.device_type)
-        drawn = draw_seed(device) if seed is None else torch.as_tensor(seed, device=device)
-        if not isinstance(drawn, DTensor):
-            drawn = distribute_tensor(drawn, self.mesh, [Replicate()] * self.mesh.ndim)
-        own: Any = drawn
+        drawn: Any = draw_seed(device) if seed is None else torch.as_tensor(seed, device=device)
+        if isinstance(drawn, DTensor):
+            drawn = drawn.full_tensor()
+        else:  # the first of all: torch.compile traces no broadcast
+            for at in range(self.mesh.ndim):
+                places: list[Any] = [Shard(0) if dim == at else Replicate() for dim in range(self.mesh.ndim)]
+                each: Any = DTensor.from_local(drawn[None], self.mesh, places, run_check=False)
+                drawn = each.full_tensor()[0]
         origin = [[self.first(BATCH, batch), num_heads, self.first(HEADS, num_heads), 0, 0]]
-        return Draws(own.full_tensor(), torch.tensor(origin, device=device))
+        return Draws(drawn, torch.tensor(origin, device=device))
 
     def whole(self, tensor: Tensor, shape: tuple[int, ...], placements: Sequence[Any]) -> Tensor:
         """The DTensor of this shape whose part this is."""

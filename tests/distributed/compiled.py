@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from distributed.parallel import D_IN, made, step
 from distributed.ranks import mesh_of
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+import pyattn
 from pyattn import KVCache, distributed
 
 LEARNED = ("bias", "alibi_slopes", "sinks", "relative_bias")
@@ -114,3 +117,40 @@ def decoded(
         with torch.no_grad():
             found[-1] += run(leaves[0], cache)
     return found
+
+
+def of_dtensors(
+    group: dist.ProcessGroup,
+    name: str,
+    dims: Sequence[int],
+    whole: Sequence[Tensor],
+    packing: Sequence[Any],
+    options: dict[str, Any],
+) -> list[list[Tensor]]:
+    """out, max_score and all gradients of DTensors that are sharded in these dimensions: eager, then from one graph."""
+    mesh = mesh_of("mesh 4x2") if len(dims) > 1 else DeviceMesh.from_group(group, "cpu")
+    leaves = [distribute_tensor(t, mesh, [Shard(dim) for dim in dims]).requires_grad_() for t in whole]
+    slopes = options["alibi_slopes"].clone().requires_grad_()
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        given = options | {"alibi_slopes": slopes, "return_max_score": True}
+        out, most = getattr(pyattn, name)(q * 2, k, v, *packing, **given)
+        return out.sin(), most
+
+    torch.compiler.reset()  # its limit of graphs counts those of other cases
+    found = []
+    for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(dist.get_rank(group))
+        out, most = run(*leaves)
+        results = out.detach(), most, *torch.autograd.grad(out.sum(), [*leaves, slopes])
+        found.append([t.full_tensor() if isinstance(t, DTensor) else t for t in results])
+    return found
+
+
+def of_module(group: dist.ProcessGroup, name: str) -> list[list[Tensor]]:
+    """The results of :func:`parallel.step` of a divided module, and those of one graph of it."""
+    module = distributed.tensor_parallel(made(name, torch.float64, 0.3, {}), DeviceMesh.from_group(group, "cpu"))
+    x = torch.randn(2, 7, D_IN, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    torch.compiler.reset()
+    graph = torch.compile(module, fullgraph=True, backend="aot_eager")
+    return [[*step(each, x, {}).values()] for each in (module, graph)]

@@ -26,6 +26,7 @@ def serve(rank: int, pipe: Connection, rendezvous: str, sizes: Sequence[int], se
     """A rank: calls ``function(group, *arguments)`` for each message, and returns its result or its traceback."""
     torch.set_num_threads(1)
     patience = timedelta(seconds=seconds)
+    dist.distributed_c10d.default_pg_timeout = patience  # of the groups of meshes; torch's own is half an hour
     dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=max(sizes), timeout=patience)
     groups = {size: dist.new_group(list(range(size)), timeout=patience) for size in sizes}
     while True:

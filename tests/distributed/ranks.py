@@ -1,4 +1,4 @@
-"""The code that ranks run for tests of attention, trips and context: calls on parts, whose results are put together."""
+"""The code that ranks run for tests of attention and trips: calls on parts, whose results are put together."""
 
 import functools
 import weakref
@@ -7,14 +7,10 @@ from itertools import count
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn import functional
-from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 
 from pyattn import distributed
 from pyattn.distributed.stream import Stream
@@ -170,62 +166,6 @@ def round_trip(
     factor = dist.get_rank(group) + 1.0
     (gradient,) = torch.autograd.grad((again * factor).sum(), part)
     return again.detach(), gradient
-
-
-def training_step(
-    group: dist.ProcessGroup, layout: str | None, kwargs: dict[str, Any], how: str = "function"
-) -> list[Tensor]:
-    """The loss and the gradients of a layer that calls torch's own function, on parts unless layout is None.
-
-    ``how``: "function" by its own name, or by way of its module: within "module", torch's, or in a "checkpoint".
-    """
-    torch.manual_seed(0)
-    layer: Any = torch.nn.Linear(16, 48).double()
-    if how == "module":
-        layer = torch.nn.MultiheadAttention(16, 4, batch_first=True).double()
-    x, labels, mask = torch.randn(2, 11, 16).double(), torch.randn(2, 11, 16).double(), torch.rand(11, 11) < 0.7
-    buffers = [x, labels, mask]
-
-    def attended(x: Tensor) -> Tensor:
-        if how == "module":
-            hidden = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
-            return layer(x, x, x, attn_mask=hidden, is_causal=True, need_weights=False)[0]
-        q, k, v = (t.unflatten(2, (4, 4)).transpose(1, 2) for t in layer(x).chunk(3, 2))
-        masked = {} if kwargs.get("is_causal") else {"attn_mask": mask}
-        of = scaled_dot_product_attention if how == "function" else functional.scaled_dot_product_attention
-        return of(q, k, v, **kwargs, **masked).transpose(1, 2).flatten(2)
-
-    def results() -> list[Tensor]:
-        out = checkpoint(attended, x, use_reentrant=False) if how == "checkpoint" else attended(x)
-        value = (out - labels).square().sum()
-        return [value.detach(), *torch.autograd.grad(value, list(layer.parameters()))]
-
-    if layout is None:
-        return results()
-    mesh = DeviceMesh.from_group(group, "cpu")
-    with distributed.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 0], layout=layout):
-        assert x.shape[1] < 11
-        found = results()
-    assert x.shape[1] == 11
-    assert functional.scaled_dot_product_attention is scaled_dot_product_attention
-    return [summed(t, group) for t in found]
-
-
-def buffers(group: dist.ProcessGroup, whole: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Views of a tensor in a context and after it, and the tensor then."""
-    mesh, found = DeviceMesh.from_group(group, "cpu"), []
-    for view, dim in ((whole[:, ::2], 1), (whole.T, 0), (whole[:1].expand_as(whole), -1)):
-        with distributed.context_parallel(mesh, buffers=[view], buffer_seq_dims=[dim]):
-            inside = distributed.unshard(view, dim, group)
-        found.append((inside, view, whole))
-    leaf = torch.zeros(3, requires_grad=True)
-    rule = r"buffers must not require gradients, got one of shape \(3,\) that does"
-    with (
-        pytest.raises(ValueError, match=rule),
-        distributed.context_parallel(mesh, buffers=[view, leaf], buffer_seq_dims=[0, 0]),
-    ):
-        pass
-    return found
 
 
 def most_buffers(group: dist.ProcessGroup) -> int:

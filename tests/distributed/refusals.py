@@ -1,11 +1,7 @@
-"""The code that ranks run for test_refusals.py: calls with wrong arguments, and a rank that fails."""
+"""The code that ranks run for test_refusals.py: calls with wrong arguments."""
 
 import functools
-import os
-import signal
-from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,7 +11,6 @@ from torch.nn import functional
 
 from pyattn import KVCache, distributed
 from pyattn.distributed import shard
-from pyattn.distributed.shares import Dense
 
 
 def refusal(group: dist.ProcessGroup, changes: dict[int, dict[str, Any]], name: str = "ring_attention") -> str:
@@ -143,26 +138,3 @@ def refused_then_right(group: dist.ProcessGroup, arguments: dict[str, Any]) -> t
     torch.manual_seed(0)
     parts = [distributed.shard(t, 2, group) for t in torch.randn(3, 1, 2, 12, 8)]
     return error, distributed.unshard(distributed.ring_attention(*parts, group), 2, group)
-
-
-def imported(_: dist.ProcessGroup) -> None:
-    """Nothing; once all ranks have returned, none makes others wait for its imports."""
-
-
-def interrupted(group: dist.ProcessGroup, end: str, phase: str) -> str:
-    """The error of a call in which rank 1 raises, exits or is killed while the others wait for its keys."""
-    q, k, v = (torch.randn(1, 2, 30, 8).requires_grad_() for _ in range(3))
-
-    def fail(*_: Any) -> None:
-        if end == "raise":
-            raise ArithmeticError("one rank's own")
-        if end == "exit":
-            os._exit(3)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    try:
-        with mock.patch.object(Dense, phase, fail) if dist.get_rank(group) == 1 else nullcontext():
-            distributed.ring_attention(q, k, v, group, causal=False).sum().backward()
-    except (ArithmeticError, RuntimeError) as error:
-        return type(error).__name__
-    return "no error"

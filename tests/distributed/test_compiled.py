@@ -62,3 +62,23 @@ def test_one_graph_over_caches(page_size: int | None) -> None:
     for eager, graph in pool().run(3, compiled.decoded, k, v, q, page_size, options):
         assert len(eager) == len(graph) == 3 + 5 + 3
         assert all(torch.equal(a, b) for a, b in zip(eager, graph, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "dims"),
+    [
+        *(("attention", 2, (dim,)) for dim in (0, 1, 2)),
+        ("attention", 8, (0, 2)),
+        ("attention_varlen", 2, (0,)),
+        ("attention_varlen", 2, (1,)),
+    ],
+)
+def test_one_graph_of_dtensors(name: str, size: int, dims: tuple[int, ...]) -> None:
+    """Also with dropout, whose seed rank 0 draws in the graph."""
+    seeded(0)
+    packed = name == "attention_varlen"
+    whole = torch.randn(3, *((20, 4, 8) if packed else (4, 4, 20, 8))).double().unbind()
+    packing = (*[torch.tensor([0, 7, 20])] * 2, 13, 13) if packed else ()
+    options = {"alibi_slopes": torch.rand(4).double(), "dropout_p": 0.3, "window": (9, 0)}
+    for eager, graph in pool().run(size, compiled.of_dtensors, name, dims, whole, packing, options):
+        assert all(torch.equal(a, b) for a, b in zip(eager, graph, strict=True))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import parallel
+from distributed import compiled, parallel
 from distributed.pool import pool
 from modules.cases import CACHED, EXTRAS, WITH_EXTRAS
 
@@ -86,6 +86,22 @@ def test_states(name: str) -> None:
 @pytest.mark.parametrize("name", ["MHAPyTorchClass", "Ch03_MHA_Wrapper"])
 def test_distributed_checkpoints(name: str, tmp_path: Path) -> None:
     pool().run(8, parallel.saved, name, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "MultiHeadAttention",
+        "MultiHeadLatentAttention",
+        "MHAPyTorchScaledDotProduct",
+        "MHAPyTorchClass",
+        "MultiHeadAttentionWrapper",
+    ],
+)
+def test_one_graph(name: str) -> None:
+    """torch.compile takes the module in one graph, with dropout, and gives the bits of an eager call."""
+    for eager, graph in pool().run(2, compiled.of_module, name):
+        assert all(torch.equal(a, b) for a, b in zip(eager, graph, strict=True))
 
 
 def test_generators_out_of_step() -> None:

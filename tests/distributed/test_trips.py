@@ -1,5 +1,6 @@
 """Promise: a layout shares the work, and chunks of keys travel no further than they are seen, in few buffers."""
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from distributed import ranks
 from distributed.pool import pool
 
-from pyattn.distributed.layout import chunks_of
+from pyattn.distributed.layout import chunks_of, packing_of
 from pyattn.distributed.shares import Dense
 from pyattn.distributed.trips import trips_of
 from pyattn.ops.schema import Options
@@ -25,6 +26,22 @@ def test_zigzag_balances_a_causal_mask() -> None:
         counted = pairs(ranks_, "zigzag", 8192)
         assert max(counted) * ranks_ / sum(counted) < 1.001
         assert max(pairs(ranks_, "contiguous", 8192)) * ranks_ / sum(counted) > 1.4
+
+
+def packed_pairs(ranks_: int, lengths: list[int]) -> list[int]:
+    """The same for packed sequences, each of them cut."""
+    begins = [0, *accumulate(lengths)]
+    packing = packing_of("cu_seqlens", begins, begins[-1], ranks_, "zigzag_varlen")
+    held = chunks_of(begins[-1], ranks_, "zigzag_varlen", packing=packing)
+    return [sum(i + 1 for chunk in chunks for _, run in packing.runs(chunk) for i in run) for chunks in held]
+
+
+def test_zigzag_balances_packed_sequences() -> None:
+    """The lengths of the guide, and sequences with fewer tokens than there are chunks."""
+    for lengths in ([3000, 200, 2500, 1000, 1492], [4] * 64):
+        for ranks_ in (2, 4):
+            counted = packed_pairs(ranks_, lengths)
+            assert max(counted) * ranks_ / sum(counted) < 1.05
 
 
 def hops(layout: str, ranks_: int, seqlen: int, **options: Any) -> list[int]:

@@ -1,32 +1,21 @@
-"""Copies of the native side, in which planted_faults.py plants faults: configured, compiled by units, tested."""
+"""Copies in which faults are planted in the native side: configured, compiled by units, tested."""
 
 import json
-import os
 import re
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import emulated
 import pybind11
-import pytest
-from editable import WITHOUT_EDITABLE
+from faults import BadFaultError
+from source_copy import SourceCopy
 
 import pyattn
 from pyattn import _build
-
-TOOLS = Path(__file__).parent
-ROOT = TOOLS.parents[1]
-IDLE = 60
-"""Seconds after which processes that only sleep count as hung."""
-LOOP = 3600
-"""Seconds of processor time after which a process counts as looping: a run of all tests takes a twentieth of it."""
 
 LIKELY = {
     "cache/cache": ("ops/cache.h", "ops/cache.cpp"),
@@ -117,20 +106,15 @@ class Unit(NamedTuple):
     backend: str
 
 
-class BadFaultError(Exception):
-    """The fault does not apply, or does not compile."""
-
-
-class Copy:
+class NativeCopy(SourceCopy):
     """A configured copy of what git tracks. It compiles at -O1, because the source alone decides the bits."""
 
+    run_tests = RUN
+    idle = 60
+
     def __init__(self, folder: Path) -> None:
-        self.folder, self.build = folder, folder / "build"
-        for name in subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0"):
-            if name:
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, folder / name)
-        (folder / "sitecustomize.py").write_text(WITHOUT_EDITABLE)
+        super().__init__(folder)
+        self.cwd = self.build = folder / "build"
         version = re.findall(r'__version__ = "(.*)"', (folder / "pyattn" / "__init__.py").read_text())[0]
         options = {"CMAKE_BUILD_TYPE": "Release", "PYATTN_CUDA": "OFF", "SKBUILD_PROJECT_VERSION": version}
         options |= {"Python_EXECUTABLE": sys.executable, "pybind11_DIR": pybind11.get_cmake_dir()}
@@ -140,16 +124,6 @@ class Copy:
         self.run(["cmake", "-S", ".", "-B", "build", "-G", "Ninja", *defines], cwd=folder)
         shutil.copy2(self.build / "_build.py", folder / "pyattn")
         self.units = list(self.native_units()) + list(self.emulated_units())
-
-    def environment(self) -> dict[str, str]:
-        """An environment in which Python finds this copy and no other."""
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        return os.environ | {"PATH": path, "PYTHONPATH": str(self.folder)}
-
-    def run(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        """Runs the command in ``build`` and returns its result."""
-        defaults = {"cwd": self.build, "env": self.environment(), "capture_output": True, "text": True, "check": True}
-        return subprocess.run(command, **(defaults | options))
 
     def native_units(self) -> Iterator[Unit]:
         for entry in json.loads((self.build / "compile_commands.json").read_text()):
@@ -190,42 +164,6 @@ class Copy:
         return {
             str(path.relative_to(self.folder.resolve())) for path in paths if path.is_relative_to(self.folder.resolve())
         }
-
-    def watch(self, command: list[str], isa: str) -> subprocess.CompletedProcess[str] | None:
-        """The command's result; None if it hangs, as it may if a fault corrupts the heap."""
-        environment = self.environment() | {"PYATTN_ISA": isa}
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(
-            command, cwd=self.folder, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
-        )
-        before, since = "", time.monotonic()
-        while True:
-            try:
-                out, err = process.communicate(timeout=5)
-                return subprocess.CompletedProcess(command, process.returncode, out, err)
-            except subprocess.TimeoutExpired:
-                states = ["ps", "--sid", str(process.pid), "-o", "stat=", "-o", "cputimes="]
-                now = subprocess.run(states, check=False, capture_output=True, text=True).stdout
-                if now != before or re.search("^R", now, re.MULTILINE):  # waiting for a processor is not sleeping
-                    before, since = now, time.monotonic()
-                elif time.monotonic() - since > IDLE:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.communicate()
-                    return None
-
-    def first_failure(self, *arguments: str, isa: str = "") -> str | None:
-        """The first test that fails, or what else ends the run; None if all pass."""
-        command = [sys.executable, "-c", RUN, str(self.folder), "-x", "-v", "--tb=no", "-p", "no:cacheprovider"]
-        result = self.watch(["prlimit", f"--cpu={LOOP}", *command, *arguments], isa)
-        if result is None:
-            return "hangs"
-        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
-        if failed or result.returncode in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-            return failed[0] if failed else None
-        if result.returncode > 0:
-            raise BadFaultError(f"the suite does not run:\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
-        last = re.findall(r"^tests/\S+", result.stdout, re.MULTILINE)
-        return f"signal {-result.returncode} in {last[-1] if last else 'the imports'}"
 
     def caught_by(self, file: str, backend: str) -> str | None:
         """The first test that fails, of one backend or, if "", of all instruction sets."""
