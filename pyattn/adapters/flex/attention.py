@@ -9,6 +9,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from pyattn.adapters.flex.any_score import attend
 from pyattn.adapters.flex.blocks import blocks_of, mask_in
+from pyattn.adapters.flex.compiled_scores import attend_in_graph
 from pyattn.adapters.flex.meaning import Mask, MaskMod, Score, ScoreMod, check_made, score_of
 from pyattn.adapters.flex.native import native
 from pyattn.arguments import check_size, check_sizes, check_tensor, check_type
@@ -147,10 +148,11 @@ def flex_attention(
         mask = mask_in(block_mask, *query.shape[:2])
         if key.shape[0] == 1:
             key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
-    if score_mod is not None and score is None:
-        out, lse = attend(score_mod, query, key, value, mask, scale)
+    if score_mod is None or score is not None:
+        out, lse = native(score or Score(), mask, query, key, value, scale)
     else:
-        out, lse = native(score or Score(), query, key, value, mask, scale)
+        in_graph = attend_in_graph(score_mod, query, key, value, mask, scale) if torch.compiler.is_compiling() else None
+        out, lse = in_graph or attend(score_mod, query, key, value, mask, scale)
     if return_aux is not None:
         return out, AuxOutput(lse=lse if wants_lse else None)
     return (out, lse) if wants_lse else out

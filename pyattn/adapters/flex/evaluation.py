@@ -3,6 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -63,10 +64,16 @@ class Lookups(TorchFunctionMode):
             table, places = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(place, Tensor) for place in places) and all(map(_is_place, places)):
                 tensors = [torch.as_tensor(place, device=table.device) for place in places]
-                if id(table) in self._sums:
+                if self._sums and id(table) in self._sums:
                     return _look_up(table, self._sums[id(table)], *tensors)
                 return torch.ops.aten.index.Tensor(table, tensors)
         return func(*args, **named)
+
+
+def in_new_thread(function: Callable[[], Result]) -> Result:
+    """Runs ``function`` where no operator is running, under which autograd and vmap fail."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
 
 
 def _is_place(index: object) -> bool:

@@ -1,0 +1,113 @@
+"""Recorded score_mods as programs with names, which the operators of compiled graphs take in place of functions."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from pyattn.adapters.flex.recording import Call, Encoded
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+class Program:
+    """The calls of a score_mod, and which of their results it returned."""
+
+    def __init__(self, calls: tuple[Call, ...], result: Encoded) -> None:
+        self._calls, self._result = calls, result
+        self._read: dict[tuple[Any, ...], Tensor] = {}
+
+    def score_mod(self, captured: Sequence[Tensor], integers: Sequence[int]) -> Callable[..., Tensor]:
+        """The score_mod that captures these."""
+        given: dict[str, Sequence[Any]] = {"captured": captured, "integer": integers}
+
+        def score_mod(*arguments: Tensor) -> Tensor:
+            known = given | {"argument": arguments, "result": []}
+            for function, places, named in self._calls:
+                known["result"].append(function(*_decoded(places, known), **_decoded(named, known)))
+            result: Tensor = _decoded(self._result, known)
+            return result
+
+        return score_mod
+
+    def as_before(self, captured: Sequence[Tensor]) -> list[Tensor]:
+        """``captured``, with integers and bools that the last call read, too, as the objects that they were there.
+
+        Masks in a score_mod are evaluated again when it reads other objects, and a graph makes new ones in each run.
+        """
+        before, self._read, found = self._read, {}, []
+        for x in captured:
+            if not (x.is_floating_point() or x.is_complex() or x.is_inference()):
+                key = x.data_ptr(), x.dtype, x.shape, x.stride(), x._version
+                x = self._read[key] = before.get(key, x)  # it is alive, so its memory has not become another's
+            found.append(x)
+        return found
+
+
+def _decoded(code: Encoded, known: dict[str, Any]) -> Any:
+    kind, x = code
+    if kind == "constant":
+        return x
+    if kind == "tuple":
+        return tuple(_decoded(part, known) for part in x)
+    if kind == "list":
+        return [_decoded(part, known) for part in x]
+    if kind == "dict":
+        return {name: _decoded(part, known) for name, part in x}
+    if kind == "slice":
+        return slice(*(_decoded(part, known) for part in x))
+    if kind == "part":
+        return known["result"][x[0]][x[1]]
+    return known[kind][x]
+
+
+PROGRAMS: dict[str, Program] = {}
+"""By name, as long as the process lives: a graph may run at any time."""
+
+_names: dict[tuple[Any, ...], str] = {}
+_numbers = itertools.count()
+
+
+def _constant(function: Function) -> Function:
+    """:func:`torch.compiler.assume_constant_result`, without importing dynamo, which takes a second."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant
+def graph_in_progress() -> str | None:
+    """The name of the graph that dynamo builds; None outside of dynamo."""
+    graph = torch._guards.CompileContext.current_compile_id()
+    return None if graph is None else str(graph)
+
+
+@_constant
+def name_of(calls: tuple[Call, ...], result: Encoded) -> str:
+    """The program's name."""
+    name = _names.setdefault((calls, result), f"score_mod {next(_numbers)}")
+    PROGRAMS.setdefault(name, Program(calls, result))
+    return name
+
+
+@_constant
+def captures_arguments(captured: int) -> bool:
+    """Whether the last ``scored`` of dynamo's graph reads what depends on the score_mod's arguments.
+
+    dynamo hides from modes attributes such as ``x.mT`` and the parts in ``x, y = z``.
+
+    Args:
+        captured: which argument of the operator has the captured tensors.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    found, dependent = False, set[object]()
+    for node in InstructionTranslator.current_tx().output.graph.nodes:
+        if node.target is torch.ops.pyattn_flex.arguments.default:
+            dependent = {node}
+        elif not dependent.isdisjoint(node.all_input_nodes):
+            dependent.add(node)
+        if node.target is torch.ops.pyattn_flex.scored.default:
+            found = not dependent.isdisjoint(node.args[captured])
+    return found
