@@ -19,14 +19,15 @@ class Program:
         self._calls, self._result = calls, result
         self._read: dict[tuple[Any, ...], Tensor] = {}
 
-    def score_mod(self, captured: Sequence[Tensor], integers: Sequence[int]) -> Callable[..., Tensor]:
+    def score_mod(self, captured: Sequence[Tensor], numbers: Sequence[float]) -> Callable[..., Tensor]:
         """The score_mod that captures these."""
-        given: dict[str, Sequence[Any]] = {"captured": captured, "integer": integers}
+        given: dict[str, Sequence[Any]] = {"captured": captured, "number": numbers}
 
         def score_mod(*arguments: Tensor) -> Tensor:
-            known = given | {"argument": arguments, "result": []}
+            results = list[Any]()
+            known = given | {"argument": arguments, "result": results}
             for function, places, named in self._calls:
-                known["result"].append(function(*_decoded(places, known), **_decoded(named, known)))
+                results.append(function(*_decoded(places, known), **_decoded(named, known)))
             result: Tensor = _decoded(self._result, known)
             return result
 

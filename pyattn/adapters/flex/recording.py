@@ -12,7 +12,7 @@ from torch import Tensor
 from pyattn.adapters.flex.evaluation import Lookups
 
 Encoded = tuple[str, Any]
-"""One of ``("argument" or "captured" or "integer" or "result", its number)``, ``("part", (result, place))``,
+"""One of ``("argument" or "captured" or "number" or "result", its number)``, ``("part", (result, place))``,
 ``("constant", x)``, ``("tuple" or "list" or "slice", parts)`` and ``("dict", ((name, part), ...))``."""
 
 Call = tuple[Any, Encoded, Encoded]
@@ -25,19 +25,19 @@ class Recording(Lookups):
     Attributes:
         calls: in order.
         captured: the tensors that come from elsewhere.
-        integers: the ints, which may be symbolic.
+        numbers: ints and floats, which may be symbolic.
     """
 
     def __init__(self, arguments: Sequence[Tensor]) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self.captured: list[Tensor] = []
-        self.integers: list[int] = []
+        self.numbers: list[float] = []
         self._tensors = list(arguments)
         self._codes: list[Encoded] = [("argument", number) for number in range(len(arguments))]
 
     def encoded(self, x: Any) -> Encoded:
-        """``x`` as a constant, apart from tensors and ints."""
+        """``x`` as a constant, apart from tensors and numbers."""
         if isinstance(x, Tensor):
             for tensor, code in zip(self._tensors, self._codes, strict=True):
                 if tensor is x:  # dynamo can't trace id
@@ -50,9 +50,9 @@ class Recording(Lookups):
             return "slice", tuple([self.encoded(part) for part in (x.start, x.stop, x.step)])
         if isinstance(x, dict):
             return "dict", tuple([(name, self.encoded(part)) for name, part in x.items()])
-        if isinstance(x, int) and not isinstance(x, bool):
-            self.integers.append(x)
-            return "integer", len(self.integers) - 1
+        if isinstance(x, int | float) and not isinstance(x, bool):
+            self.numbers.append(x)
+            return "number", len(self.numbers) - 1
         return "constant", x
 
     def __torch_function__(
