@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from pyattn.adapters.flex.evaluated import Evaluation
-from pyattn.adapters.flex.evaluation import in_new_thread
+from pyattn.adapters.flex.evaluation import as_outermost
 from pyattn.adapters.flex.holes import Holes
 from pyattn.adapters.flex.meaning import Mask, MaskMod, key_ranges_of
 from pyattn.key_ranges import by_interval
@@ -106,7 +106,7 @@ def register(mask_in: Callable[[BlockMask, int, int], Mask]) -> torch.library.Li
             seen = ((begin <= keys) & (keys < end)).any(3).expand(*sizes)
             return functools.reduce(torch.logical_and, [x.bits() for x in mask.holes], seen).contiguous()
 
-        return in_new_thread(computed)
+        return as_outermost(computed)
 
     def fake(
         captured: Sequence[Tensor], own: int, batch: int, heads: int, sizes: Sequence[int], intervals: int

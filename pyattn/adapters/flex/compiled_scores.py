@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyattn import attention, ops
 from pyattn.adapters.flex.any_score import attend_in_blocks, gradients_in_blocks, meaning_of
-from pyattn.adapters.flex.evaluation import in_new_thread
+from pyattn.adapters.flex.evaluation import as_outermost
 from pyattn.adapters.flex.holes import Holes
 from pyattn.adapters.flex.meaning import Mask, Score, ScoreMod
 from pyattn.adapters.flex.native import native_options
@@ -63,11 +63,10 @@ class Inputs(NamedTuple):
             self.intervals,
         )
 
-    def differentiable(self) -> tuple["Inputs", list[Tensor]]:
-        """The same with leaves of a graph in place of tensors that need a gradient, and these."""
-        q, k, v = (x.detach().requires_grad_() for x in self[:3])
+    def with_learned(self) -> "Inputs":
+        """The same with captured tensors that require a gradient if they are learned."""
         captured = [x.detach().requires_grad_(y) for x, y in zip(self.captured, self.learned, strict=True)]
-        return self._replace(q=q, k=k, v=v, captured=captured), [q, k, v, *(x for x in captured if x.requires_grad)]
+        return self._replace(captured=captured)
 
     def meaning(self) -> tuple[Score, Mask] | Call:
         """The score_mod and the mask as native options, or else as what blocks share."""
@@ -128,7 +127,8 @@ def _arguments(dtype: torch.dtype) -> list[Tensor]:
 def _scored(*arguments: Any) -> tuple[Tensor, ...]:
     @torch.no_grad()
     def rows() -> tuple[Tensor, ...]:
-        given, (q, k, v, *_) = Inputs(*arguments).differentiable()
+        given = Inputs(*arguments).with_learned()
+        q, k, v, *_ = given
         meaning = given.meaning()
         if not isinstance(meaning, Call):
             return autograd.attend(DENSE, q, k, v, given.options(*meaning))
@@ -136,7 +136,7 @@ def _scored(*arguments: Any) -> tuple[Tensor, ...]:
         like, *_ = _fake_scored(q.to("meta"), k.to("meta"), v.to("meta"))
         return _in_layout_of(like, out), lse, torch.zeros_like(lse), torch.zeros_like(lse)
 
-    return in_new_thread(rows)
+    return as_outermost(rows)
 
 
 def _fake_scored(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
@@ -148,8 +148,9 @@ def _scored_backward(
     dout: Tensor | None, dlse: Tensor | None, out: Tensor, row_max: Tensor, row_sum: Tensor, *arguments: Any
 ) -> list[Tensor]:
     def gradients() -> list[Tensor]:
-        given, leaves = Inputs(*arguments).differentiable()
-        q, k, v, *_ = leaves
+        given = Inputs(*arguments).with_learned()
+        q, k, v = rows = [x.detach().requires_grad_() for x in (given.q, given.k, given.v)]
+        leaves = [*rows, *(x for x in given.captured if x.requires_grad)]
         meaning = given.meaning()
         found: Sequence[Tensor | None]
         if isinstance(meaning, Call):
@@ -159,8 +160,8 @@ def _scored_backward(
             found = [by_leaf.get(id(x)) for x in leaves]
         else:
             lse = row_max.new_empty(out.shape[:3])  # no derivative reads its values
-            rows = out.detach(), lse, row_max.detach(), row_sum.detach()
-            again = dataclasses.replace(DENSE, forward=lambda *_: rows)
+            known = out.detach(), lse, row_max.detach(), row_sum.detach()
+            again = dataclasses.replace(DENSE, forward=lambda *_: known)
             results = autograd.attend(again, q, k, v, given.options(*meaning))
             pairs = [(x, dx) for x, dx in zip(results, (dout, dlse), strict=False) if dx is not None]
             reached, moved = zip(*pairs, strict=True)
@@ -168,7 +169,7 @@ def _scored_backward(
         gradients = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(leaves, found, strict=True)]
         return [_in_layout_of(torch.empty_like(x, device="meta"), dx) for x, dx in zip(leaves, gradients, strict=True)]
 
-    return in_new_thread(gradients)
+    return as_outermost(gradients)
 
 
 def _fake_scored_backward(*arguments: Any) -> list[Tensor]:

@@ -70,10 +70,18 @@ class Lookups(TorchFunctionMode):
         return func(*args, **named)
 
 
-def in_new_thread(function: Callable[[], Result]) -> Result:
-    """Runs ``function`` where no operator is running, under which autograd and vmap fail."""
+@functools.cache
+def _keys_of_a_thread() -> tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]:
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(function).result()
+        keys = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
+        include, exclude = pool.map(lambda of_thread: of_thread(), keys)
+    return include, exclude
+
+
+def as_outermost(function: Callable[[], Result]) -> Result:
+    """Runs ``function`` as a new thread would. Inside an operator, autograd and vmap do not work."""
+    with torch.inference_mode(False), torch._C._ForceDispatchKeyGuard(*_keys_of_a_thread()), torch.enable_grad():
+        return function()
 
 
 def _is_place(index: object) -> bool:
