@@ -17,7 +17,7 @@ class Program:
 
     def __init__(self, calls: tuple[Call, ...], result: Encoded) -> None:
         self._calls, self._result = calls, result
-        self._read: dict[tuple[Any, ...], Tensor] = {}
+        self._read: dict[int, Tensor] = {}
 
     def score_mod(self, captured: Sequence[Tensor], numbers: Sequence[float]) -> Callable[..., Tensor]:
         """The score_mod that captures these."""
@@ -34,16 +34,17 @@ class Program:
         return score_mod
 
     def as_before(self, captured: Sequence[Tensor]) -> list[Tensor]:
-        """``captured``, with integers and bools that the last call read, too, as the objects that they were there.
+        """``captured``, with copies of integers and bools: those of the last call, if their values are the same.
 
-        Masks in a score_mod are evaluated again when it reads other objects, and a graph makes new ones in each run.
+        A mask in a score_mod is evaluated again when it reads other objects, and a graph makes new ones in each run.
+        Values decide: a graph may write to memory without counting versions.
         """
-        before, self._read, found = self._read, {}, []
-        for x in captured:
-            if not (x.is_floating_point() or x.is_complex() or x.is_inference()):
-                key = x.data_ptr(), x.dtype, x.shape, x.stride(), x._version
-                x = self._read[key] = before.get(key, x)  # it is alive, so its memory has not become another's
-            found.append(x)
+        found = list(captured)
+        for place, x in enumerate(captured):
+            if not (x.is_floating_point() or x.is_complex()):
+                before = self._read.get(place)
+                same = before is not None and before.dtype == x.dtype and torch.equal(before, x)
+                found[place] = self._read[place] = before if before is not None and same else x.clone()
         return found
 
 
