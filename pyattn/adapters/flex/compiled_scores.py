@@ -72,7 +72,7 @@ class Inputs(NamedTuple):
         """The score_mod and the mask as native options, or else as what blocks share."""
         program = PROGRAMS.get(self.program)
         if program is None:
-            raise RuntimeError(f"pyattn: a graph must run in the process that compiled it, got {self.program!r}")
+            raise RuntimeError(f"pyattn: a score_mod must be compiled in the process that runs it, got {self.program}")
         score_mod = program.score_mod(program.as_before(self.captured), self.numbers)
         return meaning_of(score_mod, self.q, self.k, self.mask(), self.scale, program)
 

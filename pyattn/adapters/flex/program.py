@@ -1,6 +1,6 @@
 """Recorded score_mods as programs with names, which the operators of compiled graphs take in place of functions."""
 
-import itertools
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -69,7 +69,6 @@ PROGRAMS: dict[str, Program] = {}
 """By name, as long as the process lives: a graph may run at any time."""
 
 _names: dict[tuple[Any, ...], str] = {}
-_numbers = itertools.count()
 
 
 def _constant(function: Function) -> Function:
@@ -87,10 +86,16 @@ def graph_in_progress() -> str | None:
 
 @_constant
 def name_of(calls: tuple[Call, ...], result: Encoded) -> str:
-    """The program's name."""
-    name = _names.setdefault((calls, result), f"score_mod {next(_numbers)}")
-    PROGRAMS.setdefault(name, Program(calls, result))
-    return name
+    """The program's name, the same in each process, so a graph that is read from a cache runs no other program."""
+    key = calls, result
+    if key not in _names:
+        functions = [f"{getattr(call[0], '__module__', None)}.{getattr(call[0], '__name__', None)}" for call in calls]
+        written = repr((functions, [call[1:] for call in calls], result))
+        name = f"score_mod {hashlib.sha256(written.encode()).hexdigest()[:16]}"
+        while name in PROGRAMS:  # of functions that share their names
+            name += "+"
+        _names[key], PROGRAMS[name] = name, Program(calls, result)
+    return _names[key]
 
 
 @_constant

@@ -6,7 +6,8 @@ from adapters.flex.any_masks import HOLES, INTERVALS, LENGTH
 from adapters.flex.any_scores import HEADS, SCORES, drawn, functions, relative
 from helpers import newer_compiler
 
-from pyattn.adapters.flex import AuxRequest, causal, create_block_mask, flex_attention, masking
+from pyattn.adapters.flex import AuxRequest, causal, compiled_scores, create_block_mask, flex_attention, masking
+from pyattn.adapters.flex.program import PROGRAMS, name_of
 from pyattn.cli.timing import peak_memory
 
 pytestmark = [
@@ -210,3 +211,18 @@ def test_second_derivatives_are_refused():
     (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="second derivatives of a score_mod of your own are not implemented"):
         first.sum().backward()
+
+
+def test_names_of_programs(monkeypatch):
+    """They follow from the calls; a graph whose program is not there says so."""
+    given = ("tuple", (("argument", 0),)), ("dict", ())
+    functions = torch.tanh, lambda x: x, lambda x: x + 1
+    names = [name_of(((function, *given),), ("result", 0)) for function in functions]
+    assert len(set(names)) == 3
+    assert names == [name_of(((function, *given),), ("result", 0)) for function in functions]
+    assert PROGRAMS[names[2]].score_mod([], [])(torch.ones(())) == 2
+    function, tensors = compiled(attend, "eager"), drawn("nothing")
+    function(*tensors, shifted(torch.rand(HEADS)))
+    monkeypatch.setattr(compiled_scores, "PROGRAMS", {})
+    with pytest.raises(RuntimeError, match="pyattn: a score_mod must be compiled in the process that runs it, got sco"):
+        function(*tensors, shifted(torch.rand(HEADS)))
