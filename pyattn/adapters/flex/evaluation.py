@@ -73,9 +73,8 @@ class Lookups(TorchFunctionMode):
 @functools.cache
 def _keys_of_a_thread() -> tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]:
     with ThreadPoolExecutor(1) as pool:
-        keys = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
-        include, exclude = pool.map(lambda of_thread: of_thread(), keys)
-    return include, exclude
+        both = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
+        return pool.submit(lambda: (both[0](), both[1]())).result()
 
 
 def as_outermost(function: Callable[[], Result]) -> Result:
