@@ -13,7 +13,7 @@ from torch import Tensor
 from pyattn import attention
 from pyattn.adapters.flex.evaluation import Trace, uncompiled
 from pyattn.adapters.flex.masking import mask_of_conditions, masking_of
-from pyattn.adapters.flex.meaning import Mask, ScoreMod, intersection, ranges_for
+from pyattn.adapters.flex.meaning import Mask, Score, ScoreMod, intersection, ranges_for
 from pyattn.adapters.flex.native import native
 from pyattn.adapters.flex.row_blocks import Call, blocks
 from pyattn.adapters.flex.terms import score_of_terms
@@ -35,22 +35,48 @@ def attend(
         )
     q, k, v = cast(query), cast(key), cast(value)
     attention(*(x.to("meta") for x in (q, k, v)), softmax_scale=scale)  # checks them
+    meaning = meaning_of(score_mod, q, k, mask, scale, score_mod)
+    if isinstance(meaning, Call):
+        return attend_in_blocks(meaning, q, k, v)
+    return native(*meaning, query, key, value, scale)
+
+
+def meaning_of(
+    score_mod: ScoreMod, q: Tensor, k: Tensor, mask: Mask, scale: float | None, remembers: object
+) -> tuple[Score, Mask] | Call:
+    """A score_mod and a mask as native options, or else as what blocks share.
+
+    q: (B, Hq, Sq, D), k: (B, Hkv, Sk, D). ``remembers`` is the object that remembers the mask in the score_mod.
+    """
     trace = Trace("score_mod", score_mod, q.device, _wide(q).dtype)
     result, read = trace.result, trace.captured
     masking = masking_of(result)
     if masking.conditions:
         most = MOST_RANGES + 1 - mask.intervals
-        hidden = mask_of_conditions(masking, score_mod, (*q.shape[:3], k.shape[2]), _wide(q).dtype, most)
+        hidden = mask_of_conditions(masking, remembers, (*q.shape[:3], k.shape[2]), _wide(q).dtype, most)
         mask, result, read = intersection([mask, hidden]), masking.rest, masking.captured
         score_mod = masking.score_mod
     score = score_of_terms(result, q, k.shape[2])
     if score is not None:
-        return native(score, query, key, value, mask, scale)
+        return score, mask
     captured = [x for x in read if x.requires_grad] if torch.is_grad_enabled() else []
     ranges = ranges_for(q, mask, k.shape[2])
-    call = Call(score_mod, captured, ranges, mask.holes, Options(softmax_scale=scale).scale_for(q.shape[3]))
-    out, lse = _apply(_Attention, call, q, k, v, *captured)
+    return Call(score_mod, captured, ranges, mask.holes, Options(softmax_scale=scale).scale_for(q.shape[3]))
+
+
+def attend_in_blocks(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse."""
+    out, lse = _apply(_Attention, call, q, k, v, *call.captured)
     return out, lse
+
+
+def gradients_in_blocks(
+    call: Call, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *captured: Tensor
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv and the gradients of ``captured``, tensors in place of the call's."""
+    dout = q.new_zeros(*q.shape[:3], v.shape[3]) if dout is None else dout
+    dlse = _wide(q).new_zeros(q.shape[:3]) if dlse is None else dlse
+    return _apply(_Gradients, call, dout, dlse, q, k, v, *captured)
 
 
 class _Attention(torch.autograd.Function):
@@ -73,9 +99,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         call, q, k, v, *captured = saved(ctx)
-        dout = q.new_zeros(*q.shape[:3], v.shape[3]) if dout is None else dout
-        dlse = _wide(q).new_zeros(q.shape[:3]) if dlse is None else dlse
-        return None, *_apply(_Gradients, call, dout, dlse, q, k, v, *captured)
+        return None, *gradients_in_blocks(call, dout, dlse, q, k, v, *captured)
 
 
 class _Gradients(torch.autograd.Function):

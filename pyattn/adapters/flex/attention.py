@@ -9,6 +9,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from pyattn.adapters.flex.any_score import attend
 from pyattn.adapters.flex.blocks import blocks_of, mask_in
+from pyattn.adapters.flex.compiled_scores import attend_in_graph
 from pyattn.adapters.flex.meaning import Mask, MaskMod, Score, ScoreMod, check_made, score_of
 from pyattn.adapters.flex.native import native
 from pyattn.arguments import check_size, check_sizes, check_tensor, check_type
@@ -100,8 +101,9 @@ def flex_attention(
             run in native code. So does a multiple of the score, or ``c * tanh`` of one, plus terms of ``q_idx -
             kv_idx``, of kv_idx or of q_idx alone, each of b and h too, and captured tensors ``[b, h, q_idx, kv_idx]``.
             ``where(seen, score, -inf)`` by indices and captured tensors joins the mask. Any other runs in torch
-            operations, block by block in linear memory, on scores in float32 or float64. Those of your own must run
-            outside of compiled graphs, which break there.
+            operations, block by block in linear memory, on scores in float32 or float64. In a compiled graph, one of
+            your own is one operator, wherever it is defined; a graph breaks at one that dynamo can't trace, at ``x.mT``
+            or ``x, y = z`` of what depends on its arguments, and under ``torch.utils.checkpoint``.
         block_mask: from :func:`create_block_mask` or torch's own function. The mask_mod says what is visible, for all
             sequences and heads of query; blocks that leave out some of it are refused. Without a mask_mod, listed
             blocks are visible. A mask_mod of your own is evaluated again only when it computes something else, for
@@ -119,7 +121,8 @@ def flex_attention(
         that sees no key has out 0 and lse -inf, as in torch on a CPU. A score of -inf masks its pair.
 
     Raises:
-        NotImplementedError: max_scores; a score_mod of your own in a transform of torch.func or in torch.export.
+        NotImplementedError: max_scores; a score_mod of your own in a transform of torch.func or in torch.export; second
+            derivatives of one in a compiled graph.
         ValueError: shapes that don't fit, heads that enable_gqa does not group, a block_mask of other lengths,
             return_lse together with return_aux, a mod that returns more than one value for a pair.
         TypeError: other types; a mod that returns no tensor; the function ``softcap`` itself where its result belongs.
@@ -147,10 +150,11 @@ def flex_attention(
         mask = mask_in(block_mask, *query.shape[:2])
         if key.shape[0] == 1:
             key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
-    if score_mod is not None and score is None:
-        out, lse = attend(score_mod, query, key, value, mask, scale)
+    if score_mod is None or score is not None:
+        out, lse = native(score or Score(), mask, query, key, value, scale)
     else:
-        out, lse = native(score or Score(), query, key, value, mask, scale)
+        in_graph = attend_in_graph(score_mod, query, key, value, mask, scale) if torch.compiler.is_compiling() else None
+        out, lse = in_graph or attend(score_mod, query, key, value, mask, scale)
     if return_aux is not None:
         return out, AuxOutput(lse=lse if wants_lse else None)
     return (out, lse) if wants_lse else out

@@ -20,6 +20,7 @@ class Evaluation(NamedTuple):
 
 
 @uncompiled
+@torch.inference_mode(False)  # so a mask that is remembered can be saved for backward
 def evaluate(
     mask_mod: MaskMod, sizes: tuple[int, int, int, int], device: torch.device, before: Evaluation | None = None
 ) -> Evaluation:

@@ -3,6 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -63,10 +64,23 @@ class Lookups(TorchFunctionMode):
             table, places = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(place, Tensor) for place in places) and all(map(_is_place, places)):
                 tensors = [torch.as_tensor(place, device=table.device) for place in places]
-                if id(table) in self._sums:
+                if self._sums and id(table) in self._sums:
                     return _look_up(table, self._sums[id(table)], *tensors)
                 return torch.ops.aten.index.Tensor(table, tensors)
         return func(*args, **named)
+
+
+@functools.cache
+def _keys_of_a_thread() -> tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]:
+    with ThreadPoolExecutor(1) as pool:
+        both = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
+        return pool.submit(lambda: (both[0](), both[1]())).result()
+
+
+def as_outermost(function: Callable[[], Result]) -> Result:
+    """Runs ``function`` as a new thread would. Inside an operator, autograd and vmap do not work."""
+    with torch.inference_mode(False), torch._C._ForceDispatchKeyGuard(*_keys_of_a_thread()), torch.enable_grad():
+        return function()
 
 
 def _is_place(index: object) -> bool:

@@ -85,6 +85,7 @@ class Holes:
         return self._bits
 
     @uncompiled
+    @torch.inference_mode(False)  # so they can be saved for backward
     def _evaluated(self) -> Tensor:
         bits = torch.empty(self.sizes, dtype=torch.bool, device=self.device)
         for begin, block in self.blocks():

@@ -163,6 +163,16 @@ def test_empty(lengths):
         assert (lse == float("-inf")).all()
 
 
+@pytest.mark.parametrize("name", ["padding", "nothing", "dilated"])
+def test_a_mask_evaluated_in_inference_mode(name):
+    """Training uses it afterwards."""
+    with torch.inference_mode():
+        block_mask = blocks((INTERVALS | HOLES)[name], 128)
+        flex_attention(*inputs(), block_mask=block_mask, enable_gqa=True)
+    tensors = [t.requires_grad_() for t in inputs()]
+    flex_attention(*tensors, block_mask=block_mask, enable_gqa=True).sum().backward()
+
+
 @newer_compiler
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
 def test_compiled():

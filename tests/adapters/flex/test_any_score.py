@@ -7,7 +7,6 @@ import torch
 from adapters.flex.any_masks import LENGTH
 from adapters.flex.any_scores import HEADS, SCORES, by_formula, derivatives, drawn, functions, relative
 from adapters.gradients import assert_accurate
-from helpers import newer_compiler
 from torch.autograd import gradcheck, gradgradcheck
 
 from pyattn.adapters.flex import AuxRequest, any_score, causal, create_block_mask, flex_attention, row_blocks
@@ -185,24 +184,3 @@ def test_autocast():
     expected = flex_attention(*low, score_mod, enable_gqa=True)
     assert torch.equal(out, expected)
     torch.testing.assert_close(gradients, tuple(x.float() for x in torch.autograd.grad(expected.float().sum(), low)))
-
-
-@newer_compiler
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
-def test_compiled():
-    """The score_mod runs outside of the graph."""
-    tensors = drawn("relative")
-
-    def step(q, k, v, table):
-        return flex_attention(q * 2, k, v, relative(table), enable_gqa=True) * 2
-
-    results = [
-        torch.autograd.grad(f(*tensors).sum(), tensors) for f in (step, torch.compile(step, backend="aot_eager"))
-    ]
-    torch.testing.assert_close(*results)
-    with pytest.raises(
-        Exception,
-        match="pyattn: mask_mods and score_mods of your own must run outside of compiled graphs, got fullgraph=True",
-    ):
-        torch.compile(step, backend="eager", fullgraph=True)(*drawn("relative"))
-    torch.compiler.reset()  # flex_attention was compiled as a frame of its own, where other tests allow one graph

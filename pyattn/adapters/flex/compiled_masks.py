@@ -3,7 +3,6 @@
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from pyattn.adapters.flex.evaluated import Evaluation
+from pyattn.adapters.flex.evaluation import as_outermost
 from pyattn.adapters.flex.holes import Holes
 from pyattn.adapters.flex.meaning import Mask, MaskMod, key_ranges_of
 from pyattn.key_ranges import by_interval
@@ -106,8 +106,7 @@ def register(mask_in: Callable[[BlockMask, int, int], Mask]) -> torch.library.Li
             seen = ((begin <= keys) & (keys < end)).any(3).expand(*sizes)
             return functools.reduce(torch.logical_and, [x.bits() for x in mask.holes], seen).contiguous()
 
-        with ThreadPoolExecutor(1) as pool:  # a new thread has no dispatch modes, under which vmap fails
-            return pool.submit(computed).result()
+        return as_outermost(computed)
 
     def fake(
         captured: Sequence[Tensor], own: int, batch: int, heads: int, sizes: Sequence[int], intervals: int
