@@ -106,7 +106,9 @@ def near(table, reach):
 
 @pytest.mark.parametrize("score", ["relative", "a square"])
 @pytest.mark.parametrize(
-    "mask_mod", [causal(torch.tensor([3, -2])), INTERVALS["padding"], HOLES["checkerboard"]], ids=str
+    "mask_mod",
+    [causal(torch.tensor([3, -2])), INTERVALS["padding"], HOLES["checkerboard"]],
+    ids=["offsets", "padding", "checkerboard"],
 )
 def test_masks(score, mask_mod):
     block_mask = create_block_mask(mask_mod, 2, HEADS, LENGTH, LENGTH, "cpu", 16)
