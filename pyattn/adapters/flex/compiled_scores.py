@@ -77,7 +77,7 @@ class Inputs(NamedTuple):
         return meaning_of(score_mod, self.q, self.k, self.mask(), self.scale, program)
 
     def options(self, score: Score, mask: Mask) -> tuple[Any, ...]:
-        """What the native operators take after q, k and v."""
+        """The arguments of the native operators after q, k and v."""
         return parse(attention, native_options(score, mask, self.q, self.k, self.scale), self.q.device)
 
 
