@@ -1,4 +1,7 @@
-"""Promise: CUDA kernels add a relative bias, and sum up its gradient, as accurately as a bias of each pair."""
+"""Promise: CUDA kernels add a relative bias, and sum up its gradient, as accurately as a bias of each pair.
+
+With extreme offsets, so do those of every instruction set.
+"""
 
 import ctypes
 import functools
@@ -119,10 +122,10 @@ def test_sequences(cuda_kernels: Backend, dtype: torch.dtype, shared: bool) -> N
 
 @each_dtype
 @pytest.mark.parametrize("offset", [2**63 - 1, -(2**63)])
-def test_extreme_offsets(emulation: Backend, dtype: torch.dtype, offset: int) -> None:
+def test_extreme_offsets(repeatable: Backend, dtype: torch.dtype, offset: int) -> None:
     case = Case(1, 2, 2, 12, 17, 16, 16, causal=False, q_offset=offset)
     drawn, options = drawn_of(case, dtype)
-    gradient = assert_right(emulation.attention, drawn, table_of(dtype, 2, 41), **options)
+    gradient = assert_right(repeatable.attention, drawn, table_of(dtype, 2, 41), **options)
     assert torch.equal(gradient.any(0).nonzero().flatten(), torch.tensor([0 if offset > 0 else 40]))
 
 
