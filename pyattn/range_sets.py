@@ -86,13 +86,19 @@ def from_blocks(
     return found[:, :, 0] if most == 1 else found[:, :, :most]
 
 
+def from_first_to_last(mask: Tensor) -> Tensor:
+    """(..., 2): the smallest interval that holds every key of a row; bool (..., Sk), Sk at least 1."""
+    keys = mask.to(torch.uint8)
+    none = ~mask.any(-1)
+    begin = keys.argmax(-1).masked_fill(none, 0)  # argmax gives the first maximum
+    end = (mask.shape[-1] - keys.flip(-1).argmax(-1)).masked_fill(none, 0)
+    return torch.stack([begin, end], -1)
+
+
 def _only_interval(wide: Tensor) -> Tensor | None:
     """(B, H, Sq, 2): the interval of each row of a mask, or None where a row has several."""
-    keys = wide.to(torch.uint8)
-    count = keys.sum(-1)
-    begin = keys.argmax(-1).masked_fill(count == 0, 0)  # argmax gives the first maximum
-    end = (wide.shape[3] - keys.flip(-1).argmax(-1)).masked_fill(count == 0, 0)
-    return None if (end - begin != count).any() else torch.stack([begin, end], -1)
+    ranges = from_first_to_last(wide)
+    return None if (ranges[..., 1] - ranges[..., 0] != wide.sum(-1)).any() else ranges
 
 
 def _intervals(wide: Tensor, most: int) -> Tensor | None:

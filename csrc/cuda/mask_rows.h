@@ -44,10 +44,11 @@ mask_rows(const __grid_constant__ ForwardParams p) {
     const int64_t row = at;
     at -= own.count();
     if (row < 0 || at >= 0) return;
+    const Range keys = keys_to_scan(p, own, row);
     int64_t begin = p.seqlen_k, end = 0, count = 0;
     with_elements<S>(view, [&](const auto* elements) {
       elements += own.offset(view, row);
-      for (int64_t j = lane(); j < p.seqlen_k; j += kWarpLanes)
+      for (int64_t j = keys.begin + lane(); j < keys.end; j += kWarpLanes)
         if (allows(elements[j * view.stride_k])) begin = min(begin, j), end = j + 1, ++count;
     });
 #pragma unroll

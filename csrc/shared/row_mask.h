@@ -46,12 +46,7 @@ struct RowMask {
 
   // The keys that a row sees in its interval n; with holes, from the first to the last one that it may see.
   constexpr Range keys_of(int64_t r, int64_t n) const {
-    const int64_t i = head.query(r);
-    Range keys = by_formula(i);
-    if (p.mask.key_ranges) {
-      const int64_t* range = ranges_of(i) + 2 * n;
-      keys = keys.in({range[0], range[1]});
-    }
+    Range keys = unfiltered(head.query(r), n);
     each_row(r, [&](const auto&, const RowKeys& row) { keys = keys.in({row.begin, row.end}); });
     return keys;
   }
@@ -59,6 +54,11 @@ struct RowMask {
   // The same in all its intervals, from the first to the last key.
   constexpr Range keys_of(int64_t r) const {
     return hull(intervals(), [&](int64_t n) { return keys_of(r, n); });
+  }
+
+  // The keys that query i sees in its intervals if there are no filters, from the first to the last.
+  constexpr Range unfiltered(int64_t i) const {
+    return hull(intervals(), [&](int64_t n) { return unfiltered(i, n); });
   }
 
   // keys_of without masked keys at its ends: another mask may cut a row at one of its holes.
@@ -129,6 +129,14 @@ struct RowMask {
   }
 
  private:
+  // The keys that query i sees in its interval n if there are no filters.
+  constexpr Range unfiltered(int64_t i, int64_t n) const {
+    const Range keys = by_formula(i);
+    if (!p.mask.key_ranges) return keys;
+    const int64_t* range = ranges_of(i) + 2 * n;
+    return keys.in({range[0], range[1]});
+  }
+
   // Whether these ends of keys_of may be holes of a filter: the first and the last key that it leaves a row are not.
   constexpr bool cut_among_holes(int64_t r, Range keys) const {
     bool cut = false;
@@ -157,6 +165,20 @@ struct RowMask {
     each_mask_tensor(p, [&](const auto& view, const RowKeys* rows) { f(view, rows[OwnRows(p, view).index(head, r)]); });
   }
 };
+
+// The keys of a filter's own row that matter: some query that reads the row sees them without the
+// filter. Of a mask over a window this leaves the window, so scanning rows takes linear time.
+constexpr Range keys_to_scan(const ForwardParams& p, const OwnRows& own, int64_t row) {
+  if (own.queries < p.seqlen_q) return {0, p.seqlen_k};
+  const int64_t b = row / own.queries / own.heads, i = row % own.queries;
+  Range keys{0, 0};
+  for (int64_t other = own.batch > 1 ? b : 0; other < (own.batch > 1 ? b + 1 : p.batch); ++other) {
+    const Range seen = RowMask(p, Head(p, other * p.num_heads_kv)).unfiltered(i);
+    if (seen.empty()) continue;
+    keys = keys.empty() ? seen : Range{min(keys.begin, seen.begin), max(keys.end, seen.end)};
+  }
+  return keys;
+}
 
 }  // namespace
 }  // namespace pyattn::PYATTN_ISA

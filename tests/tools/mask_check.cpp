@@ -55,7 +55,8 @@ struct Case {
     for (int64_t r = 0; r < head.count; ++r) {
       RowKeys row{p.seqlen_k, 0, false};
       int64_t count = 0;
-      for (int64_t j = 0; j < p.seqlen_k; ++j)
+      const Range keys = keys_to_scan(p, own, own.index(head, r));
+      for (int64_t j = keys.begin; j < keys.end; ++j)
         if (shown_by(elements, view, head, r, j)) row = {min(row.begin, j), j + 1, false}, ++count;
       row.holes = count < row.end - row.begin;
       rows[own.index(head, r)] = row;

@@ -23,17 +23,17 @@ bool all_are(bool value, int64_t j, Run run, Shown shown) {
   return !other;
 }
 
-// Reduces shown(j) over the keys [0, seqlen_k) to a RowKeys: searches from both ends for a
+// Reduces shown(j) over a range of keys to a RowKeys: searches from both ends for a
 // visible key, then from the first one for a hole, in runs that get shorter.
 template <class Shown>
-RowKeys scan_row(int64_t seqlen_k, Shown shown) {
+RowKeys scan_row(Range keys, Shown shown) {
   const auto in_runs = [](auto search) {
     search(std::integral_constant<int64_t, 512>{});
     search(std::integral_constant<int64_t, 64>{});
     search(std::integral_constant<int64_t, 8>{});
     search(std::integral_constant<int64_t, 1>{});
   };
-  int64_t begin = 0, end = seqlen_k;
+  int64_t begin = keys.begin, end = keys.end;
   in_runs([&](auto run) {
     while (end - begin >= run && all_are(false, begin, run, shown)) begin += run;
   });
@@ -53,14 +53,15 @@ inline Plan plan_rows(const ForwardParams& p, const BroadcastView& view) {
   return {ceil_div(rows, kScannedRows), 0, rows * static_cast<int64_t>(sizeof(RowKeys))};
 }
 
-// Writes the first and the last visible key of each row of
-// a view's own shape. A work item is kScannedRows rows.
+// Writes the first and the last visible key of each row of a view's own
+// shape, among those that matter. A work item is kScannedRows rows.
 template <class S, class V>
 void scan_rows(const ForwardParams& p, const V& view, RowKeys* rows, int64_t begin, int64_t end) {
   const OwnRows own(p, view);
   for (int64_t row = begin * kScannedRows; row < min(end * kScannedRows, own.count()); ++row)
     with_elements<S>(view, [&](const auto* elements) {
-      with_keys(view, elements + own.offset(view, row), [&](auto shown) { rows[row] = scan_row(p.seqlen_k, shown); });
+      with_keys(view, elements + own.offset(view, row),
+                [&](auto shown) { rows[row] = scan_row(keys_to_scan(p, own, row), shown); });
     });
 }
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pyattn.adapters.flex.evaluation import over_distances, over_pairs, uncompiled
 from pyattn.key_ranges import MOST_RANGES, bare
-from pyattn.range_sets import from_blocks, from_bool
+from pyattn.range_sets import from_blocks, from_bool, from_first_to_last
 
 PAIRS_AT_ONCE = 2**18
 """Pairs in a block of rows, over sequences and heads: temporaries of 2 MB as int64, which fit in a cache."""
@@ -37,6 +37,7 @@ class Holes:
     ) -> None:
         self.mask_mod, self.sizes, self.device, self._reads = mask_mod, sizes, device, reads
         self._bits = bits
+        self._hulls: Tensor | None = None
 
     def seen(self, batch: slice, heads: slice, rows: slice) -> Tensor:
         """bool, the mask for these sequences, heads and query rows; 1 sequence or head if they don't differ."""
@@ -84,10 +85,21 @@ class Holes:
             self._bits = self._evaluated()
         return self._bits
 
+    def hulls(self) -> Tensor | None:
+        """key_ranges (B, Sq, 2) from the first to the last key that some head sees: kernels read no other bits.
+
+        None before :meth:`bits`, or if the whole mask was given.
+        """
+        return self._hulls
+
     @uncompiled
     @torch.inference_mode(False)  # so they can be saved for backward
     def _evaluated(self) -> Tensor:
+        batch, _, seqlen_q, _ = self.sizes
         bits = torch.empty(self.sizes, dtype=torch.bool, device=self.device)
+        self._hulls = torch.zeros(batch, seqlen_q, 2, dtype=torch.int64, device=self.device)
         for begin, block in self.blocks():
-            bits[:, :, begin : begin + block.shape[2]] = block
+            rows = slice(begin, begin + block.shape[2])
+            bits[:, :, rows] = block
+            self._hulls[:, rows] = from_first_to_last(block.any(1))
         return bits

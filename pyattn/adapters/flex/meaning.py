@@ -159,12 +159,14 @@ def options_of(mask: Mask, offset: int | Tensor | None, query: Tensor, seqlen_k:
     else:
         q_offset = None if offset == 0 and seqlen_q == seqlen_k else offset
     left, right = window
+    bits = [x.bits() for x in holes]
+    ranges += tuple(lambda *_, found=found: found for found in (x.hulls() for x in holes) if found is not None)
     return {
         "causal": right == 0,
         "window": UNBOUNDED if left == -1 and right <= 0 else (left, right),
         "q_offset": q_offset,
         "key_ranges": ranges_for(query, Mask(ranges=ranges), seqlen_k) if ranges else None,
-        "mask": functools.reduce(torch.logical_and, [x.bits() for x in holes]) if holes else None,
+        "mask": functools.reduce(torch.logical_and, bits) if bits else None,
     }
 
 

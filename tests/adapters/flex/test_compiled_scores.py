@@ -66,7 +66,12 @@ def test_scores(name):
 
 
 def test_inductor():
-    assert_same(compiled(attend, "inductor"), attend, [*drawn("nothing", torch.float32), shifted(torch.rand(HEADS))])
+    """Nothing else is in the graph: C++ that Inductor writes depends on the processor, and takes seconds to compile."""
+
+    def call(q, k, v, score_mod):
+        return flex_attention(q, k, v, score_mod, enable_gqa=True)
+
+    assert_same(compiled(call, "inductor"), call, [*drawn("nothing", torch.float32), shifted(torch.rand(HEADS))])
 
 
 def test_changes_show():
