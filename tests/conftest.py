@@ -1,4 +1,3 @@
-import gc
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ pytest.register_assert_rewrite(
 )
 
 import emulated  # noqa: E402
+import fresh  # noqa: E402
 import races  # noqa: E402
 from backends import Backend, chosen  # noqa: E402
 from helpers import seeded  # noqa: E402
@@ -126,13 +126,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Compiles the emulated kernels, half a minute each, on another processor while other tests run.
-
-    Modules and tests stay until the end, so the garbage collector need not visit them: 0.4 s each time. A graph that
-    torch.compile builds has 10^5 objects: with Python's own thresholds, compiling takes a tenth longer.
-    """
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
+    """Compiles the emulated kernels, half a minute each, on another processor while other tests run."""
+    fresh.collect_rarely()  # modules and tests stay until the end
     if not session.config.option.collectonly:
         pool = ThreadPoolExecutor(1)
         for library in dict.fromkeys(filter(None, map(library_of, session.items))):

@@ -9,6 +9,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
+import fresh
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -80,6 +81,7 @@ def outcomes(cases: Sequence[tuple[str, str]], end: str, seconds: int, folder: s
     """Sends how the ranks of each case ended, a function and whether forward or backward fails; all run at once."""
     with FailingOperator(None, end):  # the first time imports modules, half a second in each rank
         torch.zeros(1).neg()
+    fresh.collect_rarely()
     ranks = list[list[int]]()
     for number, (name, phase) in enumerate(cases):
         size, processes = 4 if name == "usp_attention" else 3, list[int]()

@@ -50,6 +50,7 @@ def fork_ranks(module: str, compiles: bool, pipes: Sequence[Connection], *argume
     if compiles:  # the first time imports the compiler, in over a second of each rank
         torch.compile(torch.neg, backend="aot_eager")(torch.zeros(1))
         torch._dynamo.reset()
+    fresh.collect_rarely()
     for rank, pipe in enumerate(pipes):
         if os.fork() == 0:
             for other in pipes[:rank] + pipes[rank + 1 :]:
