@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -12,7 +13,7 @@ from pyattn.distributed.layout import slices
 from pyattn.distributed.rows import Rows
 from pyattn.distributed.shares import Dense, Packed, Place, Wanted
 from pyattn.distributed.stream import Block, Homeward, Stream
-from pyattn.distributed.trips import trips_of
+from pyattn.distributed.trips import Trip, trips_of
 from pyattn.ops.schema import LEARNED
 
 
@@ -103,6 +104,11 @@ class Ring:
                     if total is not None and gradient is not None:
                         total += gradient
 
+        def follow(step: int, trip: Trip, block: Block, arriving: tuple[dist.Work, Tensor] | None) -> None:
+            own = stream.buffer(trip, wide).zero_()
+            add(block, stream.views(trip, own))
+            homeward.pass_on(step, trip, own, arriving)
+
         def compute(step: int, blocks: list[Block]) -> None:
             arriving = homeward.begin(step)
             if step == 0 and together is not None:
@@ -121,9 +127,8 @@ class Ring:
                 if block.trip is None:
                     add(block, (stream.part(sums[1], chunk), stream.part(sums[2], chunk)))
                 else:
-                    own = stream.buffer(block.trip, wide).zero_()
-                    add(block, stream.views(block.trip, own))
-                    homeward.pass_on(step, block.trip, own, arriving.pop(block.trip, None))
+                    follow(step, block.trip, block, arriving.pop(block.trip, None))
+            homeward.come_home(*sums[1:])
 
         stream.for_each_step(compute)
         homeward.end(*sums[1:])

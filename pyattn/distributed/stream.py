@@ -112,11 +112,11 @@ class Homeward:
         self._sent: list[tuple[int, dist.Work, Tensor]] = []
 
     def begin(self, step: int) -> dict[Trip, tuple[dist.Work, Tensor]]:
-        """Starts receiving: the sums for the chunks of a step but the first, and those that the last ranks send."""
-        self._home |= {
+        """Starts receiving: the sums so far for this step's chunks, and those completed in the step before."""
+        self._home = {
             trip: self._receive(trip.owner + trip.step * trip.hops, 2, trip)
             for trip in self._stream.here(0)
-            if trip.hops == step
+            if trip.hops == step - 1
         }
         return {trip: self._receive(self._own - trip.step, 1, trip) for trip in self._stream.here(step) if step > 1}
 
@@ -143,11 +143,18 @@ class Homeward:
                 work.wait()
         self._sent = [sent for sent in self._sent if sent[0] >= step]
 
-    def end(self, dk: Tensor, dv: Tensor) -> None:
-        """Adds what comes home to the gradients of the own chunks."""
+    def come_home(self, dk: Tensor, dv: Tensor) -> None:
+        """Adds what this step's receipts bring home to the gradients of the own chunks."""
         for trip, (work, buffer) in self._home.items():
             work.wait()
             for total, part in zip((dk, dv), self._stream.views(trip, buffer), strict=True):
                 own = self._stream.travelling(total, trip)
                 own += part
-        self._finish(self._stream.steps + 1)
+        self._home.clear()
+
+    def end(self, dk: Tensor, dv: Tensor) -> None:
+        """Receives what came to its last rank in the last step."""
+        past = self._stream.steps + 1
+        self.begin(past)
+        self.come_home(dk, dv)
+        self._finish(past)
