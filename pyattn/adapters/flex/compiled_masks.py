@@ -29,7 +29,8 @@ class Numbered(NamedTuple):
         mask_mod: the BlockMask's, when it was made.
         captured: the tensors that it reads. They are inputs of the operator, so a change within the graph shows.
         of_sequences, of_heads: whether these differ.
-        intervals: how many a query has at most: the operator returns key_ranges; 0: bits (B or 1, Hq or 1, Sq, Sk).
+        intervals: how many a query has at most: the operator returns key_ranges; 0: bits (B or 1, Hq or 1, Sq, Sk), and
+            key_ranges from the first to the last key that some head sees.
     """
 
     number: int
@@ -54,8 +55,9 @@ def number(block_mask: BlockMask, evaluation: Evaluation) -> None:
 
 def mask_in_graph(block_mask: BlockMask, batch: int, heads: int) -> Mask | None:
     """The BlockMask's mask in the graph that is compiled, None if it has no number."""
-    numbered = getattr(block_mask, "numbered", None)
-    if numbered is None or numbered.mask_mod is not block_mask.mask_mod:
+    numbered, now = getattr(block_mask, "numbered", None), block_mask.mask_mod
+    # dynamo rebuilds a functools.partial wherever it is read; the operator compares it.
+    if numbered is None or not (numbered.mask_mod is now or isinstance(now, functools.partial)):
         return None
     seqlen_q, seqlen_k = block_mask.seq_lengths
     sizes = (
@@ -65,10 +67,11 @@ def mask_in_graph(block_mask: BlockMask, batch: int, heads: int) -> Mask | None:
         seqlen_k,
     )
     captured = [x.detach() for x in numbered.captured]
-    found = torch.ops.pyattn_flex.shown(captured, numbered.number, batch, heads, sizes, numbered.intervals)
+    ranges, bits = torch.ops.pyattn_flex.shown(captured, numbered.number, batch, heads, sizes, numbered.intervals)
     if numbered.intervals:
-        return Mask(ranges=(lambda *_: found,), intervals=numbered.intervals)
-    return Mask(holes=(Holes(block_mask.mask_mod, sizes, found.device, frozenset(), found),))
+        return Mask(ranges=(lambda *_: ranges,), intervals=numbered.intervals)
+    holes = Holes(block_mask.mask_mod, sizes, bits.device, frozenset(), bits)
+    return Mask(ranges=(lambda *_: ranges,), holes=(holes,))
 
 
 def register(mask_in: Callable[[BlockMask, int, int], Mask]) -> torch.library.Library:
@@ -76,20 +79,26 @@ def register(mask_in: Callable[[BlockMask, int, int], Mask]) -> torch.library.Li
 
     def shown(
         captured: Sequence[Tensor], own: int, batch: int, heads: int, sizes: Sequence[int], intervals: int
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         block_mask = NUMBERED.get(own)
         if block_mask is None:
             raise RuntimeError("pyattn: block_mask must live as long as graphs that use it, got one that is gone")
         numbered: Numbered = block_mask.numbered  # type: ignore[attr-defined]
+        if numbered.mask_mod is not block_mask.mask_mod:
+            raise RuntimeError(f"pyattn: block_mask must keep its mask_mod in compiled code, got {block_mask.mask_mod}")
         for x, other in zip(captured, numbered.captured, strict=True):
             if x.data_ptr() != other.data_ptr():
                 rule = "pyattn: tensors of a mask_mod must not change inside a compiled function"
                 raise RuntimeError(f"{rule}, got one of shape {tuple(x.shape)}")
 
-        def computed() -> Tensor:
+        def computed() -> tuple[Tensor, Tensor]:
             mask, (seqlen_q, seqlen_k) = mask_in(block_mask, batch, heads), sizes[2:]
-            ranges = key_ranges_of(mask, seqlen_q, seqlen_k, torch.device("cpu"))
-            rows = by_interval(ranges)
+            if mask.holes and not intervals:
+                (holes,) = mask.holes  # a mask_mod is evaluated as a whole
+                bits, hulls = holes.bits(), holes.hulls()
+                assert hulls is not None
+                return hulls.expand(sizes[0], -1, -1).clone(), bits.expand(*sizes).clone()
+            rows = by_interval(key_ranges_of(mask, seqlen_q, seqlen_k, torch.device("cpu")))
             count = rows.shape[2]
             if intervals and (mask.holes or count > intervals):
                 some = "more" if mask.holes else count
@@ -100,26 +109,24 @@ def register(mask_in: Callable[[BlockMask, int, int], Mask]) -> torch.library.Li
             if intervals:
                 padded = torch.full((sizes[0], seqlen_q, intervals, 2), seqlen_k)
                 padded[:, :, :count] = rows
-                return padded[:, :, 0].clone() if intervals == 1 else padded
+                return padded[:, :, 0].clone() if intervals == 1 else padded, rows.new_empty(0, dtype=torch.bool)
             begin, end = rows[:, None, ..., None].unbind(4)
             keys = torch.arange(seqlen_k)
             seen = ((begin <= keys) & (keys < end)).any(3).expand(*sizes)
-            return functools.reduce(torch.logical_and, [x.bits() for x in mask.holes], seen).contiguous()
+            return torch.tensor([0, seqlen_k]).repeat(sizes[0], seqlen_q, 1), seen.contiguous()
 
         return as_outermost(computed)
 
     def fake(
         captured: Sequence[Tensor], own: int, batch: int, heads: int, sizes: Sequence[int], intervals: int
-    ) -> Tensor:
-        if intervals:
-            several = () if intervals == 1 else (intervals,)
-            return torch.empty(sizes[0], sizes[2], *several, 2, dtype=torch.int64)
-        return torch.empty(*sizes, dtype=torch.bool)
+    ) -> tuple[Tensor, Tensor]:
+        several = () if intervals <= 1 else (intervals,)
+        ranges = torch.empty(sizes[0], sizes[2], *several, 2, dtype=torch.int64)
+        return ranges, torch.empty(*((0,) if intervals else sizes), dtype=torch.bool)
 
     library = torch.library.Library("pyattn_flex", "DEF")
-    library.define(
-        "shown(Tensor[] captured, SymInt own, SymInt batch, SymInt heads, SymInt[] sizes, int intervals) -> Tensor"
-    )
+    arguments = "Tensor[] captured, SymInt own, SymInt batch, SymInt heads, SymInt[] sizes, int intervals"
+    library.define(f"shown({arguments}) -> (Tensor ranges, Tensor bits)")
     library.impl("shown", shown, "CompositeExplicitAutograd")
     torch.library.register_fake("pyattn_flex::shown", fake, lib=library)
     return library

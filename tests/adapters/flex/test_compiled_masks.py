@@ -1,6 +1,7 @@
 """Promise: a mask_mod of the user's own is one operator of a compiled graph, and is evaluated again when it changes."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def assert_same(function, tensors, block_mask):
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("name", ["padding", "nothing", "heads and sequences"])
+@pytest.mark.parametrize("name", ["padding", "nothing", "heads and sequences", "dilated"])
 def test_masks(name):
     assert_same(compiled(), inputs(), blocks((INTERVALS | HOLES)[name]))
 
@@ -83,6 +84,11 @@ def test_what_a_graph_can_not_follow():
     ):
         with pytest.raises(Exception, match="must run outside of compiled graphs, got fullgraph=True"):
             function(*tensors, other)
+    block_mask = blocks(HOLES["dilated"])
+    assert_same(function, tensors, block_mask)
+    block_mask.mask_mod = functools.partial(HOLES["dilated"], step=2)
+    with pytest.raises(RuntimeError, match="pyattn: block_mask must keep its mask_mod in compiled code, got functools"):
+        function(*tensors, block_mask)
     holes = torch.zeros(LENGTH, dtype=torch.bool)
     block_mask = blocks(lambda b, h, i, j: ~holes[j] & (i >= 0), 128)
     assert_same(function, tensors, block_mask)
