@@ -9,9 +9,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pyattn.adapters.flex.graph import ARGUMENTS, READS_NO_VALUES, Argument, Node
+from pyattn.adapters.flex.graph import ARGUMENTS, READS_NO_VALUES, Argument, Node, flattened, unflattened
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -219,20 +219,20 @@ class Trace(Lookups):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        inputs, structure = tree_flatten((tuple(args), kwargs or {}))
+        inputs, structure = flattened(args, kwargs or {})
         names = [self._name(x) for x in inputs]
-        given, named = tree_map_only(Tensor, lambda x: self._nodes.get(id(x), x), (tuple(args), kwargs or {}))
+        given, named = unflattened([self._nodes.get(id(x), x) for x in inputs], structure)
         result = super().__torch_function__(func, types, args, kwargs)
-        reads = [self._reads(x) for x in inputs if isinstance(x, Tensor)]
-        known = frozenset().union(*(reads[1:] if args and func in READS_NO_VALUES else reads))
+        known = frozenset().union(*[self._reads(x) for x in inputs][func in READS_NO_VALUES :])
         written = args[0] if func is Tensor.__setitem__ else result
-        for place, x in enumerate(tree_leaves(written)):
+        leaves = [written] if isinstance(written, Tensor) else tree_leaves(written)
+        for place, x in enumerate(leaves):
             if isinstance(x, Tensor):
                 self._made[id(x)] = x, ("result", len(self._calls), place), known
         if isinstance(written, Tensor):
             self._nodes[id(written)] = node = Node(func, given, named, written.dtype)
             self._is_expression &= node.pure
-        elif any(isinstance(x, Tensor) for x in tree_leaves(written)):
+        elif any(isinstance(x, Tensor) for x in leaves):
             self._is_expression = False
         self._calls.append((func, structure, names))
         return result
@@ -252,7 +252,7 @@ class Trace(Lookups):
             self.captured.append(x)
         return self._made[id(x)][1]
 
-    def _reads(self, x: Tensor) -> frozenset[int]:
+    def _reads(self, x: object) -> frozenset[int]:
         return self._made[id(x)][2] if id(x) in self._made else frozenset()
 
 

@@ -1,12 +1,13 @@
 """The calls that a score_mod makes, as expressions, and how they depend on the positions of query and key."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 EXACT = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
 """Types that hold every position."""
@@ -66,6 +67,22 @@ class Node:
         special = self.name.startswith("__")
         in_place = self.name.startswith(("__i", "__set")) if special else self.name.endswith("_")
         return "out" not in self.named and (not in_place or self.name == "__invert__")
+
+
+LEAVES = (Tensor, int, float, complex, str, torch.dtype, torch.device, type(None))
+"""Types of arguments that hold no others."""
+
+
+def flattened(args: Sequence[Any], named: dict[str, Any]) -> tuple[list[Any], TreeSpec | None]:
+    """The leaves of a call's arguments and their structure: None if all are LEAVES, where torch's own takes 40 us."""
+    if not named and all(isinstance(x, LEAVES) for x in args):
+        return list(args), None
+    return tree_flatten((tuple(args), named))
+
+
+def unflattened(leaves: list[Any], structure: TreeSpec | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with these leaves."""
+    return (tuple(leaves), {}) if structure is None else tree_unflatten(leaves, structure)
 
 
 class Form(NamedTuple):
