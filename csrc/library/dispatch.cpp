@@ -43,8 +43,8 @@ struct Isa {
 
 // x86-64-v3 and v4, as -march= defines them. clang 16's __builtin_cpu_supports knows neither these
 // names nor F16C, MOVBE and LZCNT, so cpuid answers for the last three. __builtin_cpu_supports
-// also checks that the system saves the registers; those three need none beyond AVX's. Asked
-// once, because a virtual machine takes 20 us for each cpuid.
+// also checks that the system saves the registers; those three need none beyond AVX's. The
+// answer is kept, because a virtual machine takes 20 us for each cpuid.
 [[maybe_unused]] bool has_v3() {
   static const bool has = [] {
     unsigned a, b, c, d;

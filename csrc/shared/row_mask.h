@@ -166,8 +166,8 @@ struct RowMask {
   }
 };
 
-// The keys of a filter's own row that matter: some query that reads the row sees them without the
-// filter. Of a mask over a window this leaves the window, so scanning rows takes linear time.
+// The keys at which a filter's own row is scanned: from the first to the last one that a query of
+// this row sees without filters. A mask beside a window is then scanned in linear time.
 constexpr Range keys_to_scan(const ForwardParams& p, const OwnRows& own, int64_t row) {
   if (own.queries < p.seqlen_q) return {0, p.seqlen_k};
   const int64_t b = row / own.queries / own.heads, i = row % own.queries;

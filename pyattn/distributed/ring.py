@@ -104,7 +104,7 @@ class Ring:
                     if total is not None and gradient is not None:
                         total += gradient
 
-        def follow(step: int, trip: Trip, block: Block, arriving: tuple[dist.Work, Tensor] | None) -> None:
+        def pass_gradients(step: int, trip: Trip, block: Block, arriving: tuple[dist.Work, Tensor] | None) -> None:
             own = stream.buffer(trip, wide).zero_()
             add(block, stream.views(trip, own))
             homeward.pass_on(step, trip, own, arriving)
@@ -127,7 +127,7 @@ class Ring:
                 if block.trip is None:
                     add(block, (stream.part(sums[1], chunk), stream.part(sums[2], chunk)))
                 else:
-                    follow(step, block.trip, block, arriving.pop(block.trip, None))
+                    pass_gradients(step, block.trip, block, arriving.pop(block.trip, None))
             homeward.come_home(*sums[1:])
 
         stream.for_each_step(compute)

@@ -144,7 +144,7 @@ class Homeward:
         self._sent = [sent for sent in self._sent if sent[0] >= step]
 
     def come_home(self, dk: Tensor, dv: Tensor) -> None:
-        """Adds what this step's receipts bring home to the gradients of the own chunks."""
+        """Adds the completed sums that this step receives to the gradients of the own chunks."""
         for trip, (work, buffer) in self._home.items():
             work.wait()
             for total, part in zip((dk, dv), self._stream.views(trip, buffer), strict=True):
@@ -153,7 +153,7 @@ class Homeward:
         self._home.clear()
 
     def end(self, dk: Tensor, dv: Tensor) -> None:
-        """Receives what came to its last rank in the last step."""
+        """Receives and adds the sums that were completed in the last step."""
         past = self._stream.steps + 1
         self.begin(past)
         self.come_home(dk, dv)

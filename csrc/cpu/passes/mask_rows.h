@@ -54,7 +54,7 @@ inline Plan plan_rows(const ForwardParams& p, const BroadcastView& view) {
 }
 
 // Writes the first and the last visible key of each row of a view's own
-// shape, among those that matter. A work item is kScannedRows rows.
+// shape, among keys_to_scan. A work item is kScannedRows rows.
 template <class S, class V>
 void scan_rows(const ForwardParams& p, const V& view, RowKeys* rows, int64_t begin, int64_t end) {
   const OwnRows own(p, view);
