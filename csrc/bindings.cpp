@@ -14,7 +14,7 @@ using namespace pyattn;
 PYBIND11_MODULE(_C, m) {
   m.attr("version") = PYATTN_VERSION;
   m.attr("compiler") = PYATTN_COMPILER;
-  m.def("compiled_isas", &compiled_isas, "Instruction sets in this build, best first.");
+  m.def("compiled_isas", &compiled_isas, "Instruction sets in this build.");
   m.def("available_isas", &available_isas, "Instruction sets of this build that the CPU supports, best first.");
   m.attr("cuda_archs") = gpu_architectures();
   m.def("active_isa", &active_isa, "The instruction set in use.");

@@ -39,7 +39,7 @@ PYATTN_API void run_forward(const Host& host, DType type, ForwardParams& p);
 PYATTN_API void run_backward(const Host& host, DType type, BackwardParams& p);
 
 // Instruction sets.
-PYATTN_API std::vector<std::string> compiled_isas();   // best first
+PYATTN_API std::vector<std::string> compiled_isas();   // those of this build
 PYATTN_API std::vector<std::string> available_isas();  // those that this CPU has, best first
 PYATTN_API std::string active_isa();
 PYATTN_API void set_isa(const std::string& name);  // throws std::invalid_argument

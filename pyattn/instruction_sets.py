@@ -13,6 +13,7 @@ def isas() -> list[str]:
     """The instruction sets that both this CPU and this build have, best first; the last one is ``"scalar"``.
 
     Names: ``"amx"``, ``"avx512_bf16"``, ``"avx512"`` and ``"avx2"`` on x86, ``"neon"`` on Arm, ``"scalar"`` anywhere.
+    AVX512_BF16 comes before AVX-512 on AMD's processors and after it on Intel's, which multiply float32 faster.
     """
     return _C.available_isas()
 

@@ -8,9 +8,11 @@
 #include <unistd.h>
 #endif
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <stdexcept>
+#include <string_view>
 
 #include "library.h"
 
@@ -101,6 +103,20 @@ const Isa kIsas[] = {
     {"scalar", [] { return true; }, scalar::kernels_Plain, scalar::kernels_General},
 };
 
+// The instruction sets that this CPU has, best first. Intel's processors multiply half as much in a cycle with
+// VDPBF16PS as with FMA, and AMD's twice as much: on a Xeon bfloat16 takes 1.3 to 1.7 times as long with AVX512_BF16.
+std::vector<const Isa*> best_first() {
+  std::vector<const Isa*> found;
+  for (const Isa& isa : kIsas)
+    if (isa.available()) found.push_back(&isa);
+#ifdef __x86_64__
+  const auto multiplies_slowly = [](const Isa* isa) { return std::string_view("avx512_bf16") == isa->name; };
+  const auto slow = std::find_if(found.begin(), found.end(), multiplies_slowly);
+  if (__builtin_cpu_is("intel") && slow != found.end()) std::swap(slow[0], slow[1]);  // AVX-512 comes after it
+#endif
+  return found;
+}
+
 std::string join(const std::vector<std::string>& names) {
   std::string text;
   for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
@@ -132,8 +148,7 @@ std::vector<std::string> compiled_isas() {
 
 std::vector<std::string> available_isas() {
   std::vector<std::string> names;
-  for (const Isa& isa : kIsas)
-    if (isa.available()) names.push_back(isa.name);
+  for (const Isa* isa : best_first()) names.push_back(isa->name);
   return names;
 }
 

@@ -40,7 +40,7 @@ from pyattn.cli.ranks import OPTIONS as OF_RANKS
 from pyattn.cli.ranks import Alone
 from pyattn.cli.text import Text, read
 from pyattn.cli.training_options import check, config_of, given, parser, prompt_size, sizes
-from pyattn.instruction_sets import BFLOAT16_PRODUCTS
+from pyattn.instruction_sets import BFLOAT16_PRODUCTS, isas
 
 CURVE = "loss.png"
 FILES = MODEL, state.STATE, CURVE
@@ -66,7 +66,7 @@ def introduce(options: argparse.Namespace, text: Text, model: GPT) -> None:
         f"attention {options.attention}, "
         f"{options.dtype} on {options.device}, {options.threads} threads, seed {options.seed}"
     )
-    if options.dtype == "bfloat16" and options.device == "cpu" and isa() not in BFLOAT16_PRODUCTS:
+    if options.dtype == "bfloat16" and options.device == "cpu" and not {*BFLOAT16_PRODUCTS} & {*isas()}:
         print(f"slow       {isa()} does not multiply bfloat16: float32 is several times faster", file=sys.stderr)
 
 

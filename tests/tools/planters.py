@@ -94,8 +94,8 @@ class NativePlanter(Planter[NativeCopy]):
 
     def compile(self, copy: NativeCopy, faults: list[Fault]) -> None:
         for unit in self._changed(copy, faults):
-            # The best instruction set and AVX-512 have all code; float16 has the same as bfloat16.
-            if unit.backend not in set(pyattn.isas()[1:]) - {"avx512"} and unit.object != "emulated_f16.o":
+            # The best instruction set and those of AVX-512 have all code; float16 has the same as bfloat16.
+            if unit.backend not in set(pyattn.isas()[1:]) - {"avx512", "avx512_bf16"} and unit.object != "emulated_f16.o":
                 copy.compile(unit, "-fsyntax-only")
 
     def prepare(self) -> None:
