@@ -93,9 +93,10 @@ class NativePlanter(Planter[NativeCopy]):
         return [unit for unit, read in zip(copy.units, self._reads, strict=True) if read & files]
 
     def compile(self, copy: NativeCopy, faults: list[Fault]) -> None:
+        # The best instruction set and those of AVX-512 have all code; float16 has the same as bfloat16.
+        alike = set(pyattn.isas()[1:]) - {"avx512", "avx512_bf16"}
         for unit in self._changed(copy, faults):
-            # The best instruction set and those of AVX-512 have all code; float16 has the same as bfloat16.
-            if unit.backend not in set(pyattn.isas()[1:]) - {"avx512", "avx512_bf16"} and unit.object != "emulated_f16.o":
+            if unit.backend not in alike and unit.object != "emulated_f16.o":
                 copy.compile(unit, "-fsyntax-only")
 
     def prepare(self) -> None:
