@@ -16,7 +16,7 @@ import pytest
 
 from pyattn import _C
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.gate
 
 TESTS = Path(__file__).parents[1]
 

@@ -1,4 +1,7 @@
-"""Promise: in the emulated kernels, no two warps of a CUDA block share memory without a barrier between accesses."""
+"""Promise: in the emulated kernels, no two warps of a CUDA block share memory without a barrier between accesses.
+
+The gate runs these tests; they take a minute, half of it to compile the kernels with the race detector.
+"""
 
 import re
 from collections.abc import Iterator
@@ -12,6 +15,8 @@ from helpers import Case, alternate
 from races import DTYPES, places, races
 
 from pyattn.options import Packing
+
+pytestmark = pytest.mark.gate
 
 DIMS = (31, 32, 64, 96, 128, 192, 256)
 """31: rows that are not copied in units of 16 bytes."""

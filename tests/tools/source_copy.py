@@ -75,7 +75,7 @@ class SourceCopy:
     def first_failure(self, *arguments: str, isa: str = "") -> str | None:
         """The first test that fails, or what else ends the run; None if all pass."""
         command = [sys.executable, "-c", self.run_tests, str(self.folder)]
-        command += ["-x", "-v", "--tb=no", "-p", "no:cacheprovider"]
+        command += ["-x", "-v", "--tb=no", "-p", "no:cacheprovider", "-m", "not slow"]
         result = self.watch(["prlimit", f"--cpu={LOOP}", *command, *arguments], isa)
         if result is None:
             return "hangs"
