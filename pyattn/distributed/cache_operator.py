@@ -38,7 +38,7 @@ def compiled(
 def _agreed(given: Given, options: Options) -> CacheCall:
     (ranks,) = ranks_named(given["groups"])
     cache = over(KVCache, *(given[name] for name in ("k", "v", "lengths", "block_table", "slots")))
-    parsed = Parsed(options, given["chosen"], given["wanted"])
+    parsed = Parsed(options, given["chosen"], given["wanted"], in_graph=True)
     return agreed_on_caches(FUNCTIONS[given["name"]], given["q"], cache, ranks, parsed)
 
 

@@ -22,11 +22,13 @@ class Parsed(NamedTuple):
     Attributes:
         chosen: whether the caller chose the dropout seed.
         wanted: which of the tensors and LEARNED need a gradient.
+        in_graph: whether the call is an operator of a compiled graph.
     """
 
     options: Options
     chosen: bool
     wanted: list[bool]
+    in_graph: bool = False
 
     @classmethod
     def of(cls, function: Callable[..., Any], tensors: tuple[Tensor, ...], options: AttentionOptions) -> "Parsed":
@@ -40,12 +42,12 @@ class Parsed(NamedTuple):
         """The properties that all ranks must have in common, by name, given the names of the tensors.
 
         Of masks and biases by row, these are only the kind. Backward is a call of all ranks too, so all want the same
-        gradients.
+        gradients, and all or none send the messages of a compiled graph's backward, which are others.
         """
         facts: dict[str, Any] = {}
         for name, value in self.options._asdict().items():
             if not isinstance(value, Tensor):
-                facts[name] = value
+                facts[name] = tuple(value) if isinstance(value, list) else value  # a graph has windows as lists
             elif name in OWN_ROWS:
                 facts[name] = f"{value.dtype} of {value.dim()} dimensions"
             elif name == "q_offsets":
@@ -53,7 +55,9 @@ class Parsed(NamedTuple):
             elif name != "dropout_seed":
                 facts[name] = f"{value.dtype} of shape {list(value.shape)}"
         facts["dropout_seed"] = seed_of(self.options) if self.chosen else None
-        return facts | {f"requires_grad of {', '.join((*tensors, *LEARNED))}": self.wanted}
+        facts[f"requires_grad of {', '.join((*tensors, *LEARNED))}"] = self.wanted
+        facts["torch.compile of a call with gradients"] = self.in_graph and any(self.wanted)
+        return facts
 
 
 def seed_of(options: Options) -> int:

@@ -39,7 +39,7 @@ def _agreed(given: Given, options: Options) -> tuple[Call, Ring | Ulysses]:
     name, layout = given["name"], given["layout"]
     ranks, *parts = ranks_named(given["groups"])
     tensors = given["q"], given["k"], given["v"]
-    parsed = Parsed(options, given["chosen"], given["wanted"])
+    parsed = Parsed(options, given["chosen"], given["wanted"], in_graph=True)
     call = agreed(FUNCTIONS[name], tensors, ranks, layout, parsed, given["max_score"], given["begins"])
     if name == "usp_attention":
         return call, Ulysses(call, lambda call: by_mesh(call, layout, *parts))

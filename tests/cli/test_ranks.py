@@ -10,7 +10,7 @@ import pytest
 import torch
 from cli import trainings
 from cli.conftest import train, written_story
-from distributed.pool import Pool
+from distributed.pool import Pool, close
 
 from pyattn.cli import main, state
 
@@ -24,6 +24,12 @@ DROPPED = "--dropout 0.2 --window 9 0 --sinks"
 @cache
 def pool() -> Pool:
     return Pool((RANKS,), module="cli.trainings")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pool_that_ends():
+    yield
+    close(pool)
 
 
 def mesh(data: int, context: int, tensor: int) -> list[str]:

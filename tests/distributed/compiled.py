@@ -53,17 +53,21 @@ def both(
     return found
 
 
-def wrong(group: dist.ProcessGroup, name: str) -> str:
-    """The error of a compiled call whose softcap differs between ranks."""
-    q, cache = torch.zeros(1, 2, 4, 8), KVCache(1, 2, 8, 8)
+def error_of(group: dist.ProcessGroup, name: str, graphs: int, trains: bool, softcaps: Sequence[float]) -> str:
+    """The error of a call that so many ranks compile, each with its own softcap; "" if there is none."""
+    rank = dist.get_rank(group)
+    q, cache = torch.zeros(1, 2, 4, 8, requires_grad=trains), KVCache(1, 2, 8, 8)
     arguments = (cache,) if name == "attention_with_cache" else (q, q)
-    softcap = float(dist.get_rank(group))
-    call = partial(getattr(distributed, name), group=group, softcap=softcap)
+    attend = partial(getattr(distributed, name), group=group, window=(3, 0), softcap=softcaps[rank])
+
+    def call(q: Tensor) -> Any:
+        return attend(q, *arguments)
+
     try:
-        torch.compile(lambda q: call(q, *arguments), fullgraph=True, backend="aot_eager")(q)
+        (torch.compile(call, fullgraph=True, backend="aot_eager") if rank < graphs else call)(q)
     except ValueError as error:
         return str(error)
-    return "no error"
+    return ""
 
 
 def strided(group: dist.ProcessGroup, whole: Sequence[Tensor]) -> list[list[Tensor]]:

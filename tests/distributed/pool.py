@@ -47,8 +47,8 @@ def fork_ranks(module: str, compiles: bool, pipes: Sequence[Connection], *argume
     """Forks the ranks from one process that has imported what they run; together they are a process group."""
     os.setpgrp()
     importlib.import_module(module)
-    if compiles:  # the first time imports the compiler, in over a second of each rank
-        torch.compile(torch.neg, backend="aot_eager")(torch.zeros(1))
+    if compiles:  # the first graph with gradients imports the compiler, in three seconds of each rank
+        torch.compile(torch.sin, backend="aot_eager")(torch.zeros(1, requires_grad=True))
         torch._dynamo.reset()
     fresh.collect_rarely()
     for rank, pipe in enumerate(pipes):
@@ -121,3 +121,10 @@ def pool() -> Pool:
     started = Pool()
     atexit.register(started.close)
     return started
+
+
+def close(pool: Any = pool) -> None:
+    """Ends such a pool, if it has started: waiting ranks wake up a hundred times a second for each of gloo's groups."""
+    if pool.cache_info().currsize:
+        pool().close()
+        pool.cache_clear()

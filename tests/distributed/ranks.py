@@ -31,7 +31,13 @@ def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 def mesh_of(name: str) -> DeviceMesh | None:
     """The mesh of all ranks that the name of a test's function names after a space: "usp_attention 2x4"."""
     _, _, sizes = name.partition(" ")
-    return init_device_mesh("cpu", tuple(map(int, sizes.split("x"))), mesh_dim_names=("far", "near")) if sizes else None
+    return _mesh(*map(int, sizes.split("x"))) if sizes else None
+
+
+@functools.cache
+def _mesh(*sizes: int) -> DeviceMesh:
+    """Made once: its ranks connect to one another, and each of its groups has a thread that often wakes up."""
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("far", "near"))
 
 
 def dense(

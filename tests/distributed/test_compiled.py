@@ -37,11 +37,23 @@ def test_one_graph(name: str, size: int, meshed: bool) -> None:
         assert all(torch.equal(a, b) for a, b in zip(eager, graph, strict=True))
 
 
-@pytest.mark.parametrize("name", ["ring_attention", "attention_with_cache"])
+FUNCTIONS = pytest.mark.parametrize("name", ["ring_attention", "attention_with_cache"])
+
+
+@FUNCTIONS
 def test_ranks_that_differ(name: str) -> None:
     """The ranks agree when the graph runs, so they all raise."""
-    for error in pool().run(2, compiled.wrong, name):
+    for error in pool().run(2, compiled.error_of, name, 2, False, (0.0, 1.0)):
         assert "softcap must be the same on all ranks, got 0.0 on rank 0 and 1.0 on rank 1" in error
+
+
+@FUNCTIONS
+def test_a_graph_of_one_rank(name: str) -> None:
+    """As when the others have compiled too often; backward of a graph and an eager one would wait for one another."""
+    assert pool().run(2, compiled.error_of, name, 1, False, (0.0, 0.0)) == ["", ""]
+    for error in pool().run(2, compiled.error_of, name, 1, True, (0.0, 0.0)):
+        expected = "torch.compile of a call with gradients must be the same on all ranks, got True on rank 0 and False"
+        assert error == f"pyattn: {expected} on rank 1"
 
 
 def test_strides_under_inductor() -> None:
