@@ -151,9 +151,9 @@ REHEARSED = [Backend("rehearsed", "rehearsed")]
 
 
 def chosen(names: list[str]) -> list[Backend]:
-    """The backends with these names or families; without any, all except a GPU."""
+    """The backends with these names or families; without any, those of this processor."""
     if not names:
-        return CPU + EMULATED + REHEARSED
+        return CPU + REHEARSED
     known = CPU + EMULATED + CUDA + REHEARSED
     allowed = dict.fromkeys(name for b in known for name in (b.family, b.name))
     if not set(names) <= allowed.keys():

@@ -1,4 +1,7 @@
-"""Promise: torch.onnx.export takes callers of attention, and onnxruntime computes what pyattn does, for all lengths."""
+"""Promise: torch.onnx.export takes callers of attention, and onnxruntime computes what pyattn does, for all lengths.
+
+Graphs of all options and all modules take three quarters of a minute; the gate runs those tests.
+"""
 
 import copy
 from collections.abc import Callable
@@ -130,6 +133,7 @@ BY_HEAD: list[Options] = [
 """Further ones, whose options differ between heads."""
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("opset", OPSETS)
 def test_masks_and_scores(opset):
     """One graph of many calls: at each size as accurate as plain PyTorch.
@@ -210,6 +214,7 @@ def module_with_every_extra() -> nn.Module:
     return modules.MultiHeadAttention(16, 16, 32, 0.5, 4, num_heads_kv=2, **extras).eval()
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("opset", OPSETS)
 def test_modules(opset):
     plain, native = (Layers(home).eval() for home in (reference, modules))
