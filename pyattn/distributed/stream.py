@@ -58,9 +58,7 @@ class Stream:
         A function, unlike a loop over a generator, keeps no block while the next but one gets its memory.
         """
         own = self._ranks.own
-        held = {
-            trip: torch.cat([self.travelling(t, trip).reshape(-1) for t in (self._k, self._v)]) for trip in self.here(0)
-        }
+        held = {trip: self._message(trip) for trip in self.here(0)}
         blocks = [Block(None, keys, self.part(self._k, i), self.part(self._v, i)) for i, keys in enumerate(self._keys)]
         for step in range(self.steps + 1):
             leaving = [trip for trip in held if trip.hops > step]
@@ -86,6 +84,13 @@ class Stream:
     def buffer(self, trip: Trip, dtype: torch.dtype) -> Tensor:
         """Memory for a chunk's k and v, or their gradients."""
         return self._k.new_empty(sum(self._sizes(trip)), dtype=dtype)
+
+    def _message(self, trip: Trip) -> Tensor:
+        """A copy of k and v of an own chunk."""
+        buffer = self.buffer(trip, self._k.dtype)
+        for view, tensor in zip(self.views(trip, buffer), (self._k, self._v), strict=True):
+            view.copy_(self.travelling(tensor, trip))
+        return buffer
 
     def views(self, trip: Trip, buffer: Tensor) -> tuple[Tensor, Tensor]:
         """k and v in a buffer."""
