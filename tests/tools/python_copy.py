@@ -5,7 +5,7 @@ from pathlib import Path
 
 from source_copy import SourceCopy
 
-import pyattn
+from pyattn import _build
 
 LIKELY = {
     "attention.py": ("attention",),
@@ -18,7 +18,7 @@ LIKELY = {
     "merging.py": ("cached",),
     "operators.py": ("compiled",),
     "packing.py": ("trips", "attention"),
-    "parsed.py": ("refusals", "attention"),
+    "parsed.py": ("refusals", "compiled", "attention"),
     "ranks.py": ("refusals",),
     "ring.py": ("attention",),
     "rows.py": ("attention", "cached"),
@@ -52,7 +52,7 @@ class PythonCopy(SourceCopy):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        installed = Path(pyattn.__file__).parent
+        installed = Path(_build.__file__).parent  # an editable install has it, and the libraries, apart from the source
         for path in (*installed.glob("*.so"), installed / "_build.py"):
             shutil.copy2(path, folder / "pyattn")
 
