@@ -33,6 +33,7 @@ FIXTURES: dict[str, Callable[[Backend], bool]] = {
     "repeatable": lambda b: b.repeatable and b.family != "rehearsed",  # once if two backends differ only in dq
     "native": lambda b: b.family in ("cpu", "cuda"),  # reached by torch's operators
     "emulation": lambda b: b.family == "emulated",
+    "emulator": lambda b: b.family == "emulated" and b.repeatable,  # tests of the emulator, not of its kernels
     "cuda": lambda b: b.family == "cuda",
     "graphs": lambda b: b.family in ("cuda", "rehearsed"),
     "cuda_kernels": lambda b: b.cuda_kernels and b.repeatable,  # emulated or on a GPU
@@ -146,7 +147,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
         yield request.param
 
 
-repeatable = native = emulation = cuda = graphs = cuda_kernels = backend
+repeatable = native = emulation = emulator = cuda = graphs = cuda_kernels = backend
 
 
 @pytest.fixture

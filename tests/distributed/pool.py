@@ -47,7 +47,7 @@ def fork_ranks(module: str, compiles: bool, pipes: Sequence[Connection], *argume
     """Forks the ranks from one process that has imported what they run; together they are a process group."""
     os.setpgrp()
     importlib.import_module(module)
-    if compiles:  # the first graph with gradients imports the compiler, in three seconds of each rank
+    if compiles:  # the first graph with gradients imports the compiler: three seconds, once for all ranks
         torch.compile(torch.sin, backend="aot_eager")(torch.zeros(1, requires_grad=True))
         torch._dynamo.reset()
     fresh.collect_rarely()

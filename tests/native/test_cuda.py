@@ -137,7 +137,7 @@ def index_check(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return program
 
 
-@pytest.mark.usefixtures("emulation")
+@pytest.mark.usefixtures("emulator")
 def test_index_functions(index_check: Path) -> None:
     result: Any = subprocess.run([index_check], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr

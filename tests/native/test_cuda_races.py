@@ -63,6 +63,7 @@ def found(
     return races((q, k, v), dout, deterministic=deterministic, without=without, **options)
 
 
+@pytest.mark.usefixtures("emulator")
 def test_without_a_barrier_or_a_wait_there_are_races() -> None:
     """So each of them is needed, and the detector notices its absence.
 

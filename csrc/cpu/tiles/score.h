@@ -25,11 +25,10 @@ struct Scale {
 
   explicit Scale(double softmax_scale) : dscale(static_cast<T>(softmax_scale)) {
     if (softmax_scale == 0) return;
-    int exponent;  // of a fraction in [1/2, 1)
-    __builtin_frexp(softmax_scale, &exponent);
-    const int least = sizeof(T) == sizeof(float) ? -126 : -1022;
-    const double magnitude = __builtin_ldexp(1.0, exponent > 1 ? 0 : max(exponent - 1, least));
-    const double exact = __builtin_copysign(magnitude, softmax_scale);
+    const uint64_t exponent = __builtin_bit_cast(uint64_t, softmax_scale) & uint64_t{0x7ff} << 52;
+    const double below = __builtin_bit_cast(double, exponent);
+    const double least = sizeof(T) == sizeof(float) ? 0x1p-126 : 0x1p-1022;
+    const double exact = __builtin_copysign(below > 1 ? 1 : below < least ? least : below, softmax_scale);
     power = static_cast<T>(exact), factor = static_cast<T>(softmax_scale / exact);
   }
 };
