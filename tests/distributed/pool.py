@@ -118,9 +118,7 @@ class Pool:
 @cache
 def pool() -> Pool:
     """The pool of this process, started by the first test that needs it."""
-    started = Pool()
-    atexit.register(started.close)
-    return started
+    return Pool()
 
 
 def close(pool: Any = pool) -> None:
@@ -128,3 +126,6 @@ def close(pool: Any = pool) -> None:
     if pool.cache_info().currsize:
         pool().close()
         pool.cache_clear()
+
+
+atexit.register(close)
