@@ -30,9 +30,10 @@ class KeyRanges(Tensor):
 
         visible_ij = begin_i <= j < end_i        and, unless whole:  j <= i + q_offset  where causal
 
-    :mod:`pyattn.masks` returns this type. It is a tensor like any other, (B or 1, Sq, 2) for :func:`pyattn.attention`
-    and (total_q, 2), the ``ranges[0]`` of a packed row, for :func:`pyattn.attention_varlen`, that also knows
-    :attr:`whole`. A query with several intervals has that many pairs: (B or 1, Sq, n, 2) and (total_q, n, 2).
+    :mod:`pyattn.masks` returns this type. It is a tensor like any other, (B or 1, Sq or 1, 2) for
+    :func:`pyattn.attention` and (total_q, 2), the ``ranges[0]`` of a packed row, for :func:`pyattn.attention_varlen`,
+    that also knows :attr:`whole`. A query with several intervals has that many pairs: (B or 1, Sq or 1, n, 2) and
+    (total_q, n, 2).
 
     If the result of a torch function holds pairs again, it keeps the type and ``whole``, also when bare tensors take
     part: slices (``ranges[:, -n:]``, ``ranges[b]``), ``to``, ``expand``, ``repeat``, ``clone``, ``flatten(0, 1)``,
@@ -204,10 +205,10 @@ def by_interval(key_ranges: Tensor, dims: int = 2) -> Tensor:
 
 
 def are_ranges(key_ranges: Tensor, batch: int, seqlen_q: int) -> bool:
-    """Whether key_ranges are (B or 1, Sq, 2) or (B or 1, Sq, 1 to MOST_RANGES, 2)."""
+    """Whether key_ranges are (B or 1, Sq or 1, 2) or (B or 1, Sq or 1, 1 to MOST_RANGES, 2)."""
     several = key_ranges.dim() == 4 and 1 <= key_ranges.shape[2] <= MOST_RANGES
     shape = key_ranges.shape[:2] + key_ranges.shape[3:] if several else key_ranges.shape
-    return shape in ((1, seqlen_q, 2), (batch, seqlen_q, 2))
+    return len(shape) == 3 and shape[0] in (1, batch) and shape[1] in (1, seqlen_q) and shape[2] == 2
 
 
 def wrong_rows(ranges: Tensor, seqlen_k: int | Tensor) -> Tensor:

@@ -150,12 +150,14 @@ def chunked(seqlen: int, chunk: int) -> KeyRanges:
 
 
 @check_names
-def padding(lengths: Sequence[int] | Tensor, seqlen: int, side: str = "right") -> KeyRanges:
+def padding(
+    lengths: Sequence[int] | Tensor, seqlen_k: int, side: str = "right", seqlen_q: int | None = None
+) -> KeyRanges:
     """Sequences of different lengths in one batch: no query sees padding.
 
     ::
 
-        length 3, seqlen 4     side "right"     causal     side "left"     causal
+        length 3, seqlen_k 4   side "right"     causal     side "left"     causal
                                1 1 1 0          1 0 0 0    0 1 1 1         0 0 0 0
                                1 1 1 0          1 1 0 0    0 1 1 1         0 1 0 0
                                1 1 1 0          1 1 1 0    0 1 1 1         0 1 1 0
@@ -165,27 +167,31 @@ def padding(lengths: Sequence[int] | Tensor, seqlen: int, side: str = "right") -
     leaves them out sends them no gradient.
 
     Args:
-        lengths: each sequence's tokens without padding, ints or an int32 or int64 tensor (B,), from 0 to seqlen.
-        seqlen: the number of keys and of queries. With fewer queries, as with a cache, slice: ``[:, -seqlen_q:]``.
+        lengths: each sequence's tokens without padding, ints or an int32 or int64 tensor (B,), from 0 to seqlen_k.
+        seqlen_k: the number of keys.
         side: where the padding is, "right" or "left".
+        seqlen_q: the number of queries; default: seqlen_k. Queries of another sequence, as in cross-attention, may be
+            any number, and 1 gives a row that serves every query.
 
     Returns:
-        (B, seqlen, 2).
+        (B, seqlen_q, 2).
 
     Raises:
-        ValueError: a length outside 0 to seqlen, a seqlen below 0, another side, the wrong number of dimensions.
+        ValueError: a length outside 0 to seqlen_k, a seqlen below 0, another side, the wrong number of dimensions.
         TypeError: any other type.
 
-    >>> padding([2, 3], seqlen=3, side="left")[:, 0].tolist()
-    [[1, 3], [0, 3]]
+    >>> padding([2, 3], seqlen_k=3, side="left", seqlen_q=1).tolist()
+    [[[1, 3]], [[0, 3]]]
     """
     if side not in ("right", "left"):
         raise ValueError(f"pyattn: side must be 'right' or 'left', got {side!r}")
     sizes = check_integers("lengths", lengths)
-    check_sizes(sequences=len(sizes), seqlen=seqlen)
-    check_between("lengths", sizes, 0, seqlen)
-    begin = torch.zeros_like(sizes) if side == "right" else seqlen - sizes
-    return known(torch.stack([begin, begin + sizes], -1)[:, None].repeat(1, seqlen, 1), whole=False)
+    rows = seqlen_k if seqlen_q is None else seqlen_q
+    check_sizes(sequences=len(sizes), seqlen_k=seqlen_k)
+    check_sizes(sequences=len(sizes), seqlen_q=rows)
+    check_between("lengths", sizes, 0, seqlen_k)
+    begin = torch.zeros_like(sizes) if side == "right" else seqlen_k - sizes
+    return known(torch.stack([begin, begin + sizes], -1)[:, None].repeat(1, rows, 1), whole=False)
 
 
 @check_names

@@ -101,10 +101,10 @@ class AttentionOptions(TypedDict, total=False):
         Tensor | None,
         Option(
             _check_ranges,
-            "(B or 1, Sq, 2), int32 or int64: query ``i`` sees only the keys [begin, end), 0 <= begin <= end <= Sk. Or "
-            "(B or 1, Sq, n, 2), n from 1 to 4: it sees the keys in any of its n intervals, which are sorted and "
-            "disjoint; they may be empty or touch. :mod:`pyattn.masks` builds them for packed documents, prefixes, "
-            "chunks, padding, streaming, and unions of these.",
+            "(B or 1, Sq or 1, 2), int32 or int64: query ``i`` sees only the keys [begin, end), 0 <= begin <= end <= "
+            "Sk; one row serves every query. Or (B or 1, Sq or 1, n, 2), n from 1 to 4: a query sees the keys in any "
+            "of its n intervals, which are sorted and disjoint; they may be empty or touch. :mod:`pyattn.masks` builds "
+            "them for packed documents, prefixes, chunks, padding, streaming, and unions of these.",
             {
                 "block_mask": "use mask for a mask given as a tensor, key_ranges for up to 4 ranges of keys per query: "
                 "see pyattn.masks"

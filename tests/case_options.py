@@ -6,7 +6,7 @@ import random
 import torch
 from torch import Tensor
 
-KEY_RANGES = ("documents", "prefix", "random", "empty", "streaming", "pieces")
+KEY_RANGES = ("documents", "prefix", "random", "empty", "streaming", "pieces", "one random", "one pieces")
 MASKS = ("random", "causal", "padding")
 BIASES = ("float", "bands", "lowest")
 
@@ -19,8 +19,11 @@ def key_ranges(kind: str, batch: int, seqlen_q: int, seqlen_k: int) -> Tensor:
     - random: any two ends, in order;
     - empty: the same, but most ranges are empty;
     - streaming: the first keys, and those up to the query's own;
-    - pieces: 2 to 4 intervals between any ends, in order; some touch, some are empty, and some rows see nothing.
+    - pieces: 2 to 4 intervals between any ends, in order; some touch, some are empty, and some rows see nothing;
+    - one random, one pieces: one row of these for all queries.
     """
+    if kind.startswith("one "):
+        return key_ranges(kind.removeprefix("one "), batch, 1, seqlen_k)
     draw = random.Random(f"{kind} {batch} {seqlen_q} {seqlen_k}")
     if kind in ("streaming", "pieces"):
         return _several(kind, draw, draw.choice((1, batch)), seqlen_q, seqlen_k)

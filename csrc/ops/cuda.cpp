@@ -2,9 +2,9 @@
 // also loads where torch has none.
 #include "ops/cuda.h"
 
+#include <ATen/DynamicLibrary.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
-#include <dlfcn.h>
 
 #include <algorithm>
 
@@ -18,12 +18,10 @@ namespace {
 // a library that a torch without CUDA lacks.
 void* current_stream(at::DeviceIndex device) {
   using Get = int32_t (*)(int32_t, void**);
-  static const Get get = [] {
-    void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-    return reinterpret_cast<Get>(library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr);
-  }();
+  static at::DynamicLibrary library("libtorch_cuda.so");
+  static const auto get = reinterpret_cast<Get>(library.sym("aoti_torch_get_current_cuda_stream"));
   void* stream = nullptr;
-  TORCH_CHECK(get && get(device, &stream) == 0, "pyattn: torch must have a current CUDA stream, got none on device ",
+  TORCH_CHECK(get(device, &stream) == 0, "pyattn: torch must have a current CUDA stream, got none on device ",
               static_cast<int>(device));
   return stream;
 }

@@ -16,7 +16,7 @@ namespace pyattn {
   X(optional<SymInt>, q_offset, "SymInt?", "=None")                                                                   \
   X(optional<Tensor>, q_offsets, "Tensor?", "=None")       /* (batch), int64, instead of q_offset */                  \
   X(c10::SymIntArrayRef, window, "SymInt[2]", "=[-1, -1]") /* left, right; -1: no bound */                            \
-  X(optional<Tensor>, key_ranges, "Tensor?", "=None")      /* (batch or 1, seqlen_q[, up to 4], 2), int32, int64 */   \
+  X(optional<Tensor>, key_ranges, "Tensor?", "=None")      /* (batch or 1, seqlen_q or 1[, up to 4], 2), integers */  \
   X(optional<Tensor>, mask, "Tensor?", "=None")            /* bool, true = visible; shape as for bias */              \
   X(double, softcap, "float", "=0.0")                                                                                 \
   X(optional<Tensor>, bias, "Tensor?", "=None")          /* broadcasts to (batch, num_heads_q, seqlen_q, seqlen_k) */ \
@@ -44,9 +44,10 @@ inline void check_key_ranges(const Tensor& q, const Options& options) {
   const Tensor& t = *options.key_ranges;
   check_given("key_ranges", t, q.device(), {at::kInt, at::kLong});
   const SymInt batch = q.sym_size(0), seqlen_q = q.sym_size(2);
-  TORCH_CHECK_VALUE(hold_ranges(t, 2) && (t.sym_size(0) == batch || t.sym_size(0) == 1) && t.sym_size(1) == seqlen_q,
-                    "pyattn: key_ranges must have shape (", batch, " or 1, ", seqlen_q, ", 2) or (", batch, " or 1, ",
-                    seqlen_q, ", 1 to ", kMostRanges, ", 2), got ", t.sym_sizes());
+  const auto fits = [&](int64_t d, const SymInt& full) { return t.sym_size(d) == full || t.sym_size(d) == 1; };
+  TORCH_CHECK_VALUE(hold_ranges(t, 2) && fits(0, batch) && fits(1, seqlen_q), "pyattn: key_ranges must have shape (",
+                    batch, " or 1, ", seqlen_q, " or 1, 2) or (", batch, " or 1, ", seqlen_q, " or 1, 1 to ",
+                    kMostRanges, ", 2), got ", t.sym_sizes());
 }
 
 // Checks a tensor that broadcasts to the scores, (batch, num_heads_q, seqlen_q, seqlen_k).

@@ -70,6 +70,14 @@ inline void check_ranges(const int64_t* ranges, int64_t num_ranges, int64_t seql
   }
 }
 
+// Key ranges with the rows of every query: kernels read no broadcast row.
+inline Tensor ranges_of_queries(const Tensor& ranges, int64_t seqlen_q, bool packed) {
+  if (packed || ranges.size(1) == seqlen_q) return ranges;
+  auto sizes = ranges.sizes().vec();
+  sizes[1] = seqlen_q;
+  return ranges.expand(sizes);
+}
+
 inline void fill_mask(MaskParams& mask, int64_t seqlen_q, int64_t seqlen_k, bool packed, const Options& options,
                       Kept& kept) {
   mask.causal = options.causal;
@@ -78,7 +86,7 @@ inline void fill_mask(MaskParams& mask, int64_t seqlen_q, int64_t seqlen_k, bool
   mask.window_left = options.window[0].expect_int(), mask.window_right = options.window[1].expect_int();
   if (options.mask) mask.shown = broadcast_view(*options.mask, input_data(*options.mask));
   if (!options.key_ranges) return;
-  const Tensor& ranges = *options.key_ranges;
+  const Tensor ranges = ranges_of_queries(*options.key_ranges, seqlen_q, packed);
   mask.key_ranges = kept.indices(ranges);
   mask.num_ranges = ranges.dim() == (packed ? 3 : 4) ? ranges.size(-2) : 1;
   mask.key_ranges_stride_b = packed || ranges.size(0) == 1 ? 0 : 2 * mask.num_ranges * ranges.size(1);
@@ -131,7 +139,8 @@ inline void fill_inputs(ForwardParams& p, const Tensor& q, const Tensor& k, cons
   p.pairs = static_cast<double>(p.batch) * static_cast<double>(p.seqlen_q) * static_cast<double>(p.seqlen_k);
   fill_options(p, q.scalar_type(), options, kept);
   if (!options.key_ranges || !(q.is_cpu() || checks_gpu())) return;
-  const int64_t* ranges = q.is_cpu() ? p.mask.key_ranges : kept.indices(options.key_ranges->cpu());
+  const int64_t* ranges =
+      q.is_cpu() ? p.mask.key_ranges : kept.indices(ranges_of_queries(*options.key_ranges, p.seqlen_q, false).cpu());
   for (int64_t b = 0; b < options.key_ranges->size(0); ++b)
     check_ranges(ranges + b * p.mask.key_ranges_stride_b, p.mask.num_ranges, p.seqlen_q, p.seqlen_k, b);
 }

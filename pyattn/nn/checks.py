@@ -165,7 +165,7 @@ def check_append(
         check_tensor("key_ranges", key_ranges)
         if not are_ranges(key_ranges, batch, new):
             raise ValueError(
-                f"pyattn: key_ranges must have shape ({batch} or 1, {new}, 2) or ({batch} or 1, {new}, 1 to "
+                f"pyattn: key_ranges must have shape ({batch} or 1, {new} or 1, 2) or ({batch} or 1, {new} or 1, 1 to "
                 f"{MOST_RANGES}, 2), got {list(key_ranges.shape)}"
             )
         if key_ranges.dtype not in (torch.int32, torch.int64):

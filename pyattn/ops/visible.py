@@ -65,7 +65,8 @@ def keys_of(options: Options, rows: Tensor, seqlen_q: int, seqlen_k: int) -> tup
     begin, end = begin[..., None], end[..., None]
     if options.key_ranges is not None:
         ranges = options.key_ranges if options.key_ranges.dim() == 4 else options.key_ranges[:, :, None]
-        first, after_last = ranges.to(torch.int64).index_select(1, rows).unbind(-1)
+        ranges = ranges if ranges.shape[1] == 1 else ranges.index_select(1, rows)
+        first, after_last = ranges.to(torch.int64).unbind(-1)
         begin, end = torch.maximum(begin, first), torch.minimum(end, after_last)
     return begin.clamp(0, seqlen_k), end.clamp(0, seqlen_k)
 

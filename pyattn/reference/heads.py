@@ -30,8 +30,8 @@ def attend(
 
     ``masked``: bool, True = masked out. More masks go on top of it; a query that sees no key then gets 0:
 
-    - ``key_ranges`` (batch or 1, seqlen_q, 2): query i sees only the keys [begin, end); with a dimension of intervals
-      before the last one, those in any of its intervals.
+    - ``key_ranges`` (batch or 1, seqlen_q or 1, 2): query i sees only the keys [begin, end); with a dimension of
+      intervals before the last one, those in any of its intervals.
     - ``mask``, bool, True = takes part, and ``bias``, added to the scores, where -inf masks a key. Their shapes
       broadcast to (batch, heads, seqlen_q, seqlen_k), with heads = 1 where q has none.
     """

@@ -177,7 +177,7 @@ BAD_CALLS: Refusals = [
     (
         {"key_ranges": torch.zeros(2, 4, 2, dtype=torch.int64), "causal": False},
         ValueError,
-        "key_ranges must have shape (2 or 1, 3, 2) or (2 or 1, 3, 1 to 4, 2), got [2, 4, 2]",
+        "key_ranges must have shape (2 or 1, 3 or 1, 2) or (2 or 1, 3 or 1, 1 to 4, 2), got [2, 4, 2]",
     ),
     (
         {"key_ranges": torch.zeros(2, 3, 2, dtype=torch.bool), "causal": False},

@@ -63,6 +63,10 @@ def test_padding(side):
         token = key < lengths if side == "right" else key >= 4 - lengths
         assert torch.equal(seen(masks.padding(given, 4, side), 4), token.expand(3, 4, 4))
     assert torch.equal(masks.padding([3], 4), masks.padding([3], 4, "right"))
+    for queries in (0, 1, 2, 9):  # of another sequence
+        assert torch.equal(
+            masks.padding([3, 4], 4, side, queries), masks.padding([3, 4], 4, side)[:, :1].repeat(1, queries, 1)
+        )
 
 
 @pytest.mark.parametrize(
@@ -188,6 +192,8 @@ def test_from_bool_of_what_no_range_is():
         (lambda: masks.chunked(4.0, 2), TypeError, "seqlen must be int, got 4.0"),
         (lambda: masks.padding([5], 4), ValueError, "each of lengths must be between 0 and 4, got 5 at 0"),
         (lambda: masks.padding([4], 4, "top"), ValueError, "side must be 'right' or 'left', got 'top'"),
+        (lambda: masks.padding([4], 4, seqlen_q=-1), ValueError, "seqlen_q must be at least 0, got -1"),
+        (lambda: masks.padding([4], 4, seqlen_q=2.0), TypeError, "seqlen_q must be int, got 2.0"),
         (lambda: masks.from_bool(torch.ones(2, 2)), TypeError, "mask must be bool, True = takes part, got torch.flo"),
         (lambda: masks.from_bool(torch.ones(2).bool(), intervals=5), ValueError, "intervals must be at most 4, got 5"),
         (lambda: masks.from_bool(torch.ones(2).bool(), intervals=0), ValueError, "intervals must be at least 1, got"),

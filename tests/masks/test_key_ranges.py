@@ -125,7 +125,7 @@ def test_several_intervals() -> None:
     for how in (lambda r: r.flatten(1, 2), lambda r: r.reshape(1, 6, 2), lambda r: r.reshape(-1, 2)):
         assert type(how(ranges)) is Tensor
     assert type(ranges[..., 0]) is Tensor
-    with pytest.raises(ValueError, match=r"or \(1 or 1, 3, 1 to 4, 2\), got \[1, 6, 2\]$"):
+    with pytest.raises(ValueError, match=r"or \(1 or 1, 3 or 1, 1 to 4, 2\), got \[1, 6, 2\]$"):
         attention(*torch.randn(3, 1, 1, 3, 4), causal=False, key_ranges=ranges.flatten(1, 2))
 
 

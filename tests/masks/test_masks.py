@@ -27,6 +27,8 @@ CASES = [
     Case(1, 2, 1, 300, 300, 16, 24, key_ranges="streaming"),
     Case(2, 4, 2, 130, 500, 32, 20, causal=False, key_ranges="pieces", dropout_p=0.2),
     Case(1, 6, 1, 200, 250, 16, 16, window=(140, -1), key_ranges="pieces"),  # rows are split
+    Case(2, 4, 2, 70, 150, 16, 16, key_ranges="one random"),
+    Case(1, 2, 2, 3, 1500, 24, 16, causal=False, key_ranges="one pieces"),
     Case(2, 2, 1, 37, 193, 40, 31, causal=False, mask="random bhqk"),
     Case(1, 4, 2, 67, 93, 16, 16, mask="random k strided", window=(50, -1)),
     Case(1, 1, 1, 130, 130, 20, 24, causal=False, mask="causal qk"),
@@ -90,6 +92,7 @@ FORMS = [
     Case(2, 2, 1, 70, 40, 16, 16, key_ranges="documents"),
     Case(2, 4, 2, 3, 300, 16, 16, causal=False, key_ranges="random"),
     Case(2, 2, 1, 70, 250, 16, 16, causal=False, key_ranges="pieces"),
+    Case(2, 2, 1, 70, 250, 16, 16, causal=False, key_ranges="one pieces"),
     Case(2, 4, 2, 3, 300, 16, 16, window=(90, 2), key_ranges="pieces"),
 ]
 
@@ -149,6 +152,7 @@ HIDING = [
     Case(2, 2, 1, 70, 70, 16, 16, key_ranges="documents", alibi="h"),
     Case(2, 2, 1, 36, 70, 16, 16, causal=False, key_ranges="random", sinks=True),
     Case(2, 2, 1, 36, 270, 16, 16, causal=False, key_ranges="pieces"),
+    Case(2, 2, 1, 36, 270, 16, 16, key_ranges="one random"),
     Case(2, 2, 1, 36, 150, 16, 16, mask="random qk", bias="bands hqk", key_ranges="pieces"),
     Case(2, 2, 1, 3, 150, 32, 16, causal=False, key_ranges="pieces"),
     Case(2, 4, 2, 36, 50, 21, 19, causal=False, mask="random bhqk"),

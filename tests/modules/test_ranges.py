@@ -86,7 +86,7 @@ def test_a_packed_row_is_its_documents(name, extra):
     assert_same(packed, torch.cat([module(x[:, :4]), module(x[:, 4:])], 1))
 
 
-SHAPE = "key_ranges must have shape (2 or 1, 9, 2) or (2 or 1, 9, 1 to 4, 2), got "
+SHAPE = "key_ranges must have shape (2 or 1, 9 or 1, 2) or (2 or 1, 9 or 1, 1 to 4, 2), got "
 BAD: Refusals = [
     ([[0, 1]], TypeError, "key_ranges must be Tensor, got [[0, 1]]"),
     (RANGES["padding"].repeat(2, 1, 1), ValueError, SHAPE + "[4, 9, 2]"),

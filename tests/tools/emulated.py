@@ -114,7 +114,8 @@ class Call:
         else:
             p.mask.q_offset = seqlen_k - seqlen_q if offset is None else offset
         if (ranges := options.get("key_ranges")) is not None:
-            p.mask.key_ranges = self.address(ranges.long())
+            rows = ranges if packing else ranges.expand(-1, seqlen_q, *ranges.shape[2:])  # as the operators do
+            p.mask.key_ranges = self.address(rows.long().contiguous())
             p.mask.num_ranges = ranges.shape[-2] if ranges.dim() == q.dim() else 1
             p.mask.key_ranges_stride_b = 0 if packing or len(ranges) == 1 else 2 * p.mask.num_ranges * seqlen_q
         p.score.softcap, p.part = options.get("softcap", 0.0), options.get("part", False)

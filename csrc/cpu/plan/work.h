@@ -6,14 +6,6 @@
 
 namespace pyattn {
 
-// How many units of each kind a KV head has.
-struct Units {
-  int64_t of[9];
-};
-
-namespace PYATTN_ISA {
-namespace {
-
 // Units are the pieces that the KV heads of a call are cut into; units.h counts them.
 enum class Unit : int {
   kForward,
@@ -26,7 +18,15 @@ enum class Unit : int {
   kReduced,
   kSummaries
 };
-inline constexpr int kNumUnits = sizeof(Units) / sizeof(int64_t);
+inline constexpr int kNumUnits = static_cast<int>(Unit::kSummaries) + 1;
+
+// How many units of each kind a KV head has.
+struct Units {
+  int64_t of[kNumUnits];
+};
+
+namespace PYATTN_ISA {
+namespace {
 
 // How many units each KV head has in all sequences before b; for packed sequences only.
 constexpr int64_t units_before(const ForwardParams& p, Unit unit, int64_t b) {
