@@ -1,15 +1,15 @@
-"""Plants faults in copies of the native side and of the code of ranks, one at a time; reports which the suite catches.
+"""Plants faults in copies of the native side and of Python code, one at a time; reports which the suite catches.
 
 Not collected by pytest: run it by hand where PyTorch, pytest, pybind11, cmake and ninja are installed, after a change
-of the kernels, of pyattn.distributed or of the tests::
+of the kernels, of the Python code that the lists quote or of the tests::
 
     python tests/tools/planted_faults.py --check            # every fault applies and compiles: a minute or two
     python tests/tools/planted_faults.py --results FILE     # plants them all; run again, it continues where it stopped
 
 planted_faults.txt has those of the native side, planted for one instruction set after the other and in the emulated
-kernels, until a test fails; planted_faults_of_ranks.txt those of pyattn.distributed, for which only its tests run. One
-that does not apply or compile does not stop the others. The exit status is 1 if there is such a fault, or if fewer than
-95 % of either kind are caught.
+kernels, until a test fails; planted_faults_of_ranks.txt those of pyattn.distributed and planted_faults_of_adapters.txt
+those of the adapters and of merging, for which the tests of their folders run. One that does not apply or compile does
+not stop the others. The exit status is 1 if there is such a fault, or if fewer than 95 % of either kind are caught.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from typing import Any
 from faults import BadFaultError, Fault, batches, parse, place
 from planters import NativePlanter, Planter, PythonPlanter
 
-LISTS = "planted_faults.txt", "planted_faults_of_ranks.txt"
+LISTS = "planted_faults.txt", "planted_faults_of_ranks.txt", "planted_faults_of_adapters.txt"
 WANTED = 0.95
 
 

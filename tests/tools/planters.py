@@ -134,7 +134,7 @@ class NativePlanter(Planter[NativeCopy]):
 
 
 class PythonPlanter(Planter[PythonCopy]):
-    """Plants faults in the Python code of ranks."""
+    """Plants faults in Python code."""
 
     root = "pyattn"
 

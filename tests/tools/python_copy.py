@@ -1,4 +1,4 @@
-"""Copies in which faults are planted in pyattn.distributed, with the native libraries of the installed pyattn."""
+"""Copies in which faults are planted in Python code, with the native libraries of the installed pyattn."""
 
 import shutil
 from pathlib import Path
@@ -33,7 +33,15 @@ LIKELY = {
     "usp.py": ("attention",),
 }
 """The tests most likely to catch a fault, by its file in pyattn/distributed; they run first."""
-TESTS = ("attention", "cached", "compiled", "context", "refusals", "tensors", "tensor_parallel", "trips")
+OF_RANKS = ("attention", "cached", "compiled", "context", "refusals", "tensors", "tensor_parallel", "trips")
+OTHERS = {
+    "pyattn/adapters/flash_attn/": ("adapters/flash_attn",),
+    "pyattn/adapters/flex/": ("adapters/flex",),
+    "pyattn/adapters/sdpa": ("adapters/sdpa",),
+    "pyattn/adapters/transformers": ("adapters/transformers",),
+    "pyattn/": ("attention/test_merge.py", "attention/test_max_score.py", "masks/test_one_row.py", "varlen"),
+}
+"""The tests of other files, by how their paths begin; the first that fits holds."""
 RUN = """
 import sys
 from pathlib import Path
@@ -58,9 +66,18 @@ class PythonCopy(SourceCopy):
 
     def caught_by(self, file: str) -> str | None:
         """The first test that fails; a run that hangs is none."""
-        likely = LIKELY.get(Path(file).name, ())
-        for names in (likely, tuple(name for name in TESTS if name not in likely)):
-            by = self.first_failure(*(f"tests/distributed/test_{name}.py" for name in names)) if names else None
-            if by:
+        for names in _runs(file):
+            if by := self.first_failure(*(f"tests/{name}" for name in names)):
                 return None if by == "hangs" else by
         return None
+
+
+def _runs(file: str) -> list[tuple[str, ...]]:
+    """The tests of a file, the likely ones first; all for no file."""
+    of_ranks = tuple(f"distributed/test_{name}.py" for name in OF_RANKS)
+    if not file:
+        return [of_ranks, *OTHERS.values()]
+    if not file.startswith("pyattn/distributed/"):
+        return [next(tests for begin, tests in OTHERS.items() if file.startswith(begin))]
+    likely = tuple(f"distributed/test_{name}.py" for name in LIKELY.get(Path(file).name, ()))
+    return [names for names in (likely, tuple(name for name in of_ranks if name not in likely)) if names]
