@@ -40,7 +40,7 @@ def unpad_input(
 
     Args:
         hidden_states: (B, S, ...).
-        attention_mask: (B, S), bool or integer, nonzero = a token.
+        attention_mask: (B, S), bool or integer, nonzero = a token, whatever its value.
         unused_mask: (B, S), also bool or integer: these tokens are packed too, but not counted in seqused.
 
     Returns:
@@ -52,11 +52,12 @@ def unpad_input(
     >>> tokens.shape, indices.tolist(), cu_seqlens.tolist(), longest
     (torch.Size([5, 8]), [0, 1, 3, 4, 5], [0, 2, 5], 3)
     """
-    packed = attention_mask if unused_mask is None else attention_mask + unused_mask
+    marked = attention_mask != 0
+    packed = marked if unused_mask is None else marked | (unused_mask != 0)
     lengths = packed.sum(-1, dtype=torch.int32)
     indices = packed.flatten().nonzero().flatten()
     tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
-    used = attention_mask.sum(-1, dtype=torch.int32)
+    used = marked.sum(-1, dtype=torch.int32)
     return tokens, indices, _starts(lengths), int(lengths.max()), used
 
 

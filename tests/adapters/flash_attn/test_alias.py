@@ -144,6 +144,21 @@ def test_padding_with_an_unused_mask():
     assert (cu_seqlens.tolist(), longest, used.tolist()) == ([0, 3, 7], 4, [2, 1])
 
 
+@pytest.mark.parametrize("marks", [torch.tensor([3, 1, -2, 7]), torch.tensor([2.5, 1, -1, 4]), torch.ones(4).bool()])
+@pytest.mark.parametrize("unused", [None, torch.tensor([[1, 1, 0, 0], [-1, 2, 2, 2]])])
+def test_any_number_but_zero_marks_one_token(marks, unused):
+    """Masks that number the sequences of a row, and masks that overlap, also where their sum is 0."""
+    x, seen = torch.randn(2, 4, 3), torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0]], dtype=torch.bool)
+    results = padding.unpad_input(x, marks * seen, unused)
+    expected = padding.unpad_input(x, seen, None if unused is None else unused.bool())
+    for result, one in zip(results, expected, strict=True):
+        assert_close(torch.as_tensor(result), torch.as_tensor(one))
+    packed = seen if unused is None else seen | unused.bool()
+    assert_close(results[0], x[packed])
+    assert results[2].diff().tolist() == packed.sum(-1).tolist()
+    assert results[4].tolist() == [3, 1]
+
+
 def test_rows_of_several_sequences():
     x = torch.randn(2, 6, 3)
     lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
