@@ -164,5 +164,6 @@ def over(
     made = object.__new__(kind)
     page_size = None if block_table is None else k.shape[1]
     values = {"k": k, "_v": v, "lengths": lengths, "block_table": block_table, "page_size": page_size}
-    vars(made).update(values, starts=torch.zeros_like(lengths), max_seqlen=max_seqlen, window=None, _ragged=False)
+    values |= {"starts": torch.zeros_like(lengths), "max_seqlen": max_seqlen, "window": None}
+    vars(made).update(values, _ragged=False, _last=lengths.new_zeros(3, *lengths.shape))
     return made

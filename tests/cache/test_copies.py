@@ -14,6 +14,7 @@ from helpers import Case, assert_equal
 from torch import Tensor
 
 from pyattn import KVCache, attention_with_cache, ops
+from pyattn.cache.storage import over
 
 CASE = Case(3, 4, 2, 60, 60, 8, 6)
 KINDS: dict[str, dict[str, Any]] = {"contiguous": {}, "ring": {"window": (4, 0)}, "pages": {"page_size": 16}}
@@ -68,6 +69,21 @@ def test_copies_go_on_by_themselves(kind, name):
     one = q[:, :, :1].clone().requires_grad_()
     assert torch.equal(attention_with_cache(one, twin), attention_with_cache(one, cached))
     assert twin.k.stride() == cached.k.stride()
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "pages"])
+def test_a_cache_over_tensors_of_others_is_whole(kind):
+    """It has every attribute of a cache, and what reads or writes those works."""
+    cached, (q, k, v) = filled(kind)
+    twin = cached.clone()
+    made = over(KVCache, twin.k, twin.v, twin.lengths, twin.block_table, twin.max_seqlen)
+    assert vars(made).keys() == vars(cached).keys()
+    assert made.last_append is None
+    for one in (cached, made):
+        one.append(k[:, :, 22:25], v[:, :, 22:25], [3, 0, 2])
+        one.reorder([2, 0, 0])
+    assert same(snapshot(made.clone()), snapshot(cached))
+    assert torch.equal(attention_with_cache(q[:, :, 22:25], made), attention_with_cache(q[:, :, 22:25], cached))
 
 
 @each_kind
