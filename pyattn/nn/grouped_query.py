@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from pyattn.arguments import check_names
+from pyattn.arguments import check_names, check_type
 from pyattn.cache import KVCache
 from pyattn.nn.checks import Lengths, check_added, check_alone, check_cache, check_input, quotient
 from pyattn.nn.described import described
@@ -77,6 +77,7 @@ class GroupedQueryAttention(ScoreOptions, Heads):
         ``positions``: as in :class:`MultiHeadAttention`.
         """
         check_input(x, self.d_in, self.W_query)
+        check_type("use_cache", use_cache, bool)
         check_alone(x, use_cache=use_cache)
         if use_cache and kv_cache is not None:
             raise ValueError(f"pyattn: use_cache=True must come without kv_cache, got {kv_cache!r}")

@@ -120,6 +120,12 @@ def test_use_cache_alone():
         module(sequences(2, 3), use_cache=True, kv_cache=KVCache(2, 2, 9, 2))
 
 
+@pytest.mark.parametrize("wrong", [1, 0, None, "yes", torch.tensor(True)], ids=str)
+def test_use_cache_is_a_bool(wrong):
+    with refused(TypeError, "use_cache must be bool, got "):
+        made("GroupedQueryAttention")(sequences(2, 3), use_cache=wrong)
+
+
 MISFITS: Refusals = [
     ({"batch": 3}, ValueError, "batch size must be that of the module's keys, got 3 and 2"),
     ({"num_heads_kv": 4}, ValueError, "number of KV heads must be that of the module's keys, got 4 and 2"),
