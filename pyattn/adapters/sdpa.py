@@ -37,7 +37,7 @@ def scaled_dot_product_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
     """:func:`torch.nn.functional.scaled_dot_product_attention`, with its documented meaning of every argument.
@@ -57,22 +57,25 @@ def scaled_dot_product_attention(
         attn_mask: broadcasts to (..., Hq, L, S). bool: True = takes part (the opposite of ``nn.MultiheadAttention``'s
             masks). query's dtype or float32: added to the scores; -inf hides the key. A bool mask whose rows are
             intervals costs only the pairs it leaves visible. ``torch.nn.attention.bias.causal_upper_left(L, S)`` and
-            ``causal_lower_right(L, S)`` are taken without making a mask. None of these goes together with
-            ``is_causal``. Also, in this function only, ``pyattn.masks.KeyRanges`` (batches or 1, L, 2) or
-            (batches or 1, L, n, 2), with ``is_causal`` unless they are the whole mask.
+            ``causal_lower_right(L, S)`` are taken without making a mask, and not together with ``is_causal``. Also, in
+            this function only, ``pyattn.masks.KeyRanges`` (batches or 1, L, 2) or (batches or 1, L, n, 2), with
+            ``is_causal`` unless they are the whole mask.
         dropout_p: probability of dropping a weight, 0 to 1, applied whenever it is above 0. The draws come from torch's
             generator, so ``torch.manual_seed`` repeats them; they are not those of torch's own function.
-        is_causal: whether query ``i`` sees only the keys up to ``i``.
-        scale: finite factor on the scores; default ``1 / sqrt(E)``.
+        is_causal: whether query ``i`` sees only the keys up to ``i``. Together with attn_mask, a key is visible if both
+            show it.
+        scale: finite factor on the scores; default ``1 / sqrt(E)``. In this function only, it may be a floating-point
+            tensor of 0 dimensions, with a gradient: a learned temperature. It multiplies query, rounded to its dtype.
         enable_gqa: whether Hq may be a multiple of H: query head ``h`` reads KV head ``h // (Hq // H)``.
 
     Returns:
-        (..., Hq, L, Ev) in query's dtype, differentiable in query, key, value and a float attn_mask. A query that sees
-        no key, as in a row of False or -inf, gives 0 and gradients of 0, as in torch 2.13 on a CPU.
+        (..., Hq, L, Ev) in query's dtype, differentiable in query, key, value, a float attn_mask and a tensor as scale.
+        A query that sees no key, as in a row of False or -inf, gives 0 and gradients of 0, as in torch 2.13 on a CPU.
 
     Raises:
-        SdpaError: shapes that don't fit, a mask together with ``is_causal``, a dropout_p outside [0, 1], a scale that
-            is not finite, heads that enable_gqa does not group. It is both a ValueError and torch's RuntimeError.
+        SdpaError: shapes that don't fit, a CausalBias together with ``is_causal``, a dropout_p outside [0, 1], a number
+            scale that is not finite, heads that enable_gqa does not group. It is both a ValueError and torch's
+            RuntimeError.
         TypeError: other dtypes, dtypes that differ, types other than those listed.
         NotImplementedError: nested tensors, layouts and devices without kernels.
 

@@ -28,7 +28,7 @@ def attend(
     attn_mask: Tensor | None,
     dropout_p: float,
     is_causal: bool,
-    scale: float | None,
+    scale: float | Tensor | None,
     enable_gqa: bool,
 ) -> Tensor:
     """The result of ``scaled_dot_product_attention`` for these arguments, or an error before anything is computed."""
@@ -42,6 +42,8 @@ def attend(
         return attention(query, key, value, causal=is_causal, dropout_p=dropout_p)
     _check_numbers(dropout_p, is_causal, scale, enable_gqa)
     _check_sizes(query, key, value)
+    if isinstance(scale, Tensor):
+        query, scale = _times(query, scale), 1.0
     q_offset = 0 if is_causal and query.shape[-2] != key.shape[-2] else None
     if _is_causal_bias(attn_mask):
         q_offset = _offset_of(attn_mask, query.shape[-2], key.shape[-2], is_causal)
@@ -53,7 +55,7 @@ def attend(
     mask = bias = None
     if attn_mask is not None:
         check_tensor("attn_mask", attn_mask)
-        _check_mask(attn_mask, (*lead, query.shape[-2], key.shape[-2]), query.dtype, is_causal)
+        _check_mask(attn_mask, (*lead, query.shape[-2], key.shape[-2]), query.dtype)
         attn_mask = _with_one_batch(attn_mask, lead)
         mask, bias = (attn_mask, None) if attn_mask.dtype == torch.bool else (None, attn_mask)
     q, k, v = _expanded(query, lead), _expanded(key, lead), _expanded(value, lead)
@@ -85,10 +87,24 @@ def _check_numbers(dropout_p: object, is_causal: object, scale: object, enable_g
     check_type("dropout_p", 0 if dropout_p is False else dropout_p, int, float)
     if isinstance(dropout_p, int | float) and not 0 <= dropout_p <= 1:
         raise SdpaError(f"pyattn: dropout_p must be between 0 and 1, got {shown(dropout_p)}")
-    if scale is not None:
+    if isinstance(scale, Tensor):
+        _check_scale(scale)
+    elif scale is not None:
         check_type("scale", scale, int, float, torch.SymInt, torch.SymFloat)
         if isinstance(scale, int | float) and not abs(scale) <= sys.float_info.max:
             raise SdpaError(f"pyattn: scale must be finite, got {shown(scale)}")
+
+
+def _check_scale(scale: Tensor) -> None:
+    if not scale.dtype.is_floating_point:
+        raise TypeError(f"pyattn: scale must have a floating-point dtype, got {scale.dtype}")
+    if scale.dim():
+        raise SdpaError(f"pyattn: scale must be a number or a tensor of 0 dimensions, got shape {tuple(scale.shape)}")
+
+
+def _times(query: Tensor, scale: Tensor) -> Tensor:
+    """The product in query's dtype, computed and differentiated in at least float32."""
+    return (query.to(torch.promote_types(query.dtype, torch.float32)) * scale).to(query.dtype)
 
 
 def _check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -142,12 +158,7 @@ def _broadcast(query: Shape, key: Shape, value: Shape) -> Shape:
         ) from None
 
 
-def _check_mask(attn_mask: Tensor, scores: Shape, dtype: torch.dtype, is_causal: bool) -> None:
-    if is_causal:
-        raise SdpaError(
-            "pyattn: attn_mask must not be set together with is_causal, "
-            f"got a mask of shape {tuple(attn_mask.shape)} and True"
-        )
+def _check_mask(attn_mask: Tensor, scores: Shape, dtype: torch.dtype) -> None:
     if attn_mask.dtype not in (torch.bool, torch.float32, dtype) and not torch._C._is_any_autocast_enabled():
         raise TypeError(
             f"pyattn: attn_mask must be bool, query's dtype or float32, got {attn_mask.dtype} with query of {dtype}"

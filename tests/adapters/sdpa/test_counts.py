@@ -24,17 +24,13 @@ def by_math(q, k, v):
     ("call", "reason"),
     [
         (
-            lambda q, k, v: scaled_dot_product_attention(q, k, v, torch.zeros(6, 6).double(), is_causal=True),
-            "attn_mask must not be set together with is_causal",
-        ),
-        (
             lambda q, k, v: torch.func.grad(lambda x: scaled_dot_product_attention(x, k, v).sum())(q),
             "a transform of torch.func, or forward-mode differentiation",
         ),
         (lambda q, k, v: scaled_dot_product_attention(q[:, :, :0], k, v), "query or key without elements"),
         (by_math, "torch.nn.attention.sdpa_kernel without FLASH_ATTENTION"),
     ],
-    ids=["mask and causal", "torch.func", "empty", "math"],
+    ids=["torch.func", "empty", "math"],
 )
 def test_what_torch_computes_is_counted(call, reason):
     def result():

@@ -21,6 +21,18 @@ def by_torch(*arguments, **named):
         return torch.nn.functional.scaled_dot_product_attention(*arguments, **named)
 
 
+def by_formula(query, key, value, mask, is_causal, scale, enable_gqa):
+    """What torch's CPU kernel documents, as torch operations: the math backend takes no mask with is_causal."""
+    rows, columns = query.shape[-2], key.shape[-2]
+    visible = torch.ones(rows, columns, dtype=torch.bool).tril() if is_causal else torch.ones(()).bool()
+    if mask is not None and mask.dtype != torch.bool:
+        bias = mask.masked_fill(~visible, -math.inf)
+    else:
+        bias = torch.zeros((), dtype=query.dtype).masked_fill(~(visible if mask is None else visible & mask), -math.inf)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return by_torch(query * scale, key, value, bias, scale=1.0, enable_gqa=enable_gqa)
+
+
 def native_and_torchs(**options):
     return (functools.partial(function, **options) for function in (scaled_dot_product_attention, by_torch))
 
@@ -64,6 +76,64 @@ def test_any_shapes_as_torch(seed):
         torch.set_default_dtype(torch.float32)
     ours, theirs = (with_gradients(function, *tensors) for function in native_and_torchs(**options))
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(150, 250))
+def test_masks_with_is_causal_and_learned_scales(seed):
+    """Both hide; the gradient of a scale reaches it."""
+    torch.manual_seed(seed)
+    torch.set_default_dtype(torch.float64)
+    try:
+        tensors, options = random_case(seed)
+        draw = random.Random(-seed)
+        scale = draw.choice([None, torch.tensor(0.4), torch.tensor(-1.3), torch.randn(())])
+        is_causal = draw.random() < 0.8
+    finally:
+        torch.set_default_dtype(torch.float32)
+    gqa = options["enable_gqa"]
+
+    def call(function, query, key, value, mask, scale):
+        return function(query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=gqa)
+
+    ours, truth = (
+        with_gradients(functools.partial(call, function), *tensors, scale)
+        for function in (scaled_dot_product_attention, by_formula)
+    )
+    torch.testing.assert_close(ours, truth, rtol=1e-12, atol=1e-12)
+    if scale is not None:
+        number = scaled_dot_product_attention(*tensors, is_causal=is_causal, scale=scale.item(), enable_gqa=gqa)
+        torch.testing.assert_close(ours[0], number, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_dropout_with_a_mask_and_is_causal(kind):
+    """No kernel of torch takes all three. Hidden keys have no weight, others are kept with 1 - p, scaled."""
+    q, k = torch.randn(2, 1, 2, 40, 8, dtype=torch.float64)
+    v = torch.eye(40, dtype=torch.float64).expand(1, 2, 40, 40)
+    mask = torch.rand(40, 40) < 0.5 if kind == "bool" else torch.randn(40, 40, dtype=torch.float64)
+    exact = scaled_dot_product_attention(q, k, v, mask, is_causal=True)
+    weights = scaled_dot_product_attention(q, k, v, mask, dropout_p=0.25, is_causal=True)
+    kept = weights != 0
+    torch.testing.assert_close(weights[kept], exact[kept] / 0.75)
+    visible = (exact != 0).sum().item()
+    assert abs(kept.sum().item() / visible - 0.75) < 5 * math.sqrt(0.25 * 0.75 / visible)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_learned_scale_is_accurate(dtype):
+    q, k, v = (torch.randn(2, 3, 70, 33).to(dtype) for _ in range(3))
+    scale = torch.tensor(0.27, dtype=dtype)
+
+    def call(function, *tensors):
+        *qkv, factor = tensors
+        return function(*qkv, scale=factor)
+
+    def plain(query, key, value, scale):
+        return by_torch(query * scale, key, value, scale=1.0)
+
+    assert_accurate(
+        functools.partial(call, scaled_dot_product_attention), functools.partial(call, plain), q, k, v, scale
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -180,11 +250,11 @@ def test_autocast():
         ({"value": (2, 2, 5, 8), "enable_gqa": True}, "with enable_gqa, key and value must have the same number of "),
         ({"attn_mask": (4, 5)}, "attn_mask must broadcast to the scores' shape (2, 4, 5, 5), got shape (4, 5)"),
         ({"attn_mask": (1, 2, 4, 5, 5)}, "attn_mask must broadcast to the scores' shape (2, 4, 5, 5), got shape (1, 2"),
-        ({"attn_mask": (5, 5), "is_causal": True}, "attn_mask must not be set together with is_causal, got a mask of "),
         ({"dropout_p": -0.1}, "dropout_p must be between 0 and 1, got -0.1"),
         ({"dropout_p": 1.5}, "dropout_p must be between 0 and 1, got 1.5"),
         ({"dropout_p": math.nan}, "dropout_p must be between 0 and 1, got nan"),
         ({"scale": math.inf}, "scale must be finite, got inf"),
+        ({"scale": (1,)}, "scale must be a number or a tensor of 0 dimensions, got shape (1,)"),
     ],
 )
 def test_value_errors(change, message):
@@ -210,6 +280,7 @@ def test_value_errors(change, message):
         ({"enable_gqa": 1}, "enable_gqa must be bool, got 1"),
         ({"dropout_p": "0"}, "dropout_p must be int or float, got '0'"),
         ({"scale": "1"}, "scale must be int or float, got '1'"),
+        ({"scale": torch.tensor(1)}, "scale must have a floating-point dtype, got torch.int64"),
     ],
 )
 def test_type_errors(change, message):

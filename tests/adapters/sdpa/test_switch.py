@@ -105,6 +105,32 @@ def test_multihead_attention(training, need_weights):
     assert counts() == ((0, 0, {"nn.MultiheadAttention with need_weights=True": 1}) if need_weights else (1, 0, {}))
 
 
+@pytest.mark.parametrize("kind", ["bool", "float", "wide"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_a_mask_with_is_causal(kind, dropout_p):
+    """torch's kernel computes both without gradients of the mask and without dropout; else torch raises."""
+    q, k, v = tensors()
+    v = v[..., :5] if kind == "wide" else v
+    mask = torch.rand(6, 6) < 0.7 if kind == "bool" else torch.randn(6, 6, dtype=torch.float64)
+    both = (mask & torch.ones(6, 6).bool().tril()) if kind == "bool" else mask + torch.full((6, 6), -torch.inf).triu(1)
+
+    def call(mask, is_causal):
+        torch.manual_seed(1)
+
+        def function(*tensors):
+            return scaled_dot_product_attention(*tensors, dropout_p=dropout_p, is_causal=is_causal)
+
+        return with_gradients(function, q, k, v, mask)
+
+    with enabled():
+        ours, truth = call(mask, True), call(both, False)
+        torch.testing.assert_close(ours[:4], truth[:4])
+        if kind != "bool":
+            torch.testing.assert_close(ours[4].tril(), truth[4].tril())
+            assert not ours[4].triu(1).any()
+    assert counts() == (2, 0, {})
+
+
 def test_nothing_is_recorded_below_autograd():
     q, k, v = tensors()
     with enabled(), torch._C._AutoDispatchBelowAutograd():
