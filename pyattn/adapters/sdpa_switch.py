@@ -29,7 +29,7 @@ _OPERATOR = torch.ops.aten.scaled_dot_product_attention.default
 _COMPILER_TAG = "pyattn-sdpa"
 
 
-def _attend(
+def _native(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -39,8 +39,8 @@ def _attend(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Any:
-    """The operator's kernel: native attention if its rules take the call, else torch's own, counted by reason."""
+) -> Tensor | None:
+    """Native attention if its rules take the call, else None; the call is counted."""
     try:
         reason = refusal(query, key, value, attn_mask)
         if reason is None:
@@ -51,7 +51,23 @@ def _attend(
         count(TRACED if torch.compiler.is_compiling() or isinstance(query, FakeTensor) else TAKEN)
         return out
     count(reason)
-    return _OPERATOR.decompose(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return None
+
+
+def _attend(*arguments: Any, **named: Any) -> Any:
+    """The operator's kernel: native attention, else torch's own."""
+    left = torch._C._are_functorch_transforms_active()  # to torch, by the kernel before the transforms
+    out = None if left else _native(*arguments, **named)
+    return _OPERATOR.decompose(*arguments, **named) if out is None else out
+
+
+def _attend_transformed(theirs: Callable[..., Any], query: Tensor, *arguments: Any, **named: Any) -> Any:
+    """The kernel before all transforms of torch.func, which ``theirs`` applies.
+
+    vmap splits the operator into others before the kernels on a device see it, and these have no forward mode.
+    """
+    out = _native(query, *arguments, **named) if query.device.type == "cpu" else None
+    return theirs(query, *arguments, **named) if out is None else out
 
 
 def _attend_below_autograd(*arguments: Any, **named: Any) -> Any:
@@ -109,7 +125,7 @@ class _Installation:
             (name, "AutogradCPU"): _attend,
             (name, "AutogradNestedTensor"): _leave_nested,
         }
-        self._kernels = Kernels(kernels)
+        self._kernels = Kernels(kernels, {(name, "FuncTorchDynamicLayerFrontMode"): _attend_transformed})
         self._had_fastpath = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         self._functions = [(module, name, getattr(module, name)) for module, name, _ in _REPLACED]

@@ -78,7 +78,7 @@ def _kernels() -> Kernels:
     }
     if hasattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace"):
         functions["aten::_flash_attention_forward_no_dropout_inplace", "CPU"] = _forward_into
-    return Kernels(functions)
+    return Kernels(functions, {})
 
 
 def _forward(

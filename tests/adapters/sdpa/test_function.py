@@ -8,72 +8,21 @@ import pytest
 import torch
 import yardstick
 from adapters.gradients import assert_accurate, with_gradients
+from adapters.sdpa.cases import by_formula, by_torch, random_case
 from assertions import refused
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from pyattn import masks
 from pyattn.adapters.sdpa import SdpaError, scaled_dot_product_attention
 
 
-def by_torch(*arguments, **named):
-    with sdpa_kernel(SDPBackend.MATH):
-        return torch.nn.functional.scaled_dot_product_attention(*arguments, **named)
-
-
-def by_formula(query, key, value, mask, is_causal, scale, enable_gqa):
-    """What torch's CPU kernel documents, as torch operations: the math backend takes no mask with is_causal."""
-    rows, columns = query.shape[-2], key.shape[-2]
-    visible = torch.ones(rows, columns, dtype=torch.bool).tril() if is_causal else torch.ones(()).bool()
-    if mask is not None and mask.dtype != torch.bool:
-        bias = mask.masked_fill(~visible, -math.inf)
-    else:
-        bias = torch.zeros((), dtype=query.dtype).masked_fill(~(visible if mask is None else visible & mask), -math.inf)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return by_torch(query * scale, key, value, bias, scale=1.0, enable_gqa=enable_gqa)
-
-
 def native_and_torchs(**options):
     return (functools.partial(function, **options) for function in (scaled_dot_product_attention, by_torch))
 
 
-def random_case(seed):
-    """Tensors in float64 and options, of 2 to 6 dimensions: broadcast, grouped, masked, causal or none of these."""
-    draw = random.Random(seed)
-    lead = [draw.choice([1, 2, 3]) for _ in range(draw.randint(0, 4))]
-    grouped = bool(lead) and draw.random() < 0.3
-    heads = draw.choice([1, 2])
-
-    def broadcast_from(sizes, first):
-        return [n if draw.random() < 0.7 else 1 for n in sizes][first:]
-
-    def leading(own_heads):
-        if grouped:
-            return [*broadcast_from(lead[:-1], 0), own_heads]
-        return broadcast_from(lead, draw.choice([0, 0, draw.randint(0, len(lead))]))
-
-    seqlen_q, seqlen_k, head_dim, head_dim_v = (draw.randint(1, 5) for _ in range(4))
-    q_lead, k_lead, v_lead = leading(heads * draw.choice([1, 2, 3])), leading(heads), leading(heads)
-    q, k = torch.randn(*q_lead, seqlen_q, head_dim), torch.randn(*k_lead, seqlen_k, head_dim)
-    v, mask = torch.randn(*v_lead, seqlen_k, head_dim_v), None
-    kind = draw.choice(["none", "causal", "bool", "float"])
-    if kind in ("bool", "float"):
-        own = q_lead[-1:] if grouped else []
-        scores = torch.broadcast_shapes(q_lead[: len(q_lead) - len(own)], k_lead[: len(k_lead) - len(own)])
-        sizes = (*scores, *own, seqlen_q, seqlen_k)
-        mask = torch.randn(broadcast_from(sizes, draw.randint(0, len(sizes))))
-        mask = mask > 0 if kind == "bool" else mask.masked_fill(torch.rand(mask.shape) < 0.3, -math.inf)
-    return (q, k, v, mask), {"is_causal": kind == "causal", "scale": draw.choice([None, 0.3]), "enable_gqa": grouped}
-
-
 @pytest.mark.parametrize("seed", range(150))
 def test_any_shapes_as_torch(seed):
-    torch.manual_seed(seed)
-    torch.set_default_dtype(torch.float64)
-    try:
-        tensors, options = random_case(seed)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    tensors, options = random_case(seed)
     ours, theirs = (with_gradients(function, *tensors) for function in native_and_torchs(**options))
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
@@ -81,15 +30,10 @@ def test_any_shapes_as_torch(seed):
 @pytest.mark.parametrize("seed", range(150, 250))
 def test_masks_with_is_causal_and_learned_scales(seed):
     """Both hide; the gradient of a scale reaches it."""
-    torch.manual_seed(seed)
-    torch.set_default_dtype(torch.float64)
-    try:
-        tensors, options = random_case(seed)
-        draw = random.Random(-seed)
-        scale = draw.choice([None, torch.tensor(0.4), torch.tensor(-1.3), torch.randn(())])
-        is_causal = draw.random() < 0.8
-    finally:
-        torch.set_default_dtype(torch.float32)
+    tensors, options = random_case(seed)
+    draw = random.Random(-seed)
+    scale = draw.choice([None, torch.tensor(draw.uniform(-2, 2), dtype=draw.choice([torch.float32, torch.float64]))])
+    is_causal = draw.random() < 0.8
     gqa = options["enable_gqa"]
 
     def call(function, query, key, value, mask, scale):
