@@ -1,6 +1,7 @@
 """Jagged nested tensors (B, heads, j, head_dim): :func:`pyattn.attention` computes them as packed sequences.
 
-The values of a jagged tensor are packed already and its offsets are cu_seqlens, so nothing is copied or padded.
+The values of a jagged tensor are packed already and its offsets are cu_seqlens, so nothing is copied or padded,
+unless the tensor has holes: then its tokens are gathered.
 """
 
 from typing import Any
@@ -9,7 +10,17 @@ from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from pyattn.attention import attention
-from pyattn.nested import POSITIONS, check_jagged, check_qk, check_same, like, longest, packed, packed_ranges
+from pyattn.nested import (
+    POSITIONS,
+    check_jagged,
+    check_same,
+    checked_qk,
+    like,
+    longest,
+    packed,
+    packed_ranges,
+    without_holes,
+)
 from pyattn.parse import check_known
 from pyattn.takers import TAKERS
 from pyattn.varlen import attention_varlen
@@ -26,9 +37,10 @@ def _attention(
 ) -> Tensor | tuple[Tensor, ...]:
     """:func:`pyattn.attention` over jagged tensors; ``out`` and lse are jagged, max_score is (B, Hq)."""
     check_known(attention, options)
-    check_qk(q, k)
+    q, k = checked_qk(q, k)
     check_jagged("v", v, 4, POSITIONS, "(batch, heads, j, head_dim)")
-    check_same("v", v.shape[POSITIONS], "k", k.shape[POSITIONS])
+    v = without_holes("v", v)
+    check_same("v", v, "k", k)
     options["key_ranges"] = packed_ranges(options.get("key_ranges"), q)
     tensors = packed(q), packed(k), packed(v), q.offsets(), k.offsets()
     out, lse, *most = attention_varlen(

@@ -10,7 +10,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from pyattn import ops
 from pyattn.autocast import cast
 from pyattn.key_ranges import check_ranges
-from pyattn.nested import POSITIONS, check_jagged, check_qk, check_same, like, packed, packed_ranges
+from pyattn.nested import POSITIONS, check_jagged, check_same, checked_qk, like, packed, packed_ranges, without_holes
 from pyattn.ops.schema import Options, Packing
 from pyattn.parse import parse
 from pyattn.takers import TAKERS
@@ -29,7 +29,7 @@ def _weights(
     **options: Any,
 ) -> Tensor:
     """:func:`pyattn.attention_weights` over jagged tensors; ``rows`` are those of every sequence."""
-    check_qk(q, k)
+    q, k = checked_qk(q, k)
     check_reduce(reduce)
     if reduce is None and rows is None:
         raise NotImplementedError(
@@ -38,7 +38,8 @@ def _weights(
         )
     if lse is not None:
         check_jagged("lse", lse, 3, POSITIONS, "(batch, heads, j)")
-        check_same("lse", lse.shape[POSITIONS], "q", q.shape[POSITIONS])
+        lse = without_holes("lse", lse)
+        check_same("lse", lse, "q", q)
         lse = lse.values()
     options["key_ranges"] = packed_ranges(options.get("key_ranges"), q)
     known = Options(*parse(attention_weights, options, q.device))

@@ -18,33 +18,59 @@ POSITIONS = 2
 
 
 def check_jagged(name: str, tensor: object, dims: int, jagged: int, shape: str) -> None:
-    """Raises unless ``tensor`` has ``dims`` dimensions, of which number ``jagged`` is jagged, and no holes."""
+    """Raises unless ``tensor`` has ``dims`` dimensions, of which number ``jagged`` is jagged."""
     check_type(name, tensor, Tensor)
     if not isinstance(tensor, NestedTensor):
         layout = tensor.layout if isinstance(tensor, Tensor) and tensor.is_nested else "a dense tensor"
         raise TypeError(f"pyattn: {name} must be a nested tensor of layout torch.jagged like q, got {layout}")
     if tensor.dim() != dims or tensor._ragged_idx != jagged:
         raise ValueError(f"pyattn: {name} must be {shape}, j its jagged dimension, got {tuple(tensor.shape)}")
+
+
+def check_no_holes(name: str, tensor: Any) -> None:
+    """NotImplementedError if a jagged tensor has lengths beside its offsets, as ``torch.nested.narrow`` gives it."""
     if tensor.lengths() is not None:
         raise NotImplementedError(
-            f"pyattn: {name} must have no holes, so call contiguous(), got lengths beside the offsets"
+            f"pyattn: {name} must have no holes, so nest {name}.unbind() again, got lengths beside the offsets"
         )
 
 
-def check_same(name: str, size: Any, other: str, expected: Any) -> None:
-    """ValueError unless ``name``, of jagged size ``size``, has the offsets of ``other``."""
-    if size != expected:
-        raise ValueError(
-            f"pyattn: {name} must have the offsets of {other}, the same tensor, got jagged sizes {size} and {expected}"
-        )
+def without_holes(name: str, tensor: Any) -> Any:
+    """A jagged tensor whose tokens lie one after another: ``tensor`` itself, or its tokens gathered, differentiably.
+
+    Raises:
+        NotImplementedError: holes in compiled code, which can't read the lengths.
+    """
+    lengths = tensor.lengths()
+    if lengths is None:
+        return tensor
+    if torch.compiler.is_compiling():
+        check_no_holes(name, tensor)
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    moved = (tensor.offsets()[:-1] - offsets[:-1]).repeat_interleave(lengths)
+    token = torch.arange(len(moved), device=moved.device) + moved
+    values = tensor.values().index_select(tensor._ragged_idx - 1, token)
+    return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=tensor._ragged_idx)
 
 
-def check_qk(q: Any, k: Any) -> None:
-    """TypeError, ValueError or NotImplementedError unless both are jagged, with as many sequences."""
+def check_same(name: str, tensor: Any, other: str, expected: Any) -> None:
+    """ValueError unless the jagged tensors have the same offsets; in compiled code, one tensor of offsets."""
+    sizes = [t.shape[t._ragged_idx] for t in (tensor, expected)]
+    if sizes[0] == sizes[1]:
+        return
+    if torch.compiler.is_compiling():
+        raise ValueError(f"pyattn: {name} must have the tensor of offsets of {other} in compiled code, got another")
+    if tensor.offsets().tolist() != expected.offsets().tolist():
+        raise ValueError(f"pyattn: {name} must have the offsets of {other}, got jagged sizes {sizes[0]} and {sizes[1]}")
+
+
+def checked_qk(q: Any, k: Any) -> tuple[Any, Any]:
+    """Both without holes; TypeError, ValueError or NotImplementedError unless both are jagged, of as many sequences."""
     for name, tensor in (("q", q), ("k", k)):
         check_jagged(name, tensor, 4, POSITIONS, "(batch, heads, j, head_dim)")
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"pyattn: q and k must have the same batch, got {q.shape[0]} and {k.shape[0]}")
+    return without_holes("q", q), without_holes("k", k)
 
 
 def packed(tensor: Any) -> Tensor:
@@ -58,7 +84,8 @@ def packed_ranges(ranges: Any, q: Any) -> Any:
     if not isinstance(ranges, NestedTensor):
         return ranges
     check_jagged("key_ranges", ranges, 4 if ranges.dim() == 4 else 3, 1, "(batch, j, 2) or (batch, j, n, 2)")
-    check_same("key_ranges", ranges.shape[1], "q", q.shape[POSITIONS])
+    ranges = without_holes("key_ranges", ranges)
+    check_same("key_ranges", ranges, "q", q)
     return ranges.values()
 
 

@@ -2,7 +2,8 @@
 
 import math
 import sys
-from typing import TYPE_CHECKING, TypeGuard
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -30,8 +31,12 @@ def attend(
     is_causal: bool,
     scale: float | Tensor | None,
     enable_gqa: bool,
+    compute: Callable[..., Any] = attention,
 ) -> Tensor:
-    """The result of ``scaled_dot_product_attention`` for these arguments, or an error before anything is computed."""
+    """The result of ``scaled_dot_product_attention`` for these arguments, or an error before anything is computed.
+
+    ``compute``: :func:`pyattn.attention`, or a function that also keeps something of the call.
+    """
     check_tensor("query", query)
     check_tensor("key", key)
     check_tensor("value", value)
@@ -39,7 +44,8 @@ def attend(
         attn_mask is None and scale is None and type(dropout_p) is float and type(is_causal) is type(enable_gqa) is bool
     )
     if plain and 0.0 <= dropout_p < 1.0 and query.dim() == 4 and query.shape == key.shape == value.shape:
-        return attention(query, key, value, causal=is_causal, dropout_p=dropout_p)
+        plain_out: Tensor = compute(query, key, value, causal=is_causal, dropout_p=dropout_p)
+        return plain_out
     _check_numbers(dropout_p, is_causal, scale, enable_gqa)
     _check_sizes(query, key, value)
     if isinstance(scale, Tensor):
@@ -64,7 +70,7 @@ def attend(
         q = q.expand(-1, heads, -1, -1)
     if k.shape[1] != v.shape[1]:  # one of the two has a single head
         k, v = k.expand(-1, heads, -1, -1), v.expand(-1, heads, -1, -1)
-    out = attention(
+    out: Tensor = compute(
         q,
         k,
         v,

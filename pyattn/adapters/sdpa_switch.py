@@ -6,7 +6,6 @@ was switched on, C++, ``nn.MultiheadAttention``, ``nn.TransformerEncoderLayer``.
 (``torch.backends.mha.set_fastpath_enabled``), and they call the operator in eval mode too.
 """
 
-import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -18,11 +17,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nested._internal import ops as jagged
 
+from pyattn import attention
 from pyattn.adapters import sdpa_graphs
 from pyattn.adapters.dispatcher import Kernels
 from pyattn.adapters.sdpa_arguments import attend
 from pyattn.adapters.sdpa_counts import TAKEN, TRACED, count
 from pyattn.adapters.sdpa_jagged import taking_jagged
+from pyattn.adapters.sdpa_modules import FAST_PATH, WANTED, LeftError, leaving_nested, taking_weights
 from pyattn.adapters.sdpa_refusals import refusal, rule_of
 
 _OPERATOR = torch.ops.aten.scaled_dot_product_attention.default
@@ -41,16 +42,20 @@ def _native(
     enable_gqa: bool = False,
 ) -> Tensor | None:
     """Native attention if its rules take the call, else None; the call is counted."""
+    wanted = WANTED.get()
+    compute = attention if wanted is None else wanted.attend
     try:
         reason = refusal(query, key, value, attn_mask)
         if reason is None:
-            out = attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            out = attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, compute)
     except (TypeError, ValueError, NotImplementedError) as refused:
         reason = rule_of(refused)
     if reason is None:
         count(TRACED if torch.compiler.is_compiling() or isinstance(query, FakeTensor) else TAKEN)
         return out
     count(reason)
+    if wanted is not None:
+        raise LeftError
     return None
 
 
@@ -82,37 +87,13 @@ def _leave_nested(*arguments: Any, **named: Any) -> Any:
     return _OPERATOR.decompose(*arguments, **named)
 
 
-def _counted_as(reason: str, function: Callable[..., Any], comes_by: Callable[..., bool]) -> Callable[..., Any]:
-    """torch's ``function``, counting each call that does not reach the operator, which ``comes_by`` tells."""
-
-    @functools.wraps(function)
-    def counting(*arguments: Any, **named: Any) -> Any:
-        if not torch.compiler.is_compiling() and not comes_by(*arguments, **named):
-            count(reason)
-        return function(*arguments, **named)
-
-    counting.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]  # TorchScript compiles torch's own
-    return counting
-
-
-_NEED_WEIGHTS = 15
-"""Position of ``need_weights`` among the arguments of ``multi_head_attention_forward``."""
-
-
-def _wants_no_weights(*arguments: Any, **named: Any) -> bool:
-    return not (arguments[_NEED_WEIGHTS] if len(arguments) > _NEED_WEIGHTS else named.get("need_weights", True))
-
-
-_WEIGHTS = "nn.MultiheadAttention with need_weights=True"
 _REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-    (
-        torch.nn.functional,
-        "multi_head_attention_forward",
-        functools.partial(_counted_as, _WEIGHTS, comes_by=_wants_no_weights),
-    ),
+    (torch.nn.functional, "multi_head_attention_forward", taking_weights),
+    (torch.nn.MultiheadAttention, "__call__", leaving_nested),
+    (torch.nn.TransformerEncoderLayer, "__call__", leaving_nested),
     (jagged, "jagged_scaled_dot_product_attention", taking_jagged),
 )
-"""Functions of torch with their own attention: module, name, and what makes the function that replaces it."""
+"""Functions of torch that the operator's kernels don't reach: owner, name, and what makes the function in its place."""
 
 
 class _Installation:
@@ -126,11 +107,10 @@ class _Installation:
             (name, "AutogradNestedTensor"): _leave_nested,
         }
         self._kernels = Kernels(kernels, {(name, "FuncTorchDynamicLayerFrontMode"): _attend_transformed})
-        self._had_fastpath = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        self._functions = [(module, name, getattr(module, name)) for module, name, _ in _REPLACED]
-        for module, name, replace in _REPLACED:
-            setattr(module, name, replace(getattr(module, name)))
+        FAST_PATH.switch_off()
+        self._functions = [(owner, name, vars(owner).get(name)) for owner, name, _ in _REPLACED]
+        for owner, name, replace in _REPLACED:
+            setattr(owner, name, replace(getattr(owner, name)))
         self._tag = torch.compiler.config.cache_key_tag
         torch.compiler.config.cache_key_tag = self._tag + _COMPILER_TAG
         _OPERATOR._dispatch_cache.clear()
@@ -138,9 +118,12 @@ class _Installation:
     def remove(self) -> None:
         """Restores everything as it was."""
         self._kernels.remove()
-        for module, name, function in self._functions:
-            setattr(module, name, function)
-        torch.backends.mha.set_fastpath_enabled(self._had_fastpath)
+        for owner, name, function in self._functions:
+            if function is None:  # inherited
+                delattr(owner, name)
+            else:
+                setattr(owner, name, function)
+        FAST_PATH.restore()
         torch.compiler.config.cache_key_tag = self._tag
         _OPERATOR._dispatch_cache.clear()
 
@@ -191,10 +174,10 @@ def enable() -> None:
     that excludes FLASH_ATTENTION, the backend that this one replaces. Calls on other devices are not touched; neither
     they nor ``vmap`` alone are counted.
 
-    ``nn.MultiheadAttention`` comes here with ``need_weights=False``; with True, its default, it computes weights by
-    itself, which is counted. Its inference fast path, and that of ``nn.TransformerEncoder``, is off while the switch is
-    on: padded rows then hold numbers where the fast path may put zeros, and giving these modules a nested tensor is an
-    error, because torch takes one on that path only.
+    ``nn.MultiheadAttention`` comes here with ``need_weights=False`` and, uncompiled, with True: the weights are native
+    too, and 0 where a query sees no key. Its inference fast path, and that of ``nn.TransformerEncoder``, is off while
+    the switch is on: padded rows then hold numbers where the fast path may put zeros. Only strided nested tensors,
+    which torch takes on no other path, still take it, and are counted.
 
     ``torch.compile`` takes the native operator into its graphs. Functions compiled before are recompiled at their next
     call, and after :func:`disable` run again as they were; exported programs don't change.

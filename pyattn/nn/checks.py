@@ -11,7 +11,7 @@ from pyattn.arguments import check_sizes, check_tensor, check_type, shown
 from pyattn.cache import KVCache
 from pyattn.cache.ring_buffer import check_ring
 from pyattn.key_ranges import MOST_RANGES, are_ranges, check_ranges
-from pyattn.nested import check_jagged, longest
+from pyattn.nested import check_jagged, check_no_holes, longest
 
 Lengths = Sequence[int] | Tensor
 
@@ -33,6 +33,7 @@ def check_input(
     """
     if isinstance(x, NestedTensor):
         check_jagged("x", x, 3, 1, "(batch, j, d_in)")
+        check_no_holes("x", x)
     else:
         check_tensor("x", x)
     dtype = getattr(getattr(projection, "weight", projection), "dtype", x.dtype)

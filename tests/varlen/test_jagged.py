@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from assertions import assert_close, graph_of
+from assertions import assert_close, graph_of, refused
 from helpers import each_dtype
 from torch import Tensor, nn
 from varlen.jagged import KEYS, LENGTHS, OPTIONS, drawn, jagged, one_by_one, ranges
 from yardstick import in_double
 
-from pyattn import attention, attention_varlen, reference
+from pyattn import attention, attention_varlen, attention_weights, reference
 from pyattn.masks import KeyRanges
+from pyattn.nn import MultiHeadAttention
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -141,11 +142,52 @@ def test_second_derivatives(name: str) -> None:
     assert_close(*results, 1e-10)
 
 
-def test_holes_after_contiguous_and_no_tokens() -> None:
-    holes = torch.nested.nested_tensor_from_jagged(torch.randn(9, 4, 8), torch.tensor([0, 4, 9]), torch.tensor([2, 5]))
-    x = holes.contiguous().transpose(1, 2)
-    first = holes.unbind()[0].transpose(0, 1)[None]
-    assert_close(attention(x, x, x).unbind()[0], attention(first, first, first)[0], 1e-6)
+def narrowed(*sizes: int) -> tuple[Tensor, Any]:
+    """A padded tensor (3, 9, *sizes), and 4, 0 and 6 tokens of its rows, which it holds with holes between them."""
+    x = torch.randn(3, 9, *sizes, dtype=torch.float64, requires_grad=True)
+    return x, torch.nested.narrow(x, 1, torch.tensor([0, 2, 1]), torch.tensor([4, 0, 6]), layout=torch.jagged)
+
+
+@pytest.mark.parametrize("which", ["qkv", "q", "kv"])
+def test_holes_are_left_out(which: str) -> None:
+    """As of the tokens nested anew, with ranges and lse; weights, too."""
+    leaves, holes = zip(narrowed(4, 8), narrowed(2, 8), narrowed(2, 6), strict=True)
+    ranges = narrowed(2)[1].detach().long().abs()
+    anew = [torch.nested.as_nested_tensor([*t.unbind()], layout=torch.jagged) for t in holes]
+    qkv = [(h if name in which else n).transpose(1, 2) for name, h, n in zip("qkv", holes, anew, strict=True)]
+    results = []
+    for q, k, v in ([t.transpose(1, 2) for t in anew], qkv):
+        out, lse = attention(q, k, v, window=(3, 0), sinks=torch.zeros(4).double(), return_lse=True)
+        loss = out.values().sin().sum() + lse.values().cos().sum()
+        entropy = attention_weights(q, k, lse=lse.detach(), sinks=torch.zeros(4).double(), reduce="entropy")
+        results.append(
+            [out.values(), lse.values(), entropy.values(), *torch.autograd.grad(loss, leaves, retain_graph=True)]
+        )
+    assert_close(*results, 1e-12)
+    q = qkv[0]
+    out = attention(q, *qkv[1:], causal=False, key_ranges=ranges.clamp(0, 0))
+    assert not out.values().any()
+
+
+def test_holes_in_modules_and_graphs_are_refused() -> None:
+    x = narrowed(16)[1]
+    with refused(NotImplementedError, "x must have no holes, so nest x.unbind() again, got lengths beside"):
+        MultiHeadAttention(16, 16, 9, 0.0, 4).double()(x)
+
+
+def test_offsets_are_compared_by_value() -> None:
+    """q, k, v, ranges and lse may be nested apart; compiled code can't read offsets."""
+    q, k, v = drawn(keys=KEYS)
+    apart = jagged(v.values().detach().transpose(0, 1), v.offsets().clone())
+    pairs = ranges(LENGTHS, KEYS)
+    given = torch.nested.nested_tensor_from_jagged(pairs, q.offsets().clone())
+    expected = attention(q, k, v, key_ranges=pairs)
+    assert torch.equal(attention(q, k, apart, key_ranges=given).values(), expected.values())
+    with pytest.raises(Exception, match="pyattn: v must have the tensor of offsets of k in compiled code, got another"):
+        graph_of(attention)(q, k, apart)
+
+
+def test_no_tokens() -> None:
     empty = jagged(torch.randn(0, 4, 8), torch.tensor([0, 0]))
     out, most = attention(empty, empty, empty, return_max_score=True)
     assert out.values().shape == (4, 0, 8)

@@ -1,5 +1,7 @@
 """Promise: calls that the switch leaves to torch have torch's bits and torch's messages, and are counted."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from adapters.sdpa.cases import detached, tensors
@@ -64,6 +66,30 @@ def test_errors_stay_torchs(change, reason):
     assert number == 1
 
 
+@contextmanager
+def fast_path_off():
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+def layer():
+    return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+
+
+NESTED = {
+    "attention": (
+        nn.MultiheadAttention(8, 2, batch_first=True).eval(),
+        lambda module, x: module(x, x, x, need_weights=False)[0],
+        1,
+    ),
+    "layer": (layer(), lambda module, x: module(src=x), 1),
+    "encoder": (nn.TransformerEncoder(layer(), 2).eval(), lambda module, x: module(x), 2),
+}
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_strided_nested_tensors_are_counted():
     nested = torch.nested.nested_tensor([torch.randn(4, 3, 8), torch.randn(4, 2, 8)])
@@ -75,12 +101,26 @@ def test_strided_nested_tensors_are_counted():
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_in_modules_are_an_error():
-    """torch takes them only on its fast path, and says so."""
-    module = nn.MultiheadAttention(8, 2, batch_first=True).eval()
-    nested = torch.nested.nested_tensor([torch.randn(3, 8)], layout=torch.strided)
-    with enabled(), torch.no_grad(), pytest.raises(AssertionError, match="NestedTensor outside of its fast path"):
-        module(nested, nested, nested, need_weights=False)
+@pytest.mark.parametrize("kind", [*NESTED])
+def test_nested_tensors_in_modules_take_the_fast_path(kind):
+    """torch takes them on no other path; beside them, dense tensors are native in evaluation too."""
+    module, call, layers = NESTED[kind]
+    nested = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=torch.strided)
+    dense = torch.randn(2, 4, 8)
+    with torch.no_grad():
+        plain = call(module, nested)
+        with enabled():
+            assert_equal(call(module, nested).unbind(), plain.unbind())
+            assert counts() == (0, 0, {"nested tensors": layers})
+            call(module, dense)
+            assert counts().taken == layers
+        assert_equal(call(module, nested).unbind(), plain.unbind())
+        with fast_path_off(), enabled(), pytest.raises((AssertionError, RuntimeError)):
+            call(module, nested)
+    with enabled(), pytest.raises((AssertionError, RuntimeError)):
+        call(module.train(), nested)
+    module.eval()
+    assert "__call__" not in vars(nn.MultiheadAttention) | vars(nn.TransformerEncoderLayer)
 
 
 def test_tensors_that_hold_others_are_torchs():

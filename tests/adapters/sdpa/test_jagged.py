@@ -76,6 +76,19 @@ def test_a_model_trains(wrap):
     assert counts().torch == {}
 
 
+def test_holes_and_offsets_apart():
+    """As torch.nested.narrow gives them, and k and v nested apart, as torch itself takes them."""
+    padded = torch.randn(3, 9, 2, 8)
+    x = torch.nested.narrow(padded, 1, torch.tensor([0, 2, 1]), torch.tensor([4, 1, 6]), layout=torch.jagged)
+    parts = [t.detach().transpose(0, 1) for t in x.unbind()]
+    k, v = (torch.nested.nested_tensor([t.transpose(0, 1) for t in parts], layout=torch.jagged) for _ in "kv")
+    with enabled():
+        for given in ((x, x, x), (k, k, v)):
+            out = scaled_dot_product_attention(*(t.transpose(1, 2) for t in given), is_causal=True)
+            assert_close(out.values(), one_by_one(parts, parts, parts, is_causal=True), 1e-6)
+    assert counts() == (2 + 6, 0, {})  # one by one, the switch takes dense calls, too
+
+
 def test_calls_left_to_torch():
     """Their results and errors are torch's."""
     q, k, v = drawn((3, 5), dtype=torch.float32)

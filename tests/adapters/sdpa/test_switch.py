@@ -8,6 +8,7 @@ import torch
 from adapters.gradients import with_gradients
 from adapters.sdpa.cases import detached, tensors
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention  # bound before the switch is on, as in models
 from torch.profiler import profile
 
@@ -92,17 +93,97 @@ def test_encoders_and_their_fast_path(training, options):
         torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
 
 
+CALLS = {
+    "no weights": {"key_padding_mask": PADDING, "need_weights": False},
+    "weights": {"key_padding_mask": PADDING},
+    "of each head": {"average_attn_weights": False, "attn_mask": torch.randn(8, 6, 6, dtype=torch.float64)},
+    "with a hint": {"attn_mask": torch.ones(6, 6).triu(1).bool(), "is_causal": True, "need_weights": True},
+}
+
+
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_multihead_attention(training, need_weights):
-    mha = nn.MultiheadAttention(32, 4, batch_first=True, dtype=torch.float64).train(training)
-    x = torch.randn(2, 6, 32, dtype=torch.float64)
+@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("added", [{}, {"add_bias_kv": True, "add_zero_attn": True}], ids=["plain", "added keys"])
+def test_multihead_attention(training, options, added):
+    mha = nn.MultiheadAttention(32, 4, batch_first=True, dtype=torch.float64, **added).train(training)
+    x = torch.randn(2, 6, 32, dtype=torch.float64, requires_grad=training)
+
+    def results():
+        out, weights = mha(x, x, x, **options)
+        if not training:
+            return out, weights
+        loss = out.sin().sum() + (0 if weights is None else weights.square().sum())
+        return out, weights, torch.autograd.grad(loss, (x, *mha.parameters()))
+
     with torch.set_grad_enabled(training):
-        plain = mha(x, x, x, key_padding_mask=PADDING, need_weights=need_weights)
+        plain = results()
         with enabled():
-            ours = mha(x, x, x, key_padding_mask=PADDING, need_weights=need_weights)
+            ours = results()
     torch.testing.assert_close(ours, plain)
-    assert counts() == ((0, 0, {"nn.MultiheadAttention with need_weights=True": 1}) if need_weights else (1, 0, {}))
+    assert counts() == (1, 0, {})
+
+
+def test_weights_without_a_batch():
+    mha, x = nn.MultiheadAttention(32, 4), torch.randn(6, 32)
+    plain = mha(x, x, x)
+    with enabled():
+        torch.testing.assert_close(mha(x, x, x), plain)
+    assert counts() == (1, 0, {})
+
+
+def test_weights_of_a_hidden_head_are_zero():
+    """torch's own are NaN, in its gradients too."""
+    mha = nn.MultiheadAttention(32, 4, batch_first=True, dtype=torch.float64)
+    x = torch.randn(2, 6, 32, dtype=torch.float64, requires_grad=True)
+    hidden = torch.zeros(8, 6, 6, dtype=torch.bool)
+    hidden[1] = True  # the second head of the first sequence
+    with enabled():
+        out, weights = mha(x, x, x, attn_mask=hidden, average_attn_weights=False)
+        (out.sum() + weights.sin().sum()).backward()
+    assert not weights[0, 1].any()
+    assert (weights.sum(-1) > 0.99).sum() == 7 * 6
+    assert out.isfinite().all()
+    assert x.grad.isfinite().all()
+    assert counts() == (1, 0, {})
+
+
+def test_weights_are_those_after_dropout():
+    mha = nn.MultiheadAttention(32, 4, dropout=0.5, batch_first=True, dtype=torch.float64)
+    x = torch.randn(2, 6, 32, dtype=torch.float64)
+    with enabled():
+        out, weights = mha(x, x, x, average_attn_weights=False)
+    v = nn.functional.linear(x, *(p.chunk(3)[2] for p in (mha.in_proj_weight, mha.in_proj_bias)))
+    heads = weights @ v.unflatten(-1, (4, 8)).transpose(1, 2)
+    torch.testing.assert_close(mha.out_proj(heads.transpose(1, 2).flatten(2)), out)
+    assert 0.3 < (weights == 0).double().mean() < 0.7
+    assert counts() == (1, 0, {})
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda mha, x: mha(x[:0], x[:0], x[:0]), "query or key without elements"),
+        (lambda mha, x: by_torch_alone(mha, x), "torch.nn.attention.sdpa_kernel without FLASH_ATTENTION"),
+        (lambda mha, x: dropping_all(mha, x), "nn.MultiheadAttention with need_weights=True that drops every weight"),
+    ],
+    ids=["empty", "math", "dropped"],
+)
+def test_weights_that_torch_computes(call, reason):
+    mha, x = nn.MultiheadAttention(32, 4, batch_first=True), torch.randn(2, 6, 32)
+    with enabled():
+        weights = call(mha, x)[1]
+    assert weights.dim() == 3
+    assert counts() == (0, 0, {reason: 1})
+
+
+def by_torch_alone(mha, x):
+    with sdpa_kernel(SDPBackend.MATH):
+        return mha(x, x, x)
+
+
+def dropping_all(mha, x):
+    mha.dropout = 1.0
+    return mha(x, x, x)
 
 
 @pytest.mark.parametrize("kind", ["bool", "float", "wide"])
