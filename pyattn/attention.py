@@ -15,7 +15,7 @@ from pyattn.dropout import dropout_mask
 from pyattn.max_score import of_heads, with_largest_scores
 from pyattn.options import AttentionOptions
 from pyattn.parse import parse, takes_options
-from pyattn.takers import taken
+from pyattn.takers import CONTEXTS, taken
 
 __all__ = ["attention", "dropout_mask"]
 
@@ -118,6 +118,11 @@ def attention(
     """
     if positional:
         refuse_positional(attention, positional)
+    if CONTEXTS:
+        part: Tensor | tuple[Tensor, ...] = CONTEXTS[-1](
+            q, k, v, return_lse=return_lse, return_max_score=return_max_score, **options
+        )
+        return part
     if not (type(q) is type(k) is type(v) is Tensor):
         if not torch.compiler.is_compiling() and transforming():
             check_not_nested(q=q, k=k, v=v)

@@ -12,6 +12,7 @@ from pyattn.cache.ring_buffer import check_ring, in_slots, narrowed
 from pyattn.key_ranges import are_ranges, check_ranges, plain
 from pyattn.options import UNBOUNDED, AttentionOptions
 from pyattn.parse import check_known, takes_options
+from pyattn.takers import check_outside
 from pyattn.trees import behind_cache
 from pyattn.weights import attention_weights
 
@@ -72,6 +73,7 @@ def attention_with_cache(
     """
     if positional:
         refuse_positional(attention_with_cache, positional)
+    check_outside("attention_with_cache")
     check_known(attention_with_cache, options)
     check_tensor("q", q)
     check_type("cache", cache, KVCache)

@@ -15,6 +15,7 @@ from pyattn.key_sets import merge
 from pyattn.ops.schema import LEARNED, Options
 from pyattn.options import AttentionOptions
 from pyattn.parse import parse, takes_options
+from pyattn.takers import check_outside
 
 __all__ = ["Gradients", "attention_backward", "merge"]
 
@@ -91,6 +92,7 @@ def attention_backward(
     """
     if positional:
         refuse_positional(attention_backward, positional)
+    check_outside("attention_backward")
     if isinstance(lse, tuple) and len(lse) != 2:
         raise ValueError(f"pyattn: lse must be a Tensor or (row_max, row_sum), got a tuple of {len(lse)}")
     pair = {"row_max": lse[0], "row_sum": lse[1]} if isinstance(lse, tuple) else {"lse": lse}

@@ -17,7 +17,7 @@ from pyattn.max_score import of_sequences, with_largest_scores
 from pyattn.ops.schema import LEARNED, Options, Packing
 from pyattn.options import AttentionOptions
 from pyattn.parse import parse, takes_options
-from pyattn.takers import taken
+from pyattn.takers import check_outside, taken
 
 __all__ = ["attention_varlen"]
 
@@ -100,6 +100,7 @@ def attention_varlen(
     """
     if positional:
         refuse_positional(attention_varlen, positional)
+    check_outside("attention_varlen")
     check_tensor("q", q)
     if type(q) is not Tensor:
         begins = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k

@@ -14,7 +14,7 @@ from pyattn.key_ranges import check_ranges
 from pyattn.ops.schema import Options
 from pyattn.options import AttentionOptions
 from pyattn.parse import parse, takes_options
-from pyattn.takers import taken
+from pyattn.takers import check_outside, taken
 from pyattn.weight_rows import Reduce, check_reduce, chosen, chosen_weights, shape_of, shapes_of
 
 __all__ = ["attention_weights"]
@@ -85,6 +85,7 @@ def attention_weights(
     """
     if positional:
         refuse_positional(attention_weights, positional)
+    check_outside("attention_weights")
     if not torch.compiler.is_compiling() and transforming():
         check_not_nested(q=q, k=k)
     if type(q) is not Tensor:

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode, get_overridable_functions
 from pyattn.distributed.attention import ring_attention
 from pyattn.distributed.layout import check_layout, shard
 from pyattn.distributed.ranks import agree, ranks_of
+from pyattn.takers import CONTEXTS, check_outside
 
 
 @contextmanager
@@ -27,6 +28,10 @@ def context_parallel(
     layout: str = "zigzag",
 ) -> Iterator[None]:
     """Within the context, each rank has its part of the buffers, and SDPA is :func:`pyattn.distributed.ring_attention`.
+
+    So is :func:`pyattn.attention`, with all its options, and with it what calls it: the modules of :mod:`pyattn.nn`,
+    flash_attn_func, transformers' models. Masks that they make from this rank's own length, packed sequences, caches,
+    weights, and rotary embeddings without ``positions=`` raise NotImplementedError: a rank's positions may be apart.
 
     Forward and backward both belong inside. ``scaled_dot_product_attention`` takes query, key and value (B, H, L, E) of
     this rank's positions; attn_mask has this rank's rows and all keys. Code under ``torch.utils.checkpoint`` must call
@@ -45,7 +50,7 @@ def context_parallel(
         ValueError: other numbers of buffers and dimensions, a buffer that requires a gradient, a buffer in
             no_restore_buffers that is not in buffers; as
             :func:`pyattn.distributed.shard` and :func:`pyattn.distributed.ring_attention`.
-        NotImplementedError: query, key and value of other dimensions than 4.
+        NotImplementedError: query, key and value of other dimensions than 4; inside, calls that need all positions.
 
     Source: torch.distributed.tensor.experimental.context_parallel, which has the same signature.
     """
@@ -69,9 +74,11 @@ def context_parallel(
     ring, before = _class_for(mesh, layout)(mesh, layout), functional.scaled_dot_product_attention
     try:
         functional.scaled_dot_product_attention = ring.attend
+        CONTEXTS.append(ring.attention)
         with ring:
             yield
     finally:
+        CONTEXTS.pop()
         functional.scaled_dot_product_attention = before
         _set(buffers, kept)
 
@@ -103,9 +110,15 @@ class _Ring(TorchFunctionMode):
     ) -> Any:
         if func is scaled_dot_product_attention:
             return self.attend(*args, **kwargs or {})
+        if func is torch.ops.higher_order.flex_attention:
+            check_outside("torch's flex_attention")
         if func is Tensor.unflatten:  # torch.compile traces no function with super()
             return args[0].unflatten(*args[1:], **kwargs or {})
         return func(*args, **kwargs or {})
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **named: Any) -> Any:
+        """:func:`pyattn.attention` over this rank's positions."""
+        return ring_attention(q, k, v, self._mesh, layout=self._layout, **named)
 
     def attend(
         self,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pyattn.arguments import check_tensor, check_type, shown
+from pyattn.takers import check_outside
 
 
 def alibi_slopes(
@@ -51,6 +52,8 @@ def rotate(
     tensor([[1.0000, 0.0000],
             [0.5403, 0.8415]])
     """
+    if positions is None:
+        check_outside("a rotary embedding without positions=")
     half = x.shape[-1] // 2
     wide = torch.promote_types(x.dtype, torch.float32)
     column = torch.arange(half, dtype=torch.float64, device=x.device)

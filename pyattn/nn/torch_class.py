@@ -9,6 +9,7 @@ from pyattn.nn.checks import check_added, check_alone, check_input, quotient
 from pyattn.nn.described import described
 from pyattn.nn.heads import Heads, Output, check_dropout, output_of
 from pyattn.nn.mask import CausalMask
+from pyattn.takers import check_outside
 
 
 class MHAPyTorchClass(CausalMask, Heads):
@@ -80,6 +81,7 @@ class MHAPyTorchClass(CausalMask, Heads):
         q, k, v = linear(x, inner.in_proj_weight, inner.in_proj_bias).chunk(3, dim=-1)
         if inner.bias_k is not None and inner.bias_v is not None:
             check_alone(x, qkv_bias=True)
+            check_outside("a module with bias_k")
             if key_ranges is not None:
                 raise NotImplementedError(
                     "pyattn: key_ranges are not supported with qkv_bias=True, where every query also sees bias_k, got "

@@ -18,6 +18,7 @@ from pyattn.arguments import check_between, check_size, check_tensor, check_type
 from pyattn.cache import pages
 from pyattn.nn.positions import turn
 from pyattn.options import UNBOUNDED
+from pyattn.takers import check_outside
 
 
 @torch.no_grad()
@@ -83,6 +84,7 @@ def flash_attn_with_kvcache(
     >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=7, causal=True).shape
     torch.Size([2, 1, 4, 64])
     """
+    check_outside("flash_attn_with_kvcache")
     options = named(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
     check_size("num_splits", num_splits)
     _check_shapes(q, k_cache, v_cache)

@@ -13,6 +13,7 @@ from pyattn.adapters.flex.compiled_scores import attend_in_graph
 from pyattn.adapters.flex.meaning import Mask, MaskMod, Score, ScoreMod, check_made, score_of
 from pyattn.adapters.flex.native import native
 from pyattn.arguments import check_size, check_sizes, check_tensor, check_type
+from pyattn.takers import check_outside
 
 Results = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
 """out, with return_lse (out, lse), with return_aux (out, AuxOutput)."""
@@ -139,6 +140,8 @@ def flex_attention(
     if query.device.type != "cpu":
         arguments = score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options
         return torch_flex.flex_attention(query, key, value, *arguments, return_aux=return_aux)  # type: ignore[arg-type]
+    if score_mod is not None or block_mask is not None:
+        check_outside("flex_attention with a score_mod or block_mask")
     wants_lse = _wants_lse(return_lse, return_aux)
     _check_kernel_options(kernel_options)
     _check_sizes(query, key, value, enable_gqa)
