@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from pyattn import AttentionOptions, attention, attention_varlen, attention_weights
-from pyattn.adapters import transformers_biases, transformers_masks, transformers_models, transformers_packed
+from pyattn.adapters import (
+    transformers_biases,
+    transformers_builds,
+    transformers_masks,
+    transformers_models,
+    transformers_packed,
+    transformers_selected,
+)
 from pyattn.adapters.transformers_biases import PositionBias
 from pyattn.adapters.transformers_masks import Mask, mask_function
 from pyattn.arguments import check_size, check_tensor, shown
@@ -37,9 +44,9 @@ NOT_ABOUT_ATTENTION = frozenset(
 def register() -> None:
     """Makes ``attn_implementation="pyattn"`` known to transformers, for attention and masks alike.
 
-    Nothing else changes: models with another ``attn_implementation`` run as before. A second call has no effect. A few
-    architectures choose among their own attention classes by this name, such as GPT-Neo and Falcon; they can't
-    be built with "pyattn": transformers raises ``KeyError: 'pyattn'``.
+    Nothing else changes: models with another ``attn_implementation`` run as before. A second call has no effect.
+    Models with their own attention, such as GPT-Neo and Falcon, are then refused with NotImplementedError when they
+    are built with this name; parts that need no mask, such as SAM's image encoder, stay with "eager".
 
     Raises:
         ImportError: transformers is missing, or older than 5.6, which calls mask functions differently.
@@ -56,6 +63,7 @@ def register() -> None:
     AttentionInterface.register(NAME, attention_function)
     AttentionMaskInterface.register(NAME, mask_function)
     transformers_biases.install(NAME)
+    transformers_builds.install(NAME)
 
 
 def fallbacks(model: nn.Module | None = None) -> list[str]:
@@ -90,6 +98,9 @@ def attention_function(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     position_bias: Tensor | PositionBias | None = None,
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
@@ -107,7 +118,8 @@ def attention_function(
         query: (B, Hq, Sq, D); a batch of 1 serves every batch of the keys.
         key, value: (B, Hkv, Sk, D), heads not repeated.
         attention_mask: the result of :func:`mask_function`, or a tensor of four dimensions that broadcasts to (B, Hq,
-            Sq, Sk): bool, True = takes part, or float, added to the scores. A tensor is the whole mask, and so are
+            Sq, Sk): bool, True = takes part, or float, added to the scores. A Mask must have been made for the
+            call's queries and keys. A tensor is the whole mask, and so are
             KeyRanges (B or 1, Sq, 2) or (B or 1, Sq, n, 2) marked as whole. None, and other KeyRanges in addition:
             causal from the upper left if ``is_causal`` and there are several queries, else every key.
         dropout: probability of dropping a weight.
@@ -117,6 +129,10 @@ def attention_function(
         softcap: bound on the scores.
         is_causal: see ``attention_mask``.
         s_aux: (Hq,), sinks.
+        sinks: (B, Hq, Sq, 1), a sink of each query, as in Inkling 2; not with s_aux.
+        indices: (B, Sq, n) integers: of the keys that the mask shows, a query sees those in its list; -1 lists none.
+        block_indices: (B, H, Sq, n), the same with blocks of ``module.config.index_block_size`` keys; the H lists
+            of a query serve Hq / H heads each.
         position_bias: added to the scores, as in T5; differentiable. A PositionBias, which the layers of T5 and its
             relatives make with this implementation, takes no S x S.
         position_ids: (B or 1, Sq) integers; where they restart, causal attention sees
@@ -148,11 +164,19 @@ def attention_function(
             f"pyattn: cache must be None, continuous batching is not supported, got {shown(cache)}"
         )
     transformers_models.remember(module)
+    if sinks is not None and s_aux is not None:
+        raise ValueError(f"pyattn: sinks must be None where s_aux is given, got {shown(sinks)}")
     decoder = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     on_top = isinstance(attention_mask, KeyRanges) and not attention_mask.whole
     if isinstance(attention_mask, KeyRanges):
         attention_mask = Mask((len(attention_mask), 1, query.shape[2], key.shape[2]), attention_mask)
     elif isinstance(attention_mask, Mask):
+        sizes = query.shape[2], key.shape[2]
+        if attention_mask.shape[2:] != sizes:
+            raise ValueError(
+                f"pyattn: attention_mask must be made for {sizes[0]} queries and {sizes[1]} keys, the call's, got one "
+                f"for {attention_mask.shape[2]} and {attention_mask.shape[3]}"
+            )
         if attention_mask.is_causal:
             attention_mask, decoder = None, True
     elif attention_mask is not None:
@@ -177,9 +201,10 @@ def attention_function(
         if query.shape[0] != 1:
             raise ValueError(f"pyattn: cu_seq_lens_q must come with batch 1, got batch {query.shape[0]}")
         if attention_mask is None:
-            if position_bias is not None or output_attentions:
-                wrong = "output_attentions" if position_bias is None else "position_bias"
-                raise NotImplementedError(f"pyattn: cu_seq_lens_q must come with a mask if {wrong} is given")
+            unpacked = {"position_bias": position_bias, "sinks": sinks, "indices": indices, "block_indices": block_indices}
+            for name, given in (unpacked | {"output_attentions": output_attentions or None}).items():
+                if given is not None:
+                    raise NotImplementedError(f"pyattn: cu_seq_lens_q must come with a mask if {name} is given")
             longest = int(max_length_q or query.shape[2]), int(max_length_k or key.shape[2])
             for name, length in zip(("max_length_q", "max_length_k"), longest, strict=True):
                 check_size(name, length)
@@ -194,11 +219,29 @@ def attention_function(
         options |= transformers_biases.relative_options(position_bias, query, causal)
         position_bias = None
     options |= _masked(attention_mask, position_bias, options.get("key_ranges"))
+    if indices is not None:
+        _select(options, transformers_selected.by_indices(indices, query, key))
+    if block_indices is not None:
+        size = module.config.index_block_size
+        _select(options, transformers_selected.by_blocks(block_indices, size, query, key))
     output_attentions = output_attentions or _captures_weights()
     if dropout and output_attentions:
         options["dropout_seed"] = draw_seed(query.device)
-    out = attention(query, key, value, **options).transpose(1, 2).contiguous()
-    return out, attention_weights(query, key, **options) if output_attentions else None
+    share: Tensor | None = None
+    if sinks is None:
+        out = attention(query, key, value, **options)
+    else:
+        out, share = transformers_selected.with_sinks(query, key, value, sinks, options)
+    weights = attention_weights(query, key, **options) if output_attentions else None
+    if weights is not None and share is not None:
+        weights = (weights * share).to(weights.dtype)
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def _select(options: AttentionOptions, listed: Tensor) -> None:
+    """Adds listed keys, bool, to the mask of ``options``: a key is visible if both show it."""
+    mask = options.get("mask")
+    options["mask"] = listed if mask is None else mask & listed
 
 
 def _captures_weights() -> bool:

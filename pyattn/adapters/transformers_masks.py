@@ -37,6 +37,8 @@ computes_attention_itself: Callable[[type], bool] = torch.compiler.assume_consta
 )
 """The decorator imports all of torch.compile, so ``pyattn info`` does without it."""
 
+extends_masks: Callable[[type], bool] = torch.compiler.assume_constant_result(transformers_models.extends_masks)
+
 DENSE: Counter[str] = Counter()
 """How many masks of queries x keys were made, by reason."""
 
@@ -112,11 +114,11 @@ def mask_function(
         use_vmap: whether mask_function takes one position at a time.
         device: where the mask is wanted.
         config: the model's.
-        named: dtype, which only other implementations use.
+        named: dtype, that of a float mask.
 
     Returns:
         None if nothing is hidden. A bool mask (B, 1, Sq, Sk) for a model that works with the mask itself, and for a
-        compiled decoding step. Else a :class:`Mask`: with pairs for a single query, where they are as small as ranges,
+        compiled decoding step; DeepSeek V4, whose layers append columns to it, gets a float one. Else a :class:`Mask`: with pairs for a single query, where they are as small as ranges,
         and for the reasons that ``fallbacks()`` counts, rows of many intervals and tracing; otherwise with ranges.
 
     Raises:
@@ -132,6 +134,10 @@ def mask_function(
     described = {"kv_length": kv_length, "kv_offset": kv_offset, "mask_function": rule, "use_vmap": use_vmap}
     described |= {"device": device, "allow_is_causal_skip": False}
     shape = batch_size, 1, q_length, kv_length
+    if extends_masks(type(config)):
+        place = {"attention_mask": attention_mask, "q_offset": q_offset, **named}
+        extended: Tensor = masking_utils.eager_mask(batch_size, q_length, **place, **described)
+        return _counted(WANTED, extended)
 
     def dense(first: int, rows: int, padding: Tensor | None) -> Tensor:
         place = {"q_length": rows, "q_offset": q_offset + first}

@@ -143,6 +143,14 @@ PARTS = _classes(
 )
 """The same for files where other modules do ask: an encoder beside a decoder, or one model of several."""
 
+CONFIGURATIONS = frozenset(
+    {"DeepseekOcr2SamVisionConfig", "GitConfig", "SamHQVisionConfig", "SamVisionConfig", "UnlimitedOcrSamVisionConfig"}
+)
+"""The configurations of :data:`PARTS` whose models choose their attention's class from a table of names."""
+
+EXTENDING = frozenset({"deepseek_v4"})
+"""Files whose layers append keys and extend the mask, if it is a float tensor: 0 = visible, lowest number = hidden."""
+
 _callers: weakref.WeakSet[type] = weakref.WeakSet()
 """Classes of modules that called the attention function."""
 
@@ -165,6 +173,16 @@ def _architecture(kind: type) -> str:
 def computes_attention_itself(config: type) -> bool:
     """Whether no model of a configuration asks transformers for an attention function."""
     return any(_architecture(kind) in WHOLE for kind in config.__mro__)
+
+
+def keeps_its_own(config: type) -> bool:
+    """Whether a model of a configuration can't be built with another attention than its own."""
+    return computes_attention_itself(config) or config.__name__ in CONFIGURATIONS
+
+
+def extends_masks(config: type) -> bool:
+    """Whether layers of a configuration extend their mask by keys that they append: see :data:`EXTENDING`."""
+    return any(_architecture(kind) in EXTENDING for kind in config.__mro__)
 
 
 def has_attention_of_its_own(kind: type[nn.Module]) -> bool:
