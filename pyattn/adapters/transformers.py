@@ -177,6 +177,7 @@ def attention_function(
                 f"pyattn: attention_mask must be made for {sizes[0]} queries and {sizes[1]} keys, the call's, got one "
                 f"for {attention_mask.shape[2]} and {attention_mask.shape[3]}"
             )
+        attention_mask = attention_mask.of_rows(query.device)
         if attention_mask.is_causal:
             attention_mask, decoder = None, True
     elif attention_mask is not None:
@@ -222,7 +223,8 @@ def attention_function(
     if indices is not None:
         _select(options, transformers_selected.by_indices(indices, query, key))
     if block_indices is not None:
-        size = module.config.index_block_size
+        size = getattr(getattr(module, "config", None), "index_block_size", None)
+        check_size("module.config.index_block_size", size, least=1)
         _select(options, transformers_selected.by_blocks(block_indices, size, query, key))
     output_attentions = output_attentions or _captures_weights()
     if dropout and output_attentions:

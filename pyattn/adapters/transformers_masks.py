@@ -57,11 +57,13 @@ class Mask:
             its pairs; or None.
         pairs: bool (B or 1, 1, Sq, Sk), True = takes part; or None. Without
             ranges and pairs: causal from the upper left.
+        first: the first query's place among those that the causal mask was made for.
     """
 
     shape: tuple[int, int, int, int]
     ranges: KeyRanges | None = None
     pairs: Tensor | None = None
+    first: int = 0
 
     ndim = 4
 
@@ -69,6 +71,30 @@ class Mask:
     def is_causal(self) -> bool:
         """Whether the mask has neither ranges nor pairs."""
         return self.ranges is None and self.pairs is None
+
+    def __getitem__(self, index: object) -> "Mask":
+        """The mask of some queries, ``mask[:, :, -n:, :]``: the last layers of Gemma 4 compute no others."""
+        everything = slice(None)
+        whole = isinstance(index, tuple) and len(index) == 4 and (index[0], index[1], index[3]) == (everything,) * 3
+        rows = range(self.shape[2])[index[2]] if whole and isinstance(index[2], slice) else range(0)
+        if rows.step != 1 or not rows:
+            raise NotImplementedError(f"{EAGER}, got {index} as the index of a mask")
+        part = slice(rows.start, rows.stop)
+        return replace(
+            self,
+            shape=(*self.shape[:2], len(rows), self.shape[3]),
+            ranges=None if self.ranges is None else KeyRanges(self.ranges[:, part], whole=True),
+            pairs=self.pairs if self.pairs is None or self.pairs.shape[2] == 1 else self.pairs[:, :, part],
+            first=self.first + rows.start,
+        )
+
+    def of_rows(self, device: torch.device) -> "Mask":
+        """A causal mask with ranges, where the first query is not the first key, or there is one query alone."""
+        if not self.is_causal or self.first == 0 < self.shape[2] - 1:
+            return self
+        end = torch.arange(1, self.shape[2] + 1, device=device).add(self.first).clamp(max=self.shape[3])
+        ranges = torch.stack([torch.zeros_like(end), end], -1)[None]
+        return replace(self, ranges=KeyRanges(ranges.to(torch.int32), whole=True))
 
     def contiguous(self) -> "Mask":
         """The mask itself: ``generate`` calls this."""
