@@ -20,6 +20,7 @@ from pyattn.adapters import (
     transformers_builds,
     transformers_masks,
     transformers_models,
+    transformers_options,
     transformers_packed,
     transformers_selected,
 )
@@ -28,7 +29,6 @@ from pyattn.adapters.transformers_masks import Mask, mask_function
 from pyattn.arguments import check_size, check_tensor, shown
 from pyattn.dropout import draw_seed
 from pyattn.masks import KeyRanges
-from pyattn.options import UNBOUNDED
 
 __all__ = ["attention_function", "fallbacks", "mask_function", "register"]
 
@@ -118,10 +118,10 @@ def attention_function(
         query: (B, Hq, Sq, D); a batch of 1 serves every batch of the keys.
         key, value: (B, Hkv, Sk, D), heads not repeated.
         attention_mask: the result of :func:`mask_function`, or a tensor of four dimensions that broadcasts to (B, Hq,
-            Sq, Sk): bool, True = takes part, or float, added to the scores. A Mask must have been made for the
-            call's queries and keys. A tensor is the whole mask, and so are
+            Sq, Sk): bool, True = takes part, or float, added to the scores. A tensor is the whole mask, and so are
             KeyRanges (B or 1, Sq, 2) or (B or 1, Sq, n, 2) marked as whole. None, and other KeyRanges in addition:
-            causal from the upper left if ``is_causal`` and there are several queries, else every key.
+            causal from the upper left if ``is_causal`` and there are several queries, else every key. A Mask must be
+            made for Sq queries and Sk keys.
         dropout: probability of dropping a weight.
         scaling: factor on the scores; default 1 / sqrt(D).
         sliding_window: a query sees itself and the ``sliding_window`` - 1 keys before it. A mask already contains it;
@@ -152,9 +152,10 @@ def attention_function(
 
     Raises:
         TypeError: a tensor of another name; a mask of another type or dtype.
-        ValueError: a mask of other dimensions; a sliding_window without the mask
-            it needs; packed sequences with a batch above 1.
-        NotImplementedError: a paged cache; packed sequences without a mask, with position_bias or output_attentions.
+        ValueError: a mask of other dimensions or made for other numbers of queries and keys; a sliding_window without
+            the mask it needs; packed sequences with a batch above 1; indices out of range; sinks beside s_aux.
+        NotImplementedError: a paged cache; packed sequences without a mask, with position_bias, sinks of each query,
+            indices or output_attentions.
     """
     for name, argument in named.items():
         if isinstance(argument, Tensor) and name not in NOT_ABOUT_ATTENTION:
@@ -196,14 +197,14 @@ def attention_function(
         "dropout_p": dropout,
     }
     if not whole and sliding_window is not None:
-        options["window"] = _window(sliding_window, decoder, key.shape[2])
+        options["window"] = transformers_options.window(sliding_window, decoder, key.shape[2])
     if cu_seq_lens_q is not None:
         packed = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
         if query.shape[0] != 1:
             raise ValueError(f"pyattn: cu_seq_lens_q must come with batch 1, got batch {query.shape[0]}")
         if attention_mask is None:
-            unpacked = {"position_bias": position_bias, "sinks": sinks, "indices": indices, "block_indices": block_indices}
-            for name, given in (unpacked | {"output_attentions": output_attentions or None}).items():
+            others = {"position_bias": position_bias, "output_attentions": output_attentions or None, "sinks": sinks}
+            for name, given in (others | {"indices": indices, "block_indices": block_indices}).items():
                 if given is not None:
                     raise NotImplementedError(f"pyattn: cu_seq_lens_q must come with a mask if {name} is given")
             longest = int(max_length_q or query.shape[2]), int(max_length_k or key.shape[2])
@@ -213,19 +214,18 @@ def attention_function(
             return attention_varlen(q, k, v, *packed, *longest, **(options | {"causal": decoder}))[None], None
         options["key_ranges"] = transformers_packed.by_lengths(*packed, query.shape[2])
     elif decoder and query.shape[2] > 1:
-        options["key_ranges"] = _documents(module, position_ids, query, key, attention_mask)
+        options["key_ranges"] = transformers_options.documents(module, position_ids, query, key, attention_mask)
     if causal:
         options["q_offset"] = 0  # keys after the queries are unfilled slots of a static cache
     if isinstance(position_bias, PositionBias):
         options |= transformers_biases.relative_options(position_bias, query, causal)
         position_bias = None
-    options |= _masked(attention_mask, position_bias, options.get("key_ranges"))
+    options |= transformers_options.masked(attention_mask, position_bias, options.get("key_ranges"))
     if indices is not None:
-        _select(options, transformers_selected.by_indices(indices, query, key))
+        transformers_options.select(options, transformers_selected.by_indices(indices, query, key))
     if block_indices is not None:
         size = getattr(getattr(module, "config", None), "index_block_size", None)
-        check_size("module.config.index_block_size", size, least=1)
-        _select(options, transformers_selected.by_blocks(block_indices, size, query, key))
+        transformers_options.select(options, transformers_selected.by_blocks(block_indices, size, query, key))
     output_attentions = output_attentions or _captures_weights()
     if dropout and output_attentions:
         options["dropout_seed"] = draw_seed(query.device)
@@ -240,61 +240,9 @@ def attention_function(
     return out.transpose(1, 2).contiguous(), weights
 
 
-def _select(options: AttentionOptions, listed: Tensor) -> None:
-    """Adds listed keys, bool, to the mask of ``options``: a key is visible if both show it."""
-    mask = options.get("mask")
-    options["mask"] = listed if mask is None else mask & listed
-
-
 def _captures_weights() -> bool:
     """Whether transformers collects attentions now: not every model passes ``output_attentions`` to its layers."""
     if torch.compiler.is_compiling():
         return False
     collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
     return collector is not None and any(name.endswith("attentions") for name in collector.get() or ())
-
-
-def _window(sliding_window: int, decoder: bool, seqlen_k: int) -> tuple[int, int]:
-    """The window for attention without a mask; ValueError if only a mask could express it."""
-    check_size("sliding_window", sliding_window, least=1)
-    if decoder:
-        return sliding_window - 1, -1
-    if sliding_window < seqlen_k:
-        raise ValueError(
-            f"pyattn: sliding_window must be at least the number of keys where attention is neither causal nor masked, "
-            f"got {sliding_window} and {seqlen_k}"
-        )
-    return UNBOUNDED
-
-
-def _documents(
-    module: nn.Module, position_ids: Tensor | None, query: Tensor, key: Tensor, mask: Tensor | Mask | None
-) -> Tensor | None:
-    """The keys of each query's document as key_ranges; None if positions show one document, or the mask is whole."""
-    batch, _, seqlen_q, _ = query.shape
-    if isinstance(mask, Tensor):
-        return None
-    if position_ids is None:
-        if seqlen_q == key.shape[2]:
-            transformers_packed.remember(module)
-        return None
-    if position_ids.shape not in ((1, seqlen_q), (batch, seqlen_q)):
-        return None
-    return transformers_packed.by_positions(position_ids, mask, key.shape[2])
-
-
-def _masked(
-    attention_mask: Tensor | Mask | None, position_bias: Tensor | None, key_ranges: Tensor | None
-) -> AttentionOptions:
-    """A mask and a position bias as options; the mask's ranges are intersected with ``key_ranges``, if given."""
-    mask, bias = attention_mask, position_bias
-    if isinstance(mask, Mask):
-        if mask.ranges is not None:
-            key_ranges = mask.ranges if key_ranges is None else transformers_packed.within(mask.ranges, key_ranges)
-        mask = mask.pairs
-    elif mask is not None and mask.is_floating_point():
-        bias = mask if bias is None else bias + mask
-        mask = None
-    elif mask is not None and mask.dtype != torch.bool:
-        raise TypeError(f"pyattn: attention_mask must be bool or float, got {mask.dtype}")
-    return {"key_ranges": key_ranges, "mask": mask, "bias": bias}

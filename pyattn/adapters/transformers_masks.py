@@ -74,10 +74,13 @@ class Mask:
 
     def __getitem__(self, index: object) -> "Mask":
         """The mask of some queries, ``mask[:, :, -n:, :]``: the last layers of Gemma 4 compute no others."""
-        everything = slice(None)
-        whole = isinstance(index, tuple) and len(index) == 4 and (index[0], index[1], index[3]) == (everything,) * 3
-        rows = range(self.shape[2])[index[2]] if whole and isinstance(index[2], slice) else range(0)
-        if rows.step != 1 or not rows:
+        every = slice(None)
+        match index:
+            case (batch, head, slice() as queries, keys) if (batch, head, keys) == (every,) * 3:
+                rows = range(self.shape[2])[queries]
+            case _:
+                rows = range(0)
+        if not rows or rows.step != 1:
             raise NotImplementedError(f"{EAGER}, got {index} as the index of a mask")
         part = slice(rows.start, rows.stop)
         return replace(
@@ -144,8 +147,9 @@ def mask_function(
 
     Returns:
         None if nothing is hidden. A bool mask (B, 1, Sq, Sk) for a model that works with the mask itself, and for a
-        compiled decoding step; DeepSeek V4, whose layers append columns to it, gets a float one. Else a :class:`Mask`: with pairs for a single query, where they are as small as ranges,
-        and for the reasons that ``fallbacks()`` counts, rows of many intervals and tracing; otherwise with ranges.
+        compiled decoding step; a float one for DeepSeek V4, whose layers append columns. Else a :class:`Mask`: with
+        pairs for a single query, where they are as small as ranges, and for the reasons that ``fallbacks()`` counts,
+        rows of many intervals and tracing; otherwise with ranges.
 
     Raises:
         NotImplementedError: a model that transformers_models lists: it would not call this attention.
@@ -196,7 +200,7 @@ def mask_function(
 
     if q_length <= 1 or batch_size == 0 or kv_length == 0:
         return pairs(attention_mask)
-    if not (allow_is_causal_skip or allow_is_bidirectional_skip or use_vmap or _packs(rule)):
+    if not (allow_is_causal_skip or allow_is_bidirectional_skip or use_vmap or transformers_rules.packs(rule)):
         return _counted(WANTED, pairs(attention_mask))
     unpadded = None if seen is None else masks.from_bool(seen[:, None, None], intervals=MOST_RANGES)
     scattered = seen is not None and unpadded is None
@@ -263,12 +267,3 @@ def _evaluated(
     rows = max(1, CHUNK // (batch * kv_length))
     blocks = (dense(at, min(rows, q_length - at), padding)[:sequences] for at in range(0, q_length, rows))
     return from_blocks(blocks, sequences, q_length, device)
-
-
-def _packs(rule: object) -> bool:
-    """Whether the mask packs sequences or blocks of tokens, for which transformers itself requires an explicit mask.
-
-    The same argument is how a model asks for a mask to work with.
-    """
-    names = {name for name, _ in transformers_rules.rules(rule)}
-    return not names.isdisjoint({"packed_sequence_mask_function", "blockwise_overlay"})

@@ -3,11 +3,13 @@
 DeepSeek V3.2 and its relatives list keys for each query, MiniMax M3 lists blocks of keys. Both become a bool mask.
 """
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
 from pyattn import AttentionOptions, attention
-from pyattn.arguments import check_tensor, has_values
+from pyattn.arguments import check_tensor, check_type, has_values
 
 
 def by_indices(indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -19,12 +21,14 @@ def by_indices(indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return _listed("indices", indices[:, None], key.shape[2])
 
 
-def by_blocks(block_indices: Tensor, size: int, query: Tensor, key: Tensor) -> Tensor:
+def by_blocks(block_indices: Tensor, size: object, query: Tensor, key: Tensor) -> Tensor:
     """bool (B, Hq, Sq, Sk), True = in a listed block of ``size`` keys, from block_indices (B, H, Sq, n).
 
     Each of the H lists of a query serves Hq / H heads in a row; -1 lists no block.
     """
     check_tensor("block_indices", block_indices)
+    check_type("module.config.index_block_size", size, int)
+    assert isinstance(size, int)
     batch, heads, seqlen_q, _ = query.shape
     fits = block_indices.dim() == 4 and block_indices.shape[::2] == (batch, seqlen_q)
     if not fits or not block_indices.shape[1] or heads % block_indices.shape[1]:
@@ -61,5 +65,5 @@ def _listed(name: str, indices: Tensor, count: int) -> Tensor:
     return listed.scatter(-1, places, True)[..., :count]
 
 
-def _refuse(rule: str, sizes: tuple[int, ...], tensor: Tensor) -> None:
+def _refuse(rule: str, sizes: tuple[int, ...], tensor: Tensor) -> NoReturn:
     raise ValueError(f"pyattn: {rule}, got shape {tuple(tensor.shape)} for queries of {tuple(sizes)}")

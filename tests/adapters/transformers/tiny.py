@@ -16,7 +16,8 @@ VOCABULARY = 64
 SIZES: dict[int, str] = {
     VOCABULARY: "vocab_size unpadded_vocab_size vocab_size_per_layer_input decoder_vocab_size max_position_embeddings "
     "n_positions n_ctx max_sequence_length max_target_positions max_source_positions max_length shape_vocab_size "
-    "encoder_max_position_embeddings decoder_max_position_embeddings original_max_position_embeddings pronunciation_vocab_size",
+    "encoder_max_position_embeddings decoder_max_position_embeddings original_max_position_embeddings "
+    "pronunciation_vocab_size",
     32: "hidden_size d_model n_embd embedding_size word_embed_proj_dim hidden_dim embed_dim n_embed lru_width "
     "encoder_hidden_size decoder_hidden_size cross_attention_hidden_size global_hidden_size attention_hidden_size",
     48: "intermediate_size d_ff ffn_dim encoder_ffn_dim decoder_ffn_dim ffn_hidden_size n_inner intermediate_size_mlp "
@@ -141,7 +142,11 @@ def configuration(kind: type, default: Any = None) -> Any:
     for name, unset in known.items():
         value = VALUES.get(name, VALUES.get(other.get(name, "")))
         usual = vars(default).get(name, unset)
-        if value is None or isinstance(usual, bool | list | tuple | dict | str) or (usual is None and name not in ALWAYS):
+        if (
+            value is None
+            or isinstance(usual, bool | list | tuple | dict | str)
+            or (usual is None and name not in ALWAYS)
+        ):
             continue
         arguments[name] = float(value) if "drop" in name else value
     if {"kv_lora_rank", "num_key_value_heads"} <= known.keys():
