@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyattn import AttentionOptions, attention
-from pyattn.arguments import check_tensor, check_type, has_values
+from pyattn.arguments import check_size, check_tensor, has_values
 
 
 def by_indices(indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def by_blocks(block_indices: Tensor, size: object, query: Tensor, key: Tensor) -
     Each of the H lists of a query serves Hq / H heads in a row; -1 lists no block.
     """
     check_tensor("block_indices", block_indices)
-    check_type("module.config.index_block_size", size, int)
+    check_size("module.config.index_block_size", size, least=1)
     assert isinstance(size, int)
     batch, heads, seqlen_q, _ = query.shape
     fits = block_indices.dim() == 4 and block_indices.shape[::2] == (batch, seqlen_q)

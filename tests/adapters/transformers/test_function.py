@@ -119,7 +119,7 @@ def test_packed_sequences():
 @pytest.mark.parametrize(
     ("error", "message", "arguments"),
     [
-        (TypeError, "no tensor argument indices, got torch.Tensor of shape", {"indices": torch.ones(2)}),
+        (TypeError, "no tensor argument positions, got torch.Tensor of shape", {"positions": torch.ones(2)}),
         (
             TypeError,
             "attention_mask must be bool or float, got torch.int",

@@ -93,7 +93,9 @@ def test_the_lists_are_what_models_call(name, monkeypatch):
 def test_a_model_that_is_listed_in_part():
     """transformers accepts the name for all of GIT, whose text model would take None to mean every key."""
     model = made(*OWN["git"])
-    model.set_attn_implementation("pyattn")
+    with pytest.raises(NotImplementedError, match=r"its own attention, got 'pyattn' for GitForCausalLM"):
+        model.set_attn_implementation("pyattn")
+    model.config._attn_implementation = "pyattn"
     for mask in (None, PADDING["left"]):
         with pytest.raises(NotImplementedError, match=r"its own attention, got \w+\(\) of a mask"):
             model(IDS, attention_mask=mask)
