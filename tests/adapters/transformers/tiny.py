@@ -117,7 +117,20 @@ UNBUILT = {
 }
 """Architectures that this file can't make small, and why."""
 
+_IMAGES = "blip-2 idefics instructblip instructblipvideo kosmos-2 pix2struct pp_formulanet udop"
+_LARGE = "florence2 glm4v glm4v_moe glm5_next glm_ocr janus muse_glimmer qwen2_5_omni"
+_SIZES = "apertus1p5 fun_asr_nano granite_docling hy_v4_vl inkling2 inkling2_loop molmo2 muse_spark paddleocr_vl "
+_SIZES += "qwen2_5_vl qwen2_vl unlimited_ocr ernie4_5_vl_moe step3p7 kyutai_speech_to_text"
+_DEFAULTS = "chameleon deepseek_ocr2 diffusion_gemma evolla granite4_vision hunyuan_vl qwen2_5_omni_thinker "
+_DEFAULTS += "qwen3_omni_moe qwen3_omni_moe_thinker"
+UNBUILT |= dict.fromkeys(_IMAGES.split(), "it takes no text without an image")
+UNBUILT |= dict.fromkeys(_LARGE.split(), "its image or sound model stays large")
+UNBUILT |= dict.fromkeys(_SIZES.split(), "sizes of its parts must agree with one another")
+UNBUILT |= dict.fromkeys(_DEFAULTS.split(), "its configuration has parts without defaults")
+UNBUILT |= {"inkling_mm_model": "it needs scipy, which is not installed"}
+
 KINDS = {"CausalLM": "CAUSAL_LM", "MaskedLM": "MASKED_LM", "Seq2SeqLM": "SEQ_TO_SEQ_CAUSAL_LM"}
+KINDS |= {"ImageTextToText": "IMAGE_TEXT_TO_TEXT", "MultimodalLM": "MULTIMODAL_LM"}
 
 
 def architectures() -> dict[str, str]:
@@ -159,6 +172,9 @@ def configuration(kind: type, default: Any = None) -> Any:
     if types and "layer_types" in known:
         types *= 1 + (len(types) == 1)
         arguments |= {"layer_types": types, "num_hidden_layers": len(types)}
+    rope = getattr(default, "rope_parameters", None) or {}
+    if "mrope_section" in rope:  # time, height and width, half a head together
+        arguments["rope_parameters"] = rope | {"mrope_section": [2, 1, 1]}
     return kind(**arguments | CHANGES.get(kind.model_type, {}))
 
 
