@@ -4,6 +4,7 @@ A configuration is shrunk by its fields' names, its parts as well, and gets one 
 """
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,7 @@ KINDS = {"CausalLM": "CAUSAL_LM", "MaskedLM": "MASKED_LM", "Seq2SeqLM": "SEQ_TO_
 KINDS |= {"ImageTextToText": "IMAGE_TEXT_TO_TEXT", "MultimodalLM": "MULTIMODAL_LM"}
 
 
+@functools.cache
 def architectures() -> dict[str, str]:
     """The name of its AutoModel by model type, where the file of the model's class asks for an attention function."""
     found: dict[str, str] = {}
