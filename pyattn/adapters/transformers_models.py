@@ -1,8 +1,8 @@
 """Models of transformers with their own attention, which ``attn_implementation="pyattn"`` does not replace.
 
 transformers alone would accept the name for them without a word; :mod:`pyattn.adapters.transformers_builds` refuses it.
-Its own models are listed here as of :data:`CHECKED`; a test compares the list with the installed version. Other people's
-models are known by what they call when they run.
+Its own models are listed here as of :data:`CHECKED`; a test compares the list with the installed version. Models of
+other people are known by what they call when they run.
 """
 
 import importlib.util

@@ -11,6 +11,7 @@ import torch
 from adapters.transformers import tiny
 from adapters.transformers.models import IDS, PADDING, ROUNDINGS, results
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from pyattn import attention, masks
 from pyattn.adapters import transformers as adapter
@@ -206,9 +207,16 @@ THERE = [name for name in SELECTING + OTHERS if name in tiny.architectures()]  #
 @pytest.mark.usefixtures("softmax_in_its_own_dtype")
 @pytest.mark.parametrize("padding", PADDING)
 @pytest.mark.parametrize("name", THERE)
-def test_models(name, padding):
+def test_models(name, padding, monkeypatch):
     """Logits and gradients at tokens, and tokens generated with a cache."""
     adapter.register()
+    given = set[str]()
+
+    def spying(*arguments, **named):
+        given.update(name for name, argument in named.items() if isinstance(argument, Tensor))
+        return attention_function(*arguments, **named)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "pyattn", spying)
     model = tiny.model(name, "CausalLM")
     if not name.startswith("inkling"):  # transformers computes their experts in float32
         model = model.double()
@@ -223,6 +231,7 @@ def test_models(name, padding):
             found["generated"] = torch.stack(model.generate(IDS, attention_mask=mask, **options).logits)
         sides.append(found)
     assert sides[0].keys() == sides[1].keys()
+    assert name in ("deepseek_v4", "gemma4_text") or given & {"indices", "block_indices", "sinks"}
     largest = max(x.abs().max() for part, x in sides[1].items() if part not in ("logits", "generated"))
     for part, expected in sides[1].items():
         scale = expected.abs().max() if part in ("logits", "generated") else largest

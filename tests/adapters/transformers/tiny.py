@@ -93,6 +93,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "minimax_m3_vl_text": {
+        "layer_types": ["minimax_m3_sparse", "full_attention"],  # an indexer after a layer reads what padding computes
+        "index_n_heads": 2,
+        "index_block_size": 2,
+    },
     "neomme": {"head_dim": 16},
     "qwen4_exp_text": {"indexer_compress_ratio": 4, "hc_lowrank": 4, "ple_embed_dim": 8, "heads_per_ngram": 2},
     "recurrent_gemma": {"num_hidden_layers": 3},
