@@ -225,7 +225,8 @@ def test_models(name, padding, monkeypatch):
     for side in ("pyattn", "eager"):
         out, gradients = results(model, side, mask, input_ids=IDS, attention_mask=mask)
         found = {"logits": out} | gradients
-        if padding != "right":  # the last token must not be padding
+        alone = name.startswith("minimax") and padding == "left"  # a token may select padding alone: eager averages it
+        if padding != "right" and not alone:  # the last token must not be padding
             options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
             options |= {"output_logits": True, "return_dict_in_generate": True}
             found["generated"] = torch.stack(model.generate(IDS, attention_mask=mask, **options).logits)
