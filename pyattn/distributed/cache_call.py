@@ -10,8 +10,9 @@ from pyattn.autocast import cast
 from pyattn.cache import KVCache
 from pyattn.cached import misfit
 from pyattn.distributed.cache_part import Whole
-from pyattn.distributed.parsed import Parsed, check_dense, refuse_transforms, seed_of, summed_wide
-from pyattn.distributed.ranks import ERRORS, Group, Ranks, agree, gather_words, ranks_of
+from pyattn.distributed.checks import check_dense, check_options, check_values, refuse_transforms
+from pyattn.distributed.parsed import OWN_COLUMNS, Parsed, seed_of, summed_wide, with_rows
+from pyattn.distributed.ranks import Group, Ranks, agree, gather_words, ranks_of
 from pyattn.ops.schema import Options
 from pyattn.options import AttentionOptions
 
@@ -72,9 +73,12 @@ def agreed_on_caches(
     try:
         _check(function, q, cache)
         parsed = options if isinstance(options, Parsed) else Parsed.of(function, (q,), options)
+        parsed = parsed._replace(options=with_rows(parsed.options, q.shape[2]))
+        _check_offsets(parsed.options, len(cache.lengths))
+        check_options(_without_keys(q, cache), parsed.options)
         words = Words.of(cache, parsed.options)
         facts = _facts(q, cache, parsed)
-    except ERRORS as problem:
+    except Exception as problem:  # whatever it is, the others must not wait for this rank
         error = problem
     all_words = [Words(*row) for row in agree(function.__name__, ranks, facts, [*words], error)]
     known, seqlen_q = parsed.options, q.shape[2]
@@ -92,8 +96,8 @@ def agreed_on_caches(
 
 
 def _check(function: Callable[..., Any], q: Tensor, cache: KVCache) -> None:
-    check_dense("q", q)
     check_type("cache", cache, KVCache)
+    check_dense("q", q)
     refuse_transforms(function)
     if q.dim() != 4:
         raise ValueError(f"pyattn: q must be (batch, heads, positions, head_dim), got shape {tuple(q.shape)}")
@@ -101,14 +105,28 @@ def _check(function: Callable[..., Any], q: Tensor, cache: KVCache) -> None:
         raise NotImplementedError("pyattn: a ring buffer on several ranks is not implemented; its keys fit one rank")
     if problem := misfit(q, cache):
         raise problem
+    check_values("q", q)
+
+
+def _check_offsets(options: Options, sequences: int) -> None:
+    offsets = options.q_offsets
+    if offsets is not None and offsets.shape != (sequences,):
+        raise ValueError(
+            f"pyattn: q_offset must be an int or have a number for each of {sequences} sequences, got shape "
+            f"{tuple(offsets.shape)}"
+        )
+
+
+def _without_keys(q: Tensor, cache: KVCache) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of a call without keys."""
+    heads = cache.k.shape[1 if cache.block_table is None else 2]
+    k, v = (cast(t.new_empty(len(cache.lengths), heads, 0, t.shape[-1])) for t in (cache.k, cache.v))
+    return cast(q), k, v
 
 
 def _facts(q: Tensor, cache: KVCache, parsed: Parsed) -> dict[str, Any]:
     """The facts that ranks must have in common, by name."""
     k, paged = cache.k, cache.block_table is not None
     sizes = [len(cache.lengths), k.shape[2] if paged else k.shape[1], k.shape[-1], cache.v.shape[-1]]
-    facts = {"dtype": str(q.dtype), "shape of q": list(q.shape), "cache's sizes": sizes} | parsed.facts("q")
-    for name in ("mask", "bias"):
-        if (pairs := getattr(parsed.options, name)) is not None:
-            facts[f"shape of {name} without its columns"] = list(pairs.shape[:-1])
-    return facts
+    of_q = {"dtype": str(cast(q).dtype), "device": q.device.type, "shape of q": list(q.shape)}
+    return of_q | {"cache's sizes": sizes} | parsed.facts("q", OWN_COLUMNS)

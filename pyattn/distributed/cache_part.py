@@ -87,11 +87,6 @@ def part_of(q: Tensor, cache: KVCache, whole: Whole, options: Options) -> CacheP
     q_offset = options.q_offsets
     if q_offset is None:
         q_offset = total - seqlen_q if options.q_offset is None else torch.full_like(total, options.q_offset)
-    if q_offset.shape != total.shape:
-        raise ValueError(
-            f"pyattn: q_offset must be an int or have a number for each of {len(total)} sequences, got shape "
-            f"{tuple(q_offset.shape)}"
-        )
     q_offset = q_offset.clamp(min=torch.iinfo(torch.int64).min + before) - before
     mask, ranges = options.mask, options.key_ranges
     if mask is not None and whole.own_keys:

@@ -7,16 +7,14 @@ import torch
 from torch import Tensor
 
 from pyattn.autocast import cast
+from pyattn.distributed.checks import DIMS, DIMS_PACKED, check_options, check_parts
 from pyattn.distributed.layout import Chunks, check_layout, chunks_of, packing_of, slices
 from pyattn.distributed.packing import Packing, begins_of
-from pyattn.distributed.parsed import OWN_ROWS, Parsed, check_dense, refuse_transforms, seed_of, summed_wide
-from pyattn.distributed.ranks import ERRORS, Group, Ranks, agree, ranks_of
+from pyattn.distributed.parsed import OWN_ROWS, Parsed, seed_of, summed_wide, with_rows
+from pyattn.distributed.ranks import Group, Ranks, agree, ranks_of
 from pyattn.key_ranges import by_interval, rule_for, wrong_rows
 from pyattn.ops.schema import Options
 from pyattn.options import AttentionOptions
-
-DIMS = ("batch", "heads", "positions", "head_dim")
-DIMS_PACKED = ("positions", "heads", "head_dim")
 
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")
 
@@ -70,21 +68,22 @@ def agreed(
     words, facts = list[int](), dict[str, Any]()
     try:
         begins = [begins_of(*named) for named in zip(CU_SEQLENS, cu_seqlens, strict=False)]
-        facts = dict(zip(CU_SEQLENS, begins, strict=False)) | {"return_max_score": max_score}
+        facts = dict(zip(CU_SEQLENS, begins, strict=False)) | {"return_max_score": bool(max_score)}
         check_layout(layout, packed=bool(cu_seqlens))
-        _check(function, tensors, dims)
+        check_parts(function, tensors, dims)
         parsed = options if isinstance(options, Parsed) else Parsed.of(function, tensors, options)
-        known = parsed.options
-        _check_rows(known, len(dims))
+        q, k, v = map(cast, tensors)
+        known = parsed.options if cu_seqlens else with_rows(parsed.options, q.shape[at])
+        words = [q.shape[at], k.shape[at], seed_of(known)]
+        check_options((q, k, v), known, begins[0] if cu_seqlens else None)
         if known.key_ranges is not None:
             known = known._replace(key_ranges=by_interval(known.key_ranges, len(dims) - 2))
-        words = [tensors[0].shape[at], tensors[1].shape[at], seed_of(known)]
         words += [size for name in OWN_ROWS for size in _size(name, getattr(known, name))]
-        facts |= {"layout": layout} | _facts(tensors, at, known) | parsed._replace(options=known).facts("qkv")
-    except ERRORS as problem:
+        facts |= {"layout": layout} | _facts((q, k, v), at, known)
+        facts |= parsed._replace(options=known).facts("qkv", OWN_ROWS)
+    except Exception as problem:  # whatever it is, the others must not wait for this rank
         error = problem
     rows = agree(function.__name__, ranks, facts, words, error)
-    q, k, v = map(cast, tensors)
     if known.dropout_p:
         known = known._replace(dropout_seed=known.dropout_seed.new_tensor(rows[0][2]))
     lengths = [[row[i] for row in rows] for i in (0, 1)]
@@ -97,17 +96,18 @@ def agreed(
         raise ValueError(f"pyattn: cu_seqlens_q and cu_seqlens_k must have one length, got {counts}")
     cut = zip("qk", lengths, packings or (None, None), strict=True)
     queries, keys = (_held(name, held, ranks, layout, of) for name, held, of in cut)
-    by_row = _by_row(rows)
-    known = summed_wide(known, q.dtype, "bias" in by_row and known.bias.shape[-1] > 1)
-    call = Call(ranks, q, k, v, known, queries, keys, by_row, max_score, packings)
     for rank, row in enumerate(rows):  # every rank checks all, so all raise
         for name, sizes in _sizes(row).items():
-            ends = row[0], 2 if name == "key_ranges" else call.lengths[1]
-            if sizes and any(size not in (1, end) for size, end in zip(sizes, ends, strict=True)):
+            ends, least = ((row[0], 2), -1) if name == "key_ranges" else ((row[0], sum(lengths[1])), 1)
+            if sizes and any(size not in (least, end) for size, end in zip(sizes, ends, strict=True)):
                 raise ValueError(
                     f"pyattn: {name} must have {ends[0]} rows, those of the rank's queries, and {ends[1]} columns on "
                     f"rank {rank}, got {sizes[0]} and {sizes[1]}"
                 )
+    by_row = _by_row(rows)
+    own_bias = "bias" in by_row and known.bias.shape[-1] > 1 and known.bias.shape[-2] == rows[ranks.own][0]
+    known = _with_own_rows(summed_wide(known, q.dtype, own_bias), by_row, rows[ranks.own][0])
+    call = Call(ranks, q, k, v, known, queries, keys, by_row, max_score, packings)
     if known.key_ranges is not None:
         agree(function.__name__, ranks, {}, [], _misplaced(call))
     return call
@@ -160,43 +160,24 @@ def _sizes(row: list[int]) -> dict[str, list[int]]:
 
 def _by_row(rows: list[list[int]]) -> frozenset[str]:
     """The options that have each rank's own rows, not one row for all."""
-    return frozenset(name for name in OWN_ROWS if all(_sizes(row)[name][:1] == row[:1] for row in rows))
+    counts = {name: [_sizes(row)[name][:1] for row in rows] for name in OWN_ROWS}
+    return frozenset(
+        name
+        for name, held in counts.items()
+        if held[0] and (any(count != [1] for count in held) or all(row[0] == 1 for row in rows))
+    )
 
 
-def _check(function: Callable[..., Any], tensors: tuple[Tensor, ...], dims: tuple[str, ...]) -> None:
-    refuse_transforms(function)
-    q, k, v = tensors
-    for name, tensor in zip("qkv", tensors, strict=True):
-        check_dense(name, tensor)
-        if tensor.dim() != len(dims):
-            raise ValueError(f"pyattn: {name} must be ({', '.join(dims)}), got shape {tuple(tensor.shape)}")
-        if (tensor.dtype, tensor.device) != (q.dtype, q.device):
-            raise TypeError(
-                f"pyattn: {name} must be {q.dtype} on {q.device} like q, got {tensor.dtype} on {tensor.device}"
-            )
-    heads, positions = (dims.index(of) for of in ("heads", "positions"))
-    if k.shape[positions] != v.shape[positions]:
-        lengths = f"{k.shape[positions]} and {v.shape[positions]}"
-        raise ValueError(f"pyattn: k and v must have as many positions as one another, got {lengths}")
-    num_q, num_k, num_v = (tensor.shape[heads] for tensor in tensors)
-    if num_k != num_v or (num_q % num_k if num_k else num_q):
-        raise ValueError(
-            f"pyattn: num_heads_q must be a multiple of num_heads_kv, got {num_q}, {num_k} of k and {num_v} of v"
-        )
-
-
-def _check_rows(options: Options, dims: int) -> None:
-    ranges = options.key_ranges
-    if ranges is not None and ranges.dim() not in (dims - 1, dims):
-        raise ValueError(f"pyattn: key_ranges must have {dims - 1} or {dims} dimensions, got {tuple(ranges.shape)}")
-    for name in ("mask", "bias"):
-        if dims == 3 and getattr(options, name) is not None:
-            raise ValueError(f"pyattn: {name} is not implemented for packed sequences")
+def _with_own_rows(options: Options, by_row: frozenset[str], rows: int) -> Options:
+    """Masks and biases by row of which this rank gave one row for all its queries, with a row for each."""
+    given = {name: getattr(options, name) for name in by_row if name != "key_ranges"}
+    found: Options = options._replace(**{name: t.expand(*t.shape[:-2], rows, t.shape[-1]) for name, t in given.items()})
+    return found
 
 
 def _facts(tensors: tuple[Tensor, ...], at: int, options: Options) -> dict[str, Any]:
     """The properties of the tensors that all ranks must have in common, by name."""
-    facts: dict[str, Any] = {"dtype": str(tensors[0].dtype)}
+    facts: dict[str, Any] = {"dtype": str(tensors[0].dtype), "device": tensors[0].device.type}
     for name, tensor in zip("qkv", tensors, strict=True):
         facts[f"shape of {name} without its positions"] = [n for dim, n in enumerate(tensor.shape) if dim != at]
     if options.key_ranges is not None:

@@ -10,8 +10,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from pyattn.arguments import check_tensor, check_type
+from pyattn.distributed.checks import check_values
 from pyattn.distributed.packing import Packing, begins_of
-from pyattn.distributed.ranks import ERRORS, Ranks, agree, ranks_of
+from pyattn.distributed.ranks import Ranks, agree, ranks_of
 
 LAYOUTS = ("zigzag", "contiguous", "chunk")
 EACH = "zigzag_varlen"
@@ -156,14 +157,16 @@ def unshard(
     ranks, error = ranks_of(group), None
     facts, words = dict[str, Any](), [0]
     try:
+        check_values("tensor", tensor)
         _check(tensor, dim, layout)
         dim %= tensor.dim()
         others = [*tensor.shape[:dim], *tensor.shape[dim + 1 :]]
         begins = None if cu_seqlens is None else begins_of("cu_seqlens", cu_seqlens)
         facts = {"dtype": str(tensor.dtype), "dim": dim, "shape without dim": others, "layout": layout}
-        facts |= {"cu_seqlens": begins, "requires_grad": torch.is_grad_enabled() and tensor.requires_grad}
+        facts |= {"device": tensor.device.type, "cu_seqlens": begins}
+        facts |= {"requires_grad": torch.is_grad_enabled() and tensor.requires_grad}
         words = [tensor.shape[dim]]
-    except ERRORS as problem:
+    except Exception as problem:  # whatever it is, the others must not wait for this rank
         error = problem
     lengths = [length for (length,) in agree("unshard", ranks, facts, words, error)]
     held = tokens_of(sum(lengths), ranks, layout, cu_seqlens)

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pyattn.arguments import check_tensor
+from pyattn.distributed.checks import check_values
 from pyattn.key_ranges import INTEGERS
 
 
 def begins_of(name: str, cu_seqlens: Tensor) -> list[int]:
     """Where the sequences begin, and where the last one ends, of a user's tensor of this name."""
-    check_tensor(name, cu_seqlens)
+    check_values(name, cu_seqlens)
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS:
         kind = ValueError if cu_seqlens.dim() != 1 else TypeError
         raise kind(

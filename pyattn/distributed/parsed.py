@@ -1,19 +1,21 @@
 """Options that one rank has parsed, and the properties of these that all ranks must have in common."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyattn.arguments import check_tensor
-from pyattn.derivatives.transforms import transforming
+from pyattn.distributed.checks import check_dense
 from pyattn.ops.schema import LEARNED, Options
 from pyattn.options import AttentionOptions
 from pyattn.parse import parse
 
-OWN_ROWS = ("key_ranges", "mask", "bias")
-"""Options of which each rank has the rows of its own queries."""
+OWN_ROWS = {"key_ranges": -3, "mask": -2, "bias": -2}
+"""Options of which each rank has the rows of its own queries, and the dimension of these."""
+
+OWN_COLUMNS = {"mask": -1, "bias": -1}
+"""Options of which each rank has the columns of its own cache, and the dimension of these."""
 
 
 class Parsed(NamedTuple):
@@ -33,23 +35,33 @@ class Parsed(NamedTuple):
     @classmethod
     def of(cls, function: Callable[..., Any], tensors: tuple[Tensor, ...], options: AttentionOptions) -> "Parsed":
         """The options given to a public function with its tensors."""
-        known = Options(*parse(function, options, tensors[0].device))
+        device = tensors[0].device
+        known = Options(*parse(function, options, device))
+        for name, value in known._asdict().items():
+            if isinstance(value, Tensor):
+                named = "q_offset" if name == "q_offsets" else name
+                check_dense(named, value)
+                if value.device != device:
+                    raise ValueError(f"pyattn: {named} must be on q's device, got {value.device} and {device}")
         given = *tensors, *(getattr(known, name) for name in LEARNED)
         wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in given]
         return cls(known, options.get("dropout_seed") is not None, wanted)
 
-    def facts(self, tensors: Iterable[str]) -> dict[str, Any]:
+    def facts(self, tensors: Iterable[str], own: Mapping[str, int]) -> dict[str, Any]:
         """The properties that all ranks must have in common, by name, given the names of the tensors.
 
-        Of masks and biases by row, these are only the kind. Backward is a call of all ranks too, so all want the same
-        gradients, and all or none send the messages of a compiled graph's backward, which are others.
+        ``own`` are the options of which each rank has its own rows or columns: their number is not among the facts.
+        Backward is a call of all ranks too, so all want the same gradients, and all or none send the messages of a
+        compiled graph's backward, which are others.
         """
         facts: dict[str, Any] = {}
         for name, value in self.options._asdict().items():
             if not isinstance(value, Tensor):
                 facts[name] = tuple(value) if isinstance(value, list) else value  # a graph has windows as lists
-            elif name in OWN_ROWS:
+            elif name in own:
+                sizes = [n for dim, n in enumerate(value.shape, -value.dim()) if dim != own[name]]
                 facts[name] = f"{value.dtype} of {value.dim()} dimensions"
+                facts[f"shape of {name} without its {'columns' if own[name] == -1 else 'rows'}"] = sizes
             elif name == "q_offsets":
                 facts[name] = value.tolist()
             elif name != "dropout_seed":
@@ -70,6 +82,15 @@ def seed_of(options: Options) -> int:
     return int(seed)
 
 
+def with_rows(options: Options, rows: int) -> Options:
+    """The options of batches with a row of key_ranges for each query where they have one row for all."""
+    ranges = options.key_ranges
+    if ranges is None or ranges.dim() < 3 or ranges.shape[1] != 1:
+        return options
+    found: Options = options._replace(key_ranges=ranges.expand(-1, rows, *ranges.shape[2:]))
+    return found
+
+
 def summed_wide(options: Options, dtype: torch.dtype, own_bias: bool) -> Options:
     """The options with those of LEARNED whose gradients are sums over calls of kernels in float32, or float64 like q.
 
@@ -87,18 +108,3 @@ def summed_wide(options: Options, dtype: torch.dtype, own_bias: bool) -> Options
         **{name: t.to(wide) for name, t in given.items() if t is not None and t.dtype in taken}
     )
     return found
-
-
-def check_dense(name: str, value: object) -> None:
-    """TypeError unless ``value`` is a tensor; NotImplementedError unless its numbers lie in memory by strides."""
-    check_tensor(name, value)
-    if isinstance(value, Tensor) and value.layout is not torch.strided:
-        raise NotImplementedError(f"pyattn: {name} must be a dense tensor, got layout {value.layout}")
-
-
-def refuse_transforms(function: Callable[..., Any]) -> None:
-    """NotImplementedError within a transform of torch.func or forward-mode differentiation."""
-    if transforming():
-        raise NotImplementedError(
-            f"pyattn: {function.__name__} has no rule for transforms of torch.func or forward mode"
-        )
