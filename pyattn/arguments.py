@@ -32,7 +32,7 @@ def shown(value: object) -> str:
     shape = getattr(value, "shape", ())
     if isinstance(shape, tuple) and shape:
         return f"{type(value).__module__}.{type(value).__qualname__} of shape {tuple(shape)}"
-    return _short.repr(value)
+    return repr(value) if torch.compiler.is_compiling() else _short.repr(value)  # torch.compile traces no reprlib
 
 
 def check_type(name: str, value: object, *types: type) -> None:
@@ -209,6 +209,8 @@ def refuse(function: Callable[..., object], named: Mapping[str, object], peers: 
 
     ``peers`` maps argument names of other libraries to how to say the same here.
     """
+    if torch.compiler.is_compiling():  # it traces no signatures
+        raise TypeError(f"pyattn: {function.__name__} has no argument {', '.join(named)}")
     own = [name for name in inspect.signature(function).parameters if name != "self"]
     words = [f"no argument {word} ({_hint(word, own, peers)}), got {shown(named[word])}" for word in named]
     raise TypeError(f"pyattn: {_name(function)} has " + "; ".join(words))

@@ -10,7 +10,7 @@ from pyattn.autocast import cast
 from pyattn.cache import KVCache
 from pyattn.cached import misfit
 from pyattn.distributed.cache_part import Whole
-from pyattn.distributed.checks import check_dense, check_options, check_values, refuse_transforms
+from pyattn.distributed.checks import DIMS, check_dense, check_options, check_values, refuse_transforms
 from pyattn.distributed.parsed import OWN_COLUMNS, Parsed, seed_of, summed_wide, with_rows
 from pyattn.distributed.ranks import Group, Ranks, agree, gather_words, ranks_of
 from pyattn.ops.schema import Options
@@ -65,13 +65,26 @@ class Words(NamedTuple):
 
 
 def agreed_on_caches(
-    function: Callable[..., Any], q: Tensor, cache: KVCache, group: Group | Ranks, options: AttentionOptions | Parsed
+    function: Callable[..., Any],
+    q: Tensor,
+    cache: KVCache,
+    group: Group | Ranks,
+    options: AttentionOptions | Parsed,
+    known_error: Exception | None = None,
 ) -> CacheCall:
-    """The call, once all ranks have the same arguments: see :func:`pyattn.distributed.ranks.agree`."""
+    """The call, once all ranks have the same arguments: see :func:`pyattn.distributed.ranks.agree`.
+
+    ``known_error``: one that this rank had while it compiled the call.
+    """
     ranks, error = ranks_of(group), None
     parsed, facts, words = Parsed(Options(), False, []), dict[str, Any](), Words()
     try:
-        _check(function, q, cache)
+        if known_error is not None:
+            raise known_error
+        check_kinds(function, q, cache)
+        if problem := misfit(q, cache):
+            raise problem
+        check_values("q", q)
         parsed = options if isinstance(options, Parsed) else Parsed.of(function, (q,), options)
         parsed = parsed._replace(options=with_rows(parsed.options, q.shape[2]))
         _check_offsets(parsed.options, len(cache.lengths))
@@ -95,17 +108,15 @@ def agreed_on_caches(
     return CacheCall(function.__name__, ranks, cache, whole, known, parsed.wanted, one_column)
 
 
-def _check(function: Callable[..., Any], q: Tensor, cache: KVCache) -> None:
+def check_kinds(function: Callable[..., Any], q: Tensor, cache: KVCache) -> None:
+    """Checks the arguments whatever their sizes."""
     check_type("cache", cache, KVCache)
-    check_dense("q", q)
-    refuse_transforms(function)
-    if q.dim() != 4:
-        raise ValueError(f"pyattn: q must be (batch, heads, positions, head_dim), got shape {tuple(q.shape)}")
     if cache.window is not None:
         raise NotImplementedError("pyattn: a ring buffer on several ranks is not implemented; its keys fit one rank")
-    if problem := misfit(q, cache):
-        raise problem
-    check_values("q", q)
+    check_dense("q", q)
+    refuse_transforms(function)
+    if q.dim() != len(DIMS):
+        raise ValueError(f"pyattn: q must be ({', '.join(DIMS)}), got shape {tuple(q.shape)}")
 
 
 def _check_offsets(options: Options, sequences: int) -> None:

@@ -3,15 +3,26 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pyattn import paged
 from pyattn.autocast import cast
 from pyattn.cache import KVCache
 from pyattn.cache.storage import over
-from pyattn.distributed.cache_call import CacheCall, agreed_on_caches
+from pyattn.distributed.cache_call import CacheCall, agreed_on_caches, check_kinds
+from pyattn.distributed.checks import DIMS
 from pyattn.distributed.merging import Merging, Saved
-from pyattn.distributed.operators import FUNCTIONS, Given, Operator, names_of, ranks_named
+from pyattn.distributed.operators import (
+    FUNCTIONS,
+    Given,
+    Operator,
+    known_error,
+    names_of,
+    placeholders,
+    ranks_named,
+    told,
+)
 from pyattn.distributed.parsed import Parsed
 from pyattn.distributed.ranks import Group
 from pyattn.distributed.rows import Rows
@@ -24,13 +35,19 @@ def compiled(
     function: Callable[..., Any], q: Tensor, cache: KVCache, group: Group, options: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_score) of a call that torch.compile traces."""
-    parsed = Parsed.of(function, (q,), options)
+    try:
+        check_kinds(function, q, cache)
+        parsed, error = Parsed.of(function, (q,), options), ""
+    except (TypeError, ValueError, NotImplementedError) as problem:
+        parsed, error = Parsed.nothing(1), told(problem)
+        (q,) = placeholders((q,), len(DIMS))
+        cache = over(KVCache, q, q, torch.zeros(q.shape[0], dtype=torch.int64), None, q.shape[2])
     k, v, table, slots = cast(cache.k), cast(cache.v), cache.block_table, cache.max_seqlen
     # backward has copies, so that appends before it change nothing; a contiguous cache's keys are too many
     lengths = cache.lengths.clone()
     if table is not None and any(parsed.wanted):
         (k, v), table = paged.copied(k, v, table, lengths, slots), None
-    place = function.__name__, names_of(group), parsed.chosen, parsed.wanted
+    place = function.__name__, names_of(group), error, parsed.chosen, parsed.wanted
     out, lse, *_, most = _attend(*place, cast(q), k, v, lengths, table, slots, *parsed.options)
     return out, lse, most.detach()
 
@@ -39,7 +56,7 @@ def _agreed(given: Given, options: Options) -> CacheCall:
     (ranks,) = ranks_named(given["groups"])
     cache = over(KVCache, *(given[name] for name in ("k", "v", "lengths", "block_table", "slots")))
     parsed = Parsed(options, given["chosen"], given["wanted"], in_graph=True)
-    return agreed_on_caches(FUNCTIONS[given["name"]], given["q"], cache, ranks, parsed)
+    return agreed_on_caches(FUNCTIONS[given["name"]], given["q"], cache, ranks, parsed, known_error(given))
 
 
 def _forward(given: Given, options: Options) -> tuple[Rows, Tensor, Options]:
@@ -64,6 +81,6 @@ def _shape(given: Given) -> tuple[int, int]:
     return batch, heads
 
 
-_ARGUMENTS = "str name, str[] groups, bool chosen, bool[] wanted, "
+_ARGUMENTS = "str name, str[] groups, str error, bool chosen, bool[] wanted, "
 _ARGUMENTS += "Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor? block_table, SymInt slots"
 _attend = Operator("attend_with_cache", _ARGUMENTS, ("q",), _forward, _backward, _shape).call

@@ -57,16 +57,20 @@ def agreed(
     options: AttentionOptions | Parsed,
     max_score: bool,
     cu_seqlens: Sequence[Tensor] = (),
+    known_error: Exception | None = None,
 ) -> Call:
     """The call, once all ranks have the same arguments: see :func:`pyattn.distributed.ranks.agree`.
 
-    ``cu_seqlens``: where packed sequences begin, among all queries and among all keys.
+    ``cu_seqlens``: where packed sequences begin, among all queries and among all keys. ``known_error``: one that this
+    rank had while it compiled the call.
     """
     ranks, error = ranks_of(group), None
     dims = DIMS_PACKED if cu_seqlens else DIMS
     known, at, begins = Options(), dims.index("positions"), list[list[int]]()
     words, facts = list[int](), dict[str, Any]()
     try:
+        if known_error is not None:
+            raise known_error
         begins = [begins_of(*named) for named in zip(CU_SEQLENS, cu_seqlens, strict=False)]
         facts = dict(zip(CU_SEQLENS, begins, strict=False)) | {"return_max_score": bool(max_score)}
         check_layout(layout, packed=bool(cu_seqlens))

@@ -1,6 +1,6 @@
 """Checks of one rank's arguments, which it runs before it agrees with the others: all of them hear of an error."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,14 +37,20 @@ def refuse_transforms(function: Callable[..., Any]) -> None:
         )
 
 
-def check_parts(function: Callable[..., Any], tensors: tuple[Tensor, ...], dims: tuple[str, ...]) -> None:
-    """Checks q, k and v of a rank."""
+def check_dims(function: Callable[..., Any], tensors: Sequence[Tensor], dims: Sequence[str]) -> None:
+    """Checks that q, k and v are tensors of these dimensions, whatever their sizes."""
     refuse_transforms(function)
-    q, k, v = tensors
-    for name, tensor in zip("qkv", tensors, strict=True):
+    for name, tensor in zip("qkv", tensors, strict=False):
         check_values(name, tensor)
         if tensor.dim() != len(dims):
             raise ValueError(f"pyattn: {name} must be ({', '.join(dims)}), got shape {tuple(tensor.shape)}")
+
+
+def check_parts(function: Callable[..., Any], tensors: tuple[Tensor, ...], dims: tuple[str, ...]) -> None:
+    """Checks q, k and v of a rank."""
+    check_dims(function, tensors, dims)
+    q, k, v = tensors
+    for name, tensor in zip("qkv", tensors, strict=True):
         if (tensor.dtype, tensor.device) != (q.dtype, q.device):
             raise TypeError(
                 f"pyattn: {name} must be {q.dtype} on {q.device} like q, got {tensor.dtype} on {tensor.device}"

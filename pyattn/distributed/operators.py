@@ -1,5 +1,6 @@
 """Functions as operators, into which torch.compile does not look: their messages depend on the values of all ranks."""
 
+import builtins
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,6 +47,23 @@ def ranks_named(groups: Sequence[Any]) -> list[Ranks]:
     """The ranks of the groups with these names: all, and of a mesh also those of this rank's column and row."""
     ranks, *parts = (ranks_of(_resolve_process_group(group)) for group in groups)
     return [ranks._replace(inner=parts[1].size) if parts else ranks, *parts]
+
+
+def told(problem: Exception) -> str:
+    """An error that a rank has while it compiles, for the operator to raise on all ranks when the graph runs."""
+    return f"{type(problem).__name__}: {problem.args[0]}"  # torch.compile traces no str of an error
+
+
+def known_error(given: Given) -> Exception | None:
+    """The error that :func:`told` describes."""
+    kind, _, message = given["error"].partition(": ")
+    error: Exception | None = getattr(builtins, kind)(message) if kind else None
+    return error
+
+
+def placeholders(tensors: Sequence[Any], dims: int) -> list[Tensor]:
+    """The tensors, and others for those that an operator that raises anyway could not take."""
+    return [t if isinstance(t, Tensor) and t.dim() == dims else torch.zeros([1] * dims) for t in tensors]
 
 
 class Operator:

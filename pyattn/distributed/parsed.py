@@ -47,6 +47,11 @@ class Parsed(NamedTuple):
         wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in given]
         return cls(known, options.get("dropout_seed") is not None, wanted)
 
+    @classmethod
+    def nothing(cls, tensors: int) -> "Parsed":
+        """No options, of a call of so many tensors."""
+        return cls(Options(), False, [False] * (tensors + len(LEARNED)))
+
     def facts(self, tensors: Iterable[str], own: Mapping[str, int]) -> dict[str, Any]:
         """The properties that all ranks must have in common, by name, given the names of the tensors.
 

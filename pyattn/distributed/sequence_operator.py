@@ -7,8 +7,18 @@ from torch import Tensor
 
 from pyattn.autocast import cast
 from pyattn.distributed.call import Call, agreed
+from pyattn.distributed.checks import DIMS, DIMS_PACKED, check_dims
 from pyattn.distributed.max_score import of_ranks
-from pyattn.distributed.operators import FUNCTIONS, Given, Operator, names_of, ranks_named
+from pyattn.distributed.operators import (
+    FUNCTIONS,
+    Given,
+    Operator,
+    known_error,
+    names_of,
+    placeholders,
+    ranks_named,
+    told,
+)
 from pyattn.distributed.parsed import Parsed
 from pyattn.distributed.ranks import Group
 from pyattn.distributed.ring import Ring
@@ -29,9 +39,14 @@ def compiled(
     begins: tuple[Tensor, ...] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_score) of a call that torch.compile traces."""
-    parsed = Parsed.of(function, tensors, options)
-    place = function.__name__, names_of(group), layout, max_score, parsed.chosen, parsed.wanted
-    out, lse, *_, most = _attend(*place, *map(cast, tensors), list(begins), *parsed.options)
+    dims, given = DIMS_PACKED if begins else DIMS, [*tensors]
+    try:
+        check_dims(function, tensors, dims)
+        parsed, error = Parsed.of(function, tensors, options), ""
+    except (TypeError, ValueError, NotImplementedError) as problem:
+        given, parsed, error = placeholders(tensors, len(dims)), Parsed.nothing(len(tensors)), told(problem)
+    place = function.__name__, names_of(group), error, layout, max_score, parsed.chosen, parsed.wanted
+    out, lse, *_, most = _attend(*place, *map(cast, given), list(begins), *parsed.options)
     return out, lse, most.detach()
 
 
@@ -40,7 +55,9 @@ def _agreed(given: Given, options: Options) -> tuple[Call, Ring | Ulysses]:
     ranks, *parts = ranks_named(given["groups"])
     tensors = given["q"], given["k"], given["v"]
     parsed = Parsed(options, given["chosen"], given["wanted"], in_graph=True)
-    call = agreed(FUNCTIONS[name], tensors, ranks, layout, parsed, given["max_score"], given["begins"])
+    call = agreed(
+        FUNCTIONS[name], tensors, ranks, layout, parsed, given["max_score"], given["begins"], known_error(given)
+    )
     if name == "usp_attention":
         return call, Ulysses(call, lambda call: by_mesh(call, layout, *parts))
     if name == "ulysses_attention":
@@ -67,6 +84,6 @@ def _shape(given: Given) -> tuple[int, ...]:
     return q.shape[0] if q.dim() == 4 else given["begins"][0].shape[0] - 1, q.shape[1]
 
 
-_ARGUMENTS = "str name, str[] groups, str layout, bool max_score, bool chosen, bool[] wanted, "
+_ARGUMENTS = "str name, str[] groups, str error, str layout, bool max_score, bool chosen, bool[] wanted, "
 _ARGUMENTS += "Tensor q, Tensor k, Tensor v, Tensor[] begins"
 _attend = Operator("attend", _ARGUMENTS, ("q", "k", "v"), _forward, _backward, _shape).call

@@ -1,11 +1,14 @@
-"""Promise: if one rank's arguments are wrong, or those of all, every rank raises before any waits for another's data."""
+"""Promise: if arguments of one rank or of all are wrong, every rank raises before any waits for another's data."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
 from distributed import wrong
 from distributed.pool import pool
+
+from pyattn import KVCache
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 
@@ -54,3 +57,41 @@ def test_some_arguments(name: str) -> None:
 def test_every_argument(name: str) -> None:
     """The same for all cases."""
     check(name, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("ring_attention", {"softcap": -1.0}, "softcap must be finite and at least 0, got -1.0"),
+        ("ring_attention", {"causal": "yes"}, "causal must be bool, got 'yes'"),
+        ("ring_attention", {"sinks": [1.0, 2.0]}, "sinks must be Tensor, got [1.0, 2.0]"),
+        ("ring_attention", {"sinks": torch.zeros(4, device="meta")}, "sinks must be on q's device, got meta and cpu"),
+        ("ring_attention", {"softmax": 1.0}, "ring_attention has no argument softmax"),
+        (
+            "ring_attention",
+            {"q": torch.zeros(4, 4, 8)},
+            "q must be (batch, heads, positions, head_dim), got shape (4, ",
+        ),
+        ("ring_attention", {"k": None}, "k must be Tensor, got None"),
+        ("ring_attention_varlen", {"q": torch.zeros(4, 8)}, "q must be (positions, heads, head_dim), got shape (4, 8)"),
+        (
+            "ulysses_attention",
+            {"mask": torch.ones(3, 1, 1).bool()},
+            "mask must have 1 to 4 dimensions, each 1 or that ",
+        ),
+        ("attention_with_cache", {"q": None}, "q must be Tensor, got None"),
+        ("attention_with_cache", {"cache": "k"}, "cache must be KVCache, got 'k'"),
+        (
+            "attention_with_cache",
+            {"cache": KVCache(2, 2, 6, 8, window=(3, 0))},
+            "a ring buffer on several ranks is not",
+        ),
+        ("attention_with_cache", {"window": (-2, 0)}, "window must be (left, right), each at least -1, got [-2, 0]"),
+    ],
+)
+def test_arguments_of_a_graph(name: str, changes: dict[str, Any], message: str) -> None:
+    """Also one that shows while the rank compiles: its graph raises the error when it runs, on all ranks."""
+    (first, *faults), (last, *others) = pool().run(2, wrong.compiled_errors, name, changes)
+    assert last.partition(": ")[2].startswith(f"pyattn: {message}")
+    assert first == f"ValueError: pyattn: {name} failed on rank 1: {last.partition('pyattn: ')[2]}"
+    assert faults == others == [""]

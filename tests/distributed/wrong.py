@@ -125,7 +125,7 @@ def call_of(group: dist.ProcessGroup, name: str) -> tuple[Callable[..., Any], Ar
 
 
 class Outcome(NamedTuple):
-    """What a rank found: the error, "" if there was none, how many messages came before it, and the next call's fault."""
+    """A rank's error, "" if there was none, the number of messages before it, and what was wrong with the next call."""
 
     label: str
     error: str
@@ -151,6 +151,16 @@ def outcomes(group: dist.ProcessGroup, name: str, every: bool, begin: int, step:
             fault = f"{type(problem).__name__}: {problem}"
         found.append(Outcome(case.label, error, messages, fault))
     return found
+
+
+def compiled_errors(group: dist.ProcessGroup, name: str, changes: Arguments) -> list[str]:
+    """The error of a compiled call whose argument the last rank changes, and that of the next call, "" if none."""
+    function, valid, _ = call_of(group, name)
+    last = dist.get_rank(group) == dist.get_world_size(group) - 1
+    torch.compiler.reset()
+    graph = torch.compile(lambda arguments: function(**arguments), fullgraph=True, backend="aot_eager")
+    wrong = valid | (changes if last else {})
+    return [error_and_messages(call, {})[0] for call in (partial(graph, wrong), partial(function, **valid))]
 
 
 def error_and_messages(function: Callable[..., Any], arguments: Arguments) -> tuple[str, int]:
