@@ -134,7 +134,8 @@ class Operator:
         found = self._backward(*self._parts(arguments), dout, dlse, Rows(out, row_max, row_sum))
         by_place = zip(self._learned, found, strict=True)
         gradients = {place: gradient for place, gradient in by_place if gradient is not None}
-        return [gradients[place].to(arguments[place].dtype).contiguous() for place in self._wanted(arguments)]
+        wanted = [(arguments[place], gradients[place]) for place in self._wanted(arguments)]
+        return [gradient.sum_to_size(t.shape).to(t.dtype).contiguous() for t, gradient in wanted]
 
     def _fake(self, *arguments: Any) -> tuple[Tensor, ...]:
         given, _ = self._parts(arguments)

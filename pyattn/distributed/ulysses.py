@@ -42,12 +42,15 @@ class Exchange(NamedTuple):
 
     def to_heads(self, x: Tensor) -> Tensor:
         """(B, H, positions of this rank, D) -> (B, heads of this rank, all positions, D)."""
-        found: Tensor = _Adjoint.apply(self.gather, self.scatter, x)  # type: ignore[no-untyped-call]
-        return found
+        (found,) = _Adjoint.apply(self.gather, self.scatter, x)  # type: ignore[no-untyped-call]
+        return found  # type: ignore[no-any-return]
 
-    def to_positions(self, x: Tensor) -> Tensor:
-        """(B, heads of this rank, all positions, D) -> (B, H, positions of this rank, D)."""
-        found: Tensor = _Adjoint.apply(self.scatter, self.gather, x)  # type: ignore[no-untyped-call]
+    def to_positions(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """(B, heads of this rank, all positions, D) -> (B, H, positions of this rank, D), of each.
+
+        Backward exchanges the gradients of all, also if this rank's loss needs only some: other ranks' may need others.
+        """
+        found: tuple[Tensor, ...] = _Adjoint.apply(self.scatter, self.gather, *tensors)  # type: ignore[no-untyped-call]
         return found
 
     def gather(self, x: Tensor) -> Tensor:
@@ -89,19 +92,19 @@ class Exchange(NamedTuple):
 
 
 class _Adjoint(torch.autograd.Function):
-    """A linear function; its adjoint maps gradients."""
+    """A linear function of each tensor; its adjoint maps gradients."""
 
     @staticmethod
     def forward(
-        ctx: Any, function: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor], x: Tensor
-    ) -> Tensor:
+        ctx: Any, function: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.adjoint = adjoint
-        return function(x)
+        return tuple(map(function, tensors))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, ctx.adjoint(gradient)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *map(ctx.adjoint, gradients)
 
 
 class Ulysses:
@@ -180,7 +183,8 @@ def by_heads(call: Call, layout: str, inner: Inner | None = None) -> tuple[Tenso
     out, lse, largest, *_ = inner(by_query.to_heads(q), k, v, known)
     most = largest.new_full((*q.shape[:2], 1), -math.inf)
     most[:, own.start : own.stop, 0] = of_heads(largest)
-    return by_query.to_positions(out), by_query.to_positions(lse.unsqueeze(-1)).squeeze(-1), most
+    out, lse = by_query.to_positions(out, lse.unsqueeze(-1))
+    return out, lse.squeeze(-1), most
 
 
 def _of_heads(call: Call, by_query: Exchange, layout: str) -> Options:

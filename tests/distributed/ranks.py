@@ -3,6 +3,7 @@
 import functools
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 from unittest import mock
@@ -82,6 +83,25 @@ def dense(
     more = [whole(gradient, -2) if by_row(key) else summed(gradient, group) for key, gradient in own.items()]
     shares = {key: summed(gradient.abs(), group) for key, gradient in own.items() if not by_row(key)}
     return [*(whole(t, 2).detach() for t in (out, lse, *found[:3])), *more], shares
+
+
+def of_rank_0(
+    group: dist.ProcessGroup, name: str, compiles: bool, qkv: Sequence[Tensor], dout: Tensor, options: dict[str, Any]
+) -> list[Tensor]:
+    """out, dq, dk, dv and dbias, where rank 0 alone gives its first row of each option for all, and alone uses lse."""
+    place, first = mesh_of(name) or group, dist.get_rank(group) == 0
+    shard, unshard = (partial(of, group=place, layout="contiguous") for of in (distributed.shard, distributed.unshard))
+    leaves = [shard(t, 2).requires_grad_() for t in qkv]
+    given = {key: shard(value, 1 if key == "key_ranges" else 2) for key, value in options.items()}
+    given = {key: t.narrow(1 if key == "key_ranges" else 2, 0, 1) if first else t for key, t in given.items()}
+    leaves += [t.requires_grad_() for key, t in given.items() if key == "bias"]
+    function = partial(getattr(distributed, name.partition(" ")[0]), layout="contiguous", return_lse=True)
+    torch.compiler.reset()
+    run = torch.compile(function, backend="aot_eager") if compiles else function
+    out, lse = run(*leaves[:3], place, **given)
+    found = torch.autograd.grad((out * shard(dout, 2)).sum() + (lse.sum() if first else 0), leaves)
+    biases = [t.expand(*t.shape[:2], len(out[0, 0]), -1) / (len(out[0, 0]) if first else 1) for t in found[3:]]
+    return [unshard(t.detach().contiguous(), 2) for t in (out, *found[:3], *biases)]
 
 
 def max_scores(

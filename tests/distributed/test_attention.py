@@ -228,3 +228,29 @@ def test_dropout_of_a_larger_call() -> None:
     truth = attention(*qkv, dropout_p=0.4, dropout_seed=7)
     for found in pool().run(2, ranks.of_larger_call, qkv, 1, 2, 7):
         torch.testing.assert_close(found, truth[1:, 2:])
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("option", ["key_ranges", "mask", "bias"])
+@pytest.mark.parametrize("name", ["ring_attention", "ulysses_attention", "usp_attention 2x4"])
+def test_one_row_of_a_rank(name: str, option: str, compiles: bool) -> None:
+    """Rank 0 may give one row for all its queries, and alone have a loss of lse."""
+    seeded(0)
+    size = 8 if name == "usp_attention 2x4" else 2
+    length = 3 * size
+    q, k, v, dout = torch.randn(4, 2, 4, length, 8).double().unbind()
+    values = {
+        "key_ranges": torch.stack([torch.randint(5, (2, length)), torch.randint(5, length, (2, length))], -1),
+        "mask": torch.rand(2, 4, length, length) < 0.7,
+        "bias": torch.randn(2, 4, length, length).double(),
+    }
+    whole, dim = values[option], 1 if option == "key_ranges" else 2
+    whole.narrow(dim, 0, 3).copy_(whole.narrow(dim, 0, 1).expand_as(whole.narrow(dim, 0, 3)))
+    leaves = [t.requires_grad_() for t in ((q, k, v, whole) if option == "bias" else (q, k, v))]
+    out, lse = attention(q, k, v, return_lse=True, **{option: whole})
+    expected = [out, *torch.autograd.grad((out * dout).sum() + lse[:, :, :3].sum(), leaves)]
+    if option == "bias":
+        expected[4][:, :, :3] = expected[4][:, :, :3].mean(2, keepdim=True)
+    arguments = [t.detach() for t in (q, k, v)], dout, {option: whole.detach()}
+    for found in pool().run(size, ranks.of_rank_0, name, compiles, *arguments):
+        torch.testing.assert_close(found, [t.detach() for t in expected], rtol=1e-12, atol=1e-12)
