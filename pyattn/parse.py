@@ -30,6 +30,14 @@ def check_known(function: Callable[..., object], given: Mapping[str, Any]) -> No
         refuse(function, unknown, PEERS)
 
 
+def check_given(function: Callable[..., object], given: Mapping[str, Any]) -> None:
+    """The checks of :func:`parse`, which draws no seed here."""
+    check_known(function, given)
+    for name, value in given.items():
+        if value is not None or name not in MAY_BE_NONE:
+            OPTIONS[name].check(name, value)
+
+
 def parse(function: Callable[..., object], given: Mapping[str, Any], device: torch.device) -> tuple[Any, ...]:
     """Checks the options given to a public function and casts them to what the operators take.
 

@@ -80,9 +80,6 @@ def check_options(tensors: tuple[Tensor, ...], options: Options, begins: list[in
     q, k, v = tensors
     packed = begins is not None
     at = 0 if packed else 2
-    for name in ("mask", "bias"):
-        if packed and getattr(options, name) is not None:
-            raise NotImplementedError(f"pyattn: {name} is not implemented for packed sequences")
     ranges = options.key_ranges
     if ranges is not None and ranges.dim() > 2 - packed:
         ranges = ranges[:0] if packed else ranges[:, :0]

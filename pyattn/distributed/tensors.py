@@ -21,11 +21,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from pyattn import sharding
+from pyattn.arguments import shown
 from pyattn.attention import attention
 from pyattn.distributed.attention import ring_attention, ring_attention_varlen
 from pyattn.distributed.call import chosen
+from pyattn.distributed.checks import check_dense
+from pyattn.distributed.ranks import ERRORS, agree, ranks_of
 from pyattn.dropout import Draws, draw_seed
 from pyattn.key_ranges import plain
+from pyattn.parse import check_given
 from pyattn.takers import TAKERS
 from pyattn.varlen import attention_varlen
 
@@ -33,6 +37,9 @@ BATCH, HEADS, POSITIONS = 0, 1, 2
 DENSE = {BATCH: 0, HEADS: 1, POSITIONS: 2}
 PACKED = {POSITIONS: 0, HEADS: 1}
 """The dimension of q, k and v that each role shards, in batches and in packed sequences."""
+
+NO_OPTIONS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "return_max_score")
+"""Arguments that are no options."""
 
 Roles = list[int | None]
 
@@ -129,15 +136,57 @@ def _call(q: DTensor, k: Tensor, v: Tensor, dims: Mapping[int, int]) -> _Call:
     return _Call(q.device_mesh, roles, dims)
 
 
+def _agreed(
+    function: Callable[..., Any], tensors: tuple[Any, Any, Any], dims: Mapping[int, int], given: dict[str, Any]
+) -> _Call | None:
+    """The call, once all ranks of q's mesh have the same tensors and options; None if it needs no messages of ours.
+
+    A graph has no agreement of its own, only that of the operator in it.
+    """
+    q, error, call = tensors[0], None, None
+    options = {name: value for name, value in given.items() if name not in NO_OPTIONS}
+    facts = {name: _described(value) for name, value in (dict(zip("qkv", tensors, strict=True)) | given).items()}
+    mixed = any(isinstance(value, Tensor) and not isinstance(value, DTensor) for value in options.values())
+    messages = dims is PACKED or mixed or bool(options.get("dropout_p"))
+    try:
+        call = _call(*tensors, dims)
+        messages |= POSITIONS in call.roles
+        check_given(function, options)
+        for name, value in options.items():
+            if isinstance(value, Tensor):
+                check_dense(name, value)
+    except Exception as problem:  # whatever it is, the others must not wait for this rank
+        messages |= Shard(dims[POSITIONS]) in q.placements
+        error = problem
+    if messages and not torch.compiler.is_compiling():
+        for at in range(q.device_mesh.ndim):  # an error goes from one dimension's ranks to the next one's
+            try:
+                agree(function.__name__, ranks_of(q.device_mesh.get_group(at)), facts, [], error)
+            except ERRORS as problem:
+                error = error or problem
+    if error is not None:
+        raise error
+    return call if messages else None
+
+
+def _described(value: Any) -> str:
+    """Tensors by their properties, anything else by its value."""
+    if not isinstance(value, Tensor):
+        return shown(value)
+    places = f", placed {value.placements}" if isinstance(value, DTensor) else ""
+    gradient = " with a gradient" if torch.is_grad_enabled() and value.requires_grad else ""
+    return f"{value.dtype} of shape {list(value.shape)} on {value.device.type}{places}{gradient}"
+
+
 def _dense(q: Any, k: Tensor, v: Tensor, *, return_lse: bool, return_max_score: bool, **options: Any) -> Any:
     """:func:`pyattn.attention` over DTensors; None if the sharding rules of the operators serve."""
     if q.dim() != 4:
         return None
-    call = _call(q, k, v, DENSE)
-    mixed = any(isinstance(value, Tensor) and not isinstance(value, DTensor) for value in options.values())
-    if POSITIONS not in call.roles and not options.get("dropout_p") and not mixed:
+    returned = return_lse, return_max_score
+    call = _agreed(attention, (q, k, v), DENSE, options | {"return_max_score": return_max_score})
+    if call is None:
         return None
-    return _computed(call, attention, ring_attention, (q, k, v), (), (return_lse, return_max_score), options)
+    return _computed(call, attention, ring_attention, (q, k, v), (), returned, options)
 
 
 def _packed(
@@ -149,7 +198,9 @@ def _packed(
             raise NotImplementedError(f"pyattn: {name} must not be given with DTensors, got {name}")
     if q.dim() != 3:
         raise ValueError(f"pyattn: q must be (total_q, heads, head_dim), got shape {tuple(q.shape)}")
-    call = _call(q, k, v, PACKED)
+    given = options | {"return_max_score": return_max_score} | dict(zip(NO_OPTIONS, packing, strict=False))
+    call = _agreed(attention_varlen, (q, k, v), PACKED, given)
+    assert call is not None
     begins: list[Any] = [t.full_tensor() if isinstance(t, DTensor) else t for t in packing[:2]]
     packing = (*begins, *packing[2:]) if call.group() is None else tuple(begins)
     return _computed(

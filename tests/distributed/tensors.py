@@ -73,3 +73,42 @@ def refusal(group: dist.ProcessGroup, name: str, places: list[int | None], optio
     except (TypeError, ValueError, NotImplementedError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def of_one_rank(group: dist.ProcessGroup, places: list[int | None]) -> list[tuple[str, str, str]]:
+    """What the last rank gives, the error of the call, and what was wrong with the next one, "" if nothing."""
+    mesh = DeviceMesh.from_group(group, "cpu") if len(places) == 1 else ranks.mesh_of("mesh 4x2")
+    where = [Replicate() if dim is None else Shard(dim) for dim in places]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (distribute_tensor(t, mesh, where) for t in torch.randn(3, 8, 8, 8, 4, generator=generator))
+    slopes, pairs = torch.rand(8), torch.rand(8, 8, 8, 8)
+    right = {"k": k, "v": v, "dropout_p": 0.3, "dropout_seed": 3, "alibi_slopes": slopes, "mask": pairs < 0.8}
+    right |= {"bias": distribute_tensor(pairs, mesh, where)}
+    changes = {
+        "k": (None, whole(k), k.redistribute(placements=[Shard(3)] * mesh.ndim), k.double(), k[:, :3], k[0]),
+        "v": ("v", v.detach().requires_grad_(), v[:, :, :7]),
+        "dropout_p": (0.0, 1.0, 0.5),
+        "dropout_seed": (4, "seed", torch.zeros(2).long()),
+        "alibi_slopes": (None, slopes[:7], slopes.double(), distribute_tensor(slopes, mesh, [Replicate()] * mesh.ndim)),
+        "mask": (None, pairs, pairs[:7] < 0.8, (pairs < 0.8).to_sparse()),
+        "bias": (None, pairs, right["bias"].redistribute(placements=[Shard(3)] * mesh.ndim), right["bias"][:, :3]),
+        "window": ((-2, 0), (2, 2)),
+        "softcap": (float("nan"), 1.0),
+        "softcapp": (1.0,),
+        "return_max_score": (True,),
+    }
+    found, last = list[tuple[str, str, str]](), dist.get_rank(group) == dist.get_world_size(group) - 1
+    expected = whole(pyattn.attention(q, **right))
+    for name, values in changes.items():
+        for value in values:
+            wrong, error, fault = right | ({name: value} if last else {}), "", ""
+            try:
+                pyattn.attention(q, **wrong)
+            except Exception as problem:
+                error = f"{type(problem).__name__}: {problem}"
+            try:
+                assert torch.equal(whole(pyattn.attention(q, **right)), expected)
+            except Exception as problem:
+                fault = f"{type(problem).__name__}: {problem}"
+            found.append((f"{name} {str(value)[:40]}", error, fault))
+    return found

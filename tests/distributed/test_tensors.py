@@ -146,7 +146,7 @@ def test_packed(dim: int | None, options: dict[str, Any]) -> None:
             "attention_varlen",
             [0, None],
             {"mask": torch.ones(8, 8).bool()},
-            "ValueError: pyattn: mask is not implemented",
+            "NotImplementedError: pyattn: packed sequences take no mask, got one of shape",
         ),
         (
             "attention_varlen",
@@ -160,3 +160,15 @@ def test_refusals(name: str, places: list[int | None], options: dict[str, Any], 
     errors = set(pool().run(8, tensors.refusal, name, places, options))
     assert len(errors) == 1
     assert re.match(message, errors.pop())
+
+
+@pytest.mark.parametrize("places", [[2], [None], [2, None], [0, 2]], ids=str)
+def test_one_rank(places: list[int | None]) -> None:
+    """Whatever one rank alone gives, every rank raises, and the next call is right."""
+    for outcomes in zip(*pool().run(8 if len(places) > 1 else 2, tensors.of_one_rank, places), strict=True):
+        for label, error, fault in outcomes:
+            assert re.match(r"(TypeError|ValueError|NotImplementedError): pyattn: .*\b(got|has)\b .+", error), (
+                label,
+                error,
+            )
+            assert not fault, (label, fault)
