@@ -28,8 +28,10 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
         lse_a, lse_b: (B, Hq, Sq), or (Hq, total), float32; float64 for float64 outs.
 
     Returns:
-        ``(out, lse)``, shaped like the arguments. If a query sees no key in one part (lse -inf), its row is that of the
-        other part; if it sees none in either, out is 0, lse -inf and every gradient 0. NaN propagates.
+        ``(out, lse)``, shaped like the arguments. If a part has lse -inf for a query, it has weight 0: whatever its out
+        holds, the query's row is that of the other part. If the query sees no key in either, out is 0, lse -inf and
+        every gradient 0; if it sees keys, all with scores of -inf, out is NaN, as in one call. NaN propagates, and so
+        does an lse of inf, as NaN, unless the query sees no key in the other part.
 
     Raises:
         ValueError: the wrong number of dimensions, shapes that differ (nothing broadcasts), several devices.
@@ -50,22 +52,47 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     True
     """
     _check(out_a, lse_a, out_b, lse_b)
-    empty_a, empty_b = lse_a == -math.inf, lse_b == -math.inf
-    # An infinite difference would make gradients NaN. If a part is empty, nothing depends on the difference.
-    difference = (lse_a - lse_b).masked_fill(empty_a | empty_b, 0.0)
-    weight_a, weight_b = (
-        torch.where(theirs, 1.0, torch.sigmoid(d)).masked_fill(own, 0.0)
-        for own, theirs, d in ((empty_a, empty_b, difference), (empty_b, empty_a, -difference))
-    )
+    only_a, only_b = alone(out_a, lse_a, out_b, lse_b)
+    neither = (lse_a == -math.inf) & (lse_b == -math.inf)
+    # An infinite difference would make gradients NaN. In these rows, nothing depends on it.
+    difference = (lse_a - lse_b).masked_fill((lse_a == math.inf) | (lse_b == math.inf), math.nan)
+    difference = difference.masked_fill(only_a | only_b | neither, 0.0)
     both = torch.maximum(lse_a, lse_b) + torch.log1p(torch.exp(-difference.abs()))
-    lse = torch.where(empty_b, lse_a, torch.where(empty_a, lse_b, both)).masked_fill(empty_a & empty_b, -math.inf)
-    out = _by_row(weight_a, out_a) * out_a + _by_row(weight_b, out_b) * out_b
-    return out.to(out_a.dtype), lse
+    lse = torch.where(only_a, lse_a, torch.where(only_b, lse_b, torch.where(neither, lse_a + lse_b, both)))
+    lse = lse.masked_fill(only_a & only_b, -math.inf)
+    parts = (only_a, only_b, difference, out_a), (only_b, only_a, -difference, out_b)
+    first, second = (
+        _by_row(torch.where(own | neither, 1.0, torch.sigmoid(d))) * out.masked_fill(_by_row(other), 0.0)
+        for own, other, d, out in parts
+    )
+    return (first + second).to(out_a.dtype), lse
 
 
-def _by_row(weight: Tensor, out: Tensor) -> Tensor:
-    """``weight``, shaped like lse, as a column for ``out``: packed sequences have heads first in lse, not in out."""
-    return (weight if out.dim() == 4 else weight.mT).unsqueeze(-1)
+def alone(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows that one part decides, because the other has weight 0: ``(only a, only b)``, bool, shaped like lse.
+
+    Weight 0 selects: out may be NaN there, and 0 times NaN is NaN. A row with lse -inf has out 0 if it sees no key of
+    the part, which then changes nothing; if it sees keys, all with scores of -inf, out is NaN, and this is the merged
+    result unless the other part has a finite lse. Both are true if a row sees no key in either part.
+
+    Args:
+        out_a, out_b: as for :func:`merge`.
+        lse_a, lse_b: each row's lse, or its largest score.
+    """
+    none_a, none_b = lse_a == -math.inf, lse_b == -math.inf
+    hidden_a, hidden_b = (none & ~_is_nan(out) for none, out in ((none_a, out_a), (none_b, out_b)))
+    return hidden_b | (none_b & lse_a.isfinite()), hidden_a | (none_a & lse_b.isfinite())
+
+
+def _is_nan(out: Tensor) -> Tensor:
+    """Whether each row of out begins with NaN, shaped like lse."""
+    rows = out[..., :1].isnan().any(-1)
+    return rows if out.dim() == 4 else rows.mT
+
+
+def _by_row(numbers: Tensor) -> Tensor:
+    """``numbers``, shaped like lse, as a column for out: packed sequences have heads first in lse, not in out."""
+    return (numbers if numbers.dim() == 3 else numbers.mT).unsqueeze(-1)
 
 
 def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:

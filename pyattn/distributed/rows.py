@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyattn.key_sets import alone
 from pyattn.max_score import largest_scores
 
 Column = Callable[[Tensor], Tensor]
@@ -41,12 +42,18 @@ class Rows(NamedTuple):
 
     def merge(self, other: "Rows", column: Column) -> None:
         """Makes these results, which are wide, those over both sets of keys."""
+        only_mine, only_theirs = alone(self.out, self.row_max, other.out, other.row_max)
         row_max = torch.maximum(self.row_max, other.row_max)
         base = row_max.masked_fill(row_max == -math.inf, 0.0)
         sums = [rows.row_sum * torch.exp(rows.row_max - base) for rows in (self, other)]
-        total = sums[0] + sums[1]
-        mine, theirs = (column((part / total).masked_fill(total == 0, 0.0)) for part in sums)
-        self.out.mul_(mine).addcmul_(theirs, other.out.to(self.out.dtype))
+        total = torch.where(only_theirs, other.row_sum, torch.where(only_mine, self.row_sum, sums[0] + sums[1]))
+        mine, theirs = (
+            torch.where(own, 1.0, part / total) for own, part in ((only_mine, sums[0]), (only_theirs, sums[1]))
+        )
+        added = other.out.to(self.out.dtype).masked_fill(column(only_mine), 0.0)
+        self.out.masked_fill_(column(only_theirs), 0.0)
+        self.out.mul_(column(mine.masked_fill(only_theirs, 0.0)))
+        self.out.addcmul_(column(theirs.masked_fill(only_mine, 0.0)), added)
         self.row_max.copy_(row_max)
         self.row_sum.copy_(total)
 
@@ -60,4 +67,4 @@ class Rows(NamedTuple):
         scores = sinks.to(self.row_max.dtype)[:, None].repeat(*self.row_max.shape[:-2], 1, self.row_max.shape[-1])
         if count is not None:
             scores[..., count:] = -math.inf
-        self.merge(Rows(self.out.new_zeros(()), scores, torch.ones_like(scores)), column)
+        self.merge(Rows(self.out.new_zeros(1).expand_as(self.out), scores, torch.ones_like(scores)), column)
