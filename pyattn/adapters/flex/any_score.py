@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from pyattn import attention
-from pyattn.adapters.flex.evaluation import Trace, uncompiled
+from pyattn.adapters.flex.evaluation import uncompiled
 from pyattn.adapters.flex.masking import mask_of_conditions, masking_of
 from pyattn.adapters.flex.meaning import Mask, Score, ScoreMod, intersection, ranges_for
 from pyattn.adapters.flex.native import native
 from pyattn.adapters.flex.row_blocks import Call, blocks
 from pyattn.adapters.flex.terms import score_of_terms
+from pyattn.adapters.flex.trace import Trace
 from pyattn.autocast import cast, without
 from pyattn.derivatives.second_order import Last, save, saved
 from pyattn.derivatives.transforms import transforming
@@ -49,41 +50,45 @@ def meaning_of(
     q: (B, Hq, Sq, D), k: (B, Hkv, Sk, D). ``remembers`` is the object that remembers the mask in the score_mod.
     """
     trace = Trace("score_mod", score_mod, q.device, _wide(q).dtype)
-    result, read = trace.result, trace.captured
-    masking = masking_of(result)
-    if masking.conditions:
-        most = MOST_RANGES + 1 - mask.intervals
-        hidden = mask_of_conditions(masking, remembers, (*q.shape[:3], k.shape[2]), _wide(q).dtype, most)
-        mask, result, read = intersection([mask, hidden]), masking.rest, masking.captured
-        score_mod = masking.score_mod
-    score = score_of_terms(result, q, k.shape[2])
-    if score is not None:
-        return score, mask
+    read = trace.captured
+    if trace.result is not None:
+        masking = masking_of(trace.result)
+        if masking.conditions:
+            most = MOST_RANGES + 1 - mask.intervals
+            hidden = mask_of_conditions(masking, remembers, (*q.shape[:3], k.shape[2]), _wide(q).dtype, most)
+            mask = intersection([mask, hidden])
+        score = score_of_terms(masking.rest, q, k.shape[2])
+        if score is not None:
+            return score, mask
+        score_mod, read = masking.score_mod, masking.captured
     captured = [x for x in read if x.requires_grad] if torch.is_grad_enabled() else []
-    ranges = ranges_for(q, mask, k.shape[2])
-    return Call(score_mod, captured, ranges, mask.holes, Options(softmax_scale=scale).scale_for(q.shape[3]))
+    traces = [trace, *(x.trace for x in mask.holes if x.trace is not None)]
+    ranges, factor = ranges_for(q, mask, k.shape[2]), Options(softmax_scale=scale).scale_for(q.shape[3])
+    return Call(score_mod, captured, ranges, mask.holes, factor, traces)
 
 
 def attend_in_blocks(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse."""
-    out, lse = _apply(_Attention, call, q, k, v, *call.captured)
+    out, lse = _apply(_Attention, call, q, k, v, *call.read())
     return out, lse
 
 
 def gradients_in_blocks(
-    call: Call, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *captured: Tensor
+    call: Call, dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *read: Tensor
 ) -> tuple[Tensor, ...]:
-    """dq, dk, dv and the gradients of ``captured``, tensors in place of the call's."""
+    """dq, dk, dv and the gradients of the first of ``read``, tensors in place of ``call.read()``."""
+    call.check()
     dout = q.new_zeros(*q.shape[:3], v.shape[3]) if dout is None else dout
     dlse = _wide(q).new_zeros(q.shape[:3]) if dlse is None else dlse
-    return _apply(_Gradients, call, dout, dlse, q, k, v, *captured)
+    return _apply(_Gradients, call, dout, dlse, q, k, v, *read)
 
 
 class _Attention(torch.autograd.Function):
-    """``apply(call, q, k, v, *captured)``: out and lse."""
+    """``apply(call, q, k, v, *call.read())``: out and lse."""
 
     @staticmethod
-    def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, *captured: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, *read: Tensor) -> tuple[Tensor, Tensor]:
+        captured = read[: len(call.captured)]
         wide = _wide(q), _wide(k), _wide(v)
         out = torch.zeros_like(q) if q.shape[3] == v.shape[3] else q.new_zeros(*q.shape[:3], v.shape[3])
         lse = torch.full(q.shape[:3], -torch.inf, dtype=wide[0].dtype, device=q.device)
@@ -98,16 +103,17 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        call, q, k, v, *captured = saved(ctx)
-        return None, *gradients_in_blocks(call, dout, dlse, q, k, v, *captured)
+        call, *inputs = saved(ctx)
+        found = gradients_in_blocks(call, dout, dlse, *inputs)
+        return None, *found, *(None,) * (len(inputs) - len(found))
 
 
 class _Gradients(torch.autograd.Function):
-    """``apply(call, dout, dlse, q, k, v, *captured)``: dq, dk, dv and the gradients of ``captured``."""
+    """``apply(call, dout, dlse, q, k, v, *call.read())``: dq, dk, dv and the gradients of ``call.captured``."""
 
     @staticmethod
     def forward(call: Call, *inputs: Tensor) -> tuple[Tensor, ...]:
-        dout, dlse, q, k, v, *captured = (x.detach() for x in inputs)
+        dout, dlse, q, k, v, *captured = (x.detach() for x in inputs[: 5 + len(call.captured)])
         leaves = [x.requires_grad_() for x in captured]
         sums = [torch.zeros_like(_wide(x)) for x in (q, k, v, *captured)]
         wide = [_wide(x) for x in (dout, dlse, q, k, v)]
@@ -123,7 +129,10 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         call, *inputs = saved(ctx)
-        return None, *_apply(_SecondGradients, call, len(inputs), *inputs, *gradients)
+        call.check()
+        count = 5 + len(call.captured)
+        found = _apply(_SecondGradients, call, count, *inputs[:count], *gradients)
+        return None, *found, *(None,) * (len(inputs) - count)
 
 
 class _SecondGradients(Last):

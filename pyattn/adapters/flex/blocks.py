@@ -1,5 +1,6 @@
 """torch's BlockMask, and the mask of one: intervals of keys are counted by their ends, without evaluating pairs."""
 
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -8,8 +9,11 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from pyattn.adapters.flex.compiled_masks import mask_in_graph, number, register
 from pyattn.adapters.flex.evaluated import Evaluation, evaluate
+from pyattn.adapters.flex.evaluation import Lookups
 from pyattn.adapters.flex.holes import Holes
 from pyattn.adapters.flex.meaning import Mask, MaskMod, key_ranges_of, mask_of
+from pyattn.adapters.flex.trace import have_same_bits
+from pyattn.arguments import has_values
 from pyattn.key_ranges import by_interval
 
 EVALUATED: WeakKeyDictionary[BlockMask, Evaluation] = WeakKeyDictionary()
@@ -42,17 +46,18 @@ def blocks_of(
     block_mask = BlockMask.from_kv_blocks(
         part[0], part[1], full[0], full[1], block_size, mask_mod, seq_lengths=(seqlen_q, seqlen_k)
     )
-    _remember(block_mask)
+    _remember(block_mask, mask)
     if evaluation is not None:
         EVALUATED[block_mask] = evaluation
         number(block_mask, evaluation)
     return block_mask
 
 
-def mask_in(block_mask: BlockMask, batch: int, heads: int) -> Mask:
+def mask_in(block_mask: BlockMask, batch: int, heads: int, values: Sequence[tuple[Tensor, Tensor]] = ()) -> Mask:
     """The meaning of its mask_mod for so many sequences and query heads; without a mask_mod, of its blocks.
 
-    A mask_mod without a native meaning is evaluated only if it computes something else than at the last evaluation.
+    A mask_mod without a native meaning is evaluated only if it computes something else than at the last evaluation, of
+    the second of each pair of ``values`` in place of the first.
 
     Raises:
         ValueError: blocks that don't cover the mask; in compiled code, RuntimeError when the code runs.
@@ -65,6 +70,7 @@ def mask_in(block_mask: BlockMask, batch: int, heads: int) -> Mask:
     if compiled is not None:
         return compiled
     mask_mod = _blocks_alone(block_mask) if block_mask.mask_mod is noop_mask else block_mask.mask_mod
+    mask_mod = _reading(mask_mod, values) if values else mask_mod
     sizes, before = (batch, heads, *block_mask.seq_lengths), EVALUATED.get(block_mask)
     now = evaluate(mask_mod, sizes, block_mask.kv_indices.device, before)
     if now is not before:
@@ -77,19 +83,32 @@ def mask_in(block_mask: BlockMask, batch: int, heads: int) -> Mask:
 _library = register(mask_in)
 
 
+def _reading(mask_mod: MaskMod, values: Sequence[tuple[Tensor, Tensor]]) -> MaskMod:
+    captured, read = zip(*values, strict=True)
+
+    def replaced(*places: Tensor) -> Tensor:
+        with Lookups(captured, read):
+            return mask_mod(*places)
+
+    return replaced
+
+
 def check_complete(block_mask: BlockMask, mask: Mask) -> None:
     """ValueError unless the blocks cover the mask; in compiled code, RuntimeError when the code runs.
 
-    The BlockMask remembers the result as long as it keeps this mask_mod.
+    The BlockMask remembers the result as long as it keeps this mask_mod, and tensors of that their values.
     """
-    if getattr(block_mask, "complete_for", None) is block_mask.mask_mod:
+    is_same = getattr(block_mask, "complete_for", None) is block_mask.mask_mod
+    if is_same and not mask.reads:
         return
     if torch.compiler.is_compiling():
         torch._assert_async(is_complete(block_mask, mask), RULE)
         return
+    if is_same and all(map(_is_as_before, block_mask.complete_at, mask.reads)):  # type: ignore[attr-defined]
+        return
     if not is_complete(block_mask, mask):
         raise ValueError(f"{RULE}, got others for lengths {tuple(block_mask.seq_lengths)}")
-    _remember(block_mask)
+    _remember(block_mask, mask)
 
 
 def _blocks_alone(block_mask: BlockMask) -> MaskMod:
@@ -101,10 +120,6 @@ def _blocks_alone(block_mask: BlockMask) -> MaskMod:
         listed |= _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, like)
     if listed.all():
         return noop_mask
-    before = getattr(block_mask, "listed", None)
-    if before is not None and torch.equal(before, listed):
-        listed = before  # the tensor of the last evaluation, which then holds
-    block_mask.listed = listed  # type: ignore[attr-defined]
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         first = [place if size > 1 else 0 for place, size in zip((b, h), listed.shape[:2], strict=True)]
@@ -126,8 +141,13 @@ def is_complete(block_mask: BlockMask, mask: Mask) -> Tensor:
     return ((listed | full) >= some).all() & (full <= whole).all()
 
 
-def _remember(block_mask: BlockMask) -> None:
+def _remember(block_mask: BlockMask, mask: Mask) -> None:
     block_mask.complete_for = block_mask.mask_mod  # type: ignore[attr-defined]
+    block_mask.complete_at = [x.clone() for x in mask.reads]  # type: ignore[attr-defined]
+
+
+def _is_as_before(before: Tensor, now: Tensor) -> bool:
+    return not has_values(now) or have_same_bits(before, now)
 
 
 def _seen(

@@ -14,6 +14,7 @@ from pyattn.adapters.flex.evaluated import Evaluation
 from pyattn.adapters.flex.evaluation import as_outermost
 from pyattn.adapters.flex.holes import Holes
 from pyattn.adapters.flex.meaning import Mask, MaskMod, key_ranges_of
+from pyattn.arguments import has_values
 from pyattn.key_ranges import by_interval
 
 NUMBERED: WeakValueDictionary[int, BlockMask] = WeakValueDictionary()
@@ -27,7 +28,8 @@ class Numbered(NamedTuple):
 
     Attributes:
         mask_mod: the BlockMask's, when it was made.
-        captured: the tensors that it reads. They are inputs of the operator, so a change within the graph shows.
+        captured: the tensors that it reads. They are inputs of the operator, which reads what the graph computes for
+            them: functionalization writes changes within the graph to other tensors.
         of_sequences, of_heads: whether these differ.
         intervals: how many a query has at most: the operator returns key_ranges; 0: bits (B or 1, Hq or 1, Sq, Sk), and
             key_ranges from the first to the last key that some head sees.
@@ -47,10 +49,11 @@ class Numbered(NamedTuple):
 def number(block_mask: BlockMask, evaluation: Evaluation) -> None:
     """Lets compiled graphs call the BlockMask's mask_mod."""
     trace, mask, own = evaluation.trace, evaluation.mask, next(_numbers)
+    captured = [x for x in trace.captured if has_values(x)]
     reads = 0 in trace.reads, 1 in trace.reads
     NUMBERED[own] = block_mask
     intervals = 0 if mask.holes else mask.intervals
-    block_mask.numbered = Numbered(own, block_mask.mask_mod, trace.captured, *reads, intervals)  # type: ignore[attr-defined]
+    block_mask.numbered = Numbered(own, block_mask.mask_mod, captured, *reads, intervals)  # type: ignore[attr-defined]
 
 
 def mask_in_graph(block_mask: BlockMask, batch: int, heads: int) -> Mask | None:
@@ -74,7 +77,7 @@ def mask_in_graph(block_mask: BlockMask, batch: int, heads: int) -> Mask | None:
     return Mask(ranges=(lambda *_: ranges,), holes=(holes,))
 
 
-def register(mask_in: Callable[[BlockMask, int, int], Mask]) -> torch.library.Library:
+def register(mask_in: Callable[[BlockMask, int, int, Sequence[tuple[Tensor, Tensor]]], Mask]) -> torch.library.Library:
     """Defines the operator, which calls ``mask_in`` when the graph runs."""
 
     def shown(
@@ -86,13 +89,10 @@ def register(mask_in: Callable[[BlockMask, int, int], Mask]) -> torch.library.Li
         numbered: Numbered = block_mask.numbered  # type: ignore[attr-defined]
         if numbered.mask_mod is not block_mask.mask_mod:
             raise RuntimeError(f"pyattn: block_mask must keep its mask_mod in compiled code, got {block_mask.mask_mod}")
-        for x, other in zip(captured, numbered.captured, strict=True):
-            if x.data_ptr() != other.data_ptr():
-                rule = "pyattn: tensors of a mask_mod must not change inside a compiled function"
-                raise RuntimeError(f"{rule}, got one of shape {tuple(x.shape)}")
 
         def computed() -> tuple[Tensor, Tensor]:
-            mask, (seqlen_q, seqlen_k) = mask_in(block_mask, batch, heads), sizes[2:]
+            values = list(zip(numbered.captured, captured, strict=True))
+            mask, (seqlen_q, seqlen_k) = mask_in(block_mask, batch, heads, values), sizes[2:]
             if mask.holes and not intervals:
                 (holes,) = mask.holes  # a mask_mod is evaluated as a whole
                 bits, hulls = holes.bits(), holes.hulls()

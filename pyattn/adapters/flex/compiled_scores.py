@@ -73,7 +73,7 @@ class Inputs(NamedTuple):
         program = PROGRAMS.get(self.program)
         if program is None:
             raise RuntimeError(f"pyattn: a score_mod must be compiled in the process that runs it, got {self.program}")
-        score_mod = program.score_mod(program.as_before(self.captured), self.numbers)
+        score_mod = program.score_mod(self.captured, self.numbers)
         return meaning_of(score_mod, self.q, self.k, self.mask(), self.scale, program)
 
     def options(self, score: Score, mask: Mask) -> tuple[Any, ...]:
@@ -155,9 +155,9 @@ def _scored_backward(
         found: Sequence[Tensor | None]
         if isinstance(meaning, Call):
             with torch.no_grad():
-                of_call = gradients_in_blocks(meaning, dout, dlse, q, k, v, *meaning.captured)
-            by_leaf = dict(zip(map(id, (q, k, v, *meaning.captured)), of_call, strict=True))
-            found = [by_leaf.get(id(x)) for x in leaves]
+                dq, dk, dv, *moved = gradients_in_blocks(meaning, dout, dlse, q, k, v, *meaning.read())
+            of_captured = torch.autograd.grad(meaning.captured, leaves[3:], moved, allow_unused=True) if moved else ()
+            found = [dq, dk, dv, *of_captured]
         else:
             lse = row_max.new_empty(out.shape[:3])  # no derivative reads its values
             known = out.detach(), lse, row_max.detach(), row_sum.detach()

@@ -1,13 +1,16 @@
 """The native meaning of a mask_mod that any function may be: up to 4 intervals a row, or a mask with holes."""
 
+from collections.abc import Set
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from pyattn.adapters.flex.evaluation import Trace, uncompiled
-from pyattn.adapters.flex.graph import form_of
+from pyattn.adapters.flex.evaluation import Lookups, uncompiled
+from pyattn.adapters.flex.graph import form_of, value_of
 from pyattn.adapters.flex.holes import Holes
 from pyattn.adapters.flex.meaning import Mask, MaskMod
+from pyattn.adapters.flex.trace import Trace
 from pyattn.key_ranges import by_interval
 
 
@@ -37,10 +40,23 @@ def evaluate(
     sizes = batch, heads, *sizes[2:]
     if before is not None and before.sizes == sizes and trace.repeats(before.trace):
         return before
-    reads = {"q_idx", "kv_idx"} if trace.result is None else form_of(trace.result).depends_on() - {"b", "h"}
-    holes = Holes(mask_mod, sizes, device, reads)
+    reads: Set[str] = {"q_idx", "kv_idx"}
+    if trace.result is not None:
+        reads, mask_mod = form_of(trace.result).depends_on() - {"b", "h"}, _of_expression(trace.result)
+    holes = Holes(mask_mod, sizes, device, reads, trace=trace)
     ranges = holes.ranges()
     if ranges is None:
         return Evaluation(Mask(holes=(holes,)), sizes, trace)
     mask = Mask(ranges=(lambda *_: ranges,), intervals=by_interval(ranges).shape[2])
     return Evaluation(mask, sizes, trace)
+
+
+def _of_expression(result: object) -> MaskMod:
+    """The mask_mod of this result, which reads what the recorded one read."""
+
+    def mask_mod(*places: Tensor) -> Tensor:
+        with Lookups():
+            found: Tensor = value_of(result, (None, *places), {})
+        return found
+
+    return mask_mod

@@ -1,4 +1,4 @@
-"""Runs mask_mods and score_mods that users write: over blocks of pairs, and once to record what they compute."""
+"""Runs mask_mods and score_mods that users write, over blocks of pairs."""
 
 import functools
 import sys
@@ -9,9 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
-
-from pyattn.adapters.flex.graph import ARGUMENTS, READS_NO_VALUES, Argument, Node, flattened, unflattened
+from torch.utils._pytree import tree_map_only
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -152,109 +150,3 @@ def over_distances(mod: Callable[..., Tensor], batch: Tensor, heads: Tensor, len
     if len(queries) == 1:
         return found
     return torch.cat([over_pairs(mod, [batch, heads, queries[1:].flip(0), zero]).flatten(2), found], 2)
-
-
-class Trace(Lookups):
-    """One run of a mod for a single pair: which functions of torch it calls, with which constants and tensors.
-
-    A mod can't branch on the values of its arguments, so the calls decide its meaning.
-
-    Args:
-        what: the mod's name in errors.
-        mod: a mask_mod, or a score_mod with ``dtype``.
-        dtype: the scores'.
-
-    Attributes:
-        captured: the tensors that the mod reads from outside its arguments.
-        reads: the arguments on which the result depends, by number.
-        dtype: the result's.
-        result: the mod's result as an expression; None if a function that it calls gives several tensors, changes one,
-            perhaps through a view, or computes one unseen, as in TorchScript: there ``reads`` has all arguments.
-
-    Raises:
-        TypeError: a mod that returns no tensor.
-        ValueError: a mod that returns a tensor with dimensions.
-    """
-
-    captured: list[Tensor]
-    reads: frozenset[int]
-    dtype: torch.dtype
-    result: Any
-
-    def __init__(
-        self, what: str, mod: Callable[..., Tensor], device: torch.device, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__()
-        self._calls: list[tuple[Any, ...]] = []
-        self._made: dict[int, tuple[Tensor, tuple[Any, ...], frozenset[int]]] = {}
-        self._objects: list[object] = []
-        self._nodes: dict[int, Any] = {}
-        self._is_expression = True
-        self.captured = []
-        indices = [torch.zeros(1, dtype=torch.int64, device=device)] * 4
-
-        def single(*inputs: Tensor) -> Tensor:
-            for number, x in enumerate(inputs):
-                self._made[id(x)] = x, ("argument", number), frozenset({number})
-                self._nodes[id(x)] = Argument(number + len(ARGUMENTS) - len(inputs))
-            with self:
-                result: object = mod(*inputs)
-            if not isinstance(result, Tensor):
-                raise TypeError(f"pyattn: {what} must return a tensor, got {result!r}")
-            if result.dim():
-                raise ValueError(f"pyattn: {what} must return one value for a pair, got shape {tuple(result.shape)}")
-            self._calls.append(("return", self._name(result)))
-            unseen = any(torch._C._functorch.is_batchedtensor(x) for x in self.captured)
-            self._is_expression &= not unseen
-            self.dtype, self.reads = result.dtype, frozenset(range(len(inputs))) if unseen else self._reads(result)
-            self.result = self._nodes.get(id(result), result) if self._is_expression else None
-            return result
-
-        with torch.no_grad():  # so only captured tensors can require a gradient
-            torch.vmap(single)(*(() if dtype is None else [torch.zeros(1, dtype=dtype, device=device)]), *indices)
-        self._made.clear()
-        self._nodes.clear()
-        self._versions = [_version(x) for x in self.captured]
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        inputs, structure = flattened(args, kwargs or {})
-        names = [self._name(x) for x in inputs]
-        given, named = unflattened([self._nodes.get(id(x), x) for x in inputs], structure)
-        result = super().__torch_function__(func, types, args, kwargs)
-        known = frozenset().union(*[self._reads(x) for x in inputs][func in READS_NO_VALUES :])
-        written = args[0] if func is Tensor.__setitem__ else result
-        leaves = [written] if isinstance(written, Tensor) else tree_leaves(written)
-        for place, x in enumerate(leaves):
-            if isinstance(x, Tensor):
-                self._made[id(x)] = x, ("result", len(self._calls), place), known
-        if isinstance(written, Tensor):
-            self._nodes[id(written)] = node = Node(func, given, named, written.dtype)
-            self._is_expression &= node.pure
-        elif any(isinstance(x, Tensor) for x in leaves):
-            self._is_expression = False
-        self._calls.append((func, structure, names))
-        return result
-
-    def repeats(self, other: "Trace") -> bool:
-        """Whether both runs computed the same function, of the same tensors, which have not changed in between."""
-        same = [id(x) for x in self.captured] == [id(x) for x in other.captured]
-        return same and self._versions == other._versions and self._calls == other._calls
-
-    def _name(self, x: object) -> tuple[Any, ...]:
-        if not isinstance(x, Tensor):
-            plain = isinstance(x, int | float | complex | str | slice | torch.dtype | torch.device | type(None))
-            self._objects += () if plain else (x,)  # alive, so their ids stay theirs
-            return type(x), repr(x) if plain else id(x)
-        if id(x) not in self._made:
-            self._made[id(x)] = x, ("captured", len(self.captured)), frozenset()
-            self.captured.append(x)
-        return self._made[id(x)][1]
-
-    def _reads(self, x: object) -> frozenset[int]:
-        return self._made[id(x)][2] if id(x) in self._made else frozenset()
-
-
-def _version(x: Tensor) -> object:
-    return object() if x.is_inference() else x._version  # inference tensors count no versions: never equal

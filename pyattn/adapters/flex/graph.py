@@ -161,14 +161,19 @@ def tensors_in(x: object) -> list[Tensor]:
 
 def value_of(x: Any, inputs: tuple[Any, ...], known: dict[int, Any]) -> Any:
     """The value of an expression for these values of ARGUMENTS; ``known`` has those of nodes, by id."""
-    if isinstance(x, Argument):
-        return inputs[x.number]
-    if not isinstance(x, Node):
-        return x
-    if id(x) not in known:
-        given, named = tree_map(lambda y: value_of(y, inputs, known), (x.arguments, x.named), is_leaf=_is_leaf)
-        known[id(x)] = x.function(*given, **named)
-    return known[id(x)]
+
+    def value(y: Any) -> Any:
+        return inputs[y.number] if isinstance(y, Argument) else known[id(y)] if isinstance(y, Node) else y
+
+    waiting = [x] if isinstance(x, Node) else []
+    while waiting:  # no recursion, which long score_mods would exceed
+        node = waiting[-1]
+        missing = [y for y in leaves(node) if isinstance(y, Node) and id(y) not in known]
+        if not missing and id(waiting.pop()) not in known:
+            given, named = tree_map(value, (node.arguments, node.named), is_leaf=_is_leaf)
+            known[id(node)] = node.function(*given, **named)
+        waiting += missing
+    return value(x)
 
 
 def _is_leaf(x: object) -> bool:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pyattn.adapters.flex.evaluation import over_distances, over_pairs, uncompiled
+from pyattn.adapters.flex.trace import Trace
 from pyattn.key_ranges import MOST_RANGES, bare
 from pyattn.range_sets import from_blocks, from_bool, from_first_to_last
 
@@ -21,6 +22,7 @@ class Holes:
         sizes: (B, Hq, Sq, Sk); B and Hq are 1 if the mask_mod doesn't depend on them.
         reads: which of "q_idx", "kv_idx" and their "distance" it depends on.
         bits: the whole mask, if it is known.
+        trace: a run of the mask_mod.
     """
 
     mask_mod: Callable[..., Tensor]
@@ -34,10 +36,16 @@ class Holes:
         device: torch.device,
         reads: Set[str],
         bits: Tensor | None = None,
+        trace: Trace | None = None,
     ) -> None:
         self.mask_mod, self.sizes, self.device, self._reads = mask_mod, sizes, device, reads
-        self._bits = bits
+        self._bits, self._trace = bits, trace
         self._hulls: Tensor | None = None
+
+    @property
+    def trace(self) -> Trace | None:
+        """The run of the mask_mod, None once the whole mask is known: then nothing reads the mask_mod's tensors."""
+        return self._trace if self._bits is None else None
 
     def seen(self, batch: slice, heads: slice, rows: slice) -> Tensor:
         """bool, the mask for these sequences, heads and query rows; 1 sequence or head if they don't differ."""

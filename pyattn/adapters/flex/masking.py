@@ -83,7 +83,7 @@ def mask_of_conditions(
     if is_key:
         EVALUATED[score_mod] = now
     if now.mask.intervals > most:
-        return Mask(holes=(Holes(mask_mod, now.sizes, torch.device("cpu"), {"q_idx", "kv_idx"}),))
+        return Mask(holes=(Holes(mask_mod, now.sizes, torch.device("cpu"), {"q_idx", "kv_idx"}, trace=now.trace),))
     return now.mask
 
 

@@ -24,6 +24,7 @@ from pyattn.adapters.flex.meaning import (
     makes_mods,
     mask_of,
     of_sequence,
+    tensors_of,
 )
 from pyattn.arguments import check_size, check_window, has_values
 from pyattn.key_ranges import MOST_RANGES
@@ -40,7 +41,8 @@ def causal(offset: int | Tensor = 0) -> MaskMod:
                      1 1 0 0                   1 1 1 1
 
     Args:
-        offset: key position of query 0, an int, or an int32 or int64 tensor of shape () or (B,), read at each call.
+        offset: key position of query 0, an int, or an int32 or int64 tensor of shape () or (B,). Each call reads it,
+            and refuses a block_mask whose blocks leave out what it now shows.
 
     Raises:
         ValueError: an int past 64 bits, a tensor of another shape.
@@ -129,7 +131,7 @@ def prefix_lm(prefix: int | Tensor) -> MaskMod:
                      1 1 1 1
 
     Args:
-        prefix: its length, an int, or an int32 or int64 tensor of shape () or (B,), read at each call.
+        prefix: its length, an int, or an int32 or int64 tensor of shape () or (B,), read as in :func:`causal`.
 
     Raises:
         ValueError: an int below 0, a tensor of another shape.
@@ -147,7 +149,7 @@ def prefix_lm(prefix: int | Tensor) -> MaskMod:
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (kv_idx < of_sequence(prefix, b)) | (q_idx >= kv_idx)
 
-    return known("prefix_lm", mask_mod, Mask(ranges=(ranges,)))
+    return known("prefix_lm", mask_mod, Mask(ranges=(ranges,), reads=tensors_of(prefix)))
 
 
 @makes_mods
@@ -175,7 +177,7 @@ def _union(masks: list[Mask]) -> Mask | None:
         # At one offset all windows contain the query's own position, so their union is a window.
         sides = zip(*(mask.window for mask in windows), strict=True)
         left, right = (-1 if -1 in side else max(side) for side in sides)
-        windows = [Mask((left, right), windows[0].offset)]
+        windows = [windows[0]._replace(window=(left, right))]
     parts = [*windows, *(mask for mask in masks if mask.ranges)]
     if len(parts) == 1:
         return parts[0]
@@ -184,7 +186,8 @@ def _union(masks: list[Mask]) -> Mask | None:
     def ranges(seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
         return union(*(key_ranges_of(part, seqlen_q, seqlen_k, device) for part in parts))
 
-    return Mask(ranges=(ranges,), intervals=count) if count <= MOST_RANGES else None
+    reads = tuple(x for part in parts for x in part.reads)
+    return Mask(ranges=(ranges,), intervals=count, reads=reads) if count <= MOST_RANGES else None
 
 
 def _joined(
@@ -214,7 +217,7 @@ def _band(name: str, window: tuple[int, int], offset: int | Tensor) -> MaskMod:
             seen = seen & (distance >= _saturated(at - left))
         return seen & (distance <= _saturated(at + right)) if right >= 0 else seen
 
-    return known(name, mask_mod, Mask(window, offset))
+    return known(name, mask_mod, Mask(window, offset, reads=tensors_of(offset)))
 
 
 def _saturated(bound: int | Tensor) -> int | Tensor:

@@ -39,6 +39,7 @@ class Mask(NamedTuple):
         ranges: further intervals of keys.
         holes: masks whose rows are more intervals.
         intervals: how many intervals a query has at most, apart from holes.
+        reads: the tensors of window and ranges, which each call reads again.
     """
 
     window: tuple[int, int] = UNBOUNDED
@@ -46,6 +47,7 @@ class Mask(NamedTuple):
     ranges: tuple[Ranges, ...] = ()
     holes: tuple[Holes, ...] = ()
     intervals: int = 1
+    reads: tuple[Tensor, ...] = ()
 
 
 class Score(NamedTuple):
@@ -129,7 +131,7 @@ def is_same(offset: int | Tensor, other: int | Tensor) -> bool:
 
 def intersection(masks: Sequence[Mask]) -> Mask:
     """The keys that all of these masks show; each end of one's interval may begin another of both."""
-    window, offset, ranges, holes, _ = Mask()
+    window, offset, ranges, holes, *_ = Mask()
     for mask in masks:
         if window == UNBOUNDED:
             window, offset = mask.window, mask.offset
@@ -139,7 +141,8 @@ def intersection(masks: Sequence[Mask]) -> Mask:
         elif mask.window != UNBOUNDED:
             ranges += (ranges_of_band(mask.window, mask.offset),)
         ranges, holes = ranges + mask.ranges, holes + mask.holes
-    return Mask(window, offset, ranges, holes, 1 + sum(mask.intervals - 1 for mask in masks))
+    reads = tuple(x for mask in masks for x in mask.reads)
+    return Mask(window, offset, ranges, holes, 1 + sum(mask.intervals - 1 for mask in masks), reads)
 
 
 def options_of(mask: Mask, offset: int | Tensor | None, query: Tensor, seqlen_k: int) -> dict[str, Any]:
@@ -149,13 +152,14 @@ def options_of(mask: Mask, offset: int | Tensor | None, query: Tensor, seqlen_k:
     so a window at another offset becomes key_ranges.
     """
     batch, _, seqlen_q, _ = query.shape
-    window, own, ranges, holes, _ = mask
+    window, own, ranges, holes, *_ = mask
     if offset is None or is_same(offset, own):
         offset = own
     elif window != UNBOUNDED:
         window, ranges = UNBOUNDED, (*ranges, ranges_of_band(window, own))
     if isinstance(offset, Tensor):
-        q_offset: int | Tensor | None = offset.to(torch.int64).expand(batch).contiguous()
+        every = offset.to(torch.int64).expand(batch)
+        q_offset: int | Tensor | None = every.clone(memory_format=torch.contiguous_format)  # backward reads this one
     else:
         q_offset = None if offset == 0 and seqlen_q == seqlen_k else offset
     left, right = window
@@ -211,6 +215,11 @@ def ranges_of_band(window: tuple[int, int], offset: int | Tensor) -> Ranges:
 def of_sequence(value: int | Tensor, b: Tensor) -> int | Tensor:
     """The number for sequence ``b``, if ``value`` has one for each."""
     return value[b] if isinstance(value, Tensor) and value.dim() else value
+
+
+def tensors_of(value: int | Tensor) -> tuple[Tensor, ...]:
+    """The tensor, if ``value`` is one."""
+    return (value,) if isinstance(value, Tensor) else ()
 
 
 def column(value: int | Tensor) -> Tensor:

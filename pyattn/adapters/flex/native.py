@@ -26,7 +26,7 @@ def native_options(score: Score, mask: Mask, query: Tensor, key: Tensor, scale: 
         **options_of(mask, score.offset if of_distances else None, query, key.shape[2]),
         "softmax_scale": scale,
         "softcap": score.softcap,
-        "alibi_slopes": score.alibi_slopes,
+        "alibi_slopes": None if score.alibi_slopes is None else score.alibi_slopes.clone(),  # backward reads these
         "bias": score.bias,
         "relative_bias": score.relative_bias,
     }

@@ -17,7 +17,6 @@ class Program:
 
     def __init__(self, calls: tuple[Call, ...], result: Encoded) -> None:
         self._calls, self._result = calls, result
-        self._read: dict[int, Tensor] = {}
 
     def score_mod(self, captured: Sequence[Tensor], numbers: Sequence[float]) -> Callable[..., Tensor]:
         """The score_mod that captures these."""
@@ -32,20 +31,6 @@ class Program:
             return result
 
         return score_mod
-
-    def as_before(self, captured: Sequence[Tensor]) -> list[Tensor]:
-        """``captured``, with copies of integers and bools: those of the last call, if their values are the same.
-
-        A mask in a score_mod is evaluated again when it reads other objects, and a graph makes new ones in each run.
-        Values decide: a graph may write to memory without counting versions.
-        """
-        found = list(captured)
-        for place, x in enumerate(captured):
-            if not (x.is_floating_point() or x.is_complex()):
-                before = self._read.get(place)
-                same = before is not None and before.dtype == x.dtype and torch.equal(before, x)
-                found[place] = self._read[place] = before if before is not None and same else x.clone()
-        return found
 
 
 def _decoded(code: Encoded, known: dict[str, Any]) -> Any:

@@ -22,6 +22,7 @@ from torch import Tensor
 from pyattn.adapters.flex.evaluation import Lookups, over_pairs
 from pyattn.adapters.flex.holes import Holes
 from pyattn.adapters.flex.meaning import ScoreMod
+from pyattn.adapters.flex.trace import Trace
 from pyattn.derivatives.grouped import products, sum_over_seeing_rows, sum_over_seen_keys
 from pyattn.key_ranges import by_interval
 
@@ -37,6 +38,7 @@ class Call(NamedTuple):
 
     Attributes:
         captured: the tensors that the score_mod reads from outside and that require a gradient.
+        traces: of the score_mod, and of holes that are evaluated again in each derivative.
         ranges: what the mask shows, as key_ranges (B or 1, Sq, 2) or (B or 1, Sq, n, 2).
         holes: further masks.
     """
@@ -46,6 +48,16 @@ class Call(NamedTuple):
     ranges: Tensor
     holes: Sequence[Holes]
     scale: float
+    traces: Sequence[Trace]
+
+    def check(self) -> None:
+        """RuntimeError if a mod that is called again computes something else now."""
+        for trace in self.traces:
+            trace.check()
+
+    def read(self) -> list[Tensor]:
+        """``captured``, then the tensors without a copy that derivatives read again, for autograd to save."""
+        return [*self.captured, *(x for trace in self.traces for x in trace.saved())]
 
 
 class Block:

@@ -8,7 +8,7 @@ from adapters.flex.any_masks import ANCESTORS, HOLES, LENGTH, PIECES, REACHES, S
 from adapters.flex.any_scores import HEADS, by_formula, derivatives, drawn
 
 from pyattn.adapters.flex import any_score, causal, create_block_mask, flex_attention
-from pyattn.adapters.flex.evaluation import Trace
+from pyattn.adapters.flex.trace import Trace
 from pyattn.adapters.flex.masking import EVALUATED, masking_of
 
 NEVER = torch.tensor(-torch.inf, dtype=torch.float64)

@@ -7,7 +7,7 @@ from adapters.flex.any_scores import HEADS, SCORES, by_formula, derivatives, dra
 from adapters.gradients import assert_accurate
 
 from pyattn.adapters.flex import any_score, causal, create_block_mask, flex_attention
-from pyattn.adapters.flex.evaluation import Trace
+from pyattn.adapters.flex.trace import Trace
 from pyattn.adapters.flex.masking import masking_of
 from pyattn.adapters.flex.terms import score_of_terms
 
