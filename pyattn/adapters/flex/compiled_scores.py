@@ -19,6 +19,7 @@ from pyattn.adapters.flex.native import native_options
 from pyattn.adapters.flex.program import PROGRAMS, captures_arguments, graph_in_progress, name_of
 from pyattn.adapters.flex.recording import Recording
 from pyattn.adapters.flex.row_blocks import Call
+from pyattn.adapters.flex.trace import MOST_BYTES
 from pyattn.autocast import cast
 from pyattn.derivatives import autograd
 from pyattn.derivatives.second_order import never, save, saved
@@ -109,15 +110,23 @@ def attend_in_graph(
     returned = recording.encoded(result)
     program = name_of(tuple(recording.calls), returned)
     learned = [x.requires_grad and torch.is_grad_enabled() for x in recording.captured]
-    offset, offsets = (0, mask.offset) if isinstance(mask.offset, Tensor) else (mask.offset, None)
+    captured = [_kept(x) for x in recording.captured]
+    offset, offsets = (0, _kept(mask.offset)) if isinstance(mask.offset, Tensor) else (mask.offset, None)
     ranges = [part(q.shape[2], k.shape[2], q.device) for part in mask.ranges]
     of_mask = list(mask.window), offset, offsets, ranges, mask.intervals, [x.bits() for x in mask.holes]
-    of_score = recording.captured, recording.numbers, learned
+    of_score = captured, recording.numbers, learned
     out, lse, _, _ = torch.ops.pyattn_flex.scored.default(q, k, v, *of_score, *of_mask, program, scale)
     if captures_arguments(CAPTURED):
         torch._dynamo.graph_break(msg=f"{UNSEEN}, got fullgraph=True")
         return None
     return out, lse
+
+
+def _kept(x: Tensor) -> Tensor:
+    """A copy of ``x`` for backward, if it is small: a graph writes changes in place to its inputs, also those it saves."""
+    is_small = x.layout == torch.strided and x.numel() * x.itemsize <= MOST_BYTES
+    kept: Tensor = torch.ops.pyattn_flex.kept.default(x) if is_small else x
+    return kept
 
 
 def _arguments(dtype: torch.dtype) -> list[Tensor]:
@@ -152,12 +161,13 @@ def _scored_backward(
         q, k, v = rows = [x.detach().requires_grad_() for x in (given.q, given.k, given.v)]
         leaves = [*rows, *(x for x in given.captured if x.requires_grad)]
         meaning = given.meaning()
-        found: Sequence[Tensor | None]
+        found: list[Tensor | None]
         if isinstance(meaning, Call):
             with torch.no_grad():
                 dq, dk, dv, *moved = gradients_in_blocks(meaning, dout, dlse, q, k, v, *meaning.read())
-            of_captured = torch.autograd.grad(meaning.captured, leaves[3:], moved, allow_unused=True) if moved else ()
-            found = [dq, dk, dv, *of_captured]
+            found = [dq, dk, dv]
+            if moved:
+                found += torch.autograd.grad(meaning.captured, leaves[3:], moved, allow_unused=True)
         else:
             lse = row_max.new_empty(out.shape[:3])  # no derivative reads its values
             known = out.detach(), lse, row_max.detach(), row_sum.detach()
@@ -165,7 +175,7 @@ def _scored_backward(
             results = autograd.attend(again, q, k, v, given.options(*meaning))
             pairs = [(x, dx) for x, dx in zip(results, (dout, dlse), strict=False) if dx is not None]
             reached, moved = zip(*pairs, strict=True)
-            found = torch.autograd.grad(reached, leaves, moved, allow_unused=True)
+            found = list(torch.autograd.grad(reached, leaves, moved, allow_unused=True))
         gradients = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(leaves, found, strict=True)]
         return [_in_layout_of(torch.empty_like(x, device="meta"), dx) for x, dx in zip(leaves, gradients, strict=True)]
 
@@ -211,6 +221,7 @@ _library = torch.library.Library("pyattn_flex", "FRAGMENT")
 
 for _schema, _run, _fake in (
     ("arguments(ScalarType dtype) -> Tensor[]", _arguments, _arguments),
+    ("kept(Tensor x) -> Tensor", torch.clone, torch.clone),
     (f"scored({_GIVEN}) -> (Tensor out, Tensor lse, Tensor row_max, Tensor row_sum)", _scored, _fake_scored),
     (f"scored_backward({_SAVED}, {_GIVEN}) -> Tensor[]", _scored_backward, _fake_scored_backward),
 ):
@@ -219,6 +230,7 @@ for _schema, _run, _fake in (
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"pyattn_flex::{_name}", _fake, lib=_library)
 
+torch.library.register_autograd("pyattn_flex::kept", lambda ctx, gradient: gradient, lib=_library)
 torch.library.register_autograd("pyattn_flex::scored", _backward, setup_context=_save, lib=_library)
 _second = never("pyattn: second derivatives of a score_mod of your own are not implemented in compiled graphs")
 torch.library.register_autograd("pyattn_flex::scored_backward", _second, lib=_library)
