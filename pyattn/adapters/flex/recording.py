@@ -7,6 +7,7 @@ reads, also inside closures and modules, and the score_mod may be defined, and i
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pyattn.adapters.flex.evaluation import Lookups
@@ -17,6 +18,9 @@ Encoded = tuple[str, Any]
 
 Call = tuple[Any, Encoded, Encoded]
 """A function with its arguments, encoded, and its named ones."""
+
+
+FROM_ARRAYS = torch.as_tensor, torch.asarray, torch.tensor
 
 
 class Recording(Lookups):
@@ -58,6 +62,8 @@ class Recording(Lookups):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in FROM_ARRAYS and args and not isinstance(args[0], Tensor | tuple | list | int | float | complex):
+            return super().__torch_function__(func, types, args, kwargs)  # of an array, which the graph takes as a tensor
         call = len(self.calls)
         self.calls.append((func, self.encoded(tuple(args)), self.encoded(kwargs or {})))
         result = super().__torch_function__(func, types, args, kwargs)

@@ -93,10 +93,19 @@ def _of_data(state, name, new):
     getattr(state, name).data = new.clone()
 
 
+def _refuse_learned(x):
+    if x.requires_grad:
+        raise RuntimeError("torch then loses the gradients of calls before")
+
+
+def _set(state, name, new):
+    _refuse_learned(getattr(state, name))
+    getattr(state, name).set_(new.clone())
+
+
 def _swapped(state, name, new):
     x = getattr(state, name)
-    if x.requires_grad:
-        raise RuntimeError("the gradients of calls before would belong to the other tensor")
+    _refuse_learned(x)
     torch.utils.swap_tensors(x, torch.nn.Parameter(new, False) if isinstance(x, torch.nn.Parameter) else new)
 
 
@@ -109,7 +118,7 @@ COUNTED = {
     "copy_": _in_place(lambda x, new: x.copy_(new)),
     "index_put_": _in_place(lambda x, new: x.index_put_((torch.arange(len(new)),), new) if new.dim() else x.copy_(new)),
     "a view": _in_place(lambda x, new: x.view(-1)[-5:].copy_(new.view(-1)[-5:])),
-    "set_": _in_place(lambda x, new: x.set_(new.clone())),
+    "set_": _set,
     "resize_": _in_place(lambda x, new: x.resize_(0).resize_(new.shape).copy_(new)),
 }
 """Changes in place that torch counts."""
@@ -175,6 +184,7 @@ class History:
             mask = (mask, hidden)
             self.score_mod = state.masked(getattr(state, hidden), self.score_mod)
         self.is_called_again = "in_place" in str((mask, score))
+        self.reads_array = "array" in str(mask)
         self.of_own = score in SCORES
         self.name = f"mask {mask}, score {score}"
 
@@ -231,7 +241,7 @@ class History:
             assert "must compute the same" in str(error) or "modified by an inplace operation" in str(error)
             self.seen["raised"] += 1
             return
-        if not self.copies and False in changes:
+        if not self.copies and (False in changes or self.reads_array):
             return  # torch, too, reads its large tensors as they are
         for mine, other in zip((*found, *(again or ())), (*wanted, *(seconds or ())), strict=True):
             mine, other = (torch.zeros(()) if x is None else x for x in (mine, other))
@@ -311,6 +321,8 @@ def test_histories_of_graphs(request):
         graphs = [torch.compile(f, backend=draw.choice(("eager", "aot_eager"))) for f in (changing, changed)]
         for _ in range(6):
             step = draw.choice(("call", "changing", "changed", "change", "backward"))
+            if step == "changed" and history.reads_array:
+                step = "changing"  # a graph writes to the array that ids share at its end
             try:
                 if step == "changing":
                     history.call(graphs[0])
