@@ -1,6 +1,7 @@
 """One run of a mask_mod or score_mod for a single pair: what it computes, and copies of the values that it reads."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from numbers import Number
 from typing import Any
 
@@ -61,7 +62,6 @@ class Trace(Lookups):
         self, what: str, mod: Callable[..., Tensor], device: torch.device, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        self._given = what, mod, device, dtype
         self._calls: list[tuple[Any, ...]] = []
         self._made: dict[int, tuple[Tensor, tuple[Any, ...], frozenset[int]]] = {}
         self._nodes: dict[int, Any] = {}
@@ -92,6 +92,7 @@ class Trace(Lookups):
             torch.vmap(single)(*(() if dtype is None else [torch.zeros(1, dtype=dtype, device=device)]), *indices)
         self._made.clear()
         self._nodes.clear()
+        self._what, self._again = what, None if self.result is not None else partial(Trace, what, mod, device, dtype)
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -129,9 +130,9 @@ class Trace(Lookups):
 
     def check(self) -> None:
         """RuntimeError if the mod computes something else now; where it is an expression, nothing calls it again."""
-        if self.result is None and not Trace(*self._given).agrees(self):
-            rule = "must compute the same in backward as in forward unless it is an expression of torch's functions"
-            raise RuntimeError(f"pyattn: a {self._given[0]} {rule}, got one that reads something else now")
+        if self._again is not None and not self._again().agrees(self):
+            rule = "must read the same in backward as in forward, unless it is an expression of functions of torch"
+            raise RuntimeError(f"pyattn: a {self._what} {rule}, got one that has changed in between")
 
     def saved(self) -> list[Tensor]:
         """Those of ``large`` that autograd can save, to raise where one has changed in place."""
