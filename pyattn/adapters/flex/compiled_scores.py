@@ -16,8 +16,7 @@ from pyattn.adapters.flex.evaluation import as_outermost
 from pyattn.adapters.flex.holes import Holes
 from pyattn.adapters.flex.meaning import Mask, Score, ScoreMod
 from pyattn.adapters.flex.native import native_options
-from pyattn.adapters.flex.program import PROGRAMS, captures_arguments, graph_in_progress, name_of
-from pyattn.adapters.flex.recording import Recording
+from pyattn.adapters.flex.program import PROGRAMS, Recording, captures_arguments, graph_in_progress, name_of
 from pyattn.adapters.flex.row_blocks import Call
 from pyattn.adapters.flex.trace import MOST_BYTES
 from pyattn.autocast import cast
@@ -92,6 +91,8 @@ SAVED = 5
 
 UNSEEN = "pyattn: a score_mod of your own must not read attributes or parts of what depends on its arguments"
 
+NO_SWITCH = "pyattn: a score_mod of your own must not switch gradients on or off"
+
 
 def attend_in_graph(
     score_mod: ScoreMod, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float | None
@@ -107,6 +108,9 @@ def attend_in_graph(
         result = score_mod(*arguments)
     if graph is None or graph != graph_in_progress():
         return None  # the score_mod broke the graph: what ran is one pair
+    if recording.switches:
+        torch._dynamo.graph_break(msg=f"{NO_SWITCH}, got fullgraph=True")
+        return None
     returned = recording.encoded(result)
     program = name_of(tuple(recording.calls), returned)
     learned = [x.requires_grad and torch.is_grad_enabled() for x in recording.captured]
@@ -164,10 +168,10 @@ def _scored_backward(
         found: list[Tensor | None]
         if isinstance(meaning, Call):
             with torch.no_grad():
-                dq, dk, dv, *moved = gradients_in_blocks(meaning, dout, dlse, q, k, v, *meaning.read())
+                dq, dk, dv, *of_captured = gradients_in_blocks(meaning, dout, dlse, q, k, v, *meaning.read())
             found = [dq, dk, dv]
-            if moved:
-                found += torch.autograd.grad(meaning.captured, leaves[3:], moved, allow_unused=True)
+            if of_captured:
+                found += torch.autograd.grad(meaning.captured, leaves[3:], of_captured, allow_unused=True)
         else:
             lse = row_max.new_empty(out.shape[:3])  # no derivative reads its values
             known = out.detach(), lse, row_max.detach(), row_sum.detach()

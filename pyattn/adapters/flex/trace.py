@@ -21,7 +21,18 @@ Each call copies them, compares them with the last call's, and keeps them until 
 as large as its scores.
 """
 
-PLAIN = Number, str, type, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, type(None), type(...)
+PLAIN = (
+    Number,
+    str,
+    type,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+    type(None),
+    type(...),
+)
 """Types of constants, which their repr describes in full."""
 
 

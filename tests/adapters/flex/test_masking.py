@@ -8,8 +8,8 @@ from adapters.flex.any_masks import ANCESTORS, HOLES, LENGTH, PIECES, REACHES, S
 from adapters.flex.any_scores import HEADS, by_formula, derivatives, drawn
 
 from pyattn.adapters.flex import any_score, causal, create_block_mask, flex_attention
-from pyattn.adapters.flex.trace import Trace
 from pyattn.adapters.flex.masking import EVALUATED, masking_of
+from pyattn.adapters.flex.trace import Trace
 
 NEVER = torch.tensor(-torch.inf, dtype=torch.float64)
 KEPT = torch.arange(LENGTH) % 7 < 6

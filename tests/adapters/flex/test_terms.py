@@ -7,9 +7,9 @@ from adapters.flex.any_scores import HEADS, SCORES, by_formula, derivatives, dra
 from adapters.gradients import assert_accurate
 
 from pyattn.adapters.flex import any_score, causal, create_block_mask, flex_attention
-from pyattn.adapters.flex.trace import Trace
 from pyattn.adapters.flex.masking import masking_of
 from pyattn.adapters.flex.terms import score_of_terms
+from pyattn.adapters.flex.trace import Trace
 
 TERMS = {"nothing", "soft cap", "alibi", "relative", "t5", "decay", "gates", "a bias", "a network"}
 NATIVE = TERMS | {"causal", "a window", "dilated", "rows that see nothing", "documents"}
