@@ -95,6 +95,10 @@ def flex_attention(
 
     Tensors on any other device go to torch's own function with the same arguments; any mods are allowed there.
 
+    Tensors, arrays and numbers that mods read may change between calls, in any way. A call's derivatives see what the
+    call read, by copies of up to 4 MB for each mod. A larger tensor that has changed in place raises torch's error,
+    unless torch does not count the change, as of ``x.data``.
+
     Args:
         query: (B, Hq, L, E), float64, float32, bfloat16 or float16, any strides.
         key, value: (B, H, S, E) and (B, H, S, Ev); B may be 1 where block_mask has query's B.
@@ -107,9 +111,9 @@ def flex_attention(
             or ``x, y = z`` of what depends on its arguments, and under ``torch.utils.checkpoint``.
         block_mask: from :func:`create_block_mask` or torch's own function. The mask_mod says what is visible, for all
             sequences and heads of query; blocks that leave out some of it are refused. Without a mask_mod, listed
-            blocks are visible. A mask_mod of your own is evaluated again only when it computes something else, for
-            example because a tensor has changed in place; within compiled graphs it must come from here.
-            Rows of up to 4 intervals of keys run as such, other masks as bits, S * S bytes.
+            blocks are visible. A mask_mod of your own is evaluated again only when it computes something else or reads
+            other values, however these changed; one that reads more than 4 MB, in each call. Within compiled graphs
+            it must come from here. Rows of up to 4 intervals of keys run as such, other masks as bits, S * S bytes.
         scale: finite factor on the scores; default ``1 / sqrt(E)``.
         enable_gqa: whether Hq may be a multiple of H: query head ``h`` reads head ``h // (Hq // H)``.
         return_lse: also return the natural logarithm of the softmax denominator, (B, Hq, L), differentiable.
@@ -124,6 +128,8 @@ def flex_attention(
     Raises:
         NotImplementedError: max_scores; a score_mod of your own in a transform of torch.func or in torch.export; second
             derivatives of one in a compiled graph.
+        RuntimeError: in backward, a mod that is no expression of functions of torch, for example one that changes a
+            tensor in place, and that reads something else by then. What TorchScript reads is not seen.
         ValueError: shapes that don't fit, heads that enable_gqa does not group, a block_mask of other lengths,
             return_lse together with return_aux, a mod that returns more than one value for a pair.
         TypeError: other types; a mod that returns no tensor; the function ``softcap`` itself where its result belongs.

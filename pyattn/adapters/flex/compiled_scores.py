@@ -127,7 +127,7 @@ def attend_in_graph(
 
 
 def _kept(x: Tensor) -> Tensor:
-    """A copy of ``x`` for backward, if it is small: a graph writes changes in place to its inputs, also those it saves."""
+    """A copy of ``x`` for backward, if it is small: graphs write changes in place to inputs that they have saved."""
     is_small = x.layout == torch.strided and x.numel() * x.itemsize <= MOST_BYTES
     kept: Tensor = torch.ops.pyattn_flex.kept.default(x) if is_small else x
     return kept

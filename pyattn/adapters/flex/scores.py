@@ -33,8 +33,8 @@ def alibi(slopes: Tensor, offset: int | Tensor = 0) -> ScoreMod:
     """``score - slopes[h] * |q_idx + offset - kv_idx|``: ALiBi with distances in both directions.
 
     Args:
-        slopes: (Hq,) or (B, Hq), float32, query's dtype, or float64 with float64 query; differentiable. Each call copies
-            them, so later changes don't reach its backward.
+        slopes: (Hq,) or (B, Hq), float32, query's dtype, or float64 with float64 query; differentiable. Each call
+            reads them, and its backward uses a copy.
         offset: as in :func:`causal`.
 
     Raises:

@@ -161,7 +161,7 @@ class Trace(Lookups):
         return self._made[id(x)][1]
 
     def _copied(self, x: Tensor) -> Tensor:
-        """A copy of ``x``, in whose gradient it takes part; ``x`` itself if it is no plain dense tensor, or too large."""
+        """A copy of ``x``, linked to it for gradients; ``x`` itself if it is no plain dense tensor, or too large."""
         if type(x) not in (Tensor, torch.nn.Parameter) or x.layout != torch.strided or not has_values(x):
             return x
         size = x.numel() * x.itemsize

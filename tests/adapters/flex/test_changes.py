@@ -124,7 +124,7 @@ def test_blocks_that_positions_leave(make):
     for change in (lambda: at.add_(12), lambda: at.data.add_(2)):
         change()
         for function in (lambda *x: flex_attention(*x, block_mask=block_mask), compiled):
-            with pytest.raises((ValueError, RuntimeError), match="^pyattn: block_mask must list every block"):
+            with pytest.raises((ValueError, RuntimeError), match=r"^pyattn: block_mask must list every block"):
                 function(*tensors)
         expected = by_formula(*tensors, lambda score, *_: score, make(at))[0]
         torch.testing.assert_close(flex_attention(*tensors, block_mask=everything), expected)

@@ -16,6 +16,9 @@ from torch.nn.attention.flex_attention import noop_mask
 
 from pyattn.adapters.flex import alibi, causal, create_block_mask, document, flex_attention, prefix_lm, trace
 
+RAISED = "must read the same", "modified by an inplace operation"
+"""What backward may say, after changes, of mods that it calls again, or that read large tensors."""
+
 
 class History:
     """Calls, changes and derivatives, in any order.
@@ -99,8 +102,9 @@ class History:
                     changes.add(self.change())
                 again = self.differentiated(found, leaves, dout)
         except RuntimeError as error:
-            assert changes and (self.is_called_again or not self.copies), (self.name, error)
-            assert "must read the same" in str(error) or "modified by an inplace operation" in str(error)
+            may_raise = changes and (self.is_called_again or not self.copies)
+            if not may_raise or not any(words in str(error) for words in RAISED):
+                raise AssertionError(self.name) from error
             self.seen["raised"] += 1
             return
         if not self.copies and (False in changes or self.reads_array):
@@ -132,7 +136,6 @@ def test_histories(request, monkeypatch, copies):
             elif step == "checkpoint":
                 attend = history.attend
                 history.call(lambda *x: torch.utils.checkpoint.checkpoint(attend, *x, use_reentrant=False))  # noqa: B023
-                out, leaves, dout, *_ = history.waiting[-1]
                 history.waiting, others = history.waiting[-1:], history.waiting[:-1]
                 history.backward()  # checkpoint computes the call again
                 history.waiting = others
