@@ -2,6 +2,7 @@
 
 from random import Random
 
+import numpy
 import pytest
 import torch
 from adapters.flex.any_scores import by_formula
@@ -9,7 +10,16 @@ from adapters.flex.changes import COUNTED, HEADS, LENGTH, UNCOUNTED, State
 from assertions import refused
 from helpers import newer_compiler
 
-from pyattn.adapters.flex import causal, create_block_mask, flex_attention, or_masks, prefix_lm, trace
+from pyattn.adapters.flex import (
+    and_masks,
+    causal,
+    create_block_mask,
+    document,
+    flex_attention,
+    or_masks,
+    prefix_lm,
+    trace,
+)
 from pyattn.adapters.flex.blocks import EVALUATED
 from pyattn.adapters.flex.masking import EVALUATED as OF_SCORES
 
@@ -113,7 +123,76 @@ def test_a_mod_that_backward_calls_again(wrong):
         torch.autograd.grad(sum(x.sum() for x in first), tensors)
 
 
-@pytest.mark.parametrize("make", [causal, prefix_lm, lambda at: or_masks(causal(-9), causal(at), prefix_lm(at))])
+def test_tensors_that_are_large_together(monkeypatch):
+    monkeypatch.setattr(trace, "MOST_BYTES", 2 * LENGTH * 8 - 1)
+    first, second = torch.arange(LENGTH) % 2, torch.arange(LENGTH) % 3
+    block_mask = blocks(lambda b, h, q_idx, kv_idx: (first[q_idx] == second[kv_idx]) | (q_idx == kv_idx))
+    before = EVALUATED[block_mask]
+    flex_attention(*drawn(), None, block_mask)
+    assert EVALUATED[block_mask] is not before
+
+
+def test_arrays_as_indices():
+    """repr leaves out most of a long one."""
+    ids, order, tensors = torch.arange(LENGTH) // 5 % 3, numpy.arange(2000) % LENGTH, drawn()
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        mixed = ids[order]
+        return (mixed[q_idx] == mixed[kv_idx]) | (q_idx == kv_idx)
+
+    block_mask = blocks(mask_mod)
+    for _ in range(2):
+        expected = by_formula(*tensors, lambda score, *_: score, mask_mod)[0]
+        torch.testing.assert_close(flex_attention(*tensors, None, block_mask), expected)
+        order[5:20] = 0
+
+
+def test_tensors_as_ends_of_slices():
+    weights, end, tensors = torch.rand(LENGTH, dtype=torch.float64), torch.tensor(3), drawn()
+    out = flex_attention(*tensors, lambda score, *_: score.square() * weights[:end].sum())
+    end.data += 4
+    with refused(RuntimeError, "a score_mod must read the same in backward as in forward"):
+        out.sum().backward()
+
+
+@newer_compiler
+@pytest.mark.parametrize("score", ["an array", "blocks"])
+def test_graphs(score):
+    """Positions that change in the graph before its backward, and an array between calls."""
+    at, array = torch.tensor([2]), numpy.linspace(0, 1, LENGTH)
+
+    def score_mod(score_, b, h, q_idx, kv_idx):
+        return score_ * torch.as_tensor(array)[kv_idx] if score == "an array" else score_.square()
+
+    block_mask = blocks(causal(at))
+
+    def call(*x):
+        out = flex_attention(*x, score_mod, block_mask)
+        at.add_(1)
+        return out
+
+    torch.compiler.reset()
+    compiled, tensors = torch.compile(call, backend="aot_eager", fullgraph=True), drawn()
+    for _ in range(2):
+        results = []
+        for function in (call, compiled):
+            at.fill_(2)
+            out = function(*tensors)
+            results.append((out, *torch.autograd.grad(out.square().sum(), tensors)))
+        torch.testing.assert_close(*results)
+        array *= 2
+    torch.compiler.reset()
+
+
+POSITIONS = {
+    "causal": causal,
+    "prefix": prefix_lm,
+    "or": lambda at: or_masks(causal(-9), causal(at), prefix_lm(at)),
+    "and": lambda at: and_masks(causal(at), document(torch.arange(LENGTH) // 20)),
+}
+
+
+@pytest.mark.parametrize("make", POSITIONS.values(), ids=POSITIONS)
 def test_blocks_that_positions_leave(make):
     """The positions of a native mask may change as long as its blocks cover it."""
     at, tensors = torch.tensor(0), drawn()

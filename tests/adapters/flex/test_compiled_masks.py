@@ -41,7 +41,7 @@ def assert_same(function, tensors, block_mask):
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("name", ["padding", "nothing", "heads and sequences", "dilated"])
+@pytest.mark.parametrize("name", ["padding", "nothing", "heads and sequences", "dilated", "heads of TorchScript"])
 def test_masks(name):
     assert_same(compiled(), inputs(), blocks((INTERVALS | HOLES)[name]))
 
