@@ -1,4 +1,4 @@
-"""The calls that a score_mod makes, as expressions, and how they depend on the positions of query and key."""
+"""The calls that a mod makes, as expressions, and how they depend on the positions of query and key."""
 
 import functools
 from collections.abc import Sequence
@@ -9,8 +9,24 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-EXACT = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
-"""Types that hold every position."""
+
+def _functions(*names: str) -> frozenset[Any]:
+    """Functions and methods of torch under these names: another library's ``add`` may be no sum."""
+    return frozenset(getattr(place, name) for place in (torch, Tensor) for name in names if hasattr(place, name))
+
+
+SUMS: dict[Any, tuple[int, int]] = {
+    **dict.fromkeys(_functions("add"), (1, 1)),
+    **dict.fromkeys(_functions("sub", "subtract"), (1, -1)),
+    **dict.fromkeys(_functions("rsub", "__rsub__"), (-1, 1)),
+}
+"""Functions that return the sum of two arguments, each with this sign."""
+
+PRODUCTS = _functions("mul", "multiply")
+NEGATIONS = _functions("neg", "negative")
+CASTS = _functions("long", "to")
+EQUALITIES = _functions("eq", "ne", "__eq__", "__ne__")
+COMPARISONS = EQUALITIES | _functions("ge", "gt", "le", "lt", "__ge__", "__gt__", "__le__", "__lt__")
 
 READS_NO_VALUES = frozenset(
     {
@@ -26,9 +42,11 @@ READS_NO_VALUES = frozenset(
 )
 """Functions whose results don't depend on the values of their first argument."""
 
-COMPARISONS = frozenset(
-    {"eq", "ge", "gt", "le", "lt", "ne", "__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__"}
-)
+EXACT = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
+"""Types whose values int64 holds."""
+
+POSITIONS = 2**40
+"""More than any length: a mod is evaluated for tensors of positions, which would take 8 TB."""
 
 ARGUMENTS = ("score", "b", "h", "q_idx", "kv_idx")
 
@@ -37,6 +55,7 @@ class Argument(NamedTuple):
     """One of a score_mod's ARGUMENTS, by its number."""
 
     number: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +83,8 @@ class Node:
     @property
     def pure(self) -> bool:
         """Whether the function changes no tensor."""
+        if self.named.get("inplace"):  # as of torch.nn.functional.relu
+            return False
         special = self.name.startswith("__")
         in_place = self.name.startswith(("__i", "__set")) if special else self.name.endswith("_")
         return "out" not in self.named and (not in_place or self.name == "__invert__")
@@ -89,12 +110,14 @@ class Form(NamedTuple):
     """The dependence of an expression on the arguments.
 
     Attributes:
-        slopes: (x, y) of a number ``x * q_idx + y * kv_idx + constant``; None if it is another function.
-        reads: for other functions, names out of ARGUMENTS and "distance", for ``kv_idx - q_idx``.
+        slopes: (x, y) of an int64 that is ``x * q_idx + y * kv_idx + constant`` modulo 2^64; None for all others.
+        reads: for others, names out of ARGUMENTS and "distance", for ``kv_idx - q_idx``.
+        size: with slopes, a bound on the magnitude of that sum; below 2^63, no operation on the way overflows.
     """
 
     slopes: tuple[int, int] | None
     reads: frozenset[str] = frozenset()
+    size: int = 0
 
     def depends_on(self) -> frozenset[str]:
         """The names for an expression of any form."""
@@ -107,11 +130,14 @@ class Form(NamedTuple):
 
 def form_of(x: object) -> Form:
     """The form of an expression; captured tensors are constants."""
+    if isinstance(x, Node):
+        return x.form
     if isinstance(x, Argument):
         name = ARGUMENTS[x.number]
         slopes = {"q_idx": (1, 0), "kv_idx": (0, 1)}.get(name)
-        return Form(slopes, frozenset() if slopes else frozenset({name}))
-    return x.form if isinstance(x, Node) else Form((0, 0))
+        return Form(slopes, frozenset({name}) if slopes is None else frozenset(), POSITIONS)
+    is_integer = isinstance(x, int) or (isinstance(x, Tensor) and x.dim() == 0 and x.dtype in EXACT)
+    return Form((0, 0), size=abs(int(x))) if is_integer else Form(None)  # type: ignore[call-overload]
 
 
 def reads_score(x: object) -> bool:
@@ -119,26 +145,50 @@ def reads_score(x: object) -> bool:
     return "score" in form_of(x).depends_on()
 
 
+def signs(node: Node) -> tuple[int, int] | None:
+    """The signs of the two arguments of which a node is the sum; None for other nodes, and sums with ``alpha``."""
+    return SUMS.get(node.function) if len(node.arguments) == 2 and not node.named else None
+
+
 def _form_of(node: Node) -> Form:
+    linear = _linear(node) if node.dtype == torch.int64 else None
+    if linear is not None:
+        return linear
     forms = [form_of(x) for x in leaves(node)[bool(node.arguments) and node.function in READS_NO_VALUES :]]
-    slopes = [form.slopes for form in forms if form.slopes is not None]
-    exact = node.dtype in EXACT and not node.named and len(slopes) == len(forms)
-    if exact and len(forms) == 2:
-        (x, y), (other_x, other_y) = slopes
-        if node.name in ("add", "sub", "__rsub__"):
-            sign, other = {"add": (1, 1), "sub": (1, -1), "__rsub__": (-1, 1)}[node.name]
-            return Form((sign * x + other * other_x, sign * y + other * other_y))
-        number = next((n for n in node.arguments if type(n) is int), None)
-        if node.name == "mul" and number is not None:
-            return Form((number * (x + other_x), number * (y + other_y)))  # the number's own slopes are 0
-    if len(slopes) == len(forms) == 2 and node.name in COMPARISONS:
-        return Form(None, Form((slopes[0][0] - slopes[1][0], slopes[0][1] - slopes[1][1])).depends_on())
-    first = forms[0].slopes if forms else None
-    if first is not None and node.dtype in EXACT and node.name in ("double", "float", "int", "long", "to"):
-        return Form(first)
-    if first is not None and node.name == "neg":
-        return Form((-first[0], -first[1]))
+    if node.function in COMPARISONS and len(forms) == 2:
+        difference = _sum(forms, (1, -1))
+        # Numbers are equal modulo 2^64 if their difference is 0. Their order follows from it unless one has overflown.
+        exact = node.function in EQUALITIES or max(form.size for form in forms) < 2**63
+        if difference is not None and exact:
+            return Form(None, difference.depends_on())
+    # A function of expressions depends on no more than they do, whatever it computes.
     return Form(None, frozenset[str]().union(*(form.depends_on() for form in forms)))
+
+
+def _linear(node: Node) -> Form | None:
+    """The form of an int64 that is linear in the positions: sums, differences and multiples wrap modulo 2^64."""
+    each, forms = signs(node), [form_of(x) for x in node.arguments]
+    if each is not None:
+        return _sum(forms, each)
+    if node.function in CASTS and forms and forms[0].slopes is not None:
+        return forms[0]  # was an int64, or is a constant that int64 holds
+    if node.function in NEGATIONS and len(forms) == 1:
+        return _sum(forms, (-1,))
+    number = next((n for n in node.arguments if type(n) is int), None)
+    if node.function in PRODUCTS and len(forms) == 2 and number is not None:
+        return _sum([form for x, form in zip(node.arguments, forms, strict=True) if x is not number], (number,))
+    return None
+
+
+def _sum(forms: Sequence[Form], factors: Sequence[int]) -> Form | None:
+    """The form of the sum of multiples; None if a summand is not linear."""
+    total, size = (0, 0), 0
+    for form, factor in zip(forms, factors, strict=True):
+        if form.slopes is None:
+            return None
+        total = total[0] + factor * form.slopes[0], total[1] + factor * form.slopes[1]
+        size += abs(factor) * form.size
+    return Form(total, size=size)
 
 
 def leaves(node: Node) -> list[Any]:
@@ -160,10 +210,15 @@ def tensors_in(x: object) -> list[Tensor]:
 
 
 def value_of(x: Any, inputs: tuple[Any, ...], known: dict[int, Any]) -> Any:
-    """The value of an expression for these values of ARGUMENTS; ``known`` has those of nodes, by id."""
+    """The value of an expression for these values of ARGUMENTS; ``known`` has those of nodes, by id.
+
+    An expression that depends on no argument needs no ``inputs``.
+    """
 
     def value(y: Any) -> Any:
-        return inputs[y.number] if isinstance(y, Argument) else known[id(y)] if isinstance(y, Node) else y
+        if isinstance(y, Argument):
+            return inputs[y.number] if inputs else torch.zeros((), dtype=y.dtype)
+        return known[id(y)] if isinstance(y, Node) else y
 
     waiting = [x] if isinstance(x, Node) else []
     while waiting:  # no recursion, which long score_mods would exceed

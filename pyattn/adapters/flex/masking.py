@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyattn.adapters.flex.evaluated import Evaluation, evaluate
 from pyattn.adapters.flex.evaluation import Lookups
-from pyattn.adapters.flex.graph import Node, reads_score, tensors_in, value_of
+from pyattn.adapters.flex.graph import Argument, Node, reads_score, signs, tensors_in, value_of
 from pyattn.adapters.flex.holes import Holes
 from pyattn.adapters.flex.meaning import Mask
 
@@ -42,9 +42,9 @@ def masking_of(x: object, infinity: float = -math.inf) -> Masking:
     """
     if not isinstance(x, Node) or x.named:
         return Masking((), x)
-    if x.name in ("add", "sub", "__rsub__") and len(x.arguments) == 2:
-        minus = {"add": (1, 1), "sub": (1, -1), "__rsub__": (-1, 1)}[x.name]
-        parts = [masking_of(y, sign * infinity) for y, sign in zip(x.arguments, minus, strict=True)]
+    each = signs(x)
+    if each is not None:
+        parts = [masking_of(y, sign * infinity) for y, sign in zip(x.arguments, each, strict=True)]
         conditions = tuple(condition for part in parts for condition in part.conditions)
         if not conditions:
             return Masking((), x)
@@ -55,8 +55,14 @@ def masking_of(x: object, infinity: float = -math.inf) -> Masking:
         for value, kept, other in ((True, *branches), (False, *branches[::-1])):
             if _is_always(other, infinity):
                 conditions, rest = masking_of(kept, infinity)
-                return Masking(((condition, value), *conditions), rest)
+                return Masking(((condition, value), *conditions), _in_dtype_of(x, rest))
     return Masking((), x)
+
+
+def _in_dtype_of(node: Node, x: Any) -> Any:
+    """``x``, which takes the node's place in expressions, as a tensor of its dtype."""
+    same = isinstance(x, Argument | Node | Tensor) and x.dtype == node.dtype
+    return x if same else Node(torch.as_tensor, (x,), {"dtype": node.dtype}, node.dtype)
 
 
 def mask_of_conditions(
@@ -92,11 +98,14 @@ def _choice(node: Node) -> tuple[Any, Any, Any] | None:
     if len(node.arguments) != 3:
         return None
     first, second, third = node.arguments
-    if node.function is torch.where:
-        return first, second, third
-    if node.function is Tensor.where:
-        return second, first, third
-    return (second, third, first) if node.name == "masked_fill" else None
+    choices = {
+        torch.where: (first, second, third),
+        Tensor.where: (second, first, third),
+        **dict.fromkeys((torch.masked_fill, Tensor.masked_fill), (second, third, first)),
+    }
+    chosen = choices.get(node.function)
+    # where takes uint8, too, whose bits are no condition.
+    return chosen if chosen is not None and chosen[0].dtype == torch.bool else None
 
 
 def _is_always(x: object, number: float) -> bool:
@@ -104,7 +113,7 @@ def _is_always(x: object, number: float) -> bool:
     if isinstance(x, Node):
         if x.form.depends_on():
             return False
-        x = value_of(x, (torch.zeros(()),) * 5, {})
+        x = value_of(x, (), {})
     if isinstance(x, Tensor):
         return x.dim() == 0 and not x.requires_grad and bool(x == number)
     return isinstance(x, float) and x == number

@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from pyattn.adapters.flex.evaluation import Lookups, over_distances, over_pairs
-from pyattn.adapters.flex.graph import Argument, Node, form_of, reads_score, value_of
+from pyattn.adapters.flex.graph import NEGATIONS, PRODUCTS, Argument, Node, form_of, reads_score, signs, value_of
 from pyattn.adapters.flex.meaning import Score
 
-TERM = "add", "sub", "__rsub__"
+QUOTIENTS = frozenset({torch.div, Tensor.div, torch.true_divide, Tensor.true_divide})
+TANH = frozenset({torch.tanh, Tensor.tanh})
+
+MODERATE = 2.0**64
+"""Bound on a factor of the score and on its inverse: float32 holds the product of a score and some factors of this."""
 
 
 class Terms(NamedTuple):
@@ -25,25 +29,24 @@ class Terms(NamedTuple):
 def terms_of(result: object) -> Terms | None:
     """The terms of an expression, None if it is no such sum."""
     terms, sign, node = list[tuple[int, Any]](), 1, result
-    while isinstance(node, Node) and node.name in TERM and len(node.arguments) == 2 and not node.named:
-        left, right = node.arguments if node.name != "__rsub__" else node.arguments[::-1]
-        minus = 1 if node.name == "add" else -1
+    while isinstance(node, Node) and (each := signs(node)) is not None:
+        (left, right), (of_left, of_right) = node.arguments, each
         if not reads_score(right):
-            terms.append((sign * minus, right))
-            node = left
+            terms.append((sign * of_right, right))
+            sign, node = sign * of_left, left
         elif not reads_score(left):
-            terms.append((sign, left))
-            sign, node = sign * minus, right
+            terms.append((sign * of_left, left))
+            sign, node = sign * of_right, right
         else:
             return None
     outer, node = _factor(node)
     outer *= sign
-    if node == Argument(0):
-        return Terms(outer, 0.0, terms) if math.isfinite(outer) else None
-    if not isinstance(node, Node) or node.name != "tanh":
+    if _is_score(node):
+        return Terms(outer, 0.0, terms) if _is_moderate(outer) else None
+    if not isinstance(node, Node) or node.function not in TANH or node.named:
         return None
     inner, node = _factor(node.arguments[0])
-    found = math.isfinite(outer * inner) and outer != 0 and node == Argument(0)
+    found = _is_score(node) and all(map(_is_moderate, (outer, inner, outer * inner)))
     return Terms(outer * inner, abs(outer), terms) if found else None
 
 
@@ -70,10 +73,10 @@ def score_of_terms(result: object, q: Tensor, seqlen_k: int) -> Score | None:
     for (sign, term, reads), view in zip(kinds, whole, strict=True):
         function = _function(term, wide)
         if not reads & {"q_idx", "kv_idx"}:
-            own = sign * _table(function, reads, sizes).to(wide)
+            own = sign * _table(function, reads, sizes)
             relative = own if relative is None else relative + own
         else:
-            own = sign * (_values(function, reads, sizes) if view is None else view).to(wide)
+            own = sign * (_values(function, reads, sizes) if view is None else view.to(wide))
             bias = own if bias is None else bias + own
     if relative is not None:
         if (relative == -torch.inf).any():  # masks these pairs, and in the native code perhaps whole rows to NaN
@@ -83,21 +86,33 @@ def score_of_terms(result: object, q: Tensor, seqlen_k: int) -> Score | None:
 
 
 def _factor(node: Any) -> tuple[float, Any]:
-    """The numbers by which an expression is multiplied, and the expression."""
+    """The numbers by which an expression is multiplied, and the expression; NaN if one is not moderate.
+
+    A factor of 0, or one that overflows on the way, makes NaN or 0 of some scores, as no product of factors tells.
+    """
     factor = 1.0
     while isinstance(node, Node) and not node.named:
         numbers = [x for x in node.arguments if isinstance(x, int | float) and not isinstance(x, bool)]
-        if node.name == "mul" and len(node.arguments) == 2 and numbers:
+        if node.function in PRODUCTS and len(node.arguments) == 2 and numbers:
             factor *= numbers[0]
             node = next(x for x in node.arguments if x is not numbers[0])
-        elif node.name == "div" and len(node.arguments) == 2 and numbers and node.arguments[1] is numbers[0]:
+        elif node.function in QUOTIENTS and len(node.arguments) == 2 and numbers and node.arguments[1] is numbers[0]:
             factor = factor / numbers[0] if numbers[0] else math.nan
             node = node.arguments[0]
-        elif node.name == "neg":
+        elif node.function in NEGATIONS:
             factor, node = -factor, node.arguments[0]
         else:
             break
+        factor = factor if _is_moderate(factor) else math.nan
     return factor, node
+
+
+def _is_moderate(factor: float) -> bool:
+    return 1 / MODERATE <= abs(factor) <= MODERATE
+
+
+def _is_score(x: object) -> bool:
+    return isinstance(x, Argument) and x.number == 0
 
 
 def _places(reads: frozenset[str], sizes: tuple[int, ...], q_idx: Tensor, kv_idx: Tensor) -> list[Tensor]:
@@ -106,8 +121,9 @@ def _places(reads: frozenset[str], sizes: tuple[int, ...], q_idx: Tensor, kv_idx
 
 
 def _function(term: Any, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """The term as a function of the indices, for scores of this dtype; differentiable in what it captures."""
-    return lambda *indices: torch.as_tensor(value_of(term, (torch.zeros((), dtype=dtype), *indices), {}))
+    """The term as a function of the indices, in this dtype, the scores'; differentiable in what it captures."""
+    score = torch.zeros((), dtype=dtype)
+    return lambda *indices: torch.as_tensor(value_of(term, (score, *indices), {}), dtype=dtype)
 
 
 def _table(function: Callable[..., Tensor], reads: frozenset[str], sizes: tuple[int, int, int, int]) -> Tensor:

@@ -84,7 +84,7 @@ class Trace(Lookups):
         def single(*inputs: Tensor) -> Tensor:
             for number, x in enumerate(inputs):
                 self._made[id(x)] = x, ("argument", number), frozenset({number})
-                self._nodes[id(x)] = Argument(number + len(ARGUMENTS) - len(inputs))
+                self._nodes[id(x)] = Argument(number + len(ARGUMENTS) - len(inputs), x.dtype)
             with self:
                 result: object = mod(*inputs)
             if not isinstance(result, Tensor):

@@ -31,6 +31,13 @@ IMAGES = torch.arange(LENGTH) // 6 * (torch.arange(LENGTH) // 6 % 3 == 1)
 ANCESTORS = tree([(i - 1) // 2 for i in range(LENGTH)])
 REACHES = torch.tensor([1, 3, 9, 80])
 OFFSET = 3
+TENTH, LIMIT = torch.tensor(0.1), torch.tensor(2**63 - 30)
+
+
+def in_place(x):
+    """What it changes is hidden within one function of torch."""
+    torch.nn.functional.relu(x, inplace=True)
+    return x
 
 
 def neighbourhood(b, h, q_idx, kv_idx):
@@ -78,6 +85,14 @@ INTERVALS = {
         (q_idx >= kv_idx) | ((IMAGES[q_idx] == IMAGES[kv_idx]) & (IMAGES[q_idx] > 0))
     ),
     "blocks of 9": lambda b, h, q_idx, kv_idx: q_idx // 9 == kv_idx // 9,
+    "a rounded position": lambda b, h, q_idx, kv_idx: (q_idx - 0.5).long() >= kv_idx,
+    "a rounded difference": lambda b, h, q_idx, kv_idx: (q_idx - 3.5).int() - kv_idx >= -1,
+    "a sum of floats": lambda b, h, q_idx, kv_idx: (q_idx + 0.1) - kv_idx > 0.1,
+    "a sum of a captured float": lambda b, h, q_idx, kv_idx: (q_idx + TENTH) - kv_idx > TENTH,
+    "bytes": lambda b, h, q_idx, kv_idx: (q_idx * 4).to(torch.int8) >= kv_idx,
+    "a negated overflow": lambda b, h, q_idx, kv_idx: -(q_idx - 2**63) < -(kv_idx - 2**63),
+    "a multiple of the key": lambda b, h, q_idx, kv_idx: torch.sub(q_idx, kv_idx, alpha=2) > 0,
+    "a sum in place": lambda b, h, q_idx, kv_idx: in_place(q_idx - 9) >= kv_idx,
     "a sequence of one": lambda b, h, q_idx, kv_idx: (b == 1) & (q_idx >= kv_idx),
 }
 """Each row is one interval, the same for all heads."""
@@ -92,6 +107,10 @@ SEVERAL = {
     "prefixes of documents": lambda b, h, q_idx, kv_idx: (
         (PIECES[q_idx] == PIECES[kv_idx]) & ((kv_idx % 9 < 4) | (q_idx >= kv_idx))
     ),
+    "an overflow": lambda b, h, q_idx, kv_idx: q_idx + (2**63 - 30) >= kv_idx + (2**63 - 30),
+    "an overflow in int32": lambda b, h, q_idx, kv_idx: q_idx.int() + (2**31 - 30) >= kv_idx.int() + (2**31 - 30),
+    "an overflow of a captured number": lambda b, h, q_idx, kv_idx: q_idx + LIMIT >= kv_idx + LIMIT,
+    "an overflow of a multiple": lambda b, h, q_idx, kv_idx: q_idx * 2**58 >= kv_idx * 2**58,
     "windows apart": or_masks(sliding_window(3), sliding_window(3, offset=-9)),
     "a document or a window, in a window": and_masks(
         or_masks(document(RUNS), sliding_window(2), sliding_window(1, offset=-30)), sliding_window(40)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from adapters.flex.any_masks import LENGTH, every_third
+from adapters.flex.any_masks import LENGTH, every_third, in_place
 from adapters.flex.any_scores import HEADS, SCORES, by_formula, derivatives, drawn, functions
 from adapters.gradients import assert_accurate
 
@@ -64,7 +64,14 @@ def doubled(x):
     return x
 
 
+BYTES = torch.arange(4 * LENGTH**2).mul(37).remainder(200).reshape(4, LENGTH, LENGTH).to(torch.uint8)
+
 FORMS = {
+    "bytes": (
+        lambda s, b, h, i, j: s - BYTES[h, i, j] - BYTES[b, 0, i - j],
+        {"bias": (4, LENGTH, LENGTH), "relative_bias": (2, 1, 2 * LENGTH - 1)},
+    ),
+    "a number": (lambda s, b, h, i, j: s + 0.1, {"relative_bias": (1, 1)}),
     "scaled": (lambda s, b, h, i, j: -(s * 0.5) / 0.25, {"factor": -2.0}),
     "a cap in another form": (lambda s, b, h, i, j: torch.tanh(s * 0.125) * 4 * 2, {"softcap": 8.0}),
     "a cap of a multiple": (lambda s, b, h, i, j: -3 * torch.tanh(s), {"softcap": 3.0, "factor": -3.0}),
@@ -74,7 +81,7 @@ FORMS = {
         {"relative_bias": (4, 2 * LENGTH - 1)},
     ),
     "distances by other ways": (
-        lambda s, b, h, i, j: s + (j.float() - (i + 3)).abs().sqrt() * torch.where(i >= j, T[h], T[b]),
+        lambda s, b, h, i, j: s + (j - (i + 3)).float().abs().sqrt() * torch.where(i >= j, T[h], T[b]),
         {"relative_bias": (2, 4, 2 * LENGTH - 1)},
     ),
     "sequences": (lambda s, b, h, i, j: T[b] + s, {"relative_bias": (2, 1, 1)}),
@@ -103,11 +110,24 @@ OTHERS = {
     "rounded distances": lambda s, b, h, i, j: s + T[(i // 2 - j // 2).abs()],
     "sums": lambda s, b, h, i, j: s + T[i + j],
     "unequal slopes": lambda s, b, h, i, j: s + (2 * i - j).cos(),
+    "a rounded position": lambda s, b, h, i, j: s - ((i - 3.5).long() - j).abs(),
+    "positions as floats": lambda s, b, h, i, j: s + (j.float() - (i + 3)).abs().sqrt(),
+    "a sum that overflows": lambda s, b, h, i, j: s + (i + (2**63 - 9) > j + (2**63 - 9)),
+    "a distance in bytes": lambda s, b, h, i, j: s + (i.to(torch.int8) * 8 - j.to(torch.int8) * 8).float().sqrt(),
     "a distance in half precision": lambda s, b, h, i, j: s + (i.half() * 1.1 - j.half() * 1.1),
     "hidden distances": lambda s, b, h, i, j: s + (i >= j).double().log(),
     "the score twice": lambda s, b, h, i, j: s + s,
     "a cap of 0": lambda s, b, h, i, j: 0 * torch.tanh(s),
     "divided by 0": lambda s, b, h, i, j: s / 0,
+    "times 0": lambda s, b, h, i, j: s * 0,
+    "a factor that overflows": lambda s, b, h, i, j: s * 1e300 * 1e300 / 1e300,
+    "a factor that underflows": lambda s, b, h, i, j: s * 1e-300 * 1e-300 * 1e300,
+    "a cap of a rounded score": lambda s, b, h, i, j: 2 * torch.tanh(s.half() / 2),
+    "a rounded sum": lambda s, b, h, i, j: (s + T[j]).bfloat16(),
+    "a rounded quotient": lambda s, b, h, i, j: torch.div(s, 2, rounding_mode="floor"),
+    "named arguments": lambda s, b, h, i, j: torch.tanh(input=s),
+    "a multiple of a term": lambda s, b, h, i, j: torch.add(s, T[j], alpha=2),
+    "in place by an argument": lambda s, b, h, i, j: in_place(s - T[j]) - T[j],
     "in place": lambda s, b, h, i, j: s.clone().add_(T[j]).mul_(2),
     "TorchScript": lambda s, b, h, i, j: s + every_third(h, i, j),
     "several results": lambda s, b, h, i, j: s + T[torch.stack([i, j]).unbind()[1]],
