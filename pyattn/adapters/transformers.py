@@ -29,6 +29,7 @@ from pyattn.adapters.transformers_masks import Mask, mask_function
 from pyattn.arguments import check_size, check_tensor, shown
 from pyattn.dropout import draw_seed
 from pyattn.masks import KeyRanges
+from pyattn.takers import check_outside
 
 __all__ = ["attention_function", "fallbacks", "mask_function", "register"]
 
@@ -155,8 +156,9 @@ def attention_function(
         ValueError: a mask of other dimensions or made for other numbers of queries and keys; a sliding_window without
             the mask it needs; packed sequences with a batch above 1; indices out of range; sinks beside s_aux.
         NotImplementedError: a paged cache; packed sequences without a mask, with position_bias, sinks of each query,
-            indices or output_attentions.
+            indices or output_attentions; a call within :func:`pyattn.distributed.context_parallel`.
     """
+    check_outside('attn_implementation="pyattn", unlike "sdpa",')
     for name, argument in named.items():
         if isinstance(argument, Tensor) and name not in NOT_ABOUT_ATTENTION:
             raise TypeError(f"pyattn: the attention function has no tensor argument {name}, got {shown(argument)}")

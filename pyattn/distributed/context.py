@@ -29,9 +29,10 @@ def context_parallel(
 ) -> Iterator[None]:
     """Within the context, each rank has its part of the buffers, and SDPA is :func:`pyattn.distributed.ring_attention`.
 
-    So is :func:`pyattn.attention`, with all its options, and with it what calls it: the modules of :mod:`pyattn.nn`,
-    flash_attn_func, transformers' models. Masks that they make from this rank's own length, packed sequences, caches,
-    weights, and rotary embeddings without ``positions=`` raise NotImplementedError: a rank's positions may be apart.
+    So is :func:`pyattn.attention`, with all its options, and with it pyattn's modules and flash_attn_func.
+    Packed sequences, caches, weights, FlexAttention's mods, rotary embeddings without ``positions=`` and transformers'
+    models with ``attn_implementation="pyattn"`` (those with "sdpa" run) raise NotImplementedError: a rank's positions
+    may be apart.
 
     Forward and backward both belong inside. ``scaled_dot_product_attention`` takes query, key and value (B, H, L, E) of
     this rank's positions; attn_mask has this rank's rows and all keys. Code under ``torch.utils.checkpoint`` must call

@@ -128,6 +128,12 @@ def _cached_as_flash_attn(q: Tensor, **_: Any) -> None:
     flash_attn.flash_attn_with_kvcache(q.transpose(1, 2), *cache, cache_seqlens=q.shape[2])
 
 
+def _by_transformers(q: Tensor, **_: Any) -> None:
+    from pyattn.adapters import transformers
+
+    transformers.attention_function(torch.nn.Module(), q, q, q, None)
+
+
 def _masked_flex(q: Tensor, **_: Any) -> None:
     block_mask = flex.create_block_mask(flex.causal(), None, None, q.shape[2], q.shape[2], device="cpu")
     flex.flex_attention(q, q, q, block_mask=block_mask)
@@ -151,6 +157,7 @@ REFUSED: dict[str, Callable[..., Any]] = {
     "attention_weights by need_weights": lambda x, **_: nn.MultiHeadAttention(WIDTH, WIDTH, LENGTH, 0.0, HEADS)(
         x, need_weights=True
     ),
+    'attn_implementation="pyattn", unlike "sdpa",': _by_transformers,
     "a module with bias_k": lambda x, **_: book.MHAPyTorchClass(WIDTH, WIDTH, HEADS, LENGTH, qkv_bias=True)(x),
 }
 

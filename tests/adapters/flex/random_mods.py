@@ -95,10 +95,14 @@ def chain(draw: Random, depth: int) -> Expression:
     for _ in range(draw.choice([0, 0, 2, 2, 3])):
         inner, step = expression, draw.choice([*CASTS, Tensor.neg])
         if draw.randrange(2):
-            term = draw.choice([draw.choice(FLOATS), draw.choice(FLOATS), draw.choice(ENDS), draw.choice(INTEGERS), constant(draw)])
+            term = draw.choice(
+                [draw.choice(FLOATS), draw.choice(FLOATS), draw.choice(ENDS), draw.choice(INTEGERS), constant(draw)]
+            )
             expression = functools.partial(lambda inner, term, *places: inner(*places) + term, inner, term)
         else:
-            expression = functools.partial(lambda inner, step, *places: within_limits(step, inner(*places)), inner, step)
+            expression = functools.partial(
+                lambda inner, step, *places: within_limits(step, inner(*places)), inner, step
+            )
     return expression
 
 
