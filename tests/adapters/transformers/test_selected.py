@@ -12,6 +12,7 @@ from adapters.transformers import tiny
 from adapters.transformers.models import IDS, PADDING, ROUNDINGS, results
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pyattn import attention, masks
 from pyattn.adapters import transformers as adapter
@@ -217,6 +218,7 @@ def test_models(name, padding, monkeypatch):
         return attention_function(*arguments, **named)
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "pyattn", spying)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "pyattn", spying)
     model = tiny.model(name, "CausalLM")
     if not name.startswith("inkling"):  # transformers computes their experts in float32
         model = model.double()

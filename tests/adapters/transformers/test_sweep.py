@@ -12,6 +12,7 @@ from adapters.transformers import tiny
 from adapters.transformers.models import IDS, PADDING
 from torch import Tensor
 from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pyattn.adapters import transformers as adapter
 
@@ -68,6 +69,7 @@ def test_every_architecture(model_type, monkeypatch, request):
         return adapter.attention_function(module, *arguments, **named)
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "pyattn", counted)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "pyattn", counted)
     mask = PADDING["none" if model_type in UNPADDED else "left"]
     generate = kind != "MaskedLM"
     truth = results(model, kind, generate, mask)
