@@ -126,7 +126,7 @@ def flex_attention(
         that sees no key has out 0 and lse -inf, as in torch on a CPU. A score of -inf masks its pair.
 
     Raises:
-        NotImplementedError: max_scores; a score_mod of your own in a transform of torch.func or in torch.export; second
+        NotImplementedError: nested tensors; max_scores; a score_mod of your own in a transform of torch.func or in torch.export; second
             derivatives of one in a compiled graph.
         RuntimeError: in backward, a mod that is no expression of functions of torch, for example one that changes a
             tensor in place, and that reads something else by then. What TorchScript reads is not seen.
@@ -141,6 +141,9 @@ def flex_attention(
     torch.Size([2, 8, 100, 64])
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if isinstance(tensor, Tensor) and tensor.is_nested:  # torch's own function refuses them, too
+            rule = f"pyattn: {name} must be a dense tensor, as pyattn.attention computes jagged ones"
+            raise NotImplementedError(f"{rule}, got a nested tensor of layout {tensor.layout}")
         check_tensor(name, tensor)
     check_made("score_mod", score_mod)
     if query.device.type != "cpu":

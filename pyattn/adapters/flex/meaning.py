@@ -2,8 +2,8 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from types import CodeType
 from typing import Any, NamedTuple, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -65,9 +65,9 @@ class Score(NamedTuple):
 
 
 class Native(NamedTuple):
-    """The meaning, valid for the function with this code only: ``functools.wraps`` copies attributes to others."""
+    """The meaning, valid for this function only: ``functools.wraps`` copies attributes to others."""
 
-    code: CodeType
+    function: ref[Callable[..., Tensor]]
     meaning: Mask | Score
 
 
@@ -89,7 +89,7 @@ def known(name: str, function: Mod, meaning: Mask | Score | None) -> Mod:
     """``function`` under this name, with its native meaning attached if it has one."""
     function.__name__ = function.__qualname__ = name  # torch and errors show these
     if meaning is not None:
-        function.native = Native(function.__code__, meaning)  # type: ignore[attr-defined]
+        function.native = Native(ref(function), meaning)  # type: ignore[attr-defined]
     return function
 
 
@@ -232,6 +232,6 @@ def _meaning(what: str, function: object) -> Mask | Score | None:
     if not callable(function):
         raise TypeError(f"pyattn: {what} must be a function, got {function!r}")
     native = getattr(function, "native", None)
-    if isinstance(native, Native) and native.code is getattr(function, "__code__", None):
+    if isinstance(native, Native) and native.function() is function:
         return native.meaning
     return None

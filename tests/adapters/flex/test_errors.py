@@ -30,11 +30,30 @@ def own_score(score, b, h, q_idx, kv_idx):
     return score * 2
 
 
+def jagged(x):
+    return torch.nested.nested_tensor(list(x.transpose(1, 2)), layout=torch.jagged).transpose(1, 2)
+
+
 MADE = blocks(causal())
 ELSEWHERE = document(torch.zeros(64, dtype=torch.int64, device="meta"))
 CALLS = {
     "heads": (ValueError, lambda q, k, v: flex_attention(q, k[:, :1], v[:, :1]), "query and key must have the same n"),
     "dimensions": (ValueError, lambda q, k, v: flex_attention(q[0], k, v), "query, key and value must have 4 dim"),
+    "jagged": (
+        NotImplementedError,
+        lambda *t: flex_attention(*(jagged(x) for x in t), own_score, MADE),
+        "query must be a dense tensor, as pyattn.attention computes jagged ones, got a nested tensor of layout torch.ja",
+    ),
+    "jagged keys": (
+        NotImplementedError,
+        lambda q, k, v: flex_attention(q, jagged(k), jagged(v)),
+        "key must be a dense tensor, as pyattn.attention computes jagged ones, got a nested tensor of layout torch.jag",
+    ),
+    "strided nested values": (
+        NotImplementedError,
+        lambda q, k, v: flex_attention(q, k, torch.nested.nested_tensor(list(v))),
+        "value must be a dense tensor, as pyattn.attention computes jagged ones, got a nested tensor of layout torch.st",
+    ),
     "lengths": (
         ValueError,
         lambda q, k, v: flex_attention(q[:, :, :9], k, v, None, MADE),
@@ -165,6 +184,7 @@ CALLS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("name", CALLS)
 def test_errors(name):
     error, call, message = CALLS[name]

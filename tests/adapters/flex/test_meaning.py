@@ -1,5 +1,8 @@
 """Promise: on a CPU, FlexAttention's common masks and scores mean what they mean in torch, gradients included."""
 
+import copy
+import functools
+
 import pytest
 import torch
 from adapters.gradients import assert_accurate
@@ -20,6 +23,7 @@ from pyattn.adapters.flex import (
     sliding_window,
     softcap,
 )
+from pyattn.adapters.flex.meaning import mask_of, score_of
 
 LENGTHS = [(90, 90), (40, 90), (90, 60)]
 
@@ -79,6 +83,35 @@ def assert_as_torch(tensors, score_mod, block_mask, tolerance=1e-12):
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(aux.lse, others.lse, rtol=tolerance, atol=tolerance)
     assert aux.max_scores is None
+
+
+FACTORIES = {
+    "causal": lambda n: causal(n),
+    "sliding_window": lambda n: sliding_window(n + 1),
+    "document": lambda n: document(ROWS.to(torch.int64) // (n + 1)),
+    "prefix_lm": lambda n: prefix_lm(n),
+    "and_masks": lambda n: and_masks(causal(), sliding_window(n)),
+    "or_masks": lambda n: or_masks(causal(n), sliding_window(n, 9)),
+    "softcap": lambda n: softcap(n / 9 + 0.1),
+    "alibi": lambda n: alibi(torch.full((4,), n / 9 + 0.1)),
+}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_wrapped_by_another_of_its_kind(name):
+    """functools.wraps copies attributes; both functions share their code, and their meaning is their own."""
+    other, own = (FACTORIES[name](n) for n in (20, 3))
+    is_score = name in ("softcap", "alibi")
+    meaning = score_of if is_score else mask_of
+    for copied in (copy.copy(own), copy.deepcopy(own)):
+        assert meaning(copied) is meaning(own) is not None
+    tensors, results = inputs((90, 90), torch.float32), []
+    for mod in (own, functools.wraps(other)(FACTORIES[name](3)), functools.wraps(own)(FACTORIES[name](20)), other):
+        block_mask = None if is_score else create_block_mask(mod, 2, None, 90, 90, "cpu")
+        results.append(flex_attention(*tensors, mod if is_score else None, block_mask, enable_gqa=True))
+    torch.testing.assert_close(results[0], results[1])
+    torch.testing.assert_close(results[2], results[3])
+    assert not torch.allclose(results[1], results[2])
 
 
 def test_definitions():
