@@ -43,8 +43,9 @@ def ring_attention(
         layout: which positions each rank has, as :func:`shard` cuts them: ``"zigzag"``, ``"contiguous"`` or
             ``"chunk"``.
         options: as for :func:`pyattn.attention`, with positions of the whole sequence and these differences.
-            key_ranges, mask, bias: the rows of this rank's queries, and all keys. dropout_seed: default: drawn by rank
-            0; :class:`pyattn.dropout.Draws` if the ranks have some sequences or heads of a larger call.
+            key_ranges, mask, bias: the rows of this rank's queries, or one row for all of them, and all keys.
+            dropout_seed: default: drawn by rank 0; :class:`pyattn.dropout.Draws` if the ranks have some sequences or
+            heads of a larger call.
         return_lse: also return lse.
         return_max_score: also return max_score, after lse.
 
