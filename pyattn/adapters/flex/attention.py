@@ -126,8 +126,8 @@ def flex_attention(
         that sees no key has out 0 and lse -inf, as in torch on a CPU. A score of -inf masks its pair.
 
     Raises:
-        NotImplementedError: nested tensors; max_scores; a score_mod of your own in a transform of torch.func or in torch.export; second
-            derivatives of one in a compiled graph.
+        NotImplementedError: nested tensors; max_scores; a score_mod of your own in a transform of torch.func or in
+            torch.export; second derivatives of one in a compiled graph.
         RuntimeError: in backward, a mod that is no expression of functions of torch, for example one that changes a
             tensor in place, and that reads something else by then. What TorchScript reads is not seen.
         ValueError: shapes that don't fit, heads that enable_gqa does not group, a block_mask of other lengths,

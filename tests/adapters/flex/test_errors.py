@@ -42,17 +42,17 @@ CALLS = {
     "jagged": (
         NotImplementedError,
         lambda *t: flex_attention(*(jagged(x) for x in t), own_score, MADE),
-        "query must be a dense tensor, as pyattn.attention computes jagged ones, got a nested tensor of layout torch.ja",
+        "query must be a dense tensor, as pyattn.attention computes jagged ones, got a nested tensor of layout torch.j",
     ),
     "jagged keys": (
         NotImplementedError,
         lambda q, k, v: flex_attention(q, jagged(k), jagged(v)),
-        "key must be a dense tensor, as pyattn.attention computes jagged ones, got a nested tensor of layout torch.jag",
+        "key must be a dense tensor, as pyattn.attention computes jagged ones, got a nested tensor of layout torch.j",
     ),
     "strided nested values": (
         NotImplementedError,
         lambda q, k, v: flex_attention(q, k, torch.nested.nested_tensor(list(v))),
-        "value must be a dense tensor, as pyattn.attention computes jagged ones, got a nested tensor of layout torch.st",
+        "value must be a dense tensor, as pyattn.attention computes jagged ones, got a nested tensor of layout torch.",
     ),
     "lengths": (
         ValueError,
