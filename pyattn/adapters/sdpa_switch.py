@@ -167,12 +167,18 @@ def enable() -> None:
     """Sends torch's ``scaled_dot_product_attention`` on the CPU to the native kernels until :func:`disable`.
 
     Results, gradients, errors and autocast are as torch documents them; dropout draws other weights than torch's from
-    the same generator. Jagged nested tensors are computed as packed sequences, also those for which torch has no
-    kernel. Calls that the native kernels do not take go to torch, and :func:`~pyattn.adapters.sdpa_counts.counts` shows
-    why: other dtypes, nested tensors in the strided layout or with a mask, distributed tensors, invalid arguments,
-    whose errors stay torch's own, transforms of ``torch.func``, and calls within a ``torch.nn.attention.sdpa_kernel``
-    that excludes FLASH_ATTENTION, the backend that this one replaces. Calls on other devices are not touched; neither
-    they nor ``vmap`` alone are counted.
+    the same generator. A mask may come with ``is_causal``, also with dropout or with a gradient of the mask. Transforms
+    of ``torch.func`` and forward-mode differentiation work up to second derivatives. Jagged nested tensors are computed
+    as packed sequences, also those for which torch has no kernel.
+
+    Calls that the native kernels do not take go to torch, and :func:`~pyattn.adapters.sdpa_counts.counts` shows why:
+    other dtypes, nested tensors in the strided layout or with a mask, distributed tensors, invalid arguments, whose
+    errors stay torch's own, third derivatives, transforms in compiled code, ``torch.func.functionalize`` and
+    ``linearize``, and calls within a ``torch.nn.attention.sdpa_kernel`` that excludes FLASH_ATTENTION, the backend that
+    this one replaces. Calls on other devices are neither touched nor counted.
+
+    torch turns a tensor given as ``scale`` into a float before it comes here: it raises if the tensor requires a
+    gradient and drops its tangent in forward mode. :func:`pyattn.adapters.sdpa.scaled_dot_product_attention` has both.
 
     ``nn.MultiheadAttention`` comes here with ``need_weights=False`` and, uncompiled, with True: the weights are native
     too, and 0 where a query sees no key. Its inference fast path, and that of ``nn.TransformerEncoder``, is off while

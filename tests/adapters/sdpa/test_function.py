@@ -80,6 +80,19 @@ def test_a_learned_scale_is_accurate(dtype):
     )
 
 
+def test_the_gradient_of_a_wide_scale_exceeds_float16():
+    q, k, v = (torch.randn(2, 3, 70, 33).half() for _ in range(3))
+
+    def gradient(*qkv):
+        scale = torch.tensor(0.3, requires_grad=True, dtype=torch.promote_types(qkv[0].dtype, torch.float32))
+        out = scaled_dot_product_attention(*qkv, scale=scale)
+        return torch.autograd.grad(out, scale, 50 * out.detach())[0]
+
+    found, exact = gradient(q, k, v), gradient(q.double(), k.double(), v.double())
+    assert exact.abs() > torch.finfo(torch.float16).max
+    torch.testing.assert_close(found.double(), exact, rtol=0.01, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["causal", "bool", "float", "wide"])
 def test_accuracy(dtype, kind):

@@ -11,6 +11,7 @@ from derivatives.transformed import FEW, TRANSFORMS, flat, one_by_one
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention  # bound before the switch is on, as in models
+from torch.testing._internal.two_tensor import TwoTensor
 
 from pyattn.adapters.sdpa import counts, enabled, reset_counts
 
@@ -213,6 +214,19 @@ def test_what_torch_computes(call, reason):
         under = call(q, k, v)
     assert_close(under, plain, 1e-14)
     assert [*counts().torch] == [reason]
+
+
+def test_tensors_that_hold_others_are_torchs():
+    """Inside the wrappers of a transform too."""
+    q, k, v = detached()
+
+    def loss(*tensors):
+        return scaled_dot_product_attention(*tensors).sum()
+
+    with enabled():
+        torch.func.grad(loss, (0, 1, 2))(TwoTensor(q, q), TwoTensor(k, k), TwoTensor(v, v))
+    assert counts().taken == 0
+    assert {*counts().torch} == {"tensors of type TwoTensor"}
 
 
 def test_other_devices_are_not_touched():
