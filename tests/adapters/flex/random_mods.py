@@ -98,7 +98,7 @@ def chain(draw: Random, depth: int) -> Expression:
             term = draw.choice(
                 [draw.choice(FLOATS), draw.choice(FLOATS), draw.choice(ENDS), draw.choice(INTEGERS), constant(draw)]
             )
-            expression = functools.partial(lambda inner, term, *places: inner(*places) + term, inner, term)
+            expression = functools.partial(lambda inner, term, *x: inner(*x) + term, inner, term)
         else:
             expression = functools.partial(
                 lambda inner, step, *places: within_limits(step, inner(*places)), inner, step
