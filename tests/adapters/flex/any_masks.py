@@ -35,8 +35,8 @@ TENTH, LIMIT = torch.tensor(0.1), torch.tensor(2**63 - 30)
 
 
 def in_place(x):
-    """What it changes is hidden within one function of torch."""
-    torch.nn.functional.relu(x, inplace=True)
+    """Changed through a view, hidden within one function of torch."""
+    torch.nn.functional.relu(x.view(1), inplace=True)
     return x
 
 

@@ -39,6 +39,7 @@ KEPT_WHOLE = {
     "a finite number": lambda s, b, h, i, j: torch.where(i >= j, s, -1e9),
     "within tanh": lambda s, b, h, i, j: torch.tanh(torch.where(i >= j, s, -torch.inf)),
     "plus infinity": lambda s, b, h, i, j: 1 - torch.where(i >= j, s, -torch.inf).clamp(-9, 9),
+    "bits": lambda s, b, h, i, j: torch.where((i % 3).to(torch.uint8), s, -torch.inf),
     "in place": lambda s, b, h, i, j: s.clone().masked_fill_(i < j, -torch.inf),
 }
 
@@ -75,6 +76,7 @@ def test_derivatives(name, mask):
     assert_same(*both(MASKED[name], mask_mod), drawn("nothing"))
 
 
+@pytest.mark.filterwarnings("ignore:where received a uint8 condition tensor:UserWarning")
 @pytest.mark.parametrize("name", KEPT_WHOLE)
 def test_what_is_no_mask(name):
     assert not taken_apart(KEPT_WHOLE[name]).conditions

@@ -121,6 +121,7 @@ OTHERS = {
     "divided by 0": lambda s, b, h, i, j: s / 0,
     "times 0": lambda s, b, h, i, j: s * 0,
     "a factor that overflows": lambda s, b, h, i, j: s * 1e300 * 1e300 / 1e300,
+    "a factor that overflows in float32": lambda s, b, h, i, j: s * 1e30 * 1e30 * 1e-60,
     "a factor that underflows": lambda s, b, h, i, j: s * 1e-300 * 1e-300 * 1e300,
     "a cap of a rounded score": lambda s, b, h, i, j: 2 * torch.tanh(s.half() / 2),
     "a rounded sum": lambda s, b, h, i, j: (s + T[j]).bfloat16(),
