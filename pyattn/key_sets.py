@@ -62,7 +62,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     lse = lse.masked_fill(only_a & only_b, -math.inf)
     parts = (only_a, only_b, difference, out_a), (only_b, only_a, -difference, out_b)
     first, second = (
-        _by_row(torch.where(own | neither, 1.0, torch.sigmoid(d))) * out.masked_fill(_by_row(other), 0.0)
+        _by_row(torch.where(own, 1.0, torch.sigmoid(d))) * out.masked_fill(_by_row(other), 0.0)
         for own, other, d, out in parts
     )
     return (first + second).to(out_a.dtype), lse

@@ -54,4 +54,5 @@ def infinite(draw: Random, seqlen_q: int, seqlen_k: int, names: tuple[str, ...])
     }
     chosen = draw.sample(names, draw.randint(1, min(3, len(names))))
     options |= {name: learned[name]() for name in chosen}
-    return Infinite((q, k, v), options, (dout, torch.randn(dout.shape[:3]).double()))
+    dlse = torch.randn(dout.shape[:3]).double() * draw.choice((0, 1, 1))
+    return Infinite((q, k, v), options, (dout, dlse))
