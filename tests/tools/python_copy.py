@@ -13,6 +13,7 @@ LIKELY = {
     "cache_operator.py": ("compiled",),
     "cache_part.py": ("cached",),
     "call.py": ("refusals", "context", "attention"),
+    "checks.py": ("wrong_arguments", "refusals"),
     "context.py": ("context",),
     "layout.py": ("trips", "attention"),
     "merging.py": ("cached",),
@@ -21,7 +22,7 @@ LIKELY = {
     "parsed.py": ("refusals", "compiled", "attention"),
     "ranks.py": ("refusals",),
     "ring.py": ("attention",),
-    "rows.py": ("attention", "cached"),
+    "rows.py": ("infinite", "attention", "cached"),
     "sequence_operator.py": ("compiled",),
     "shares.py": ("attention",),
     "states.py": ("tensor_parallel",),
@@ -33,13 +34,32 @@ LIKELY = {
     "usp.py": ("attention",),
 }
 """The tests most likely to catch a fault, by its file in pyattn/distributed; they run first."""
-OF_RANKS = ("attention", "cached", "compiled", "context", "refusals", "tensors", "tensor_parallel", "trips")
+OF_RANKS = (
+    "attention",
+    "cached",
+    "compiled",
+    "context",
+    "infinite",
+    "neighbours",
+    "refusals",
+    "tensors",
+    "tensor_parallel",
+    "trips",
+    "wrong_arguments",
+)
 OTHERS = {
     "pyattn/adapters/flash_attn/": ("adapters/flash_attn",),
     "pyattn/adapters/flex/": ("adapters/flex",),
     "pyattn/adapters/sdpa": ("adapters/sdpa",),
     "pyattn/adapters/transformers": ("adapters/transformers",),
-    "pyattn/": ("attention/test_merge.py", "attention/test_max_score.py", "masks/test_one_row.py", "varlen"),
+    "pyattn/takers": ("distributed/test_neighbours.py",),
+    "pyattn/": (
+        "attention/test_merge.py",
+        "attention/test_max_score.py",
+        "cache/test_copies.py",
+        "masks/test_one_row.py",
+        "varlen",
+    ),
 }
 """The tests of other files, by how their paths begin; the first that fits holds."""
 RUN = """
