@@ -223,7 +223,7 @@ def test_functional_transforms() -> None:
         (
             {"key_ranges": torch.zeros(1, 8, 2, dtype=torch.int64)},
             ValueError,
-            "key_ranges must have shape (2 or 1, 9, 2)",
+            "key_ranges must have shape (2 or 1, 9 or 1, 2)",
         ),
         ({"sinks": torch.zeros(3)}, ValueError, "sinks must have shape (4), got [3]"),
         ({"dropout_p": 1.0}, ValueError, "dropout_p must be at least 0 and below 1, got 1"),

@@ -68,7 +68,7 @@ def dense(
         return name in ("mask", "bias") and options[name].dim() > 1 and options[name].shape[-2] == length > 1
 
     given = {key: part(value, -2) if by_row(key) else value for key, value in options.items()}
-    if "key_ranges" in options:
+    if "key_ranges" in options and options["key_ranges"].shape[1] > 1:  # else a row for all
         given["key_ranges"] = part(options["key_ranges"], 1)
     leaves = [part(t, 2).requires_grad_() for t in qkv]
     learned = [key for key in LEARNED if key in options]
