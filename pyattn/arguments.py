@@ -221,6 +221,9 @@ def _hint(word: str, own: Sequence[str], peers: Mapping[str, str]) -> str:
     if word in peers:
         return peers[word]
     turned = [name for name in own if sorted(name.split("_")) == sorted(word.split("_"))]
-    for close in turned or difflib.get_close_matches(word, [*own, *peers], n=1):
+    likeness = {name: difflib.SequenceMatcher(None, name, word).ratio() for name in (*own, *peers)}
+    closest = max(likeness, key=lambda name: likeness[name], default="")  # the first of equals: seqlen_k, not seqlen_q
+    if turned or likeness.get(closest, 0.0) >= 0.6:  # difflib's own threshold
+        close = turned[0] if turned else closest
         return f"did you mean {close}?" + (f" {peers[close]}" if close in peers else "")
     return "its arguments are " + ", ".join(own)

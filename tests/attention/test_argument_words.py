@@ -108,7 +108,7 @@ NAMES: list[tuple[Callable[..., Any], str, str]] = [
     (masks.documents, "length", "did you mean lengths?"),
     (masks.prefix_lm, "prefix_length", "did you mean prefix?"),
     (masks.chunked, "chunk_size", "did you mean chunk?"),
-    (masks.padding, "seq_len", "did you mean seqlen_k?"),
+    (masks.padding, "seqlen", "did you mean seqlen_k?"),
     (masks.from_bool, "flavour", "its arguments are mask"),
     (flex.sliding_window, "offsets", "did you mean offset?"),
     (flex.softcap, "softcap", "did you mean cap?"),
