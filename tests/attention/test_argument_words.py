@@ -103,7 +103,7 @@ NAMES: list[tuple[Callable[..., Any], str, str]] = [
     (pyattn.attention_with_cache, "return_lsee", "did you mean return_lse?"),
     (pyattn.parts.attention_backward, "dropoutp", "did you mean dropout_p?"),
     (pyattn.parts.attention_backward, "scale", "use softmax_scale"),
-    (pyattn.parts.merge, "lse", "did you mean lse_b?"),
+    (pyattn.parts.merge, "lse", "did you mean lse_a?"),
     (pyattn.dropout_mask, "dropout", "did you mean dropout_p?"),
     (masks.documents, "length", "did you mean lengths?"),
     (masks.prefix_lm, "prefix_length", "did you mean prefix?"),
