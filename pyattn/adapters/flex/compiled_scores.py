@@ -89,7 +89,10 @@ CAPTURED = Inputs._fields.index("captured")
 SAVED = 5
 """How many arguments the backward operator has before those of the forward one."""
 
-UNSEEN = "pyattn: a score_mod of your own must not read attributes or parts of what depends on its arguments"
+UNSEEN = (
+    "pyattn: a score_mod of your own must not read attributes or parts of what depends on its arguments, nor call "
+    "Python's abs of it, for which x.abs() does"
+)
 
 NO_SWITCH = "pyattn: a score_mod of your own must not switch gradients on or off"
 

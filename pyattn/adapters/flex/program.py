@@ -165,7 +165,7 @@ def name_of(calls: tuple[Call, ...], result: Encoded) -> str:
 def captures_arguments(captured: int) -> bool:
     """Whether the last ``scored`` of dynamo's graph reads what depends on the score_mod's arguments.
 
-    dynamo hides from modes attributes such as ``x.mT`` and the parts in ``x, y = z``.
+    dynamo hides from modes attributes such as ``x.mT``, the parts in ``x, y = z`` and Python's ``abs(x)``.
 
     Args:
         captured: which argument of the operator has the captured tensors.

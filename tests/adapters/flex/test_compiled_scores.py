@@ -185,13 +185,17 @@ def test_what_a_graph_can_not_record():
     def attribute(score, b, h, q_idx, kv_idx):
         return score + (pairs[q_idx].mT @ pairs[kv_idx]).sum()
 
+    def builtin(score, b, h, q_idx, kv_idx):
+        return score - places[h, 0] * abs(q_idx - kv_idx)
+
     def speaks(score, b, h, q_idx, kv_idx):
         print(end="")
         return score * places[h, 0]
 
     for score_mod, tensor, sentence in (
         (parts, places, "pyattn: a score_mod of your own must not read attributes or parts of what depends on its arg"),
-        (attribute, pairs, "must not read attributes or parts of what depends on its arguments, got fullgraph=True"),
+        (attribute, pairs, "must not read attributes or parts of what depends on its arguments, nor call Python's abs"),
+        (builtin, places, "nor call Python's abs of it, for which x.abs() does, got fullgraph=True"),
         (speaks, places, "print"),
     ):
         torch.compiler.reset()
