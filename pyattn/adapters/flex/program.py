@@ -42,7 +42,8 @@ class Recording(Lookups):
         self.calls: list[Call] = []
         self.captured: list[Tensor] = []
         self.numbers: list[float] = []
-        self.switches, self._differentiable = False, torch.is_grad_enabled()
+        self.switches: bool = False
+        self._differentiable = torch.is_grad_enabled()
         self._tensors = list(arguments)
         self._codes: list[Encoded] = [("argument", number) for number in range(len(arguments))]
 
@@ -69,9 +70,8 @@ class Recording(Lookups):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in FROM_ARRAYS and args and not isinstance(args[0], Tensor | tuple | list | int | float | complex):
-            return super().__torch_function__(
-                func, types, args, kwargs
-            )  # of an array, which the graph takes as a tensor
+            # The graph takes an array as a tensor.
+            return super().__torch_function__(func, types, args, kwargs)
         self.switches = self.switches or torch.is_grad_enabled() != self._differentiable
         call = len(self.calls)
         self.calls.append((func, self.encoded(tuple(args)), self.encoded(kwargs or {})))
