@@ -44,7 +44,7 @@ class Wanted:
 
 
 WANTED: ContextVar[Wanted | None] = ContextVar("WANTED", default=None)
-"""What the module that is calling the operator wants."""
+"""The wishes of the module that is calling the operator, if it wants weights."""
 
 
 def taking_weights(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""What the arguments of transformers' attention function mean as options of :func:`pyattn.attention`."""
+"""The arguments of transformers' attention function as options of :func:`pyattn.attention`."""
 
 import torch
 from torch import Tensor, nn

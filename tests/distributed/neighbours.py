@@ -163,7 +163,7 @@ REFUSED: dict[str, Callable[..., Any]] = {
 
 
 def refusals(group: dist.ProcessGroup) -> dict[str, str]:
-    """What each of REFUSED raises on parts; the next call computes."""
+    """The error of each of REFUSED on parts; the next call computes."""
     mesh, found = DeviceMesh.from_group(group, "cpu"), {}
     q, x = torch.randn(1, 2, LENGTH, 8), torch.randn(1, LENGTH, WIDTH)
     with distributed.context_parallel(mesh, buffers=[q, x], buffer_seq_dims=[2, 1]):

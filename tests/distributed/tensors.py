@@ -76,7 +76,7 @@ def refusal(group: dist.ProcessGroup, name: str, places: list[int | None], optio
 
 
 def of_one_rank(group: dist.ProcessGroup, places: list[int | None]) -> list[tuple[str, str, str]]:
-    """What the last rank gives, the error of the call, and what was wrong with the next one, "" if nothing."""
+    """The last rank's value, the error of the call, and what was wrong with the next one, "" if nothing."""
     mesh = DeviceMesh.from_group(group, "cpu") if len(places) == 1 else ranks.mesh_of("mesh 4x2")
     where = [Replicate() if dim is None else Shard(dim) for dim in places]
     generator = torch.Generator().manual_seed(0)

@@ -29,7 +29,7 @@ RULE = re.compile(r"(TypeError|ValueError|NotImplementedError): pyattn: .*\b(got
 
 STEPS = {"ring_attention": 5, "ulysses_attention": 5, "ring_attention_varlen": 5, "attention_with_cache": 3}
 STEPS |= {"usp_attention": 41, "unshard": 1}
-"""Of so many cases, the suite runs one: all take a minute, and with eight processes another three."""
+"""The suite runs one of so many cases: all take a minute, and with eight processes another three."""
 
 
 def check(name: str, begin: int, step: int) -> None:

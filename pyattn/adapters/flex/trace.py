@@ -146,7 +146,7 @@ class Trace(Lookups):
             raise RuntimeError(f"pyattn: a {self._what} {rule}, got one that has changed in between")
 
     def saved(self) -> list[Tensor]:
-        """Those of ``large`` that autograd can save, to raise where one has changed in place."""
+        """The tensors of ``large`` that autograd can save, to raise where one has changed in place."""
         return [x for x in self.large if has_values(x) and not x.is_inference()]
 
     def _name(self, x: object) -> tuple[Any, ...]:

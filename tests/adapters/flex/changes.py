@@ -9,7 +9,7 @@ LENGTH, HEADS = 24, 2
 
 
 class State(torch.nn.Module):
-    """What the mods below read."""
+    """The state that the mods below read."""
 
     def __init__(self, draw: Random) -> None:
         super().__init__()

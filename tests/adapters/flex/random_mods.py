@@ -175,7 +175,7 @@ def bounded(expression: Expression, dtype: torch.dtype) -> Expression:
 
 
 def term(draw: Random) -> Expression:
-    """What can be added to a score."""
+    """A random term of a score."""
     kind = draw.randrange(4)
     if kind == 0:
         added = draw.choice([0.1, 3, -0.7, torch.tensor(2, dtype=torch.uint8), torch.tensor(0.3)])

@@ -47,7 +47,7 @@ MODS = {
 @pytest.mark.parametrize("when", ["between calls", "before backward"])
 @pytest.mark.parametrize("way", COUNTED | UNCOUNTED)
 def test_every_way(way, when, kind):
-    """Of ids and of weights: a call sees the new values, the backward of the call before the old ones."""
+    """A call sees new ids and weights, the backward of the call before sees the old ones."""
     state = State(Random(0))
     state.ids = torch.arange(LENGTH) % 3
     state.weights = torch.nn.Parameter(torch.rand(LENGTH, dtype=torch.float64), requires_grad=False)

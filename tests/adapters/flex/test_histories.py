@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import noop_mask
 from pyattn.adapters.flex import alibi, causal, create_block_mask, document, flex_attention, prefix_lm, trace
 
 RAISED = "must read the same", "modified by an inplace operation"
-"""What backward may say, after changes, of mods that it calls again, or that read large tensors."""
+"""Errors of backward, after changes, about mods that it calls again or that read large tensors."""
 
 
 class History:

@@ -21,7 +21,7 @@ def by_torch(*arguments, **named):
 
 
 def by_formula(query, key, value, mask, is_causal, scale, enable_gqa):
-    """What torch's CPU kernel documents, as torch operations: the math backend takes no mask with is_causal."""
+    """torch's CPU kernel as torch operations: the math backend takes no mask with is_causal."""
     rows, columns = query.shape[-2], key.shape[-2]
     visible = torch.ones(rows, columns, dtype=torch.bool).tril() if is_causal else torch.ones(()).bool()
     if mask is not None and mask.dtype != torch.bool:

@@ -107,7 +107,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "zamba2": HYBRID,
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What differs from the rules above, by model type."""
+"""Exceptions from the rules above, by model type."""
 
 CHANGES["dory"]["layer_types"] = ["sliding_attention", "full_attention", "full_attention"]
 CHANGES["qwen4_exp_text"] |= {"layer_types": ["linear_attention", "full_attention"]} | INDEXER | NGRAMS
