@@ -108,8 +108,7 @@ def flex_attention(
             ``where(seen, score, -inf)`` by indices and captured tensors joins the mask. Any other runs in torch
             operations, block by block in linear memory, on scores in float32 or float64. In a compiled graph, one of
             your own is one operator, wherever it is defined; a graph breaks at one that dynamo can't trace, at
-            ``x.mT``, ``abs(x)`` (not ``x.abs()``) or ``x, y = z`` of what depends on its arguments, and under
-            ``torch.utils.checkpoint``.
+            ``x.mT`` or ``x, y = z`` of what depends on its arguments, and under ``torch.utils.checkpoint``.
         block_mask: from :func:`create_block_mask` or torch's own function. The mask_mod says what is visible, for all
             sequences and heads of query; blocks that leave out some of it are refused. Without a mask_mod, listed
             blocks are visible. A mask_mod of your own is evaluated again only when it computes something else or reads

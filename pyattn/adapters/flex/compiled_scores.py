@@ -16,7 +16,16 @@ from pyattn.adapters.flex.evaluation import as_outermost
 from pyattn.adapters.flex.holes import Holes
 from pyattn.adapters.flex.meaning import Mask, Score, ScoreMod
 from pyattn.adapters.flex.native import native_options
-from pyattn.adapters.flex.program import PROGRAMS, Recording, captures_arguments, graph_in_progress, name_of
+from pyattn.adapters.flex.program import (
+    PROGRAMS,
+    Encoded,
+    Recording,
+    absolute_among,
+    calls_abs,
+    captures_arguments,
+    graph_in_progress,
+    name_of,
+)
 from pyattn.adapters.flex.row_blocks import Call
 from pyattn.adapters.flex.trace import MOST_BYTES
 from pyattn.autocast import cast
@@ -89,10 +98,7 @@ CAPTURED = Inputs._fields.index("captured")
 SAVED = 5
 """How many arguments the backward operator has before those of the forward one."""
 
-UNSEEN = (
-    "pyattn: a score_mod of your own must not read attributes or parts of what depends on its arguments, nor call "
-    "Python's abs of it, for which x.abs() does"
-)
+UNSEEN = "pyattn: a score_mod of your own must not read attributes or parts of what depends on its arguments"
 
 NO_SWITCH = "pyattn: a score_mod of your own must not switch gradients on or off"
 
@@ -115,7 +121,8 @@ def attend_in_graph(
         torch._dynamo.graph_break(msg=f"{NO_SWITCH}, got fullgraph=True")
         return None
     returned = recording.encoded(result)
-    program = name_of(tuple(recording.calls), returned)
+    absolute = _absolute(recording) if calls_abs() else ()
+    program = name_of(tuple(recording.calls), returned, absolute)
     learned = [x.requires_grad and torch.is_grad_enabled() for x in recording.captured]
     captured = [_kept(x) for x in recording.captured]
     offset, offsets = (0, _kept(mask.offset)) if isinstance(mask.offset, Tensor) else (mask.offset, None)
@@ -123,10 +130,18 @@ def attend_in_graph(
     of_mask = list(mask.window), offset, offsets, ranges, mask.intervals, [x.bits() for x in mask.holes]
     of_score = captured, recording.numbers, learned
     out, lse, _, _ = torch.ops.pyattn_flex.scored.default(q, k, v, *of_score, *of_mask, program, scale)
-    if captures_arguments(CAPTURED):
+    if captures_arguments(CAPTURED, tuple([number for number, _ in absolute])):
         torch._dynamo.graph_break(msg=f"{UNSEEN}, got fullgraph=True")
         return None
     return out, lse
+
+
+def _absolute(recording: Recording) -> tuple[tuple[int, Encoded], ...]:
+    """The captured tensors that are the abs of others, by number, and these."""
+    for x in (*recording.captured, *recording.tensors):
+        torch.ops.pyattn_flex.kept.default(x)  # marks the tensors' nodes in the graph, which drops unused results
+    found = absolute_among(len(recording.captured), len(recording.tensors))
+    return tuple([(number, recording.codes[of]) for number, of in found])
 
 
 def _kept(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ score_mod may be defined, and its tensors computed, in the graph.
 """
 
 import hashlib
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 Encoded = tuple[str, Any]
 """One of ``("argument" or "captured" or "number" or "result", its number)``, ``("part", (result, place))``,
-``("constant", x)``, ``("tuple" or "list" or "slice", parts)`` and ``("dict", ((name, part), ...))``."""
+``("constant", x)``, ``("abs", code)``, ``("tuple" or "list" or "slice", parts)``, ``("dict", ((name, part), ...))``."""
 
 Call = tuple[Any, Encoded, Encoded]
 """A function with its arguments, encoded, and its named ones."""
@@ -34,6 +35,7 @@ class Recording(Lookups):
         calls: in order.
         captured: the tensors that come from elsewhere.
         numbers: ints and floats, which may be symbolic.
+        tensors, codes: all tensors that it has seen, each with its code.
         switches: whether gradients are switched on or off in between, which calls don't tell.
     """
 
@@ -44,13 +46,13 @@ class Recording(Lookups):
         self.numbers: list[float] = []
         self.switches: bool = False
         self._differentiable = torch.is_grad_enabled()
-        self._tensors = list(arguments)
-        self._codes: list[Encoded] = [("argument", number) for number in range(len(arguments))]
+        self.tensors: list[Tensor] = list(arguments)
+        self.codes: list[Encoded] = [("argument", number) for number in range(len(arguments))]
 
     def encoded(self, x: Any) -> Encoded:
         """``x`` as a constant, apart from tensors and numbers."""
         if isinstance(x, Tensor):
-            for tensor, code in zip(self._tensors, self._codes, strict=True):
+            for tensor, code in zip(self.tensors, self.codes, strict=True):
                 if tensor is x:  # dynamo can't trace id
                     return code
             self.captured.append(x)
@@ -85,8 +87,8 @@ class Recording(Lookups):
         return result
 
     def _named(self, x: Tensor, code: Encoded) -> Encoded:
-        self._tensors.append(x)
-        self._codes.append(code)
+        self.tensors.append(x)
+        self.codes.append(code)
         return code
 
 
@@ -125,7 +127,7 @@ def _decoded(code: Encoded, known: dict[str, Any]) -> Any:
         return slice(*(_decoded(part, known) for part in x))
     if kind == "part":
         return known["result"][x[0]][x[1]]
-    return known[kind][x]
+    return abs(_decoded(x, known)) if kind == "abs" else known[kind][x]
 
 
 PROGRAMS: dict[str, Program] = {}
@@ -148,8 +150,13 @@ def graph_in_progress() -> str | None:
 
 
 @_constant
-def name_of(calls: tuple[Call, ...], result: Encoded) -> str:
-    """The program's name, the same in each process, so a graph that is read from a cache runs no other program."""
+def name_of(calls: tuple[Call, ...], result: Encoded, absolute: tuple[tuple[int, Encoded], ...] = ()) -> str:
+    """The program's name, the same in each process, so a graph that is read from a cache runs no other program.
+
+    ``absolute``: the numbers of captured tensors that are the abs of others, and these.
+    """
+    calls = tuple((function, *(_replaced(code, dict(absolute)) for code in given)) for function, *given in calls)
+    result = _replaced(result, dict(absolute))
     key = calls, result
     if key not in _names:
         functions = [f"{getattr(call[0], '__module__', None)}.{getattr(call[0], '__name__', None)}" for call in calls]
@@ -161,23 +168,56 @@ def name_of(calls: tuple[Call, ...], result: Encoded) -> str:
     return _names[key]
 
 
+def _replaced(code: Any, absolute: dict[int, Encoded]) -> Any:
+    """``code`` with the abs of others in place of the captured tensors with these numbers."""
+    if not isinstance(code, tuple):
+        return code
+    if code[:1] == ("captured",) and code[1] in absolute:
+        return "abs", _replaced(absolute[code[1]], absolute)
+    return tuple(_replaced(part, absolute) for part in code)
+
+
 @_constant
-def captures_arguments(captured: int) -> bool:
+def absolute_among(captured: int, tensors: int) -> tuple[tuple[int, int], ...]:
+    """The captured tensors that Python's ``abs`` made: the number of each, and that of its argument among all tensors.
+
+    dynamo hides ``abs`` from modes. The last nodes of its graph are ``kept`` of all captured tensors, then of all.
+    """
+    kept = [node.args[0] for node in _nodes() if node.target is torch.ops.pyattn_flex.kept.default]
+    kept = kept[len(kept) - captured - tensors :]
+    all_tensors = {node: number for number, node in enumerate(kept[captured:])}
+    made = [(number, node) for number, node in enumerate(kept[:captured]) if node.target is operator.abs]
+    return tuple((number, all_tensors[node.args[0]]) for number, node in made if node.args[0] in all_tensors)
+
+
+@_constant
+def calls_abs() -> bool:
+    """Whether dynamo's graph has a call of Python's ``abs``."""
+    return any(node.target is operator.abs for node in _nodes())
+
+
+def _nodes() -> Any:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return InstructionTranslator.current_tx().output.graph.nodes
+
+
+@_constant
+def captures_arguments(captured: int, absolute: tuple[int, ...]) -> bool:
     """Whether the last ``scored`` of dynamo's graph reads what depends on the score_mod's arguments.
 
-    dynamo hides from modes attributes such as ``x.mT``, the parts in ``x, y = z`` and Python's ``abs(x)``.
+    dynamo hides from modes attributes such as ``x.mT`` and the parts in ``x, y = z``.
 
     Args:
         captured: which argument of the operator has the captured tensors.
+        absolute: the numbers of those that don't count.
     """
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
     found, dependent = False, set[object]()
-    for node in InstructionTranslator.current_tx().output.graph.nodes:
+    for node in _nodes():
         if node.target is torch.ops.pyattn_flex.arguments.default:
             dependent = {node}
         elif not dependent.isdisjoint(node.all_input_nodes):
             dependent.add(node)
         if node.target is torch.ops.pyattn_flex.scored.default:
-            found = not dependent.isdisjoint(node.args[captured])
+            found = any(x in dependent for number, x in enumerate(node.args[captured]) if number not in absolute)
     return found
