@@ -54,6 +54,7 @@ OTHERS = {
     "pyattn/adapters/transformers": ("adapters/transformers",),
     "pyattn/takers": ("distributed/test_neighbours.py",),
     "pyattn/": (
+        "attention/test_infinite_parts.py",
         "attention/test_merge.py",
         "attention/test_max_score.py",
         "cache/test_copies.py",
